@@ -1,0 +1,155 @@
+"""Which machine this is, and which implementation of an op it gets. The only file that asks either question."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.export
+
+logger = logging.getLogger("jaxft")
+
+#: Every implementation that an op of jaxft may have. "xla" is `jaxft.reference`, compiled by XLA.
+IMPLEMENTATIONS = ("triton", "mosaic_gpu", "cudnn", "xla")
+
+#: `jax.export.export(..., disabled_checks=jaxft.EXPORT_DISABLED_CHECKS)` accepts the custom call behind the Triton
+#: kernels, which JAX does not promise to keep stable: import such a program with the JAX version that exported it.
+EXPORT_DISABLED_CHECKS = (jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton"),)
+
+
+class Device(NamedTuple):
+    platform: str  # "cuda", "rocm", "cpu", "tpu", ...
+    kind: str  # "NVIDIA H200", "cpu", ...
+    compute_capability: tuple[int, int] | None  # of NVIDIA devices
+
+
+class Choice(NamedTuple):
+    name: str
+    interpret: bool  # run a Pallas kernel in interpret mode
+
+
+_target: contextvars.ContextVar[Device | None] = contextvars.ContextVar("jaxft_target", default=None)
+
+
+@contextlib.contextmanager
+def target(kind: str = "NVIDIA H200", compute_capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
+    """Within this context, ops are traced for that NVIDIA device instead of the one that is attached.
+
+    For lowering or exporting a program for a GPU on a machine without one. It changes what jaxft chooses, not where
+    JAX runs; trace a new function inside it, since `jax.jit` returns what it traced before.
+    """
+    token = _target.set(Device("cuda", kind, compute_capability))
+    try:
+        yield
+    finally:
+        _target.reset(token)
+
+
+def device() -> Device:
+    """The device that ops are traced for: the `target`, else JAX's default device."""
+    chosen = _target.get()
+    if chosen is not None:
+        return chosen
+    default = jax.config.jax_default_device  # None, a platform's name, or a device
+    return _describe(default if hasattr(default, "platform") else jax.devices(default)[0])
+
+
+@functools.lru_cache
+def _describe(device: jax.Device) -> Device:
+    platform, capability = device.platform, None
+    if platform == "gpu":
+        platform = "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
+    if platform == "cuda":
+        major, minor = str(device.compute_capability).split(".")
+        capability = (int(major), int(minor))
+    return Device(platform, device.device_kind, capability)
+
+
+def platform() -> str:
+    return device().platform
+
+
+def device_kind() -> str:
+    return device().kind
+
+
+def matmul_precision(precision: Any = None) -> str:
+    """How a Pallas kernel computes float32 matrix products: "tf32", or "float32" where it or JAX's default is told so."""
+    first = precision[0] if isinstance(precision, tuple) else precision
+    setting = jax.config.jax_default_matmul_precision if first is None else first
+    name = getattr(setting, "name", setting)  # of a jax.lax.Precision or DotAlgorithmPreset
+    return "float32" if str(name).lower() in ("highest", "float32", "f32_f32_f32") else "tf32"
+
+
+def choose(op: str, implementation: str | None, reasons: Mapping[str, str | None]) -> Choice:
+    """The implementation to run.
+
+    Args:
+      op: the op's name, for messages.
+      implementation: what the user asked for; None for the fastest that this device and this case support.
+      reasons: the implementations that the op has, the preferred first, each with why it cannot do this case (None if
+        it can). "xla" is always there.
+
+    Raises:
+      ValueError: `implementation` is not one of `IMPLEMENTATIONS`.
+      NotImplementedError: it is, but the op has no such implementation, or the device or the case is not supported.
+    """
+    reasons = {**reasons, "xla": None}
+    if implementation is None:
+        return Choice(_fastest(op, reasons)[0], interpret=False)
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"{op}: implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
+    if implementation not in reasons:
+        raise NotImplementedError(f"{op}: there is no {implementation!r} implementation, only {tuple(reasons)}")
+    machine = device()
+    interpret = implementation == "triton" and machine.platform == "cpu"
+    reason = reasons[implementation] or (None if interpret else _machine_reason(implementation, machine))
+    if reason is not None:
+        raise NotImplementedError(f"{op}: implementation {implementation!r} cannot be used: {reason}")
+    if interpret:
+        _log_once(f"{op}: the Triton kernel runs in Pallas' interpret mode on this CPU, which is for tests, not for speed")
+    return Choice(implementation, interpret)
+
+
+def explain(op: str, reasons: Mapping[str, str | None]) -> tuple[str, str]:
+    """What `choose(op, None, reasons)` gives on this machine, and why."""
+    return _fastest(op, {**reasons, "xla": None}, log=False)
+
+
+def _fastest(op: str, reasons: Mapping[str, str | None], log: bool = True) -> tuple[str, str]:
+    machine = device()
+    if machine.platform != "cuda":
+        return "xla", f"kernels need an NVIDIA GPU, this is {machine.kind}"
+    rejected = []
+    for name, reason in reasons.items():
+        reason = reason or _machine_reason(name, machine)
+        if reason is None and name != "xla":
+            return name, f"the fastest for {machine.kind}"
+        if reason is not None:
+            rejected.append(f"{name}: {reason}")
+    why = "; ".join(rejected) or "the only implementation"
+    if log and rejected:
+        _log_once(f"{op} falls back to XLA ({why})")
+    return "xla", why
+
+
+def _machine_reason(name: str, machine: Device) -> str | None:
+    needed = {"triton": (8, 0), "cudnn": (8, 0), "mosaic_gpu": (9, 0)}.get(name)
+    if needed is None:
+        return None
+    if machine.compute_capability is None:
+        return f"it needs an NVIDIA GPU, this is {machine.kind}"
+    if machine.compute_capability < needed:
+        have = ".".join(map(str, machine.compute_capability))
+        return f"it needs compute capability {needed[0]}.{needed[1]}, {machine.kind} has {have}"
+    return None
+
+
+@functools.lru_cache(maxsize=None)
+def _log_once(message: str) -> None:
+    logger.warning(message)

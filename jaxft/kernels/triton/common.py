@@ -1,0 +1,127 @@
+"""The one seam to Pallas' Triton backend, and the mathematics that several kernels share.
+
+Every kernel is launched through `launch`, and every masked access goes through `load` and `store`, so that a move to
+another backend (the Triton backend is deprecated in JAX since 0.11) changes this file and leaves the kernels alone.
+The mathematics are pure functions of arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+Array = jax.Array
+
+load, store, dot = plgpu.load, plgpu.store, plgpu.dot
+
+
+def launch(
+    kernel: Callable[..., None],
+    grid: Sequence[int],
+    operands: Sequence[Array | None],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    *,
+    name: str,
+    num_warps: int,
+    num_stages: int = 1,
+    interpret: bool,
+) -> list[Array]:
+    """Runs `kernel(*operand_refs, *output_refs)` over `grid` (the first axis fastest) and returns the outputs.
+
+    Refs are whole arrays: a kernel computes its own offsets and masks what lies beyond an edge. An operand that is None
+    has None for its ref.
+    """
+    present = [x for x in operands if x is not None]
+
+    def body(*refs: Any) -> None:
+        given = iter(refs)
+        kernel(*[None if x is None else next(given) for x in operands], *given)
+
+    body.__name__ = name
+    varying = frozenset().union(*(getattr(jax.typeof(x), "vma", ()) for x in present))  # mesh axes, inside a shard_map
+    call = pl.pallas_call(
+        body,
+        grid=tuple(grid),
+        out_shape=[jax.ShapeDtypeStruct(o.shape, o.dtype, vma=varying) if varying else o for o in outputs],
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        interpret=interpret,
+        name=name,
+    )
+    return list(call(*present))
+
+
+def span(start: Array | int, size: int) -> Any:
+    """`size` (a power of two) indices from `start` on, possibly past the array's end: mask the access."""
+    return pl.ds(jnp.int32(start), size)  # JAX checks a Python integer against the array's bounds, and refuses
+
+
+def unsupported_dtype(**arrays: Array | None) -> str | None:
+    """Why the kernels cannot take these arrays, if they cannot."""
+    for name, x in arrays.items():
+        if x is not None and x.dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
+            return f"{name} is {x.dtype}, the kernels take float32, float16 and bfloat16"
+    return None
+
+
+# --- Activations: float32 in, float32 out ------------------------------------------------------------------------
+
+
+def _exp(x: Array) -> Array:
+    """exp to float32 accuracy: the hardware's exp2 of a reduced argument (exp2 of x*log2(e) loses |x| * 2^-24)."""
+    n = jnp.floor(x * math.log2(math.e) + 0.5)
+    reduced = (x - n * 0.693359375) + n * 2.12194440e-4  # ln(2) in two parts (Cody and Waite)
+    return jnp.exp2(reduced * math.log2(math.e)) * jnp.exp2(n)
+
+
+def _erfc_of_magnitude(a: Array) -> Array:
+    """erfc(a) for a >= 0, relative error 3e-7: exp(-a^2) * t * P(t) with t = 1 / (1 + a/2), P fitted by minimax."""
+    t = 1.0 / (1.0 + 0.5 * a)
+    p = jnp.full_like(t, -0.05944734)
+    for c in (0.28640202, -0.49093923, 0.28228968, -0.029492358, 0.20388022, 0.24280754, 0.28241524, 0.2820842):
+        p = p * t + c
+    # a^2 in two parts, so that its rounding does not show in the exponential.
+    high = jax.lax.bitcast_convert_type(
+        jax.lax.bitcast_convert_type(a, jnp.uint32) & jnp.uint32(0xFFFFF000), jnp.float32
+    )
+    return _exp(-high * high) * _exp(-(a - high) * (a + high)) * t * p
+
+
+def _gelu_erf(x: Array) -> Array:
+    half = 0.5 * _erfc_of_magnitude(jnp.abs(x) * math.sqrt(0.5))
+    return x * jnp.where(x < 0.0, half, 1.0 - half)
+
+
+def _gelu_erf_16bit(x: Array) -> Array:
+    """GELU (erf) within 2.6e-5: x * sigmoid(x * P(x^2)), P fitted by minimax; eight instructions instead of forty."""
+    square = jnp.minimum(x * x, 49.0)  # beyond |x| = 7 the result is x or 0, and P would turn around
+    return x * _sigmoid(x * (1.5950158 + square * (0.07401113 - 7.0303425e-4 * square)))
+
+
+def _gelu_tanh(x: Array) -> Array:
+    return x * _sigmoid(x * (2.0 * math.sqrt(2.0 / math.pi) * (1.0 + 0.044715 * (x * x))))
+
+
+def _sigmoid(x: Array) -> Array:
+    return 1.0 / (1.0 + jnp.exp2(x * -math.log2(math.e)))
+
+
+def activation(name: str, x: Array, dtype: Any) -> Array:
+    """The activation of float32 `x`, as accurate as results that are rounded to `dtype` need."""
+    match name:
+        case "gelu":
+            return _gelu_erf(x) if dtype == jnp.float32 else _gelu_erf_16bit(x)
+        case "gelu_tanh":
+            return _gelu_tanh(x)
+        case "relu":
+            return jnp.maximum(x, 0.0)
+        case "silu":
+            return x * _sigmoid(x)
+        case "tanh":
+            return jnp.tanh(x)
+    raise ValueError(f"no kernel has the activation {name!r}")

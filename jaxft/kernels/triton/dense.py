@@ -1,0 +1,95 @@
+"""activation(x @ kernel + bias) + residual in one kernel, for few rows.
+
+2 * M * K * F floating-point operations. With few rows the weights' bytes are the floor, and what counts is that enough
+programs read them at once: cuBLAS starts too few (128x768x768 on an H200: 12 of 132 multiprocessors, 5 us). For many
+rows cuBLAS is faster, and `jaxft.tuning.dense` says so.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxft.kernels.triton import common
+from jaxft.tuning import DenseConfig
+
+Array = jax.Array
+
+
+def unsupported(**arrays: Array | None) -> str | None:
+    return common.unsupported_dtype(**arrays)
+
+
+def _fwd_kernel(  # type: ignore[no-untyped-def]
+    x_ref, kernel_ref, bias_ref, residual_ref, y_ref,
+    *, activation: str | None, block_m: int, block_n: int, block_k: int, precision,
+):  # fmt: skip
+    rows, depth = x_ref.shape
+    width = kernel_ref.shape[1]
+    row, column = pl.program_id(0) * block_m, pl.program_id(1) * block_n
+    in_rows = (row + jnp.arange(block_m) < rows)[:, None]
+    in_columns = (column + jnp.arange(block_n) < width)[None, :]
+
+    def add_block(k, acc, *, masked):
+        start = k * block_k
+        in_x, in_kernel = jnp.broadcast_to(in_rows, (block_m, block_k)), jnp.broadcast_to(in_columns, (block_k, block_n))
+        if masked:
+            in_depth = start + jnp.arange(block_k) < depth
+            in_x, in_kernel = in_x & in_depth[None, :], in_kernel & in_depth[:, None]
+        a = common.load(x_ref.at[common.span(row, block_m), common.span(start, block_k)], mask=in_x, other=0.0)
+        b = common.load(kernel_ref.at[common.span(start, block_k), common.span(column, block_n)], mask=in_kernel, other=0.0)
+        return acc + common.dot(a, b, precision=precision)  # [block_m, block_n]
+
+    acc = jnp.zeros((block_m, block_n), jnp.float32)
+    acc = lax.fori_loop(0, depth // block_k, functools.partial(add_block, masked=False), acc)
+    if depth % block_k:
+        acc = add_block(depth // block_k, acc, masked=True)
+    if bias_ref is not None:
+        columns = common.span(column, block_n)
+        bias = common.load(bias_ref.at[columns], mask=column + jnp.arange(block_n) < width, other=0.0)
+        acc = acc + bias.astype(jnp.float32)[None, :]
+    if activation is not None:
+        acc = common.activation(activation, acc, y_ref.dtype)
+    tile, inside = (common.span(row, block_m), common.span(column, block_n)), in_rows & in_columns
+    if residual_ref is not None:
+        acc = acc + common.load(residual_ref.at[tile], mask=inside, other=0.0).astype(jnp.float32)
+    common.store(y_ref.at[tile], acc.astype(y_ref.dtype), mask=inside)
+
+
+def forward(
+    x: Array,
+    kernel: Array,
+    bias: Array | None,
+    residual: Array | None,
+    *,
+    activation: str | None,
+    precision: str,
+    config: DenseConfig,
+    interpret: bool,
+) -> Array:
+    """x [M, K], kernel [K, F], bias [F], residual [M, F] -> [M, F]. `precision` of float32: "tf32" or "float32"."""
+    rows, width = x.shape[0], kernel.shape[1]
+    body = functools.partial(
+        _fwd_kernel,
+        activation=activation,
+        block_m=config.block_m,
+        block_n=config.block_n,
+        block_k=config.block_k,
+        precision=lax.Precision.HIGHEST if precision == "float32" else None,
+    )
+    (y,) = common.launch(
+        body,
+        # The programs that share a block of the weights run next to each other: it comes from memory once.
+        (pl.cdiv(rows, config.block_m), pl.cdiv(width, config.block_n)),
+        [x, kernel, bias, residual],
+        [jax.ShapeDtypeStruct((rows, width), x.dtype)],
+        name="dense_fwd",
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+    )
+    return y

@@ -1,0 +1,73 @@
+"""The checks that the public functions share. Every message names the op, the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+def as_array(op: str, name: str, x: Any) -> Array:
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        raise TypeError(f"{op}: {name} must be an array, got {type(x).__name__}")
+    return jnp.asarray(x)
+
+
+def as_float(op: str, name: str, x: Any) -> Array:
+    x = as_array(op, name, x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{op}: {name} must be an array of floats, got {x.dtype}")
+    return x
+
+
+def as_vector(op: str, name: str, x: Any, width: int) -> Array | None:
+    """An optional parameter [width] of any float dtype."""
+    if x is None:
+        return None
+    x = as_float(op, name, x)
+    check_shape(op, name, x, (width,))
+    return x
+
+
+def as_mask(op: str, name: str, x: Any) -> Array:
+    x = as_array(op, name, x)
+    if x.dtype != jnp.bool_:
+        raise TypeError(f"{op}: {name} must be boolean (True = attend), got {x.dtype}; write {name} != 0")
+    return x
+
+
+def check_shape(op: str, name: str, x: Array, expected: tuple[int, ...]) -> None:
+    if x.shape != expected:
+        raise ValueError(f"{op}: {name} must have shape {expected}, got {x.shape}")
+
+
+def check_same_dtype(op: str, name: str, x: Array, other_name: str, other: Array) -> None:
+    if x.dtype != other.dtype:
+        raise TypeError(f"{op}: {name} must have the dtype of {other_name}, {other.dtype}, got {x.dtype}")
+
+
+def check_broadcasts(op: str, name: str, x: Array, shape: tuple[int, ...]) -> None:
+    if x.ndim > len(shape) or any(a not in (1, b) for a, b in zip(x.shape[::-1], shape[::-1], strict=False)):
+        raise ValueError(f"{op}: {name} must broadcast to {shape}, got shape {x.shape}")
+
+
+def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> float:
+    """A Python or NumPy number (static: it becomes part of the compiled kernel)."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{op}: {name} must be a Python number, got {type(value).__name__}")
+    if positive and not value > 0:
+        raise ValueError(f"{op}: {name} must be positive, got {value}")
+    return float(value)
+
+
+def check_dropout(op: str, rate: Any, rng: Array | None) -> float:
+    rate = check_number(op, "dropout_rate", rate)
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"{op}: dropout_rate must be in [0, 1), got {rate}")
+    if rate > 0.0 and rng is None:
+        raise ValueError(f"{op}: dropout_rate is {rate}, so dropout_rng must be a JAX random key, got None")
+    return rate

@@ -1,0 +1,143 @@
+"""dense: activation(x @ kernel + bias) + residual."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxft import dispatch, reference, tuning
+from jaxft.kernels.triton import bias_activation
+from jaxft.kernels.triton import dense as triton
+from jaxft.ops import common
+
+Array = jax.Array
+
+ACTIVATIONS = tuple(reference.ACTIVATIONS)
+
+
+def dense(
+    x: Array,
+    kernel: Array,
+    bias: Array | None = None,
+    *,
+    activation: str | None = None,
+    residual: Array | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: str | None = None,
+) -> Array:
+    """A dense layer with what follows it: bias, activation and residual.
+
+    Equivalent to::
+
+      jax.nn.gelu(x @ kernel + bias, approximate=False) + residual  # activation="gelu"
+
+    Args:
+      x: `[..., K]`, float32, float16 or bfloat16; products accumulate in float32.
+      kernel: `[K, F]` of the dtype of `x`.
+      bias: `[F]` of any float dtype, or None.
+      activation: None, "gelu" (by the error function), "gelu_tanh", "relu", "silu" or "tanh".
+      residual: `[..., F]` of the dtype of `x`, added last.
+      precision: of the product, as in `jnp.matmul`.
+      implementation: None for the fastest, "triton" (all in one kernel, which pays for few rows) or "xla". On an NVIDIA
+        GPU, None takes "triton" for few rows; for many it takes XLA's product (cuBLAS), and for an activation after it
+        the Triton kernel of `bias_activation`.
+
+    Returns:
+      `[..., F]` of the dtype of `x`.
+
+    Raises:
+      TypeError: an array is not of floats, or kernel or residual has another dtype than x.
+      ValueError: a shape does not fit, or an unknown activation or implementation.
+      NotImplementedError: the named implementation cannot do this; the message says why.
+
+    Gradients: of x, kernel, bias and residual.
+    """
+    op = "dense"
+    x, kernel = common.as_float(op, "x", x), common.as_float(op, "kernel", kernel)
+    if x.ndim == 0 or kernel.ndim != 2 or kernel.shape[0] != x.shape[-1]:
+        raise ValueError(f"{op}: x and kernel must have shapes [..., K] and [K, F], got {x.shape} and {kernel.shape}")
+    common.check_same_dtype(op, "kernel", kernel, "x", x)
+    bias = common.as_vector(op, "bias", bias, kernel.shape[1])
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"{op}: activation must be None or one of {ACTIVATIONS}, got {activation!r}")
+    if residual is not None:
+        residual = common.as_float(op, "residual", residual)
+        common.check_shape(op, "residual", residual, (*x.shape[:-1], kernel.shape[1]))
+        common.check_same_dtype(op, "residual", residual, "x", x)
+    rows, width = math.prod(x.shape[:-1]), kernel.shape[1]
+    choice = dispatch.choose(op, implementation, {"triton": triton.unsupported(x=x, bias=bias)})
+    # In two dimensions, which is where XLA recognises a matrix product with a bias in its epilogue.
+    arrays = (x.reshape(rows, -1), kernel, bias, None if residual is None else residual.reshape(rows, width))
+    product_by_xla = implementation is None and tuning.dense_by_library(rows, x.dtype.itemsize)
+    if choice.name == "xla" or 0 in (*x.shape, width) or (product_by_xla and (activation is None or residual is not None)):
+        y = _reference(*arrays, activation, precision)
+    else:
+        kind, itemsize = dispatch.device_kind(), x.dtype.itemsize
+        plan = _Plan(
+            activation=activation,
+            precision=precision,
+            product=None if product_by_xla else tuning.dense(rows, x.shape[-1], width, itemsize, kind),
+            epilogue=tuning.bias_activation(rows, width, itemsize, kind),
+            kernel_precision=dispatch.matmul_precision(precision),
+            interpret=choice.interpret,
+        )
+        y = _triton_jit(*arrays, plan)
+    return y.reshape(*x.shape[:-1], width)
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5))
+def _reference(x, kernel, bias, residual, activation, precision):  # type: ignore[no-untyped-def]
+    return reference.dense(x, kernel, bias, activation=activation, residual=residual, precision=precision)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What is static: one kernel for everything, or (`product` is None) XLA's product and an epilogue kernel."""
+
+    activation: str | None
+    precision: Any
+    product: tuning.DenseConfig | None
+    epilogue: tuning.ElementwiseConfig
+    kernel_precision: str
+    interpret: bool
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _triton(x, kernel, bias, residual, plan):  # type: ignore[no-untyped-def]
+    if plan.product is None:
+        return _epilogue(jnp.matmul(x, kernel, precision=plan.precision), bias, residual, plan)
+    return triton.forward(
+        x, kernel, bias, residual, activation=plan.activation, precision=plan.kernel_precision, config=plan.product,
+        interpret=plan.interpret,
+    )  # fmt: skip
+
+
+def _epilogue(y, bias, residual, plan):  # type: ignore[no-untyped-def]
+    """activation(y + bias) + residual of a product `y` in memory."""
+    if plan.activation is None or residual is not None:
+        return reference.dense_epilogue(y, bias, plan.activation, residual)
+    return bias_activation.forward(
+        y, bias, activation=plan.activation, config=plan.epilogue, interpret=plan.interpret
+    )
+
+
+def _fwd(x, kernel, bias, residual, plan):  # type: ignore[no-untyped-def]
+    y = jnp.matmul(x, kernel, precision=plan.precision)  # in memory, because the activation's gradient needs it
+    return _epilogue(y, bias, residual, plan), (x, kernel, bias, residual, y)
+
+
+def _bwd(plan, saved, d_out):  # type: ignore[no-untyped-def]
+    x, kernel, bias, residual, y = saved
+    _, epilogue_vjp = jax.vjp(lambda *args: reference.dense_epilogue(*args[:2], plan.activation, args[2]), y, bias, residual)
+    dy, d_bias, d_residual = epilogue_vjp(d_out)
+    _, product_vjp = jax.vjp(functools.partial(jnp.matmul, precision=plan.precision), x, kernel)
+    return *product_vjp(dy), d_bias, d_residual
+
+
+_triton.defvjp(_fwd, _bwd)
+_triton_jit = jax.jit(_triton, static_argnums=4)

@@ -1,0 +1,161 @@
+"""layer_norm, and bias_residual_layer_norm: LN(dropout(x + bias) + residual)."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+
+from jaxft import dispatch, reference, tuning
+from jaxft.kernels.triton import layer_norm as triton
+from jaxft.ops import common
+
+Array = jax.Array
+
+
+def layer_norm(
+    x: Array,
+    gamma: Array | None = None,
+    beta: Array | None = None,
+    *,
+    epsilon: float = 1e-6,
+    implementation: str | None = None,
+) -> Array:
+    """Normalises the last axis to mean 0 and variance 1, then scales and shifts it, in one pass over memory.
+
+    Equivalent to::
+
+      mean, variance = jnp.mean(x, -1, keepdims=True), jnp.var(x, -1, keepdims=True)
+      (x - mean) * lax.rsqrt(variance + epsilon) * gamma + beta
+
+    Args:
+      x: `[..., D]`, float32, float16 or bfloat16. Statistics are float32, in two passes (never E[x^2] - E[x]^2).
+      gamma, beta: `[D]` of any float dtype, or None for 1 and 0.
+      epsilon: added to the variance.
+      implementation: None for the fastest, "triton" or "xla".
+
+    Returns:
+      An array of the shape and dtype of `x`.
+
+    Raises:
+      TypeError: an array is not of floats, or epsilon is not a number.
+      ValueError: gamma or beta is not `[D]`, epsilon is not positive, or an unknown implementation.
+      NotImplementedError: the named implementation cannot do this; the message says why.
+
+    Gradients: of x, gamma and beta. Deterministic.
+    """
+    op = "layer_norm"
+    x, gamma, beta, epsilon = _check(op, x, gamma, beta, epsilon)
+    reason = triton.unsupported(x=x, gamma=gamma, beta=beta)
+    return _run(op, x, None, None, gamma, beta, None, reason, epsilon, 0.0, False, implementation)[0]
+
+
+def bias_residual_layer_norm(
+    x: Array,
+    bias: Array | None,
+    residual: Array,
+    gamma: Array | None,
+    beta: Array | None,
+    *,
+    epsilon: float = 1e-6,
+    dropout_rate: float = 0.0,
+    dropout_rng: Array | None = None,
+    return_sum: bool = False,
+    implementation: str | None = None,
+) -> Array | tuple[Array, Array]:
+    """Adds a bias and a residual and normalises the sum (see `layer_norm`), in one pass over memory.
+
+    Equivalent to::
+
+      layer_norm(dropout(x + bias) + residual, gamma, beta, epsilon=epsilon)
+
+    Args:
+      x: `[..., D]`, float32, float16 or bfloat16; the sum and the statistics are float32.
+      bias: `[D]` of any float dtype, or None.
+      residual: the shape and dtype of `x`.
+      gamma, beta: `[D]` of any float dtype, or None for 1 and 0.
+      epsilon: added to the variance (FasterTransformer's default; BERT's is 1e-12).
+      dropout_rate: in [0, 1). What is kept is a pure function of the key and the element's index.
+      dropout_rng: a JAX random key, needed where the rate is not 0.
+      return_sum: also return the sum before the normalisation, for pre-norm models.
+      implementation: None for the fastest, "triton" or "xla".
+
+    Returns:
+      An array of the shape and dtype of `x`, or with `return_sum` a pair of them: (normalised, sum).
+
+    Raises:
+      TypeError: an array is not of floats, residual has another dtype than x, or a number is not one.
+      ValueError: a shape does not fit, a number is out of its range, or an unknown implementation.
+      NotImplementedError: the named implementation cannot do this; the message says why.
+
+    Gradients: of x, bias, residual, gamma and beta. Deterministic.
+    Source: `add_bias_input_layernorm` of FasterTransformer v1.0.
+    """
+    op = "bias_residual_layer_norm"
+    x, gamma, beta, epsilon = _check(op, x, gamma, beta, epsilon)
+    bias = common.as_vector(op, "bias", bias, x.shape[-1])
+    residual = common.as_float(op, "residual", residual)
+    common.check_shape(op, "residual", residual, x.shape)
+    common.check_same_dtype(op, "residual", residual, "x", x)
+    rate = common.check_dropout(op, dropout_rate, dropout_rng)
+    reason = triton.unsupported(x=x, bias=bias, gamma=gamma, beta=beta)
+    if rate > 0.0:
+        reason = "the kernel has no dropout"
+    rng = dropout_rng if rate > 0.0 else None
+    out = _run(op, x, bias, residual, gamma, beta, rng, reason, epsilon, rate, return_sum, implementation)
+    return out if return_sum else out[0]
+
+
+def _check(op, x, gamma, beta, epsilon):  # type: ignore[no-untyped-def]
+    x = common.as_float(op, "x", x)
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
+    gamma = common.as_vector(op, "gamma", gamma, x.shape[-1])
+    beta = common.as_vector(op, "beta", beta, x.shape[-1])
+    return x, gamma, beta, common.check_number(op, "epsilon", epsilon, positive=True)
+
+
+def _run(op, x, bias, residual, gamma, beta, rng, reason, epsilon, rate, return_sum, implementation):  # type: ignore[no-untyped-def]
+    """A tuple: the normalised array, and the sum if asked for."""
+    choice = dispatch.choose(op, implementation, {"triton": reason})
+    if choice.name == "xla" or x.size == 0:
+        return _reference(x, bias, residual, gamma, beta, rng, epsilon, rate, return_sum)
+    rows, width = math.prod(x.shape[:-1]), x.shape[-1]
+    config = tuning.layer_norm(rows, width, x.dtype.itemsize, dispatch.device_kind())
+    flat = None if residual is None else residual.reshape(rows, width)
+    out = _triton_jit(x.reshape(rows, width), bias, flat, gamma, beta, epsilon, return_sum, config, choice.interpret)
+    return tuple(y.reshape(x.shape) for y in out)
+
+
+@functools.partial(jax.jit, static_argnums=(6, 7, 8))
+def _reference(x, bias, residual, gamma, beta, rng, epsilon, rate, return_sum):  # type: ignore[no-untyped-def]
+    if residual is None:
+        return (reference.layer_norm(x, gamma, beta, epsilon=epsilon),)
+    out = reference.bias_residual_layer_norm(
+        x, bias, residual, gamma, beta, epsilon=epsilon, dropout_rate=rate, dropout_rng=rng, return_sum=return_sum
+    )
+    return out if return_sum else (out,)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
+def _triton(x, bias, residual, gamma, beta, epsilon, return_sum, config, interpret):  # type: ignore[no-untyped-def]
+    return tuple(
+        triton.forward(
+            x, bias, residual, gamma, beta, epsilon=epsilon, return_sum=return_sum, config=config, interpret=interpret
+        )
+    )
+
+
+def _fwd(x, bias, residual, gamma, beta, epsilon, return_sum, config, interpret):  # type: ignore[no-untyped-def]
+    saved = (x, bias, residual, gamma, beta)
+    return _triton(*saved, epsilon, return_sum, config, interpret), saved
+
+
+def _bwd(epsilon, return_sum, config, interpret, saved, dy):  # type: ignore[no-untyped-def]
+    _, vjp = jax.vjp(lambda *arrays: _reference(*arrays, None, epsilon, 0.0, return_sum), *saved)
+    return vjp(dy)
+
+
+_triton.defvjp(_fwd, _bwd)
+_triton_jit = jax.jit(_triton, static_argnums=(5, 6, 7, 8))

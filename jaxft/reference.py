@@ -1,0 +1,371 @@
+"""Every operation of jaxft in plain `jax.numpy`: the meaning that all other implementations are held to.
+
+These functions are the "xla" implementation, the path on CPUs and TPUs, and the specification. They take checked
+arguments (the functions in `jaxft.ops` check them), accumulate in float32 (float64 for float64 inputs), and get their
+gradients from JAX's own differentiation.
+
+Letters in shapes: B batch, T query length, S key length, N heads, K key/value heads, G = N // K, H head size,
+D model width, M rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Array = jax.Array
+PrecisionLike = Any
+
+# --- Dropout -----------------------------------------------------------------------------------------------------
+
+
+def dropout_seed(key: Array) -> Array:
+    """Two uint32 words from a JAX random key (typed or raw) of any generator, the seed of `keep_bits`."""
+    data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    words = data.reshape(-1, 2)
+    seed = words[0]
+    for i in range(1, words.shape[0]):  # generators with longer keys, such as "rbg", repeat themselves: mix, then add
+        seed = mix(seed) + words[i]
+    return seed
+
+
+def mix(x: Array) -> Array:
+    """A bijective mixing function on uint32 (xorshift-multiply), in operations that every backend lowers."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def keep_bits(seed0: Array, seed1: Array, row: Array, column: Array) -> Array:
+    """32 random bits for each (row, column): a pure function of the seed and the element's index, all uint32.
+
+    The row's two words cost a kernel one evaluation a row; an element costs one `mix` with a word thrown in half way,
+    so that two rows whose first words collide still differ.
+    """
+    first = mix(row + seed0)
+    second = mix(first ^ seed1)
+    x = column + first
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15) ^ second) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def keep_threshold(rate: float) -> int:
+    """An element is kept when its 32 bits are at least this."""
+    return min(round(rate * 2**32), 2**32 - 1)
+
+
+def dropout_mask(key: Array, rate: float, shape: tuple[int, ...]) -> Array:
+    """True where an element is kept. The element's index is (flat index of the leading axes, index in the last axis)."""
+    seed = dropout_seed(key)
+    rows = math.prod(shape[:-1])
+    row = lax.broadcasted_iota(jnp.uint32, (rows, shape[-1]), 0)
+    column = lax.broadcasted_iota(jnp.uint32, (rows, shape[-1]), 1)
+    return (keep_bits(seed[0], seed[1], row, column) >= jnp.uint32(keep_threshold(rate))).reshape(shape)
+
+
+def _dropout(x: Array, rate: float, key: Array | None) -> Array:
+    if rate == 0.0 or key is None:
+        return x
+    return jnp.where(dropout_mask(key, rate, x.shape), x * (1.0 / (1.0 - rate)), jnp.zeros_like(x))
+
+
+# --- Rows: layer norm, activations, softmax ----------------------------------------------------------------------
+
+
+def _wide_dtype(x: Array) -> Any:
+    """The dtype of statistics and accumulation."""
+    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(_wide_dtype(x))
+
+
+def layer_norm(x: Array, gamma: Array | None = None, beta: Array | None = None, *, epsilon: float = 1e-6) -> Array:
+    """(x - mean) / sqrt(variance + epsilon) * gamma + beta over the last axis, in two passes."""
+    return _normalize(_wide(x), gamma, beta, epsilon).astype(x.dtype)
+
+
+def _normalize(x: Array, gamma: Array | None, beta: Array | None, epsilon: float) -> Array:
+    centered = x - jnp.mean(x, axis=-1, keepdims=True)
+    y = centered * lax.rsqrt(jnp.mean(centered * centered, axis=-1, keepdims=True) + epsilon)
+    if gamma is not None:
+        y = y * gamma.astype(y.dtype)
+    if beta is not None:
+        y = y + beta.astype(y.dtype)
+    return y
+
+
+def bias_residual_layer_norm(
+    x: Array,
+    bias: Array | None,
+    residual: Array,
+    gamma: Array | None,
+    beta: Array | None,
+    *,
+    epsilon: float = 1e-6,
+    dropout_rate: float = 0.0,
+    dropout_rng: Array | None = None,
+    return_sum: bool = False,
+) -> Array | tuple[Array, Array]:
+    """layer_norm(dropout(x + bias) + residual), and with `return_sum` also the sum that is normalised."""
+    total = _wide(x)
+    if bias is not None:
+        total = total + bias.astype(total.dtype)
+    total = _dropout(total, dropout_rate, dropout_rng) + residual.astype(total.dtype)
+    y = _normalize(total, gamma, beta, epsilon).astype(x.dtype)
+    return (y, total.astype(x.dtype)) if return_sum else y
+
+
+def _gelu(x: Array) -> Array:
+    return 0.5 * x * lax.erfc(x * -math.sqrt(0.5))  # erfc keeps the small values of the negative tail
+
+
+def _gelu_tanh(x: Array) -> Array:
+    return 0.5 * x * (1.0 + jnp.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": lambda x: jnp.maximum(x, 0.0),
+    "silu": lambda x: x * jax.nn.sigmoid(x),
+    "tanh": jnp.tanh,
+}
+
+
+def bias_activation(x: Array, bias: Array | None, *, activation: str = "gelu") -> Array:
+    """activation(x + bias)."""
+    y = _wide(x)
+    if bias is not None:
+        y = y + bias.astype(y.dtype)
+    return ACTIVATIONS[activation](y).astype(x.dtype)
+
+
+def _logits(x: Array, scale: float | None, bias: Array | None) -> Array:
+    logits = _wide(x)
+    if scale is not None:
+        logits = logits * scale
+    if bias is not None:
+        logits = logits + bias.astype(logits.dtype)
+    return logits
+
+
+def _exponentials(logits: Array, allowed: Array | None) -> tuple[Array, Array, Array]:
+    """exp(logits - max) with 0 where not allowed, their sum, and the max (0 for a row with nothing allowed)."""
+    if allowed is not None:
+        logits = jnp.where(allowed, logits, -jnp.inf)
+    top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
+    top = lax.stop_gradient(jnp.where(jnp.isneginf(top), 0.0, top))
+    e = jnp.exp(logits - top)
+    return e, jnp.sum(e, axis=-1, keepdims=True), top
+
+
+def _row_is_empty(total: Array) -> Array:
+    return total == 0.0
+
+
+def softmax(
+    x: Array, *, scale: float | None = None, bias: Array | None = None, mask: Array | None = None
+) -> Array:
+    """softmax(x * scale + bias) over the last axis where `mask` is True, 0 elsewhere and in rows without a True."""
+    e, total, _ = _exponentials(_logits(x, scale, bias), mask)
+    return (e / jnp.where(_row_is_empty(total), 1.0, total)).astype(x.dtype)
+
+
+def log_softmax(
+    x: Array, *, scale: float | None = None, bias: Array | None = None, mask: Array | None = None
+) -> Array:
+    """log(softmax(...)): -inf where `mask` is False."""
+    logits = _logits(x, scale, bias)
+    allowed = jnp.ones((), bool) if mask is None else mask
+    _, total, top = _exponentials(logits, allowed)
+    log_total = jnp.log(jnp.where(_row_is_empty(total), 1.0, total)) + top
+    # The inner `where` keeps NaN and Inf of masked positions out of the gradient, the outer one out of the value.
+    return jnp.where(allowed, jnp.where(allowed, logits, 0.0) - log_total, -jnp.inf).astype(x.dtype)
+
+
+# --- Layout ------------------------------------------------------------------------------------------------------
+
+
+def qkv_bias_split_heads(qkv: Array, bias: Array | None, num_heads: int) -> tuple[Array, Array, Array]:
+    """[B, T, 3*N*H] plus bias [3*N*H] -> three [B, N, T, H]."""
+    y = _wide(qkv)
+    if bias is not None:
+        y = y + bias.astype(y.dtype)
+    batch, length, width = qkv.shape
+    y = y.astype(qkv.dtype).reshape(batch, length, 3, num_heads, width // (3 * num_heads))
+    q, k, v = jnp.transpose(y, (2, 0, 3, 1, 4))
+    return q, k, v
+
+
+def merge_heads(x: Array) -> Array:
+    """[B, N, T, H] -> [B, T, N*H]."""
+    batch, heads, length, size = x.shape
+    return jnp.transpose(x, (0, 2, 1, 3)).reshape(batch, length, heads * size)
+
+
+def permute(x: Array, axes: tuple[int, ...]) -> Array:
+    """jnp.transpose."""
+    return jnp.transpose(x, axes)
+
+
+# --- Attention ---------------------------------------------------------------------------------------------------
+
+
+def attention_mask(
+    query_length: int,
+    key_length: int,
+    *,
+    mask: Array | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
+    query_segment_ids: Array | None = None,
+    key_value_segment_ids: Array | None = None,
+    local_window_size: tuple[int, int] | None = None,
+) -> Array | None:
+    """All masks of an attention as one boolean array that broadcasts to [B, N, T, S]; None where there is no mask."""
+    query = jnp.arange(query_length)[:, None]  # [T, 1]
+    key = jnp.arange(key_length)[None, :]  # [1, S]
+    parts = [] if mask is None else [mask]
+    if is_causal:
+        parts.append((key <= query)[None, None])
+    if local_window_size is not None:
+        left, right = local_window_size
+        parts.append(((key >= query - left) & (key <= query + right))[None, None])
+    if query_seq_lengths is not None:
+        parts.append(query < query_seq_lengths[:, None, None, None])
+    if key_value_seq_lengths is not None:
+        parts.append(key < key_value_seq_lengths[:, None, None, None])
+    if query_segment_ids is not None and key_value_segment_ids is not None:
+        parts.append(query_segment_ids[:, None, :, None] == key_value_segment_ids[:, None, None, :])
+    return functools.reduce(jnp.logical_and, parts) if parts else None
+
+
+def _used_rows(used: Array, heads: int) -> Array:
+    """[B|1, N|1, L] -> [B|1, L, heads|1, 1]: True for a row of [B, L, heads, H] that takes part in the attention."""
+    batch, all_heads, length = used.shape
+    if all_heads > 1:
+        used = jnp.any(used.reshape(batch, heads, all_heads // heads, length), axis=2)
+    return jnp.swapaxes(used, 1, 2)[..., None]
+
+
+def dot_product_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    *,
+    scale: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: Array | None = None,
+    return_residual: bool = False,
+    precision: PrecisionLike = None,
+    **masks: Any,
+) -> Array | tuple[Array, Array]:
+    """softmax(query @ key^T * scale + bias) @ value: query [B,T,N,H], key and value [B,S,K,H] -> [B,T,N,H].
+
+    `masks` are the keyword arguments of `attention_mask`. A row with nothing to attend to gives 0 (and a log-sum-exp of
+    -inf), and a query, key or value that takes part in nothing (padding) reaches no output and no gradient, whatever
+    it holds.
+    """
+    batch, t, n, h = query.shape
+    s, k = key.shape[1:3]
+    allowed = attention_mask(t, s, mask=mask, **masks)
+    if allowed is not None:
+        used_keys = _used_rows(jnp.any(allowed, axis=2), k)
+        query = jnp.where(_used_rows(jnp.any(allowed, axis=3), n), query, 0)
+        key = jnp.where(used_keys, key, 0)
+        value = jnp.where(used_keys, value, 0)
+    wide = _wide_dtype(query)
+    grouped = query.reshape(batch, t, k, n // k, h)
+    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, key, precision=precision, preferred_element_type=wide)
+    logits = _logits(scores.reshape(batch, n, t, s), 1.0 / math.sqrt(h) if scale is None else scale, bias)
+    e, total, top = _exponentials(logits, allowed)
+    empty = _row_is_empty(total)
+    p = _dropout(e / jnp.where(empty, 1.0, total), dropout_rate, dropout_rng).astype(value.dtype)
+    p = p.reshape(batch, k, n // k, t, s)
+    out = jnp.einsum("bkgts,bskh->btkgh", p, value, precision=precision, preferred_element_type=wide)
+    out = out.reshape(batch, t, n, h).astype(query.dtype)
+    if not return_residual:
+        return out
+    lse = jnp.where(empty, -jnp.inf, jnp.log(jnp.where(empty, 1.0, total)) + top)
+    return out, jnp.swapaxes(lse[..., 0], 1, 2)
+
+
+def varlen_qkv_attention(qkv: Array, cu_seqlens: Array, *, max_seqlen: int, **kwargs: Any) -> Array | tuple[Array, Array]:
+    """Attention within each of B sequences that lie back to back in `qkv` [M,3,N,H]; rows past the last one give 0."""
+    rows = qkv.shape[0]
+    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    position = jnp.arange(max_seqlen)[None, :]
+    source = jnp.where(position < lengths[:, None], cu_seqlens[:-1, None] + position, rows)  # [B, max_seqlen]
+    padded = qkv.at[source].get(mode="fill", fill_value=0)
+    out = dot_product_attention(
+        padded[:, :, 0], padded[:, :, 1], padded[:, :, 2],
+        query_seq_lengths=lengths, key_value_seq_lengths=lengths, **kwargs,
+    )  # fmt: skip
+
+    def pack(x: Array, fill: float) -> Array:
+        return jnp.full((rows, *x.shape[2:]), fill, x.dtype).at[source].set(x, mode="drop")
+
+    return (pack(out[0], 0.0), pack(out[1], -jnp.inf)) if isinstance(out, tuple) else pack(out, 0.0)
+
+
+# --- Dense layers and padding ------------------------------------------------------------------------------------
+
+
+def dense(
+    x: Array,
+    kernel: Array,
+    bias: Array | None = None,
+    *,
+    activation: str | None = None,
+    residual: Array | None = None,
+    precision: PrecisionLike = None,
+) -> Array:
+    """activation(x @ kernel + bias) + residual: x [..., K], kernel [K, N] -> [..., N]."""
+    return dense_epilogue(jnp.matmul(x, kernel, precision=precision), bias, activation, residual)
+
+
+def dense_epilogue(y: Array, bias: Array | None, activation: str | None, residual: Array | None) -> Array:
+    """activation(y + bias) + residual."""
+    if activation is None and residual is None:
+        # In the dtype of y, so that XLA puts the bias in the epilogue of the matrix product.
+        return y if bias is None else y + bias.astype(y.dtype)
+    out = _wide(y)
+    if bias is not None:
+        out = out + bias.astype(out.dtype)
+    if activation is not None:
+        out = ACTIVATIONS[activation](out)
+    if residual is not None:
+        out = out + residual.astype(out.dtype)
+    return out.astype(y.dtype)
+
+
+def remove_padding(x: Array, mask: Array, *, capacity: int) -> tuple[Array, Array, Array]:
+    """The rows of x [B,T,...] where mask [B,T] is True, back to back: ([capacity,...], indices, cu_seqlens).
+
+    `indices` [capacity] says where in [B*T] each row came from (B*T for the unused tail, whose rows are 0);
+    `cu_seqlens` [B+1] is where each sequence starts. The mask must have at most `capacity` True.
+    """
+    batch, length = mask.shape
+    (indices,) = jnp.nonzero(mask.reshape(-1), size=capacity, fill_value=batch * length)
+    packed = x.reshape(batch * length, *x.shape[2:]).at[indices].get(mode="fill", fill_value=0)
+    counts = jnp.sum(mask, axis=1, dtype=jnp.int32)
+    cu_seqlens = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+    return packed, indices.astype(jnp.int32), cu_seqlens
+
+
+def restore_padding(x: Array, indices: Array, *, batch_size: int, seq_length: int) -> Array:
+    """The inverse of `remove_padding`: [M,...] -> [B,T,...], 0 where nothing was."""
+    flat = jnp.zeros((batch_size * seq_length, *x.shape[1:]), x.dtype).at[indices].set(x, mode="drop")
+    return flat.reshape(batch_size, seq_length, *x.shape[1:])

@@ -1,0 +1,141 @@
+"""Launch configurations of kernels: a tuned table for known devices, a heuristic for every other.
+
+`jaxft/tuned/<device_kind>.json` (its spaces as underscores) maps op -> key -> fields of the config, and is written by `benchmarks/tune.py`. Keys
+are sizes rounded up to powers of two, so that a table stays small and every shape near a tuned one finds it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from importlib import resources
+from typing import TypeVar
+
+Config = TypeVar("Config", "RowConfig", "ElementwiseConfig", "AttentionConfig", "DenseConfig")
+
+
+@dataclasses.dataclass(frozen=True)
+class RowConfig:
+    """A kernel that reduces rows: `block_rows` rows a program, `block_width` (a power of two) columns at a time."""
+
+    block_rows: int
+    block_width: int
+    num_warps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ElementwiseConfig:
+    """A kernel without reductions: `block_rows` x `block_width` elements a program, both powers of two."""
+
+    block_rows: int
+    block_width: int
+    num_warps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """Flash attention: tiles of `block_q` queries against `block_k` keys, both powers of two and at least 16."""
+
+    block_q: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseConfig:
+    """A matrix product in tiles of `block_m` x `block_n`, `block_k` deep; powers of two, at least 16."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def key(**sizes: int) -> str:
+    """The table's key: `rows=4096,width=1024,itemsize=2` for rows=4000, width=1024, itemsize=2."""
+    return ",".join(f"{name}={next_power_of_2(size)}" for name, size in sizes.items())
+
+
+@functools.lru_cache
+def _table(device_kind: str) -> dict[str, dict[str, dict[str, int]]]:
+    file = resources.files("jaxft") / "tuned" / f"{device_kind.replace(' ', '_')}.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def lookup(op: str, default: Config, device_kind: str, **sizes: int) -> Config:
+    """The tuned config of `op` at these sizes on this device, else `default`."""
+    entry = _table(device_kind).get(op, {}).get(key(**sizes))
+    return default if entry is None else dataclasses.replace(default, **entry)
+
+
+def layer_norm(rows: int, width: int, itemsize: int, device_kind: str) -> RowConfig:
+    # A warp for 1,024 elements: each thread has several 16-byte loads in flight and the reductions stay in the warp.
+    block_width = min(next_power_of_2(width), 8192)
+    block_rows = max(1, 1024 // block_width)
+    default = RowConfig(block_rows, block_width, num_warps=max(1, block_width // 1024))
+    return lookup("layer_norm", default, device_kind, rows=rows, width=width, itemsize=itemsize)
+
+
+def bias_activation(rows: int, width: int, itemsize: int, device_kind: str) -> ElementwiseConfig:
+    divisor = width & -width  # the largest power of two in the width: blocks without a masked edge
+    block_width = min(divisor if divisor >= 256 else next_power_of_2(width), 1024)
+    # Large arrays want more bytes in flight a program, small ones more programs.
+    elements = 1024 if rows * width < 2**21 else 2048 if rows * width < 2**23 else 4096
+    default = ElementwiseConfig(max(1, elements // block_width), block_width, num_warps=4)
+    return lookup("bias_activation", default, device_kind, rows=rows, width=width, itemsize=itemsize)
+
+
+def attention(
+    batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device_kind: str
+) -> AttentionConfig:
+    size = next_power_of_2(head_size)
+    wide = size * itemsize // 2
+    if wide <= 64:
+        default = AttentionConfig(64, 64, 4, 3) if key_length <= 512 else AttentionConfig(64, 128, 4, 2)
+        if batch_heads * query_length < 64 * 64:  # too few tiles of 64 queries to fill a card
+            default = AttentionConfig(16, 128, 4, 2)
+    elif wide <= 128:
+        default = AttentionConfig(64, 64, 4, 2)
+    elif wide <= 256:
+        default = AttentionConfig(64, 32, 4, 2)
+    else:
+        default = AttentionConfig(32, 32, 4, 1)
+    # A block longer than the sequence is work on padding.
+    default = dataclasses.replace(
+        default,
+        block_q=max(16, min(default.block_q, next_power_of_2(query_length))),
+        block_k=max(16, min(default.block_k, next_power_of_2(key_length))),
+    )
+    sizes = {"batch_heads": batch_heads, "query": query_length, "key": key_length, "head_size": head_size}
+    return lookup("attention", default, device_kind, **sizes, itemsize=itemsize)
+
+
+def dense_by_library(rows: int, itemsize: int) -> bool:
+    """Whether cuBLAS's product and a kernel after it are faster than the Triton product with its epilogue.
+
+    On an H200 (2026-11-20), 16-bit: Triton is 1.0-1.7x as fast up to 512 rows, where cuBLAS starts too few blocks.
+    """
+    return rows > 512 or itemsize > 2
+
+
+def dense(rows: int, depth: int, width: int, itemsize: int, device_kind: str) -> DenseConfig:
+    if rows > 256:
+        default = DenseConfig(64, 64, 64, 4, 4)
+    elif width >= 2048:
+        default = DenseConfig(64, 64, 128, 4, 3)
+    else:  # narrow tiles, so that there are enough of them, and many loads in flight for each
+        default = DenseConfig(64, 32, 128, 4, 5)
+    default = dataclasses.replace(
+        default,
+        block_m=max(16, min(default.block_m, next_power_of_2(rows))),
+        block_n=max(16, min(default.block_n, next_power_of_2(width))),
+        block_k=max(16, min(default.block_k * 2 // itemsize, next_power_of_2(depth))),
+    )
+    return lookup("dense", default, device_kind, rows=rows, depth=depth, width=width, itemsize=itemsize)
