@@ -55,7 +55,8 @@ def device() -> Device:
     chosen = _target.get()
     if chosen is not None:
         return chosen
-    default = jax.config.jax_default_device  # None, a platform's name, or a device
+    # None, a platform's name, or a device.
+    default = jax.config.jax_default_device  # type: ignore[attr-defined]
     return _describe(default if hasattr(default, "platform") else jax.devices(default)[0])
 
 
@@ -79,9 +80,10 @@ def device_kind() -> str:
 
 
 def matmul_precision(precision: Any = None) -> str:
-    """How a Pallas kernel computes float32 matrix products: "tf32", or "float32" where it or JAX's default is told so."""
+    """How a Pallas kernel computes float32 matrix products: "tf32", or "float32" where the caller or JAX is told so."""
     first = precision[0] if isinstance(precision, tuple) else precision
-    setting = jax.config.jax_default_matmul_precision if first is None else first
+    default = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    setting = default if first is None else first
     name = getattr(setting, "name", setting)  # of a jax.lax.Precision or DotAlgorithmPreset
     return "float32" if str(name).lower() in ("highest", "float32", "f32_f32_f32") else "tf32"
 
@@ -112,7 +114,9 @@ def choose(op: str, implementation: str | None, reasons: Mapping[str, str | None
     if reason is not None:
         raise NotImplementedError(f"{op}: implementation {implementation!r} cannot be used: {reason}")
     if interpret:
-        _log_once(f"{op}: the Triton kernel runs in Pallas' interpret mode on this CPU, which is for tests, not for speed")
+        _log_once(
+            f"{op}: the Triton kernel runs in Pallas' interpret mode on this CPU, which is for tests, not for speed"
+        )
     return Choice(implementation, interpret)
 
 
@@ -150,6 +154,6 @@ def _machine_reason(name: str, machine: Device) -> str | None:
     return None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _log_once(message: str) -> None:
     logger.warning(message)

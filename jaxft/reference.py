@@ -62,7 +62,7 @@ def keep_threshold(rate: float) -> int:
 
 
 def dropout_mask(key: Array, rate: float, shape: tuple[int, ...]) -> Array:
-    """True where an element is kept. The element's index is (flat index of the leading axes, index in the last axis)."""
+    """True where an element is kept; its index is (flat index of the leading axes, index in the last axis)."""
     seed = dropout_seed(key)
     rows = math.prod(shape[:-1])
     row = lax.broadcasted_iota(jnp.uint32, (rows, shape[-1]), 0)
@@ -135,7 +135,7 @@ def _gelu_tanh(x: Array) -> Array:
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
-    "relu": lambda x: jnp.maximum(x, 0.0),
+    "relu": jax.nn.relu,  # whose gradient at 0 is 0
     "silu": lambda x: x * jax.nn.sigmoid(x),
     "tanh": jnp.tanh,
 }
@@ -172,17 +172,13 @@ def _row_is_empty(total: Array) -> Array:
     return total == 0.0
 
 
-def softmax(
-    x: Array, *, scale: float | None = None, bias: Array | None = None, mask: Array | None = None
-) -> Array:
+def softmax(x: Array, *, scale: float | None = None, bias: Array | None = None, mask: Array | None = None) -> Array:
     """softmax(x * scale + bias) over the last axis where `mask` is True, 0 elsewhere and in rows without a True."""
     e, total, _ = _exponentials(_logits(x, scale, bias), mask)
     return (e / jnp.where(_row_is_empty(total), 1.0, total)).astype(x.dtype)
 
 
-def log_softmax(
-    x: Array, *, scale: float | None = None, bias: Array | None = None, mask: Array | None = None
-) -> Array:
+def log_softmax(x: Array, *, scale: float | None = None, bias: Array | None = None, mask: Array | None = None) -> Array:
     """log(softmax(...)): -inf where `mask` is False."""
     logits = _logits(x, scale, bias)
     allowed = jnp.ones((), bool) if mask is None else mask
@@ -233,8 +229,8 @@ def attention_mask(
     local_window_size: tuple[int, int] | None = None,
 ) -> Array | None:
     """All masks of an attention as one boolean array that broadcasts to [B, N, T, S]; None where there is no mask."""
-    query = jnp.arange(query_length)[:, None]  # [T, 1]
-    key = jnp.arange(key_length)[None, :]  # [1, S]
+    query = jnp.arange(query_length, dtype=jnp.int32)[:, None]  # [T, 1]
+    key = jnp.arange(key_length, dtype=jnp.int32)[None, :]  # [1, S]
     parts = [] if mask is None else [mask]
     if is_causal:
         parts.append((key <= query)[None, None])
@@ -302,22 +298,35 @@ def dot_product_attention(
     return out, jnp.swapaxes(lse[..., 0], 1, 2)
 
 
-def varlen_qkv_attention(qkv: Array, cu_seqlens: Array, *, max_seqlen: int, **kwargs: Any) -> Array | tuple[Array, Array]:
+def varlen_qkv_attention(
+    qkv: Array, cu_seqlens: Array, *, max_seqlen: int, **kwargs: Any
+) -> Array | tuple[Array, Array]:
     """Attention within each of B sequences that lie back to back in `qkv` [M,3,N,H]; rows past the last one give 0."""
     rows = qkv.shape[0]
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-    position = jnp.arange(max_seqlen)[None, :]
+    position = jnp.arange(max_seqlen, dtype=jnp.int32)[None, :]
     source = jnp.where(position < lengths[:, None], cu_seqlens[:-1, None] + position, rows)  # [B, max_seqlen]
-    padded = qkv.at[source].get(mode="fill", fill_value=0)
+    padded = _take_rows(qkv, source)
     out = dot_product_attention(
         padded[:, :, 0], padded[:, :, 1], padded[:, :, 2],
         query_seq_lengths=lengths, key_value_seq_lengths=lengths, **kwargs,
     )  # fmt: skip
 
-    def pack(x: Array, fill: float) -> Array:
-        return jnp.full((rows, *x.shape[2:]), fill, x.dtype).at[source].set(x, mode="drop")
+    if isinstance(out, tuple):
+        return _put_rows(out[0], source, rows, 0.0), _put_rows(out[1], source, rows, -jnp.inf)
+    return _put_rows(out, source, rows, 0.0)
 
-    return (pack(out[0], 0.0), pack(out[1], -jnp.inf)) if isinstance(out, tuple) else pack(out, 0.0)
+
+def _take_rows(x: Array, indices: Array) -> Array:
+    """x[indices], 0 for an index past the end."""
+    if x.shape[0] == 0:  # which JAX's gather refuses
+        return jnp.zeros((*indices.shape, *x.shape[1:]), x.dtype)
+    return x.at[indices].get(mode="fill", fill_value=0)
+
+
+def _put_rows(x: Array, indices: Array, rows: int, fill: float) -> Array:
+    """An array of that many rows, with x at the indices and `fill` elsewhere; an index past the end is dropped."""
+    return jnp.full((rows, *x.shape[indices.ndim :]), fill, x.dtype).at[indices].set(x, mode="drop")
 
 
 # --- Dense layers and padding ------------------------------------------------------------------------------------
@@ -359,7 +368,7 @@ def remove_padding(x: Array, mask: Array, *, capacity: int) -> tuple[Array, Arra
     """
     batch, length = mask.shape
     (indices,) = jnp.nonzero(mask.reshape(-1), size=capacity, fill_value=batch * length)
-    packed = x.reshape(batch * length, *x.shape[2:]).at[indices].get(mode="fill", fill_value=0)
+    packed = _take_rows(x.reshape(batch * length, *x.shape[2:]), indices)
     counts = jnp.sum(mask, axis=1, dtype=jnp.int32)
     cu_seqlens = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     return packed, indices.astype(jnp.int32), cu_seqlens
@@ -367,5 +376,4 @@ def remove_padding(x: Array, mask: Array, *, capacity: int) -> tuple[Array, Arra
 
 def restore_padding(x: Array, indices: Array, *, batch_size: int, seq_length: int) -> Array:
     """The inverse of `remove_padding`: [M,...] -> [B,T,...], 0 where nothing was."""
-    flat = jnp.zeros((batch_size * seq_length, *x.shape[1:]), x.dtype).at[indices].set(x, mode="drop")
-    return flat.reshape(batch_size, seq_length, *x.shape[1:])
+    return _put_rows(x, indices, batch_size * seq_length, 0.0).reshape(batch_size, seq_length, *x.shape[1:])

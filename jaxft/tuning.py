@@ -1,7 +1,8 @@
 """Launch configurations of kernels: a tuned table for known devices, a heuristic for every other.
 
-`jaxft/tuned/<device_kind>.json` (its spaces as underscores) maps op -> key -> fields of the config, and is written by `benchmarks/tune.py`. Keys
-are sizes rounded up to powers of two, so that a table stays small and every shape near a tuned one finds it.
+`jaxft/tuned/<device_kind>.json` (its spaces as underscores) maps op -> key -> fields of the config, and is written by
+`benchmarks/tune.py`. Keys are sizes rounded up to powers of two, so that a table stays small and every shape near a
+tuned one finds it.
 """
 
 from __future__ import annotations

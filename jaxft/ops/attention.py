@@ -34,7 +34,7 @@ def dot_product_attention(
     dropout_rng: Array | None = None,
     return_residual: bool = False,
     implementation: str | None = None,
-) -> Array | tuple[Array, Array]:
+) -> Any:
     """Attention without the [T, S] matrix in memory: softmax(query @ key^T * scale + bias) @ value for each head.
 
     Equivalent, away from the edges below, to::
@@ -72,9 +72,7 @@ def dot_product_attention(
     Source: Dao et al., FlashAttention (2022) and FlashAttention-2 (2023).
     """
     op = "dot_product_attention"
-    query, key, value = (
-        common.as_float(op, n, x) for n, x in (("query", query), ("key", key), ("value", value))
-    )
+    query, key, value = (common.as_float(op, n, x) for n, x in (("query", query), ("key", key), ("value", value)))
     batched = query.ndim == 4
     if not batched and query.ndim != 3:
         raise ValueError(f"{op}: query must have shape [B, T, N, H] or [T, N, H], got {query.shape}")
@@ -89,7 +87,7 @@ def dot_product_attention(
     common.check_shape(op, "value", value, key.shape)
     if key.shape[-2] == 0 or query.shape[-2] % key.shape[-2]:
         raise ValueError(
-            f"{op}: the heads of query must be a multiple of the heads of key, got {query.shape[-2]} and {key.shape[-2]}"
+            f"{op}: the heads of query must be a multiple of those of key, got {query.shape[-2]} and {key.shape[-2]}"
         )
     inputs = _Inputs(query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths, query_segment_ids,
                      key_value_segment_ids, dropout_rng)  # fmt: skip
@@ -113,7 +111,7 @@ def qkv_attention(
     dropout_rng: Array | None = None,
     return_residual: bool = False,
     implementation: str | None = None,
-) -> Array | tuple[Array, Array]:
+) -> Any:
     """`dot_product_attention` from the packed projection, read in place: no slice and no copy on the GPU.
 
     Equivalent to::
@@ -151,7 +149,7 @@ def varlen_qkv_attention(
     dropout_rng: Array | None = None,
     return_residual: bool = False,
     implementation: str | None = None,
-) -> Array | tuple[Array, Array]:
+) -> Any:
     """`qkv_attention` within each of B sequences that lie back to back, without padding.
 
     Args:
@@ -228,8 +226,9 @@ def _as_integers(op: str, name: str, x: Any) -> Array:
 
 def _attend(op, inputs, options, implementation, batched):  # type: ignore[no-untyped-def]
     """Checks what the entry points share, chooses, and runs. Arrays without a batch get one of 1."""
-    *rest, dropout_rate, return_residual = options
-    options = _Options.check(op, *rest, dropout_rate, inputs.dropout_rng, return_residual, inputs.query.shape[-1])
+    scale, is_causal, window, dropout_rate, return_residual = options
+    options = _Options.check(op, scale, is_causal, window, dropout_rate, inputs.dropout_rng, return_residual,
+                             inputs.query.shape[-1])  # fmt: skip
     inputs = _check_masks(op, inputs if batched else _add_batch(op, inputs))
     if options.dropout_rate == 0.0:
         inputs = inputs._replace(dropout_rng=None)

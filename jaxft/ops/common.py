@@ -1,4 +1,4 @@
-"""The checks that the public functions share. Every message names the op, the argument, what was expected and what came."""
+"""The checks that the public functions share. A message names the op, the argument, what was expected and what came."""
 
 from __future__ import annotations
 
@@ -59,9 +59,10 @@ def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> f
     """A Python or NumPy number (static: it becomes part of the compiled kernel)."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{op}: {name} must be a Python number, got {type(value).__name__}")
-    if positive and not value > 0:
+    number = float(value)
+    if positive and not number > 0:
         raise ValueError(f"{op}: {name} must be positive, got {value}")
-    return float(value)
+    return number
 
 
 def check_dropout(op: str, rate: Any, rng: Array | None) -> float:

@@ -74,7 +74,11 @@ def dense(
     # In two dimensions, which is where XLA recognises a matrix product with a bias in its epilogue.
     arrays = (x.reshape(rows, -1), kernel, bias, None if residual is None else residual.reshape(rows, width))
     product_by_xla = implementation is None and tuning.dense_by_library(rows, x.dtype.itemsize)
-    if choice.name == "xla" or 0 in (*x.shape, width) or (product_by_xla and (activation is None or residual is not None)):
+    if (
+        choice.name == "xla"
+        or 0 in (*x.shape, width)
+        or (product_by_xla and (activation is None or residual is not None))
+    ):
         y = _reference(*arrays, activation, precision)
     else:
         kind, itemsize = dispatch.device_kind(), x.dtype.itemsize
@@ -121,9 +125,7 @@ def _epilogue(y, bias, residual, plan):  # type: ignore[no-untyped-def]
     """activation(y + bias) + residual of a product `y` in memory."""
     if plan.activation is None or residual is not None:
         return reference.dense_epilogue(y, bias, plan.activation, residual)
-    return bias_activation.forward(
-        y, bias, activation=plan.activation, config=plan.epilogue, interpret=plan.interpret
-    )
+    return bias_activation.forward(y, bias, activation=plan.activation, config=plan.epilogue, interpret=plan.interpret)
 
 
 def _fwd(x, kernel, bias, residual, plan):  # type: ignore[no-untyped-def]
@@ -133,7 +135,11 @@ def _fwd(x, kernel, bias, residual, plan):  # type: ignore[no-untyped-def]
 
 def _bwd(plan, saved, d_out):  # type: ignore[no-untyped-def]
     x, kernel, bias, residual, y = saved
-    _, epilogue_vjp = jax.vjp(lambda *args: reference.dense_epilogue(*args[:2], plan.activation, args[2]), y, bias, residual)
+
+    def epilogue(y, bias, residual):  # type: ignore[no-untyped-def]
+        return reference.dense_epilogue(y, bias, plan.activation, residual)
+
+    _, epilogue_vjp = jax.vjp(epilogue, y, bias, residual)
     dy, d_bias, d_residual = epilogue_vjp(d_out)
     _, product_vjp = jax.vjp(functools.partial(jnp.matmul, precision=plan.precision), x, kernel)
     return *product_vjp(dy), d_bias, d_residual

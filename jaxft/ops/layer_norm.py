@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 
@@ -63,7 +64,7 @@ def bias_residual_layer_norm(
     dropout_rng: Array | None = None,
     return_sum: bool = False,
     implementation: str | None = None,
-) -> Array | tuple[Array, Array]:
+) -> Any:
     """Adds a bias and a residual and normalises the sum (see `layer_norm`), in one pass over memory.
 
     Equivalent to::

@@ -46,7 +46,9 @@ def qkv_bias_split_heads(
     if isinstance(num_heads, bool) or not isinstance(num_heads, int) or num_heads < 1:
         raise ValueError(f"{op}: num_heads must be a positive Python integer, got {num_heads!r}")
     if qkv.shape[-1] % (3 * num_heads):
-        raise ValueError(f"{op}: the last axis of qkv must be a multiple of 3 * num_heads = {3 * num_heads}, got {qkv.shape}")
+        raise ValueError(
+            f"{op}: the last axis of qkv must be a multiple of 3 * num_heads = {3 * num_heads}, got {qkv.shape}"
+        )
     bias = common.as_vector(op, "bias", bias, qkv.shape[-1])
     dispatch.choose(op, implementation, {})
     return _split_heads(qkv, bias, num_heads)

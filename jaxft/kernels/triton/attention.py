@@ -63,7 +63,9 @@ def _fwd_kernel(  # type: ignore[no-untyped-def]
             if mask_ref is None:
                 allowed = column < end
             else:
-                allowed = common.load(mask_ref.at[batch, common.span(row, block_k)], mask=column < key_length, other=False)
+                allowed = common.load(
+                    mask_ref.at[batch, common.span(row, block_k)], mask=column < key_length, other=False
+                )
             inside = both(allowed)  # what is not attended to is not read, so a NaN there cannot spread
         else:
             inside = None if in_head is None else jnp.broadcast_to(in_head, (block_k, width))

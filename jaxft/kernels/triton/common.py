@@ -44,11 +44,12 @@ def launch(
         kernel(*[None if x is None else next(given) for x in operands], *given)
 
     body.__name__ = name
-    varying = frozenset().union(*(getattr(jax.typeof(x), "vma", ()) for x in present))  # mesh axes, inside a shard_map
+    varying = frozenset().union(*(getattr(jax.typeof(x), "vma", ()) for x in present))
+    sharding: Any = {"vma": varying} if varying else {}  # inside a shard_map: the mesh axes that the outputs vary over
     call = pl.pallas_call(
         body,
         grid=tuple(grid),
-        out_shape=[jax.ShapeDtypeStruct(o.shape, o.dtype, vma=varying) if varying else o for o in outputs],
+        out_shape=[jax.ShapeDtypeStruct(o.shape, o.dtype, **sharding) for o in outputs],
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
         name=name,

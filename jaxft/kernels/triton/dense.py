@@ -36,12 +36,17 @@ def _fwd_kernel(  # type: ignore[no-untyped-def]
 
     def add_block(k, acc, *, masked):
         start = k * block_k
-        in_x, in_kernel = jnp.broadcast_to(in_rows, (block_m, block_k)), jnp.broadcast_to(in_columns, (block_k, block_n))
+        in_x, in_kernel = (
+            jnp.broadcast_to(in_rows, (block_m, block_k)),
+            jnp.broadcast_to(in_columns, (block_k, block_n)),
+        )
         if masked:
             in_depth = start + jnp.arange(block_k) < depth
             in_x, in_kernel = in_x & in_depth[None, :], in_kernel & in_depth[:, None]
         a = common.load(x_ref.at[common.span(row, block_m), common.span(start, block_k)], mask=in_x, other=0.0)
-        b = common.load(kernel_ref.at[common.span(start, block_k), common.span(column, block_n)], mask=in_kernel, other=0.0)
+        b = common.load(
+            kernel_ref.at[common.span(start, block_k), common.span(column, block_n)], mask=in_kernel, other=0.0
+        )
         return acc + common.dot(a, b, precision=precision)  # [block_m, block_n]
 
     acc = jnp.zeros((block_m, block_n), jnp.float32)

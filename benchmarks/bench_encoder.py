@@ -1,0 +1,238 @@
+"""Whole BERT encoders, forward: jaxft beside plain XLA and XLA with cuDNN attention, the same random weights for all.
+
+The peers are written the way a good JAX user would: `jax.nn.dot_product_attention`, `jax.nn.gelu`, a LayerNorm in
+float32, and one jit around everything. Each runs in two forms, with q, k and v from one matrix product and from three.
+"""
+
+import argparse
+import collections
+import dataclasses
+import functools
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import timing
+from jaxft.models.bert import BertConfig, BertModel
+
+JaxAttention = Literal["xla", "cudnn"]
+Params = list[dict[str, jax.Array]]  # one dict per layer, named as in jaxft.models.bert
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    model: str
+    batch: int
+    length: int
+    dtype: str = "bfloat16"
+
+    def op(self, gelu: str) -> str:
+        return f"encoder {self.model} {GELUS[gelu]} GELU"
+
+    def label(self, gelu: str) -> str:
+        return f"{self.op(gelu)} {self.batch}x{self.length} {self.dtype}"
+
+
+GELUS = {"gelu": "erf", "gelu_new": "tanh"}  # Hugging Face's name: which form that is
+# layers, width, heads, feed-forward width
+MODELS = {"BERT-base": (12, 768, 12, 3072), "BERT-large": (24, 1024, 16, 4096)}
+CASES = [
+    Case("BERT-base", 1, 128),
+    Case("BERT-base", 8, 128),
+    Case("BERT-base", 32, 128),
+    Case("BERT-base", 128, 128),
+    Case("BERT-base", 32, 512),
+    Case("BERT-large", 32, 512),
+    *(Case("BERT-base", 32, length, dtype) for dtype in ("float16", "float32") for length in (128, 512)),
+]
+QUICK_CASES = CASES[:3]
+# implementation: (attention of jax.nn, q, k and v from one matrix product)
+PEERS: dict[str, tuple[JaxAttention, bool]] = {
+    "xla": ("xla", True),
+    "xla, separate qkv": ("xla", False),
+    "xla+cudnn": ("cudnn", False),
+    "xla+cudnn, packed qkv": ("cudnn", True),
+}
+
+
+def flops(layers: int, width: int, ff: int, batch: int, length: int) -> int:
+    """Matrix products only: q, k, v and output projections, the two of the feed-forward part, QK^T and PV."""
+    return layers * batch * length * (2 * (4 * width**2 + 2 * width * ff) + 4 * length * width)
+
+
+def random_params(model: str, dtype: str) -> Params:
+    layers, width, _, ff = MODELS[model]
+    shapes = {
+        "qkv_kernel": (width, 3 * width), "qkv_bias": (3 * width,),
+        "out_kernel": (width, width), "out_bias": (width,),
+        "attention_norm_gamma": (width,), "attention_norm_beta": (width,),
+        "ffn_in_kernel": (width, ff), "ffn_in_bias": (ff,),
+        "ffn_out_kernel": (ff, width), "ffn_out_bias": (width,),
+        "ffn_norm_gamma": (width,), "ffn_norm_beta": (width,),
+    }  # fmt: skip
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def make(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return jax.random.normal(key, shape, jnp.float32) * 0.03
+
+    params = []
+    for key in jax.random.split(jax.random.key(0), layers):
+        keys = jax.random.split(key, len(shapes))
+        values = {name: make(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+        params.append({n: (v + 1 if n.endswith("gamma") else v).astype(dtype) for n, v in values.items()})
+    return params
+
+
+# --- The peers ---------------------------------------------------------------------------------------------------
+
+
+def layer_norm(x: jax.Array, gamma: jax.Array, beta: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide, -1, keepdims=True)
+    variance = jnp.mean(jnp.square(wide - mean), -1, keepdims=True)
+    normal = (wide - mean) * jax.lax.rsqrt(variance + 1e-12)
+    return (normal * gamma.astype(jnp.float32) + beta.astype(jnp.float32)).astype(x.dtype)
+
+
+def plain_encoder(
+    params: Params, x: jax.Array, *, heads: int, gelu: str, attention: JaxAttention, packed: bool
+) -> jax.Array:
+    batch, length, width = x.shape
+    for p in params:
+        if packed:
+            qkv = (x @ p["qkv_kernel"] + p["qkv_bias"]).reshape(batch, length, 3, heads, width // heads)
+            q, k, v = (qkv[:, :, i] for i in range(3))
+        else:
+            projected = (x @ p[f"{name}_kernel"] + p[f"{name}_bias"] for name in ("q", "k", "v"))
+            q, k, v = (y.reshape(batch, length, heads, width // heads) for y in projected)
+        context = jax.nn.dot_product_attention(q, k, v, implementation=attention).reshape(x.shape)
+        context = context @ p["out_kernel"] + p["out_bias"]
+        x = layer_norm(x + context, p["attention_norm_gamma"], p["attention_norm_beta"])
+        y = jax.nn.gelu(x @ p["ffn_in_kernel"] + p["ffn_in_bias"], approximate=gelu == "gelu_new")
+        y = y @ p["ffn_out_kernel"] + p["ffn_out_bias"]
+        x = layer_norm(x + y, p["ffn_norm_gamma"], p["ffn_norm_beta"])
+    return x
+
+
+def separate(params: Params) -> Params:
+    """The same parameters with the q, k and v projections as arrays of their own."""
+    result = []
+    for p in params:
+        rest = {name: value for name, value in p.items() if not name.startswith("qkv")}
+        for part in ("kernel", "bias"):
+            q, k, v = jnp.split(p[f"qkv_{part}"], 3, axis=-1)
+            rest |= {f"q_{part}": q, f"k_{part}": k, f"v_{part}": v}
+        result.append(rest)
+    return result
+
+
+# --- jaxft -------------------------------------------------------------------------------------------------------
+
+
+def jaxft_encoder(case: Case, params: Params, gelu: str) -> tuple[jax.stages.Wrapped, list[jax.Array]]:
+    """(leaves, x) -> y through the encoder layers of BertModel, and the leaves: `params` in the order it wants."""
+    layers, width, heads, ff = MODELS[case.model]
+    config = BertConfig(
+        vocab_size=8, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=ff,
+        max_position_embeddings=8, hidden_act=gelu,
+    )  # fmt: skip
+    dtype = jnp.dtype(case.dtype)
+    model = nnx.eval_shape(lambda: BertModel(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
+    graph, shapes = nnx.split(model.layers)
+    paths, structure = jax.tree_util.tree_flatten_with_path(shapes)
+    leaves = []
+    for path, shape in paths:
+        index, name = re.findall(r"\w+", jax.tree_util.keystr(path))[:2]
+        leaves.append(params[int(index)][name])
+        assert leaves[-1].shape == shape.shape, (path, shape.shape)
+
+    @jax.jit
+    def encode(leaves: list[jax.Array], x: jax.Array) -> jax.Array:
+        for layer in nnx.merge(graph, jax.tree_util.tree_unflatten(structure, leaves)):
+            x = layer(x, None, None)  # no mask, no lengths: every token is valid
+        return x
+
+    return encode, leaves
+
+
+# --- Kernels of a compiled program -------------------------------------------------------------------------------
+
+
+def kernels(compiled_text: str) -> collections.Counter[str]:
+    """What a compiled program launches: how often each kind of fusion, custom call, copy, transpose, dot, ..."""
+    free = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "call", "partition-id"}
+    found: collections.Counter[str] = collections.Counter()
+    launches = False
+    for line in compiled_text.splitlines():
+        if line and not line[0].isspace():  # the head of a computation: only these are not inside of a fusion
+            launches = line.startswith("ENTRY") or line.startswith("%command_buffer")
+        elif launches and (match := re.match(r"\s+(?:ROOT )?%(\S+) = .*?[\])}] ([a-z][\w-]*)\(", line)):
+            name, opcode = match.groups()
+            target = re.search(r'custom_call_target="([^"]+)"', line)
+            words = [opcode, *([target[1]] if target else []), re.sub(r"[.\d]+$", "", name)]
+            if opcode not in free:
+                found[" ".join(dict.fromkeys(words))] += 1
+    return found
+
+
+def print_kernels(name: str, variant: timing.Variant, layers: int) -> None:
+    """Lists what one call launches, per layer; on a GPU with each kernel's name and time."""
+    f, inputs = variant
+    jax.block_until_ready([f(*inputs[0]) for _ in range(2)])  # so that no compilation is among the kernels
+    print(f"\n{name}: kernels in the compiled program")
+    for kind, count in kernels(f.lower(*inputs[0]).compile().as_text() or "").most_common():
+        print(f"  {count / layers:6.2f} a layer  {kind}")
+    if jax.default_backend() == "gpu":
+        times: dict[str, list[float]] = {}
+        for kernel, us in timing.kernel_times(variant):
+            times.setdefault(kernel, []).append(us)
+        for kernel, each in sorted(times.items(), key=lambda item: -sum(item[1])):
+            print(f"  {len(each) / layers:6.2f} a layer  {sum(each) / len(each):8.2f} us each  {kernel[:90]}")
+
+
+def run(case: Case, gelu: str, args: argparse.Namespace) -> list[timing.Row]:
+    layers, width, heads, ff = MODELS[case.model]
+    params = random_params(case.model, case.dtype)
+    x = jax.random.normal(jax.random.key(1), (case.batch, case.length, width), case.dtype)
+    ours, leaves = jaxft_encoder(case, params, gelu)
+    variants: dict[str, timing.Variant] = {"jaxft": (ours, [(leaves, x)])}
+    for name, (attention, packed) in PEERS.items():
+        if attention == "cudnn" and (jax.default_backend() != "gpu" or case.dtype == "float32"):
+            continue  # cuDNN's attention has no float32
+        f = functools.partial(plain_encoder, heads=heads, gelu=gelu, attention=attention, packed=packed)
+        variants[name] = (jax.jit(f), [(params if packed else separate(params), x)])
+
+    xla = variants["xla"][0]
+    with jax.default_matmul_precision("highest"):
+        exact = xla(*jax.tree.map(lambda a: a.astype(jnp.float32), (params, x)))
+    timing.check(case.label(gelu), ours(leaves, x), xla(params, x), exact)
+    if args.kernels:
+        for name, variant in variants.items():
+            print_kernels(f"{case.label(gelu)}, {name}", variant, layers)
+    return timing.measure(
+        variants, work=flops(layers, width, ff, case.batch, case.length), unit="TFLOP/s", args=args,
+        op=case.op(gelu), direction="forward", shape=(case.batch, case.length), dtype=case.dtype,
+    )  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = timing.arguments(__doc__)
+    parser.add_argument("--kernels", action="store_true", help="list the kernels of each program as well")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="cases with TEXT in their name, as '32x512 bfloat16'"
+    )
+    args = parser.parse_args(argv)
+    results: list[timing.Row] = []
+    for case in QUICK_CASES if args.quick else CASES:
+        for gelu in GELUS:
+            if args.only in case.label(gelu):
+                results += run(case, gelu, args)
+    timing.print_tables(results)
+
+
+if __name__ == "__main__":
+    main()

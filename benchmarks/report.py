@@ -1,0 +1,109 @@
+"""Writes the README's results: tables between its markers and a chart, from benchmarks/results/*.csv.
+
+Of the rows with the same op, implementation, direction, shape, dtype and metric, the newest counts. Running it twice
+changes nothing.
+"""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import timing
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+TITLES = {
+    "encoder": "Encoder, forward (microseconds for the whole stack, embeddings not included)",
+    "attention": "Attention, forward, from packed QKV (microseconds)",
+    "other": "Row kernels, forward (microseconds)",
+}
+METRICS = {
+    "queued_us": "wall time per call, calls queued back to back",
+    "device_us": "the kernels' own time on the GPU, from CUPTI",
+}
+
+
+def newest(path: Path) -> list[timing.Row]:
+    """The rows of a results file, each key once: the row of the latest date, and of those the last one written."""
+    with path.open(newline="") as file:
+        rows = sorted(csv.DictReader(file), key=lambda row: row["date"])
+    return list({tuple(row[column] for column in timing.KEY): row for row in rows}.values())
+
+
+def section(row: timing.Row) -> str:
+    return next((name for name in TITLES if row["op"].startswith(name)), "other")
+
+
+def metric_of(name: str) -> str:
+    """A whole encoder is what a user waits for; a single short kernel is measured on the device alone."""
+    return "queued_us" if name == "encoder" else "device_us"
+
+
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    head, *body = lines
+    rule = ["---"] * 3 + ["---:"] * (len(head) - 3)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *body))
+
+
+def tables(rows: Sequence[timing.Row]) -> str:
+    parts = []
+    for name, title in TITLES.items():
+        chosen = [row for row in rows if section(row) == name and row["metric"] == metric_of(name)]
+        if chosen:
+            chosen.sort(key=lambda row: (row["op"], row["dtype"], [int(n) for n in row["shape"].split("x")]))
+            parts += [f"**{title}**; {METRICS[metric_of(name)]}", markdown(timing.table(chosen))]
+    return "\n\n".join(parts)
+
+
+def chart(rows: Sequence[timing.Row], path: Path, device: str) -> None:
+    """Bars: for each encoder in bfloat16, time relative to the plain XLA program."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = timing.table([row for row in rows if section(row) == "encoder" and row["dtype"] == "bfloat16"],
+                         metric=metric_of("encoder"))  # fmt: skip
+    names = lines[0][3:-1]
+    cases = [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
+    figure: Any
+    figure, axes = pyplot.subplots(figsize=(9, 0.5 + 0.16 * len(names) * len(cases)))
+    height = 0.8 / len(names)
+    for i, name in enumerate(names):
+        own = [(y, float(case[name]) / float(case["xla"])) for y, case in enumerate(cases) if case[name] != "-"]
+        axes.barh([y + i * height for y, _ in own], [share for _, share in own], height, label=name)
+    axes.set_yticks([y + 0.4 - height / 2 for y in range(len(cases))])
+    axes.set_yticklabels([f"{case['op'].removeprefix('encoder ')}, {case['shape']}" for case in cases])
+    axes.invert_yaxis()
+    axes.set_xlabel(f"time of the encoder relative to plain XLA, bfloat16, {device} (shorter is faster)")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    figure.savefig(path, dpi=120, bbox_inches="tight", metadata={"Software": None})  # the same bytes every time
+    pyplot.close(figure)
+
+
+def write(readme: Path, results: Path) -> None:
+    text = readme.read_text()
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise SystemExit(f"{readme}: expected one line {BEGIN} and one line {END}")
+    parts = []
+    for path in sorted(results.glob("*.csv")):
+        rows, device = newest(path), path.stem.replace("_", " ")
+        versions = ", ".join(sorted({row["jax"] for row in rows}))
+        dates = sorted({row["date"] for row in rows})
+        measured = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+        parts.append(
+            f"### {device}\n\nMeasured {measured} with JAX {versions}, from `{path.relative_to(readme.parent)}`."
+        )
+        if any(section(row) == "encoder" and row["dtype"] == "bfloat16" for row in rows):
+            image = path.with_suffix(".png")
+            chart(rows, image, device)
+            parts.append(f"![Encoder times on {device}]({image.relative_to(readme.parent)})")
+        parts.append(tables(rows))
+    head, rest = text.split(BEGIN)
+    body = "\n\n".join(parts) or "No results yet."
+    readme.write_text(f"{head}{BEGIN}\n\n{body}\n\n{END}{rest.split(END)[1]}")
+
+
+if __name__ == "__main__":
+    write(README, timing.RESULTS)

@@ -1,0 +1,180 @@
+"""Finds the fastest launch configurations on this device, for jaxft/tuned/<device kind>.json.
+
+Every candidate is checked against plain jnp before it is timed; a kernel's time is CUPTI's, with inputs rotated past
+the L2 cache. Entries of other shapes in the file stay.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import timing
+from jaxft import dispatch, reference, tuning
+from jaxft.kernels.triton import attention, bias_activation, dense, layer_norm
+
+TUNED = Path(tuning.__file__).parent / "tuned"
+ROWS = [(128, 768), (1024, 768), (4096, 768), (16384, 768), (16384, 1024), (65536, 1024), (4096, 384)]  # rows, width
+FEED_FORWARD = [(128, 3072), (1024, 3072), (4096, 3072), (16384, 3072), (16384, 4096), (4096, 1536)]
+# batch, heads, length, head size
+ATTENTION = [(1, 12, 128, 64), (8, 12, 128, 64), (32, 12, 128, 64), (128, 12, 128, 64), (256, 16, 128, 64),
+             (32, 12, 512, 64), (64, 16, 512, 64), (8, 16, 2048, 64), (2, 16, 8192, 64), (32, 12, 128, 32)]  # fmt: skip
+# rows, depth, width
+DENSE = [(rows, *sizes) for rows in (128, 256, 512)
+         for sizes in ((768, 2304), (768, 768), (768, 3072), (3072, 768))]  # fmt: skip
+# The part of a candidate's time that a change must save to replace the present choice.
+MARGIN = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A kernel at one shape, and the configurations to try, the present choice first."""
+
+    op: str
+    sizes: dict[str, int]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+    run: Callable[..., jax.Array]
+    plain: Callable[..., Any]
+    configs: Sequence[Any]
+
+    def inputs(self, seed: int) -> tuple[jax.Array, ...]:
+        keys = jax.random.split(jax.random.key(seed), len(self.shapes))
+        return tuple(jax.random.normal(k, shape, self.dtype) for k, shape in zip(keys, self.shapes, strict=True))
+
+
+def row_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
+    def run(*arrays: jax.Array, config: tuning.RowConfig) -> jax.Array:
+        return layer_norm.forward(*arrays, epsilon=1e-6, return_sum=False, config=config, interpret=False)[0]
+
+    for rows, width in ROWS:
+        block_width = tuning.next_power_of_2(width)
+        configs = [
+            tuning.RowConfig(block_rows, block_width, num_warps)
+            for block_rows, num_warps in itertools.product((1, 2, 4, 8), (1, 2, 4, 8))
+            if 256 <= block_rows * block_width // num_warps <= 2048
+        ]
+        sizes = {"rows": rows, "width": width, "itemsize": itemsize}
+        shapes = ((rows, width), (width,), (rows, width), (width,), (width,))
+        present = tuning.layer_norm(rows, width, itemsize, kind)
+        yield Case("layer_norm", sizes, shapes, dtype, run, reference.bias_residual_layer_norm, [present, *configs])
+
+
+def elementwise_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
+    def run(*arrays: jax.Array, config: tuning.ElementwiseConfig) -> jax.Array:
+        return bias_activation.forward(*arrays, activation="gelu", config=config, interpret=False)
+
+    for rows, width in FEED_FORWARD:
+        configs = [
+            tuning.ElementwiseConfig(block_rows, block_width, num_warps)
+            for block_rows, block_width, num_warps in itertools.product((1, 2, 4, 8), (512, 1024, 2048), (4, 8))
+            if width % block_width == 0 and 4 <= block_rows * block_width // (32 * num_warps) <= 32
+        ]
+        sizes = {"rows": rows, "width": width, "itemsize": itemsize}
+        present = tuning.bias_activation(rows, width, itemsize, kind)
+        shapes = ((rows, width), (width,))
+        yield Case("bias_activation", sizes, shapes, dtype, run, reference.bias_activation, [present, *configs])
+
+
+def attention_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
+    def run(qkv: jax.Array, config: tuning.AttentionConfig) -> jax.Array:
+        return attention.forward(
+            qkv, None, None, None, None, None, scale=qkv.shape[-1] ** -0.5, return_residual=False, precision="tf32",
+            config=config, interpret=False,
+        )[0]  # fmt: skip
+
+    def plain(qkv: jax.Array) -> Any:
+        return reference.dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2])
+
+    blocks = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (64, 128, 4, 3), (128, 64, 4, 2), (128, 64, 4, 3),
+              (128, 64, 8, 2), (128, 128, 8, 2), (128, 128, 8, 3), (64, 32, 4, 3), (32, 64, 4, 2), (16, 64, 4, 2),
+              (16, 128, 4, 2), (32, 128, 4, 2), (64, 128, 8, 2), (128, 128, 4, 2)]  # fmt: skip
+    if itemsize == 4:
+        blocks = [(64, 32, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (32, 64, 4, 2), (128, 32, 8, 2), (32, 32, 4, 2)]
+    for batch, heads, length, size in ATTENTION:
+        least, most = (64 if length > 1024 else 16), max(64, length)
+        configs = [tuning.AttentionConfig(*b) for b in blocks if least <= min(b[:2]) and max(b[:2]) <= most]
+        sizes = {"batch_heads": batch * heads, "query": length, "key": length, "head_size": size, "itemsize": itemsize}
+        present = tuning.attention(batch * heads, length, length, size, itemsize, kind)
+        yield Case("attention", sizes, ((batch, length, 3, heads, size),), dtype, run, plain, [present, *configs])
+
+
+def dense_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
+    def run(x: jax.Array, kernel: jax.Array, config: tuning.DenseConfig) -> jax.Array:
+        return dense.forward(x, kernel, None, None, activation=None, precision="tf32", config=config, interpret=False)
+
+    deep = 256 // itemsize
+    blocks = [(64, 64, deep, 4, 3), (32, 64, deep, 4, 3), (64, 32, deep, 4, 3), (16, 64, deep, 4, 3),
+              (32, 32, deep, 4, 5), (64, 32, deep, 4, 5), (32, 32, 2 * deep, 4, 2), (128, 64, deep // 2, 4, 4),
+              (64, 64, deep // 2, 4, 4), (128, 128, deep // 2, 8, 3)]  # fmt: skip
+    for rows, depth, width in DENSE:
+        sizes = {"rows": rows, "depth": depth, "width": width, "itemsize": itemsize}
+        present = tuning.dense(rows, depth, width, itemsize, kind)
+        configs = [present, *(tuning.DenseConfig(*block) for block in blocks)]
+        yield Case("dense", sizes, ((rows, depth), (depth, width)), dtype, run, reference.dense, configs)
+
+
+def best(case: Case) -> Any:
+    """Checks and times the candidates; prints the fastest few."""
+    first = case.inputs(0)
+    sets = [first, *(case.inputs(seed) for seed in range(1, timing.rotation(sum(x.nbytes for x in first))))]
+    plain = jax.jit(case.plain)
+    wanted = plain(*first)
+    with jax.default_matmul_precision("highest"):
+        exact = plain(*(x.astype(jnp.float32) for x in first))
+
+    def microseconds(f: Any) -> float:
+        return min(timing.device_us((f, sets), max(3, len(sets))) for _ in range(3))
+
+    name = f"{case.op} {tuning.key(**case.sizes)}"
+    times: dict[Any, float] = {}
+    for config in dict.fromkeys(case.configs):
+        f = jax.jit(functools.partial(case.run, config=config))
+        try:
+            got = f(*first)
+        except Exception as error:  # more shared memory or registers than the device has
+            print(f"  {config}: {str(error).splitlines()[0][:100]}")
+            continue
+        timing.check(f"{name} {config}", got, wanted, exact)
+        times[config] = microseconds(f)
+    present, fastest = case.configs[0], min(times, key=times.__getitem__)
+    chosen = present if times.get(present, float("inf")) <= times[fastest] * (1 + MARGIN) else fastest
+    print(f"{name}: was {times.get(present, float('nan')):.2f} us, XLA takes {microseconds(plain):.2f}")
+    for config in sorted(times, key=times.__getitem__)[:5]:
+        print(f"  {times[config]:9.2f} us  {config}{'  <-' if config == chosen else ''}", flush=True)
+    return chosen
+
+
+def save(table: dict[str, dict[str, Any]], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    os.replace(temporary, path)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=TUNED, metavar="FOLDER", help="where the JSON is (%(default)s)")
+    parser.add_argument("--only", nargs="+", help="some ops")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    args = parser.parse_args(argv)
+    kind = dispatch.device_kind()
+    path = args.out / f"{kind.replace(' ', '_')}.json"
+    table = json.loads(path.read_text()) if path.is_file() else {}
+    for dtype, cases in itertools.product(args.dtypes, (row_cases, elementwise_cases, attention_cases, dense_cases)):
+        for case in cases(dtype, jnp.dtype(dtype).itemsize, kind):
+            if args.only is None or case.op in args.only:
+                table.setdefault(case.op, {})[tuning.key(**case.sizes)] = dataclasses.asdict(best(case))
+                save(table, path)
+
+
+if __name__ == "__main__":
+    main()

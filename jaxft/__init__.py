@@ -1,0 +1,60 @@
+"""jaxft: a fast BERT encoder for JAX. Fused operations, a Flax NNX model on them, and text to embeddings.
+
+Importing it loads the operations only; the models, which need flax and more, load when they are first used.
+"""
+
+from typing import TYPE_CHECKING
+
+from jaxft.dispatch import EXPORT_DISABLED_CHECKS
+from jaxft.ops.attention import dot_product_attention, qkv_attention, varlen_qkv_attention
+from jaxft.ops.bias_activation import bias_activation
+from jaxft.ops.dense import dense
+from jaxft.ops.layer_norm import bias_residual_layer_norm, layer_norm
+from jaxft.ops.permute import merge_heads, permute, qkv_bias_split_heads
+from jaxft.ops.softmax import log_softmax, softmax
+
+if TYPE_CHECKING:
+    from jaxft.models.bert import BertConfig, BertModel
+    from jaxft.models.checkpoint import CheckpointError
+    from jaxft.models.sentence_encoder import SentenceEncoder
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "EXPORT_DISABLED_CHECKS",
+    "BertConfig",
+    "BertModel",
+    "CheckpointError",
+    "SentenceEncoder",
+    "bias_activation",
+    "bias_residual_layer_norm",
+    "dense",
+    "dot_product_attention",
+    "layer_norm",
+    "log_softmax",
+    "merge_heads",
+    "permute",
+    "qkv_attention",
+    "qkv_bias_split_heads",
+    "softmax",
+    "varlen_qkv_attention",
+]
+
+_LAZY = {
+    "BertConfig": "jaxft.models.bert",
+    "BertModel": "jaxft.models.bert",
+    "CheckpointError": "jaxft.models.checkpoint",
+    "SentenceEncoder": "jaxft.models.sentence_encoder",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

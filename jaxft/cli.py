@@ -1,0 +1,258 @@
+"""The command line: `jaxft encode | similar | info`. Results go to stdout or a file, everything else to stderr."""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import numpy as np
+
+from jaxft import dispatch
+
+_VERSION: str = sys.modules["jaxft"].__version__  # the package, already there, imports from here and not the reverse
+_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+_BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+class _UserError(Exception):
+    """Something the user can put right: shown as one line, without a traceback."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"jaxft: error: {message}\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line `argv` (without the program's name; default `sys.argv[1:]`); returns the exit code.
+
+    0: done. 2: an error, told in one line on stderr that starts with "jaxft: error:" (wrong arguments raise
+    `SystemExit(2)` instead, as argparse does). 130: interrupted.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, `head` for example, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
+        return _BROKEN_PIPE
+    except KeyboardInterrupt:
+        print("jaxft: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except (_UserError, OSError) as error:
+        print("jaxft: error:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="jaxft", description="A fast BERT encoder for JAX.")
+    parser.add_argument("--version", action="version", version=f"jaxft {_VERSION}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], None], summary: str, description: str) -> _Parser:
+        added = commands.add_parser(name, help=summary, description=description)
+        added.set_defaults(run=run)
+        return added
+
+    encode = command(
+        "encode", _run_encode, "turn texts into embeddings",
+        "Writes the embedding of each text. An empty line is an empty text, so that rows match lines. FILE.jsonl holds "
+        'on each line a JSON string or an object with a "text" field; any other FILE holds one text a line. OUT.npy '
+        "gets a float32 array [texts, width]; OUT.jsonl gets the fields of each input object (of a plain line: "
+        '"text") and "embedding". The output file appears whole or not at all.',
+    )  # fmt: skip
+    _add_model_arguments(encode)
+    encode.add_argument("file", metavar="FILE", nargs="?", default="-", help="the texts; -, the default, is stdin")
+    encode.add_argument("-o", "--output", metavar="OUT", required=True, help="file to write, ending in .npy or .jsonl")
+    encode.add_argument("--normalize", action="store_true", help="scale every embedding to length 1")
+
+    similar = command(
+        "similar", _run_similar, "show the texts nearest to a query",
+        "Prints the texts of FILE that are most similar to QUERY: cosine, line number and text, separated by tabs.",
+    )  # fmt: skip
+    _add_model_arguments(similar)
+    similar.add_argument("file", metavar="FILE", help="the texts, as for encode")
+    similar.add_argument("query", metavar="QUERY")
+    similar.add_argument("--top", metavar="K", type=_positive, default=5, help="how many to show (default: 5)")
+
+    info = command(
+        "info", _run_info, "show versions, the device and what each op runs on",
+        "Prints versions, the device, and for each op the implementation it uses on this device and why.",
+    )  # fmt: skip
+    info.add_argument("--json", action="store_true", help="as one JSON object")
+    return parser
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="M", required=True, help="a checkpoint folder or an id on Hugging Face")
+    parser.add_argument("--batch-size", metavar="N", type=_positive, default=32, help="texts at a time (default: 32)")
+    parser.add_argument(
+        "--dtype", choices=["float32", "float16", "bfloat16"], default="float32",
+        help="of parameters and arithmetic (default: float32); embeddings are always float32",
+    )  # fmt: skip
+    parser.add_argument(
+        "--implementation", choices=dispatch.IMPLEMENTATIONS,
+        help="of every op (default: the fastest for the device; see jaxft info)",
+    )  # fmt: skip
+
+
+def _positive(value: str) -> int:
+    try:
+        number = int(value)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {value!r}")
+    return number
+
+
+def _run_encode(args: argparse.Namespace) -> None:
+    if Path(args.output).suffix not in (".npy", ".jsonl"):
+        raise _UserError(f"output {args.output!r} must end in .npy or .jsonl")
+    with _new_file(args.output) as output:
+        records = _read_records(args.file)
+        embeddings = _encode([record["text"] for record in records], args, normalize=args.normalize)
+        if Path(args.output).suffix == ".npy":
+            np.save(output, embeddings)
+        else:
+            for record, row in zip(records, embeddings, strict=True):
+                embedding = [float(f"{value:.9g}") for value in row.tolist()]  # 9 digits tell all float32 apart
+                line = json.dumps(record | {"embedding": embedding}, ensure_ascii=False)
+                # A lone surrogate, which JSON allows but UTF-8 does not, is written as its \u escape again.
+                output.write(line.encode("utf-8", "backslashreplace") + b"\n")
+
+
+def _run_similar(args: argparse.Namespace) -> None:
+    texts = [record["text"] for record in _read_records(args.file)]
+    *embeddings, query = _encode([*texts, _checked(args.query, "the query")], args, normalize=True)
+    cosines = np.stack(embeddings) @ query
+    for index in np.argsort(-cosines, kind="stable")[: args.top]:
+        print(f"{cosines[index]:.4f}", index + 1, " ".join(texts[index].split()), sep="\t")
+
+
+def _run_info(args: argparse.Namespace) -> None:
+    device = _device()
+    from jaxft import ops
+
+    versions = {"python": platform.python_version(), "jaxft": _VERSION}
+    versions |= {package: importlib.metadata.version(package) for package in ("jax", "jaxlib", "flax")}
+    rows = ops.explain()
+    if args.json:
+        names = ("op", "implementation", "reason")
+        choices = [dict(zip(names, row, strict=True)) for row in rows]
+        print(json.dumps({"versions": versions, "device": device, "ops": choices}, indent=2))
+        return
+    for name, value in (versions | device).items():
+        print(f"{name:<9} {value}")
+    print()
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for op, implementation, reason in rows:
+        print(f"{op:<{widths[0]}}  {implementation:<{widths[1]}}  {reason}")
+
+
+def _device() -> dict[str, str]:
+    try:
+        return {"device": dispatch.device_kind(), "platform": dispatch.platform()}
+    except (RuntimeError, AssertionError) as error:  # what JAX raises when JAX_PLATFORMS names what is not there
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        raise _UserError(f"JAX found no device (JAX_PLATFORMS is {asked!r}). {error}") from error
+
+
+def _encode(texts: list[str], args: argparse.Namespace, *, normalize: bool) -> np.ndarray:
+    """Loads the model and encodes; progress and speed go to stderr."""
+    device = _device()
+    import jax
+
+    from jaxft.models.checkpoint import CheckpointError
+    from jaxft.models.sentence_encoder import SentenceEncoder
+
+    try:
+        encoder = SentenceEncoder.from_pretrained(args.model, dtype=args.dtype, implementation=args.implementation)
+        start = time.perf_counter()
+        embeddings = encoder.encode(
+            texts, batch_size=args.batch_size, show_progress_bar=True, normalize_embeddings=normalize
+        )
+    except (CheckpointError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        raise _UserError(str(error)) from error
+    seconds = time.perf_counter() - start
+    print(
+        f"{len(texts):,} texts in {seconds:.1f} s: {len(texts) / seconds:,.0f} texts/s, compilation included"
+        f" ({device['device']}, {args.dtype})",
+        file=sys.stderr,
+    )
+    return np.asarray(embeddings)
+
+
+def _read_records(file: str) -> list[dict[str, Any]]:
+    """The lines of `file` as objects with a "text"."""
+    name = "stdin" if file == "-" else file
+    try:
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    except OSError as error:
+        raise _UserError(f"cannot read {name}: {error.strerror}") from error
+    if not data:
+        raise _UserError(f"{name} is empty")
+    try:
+        content = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise _UserError(f"{name}, line {line}: not valid UTF-8") from error
+    # Not splitlines(): it also splits at form feeds and other characters inside a text.
+    lines = content.removesuffix("\n").split("\n")
+    if Path(file).suffix == ".jsonl":
+        return [_record(line, f"{name}, line {number}") for number, line in enumerate(lines, 1)]
+    return [{"text": line.removesuffix("\r")} for line in lines]
+
+
+def _record(line: str, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise _UserError(f"{where}: not valid JSON: {error}") from error
+    if isinstance(value, str):
+        value = {"text": value}
+    if not isinstance(value, dict) or not isinstance(value.get("text"), str):
+        raise _UserError(f'{where}: expected a JSON string or an object with a string field "text"')
+    _checked(value["text"], where)
+    return value
+
+
+def _checked(text: str, where: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _UserError(f"{where}: the text is not valid Unicode: {error.reason}") from error
+    return text
+
+
+@contextmanager
+def _new_file(path: str) -> Iterator[BinaryIO]:
+    """Opens a file that takes the place of `path` when the block succeeds, and of which nothing is left otherwise."""
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
+        raise _UserError(f"cannot write {path}: it is a directory")
+    temporary = target.with_name(f".jaxft-{secrets.token_hex(8)}.tmp")
+    try:
+        file = open(temporary, "xb")
+    except OSError as error:
+        raise _UserError(f"cannot write {path}: {error.strerror}") from error
+    try:
+        with file:
+            yield file
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,421 @@
+"""Hugging Face checkpoints: finding, checking, reading and writing them.
+
+A checkpoint is a folder with `config.json` and safetensors files. The tables below say under which names each layout
+keeps the parameters of `BertModel`. The headers of all files are checked against the expected names, shapes and dtypes
+before any tensor is read. Pickle files are never opened.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+Shape = tuple[int, ...]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be found, read or used; the message lists every problem with its file and tensor."""
+
+
+# --- Names -------------------------------------------------------------------------------------------------------
+#
+# Our parameter -> its name in the checkpoint, where {i} is the number of the layer. A parameter with several names is
+# the concatenation of those tensors along its last axis. A `kernel` is [in, out]; the checkpoint's torch.nn.Linear
+# keeps it as [out, in].
+
+_BERT = {
+    "embeddings.word": ["embeddings.word_embeddings.weight"],
+    "embeddings.position": ["embeddings.position_embeddings.weight"],
+    "embeddings.token_type": ["embeddings.token_type_embeddings.weight"],
+    "embeddings.norm_gamma": ["embeddings.LayerNorm.weight"],
+    "embeddings.norm_beta": ["embeddings.LayerNorm.bias"],
+    "layers.{i}.qkv_kernel": [
+        "encoder.layer.{i}.attention.self.query.weight",
+        "encoder.layer.{i}.attention.self.key.weight",
+        "encoder.layer.{i}.attention.self.value.weight",
+    ],
+    "layers.{i}.qkv_bias": [
+        "encoder.layer.{i}.attention.self.query.bias",
+        "encoder.layer.{i}.attention.self.key.bias",
+        "encoder.layer.{i}.attention.self.value.bias",
+    ],
+    "layers.{i}.out_kernel": ["encoder.layer.{i}.attention.output.dense.weight"],
+    "layers.{i}.out_bias": ["encoder.layer.{i}.attention.output.dense.bias"],
+    "layers.{i}.attention_norm_gamma": ["encoder.layer.{i}.attention.output.LayerNorm.weight"],
+    "layers.{i}.attention_norm_beta": ["encoder.layer.{i}.attention.output.LayerNorm.bias"],
+    "layers.{i}.ffn_in_kernel": ["encoder.layer.{i}.intermediate.dense.weight"],
+    "layers.{i}.ffn_in_bias": ["encoder.layer.{i}.intermediate.dense.bias"],
+    "layers.{i}.ffn_out_kernel": ["encoder.layer.{i}.output.dense.weight"],
+    "layers.{i}.ffn_out_bias": ["encoder.layer.{i}.output.dense.bias"],
+    "layers.{i}.ffn_norm_gamma": ["encoder.layer.{i}.output.LayerNorm.weight"],
+    "layers.{i}.ffn_norm_beta": ["encoder.layer.{i}.output.LayerNorm.bias"],
+    "pooler.kernel": ["pooler.dense.weight"],
+    "pooler.bias": ["pooler.dense.bias"],
+}
+
+_DISTILBERT = {
+    "embeddings.word": ["embeddings.word_embeddings.weight"],
+    "embeddings.position": ["embeddings.position_embeddings.weight"],
+    "embeddings.norm_gamma": ["embeddings.LayerNorm.weight"],
+    "embeddings.norm_beta": ["embeddings.LayerNorm.bias"],
+    "layers.{i}.qkv_kernel": [
+        "transformer.layer.{i}.attention.q_lin.weight",
+        "transformer.layer.{i}.attention.k_lin.weight",
+        "transformer.layer.{i}.attention.v_lin.weight",
+    ],
+    "layers.{i}.qkv_bias": [
+        "transformer.layer.{i}.attention.q_lin.bias",
+        "transformer.layer.{i}.attention.k_lin.bias",
+        "transformer.layer.{i}.attention.v_lin.bias",
+    ],
+    "layers.{i}.out_kernel": ["transformer.layer.{i}.attention.out_lin.weight"],
+    "layers.{i}.out_bias": ["transformer.layer.{i}.attention.out_lin.bias"],
+    "layers.{i}.attention_norm_gamma": ["transformer.layer.{i}.sa_layer_norm.weight"],
+    "layers.{i}.attention_norm_beta": ["transformer.layer.{i}.sa_layer_norm.bias"],
+    "layers.{i}.ffn_in_kernel": ["transformer.layer.{i}.ffn.lin1.weight"],
+    "layers.{i}.ffn_in_bias": ["transformer.layer.{i}.ffn.lin1.bias"],
+    "layers.{i}.ffn_out_kernel": ["transformer.layer.{i}.ffn.lin2.weight"],
+    "layers.{i}.ffn_out_bias": ["transformer.layer.{i}.ffn.lin2.bias"],
+    "layers.{i}.ffn_norm_gamma": ["transformer.layer.{i}.output_layer_norm.weight"],
+    "layers.{i}.ffn_norm_beta": ["transformer.layer.{i}.output_layer_norm.bias"],
+}
+
+
+# Field of BertConfig -> its name in a DistilBERT's config.json.
+_DISTILBERT_CONFIG = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "intermediate_size": "hidden_dim",
+    "hidden_act": "activation",
+    "hidden_dropout_prob": "dropout",
+    "attention_probs_dropout_prob": "attention_dropout",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How the checkpoints of one `model_type` name things."""
+
+    names: Mapping[str, list[str]]
+    prefix: str  # of the encoder's tensors, when the checkpoint was saved from a model with a head
+    heads: tuple[str, ...]  # beginnings of the names of such heads' tensors, which are not read
+    architecture: str  # transformers' class
+    config_defaults: Mapping[str, Any]  # of a config.json, where they are not BertConfig's
+    config_names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # where they are not BertConfig's
+
+
+_CLASSIFIERS = ("classifier.", "qa_outputs.")
+_PADDING_1 = {"pad_token_id": 1}
+
+LAYOUTS: Mapping[str, Layout] = {
+    "bert": Layout(_BERT, "bert.", ("cls.", *_CLASSIFIERS), "BertModel", {}),
+    "roberta": Layout(
+        _BERT, "roberta.", ("lm_head.", *_CLASSIFIERS), "RobertaModel", _PADDING_1 | {"vocab_size": 50265}
+    ),
+    "xlm-roberta": Layout(_BERT, "roberta.", ("lm_head.", *_CLASSIFIERS), "XLMRobertaModel", _PADDING_1),
+    "camembert": Layout(_BERT, "roberta.", ("lm_head.", *_CLASSIFIERS), "CamembertModel", _PADDING_1),
+    "distilbert": Layout(
+        _DISTILBERT,
+        "distilbert.",
+        ("vocab_transform.", "vocab_layer_norm.", "vocab_projector.", "pre_classifier.", *_CLASSIFIERS),
+        "DistilBertModel",
+        {"num_hidden_layers": 6, "type_vocab_size": 0},
+        _DISTILBERT_CONFIG,
+    ),
+}
+
+_BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")  # constants that some versions stored
+_DTYPES = ("F32", "F16", "BF16", "F64")
+
+
+def _checkpoint_names(layout: Layout, parameter: str) -> list[str]:
+    """Names of the tensors that `parameter` consists of, for example "layers.3.out_bias"."""
+    number = re.match(r"layers\.(\d+)\.", parameter)
+    if number is None:
+        return layout.names[parameter]
+    template = parameter.replace(number[0], "layers.{i}.", 1)
+    return [name.format(i=number[1]) for name in layout.names[template]]
+
+
+def _canonical(layout: Layout, name: str) -> str:
+    """The name in the layout's table: without the prefix, and LayerNorm's old gamma and beta renamed."""
+    name = name.removeprefix(layout.prefix)
+    for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
+        if name.endswith(old):
+            return name.removesuffix(old) + new
+    return name
+
+
+def _is_kernel(parameter: str) -> bool:
+    return parameter.endswith("kernel")
+
+
+def _expected_tensors(layout: Layout, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Shape of every tensor of the checkpoint, from those of our parameters."""
+    expected: dict[str, Shape] = {}
+    for parameter, shape in shapes.items():
+        names = _checkpoint_names(layout, parameter)
+        shape = (*shape[:-1], shape[-1] // len(names))
+        expected |= {name: shape[::-1] if _is_kernel(parameter) else shape for name in names}
+    return expected
+
+
+# --- Finding -----------------------------------------------------------------------------------------------------
+
+
+def resolve(
+    folder_or_id: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+) -> Path:
+    """The folder of a checkpoint: an existing folder as it is, otherwise a Hugging Face id, downloaded or cached.
+
+    Raises:
+      CheckpointError: neither a folder nor an id that can be had; the message says what to do.
+    """
+    name = os.fspath(folder_or_id)
+    folder = Path(name)
+    if name and folder.is_dir():
+        return folder
+    if name and folder.exists():
+        raise CheckpointError(f"{name} is a file; expected the folder of a checkpoint, or a Hugging Face id")
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
+        raise CheckpointError(f"{name!r} is neither an existing folder nor a Hugging Face id such as 'owner/name'")
+
+    import huggingface_hub
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                name,
+                revision=revision,
+                cache_dir=None if cache_dir is None else Path(cache_dir),
+                local_files_only=local_files_only,
+                allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "1_Pooling/*"],
+                ignore_patterns=["onnx/*", "openvino/*", "coreml/*"],
+            )
+        )
+    except Exception as error:  # its own errors, the operating system's, and those of its HTTP library of the day
+        wanted = f"{name!r}" + (f" at revision {revision!r}" if revision else "")
+        if local_files_only:
+            advice = "It is not in the local cache: download it once without local_files_only, or give its folder."
+        else:
+            advice = (
+                "Check the name, the network and, for a private model, the access token; where there is no network, "
+                "give a local folder."
+            )
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(
+            f"no folder {name!r} exists, and the Hugging Face model {wanted} cannot be had. {advice} "
+            f"({type(error).__name__}: {reason})"
+        ) from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} does not exist; the folder of a checkpoint has one") from error
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} is not a JSON object, but a {type(value).__name__}")
+    return value
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of `config.json`.
+
+    Raises:
+      CheckpointError: the file is missing, unreadable, not JSON or not an object.
+    """
+    return _read_json(folder / "config.json")
+
+
+def _tensor_files(folder: Path) -> tuple[Path, Mapping[str, set[str] | None]]:
+    """The file that lists the tensors, and the safetensors files with the tensors that each must have (None: any)."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return single, {single.name: None}
+    if not index.is_file():
+        others = sorted(
+            file.name
+            for file in folder.iterdir()
+            if file.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack")
+        )
+        hint = f" (there is {', '.join(others)})" if others else ""
+        raise CheckpointError(
+            f"{folder} has neither model.safetensors nor model.safetensors.index.json{hint}. Pickle checkpoints are "
+            "never opened; convert with transformers: AutoModel.from_pretrained(folder).save_pretrained(folder)"
+        )
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no object 'weight_map' from tensor names to files")
+    problems: list[str] = []
+    shards: dict[str, set[str]] = {}
+    for name, shard in weight_map.items():
+        # A plain file name: nothing that could lead out of the folder on any operating system.
+        if not isinstance(shard, str) or not re.fullmatch(r"\w[\w.-]*\.safetensors", shard):
+            problems.append(f"{index.name}: {name!r} is said to be in {shard!r}, no plain name of a safetensors file")
+        else:
+            shards.setdefault(shard, set()).add(name)
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    problems += [f"{index.name}: names the file {shard!r}, which does not exist" for shard in missing]
+    if problems:
+        raise _error(folder, problems)
+    return index, shards
+
+
+def _error(folder: Path, problems: Iterable[str]) -> CheckpointError:
+    lines = list(problems)
+    shown = [line if len(line) < 500 else line[:500] + "..." for line in lines[:50]]
+    if len(lines) > len(shown):
+        shown.append(f"... and {len(lines) - len(shown)} more")
+    return CheckpointError("\n  ".join([f"{folder} is not a usable checkpoint:", *shown]))
+
+
+# --- Reading -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """A tensor of an open file, not read yet."""
+
+    file: str
+    name: str
+    reader: Any
+
+    def problem(self, expected: Shape) -> str | None:
+        header = self.reader.get_slice(self.name)
+        if header.get_dtype() not in _DTYPES:
+            return f"{self}: has dtype {header.get_dtype()}, expected one of {', '.join(_DTYPES)}"
+        if tuple(header.get_shape()) != expected:
+            return f"{self}: has shape {list(header.get_shape())}, expected {list(expected)}"
+        return None
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.name!r}"
+
+
+def _open_file(file: Path, stack: contextlib.ExitStack) -> Any:
+    """A reader of `file` whose header has been checked: it is valid and accounts for every byte of the file."""
+    import safetensors
+
+    with file.open("rb") as start:
+        if start.read(19) == b"version https://git":
+            raise CheckpointError("is a Git LFS pointer, not the file itself; fetch it with `git lfs pull`")
+    return stack.enter_context(safetensors.safe_open(file, framework="numpy"))
+
+
+def _find_tensors(
+    folder: Path, layout: Layout, expected: Mapping[str, Shape], stack: contextlib.ExitStack
+) -> dict[str, _Tensor]:
+    """The expected tensors by their names in the layout's table, once all headers are known to be right."""
+    import safetensors
+
+    listing, files = _tensor_files(folder)
+    problems: list[str] = []
+    found: dict[str, _Tensor] = {}
+    unread = False
+    for file, listed in files.items():
+        try:
+            reader = _open_file(folder / file, stack)
+        except (safetensors.SafetensorError, OSError, CheckpointError) as error:
+            problems.append(f"{file}: {error}")
+            unread = True
+            continue
+        present = set(reader.keys())
+        if listed is not None:
+            problems += [f"{file}: lacks {name!r}, which {listing.name} places there" for name in listed - present]
+            problems += [f"{file}: has {name!r}, which {listing.name} does not mention" for name in present - listed]
+        for name in sorted(present if listed is None else present & listed):
+            tensor, canonical = _Tensor(file, name, reader), _canonical(layout, name)
+            if canonical in found:
+                problems.append(f"{tensor}: is the same tensor as {found[canonical].name!r} ({found[canonical].file})")
+            elif canonical in expected:
+                found[canonical] = tensor
+                problems += filter(None, [tensor.problem(expected[canonical])])
+            elif canonical not in _BUFFERS and not canonical.startswith(layout.heads):
+                problems.append(f"{tensor}: is unexpected")
+    if not unread:  # otherwise they may be in a file that could not be read
+        prefix = layout.prefix if any(tensor.name.startswith(layout.prefix) for tensor in found.values()) else ""
+        needed = expected.keys() - found.keys()
+        pooler = {name for name in needed if name.startswith("pooler.")}
+        if len(pooler) == 2:  # masked language models are saved without
+            needed -= pooler
+        problems += [f"{listing.name}: {prefix + name!r} is missing" for name in needed]
+    if problems:
+        raise _error(folder, sorted(problems))
+    return found
+
+
+def load(folder: Path, model_type: str, shapes: Mapping[str, Shape], dtype: DTypeLike) -> dict[str, jax.Array]:
+    """The parameters of a checkpoint in `dtype`, read one at a time; a checkpoint without pooler gives none for it.
+
+    Args:
+      folder: holds `model.safetensors`, or `model.safetensors.index.json` and its shards.
+      model_type: a key of `LAYOUTS`.
+      shapes: of every parameter by name, for example `{"layers.0.qkv_bias": (1152,), ...}`.
+      dtype: that of the result, whatever that of the checkpoint (float16, bfloat16, float32 or float64).
+
+    Raises:
+      CheckpointError: anything wrong with the files, all of it at once, before a tensor is read.
+    """
+    layout = LAYOUTS[model_type]
+    with contextlib.ExitStack() as stack:
+        tensors = _find_tensors(folder, layout, _expected_tensors(layout, shapes), stack)
+        parameters = {}
+        for parameter, shape in shapes.items():
+            names = _checkpoint_names(layout, parameter)
+            if names[0] not in tensors:
+                continue
+            value = np.empty(shape, dtype)
+            for name, part in zip(names, np.split(value, len(names), axis=-1), strict=True):
+                tensor = tensors[name].reader.get_tensor(tensors[name].name)
+                part[...] = tensor.T if _is_kernel(parameter) else tensor
+            parameters[parameter] = jnp.asarray(value)
+    return parameters
+
+
+# --- Writing -----------------------------------------------------------------------------------------------------
+
+
+def save(folder: str | os.PathLike[str], config: Mapping[str, Any], parameters: Mapping[str, jax.Array]) -> None:
+    """Writes `config.json` and `model.safetensors` in the layout of `config["model_type"]`.
+
+    Both files are complete before either gets its name, so a failure leaves what was there before.
+    """
+    import safetensors.numpy
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    layout = LAYOUTS[config["model_type"]]
+    tensors = {}
+    for parameter, value in parameters.items():
+        names = _checkpoint_names(layout, parameter)
+        for name, part in zip(names, np.split(np.asarray(value), len(names), axis=-1), strict=True):
+            tensors[name] = np.ascontiguousarray(part.T if _is_kernel(parameter) else part)
+    weights, settings = (folder / f".{name}.{os.getpid()}.part" for name in ("model.safetensors", "config.json"))
+    try:
+        # transformers wants to be told that the tensors follow PyTorch's conventions.
+        safetensors.numpy.save_file(tensors, weights, metadata={"format": "pt"})
+        settings.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        os.replace(weights, folder / "model.safetensors")
+        os.replace(settings, folder / "config.json")
+    finally:
+        weights.unlink(missing_ok=True)
+        settings.unlink(missing_ok=True)
