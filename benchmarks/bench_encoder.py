@@ -14,6 +14,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 import timing
@@ -29,9 +30,21 @@ class Case:
     batch: int
     length: int
     dtype: str = "bfloat16"
+    valid: int | None = None  # tokens that are not padding; None: all
 
     def op(self, gelu: str) -> str:
-        return f"encoder {self.model} {GELUS[gelu]} GELU"
+        padding = "" if self.valid is None else f", {self.valid} valid tokens"
+        return f"encoder {self.model} {GELUS[gelu]} GELU{padding}"
+
+    def lengths(self) -> jax.Array | None:
+        """Random lengths of the sequences that add up to the valid tokens."""
+        if self.valid is None:
+            return None
+        share = np.random.default_rng(0).dirichlet(np.full(self.batch, 2.0)) * (self.valid - self.batch)
+        lengths = np.minimum(1 + share.astype(int), self.length)
+        while lengths.sum() < self.valid:
+            lengths[np.flatnonzero(lengths < self.length)[: self.valid - lengths.sum()]] += 1
+        return jnp.asarray(lengths, jnp.int32)
 
     def label(self, gelu: str) -> str:
         return f"{self.op(gelu)} {self.batch}x{self.length} {self.dtype}"
@@ -46,6 +59,7 @@ CASES = [
     Case("BERT-base", 32, 128),
     Case("BERT-base", 128, 128),
     Case("BERT-base", 32, 512),
+    Case("BERT-base", 32, 512, valid=9394),
     Case("BERT-large", 32, 512),
     *(Case("BERT-base", 32, length, dtype) for dtype in ("float16", "float32") for length in (128, 512)),
 ]
@@ -99,8 +113,9 @@ def layer_norm(x: jax.Array, gamma: jax.Array, beta: jax.Array) -> jax.Array:
 
 
 def plain_encoder(
-    params: Params, x: jax.Array, *, heads: int, gelu: str, attention: JaxAttention, packed: bool
-) -> jax.Array:
+    params: Params, x: jax.Array, lengths: jax.Array | None, *, heads: int, gelu: str, attention: JaxAttention,
+    packed: bool,
+) -> jax.Array:  # fmt: skip
     batch, length, width = x.shape
     for p in params:
         if packed:
@@ -109,8 +124,8 @@ def plain_encoder(
         else:
             projected = (x @ p[f"{name}_kernel"] + p[f"{name}_bias"] for name in ("q", "k", "v"))
             q, k, v = (y.reshape(batch, length, heads, width // heads) for y in projected)
-        context = jax.nn.dot_product_attention(q, k, v, implementation=attention).reshape(x.shape)
-        context = context @ p["out_kernel"] + p["out_bias"]
+        context = jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths, implementation=attention)
+        context = context.reshape(x.shape) @ p["out_kernel"] + p["out_bias"]
         x = layer_norm(x + context, p["attention_norm_gamma"], p["attention_norm_beta"])
         y = jax.nn.gelu(x @ p["ffn_in_kernel"] + p["ffn_in_bias"], approximate=gelu == "gelu_new")
         y = y @ p["ffn_out_kernel"] + p["ffn_out_bias"]
@@ -134,7 +149,7 @@ def separate(params: Params) -> Params:
 
 
 def jaxft_encoder(case: Case, params: Params, gelu: str) -> tuple[jax.stages.Wrapped, list[jax.Array]]:
-    """(leaves, x) -> y through the encoder layers of BertModel, and the leaves: `params` in the order it wants."""
+    """(leaves, x, lengths) -> y through the encoder layers of BertModel, and the leaves: `params` in the order it wants."""
     layers, width, heads, ff = MODELS[case.model]
     config = BertConfig(
         vocab_size=8, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=ff,
@@ -151,9 +166,10 @@ def jaxft_encoder(case: Case, params: Params, gelu: str) -> tuple[jax.stages.Wra
         assert leaves[-1].shape == shape.shape, (path, shape.shape)
 
     @jax.jit
-    def encode(leaves: list[jax.Array], x: jax.Array) -> jax.Array:
+    def encode(leaves: list[jax.Array], x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+        mask = None if lengths is None else (jnp.arange(x.shape[1]) < lengths[:, None])[:, None, None, :]
         for layer in nnx.merge(graph, jax.tree_util.tree_unflatten(structure, leaves)):
-            x = layer(x, None, None)  # no mask, no lengths: every token is valid
+            x = layer(x, mask)
         return x
 
     return encode, leaves
@@ -199,17 +215,18 @@ def run(case: Case, gelu: str, args: argparse.Namespace) -> list[timing.Row]:
     params = random_params(case.model, case.dtype)
     x = jax.random.normal(jax.random.key(1), (case.batch, case.length, width), case.dtype)
     ours, leaves = jaxft_encoder(case, params, gelu)
-    variants: dict[str, timing.Variant] = {"jaxft": (ours, [(leaves, x)])}
+    lengths = case.lengths()
+    variants: dict[str, timing.Variant] = {"jaxft": (ours, [(leaves, x, lengths)])}
     for name, (attention, packed) in PEERS.items():
         if attention == "cudnn" and (jax.default_backend() != "gpu" or case.dtype == "float32"):
             continue  # cuDNN's attention has no float32
         f = functools.partial(plain_encoder, heads=heads, gelu=gelu, attention=attention, packed=packed)
-        variants[name] = (jax.jit(f), [(params if packed else separate(params), x)])
+        variants[name] = (jax.jit(f), [(params if packed else separate(params), x, lengths)])
 
     xla = variants["xla"][0]
     with jax.default_matmul_precision("highest"):
-        exact = xla(*jax.tree.map(lambda a: a.astype(jnp.float32), (params, x)))
-    timing.check(case.label(gelu), ours(leaves, x), xla(params, x), exact)
+        exact = xla(*jax.tree.map(lambda a: a.astype(jnp.float32), (params, x)), lengths)
+    timing.check(case.label(gelu), ours(leaves, x, lengths), xla(params, x, lengths), exact)
     if args.kernels:
         for name, variant in variants.items():
             print_kernels(f"{case.label(gelu)}, {name}", variant, layers)

@@ -277,8 +277,8 @@ class BertLayer(nnx.Module):
         self.ffn_out_kernel, self.ffn_out_bias = options.normal(rngs, inner, width), options.zeros(rngs, width)
         self.ffn_norm_gamma, self.ffn_norm_beta = options.ones(rngs, width), options.zeros(rngs, width)
 
-    def __call__(self, x: Array, mask: Array | None, lengths: Array | None) -> Array:
-        """`x` `[B, T, D]`, `mask` `[B, 1, 1, T]` and `lengths` `[B]` of the keys -> `[B, T, D]`."""
+    def __call__(self, x: Array, mask: Array | None) -> Array:
+        """`x` `[B, T, D]` and `mask` `[B, 1, 1, T]` of the keys -> `[B, T, D]`."""
         config, dtype, implementation = self.options.config, self.options.dtype, self.options.implementation
         batch, length, width = x.shape
         heads, eps = config.num_attention_heads, config.layer_norm_eps
@@ -287,7 +287,6 @@ class BertLayer(nnx.Module):
         attended = qkv_attention(
             qkv.reshape(batch, length, 3, heads, width // heads),
             mask=mask,
-            key_value_seq_lengths=lengths,
             implementation=implementation,
         )
         h = dense(attended.reshape(x.shape), self.out_kernel[...].astype(dtype), implementation=implementation)
@@ -389,17 +388,15 @@ class BertModel(nnx.Module):
                 f"BertModel: input_ids has {shape[1]} tokens a sequence, but the model has positions for at most "
                 f"{self.config.max_sequence_length}"
             )
-        mask = lengths = None
+        mask = None
         if attention_mask is not None:
             keep = _ids("attention_mask", attention_mask, shape, or_bool=True).astype(jnp.bool)
             mask = keep[:, None, None, :]
-            # One past the last kept key: kernels skip the padding behind it.
-            lengths = jnp.max(jnp.where(keep, jnp.arange(1, shape[1] + 1, dtype=jnp.int32), 0), axis=1)
 
         x = self.embeddings(input_ids, token_type_ids, position_ids)
         hidden_states = [x]
         for layer in self.layers:
-            x = layer(x, mask, lengths)
+            x = layer(x, mask)
             hidden_states.append(x)
         return BertOutput(
             last_hidden_state=x,
