@@ -28,7 +28,7 @@ FEED_FORWARD = [(128, 3072), (1024, 3072), (4096, 3072), (16384, 3072), (16384, 
 ATTENTION = [(1, 12, 128, 64), (8, 12, 128, 64), (32, 12, 128, 64), (128, 12, 128, 64), (256, 16, 128, 64),
              (32, 12, 512, 64), (64, 16, 512, 64), (8, 16, 2048, 64), (2, 16, 8192, 64), (32, 12, 128, 32)]  # fmt: skip
 # rows, depth, width
-DENSE = [(rows, *sizes) for rows in (128, 256, 512)
+DENSE = [(rows, *sizes) for rows in (128, 256, 512, 1024)
          for sizes in ((768, 2304), (768, 768), (768, 3072), (3072, 768))]  # fmt: skip
 # The part of a candidate's time that a change must save to replace the present choice.
 MARGIN = 0.02

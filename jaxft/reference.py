@@ -29,9 +29,9 @@ def dropout_seed(key: Array) -> Array:
     """Two uint32 words from a JAX random key (typed or raw) of any generator, the seed of `keep_bits`."""
     data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     words = data.reshape(-1, 2)
-    seed = words[0]
-    for i in range(1, words.shape[0]):  # generators with longer keys, such as "rbg", repeat themselves: mix, then add
-        seed = mix(seed) + words[i]
+    seed = mix(words[0])  # mixed, so that neighbouring keys are no neighbours
+    for i in range(1, words.shape[0]):  # of generators with longer keys, such as "rbg"
+        seed = mix(seed + words[i])
     return seed
 
 
@@ -184,8 +184,7 @@ def log_softmax(x: Array, *, scale: float | None = None, bias: Array | None = No
     allowed = jnp.ones((), bool) if mask is None else mask
     _, total, top = _exponentials(logits, allowed)
     log_total = jnp.log(jnp.where(_row_is_empty(total), 1.0, total)) + top
-    # The inner `where` keeps NaN and Inf of masked positions out of the gradient, the outer one out of the value.
-    return jnp.where(allowed, jnp.where(allowed, logits, 0.0) - log_total, -jnp.inf).astype(x.dtype)
+    return jnp.where(allowed, logits - log_total, -jnp.inf).astype(x.dtype)
 
 
 # --- Layout ------------------------------------------------------------------------------------------------------
@@ -279,7 +278,8 @@ def dot_product_attention(
     allowed = attention_mask(t, s, mask=mask, **masks)
     if allowed is not None:
         used_keys = _used_rows(jnp.any(allowed, axis=2), k)
-        query = jnp.where(_used_rows(jnp.any(allowed, axis=3), n), query, 0)
+        used_queries = _used_rows(jnp.any(allowed, axis=3), n)
+        query = jnp.where(used_queries, query, 0)
         key = jnp.where(used_keys, key, 0)
         value = jnp.where(used_keys, value, 0)
     wide = _wide_dtype(query)
@@ -292,6 +292,8 @@ def dot_product_attention(
     p = p.reshape(batch, k, n // k, t, s)
     out = jnp.einsum("bkgts,bskh->btkgh", p, value, precision=precision, preferred_element_type=wide)
     out = out.reshape(batch, t, n, h).astype(query.dtype)
+    if allowed is not None:
+        out = jnp.where(used_queries, out, 0)  # it is 0 already; this stops a cotangent of NaN in padding
     if not return_residual:
         return out
     lse = jnp.where(empty, -jnp.inf, jnp.log(jnp.where(empty, 1.0, total)) + top)

@@ -72,7 +72,7 @@ def dense(
     rows, width = math.prod(x.shape[:-1]), kernel.shape[1]
     choice = dispatch.choose(op, implementation, {"triton": triton.unsupported(x=x, bias=bias)})
     # In two dimensions, which is where XLA recognises a matrix product with a bias in its epilogue.
-    arrays = (x.reshape(rows, -1), kernel, bias, None if residual is None else residual.reshape(rows, width))
+    arrays = (x.reshape(rows, x.shape[-1]), kernel, bias, None if residual is None else residual.reshape(rows, width))
     product_by_xla = implementation is None and tuning.dense_by_library(rows, x.dtype.itemsize)
     if (
         choice.name == "xla"

@@ -51,9 +51,10 @@ def _fwd_kernel(  # type: ignore[no-untyped-def]
         return in_rows[:, None] if in_head is None else in_rows[:, None] & in_head
 
     q = common.load(q_ref.at[tile(start, block_q, head)], mask=both(in_queries), other=0.0)  # [block_q, width]
-    if scale < 0.0:
-        q = -q  # the maximum is taken before the scale
-    to_log2 = abs(scale) * math.log2(math.e)
+    # The maximum is taken before the scale, which therefore must be positive.
+    if scale <= 0.0:
+        q = -q if scale < 0.0 else jnp.zeros_like(q)
+    to_log2 = (abs(scale) or 1.0) * math.log2(math.e)
 
     def visit(j, carry, *, masked):
         acc, total, top = carry

@@ -44,17 +44,25 @@ def launch(
         kernel(*[None if x is None else next(given) for x in operands], *given)
 
     body.__name__ = name
-    varying = frozenset().union(*(getattr(jax.typeof(x), "vma", ()) for x in present))
-    sharding: Any = {"vma": varying} if varying else {}  # inside a shard_map: the mesh axes that the outputs vary over
+    varying = _varying(present)
     call = pl.pallas_call(
         body,
         grid=tuple(grid),
-        out_shape=[jax.ShapeDtypeStruct(o.shape, o.dtype, **sharding) for o in outputs],
+        out_shape=[jax.ShapeDtypeStruct(o.shape, o.dtype, **varying) for o in outputs],
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
         name=name,
     )
     return list(call(*present))
+
+
+def _varying(operands: Sequence[Array]) -> dict[str, Any]:
+    """What JAX asks about outputs inside a shard_map: they vary over the mesh axes that any operand varies over."""
+    types = [jax.typeof(x) for x in operands]
+    if not hasattr(types[0], "manual_axis_type"):  # JAX 0.10
+        return {"vma": frozenset().union(*(t.vma for t in types))}
+    axes = [t.manual_axis_type for t in types]
+    return {"manual_axis_type": type(axes[0])(varying=frozenset().union(*(a.varying for a in axes)))}
 
 
 def span(start: Array | int, size: int) -> Any:
@@ -81,7 +89,7 @@ def _exp(x: Array) -> Array:
 
 
 def _erfc_of_magnitude(a: Array) -> Array:
-    """erfc(a) for a >= 0, relative error 3e-7: exp(-a^2) * t * P(t) with t = 1 / (1 + a/2), P fitted by minimax."""
+    """erfc(a) for 0 <= a <= 14, relative error 3e-7: exp(-a^2) * t * P(t) with t = 1 / (1 + a/2), P fitted by minimax."""
     t = 1.0 / (1.0 + 0.5 * a)
     p = jnp.full_like(t, -0.05944734)
     for c in (0.28640202, -0.49093923, 0.28228968, -0.029492358, 0.20388022, 0.24280754, 0.28241524, 0.2820842):
@@ -94,7 +102,8 @@ def _erfc_of_magnitude(a: Array) -> Array:
 
 
 def _gelu_erf(x: Array) -> Array:
-    half = 0.5 * _erfc_of_magnitude(jnp.abs(x) * math.sqrt(0.5))
+    # Beyond 14 it is 0 in float32, and the exponential's reduced argument would grow out of range.
+    half = 0.5 * _erfc_of_magnitude(jnp.minimum(jnp.abs(x) * math.sqrt(0.5), 14.0))
     return x * jnp.where(x < 0.0, half, 1.0 - half)
 
 
@@ -120,7 +129,7 @@ def activation(name: str, x: Array, dtype: Any) -> Array:
         case "gelu_tanh":
             return _gelu_tanh(x)
         case "relu":
-            return jnp.maximum(x, 0.0)
+            return jnp.where(x < 0.0, 0.0, x)  # Triton's maximum would turn NaN into 0
         case "silu":
             return x * _sigmoid(x)
         case "tanh":

@@ -1,0 +1,127 @@
+"""What the tests of ops and kernels share: seeds, random arrays, and the check of values and gradients."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from compare import assert_matches_oracle
+from jaxft import dispatch
+
+DTYPES = [pytest.param(dtype, id=dtype.__name__) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16)]
+
+# Kernels that tests call directly run as the ops run them: compiled on a GPU, interpreted elsewhere.
+INTERPRET = jax.default_backend() == "cpu"
+
+
+def seeds(count: int) -> list[Any]:
+    """The seeds of a test's random cases: 0 to count - 1, or up to $JAXFT_TEST_CASES."""
+    return [pytest.param(seed, id=f"seed{seed}") for seed in range(int(os.environ.get("JAXFT_TEST_CASES", count)))]
+
+
+def some(rng, value, chance=0.5):
+    return value if rng.random() < chance else None
+
+
+def normal(rng, dtype, **shapes) -> dict[str, jax.Array]:
+    """Random arrays by name, leaving out those whose shape is None."""
+    return {n: jnp.asarray(rng.standard_normal(s), dtype) for n, s in shapes.items() if s is not None}
+
+
+# Every rounding to 16 bits that is written happens, in plain jnp and in an op alike. And on a CPU compiling takes half
+# the time, where it takes longer than anything else in these tests.
+COMPILER_OPTIONS = {"xla_allow_excess_precision": False} | ({"xla_backend_optimization_level": 0} if INTERPRET else {})
+
+
+def jit(function: Callable) -> Callable:
+    return jax.jit(function, compiler_options=COMPILER_OPTIONS)
+
+
+def value_and_gradients(function: Callable) -> Callable:
+    """(floats, cotangents) -> `function(**floats)`, and what the cotangents of that result give for each argument."""
+
+    @jit
+    def run(floats, cotangents):
+        out, pull_back = jax.vjp(lambda floats: function(**floats), floats)
+        return out, pull_back(cotangents)[0]
+
+    return run
+
+
+def random_cotangents(function: Callable, floats: Mapping[str, Any]) -> Any:
+    rng, out = np.random.default_rng(0), jax.eval_shape(lambda floats: function(**floats), floats)
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype), out)
+
+
+def in_float64(run: Callable, *trees: Any) -> Any:
+    """`run(*trees)` with every float array as float64."""
+
+    def widen(leaf):
+        return np.asarray(leaf).astype(np.float64) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # the integers stay as they are
+        return jax.tree.map(np.asarray, run(*jax.tree.map(widen, trees)))
+
+
+def check(op: Callable, plain: Callable, exact: Callable, floats: Mapping[str, Any], *,
+          implementations=("triton",), gradients=True, seed=None) -> None:  # fmt: skip
+    """Values and gradients of `op(implementation, **floats)` err at most twice as much as those of plain jnp.
+
+    `plain(**floats)` is `jaxft.reference`, `exact(**floats)` the oracle in NumPy. The exact gradients are those of
+    `plain` in float64, which `test_reference.py` compares with the oracle's differences.
+    """
+    floats, truth = dict(floats), jax.tree.map(np.asarray, exact(**floats))
+    if gradients:
+        cotangents = random_cotangents(plain, floats)
+        run = value_and_gradients(plain)
+        expected, truth = run(floats, cotangents), (truth, in_float64(run, floats, cotangents)[1])
+    else:
+        expected = jit(lambda floats: plain(**floats))(floats)
+    for implementation in implementations:
+
+        def call(implementation=implementation, **floats):
+            return op(implementation, **floats)
+
+        got = value_and_gradients(call)(floats, cotangents) if gradients else jit(lambda f, c=call: c(**f))(floats)
+        assert_matches_oracle(got, expected, truth, seed=f"{seed}, implementation {implementation}")
+
+
+def check_padding(function: Callable, clean: Mapping[str, Any], valid: Mapping[str, Any]) -> None:
+    """NaN, infinities and huge numbers where not `valid` change no bit of values and gradients, which are 0 there."""
+    poison = np.array([np.nan, np.inf, -np.inf, 3e38])
+    poisoned = {n: jnp.where(valid[n], x, np.resize(poison, x.shape).astype(x.dtype)) for n, x in clean.items()}
+    run, cotangents = value_and_gradients(function), random_cotangents(function, clean)
+    expected, got = (run(floats, cotangents) for floats in (dict(clean), poisoned))
+    chex.assert_tree_all_finite(got)
+    chex.assert_trees_all_equal(got, expected)
+    for name, gradient in got[1].items():
+        assert (np.asarray(gradient)[~np.broadcast_to(valid[name], gradient.shape)] == 0.0).all(), name
+
+
+@contextlib.contextmanager
+def for_h200(axis: str = "x") -> Iterator[None]:
+    """Ops and JAX lower for an H200 in here, whatever machine this is; lower with `lowering_platforms=("cuda",)`.
+
+    `axis` is the one of the mesh that a shard_map without a mesh finds.
+    """
+    device = {}
+    if jax.__version_info__ >= (0, 11):
+        from jax.sharding import AbstractDevice
+
+        device = {"abstract_device": AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")}
+    mesh = AbstractMesh((1,), (axis,), axis_types=(AxisType.Auto,), **device)
+    with dispatch.target("NVIDIA H200"), jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
+def lower(function: Callable, *arguments: Any, axis: str = "x") -> str:
+    """The StableHLO text of `function` for an H200. Arguments may be shapes."""
+    with for_h200(axis):
+        return jax.jit(lambda *a: function(*a)).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()

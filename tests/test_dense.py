@@ -1,0 +1,165 @@
+"""dense: activation(x @ kernel + bias) + residual."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxft
+import oracle
+from cases import DTYPES, INTERPRET, check, jit, normal, seeds, some
+from compare import assert_matches_oracle
+from jaxft import dispatch, reference
+from jaxft.kernels.triton import dense as kernel
+from jaxft.tuning import DenseConfig
+
+ACTIVATIONS = [None, "gelu", "gelu_tanh", "relu", "silu", "tanh"]
+
+
+def check_op(floats, seed=None, precision=None, implementations=("triton",), **options):
+    for gradients in (False, True):  # with gradients, the product may be another one, so that it can be kept for them
+        check(
+            lambda implementation, **f: jaxft.dense(
+                **f, **options, precision=precision, implementation=implementation),
+            lambda **f: reference.dense(**f, **options, precision=precision),
+            lambda **f: oracle.dense(**f, **options),
+            floats, implementations=implementations, gradients=gradients, seed=seed,
+        )  # fmt: skip
+
+
+def dense_floats(rng, rows, inner, outer, dtype=jnp.float32, vectors=jnp.float32, bias=True, residual=True):
+    floats = normal(rng, dtype, x=(*rows, inner), kernel=(inner, outer), residual=(*rows, outer) if residual else None)
+    return floats | normal(rng, vectors, bias=(outer,) if bias else None)
+
+
+@pytest.mark.parametrize(
+    ("rows", "inner", "outer"), [((), 7, 5), ((1,), 1, 1), ((37,), 33, 17), ((2, 3), 65, 129)], ids=str
+)
+def test_shapes(rows, inner, outer):
+    check_op(dense_floats(np.random.default_rng(0), rows, inner, outer))
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla", None])
+@pytest.mark.parametrize(
+    ("rows", "inner", "outer"), [((0,), 3, 2), ((2, 0), 3, 2), ((2,), 0, 3), ((2,), 3, 0)], ids=str
+)
+def test_empty(rows, inner, outer, implementation):
+    floats = dense_floats(np.random.default_rng(0), rows, inner, outer, jnp.bfloat16)
+    y = jaxft.dense(**floats, activation="gelu", implementation=implementation)
+    assert (y.shape, y.dtype) == ((*rows, outer), jnp.bfloat16)
+    y = jaxft.dense(floats["x"], floats["kernel"], implementation=implementation)
+    assert y.shape == (*rows, outer) and (y == 0.0).all()
+
+
+@pytest.mark.parametrize("dtype", [DTYPES[0], DTYPES[2]])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation, dtype):
+    """The bias is float32 whatever the rest is."""
+    check_op(dense_floats(np.random.default_rng(1), (5,), 33, 17, dtype), activation=activation,
+             implementations=["triton", "xla"])  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("bias", "residual"), [(False, False), (True, False), (False, True)])
+def test_optional_operands(bias, residual, dtype):
+    check_op(dense_floats(np.random.default_rng(2), (5,), 33, 17, dtype, bias=bias, residual=residual))
+
+
+def test_float32_at_the_default_precision():
+    """On a GPU that is TF32, at this size in plain jnp as well."""
+    with jax.default_matmul_precision(None):
+        check_op(dense_floats(np.random.default_rng(4), (256,), 512, 256))
+
+
+@pytest.mark.parametrize("precision", ["highest", "float32", jax.lax.Precision.HIGHEST])
+def test_precision(precision):
+    """On devices with TF32 this is three digits better than the default, which the rule would not notice."""
+    floats = dense_floats(np.random.default_rng(3), (37,), 129, 17)
+    with jax.default_matmul_precision(None):
+        check_op(floats, precision=precision)
+        for implementation in ("triton", "xla"):
+            y = jaxft.dense(**floats, precision=precision, implementation=implementation)
+            assert np.abs(y - oracle.dense(**floats)).max() < 1e-4  # TF32: 1e-2
+
+
+CONFIGS = [DenseConfig(m, n, k, warps, stages) for m, n, k, warps, stages in
+           ((16, 16, 16, 1, 1), (64, 32, 16, 4, 3), (16, 64, 128, 4, 2), (128, 128, 32, 8, 4))]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_config(dtype):
+    floats = dense_floats(np.random.default_rng(5), (37,), 101, 67, dtype)
+    expected = jit(lambda f: reference.dense(**f, activation="silu"))(floats)
+    exact = oracle.dense(**floats, activation="silu")
+    for config in CONFIGS:
+
+        def run(f, config=config):
+            return kernel.forward(**f, activation="silu", precision=dispatch.matmul_precision(), config=config,
+                                  interpret=INTERPRET)  # fmt: skip
+
+        assert_matches_oracle(jit(run)(floats), expected, exact, seed=config)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_a_row_reaches_no_other(implementation):
+    clean = dense_floats(np.random.default_rng(6), (37,), 33, 17)
+    rows = np.array([0, 3, 36])
+    poisoned = clean | {"x": clean["x"].at[rows, 5].set(jnp.array([np.nan, np.inf, -np.inf]))}
+    run = jit(lambda floats: jaxft.dense(**floats, activation="gelu_tanh", implementation=implementation))
+    expected, got = np.asarray(run(clean)), np.asarray(run(poisoned))
+    np.testing.assert_array_equal(np.delete(got, rows, 0), np.delete(expected, rows, 0))
+    assert np.isnan(got[0]).all()
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_reruns_are_bitwise_equal(implementation):
+    floats = dense_floats(np.random.default_rng(4), (37,), 64, 33, jnp.bfloat16)
+    run = jit(lambda floats: jaxft.dense(**floats, activation="gelu", implementation=implementation))
+    np.testing.assert_array_equal(run(floats), run(floats))
+
+
+@pytest.mark.parametrize("seed", seeds(4))
+def test_random(seed):
+    rng = np.random.default_rng(seed)
+    rows = tuple(int(n) for n in rng.choice([1, 2, 5, 13], rng.integers(0, 3)))
+    inner, outer = (int(n) for n in rng.choice([1, 3, 17, 64, 100], 2))
+    dtype, vectors = (jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"]))) for _ in range(2))
+    floats = dense_floats(rng, rows, inner, outer, dtype, vectors, *(bool(b) for b in rng.random(2) < 0.6))
+    check_op(floats, seed, activation=some(rng, str(rng.choice(ACTIVATIONS[1:]))))
+
+
+X, KERNEL = np.ones((2, 8), np.float32), np.ones((8, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"x": None}, TypeError, "x must be an array, got NoneType"),
+        ({"x": X.astype(np.int32)}, TypeError, "x must be an array of floats, got int32"),
+        ({"x": np.ones((), np.float32)}, ValueError,
+         "x and kernel must have shapes [..., K] and [K, F], got () and (8, 4)"),
+        ({"x": X[:, :7]}, ValueError, "x and kernel must have shapes [..., K] and [K, F], got (2, 7) and (8, 4)"),
+        ({"kernel": KERNEL[None]}, ValueError,
+         "x and kernel must have shapes [..., K] and [K, F], got (2, 8) and (1, 8, 4)"),
+        ({"kernel": KERNEL.astype(bool)}, TypeError, "kernel must be an array of floats, got bool"),
+        ({"kernel": KERNEL.astype(np.float16)}, TypeError, "kernel must have the dtype of x, float32, got float16"),
+        ({"bias": np.ones((8,), np.float32)}, ValueError, "bias must have shape (4,), got (8,)"),
+        ({"bias": np.ones((4,), np.int32)}, TypeError, "bias must be an array of floats, got int32"),
+        ({"activation": "swish"}, ValueError,
+         "activation must be None or one of ('gelu', 'gelu_tanh', 'relu', 'silu', 'tanh'), got 'swish'"),
+        ({"residual": np.ones((4,), np.float32)}, ValueError, "residual must have shape (2, 4), got (4,)"),
+        ({"residual": np.ones((2, 4), np.float16)}, TypeError,
+         "residual must have the dtype of x, float32, got float16"),
+        ({"residual": 1.0}, TypeError, "residual must be an array, got float"),
+        ({"implementation": "fast"}, ValueError,
+         "implementation must be None or one of ('triton', 'mosaic_gpu', 'cudnn', 'xla'), got 'fast'"),
+        ({"implementation": "cudnn"}, NotImplementedError,
+         "there is no 'cudnn' implementation, only ('triton', 'xla')"),
+    ],
+    ids=lambda v: "-".join(v) if isinstance(v, dict) else "",
+)  # fmt: skip
+def test_errors(changes, error, message):
+    with pytest.raises(error, match=re.escape(f"dense: {message}")):
+        jaxft.dense(**{"x": X, "kernel": KERNEL, **changes})

@@ -1,0 +1,59 @@
+"""`import jaxft` is light, and everything public is found there."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import jaxft
+
+HEAVY = ("flax", "tokenizers", "huggingface_hub", "safetensors", "tqdm", "matplotlib", "optax", "torch", "transformers")
+OPS = ("layer_norm", "bias_residual_layer_norm", "bias_activation", "softmax", "log_softmax", "qkv_bias_split_heads",
+       "merge_heads", "permute", "dot_product_attention", "qkv_attention", "varlen_qkv_attention", "dense")  # fmt: skip
+MODELS = ("BertConfig", "BertModel", "SentenceEncoder")
+
+
+def _loaded(code):
+    """Which of the heavy packages a fresh interpreter has loaded after `code`."""
+    script = f"{code}\nimport json, sys\nprint(json.dumps([name for name in {HEAVY} if name in sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_import_is_light():
+    assert _loaded("import jaxft") == []
+
+
+def test_ops_need_no_model_packages():
+    assert _loaded("import jax.numpy as jnp, jaxft; jaxft.layer_norm(jnp.ones((2, 3)))") == []
+
+
+def test_models_load_when_used():
+    assert "flax" in _loaded("import jaxft; jaxft.BertModel")
+
+
+def test_listing_the_names_loads_nothing():
+    assert _loaded("import jaxft; dir(jaxft); jaxft.__all__; jaxft.__version__") == []
+
+
+@pytest.mark.parametrize("name", OPS + MODELS)
+def test_public_names(name):
+    assert callable(getattr(jaxft, name))
+    assert name in dir(jaxft)
+    assert name in jaxft.__all__
+    assert getattr(jaxft, name).__doc__
+
+
+def test_nothing_else_is_listed_that_is_not_there():
+    for name in jaxft.__all__:
+        assert hasattr(jaxft, name), name
+    assert len(set(jaxft.__all__)) == len(jaxft.__all__)
+
+
+def test_an_unknown_name():
+    with pytest.raises(AttributeError, match="jaxft.*nonesuch"):
+        jaxft.nonesuch  # noqa: B018
+    with pytest.raises(ImportError):
+        from jaxft import nonesuch  # noqa: F401

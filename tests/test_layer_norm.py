@@ -1,0 +1,246 @@
+"""layer_norm and bias_residual_layer_norm: ops and kernel."""
+
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxft
+import oracle
+from cases import DTYPES, INTERPRET, check, jit, normal, seeds, some
+from compare import assert_matches_oracle
+from jaxft import reference
+from jaxft.kernels.triton import layer_norm as kernel
+from jaxft.tuning import RowConfig
+
+# One, primes, no powers of two, no multiples of a block, and a row that does not fit in one block.
+SHAPES = [(1,), (1, 1), (3, 1), (7, 80), (2, 3, 127), (37, 64), (1, 769), (3, 8209)]
+BOTH = ("triton", "xla")
+
+
+def check_layer_norm(floats, seed=None, implementations=("triton",), **options):
+    def bind(op):
+        return lambda x, **vectors: op(x, vectors.get("gamma"), vectors.get("beta"), **options)
+
+    check(lambda implementation, **f: jaxft.layer_norm(**f, **options, implementation=implementation),
+          bind(reference.layer_norm), bind(oracle.layer_norm), floats,
+          implementations=implementations, seed=seed)  # fmt: skip
+
+
+def check_fused(floats, seed=None, implementations=("triton",), **options):
+    def bind(op, **more):
+        def call(x, residual, **vectors):
+            bias, gamma, beta = (vectors.get(name) for name in ("bias", "gamma", "beta"))
+            return op(x, bias, residual, gamma, beta, **options, **more)
+
+        return call
+
+    check(lambda implementation, **f: bind(jaxft.bias_residual_layer_norm, implementation=implementation)(**f),
+          bind(reference.bias_residual_layer_norm), bind(oracle.bias_residual_layer_norm), floats,
+          implementations=implementations, seed=seed)  # fmt: skip
+
+
+def fused_floats(rng, shape, dtype=jnp.float32, vectors=jnp.float32, **absent):
+    """x and residual of `dtype`, bias, gamma and beta of the dtype `vectors` unless absent."""
+    names = [name for name in ("bias", "gamma", "beta") if not absent.get(name)]
+    floats = normal(rng, dtype, x=shape, residual=shape) | normal(rng, vectors, **dict.fromkeys(names, shape[-1:]))
+    floats["x"] = floats["x"] * 3 + 5  # a mean that a variance in one pass would suffer from
+    return floats
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape):
+    rng = np.random.default_rng(0)
+    check_fused(fused_floats(rng, shape), return_sum=True)
+    check_layer_norm(normal(rng, jnp.float32, x=shape, gamma=shape[-1:], beta=shape[-1:]))
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (4, 0, 8), (3, 0)], ids=str)
+@pytest.mark.parametrize("implementation", ["triton", "xla", None])
+def test_empty(shape, implementation):
+    vector = jnp.ones(shape[-1:])
+    x = jnp.ones(shape, jnp.bfloat16)
+    y, total = jaxft.bias_residual_layer_norm(
+        x, vector, x, vector, vector, return_sum=True, implementation=implementation
+    )
+    plain = jaxft.layer_norm(x, vector, implementation=implementation)
+    assert {(a.shape, a.dtype) for a in (y, total, plain)} == {(shape, x.dtype)}
+
+
+@pytest.mark.parametrize("vectors", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes(dtype, vectors):
+    """Those of the vectors are free: float32 parameters on a bfloat16 x, say."""
+    check_fused(fused_floats(np.random.default_rng(1), (7, 80), dtype, vectors), return_sum=True, implementations=BOTH)
+
+
+@pytest.mark.parametrize("absent", [["bias"], ["gamma"], ["beta"], ["bias", "gamma", "beta"]], ids="+".join)
+def test_optional_operands(absent):
+    rng = np.random.default_rng(2)
+    check_fused(fused_floats(rng, (7, 80), **dict.fromkeys(absent, True)), implementations=BOTH)
+    shapes = {"x": (7, 80), **{name: (80,) for name in ("gamma", "beta") if name not in absent}}
+    check_layer_norm(normal(rng, jnp.float32, **shapes), implementations=BOTH)
+
+
+@pytest.mark.parametrize("epsilon", [1e-12, 1e-2, 10])
+def test_epsilon(epsilon):
+    floats = normal(np.random.default_rng(3), jnp.float32, x=(5, 33))
+    # Rows of all sizes, so that each epsilon decides about one; and a row without variance, which gives 0.
+    floats["x"] = floats["x"] * jnp.array([1e-6, 1e-3, 1.0, 1e3, 0.0])[:, None]
+    check_fused(floats | {"residual": jnp.zeros((5, 33))}, epsilon=epsilon)
+    check_layer_norm(floats, epsilon=epsilon)
+
+
+def test_large_mean():
+    """Statistics are of the deviations from the mean, so a large mean costs no digits beyond those of x itself."""
+    floats = normal(np.random.default_rng(4), jnp.float32, x=(7, 300))
+    check_layer_norm({"x": floats["x"] + 1e4})
+
+
+def test_a_row_reaches_no_other_row():
+    rng = np.random.default_rng(5)
+    clean = fused_floats(rng, (37, 64))
+    rows = np.array([0, 3, 36])
+    poisoned = clean | {"x": clean["x"].at[rows].set(jnp.array([np.nan, np.inf, -np.inf])[:, None])}
+    for implementation in ("triton", "xla"):
+
+        @jit
+        def run(floats, implementation=implementation):
+            return jaxft.bias_residual_layer_norm(**floats, implementation=implementation)
+
+        expected, got = np.asarray(run(clean)), np.asarray(run(poisoned))
+        assert np.isnan(got[rows]).all()
+        np.testing.assert_array_equal(np.delete(got, rows, 0), np.delete(expected, rows, 0))
+
+
+CONFIGS = [RowConfig(rows, width, warps) for rows, width, warps in
+           ((1, 128, 1), (2, 128, 4), (16, 128, 4), (64, 256, 8), (4, 32, 2), (1, 16, 1))]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_config(dtype):
+    """Whole rows in a block, blocks of several rows, and rows in several chunks."""
+    floats = fused_floats(np.random.default_rng(6), (21, 101), dtype)
+    arguments = [floats[name] for name in ("x", "bias", "residual", "gamma", "beta")]
+    expected = jit(lambda a: reference.bias_residual_layer_norm(*a, return_sum=True))(arguments)
+    exact = oracle.bias_residual_layer_norm(*arguments, return_sum=True)
+    for config in CONFIGS:
+
+        def run(a, config=config):
+            return kernel.forward(*a, epsilon=1e-6, return_sum=True, config=config, interpret=INTERPRET)
+
+        got = jit(run)(arguments)
+        assert_matches_oracle(tuple(got), expected, exact, seed=config)
+        chex.assert_trees_all_equal(got[1], expected[1])  # blocks do not matter to the sum of two or three elements
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_reruns_are_bitwise_equal(implementation):
+    floats = fused_floats(np.random.default_rng(7), (37, 64), jnp.bfloat16)
+
+    @jit
+    def run(floats):
+        out, pull_back = jax.vjp(lambda f: jaxft.bias_residual_layer_norm(**f, implementation=implementation), floats)
+        return out, pull_back(out)
+
+    chex.assert_trees_all_equal(run(floats), run(floats))
+
+
+def test_dropout_is_refused_by_the_kernel_only(key):
+    x = jnp.ones((4, 8))
+    options = {"dropout_rate": 0.5, "dropout_rng": key, "return_sum": True}
+    with pytest.raises(NotImplementedError, match="bias_residual_layer_norm.*'triton'.*the kernel has no dropout"):
+        jaxft.bias_residual_layer_norm(x, None, x, None, None, **options, implementation="triton")
+    got = jaxft.bias_residual_layer_norm(x, None, x, None, None, **options)
+    keep = np.asarray(reference.dropout_mask(key, 0.5, x.shape))
+    np.testing.assert_array_equal(got[1], np.where(keep, 3.0, 1.0))
+    # A rate of 0 needs no random key, and the kernel has that.
+    jaxft.bias_residual_layer_norm(x, None, x, None, None, dropout_rate=0.0, implementation="triton")
+
+
+@pytest.mark.parametrize("seed", seeds(6))
+def test_random(seed):
+    rng = np.random.default_rng(seed)
+    width = int(rng.choice([1, 2, 3, 17, 64, 100, 129, 384]))
+    shape = (*(int(n) for n in rng.choice([1, 2, 5, 13], rng.integers(0, 3))), width)
+    dtype, vectors = (jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"]))) for _ in range(2))
+    absent = {name: bool(rng.random() < 0.25) for name in ("bias", "gamma", "beta")}
+    options = {"epsilon": float(rng.choice([1e-12, 1e-6, 0.3]))}
+    if rng.random() < 0.7:
+        check_fused(fused_floats(rng, shape, dtype, vectors, **absent), seed, **options,
+                    return_sum=bool(rng.random() < 0.5))  # fmt: skip
+    else:
+        floats = normal(rng, dtype, x=shape)
+        check_layer_norm(floats | normal(rng, vectors, gamma=some(rng, (width,)), beta=some(rng, (width,))), seed,
+                         **options)  # fmt: skip
+
+
+# --- Errors ------------------------------------------------------------------------------------------------------
+
+X, V = jnp.ones((2, 8)), jnp.ones((8,))
+GOOD = {"x": X, "bias": V, "residual": X, "gamma": V, "beta": V}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"x": [1.0]}, TypeError, "x must be an array, got list"),
+        ({"x": jnp.ones((2, 8), jnp.int32)}, TypeError, "x must be an array of floats, got int32"),
+        ({"x": jnp.ones(())}, ValueError, "x must have at least one dimension, got a scalar"),
+        ({"gamma": jnp.ones((7,))}, ValueError, "gamma must have shape (8,), got (7,)"),
+        ({"gamma": jnp.ones((1, 8))}, ValueError, "gamma must have shape (8,), got (1, 8)"),
+        ({"gamma": 1.0}, TypeError, "gamma must be an array, got float"),
+        ({"beta": jnp.ones(())}, ValueError, "beta must have shape (8,), got ()"),
+        ({"beta": jnp.ones((8,), bool)}, TypeError, "beta must be an array of floats, got bool"),
+        ({"epsilon": 0.0}, ValueError, "epsilon must be positive, got 0.0"),
+        ({"epsilon": -1e-6}, ValueError, "epsilon must be positive, got -1e-06"),
+        ({"epsilon": float("nan")}, ValueError, "epsilon must be positive, got nan"),
+        ({"epsilon": "1e-6"}, TypeError, "epsilon must be a Python number, got str"),
+        ({"epsilon": True}, TypeError, "epsilon must be a Python number, got bool"),
+        ({"implementation": "cuda"}, ValueError, "implementation must be None or one of ('triton', 'mosaic_gpu',"
+         " 'cudnn', 'xla'), got 'cuda'"),
+        ({"implementation": "cudnn"}, NotImplementedError,
+         "there is no 'cudnn' implementation, only ('triton', 'xla')"),
+    ],
+    ids=lambda v: "-".join(v) if isinstance(v, dict) else "",
+)  # fmt: skip
+@pytest.mark.parametrize("op", ["layer_norm", "bias_residual_layer_norm"])
+def test_errors(op, changes, error, message):
+    good = GOOD if op == "bias_residual_layer_norm" else {name: GOOD[name] for name in ("x", "gamma", "beta")}
+    with pytest.raises(error, match=re.escape(f"{op}: {message}")):
+        getattr(jaxft, op)(**{**good, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"bias": jnp.ones((2, 8))}, ValueError, "bias must have shape (8,), got (2, 8)"),
+        ({"bias": jnp.ones((8,), jnp.int8)}, TypeError, "bias must be an array of floats, got int8"),
+        ({"residual": None}, TypeError, "residual must be an array, got NoneType"),
+        ({"residual": jnp.ones((8,))}, ValueError, "residual must have shape (2, 8), got (8,)"),
+        ({"residual": jnp.ones((2, 8), jnp.bfloat16)}, TypeError,
+         "residual must have the dtype of x, float32, got bfloat16"),
+        ({"dropout_rate": 0.1}, ValueError, "dropout_rate is 0.1, so dropout_rng must be a JAX random key, got None"),
+        ({"dropout_rate": 1.0}, ValueError, "dropout_rate must be in [0, 1), got 1.0"),
+        ({"dropout_rate": -0.1}, ValueError, "dropout_rate must be in [0, 1), got -0.1"),
+        ({"dropout_rate": None}, TypeError, "dropout_rate must be a Python number, got NoneType"),
+    ],
+    ids=lambda v: "-".join(v) if isinstance(v, dict) else "",
+)  # fmt: skip
+def test_errors_of_the_fused_op(changes, error, message):
+    with pytest.raises(error, match=re.escape(f"bias_residual_layer_norm: {message}")):
+        jaxft.bias_residual_layer_norm(**{**GOOD, **changes})
+
+
+@pytest.mark.parametrize("name", ["x", "bias", "gamma", "beta"])
+def test_the_kernel_refuses_float64_and_says_so(name):
+    with jax.enable_x64(True):
+        wide = {name: jnp.ones(GOOD[name].shape, jnp.float64)}
+        if name == "x":
+            wide["residual"] = wide["x"]
+        message = f"'triton' cannot be used: {name} is float64, the kernels take float32, float16 and bfloat16"
+        with pytest.raises(NotImplementedError, match=message):
+            jaxft.bias_residual_layer_norm(**{**GOOD, **wide}, implementation="triton")

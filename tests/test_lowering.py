@@ -1,0 +1,281 @@
+"""Every kernel lowers for an H200, on any machine, and is what the ops choose there."""
+
+import logging
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxft
+from cases import DTYPES, for_h200, lower
+from jaxft import dispatch, reference
+from jaxft.kernels.triton import attention, bias_activation, dense, layer_norm
+from jaxft.tuning import AttentionConfig, DenseConfig, ElementwiseConfig, RowConfig
+
+TRITON = "custom_call @__gpu$xla.gpu.triton"
+
+
+def of(shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def operations(text):
+    """How often each operation of a StableHLO text runs, with the functions that it calls as often as it does."""
+    bodies = dict(re.findall(r"func\.func (?:public|private) @([\w.]+)\((.*?)(?=func\.func|\Z)", text, re.DOTALL))
+    totals: dict[str, Counter] = {}
+
+    def count(name):
+        if name not in totals:
+            found = re.findall(r"= (?:stablehlo\.)?\"?(?:stablehlo\.)?(custom_call @[\w$.]+|\w+)", bodies[name])
+            totals[name] = Counter(found)
+            for called in re.findall(r"call @([\w.]+)\(", bodies[name]):
+                if called in bodies:
+                    totals[name].update(count(called))
+        return totals[name]
+
+    return count("main")
+
+
+def assert_one_kernel(op, *arguments, **options):
+    """The op's own choice for an H200 is one Triton kernel."""
+    text = lower(lambda *a: op(*a, **options), *arguments)
+    assert operations(text)[TRITON] == 1
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    """No op says that it falls back, but where a test expects it."""
+    caplog.set_level(logging.INFO, logger="jaxft")
+    dispatch._log_once.cache_clear()
+    yield
+    dispatch._log_once.cache_clear()
+
+
+# --- The choice of the ops -----------------------------------------------------------------------------------------
+
+SHAPES = [(1, 1), (7, 80), (4, 32, 768), (3, 20000)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_layer_norm(shape, dtype, caplog):
+    x, vector = of(shape, dtype), of(shape[-1:])
+    assert_one_kernel(jaxft.layer_norm, x)
+    assert_one_kernel(jaxft.layer_norm, x, vector, vector)
+    assert_one_kernel(jaxft.bias_residual_layer_norm, x, of(shape[-1:], dtype), x, vector, vector, epsilon=1e-12)
+    for present in ((True, False, False), (False, True, False), (False, False, True), (False, False, False)):
+
+        def fused(x, vector, present=present):
+            bias, gamma, beta = (vector if there else None for there in present)
+            return jaxft.bias_residual_layer_norm(x, bias, x, gamma, beta, return_sum=True)
+
+        assert_one_kernel(fused, x, vector)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_bias_activation(activation, dtype, caplog):
+    for shape in SHAPES:
+        assert_one_kernel(jaxft.bias_activation, of(shape, dtype), of(shape[-1:]), activation=activation)
+    assert_one_kernel(lambda x: jaxft.bias_activation(x, None, activation=activation), of((7, 80), dtype))
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_size", [1, 8, 16, 33, 40, 64, 80, 128, 256])
+def test_attention_head_sizes(head_size, dtype, caplog):
+    for length in (1, 37, 128, 1000):
+        assert_one_kernel(jaxft.qkv_attention, of((2, length, 3, 4, head_size), dtype))
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("precision", [None, "highest"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_options(dtype, precision, caplog):
+    b, t, s = 2, 37, 131
+    lengths, mask = of((b,), jnp.int32), of((b, 1, 1, s), jnp.bool_)
+    query, key = of((b, t, 6, 64), dtype), of((b, s, 2, 64), dtype)  # grouped heads
+    with jax.default_matmul_precision(precision):
+        for options in ({}, {"scale": -1.0}, {"scale": 0.0}, {"return_residual": True}):
+            assert_one_kernel(jaxft.dot_product_attention, query, key, key, **options)
+
+            def masked(query, key, lengths, mask, options=options):
+                return jaxft.dot_product_attention(query, key, key, mask=mask, key_value_seq_lengths=lengths, **options)
+
+            assert_one_kernel(masked, query, key, lengths, mask)
+            assert_one_kernel(lambda q, k, n, o=options: masked(q, k, n, None, o), query, key, lengths)
+            assert_one_kernel(lambda q, k, m, o=options: masked(q, k, None, m, o), query, key, mask)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dense(dtype, caplog):
+    """Named, the product is the kernel's; chosen, it is for few rows of 16 bits, else the activation after it."""
+    x, kernel, bias = of((5, 33), dtype), of((33, 17), dtype), of((17,))
+    residual = of((5, 17), dtype)
+    for activation in (None, *reference.ACTIVATIONS):
+        text = lower(
+            lambda *a, activation=activation: jaxft.dense(*a[:3], activation=activation, residual=a[3],
+                                                         implementation="triton"),
+            x, kernel, bias, residual,
+        )  # fmt: skip
+        found = operations(text)
+        assert (found[TRITON], found["dot_general"]) == (1, 0)
+        if activation is not None:
+            assert_one_kernel(jaxft.dense, x, kernel, bias, activation=activation)
+            assert_one_kernel(jaxft.dense, of((2000, 33), dtype), kernel, bias, activation=activation)
+    assert_one_kernel(lambda x, k: jaxft.dense(x, k, implementation="triton"), x, kernel)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "bias_activation", "attention", "dense"])
+def test_gradients(op, caplog):
+    """Whatever the backward pass is, it lowers, and the kernel is in the forward pass."""
+    x, vector, qkv = of((7, 80), jnp.bfloat16), of((80,)), of((2, 37, 3, 4, 64), jnp.bfloat16)
+    function, *arguments = {
+        "layer_norm": (lambda x, v: jaxft.bias_residual_layer_norm(x, v, x, v, v), x, vector),
+        "bias_activation": (jaxft.bias_activation, x, vector),
+        "attention": (lambda qkv: jaxft.qkv_attention(qkv), qkv),
+        "dense": (lambda x, v, k: jaxft.dense(x, k, v, activation="gelu"), x, vector, of((80, 80), jnp.bfloat16)),
+    }[op]
+
+    def value_and_gradients(*arguments):
+        out, pull_back = jax.vjp(function, *arguments)
+        return out, pull_back(out)
+
+    assert operations(lower(value_and_gradients, *arguments))[TRITON] >= 1
+    assert caplog.messages == []
+
+
+def test_sizes_beyond_a_grid_axis():
+    """CUDA's grids have at most 65,535 programs in their second and third axis; larger ones are folded."""
+    rows = 2**19
+    assert_one_kernel(jaxft.bias_activation, of((rows, 3), jnp.bfloat16), of((3,)))
+    assert_one_kernel(jaxft.bias_activation, of((rows, 4096), jnp.bfloat16), of((4096,)))
+    assert_one_kernel(jaxft.layer_norm, of((rows, 4096), jnp.bfloat16))
+    assert_one_kernel(jaxft.qkv_attention, of((2**17, 2, 3, 1, 8), jnp.bfloat16))
+
+
+# --- Kernels with any config ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_configs(dtype):
+    x, vector = of((21, 101), dtype), of((101,))
+
+    def assert_lowers(function, *arguments):
+        assert operations(lower(function, *arguments))[TRITON] == 1
+
+    for sizes in ((1, 128, 1), (16, 128, 4), (1, 16, 1), (4, 1, 2)):
+        options = {"config": RowConfig(*sizes), "interpret": False}
+        assert_lowers(
+            lambda x, v, o=options: layer_norm.forward(x, v, x, v, v, epsilon=1e-6, return_sum=True, **o), x, vector
+        )
+        options = {"config": ElementwiseConfig(*sizes), "interpret": False}
+        assert_lowers(lambda x, v, o=options: bias_activation.forward(x, v, activation="gelu", **o), x, vector)
+    qkv, ends, mask = of((2, 200, 3, 4, 40), dtype), of((2,), jnp.int32), of((2, 200), jnp.bool_)
+    kernel = of((101, 67), dtype)
+    for q, k, warps, stages in ((16, 16, 1, 1), (32, 16, 4, 3), (64, 128, 4, 2), (128, 64, 8, 4)):
+        options = {"config": AttentionConfig(q, k, warps, stages), "interpret": False, "precision": "tf32"}
+
+        def attend(qkv, ends, mask, options=options):
+            return attention.forward(qkv, None, None, ends, ends, mask, scale=0.3, return_residual=True, **options)
+
+        assert_lowers(attend, qkv, ends, mask)
+        options = {"config": DenseConfig(q, k, k, warps, stages), "interpret": False, "precision": "float32"}
+        assert_lowers(lambda x, k, o=options: dense.forward(x, k, None, None, activation="gelu", **o), x, kernel)
+
+
+# --- What the kernels do not do ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("causal", "the kernel has no is_causal"), ("full_mask", "the kernel has no mask over queries or heads"),
+     ("head_size", "the head size is 264, the kernel takes at most 256"), ("dropout", "the kernel has no dropout"),
+     ("float64", "x is float64")],
+)  # fmt: skip
+def test_unsupported_cases_fall_back_and_say_so_once(name, reason, caplog, key):
+    qkv, x = of((2, 37, 3, 4, 64)), of((7, 80))
+    function, argument = {
+        "causal": (lambda qkv: jaxft.qkv_attention(qkv, is_causal=True), qkv),
+        "full_mask": (lambda qkv: jaxft.qkv_attention(qkv, mask=jnp.tril(jnp.ones((37, 37), bool))), qkv),
+        "head_size": (jaxft.qkv_attention, of((2, 37, 3, 1, 264))),
+        "dropout": (lambda x: jaxft.bias_residual_layer_norm(x, None, x, None, None, dropout_rate=0.1,
+                                                             dropout_rng=key), x),
+        "float64": (jaxft.layer_norm, of((7, 80), jnp.float64)),
+    }[name]  # fmt: skip
+    with jax.enable_x64(name == "float64"):
+        for _ in range(2):
+            assert "triton" not in lower(lambda a: function(a), argument)
+    (message,) = caplog.messages
+    assert "falls back to XLA" in message and reason in message
+
+
+@pytest.mark.parametrize("op", ["softmax", "log_softmax", "merge_heads", "permute"])
+def test_ops_without_a_kernel_say_nothing(op, caplog):
+    x = of((2, 4, 7, 8))
+    text = lower(lambda x: jaxft.permute(x, (0, 2, 1, 3)) if op == "permute" else getattr(jaxft, op)(x), x)
+    assert "triton" not in text and caplog.messages == []
+
+
+def test_empty_arrays_launch_nothing():
+    assert "triton" not in lower(jaxft.layer_norm, of((0, 80)))
+    assert "triton" not in lower(lambda x: jaxft.bias_activation(x, None), of((3, 0)))
+    assert "triton" not in lower(jaxft.qkv_attention, of((2, 0, 3, 4, 64)))
+
+
+def test_cards_without_support_get_xla(caplog):
+    with dispatch.target("Tesla T4", (7, 5)):
+        text = jax.jit(lambda x: jaxft.layer_norm(x)).trace(of((7, 80))).lower(lowering_platforms=("cuda",)).as_text()
+    assert "triton" not in text
+    (message,) = caplog.messages
+    assert "it needs compute capability 8.0, Tesla T4 has 7.5" in message
+
+
+# --- A whole layer -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("batch", "kernels", "products"), [(2, 7, 0), (64, 4, 4)], ids=["few_rows", "many_rows"])
+def test_a_layer_is_eight_kernels_or_fewer(batch, kernels, products, caplog):
+    """Attention, two layer norms, and the activation: in the product before it where the product is a kernel too."""
+    from flax import nnx
+
+    from jaxft import BertConfig, BertModel
+
+    length = 32
+
+    def count(layers):
+        config = BertConfig(vocab_size=50, hidden_size=128, num_hidden_layers=layers, num_attention_heads=2,
+                            intermediate_size=256, max_position_embeddings=length)  # fmt: skip
+        model = nnx.eval_shape(
+            lambda: BertModel(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        )
+        graph, params = nnx.split(model)
+        ids = of((batch, length), jnp.int32)
+        text = lower(lambda p, ids, mask: nnx.merge(graph, p)(ids, mask).last_hidden_state, params, ids, ids)
+        return operations(text)
+
+    one, three = count(1), count(3)
+    layer = {name: (three[name] - one[name]) / 2 for name in three}
+    assert layer.get(TRITON) == kernels
+    assert layer.get("dot_general", 0) == products
+    for copies in ("transpose", "slice", "dynamic_slice", "concatenate", "gather", "pad"):
+        assert layer.get(copies, 0) == 0, copies
+    assert caplog.messages == []
+
+
+def test_counting_operations():
+    """Calls count as often as they run, which the test above relies on."""
+
+    @jax.jit
+    def inner(x):
+        return jnp.sin(x) * jnp.sin(2 * x)
+
+    with for_h200():
+        text = jax.jit(lambda x: inner(inner(x)).T + inner(x)).trace(of((3, 3))).lower(lowering_platforms=("cuda",))
+    found = operations(text.as_text())
+    assert (found["sine"], found["transpose"], found["add"]) == (6, 1, 1)

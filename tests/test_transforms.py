@@ -1,0 +1,294 @@
+"""Every op under every transformation of JAX: errors are compared with those of plain jnp under the same one.
+
+A transformation here takes a function of named float arrays and gives another one, so that the same can be done to an
+op, to `jaxft.reference`, and to that in float64.
+"""
+
+import dataclasses
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxft
+from cases import INTERPRET, for_h200, in_float64, jit, lower, normal
+from compare import assert_matches_oracle
+from jaxft import reference
+
+BATCH, LENGTH, HEADS, SIZE = 2, 5, 2, 8
+WIDTH = HEADS * SIZE
+MASK = np.arange(LENGTH) < np.array([5, 3])[:, None]  # [B, S]
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    call: Callable  # (functions, the keyword arguments of all of them, **floats)
+    shapes: dict[str, tuple[int, ...]]  # the first argument's first axis is the batch, and so is the result's
+    kernel: bool = True
+    split: tuple[str, ...] = ()  # other arguments that have the batch in front
+
+
+ROWS = {"x": (BATCH, LENGTH, WIDTH), "bias": (WIDTH,)}
+NORM = {"gamma": (WIDTH,), "beta": (WIDTH,)}
+QKV = (BATCH, LENGTH, HEADS, SIZE)
+OPS = {
+    "layer_norm": Op(lambda m, o, **f: m.layer_norm(**f, **o), {"x": ROWS["x"], **NORM}),
+    "bias_residual_layer_norm": Op(
+        lambda m, o, **f: m.bias_residual_layer_norm(**f, **o, return_sum=True),
+        {**ROWS, "residual": ROWS["x"], **NORM}, split=("residual",),
+    ),
+    # Not the GELU of erf: JAX 0.12.0 cannot differentiate erf within shard_map, jax.nn.gelu's included.
+    "bias_activation": Op(lambda m, o, **f: m.bias_activation(**f, **o, activation="gelu_tanh"), ROWS),
+    "dense": Op(
+        lambda m, o, **f: m.dense(**f, **o, activation="gelu_tanh"),
+        {"x": ROWS["x"], "kernel": (WIDTH, WIDTH), "bias": (WIDTH,), "residual": ROWS["x"]}, split=("residual",),
+    ),
+    "dot_product_attention": Op(
+        lambda m, o, **f: m.dot_product_attention(**f, **o, return_residual=True),
+        dict.fromkeys(("query", "key", "value"), QKV), split=("key", "value"),
+    ),
+    "qkv_attention": Op(
+        lambda m, o, qkv: m.qkv_attention(qkv, mask=MASK[:1, None, None], **o),
+        {"qkv": (BATCH, LENGTH, 3, HEADS, SIZE)},
+    ),
+    "softmax": Op(lambda m, o, **f: m.softmax(**f, **o), {"x": (BATCH, LENGTH), "bias": (LENGTH,)}, kernel=False),
+    "log_softmax": Op(lambda m, o, x: m.log_softmax(x, **o), {"x": (BATCH, LENGTH)}, kernel=False),
+    "qkv_bias_split_heads": Op(
+        lambda m, o, qkv, bias: m.qkv_bias_split_heads(qkv, bias, HEADS, **o),
+        {"qkv": (BATCH, LENGTH, 3 * WIDTH), "bias": (3 * WIDTH,)}, kernel=False,
+    ),
+    "merge_heads": Op(lambda m, o, x: m.merge_heads(x, **o), {"x": QKV}, kernel=False),
+    "permute": Op(lambda m, o, x: m.permute(x, (0, 2, 1), **o), {"x": ROWS["x"]}, kernel=False),
+    "varlen_qkv_attention": Op(
+        lambda m, o, qkv: m.varlen_qkv_attention(qkv, np.array([0, 1, 2], np.int32), max_seqlen=2, **o),
+        {"qkv": (BATCH, 3, HEADS, SIZE)}, kernel=False,
+    ),
+}  # fmt: skip
+
+
+class Plain:
+    """`jaxft.reference` with the signatures of the public ops."""
+
+    @staticmethod
+    def qkv_attention(qkv, **options):
+        return reference.dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], **options)
+
+    @staticmethod
+    def varlen_qkv_attention(qkv, cu_seqlens, **options):
+        return reference.varlen_qkv_attention(qkv, jnp.asarray(cu_seqlens), **options)
+
+    def __getattr__(self, name):
+        return getattr(reference, name)
+
+
+# --- Transformations -----------------------------------------------------------------------------------------------
+
+
+def total(out):
+    """A scalar in which every element has another weight."""
+    sums = []
+    for x in jax.tree.leaves(out):
+        weights = np.cos(np.arange(x.size)).astype(np.float32).reshape(x.shape).astype(x.dtype)
+        sums.append(jnp.sum(x * weights, dtype=jnp.float64 if x.dtype == jnp.float64 else jnp.float32))
+    return sum(sums)
+
+
+def grad(function, op):
+    return lambda **f: jax.grad(lambda f: total(function(**f)))(f)
+
+
+def grad_of_remat(function, op):
+    return grad(jax.checkpoint(function), op)
+
+
+def vmap(function, op):
+    """Over every argument."""
+    return lambda **f: jax.vmap(lambda f: function(**f))(jax.tree.map(lambda x: jnp.stack([x, x * 0.5, -x]), f))
+
+
+def vmap_over_the_first(function, op):
+    first = next(iter(op.shapes))
+
+    def mapped(**f):
+        axes = {name: 1 if name == first else None for name in f}
+        return jax.vmap(lambda f: function(**f), in_axes=(axes,), out_axes=2)(
+            f | {first: jnp.stack([f[first], f[first] * 0.5], axis=1)}
+        )
+
+    return mapped
+
+
+def vmap_of_grad(function, op):
+    return vmap(grad(function, op), op)
+
+
+def grad_of_vmap(function, op):
+    return grad(vmap(function, op), op)
+
+
+def grad_of_scan(function, op):
+    """As over the layers of a model, each of which is computed again in the backward pass."""
+    first = next(iter(op.shapes))
+
+    def layers(**f):
+        def layer(x, scale):
+            return x * 0.5, function(**(f | {first: x * scale}))
+
+        return jax.lax.scan(jax.checkpoint(layer), f[first], jnp.array([1.0, 0.5, 2.0], f[first].dtype))[1]
+
+    return grad(layers, op)
+
+
+def shard(function, op, check_vma=True):
+    """On as many devices as there are, up to two."""
+    mesh = jax.make_mesh((min(jax.device_count(), BATCH),), ("data",), axis_types=(AxisType.Auto,))
+    return lambda **f: jax.shard_map(
+        lambda f: function(**f), mesh=mesh, in_specs=(specs(op),), out_specs=P("data"), check_vma=check_vma
+    )(f)
+
+
+def specs(op):
+    return {name: P("data") if name in (next(iter(op.shapes)), *op.split) else P() for name in op.shapes}
+
+
+def grad_of_shard(function, op, check_vma=True):
+    return grad(shard(function, op, check_vma), op)
+
+
+TRANSFORMS = [grad, grad_of_remat, vmap, vmap_over_the_first, vmap_of_grad, grad_of_vmap, grad_of_scan]
+SHARDED = [shard, grad_of_shard]
+
+
+def every(transforms):
+    return [
+        pytest.param(transform, name, implementation, id=f"{transform.__name__}-{name}-{implementation}")
+        for name, op in OPS.items() for implementation in ("triton", "xla")[not op.kernel :] for transform in transforms
+        if implementation == "triton" or transform in (vmap_of_grad, grad_of_scan, grad_of_shard)
+    ]  # fmt: skip
+
+
+def assert_composes(transform, name, implementation):
+    op = OPS[name]
+    floats = normal(np.random.default_rng(0), jnp.float32, **op.shapes)
+    plain = transform(lambda **f: op.call(Plain(), {}, **f), op)
+    run = jit(lambda f: plain(**f))
+    transformed = transform(lambda **f: op.call(jaxft, {"implementation": implementation}, **f), op)
+    got = jit(lambda f: transformed(**f))(floats)
+    assert_matches_oracle(got, run(floats), in_float64(run, floats))
+
+
+@pytest.mark.parametrize(("transform", "name", "implementation"), every(TRANSFORMS))
+def test_composes(transform, name, implementation):
+    assert_composes(transform, name, implementation)
+
+
+@pytest.mark.parametrize(("transform", "name", "implementation"), every(SHARDED))
+def test_shards(transform, name, implementation):
+    """With JAX's checks of what varies over the devices, except where Pallas interprets: it fails those by itself."""
+    check_vma = not (INTERPRET and implementation == "triton")
+    assert_composes(functools.partial(transform, check_vma=check_vma), name, implementation)
+
+
+@pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.kernel])
+def test_shards_for_a_gpu(name):
+    """With the checks: kernels say what their results vary over, in the gradient too."""
+    op = OPS[name]
+    floats = {n: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for n, shape in op.shapes.items()}
+
+    def sharded(f):
+        return jax.shard_map(lambda f: op.call(jaxft, {}, **f), in_specs=(specs(op),), out_specs=P("data"))(f)
+
+    assert "@__gpu$xla.gpu.triton" in lower(sharded, floats, axis="data")
+    lower(jax.grad(lambda f: total(sharded(f))), floats, axis="data")
+
+
+@pytest.mark.skipif(jax.device_count() > 1, reason="the other tests have two devices already")
+def test_shards_over_two_devices():
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-k", "grad_of_shard", __file__],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"},
+        cwd=Path(__file__).parents[1], capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_vmap_over_masks(implementation):
+    """Lengths and key masks are arguments like others."""
+    qkv = normal(np.random.default_rng(1), jnp.float32, qkv=(BATCH, LENGTH, 3, HEADS, SIZE))["qkv"]
+    lengths = jnp.array([[5, 3], [0, 1], [2, 5]], jnp.int32)
+    mask = jnp.asarray(np.random.default_rng(2).random((3, BATCH, 1, 1, LENGTH)) < 0.7)
+
+    def attend(lengths, mask):
+        return jaxft.qkv_attention(qkv, mask=mask, key_value_seq_lengths=lengths, implementation=implementation)
+
+    got = jit(jax.vmap(attend))(lengths, mask)
+    np.testing.assert_allclose(got, jnp.stack([attend(*each) for each in zip(lengths, mask, strict=True)]), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_jit_is_what_eager_is(name):
+    op = OPS[name]
+    floats = normal(np.random.default_rng(3), jnp.float32, **op.shapes)
+    plain = jit(lambda f: op.call(Plain(), {}, **f))
+    for implementation in ("triton", "xla")[not op.kernel :]:
+
+        def call(f, implementation=implementation):
+            return op.call(jaxft, {"implementation": implementation}, **f)
+
+        for out in (call(floats), jax.jit(call)(floats)):
+            assert_matches_oracle(out, plain(floats), in_float64(plain, floats))
+
+
+# --- Export and NNX ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.kernel])
+def test_export_for_a_gpu(name):
+    """With the checks that the constant names disabled, and only with them."""
+    op = OPS[name]
+    floats = {n: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for n, shape in op.shapes.items()}
+
+    def function():  # a new one each time, since jax.jit returns what it has traced before
+        return jax.jit(lambda f: op.call(jaxft, {}, **f))
+
+    with for_h200():
+        exported = jax.export.export(function(), platforms=["cuda"], disabled_checks=jaxft.EXPORT_DISABLED_CHECKS)(
+            floats
+        )
+        with pytest.raises(ValueError, match="__gpu\\$xla.gpu.triton"):
+            jax.export.export(function(), platforms=["cuda"])(floats)
+    assert "@__gpu$xla.gpu.triton" in exported.mlir_module()
+    assert exported.platforms == ("cuda",)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_nnx(implementation):
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.kernel = nnx.Param(jax.random.normal(rngs.params(), (WIDTH, WIDTH)))
+            self.bias, self.gamma = nnx.Param(jnp.ones(WIDTH)), nnx.Param(jnp.ones(WIDTH))
+
+        def __call__(self, x, m, **options):
+            h = m.dense(x, self.kernel[...])
+            return m.bias_residual_layer_norm(h, self.bias[...], x, self.gamma[...], None, **options)
+
+    x = normal(np.random.default_rng(4), jnp.float32, x=(LENGTH, WIDTH))["x"]
+    block = Block(nnx.Rngs(0))
+    got = nnx.jit(nnx.grad(lambda block, x: total(block(x, jaxft, implementation=implementation))))(block, x)
+    graph, params = nnx.split(block)
+    plain = jit(jax.grad(lambda params, x: total(nnx.merge(graph, params)(x, reference))))
+    expected, exact = plain(params, x), in_float64(plain, params, x)
+    assert_matches_oracle(*(nnx.to_pure_dict(state) for state in (got, expected, exact)))

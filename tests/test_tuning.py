@@ -1,0 +1,116 @@
+"""Launch configs: the tuned table where it has an entry, the heuristic everywhere else."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxft import tuning
+
+UNKNOWN = "a device that nobody tuned for"
+ITEM_SIZES = (2, 4)
+#: op -> its config, and the sizes in its table's keys.
+OPS = {
+    "layer_norm": (tuning.RowConfig, ("rows", "width", "itemsize")),
+    "bias_activation": (tuning.ElementwiseConfig, ("rows", "width", "itemsize")),
+    "attention": (tuning.AttentionConfig, ("batch_heads", "query", "key", "head_size", "itemsize")),
+    "dense": (tuning.DenseConfig, ("rows", "depth", "width", "itemsize")),
+}
+SIZES = (0, 1, 2, 3, 31, 64, 100, 127, 384, 769, 4096, 5000, 65537)
+
+
+def heuristics(device_kind=UNKNOWN):
+    for itemsize in ITEM_SIZES:
+        for rows in SIZES:
+            for size in SIZES[1:]:
+                yield tuning.layer_norm(rows, size, itemsize, device_kind)
+                yield tuning.bias_activation(rows, size, itemsize, device_kind)
+                yield tuning.dense(rows, size, 768, itemsize, device_kind)
+                yield tuning.dense(rows, 768, size, itemsize, device_kind)
+        for length in SIZES[:-1]:
+            for head_size in (8, 32, 33, 64, 80, 128, 256):
+                yield tuning.attention(16, length, length, head_size, itemsize, device_kind)
+
+
+@pytest.fixture
+def tuned(monkeypatch):
+    """Replaces the tables by {device kind: table}."""
+
+    def use(tables):
+        monkeypatch.setattr(tuning, "_table", lambda device_kind: tables.get(device_kind, {}))
+
+    return use
+
+
+@pytest.mark.parametrize(("n", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (64, 64), (65, 128), (2**31 - 1, 2**31)])
+def test_next_power_of_2(n, power):
+    assert tuning.next_power_of_2(n) == power
+
+
+def test_keys_round_sizes_up_to_powers_of_two():
+    assert tuning.key(rows=4000, width=1024, itemsize=2) == "rows=4096,width=1024,itemsize=2"
+    assert tuning.key(rows=4097, width=1, itemsize=4) == "rows=8192,width=1,itemsize=4"
+
+
+def test_heuristics_are_launchable():
+    """Blocks and warps are powers of two, as Triton needs them, and no block is absurd."""
+    for config in heuristics():
+        for name, value in dataclasses.asdict(config).items():
+            assert value >= 1, config
+            if name != "num_stages":
+                assert value & (value - 1) == 0, config
+        assert config.num_warps <= 16
+        if isinstance(config, tuning.AttentionConfig):
+            assert min(config.block_q, config.block_k) >= 16, config  # the least that a Triton dot takes
+        elif isinstance(config, tuning.DenseConfig):
+            assert min(config.block_m, config.block_n, config.block_k) >= 16, config
+        else:
+            assert config.block_rows * config.block_width <= 8192, config
+
+
+def test_attention_blocks_do_not_outgrow_the_sequence():
+    for rows, keys in ((17, 5), (5, 40), (1, 1)):
+        for batch_heads in (1, 4096):
+            config = tuning.attention(batch_heads, rows, keys, 64, 2, UNKNOWN)
+            assert config.block_q <= max(16, tuning.next_power_of_2(rows)), config
+            assert config.block_k <= max(16, tuning.next_power_of_2(keys)), config
+
+
+def test_a_tuned_entry_wins(tuned):
+    tuned({"NVIDIA H200": {"layer_norm": {"rows=4096,width=1024,itemsize=2": {"block_rows": 2, "num_warps": 8}}}})
+    heuristic = tuning.layer_norm(4000, 1000, 2, UNKNOWN)
+    expected = dataclasses.replace(heuristic, block_rows=2, num_warps=8)
+    assert expected != heuristic
+    assert tuning.layer_norm(4000, 1000, 2, "NVIDIA H200") == expected  # in the bucket
+    for op, rows, itemsize in (
+        (tuning.layer_norm, 4097, 2),
+        (tuning.layer_norm, 4000, 4),
+        (tuning.bias_activation, 4000, 2),
+    ):
+        assert op(rows, 1000, itemsize, "NVIDIA H200") == op(rows, 1000, itemsize, UNKNOWN)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_finds_its_tuned_entry(op, tuned):
+    sizes = {name: 100 + place for place, name in enumerate(OPS[op][1])}
+    tuned({"card": {op: {tuning.key(**sizes): {"num_warps": 32}}}})
+    assert getattr(tuning, op)(*sizes.values(), "card").num_warps == 32
+
+
+def test_a_device_without_a_table_gets_the_heuristic():
+    assert tuning.lookup("layer_norm", tuning.RowConfig(1, 2, 4), UNKNOWN, rows=1) == tuning.RowConfig(1, 2, 4)
+
+
+def test_committed_tables_are_well_formed():
+    for file in (Path(tuning.__file__).parent / "tuned").glob("*.json"):
+        table = tuning._table(file.stem.replace("_", " "))
+        assert table == json.loads(file.read_text())
+        for op, entries in table.items():
+            config, names = OPS[op]
+            fields = {field.name for field in dataclasses.fields(config)}
+            for sizes, entry in entries.items():
+                parts = {name: int(size) for name, size in (part.split("=") for part in sizes.split(","))}
+                assert tuning.key(**parts) == sizes and tuple(parts) == names, (file.name, op, sizes)
+                assert set(entry) <= fields, (file.name, op, sizes)
+                assert all(value & (value - 1) == 0 for n, value in entry.items() if n != "num_stages"), (file.name, op)
