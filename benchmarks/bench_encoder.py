@@ -149,7 +149,7 @@ def separate(params: Params) -> Params:
 
 
 def jaxft_encoder(case: Case, params: Params, gelu: str) -> tuple[jax.stages.Wrapped, list[jax.Array]]:
-    """(leaves, x, lengths) -> y through the encoder layers of BertModel, and the leaves: `params` in the order it wants."""
+    """(leaves, x, lengths) -> y through the layers of BertModel, and the leaves: `params` in the order it wants."""
     layers, width, heads, ff = MODELS[case.model]
     config = BertConfig(
         vocab_size=8, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=ff,

@@ -118,12 +118,16 @@ def attention(
     return lookup("attention", default, device_kind, **sizes, itemsize=itemsize)
 
 
-def dense_by_library(rows: int, itemsize: int) -> bool:
-    """Whether cuBLAS's product and a kernel after it are faster than the Triton product with its epilogue.
+def dense_by_library(rows: int, width: int, activation: str | None, itemsize: int) -> bool:
+    """Whether XLA's product and a kernel after it are faster than the Triton product with its epilogue.
 
-    On an H200 (2026-11-20), 16-bit: Triton is 1.0-1.7x as fast up to 512 rows, where cuBLAS starts too few blocks.
+    On an H200 (2026-11-20), 16-bit: the Triton product is 1.0-1.7x as fast up to 512 rows, where cuBLAS starts too few
+    blocks. At 1,024 rows it still pays where it saves the activation's kernel (12.5 us against 9.8 + 4.4), and for
+    narrow outputs (6.1 against 7.1 at depth 768; 15.8 against 12.8 at depth 3,072, where XLA needs two kernels).
     """
-    return rows > 512 or itemsize > 2
+    if itemsize > 2 or rows > 1024:
+        return True
+    return rows > 512 and width > 1024 and activation is None
 
 
 def dense(rows: int, depth: int, width: int, itemsize: int, device_kind: str) -> DenseConfig:

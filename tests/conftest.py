@@ -25,7 +25,7 @@ def key():
 
 @pytest.fixture(autouse=True)
 def exact_products():
-    """float32 products without TF32, which XLA uses on a GPU for some shapes only: tests of TF32 ask for the default."""
+    """float32 products without TF32, which XLA uses on a GPU for some shapes only. Tests of TF32 ask for it."""
     with jax.default_matmul_precision("highest"):
         yield
 

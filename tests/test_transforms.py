@@ -234,8 +234,10 @@ def test_vmap_over_masks(implementation):
     def attend(lengths, mask):
         return jaxft.qkv_attention(qkv, mask=mask, key_value_seq_lengths=lengths, implementation=implementation)
 
-    got = jit(jax.vmap(attend))(lengths, mask)
-    np.testing.assert_allclose(got, jnp.stack([attend(*each) for each in zip(lengths, mask, strict=True)]), atol=1e-6)
+    with jax.default_matmul_precision("highest"):
+        got = jit(jax.vmap(attend))(lengths, mask)
+        each = [jit(attend)(*masks) for masks in zip(lengths, mask, strict=True)]
+    np.testing.assert_allclose(got, jnp.stack(each), atol=1e-6)
 
 
 @pytest.mark.parametrize("name", OPS)

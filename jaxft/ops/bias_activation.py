@@ -39,7 +39,8 @@ def bias_activation(
       ValueError: `bias` is not `[D]`, or an unknown activation or implementation.
       NotImplementedError: the named implementation cannot do this; the message says why.
 
-    Gradients: of x and bias. Deterministic. 16-bit GELU is within 2.6e-5 of exact before it is rounded.
+    Gradients: of x and bias. Deterministic. Before it is rounded to 16 bits, the kernel's GELU is within 1.1e-4 of
+    exact, and within 0.22 % down to x = -5.5.
     Source: `add_bias_act` of FasterTransformer v1.0.
     """
     op = "bias_activation"

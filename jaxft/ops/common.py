@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from typing import Any
 
@@ -60,6 +61,8 @@ def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> f
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{op}: {name} must be a Python number, got {type(value).__name__}")
     number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{op}: {name} must be finite, got {value}")
     if positive and not number > 0:
         raise ValueError(f"{op}: {name} must be positive, got {value}")
     return number

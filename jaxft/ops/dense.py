@@ -73,7 +73,7 @@ def dense(
     choice = dispatch.choose(op, implementation, {"triton": triton.unsupported(x=x, bias=bias)})
     # In two dimensions, which is where XLA recognises a matrix product with a bias in its epilogue.
     arrays = (x.reshape(rows, x.shape[-1]), kernel, bias, None if residual is None else residual.reshape(rows, width))
-    product_by_xla = implementation is None and tuning.dense_by_library(rows, x.dtype.itemsize)
+    product_by_xla = implementation is None and tuning.dense_by_library(rows, width, activation, x.dtype.itemsize)
     if (
         choice.name == "xla"
         or 0 in (*x.shape, width)

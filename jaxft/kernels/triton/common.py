@@ -89,7 +89,7 @@ def _exp(x: Array) -> Array:
 
 
 def _erfc_of_magnitude(a: Array) -> Array:
-    """erfc(a) for 0 <= a <= 14, relative error 3e-7: exp(-a^2) * t * P(t) with t = 1 / (1 + a/2), P fitted by minimax."""
+    """erfc(a) for 0 <= a <= 14, relative error 3e-7: exp(-a^2) * t * P(t), t = 1 / (1 + a/2), P fitted by minimax."""
     t = 1.0 / (1.0 + 0.5 * a)
     p = jnp.full_like(t, -0.05944734)
     for c in (0.28640202, -0.49093923, 0.28228968, -0.029492358, 0.20388022, 0.24280754, 0.28241524, 0.2820842):
@@ -108,9 +108,13 @@ def _gelu_erf(x: Array) -> Array:
 
 
 def _gelu_erf_16bit(x: Array) -> Array:
-    """GELU (erf) within 2.6e-5: x * sigmoid(x * P(x^2)), P fitted by minimax; eight instructions instead of forty."""
-    square = jnp.minimum(x * x, 49.0)  # beyond |x| = 7 the result is x or 0, and P would turn around
-    return x * _sigmoid(x * (1.5950158 + square * (0.07401113 - 7.0303425e-4 * square)))
+    """GELU (erf) by x * sigmoid(x * P(x^2)) in nine instructions instead of forty.
+
+    P is a minimax fit: the error is at most 1.1e-4, and 0.22 % of the result down to x = -5.5. P grows without end.
+    """
+    square = x * x
+    p = (8.5097491e-6 * square - 9.6331002e-4) * square + 0.0755406986
+    return x * _sigmoid(x * (p * square + 1.59340502))
 
 
 def _gelu_tanh(x: Array) -> Array:
