@@ -31,6 +31,10 @@ def newest(path: Path) -> list[timing.Row]:
     return list({tuple(row[column] for column in timing.KEY): row for row in rows}.values())
 
 
+def by_case(row: timing.Row) -> tuple[str, str, list[int]]:
+    return row["op"], row["dtype"], [int(n) for n in row["shape"].split("x")]
+
+
 def section(row: timing.Row) -> str:
     return next((name for name in TITLES if row["op"].startswith(name)), "other")
 
@@ -51,7 +55,7 @@ def tables(rows: Sequence[timing.Row]) -> str:
     for name, title in TITLES.items():
         chosen = [row for row in rows if section(row) == name and row["metric"] == metric_of(name)]
         if chosen:
-            chosen.sort(key=lambda row: (row["op"], row["dtype"], [int(n) for n in row["shape"].split("x")]))
+            chosen.sort(key=by_case)
             parts += [f"**{title}**; {METRICS[metric_of(name)]}", markdown(timing.table(chosen))]
     return "\n\n".join(parts)
 
@@ -63,8 +67,8 @@ def chart(rows: Sequence[timing.Row], path: Path, device: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    lines = timing.table([row for row in rows if section(row) == "encoder" and row["dtype"] == "bfloat16"],
-                         metric=metric_of("encoder"))  # fmt: skip
+    chosen = [row for row in rows if section(row) == "encoder" and row["dtype"] == "bfloat16"]
+    lines = timing.table(sorted(chosen, key=by_case), metric=metric_of("encoder"))
     names = lines[0][3:-1]
     cases = [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
     figure: Any
