@@ -130,6 +130,19 @@ def test_random(seed):
     check_op(floats, seed, activation=some(rng, str(rng.choice(ACTIVATIONS[1:]))))
 
 
+@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_differentiation_does_not_change_the_value(implementation, activation):
+    """256 + 1 needs the float32 sum that only the kernel has: it must run under differentiation too."""
+    x, kernel = jnp.array([[256.0, 1.0]], jnp.bfloat16), jnp.ones((2, 1), jnp.bfloat16)
+
+    def run(x):
+        return jaxft.dense(x, kernel, jnp.array([-256.0]), activation=activation, implementation=implementation)
+
+    np.testing.assert_array_equal(jax.vjp(run, x)[0], run(x))
+    assert implementation == "xla" or "pallas_call" in str(jax.make_jaxpr(jax.vjp, static_argnums=0)(run, x))
+
+
 X, KERNEL = np.ones((2, 8), np.float32), np.ones((8, 4), np.float32)
 
 
@@ -153,6 +166,8 @@ X, KERNEL = np.ones((2, 8), np.float32), np.ones((8, 4), np.float32)
         ({"residual": np.ones((2, 4), np.float16)}, TypeError,
          "residual must have the dtype of x, float32, got float16"),
         ({"residual": 1.0}, TypeError, "residual must be an array, got float"),
+        ({"precision": "bogus"}, ValueError, "precision must be one that jnp.matmul takes, got 'bogus'"),
+        ({"precision": "bogus", "implementation": "triton"}, ValueError, "precision must be one that jnp.matmul takes"),
         ({"implementation": "fast"}, ValueError,
          "implementation must be None or one of ('triton', 'mosaic_gpu', 'cudnn', 'xla'), got 'fast'"),
         ({"implementation": "cudnn"}, NotImplementedError,

@@ -197,7 +197,7 @@ GOOD = {"x": X, "bias": V, "residual": X, "gamma": V, "beta": V}
         ({"beta": jnp.ones((8,), bool)}, TypeError, "beta must be an array of floats, got bool"),
         ({"epsilon": 0.0}, ValueError, "epsilon must be positive, got 0.0"),
         ({"epsilon": -1e-6}, ValueError, "epsilon must be positive, got -1e-06"),
-        ({"epsilon": float("nan")}, ValueError, "epsilon must be positive, got nan"),
+        ({"epsilon": float("nan")}, ValueError, "epsilon must be finite, got nan"),
         ({"epsilon": "1e-6"}, TypeError, "epsilon must be a Python number, got str"),
         ({"epsilon": True}, TypeError, "epsilon must be a Python number, got bool"),
         ({"implementation": "cuda"}, ValueError, "implementation must be None or one of ('triton', 'mosaic_gpu',"

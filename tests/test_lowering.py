@@ -268,6 +268,20 @@ def test_a_layer_is_eight_kernels_or_fewer(batch, kernels, products, caplog):
     assert caplog.messages == []
 
 
+def test_64_bit_mode():
+    """Positions and loops stay 32-bit where JAX's default integers and floats are not."""
+    with jax.enable_x64(True):
+        x, v = of((3, 40), jnp.float32), of((40,), jnp.float32)
+        qkv, lengths = of((2, 100, 3, 4, 8), jnp.bfloat16), of((2,), jnp.int32)
+        assert_one_kernel(jaxft.bias_residual_layer_norm, x, v, x, v, v)
+        assert_one_kernel(jaxft.layer_norm, of((3, 20000), jnp.float32))
+        assert_one_kernel(jaxft.bias_activation, x, v)
+        assert_one_kernel(jaxft.dense, of((3, 300), jnp.bfloat16), of((300, 40), jnp.bfloat16), v)
+        assert_one_kernel(jaxft.qkv_attention, qkv)
+        assert_one_kernel(lambda qkv, n: jaxft.qkv_attention(qkv, key_value_seq_lengths=n), qkv, lengths)
+        assert_one_kernel(lambda qkv, m: jaxft.qkv_attention(qkv, mask=m), qkv, of((2, 1, 1, 100), jnp.bool_))
+
+
 def test_counting_operations():
     """Calls count as often as they run, which the test above relies on."""
 

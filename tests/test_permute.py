@@ -118,6 +118,7 @@ QKV, X = np.ones((2, 5, 24), np.float32), np.ones((2, 3, 5, 4), np.float32)
         ("permute", (X, (0, 1, 2, 2)), ValueError, "axes must be a permutation of the 4 axes of x, got (0, 1, 2, 2)"),
         ("permute", (X, (0, 1, 2, 4)), ValueError, "axes must be a permutation of the 4 axes of x, got (0, 1, 2, 4)"),
         ("permute", (X, (0, 1, 2, -5)), ValueError, "axes must be a permutation of the 4 axes of x, got (0, 1, 2, -5)"),
+        ("permute", (X, 1), TypeError, "axes must be a sequence of integers, got 1"),
         ("permute", (X, ()), ValueError, "axes must be a permutation of the 4 axes of x, got ()"),
     ],
     ids=lambda v: v if isinstance(v, str) and " " not in v else "",

@@ -21,6 +21,21 @@ OPS: dict[str, tuple[str, ...]] = {
 }
 
 
+#: Where an op takes its kernel for some arguments only.
+LIMITS = {
+    "bias_residual_layer_norm": "without dropout",
+    "dot_product_attention": "with key lengths and key masks only",
+    "qkv_attention": "with key lengths and key masks only",
+    "dense": "for 16-bit inputs of at most 1,024 rows; else XLA's product, and the kernel of bias_activation after it",
+}
+
+
 def explain() -> list[tuple[str, str, str]]:
-    """(op, implementation, why) of every public op, for arguments that all of its kernels support."""
-    return [(op, *dispatch.explain(op, dict.fromkeys(names))) for op, names in OPS.items()]
+    """(op, implementation, why) of every public op on this machine, for arguments that its kernels take."""
+    found = []
+    for op, names in OPS.items():
+        implementation, why = dispatch.explain(op, dict.fromkeys(names))
+        if implementation != "xla" and op in LIMITS:
+            why += f", {LIMITS[op]}"
+        found.append((op, implementation, why))
+    return found

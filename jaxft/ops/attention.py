@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxft import dispatch, reference, tuning
 from jaxft.kernels.triton import attention as triton
@@ -206,15 +207,19 @@ class _Options:
     return_residual: bool
 
     @staticmethod
-    def check(op, scale, is_causal, window, dropout_rate, dropout_rng, return_residual, head_size):  # type: ignore[no-untyped-def]
-        scale = head_size**-0.5 if scale is None else common.check_number(op, "scale", scale)
-        pair = (window, window) if isinstance(window, int) else window
-        if pair is not None and not (
-            isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(w, int) and w >= 0 for w in pair)
-        ):
+    def check(op, scale, is_causal, window, dropout_rate, dropout_rng, return_residual, head_size):
+        scale = max(head_size, 1) ** -0.5 if scale is None else common.check_number(op, "scale", scale)
+        pair = tuple(window) if isinstance(window, tuple | list) else (window, window)
+        if window is not None and not (len(pair) == 2 and all(_is_window(w) for w in pair)):
             raise ValueError(f"{op}: local_window_size must be an integer >= 0 or a pair of them, got {window!r}")
+        # No array is longer than 2^30, and the positions are 32-bit.
+        window = None if window is None else (min(int(pair[0]), 2**30), min(int(pair[1]), 2**30))
         rate = common.check_dropout(op, dropout_rate, dropout_rng)
-        return _Options(scale, bool(is_causal), None if pair is None else tuple(pair), rate, bool(return_residual))
+        return _Options(scale, bool(is_causal), window, rate, bool(return_residual))
+
+
+def _is_window(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 0)
 
 
 def _as_integers(op: str, name: str, x: Any) -> Array:
@@ -224,7 +229,7 @@ def _as_integers(op: str, name: str, x: Any) -> Array:
     return x.astype(jnp.int32)
 
 
-def _attend(op, inputs, options, implementation, batched):  # type: ignore[no-untyped-def]
+def _attend(op, inputs, options, implementation, batched):
     """Checks what the entry points share, chooses, and runs. Arrays without a batch get one of 1."""
     scale, is_causal, window, dropout_rate, return_residual = options
     options = _Options.check(op, scale, is_causal, window, dropout_rate, inputs.dropout_rng, return_residual,
@@ -311,7 +316,7 @@ def _plain(inputs: _Inputs, options: _Options) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
-def _varlen_reference(qkv, cu_seqlens, dropout_rng, max_seqlen, options):  # type: ignore[no-untyped-def]
+def _varlen_reference(qkv, cu_seqlens, dropout_rng, max_seqlen, options):
     return reference.varlen_qkv_attention(
         qkv, cu_seqlens, max_seqlen=max_seqlen, dropout_rng=dropout_rng, **dataclasses.asdict(options)
     )
@@ -335,7 +340,7 @@ def _key_spans(inputs: _Inputs) -> tuple[Array | None, Array | None, Array | Non
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _triton(inputs, options, config, precision, interpret):  # type: ignore[no-untyped-def]
+def _triton(inputs, options, config, precision, interpret):
     out = triton.forward(
         inputs.query, inputs.key, inputs.value, *_key_spans(inputs), scale=options.scale,
         return_residual=options.return_residual, precision=precision, config=config, interpret=interpret,
@@ -343,11 +348,11 @@ def _triton(inputs, options, config, precision, interpret):  # type: ignore[no-u
     return tuple(out) if options.return_residual else out[0]
 
 
-def _fwd(inputs, options, config, precision, interpret):  # type: ignore[no-untyped-def]
+def _fwd(inputs, options, config, precision, interpret):
     return _triton(inputs, options, config, precision, interpret), inputs
 
 
-def _bwd(options, config, precision, interpret, inputs, d_out):  # type: ignore[no-untyped-def]
+def _bwd(options, config, precision, interpret, inputs, d_out):
     _, vjp = jax.vjp(lambda inputs: _plain(inputs, options), inputs)
     return vjp(d_out)
 

@@ -108,7 +108,7 @@ def bias_residual_layer_norm(
     return out if return_sum else out[0]
 
 
-def _check(op, x, gamma, beta, epsilon):  # type: ignore[no-untyped-def]
+def _check(op, x, gamma, beta, epsilon):
     x = common.as_float(op, "x", x)
     if x.ndim == 0:
         raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
@@ -117,7 +117,7 @@ def _check(op, x, gamma, beta, epsilon):  # type: ignore[no-untyped-def]
     return x, gamma, beta, common.check_number(op, "epsilon", epsilon, positive=True)
 
 
-def _run(op, x, bias, residual, gamma, beta, rng, reason, epsilon, rate, return_sum, implementation):  # type: ignore[no-untyped-def]
+def _run(op, x, bias, residual, gamma, beta, rng, reason, epsilon, rate, return_sum, implementation):
     """A tuple: the normalised array, and the sum if asked for."""
     choice = dispatch.choose(op, implementation, {"triton": reason})
     if choice.name == "xla" or x.size == 0:
@@ -130,7 +130,7 @@ def _run(op, x, bias, residual, gamma, beta, rng, reason, epsilon, rate, return_
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7, 8))
-def _reference(x, bias, residual, gamma, beta, rng, epsilon, rate, return_sum):  # type: ignore[no-untyped-def]
+def _reference(x, bias, residual, gamma, beta, rng, epsilon, rate, return_sum):
     if residual is None:
         return (reference.layer_norm(x, gamma, beta, epsilon=epsilon),)
     out = reference.bias_residual_layer_norm(
@@ -140,7 +140,7 @@ def _reference(x, bias, residual, gamma, beta, rng, epsilon, rate, return_sum): 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
-def _triton(x, bias, residual, gamma, beta, epsilon, return_sum, config, interpret):  # type: ignore[no-untyped-def]
+def _triton(x, bias, residual, gamma, beta, epsilon, return_sum, config, interpret):
     return tuple(
         triton.forward(
             x, bias, residual, gamma, beta, epsilon=epsilon, return_sum=return_sum, config=config, interpret=interpret
@@ -148,12 +148,12 @@ def _triton(x, bias, residual, gamma, beta, epsilon, return_sum, config, interpr
     )
 
 
-def _fwd(x, bias, residual, gamma, beta, epsilon, return_sum, config, interpret):  # type: ignore[no-untyped-def]
+def _fwd(x, bias, residual, gamma, beta, epsilon, return_sum, config, interpret):
     saved = (x, bias, residual, gamma, beta)
     return _triton(*saved, epsilon, return_sum, config, interpret), saved
 
 
-def _bwd(epsilon, return_sum, config, interpret, saved, dy):  # type: ignore[no-untyped-def]
+def _bwd(epsilon, return_sum, config, interpret, saved, dy):
     _, vjp = jax.vjp(lambda *arrays: _reference(*arrays, None, epsilon, 0.0, return_sum), *saved)
     return vjp(dy)
 

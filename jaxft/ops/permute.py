@@ -92,6 +92,7 @@ def permute(x: Array, axes: Sequence[int], *, implementation: str | None = None)
       implementation: None for the fastest, or "xla".
 
     Raises:
+      TypeError: axes is not a sequence of integers.
       ValueError: axes is not a permutation, or an unknown implementation.
       NotImplementedError: the named implementation cannot do this; the message says why.
 
@@ -99,7 +100,10 @@ def permute(x: Array, axes: Sequence[int], *, implementation: str | None = None)
     """
     op = "permute"
     x = common.as_array(op, "x", x)
-    order = tuple(operator.index(a) + (x.ndim if operator.index(a) < 0 else 0) for a in axes)
+    try:
+        order = tuple(operator.index(a) + (x.ndim if operator.index(a) < 0 else 0) for a in axes)
+    except TypeError as error:
+        raise TypeError(f"{op}: axes must be a sequence of integers, got {axes!r}") from error
     if sorted(order) != list(range(x.ndim)):
         raise ValueError(f"{op}: axes must be a permutation of the {x.ndim} axes of x, got {tuple(axes)}")
     dispatch.choose(op, implementation, {})

@@ -61,7 +61,7 @@ def log_softmax(
     return _run("log_softmax", reference.log_softmax, x, scale, bias, mask, implementation)
 
 
-def _run(op, function, x, scale, bias, mask, implementation):  # type: ignore[no-untyped-def]
+def _run(op, function, x, scale, bias, mask, implementation):
     x = common.as_float(op, "x", x)
     if x.ndim == 0:
         raise ValueError(f"{op}: x must have at least one dimension, got a scalar")

@@ -32,7 +32,7 @@ def unsupported(head_size: int, **arrays: Array) -> str | None:
     return common.unsupported_dtype(**arrays)
 
 
-def _fwd_kernel(  # type: ignore[no-untyped-def]
+def _fwd_kernel(
     q_ref, k_ref, v_ref, full_ref, end_ref, mask_ref, out_ref, lse_ref=None,
     *, scale: float, group: int, k_head: int, v_head: int, block_q: int, block_k: int, precision,
 ):  # fmt: skip
@@ -41,8 +41,8 @@ def _fwd_kernel(  # type: ignore[no-untyped-def]
     _, query_length, _, head_size = out_ref.shape
     key_length = k_ref.shape[1]
     width = max(16, next_power_of_2(head_size))
-    in_head = None if width == head_size else (jnp.arange(width) < head_size)[None, :]
-    in_queries = start + jnp.arange(block_q) < query_length
+    in_head = None if width == head_size else (common.positions(0, width) < head_size)[None, :]
+    in_queries = common.positions(start, block_q) < query_length
 
     def tile(row, rows, head):
         return batch, common.span(row, rows), head, common.span(0, width)
@@ -58,9 +58,9 @@ def _fwd_kernel(  # type: ignore[no-untyped-def]
 
     def visit(j, carry, *, masked):
         acc, total, top = carry
-        row = j * block_k
+        row = jnp.int32(j) * block_k
         if masked:
-            column = row + jnp.arange(block_k)
+            column = common.positions(row, block_k)
             if mask_ref is None:
                 allowed = column < end
             else:
@@ -83,18 +83,22 @@ def _fwd_kernel(  # type: ignore[no-untyped-def]
         acc = acc * rescale[:, None] + common.dot(p.astype(v.dtype), v, precision=precision)
         return acc, total * rescale + jnp.sum(p, axis=1), new_top
 
-    full = key_length if full_ref is None else common.load(full_ref.at[batch])
-    end = key_length if end_ref is None else common.load(end_ref.at[batch])
+    if full_ref is None or end_ref is None:
+        edge, stop = key_length // block_k, pl.cdiv(key_length, block_k)
+        end = key_length
+    else:
+        end = common.load(end_ref.at[batch])
+        edge = lax.div(common.load(full_ref.at[batch]), jnp.int32(block_k))
+        stop = lax.div(end + jnp.int32(block_k - 1), jnp.int32(block_k))
     carry = (
         jnp.zeros((block_q, width), jnp.float32),
         jnp.zeros((block_q,), jnp.float32),
         jnp.full((block_q,), -jnp.inf, jnp.float32),
     )
     # Two loops: masks in every tile would cost 20-60 % (H200, 2026-11-20).
-    carry = lax.fori_loop(0, full // block_k, functools.partial(visit, masked=False), carry)
-    if full_ref is not None or key_length % block_k:
-        visit_edge = functools.partial(visit, masked=True)
-        carry = lax.fori_loop(full // block_k, pl.cdiv(end, block_k), visit_edge, carry)
+    carry = lax.fori_loop(0, edge, functools.partial(visit, masked=False), carry)
+    if full_ref is not None or stop > edge:
+        carry = lax.fori_loop(edge, stop, functools.partial(visit, masked=True), carry)
     acc, total, top = carry
     safe_total = jnp.where(total == 0.0, 1.0, total)  # a row with nothing to attend to gives 0
     out = acc / safe_total[:, None]

@@ -21,11 +21,11 @@ def unsupported(x: Array, bias: Array | None) -> str | None:
     return common.unsupported_dtype(x=x, bias=bias)
 
 
-def _fwd_kernel(x_ref, bias_ref, y_ref, *, activation: str, block_rows: int, block_width: int):  # type: ignore[no-untyped-def]
+def _fwd_kernel(x_ref, bias_ref, y_ref, *, activation: str, block_rows: int, block_width: int):
     rows, width = x_ref.shape
     row, column = pl.program_id(1) * block_rows, pl.program_id(0) * block_width
-    columns = column + jnp.arange(block_width) < width
-    inside = (row + jnp.arange(block_rows) < rows)[:, None] & columns[None, :]
+    columns = common.positions(column, block_width) < width
+    inside = (common.positions(row, block_rows) < rows)[:, None] & columns[None, :]
     tile = (common.span(row, block_rows), common.span(column, block_width))
     y = common.load(x_ref.at[tile], mask=inside, other=0.0).astype(jnp.float32)  # [block_rows, block_width]
     if bias_ref is not None:

@@ -65,6 +65,11 @@ def _varying(operands: Sequence[Array]) -> dict[str, Any]:
     return {"manual_axis_type": type(axes[0])(varying=frozenset().union(*(a.varying for a in axes)))}
 
 
+def positions(start: Array | int, size: int) -> Array:
+    """`size` indices from `start` on, in 32 bits whatever JAX's default integers are."""
+    return start + jnp.arange(size, dtype=jnp.int32)
+
+
 def span(start: Array | int, size: int) -> Any:
     """`size` (a power of two) indices from `start` on, possibly past the array's end: mask the access."""
     return pl.ds(jnp.int32(start), size)  # JAX checks a Python integer against the array's bounds, and refuses
@@ -108,13 +113,14 @@ def _gelu_erf(x: Array) -> Array:
 
 
 def _gelu_erf_16bit(x: Array) -> Array:
-    """GELU (erf) by x * sigmoid(x * P(x^2)) in nine instructions instead of forty.
+    """GELU (erf) with a relative error of 3e-4, a fraction of the rounding to 16 bits, in a third of the work.
 
-    P is a minimax fit: the error is at most 1.1e-4, and 0.22 % of the result down to x = -5.5. P grows without end.
+    erfc(|x| / sqrt(2)) / 2 = exp(-x^2 / 2) * t * P(t), t = 1 / (1 + 0.49 |x|), P a minimax fit of the relative error.
     """
-    square = x * x
-    p = (8.5097491e-6 * square - 9.6331002e-4) * square + 0.0755406986
-    return x * _sigmoid(x * (p * square + 1.59340502))
+    t = 1.0 / (1.0 + 0.49 * jnp.abs(x))
+    p = ((-0.12037462 * t + 0.25018403) * t + 0.17322216) * t + 0.1970786
+    half = jnp.exp2(x * x * (-0.5 * math.log2(math.e))) * (t * p)
+    return x * jnp.where(x < 0.0, half, 1.0 - half)
 
 
 def _gelu_tanh(x: Array) -> Array:

@@ -2,7 +2,7 @@
 
 2 * M * K * F floating-point operations. With few rows the weights' bytes are the floor, and what counts is that enough
 programs read them at once: cuBLAS starts too few (128x768x768 on an H200: 12 of 132 multiprocessors, 5 us). For many
-rows cuBLAS is faster, and `jaxft.tuning.dense` says so.
+rows cuBLAS is faster, and `jaxft.tuning.dense_by_library` says where.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ def unsupported(**arrays: Array | None) -> str | None:
     return common.unsupported_dtype(**arrays)
 
 
-def _fwd_kernel(  # type: ignore[no-untyped-def]
+def _fwd_kernel(
     x_ref, kernel_ref, bias_ref, residual_ref, y_ref,
     *, activation: str | None, block_m: int, block_n: int, block_k: int, precision,
 ):  # fmt: skip
     rows, depth = x_ref.shape
     width = kernel_ref.shape[1]
     row, column = pl.program_id(0) * block_m, pl.program_id(1) * block_n
-    in_rows = (row + jnp.arange(block_m) < rows)[:, None]
-    in_columns = (column + jnp.arange(block_n) < width)[None, :]
+    in_rows = (common.positions(row, block_m) < rows)[:, None]
+    in_columns = (common.positions(column, block_n) < width)[None, :]
 
     def add_block(k, acc, *, masked):
-        start = k * block_k
+        start = jnp.int32(k) * block_k
         in_x, in_kernel = (
             jnp.broadcast_to(in_rows, (block_m, block_k)),
             jnp.broadcast_to(in_columns, (block_k, block_n)),
         )
         if masked:
-            in_depth = start + jnp.arange(block_k) < depth
+            in_depth = common.positions(start, block_k) < depth
             in_x, in_kernel = in_x & in_depth[None, :], in_kernel & in_depth[:, None]
         a = common.load(x_ref.at[common.span(row, block_m), common.span(start, block_k)], mask=in_x, other=0.0)
         b = common.load(
@@ -55,7 +55,7 @@ def _fwd_kernel(  # type: ignore[no-untyped-def]
         acc = add_block(depth // block_k, acc, masked=True)
     if bias_ref is not None:
         columns = common.span(column, block_n)
-        bias = common.load(bias_ref.at[columns], mask=column + jnp.arange(block_n) < width, other=0.0)
+        bias = common.load(bias_ref.at[columns], mask=common.positions(column, block_n) < width, other=0.0)
         acc = acc + bias.astype(jnp.float32)[None, :]
     if activation is not None:
         acc = common.activation(activation, acc, y_ref.dtype)

@@ -31,18 +31,18 @@ def _merge_moments(a: tuple[Array, Array, Array], b: tuple[Array, Array, Array])
     return count, a[1] + delta * (b[0] / count), a[2] + b[2] + delta * delta * (a[0] * b[0] / count)
 
 
-def _fwd_kernel(  # type: ignore[no-untyped-def]
+def _fwd_kernel(
     x_ref, bias_ref, residual_ref, gamma_ref, beta_ref, y_ref, sum_ref=None,
     *, epsilon: float, block_rows: int, block_width: int,
 ):  # fmt: skip
     rows, width = x_ref.shape
     row = pl.program_id(0) * block_rows
-    in_rows = row + jnp.arange(block_rows) < rows
+    in_rows = common.positions(row, block_rows) < rows
 
     def chunk(column):
         """Where one chunk of the rows lies, and x + bias + residual there."""
         columns = common.span(column, block_width)
-        in_width = column + jnp.arange(block_width) < width
+        in_width = common.positions(column, block_width) < width
         inside = in_rows[:, None] & in_width[None, :]
         tile = (common.span(row, block_rows), columns)
         total = common.load(x_ref.at[tile], mask=inside, other=0.0).astype(jnp.float32)  # [block_rows, block_width]
@@ -54,7 +54,7 @@ def _fwd_kernel(  # type: ignore[no-untyped-def]
 
     def moments(chunk):
         _, _, in_width, _, total = chunk
-        count = jnp.sum(jnp.where(in_width, 1.0, 0.0))
+        count = jnp.sum(in_width.astype(jnp.float32))
         mean = jnp.sum(jnp.where(in_width[None, :], total, 0.0), axis=1) / count
         centered = jnp.where(in_width[None, :], total - mean[:, None], 0.0)
         return count, mean, jnp.sum(centered * centered, axis=1)
@@ -73,16 +73,16 @@ def _fwd_kernel(  # type: ignore[no-untyped-def]
     first = chunk(0)
     chunks = pl.cdiv(width, block_width)
     _, mean, square = lax.fori_loop(
-        1, chunks, lambda i, found: _merge_moments(found, moments(chunk(i * block_width))), moments(first)
+        1, chunks, lambda i, found: _merge_moments(found, moments(chunk(jnp.int32(i) * block_width))), moments(first)
     )
     scale = lax.rsqrt(square / width + epsilon)
     if chunks == 1:
         write(first, mean, scale)
     else:
-        lax.fori_loop(0, chunks, lambda i, _: write(chunk(i * block_width), mean, scale), None)
+        lax.fori_loop(0, chunks, lambda i, _: write(chunk(jnp.int32(i) * block_width), mean, scale), None)
 
 
-def _vector(ref, columns, in_width):  # type: ignore[no-untyped-def]
+def _vector(ref, columns, in_width):
     return common.load(ref.at[columns], mask=in_width, other=0.0).astype(jnp.float32)[None, :]
 
 
