@@ -16,6 +16,7 @@ BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 TITLES = {
     "encoder": "Encoder, forward (microseconds for the whole stack, embeddings not included)",
     "attention": "Attention, forward, from packed QKV (microseconds)",
+    "dense": "Dense layers of few rows, forward (microseconds)",
     "other": "Row kernels, forward (microseconds)",
 }
 METRICS = {

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import bench_dense
 import timing
 from jaxft import dispatch, reference, tuning
 from jaxft.kernels.triton import attention, bias_activation, dense, layer_norm
@@ -27,9 +28,6 @@ FEED_FORWARD = [(128, 3072), (1024, 3072), (4096, 3072), (16384, 3072), (16384, 
 # batch, heads, length, head size
 ATTENTION = [(1, 12, 128, 64), (8, 12, 128, 64), (32, 12, 128, 64), (128, 12, 128, 64), (256, 16, 128, 64),
              (32, 12, 512, 64), (64, 16, 512, 64), (8, 16, 2048, 64), (2, 16, 8192, 64), (32, 12, 128, 32)]  # fmt: skip
-# rows, depth, width
-DENSE = [(rows, *sizes) for rows in (128, 256, 512, 1024)
-         for sizes in ((768, 2304), (768, 768), (768, 3072), (3072, 768))]  # fmt: skip
 # The part of a candidate's time that a change must save to replace the present choice.
 MARGIN = 0.02
 
@@ -115,7 +113,7 @@ def dense_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
     blocks = [(64, 64, deep, 4, 3), (32, 64, deep, 4, 3), (64, 32, deep, 4, 3), (16, 64, deep, 4, 3),
               (32, 32, deep, 4, 5), (64, 32, deep, 4, 5), (32, 32, 2 * deep, 4, 2), (128, 64, deep // 2, 4, 4),
               (64, 64, deep // 2, 4, 4), (128, 128, deep // 2, 8, 3)]  # fmt: skip
-    for rows, depth, width in DENSE:
+    for rows, depth, width in bench_dense.SHAPES:
         sizes = {"rows": rows, "depth": depth, "width": width, "itemsize": itemsize}
         present = tuning.dense(rows, depth, width, itemsize, kind)
         configs = [present, *(tuning.DenseConfig(*block) for block in blocks)]

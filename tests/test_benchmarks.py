@@ -8,6 +8,7 @@ import pytest
 
 import bench_attention
 import bench_bias_activation
+import bench_dense
 import bench_encoder
 import bench_layer_norm
 import report
@@ -37,6 +38,7 @@ def read(folder):
 @pytest.mark.parametrize(
     ("script", "settings", "peers"),
     [
+        (bench_dense, {"SHAPES": [(5, 24, 16)]}, {"xla"}),
         (bench_layer_norm, {"SHAPES": [(5, 24)]}, {"xla", "copy (memcpy)"}),
         (bench_bias_activation, {"SHAPES": [(5, 24)]}, {"xla", "copy (memcpy)"}),
         (bench_attention, {"SHAPES": [(2, 64)], **HEADS}, {"xla"}),
