@@ -10,6 +10,7 @@ import bench_attention
 import bench_bias_activation
 import bench_encoder
 import bench_layer_norm
+import bench_permute
 import report
 import timing
 
@@ -39,6 +40,7 @@ def read(folder):
     [
         (bench_layer_norm, {"SHAPES": [(5, 24)]}, {"xla", "copy (memcpy)"}),
         (bench_bias_activation, {"SHAPES": [(5, 24)]}, {"xla", "copy (memcpy)"}),
+        (bench_permute, {"CASES": [((2, 5, 3, 8), (0, 2, 1, 3), ("float16",))]}, {"xla", "copy (memcpy)"}),
         (bench_attention, {"SHAPES": [(2, 64)], **HEADS}, {"xla"}),
         (bench_encoder, TINY_ENCODER, {"xla", "xla, separate qkv"}),
     ],
