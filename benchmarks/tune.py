@@ -98,9 +98,10 @@ def permute_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
             if block_inner * max(block_inner // kept, 1) <= elements <= 64 * 32 * num_warps
         ]
         sizes = {"size": size, "kept": kept, "itemsize": itemsize}
+        present = tuning.permute(size, kept, itemsize, kind)
         run = functools.partial(permute.forward, axes=axes, interpret=False)
         plain = functools.partial(reference.permute, axes=axes)
-        yield Case("permute", sizes, (shape,), dtype, run, plain, [tuning.permute(*sizes.values(), kind), *configs])
+        yield Case("permute", sizes, (shape,), dtype, run, plain, [present, *configs])
 
 
 def attention_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:

@@ -3,7 +3,7 @@
 Both read and write every element once. A program of `permute` moves one tile: a block along the input's innermost axes,
 so that it reads whole lines, by a block along the output's innermost axes, so that it writes whole lines; between them
 the value is transposed through shared memory. Where the innermost axis stays and is long, the two blocks are one, and
-rows move as they are. What is left of a program's budget goes to further axes, so that short axes make no small programs.
+rows move as they are. What is left of a program's budget goes to further axes: short axes make no small programs.
 """
 
 from __future__ import annotations
