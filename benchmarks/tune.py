@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 import bench_dense
 import timing
 from jaxft import dispatch, reference, tuning
-from jaxft.kernels.triton import attention, bias_activation, dense, layer_norm
+from jaxft.kernels.triton import attention, bias_activation, dense, layer_norm, permute
 
 TUNED = Path(tuning.__file__).parent / "tuned"
 ROWS = [(128, 768), (1024, 768), (4096, 768), (16384, 768), (16384, 1024), (65536, 1024), (4096, 384)]  # rows, width
@@ -28,6 +29,9 @@ FEED_FORWARD = [(128, 3072), (1024, 3072), (4096, 3072), (16384, 3072), (16384, 
 # batch, heads, length, head size
 ATTENTION = [(1, 12, 128, 64), (8, 12, 128, 64), (32, 12, 128, 64), (128, 12, 128, 64), (256, 16, 128, 64),
              (32, 12, 512, 64), (64, 16, 512, 64), (8, 16, 2048, 64), (2, 16, 8192, 64), (32, 12, 128, 32)]  # fmt: skip
+# shape and axes, in which no axis is 1 and none can be merged
+PERMUTE = [((32, 512, 12, 64), (0, 2, 1, 3)), ((32, 128, 12, 64), (0, 2, 1, 3)), ((8192, 8192), (1, 0)),
+           ((1024, 1024), (1, 0))]  # fmt: skip
 # The part of a candidate's time that a change must save to replace the present choice.
 MARGIN = 0.02
 
@@ -80,6 +84,22 @@ def elementwise_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
         present = tuning.bias_activation(rows, width, itemsize, kind)
         shapes = ((rows, width), (width,))
         yield Case("bias_activation", sizes, shapes, dtype, run, reference.bias_activation, [present, *configs])
+
+
+def permute_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
+    for shape, axes in PERMUTE:
+        kept = shape[-1] if axes[-1] == len(axes) - 1 else 1
+        size = math.prod(shape)
+        configs = [
+            tuning.PermuteConfig(block_inner, elements, num_warps)
+            for block_inner, elements, num_warps in itertools.product((32, 64, 128), (1024, 4096, 16384), (4, 8))
+            if block_inner * max(block_inner // kept, 1) <= elements <= 64 * 32 * num_warps
+        ]
+        sizes = {"size": size, "kept": kept, "itemsize": itemsize}
+        present = tuning.permute(size, kept, itemsize, kind)
+        run = functools.partial(permute.forward, axes=axes, interpret=False)
+        plain = functools.partial(reference.permute, axes=axes)
+        yield Case("permute", sizes, (shape,), dtype, run, plain, [present, *configs])
 
 
 def attention_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
@@ -167,7 +187,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     kind = dispatch.device_kind()
     path = args.out / f"{kind.replace(' ', '_')}.json"
     table = json.loads(path.read_text()) if path.is_file() else {}
-    for dtype, cases in itertools.product(args.dtypes, (row_cases, elementwise_cases, attention_cases, dense_cases)):
+    kinds = (row_cases, elementwise_cases, permute_cases, attention_cases, dense_cases)
+    for dtype, cases in itertools.product(args.dtypes, kinds):
         for case in cases(dtype, jnp.dtype(dtype).itemsize, kind):
             if args.only is None or case.op in args.only:
                 table.setdefault(case.op, {})[tuning.key(**case.sizes)] = dataclasses.asdict(best(case))

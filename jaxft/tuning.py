@@ -13,7 +13,7 @@ import json
 from importlib import resources
 from typing import TypeVar
 
-Config = TypeVar("Config", "RowConfig", "ElementwiseConfig", "AttentionConfig", "DenseConfig")
+Config = TypeVar("Config", "RowConfig", "ElementwiseConfig", "PermuteConfig", "AttentionConfig", "DenseConfig")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,20 @@ class ElementwiseConfig:
 
     block_rows: int
     block_width: int
+    num_warps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PermuteConfig:
+    """A change of layout in tiles of `elements` elements, if the shape has as many.
+
+    `block_inner` of them lie in a line of the input, and as many in a line of the output; what is left of `elements`
+    goes to further axes. Both are powers of two, and `elements` is at least the square of `block_inner`, or
+    `block_inner` where the innermost axis stays and is as long.
+    """
+
+    block_inner: int
+    elements: int
     num_warps: int
 
 
@@ -91,6 +105,26 @@ def bias_activation(rows: int, width: int, itemsize: int, device_kind: str) -> E
     elements = 1024 if rows * width < 2**21 else 2048 if rows * width < 2**23 else 4096
     default = ElementwiseConfig(max(1, elements // block_width), block_width, num_warps=4)
     return lookup("bias_activation", default, device_kind, rows=rows, width=width, itemsize=itemsize)
+
+
+def permute(size: int, kept: int, itemsize: int, device_kind: str) -> PermuteConfig:
+    """Of `size` elements; `kept` is the size of the innermost axis where it stays innermost, else 1."""
+    # Lines of 128 bytes, for 16 bits, on both sides; small arrays want more programs.
+    line = 32 if size < 2**20 or itemsize > 4 else 64
+    block_inner = max(line, min(next_power_of_2(kept), 1024))
+    default = PermuteConfig(block_inner, elements=line * line, num_warps=8 if line == 64 and itemsize == 4 else 4)
+    return lookup("permute", default, device_kind, size=size, kept=kept, itemsize=itemsize)
+
+
+def qkv_bias_split_heads(
+    batch_heads: int, length: int, head_size: int, itemsize: int, device_kind: str
+) -> ElementwiseConfig:
+    block_width = min(next_power_of_2(head_size), 1024)
+    elements = 1024 if batch_heads * length * head_size < 2**20 else 2048  # three times: of q, k and v
+    block_rows = min(max(1, elements // block_width), next_power_of_2(length))
+    default = ElementwiseConfig(block_rows, block_width, num_warps=4)
+    sizes = {"batch_heads": batch_heads, "length": length, "head_size": head_size, "itemsize": itemsize}
+    return lookup("qkv_bias_split_heads", default, device_kind, **sizes)
 
 
 def attention(

@@ -11,6 +11,7 @@ import bench_bias_activation
 import bench_dense
 import bench_encoder
 import bench_layer_norm
+import bench_permute
 import report
 import timing
 
@@ -41,6 +42,7 @@ def read(folder):
         (bench_dense, {"SHAPES": [(5, 24, 16)]}, {"xla"}),
         (bench_layer_norm, {"SHAPES": [(5, 24)]}, {"xla", "copy (memcpy)"}),
         (bench_bias_activation, {"SHAPES": [(5, 24)]}, {"xla", "copy (memcpy)"}),
+        (bench_permute, {"CASES": [((2, 5, 3, 8), (0, 2, 1, 3), ("float16",))]}, {"xla", "copy (memcpy)"}),
         (bench_attention, {"SHAPES": [(2, 64)], **HEADS}, {"xla"}),
         (bench_encoder, TINY_ENCODER, {"xla", "xla, separate qkv"}),
     ],

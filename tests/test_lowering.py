@@ -11,8 +11,8 @@ import pytest
 import jaxft
 from cases import DTYPES, for_h200, lower
 from jaxft import dispatch, reference
-from jaxft.kernels.triton import attention, bias_activation, dense, layer_norm
-from jaxft.tuning import AttentionConfig, DenseConfig, ElementwiseConfig, RowConfig
+from jaxft.kernels.triton import attention, bias_activation, dense, layer_norm, permute
+from jaxft.tuning import AttentionConfig, DenseConfig, ElementwiseConfig, PermuteConfig, RowConfig
 
 TRITON = "custom_call @__gpu$xla.gpu.triton"
 
@@ -131,7 +131,46 @@ def test_dense(dtype, caplog):
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize("op", ["layer_norm", "bias_activation", "attention", "dense"])
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [((32, 512, 12, 64), (0, 2, 1, 3)), ((8192, 8192), (1, 0)), ((8191, 8193), (1, 0)), ((256, 512, 1024), (2, 1, 0)),
+     ((2**15, 2**16), (1, 0)), ((2, 3), (1, 0)), ((5, 1, 3, 7), (3, 1, 0, 2)), ((9, 3, 5), (0, 2, 1)),
+     ((2, 3) * 4, (7, 0, 6, 1, 5, 2, 4, 3))],
+    ids=str,
+)  # fmt: skip
+def test_permute(shape, axes, caplog):
+    for dtype in ("float16", "float32", "int8"):
+        text = lower(lambda x: jaxft.permute(x, axes, implementation="triton"), of(shape, dtype))
+        assert (operations(text)[TRITON], operations(text)["transpose"]) == (1, 0)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int16", "bfloat16", "uint32", "int64", "float64",
+                                   "float8_e4m3fn", "float8_e8m0fnu", "complex64"])  # fmt: skip
+def test_permute_of_any_dtype(dtype):
+    """A complex array is moved as two."""
+    with jax.enable_x64(dtype.endswith("64")):
+        for shape, axes in (((127, 131), (1, 0)), ((7, 5, 3, 2), (0, 2, 1, 3)), ((100, 3, 5), (0, 2, 1))):
+            text = lower(lambda x, axes=axes: jaxft.permute(x, axes, implementation="triton"), of(shape, dtype))
+            assert text.count(TRITON) == (2 if dtype == "complex64" else 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(2, 5, 3, 7), (32, 128, 12, 64), (1, 1, 1, 1), (1, 3, 2, 1500)], ids=str)
+def test_split_and_merge_heads(shape, dtype, caplog):
+    b, t, n, h = shape
+    qkv, bias = of((b, t, 3 * n * h), dtype), of((3 * n * h,))
+    for arguments in ((qkv, bias), (qkv,)):
+        text = lower(
+            lambda qkv, bias=None: jaxft.qkv_bias_split_heads(qkv, bias, n, implementation="triton"), *arguments
+        )
+        assert (operations(text)[TRITON], operations(text)["transpose"]) == (1, 0)
+    text = lower(lambda x: jaxft.merge_heads(x, implementation="triton"), of((b, n, t, h), dtype))
+    assert operations(text)[TRITON] == (t > 1 and n > 1)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "bias_activation", "attention", "dense", "permute", "split_heads"])
 def test_gradients(op, caplog):
     """Whatever the backward pass is, it lowers, and the kernel is in the forward pass."""
     x, vector, qkv = of((7, 80), jnp.bfloat16), of((80,)), of((2, 37, 3, 4, 64), jnp.bfloat16)
@@ -140,6 +179,12 @@ def test_gradients(op, caplog):
         "bias_activation": (jaxft.bias_activation, x, vector),
         "attention": (lambda qkv: jaxft.qkv_attention(qkv), qkv),
         "dense": (lambda x, v, k: jaxft.dense(x, k, v, activation="gelu"), x, vector, of((80, 80), jnp.bfloat16)),
+        "permute": (lambda x: jaxft.permute(x, (1, 0), implementation="triton"), x),
+        "split_heads": (
+            lambda x, v: jaxft.qkv_bias_split_heads(x[None], jnp.tile(v, 3)[:72], 4, implementation="triton"),
+            of((7, 72)),
+            vector,
+        ),
     }[op]
 
     def value_and_gradients(*arguments):
@@ -176,6 +221,11 @@ def test_configs(dtype):
         )
         options = {"config": ElementwiseConfig(*sizes), "interpret": False}
         assert_lowers(lambda x, v, o=options: bias_activation.forward(x, v, activation="gelu", **o), x, vector)
+        assert_lowers(lambda x, o=options: permute.split_heads(x, None, 5, **o), of((2, 9, 180), dtype))
+    for sizes in ((2, 4, 1), (8, 64, 2), (64, 4096, 8), (128, 16384, 8)):
+        options = {"config": PermuteConfig(*sizes), "interpret": False}
+        assert_lowers(lambda x, o=options: permute.forward(x, (1, 0), **o), x)
+        assert_lowers(lambda x, o=options: permute.forward(x, (0, 2, 1, 3), **o), of((4, 30, 5, 24), dtype))
     qkv, ends, mask = of((2, 200, 3, 4, 40), dtype), of((2,), jnp.int32), of((2, 200), jnp.bool_)
     kernel = of((101, 67), dtype)
     for q, k, warps, stages in ((16, 16, 1, 1), (32, 16, 4, 3), (64, 128, 4, 2), (128, 64, 8, 4)):

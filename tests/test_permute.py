@@ -1,15 +1,24 @@
 """permute, merge_heads and qkv_bias_split_heads."""
 
+import itertools
+import math
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 import jaxft
 import oracle
-from cases import DTYPES, check, jit, normal, seeds, some
-from jaxft import reference
+from cases import DTYPES, INTERPRET, check, jit, normal, seeds, some
+from compare import assert_matches_oracle
+from jaxft import dispatch, reference, tuning
+from jaxft.kernels.triton import permute as triton
+from jaxft.tuning import ElementwiseConfig, PermuteConfig
+
+BOTH = pytest.mark.parametrize("implementation", ["triton", "xla"])
 
 
 def check_op(name, floats, *arguments, seed=None):
@@ -19,7 +28,7 @@ def check_op(name, floats, *arguments, seed=None):
         return lambda x, bias=None: op(x, *([bias] if name == "qkv_bias_split_heads" else []), *arguments, **more)
 
     check(lambda implementation, **f: call(getattr(jaxft, name), implementation=implementation)(**f),
-          call(getattr(reference, name)), call(getattr(oracle, name)), floats, implementations=["xla", None],
+          call(getattr(reference, name)), call(getattr(oracle, name)), floats, implementations=["triton", "xla"],
           seed=seed)  # fmt: skip
 
 
@@ -34,13 +43,35 @@ def test_split_and_merge_heads(shape, dtype):
     check_op("merge_heads", normal(rng, dtype, x=(b, n, t, h)))
 
 
+def assert_moves(x, axes, y):
+    """`y` holds the very bits of `x`, moved."""
+    expected = np.transpose(np.asarray(x), axes)
+    assert (y.shape, y.dtype) == (expected.shape, expected.dtype)
+    got, wanted = (np.ascontiguousarray(a).ravel().view(np.uint8) for a in (y, expected))
+    np.testing.assert_array_equal(got, wanted)
+
+
+def random_bits(rng, dtype, shape):
+    """Every bit pattern may come, NaN included."""
+    dtype = jnp.dtype(dtype)
+    if dtype == jnp.bool_:
+        return rng.random(shape) < 0.5
+    if dtype == jnp.bfloat16 and INTERPRET:  # a CPU goes through float32: other NaN, no subnormal numbers
+        return rng.standard_normal(shape).astype(dtype)
+    return np.frombuffer(rng.bytes(math.prod(shape) * dtype.itemsize), dtype).reshape(shape)
+
+
 def test_without_bias():
     check_op("qkv_bias_split_heads", normal(np.random.default_rng(1), jnp.float32, x=(2, 5, 36)), 4)
 
 
-def test_merging_undoes_splitting():
+@BOTH
+def test_merging_undoes_splitting(implementation):
     qkv = normal(np.random.default_rng(2), jnp.float32, qkv=(2, 5, 36))["qkv"]
-    parts = [jaxft.merge_heads(part) for part in jaxft.qkv_bias_split_heads(qkv, None, 4)]
+    parts = [
+        jaxft.merge_heads(part, implementation=implementation)
+        for part in jaxft.qkv_bias_split_heads(qkv, None, 4, implementation=implementation)
+    ]
     np.testing.assert_array_equal(jnp.concatenate(parts, axis=-1), qkv)
 
 
@@ -52,31 +83,286 @@ def test_merging_undoes_splitting():
 def test_permute(shape, axes):
     floats = normal(np.random.default_rng(3), jnp.float32, x=shape)
     check_op("permute", floats, axes)
-    np.testing.assert_array_equal(
-        jaxft.permute(floats["x"], [a - len(axes) for a in axes]), np.transpose(floats["x"], axes)
-    )
+    for implementation in ("triton", "xla", None):
+        y = jaxft.permute(floats["x"], [a - len(axes) for a in axes], implementation=implementation)
+        assert_moves(floats["x"], axes, y)
 
 
-@pytest.mark.parametrize("dtype", [bool, np.int8, np.int32, np.complex64])
-def test_permute_of_any_dtype(dtype):
-    x = np.arange(30).reshape(2, 3, 5).astype(dtype)
-    y = jaxft.permute(x, (2, 0, 1))
-    assert y.dtype == dtype
-    np.testing.assert_array_equal(y, np.transpose(x, (2, 0, 1)))
+DTYPES_64 = ["int64", "uint64", "float64"]
+DTYPES_TO_MOVE = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "bfloat16", "float32",
+                  "float8_e4m3fn", "float8_e5m2", "complex64", *DTYPES_64]  # fmt: skip
 
 
-def test_empty():
-    assert jaxft.permute(jnp.ones((0, 3, 2)), (2, 1, 0)).shape == (2, 3, 0)
-    assert jaxft.merge_heads(jnp.ones((2, 3, 0, 4))).shape == (2, 0, 12)
+@BOTH
+@pytest.mark.parametrize("dtype", DTYPES_TO_MOVE)
+def test_permute_of_any_dtype(dtype, implementation):
+    rng = np.random.default_rng(4)
+    with jax.enable_x64(dtype in DTYPES_64):
+        for shape, axes in (((3, 1, 37, 5), (2, 0, 1, 3)), ((33, 70), (1, 0)), ((2, 3), (0, 1))):
+            x = random_bits(rng, dtype, shape)
+            assert_moves(x, axes, jaxft.permute(jnp.asarray(x), axes, implementation=implementation))
+
+
+@BOTH
+@pytest.mark.parametrize("axes", [*itertools.permutations(range(4))], ids=str)
+def test_every_permutation_of_four_axes(axes, implementation):
+    rng = np.random.default_rng(5)
+    for shape in ((3, 7, 1, 5), (5, 2, 11, 3)):
+        x = random_bits(rng, "float32", shape)
+        assert_moves(x, axes, jaxft.permute(x, axes, implementation=implementation))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [((127, 131), (1, 0)), ((131, 127), (1, 0)), ((1, 129), (1, 0)), ((2, 33, 65), (2, 1, 0)), ((500, 3), (1, 0)),
+     ((3, 500), (1, 0)), ((70, 3, 5), (0, 2, 1)), ((2, 40, 3, 64), (0, 2, 1, 3)), ((3, 2, 1100), (1, 0, 2)),
+     ((7, 33, 2), (1, 0, 2)), ((3, 9, 5, 3), (2, 1, 0, 3)),
+     ((2,) * 10, (9, 0, 8, 1, 7, 2, 6, 3, 5, 4))],
+    ids=str,
+)  # fmt: skip
+def test_shapes_that_divide_nothing(shape, axes, implementation):
+    x = random_bits(np.random.default_rng(6), "float16", shape)
+    assert_moves(x, axes, jaxft.permute(x, axes, implementation=implementation))
+
+
+@BOTH
+def test_integers_have_no_gradient(implementation):
+    """And do not keep what is around them from having one."""
+
+    def f(x, order):
+        return jnp.sum(x * jaxft.permute(order, (1, 0), implementation=implementation).astype(x.dtype))
+
+    order = np.arange(15, dtype=np.int32).reshape(3, 5)
+    np.testing.assert_array_equal(jit(jax.grad(f))(np.ones((5, 3), np.float32), order), order.T)
+    _, pull_back = jax.vjp(lambda x: jaxft.permute(x, (1, 0), implementation=implementation), order)
+    (gradient,) = pull_back(np.zeros((5, 3), jax.dtypes.float0))
+    assert gradient.dtype == jax.dtypes.float0 and gradient.shape == (3, 5)
+
+
+@BOTH
+def test_second_derivatives(implementation):
+    def f(x):
+        return jnp.sum(jaxft.permute(x, (2, 0, 1), implementation=implementation) ** 3)
+
+    x = normal(np.random.default_rng(7), jnp.float32, x=(2, 3, 5))["x"]
+    np.testing.assert_allclose(jax.grad(lambda x: jnp.sum(jax.grad(f)(x)))(x), 6 * x, rtol=1e-6)
+
+
+@BOTH
+def test_empty(implementation):
+    named = {"implementation": implementation}
+    assert jaxft.permute(jnp.ones((0, 3, 2)), (2, 1, 0), **named).shape == (2, 3, 0)
+    assert jaxft.merge_heads(jnp.ones((2, 3, 0, 4)), **named).shape == (2, 0, 12)
     qkv = jnp.ones((0, 5, 24), jnp.bfloat16)
-    q, k, v = jaxft.qkv_bias_split_heads(qkv, jnp.ones((24,)), 2)
+    q, k, v = jaxft.qkv_bias_split_heads(qkv, jnp.ones((24,)), 2, **named)
     assert {(x.shape, x.dtype) for x in (q, k, v)} == {((0, 2, 5, 4), qkv.dtype)}
 
 
-def test_special_values_move_as_they_are():
+@BOTH
+def test_special_values_move_as_they_are(implementation):
     x = np.array([[np.nan, np.inf], [-np.inf, -0.0]], np.float32)
-    y = np.asarray(jit(lambda x: jaxft.permute(x, (1, 0)))(x))
-    np.testing.assert_array_equal(y.view(np.uint32), x.T.copy().view(np.uint32))
+    assert_moves(x, (1, 0), jit(lambda x: jaxft.permute(x, (1, 0), implementation=implementation))(x))
+
+
+# --- The kernels ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "expected"),
+    [
+        ((), (), ((), ())),
+        ((1, 1), (1, 0), ((), ())),
+        ((2, 3, 5), (0, 1, 2), ((30,), (0,))),
+        ((2, 1, 3), (1, 0, 2), ((6,), (0,))),
+        ((5, 1), (1, 0), ((5,), (0,))),
+        ((2, 3, 5), (1, 2, 0), ((2, 15), (1, 0))),
+        ((2, 3, 5), (2, 0, 1), ((6, 5), (1, 0))),
+        ((2, 3, 5), (2, 1, 0), ((2, 3, 5), (2, 1, 0))),
+        ((32, 512, 12, 64), (0, 2, 1, 3), ((32, 512, 12, 64), (0, 2, 1, 3))),
+        ((2, 1, 3, 4, 1, 5), (0, 5, 1, 2, 3, 4), ((2, 12, 5), (0, 2, 1))),
+        ((2, 3, 1, 5, 2, 3), (4, 5, 2, 3, 0, 1), ((6, 5, 6), (2, 1, 0))),
+    ],
+    ids=str,
+)
+def test_reduce(shape, axes, expected):
+    assert triton.reduce(shape, axes) == expected
+
+
+@pytest.mark.parametrize("seed", seeds(20))
+def test_reduce_random(seed):
+    """It moves the same elements, and what is left cannot be reduced further."""
+    rng = np.random.default_rng(seed)
+    shape = tuple(int(n) for n in rng.choice([1, 2, 3], rng.integers(0, 9)))
+    axes = tuple(int(a) for a in rng.permutation(len(shape)))
+    reduced, order = triton.reduce(shape, axes)
+    x = np.arange(math.prod(shape))
+    np.testing.assert_array_equal(x.reshape(reduced).transpose(order).ravel(), x.reshape(shape).transpose(axes).ravel())
+    assert triton.reduce(reduced, order) == (reduced, order)
+    assert 1 not in reduced and all(b != a + 1 for a, b in itertools.pairwise(order))
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "itemsize", "blocks"),
+    [
+        ((8192, 8192), (1, 0), 2, (64, 64)),
+        ((256, 512, 1024), (2, 1, 0), 2, (64, 1, 64)),
+        ((32, 512, 12, 64), (0, 2, 1, 3), 2, (1, 64, 1, 64)),  # rows move as they are
+        ((32, 12, 512, 64), (0, 2, 1, 3), 2, (1, 4, 16, 64)),
+        ((1000, 3, 5000), (1, 0, 2), 4, (2, 1, 2048)),
+        ((100000, 7, 5), (0, 2, 1), 2, (64, 8, 8)),  # short axes
+        ((800, 1200, 2), (1, 0, 2), 2, (64, 32, 2)),  # a short one that stays
+        ((3, 100000), (1, 0), 2, (4, 256)),  # a small array
+    ],
+    ids=str,
+)
+def test_tiles(shape, axes, itemsize, blocks):
+    """Whole lines on both sides, and no small programs."""
+    kept = shape[-1] if axes[-1] == len(shape) - 1 else 1
+    config = tuning.permute(math.prod(shape), kept, itemsize, "a device that nobody tuned for")
+    assert triton.tile(shape, axes, config) == blocks
+
+
+def test_nothing_is_launched_where_nothing_moves(monkeypatch):
+    monkeypatch.setattr(triton, "forward", None)
+    x = np.arange(6, dtype=np.float32).reshape(1, 2, 1, 3)
+    assert_moves(x, (1, 2, 3, 0), jaxft.permute(x, (1, 2, 3, 0), implementation="triton"))
+    with pytest.raises(TypeError, match="NoneType"):
+        jaxft.permute(x, (3, 1, 0, 2), implementation="triton")
+
+
+CONFIGS = [PermuteConfig(2, 4, 1), PermuteConfig(8, 64, 2), PermuteConfig(16, 1024, 4), PermuteConfig(64, 4096, 8)]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [((67, 35), (1, 0)), ((3, 5, 7, 6), (3, 1, 2, 0)), ((4, 6, 5, 9), (0, 2, 1, 3)), ((2, 1, 3, 2), (3, 2, 1, 0)),
+     ((9, 7, 3), (1, 0, 2)), ((2,) * 6, (5, 0, 4, 1, 3, 2)),
+     ((7,), (0,))],
+    ids=str,
+)  # fmt: skip
+def test_configs(shape, axes, config):
+    blocks = triton.tile(shape, axes, config)
+    assert all(b & (b - 1) == 0 for b in blocks) and math.prod(blocks) <= config.elements
+    x = random_bits(np.random.default_rng(8), "int16", shape)
+    assert_moves(x, axes, jit(lambda x: triton.forward(x, axes, config=config, interpret=INTERPRET))(x))
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 1), (4, 2, 1), (16, 8, 4)], ids=str)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_split_configs(sizes, with_bias):
+    rng = np.random.default_rng(9)
+    floats = normal(rng, jnp.bfloat16, qkv=(2, 9, 3 * 3 * 5)) | normal(rng, jnp.float32, bias=(45,))
+    arguments = {"qkv": floats["qkv"], "bias": floats["bias"] if with_bias else None, "num_heads": 3}
+    got = triton.split_heads(**arguments, config=ElementwiseConfig(*sizes), interpret=INTERPRET)
+    plain = jit(lambda qkv, bias: reference.qkv_bias_split_heads(qkv, bias, 3))
+    expected = plain(arguments["qkv"], arguments["bias"])
+    exact = oracle.qkv_bias_split_heads(**arguments)
+    assert_matches_oracle(tuple(got), expected, exact)
+
+
+class Checked:
+    """A ref for a kernel that runs outside of Pallas, whose interpreter forgives accesses beyond an array's end."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype, self.at = array, array.shape, array.dtype, self
+
+    def __getitem__(self, where):
+        return self, where
+
+
+def places(access, mask):
+    """The array, the indices that the mask lets through, the mask with an axis per index, and the tile's shape."""
+    ref, where = access
+    lines = [int(w.start) + np.arange(w.size) if isinstance(w, pl.Slice) else np.array([int(w)]) for w in where]
+    full = tuple(map(len, lines))
+    mask = np.ones(full, bool) if mask is None else np.asarray(mask).reshape(full)
+    index = tuple(np.broadcast_to(line, full)[mask] for line in np.ix_(*lines))
+    assert all(i.min(initial=0) >= 0 and i.max(initial=0) < n for i, n in zip(index, ref.shape, strict=True))
+    return ref.array, index, mask, [w.size for w in where if isinstance(w, pl.Slice)]
+
+
+@pytest.fixture
+def run_checked(monkeypatch):
+    """Runs what `launch` is given, each program with every access checked; each element is to be written once."""
+
+    def load(access, mask=None, other=0):
+        array, index, mask, shape = places(access, mask)
+        value = np.zeros(mask.shape, array.dtype)
+        value[mask] = array[index]
+        return jnp.asarray(value.reshape(shape))
+
+    def store(access, value, mask=None):
+        array, index, mask, _ = places(access, mask)
+        assert (array[index] == -1).all()
+        array[index] = np.asarray(value).reshape(mask.shape)[mask]
+
+    def launch(kernel, grid, operands, outputs, **_):
+        results = [np.full(o.shape, -1, o.dtype) for o in outputs]
+        refs = [None if x is None else Checked(np.asarray(x)) for x in operands] + [Checked(r) for r in results]
+        for program in range(math.prod(grid)):
+            monkeypatch.setattr(pl, "program_id", lambda axis, program=program: jnp.int32(program))
+            kernel(*refs)
+        return results
+
+    for function in (load, store, launch):
+        monkeypatch.setattr(triton.common, function.__name__, function)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes"), [((9, 13), (1, 0)), ((16, 8), (1, 0)), ((3, 5, 2, 7), (2, 0, 3, 1)), ((5, 3, 9), (1, 0, 2))],
+    ids=str,
+)  # fmt: skip
+def test_permute_stays_within_the_arrays(shape, axes, run_checked):
+    x = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+    for config in (PermuteConfig(8, 64, 1), PermuteConfig(4, 32, 1), PermuteConfig(16, 16, 1)):
+        y = triton.forward(jnp.asarray(x), axes, config=config, interpret=True)
+        np.testing.assert_array_equal(y, x.transpose(axes))
+
+
+@pytest.mark.parametrize("sizes", [(4, 8, 1), (2, 2, 1)], ids=str)
+def test_split_heads_stays_within_the_arrays(sizes, run_checked):
+    qkv, bias = np.arange(2 * 5 * 18, dtype=np.float32).reshape(2, 5, 18), np.arange(18, dtype=np.float32)
+    got = triton.split_heads(jnp.asarray(qkv), jnp.asarray(bias), 2, config=ElementwiseConfig(*sizes), interpret=True)
+    np.testing.assert_array_equal(got, reference.qkv_bias_split_heads(qkv, bias, 2))
+
+
+def unsupported(op, x, *arguments):
+    """Why an array of this shape and dtype, which need not exist, cannot be moved by the kernel."""
+    with pytest.raises(NotImplementedError) as error:
+        jax.eval_shape(lambda x: getattr(jaxft, op)(x, *arguments, implementation="triton"), x)
+    return str(error.value)
+
+
+def test_what_the_kernels_refuse():
+    of, prefix = jax.ShapeDtypeStruct, "implementation 'triton' cannot be used:"
+    size = 2**31 + 2**16
+    for dtype in ("int8", "float16", "float32"):
+        message = f"{prefix} x has {size} elements, the kernel takes at most {2**31}"
+        assert unsupported("permute", of((2**15 + 1, 2**16), dtype), (1, 0)) == f"permute: {message}"
+        assert unsupported("merge_heads", of((2**15 + 1, 2, 2**14, 2), dtype)) == f"merge_heads: {message}"
+    large = of((2**15 + 1, 2**10, 192), "bfloat16")
+    message = f"{prefix} qkv has {math.prod(large.shape)} elements, the kernel takes at most {2**31}"
+    assert unsupported("qkv_bias_split_heads", large, None, 1) == f"qkv_bias_split_heads: {message}"
+    with jax.enable_x64(True):
+        for dtype in ("complex128", "int4", "uint4", "float4_e2m1fn"):
+            message = f"permute: {prefix} x is {dtype}, the kernel takes types of 1, 2, 4 or 8 bytes"
+            assert unsupported("permute", of((2, 3), dtype), (1, 0)) == message
+        assert "qkv is float64" in unsupported("qkv_bias_split_heads", of((2, 3, 6), "float64"), None, 1)
+    keys = jax.random.split(jax.random.key(0), (2, 3))
+    assert "x is key<" in unsupported("permute", keys, (1, 0))
+    assert jaxft.permute(keys, (1, 0)).shape == (3, 2)
+
+
+def test_at_the_limit():
+    """As many elements as 32 bits count."""
+    x = jax.ShapeDtypeStruct((2**15, 2**16), "int8")
+    y = jax.eval_shape(lambda x: jaxft.permute(x, (1, 0), implementation="triton"), x)
+    assert y.shape == (2**16, 2**15)
+
+
+# --- Any case ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", seeds(2))
@@ -89,6 +375,19 @@ def test_random(seed):
     width = 3 * n * h
     floats = normal(rng, dtype, x=(b, t, width)) | normal(rng, jnp.float32, bias=some(rng, (width,)))
     check_op("qkv_bias_split_heads", floats, n, seed=seed)
+
+
+@pytest.mark.parametrize("seed", seeds(12))
+def test_random_moves(seed):
+    """Up to eight axes, the long ones anywhere."""
+    rng = np.random.default_rng(seed)
+    shape = [int(n) for n in rng.choice([1, 2, 3, 5], rng.integers(1, 9))]
+    for axis in rng.integers(0, len(shape), 2):
+        shape[axis] = int(rng.choice([7, 16, 33, 65])) if math.prod(shape) < 1000 else shape[axis]
+    axes = tuple(int(a) for a in rng.permutation(len(shape)))
+    x = random_bits(rng, str(rng.choice(["bool", "int8", "bfloat16", "float32", "complex64"])), shape)
+    for implementation in ("triton", "xla"):
+        assert_moves(x, axes, jaxft.permute(jnp.asarray(x), axes, implementation=implementation))
 
 
 QKV, X = np.ones((2, 5, 24), np.float32), np.ones((2, 3, 5, 4), np.float32)
@@ -135,6 +434,9 @@ def test_errors_of_implementations(op, arguments):
     message = f"{op}: implementation must be None or one of ('triton', 'mosaic_gpu', 'cudnn', 'xla'), got 'fast'"
     with pytest.raises(ValueError, match=re.escape(message)):
         getattr(jaxft, op)(*arguments, implementation="fast")
-    message = f"{op}: there is no 'triton' implementation, only ('xla',)"
+    message = f"{op}: there is no 'cudnn' implementation, only ('triton', 'xla')"
     with pytest.raises(NotImplementedError, match=re.escape(message)):
+        getattr(jaxft, op)(*arguments, implementation="cudnn")
+    message = f"{op}: implementation 'triton' cannot be used: it needs compute capability 8.0, Tesla T4 has 7.5"
+    with dispatch.target("Tesla T4", (7, 5)), pytest.raises(NotImplementedError, match=re.escape(message)):
         getattr(jaxft, op)(*arguments, implementation="triton")

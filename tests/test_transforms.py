@@ -28,6 +28,7 @@ from jaxft import reference
 
 BATCH, LENGTH, HEADS, SIZE = 2, 5, 2, 8
 WIDTH = HEADS * SIZE
+TRITON = {"implementation": "triton"}
 MASK = np.arange(LENGTH) < np.array([5, 3])[:, None]  # [B, S]
 
 
@@ -66,10 +67,10 @@ OPS = {
     "log_softmax": Op(lambda m, o, x: m.log_softmax(x, **o), {"x": (BATCH, LENGTH)}, kernel=False),
     "qkv_bias_split_heads": Op(
         lambda m, o, qkv, bias: m.qkv_bias_split_heads(qkv, bias, HEADS, **o),
-        {"qkv": (BATCH, LENGTH, 3 * WIDTH), "bias": (3 * WIDTH,)}, kernel=False,
+        {"qkv": (BATCH, LENGTH, 3 * WIDTH), "bias": (3 * WIDTH,)},
     ),
-    "merge_heads": Op(lambda m, o, x: m.merge_heads(x, **o), {"x": QKV}, kernel=False),
-    "permute": Op(lambda m, o, x: m.permute(x, (0, 2, 1), **o), {"x": ROWS["x"]}, kernel=False),
+    "merge_heads": Op(lambda m, o, x: m.merge_heads(x, **o), {"x": QKV}),
+    "permute": Op(lambda m, o, x: m.permute(x, (0, 2, 1), **o), {"x": ROWS["x"]}),
     "varlen_qkv_attention": Op(
         lambda m, o, qkv: m.varlen_qkv_attention(qkv, np.array([0, 1, 2], np.int32), max_seqlen=2, **o),
         {"qkv": (BATCH, 3, HEADS, SIZE)}, kernel=False,
@@ -207,7 +208,7 @@ def test_shards_for_a_gpu(name):
     floats = {n: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for n, shape in op.shapes.items()}
 
     def sharded(f):
-        return jax.shard_map(lambda f: op.call(jaxft, {}, **f), in_specs=(specs(op),), out_specs=P("data"))(f)
+        return jax.shard_map(lambda f: op.call(jaxft, TRITON, **f), in_specs=(specs(op),), out_specs=P("data"))(f)
 
     assert "@__gpu$xla.gpu.triton" in lower(sharded, floats, axis="data")
     lower(jax.grad(lambda f: total(sharded(f))), floats, axis="data")
@@ -264,7 +265,7 @@ def test_export_for_a_gpu(name):
     floats = {n: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for n, shape in op.shapes.items()}
 
     def function():  # a new one each time, since jax.jit returns what it has traced before
-        return jax.jit(lambda f: op.call(jaxft, {}, **f))
+        return jax.jit(lambda f: op.call(jaxft, TRITON, **f))
 
     with for_h200():
         exported = jax.export.export(function(), platforms=["cuda"], disabled_checks=jaxft.EXPORT_DISABLED_CHECKS)(

@@ -14,6 +14,8 @@ ITEM_SIZES = (2, 4)
 OPS = {
     "layer_norm": (tuning.RowConfig, ("rows", "width", "itemsize")),
     "bias_activation": (tuning.ElementwiseConfig, ("rows", "width", "itemsize")),
+    "permute": (tuning.PermuteConfig, ("size", "kept", "itemsize")),
+    "qkv_bias_split_heads": (tuning.ElementwiseConfig, ("batch_heads", "length", "head_size", "itemsize")),
     "attention": (tuning.AttentionConfig, ("batch_heads", "query", "key", "head_size", "itemsize")),
     "dense": (tuning.DenseConfig, ("rows", "depth", "width", "itemsize")),
 }
@@ -26,6 +28,8 @@ def heuristics(device_kind=UNKNOWN):
             for size in SIZES[1:]:
                 yield tuning.layer_norm(rows, size, itemsize, device_kind)
                 yield tuning.bias_activation(rows, size, itemsize, device_kind)
+                yield tuning.permute(rows * size, size, itemsize, device_kind)
+                yield tuning.qkv_bias_split_heads(48, rows, size, itemsize, device_kind)
                 yield tuning.dense(rows, size, 768, itemsize, device_kind)
                 yield tuning.dense(rows, 768, size, itemsize, device_kind)
         for length in SIZES[:-1]:
@@ -65,6 +69,8 @@ def test_heuristics_are_launchable():
             assert min(config.block_q, config.block_k) >= 16, config  # the least that a Triton dot takes
         elif isinstance(config, tuning.DenseConfig):
             assert min(config.block_m, config.block_n, config.block_k) >= 16, config
+        elif isinstance(config, tuning.PermuteConfig):
+            assert config.elements <= 8192, config
         else:
             assert config.block_rows * config.block_width <= 8192, config
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from jaxft import dispatch
 
-#: Every public op, and the kernels that it has besides XLA's.
-OPS: dict[str, tuple[str, ...]] = {
-    "layer_norm": ("triton",),
-    "bias_residual_layer_norm": ("triton",),
-    "bias_activation": ("triton",),
-    "softmax": (),
-    "log_softmax": (),
-    "qkv_bias_split_heads": (),
-    "merge_heads": (),
-    "permute": (),
-    "dot_product_attention": ("triton",),
-    "qkv_attention": ("triton",),
-    "varlen_qkv_attention": (),
-    "dense": ("triton",),
+_KERNEL: dict[str, str | None] = {"triton": None}
+_KERNEL_BY_NAME: dict[str, str | None] = {"triton": "used by name only, it has not been measured yet"}
+
+#: Every public op, and the kernels that it has besides XLA's, each with why it is never chosen by itself (None: it is).
+OPS: dict[str, dict[str, str | None]] = {
+    "layer_norm": _KERNEL,
+    "bias_residual_layer_norm": _KERNEL,
+    "bias_activation": _KERNEL,
+    "softmax": {},
+    "log_softmax": {},
+    "qkv_bias_split_heads": _KERNEL_BY_NAME,
+    "merge_heads": _KERNEL_BY_NAME,
+    "permute": _KERNEL_BY_NAME,
+    "dot_product_attention": _KERNEL,
+    "qkv_attention": _KERNEL,
+    "varlen_qkv_attention": {},
+    "dense": _KERNEL,
 }
 
 
@@ -33,8 +36,8 @@ LIMITS = {
 def explain() -> list[tuple[str, str, str]]:
     """(op, implementation, why) of every public op on this machine, for arguments that its kernels take."""
     found = []
-    for op, names in OPS.items():
-        implementation, why = dispatch.explain(op, dict.fromkeys(names))
+    for op, reasons in OPS.items():
+        implementation, why = dispatch.explain(op, reasons)
         if implementation != "xla" and op in LIMITS:
             why += f", {LIMITS[op]}"
         found.append((op, implementation, why))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 
 import jax
 
-from jaxft import dispatch, reference
+from jaxft import dispatch, reference, tuning
+from jaxft.kernels.triton import permute as triton
 from jaxft.ops import common
 
 Array = jax.Array
@@ -26,7 +28,7 @@ def qkv_bias_split_heads(
       qkv: `[B, T, 3*N*H]`, float32, float16 or bfloat16.
       bias: `[3*N*H]` of any float dtype, or None.
       num_heads: N.
-      implementation: None for the fastest, or "xla".
+      implementation: None for the fastest (so far "xla"), "triton" or "xla".
 
     Returns:
       Three arrays `[B, N, T, H]` of the dtype of `qkv`.
@@ -50,8 +52,13 @@ def qkv_bias_split_heads(
             f"{op}: the last axis of qkv must be a multiple of 3 * num_heads = {3 * num_heads}, got {qkv.shape}"
         )
     bias = common.as_vector(op, "bias", bias, qkv.shape[-1])
-    dispatch.choose(op, implementation, {})
-    return _split_heads(qkv, bias, num_heads)
+    choice = _choose(op, implementation, triton.split_unsupported(qkv, bias))
+    if choice.name == "xla" or qkv.size == 0:
+        return _split_heads(qkv, bias, num_heads)
+    batch, length, width = qkv.shape
+    size = width // (3 * num_heads)
+    config = tuning.qkv_bias_split_heads(batch * num_heads, length, size, qkv.dtype.itemsize, dispatch.device_kind())
+    return _split_triton_jit(qkv, bias, num_heads, config, choice.interpret)
 
 
 def merge_heads(x: Array, *, implementation: str | None = None) -> Array:
@@ -62,21 +69,25 @@ def merge_heads(x: Array, *, implementation: str | None = None) -> Array:
       jnp.transpose(x, (0, 2, 1, 3)).reshape(B, T, N * H)
 
     Args:
-      x: `[B, N, T, H]` of any dtype.
-      implementation: None for the fastest, or "xla".
+      x: `[B, N, T, H]` of any dtype; for the kernel as in `permute`.
+      implementation: None for the fastest (so far "xla"), "triton" or "xla".
 
     Raises:
       ValueError: x does not have four dimensions, or an unknown implementation.
       NotImplementedError: the named implementation cannot do this; the message says why.
 
-    Gradients: of x. Source: `transpose` of FasterTransformer v1.0.
+    Gradients: of x. Deterministic. Source: `transpose` of FasterTransformer v1.0.
     """
     op = "merge_heads"
     x = common.as_array(op, "x", x)
     if x.ndim != 4:
         raise ValueError(f"{op}: x must have shape [B, N, T, H], got {x.shape}")
-    dispatch.choose(op, implementation, {})
-    return _merge_heads(x)
+    choice = _choose(op, implementation, triton.unsupported(x))
+    if choice.name == "xla" or x.size == 0:
+        return _merge_heads(x)
+    batch, heads, length, size = x.shape
+    y = _triton_jit(x, (0, 2, 1, 3), dispatch.device_kind(), choice.interpret)
+    return y.reshape(batch, length, heads * size)
 
 
 def permute(x: Array, axes: Sequence[int], *, implementation: str | None = None) -> Array:
@@ -87,16 +98,17 @@ def permute(x: Array, axes: Sequence[int], *, implementation: str | None = None)
       jnp.transpose(x, axes)
 
     Args:
-      x: an array.
+      x: an array of any rank and dtype. The kernel takes those of 1, 2, 4 or 8 bytes and up to 2**31 elements, and
+        moves the bits as they are.
       axes: a permutation of the axes of `x`; negative numbers count from the end.
-      implementation: None for the fastest, or "xla".
+      implementation: None for the fastest (so far "xla"), "triton" or "xla".
 
     Raises:
       TypeError: axes is not a sequence of integers.
       ValueError: axes is not a permutation, or an unknown implementation.
       NotImplementedError: the named implementation cannot do this; the message says why.
 
-    Gradients: of x (the inverse permutation). Source: OneFlow's permute kernel.
+    Gradients: of x (the inverse permutation, by the same kernel). Deterministic. Source: OneFlow's permute kernel.
     """
     op = "permute"
     x = common.as_array(op, "x", x)
@@ -106,10 +118,61 @@ def permute(x: Array, axes: Sequence[int], *, implementation: str | None = None)
         raise TypeError(f"{op}: axes must be a sequence of integers, got {axes!r}") from error
     if sorted(order) != list(range(x.ndim)):
         raise ValueError(f"{op}: axes must be a permutation of the {x.ndim} axes of x, got {tuple(axes)}")
-    dispatch.choose(op, implementation, {})
-    return _permute(x, order)
+    choice = _choose(op, implementation, triton.unsupported(x))
+    if choice.name == "xla" or x.size == 0:
+        return _permute(x, order)
+    return _triton_jit(x, order, dispatch.device_kind(), choice.interpret)
+
+
+def _choose(op, implementation, reason):
+    # The kernels have not been measured on a GPU yet, so they are used by name only.
+    return dispatch.choose(op, implementation, {} if implementation is None else {"triton": reason})
 
 
 _split_heads = jax.jit(reference.qkv_bias_split_heads, static_argnums=2)
 _merge_heads = jax.jit(reference.merge_heads)
 _permute = jax.jit(reference.permute, static_argnums=1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _triton(x, axes, device_kind, interpret):
+    result = tuple(x.shape[axis] for axis in axes)
+    shape, order = triton.reduce(x.shape, axes)
+    if len(shape) < 2:  # nothing moves
+        return x.reshape(result)
+    kept = shape[-1] if order[-1] == len(shape) - 1 else 1
+    config = tuning.permute(x.size, kept, x.dtype.itemsize, device_kind)
+    return triton.forward(x.reshape(shape), order, config=config, interpret=interpret).reshape(result)
+
+
+def _fwd(x, axes, device_kind, interpret):
+    return _triton(x, axes, device_kind, interpret), None
+
+
+def _bwd(axes, device_kind, interpret, _, dy):
+    if dy.dtype == jax.dtypes.float0:  # of integers, which have no gradient
+        return (None,)
+    inverse = tuple(sorted(range(len(axes)), key=axes.__getitem__))
+    return (_triton(dy, inverse, device_kind, interpret),)
+
+
+_triton.defvjp(_fwd, _bwd)
+_triton_jit = jax.jit(_triton, static_argnums=(1, 2, 3))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _split_triton(qkv, bias, num_heads, config, interpret):
+    return tuple(triton.split_heads(qkv, bias, num_heads, config=config, interpret=interpret))
+
+
+def _split_fwd(qkv, bias, num_heads, config, interpret):
+    return _split_triton(qkv, bias, num_heads, config, interpret), (qkv, bias)
+
+
+def _split_bwd(num_heads, config, interpret, saved, dy):
+    _, vjp = jax.vjp(lambda qkv, bias: reference.qkv_bias_split_heads(qkv, bias, num_heads), *saved)
+    return vjp(dy)
+
+
+_split_triton.defvjp(_split_fwd, _split_bwd)
+_split_triton_jit = jax.jit(_split_triton, static_argnums=(2, 3, 4))

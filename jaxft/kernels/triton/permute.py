@@ -1,0 +1,192 @@
+"""permute for any shape and any axes, and the split of a packed projection into heads (with its bias on the way).
+
+Both read and write every element once. A program of `permute` moves one tile: a block along the input's innermost axes,
+so that it reads whole lines, by a block along the output's innermost axes, so that it writes whole lines; between them
+the value is transposed through shared memory. Where the innermost axis stays and is long, the two blocks are one, and
+rows move as they are. What is left of a program's budget goes to further axes: short axes make no small programs.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxft.kernels.triton import common
+from jaxft.tuning import ElementwiseConfig, PermuteConfig, next_power_of_2
+
+Array = jax.Array
+
+# Pallas counts the elements of arrays of up to 4 GiB in signed 32 bits.
+MAX_SIZE = 2**31
+MAX_TILED_AXES = 4
+
+
+# --- permute -----------------------------------------------------------------------------------------------------
+
+
+def unsupported(x: Array) -> str | None:
+    if _width(x.dtype) not in (8, 16, 32, 64):
+        return f"x is {x.dtype}, the kernel takes types of 1, 2, 4 or 8 bytes"
+    return _too_large("x", x)
+
+
+def _too_large(name: str, x: Array) -> str | None:
+    return f"{name} has {x.size} elements, the kernel takes at most {MAX_SIZE}" if x.size > MAX_SIZE else None
+
+
+def _width(dtype: Any) -> int | None:
+    """In bits; `itemsize` counts those below a byte as one byte."""
+    if dtype == jnp.bool_:
+        return 8
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return 2 * jnp.finfo(dtype).bits
+    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else None  # None: a random key
+
+
+def reduce(shape: Sequence[int], axes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The smallest shape and axes that move the same elements: no unit axes, and axes that stay together are one.
+
+    Fewer than two axes are left where nothing moves.
+    """
+    kept = [axis for axis in axes if shape[axis] != 1]
+    place = {axis: i for i, axis in enumerate(sorted(kept))}
+    groups: list[list[int]] = []  # of the input's axes, in the output's order
+    for axis in kept:
+        if groups and place[axis] == place[groups[-1][-1]] + 1:
+            groups[-1].append(axis)
+        else:
+            groups.append([axis])
+    ordered = sorted(groups)
+    return tuple(math.prod(shape[a] for a in group) for group in ordered), tuple(ordered.index(g) for g in groups)
+
+
+def tile(shape: Sequence[int], axes: Sequence[int], config: PermuteConfig) -> tuple[int, ...]:
+    """The block of a program along each axis of the input, all powers of two."""
+    blocks = [1] * len(shape)
+
+    def full(axis):
+        return blocks[axis] == 1 and sum(block > 1 for block in blocks) == MAX_TILED_AXES
+
+    for order in ((axes[-1],), range(len(shape)), axes):  # lines of the input and of the output, over several axes
+        room = config.block_inner
+        for axis in reversed(order):
+            if full(axis):
+                break
+            blocks[axis] = max(blocks[axis], min(next_power_of_2(shape[axis]), room))
+            room //= blocks[axis]
+            if blocks[axis] < shape[axis]:
+                break
+    for axis in reversed(axes):
+        if not full(axis):
+            block = 2 * blocks[axis]
+            while math.prod(blocks) // blocks[axis] * block <= config.elements and block < 2 * shape[axis]:
+                if pl.cdiv(shape[axis], block) * block <= 1.25 * shape[axis]:  # little of it lies beyond the edge
+                    blocks[axis] = block
+                block *= 2
+    return tuple(blocks)
+
+
+def _kernel(x_ref, y_ref, *, axes: tuple[int, ...], blocks: tuple[int, ...]):
+    shape = x_ref.shape
+    order = tuple(range(len(shape)))
+    # The output's innermost axis first: neighbours that share a line write it at about the same time.
+    places = _unravel(pl.program_id(0), [pl.cdiv(shape[axis], blocks[axis]) for axis in axes])
+    start = {axis: place * blocks[axis] for axis, place in zip(axes, places, strict=True)}
+
+    def access(order):
+        """Where the tile lies in an array with its axes in this order, and what of it is inside (None: all)."""
+        tiled = [axis for axis in order if blocks[axis] > 1]
+        mask = None
+        for place, axis in enumerate(tiled):
+            if shape[axis] % blocks[axis]:
+                inside = common.positions(start[axis], blocks[axis]) < shape[axis]
+                inside = lax.broadcast_in_dim(inside, [blocks[a] for a in tiled], (place,))
+                mask = inside if mask is None else mask & inside
+        where = tuple(common.span(start[a], blocks[a]) if blocks[a] > 1 else start[a] for a in order)
+        return tiled, where, mask
+
+    read, where, mask = access(order)
+    value = common.load(x_ref.at[where], mask=mask)  # the blocks above 1, in the input's order
+    written, where, mask = access(axes)
+    common.store(y_ref.at[where], lax.transpose(value, [read.index(axis) for axis in written]), mask=mask)
+
+
+def _unravel(i: Array, sizes: Sequence[int]) -> list[Array]:
+    """The index along each of these axes, the last of which runs fastest."""
+    found = []
+    for size in reversed(sizes):
+        found.append(lax.rem(i, jnp.int32(size)))
+        i = lax.div(i, jnp.int32(size))
+    return found[::-1]
+
+
+def forward(x: Array, axes: tuple[int, ...], *, config: PermuteConfig, interpret: bool) -> Array:
+    """x of any rank above 0 -> its axes in the order `axes`. Callers reduce shape and axes first."""
+    move = functools.partial(forward, axes=axes, config=config, interpret=interpret)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return lax.complex(move(x.real), move(x.imag))
+    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1:  # most float8 types do not lower
+        return lax.bitcast_convert_type(move(lax.bitcast_convert_type(x, jnp.uint8)), x.dtype)
+    blocks = tile(x.shape, axes, config)
+    (y,) = common.launch(
+        functools.partial(_kernel, axes=axes, blocks=blocks),
+        (math.prod(pl.cdiv(size, block) for size, block in zip(x.shape, blocks, strict=True)),),
+        [x],
+        [jax.ShapeDtypeStruct(tuple(x.shape[axis] for axis in axes), x.dtype)],
+        name="permute",
+        num_warps=config.num_warps,
+        interpret=interpret,
+    )
+    return y
+
+
+# --- qkv_bias_split_heads ----------------------------------------------------------------------------------------
+
+
+def split_unsupported(qkv: Array, bias: Array | None) -> str | None:
+    return common.unsupported_dtype(qkv=qkv, bias=bias) or _too_large("qkv", qkv)
+
+
+def _split_kernel(qkv_ref, bias_ref, *part_refs, block_rows: int, block_width: int):
+    batch, length, _, heads, size = qkv_ref.shape
+    sizes = (batch, pl.cdiv(length, block_rows), heads, pl.cdiv(size, block_width))
+    b, row, head, column = _unravel(pl.program_id(0), sizes)
+    row, column = row * block_rows, column * block_width
+    in_rows = common.positions(row, block_rows) < length
+    in_width = common.positions(column, block_width) < size
+    rows, columns = common.span(row, block_rows), common.span(column, block_width)
+    inside = in_rows[:, None] & in_width[None, :]
+    for i, part_ref in enumerate(part_refs):
+        part = jnp.int32(i)  # JAX takes no Python integer beside traced indices
+        y = common.load(qkv_ref.at[b, rows, part, head, columns], mask=inside, other=0.0)  # [block_rows, block_width]
+        if bias_ref is not None:
+            bias = common.load(bias_ref.at[part, head, columns], mask=in_width, other=0.0)
+            y = y.astype(jnp.float32) + bias.astype(jnp.float32)[None, :]
+        common.store(part_ref.at[b, head, rows, columns], y.astype(part_ref.dtype), mask=inside)
+
+
+def split_heads(
+    qkv: Array, bias: Array | None, num_heads: int, *, config: ElementwiseConfig, interpret: bool
+) -> list[Array]:
+    """qkv [B, T, 3*N*H] and bias [3*N*H] -> three [B, N, T, H]."""
+    batch, length, width = qkv.shape
+    size = width // (3 * num_heads)
+    part = jax.ShapeDtypeStruct((batch, num_heads, length, size), qkv.dtype)
+    return common.launch(
+        functools.partial(_split_kernel, block_rows=config.block_rows, block_width=config.block_width),
+        (batch * pl.cdiv(length, config.block_rows) * num_heads * pl.cdiv(size, config.block_width),),
+        [qkv.reshape(batch, length, 3, num_heads, size), None if bias is None else bias.reshape(3, num_heads, size)],
+        [part, part, part],
+        name="qkv_bias_split_heads",
+        num_warps=config.num_warps,
+        interpret=interpret,
+    )
