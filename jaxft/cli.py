@@ -2,11 +2,14 @@
 
 import argparse
 import importlib.metadata
+import io
 import json
 import os
 import platform
 import secrets
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +23,7 @@ from jaxft import dispatch
 _VERSION: str = sys.modules["jaxft"].__version__  # the package, already there, imports from here and not the reverse
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
+_TERMINATED = 143  # 128 + SIGTERM
 
 
 class _UserError(Exception):
@@ -35,8 +39,13 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line `argv` (without the program's name; default `sys.argv[1:]`); returns the exit code.
 
     0: done. 2: an error, told in one line on stderr that starts with "jaxft: error:" (wrong arguments raise
-    `SystemExit(2)` instead, as argparse does). 130: interrupted.
+    `SystemExit(2)` instead, as argparse does). 130: interrupted. 141: the reader of stdout went away.
     """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by the shell, as in `jaxft ... >&-`
+            setattr(sys, name, open(os.devnull, mode))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does with what its encoding lacks
     args = _parser().parse_args(argv)
     try:
         args.run(args)
@@ -65,10 +74,10 @@ def _parser() -> argparse.ArgumentParser:
 
     encode = command(
         "encode", _run_encode, "turn texts into embeddings",
-        "Writes the embedding of each text. An empty line is an empty text, so that rows match lines. FILE.jsonl holds "
-        'on each line a JSON string or an object with a "text" field; any other FILE holds one text a line. OUT.npy '
-        "gets a float32 array [texts, width]; OUT.jsonl gets the fields of each input object (of a plain line: "
-        '"text") and "embedding". The output file appears whole or not at all.',
+        "Writes the embedding of each text. An empty line is an empty text, so that rows match lines. FILE.jsonl, and "
+        'with --jsonl any FILE, holds on each line a JSON string or an object with a "text" field; any other FILE '
+        "holds one text a line. OUT.npy gets a float32 array [texts, width]; OUT.jsonl gets the fields of each input "
+        'object (of a plain line: "text") and "embedding". The output file appears whole or not at all.',
     )  # fmt: skip
     _add_model_arguments(encode)
     encode.add_argument("file", metavar="FILE", nargs="?", default="-", help="the texts; -, the default, is stdin")
@@ -83,6 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     similar.add_argument("file", metavar="FILE", help="the texts, as for encode")
     similar.add_argument("query", metavar="QUERY")
     similar.add_argument("--top", metavar="K", type=_positive, default=5, help="how many to show (default: 5)")
+
+    for reads_texts in (encode, similar):
+        reads_texts.add_argument("--jsonl", action="store_true", help="FILE's lines are JSON, whatever its name")
 
     info = command(
         "info", _run_info, "show versions, the device and what each op runs on",
@@ -118,8 +130,8 @@ def _positive(value: str) -> int:
 def _run_encode(args: argparse.Namespace) -> None:
     if Path(args.output).suffix not in (".npy", ".jsonl"):
         raise _UserError(f"output {args.output!r} must end in .npy or .jsonl")
-    with _new_file(args.output) as output:
-        records = _read_records(args.file)
+    with _exit_at_sigterm(), _new_file(args.output) as output:
+        records = _read_records(args.file, args.jsonl)
         embeddings = _encode([record["text"] for record in records], args, normalize=args.normalize)
         if Path(args.output).suffix == ".npy":
             np.save(output, embeddings)
@@ -132,7 +144,7 @@ def _run_encode(args: argparse.Namespace) -> None:
 
 
 def _run_similar(args: argparse.Namespace) -> None:
-    texts = [record["text"] for record in _read_records(args.file)]
+    texts = [record["text"] for record in _read_records(args.file, args.jsonl)]
     *embeddings, query = _encode([*texts, _checked(args.query, "the query")], args, normalize=True)
     cosines = np.stack(embeddings) @ query
     for index in np.argsort(-cosines, kind="stable")[: args.top]:
@@ -192,8 +204,8 @@ def _encode(texts: list[str], args: argparse.Namespace, *, normalize: bool) -> n
     return np.asarray(embeddings)
 
 
-def _read_records(file: str) -> list[dict[str, Any]]:
-    """The lines of `file` as objects with a "text"."""
+def _read_records(file: str, jsonl: bool) -> list[dict[str, Any]]:
+    """The lines of `file` as objects with a "text"; they are JSON if `jsonl` or the file's name says so."""
     name = "stdin" if file == "-" else file
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
@@ -208,7 +220,7 @@ def _read_records(file: str) -> list[dict[str, Any]]:
         raise _UserError(f"{name}, line {line}: not valid UTF-8") from error
     # Not splitlines(): it also splits at form feeds and other characters inside a text.
     lines = content.removesuffix("\n").split("\n")
-    if Path(file).suffix == ".jsonl":
+    if jsonl or Path(file).suffix == ".jsonl":
         return [_record(line, f"{name}, line {number}") for number, line in enumerate(lines, 1)]
     return [{"text": line.removesuffix("\r")} for line in lines]
 
@@ -232,6 +244,20 @@ def _checked(text: str, where: str) -> str:
     except UnicodeEncodeError as error:
         raise _UserError(f"{where}: the text is not valid Unicode: {error.reason}") from error
     return text
+
+
+@contextmanager
+def _exit_at_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit in the block, so that it cleans up; a handler that the process already has stays."""
+    in_main_thread = threading.current_thread() is threading.main_thread()  # elsewhere none can be set
+    if not in_main_thread or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager

@@ -83,6 +83,7 @@ def assert_close(actual, expected, tolerance=2e-6):
         ("layer_norm_eps", float("nan"), "finite number above 0"),
         ("layer_norm_eps", float("inf"), "finite number above 0"),
         ("layer_norm_eps", "1e-12", "finite number above 0"),
+        pytest.param("layer_norm_eps", 10**400, "finite number above 0", id="beyond float"),
         ("initializer_range", -0.1, "finite number of at least 0"),
         ("hidden_dropout_prob", 1.5, "number from 0 to 1"),
         ("attention_probs_dropout_prob", "x", "number from 0 to 1"),
@@ -186,6 +187,13 @@ def test_config_of_other_kinds_of_models():
         ({"input_ids": np.zeros((3, 7), bool)}, TypeError, "input_ids must be integers, got bool"),
         ({"input_ids": np.zeros(7, np.int32)}, ValueError, r"must have a shape \[batch, tokens\].* got \[7\]"),
         ({"input_ids": np.zeros((3, 0), np.int32)}, ValueError, r"tokens > 0, got \[3, 0\]"),
+        ({"input_ids": None}, TypeError, "input_ids must be integers, got NoneType"),
+        ({"input_ids": "abc"}, TypeError, "input_ids must be integers, got str"),
+        ({"input_ids": [[1, None]]}, TypeError, "input_ids must be integers, got object"),
+        ({"input_ids": [[1, 2], [3]]}, TypeError, "input_ids must be integers, got list"),
+        ({"input_ids": np.full((3, 7), 2**32 + 1)}, ValueError, "input_ids must fit int32, got 4294967297"),
+        ({"input_ids": [[1, -(2**31) - 1]]}, ValueError, "input_ids must fit int32, got -2147483649"),
+        ({"attention_mask": np.full((3, 7), 2**32)}, ValueError, "attention_mask must fit int32, got 4294967296"),
         ({"attention_mask": np.ones((3, 7), np.float32)}, TypeError, "attention_mask must be integers or booleans"),
         ({"attention_mask": np.ones((3, 8), np.int32)}, ValueError, r"attention_mask .* \[3, 7\], got \[3, 8\]"),
         ({"token_type_ids": np.ones((1, 7), np.int32)}, ValueError, r"token_type_ids .* \[3, 7\], got \[1, 7\]"),
@@ -197,6 +205,15 @@ def test_config_of_other_kinds_of_models():
 def test_wrong_inputs(model, inputs, error, message):
     with pytest.raises(error, match="BertModel: .*" + message):
         model(**{"input_ids": some_ids()} | inputs)
+
+
+def test_kinds_of_inputs(model):
+    ids = some_ids()
+    expected = model(ids).last_hidden_state
+    for same in (ids.tolist(), tuple(map(tuple, ids.tolist())), ids.astype(np.int64), jnp.asarray(ids)):
+        np.testing.assert_array_equal(model(same).last_hidden_state, expected)
+    traced = jax.jit(lambda row: model([row, ids[1], ids[2]]).last_hidden_state)(ids[0])
+    assert_close(traced, expected)
 
 
 @pytest.mark.parametrize(("config", "most"), [(CONFIG, 20), (ROBERTA, 18)], ids=["bert", "roberta"])

@@ -257,6 +257,22 @@ def test_save_writes_what_was_read(tmp_path, model_type):
     assert_same(model, BertModel.from_pretrained(tmp_path / "new" / "b"))
 
 
+@pytest.mark.filterwarnings("default")  # of torch and transformers
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_transformers_reads_what_was_saved(tmp_path, model_type):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model = BertModel.from_pretrained(write(tmp_path / "a", hf_tensors(model_type), hf_config(model_type)))
+    model.save_pretrained(tmp_path / "b")
+    theirs, info = transformers.AutoModel.from_pretrained(tmp_path / "b", output_loading_info=True)
+    assert not any(info.values())  # nothing missing, unexpected or of another shape
+    ids = np.random.default_rng(1).integers(5, VOCAB, (3, 9))
+    mask = np.arange(9) < np.array([[9], [4], [1]])
+    with torch.no_grad():
+        expected = theirs.eval()(torch.tensor(ids), torch.tensor(mask.astype(np.int64))).last_hidden_state.numpy()
+    actual = np.asarray(model(ids, mask).last_hidden_state)
+    np.testing.assert_allclose(actual[mask], expected[mask], rtol=0, atol=1e-5)
+
+
 def test_round_trip_of_low_precision(tmp_path):
     model = BertModel(BertConfig.from_dict(hf_config()), param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     model.save_pretrained(tmp_path)
@@ -485,9 +501,10 @@ def test_config_that_is_none(tmp_path, content, problem):
 @pytest.mark.parametrize(
     "change",
     [{"hidden_size": -12}, {"vocab_size": 2**40}, {"num_hidden_layers": 10**9}, {"max_position_embeddings": 0},
-     {"intermediate_size": 1e300}, {"hidden_size": 2**16, "num_attention_heads": 1, "num_hidden_layers": 1024},
+     {"intermediate_size": 1e300}, {"layer_norm_eps": 10**400}, {"initializer_range": 10**400},
+     {"hidden_size": 2**16, "num_attention_heads": 1, "num_hidden_layers": 1024},
      {"num_attention_heads": True}, {"model_type": ["bert"]}, {"model_type": "gpt2"}, {"hidden_act": {"a": 1}}],
-    ids=str,
+    ids=lambda change: f"{change!s:.60}",
 )  # fmt: skip
 def test_hostile_config_allocates_nothing(tmp_path, monkeypatch, change):
     folder = write(tmp_path, hf_tensors(), hf_config() | change)
@@ -514,6 +531,19 @@ def test_resolve_what_cannot_be_an_id(name, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     with pytest.raises(CheckpointError, match=re.escape(repr(name)) + " is neither an existing folder nor a Hugging"):
         checkpoint.resolve(name)
+
+
+def test_resolve_name_too_long_for_a_file(monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    with pytest.raises(CheckpointError, match="'aaa.* is neither an existing folder nor a Hugging") as caught:
+        checkpoint.resolve("a" * 5000)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("name", [None, 3, b"model"])
+def test_resolve_what_is_no_name(name):
+    with pytest.raises(TypeError, match=f"folder_or_id must be a string or a path, got {type(name).__name__}"):
+        BertModel.from_pretrained(name)
 
 
 def test_resolve_file(tmp_path):

@@ -19,6 +19,11 @@ from jaxft import cli, dispatch
 from jaxft.models.sentence_encoder import SentenceEncoder
 
 ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": str(ROOT),
+    "PYTHONWARNINGS": "",
+    "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+}
 LINES = ["a bird sings in the old tree", "", "rain falls on the river .", "the old tree falls"]
 
 
@@ -51,16 +56,10 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def start(*arguments, **options):
+def start(*arguments):
     command = [sys.executable, "-m", "jaxft.cli", *arguments]
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "PYTHONWARNINGS": "",
-        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
-    }
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, **options
-    )
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=ENVIRONMENT)
 
 
 def fails(capsys, *arguments):
@@ -99,6 +98,33 @@ def test_interrupt(folder, model):
     out, err = process.communicate()
     assert (process.returncode, out, err) == (130, b"", b"jaxft: interrupted\n")
     assert names(folder) == ["texts.txt"]
+
+
+def test_sigterm(folder, model):
+    process = start("encode", "--model", model, "-o", "out.npy")
+    while not any(name.startswith(".jaxft-") for name in names(folder)):  # it now waits for stdin
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.terminate()
+    assert process.communicate() == (b"", b"")
+    assert process.returncode == 143
+    assert names(folder) == ["texts.txt"]
+
+
+@pytest.mark.parametrize(
+    ("streams", "arguments", "code", "message"),
+    [
+        ("<&-", "encode --model MODEL -o out.npy", 2, b"jaxft: error: stdin is empty\n"),
+        (">&-", "info", 0, b""),
+        ("2>&-", "encode --model MODEL texts.txt -o out.npy", 0, b""),
+        (">&- 2>&-", "encode --model MODEL no.txt -o out.npy", 2, b""),
+    ],
+)
+def test_closed_streams(folder, model, streams, arguments, code, message):
+    script = f'exec "$0" -m jaxft.cli {arguments.replace("MODEL", model)} {streams}'
+    done = subprocess.run(["sh", "-c", script, sys.executable], capture_output=True, env=ENVIRONMENT)
+    assert (done.returncode, done.stdout, done.stderr) == (code, b"", message)
+    assert names(folder) == (["out.npy", "texts.txt"] if "texts.txt" in arguments else ["texts.txt"])
 
 
 def test_broken_pipe():
@@ -145,6 +171,17 @@ def test_encode_jsonl(folder, model, embeddings):
     np.testing.assert_allclose([row.pop("embedding") for row in rows], embeddings, rtol=0, atol=1e-6)
     assert rows[0] == {"text": LINES[0], "id": 7, "note": "Ä\ud800"}
     assert rows[1:] == [{"text": line} for line in LINES[1:]]
+
+
+def test_jsonl_from_stdin_and_from_any_file(folder, model, embeddings, monkeypatch):
+    data = "".join(json.dumps({"text": line, "id": 7}) + "\n" for line in LINES).encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    Path("in.ndjson").write_bytes(data)
+    for file in ("-", "in.ndjson"):
+        assert cli.main(["encode", "--model", model, "--jsonl", file, "-o", "out.jsonl"]) == 0
+        rows = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+        np.testing.assert_allclose([row.pop("embedding") for row in rows], embeddings, rtol=0, atol=1e-6)
+        assert rows == [{"text": line, "id": 7} for line in LINES]
 
 
 def test_jsonl_has_every_digit(folder, model):
@@ -316,6 +353,14 @@ def test_similar(folder, model, embeddings, capsys):
     assert [(int(number), text) for _, number, text in rows[2:]] == [(i + 1, LINES[i]) for i in best]
     np.testing.assert_allclose([float(row[0]) for row in rows[2:]], cosines[best], rtol=0, atol=1e-4)
     assert "6 texts in" in captured.err
+
+
+def test_similar_where_stdout_is_not_utf8(folder, model, monkeypatch):
+    Path("in.txt").write_text('"the äöü 雨"\n', encoding="utf-8")
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert cli.main(["similar", "--model", model, "in.txt", "--jsonl", '"the äöü 雨"']) == 0
+    assert stdout.buffer.getvalue().decode("latin-1").split("\t")[1:] == ["1", "the äöü \\u96e8\n"]
 
 
 def test_similar_has_a_default_and_no_more_than_there_are(folder, model, capsys):

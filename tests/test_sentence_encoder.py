@@ -380,7 +380,10 @@ NORMALIZE = (tiny.TYPES + "Normalize", "2_Normalize")
         ([(TRANSFORMER[0], "../other"), POOLING], "Transformer must have a path inside the folder, got '../other'"),
         ([(TRANSFORMER[0], "/etc"), POOLING], "Transformer must have a path inside the folder, got '/etc'"),
         ([(TRANSFORMER[0], None), POOLING], "Transformer must have a path inside the folder, got None"),
+        ([(TRANSFORMER[0], "elsewhere"), POOLING], "folder of module Transformer, .*elsewhere, does not exist"),
+        ([(TRANSFORMER[0], "a" * 5000), POOLING], "folder of module Transformer, .*aaa, does not exist"),
         ([TRANSFORMER, (POOLING[0], "elsewhere")], "elsewhere/config.json: missing, but modules.json names it"),
+        ([TRANSFORMER, (POOLING[0], "a" * 5000)], "a/config.json: missing, but modules.json names it"),
     ],
 )  # fmt: skip
 def test_bad_modules(tmp_path, modules, message):
@@ -393,22 +396,28 @@ def test_bad_modules(tmp_path, modules, message):
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("modules.json", "[", "modules.json: not readable as JSON"),
+        ("modules.json", "[", "modules.json is not valid JSON"),
+        ("modules.json", "[" * 100_000, "modules.json is not valid JSON"),
         ("modules.json", "{}", "modules.json: expected a list of modules, got {}"),
         ("modules.json", "[1]", "modules.json: expected a list of modules"),
-        ("1_Pooling/config.json", "[]", r"config.json: expected a JSON object, got \[\]"),
+        ("1_Pooling/config.json", "[]", "config.json is not a JSON object, but a list"),
         ("1_Pooling/config.json", '{"pooling_mode_mean_sqrt_len_tokens": true}', "'mean_sqrt_len_tokens' is not supp"),
         ("1_Pooling/config.json", '{"pooling_mode_weightedmean_tokens": true}', "'weightedmean' is not supported"),
         ("1_Pooling/config.json", '{"pooling_mode": "lasttoken"}', "pooling mode 'lasttoken' is not supported"),
         ("1_Pooling/config.json", '{"pooling_mode": 3}', "pooling mode 3 is not supported"),
         ("1_Pooling/config.json", '{"pooling_mode": []}', "is not supported; supported are cls, max, mean"),
-        ("sentence_bert_config.json", '{"max_seq_length": "x"}', "maximum length must be a number, got 'x'"),
+        ("sentence_bert_config.json", '{"max_seq_length": "x"}', "length must be a number of at least 1, got 'x'"),
+        ("sentence_bert_config.json", '{"max_seq_length": NaN}', "maximum length must be .* got nan"),
+        ("sentence_bert_config.json", '{"max_seq_length": -Infinity}', "maximum length must be .* got -inf"),
+        ("sentence_bert_config.json", '{"max_seq_length": 0}', "maximum length must be .* got 0"),
         ("sentence_bert_config.json", '{"max_seq_length": 2}', "max_seq_length must be above 2"),
-        ("sentence_bert_config.json", b"\xff", "sentence_bert_config.json: not readable as JSON"),
+        ("sentence_bert_config.json", b"\xff", "sentence_bert_config.json is not valid JSON"),
+        ("sentence_bert_config.json", "[" * 100_000, "sentence_bert_config.json is not valid JSON"),
         ("tokenizer_config.json", '{"model_max_length": true}', "tokenizer_config.json: the maximum length must be"),
         ("tokenizer.json", "{}", "tokenizer.json: not a tokenizer of the tokenizers library"),
         ("tokenizer.json", None, "no tokenizer: neither tokenizer.json nor vocab.txt is there"),
         ("config_sentence_transformers.json", '{"default_prompt_name": "q"}', "'q', but prompts has no text of that"),
+        ("config_sentence_transformers.json", '{"default_prompt_name": [], "prompts": {}}', r"is \[\], but prompts"),
     ],
 )  # fmt: skip
 def test_bad_files(tmp_path, file, content, message):
@@ -433,6 +442,26 @@ def test_bad_vocabulary(tmp_path):
         SentenceEncoder.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("option", "value"), [("strip_accents", "yes"), ("tokenize_chinese_chars", 1), ("do_lower_case", [])]
+)
+def test_bad_options_of_vocab_txt(tmp_path, option, value):
+    tiny.write_sentence_model(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    tiny.write_json(tmp_path / "tokenizer_config.json", {option: value})
+    with pytest.raises(CheckpointError, match=f"tokenizer_config.json: {option} must be true, false or null, got"):
+        SentenceEncoder.from_pretrained(tmp_path)
+
+
+def test_null_options_of_vocab_txt(tmp_path):
+    tiny.write_sentence_model(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    expected = SentenceEncoder.from_pretrained(tmp_path).tokenize("The 雨 Ärain")
+    options = dict.fromkeys(("strip_accents", "tokenize_chinese_chars", "do_lower_case"))
+    tiny.write_json(tmp_path / "tokenizer_config.json", options)
+    assert SentenceEncoder.from_pretrained(tmp_path).tokenize("The 雨 Ärain") == expected
+
+
 def test_prompt_that_pooling_leaves_out(tmp_path):
     tiny.write_sentence_model(tmp_path, {"pooling_mode": "mean", "include_prompt": False})
     SentenceEncoder.from_pretrained(tmp_path)
@@ -445,11 +474,19 @@ def test_prompt_that_pooling_leaves_out(tmp_path):
 def test_tokenizer_of_another_model(tmp_path):
     tiny.write_sentence_model(tmp_path)
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
-    tokenizer["model"]["vocab"]["extra"] = len(tiny.VOCAB)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    size = len(tiny.VOCAB)
-    with pytest.raises(CheckpointError, match=f"the tokenizer has {size + 1} tokens, the model's .* only {size}"):
-        SentenceEncoder.from_pretrained(tmp_path)
+    vocabulary, size = tokenizer["model"]["vocab"], len(tiny.VOCAB)
+    del vocabulary["river"]
+    for name, largest in (("extra", size), ("rain", size + 7)):  # the second has holes: fewer tokens than the model
+        tokenizer["model"]["vocab"] = vocabulary | {name: largest}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+        with pytest.raises(CheckpointError, match=f"tokenizer has ids up to {largest}, .* vocab_size is only {size}"):
+            SentenceEncoder.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", [None, 3, b"model"])
+def test_folder_of_a_wrong_type(name):
+    with pytest.raises(TypeError, match=f"folder_or_id must be a string or a path, got {type(name).__name__}"):
+        SentenceEncoder.from_pretrained(name)
 
 
 def test_no_such_folder():

@@ -1,10 +1,9 @@
 """BERT, RoBERTa and DistilBERT encoders as Flax NNX modules on the fused operations."""
 
 import dataclasses
-import math
 import os
+import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Self
 
 import jax
@@ -129,14 +128,16 @@ class BertConfig:
 
 
 def _one_of(name: str, value: Any, allowed: Any) -> str:
-    return f"{name} must be one of {', '.join(allowed)}, got {repr(value)[:100]}"
+    return f"{name} must be one of {', '.join(allowed)}, got {value!r:.100}"
 
 
 def _problems(values: Mapping[str, Any]) -> list[str]:
     """Everything that is wrong with the fields of a BertConfig."""
 
     def is_number(value: Any) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
+        # Finite also as a float: JSON has integers of any size.
+        most = sys.float_info.max
+        return isinstance(value, int | float) and not isinstance(value, bool) and -most <= value <= most
 
     def is_name(value: Any, names: Any) -> bool:
         return isinstance(value, str) and value in names
@@ -153,16 +154,17 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
         problems.append(_one_of(show("hidden_act"), values["hidden_act"], _ACTIVATIONS))
     for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
         if not is_number(values[name]) or not 0 <= values[name] <= 1:
-            problems.append(f"{show(name)} must be a number from 0 to 1, got {values[name]!r}")
+            problems.append(f"{show(name)} must be a number from 0 to 1, got {values[name]!r:.100}")
     if not is_number(values["initializer_range"]) or values["initializer_range"] < 0:
-        problems.append(f"initializer_range must be a finite number of at least 0, got {values['initializer_range']!r}")
+        given = values["initializer_range"]
+        problems.append(f"initializer_range must be a finite number of at least 0, got {given!r:.100}")
     if not is_number(values["layer_norm_eps"]) or values["layer_norm_eps"] <= 0:
-        problems.append(f"layer_norm_eps must be a finite number above 0, got {values['layer_norm_eps']!r}")
+        problems.append(f"layer_norm_eps must be a finite number above 0, got {values['layer_norm_eps']!r:.100}")
     sizes_before = len(problems)
     for name, (least, most) in _LIMITS.items():
         value = values[name]
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            problems.append(f"{show(name)} must be an integer from {least} to {most}, got {repr(value)[:100]}")
+            problems.append(f"{show(name)} must be an integer from {least} to {most}, got {value!r:.100}")
     if len(problems) > sizes_before:
         return problems  # the rest compares sizes
 
@@ -373,9 +375,9 @@ class BertModel(nnx.Module):
           output_hidden_states: whether to return the hidden states of all layers.
 
         Raises:
-          TypeError: an input has a wrong dtype.
-          ValueError: an input has a wrong shape, T is more than the model has positions, or `token_type_ids` are
-            given to a model without token types.
+          TypeError: an input is no array of integers.
+          ValueError: an input has a wrong shape or, in a list or NumPy array, an integer beyond int32, T is more than
+            the model has positions, or `token_type_ids` are given to a model without token types.
         """
         input_ids = _ids("input_ids", input_ids, None)
         shape = input_ids.shape
@@ -430,16 +432,18 @@ class BertModel(nnx.Module):
 
         Raises:
           CheckpointError: the checkpoint cannot be found, read or used; all its problems at once.
+          TypeError: `folder_or_id` is not a string or path.
         """
         param_dtype = dtype if param_dtype is None else param_dtype
         folder = checkpoint.resolve(
             folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
         )
-        settings = checkpoint.read_config(folder)
+        config_file = folder / "config.json"
+        settings = checkpoint.read_json_object(config_file)
         try:
             config = BertConfig.from_dict(settings)
         except ValueError as error:
-            raise CheckpointError(f"{Path(folder, 'config.json')}: {error}") from error
+            raise CheckpointError(f"{config_file}: {error}") from error
         model = cls(config, dtype=dtype, param_dtype=param_dtype, implementation=implementation, rngs=None)
         shapes = {name: parameter.shape for name, parameter in model._parameters().items()}
         values = checkpoint.load(folder, config.model_type, shapes, param_dtype)
@@ -465,11 +469,22 @@ def _float_dtype(name: str, dtype: DTypeLike) -> np.dtype:
     return dtype
 
 
-def _ids(name: str, value: ArrayLike, shape: tuple[int, ...] | None, *, or_bool: bool = False) -> Array:
+def _ids(name: str, value: Any, shape: tuple[int, ...] | None, *, or_bool: bool = False) -> Array:
     """`value` as an array, once its dtype and shape (None: two axes, of which the second is not empty) are right."""
-    array = jnp.asarray(value)
+    expected = f"BertModel: {name} must be integers{' or booleans' * or_bool}"
+    try:
+        if isinstance(value, list | tuple) and not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)):
+            value = np.asarray(value)
+        array = jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{expected}, got {getattr(value, 'dtype', type(value).__name__)}") from error
     if not (jnp.issubdtype(array.dtype, jnp.integer) or (or_bool and array.dtype == jnp.bool)):
-        raise TypeError(f"BertModel: {name} must be integers{' or booleans' * or_bool}, got {array.dtype}")
+        raise TypeError(f"{expected}, got {array.dtype}")
+    if isinstance(value, np.ndarray) and value.dtype != array.dtype and value.size:  # JAX lets numbers wrap around
+        limits = jnp.iinfo(array.dtype)
+        for extreme in (int(value.min()), int(value.max())):
+            if not limits.min <= extreme <= limits.max:
+                raise ValueError(f"BertModel: {name} must fit {array.dtype}, got {extreme}")
     if shape is None and (array.ndim != 2 or array.shape[1] == 0):
         raise ValueError(f"BertModel: {name} must have a shape [batch, tokens], tokens > 0, got {list(array.shape)}")
     if shape is not None and array.shape != shape:

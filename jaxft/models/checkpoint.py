@@ -172,6 +172,8 @@ def _expected_tensors(layout: Layout, shapes: Mapping[str, Shape]) -> dict[str, 
 
 # --- Finding -----------------------------------------------------------------------------------------------------
 
+_LONGEST_ID = 96  # that Hugging Face allows
+
 
 def resolve(
     folder_or_id: str | os.PathLike[str],
@@ -184,15 +186,18 @@ def resolve(
 
     Raises:
       CheckpointError: neither a folder nor an id that can be had; the message says what to do.
+      TypeError: `folder_or_id` is not a string or path.
     """
-    name = os.fspath(folder_or_id)
-    folder = Path(name)
-    if name and folder.is_dir():
-        return folder
-    if name and folder.exists():
+    name = os.fspath(folder_or_id) if isinstance(folder_or_id, os.PathLike) else folder_or_id
+    if not isinstance(name, str):
+        raise TypeError(f"from_pretrained: folder_or_id must be a string or a path, got {type(name).__name__}")
+    # os.path: the methods of Path raise what the operating system says to a name that is too long.
+    if os.path.isdir(name):
+        return Path(name)
+    if os.path.exists(name):
         raise CheckpointError(f"{name} is a file; expected the folder of a checkpoint, or a Hugging Face id")
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
-        raise CheckpointError(f"{name!r} is neither an existing folder nor a Hugging Face id such as 'owner/name'")
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith(".") or len(name) > _LONGEST_ID:
+        raise CheckpointError(f"{name!r:.200} is neither an existing folder nor a Hugging Face id such as 'owner/name'")
 
     import huggingface_hub
 
@@ -223,27 +228,32 @@ def resolve(
         ) from error
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+      CheckpointError: the file is missing, unreadable or not JSON.
+    """
     try:
-        value = json.loads(file.read_bytes())
+        return json.loads(file.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(f"{file} does not exist; the folder of a checkpoint has one") from error
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file} is not a JSON object, but a {type(value).__name__}")
-    return value
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The content of `config.json`.
+def read_json_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file.
 
     Raises:
       CheckpointError: the file is missing, unreadable, not JSON or not an object.
     """
-    return _read_json(folder / "config.json")
+    value = read_json(file)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} is not a JSON object, but a {type(value).__name__}")
+    return value
 
 
 def _tensor_files(folder: Path) -> tuple[Path, Mapping[str, set[str] | None]]:
@@ -262,7 +272,7 @@ def _tensor_files(folder: Path) -> tuple[Path, Mapping[str, set[str] | None]]:
             f"{folder} has neither model.safetensors nor model.safetensors.index.json{hint}. Pickle checkpoints are "
             "never opened; convert with transformers: AutoModel.from_pretrained(folder).save_pretrained(folder)"
         )
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no object 'weight_map' from tensor names to files")
     problems: list[str] = []

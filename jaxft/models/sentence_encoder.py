@@ -1,7 +1,6 @@
 """Text in, embeddings out: a BERT encoder with its tokenizer and pooling, read from a sentence-transformers folder."""
 
 import dataclasses
-import json
 import os
 import sys
 from collections import deque
@@ -127,6 +126,7 @@ class SentenceEncoder:
         Raises:
           CheckpointError: a file is missing or malformed, or asks for something that is not supported, for example
             a Dense module; the message names the file.
+          TypeError: `folder_or_id` is not a string or path.
         """
         folder = checkpoint.resolve(
             folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
@@ -135,11 +135,12 @@ class SentenceEncoder:
         model = BertModel.from_pretrained(layout.transformer, dtype=dtype, implementation=implementation)
         limit = min(layout.max_seq_length or sys.maxsize, model.config.max_sequence_length)
         tokenizer = _load_tokenizer(layout.transformer, layout.do_lower_case)
-        if tokenizer.get_vocab_size() > model.config.vocab_size:
+        largest_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+        if largest_id >= model.config.vocab_size:
             # Its texts would come out as NaN, hours into the work perhaps.
             raise CheckpointError(
-                f"{layout.transformer}: the tokenizer has {tokenizer.get_vocab_size()} tokens, the model's vocab_size"
-                f" is only {model.config.vocab_size}"
+                f"{layout.transformer}: the tokenizer has ids up to {largest_id}, the model's vocab_size is only"
+                f" {model.config.vocab_size}"
             )
         try:
             return cls(
@@ -336,17 +337,23 @@ def _read_layout(folder: Path) -> _Layout:
     if modules_file.exists():
         modules = _read_modules(modules_file)
         transformer = modules["Transformer"]
+        if not os.path.isdir(transformer):
+            raise CheckpointError(f"{modules_file}: the folder of module Transformer, {transformer}, does not exist")
         pooling, include_prompt = _read_pooling(modules["Pooling"] / "config.json")
         normalize = "Normalize" in modules
     settings_file = transformer / "sentence_bert_config.json"
-    settings = _read_json_object(settings_file)
+    settings = _read_settings(settings_file)
     max_seq_length = settings.get("max_seq_length")
     if max_seq_length is None:
         # Newer sentence-transformers keep the limit here. 10**30 stands for "none".
         settings_file = transformer / "tokenizer_config.json"
-        max_seq_length = _read_json_object(settings_file).get("model_max_length")
-    if max_seq_length is not None and (isinstance(max_seq_length, bool) or not isinstance(max_seq_length, int | float)):
-        raise CheckpointError(f"{settings_file}: the maximum length must be a number, got {max_seq_length!r}")
+        max_seq_length = _read_settings(settings_file).get("model_max_length")
+    if max_seq_length is not None:
+        is_number = isinstance(max_seq_length, int | float) and not isinstance(max_seq_length, bool)
+        if not is_number or not max_seq_length >= 1:  # NaN, which Python reads from JSON, is not
+            raise CheckpointError(
+                f"{settings_file}: the maximum length must be a number of at least 1, got {max_seq_length!r:.80}"
+            )
     return _Layout(
         transformer=transformer,
         pooling=pooling,
@@ -360,7 +367,7 @@ def _read_layout(folder: Path) -> _Layout:
 def _read_modules(file: Path) -> dict[str, Path]:
     """modules.json -> the folder of each module, by the last component of its type."""
     modules: dict[str, Path] = {}
-    entries = _read_json(file)
+    entries = checkpoint.read_json(file)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise CheckpointError(f"{file}: expected a list of modules, got {entries!r:.80}")
     for entry in entries:
@@ -385,9 +392,9 @@ def _read_modules(file: Path) -> dict[str, Path]:
 
 def _read_pooling(file: Path) -> tuple[tuple[str, ...], bool]:
     """A Pooling module's config.json -> the modes, and whether the tokens of a prompt take part."""
-    if not file.exists():
+    if not os.path.exists(file):
         raise CheckpointError(f"{file}: missing, but modules.json names it")
-    config = _read_json_object(file)
+    config = checkpoint.read_json_object(file)
     modes = config.get("pooling_mode")
     if modes is None:
         modes = [mode for flag, mode in _POOLING_FLAGS.items() if config.get(flag)] or ["mean"]
@@ -403,14 +410,14 @@ def _read_pooling(file: Path) -> tuple[tuple[str, ...], bool]:
 
 
 def _read_default_prompt(file: Path, include_prompt: bool) -> str:
-    config = _read_json_object(file)
+    config = _read_settings(file)
     name = config.get("default_prompt_name")
     if name is None:
         return ""
     prompts = config.get("prompts")
-    prompt = prompts.get(name) if isinstance(prompts, dict) else None
+    prompt = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
     if not isinstance(prompt, str):
-        raise CheckpointError(f"{file}: default_prompt_name is {name!r}, but prompts has no text of that name")
+        raise CheckpointError(f"{file}: default_prompt_name is {name!r:.80}, but prompts has no text of that name")
     if prompt and not include_prompt:
         raise CheckpointError(f"{file}: a default prompt together with include_prompt=false in the pooling's config")
     return prompt
@@ -426,7 +433,7 @@ def _load_tokenizer(folder: Path, do_lower_case: bool) -> "Tokenizer":
         except Exception as error:  # the library raises plain Exception
             raise CheckpointError(f"{file}: not a tokenizer of the tokenizers library: {error}") from error
     elif vocab.exists():
-        tokenizer = _bert_tokenizer(vocab, _read_json_object(folder / "tokenizer_config.json"))
+        tokenizer = _bert_tokenizer(vocab)
     else:
         raise CheckpointError(f"{folder}: no tokenizer: neither tokenizer.json nor vocab.txt is there")
     if do_lower_case:
@@ -435,7 +442,7 @@ def _load_tokenizer(folder: Path, do_lower_case: bool) -> "Tokenizer":
     return tokenizer
 
 
-def _bert_tokenizer(vocab: Path, config: dict[str, Any]) -> "Tokenizer":
+def _bert_tokenizer(vocab: Path) -> "Tokenizer":
     """BERT's WordPiece tokenizer, for old folders that have only its vocabulary (one token a line)."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
@@ -447,11 +454,20 @@ def _bert_tokenizer(vocab: Path, config: dict[str, Any]) -> "Tokenizer":
     missing = [token for token in special if tokenizer.token_to_id(token) is None]
     if missing:
         raise CheckpointError(f"{vocab}: not a BERT vocabulary: {', '.join(missing)} missing")
+    config_file = vocab.with_name("tokenizer_config.json")
+    config = _read_settings(config_file)
+
+    def option(name: str, default: bool | None) -> Any:
+        value = config.get(name)
+        if not isinstance(value, bool | None):
+            raise CheckpointError(f"{config_file}: {name} must be true, false or null, got {value!r:.80}")
+        return default if value is None else value
+
     tokenizer.normalizer = normalizers.BertNormalizer(
         clean_text=True,
-        handle_chinese_chars=config.get("tokenize_chinese_chars", True),
-        strip_accents=config.get("strip_accents"),
-        lowercase=config.get("do_lower_case", True),
+        handle_chinese_chars=option("tokenize_chinese_chars", True),
+        strip_accents=option("strip_accents", None),
+        lowercase=option("do_lower_case", True),
     )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -462,18 +478,6 @@ def _bert_tokenizer(vocab: Path, config: dict[str, Any]) -> "Tokenizer":
     return tokenizer
 
 
-def _read_json(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: not readable as JSON: {error}") from error
-
-
-def _read_json_object(file: Path) -> dict[str, Any]:
+def _read_settings(file: Path) -> dict[str, Any]:
     """The object in `file`; {} where there is no such file."""
-    if not file.exists():
-        return {}
-    value = _read_json(file)
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: expected a JSON object, got {value!r:.80}")
-    return value
+    return checkpoint.read_json_object(file) if file.exists() else {}

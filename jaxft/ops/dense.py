@@ -72,8 +72,9 @@ def dense(
         common.check_shape(op, "residual", residual, (*x.shape[:-1], kernel.shape[1]))
         common.check_same_dtype(op, "residual", residual, "x", x)
     precision = tuple(precision) if isinstance(precision, list) else precision
+    unit = jax.ShapeDtypeStruct((1, 1), x.dtype)
     try:
-        jax.eval_shape(functools.partial(jnp.matmul, precision=precision), kernel.T, kernel)
+        jax.eval_shape(functools.partial(jnp.matmul, precision=precision), unit, unit)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{op}: precision must be one that jnp.matmul takes, got {precision!r}") from error
     rows, width = math.prod(x.shape[:-1]), kernel.shape[1]
