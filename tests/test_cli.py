@@ -57,9 +57,13 @@ def names(folder):
 
 
 def start(*arguments):
-    command = [sys.executable, "-m", "jaxft.cli", *arguments]
+    # Where the tests run in the background of a shell, their children would ignore interrupts.
+    listen = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"import sys; {listen}; from jaxft import cli; sys.exit(cli.main())"
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=ENVIRONMENT)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], stdin=pipe, stdout=pipe, stderr=pipe, env=ENVIRONMENT
+    )
 
 
 def fails(capsys, *arguments):
