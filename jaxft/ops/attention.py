@@ -300,11 +300,6 @@ def _triton_reason(inputs: _Inputs, options: _Options) -> str | None:
     return triton.unsupported(inputs.query.shape[-1], query=inputs.query)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _reference(inputs: _Inputs, options: _Options) -> Any:
-    return _plain(inputs, options)
-
-
 def _plain(inputs: _Inputs, options: _Options) -> Any:
     query, key, value, bias, mask, q_lengths, kv_lengths, q_ids, kv_ids, rng = inputs
     if key is None:
@@ -313,6 +308,9 @@ def _plain(inputs: _Inputs, options: _Options) -> Any:
         query, key, value, bias, mask, query_seq_lengths=q_lengths, key_value_seq_lengths=kv_lengths,
         query_segment_ids=q_ids, key_value_segment_ids=kv_ids, dropout_rng=rng, **dataclasses.asdict(options),
     )  # fmt: skip
+
+
+_reference = jax.jit(_plain, static_argnums=1)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
