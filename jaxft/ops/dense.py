@@ -72,11 +72,12 @@ def dense(
         common.check_shape(op, "residual", residual, (*x.shape[:-1], kernel.shape[1]))
         common.check_same_dtype(op, "residual", residual, "x", x)
     precision = tuple(precision) if isinstance(precision, list) else precision
-    unit = jax.ShapeDtypeStruct((1, 1), x.dtype)
-    try:
-        jax.eval_shape(functools.partial(jnp.matmul, precision=precision), unit, unit)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{op}: precision must be one that jnp.matmul takes, got {precision!r}") from error
+    if precision is not None:
+        unit = jax.ShapeDtypeStruct((1, 1), x.dtype)
+        try:
+            jax.eval_shape(functools.partial(jnp.matmul, precision=precision), unit, unit)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{op}: precision must be one that jnp.matmul takes, got {precision!r}") from error
     rows, width = math.prod(x.shape[:-1]), kernel.shape[1]
     choice = dispatch.choose(op, implementation, {"triton": triton.unsupported(x=x, bias=bias)})
     # In two dimensions, which is where XLA recognises a matrix product with a bias in its epilogue.
