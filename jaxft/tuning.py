@@ -13,7 +13,9 @@ import json
 from importlib import resources
 from typing import TypeVar
 
-Config = TypeVar("Config", "RowConfig", "ElementwiseConfig", "PermuteConfig", "AttentionConfig", "DenseConfig")
+Config = TypeVar(
+    "Config", "RowConfig", "GradientConfig", "ElementwiseConfig", "PermuteConfig", "AttentionConfig", "DenseConfig"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +24,20 @@ class RowConfig:
 
     block_rows: int
     block_width: int
+    num_warps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientConfig:
+    """A kernel that also sums over rows, for the gradients of vectors.
+
+    Each of `programs` programs takes its share of the rows, `block_rows` x `block_width` elements (powers of two) at a
+    time, and writes its partial sums; a small reduction adds those up.
+    """
+
+    block_rows: int
+    block_width: int
+    programs: int
     num_warps: int
 
 

@@ -8,7 +8,7 @@ The mathematics are pure functions of arrays.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,14 +30,17 @@ def launch(
     name: str,
     num_warps: int,
     num_stages: int = 1,
+    aliases: Mapping[int, int] | None = None,
     interpret: bool,
 ) -> list[Array]:
     """Runs `kernel(*operand_refs, *output_refs)` over `grid` (the first axis fastest) and returns the outputs.
 
     Refs are whole arrays: a kernel computes its own offsets and masks what lies beyond an edge. An operand that is None
-    has None for its ref.
+    has None for its ref. `aliases` maps operands to outputs (by their places) that take their memory; XLA copies an
+    operand first where something else still reads it.
     """
     present = [x for x in operands if x is not None]
+    place = {i: n for n, i in enumerate(i for i, x in enumerate(operands) if x is not None)}
 
     def body(*refs: Any) -> None:
         given = iter(refs)
@@ -50,6 +53,7 @@ def launch(
         grid=tuple(grid),
         out_shape=[jax.ShapeDtypeStruct(o.shape, o.dtype, **varying) for o in outputs],
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        input_output_aliases={place[operand]: output for operand, output in (aliases or {}).items()},
         interpret=interpret,
         name=name,
     )
