@@ -114,6 +114,15 @@ def layer_norm(rows: int, width: int, itemsize: int, device_kind: str) -> RowCon
     return lookup("layer_norm", default, device_kind, rows=rows, width=width, itemsize=itemsize)
 
 
+def layer_norm_backward(rows: int, width: int, itemsize: int, device_kind: str) -> GradientConfig:
+    block_width = next_power_of_2(width)
+    if block_width <= 8192:  # with the sums of three vectors in registers
+        default = GradientConfig(max(1, 1024 // block_width), block_width, 264, max(4, block_width // 512))
+    else:  # the more rows in a block, the fewer partial sums
+        default = GradientConfig(8, 1024, 264, 8)
+    return lookup("layer_norm_backward", default, device_kind, rows=rows, width=width, itemsize=itemsize)
+
+
 def bias_activation(rows: int, width: int, itemsize: int, device_kind: str) -> ElementwiseConfig:
     divisor = width & -width  # the largest power of two in the width: blocks without a masked edge
     block_width = min(divisor if divisor >= 256 else next_power_of_2(width), 1024)

@@ -1,5 +1,6 @@
 """layer_norm and bias_residual_layer_norm: ops and kernel."""
 
+import functools
 import re
 
 import chex
@@ -10,11 +11,11 @@ import pytest
 
 import jaxft
 import oracle
-from cases import DTYPES, INTERPRET, check, jit, normal, seeds, some
+from cases import DTYPES, INTERPRET, check, in_float64, jit, normal, seeds, some
 from compare import assert_matches_oracle
 from jaxft import reference
 from jaxft.kernels.triton import layer_norm as kernel
-from jaxft.tuning import RowConfig
+from jaxft.tuning import GradientConfig, RowConfig
 
 # One, primes, no powers of two, no multiples of a block, and a row that does not fit in one block.
 SHAPES = [(1,), (1, 1), (3, 1), (7, 80), (2, 3, 127), (37, 64), (1, 769), (3, 8209)]
@@ -30,7 +31,11 @@ def check_layer_norm(floats, seed=None, implementations=("triton",), **options):
           implementations=implementations, seed=seed)  # fmt: skip
 
 
-def check_fused(floats, seed=None, implementations=("triton",), **options):
+def check_fused(floats, seed=None, implementations=("triton",), rate=0.0, **options):
+    key = jax.random.key(7)
+    dropout = {"dropout_rate": rate, "dropout_rng": key if rate else None}
+    keep = {"rate": rate, "keep": np.asarray(reference.dropout_mask(key, rate, floats["x"].shape)) if rate else None}
+
     def bind(op, **more):
         def call(x, residual, **vectors):
             bias, gamma, beta = (vectors.get(name) for name in ("bias", "gamma", "beta"))
@@ -38,9 +43,11 @@ def check_fused(floats, seed=None, implementations=("triton",), **options):
 
         return call
 
-    check(lambda implementation, **f: bind(jaxft.bias_residual_layer_norm, implementation=implementation)(**f),
-          bind(reference.bias_residual_layer_norm), bind(oracle.bias_residual_layer_norm), floats,
-          implementations=implementations, seed=seed)  # fmt: skip
+    def op(implementation, **floats):
+        return bind(jaxft.bias_residual_layer_norm, implementation=implementation, **dropout)(**floats)
+
+    plain, exact = bind(reference.bias_residual_layer_norm, **dropout), bind(oracle.bias_residual_layer_norm, **keep)
+    check(op, plain, exact, floats, implementations=implementations, seed=seed)
 
 
 def fused_floats(rng, shape, dtype=jnp.float32, vectors=jnp.float32, **absent):
@@ -116,25 +123,45 @@ def test_a_row_reaches_no_other_row():
         np.testing.assert_array_equal(np.delete(got, rows, 0), np.delete(expected, rows, 0))
 
 
-CONFIGS = [RowConfig(rows, width, warps) for rows, width, warps in
-           ((1, 128, 1), (2, 128, 4), (16, 128, 4), (64, 256, 8), (4, 32, 2), (1, 16, 1))]  # fmt: skip
+CONFIGS = [(1, 128, 1), (2, 128, 4), (16, 128, 4), (64, 256, 8), (4, 32, 2), (1, 16, 1)]  # rows, width, warps
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_any_config(dtype):
-    """Whole rows in a block, blocks of several rows, and rows in several chunks."""
-    floats = fused_floats(np.random.default_rng(6), (21, 101), dtype)
+def test_any_config(dtype, rate, key):
+    """Whole rows in a block, blocks of several rows, rows in several chunks, programs with several blocks or one."""
+    rng = np.random.default_rng(6)
+    floats = fused_floats(rng, (21, 101), dtype, jnp.bfloat16)
     arguments = [floats[name] for name in ("x", "bias", "residual", "gamma", "beta")]
-    expected = jit(lambda a: reference.bias_residual_layer_norm(*a, return_sum=True))(arguments)
-    exact = oracle.bias_residual_layer_norm(*arguments, return_sum=True)
-    for config in CONFIGS:
+    dy = tuple(normal(rng, dtype, y=(21, 101), sum=(21, 101)).values())
+    options = {"epsilon": 1e-6, "dropout_rate": rate, "interpret": INTERPRET}
+    seed = reference.dropout_seed(key) if rate else None
 
-        def run(a, config=config):
-            return kernel.forward(*a, epsilon=1e-6, return_sum=True, config=config, interpret=INTERPRET)
+    @jit
+    def plain(dy, *arguments):
+        run = functools.partial(reference.bias_residual_layer_norm, return_sum=True, dropout_rate=rate, dropout_rng=key)
+        out, pull_back = jax.vjp(run, *arguments)
+        return out, pull_back(dy)
 
-        got = jit(run)(arguments)
-        assert_matches_oracle(tuple(got), expected, exact, seed=config)
-        chex.assert_trees_all_equal(got[1], expected[1])  # blocks do not matter to the sum of two or three elements
+    expected, exact = plain(dy, *arguments), in_float64(plain, dy, *arguments)
+    for n, (rows, width, warps) in enumerate(CONFIGS):
+
+        @jit
+        def run(dy, x, bias, residual, gamma, beta, n=n, rows=rows, width=width, warps=warps):
+            y = kernel.forward(
+                x, bias, residual, gamma, beta, seed, return_sum=True, in_place=False,
+                config=RowConfig(rows, width, warps), **options,
+            )  # fmt: skip
+            dx, dresidual, sums = kernel.backward(
+                *dy, x, bias, residual, gamma, seed, vectors=("bias", "gamma", "beta"),
+                config=GradientConfig(rows, width, n + 1, warps), **options,
+            )  # fmt: skip
+            return tuple(y), (dx, sums[0].astype(bias.dtype), dresidual, *sums[1:].astype(gamma.dtype))
+
+        got = run(dy, *arguments)
+        assert_matches_oracle(got, expected, exact, seed=CONFIGS[n])
+        if rate == 0.0:  # blocks do not matter to the sum of two or three elements
+            chex.assert_trees_all_equal(got[0][1], expected[0][1])
 
 
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
@@ -149,16 +176,74 @@ def test_reruns_are_bitwise_equal(implementation):
     chex.assert_trees_all_equal(run(floats), run(floats))
 
 
-def test_dropout_is_refused_by_the_kernel_only(key):
-    x = jnp.ones((4, 8))
-    options = {"dropout_rate": 0.5, "dropout_rng": key, "return_sum": True}
-    with pytest.raises(NotImplementedError, match="bias_residual_layer_norm.*'triton'.*the kernel has no dropout"):
-        jaxft.bias_residual_layer_norm(x, None, x, None, None, **options, implementation="triton")
-    got = jaxft.bias_residual_layer_norm(x, None, x, None, None, **options)
-    keep = np.asarray(reference.dropout_mask(key, 0.5, x.shape))
-    np.testing.assert_array_equal(got[1], np.where(keep, 3.0, 1.0))
-    # A rate of 0 needs no random key, and the kernel has that.
-    jaxft.bias_residual_layer_norm(x, None, x, None, None, dropout_rate=0.0, implementation="triton")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3, 127), (3, 8209)], ids=str)
+def test_dropout(shape, dtype):
+    for rate in (0.1, 0.9):
+        check_fused(fused_floats(np.random.default_rng(8), shape, dtype), rate=rate, return_sum=True)
+    check_fused(fused_floats(np.random.default_rng(9), shape, dtype, bias=True, gamma=True, beta=True), rate=0.5)
+
+
+def test_the_kernel_drops_what_the_reference_drops(key):
+    """Bit by bit, forward and backward, and at every block size."""
+    shape, rate = (37, 300), 0.4
+    x, keep = jnp.ones(shape), np.asarray(reference.dropout_mask(key, rate, shape))
+
+    def run(x, implementation):
+        return jaxft.bias_residual_layer_norm(
+            x, None, jnp.zeros(shape), None, None, dropout_rate=rate, dropout_rng=key, return_sum=True,
+            implementation=implementation,
+        )[1]  # fmt: skip
+
+    for implementation in BOTH:
+        total, pull_back = jax.vjp(functools.partial(run, implementation=implementation), x)
+        np.testing.assert_array_equal(total != 0.0, keep)
+        np.testing.assert_array_equal(pull_back(x)[0] != 0.0, keep)
+    for config in (RowConfig(1, 512, 4), RowConfig(8, 64, 2)):
+        options = {"epsilon": 1e-6, "dropout_rate": rate, "in_place": False, "config": config, "interpret": INTERPRET}
+        seed = reference.dropout_seed(key)
+        _, total = kernel.forward(x, None, jnp.zeros(shape), None, None, seed, return_sum=True, **options)
+        np.testing.assert_array_equal(total != 0.0, keep)
+    jaxft.bias_residual_layer_norm(x, None, x, None, None, dropout_rate=0.0, implementation="triton")  # needs no key
+
+
+@pytest.mark.parametrize("implementation", BOTH)
+def test_in_place_changes_no_value(implementation, key):
+    floats = fused_floats(np.random.default_rng(10), (7, 80), jnp.bfloat16)
+    options = {"dropout_rate": 0.1, "dropout_rng": key, "return_sum": True, "implementation": implementation}
+
+    def run(in_place):
+        def op(floats):
+            return jaxft.bias_residual_layer_norm(**floats, in_place=in_place, **options)
+
+        out, pull_back = jax.vjp(op, floats)
+        return jax.jit(op)(floats), out, pull_back(out)
+
+    chex.assert_trees_all_equal(run(True), run(False))  # and floats are still there
+
+
+@pytest.mark.skipif(INTERPRET, reason="reads a program compiled for an NVIDIA GPU")
+def test_in_place_saves_a_buffer():
+    """Of a donated argument, and of an array that is dead after the call."""
+    shape = (4096, 1024)
+    nbytes = 2 * 4096 * 1024
+
+    def donated(in_place):
+        run = jax.jit(lambda x: jaxft.layer_norm(x, in_place=in_place, implementation="triton"), donate_argnums=0)
+        return run.lower(jax.ShapeDtypeStruct(shape, jnp.bfloat16)).compile().memory_analysis()
+
+    assert donated(True).alias_size_in_bytes == nbytes
+    assert donated(True).temp_size_in_bytes < nbytes <= donated(False).temp_size_in_bytes
+
+    def dead(in_place):
+        def run(x):
+            for _ in range(4):
+                x = jaxft.layer_norm(x, in_place=in_place, implementation="triton")
+            return x
+
+        return jax.jit(run).lower(jax.ShapeDtypeStruct(shape, jnp.bfloat16)).compile().memory_analysis()
+
+    assert dead(True).temp_size_in_bytes < dead(False).temp_size_in_bytes
 
 
 @pytest.mark.parametrize("seed", seeds(6))
@@ -171,7 +256,7 @@ def test_random(seed):
     options = {"epsilon": float(rng.choice([1e-12, 1e-6, 0.3]))}
     if rng.random() < 0.7:
         check_fused(fused_floats(rng, shape, dtype, vectors, **absent), seed, **options,
-                    return_sum=bool(rng.random() < 0.5))  # fmt: skip
+                    rate=float(rng.choice([0.0, 0.0, 0.2])), return_sum=bool(rng.random() < 0.5))  # fmt: skip
     else:
         floats = normal(rng, dtype, x=shape)
         check_layer_norm(floats | normal(rng, vectors, gamma=some(rng, (width,)), beta=some(rng, (width,))), seed,

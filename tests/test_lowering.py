@@ -1,5 +1,6 @@
 """Every kernel lowers for an H200, on any machine, and is what the ops choose there."""
 
+import functools
 import logging
 import re
 from collections import Counter
@@ -12,7 +13,7 @@ import jaxft
 from cases import DTYPES, for_h200, lower
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import attention, bias_activation, dense, layer_norm, permute
-from jaxft.tuning import AttentionConfig, DenseConfig, ElementwiseConfig, PermuteConfig, RowConfig
+from jaxft.tuning import AttentionConfig, DenseConfig, ElementwiseConfig, GradientConfig, PermuteConfig, RowConfig
 
 TRITON = "custom_call @__gpu$xla.gpu.triton"
 
@@ -73,6 +74,40 @@ def test_layer_norm(shape, dtype, caplog):
 
         assert_one_kernel(fused, x, vector)
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_layer_norm_backward(shape, dtype, key, caplog):
+    """One kernel forward, one backward, whatever is there; XLA adds up the partial sums."""
+    x, vector = of(shape, dtype), of(shape[-1:])
+    for dropout in ({}, {"dropout_rate": 0.1, "dropout_rng": key}):
+
+        def gradients(x, bias, residual, gamma, beta, dropout=dropout):
+            run = functools.partial(jaxft.bias_residual_layer_norm, return_sum=True, **dropout)
+            out, pull_back = jax.vjp(run, x, bias, residual, gamma, beta)
+            return out, pull_back(out)
+
+        for vectors in ((vector, vector, vector), (None, vector, None), (None, None, None)):
+            found = operations(lower(gradients, x, vectors[0], x, *vectors[1:]))
+            assert found[TRITON] == 2
+    plain = jax.grad(lambda x, g, b: jaxft.layer_norm(x, g, b).astype(jnp.float32).sum(), (0, 1, 2))
+    assert operations(lower(plain, x, vector, vector))[TRITON] == 1  # no gradient needs the result
+    assert caplog.messages == []
+
+
+def test_in_place():
+    """A kernel takes the memory of its operands where it is asked to, and only there."""
+    x, v = of((7, 80), jnp.bfloat16), of((80,))
+    for in_place in (False, True):
+        text = lower(lambda x, v: jaxft.layer_norm(x, v, in_place=in_place), x, v)  # noqa: B023
+        assert ("output_operand_alias" in text) == in_place
+        options = {"in_place": in_place, "return_sum": True}
+        both = lower(lambda x, v: jaxft.bias_residual_layer_norm(x, v, 2 * x, v, v, **options), x, v)  # noqa: B023
+        assert both.count("output_operand_alias<") == 2 * in_place
+    # The backward pass reads x, so it stays as it is.
+    grad = jax.grad(lambda x, v: jaxft.layer_norm(x, v, in_place=True).astype(jnp.float32).sum())
+    assert "output_operand_alias" not in lower(grad, x, v)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -215,10 +250,15 @@ def test_configs(dtype):
         assert operations(lower(function, *arguments))[TRITON] == 1
 
     for sizes in ((1, 128, 1), (16, 128, 4), (1, 16, 1), (4, 1, 2)):
-        options = {"config": RowConfig(*sizes), "interpret": False}
-        assert_lowers(
-            lambda x, v, o=options: layer_norm.forward(x, v, x, v, v, epsilon=1e-6, return_sum=True, **o), x, vector
-        )
+        for seed in (None, of((2,), jnp.uint32)):
+            row = {"epsilon": 1e-6, "dropout_rate": 0.1, "interpret": False}
+            forward = row | {"return_sum": True, "in_place": False, "config": RowConfig(*sizes)}
+            backward = row | {
+                "vectors": ("bias", "gamma", "beta"),
+                "config": GradientConfig(*sizes[:2], programs=3, num_warps=sizes[2]),
+            }
+            assert_lowers(lambda x, v, s, o=forward: layer_norm.forward(x, v, x, v, v, s, **o), x, vector, seed)
+            assert_lowers(lambda x, v, s, o=backward: layer_norm.backward(x, x, x, v, x, v, s, **o), x, vector, seed)
         options = {"config": ElementwiseConfig(*sizes), "interpret": False}
         assert_lowers(lambda x, v, o=options: bias_activation.forward(x, v, activation="gelu", **o), x, vector)
         assert_lowers(lambda x, o=options: permute.split_heads(x, None, 5, **o), of((2, 9, 180), dtype))
@@ -249,13 +289,12 @@ def test_configs(dtype):
      ("float64", "x is float64")],
 )  # fmt: skip
 def test_unsupported_cases_fall_back_and_say_so_once(name, reason, caplog, key):
-    qkv, x = of((2, 37, 3, 4, 64)), of((7, 80))
+    qkv = of((2, 37, 3, 4, 64))
     function, argument = {
         "causal": (lambda qkv: jaxft.qkv_attention(qkv, is_causal=True), qkv),
         "full_mask": (lambda qkv: jaxft.qkv_attention(qkv, mask=jnp.tril(jnp.ones((37, 37), bool))), qkv),
         "head_size": (jaxft.qkv_attention, of((2, 37, 3, 1, 264))),
-        "dropout": (lambda x: jaxft.bias_residual_layer_norm(x, None, x, None, None, dropout_rate=0.1,
-                                                             dropout_rng=key), x),
+        "dropout": (lambda qkv: jaxft.qkv_attention(qkv, dropout_rate=0.1, dropout_rng=key), qkv),
         "float64": (jaxft.layer_norm, of((7, 80), jnp.float64)),
     }[name]  # fmt: skip
     with jax.enable_x64(name == "float64"):

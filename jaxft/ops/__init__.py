@@ -26,7 +26,6 @@ OPS: dict[str, dict[str, str | None]] = {
 
 #: Where an op takes its kernel for some arguments only.
 LIMITS = {
-    "bias_residual_layer_norm": "without dropout",
     "dot_product_attention": "with key lengths and key masks only",
     "qkv_attention": "with key lengths and key masks only",
     "dense": "for 16-bit inputs of at most 1,024 rows; else XLA's product, and the kernel of bias_activation after it",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -21,6 +21,7 @@ def layer_norm(
     beta: Array | None = None,
     *,
     epsilon: float = 1e-6,
+    in_place: bool = False,
     implementation: str | None = None,
 ) -> Array:
     """Normalises the last axis to mean 0 and variance 1, then scales and shifts it, in one pass over memory.
@@ -34,6 +35,9 @@ def layer_norm(
       x: `[..., D]`, float32, float16 or bfloat16. Statistics are float32, in two passes (never E[x^2] - E[x]^2).
       gamma, beta: `[D]` of any float dtype, or None for 1 and 0.
       epsilon: added to the variance.
+      in_place: the kernel writes the result into the memory of `x`. That saves a buffer where nothing else needs `x`,
+        which is donated or was made in the same jit; where something does, XLA copies `x` first. Without effect where
+        a gradient is taken, which needs `x`, and with "xla", which reuses buffers as it finds best.
       implementation: None for the fastest, "triton" or "xla".
 
     Returns:
@@ -49,7 +53,7 @@ def layer_norm(
     op = "layer_norm"
     x, gamma, beta, epsilon = _check(op, x, gamma, beta, epsilon)
     reason = triton.unsupported(x=x, gamma=gamma, beta=beta)
-    return _run(op, x, None, None, gamma, beta, None, reason, epsilon, 0.0, False, implementation)[0]
+    return _run(op, x, None, None, gamma, beta, None, reason, epsilon, 0.0, False, in_place, implementation)[0]
 
 
 def bias_residual_layer_norm(
@@ -63,6 +67,7 @@ def bias_residual_layer_norm(
     dropout_rate: float = 0.0,
     dropout_rng: Array | None = None,
     return_sum: bool = False,
+    in_place: bool = False,
     implementation: str | None = None,
 ) -> Any:
     """Adds a bias and a residual and normalises the sum (see `layer_norm`), in one pass over memory.
@@ -80,6 +85,8 @@ def bias_residual_layer_norm(
       dropout_rate: in [0, 1). What is kept is a pure function of the key and the element's index.
       dropout_rng: a JAX random key, needed where the rate is not 0.
       return_sum: also return the sum before the normalisation, for pre-norm models.
+      in_place: the kernel writes the result into the memory of `x` (see `layer_norm`), and the sum into that of
+        `residual`.
       implementation: None for the fastest, "triton" or "xla".
 
     Returns:
@@ -101,10 +108,8 @@ def bias_residual_layer_norm(
     common.check_same_dtype(op, "residual", residual, "x", x)
     rate = common.check_dropout(op, dropout_rate, dropout_rng)
     reason = triton.unsupported(x=x, bias=bias, gamma=gamma, beta=beta)
-    if rate > 0.0:
-        reason = "the kernel has no dropout"
     rng = dropout_rng if rate > 0.0 else None
-    out = _run(op, x, bias, residual, gamma, beta, rng, reason, epsilon, rate, return_sum, implementation)
+    out = _run(op, x, bias, residual, gamma, beta, rng, reason, epsilon, rate, return_sum, in_place, implementation)
     return out if return_sum else out[0]
 
 
@@ -117,15 +122,29 @@ def _check(op, x, gamma, beta, epsilon):
     return x, gamma, beta, common.check_number(op, "epsilon", epsilon, positive=True)
 
 
-def _run(op, x, bias, residual, gamma, beta, rng, reason, epsilon, rate, return_sum, implementation):
+class _Static(NamedTuple):
+    """What is compiled into the kernels."""
+
+    epsilon: float
+    dropout_rate: float
+    return_sum: bool
+    in_place: bool
+    forward: tuning.RowConfig
+    backward: tuning.GradientConfig
+    interpret: bool
+
+
+def _run(op, x, bias, residual, gamma, beta, rng, reason, epsilon, rate, return_sum, in_place, implementation):
     """A tuple: the normalised array, and the sum if asked for."""
     choice = dispatch.choose(op, implementation, {"triton": reason})
     if choice.name == "xla" or x.size == 0:
         return _reference(x, bias, residual, gamma, beta, rng, epsilon, rate, return_sum)
     rows, width = math.prod(x.shape[:-1]), x.shape[-1]
-    config = tuning.layer_norm(rows, width, x.dtype.itemsize, dispatch.device_kind())
+    sizes = (rows, width, x.dtype.itemsize, dispatch.device_kind())
+    forward, backward = tuning.layer_norm(*sizes), tuning.layer_norm_backward(*sizes)
+    static = _Static(epsilon, rate, return_sum, in_place, forward, backward, choice.interpret)
     flat = None if residual is None else residual.reshape(rows, width)
-    out = _triton_jit(x.reshape(rows, width), bias, flat, gamma, beta, epsilon, return_sum, config, choice.interpret)
+    out = _triton_jit(*common.vary_alike(x.reshape(rows, width), bias, flat, gamma, beta, rng), static)
     return tuple(y.reshape(x.shape) for y in out)
 
 
@@ -139,24 +158,59 @@ def _reference(x, bias, residual, gamma, beta, rng, epsilon, rate, return_sum):
     return out if return_sum else (out,)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
-def _triton(x, bias, residual, gamma, beta, epsilon, return_sum, config, interpret):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _triton(x, bias, residual, gamma, beta, rng, static):
     return tuple(
         triton.forward(
-            x, bias, residual, gamma, beta, epsilon=epsilon, return_sum=return_sum, config=config, interpret=interpret
+            x,
+            bias,
+            residual,
+            gamma,
+            beta,
+            None if rng is None else reference.dropout_seed(rng),
+            epsilon=static.epsilon,
+            dropout_rate=static.dropout_rate,
+            return_sum=static.return_sum,
+            in_place=static.in_place,
+            config=static.forward,
+            interpret=static.interpret,
         )
     )
 
 
-def _fwd(x, bias, residual, gamma, beta, epsilon, return_sum, config, interpret):
-    saved = (x, bias, residual, gamma, beta)
-    return _triton(*saved, epsilon, return_sum, config, interpret), saved
+def _fwd(x, bias, residual, gamma, beta, rng, static):
+    saved = (x, bias, residual, gamma, beta, rng)
+    return _triton(*saved, static._replace(in_place=False)), saved
 
 
-def _bwd(epsilon, return_sum, config, interpret, saved, dy):
-    _, vjp = jax.vjp(lambda *arrays: _reference(*arrays, None, epsilon, 0.0, return_sum), *saved)
-    return vjp(dy)
+def _bwd(static, saved, dy):
+    def kernel(dy, x, bias, residual, gamma, beta, rng):
+        vectors = {"bias": bias, "gamma": gamma, "beta": beta}
+        vectors = {name: vector for name, vector in vectors.items() if vector is not None}
+        dx, dresidual, sums = triton.backward(
+            dy[0],
+            dy[1] if static.return_sum else None,
+            x,
+            bias,
+            residual,
+            gamma,
+            None if rng is None else reference.dropout_seed(rng),
+            epsilon=static.epsilon,
+            dropout_rate=static.dropout_rate,
+            vectors=tuple(vectors),
+            config=static.backward,
+            interpret=static.interpret,
+        )
+        found = {name: d.astype(v.dtype) for (name, v), d in zip(vectors.items(), sums, strict=True)}
+        return dx, found.get("bias"), dresidual, found.get("gamma"), found.get("beta"), None
+
+    def plain(dy, *arrays):
+        run = functools.partial(_reference, epsilon=static.epsilon, rate=static.dropout_rate,
+                                return_sum=static.return_sum)  # fmt: skip
+        return (*jax.vjp(run, *arrays)[1](dy)[:-1], None)
+
+    return common.with_plain_gradient(kernel, plain)(dy, *saved)
 
 
 _triton.defvjp(_fwd, _bwd)
-_triton_jit = jax.jit(_triton, static_argnums=(5, 6, 7, 8))
+_triton_jit = jax.jit(_triton, static_argnums=6)

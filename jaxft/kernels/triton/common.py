@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxft import reference
+
 Array = jax.Array
 
 load, store, dot = plgpu.load, plgpu.store, plgpu.dot
@@ -62,10 +64,7 @@ def launch(
 
 def _varying(operands: Sequence[Array]) -> dict[str, Any]:
     """What JAX asks about outputs inside a shard_map: they vary over the mesh axes that any operand varies over."""
-    types = [jax.typeof(x) for x in operands]
-    if not hasattr(types[0], "manual_axis_type"):  # JAX 0.10
-        return {"vma": frozenset().union(*(t.vma for t in types))}
-    axes = [t.manual_axis_type for t in types]
+    axes = [jax.typeof(x).manual_axis_type for x in operands]
     return {"manual_axis_type": type(axes[0])(varying=frozenset().union(*(a.varying for a in axes)))}
 
 
@@ -77,6 +76,13 @@ def positions(start: Array | int, size: int) -> Array:
 def span(start: Array | int, size: int) -> Any:
     """`size` (a power of two) indices from `start` on, possibly past the array's end: mask the access."""
     return pl.ds(jnp.int32(start), size)  # JAX checks a Python integer against the array's bounds, and refuses
+
+
+def keep(seed_ref: Any, rate: float, rows: Array, columns: Array) -> Array:
+    """Whether dropout keeps the elements at these places, the same as `reference.dropout_mask` says."""
+    seed = [load(seed_ref.at[jnp.int32(i)]) for i in range(2)]
+    bits = reference.keep_bits(*seed, rows.astype(jnp.uint32), columns.astype(jnp.uint32))
+    return bits >= jnp.uint32(reference.keep_threshold(rate))
 
 
 def unsupported_dtype(**arrays: Array | None) -> str | None:
