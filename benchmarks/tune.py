@@ -56,7 +56,7 @@ class Case:
 def row_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
     def run(*arrays: jax.Array, config: tuning.RowConfig) -> jax.Array:
         return layer_norm.forward(
-            *arrays, None, epsilon=1e-6, dropout_rate=0.0, return_sum=False, in_place=False, config=config,
+            *arrays, seed=None, epsilon=1e-6, dropout_rate=0.0, return_sum=False, in_place=False, config=config,
             interpret=False,
         )[0]  # fmt: skip
 

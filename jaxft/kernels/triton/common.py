@@ -80,8 +80,8 @@ def span(start: Array | int, size: int) -> Any:
 
 def keep(seed_ref: Any, rate: float, rows: Array, columns: Array) -> Array:
     """Whether dropout keeps the elements at these places, the same as `reference.dropout_mask` says."""
-    seed = [load(seed_ref.at[jnp.int32(i)]) for i in range(2)]
-    bits = reference.keep_bits(*seed, rows.astype(jnp.uint32), columns.astype(jnp.uint32))
+    seed0, seed1 = (load(seed_ref.at[jnp.int32(i)]) for i in range(2))
+    bits = reference.keep_bits(seed0, seed1, rows.astype(jnp.uint32), columns.astype(jnp.uint32))
     return bits >= jnp.uint32(reference.keep_threshold(rate))
 
 

@@ -167,7 +167,7 @@ def forward(
 class _Statistics(NamedTuple):
     """Of rows of t, what is normalised, and g, the gradient of the result before gamma and beta."""
 
-    count: Array
+    size: Array
     mean: Array
     square: Array  # the sum of (t - mean)^2
     mean_g: Array
@@ -175,17 +175,17 @@ class _Statistics(NamedTuple):
 
 
 def _statistics(chunk: _Chunk, g: Array) -> _Statistics:
-    count, mean, square = _moments(chunk)
-    mean_g = _sum_of_rows(chunk, g) / count
+    size, mean, square = _moments(chunk)
+    mean_g = _sum_of_rows(chunk, g) / size
     product = _sum_of_rows(chunk, (chunk.total - mean[:, None]) * (g - mean_g[:, None]))
-    return _Statistics(count, mean, square, mean_g, product)
+    return _Statistics(size, mean, square, mean_g, product)
 
 
 def _merge_statistics(a: _Statistics, b: _Statistics) -> _Statistics:
-    count, mean, square = _merge_moments(a[:3], b[:3])
+    size, mean, square = _merge_moments(a[:3], b[:3])
     delta = b.mean_g - a.mean_g
-    product = a.product + b.product + delta * (b.mean - a.mean) * (a.count * b.count / count)
-    return _Statistics(count, mean, square, a.mean_g + delta * (b.count / count), product)
+    product = a.product + b.product + delta * (b.mean - a.mean) * (a.size * b.size / size)
+    return _Statistics(size, mean, square, a.mean_g + delta * (b.size / size), product)
 
 
 def _bwd_kernel(
