@@ -27,59 +27,57 @@ def unsupported(**arrays: Array | None) -> str | None:
     return common.unsupported_dtype(**arrays)
 
 
-class _Chunk(NamedTuple):
-    """Some rows and columns of the arrays, and what is normalised there."""
+class _Place(NamedTuple):
+    """A block of rows and columns of the arrays."""
 
+    rows: Array  # their numbers: [block_rows]
+    columns: Array  # [block_width]
     tile: tuple[Any, Any]
-    columns: Any
     in_width: Array  # [block_width]
     inside: Array  # [block_rows, block_width]
-    keep: Array | None  # by dropout
-    total: Array  # dropout(x + bias) + residual, in float32
+
+    def load(self, ref: Ref) -> Array:
+        return common.load(ref.at[self.tile], mask=self.inside, other=0.0)
+
+    def vector(self, ref: Ref) -> Array:
+        return common.load(ref.at[self.tile[1]], mask=self.in_width, other=0.0).astype(jnp.float32)[None, :]
+
+    def store(self, ref: Ref, values: Array) -> None:
+        common.store(ref.at[self.tile], values.astype(ref.dtype), mask=self.inside)
+
+    def sum_of_rows(self, values: Array) -> Array:
+        return jnp.sum(jnp.where(self.in_width[None, :], values, 0.0), axis=1)
 
 
-def _chunk(
-    row: Array, column: Array | int, x_ref: Ref, bias_ref: Ref, residual_ref: Ref, seed_ref: Ref,
-    *, dropout_rate: float, block_rows: int, block_width: int,
-) -> _Chunk:  # fmt: skip
-    rows, width = x_ref.shape
-    row_indices, column_indices = common.positions(row, block_rows), common.positions(column, block_width)
-    in_width = column_indices < width
-    inside = (row_indices < rows)[:, None] & in_width[None, :]
-    columns = common.span(column, block_width)
-    tile = (common.span(row, block_rows), columns)
-    total, keep = _load(x_ref, tile, inside), None
+def _place(shape: tuple[int, int], row: Array, column: Array | int, block_rows: int, block_width: int) -> _Place:
+    rows, columns = common.positions(row, block_rows), common.positions(column, block_width)
+    in_width = columns < shape[1]
+    tile = (common.span(row, block_rows), common.span(column, block_width))
+    return _Place(rows, columns, tile, in_width, (rows < shape[0])[:, None] & in_width[None, :])
+
+
+def _add(
+    place: _Place, x: Array, bias_ref: Ref, residual: Array | None, seed_ref: Ref, rate: float
+) -> tuple[Array, Array | None]:
+    """dropout(x + bias) + residual in float32, and what dropout keeps."""
+    total, keep = x.astype(jnp.float32), None
     if bias_ref is not None:
-        total = total + _vector(bias_ref, columns, in_width)
+        total = total + place.vector(bias_ref)
     if seed_ref is not None:
-        keep = common.keep(seed_ref, dropout_rate, row_indices[:, None], column_indices[None, :])
-        total = jnp.where(keep, total * (1.0 / (1.0 - dropout_rate)), 0.0)
-    if residual_ref is not None:
-        total = total + _load(residual_ref, tile, inside)
-    return _Chunk(tile, columns, in_width, inside, keep, total)
-
-
-def _load(ref: Ref, tile: Any, inside: Array) -> Array:
-    return common.load(ref.at[tile], mask=inside, other=0.0).astype(jnp.float32)
-
-
-def _vector(ref: Ref, columns: Any, in_width: Array) -> Array:
-    return _load(ref, columns, in_width)[None, :]
-
-
-def _sum_of_rows(chunk: _Chunk, values: Array) -> Array:
-    return jnp.sum(jnp.where(chunk.in_width[None, :], values, 0.0), axis=1)
+        keep = common.keep(seed_ref, rate, place.rows[:, None], place.columns[None, :])
+        total = jnp.where(keep, total * (1.0 / (1.0 - rate)), 0.0)
+    return total if residual is None else total + residual.astype(jnp.float32), keep
 
 
 # --- Forward -----------------------------------------------------------------------------------------------------
 
 
-def _moments(chunk: _Chunk) -> tuple[Array, Array, Array]:
+def _moments(place: _Place, total: Array) -> tuple[Array, Array, Array]:
     """Count, mean and sum of squared deviations of the rows."""
-    count = jnp.sum(chunk.in_width.astype(jnp.float32))
-    mean = _sum_of_rows(chunk, chunk.total) / count
-    centered = chunk.total - mean[:, None]
-    return count, mean, _sum_of_rows(chunk, centered * centered)
+    count = jnp.sum(place.in_width.astype(jnp.float32))
+    mean = place.sum_of_rows(total) / count
+    centered = total - mean[:, None]
+    return count, mean, place.sum_of_rows(centered * centered)
 
 
 def _merge_moments(a: tuple[Array, Array, Array], b: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -94,32 +92,34 @@ def _fwd_kernel(
     *, epsilon: float, dropout_rate: float, block_rows: int, block_width: int,
 ):  # fmt: skip
     width = x_ref.shape[1]
-    row = pl.program_id(0) * block_rows
-    load = functools.partial(
-        _chunk, x_ref=x_ref, bias_ref=bias_ref, residual_ref=residual_ref, seed_ref=seed_ref,
-        dropout_rate=dropout_rate, block_rows=block_rows, block_width=block_width,
-    )  # fmt: skip
+    row = pl.program_id(0) * block_rows  # JAX's interpreter knows it outside of loops only
+
+    def read(i):
+        place = _place(x_ref.shape, row, i * block_width, block_rows, block_width)
+        residual = None if residual_ref is None else place.load(residual_ref)
+        return place, _add(place, place.load(x_ref), bias_ref, residual, seed_ref, dropout_rate)[0]
 
     def write(chunk, mean, scale):
-        y = (chunk.total - mean[:, None]) * scale[:, None]
+        place, total = chunk
+        y = (total - mean[:, None]) * scale[:, None]
         if gamma_ref is not None:
-            y = y * _vector(gamma_ref, chunk.columns, chunk.in_width)
+            y = y * place.vector(gamma_ref)
         if beta_ref is not None:
-            y = y + _vector(beta_ref, chunk.columns, chunk.in_width)
-        common.store(y_ref.at[chunk.tile], y.astype(y_ref.dtype), mask=chunk.inside)
+            y = y + place.vector(beta_ref)
+        place.store(y_ref, y)
         if sum_ref is not None:
-            common.store(sum_ref.at[chunk.tile], chunk.total.astype(sum_ref.dtype), mask=chunk.inside)
+            place.store(sum_ref, total)
 
-    first = load(row, 0)
+    first = read(0)
     chunks = pl.cdiv(width, block_width)
     _, mean, square = lax.fori_loop(
-        1, chunks, lambda i, found: _merge_moments(found, _moments(load(row, i * block_width))), _moments(first)
+        1, chunks, lambda i, found: _merge_moments(found, _moments(*read(i))), _moments(*first)
     )
     scale = lax.rsqrt(square / width + epsilon)
     if chunks == 1:
         write(first, mean, scale)
     else:
-        lax.fori_loop(0, chunks, lambda i, _: write(load(row, i * block_width), mean, scale), None)
+        lax.fori_loop(0, chunks, lambda i, _: write(read(i), mean, scale), None)
 
 
 def forward(
@@ -174,10 +174,10 @@ class _Statistics(NamedTuple):
     product: Array  # the sum of (t - mean) * (g - mean_g)
 
 
-def _statistics(chunk: _Chunk, g: Array) -> _Statistics:
-    size, mean, square = _moments(chunk)
-    mean_g = _sum_of_rows(chunk, g) / size
-    product = _sum_of_rows(chunk, (chunk.total - mean[:, None]) * (g - mean_g[:, None]))
+def _statistics(place: _Place, total: Array, g: Array) -> _Statistics:
+    size, mean, square = _moments(place, total)
+    mean_g = place.sum_of_rows(g) / size
+    product = place.sum_of_rows((total - mean[:, None]) * (g - mean_g[:, None]))
     return _Statistics(size, mean, square, mean_g, product)
 
 
@@ -197,59 +197,77 @@ def _bwd_kernel(
     program = pl.program_id(0)  # JAX's interpreter knows it outside of loops only
     dresidual_ref = more_refs[0] if residual_ref is not None and seed_ref is not None else None
     sums_ref: Ref = more_refs[-1] if vectors else None  # [programs, vectors, D]
+    inputs = {"x": x_ref, "residual": residual_ref, "dy": dy_ref, "dsum": dsum_ref}
+    inputs = {name: ref for name, ref in inputs.items() if ref is not None}
 
-    def load(row, column):
-        """A chunk, its dy, and g = dy * gamma."""
-        chunk = _chunk(
-            row, column, x_ref, bias_ref, residual_ref, seed_ref,
-            dropout_rate=dropout_rate, block_rows=block_rows, block_width=block_width,
-        )  # fmt: skip
-        dy = _load(dy_ref, chunk.tile, chunk.inside)
-        return chunk, dy, dy if gamma_ref is None else dy * _vector(gamma_ref, chunk.columns, chunk.in_width)
+    def at(row, column):
+        return _place(x_ref.shape, row, column, block_rows, block_width)
 
-    def write(loaded, found):
+    def read(place):
+        return {name: place.load(ref) for name, ref in inputs.items()}
+
+    def prepare(place, values):
+        """What is normalised, what dropout keeps, dy, and the gradient of the normalised rows."""
+        total, keep = _add(place, values["x"], bias_ref, values.get("residual"), seed_ref, dropout_rate)
+        dy = values["dy"].astype(jnp.float32)
+        return total, keep, dy, dy if gamma_ref is None else dy * place.vector(gamma_ref)
+
+    def write(place, values, prepared, found):
         """Writes the gradients of x and the residual; returns the terms of those of the vectors."""
-        chunk, dy, g = loaded
+        total, keep, dy, g = prepared
         scale = lax.rsqrt(found.square / width + epsilon)[:, None]
-        normal = (chunk.total - found.mean[:, None]) * scale
+        normal = (total - found.mean[:, None]) * scale
         d = (g - found.mean_g[:, None] - normal * (found.product[:, None] * scale / width)) * scale
         if dsum_ref is not None:
-            d = d + _load(dsum_ref, chunk.tile, chunk.inside)
+            d = d + values["dsum"].astype(jnp.float32)
         if dresidual_ref is not None:
-            common.store(dresidual_ref.at[chunk.tile], d.astype(dresidual_ref.dtype), mask=chunk.inside)
-        if chunk.keep is not None:
-            d = jnp.where(chunk.keep, d * (1.0 / (1.0 - dropout_rate)), 0.0)
-        common.store(dx_ref.at[chunk.tile], d.astype(dx_ref.dtype), mask=chunk.inside)
+            place.store(dresidual_ref, d)
+        if keep is not None:
+            d = jnp.where(keep, d * (1.0 / (1.0 - dropout_rate)), 0.0)
+        place.store(dx_ref, d)
         terms = {"bias": d, "gamma": dy * normal, "beta": dy}
-        return tuple(jnp.where(chunk.inside, terms[name], 0.0) for name in vectors)
+        return tuple(jnp.where(place.inside, terms[name], 0.0) for name in vectors)
 
     def save(column, terms):
         in_width = common.positions(column, block_width) < width
         for n, term in enumerate(terms):
-            place = sums_ref.at[program, jnp.int32(n), common.span(column, block_width)]
-            common.store(place, jnp.sum(term, axis=0), mask=in_width)
+            where = sums_ref.at[program, jnp.int32(n), common.span(column, block_width)]
+            common.store(where, jnp.sum(term, axis=0), mask=in_width)
 
     if chunks == 1:  # every so many rows; the sums stay in registers
 
-        def visit(i, sums):
-            loaded = load((program + i * programs) * block_rows, 0)
-            terms = write(loaded, _statistics(loaded[0], loaded[2]))
-            return tuple(a + b for a, b in zip(sums, terms, strict=True))
+        def block(i):
+            return at((program + i * programs) * block_rows, 0)
+
+        def visit(i, carry):
+            values, sums = carry
+            ahead = read(block(i + 1))  # on its way while this one is worked on
+            place, prepared = block(i), prepare(block(i), values)
+            terms = write(place, values, prepared, _statistics(place, prepared[0], prepared[3]))
+            return ahead, tuple(a + b for a, b in zip(sums, terms, strict=True))
 
         blocks = lax.div(pl.cdiv(rows, block_rows) - 1 - program, jnp.int32(programs)) + 1
         zeros = jnp.zeros((block_rows, block_width), jnp.float32)
-        save(0, lax.fori_loop(0, blocks, visit, (zeros,) * len(vectors)))
+        _, sums = lax.fori_loop(0, blocks, visit, (read(block(0)), (zeros,) * len(vectors)))
+        save(0, sums)
     else:  # one block of rows a program
         row = program * block_rows
 
-        def statistics(column):
-            chunk, _, g = load(row, column)
-            return _statistics(chunk, g)
+        def chunk(i):
+            place = at(row, i * block_width)
+            values = read(place)
+            return place, values, prepare(place, values)
 
-        found = lax.fori_loop(
-            1, chunks, lambda i, found: _merge_statistics(found, statistics(i * block_width)), statistics(0)
-        )
-        lax.fori_loop(0, chunks, lambda i, _: save(i * block_width, write(load(row, i * block_width), found)), None)
+        def look(i):
+            place, _, (total, _, _, g) = chunk(i)
+            return _statistics(place, total, g)
+
+        def finish(i, _):
+            place, values, prepared = chunk(i)
+            save(i * block_width, write(place, values, prepared, found))
+
+        found = lax.fori_loop(1, chunks, lambda i, found: _merge_statistics(found, look(i)), look(0))
+        lax.fori_loop(0, chunks, finish, None)
 
 
 def backward(
