@@ -71,10 +71,9 @@ CONFIGS = [RowConfig(*sizes) for sizes in ((1, 128, 1), (16, 128, 4), (64, 256, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bias_dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-def test_any_config(name, dtype, bias_dtype):
+def test_any_config(name, dtype):
     """Some chunks are all masked, and some rows."""
-    rng = np.random.default_rng(6)
+    rng, bias_dtype = np.random.default_rng(6), jnp.bfloat16 if dtype == jnp.float32 else jnp.float32
     x, bias = normal(rng, dtype, x=(3, 7, 101))["x"], normal(rng, bias_dtype, bias=(7, 101))["bias"]
     mask = np.arange(101) < rng.integers(0, 102, (3, 1, 1))
     for config in CONFIGS:
@@ -87,8 +86,9 @@ def test_blocks_that_divide_the_shape(name, shape):
     rng = np.random.default_rng(12)
     floats = normal(rng, jnp.float32, x=shape, bias=shape[-2:])
     mask = rng.random(shape[-1:]) < 0.7
-    for sizes in ((8, 64, 1), (8, 16, 1), (16, 64, 2), (1, 32, 1)):
-        check_kernel(name, floats["x"], RowConfig(*sizes))
+    for sizes in ((8, 64, 1), (8, 16, 1), (16, 64, 2)):
+        if shape == (24, 64):
+            check_kernel(name, floats["x"], RowConfig(*sizes))
         check_kernel(name, floats["x"], RowConfig(*sizes), bias=floats["bias"], mask=mask)
 
 
@@ -105,19 +105,18 @@ def test_the_longest_rows(name):
     check_op(name, x, mask=np.arange(33000) != 5)
 
 
-@pytest.mark.parametrize("block_rows", [1, 2, 8])
-def test_broadcasts(name, block_rows):
+def test_broadcasts(name):
     """Of the mask along every choice of axes, and of the bias along the others."""
     rng, shape = np.random.default_rng(9), (2, 3, 6, 4)
     floats = normal(rng, jnp.float32, x=shape, dy=shape)
-    run = jit(functools.partial(run_kernel, name, config=RowConfig(block_rows, 4, 1)))
+    runs = [jit(functools.partial(run_kernel, name, config=RowConfig(rows, 4, 1))) for rows in (1, 2, 8)]
 
     @jit
     def plain(x, dy, bias, mask):
         y, pull_back = jax.vjp(lambda x, bias: getattr(reference, name)(x, bias=bias, mask=mask), x, bias)
         return y, *pull_back(dy)
 
-    for kept in itertools.product([False, True], repeat=4):
+    for n, kept in enumerate(itertools.product([False, True], repeat=4)):
         own, other = (tuple(n if k == side else 1 for n, k in zip(shape, kept, strict=True)) for side in (True, False))
         mask, bias = rng.random(own) < 0.7, rng.standard_normal(other).astype(np.float32)
         while mask.ndim and mask.shape[0] == 1:  # dimensions in front may be missing
@@ -125,7 +124,8 @@ def test_broadcasts(name, block_rows):
         while bias.ndim and bias.shape[0] == 1:
             bias = bias[0]
         arguments = {**floats, "bias": bias, "mask": mask}
-        for got, wanted in zip(run(**arguments), plain(**arguments), strict=True):
+        block_rows = (n + (name == "softmax")) % 3
+        for got, wanted in zip(runs[block_rows](**arguments), plain(**arguments), strict=True):
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=3e-6, err_msg=f"mask {own}")
 
 
@@ -199,7 +199,7 @@ def test_padding_in_the_gradient_of_the_result(name, block_width, bias):
     """The kernels go further than plain jnp: a NaN there reaches nothing either."""
     mask = np.arange(7) < np.array([7, 3, 1, 0])[:, None]
     floats = normal(np.random.default_rng(11), jnp.float32, x=(4, 7), dy=(4, 7), bias=bias)
-    run = functools.partial(run_kernel, name, mask=mask, config=RowConfig(2, block_width, 1), scale=0.5)
+    run = jit(functools.partial(run_kernel, name, mask=mask, config=RowConfig(2, block_width, 1), scale=0.5))
     clean, poisoned = (run(**floats | {"dy": dy}) for dy in (floats["dy"], jnp.where(mask, floats["dy"], jnp.nan)))
     assert (np.asarray(clean[1])[~mask] == 0.0).all()
     chex.assert_trees_all_equal(poisoned, clean)
@@ -239,15 +239,16 @@ def test_in_place(name, dtype, implementation):
     """The values are those of a copy, gradients too, and x itself stays what it was where it is not given up."""
     floats = normal(np.random.default_rng(15), dtype, x=(5, 7, 40), bias=(7, 40))
 
-    def run(in_place):
+    @functools.partial(jax.jit, static_argnames="in_place")
+    def run(x, bias, in_place):
         def op(x, bias):
             return getattr(jaxft, name)(x, bias=bias, in_place=in_place, implementation=implementation)
 
-        y, pull_back = jax.vjp(op, *floats.values())
-        return op(*floats.values()), y, pull_back(y)
+        y, pull_back = jax.vjp(op, x, bias)
+        return op(x, bias), y, pull_back(y)
 
     before = np.asarray(floats["x"])
-    chex.assert_trees_all_equal(run(True), run(False))
+    chex.assert_trees_all_equal(run(**floats, in_place=True), run(**floats, in_place=False))
     np.testing.assert_array_equal(floats["x"], before)
 
 

@@ -70,7 +70,7 @@ class _Tile(NamedTuple):
     in_width: Array | None  # [columns]
 
     @property
-    def index(self) -> tuple[Any, Any]:
+    def place(self) -> tuple[Any, Any]:
         return common.span(self.row, self.shape[0]), common.span(self.column, self.shape[1])
 
     @property
@@ -108,7 +108,7 @@ def _load_broadcast(ref, axes: Axes, tile: _Tile):
     if one_row and not wide:
         return _load(ref, (index, jnp.int32(0)), None)[None, None]
     if one_row:
-        return _load(ref, (index, tile.index[1]), tile.in_width)[None, :]
+        return _load(ref, (index, tile.place[1]), tile.in_width)[None, :]
     if not wide:
         return _load(ref, (index, jnp.int32(0)), tile.in_rows)[:, None]
     columns = common.positions(tile.column, tile.shape[1])
@@ -150,7 +150,7 @@ def _nonzero(total):
     return jnp.where(total == 0.0, 1.0, total)
 
 
-def _gradient(logits, dy, shift, inverse, center, rest, log: bool):
+def _gradient(logits, dy, shift, inverse, center, rest, *, log: bool):
     """The gradient of the logits; `rest` is the sum over the row of (dy - center) * p, or of dy for log_softmax.
 
     `center` is near the sum of dy * p. Where one p is nearly 1, so is its dy, and what is left of dy minus that sum
@@ -165,7 +165,7 @@ def _gradient(logits, dy, shift, inverse, center, rest, log: bool):
 
 def _logits(x_ref, bias_ref, mask_ref, tile: _Tile, scale: float, bias_axes: Axes, mask_axes: Axes):
     """Which logits of the tile are allowed (None: all), and the logits, -inf where they are not."""
-    logits = _load(x_ref, tile.index, tile.inside).astype(jnp.float32) * scale
+    logits = _load(x_ref, tile.place, tile.inside).astype(jnp.float32) * scale
     if bias_ref is not None:
         logits = logits + _load_broadcast(bias_ref, bias_axes, tile).astype(jnp.float32)
     # What is not allowed is read, since a load under a mask that is not known in advance is not vectorised.
@@ -205,7 +205,7 @@ def _fwd_kernel(
             y = _select(allowed, shifted - jnp.log(_nonzero(total))[:, None], -jnp.inf)
         else:
             y = jnp.exp(shifted) * (1.0 / _nonzero(total))[:, None]
-        common.store(y_ref.at[tile.index], y.astype(y_ref.dtype), mask=tile.inside)
+        common.store(y_ref.at[tile.place], y.astype(y_ref.dtype), mask=tile.inside)
 
     first, chunks = chunk(0), pl.cdiv(x_ref.shape[1], block_width)
     top, total = lax.fori_loop(1, chunks, lambda i, found: visit(chunk(i), found), visit(first))
@@ -227,7 +227,7 @@ def _bwd_kernel(
     def chunk(i):
         tile = _tile(x_ref, row, i, block_rows, block_width)
         allowed, logits = _logits(x_ref, bias_ref, mask_ref, tile, scale, bias_axes, mask_axes)
-        dy = _load(dy_ref, tile.index, tile.inside).astype(jnp.float32)
+        dy = _load(dy_ref, tile.place, tile.inside).astype(jnp.float32)
         return tile, allowed, logits, _select(allowed, dy, 0.0)
 
     def visit(chunk, before=None):
@@ -253,11 +253,11 @@ def _bwd_kernel(
 
     def write(chunk, found):
         tile, allowed, logits, dy = chunk
-        gradient = _gradient(logits, dy, *(s[:, None] for s in found), log)
+        gradient = _gradient(logits, dy, *(s[:, None] for s in found), log=log)
         gradient = _select(allowed, gradient, 0.0)  # a NaN in the row reaches only what is allowed
-        common.store(dx_ref.at[tile.index], (gradient * scale).astype(dx_ref.dtype), mask=tile.inside)
+        common.store(dx_ref.at[tile.place], (gradient * scale).astype(dx_ref.dtype), mask=tile.inside)
         if whole_gradient:
-            common.store(more_ref.at[tile.index], gradient.astype(more_ref.dtype), mask=tile.inside)
+            common.store(more_ref.at[tile.place], gradient.astype(more_ref.dtype), mask=tile.inside)
 
     first, chunks = chunk(0), pl.cdiv(x_ref.shape[1], block_width)
     top, total, center, rest = lax.fori_loop(1, chunks, lambda i, found: visit(chunk(i), found), visit(first))
@@ -313,16 +313,17 @@ def backward(
     """
     name = "log_softmax_bwd" if log else "softmax_bwd"
     flat = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
-    wide, outputs = bias is not None and bias.shape[-1:] not in ((), (1,)), [flat]
-    if wide and bias.size < x.size:
-        outputs.append(jax.ShapeDtypeStruct((4, flat.shape[0]), jnp.float32))
-    elif wide and (bias.dtype != x.dtype or scale not in (None, 1.0)):  # else it is dx
-        outputs.append(jax.ShapeDtypeStruct(flat.shape, bias.dtype))
+    outputs = [flat]
+    if bias is not None and bias.shape[-1:] not in ((), (1,)):
+        if bias.size < x.size:
+            outputs.append(jax.ShapeDtypeStruct((4, flat.shape[0]), jnp.float32))
+        elif bias.dtype != x.dtype or scale not in (None, 1.0):  # else it is dx
+            outputs.append(jax.ShapeDtypeStruct(flat.shape, bias.dtype))
     dx, *more = _launch(_bwd_kernel, [dy], x, bias, mask, outputs, log, scale, config, interpret, name=name)
     dx = dx.reshape(x.shape)
     if bias is None:
         return dx, None
-    if not wide:
+    if bias.shape[-1:] in ((), (1,)):
         return dx, jnp.zeros_like(bias)
     if bias.size == x.size:
         return dx, (more[0] if more else dx).reshape(bias.shape)
@@ -331,7 +332,7 @@ def backward(
 
 def _bias_gradient(dy, x, bias, mask, statistics, log: bool, scale: float | None) -> Array:
     logits = x.astype(jnp.float32) * (1.0 if scale is None else scale) + bias.astype(jnp.float32)
-    gradient = _gradient(logits, dy.astype(jnp.float32), *statistics.reshape(4, *x.shape[:-1], 1), log)
+    gradient = _gradient(logits, dy.astype(jnp.float32), *statistics.reshape(4, *x.shape[:-1], 1), log=log)
     if mask is not None:
         gradient = jnp.where(mask, gradient, 0.0)
     own_shape = (1,) * (x.ndim - bias.ndim) + bias.shape
