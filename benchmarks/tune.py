@@ -21,11 +21,12 @@ import jax.numpy as jnp
 import bench_dense
 import timing
 from jaxft import dispatch, reference, tuning
-from jaxft.kernels.triton import attention, bias_activation, dense, layer_norm, permute
+from jaxft.kernels.triton import attention, bias_activation, dense, layer_norm, permute, softmax
 
 TUNED = Path(tuning.__file__).parent / "tuned"
 ROWS = [(128, 768), (1024, 768), (4096, 768), (16384, 768), (16384, 1024), (65536, 1024), (4096, 384)]  # rows, width
 FEED_FORWARD = [(128, 3072), (1024, 3072), (4096, 3072), (16384, 3072), (16384, 4096), (4096, 1536)]
+SOFTMAX_WIDTHS = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 32768]
 # batch, heads, length, head size
 ATTENTION = [(1, 12, 128, 64), (8, 12, 128, 64), (32, 12, 128, 64), (128, 12, 128, 64), (256, 16, 128, 64),
              (32, 12, 512, 64), (64, 16, 512, 64), (8, 16, 2048, 64), (2, 16, 8192, 64), (32, 12, 128, 32)]  # fmt: skip
@@ -73,6 +74,39 @@ def row_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
         shapes = ((rows, width), (width,), (rows, width), (width,), (width,))
         present = tuning.layer_norm(rows, width, itemsize, kind)
         yield Case("layer_norm", sizes, shapes, dtype, run, reference.bias_residual_layer_norm, [present, *configs])
+
+
+def softmax_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
+    def forward(x: jax.Array, config: tuning.RowConfig) -> jax.Array:
+        return softmax.forward(x, None, None, log=False, scale=None, in_place=False, config=config, interpret=False)
+
+    def backward(x: jax.Array, dy: jax.Array, config: tuning.RowConfig) -> jax.Array:
+        return softmax.backward(dy, x, None, None, log=False, scale=None, config=config, interpret=False)[0]
+
+    def plain_backward(x: jax.Array, dy: jax.Array) -> jax.Array:
+        return jax.vjp(reference.softmax, x)[1](dy)[0]
+
+    for width in SOFTMAX_WIDTHS:
+        # 64 Mi elements; in float32 attention scores, [32, 64, width, width].
+        rows = 2048 * width if itemsize == 4 and width <= 512 else 2**26 // width
+        sizes = {"rows": rows, "width": width, "itemsize": itemsize}
+        for op, arrays, run, plain, choose in (
+            ("softmax", 1, forward, reference.softmax, tuning.softmax),
+            ("softmax_backward", 2, backward, plain_backward, tuning.softmax_backward),
+        ):
+            if width <= 1024:  # rows in a warp, or in two
+                blocks = [(elements, width) for elements in (width, 256, 512, 1024, 2048) if elements >= width]
+                warps: tuple[int, ...] = (1, 2, 4)
+            else:  # a row, or a chunk of one
+                blocks = [(chunk, chunk) for chunk in {width, min(width, 8192), min(width, 4096)}]
+                warps = (2, 4, 8, 16, 32)
+            configs = [
+                tuning.RowConfig(elements // block_width, block_width, num_warps)
+                for (elements, block_width), num_warps in itertools.product(blocks, warps)
+                if 256 <= elements // num_warps <= 2048 // arrays
+            ]
+            present = choose(rows, width, itemsize, kind)
+            yield Case(op, sizes, ((rows, width),) * arrays, dtype, run, plain, [present, *configs])
 
 
 def elementwise_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
@@ -192,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     kind = dispatch.device_kind()
     path = args.out / f"{kind.replace(' ', '_')}.json"
     table = json.loads(path.read_text()) if path.is_file() else {}
-    kinds = (row_cases, elementwise_cases, permute_cases, attention_cases, dense_cases)
+    kinds = (row_cases, softmax_cases, elementwise_cases, permute_cases, attention_cases, dense_cases)
     for dtype, cases in itertools.product(args.dtypes, kinds):
         for case in cases(dtype, jnp.dtype(dtype).itemsize, kind):
             if args.only is None or case.op in args.only:

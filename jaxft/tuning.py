@@ -123,6 +123,25 @@ def layer_norm_backward(rows: int, width: int, itemsize: int, device_kind: str) 
     return lookup("layer_norm_backward", default, device_kind, rows=rows, width=width, itemsize=itemsize)
 
 
+def softmax(rows: int, width: int, itemsize: int, device_kind: str) -> RowConfig:
+    # As for layer_norm, but rows of up to 16,384 stay in registers, 32 numbers a thread.
+    return _softmax("softmax", 1024, 16384, rows, width, itemsize, device_kind)
+
+
+def softmax_backward(rows: int, width: int, itemsize: int, device_kind: str) -> RowConfig:
+    # Half as many, since two arrays are read.
+    return _softmax("softmax_backward", 512, 8192, rows, width, itemsize, device_kind)
+
+
+def _softmax(op: str, warp: int, longest: int, rows: int, width: int, itemsize: int, device_kind: str) -> RowConfig:
+    """A warp for `warp` elements (fewer in small arrays, which want more warps), rows up to `longest` in registers."""
+    block_width = next_power_of_2(width) if width <= longest else longest // 2
+    if rows * width < 2**20:
+        warp = 256
+    default = RowConfig(max(1, warp // block_width), block_width, num_warps=min(max(1, block_width // warp), 16))
+    return lookup(op, default, device_kind, rows=rows, width=width, itemsize=itemsize)
+
+
 def bias_activation(rows: int, width: int, itemsize: int, device_kind: str) -> ElementwiseConfig:
     divisor = width & -width  # the largest power of two in the width: blocks without a masked edge
     block_width = min(divisor if divisor >= 256 else next_power_of_2(width), 1024)

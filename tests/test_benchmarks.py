@@ -12,6 +12,7 @@ import bench_dense
 import bench_encoder
 import bench_layer_norm
 import bench_permute
+import bench_softmax
 import report
 import timing
 
@@ -43,6 +44,16 @@ def read(folder):
         (bench_layer_norm, {"SHAPES": [(5, 24)]}, {"xla", "copy (memcpy)"}),
         (bench_bias_activation, {"SHAPES": [(5, 24)]}, {"xla", "copy (memcpy)"}),
         (bench_permute, {"CASES": [((2, 5, 3, 8), (0, 2, 1, 3), ("float16",))]}, {"xla", "copy (memcpy)"}),
+        (
+            bench_softmax,
+            {
+                "QUICK_CASES": [
+                    ("forward", (5, 24), "float16", False),
+                    ("forward+backward", (2, 3, 4, 8), "float32", True),
+                ]
+            },
+            {"xla", "copy (memcpy)"},
+        ),
         (bench_attention, {"SHAPES": [(2, 64)], **HEADS}, {"xla"}),
         (bench_encoder, TINY_ENCODER, {"xla", "xla, separate qkv"}),
     ],

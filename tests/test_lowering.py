@@ -12,7 +12,7 @@ import pytest
 import jaxft
 from cases import DTYPES, for_h200, lower
 from jaxft import dispatch, reference
-from jaxft.kernels.triton import attention, bias_activation, dense, layer_norm, permute
+from jaxft.kernels.triton import attention, bias_activation, dense, layer_norm, permute, softmax
 from jaxft.tuning import AttentionConfig, DenseConfig, ElementwiseConfig, GradientConfig, PermuteConfig, RowConfig
 
 TRITON = "custom_call @__gpu$xla.gpu.triton"
@@ -117,6 +117,34 @@ def test_bias_activation(activation, dtype, caplog):
         assert_one_kernel(jaxft.bias_activation, of(shape, dtype), of(shape[-1:]), activation=activation)
     assert_one_kernel(lambda x: jaxft.bias_activation(x, None, activation=activation), of((7, 80), dtype))
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 16, 1000, 32768, 250000])
+@pytest.mark.parametrize("op", [jaxft.softmax, jaxft.log_softmax], ids=lambda op: op.__name__)
+def test_softmax(op, width, dtype, caplog):
+    """One kernel forward and one backward, whatever the bias and the mask broadcast along."""
+    shape = (2, 3, 5, width)
+    for bias, mask in ((None, None), ((2, 1, 5, width), (2, 1, 1, width)), (shape, (3, 5, 1)), ((width,), shape),
+                       ((2, 1, 1, 1), ()), ((), (5, width))):  # fmt: skip
+
+        def run(x, bias, mask):
+            y, pull_back = jax.vjp(lambda x, bias: op(x, scale=0.3, bias=bias, mask=mask), x, bias)
+            return pull_back(y * y)
+
+        text = lower(run, of(shape, dtype), bias if bias is None else of(bias),
+                     mask if mask is None else of(mask, jnp.bool_))  # fmt: skip
+        assert operations(text)[TRITON] == 2
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("op", [jaxft.softmax, jaxft.log_softmax], ids=lambda op: op.__name__)
+def test_softmax_in_place(op):
+    """The result takes the memory of x, but where x is kept for the backward pass."""
+    alias, x = "#stablehlo.output_operand_alias<output_tuple_indices = [], operand_index = 0", of((5, 80))
+    assert alias in lower(lambda x: op(x, in_place=True), x)
+    assert alias not in lower(op, x)
+    assert "output_operand_alias<" not in lower(jax.grad(lambda x: jnp.sum(op(x, in_place=True) ** 2)), x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -236,6 +264,8 @@ def test_sizes_beyond_a_grid_axis():
     assert_one_kernel(jaxft.bias_activation, of((rows, 3), jnp.bfloat16), of((3,)))
     assert_one_kernel(jaxft.bias_activation, of((rows, 4096), jnp.bfloat16), of((4096,)))
     assert_one_kernel(jaxft.layer_norm, of((rows, 4096), jnp.bfloat16))
+    assert_one_kernel(jaxft.softmax, of((rows, 8192), jnp.bfloat16))
+    assert_one_kernel(jaxft.softmax, of((2**31 - 1, 1), jnp.bfloat16))
     assert_one_kernel(jaxft.qkv_attention, of((2**17, 2, 3, 1, 8), jnp.bfloat16))
 
 
@@ -259,6 +289,9 @@ def test_configs(dtype):
             }
             assert_lowers(lambda x, v, s, o=forward: layer_norm.forward(x, v, x, v, v, s, **o), x, vector, seed)
             assert_lowers(lambda x, v, s, o=backward: layer_norm.backward(x, x, x, v, x, v, s, **o), x, vector, seed)
+        options = {"config": RowConfig(*sizes), "interpret": False, "log": sizes[0] > 1, "scale": 0.5}
+        assert_lowers(lambda x, v, o=options: softmax.forward(x, v, v > 0, in_place=True, **o), x, vector)
+        assert_lowers(lambda x, v, o=options: softmax.backward(x, x, v, v > 0, **o), x, vector)
         options = {"config": ElementwiseConfig(*sizes), "interpret": False}
         assert_lowers(lambda x, v, o=options: bias_activation.forward(x, v, activation="gelu", **o), x, vector)
         assert_lowers(lambda x, o=options: permute.split_heads(x, None, 5, **o), of((2, 9, 180), dtype))
@@ -304,7 +337,7 @@ def test_unsupported_cases_fall_back_and_say_so_once(name, reason, caplog, key):
     assert "falls back to XLA" in message and reason in message
 
 
-@pytest.mark.parametrize("op", ["softmax", "log_softmax", "merge_heads", "permute"])
+@pytest.mark.parametrize("op", ["merge_heads", "permute"])
 def test_ops_without_a_kernel_say_nothing(op, caplog):
     x = of((2, 4, 7, 8))
     text = lower(lambda x: jaxft.permute(x, (0, 2, 1, 3)) if op == "permute" else getattr(jaxft, op)(x), x)
@@ -365,6 +398,11 @@ def test_64_bit_mode():
         assert_one_kernel(jaxft.bias_residual_layer_norm, x, v, x, v, v)
         assert_one_kernel(jaxft.layer_norm, of((3, 20000), jnp.float32))
         assert_one_kernel(jaxft.bias_activation, x, v)
+        for width in (40, 20000):
+            logits, mask = of((2, 3, 5, width)), of((2, 1, 5, width), jnp.bool_)
+            assert_one_kernel(lambda x, m: jaxft.softmax(x, bias=x[:, :1], mask=m, scale=0.5), logits, mask)
+            text = lower(jax.grad(lambda x: jnp.sum(jaxft.softmax(x, bias=x[:, :1], scale=0.5) ** 2)), logits)
+            assert operations(text)[TRITON] == 2
         assert_one_kernel(jaxft.dense, of((3, 300), jnp.bfloat16), of((300, 40), jnp.bfloat16), v)
         assert_one_kernel(jaxft.qkv_attention, qkv)
         assert_one_kernel(lambda qkv, n: jaxft.qkv_attention(qkv, key_value_seq_lengths=n), qkv, lengths)

@@ -1,34 +1,145 @@
-"""softmax and log_softmax."""
+"""softmax and log_softmax: ops and kernels."""
 
+import functools
+import itertools
 import re
 
+import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxft
 import oracle
-from cases import DTYPES, check, check_padding, jit, normal, seeds, some
-from jaxft import reference
+from cases import DTYPES, INTERPRET, check, check_padding, in_float64, jit, normal, seeds, some
+from compare import assert_matches_oracle
+from jaxft import dispatch, reference
+from jaxft.kernels.triton import softmax as kernel
+from jaxft.tuning import RowConfig
 
 pytestmark = pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+both = pytest.mark.parametrize("implementation", ["triton", "xla"])
 
 
-def check_op(name, floats, seed=None, **options):
+def check_op(name, floats, seed=None, implementations=("triton",), **options):
     check(lambda implementation, **f: getattr(jaxft, name)(**f, **options, implementation=implementation),
           lambda **f: getattr(reference, name)(**f, **options), lambda **f: getattr(oracle, name)(**f, **options),
-          floats, implementations=["xla", None], seed=seed)  # fmt: skip
+          floats, implementations=implementations, seed=seed)  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", [(1,), (3, 1), (2, 3, 127), (3, 1031)], ids=str)
+def run_kernel(name, x, dy, bias, mask, config, scale=None, in_place=False):
+    """The result, and the gradients of x and bias."""
+    options = {"log": name == "log_softmax", "scale": scale, "config": config, "interpret": INTERPRET}
+    gradients = kernel.backward(dy, x, bias, mask, **options)
+    return kernel.forward(x, bias, mask, in_place=in_place, **options), *gradients
+
+
+def check_kernel(name, x, config, scale=None, bias=None, mask=None):
+    """With a config of the test's choice."""
+
+    @jit
+    def plain(x, bias, dy):
+        y, pull_back = jax.vjp(lambda x, bias: getattr(reference, name)(x, scale=scale, bias=bias, mask=mask), x, bias)
+        return y, *pull_back(dy)
+
+    dy = normal(np.random.default_rng(99), x.dtype, dy=x.shape)["dy"]
+    exact = in_float64(plain, x, bias, dy)
+    y = getattr(oracle, name)(x, scale=scale, bias=bias, mask=mask)
+    got = jit(functools.partial(run_kernel, name, mask=mask, config=config, scale=scale))(x=x, dy=dy, bias=bias)
+    assert_matches_oracle(got, plain(x, bias, dy), (y, *exact[1:]), seed=config)
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 1), (7, 3), (2, 3, 127), (37, 64), (3, 1031)], ids=str)
 def test_shapes(name, shape):
     check_op(name, normal(np.random.default_rng(0), jnp.float32, x=shape))
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (4, 0, 8), (3, 0)], ids=str)
-def test_empty(name, shape):
-    y = getattr(jaxft, name)(jnp.ones(shape, jnp.bfloat16), mask=jnp.ones(shape, bool))
-    assert (y.shape, y.dtype) == (shape, jnp.bfloat16)
+@pytest.mark.parametrize("implementation", ["triton", "xla", None])
+def test_empty(name, shape, implementation):
+    def op(x):
+        return getattr(jaxft, name)(x, mask=jnp.ones(shape, bool), implementation=implementation)
+
+    x = jnp.ones(shape, jnp.bfloat16)
+    y, pull_back = jax.vjp(op, x)
+    assert {(a.shape, a.dtype) for a in (y, *pull_back(y))} == {(shape, x.dtype)}
+
+
+# Whole rows in a block, blocks of several rows, and rows in several chunks.
+CONFIGS = [RowConfig(*sizes) for sizes in ((1, 128, 1), (16, 128, 4), (64, 256, 8), (4, 32, 2), (1, 16, 1), (2, 1, 1))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_config(name, dtype):
+    """Some chunks are all masked, and some rows."""
+    rng, bias_dtype = np.random.default_rng(6), jnp.bfloat16 if dtype == jnp.float32 else jnp.float32
+    x, bias = normal(rng, dtype, x=(3, 7, 101))["x"], normal(rng, bias_dtype, bias=(7, 101))["bias"]
+    mask = np.arange(101) < rng.integers(0, 102, (3, 1, 1))
+    for config in CONFIGS:
+        check_kernel(name, x, config, scale=-0.7, bias=bias, mask=mask)
+
+
+@pytest.mark.parametrize("shape", [(24, 64), (3, 8, 64), (24, 48)], ids=str)
+def test_blocks_that_divide_the_shape(name, shape):
+    """Which need no mask at an edge, or at one only."""
+    rng = np.random.default_rng(12)
+    floats = normal(rng, jnp.float32, x=shape, bias=shape[-2:])
+    mask = rng.random(shape[-1:]) < 0.7
+    for sizes in ((8, 64, 1), (8, 16, 1), (16, 64, 2)):
+        if shape == (24, 64):
+            check_kernel(name, floats["x"], RowConfig(*sizes))
+        check_kernel(name, floats["x"], RowConfig(*sizes), bias=floats["bias"], mask=mask)
+
+
+@pytest.mark.parametrize("width", [1, 3, 127, 1031, 5000])
+def test_widths_in_chunks(name, width):
+    x = normal(np.random.default_rng(7), jnp.float32, x=(3, width))["x"]
+    check_kernel(name, 5.0 * x, RowConfig(2, 256, 1))
+    check_kernel(name, jnp.sort(x, axis=1), RowConfig(1, 512, 1))  # the maximum grows with every chunk
+
+
+def test_the_longest_rows(name):
+    """More than the widest block holds: the op itself goes by chunks."""
+    x = normal(np.random.default_rng(8), jnp.bfloat16, x=(2, 33000))
+    check_op(name, x, mask=np.arange(33000) != 5)
+
+
+def test_broadcasts(name):
+    """Of the mask along every choice of axes, and of the bias along the others."""
+    rng, shape = np.random.default_rng(9), (2, 3, 6, 4)
+    floats = normal(rng, jnp.float32, x=shape, dy=shape)
+    runs = [jit(functools.partial(run_kernel, name, config=RowConfig(rows, 4, 1))) for rows in (1, 2, 8)]
+
+    @jit
+    def plain(x, dy, bias, mask):
+        y, pull_back = jax.vjp(lambda x, bias: getattr(reference, name)(x, bias=bias, mask=mask), x, bias)
+        return y, *pull_back(dy)
+
+    for n, kept in enumerate(itertools.product([False, True], repeat=4)):
+        own, other = (tuple(n if k == side else 1 for n, k in zip(shape, kept, strict=True)) for side in (True, False))
+        mask, bias = rng.random(own) < 0.7, rng.standard_normal(other).astype(np.float32)
+        while mask.ndim and mask.shape[0] == 1:  # dimensions in front may be missing
+            mask = mask[0]
+        while bias.ndim and bias.shape[0] == 1:
+            bias = bias[0]
+        arguments = {**floats, "bias": bias, "mask": mask}
+        block_rows = (n + (name == "softmax")) % 3
+        for got, wanted in zip(runs[block_rows](**arguments), plain(**arguments), strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=3e-6, err_msg=f"mask {own}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "scale"),
+    [((3, 5, 33), None), ((3, 5, 33), 1e-30), ((3, 5, 33), 0.0), ((5, 33), 0.0), ((3, 1, 33), -1.5), ((3, 5, 1), None)],
+    ids=str,
+)
+def test_gradient_of_the_bias(name, dtype, shape, scale):
+    """It does not have the factor scale, nor the rounding of the gradient of x, where that is of 16 bits."""
+    floats = normal(np.random.default_rng(13), dtype, x=(3, 5, 33))
+    for bias_dtype in {dtype, jnp.float32}:
+        check_op(name, floats | normal(np.random.default_rng(18), bias_dtype, bias=shape), scale=scale)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -41,31 +152,151 @@ def test_options(name, dtype):
 
 
 def test_huge_logits(name):
-    check_op(name, {"x": normal(np.random.default_rng(2), jnp.float32, x=(5, 33))["x"] * 1e4})
+    for config in (RowConfig(1, 64, 1), RowConfig(2, 8, 1)):
+        check_kernel(name, normal(np.random.default_rng(2), jnp.float32, x=(5, 33))["x"] * 1e4, config)
 
 
-def test_fully_masked_rows(name):
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_width", [64, 8, 1])
+def test_gradients_of_peaked_rows(name, dtype, block_width):
+    """One probability is nearly 1: 16 bits are coarse, and so are 32, beside what is left, and that is the gradient."""
+    rng = np.random.default_rng(10)
+    for peak in (4.0, 8.0, 12.0, 16.0):
+        x = normal(rng, dtype, x=(5, 33))["x"]
+        check_kernel(name, x.at[:, int(rng.integers(33))].set(peak), RowConfig(2, block_width, 1))
+
+
+@both
+def test_fully_masked_rows(name, implementation):
     mask = np.array([[True, True, False], [False, False, False]])
-    y = getattr(jaxft, name)(jnp.ones((2, 3)), mask=mask)
+
+    def op(x):
+        return getattr(jaxft, name)(x, mask=mask, implementation=implementation)
+
+    y, pull_back = jax.vjp(op, jnp.ones((2, 3)))
     half, nothing = (0.5, 0.0) if name == "softmax" else (np.float32(np.log(0.5)), -np.inf)
-    np.testing.assert_array_equal(y, [[half, half, nothing], [nothing] * 3])
+    np.testing.assert_allclose(y, [[half, half, nothing], [nothing] * 3], rtol=1e-6)
+    (dx,) = pull_back(jnp.arange(6.0).reshape(2, 3))
+    slope = 0.25 if name == "softmax" else 0.5
+    np.testing.assert_allclose(dx, [[-slope, slope, 0.0], [0.0] * 3], rtol=1e-6)
 
 
-def test_padding(name):
+@both
+def test_padding(name, implementation):
     mask = np.arange(7) < np.array([7, 3, 1, 0])[:, None]
 
     def function(**floats):
-        y = getattr(jaxft, name)(**floats, scale=0.5, mask=mask)
+        y = getattr(jaxft, name)(**floats, scale=0.5, mask=mask, implementation=implementation)
         return jnp.where(mask, y, 0.0)  # log_softmax is -inf there
 
     clean = normal(np.random.default_rng(3), jnp.float32, x=(4, 7), bias=(4, 7))
     check_padding(function, clean, dict.fromkeys(clean, mask))
 
 
-def test_reruns_are_bitwise_equal(name):
+@pytest.mark.parametrize("block_width", [2, 8])
+@pytest.mark.parametrize("bias", [(4, 7), (7,)], ids=str)
+def test_padding_in_the_gradient_of_the_result(name, block_width, bias):
+    """The kernels go further than plain jnp: a NaN there reaches nothing either."""
+    mask = np.arange(7) < np.array([7, 3, 1, 0])[:, None]
+    floats = normal(np.random.default_rng(11), jnp.float32, x=(4, 7), dy=(4, 7), bias=bias)
+    run = jit(functools.partial(run_kernel, name, mask=mask, config=RowConfig(2, block_width, 1), scale=0.5))
+    clean, poisoned = (run(**floats | {"dy": dy}) for dy in (floats["dy"], jnp.where(mask, floats["dy"], jnp.nan)))
+    assert (np.asarray(clean[1])[~mask] == 0.0).all()
+    chex.assert_trees_all_equal(poisoned, clean)
+
+
+@pytest.mark.parametrize("block_width", [2, 8])
+def test_what_is_not_finite(name, block_width):
+    """A NaN or an infinity makes its row what plain jnp makes of it, and reaches no other row."""
+    x = np.zeros((8, 7), np.float32)
+    x[0, 5], x[1, 0], x[2, 3], x[3, 6], x[4] = np.nan, np.nan, np.inf, -np.inf, -np.inf
+    x[5, 1], x[5, 6], x[6] = np.nan, np.inf, np.nan
+    mask = np.ones((8, 7), bool)
+    mask[:, 2] = False
+    expected, pull_back = jax.vjp(lambda x: getattr(reference, name)(x, mask=mask), x)
+    y, dx, _ = run_kernel(name, jnp.asarray(x), jnp.ones_like(x), None, mask, RowConfig(2, block_width, 1))
+    np.testing.assert_allclose(y, expected, rtol=1e-6)
+    assert (np.asarray(dx)[:, 2] == 0.0).all()
+    # An infinite logit's own gradient is NaN in plain jnp where its probability is 0.
+    finite = np.isfinite(x)
+    np.testing.assert_allclose(dx[finite], pull_back(jnp.ones_like(x))[0][finite], atol=1e-6)
+
+
+@both
+def test_biases_of_minus_infinity(name, implementation):
+    """They are masks to plain jnp, and to the kernels: half of a row, a whole row."""
+    bias = jnp.zeros((3, 6)).at[0, 3:].set(-jnp.inf).at[1].set(-jnp.inf)
+    x = normal(np.random.default_rng(14), jnp.float32, x=(3, 6))["x"]
+    y, pull_back = jax.vjp(lambda x: getattr(jaxft, name)(x, bias=bias, implementation=implementation), x)
+    expected, plain = jax.vjp(lambda x: getattr(reference, name)(x, bias=bias), x)
+    np.testing.assert_allclose(y, expected, rtol=1e-6)
+    np.testing.assert_allclose(pull_back(x)[0], plain(x)[0], atol=1e-6)
+
+
+@both
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_in_place(name, dtype, implementation):
+    """The values are those of a copy, gradients too, and x itself stays what it was where it is not given up."""
+    floats = normal(np.random.default_rng(15), dtype, x=(5, 7, 40), bias=(7, 40))
+
+    @functools.partial(jax.jit, static_argnames="in_place")
+    def run(x, bias, in_place):
+        def op(x, bias):
+            return getattr(jaxft, name)(x, bias=bias, in_place=in_place, implementation=implementation)
+
+        y, pull_back = jax.vjp(op, x, bias)
+        return op(x, bias), y, pull_back(y)
+
+    before = np.asarray(floats["x"])
+    chex.assert_trees_all_equal(run(**floats, in_place=True), run(**floats, in_place=False))
+    np.testing.assert_array_equal(floats["x"], before)
+
+
+def test_in_place_in_chunks(name):
+    x = normal(np.random.default_rng(16), jnp.float32, x=(5, 40))["x"]
+    config = RowConfig(2, 16, 1)
+    got, wanted = (
+        jit(functools.partial(run_kernel, name, bias=None, mask=None, config=config, in_place=in_place))(x=x, dy=x)[0]
+        for in_place in (True, False)
+    )
+    np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.skipif(dispatch.platform() != "cuda", reason="reads a program compiled for an NVIDIA GPU")
+def test_in_place_needs_no_second_buffer(name):
+    """Where x is donated, or dead afterwards."""
+    op, x = functools.partial(getattr(jaxft, name), in_place=True), jnp.zeros((4096, 1024))
+    for donated, function in ((0, op), ((), lambda x: op(x + 1.0))):
+        memory = jax.jit(function, donate_argnums=donated).lower(x).compile().memory_analysis()
+        assert memory.temp_size_in_bytes < x.nbytes // 16, memory
+        assert memory.alias_size_in_bytes == (x.nbytes if donated == 0 else 0), memory
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (1, 0)], ids=str)
+def test_vmap_over_one_argument(name, axes):
+    """Of an operand that is not mapped there is one for all, and the memory of x is not enough if x is not."""
+    rng, shapes = np.random.default_rng(17), ((3, 5), (3, 5))
+    x, bias = (rng.standard_normal((4, *s) if a == 0 else (3, 4, 5) if a else s).astype(np.float32)
+               for s, a in zip(shapes, axes, strict=True))  # fmt: skip
+
+    def each(op, **options):
+        return jit(jax.vmap(lambda x, bias: op(x, bias=bias, **options), in_axes=axes))(x, bias)
+
+    got = each(getattr(jaxft, name), in_place=True, implementation="triton")
+    np.testing.assert_allclose(got, each(getattr(reference, name)), rtol=1e-5, atol=1e-6)
+
+
+@both
+def test_reruns_are_bitwise_equal(name, implementation):
     x = normal(np.random.default_rng(4), jnp.bfloat16, x=(37, 64))["x"]
-    run = jit(getattr(jaxft, name))
-    np.testing.assert_array_equal(run(x), run(x))
+
+    @jit
+    def run(x):
+        op = functools.partial(getattr(jaxft, name), implementation=implementation)
+        y, pull_back = jax.vjp(lambda x, bias: op(x, bias=bias), x, jnp.ones(64))
+        return y, *pull_back(y)
+
+    chex.assert_trees_all_equal(run(x), run(x))
 
 
 @pytest.mark.parametrize("seed", seeds(3))
@@ -101,10 +332,38 @@ X = np.ones((2, 3, 8), np.float32)
         ({"scale": jnp.ones(())}, TypeError, "scale must be a Python number, got ArrayImpl"),
         ({"implementation": "fast"}, ValueError,
          "implementation must be None or one of ('triton', 'mosaic_gpu', 'cudnn', 'xla'), got 'fast'"),
-        ({"implementation": "triton"}, NotImplementedError, "there is no 'triton' implementation, only ('xla',)"),
+        ({"implementation": "cudnn"}, NotImplementedError,
+         "there is no 'cudnn' implementation, only ('triton', 'xla')"),
     ],
     ids=lambda v: "-".join(v) if isinstance(v, dict) else "",
 )  # fmt: skip
 def test_errors(name, changes, error, message):
     with pytest.raises(error, match=re.escape(f"{name}: {message}")):
         getattr(jaxft, name)(**{"x": X, **changes})
+
+
+@pytest.mark.parametrize("argument", ["x", "bias"])
+def test_the_kernel_refuses_float64_and_says_so(name, argument):
+    with jax.enable_x64(True):
+        arrays = {"x": jnp.ones((2, 8), jnp.float32), "bias": jnp.ones((8,), jnp.float32)}
+        arrays[argument] = arrays[argument].astype(jnp.float64)
+        with pytest.raises(NotImplementedError, match=f"'triton' cannot be used: {argument} is float64"):
+            getattr(jaxft, name)(**arrays, implementation="triton")
+
+
+def test_the_kernel_refuses_what_32_bits_cannot_count(name):
+    def call(x, mask):
+        return getattr(jaxft, name)(x, mask=mask, implementation="triton")
+
+    def of(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    width = of(2**16, dtype=bool)
+    jax.eval_shape(call, of(2**17, 2**16), width)
+    for x, mask, message in (
+        (of(2**15, 2**16), of(2**15, 2**16, dtype=bool), "mask has 2147483648 elements"),
+        (of(2**31, 1), of(1, dtype=bool), "x has 2147483648 rows of 1 elements, the kernel takes at most 2147483647"),
+        (of(1, 2**31), of(1, dtype=bool), "x has 1 rows of 2147483648 elements"),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            jax.eval_shape(call, x, mask)

@@ -63,8 +63,8 @@ OPS = {
         lambda m, o, qkv: m.qkv_attention(qkv, mask=MASK[:1, None, None], **o),
         {"qkv": (BATCH, LENGTH, 3, HEADS, SIZE)},
     ),
-    "softmax": Op(lambda m, o, **f: m.softmax(**f, **o), {"x": (BATCH, LENGTH), "bias": (LENGTH,)}, kernel=False),
-    "log_softmax": Op(lambda m, o, x: m.log_softmax(x, **o), {"x": (BATCH, LENGTH)}, kernel=False),
+    "softmax": Op(lambda m, o, **f: m.softmax(**f, **o), {"x": (BATCH, LENGTH), "bias": (LENGTH,)}),
+    "log_softmax": Op(lambda m, o, x: m.log_softmax(x, mask=MASK[1], **o), {"x": (BATCH, LENGTH)}),
     "qkv_bias_split_heads": Op(
         lambda m, o, qkv, bias: m.qkv_bias_split_heads(qkv, bias, HEADS, **o),
         {"qkv": (BATCH, LENGTH, 3 * WIDTH), "bias": (3 * WIDTH,)},

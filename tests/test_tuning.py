@@ -13,6 +13,8 @@ ITEM_SIZES = (2, 4)
 #: op -> its config, and the sizes in its table's keys.
 OPS = {
     "layer_norm": (tuning.RowConfig, ("rows", "width", "itemsize")),
+    "softmax": (tuning.RowConfig, ("rows", "width", "itemsize")),
+    "softmax_backward": (tuning.RowConfig, ("rows", "width", "itemsize")),
     "bias_activation": (tuning.ElementwiseConfig, ("rows", "width", "itemsize")),
     "permute": (tuning.PermuteConfig, ("size", "kept", "itemsize")),
     "qkv_bias_split_heads": (tuning.ElementwiseConfig, ("batch_heads", "length", "head_size", "itemsize")),
@@ -27,6 +29,8 @@ def heuristics(device_kind=UNKNOWN):
         for rows in SIZES:
             for size in SIZES[1:]:
                 yield tuning.layer_norm(rows, size, itemsize, device_kind)
+                yield tuning.softmax(rows, size, itemsize, device_kind)
+                yield tuning.softmax_backward(rows, size, itemsize, device_kind)
                 yield tuning.bias_activation(rows, size, itemsize, device_kind)
                 yield tuning.permute(rows * size, size, itemsize, device_kind)
                 yield tuning.qkv_bias_split_heads(48, rows, size, itemsize, device_kind)
@@ -72,7 +76,8 @@ def test_heuristics_are_launchable():
         elif isinstance(config, tuning.PermuteConfig):
             assert config.elements <= 8192, config
         else:
-            assert config.block_rows * config.block_width <= 8192, config
+            assert config.block_rows * config.block_width <= 16384, config
+            assert config.block_rows * config.block_width // config.num_warps <= 1024, config
 
 
 def test_attention_blocks_do_not_outgrow_the_sequence():

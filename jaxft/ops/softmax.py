@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+import math
+from typing import NamedTuple
 
 import jax
 
-from jaxft import dispatch, reference
+from jaxft import dispatch, reference, tuning
+from jaxft.kernels.triton import softmax as triton
 from jaxft.ops import common
 
 Array = jax.Array
@@ -19,6 +21,7 @@ def softmax(
     scale: float | None = None,
     bias: Array | None = None,
     mask: Array | None = None,
+    in_place: bool = False,
     implementation: str | None = None,
 ) -> Array:
     """Softmax over the last axis of x * scale + bias, where `mask` is True; a row without a True gives 0.
@@ -33,7 +36,9 @@ def softmax(
       bias: floats that broadcast to the shape of `x` (`[B, 1, T, S]`, say).
       mask: booleans that broadcast to the shape of `x`, True = attend. What is masked (NaN and Inf included) reaches no
         output and no gradient.
-      implementation: None for the fastest, or "xla".
+      in_place: the result takes the memory of x, where XLA can give it up (donated, or dead after the call inside a
+        jit); otherwise XLA copies x first. Under "xla" that is XLA's own decision, and under differentiation x is kept.
+      implementation: None for the fastest, "triton" or "xla".
 
     Returns:
       An array of the shape and dtype of `x`.
@@ -43,10 +48,10 @@ def softmax(
       ValueError: bias or mask does not broadcast, or an unknown implementation.
       NotImplementedError: the named implementation cannot do this; the message says why.
 
-    Gradients: of x and bias. Deterministic.
+    Gradients: of x and bias, from x and bias (the result is not kept). Deterministic.
     Source: FasterTransformer v1.0's `softmax_kernel` (with `scale` and `mask`); OneFlow's fused softmax.
     """
-    return _run("softmax", reference.softmax, x, scale, bias, mask, implementation)
+    return _run("softmax", x, scale, bias, mask, in_place, implementation)
 
 
 def log_softmax(
@@ -55,13 +60,14 @@ def log_softmax(
     scale: float | None = None,
     bias: Array | None = None,
     mask: Array | None = None,
+    in_place: bool = False,
     implementation: str | None = None,
 ) -> Array:
     """The logarithm of `softmax(x, scale=, bias=, mask=)`, -inf where `mask` is False. Arguments as there."""
-    return _run("log_softmax", reference.log_softmax, x, scale, bias, mask, implementation)
+    return _run("log_softmax", x, scale, bias, mask, in_place, implementation)
 
 
-def _run(op, function, x, scale, bias, mask, implementation):
+def _run(op, x, scale, bias, mask, in_place, implementation):
     x = common.as_float(op, "x", x)
     if x.ndim == 0:
         raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
@@ -73,10 +79,70 @@ def _run(op, function, x, scale, bias, mask, implementation):
     if mask is not None:
         mask = common.as_mask(op, "mask", mask)
         common.check_broadcasts(op, "mask", mask, x.shape)
-    dispatch.choose(op, implementation, {})
-    return _reference(function, x, scale, bias, mask)
+    choice = dispatch.choose(op, implementation, {"triton": triton.unsupported(x, bias, mask)})
+    if choice.name == "xla" or x.size == 0:
+        return _reference(x, bias, mask, op, scale)
+    sizes = math.prod(x.shape[:-1]), x.shape[-1], x.dtype.itemsize, dispatch.device_kind()
+    forward, backward = tuning.softmax(*sizes), tuning.softmax_backward(*sizes)
+    static = _Static(op == "log_softmax", scale, in_place, forward, backward, choice.interpret)
+    return _triton_jit(*common.vary_alike(x, bias, mask), static)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def _reference(function: Any, x: Array, scale: float | None, bias: Array | None, mask: Array | None) -> Array:
-    return function(x, scale=scale, bias=bias, mask=mask)
+class _Static(NamedTuple):
+    """What is compiled into the kernels."""
+
+    log: bool
+    scale: float | None
+    in_place: bool
+    forward: tuning.RowConfig
+    backward: tuning.RowConfig
+    interpret: bool
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _reference(x, bias, mask, op, scale):
+    return getattr(reference, op)(x, scale=scale, bias=bias, mask=mask)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _triton(x, bias, mask, static):
+    return triton.forward(
+        x,
+        bias,
+        mask,
+        log=static.log,
+        scale=static.scale,
+        in_place=static.in_place,
+        config=static.forward,
+        interpret=static.interpret,
+    )
+
+
+def _fwd(x, bias, mask, static):
+    return _triton(x, bias, mask, static._replace(in_place=False)), (x, bias, mask)
+
+
+def _bwd(static, saved, dy):
+    def kernel(dy, x, bias, mask):
+        return triton.backward(
+            dy,
+            x,
+            bias,
+            mask,
+            log=static.log,
+            scale=static.scale,
+            config=static.backward,
+            interpret=static.interpret,
+        )
+
+    def plain(dy, x, bias, mask):
+        run = functools.partial(
+            _reference, mask=mask, op="log_softmax" if static.log else "softmax", scale=static.scale
+        )
+        return jax.vjp(run, x, bias)[1](dy)
+
+    return *common.with_plain_gradient(kernel, plain)(dy, *saved), None
+
+
+_triton.defvjp(_fwd, _bwd)
+_triton_jit = jax.jit(_triton, static_argnums=3)

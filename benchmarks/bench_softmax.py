@@ -1,0 +1,84 @@
+"""softmax, forward and backward: microseconds, and the share of a same-bytes copy in the same run."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import timing
+from jaxft import reference
+from jaxft.ops.softmax import softmax
+
+ELEMENTS = 64 * 2**20
+# direction, shape, dtype, whether it is masked
+CASES: list[tuple[str, tuple[int, ...], str, bool]] = [
+    (direction, (ELEMENTS // width, width), dtype, False)
+    for direction in ("forward", "forward+backward")
+    for dtype in ("float16", "bfloat16")
+    for width in (32, 128, 1024, 4096, 32768)
+]
+# Attention scores: those of OneFlow's table, and with the mask and the scale of FasterTransformer's.
+CASES += [("forward", (32, 64, length, length), "float32", False) for length in (16, 32, 64, 128, 256, 512)]
+CASES += [
+    (direction, (32, 12, length, length), "float16", True)
+    for direction in ("forward", "forward+backward")
+    for length in (128, 512)
+]
+QUICK_CASES = [CASES[2], CASES[12], *CASES[20:24], *CASES[26:]]
+
+
+def nbytes(direction: str, shape: Sequence[int], itemsize: int, masked: bool) -> int:
+    """x is read, the result is written; backward x and its gradient are read, that of x is written. A mask is read."""
+    mask = shape[0] * shape[-1] if masked else 0
+    forward = 2 * math.prod(shape) * itemsize + mask
+    return forward if direction == "forward" else forward + 3 * math.prod(shape) * itemsize + mask
+
+
+def inputs(direction: str, shape: Sequence[int], dtype: str, masked: bool, seed: int) -> tuple[Any, ...]:
+    """x, the mask, and where it is asked for the gradient of the result."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    mask = None
+    if masked:
+        lengths = jax.random.randint(keys[1], (shape[0], 1, 1, 1), shape[-1] // 2, shape[-1] + 1)
+        mask = jnp.arange(shape[-1]) < lengths
+    x = jax.random.normal(keys[0], shape, dtype)
+    return (x, mask) if direction == "forward" else (x, mask, jax.random.normal(keys[2], shape, dtype))
+
+
+def run(op: Callable[..., jax.Array], masked: bool, x: jax.Array, mask: jax.Array | None, *dy: jax.Array) -> Any:
+    """The result, and with dy the gradient of x: in one program, where XLA too can share what both need."""
+
+    def apply(x: jax.Array) -> jax.Array:
+        return op(x, scale=0.125, mask=mask) if masked else op(x)
+
+    if not dy:
+        return apply(x)
+    y, pull_back = jax.vjp(apply, x)
+    return y, *pull_back(dy[0])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = timing.arguments(__doc__).parse_args(argv)
+    results = []
+    for direction, shape, dtype, masked in QUICK_CASES if args.quick else CASES:
+        ours, xla = (jax.jit(functools.partial(run, op, masked)) for op in (softmax, reference.softmax))
+        moved = nbytes(direction, shape, jnp.dtype(dtype).itemsize, masked)
+        sets = [inputs(direction, shape, dtype, masked, seed) for seed in range(timing.rotation(moved))]
+        name = "softmax masked" if masked else "softmax"
+        exact = xla(*jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype != bool else x, sets[0]))
+        for got, plain, wide in zip(*map(jax.tree.leaves, (ours(*sets[0]), xla(*sets[0]), exact)), strict=True):
+            timing.check(f"{name} {direction} {'x'.join(map(str, shape))} {dtype}", got, plain, wide)
+        del exact, got, plain, wide
+        results += timing.measure(
+            {"jaxft": (ours, sets), "xla": (xla, sets), **timing.copies(moved)},
+            work=moved, unit="TB/s", args=args,
+            op=name if direction == "forward" else f"{name} {direction}", direction=direction, shape=shape, dtype=dtype,
+        )  # fmt: skip
+    timing.print_tables(results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,362 @@
+"""softmax and log_softmax of x * scale + bias where a mask allows: FasterTransformer's `softmax_kernel`.
+
+Bias and mask are read where they lie, never expanded: a row of x finds its row of them by strides that are 0 along the
+axes that broadcast. Moves 2 * M * S elements forward and 3 * M * S backward, plus bias and mask. Rows that fit in
+`block_width` are read once and stay in registers. Longer ones are read twice in chunks, first for their statistics
+(Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018), then for the result, from the L2 cache
+where the row fits there.
+
+The backward pass computes the probabilities again from x: rounded to 16 bits they would be too coarse for a row in
+which one is nearly 1, whose gradient is what is left beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxft.kernels.triton import common
+from jaxft.tuning import RowConfig
+
+Array = jax.Array
+# Of each group of leading axes of x, the innermost first: its size, and how many rows of the operand a step moves.
+Axes = tuple[tuple[int, int], ...]
+
+LIMIT = 2**31 - 1  # the kernels count rows, columns, and bytes of the mask, in 32 bits
+
+
+def unsupported(x: Array, bias: Array | None, mask: Array | None) -> str | None:
+    rows, width = math.prod(x.shape[:-1]), x.shape[-1]
+    if max(rows, width) > LIMIT:
+        return f"x has {rows} rows of {width} elements, the kernel takes at most {LIMIT} of each"
+    if mask is not None and mask.size > LIMIT:
+        return f"mask has {mask.size} elements, the kernel takes at most {LIMIT}"
+    return common.unsupported_dtype(x=x, bias=bias)
+
+
+# --- Where rows of a bias or mask lie ----------------------------------------------------------------------------
+
+
+def _axes(shape: tuple[int, ...], operand: Array | None) -> Axes:
+    """Where the rows of x, of `shape`, are in an operand that broadcasts to it."""
+    axes: list[tuple[int, int]] = []
+    if operand is None:
+        return ()
+    own_shape, step = (1,) * (len(shape) - operand.ndim) + operand.shape, 1
+    for size, own in zip(shape[-2::-1], own_shape[-2::-1], strict=True):
+        stride, step = step if own > 1 else 0, step * own
+        if size == 1:
+            continue
+        if axes and stride == axes[-1][0] * axes[-1][1]:  # a step is as far as the axis before it reaches
+            axes[-1] = (axes[-1][0] * size, axes[-1][1])
+        else:
+            axes.append((size, stride))
+    return tuple(axes)
+
+
+class _Tile(NamedTuple):
+    """A block of rows and columns of x."""
+
+    row: Array  # the first
+    column: Array
+    shape: tuple[int, int]
+    in_rows: Array | None  # [rows], whether x has them; None where it has all of all tiles
+    in_width: Array | None  # [columns]
+
+    @property
+    def place(self) -> tuple[Any, Any]:
+        return common.span(self.row, self.shape[0]), common.span(self.column, self.shape[1])
+
+    @property
+    def inside(self) -> Array | None:
+        if self.in_rows is None and self.in_width is None:
+            return None
+        rows = True if self.in_rows is None else self.in_rows[:, None]
+        return jnp.broadcast_to(rows if self.in_width is None else rows & self.in_width[None, :], self.shape)
+
+
+def _tile(x_ref, row, chunk, block_rows: int, block_width: int) -> _Tile:
+    (rows, width), column = x_ref.shape, jnp.int32(chunk) * block_width
+    # Without a mask where none is needed: narrow rows are many instructions already.
+    in_rows = common.positions(row, block_rows) < rows if rows % block_rows else None
+    in_width = common.positions(column, block_width) < width if width % block_width else None
+    return _Tile(row, column, (block_rows, block_width), in_rows, in_width)
+
+
+def _load(ref, index, inside):
+    return common.load(ref.at[index], mask=inside, other=None if inside is None else jnp.zeros((), ref.dtype))
+
+
+def _load_broadcast(ref, axes: Axes, tile: _Tile):
+    """The part of a bias or mask [rows, S or 1] that belongs to this tile of x: one or all of its rows and columns."""
+    block_rows, wide = tile.shape[0], ref.shape[1] > 1
+    # Tiles start at multiples of their size, so that these lie within one step of the first axis that moves.
+    one_row = block_rows == 1 or not axes or (axes[0][1] == 0 and (len(axes) == 1 or axes[0][0] % block_rows == 0))
+    rows = tile.row if one_row else common.positions(tile.row, block_rows)
+    index, inner = jnp.zeros_like(rows), 1
+    for n, (size, stride) in enumerate(axes):
+        if stride:
+            along = lax.div(rows, jnp.int32(inner))
+            index = index + (along if n == len(axes) - 1 else lax.rem(along, jnp.int32(size))) * stride
+        inner *= size
+    if one_row and not wide:
+        return _load(ref, (index, jnp.int32(0)), None)[None, None]
+    if one_row:
+        return _load(ref, (index, tile.place[1]), tile.in_width)[None, :]
+    if not wide:
+        return _load(ref, (index, jnp.int32(0)), tile.in_rows)[:, None]
+    columns = common.positions(tile.column, tile.shape[1])
+    return _load(ref, tuple(jnp.broadcast_to(i, tile.shape) for i in (index[:, None], columns[None, :])), tile.inside)
+
+
+# --- The mathematics ---------------------------------------------------------------------------------------------
+
+
+def _shift_of(top):
+    return jnp.where(top == -jnp.inf, 0.0, top)  # of a row with nothing allowed so far
+
+
+def _exponentials(logits, before=None):
+    """The maximum of each row, the exponentials below it, and by what sums of those `before` are to be multiplied.
+
+    `before` is the maximum of earlier chunks. A NaN is in the exponentials, whatever the maximum makes of it.
+    """
+    top = jnp.max(logits, axis=1)
+    if before is not None:
+        top = jnp.maximum(before, top)
+    shift = _shift_of(top)
+    return top, jnp.exp(logits - shift[:, None]), None if before is None else jnp.exp(before - shift)
+
+
+def _add(total, more):
+    """total + more, where a total is a number and what rounding has taken from it: Knuth's two-sum."""
+    number, lost = total
+    new = number + more
+    part = new - number
+    return new, lost + ((number - (new - part)) + (more - part))
+
+
+def _times(total, weight):
+    return total[0] * weight, total[1] * weight
+
+
+def _nonzero(total):
+    return jnp.where(total == 0.0, 1.0, total)
+
+
+def _gradient(logits, dy, shift, inverse, center, rest, *, log: bool):
+    """The gradient of the logits; `rest` is the sum over the row of (dy - center) * p, or of dy for log_softmax.
+
+    `center` is near the sum of dy * p. Where one p is nearly 1, so is its dy, and what is left of dy minus that sum
+    would be rounding errors.
+    """
+    p = jnp.exp(logits - shift) * inverse
+    return dy - p * rest if log else p * ((dy - center) - rest)
+
+
+# --- The kernels -------------------------------------------------------------------------------------------------
+
+
+def _logits(x_ref, bias_ref, mask_ref, tile: _Tile, scale: float, bias_axes: Axes, mask_axes: Axes):
+    """Which logits of the tile are allowed (None: all), and the logits, -inf where they are not."""
+    logits = _load(x_ref, tile.place, tile.inside).astype(jnp.float32) * scale
+    if bias_ref is not None:
+        logits = logits + _load_broadcast(bias_ref, bias_axes, tile).astype(jnp.float32)
+    # What is not allowed is read, since a load under a mask that is not known in advance is not vectorised.
+    allowed = tile.inside
+    if mask_ref is not None:
+        keep = jnp.broadcast_to(_load_broadcast(mask_ref, mask_axes, tile), tile.shape)
+        allowed = keep if allowed is None else allowed & keep
+    return allowed, _select(allowed, logits, -jnp.inf)
+
+
+def _select(allowed, x, otherwise):
+    return x if allowed is None else jnp.where(allowed, x, otherwise)
+
+
+def _fwd_kernel(
+    x_ref, bias_ref, mask_ref, y_ref,
+    *, log: bool, scale: float, bias_axes: Axes, mask_axes: Axes, block_rows: int, block_width: int,
+):  # fmt: skip
+    row = pl.program_id(0) * block_rows
+
+    def chunk(i):
+        tile = _tile(x_ref, row, i, block_rows, block_width)
+        return tile, *_logits(x_ref, bias_ref, mask_ref, tile, scale, bias_axes, mask_axes)
+
+    def visit(chunk, before=None):
+        """The maximum and the sum of exponentials."""
+        top, e, weight = _exponentials(chunk[2], None if before is None else before[0])
+        total = jnp.sum(e, axis=1)
+        if before is None:
+            return top, (total, jnp.zeros_like(total))
+        return top, _add(_times(before[1], weight), total)
+
+    def write(chunk, top, total):
+        tile, allowed, logits = chunk
+        shifted = logits - _shift_of(top)[:, None]
+        if log:
+            y = _select(allowed, shifted - jnp.log(_nonzero(total))[:, None], -jnp.inf)
+        else:
+            y = jnp.exp(shifted) * (1.0 / _nonzero(total))[:, None]
+        common.store(y_ref.at[tile.place], y.astype(y_ref.dtype), mask=tile.inside)
+
+    first, chunks = chunk(0), pl.cdiv(x_ref.shape[1], block_width)
+    top, total = lax.fori_loop(1, chunks, lambda i, found: visit(chunk(i), found), visit(first))
+    total = total[0] + total[1]
+    if chunks == 1:
+        write(first, top, total)
+    else:
+        lax.fori_loop(0, chunks, lambda i, _: write(chunk(i), top, total), None)
+
+
+def _bwd_kernel(
+    dy_ref, x_ref, bias_ref, mask_ref, dx_ref, more_ref=None,
+    *, log: bool, scale: float, bias_axes: Axes, mask_axes: Axes, block_rows: int, block_width: int,
+):  # fmt: skip
+    """`more_ref` is for the gradient of the bias: the gradients of the logits, or what is needed to find them again."""
+    row = pl.program_id(0) * block_rows
+    whole_gradient = more_ref is not None and more_ref.shape == x_ref.shape
+
+    def chunk(i):
+        tile = _tile(x_ref, row, i, block_rows, block_width)
+        allowed, logits = _logits(x_ref, bias_ref, mask_ref, tile, scale, bias_axes, mask_axes)
+        dy = _load(dy_ref, tile.place, tile.inside).astype(jnp.float32)
+        return tile, allowed, logits, _select(allowed, dy, 0.0)
+
+    def visit(chunk, before=None):
+        """The maximum, the sum of exponentials, and what `_gradient` asks for, times that sum."""
+        _, _, logits, dy = chunk
+        top, e, weight = _exponentials(logits, None if before is None else before[0])
+        total = jnp.sum(e, axis=1)
+        if log:
+            center, rest = jnp.zeros_like(total), jnp.sum(dy, axis=1)
+        else:
+            center = jnp.sum(e * dy, axis=1) / _nonzero(total)
+            rest = jnp.sum(e * (dy - center[:, None]), axis=1)
+        if before is None:
+            return top, (total, jnp.zeros_like(total)), center, (rest, jnp.zeros_like(total))
+        old, old_center = _times(before[1], weight), before[2]
+        if log:
+            return top, _add(old, total), center, _add(before[3], rest)
+        # The center is that of the chunk that weighs more than those before it, and the sum of the others moves there.
+        stays = old[0] >= total
+        moved = jnp.where(stays, total, old[0]) * jnp.where(stays, center - old_center, old_center - center)
+        rest = _add(_times(before[3], weight), rest + moved)
+        return top, _add(old, total), jnp.where(stays, old_center, center), rest
+
+    def write(chunk, found):
+        tile, allowed, logits, dy = chunk
+        gradient = _gradient(logits, dy, *(s[:, None] for s in found), log=log)
+        gradient = _select(allowed, gradient, 0.0)  # a NaN in the row reaches only what is allowed
+        common.store(dx_ref.at[tile.place], (gradient * scale).astype(dx_ref.dtype), mask=tile.inside)
+        if whole_gradient:
+            common.store(more_ref.at[tile.place], gradient.astype(more_ref.dtype), mask=tile.inside)
+
+    first, chunks = chunk(0), pl.cdiv(x_ref.shape[1], block_width)
+    top, total, center, rest = lax.fori_loop(1, chunks, lambda i, found: visit(chunk(i), found), visit(first))
+    inverse, rest = 1.0 / _nonzero(total[0] + total[1]), rest[0] + rest[1]
+    found = _shift_of(top), inverse, center, rest if log else rest * inverse
+    if more_ref is not None and not whole_gradient:
+        for n, values in enumerate(found):
+            index = jnp.int32(n), common.span(row, block_rows)
+            common.store(more_ref.at[index], values, mask=first[0].in_rows)
+    if chunks == 1:
+        write(first, found)
+    else:
+        lax.fori_loop(0, chunks, lambda i, _: write(chunk(i), found), None)
+
+
+# --- Entry points ------------------------------------------------------------------------------------------------
+
+
+def forward(
+    x: Array,
+    bias: Array | None,
+    mask: Array | None,
+    *,
+    log: bool,
+    scale: float | None,
+    in_place: bool,
+    config: RowConfig,
+    interpret: bool,
+) -> Array:
+    """x [..., S], not empty; bias and mask broadcast to it -> y [..., S], in the memory of x if `in_place`."""
+    name, aliases = "log_softmax_fwd" if log else "softmax_fwd", {0: 0} if in_place else {}
+    flat = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
+    (y,) = _launch(_fwd_kernel, [], x, bias, mask, [flat], log, scale, config, interpret, name=name, aliases=aliases)
+    return y.reshape(x.shape)
+
+
+def backward(
+    dy: Array,
+    x: Array,
+    bias: Array | None,
+    mask: Array | None,
+    *,
+    log: bool,
+    scale: float | None,
+    config: RowConfig,
+    interpret: bool,
+) -> tuple[Array, Array | None]:
+    """dy and x [..., S], not empty; bias and mask broadcast to them -> the gradients of x and bias.
+
+    That of a bias as large as x comes from the kernel. That of one that broadcasts is a sum in float32 of what XLA
+    computes again from x and dy with four numbers a row, which costs it one more reading of them and no memory. One
+    that is the same along a row has none: it changes no result.
+    """
+    name = "log_softmax_bwd" if log else "softmax_bwd"
+    flat = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
+    outputs = [flat]
+    if bias is not None and bias.shape[-1:] not in ((), (1,)):
+        if bias.size < x.size:
+            outputs.append(jax.ShapeDtypeStruct((4, flat.shape[0]), jnp.float32))
+        elif bias.dtype != x.dtype or scale not in (None, 1.0):  # else it is dx
+            outputs.append(jax.ShapeDtypeStruct(flat.shape, bias.dtype))
+    dx, *more = _launch(_bwd_kernel, [dy], x, bias, mask, outputs, log, scale, config, interpret, name=name)
+    dx = dx.reshape(x.shape)
+    if bias is None:
+        return dx, None
+    if bias.shape[-1:] in ((), (1,)):
+        return dx, jnp.zeros_like(bias)
+    if bias.size == x.size:
+        return dx, (more[0] if more else dx).reshape(bias.shape)
+    return dx, _bias_gradient(dy, x, bias, mask, more[0], log, scale)
+
+
+def _bias_gradient(dy, x, bias, mask, statistics, log: bool, scale: float | None) -> Array:
+    logits = x.astype(jnp.float32) * (1.0 if scale is None else scale) + bias.astype(jnp.float32)
+    gradient = _gradient(logits, dy.astype(jnp.float32), *statistics.reshape(4, *x.shape[:-1], 1), log=log)
+    if mask is not None:
+        gradient = jnp.where(mask, gradient, 0.0)
+    own_shape = (1,) * (x.ndim - bias.ndim) + bias.shape
+    axes = tuple(axis for axis, size in enumerate(own_shape) if size < x.shape[axis])
+    return jnp.sum(gradient, axis=axes).reshape(bias.shape).astype(bias.dtype)
+
+
+def _launch(kernel, before, x, bias, mask, outputs, log, scale, config: RowConfig, interpret, **options):
+    body = functools.partial(
+        kernel,
+        log=log,
+        scale=1.0 if scale is None else scale,
+        bias_axes=_axes(x.shape, bias),
+        mask_axes=_axes(x.shape, mask),
+        block_rows=config.block_rows,
+        block_width=config.block_width,
+    )
+    operands = [*before, x, bias, mask]
+    return common.launch(
+        body,
+        (pl.cdiv(outputs[0].shape[0], config.block_rows),),
+        [None if a is None else a.reshape(-1, a.shape[-1] if a.ndim else 1) for a in operands],
+        outputs,
+        num_warps=config.num_warps,
+        interpret=interpret,
+        **options,
+    )
