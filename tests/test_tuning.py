@@ -14,11 +14,14 @@ ITEM_SIZES = (2, 4)
 OPS = {
     "layer_norm": (tuning.RowConfig, ("rows", "width", "itemsize")),
     "bias_activation": (tuning.ElementwiseConfig, ("rows", "width", "itemsize")),
-    "permute": (tuning.PermuteConfig, ("size", "kept", "itemsize")),
+    "permute": (tuning.PermuteConfig, ("size", "kept", "aligned", "itemsize")),
     "qkv_bias_split_heads": (tuning.ElementwiseConfig, ("batch_heads", "length", "head_size", "itemsize")),
+    "qkv_bias_split_heads_gradient": (
+        tuning.GradientConfig, ("batch", "length", "heads", "head_size", "itemsize"),
+    ),
     "attention": (tuning.AttentionConfig, ("batch_heads", "query", "key", "head_size", "itemsize")),
     "dense": (tuning.DenseConfig, ("rows", "depth", "width", "itemsize")),
-}
+}  # fmt: skip
 SIZES = (0, 1, 2, 3, 31, 64, 100, 127, 384, 769, 4096, 5000, 65537)
 
 
@@ -28,8 +31,10 @@ def heuristics(device_kind=UNKNOWN):
             for size in SIZES[1:]:
                 yield tuning.layer_norm(rows, size, itemsize, device_kind)
                 yield tuning.bias_activation(rows, size, itemsize, device_kind)
-                yield tuning.permute(rows * size, size, itemsize, device_kind)
+                for aligned in (1, 16 // itemsize):
+                    yield tuning.permute(rows * size, size, aligned, itemsize, device_kind)
                 yield tuning.qkv_bias_split_heads(48, rows, size, itemsize, device_kind)
+                yield tuning.qkv_bias_split_heads_gradient(4, rows, 12, size, itemsize, device_kind)
                 yield tuning.dense(rows, size, 768, itemsize, device_kind)
                 yield tuning.dense(rows, 768, size, itemsize, device_kind)
         for length in SIZES[:-1]:
