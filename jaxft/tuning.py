@@ -150,16 +150,15 @@ def qkv_bias_split_heads(
     return lookup("qkv_bias_split_heads", default, device_kind, **sizes)
 
 
-def qkv_bias_split_heads_gradient(
+def qkv_bias_split_heads_backward(
     batch: int, length: int, heads: int, head_size: int, itemsize: int, device_kind: str
 ) -> GradientConfig:
     """`programs` of it for each head."""
     block_width = min(next_power_of_2(head_size), 1024)
     block_rows = min(max(1, 2048 // block_width), next_power_of_2(length))
-    programs = max(1, 512 // next_power_of_2(heads)) * 2
-    default = GradientConfig(block_rows, block_width, programs, num_warps=4)
+    default = GradientConfig(block_rows, block_width, max(1, 1024 // next_power_of_2(heads)), num_warps=4)
     sizes = {"batch": batch, "length": length, "heads": heads, "head_size": head_size, "itemsize": itemsize}
-    return lookup("qkv_bias_split_heads_gradient", default, device_kind, **sizes)
+    return lookup("qkv_bias_split_heads_backward", default, device_kind, **sizes)
 
 
 def attention(

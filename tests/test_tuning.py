@@ -16,7 +16,7 @@ OPS = {
     "bias_activation": (tuning.ElementwiseConfig, ("rows", "width", "itemsize")),
     "permute": (tuning.PermuteConfig, ("size", "kept", "aligned", "itemsize")),
     "qkv_bias_split_heads": (tuning.ElementwiseConfig, ("batch_heads", "length", "head_size", "itemsize")),
-    "qkv_bias_split_heads_gradient": (
+    "qkv_bias_split_heads_backward": (
         tuning.GradientConfig, ("batch", "length", "heads", "head_size", "itemsize"),
     ),
     "attention": (tuning.AttentionConfig, ("batch_heads", "query", "key", "head_size", "itemsize")),
@@ -34,7 +34,7 @@ def heuristics(device_kind=UNKNOWN):
                 for aligned in (1, 16 // itemsize):
                     yield tuning.permute(rows * size, size, aligned, itemsize, device_kind)
                 yield tuning.qkv_bias_split_heads(48, rows, size, itemsize, device_kind)
-                yield tuning.qkv_bias_split_heads_gradient(4, rows, 12, size, itemsize, device_kind)
+                yield tuning.qkv_bias_split_heads_backward(4, rows, 12, size, itemsize, device_kind)
                 yield tuning.dense(rows, size, 768, itemsize, device_kind)
                 yield tuning.dense(rows, 768, size, itemsize, device_kind)
         for length in SIZES[:-1]:

@@ -81,3 +81,16 @@ def check_dropout(op: str, rate: Any, rng: Array | None) -> float:
             got = type(rng).__name__ if dtype is None else f"{dtype}{list(shape)}"
             raise TypeError(f"{op}: dropout_rng must be one JAX random key (jax.random.key), got {got}")
     return rate
+
+
+def vary_alike(*arrays: Array | None) -> list[Array | None]:
+    """The same arrays; inside a shard_map, all of them vary over the axes of the mesh that any of them varies over.
+
+    Then a gradient of each has the type that JAX asks for, and JAX adds up those of what does not vary by itself.
+    """
+    axes = [frozenset() if x is None else jax.typeof(x).manual_axis_type.varying for x in arrays]
+    every = frozenset[Any]().union(*axes)
+    return [
+        x if x is None or own == every else jax.lax.pcast(x, tuple(every - own), to="varying")
+        for x, own in zip(arrays, axes, strict=True)
+    ]

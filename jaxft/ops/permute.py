@@ -57,7 +57,7 @@ def qkv_bias_split_heads(
     choice = dispatch.choose(op, implementation, {"triton": triton.split_unsupported(qkv, bias)})
     if choice.name == "xla" or qkv.size == 0:
         return _split_heads(qkv, bias, num_heads)
-    return _split_triton_jit(qkv, bias, num_heads, dispatch.device_kind(), choice.interpret)
+    return _split_triton_jit(*common.vary_alike(qkv, bias), num_heads, dispatch.device_kind(), choice.interpret)
 
 
 def merge_heads(x: Array, *, implementation: str | None = None) -> Array:
@@ -188,7 +188,7 @@ def _join_triton(parts, with_sum, num_heads, device_kind, interpret):
     """The transpose of `_split_triton`: qkv, and its sum over B and T in float32 or None."""
     batch, _, length, size = parts[0].shape
     itemsize = parts[0].dtype.itemsize
-    config = tuning.qkv_bias_split_heads_gradient(batch, length, num_heads, size, itemsize, device_kind)
+    config = tuning.qkv_bias_split_heads_backward(batch, length, num_heads, size, itemsize, device_kind)
     qkv, *sums = triton.join_heads(parts, with_sums=with_sum, config=config, interpret=interpret)
     return qkv, jnp.sum(sums[0], axis=0) if with_sum else None
 

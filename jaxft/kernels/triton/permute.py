@@ -216,7 +216,7 @@ def split_heads(
         (batch * pl.cdiv(length, config.block_rows) * num_heads * pl.cdiv(size, config.block_width),),
         [qkv.reshape(batch, length, 3, num_heads, size), None if bias is None else bias.reshape(3, num_heads, size)],
         [part, part, part],
-        name="qkv_bias_split_heads_fwd",
+        name="qkv_bias_split_heads",
         num_warps=config.num_warps,
         interpret=interpret,
     )
@@ -261,7 +261,7 @@ def join_heads(parts: Sequence[Array], *, with_sums: bool, config: GradientConfi
         (programs * heads * pl.cdiv(size, config.block_width),),
         parts,
         [qkv, sums] if with_sums else [qkv],
-        name="qkv_bias_split_heads_bwd",
+        name="qkv_bias_split_heads_backward",
         num_warps=config.num_warps,
         interpret=interpret,
     )
