@@ -1,49 +1,105 @@
-"""permute by the Triton kernel: microseconds, and the share of a same-bytes copy in the same run."""
+"""permute, merge_heads and qkv_bias_split_heads: microseconds, and the share of a same-bytes copy in the same run."""
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import timing
 from jaxft import reference
-from jaxft.ops.permute import permute
+from jaxft.ops.permute import merge_heads, permute, qkv_bias_split_heads
 
 # shape, axes, dtypes
 CASES = [
+    ((8, 128, 12, 64), (0, 2, 1, 3), ("float16", "float32")),
+    ((32, 128, 12, 64), (0, 2, 1, 3), ("float16", "float32")),
+    ((1024, 1024), (1, 0), ("float16", "float32")),
     ((32, 512, 12, 64), (0, 2, 1, 3), ("float16", "float32")),
-    ((8192, 8192), (1, 0), ("float16",)),
-    ((8191, 8193), (1, 0), ("float16",)),
+    ((8192, 8192), (1, 0), ("float16", "float32")),
+    ((8191, 8193), (1, 0), ("float16", "float32")),
     ((256, 512, 1024), (2, 1, 0), ("float16",)),
 ]
+HEADS = [(8, 128, 12, 64), (32, 128, 12, 64), (32, 512, 12, 64)]  # B, T, N, H
+DTYPE = "bfloat16"  # of those
 
 
-def nbytes(shape: Sequence[int], itemsize: int) -> int:
+def permute_bytes(shape: Sequence[int], itemsize: int) -> int:
     """x is read, the result is written."""
     return 2 * math.prod(shape) * itemsize
+
+
+def split_bytes(b: int, t: int, n: int, h: int, itemsize: int) -> int:
+    """The projection is read and its parts are written, or their gradients are read and its gradient is written; the
+    bias is read, or its gradient written."""
+    return (2 * b * t + 1) * 3 * n * h * itemsize
+
+
+def inputs(dtype: str, seed: int, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return tuple(jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))
+
+
+def moves(
+    name: str, call: Mapping[str, Callable[..., jax.Array]], shape: tuple[int, ...], dtype: str, args: Any
+) -> list[timing.Row]:
+    functions = {who: jax.jit(f) for who, f in call.items()}
+    moved = permute_bytes(shape, jnp.dtype(dtype).itemsize)
+    sets = [inputs(dtype, seed, shape) for seed in range(timing.rotation(moved))]
+    if not jnp.array_equal(*(f(*sets[0]) for f in functions.values())):
+        raise SystemExit(f"{name} {shape} {dtype}: not jnp.transpose; nothing is timed")
+    return timing.measure(
+        {who: (f, sets) for who, f in functions.items()} | timing.copies(moved),
+        work=moved, unit="TB/s", args=args, op=name, direction="forward", shape=shape, dtype=dtype,
+    )  # fmt: skip
+
+
+def split(b: int, t: int, n: int, h: int, args: Any) -> list[timing.Row]:
+    """Forward, and the gradients of projection and bias."""
+    packed, bias, part = (b, t, 3 * n * h), (3 * n * h,), (b, n, t, h)
+
+    def forward(op: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.partial(op, num_heads=n)
+
+    def backward(op: Callable[..., Any]) -> Callable[..., Any]:
+        def gradients(bias: jax.Array, *dy: jax.Array) -> Any:
+            qkv = jnp.zeros(packed, bias.dtype)  # which they do not depend on, so nothing else is computed
+            return jax.vjp(forward(op), qkv, bias)[1](dy)
+
+        return gradients
+
+    moved = split_bytes(b, t, n, h, jnp.dtype(DTYPE).itemsize)
+    rows = []
+    for name, direction, function, shapes in (
+        ("qkv_bias_split_heads", "forward", forward, (packed, bias)),
+        ("gradients of qkv_bias_split_heads", "backward", backward, (bias, part, part, part)),
+    ):
+        ours, xla = (jax.jit(function(op)) for op in (qkv_bias_split_heads, reference.qkv_bias_split_heads))
+        sets = [inputs(DTYPE, seed, *shapes) for seed in range(timing.rotation(moved))]
+        exact = xla(*(x.astype(jnp.float32) for x in sets[0]))
+        for got, plain, wide in zip(ours(*sets[0]), xla(*sets[0]), exact, strict=True):
+            timing.check(f"{name} {(b, t, n, h)}", got, plain, wide)
+        rows += timing.measure(
+            {"jaxft": (ours, sets), "xla": (xla, sets), **timing.copies(moved)},
+            work=moved, unit="TB/s", args=args, op=name, direction=direction, shape=(b, t, n, h), dtype=DTYPE,
+        )  # fmt: skip
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = timing.arguments(__doc__).parse_args(argv)
     results = []
-    for shape, axes, dtypes in CASES[:2] if args.quick else CASES:
-        # By name, since an automatic choice is XLA's.
-        ours = jax.jit(functools.partial(permute, axes=axes, implementation="triton"))
-        xla = jax.jit(functools.partial(reference.permute, axes=axes))
+    call: dict[str, Callable[..., jax.Array]]
+    for shape, axes, dtypes in CASES[:4] if args.quick else CASES:
+        call = {"jaxft": functools.partial(permute, axes=axes), "xla": functools.partial(reference.permute, axes=axes)}
         for dtype in dtypes:
-            moved = nbytes(shape, jnp.dtype(dtype).itemsize)
-            sets = [(jax.random.normal(jax.random.key(seed), shape, dtype),) for seed in range(timing.rotation(moved))]
-            wanted = xla(*sets[0])
-            if not jnp.array_equal(ours(*sets[0]), wanted):
-                raise SystemExit(f"permute {shape} {axes} {dtype}: not jnp.transpose; nothing is timed")
-            del wanted
-            results += timing.measure(
-                {"jaxft": (ours, sets), "xla": (xla, sets), **timing.copies(moved)},
-                work=moved, unit="TB/s", args=args,
-                op=f"permute {','.join(map(str, axes))}", direction="forward", shape=shape, dtype=dtype,
-            )  # fmt: skip
+            results += moves(f"permute {','.join(map(str, axes))}", call, shape, dtype, args)
+    for b, t, n, h in HEADS[:2] if args.quick else HEADS:
+        call = {"jaxft": merge_heads, "xla": reference.merge_heads}
+        results += moves("merge_heads", call, (b, n, t, h), DTYPE, args)
+        results += split(b, t, n, h, args)
     timing.print_tables(results)
 
 

@@ -31,8 +31,10 @@ SOFTMAX_WIDTHS = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 32768]
 ATTENTION = [(1, 12, 128, 64), (8, 12, 128, 64), (32, 12, 128, 64), (128, 12, 128, 64), (256, 16, 128, 64),
              (32, 12, 512, 64), (64, 16, 512, 64), (8, 16, 2048, 64), (2, 16, 8192, 64), (32, 12, 128, 32)]  # fmt: skip
 # shape and axes, in which no axis is 1 and none can be merged
-PERMUTE = [((32, 512, 12, 64), (0, 2, 1, 3)), ((32, 128, 12, 64), (0, 2, 1, 3)), ((8192, 8192), (1, 0)),
+PERMUTE = [((32, 512, 12, 64), (0, 2, 1, 3)), ((32, 128, 12, 64), (0, 2, 1, 3)), ((8, 128, 12, 64), (0, 2, 1, 3)),
+           ((8192, 8192), (1, 0)), ((8191, 8193), (1, 0)), ((256, 512, 1024), (2, 1, 0)),
            ((1024, 1024), (1, 0))]  # fmt: skip
+HEADS = [(8, 128, 12, 64), (32, 128, 12, 64), (32, 512, 12, 64)]  # batch, length, heads, head size
 # The part of a candidate's time that a change must save to replace the present choice.
 MARGIN = 0.02
 
@@ -45,7 +47,7 @@ class Case:
     sizes: dict[str, int]
     shapes: tuple[tuple[int, ...], ...]
     dtype: str
-    run: Callable[..., jax.Array]
+    run: Callable[..., Any]
     plain: Callable[..., Any]
     configs: Sequence[Any]
 
@@ -127,18 +129,60 @@ def elementwise_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
 
 def permute_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
     for shape, axes in PERMUTE:
-        kept = shape[-1] if axes[-1] == len(axes) - 1 else 1
-        size = math.prod(shape)
+        last = shape[axes[-1]]
+        kept = last if axes[-1] == len(axes) - 1 else 1
+        aligned = math.gcd(shape[-1], last, 16 // itemsize)
+        if kept > 1:  # rows as they are
+            tiles = [(kept, elements) for elements in (1024, 2048, 4096, 8192)]
+        else:
+            tiles = [(line, n * line * line) for line in (32, 64, 128)[aligned == 1 :] for n in (1, 2)]
         configs = [
-            tuning.PermuteConfig(block_inner, elements, num_warps)
-            for block_inner, elements, num_warps in itertools.product((32, 64, 128), (1024, 4096, 16384), (4, 8))
-            if block_inner * max(block_inner // kept, 1) <= elements <= 64 * 32 * num_warps
+            tuning.PermuteConfig(line, elements, num_warps)
+            for (line, elements), num_warps in itertools.product(tiles, (1, 2, 4, 8, 16))
+            if (32 if aligned > 1 else 16) <= elements * itemsize // (32 * num_warps) <= 128
         ]
-        sizes = {"size": size, "kept": kept, "itemsize": itemsize}
-        present = tuning.permute(size, kept, itemsize, kind)
+        sizes = {"size": math.prod(shape), "kept": kept, "aligned": aligned, "itemsize": itemsize}
+        present = tuning.permute(device_kind=kind, **sizes)
         run = functools.partial(permute.forward, axes=axes, interpret=False)
         plain = functools.partial(reference.permute, axes=axes)
         yield Case("permute", sizes, (shape,), dtype, run, plain, [present, *configs])
+
+
+def split_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
+    def split(qkv: jax.Array, bias: jax.Array, heads: int, config: tuning.ElementwiseConfig) -> Any:
+        return tuple(permute.split_heads(qkv, bias, heads, config=config, interpret=False))
+
+    def join(*parts: jax.Array, config: tuning.GradientConfig) -> Any:
+        qkv, sums = permute.join_heads(parts, with_sums=True, config=config, interpret=False)
+        return qkv, jnp.sum(sums, axis=0)
+
+    def plain_join(*parts: jax.Array) -> Any:
+        qkv = jnp.concatenate([reference.merge_heads(part) for part in parts], axis=-1)
+        return qkv, jnp.sum(qkv, axis=(0, 1), dtype=jnp.float32)
+
+    for batch, length, heads, size in HEADS:
+        width, part = 3 * heads * size, (batch, heads, length, size)
+        tiles = [
+            (block_rows, num_warps)
+            for block_rows, num_warps in itertools.product((8, 16, 32, 64, 128), (1, 2, 4, 8))
+            if 16 <= block_rows * size * itemsize // (32 * num_warps) <= 64
+        ]
+        sizes = {"batch_heads": batch * heads, "length": length, "head_size": size, "itemsize": itemsize}
+        present = tuning.qkv_bias_split_heads(device_kind=kind, **sizes)
+        configs = [tuning.ElementwiseConfig(block_rows, size, num_warps) for block_rows, num_warps in tiles]
+        run = functools.partial(split, heads=heads)
+        plain = functools.partial(reference.qkv_bias_split_heads, num_heads=heads)
+        shapes = ((batch, length, width), (width,))
+        yield Case("qkv_bias_split_heads", sizes, shapes, dtype, run, plain, [present, *configs])
+
+        sizes = {"batch": batch, "length": length, "heads": heads, "head_size": size, "itemsize": itemsize}
+        back = tuning.qkv_bias_split_heads_backward(device_kind=kind, **sizes)
+        joins = [
+            tuning.GradientConfig(block_rows, size, programs, num_warps)
+            for (block_rows, num_warps), programs in itertools.product(tiles, (32, 64, 128))
+            if block_rows <= 64 and 4 <= num_warps and block_rows * programs <= batch * length
+        ]
+        yield Case("qkv_bias_split_heads_backward", sizes, (part, part, part), dtype, join, plain_join, [back, *joins])
 
 
 def attention_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
@@ -200,7 +244,8 @@ def best(case: Case) -> Any:
         except Exception as error:  # more shared memory or registers than the device has
             print(f"  {config}: {str(error).splitlines()[0][:100]}")
             continue
-        timing.check(f"{name} {config}", got, wanted, exact)
+        for leaves in zip(*(jax.tree.leaves(tree) for tree in (got, wanted, exact)), strict=True):
+            timing.check(f"{name} {config}", *leaves)
         times[config] = microseconds(f)
     present, fastest = case.configs[0], min(times, key=times.__getitem__)
     chosen = present if times.get(present, float("inf")) <= times[fastest] * (1 + MARGIN) else fastest
@@ -226,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     kind = dispatch.device_kind()
     path = args.out / f"{kind.replace(' ', '_')}.json"
     table = json.loads(path.read_text()) if path.is_file() else {}
-    kinds = (row_cases, softmax_cases, elementwise_cases, permute_cases, attention_cases, dense_cases)
+    kinds = (row_cases, softmax_cases, elementwise_cases, permute_cases, split_cases, attention_cases, dense_cases)
     for dtype, cases in itertools.product(args.dtypes, kinds):
         for case in cases(dtype, jnp.dtype(dtype).itemsize, kind):
             if args.only is None or case.op in args.only:

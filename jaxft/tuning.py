@@ -151,13 +151,20 @@ def bias_activation(rows: int, width: int, itemsize: int, device_kind: str) -> E
     return lookup("bias_activation", default, device_kind, rows=rows, width=width, itemsize=itemsize)
 
 
-def permute(size: int, kept: int, itemsize: int, device_kind: str) -> PermuteConfig:
-    """Of `size` elements; `kept` is the size of the innermost axis where it stays innermost, else 1."""
+def permute(size: int, kept: int, aligned: int, itemsize: int, device_kind: str) -> PermuteConfig:
+    """Of `size` elements. `kept` is the size of the innermost axis where it stays innermost, else 1; lines of the input
+    and of the output start at multiples of `aligned` elements, at most 16 bytes: what a thread can move at once.
+    """
     # Lines of 128 bytes, for 16 bits, on both sides; small arrays want more programs.
     line = 32 if size < 2**20 or itemsize > 4 else 64
-    block_inner = max(line, min(next_power_of_2(kept), 1024))
-    default = PermuteConfig(block_inner, elements=line * line, num_warps=8 if line == 64 and itemsize == 4 else 4)
-    return lookup("permute", default, device_kind, size=size, kept=kept, itemsize=itemsize)
+    elements = line * line
+    if kept * itemsize >= 64:  # rows move as they are
+        line = min(next_power_of_2(kept), 1024)
+        elements = max(line, elements)
+    # A thread has 64 bytes in flight, or 16 elements where each is a load.
+    per_thread = 16 if aligned * itemsize < 4 else max(8, 64 // itemsize)
+    default = PermuteConfig(line, elements, num_warps=max(2, elements // (32 * per_thread)))
+    return lookup("permute", default, device_kind, size=size, kept=kept, aligned=aligned, itemsize=itemsize)
 
 
 def qkv_bias_split_heads(
@@ -169,6 +176,17 @@ def qkv_bias_split_heads(
     default = ElementwiseConfig(block_rows, block_width, num_warps=4)
     sizes = {"batch_heads": batch_heads, "length": length, "head_size": head_size, "itemsize": itemsize}
     return lookup("qkv_bias_split_heads", default, device_kind, **sizes)
+
+
+def qkv_bias_split_heads_backward(
+    batch: int, length: int, heads: int, head_size: int, itemsize: int, device_kind: str
+) -> GradientConfig:
+    """`programs` of it for each head."""
+    block_width = min(next_power_of_2(head_size), 1024)
+    block_rows = min(max(1, 2048 // block_width), next_power_of_2(length))
+    default = GradientConfig(block_rows, block_width, max(1, 1024 // next_power_of_2(heads)), num_warps=4)
+    sizes = {"batch": batch, "length": length, "heads": heads, "head_size": head_size, "itemsize": itemsize}
+    return lookup("qkv_bias_split_heads_backward", default, device_kind, **sizes)
 
 
 def attention(

@@ -43,7 +43,8 @@ def read(folder):
         (bench_dense, {"SHAPES": [(5, 24, 16)]}, {"xla"}),
         (bench_layer_norm, {"SHAPES": [(5, 24)]}, {"xla", "copy (memcpy)"}),
         (bench_bias_activation, {"SHAPES": [(5, 24)]}, {"xla", "copy (memcpy)"}),
-        (bench_permute, {"CASES": [((2, 5, 3, 8), (0, 2, 1, 3), ("float16",))]}, {"xla", "copy (memcpy)"}),
+        (bench_permute, {"CASES": [((2, 5, 3, 8), (0, 2, 1, 3), ("float16",))], "HEADS": [(2, 5, 3, 8)]},
+         {"xla", "copy (memcpy)"}),
         (
             bench_softmax,
             {
@@ -58,7 +59,7 @@ def read(folder):
         (bench_encoder, TINY_ENCODER, {"xla", "xla, separate qkv"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
-)
+)  # fmt: skip
 def test_benchmark_writes_rows(script, settings, peers, tmp_path, monkeypatch, capsys):
     for name, value in settings.items():
         monkeypatch.setattr(script, name, value)

@@ -203,8 +203,8 @@ def test_dense(dtype, caplog):
 )  # fmt: skip
 def test_permute(shape, axes, caplog):
     for dtype in ("float16", "float32", "int8"):
-        text = lower(lambda x: jaxft.permute(x, axes, implementation="triton"), of(shape, dtype))
-        assert (operations(text)[TRITON], operations(text)["transpose"]) == (1, 0)
+        found = operations(lower(lambda x: jaxft.permute(x, axes), of(shape, dtype)))
+        assert (found[TRITON], found["transpose"]) == (1, 0)
     assert caplog.messages == []
 
 
@@ -214,7 +214,7 @@ def test_permute_of_any_dtype(dtype):
     """A complex array is moved as two."""
     with jax.enable_x64(dtype.endswith("64")):
         for shape, axes in (((127, 131), (1, 0)), ((7, 5, 3, 2), (0, 2, 1, 3)), ((100, 3, 5), (0, 2, 1))):
-            text = lower(lambda x, axes=axes: jaxft.permute(x, axes, implementation="triton"), of(shape, dtype))
+            text = lower(lambda x, axes=axes: jaxft.permute(x, axes), of(shape, dtype))
             assert text.count(TRITON) == (2 if dtype == "complex64" else 1)
 
 
@@ -223,13 +223,21 @@ def test_permute_of_any_dtype(dtype):
 def test_split_and_merge_heads(shape, dtype, caplog):
     b, t, n, h = shape
     qkv, bias = of((b, t, 3 * n * h), dtype), of((3 * n * h,))
-    for arguments in ((qkv, bias), (qkv,)):
-        text = lower(
-            lambda qkv, bias=None: jaxft.qkv_bias_split_heads(qkv, bias, n, implementation="triton"), *arguments
-        )
-        assert (operations(text)[TRITON], operations(text)["transpose"]) == (1, 0)
-    text = lower(lambda x: jaxft.merge_heads(x, implementation="triton"), of((b, n, t, h), dtype))
-    assert operations(text)[TRITON] == (t > 1 and n > 1)
+
+    def split(qkv, bias=None):
+        return jaxft.qkv_bias_split_heads(qkv, bias, n)
+
+    def split_and_back(*arguments):
+        out, pull_back = jax.vjp(split, *arguments)
+        return pull_back(out)
+
+    for x64 in (False, True):
+        for arguments in ((qkv, bias), (qkv,)):
+            for function, kernels in ((split, 1), (split_and_back, 2)):
+                with jax.enable_x64(x64):
+                    found = operations(lower(function, *arguments))
+                assert (found[TRITON], found["transpose"]) == (kernels, 0)
+    assert operations(lower(jaxft.merge_heads, of((b, n, t, h), dtype)))[TRITON] == (t > 1 and n > 1)
     assert caplog.messages == []
 
 
@@ -242,12 +250,8 @@ def test_gradients(op, caplog):
         "bias_activation": (jaxft.bias_activation, x, vector),
         "attention": (lambda qkv: jaxft.qkv_attention(qkv), qkv),
         "dense": (lambda x, v, k: jaxft.dense(x, k, v, activation="gelu"), x, vector, of((80, 80), jnp.bfloat16)),
-        "permute": (lambda x: jaxft.permute(x, (1, 0), implementation="triton"), x),
-        "split_heads": (
-            lambda x, v: jaxft.qkv_bias_split_heads(x[None], jnp.tile(v, 3)[:72], 4, implementation="triton"),
-            of((7, 72)),
-            vector,
-        ),
+        "permute": (lambda x: jaxft.permute(x, (1, 0)), x),
+        "split_heads": (lambda x, v: jaxft.qkv_bias_split_heads(x[None], jnp.tile(v, 3)[:72], 4), of((7, 72)), vector),
     }[op]
 
     def value_and_gradients(*arguments):
@@ -295,6 +299,9 @@ def test_configs(dtype):
         options = {"config": ElementwiseConfig(*sizes), "interpret": False}
         assert_lowers(lambda x, v, o=options: bias_activation.forward(x, v, activation="gelu", **o), x, vector)
         assert_lowers(lambda x, o=options: permute.split_heads(x, None, 5, **o), of((2, 9, 180), dtype))
+        options["config"] = GradientConfig(*sizes[:2], programs=3, num_warps=sizes[2])
+        part = of((2, 5, 9, 12), dtype)
+        assert_lowers(lambda *parts, o=options: permute.join_heads(parts, with_sums=True, **o), part, part, part)
     for sizes in ((2, 4, 1), (8, 64, 2), (64, 4096, 8), (128, 16384, 8)):
         options = {"config": PermuteConfig(*sizes), "interpret": False}
         assert_lowers(lambda x, o=options: permute.forward(x, (1, 0), **o), x)
@@ -337,17 +344,12 @@ def test_unsupported_cases_fall_back_and_say_so_once(name, reason, caplog, key):
     assert "falls back to XLA" in message and reason in message
 
 
-@pytest.mark.parametrize("op", ["merge_heads", "permute"])
-def test_ops_without_a_kernel_say_nothing(op, caplog):
-    x = of((2, 4, 7, 8))
-    text = lower(lambda x: jaxft.permute(x, (0, 2, 1, 3)) if op == "permute" else getattr(jaxft, op)(x), x)
-    assert "triton" not in text and caplog.messages == []
-
-
 def test_empty_arrays_launch_nothing():
     assert "triton" not in lower(jaxft.layer_norm, of((0, 80)))
     assert "triton" not in lower(lambda x: jaxft.bias_activation(x, None), of((3, 0)))
     assert "triton" not in lower(jaxft.qkv_attention, of((2, 0, 3, 4, 64)))
+    assert "triton" not in lower(lambda x: jaxft.permute(x, (1, 0)), of((0, 80)))
+    assert "triton" not in lower(lambda x: jaxft.qkv_bias_split_heads(x, None, 2), of((3, 0, 24)))
 
 
 def test_cards_without_support_get_xla(caplog):
@@ -407,6 +409,7 @@ def test_64_bit_mode():
         assert_one_kernel(jaxft.qkv_attention, qkv)
         assert_one_kernel(lambda qkv, n: jaxft.qkv_attention(qkv, key_value_seq_lengths=n), qkv, lengths)
         assert_one_kernel(lambda qkv, m: jaxft.qkv_attention(qkv, mask=m), qkv, of((2, 1, 1, 100), jnp.bool_))
+        assert_one_kernel(lambda x: jaxft.permute(x, (1, 0)), x)
 
 
 def test_counting_operations():

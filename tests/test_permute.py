@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,11 +13,11 @@ from jax.experimental import pallas as pl
 
 import jaxft
 import oracle
-from cases import DTYPES, INTERPRET, check, jit, normal, seeds, some
+from cases import DTYPES, INTERPRET, check, jit, lower, normal, seeds, some
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference, tuning
 from jaxft.kernels.triton import permute as triton
-from jaxft.tuning import ElementwiseConfig, PermuteConfig
+from jaxft.tuning import ElementwiseConfig, GradientConfig, PermuteConfig
 
 BOTH = pytest.mark.parametrize("implementation", ["triton", "xla"])
 
@@ -61,8 +62,60 @@ def random_bits(rng, dtype, shape):
     return np.frombuffer(rng.bytes(math.prod(shape) * dtype.itemsize), dtype).reshape(shape)
 
 
+@pytest.mark.parametrize("vector", DTYPES)
+def test_dtypes_of_the_bias(vector):
+    rng = np.random.default_rng(1)
+    floats = normal(rng, jnp.float16, x=(2, 5, 36)) | normal(rng, vector, bias=(36,))
+    check_op("qkv_bias_split_heads", floats, 4)
+
+
 def test_without_bias():
     check_op("qkv_bias_split_heads", normal(np.random.default_rng(1), jnp.float32, x=(2, 5, 36)), 4)
+
+
+@BOTH
+@pytest.mark.parametrize("used", range(3))
+def test_gradients_of_one_part(used, implementation):
+    """Nothing comes back from the parts that nothing uses."""
+
+    def f(qkv, bias):
+        return jnp.sum(jaxft.qkv_bias_split_heads(qkv, bias, 2, implementation=implementation)[used])
+
+    dqkv, dbias = jit(jax.grad(f, (0, 1)))(jnp.ones((2, 5, 24)), jnp.ones((24,)))
+    expected = np.repeat(np.arange(3) == used, 8).astype(np.float32)
+    np.testing.assert_array_equal(dqkv, np.broadcast_to(expected, (2, 5, 24)))
+    np.testing.assert_array_equal(dbias, 10 * expected)
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_second_derivatives_of_splitting(with_bias):
+    """The way back has a gradient too, of everything that it gives."""
+    rng = np.random.default_rng(10)
+    floats = normal(rng, jnp.float32, qkv=(2, 3, 12), bias=(12,) if with_bias else None)
+
+    def second(implementation):
+        def f(floats):
+            q, k, v = jaxft.qkv_bias_split_heads(floats["qkv"], floats.get("bias"), 2, implementation=implementation)
+            return jnp.sum(q * k * v)
+
+        return jit(jax.grad(lambda x: sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(f)(x)))))(floats)
+
+    chex.assert_trees_all_close(second("triton"), second("xla"), rtol=1e-4, atol=1e-5)
+
+
+@BOTH
+def test_reruns_are_bitwise_equal(implementation):
+    floats = normal(np.random.default_rng(11), jnp.bfloat16, qkv=(3, 37, 72), bias=(72,))
+
+    @jit
+    def run(floats):
+        def split(qkv, bias):
+            return jaxft.qkv_bias_split_heads(qkv, bias, 3, implementation=implementation)
+
+        out, pull_back = jax.vjp(lambda f: split(**f), floats)
+        return out, pull_back(out), [jaxft.merge_heads(part, implementation=implementation) for part in out]
+
+    chex.assert_trees_all_equal(run(floats), run(floats))
 
 
 @BOTH
@@ -208,7 +261,7 @@ def test_reduce_random(seed):
         ((8192, 8192), (1, 0), 2, (64, 64)),
         ((256, 512, 1024), (2, 1, 0), 2, (64, 1, 64)),
         ((32, 512, 12, 64), (0, 2, 1, 3), 2, (1, 64, 1, 64)),  # rows move as they are
-        ((32, 12, 512, 64), (0, 2, 1, 3), 2, (1, 4, 16, 64)),
+        ((32, 12, 512, 64), (0, 2, 1, 3), 2, (1, 1, 64, 64)),
         ((1000, 3, 5000), (1, 0, 2), 4, (2, 1, 2048)),
         ((100000, 7, 5), (0, 2, 1), 2, (64, 8, 8)),  # short axes
         ((800, 1200, 2), (1, 0, 2), 2, (64, 32, 2)),  # a short one that stays
@@ -219,7 +272,7 @@ def test_reduce_random(seed):
 def test_tiles(shape, axes, itemsize, blocks):
     """Whole lines on both sides, and no small programs."""
     kept = shape[-1] if axes[-1] == len(shape) - 1 else 1
-    config = tuning.permute(math.prod(shape), kept, itemsize, "a device that nobody tuned for")
+    config = tuning.permute(math.prod(shape), kept, 1, itemsize, "a device that nobody tuned for")
     assert triton.tile(shape, axes, config) == blocks
 
 
@@ -238,8 +291,7 @@ CONFIGS = [PermuteConfig(2, 4, 1), PermuteConfig(8, 64, 2), PermuteConfig(16, 10
 @pytest.mark.parametrize(
     ("shape", "axes"),
     [((67, 35), (1, 0)), ((3, 5, 7, 6), (3, 1, 2, 0)), ((4, 6, 5, 9), (0, 2, 1, 3)), ((2, 1, 3, 2), (3, 2, 1, 0)),
-     ((9, 7, 3), (1, 0, 2)), ((2,) * 6, (5, 0, 4, 1, 3, 2)),
-     ((7,), (0,))],
+     ((9, 7, 3), (1, 0, 2)), ((2,) * 6, (5, 0, 4, 1, 3, 2))],
     ids=str,
 )  # fmt: skip
 def test_configs(shape, axes, config):
@@ -260,6 +312,22 @@ def test_split_configs(sizes, with_bias):
     expected = plain(arguments["qkv"], arguments["bias"])
     exact = oracle.qkv_bias_split_heads(**arguments)
     assert_matches_oracle(tuple(got), expected, exact)
+
+
+JOIN_CONFIGS = [GradientConfig(1, 8, 1, 1), GradientConfig(4, 2, 3, 1), GradientConfig(8, 4, 100, 4)]
+
+
+@pytest.mark.parametrize("config", JOIN_CONFIGS, ids=str)
+def test_join_configs(config):
+    """More programs than blocks of rows, fewer, and one."""
+    parts = list(normal(np.random.default_rng(12), jnp.bfloat16, **dict.fromkeys("qkv", (2, 3, 9, 5))).values())
+    qkv = jnp.transpose(jnp.stack(parts), (1, 3, 0, 2, 4)).reshape(2, 9, 45)
+    got, sums = triton.join_heads(parts, with_sums=True, config=config, interpret=INTERPRET)
+    np.testing.assert_array_equal(got, qkv)
+    assert sums.dtype == jnp.float32 and len(sums) <= min(config.programs, 2 * 9)
+    np.testing.assert_allclose(np.sum(sums, 0), np.asarray(qkv, np.float32).sum((0, 1)), atol=1e-5)
+    (alone,) = triton.join_heads(parts, with_sums=False, config=config, interpret=INTERPRET)
+    np.testing.assert_array_equal(alone, qkv)
 
 
 class Checked:
@@ -306,8 +374,14 @@ def run_checked(monkeypatch):
             kernel(*refs)
         return results
 
+    def fori_loop(start, end, body, carry):
+        for i in range(int(start), int(end)):
+            carry = body(i, carry)
+        return carry
+
     for function in (load, store, launch):
         monkeypatch.setattr(triton.common, function.__name__, function)
+    monkeypatch.setattr(triton.lax, "fori_loop", fori_loop)
 
 
 @pytest.mark.parametrize(
@@ -326,6 +400,14 @@ def test_split_heads_stays_within_the_arrays(sizes, run_checked):
     qkv, bias = np.arange(2 * 5 * 18, dtype=np.float32).reshape(2, 5, 18), np.arange(18, dtype=np.float32)
     got = triton.split_heads(jnp.asarray(qkv), jnp.asarray(bias), 2, config=ElementwiseConfig(*sizes), interpret=True)
     np.testing.assert_array_equal(got, reference.qkv_bias_split_heads(qkv, bias, 2))
+
+
+@pytest.mark.parametrize("config", JOIN_CONFIGS, ids=str)
+def test_join_heads_stays_within_the_arrays(config, run_checked):
+    parts = np.arange(3 * 2 * 2 * 5 * 3, dtype=np.float32).reshape(3, 2, 2, 5, 3)
+    qkv, sums = triton.join_heads([*map(jnp.asarray, parts)], with_sums=True, config=config, interpret=True)
+    np.testing.assert_array_equal(reference.qkv_bias_split_heads(qkv, None, 2), parts)
+    np.testing.assert_array_equal(np.sum(sums, 0), np.sum(qkv, (0, 1)))
 
 
 def unsupported(op, x, *arguments):
@@ -355,11 +437,27 @@ def test_what_the_kernels_refuse():
     assert jaxft.permute(keys, (1, 0)).shape == (3, 2)
 
 
+def test_beyond_the_limit_xla_takes_over(caplog):
+    """Nothing is launched for what the kernels refuse, whether it is by name or not."""
+    of = jax.ShapeDtypeStruct
+    dispatch._log_once.cache_clear()
+    for op, x, arguments in (
+        ("permute", of((2**15 + 1, 2**16), "int8"), ((1, 0),)),
+        ("merge_heads", of((2**15 + 1, 2, 2**14, 2), "float32"), ()),
+        ("qkv_bias_split_heads", of((2**15 + 1, 2**10, 192), "bfloat16"), (None, 1)),
+    ):
+        text = lower(lambda x, op=op, arguments=arguments: getattr(jaxft, op)(x, *arguments), x)
+        assert "gpu.triton" not in text and "stablehlo.transpose" in text
+        argument = "qkv" if op == "qkv_bias_split_heads" else "x"
+        (message,) = [message for message in caplog.messages if message.startswith(f"{op} falls back to XLA")]
+        assert f"{argument} has {math.prod(x.shape)} elements, the kernel takes at most {2**31}" in message
+    dispatch._log_once.cache_clear()
+
+
 def test_at_the_limit():
-    """As many elements as 32 bits count."""
-    x = jax.ShapeDtypeStruct((2**15, 2**16), "int8")
-    y = jax.eval_shape(lambda x: jaxft.permute(x, (1, 0), implementation="triton"), x)
-    assert y.shape == (2**16, 2**15)
+    """As many elements as 32 bits count: of one byte counted in 32 bits, of four bytes in 64."""
+    for dtype in ("int8", "float16", "float32"):
+        assert "gpu.triton" in lower(lambda x: jaxft.permute(x, (1, 0)), jax.ShapeDtypeStruct((2**15, 2**16), dtype))
 
 
 # --- Any case ------------------------------------------------------------------------------------------------------
@@ -368,26 +466,29 @@ def test_at_the_limit():
 @pytest.mark.parametrize("seed", seeds(2))
 def test_random(seed):
     rng = np.random.default_rng(seed)
-    dtype = jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"])))
+    dtype, vector = (jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"]))) for _ in range(2))
     shape = [int(n) for n in rng.choice([1, 2, 3, 5, 8], rng.integers(1, 6))]
     check_op("permute", normal(rng, dtype, x=shape), tuple(int(a) for a in rng.permutation(len(shape))), seed=seed)
-    b, t, n, h = (int(n) for n in rng.choice([1, 2, 5, 13], 4))
+    b, t, n, h = (int(n) for n in rng.choice([1, 2, 5, 13, 33], 4))
+    check_op("merge_heads", normal(rng, dtype, x=(b, n, t, h)), seed=seed)
     width = 3 * n * h
-    floats = normal(rng, dtype, x=(b, t, width)) | normal(rng, jnp.float32, bias=some(rng, (width,)))
+    floats = normal(rng, dtype, x=(b, t, width)) | normal(rng, vector, bias=some(rng, (width,)))
     check_op("qkv_bias_split_heads", floats, n, seed=seed)
 
 
 @pytest.mark.parametrize("seed", seeds(12))
 def test_random_moves(seed):
-    """Up to eight axes, the long ones anywhere."""
+    """Up to eight axes, the long ones anywhere, and empty ones."""
     rng = np.random.default_rng(seed)
-    shape = [int(n) for n in rng.choice([1, 2, 3, 5], rng.integers(1, 9))]
+    shape = [int(n) for n in rng.choice([0, 1, 2, 3, 5], rng.integers(1, 9), p=[0.02, 0.23, 0.25, 0.25, 0.25])]
     for axis in rng.integers(0, len(shape), 2):
         shape[axis] = int(rng.choice([7, 16, 33, 65])) if math.prod(shape) < 1000 else shape[axis]
     axes = tuple(int(a) for a in rng.permutation(len(shape)))
-    x = random_bits(rng, str(rng.choice(["bool", "int8", "bfloat16", "float32", "complex64"])), shape)
-    for implementation in ("triton", "xla"):
-        assert_moves(x, axes, jaxft.permute(jnp.asarray(x), axes, implementation=implementation))
+    dtype = str(rng.choice(DTYPES_TO_MOVE))
+    x = random_bits(rng, dtype, shape)
+    with jax.enable_x64(dtype in DTYPES_64):
+        for implementation in ("triton", "xla"):
+            assert_moves(x, axes, jaxft.permute(jnp.asarray(x), axes, implementation=implementation))
 
 
 QKV, X = np.ones((2, 5, 24), np.float32), np.ones((2, 3, 5, 4), np.float32)

@@ -16,11 +16,14 @@ OPS = {
     "softmax": (tuning.RowConfig, ("rows", "width", "itemsize")),
     "softmax_backward": (tuning.RowConfig, ("rows", "width", "itemsize")),
     "bias_activation": (tuning.ElementwiseConfig, ("rows", "width", "itemsize")),
-    "permute": (tuning.PermuteConfig, ("size", "kept", "itemsize")),
+    "permute": (tuning.PermuteConfig, ("size", "kept", "aligned", "itemsize")),
     "qkv_bias_split_heads": (tuning.ElementwiseConfig, ("batch_heads", "length", "head_size", "itemsize")),
+    "qkv_bias_split_heads_backward": (
+        tuning.GradientConfig, ("batch", "length", "heads", "head_size", "itemsize"),
+    ),
     "attention": (tuning.AttentionConfig, ("batch_heads", "query", "key", "head_size", "itemsize")),
     "dense": (tuning.DenseConfig, ("rows", "depth", "width", "itemsize")),
-}
+}  # fmt: skip
 SIZES = (0, 1, 2, 3, 31, 64, 100, 127, 384, 769, 4096, 5000, 65537)
 
 
@@ -32,8 +35,10 @@ def heuristics(device_kind=UNKNOWN):
                 yield tuning.softmax(rows, size, itemsize, device_kind)
                 yield tuning.softmax_backward(rows, size, itemsize, device_kind)
                 yield tuning.bias_activation(rows, size, itemsize, device_kind)
-                yield tuning.permute(rows * size, size, itemsize, device_kind)
+                for aligned in (1, 16 // itemsize):
+                    yield tuning.permute(rows * size, size, aligned, itemsize, device_kind)
                 yield tuning.qkv_bias_split_heads(48, rows, size, itemsize, device_kind)
+                yield tuning.qkv_bias_split_heads_backward(4, rows, 12, size, itemsize, device_kind)
                 yield tuning.dense(rows, size, 768, itemsize, device_kind)
                 yield tuning.dense(rows, 768, size, itemsize, device_kind)
         for length in SIZES[:-1]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from jaxft import dispatch
 
 _KERNEL: dict[str, str | None] = {"triton": None}
-_KERNEL_BY_NAME: dict[str, str | None] = {"triton": "used by name only, it has not been measured yet"}
 
 #: Every public op, and the kernels that it has besides XLA's, each with why it is never chosen by itself (None: it is).
 OPS: dict[str, dict[str, str | None]] = {
@@ -14,9 +13,9 @@ OPS: dict[str, dict[str, str | None]] = {
     "bias_activation": _KERNEL,
     "softmax": _KERNEL,
     "log_softmax": _KERNEL,
-    "qkv_bias_split_heads": _KERNEL_BY_NAME,
-    "merge_heads": _KERNEL_BY_NAME,
-    "permute": _KERNEL_BY_NAME,
+    "qkv_bias_split_heads": _KERNEL,
+    "merge_heads": _KERNEL,
+    "permute": _KERNEL,
     "dot_product_attention": _KERNEL,
     "qkv_attention": _KERNEL,
     "varlen_qkv_attention": {},

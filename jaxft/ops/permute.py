@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from jaxft import dispatch, reference, tuning
 from jaxft.kernels.triton import permute as triton
@@ -28,7 +30,7 @@ def qkv_bias_split_heads(
       qkv: `[B, T, 3*N*H]`, float32, float16 or bfloat16.
       bias: `[3*N*H]` of any float dtype, or None.
       num_heads: N.
-      implementation: None for the fastest (so far "xla"), "triton" or "xla".
+      implementation: None for the fastest, "triton" or "xla".
 
     Returns:
       Three arrays `[B, N, T, H]` of the dtype of `qkv`.
@@ -52,13 +54,10 @@ def qkv_bias_split_heads(
             f"{op}: the last axis of qkv must be a multiple of 3 * num_heads = {3 * num_heads}, got {qkv.shape}"
         )
     bias = common.as_vector(op, "bias", bias, qkv.shape[-1])
-    choice = _choose(op, implementation, triton.split_unsupported(qkv, bias))
+    choice = dispatch.choose(op, implementation, {"triton": triton.split_unsupported(qkv, bias)})
     if choice.name == "xla" or qkv.size == 0:
         return _split_heads(qkv, bias, num_heads)
-    batch, length, width = qkv.shape
-    size = width // (3 * num_heads)
-    config = tuning.qkv_bias_split_heads(batch * num_heads, length, size, qkv.dtype.itemsize, dispatch.device_kind())
-    return _split_triton_jit(qkv, bias, num_heads, config, choice.interpret)
+    return _split_triton_jit(*common.vary_alike(qkv, bias), num_heads, dispatch.device_kind(), choice.interpret)
 
 
 def merge_heads(x: Array, *, implementation: str | None = None) -> Array:
@@ -70,7 +69,7 @@ def merge_heads(x: Array, *, implementation: str | None = None) -> Array:
 
     Args:
       x: `[B, N, T, H]` of any dtype; for the kernel as in `permute`.
-      implementation: None for the fastest (so far "xla"), "triton" or "xla".
+      implementation: None for the fastest, "triton" or "xla".
 
     Raises:
       ValueError: x does not have four dimensions, or an unknown implementation.
@@ -82,12 +81,8 @@ def merge_heads(x: Array, *, implementation: str | None = None) -> Array:
     x = common.as_array(op, "x", x)
     if x.ndim != 4:
         raise ValueError(f"{op}: x must have shape [B, N, T, H], got {x.shape}")
-    choice = _choose(op, implementation, triton.unsupported(x))
-    if choice.name == "xla" or x.size == 0:
-        return _merge_heads(x)
     batch, heads, length, size = x.shape
-    y = _triton_jit(x, (0, 2, 1, 3), dispatch.device_kind(), choice.interpret)
-    return y.reshape(batch, length, heads * size)
+    return _move(op, x, (0, 2, 1, 3), (batch, length, heads * size), implementation)
 
 
 def permute(x: Array, axes: Sequence[int], *, implementation: str | None = None) -> Array:
@@ -101,7 +96,7 @@ def permute(x: Array, axes: Sequence[int], *, implementation: str | None = None)
       x: an array of any rank and dtype. The kernel takes those of 1, 2, 4 or 8 bytes and up to 2**31 elements, and
         moves the bits as they are.
       axes: a permutation of the axes of `x`; negative numbers count from the end.
-      implementation: None for the fastest (so far "xla"), "triton" or "xla".
+      implementation: None for the fastest, "triton" or "xla".
 
     Raises:
       TypeError: axes is not a sequence of integers.
@@ -118,31 +113,39 @@ def permute(x: Array, axes: Sequence[int], *, implementation: str | None = None)
         raise TypeError(f"{op}: axes must be a sequence of integers, got {axes!r}") from error
     if sorted(order) != list(range(x.ndim)):
         raise ValueError(f"{op}: axes must be a permutation of the {x.ndim} axes of x, got {tuple(axes)}")
-    choice = _choose(op, implementation, triton.unsupported(x))
-    if choice.name == "xla" or x.size == 0:
-        return _permute(x, order)
-    return _triton_jit(x, order, dispatch.device_kind(), choice.interpret)
+    return _move(op, x, order, tuple(x.shape[axis] for axis in order), implementation)
 
 
-def _choose(op, implementation, reason):
-    # The kernels have not been measured on a GPU yet, so they are used by name only.
-    return dispatch.choose(op, implementation, {} if implementation is None else {"triton": reason})
+def _move(op, x, axes, result, implementation):
+    """x with its axes in this order, as an array of the shape `result`."""
+    shape, order = triton.reduce(x.shape, axes)
+    moves = len(shape) > 1
+    choice = dispatch.choose(op, implementation, {"triton": triton.unsupported(x) if moves else None})
+    if choice.name == "xla" or x.size == 0 or not moves:  # XLA only changes the shape where nothing moves
+        return _transpose(x, axes, result)
+    return _triton_jit(x, shape, order, result, dispatch.device_kind(), choice.interpret)
 
 
 _split_heads = jax.jit(reference.qkv_bias_split_heads, static_argnums=2)
-_merge_heads = jax.jit(reference.merge_heads)
-_permute = jax.jit(reference.permute, static_argnums=1)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _transpose(x, axes, result):
+    return reference.permute(x, axes).reshape(result)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+def _triton_jit(x, shape, order, result, device_kind, interpret):
+    return _triton(x.reshape(shape), order, device_kind, interpret).reshape(result)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _triton(x, axes, device_kind, interpret):
     result = tuple(x.shape[axis] for axis in axes)
-    shape, order = triton.reduce(x.shape, axes)
-    if len(shape) < 2:  # nothing moves
-        return x.reshape(result)
-    kept = shape[-1] if order[-1] == len(shape) - 1 else 1
-    config = tuning.permute(x.size, kept, x.dtype.itemsize, device_kind)
-    return triton.forward(x.reshape(shape), order, config=config, interpret=interpret).reshape(result)
+    kept = x.shape[-1] if axes[-1] == x.ndim - 1 else 1
+    aligned = math.gcd(x.shape[-1], result[-1], 16 // x.dtype.itemsize)
+    config = tuning.permute(x.size, kept, aligned, x.dtype.itemsize, device_kind)
+    return triton.forward(x, axes, config=config, interpret=interpret)
 
 
 def _fwd(x, axes, device_kind, interpret):
@@ -157,22 +160,45 @@ def _bwd(axes, device_kind, interpret, _, dy):
 
 
 _triton.defvjp(_fwd, _bwd)
-_triton_jit = jax.jit(_triton, static_argnums=(1, 2, 3))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _split_triton(qkv, bias, num_heads, config, interpret):
+def _split_triton(qkv, bias, num_heads, device_kind, interpret):
+    batch, length, width = qkv.shape
+    size = width // (3 * num_heads)
+    config = tuning.qkv_bias_split_heads(batch * num_heads, length, size, qkv.dtype.itemsize, device_kind)
     return tuple(triton.split_heads(qkv, bias, num_heads, config=config, interpret=interpret))
 
 
-def _split_fwd(qkv, bias, num_heads, config, interpret):
-    return _split_triton(qkv, bias, num_heads, config, interpret), (qkv, bias)
+def _split_fwd(qkv, bias, num_heads, device_kind, interpret):
+    return _split_triton(qkv, bias, num_heads, device_kind, interpret), bias
 
 
-def _split_bwd(num_heads, config, interpret, saved, dy):
-    _, vjp = jax.vjp(lambda qkv, bias: reference.qkv_bias_split_heads(qkv, bias, num_heads), *saved)
-    return vjp(dy)
+def _split_bwd(num_heads, device_kind, interpret, bias, dy):
+    dqkv, total = _join_triton(dy, bias is not None, num_heads, device_kind, interpret)
+    return dqkv, None if bias is None else total.astype(bias.dtype)
 
 
 _split_triton.defvjp(_split_fwd, _split_bwd)
 _split_triton_jit = jax.jit(_split_triton, static_argnums=(2, 3, 4))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _join_triton(parts, with_sum, num_heads, device_kind, interpret):
+    """The transpose of `_split_triton`: qkv, and its sum over B and T in float32 or None."""
+    batch, _, length, size = parts[0].shape
+    itemsize = parts[0].dtype.itemsize
+    config = tuning.qkv_bias_split_heads_backward(batch, length, num_heads, size, itemsize, device_kind)
+    qkv, *sums = triton.join_heads(parts, with_sums=with_sum, config=config, interpret=interpret)
+    return qkv, jnp.sum(sums[0], axis=0) if with_sum else None
+
+
+def _join_fwd(parts, with_sum, num_heads, device_kind, interpret):
+    return _join_triton(parts, with_sum, num_heads, device_kind, interpret), None
+
+
+def _join_bwd(with_sum, num_heads, device_kind, interpret, _, dy):
+    return (_split_triton(*dy, num_heads, device_kind, interpret),)
+
+
+_join_triton.defvjp(_join_fwd, _join_bwd)

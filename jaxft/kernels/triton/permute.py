@@ -1,9 +1,10 @@
 """permute for any shape and any axes, and the split of a packed projection into heads (with its bias on the way).
 
-Both read and write every element once. A program of `permute` moves one tile: a block along the input's innermost axes,
+All read and write every element once. A program of `permute` moves one tile: a block along the input's innermost axes,
 so that it reads whole lines, by a block along the output's innermost axes, so that it writes whole lines; between them
 the value is transposed through shared memory. Where the innermost axis stays and is long, the two blocks are one, and
-rows move as they are. What is left of a program's budget goes to further axes: short axes make no small programs.
+rows move as they are, through the registers of one thread. What is left of a program's budget goes to further axes:
+short axes make no small programs.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import common
-from jaxft.tuning import ElementwiseConfig, PermuteConfig, next_power_of_2
+from jaxft.tuning import ElementwiseConfig, GradientConfig, PermuteConfig, next_power_of_2
 
 Array = jax.Array
 
 # Pallas counts the elements of arrays of up to 4 GiB in signed 32 bits.
 MAX_SIZE = 2**31
 MAX_TILED_AXES = 4
+MAX_GROUP = 8
 
 
 # --- permute -----------------------------------------------------------------------------------------------------
@@ -85,7 +87,8 @@ def tile(shape: Sequence[int], axes: Sequence[int], config: PermuteConfig) -> tu
             room //= blocks[axis]
             if blocks[axis] < shape[axis]:
                 break
-    for axis in reversed(axes):
+    rows_move = axes[-1] == len(shape) - 1 and next_power_of_2(shape[-1]) >= config.block_inner
+    for axis in _in_the_same_order(shape, axes) if rows_move else axes[::-1]:
         if not full(axis):
             block = 2 * blocks[axis]
             while math.prod(blocks) // blocks[axis] * block <= config.elements and block < 2 * shape[axis]:
@@ -95,12 +98,22 @@ def tile(shape: Sequence[int], axes: Sequence[int], config: PermuteConfig) -> tu
     return tuple(blocks)
 
 
+def _in_the_same_order(shape: Sequence[int], axes: Sequence[int]) -> list[int]:
+    """Axes of a tile that reads and writes its rows in one order, so that no thread needs what another one has read.
+
+    The innermost axis, the one before it in the input or in the output, whichever is longer, and others inside out.
+    """
+    chosen = [axes[-1]]
+    for axis in (*sorted((axes[-2], len(shape) - 2), key=shape.__getitem__, reverse=True), *axes[::-1]):
+        if axis not in chosen and all((axis < a) == (axes.index(axis) < axes.index(a)) for a in chosen):
+            chosen.append(axis)
+    return chosen
+
+
 def _kernel(x_ref, y_ref, *, axes: tuple[int, ...], blocks: tuple[int, ...]):
     shape = x_ref.shape
-    order = tuple(range(len(shape)))
-    # The output's innermost axis first: neighbours that share a line write it at about the same time.
-    places = _unravel(pl.program_id(0), [pl.cdiv(shape[axis], blocks[axis]) for axis in axes])
-    start = {axis: place * blocks[axis] for axis, place in zip(axes, places, strict=True)}
+    counts = [pl.cdiv(size, block) for size, block in zip(shape, blocks, strict=True)]
+    start = [place * block for place, block in zip(_places(pl.program_id(0), counts, axes), blocks, strict=True)]
 
     def access(order):
         """Where the tile lies in an array with its axes in this order, and what of it is inside (None: all)."""
@@ -114,10 +127,27 @@ def _kernel(x_ref, y_ref, *, axes: tuple[int, ...], blocks: tuple[int, ...]):
         where = tuple(common.span(start[a], blocks[a]) if blocks[a] > 1 else start[a] for a in order)
         return tiled, where, mask
 
-    read, where, mask = access(order)
+    read, where, mask = access(range(len(shape)))
     value = common.load(x_ref.at[where], mask=mask)  # the blocks above 1, in the input's order
     written, where, mask = access(axes)
     common.store(y_ref.at[where], lax.transpose(value, [read.index(axis) for axis in written]), mask=mask)
+
+
+def _places(program: Array, counts: Sequence[int], axes: Sequence[int]) -> list[Array]:
+    """Which of the blocks along each axis of the input a program moves.
+
+    Programs that run at about the same time are neighbours: they share lines and the memory's pages. On the input's
+    side, a group of blocks along its innermost axis comes first, and the rest in the order of the output.
+    """
+    inner = len(counts) - 1
+    if axes[-1] == inner:
+        group = counts[inner]
+    else:
+        group = max(n for n in range(1, MAX_GROUP + 1) if counts[inner] % n == 0)
+    others = [axis for axis in axes if axis != inner]
+    first, *found, last = _unravel(program, [counts[inner] // group, *(counts[axis] for axis in others), group])
+    places = dict(zip(others, found, strict=True)) | {inner: first * group + last}
+    return [places[axis] for axis in range(len(counts))]
 
 
 def _unravel(i: Array, sizes: Sequence[int]) -> list[Array]:
@@ -130,7 +160,7 @@ def _unravel(i: Array, sizes: Sequence[int]) -> list[Array]:
 
 
 def forward(x: Array, axes: tuple[int, ...], *, config: PermuteConfig, interpret: bool) -> Array:
-    """x of any rank above 0 -> its axes in the order `axes`. Callers reduce shape and axes first."""
+    """x -> its axes in the order `axes`, which is not the order they have. Callers reduce shape and axes first."""
     move = functools.partial(forward, axes=axes, config=config, interpret=interpret)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return lax.complex(move(x.real), move(x.imag))
@@ -190,3 +220,50 @@ def split_heads(
         num_warps=config.num_warps,
         interpret=interpret,
     )
+
+
+def _join_kernel(q_ref, k_ref, v_ref, qkv_ref, sums_ref=None, *, programs: int, block_rows: int, block_width: int):
+    batch, length, _, heads, size = qkv_ref.shape
+    program, head, column = _unravel(pl.program_id(0), (programs, heads, pl.cdiv(size, block_width)))
+    columns = common.span(column * block_width, block_width)
+    in_width = common.positions(column * block_width, block_width) < size
+    blocks = (batch, pl.cdiv(length, block_rows))
+
+    def move(i, sums):
+        """One block of rows; `sums` [block_rows, block_width] are over the blocks so far."""
+        b, row = _unravel(program + jnp.int32(i) * programs, blocks)
+        rows = common.span(row * block_rows, block_rows)
+        inside = (common.positions(row * block_rows, block_rows) < length)[:, None] & in_width[None, :]
+        added = []
+        for part, part_ref in enumerate((q_ref, k_ref, v_ref)):
+            y = common.load(part_ref.at[b, head, rows, columns], mask=inside, other=0.0)  # [block_rows, block_width]
+            common.store(qkv_ref.at[b, rows, jnp.int32(part), head, columns], y, mask=inside)
+            if sums_ref is not None:
+                added.append(sums[part] + y.astype(jnp.float32))
+        return added
+
+    sums = [] if sums_ref is None else [jnp.zeros((block_rows, block_width), jnp.float32)] * 3
+    share = lax.div(math.prod(blocks) + programs - 1 - program, jnp.int32(programs))
+    for part, total in enumerate(lax.fori_loop(0, share, move, sums)):
+        common.store(sums_ref.at[program, jnp.int32(part), head, columns], jnp.sum(total, axis=0), mask=in_width)
+
+
+def join_heads(parts: Sequence[Array], *, with_sums: bool, config: GradientConfig, interpret: bool) -> list[Array]:
+    """The way back: three [B, N, T, H] -> [B, T, 3*N*H], and if asked for its rows' partial sums [programs, 3*N*H]."""
+    batch, heads, length, size = parts[0].shape
+    programs = min(config.programs, batch * pl.cdiv(length, config.block_rows))
+    qkv = jax.ShapeDtypeStruct((batch, length, 3, heads, size), parts[0].dtype)
+    sums = jax.ShapeDtypeStruct((programs, 3, heads, size), jnp.float32)
+    found = common.launch(
+        functools.partial(
+            _join_kernel, programs=programs, block_rows=config.block_rows, block_width=config.block_width
+        ),
+        (programs * heads * pl.cdiv(size, config.block_width),),
+        parts,
+        [qkv, sums] if with_sums else [qkv],
+        name="qkv_bias_split_heads_backward",
+        num_warps=config.num_warps,
+        interpret=interpret,
+    )
+    width = 3 * heads * size
+    return [x.reshape(*x.shape[: x.ndim - 3], width) for x in found]
