@@ -61,8 +61,8 @@ def row_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
         x: jax.Array, bias: jax.Array, residual: jax.Array, gamma: jax.Array, beta: jax.Array, config: tuning.RowConfig
     ) -> jax.Array:
         return layer_norm.forward(
-            x, bias, residual, gamma, beta, None, epsilon=1e-6, dropout_rate=0.0, return_sum=False, in_place=False,
-            config=config, interpret=False,
+            x, bias, residual, gamma, beta, None, epsilon=1e-6, dropout_rate=0.0, return_sum=False, save=False,
+            in_place=False, config=config, interpret=False,
         )[0]  # fmt: skip
 
     for rows, width in ROWS:

@@ -134,7 +134,7 @@ def test_any_config(dtype, rate, key):
     floats = fused_floats(rng, (21, 101), dtype, jnp.bfloat16)
     arguments = [floats[name] for name in ("x", "bias", "residual", "gamma", "beta")]
     dy = tuple(normal(rng, dtype, y=(21, 101), sum=(21, 101)).values())
-    options = {"epsilon": 1e-6, "dropout_rate": rate, "interpret": INTERPRET}
+    options = {"dropout_rate": rate, "interpret": INTERPRET}
     seed = reference.dropout_seed(key) if rate else None
 
     @jit
@@ -148,12 +148,12 @@ def test_any_config(dtype, rate, key):
 
         @jit
         def run(dy, x, bias, residual, gamma, beta, n=n, rows=rows, width=width, warps=warps):
-            y = kernel.forward(
-                x, bias, residual, gamma, beta, seed, return_sum=True, in_place=False,
+            *y, saved = kernel.forward(
+                x, bias, residual, gamma, beta, seed, epsilon=1e-6, return_sum=True, save=True, in_place=False,
                 config=RowConfig(rows, width, warps), **options,
             )  # fmt: skip
             dx, dresidual, sums = kernel.backward(
-                *dy, x, bias, residual, gamma, seed, vectors=("bias", "gamma", "beta"),
+                *dy, x, bias, residual, gamma, seed, saved, vectors=("bias", "gamma", "beta"),
                 config=GradientConfig(rows, width, n + 1, warps), **options,
             )  # fmt: skip
             return tuple(y), (dx, sums[0].astype(bias.dtype), dresidual, *sums[1:].astype(gamma.dtype))
@@ -202,7 +202,7 @@ def test_the_kernel_drops_what_the_reference_drops(key):
     for config in (RowConfig(1, 512, 4), RowConfig(8, 64, 2)):
         options = {"epsilon": 1e-6, "dropout_rate": rate, "in_place": False, "config": config, "interpret": INTERPRET}
         seed = reference.dropout_seed(key)
-        _, total = kernel.forward(x, None, jnp.zeros(shape), None, None, seed, return_sum=True, **options)
+        _, total = kernel.forward(x, None, jnp.zeros(shape), None, None, seed, return_sum=True, save=False, **options)
         np.testing.assert_array_equal(total != 0.0, keep)
     jaxft.bias_residual_layer_norm(x, None, x, None, None, dropout_rate=0.0, implementation="triton")  # needs no key
 

@@ -92,7 +92,7 @@ def test_layer_norm_backward(shape, dtype, key, caplog):
             found = operations(lower(gradients, x, vectors[0], x, *vectors[1:]))
             assert found[TRITON] == 2
     plain = jax.grad(lambda x, g, b: jaxft.layer_norm(x, g, b).astype(jnp.float32).sum(), (0, 1, 2))
-    assert operations(lower(plain, x, vector, vector))[TRITON] == 1  # no gradient needs the result
+    assert operations(lower(plain, x, vector, vector))[TRITON] == 2
     assert caplog.messages == []
 
 
@@ -285,14 +285,20 @@ def test_configs(dtype):
 
     for sizes in ((1, 128, 1), (16, 128, 4), (1, 16, 1), (4, 1, 2)):
         for seed in (None, of((2,), jnp.uint32)):
-            row = {"epsilon": 1e-6, "dropout_rate": 0.1, "interpret": False}
-            forward = row | {"return_sum": True, "in_place": False, "config": RowConfig(*sizes)}
+            row = {"dropout_rate": 0.1, "interpret": False}
+            forward = row | {"epsilon": 1e-6, "return_sum": True, "in_place": False, "config": RowConfig(*sizes)}
             backward = row | {
                 "vectors": ("bias", "gamma", "beta"),
                 "config": GradientConfig(*sizes[:2], programs=3, num_warps=sizes[2]),
             }
-            assert_lowers(lambda x, v, s, o=forward: layer_norm.forward(x, v, x, v, v, s, **o), x, vector, seed)
-            assert_lowers(lambda x, v, s, o=backward: layer_norm.backward(x, x, x, v, x, v, s, **o), x, vector, seed)
+            for save in (False, True):
+                forward["save"] = save
+                assert_lowers(lambda x, v, s, o=forward: layer_norm.forward(x, v, x, v, v, s, **o), x, vector, seed)
+
+            def back(x, v, seed, saved, options=backward):
+                return layer_norm.backward(x, x, x, v, x, v, seed, saved, **options)
+
+            assert_lowers(back, x, vector, seed, of((2, 21)))
         options = {"config": RowConfig(*sizes), "interpret": False, "log": sizes[0] > 1, "scale": 0.5}
         assert_lowers(lambda x, v, o=options: softmax.forward(x, v, v > 0, in_place=True, **o), x, vector)
         assert_lowers(lambda x, v, o=options: softmax.backward(x, x, v, v > 0, **o), x, vector)

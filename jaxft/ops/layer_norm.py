@@ -7,6 +7,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxft import dispatch, reference, tuning
 from jaxft.kernels.triton import layer_norm as triton
@@ -160,6 +161,10 @@ def _reference(x, bias, residual, gamma, beta, rng, epsilon, rate, return_sum):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _triton(x, bias, residual, gamma, beta, rng, static):
+    return _forward(static, False, x, bias, residual, gamma, beta, rng)
+
+
+def _forward(static, save, x, bias, residual, gamma, beta, rng):
     return tuple(
         triton.forward(
             x,
@@ -171,20 +176,27 @@ def _triton(x, bias, residual, gamma, beta, rng, static):
             epsilon=static.epsilon,
             dropout_rate=static.dropout_rate,
             return_sum=static.return_sum,
-            in_place=static.in_place,
+            save=save,
+            in_place=static.in_place and not save,
             config=static.forward,
             interpret=static.interpret,
         )
     )
 
 
-def _fwd(x, bias, residual, gamma, beta, rng, static):
-    saved = (x, bias, residual, gamma, beta, rng)
-    return _triton(*saved, static._replace(in_place=False)), saved
+def _fwd(*arguments):
+    *arrays, static = arguments
+
+    def plain(*arrays):
+        rows = arrays[0].shape[0]  # what is saved has no gradient: that of `_bwd` is found without it
+        return *_plain(static)(*arrays), jnp.zeros((2, rows), jnp.float32)
+
+    *out, saved = common.with_plain_gradient(functools.partial(_forward, static, True), plain)(*arrays)
+    return tuple(out), (saved, *arrays)
 
 
 def _bwd(static, saved, dy):
-    def kernel(dy, x, bias, residual, gamma, beta, rng):
+    def kernel(dy, saved, x, bias, residual, gamma, beta, rng):
         vectors = {"bias": bias, "gamma": gamma, "beta": beta}
         vectors = {name: vector for name, vector in vectors.items() if vector is not None}
         dx, dresidual, sums = triton.backward(
@@ -195,7 +207,7 @@ def _bwd(static, saved, dy):
             residual,
             gamma,
             None if rng is None else reference.dropout_seed(rng),
-            epsilon=static.epsilon,
+            saved,
             dropout_rate=static.dropout_rate,
             vectors=tuple(vectors),
             config=static.backward,
@@ -204,12 +216,14 @@ def _bwd(static, saved, dy):
         found = {name: d.astype(v.dtype) for (name, v), d in zip(vectors.items(), sums, strict=True)}
         return dx, found.get("bias"), dresidual, found.get("gamma"), found.get("beta"), None
 
-    def plain(dy, *arrays):
-        run = functools.partial(_reference, epsilon=static.epsilon, rate=static.dropout_rate,
-                                return_sum=static.return_sum)  # fmt: skip
-        return (*jax.vjp(run, *arrays)[1](dy)[:-1], None)
+    def plain(dy, saved, *arrays):
+        return *jax.vjp(_plain(static), *arrays)[1](dy)[:-1], None
 
     return common.with_plain_gradient(kernel, plain)(dy, *saved)
+
+
+def _plain(static):
+    return functools.partial(_reference, epsilon=static.epsilon, rate=static.dropout_rate, return_sum=static.return_sum)
 
 
 _triton.defvjp(_fwd, _bwd)

@@ -3,7 +3,7 @@
 Bias, residual and dropout are optional, so plain layer normalisation is the same kernel. Forward it moves 2 * M * D
 elements (3 with a residual), backward 3 * M * D (4 with a residual, and 5 with dropout). Rows that fit in `block_width`
 are read once and stay in registers; longer ones are read twice in chunks, the second time from the L2 cache where the
-row fits there. The backward kernel saves no statistics, it recomputes them.
+row fits there. For the backward pass the forward saves two numbers a row, its mean and 1 / sqrt(variance + epsilon).
 """
 
 from __future__ import annotations
@@ -33,10 +33,15 @@ class _Place(NamedTuple):
     rows: Array  # their numbers: [block_rows]
     columns: Array  # [block_width]
     tile: tuple[Any, Any]
+    in_rows: Array  # [block_rows]
     in_width: Array  # [block_width]
-    inside: Array  # [block_rows, block_width]
+
+    @property
+    def inside(self) -> Array:
+        return self.in_rows[:, None] & self.in_width[None, :]
 
     def load(self, ref: Ref) -> Array:
+        """0 beyond the edges, which therefore add nothing to a sum."""
         return common.load(ref.at[self.tile], mask=self.inside, other=0.0)
 
     def vector(self, ref: Ref) -> Array:
@@ -45,15 +50,11 @@ class _Place(NamedTuple):
     def store(self, ref: Ref, values: Array) -> None:
         common.store(ref.at[self.tile], values.astype(ref.dtype), mask=self.inside)
 
-    def sum_of_rows(self, values: Array) -> Array:
-        return jnp.sum(jnp.where(self.in_width[None, :], values, 0.0), axis=1)
-
 
 def _place(shape: tuple[int, int], row: Array, column: Array | int, block_rows: int, block_width: int) -> _Place:
     rows, columns = common.positions(row, block_rows), common.positions(column, block_width)
-    in_width = columns < shape[1]
     tile = (common.span(row, block_rows), common.span(column, block_width))
-    return _Place(rows, columns, tile, in_width, (rows < shape[0])[:, None] & in_width[None, :])
+    return _Place(rows, columns, tile, rows < shape[0], columns < shape[1])
 
 
 def _add(
@@ -75,9 +76,9 @@ def _add(
 def _moments(place: _Place, total: Array) -> tuple[Array, Array, Array]:
     """Count, mean and sum of squared deviations of the rows."""
     count = jnp.sum(place.in_width.astype(jnp.float32))
-    mean = place.sum_of_rows(total) / count
-    centered = total - mean[:, None]
-    return count, mean, place.sum_of_rows(centered * centered)
+    mean = jnp.sum(total, axis=1) / count
+    centered = jnp.where(place.in_width[None, :], total - mean[:, None], 0.0)
+    return count, mean, jnp.sum(centered * centered, axis=1)
 
 
 def _merge_moments(a: tuple[Array, Array, Array], b: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -88,8 +89,8 @@ def _merge_moments(a: tuple[Array, Array, Array], b: tuple[Array, Array, Array])
 
 
 def _fwd_kernel(
-    x_ref, bias_ref, residual_ref, gamma_ref, beta_ref, seed_ref, y_ref, sum_ref=None,
-    *, epsilon: float, dropout_rate: float, block_rows: int, block_width: int,
+    x_ref, bias_ref, residual_ref, gamma_ref, beta_ref, seed_ref, y_ref, *more_refs,
+    epsilon: float, dropout_rate: float, return_sum: bool, save: bool, block_rows: int, block_width: int,
 ):  # fmt: skip
     width = x_ref.shape[1]
     row = pl.program_id(0) * block_rows  # JAX's interpreter knows it outside of loops only
@@ -107,8 +108,8 @@ def _fwd_kernel(
         if beta_ref is not None:
             y = y + place.vector(beta_ref)
         place.store(y_ref, y)
-        if sum_ref is not None:
-            place.store(sum_ref, total)
+        if return_sum:
+            place.store(more_refs[0], total)
 
     first = read(0)
     chunks = pl.cdiv(width, block_width)
@@ -116,6 +117,9 @@ def _fwd_kernel(
         1, chunks, lambda i, found: _merge_moments(found, _moments(*read(i))), _moments(*first)
     )
     scale = lax.rsqrt(square / width + epsilon)
+    if save:
+        for n, numbers in enumerate((mean, scale)):
+            common.store(more_refs[-1].at[jnp.int32(n), first[0].tile[0]], numbers, mask=first[0].in_rows)
     if chunks == 1:
         write(first, mean, scale)
     else:
@@ -133,19 +137,26 @@ def forward(
     epsilon: float,
     dropout_rate: float,
     return_sum: bool,
+    save: bool,
     in_place: bool,
     config: RowConfig,
     interpret: bool,
 ) -> list[Array]:
-    """x and residual [M, D], bias, gamma and beta [D], and the seed of dropout [2] -> [y, and the sum if asked for].
+    """x and residual [M, D], bias, gamma and beta [D], and the seed of dropout [2] -> y, and more if asked for.
 
-    `in_place`, y takes the memory of x, and the sum that of the residual.
+    That is the sum, and what the backward pass needs to `save`: [2, M] in float32, the mean and 1 / sqrt(variance +
+    epsilon) of each row. `in_place`, y takes the memory of x, and the sum that of the residual.
     """
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    outputs = [out, out] if return_sum else [out]
+    if save:
+        outputs.append(jax.ShapeDtypeStruct((2, x.shape[0]), jnp.float32))
     kernel = functools.partial(
         _fwd_kernel,
         epsilon=epsilon,
         dropout_rate=dropout_rate,
+        return_sum=return_sum,
+        save=save,
         block_rows=config.block_rows,
         block_width=config.block_width,
     )
@@ -153,7 +164,7 @@ def forward(
         kernel,
         (pl.cdiv(x.shape[0], config.block_rows),),
         [x, bias, residual, gamma, beta, seed],
-        [out, out] if return_sum else [out],
+        outputs,
         name="layer_norm_fwd",
         num_warps=config.num_warps,
         aliases=({0: 0, 2: 1} if return_sum else {0: 0}) if in_place else {},
@@ -164,60 +175,43 @@ def forward(
 # --- Backward ----------------------------------------------------------------------------------------------------
 
 
-class _Statistics(NamedTuple):
-    """Of rows of t, what is normalised, and g, the gradient of the result before gamma and beta."""
-
-    size: Array
-    mean: Array
-    square: Array  # the sum of (t - mean)^2
-    mean_g: Array
-    product: Array  # the sum of (t - mean) * (g - mean_g)
-
-
-def _statistics(place: _Place, total: Array, g: Array) -> _Statistics:
-    size, mean, square = _moments(place, total)
-    mean_g = place.sum_of_rows(g) / size
-    product = place.sum_of_rows((total - mean[:, None]) * (g - mean_g[:, None]))
-    return _Statistics(size, mean, square, mean_g, product)
-
-
-def _merge_statistics(a: _Statistics, b: _Statistics) -> _Statistics:
-    size, mean, square = _merge_moments(a[:3], b[:3])
-    delta = b.mean_g - a.mean_g
-    product = a.product + b.product + delta * (b.mean - a.mean) * (a.size * b.size / size)
-    return _Statistics(size, mean, square, a.mean_g + delta * (b.size / size), product)
-
-
 def _bwd_kernel(
-    dy_ref, dsum_ref, x_ref, bias_ref, residual_ref, gamma_ref, seed_ref, dx_ref, *more_refs,
-    epsilon: float, dropout_rate: float, vectors: tuple[str, ...], programs: int, block_rows: int, block_width: int,
+    dy_ref, dsum_ref, x_ref, bias_ref, residual_ref, gamma_ref, seed_ref, saved_ref, dx_ref, *more_refs,
+    dropout_rate: float, vectors: tuple[str, ...], programs: int, block_rows: int, block_width: int,
 ):  # fmt: skip
     rows, width = x_ref.shape
     chunks = pl.cdiv(width, block_width)
     program = pl.program_id(0)  # JAX's interpreter knows it outside of loops only
     dresidual_ref = more_refs[0] if residual_ref is not None and seed_ref is not None else None
     sums_ref: Ref = more_refs[-1] if vectors else None  # [programs, vectors, D]
-    inputs = {"x": x_ref, "residual": residual_ref, "dy": dy_ref, "dsum": dsum_ref}
-    inputs = {name: ref for name, ref in inputs.items() if ref is not None}
 
-    def at(row, column):
-        return _place(x_ref.shape, row, column, block_rows, block_width)
+    def read(block, column):
+        """The inputs of a block of rows, as they are."""
+        place = _place(x_ref.shape, block * block_rows, column, block_rows, block_width)
+        inputs = {"x": x_ref, "residual": residual_ref, "dy": dy_ref, "dsum": dsum_ref}
+        values = {name: place.load(ref) for name, ref in inputs.items() if ref is not None}
+        for n, name in enumerate(("mean", "scale")):
+            where = saved_ref.at[jnp.int32(n), place.tile[0]]
+            values[name] = common.load(where, mask=place.in_rows, other=0.0)[:, None]
+        return values
 
-    def read(place):
-        return {name: place.load(ref) for name, ref in inputs.items()}
-
-    def prepare(place, values):
-        """What is normalised, what dropout keeps, dy, and the gradient of the normalised rows."""
+    def prepare(block, column, values):
+        """The normalised rows before gamma and beta, and their gradient."""
+        place = _place(x_ref.shape, block * block_rows, column, block_rows, block_width)
         total, keep = _add(place, values["x"], bias_ref, values.get("residual"), seed_ref, dropout_rate)
         dy = values["dy"].astype(jnp.float32)
-        return total, keep, dy, dy if gamma_ref is None else dy * place.vector(gamma_ref)
+        g = dy if gamma_ref is None else dy * place.vector(gamma_ref)
+        return place, keep, dy, (total - values["mean"]) * values["scale"], g
 
-    def write(place, values, prepared, found):
+    def sums_of_rows(prepared):
+        *_, normal, g = prepared
+        return jnp.sum(g, axis=1), jnp.sum(g * normal, axis=1)
+
+    def write(values, prepared, sums):
         """Writes the gradients of x and the residual; returns the terms of those of the vectors."""
-        total, keep, dy, g = prepared
-        scale = lax.rsqrt(found.square / width + epsilon)[:, None]
-        normal = (total - found.mean[:, None]) * scale
-        d = (g - found.mean_g[:, None] - normal * (found.product[:, None] * scale / width)) * scale
+        place, keep, dy, normal, g = prepared
+        mean, slope = (s[:, None] / width for s in sums)
+        d = (g - mean - normal * slope) * values["scale"]
         if dsum_ref is not None:
             d = d + values["dsum"].astype(jnp.float32)
         if dresidual_ref is not None:
@@ -226,7 +220,7 @@ def _bwd_kernel(
             d = jnp.where(keep, d * (1.0 / (1.0 - dropout_rate)), 0.0)
         place.store(dx_ref, d)
         terms = {"bias": d, "gamma": dy * normal, "beta": dy}
-        return tuple(jnp.where(place.inside, terms[name], 0.0) for name in vectors)
+        return [terms[name] for name in vectors]
 
     def save(column, terms):
         in_width = common.positions(column, block_width) < width
@@ -234,39 +228,33 @@ def _bwd_kernel(
             where = sums_ref.at[program, jnp.int32(n), common.span(column, block_width)]
             common.store(where, jnp.sum(term, axis=0), mask=in_width)
 
-    if chunks == 1:  # every so many rows; the sums stay in registers
-
-        def block(i):
-            return at((program + i * programs) * block_rows, 0)
+    if chunks == 1:  # every so many blocks of rows; the sums stay in registers
 
         def visit(i, carry):
-            values, sums = carry
-            ahead = read(block(i + 1))  # on its way while this one is worked on
-            place, prepared = block(i), prepare(block(i), values)
-            terms = write(place, values, prepared, _statistics(place, prepared[0], prepared[3]))
-            return ahead, tuple(a + b for a, b in zip(sums, terms, strict=True))
+            values, terms = carry
+            ahead = read(program + (i + 1) * programs, 0)  # on its way while this one is worked on
+            prepared = prepare(program + i * programs, 0, values)
+            more = write(values, prepared, sums_of_rows(prepared))
+            return ahead, [a + b for a, b in zip(terms, more, strict=True)]
 
-        blocks = lax.div(pl.cdiv(rows, block_rows) - 1 - program, jnp.int32(programs)) + 1
-        zeros = jnp.zeros((block_rows, block_width), jnp.float32)
-        _, sums = lax.fori_loop(0, blocks, visit, (read(block(0)), (zeros,) * len(vectors)))
-        save(0, sums)
+        count = lax.div(pl.cdiv(rows, block_rows) - 1 - program, jnp.int32(programs)) + 1
+        zeros = [jnp.zeros((block_rows, block_width), jnp.float32) for _ in vectors]
+        save(0, lax.fori_loop(0, count, visit, (read(program, 0), zeros))[1])
     else:  # one block of rows a program
-        row = program * block_rows
 
         def chunk(i):
-            place = at(row, i * block_width)
-            values = read(place)
-            return place, values, prepare(place, values)
+            values = read(program, i * block_width)
+            return values, prepare(program, i * block_width, values)
 
-        def look(i):
-            place, _, (total, _, _, g) = chunk(i)
-            return _statistics(place, total, g)
+        def look(i, sums):
+            return tuple(a + b for a, b in zip(sums, sums_of_rows(chunk(i)[1]), strict=True))
 
         def finish(i, _):
-            place, values, prepared = chunk(i)
-            save(i * block_width, write(place, values, prepared, found))
+            values, prepared = chunk(i)
+            save(i * block_width, write(values, prepared, sums))
 
-        found = lax.fori_loop(1, chunks, lambda i, found: _merge_statistics(found, look(i)), look(0))
+        zero = jnp.zeros((block_rows,), jnp.float32)
+        sums = lax.fori_loop(0, chunks, look, (zero, zero))
         lax.fori_loop(0, chunks, finish, None)
 
 
@@ -278,8 +266,8 @@ def backward(
     residual: Array | None,
     gamma: Array | None,
     seed: Array | None,
+    saved: Array,
     *,
-    epsilon: float,
     dropout_rate: float,
     vectors: tuple[str, ...],
     config: GradientConfig,
@@ -298,7 +286,6 @@ def backward(
         outputs.append(jax.ShapeDtypeStruct((programs, len(vectors), width), jnp.float32))
     kernel = functools.partial(
         _bwd_kernel,
-        epsilon=epsilon,
         dropout_rate=dropout_rate,
         vectors=vectors,
         programs=programs,
@@ -308,7 +295,7 @@ def backward(
     found = common.launch(
         kernel,
         (programs,),
-        [dy, dsum, x, bias, residual, gamma, seed],
+        [dy, dsum, x, bias, residual, gamma, seed, saved],
         outputs,
         name="layer_norm_bwd",
         num_warps=config.num_warps,
