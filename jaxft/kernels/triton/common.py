@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -76,6 +77,25 @@ def positions(start: Array | int, size: int) -> Array:
 def span(start: Array | int, size: int) -> Any:
     """`size` (a power of two) indices from `start` on, possibly past the array's end: mask the access."""
     return pl.ds(jnp.int32(start), size)  # JAX checks a Python integer against the array's bounds, and refuses
+
+
+def read_ahead(
+    program: Array, programs: int, blocks: int, read: Callable[[Any], Any], work: Callable[..., Any], carry: Any = None
+) -> Any:
+    """carry = work(block, read(block), carry) for every so many blocks, each read while the one before is worked on.
+
+    Blocks are numbered from 0 on; `read` must give something for numbers beyond the last.
+    """
+    if programs == blocks:
+        return work(program, read(program), carry)
+
+    def step(i, state):  # type: ignore[no-untyped-def]
+        values, carry = state
+        block = program + i * programs
+        return read(block + programs), work(block, values, carry)
+
+    count = lax.div(blocks - 1 - program, jnp.int32(programs)) + 1
+    return lax.fori_loop(0, count, step, (read(program), carry))[1]
 
 
 def keep(seed_ref: Any, rate: float, rows: Array, columns: Array) -> Array:

@@ -230,16 +230,14 @@ def _bwd_kernel(
 
     if chunks == 1:  # every so many blocks of rows; the sums stay in registers
 
-        def visit(i, carry):
-            values, terms = carry
-            ahead = read(program + (i + 1) * programs, 0)  # on its way while this one is worked on
-            prepared = prepare(program + i * programs, 0, values)
+        def visit(block, values, terms):
+            prepared = prepare(block, 0, values)
             more = write(values, prepared, sums_of_rows(prepared))
-            return ahead, [a + b for a, b in zip(terms, more, strict=True)]
+            return [a + b for a, b in zip(terms, more, strict=True)]
 
-        count = lax.div(pl.cdiv(rows, block_rows) - 1 - program, jnp.int32(programs)) + 1
         zeros = [jnp.zeros((block_rows, block_width), jnp.float32) for _ in vectors]
-        save(0, lax.fori_loop(0, count, visit, (read(program, 0), zeros))[1])
+        blocks = pl.cdiv(rows, block_rows)
+        save(0, common.read_ahead(program, programs, blocks, lambda block: read(block, 0), visit, zeros))
     else:  # one block of rows a program
 
         def chunk(i):

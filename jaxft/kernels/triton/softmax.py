@@ -81,10 +81,11 @@ class _Tile(NamedTuple):
         return jnp.broadcast_to(rows if self.in_width is None else rows & self.in_width[None, :], self.shape)
 
 
-def _tile(x_ref, row, chunk, block_rows: int, block_width: int) -> _Tile:
+def _tile(x_ref, row, chunk, block_rows: int, block_width: int, ahead: bool) -> _Tile:
+    """`ahead`: rows beyond the last are read."""
     (rows, width), column = x_ref.shape, jnp.int32(chunk) * block_width
     # Without a mask where none is needed: narrow rows are many instructions already.
-    in_rows = common.positions(row, block_rows) < rows if rows % block_rows else None
+    in_rows = common.positions(row, block_rows) < rows if ahead or rows % block_rows else None
     in_width = common.positions(column, block_width) < width if width % block_width else None
     return _Tile(row, column, (block_rows, block_width), in_rows, in_width)
 
@@ -163,9 +164,9 @@ def _gradient(logits, dy, shift, inverse, center, rest, *, log: bool):
 # --- The kernels -------------------------------------------------------------------------------------------------
 
 
-def _logits(x_ref, bias_ref, mask_ref, tile: _Tile, scale: float, bias_axes: Axes, mask_axes: Axes):
+def _logits(x, bias_ref, mask_ref, tile: _Tile, scale: float, bias_axes: Axes, mask_axes: Axes):
     """Which logits of the tile are allowed (None: all), and the logits, -inf where they are not."""
-    logits = _load(x_ref, tile.place, tile.inside).astype(jnp.float32) * scale
+    logits = x.astype(jnp.float32) * scale
     if bias_ref is not None:
         logits = logits + _load_broadcast(bias_ref, bias_axes, tile).astype(jnp.float32)
     # What is not allowed is read, since a load under a mask that is not known in advance is not vectorised.
@@ -182,13 +183,23 @@ def _select(allowed, x, otherwise):
 
 def _fwd_kernel(
     x_ref, bias_ref, mask_ref, y_ref,
-    *, log: bool, scale: float, bias_axes: Axes, mask_axes: Axes, block_rows: int, block_width: int,
+    *, log: bool, scale: float, bias_axes: Axes, mask_axes: Axes, block_rows: int, block_width: int, programs: int,
 ):  # fmt: skip
-    row = pl.program_id(0) * block_rows
+    program = pl.program_id(0)  # JAX's interpreter knows it outside of loops only
+    blocks, chunks = pl.cdiv(x_ref.shape[0], block_rows), pl.cdiv(x_ref.shape[1], block_width)
+
+    def at(block, i):
+        return _tile(x_ref, block * block_rows, i, block_rows, block_width, ahead=programs < blocks)
+
+    def read(block, i=0):
+        tile = at(block, i)
+        return _load(x_ref, tile.place, tile.inside)
+
+    def prepare(block, i, x):
+        return at(block, i), *_logits(x, bias_ref, mask_ref, at(block, i), scale, bias_axes, mask_axes)
 
     def chunk(i):
-        tile = _tile(x_ref, row, i, block_rows, block_width)
-        return tile, *_logits(x_ref, bias_ref, mask_ref, tile, scale, bias_axes, mask_axes)
+        return prepare(program, i, read(program, i))
 
     def visit(chunk, before=None):
         """The maximum and the sum of exponentials."""
@@ -207,28 +218,41 @@ def _fwd_kernel(
             y = jnp.exp(shifted) * (1.0 / _nonzero(total))[:, None]
         common.store(y_ref.at[tile.place], y.astype(y_ref.dtype), mask=tile.inside)
 
-    first, chunks = chunk(0), pl.cdiv(x_ref.shape[1], block_width)
-    top, total = lax.fori_loop(1, chunks, lambda i, found: visit(chunk(i), found), visit(first))
-    total = total[0] + total[1]
+    def finish(block, x, _):
+        rows = prepare(block, 0, x)
+        top, total = visit(rows)
+        write(rows, top, total[0])
+
     if chunks == 1:
-        write(first, top, total)
-    else:
-        lax.fori_loop(0, chunks, lambda i, _: write(chunk(i), top, total), None)
+        common.read_ahead(program, programs, blocks, read, finish)
+    else:  # one block of rows a program
+        top, total = lax.fori_loop(1, chunks, lambda i, found: visit(chunk(i), found), visit(chunk(0)))
+        lax.fori_loop(0, chunks, lambda i, _: write(chunk(i), top, total[0] + total[1]), None)
 
 
 def _bwd_kernel(
     dy_ref, x_ref, bias_ref, mask_ref, dx_ref, more_ref=None,
-    *, log: bool, scale: float, bias_axes: Axes, mask_axes: Axes, block_rows: int, block_width: int,
+    *, log: bool, scale: float, bias_axes: Axes, mask_axes: Axes, block_rows: int, block_width: int, programs: int,
 ):  # fmt: skip
     """`more_ref` is for the gradient of the bias: the gradients of the logits, or what is needed to find them again."""
-    row = pl.program_id(0) * block_rows
+    program = pl.program_id(0)  # JAX's interpreter knows it outside of loops only
+    blocks, chunks = pl.cdiv(x_ref.shape[0], block_rows), pl.cdiv(x_ref.shape[1], block_width)
     whole_gradient = more_ref is not None and more_ref.shape == x_ref.shape
 
+    def at(block, i):
+        return _tile(x_ref, block * block_rows, i, block_rows, block_width, ahead=programs < blocks)
+
+    def read(block, i=0):
+        tile = at(block, i)
+        return _load(x_ref, tile.place, tile.inside), _load(dy_ref, tile.place, tile.inside)
+
+    def prepare(block, i, values):
+        x, dy = values
+        allowed, logits = _logits(x, bias_ref, mask_ref, at(block, i), scale, bias_axes, mask_axes)
+        return at(block, i), allowed, logits, _select(allowed, dy.astype(jnp.float32), 0.0)
+
     def chunk(i):
-        tile = _tile(x_ref, row, i, block_rows, block_width)
-        allowed, logits = _logits(x_ref, bias_ref, mask_ref, tile, scale, bias_axes, mask_axes)
-        dy = _load(dy_ref, tile.place, tile.inside).astype(jnp.float32)
-        return tile, allowed, logits, _select(allowed, dy, 0.0)
+        return prepare(program, i, read(program, i))
 
     def visit(chunk, before=None):
         """The maximum, the sum of exponentials, and what `_gradient` asks for, times that sum."""
@@ -259,17 +283,24 @@ def _bwd_kernel(
         if whole_gradient:
             common.store(more_ref.at[tile.place], gradient.astype(more_ref.dtype), mask=tile.inside)
 
-    first, chunks = chunk(0), pl.cdiv(x_ref.shape[1], block_width)
-    top, total, center, rest = lax.fori_loop(1, chunks, lambda i, found: visit(chunk(i), found), visit(first))
-    inverse, rest = 1.0 / _nonzero(total[0] + total[1]), rest[0] + rest[1]
-    found = _shift_of(top), inverse, center, rest if log else rest * inverse
-    if more_ref is not None and not whole_gradient:
-        for n, values in enumerate(found):
-            index = jnp.int32(n), common.span(row, block_rows)
-            common.store(more_ref.at[index], values, mask=first[0].in_rows)
+    def statistics(tile, top, total, center, rest):
+        """What `_gradient` asks for; saved where the gradient of the bias is found with it."""
+        inverse, rest = 1.0 / _nonzero(total[0] + total[1]), rest[0] + rest[1]
+        found = _shift_of(top), inverse, center, rest if log else rest * inverse
+        if more_ref is not None and not whole_gradient:
+            for n, values in enumerate(found):
+                common.store(more_ref.at[jnp.int32(n), tile.place[0]], values, mask=tile.in_rows)
+        return found
+
+    def finish(block, values, _):
+        rows = prepare(block, 0, values)
+        write(rows, statistics(rows[0], *visit(rows)))
+
     if chunks == 1:
-        write(first, found)
-    else:
+        common.read_ahead(program, programs, blocks, read, finish)
+    else:  # one block of rows a program
+        found = lax.fori_loop(1, chunks, lambda i, found: visit(chunk(i), found), visit(chunk(0)))
+        found = statistics(at(program, 0), *found)
         lax.fori_loop(0, chunks, lambda i, _: write(chunk(i), found), None)
 
 
@@ -341,6 +372,9 @@ def _bias_gradient(dy, x, bias, mask, statistics, log: bool, scale: float | None
 
 
 def _launch(kernel, before, x, bias, mask, outputs, log, scale, config: RowConfig, interpret, **options):
+    blocks = pl.cdiv(outputs[0].shape[0], config.block_rows)
+    whole = x.shape[-1] <= config.block_width
+    programs = min(config.programs, blocks) if whole and config.programs else blocks
     body = functools.partial(
         kernel,
         log=log,
@@ -349,11 +383,12 @@ def _launch(kernel, before, x, bias, mask, outputs, log, scale, config: RowConfi
         mask_axes=_axes(x.shape, mask),
         block_rows=config.block_rows,
         block_width=config.block_width,
+        programs=programs,
     )
     operands = [*before, x, bias, mask]
     return common.launch(
         body,
-        (pl.cdiv(outputs[0].shape[0], config.block_rows),),
+        (programs,),
         [None if a is None else a.reshape(-1, a.shape[-1] if a.ndim else 1) for a in operands],
         outputs,
         num_warps=config.num_warps,
