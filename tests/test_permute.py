@@ -276,6 +276,23 @@ def test_tiles(shape, axes, itemsize, blocks):
     assert triton.tile(shape, axes, config) == blocks
 
 
+@pytest.mark.parametrize(
+    ("counts", "axes", "first"),
+    [
+        ((4, 16), (1, 0), [(0, i) for i in range(8)] + [(1, 0)]),  # eight neighbours in the input, then in the output
+        ((4, 3), (1, 0), [(0, 0), (0, 1), (0, 2), (1, 0)]),
+        ((4, 9), (1, 0), [(0, 0), (0, 1), (0, 2), (1, 0)]),  # the largest group that divides
+        ((2, 3, 2), (2, 1, 0), [(0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1), (0, 1, 0)]),
+        ((2, 3, 4, 2), (0, 2, 1, 3), [(0, 0, 0, 0), (0, 0, 0, 1), (0, 1, 0, 0)]),  # the output's order
+    ],
+    ids=str,
+)
+def test_neighbours_run_together(counts, axes, first):
+    places = [tuple(map(int, triton._places(jnp.int32(i), counts, axes))) for i in range(math.prod(counts))]
+    assert places[: len(first)] == first
+    assert sorted(places) == list(itertools.product(*map(range, counts)))
+
+
 def test_nothing_is_launched_where_nothing_moves(monkeypatch):
     monkeypatch.setattr(triton, "forward", None)
     x = np.arange(6, dtype=np.float32).reshape(1, 2, 1, 3)
@@ -463,32 +480,64 @@ def test_at_the_limit():
 # --- Any case ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", seeds(2))
-def test_random(seed):
+@pytest.mark.parametrize("seed", seeds(6))
+def test_random_heads(seed):
+    """Splitting and merging, there and back. All but the sums is exact, so NumPy says what it is."""
     rng = np.random.default_rng(seed)
     dtype, vector = (jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"]))) for _ in range(2))
-    shape = [int(n) for n in rng.choice([1, 2, 3, 5, 8], rng.integers(1, 6))]
-    check_op("permute", normal(rng, dtype, x=shape), tuple(int(a) for a in rng.permutation(len(shape))), seed=seed)
-    b, t, n, h = (int(n) for n in rng.choice([1, 2, 5, 13, 33], 4))
-    check_op("merge_heads", normal(rng, dtype, x=(b, n, t, h)), seed=seed)
+    sizes = rng.choice([1, 2, 3, 5], 4)
+    sizes[rng.integers(4)] = rng.choice([8, 13, 33, 64])
+    b, t, n, h = map(int, sizes)
     width = 3 * n * h
-    floats = normal(rng, dtype, x=(b, t, width)) | normal(rng, vector, bias=some(rng, (width,)))
-    check_op("qkv_bias_split_heads", floats, n, seed=seed)
+    floats = normal(rng, dtype, qkv=(b, t, width)) | normal(rng, vector, bias=some(rng, (width,)))
+    dy = tuple(normal(rng, dtype, **dict.fromkeys("qkv", (b, n, t, h)), merged=(b, t, n * h)).values())
+
+    @jit
+    def run(floats, dy):
+        def split(qkv, bias=None):
+            q, k, v = jaxft.qkv_bias_split_heads(qkv, bias, n, implementation="triton")
+            return q, k, v, jaxft.merge_heads(q, implementation="triton")
+
+        out, pull_back = jax.vjp(lambda floats: split(**floats), floats)
+        return out, pull_back(dy)[0]
+
+    out, gradients = run(floats, dy)
+    y = np.asarray(floats["qkv"], np.float32)
+    if "bias" in floats:
+        y = y + np.asarray(floats["bias"], np.float32)
+    q, k, v = y.astype(dtype).reshape(b, t, 3, n, h).transpose(2, 0, 3, 1, 4)
+    wanted = (q, k, v, q.transpose(0, 2, 1, 3).reshape(b, t, n * h))
+    chex.assert_trees_all_equal(out, wanted, custom_message=f"seed {seed}")
+
+    dq, dk, dv, merged = map(np.asarray, dy)
+    dq = dq + merged.reshape(b, t, n, h).transpose(0, 2, 1, 3)
+    packed = np.stack([dq, dk, dv]).transpose(1, 3, 0, 2, 4).reshape(b, t, width)
+    wanted, exact = {"qkv": packed}, {"qkv": packed.astype(np.float64)}
+    np.testing.assert_array_equal(gradients["qkv"], packed, err_msg=f"seed {seed}")
+    if "bias" in floats:
+        wanted["bias"] = packed.astype(np.float32).sum((0, 1)).astype(vector)
+        exact["bias"] = exact["qkv"].sum((0, 1))
+    assert_matches_oracle(gradients, wanted, exact, seed=seed)
 
 
 @pytest.mark.parametrize("seed", seeds(12))
 def test_random_moves(seed):
-    """Up to eight axes, the long ones anywhere, and empty ones."""
+    """Up to eight axes, the long ones anywhere, and empty ones; and the way back, which is exact too."""
     rng = np.random.default_rng(seed)
     shape = [int(n) for n in rng.choice([0, 1, 2, 3, 5], rng.integers(1, 9), p=[0.02, 0.23, 0.25, 0.25, 0.25])]
     for axis in rng.integers(0, len(shape), 2):
         shape[axis] = int(rng.choice([7, 16, 33, 65])) if math.prod(shape) < 1000 else shape[axis]
+    while math.prod(shape) > 20_000:
+        shape[int(np.argmax(shape))] = 2
     axes = tuple(int(a) for a in rng.permutation(len(shape)))
     dtype = str(rng.choice(DTYPES_TO_MOVE))
     x = random_bits(rng, dtype, shape)
     with jax.enable_x64(dtype in DTYPES_64):
-        for implementation in ("triton", "xla"):
-            assert_moves(x, axes, jaxft.permute(jnp.asarray(x), axes, implementation=implementation))
+        y, pull_back = jax.vjp(lambda x: jaxft.permute(x, axes, implementation="triton"), jnp.asarray(x))
+        assert_moves(x, axes, y)
+        assert_moves(x, axes, jaxft.permute(jnp.asarray(x), axes, implementation="xla"))
+        if dtype.startswith(("float", "bfloat")):
+            assert_moves(y, np.argsort(axes), *pull_back(y))
 
 
 QKV, X = np.ones((2, 5, 24), np.float32), np.ones((2, 3, 5, 4), np.float32)
