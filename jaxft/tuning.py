@@ -20,15 +20,11 @@ Config = TypeVar(
 
 @dataclasses.dataclass(frozen=True)
 class RowConfig:
-    """A kernel that reduces rows: `block_rows` rows a program, `block_width` (a power of two) columns at a time.
-
-    With `programs`, so many of them share rows that fit in `block_width`, and read one block ahead.
-    """
+    """A kernel that reduces rows: `block_rows` rows a program, `block_width` (a power of two) columns at a time."""
 
     block_rows: int
     block_width: int
     num_warps: int
-    programs: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

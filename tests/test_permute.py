@@ -276,23 +276,6 @@ def test_tiles(shape, axes, itemsize, blocks):
     assert triton.tile(shape, axes, config) == blocks
 
 
-@pytest.mark.parametrize(
-    ("counts", "axes", "first"),
-    [
-        ((4, 16), (1, 0), [(0, i) for i in range(8)] + [(1, 0)]),  # eight neighbours in the input, then in the output
-        ((4, 3), (1, 0), [(0, 0), (0, 1), (0, 2), (1, 0)]),
-        ((4, 9), (1, 0), [(0, 0), (0, 1), (0, 2), (1, 0)]),  # the largest group that divides
-        ((2, 3, 2), (2, 1, 0), [(0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1), (0, 1, 0)]),
-        ((2, 3, 4, 2), (0, 2, 1, 3), [(0, 0, 0, 0), (0, 0, 0, 1), (0, 1, 0, 0)]),  # the output's order
-    ],
-    ids=str,
-)
-def test_neighbours_run_together(counts, axes, first):
-    places = [tuple(map(int, triton._places(jnp.int32(i), counts, axes))) for i in range(math.prod(counts))]
-    assert places[: len(first)] == first
-    assert sorted(places) == list(itertools.product(*map(range, counts)))
-
-
 def test_nothing_is_launched_where_nothing_moves(monkeypatch):
     monkeypatch.setattr(triton, "forward", None)
     x = np.arange(6, dtype=np.float32).reshape(1, 2, 1, 3)

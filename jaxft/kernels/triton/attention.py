@@ -77,8 +77,8 @@ def _fwd_kernel(
             logits = jnp.where(allowed[None, :], logits, -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(logits, axis=1) * to_log2)
         shift = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
-        p = jnp.exp2(logits * to_log2 - shift[:, None])
-        rescale = jnp.exp2(top - shift)
+        p = common.exp2(logits * to_log2 - shift[:, None])
+        rescale = common.exp2(top - shift)
         v = common.load(v_ref.at[tile(row, block_k, v_head + head // group)], mask=inside, other=other)
         acc = acc * rescale[:, None] + common.dot(p.astype(v.dtype), v, precision=precision)
         return acc, total * rescale + jnp.sum(p, axis=1), new_top

@@ -27,7 +27,6 @@ Array = jax.Array
 # Pallas counts the elements of arrays of up to 4 GiB in signed 32 bits.
 MAX_SIZE = 2**31
 MAX_TILED_AXES = 4
-MAX_GROUP = 8
 
 
 # --- permute -----------------------------------------------------------------------------------------------------
@@ -112,8 +111,9 @@ def _in_the_same_order(shape: Sequence[int], axes: Sequence[int]) -> list[int]:
 
 def _kernel(x_ref, y_ref, *, axes: tuple[int, ...], blocks: tuple[int, ...]):
     shape = x_ref.shape
-    counts = [pl.cdiv(size, block) for size, block in zip(shape, blocks, strict=True)]
-    start = [place * block for place, block in zip(_places(pl.program_id(0), counts, axes), blocks, strict=True)]
+    # The output's innermost axis first: neighbours that share a line write it at about the same time.
+    places = _unravel(pl.program_id(0), [pl.cdiv(shape[axis], blocks[axis]) for axis in axes])
+    start = {axis: place * blocks[axis] for axis, place in zip(axes, places, strict=True)}
 
     def access(order):
         """Where the tile lies in an array with its axes in this order, and what of it is inside (None: all)."""
@@ -131,23 +131,6 @@ def _kernel(x_ref, y_ref, *, axes: tuple[int, ...], blocks: tuple[int, ...]):
     value = common.load(x_ref.at[where], mask=mask)  # the blocks above 1, in the input's order
     written, where, mask = access(axes)
     common.store(y_ref.at[where], lax.transpose(value, [read.index(axis) for axis in written]), mask=mask)
-
-
-def _places(program: Array, counts: Sequence[int], axes: Sequence[int]) -> list[Array]:
-    """Which of the blocks along each axis of the input a program moves.
-
-    Programs that run at about the same time are neighbours: they share lines and the memory's pages. On the input's
-    side, a group of blocks along its innermost axis comes first, and the rest in the order of the output.
-    """
-    inner = len(counts) - 1
-    if axes[-1] == inner:
-        group = counts[inner]
-    else:
-        group = max(n for n in range(1, MAX_GROUP + 1) if counts[inner] % n == 0)
-    others = [axis for axis in axes if axis != inner]
-    first, *found, last = _unravel(program, [counts[inner] // group, *(counts[axis] for axis in others), group])
-    places = dict(zip(others, found, strict=True)) | {inner: first * group + last}
-    return [places[axis] for axis in range(len(counts))]
 
 
 def _unravel(i: Array, sizes: Sequence[int]) -> list[Array]:

@@ -81,11 +81,10 @@ class _Tile(NamedTuple):
         return jnp.broadcast_to(rows if self.in_width is None else rows & self.in_width[None, :], self.shape)
 
 
-def _tile(x_ref, row, chunk, block_rows: int, block_width: int, ahead: bool) -> _Tile:
-    """`ahead`: rows beyond the last are read."""
+def _tile(x_ref, row, chunk, block_rows: int, block_width: int) -> _Tile:
     (rows, width), column = x_ref.shape, jnp.int32(chunk) * block_width
     # Without a mask where none is needed: narrow rows are many instructions already.
-    in_rows = common.positions(row, block_rows) < rows if ahead or rows % block_rows else None
+    in_rows = common.positions(row, block_rows) < rows if rows % block_rows else None
     in_width = common.positions(column, block_width) < width if width % block_width else None
     return _Tile(row, column, (block_rows, block_width), in_rows, in_width)
 
@@ -132,7 +131,7 @@ def _exponentials(logits, before=None):
     if before is not None:
         top = jnp.maximum(before, top)
     shift = _shift_of(top)
-    return top, jnp.exp(logits - shift[:, None]), None if before is None else jnp.exp(before - shift)
+    return top, common.exp(logits - shift[:, None]), None if before is None else common.exp(before - shift)
 
 
 def _add(total, more):
@@ -151,22 +150,22 @@ def _nonzero(total):
     return jnp.where(total == 0.0, 1.0, total)
 
 
-def _gradient(logits, dy, shift, inverse, center, rest, *, log: bool):
+def _gradient(e, dy, inverse, center, rest, *, log: bool):
     """The gradient of the logits; `rest` is the sum over the row of (dy - center) * p, or of dy for log_softmax.
 
-    `center` is near the sum of dy * p. Where one p is nearly 1, so is its dy, and what is left of dy minus that sum
+    p, the probabilities, are the exponentials `e` times `inverse`. `center` is near the sum of dy * p. Where one p is nearly 1, so is its dy, and what is left of dy minus that sum
     would be rounding errors.
     """
-    p = jnp.exp(logits - shift) * inverse
+    p = e * inverse
     return dy - p * rest if log else p * ((dy - center) - rest)
 
 
 # --- The kernels -------------------------------------------------------------------------------------------------
 
 
-def _logits(x, bias_ref, mask_ref, tile: _Tile, scale: float, bias_axes: Axes, mask_axes: Axes):
+def _logits(x_ref, bias_ref, mask_ref, tile: _Tile, scale: float, bias_axes: Axes, mask_axes: Axes):
     """Which logits of the tile are allowed (None: all), and the logits, -inf where they are not."""
-    logits = x.astype(jnp.float32) * scale
+    logits = _load(x_ref, tile.place, tile.inside).astype(jnp.float32) * scale
     if bias_ref is not None:
         logits = logits + _load_broadcast(bias_ref, bias_axes, tile).astype(jnp.float32)
     # What is not allowed is read, since a load under a mask that is not known in advance is not vectorised.
@@ -183,23 +182,13 @@ def _select(allowed, x, otherwise):
 
 def _fwd_kernel(
     x_ref, bias_ref, mask_ref, y_ref,
-    *, log: bool, scale: float, bias_axes: Axes, mask_axes: Axes, block_rows: int, block_width: int, programs: int,
+    *, log: bool, scale: float, bias_axes: Axes, mask_axes: Axes, block_rows: int, block_width: int,
 ):  # fmt: skip
-    program = pl.program_id(0)  # JAX's interpreter knows it outside of loops only
-    blocks, chunks = pl.cdiv(x_ref.shape[0], block_rows), pl.cdiv(x_ref.shape[1], block_width)
-
-    def at(block, i):
-        return _tile(x_ref, block * block_rows, i, block_rows, block_width, ahead=programs < blocks)
-
-    def read(block, i=0):
-        tile = at(block, i)
-        return _load(x_ref, tile.place, tile.inside)
-
-    def prepare(block, i, x):
-        return at(block, i), *_logits(x, bias_ref, mask_ref, at(block, i), scale, bias_axes, mask_axes)
+    row = pl.program_id(0) * block_rows
 
     def chunk(i):
-        return prepare(program, i, read(program, i))
+        tile = _tile(x_ref, row, i, block_rows, block_width)
+        return tile, *_logits(x_ref, bias_ref, mask_ref, tile, scale, bias_axes, mask_axes)
 
     def visit(chunk, before=None):
         """The maximum and the sum of exponentials."""
@@ -215,44 +204,31 @@ def _fwd_kernel(
         if log:
             y = _select(allowed, shifted - jnp.log(_nonzero(total))[:, None], -jnp.inf)
         else:
-            y = jnp.exp(shifted) * (1.0 / _nonzero(total))[:, None]
+            y = common.exp(shifted) * (1.0 / _nonzero(total))[:, None]
         common.store(y_ref.at[tile.place], y.astype(y_ref.dtype), mask=tile.inside)
 
-    def finish(block, x, _):
-        rows = prepare(block, 0, x)
-        top, total = visit(rows)
-        write(rows, top, total[0])
-
+    first, chunks = chunk(0), pl.cdiv(x_ref.shape[1], block_width)
+    top, total = lax.fori_loop(1, chunks, lambda i, found: visit(chunk(i), found), visit(first))
+    total = total[0] + total[1]
     if chunks == 1:
-        common.read_ahead(program, programs, blocks, read, finish)
-    else:  # one block of rows a program
-        top, total = lax.fori_loop(1, chunks, lambda i, found: visit(chunk(i), found), visit(chunk(0)))
-        lax.fori_loop(0, chunks, lambda i, _: write(chunk(i), top, total[0] + total[1]), None)
+        write(first, top, total)
+    else:
+        lax.fori_loop(0, chunks, lambda i, _: write(chunk(i), top, total), None)
 
 
 def _bwd_kernel(
     dy_ref, x_ref, bias_ref, mask_ref, dx_ref, more_ref=None,
-    *, log: bool, scale: float, bias_axes: Axes, mask_axes: Axes, block_rows: int, block_width: int, programs: int,
+    *, log: bool, scale: float, bias_axes: Axes, mask_axes: Axes, block_rows: int, block_width: int,
 ):  # fmt: skip
     """`more_ref` is for the gradient of the bias: the gradients of the logits, or what is needed to find them again."""
-    program = pl.program_id(0)  # JAX's interpreter knows it outside of loops only
-    blocks, chunks = pl.cdiv(x_ref.shape[0], block_rows), pl.cdiv(x_ref.shape[1], block_width)
+    row = pl.program_id(0) * block_rows
     whole_gradient = more_ref is not None and more_ref.shape == x_ref.shape
 
-    def at(block, i):
-        return _tile(x_ref, block * block_rows, i, block_rows, block_width, ahead=programs < blocks)
-
-    def read(block, i=0):
-        tile = at(block, i)
-        return _load(x_ref, tile.place, tile.inside), _load(dy_ref, tile.place, tile.inside)
-
-    def prepare(block, i, values):
-        x, dy = values
-        allowed, logits = _logits(x, bias_ref, mask_ref, at(block, i), scale, bias_axes, mask_axes)
-        return at(block, i), allowed, logits, _select(allowed, dy.astype(jnp.float32), 0.0)
-
     def chunk(i):
-        return prepare(program, i, read(program, i))
+        tile = _tile(x_ref, row, i, block_rows, block_width)
+        allowed, logits = _logits(x_ref, bias_ref, mask_ref, tile, scale, bias_axes, mask_axes)
+        dy = _load(dy_ref, tile.place, tile.inside).astype(jnp.float32)
+        return tile, allowed, logits, _select(allowed, dy, 0.0)
 
     def visit(chunk, before=None):
         """The maximum, the sum of exponentials, and what `_gradient` asks for, times that sum."""
@@ -277,30 +253,24 @@ def _bwd_kernel(
 
     def write(chunk, found):
         tile, allowed, logits, dy = chunk
-        gradient = _gradient(logits, dy, *(s[:, None] for s in found), log=log)
+        shift, *numbers = (s[:, None] for s in found)
+        gradient = _gradient(common.exp(logits - shift), dy, *numbers, log=log)
         gradient = _select(allowed, gradient, 0.0)  # a NaN in the row reaches only what is allowed
         common.store(dx_ref.at[tile.place], (gradient * scale).astype(dx_ref.dtype), mask=tile.inside)
         if whole_gradient:
             common.store(more_ref.at[tile.place], gradient.astype(more_ref.dtype), mask=tile.inside)
 
-    def statistics(tile, top, total, center, rest):
-        """What `_gradient` asks for; saved where the gradient of the bias is found with it."""
-        inverse, rest = 1.0 / _nonzero(total[0] + total[1]), rest[0] + rest[1]
-        found = _shift_of(top), inverse, center, rest if log else rest * inverse
-        if more_ref is not None and not whole_gradient:
-            for n, values in enumerate(found):
-                common.store(more_ref.at[jnp.int32(n), tile.place[0]], values, mask=tile.in_rows)
-        return found
-
-    def finish(block, values, _):
-        rows = prepare(block, 0, values)
-        write(rows, statistics(rows[0], *visit(rows)))
-
+    first, chunks = chunk(0), pl.cdiv(x_ref.shape[1], block_width)
+    top, total, center, rest = lax.fori_loop(1, chunks, lambda i, found: visit(chunk(i), found), visit(first))
+    inverse, rest = 1.0 / _nonzero(total[0] + total[1]), rest[0] + rest[1]
+    found = _shift_of(top), inverse, center, rest if log else rest * inverse
+    if more_ref is not None and not whole_gradient:
+        for n, values in enumerate(found):
+            index = jnp.int32(n), common.span(row, block_rows)
+            common.store(more_ref.at[index], values, mask=first[0].in_rows)
     if chunks == 1:
-        common.read_ahead(program, programs, blocks, read, finish)
-    else:  # one block of rows a program
-        found = lax.fori_loop(1, chunks, lambda i, found: visit(chunk(i), found), visit(chunk(0)))
-        found = statistics(at(program, 0), *found)
+        write(first, found)
+    else:
         lax.fori_loop(0, chunks, lambda i, _: write(chunk(i), found), None)
 
 
@@ -363,7 +333,8 @@ def backward(
 
 def _bias_gradient(dy, x, bias, mask, statistics, log: bool, scale: float | None) -> Array:
     logits = x.astype(jnp.float32) * (1.0 if scale is None else scale) + bias.astype(jnp.float32)
-    gradient = _gradient(logits, dy.astype(jnp.float32), *statistics.reshape(4, *x.shape[:-1], 1), log=log)
+    shift, *numbers = statistics.reshape(4, *x.shape[:-1], 1)
+    gradient = _gradient(jnp.exp(logits - shift), dy.astype(jnp.float32), *numbers, log=log)
     if mask is not None:
         gradient = jnp.where(mask, gradient, 0.0)
     own_shape = (1,) * (x.ndim - bias.ndim) + bias.shape
@@ -372,9 +343,6 @@ def _bias_gradient(dy, x, bias, mask, statistics, log: bool, scale: float | None
 
 
 def _launch(kernel, before, x, bias, mask, outputs, log, scale, config: RowConfig, interpret, **options):
-    blocks = pl.cdiv(outputs[0].shape[0], config.block_rows)
-    whole = x.shape[-1] <= config.block_width
-    programs = min(config.programs, blocks) if whole and config.programs else blocks
     body = functools.partial(
         kernel,
         log=log,
@@ -383,12 +351,11 @@ def _launch(kernel, before, x, bias, mask, outputs, log, scale, config: RowConfi
         mask_axes=_axes(x.shape, mask),
         block_rows=config.block_rows,
         block_width=config.block_width,
-        programs=programs,
     )
     operands = [*before, x, bias, mask]
     return common.launch(
         body,
-        (programs,),
+        (pl.cdiv(outputs[0].shape[0], config.block_rows),),
         [None if a is None else a.reshape(-1, a.shape[-1] if a.ndim else 1) for a in operands],
         outputs,
         num_warps=config.num_warps,
