@@ -1,7 +1,12 @@
-"""bias_activation, forward, both forms of GELU: microseconds, and the share of a same-bytes copy in the same run."""
+"""bias_activation, both forms of GELU: microseconds, and the share of a same-bytes copy in the same run.
+
+"backward" is what the gradient adds to a training step: from dy, x and the bias to the gradients of x and the bias, the
+reduction of the latter included.
+"""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,37 +15,60 @@ import timing
 from jaxft import reference
 from jaxft.ops.bias_activation import bias_activation
 
-SHAPES = [(4096, 3072), (16384, 4096)]  # rows, width
+SHAPES = [(128, 3072), (1024, 3072), (4096, 3072), (16384, 4096)]  # rows, width
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def nbytes(rows: int, width: int, itemsize: int) -> int:
-    """x is read, the result is written; the bias is read once."""
-    return (2 * rows * width + width) * itemsize
+def nbytes(direction: str, rows: int, width: int, itemsize: int) -> int:
+    """x (and dy) are read, the result (or dx) is written; the bias is read once, and its gradient written."""
+    arrays, vectors = (2, 1) if direction == "forward" else (3, 2)
+    return (arrays * rows * width + vectors * width) * itemsize
 
 
-def inputs(rows: int, width: int, dtype: str, seed: int) -> tuple[jax.Array, jax.Array]:
-    x_key, bias_key = jax.random.split(jax.random.key(seed))
-    return jax.random.normal(x_key, (rows, width), dtype), jax.random.normal(bias_key, (width,), dtype)
+def inputs(rows: int, width: int, dtype: str, seed: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dy, x and the bias."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    shapes = [(rows, width), (rows, width), (width,)]
+    return tuple(jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))  # type: ignore
+
+
+def directed(op: Callable[..., jax.Array], direction: str) -> Callable[..., Any]:
+    """A function of dy, x and bias: the result of `op`, or the gradients of x and bias."""
+
+    def run(dy: jax.Array, x: jax.Array, bias: jax.Array) -> Any:
+        return op(x, bias) if direction == "forward" else jax.vjp(op, x, bias)[1](dy)
+
+    return run
+
+
+def check(name: str, ours: Callable[..., Any], plain: Callable[..., Any], arrays: Sequence[jax.Array]) -> None:
+    """Values or gradients, against float64: long sums of float32 err too."""
+    with jax.enable_x64(True):
+        exact = [y.astype(jnp.float32) for y in jax.tree.leaves(plain(*(x.astype(jnp.float64) for x in arrays)))]
+    for got, expected, wide in zip(*map(jax.tree.leaves, (ours(*arrays), plain(*arrays), exact)), strict=True):
+        timing.check(name, got, expected, wide)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = timing.arguments(__doc__).parse_args(argv)
     results = []
-    for rows, width in SHAPES[:1] if args.quick else SHAPES:
-        for dtype in DTYPES:
-            moved = nbytes(rows, width, jnp.dtype(dtype).itemsize)
-            sets = [inputs(rows, width, dtype, seed) for seed in range(timing.rotation(moved))]
-            for form in ("gelu", "gelu_tanh"):
-                ours = jax.jit(functools.partial(bias_activation, activation=form))
-                xla = jax.jit(functools.partial(reference.bias_activation, activation=form))
-                exact = xla(*(x.astype(jnp.float32) for x in sets[0]))
-                timing.check(f"bias_{form} {rows}x{width} {dtype}", ours(*sets[0]), xla(*sets[0]), exact)
-                results += timing.measure(
-                    {"jaxft": (ours, sets), "xla": (xla, sets), **timing.copies(moved)},
-                    work=moved, unit="TB/s", args=args,
-                    op=f"bias_activation {form}", direction="forward", shape=(rows, width), dtype=dtype,
-                )  # fmt: skip
+    for direction in ("forward", "backward"):
+        for rows, width in SHAPES[:2] if args.quick else SHAPES:
+            for dtype in DTYPES:
+                moved = nbytes(direction, rows, width, jnp.dtype(dtype).itemsize)
+                sets = [inputs(rows, width, dtype, seed) for seed in range(timing.rotation(moved))]
+                for form in ("gelu", "gelu_tanh"):
+                    ours, xla = (
+                        jax.jit(directed(functools.partial(op, activation=form), direction))
+                        for op in (bias_activation, reference.bias_activation)
+                    )
+                    check(f"bias_{form} {direction} {rows}x{width} {dtype}", ours, xla, sets[0])
+                    results += timing.measure(
+                        {"jaxft": (ours, sets), "xla": (xla, sets), **timing.copies(moved)},
+                        work=moved, unit="TB/s", args=args,
+                        op=f"bias_activation {form}{' gradient' * (direction == 'backward')}", direction=direction,
+                        shape=(rows, width), dtype=dtype,
+                    )  # fmt: skip
     timing.print_tables(results)
 
 

@@ -50,6 +50,7 @@ class Case:
     run: Callable[..., Any]
     plain: Callable[..., Any]
     configs: Sequence[Any]
+    exact: str = "float32"  # the dtype in which plain jnp says what is right
 
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
         keys = jax.random.split(jax.random.key(seed), len(self.shapes))
@@ -125,6 +126,30 @@ def elementwise_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
         present = tuning.bias_activation(rows, width, itemsize, kind)
         shapes = ((rows, width), (width,))
         yield Case("bias_activation", sizes, shapes, dtype, run, reference.bias_activation, [present, *configs])
+
+
+def elementwise_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
+    def run(dy: jax.Array, x: jax.Array, bias: jax.Array, config: tuning.GradientConfig) -> Any:
+        dx, partials = bias_activation.backward(dy, x, bias, activation="gelu", config=config, interpret=False)
+        return dx, jnp.sum(partials, axis=0).astype(bias.dtype)
+
+    def plain(dy: jax.Array, x: jax.Array, bias: jax.Array) -> Any:
+        return jax.vjp(reference.bias_activation, x, bias)[1](dy)
+
+    for rows, width in FEED_FORWARD:
+        configs = [
+            tuning.GradientConfig(block_rows, block_width, programs, num_warps)
+            for block_rows, block_width, programs, num_warps in itertools.product(
+                (1, 2, 4), (512, 1024), (16, 64, 128, 256, 512), (4, 8)
+            )
+            if width % block_width == 0
+            and block_rows * block_width // (32 * num_warps) in (8, 16)
+            and programs * block_rows <= rows
+        ]
+        sizes = {"rows": rows, "width": width, "itemsize": itemsize}
+        present = tuning.bias_activation_backward(rows, width, itemsize, kind)
+        shapes = ((rows, width), (rows, width), (width,))
+        yield Case("bias_activation_backward", sizes, shapes, dtype, run, plain, [present, *configs], exact="float64")
 
 
 def permute_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
@@ -229,8 +254,8 @@ def best(case: Case) -> Any:
     sets = [first, *(case.inputs(seed) for seed in range(1, timing.rotation(sum(x.nbytes for x in first))))]
     plain = jax.jit(case.plain)
     wanted = plain(*first)
-    with jax.default_matmul_precision("highest"):
-        exact = plain(*(x.astype(jnp.float32) for x in first))
+    with jax.default_matmul_precision("highest"), jax.enable_x64(case.exact == "float64"):
+        exact = jax.tree.map(lambda y: y.astype(jnp.float32), plain(*(x.astype(case.exact) for x in first)))
 
     def microseconds(f: Any) -> float:
         return min(timing.device_us((f, sets), max(3, len(sets))) for _ in range(3))
@@ -271,7 +296,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     kind = dispatch.device_kind()
     path = args.out / f"{kind.replace(' ', '_')}.json"
     table = json.loads(path.read_text()) if path.is_file() else {}
-    kinds = (row_cases, softmax_cases, elementwise_cases, permute_cases, split_cases, attention_cases, dense_cases)
+    kinds = (row_cases, softmax_cases, elementwise_cases, elementwise_gradient_cases, permute_cases, split_cases,
+             attention_cases, dense_cases)  # fmt: skip
     for dtype, cases in itertools.product(args.dtypes, kinds):
         for case in cases(dtype, jnp.dtype(dtype).itemsize, kind):
             if args.only is None or case.op in args.only:

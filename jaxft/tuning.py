@@ -142,13 +142,27 @@ def _softmax(op: str, warp: int, longest: int, rows: int, width: int, itemsize: 
     return lookup(op, default, device_kind, rows=rows, width=width, itemsize=itemsize)
 
 
-def bias_activation(rows: int, width: int, itemsize: int, device_kind: str) -> ElementwiseConfig:
+def _block_width(width: int) -> int:
     divisor = width & -width  # the largest power of two in the width: blocks without a masked edge
-    block_width = min(divisor if divisor >= 256 else next_power_of_2(width), 1024)
+    return min(divisor if divisor >= 256 else next_power_of_2(width), 1024)
+
+
+def bias_activation(rows: int, width: int, itemsize: int, device_kind: str) -> ElementwiseConfig:
+    block_width = _block_width(width)
     # Large arrays want more bytes in flight a program, small ones more programs.
     elements = 1024 if rows * width < 2**21 else 2048 if rows * width < 2**23 else 4096
     default = ElementwiseConfig(max(1, elements // block_width), block_width, num_warps=4)
     return lookup("bias_activation", default, device_kind, rows=rows, width=width, itemsize=itemsize)
+
+
+def bias_activation_backward(rows: int, width: int, itemsize: int, device_kind: str) -> GradientConfig:
+    block_width = _block_width(width)
+    block_rows = max(1, 1024 // block_width)
+    # Enough programs to fill a card, but each with several blocks: it writes partial sums of 32 bits.
+    columns, blocks = -(-width // block_width), -(-rows // block_rows)
+    programs = max(1, min(1024 // columns, blocks // 4))
+    default = GradientConfig(block_rows, block_width, 1 << (programs.bit_length() - 1), num_warps=4)
+    return lookup("bias_activation_backward", default, device_kind, rows=rows, width=width, itemsize=itemsize)
 
 
 def permute(size: int, kept: int, aligned: int, itemsize: int, device_kind: str) -> PermuteConfig:

@@ -1,5 +1,6 @@
 """bias_activation: op and kernel."""
 
+import functools
 import math
 import re
 
@@ -11,10 +12,13 @@ import pytest
 
 import jaxft
 import oracle
-from cases import DTYPES, INTERPRET, check, jit, normal, seeds, some
+from cases import DTYPES, INTERPRET, check, in_float64, jit, normal, seeds, some
+from checked import checked
+from compare import assert_matches_oracle
 from jaxft import reference
 from jaxft.kernels.triton import bias_activation as kernel
-from jaxft.tuning import ElementwiseConfig
+from jaxft.kernels.triton import common
+from jaxft.tuning import ElementwiseConfig, GradientConfig
 
 ACTIVATIONS = ["gelu", "gelu_tanh", "relu", "silu", "tanh"]
 TINY = float(np.finfo(np.float32).smallest_normal)  # devices may take less for 0
@@ -42,8 +46,11 @@ def test_shapes(shape):
 @pytest.mark.parametrize("implementation", ["triton", "xla", None])
 def test_empty(shape, implementation):
     x = jnp.ones(shape, jnp.bfloat16)
-    y = jaxft.bias_activation(x, jnp.ones(shape[-1:]), implementation=implementation)
-    assert (y.shape, y.dtype) == (shape, x.dtype)
+    bias = jnp.ones(shape[-1:])
+    y, pull_back = jax.vjp(lambda x, b: jaxft.bias_activation(x, b, implementation=implementation), x, bias)
+    dx, dbias = pull_back(y)
+    assert (y.shape, y.dtype) == (dx.shape, dx.dtype) == (shape, x.dtype)
+    chex.assert_trees_all_equal(dbias, jnp.zeros_like(bias))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -55,14 +62,18 @@ def test_activations(activation, dtype):
     check_op(floats | {"x": floats["x"] * 3}, activation=activation, implementations=["triton", "xla"])
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:])
-def test_dtype_of_the_bias_is_free(dtype):
+@pytest.mark.parametrize("of_bias", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtype_of_the_bias_is_free(dtype, of_bias):
+    """A float32 gradient of the bias has float32's accuracy, whatever x is."""
     rng = np.random.default_rng(2)
-    check_op(normal(rng, jnp.float32, x=(7, 80)) | normal(rng, dtype, bias=(80,)))
+    check_op(normal(rng, dtype, x=(300, 40)) | normal(rng, of_bias, bias=(40,)), activation="gelu")
 
 
-def test_without_bias():
-    check_op(normal(np.random.default_rng(3), jnp.float32, x=(7, 80)))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_without_bias(activation, dtype):
+    check_op(normal(np.random.default_rng(3), dtype, x=(7, 80)), activation=activation)
 
 
 def every_16bit_value(dtype):
@@ -112,6 +123,53 @@ def test_every_value(activation, dtype):
     assert worst[where] <= 1.0, f"{activation}({x[where]}): got {got[where]}, expected {exact[where]}"
 
 
+def ulps(actual, exact):
+    """Errors in units of the last place of float32, 0 where the exact value is no normal number."""
+    size = np.abs(exact)
+    spacing = np.exp2(np.floor(np.log2(np.maximum(size, TINY))) - 23)
+    return np.where(size >= TINY, np.abs(np.asarray(actual).astype(np.float64) - exact) / spacing, 0.0)
+
+
+# What the largest |x| without underflow is, and ulp granted. Of tanh it is the device's own.
+@pytest.mark.parametrize(("activation", "limit", "granted"), [("gelu", 14, 2), ("gelu_tanh", 11, 3), ("silu", 95, 3)])
+def test_float32_to_the_last_place(activation, limit, granted):
+    tiny = np.logspace(math.log10(2 * TINY), 0, 20_000)
+    x = np.concatenate([np.linspace(-limit, limit, 200_001), tiny, -tiny]).astype(np.float32)
+    got = jit(lambda x: jaxft.bias_activation(x, None, activation=activation, implementation="triton"))(x[None])[0]
+    error = ulps(got, exact_activation(x, activation))
+    assert error.max() <= granted, f"{activation}({x[error.argmax()]}): {error.max()} ulp"
+
+
+def exact_gradient(x, activation):
+    """To float64 accuracy in the tails as well."""
+    x = x.astype(np.float64)
+    match activation:
+        case "gelu":
+            return 0.5 * np.vectorize(math.erfc)(-x * math.sqrt(0.5)) + x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+        case "tanh":
+            return 1.0 / np.cosh(x) ** 2
+        case "relu":
+            return np.where(x > 0.0, 1.0, 0.0)
+    c, cubic = (1.0, 0.0) if activation == "silu" else (2.0 * math.sqrt(2.0 / math.pi), 0.044715)
+    y = c * (x + cubic * x**3)
+    return (1.0 + x * c * (1.0 + 3.0 * cubic * x**2) / (1.0 + np.exp(y))) / (1.0 + np.exp(-y))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_derivatives(activation, dtype):
+    """Right in absolute terms everywhere, and but for a zero crossing to a few digits in the tails."""
+    x = np.linspace(-20, 20, 200_001).astype(np.float32)
+    run = functools.partial(common.activation_gradient, activation, dtype=dtype)
+    got, exact = np.asarray(jit(run)(x, jnp.ones_like(x))), exact_gradient(x, activation)
+    error = np.abs(got.astype(np.float64) - exact)
+    assert error.max() <= 5 * 2.0**-24, x[error.argmax()]
+    if activation != "relu":
+        tails = (np.abs(x) > 2.0) & (np.abs(exact) > 1e-34)
+        relative = np.where(tails, error / np.abs(exact), 0.0)
+        assert relative.max() <= (1e-6 if dtype == jnp.float32 else 5e-5), x[relative.argmax()]
+
+
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_nan_and_infinity(activation, implementation):
@@ -122,6 +180,61 @@ def test_nan_and_infinity(activation, implementation):
     assert np.isnan(y[1, 3]) and np.isnan(y).sum() == 1
     assert y[2, 79] == (1.0 if activation == "tanh" else np.inf)
     assert len(np.unique(y[np.isfinite(x)])) == 1
+
+
+EXTREMES = [0.0, -0.0, 1e-30, -1e-30, 9.0, -9.0, 40.0, -40.0, 200.0, -200.0, 6e4, -6e4, np.inf, -np.inf, np.nan]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_at_extremes(activation, dtype):
+    """NaN where plain jnp in float64 has NaN, as for most activations at infinity, and nowhere else."""
+    x = np.array(EXTREMES)
+    if dtype != jnp.float16:
+        x = np.concatenate([x, [1e10, -1e10, 1e18, -1e18]])
+    for dy in (1.0, -0.0, np.inf, np.nan):
+
+        def run(x, op, dy=dy):
+            return jax.vjp(functools.partial(op, bias=None, activation=activation), x)[1](jnp.full_like(x, dy))[0]
+
+        x = np.asarray(jnp.asarray(x, dtype))
+        expected = in_float64(lambda x: run(x, reference.bias_activation), x)  # noqa: B023
+        got = run(jnp.asarray(x), functools.partial(jaxft.bias_activation, implementation="triton"))
+        finite = np.isfinite(expected)
+        if np.isfinite(dy):  # elsewhere a derivative that underflows decides between infinity and NaN
+            np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
+        else:
+            assert not np.isfinite(np.asarray(got, np.float32)[~finite]).any()
+        np.testing.assert_allclose(np.asarray(got, np.float64)[finite], expected[finite], atol=1e-6, rtol=1e-2)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_gradient_of_nan_and_infinity_stays_in_its_row_and_column(activation):
+    rng = np.random.default_rng(6)
+    clean = normal(rng, jnp.float32, x=(21, 37), bias=(37,))
+    poisoned = clean | {"x": clean["x"].at[3, 5].set(np.nan).at[20, 36].set(-np.inf)}
+
+    @jit
+    def run(f):
+        op = functools.partial(jaxft.bias_activation, activation=activation, implementation="triton")
+        return jax.grad(lambda f: op(**f).sum())(f)
+
+    expected, got = run(clean), run(poisoned)
+    changed = {"x": np.zeros((21, 37), bool), "bias": np.zeros(37, bool)}
+    changed["x"][[3, 20], [5, 36]] = changed["bias"][[5, 36]] = True
+    for name, where in changed.items():
+        np.testing.assert_array_equal(np.asarray(got[name])[~where], np.asarray(expected[name])[~where])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_bias_of_nan_or_infinity(activation):
+    """Its gradient is that of plain jnp in blocks with rows beyond the last one, too."""
+    bias, dy, x = jnp.array([np.inf, np.nan, 1.0, -np.inf]), jnp.ones((3, 4)), jnp.zeros((3, 4))
+    config = GradientConfig(8, 4, 1, 1)
+    _, partials = kernel.backward(dy, x, bias, activation=activation, config=config, interpret=INTERPRET)
+    plain = functools.partial(reference.bias_activation, activation=activation)
+    expected = in_float64(lambda x, bias: jax.vjp(plain, x, bias)[1](jnp.ones_like(x))[1], x, bias)
+    np.testing.assert_allclose(partials.sum(0), expected, atol=1e-5)
 
 
 CONFIGS = [ElementwiseConfig(rows, width, warps) for rows, width, warps in
@@ -140,11 +253,141 @@ def test_any_config_gives_the_same_bits(dtype):
         chex.assert_trees_all_equal(other, first)
 
 
+# One program for all, several with a ragged end, more programs than blocks, and blocks larger than the array.
+GRADIENT_CONFIGS = [GradientConfig(*sizes) for sizes in ((1, 128, 1, 1), (2, 64, 4, 4), (4, 16, 5, 1), (8, 32, 100, 2),
+                                                         (64, 256, 3, 8), (1, 1, 2, 1), (16, 128, 2, 4))]  # fmt: skip
+
+
+@pytest.mark.parametrize("of_bias", [None, jnp.float32, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_gradient_config(dtype, of_bias):
+    rng = np.random.default_rng(7)
+    x, dy = normal(rng, dtype, x=(21, 101), dy=(21, 101)).values()
+    bias = None if of_bias is None else normal(rng, of_bias, bias=(101,))["bias"]
+
+    def plain(dy, x, bias):
+        return jax.vjp(functools.partial(reference.bias_activation, activation="gelu"), x, bias)[1](dy)
+
+    expected, exact = jit(plain)(dy, x, bias), in_float64(plain, dy, x, bias)
+    gradients = []
+    for config in GRADIENT_CONFIGS:
+
+        @jit
+        def run(dy, x, bias, config=config):
+            return kernel.backward(dy, x, bias, activation="gelu", config=config, interpret=INTERPRET)
+
+        dx, *partials = run(dy, x, bias)
+        programs = min(config.programs, -(-21 // config.block_rows))
+        assert [(p.shape, p.dtype) for p in partials] == [((programs, 101), jnp.float32)] * (bias is not None)
+        total = None if bias is None else partials[0].sum(0).astype(bias.dtype)
+        assert_matches_oracle((dx, total), expected, exact, seed=config)
+        chex.assert_trees_all_equal(run(dy, x, bias), [dx, *partials])
+        gradients.append(dx)
+    for other in gradients[1:]:
+        chex.assert_trees_all_equal(other, gradients[0])
+
+
+@pytest.mark.parametrize("sizes", [(1, 128, 1), (2, 4, 3), (8, 8, 2), (16, 16, 9)], ids=str)
+def test_kernels_stay_within_the_arrays(sizes):
+    rows, width, programs = sizes
+    floats = normal(np.random.default_rng(11), jnp.float32, dy=(11, 13), x=(11, 13), bias=(13,))
+    for bias in (floats["bias"], None):
+
+        def run(bias=bias):
+            options = {"activation": "relu", "interpret": True}
+            y = kernel.forward(floats["x"], bias, config=ElementwiseConfig(rows, width, 1), **options)
+            config = GradientConfig(rows, width, programs, 1)
+            return [y, *kernel.backward(floats["dy"], floats["x"], bias, config=config, **options)]
+
+        with checked():
+            got = run()
+        chex.assert_trees_all_close(got, run(), rtol=1e-6, atol=1e-6)
+
+
+def test_many_rows():
+    """The gradient of the bias is a sum of many terms, over many programs."""
+    floats = normal(np.random.default_rng(8), jnp.float32, x=(20_000, 3), bias=(3,))
+    check_op(floats, activation="gelu_tanh")
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "silu", "tanh"])
+def test_second_derivatives(activation):
+    floats = normal(np.random.default_rng(12), jnp.float32, x=(3, 7), bias=(7,))
+
+    def slope(op):
+        def inner(f):
+            return op(**f, activation=activation).sum()
+
+        return jit(jax.grad(lambda f: sum(jnp.sum(d * d) for d in jax.tree.leaves(jax.grad(inner)(f)))))(floats)
+
+    op = functools.partial(jaxft.bias_activation, implementation="triton")
+    chex.assert_trees_all_close(slope(op), slope(reference.bias_activation), rtol=1e-5, atol=1e-5)
+
+
+def test_vmap_of_gradients():
+    """Over x, over both, and over the bias alone."""
+    rng = np.random.default_rng(9)
+    x, bias = normal(rng, jnp.float32, x=(3, 5, 12), bias=(3, 12)).values()
+
+    def gradients(x, bias):
+        op = functools.partial(jaxft.bias_activation, activation="silu", implementation="triton")
+        return jax.grad(lambda x, b: op(x, b).sum(), (0, 1))(x, bias)
+
+    for axes, one in (((0, 0), lambda i: (x[i], bias[i])), ((0, None), lambda i: (x[i], bias[0])),
+                      ((None, 0), lambda i: (x[0], bias[i]))):  # fmt: skip
+        arguments = tuple(a if axis == 0 else a[0] for a, axis in zip((x, bias), axes, strict=True))
+        together = jit(jax.vmap(gradients, axes))(*arguments)
+        for i in range(3):
+            alone = jit(gradients)(*one(i))
+            chex.assert_trees_all_close(jax.tree.map(lambda leaf, i=i: leaf[i], together), alone, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
-def test_reruns_are_bitwise_equal(implementation):
-    x = normal(np.random.default_rng(5), jnp.bfloat16, x=(37, 64))["x"]
-    run = jit(jax.value_and_grad(lambda x: jaxft.bias_activation(x, x[0], implementation=implementation).sum()))
-    chex.assert_trees_all_equal(run(x), run(x))
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_reruns_are_bitwise_equal(activation, implementation):
+    floats = normal(np.random.default_rng(5), jnp.bfloat16, x=(37, 64)) | {"bias": jnp.ones(64)}
+
+    @jit
+    def run(f):
+        op = functools.partial(jaxft.bias_activation, activation=activation, implementation=implementation)
+        return jax.value_and_grad(lambda f: op(**f).sum())(f)
+
+    chex.assert_trees_all_equal(run(floats), run(floats))
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_in_place_changes_no_value(implementation):
+    floats = normal(np.random.default_rng(10), jnp.bfloat16, x=(7, 80), bias=(80,))
+
+    def run(in_place):
+        op = functools.partial(jaxft.bias_activation, in_place=in_place, implementation=implementation)
+        y, pull_back = jax.vjp(op, *floats.values())
+        return jax.jit(op)(*floats.values()), y, pull_back(y)
+
+    chex.assert_trees_all_equal(run(True), run(False))  # and floats are still there
+
+
+@pytest.mark.skipif(INTERPRET, reason="reads a program compiled for an NVIDIA GPU")
+def test_in_place_saves_a_buffer():
+    """Of a donated argument, and of an array that is dead after the call."""
+    x, nbytes = jax.ShapeDtypeStruct((4096, 3072), jnp.bfloat16), 2 * 4096 * 3072
+
+    def donated(in_place):
+        op = functools.partial(jaxft.bias_activation, in_place=in_place, implementation="triton")
+        return jax.jit(lambda x: op(x, None), donate_argnums=0).lower(x).compile().memory_analysis()
+
+    assert donated(True).alias_size_in_bytes == nbytes
+    assert donated(True).temp_size_in_bytes < nbytes <= donated(False).temp_size_in_bytes
+
+    def dead(in_place):
+        def run(x):
+            for _ in range(4):
+                x = jaxft.bias_activation(x, None, in_place=in_place, implementation="triton")
+            return x
+
+        return jax.jit(run).lower(x).compile().memory_analysis()
+
+    assert dead(True).temp_size_in_bytes < dead(False).temp_size_in_bytes
 
 
 @pytest.mark.parametrize("seed", seeds(6))
@@ -193,3 +436,22 @@ def test_the_kernel_refuses_float64_and_says_so(name):
         message = f"'triton' cannot be used: {name} is float64, the kernels take float32, float16 and bfloat16"
         with pytest.raises(NotImplementedError, match=message):
             jaxft.bias_activation(**{"x": X, "bias": V, **wide}, implementation="triton")
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [((2**30 + 1, 1), "x has 1073741825 rows"), ((2**15, 2**15 + 1, 1), "x has 1073774592 rows"),
+     ((1, 2**30 + 1), "x has 1073741825 columns"), ((2**30, 1), None), ((2**17, 2**17), None), ((0, 2**40), None)],
+    ids=str,
+)  # fmt: skip
+def test_sizes_beyond_32_bits(shape, reason):
+    """Refused by name where a position does not fit, before anything is launched; elements may be any number."""
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    run = functools.partial(jaxft.bias_activation, bias=None, implementation="triton")
+    if reason is None:
+        assert kernel.unsupported(x, None) is None
+        assert jax.eval_shape(run, x).shape == shape
+    else:
+        with pytest.raises(NotImplementedError, match=f"{reason}, the kernels take at most"):
+            jax.eval_shape(run, x)
+        assert jax.eval_shape(functools.partial(jaxft.bias_activation, bias=None), x).shape == shape

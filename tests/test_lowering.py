@@ -105,8 +105,12 @@ def test_in_place():
         options = {"in_place": in_place, "return_sum": True}
         both = lower(lambda x, v: jaxft.bias_residual_layer_norm(x, v, 2 * x, v, v, **options), x, v)  # noqa: B023
         assert both.count("output_operand_alias<") == 2 * in_place
+        text = lower(lambda x, v: jaxft.bias_activation(x, v, in_place=in_place), x, v)  # noqa: B023
+        assert text.count("output_operand_alias<") == in_place
     # The backward pass reads x, so it stays as it is.
     grad = jax.grad(lambda x, v: jaxft.layer_norm(x, v, in_place=True).astype(jnp.float32).sum())
+    assert "output_operand_alias" not in lower(grad, x, v)
+    grad = jax.grad(lambda x, v: jaxft.bias_activation(x, v, in_place=True).astype(jnp.float32).sum())
     assert "output_operand_alias" not in lower(grad, x, v)
 
 
@@ -116,6 +120,14 @@ def test_bias_activation(activation, dtype, caplog):
     for shape in SHAPES:
         assert_one_kernel(jaxft.bias_activation, of(shape, dtype), of(shape[-1:]), activation=activation)
     assert_one_kernel(lambda x: jaxft.bias_activation(x, None, activation=activation), of((7, 80), dtype))
+
+    def gradients(x, bias):
+        out, pull_back = jax.vjp(lambda x, b: jaxft.bias_activation(x, b, activation=activation), x, bias)
+        return out, pull_back(out)
+
+    for shape in SHAPES:  # one kernel forward and one backward; XLA adds up the partial sums
+        for bias in (of(shape[-1:]), of(shape[-1:], dtype), None):
+            assert operations(lower(gradients, of(shape, dtype), bias))[TRITON] == 2
     assert caplog.messages == []
 
 
@@ -270,6 +282,9 @@ def test_sizes_beyond_a_grid_axis():
     assert_one_kernel(jaxft.layer_norm, of((rows, 4096), jnp.bfloat16))
     assert_one_kernel(jaxft.softmax, of((rows, 8192), jnp.bfloat16))
     assert_one_kernel(jaxft.softmax, of((2**31 - 1, 1), jnp.bfloat16))
+    grad = jax.grad(lambda x, v: jaxft.bias_activation(x, v).astype(jnp.float32).sum(), (0, 1))
+    for width in (3, 4096, 8200):  # the last has 2^32 elements and more
+        assert operations(lower(grad, of((rows, width), jnp.bfloat16), of((width,))))[TRITON] == 1
     assert_one_kernel(jaxft.qkv_attention, of((2**17, 2, 3, 1, 8), jnp.bfloat16))
 
 
@@ -304,6 +319,9 @@ def test_configs(dtype):
         assert_lowers(lambda x, v, o=options: softmax.backward(x, x, v, v > 0, **o), x, vector)
         options = {"config": ElementwiseConfig(*sizes), "interpret": False}
         assert_lowers(lambda x, v, o=options: bias_activation.forward(x, v, activation="gelu", **o), x, vector)
+        options["config"] = GradientConfig(*sizes[:2], programs=3, num_warps=sizes[2])
+        assert_lowers(lambda x, v, o=options: bias_activation.backward(x, x, v, activation="gelu", **o), x, vector)
+        options["config"] = ElementwiseConfig(*sizes)
         assert_lowers(lambda x, o=options: permute.split_heads(x, None, 5, **o), of((2, 9, 180), dtype))
         options["config"] = GradientConfig(*sizes[:2], programs=3, num_warps=sizes[2])
         part = of((2, 5, 9, 12), dtype)
@@ -332,7 +350,7 @@ def test_configs(dtype):
     ("name", "reason"),
     [("causal", "the kernel has no is_causal"), ("full_mask", "the kernel has no mask over queries or heads"),
      ("head_size", "the head size is 264, the kernel takes at most 256"), ("dropout", "the kernel has no dropout"),
-     ("float64", "x is float64")],
+     ("float64", "x is float64"), ("rows", "x has 2147483648 rows, the kernels take at most 2^30")],
 )  # fmt: skip
 def test_unsupported_cases_fall_back_and_say_so_once(name, reason, caplog, key):
     qkv = of((2, 37, 3, 4, 64))
@@ -342,6 +360,7 @@ def test_unsupported_cases_fall_back_and_say_so_once(name, reason, caplog, key):
         "head_size": (jaxft.qkv_attention, of((2, 37, 3, 1, 264))),
         "dropout": (lambda qkv: jaxft.qkv_attention(qkv, dropout_rate=0.1, dropout_rng=key), qkv),
         "float64": (jaxft.layer_norm, of((7, 80), jnp.float64)),
+        "rows": (lambda x: jaxft.bias_activation(x, None), of((2**31, 1))),
     }[name]  # fmt: skip
     with jax.enable_x64(name == "float64"):
         for _ in range(2):
@@ -411,6 +430,9 @@ def test_64_bit_mode():
             assert_one_kernel(lambda x, m: jaxft.softmax(x, bias=x[:, :1], mask=m, scale=0.5), logits, mask)
             text = lower(jax.grad(lambda x: jnp.sum(jaxft.softmax(x, bias=x[:, :1], scale=0.5) ** 2)), logits)
             assert operations(text)[TRITON] == 2
+        for activation in reference.ACTIVATIONS:
+            grad = jax.grad(lambda x, v, a=activation: jaxft.bias_activation(x, v, activation=a).sum(), (0, 1))
+            assert operations(lower(grad, x, v))[TRITON] == 1
         assert_one_kernel(jaxft.dense, of((3, 300), jnp.bfloat16), of((300, 40), jnp.bfloat16), v)
         assert_one_kernel(jaxft.qkv_attention, qkv)
         assert_one_kernel(lambda qkv, n: jaxft.qkv_attention(qkv, key_value_seq_lengths=n), qkv, lengths)

@@ -17,6 +17,7 @@ OPS = {
     "softmax_backward": (tuning.RowConfig, ("rows", "width", "itemsize")),
     "bias_activation": (tuning.ElementwiseConfig, ("rows", "width", "itemsize")),
     "permute": (tuning.PermuteConfig, ("size", "kept", "aligned", "itemsize")),
+    "bias_activation_backward": (tuning.GradientConfig, ("rows", "width", "itemsize")),
     "qkv_bias_split_heads": (tuning.ElementwiseConfig, ("batch_heads", "length", "head_size", "itemsize")),
     "qkv_bias_split_heads_backward": (
         tuning.GradientConfig, ("batch", "length", "heads", "head_size", "itemsize"),
@@ -37,6 +38,7 @@ def heuristics(device_kind=UNKNOWN):
                 yield tuning.bias_activation(rows, size, itemsize, device_kind)
                 for aligned in (1, 16 // itemsize):
                     yield tuning.permute(rows * size, size, aligned, itemsize, device_kind)
+                yield tuning.bias_activation_backward(rows, size, itemsize, device_kind)
                 yield tuning.qkv_bias_split_heads(48, rows, size, itemsize, device_kind)
                 yield tuning.qkv_bias_split_heads_backward(4, rows, 12, size, itemsize, device_kind)
                 yield tuning.dense(rows, size, 768, itemsize, device_kind)

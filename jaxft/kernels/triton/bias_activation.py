@@ -1,6 +1,7 @@
-"""activation(x + bias) in one pass: FasterTransformer's `add_bias_act` kernel.
+"""activation(x + bias) in one pass: FasterTransformer's `add_bias_act` kernel, and its gradients.
 
-Moves 2 * rows * width elements, plus the bias once a program (from the L2 cache).
+The forward kernel moves 2 * M * D elements, plus the bias once a program (from the L2 cache). The backward kernel moves
+3 * M * D, dy, x and dx: it computes x + bias again, so that nothing but the inputs is kept for it.
 """
 
 from __future__ import annotations
@@ -9,33 +10,88 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import common
-from jaxft.tuning import ElementwiseConfig
+from jaxft.tuning import ElementwiseConfig, GradientConfig
 
 Array = jax.Array
 
 
 def unsupported(x: Array, bias: Array | None) -> str | None:
-    return common.unsupported_dtype(x=x, bias=bias)
+    return common.unsupported_dtype(x=x, bias=bias) or unsupported_size(x=x)
+
+
+def unsupported_size(**arrays: Array | None) -> str | None:
+    """Why the kernels cannot take these arrays as `[rows, width]`, if they cannot.
+
+    Pallas' offsets are 32-bit into arrays of up to 2^32 bytes and 64-bit into larger ones, so the number of elements,
+    of 2 bytes or more, is free. But a position in one dimension is 32-bit, and that past the end of the last block too.
+    """
+    for name, x in arrays.items():
+        if x is not None and x.size > 0:
+            width = x.shape[-1]
+            for what, length in (("rows", x.size // width), ("columns", width)):
+                if length > 2**30:
+                    return f"{name} has {length} {what}, the kernels take at most 2^30"
+    return None
+
+
+def _tile(row, column, x_ref, bias_ref, block_rows: int, block_width: int):
+    """Where a block lies, which of it is inside, and x + bias there."""
+    rows, width = x_ref.shape
+    in_width = common.positions(column, block_width) < width
+    inside = (common.positions(row, block_rows) < rows)[:, None] & in_width[None, :]
+    tile = (common.span(row, block_rows), common.span(column, block_width))
+    x = common.load(x_ref.at[tile], mask=inside, other=0.0).astype(jnp.float32)  # [block_rows, block_width]
+    if bias_ref is not None:
+        bias = common.load(bias_ref.at[common.span(column, block_width)], mask=in_width, other=0.0)
+        x = x + bias.astype(jnp.float32)[None, :]
+    return tile, inside, x
 
 
 def _fwd_kernel(x_ref, bias_ref, y_ref, *, activation: str, block_rows: int, block_width: int):
-    rows, width = x_ref.shape
     row, column = pl.program_id(1) * block_rows, pl.program_id(0) * block_width
-    columns = common.positions(column, block_width) < width
-    inside = (common.positions(row, block_rows) < rows)[:, None] & columns[None, :]
-    tile = (common.span(row, block_rows), common.span(column, block_width))
-    y = common.load(x_ref.at[tile], mask=inside, other=0.0).astype(jnp.float32)  # [block_rows, block_width]
-    if bias_ref is not None:
-        bias = common.load(bias_ref.at[common.span(column, block_width)], mask=columns, other=0.0)
-        y = y + bias.astype(jnp.float32)[None, :]
-    common.store(y_ref.at[tile], common.activation(activation, y, y_ref.dtype).astype(y_ref.dtype), mask=inside)
+    tile, inside, x = _tile(row, column, x_ref, bias_ref, block_rows, block_width)
+    common.store(y_ref.at[tile], common.activation(activation, x, y_ref.dtype).astype(y_ref.dtype), mask=inside)
 
 
-def forward(x: Array, bias: Array | None, *, activation: str, config: ElementwiseConfig, interpret: bool) -> Array:
-    """x [M, D] and bias [D] -> [M, D]."""
+def _bwd_kernel(
+    dy_ref, x_ref, bias_ref, dx_ref, partial_ref=None,
+    *, activation: str, block_rows: int, block_width: int, programs: int,
+):  # fmt: skip
+    rows, width = x_ref.shape
+    column, program = pl.program_id(0) * block_width, pl.program_id(1)
+    blocks = pl.cdiv(rows, block_rows)
+
+    def add_block(i, total):
+        row = (i * programs + program) * block_rows  # programs that run at a time read blocks that lie together
+        tile, inside, x = _tile(row, column, x_ref, bias_ref, block_rows, block_width)
+        dy = common.load(dy_ref.at[tile], mask=inside, other=0.0).astype(jnp.float32)
+        dx = common.activation_gradient(activation, x, dy, x_ref.dtype)
+        common.store(dx_ref.at[tile], dx.astype(dx_ref.dtype), mask=inside)
+        # Beyond the last row dy is 0 and x the bias, so that dx is 0, or NaN where all rows of the column have NaN.
+        return total if partial_ref is None else total + dx
+
+    total = None if partial_ref is None else jnp.zeros((block_rows, block_width), jnp.float32)
+    total = lax.fori_loop(0, lax.div(blocks - 1 - program, jnp.int32(programs)) + 1, add_block, total)
+    if partial_ref is not None:
+        columns = common.span(column, block_width)
+        in_width = common.positions(column, block_width) < width
+        common.store(partial_ref.at[program, columns], jnp.sum(total, axis=0), mask=in_width)
+
+
+def forward(
+    x: Array,
+    bias: Array | None,
+    *,
+    activation: str,
+    config: ElementwiseConfig,
+    in_place: bool = False,
+    interpret: bool,
+) -> Array:
+    """x [M, D] and bias [D] -> [M, D], with `in_place` in the memory of x."""
     rows, width = x.shape
     kernel = functools.partial(
         _fwd_kernel, activation=activation, block_rows=config.block_rows, block_width=config.block_width
@@ -47,6 +103,34 @@ def forward(x: Array, bias: Array | None, *, activation: str, config: Elementwis
         [jax.ShapeDtypeStruct(x.shape, x.dtype)],
         name="bias_activation_fwd",
         num_warps=config.num_warps,
+        aliases={0: 0} if in_place else None,
         interpret=interpret,
     )
     return y
+
+
+def backward(
+    dy: Array, x: Array, bias: Array | None, *, activation: str, config: GradientConfig, interpret: bool
+) -> list[Array]:
+    """dy and x [M, D], bias [D] -> dx [M, D], and of the bias' gradient partial sums [programs, D] in float32."""
+    rows, width = x.shape
+    programs = min(config.programs, pl.cdiv(rows, config.block_rows))
+    kernel = functools.partial(
+        _bwd_kernel,
+        activation=activation,
+        block_rows=config.block_rows,
+        block_width=config.block_width,
+        programs=programs,
+    )
+    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
+    if bias is not None:
+        outputs.append(jax.ShapeDtypeStruct((programs, width), jnp.float32))
+    return common.launch(
+        kernel,
+        (pl.cdiv(width, config.block_width), programs),
+        [dy, x, bias],
+        outputs,
+        name="bias_activation_bwd",
+        num_warps=config.num_warps,
+        interpret=interpret,
+    )

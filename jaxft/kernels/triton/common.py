@@ -145,32 +145,87 @@ def unsupported_dtype(**arrays: Array | None) -> str | None:
 
 
 # --- Activations: float32 in, float32 out ------------------------------------------------------------------------
+#
+# gelu, gelu_tanh and silu are functions g with g(a) = a + g(-a), so each is computed from its value at -|x|, which is
+# e^-y times something smooth; the derivatives likewise, from g'(a) = 1 - g'(-a). For results of 16 bits the hardware's
+# exp2 does. For float32 it does not, nor does a y rounded to a float: e^-y would err y times as much.
 
 
-def _exp(x: Array) -> Array:
-    """exp to float32 accuracy: the hardware's exp2 of a reduced argument (exp2 of x*log2(e) loses |x| * 2^-24)."""
-    n = jnp.floor(x * math.log2(math.e) + 0.5)
-    reduced = (x - n * 0.693359375) + n * 2.12194440e-4  # ln(2) in two parts (Cody and Waite)
-    return jnp.exp2(reduced * math.log2(math.e)) * jnp.exp2(n)
+def _leading(x: Array, bits: int) -> Array:
+    """`x` cut to its leading bits: products of two such numbers of 12 bits are exact."""
+    mask = jnp.uint32(0xFFFFFFFF << (24 - bits) & 0xFFFFFFFF)
+    return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, jnp.uint32) & mask, jnp.float32)
 
 
-def _erfc_of_magnitude(a: Array) -> Array:
-    """erfc(a) for 0 <= a <= 14, relative error 3e-7: exp(-a^2) * t * P(t), t = 1 / (1 + a/2), P fitted by minimax."""
-    t = 1.0 / (1.0 + 0.5 * a)
-    p = jnp.full_like(t, -0.05944734)
-    for c in (0.28640202, -0.49093923, 0.28228968, -0.029492358, 0.20388022, 0.24280754, 0.28241524, 0.2820842):
-        p = p * t + c
-    # a^2 in two parts, so that its rounding does not show in the exponential.
-    high = jax.lax.bitcast_convert_type(
-        jax.lax.bitcast_convert_type(a, jnp.uint32) & jnp.uint32(0xFFFFF000), jnp.float32
-    )
-    return _exp(-high * high) * _exp(-(a - high) * (a + high)) * t * p
+def _polynomial(x: Array, *coefficients: float) -> Array:
+    value = x * coefficients[0] + coefficients[1]
+    for c in coefficients[2:]:
+        value = value * x + c
+    return value
+
+
+def _exp_minus(high: Array, low: Array | float, rate: float) -> tuple[Array, Array]:
+    """e^(-rate * (high + low)) as (p, scale): (1 + p) * scale * 2^-24, with an error of 2^-25 or so in p.
+
+    `high` is at most 151.4 * ln(2) / rate, where the result is 0. The factor 2^24 keeps `scale` a normal number.
+    """
+    step = math.log(2.0) / rate
+    unit = 2.0 ** (math.frexp(step)[1] - 15)
+    coarse = round(step / unit) * unit  # of 15 bits, so that n * coarse is exact (Cody and Waite)
+    n = jnp.floor((high + low) * (1.0 / step) + 0.5)
+    y = (high - n * coarse) + (low - n * (step - coarse))  # |y| <= step / 2
+    minimax = (0.00138145599, -0.00836873556, 0.0416683899, -0.166665205, 0.499999934, -1.0)
+    p = y * _polynomial(y, *(c * rate ** (6 - i) for i, c in enumerate(minimax)))
+    scale = jax.lax.bitcast_convert_type((127 + 24 - n.astype(jnp.int32)) << 23, jnp.float32)
+    return p, scale
+
+
+def _exp(p: Array, scale: Array) -> Array:
+    return (1.0 + p) * (scale * 2.0**-24)
+
+
+def _half_square(a: Array) -> tuple[Array, Array, float]:
+    """The arguments for e^(-a^2 / 2)."""
+    leading = _leading(a, 12)
+    return leading * leading, (a - leading) * (a + leading), 0.5
+
+
+def _tanh_form(a: Array) -> tuple[Array, Array, float]:
+    """The arguments for e^-y of 1 / (1 + e^-y) = (1 + tanh(sqrt(2 / pi) * (a + 0.044715 * a^3))) / 2."""
+    # y = rate * a * (a^2 + 1 / 0.044715). Of each factor the leading bits are exact, and the rest is small.
+    leading = _leading(a, 10)
+    rest = a - leading
+    square = leading * leading + 22.36383056640625
+    tail = rest * (a + leading) + (1.0 / 0.044715 - 22.36383056640625)
+    factor = _leading(square, 12)
+    tail = (square - factor) + tail
+    return leading * factor, leading * tail + rest * (factor + tail), 2.0 * math.sqrt(2.0 / math.pi) * 0.044715
+
+
+def _from_below(x: Array, below: Array) -> Array:
+    """g(x) from g(-|x|). Minus infinity gives NaN as in plain jnp, and a NaN that a minimum has dropped comes back."""
+    return jnp.where(x < 0.0, 0.0 * x, x) + below
 
 
 def _gelu_erf(x: Array) -> Array:
-    # Beyond 14 it is 0 in float32, and the exponential's reduced argument would grow out of range.
-    half = 0.5 * _erfc_of_magnitude(jnp.minimum(jnp.abs(x) * math.sqrt(0.5), 14.0))
-    return x * jnp.where(x < 0.0, half, 1.0 - half)
+    """Within 2 ulp: -g(-a) = a * e^(-a^2 / 2) * R(a), R(a) = (1 + h) / (2 * (1 + a)), h fitted by minimax."""
+    a = jnp.minimum(jnp.abs(x), 14.468)
+    p, scale = _exp_minus(*_half_square(a))
+    first, second = 1.0 + a, 1.0 + 0.2 * a
+    inverse = reciprocal(first * second)
+    t = inverse * second
+    h = _polynomial(
+        a * (inverse * first) - 2.0,
+        4.22832175e-08, -2.3719324e-07, -1.65883813e-06, 2.95508011e-05, -0.000214032262, 0.00100260732,
+        -0.00317696627, 0.00560132124, 0.0052220035, -0.0813526398, -0.0381273386,
+    )  # fmt: skip
+    # q + rest is a / (1 + a): with 12 bits in q the remainder of that division is exact. The factor 2^24 keeps the rest
+    # of the smallest numbers.
+    large = a * 2.0**24
+    q, leading = _leading(large * t, 12), _leading(a, 12)
+    rest = (((large - q) - q * leading) - q * (a - leading)) * t
+    c = p + (h * p + h)  # 1 + c = (1 + p) * (1 + h)
+    return _from_below(x, (q + (q * c + (rest * c + rest))) * scale * -(2.0**-49))
 
 
 def _gelu_erf_16bit(x: Array) -> Array:
@@ -184,25 +239,93 @@ def _gelu_erf_16bit(x: Array) -> Array:
     return x * jnp.where(x < 0.0, half, 1.0 - half)
 
 
-def _gelu_tanh(x: Array) -> Array:
-    return x * _sigmoid(x * (2.0 * math.sqrt(2.0 / math.pi) * (1.0 + 0.044715 * (x * x))))
+def _inverse(e: Array) -> tuple[Array, Array]:
+    """1 / (1 + e) for 0 <= e <= 1 as (t, s): t * (1 + s), where s makes up for the rounding of 1 + e and of t."""
+    t = reciprocal(1.0 + e)
+    return t, (1.0 - t) - t * e
+
+
+def _times_sigmoid(x: Array, a: Array, p: Array, scale: Array) -> Array:
+    """x / (1 + e^-y) from a = |x| and e^-|y|: -g(-a) = a * e^-y / (1 + e^-y)."""
+    t, s = _inverse(_exp(p, scale))
+    q, c = a * t, p + s
+    return _from_below(x, (q + q * c) * scale * -(2.0**-24))
 
 
 def _sigmoid(x: Array) -> Array:
     return reciprocal(1.0 + exp2(x * -math.log2(math.e)))
 
 
+def _slope_of_times_sigmoid(e: Array, y_slope: Array) -> Array:
+    """The derivative of x / (1 + e^-y) at -a, from e^-|y| and a * y'(a)."""
+    t, s = _inverse(e)
+    t = t + t * s
+    return e * (t * (1.0 - y_slope * t))
+
+
 def activation(name: str, x: Array, dtype: Any) -> Array:
     """The activation of float32 `x`, as accurate as results that are rounded to `dtype` need."""
+    exact = dtype == jnp.float32
     match name:
         case "gelu":
-            return _gelu_erf(x) if dtype == jnp.float32 else _gelu_erf_16bit(x)
+            return _gelu_erf(x) if exact else _gelu_erf_16bit(x)
         case "gelu_tanh":
-            return _gelu_tanh(x)
+            if exact:
+                a = jnp.minimum(jnp.abs(x), 10.705)
+                return _times_sigmoid(x, a, *_exp_minus(*_tanh_form(a)))
+            return x * _sigmoid(x * (2.0 * math.sqrt(2.0 / math.pi) * (1.0 + 0.044715 * (x * x))))
+        case "silu":
+            if exact:
+                a = jnp.minimum(jnp.abs(x), 104.66)
+                return _times_sigmoid(x, a, *_exp_minus(a, 0.0, 1.0))
+            return x * _sigmoid(x)
         case "relu":
             return jnp.where(x < 0.0, 0.0, x)  # Triton's maximum would turn NaN into 0
-        case "silu":
-            return x * _sigmoid(x)
         case "tanh":
             return jnp.tanh(x)
     raise ValueError(f"no kernel has the activation {name!r}")
+
+
+def activation_gradient(name: str, x: Array, dy: Array, dtype: Any) -> Array:
+    """`dy` times the activation's derivative at `x`, all float32; `dtype` is that of the array that x comes from.
+
+    The derivatives for 16 bits are as accurate as those for float32, but far in the negative tails: bias gradients may
+    be float32 whatever x is.
+    """
+    if name == "relu":
+        return jnp.where(x > 0.0, dy, 0.0)
+    exact = dtype == jnp.float32
+    a = jnp.abs(x)
+    match name:
+        case "tanh":
+            a = jnp.where(a > 52.33, 52.33, a)  # a minimum that keeps NaN
+            e = _exp(*_exp_minus(a, 0.0, 2.0)) if exact else exp2(a * (-2.0 * math.log2(math.e)))
+            t, s = _inverse(e)
+            slope = 4.0 * (t * t) * e
+            return dy * (slope + slope * (2.0 * s))
+        case "gelu":
+            a = jnp.minimum(a, 14.468)
+            e = _exp(*_exp_minus(*_half_square(a))) if exact else exp2(a * a * (-0.5 * math.log2(math.e)))
+            # 0.7517915 is where the derivative at -a is 0; the rest is a minimax fit of the relative error.
+            below = e * (0.7517915246935643 - a) * _polynomial(
+                a * reciprocal(1.0 + 0.25 * a),
+                1.22685106e-06, -2.0015146e-05, 8.15572273e-05, 0.000636503189, -0.00934950055, 0.0533910039,
+                -0.176652334, 0.665077969,
+            )  # fmt: skip
+        case "gelu_tanh":
+            a = jnp.minimum(a, 10.705)
+            linear, cubic = 2.0 * math.sqrt(2.0 / math.pi), 2.0 * math.sqrt(2.0 / math.pi) * 0.044715
+            square = a * a
+            if exact:
+                e = _exp(*_exp_minus(*_tanh_form(a)))
+            else:
+                e = exp2(a * (square * (-cubic * math.log2(math.e)) - linear * math.log2(math.e)))
+            below = _slope_of_times_sigmoid(e, a * (square * (3.0 * cubic) + linear))
+        case "silu":
+            a = jnp.minimum(a, 104.66)
+            e = _exp(*_exp_minus(a, 0.0, 1.0)) if exact else exp2(a * -math.log2(math.e))
+            below = _slope_of_times_sigmoid(e, a)
+        case _:
+            raise ValueError(f"no kernel has the activation {name!r}")
+    # Infinities give NaN as in plain jnp.
+    return dy * (jnp.where(x < 0.0, below, 1.0 - below) + 0.0 * x)

@@ -153,8 +153,8 @@ def _nonzero(total):
 def _gradient(e, dy, inverse, center, rest, *, log: bool):
     """The gradient of the logits; `rest` is the sum over the row of (dy - center) * p, or of dy for log_softmax.
 
-    p, the probabilities, are the exponentials `e` times `inverse`. `center` is near the sum of dy * p. Where one p is nearly 1, so is its dy, and what is left of dy minus that sum
-    would be rounding errors.
+    p, the probabilities, are the exponentials `e` times `inverse`. `center` is near the sum of dy * p: where one p is
+    nearly 1, what is left of dy minus that sum would be rounding errors.
     """
     p = e * inverse
     return dy - p * rest if log else p * ((dy - center) - rest)

@@ -1,0 +1,65 @@
+"""Runs kernels outside of Pallas, whose interpreter forgives accesses beyond an array's end, and checks them."""
+
+import contextlib
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+from jaxft.kernels.triton import common
+
+
+class Checked:
+    """What a kernel gets for a ref."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype, self.at = array, array.shape, array.dtype, self
+        self.written = np.zeros(array.shape, bool)
+
+    def __getitem__(self, where):
+        return self, where if isinstance(where, tuple) else (where,)
+
+
+def _places(access, mask):
+    """The ref, the indices that the mask lets through, the mask with an axis per index, and the tile's shape."""
+    ref, where = access
+    lines = [int(w.start) + np.arange(w.size) if isinstance(w, pl.Slice) else np.array([int(w)]) for w in where]
+    full = tuple(map(len, lines))
+    mask = np.ones(full, bool) if mask is None else np.asarray(mask).reshape(full)
+    index = tuple(np.broadcast_to(line, full)[mask] for line in np.ix_(*lines))
+    for i, n in zip(index, ref.shape, strict=True):
+        assert i.min(initial=0) >= 0 and i.max(initial=0) < n, "an access outside of the array"
+    return ref, index, mask, [w.size for w in where if isinstance(w, pl.Slice)]
+
+
+def _load(access, mask=None, other=0):
+    ref, index, mask, shape = _places(access, mask)
+    value = np.full(mask.shape, other, ref.dtype)
+    value[mask] = ref.array[index]
+    return jnp.asarray(value.reshape(shape))
+
+
+def _store(access, value, mask=None):
+    ref, index, mask, _ = _places(access, mask)
+    assert not ref.written[index].any(), "an element is written twice"
+    ref.written[index] = True
+    ref.array[index] = np.asarray(value).reshape(mask.shape)[mask]
+
+
+def _launch(kernel, grid, operands, outputs, **_):
+    results = [Checked(np.zeros(o.shape, o.dtype)) for o in outputs]
+    refs = [None if x is None else Checked(np.asarray(x)) for x in operands]
+    for program in np.ndindex(*grid):
+        with mock.patch.object(pl, "program_id", lambda axis, program=program: jnp.int32(program[axis])):
+            kernel(*refs, *results)
+    assert all(result.written.all() for result in results), "an element is not written"
+    return [jnp.asarray(result.array) for result in results]
+
+
+@contextlib.contextmanager
+def checked():
+    """Kernels launched in here must read and write inside their arrays, and write each element once."""
+    with mock.patch.multiple(common, load=_load, store=_store, launch=_launch), jax.disable_jit():
+        yield
