@@ -51,10 +51,12 @@ class Case:
     plain: Callable[..., Any]
     configs: Sequence[Any]
     exact: str = "float32"  # the dtype in which plain jnp says what is right
+    derive: Callable[..., tuple[jax.Array, ...]] = lambda *arrays: ()  # further inputs, from those of random numbers
 
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
         keys = jax.random.split(jax.random.key(seed), len(self.shapes))
-        return tuple(jax.random.normal(k, shape, self.dtype) for k, shape in zip(keys, self.shapes, strict=True))
+        arrays = [jax.random.normal(k, shape, self.dtype) for k, shape in zip(keys, self.shapes, strict=True)]
+        return *arrays, *self.derive(*arrays)
 
 
 def row_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
@@ -77,6 +79,44 @@ def row_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
         shapes = ((rows, width), (width,), (rows, width), (width,), (width,))
         present = tuning.layer_norm(rows, width, itemsize, kind)
         yield Case("layer_norm", sizes, shapes, dtype, run, reference.bias_residual_layer_norm, [present, *configs])
+
+
+def row_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
+    def saved(dy: jax.Array, x: jax.Array, bias: jax.Array, residual: jax.Array, _: jax.Array) -> tuple[jax.Array]:
+        """Of the forward pass: mean and 1 / sqrt(variance + epsilon) of each row."""
+        total = x.astype(jnp.float32) + bias.astype(jnp.float32) + residual.astype(jnp.float32)
+        return (jnp.stack([jnp.mean(total, -1), jax.lax.rsqrt(jnp.var(total, -1) + 1e-6)]),)
+
+    def run(
+        dy: jax.Array, x: jax.Array, bias: jax.Array, residual: jax.Array, gamma: jax.Array, saved: jax.Array,
+        config: tuning.GradientConfig,
+    ) -> Any:  # fmt: skip
+        dx, _, sums = layer_norm.backward(
+            dy, None, x, bias, residual, gamma, None, saved, dropout_rate=0.0, vectors=("bias", "gamma", "beta"),
+            config=config, interpret=False,
+        )  # fmt: skip
+        return dx, sums.astype(bias.dtype)
+
+    def plain(
+        dy: jax.Array, x: jax.Array, bias: jax.Array, residual: jax.Array, gamma: jax.Array, saved: jax.Array
+    ) -> Any:
+        def op(x: jax.Array, bias: jax.Array, gamma: jax.Array, beta: jax.Array) -> jax.Array:
+            return reference.bias_residual_layer_norm(x, bias, residual, gamma, beta)
+
+        dx, *sums = jax.vjp(op, x, bias, gamma, jnp.zeros_like(bias))[1](dy)
+        return dx, jnp.stack(sums)
+
+    for rows, width in ROWS:
+        block_width = tuning.next_power_of_2(width)
+        configs = [
+            tuning.GradientConfig(block_rows, block_width, programs, num_warps)
+            for block_rows, num_warps, programs in itertools.product((1, 2), (1, 2, 4, 8), (132, 264, 528, 792, 1056))
+            if 8 <= block_rows * block_width // (32 * num_warps) <= 32 and programs * block_rows <= rows
+        ]
+        sizes = {"rows": rows, "width": width, "itemsize": itemsize}
+        shapes = ((rows, width), (rows, width), (width,), (rows, width), (width,))
+        configs = [tuning.layer_norm_backward(rows, width, itemsize, kind), *configs]
+        yield Case("layer_norm_backward", sizes, shapes, dtype, run, plain, configs, exact="float64", derive=saved)
 
 
 def softmax_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
@@ -296,8 +336,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     kind = dispatch.device_kind()
     path = args.out / f"{kind.replace(' ', '_')}.json"
     table = json.loads(path.read_text()) if path.is_file() else {}
-    kinds = (row_cases, softmax_cases, elementwise_cases, elementwise_gradient_cases, permute_cases, split_cases,
-             attention_cases, dense_cases)  # fmt: skip
+    kinds = (row_cases, row_gradient_cases, softmax_cases, elementwise_cases, elementwise_gradient_cases, permute_cases,
+             split_cases, attention_cases, dense_cases)  # fmt: skip
     for dtype, cases in itertools.product(args.dtypes, kinds):
         for case in cases(dtype, jnp.dtype(dtype).itemsize, kind):
             if args.only is None or case.op in args.only:

@@ -260,7 +260,7 @@ class BertEmbeddings(nnx.Module):
             x = x + token_type.astype(jnp.float32)
         gamma, beta, implementation = self.norm_gamma[...], self.norm_beta[...], self.options.implementation
         x = x.astype(self.options.dtype)
-        return layer_norm(x, gamma, beta, epsilon=config.layer_norm_eps, implementation=implementation)
+        return layer_norm(x, gamma, beta, epsilon=config.layer_norm_eps, in_place=True, implementation=implementation)
 
 
 class BertLayer(nnx.Module):
@@ -293,12 +293,13 @@ class BertLayer(nnx.Module):
         )
         h = dense(attended.reshape(x.shape), self.out_kernel[...].astype(dtype), implementation=implementation)
         gamma, beta = self.attention_norm_gamma[...], self.attention_norm_beta[...]
-        x = bias_residual_layer_norm(h, self.out_bias[...], x, gamma, beta, epsilon=eps, implementation=implementation)
+        options: dict[str, Any] = {"epsilon": eps, "in_place": True, "implementation": implementation}
+        x = bias_residual_layer_norm(h, self.out_bias[...], x, gamma, beta, **options)
         kernel, bias, activation = self.ffn_in_kernel[...].astype(dtype), self.ffn_in_bias[...], config.hidden_act
         h = dense(x, kernel, bias, activation=_ACTIVATIONS[activation], implementation=implementation)
         h = dense(h, self.ffn_out_kernel[...].astype(dtype), implementation=implementation)
         bias, gamma, beta = self.ffn_out_bias[...], self.ffn_norm_gamma[...], self.ffn_norm_beta[...]
-        return bias_residual_layer_norm(h, bias, x, gamma, beta, epsilon=eps, implementation=implementation)
+        return bias_residual_layer_norm(h, bias, x, gamma, beta, **options)
 
 
 class BertPooler(nnx.Module):

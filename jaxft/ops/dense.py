@@ -123,25 +123,27 @@ class _Plan:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _triton(x, kernel, bias, residual, plan):
     if plan.product is None:
-        return _epilogue(jnp.matmul(x, kernel, precision=plan.precision), bias, residual, plan)
+        return _epilogue(jnp.matmul(x, kernel, precision=plan.precision), bias, residual, plan, in_place=True)
     return triton.forward(
         x, kernel, bias, residual, activation=plan.activation, precision=plan.kernel_precision, config=plan.product,
         interpret=plan.interpret,
     )  # fmt: skip
 
 
-def _epilogue(y, bias, residual, plan):
-    """activation(y + bias) + residual of a product `y` in memory."""
+def _epilogue(y, bias, residual, plan, in_place):
+    """activation(y + bias) + residual of a product `y` in memory, which may end there."""
     if plan.activation is None or residual is not None:
         return reference.dense_epilogue(y, bias, plan.activation, residual)
-    return bias_activation.forward(y, bias, activation=plan.activation, config=plan.epilogue, interpret=plan.interpret)
+    return bias_activation.forward(
+        y, bias, activation=plan.activation, config=plan.epilogue, in_place=in_place, interpret=plan.interpret
+    )
 
 
 def _fwd(x, kernel, bias, residual, plan):
     if plan.product is not None:
         return _triton(x, kernel, bias, residual, plan), (x, kernel, bias, residual, None)
     y = jnp.matmul(x, kernel, precision=plan.precision)
-    return _epilogue(y, bias, residual, plan), (x, kernel, bias, residual, y)
+    return _epilogue(y, bias, residual, plan, in_place=False), (x, kernel, bias, residual, y)
 
 
 def _bwd(plan, saved, d_out):
