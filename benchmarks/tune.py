@@ -26,7 +26,7 @@ from jaxft.kernels.triton import attention, bias_activation, dense, layer_norm, 
 TUNED = Path(tuning.__file__).parent / "tuned"
 ROWS = [(128, 768), (1024, 768), (4096, 768), (16384, 768), (16384, 1024), (65536, 1024), (4096, 384)]  # rows, width
 FEED_FORWARD = [(128, 3072), (1024, 3072), (4096, 3072), (16384, 3072), (16384, 4096), (4096, 1536)]
-SOFTMAX_WIDTHS = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 32768]
+SOFTMAX_WIDTHS = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
 # batch, heads, length, head size
 ATTENTION = [(1, 12, 128, 64), (8, 12, 128, 64), (32, 12, 128, 64), (128, 12, 128, 64), (256, 16, 128, 64),
              (32, 12, 512, 64), (64, 16, 512, 64), (8, 16, 2048, 64), (2, 16, 8192, 64), (32, 12, 128, 32)]  # fmt: skip
@@ -100,7 +100,7 @@ def row_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
     def plain(
         dy: jax.Array, x: jax.Array, bias: jax.Array, residual: jax.Array, gamma: jax.Array, saved: jax.Array
     ) -> Any:
-        def op(x: jax.Array, bias: jax.Array, gamma: jax.Array, beta: jax.Array) -> jax.Array:
+        def op(x: jax.Array, bias: jax.Array, gamma: jax.Array, beta: jax.Array) -> Any:
             return reference.bias_residual_layer_norm(x, bias, residual, gamma, beta)
 
         dx, *sums = jax.vjp(op, x, bias, gamma, jnp.zeros_like(bias))[1](dy)
@@ -141,7 +141,7 @@ def softmax_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
                 blocks = [(elements, width) for elements in (width, 256, 512, 1024, 2048) if elements >= width]
                 warps: tuple[int, ...] = (1, 2, 4)
             else:  # a row, or a chunk of one
-                blocks = [(chunk, chunk) for chunk in {width, min(width, 8192), min(width, 4096)}]
+                blocks = [(chunk, chunk) for chunk in {width, *(min(width, n) for n in (4096, 8192, 16384))}]
                 warps = (2, 4, 8, 16, 32)
             configs = [
                 tuning.RowConfig(elements // block_width, block_width, num_warps)

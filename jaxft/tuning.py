@@ -117,7 +117,11 @@ def layer_norm(rows: int, width: int, itemsize: int, device_kind: str) -> RowCon
 def layer_norm_backward(rows: int, width: int, itemsize: int, device_kind: str) -> GradientConfig:
     block_width = next_power_of_2(width)
     if block_width <= 8192:  # with the sums of three vectors in registers
-        default = GradientConfig(max(1, 1024 // block_width), block_width, 264, max(4, block_width // 512))
+        programs = 528 if rows * width < 2**23 else 792
+        num_warps = 4 if block_width <= 1024 else block_width // 512
+        default = GradientConfig(max(1, 1024 // block_width), block_width, programs, num_warps)
+        if block_width > 1024:
+            default = dataclasses.replace(default, programs=max(132, programs * 512 // block_width))
     else:  # the more rows in a block, the fewer partial sums
         default = GradientConfig(8, 1024, 264, 8)
     return lookup("layer_norm_backward", default, device_kind, rows=rows, width=width, itemsize=itemsize)
@@ -135,10 +139,12 @@ def softmax_backward(rows: int, width: int, itemsize: int, device_kind: str) -> 
 
 def _softmax(op: str, warp: int, longest: int, rows: int, width: int, itemsize: int, device_kind: str) -> RowConfig:
     """A warp for `warp` elements (fewer in small arrays, which want more warps), rows up to `longest` in registers."""
-    block_width = next_power_of_2(width) if width <= longest else longest // 2
+    block_width = next_power_of_2(width)
     if rows * width < 2**20:
         warp = 256
-    default = RowConfig(max(1, warp // block_width), block_width, num_warps=min(max(1, block_width // warp), 16))
+    default = RowConfig(max(1, warp // block_width), block_width, num_warps=min(max(1, block_width // warp), 8))
+    if width > longest:
+        default = RowConfig(1, 8192, 16)
     return lookup(op, default, device_kind, rows=rows, width=width, itemsize=itemsize)
 
 

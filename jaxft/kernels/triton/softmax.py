@@ -180,6 +180,21 @@ def _select(allowed, x, otherwise):
     return x if allowed is None else jnp.where(allowed, x, otherwise)
 
 
+def _visit_all(chunks: int, chunk, visit):
+    """What `visit` finds in the chunks of a row, and the last of them, which stays in registers."""
+    found = None
+    if chunks > 1:
+        found = lax.fori_loop(1, chunks - 1, lambda i, found: visit(chunk(i), found), visit(chunk(0)))
+    last = chunk(chunks - 1)
+    return last, visit(last, found)
+
+
+def _write_all(chunks: int, chunk, last, write) -> None:
+    write(last)
+    if chunks > 1:  # those that were read most recently first, while a cache has them
+        lax.fori_loop(0, chunks - 1, lambda i, _: write(chunk(chunks - 2 - i)), None)
+
+
 def _fwd_kernel(
     x_ref, bias_ref, mask_ref, y_ref,
     *, log: bool, scale: float, bias_axes: Axes, mask_axes: Axes, block_rows: int, block_width: int,
@@ -207,13 +222,10 @@ def _fwd_kernel(
             y = common.exp(shifted) * (1.0 / _nonzero(total))[:, None]
         common.store(y_ref.at[tile.place], y.astype(y_ref.dtype), mask=tile.inside)
 
-    first, chunks = chunk(0), pl.cdiv(x_ref.shape[1], block_width)
-    top, total = lax.fori_loop(1, chunks, lambda i, found: visit(chunk(i), found), visit(first))
+    chunks = pl.cdiv(x_ref.shape[1], block_width)
+    last, (top, total) = _visit_all(chunks, chunk, visit)
     total = total[0] + total[1]
-    if chunks == 1:
-        write(first, top, total)
-    else:
-        lax.fori_loop(0, chunks, lambda i, _: write(chunk(i), top, total), None)
+    _write_all(chunks, chunk, last, lambda chunk: write(chunk, top, total))
 
 
 def _bwd_kernel(
@@ -260,18 +272,15 @@ def _bwd_kernel(
         if whole_gradient:
             common.store(more_ref.at[tile.place], gradient.astype(more_ref.dtype), mask=tile.inside)
 
-    first, chunks = chunk(0), pl.cdiv(x_ref.shape[1], block_width)
-    top, total, center, rest = lax.fori_loop(1, chunks, lambda i, found: visit(chunk(i), found), visit(first))
+    chunks = pl.cdiv(x_ref.shape[1], block_width)
+    last, (top, total, center, rest) = _visit_all(chunks, chunk, visit)
     inverse, rest = 1.0 / _nonzero(total[0] + total[1]), rest[0] + rest[1]
     found = _shift_of(top), inverse, center, rest if log else rest * inverse
     if more_ref is not None and not whole_gradient:
         for n, values in enumerate(found):
             index = jnp.int32(n), common.span(row, block_rows)
-            common.store(more_ref.at[index], values, mask=first[0].in_rows)
-    if chunks == 1:
-        write(first, found)
-    else:
-        lax.fori_loop(0, chunks, lambda i, _: write(chunk(i), found), None)
+            common.store(more_ref.at[index], values, mask=last[0].in_rows)
+    _write_all(chunks, chunk, last, lambda chunk: write(chunk, found))
 
 
 # --- Entry points ------------------------------------------------------------------------------------------------
