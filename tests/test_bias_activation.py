@@ -269,7 +269,6 @@ def test_any_gradient_config(dtype, of_bias):
         return jax.vjp(functools.partial(reference.bias_activation, activation="gelu"), x, bias)[1](dy)
 
     expected, exact = jit(plain)(dy, x, bias), in_float64(plain, dy, x, bias)
-    gradients = []
     for config in GRADIENT_CONFIGS:
 
         @jit
@@ -282,9 +281,6 @@ def test_any_gradient_config(dtype, of_bias):
         total = None if bias is None else partials[0].sum(0).astype(bias.dtype)
         assert_matches_oracle((dx, total), expected, exact, seed=config)
         chex.assert_trees_all_equal(run(dy, x, bias), [dx, *partials])
-        gradients.append(dx)
-    for other in gradients[1:]:
-        chex.assert_trees_all_equal(other, gradients[0])
 
 
 @pytest.mark.parametrize("sizes", [(1, 128, 1), (2, 4, 3), (8, 8, 2), (16, 16, 9)], ids=str)
