@@ -17,7 +17,6 @@ from checked import checked
 from compare import assert_matches_oracle
 from jaxft import reference
 from jaxft.kernels.triton import bias_activation as kernel
-from jaxft.kernels.triton import common
 from jaxft.tuning import ElementwiseConfig, GradientConfig
 
 ACTIVATIONS = ["gelu", "gelu_tanh", "relu", "silu", "tanh"]
@@ -160,8 +159,11 @@ def exact_gradient(x, activation):
 def test_derivatives(activation, dtype):
     """Right in absolute terms everywhere, and but for a zero crossing to a few digits in the tails."""
     x = np.linspace(-20, 20, 200_001).astype(np.float32)
-    run = functools.partial(common.activation_gradient, activation, dtype=dtype)
-    got, exact = np.asarray(jit(run)(x, jnp.ones_like(x))), exact_gradient(x, activation)
+    config = GradientConfig(1, 8192, 1, 4)
+    run = jit(functools.partial(kernel.backward, activation=activation, config=config, interpret=INTERPRET))
+    # The gradient of a float32 bias, of one row of zeros, is the derivative there before it is rounded to `dtype`.
+    _, partials = run(jnp.ones((1, x.size), dtype), jnp.zeros((1, x.size), dtype), jnp.asarray(x))
+    got, exact = np.asarray(partials[0]), exact_gradient(x, activation)
     error = np.abs(got.astype(np.float64) - exact)
     assert error.max() <= 5 * 2.0**-24, x[error.argmax()]
     if activation != "relu":
@@ -269,7 +271,6 @@ def test_any_gradient_config(dtype, of_bias):
         return jax.vjp(functools.partial(reference.bias_activation, activation="gelu"), x, bias)[1](dy)
 
     expected, exact = jit(plain)(dy, x, bias), in_float64(plain, dy, x, bias)
-    gradients = []
     for config in GRADIENT_CONFIGS:
 
         @jit
@@ -282,9 +283,6 @@ def test_any_gradient_config(dtype, of_bias):
         total = None if bias is None else partials[0].sum(0).astype(bias.dtype)
         assert_matches_oracle((dx, total), expected, exact, seed=config)
         chex.assert_trees_all_equal(run(dy, x, bias), [dx, *partials])
-        gradients.append(dx)
-    for other in gradients[1:]:
-        chex.assert_trees_all_equal(other, gradients[0])
 
 
 @pytest.mark.parametrize("sizes", [(1, 128, 1), (2, 4, 3), (8, 8, 2), (16, 16, 9)], ids=str)

@@ -10,7 +10,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import common
@@ -38,23 +37,32 @@ def unsupported_size(**arrays: Array | None) -> str | None:
     return None
 
 
-def _tile(row, column, x_ref, bias_ref, block_rows: int, block_width: int):
-    """Where a block lies, which of it is inside, and x + bias there."""
-    rows, width = x_ref.shape
-    in_width = common.positions(column, block_width) < width
-    inside = (common.positions(row, block_rows) < rows)[:, None] & in_width[None, :]
+def _place(shape, row, column, block_rows: int, block_width: int):
+    """Where a block of the array lies, and which of it is inside."""
+    rows, width = shape
+    in_rows, in_width = common.positions(row, block_rows) < rows, common.positions(column, block_width) < width
     tile = (common.span(row, block_rows), common.span(column, block_width))
-    x = common.load(x_ref.at[tile], mask=inside, other=0.0).astype(jnp.float32)  # [block_rows, block_width]
-    if bias_ref is not None:
-        bias = common.load(bias_ref.at[common.span(column, block_width)], mask=in_width, other=0.0)
-        x = x + bias.astype(jnp.float32)[None, :]
-    return tile, inside, x
+    return tile, in_rows[:, None] & in_width[None, :]  # [block_rows, block_width]
+
+
+def _load_bias(bias_ref, column, block_width: int):
+    if bias_ref is None:
+        return None
+    in_width = common.positions(column, block_width) < bias_ref.shape[0]
+    bias = common.load(bias_ref.at[common.span(column, block_width)], mask=in_width, other=0.0)
+    return bias.astype(jnp.float32)[None, :]
+
+
+def _add_bias(x, bias):
+    return x.astype(jnp.float32) if bias is None else x.astype(jnp.float32) + bias
 
 
 def _fwd_kernel(x_ref, bias_ref, y_ref, *, activation: str, block_rows: int, block_width: int):
     row, column = pl.program_id(1) * block_rows, pl.program_id(0) * block_width
-    tile, inside, x = _tile(row, column, x_ref, bias_ref, block_rows, block_width)
-    common.store(y_ref.at[tile], common.activation(activation, x, y_ref.dtype).astype(y_ref.dtype), mask=inside)
+    tile, inside = _place(x_ref.shape, row, column, block_rows, block_width)
+    x = common.load(x_ref.at[tile], mask=inside, other=0.0)
+    y = common.activation(activation, _add_bias(x, _load_bias(bias_ref, column, block_width)), y_ref.dtype)
+    common.store(y_ref.at[tile], y.astype(y_ref.dtype), mask=inside)
 
 
 def _bwd_kernel(
@@ -63,23 +71,29 @@ def _bwd_kernel(
 ):  # fmt: skip
     rows, width = x_ref.shape
     column, program = pl.program_id(0) * block_width, pl.program_id(1)
-    blocks = pl.cdiv(rows, block_rows)
+    bias = _load_bias(bias_ref, column, block_width)
 
-    def add_block(i, total):
-        row = (i * programs + program) * block_rows  # programs that run at a time read blocks that lie together
-        tile, inside, x = _tile(row, column, x_ref, bias_ref, block_rows, block_width)
-        dy = common.load(dy_ref.at[tile], mask=inside, other=0.0).astype(jnp.float32)
+    def place(block):
+        return _place(x_ref.shape, block * block_rows, column, block_rows, block_width)
+
+    def read(block):
+        tile, inside = place(block)
+        return tuple(common.load(ref.at[tile], mask=inside, other=0.0) for ref in (x_ref, dy_ref))
+
+    def work(block, values, total):
+        tile, inside = place(block)
+        x, dy = _add_bias(values[0], bias), values[1].astype(jnp.float32)
         dx = common.activation_gradient(activation, x, dy, x_ref.dtype)
         common.store(dx_ref.at[tile], dx.astype(dx_ref.dtype), mask=inside)
         # Beyond the last row dy is 0 and x the bias, so that dx is 0, or NaN where all rows of the column have NaN.
         return total if partial_ref is None else total + dx
 
     total = None if partial_ref is None else jnp.zeros((block_rows, block_width), jnp.float32)
-    total = lax.fori_loop(0, lax.div(blocks - 1 - program, jnp.int32(programs)) + 1, add_block, total)
+    total = common.read_ahead(program, programs, pl.cdiv(rows, block_rows), read, work, total)
     if partial_ref is not None:
-        columns = common.span(column, block_width)
         in_width = common.positions(column, block_width) < width
-        common.store(partial_ref.at[program, columns], jnp.sum(total, axis=0), mask=in_width)
+        place_of_sums = partial_ref.at[program, common.span(column, block_width)]
+        common.store(place_of_sums, jnp.sum(total, axis=0), mask=in_width)
 
 
 def forward(
