@@ -16,7 +16,7 @@ from jaxft import reference
 from jaxft.ops.bias_activation import bias_activation
 
 SHAPES = [(128, 3072), (1024, 3072), (4096, 3072), (16384, 4096)]  # rows, width
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("bfloat16", "float32")
 
 
 def nbytes(direction: str, rows: int, width: int, itemsize: int) -> int:

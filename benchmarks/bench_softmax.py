@@ -15,10 +15,9 @@ from jaxft.ops.softmax import softmax
 ELEMENTS = 64 * 2**20
 # direction, shape, dtype, whether it is masked
 CASES: list[tuple[str, tuple[int, ...], str, bool]] = [
-    (direction, (ELEMENTS // width, width), dtype, False)
+    (direction, (ELEMENTS // width, width), "float16", False)
     for direction in ("forward", "forward+backward")
-    for dtype in ("float16", "bfloat16")
-    for width in (32, 128, 1024, 4096, 32768)
+    for width in (32, 128, 1024, 4096, 16384, 32768)
 ]
 # Attention scores: those of OneFlow's table, and with the mask and the scale of FasterTransformer's.
 CASES += [("forward", (32, 64, length, length), "float32", False) for length in (16, 32, 64, 128, 256, 512)]
@@ -27,7 +26,7 @@ CASES += [
     for direction in ("forward", "forward+backward")
     for length in (128, 512)
 ]
-QUICK_CASES = [CASES[2], CASES[12], *CASES[20:24], *CASES[26:]]
+QUICK_CASES = [CASES[2], CASES[8], *CASES[12:16], *CASES[18:]]
 
 
 def nbytes(direction: str, shape: Sequence[int], itemsize: int, masked: bool) -> int:

@@ -1,11 +1,11 @@
-"""Writes the README's results: tables between its markers and a chart, from benchmarks/results/*.csv.
+"""Writes the README's results, tables between its markers and a chart, and a page of all others, from the CSV files.
 
 Of the rows with the same op, implementation, direction, shape, dtype and metric, the newest counts. Running it twice
 changes nothing.
 """
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ TITLES = {
     "encoder": "Encoder, forward (microseconds for the whole stack, embeddings not included)",
     "attention": "Attention, forward, from packed QKV (microseconds)",
     "dense": "Dense layers of few rows, forward (microseconds)",
-    "other": "Row kernels, forward (microseconds)",
+    "other": "Row and layout kernels (microseconds)",
 }
+SHORT = ("encoder", "attention")  # what the README itself shows
 METRICS = {
     "queued_us": "wall time per call, calls queued back to back",
     "device_us": "the kernels' own time on the GPU, from CUPTI",
@@ -51,9 +52,11 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *body))
 
 
-def tables(rows: Sequence[timing.Row]) -> str:
+def tables(rows: Sequence[timing.Row], names: Collection[str]) -> str:
     parts = []
     for name, title in TITLES.items():
+        if name not in names:
+            continue
         chosen = [row for row in rows if section(row) == name and row["metric"] == metric_of(name)]
         if chosen:
             chosen.sort(key=by_case)
@@ -104,7 +107,11 @@ def write(readme: Path, results: Path) -> None:
             image = path.with_suffix(".png")
             chart(rows, image, device)
             parts.append(f"![Encoder times on {device}]({image.relative_to(readme.parent)})")
-        parts.append(tables(rows))
+        parts.append(tables(rows, SHORT))
+        if others := tables(rows, TITLES.keys() - SHORT):
+            page = path.with_suffix(".md")
+            page.write_text(f"# {device}\n\nMeasured {measured} with JAX {versions}, from `{path.name}`.\n\n{others}\n")
+            parts.append(f"The other kernels: [{page.relative_to(readme.parent)}]({page.relative_to(readme.parent)}).")
     head, rest = text.split(BEGIN)
     body = "\n\n".join(parts) or "No results yet."
     readme.write_text(f"{head}{BEGIN}\n\n{body}\n\n{END}{rest.split(END)[1]}")

@@ -300,16 +300,23 @@ def test_reruns_are_bitwise_equal(name, implementation):
 @pytest.mark.parametrize("seed", seeds(3))
 def test_random(name, seed):
     rng = np.random.default_rng(seed)
-    shape = tuple(int(n) for n in rng.choice([1, 2, 5, 13, 100], rng.integers(1, 4)))
+    shape = tuple(int(n) for n in rng.choice([1, 2, 5, 13, 31], rng.integers(1, 4)))
     dtype, bias_dtype = (jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"]))) for _ in range(2))
+    peak, scale = int(rng.choice([1, 3])), some(rng, float(rng.uniform(-2.0, 2.0)))
+    if jnp.float32 in (dtype, bias_dtype):
+        # Rounding to 16 bits hides much that is chance here. Of few numbers plain jnp may by chance have nearly all
+        # exact; and whether x * scale + bias - maximum is rounded two or three times is up to a compiler.
+        while np.prod(shape[:-1], dtype=int) < 10:
+            shape = (5, *shape)
+        peak, scale = 1, None if scale is None else 2.0 ** round(scale)
 
     def broadcast():
         return tuple(n if rng.random() < 0.7 else 1 for n in shape[int(rng.integers(0, 2)) :])
 
     floats = normal(rng, dtype, x=shape) | normal(rng, bias_dtype, bias=some(rng, broadcast()))
-    floats["x"] = floats["x"] * int(rng.choice([1, 8]))
-    options = {"scale": some(rng, float(rng.uniform(-2.0, 2.0))), "mask": some(rng, rng.random(broadcast()) < 0.7)}
-    check_op(name, floats, seed, in_place=bool(rng.random() < 0.5), **options)
+    floats["x"] = floats["x"] * peak
+    mask = some(rng, rng.random(broadcast()) < 0.7)
+    check_op(name, floats, seed, in_place=bool(rng.random() < 0.5), scale=scale, mask=mask)
 
 
 X = np.ones((2, 3, 8), np.float32)
@@ -361,7 +368,7 @@ def test_the_kernel_refuses_what_32_bits_cannot_count(name):
     jax.eval_shape(call, of(2**17, 2**16), width)
     for x, mask, message in (
         (of(2**15, 2**16), of(2**15, 2**16, dtype=bool), "mask has 2147483648 elements"),
-        (of(2**31, 1), of(1, dtype=bool), "x has 2147483648 rows of 1 elements, the kernel takes at most 2147483647"),
+        (of(2**31, 1), of(1, dtype=bool), "x has 2147483648 rows, the kernels take at most 2^30"),
         (of(1, 2**31), of(1, dtype=bool), "x has 1 rows of 2147483648 elements"),
     ):
         with pytest.raises(NotImplementedError, match=message):

@@ -53,7 +53,7 @@ def layer_norm(
     """
     op = "layer_norm"
     x, gamma, beta, epsilon = _check(op, x, gamma, beta, epsilon)
-    reason = triton.unsupported(x=x, gamma=gamma, beta=beta)
+    reason = triton.unsupported(x, gamma=gamma, beta=beta)
     return _run(op, x, None, None, gamma, beta, None, reason, epsilon, 0.0, False, in_place, implementation)[0]
 
 
@@ -108,7 +108,7 @@ def bias_residual_layer_norm(
     common.check_shape(op, "residual", residual, x.shape)
     common.check_same_dtype(op, "residual", residual, "x", x)
     rate = common.check_dropout(op, dropout_rate, dropout_rng)
-    reason = triton.unsupported(x=x, bias=bias, gamma=gamma, beta=beta)
+    reason = triton.unsupported(x, bias=bias, gamma=gamma, beta=beta)
     rng = dropout_rng if rate > 0.0 else None
     out = _run(op, x, bias, residual, gamma, beta, rng, reason, epsilon, rate, return_sum, in_place, implementation)
     return out if return_sum else out[0]

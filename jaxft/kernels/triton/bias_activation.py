@@ -19,22 +19,7 @@ Array = jax.Array
 
 
 def unsupported(x: Array, bias: Array | None) -> str | None:
-    return common.unsupported_dtype(x=x, bias=bias) or unsupported_size(x=x)
-
-
-def unsupported_size(**arrays: Array | None) -> str | None:
-    """Why the kernels cannot take these arrays as `[rows, width]`, if they cannot.
-
-    Pallas' offsets are 32-bit into arrays of up to 2^32 bytes and 64-bit into larger ones, so the number of elements,
-    of 2 bytes or more, is free. But a position in one dimension is 32-bit, and that past the end of the last block too.
-    """
-    for name, x in arrays.items():
-        if x is not None and x.size > 0:
-            width = x.shape[-1]
-            for what, length in (("rows", x.size // width), ("columns", width)):
-                if length > 2**30:
-                    return f"{name} has {length} {what}, the kernels take at most 2^30"
-    return None
+    return common.unsupported_dtype(x=x, bias=bias) or common.unsupported_size(x)
 
 
 def _place(shape, row, column, block_rows: int, block_width: int):
@@ -128,7 +113,7 @@ def backward(
 ) -> list[Array]:
     """dy and x [M, D], bias [D] -> dx [M, D], and of the bias' gradient partial sums [programs, D] in float32."""
     rows, width = x.shape
-    programs = min(config.programs, pl.cdiv(rows, config.block_rows))
+    programs = common.share(config.programs, pl.cdiv(rows, config.block_rows))
     kernel = functools.partial(
         _bwd_kernel,
         activation=activation,

@@ -110,6 +110,11 @@ def _instruction(name: str, x: Array) -> Array:
     return y
 
 
+def share(programs: int, blocks: int) -> int:
+    """How many programs add up the blocks, if `programs` are wanted: more additions in a row would lose digits."""
+    return min(blocks, max(programs, pl.cdiv(blocks, 128)))
+
+
 def read_ahead(
     program: Array, programs: int, blocks: int, read: Callable[[Any], Any], work: Callable[..., Any], carry: Any = None
 ) -> Any:
@@ -141,6 +146,19 @@ def unsupported_dtype(**arrays: Array | None) -> str | None:
     for name, x in arrays.items():
         if x is not None and x.dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
             return f"{name} is {x.dtype}, the kernels take float32, float16 and bfloat16"
+    return None
+
+
+def unsupported_size(x: Array) -> str | None:
+    """Why the kernels cannot take x as `[rows, width]`, if they cannot.
+
+    Pallas' offsets are 32-bit into arrays of up to 2^32 bytes and 64-bit into larger ones, so the number of elements,
+    of 2 bytes or more, is free. But a position in one dimension is 32-bit, and that past the end of the last block too.
+    """
+    width = x.shape[-1]
+    for what, length in (("rows", math.prod(x.shape[:-1])), ("columns", width)):
+        if x.size > 0 and length > 2**30:
+            return f"x has {length} {what}, the kernels take at most 2^30"
     return None
 
 

@@ -23,8 +23,8 @@ Array = jax.Array
 Ref = Any
 
 
-def unsupported(**arrays: Array | None) -> str | None:
-    return common.unsupported_dtype(**arrays)
+def unsupported(x: Array, **vectors: Array | None) -> str | None:
+    return common.unsupported_dtype(x=x, **vectors) or common.unsupported_size(x)
 
 
 class _Place(NamedTuple):
@@ -277,7 +277,7 @@ def backward(
     """
     rows, width = x.shape
     blocks = pl.cdiv(rows, config.block_rows)
-    programs = min(config.programs, blocks) if width <= config.block_width else blocks
+    programs = common.share(config.programs, blocks) if width <= config.block_width else blocks
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     outputs = [out, out] if residual is not None and seed is not None else [out]
     if vectors:

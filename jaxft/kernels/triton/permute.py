@@ -234,7 +234,7 @@ def _join_kernel(q_ref, k_ref, v_ref, qkv_ref, sums_ref=None, *, programs: int, 
 def join_heads(parts: Sequence[Array], *, with_sums: bool, config: GradientConfig, interpret: bool) -> list[Array]:
     """The way back: three [B, N, T, H] -> [B, T, 3*N*H], and if asked for its rows' partial sums [programs, 3*N*H]."""
     batch, heads, length, size = parts[0].shape
-    programs = min(config.programs, batch * pl.cdiv(length, config.block_rows))
+    programs = common.share(config.programs, batch * pl.cdiv(length, config.block_rows))
     qkv = jax.ShapeDtypeStruct((batch, length, 3, heads, size), parts[0].dtype)
     sums = jax.ShapeDtypeStruct((programs, 3, heads, size), jnp.float32)
     found = common.launch(

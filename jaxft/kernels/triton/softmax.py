@@ -28,16 +28,11 @@ Array = jax.Array
 # Of each group of leading axes of x, the innermost first: its size, and how many rows of the operand a step moves.
 Axes = tuple[tuple[int, int], ...]
 
-LIMIT = 2**31 - 1  # the kernels count rows, columns, and bytes of the mask, in 32 bits
-
 
 def unsupported(x: Array, bias: Array | None, mask: Array | None) -> str | None:
-    rows, width = math.prod(x.shape[:-1]), x.shape[-1]
-    if max(rows, width) > LIMIT:
-        return f"x has {rows} rows of {width} elements, the kernel takes at most {LIMIT} of each"
-    if mask is not None and mask.size > LIMIT:
-        return f"mask has {mask.size} elements, the kernel takes at most {LIMIT}"
-    return common.unsupported_dtype(x=x, bias=bias)
+    if mask is not None and mask.size > 2**31 - 1:
+        return f"mask has {mask.size} elements, the kernel takes at most 2^31 - 1"  # whose bytes are counted in 32 bits
+    return common.unsupported_dtype(x=x, bias=bias) or common.unsupported_size(x)
 
 
 # --- Where rows of a bias or mask lie ----------------------------------------------------------------------------
@@ -118,6 +113,10 @@ def _load_broadcast(ref, axes: Axes, tile: _Tile):
 # --- The mathematics ---------------------------------------------------------------------------------------------
 
 
+def _select(allowed, x, otherwise):
+    return x if allowed is None else jnp.where(allowed, x, otherwise)
+
+
 def _shift_of(top):
     return jnp.where(top == -jnp.inf, 0.0, top)  # of a row with nothing allowed so far
 
@@ -150,21 +149,22 @@ def _nonzero(total):
     return jnp.where(total == 0.0, 1.0, total)
 
 
-def _gradient(e, dy, inverse, center, rest, *, log: bool):
+def _gradient(e, allowed, dy, inverse, center, rest, *, log: bool):
     """The gradient of the logits; `rest` is the sum over the row of (dy - center) * p, or of dy for log_softmax.
 
     p, the probabilities, are the exponentials `e` times `inverse`. `center` is near the sum of dy * p: where one p is
     nearly 1, what is left of dy minus that sum would be rounding errors.
     """
     p = e * inverse
-    return dy - p * rest if log else p * ((dy - center) - rest)
+    gradient = dy - p * rest if log else p * ((dy - center) - rest)
+    return _select(allowed, gradient, 0.0)  # a NaN in the row reaches only what is allowed
 
 
 # --- The kernels -------------------------------------------------------------------------------------------------
 
 
 def _logits(x_ref, bias_ref, mask_ref, tile: _Tile, scale: float, bias_axes: Axes, mask_axes: Axes):
-    """Which logits of the tile are allowed (None: all), and the logits, -inf where they are not."""
+    """The logits of the tile, -inf where they are not allowed, and which of them are (None: all)."""
     logits = _load(x_ref, tile.place, tile.inside).astype(jnp.float32) * scale
     if bias_ref is not None:
         logits = logits + _load_broadcast(bias_ref, bias_axes, tile).astype(jnp.float32)
@@ -173,11 +173,7 @@ def _logits(x_ref, bias_ref, mask_ref, tile: _Tile, scale: float, bias_axes: Axe
     if mask_ref is not None:
         keep = jnp.broadcast_to(_load_broadcast(mask_ref, mask_axes, tile), tile.shape)
         allowed = keep if allowed is None else allowed & keep
-    return allowed, _select(allowed, logits, -jnp.inf)
-
-
-def _select(allowed, x, otherwise):
-    return x if allowed is None else jnp.where(allowed, x, otherwise)
+    return _select(allowed, logits, -jnp.inf), allowed
 
 
 def _visit_all(chunks: int, chunk, visit):
@@ -207,14 +203,14 @@ def _fwd_kernel(
 
     def visit(chunk, before=None):
         """The maximum and the sum of exponentials."""
-        top, e, weight = _exponentials(chunk[2], None if before is None else before[0])
+        top, e, weight = _exponentials(chunk[1], None if before is None else before[0])
         total = jnp.sum(e, axis=1)
         if before is None:
             return top, (total, jnp.zeros_like(total))
         return top, _add(_times(before[1], weight), total)
 
     def write(chunk, top, total):
-        tile, allowed, logits = chunk
+        tile, logits, allowed = chunk
         shifted = logits - _shift_of(top)[:, None]
         if log:
             y = _select(allowed, shifted - jnp.log(_nonzero(total))[:, None], -jnp.inf)
@@ -238,13 +234,13 @@ def _bwd_kernel(
 
     def chunk(i):
         tile = _tile(x_ref, row, i, block_rows, block_width)
-        allowed, logits = _logits(x_ref, bias_ref, mask_ref, tile, scale, bias_axes, mask_axes)
+        logits, allowed = _logits(x_ref, bias_ref, mask_ref, tile, scale, bias_axes, mask_axes)
         dy = _load(dy_ref, tile.place, tile.inside).astype(jnp.float32)
-        return tile, allowed, logits, _select(allowed, dy, 0.0)
+        return tile, logits, allowed, _select(allowed, dy, 0.0)
 
     def visit(chunk, before=None):
         """The maximum, the sum of exponentials, and what `_gradient` asks for, times that sum."""
-        _, _, logits, dy = chunk
+        _, logits, _, dy = chunk
         top, e, weight = _exponentials(logits, None if before is None else before[0])
         total = jnp.sum(e, axis=1)
         if log:
@@ -264,10 +260,9 @@ def _bwd_kernel(
         return top, _add(old, total), jnp.where(stays, old_center, center), rest
 
     def write(chunk, found):
-        tile, allowed, logits, dy = chunk
+        tile, logits, allowed, dy = chunk
         shift, *numbers = (s[:, None] for s in found)
-        gradient = _gradient(common.exp(logits - shift), dy, *numbers, log=log)
-        gradient = _select(allowed, gradient, 0.0)  # a NaN in the row reaches only what is allowed
+        gradient = _gradient(common.exp(logits - shift), allowed, dy, *numbers, log=log)
         common.store(dx_ref.at[tile.place], (gradient * scale).astype(dx_ref.dtype), mask=tile.inside)
         if whole_gradient:
             common.store(more_ref.at[tile.place], gradient.astype(more_ref.dtype), mask=tile.inside)
@@ -343,9 +338,7 @@ def backward(
 def _bias_gradient(dy, x, bias, mask, statistics, log: bool, scale: float | None) -> Array:
     logits = x.astype(jnp.float32) * (1.0 if scale is None else scale) + bias.astype(jnp.float32)
     shift, *numbers = statistics.reshape(4, *x.shape[:-1], 1)
-    gradient = _gradient(jnp.exp(logits - shift), dy.astype(jnp.float32), *numbers, log=log)
-    if mask is not None:
-        gradient = jnp.where(mask, gradient, 0.0)
+    gradient = _gradient(jnp.exp(logits - shift), mask, dy.astype(jnp.float32), *numbers, log=log)
     own_shape = (1,) * (x.ndim - bias.ndim) + bias.shape
     axes = tuple(axis for axis, size in enumerate(own_shape) if size < x.shape[axis])
     return jnp.sum(gradient, axis=axes).reshape(bias.shape).astype(bias.dtype)
