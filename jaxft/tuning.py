@@ -215,7 +215,7 @@ def attention(
     size = next_power_of_2(head_size)
     wide = size * itemsize // 2
     if wide <= 64:
-        default = AttentionConfig(64, 64, 4, 3) if key_length <= 512 else AttentionConfig(64, 128, 4, 2)
+        default = AttentionConfig(64, 64, 4, 3)
         if batch_heads * query_length < 64 * 64:  # too few tiles of 64 queries to fill a card
             default = AttentionConfig(16, 128, 4, 2)
     elif wide <= 128:

@@ -89,7 +89,7 @@ def test_a_wrong_result_is_not_timed(wrong, tmp_path, monkeypatch):
     monkeypatch.setattr(
         bench_layer_norm, "bias_residual_layer_norm", lambda *args: (op(*args) * wrong).astype("bfloat16")
     )
-    with pytest.raises(SystemExit, match=r"bias_residual_layer_norm 5x24 bfloat16: error .* nothing is timed"):
+    with pytest.raises(SystemExit, match=r"bias_residual_layer_norm forward 5x24 bfloat16: error .* nothing is timed"):
         bench_layer_norm.main(["--quick", "--out", str(tmp_path)])
     assert not list(tmp_path.iterdir())
 
@@ -160,7 +160,8 @@ def test_report(tmp_path):
     text, chart = readme.read_text(), (results / "NVIDIA_H200.png").read_bytes()
     assert text.startswith("before\n\n") and text.endswith("\n\nafter\n") and "old" not in text
     assert "| encoder BERT-base erf GELU | 32x128 | bfloat16 | 100.00 | 150.00 | 140.00 | 1.40x |" in text
-    assert "| 10.00 | 9.00 | - | 90% |" in text
+    assert "bias_activation" not in text and "(benchmarks/results/NVIDIA_H200.md)" in text
+    assert "| 10.00 | 9.00 | - | 90% |" in (results / "NVIDIA_H200.md").read_text()
     assert "![Encoder times on NVIDIA H200](benchmarks/results/NVIDIA_H200.png)" in text
 
     report.write(readme, results)
