@@ -118,7 +118,7 @@ def layer_norm_backward(rows: int, width: int, itemsize: int, device_kind: str) 
     block_width = next_power_of_2(width)
     if block_width <= 8192:  # with the sums of three vectors in registers
         programs = 528 if rows * width < 2**23 else 792
-        num_warps = 4 if block_width <= 1024 else block_width // 512
+        num_warps = 2 if block_width <= 512 else max(4, block_width // 512)
         default = GradientConfig(max(1, 1024 // block_width), block_width, programs, num_warps)
         if block_width > 1024:
             default = dataclasses.replace(default, programs=max(132, programs * 512 // block_width))
@@ -144,7 +144,7 @@ def _softmax(op: str, warp: int, longest: int, rows: int, width: int, itemsize: 
         warp = 256
     default = RowConfig(max(1, warp // block_width), block_width, num_warps=min(max(1, block_width // warp), 8))
     if width > longest:
-        default = RowConfig(1, 8192, 16)
+        default = RowConfig(1, longest, longest // 512)
     return lookup(op, default, device_kind, rows=rows, width=width, itemsize=itemsize)
 
 
@@ -162,12 +162,8 @@ def bias_activation(rows: int, width: int, itemsize: int, device_kind: str) -> E
 
 
 def bias_activation_backward(rows: int, width: int, itemsize: int, device_kind: str) -> GradientConfig:
-    block_width = _block_width(width)
-    block_rows = max(1, 1024 // block_width)
-    # Enough programs to fill a card, but each with several blocks: it writes partial sums of 32 bits.
-    columns, blocks = -(-width // block_width), -(-rows // block_rows)
-    programs = max(1, min(1024 // columns, blocks // 4))
-    default = GradientConfig(block_rows, block_width, 1 << (programs.bit_length() - 1), num_warps=4)
+    block_width = min(_block_width(width), 512)
+    default = GradientConfig(1024 // block_width, block_width, programs=512, num_warps=4)
     return lookup("bias_activation_backward", default, device_kind, rows=rows, width=width, itemsize=itemsize)
 
 

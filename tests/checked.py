@@ -25,13 +25,18 @@ class Checked:
 def _places(access, mask):
     """The ref, the indices that the mask lets through, the mask with an axis per index, and the tile's shape."""
     ref, where = access
-    lines = [int(w.start) + np.arange(w.size) if isinstance(w, pl.Slice) else np.array([int(w)]) for w in where]
-    full = tuple(map(len, lines))
+    if any(np.ndim(w) for w in where if not isinstance(w, pl.Slice)):  # a gather: arrays of indices, one an axis
+        lines = np.broadcast_arrays(*map(np.asarray, where))
+        tile = full = lines[0].shape
+    else:
+        lines = [int(w.start) + np.arange(w.size) if isinstance(w, pl.Slice) else np.array([int(w)]) for w in where]
+        full, tile = tuple(map(len, lines)), tuple(w.size for w in where if isinstance(w, pl.Slice))
+        lines = np.ix_(*lines)
     mask = np.ones(full, bool) if mask is None else np.asarray(mask).reshape(full)
-    index = tuple(np.broadcast_to(line, full)[mask] for line in np.ix_(*lines))
+    index = tuple(np.broadcast_to(line, full)[mask] for line in lines)
     for i, n in zip(index, ref.shape, strict=True):
         assert i.min(initial=0) >= 0 and i.max(initial=0) < n, "an access outside of the array"
-    return ref, index, mask, [w.size for w in where if isinstance(w, pl.Slice)]
+    return ref, index, mask, tile
 
 
 def _load(access, mask=None, other=0):
@@ -61,5 +66,9 @@ def _launch(kernel, grid, operands, outputs, **_):
 @contextlib.contextmanager
 def checked():
     """Kernels launched in here must read and write inside their arrays, and write each element once."""
-    with mock.patch.multiple(common, load=_load, store=_store, launch=_launch), jax.disable_jit():
-        yield
+    token = common._interpreting.set(True)
+    try:
+        with mock.patch.multiple(common, load=_load, store=_store, launch=_launch), jax.disable_jit():
+            yield
+    finally:
+        common._interpreting.reset(token)

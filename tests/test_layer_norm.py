@@ -12,6 +12,7 @@ import pytest
 import jaxft
 import oracle
 from cases import DTYPES, INTERPRET, check, in_float64, jit, normal, seeds, some
+from checked import checked
 from compare import assert_matches_oracle
 from jaxft import reference
 from jaxft.kernels.triton import layer_norm as kernel
@@ -162,6 +163,24 @@ def test_any_config(dtype, rate, key):
         assert_matches_oracle(got, expected, exact, seed=CONFIGS[n])
         if rate == 0.0:  # blocks do not matter to the sum of two or three elements
             chex.assert_trees_all_equal(got[0][1], expected[0][1])
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 3), (2, 8, 2), (4, 8, 9), (2, 4, 2)], ids=str)
+def test_kernels_stay_within_the_arrays(sizes, key):
+    """Where they read ahead, too."""
+    rows, width, programs = sizes
+    floats = fused_floats(np.random.default_rng(11), (7, 6))
+    x, residual, bias, gamma, beta = (floats[name] for name in ("x", "residual", "bias", "gamma", "beta"))
+    options, seed = {"dropout_rate": 0.3, "interpret": True}, reference.dropout_seed(key)
+    with checked():
+        *y, saved = kernel.forward(
+            x, bias, residual, gamma, beta, seed, epsilon=1e-6, return_sum=True, save=True, in_place=False,
+            config=RowConfig(rows, width, 1), **options,
+        )  # fmt: skip
+        kernel.backward(
+            *y, x, bias, residual, gamma, seed, saved, vectors=("bias", "gamma", "beta"),
+            config=GradientConfig(rows, width, programs, 1), **options,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("implementation", ["triton", "xla"])

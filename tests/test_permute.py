@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
 
 import jaxft
 import oracle
 from cases import DTYPES, INTERPRET, check, jit, lower, normal, seeds, some
+from checked import checked
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference, tuning
 from jaxft.kernels.triton import permute as triton
@@ -330,82 +330,33 @@ def test_join_configs(config):
     np.testing.assert_array_equal(alone, qkv)
 
 
-class Checked:
-    """A ref for a kernel that runs outside of Pallas, whose interpreter forgives accesses beyond an array's end."""
-
-    def __init__(self, array):
-        self.array, self.shape, self.dtype, self.at = array, array.shape, array.dtype, self
-
-    def __getitem__(self, where):
-        return self, where
-
-
-def places(access, mask):
-    """The array, the indices that the mask lets through, the mask with an axis per index, and the tile's shape."""
-    ref, where = access
-    lines = [int(w.start) + np.arange(w.size) if isinstance(w, pl.Slice) else np.array([int(w)]) for w in where]
-    full = tuple(map(len, lines))
-    mask = np.ones(full, bool) if mask is None else np.asarray(mask).reshape(full)
-    index = tuple(np.broadcast_to(line, full)[mask] for line in np.ix_(*lines))
-    assert all(i.min(initial=0) >= 0 and i.max(initial=0) < n for i, n in zip(index, ref.shape, strict=True))
-    return ref.array, index, mask, [w.size for w in where if isinstance(w, pl.Slice)]
-
-
-@pytest.fixture
-def run_checked(monkeypatch):
-    """Runs what `launch` is given, each program with every access checked; each element is to be written once."""
-
-    def load(access, mask=None, other=0):
-        array, index, mask, shape = places(access, mask)
-        value = np.zeros(mask.shape, array.dtype)
-        value[mask] = array[index]
-        return jnp.asarray(value.reshape(shape))
-
-    def store(access, value, mask=None):
-        array, index, mask, _ = places(access, mask)
-        assert (array[index] == -1).all()
-        array[index] = np.asarray(value).reshape(mask.shape)[mask]
-
-    def launch(kernel, grid, operands, outputs, **_):
-        results = [np.full(o.shape, -1, o.dtype) for o in outputs]
-        refs = [None if x is None else Checked(np.asarray(x)) for x in operands] + [Checked(r) for r in results]
-        for program in range(math.prod(grid)):
-            monkeypatch.setattr(pl, "program_id", lambda axis, program=program: jnp.int32(program))
-            kernel(*refs)
-        return results
-
-    def fori_loop(start, end, body, carry):
-        for i in range(int(start), int(end)):
-            carry = body(i, carry)
-        return carry
-
-    for function in (load, store, launch):
-        monkeypatch.setattr(triton.common, function.__name__, function)
-    monkeypatch.setattr(triton.lax, "fori_loop", fori_loop)
-
-
 @pytest.mark.parametrize(
     ("shape", "axes"), [((9, 13), (1, 0)), ((16, 8), (1, 0)), ((3, 5, 2, 7), (2, 0, 3, 1)), ((5, 3, 9), (1, 0, 2))],
     ids=str,
 )  # fmt: skip
-def test_permute_stays_within_the_arrays(shape, axes, run_checked):
+def test_permute_stays_within_the_arrays(shape, axes):
     x = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
     for config in (PermuteConfig(8, 64, 1), PermuteConfig(4, 32, 1), PermuteConfig(16, 16, 1)):
-        y = triton.forward(jnp.asarray(x), axes, config=config, interpret=True)
+        with checked():
+            y = triton.forward(jnp.asarray(x), axes, config=config, interpret=True)
         np.testing.assert_array_equal(y, x.transpose(axes))
 
 
 @pytest.mark.parametrize("sizes", [(4, 8, 1), (2, 2, 1)], ids=str)
-def test_split_heads_stays_within_the_arrays(sizes, run_checked):
+def test_split_heads_stays_within_the_arrays(sizes):
     qkv, bias = np.arange(2 * 5 * 18, dtype=np.float32).reshape(2, 5, 18), np.arange(18, dtype=np.float32)
-    got = triton.split_heads(jnp.asarray(qkv), jnp.asarray(bias), 2, config=ElementwiseConfig(*sizes), interpret=True)
+    with checked():
+        got = triton.split_heads(
+            jnp.asarray(qkv), jnp.asarray(bias), 2, config=ElementwiseConfig(*sizes), interpret=True
+        )
     np.testing.assert_array_equal(got, reference.qkv_bias_split_heads(qkv, bias, 2))
 
 
 @pytest.mark.parametrize("config", JOIN_CONFIGS, ids=str)
-def test_join_heads_stays_within_the_arrays(config, run_checked):
+def test_join_heads_stays_within_the_arrays(config):
     parts = np.arange(3 * 2 * 2 * 5 * 3, dtype=np.float32).reshape(3, 2, 2, 5, 3)
-    qkv, sums = triton.join_heads([*map(jnp.asarray, parts)], with_sums=True, config=config, interpret=True)
+    with checked():
+        qkv, sums = triton.join_heads([*map(jnp.asarray, parts)], with_sums=True, config=config, interpret=True)
     np.testing.assert_array_equal(reference.qkv_bias_split_heads(qkv, None, 2), parts)
     np.testing.assert_array_equal(np.sum(sums, 0), np.sum(qkv, (0, 1)))
 

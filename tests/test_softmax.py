@@ -13,6 +13,7 @@ import pytest
 import jaxft
 import oracle
 from cases import DTYPES, INTERPRET, check, check_padding, in_float64, jit, normal, seeds, some
+from checked import checked
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import softmax as kernel
@@ -373,3 +374,14 @@ def test_the_kernel_refuses_what_32_bits_cannot_count(name):
     ):
         with pytest.raises(NotImplementedError, match=message):
             jax.eval_shape(call, x, mask)
+
+
+@pytest.mark.parametrize("config", [RowConfig(1, 8, 1), RowConfig(4, 8, 1), RowConfig(2, 4, 1)], ids=str)
+def test_kernels_stay_within_the_arrays(config, name):
+    arrays = normal(np.random.default_rng(9), jnp.float32, x=(3, 3, 6), dy=(3, 3, 6), bias=(3, 6))
+    x, dy, bias = arrays.values()
+    options = {"log": name == "log_softmax", "scale": 0.5, "config": config, "interpret": True}
+    for mask in (None, jnp.ones((3, 1, 6), bool), jnp.ones((3, 1), bool)):
+        with checked():
+            kernel.forward(x, bias, mask, in_place=False, **options)
+            kernel.backward(dy, x, bias, mask, **options)

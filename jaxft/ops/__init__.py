@@ -6,7 +6,7 @@ from jaxft import dispatch
 
 _KERNEL: dict[str, str | None] = {"triton": None}
 
-#: Every public op, and the kernels that it has besides XLA's, each with why it is never chosen by itself (None: it is).
+#: Every public op, and the kernels that it has besides XLA's, each with why it cannot be used (None: it can).
 OPS: dict[str, dict[str, str | None]] = {
     "layer_norm": _KERNEL,
     "bias_residual_layer_norm": _KERNEL,
