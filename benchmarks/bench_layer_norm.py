@@ -1,7 +1,7 @@
 """bias_residual_layer_norm, forward and backward: microseconds, and the share of a same-bytes copy in the same run.
 
-"backward" is what the gradient adds to a training step: from dy, the inputs and two numbers a row to the gradients of
-x, bias, residual, gamma and beta, the reductions included.
+"forward+backward" is what a training step does: the result, and from dy the gradients of x, bias, residual, gamma and
+beta, the reductions included, in one program.
 """
 
 from collections.abc import Callable, Sequence

@@ -128,12 +128,12 @@ def layer_norm_backward(rows: int, width: int, itemsize: int, device_kind: str) 
 
 
 def softmax(rows: int, width: int, itemsize: int, device_kind: str) -> RowConfig:
-    # As for layer_norm, but rows of up to 16,384 stay in registers, 32 numbers a thread.
+    # As for layer_norm, but rows of up to 16,384 stay in registers.
     return _softmax("softmax", 1024, 16384, rows, width, itemsize, device_kind)
 
 
 def softmax_backward(rows: int, width: int, itemsize: int, device_kind: str) -> RowConfig:
-    # Half as many, since two arrays are read.
+    # Half as long, since two arrays are read.
     return _softmax("softmax_backward", 512, 8192, rows, width, itemsize, device_kind)
 
 

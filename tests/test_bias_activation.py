@@ -248,7 +248,9 @@ def test_any_config_gives_the_same_bits(dtype):
     rng = np.random.default_rng(4)
     floats = normal(rng, dtype, x=(21, 101)) | normal(rng, jnp.float32, bias=(101,))
     first, *others = (
-        jit(lambda f, c=config: kernel.forward(**f, activation="gelu", config=c, interpret=INTERPRET))(floats)
+        jit(lambda f, c=config: kernel.forward(**f, activation="gelu", in_place=False, config=c, interpret=INTERPRET))(
+            floats
+        )
         for config in CONFIGS
     )
     for other in others:
@@ -293,7 +295,7 @@ def test_kernels_stay_within_the_arrays(sizes):
 
         def run(bias=bias):
             options = {"activation": "relu", "interpret": True}
-            y = kernel.forward(floats["x"], bias, config=ElementwiseConfig(rows, width, 1), **options)
+            y = kernel.forward(floats["x"], bias, in_place=False, config=ElementwiseConfig(rows, width, 1), **options)
             config = GradientConfig(rows, width, programs, 1)
             return [y, *kernel.backward(floats["dy"], floats["x"], bias, config=config, **options)]
 

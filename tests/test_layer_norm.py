@@ -241,6 +241,33 @@ def test_in_place_changes_no_value(implementation, key):
     chex.assert_trees_all_equal(run(True), run(False))  # and floats are still there
 
 
+@pytest.mark.parametrize("op", ["layer_norm", "bias_residual_layer_norm"])
+@pytest.mark.parametrize("name", ["in_place", "return_sum"])
+def test_flags_are_flags(op, name):
+    if (op, name) != ("layer_norm", "return_sum"):
+        operands = (X, V, X, V, V)[: 1 if op == "layer_norm" else 5]
+        with pytest.raises(TypeError, match=f"{op}: {name} must be True or False, got str"):
+            getattr(jaxft, op)(*operands, **{name: "no"})
+
+
+def test_rows_beyond_the_last_add_nothing(key):
+    """Not even where the bias is infinite, in a column that dropout drops in every row that is there."""
+    shape, rate = (5, 6), 0.8
+    keep = np.asarray(reference.dropout_mask(key, rate, shape))
+    column = int(np.flatnonzero(~keep.any(axis=0))[0])
+    floats = fused_floats(np.random.default_rng(12), shape)
+    floats["bias"] = floats["bias"].at[column].set(jnp.inf)
+    for implementation in BOTH:
+
+        def run(floats, implementation=implementation):
+            options = {"dropout_rate": rate, "dropout_rng": key, "implementation": implementation}
+            return jaxft.bias_residual_layer_norm(**floats, **options).sum()
+
+        gradients = jax.grad(run)(floats)
+        chex.assert_tree_all_finite([gradients[name] for name in ("x", "residual", "gamma", "beta")])
+        assert np.isfinite(np.delete(np.asarray(gradients["bias"]), column)).all()
+
+
 @pytest.mark.skipif(INTERPRET, reason="reads a program compiled for an NVIDIA GPU")
 def test_in_place_saves_a_buffer():
     """Of a donated argument, and of an array that is dead after the call."""

@@ -211,7 +211,9 @@ def test_shards_for_a_gpu(name):
         return jax.shard_map(lambda f: op.call(jaxft, TRITON, **f), in_specs=(specs(op),), out_specs=P("data"))(f)
 
     assert "@__gpu$xla.gpu.triton" in lower(sharded, floats, axis="data")
-    lower(jax.grad(lambda f: total(sharded(f))), floats, axis="data")
+    gradient = jax.grad(lambda f: total(sharded(f)))
+    lower(gradient, floats, axis="data")
+    lower(jax.grad(lambda f: total(gradient(f))), floats, axis="data")
 
 
 @pytest.mark.skipif(jax.device_count() > 1, reason="the other tests have two devices already")

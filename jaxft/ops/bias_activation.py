@@ -61,6 +61,7 @@ def bias_activation(
     bias = common.as_vector(op, "bias", bias, x.shape[-1])
     if activation not in ACTIVATIONS:
         raise ValueError(f"{op}: activation must be one of {ACTIVATIONS}, got {activation!r}")
+    common.check_flag(op, "in_place", in_place)
     choice = dispatch.choose(op, implementation, {"triton": triton.unsupported(x, bias)})
     if choice.name == "xla" or x.size == 0:
         return _reference(x, bias, activation)

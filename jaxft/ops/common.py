@@ -69,6 +69,12 @@ def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> f
     return number
 
 
+def check_flag(op: str, name: str, value: Any) -> None:
+    """Static as well."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {name} must be True or False, got {type(value).__name__}")
+
+
 def check_dropout(op: str, rate: Any, rng: Array | None) -> float:
     rate = check_number(op, "dropout_rate", rate)
     if not 0.0 <= rate < 1.0:

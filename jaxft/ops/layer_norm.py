@@ -53,6 +53,7 @@ def layer_norm(
     """
     op = "layer_norm"
     x, gamma, beta, epsilon = _check(op, x, gamma, beta, epsilon)
+    common.check_flag(op, "in_place", in_place)
     reason = triton.unsupported(x, gamma=gamma, beta=beta)
     return _run(op, x, None, None, gamma, beta, None, reason, epsilon, 0.0, False, in_place, implementation)[0]
 
@@ -108,6 +109,8 @@ def bias_residual_layer_norm(
     common.check_shape(op, "residual", residual, x.shape)
     common.check_same_dtype(op, "residual", residual, "x", x)
     rate = common.check_dropout(op, dropout_rate, dropout_rng)
+    common.check_flag(op, "return_sum", return_sum)
+    common.check_flag(op, "in_place", in_place)
     reason = triton.unsupported(x, bias=bias, gamma=gamma, beta=beta)
     rng = dropout_rng if rate > 0.0 else None
     out = _run(op, x, bias, residual, gamma, beta, rng, reason, epsilon, rate, return_sum, in_place, implementation)
@@ -188,8 +191,9 @@ def _fwd(*arguments):
     *arrays, static = arguments
 
     def plain(*arrays):
-        rows = arrays[0].shape[0]  # what is saved has no gradient: that of `_bwd` is found without it
-        return *_plain(static)(*arrays), jnp.zeros((2, rows), jnp.float32)
+        x = arrays[0]  # what is saved has no gradient: that of `_bwd` is found without it
+        _, nothing = common.vary_alike(x, jnp.zeros((2, x.shape[0]), jnp.float32))
+        return *_plain(static)(*arrays), nothing
 
     *out, saved = common.with_plain_gradient(functools.partial(_forward, static, True), plain)(*arrays)
     return tuple(out), (saved, *arrays)

@@ -36,8 +36,9 @@ def softmax(
       bias: floats that broadcast to the shape of `x` (`[B, 1, T, S]`, say).
       mask: booleans that broadcast to the shape of `x`, True = attend. What is masked (NaN and Inf included) reaches no
         output and no gradient.
-      in_place: the result takes the memory of x, where XLA can give it up (donated, or dead after the call inside a
-        jit); otherwise XLA copies x first. Under "xla" that is XLA's own decision, and under differentiation x is kept.
+      in_place: the kernel writes the result into the memory of `x`. That saves a buffer where nothing else needs `x`,
+        which is donated or was made in the same jit; where something does, XLA copies `x` first. Without effect where
+        a gradient is taken, which needs `x`, and with "xla", which reuses buffers as it finds best.
       implementation: None for the fastest, "triton" or "xla".
 
     Returns:
@@ -79,6 +80,7 @@ def _run(op, x, scale, bias, mask, in_place, implementation):
     if mask is not None:
         mask = common.as_mask(op, "mask", mask)
         common.check_broadcasts(op, "mask", mask, x.shape)
+    common.check_flag(op, "in_place", in_place)
     choice = dispatch.choose(op, implementation, {"triton": triton.unsupported(x, bias, mask)})
     if choice.name == "xla" or x.size == 0:
         return _reference(x, bias, mask, op, scale)

@@ -86,8 +86,8 @@ def forward(
     bias: Array | None,
     *,
     activation: str,
+    in_place: bool,
     config: ElementwiseConfig,
-    in_place: bool = False,
     interpret: bool,
 ) -> Array:
     """x [M, D] and bias [D] -> [M, D], with `in_place` in the memory of x."""
@@ -102,7 +102,7 @@ def forward(
         [jax.ShapeDtypeStruct(x.shape, x.dtype)],
         name="bias_activation_fwd",
         num_warps=config.num_warps,
-        aliases={0: 0} if in_place else None,
+        aliases={0: 0} if in_place else {},
         interpret=interpret,
     )
     return y

@@ -30,8 +30,8 @@ Axes = tuple[tuple[int, int], ...]
 
 
 def unsupported(x: Array, bias: Array | None, mask: Array | None) -> str | None:
-    if mask is not None and mask.size > 2**31 - 1:
-        return f"mask has {mask.size} elements, the kernel takes at most 2^31 - 1"  # whose bytes are counted in 32 bits
+    if mask is not None and mask.size > 2**31:
+        return f"mask has {mask.size} elements, the kernel takes at most 2^31"  # counted in signed 32 bits
     return common.unsupported_dtype(x=x, bias=bias) or common.unsupported_size(x)
 
 
@@ -133,7 +133,7 @@ def _exponentials(logits, before=None):
     return top, common.exp(logits - shift[:, None]), None if before is None else common.exp(before - shift)
 
 
-def _add(total, more):
+def _two_sum(total, more):
     """total + more, where a total is a number and what rounding has taken from it: Knuth's two-sum."""
     number, lost = total
     new = number + more
@@ -207,7 +207,7 @@ def _fwd_kernel(
         total = jnp.sum(e, axis=1)
         if before is None:
             return top, (total, jnp.zeros_like(total))
-        return top, _add(_times(before[1], weight), total)
+        return top, _two_sum(_times(before[1], weight), total)
 
     def write(chunk, top, total):
         tile, logits, allowed = chunk
@@ -252,12 +252,12 @@ def _bwd_kernel(
             return top, (total, jnp.zeros_like(total)), center, (rest, jnp.zeros_like(total))
         old, old_center = _times(before[1], weight), before[2]
         if log:
-            return top, _add(old, total), center, _add(before[3], rest)
+            return top, _two_sum(old, total), center, _two_sum(before[3], rest)
         # The center is that of the chunk that weighs more than those before it, and the sum of the others moves there.
         stays = old[0] >= total
         moved = jnp.where(stays, total, old[0]) * jnp.where(stays, center - old_center, old_center - center)
-        rest = _add(_times(before[3], weight), rest + moved)
-        return top, _add(old, total), jnp.where(stays, old_center, center), rest
+        rest = _two_sum(_times(before[3], weight), rest + moved)
+        return top, _two_sum(old, total), jnp.where(stays, old_center, center), rest
 
     def write(chunk, found):
         tile, logits, allowed, dy = chunk
