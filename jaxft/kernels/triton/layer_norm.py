@@ -3,7 +3,7 @@
 Bias, residual and dropout are optional, so plain layer normalisation is the same kernel. Forward it moves 2 * M * D
 elements (3 with a residual), backward 3 * M * D (4 with a residual, 5 with dropout); `return_sum` adds one each way.
 Rows that fit in `block_width` are read once and stay in registers. Longer ones are read twice in chunks, the second
-time from the L2 cache where the row fits there; backward they write partial sums of 32 bits every `block_rows` rows. For
+time from the L2 cache where the row fits there; backward they write 32-bit partial sums every `block_rows` rows. For
 the backward pass the forward saves two numbers a row, its mean and 1 / sqrt(variance + epsilon).
 """
 
