@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     results += timing.measure(
                         {"jaxft": (ours, sets), "xla": (xla, sets), **timing.copies(moved)},
                         work=moved, unit="TB/s", args=args,
-                        op=f"bias_activation {form}{' gradient' * (direction == 'backward')}", direction=direction,
+                        op=f"bias_activation {form}", direction=direction,
                         shape=(rows, width), dtype=dtype,
                     )  # fmt: skip
     timing.print_tables(results)

@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 results += timing.measure(
                     {"jaxft": (ours, sets), "xla": (xla, sets), **timing.copies(moved)},
                     work=moved, unit="TB/s", args=args,
-                    op=f"bias_residual_layer_norm{'' if direction == 'forward' else ' ' + direction}",
+                    op="bias_residual_layer_norm",
                     direction=direction, shape=(rows, width), dtype=dtype,
                 )  # fmt: skip
     timing.print_tables(results)

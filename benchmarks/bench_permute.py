@@ -72,18 +72,19 @@ def split(b: int, t: int, n: int, h: int, args: Any) -> list[timing.Row]:
 
     moved = split_bytes(b, t, n, h, jnp.dtype(DTYPE).itemsize)
     rows = []
-    for name, direction, function, shapes in (
-        ("qkv_bias_split_heads", "forward", forward, (packed, bias)),
-        ("gradients of qkv_bias_split_heads", "backward", backward, (bias, part, part, part)),
+    for direction, function, shapes in (
+        ("forward", forward, (packed, bias)),
+        ("backward", backward, (bias, part, part, part)),
     ):
         ours, xla = (jax.jit(function(op)) for op in (qkv_bias_split_heads, reference.qkv_bias_split_heads))
         sets = [inputs(DTYPE, seed, *shapes) for seed in range(timing.rotation(moved))]
         exact = xla(*(x.astype(jnp.float32) for x in sets[0]))
         for got, plain, wide in zip(ours(*sets[0]), xla(*sets[0]), exact, strict=True):
-            timing.check(f"{name} {(b, t, n, h)}", got, plain, wide)
+            timing.check(f"qkv_bias_split_heads {direction} {(b, t, n, h)}", got, plain, wide)
         rows += timing.measure(
             {"jaxft": (ours, sets), "xla": (xla, sets), **timing.copies(moved)},
-            work=moved, unit="TB/s", args=args, op=name, direction=direction, shape=(b, t, n, h), dtype=DTYPE,
+            work=moved, unit="TB/s", args=args, op="qkv_bias_split_heads", direction=direction, shape=(b, t, n, h),
+            dtype=DTYPE,
         )  # fmt: skip
     return rows
 

@@ -33,8 +33,9 @@ def newest(path: Path) -> list[timing.Row]:
     return list({tuple(row[column] for column in timing.KEY): row for row in rows}.values())
 
 
-def by_case(row: timing.Row) -> tuple[str, str, list[int]]:
-    return row["op"], row["dtype"], [int(n) for n in row["shape"].split("x")]
+def by_case(row: timing.Row) -> tuple[str, bool, str, list[int]]:
+    shape = [int(n) for n in row["shape"].split("x")]
+    return row["op"], row["direction"] != "forward", row["dtype"], shape
 
 
 def section(row: timing.Row) -> str:

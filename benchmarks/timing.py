@@ -16,7 +16,7 @@ import math
 import os
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,12 @@ def check(name: str, got: jax.Array, plain: jax.Array, exact: jax.Array) -> None
     error = jnp.max(jnp.abs(got.astype(jnp.float32) - wide))
     if not error <= allowed:  # also when it is NaN
         raise SystemExit(f"{name}: error {error:.3g} is above {allowed:.3g}, twice that of plain jnp; nothing is timed")
+
+
+def float64(f: Callable[..., Any], *inputs: Any) -> Any:
+    """What `f` gives for inputs whose float arrays are widened to float64."""
+    with jax.enable_x64(True):
+        return f(*jax.tree.map(lambda x: x.astype("float64") if jnp.issubdtype(x.dtype, jnp.floating) else x, inputs))
 
 
 def measure(
@@ -179,7 +185,8 @@ def table(rows: Sequence[Row], *, ours: str = "jaxft", metric: str | None = None
     names = list(dict.fromkeys(row["implementation"] for row in rows))
     cases: dict[tuple[str, str, str], dict[str, Row]] = {}
     for row in rows:
-        case = (row["op"], row["shape"], row["dtype"])
+        direction = "" if row["direction"] == "forward" else f", {row['direction']}"
+        case = (row["op"] + direction, row["shape"], row["dtype"])
         cases.setdefault(case, {})[row["implementation"]] = row
     copied = any(name.startswith("copy") for name in names)
     lines = [["op", "shape", "dtype", *names, "speedup", *["share of copy"] * copied]]

@@ -288,8 +288,8 @@ def dense_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
         yield Case("dense", sizes, ((rows, depth), (depth, width)), dtype, run, reference.dense, configs)
 
 
-def best(case: Case) -> Any:
-    """Checks and times the candidates; prints the fastest few."""
+def best(case: Case, default: Any) -> Any:
+    """Checks and times the candidates; prints the fastest few, and what a device without a table would take."""
     first = case.inputs(0)
     sets = [first, *(case.inputs(seed) for seed in range(1, timing.rotation(sum(x.nbytes for x in first))))]
     plain = jax.jit(case.plain)
@@ -302,7 +302,7 @@ def best(case: Case) -> Any:
 
     name = f"{case.op} {tuning.key(**case.sizes)}"
     times: dict[Any, float] = {}
-    for config in dict.fromkeys(case.configs):
+    for config in dict.fromkeys((*case.configs, default)):
         f = jax.jit(functools.partial(case.run, config=config))
         try:
             got = f(*first)
@@ -313,8 +313,11 @@ def best(case: Case) -> Any:
             timing.check(f"{name} {config}", *leaves)
         times[config] = microseconds(f)
     present, fastest = case.configs[0], min(times, key=times.__getitem__)
-    chosen = present if times.get(present, float("inf")) <= times[fastest] * (1 + MARGIN) else fastest
-    print(f"{name}: was {times.get(present, float('nan')):.2f} us, XLA takes {microseconds(plain):.2f}")
+    was, without = (times.get(config, float("nan")) for config in (present, default))
+    chosen = present if was <= times[fastest] * (1 + MARGIN) else fastest
+    print(
+        f"{name}: was {was:.2f} us, without a table {without / times[chosen]:.2f}x, XLA takes {microseconds(plain):.2f}"
+    )
     for config in sorted(times, key=times.__getitem__)[:5]:
         print(f"  {times[config]:9.2f} us  {config}{'  <-' if config == chosen else ''}", flush=True)
     return chosen
@@ -339,9 +342,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     kinds = (row_cases, row_gradient_cases, softmax_cases, elementwise_cases, elementwise_gradient_cases, permute_cases,
              split_cases, attention_cases, dense_cases)  # fmt: skip
     for dtype, cases in itertools.product(args.dtypes, kinds):
-        for case in cases(dtype, jnp.dtype(dtype).itemsize, kind):
+        itemsize = jnp.dtype(dtype).itemsize
+        for case, untuned in zip(cases(dtype, itemsize, kind), cases(dtype, itemsize, ""), strict=True):
             if args.only is None or case.op in args.only:
-                table.setdefault(case.op, {})[tuning.key(**case.sizes)] = dataclasses.asdict(best(case))
+                chosen = best(case, untuned.configs[0])
+                table.setdefault(case.op, {})[tuning.key(**case.sizes)] = dataclasses.asdict(chosen)
                 save(table, path)
 
 

@@ -30,6 +30,10 @@ def some(rng, value, chance=0.5):
     return value if rng.random() < chance else None
 
 
+def power_of_two(rng, most: int) -> int:
+    return 2 ** int(rng.integers(most.bit_length()))
+
+
 def normal(rng, dtype, **shapes) -> dict[str, jax.Array]:
     """Random arrays by name, leaving out those whose shape is None."""
     return {n: jnp.asarray(rng.standard_normal(s), dtype) for n, s in shapes.items() if s is not None}

@@ -49,8 +49,8 @@ def read(folder):
             bench_softmax,
             {
                 "QUICK_CASES": [
-                    ("forward", (5, 24), "float16", False),
-                    ("forward+backward", (2, 3, 4, 8), "float32", True),
+                    ("log_softmax", "forward", (5, 24), "float16"),
+                    ("softmax, masked", "forward+backward", (2, 3, 4, 8), "float32"),
                 ]
             },
             {"xla", "copy (memcpy)"},

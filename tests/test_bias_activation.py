@@ -12,10 +12,10 @@ import pytest
 
 import jaxft
 import oracle
-from cases import DTYPES, INTERPRET, check, in_float64, jit, normal, seeds, some
+from cases import DTYPES, INTERPRET, check, in_float64, jit, normal, power_of_two, seeds, some
 from checked import checked
 from compare import assert_matches_oracle
-from jaxft import reference
+from jaxft import reference, tuning
 from jaxft.kernels.triton import bias_activation as kernel
 from jaxft.tuning import ElementwiseConfig, GradientConfig
 
@@ -23,11 +23,12 @@ ACTIVATIONS = ["gelu", "gelu_tanh", "relu", "silu", "tanh"]
 TINY = float(np.finfo(np.float32).smallest_normal)  # devices may take less for 0
 
 
-def check_op(floats, seed=None, implementations=("triton",), **options):
+def check_op(floats, seed=None, implementations=("triton",), in_place=False, **options):
     def bind(op, **more):
         return lambda x, bias=None: op(x, bias, **options, **more)
 
-    check(lambda implementation, **f: bind(jaxft.bias_activation, implementation=implementation)(**f),
+    check(lambda implementation, **f: bind(jaxft.bias_activation, in_place=in_place,
+                                           implementation=implementation)(**f),
           bind(reference.bias_activation), bind(oracle.bias_activation), floats,
           implementations=implementations, seed=seed)  # fmt: skip
 
@@ -391,14 +392,19 @@ def test_in_place_saves_a_buffer():
 
 
 @pytest.mark.parametrize("seed", seeds(6))
-def test_random(seed):
+def test_random(seed, monkeypatch):
+    """With any launch configuration."""
     rng = np.random.default_rng(seed)
+    blocks = [(power_of_two(rng, 8), max(8, power_of_two(rng, 512)), power_of_two(rng, 4)) for _ in range(2)]
+    backward = GradientConfig(*blocks[1][:2], int(rng.integers(1, 9)), blocks[1][2])
+    monkeypatch.setattr(tuning, "bias_activation", lambda *_: ElementwiseConfig(*blocks[0]))
+    monkeypatch.setattr(tuning, "bias_activation_backward", lambda *_: backward)
     width = int(rng.choice([1, 2, 3, 17, 64, 100, 129, 384]))
     shape = (*(int(n) for n in rng.choice([1, 2, 5, 13], rng.integers(0, 3))), width)
     dtype, of_bias = (jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"]))) for _ in range(2))
     floats = normal(rng, dtype, x=shape) | normal(rng, of_bias, bias=some(rng, (width,), 0.8))
     floats["x"] = floats["x"] * float(rng.integers(1, 6))
-    check_op(floats, seed, activation=str(rng.choice(ACTIVATIONS)))
+    check_op(floats, seed, activation=str(rng.choice(ACTIVATIONS)), in_place=bool(rng.random() < 0.5))
 
 
 X, V = jnp.ones((2, 8)), jnp.ones((8,))

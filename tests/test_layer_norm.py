@@ -11,10 +11,10 @@ import pytest
 
 import jaxft
 import oracle
-from cases import DTYPES, INTERPRET, check, in_float64, jit, normal, seeds, some
+from cases import DTYPES, INTERPRET, check, in_float64, jit, normal, power_of_two, seeds, some
 from checked import checked
 from compare import assert_matches_oracle
-from jaxft import reference
+from jaxft import reference, tuning
 from jaxft.kernels.triton import layer_norm as kernel
 from jaxft.tuning import GradientConfig, RowConfig
 
@@ -23,16 +23,17 @@ SHAPES = [(1,), (1, 1), (3, 1), (7, 80), (2, 3, 127), (37, 64), (1, 769), (3, 82
 BOTH = ("triton", "xla")
 
 
-def check_layer_norm(floats, seed=None, implementations=("triton",), **options):
+def check_layer_norm(floats, seed=None, implementations=("triton",), in_place=False, **options):
     def bind(op):
         return lambda x, **vectors: op(x, vectors.get("gamma"), vectors.get("beta"), **options)
 
-    check(lambda implementation, **f: jaxft.layer_norm(**f, **options, implementation=implementation),
+    check(lambda implementation, **f: jaxft.layer_norm(**f, **options, in_place=in_place,
+                                                       implementation=implementation),
           bind(reference.layer_norm), bind(oracle.layer_norm), floats,
           implementations=implementations, seed=seed)  # fmt: skip
 
 
-def check_fused(floats, seed=None, implementations=("triton",), rate=0.0, **options):
+def check_fused(floats, seed=None, implementations=("triton",), in_place=False, rate=0.0, **options):
     key = jax.random.key(7)
     dropout = {"dropout_rate": rate, "dropout_rng": key if rate else None}
     keep = {"rate": rate, "keep": np.asarray(reference.dropout_mask(key, rate, floats["x"].shape)) if rate else None}
@@ -45,7 +46,8 @@ def check_fused(floats, seed=None, implementations=("triton",), rate=0.0, **opti
         return call
 
     def op(implementation, **floats):
-        return bind(jaxft.bias_residual_layer_norm, implementation=implementation, **dropout)(**floats)
+        more = {"in_place": in_place, "implementation": implementation, **dropout}
+        return bind(jaxft.bias_residual_layer_norm, **more)(**floats)
 
     plain, exact = bind(reference.bias_residual_layer_norm, **dropout), bind(oracle.bias_residual_layer_norm, **keep)
     check(op, plain, exact, floats, implementations=implementations, seed=seed)
@@ -281,6 +283,16 @@ def test_in_place_saves_a_buffer():
     assert donated(True).alias_size_in_bytes == nbytes
     assert donated(True).temp_size_in_bytes < nbytes <= donated(False).temp_size_in_bytes
 
+    def fused(in_place):
+        options = {"return_sum": True, "in_place": in_place, "implementation": "triton"}
+        run = jax.jit(
+            lambda x, r: jaxft.bias_residual_layer_norm(x, None, r, None, None, **options), donate_argnums=(0, 1)
+        )
+        return run.lower(*[jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * 2).compile().memory_analysis()
+
+    assert fused(True).alias_size_in_bytes == 2 * nbytes
+    assert fused(True).temp_size_in_bytes < nbytes <= fused(False).temp_size_in_bytes
+
     def dead(in_place):
         def run(x):
             for _ in range(4):
@@ -293,13 +305,18 @@ def test_in_place_saves_a_buffer():
 
 
 @pytest.mark.parametrize("seed", seeds(6))
-def test_random(seed):
+def test_random(seed, monkeypatch):
+    """With any launch configuration: rows in chunks, several rows a program, several blocks of rows a program."""
     rng = np.random.default_rng(seed)
     width = int(rng.choice([1, 2, 3, 17, 64, 100, 129, 384]))
     shape = (*(int(n) for n in rng.choice([1, 2, 5, 13], rng.integers(0, 3))), width)
     dtype, vectors = (jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"]))) for _ in range(2))
     absent = {name: bool(rng.random() < 0.25) for name in ("bias", "gamma", "beta")}
-    options = {"epsilon": float(rng.choice([1e-12, 1e-6, 0.3]))}
+    options = {"epsilon": float(rng.choice([1e-12, 1e-6, 0.3])), "in_place": bool(rng.random() < 0.5)}
+    blocks = [(power_of_two(rng, 8), max(8, power_of_two(rng, 512)), power_of_two(rng, 4)) for _ in range(2)]
+    backward = GradientConfig(*blocks[1][:2], int(rng.integers(1, 9)), blocks[1][2])
+    monkeypatch.setattr(tuning, "layer_norm", lambda *_: RowConfig(*blocks[0]))
+    monkeypatch.setattr(tuning, "layer_norm_backward", lambda *_: backward)
     if rng.random() < 0.7:
         check_fused(fused_floats(rng, shape, dtype, vectors, **absent), seed, **options,
                     rate=float(rng.choice([0.0, 0.0, 0.2])), return_sum=bool(rng.random() < 0.5))  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 
 import jaxft
 import oracle
-from cases import DTYPES, INTERPRET, check, jit, lower, normal, seeds, some
+from cases import DTYPES, INTERPRET, check, jit, lower, normal, power_of_two, seeds, some
 from checked import checked
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference, tuning
@@ -415,9 +415,13 @@ def test_at_the_limit():
 
 
 @pytest.mark.parametrize("seed", seeds(6))
-def test_random_heads(seed):
+def test_random_heads(seed, monkeypatch):
     """Splitting and merging, there and back. All but the sums is exact, so NumPy says what it is."""
     rng = np.random.default_rng(seed)
+    blocks = [(power_of_two(rng, 16), power_of_two(rng, 64), power_of_two(rng, 4)) for _ in range(2)]
+    backward = GradientConfig(*blocks[1][:2], int(rng.integers(1, 9)), blocks[1][2])
+    monkeypatch.setattr(tuning, "qkv_bias_split_heads", lambda *_: ElementwiseConfig(*blocks[0]))
+    monkeypatch.setattr(tuning, "qkv_bias_split_heads_backward", lambda *_: backward)
     dtype, vector = (jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"]))) for _ in range(2))
     sizes = rng.choice([1, 2, 3, 5], 4)
     sizes[rng.integers(4)] = rng.choice([8, 13, 33, 64])
@@ -455,9 +459,12 @@ def test_random_heads(seed):
 
 
 @pytest.mark.parametrize("seed", seeds(12))
-def test_random_moves(seed):
+def test_random_moves(seed, monkeypatch):
     """Up to eight axes, the long ones anywhere, and empty ones; and the way back, which is exact too."""
     rng = np.random.default_rng(seed)
+    line = power_of_two(rng, 32)
+    config = PermuteConfig(line, line * line * power_of_two(rng, 4), power_of_two(rng, 4))
+    monkeypatch.setattr(tuning, "permute", lambda *_: config)
     shape = [int(n) for n in rng.choice([0, 1, 2, 3, 5], rng.integers(1, 9), p=[0.02, 0.23, 0.25, 0.25, 0.25])]
     for axis in rng.integers(0, len(shape), 2):
         shape[axis] = int(rng.choice([7, 16, 33, 65])) if math.prod(shape) < 1000 else shape[axis]

@@ -12,10 +12,10 @@ import pytest
 
 import jaxft
 import oracle
-from cases import DTYPES, INTERPRET, check, check_padding, in_float64, jit, normal, seeds, some
+from cases import DTYPES, INTERPRET, check, check_padding, in_float64, jit, normal, power_of_two, seeds, some
 from checked import checked
 from compare import assert_matches_oracle
-from jaxft import dispatch, reference
+from jaxft import dispatch, reference, tuning
 from jaxft.kernels.triton import softmax as kernel
 from jaxft.tuning import RowConfig
 
@@ -299,8 +299,12 @@ def test_reruns_are_bitwise_equal(name, implementation):
 
 
 @pytest.mark.parametrize("seed", seeds(3))
-def test_random(name, seed):
+def test_random(name, seed, monkeypatch):
+    """With any launch configuration: rows in chunks, several rows a program."""
     rng = np.random.default_rng(seed)
+    for direction in ("softmax", "softmax_backward"):
+        config = RowConfig(power_of_two(rng, 8), power_of_two(rng, 64), power_of_two(rng, 4))
+        monkeypatch.setattr(tuning, direction, lambda *_, config=config: config)
     shape = tuple(int(n) for n in rng.choice([1, 2, 5, 13, 31], rng.integers(1, 4)))
     dtype, bias_dtype = (jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"]))) for _ in range(2))
     peak, scale = int(rng.choice([1, 3])), some(rng, float(rng.uniform(-2.0, 2.0)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextvars
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jaxft import reference
 
 Array = jax.Array
 
-load, store, dot = plgpu.load, plgpu.store, plgpu.dot
+store, dot = plgpu.store, plgpu.dot
 _interpreting = contextvars.ContextVar("interpreting", default=False)  # while a kernel is traced
 
 
@@ -75,6 +75,13 @@ def _varying(operands: Sequence[Array]) -> dict[str, Any]:
     return {"manual_axis_type": type(axes[0])(varying=frozenset().union(*(a.varying for a in axes)))}
 
 
+def load(where: Any, *, mask: Array | None = None, other: float | None = 0) -> Array:
+    """What lies there, and `other` where the mask is False (None: undefined)."""
+    if mask is None or other is None:
+        return plgpu.load(where, mask=mask)
+    return plgpu.load(where, mask=mask, other=jnp.full((), other, where.dtype))
+
+
 def positions(start: Array | int, size: int) -> Array:
     """`size` indices from `start` on, in 32 bits whatever JAX's default integers are."""
     return start + jnp.arange(size, dtype=jnp.int32)
@@ -83,6 +90,61 @@ def positions(start: Array | int, size: int) -> Array:
 def span(start: Array | int, size: int) -> Any:
     """`size` (a power of two) indices from `start` on, possibly past the array's end: mask the access."""
     return pl.ds(jnp.int32(start), size)  # JAX checks a Python integer against the array's bounds, and refuses
+
+
+class Tile(NamedTuple):
+    """A block of rows and columns of an array [M, D], possibly past its edges."""
+
+    row: Array  # the first
+    column: Array
+    shape: tuple[int, int]  # powers of two
+    in_rows: Array | None  # [rows], which of them the array has; None: all
+    in_width: Array | None  # [columns], likewise
+
+    @property
+    def rows(self) -> Array:
+        return positions(self.row, self.shape[0])
+
+    @property
+    def columns(self) -> Array:
+        return positions(self.column, self.shape[1])
+
+    @property
+    def place(self) -> tuple[Any, Any]:
+        return span(self.row, self.shape[0]), span(self.column, self.shape[1])
+
+    @property
+    def inside(self) -> Array | None:
+        """[rows, columns]; None: all."""
+        if self.in_rows is None and self.in_width is None:
+            return None
+        rows = True if self.in_rows is None else self.in_rows[:, None]
+        return jnp.broadcast_to(rows if self.in_width is None else rows & self.in_width[None, :], self.shape)
+
+    def load(self, ref: Any) -> Array:
+        """0 beyond the edges, which therefore add nothing to a sum."""
+        return load(ref.at[self.place], mask=self.inside)
+
+    def load_vector(self, ref: Any) -> Array:
+        """These columns of an array [D], as float32 [1, columns]."""
+        return load(ref.at[self.place[1]], mask=self.in_width).astype(jnp.float32)[None, :]
+
+    def store(self, ref: Any, values: Array) -> None:
+        store(ref.at[self.place], values.astype(ref.dtype), mask=self.inside)
+
+
+def tile(
+    array: Sequence[int], row: Array | int, column: Array | int, shape: tuple[int, int], *, may_be_beyond: bool = False
+) -> Tile:
+    """The tile of this shape at row and column, which are multiples of it, of an array [M, D].
+
+    It must begin within the array, but for its rows where it `may_be_beyond`.
+    """
+    row, column = jnp.int32(row), jnp.int32(column)
+    # Without masks where none are needed: in narrow rows they would be many of the instructions.
+    in_rows = positions(row, shape[0]) < array[0] if may_be_beyond or array[0] % shape[0] else None
+    in_width = positions(column, shape[1]) < array[1] if array[1] % shape[1] else None
+    return Tile(row, column, shape, in_rows, in_width)
 
 
 def exp2(x: Array) -> Array:

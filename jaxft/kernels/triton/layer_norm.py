@@ -10,7 +10,7 @@ the backward pass the forward saves two numbers a row, its mean and 1 / sqrt(var
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,45 +28,15 @@ def unsupported(x: Array, **vectors: Array | None) -> str | None:
     return common.unsupported_dtype(x=x, **vectors) or common.unsupported_size(x)
 
 
-class _Place(NamedTuple):
-    """A block of rows and columns of the arrays."""
-
-    rows: Array  # their numbers: [block_rows]
-    columns: Array  # [block_width]
-    tile: tuple[Any, Any]
-    in_rows: Array  # [block_rows]
-    in_width: Array  # [block_width]
-
-    @property
-    def inside(self) -> Array:
-        return self.in_rows[:, None] & self.in_width[None, :]
-
-    def load(self, ref: Ref) -> Array:
-        """0 beyond the edges, which therefore add nothing to a sum."""
-        return common.load(ref.at[self.tile], mask=self.inside, other=0.0)
-
-    def vector(self, ref: Ref) -> Array:
-        return common.load(ref.at[self.tile[1]], mask=self.in_width, other=0.0).astype(jnp.float32)[None, :]
-
-    def store(self, ref: Ref, values: Array) -> None:
-        common.store(ref.at[self.tile], values.astype(ref.dtype), mask=self.inside)
-
-
-def _place(shape: tuple[int, int], row: Array, column: Array | int, block_rows: int, block_width: int) -> _Place:
-    rows, columns = common.positions(row, block_rows), common.positions(column, block_width)
-    tile = (common.span(row, block_rows), common.span(column, block_width))
-    return _Place(rows, columns, tile, rows < shape[0], columns < shape[1])
-
-
 def _add(
-    place: _Place, x: Array, bias_ref: Ref, residual: Array | None, seed_ref: Ref, rate: float
+    tile: common.Tile, x: Array, bias_ref: Ref, residual: Array | None, seed_ref: Ref, rate: float
 ) -> tuple[Array, Array | None]:
     """dropout(x + bias) + residual in float32, and what dropout keeps."""
     total, keep = x.astype(jnp.float32), None
     if bias_ref is not None:
-        total = total + place.vector(bias_ref)
+        total = total + tile.load_vector(bias_ref)
     if seed_ref is not None:
-        keep = common.keep(seed_ref, rate, place.rows[:, None], place.columns[None, :])
+        keep = common.keep(seed_ref, rate, tile.rows[:, None], tile.columns[None, :])
         total = jnp.where(keep, total * (1.0 / (1.0 - rate)), 0.0)
     return total if residual is None else total + residual.astype(jnp.float32), keep
 
@@ -74,11 +44,14 @@ def _add(
 # --- Forward -----------------------------------------------------------------------------------------------------
 
 
-def _moments(place: _Place, total: Array) -> tuple[Array, Array, Array]:
+def _moments(tile: common.Tile, total: Array) -> tuple[Array, Array, Array]:
     """Count, mean and sum of squared deviations of the rows."""
-    count = jnp.sum(place.in_width.astype(jnp.float32))
+    whole = jnp.full((), tile.shape[1], jnp.float32)
+    count = whole if tile.in_width is None else jnp.sum(tile.in_width.astype(jnp.float32))
     mean = jnp.sum(total, axis=1) / count
-    centered = jnp.where(place.in_width[None, :], total - mean[:, None], 0.0)
+    centered = total - mean[:, None]
+    if tile.in_width is not None:
+        centered = jnp.where(tile.in_width[None, :], centered, 0.0)
     return count, mean, jnp.sum(centered * centered, axis=1)
 
 
@@ -97,20 +70,20 @@ def _fwd_kernel(
     row = pl.program_id(0) * block_rows  # JAX's interpreter knows it outside of loops only
 
     def read(i):
-        place = _place(x_ref.shape, row, i * block_width, block_rows, block_width)
-        residual = None if residual_ref is None else place.load(residual_ref)
-        return place, _add(place, place.load(x_ref), bias_ref, residual, seed_ref, dropout_rate)[0]
+        tile = common.tile(x_ref.shape, row, i * block_width, (block_rows, block_width))
+        residual = None if residual_ref is None else tile.load(residual_ref)
+        return tile, _add(tile, tile.load(x_ref), bias_ref, residual, seed_ref, dropout_rate)[0]
 
     def write(chunk, mean, scale):
-        place, total = chunk
+        tile, total = chunk
         y = (total - mean[:, None]) * scale[:, None]
         if gamma_ref is not None:
-            y = y * place.vector(gamma_ref)
+            y = y * tile.load_vector(gamma_ref)
         if beta_ref is not None:
-            y = y + place.vector(beta_ref)
-        place.store(y_ref, y)
+            y = y + tile.load_vector(beta_ref)
+        tile.store(y_ref, y)
         if return_sum:
-            place.store(more_refs[0], total)
+            tile.store(more_refs[0], total)
 
     first = read(0)
     chunks = pl.cdiv(width, block_width)
@@ -120,7 +93,7 @@ def _fwd_kernel(
     scale = lax.rsqrt(square / width + epsilon)
     if save:
         for n, numbers in enumerate((mean, scale)):
-            common.store(more_refs[-1].at[jnp.int32(n), first[0].tile[0]], numbers, mask=first[0].in_rows)
+            common.store(more_refs[-1].at[jnp.int32(n), first[0].place[0]], numbers, mask=first[0].in_rows)
     if chunks == 1:
         write(first, mean, scale)
     else:
@@ -186,25 +159,29 @@ def _bwd_kernel(
     dresidual_ref = more_refs[0] if residual_ref is not None and seed_ref is not None else None
     sums_ref: Ref = more_refs[-1] if vectors else None  # [programs, vectors, D]
 
+    def tile_of(block, column):
+        shape = block_rows, block_width
+        return common.tile(x_ref.shape, block * block_rows, column, shape, may_be_beyond=chunks == 1)
+
     def read(block, column):
         """The inputs of a block of rows, as they are."""
-        place = _place(x_ref.shape, block * block_rows, column, block_rows, block_width)
+        tile = tile_of(block, column)
         inputs = {"x": x_ref, "residual": residual_ref, "dy": dy_ref, "dsum": dsum_ref}
-        values = {name: place.load(ref) for name, ref in inputs.items() if ref is not None}
+        values = {name: tile.load(ref) for name, ref in inputs.items() if ref is not None}
         for n, name in enumerate(("mean", "scale")):
-            where = saved_ref.at[jnp.int32(n), place.tile[0]]
-            values[name] = common.load(where, mask=place.in_rows, other=0.0)[:, None]
+            where = saved_ref.at[jnp.int32(n), tile.place[0]]
+            values[name] = common.load(where, mask=tile.in_rows)[:, None]
         return values
 
     def prepare(block, column, values):
         """The normalised rows before gamma and beta, and their gradient."""
-        place = _place(x_ref.shape, block * block_rows, column, block_rows, block_width)
-        total, keep = _add(place, values["x"], bias_ref, values.get("residual"), seed_ref, dropout_rate)
+        tile = tile_of(block, column)
+        total, keep = _add(tile, values["x"], bias_ref, values.get("residual"), seed_ref, dropout_rate)
         if rows % block_rows:  # beyond the last row it is the bias, which may be infinite
-            total = jnp.where(place.in_rows[:, None], total, 0.0)
+            total = jnp.where(tile.in_rows[:, None], total, 0.0)
         dy = values["dy"].astype(jnp.float32)
-        g = dy if gamma_ref is None else dy * place.vector(gamma_ref)
-        return place, keep, dy, (total - values["mean"]) * values["scale"], g
+        g = dy if gamma_ref is None else dy * tile.load_vector(gamma_ref)
+        return tile, keep, dy, (total - values["mean"]) * values["scale"], g
 
     def sums_of_rows(prepared):
         *_, normal, g = prepared
@@ -212,16 +189,16 @@ def _bwd_kernel(
 
     def write(values, prepared, sums):
         """Writes the gradients of x and the residual; returns the terms of those of the vectors."""
-        place, keep, dy, normal, g = prepared
+        tile, keep, dy, normal, g = prepared
         mean, slope = (s[:, None] / width for s in sums)
         d = (g - mean - normal * slope) * values["scale"]
         if dsum_ref is not None:
             d = d + values["dsum"].astype(jnp.float32)
         if dresidual_ref is not None:
-            place.store(dresidual_ref, d)
+            tile.store(dresidual_ref, d)
         if keep is not None:
             d = jnp.where(keep, d * (1.0 / (1.0 - dropout_rate)), 0.0)
-        place.store(dx_ref, d)
+        tile.store(dx_ref, d)
         terms = {"bias": d, "gamma": dy * normal, "beta": dy}
         return [terms[name] for name in vectors]
 

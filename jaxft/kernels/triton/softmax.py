@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,40 +54,7 @@ def _axes(shape: tuple[int, ...], operand: Array | None) -> Axes:
     return tuple(axes)
 
 
-class _Tile(NamedTuple):
-    """A block of rows and columns of x."""
-
-    row: Array  # the first
-    column: Array
-    shape: tuple[int, int]
-    in_rows: Array | None  # [rows], whether x has them; None where it has all of all tiles
-    in_width: Array | None  # [columns]
-
-    @property
-    def place(self) -> tuple[Any, Any]:
-        return common.span(self.row, self.shape[0]), common.span(self.column, self.shape[1])
-
-    @property
-    def inside(self) -> Array | None:
-        if self.in_rows is None and self.in_width is None:
-            return None
-        rows = True if self.in_rows is None else self.in_rows[:, None]
-        return jnp.broadcast_to(rows if self.in_width is None else rows & self.in_width[None, :], self.shape)
-
-
-def _tile(x_ref, row, chunk, block_rows: int, block_width: int) -> _Tile:
-    (rows, width), column = x_ref.shape, jnp.int32(chunk) * block_width
-    # Without a mask where none is needed: narrow rows are many instructions already.
-    in_rows = common.positions(row, block_rows) < rows if rows % block_rows else None
-    in_width = common.positions(column, block_width) < width if width % block_width else None
-    return _Tile(row, column, (block_rows, block_width), in_rows, in_width)
-
-
-def _load(ref, index, inside):
-    return common.load(ref.at[index], mask=inside, other=None if inside is None else jnp.zeros((), ref.dtype))
-
-
-def _load_broadcast(ref, axes: Axes, tile: _Tile):
+def _load_broadcast(ref, axes: Axes, tile: common.Tile):
     """The part of a bias or mask [rows, S or 1] that belongs to this tile of x: one or all of its rows and columns."""
     block_rows, wide = tile.shape[0], ref.shape[1] > 1
     # Tiles start at multiples of their size, so that these lie within one step of the first axis that moves.
@@ -101,13 +67,13 @@ def _load_broadcast(ref, axes: Axes, tile: _Tile):
             index = index + (along if n == len(axes) - 1 else lax.rem(along, jnp.int32(size))) * stride
         inner *= size
     if one_row and not wide:
-        return _load(ref, (index, jnp.int32(0)), None)[None, None]
+        return common.load(ref.at[index, jnp.int32(0)])[None, None]
     if one_row:
-        return _load(ref, (index, tile.place[1]), tile.in_width)[None, :]
+        return common.load(ref.at[index, tile.place[1]], mask=tile.in_width)[None, :]
     if not wide:
-        return _load(ref, (index, jnp.int32(0)), tile.in_rows)[:, None]
-    columns = common.positions(tile.column, tile.shape[1])
-    return _load(ref, tuple(jnp.broadcast_to(i, tile.shape) for i in (index[:, None], columns[None, :])), tile.inside)
+        return common.load(ref.at[index, jnp.int32(0)], mask=tile.in_rows)[:, None]
+    where = tuple(jnp.broadcast_to(i, tile.shape) for i in (index[:, None], tile.columns[None, :]))
+    return common.load(ref.at[where], mask=tile.inside)
 
 
 # --- The mathematics ---------------------------------------------------------------------------------------------
@@ -163,9 +129,9 @@ def _gradient(e, allowed, dy, inverse, center, rest, *, log: bool):
 # --- The kernels -------------------------------------------------------------------------------------------------
 
 
-def _logits(x_ref, bias_ref, mask_ref, tile: _Tile, scale: float, bias_axes: Axes, mask_axes: Axes):
+def _logits(x_ref, bias_ref, mask_ref, tile: common.Tile, scale: float, bias_axes: Axes, mask_axes: Axes):
     """The logits of the tile, -inf where they are not allowed, and which of them are (None: all)."""
-    logits = _load(x_ref, tile.place, tile.inside).astype(jnp.float32) * scale
+    logits = tile.load(x_ref).astype(jnp.float32) * scale
     if bias_ref is not None:
         logits = logits + _load_broadcast(bias_ref, bias_axes, tile).astype(jnp.float32)
     # What is not allowed is read, since a load under a mask that is not known in advance is not vectorised.
@@ -198,7 +164,7 @@ def _fwd_kernel(
     row = pl.program_id(0) * block_rows
 
     def chunk(i):
-        tile = _tile(x_ref, row, i, block_rows, block_width)
+        tile = common.tile(x_ref.shape, row, i * block_width, (block_rows, block_width))
         return tile, *_logits(x_ref, bias_ref, mask_ref, tile, scale, bias_axes, mask_axes)
 
     def visit(chunk, before=None):
@@ -216,7 +182,7 @@ def _fwd_kernel(
             y = _select(allowed, shifted - jnp.log(_nonzero(total))[:, None], -jnp.inf)
         else:
             y = common.exp(shifted) * (1.0 / _nonzero(total))[:, None]
-        common.store(y_ref.at[tile.place], y.astype(y_ref.dtype), mask=tile.inside)
+        tile.store(y_ref, y)
 
     chunks = pl.cdiv(x_ref.shape[1], block_width)
     last, (top, total) = _visit_all(chunks, chunk, visit)
@@ -233,9 +199,9 @@ def _bwd_kernel(
     whole_gradient = more_ref is not None and more_ref.shape == x_ref.shape
 
     def chunk(i):
-        tile = _tile(x_ref, row, i, block_rows, block_width)
+        tile = common.tile(x_ref.shape, row, i * block_width, (block_rows, block_width))
         logits, allowed = _logits(x_ref, bias_ref, mask_ref, tile, scale, bias_axes, mask_axes)
-        dy = _load(dy_ref, tile.place, tile.inside).astype(jnp.float32)
+        dy = tile.load(dy_ref).astype(jnp.float32)
         return tile, logits, allowed, _select(allowed, dy, 0.0)
 
     def visit(chunk, before=None):
@@ -263,9 +229,9 @@ def _bwd_kernel(
         tile, logits, allowed, dy = chunk
         shift, *numbers = (s[:, None] for s in found)
         gradient = _gradient(common.exp(logits - shift), allowed, dy, *numbers, log=log)
-        common.store(dx_ref.at[tile.place], (gradient * scale).astype(dx_ref.dtype), mask=tile.inside)
+        tile.store(dx_ref, gradient * scale)
         if whole_gradient:
-            common.store(more_ref.at[tile.place], gradient.astype(more_ref.dtype), mask=tile.inside)
+            tile.store(more_ref, gradient)
 
     chunks = pl.cdiv(x_ref.shape[1], block_width)
     last, (top, total, center, rest) = _visit_all(chunks, chunk, visit)
