@@ -77,7 +77,7 @@ def measure(
     `work` (bytes or FLOP per call) over the median time gives `rate` in `unit`; `args` are the command line's; `key`
     holds op, direction, shape and dtype.
     """
-    rounds = 5 if args.quick else 15
+    rounds = 5 if args.quick else 9
     metrics = {"queued_us": _queued_us, "device_us": device_us} if _cupti() else {"queued_us": _queued_us}
     repeats = {name: _calibrate(variant) for name, variant in variants.items()}
     samples: dict[tuple[str, str], list[float]] = {}

@@ -146,7 +146,7 @@ def softmax_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
             configs = [
                 tuning.RowConfig(elements // block_width, block_width, num_warps)
                 for (elements, block_width), num_warps in itertools.product(blocks, warps)
-                if 256 <= elements // num_warps <= 2048 // arrays
+                if 256 <= elements // num_warps <= (2048 // arrays if width <= 8192 else 2048)
             ]
             present = choose(rows, width, itemsize, kind)
             yield Case(op, sizes, ((rows, width),) * arrays, dtype, run, plain, [present, *configs])
@@ -247,7 +247,8 @@ def split_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
             for (block_rows, num_warps), programs in itertools.product(tiles, (32, 64, 128))
             if block_rows <= 64 and 4 <= num_warps and block_rows * programs <= batch * length
         ]
-        yield Case("qkv_bias_split_heads_backward", sizes, (part, part, part), dtype, join, plain_join, [back, *joins])
+        parts = (part, part, part)
+        yield Case("qkv_bias_split_heads_backward", sizes, parts, dtype, join, plain_join, [back, *joins], "float64")
 
 
 def attention_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:

@@ -111,6 +111,8 @@ def layer_norm(rows: int, width: int, itemsize: int, device_kind: str) -> RowCon
     block_width = min(next_power_of_2(width), 8192)
     block_rows = max(1, 1024 // block_width)
     default = RowConfig(block_rows, block_width, num_warps=max(1, block_width // 1024))
+    if itemsize > 2 and rows * width < 2**20:  # few programs: more warps in each
+        default = RowConfig(2 * block_rows, block_width, num_warps=8)
     return lookup("layer_norm", default, device_kind, rows=rows, width=width, itemsize=itemsize)
 
 
@@ -122,30 +124,39 @@ def layer_norm_backward(rows: int, width: int, itemsize: int, device_kind: str) 
         default = GradientConfig(max(1, 1024 // block_width), block_width, programs, num_warps)
         if block_width > 1024:
             default = dataclasses.replace(default, programs=max(132, programs * 512 // block_width))
+        elif block_width > 512 and itemsize > 2 and rows * width >= 2**19:
+            default = GradientConfig(2, block_width, 264, 8)
     else:  # the more rows in a block, the fewer partial sums
         default = GradientConfig(8, 1024, 264, 8)
     return lookup("layer_norm_backward", default, device_kind, rows=rows, width=width, itemsize=itemsize)
 
 
 def softmax(rows: int, width: int, itemsize: int, device_kind: str) -> RowConfig:
-    # As for layer_norm, but rows of up to 16,384 stay in registers.
-    return _softmax("softmax", 1024, 16384, rows, width, itemsize, device_kind)
+    # As for layer_norm, but rows of up to 64 KiB stay in registers.
+    warp = 1024 if itemsize <= 2 or width <= 1024 else 256
+    default = _softmax(rows, width, warp, longest=16384, most_warps=8 * itemsize // 2)
+    if width > 16384:
+        default = RowConfig(1, 32768, 16) if itemsize <= 2 else RowConfig(1, 16384, 32)
+    return lookup("softmax", default, device_kind, rows=rows, width=width, itemsize=itemsize)
 
 
 def softmax_backward(rows: int, width: int, itemsize: int, device_kind: str) -> RowConfig:
     # Half as long, since two arrays are read.
-    return _softmax("softmax_backward", 512, 8192, rows, width, itemsize, device_kind)
+    longest = 8192 if itemsize <= 2 else 16384
+    default = _softmax(rows, width, 512, longest, most_warps=8 * itemsize // 2)
+    return lookup("softmax_backward", default, device_kind, rows=rows, width=width, itemsize=itemsize)
 
 
-def _softmax(op: str, warp: int, longest: int, rows: int, width: int, itemsize: int, device_kind: str) -> RowConfig:
+def _softmax(rows: int, width: int, warp: int, longest: int, most_warps: int) -> RowConfig:
     """A warp for `warp` elements (fewer in small arrays, which want more warps), rows up to `longest` in registers."""
     block_width = next_power_of_2(width)
-    if rows * width < 2**20:
-        warp = 256
-    default = RowConfig(max(1, warp // block_width), block_width, num_warps=min(max(1, block_width // warp), 8))
     if width > longest:
-        default = RowConfig(1, longest, longest // 512)
-    return lookup(op, default, device_kind, rows=rows, width=width, itemsize=itemsize)
+        return RowConfig(1, longest, longest // 512)
+    if rows * width < 2**20:
+        if block_width <= 64:
+            return RowConfig(2048 // block_width, block_width, 4)
+        warp = 256
+    return RowConfig(max(1, warp // block_width), block_width, min(max(1, block_width // warp), most_warps))
 
 
 def _block_width(width: int) -> int:

@@ -312,7 +312,9 @@ def test_random(seed, monkeypatch):
     shape = (*(int(n) for n in rng.choice([1, 2, 5, 13], rng.integers(0, 3))), width)
     dtype, vectors = (jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"]))) for _ in range(2))
     absent = {name: bool(rng.random() < 0.25) for name in ("bias", "gamma", "beta")}
-    options = {"epsilon": float(rng.choice([1e-12, 1e-6, 0.3])), "in_place": bool(rng.random() < 0.5)}
+    # Of two or three columns the gradient is what epsilon leaves of it: where that is little, rounding errors.
+    epsilon = float(rng.choice([1e-12, 1e-6, 0.3])) if width > 3 else 0.3
+    options = {"epsilon": epsilon, "in_place": bool(rng.random() < 0.5)}
     blocks = [(power_of_two(rng, 8), max(8, power_of_two(rng, 512)), power_of_two(rng, 4)) for _ in range(2)]
     backward = GradientConfig(*blocks[1][:2], int(rng.integers(1, 9)), blocks[1][2])
     monkeypatch.setattr(tuning, "layer_norm", lambda *_: RowConfig(*blocks[0]))

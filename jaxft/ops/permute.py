@@ -27,7 +27,7 @@ def qkv_bias_split_heads(
       q, k, v = jnp.transpose((qkv + bias).reshape(B, T, 3, N, H), (2, 0, 3, 1, 4))
 
     Args:
-      qkv: `[B, T, 3*N*H]`, float32, float16 or bfloat16.
+      qkv: `[B, T, 3*N*H]`, float32, float16 or bfloat16; for the kernel of up to 2**31 elements.
       bias: `[3*N*H]` of any float dtype, or None.
       num_heads: N.
       implementation: None for the fastest, "triton" or "xla".

@@ -64,7 +64,23 @@ def log_softmax(
     in_place: bool = False,
     implementation: str | None = None,
 ) -> Array:
-    """The logarithm of `softmax(x, scale=, bias=, mask=)`, -inf where `mask` is False. Arguments as there."""
+    """The logarithm of softmax over the last axis of x * scale + bias, -inf where `mask` is False.
+
+    Equivalent, where every row has a True, to::
+
+      jax.nn.log_softmax(x * scale + bias, where=mask)
+
+    Args:
+      x, scale, bias, mask, in_place, implementation: as in `softmax`; x is `[..., S]`, a vocabulary wide, say.
+
+    Returns:
+      An array of the shape and dtype of `x`; a row without a True is -inf throughout.
+
+    Raises: as `softmax`.
+
+    Gradients: of x and bias, from x and bias (the result is not kept); 0 where `mask` is False. Deterministic.
+    Source: OneFlow's fused softmax, in its logarithmic form.
+    """
     return _run("log_softmax", x, scale, bias, mask, in_place, implementation)
 
 

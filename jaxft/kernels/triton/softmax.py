@@ -2,9 +2,9 @@
 
 Bias and mask are read where they lie, never expanded: a row of x finds its row of them by strides that are 0 along the
 axes that broadcast. Moves 2 * M * S elements forward and 3 * M * S backward, plus bias and mask. Rows that fit in
-`block_width` are read once and stay in registers. Longer ones are read twice in chunks, first for their statistics
-(Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018), then for the result, from the L2 cache
-where the row fits there.
+`block_width` are read once and stay in registers, long ones of 16 bits as they are read, which is half the registers
+of what is computed from them. Longer ones are read twice in chunks, first for their statistics (Milakov and Gimelshein,
+"Online normalizer calculation for softmax", 2018), then for the result, from the L2 cache where the row fits there.
 
 The backward pass computes the probabilities again from x: rounded to 16 bits they would be too coarse for a row in
 which one is nearly 1, whose gradient is what is left beside it.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,16 +88,16 @@ def _shift_of(top):
     return jnp.where(top == -jnp.inf, 0.0, top)  # of a row with nothing allowed so far
 
 
-def _exponentials(logits, before=None):
-    """The maximum of each row, the exponentials below it, and by what sums of those `before` are to be multiplied.
+def _maximum(logits, before=None):
+    """The maximum of each row, and by what sums of the exponentials of earlier chunks are to be multiplied.
 
-    `before` is the maximum of earlier chunks. A NaN is in the exponentials, whatever the maximum makes of it.
+    `before` is the maximum of those. A NaN is in the exponentials, whatever the maximum makes of it.
     """
     top = jnp.max(logits, axis=1)
-    if before is not None:
-        top = jnp.maximum(before, top)
-    shift = _shift_of(top)
-    return top, common.exp(logits - shift[:, None]), None if before is None else common.exp(before - shift)
+    if before is None:
+        return top, None
+    top = jnp.maximum(before, top)
+    return top, common.exp(before - _shift_of(top))
 
 
 def _two_sum(total, more):
@@ -129,26 +130,48 @@ def _gradient(e, allowed, dy, inverse, center, rest, *, log: bool):
 # --- The kernels -------------------------------------------------------------------------------------------------
 
 
-def _logits(x_ref, bias_ref, mask_ref, tile: common.Tile, scale: float, bias_axes: Axes, mask_axes: Axes):
-    """The logits of the tile, -inf where they are not allowed, and which of them are (None: all)."""
-    logits = tile.load(x_ref).astype(jnp.float32) * scale
-    if bias_ref is not None:
-        logits = logits + _load_broadcast(bias_ref, bias_axes, tile).astype(jnp.float32)
-    # What is not allowed is read, since a load under a mask that is not known in advance is not vectorised.
-    allowed = tile.inside
-    if mask_ref is not None:
-        keep = jnp.broadcast_to(_load_broadcast(mask_ref, mask_axes, tile), tile.shape)
-        allowed = keep if allowed is None else allowed & keep
-    return _select(allowed, logits, -jnp.inf), allowed
+class _Chunk(NamedTuple):
+    """A tile of x, and what it holds: as it was read, so that it takes few registers."""
+
+    tile: common.Tile
+    x: Array
+    bias: Array | None
+    mask: Array | None
+    dy: Array | None
+
+    def logits(self, scale: float) -> tuple[Array, Array | None]:
+        """-inf where they are not allowed, and which of them are (None: all)."""
+        logits = self.x.astype(jnp.float32) * scale
+        if self.bias is not None:
+            logits = logits + self.bias.astype(jnp.float32)
+        # What is not allowed is read, since a load under a mask that is not known in advance is not vectorised.
+        allowed = self.tile.inside
+        if self.mask is not None:
+            keep = jnp.broadcast_to(self.mask, self.tile.shape)
+            allowed = keep if allowed is None else allowed & keep
+        return _select(allowed, logits, -jnp.inf), allowed
+
+    def again(self, num_warps: int) -> _Chunk:
+        """The same. Where what is computed from it is too much for the registers, it is computed again, not kept."""
+        arrays = 1 if self.dy is None else 2
+        if self.x.dtype.itemsize > 2 or arrays * math.prod(self.tile.shape) < 2048 * num_warps:
+            return self
+        return self._replace(x=common.opaque(self.x), dy=None if self.dy is None else common.opaque(self.dy))
+
+
+def _chunk(row, i, x_ref, bias_ref, mask_ref, dy_ref, bias_axes: Axes, mask_axes: Axes, shape: tuple[int, int]):
+    tile = common.tile(x_ref.shape, row, i * shape[1], shape)
+    bias = None if bias_ref is None else _load_broadcast(bias_ref, bias_axes, tile)
+    mask = None if mask_ref is None else _load_broadcast(mask_ref, mask_axes, tile)
+    return _Chunk(tile, tile.load(x_ref), bias, mask, None if dy_ref is None else tile.load(dy_ref))
 
 
 def _visit_all(chunks: int, chunk, visit):
-    """What `visit` finds in the chunks of a row, and the last of them, which stays in registers."""
+    """The last chunk of a row, which stays in registers, and what `visit` finds in all of them."""
     found = None
     if chunks > 1:
-        found = lax.fori_loop(1, chunks - 1, lambda i, found: visit(chunk(i), found), visit(chunk(0)))
-    last = chunk(chunks - 1)
-    return last, visit(last, found)
+        found = lax.fori_loop(1, chunks - 1, lambda i, found: visit(chunk(i), found)[1], visit(chunk(0))[1])
+    return visit(chunk(chunks - 1), found)
 
 
 def _write_all(chunks: int, chunk, last, write) -> None:
@@ -159,55 +182,58 @@ def _write_all(chunks: int, chunk, last, write) -> None:
 
 def _fwd_kernel(
     x_ref, bias_ref, mask_ref, y_ref,
-    *, log: bool, scale: float, bias_axes: Axes, mask_axes: Axes, block_rows: int, block_width: int,
+    *, log: bool, scale: float, bias_axes: Axes, mask_axes: Axes, config: RowConfig,
 ):  # fmt: skip
-    row = pl.program_id(0) * block_rows
+    row, shape = pl.program_id(0) * config.block_rows, (config.block_rows, config.block_width)
 
     def chunk(i):
-        tile = common.tile(x_ref.shape, row, i * block_width, (block_rows, block_width))
-        return tile, *_logits(x_ref, bias_ref, mask_ref, tile, scale, bias_axes, mask_axes)
+        return _chunk(row, i, x_ref, bias_ref, mask_ref, None, bias_axes, mask_axes, shape)
 
     def visit(chunk, before=None):
         """The maximum and the sum of exponentials."""
-        top, e, weight = _exponentials(chunk[1], None if before is None else before[0])
-        total = jnp.sum(e, axis=1)
+        top, weight = _maximum(chunk.logits(scale)[0], None if before is None else before[0])
+        chunk = chunk.again(config.num_warps)
+        total = jnp.sum(common.exp(chunk.logits(scale)[0] - _shift_of(top)[:, None]), axis=1)
         if before is None:
-            return top, (total, jnp.zeros_like(total))
-        return top, _two_sum(_times(before[1], weight), total)
+            return chunk, (top, (total, jnp.zeros_like(total)))
+        return chunk, (top, _two_sum(_times(before[1], weight), total))
 
     def write(chunk, top, total):
-        tile, logits, allowed = chunk
+        logits, allowed = chunk.logits(scale)
         shifted = logits - _shift_of(top)[:, None]
         if log:
             y = _select(allowed, shifted - jnp.log(_nonzero(total))[:, None], -jnp.inf)
         else:
             y = common.exp(shifted) * (1.0 / _nonzero(total))[:, None]
-        tile.store(y_ref, y)
+        chunk.tile.store(y_ref, y)
 
-    chunks = pl.cdiv(x_ref.shape[1], block_width)
+    chunks = pl.cdiv(x_ref.shape[1], config.block_width)
     last, (top, total) = _visit_all(chunks, chunk, visit)
     total = total[0] + total[1]
-    _write_all(chunks, chunk, last, lambda chunk: write(chunk, top, total))
+    _write_all(chunks, chunk, last.again(config.num_warps), lambda chunk: write(chunk, top, total))
 
 
 def _bwd_kernel(
     dy_ref, x_ref, bias_ref, mask_ref, dx_ref, more_ref=None,
-    *, log: bool, scale: float, bias_axes: Axes, mask_axes: Axes, block_rows: int, block_width: int,
+    *, log: bool, scale: float, bias_axes: Axes, mask_axes: Axes, config: RowConfig,
 ):  # fmt: skip
     """`more_ref` is for the gradient of the bias: the gradients of the logits, or what is needed to find them again."""
-    row = pl.program_id(0) * block_rows
+    row, shape = pl.program_id(0) * config.block_rows, (config.block_rows, config.block_width)
     whole_gradient = more_ref is not None and more_ref.shape == x_ref.shape
 
     def chunk(i):
-        tile = common.tile(x_ref.shape, row, i * block_width, (block_rows, block_width))
-        logits, allowed = _logits(x_ref, bias_ref, mask_ref, tile, scale, bias_axes, mask_axes)
-        dy = tile.load(dy_ref).astype(jnp.float32)
-        return tile, logits, allowed, _select(allowed, dy, 0.0)
+        return _chunk(row, i, x_ref, bias_ref, mask_ref, dy_ref, bias_axes, mask_axes, shape)
+
+    def values(chunk):
+        logits, allowed = chunk.logits(scale)
+        return logits, allowed, _select(allowed, chunk.dy.astype(jnp.float32), 0.0)
 
     def visit(chunk, before=None):
         """The maximum, the sum of exponentials, and what `_gradient` asks for, times that sum."""
-        _, logits, _, dy = chunk
-        top, e, weight = _exponentials(logits, None if before is None else before[0])
+        top, weight = _maximum(chunk.logits(scale)[0], None if before is None else before[0])
+        chunk = chunk.again(config.num_warps)
+        logits, _, dy = values(chunk)
+        e = common.exp(logits - _shift_of(top)[:, None])
         total = jnp.sum(e, axis=1)
         if log:
             center, rest = jnp.zeros_like(total), jnp.sum(dy, axis=1)
@@ -215,33 +241,32 @@ def _bwd_kernel(
             center = jnp.sum(e * dy, axis=1) / _nonzero(total)
             rest = jnp.sum(e * (dy - center[:, None]), axis=1)
         if before is None:
-            return top, (total, jnp.zeros_like(total)), center, (rest, jnp.zeros_like(total))
+            return chunk, (top, (total, jnp.zeros_like(total)), center, (rest, jnp.zeros_like(total)))
         old, old_center = _times(before[1], weight), before[2]
         if log:
-            return top, _two_sum(old, total), center, _two_sum(before[3], rest)
+            return chunk, (top, _two_sum(old, total), center, _two_sum(before[3], rest))
         # The center is that of the chunk that weighs more than those before it, and the sum of the others moves there.
         stays = old[0] >= total
         moved = jnp.where(stays, total, old[0]) * jnp.where(stays, center - old_center, old_center - center)
         rest = _two_sum(_times(before[3], weight), rest + moved)
-        return top, _two_sum(old, total), jnp.where(stays, old_center, center), rest
+        return chunk, (top, _two_sum(old, total), jnp.where(stays, old_center, center), rest)
 
     def write(chunk, found):
-        tile, logits, allowed, dy = chunk
+        logits, allowed, dy = values(chunk)
         shift, *numbers = (s[:, None] for s in found)
         gradient = _gradient(common.exp(logits - shift), allowed, dy, *numbers, log=log)
-        tile.store(dx_ref, gradient * scale)
+        chunk.tile.store(dx_ref, gradient * scale)
         if whole_gradient:
-            tile.store(more_ref, gradient)
+            chunk.tile.store(more_ref, gradient)
 
-    chunks = pl.cdiv(x_ref.shape[1], block_width)
+    chunks = pl.cdiv(x_ref.shape[1], config.block_width)
     last, (top, total, center, rest) = _visit_all(chunks, chunk, visit)
     inverse, rest = 1.0 / _nonzero(total[0] + total[1]), rest[0] + rest[1]
     found = _shift_of(top), inverse, center, rest if log else rest * inverse
     if more_ref is not None and not whole_gradient:
-        for n, values in enumerate(found):
-            index = jnp.int32(n), common.span(row, block_rows)
-            common.store(more_ref.at[index], values, mask=last[0].in_rows)
-    _write_all(chunks, chunk, last, lambda chunk: write(chunk, found))
+        for n, numbers in enumerate(found):
+            common.store(more_ref.at[jnp.int32(n), last.tile.place[0]], numbers, mask=last.tile.in_rows)
+    _write_all(chunks, chunk, last.again(config.num_warps), lambda chunk: write(chunk, found))
 
 
 # --- Entry points ------------------------------------------------------------------------------------------------
@@ -317,8 +342,7 @@ def _launch(kernel, before, x, bias, mask, outputs, log, scale, config: RowConfi
         scale=1.0 if scale is None else scale,
         bias_axes=_axes(x.shape, bias),
         mask_axes=_axes(x.shape, mask),
-        block_rows=config.block_rows,
-        block_width=config.block_width,
+        config=config,
     )
     operands = [*before, x, bias, mask]
     return common.launch(
