@@ -43,8 +43,7 @@ def directed(op: Callable[..., jax.Array], direction: str) -> Callable[..., Any]
 
 def check(name: str, ours: Callable[..., Any], plain: Callable[..., Any], arrays: Sequence[jax.Array]) -> None:
     """Values or gradients, against float64: long sums of float32 err too."""
-    with jax.enable_x64(True):
-        exact = [y.astype(jnp.float32) for y in jax.tree.leaves(plain(*(x.astype(jnp.float64) for x in arrays)))]
+    exact = timing.float64(plain, *arrays)
     for got, expected, wide in zip(*map(jax.tree.leaves, (ours(*arrays), plain(*arrays), exact)), strict=True):
         timing.check(name, got, expected, wide)
 

@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             timing.check(f"{name} {direction} {'x'.join(map(str, shape))} {dtype}", got, plain, wide)
         del exact, got, plain, wide
         results += timing.measure(
-            {"jaxft": (ours, sets), "xla": (xla, sets), **timing.copies(moved)},
+            {"jaxft": (ours, sets), "xla": (xla, sets), **timing.copies(moved, rotation)},
             work=moved, unit="TB/s", args=args, op=name, direction=direction, shape=shape, dtype=dtype,
         )  # fmt: skip
     timing.print_tables(results)

@@ -59,9 +59,10 @@ def check(name: str, got: jax.Array, plain: jax.Array, exact: jax.Array) -> None
 
 
 def float64(f: Callable[..., Any], *inputs: Any) -> Any:
-    """What `f` gives for inputs whose float arrays are widened to float64."""
+    """What `f` gives for inputs whose float arrays are widened to float64, as float32."""
     with jax.enable_x64(True):
-        return f(*jax.tree.map(lambda x: x.astype("float64") if jnp.issubdtype(x.dtype, jnp.floating) else x, inputs))
+        wide = jax.tree.map(lambda x: x.astype("float64") if jnp.issubdtype(x.dtype, jnp.floating) else x, inputs)
+        return jax.tree.map(lambda y: y.astype("float32"), f(*wide))
 
 
 def measure(
@@ -101,11 +102,14 @@ def measure(
     return rows
 
 
-def copies(nbytes: float) -> dict[str, Variant]:
-    """Copies that read and write `nbytes` in all: the ceiling of every kernel that is bound by memory."""
+def copies(nbytes: float, buffers: int | None = None) -> dict[str, Variant]:
+    """Copies that read and write `nbytes` in all: the ceiling of every kernel that is bound by memory.
+
+    Of so many buffers in turn; None for too many for the L2 cache.
+    """
     block = 4096
     size = max(1, round(nbytes / 8 / block)) * block  # of float32, read once and written once
-    inputs = [(jnp.full(size, i, jnp.float32),) for i in range(rotation(4 * size))]
+    inputs = [(jnp.full(size, i, jnp.float32),) for i in range(buffers or rotation(4 * size))]
     variants: dict[str, Variant] = {"copy (memcpy)": (jax.jit(jnp.copy), inputs)}
     if jax.default_backend() == "gpu":
         spec = pl.BlockSpec((block,), lambda i: (i,))

@@ -27,6 +27,7 @@ TUNED = Path(tuning.__file__).parent / "tuned"
 ROWS = [(128, 768), (1024, 768), (4096, 768), (16384, 1024), (65536, 1024), (4096, 384)]  # rows, width
 FEED_FORWARD = [(128, 3072), (1024, 3072), (4096, 3072), (16384, 4096), (4096, 1536)]
 SOFTMAX_WIDTHS = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
+SOFTMAX = [(128, 1024), (4096, 128), (4096, 1024), (256, 250_000)]  # rows, width, beside those of 64 Mi elements
 # batch, heads, length, head size
 ATTENTION = [(1, 12, 128, 64), (8, 12, 128, 64), (32, 12, 128, 64), (128, 12, 128, 64), (256, 16, 128, 64),
              (32, 12, 512, 64), (64, 16, 512, 64), (8, 16, 2048, 64), (2, 16, 8192, 64), (32, 12, 128, 32)]  # fmt: skip
@@ -50,7 +51,6 @@ class Case:
     run: Callable[..., Any]
     plain: Callable[..., Any]
     configs: Sequence[Any]
-    exact: str = "float32"  # the dtype in which plain jnp says what is right
     derive: Callable[..., tuple[jax.Array, ...]] = lambda *arrays: ()  # further inputs, from those of random numbers
 
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
@@ -116,7 +116,7 @@ def row_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
         sizes = {"rows": rows, "width": width, "itemsize": itemsize}
         shapes = ((rows, width), (rows, width), (width,), (rows, width), (width,))
         configs = [tuning.layer_norm_backward(rows, width, itemsize, kind), *configs]
-        yield Case("layer_norm_backward", sizes, shapes, dtype, run, plain, configs, exact="float64", derive=saved)
+        yield Case("layer_norm_backward", sizes, shapes, dtype, run, plain, configs, derive=saved)
 
 
 def softmax_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
@@ -129,9 +129,9 @@ def softmax_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
     def plain_backward(x: jax.Array, dy: jax.Array) -> jax.Array:
         return jax.vjp(reference.softmax, x)[1](dy)[0]
 
-    for width in SOFTMAX_WIDTHS:
-        # 64 Mi elements; in float32 attention scores, [32, 64, width, width].
-        rows = 2048 * width if itemsize == 4 and width <= 512 else 2**26 // width
+    # 64 Mi elements; in float32 attention scores, [32, 64, width, width].
+    large = [(2048 * w if itemsize == 4 and w <= 512 else 2**26 // w, w) for w in SOFTMAX_WIDTHS]
+    for rows, width in (*large, *SOFTMAX):
         sizes = {"rows": rows, "width": width, "itemsize": itemsize}
         for op, arrays, run, plain, choose in (
             ("softmax", 1, forward, reference.softmax, tuning.softmax),
@@ -141,7 +141,8 @@ def softmax_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
                 blocks = [(elements, width) for elements in (width, 256, 512, 1024, 2048) if elements >= width]
                 warps: tuple[int, ...] = (1, 2, 4)
             else:  # a row, or a chunk of one
-                blocks = [(chunk, chunk) for chunk in {width, *(min(width, n) for n in (4096, 8192, 16384))}]
+                longest = min(tuning.next_power_of_2(width), 32768)
+                blocks = [(chunk, chunk) for chunk in {longest, *(min(longest, n) for n in (4096, 8192, 16384))}]
                 warps = (2, 4, 8, 16, 32)
             configs = [
                 tuning.RowConfig(elements // block_width, block_width, num_warps)
@@ -149,7 +150,8 @@ def softmax_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
                 if 256 <= elements // num_warps <= (2048 // arrays if width <= 8192 else 2048)
             ]
             present = choose(rows, width, itemsize, kind)
-            yield Case(op, sizes, ((rows, width),) * arrays, dtype, run, plain, [present, *configs])
+            shapes = ((rows, width),) * arrays
+            yield Case(op, sizes, shapes, dtype, run, plain, [present, *configs])
 
 
 def elementwise_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
@@ -189,7 +191,7 @@ def elementwise_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable
         sizes = {"rows": rows, "width": width, "itemsize": itemsize}
         present = tuning.bias_activation_backward(rows, width, itemsize, kind)
         shapes = ((rows, width), (rows, width), (width,))
-        yield Case("bias_activation_backward", sizes, shapes, dtype, run, plain, [present, *configs], exact="float64")
+        yield Case("bias_activation_backward", sizes, shapes, dtype, run, plain, [present, *configs])
 
 
 def permute_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
@@ -248,7 +250,7 @@ def split_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
             if block_rows <= 64 and 4 <= num_warps and block_rows * programs <= batch * length
         ]
         parts = (part, part, part)
-        yield Case("qkv_bias_split_heads_backward", sizes, parts, dtype, join, plain_join, [back, *joins], "float64")
+        yield Case("qkv_bias_split_heads_backward", sizes, parts, dtype, join, plain_join, [back, *joins])
 
 
 def attention_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
@@ -295,8 +297,8 @@ def best(case: Case, default: Any) -> Any:
     sets = [first, *(case.inputs(seed) for seed in range(1, timing.rotation(sum(x.nbytes for x in first))))]
     plain = jax.jit(case.plain)
     wanted = plain(*first)
-    with jax.default_matmul_precision("highest"), jax.enable_x64(case.exact == "float64"):
-        exact = jax.tree.map(lambda y: y.astype(jnp.float32), plain(*(x.astype(case.exact) for x in first)))
+    with jax.default_matmul_precision("highest"):
+        exact = timing.float64(plain, *first)
 
     def microseconds(f: Any) -> float:
         return min(timing.device_us((f, sets), max(3, len(sets))) for _ in range(3))

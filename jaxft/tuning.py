@@ -153,8 +153,8 @@ def _softmax(rows: int, width: int, warp: int, longest: int, most_warps: int) ->
     if width > longest:
         return RowConfig(1, longest, longest // 512)
     if rows * width < 2**20:
-        if block_width <= 64:
-            return RowConfig(2048 // block_width, block_width, 4)
+        if block_width <= 1024:
+            return RowConfig((2048 if block_width <= 64 else 1024) // block_width, block_width, 4)
         warp = 256
     return RowConfig(max(1, warp // block_width), block_width, min(max(1, block_width // warp), most_warps))
 

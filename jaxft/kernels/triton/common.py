@@ -266,12 +266,15 @@ def _exp_minus(high: Array, low: Array | float, rate: float) -> tuple[Array, Arr
     step = math.log(2.0) / rate
     unit = 2.0 ** (math.frexp(step)[1] - 15)
     coarse = round(step / unit) * unit  # of 15 bits, so that n * coarse is exact (Cody and Waite)
-    n = jnp.floor((high + low) * (1.0 / step) + 0.5)
+    # Added to a number of which 1 is the last bit, what is not whole is rounded away, and n is in the bits of the sum.
+    large, bits_of_large = 1.5 * 2.0**23, 0x4B400000
+    shifted = (high + low) * (1.0 / step) + large
+    n = shifted - large
     y = (high - n * coarse) + (low - n * (step - coarse))  # |y| <= step / 2
     minimax = (0.00138145599, -0.00836873556, 0.0416683899, -0.166665205, 0.499999934, -1.0)
     p = y * _polynomial(y, *(c * rate ** (6 - i) for i, c in enumerate(minimax)))
-    scale = jax.lax.bitcast_convert_type((127 + 24 - n.astype(jnp.int32)) << 23, jnp.float32)
-    return p, scale
+    exponent = jnp.uint32(127 + 24 + bits_of_large) - jax.lax.bitcast_convert_type(shifted, jnp.uint32)
+    return p, jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
 
 
 def _exp(p: Array, scale: Array) -> Array:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -153,41 +153,69 @@ class _Chunk(NamedTuple):
 
     def again(self, num_warps: int) -> _Chunk:
         """The same. Where what is computed from it is too much for the registers, it is computed again, not kept."""
-        arrays = 1 if self.dy is None else 2
-        if self.x.dtype.itemsize > 2 or arrays * math.prod(self.tile.shape) < 2048 * num_warps:
+        if self.x.dtype.itemsize > 2 or math.prod(self.tile.shape) < 2048 * num_warps:
             return self
-        return self._replace(x=common.opaque(self.x), dy=None if self.dy is None else common.opaque(self.dy))
+        return self._replace(x=common.opaque(self.x))
 
 
-def _chunk(row, i, x_ref, bias_ref, mask_ref, dy_ref, bias_axes: Axes, mask_axes: Axes, shape: tuple[int, int]):
-    tile = common.tile(x_ref.shape, row, i * shape[1], shape)
-    bias = None if bias_ref is None else _load_broadcast(bias_ref, bias_axes, tile)
-    mask = None if mask_ref is None else _load_broadcast(mask_ref, mask_axes, tile)
-    return _Chunk(tile, tile.load(x_ref), bias, mask, None if dy_ref is None else tile.load(dy_ref))
+class _Row(NamedTuple):
+    """The rows of a program, in chunks."""
 
+    row: Array
+    operands: tuple[Any, ...]  # refs: x, bias, mask and dy
+    axes: tuple[Axes, Axes]  # of bias and mask
+    config: RowConfig
 
-def _visit_all(chunks: int, chunk, visit):
-    """The last chunk of a row, which stays in registers, and what `visit` finds in all of them."""
-    found = None
-    if chunks > 1:
-        found = lax.fori_loop(1, chunks - 1, lambda i, found: visit(chunk(i), found)[1], visit(chunk(0))[1])
-    return visit(chunk(chunks - 1), found)
+    @property
+    def chunks(self) -> int:
+        return pl.cdiv(self.operands[0].shape[1], self.config.block_width)
 
+    def chunk(self, i) -> _Chunk:
+        (x_ref, bias_ref, mask_ref, dy_ref), tile = self.operands, self.tile(i)
+        bias = None if bias_ref is None else _load_broadcast(bias_ref, self.axes[0], tile)
+        mask = None if mask_ref is None else _load_broadcast(mask_ref, self.axes[1], tile)
+        return _Chunk(tile, tile.load(x_ref), bias, mask, None if dy_ref is None else tile.load(dy_ref))
 
-def _write_all(chunks: int, chunk, last, write) -> None:
-    write(last)
-    if chunks > 1:  # those that were read most recently first, while a cache has them
-        lax.fori_loop(0, chunks - 1, lambda i, _: write(chunk(chunks - 2 - i)), None)
+    def tile(self, i) -> common.Tile:
+        shape = self.config.block_rows, self.config.block_width
+        return common.tile(self.operands[0].shape, self.row, i * shape[1], shape)
+
+    def visit(self, visit):
+        """The last chunk, which stays in registers, and what `visit` finds in all, each read while it is at another."""
+        chunk = self.chunk(0)
+        if self.chunks == 1:
+            return visit(chunk)
+
+        def step(i, state):
+            values, found = state
+            return self.chunk(i + 1)[1:], visit(_Chunk(self.tile(i), *values), found)[1]
+
+        ahead = self.chunk(1)[1:]
+        ahead, found = lax.fori_loop(1, self.chunks - 1, step, (ahead, visit(chunk)[1]))
+        return visit(_Chunk(self.tile(self.chunks - 1), *ahead), found)
+
+    def write(self, last, write) -> None:
+        """Those that were read most recently come first, while a cache has them."""
+        if self.chunks == 1:
+            return write(last)
+
+        def step(i, values):
+            i = self.chunks - 2 - i
+            ahead = self.chunk(jnp.maximum(i - 1, 0))[1:]
+            write(_Chunk(self.tile(i), *values))
+            return ahead
+
+        ahead = self.chunk(self.chunks - 2)[1:]
+        write(last)
+        lax.fori_loop(0, self.chunks - 1, step, ahead)
 
 
 def _fwd_kernel(
     x_ref, bias_ref, mask_ref, y_ref,
     *, log: bool, scale: float, bias_axes: Axes, mask_axes: Axes, config: RowConfig,
 ):  # fmt: skip
-    row, shape = pl.program_id(0) * config.block_rows, (config.block_rows, config.block_width)
-
-    def chunk(i):
-        return _chunk(row, i, x_ref, bias_ref, mask_ref, None, bias_axes, mask_axes, shape)
+    first = pl.program_id(0) * config.block_rows
+    row = _Row(first, (x_ref, bias_ref, mask_ref, None), (bias_axes, mask_axes), config)
 
     def visit(chunk, before=None):
         """The maximum and the sum of exponentials."""
@@ -207,10 +235,9 @@ def _fwd_kernel(
             y = common.exp(shifted) * (1.0 / _nonzero(total))[:, None]
         chunk.tile.store(y_ref, y)
 
-    chunks = pl.cdiv(x_ref.shape[1], config.block_width)
-    last, (top, total) = _visit_all(chunks, chunk, visit)
+    last, (top, total) = row.visit(visit)
     total = total[0] + total[1]
-    _write_all(chunks, chunk, last.again(config.num_warps), lambda chunk: write(chunk, top, total))
+    row.write(last.again(config.num_warps), lambda chunk: write(chunk, top, total))
 
 
 def _bwd_kernel(
@@ -218,11 +245,9 @@ def _bwd_kernel(
     *, log: bool, scale: float, bias_axes: Axes, mask_axes: Axes, config: RowConfig,
 ):  # fmt: skip
     """`more_ref` is for the gradient of the bias: the gradients of the logits, or what is needed to find them again."""
-    row, shape = pl.program_id(0) * config.block_rows, (config.block_rows, config.block_width)
+    first = pl.program_id(0) * config.block_rows
+    row = _Row(first, (x_ref, bias_ref, mask_ref, dy_ref), (bias_axes, mask_axes), config)
     whole_gradient = more_ref is not None and more_ref.shape == x_ref.shape
-
-    def chunk(i):
-        return _chunk(row, i, x_ref, bias_ref, mask_ref, dy_ref, bias_axes, mask_axes, shape)
 
     def values(chunk):
         logits, allowed = chunk.logits(scale)
@@ -230,9 +255,8 @@ def _bwd_kernel(
 
     def visit(chunk, before=None):
         """The maximum, the sum of exponentials, and what `_gradient` asks for, times that sum."""
-        top, weight = _maximum(chunk.logits(scale)[0], None if before is None else before[0])
-        chunk = chunk.again(config.num_warps)
         logits, _, dy = values(chunk)
+        top, weight = _maximum(logits, None if before is None else before[0])
         e = common.exp(logits - _shift_of(top)[:, None])
         total = jnp.sum(e, axis=1)
         if log:
@@ -259,14 +283,13 @@ def _bwd_kernel(
         if whole_gradient:
             chunk.tile.store(more_ref, gradient)
 
-    chunks = pl.cdiv(x_ref.shape[1], config.block_width)
-    last, (top, total, center, rest) = _visit_all(chunks, chunk, visit)
+    last, (top, total, center, rest) = row.visit(visit)
     inverse, rest = 1.0 / _nonzero(total[0] + total[1]), rest[0] + rest[1]
     found = _shift_of(top), inverse, center, rest if log else rest * inverse
     if more_ref is not None and not whole_gradient:
         for n, numbers in enumerate(found):
             common.store(more_ref.at[jnp.int32(n), last.tile.place[0]], numbers, mask=last.tile.in_rows)
-    _write_all(chunks, chunk, last.again(config.num_warps), lambda chunk: write(chunk, found))
+    row.write(last, lambda chunk: write(chunk, found))
 
 
 # --- Entry points ------------------------------------------------------------------------------------------------
