@@ -258,6 +258,15 @@ def _polynomial(x: Array, *coefficients: float) -> Array:
     return value
 
 
+def _nearest(x: Array) -> tuple[Array, Array]:
+    """The integer nearest to x, |x| < 2^22, as a float and as an integer."""
+    if _interpreting.get():  # XLA would simplify what follows to x
+        return jnp.round(x), jnp.round(x).astype(jnp.int32)
+    large = 1.5 * 2.0**23  # of which 1 is the last bit: two additions, where a conversion takes as long as eight
+    total = x + large
+    return total - large, jax.lax.bitcast_convert_type(total, jnp.int32) - 0x4B400000
+
+
 def _exp_minus(high: Array, low: Array | float, rate: float) -> tuple[Array, Array]:
     """e^(-rate * (high + low)) as (p, scale): (1 + p) * scale * 2^-24, with an error of 2^-25 or so in p.
 
@@ -266,15 +275,11 @@ def _exp_minus(high: Array, low: Array | float, rate: float) -> tuple[Array, Arr
     step = math.log(2.0) / rate
     unit = 2.0 ** (math.frexp(step)[1] - 15)
     coarse = round(step / unit) * unit  # of 15 bits, so that n * coarse is exact (Cody and Waite)
-    # Added to a number of which 1 is the last bit, what is not whole is rounded away, and n is in the bits of the sum.
-    large, bits_of_large = 1.5 * 2.0**23, 0x4B400000
-    shifted = (high + low) * (1.0 / step) + large
-    n = shifted - large
+    n, whole = _nearest((high + low) * (1.0 / step))
     y = (high - n * coarse) + (low - n * (step - coarse))  # |y| <= step / 2
     minimax = (0.00138145599, -0.00836873556, 0.0416683899, -0.166665205, 0.499999934, -1.0)
     p = y * _polynomial(y, *(c * rate ** (6 - i) for i, c in enumerate(minimax)))
-    exponent = jnp.uint32(127 + 24 + bits_of_large) - jax.lax.bitcast_convert_type(shifted, jnp.uint32)
-    return p, jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
+    return p, jax.lax.bitcast_convert_type((127 + 24 - whole) << 23, jnp.float32)
 
 
 def _exp(p: Array, scale: Array) -> Array:
