@@ -22,6 +22,7 @@ import bench_dense
 import timing
 from jaxft import dispatch, reference, tuning
 from jaxft.kernels.triton import attention, bias_activation, dense, layer_norm, permute, softmax
+from jaxft.kernels.triton.attention_common import Options, Rules
 
 TUNED = Path(tuning.__file__).parent / "tuned"
 ROWS = [(128, 768), (1024, 768), (4096, 768), (16384, 1024), (65536, 1024), (4096, 384)]  # rows, width
@@ -255,10 +256,10 @@ def split_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
 
 def attention_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
     def run(qkv: jax.Array, config: tuning.AttentionConfig) -> jax.Array:
+        options = Options(scale=qkv.shape[-1] ** -0.5)
         return attention.forward(
-            qkv, None, None, None, None, None, scale=qkv.shape[-1] ** -0.5, return_residual=False, precision="tf32",
-            config=config, interpret=False,
-        )[0]  # fmt: skip
+            qkv, None, None, Rules(), options, return_residual=False, config=config, interpret=False
+        )[0]
 
     def plain(qkv: jax.Array) -> Any:
         return reference.dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2])

@@ -219,8 +219,7 @@ def qkv_bias_split_heads_backward(
 def attention(
     batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device_kind: str
 ) -> AttentionConfig:
-    size = next_power_of_2(head_size)
-    wide = size * itemsize // 2
+    wide = next_power_of_2(head_size) * itemsize // 2
     if wide <= 64:
         default = AttentionConfig(64, 64, 4, 3)
         if batch_heads * query_length < 64 * 64:  # too few tiles of 64 queries to fill a card
@@ -231,6 +230,51 @@ def attention(
         default = AttentionConfig(64, 32, 4, 2)
     else:
         default = AttentionConfig(32, 32, 4, 1)
+    return _attention("attention", default, batch_heads, query_length, key_length, head_size, itemsize, device_kind)
+
+
+def attention_dq(
+    batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device_kind: str
+) -> AttentionConfig:
+    """Of the kernel for the gradient of queries."""
+    wide = next_power_of_2(head_size) * itemsize // 2
+    if wide <= 64:
+        default = AttentionConfig(64, 64, 4, 3)
+    elif wide <= 128:
+        default = AttentionConfig(64, 64, 4, 2)
+    elif wide <= 256:
+        default = AttentionConfig(64, 32, 8, 1)
+    else:
+        default = AttentionConfig(32, 16, 4, 1)
+    return _attention("attention_dq", default, batch_heads, query_length, key_length, head_size, itemsize, device_kind)
+
+
+def attention_dkv(
+    batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device_kind: str
+) -> AttentionConfig:
+    """Of the kernel for the gradients of keys and values, which where a block holds all keys is the only one."""
+    wide = next_power_of_2(head_size) * itemsize // 2
+    if wide <= 64:
+        default = AttentionConfig(64, 128, 8, 2)
+    elif wide <= 128:
+        default = AttentionConfig(64, 64, 4, 2)
+    elif wide <= 256:
+        default = AttentionConfig(32, 64, 8, 1)
+    else:
+        default = AttentionConfig(16, 32, 4, 1)
+    return _attention("attention_dkv", default, batch_heads, query_length, key_length, head_size, itemsize, device_kind)
+
+
+def _attention(
+    op: str,
+    default: AttentionConfig,
+    batch_heads: int,
+    query_length: int,
+    key_length: int,
+    head_size: int,
+    itemsize: int,
+    device_kind: str,
+) -> AttentionConfig:
     # A block longer than the sequence is work on padding.
     default = dataclasses.replace(
         default,
@@ -238,7 +282,7 @@ def attention(
         block_k=max(16, min(default.block_k, next_power_of_2(key_length))),
     )
     sizes = {"batch_heads": batch_heads, "query": query_length, "key": key_length, "head_size": head_size}
-    return lookup("attention", default, device_kind, **sizes, itemsize=itemsize)
+    return lookup(op, default, device_kind, **sizes, itemsize=itemsize)
 
 
 def dense_by_library(rows: int, width: int, activation: str | None, itemsize: int) -> bool:

@@ -10,10 +10,11 @@ import pytest
 
 import jaxft
 import oracle
-from cases import DTYPES, INTERPRET, check, check_padding, jit, normal, seeds, some
+from cases import DTYPES, INTERPRET, check, check_padding, jit, normal
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import attention as kernel
+from jaxft.kernels.triton.attention_common import Options, Rules
 from jaxft.tuning import AttentionConfig
 
 HEAD_SIZES = [1, 8, 16, 33, 40, 64, 80, 128, 256]
@@ -181,9 +182,8 @@ def test_without_a_batch(implementation):
         ({"mask": HOLES[:1]}, {"mask": HOLES[0]}),
         ({"mask": HOLES[:1]}, {"mask": HOLES[0, 0, 0]}),
     ]
-    if implementation == "xla":
-        ids = {f"{side}_segment_ids": np.arange(S, dtype=np.int32) // 10 for side in ("query", "key_value")}
-        cases.append(({name: x[None] for name, x in ids.items()}, ids))
+    ids = {f"{side}_segment_ids": np.arange(S, dtype=np.int32) // 10 for side in ("query", "key_value")}
+    cases.append(({name: x[None] for name, x in ids.items()}, ids))
     for batched, unbatched in cases:
         expected = jaxft.dot_product_attention(**floats, **batched, **options)
         got = jaxft.dot_product_attention(**one, **unbatched, **options)
@@ -229,50 +229,48 @@ def test_any_config(dtype, masking):
     """Sequences of several blocks, whole blocks masked before, between and after others."""
     b, t, s = 3, 21, 75
     floats = separate(np.random.default_rng(14), b, t, s, 2, 1, 24, dtype)
-    keep = {"none": np.ones((b, s), bool), "lengths": np.arange(s) < np.array([[75], [32], [0]])}.get(masking)
-    if keep is None:
+    keep, rules = np.ones((b, s), bool), Rules()
+    if masking == "lengths":
+        key_lengths = lengths(75, 32, 0)
+        keep, rules = np.arange(s) < key_lengths[:, None], Rules(key_lengths=jnp.asarray(key_lengths))
+    if masking == "holes":
         keep = np.random.default_rng(15).random((b, s)) < 0.8
         keep[0, :40] = keep[0, 60:] = keep[1, 20:50] = False
-    full = end = mask = None
-    if masking != "none":
-        full = jnp.asarray([list(row).index(False) if not row.all() else s for row in keep], jnp.int32)
-        end = jnp.asarray([s - list(row[::-1]).index(True) if row.any() else 0 for row in keep], jnp.int32)
-        mask = jnp.asarray(keep) if masking == "holes" else None
-    options = {"scale": 0.3, "return_residual": True}
-    masked = options | {"mask": keep[:, None, None, :]}
+        rules = Rules(mask=jnp.asarray(keep[:, None, None, :]))
+    masked = {"scale": 0.3, "return_residual": True, "mask": keep[:, None, None, :]}
     expected = jit(lambda f: reference.dot_product_attention(**f, **masked))(floats)
     exact = oracle.dot_product_attention(**floats, **masked)
+    options = Options(0.3, precision=dispatch.matmul_precision())
     for config in CONFIGS:
 
-        def run(floats, config=config):
-            precision = dispatch.matmul_precision()
-            return kernel.forward(*floats, full, end, mask, **options, precision=precision, config=config,
-                                  interpret=INTERPRET)  # fmt: skip
+        def run(query, key, value, config=config):
+            out, lse = kernel.forward(query, key, value, rules, options, return_residual=True, config=config,
+                                      interpret=INTERPRET)  # fmt: skip
+            return out, jnp.swapaxes(lse, 1, 2) * np.log(2.0).astype(np.float32)
 
-        got = jit(run)([floats[name] for name in ("query", "key", "value")])
+        got = jit(run)(*(floats[name] for name in ("query", "key", "value")))
         assert_matches_oracle(tuple(got), expected, exact, seed=config)
 
 
-# --- What the kernel leaves to plain jnp ---------------------------------------------------------------------------
+# --- Every other option --------------------------------------------------------------------------------------------
 
 T = 6
 OTHER_OPTIONS = {
-    "bias": ({"bias": jnp.linspace(-1.0, 1.0, T).reshape(T, 1)}, "bias"),
-    "mask": ({"mask": np.arange(24).reshape(1, 4, T, 1) % 3 > 0},
-             r"mask over queries or heads \(only \[B, 1, 1, S\]\)"),
-    "causal": ({"is_causal": True}, "is_causal"),
-    "query_lengths": ({"query_seq_lengths": lengths(6, 2)}, "query_seq_lengths"),
-    "segments": ({"query_segment_ids": np.array([[0, 0, 1, 1, 2, 2], [3, 0, 0, 0, 1, 9]], np.int32),
-                  "key_value_segment_ids": np.array([[0, 0, 1, 1, 2], [0, 0, 0, 0, 1]], np.int32)}, "segment ids"),
-    "window": ({"local_window_size": (1, 2)}, "local_window_size"),
-    "window_of_one_number": ({"local_window_size": 1}, "local_window_size"),
-    "several": ({"is_causal": True, "local_window_size": (1, 0)}, "is_causal, no local_window_size"),
+    "bias": {"bias": jnp.linspace(-1.0, 1.0, T).reshape(T, 1)},
+    "mask": {"mask": np.arange(24).reshape(1, 4, T, 1) % 3 > 0},
+    "causal": {"is_causal": True},
+    "query_lengths": {"query_seq_lengths": lengths(6, 2)},
+    "segments": {"query_segment_ids": np.array([[0, 0, 1, 1, 2, 2], [3, 0, 0, 0, 1, 9]], np.int32),
+                 "key_value_segment_ids": np.array([[0, 0, 1, 1, 2], [0, 0, 0, 0, 1]], np.int32)},
+    "window": {"local_window_size": (1, 2)},
+    "window_of_one_number": {"local_window_size": 1},
+    "several": {"is_causal": True, "local_window_size": (1, 0)},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OTHER_OPTIONS)
 def test_other_options(name):
-    options, reason = OTHER_OPTIONS[name]
+    options = OTHER_OPTIONS[name]
     floats = separate(np.random.default_rng(16), 2, T, 5, 4, 2, 8)
     plain_options = dict(options)
     if options.get("local_window_size") == 1:
@@ -281,10 +279,7 @@ def test_other_options(name):
         floats |= plain_options
         plain_options = options = {}
     check_op(floats, **options, plain_options=plain_options | {"return_residual": True}, return_residual=True,
-             implementations=["xla", None])  # fmt: skip
-    message = f"dot_product_attention: .*'triton' cannot be used: the kernel has no {reason}$"
-    with pytest.raises(NotImplementedError, match=message):
-        jaxft.dot_product_attention(**floats, **options, implementation="triton")
+             implementations=["triton", "xla"])  # fmt: skip
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.9])
@@ -297,9 +292,8 @@ def test_dropout(rate, key):
         return reference.dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], **options)
 
     check(lambda implementation, qkv: jaxft.qkv_attention(qkv, **options, implementation=implementation), plain,
-          lambda qkv: oracle.qkv_attention(qkv, keep=keep, rate=rate), floats, implementations=["xla"])  # fmt: skip
-    with pytest.raises(NotImplementedError, match="qkv_attention: .*'triton'.*the kernel has no dropout$"):
-        jaxft.qkv_attention(**floats, **options, implementation="triton")
+          lambda qkv: oracle.qkv_attention(qkv, keep=keep, rate=rate), floats,
+          implementations=["triton", "xla"])  # fmt: skip
 
 
 def test_a_rate_of_zero_is_no_dropout(key):
@@ -311,9 +305,10 @@ def test_a_rate_of_zero_is_no_dropout(key):
             np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("options", [OTHER_OPTIONS["query_lengths"][0], OTHER_OPTIONS["segments"][0]],
+@pytest.mark.parametrize("options", [OTHER_OPTIONS["query_lengths"], OTHER_OPTIONS["segments"]],
                          ids=["lengths", "segments"])  # fmt: skip
-def test_padding_of_queries(options):
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_padding_of_queries(options, implementation):
     """The second sequence: queries past its length, or of segments that no key has."""
     clean = separate(np.random.default_rng(18), 2, T, 5, 4, 2, 8)
     if "query_seq_lengths" in options:
@@ -321,7 +316,7 @@ def test_padding_of_queries(options):
     else:
         attends = options["query_segment_ids"][:, :, None] == options["key_value_segment_ids"][:, None, :]
     queries, keys = attends.any(axis=2)[:, :, None, None], attends.any(axis=1)[:, :, None, None]
-    check_padding(lambda **f: jaxft.dot_product_attention(**f, **options), clean,
+    check_padding(lambda **f: jaxft.dot_product_attention(**f, **options, implementation=implementation), clean,
                   {"query": queries, "key": keys, "value": keys})  # fmt: skip
 
 
@@ -339,67 +334,15 @@ def test_packed_sequences(options):
         lambda qkv: reference.varlen_qkv_attention(qkv, jnp.asarray(boundaries), max_seqlen=6, **options),
         lambda qkv: oracle.varlen_qkv_attention(qkv, boundaries, **options),
         normal(np.random.default_rng(19), jnp.float32, qkv=(12, 3, 2, 8)),
-        implementations=["xla", None],
+        implementations=["triton", "xla"],
     )  # fmt: skip
 
 
-def test_padding_of_packed_sequences():
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_padding_of_packed_sequences(implementation):
     boundaries, valid = np.array([0, 4, 4, 9], np.int32), (np.arange(12) < 9)[:, None, None, None]
-    check_padding(lambda qkv: jaxft.varlen_qkv_attention(qkv, boundaries, max_seqlen=6),
+    check_padding(lambda qkv: jaxft.varlen_qkv_attention(qkv, boundaries, max_seqlen=6, implementation=implementation),
                   normal(np.random.default_rng(20), jnp.float32, qkv=(12, 3, 2, 8)), {"qkv": valid})  # fmt: skip
-
-
-# --- Random cases --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", seeds(6))
-def test_random(seed):
-    """What the kernel supports."""
-    rng = np.random.default_rng(seed)
-    b, k, groups = (int(n) for n in rng.integers(1, 4, 3))
-    t, s = (int(n) for n in rng.choice([1, 2, 7, 16, 31, 64, 70, 129], 2))
-    h = int(rng.choice(HEAD_SIZES))
-    dtype = jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"])))
-    if rng.random() < 0.5:
-        floats, s = packed(rng, b, t, k, h, dtype), t
-    else:
-        floats = separate(rng, b, t, s, k * groups, k, h, dtype)
-    mask = some(rng, rng.random((b if rng.random() < 0.5 else 1, 1, 1, s)) < rng.choice([0.2, 0.9]), 0.4)
-    options = {
-        "mask": mask,
-        "key_value_seq_lengths": some(rng, rng.integers(0, s + 1, b, np.int32), 0.4),
-        "scale": some(rng, float(rng.uniform(-1.0, 1.0)), 0.3),
-        "return_residual": bool(rng.random() < 0.5),
-    }
-    check_op(floats, seed, **options)
-
-
-@pytest.mark.parametrize("seed", seeds(4))
-def test_random_other_options(seed):
-    """Everything else, in any combination."""
-    rng = np.random.default_rng(seed)
-    b, k, groups = (int(n) for n in rng.integers(1, 4, 3))
-    t, s, h = (int(n) for n in rng.choice([1, 3, 8, 13], 3))
-    n = k * groups
-    dtype = jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"])))
-
-    def broadcast(*full):
-        return tuple(size if rng.random() < 0.6 else 1 for size in full)
-
-    floats = separate(rng, b, t, s, n, k, h, dtype)
-    floats |= normal(rng, jnp.float32, bias=some(rng, broadcast(b, n, t, s)))
-    options = {
-        "mask": some(rng, rng.random(broadcast(b, n, t, s)) < 0.7),
-        "is_causal": bool(rng.random() < 0.4),
-        "query_seq_lengths": some(rng, rng.integers(0, t + 1, b, np.int32), 0.3),
-        "key_value_seq_lengths": some(rng, rng.integers(0, s + 1, b, np.int32), 0.3),
-        "local_window_size": some(rng, tuple(int(w) for w in rng.integers(0, 4, 2)), 0.3),
-        "return_residual": bool(rng.random() < 0.5),
-    }
-    if rng.random() < 0.3:
-        options["query_segment_ids"] = np.sort(rng.integers(0, 3, (b, t), np.int32), axis=1)
-        options["key_value_segment_ids"] = np.sort(rng.integers(0, 3, (b, s), np.int32), axis=1)
-    check_op(floats, seed, **options, implementations=["xla"])
 
 
 # --- Errors --------------------------------------------------------------------------------------------------------
@@ -500,8 +443,6 @@ ERRORS = [
     ("varlen_qkv_attention", {"scale": None, "local_window_size": -1}, ValueError, "local_window_size must be"),
     ("varlen_qkv_attention", {"dropout_rate": 2.0}, ValueError, "dropout_rate must be in [0, 1), got 2.0"),
     ("varlen_qkv_attention", {"scale": "1"}, TypeError, "scale must be a Python number, got str"),
-    ("varlen_qkv_attention", {"implementation": "triton"}, NotImplementedError,
-     "there is no 'triton' implementation, only ('xla',)"),
 ]  # fmt: skip
 
 

@@ -12,7 +12,8 @@ import pytest
 import jaxft
 from cases import DTYPES, for_h200, lower
 from jaxft import dispatch, reference
-from jaxft.kernels.triton import attention, bias_activation, dense, layer_norm, permute, softmax
+from jaxft.kernels.triton import attention, attention_backward, bias_activation, dense, layer_norm, permute, softmax
+from jaxft.kernels.triton.attention_common import Options, Rules
 from jaxft.tuning import AttentionConfig, DenseConfig, ElementwiseConfig, GradientConfig, PermuteConfig, RowConfig
 
 TRITON = "custom_call @__gpu$xla.gpu.triton"
@@ -159,30 +160,84 @@ def test_softmax_in_place(op):
     assert "output_operand_alias<" not in lower(jax.grad(lambda x: jnp.sum(op(x, in_place=True) ** 2)), x)
 
 
+def with_gradients(function):
+    """The function's result, and what it gives as a cotangent for the first of its arguments."""
+
+    def run(x, *arguments):
+        out, pull_back = jax.vjp(lambda x: function(x, *arguments), x)
+        return out, pull_back(out)
+
+    return run
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_size", [1, 8, 16, 33, 40, 64, 80, 128, 256])
 def test_attention_head_sizes(head_size, dtype, caplog):
-    for length in (1, 37, 128, 1000):
-        assert_one_kernel(jaxft.qkv_attention, of((2, length, 3, 4, head_size), dtype))
+    """One kernel forward, one or two backward."""
+    for length in (1, 37, 1000):
+        qkv = of((2, length, 3, 4, head_size), dtype)
+        assert_one_kernel(jaxft.qkv_attention, qkv)
+        found = operations(lower(with_gradients(jaxft.qkv_attention), qkv))
+        assert found[TRITON] == {1: 2, 37: 2 if head_size * dtype.dtype.itemsize <= 512 else 3, 1000: 3}[length]
+        for copies in ("transpose", "slice", "dynamic_slice", "concatenate", "gather", "pad"):  # packed, and in place
+            assert found[copies] == 0, copies
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize("precision", [None, "highest"])
+ATTENTION_OPTIONS = {  # static ones, and arrays for B = 2, T = 37, S = 131, N = 6
+    "plain": ({}, {}),
+    "negative_scale": ({"scale": -1.0}, {}),
+    "no_scale": ({"scale": 0.0}, {}),
+    "residual": ({"return_residual": True}, {}),
+    "causal": ({"is_causal": True}, {}),
+    "window": ({"local_window_size": (5, 40)}, {}),
+    "lengths": ({}, {"query_seq_lengths": of((2,), jnp.int32), "key_value_seq_lengths": of((2,), jnp.int32)}),
+    "segments": ({}, {"query_segment_ids": of((2, 37), jnp.int32), "key_value_segment_ids": of((2, 131), jnp.int32)}),
+    "key_mask": ({"return_residual": True}, {"mask": of((2, 1, 1, 131), jnp.bool_)}),
+    "mask": ({}, {"mask": of((2, 1, 37, 131), jnp.bool_)}),
+    "bias": ({}, {"bias": of((2, 6, 37, 131))}),
+    "column_bias": ({}, {"bias": of((1, 6, 1, 131), jnp.bfloat16)}),
+    "row_bias": ({}, {"bias": of((37, 1))}),
+    "everything": (
+        {"is_causal": True, "local_window_size": (30, 0), "return_residual": True, "scale": 0.3},
+        {"mask": of((1, 6, 37, 1), jnp.bool_), "bias": of((1, 37, 131)), "key_value_seq_lengths": of((2,), jnp.int32),
+         "query_segment_ids": of((2, 37), jnp.int32), "key_value_segment_ids": of((2, 131), jnp.int32)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [(jnp.bfloat16, None), (jnp.float32, "highest")],
+                         ids=["bfloat16", "float32"])  # fmt: skip
+def test_attention_options(dtype, precision, caplog, key):
+    """Forward and backward."""
+    query, keys = of((2, 37, 6, 64), dtype), of((2, 131, 2, 64), dtype)  # grouped heads
+    for name, (static, arrays) in ATTENTION_OPTIONS.items():
+        bias = arrays.get("bias")
+        others = {k: x for k, x in arrays.items() if k != "bias"}
+        if name == "everything":
+            static = static | {"dropout_rate": 0.1, "dropout_rng": key}
+
+        def attend(floats, others, static=static):
+            query, keys, bias = floats
+            return jaxft.dot_product_attention(query, keys, keys, bias, **others, **static)
+
+        with jax.default_matmul_precision(precision):
+            text = lower(with_gradients(attend), (query, keys, bias), others)
+        assert operations(text)[TRITON] == 3 + (name in ("bias", "everything"))
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_options(dtype, precision, caplog):
-    b, t, s = 2, 37, 131
-    lengths, mask = of((b,), jnp.int32), of((b, 1, 1, s), jnp.bool_)
-    query, key = of((b, t, 6, 64), dtype), of((b, s, 2, 64), dtype)  # grouped heads
-    with jax.default_matmul_precision(precision):
-        for options in ({}, {"scale": -1.0}, {"scale": 0.0}, {"return_residual": True}):
-            assert_one_kernel(jaxft.dot_product_attention, query, key, key, **options)
+def test_attention_of_packed_sequences(dtype, caplog, key):
+    for longest, kernels in ((16, 2), (300, 3)):
+        for options in ({}, {"is_causal": True, "return_residual": True, "dropout_rate": 0.1, "dropout_rng": key}):
 
-            def masked(query, key, lengths, mask, options=options):
-                return jaxft.dot_product_attention(query, key, key, mask=mask, key_value_seq_lengths=lengths, **options)
+            def attend(qkv, cu_seqlens, longest=longest, options=options):
+                return jaxft.varlen_qkv_attention(qkv, cu_seqlens, max_seqlen=longest, **options)
 
-            assert_one_kernel(masked, query, key, lengths, mask)
-            assert_one_kernel(lambda q, k, n, o=options: masked(q, k, n, None, o), query, key, lengths)
-            assert_one_kernel(lambda q, k, m, o=options: masked(q, k, None, m, o), query, key, mask)
+            arguments = of((500, 3, 4, 64), dtype), of((5,), jnp.int32)
+            assert_one_kernel(attend, *arguments)
+            assert operations(lower(with_gradients(attend), *arguments))[TRITON] == kernels
     assert caplog.messages == []
 
 
@@ -332,15 +387,19 @@ def test_configs(dtype):
         options = {"config": PermuteConfig(*sizes), "interpret": False}
         assert_lowers(lambda x, o=options: permute.forward(x, (1, 0), **o), x)
         assert_lowers(lambda x, o=options: permute.forward(x, (0, 2, 1, 3), **o), of((4, 30, 5, 24), dtype))
-    qkv, ends, mask = of((2, 200, 3, 4, 40), dtype), of((2,), jnp.int32), of((2, 200), jnp.bool_)
+    qkv, lengths, mask = of((2, 200, 3, 4, 40), dtype), of((2,), jnp.int32), of((2, 1, 1, 200), jnp.bool_)
     kernel = of((101, 67), dtype)
     for q, k, warps, stages in ((16, 16, 1, 1), (32, 16, 4, 3), (64, 128, 4, 2), (128, 64, 8, 4)):
-        options = {"config": AttentionConfig(q, k, warps, stages), "interpret": False, "precision": "tf32"}
+        config = AttentionConfig(q, k, warps, stages)
 
-        def attend(qkv, ends, mask, options=options):
-            return attention.forward(qkv, None, None, ends, ends, mask, scale=0.3, return_residual=True, **options)
+        def attend(qkv, lengths, mask, config=config):
+            arguments = qkv, None, None, Rules(key_lengths=lengths, mask=mask), Options(0.3)
+            out, lse, *rest = attention.forward(*arguments, return_residual=True, return_rest=dtype != jnp.float32,
+                                                config=config, interpret=False)  # fmt: skip
+            return attention_backward.backward(out, None, *arguments, out if rest else None, lse, *(rest or [None]),
+                                               query_config=config, key_config=config, interpret=False)  # fmt: skip
 
-        assert_lowers(attend, qkv, ends, mask)
+        assert operations(lower(attend, qkv, lengths, mask))[TRITON] == 3
         options = {"config": DenseConfig(q, k, k, warps, stages), "interpret": False, "precision": "float32"}
         assert_lowers(lambda x, k, o=options: dense.forward(x, k, None, None, activation="gelu", **o), x, kernel)
 
@@ -350,17 +409,15 @@ def test_configs(dtype):
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("causal", "the kernel has no is_causal"), ("full_mask", "the kernel has no mask over queries or heads"),
-     ("head_size", "the head size is 264, the kernel takes at most 256"), ("dropout", "the kernel has no dropout"),
+    [("mask", "mask has 4294967296 elements, the kernel takes at most 2^31"),
+     ("head_size", "the head size is 264, the kernel takes at most 256"),
      ("float64", "x is float64"), ("rows", "x has 2147483648 rows, the kernels take at most 2^30")],
 )  # fmt: skip
-def test_unsupported_cases_fall_back_and_say_so_once(name, reason, caplog, key):
-    qkv = of((2, 37, 3, 4, 64))
+def test_unsupported_cases_fall_back_and_say_so_once(name, reason, caplog):
     function, argument = {
-        "causal": (lambda qkv: jaxft.qkv_attention(qkv, is_causal=True), qkv),
-        "full_mask": (lambda qkv: jaxft.qkv_attention(qkv, mask=jnp.tril(jnp.ones((37, 37), bool))), qkv),
+        "mask": (lambda mask: jaxft.qkv_attention(jnp.zeros((1, 2**15, 3, 4, 8)), mask=mask),
+                 of((4, 2**15, 2**15), jnp.bool_)),
         "head_size": (jaxft.qkv_attention, of((2, 37, 3, 1, 264))),
-        "dropout": (lambda qkv: jaxft.qkv_attention(qkv, dropout_rate=0.1, dropout_rng=key), qkv),
         "float64": (jaxft.layer_norm, of((7, 80), jnp.float64)),
         "rows": (lambda x: jaxft.bias_activation(x, None), of((2**31, 1))),
     }[name]  # fmt: skip

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxft import dispatch, reference, tuning
-from jaxft.kernels.triton import attention as triton
+from jaxft.ops import attention_implementations as implementations
 from jaxft.ops import common
+from jaxft.ops.attention_implementations import Inputs, Options
 
 Array = jax.Array
 
@@ -90,7 +88,7 @@ def dot_product_attention(
         raise ValueError(
             f"{op}: the heads of query must be a multiple of those of key, got {query.shape[-2]} and {key.shape[-2]}"
         )
-    inputs = _Inputs(query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths, query_segment_ids,
+    inputs = Inputs(query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths, query_segment_ids,
                      key_value_segment_ids, dropout_rng)  # fmt: skip
     options = (scale, is_causal, local_window_size, dropout_rate, return_residual)
     return _attend(op, inputs, options, implementation, batched)
@@ -132,7 +130,7 @@ def qkv_attention(
     qkv = common.as_float(op, "qkv", qkv)
     if qkv.ndim not in (4, 5) or qkv.shape[-3] != 3:
         raise ValueError(f"{op}: qkv must have shape [B, T, 3, N, H] or [T, 3, N, H], got {qkv.shape}")
-    inputs = _Inputs(qkv, None, None, bias, mask, query_seq_lengths, key_value_seq_lengths, query_segment_ids,
+    inputs = Inputs(qkv, None, None, bias, mask, query_seq_lengths, key_value_seq_lengths, query_segment_ids,
                      key_value_segment_ids, dropout_rng)  # fmt: skip
     options = (scale, is_causal, local_window_size, dropout_rate, return_residual)
     return _attend(op, inputs, options, implementation, batched=qkv.ndim == 5)
@@ -175,47 +173,21 @@ def varlen_qkv_attention(
         raise ValueError(f"{op}: cu_seqlens must have shape [B + 1], got {cu_seqlens.shape}")
     if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int) or max_seqlen < 0:
         raise ValueError(f"{op}: max_seqlen must be a Python integer >= 0, got {max_seqlen!r}")
-    options = _Options.check(op, scale, is_causal, local_window_size, dropout_rate, dropout_rng, return_residual,
-                             qkv.shape[-1])  # fmt: skip
-    dispatch.choose(op, implementation, {})
-    return _varlen_reference(qkv, cu_seqlens, dropout_rng, max_seqlen, options)
+    options = _options(op, scale, is_causal, local_window_size, dropout_rate, dropout_rng, return_residual,
+                       qkv.shape[-1], max_seqlen)  # fmt: skip
+    rng = dropout_rng if options.dropout_rate > 0.0 else None
+    return implementations.run(op, Inputs(qkv, dropout_rng=rng, cu_seqlens=cu_seqlens), options, implementation)
 
 
-class _Inputs(NamedTuple):
-    """The arrays of a call; key and value are None where query is a packed [..., T, 3, N, H]."""
-
-    query: Any
-    key: Any
-    value: Any
-    bias: Any
-    mask: Any
-    query_seq_lengths: Any
-    key_value_seq_lengths: Any
-    query_segment_ids: Any
-    key_value_segment_ids: Any
-    dropout_rng: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """What is static in a call."""
-
-    scale: float
-    is_causal: bool
-    local_window_size: tuple[int, int] | None
-    dropout_rate: float
-    return_residual: bool
-
-    @staticmethod
-    def check(op, scale, is_causal, window, dropout_rate, dropout_rng, return_residual, head_size):
-        scale = max(head_size, 1) ** -0.5 if scale is None else common.check_number(op, "scale", scale)
-        pair = tuple(window) if isinstance(window, tuple | list) else (window, window)
-        if window is not None and not (len(pair) == 2 and all(_is_window(w) for w in pair)):
-            raise ValueError(f"{op}: local_window_size must be an integer >= 0 or a pair of them, got {window!r}")
-        # No array is longer than 2^30, and the positions are 32-bit.
-        window = None if window is None else (min(int(pair[0]), 2**30), min(int(pair[1]), 2**30))
-        rate = common.check_dropout(op, dropout_rate, dropout_rng)
-        return _Options(scale, bool(is_causal), window, rate, bool(return_residual))
+def _options(op, scale, is_causal, window, dropout_rate, dropout_rng, return_residual, head_size, max_seqlen=None):
+    scale = max(head_size, 1) ** -0.5 if scale is None else common.check_number(op, "scale", scale)
+    pair = tuple(window) if isinstance(window, tuple | list) else (window, window)
+    if window is not None and not (len(pair) == 2 and all(_is_window(w) for w in pair)):
+        raise ValueError(f"{op}: local_window_size must be an integer >= 0 or a pair of them, got {window!r}")
+    # No array is longer than 2^30, and the positions are 32-bit.
+    window = None if window is None else (min(int(pair[0]), 2**30), min(int(pair[1]), 2**30))
+    rate = common.check_dropout(op, dropout_rate, dropout_rng)
+    return Options(scale, bool(is_causal), window, rate, bool(return_residual), max_seqlen)
 
 
 def _is_window(value: Any) -> bool:
@@ -230,37 +202,26 @@ def _as_integers(op: str, name: str, x: Any) -> Array:
 
 
 def _attend(op, inputs, options, implementation, batched):
-    """Checks what the entry points share, chooses, and runs. Arrays without a batch get one of 1."""
+    """Checks what the entry points share, and runs. Arrays without a batch get one of 1."""
     scale, is_causal, window, dropout_rate, return_residual = options
-    options = _Options.check(op, scale, is_causal, window, dropout_rate, inputs.dropout_rng, return_residual,
-                             inputs.query.shape[-1])  # fmt: skip
-    inputs = _check_masks(op, inputs if batched else _add_batch(op, inputs))
+    options = _options(op, scale, is_causal, window, dropout_rate, inputs.dropout_rng, return_residual,
+                       inputs.query.shape[-1])  # fmt: skip
+    inputs = _check_masks(op, inputs if batched else _add_batch(op, inputs), options)
     if options.dropout_rate == 0.0:
         inputs = inputs._replace(dropout_rng=None)
-    choice = dispatch.choose(op, implementation, {"triton": _triton_reason(inputs, options)})
-    b, t, s, n, h = _sizes(inputs)
-    if choice.name == "xla" or 0 in (b, t, s, n, h):
-        out = _reference(inputs, options)
-    else:
-        config = tuning.attention(b * n, t, s, h, inputs.query.dtype.itemsize, dispatch.device_kind())
-        out = _triton_jit(inputs, options, config, dispatch.matmul_precision(), choice.interpret)
+    out = implementations.run(op, inputs, options, implementation)
     return out if batched else jax.tree.map(lambda x: x[0], out)
 
 
-def _sizes(inputs: _Inputs) -> tuple[int, int, int, int, int]:
-    b, t, *_, n, h = inputs.query.shape
-    return b, t, t if inputs.key is None else inputs.key.shape[1], n, h
-
-
-def _add_batch(op: str, inputs: _Inputs) -> _Inputs:
+def _add_batch(op: str, inputs: Inputs) -> Inputs:
     """Every array that has a batch axis where there is a batch gets one of 1 (bias and mask broadcast anyway)."""
-    names = [name for name in _Inputs._fields if name not in ("bias", "mask", "dropout_rng")]
+    names = [name for name in Inputs._fields if name not in ("bias", "mask", "dropout_rng")]
     given = {name: getattr(inputs, name) for name in names if getattr(inputs, name) is not None}
     return inputs._replace(**{name: common.as_array(op, name, x)[None] for name, x in given.items()})
 
 
-def _check_masks(op: str, inputs: _Inputs) -> _Inputs:
-    b, t, s, n, _ = _sizes(inputs)
+def _check_masks(op: str, inputs: Inputs, options: Options) -> Inputs:
+    b, t, s, n, _ = implementations.sizes(inputs, options)
     found: dict[str, Array] = {}
     for name, check in (("bias", common.as_float), ("mask", common.as_mask)):
         x = getattr(inputs, name)
@@ -282,78 +243,3 @@ def _check_masks(op: str, inputs: _Inputs) -> _Inputs:
         given = next(name for name in found if name.endswith("segment_ids"))
         raise ValueError(f"{op}: query_segment_ids and key_value_segment_ids go together, got only {given}")
     return inputs._replace(**found)
-
-
-def _triton_reason(inputs: _Inputs, options: _Options) -> str | None:
-    """Why the Triton kernel cannot run this call, if it cannot."""
-    missing = {
-        "bias": inputs.bias is not None,
-        "mask over queries or heads (only [B, 1, 1, S])": inputs.mask is not None and inputs.mask.shape[1:3] != (1, 1),
-        "is_causal": options.is_causal,
-        "query_seq_lengths": inputs.query_seq_lengths is not None,
-        "segment ids": inputs.query_segment_ids is not None,
-        "local_window_size": options.local_window_size is not None,
-        "dropout": options.dropout_rate > 0.0,
-    }
-    if any(missing.values()):
-        return "the kernel has no " + ", no ".join(name for name, asked in missing.items() if asked)
-    return triton.unsupported(inputs.query.shape[-1], query=inputs.query)
-
-
-def _plain(inputs: _Inputs, options: _Options) -> Any:
-    query, key, value, bias, mask, q_lengths, kv_lengths, q_ids, kv_ids, rng = inputs
-    if key is None:
-        query, key, value = query[:, :, 0], query[:, :, 1], query[:, :, 2]
-    return reference.dot_product_attention(
-        query, key, value, bias, mask, query_seq_lengths=q_lengths, key_value_seq_lengths=kv_lengths,
-        query_segment_ids=q_ids, key_value_segment_ids=kv_ids, dropout_rng=rng, **dataclasses.asdict(options),
-    )  # fmt: skip
-
-
-_reference = jax.jit(_plain, static_argnums=1)
-
-
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def _varlen_reference(qkv, cu_seqlens, dropout_rng, max_seqlen, options):
-    return reference.varlen_qkv_attention(
-        qkv, cu_seqlens, max_seqlen=max_seqlen, dropout_rng=dropout_rng, **dataclasses.asdict(options)
-    )
-
-
-def _key_spans(inputs: _Inputs) -> tuple[Array | None, Array | None, Array | None]:
-    """`full`, `end` and `mask` of the kernel from key lengths and a key mask (see its docstring)."""
-    mask, lengths = inputs.mask, inputs.key_value_seq_lengths
-    batch, _, s, _, _ = _sizes(inputs)
-    if lengths is not None:
-        lengths = jnp.clip(lengths, 0, s)
-    if mask is None:
-        return lengths, lengths, None
-    mask = jnp.broadcast_to(mask[:, 0, 0], (batch, s))
-    position = jnp.arange(s, dtype=jnp.int32)
-    if lengths is not None:
-        mask = mask & (position < lengths[:, None])
-    full = jnp.min(jnp.where(mask, s, position), axis=1)  # the first False
-    end = jnp.max(jnp.where(mask, position + 1, 0), axis=1)  # after the last True
-    return full, end, mask
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _triton(inputs, options, config, precision, interpret):
-    out = triton.forward(
-        inputs.query, inputs.key, inputs.value, *_key_spans(inputs), scale=options.scale,
-        return_residual=options.return_residual, precision=precision, config=config, interpret=interpret,
-    )  # fmt: skip
-    return tuple(out) if options.return_residual else out[0]
-
-
-def _fwd(inputs, options, config, precision, interpret):
-    return _triton(inputs, options, config, precision, interpret), inputs
-
-
-def _bwd(options, config, precision, interpret, inputs, d_out):
-    _, vjp = jax.vjp(lambda inputs: _plain(inputs, options), inputs)
-    return vjp(d_out)
-
-
-_triton.defvjp(_fwd, _bwd)
-_triton_jit = jax.jit(_triton, static_argnums=(1, 2, 3, 4))

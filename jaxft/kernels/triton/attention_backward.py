@@ -1,0 +1,410 @@
+"""Flash attention, backward: the probabilities are computed again from the inputs and the log-sum-exp of each row.
+
+Dao et al., "FlashAttention-2" (2023), section 3.2, without its atomic additions: a kernel for the gradient of queries,
+a tile of which sums over the keys, and one for those of keys and values, a tile of which sums over the queries and over
+the heads that share it. That is 7 products of the size of the forward pass's two. Where one tile holds all keys, the
+second kernel alone does it all with 5. Nothing of size [T, S] is in memory, but the gradient of a bias of that size.
+
+A packed [B,T,3,N,H] gets one gradient of that layout; each kernel writes its part.
+
+From the output of 16 bits and its rounding's rest, delta is a sum over a row; for float32 it would miss too many digits
+where one p is nearly 1, and is the sum of p * dp that it stands for, with the sum of p, which is 1 but for rounding.
+
+With s the logits, p = exp(s - lse) and delta the sum of dout * out over a row less the gradient of its log-sum-exp:
+dv = p^T dout, dp = dout v^T, ds = p * (dp - delta), dq = scale * ds k, dk = scale * ds^T q, and ds for the bias.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxft.kernels.triton import attention_common as parts
+from jaxft.kernels.triton import common
+from jaxft.kernels.triton.attention_common import Options, Pairs, Problem, Refs, Rules, Span
+from jaxft.tuning import AttentionConfig
+
+Array = jax.Array
+
+_SHARED = 3 + len(Refs._fields)  # the operands that all kernels of attention begin with
+
+
+class _Rows(NamedTuple):
+    """A tile of queries and what belongs to it."""
+
+    start: Any
+    offset: Any
+    index: Any
+    batch: Any
+    head: Any
+    span: Span
+    in_rows: Array | None
+    q: Array
+    dout: Array
+    lse: Array  # in base 2, inf for a row with nothing to attend to, whose probabilities then are 0
+    attends: Array
+    factor: Array | None = None  # of the probabilities
+
+
+def _rows(p: Problem, refs: Refs, q_ref, dout_ref, lse_ref, batch, head, tile, span: Span, block: int) -> _Rows:
+    index, offset, length = parts.sequence(refs, batch, span, p.query_length)
+    start = tile * block
+    in_rows = None
+    if p.query_length % block or refs.offsets is not None:
+        in_rows = common.positions(start, block) < length
+    q = parts.load_tile(p, q_ref, index, offset + start, block, head, in_rows)
+    dout = parts.load_tile(p, dout_ref, index, offset + start, block, head, in_rows)
+    lse = _load_rows(lse_ref, index, head, offset + start, block, in_rows, -jnp.inf)
+    attends = lse > -jnp.inf
+    return _Rows(start, offset, index, batch, head, span, in_rows, q, dout, jnp.where(attends, lse, jnp.inf), attends)
+
+
+def _load_rows(ref, index, head, row, block: int, in_rows: Array | None, other: float):
+    place = index, head, common.span(row, block)
+    return common.load(ref.at[place], mask=in_rows, other=None if in_rows is None else other)
+
+
+def _select(allowed: Any, x: Array) -> Array:
+    return x if allowed is None else jnp.where(allowed, x, 0.0)
+
+
+def _inverse(total):
+    return 1.0 / jnp.where(total == 0.0, 1.0, total)
+
+
+def _logit_gradient(p: Problem, refs: Refs, k_ref, v_ref, rows: _Rows, delta, j, block_k: int, edge: bool):
+    """The gradient of the logits of a tile of queries and block `j` of the keys, and those keys."""
+    weights, dp, k = _probabilities(p, refs, k_ref, v_ref, rows, j, block_k, edge)
+    return weights * (dp - delta[:, None]), k
+
+
+def _probabilities(p: Problem, refs: Refs, k_ref, v_ref, rows: _Rows, j, block_k: int, edge: bool):
+    """The probabilities of a tile of queries and block `j` of the keys, their gradients, and those keys."""
+    row, kv_head = jnp.int32(j) * block_k, rows.head // p.group
+    columns, in_columns = common.positions(row, block_k), None
+    if edge:
+        in_columns = (columns >= rows.span.first) & (columns < rows.span.last)
+        in_columns = parts.in_key_mask(p, refs, rows.batch, columns, in_columns)
+    pairs = Pairs(
+        rows.batch,
+        rows.head,
+        common.positions(rows.start, rows.q.shape[0])[:, None],
+        columns[None, :],
+        None if rows.in_rows is None else rows.in_rows[:, None],
+        None if in_columns is None else in_columns[None, :],
+    )
+    allowed: Any = parts.allowed(p, refs, pairs) if edge else None
+    k = parts.load_tile(p, k_ref, rows.index, rows.offset + row, block_k, p.k_head + kv_head, in_columns)
+    v = parts.load_tile(p, v_ref, rows.index, rows.offset + row, block_k, p.v_head + kv_head, in_columns)
+    if edge and p.by_pairs:  # a NaN that no query attends to must not spread
+        used = parts.any_of(allowed & rows.attends[:, None], axis=0)[:, None]
+        k, v = jnp.where(used, k, jnp.zeros_like(k)), jnp.where(used, v, jnp.zeros_like(v))
+    products = common.dot(rows.q, k, trans_b=True, precision=p.precision)  # [block_q, block_k]
+    logits = parts.log2_logits(refs, pairs, products, p.options.scale)
+    weights = common.exp2(logits - rows.lse[:, None])
+    weights = _select(allowed, weights if rows.factor is None else weights * rows.factor[:, None])
+    dp = parts.drop(p, refs, pairs, common.dot(rows.dout, v, trans_b=True, precision=p.precision))
+    return weights, dp * p.kept_scale if p.options.dropout_rate > 0.0 else dp, k
+
+
+def _dq_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int):
+    q_ref, k_ref, v_ref, *rest = refs[:_SHARED]
+    dout_ref, lse_ref, out_ref, rest_ref, dlse_ref, dq_ref, delta_ref, *factor_ref = refs[_SHARED:]
+    refs = Refs(*rest)
+    tile, head, batch = (pl.program_id(axis) for axis in range(3))
+    span = parts.load_span(refs.spans, batch, tile, p.query_length, p.key_length, block_k, full=not p.pair_mask)
+    rows = _rows(p, refs, q_ref, dout_ref, lse_ref, batch, head, tile, span, block_q)
+    row = rows.offset + rows.start
+    leading = p.options.window[0] is not None or refs.query_ids is not None
+    if out_ref is None:
+
+        def add(j, sums, *, edge):
+            weights, dp, _ = _probabilities(p, refs, k_ref, v_ref, rows, j, block_k, edge)
+            return sums[0] + jnp.sum(weights, axis=1), sums[1] + jnp.sum(weights * dp, axis=1)
+
+        total, delta = parts.visit_all(span, block_k, leading, add, (jnp.zeros((block_q,), jnp.float32),) * 2)
+        factor = jnp.where(rows.attends, _inverse(total), 1.0)  # what padding holds may be NaN
+        delta = delta * factor
+        rows = rows._replace(factor=factor)
+        common.store(factor_ref[0].at[rows.index, head, common.span(row, block_q)], factor, mask=rows.in_rows)
+    else:
+        at = rows.index, row, block_q, head, rows.in_rows
+        out, lost = (parts.load_tile(p, ref, *at).astype(jnp.float32) for ref in (out_ref, rest_ref))
+        delta = jnp.sum(rows.dout.astype(jnp.float32) * (out + lost), axis=1)
+    if dlse_ref is not None:
+        delta = delta - _load_rows(dlse_ref, rows.index, head, row, block_q, rows.in_rows, 0.0)
+    delta = jnp.where(rows.attends, delta, 0.0)
+    common.store(delta_ref.at[rows.index, head, common.span(row, block_q)], delta, mask=rows.in_rows)
+
+    def visit(j, dq, *, edge):
+        ds, k = _logit_gradient(p, refs, k_ref, v_ref, rows, delta, j, block_k, edge)
+        return dq + common.dot(ds.astype(k.dtype), k, precision=p.precision)
+
+    dq = parts.visit_all(span, block_k, leading, visit, jnp.zeros((block_q, p.width), jnp.float32))
+    dq = jnp.where(rows.attends[:, None], dq * p.options.scale, 0.0)
+    parts.store_tile(p, dq_ref, rows.index, row, head, dq, rows.in_rows)
+
+    def fill(row, in_rows):
+        zeros = jnp.zeros((block_q, p.width), dq_ref.dtype)
+        parts.store_tile(p, dq_ref, jnp.int32(0), row, head, zeros, in_rows)
+
+    parts.fill_after(refs, batch, tile, span, block_q, tiles, fill)
+
+
+def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, packed: bool, with_dq: bool, columns: bool):
+    """`columns`: also the sums over the queries of the logits' gradients, for a bias that is the same for all."""
+    q_ref, k_ref, v_ref, *rest = refs[:_SHARED]
+    dout_ref, lse_ref, factor_ref, delta_ref, dlse_ref, _, *outputs = refs[_SHARED:]
+    sums_ref: Any = outputs.pop() if columns else None
+    dq_ref, dk_ref, dv_ref = outputs * 3 if packed else [None] * (not with_dq) + outputs
+    refs = Refs(*rest)
+    tile, kv_head, batch = (pl.program_id(axis) for axis in range(3))
+    start = tile * block_k
+    # For the gradient of queries, keys that do not take part need a weight of 0; without it they are left out last.
+    ragged = bool(p.key_length % block_k)
+    full = not p.pair_mask and not (with_dq and ragged and refs.spans is None)
+    span = parts.load_span(refs.spans, batch, tile, p.key_length, p.query_length, block_q, full=full)
+    index, offset, length = parts.sequence(refs, batch, span, p.key_length)
+    query_length = p.query_length if refs.offsets is None else length
+    positions = common.positions(start, block_k)
+    stored = positions < length if ragged or refs.offsets is not None else None
+    in_keys = stored
+    if p.rules.key_lengths is not None or p.key_mask:
+        in_keys = parts.in_key_mask(p, refs, batch, positions, positions < span.end)
+    k = parts.load_tile(p, k_ref, index, offset + start, block_k, p.k_head + kv_head, in_keys)
+    v = parts.load_tile(p, v_ref, index, offset + start, block_k, p.v_head + kv_head, in_keys)
+    by_pairs = p.by_pairs or p.options.window != (None, None)
+
+    def visit(i, carry, *, edge, head):
+        dk, dv, *sums = carry
+        row = jnp.int32(i) * block_q
+        rows, in_rows = common.positions(row, block_q), None
+        if edge:
+            in_rows = (rows >= span.first) & (rows < span.last)
+        lse = _load_rows(lse_ref, index, head, offset + row, block_q, in_rows, -jnp.inf)
+        q = parts.load_tile(p, q_ref, index, offset + row, block_q, head, in_rows)
+        dout = parts.load_tile(p, dout_ref, index, offset + row, block_q, head, in_rows)
+        attends = lse > -jnp.inf
+        if edge:
+            q, dout = (jnp.where(attends[:, None], x, jnp.zeros_like(x)) for x in (q, dout))
+        if edge or refs.bias is not None:
+            lse = jnp.where(attends, lse, jnp.inf)
+        pairs = Pairs(
+            batch,
+            head,
+            rows[None, :],
+            positions[:, None],
+            None if in_rows is None else in_rows[None, :],
+            None if in_keys is None else in_keys[:, None],
+        )
+        allowed = parts.allowed(p, refs, pairs) if edge else None
+        products = common.dot(k, q, trans_b=True, precision=p.precision)  # [block_k, block_q]
+        logits = parts.log2_logits(refs, pairs, products, p.options.scale)
+        weights = common.exp2(logits - lse[None, :])
+        weights = _select(allowed, weights)
+        if factor_ref is not None:
+            weights = weights * _load_rows(factor_ref, index, head, offset + row, block_q, in_rows, 1.0)[None, :]
+        elif with_dq and q.dtype == jnp.float32:
+            weights = weights * _inverse(jnp.sum(weights, axis=0))[None, :]
+        kept = parts.drop(p, refs, pairs, weights).astype(dout.dtype)
+        dv += common.dot(kept, dout, precision=p.precision)
+        dp = parts.drop(p, refs, pairs, common.dot(v, dout, trans_b=True, precision=p.precision))
+        if p.options.dropout_rate > 0.0:
+            dp = dp * p.kept_scale
+        if by_pairs:  # values of keys that no query attends to may be NaN
+            dp = _select(allowed, dp)
+        if with_dq:
+            delta = jnp.sum(weights * dp, axis=0)
+            if dlse_ref is not None:
+                delta = delta - _load_rows(dlse_ref, index, head, offset + row, block_q, in_rows, 0.0)
+            if edge:
+                delta = jnp.where(attends, delta, 0.0)
+        else:
+            delta = _load_rows(delta_ref, index, head, offset + row, block_q, in_rows, 0.0)
+        ds = weights * (dp - delta[None, :])
+        if columns:
+            sums = [sums[0] + jnp.sum(ds, axis=1)]
+        ds = ds.astype(q.dtype)
+        dk += common.dot(ds, q, precision=p.precision)
+        if with_dq:
+            used_k = k
+            if edge and by_pairs:
+                used = parts.any_of(allowed & attends[None, :], axis=1)
+                used_k = jnp.where(used[:, None], k, jnp.zeros_like(k))
+            dq = common.dot(ds, used_k, trans_a=True, precision=p.precision) * p.options.scale
+            here = rows < query_length if edge else None
+            parts.store_tile(p, dq_ref, index, offset + row, head, dq, here)
+        return dk, dv, *sums
+
+    def visit_head(g, carry):
+        head = kv_head * p.group + jnp.int32(g)
+        leading = p.options.window[1] is not None or refs.query_ids is not None
+        step = functools.partial(visit, head=head)
+        begin = (*carry, *[jnp.zeros((block_k,), jnp.float32)] * columns)
+        dk, dv, *sums = parts.visit_all(span, block_q, leading, step, begin)
+        if columns:
+            total = _select(in_keys, sums[0])
+            common.store(sums_ref.at[batch, head, common.span(start, block_k)], total, mask=stored)
+        if with_dq and refs.spans is not None:  # queries that attend to no key
+
+            def clear(i, _):
+                row = jnp.int32(i) * block_q
+                here = common.positions(row, block_q) < query_length
+                zeros = jnp.zeros((block_q, p.width), dq_ref.dtype)
+                parts.store_tile(p, dq_ref, index, offset + row, head, zeros, here)
+
+            first, last = span.blocks(block_q)
+            lax.fori_loop(0, first, clear, None)
+            lax.fori_loop(last, lax.div(query_length + jnp.int32(block_q - 1), jnp.int32(block_q)), clear, None)
+        return dk, dv
+
+    carry = (jnp.zeros((block_k, p.width), jnp.float32),) * 2
+    carry = visit_head(0, carry) if p.group == 1 else lax.fori_loop(0, p.group, visit_head, carry)
+    gradients = ((dk_ref, p.k_head, carry[0] * p.options.scale), (dv_ref, p.v_head, carry[1] * p.kept_scale))
+    for ref, first_head, gradient in gradients:
+        if in_keys is not None:
+            gradient = jnp.where(in_keys[:, None], gradient, 0.0)
+        parts.store_tile(p, ref, index, offset + start, first_head + kv_head, gradient, stored)
+
+    def fill(row, in_rows):
+        zeros = jnp.zeros((block_k, p.width), dk_ref.dtype)
+        for first_head in (0, p.k_head, p.v_head)[not with_dq :]:
+            parts.store_tile(p, dk_ref, jnp.int32(0), row, first_head + kv_head, zeros, in_rows)
+
+    parts.fill_after(refs, batch, tile, span, block_k, tiles, fill)
+
+
+def _dbias_kernel(*refs, p: Problem, block_q: int, block_k: int, key_tiles: int):
+    """A tile of the gradient of a bias [B|1, N|1, T, S], summed over the sequences and heads that share it."""
+    q_ref, k_ref, v_ref, *rest = refs[:_SHARED]
+    dout_ref, lse_ref, factor_ref, delta_ref, dbias_ref = refs[_SHARED:]
+    refs = Refs(*rest)
+    tile, j = lax.div(pl.program_id(0), jnp.int32(key_tiles)), lax.rem(pl.program_id(0), jnp.int32(key_tiles))
+    bias_head, bias_batch = pl.program_id(1), pl.program_id(2)
+    heads, batches = (1 if dbias_ref.shape[1] > 1 else p.heads), (1 if dbias_ref.shape[0] > 1 else p.batch)
+
+    def of_sequence(b, total):
+        batch = bias_batch + jnp.int32(b)
+        span = parts.load_span(refs.spans, batch, tile, p.query_length, p.key_length, block_k, full=False)
+        begin, end = span.blocks(block_k)
+
+        def of_head(n, total):
+            rows = _rows(p, refs, q_ref, dout_ref, lse_ref, batch, bias_head + n, tile, span, block_q)
+            clean = [jnp.where(rows.attends[:, None], x, jnp.zeros_like(x)) for x in (rows.q, rows.dout)]
+            rows = rows._replace(q=clean[0], dout=clean[1])
+            delta = _load_rows(delta_ref, batch, rows.head, rows.start, block_q, rows.in_rows, 0.0)
+            if factor_ref is not None:
+                factor = _load_rows(factor_ref, batch, rows.head, rows.start, block_q, rows.in_rows, 1.0)
+                rows = rows._replace(factor=factor)
+            return total + _logit_gradient(p, refs, k_ref, v_ref, rows, delta, j, block_k, edge=True)[0]
+
+        return lax.fori_loop(0, jnp.where((begin <= j) & (j < end), jnp.int32(heads), 0), of_head, total)
+
+    total = lax.fori_loop(0, batches, of_sequence, jnp.zeros((block_q, block_k), jnp.float32))
+    rows, columns = tile * block_q, j * block_k
+    inside = (common.positions(rows, block_q) < p.query_length)[:, None] & (
+        common.positions(columns, block_k) < p.key_length
+    )[None, :]
+    place = bias_batch, bias_head, common.span(rows, block_q), common.span(columns, block_k)
+    common.store(dbias_ref.at[place], total.astype(dbias_ref.dtype), mask=inside)
+
+
+def _is_matrix(bias: Array | None) -> bool:
+    return bias is not None and bias.shape[2] > 1 and bias.shape[3] > 1
+
+
+def one_kernel(key_length: int, bias: Array | None, key_config: AttentionConfig) -> bool:
+    return key_length <= key_config.block_k and not _is_matrix(bias)
+
+
+def backward(
+    dout: Array,
+    dlse: Array | None,
+    query: Array,
+    key: Array | None,
+    value: Array | None,
+    rules: Rules,
+    options: Options,
+    out: Array | None,
+    lse: Array,
+    rest: Array | None,
+    *,
+    query_config: AttentionConfig,
+    key_config: AttentionConfig,
+    interpret: bool,
+) -> tuple[Array, Array | None, Array | None, Array | None]:
+    """The gradients of query (or the packed array), key, value and bias; those that are not there are None.
+
+    Arguments as those of `attention.forward`, its results and their gradients; `dlse` [B,N,T] is that of the natural
+    log-sum-exp. The configs are of the kernel for queries, and of that for keys and values, which alone runs where
+    `one_kernel` says so. `out` and `rest` are for 16 bits and two kernels.
+    """
+    p = parts.problem(query, key, value, rules, options)
+    packed, varlen = key is None, rules.cu_seqlens is not None
+    if varlen:
+        dout, lse = dout[None], lse[None]
+        dlse, out, rest = (None if x is None else x[None] for x in (dlse, out, rest))
+    matrix = _is_matrix(rules.bias)
+    columns = rules.bias is not None and not matrix and rules.bias.shape[3] > 1
+    alone = one_kernel(p.key_length, rules.bias, key_config)
+
+    def launch(kernel, config: AttentionConfig, grid, spans, operands, outputs, name, aliases=None, **static) -> Any:
+        return common.launch(
+            functools.partial(kernel, p=p, block_q=config.block_q, block_k=config.block_k, **static),
+            grid,
+            [*p.operands(spans), *operands],
+            [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs],
+            name=f"attention_{name}",
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            aliases=aliases,
+            interpret=interpret,
+        )
+
+    of_query, of_key = (p.query.shape, query.dtype), (p.key.shape, query.dtype)
+    dq: Array | None = None
+    delta: Array | None = None
+    dbias: Array | None = None
+    factor: list[Any] = []
+    tiles = pl.cdiv(p.query_length, query_config.block_q)
+    query_spans = parts.spans_of_queries(p, query_config.block_q, query_config.block_k)
+    if not alone:
+        of_row = (lse.shape, jnp.float32)
+        dq, delta, *factor = launch(
+            _dq_kernel, query_config, (tiles, p.heads, p.batch), query_spans,
+            [dout, lse, out, rest, dlse], [of_query, of_row, *[of_row] * (out is None)], "dq", tiles=tiles,
+        )  # fmt: skip
+    key_tiles = pl.cdiv(p.key_length, key_config.block_k)
+    sums = [((p.batch, p.heads, p.key_length), jnp.float32)] * columns
+    found = launch(
+        _dkv_kernel, key_config, (key_tiles, p.kv_heads, p.batch),
+        parts.spans_of_keys(p, key_config.block_q, key_config.block_k, whole=alone),
+        [dout, lse, *(factor or [None]), delta, dlse if alone else None, dq if packed else None],
+        [*([of_query] if packed else [of_query] * alone + [of_key, of_key]), *sums],
+        "dqkv" if alone else "dkv", tiles=key_tiles, packed=packed, with_dq=alone, columns=columns,
+        aliases={_SHARED + 5: 0} if packed and not alone else None,
+    )  # fmt: skip
+    if rules.bias is not None:
+        if matrix:
+            key_tiles = pl.cdiv(p.key_length, query_config.block_k)
+            grid = (tiles * key_tiles, rules.bias.shape[1], rules.bias.shape[0])
+            (dbias,) = launch(_dbias_kernel, query_config, grid, query_spans, [dout, lse, *(factor or [None]), delta],
+                              [(rules.bias.shape, rules.bias.dtype)], "dbias", key_tiles=key_tiles)  # fmt: skip
+        elif columns:
+            dbias = _sum_to(found.pop()[:, :, None, :], rules.bias)
+        else:  # the same along a row: it changes nothing but the log-sum-exp
+            shift = jnp.zeros_like(lse) if dlse is None else jnp.where(jnp.isneginf(lse), 0.0, dlse)
+            dbias = _sum_to(shift[..., None], rules.bias)
+    if packed:
+        return found[0].reshape(query.shape), None, None, dbias
+    return (dq, *found, dbias) if dq is not None else (*found, dbias)
+
+
+def _sum_to(x: Array, bias: Array) -> Array:
+    axes = tuple(axis for axis in range(4) if bias.shape[axis] == 1)
+    return jnp.sum(x, axis=axes, keepdims=True).astype(bias.dtype)

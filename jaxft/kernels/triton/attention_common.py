@@ -1,0 +1,407 @@
+"""What the kernels of attention share: which arrays they get, where these are masked, and how tiles are read.
+
+What a mask excludes altogether is not visited. `spans` says for each tile which blocks of the other side those are, and
+which blocks it leaves whole, so that only the others pay for masks: in every block they would cost 20-60 % (H200,
+2026-11-20). What only decides about whole rows of the tile itself (its sequence's end) is left to the end, since rows
+of a tile do not mix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxft.kernels.triton import common
+from jaxft.tuning import next_power_of_2
+
+Array = jax.Array
+
+MAX_HEAD_SIZE = 256
+LOG2_E = math.log2(math.e)
+
+
+class Rules(NamedTuple):
+    """What is attended to, added to the logits or dropped: arrays, each None where it is not asked for."""
+
+    bias: Array | None = None  # [B|1, N|1, T|1, S|1]
+    mask: Array | None = None  # bool, the same
+    query_lengths: Array | None = None  # int32 [B], as the following
+    key_lengths: Array | None = None
+    query_ids: Array | None = None  # [B, T]
+    key_ids: Array | None = None  # [B, S]
+    seed: Array | None = None  # uint32 [2]
+    cu_seqlens: Array | None = None  # int32 [B + 1]: the query is a packed [M, 3, N, H]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is static besides the shapes."""
+
+    scale: float
+    window: tuple[int | None, int | None] = (None, None)  # how far before and after itself a query looks
+    dropout_rate: float = 0.0
+    max_seqlen: int = 0  # with cu_seqlens
+    precision: str = "tf32"  # of float32 products, or "float32"
+
+
+def unsupported(head_size: int, mask: Array | None, **arrays: Array | None) -> str | None:
+    if not 1 <= head_size <= MAX_HEAD_SIZE:
+        return f"the head size is {head_size}, the kernel takes at most {MAX_HEAD_SIZE}"
+    if mask is not None and mask.size > 2**31:
+        return f"mask has {mask.size} elements, the kernel takes at most 2^31"  # counted in signed 32 bits
+    return common.unsupported_dtype(**arrays)
+
+
+# --- What the kernels, those of the backward pass included, get --------------------------------------------------
+
+
+class Refs(NamedTuple):
+    """What of the rules a kernel reads."""
+
+    bias: Any
+    mask: Any
+    query_ids: Any
+    key_ids: Any
+    seed: Any
+    offsets: Any  # [B + 2], where sequences begin in packed rows; the last is the number of rows
+    spans: Any  # of this kernel's tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The arrays of a call as kernels see them, and its sizes."""
+
+    query: Array  # [B, T, heads, H], or [1, M, heads, H]
+    key: Array
+    value: Array
+    rules: Rules
+    options: Options
+    batch: int
+    heads: int
+    kv_heads: int
+    query_length: int
+    key_length: int
+    head_size: int
+    k_head: int  # the first head of the keys in `key`
+    v_head: int
+
+    @property
+    def width(self) -> int:
+        return max(16, next_power_of_2(self.head_size))
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def precision(self) -> lax.Precision | None:
+        return lax.Precision.HIGHEST if self.options.precision == "float32" else None
+
+    @property
+    def kept_scale(self) -> float:
+        """Of what dropout keeps."""
+        return 1.0 / (1.0 - self.options.dropout_rate)
+
+    @property
+    def key_mask(self) -> bool:
+        """Whether the mask is the same for all queries and heads."""
+        return self.rules.mask is not None and self.rules.mask.shape[1:3] == (1, 1)
+
+    @property
+    def key_holes(self) -> bool:
+        """Whether it leaves out more than the ends of sequences."""
+        return self.key_mask and self.rules.mask is not None and self.rules.mask.shape[3] > 1
+
+    @property
+    def pair_mask(self) -> bool:
+        """Whether the mask is for each query or head: then every block is masked."""
+        return self.rules.mask is not None and not self.key_mask
+
+    @property
+    def by_pairs(self) -> bool:
+        """Whether what a query attends to is decided for each, in a way that may leave out any key."""
+        return self.pair_mask or self.rules.query_ids is not None
+
+    def operands(self, spans: Array | None) -> list[Array | None]:
+        """The arrays that all kernels begin with: query, key, value, and those of `Refs`."""
+        r = self.rules
+        return [self.query, self.key, self.value, r.bias, r.mask, r.query_ids, r.key_ids, r.seed, r.cu_seqlens, spans]
+
+
+def problem(query: Array, key: Array | None, value: Array | None, rules: Rules, options: Options) -> Problem:
+    """query [B,T,N,H] with key and value [B,S,K,H], or the packed [B,T,3,N,H] or [M,3,N,H] as `query` without."""
+    if key is None or value is None:
+        heads, size = query.shape[-2:]
+        kv_heads, k_head, v_head = heads, heads, 2 * heads  # of the packed array's heads, q's come first
+        query = query.reshape(-1 if rules.cu_seqlens is None else 1, query.shape[-4], 3 * heads, size)
+        key = value = query
+    else:
+        heads, size = query.shape[-2:]
+        kv_heads, k_head, v_head = key.shape[2], 0, 0
+    batch, length, key_length = query.shape[0], query.shape[1], key.shape[1]
+    if rules.cu_seqlens is not None:
+        # One sequence more, which is empty, so that the rows after the last one have a program that writes them.
+        rows, batch, length, key_length = length, rules.cu_seqlens.shape[0], options.max_seqlen, options.max_seqlen
+        offsets = jnp.append(jnp.clip(rules.cu_seqlens, 0, rows), jnp.int32(rows))
+        lengths = jnp.append(jnp.clip(offsets[1:-1] - offsets[:-2], 0, length), jnp.int32(0))
+        rules = rules._replace(query_lengths=lengths, key_lengths=lengths, cu_seqlens=offsets)
+    before, after = options.window
+    window = (
+        before if before is not None and before < length - 1 else None,
+        after if after is not None and after < key_length - 1 else None,
+    )
+    options = dataclasses.replace(options, window=window)
+    return Problem(query, key, value, rules, options, batch, heads, kv_heads, length, key_length, size, k_head, v_head)
+
+
+class Side(NamedTuple):
+    """The queries, or the keys."""
+
+    length: int
+    end: Any  # [B|1, 1] where the last that takes part ends, and where the first ends that does not
+    full: Any
+    ids: Array | None
+
+
+def _sides(p: Problem) -> tuple[Side, Side]:
+    r = p.rules
+    q_end: Any = p.query_length if r.query_lengths is None else jnp.clip(r.query_lengths, 0, p.query_length)[:, None]
+    end: Any = p.key_length if r.key_lengths is None else jnp.clip(r.key_lengths, 0, p.key_length)[:, None]
+    full = end
+    if p.key_mask and r.mask is not None:
+        position = jnp.arange(p.key_length, dtype=jnp.int32)[None, :]
+        keep = r.mask[:, 0, 0, :] & (position < end)
+        full = jnp.min(jnp.where(keep, p.key_length, position), axis=1, keepdims=True)
+        end = jnp.max(jnp.where(keep, position + 1, 0), axis=1, keepdims=True)
+    return Side(p.query_length, q_end, q_end, r.query_ids), Side(p.key_length, end, full, r.key_ids)
+
+
+def spans_of_queries(p: Problem, block_q: int, block_k: int) -> Array | None:
+    """For each tile of queries what `Span` says about the keys, int32 [B|1, tiles, 5]; None where all are attended to.
+
+    A few numbers for each tile, from a few for each block: XLA computes them with the masks it has at hand.
+    """
+    queries, keys = _sides(p)
+    return _spans(p, queries, keys, p.options.window, block_q, block_k, whole=False)
+
+
+def spans_of_keys(p: Problem, block_q: int, block_k: int, whole: bool) -> Array | None:
+    """The same for each tile of keys; if `whole`, one that reaches beyond its sequence's end has no full blocks."""
+    queries, keys = _sides(p)
+    return _spans(p, keys, queries, p.options.window[::-1], block_k, block_q, whole)
+
+
+def _spans(p: Problem, own: Side, other: Side, window, block: int, other_block: int, whole: bool) -> Array | None:
+    r, (before, after) = p.rules, window
+    lengths = (r.query_lengths, r.key_lengths, r.query_ids, before, after)
+    if not p.key_mask and all(x is None for x in lengths):
+        return None
+    start = jnp.arange(0, own.length, block, dtype=jnp.int32)[None, :]
+    stop = jnp.minimum(start + block, own.end)  # [B|1, tiles]
+    first: Any = jnp.int32(0) if before is None else jnp.maximum(start - before, 0)
+    last = other.end if after is None else jnp.minimum(stop + after, other.end)
+    full_from = jnp.int32(0) if before is None else jnp.maximum(stop - 1 - before, 0)
+    full_to = other.full if after is None else jnp.minimum(start + after + 1, other.full)
+    full_to = jnp.where((start + block if whole else stop) <= own.full, full_to, 0)
+    full_start, full_stop = (full_from + other_block - 1) // other_block, full_to // other_block
+    if own.ids is not None and other.ids is not None:
+        low, high = (x[:, :, None] for x in _range_of_ids(own, block))
+        other_low, other_high = (x[:, None, :] for x in _range_of_ids(other, other_block))
+        index = jnp.arange(other_low.shape[2], dtype=jnp.int32)
+        near = (other_low <= high) & (low <= other_high)  # [B, tiles, blocks]
+        same = near & (low == high) & (other_low == other_high)
+        first = jnp.maximum(first, jnp.min(jnp.where(near, index, other.length), axis=2) * other_block)
+        last = jnp.minimum(last, jnp.max(jnp.where(near, index + 1, 0), axis=2) * other_block)
+        # The first run of blocks of the same id; where ids are sorted, there is no other.
+        begin = jnp.min(jnp.where(same, index, other.length), axis=2)
+        later = ~same & (index >= begin[:, :, None])
+        full_start = jnp.maximum(full_start, begin)
+        full_stop = jnp.minimum(full_stop, jnp.min(jnp.where(later, index, index.size), axis=2))
+    last = jnp.where(stop > start, last, 0)
+    first = jnp.minimum(first, last)
+    full_start = jnp.clip(full_start, first // other_block, -(-last // other_block))
+    full_stop = jnp.clip(full_stop, full_start, -(-last // other_block))
+    spans = jnp.broadcast_to(own.end, last.shape)[:, :, None]
+    for i, part in enumerate((first, last, full_start, full_stop)):
+        part = jnp.broadcast_to(part, last.shape)[:, :, None]
+        spans = jnp.where(jnp.arange(len(Span._fields)) == i, part, spans)
+    return spans.astype(jnp.int32)
+
+
+def _range_of_ids(side: Side, block: int) -> tuple[Array, Array]:
+    """The least and the greatest id in each block [B, blocks]."""
+    assert side.ids is not None
+    inside = jnp.arange(side.length, dtype=jnp.int32)[None, :] < side.end
+    pad = ((0, 0), (0, -side.length % block))
+    least, most = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
+    low = jnp.pad(jnp.where(inside, side.ids, most), pad, constant_values=most)
+    high = jnp.pad(jnp.where(inside, side.ids, least), pad, constant_values=least)
+    shape = (low.shape[0], -1, block)
+    return jnp.min(low.reshape(shape), axis=2), jnp.max(high.reshape(shape), axis=2)
+
+
+# --- Parts of kernels --------------------------------------------------------------------------------------------
+
+
+class Span(NamedTuple):
+    """Of a tile: from where to where (rows of the other side, then blocks of them) it attends to any, and to all."""
+
+    first: Any
+    last: Any
+    full_start: Any
+    full_stop: Any
+    end: Any  # of the rows of the tile's own side that take part
+
+    def blocks(self, block: int) -> tuple[Any, Any]:
+        if isinstance(self.last, int):
+            return 0, pl.cdiv(self.last, block)
+        return lax.div(self.first, jnp.int32(block)), lax.div(self.last + jnp.int32(block - 1), jnp.int32(block))
+
+
+def load_span(spans_ref, batch, tile, length: int, other_length: int, other_block: int, full: bool) -> Span:
+    if spans_ref is None:
+        return Span(0, other_length, 0, other_length // other_block if full else 0, length)
+    batch = batch if spans_ref.shape[0] > 1 else jnp.int32(0)
+    span = Span(*(common.load(spans_ref.at[batch, tile, jnp.int32(i)]) for i in range(5)))
+    if not full:
+        start, _ = span.blocks(other_block)
+        span = span._replace(full_start=start, full_stop=start)
+    return span
+
+
+def visit_all(span: Span, block: int, leading: bool, visit: Callable[..., Any], carry: Any) -> Any:
+    """carry = visit(block, carry, edge=...) for each block of the span; `leading`: some may come before the full."""
+    start, stop = span.blocks(block)
+    edge = functools.partial(visit, edge=True)
+    if leading:
+        carry = lax.fori_loop(start, span.full_start, edge, carry)
+    if not (isinstance(span.full_stop, int) and span.full_stop == 0):
+        carry = lax.fori_loop(span.full_start, span.full_stop, functools.partial(visit, edge=False), carry)
+    if not (isinstance(span.full_stop, int) and span.full_stop == stop):
+        carry = lax.fori_loop(span.full_stop, stop, edge, carry)
+    return carry
+
+
+def sequence(refs: Refs, batch, span: Span, length: int) -> tuple[Any, Any, Any]:
+    """Where sequence `batch` is in the arrays: index, first row, and how many rows of it they have."""
+    if refs.offsets is None:
+        return batch, 0, length
+    return jnp.int32(0), common.load(refs.offsets.at[batch]), span.end
+
+
+def in_head(p: Problem) -> Array | None:
+    """[1, width], where a head has fewer columns than its tiles."""
+    return None if p.width == p.head_size else (common.positions(0, p.width) < p.head_size)[None, :]
+
+
+def load_tile(p: Problem, ref, index, row, block: int, head, in_rows: Array | None):
+    """[block, width] of a [B, L, heads, H], 0 where not `in_rows`."""
+    inside = tile_mask(p, block, in_rows)
+    place = index, common.span(row, block), head, common.span(0, p.width)
+    return common.load(ref.at[place], mask=inside, other=None if inside is None else 0.0)
+
+
+def store_tile(p: Problem, ref, index, row, head, tile, in_rows: Array | None) -> None:
+    block = tile.shape[0]
+    place = index, common.span(row, block), head, common.span(0, p.width)
+    common.store(ref.at[place], tile.astype(ref.dtype), mask=tile_mask(p, block, in_rows))
+
+
+def tile_mask(p: Problem, block: int, in_rows: Array | None) -> Array | None:
+    columns = in_head(p)
+    if in_rows is None:
+        return None if columns is None else jnp.broadcast_to(columns, (block, p.width))
+    return jnp.broadcast_to(in_rows[:, None] if columns is None else in_rows[:, None] & columns, (block, p.width))
+
+
+def fill_after(refs: Refs, batch, tile, span: Span, block: int, tiles: int, write: Callable[..., None]) -> None:
+    """Calls write(row, in_rows) for this tile's share of the packed rows after its sequence and before the next."""
+    if refs.offsets is None:
+        return
+    begin = common.load(refs.offsets.at[batch]) + span.end + tile * block
+    end, step = common.load(refs.offsets.at[batch + 1]), jnp.int32(block * tiles)
+
+    def fill(i, _):
+        row = begin + i * step
+        write(row, common.positions(row, block) < end)
+
+    lax.fori_loop(0, lax.div(jnp.maximum(end - begin, 0) + (step - 1), step), fill, None)
+
+
+class Pairs(NamedTuple):
+    """Positions of a tile of queries and of one of keys, [n, 1] and [1, n] either way, and which of them there are."""
+
+    batch: Any
+    head: Any
+    rows: Array
+    columns: Array
+    in_rows: Array | None
+    in_columns: Array | None
+
+    def load(self, ref, other):
+        """What a [B|1, N|1, T|1, S|1] has for these pairs, of a shape that broadcasts to theirs."""
+        zero = jnp.int32(0)
+        by_row, by_column = ref.shape[2] > 1, ref.shape[3] > 1
+        masks: list[Any] = [self.in_rows] * by_row + [self.in_columns] * by_column
+        masks = [x for x in masks if x is not None]
+        index = [self.batch if ref.shape[0] > 1 else zero, self.head if ref.shape[1] > 1 else zero,
+                 self.rows if by_row else zero, self.columns if by_column else zero]  # fmt: skip
+        shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in index))
+        index[2:] = [jnp.broadcast_to(x, shape) if jnp.ndim(x) else x for x in index[2:]]
+        inside = jnp.broadcast_to(functools.reduce(operator.and_, masks), shape) if masks else None
+        return common.load(ref.at[tuple(index)], mask=inside, other=None if inside is None else other)
+
+
+def allowed(p: Problem, refs: Refs, pairs: Pairs) -> Any:
+    """Which pairs attend to each other, if rows take part and keys do where they are `in_columns`; None for all."""
+    before, after = p.options.window
+    parts = [] if pairs.in_columns is None else [pairs.in_columns]
+    if before is not None:
+        parts.append(pairs.columns >= pairs.rows - before)
+    if after is not None:
+        parts.append(pairs.columns <= pairs.rows + after)
+    if refs.query_ids is not None:
+        ids = []
+        for ref, at, inside in ((refs.query_ids, pairs.rows, pairs.in_rows),
+                                (refs.key_ids, pairs.columns, pairs.in_columns)):  # fmt: skip
+            ids.append(common.load(ref.at[pairs.batch, at], mask=inside, other=None if inside is None else 0))
+        parts.append(ids[0] == ids[1])
+    if p.pair_mask:
+        parts.append(pairs.load(refs.mask, False))
+    return functools.reduce(operator.and_, parts) if parts else None
+
+
+def log2_logits(refs: Refs, pairs: Pairs, products: Array, scale: float) -> Array:
+    """The logits times log2(e), from the products of queries with keys."""
+    logits = products * (scale * LOG2_E)
+    return logits if refs.bias is None else logits + pairs.load(refs.bias, 0.0).astype(jnp.float32) * LOG2_E
+
+
+def drop(p: Problem, refs: Refs, pairs: Pairs, x: Array) -> Array:
+    """x where dropout keeps the pair, else 0."""
+    if refs.seed is None:
+        return x
+    row = (pairs.batch * p.heads + pairs.head) * p.query_length + pairs.rows
+    return jnp.where(common.keep(refs.seed, p.options.dropout_rate, row, pairs.columns), x, 0.0)
+
+
+def in_key_mask(p: Problem, refs: Refs, batch, columns: Array, inside: Array) -> Array:
+    """Which of these keys, [block], a mask of keys allows."""
+    if not p.key_holes:
+        return inside
+    zero = jnp.int32(0)
+    index = batch if refs.mask.shape[0] > 1 else zero
+    return common.load(refs.mask.at[index, zero, zero, columns], mask=inside, other=False)
+
+
+def any_of(pairs: Array, axis: int) -> Array:
+    return jnp.max(pairs.astype(jnp.int32), axis=axis) > 0

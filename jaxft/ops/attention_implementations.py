@@ -1,0 +1,208 @@
+"""How the operations of attention are computed: plain jnp, and the Triton kernels with their gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxft import dispatch, reference, tuning
+from jaxft.kernels.triton import attention as triton
+from jaxft.kernels.triton import attention_backward, attention_common
+from jaxft.ops import common
+
+Array = jax.Array
+
+
+class Inputs(NamedTuple):
+    """The arrays of a call, checked; key and value are None where query is a packed [B, T, 3, N, H] or [M, 3, N, H]."""
+
+    query: Any
+    key: Any = None
+    value: Any = None
+    bias: Any = None
+    mask: Any = None
+    query_seq_lengths: Any = None
+    key_value_seq_lengths: Any = None
+    query_segment_ids: Any = None
+    key_value_segment_ids: Any = None
+    dropout_rng: Any = None
+    cu_seqlens: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is static in a call."""
+
+    scale: float
+    is_causal: bool
+    local_window_size: tuple[int, int] | None
+    dropout_rate: float
+    return_residual: bool
+    max_seqlen: int | None = None  # with cu_seqlens
+
+
+class Sizes(NamedTuple):
+    batch: int
+    query_length: int
+    key_length: int
+    heads: int
+    head_size: int
+
+
+def sizes(inputs: Inputs, options: Options) -> Sizes:
+    *_, n, h = inputs.query.shape
+    if options.max_seqlen is not None:
+        return Sizes(inputs.cu_seqlens.shape[0] - 1, options.max_seqlen, options.max_seqlen, n, h)
+    b, t = inputs.query.shape[:2]
+    return Sizes(b, t, t if inputs.key is None else inputs.key.shape[1], n, h)
+
+
+def run(op: str, inputs: Inputs, options: Options, implementation: str | None) -> Any:
+    """The output, or with `return_residual` a pair of it and the log-sum-exp."""
+    choice = dispatch.choose(op, implementation, {"triton": _triton_reason(inputs)})
+    b, t, s, n, h = sizes(inputs, options)
+    if choice.name == "xla" or 0 in (b, t, s, n, h, inputs.query.shape[0]):
+        return _reference(inputs, options)
+    arguments = (b * n, t, s, h, inputs.query.dtype.itemsize, dispatch.device_kind())
+    static = _Static(
+        options,
+        tuning.attention(*arguments),
+        tuning.attention_dq(*arguments),
+        tuning.attention_dkv(*arguments),
+        dispatch.matmul_precision(),
+        choice.interpret,
+    )
+    return _triton_jit(Inputs(*common.vary_alike(*inputs)), static)
+
+
+# --- Plain jnp ---------------------------------------------------------------------------------------------------
+
+
+def _plain(inputs: Inputs, options: Options) -> Any:
+    query, key, value, bias, mask, q_lengths, kv_lengths, q_ids, kv_ids, rng, cu_seqlens = inputs
+    static = dataclasses.asdict(options)
+    max_seqlen = static.pop("max_seqlen")
+    if max_seqlen is not None:
+        return reference.varlen_qkv_attention(query, cu_seqlens, max_seqlen=max_seqlen, dropout_rng=rng, **static)
+    if key is None:
+        query, key, value = query[:, :, 0], query[:, :, 1], query[:, :, 2]
+    return reference.dot_product_attention(
+        query, key, value, bias, mask, query_seq_lengths=q_lengths, key_value_seq_lengths=kv_lengths,
+        query_segment_ids=q_ids, key_value_segment_ids=kv_ids, dropout_rng=rng, **static,
+    )  # fmt: skip
+
+
+_reference = jax.jit(_plain, static_argnums=1)
+
+# --- Triton ------------------------------------------------------------------------------------------------------
+
+
+class _Static(NamedTuple):
+    """What is compiled into the kernels."""
+
+    options: Options
+    forward: tuning.AttentionConfig
+    query_gradient: tuning.AttentionConfig
+    key_gradient: tuning.AttentionConfig
+    precision: str
+    interpret: bool
+
+
+def _triton_reason(inputs: Inputs) -> str | None:
+    """Why the kernels cannot run this call, if they cannot."""
+    return attention_common.unsupported(inputs.query.shape[-1], inputs.mask, query=inputs.query, bias=inputs.bias)
+
+
+def _arguments(inputs: Inputs, static: _Static) -> tuple[Any, ...]:
+    """The first arguments of the kernels' entry points."""
+    options = static.options
+    before, after = options.local_window_size or (None, None)
+    rules = attention_common.Rules(
+        inputs.bias,
+        inputs.mask,
+        inputs.query_seq_lengths,
+        inputs.key_value_seq_lengths,
+        inputs.query_segment_ids,
+        inputs.key_value_segment_ids,
+        None if inputs.dropout_rng is None else reference.dropout_seed(inputs.dropout_rng),
+        inputs.cu_seqlens,
+    )
+    window = (before, 0 if options.is_causal else after)
+    kernel_options = attention_common.Options(
+        options.scale, window, options.dropout_rate, options.max_seqlen or 0, static.precision
+    )
+    return inputs.query, inputs.key, inputs.value, rules, kernel_options
+
+
+def _forward(inputs: Inputs, static: _Static, save: bool) -> Any:
+    """What the op returns, and if `save` also what the backward pass needs: output, log-sum-exp, what rounding took."""
+    residual = static.options.return_residual
+    rest = save and inputs.query.dtype != jnp.float32 and not _one_kernel(inputs, static)
+    out, *saved = triton.forward(
+        *_arguments(inputs, static), return_residual=save or residual, return_rest=rest, config=static.forward,
+        interpret=static.interpret,
+    )  # fmt: skip
+    result = (out, _times_log_2(jnp.swapaxes(saved[0], -1, -2))) if residual else out
+    if not save:
+        return result
+    return result, (out, *saved) if rest else (None, *saved, None)
+
+
+def _times_log_2(x: Array) -> Array:
+    number = float(np.float32(math.log(2.0)))
+    return x * number + x * (math.log(2.0) - number)  # which has more digits than float32
+
+
+def _one_kernel(inputs: Inputs, static: _Static) -> bool:
+    key_length = sizes(inputs, static.options).key_length
+    return attention_backward.one_kernel(key_length, inputs.bias, static.key_gradient)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _triton(inputs, static):
+    return _forward(inputs, static, save=False)
+
+
+def _fwd(inputs, static):
+    def kernel(inputs):
+        return _forward(inputs, static, save=True)
+
+    def plain(inputs):
+        # What is saved has no gradient: that of `_bwd` is found without it.
+        nothing = jax.tree.map(lambda x: lax.stop_gradient(jnp.zeros(x.shape, x.dtype)), jax.eval_shape(kernel, inputs))
+        return _plain(inputs, static.options), nothing[1]
+
+    result, saved = common.with_plain_gradient(kernel, plain)(inputs)
+    return result, (inputs, saved)
+
+
+def _bwd(static, saved, d):
+    def kernel(d, inputs, saved):
+        dout, dlse = d if static.options.return_residual else (d, None)
+        gradients = attention_backward.backward(
+            dout,
+            None if dlse is None else jnp.swapaxes(dlse, -1, -2),
+            *_arguments(inputs, static),
+            *saved,
+            query_config=static.query_gradient,
+            key_config=static.key_gradient,
+            interpret=static.interpret,
+        )
+        return Inputs(*gradients)
+
+    def plain(d, inputs, saved):
+        (gradients,) = jax.vjp(lambda inputs: _plain(inputs, static.options), inputs)[1](d)
+        return Inputs(*gradients[:4])
+
+    return (common.with_plain_gradient(kernel, plain)(d, *saved),)
+
+
+_triton.defvjp(_fwd, _bwd)
+_triton_jit = jax.jit(_triton, static_argnums=1)
