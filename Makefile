@@ -1,6 +1,6 @@
 # Needs make, Python 3.11 or 3.12 and PyPI; everything else goes into the virtual environment .venv, made once.
 #   make demo                        a real checkpoint turns real sentences into embeddings
-#   make test [ARGS="-k attention"]  the tests
+#   make test [ARGS="-k attention"]  the tests; JAXFT_TEST_CASES=1000 for so many random cases of each (-k random)
 #   make lint                        ruff and mypy
 #   make bench [ARGS="--quick"]      the benchmarks; adds rows to benchmarks/results/
 #   make report                      the README's tables and chart, from those rows

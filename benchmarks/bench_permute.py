@@ -78,7 +78,7 @@ def split(b: int, t: int, n: int, h: int, args: Any) -> list[timing.Row]:
     ):
         ours, xla = (jax.jit(function(op)) for op in (qkv_bias_split_heads, reference.qkv_bias_split_heads))
         sets = [inputs(DTYPE, seed, *shapes) for seed in range(timing.rotation(moved))]
-        exact = xla(*(x.astype(jnp.float32) for x in sets[0]))
+        exact = timing.float64(xla, *sets[0])
         for got, plain, wide in zip(ours(*sets[0]), xla(*sets[0]), exact, strict=True):
             timing.check(f"qkv_bias_split_heads {direction} {(b, t, n, h)}", got, plain, wide)
         rows += timing.measure(

@@ -49,7 +49,7 @@ def rotation(nbytes: float) -> int:
 
 
 def check(name: str, got: jax.Array, plain: jax.Array, exact: jax.Array) -> None:
-    """The error of `got` against `exact` (float32, HIGHEST) must be within 2x that of `plain` plus 2 ulp."""
+    """The error of `got` against `exact`, of a wider dtype, must be within 2x that of `plain` plus 2 ulp."""
     wide = exact.astype(jnp.float32)
     allowed = 2 * jnp.max(jnp.abs(plain.astype(jnp.float32) - wide))
     allowed += 2 * float(jnp.finfo(got.dtype).eps) * jnp.max(jnp.abs(wide))

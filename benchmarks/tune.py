@@ -226,7 +226,7 @@ def split_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
 
     def plain_join(*parts: jax.Array) -> Any:
         qkv = jnp.concatenate([reference.merge_heads(part) for part in parts], axis=-1)
-        return qkv, jnp.sum(qkv, axis=(0, 1), dtype=jnp.float32)
+        return qkv, jnp.sum(qkv, axis=(0, 1), dtype=jnp.promote_types(qkv.dtype, jnp.float32))
 
     for batch, length, heads, size in HEADS:
         width, part = 3 * heads * size, (batch, heads, length, size)

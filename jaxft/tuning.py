@@ -111,8 +111,8 @@ def layer_norm(rows: int, width: int, itemsize: int, device_kind: str) -> RowCon
     block_width = min(next_power_of_2(width), 8192)
     block_rows = max(1, 1024 // block_width)
     default = RowConfig(block_rows, block_width, num_warps=max(1, block_width // 1024))
-    if itemsize > 2 and rows * width < 2**20:  # few programs: more warps in each
-        default = RowConfig(2 * block_rows, block_width, num_warps=8)
+    if itemsize > 2 and rows * width < 2**20 and 512 < width <= 1024:  # small arrays want more warps
+        default = RowConfig(2, 1024, num_warps=8)
     return lookup("layer_norm", default, device_kind, rows=rows, width=width, itemsize=itemsize)
 
 
@@ -135,20 +135,23 @@ def softmax(rows: int, width: int, itemsize: int, device_kind: str) -> RowConfig
     # As for layer_norm, but rows of up to 64 KiB stay in registers.
     warp = 1024 if itemsize <= 2 or width <= 1024 else 256
     default = _softmax(rows, width, warp, longest=16384, most_warps=8 * itemsize // 2)
-    if width > 16384:
-        default = RowConfig(1, 32768, 16) if itemsize <= 2 else RowConfig(1, 16384, 32)
+    if width > 16384 and itemsize <= 2:
+        default = RowConfig(1, 32768, 16)
     return lookup("softmax", default, device_kind, rows=rows, width=width, itemsize=itemsize)
 
 
 def softmax_backward(rows: int, width: int, itemsize: int, device_kind: str) -> RowConfig:
-    # Half as long, since two arrays are read.
+    # Shorter ones, since two arrays are read: 16 KiB of each in 16 bits, where a warp holds fewer bytes, 64 in float32.
     longest = 8192 if itemsize <= 2 else 16384
     default = _softmax(rows, width, 512, longest, most_warps=8 * itemsize // 2)
     return lookup("softmax_backward", default, device_kind, rows=rows, width=width, itemsize=itemsize)
 
 
 def _softmax(rows: int, width: int, warp: int, longest: int, most_warps: int) -> RowConfig:
-    """A warp for `warp` elements (fewer in small arrays, which want more warps), rows up to `longest` in registers."""
+    """A warp for `warp` elements, rows up to `longest` in registers.
+
+    Small arrays want more warps: four of 256 elements a program, 512 where rows are very short (H200, 2026-11-21).
+    """
     block_width = next_power_of_2(width)
     if width > longest:
         return RowConfig(1, longest, longest // 512)

@@ -17,6 +17,7 @@ from checked import checked
 from compare import assert_matches_oracle
 from jaxft import reference, tuning
 from jaxft.kernels.triton import bias_activation as kernel
+from jaxft.kernels.triton import common
 from jaxft.tuning import ElementwiseConfig, GradientConfig
 
 ACTIVATIONS = ["gelu", "gelu_tanh", "relu", "silu", "tanh"]
@@ -153,6 +154,13 @@ def exact_gradient(x, activation):
     c, cubic = (1.0, 0.0) if activation == "silu" else (2.0 * math.sqrt(2.0 / math.pi), 0.044715)
     y = c * (x + cubic * x**3)
     return (1.0 + x * c * (1.0 + 3.0 * cubic * x**2) / (1.0 + np.exp(y))) / (1.0 + np.exp(-y))
+
+
+def test_rounding_as_it_is_compiled():
+    x = np.linspace(-160, 160, 100_001, dtype=np.float32)
+    whole, as_integers = common._nearest(x)  # outside of jit, where nothing is simplified
+    np.testing.assert_array_equal(whole, np.rint(x))
+    np.testing.assert_array_equal(as_integers, np.rint(x))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

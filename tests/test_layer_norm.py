@@ -175,10 +175,11 @@ def test_kernels_stay_within_the_arrays(sizes, key):
     x, residual, bias, gamma, beta = (floats[name] for name in ("x", "residual", "bias", "gamma", "beta"))
     options, seed = {"dropout_rate": 0.3, "interpret": True}, reference.dropout_seed(key)
     with checked():
-        *y, saved = kernel.forward(
-            x, bias, residual, gamma, beta, seed, epsilon=1e-6, return_sum=True, save=True, in_place=False,
-            config=RowConfig(rows, width, 1), **options,
-        )  # fmt: skip
+        for in_place in (True, False):
+            *y, saved = kernel.forward(
+                x, bias, residual, gamma, beta, seed, epsilon=1e-6, return_sum=True, save=True, in_place=in_place,
+                config=RowConfig(rows, width, 1), **options,
+            )  # fmt: skip
         kernel.backward(
             *y, x, bias, residual, gamma, seed, saved, vectors=("bias", "gamma", "beta"),
             config=GradientConfig(rows, width, programs, 1), **options,

@@ -110,6 +110,19 @@ def test_the_longest_rows(name):
     check_op(name, x, mask=np.arange(33000) != 5)
 
 
+@pytest.mark.skipif(INTERPRET, reason="what the compiler may keep, it does in compiled kernels only")
+@pytest.mark.parametrize("width", [32768, 65536])
+def test_rows_that_are_kept_as_they_were_read(name, width):
+    x = normal(np.random.default_rng(8), jnp.bfloat16, x=(3, width))
+    check_op(name, x, scale=2.0, in_place=True)
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (2, 2, 4), (4, 8)], ids=str)
+def test_gradient_of_a_bias_of_four_rows(name, shape):
+    """What the kernel saves for it has four rows too."""
+    check_op(name, normal(np.random.default_rng(20), jnp.float32, x=shape, bias=shape[-1:]), scale=2.0)
+
+
 def test_broadcasts(name):
     """Of the mask along every choice of axes, and of the bias along the others."""
     rng, shape = np.random.default_rng(9), (2, 3, 6, 4)
@@ -305,7 +318,7 @@ def test_random(name, seed, monkeypatch):
     for direction in ("softmax", "softmax_backward"):
         config = RowConfig(power_of_two(rng, 8), power_of_two(rng, 64), power_of_two(rng, 4))
         monkeypatch.setattr(tuning, direction, lambda *_, config=config: config)
-    shape = tuple(int(n) for n in rng.choice([1, 2, 5, 13, 31], rng.integers(1, 4)))
+    shape = tuple(int(n) for n in rng.choice([1, 2, 4, 5, 13, 31], rng.integers(1, 4)))
     dtype, bias_dtype = (jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"]))) for _ in range(2))
     peak, scale = int(rng.choice([1, 3])), some(rng, float(rng.uniform(-2.0, 2.0)))
     if jnp.float32 in (dtype, bias_dtype):
@@ -388,4 +401,5 @@ def test_kernels_stay_within_the_arrays(config, name):
     for mask in (None, jnp.ones((3, 1, 6), bool), jnp.ones((3, 1), bool)):
         with checked():
             kernel.forward(x, bias, mask, in_place=False, **options)
+            kernel.forward(x, bias, mask, in_place=True, **options)
             kernel.backward(dy, x, bias, mask, **options)

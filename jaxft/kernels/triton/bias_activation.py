@@ -38,9 +38,11 @@ def _bwd_kernel(
     *, activation: str, block_rows: int, block_width: int, programs: int,
 ):  # fmt: skip
     column, program = pl.program_id(0) * block_width, pl.program_id(1)
+    blocks = pl.cdiv(x_ref.shape[0], block_rows)
 
     def tile_of(block):
-        return common.tile(x_ref.shape, block * block_rows, column, (block_rows, block_width), may_be_beyond=True)
+        shape = block_rows, block_width
+        return common.tile(x_ref.shape, block * block_rows, column, shape, may_be_beyond=programs < blocks)
 
     def read(block):
         tile = tile_of(block)
@@ -56,7 +58,6 @@ def _bwd_kernel(
     first = tile_of(program)
     bias = None if bias_ref is None else first.load_vector(bias_ref)
     total = None if partial_ref is None else jnp.zeros((block_rows, block_width), jnp.float32)
-    blocks = pl.cdiv(x_ref.shape[0], block_rows)
     total = common.read_ahead(program, programs, blocks, read, work, total)
     if partial_ref is not None:
         common.store(partial_ref.at[program, first.place[1]], jnp.sum(total, axis=0), mask=first.in_width)

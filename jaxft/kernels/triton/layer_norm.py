@@ -154,14 +154,14 @@ def _bwd_kernel(
     dropout_rate: float, vectors: tuple[str, ...], programs: int, block_rows: int, block_width: int,
 ):  # fmt: skip
     rows, width = x_ref.shape
-    chunks = pl.cdiv(width, block_width)
+    chunks, blocks = pl.cdiv(width, block_width), pl.cdiv(rows, block_rows)
     program = pl.program_id(0)  # JAX's interpreter knows it outside of loops only
     dresidual_ref = more_refs[0] if residual_ref is not None and seed_ref is not None else None
     sums_ref: Ref = more_refs[-1] if vectors else None  # [programs, vectors, D]
 
     def tile_of(block, column):
         shape = block_rows, block_width
-        return common.tile(x_ref.shape, block * block_rows, column, shape, may_be_beyond=chunks == 1)
+        return common.tile(x_ref.shape, block * block_rows, column, shape, may_be_beyond=programs < blocks)
 
     def read(block, column):
         """The inputs of a block of rows, as they are."""
@@ -216,7 +216,6 @@ def _bwd_kernel(
             return [a + b for a, b in zip(terms, more, strict=True)]
 
         zeros = [jnp.zeros((block_rows, block_width), jnp.float32) for _ in vectors]
-        blocks = pl.cdiv(rows, block_rows)
         save(0, common.read_ahead(program, programs, blocks, lambda block: read(block, 0), visit, zeros))
     else:  # one block of rows a program
 

@@ -2,9 +2,10 @@
 
 Bias and mask are read where they lie, never expanded: a row of x finds its row of them by strides that are 0 along the
 axes that broadcast. Moves 2 * M * S elements forward and 3 * M * S backward, plus bias and mask. Rows that fit in
-`block_width` are read once and stay in registers, long ones of 16 bits as they are read, which is half the registers
-of what is computed from them. Longer ones are read twice in chunks, first for their statistics (Milakov and Gimelshein,
-"Online normalizer calculation for softmax", 2018), then for the result, from the L2 cache where the row fits there.
+`block_width` are read once and stay in registers; forward, long ones of 16 bits do as they were read, which takes half
+the registers of what is computed from them. Longer ones are read twice in chunks, first for their statistics (Milakov
+and Gimelshein, "Online normalizer calculation for softmax", 2018), then for the result, from the L2 cache where the row
+fits there.
 
 The backward pass computes the probabilities again from x: rounded to 16 bits they would be too coarse for a row in
 which one is nearly 1, whose gradient is what is left beside it.
@@ -201,13 +202,14 @@ class _Row(NamedTuple):
 
         def step(i, values):
             i = self.chunks - 2 - i
-            ahead = self.chunk(jnp.maximum(i - 1, 0))[1:]
+            ahead = self.chunk(i - 1)[1:]
             write(_Chunk(self.tile(i), *values))
             return ahead
 
         ahead = self.chunk(self.chunks - 2)[1:]
         write(last)
-        lax.fori_loop(0, self.chunks - 1, step, ahead)
+        ahead = lax.fori_loop(0, self.chunks - 2, step, ahead)
+        write(_Chunk(self.tile(0), *ahead))
 
 
 def _fwd_kernel(
@@ -241,13 +243,12 @@ def _fwd_kernel(
 
 
 def _bwd_kernel(
-    dy_ref, x_ref, bias_ref, mask_ref, dx_ref, more_ref=None,
-    *, log: bool, scale: float, bias_axes: Axes, mask_axes: Axes, config: RowConfig,
+    dy_ref, x_ref, bias_ref, mask_ref, dx_ref, *more_refs,
+    log: bool, scale: float, bias_axes: Axes, mask_axes: Axes, config: RowConfig, save: str | None,
 ):  # fmt: skip
-    """`more_ref` is for the gradient of the bias: the gradients of the logits, or what is needed to find them again."""
+    """For the gradient of a bias it may `save` the "gradients" of the logits, or "numbers" that give them once more."""
     first = pl.program_id(0) * config.block_rows
     row = _Row(first, (x_ref, bias_ref, mask_ref, dy_ref), (bias_axes, mask_axes), config)
-    whole_gradient = more_ref is not None and more_ref.shape == x_ref.shape
 
     def values(chunk):
         logits, allowed = chunk.logits(scale)
@@ -280,15 +281,15 @@ def _bwd_kernel(
         shift, *numbers = (s[:, None] for s in found)
         gradient = _gradient(common.exp(logits - shift), allowed, dy, *numbers, log=log)
         chunk.tile.store(dx_ref, gradient * scale)
-        if whole_gradient:
-            chunk.tile.store(more_ref, gradient)
+        if save == "gradients":
+            chunk.tile.store(more_refs[0], gradient)
 
     last, (top, total, center, rest) = row.visit(visit)
     inverse, rest = 1.0 / _nonzero(total[0] + total[1]), rest[0] + rest[1]
     found = _shift_of(top), inverse, center, rest if log else rest * inverse
-    if more_ref is not None and not whole_gradient:
+    if save == "numbers":
         for n, numbers in enumerate(found):
-            common.store(more_ref.at[jnp.int32(n), last.tile.place[0]], numbers, mask=last.tile.in_rows)
+            common.store(more_refs[0].at[jnp.int32(n), last.tile.place[0]], numbers, mask=last.tile.in_rows)
     row.write(last, lambda chunk: write(chunk, found))
 
 
@@ -332,13 +333,16 @@ def backward(
     """
     name = "log_softmax_bwd" if log else "softmax_bwd"
     flat = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
-    outputs = [flat]
+    outputs, save = [flat], None
     if bias is not None and bias.shape[-1:] not in ((), (1,)):
         if bias.size < x.size:
+            save = "numbers"
             outputs.append(jax.ShapeDtypeStruct((4, flat.shape[0]), jnp.float32))
         elif bias.dtype != x.dtype or scale not in (None, 1.0):  # else it is dx
+            save = "gradients"
             outputs.append(jax.ShapeDtypeStruct(flat.shape, bias.dtype))
-    dx, *more = _launch(_bwd_kernel, [dy], x, bias, mask, outputs, log, scale, config, interpret, name=name)
+    kernel = functools.partial(_bwd_kernel, save=save)
+    dx, *more = _launch(kernel, [dy], x, bias, mask, outputs, log, scale, config, interpret, name=name)
     dx = dx.reshape(x.shape)
     if bias is None:
         return dx, None
