@@ -26,9 +26,11 @@ def blocks(monkeypatch):
 
 def attention_case(rng):
     """Sizes, float arrays and options of a random call of `dot_product_attention` or `qkv_attention`."""
-    b, k, groups = (int(n) for n in rng.integers(1, 4, 3))
+    k, groups = (int(n) for n in rng.integers(1, 4, 2))
     t, s = (int(n) for n in rng.choice([1, 2, 7, 16, 31, 48, 70], 2))
     h = int(rng.choice([1, 8, 16, 24, 40, 64]))
+    # Of a few elements, the greatest error is a matter of chance.
+    b = max(int(rng.integers(1, 4)), 32 // (min(t, s) * k))
     dtype = jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"])))
     packed = rng.random() < 0.4
     if packed:
@@ -105,6 +107,7 @@ def test_random_packed_sequences(seed, blocks):
     rng = np.random.default_rng(seed)
     b, n, h = int(rng.integers(0, 5)), int(rng.integers(1, 4)), int(rng.choice([1, 8, 24, 64]))
     longest = int(rng.choice([1, 7, 33, 64]))
+    b = max(b, 64 // longest) if b else 0
     boundaries = np.append(0, np.cumsum(rng.integers(0, longest + 1, b))).astype(np.int32)
     rows = int(boundaries[-1]) + int(rng.choice([0, 1, 40]))
     dtype = jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"])))

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxft import dispatch, reference, tuning
 from jaxft.kernels.triton import attention as triton
@@ -156,8 +155,8 @@ def _forward(inputs: Inputs, static: _Static, save: bool) -> Any:
 
 
 def _times_log_2(x: Array) -> Array:
-    number = float(np.float32(math.log(2.0)))
-    return x * number + x * (math.log(2.0) - number)  # which has more digits than float32
+    number = float(np.nextafter(np.float32(math.log(2.0)), np.float32(0.0)))
+    return x * number + x * (math.log(2.0) - number)  # more digits than float32 has; both are positive, as -inf asks
 
 
 def _one_kernel(inputs: Inputs, static: _Static) -> bool:
@@ -175,9 +174,10 @@ def _fwd(inputs, static):
         return _forward(inputs, static, save=True)
 
     def plain(inputs):
-        # What is saved has no gradient: that of `_bwd` is found without it.
-        nothing = jax.tree.map(lambda x: lax.stop_gradient(jnp.zeros(x.shape, x.dtype)), jax.eval_shape(kernel, inputs))
-        return _plain(inputs, static.options), nothing[1]
+        def nothing(x):  # what is saved has no gradient: that of `_bwd` is found without it
+            return common.vary_alike(inputs.query, jnp.zeros(x.shape, x.dtype))[1]
+
+        return _plain(inputs, static.options), jax.tree.map(nothing, jax.eval_shape(kernel, inputs)[1])
 
     result, saved = common.with_plain_gradient(kernel, plain)(inputs)
     return result, (inputs, saved)
