@@ -398,7 +398,10 @@ SHARED_ERRORS = [  # for S = 6, that is, if a key has as many rows as a query
     ({"dropout_rate": "0.1"}, TypeError, "dropout_rate must be a Python number, got str"),
     ({"implementation": "flash"}, ValueError,
      "implementation must be None or one of ('triton', 'mosaic_gpu', 'cudnn', 'xla'), got 'flash'"),
-    ({"implementation": "cudnn"}, NotImplementedError, "there is no 'cudnn' implementation, only ('triton', 'xla')"),
+    ({"implementation": "cudnn"}, NotImplementedError,
+     "implementation 'cudnn' cannot be used: query is float32, it takes float16 and bfloat16"),
+    ({"implementation": "mosaic_gpu"}, NotImplementedError,
+     "implementation 'mosaic_gpu' cannot be used: there is no such kernel yet"),
 ]  # fmt: skip
 ERRORS = [
     ("dot_product_attention", {"query": 1.0}, TypeError, "query must be an array, got float"),

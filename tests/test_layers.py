@@ -71,6 +71,8 @@ def allowed(name, target):
         return False  # the package itself is the highest layer
     if layer(target) < layer(name):
         return True
+    if target_folder == name:
+        return True  # a package exports what its modules define
     if target_folder != folder or stem == target_stem:
         return False
     if target_stem == "common" or op_of(stem) == op_of(target_stem):

@@ -65,8 +65,13 @@ def sizes(inputs: Inputs, options: Options) -> Sizes:
 
 def run(op: str, inputs: Inputs, options: Options, implementation: str | None) -> Any:
     """The output, or with `return_residual` a pair of it and the log-sum-exp."""
-    choice = dispatch.choose(op, implementation, {"triton": _triton_reason(inputs)})
+    reasons = {"triton": _triton_reason(inputs)}
+    if implementation is not None:  # no measurement yet says that another one is faster anywhere
+        reasons |= {"cudnn": _cudnn_reason(inputs, options), "mosaic_gpu": "there is no such kernel yet"}
+    choice = dispatch.choose(op, implementation, reasons)
     b, t, s, n, h = sizes(inputs, options)
+    if choice.name == "cudnn" and 0 not in (b, t, s, n, h):
+        return _cudnn(inputs, options)
     if choice.name == "xla" or 0 in (b, t, s, n, h, inputs.query.shape[0]):
         return _reference(inputs, options)
     arguments = (b * n, t, s, h, inputs.query.dtype.itemsize, dispatch.device_kind())
@@ -99,6 +104,67 @@ def _plain(inputs: Inputs, options: Options) -> Any:
 
 
 _reference = jax.jit(_plain, static_argnums=1)
+
+# --- cuDNN -------------------------------------------------------------------------------------------------------
+
+
+def _cudnn_reason(inputs: Inputs, options: Options) -> str | None:
+    """Why `jax.nn` with cuDNN cannot do all that is asked, a row with nothing to attend to giving 0 included."""
+    if inputs.query.dtype not in (jnp.float16, jnp.bfloat16):
+        return f"query is {inputs.query.dtype}, it takes float16 and bfloat16"
+    _, t, s, _, h = sizes(inputs, options)
+    if h % 8 or h > 128:
+        return f"the head size is {h}, it takes multiples of 8 up to 128"
+    lengths = inputs.query_seq_lengths is not None or inputs.key_value_seq_lengths is not None
+    missing = {
+        "packed sequences": inputs.cu_seqlens is not None,
+        "segment ids": inputs.query_segment_ids is not None,
+        "dropout by this project's mask": inputs.dropout_rng is not None,
+        "float32 log-sum-exp": options.return_residual,
+    }
+    for name, asked in missing.items():
+        if asked:
+            return f"it has no {name}"
+    for name in ("bias", "mask"):
+        if getattr(inputs, name) is not None:
+            return f"a {name} may leave a row with nothing to attend to, for which it does not give 0"
+    if options.local_window_size is not None:
+        if not options.is_causal and options.local_window_size[1] > 0:
+            return "it has no windows to the right"
+        if lengths or t > s:
+            return "a window may leave a row with nothing to attend to, for which it does not give 0"
+    return None
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _cudnn(inputs: Inputs, options: Options) -> Any:
+    query, key, value = inputs.query, inputs.key, inputs.value
+    if key is None:
+        query, key, value = query[:, :, 0], query[:, :, 1], query[:, :, 2]
+    t, s = query.shape[1], key.shape[1]
+    q_lengths, kv_lengths = inputs.query_seq_lengths, inputs.key_value_seq_lengths
+    queries = keys = None
+    if q_lengths is not None or kv_lengths is not None:
+        q_lengths = jnp.full(query.shape[0], t, jnp.int32) if q_lengths is None else jnp.clip(q_lengths, 0, t)
+        kv_lengths = jnp.full(query.shape[0], s, jnp.int32) if kv_lengths is None else jnp.clip(kv_lengths, 0, s)
+        # What takes part in nothing gives and gets nothing, whatever it holds. One key too many where there is none,
+        # since no row may be without.
+        rows = jnp.minimum(q_lengths, jnp.where(kv_lengths > 0, t, 0))
+        columns = jnp.minimum(kv_lengths, jnp.where(q_lengths > 0, s, 0))
+        queries = (jnp.arange(t) < rows[:, None])[:, :, None, None]
+        keys = (jnp.arange(s) < columns[:, None])[:, :, None, None]
+        query, key, value = (
+            jnp.where(use, x, jnp.zeros_like(x)) for use, x in ((queries, query), (keys, key), (keys, value))
+        )
+        q_lengths, kv_lengths = jnp.maximum(q_lengths, 1), jnp.maximum(kv_lengths, 1)
+    window = options.local_window_size
+    causal = options.is_causal or (window is not None and window[1] == 0)  # it has windows with a causal mask only
+    out = jax.nn.dot_product_attention(
+        query, key, value, scale=options.scale, is_causal=causal, query_seq_lengths=q_lengths,
+        key_value_seq_lengths=kv_lengths, local_window_size=window, implementation="cudnn",
+    )  # fmt: skip
+    return out if queries is None else jnp.where(queries, out, jnp.zeros_like(out))
+
 
 # --- Triton ------------------------------------------------------------------------------------------------------
 

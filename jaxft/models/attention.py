@@ -1,0 +1,118 @@
+"""The attention of jaxft as Flax's own modules call it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.nnx.nn import dtypes
+
+from jaxft.ops.attention import dot_product_attention
+
+Array = jax.Array
+
+
+def attention_fn(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: Any = None,
+    promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
+    is_causal: bool = False,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Any = None,
+    qk_attn_weights_einsum: Any = None,
+    attn_weights_value_einsum: Any = None,
+    *,
+    implementation: str | None = None,
+) -> Array:
+    """`jaxft.dot_product_attention` with the arguments of Flax's, for its modules of multi-head attention.
+
+    Equivalent, away from the edges, to `flax.nnx.dot_product_attention` and `flax.linen.dot_product_attention`::
+
+      nnx.MultiHeadAttention(..., attention_fn=jaxft.models.attention_fn, broadcast_dropout=False)
+
+    Args:
+      query: `[batch..., T, N, H]`, of any number of batch dimensions.
+      key, value: `[batch..., S, K, H]`; N is a multiple of K.
+      bias: broadcastable to `[batch..., N, T, S]`, added to the scaled logits.
+      mask: the same, attend where it is not 0.
+      broadcast_dropout: must be False where there is dropout, which is drawn for each element.
+      dropout_rng, dropout_rate, deterministic: dropout of the probabilities, unless deterministic.
+      dtype, promote_dtype: query, key and value become `promote_dtype((query, key, value), dtype=dtype)`.
+      precision: of float32 products, as a `jax.lax.Precision` or what it accepts; None for JAX's default.
+      is_causal: a query attends to no later key.
+      force_fp32_for_softmax: has no effect, since logits and softmax are always float32.
+      module, einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: must be None: there are no
+        attention weights to sow, and the products are the kernel's.
+      implementation: as for `jaxft.dot_product_attention`; set it with `functools.partial`.
+
+    Returns:
+      `[batch..., T, N, H]`. A query with nothing to attend to gives 0 (Flax's gives the mean of all values).
+
+    Raises:
+      NotImplementedError: an argument asks for what there is not.
+      TypeError, ValueError: as `jaxft.dot_product_attention`.
+
+    Gradients: of query, key, value and bias.
+    """
+    impossible = {
+        "module": module,
+        "einsum_dot_general": einsum_dot_general,
+        "qk_attn_weights_einsum": qk_attn_weights_einsum,
+        "attn_weights_value_einsum": attn_weights_value_einsum,
+    }
+    for name, given in impossible.items():
+        if given is not None:
+            raise NotImplementedError(f"attention_fn: {name} must be None, got {type(given).__name__}")
+    rate = 0.0 if deterministic else dropout_rate
+    if rate > 0.0 and broadcast_dropout:
+        raise NotImplementedError(
+            "attention_fn: dropout is drawn for each element of [B, N, T, S]; pass broadcast_dropout=False, got True"
+        )
+    query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    if query.ndim < 3:
+        raise ValueError(f"attention_fn: query must have shape [batch..., T, N, H], got {query.shape}")
+    batch = query.shape[:-3]
+    if mask is not None and mask.dtype != jnp.bool:
+        mask = mask != 0
+    if len(batch) > 1:
+        query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+        bias, mask = (_with_one_batch(x, batch) for x in (bias, mask))
+    with _matmul_precision(precision):
+        out = dot_product_attention(
+            query, key, value, bias, mask, is_causal=is_causal, dropout_rate=rate,
+            dropout_rng=dropout_rng if rate > 0.0 else None, implementation=implementation,
+        )  # fmt: skip
+    return out.reshape(*batch, *out.shape[-3:])
+
+
+def _with_one_batch(x: Array | None, batch: tuple[int, ...]) -> Array | None:
+    """[batch..., N, T, S] -> [B, N, T, S]; where it is the same for all of them, it stays one."""
+    if x is None or x.ndim <= 3:
+        return x
+    own = x.shape[:-3]
+    if all(n == 1 for n in own):
+        return x.reshape(1, *x.shape[-3:])
+    return jnp.broadcast_to(x, (*batch, *x.shape[-3:])).reshape(math.prod(batch), *x.shape[-3:])
+
+
+def _matmul_precision(precision: Any) -> contextlib.AbstractContextManager[Any]:
+    if precision is None:
+        return contextlib.nullcontext()
+    both = precision if isinstance(precision, tuple) else (precision, precision)
+    if both[0] != both[1]:
+        raise NotImplementedError(f"attention_fn: precision must be the same for both operands, got {precision}")
+    return jax.default_matmul_precision(str(getattr(both[0], "name", both[0])).lower())
