@@ -30,6 +30,12 @@ def standard_promotion():
         yield
 
 
+@pytest.fixture(autouse=True)
+def small_cache(monkeypatch):
+    """Few sets of such small inputs, where on a GPU it takes 100,000 of them to fill its cache."""
+    monkeypatch.setattr(timing, "L2_BYTES", 1e4)
+
+
 def read(folder):
     (path,) = folder.glob("*.csv")
     assert path.stem == jax.devices()[0].device_kind.replace(" ", "_")
