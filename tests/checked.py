@@ -54,17 +54,22 @@ def _store(access, value, mask=None):
     ref.array[index] = np.asarray(value).reshape(mask.shape)[mask]
 
 
-def _launch(kernel, grid, operands, outputs, aliases=None, **_):
+_unfinished = []  # arrays that a kernel has not written wholly, which a later one must
+
+
+def _launch(kernel, grid, operands, outputs, *, aliases=None, **_):
     refs = [None if x is None else Checked(np.array(x)) for x in operands]
     results = [Checked(np.zeros(o.shape, o.dtype)) for o in outputs]
     for operand, output in (aliases or {}).items():
-        results[output] = refs[operand]
+        results[output] = refs[operand]  # one memory
+        for i in reversed([i for i, (array, _) in enumerate(_unfinished) if array is operands[operand]]):
+            results[output].written[...] = _unfinished.pop(i)[1]
     for program in np.ndindex(*grid):
         with mock.patch.object(pl, "program_id", lambda axis, program=program: jnp.int32(program[axis])):
             kernel(*refs, *results)
-    whole = [result for n, result in enumerate(results) if n not in (aliases or {}).values()]
-    assert all(result.written.all() for result in whole), "an element is not written"
-    return [jnp.asarray(result.array) for result in results]
+    arrays = [jnp.asarray(result.array) for result in results]
+    _unfinished.extend((a, r.written) for a, r in zip(arrays, results, strict=True) if not r.written.all())
+    return arrays
 
 
 @contextlib.contextmanager
@@ -74,5 +79,7 @@ def checked():
     try:
         with mock.patch.multiple(common, load=_load, store=_store, launch=_launch), jax.disable_jit():
             yield
+        assert not _unfinished, "an element is not written"
     finally:
+        _unfinished.clear()
         common._interpreting.reset(token)

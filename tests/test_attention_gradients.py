@@ -1,5 +1,6 @@
 """All options of attention at once, forward and backward: random cases, with blocks that are smaller than sequences."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +8,12 @@ import pytest
 
 import jaxft
 import oracle
-from cases import check, normal, seeds, some
+from cases import check, check_padding, normal, random_cotangents, seeds, some, value_and_gradients
+from checked import checked
 from jaxft import reference, tuning
+from jaxft.kernels.triton.attention import forward
+from jaxft.kernels.triton.attention_backward import backward
+from jaxft.kernels.triton.attention_common import Options, Rules
 from jaxft.tuning import AttentionConfig
 
 
@@ -82,6 +87,106 @@ def random_blocks(rng):
     return [tuple(int(n) for n in rng.choice([16, 32], 2)) for _ in range(2)] + [
         (int(rng.choice([16, 32])), int(rng.choice([16, 32, 128])))
     ]
+
+
+MASKS = {
+    "causal": {"is_causal": True},
+    "window": {"local_window_size": (9, 3)},
+    "lengths": {
+        "query_seq_lengths": np.array([50, 20], np.int32),
+        "key_value_seq_lengths": np.array([33, 0], np.int32),
+    },
+    "segments": {
+        "query_segment_ids": np.repeat([[0, 2, 1], [3, 4, 4]], [20, 16, 14], axis=1).astype(np.int32),
+        "key_value_segment_ids": np.repeat([[0, 1, 5], [3, 4, 9]], [20, 20, 10], axis=1).astype(np.int32),
+    },
+    "keys": {"mask": np.arange(50) % 3 > np.array([0, 5])[:, None, None, None]},
+    "pairs": {"mask": (np.arange(50)[:, None] < 30) & (np.arange(50) > 20)},
+}
+
+
+def pairs(name, rows, keys):
+    """Which queries and keys of two sequences attend to each other."""
+    options = {k: jnp.asarray(x) if isinstance(x, np.ndarray) else x for k, x in MASKS[name].items()}
+    if name == "pairs":
+        options["mask"] = options["mask"][None, None]
+    allowed = reference.attention_mask(rows, keys, **options)
+    return np.broadcast_to(True if allowed is None else allowed, (2, 1, rows, keys))[:, 0]
+
+
+@pytest.mark.parametrize(("name", "block_k"), [*((name, 16) for name in MASKS), ("lengths", 64), ("pairs", 64)])
+def test_padding(name, block_k, blocks):
+    """NaN and infinities in what takes part in nothing, the cotangents included, reach no output and no gradient."""
+    blocks((16, 32), (16, 16), (16, block_k))
+    clean = normal(np.random.default_rng(0), jnp.float32, query=(2, 50, 2, 8), key=(2, 50, 2, 8), value=(2, 50, 2, 8))
+    attends = pairs(name, 50, 50)
+    queries, keys = attends.any(axis=2)[:, :, None, None], attends.any(axis=1)[:, :, None, None]
+
+    def attend(**floats):
+        out, lse = jaxft.dot_product_attention(**floats, **MASKS[name], return_residual=True, implementation="triton")
+        return out, jnp.where(queries[..., 0], lse, 0.0)
+
+    check_padding(attend, clean, {"query": queries, "key": keys, "value": keys})
+    run, cotangents = value_and_gradients(attend), random_cotangents(attend, clean)
+    poisoned = tuple(jnp.where(use, x, jnp.nan) for use, x in zip((queries, queries[..., 0]), cotangents, strict=True))
+    chex.assert_trees_all_equal(run(clean, poisoned), run(clean, cotangents))
+
+
+@pytest.mark.parametrize("longest", [16, 40])
+def test_a_packed_sequence_is_the_same_anywhere(longest, blocks):
+    """Bit by bit, whatever lies before and after it, in values and gradients."""
+    blocks((16, 16), (16, 32), (32, 16))
+    lengths = np.array([longest - 5, 7, longest])
+    parts = [normal(np.random.default_rng(i), jnp.bfloat16, qkv=(n, 3, 2, 8))["qkv"] for i, n in enumerate(lengths)]
+
+    def run(order):
+        boundaries = np.append(0, np.cumsum(lengths[order])).astype(np.int32)
+        qkv = jnp.concatenate([parts[i] for i in order] + [jnp.full((9, 3, 2, 8), jnp.nan, jnp.bfloat16)])
+
+        def attend(qkv):
+            options = {"max_seqlen": longest, "is_causal": True, "implementation": "triton"}
+            return jaxft.varlen_qkv_attention(qkv, boundaries, **options)
+
+        out, gradients = value_and_gradients(attend)({"qkv": qkv}, qkv[:, 0])
+        found = jnp.concatenate([out[:, None], gradients["qkv"]], axis=1)
+        assert (found[boundaries[-1] :] == 0.0).all()
+        return {i: found[boundaries[n] : boundaries[n + 1]] for n, i in enumerate(order)}
+
+    chex.assert_trees_all_equal(run([0, 1, 2]), run([2, 0, 1]))
+
+
+CHECKED = {
+    "plain": (Rules(), {}),
+    "window": (Rules(), {"window": (5, 0)}),
+    "lengths": (Rules(query_lengths=jnp.array([21, 0]), key_lengths=jnp.array([0, 17])), {}),
+    "segments": (Rules(query_ids=jnp.arange(42).reshape(2, 21) // 8, key_ids=jnp.arange(38).reshape(2, 19) // 8), {}),
+    "bias": (Rules(bias=jnp.ones((1, 2, 21, 19)), mask=jnp.ones((2, 1, 21, 1), bool)), {}),
+    "columns": (Rules(bias=jnp.ones((2, 1, 1, 19)), mask=jnp.ones((2, 1, 1, 19), bool)), {}),
+    "dropout": (Rules(seed=jnp.array([1, 2], jnp.uint32)), {"dropout_rate": 0.5}),
+}
+
+
+@pytest.mark.parametrize(("name", "block_k"), [*((name, 16) for name in (*CHECKED, "packed", "varlen")),
+                                               *((name, 32) for name in ("window", "packed", "varlen"))])  # fmt: skip
+def test_kernels_stay_within_the_arrays(name, block_k):
+    rules, static = CHECKED.get(name, (Rules(), {}))
+    options = Options(0.3, **static)
+    key = value = None
+    rng = np.random.default_rng(0)
+    if name == "packed":
+        (query,) = normal(rng, jnp.bfloat16, qkv=(2, 21, 3, 1, 5)).values()
+    elif name == "varlen":
+        (query,) = normal(rng, jnp.bfloat16, qkv=(50, 3, 1, 5)).values()
+        rules, options = Rules(cu_seqlens=jnp.array([0, 3, 3, 24])), Options(0.3, max_seqlen=21)
+    else:
+        query, key, value = normal(rng, jnp.float32, q=(2, 21, 2, 5), k=(2, 19, 1, 5), v=(2, 19, 1, 5)).values()
+    config = AttentionConfig(16, 16, 4, 1)
+    with checked():
+        rest = query.dtype != jnp.float32
+        out, lse, *rest = forward(query, key, value, rules, options, return_residual=True, return_rest=rest,
+                                  config=config, interpret=True)  # fmt: skip
+        backward(out, lse * 0.0, query, key, value, rules, options, out if rest else None, lse, *(rest or [None]),
+                 query_config=config, key_config=AttentionConfig(16, block_k, 4, 1), interpret=True)  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", seeds(12))

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 import re
 from collections import Counter
 
@@ -177,10 +178,12 @@ def test_attention_head_sizes(head_size, dtype, caplog):
     for length in (1, 37, 1000):
         qkv = of((2, length, 3, 4, head_size), dtype)
         assert_one_kernel(jaxft.qkv_attention, qkv)
-        found = operations(lower(with_gradients(jaxft.qkv_attention), qkv))
+        text = lower(with_gradients(jaxft.qkv_attention), qkv)
+        found = operations(text)
         assert found[TRITON] == {1: 2, 37: 2 if head_size * dtype.dtype.itemsize <= 512 else 3, 1000: 3}[length]
         for copies in ("transpose", "slice", "dynamic_slice", "concatenate", "gather", "pad"):  # packed, and in place
             assert found[copies] == 0, copies
+        assert text.count("output_operand_alias<") == (found[TRITON] == 3)
     assert caplog.messages == []
 
 
@@ -225,6 +228,22 @@ def test_attention_options(dtype, precision, caplog, key):
             text = lower(with_gradients(attend), (query, keys, bias), others)
         assert operations(text)[TRITON] == 3 + (name in ("bias", "everything"))
     assert caplog.messages == []
+
+
+def test_attention_has_no_square_matrices():
+    """Forward and backward, no array is larger than the arguments."""
+    length = 8192
+
+    def attend(floats, lengths, ids):
+        qkv, bias = floats
+        return jaxft.qkv_attention(
+            qkv, bias, is_causal=True, key_value_seq_lengths=lengths, query_segment_ids=ids, key_value_segment_ids=ids
+        )
+
+    qkv = of((2, length, 3, 4, 64), jnp.bfloat16)
+    arguments = (qkv, of((1, 4, 1, length))), of((2,), jnp.int32), of((2, length), jnp.int32)
+    shapes = re.findall(r"tensor<((?:\d+x)+)[a-z]", lower(with_gradients(attend), *arguments))
+    assert max(math.prod(map(int, shape[:-1].split("x"))) for shape in shapes) == math.prod(qkv.shape)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -73,7 +73,7 @@ OPS = {
     "permute": Op(lambda m, o, x: m.permute(x, (0, 2, 1), **o), {"x": ROWS["x"]}),
     "varlen_qkv_attention": Op(
         lambda m, o, qkv: m.varlen_qkv_attention(qkv, np.array([0, 1, 2], np.int32), max_seqlen=2, **o),
-        {"qkv": (BATCH, 3, HEADS, SIZE)}, kernel=False,
+        {"qkv": (BATCH, 3, HEADS, SIZE)},
     ),
 }  # fmt: skip
 
@@ -229,18 +229,28 @@ def test_shards_over_two_devices():
 
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
 def test_vmap_over_masks(implementation):
-    """Lengths and key masks are arguments like others."""
+    """Lengths, masks and segment ids are arguments like others, and so is a bias."""
     qkv = normal(np.random.default_rng(1), jnp.float32, qkv=(BATCH, LENGTH, 3, HEADS, SIZE))["qkv"]
     lengths = jnp.array([[5, 3], [0, 1], [2, 5]], jnp.int32)
-    mask = jnp.asarray(np.random.default_rng(2).random((3, BATCH, 1, 1, LENGTH)) < 0.7)
+    rng = np.random.default_rng(2)
+    mask = jnp.asarray(rng.random((3, BATCH, 1, LENGTH, LENGTH)) < 0.7)
+    ids = jnp.asarray(rng.integers(0, 2, (3, BATCH, LENGTH)), jnp.int32)
+    bias = normal(rng, jnp.float32, bias=(3, HEADS, LENGTH, LENGTH))["bias"]
 
-    def attend(lengths, mask):
-        return jaxft.qkv_attention(qkv, mask=mask, key_value_seq_lengths=lengths, implementation=implementation)
+    def gradients(lengths, mask, ids, bias):
+        def attend(qkv, bias):
+            return jaxft.qkv_attention(
+                qkv, bias, mask, key_value_seq_lengths=lengths, query_segment_ids=ids, key_value_segment_ids=ids,
+                implementation=implementation,
+            )  # fmt: skip
+
+        return jax.grad(lambda *floats: total(attend(*floats)), (0, 1))(qkv, bias)
 
     with jax.default_matmul_precision("highest"):
-        got = jit(jax.vmap(attend))(lengths, mask)
-        each = [jit(attend)(*masks) for masks in zip(lengths, mask, strict=True)]
-    np.testing.assert_allclose(got, jnp.stack(each), atol=1e-6)
+        got = jit(jax.vmap(gradients))(lengths, mask, ids, bias)
+        each = [jit(gradients)(*masks) for masks in zip(lengths, mask, ids, bias, strict=True)]
+    for a, b in zip(got, map(jnp.stack, zip(*each, strict=True)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -18,15 +18,13 @@ OPS: dict[str, dict[str, str | None]] = {
     "permute": _KERNEL,
     "dot_product_attention": _KERNEL,
     "qkv_attention": _KERNEL,
-    "varlen_qkv_attention": {},
+    "varlen_qkv_attention": _KERNEL,
     "dense": _KERNEL,
 }
 
 
 #: Where an op takes its kernel for some arguments only.
 LIMITS = {
-    "dot_product_attention": "with key lengths and key masks only",
-    "qkv_attention": "with key lengths and key masks only",
     "dense": "for 16-bit inputs of at most 1,024 rows; else XLA's product, and the kernel of bias_activation after it",
 }
 

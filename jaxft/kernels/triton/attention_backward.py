@@ -152,6 +152,9 @@ def _dq_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int):
     def fill(row, in_rows):
         zeros = jnp.zeros((block_q, p.width), dq_ref.dtype)
         parts.store_tile(p, dq_ref, jnp.int32(0), row, head, zeros, in_rows)
+        for ref in (delta_ref, *factor_ref):
+            place = jnp.int32(0), head, common.span(row, block_q)
+            common.store(ref.at[place], jnp.zeros((block_q,), jnp.float32), mask=in_rows)
 
     parts.fill_after(refs, batch, tile, span, block_q, tiles, fill)
 
