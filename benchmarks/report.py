@@ -15,7 +15,7 @@ README = Path(__file__).resolve().parents[1] / "README.md"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 TITLES = {
     "encoder": "Encoder, forward (microseconds for the whole stack, embeddings not included)",
-    "attention": "Attention, forward, from packed QKV (microseconds)",
+    "attention": "Attention, from packed QKV (microseconds)",
     "dense": "Dense layers of few rows, forward (microseconds)",
     "other": "Row and layout kernels (microseconds)",
 }

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import bench_dense
 import timing
 from jaxft import dispatch, reference, tuning
-from jaxft.kernels.triton import attention, bias_activation, dense, layer_norm, permute, softmax
+from jaxft.kernels.triton import attention, attention_backward, bias_activation, dense, layer_norm, permute, softmax
 from jaxft.kernels.triton.attention_common import Options, Rules
 
 TUNED = Path(tuning.__file__).parent / "tuned"
@@ -277,6 +277,62 @@ def attention_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
         yield Case("attention", sizes, ((batch, length, 3, heads, size),), dtype, run, plain, [present, *configs])
 
 
+def attention_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
+    """Of the two kernels of the backward pass one changes, and both are timed."""
+
+    def options(qkv: jax.Array) -> Options:
+        return Options(scale=qkv.shape[-1] ** -0.5)
+
+    def saved(qkv: jax.Array, dout: jax.Array) -> tuple[jax.Array, ...]:
+        batch, length, _, heads, size = qkv.shape
+        config = tuning.attention(batch * heads, length, length, size, itemsize, kind)
+        forward = functools.partial(
+            attention.forward, key=None, value=None, rules=Rules(), options=options(qkv), return_residual=True,
+            return_rest=itemsize == 2, config=config, interpret=False,
+        )  # fmt: skip
+        return tuple(jax.jit(forward)(qkv))
+
+    def run(
+        qkv: jax.Array, dout: jax.Array, out: jax.Array, lse: jax.Array, *rest: jax.Array,
+        config: tuning.AttentionConfig, other: tuning.AttentionConfig, keys: bool,
+    ) -> jax.Array:  # fmt: skip
+        query_config, key_config = (other, config) if keys else (config, other)
+        return attention_backward.backward(
+            dout, None, qkv, None, None, Rules(), options(qkv), out if rest else None, lse, rest[0] if rest else None,
+            query_config=query_config, key_config=key_config, interpret=False,
+        )[0]  # fmt: skip
+
+    def plain(qkv: jax.Array, dout: jax.Array, *_: jax.Array) -> Any:
+        def attend(qkv: jax.Array) -> Any:
+            return reference.dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2])
+
+        return jax.vjp(attend, qkv)[1](dout)[0]
+
+    queries = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2),
+               (128, 32, 4, 3), (64, 32, 4, 3), (64, 32, 4, 4), (64, 64, 8, 2), (32, 64, 4, 2)]  # fmt: skip
+    keys = [(64, 128, 8, 1), (64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 2), (32, 128, 4, 2), (64, 128, 4, 1),
+            (64, 128, 4, 2), (128, 128, 8, 1), (128, 128, 8, 2), (64, 64, 4, 1), (64, 64, 4, 2), (64, 64, 4, 3),
+            (128, 64, 4, 2), (128, 64, 8, 2), (32, 64, 4, 2), (32, 64, 4, 3), (16, 128, 4, 2)]  # fmt: skip
+    if itemsize == 4:
+        queries = [(64, 32, 4, 1), (64, 32, 4, 2), (64, 64, 4, 1), (32, 32, 4, 2), (64, 64, 8, 1), (128, 32, 8, 2)]
+        keys = [(32, 64, 4, 1), (32, 64, 4, 2), (32, 32, 4, 2), (32, 128, 8, 1), (64, 64, 8, 1), (16, 64, 4, 2),
+                (64, 128, 8, 1), (32, 64, 8, 2)]  # fmt: skip
+    for batch, heads, length, size in ATTENTION:
+        key = batch * heads, length, length, size, itemsize, kind
+        present = {"attention_dq": tuning.attention_dq(*key), "attention_dkv": tuning.attention_dkv(*key)}
+        sizes = {"batch_heads": batch * heads, "query": length, "key": length, "head_size": size, "itemsize": itemsize}
+        shapes = ((batch, length, 3, heads, size), (batch, length, heads, size))
+        for op, blocks, other in (
+            ("attention_dkv", keys, present["attention_dq"]),
+            ("attention_dq", queries, present["attention_dkv"]),
+        ):
+            if op == "attention_dq" and attention_backward.one_kernel(length, None, other):
+                continue
+            configs = [present[op], *(tuning.AttentionConfig(*b) for b in blocks if max(b[:2]) <= max(64, length))]
+            step = functools.partial(run, other=other, keys=op == "attention_dkv")
+            yield Case(op, sizes, shapes, dtype, step, plain, configs, derive=saved)
+
+
 def dense_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
     def run(x: jax.Array, kernel: jax.Array, config: tuning.DenseConfig) -> jax.Array:
         return dense.forward(x, kernel, None, None, activation=None, precision="tf32", config=config, interpret=False)
@@ -344,7 +400,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     path = args.out / f"{kind.replace(' ', '_')}.json"
     table = json.loads(path.read_text()) if path.is_file() else {}
     kinds = (row_cases, row_gradient_cases, softmax_cases, elementwise_cases, elementwise_gradient_cases, permute_cases,
-             split_cases, attention_cases, dense_cases)  # fmt: skip
+             split_cases, attention_cases, attention_gradient_cases, dense_cases)  # fmt: skip
     for dtype, cases in itertools.product(args.dtypes, kinds):
         itemsize = jnp.dtype(dtype).itemsize
         for case, untuned in zip(cases(dtype, itemsize, kind), cases(dtype, itemsize, ""), strict=True):

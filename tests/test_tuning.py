@@ -23,7 +23,10 @@ OPS = {
     "qkv_bias_split_heads_backward": (
         tuning.GradientConfig, ("batch", "length", "heads", "head_size", "itemsize"),
     ),
-    "attention": (tuning.AttentionConfig, ("batch_heads", "query", "key", "head_size", "itemsize")),
+    **dict.fromkeys(
+        ("attention", "attention_dq", "attention_dkv"),
+        (tuning.AttentionConfig, ("batch_heads", "query", "key", "head_size", "itemsize")),
+    ),
     "dense": (tuning.DenseConfig, ("rows", "depth", "width", "itemsize")),
 }  # fmt: skip
 SIZES = (0, 1, 2, 3, 31, 64, 100, 127, 384, 769, 4096, 5000, 65537)
@@ -47,7 +50,8 @@ def heuristics(device_kind=UNKNOWN):
                 yield tuning.dense(rows, 768, size, itemsize, device_kind)
         for length in SIZES[:-1]:
             for head_size in (8, 32, 33, 64, 80, 128, 256):
-                yield tuning.attention(16, length, length, head_size, itemsize, device_kind)
+                for attention in (tuning.attention, tuning.attention_dq, tuning.attention_dkv):
+                    yield attention(16, length, length, head_size, itemsize, device_kind)
 
 
 @pytest.fixture
