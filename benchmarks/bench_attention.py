@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     shapes = SHAPES[:2] if args.quick else SHAPES
     cases = itertools.product(DIRECTIONS, (1, 0.5), shapes)
     for direction, valid, (batch, length) in cases:
-        name = f"attention{'' if direction == 'forward' else ' ' + direction}{'' if valid == 1 else ', half valid'}"
+        name = f"attention{'' if valid == 1 else ', half valid'}"
         qkv_bytes = 3 * batch * length * HEADS * HEAD_SIZE * jnp.dtype(DTYPE).itemsize
         packed = [inputs(batch, length, valid, seed) for seed in range(timing.rotation(qkv_bytes))]
         separate = [(dout, *(qkv[:, :, i] for i in range(3)), *rest) for dout, qkv, *rest in packed]
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             exact = jitted["xla"][0](dout.astype(jnp.float32), qkv.astype(jnp.float32), *lengths)
         results_of = (jitted["jaxft"][0](*packed[0]), jitted["xla"][0](*packed[0]), exact)
         for leaves in zip(*map(jax.tree.leaves, results_of), strict=True):
-            timing.check(f"{name} {batch}x{length}", *leaves)
+            timing.check(f"{name} {direction} {batch}x{length}", *leaves)
         del results_of, exact, leaves
         results += timing.measure(
             jitted, work=flops(direction, batch, length, HEADS, HEAD_SIZE), unit="TFLOP/s", args=args,
