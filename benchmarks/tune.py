@@ -293,13 +293,13 @@ def attention_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable[C
         return tuple(jax.jit(forward)(qkv))
 
     def run(
-        qkv: jax.Array, dout: jax.Array, out: jax.Array, lse: jax.Array, *rest: jax.Array,
+        qkv: jax.Array, dout: jax.Array, out: jax.Array, top: jax.Array, total: jax.Array, *rest: jax.Array,
         config: tuning.AttentionConfig, other: tuning.AttentionConfig, keys: bool,
     ) -> jax.Array:  # fmt: skip
         query_config, key_config = (other, config) if keys else (config, other)
         return attention_backward.backward(
-            dout, None, qkv, None, None, Rules(), options(qkv), out if rest else None, lse, rest[0] if rest else None,
-            query_config=query_config, key_config=key_config, interpret=False,
+            dout, None, qkv, None, None, Rules(), options(qkv), out if rest else None, top, total,
+            rest[0] if rest else None, query_config=query_config, key_config=key_config, interpret=False,
         )[0]  # fmt: skip
 
     def plain(qkv: jax.Array, dout: jax.Array, *_: jax.Array) -> Any:
@@ -326,7 +326,7 @@ def attention_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable[C
             ("attention_dkv", keys, present["attention_dq"]),
             ("attention_dq", queries, present["attention_dkv"]),
         ):
-            if op == "attention_dq" and attention_backward.one_kernel(length, None, other):
+            if op == "attention_dq" and attention_backward.one_kernel(length, length, None, other):
                 continue
             configs = [present[op], *(tuning.AttentionConfig(*b) for b in blocks if max(b[:2]) <= max(64, length))]
             step = functools.partial(run, other=other, keys=op == "attention_dkv")

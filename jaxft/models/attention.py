@@ -115,4 +115,9 @@ def _matmul_precision(precision: Any) -> contextlib.AbstractContextManager[Any]:
     both = precision if isinstance(precision, tuple) else (precision, precision)
     if both[0] != both[1]:
         raise NotImplementedError(f"attention_fn: precision must be the same for both operands, got {precision}")
-    return jax.default_matmul_precision(str(getattr(both[0], "name", both[0])).lower())
+    name = both[0]
+    if isinstance(name, jax.lax.Precision):
+        name = name.name.lower()
+    elif isinstance(name, jax.lax.DotAlgorithmPreset):
+        name = name.name
+    return jax.default_matmul_precision(name)

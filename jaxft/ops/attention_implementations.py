@@ -207,17 +207,21 @@ def _arguments(inputs: Inputs, static: _Static) -> tuple[Any, ...]:
 
 
 def _forward(inputs: Inputs, static: _Static, save: bool) -> Any:
-    """What the op returns, and if `save` also what the backward pass needs: output, log-sum-exp, what rounding took."""
+    """What the op returns, and if `save` also what the backward pass needs: output, the log-sum-exp in two parts, and
+    what rounding took from the output."""
     residual = static.options.return_residual
     rest = save and inputs.query.dtype != jnp.float32 and not _one_kernel(inputs, static)
-    out, *saved = triton.forward(
+    out, *parts = triton.forward(
         *_arguments(inputs, static), return_residual=save or residual, return_rest=rest, config=static.forward,
         interpret=static.interpret,
     )  # fmt: skip
-    result = (out, _times_log_2(jnp.swapaxes(saved[0], -1, -2))) if residual else out
+    result: Any = out
+    if residual:
+        top, total = (jnp.swapaxes(x, -1, -2) for x in parts[:2])
+        result = out, (_times_log_2(top) if inputs.bias is None else top) + _times_log_2(total)
     if not save:
         return result
-    return result, (out, *saved) if rest else (None, *saved, None)
+    return result, (out, *parts) if rest else (None, *parts, None)
 
 
 def _times_log_2(x: Array) -> Array:
@@ -226,8 +230,8 @@ def _times_log_2(x: Array) -> Array:
 
 
 def _one_kernel(inputs: Inputs, static: _Static) -> bool:
-    key_length = sizes(inputs, static.options).key_length
-    return attention_backward.one_kernel(key_length, inputs.bias, static.key_gradient)
+    own = sizes(inputs, static.options)
+    return attention_backward.one_kernel(own.query_length, own.key_length, inputs.bias, static.key_gradient)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -26,7 +26,7 @@ Array = jax.Array
 
 def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int):
     q_ref, k_ref, v_ref, *rest = refs[: 3 + len(Refs._fields)]
-    out_ref, lse_ref, rest_ref = (*refs[3 + len(Refs._fields) :], None, None)[:3]
+    out_ref, top_ref, total_ref, rest_ref = (*refs[3 + len(Refs._fields) :], None, None, None)[:4]
     refs = Refs(*rest)
     tile, head, batch = (pl.program_id(axis) for axis in range(3))
     start, kv_head = tile * block_q, head // p.group
@@ -41,7 +41,7 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int):
     if scale <= 0.0:
         q = -q if scale < 0.0 else jnp.zeros_like(q)
         scale = -scale or 1.0
-    to_log2 = scale * parts.LOG2_E if refs.bias is None else 1.0
+    to_logits = scale * parts.LOG2_E if refs.bias is None else 1.0
 
     def visit(j, carry, *, edge):
         acc, total, top = carry
@@ -56,16 +56,16 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int):
         k = parts.load_tile(p, k_ref, index, offset + row, block_k, p.k_head + kv_head, in_columns)
         logits = common.dot(q, k, trans_b=True, precision=p.precision)  # [block_q, block_k], not yet scaled
         if refs.bias is not None:
-            logits = parts.log2_logits(refs, pairs, logits, scale)
+            logits = parts.logits(refs, pairs, logits, scale)
         if edge:
             keep = parts.allowed(p, refs, pairs)
             logits = jnp.where(keep, logits, -jnp.inf)
             if p.by_pairs:
                 used = parts.any_of(keep if takes_part is None else keep & takes_part[:, None], axis=0)
-        new_top = jnp.maximum(top, jnp.max(logits, axis=1) * to_log2)
+        new_top = jnp.maximum(top, jnp.max(logits, axis=1) * to_logits)
         shift = jnp.where(new_top == -jnp.inf, 0.0, new_top) if edge or refs.bias is not None else new_top
-        weights = common.exp2(logits * to_log2 - shift[:, None])
-        rescale = common.exp2(top - shift)
+        weights = common.exp2(parts.in_base_2(refs, logits * to_logits - shift[:, None]))
+        rescale = common.exp2(parts.in_base_2(refs, top - shift))
         v = parts.load_tile(p, v_ref, index, offset + row, block_k, p.v_head + kv_head, in_columns)
         if used is not None:  # a NaN that no query attends to must not spread
             v = jnp.where(used[:, None], v, jnp.zeros_like(v))
@@ -88,18 +88,20 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int):
     if p.rules.query_lengths is not None:
         out = jnp.where(empty[:, None], 0.0, out)  # what such a row holds may be NaN
     parts.store_tile(p, out_ref, index, offset + start, head, out, in_rows)
-    if lse_ref is not None:
-        lse = jnp.where(empty, -jnp.inf, top + jnp.log(safe_total) * parts.LOG2_E)
-        common.store(lse_ref.at[index, head, common.span(offset + start, block_q)], lse, mask=in_rows)
+    if top_ref is not None:
+        place = index, head, common.span(offset + start, block_q)
+        common.store(top_ref.at[place], jnp.where(empty, -jnp.inf, top), mask=in_rows)
+        common.store(total_ref.at[place], jnp.log(safe_total) * parts.LOG2_E, mask=in_rows)
     if rest_ref is not None:
         rest = out - out.astype(out_ref.dtype).astype(jnp.float32)
         parts.store_tile(p, rest_ref, index, offset + start, head, rest, in_rows)
 
     def fill(row, in_rows):
         parts.store_tile(p, out_ref, index, row, head, jnp.zeros((block_q, p.width), out_ref.dtype), in_rows)
-        if lse_ref is not None:
-            lse = jnp.full((block_q,), -jnp.inf, jnp.float32)
-            common.store(lse_ref.at[index, head, common.span(row, block_q)], lse, mask=in_rows)
+        if top_ref is not None:
+            place = index, head, common.span(row, block_q)
+            common.store(top_ref.at[place], jnp.full((block_q,), -jnp.inf, jnp.float32), mask=in_rows)
+            common.store(total_ref.at[place], jnp.zeros((block_q,), jnp.float32), mask=in_rows)
         if rest_ref is not None:
             parts.store_tile(p, rest_ref, index, row, head, jnp.zeros((block_q, p.width), rest_ref.dtype), in_rows)
 
@@ -121,14 +123,15 @@ def forward(
     """query [B,T,N,H], key and value [B,S,K,H], or the packed [B,T,3,N,H] as `query` with key and value None.
 
     With `rules.cu_seqlens`, `query` is [M,3,N,H]. Returns [out [B,T,N,H] or [M,N,H]] and, if asked for, the log-sum-exp
-    in base 2, float32 [B,N,T] or [N,M], and then what rounding to 16 bits took from the output, which the backward
-    pass would miss.
+    in two parts, float32 [B,N,T] or [N,M]: the greatest logit (in base 2 where there is no bias), -inf where there is
+    none, and the logarithm to base 2 of the sum of exponentials below it (as one number it would have too few digits
+    beside large logits). Then what rounding to 16 bits took from the output, which the backward pass would miss.
     """
     p = parts.problem(query, key, value, rules, options)
     batch, rows = p.query.shape[:2]
     outputs = [jax.ShapeDtypeStruct((batch, rows, p.heads, p.head_size), query.dtype)]
     if return_residual:
-        outputs.append(jax.ShapeDtypeStruct((batch, p.heads, rows), jnp.float32))
+        outputs += [jax.ShapeDtypeStruct((batch, p.heads, rows), jnp.float32)] * 2
     if return_rest:
         outputs.append(outputs[0])
     tiles = pl.cdiv(p.query_length, config.block_q)

@@ -46,12 +46,15 @@ class _Rows(NamedTuple):
     in_rows: Array | None
     q: Array
     dout: Array
-    lse: Array  # in base 2, inf for a row with nothing to attend to, whose probabilities then are 0
+    top: Array  # logit, inf for a row with nothing to attend to, whose probabilities then are 0
+    total: Array  # log2 of the sum of the exponentials below it
     attends: Array
     factor: Array | None = None  # of the probabilities
 
 
-def _rows(p: Problem, refs: Refs, q_ref, dout_ref, lse_ref, batch, head, tile, span: Span, block: int) -> _Rows:
+def _rows(
+    p: Problem, refs: Refs, q_ref, dout_ref, top_ref, total_ref, batch, head, tile, span: Span, block: int
+) -> _Rows:
     index, offset, length = parts.sequence(refs, batch, span, p.query_length)
     start = tile * block
     in_rows = None
@@ -59,9 +62,11 @@ def _rows(p: Problem, refs: Refs, q_ref, dout_ref, lse_ref, batch, head, tile, s
         in_rows = common.positions(start, block) < length
     q = parts.load_tile(p, q_ref, index, offset + start, block, head, in_rows)
     dout = parts.load_tile(p, dout_ref, index, offset + start, block, head, in_rows)
-    lse = _load_rows(lse_ref, index, head, offset + start, block, in_rows, -jnp.inf)
-    attends = lse > -jnp.inf
-    return _Rows(start, offset, index, batch, head, span, in_rows, q, dout, jnp.where(attends, lse, jnp.inf), attends)
+    top = _load_rows(top_ref, index, head, offset + start, block, in_rows, -jnp.inf)
+    total = _load_rows(total_ref, index, head, offset + start, block, in_rows, 0.0)
+    attends = top != -jnp.inf
+    top = jnp.where(attends, top, jnp.inf)
+    return _Rows(start, offset, index, batch, head, span, in_rows, q, dout, top, total, attends)
 
 
 def _load_rows(ref, index, head, row, block: int, in_rows: Array | None, other: float):
@@ -71,6 +76,12 @@ def _load_rows(ref, index, head, row, block: int, in_rows: Array | None, other: 
 
 def _select(allowed: Any, x: Array) -> Array:
     return x if allowed is None else jnp.where(allowed, x, 0.0)
+
+
+def _allowed(p: Problem, refs: Refs, pairs: Pairs, attends: Array) -> Any:
+    """Which pairs attend to each other. A key may be NaN where no query that `attends` to any attends to it."""
+    allowed = parts.allowed(p, refs, pairs)
+    return attends if allowed is None else allowed & attends
 
 
 def _inverse(total):
@@ -98,15 +109,15 @@ def _probabilities(p: Problem, refs: Refs, k_ref, v_ref, rows: _Rows, j, block_k
         None if rows.in_rows is None else rows.in_rows[:, None],
         None if in_columns is None else in_columns[None, :],
     )
-    allowed: Any = parts.allowed(p, refs, pairs) if edge else None
+    allowed = _allowed(p, refs, pairs, rows.attends[:, None]) if edge else None
     k = parts.load_tile(p, k_ref, rows.index, rows.offset + row, block_k, p.k_head + kv_head, in_columns)
     v = parts.load_tile(p, v_ref, rows.index, rows.offset + row, block_k, p.v_head + kv_head, in_columns)
     if edge and p.by_pairs:  # a NaN that no query attends to must not spread
-        used = parts.any_of(allowed & rows.attends[:, None], axis=0)[:, None]
+        used = parts.any_of(allowed, axis=0)[:, None]
         k, v = jnp.where(used, k, jnp.zeros_like(k)), jnp.where(used, v, jnp.zeros_like(v))
     products = common.dot(rows.q, k, trans_b=True, precision=p.precision)  # [block_q, block_k]
-    logits = parts.log2_logits(refs, pairs, products, p.options.scale)
-    weights = common.exp2(logits - rows.lse[:, None])
+    logits = parts.logits(refs, pairs, products, p.options.scale)
+    weights = common.exp2(parts.in_base_2(refs, logits - rows.top[:, None]) - rows.total[:, None])
     weights = _select(allowed, weights if rows.factor is None else weights * rows.factor[:, None])
     dp = parts.drop(p, refs, pairs, common.dot(rows.dout, v, trans_b=True, precision=p.precision))
     return weights, dp * p.kept_scale if p.options.dropout_rate > 0.0 else dp, k
@@ -114,11 +125,11 @@ def _probabilities(p: Problem, refs: Refs, k_ref, v_ref, rows: _Rows, j, block_k
 
 def _dq_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int):
     q_ref, k_ref, v_ref, *rest = refs[:_SHARED]
-    dout_ref, lse_ref, out_ref, rest_ref, dlse_ref, dq_ref, delta_ref, *factor_ref = refs[_SHARED:]
+    dout_ref, top_ref, total_ref, out_ref, rest_ref, dlse_ref, dq_ref, delta_ref, *factor_ref = refs[_SHARED:]
     refs = Refs(*rest)
     tile, head, batch = (pl.program_id(axis) for axis in range(3))
     span = parts.load_span(refs.spans, batch, tile, p.query_length, p.key_length, block_k, full=not p.pair_mask)
-    rows = _rows(p, refs, q_ref, dout_ref, lse_ref, batch, head, tile, span, block_q)
+    rows = _rows(p, refs, q_ref, dout_ref, top_ref, total_ref, batch, head, tile, span, block_q)
     row = rows.offset + rows.start
     leading = p.options.window[0] is not None or refs.query_ids is not None
     if out_ref is None:
@@ -162,7 +173,7 @@ def _dq_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int):
 def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, packed: bool, with_dq: bool, columns: bool):
     """`columns`: also the sums over the queries of the logits' gradients, for a bias that is the same for all."""
     q_ref, k_ref, v_ref, *rest = refs[:_SHARED]
-    dout_ref, lse_ref, factor_ref, delta_ref, dlse_ref, _, *outputs = refs[_SHARED:]
+    dout_ref, top_ref, total_ref, factor_ref, delta_ref, dlse_ref, _, *outputs = refs[_SHARED:]
     sums_ref: Any = outputs.pop() if columns else None
     dq_ref, dk_ref, dv_ref = outputs * 3 if packed else [None] * (not with_dq) + outputs
     refs = Refs(*rest)
@@ -189,14 +200,15 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, packe
         rows, in_rows = common.positions(row, block_q), None
         if edge:
             in_rows = (rows >= span.first) & (rows < span.last)
-        lse = _load_rows(lse_ref, index, head, offset + row, block_q, in_rows, -jnp.inf)
+        top = _load_rows(top_ref, index, head, offset + row, block_q, in_rows, -jnp.inf)
+        total = _load_rows(total_ref, index, head, offset + row, block_q, in_rows, 0.0)
         q = parts.load_tile(p, q_ref, index, offset + row, block_q, head, in_rows)
         dout = parts.load_tile(p, dout_ref, index, offset + row, block_q, head, in_rows)
-        attends = lse > -jnp.inf
+        attends = top != -jnp.inf
         if edge:
             q, dout = (jnp.where(attends[:, None], x, jnp.zeros_like(x)) for x in (q, dout))
         if edge or refs.bias is not None:
-            lse = jnp.where(attends, lse, jnp.inf)
+            top = jnp.where(attends, top, jnp.inf)
         pairs = Pairs(
             batch,
             head,
@@ -205,14 +217,14 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, packe
             None if in_rows is None else in_rows[None, :],
             None if in_keys is None else in_keys[:, None],
         )
-        allowed = parts.allowed(p, refs, pairs) if edge else None
+        allowed = _allowed(p, refs, pairs, attends[None, :]) if edge else None
         products = common.dot(k, q, trans_b=True, precision=p.precision)  # [block_k, block_q]
-        logits = parts.log2_logits(refs, pairs, products, p.options.scale)
-        weights = common.exp2(logits - lse[None, :])
+        logits = parts.logits(refs, pairs, products, p.options.scale)
+        weights = common.exp2(parts.in_base_2(refs, logits - top[None, :]) - total[None, :])
         weights = _select(allowed, weights)
         if factor_ref is not None:
             weights = weights * _load_rows(factor_ref, index, head, offset + row, block_q, in_rows, 1.0)[None, :]
-        elif with_dq and q.dtype == jnp.float32:
+        elif with_dq:  # the sum is 1 but for rounding, which ds would multiply by dp
             weights = weights * _inverse(jnp.sum(weights, axis=0))[None, :]
         kept = parts.drop(p, refs, pairs, weights).astype(dout.dtype)
         dv += common.dot(kept, dout, precision=p.precision)
@@ -225,7 +237,7 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, packe
             delta = jnp.sum(weights * dp, axis=0)
             if dlse_ref is not None:
                 delta = delta - _load_rows(dlse_ref, index, head, offset + row, block_q, in_rows, 0.0)
-            if edge:
+            if edge or refs.bias is not None:
                 delta = jnp.where(attends, delta, 0.0)
         else:
             delta = _load_rows(delta_ref, index, head, offset + row, block_q, in_rows, 0.0)
@@ -237,7 +249,7 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, packe
         if with_dq:
             used_k = k
             if edge and by_pairs:
-                used = parts.any_of(allowed & attends[None, :], axis=1)
+                used = parts.any_of(allowed, axis=1)
                 used_k = jnp.where(used[:, None], k, jnp.zeros_like(k))
             dq = common.dot(ds, used_k, trans_a=True, precision=p.precision) * p.options.scale
             here = rows < query_length if edge else None
@@ -285,7 +297,7 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, packe
 def _dbias_kernel(*refs, p: Problem, block_q: int, block_k: int, key_tiles: int):
     """A tile of the gradient of a bias [B|1, N|1, T, S], summed over the sequences and heads that share it."""
     q_ref, k_ref, v_ref, *rest = refs[:_SHARED]
-    dout_ref, lse_ref, factor_ref, delta_ref, dbias_ref = refs[_SHARED:]
+    dout_ref, top_ref, total_ref, factor_ref, delta_ref, dbias_ref = refs[_SHARED:]
     refs = Refs(*rest)
     tile, j = lax.div(pl.program_id(0), jnp.int32(key_tiles)), lax.rem(pl.program_id(0), jnp.int32(key_tiles))
     bias_head, bias_batch = pl.program_id(1), pl.program_id(2)
@@ -297,7 +309,7 @@ def _dbias_kernel(*refs, p: Problem, block_q: int, block_k: int, key_tiles: int)
         begin, end = span.blocks(block_k)
 
         def of_head(n, total):
-            rows = _rows(p, refs, q_ref, dout_ref, lse_ref, batch, bias_head + n, tile, span, block_q)
+            rows = _rows(p, refs, q_ref, dout_ref, top_ref, total_ref, batch, bias_head + n, tile, span, block_q)
             clean = [jnp.where(rows.attends[:, None], x, jnp.zeros_like(x)) for x in (rows.q, rows.dout)]
             rows = rows._replace(q=clean[0], dout=clean[1])
             delta = _load_rows(delta_ref, batch, rows.head, rows.start, block_q, rows.in_rows, 0.0)
@@ -321,8 +333,10 @@ def _is_matrix(bias: Array | None) -> bool:
     return bias is not None and bias.shape[2] > 1 and bias.shape[3] > 1
 
 
-def one_kernel(key_length: int, bias: Array | None, key_config: AttentionConfig) -> bool:
-    return key_length <= key_config.block_k and not _is_matrix(bias)
+def one_kernel(query_length: int, key_length: int, bias: Array | None, key_config: AttentionConfig) -> bool:
+    """Whether the kernel for keys and values does it all: one program for each head of a sequence."""
+    few_queries = query_length <= 4 * key_config.block_k  # beyond, more programs do it sooner
+    return key_length <= key_config.block_k and few_queries and not _is_matrix(bias)
 
 
 def backward(
@@ -334,7 +348,8 @@ def backward(
     rules: Rules,
     options: Options,
     out: Array | None,
-    lse: Array,
+    top: Array,
+    total: Array,
     rest: Array | None,
     *,
     query_config: AttentionConfig,
@@ -350,11 +365,11 @@ def backward(
     p = parts.problem(query, key, value, rules, options)
     packed, varlen = key is None, rules.cu_seqlens is not None
     if varlen:
-        dout, lse = dout[None], lse[None]
+        dout, top, total = dout[None], top[None], total[None]
         dlse, out, rest = (None if x is None else x[None] for x in (dlse, out, rest))
     matrix = _is_matrix(rules.bias)
     columns = rules.bias is not None and not matrix and rules.bias.shape[3] > 1
-    alone = one_kernel(p.key_length, rules.bias, key_config)
+    alone = one_kernel(p.query_length, p.key_length, rules.bias, key_config)
 
     def launch(kernel, config: AttentionConfig, grid, spans, operands, outputs, name, aliases=None, **static) -> Any:
         return common.launch(
@@ -377,31 +392,34 @@ def backward(
     tiles = pl.cdiv(p.query_length, query_config.block_q)
     query_spans = parts.spans_of_queries(p, query_config.block_q, query_config.block_k)
     if not alone:
-        of_row = (lse.shape, jnp.float32)
+        of_row = (top.shape, jnp.float32)
         dq, delta, *factor = launch(
             _dq_kernel, query_config, (tiles, p.heads, p.batch), query_spans,
-            [dout, lse, out, rest, dlse], [of_query, of_row, *[of_row] * (out is None)], "dq", tiles=tiles,
+            [dout, top, total, out, rest, dlse], [of_query, of_row, *[of_row] * (out is None)], "dq", tiles=tiles,
         )  # fmt: skip
     key_tiles = pl.cdiv(p.key_length, key_config.block_k)
     sums = [((p.batch, p.heads, p.key_length), jnp.float32)] * columns
     found = launch(
         _dkv_kernel, key_config, (key_tiles, p.kv_heads, p.batch),
         parts.spans_of_keys(p, key_config.block_q, key_config.block_k, whole=alone),
-        [dout, lse, *(factor or [None]), delta, dlse if alone else None, dq if packed else None],
+        [dout, top, total, *(factor or [None]), delta, dlse if alone else None, dq if packed else None],
         [*([of_query] if packed else [of_query] * alone + [of_key, of_key]), *sums],
         "dqkv" if alone else "dkv", tiles=key_tiles, packed=packed, with_dq=alone, columns=columns,
-        aliases={_SHARED + 5: 0} if packed and not alone else None,
+        aliases={_SHARED + 6: 0} if packed and not alone else None,
     )  # fmt: skip
     if rules.bias is not None:
         if matrix:
             key_tiles = pl.cdiv(p.key_length, query_config.block_k)
             grid = (tiles * key_tiles, rules.bias.shape[1], rules.bias.shape[0])
-            (dbias,) = launch(_dbias_kernel, query_config, grid, query_spans, [dout, lse, *(factor or [None]), delta],
-                              [(rules.bias.shape, rules.bias.dtype)], "dbias", key_tiles=key_tiles)  # fmt: skip
+            operands = [dout, top, total, *(factor or [None]), delta]
+            outputs = [(rules.bias.shape, rules.bias.dtype)]
+            (dbias,) = launch(
+                _dbias_kernel, query_config, grid, query_spans, operands, outputs, "dbias", key_tiles=key_tiles
+            )
         elif columns:
             dbias = _sum_to(found.pop()[:, :, None, :], rules.bias)
         else:  # the same along a row: it changes nothing but the log-sum-exp
-            shift = jnp.zeros_like(lse) if dlse is None else jnp.where(jnp.isneginf(lse), 0.0, dlse)
+            shift = jnp.zeros_like(top) if dlse is None else jnp.where(jnp.isneginf(top), 0.0, dlse)
             dbias = _sum_to(shift[..., None], rules.bias)
     if packed:
         return found[0].reshape(query.shape), None, None, dbias

@@ -380,10 +380,20 @@ def allowed(p: Problem, refs: Refs, pairs: Pairs) -> Any:
     return functools.reduce(operator.and_, parts) if parts else None
 
 
-def log2_logits(refs: Refs, pairs: Pairs, products: Array, scale: float) -> Array:
-    """The logits times log2(e), from the products of queries with keys."""
-    logits = products * (scale * LOG2_E)
-    return logits if refs.bias is None else logits + pairs.load(refs.bias, 0.0).astype(jnp.float32) * LOG2_E
+# The logits are in base 2 where there is no bias, which costs nothing, and natural where there is one, which in base 2
+# might overflow.
+
+
+def logits(refs: Refs, pairs: Pairs, products: Array, scale: float) -> Array:
+    """From the products of queries with keys."""
+    if refs.bias is None:
+        return products * (scale * LOG2_E)
+    return products * scale + pairs.load(refs.bias, 0.0).astype(jnp.float32)
+
+
+def in_base_2(refs: Refs, x: Array) -> Array:
+    """Differences of logits."""
+    return x if refs.bias is None else x * LOG2_E
 
 
 def drop(p: Problem, refs: Refs, pairs: Pairs, x: Array) -> Array:
@@ -403,5 +413,5 @@ def in_key_mask(p: Problem, refs: Refs, batch, columns: Array, inside: Array) ->
     return common.load(refs.mask.at[index, zero, zero, columns], mask=inside, other=False)
 
 
-def any_of(pairs: Array, axis: int) -> Array:
+def any_of(pairs: Any, axis: int) -> Array:
     return jnp.max(pairs.astype(jnp.int32), axis=axis) > 0
