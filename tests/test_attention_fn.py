@@ -75,8 +75,9 @@ def test_dtype_and_precision():
     out = attention_fn(query, key, key, dtype=jnp.bfloat16)
     assert out.dtype == jnp.bfloat16
     with jax.default_matmul_precision(None):
-        text = str(jax.make_jaxpr(lambda *a: attention_fn(*a, precision=jax.lax.Precision.HIGHEST))(query, key, key))
-    assert "HIGHEST" in text
+        for precision in (jax.lax.Precision.HIGHEST, jax.lax.DotAlgorithmPreset.F32_F32_F32):
+            text = str(jax.make_jaxpr(lambda *a, p=precision: attention_fn(*a, precision=p))(query, key, key))
+            assert precision.name in text
     bias = jnp.ones((HEADS, T, S))
     np.testing.assert_allclose(attention_fn(query, key, key, bias), attention_fn(query, key, key), atol=1e-6)
 

@@ -8,7 +8,7 @@ import pytest
 
 import jaxft
 import oracle
-from cases import check, check_padding, normal, random_cotangents, seeds, some, value_and_gradients
+from cases import DTYPES, check, check_padding, normal, random_cotangents, seeds, some, value_and_gradients
 from checked import checked
 from jaxft import reference, tuning
 from jaxft.kernels.triton.attention import forward
@@ -65,13 +65,13 @@ def attention_case(rng):
     return full, floats, options
 
 
-def keys_per_query(full, mask, **options):
-    """The most keys that any query attends to."""
+def allowed_pairs(full, mask, **options):
+    """[B, N, T, S]: which queries and keys attend to each other."""
     names = reference.attention_mask.__kwdefaults__
     allowed = reference.attention_mask(
         *full[2:], mask=mask, **{name: options[name] for name in names if name in options}
     )
-    return full[3] if allowed is None else int(jnp.sum(jnp.broadcast_to(allowed, full), axis=3).max())
+    return np.broadcast_to(True if allowed is None else allowed, full)
 
 
 def dropout(rng, full):
@@ -183,9 +183,9 @@ def test_kernels_stay_within_the_arrays(name, block_k):
     config = AttentionConfig(16, 16, 4, 1)
     with checked():
         rest = query.dtype != jnp.float32
-        out, lse, *rest = forward(query, key, value, rules, options, return_residual=True, return_rest=rest,
-                                  config=config, interpret=True)  # fmt: skip
-        backward(out, lse * 0.0, query, key, value, rules, options, out if rest else None, lse, *(rest or [None]),
+        out, top, total, *rest = forward(query, key, value, rules, options, return_residual=True, return_rest=rest,
+                                         config=config, interpret=True)  # fmt: skip
+        backward(out, total, query, key, value, rules, options, out if rest else None, top, total, *(rest or [None]),
                  query_config=config, key_config=AttentionConfig(16, block_k, 4, 1), interpret=True)  # fmt: skip
 
 
@@ -204,7 +204,74 @@ def test_random(seed, blocks):
 
     check(lambda implementation, **f: op(**f, **options, **drop, implementation=implementation), plain,
           lambda **f: exact(**f, **options, **keep), floats, seed=seed,
-          gradients=keys_per_query(full, **options) > 1)  # fmt: skip
+          gradients=allowed_pairs(full, **options).sum(axis=3).max() > 1)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", seeds(8))
+def test_random_padding(seed, blocks):
+    """NaN and infinities in whatever takes part in nothing, the cotangents included, change no bit of what does."""
+    rng = np.random.default_rng(seed)
+    full, floats, options = attention_case(rng)
+    blocks(*random_blocks(rng))
+    attends = allowed_pairs(full, **options)
+    b, n, _, s = full
+    kv_heads = floats["key"].shape[2] if "key" in floats else n
+    queries = np.swapaxes(attends.any(axis=3), 1, 2)[..., None]
+    keys = np.swapaxes(attends.any(axis=2).reshape(b, kv_heads, -1, s).any(axis=2), 1, 2)[..., None]
+    used = {"query": queries, "key": keys, "value": keys}
+    if "qkv" in floats:
+        used = {"qkv": np.stack([queries, keys, keys], axis=2)}
+    op = jaxft.qkv_attention if "qkv" in floats else jaxft.dot_product_attention
+    options |= {"return_residual": True, "implementation": "triton"}
+
+    def attend(**floats):
+        return op(**floats, **options)
+
+    def poison(use, x):
+        return jnp.where(use, x, np.resize([np.nan, np.inf, -np.inf, 6e4], x.shape).astype(x.dtype))
+
+    run, cotangents = value_and_gradients(attend), random_cotangents(attend, floats)
+    cotangents = cotangents[0], jnp.where(queries[..., 0], cotangents[1], 0.0)
+    poisoned = {name: poison(used[name], x) if name in used else x for name, x in floats.items()}
+    got = run(poisoned, (poison(queries, cotangents[0]), poison(queries[..., 0], cotangents[1])))
+    chex.assert_trees_all_equal(got, run(floats, cotangents), custom_message=f"seed {seed}")
+
+
+@pytest.mark.parametrize("block_k", [16, 64])
+def test_nan_in_what_takes_part(block_k, blocks):
+    """Its gradients, and those of what it attends to, are NaN too: a training step that looks for them sees them."""
+    blocks((16, 16), (16, 16), (16, block_k))
+    floats = normal(np.random.default_rng(3), jnp.float32, query=(1, 40, 1, 8), key=(1, 40, 1, 8), value=(1, 40, 1, 8))
+    floats["query"] = floats["query"].at[0, 3].set(jnp.nan)
+
+    def attend(**floats):
+        return jaxft.dot_product_attention(**floats, local_window_size=(2, 15), implementation="triton")
+
+    _, gradients = value_and_gradients(attend)(floats, floats["value"])
+    assert jnp.isnan(gradients["query"][0, 3]).all()
+    assert all(jnp.isnan(gradients[name][0, 1:19]).all() for name in ("key", "value"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_huge_logits(dtype):
+    """A row in which one probability is nearly 1 has almost no gradient, whatever rounding does to logits of 1e4."""
+    floats = normal(np.random.default_rng(4), dtype, qkv=(2, 64, 3, 2, 16))
+    floats["qkv"] = floats["qkv"].at[:, :, :2].multiply(100.0)
+
+    def plain(qkv):
+        return reference.dot_product_attention(*jnp.moveaxis(qkv, 2, 0))
+
+    check(lambda implementation, qkv: jaxft.qkv_attention(qkv, implementation=implementation), plain,
+          oracle.qkv_attention, floats)  # fmt: skip
+
+
+def test_a_bias_of_the_smallest_number():
+    """Additive masks of finfo.min: a row of nothing else is the mean of all values, as in plain jnp."""
+    floats = normal(np.random.default_rng(5), jnp.float32, query=(1, 20, 2, 8), key=(1, 20, 2, 8), value=(1, 20, 2, 8))
+    bias = jnp.where(jnp.arange(20)[:, None] < 7, float(jnp.finfo(jnp.float32).min), 0.0)
+    options = {"bias": bias, "return_residual": True}
+    got, wanted = (jaxft.dot_product_attention(**floats, **options, implementation=name) for name in ("triton", "xla"))
+    chex.assert_trees_all_close(got, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("seed", seeds(6))
