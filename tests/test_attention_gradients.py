@@ -45,10 +45,11 @@ def attention_case(rng):
         floats = normal(rng, dtype, query=(b, t, k * groups, h), key=(b, s, k, h), value=(b, s, k, h))
     full = (b, k * groups, t, s)
 
-    def broadcast():
-        return tuple(size if rng.random() < 0.6 else 1 for size in full)
+    def broadcast(least=1):
+        shape = tuple(size if rng.random() < 0.6 else 1 for size in full)
+        return shape if np.prod(shape) >= least else broadcast(least)
 
-    floats |= normal(rng, some(rng, jnp.float32) or dtype, bias=some(rng, broadcast()[int(rng.integers(0, 3)) :], 0.4))
+    floats |= normal(rng, some(rng, jnp.float32) or dtype, bias=some(rng, broadcast(16), 0.4))
     options = {
         "mask": some(rng, rng.random(broadcast()) < rng.choice([0.2, 0.8]), 0.4),
         "scale": some(rng, float(rng.choice([0.0, -0.4, 0.7])), 0.2),
@@ -189,7 +190,7 @@ def test_kernels_stay_within_the_arrays(name, block_k):
                  query_config=config, key_config=AttentionConfig(16, block_k, 4, 1), interpret=True)  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", seeds(12))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_random(seed, blocks):
     rng = np.random.default_rng(seed)
     full, floats, options = attention_case(rng)
@@ -274,7 +275,7 @@ def test_a_bias_of_the_smallest_number():
     chex.assert_trees_all_close(got, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("seed", seeds(6))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_random_packed_sequences(seed, blocks):
     rng = np.random.default_rng(seed)
     b, n, h = int(rng.integers(0, 5)), int(rng.integers(1, 4)), int(rng.choice([1, 8, 24, 64]))

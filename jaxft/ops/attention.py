@@ -54,7 +54,7 @@ def dot_product_attention(
       dropout_rate: of the probabilities, in [0, 1). What is kept is a pure function of the key and the element's index.
       dropout_rng: a JAX random key, needed where the rate is not 0.
       return_residual: also return the log-sum-exp of the logits, float32 `[B, T, N]`.
-      implementation: None for the fastest, "triton" or "xla".
+      implementation: None for the fastest, "triton", "xla", or "cudnn" where `jax.nn` with cuDNN can do all of this.
 
     Returns:
       An array of the shape and dtype of `query`, with `return_residual` a pair (output, log-sum-exp).
@@ -66,7 +66,8 @@ def dot_product_attention(
       ValueError: a shape does not fit, a number is out of its range, or an unknown implementation.
       NotImplementedError: the named implementation cannot do this; the message says why.
 
-    Gradients: of query, key, value and bias. Deterministic. float32 products are TF32 on a GPU unless
+    Gradients: of query, key, value and bias, in memory that grows with T and S, not with their product (but for that
+    of a bias of that size). Deterministic, bit by bit, in both directions. float32 products are TF32 on a GPU unless
     `jax.default_matmul_precision` says "highest" or "float32".
     Source: Dao et al., FlashAttention (2022) and FlashAttention-2 (2023).
     """
@@ -151,11 +152,13 @@ def varlen_qkv_attention(
 ) -> Any:
     """`qkv_attention` within each of B sequences that lie back to back, without padding.
 
+    A sequence's result does not depend, in any bit, on the others or on where it lies.
+
     Args:
       qkv: `[M, 3, N, H]`, float32, float16 or bfloat16.
       cu_seqlens: integers `[B + 1]`, ascending from 0: sequence b is rows cu_seqlens[b] to cu_seqlens[b + 1] of qkv.
         Rows from cu_seqlens[B] on belong to no sequence and give 0.
-      max_seqlen: a static bound of the sequences' lengths.
+      max_seqlen: a static bound of the sequences' lengths; rows beyond it in a longer one take no part and give 0.
       dropout_rate, dropout_rng: an element's index is that in the padded [B, N, max_seqlen, max_seqlen].
       The other arguments: as in `dot_product_attention`.
 
