@@ -201,15 +201,34 @@ def test_without_a_batch(implementation):
 def test_reruns_are_bitwise_equal(implementation):
     floats = packed(np.random.default_rng(12), 2, S, 2, 16, jnp.bfloat16)
 
+    def attend(floats):
+        return jaxft.qkv_attention(**floats, **KEY_MASKS["both"], implementation=implementation)
+
     @jit
     def run(floats):
-        def attend(floats):
-            return jaxft.qkv_attention(**floats, **KEY_MASKS["both"], implementation=implementation)
-
         out, pull_back = jax.vjp(attend, floats)
         return out, pull_back(out)
 
-    chex.assert_trees_all_equal(run(floats), run(floats))
+    for function, reruns in ((jit(attend), 250), (run, 50)):
+        first = function(floats)
+        for _ in range(1 if INTERPRET else reruns):
+            chex.assert_trees_all_equal(function(floats), first)
+
+
+@pytest.mark.skipif(INTERPRET, reason="reads a program compiled for an NVIDIA GPU")
+@pytest.mark.parametrize("masks", [{}, {"is_causal": True}], ids=["all", "causal"])
+def test_memory_grows_with_the_length(masks):
+    """And not with its square, forward and backward."""
+
+    def attend(qkv):
+        return jnp.sum(jaxft.qkv_attention(qkv, **masks, implementation="triton"), dtype=jnp.float32)
+
+    def temporary(function, length):
+        qkv = jax.ShapeDtypeStruct((1, length, 3, 4, 64), jnp.bfloat16)
+        return jax.jit(function).lower(qkv).compile().memory_analysis().temp_size_in_bytes
+
+    for function in (attend, jax.grad(attend)):
+        assert temporary(function, 8192) <= 4.1 * temporary(function, 2048) < 8192 * 8192
 
 
 def test_packed_is_separate():
