@@ -23,17 +23,17 @@ SHAPES = [(1,), (1, 1), (3, 1), (7, 80), (2, 3, 127), (37, 64), (1, 769), (3, 82
 BOTH = ("triton", "xla")
 
 
-def check_layer_norm(floats, seed=None, implementations=("triton",), in_place=False, **options):
+def check_layer_norm(floats, seed=None, implementations=("triton",), in_place=False, gradients=True, **options):
     def bind(op):
         return lambda x, **vectors: op(x, vectors.get("gamma"), vectors.get("beta"), **options)
 
     check(lambda implementation, **f: jaxft.layer_norm(**f, **options, in_place=in_place,
                                                        implementation=implementation),
           bind(reference.layer_norm), bind(oracle.layer_norm), floats,
-          implementations=implementations, seed=seed)  # fmt: skip
+          implementations=implementations, gradients=gradients, seed=seed)  # fmt: skip
 
 
-def check_fused(floats, seed=None, implementations=("triton",), in_place=False, rate=0.0, **options):
+def check_fused(floats, seed=None, implementations=("triton",), in_place=False, gradients=True, rate=0.0, **options):
     key = jax.random.key(7)
     dropout = {"dropout_rate": rate, "dropout_rng": key if rate else None}
     keep = {"rate": rate, "keep": np.asarray(reference.dropout_mask(key, rate, floats["x"].shape)) if rate else None}
@@ -50,7 +50,7 @@ def check_fused(floats, seed=None, implementations=("triton",), in_place=False, 
         return bind(jaxft.bias_residual_layer_norm, **more)(**floats)
 
     plain, exact = bind(reference.bias_residual_layer_norm, **dropout), bind(oracle.bias_residual_layer_norm, **keep)
-    check(op, plain, exact, floats, implementations=implementations, seed=seed)
+    check(op, plain, exact, floats, implementations=implementations, gradients=gradients, seed=seed)
 
 
 def fused_floats(rng, shape, dtype=jnp.float32, vectors=jnp.float32, **absent):
@@ -313,9 +313,12 @@ def test_random(seed, monkeypatch):
     shape = (*(int(n) for n in rng.choice([1, 2, 5, 13], rng.integers(0, 3))), width)
     dtype, vectors = (jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"]))) for _ in range(2))
     absent = {name: bool(rng.random() < 0.25) for name in ("bias", "gamma", "beta")}
-    # Of two or three columns the gradient is what epsilon leaves of it: where that is little, rounding errors.
-    epsilon = float(rng.choice([1e-12, 1e-6, 0.3])) if width > 3 else 0.3
-    options = {"epsilon": epsilon, "in_place": bool(rng.random() < 0.5)}
+    # The gradient of one or two columns is what epsilon leaves of it: where that is little, rounding errors.
+    options = {
+        "gradients": width > 3,
+        "epsilon": float(rng.choice([1e-12, 1e-6, 0.3])),
+        "in_place": bool(rng.random() < 0.5),
+    }
     blocks = [(power_of_two(rng, 8), max(8, power_of_two(rng, 512)), power_of_two(rng, 4)) for _ in range(2)]
     backward = GradientConfig(*blocks[1][:2], int(rng.integers(1, 9)), blocks[1][2])
     monkeypatch.setattr(tuning, "layer_norm", lambda *_: RowConfig(*blocks[0]))
