@@ -313,7 +313,7 @@ def test_random(seed, monkeypatch):
     shape = (*(int(n) for n in rng.choice([1, 2, 5, 13], rng.integers(0, 3))), width)
     dtype, vectors = (jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"]))) for _ in range(2))
     absent = {name: bool(rng.random() < 0.25) for name in ("bias", "gamma", "beta")}
-    # The gradient of one or two columns is what epsilon leaves of it: where that is little, rounding errors.
+    # The gradient of so few columns is what epsilon leaves of it: where that is little, rounding errors.
     options = {
         "gradients": width > 3,
         "epsilon": float(rng.choice([1e-12, 1e-6, 0.3])),
