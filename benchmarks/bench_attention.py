@@ -71,8 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = timing.arguments(__doc__).parse_args(argv)
     results = []
     shapes = SHAPES[:2] if args.quick else SHAPES
-    cases = itertools.product(DIRECTIONS, (1, 0.5), shapes)
-    for direction, valid, (batch, length) in cases:
+    for valid, direction, (batch, length) in itertools.product((1, 0.5), DIRECTIONS, shapes):
         name = f"attention{'' if valid == 1 else ', half valid'}"
         qkv_bytes = 3 * batch * length * HEADS * HEAD_SIZE * jnp.dtype(DTYPE).itemsize
         packed = [inputs(batch, length, valid, seed) for seed in range(timing.rotation(qkv_bytes))]
