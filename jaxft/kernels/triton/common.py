@@ -140,11 +140,11 @@ def tile(
 
     It must begin within the array, but for its rows where it `may_be_beyond`.
     """
-    row, column = jnp.int32(row), jnp.int32(column)
+    first_row, first_column = jnp.int32(row), jnp.int32(column)
     # Without masks where none are needed: in narrow rows they would be many of the instructions.
-    in_rows = positions(row, shape[0]) < array[0] if may_be_beyond or array[0] % shape[0] else None
-    in_width = positions(column, shape[1]) < array[1] if array[1] % shape[1] else None
-    return Tile(row, column, shape, in_rows, in_width)
+    in_rows = positions(first_row, shape[0]) < array[0] if may_be_beyond or array[0] % shape[0] else None
+    in_width = positions(first_column, shape[1]) < array[1] if array[1] % shape[1] else None
+    return Tile(first_row, first_column, shape, in_rows, in_width)
 
 
 def exp2(x: Array) -> Array:
