@@ -128,7 +128,28 @@ def test_huge_logits(dtype, sign):
     floats["qkv"] = floats["qkv"].at[:, :, :2].multiply(100.0)
     if sign < 0.0:  # all of them negative
         floats["qkv"] = jnp.abs(floats["qkv"]).at[:, :, 0].multiply(-1.0)
-    check_op(floats, **KEY_MASKS["both"], return_residual=True, gradients=False)
+    check_op(floats, **KEY_MASKS["both"], return_residual=True)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, S), (1, 2, S, S)], ids=["columns", "matrix"])
+def test_biases_of_minus_infinity(shape):
+    """They exclude as a mask does; a row without anything else gives 0 and gets none, and the others stay finite."""
+    floats = packed(np.random.default_rng(22), 2, S, 2, 16)
+    bias = np.random.default_rng(23).standard_normal(shape).astype(np.float32)
+    bias[np.random.default_rng(24).random(shape) < 0.3] = -np.inf
+    bias[-1, -1, -1] = -np.inf  # whole rows
+
+    def attend(implementation, qkv):
+        return jaxft.qkv_attention(qkv, bias, return_residual=True, implementation=implementation)
+
+    def plain(qkv):
+        parts = (qkv[:, :, i] for i in range(3))
+        return reference.dot_product_attention(*parts, mask=jnp.asarray(bias > -np.inf), return_residual=True,
+                                               bias=jnp.asarray(np.where(bias > -np.inf, bias, 0.0)))  # fmt: skip
+
+    check(attend, plain, lambda qkv: oracle.qkv_attention(qkv, bias, return_residual=True), floats)
+    gradient = jax.grad(lambda bias: jaxft.qkv_attention(floats["qkv"], bias, implementation="triton").sum())(bias)
+    assert np.isfinite(gradient).all() and (gradient[bias == -np.inf] == 0.0).all()
 
 
 @pytest.mark.parametrize(
