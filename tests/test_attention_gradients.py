@@ -8,7 +8,7 @@ import pytest
 
 import jaxft
 import oracle
-from cases import DTYPES, check, check_padding, normal, random_cotangents, seeds, some, value_and_gradients
+from cases import DTYPES, check, check_padding, jit, normal, random_cotangents, seeds, some, value_and_gradients
 from checked import checked
 from jaxft import reference, tuning
 from jaxft.kernels.triton.attention import forward
@@ -154,6 +154,28 @@ def test_a_packed_sequence_is_the_same_anywhere(longest, blocks):
         return {i: found[boundaries[n] : boundaries[n + 1]] for n, i in enumerate(order)}
 
     chex.assert_trees_all_equal(run([0, 1, 2]), run([2, 0, 1]))
+
+
+def test_two_kernels_compose(blocks):
+    """vmap, scan, remat and second derivatives, where the second kernel of the backward pass completes an array."""
+    blocks((16, 16), (16, 16), (16, 16))
+    qkv = normal(np.random.default_rng(0), jnp.float32, qkv=(2, 20, 3, 2, 8))["qkv"]
+
+    def loss(qkv, implementation):
+        out = jaxft.qkv_attention(qkv, is_causal=True, implementation=implementation)
+        return jnp.sum(out[..., 0] ** 2)
+
+    def run(implementation):
+        gradient = jax.grad(jax.checkpoint(lambda qkv: loss(qkv, implementation)))
+        scales = jnp.array([1.0, 0.5])
+        mapped = jax.vmap(lambda scale: gradient(qkv * scale))(scales)
+        _, scanned = jax.lax.scan(lambda carry, scale: (carry, gradient(qkv * scale)), None, scales)
+        second = jax.grad(lambda qkv: jnp.sum(gradient(qkv) ** 2))(qkv)
+        return mapped, scanned, second
+
+    got, expected = (jit(lambda name=name: run(name))() for name in ("triton", "xla"))
+    chex.assert_trees_all_equal(got[0], got[1])
+    chex.assert_trees_all_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
 CHECKED = {
