@@ -288,18 +288,18 @@ def attention_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable[C
         config = tuning.attention(batch * heads, length, length, size, itemsize, kind)
         forward = functools.partial(
             attention.forward, key=None, value=None, rules=Rules(), options=options(qkv), return_residual=True,
-            return_rest=itemsize == 2, config=config, interpret=False,
+            config=config, interpret=False,
         )  # fmt: skip
         return tuple(jax.jit(forward)(qkv))
 
     def run(
-        qkv: jax.Array, dout: jax.Array, out: jax.Array, top: jax.Array, total: jax.Array, *rest: jax.Array,
+        qkv: jax.Array, dout: jax.Array, out: jax.Array, top: jax.Array, total: jax.Array,
         config: tuning.AttentionConfig, other: tuning.AttentionConfig, keys: bool,
     ) -> jax.Array:  # fmt: skip
         query_config, key_config = (other, config) if keys else (config, other)
         return attention_backward.backward(
-            dout, None, qkv, None, None, Rules(), options(qkv), out if rest else None, top, total,
-            rest[0] if rest else None, query_config=query_config, key_config=key_config, interpret=False,
+            dout, None, qkv, None, None, Rules(), options(qkv), out, top, total,
+            query_config=query_config, key_config=key_config, interpret=False,
         )[0]  # fmt: skip
 
     def plain(qkv: jax.Array, dout: jax.Array, *_: jax.Array) -> Any:
@@ -326,7 +326,7 @@ def attention_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable[C
             ("attention_dkv", keys, present["attention_dq"]),
             ("attention_dq", queries, present["attention_dkv"]),
         ):
-            if op == "attention_dq" and attention_backward.one_kernel(length, length, None, other):
+            if op == "attention_dq" and length <= other.block_k:  # the kernel for keys does it all
                 continue
             configs = [present[op], *(tuning.AttentionConfig(*b) for b in blocks if max(b[:2]) <= max(64, length))]
             step = functools.partial(run, other=other, keys=op == "attention_dkv")

@@ -11,8 +11,8 @@ import oracle
 from cases import DTYPES, check, check_padding, jit, normal, random_cotangents, seeds, some, value_and_gradients
 from checked import checked
 from jaxft import reference, tuning
+from jaxft.kernels.triton import attention_backward
 from jaxft.kernels.triton.attention import forward
-from jaxft.kernels.triton.attention_backward import backward
 from jaxft.kernels.triton.attention_common import Options, Rules
 from jaxft.tuning import AttentionConfig
 
@@ -191,7 +191,8 @@ CHECKED = {
 
 @pytest.mark.parametrize(("name", "block_k"), [*((name, 16) for name in (*CHECKED, "packed", "varlen")),
                                                *((name, 32) for name in ("window", "packed", "varlen"))])  # fmt: skip
-def test_kernels_stay_within_the_arrays(name, block_k):
+def test_kernels_stay_within_the_arrays(name, block_k, monkeypatch):
+    monkeypatch.setattr(attention_backward, "_SHORT", 0)  # as with long rows, but for float32
     rules, static = CHECKED.get(name, (Rules(), {}))
     options = Options(0.3, **static)
     key = value = None
@@ -205,11 +206,27 @@ def test_kernels_stay_within_the_arrays(name, block_k):
         query, key, value = normal(rng, jnp.float32, q=(2, 21, 2, 5), k=(2, 19, 1, 5), v=(2, 19, 1, 5)).values()
     config = AttentionConfig(16, 16, 4, 1)
     with checked():
-        rest = query.dtype != jnp.float32
-        out, top, total, *rest = forward(query, key, value, rules, options, return_residual=True, return_rest=rest,
-                                         config=config, interpret=True)  # fmt: skip
-        backward(out, total, query, key, value, rules, options, out if rest else None, top, total, *(rest or [None]),
+        out, top, total = forward(query, key, value, rules, options, return_residual=True,
+                                  config=config, interpret=True)  # fmt: skip
+        attention_backward.backward(out, total, query, key, value, rules, options, out, top, total,
                  query_config=config, key_config=AttentionConfig(16, block_k, 4, 1), interpret=True)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(jnp.bfloat16, {"local_window_size": (2, 1), "scale": 1.0}), (jnp.float16, {"is_causal": True})],
+    ids=["window", "causal"],
+)
+def test_long_rows(dtype, options, blocks):
+    """Of more keys than those for which the backward pass computes more than it must."""
+    blocks((64, 64), (64, 64), (64, 64))
+    plain_options = options | {"return_residual": True}
+    check(
+        lambda implementation, qkv: jaxft.qkv_attention(qkv, **plain_options, implementation=implementation),
+        lambda qkv: reference.dot_product_attention(*jnp.moveaxis(qkv, 2, 0), **plain_options),
+        lambda qkv: oracle.qkv_attention(qkv, **plain_options),
+        normal(np.random.default_rng(0), dtype, qkv=(1, 150, 3, 2, 16)),
+    )
 
 
 @pytest.mark.parametrize("seed", seeds(8))

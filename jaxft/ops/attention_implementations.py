@@ -207,31 +207,21 @@ def _arguments(inputs: Inputs, static: _Static) -> tuple[Any, ...]:
 
 
 def _forward(inputs: Inputs, static: _Static, save: bool) -> Any:
-    """What the op returns, and if `save` also what the backward pass needs: output, the log-sum-exp in two parts, and
-    what rounding took from the output."""
+    """What the op returns, and if `save` also what the backward pass needs: the output, the log-sum-exp in parts."""
     residual = static.options.return_residual
-    rest = save and inputs.query.dtype != jnp.float32 and not _one_kernel(inputs, static)
     out, *parts = triton.forward(
-        *_arguments(inputs, static), return_residual=save or residual, return_rest=rest, config=static.forward,
-        interpret=static.interpret,
-    )  # fmt: skip
+        *_arguments(inputs, static), return_residual=save or residual, config=static.forward, interpret=static.interpret
+    )
     result: Any = out
     if residual:
-        top, total = (jnp.swapaxes(x, -1, -2) for x in parts[:2])
+        top, total = (jnp.swapaxes(x, -1, -2) for x in parts)
         result = out, (_times_log_2(top) if inputs.bias is None else top) + _times_log_2(total)
-    if not save:
-        return result
-    return result, (out, *parts) if rest else (None, *parts, None)
+    return (result, (out, *parts)) if save else result
 
 
 def _times_log_2(x: Array) -> Array:
     number = float(np.nextafter(np.float32(math.log(2.0)), np.float32(0.0)))
     return x * number + x * (math.log(2.0) - number)  # more digits than float32 has; both are positive, as -inf asks
-
-
-def _one_kernel(inputs: Inputs, static: _Static) -> bool:
-    own = sizes(inputs, static.options)
-    return attention_backward.one_kernel(own.query_length, own.key_length, inputs.bias, static.key_gradient)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

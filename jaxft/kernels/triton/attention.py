@@ -26,7 +26,7 @@ Array = jax.Array
 
 def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int):
     q_ref, k_ref, v_ref, *rest = refs[: 3 + len(Refs._fields)]
-    out_ref, top_ref, total_ref, rest_ref = (*refs[3 + len(Refs._fields) :], None, None, None)[:4]
+    out_ref, top_ref, total_ref = (*refs[3 + len(Refs._fields) :], None, None)[:3]
     refs = Refs(*rest)
     tile, head, batch = (pl.program_id(axis) for axis in range(3))
     start, kv_head = tile * block_q, head // p.group
@@ -92,9 +92,6 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int):
         place = index, head, common.span(offset + start, block_q)
         common.store(top_ref.at[place], jnp.where(empty, -jnp.inf, top), mask=in_rows)
         common.store(total_ref.at[place], jnp.log(safe_total) * parts.LOG2_E, mask=in_rows)
-    if rest_ref is not None:
-        rest = out - out.astype(out_ref.dtype).astype(jnp.float32)
-        parts.store_tile(p, rest_ref, index, offset + start, head, rest, in_rows)
 
     def fill(row, in_rows):
         parts.store_tile(p, out_ref, index, row, head, jnp.zeros((block_q, p.width), out_ref.dtype), in_rows)
@@ -102,8 +99,6 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int):
             place = index, head, common.span(row, block_q)
             common.store(top_ref.at[place], jnp.full((block_q,), -jnp.inf, jnp.float32), mask=in_rows)
             common.store(total_ref.at[place], jnp.zeros((block_q,), jnp.float32), mask=in_rows)
-        if rest_ref is not None:
-            parts.store_tile(p, rest_ref, index, row, head, jnp.zeros((block_q, p.width), rest_ref.dtype), in_rows)
 
     parts.fill_after(refs, batch, tile, span, block_q, tiles, fill)
 
@@ -116,7 +111,6 @@ def forward(
     options: Options,
     *,
     return_residual: bool,
-    return_rest: bool = False,
     config: AttentionConfig,
     interpret: bool,
 ) -> list[Array]:
@@ -125,15 +119,13 @@ def forward(
     With `rules.cu_seqlens`, `query` is [M,3,N,H]. Returns [out [B,T,N,H] or [M,N,H]] and, if asked for, the log-sum-exp
     in two parts, float32 [B,N,T] or [N,M]: the greatest logit (in base 2 where there is no bias), -inf where there is
     none, and the logarithm to base 2 of the sum of exponentials below it (as one number it would have too few digits
-    beside large logits). Then what rounding to 16 bits took from the output, which the backward pass would miss.
+    beside large logits).
     """
     p = parts.problem(query, key, value, rules, options)
     batch, rows = p.query.shape[:2]
     outputs = [jax.ShapeDtypeStruct((batch, rows, p.heads, p.head_size), query.dtype)]
     if return_residual:
         outputs += [jax.ShapeDtypeStruct((batch, p.heads, rows), jnp.float32)] * 2
-    if return_rest:
-        outputs.append(outputs[0])
     tiles = pl.cdiv(p.query_length, config.block_q)
     found = common.launch(
         functools.partial(_fwd_kernel, p=p, block_q=config.block_q, block_k=config.block_k, tiles=tiles),

@@ -7,11 +7,10 @@ second kernel alone does it all with 5. Nothing of size [T, S] is in memory, but
 
 A packed [B,T,3,N,H] gets one gradient of that layout; each kernel writes its part.
 
-From the output of 16 bits and its rounding's rest, delta is a sum over a row; for float32 it would miss too many digits
-where one p is nearly 1, and is the sum of p * dp that it stands for, with the sum of p, which is 1 but for rounding.
-
 With s the logits, p = exp(s - lse) and delta the sum of dout * out over a row less the gradient of its log-sum-exp:
 dv = p^T dout, dp = dout v^T, ds = p * (dp - delta), dq = scale * ds k, dk = scale * ds^T q, and ds for the bias.
+Where the rounding of `out` would show, in float32 and in short rows, delta is the sum of p * dp that it stands for, and
+p is divided by its sum, which is 1 but for rounding: 2 products more.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from jaxft.tuning import AttentionConfig
 
 Array = jax.Array
 
+_SHORT = 128  # keys; with more of them the output of 16 bits is as good (errors a third of what the tests allow)
 _SHARED = 3 + len(Refs._fields)  # the operands that all kernels of attention begin with
 
 
@@ -125,7 +125,7 @@ def _probabilities(p: Problem, refs: Refs, k_ref, v_ref, rows: _Rows, j, block_k
 
 def _dq_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int):
     q_ref, k_ref, v_ref, *rest = refs[:_SHARED]
-    dout_ref, top_ref, total_ref, out_ref, rest_ref, dlse_ref, dq_ref, delta_ref, *factor_ref = refs[_SHARED:]
+    dout_ref, top_ref, total_ref, out_ref, dlse_ref, dq_ref, delta_ref, *factor_ref = refs[_SHARED:]
     refs = Refs(*rest)
     tile, head, batch = (pl.program_id(axis) for axis in range(3))
     span = parts.load_span(refs.spans, batch, tile, p.query_length, p.key_length, block_k, full=not p.pair_mask)
@@ -144,9 +144,8 @@ def _dq_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int):
         rows = rows._replace(factor=factor)
         common.store(factor_ref[0].at[rows.index, head, common.span(row, block_q)], factor, mask=rows.in_rows)
     else:
-        at = rows.index, row, block_q, head, rows.in_rows
-        out, lost = (parts.load_tile(p, ref, *at).astype(jnp.float32) for ref in (out_ref, rest_ref))
-        delta = jnp.sum(rows.dout.astype(jnp.float32) * (out + lost), axis=1)
+        out = parts.load_tile(p, out_ref, rows.index, row, block_q, head, rows.in_rows)
+        delta = jnp.sum(rows.dout.astype(jnp.float32) * out.astype(jnp.float32), axis=1)
     if dlse_ref is not None:
         delta = delta - _load_rows(dlse_ref, rows.index, head, row, block_q, rows.in_rows, 0.0)
     delta = jnp.where(rows.attends, delta, 0.0)
@@ -329,16 +328,6 @@ def _dbias_kernel(*refs, p: Problem, block_q: int, block_k: int, key_tiles: int)
     common.store(dbias_ref.at[place], total.astype(dbias_ref.dtype), mask=inside)
 
 
-def _is_matrix(bias: Array | None) -> bool:
-    return bias is not None and bias.shape[2] > 1 and bias.shape[3] > 1
-
-
-def one_kernel(query_length: int, key_length: int, bias: Array | None, key_config: AttentionConfig) -> bool:
-    """Whether the kernel for keys and values does it all: one program for each head of a sequence."""
-    few_queries = query_length <= 4 * key_config.block_k  # beyond, more programs do it sooner
-    return key_length <= key_config.block_k and few_queries and not _is_matrix(bias)
-
-
 def backward(
     dout: Array,
     dlse: Array | None,
@@ -347,10 +336,9 @@ def backward(
     value: Array | None,
     rules: Rules,
     options: Options,
-    out: Array | None,
+    out: Array,
     top: Array,
     total: Array,
-    rest: Array | None,
     *,
     query_config: AttentionConfig,
     key_config: AttentionConfig,
@@ -360,16 +348,18 @@ def backward(
 
     Arguments as those of `attention.forward`, its results and their gradients; `dlse` [B,N,T] is that of the natural
     log-sum-exp. The configs are of the kernel for queries, and of that for keys and values, which alone runs where
-    `one_kernel` says so. `out` and `rest` are for 16 bits and two kernels.
+    it has a block that holds all keys, unless there is a bias [.., T, S].
     """
     p = parts.problem(query, key, value, rules, options)
     packed, varlen = key is None, rules.cu_seqlens is not None
     if varlen:
-        dout, top, total = dout[None], top[None], total[None]
-        dlse, out, rest = (None if x is None else x[None] for x in (dlse, out, rest))
-    matrix = _is_matrix(rules.bias)
+        dout, out, top, total = dout[None], out[None], top[None], total[None]
+        dlse = None if dlse is None else dlse[None]
+    matrix = rules.bias is not None and rules.bias.shape[2] > 1 and rules.bias.shape[3] > 1
     columns = rules.bias is not None and not matrix and rules.bias.shape[3] > 1
-    alone = one_kernel(p.query_length, p.key_length, rules.bias, key_config)
+    # Of many queries two kernels are sooner done: the one for keys has a program for each head of a sequence.
+    alone = p.key_length <= key_config.block_k and p.query_length <= 4 * key_config.block_k and not matrix
+    exact = query.dtype == jnp.float32 or p.key_length <= _SHORT
 
     def launch(kernel, config: AttentionConfig, grid, spans, operands, outputs, name, aliases=None, **static) -> Any:
         return common.launch(
@@ -395,7 +385,7 @@ def backward(
         of_row = (top.shape, jnp.float32)
         dq, delta, *factor = launch(
             _dq_kernel, query_config, (tiles, p.heads, p.batch), query_spans,
-            [dout, top, total, out, rest, dlse], [of_query, of_row, *[of_row] * (out is None)], "dq", tiles=tiles,
+            [dout, top, total, None if exact else out, dlse], [of_query, of_row, *[of_row] * exact], "dq", tiles=tiles,
         )  # fmt: skip
     key_tiles = pl.cdiv(p.key_length, key_config.block_k)
     sums = [((p.batch, p.heads, p.key_length), jnp.float32)] * columns
