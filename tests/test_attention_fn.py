@@ -76,7 +76,8 @@ def test_dtype_and_precision():
     assert out.dtype == jnp.bfloat16
     with jax.default_matmul_precision(None):
         for precision in (jax.lax.Precision.HIGHEST, jax.lax.DotAlgorithmPreset.F32_F32_F32):
-            text = str(jax.make_jaxpr(lambda *a, p=precision: attention_fn(*a, precision=p))(query, key, key))
+            options = {"precision": precision, "implementation": "xla"}
+            text = str(jax.make_jaxpr(lambda *a, o=options: attention_fn(*a, **o))(query, key, key))
             assert precision.name in text
     bias = jnp.ones((HEADS, T, S))
     np.testing.assert_allclose(attention_fn(query, key, key, bias), attention_fn(query, key, key), atol=1e-6)

@@ -90,6 +90,7 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int):
     parts.store_tile(p, out_ref, index, offset + start, head, out, in_rows)
     if top_ref is not None:
         place = index, head, common.span(offset + start, block_q)
+        top = jnp.where(total == total, top, jnp.nan)  # of NaN alone a GPU's maximum is -inf, as if there were nothing
         common.store(top_ref.at[place], jnp.where(empty, -jnp.inf, top), mask=in_rows)
         common.store(total_ref.at[place], jnp.log(safe_total) * parts.LOG2_E, mask=in_rows)
 
