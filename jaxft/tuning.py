@@ -136,7 +136,7 @@ def softmax(rows: int, width: int, itemsize: int, device_kind: str) -> RowConfig
     warp = 1024 if itemsize <= 2 or width <= 1024 else 256
     default = _softmax(rows, width, warp, longest=16384, most_warps=8 * itemsize // 2)
     if width > 16384 and itemsize <= 2:
-        default = RowConfig(1, 32768, 16)
+        default = RowConfig(1, 32768, 16) if width <= 32768 else RowConfig(1, 8192, 16)
     return lookup("softmax", default, device_kind, rows=rows, width=width, itemsize=itemsize)
 
 
