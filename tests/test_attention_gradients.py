@@ -319,6 +319,19 @@ def test_gradients_of_huge_logits(dtype):
           oracle.qkv_attention, floats)  # fmt: skip
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 20, 24), (1, 2, 20, 24), (7, 1, 20, 24)], ids=str)
+@pytest.mark.parametrize("programs", [1, 6, 512])
+def test_gradient_of_a_shared_bias(shape, programs, blocks, monkeypatch):
+    """In partial sums over some of the sequences; their number divides nothing."""
+    monkeypatch.setattr(attention_backward, "_PROGRAMS", programs)
+    jax.clear_caches()  # of what was traced with another number
+    blocks((16, 16), (16, 16), (16, 16))
+    rng = np.random.default_rng(6)
+    floats = normal(rng, jnp.float32, query=(7, 20, 2, 8), key=(7, 24, 2, 8), value=(7, 24, 2, 8), bias=shape)
+    check(lambda implementation, **f: jaxft.dot_product_attention(**f, implementation=implementation),
+          reference.dot_product_attention, oracle.dot_product_attention, floats)  # fmt: skip
+
+
 def test_a_bias_of_the_smallest_number():
     """Additive masks of finfo.min: a row of nothing else is the mean of all values, as in plain jnp."""
     floats = normal(np.random.default_rng(5), jnp.float32, query=(1, 20, 2, 8), key=(1, 20, 2, 8), value=(1, 20, 2, 8))

@@ -31,6 +31,7 @@ from jaxft.tuning import AttentionConfig
 Array = jax.Array
 
 _SHORT = 128  # keys; with more of them the output of 16 bits is as good (errors a third of what the tests allow)
+_PROGRAMS = 512  # what the sum over sequences is split into, if its tiles are fewer
 _SHARED = 3 + len(Refs._fields)  # the operands that all kernels of attention begin with
 
 
@@ -294,16 +295,21 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, packe
 
 
 def _dbias_kernel(*refs, p: Problem, block_q: int, block_k: int, key_tiles: int):
-    """A tile of the gradient of a bias [B|1, N|1, T, S], summed over the sequences and heads that share it."""
+    """A tile of the gradient of a bias [B|1, N|1, T, S], summed over the sequences and heads that share it.
+
+    Into partial sums [programs, B|1, N|1, T, S], each over every so many of the sequences.
+    """
     q_ref, k_ref, v_ref, *rest = refs[:_SHARED]
     dout_ref, top_ref, total_ref, factor_ref, delta_ref, dbias_ref = refs[_SHARED:]
     refs = Refs(*rest)
     tile, j = lax.div(pl.program_id(0), jnp.int32(key_tiles)), lax.rem(pl.program_id(0), jnp.int32(key_tiles))
-    bias_head, bias_batch = pl.program_id(1), pl.program_id(2)
-    heads, batches = (1 if dbias_ref.shape[1] > 1 else p.heads), (1 if dbias_ref.shape[0] > 1 else p.batch)
+    programs, bias_batches, bias_heads, _, _ = dbias_ref.shape
+    bias_head, program = pl.program_id(1), lax.rem(pl.program_id(2), jnp.int32(programs))
+    bias_batch = lax.div(pl.program_id(2), jnp.int32(programs))
+    heads, batches = (1 if bias_heads > 1 else p.heads), (1 if bias_batches > 1 else p.batch)
 
     def of_sequence(b, total):
-        batch = bias_batch + jnp.int32(b)
+        batch = bias_batch + program + jnp.int32(b) * programs
         span = parts.load_span(refs.spans, batch, tile, p.query_length, p.key_length, block_k, full=False)
         begin, end = span.blocks(block_k)
 
@@ -319,12 +325,13 @@ def _dbias_kernel(*refs, p: Problem, block_q: int, block_k: int, key_tiles: int)
 
         return lax.fori_loop(0, jnp.where((begin <= j) & (j < end), jnp.int32(heads), 0), of_head, total)
 
-    total = lax.fori_loop(0, batches, of_sequence, jnp.zeros((block_q, block_k), jnp.float32))
+    share = lax.div(batches + (programs - 1) - program, jnp.int32(programs))
+    total = lax.fori_loop(0, share, of_sequence, jnp.zeros((block_q, block_k), jnp.float32))
     rows, columns = tile * block_q, j * block_k
     inside = (common.positions(rows, block_q) < p.query_length)[:, None] & (
         common.positions(columns, block_k) < p.key_length
     )[None, :]
-    place = bias_batch, bias_head, common.span(rows, block_q), common.span(columns, block_k)
+    place = program, bias_batch, bias_head, common.span(rows, block_q), common.span(columns, block_k)
     common.store(dbias_ref.at[place], total.astype(dbias_ref.dtype), mask=inside)
 
 
@@ -400,12 +407,16 @@ def backward(
     if rules.bias is not None:
         if matrix:
             key_tiles = pl.cdiv(p.key_length, query_config.block_k)
-            grid = (tiles * key_tiles, rules.bias.shape[1], rules.bias.shape[0])
+            bias_batches, bias_heads, _, _ = rules.bias.shape
+            # Of a small bias that many sequences share, enough partial sums to keep a card busy.
+            programs = min(p.batch // bias_batches, pl.cdiv(_PROGRAMS, tiles * key_tiles * bias_batches * bias_heads))
+            grid = (tiles * key_tiles, bias_heads, bias_batches * programs)
             operands = [dout, top, total, *(factor or [None]), delta]
-            outputs = [(rules.bias.shape, rules.bias.dtype)]
+            outputs = [((programs, *rules.bias.shape), rules.bias.dtype if programs == 1 else jnp.float32)]
             (dbias,) = launch(
                 _dbias_kernel, query_config, grid, query_spans, operands, outputs, "dbias", key_tiles=key_tiles
             )
+            dbias = jnp.sum(dbias, axis=0).astype(rules.bias.dtype)
         elif columns:
             dbias = _sum_to(found.pop()[:, :, None, :], rules.bias)
         else:  # the same along a row: it changes nothing but the log-sum-exp
