@@ -65,7 +65,7 @@ def sizes(inputs: Inputs, options: Options) -> Sizes:
 
 def run(op: str, inputs: Inputs, options: Options, implementation: str | None) -> Any:
     """The output, or with `return_residual` a pair of it and the log-sum-exp."""
-    reasons = {"triton": _triton_reason(inputs, options)}
+    reasons = {"triton": _triton_reason(inputs)}
     if implementation is not None:  # no measurement yet says that another one is faster anywhere
         reasons |= {"cudnn": _cudnn_reason(inputs, options), "mosaic_gpu": "there is no such kernel yet"}
     choice = dispatch.choose(op, implementation, reasons)
@@ -180,10 +180,9 @@ class _Static(NamedTuple):
     interpret: bool
 
 
-def _triton_reason(inputs: Inputs, options: Options) -> str | None:
+def _triton_reason(inputs: Inputs) -> str | None:
     """Why the kernels cannot run this call, if they cannot."""
-    batch, _, _, heads, size = sizes(inputs, options)
-    return attention_common.unsupported(batch, heads, size, inputs.mask, query=inputs.query, bias=inputs.bias)
+    return attention_common.unsupported(inputs.query.shape[-1], inputs.mask, query=inputs.query, bias=inputs.bias)
 
 
 def _arguments(inputs: Inputs, static: _Static) -> tuple[Any, ...]:

@@ -53,12 +53,7 @@ class Options:
     precision: str = "tf32"  # of float32 products, or "float32"
 
 
-def unsupported(batch: int, heads: int, head_size: int, mask: Array | None, **arrays: Array | None) -> str | None:
-    for name, size in (("sequences", batch), ("heads", heads)):
-        if (
-            size >= 2**16
-        ):  # what CUDA takes along the second and third axis of a grid, and one sequence more for the rest
-            return f"there are {size} {name}, the kernel takes less than 65536"
+def unsupported(head_size: int, mask: Array | None, **arrays: Array | None) -> str | None:
     if not 1 <= head_size <= MAX_HEAD_SIZE:
         return f"the head size is {head_size}, the kernel takes at most {MAX_HEAD_SIZE}"
     if mask is not None and mask.size > 2**31:
