@@ -41,13 +41,6 @@ def directed(op: Callable[..., jax.Array], direction: str) -> Callable[..., Any]
     return run
 
 
-def check(name: str, ours: Callable[..., Any], plain: Callable[..., Any], arrays: Sequence[jax.Array]) -> None:
-    """Values or gradients, against float64: long sums of float32 err too."""
-    exact = timing.float64(plain, *arrays)
-    for got, expected, wide in zip(*map(jax.tree.leaves, (ours(*arrays), plain(*arrays), exact)), strict=True):
-        timing.check(name, got, expected, wide)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     args = timing.arguments(__doc__).parse_args(argv)
     results = []
@@ -61,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                         jax.jit(directed(functools.partial(op, activation=form), direction))
                         for op in (bias_activation, reference.bias_activation)
                     )
-                    check(f"bias_{form} {direction} {rows}x{width} {dtype}", ours, xla, sets[0])
+                    timing.check_all(f"bias_{form} {direction} {rows}x{width} {dtype}", ours, xla, sets[0])
                     results += timing.measure(
                         {"jaxft": (ours, sets), "xla": (xla, sets), **timing.copies(moved)},
                         work=moved, unit="TB/s", args=args,

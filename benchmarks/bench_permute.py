@@ -78,9 +78,7 @@ def split(b: int, t: int, n: int, h: int, args: Any) -> list[timing.Row]:
     ):
         ours, xla = (jax.jit(function(op)) for op in (qkv_bias_split_heads, reference.qkv_bias_split_heads))
         sets = [inputs(DTYPE, seed, *shapes) for seed in range(timing.rotation(moved))]
-        exact = timing.float64(xla, *sets[0])
-        for got, plain, wide in zip(ours(*sets[0]), xla(*sets[0]), exact, strict=True):
-            timing.check(f"qkv_bias_split_heads {direction} {(b, t, n, h)}", got, plain, wide)
+        timing.check_all(f"qkv_bias_split_heads {direction} {(b, t, n, h)}", ours, xla, sets[0])
         rows += timing.measure(
             {"jaxft": (ours, sets), "xla": (xla, sets), **timing.copies(moved)},
             work=moved, unit="TB/s", args=args, op="qkv_bias_split_heads", direction=direction, shape=(b, t, n, h),

@@ -74,10 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         moved = nbytes(direction, shape, jnp.dtype(dtype).itemsize, masked)
         rotation = 1 if name.endswith("one buffer") else timing.rotation(moved)
         sets = [inputs(direction, shape, dtype, masked, seed) for seed in range(rotation)]
-        exact = timing.float64(xla, *sets[0])
-        for got, plain, wide in zip(*map(jax.tree.leaves, (ours(*sets[0]), xla(*sets[0]), exact)), strict=True):
-            timing.check(f"{name} {direction} {'x'.join(map(str, shape))} {dtype}", got, plain, wide)
-        del exact, got, plain, wide
+        timing.check_all(f"{name} {direction} {'x'.join(map(str, shape))} {dtype}", ours, xla, sets[0])
         results += timing.measure(
             {"jaxft": (ours, sets), "xla": (xla, sets), **timing.copies(moved, rotation)},
             work=moved, unit="TB/s", args=args, op=name, direction=direction, shape=shape, dtype=dtype,

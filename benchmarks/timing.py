@@ -65,6 +65,13 @@ def float64(f: Callable[..., Any], *inputs: Any) -> Any:
         return jax.tree.map(lambda y: y.astype("float32"), f(*wide))
 
 
+def check_all(name: str, ours: Callable[..., Any], plain: Callable[..., Any], inputs: Sequence[Any]) -> None:
+    """`check` of every array that `ours(*inputs)` gives, against float64: long sums of float32 err too."""
+    results = (ours(*inputs), plain(*inputs), float64(plain, *inputs))
+    for leaves in zip(*map(jax.tree.leaves, results), strict=True):
+        check(name, *leaves)
+
+
 def measure(
     variants: Mapping[str, Variant],
     *,
