@@ -222,55 +222,30 @@ def qkv_bias_split_heads_backward(
 def attention(
     batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device_kind: str
 ) -> AttentionConfig:
-    wide = next_power_of_2(head_size) * itemsize // 2
-    if wide <= 64:
-        default = AttentionConfig(64, 64, 4, 3)
-        if batch_heads * query_length < 64 * 64:  # too few tiles of 64 queries to fill a card
-            default = AttentionConfig(16, 128, 4, 2)
-    elif wide <= 128:
-        default = AttentionConfig(64, 64, 4, 2)
-    elif wide <= 256:
-        default = AttentionConfig(64, 32, 4, 2)
-    else:
-        default = AttentionConfig(32, 32, 4, 1)
-    return _attention("attention", default, batch_heads, query_length, key_length, head_size, itemsize, device_kind)
+    few = batch_heads * query_length < 64 * 64  # tiles of 64 queries, too few to fill a card
+    choices = ((16, 128, 4, 2) if few else (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1))
+    return _attention("attention", choices, batch_heads, query_length, key_length, head_size, itemsize, device_kind)
 
 
 def attention_dq(
     batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device_kind: str
 ) -> AttentionConfig:
     """Of the kernel for the gradient of queries."""
-    wide = next_power_of_2(head_size) * itemsize // 2
-    if wide <= 64:
-        default = AttentionConfig(64, 64, 4, 3)
-    elif wide <= 128:
-        default = AttentionConfig(64, 64, 4, 2)
-    elif wide <= 256:
-        default = AttentionConfig(64, 32, 8, 1)
-    else:
-        default = AttentionConfig(32, 16, 4, 1)
-    return _attention("attention_dq", default, batch_heads, query_length, key_length, head_size, itemsize, device_kind)
+    choices = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 8, 1), (32, 16, 4, 1))
+    return _attention("attention_dq", choices, batch_heads, query_length, key_length, head_size, itemsize, device_kind)
 
 
 def attention_dkv(
     batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device_kind: str
 ) -> AttentionConfig:
     """Of the kernel for the gradients of keys and values, which where a block holds all keys is the only one."""
-    wide = next_power_of_2(head_size) * itemsize // 2
-    if wide <= 64:
-        default = AttentionConfig(64, 128, 8, 2)
-    elif wide <= 128:
-        default = AttentionConfig(64, 64, 4, 2)
-    elif wide <= 256:
-        default = AttentionConfig(32, 64, 8, 1)
-    else:
-        default = AttentionConfig(16, 32, 4, 1)
-    return _attention("attention_dkv", default, batch_heads, query_length, key_length, head_size, itemsize, device_kind)
+    choices = ((64, 128, 8, 2), (64, 64, 4, 2), (32, 64, 8, 1), (16, 32, 4, 1))
+    return _attention("attention_dkv", choices, batch_heads, query_length, key_length, head_size, itemsize, device_kind)
 
 
 def _attention(
     op: str,
-    default: AttentionConfig,
+    choices: tuple[tuple[int, int, int, int], ...],
     batch_heads: int,
     query_length: int,
     key_length: int,
@@ -278,12 +253,15 @@ def _attention(
     itemsize: int,
     device_kind: str,
 ) -> AttentionConfig:
+    """Of the `choices` that for heads of up to 128 bytes, 256, 512 or more."""
+    nbytes = next_power_of_2(head_size) * itemsize
+    block_q, block_k, num_warps, num_stages = choices[sum(nbytes > most for most in (128, 256, 512))]
     # A block longer than the sequence is work on padding.
-    default = dataclasses.replace(
-        default,
-        block_q=max(16, min(default.block_q, next_power_of_2(query_length))),
-        block_k=max(16, min(default.block_k, next_power_of_2(key_length))),
+    block_q, block_k = (
+        max(16, min(block, next_power_of_2(length)))
+        for block, length in ((block_q, query_length), (block_k, key_length))
     )
+    default = AttentionConfig(block_q, block_k, num_warps, num_stages)
     sizes = {"batch_heads": batch_heads, "query": query_length, "key": key_length, "head_size": head_size}
     return lookup(op, default, device_kind, **sizes, itemsize=itemsize)
 

@@ -89,6 +89,10 @@ def run(op: str, inputs: Inputs, options: Options, implementation: str | None) -
 # --- Plain jnp ---------------------------------------------------------------------------------------------------
 
 
+def _parts_of(qkv: Array) -> tuple[Array, Array, Array]:
+    return qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+
+
 def _plain(inputs: Inputs, options: Options) -> Any:
     query, key, value, bias, mask, q_lengths, kv_lengths, q_ids, kv_ids, rng, cu_seqlens = inputs
     static = dataclasses.asdict(options)
@@ -96,7 +100,7 @@ def _plain(inputs: Inputs, options: Options) -> Any:
     if max_seqlen is not None:
         return reference.varlen_qkv_attention(query, cu_seqlens, max_seqlen=max_seqlen, dropout_rng=rng, **static)
     if key is None:
-        query, key, value = query[:, :, 0], query[:, :, 1], query[:, :, 2]
+        query, key, value = _parts_of(query)
     return reference.dot_product_attention(
         query, key, value, bias, mask, query_seq_lengths=q_lengths, key_value_seq_lengths=kv_lengths,
         query_segment_ids=q_ids, key_value_segment_ids=kv_ids, dropout_rng=rng, **static,
@@ -138,9 +142,7 @@ def _cudnn_reason(inputs: Inputs, options: Options) -> str | None:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _cudnn(inputs: Inputs, options: Options) -> Any:
-    query, key, value = inputs.query, inputs.key, inputs.value
-    if key is None:
-        query, key, value = query[:, :, 0], query[:, :, 1], query[:, :, 2]
+    query, key, value = _parts_of(inputs.query) if inputs.key is None else inputs[:3]
     t, s = query.shape[1], key.shape[1]
     q_lengths, kv_lengths = inputs.query_seq_lengths, inputs.key_value_seq_lengths
     queries = keys = None

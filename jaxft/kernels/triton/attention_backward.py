@@ -72,7 +72,7 @@ def _rows(
 
 def _load_rows(ref, index, head, row, block: int, in_rows: Array | None, other: float):
     place = index, head, common.span(row, block)
-    return common.load(ref.at[place], mask=in_rows, other=None if in_rows is None else other)
+    return common.load(ref.at[place], mask=in_rows, other=other)
 
 
 def _select(allowed: Any, x: Array) -> Array:
@@ -327,12 +327,9 @@ def _dbias_kernel(*refs, p: Problem, block_q: int, block_k: int, key_tiles: int)
 
     share = lax.div(batches + (programs - 1) - program, jnp.int32(programs))
     total = lax.fori_loop(0, share, of_sequence, jnp.zeros((block_q, block_k), jnp.float32))
-    rows, columns = tile * block_q, j * block_k
-    inside = (common.positions(rows, block_q) < p.query_length)[:, None] & (
-        common.positions(columns, block_k) < p.key_length
-    )[None, :]
-    place = program, bias_batch, bias_head, common.span(rows, block_q), common.span(columns, block_k)
-    common.store(dbias_ref.at[place], total.astype(dbias_ref.dtype), mask=inside)
+    own = common.tile((p.query_length, p.key_length), tile * block_q, j * block_k, (block_q, block_k))
+    place = program, bias_batch, bias_head, *own.place
+    common.store(dbias_ref.at[place], total.astype(dbias_ref.dtype), mask=own.inside)
 
 
 def backward(
@@ -355,7 +352,7 @@ def backward(
 
     Arguments as those of `attention.forward`, its results and their gradients; `dlse` [B,N,T] is that of the natural
     log-sum-exp. The configs are of the kernel for queries, and of that for keys and values, which alone runs where
-    it has a block that holds all keys, unless there is a bias [.., T, S].
+    it has a block that holds all keys, unless there are many more queries or a bias [.., T, S].
     """
     p = parts.problem(query, key, value, rules, options)
     packed, varlen = key is None, rules.cu_seqlens is not None

@@ -305,9 +305,8 @@ def in_head(p: Problem) -> Array | None:
 
 def load_tile(p: Problem, ref, index, row, block: int, head, in_rows: Array | None):
     """[block, width] of a [B, L, heads, H], 0 where not `in_rows`."""
-    inside = tile_mask(p, block, in_rows)
     place = index, common.span(row, block), head, common.span(0, p.width)
-    return common.load(ref.at[place], mask=inside, other=None if inside is None else 0.0)
+    return common.load(ref.at[place], mask=tile_mask(p, block, in_rows))
 
 
 def store_tile(p: Problem, ref, index, row, head, tile, in_rows: Array | None) -> None:
@@ -347,8 +346,8 @@ class Pairs(NamedTuple):
     in_rows: Array | None
     in_columns: Array | None
 
-    def load(self, ref, other):
-        """What a [B|1, N|1, T|1, S|1] has for these pairs, of a shape that broadcasts to theirs."""
+    def load(self, ref):
+        """What a [B|1, N|1, T|1, S|1] has for these pairs, 0 where there are none; its shape broadcasts to theirs."""
         zero = jnp.int32(0)
         by_row, by_column = ref.shape[2] > 1, ref.shape[3] > 1
         masks: list[Any] = [self.in_rows] * by_row + [self.in_columns] * by_column
@@ -358,7 +357,7 @@ class Pairs(NamedTuple):
         shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in index))
         index[2:] = [jnp.broadcast_to(x, shape) if jnp.ndim(x) else x for x in index[2:]]
         inside = jnp.broadcast_to(functools.reduce(operator.and_, masks), shape) if masks else None
-        return common.load(ref.at[tuple(index)], mask=inside, other=None if inside is None else other)
+        return common.load(ref.at[tuple(index)], mask=inside)
 
 
 def allowed(p: Problem, refs: Refs, pairs: Pairs) -> Any:
@@ -373,10 +372,10 @@ def allowed(p: Problem, refs: Refs, pairs: Pairs) -> Any:
         ids = []
         for ref, at, inside in ((refs.query_ids, pairs.rows, pairs.in_rows),
                                 (refs.key_ids, pairs.columns, pairs.in_columns)):  # fmt: skip
-            ids.append(common.load(ref.at[pairs.batch, at], mask=inside, other=None if inside is None else 0))
+            ids.append(common.load(ref.at[pairs.batch, at], mask=inside))
         parts.append(ids[0] == ids[1])
     if p.pair_mask:
-        parts.append(pairs.load(refs.mask, False))
+        parts.append(pairs.load(refs.mask))
     return functools.reduce(operator.and_, parts) if parts else None
 
 
@@ -388,7 +387,7 @@ def logits(refs: Refs, pairs: Pairs, products: Array, scale: float) -> Array:
     """From the products of queries with keys."""
     if refs.bias is None:
         return products * (scale * LOG2_E)
-    return products * scale + pairs.load(refs.bias, 0.0).astype(jnp.float32)
+    return products * scale + pairs.load(refs.bias).astype(jnp.float32)
 
 
 def in_base_2(refs: Refs, x: Array) -> Array:
@@ -410,7 +409,7 @@ def in_key_mask(p: Problem, refs: Refs, batch, columns: Array, inside: Array) ->
         return inside
     zero = jnp.int32(0)
     index = batch if refs.mask.shape[0] > 1 else zero
-    return common.load(refs.mask.at[index, zero, zero, columns], mask=inside, other=False)
+    return common.load(refs.mask.at[index, zero, zero, columns], mask=inside)
 
 
 def any_of(pairs: Any, axis: int) -> Array:

@@ -203,10 +203,10 @@ def _bwd_kernel(
         return [terms[name] for name in vectors]
 
     def save(column, terms):
-        in_width = common.positions(column, block_width) < width
+        tile = tile_of(program, column)
         for n, term in enumerate(terms):
-            where = sums_ref.at[program, jnp.int32(n), common.span(column, block_width)]
-            common.store(where, jnp.sum(term, axis=0), mask=in_width)
+            where = sums_ref.at[program, jnp.int32(n), tile.place[1]]
+            common.store(where, jnp.sum(term, axis=0), mask=tile.in_width)
 
     if chunks == 1:  # every so many blocks of rows; the sums stay in registers
 
