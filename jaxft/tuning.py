@@ -66,12 +66,17 @@ class PermuteConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """Flash attention: tiles of `block_q` queries against `block_k` keys, both powers of two and at least 16."""
+    """Flash attention: tiles of `block_q` queries against `block_k` keys, both powers of two and at least 16.
+
+    Of the forward kernel, where a block holds all keys: `programs` share the tiles, so that each reads its next one
+    while it computes; 0 for a program a tile.
+    """
 
     block_q: int
     block_k: int
     num_warps: int
     num_stages: int
+    programs: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +244,7 @@ def attention_dkv(
     batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device_kind: str
 ) -> AttentionConfig:
     """Of the kernel for the gradients of keys and values, which where a block holds all keys is the only one."""
-    choices = ((64, 128, 8, 2), (64, 64, 4, 2), (32, 64, 8, 1), (16, 32, 4, 1))
+    choices = ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 8, 1), (16, 32, 4, 1))
     return _attention("attention_dkv", choices, batch_heads, query_length, key_length, head_size, itemsize, device_kind)
 
 

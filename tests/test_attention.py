@@ -261,8 +261,8 @@ def test_packed_is_separate():
 
 # --- The kernel with any blocks ------------------------------------------------------------------------------------
 
-CONFIGS = [AttentionConfig(q, k, warps, stages) for q, k, warps, stages in
-           ((16, 16, 1, 1), (32, 16, 4, 3), (16, 64, 4, 2), (64, 32, 8, 1), (128, 128, 4, 1))]  # fmt: skip
+CONFIGS = [AttentionConfig(*numbers) for numbers in ((16, 16, 1, 1), (32, 16, 4, 3), (16, 64, 4, 2, 5), (64, 32, 8, 1),
+                                                     (128, 128, 4, 1), (16, 128, 4, 2, 5))]  # fmt: skip
 
 
 @pytest.mark.parametrize(

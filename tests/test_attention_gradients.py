@@ -22,8 +22,10 @@ def blocks(monkeypatch):
     """Sets the blocks of the forward kernel, of that for queries and of that for keys, whatever the sizes."""
 
     def use(*configs):
-        for name, (block_q, block_k) in zip(("attention", "attention_dq", "attention_dkv"), configs, strict=True):
-            config = AttentionConfig(block_q, block_k, 4, 2)
+        for name, (block_q, block_k, *programs) in zip(
+            ("attention", "attention_dq", "attention_dkv"), configs, strict=True
+        ):
+            config = AttentionConfig(block_q, block_k, 4, 2, *programs)
             monkeypatch.setattr(tuning, name, lambda *_, config=config: config)
 
     return use
@@ -85,9 +87,11 @@ def dropout(rng, full):
 
 
 def random_blocks(rng):
-    return [tuple(int(n) for n in rng.choice([16, 32], 2)) for _ in range(2)] + [
-        (int(rng.choice([16, 32])), int(rng.choice([16, 32, 128])))
-    ]
+    """For each kernel, and of the forward one how many programs it has where a block holds all keys."""
+    forward, dq, dkv = (
+        [int(n) for n in (rng.choice([16, 32]), rng.choice(k))] for k in ([16, 128], [16, 32], [16, 32, 128])
+    )
+    return (*forward, int(rng.choice([0, 1, 7]))), dq, dkv
 
 
 MASKS = {

@@ -18,6 +18,7 @@ from jaxft.kernels.triton.attention_common import Options, Rules
 from jaxft.tuning import AttentionConfig, DenseConfig, ElementwiseConfig, GradientConfig, PermuteConfig, RowConfig
 
 TRITON = "custom_call @__gpu$xla.gpu.triton"
+COPIES = ("transpose", "slice", "dynamic_slice", "dynamic_update_slice", "concatenate", "gather", "scatter", "pad")
 
 
 def of(shape, dtype=jnp.float32):
@@ -39,6 +40,11 @@ def operations(text):
         return totals[name]
 
     return count("main")
+
+
+def sizes(text):
+    """The number of elements of each array in a StableHLO text."""
+    return [math.prod(map(int, shape[:-1].split("x"))) for shape in re.findall(r"tensor<((?:\d+x)+)[a-z]", text)]
 
 
 def assert_one_kernel(op, *arguments, **options):
@@ -181,52 +187,73 @@ def test_attention_head_sizes(head_size, dtype, caplog):
         text = lower(with_gradients(jaxft.qkv_attention), qkv)
         found = operations(text)
         assert found[TRITON] == {37: 2 if head_size * dtype.dtype.itemsize <= 512 else 3, 1000: 3}[length]
-        for copies in ("transpose", "slice", "dynamic_slice", "concatenate", "gather", "pad"):  # packed, and in place
+        for copies in COPIES:  # packed, and in place
             assert found[copies] == 0, copies
         assert text.count("output_operand_alias<") == (found[TRITON] == 3)
     assert caplog.messages == []
 
 
-ATTENTION_OPTIONS = {  # static ones, and arrays for B = 2, T = 37, S = 131, N = 6
-    "plain": ({}, {}),
-    "negative_scale": ({"scale": -1.0}, {}),
-    "no_scale": ({"scale": 0.0}, {}),
-    "residual": ({"return_residual": True}, {}),
-    "causal": ({"is_causal": True}, {}),
-    "window": ({"local_window_size": (5, 40)}, {}),
-    "lengths": ({}, {"query_seq_lengths": of((2,), jnp.int32), "key_value_seq_lengths": of((2,), jnp.int32)}),
-    "segments": ({}, {"query_segment_ids": of((2, 37), jnp.int32), "key_value_segment_ids": of((2, 131), jnp.int32)}),
-    "key_mask": ({"return_residual": True}, {"mask": of((2, 1, 1, 131), jnp.bool_)}),
-    "mask": ({}, {"mask": of((2, 1, 37, 131), jnp.bool_)}),
-    "bias": ({}, {"bias": of((2, 6, 37, 131))}),
-    "column_bias": ({}, {"bias": of((1, 6, 1, 131), jnp.bfloat16)}),
-    "row_bias": ({}, {"bias": of((37, 1))}),
-    "everything": (
-        {"is_causal": True, "local_window_size": (30, 0), "return_residual": True, "scale": 0.3},
-        {"mask": of((1, 6, 37, 1), jnp.bool_), "bias": of((1, 37, 131)), "key_value_seq_lengths": of((2,), jnp.int32),
-         "query_segment_ids": of((2, 37), jnp.int32), "key_value_segment_ids": of((2, 131), jnp.int32)},
-    ),
-}  # fmt: skip
+def attention_options(s, key):
+    """Static ones, and arrays for B = 2, T = 37, N = 6."""
+    both = {"is_causal": True, "local_window_size": (30, 0), "return_residual": True, "scale": 0.3,
+            "dropout_rate": 0.1, "dropout_rng": key}  # fmt: skip
+    lengths = {"query_seq_lengths": of((2,), jnp.int32), "key_value_seq_lengths": of((2,), jnp.int32)}
+    ids = {"query_segment_ids": of((2, 37), jnp.int32), "key_value_segment_ids": of((2, s), jnp.int32)}
+    return {
+        "plain": ({}, {}),
+        "negative_scale": ({"scale": -1.0}, {}),
+        "no_scale": ({"scale": 0.0}, {}),
+        "residual": ({"return_residual": True}, {}),
+        "causal": ({"is_causal": True}, {}),
+        "window": ({"local_window_size": (5, 40)}, {}),
+        "dropout": ({"dropout_rate": 0.1, "dropout_rng": key}, {}),
+        "lengths": ({}, lengths),
+        "segments": ({}, ids),
+        "key_mask": ({"return_residual": True}, {"mask": of((2, 1, 1, s), jnp.bool_)}),
+        "mask": ({}, {"mask": of((2, 1, 37, s), jnp.bool_)}),
+        "bias": ({}, {"bias": of((2, 6, 37, s))}),
+        "column_bias": ({}, {"bias": of((1, 6, 1, s), jnp.bfloat16)}),
+        "row_bias": ({}, {"bias": of((37, 1))}),
+        "everything": (both, lengths | ids | {"mask": of((1, 6, 37, 1), jnp.bool_), "bias": of((1, 37, s))}),
+        "everything_by_key": (both, lengths | ids | {"mask": of((2, 1, 1, s), jnp.bool_), "bias": of((6, 1, s))}),
+    }
 
 
-@pytest.mark.parametrize(("dtype", "precision"), [(jnp.bfloat16, None), (jnp.float32, "highest")],
-                         ids=["bfloat16", "float32"])  # fmt: skip
-def test_attention_options(dtype, precision, caplog, key):
-    """Forward and backward."""
-    query, keys = of((2, 37, 6, 64), dtype), of((2, 131, 2, 64), dtype)  # grouped heads
-    for name, (static, arrays) in ATTENTION_OPTIONS.items():
-        bias = arrays.get("bias")
+@pytest.mark.parametrize(("keys", "kernels"), [(61, 2), (131, 3)], ids=["one_backward", "two_backward"])
+@pytest.mark.parametrize(("dtype", "precision"),
+                         [(jnp.bfloat16, None), (jnp.float16, None), (jnp.float32, "highest")],
+                         ids=["bfloat16", "float16", "float32"])  # fmt: skip
+def test_attention_options(dtype, precision, keys, kernels, caplog, key):
+    """Forward and backward; the gradient of a bias for all pairs takes two kernels and its own."""
+    query, key_value = of((2, 37, 6, 64), dtype), of((2, keys, 2, 64), dtype)  # grouped heads
+    for name, (static, arrays) in attention_options(keys, key).items():
         others = {k: x for k, x in arrays.items() if k != "bias"}
-        if name == "everything":
-            static = static | {"dropout_rate": 0.1, "dropout_rng": key}
 
         def attend(floats, others, static=static):
-            query, keys, bias = floats
-            return jaxft.dot_product_attention(query, keys, keys, bias, **others, **static)
+            query, key_value, bias = floats
+            return jaxft.dot_product_attention(query, key_value, key_value, bias, **others, **static)
 
         with jax.default_matmul_precision(precision):
-            text = lower(with_gradients(attend), (query, keys, bias), others)
-        assert operations(text)[TRITON] == 3 + (name in ("bias", "everything"))
+            text = lower(with_gradients(attend), (query, key_value, arrays.get("bias")), others)
+        assert operations(text)[TRITON] == (4 if name in ("bias", "everything") else kernels), name
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("length", [37, 300])  # one kernel backward, and two
+@pytest.mark.parametrize("name", ["lengths", "key_mask", "mask", "varlen"])
+def test_masks_move_no_qkv(name, length, caplog):
+    """What finds the blocks to visit is small: queries, keys, values and their gradients stay where they are."""
+    shape = (4 * length, 3, 4, 64) if name == "varlen" else (4, length, 3, 4, 64)
+    function, *arrays = {
+        "lengths": (lambda qkv, n: jaxft.qkv_attention(qkv, key_value_seq_lengths=n), of((4,), jnp.int32)),
+        "key_mask": (lambda qkv, m: jaxft.qkv_attention(qkv, mask=m), of((4, 1, 1, length), jnp.bool_)),
+        "mask": (lambda qkv, m: jaxft.qkv_attention(qkv, mask=m), of((4, 1, length, length), jnp.bool_)),
+        "varlen": (lambda qkv, n: jaxft.varlen_qkv_attention(qkv, n, max_seqlen=length), of((5,), jnp.int32)),
+    }[name]
+    text = lower(with_gradients(function), of(shape, jnp.bfloat16), *arrays)
+    assert operations(text)[TRITON] == {37: 2, 300: 3}[length]
+    copies = re.findall(rf"^.*\bstablehlo\.(?:{'|'.join(COPIES)})\b.*$", text, re.MULTILINE)
+    assert max(sizes("\n".join(copies)), default=0) <= 4 * length
     assert caplog.messages == []
 
 
@@ -242,8 +269,7 @@ def test_attention_has_no_square_matrices():
 
     qkv = of((2, length, 3, 4, 64), jnp.bfloat16)
     arguments = (qkv, of((1, 4, 1, length))), of((2,), jnp.int32), of((2, length), jnp.int32)
-    shapes = re.findall(r"tensor<((?:\d+x)+)[a-z]", lower(with_gradients(attend), *arguments))
-    assert max(math.prod(map(int, shape[:-1].split("x"))) for shape in shapes) == math.prod(qkv.shape)
+    assert max(sizes(lower(with_gradients(attend), *arguments))) == math.prod(qkv.shape)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -490,7 +516,7 @@ def test_a_layer_is_eight_kernels_or_fewer(batch, kernels, products, caplog):
     layer = {name: (three[name] - one[name]) / 2 for name in three}
     assert layer.get(TRITON) == kernels
     assert layer.get("dot_general", 0) == products
-    for copies in ("transpose", "slice", "dynamic_slice", "concatenate", "gather", "pad"):
+    for copies in COPIES:
         assert layer.get(copies, 0) == 0, copies
     assert caplog.messages == []
 

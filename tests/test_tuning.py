@@ -78,7 +78,7 @@ def test_heuristics_are_launchable():
     """Blocks and warps are powers of two, as Triton needs them, and no block is absurd."""
     for config in heuristics():
         for name, value in dataclasses.asdict(config).items():
-            assert value >= 1, config
+            assert value >= 1 or (name == "programs" and isinstance(config, tuning.AttentionConfig)), config
             if name not in ("num_stages", "programs"):
                 assert value & (value - 1) == 0, config
         assert config.num_warps <= 32

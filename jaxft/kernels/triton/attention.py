@@ -14,6 +14,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import attention_common as parts
@@ -24,84 +25,105 @@ from jaxft.tuning import AttentionConfig
 Array = jax.Array
 
 
-def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int):
+def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, single: bool, programs: int):
+    """`single`: one block holds all keys. Then `programs`, if not 0, share the tiles of all sequences and heads."""
     q_ref, k_ref, v_ref, *rest = refs[: 3 + len(Refs._fields)]
     out_ref, top_ref, total_ref = (*refs[3 + len(Refs._fields) :], None, None)[:3]
     refs = Refs(*rest)
-    tile, head, batch = (pl.program_id(axis) for axis in range(3))
-    start, kv_head = tile * block_q, head // p.group
-    span = parts.load_span(refs.spans, batch, tile, p.query_length, p.key_length, block_k, full=not p.pair_mask)
-    index, offset, length = parts.sequence(refs, batch, span, p.query_length)
-    rows = common.positions(start, block_q)
-    in_rows = None if p.query_length % block_q == 0 and refs.offsets is None else rows < length
-    takes_part = in_rows if p.rules.query_lengths is None else rows < span.end
-    q = parts.load_tile(p, q_ref, index, offset + start, block_q, head, in_rows)
     # The maximum is taken before the scale where there is no bias, and the scale therefore must be positive.
-    scale = p.options.scale
-    if scale <= 0.0:
-        q = -q if scale < 0.0 else jnp.zeros_like(q)
-        scale = -scale or 1.0
+    scale = abs(p.options.scale) or 1.0
     to_logits = scale * parts.LOG2_E if refs.bias is None else 1.0
 
-    def visit(j, carry, *, edge):
-        acc, total, top = carry
-        row = jnp.int32(j) * block_k
-        columns = common.positions(row, block_k)
-        in_columns = used = None
-        if edge:
-            in_columns = (columns >= span.first) & (columns < span.last)
-            in_columns = parts.in_key_mask(p, refs, batch, columns, in_columns)
-        pairs = parts.Pairs(batch, head, rows[:, None], columns[None, :], None if in_rows is None else in_rows[:, None],
-                      None if in_columns is None else in_columns[None, :])  # fmt: skip
-        k = parts.load_tile(p, k_ref, index, offset + row, block_k, p.k_head + kv_head, in_columns)
-        logits = common.dot(q, k, trans_b=True, precision=p.precision)  # [block_q, block_k], not yet scaled
-        if refs.bias is not None:
-            logits = parts.logits(refs, pairs, logits, scale)
-        if edge:
-            keep = parts.allowed(p, refs, pairs)
-            logits = jnp.where(keep, logits, -jnp.inf)
-            if p.by_pairs:
-                used = parts.any_of(keep if takes_part is None else keep & takes_part[:, None], axis=0)
-        new_top = jnp.maximum(top, jnp.max(logits, axis=1) * to_logits)
-        shift = jnp.where(new_top == -jnp.inf, 0.0, new_top) if edge or refs.bias is not None else new_top
-        weights = common.exp2(parts.in_base_2(refs, logits * to_logits - shift[:, None]))
-        rescale = common.exp2(parts.in_base_2(refs, top - shift))
-        v = parts.load_tile(p, v_ref, index, offset + row, block_k, p.v_head + kv_head, in_columns)
-        if used is not None:  # a NaN that no query attends to must not spread
-            v = jnp.where(used[:, None], v, jnp.zeros_like(v))
-        kept = parts.drop(p, refs, pairs, weights).astype(v.dtype)
-        acc = acc * rescale[:, None] + common.dot(kept, v, precision=p.precision)
-        return acc, total * rescale + jnp.sum(weights, axis=1), new_top
+    def compute(tile, head, batch):
+        start, kv_head = tile * block_q, head // p.group
+        span = parts.load_span(refs.spans, batch, tile, p.query_length, p.key_length, block_k, full=not p.pair_mask)
+        index, offset, length = parts.sequence(refs, batch, span, p.query_length)
+        rows = common.positions(start, block_q)
+        in_rows = None if p.query_length % block_q == 0 and refs.offsets is None else rows < length
+        takes_part = in_rows if p.rules.query_lengths is None else rows < span.end
+        q = parts.load_tile(p, q_ref, index, offset + start, block_q, head, in_rows)
+        if p.options.scale <= 0.0:
+            q = -q if p.options.scale < 0.0 else jnp.zeros_like(q)
 
-    carry = (
-        jnp.zeros((block_q, p.width), jnp.float32),
-        jnp.zeros((block_q,), jnp.float32),
-        jnp.full((block_q,), -jnp.inf, jnp.float32),
-    )
-    leading = p.options.window[0] is not None or refs.query_ids is not None
-    acc, total, top = parts.visit_all(span, block_k, leading, visit, carry)
-    if p.rules.query_lengths is not None:
-        total = jnp.where(rows < span.end, total, 0.0)
-    empty = total == 0.0
-    safe_total = jnp.where(empty, 1.0, total)  # a row with nothing to attend to gives 0
-    out = acc * (p.kept_scale / safe_total)[:, None]
-    if p.rules.query_lengths is not None:
-        out = jnp.where(empty[:, None], 0.0, out)  # what such a row holds may be NaN
-    parts.store_tile(p, out_ref, index, offset + start, head, out, in_rows)
-    if top_ref is not None:
-        place = index, head, common.span(offset + start, block_q)
-        top = jnp.where(total == total, top, jnp.nan)  # of NaN alone a GPU's maximum is -inf, as if there were nothing
-        common.store(top_ref.at[place], jnp.where(empty, -jnp.inf, top), mask=in_rows)
-        common.store(total_ref.at[place], jnp.log(safe_total) * parts.LOG2_E, mask=in_rows)
+        def visit(j, carry, *, edge):
+            """`carry`: the weighted sum of values, the sum of weights and the greatest logit of earlier blocks."""
+            row = jnp.int32(j) * block_k
+            columns, in_columns, used = common.positions(row, block_k), None, None
+            if edge:
+                in_columns = (columns >= span.first) & (columns < span.last)
+                in_columns = parts.in_key_mask(p, refs, batch, columns, in_columns)
+            pairs = parts.Pairs(
+                batch, head, rows[:, None], columns[None, :], None if in_rows is None else in_rows[:, None],
+                None if in_columns is None else in_columns[None, :],
+            )  # fmt: skip
+            k = parts.load_tile(p, k_ref, index, offset + row, block_k, p.k_head + kv_head, in_columns)
+            logits = common.dot(q, k, trans_b=True, precision=p.precision)  # [block_q, block_k], not yet scaled
+            if refs.bias is not None:
+                logits = parts.logits(refs, pairs, logits, scale)
+            if edge:
+                keep = parts.allowed(p, refs, pairs)
+                logits = jnp.where(keep, logits, -jnp.inf)
+                if p.by_pairs:
+                    used = parts.any_of(keep if takes_part is None else keep & takes_part[:, None], axis=0)
+            new_top = jnp.max(logits, axis=1) * to_logits
+            if carry is not None:
+                new_top = jnp.maximum(carry[2], new_top)
+            shift = jnp.where(new_top == -jnp.inf, 0.0, new_top) if edge or refs.bias is not None else new_top
+            weights = common.exp2(parts.in_base_2(refs, common.fma(logits, to_logits, -shift[:, None])))
+            v = parts.load_tile(p, v_ref, index, offset + row, block_k, p.v_head + kv_head, in_columns)
+            if used is not None:  # a NaN that no query attends to must not spread
+                v = jnp.where(used[:, None], v, jnp.zeros_like(v))
+            kept = parts.drop(p, refs, pairs, weights).astype(v.dtype)
+            weighted, total = common.dot(kept, v, precision=p.precision), jnp.sum(weights, axis=1)
+            if carry is not None:
+                rescale = common.exp2(parts.in_base_2(refs, carry[2] - shift))
+                weighted, total = carry[0] * rescale[:, None] + weighted, common.fma(carry[1], rescale, total)
+            return weighted, total, new_top
 
-    def fill(row, in_rows):
-        parts.store_tile(p, out_ref, index, row, head, jnp.zeros((block_q, p.width), out_ref.dtype), in_rows)
+        if single:
+            full = refs.spans is None and p.key_length == block_k and not p.pair_mask
+            acc, total, top = visit(0, None, edge=not full)
+        else:
+            carry = (
+                jnp.zeros((block_q, p.width), jnp.float32),
+                jnp.zeros((block_q,), jnp.float32),
+                jnp.full((block_q,), -jnp.inf, jnp.float32),
+            )
+            leading = p.options.window[0] is not None or refs.query_ids is not None
+            acc, total, top = parts.visit_all(span, block_k, leading, visit, carry)
+        if p.rules.query_lengths is not None:
+            total = jnp.where(rows < span.end, total, 0.0)
+        empty = total == 0.0
+        safe_total = jnp.where(empty, 1.0, total)  # a row with nothing to attend to gives 0
+        out = acc * (p.kept_scale / safe_total)[:, None]
+        if p.rules.query_lengths is not None:
+            out = jnp.where(empty[:, None], 0.0, out)  # what such a row holds may be NaN
+        parts.store_tile(p, out_ref, index, offset + start, head, out, in_rows)
         if top_ref is not None:
-            place = index, head, common.span(row, block_q)
-            common.store(top_ref.at[place], jnp.full((block_q,), -jnp.inf, jnp.float32), mask=in_rows)
-            common.store(total_ref.at[place], jnp.zeros((block_q,), jnp.float32), mask=in_rows)
+            place = index, head, common.span(offset + start, block_q)
+            top = jnp.where(total == total, top, jnp.nan)  # of NaN alone a GPU's maximum is -inf, as of nothing
+            common.store(top_ref.at[place], jnp.where(empty, -jnp.inf, top), mask=in_rows)
+            common.store(total_ref.at[place], jnp.log(safe_total) * parts.LOG2_E, mask=in_rows)
 
-    parts.fill_after(refs, batch, tile, span, block_q, tiles, fill)
+        def fill(row, in_rows):
+            parts.store_tile(p, out_ref, index, row, head, jnp.zeros((block_q, p.width), out_ref.dtype), in_rows)
+            if top_ref is not None:
+                place = index, head, common.span(row, block_q)
+                common.store(top_ref.at[place], jnp.full((block_q,), -jnp.inf, jnp.float32), mask=in_rows)
+                common.store(total_ref.at[place], jnp.zeros((block_q,), jnp.float32), mask=in_rows)
+
+        parts.fill_after(refs, batch, tile, span, block_q, tiles, fill)
+
+    if not programs:
+        return compute(*(pl.program_id(axis) for axis in range(3)))
+    program, items = pl.program_id(0), tiles * p.heads * p.batch
+
+    def step(i, _):
+        item = program + jnp.int32(i) * programs
+        row = lax.div(item, jnp.int32(tiles))
+        compute(lax.rem(item, jnp.int32(tiles)), lax.rem(row, jnp.int32(p.heads)), lax.div(row, jnp.int32(p.heads)))
+
+    lax.fori_loop(0, lax.div(items - 1 - program, jnp.int32(programs)) + 1, step, None)
 
 
 def forward(
@@ -128,9 +150,19 @@ def forward(
     if return_residual:
         outputs += [jax.ShapeDtypeStruct((batch, p.heads, rows), jnp.float32)] * 2
     tiles = pl.cdiv(p.query_length, config.block_q)
+    single = p.key_length <= config.block_k and p.rules.query_lengths is None
+    programs = min(config.programs, tiles * p.heads * p.batch) if single else 0
     found = common.launch(
-        functools.partial(_fwd_kernel, p=p, block_q=config.block_q, block_k=config.block_k, tiles=tiles),
-        (tiles, p.heads, p.batch),
+        functools.partial(
+            _fwd_kernel,
+            p=p,
+            block_q=config.block_q,
+            block_k=config.block_k,
+            tiles=tiles,
+            single=single,
+            programs=programs,
+        ),  # fmt: skip
+        (programs,) if programs else (tiles, p.heads, p.batch),
         p.operands(parts.spans_of_queries(p, config.block_q, config.block_k)),
         outputs,
         name="attention_fwd",

@@ -278,17 +278,26 @@ def load_span(spans_ref, batch, tile, length: int, other_length: int, other_bloc
     return span
 
 
-def visit_all(span: Span, block: int, leading: bool, visit: Callable[..., Any], carry: Any) -> Any:
-    """carry = visit(block, carry, edge=...) for each block of the span; `leading`: some may come before the full."""
+def visit_all(
+    span: Span, block: int, leading: bool, visit: Callable[..., Any], carry: Any, unroll: bool = False
+) -> Any:
+    """carry = visit(block, carry, edge=...) for each block of the span; `leading`: some may come before the full.
+
+    `unroll`: without a loop where they are few and known.
+    """
     start, stop = span.blocks(block)
-    edge = functools.partial(visit, edge=True)
+
+    def loop(start, stop, edge, carry):
+        if isinstance(start, int) and isinstance(stop, int) and (start == stop or (unroll and stop - start <= 4)):
+            for j in range(start, stop):
+                carry = visit(j, carry, edge=edge)
+            return carry
+        return lax.fori_loop(start, stop, functools.partial(visit, edge=edge), carry)
+
     if leading:
-        carry = lax.fori_loop(start, span.full_start, edge, carry)
-    if not (isinstance(span.full_stop, int) and span.full_stop == 0):
-        carry = lax.fori_loop(span.full_start, span.full_stop, functools.partial(visit, edge=False), carry)
-    if not (isinstance(span.full_stop, int) and span.full_stop == stop):
-        carry = lax.fori_loop(span.full_stop, stop, edge, carry)
-    return carry
+        carry = loop(start, span.full_start, True, carry)
+    carry = loop(span.full_start, span.full_stop, False, carry)
+    return loop(span.full_stop, stop, True, carry)
 
 
 def sequence(refs: Refs, batch, span: Span, length: int) -> tuple[Any, Any, Any]:
@@ -384,10 +393,15 @@ def allowed(p: Problem, refs: Refs, pairs: Pairs) -> Any:
 
 
 def logits(refs: Refs, pairs: Pairs, products: Array, scale: float) -> Array:
-    """From the products of queries with keys."""
+    """With the bias that there is, from the products of queries with keys."""
+    return common.fma(products, scale, pairs.load(refs.bias).astype(jnp.float32))
+
+
+def below(refs: Refs, pairs: Pairs, products: Array, scale: float, top: Array) -> Array:
+    """The logits less those of `top`, in base 2."""
     if refs.bias is None:
-        return products * (scale * LOG2_E)
-    return products * scale + pairs.load(refs.bias).astype(jnp.float32)
+        return common.fma(products, scale * LOG2_E, -top)
+    return in_base_2(refs, logits(refs, pairs, products, scale) - top)
 
 
 def in_base_2(refs: Refs, x: Array) -> Array:

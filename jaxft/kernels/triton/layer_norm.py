@@ -77,10 +77,11 @@ def _fwd_kernel(
     def write(chunk, mean, scale):
         tile, total = chunk
         y = (total - mean[:, None]) * scale[:, None]
-        if gamma_ref is not None:
-            y = y * tile.load_vector(gamma_ref)
+        gamma = 1.0 if gamma_ref is None else tile.load_vector(gamma_ref)
         if beta_ref is not None:
-            y = y + tile.load_vector(beta_ref)
+            y = common.fma(y, gamma, tile.load_vector(beta_ref))
+        elif gamma_ref is not None:
+            y = y * gamma
         tile.store(y_ref, y)
         if return_sum:
             tile.store(more_refs[0], total)
@@ -191,7 +192,7 @@ def _bwd_kernel(
         """Writes the gradients of x and the residual; returns the terms of those of the vectors."""
         tile, keep, dy, normal, g = prepared
         mean, slope = (s[:, None] / width for s in sums)
-        d = (g - mean - normal * slope) * values["scale"]
+        d = common.fma(normal, -slope, g - mean) * values["scale"]
         if dsum_ref is not None:
             d = d + values["dsum"].astype(jnp.float32)
         if dresidual_ref is not None:

@@ -1,0 +1,60 @@
+"""No kernel of attention reads or writes beyond its arrays, says compute-sanitizer. Needs an NVIDIA GPU."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxft import dispatch
+
+SANITIZER = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ["PATH"], "/usr/local/cuda/bin"]))
+ROOT = Path(__file__).resolve().parents[1]
+CASES, PARTS = 50, 10  # processes; to start one takes as long as some cases
+
+pytestmark = [
+    pytest.mark.skipif(dispatch.platform() != "cuda", reason="checks what an NVIDIA GPU accesses"),
+    pytest.mark.skipif(SANITIZER is None, reason="compute-sanitizer is not installed"),
+]
+
+
+def memcheck(*arguments):
+    """The exit status and the output of tests/memcheck_attention.py under compute-sanitizer."""
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        # The driver's own, for each array. "platform" and "address" hand out parts of larger allocations (JAX 0.11.2).
+        "XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0",
+    }
+    done = subprocess.run(
+        [
+            SANITIZER,
+            *("--tool", "memcheck", "--error-exitcode", "99", "--target-processes", "application-only"),
+            *("--padding", "65536"),  # what lies behind one array otherwise may be the next
+            *("--destroy-on-device-error", "kernel"),  # not all that come after it
+            *("--report-api-errors", "no"),  # JAX asks the driver for what it may not have
+            *("--max-connections", "100", "--launch-timeout", "120"),  # other test processes run it too
+            *("--print-limit", "3", "--show-backtrace", "no"),
+            *(sys.executable, str(ROOT / "tests" / "memcheck_attention.py"), *map(str, arguments)),
+        ],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_attention(part):
+    count = CASES // PARTS
+    status, output = memcheck(part * count, count)
+    assert status == 0 and "ERROR SUMMARY: 0 errors" in output, output
+    assert f"{count} cases ran in " in output, output
+
+
+@pytest.mark.parametrize(("fault", "found"), [("load", "read"), ("store", "write"), ("row", "read")])
+def test_a_planted_fault_is_found(fault, found):
+    """Kernels without a mask, and kernels with one row too many in their masks."""
+    status, output = memcheck(0, 1, fault)
+    assert status != 0 and f"Invalid __global__ {found}" in output, output
