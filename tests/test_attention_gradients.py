@@ -88,9 +88,8 @@ def dropout(rng, full):
 
 def random_blocks(rng):
     """For each kernel, and of the forward one how many programs it has where a block holds all keys."""
-    forward, dq, dkv = (
-        [int(n) for n in (rng.choice([16, 32]), rng.choice(k))] for k in ([16, 128], [16, 32], [16, 32, 128])
-    )
+    keys = [16, 128], [16, 32], [16, 32, 128]
+    forward, dq, dkv = ((int(rng.choice([16, 32])), int(rng.choice(block_k))) for block_k in keys)
     return (*forward, int(rng.choice([0, 1, 7]))), dq, dkv
 
 
