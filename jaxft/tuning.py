@@ -68,8 +68,8 @@ class PermuteConfig:
 class AttentionConfig:
     """Flash attention: tiles of `block_q` queries against `block_k` keys, both powers of two and at least 16.
 
-    Of the forward kernel, where a block holds all keys: `programs` share the tiles, so that each reads its next one
-    while it computes; 0 for a program a tile.
+    Of the forward kernel without masks, where a block holds all keys: `programs` share the tiles, so that each reads
+    its next one while it computes; 0 for a program a tile.
     """
 
     block_q: int

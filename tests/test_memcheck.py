@@ -34,7 +34,6 @@ def memcheck(*arguments):
             SANITIZER,
             *("--tool", "memcheck", "--error-exitcode", "99", "--target-processes", "application-only"),
             *("--padding", "65536"),  # what lies behind one array otherwise may be the next
-            *("--destroy-on-device-error", "kernel"),  # not all that come after it
             *("--report-api-errors", "no"),  # JAX asks the driver for what it may not have
             *("--max-connections", "100", "--launch-timeout", "120"),  # other test processes run it too
             *("--print-limit", "3", "--show-backtrace", "no"),

@@ -151,7 +151,9 @@ def forward(
         outputs += [jax.ShapeDtypeStruct((batch, p.heads, rows), jnp.float32)] * 2
     tiles = pl.cdiv(p.query_length, config.block_q)
     single = p.key_length <= config.block_k and p.rules.query_lengths is None
-    programs = min(config.programs, tiles * p.heads * p.batch) if single else 0
+    spans = parts.spans_of_queries(p, config.block_q, config.block_k)
+    # With masks the next tile is not read while one computes, and this takes 1.4x as long (H200, 2026-11-21).
+    programs = min(config.programs, tiles * p.heads * p.batch) if single and spans is None else 0
     found = common.launch(
         functools.partial(
             _fwd_kernel,
@@ -163,7 +165,7 @@ def forward(
             programs=programs,
         ),  # fmt: skip
         (programs,) if programs else (tiles, p.heads, p.batch),
-        p.operands(parts.spans_of_queries(p, config.block_q, config.block_k)),
+        p.operands(spans),
         outputs,
         name="attention_fwd",
         num_warps=config.num_warps,

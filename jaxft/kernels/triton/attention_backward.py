@@ -117,8 +117,8 @@ def _probabilities(p: Problem, refs: Refs, k_ref, v_ref, rows: _Rows, j, block_k
         used = parts.any_of(allowed, axis=0)[:, None]
         k, v = jnp.where(used, k, jnp.zeros_like(k)), jnp.where(used, v, jnp.zeros_like(v))
     products = common.dot(rows.q, k, trans_b=True, precision=p.precision)  # [block_q, block_k]
-    below = parts.below(refs, pairs, products, p.options.scale, rows.top[:, None])
-    weights = common.exp2(below - rows.total[:, None])
+    top, total = rows.top[:, None], rows.total[:, None]
+    weights = common.exp2(parts.log2_probabilities(p, refs, pairs, products, top, total))
     weights = _select(allowed, weights if rows.factor is None else weights * rows.factor[:, None])
     dp = parts.drop(p, refs, pairs, common.dot(rows.dout, v, trans_b=True, precision=p.precision))
     return weights, dp * p.kept_scale if p.options.dropout_rate > 0.0 else dp, k
@@ -219,8 +219,7 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, packe
         )
         allowed = _allowed(p, refs, pairs, attends[None, :]) if edge else None
         products = common.dot(k, q, trans_b=True, precision=p.precision)  # [block_k, block_q]
-        below = parts.below(refs, pairs, products, p.options.scale, top[None, :])
-        weights = common.exp2(below - total[None, :])
+        weights = common.exp2(parts.log2_probabilities(p, refs, pairs, products, top[None, :], total[None, :]))
         weights = _select(allowed, weights)
         if factor_ref is not None:
             weights = weights * _load_rows(factor_ref, index, head, offset + row, block_q, in_rows, 1.0)[None, :]
@@ -261,7 +260,7 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, packe
         leading = p.options.window[1] is not None or refs.query_ids is not None
         step = functools.partial(visit, head=head)
         begin = (*carry, *[jnp.zeros((block_k,), jnp.float32)] * columns)
-        dk, dv, *sums = parts.visit_all(span, block_q, leading, step, begin, unroll=with_dq)
+        dk, dv, *sums = parts.visit_all(span, block_q, leading, step, begin)
         if columns:
             total = _select(in_keys, sums[0])
             common.store(sums_ref.at[batch, head, common.span(start, block_k)], total, mask=stored)

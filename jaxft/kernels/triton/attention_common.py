@@ -278,26 +278,17 @@ def load_span(spans_ref, batch, tile, length: int, other_length: int, other_bloc
     return span
 
 
-def visit_all(
-    span: Span, block: int, leading: bool, visit: Callable[..., Any], carry: Any, unroll: bool = False
-) -> Any:
-    """carry = visit(block, carry, edge=...) for each block of the span; `leading`: some may come before the full.
-
-    `unroll`: without a loop where they are few and known.
-    """
+def visit_all(span: Span, block: int, leading: bool, visit: Callable[..., Any], carry: Any) -> Any:
+    """carry = visit(block, carry, edge=...) for each block of the span; `leading`: some may come before the full."""
     start, stop = span.blocks(block)
-
-    def loop(start, stop, edge, carry):
-        if isinstance(start, int) and isinstance(stop, int) and (start == stop or (unroll and stop - start <= 4)):
-            for j in range(start, stop):
-                carry = visit(j, carry, edge=edge)
-            return carry
-        return lax.fori_loop(start, stop, functools.partial(visit, edge=edge), carry)
-
+    edge = functools.partial(visit, edge=True)
     if leading:
-        carry = loop(start, span.full_start, True, carry)
-    carry = loop(span.full_start, span.full_stop, False, carry)
-    return loop(span.full_stop, stop, True, carry)
+        carry = lax.fori_loop(start, span.full_start, edge, carry)
+    if not (isinstance(span.full_stop, int) and span.full_stop == 0):
+        carry = lax.fori_loop(span.full_start, span.full_stop, functools.partial(visit, edge=False), carry)
+    if not (isinstance(span.full_stop, int) and span.full_stop == stop):
+        carry = lax.fori_loop(span.full_stop, stop, edge, carry)
+    return carry
 
 
 def sequence(refs: Refs, batch, span: Span, length: int) -> tuple[Any, Any, Any]:
@@ -397,11 +388,14 @@ def logits(refs: Refs, pairs: Pairs, products: Array, scale: float) -> Array:
     return common.fma(products, scale, pairs.load(refs.bias).astype(jnp.float32))
 
 
-def below(refs: Refs, pairs: Pairs, products: Array, scale: float, top: Array) -> Array:
-    """The logits less those of `top`, in base 2."""
-    if refs.bias is None:
-        return common.fma(products, scale * LOG2_E, -top)
-    return in_base_2(refs, logits(refs, pairs, products, scale) - top)
+def log2_probabilities(p: Problem, refs: Refs, pairs: Pairs, products: Array, top: Array, total: Array) -> Array:
+    """From the products of queries with keys; `top` and `total` are the two parts of the log-sum-exp."""
+    if refs.bias is not None:
+        return in_base_2(refs, logits(refs, pairs, products, p.options.scale) - top) - total
+    to_logits = p.options.scale * LOG2_E
+    if p.query.dtype == jnp.float32:
+        return common.fma(products, to_logits, -top) - total
+    return common.fma(products, to_logits, -(top + total))  # whose digits are enough for 16 bits
 
 
 def in_base_2(refs: Refs, x: Array) -> Array:

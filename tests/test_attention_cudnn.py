@@ -1,0 +1,122 @@
+"""Attention by cuDNN: named, and taken where it is faster."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxft
+import oracle
+from cases import check, jit, normal
+from compare import assert_matches_oracle
+from jaxft import dispatch, reference
+from jaxft.ops import attention_implementations as implementations
+
+needs_hopper = pytest.mark.skipif(
+    dispatch.device().compute_capability != (9, 0), reason="runs cuDNN, which is taken on Hopper GPUs"
+)
+
+
+def separate(b, t, s, n, h, dtype=jnp.bfloat16):
+    rng = np.random.default_rng(0)
+    return normal(rng, dtype, query=(b, t, n, h), key=(b, s, n, h), value=(b, s, n, h))
+
+
+OPTIONS = {
+    "plain": {},
+    "scale": {"scale": 0.3},
+    "causal": {"is_causal": True},
+    "window": {"is_causal": True, "local_window_size": (20, 0)},
+    "key lengths": {"key_value_seq_lengths": np.array([128, 37, 0], np.int32)},
+    "lengths": {
+        "query_seq_lengths": np.array([100, 0, 64], np.int32),
+        "key_value_seq_lengths": np.array([128, 37, 0], np.int32),
+    },
+}
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_named(name, dtype):
+    """Rows with nothing to attend to included."""
+    options = OPTIONS[name]
+    check(
+        lambda implementation, **f: jaxft.dot_product_attention(**f, **options, implementation=implementation),
+        lambda **f: reference.dot_product_attention(**f, **options),
+        lambda **f: oracle.dot_product_attention(**f, **options),
+        separate(3, 128, 128, 2, 64, dtype), implementations=("cudnn",), gradients=True,
+    )  # fmt: skip
+
+
+@needs_hopper
+def test_padding():
+    clean = separate(3, 128, 128, 2, 64)
+    lengths = np.array([128, 37, 0], np.int32)
+    padding = (np.arange(128) >= lengths[:, None])[:, :, None, None]
+    poisoned = clean | {name: jnp.where(padding, jnp.nan, clean[name]) for name in ("key", "value")}
+
+    def results(floats):
+        def attend(floats):
+            return jaxft.dot_product_attention(**floats, key_value_seq_lengths=lengths, implementation="cudnn")
+
+        out, pull_back = jax.vjp(attend, floats)
+        return out, pull_back(jnp.ones_like(out))[0]
+
+    (got, gradients), (want, _) = (jit(results)(floats) for floats in (poisoned, clean))
+    assert np.array_equal(got, want)
+    chex.assert_tree_all_finite(gradients)  # which are not the same in every run
+    for name in ("key", "value"):
+        assert (np.asarray(gradients[name])[np.broadcast_to(padding, clean[name].shape)] == 0.0).all()
+
+
+@needs_hopper
+@pytest.mark.parametrize("causal", [False, True])
+def test_taken_for_large_outputs_without_gradients(causal):
+    floats = separate(4, 512, 512, 8, 64)
+
+    def attend(floats, implementation=None, **masks):
+        return jaxft.dot_product_attention(**floats, is_causal=causal, **masks, implementation=implementation)
+
+    def program(f, *arguments):
+        return jax.jit(f).lower(*arguments).compile().as_text()
+
+    assert "cudnn" in program(attend, floats)
+    assert "cudnn" not in program(jax.grad(lambda f: jnp.sum(attend(f).astype(jnp.float32))), floats)
+    lengths = jnp.arange(4) * 100
+    assert "cudnn" not in program(lambda f, x: attend(f, key_value_seq_lengths=x), floats, lengths)
+    expected = jit(functools.partial(attend, implementation="xla"))(floats)
+    assert_matches_oracle(jit(attend)(floats), expected, oracle.dot_product_attention(**floats, is_causal=causal))
+    jax.export.export(jax.jit(attend), disabled_checks=jaxft.EXPORT_DISABLED_CHECKS)(floats)
+
+
+CHANGES = {
+    "none": {},
+    "negative scale": {"scale": -1.0},
+    "mask": {"mask": np.ones((1, 1, 1, 512), bool)},
+    "grouped heads": {"kv_heads": 4},
+    "float32": {"dtype": jnp.float32},
+    "small heads": {"head_size": 32},
+    "little work": {"batch": 1},
+    "ragged length": {"length": 500},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_where_it_is_taken(name, monkeypatch):
+    case = {"kv_heads": 8, "dtype": jnp.bfloat16, "head_size": 64, "batch": 4, "length": 512, "scale": 1.0}
+    case |= CHANGES[name]
+    monkeypatch.setattr(implementations, "_cudnn_is_there", lambda: True)
+    query, key = (
+        jax.ShapeDtypeStruct((case["batch"], case["length"], heads, case["head_size"]), case["dtype"])
+        for heads in (8, case["kv_heads"])
+    )
+    inputs = implementations.Inputs(query, key, key, mask=case.get("mask"))
+    options = implementations.Options(case["scale"], False, None, 0.0, False)
+    with dispatch.target():
+        assert implementations._faster_by_cudnn(inputs, options) == (name == "none")
+    with dispatch.target("NVIDIA A100", (8, 0)):
+        assert not implementations._faster_by_cudnn(inputs, options)
