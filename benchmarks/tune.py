@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import bench_dense
 import timing
 from jaxft import dispatch, reference, tuning
+from jaxft.kernels.mosaic_gpu import dense as mosaic_dense
 from jaxft.kernels.triton import attention, attention_backward, bias_activation, dense, layer_norm, permute, softmax
 from jaxft.kernels.triton.attention_common import Options, Rules
 
@@ -355,6 +356,25 @@ def dense_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
         yield Case("dense", sizes, ((rows, depth), (depth, width)), dtype, run, reference.dense, configs)
 
 
+def mosaic_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
+    tiles = [(64, 128, 4, "m"), (64, 192, 4, "m"), (64, 256, 4, "m"), (128, 128, 4, "n"), (128, 128, 6, "none"),
+             (64, 192, 6, "none"), (64, 128, 6, "none")]  # fmt: skip
+    configs = [tuning.MosaicDenseConfig(m, n, stages=stages, split=split) for m, n, stages, split in tiles]
+    for (rows, depth, width), activation in itertools.product(bench_dense.LARGE, (None, "gelu")):
+        if not tuning.dense_by_mosaic(rows, depth, width, activation, itemsize):
+            continue
+
+        def run(*arrays: jax.Array, config: tuning.MosaicDenseConfig, activation: str | None = activation) -> Any:
+            return mosaic_dense.forward(*arrays, activation=activation, config=config)
+
+        present = tuning.dense_mosaic(rows, depth, width, activation, itemsize, kind)
+        sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
+        yield Case(
+            "dense_mosaic", sizes | {"itemsize": itemsize}, ((rows, depth), (depth, width), (width,)), dtype, run,
+            functools.partial(reference.dense, activation=activation), [present, *configs],
+        )  # fmt: skip
+
+
 def best(case: Case, default: Any) -> Any:
     """Checks and times the candidates; prints the fastest few, and what a device without a table would take."""
     first = case.inputs(0)
@@ -414,7 +434,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     path = args.out / f"{kind.replace(' ', '_')}.json"
     table = json.loads(path.read_text()) if path.is_file() else {}
     kinds = (row_cases, row_gradient_cases, softmax_cases, elementwise_cases, elementwise_gradient_cases, permute_cases,
-             split_cases, attention_cases, attention_gradient_cases, dense_cases)  # fmt: skip
+             split_cases, attention_cases, attention_gradient_cases, dense_cases, mosaic_cases)  # fmt: skip
     for dtype, cases in itertools.product(args.dtypes, kinds):
         itemsize = jnp.dtype(dtype).itemsize
         for case, untuned in zip(cases(dtype, itemsize, kind), cases(dtype, itemsize, ""), strict=True):

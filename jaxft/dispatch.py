@@ -17,12 +17,12 @@ logger = logging.getLogger("jaxft")
 #: Every implementation that an op of jaxft may have. "xla" is `jaxft.reference`, compiled by XLA.
 IMPLEMENTATIONS = ("triton", "mosaic_gpu", "cudnn", "xla")
 
-#: `jax.export.export(..., disabled_checks=jaxft.EXPORT_DISABLED_CHECKS)` accepts the custom calls behind the Triton
+#: `jax.export.export(..., disabled_checks=jaxft.EXPORT_DISABLED_CHECKS)` accepts the custom calls behind the
 #: kernels and cuDNN, which JAX does not promise to keep stable: import such a program with the JAX version that
 #: exported it.
 EXPORT_DISABLED_CHECKS = tuple(
     jax.export.DisabledSafetyCheck.custom_call(target)
-    for target in ("__gpu$xla.gpu.triton", "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
+    for target in ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
 )
 
 
@@ -150,11 +150,13 @@ def _machine_reason(name: str, machine: Device) -> str | None:
     needed = {"triton": (8, 0), "cudnn": (8, 0), "mosaic_gpu": (9, 0)}.get(name)
     if needed is None:
         return None
-    if machine.compute_capability is None:
+    have = machine.compute_capability
+    if have is None:
         return f"it needs an NVIDIA GPU, this is {machine.kind}"
-    if machine.compute_capability < needed:
-        have = ".".join(map(str, machine.compute_capability))
-        return f"it needs compute capability {needed[0]}.{needed[1]}, {machine.kind} has {have}"
+    only = name == "mosaic_gpu"  # the instructions of Hopper's matrix units are on no other card
+    if have < needed or (only and have[0] > needed[0]):
+        which = f"{needed[0]}.{needed[1]}{' and no later one' if only else ''}"
+        return f"it needs compute capability {which}, {machine.kind} has {have[0]}.{have[1]}"
     return None
 
 

@@ -171,7 +171,7 @@ X, KERNEL = np.ones((2, 8), np.float32), np.ones((8, 4), np.float32)
         ({"implementation": "fast"}, ValueError,
          "implementation must be None or one of ('triton', 'mosaic_gpu', 'cudnn', 'xla'), got 'fast'"),
         ({"implementation": "cudnn"}, NotImplementedError,
-         "there is no 'cudnn' implementation, only ('triton', 'xla')"),
+         "there is no 'cudnn' implementation, only ('triton', 'mosaic_gpu', 'xla')"),
     ],
     ids=lambda v: "-".join(v) if isinstance(v, dict) else "",
 )  # fmt: skip

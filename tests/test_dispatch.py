@@ -86,6 +86,7 @@ def test_an_unknown_name(name):
         ("triton", {"triton": None}, dispatch.Device("cuda", *TURING), ["8.0", "NVIDIA T4", "7.5"]),
         ("triton", {"triton": None}, TPU, ["NVIDIA GPU", "TPU v6e"]),
         ("mosaic_gpu", {"mosaic_gpu": None}, dispatch.Device("cuda", *AMPERE), ["9.0", "NVIDIA A100", "8.0"]),
+        ("mosaic_gpu", {"mosaic_gpu": None}, dispatch.Device("cuda", "NVIDIA B200", (10, 0)), ["no later one", "10.0"]),
         ("cudnn", {"cudnn": None}, CPU, ["NVIDIA GPU", "cpu"]),
     ],
 )

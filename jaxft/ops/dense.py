@@ -43,9 +43,10 @@ def dense(
       activation: None, "gelu" (by the error function), "gelu_tanh", "relu", "silu" or "tanh".
       residual: `[..., F]` of the dtype of `x`, added last.
       precision: of the product, as in `jnp.matmul`; None follows `jax.default_matmul_precision`.
-      implementation: None for the fastest, "triton" (all in one kernel, which pays for few rows) or "xla". On an NVIDIA
-        GPU, None takes "triton" for few rows; for many it takes XLA's product (cuBLAS), and for an activation after it
-        the Triton kernel of `bias_activation`.
+      implementation: None for the fastest; "mosaic_gpu" (16 bits, without a residual, on Hopper GPUs) and "triton" do
+        all in one kernel, "xla" in as many as XLA makes of it. On an NVIDIA GPU, None takes "triton" for few rows; for
+        many "mosaic_gpu" where it was measured faster, or XLA's product (cuBLAS), and for an activation after it the
+        Triton kernel of `bias_activation`.
 
     Returns:
       `[..., F]` of the dtype of `x`.
@@ -79,28 +80,39 @@ def dense(
         except (TypeError, ValueError) as error:
             raise ValueError(f"{op}: precision must be one that jnp.matmul takes, got {precision!r}") from error
     rows, width = math.prod(x.shape[:-1]), kernel.shape[1]
-    choice = dispatch.choose(op, implementation, {"triton": triton.unsupported(x=x, bias=bias)})
     # In two dimensions, which is where XLA recognises a matrix product with a bias in its epilogue.
     arrays = (x.reshape(rows, x.shape[-1]), kernel, bias, None if residual is None else residual.reshape(rows, width))
-    product_by_xla = implementation is None and tuning.dense_by_library(rows, width, activation, x.dtype.itemsize)
-    if (
-        choice.name == "xla"
-        or 0 in (*x.shape, width)
-        or (product_by_xla and (activation is None or residual is not None))
-    ):
+    sizes, itemsize = (rows, x.shape[-1], width), x.dtype.itemsize
+    reasons = {"triton": triton.unsupported(x=x, bias=bias)}
+    if implementation is None and tuning.dense_by_mosaic(*sizes, activation, itemsize):
+        reasons = {"mosaic_gpu": _mosaic_reason(*arrays)} | reasons
+    elif implementation not in (None, "triton", "xla"):
+        reasons["mosaic_gpu"] = _mosaic_reason(*arrays)
+    choice, kind = dispatch.choose(op, implementation, reasons), dispatch.device_kind()
+    product: tuning.DenseConfig | tuning.MosaicDenseConfig | None = None
+    if choice.name == "mosaic_gpu":
+        product = tuning.dense_mosaic(*sizes, activation, itemsize, kind)
+    elif implementation is not None or not tuning.dense_by_library(rows, width, activation, itemsize):
+        product = tuning.dense(*sizes, itemsize, kind)
+    if choice.name == "xla" or 0 in sizes or (product is None and (activation is None or residual is not None)):
         y = _reference(*arrays, activation, precision)
     else:
-        kind, itemsize = dispatch.device_kind(), x.dtype.itemsize
         plan = _Plan(
             activation=activation,
             precision=precision,
-            product=None if product_by_xla else tuning.dense(rows, x.shape[-1], width, itemsize, kind),
+            product=product,
             epilogue=tuning.bias_activation(rows, width, itemsize, kind),
             kernel_precision=dispatch.matmul_precision(precision),
             interpret=choice.interpret,
         )
-        y = _triton_jit(*arrays, plan)
+        y = _kernels_jit(*arrays, plan)
     return y.reshape(*x.shape[:-1], width)
+
+
+def _mosaic_reason(x: Array, kernel: Array, bias: Array | None, residual: Array | None) -> str | None:
+    from jaxft.kernels.mosaic_gpu import dense as mosaic  # which takes a while to import
+
+    return "it adds no residual" if residual is not None else mosaic.unsupported(x, kernel, bias)
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5))
@@ -114,20 +126,28 @@ class _Plan:
 
     activation: str | None
     precision: Any
-    product: tuning.DenseConfig | None
+    product: tuning.DenseConfig | tuning.MosaicDenseConfig | None
     epilogue: tuning.ElementwiseConfig
     kernel_precision: str
     interpret: bool
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _triton(x, kernel, bias, residual, plan):
+def _kernels(x, kernel, bias, residual, plan):
     if plan.product is None:
         return _epilogue(jnp.matmul(x, kernel, precision=plan.precision), bias, residual, plan, in_place=True)
+    if isinstance(plan.product, tuning.MosaicDenseConfig):
+        return _mosaic(x, kernel, bias, plan, with_product=False)
     return triton.forward(
         x, kernel, bias, residual, activation=plan.activation, precision=plan.kernel_precision, config=plan.product,
         interpret=plan.interpret,
     )  # fmt: skip
+
+
+def _mosaic(x, kernel, bias, plan, with_product):
+    from jaxft.kernels.mosaic_gpu import dense as mosaic
+
+    return mosaic.forward(x, kernel, bias, activation=plan.activation, config=plan.product, with_product=with_product)
 
 
 def _epilogue(y, bias, residual, plan, in_place):
@@ -140,25 +160,30 @@ def _epilogue(y, bias, residual, plan, in_place):
 
 
 def _fwd(x, kernel, bias, residual, plan):
-    if plan.product is not None:
-        return _triton(x, kernel, bias, residual, plan), (x, kernel, bias, residual, None)
-    y = jnp.matmul(x, kernel, precision=plan.precision)
-    return _epilogue(y, bias, residual, plan, in_place=False), (x, kernel, bias, residual, y)
+    if plan.product is None:
+        y = jnp.matmul(x, kernel, precision=plan.precision)
+        return _epilogue(y, bias, residual, plan, in_place=False), (x, kernel, bias, residual, y)
+    if isinstance(plan.product, tuning.MosaicDenseConfig) and plan.activation is not None:
+        out, y = _mosaic(x, kernel, bias, plan, with_product=True)
+        return out, (x, kernel, bias, residual, y)
+    return _kernels(x, kernel, bias, residual, plan), (x, kernel, bias, residual, None)
 
 
 def _bwd(plan, saved, d_out):
     x, kernel, bias, residual, y = saved
     if y is None:  # the kernel kept its product in registers, and the activation's gradient needs it
         y = jnp.matmul(x, kernel, precision=plan.precision)
+    elif isinstance(plan.product, tuning.MosaicDenseConfig) and bias is not None:
+        y = y.astype(jnp.float32) - bias.astype(jnp.float32)  # the bias is in it
 
     def epilogue(y, bias, residual):
         return reference.dense_epilogue(y, bias, plan.activation, residual)
 
     _, epilogue_vjp = jax.vjp(epilogue, y, bias, residual)
-    dy, d_bias, d_residual = epilogue_vjp(d_out)
+    dy, d_bias, d_residual = epilogue_vjp(d_out.astype(y.dtype))
     _, product_vjp = jax.vjp(functools.partial(jnp.matmul, precision=plan.precision), x, kernel)
-    return *product_vjp(dy), d_bias, d_residual
+    return *product_vjp(dy.astype(x.dtype)), d_bias, d_residual
 
 
-_triton.defvjp(_fwd, _bwd)
-_triton_jit = jax.jit(_triton, static_argnums=4)
+_kernels.defvjp(_fwd, _bwd)
+_kernels_jit = jax.jit(_kernels, static_argnums=4)

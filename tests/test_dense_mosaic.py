@@ -1,0 +1,274 @@
+"""The Mosaic GPU kernel of dense, and its activations in plain jnp.
+
+It runs compiled on a Hopper GPU, and on a CPU in Mosaic's interpreter, which knows of copies, barriers and races.
+"""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import cases
+import jaxft
+import oracle
+from cases import INTERPRET, jit, lower, normal
+from compare import assert_matches_oracle
+from jaxft import dispatch, reference, tuning
+from jaxft.kernels.mosaic_gpu import dense
+from jaxft.tuning import MosaicDenseConfig
+
+ACTIVATIONS = [None, *reference.ACTIVATIONS]
+DTYPES = [pytest.param(dtype, id=dtype.__name__) for dtype in (jnp.float16, jnp.bfloat16)]
+BY_TURNS = MosaicDenseConfig(128, 128, stages=6, split="none")
+
+hopper = pytest.mark.skipif(dispatch.device().compute_capability != (9, 0), reason="needs a Hopper GPU")
+runs = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11) if INTERPRET else dispatch.device().compute_capability != (9, 0),
+    reason="needs a Hopper GPU, or a CPU and the interpreter of JAX 0.11",
+)
+
+
+def of(shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def run(x, kernel, bias, **options):
+    mode = plgpu.force_gpu_interpret_mode() if INTERPRET else contextlib.nullcontext()
+    with mode:
+        return dense.forward(x, kernel, bias, **options)
+
+
+def check(rows, depth, width, config, *, dtype=jnp.bfloat16, bias=jnp.float32, activation=None, seed=0):
+    rng = np.random.default_rng(seed)
+    floats = normal(rng, dtype, x=(rows, depth)) | {"kernel": normal(rng, dtype, kernel=(depth, width))["kernel"] / 8}
+    floats["bias"] = None if bias is None else normal(rng, bias, bias=(width,))["bias"]
+    assert dense.unsupported(**floats) is None
+    plain = jit(functools.partial(reference.dense, activation=activation))(**floats)
+    got = run(**floats, activation=activation, config=config)
+    assert_matches_oracle(got, plain, oracle.dense(**floats, activation=activation), seed=seed)
+    return floats, got
+
+
+# --- Activations -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tanh_error", [-(2.0**-11), 0.0, 2.0**-11])  # that of the hardware's
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_activations_are_accurate(activation, dtype, tanh_error, monkeypatch):
+    x = jnp.asarray(np.concatenate([np.linspace(-20, 20, 40001), np.geomspace(1e-30, 6e4, 999)]), jnp.float32)
+    for part in (x, x[jnp.abs(x) < 3.0], x[jnp.abs(x) < 0.1]):
+        plain = reference.ACTIVATIONS[activation](part).astype(dtype)
+        with monkeypatch.context() as patch:
+            patch.setattr(jnp, "tanh", lambda x, tanh=jnp.tanh: tanh(x) * (1.0 + tanh_error))
+            got = dense.activation(activation, part, dtype).astype(dtype)
+        assert_matches_oracle(got, plain, oracle._activate(np.float64(part), activation))
+
+
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_negative_tails_are_accurate_in_float16(activation):
+    for start in np.arange(-12.0, 12.0, 0.5):
+        x = jnp.linspace(start, start + 0.5, 501, dtype=jnp.float32)
+        plain = reference.ACTIVATIONS[activation](x).astype(jnp.float16)
+        got = dense.activation(activation, x, jnp.float16).astype(jnp.float16)
+        assert_matches_oracle(got, plain, oracle._activate(np.float64(x), activation))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_activations_of_what_is_not_finite(activation, dtype):
+    x = jnp.array([jnp.nan, jnp.inf, 3e38, -3e38, 0.0], jnp.float32)
+    got, plain = (f(x).astype(dtype).astype(jnp.float32) for f in (
+        lambda x: dense.activation(activation, x, dtype), reference.ACTIVATIONS[activation]))  # fmt: skip
+    np.testing.assert_array_equal(got, plain)
+
+
+def test_unknown_activation():
+    with pytest.raises(ValueError, match="no kernel has the activation 'swish'"):
+        dense.activation("swish", jnp.ones(3), jnp.bfloat16)
+
+
+# --- Refusals ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "bias", "reason"),
+    [
+        ((64, 64, 64), jnp.float32, None, "x is float32"),
+        ((64, 64, 64), jnp.bfloat16, jnp.float64, "bias is float64"),
+        ((0, 64, 64), jnp.bfloat16, None, "empty"),
+        ((63, 64, 64), jnp.bfloat16, None, "x has 63 rows"),
+        ((64, 72, 64), jnp.bfloat16, None, "K is 72 and F is 64"),
+        ((64, 768, 200), jnp.bfloat16, None, "multiples of 16"),
+        ((64, 7, 768), jnp.bfloat16, None, "multiples of 16, below of 8"),
+        ((64, 768, 30522), jnp.bfloat16, None, "F is 30522"),
+        ((2**30 + 1, 64, 64), jnp.bfloat16, None, "above 2^30"),
+    ],
+)
+def test_refusals(shape, dtype, bias, reason):
+    rows, depth, width = shape
+    with jax.enable_x64(True):
+        vector = None if bias is None else of((width,), bias)
+        assert reason in dense.unsupported(of((rows, depth), dtype), of((depth, width), dtype), vector)
+
+
+@pytest.mark.parametrize("shape", [(64, 8, 8), (65, 24, 40), (100, 768, 2304), (77, 80, 208), (75, 1024, 48)], ids=str)
+def test_no_refusal(shape):
+    rows, depth, width = shape
+    assert dense.unsupported(of((rows, depth)), of((depth, width)), None) is None
+
+
+# --- Lowering ----------------------------------------------------------------------------------------------------
+
+
+def lower_kernel(rows, depth, width, config, *, dtype=jnp.bfloat16, bias=jnp.float32, **options):
+    arrays = [of((rows, depth), dtype), of((depth, width), dtype), of((width,), bias or dtype)]
+    text = lower(
+        lambda x, kernel, b: dense.forward(x, kernel, bias and b, **{"activation": None} | options, config=config),
+        *arrays,
+    )
+    assert text.count("custom_call @mosaic_gpu") == 1
+    return text
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_lowers(activation, dtype):
+    for bias, config in ((None, MosaicDenseConfig(64, 192)), (jnp.float32, BY_TURNS)):
+        lower_kernel(4096, 768, 768, config, dtype=dtype, bias=bias, activation=activation)
+
+
+@pytest.mark.parametrize("cluster_m", [1, 2])
+@pytest.mark.parametrize(
+    "config",
+    [MosaicDenseConfig(64, 256), MosaicDenseConfig(128, 128, split="n"), MosaicDenseConfig(64, 256, split="none"),
+     BY_TURNS, MosaicDenseConfig(64, 64, split="none", minor="m", group=1)],
+    ids=lambda c: f"{c.tile_m}x{c.tile_n}{c.split}",
+)  # fmt: skip
+def test_configs_lower(config, cluster_m):
+    config = MosaicDenseConfig(**{**vars(config), "cluster_m": cluster_m})
+    text = lower_kernel(1000, 96, 208, config, bias=jnp.bfloat16, activation="gelu", with_product=cluster_m == 1)
+    assert text.count("tensor<1000x208xbf16>") >= 3 - cluster_m
+
+
+@pytest.mark.parametrize("sizes", [(768, 768), (768, 3072), (1024, 4096), (384, 1152)])
+@pytest.mark.parametrize("rows", [100, 16384])
+def test_defaults_lower(rows, sizes):
+    """They fit into shared memory, whatever the bias."""
+    lower_kernel(rows, *sizes, tuning.dense_mosaic(rows, *sizes, "gelu", 2, ""), activation="gelu")
+
+
+def test_rows_are_padded_only_where_they_must():
+    for rows in (96, 100):
+        text = lower_kernel(rows, 64, 64, MosaicDenseConfig(64, 64))
+        assert ("stablehlo.pad" in text) == ("stablehlo.slice" in text) == (rows % 8 > 0)
+
+
+# --- Numbers -----------------------------------------------------------------------------------------------------
+
+SPLITS = {
+    "m": MosaicDenseConfig(64, 64, stages=3, programs=2),
+    "n": MosaicDenseConfig(64, 64, stages=2, split="n", programs=2),
+    "none": MosaicDenseConfig(64, 128, stages=3, split="none", programs=2),
+    "cluster": MosaicDenseConfig(64, 64, stages=3, programs=4, cluster_m=2, minor="m", group=2),
+    "none, cluster": MosaicDenseConfig(64, 64, stages=2, split="none", programs=4, cluster_m=2),
+}
+
+
+@runs
+@pytest.mark.parametrize("config", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("shape", [(65, 80, 208), (259, 320, 320)], ids=str)
+def test_shapes(shape, config):
+    check(*shape, config)
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation, dtype):
+    config, bias = (SPLITS["m"], dtype) if dtype == jnp.float16 else (SPLITS["none"], None)
+    check(70, 64, 64, config, dtype=dtype, bias=bias, activation=activation)
+
+
+@runs
+def test_with_product():
+    floats, y = check(72, 64, 192, SPLITS["none"], activation="gelu")
+    both = run(**floats, activation="gelu", config=SPLITS["none"], with_product=True)
+    assert (both[0] == y).all()
+    assert (both[1] == run(**floats, activation=None, config=SPLITS["none"])).all()
+
+
+@runs
+def test_nan_stays_in_its_row():
+    floats, clean = check(72, 64, 64, SPLITS["m"], activation="relu")
+    y = run(**floats | {"x": floats["x"].at[3, 5].set(jnp.nan)}, activation="relu", config=SPLITS["m"])
+    assert jnp.isnan(y[3]).all()
+    assert (jnp.delete(y, 3, axis=0) == jnp.delete(clean, 3, axis=0)).all()
+
+
+@hopper
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_op(activation, dtype):
+    """Values and gradients."""
+    rng = np.random.default_rng(1)
+    floats = normal(rng, dtype, x=(200, 128), kernel=(128, 192)) | normal(rng, jnp.float32, bias=(192,))
+    cases.check(
+        lambda implementation, **f: jaxft.dense(**f, activation=activation, implementation=implementation),
+        lambda **f: reference.dense(**f, activation=activation),
+        lambda **f: oracle.dense(**f, activation=activation),
+        floats, implementations=("mosaic_gpu",),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "activation", "dtype", "taken"),
+    [
+        ((4096, 768, 3072), "gelu", jnp.bfloat16, True),
+        ((4096, 768, 768), None, jnp.float16, True),
+        ((16384, 768, 768), None, jnp.bfloat16, False),  # cuBLAS is as fast
+        ((4096, 768, 3072), "gelu", jnp.float32, False),
+        ((128, 768, 3072), "gelu", jnp.bfloat16, False),  # Triton is faster
+        ((4100, 768, 3072), "gelu", jnp.bfloat16, False),  # would cost copies
+        ((4096, 776, 3072), "gelu", jnp.bfloat16, False),  # is not supported
+    ],
+)
+def test_where_it_is_taken(shape, activation, dtype, taken):
+    rows, depth, width = shape
+    arrays = of((rows, depth), dtype), of((depth, width), dtype), of((width,), dtype)
+    text = lower(lambda x, kernel, bias: jaxft.dense(x, kernel, bias, activation=activation), *arrays)
+    assert text.count("@mosaic_gpu_v2") == taken
+
+
+def test_it_adds_no_residual():
+    arrays = of((64, 64)), of((64, 64))
+    with dispatch.target(), pytest.raises(NotImplementedError, match="it adds no residual"):
+        jax.eval_shape(lambda x, k: jaxft.dense(x, k, residual=x, implementation="mosaic_gpu"), *arrays)
+
+
+@pytest.mark.skipif(not INTERPRET or jax.__version_info__ < (0, 11), reason="needs a CPU and JAX 0.11's interpreter")
+@pytest.mark.parametrize("config", SPLITS.values(), ids=SPLITS)
+def test_no_races(config):
+    """Of the interpreter's races; its copies to the device memory are at once."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    floats = normal(np.random.default_rng(0), jnp.bfloat16, x=(264, 192), kernel=(192, 320), bias=(320,))
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        dense.forward(**floats, activation=None, config=config).block_until_ready()
+    assert not interpret_pallas_call.get_races().races_found
+
+
+@hopper
+@pytest.mark.parametrize("config", [MosaicDenseConfig(64, 192), MosaicDenseConfig(64, 256),
+                                    MosaicDenseConfig(128, 128, split="n", cluster_m=2), BY_TURNS,
+                                    MosaicDenseConfig(64, 256, split="none", cluster_m=2), None], ids=str)  # fmt: skip
+def test_large(config):
+    shape = (4099, 768, 3072)
+    floats, y = check(*shape, config or tuning.dense_mosaic(*shape, "gelu", 2, ""), activation="gelu")
+    for _ in range(10):
+        again = run(**floats, activation="gelu", config=config or tuning.dense_mosaic(*shape, "gelu", 2, ""))
+        assert (again == y).all()
