@@ -319,12 +319,14 @@ def dense_by_mosaic(rows: int, depth: int, width: int, activation: str | None, i
 def dense_mosaic(
     rows: int, depth: int, width: int, activation: str | None, itemsize: int, device_kind: str
 ) -> MosaicDenseConfig:
-    if activation is not None or (depth < 1024 and width > 1024):
-        default = MosaicDenseConfig(128, 128, stages=6, split="none")
+    tile_n = 192 if width % 192 == 0 else 128
+    blocks = -(-rows // 128) * -(-width // tile_n)
+    if blocks < 66:  # for half of the multiprocessors: smaller ones
+        default = MosaicDenseConfig(64, 128, stages=6, split="none")
+    elif blocks <= 132:
+        default = MosaicDenseConfig(64, tile_n)
     else:
-        default = MosaicDenseConfig(64, 192 if width % 192 == 0 else 128)
-    if rows <= 1024:
-        default = MosaicDenseConfig(64, 192 if width % 192 == 0 else 128)
+        default = MosaicDenseConfig(128, 128, stages=6, split="none")
     sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
     return lookup("dense_mosaic", default, device_kind, **sizes, itemsize=itemsize)
 

@@ -101,8 +101,9 @@ def test_unknown_activation():
         ((64, 64, 64), jnp.float32, None, "x is float32"),
         ((64, 64, 64), jnp.bfloat16, jnp.float64, "bias is float64"),
         ((0, 64, 64), jnp.bfloat16, None, "empty"),
-        ((63, 64, 64), jnp.bfloat16, None, "x has 63 rows"),
-        ((64, 72, 64), jnp.bfloat16, None, "K is 72 and F is 64"),
+        ((63, 64, 128), jnp.bfloat16, None, "M is 63"),
+        ((64, 64, 64), jnp.bfloat16, None, "F is 64: they must be at least 64 and above"),
+        ((64, 72, 128), jnp.bfloat16, None, "K is 72 and F is 128"),
         ((64, 768, 200), jnp.bfloat16, None, "multiples of 16"),
         ((64, 7, 768), jnp.bfloat16, None, "multiples of 16, below of 8"),
         ((64, 768, 30522), jnp.bfloat16, None, "F is 30522"),
@@ -116,7 +117,9 @@ def test_refusals(shape, dtype, bias, reason):
         assert reason in dense.unsupported(of((rows, depth), dtype), of((depth, width), dtype), vector)
 
 
-@pytest.mark.parametrize("shape", [(64, 8, 8), (65, 24, 40), (100, 768, 2304), (77, 80, 208), (75, 1024, 48)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(64, 8, 80), (65, 24, 96), (100, 768, 2304), (77, 80, 208), (75, 1024, 1040)], ids=str
+)
 def test_no_refusal(shape):
     rows, depth, width = shape
     assert dense.unsupported(of((rows, depth)), of((depth, width)), None) is None
@@ -164,7 +167,7 @@ def test_defaults_lower(rows, sizes):
 
 def test_rows_are_padded_only_where_they_must():
     for rows in (96, 100):
-        text = lower_kernel(rows, 64, 64, MosaicDenseConfig(64, 64))
+        text = lower_kernel(rows, 64, 128, MosaicDenseConfig(64, 64))
         assert ("stablehlo.pad" in text) == ("stablehlo.slice" in text) == (rows % 8 > 0)
 
 
@@ -191,7 +194,7 @@ def test_shapes(shape, config):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation, dtype):
     config, bias = (SPLITS["m"], dtype) if dtype == jnp.float16 else (SPLITS["none"], None)
-    check(70, 64, 64, config, dtype=dtype, bias=bias, activation=activation)
+    check(70, 64, 128, config, dtype=dtype, bias=bias, activation=activation)
 
 
 @runs
@@ -204,7 +207,7 @@ def test_with_product():
 
 @runs
 def test_nan_stays_in_its_row():
-    floats, clean = check(72, 64, 64, SPLITS["m"], activation="relu")
+    floats, clean = check(72, 64, 128, SPLITS["m"], activation="relu")
     y = run(**floats | {"x": floats["x"].at[3, 5].set(jnp.nan)}, activation="relu", config=SPLITS["m"])
     assert jnp.isnan(y[3]).all()
     assert (jnp.delete(y, 3, axis=0) == jnp.delete(clean, 3, axis=0)).all()
@@ -245,7 +248,7 @@ def test_where_it_is_taken(shape, activation, dtype, taken):
 
 
 def test_it_adds_no_residual():
-    arrays = of((64, 64)), of((64, 64))
+    arrays = of((128, 128)), of((128, 128))
     with dispatch.target(), pytest.raises(NotImplementedError, match="it adds no residual"):
         jax.eval_shape(lambda x, k: jaxft.dense(x, k, residual=x, implementation="mosaic_gpu"), *arrays)
 

@@ -28,6 +28,7 @@ OPS = {
         (tuning.AttentionConfig, ("batch_heads", "query", "key", "head_size", "itemsize")),
     ),
     "dense": (tuning.DenseConfig, ("rows", "depth", "width", "itemsize")),
+    "dense_mosaic": (tuning.MosaicDenseConfig, ("rows", "depth", "width", "activation", "itemsize")),
 }  # fmt: skip
 SIZES = (0, 1, 2, 3, 31, 64, 100, 127, 384, 769, 4096, 5000, 65537)
 
@@ -115,11 +116,17 @@ def test_a_tuned_entry_wins(tuned):
         assert op(rows, 1000, itemsize, "NVIDIA H200") == op(rows, 1000, itemsize, UNKNOWN)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [op for op in OPS if op != "dense_mosaic"])
 def test_every_op_finds_its_tuned_entry(op, tuned):
     sizes = {name: 100 + place for place, name in enumerate(OPS[op][1])}
     tuned({"card": {op: {tuning.key(**sizes): {"num_warps": 32}}}})
     assert getattr(tuning, op)(*sizes.values(), "card").num_warps == 32
+
+
+def test_the_mosaic_product_finds_its_tuned_entries(tuned):
+    tuned({"card": {"dense_mosaic": {"rows=1024,depth=256,width=512,activation=2,itemsize=2": {"tile_n": 256}}}})
+    with_gelu, without = (tuning.dense_mosaic(1000, 200, 300, name, 2, "card") for name in ("gelu", None))
+    assert with_gelu == dataclasses.replace(without, tile_n=256) != without
 
 
 def test_a_device_without_a_table_gets_the_heuristic():
@@ -137,5 +144,7 @@ def test_committed_tables_are_well_formed():
                 parts = {name: int(size) for name, size in (part.split("=") for part in sizes.split(","))}
                 assert tuning.key(**parts) == sizes and tuple(parts) == names, (file.name, op, sizes)
                 assert set(entry) <= fields, (file.name, op, sizes)
+                if config is tuning.MosaicDenseConfig:
+                    continue
                 blocks = (value for name, value in entry.items() if name not in ("num_stages", "programs"))
                 assert all(value & (value - 1) == 0 for value in blocks), (file.name, op)

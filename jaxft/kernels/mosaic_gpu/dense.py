@@ -37,8 +37,9 @@ def unsupported(x: Array, kernel: Array, bias: Array | None) -> str | None:
         return "an array is empty"
     if max(rows, depth, width) > 2**30:
         return f"a product of {rows}x{depth} and {depth}x{width} has a size above 2^30"
-    if rows < PIECE:
-        return f"x has {rows} rows, fewer than the {PIECE} of a tile"
+    if rows < PIECE or width <= PIECE:
+        # What lies beyond the edge of an array of one line of tiles is stored at its beginning (JAX 0.11.2).
+        return f"M is {rows} and F is {width}: they must be at least {PIECE} and above {PIECE}"
     if not _line(depth, width):
         return f"K is {depth} and F is {width}: above 64 they must be multiples of 16, below of 8"
     return None
