@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import re
 from collections.abc import Sequence
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +18,8 @@ from flax import nnx
 
 import timing
 from jaxft.models.bert import BertConfig, BertModel
+from jaxft.models.comparison import Attention, plain_layer
 
-JaxAttention = Literal["xla", "cudnn"]
 Params = list[dict[str, jax.Array]]  # one dict per layer, named as in jaxft.models.bert
 
 
@@ -65,7 +64,7 @@ CASES = [
 ]
 QUICK_CASES = CASES[:3]
 # implementation: (attention of jax.nn, q, k and v from one matrix product)
-PEERS: dict[str, tuple[JaxAttention, bool]] = {
+PEERS: dict[str, tuple[Attention, bool]] = {
     "xla": ("xla", True),
     "xla, separate qkv": ("xla", False),
     "xla+cudnn": ("cudnn", False),
@@ -104,32 +103,12 @@ def random_params(model: str, dtype: str) -> Params:
 # --- The peers ---------------------------------------------------------------------------------------------------
 
 
-def layer_norm(x: jax.Array, gamma: jax.Array, beta: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    mean = jnp.mean(wide, -1, keepdims=True)
-    variance = jnp.mean(jnp.square(wide - mean), -1, keepdims=True)
-    normal = (wide - mean) * jax.lax.rsqrt(variance + 1e-12)
-    return (normal * gamma.astype(jnp.float32) + beta.astype(jnp.float32)).astype(x.dtype)
-
-
 def plain_encoder(
-    params: Params, x: jax.Array, lengths: jax.Array | None, *, heads: int, gelu: str, attention: JaxAttention,
-    packed: bool,
-) -> jax.Array:  # fmt: skip
-    batch, length, width = x.shape
+    params: Params, x: jax.Array, lengths: jax.Array | None, *, heads: int, gelu: str, attention: Attention
+) -> jax.Array:
+    activation = "gelu_tanh" if gelu == "gelu_new" else "gelu"
     for p in params:
-        if packed:
-            qkv = (x @ p["qkv_kernel"] + p["qkv_bias"]).reshape(batch, length, 3, heads, width // heads)
-            q, k, v = (qkv[:, :, i] for i in range(3))
-        else:
-            projected = (x @ p[f"{name}_kernel"] + p[f"{name}_bias"] for name in ("q", "k", "v"))
-            q, k, v = (y.reshape(batch, length, heads, width // heads) for y in projected)
-        context = jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths, implementation=attention)
-        context = context.reshape(x.shape) @ p["out_kernel"] + p["out_bias"]
-        x = layer_norm(x + context, p["attention_norm_gamma"], p["attention_norm_beta"])
-        y = jax.nn.gelu(x @ p["ffn_in_kernel"] + p["ffn_in_bias"], approximate=gelu == "gelu_new")
-        y = y @ p["ffn_out_kernel"] + p["ffn_out_bias"]
-        x = layer_norm(x + y, p["ffn_norm_gamma"], p["ffn_norm_beta"])
+        x = plain_layer(p, x, lengths, heads=heads, activation=activation, epsilon=1e-12, attention=attention)
     return x
 
 
@@ -220,7 +199,7 @@ def run(case: Case, gelu: str, args: argparse.Namespace) -> list[timing.Row]:
     for name, (attention, packed) in PEERS.items():
         if attention == "cudnn" and (jax.default_backend() != "gpu" or case.dtype == "float32"):
             continue  # cuDNN's attention has no float32
-        f = functools.partial(plain_encoder, heads=heads, gelu=gelu, attention=attention, packed=packed)
+        f = functools.partial(plain_encoder, heads=heads, gelu=gelu, attention=attention)
         variants[name] = (jax.jit(f), [(params if packed else separate(params), x, lengths)])
 
     xla = variants["xla"][0]

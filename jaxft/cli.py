@@ -1,7 +1,10 @@
-"""The command line: `jaxft encode | similar | info`. Results go to stdout or a file, everything else to stderr."""
+"""The command line: `jaxft encode | similar | bench | info`. Results go to stdout or a file, the rest to stderr."""
 
 import argparse
+import contextlib
+import dataclasses
 import importlib.metadata
+import importlib.util
 import io
 import json
 import os
@@ -24,6 +27,7 @@ _VERSION: str = sys.modules["jaxft"].__version__  # the package, already there, 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
 _TERMINATED = 143  # 128 + SIGTERM
+_DTYPES = ("float32", "float16", "bfloat16")
 
 
 class _UserError(Exception):
@@ -93,6 +97,22 @@ def _parser() -> argparse.ArgumentParser:
     similar.add_argument("query", metavar="QUERY")
     similar.add_argument("--top", metavar="K", type=_positive, default=5, help="how many to show (default: 5)")
 
+    bench = command(
+        "bench", _run_bench, "time the encoder on this device beside plain JAX",
+        "Times the layers of a checkpoint's encoder as jaxft runs them, in plain JAX under XLA and, in 16 bits on an "
+        "NVIDIA GPU, with cuDNN attention, on full batches of random inputs. Prints a table of median microseconds: "
+        "queued, of a call among many in a row, and blocking, until one call's result is there. jaxft's result is "
+        "checked first.",
+    )  # fmt: skip
+    _add_checkpoint_argument(bench)
+    bench.add_argument("--batch", metavar="B", type=_positive, nargs="+", default=[1, 8, 32], help="(default: 1 8 32)")
+    bench.add_argument("--length", metavar="T", type=_positive, nargs="+", default=[128], help="(default: 128)")
+    bench.add_argument(
+        "--dtype", choices=_DTYPES, help="(default: bfloat16 on an NVIDIA GPU, float32 on other devices)"
+    )
+    bench.add_argument("-o", "--output", metavar="OUT.json", help="file to write the times to as well")
+    bench.add_argument("--chart", metavar="OUT.png", help="file to draw them to; needs jaxft[plot]")
+
     for reads_texts in (encode, similar):
         reads_texts.add_argument("--jsonl", action="store_true", help="FILE's lines are JSON, whatever its name")
 
@@ -104,11 +124,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_checkpoint_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="M", required=True, help="a checkpoint folder or an id on Hugging Face")
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_checkpoint_argument(parser)
     parser.add_argument("--batch-size", metavar="N", type=_positive, default=32, help="texts at a time (default: 32)")
     parser.add_argument(
-        "--dtype", choices=["float32", "float16", "bfloat16"], default="float32",
+        "--dtype", choices=_DTYPES, default="float32",
         help="of parameters and arithmetic (default: float32); embeddings are always float32",
     )  # fmt: skip
     parser.add_argument(
@@ -155,9 +179,7 @@ def _run_info(args: argparse.Namespace) -> None:
     device = _device()
     from jaxft import ops
 
-    versions = {"python": platform.python_version(), "jaxft": _VERSION}
-    versions |= {package: importlib.metadata.version(package) for package in ("jax", "jaxlib", "flax")}
-    rows = ops.explain()
+    versions, rows = _versions(), ops.explain()
     if args.json:
         names = ("op", "implementation", "reason")
         choices = [dict(zip(names, row, strict=True)) for row in rows]
@@ -169,6 +191,54 @@ def _run_info(args: argparse.Namespace) -> None:
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for op, implementation, reason in rows:
         print(f"{op:<{widths[0]}}  {implementation:<{widths[1]}}  {reason}")
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "jaxft": _VERSION}
+    return versions | {package: importlib.metadata.version(package) for package in ("jax", "jaxlib", "flax")}
+
+
+def _run_bench(args: argparse.Namespace) -> None:
+    for name, suffix in (("output", ".json"), ("chart", ".png")):
+        path = getattr(args, name)
+        if path is not None and Path(path).suffix != suffix:
+            raise _UserError(f"{name} {path!r} must end in {suffix}")
+    if args.chart is not None and importlib.util.find_spec("matplotlib") is None:
+        raise _UserError("--chart needs matplotlib: pip install 'jaxft[plot]'")
+    device = _device()
+    dtype = args.dtype or ("bfloat16" if device["platform"] == "cuda" else "float32")
+    import jax
+    from tqdm import tqdm
+
+    from jaxft.models import comparison
+    from jaxft.models.bert import BertModel
+    from jaxft.models.checkpoint import CheckpointError
+
+    with contextlib.ExitStack() as files:
+        files.enter_context(_exit_at_sigterm())
+        output, chart = (path and files.enter_context(_new_file(path)) for path in (args.output, args.chart))
+        try:
+            model = BertModel.from_pretrained(args.model, dtype=dtype)
+            for length in args.length:
+                if length > model.config.max_sequence_length:
+                    raise _UserError(f"length {length}: the model takes at most {model.config.max_sequence_length}")
+            cases = [(batch, length) for length in args.length for batch in args.batch]
+            with tqdm(cases, desc="bench", unit="case") as bar:
+                times = [comparison.compare(model, *case) for case in bar]
+        except (CheckpointError, comparison.ComparisonError, jax.errors.JaxRuntimeError) as error:
+            raise _UserError(str(error)) from error
+        print(f"{args.model}, {dtype}, {device['device']}, JAX {jax.__version__}; microseconds\n")
+        for line in comparison.table(cases, times):
+            print(line)
+        if output:
+            results = [
+                {"batch": batch, "length": length, "us": {name: dataclasses.asdict(t) for name, t in found.items()}}
+                for (batch, length), found in zip(cases, times, strict=True)
+            ]
+            head = {"versions": _versions(), **device, "model": args.model, "dtype": dtype}
+            output.write((json.dumps(head | {"results": results}, indent=2) + "\n").encode())
+        if chart:
+            comparison.draw(cases, times, f"{dtype}, {device['device']}", chart)
 
 
 def _device() -> dict[str, str]:

@@ -106,8 +106,8 @@ def test_encoder_peers_agree_with_each_other(monkeypatch):
     x = jax.random.normal(jax.random.key(1), (1, 8, 128))
     options = {"heads": 2, "gelu": "gelu", "attention": "xla"}
     with jax.default_matmul_precision("highest"):
-        packed = bench_encoder.plain_encoder(params, x, None, packed=True, **options)
-        separate = bench_encoder.plain_encoder(bench_encoder.separate(params), x, None, packed=False, **options)
+        packed = bench_encoder.plain_encoder(params, x, None, **options)
+        separate = bench_encoder.plain_encoder(bench_encoder.separate(params), x, None, **options)
     assert jnp.max(jnp.abs(packed - separate)) < 1e-5
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "jaxft"
-MODEL_ORDER = ("checkpoint", "bert", "sentence_encoder")  # each may import those before it
+MODEL_ORDER = ("checkpoint", "bert", "sentence_encoder", "comparison")  # each may import those before it
 MAX_LINES = 500
 MACHINE_LOOKUPS = {"default_backend", "devices", "local_devices", "device_kind", "get_backend"}
 

@@ -87,6 +87,11 @@ class BertConfig:
         return self.pad_token_id + 1 if self.model_type in _ROBERTA_TYPES else 0
 
     @property
+    def activation(self) -> str:
+        """`hidden_act` by the name that `jaxft.dense` has for it."""
+        return _ACTIVATIONS[self.hidden_act]
+
+    @property
     def max_sequence_length(self) -> int:
         """How many tokens a sequence can have."""
         return self.max_position_embeddings - self.position_offset
@@ -295,8 +300,8 @@ class BertLayer(nnx.Module):
         gamma, beta = self.attention_norm_gamma[...], self.attention_norm_beta[...]
         options: dict[str, Any] = {"epsilon": eps, "in_place": True, "implementation": implementation}
         x = bias_residual_layer_norm(h, self.out_bias[...], x, gamma, beta, **options)
-        kernel, bias, activation = self.ffn_in_kernel[...].astype(dtype), self.ffn_in_bias[...], config.hidden_act
-        h = dense(x, kernel, bias, activation=_ACTIVATIONS[activation], implementation=implementation)
+        kernel, bias = self.ffn_in_kernel[...].astype(dtype), self.ffn_in_bias[...]
+        h = dense(x, kernel, bias, activation=config.activation, implementation=implementation)
         h = dense(h, self.ffn_out_kernel[...].astype(dtype), implementation=implementation)
         bias, gamma, beta = self.ffn_out_bias[...], self.ffn_norm_gamma[...], self.ffn_norm_beta[...]
         return bias_residual_layer_norm(h, bias, x, gamma, beta, **options)

@@ -1,0 +1,202 @@
+"""An encoder on this device: jaxft beside plain JAX compiled by XLA, and beside XLA with cuDNN attention."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, BinaryIO, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxft import dispatch
+from jaxft.models.bert import BertModel
+
+Array = jax.Array
+Attention = Literal["xla", "cudnn"]
+
+_ROUNDS = 9
+_ROUND_SECONDS = 0.1
+_BLOCKING_CALLS = 20
+
+
+class ComparisonError(RuntimeError):
+    """jaxft's result errs more than plain JAX's accounts for, or plain JAX has none; nothing is timed then."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Microseconds a call, medians: `queued` with many calls in a row, `blocking` until one call's result is there."""
+
+    queued: float
+    blocking: float
+
+
+# --- The peers: what a good JAX user would write -----------------------------------------------------------------
+
+_PLAIN_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+}
+
+
+def _plain_layer_norm(x: Array, gamma: Array, beta: Array, epsilon: float) -> Array:
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    mean = jnp.mean(wide, -1, keepdims=True)
+    variance = jnp.mean(jnp.square(wide - mean), -1, keepdims=True)
+    normal = (wide - mean) * jax.lax.rsqrt(variance + epsilon)
+    return (normal * gamma.astype(wide.dtype) + beta.astype(wide.dtype)).astype(x.dtype)
+
+
+def plain_layer(
+    p: Mapping[str, Array], x: Array, lengths: Array | None, *, heads: int, activation: str, epsilon: float,
+    attention: Attention,
+) -> Array:  # fmt: skip
+    """A `BertLayer` in plain JAX: `p` has its parameters by name, with "qkv_kernel" and "qkv_bias" or those of q, k, v.
+
+    x `[B, T, D]`, all of its dtype; lengths `[B]` of the sequences, None for all of T.
+    """
+    batch, length, width = x.shape
+    if "qkv_kernel" in p:
+        qkv = (x @ p["qkv_kernel"] + p["qkv_bias"]).reshape(batch, length, 3, heads, width // heads)
+        q, k, v = (qkv[:, :, i] for i in range(3))
+    else:
+        projected = (x @ p[f"{name}_kernel"] + p[f"{name}_bias"] for name in ("q", "k", "v"))
+        q, k, v = (y.reshape(batch, length, heads, width // heads) for y in projected)
+    context = jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths, implementation=attention)
+    context = context.reshape(x.shape) @ p["out_kernel"] + p["out_bias"]
+    x = _plain_layer_norm(x + context, p["attention_norm_gamma"], p["attention_norm_beta"], epsilon)
+    y = _PLAIN_ACTIVATIONS[activation](x @ p["ffn_in_kernel"] + p["ffn_in_bias"])
+    y = y @ p["ffn_out_kernel"] + p["ffn_out_bias"]
+    return _plain_layer_norm(x + y, p["ffn_norm_gamma"], p["ffn_norm_beta"], epsilon)
+
+
+# --- The comparison ----------------------------------------------------------------------------------------------
+
+
+def compare(model: BertModel, batch: int, length: int) -> dict[str, Times]:
+    """Times of the layers of `model`, which must have been made with implementation=None, by the name of who ran them.
+
+    "jaxft", "xla", and on an NVIDIA GPU in 16 bits "xla+cudnn"; on random inputs `[batch, length, D]` without padding.
+
+    Raises:
+      ComparisonError: jaxft's result is wrong, or plain JAX cannot do it on this device.
+    """
+    config, options = model.config, model.layers[0].options
+    dtype = options.dtype
+    graph, state = nnx.split(model.layers)
+    params = [
+        {name: jnp.asarray(value, dtype) for name, value in nnx.to_pure_dict(nnx.state(layer)).items()}
+        for layer in model.layers
+    ]
+
+    @jax.jit
+    def ours(state: Any, x: Array) -> Array:
+        for layer in nnx.merge(graph, state):
+            x = layer(x, None)
+        return x
+
+    def plain(attention: Attention) -> Callable[..., Array]:
+        sizes: dict[str, Any] = {
+            "heads": config.num_attention_heads,
+            "activation": config.activation,
+            "epsilon": config.layer_norm_eps,
+        }
+
+        @jax.jit
+        def run(params: Any, x: Array) -> Array:
+            for p in params:
+                x = plain_layer(p, x, None, attention=attention, **sizes)
+            return x
+
+        return run
+
+    variants: dict[str, tuple[Callable[..., Array], Any]] = {"jaxft": (ours, state), "xla": (plain("xla"), params)}
+    if dispatch.platform() == "cuda" and dtype != jnp.float32:
+        variants["xla+cudnn"] = (plain("cudnn"), params)
+    x = jax.random.normal(jax.random.key(0), (batch, length, config.hidden_size), dtype)
+    calls = {name: functools.partial(f, parameters, x) for name, (f, parameters) in variants.items()}
+    with jax.numpy_dtype_promotion("standard"):  # whatever is set: jax.nn needs it
+        with jax.enable_x64(True):
+            exact = plain("xla")(*jax.tree.map(lambda a: a.astype("float64"), (params, x)))
+        try:
+            plainly = calls["xla"]()
+        except ValueError as error:  # float16 on a CPU
+            raise ComparisonError(f"plain JAX cannot run {dtype} here: {error}") from error
+        _check(calls["jaxft"](), plainly, exact)
+        return _times(calls)
+
+
+def _check(got: Array, plain: Array, exact: Array) -> None:
+    dtype, truth = got.dtype, np.asarray(exact)
+    error, plain_error = (float(np.max(np.abs(np.asarray(y, np.float64) - truth))) for y in (got, plain))
+    allowed = 2 * plain_error + 2 * float(jnp.finfo(dtype).eps) * float(np.max(np.abs(truth)))
+    if not error <= allowed:  # also when it is NaN
+        raise ComparisonError(
+            f"jaxft's hidden states err by {error:.3g}, above {allowed:.3g}, twice plain JAX's error; nothing was timed"
+        )
+
+
+def _times(calls: Mapping[str, Callable[[], Array]]) -> dict[str, Times]:
+    def queued(call: Callable[[], Array], repeats: int) -> float:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            out = call()
+        jax.block_until_ready(out)
+        return (time.perf_counter() - start) / repeats
+
+    for call in calls.values():  # compiles
+        queued(call, 2)
+    repeats = {n: max(2, min(1000, math.ceil(_ROUND_SECONDS / queued(call, 3)))) for n, call in calls.items()}
+    found: dict[str, list[list[float]]] = {name: [[], []] for name in calls}
+    for turn in range(_ROUNDS):  # in turns, and in both orders, so that a change of clock meets all of them
+        for name, call in list(calls.items())[:: 1 if turn % 2 else -1]:
+            found[name][0].append(queued(call, repeats[name]))
+    for _ in range(_BLOCKING_CALLS):
+        for name, call in calls.items():
+            found[name][1].append(queued(call, 1))
+    return {name: Times(*(statistics.median(seconds) * 1e6 for seconds in lists)) for name, lists in found.items()}
+
+
+# --- What comes of it --------------------------------------------------------------------------------------------
+
+
+def table(cases: Sequence[tuple[int, int]], times: Sequence[Mapping[str, Times]]) -> list[str]:
+    """Lines of text: each case's median times, and how many times as long the fastest of the others takes."""
+    names = list(times[0])
+    lines = [["batch", "length", *names, "speedup", *(f"{name}, blocking" for name in names)]]
+    for (batch, length), found in zip(cases, times, strict=True):
+        fastest = min(found[name].queued for name in names if name != "jaxft")
+        queued, blocking = ([f"{getattr(found[name], what):.1f}" for name in names] for what in ("queued", "blocking"))
+        lines.append([str(batch), str(length), *queued, f"{fastest / found['jaxft'].queued:.2f}x", *blocking])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+
+
+def draw(cases: Sequence[tuple[int, int]], times: Sequence[Mapping[str, Times]], title: str, file: BinaryIO) -> None:
+    """A PNG: bars of the queued times relative to plain XLA."""
+    from matplotlib.figure import Figure
+
+    names = list(times[0])
+    height = 0.8 / len(names)
+    figure = Figure(figsize=(8, 1.2 + 0.25 * len(names) * len(cases)))
+    axes = figure.subplots()
+    for i, name in enumerate(names):
+        shares = [found[name].queued / found["xla"].queued for found in times]
+        axes.barh([y + i * height for y in range(len(cases))], shares, height, label=name)
+    axes.set_yticks([y + 0.4 - height / 2 for y in range(len(cases))])
+    axes.set_yticklabels([f"{batch} x {length}" for batch, length in cases])
+    axes.invert_yaxis()
+    axes.set_xlabel("time relative to plain XLA (shorter is faster)")
+    axes.set_ylabel("batch x tokens")
+    axes.set_title(title)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    figure.savefig(file, format="png", dpi=120, bbox_inches="tight")

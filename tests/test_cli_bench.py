@@ -1,0 +1,79 @@
+"""`jaxft bench`: an encoder beside plain JAX."""
+
+import importlib.util
+import json
+
+import jax.numpy as jnp
+import pytest
+
+import tiny
+from jaxft import cli, dispatch
+from jaxft.models import bert, comparison
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(tiny.write_model(tmp_path_factory.mktemp("model"), num_hidden_layers=2, hidden_act="gelu_new"))
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("_ROUNDS", 1), ("_ROUND_SECONDS", 1e-6), ("_BLOCKING_CALLS", 1)):
+        monkeypatch.setattr(comparison, name, value)
+
+
+def fails(capsys, *arguments):
+    code = cli.main(["bench", *arguments])
+    captured = capsys.readouterr()
+    assert (code, captured.out) == (2, "")
+    return captured.err.splitlines()[-1].removeprefix("jaxft: error: ")
+
+
+def test_table_json_and_chart(model, tmp_path, capsys):
+    cases = [(1, 4), (3, 4), (1, 8), (3, 8)]
+    arguments = ["--batch", "1", "3", "--length", "4", "8", "--dtype", "float32", "-o", "out.json"]
+    assert cli.main(["bench", "--model", model, *arguments, "--chart", "out.png"]) == 0
+    head, _, columns, *lines = capsys.readouterr().out.splitlines()
+    assert model in head and "float32" in head
+    assert columns.split()[:4] == ["batch", "length", "jaxft", "xla"]
+    assert [tuple(map(int, line.split()[:2])) for line in lines] == cases
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert (found["model"], found["dtype"]) == (model, "float32") and "jax" in found["versions"]
+    assert [(r["batch"], r["length"]) for r in found["results"]] == cases
+    for result in found["results"]:
+        assert set(result["us"]) >= {"jaxft", "xla"}
+        assert all(us > 0.0 for times in result["us"].values() for us in times.values())
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.png"]
+
+
+def test_bfloat16(model, capsys):
+    assert cli.main(["bench", "--model", model, "--batch", "2", "--length", "8", "--dtype", "bfloat16"]) == 0
+    assert "bfloat16" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(dispatch.platform() != "cpu", reason="plain JAX lacks it on CPUs")
+def test_what_plain_jax_cannot_do(model, capsys):
+    arguments = ["--batch", "2", "--length", "8", "--dtype", "float16"]
+    assert "plain JAX cannot run float16 here" in fails(capsys, "--model", model, *arguments)
+
+
+def test_a_wrong_result_is_not_timed(model, tmp_path, monkeypatch, capsys):
+    layer = bert.BertLayer.__call__
+    monkeypatch.setattr(bert.BertLayer, "__call__", lambda *args: layer(*args) * jnp.float32(1.001))
+    message = fails(capsys, "--model", model, "--batch", "1", "--length", "8", "--dtype", "float32", "-o", "out.json")
+    assert "err by" in message and "nothing was timed" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_arguments(model, tmp_path, monkeypatch, capsys):
+    assert fails(capsys, "--model", model, "-o", "out.txt") == "output 'out.txt' must end in .json"
+    assert fails(capsys, "--model", model, "--chart", "out.jpg") == "chart 'out.jpg' must end in .png"
+    assert fails(capsys, "--model", model, "--length", "65") == "length 65: the model takes at most 64"
+    assert "neither an existing folder" in fails(capsys, "--model", "no/such/model", "-o", "out.json")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'jaxft[plot]'" in fails(capsys, "--model", model, "--chart", "out.png")
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--model", model, "--batch", "0"])
+    assert list(tmp_path.iterdir()) == []
