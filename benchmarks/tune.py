@@ -357,6 +357,8 @@ def dense_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
 
 
 def mosaic_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
+    if dispatch.device().compute_capability != (9, 0):
+        return
     tiles = [(64, 128, 4, "m"), (64, 192, 4, "m"), (64, 256, 4, "m"), (128, 128, 4, "n"), (128, 128, 6, "none"),
              (64, 192, 6, "none"), (64, 128, 6, "none")]  # fmt: skip
     configs = [tuning.MosaicDenseConfig(m, n, stages=stages, split=split) for m, n, stages, split in tiles]

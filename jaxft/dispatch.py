@@ -17,12 +17,12 @@ logger = logging.getLogger("jaxft")
 #: Every implementation that an op of jaxft may have. "xla" is `jaxft.reference`, compiled by XLA.
 IMPLEMENTATIONS = ("triton", "mosaic_gpu", "cudnn", "xla")
 
-#: `jax.export.export(..., disabled_checks=jaxft.EXPORT_DISABLED_CHECKS)` accepts the custom calls behind the
+#: `jax.export.export(..., disabled_checks=jaxft.EXPORT_DISABLED_CHECKS)` accepts the custom calls behind the Triton
 #: kernels and cuDNN, which JAX does not promise to keep stable: import such a program with the JAX version that
 #: exported it.
 EXPORT_DISABLED_CHECKS = tuple(
     jax.export.DisabledSafetyCheck.custom_call(target)
-    for target in ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
+    for target in ("__gpu$xla.gpu.triton", "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
 )
 
 

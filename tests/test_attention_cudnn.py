@@ -75,8 +75,9 @@ def test_padding():
 
 @needs_hopper
 @pytest.mark.parametrize("causal", [False, True])
-def test_taken_for_large_outputs_without_gradients(causal):
-    floats = separate(4, 512, 512, 8, 64)
+def test_taken_where_no_gradient_is_asked_for(causal, monkeypatch):
+    monkeypatch.setattr(implementations, "_CUDNN_FROM", {64: (1, 1)})
+    floats = separate(4, 128, 128, 8, 64)
 
     def attend(floats, implementation=None, **masks):
         return jaxft.dot_product_attention(**floats, is_causal=causal, **masks, implementation=implementation)
@@ -86,20 +87,30 @@ def test_taken_for_large_outputs_without_gradients(causal):
 
     assert "__cudnn$" in program(attend, floats)
     assert "__cudnn$" not in program(jax.grad(lambda f: jnp.sum(attend(f).astype(jnp.float32))), floats)
-    lengths = jnp.arange(4) * 100
+    lengths = jnp.arange(4) * 30
     assert "__cudnn$" not in program(lambda f, x: attend(f, key_value_seq_lengths=x), floats, lengths)
     expected = jit(functools.partial(attend, implementation="xla"))(floats)
-    assert_matches_oracle(jit(attend)(floats), expected, oracle.dot_product_attention(**floats, is_causal=causal))
+    exact = oracle.dot_product_attention(**floats, is_causal=causal)
+    assert_matches_oracle(jit(attend)(floats), expected, exact)
+    for axes in ({"query": 1, "key": 1, "value": 1}, {"query": 1, "key": None, "value": None}):
+        mapped = {n: x if axes[n] is None else jnp.stack([x, x], axis=1) for n, x in floats.items()}
+        run = jax.vmap(attend, in_axes=(axes,))
+        assert "__cudnn$" in program(run, mapped)
+        for out in jit(run)(mapped):
+            assert_matches_oracle(out, expected, exact)
     jax.export.export(jax.jit(attend), disabled_checks=jaxft.EXPORT_DISABLED_CHECKS)(floats)
 
 
 CHANGES = {
     "none": {},
+    "heads of 64": {"head_size": 64, "batch": 16, "length": 2048},
     "negative scale": {"scale": -1.0},
     "mask": {"mask": np.ones((1, 1, 1, 512), bool)},
+    "window": {"window": (30, 0)},
     "grouped heads": {"kv_heads": 4},
     "float32": {"dtype": jnp.float32},
     "small heads": {"head_size": 32},
+    "short heads of 64": {"head_size": 64},
     "little work": {"batch": 1},
     "ragged length": {"length": 500},
 }
@@ -107,7 +118,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_where_it_is_taken(name, monkeypatch):
-    case = {"kv_heads": 8, "dtype": jnp.bfloat16, "head_size": 64, "batch": 4, "length": 512, "scale": 1.0}
+    case = {"kv_heads": 8, "dtype": jnp.bfloat16, "head_size": 128, "batch": 64, "length": 512, "scale": 1.0}
     case |= CHANGES[name]
     monkeypatch.setattr(implementations, "_cudnn_is_there", lambda: True)
     query, key = (
@@ -115,8 +126,8 @@ def test_where_it_is_taken(name, monkeypatch):
         for heads in (8, case["kv_heads"])
     )
     inputs = implementations.Inputs(query, key, key, mask=case.get("mask"))
-    options = implementations.Options(case["scale"], False, None, 0.0, False)
+    options = implementations.Options(case["scale"], False, case.get("window"), 0.0, False)
     with dispatch.target():
-        assert implementations._faster_by_cudnn(inputs, options) == (name == "none")
+        assert implementations._faster_by_cudnn(inputs, options) == (name in ("none", "heads of 64"))
     with dispatch.target("NVIDIA A100", (8, 0)):
         assert not implementations._faster_by_cudnn(inputs, options)

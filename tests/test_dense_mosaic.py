@@ -213,19 +213,82 @@ def test_nan_stays_in_its_row():
     assert (jnp.delete(y, 3, axis=0) == jnp.delete(clean, 3, axis=0)).all()
 
 
-@hopper
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_op(activation, dtype):
+@contextlib.contextmanager
+def interpreted():
+    """On a CPU: the op takes it for a Hopper GPU, and the kernel runs in Mosaic's interpreter."""
+    with dispatch.target() if INTERPRET else contextlib.nullcontext():
+        with plgpu.force_gpu_interpret_mode() if INTERPRET else contextlib.nullcontext():
+            yield
+
+
+@runs
+@pytest.mark.parametrize(
+    ("activation", "dtype", "bias"),
+    [*((a, jnp.bfloat16, jnp.float32) for a in ACTIVATIONS), ("gelu", jnp.float16, jnp.float16),
+     ("gelu", jnp.float16, None)],
+)  # fmt: skip
+def test_op(activation, dtype, bias):
     """Values and gradients."""
     rng = np.random.default_rng(1)
-    floats = normal(rng, dtype, x=(200, 128), kernel=(128, 192)) | normal(rng, jnp.float32, bias=(192,))
-    cases.check(
-        lambda implementation, **f: jaxft.dense(**f, activation=activation, implementation=implementation),
-        lambda **f: reference.dense(**f, activation=activation),
-        lambda **f: oracle.dense(**f, activation=activation),
-        floats, implementations=("mosaic_gpu",),
-    )  # fmt: skip
+    floats = normal(rng, dtype, x=(200, 128), kernel=(128, 192))
+    floats |= {} if bias is None else normal(rng, bias, bias=(192,))
+    with interpreted():
+        cases.check(
+            lambda implementation, **f: jaxft.dense(**f, activation=activation, implementation=implementation),
+            lambda **f: reference.dense(**f, activation=activation),
+            lambda **f: oracle.dense(**f, activation=activation),
+            floats, implementations=("mosaic_gpu",),
+        )  # fmt: skip
+
+
+@runs
+def test_an_infinite_bias_reaches_its_column_only():
+    floats = normal(np.random.default_rng(2), jnp.bfloat16, x=(64, 64), kernel=(64, 128), bias=(128,))
+    floats["bias"] = floats["bias"].at[3].set(jnp.inf)
+
+    def gradients(implementation):
+        def loss(f):
+            return jnp.sum(jaxft.dense(**f, activation="tanh", implementation=implementation).astype(jnp.float32))
+
+        return jax.jit(jax.grad(loss))(floats)
+
+    with interpreted():
+        got = gradients("mosaic_gpu")
+    assert all(jnp.isfinite(g).all() for g in got.values())
+
+
+def mosaic_dense(x, kernel, bias):
+    return jaxft.dense(x, kernel, bias, activation="silu", implementation="mosaic_gpu")
+
+
+ARRAYS = (of((256, 128)), of((128, 256)), of((256,)))
+
+
+def test_lowers_in_64_bit_mode():
+    with jax.enable_x64(True):
+        assert "@mosaic_gpu_v2" in lower(mosaic_dense, *ARRAYS)
+
+
+def test_second_derivatives_lower():
+    def loss(x, kernel, bias):
+        return jnp.sum(mosaic_dense(x, kernel, bias).astype(jnp.float32))
+
+    lower(jax.grad(lambda *a: jnp.sum(jax.grad(loss)(*a).astype(jnp.float32))), *ARRAYS)
+
+
+def test_shards():
+    """Results vary over the axes that the inputs vary over."""
+
+    def loss(x, kernel, bias):
+        return jax.lax.psum(jnp.sum(mosaic_dense(x, kernel, bias).astype(jnp.float32)), "x")
+
+    specs = jax.sharding.PartitionSpec("x"), jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec()
+    text = lower(
+        lambda *a: jax.grad(jax.shard_map(loss, in_specs=specs, out_specs=specs[1]), argnums=(1, 2))(*a), *ARRAYS
+    )
+    assert "@mosaic_gpu_v2" in text
+    with pytest.raises(ValueError, match="out_specs"):
+        lower(lambda *a: jax.shard_map(mosaic_dense, in_specs=specs, out_specs=specs[1])(*a), *ARRAYS)
 
 
 @pytest.mark.parametrize(

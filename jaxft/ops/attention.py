@@ -55,7 +55,8 @@ def dot_product_attention(
       dropout_rng: a JAX random key, needed where the rate is not 0.
       return_residual: also return the log-sum-exp of the logits, float32 `[B, T, N]`.
       implementation: None for the fastest, "triton", "xla", or "cudnn" where `jax.nn` with cuDNN can do all of this.
-        None takes cuDNN on Hopper GPUs for large arrays in 16 bits without masks, where no gradient is asked for.
+        None takes cuDNN on Hopper GPUs for large arrays in 16 bits, where no mask, bias, length or window is given and
+        no gradient is asked for; the output then differs in its last bits from that of `jax.value_and_grad`.
 
     Returns:
       An array of the shape and dtype of `query`, with `return_residual` a pair (output, log-sum-exp).

@@ -141,18 +141,22 @@ def _cudnn_reason(inputs: Inputs, options: Options) -> str | None:
     return None
 
 
-def _faster_by_cudnn(inputs: Inputs, options: Options) -> bool:
-    """Whether cuDNN computes the output sooner; its gradients are not the same in every run.
+# Head size: (least key length, least number of logits) where cuDNN computes the output sooner. On an H200 (2026-11-21)
+# the kernel takes 1.05-1.2x cuDNN's time at a head size of 64, 1.3-1.8x at 128 and 0.8-0.9x at 32, and XLA 30 us more
+# to launch cuDNN. Lengths that are no multiples of 64 are slower, and packed arrays and lengths cost it copies.
+_CUDNN_FROM = {64: (1024, 2**29), 128: (512, 2**26)}
 
-    On an H200 (2026-11-21) the kernel takes 1.05-1.2x its time at a head size of 64, 1.3-1.8x at 128, and 0.5-0.9x at
-    32, for few rows, and at lengths that are no multiples of 64. Packed arrays and lengths cost cuDNN copies.
-    """
+
+def _faster_by_cudnn(inputs: Inputs, options: Options) -> bool:
+    """Whether cuDNN computes the output sooner; its gradients are not the same in every run."""
     b, t, s, n, h = sizes(inputs, options)
-    plain = all(x is None for x in inputs[3:]) and options.scale > 0.0
+    if h not in _CUDNN_FROM or dispatch.device().compute_capability != (9, 0):
+        return False
+    least_length, least_logits = _CUDNN_FROM[h]
+    plain = all(x is None for x in (*inputs[3:], options.local_window_size)) and options.scale > 0.0
     heads_alike = inputs.key is not None and inputs.key.shape[2] == n
-    large = h in (64, 128) and t % 64 == 0 and s % 64 == 0 and s >= 128 and b * n * t * s >= 2**22
-    hopper = dispatch.device().compute_capability == (9, 0)
-    return plain and heads_alike and large and hopper and _cudnn_reason(inputs, options) is None and _cudnn_is_there()
+    large = t % 64 == s % 64 == 0 and s >= least_length and b * n * t * s >= least_logits
+    return plain and heads_alike and large and _cudnn_reason(inputs, options) is None and _cudnn_is_there()
 
 
 @functools.cache
@@ -252,10 +256,26 @@ def _times_log_2(x: Array) -> Array:
     return x * number + x * (math.log(2.0) - number)  # more digits than float32 has; both are positive, as -inf asks
 
 
+def _cudnn_batched(query, key, value, options):
+    """Under vmap too: cuDNN's own batching takes leading axes only, and (JAX 0.10) those of all arrays."""
+
+    @jax.custom_batching.custom_vmap
+    def attend(query, key, value):
+        return _cudnn(Inputs(query, key, value), options)
+
+    @attend.def_vmap
+    def _(size, batched, *arrays):
+        full = (x if own else jnp.broadcast_to(x, (size, *x.shape)) for own, x in zip(batched, arrays, strict=True))
+        out = attend(*(x.reshape(-1, *x.shape[2:]) for x in full))
+        return out.reshape(size, -1, *out.shape[1:]), True
+
+    return attend(query, key, value)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _triton(inputs, static):
     if static.by_cudnn:
-        return _cudnn(inputs, static.options)
+        return _cudnn_batched(inputs.query, inputs.key, inputs.value, static.options)
     return _forward(inputs, static, save=False)
 
 

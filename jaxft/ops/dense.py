@@ -57,7 +57,8 @@ def dense(
       NotImplementedError: the named implementation cannot do this; the message says why.
 
     Gradients: of x, kernel, bias and residual. Deterministic. With neither activation nor residual, XLA adds the bias
-    in the dtype of x, in the epilogue of its product; otherwise the sum is float32.
+    in the dtype of x, in the epilogue of its product; otherwise the sum is float32. What "mosaic_gpu" saves for the
+    activation's gradient is that sum, rounded to the dtype of x.
     Source: the GEMMs of FasterTransformer v1.0 with `add_bias_act` in the epilogue.
     """
     op = "dense"
@@ -84,9 +85,11 @@ def dense(
     arrays = (x.reshape(rows, x.shape[-1]), kernel, bias, None if residual is None else residual.reshape(rows, width))
     sizes, itemsize = (rows, x.shape[-1], width), x.dtype.itemsize
     reasons = {"triton": triton.unsupported(x=x, bias=bias)}
-    if implementation is None and tuning.dense_by_mosaic(*sizes, activation, itemsize):
-        reasons = {"mosaic_gpu": _mosaic_reason(*arrays)} | reasons
-    elif implementation not in (None, "triton", "xla"):
+    # Mosaic GPU is imported, which takes a while, only where it may be the choice.
+    if implementation is None:
+        if dispatch.platform() == "cuda" and tuning.dense_by_mosaic(*sizes, activation, itemsize):
+            reasons = {"mosaic_gpu": _mosaic_reason(*arrays)} | reasons
+    elif implementation not in ("triton", "xla"):
         reasons["mosaic_gpu"] = _mosaic_reason(*arrays)
     choice, kind = dispatch.choose(op, implementation, reasons), dispatch.device_kind()
     product: tuning.DenseConfig | tuning.MosaicDenseConfig | None = None
@@ -110,8 +113,10 @@ def dense(
 
 
 def _mosaic_reason(x: Array, kernel: Array, bias: Array | None, residual: Array | None) -> str | None:
-    from jaxft.kernels.mosaic_gpu import dense as mosaic  # which takes a while to import
-
+    try:
+        from jaxft.kernels.mosaic_gpu import dense as mosaic
+    except ImportError as error:
+        return f"this JAX cannot import it: {error}"
     return "it adds no residual" if residual is not None else mosaic.unsupported(x, kernel, bias)
 
 
@@ -147,7 +152,10 @@ def _kernels(x, kernel, bias, residual, plan):
 def _mosaic(x, kernel, bias, plan, with_product):
     from jaxft.kernels.mosaic_gpu import dense as mosaic
 
-    return mosaic.forward(x, kernel, bias, activation=plan.activation, config=plan.product, with_product=with_product)
+    y = mosaic.forward(x, kernel, bias, activation=plan.activation, config=plan.product, with_product=with_product)
+    # Inside a shard_map, results of Mosaic kernels do not say over which axes they vary.
+    results = common.vary_alike(x, kernel, bias, *(y if with_product else [y]))[3:]
+    return tuple(results) if with_product else results[0]
 
 
 def _epilogue(y, bias, residual, plan, in_place):
@@ -162,9 +170,21 @@ def _epilogue(y, bias, residual, plan, in_place):
 def _fwd(x, kernel, bias, residual, plan):
     if plan.product is None:
         y = jnp.matmul(x, kernel, precision=plan.precision)
-        return _epilogue(y, bias, residual, plan, in_place=False), (x, kernel, bias, residual, y)
+        run = common.with_plain_gradient(
+            functools.partial(_epilogue, plan=plan, in_place=False),
+            lambda y, bias, residual: reference.dense_epilogue(y, bias, plan.activation, residual),
+        )
+        return run(y, bias, residual), (x, kernel, bias, residual, y)
     if isinstance(plan.product, tuning.MosaicDenseConfig) and plan.activation is not None:
-        out, y = _mosaic(x, kernel, bias, plan, with_product=True)
+
+        def fused(x, kernel, bias):
+            return _mosaic(x, kernel, bias, plan, with_product=True)
+
+        def plain(x, kernel, bias):
+            y = reference.dense(x, kernel, bias, precision=plan.precision)
+            return reference.dense_epilogue(y, None, plan.activation, None), y
+
+        out, y = common.with_plain_gradient(fused, plain)(x, kernel, bias)
         return out, (x, kernel, bias, residual, y)
     return _kernels(x, kernel, bias, residual, plan), (x, kernel, bias, residual, None)
 
@@ -174,15 +194,15 @@ def _bwd(plan, saved, d_out):
     if y is None:  # the kernel kept its product in registers, and the activation's gradient needs it
         y = jnp.matmul(x, kernel, precision=plan.precision)
     elif isinstance(plan.product, tuning.MosaicDenseConfig) and bias is not None:
-        y = y.astype(jnp.float32) - bias.astype(jnp.float32)  # the bias is in it
+        bias = jnp.zeros_like(bias)  # it is in y
 
     def epilogue(y, bias, residual):
         return reference.dense_epilogue(y, bias, plan.activation, residual)
 
     _, epilogue_vjp = jax.vjp(epilogue, y, bias, residual)
-    dy, d_bias, d_residual = epilogue_vjp(d_out.astype(y.dtype))
+    dy, d_bias, d_residual = epilogue_vjp(d_out)
     _, product_vjp = jax.vjp(functools.partial(jnp.matmul, precision=plan.precision), x, kernel)
-    return *product_vjp(dy.astype(x.dtype)), d_bias, d_residual
+    return *product_vjp(dy), d_bias, d_residual
 
 
 _kernels.defvjp(_fwd, _bwd)
