@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 
 import jaxft
 import oracle
-from cases import check, jit, normal
+from cases import check, jit, lower, normal
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference
 from jaxft.ops import attention_implementations as implementations
@@ -99,6 +100,35 @@ def test_taken_where_no_gradient_is_asked_for(causal, monkeypatch):
         for out in jit(run)(mapped):
             assert_matches_oracle(out, expected, exact)
     jax.export.export(jax.jit(attend), disabled_checks=jaxft.EXPORT_DISABLED_CHECKS)(floats)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """jaxft and JAX trace as if there were a Hopper GPU with cuDNN; it is taken whatever the size."""
+    for name in ("check_cudnn_version", "check_compute_capability"):
+        monkeypatch.setattr(fused_attention_stablehlo, name, lambda *_, **__: 91000)
+    monkeypatch.setattr(implementations, "_CUDNN_FROM", {64: (1, 1)})
+    implementations._cudnn_is_there.cache_clear()
+    yield
+    implementations._cudnn_is_there.cache_clear()
+
+
+@pytest.mark.parametrize("axes", [0, 1, (0, None, None), (None, 0, 0), "twice"], ids=str)
+def test_vmap_lowers(axes, on_hopper):
+    """Every axis, and some arrays only: cuDNN's own batching takes neither."""
+
+    def attend(query, key, value):
+        return jaxft.dot_product_attention(query, key, value)
+
+    def shape(axis):
+        return (2, 4, 128, 8, 64) if axis == 0 else (4, 2, 128, 8, 64) if axis == 1 else (4, 128, 8, 64)
+
+    if axes == "twice":
+        run, shapes = jax.vmap(jax.vmap(attend)), [(3, 2, 4, 128, 8, 64)] * 3
+    else:
+        run, shapes = jax.vmap(attend, in_axes=axes), list(map(shape, axes if isinstance(axes, tuple) else [axes] * 3))
+    text = lower(run, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes))
+    assert "__cudnn$" in text and "triton" not in text
 
 
 CHANGES = {
