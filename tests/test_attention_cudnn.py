@@ -128,7 +128,7 @@ def test_vmap_lowers(axes, on_hopper):
     else:
         run, shapes = jax.vmap(attend, in_axes=axes), list(map(shape, axes if isinstance(axes, tuple) else [axes] * 3))
     text = lower(run, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes))
-    assert "__cudnn$" in text and "triton" not in text
+    assert "__cudnn$" in text and "xla.gpu.triton" not in text
 
 
 CHANGES = {
