@@ -18,7 +18,7 @@ from flax import nnx
 
 import timing
 from jaxft.models.bert import BertConfig, BertModel
-from jaxft.models.comparison import Attention, plain_layer
+from jaxft.models.comparison import Attention, plain_encoder
 
 Params = list[dict[str, jax.Array]]  # one dict per layer, named as in jaxft.models.bert
 
@@ -101,15 +101,6 @@ def random_params(model: str, dtype: str) -> Params:
 
 
 # --- The peers ---------------------------------------------------------------------------------------------------
-
-
-def plain_encoder(
-    params: Params, x: jax.Array, lengths: jax.Array | None, *, heads: int, gelu: str, attention: Attention
-) -> jax.Array:
-    activation = "gelu_tanh" if gelu == "gelu_new" else "gelu"
-    for p in params:
-        x = plain_layer(p, x, lengths, heads=heads, activation=activation, epsilon=1e-12, attention=attention)
-    return x
 
 
 def separate(params: Params) -> Params:
@@ -199,7 +190,8 @@ def run(case: Case, gelu: str, args: argparse.Namespace) -> list[timing.Row]:
     for name, (attention, packed) in PEERS.items():
         if attention == "cudnn" and (jax.default_backend() != "gpu" or case.dtype == "float32"):
             continue  # cuDNN's attention has no float32
-        f = functools.partial(plain_encoder, heads=heads, gelu=gelu, attention=attention)
+        activation = "gelu_tanh" if gelu == "gelu_new" else "gelu"
+        f = functools.partial(plain_encoder, heads=heads, activation=activation, epsilon=1e-12, attention=attention)
         variants[name] = (jax.jit(f), [(params if packed else separate(params), x, lengths)])
 
     xla = variants["xla"][0]

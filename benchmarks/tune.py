@@ -362,7 +362,7 @@ def mosaic_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
     tiles = [(64, 128, 4, "m"), (64, 192, 4, "m"), (64, 256, 4, "m"), (128, 128, 4, "n"), (128, 128, 6, "none"),
              (64, 192, 6, "none"), (64, 128, 6, "none")]  # fmt: skip
     configs = [tuning.MosaicDenseConfig(m, n, stages=stages, split=split) for m, n, stages, split in tiles]
-    for (rows, depth, width), activation in itertools.product(bench_dense.LARGE, (None, "gelu")):
+    for (rows, depth, width), activation in itertools.product(bench_dense.SHAPES + bench_dense.LARGE, (None, "gelu")):
         if not tuning.dense_by_mosaic(rows, depth, width, activation, itemsize):
             continue
 

@@ -104,7 +104,7 @@ def test_encoder_peers_agree_with_each_other(monkeypatch):
     monkeypatch.setattr(bench_encoder, "MODELS", TINY_ENCODER["MODELS"])
     params = bench_encoder.random_params("BERT-base", "float32")
     x = jax.random.normal(jax.random.key(1), (1, 8, 128))
-    options = {"heads": 2, "gelu": "gelu", "attention": "xla"}
+    options = {"heads": 2, "activation": "gelu", "epsilon": 1e-12, "attention": "xla"}
     with jax.default_matmul_precision("highest"):
         packed = bench_encoder.plain_encoder(params, x, None, **options)
         separate = bench_encoder.plain_encoder(bench_encoder.separate(params), x, None, **options)

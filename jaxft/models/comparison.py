@@ -79,6 +79,15 @@ def plain_layer(
     return _plain_layer_norm(x + y, p["ffn_norm_gamma"], p["ffn_norm_beta"], epsilon)
 
 
+def plain_encoder(
+    params: Sequence[Mapping[str, Array]], x: Array, lengths: Array | None = None, **options: Any
+) -> Array:
+    """`plain_layer` for the parameters of each layer; `options` are its keyword arguments."""
+    for p in params:
+        x = plain_layer(p, x, lengths, **options)
+    return x
+
+
 # --- The comparison ----------------------------------------------------------------------------------------------
 
 
@@ -105,19 +114,11 @@ def compare(model: BertModel, batch: int, length: int) -> dict[str, Times]:
         return x
 
     def plain(attention: Attention) -> Callable[..., Array]:
-        sizes: dict[str, Any] = {
-            "heads": config.num_attention_heads,
-            "activation": config.activation,
-            "epsilon": config.layer_norm_eps,
-        }
-
-        @jax.jit
-        def run(params: Any, x: Array) -> Array:
-            for p in params:
-                x = plain_layer(p, x, None, attention=attention, **sizes)
-            return x
-
-        return run
+        encoder = functools.partial(
+            plain_encoder, heads=config.num_attention_heads, activation=config.activation,
+            epsilon=config.layer_norm_eps, attention=attention,
+        )  # fmt: skip
+        return jax.jit(encoder)
 
     variants: dict[str, tuple[Callable[..., Array], Any]] = {"jaxft": (ours, state), "xla": (plain("xla"), params)}
     if dispatch.platform() == "cuda" and dtype != jnp.float32:
@@ -126,7 +127,7 @@ def compare(model: BertModel, batch: int, length: int) -> dict[str, Times]:
     calls = {name: functools.partial(f, parameters, x) for name, (f, parameters) in variants.items()}
     with jax.numpy_dtype_promotion("standard"):  # whatever is set: jax.nn needs it
         with jax.enable_x64(True):
-            exact = plain("xla")(*jax.tree.map(lambda a: a.astype("float64"), (params, x)))
+            exact = variants["xla"][0](*jax.tree.map(lambda a: a.astype("float64"), (params, x)))
         try:
             plainly = calls["xla"]()
         except ValueError as error:  # float16 on a CPU
