@@ -113,22 +113,63 @@ def on_hopper(monkeypatch):
     implementations._cudnn_is_there.cache_clear()
 
 
-@pytest.mark.parametrize("axes", [0, 1, (0, None, None), (None, 0, 0), "twice"], ids=str)
-def test_vmap_lowers(axes, on_hopper):
-    """Every axis, and some arrays only: cuDNN's own batching takes neither."""
+AXES = [0, 1, (0, None, None), (None, 0, 0), "twice"]
 
-    def attend(query, key, value):
-        return jaxft.dot_product_attention(query, key, value)
+
+def mapped(attend, axes):
+    """`attend` of three arrays (4, 128, 8, 64) under vmap, and the shapes it then takes."""
 
     def shape(axis):
         return (2, 4, 128, 8, 64) if axis == 0 else (4, 2, 128, 8, 64) if axis == 1 else (4, 128, 8, 64)
 
     if axes == "twice":
-        run, shapes = jax.vmap(jax.vmap(attend)), [(3, 2, 4, 128, 8, 64)] * 3
-    else:
-        run, shapes = jax.vmap(attend, in_axes=axes), list(map(shape, axes if isinstance(axes, tuple) else [axes] * 3))
+        return jax.vmap(jax.vmap(attend, in_axes=(None, 0, 1)), in_axes=(0, 1, None)), [
+            (3, 4, 128, 8, 64), (2, 3, 4, 128, 8, 64), (4, 2, 128, 8, 64)
+        ]  # fmt: skip
+    return jax.vmap(attend, in_axes=axes), list(map(shape, axes if isinstance(axes, tuple) else [axes] * 3))
+
+
+@pytest.mark.parametrize("axes", AXES, ids=str)
+@pytest.mark.parametrize("kind", ["automatic", "named", "lengths", "gradient"])
+def test_vmap_lowers(kind, axes, on_hopper):
+    """Every axis, and some arrays only: cuDNN's own batching takes neither."""
+
+    def attend(query, key, value):
+        lengths = {} if kind != "lengths" else {"key_value_seq_lengths": jnp.arange(4, dtype=jnp.int32)}
+        implementation = None if kind == "automatic" else "cudnn"
+        return jaxft.dot_product_attention(query, key, value, **lengths, implementation=implementation)
+
+    def run(*arrays):
+        if kind != "gradient":
+            return attend(*arrays)
+        return jax.grad(lambda *a: jnp.sum(attend(*a).astype(jnp.float32)), argnums=(0, 1, 2))(*arrays)
+
+    run, shapes = mapped(run, axes)
     text = lower(run, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes))
     assert "__cudnn$" in text and "xla.gpu.triton" not in text
+    assert ("Backward" in text) == (kind == "gradient")
+
+
+@needs_hopper
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_vmap(axes):
+    """Gradients included."""
+
+    def attend(query, key, value, implementation):
+        def run(*floats):
+            return jaxft.dot_product_attention(*floats, implementation=implementation)
+
+        out, pull_back = jax.vjp(run, query, key, value)
+        return out, pull_back(query)
+
+    run, shapes = mapped(functools.partial(attend, implementation="cudnn"), axes)
+    plain, _ = mapped(functools.partial(attend, implementation="xla"), axes)
+    rng = np.random.default_rng(0)
+    floats = [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
+    with jax.default_matmul_precision("highest"):
+        exact = jit(plain)(*(x.astype(jnp.float32) for x in floats))
+    exact = jax.tree.map(lambda x: np.asarray(x, np.float64), exact)
+    assert_matches_oracle(jit(run)(*floats), jit(plain)(*floats), exact)
 
 
 CHANGES = {

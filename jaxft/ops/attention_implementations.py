@@ -188,13 +188,54 @@ def _cudnn(inputs: Inputs, options: Options) -> Any:
             jnp.where(use, x, jnp.zeros_like(x)) for use, x in ((queries, query), (keys, key), (keys, value))
         )
         q_lengths, kv_lengths = jnp.maximum(q_lengths, 1), jnp.maximum(kv_lengths, 1)
+    out = _cudnn_call(query, key, value, q_lengths, kv_lengths, options)
+    return out if queries is None else jnp.where(queries, out, jnp.zeros_like(out))
+
+
+@jax.custom_batching.custom_vmap
+def _batched_alike(*arrays):
+    """The same arrays; under vmap, all of them have its axis, and first: cuDNN's own batching asks for that."""
+    return arrays
+
+
+@_batched_alike.def_vmap
+def _(size, batched, *arrays):
+    full = (x if own else jnp.broadcast_to(x, (size, *x.shape)) for own, x in zip(batched, arrays, strict=True))
+    return _batched_alike(*full), (True,) * len(arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _cudnn_call(query, key, value, q_lengths, kv_lengths, options):
+    attend, arrays = _cudnn_attend(query, key, value, q_lengths, kv_lengths, options)
+    return attend(*arrays)
+
+
+def _cudnn_attend(query, key, value, q_lengths, kv_lengths, options):
+    lengths = () if q_lengths is None else (q_lengths, kv_lengths)
+    query, key, value, *lengths = _batched_alike(query, key, value, *lengths)
+    q_lengths, kv_lengths = lengths or (None, None)
     window = options.local_window_size
     causal = options.is_causal or (window is not None and window[1] == 0)  # it has windows with a causal mask only
-    out = jax.nn.dot_product_attention(
-        query, key, value, scale=options.scale, is_causal=causal, query_seq_lengths=q_lengths,
+    attend = functools.partial(
+        jax.nn.dot_product_attention, scale=options.scale, is_causal=causal, query_seq_lengths=q_lengths,
         key_value_seq_lengths=kv_lengths, local_window_size=window, implementation="cudnn",
     )  # fmt: skip
-    return out if queries is None else jnp.where(queries, out, jnp.zeros_like(out))
+    return attend, (query, key, value)
+
+
+def _cudnn_call_fwd(*arguments):
+    attend, arrays = _cudnn_attend(*arguments)
+    out, pull_back = jax.vjp(attend, *arrays)
+    return out, (pull_back, arrays[0])
+
+
+def _cudnn_call_bwd(options, saved, dout):
+    pull_back, query = saved
+    dout, _ = _batched_alike(dout, query)
+    return *pull_back(dout), None, None
+
+
+_cudnn_call.defvjp(_cudnn_call_fwd, _cudnn_call_bwd)
 
 
 # --- Triton ------------------------------------------------------------------------------------------------------
@@ -256,26 +297,10 @@ def _times_log_2(x: Array) -> Array:
     return x * number + x * (math.log(2.0) - number)  # more digits than float32 has; both are positive, as -inf asks
 
 
-def _cudnn_batched(query, key, value, options):
-    """Under vmap too: cuDNN's own batching takes leading axes only, and (JAX 0.10) those of all arrays."""
-
-    @jax.custom_batching.custom_vmap
-    def attend(query, key, value):
-        return _cudnn(Inputs(query, key, value), options)
-
-    @attend.def_vmap
-    def _(size, batched, *arrays):
-        full = (x if own else jnp.broadcast_to(x, (size, *x.shape)) for own, x in zip(batched, arrays, strict=True))
-        out = attend(*(x.reshape(-1, *x.shape[2:]) for x in full))
-        return out.reshape(size, -1, *out.shape[1:]), True
-
-    return attend(query, key, value)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _triton(inputs, static):
     if static.by_cudnn:
-        return _cudnn_batched(inputs.query, inputs.key, inputs.value, static.options)
+        return _cudnn(inputs, static.options)
     return _forward(inputs, static, save=False)
 
 

@@ -8,6 +8,7 @@ rows cuBLAS is faster, and `jaxft.tuning.dense_by_library` says where.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +27,11 @@ def unsupported(**arrays: Array | None) -> str | None:
 
 def _fwd_kernel(
     x_ref, kernel_ref, bias_ref, residual_ref, y_ref,
-    *, activation: str | None, block_m: int, block_n: int, block_k: int, precision,
+    *, activation: str | None, splits: int, block_m: int, block_n: int, block_k: int, precision,
 ):  # fmt: skip
     rows, depth = x_ref.shape
     width = kernel_ref.shape[1]
-    row, column = pl.program_id(0) * block_m, pl.program_id(1) * block_n
+    row, column, split = pl.program_id(0) * block_m, pl.program_id(1) * block_n, pl.program_id(2)
     in_rows = (common.positions(row, block_m) < rows)[:, None]
     in_columns = (common.positions(column, block_n) < width)[None, :]
 
@@ -41,7 +42,7 @@ def _fwd_kernel(
             jnp.broadcast_to(in_columns, (block_k, block_n)),
         )
         if masked:
-            in_depth = common.positions(start, block_k) < depth
+            in_depth = (common.positions(start, block_k) < depth) & (split == splits - 1)
             in_x, in_kernel = in_x & in_depth[None, :], in_kernel & in_depth[:, None]
         a = common.load(x_ref.at[common.span(row, block_m), common.span(start, block_k)], mask=in_x, other=0.0)
         b = common.load(
@@ -50,16 +51,22 @@ def _fwd_kernel(
         return acc + common.dot(a, b, precision=precision)  # [block_m, block_n]
 
     acc = jnp.zeros((block_m, block_n), jnp.float32)
-    acc = lax.fori_loop(0, depth // block_k, functools.partial(add_block, masked=False), acc)
+    whole = depth // block_k
+    share = pl.cdiv(whole, splits)
+    begin, end = (split * share, jnp.minimum((split + 1) * share, whole)) if splits > 1 else (0, whole)
+    acc = lax.fori_loop(begin, end, functools.partial(add_block, masked=False), acc)
     if depth % block_k:
-        acc = add_block(depth // block_k, acc, masked=True)
+        acc = add_block(whole, acc, masked=True)
     if bias_ref is not None:
         columns = common.span(column, block_n)
         bias = common.load(bias_ref.at[columns], mask=common.positions(column, block_n) < width, other=0.0)
         acc = acc + bias.astype(jnp.float32)[None, :]
     if activation is not None:
         acc = common.activation(activation, acc, y_ref.dtype)
-    tile, inside = (common.span(row, block_m), common.span(column, block_n)), in_rows & in_columns
+    inside = in_rows & in_columns
+    tile: tuple[Any, ...] = common.span(row, block_m), common.span(column, block_n)
+    if splits > 1:
+        tile = (split, *tile)
     if residual_ref is not None:
         acc = acc + common.load(residual_ref.at[tile], mask=inside, other=0.0).astype(jnp.float32)
     common.store(y_ref.at[tile], acc.astype(y_ref.dtype), mask=inside)
@@ -76,25 +83,33 @@ def forward(
     config: DenseConfig,
     interpret: bool,
 ) -> Array:
-    """x [M, K], kernel [K, F], bias [F], residual [M, F] -> [M, F]. `precision` of float32: "tf32" or "float32"."""
-    rows, width = x.shape[0], kernel.shape[1]
+    """x [M, K], kernel [K, F], bias [F], residual [M, F] -> [M, F]. `precision` of float32: "tf32" or "float32".
+
+    With `config.splits` above 1, partial sums [splits, M, F] in float32, without bias, activation and residual: whoever
+    reads them next adds them up.
+    """
+    rows, width, splits = x.shape[0], kernel.shape[1], config.splits
+    y = jax.ShapeDtypeStruct((rows, width), x.dtype)
+    if splits > 1:
+        y = jax.ShapeDtypeStruct((splits, rows, width), jnp.float32)
     body = functools.partial(
         _fwd_kernel,
         activation=activation,
+        splits=splits,
         block_m=config.block_m,
         block_n=config.block_n,
         block_k=config.block_k,
         precision=lax.Precision.HIGHEST if precision == "float32" else None,
     )
-    (y,) = common.launch(
+    (result,) = common.launch(
         body,
         # The programs that share a block of the weights run next to each other: it comes from memory once.
-        (pl.cdiv(rows, config.block_m), pl.cdiv(width, config.block_n)),
+        (pl.cdiv(rows, config.block_m), pl.cdiv(width, config.block_n), splits),
         [x, kernel, bias, residual],
-        [jax.ShapeDtypeStruct((rows, width), x.dtype)],
+        [y],
         name="dense_fwd",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
     )
-    return y
+    return result

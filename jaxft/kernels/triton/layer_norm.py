@@ -66,13 +66,17 @@ def _fwd_kernel(
     x_ref, bias_ref, residual_ref, gamma_ref, beta_ref, seed_ref, y_ref, *more_refs,
     epsilon: float, dropout_rate: float, return_sum: bool, save: bool, block_rows: int, block_width: int,
 ):  # fmt: skip
-    width = x_ref.shape[1]
+    *splits, rows, width = x_ref.shape
     row = pl.program_id(0) * block_rows  # JAX's interpreter knows it outside of loops only
 
     def read(i):
-        tile = common.tile(x_ref.shape, row, i * block_width, (block_rows, block_width))
+        tile = common.tile((rows, width), row, i * block_width, (block_rows, block_width))
         residual = None if residual_ref is None else tile.load(residual_ref)
-        return tile, _add(tile, tile.load(x_ref), bias_ref, residual, seed_ref, dropout_rate)[0]
+        places = [(jnp.int32(n), *tile.place) for n in range(splits[0])] if splits else [tile.place]
+        x, *more = (common.load(x_ref.at[place], mask=tile.inside) for place in places)
+        for partial in more:
+            x = x + partial
+        return tile, _add(tile, x, bias_ref, residual, seed_ref, dropout_rate)[0]
 
     def write(chunk, mean, scale):
         tile, total = chunk
@@ -119,13 +123,16 @@ def forward(
 ) -> list[Array]:
     """x and residual [M, D], bias, gamma and beta [D], and the seed of dropout [2] -> y, and more if asked for.
 
+    x may be partial sums [splits, M, D] in float32; y then has the dtype of the residual.
+
     That is the sum, and what the backward pass needs to `save`: [2, M] in float32, the mean and 1 / sqrt(variance +
     epsilon) of each row. `in_place`, y takes the memory of x, and the sum that of the residual.
     """
-    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    rows, width = x.shape[-2:]
+    out = jax.ShapeDtypeStruct((rows, width), x.dtype if x.ndim == 2 or residual is None else residual.dtype)
     outputs = [out, out] if return_sum else [out]
     if save:
-        outputs.append(jax.ShapeDtypeStruct((2, x.shape[0]), jnp.float32))
+        outputs.append(jax.ShapeDtypeStruct((2, rows), jnp.float32))
     kernel = functools.partial(
         _fwd_kernel,
         epsilon=epsilon,
@@ -137,7 +144,7 @@ def forward(
     )
     return common.launch(
         kernel,
-        (pl.cdiv(x.shape[0], config.block_rows),),
+        (pl.cdiv(rows, config.block_rows),),
         [x, bias, residual, gamma, beta, seed],
         outputs,
         name="layer_norm_fwd",
