@@ -9,6 +9,7 @@ from jaxft.dispatch import EXPORT_DISABLED_CHECKS
 from jaxft.ops.attention import dot_product_attention, qkv_attention, varlen_qkv_attention
 from jaxft.ops.bias_activation import bias_activation
 from jaxft.ops.dense import dense
+from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
 from jaxft.ops.layer_norm import bias_residual_layer_norm, layer_norm
 from jaxft.ops.permute import merge_heads, permute, qkv_bias_split_heads
 from jaxft.ops.softmax import log_softmax, softmax
@@ -29,6 +30,7 @@ __all__ = [
     "bias_activation",
     "bias_residual_layer_norm",
     "dense",
+    "dense_residual_layer_norm",
     "dot_product_attention",
     "layer_norm",
     "log_softmax",

@@ -362,6 +362,22 @@ def dense_epilogue(y: Array, bias: Array | None, activation: str | None, residua
     return out.astype(y.dtype)
 
 
+def dense_residual_layer_norm(
+    x: Array,
+    kernel: Array,
+    bias: Array | None,
+    residual: Array,
+    gamma: Array | None,
+    beta: Array | None,
+    *,
+    precision: PrecisionLike = None,
+    **options: Any,
+) -> Array:
+    """bias_residual_layer_norm of dense(x, kernel), with its `options`."""
+    y = dense(x, kernel, precision=precision)
+    return bias_residual_layer_norm(y, bias, residual, gamma, beta, **options)  # type: ignore[return-value]
+
+
 def remove_padding(x: Array, mask: Array, *, capacity: int) -> tuple[Array, Array, Array]:
     """The rows of x [B,T,...] where mask [B,T] is True, back to back: ([capacity,...], indices, cu_seqlens).
 

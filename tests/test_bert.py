@@ -345,9 +345,9 @@ def test_activation(name, function, monkeypatch):
     bert_dense = bert.dense
     monkeypatch.setattr(bert, "dense", dense)
     make(dataclasses.replace(CONFIG, hidden_act=name, num_hidden_layers=1))(some_ids())
-    assert [activation is None for activation in used] == [True, True, False, True, False]  # ..., pooler
+    assert [activation is None for activation in used] == [True, False, False]  # ..., pooler
     x = jnp.linspace(-4.0, 4.0, 99)
-    assert_close(bias_activation(x, None, activation=used[2], implementation="xla"), function(x))
+    assert_close(bias_activation(x, None, activation=used[1], implementation="xla"), function(x))
 
 
 def test_initial_values():
@@ -454,7 +454,7 @@ def test_implementation_reaches_every_operation(monkeypatch):
 
         return record
 
-    for name in ("dense", "qkv_attention", "bias_residual_layer_norm", "layer_norm"):
+    for name in ("dense", "qkv_attention", "dense_residual_layer_norm", "layer_norm"):
         monkeypatch.setattr(bert, name, recorder(name, getattr(bert, name)))
     make(implementation="named")(some_ids())
-    assert seen == {"dense": 9, "qkv_attention": 2, "bias_residual_layer_norm": 4, "layer_norm": 1}
+    assert seen == {"dense": 5, "qkv_attention": 2, "dense_residual_layer_norm": 4, "layer_norm": 1}

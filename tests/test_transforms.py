@@ -55,6 +55,11 @@ OPS = {
         lambda m, o, **f: m.dense(**f, **o, activation="gelu_tanh"),
         {"x": ROWS["x"], "kernel": (WIDTH, WIDTH), "bias": (WIDTH,), "residual": ROWS["x"]}, split=("residual",),
     ),
+    "dense_residual_layer_norm": Op(
+        lambda m, o, **f: m.dense_residual_layer_norm(**f, **o),
+        {"x": (BATCH, LENGTH, 512), "kernel": (512, WIDTH), "bias": (WIDTH,), "residual": ROWS["x"], **NORM},
+        split=("residual",),
+    ),
     "dot_product_attention": Op(
         lambda m, o, **f: m.dot_product_attention(**f, **o, return_residual=True),
         dict.fromkeys(("query", "key", "value"), QKV), split=("key", "value"),

@@ -17,7 +17,8 @@ from jaxft.models import checkpoint
 from jaxft.models.checkpoint import CheckpointError
 from jaxft.ops.attention import qkv_attention
 from jaxft.ops.dense import dense
-from jaxft.ops.layer_norm import bias_residual_layer_norm, layer_norm
+from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
+from jaxft.ops.layer_norm import layer_norm
 
 # --- Configuration -----------------------------------------------------------------------------------------------
 
@@ -288,23 +289,20 @@ class BertLayer(nnx.Module):
         """`x` `[B, T, D]` and `mask` `[B, 1, 1, T]` of the keys -> `[B, T, D]`."""
         config, dtype, implementation = self.options.config, self.options.dtype, self.options.implementation
         batch, length, width = x.shape
-        heads, eps = config.num_attention_heads, config.layer_norm_eps
+        heads = config.num_attention_heads
 
         qkv = dense(x, self.qkv_kernel[...].astype(dtype), self.qkv_bias[...], implementation=implementation)
-        attended = qkv_attention(
-            qkv.reshape(batch, length, 3, heads, width // heads),
-            mask=mask,
-            implementation=implementation,
-        )
-        h = dense(attended.reshape(x.shape), self.out_kernel[...].astype(dtype), implementation=implementation)
+        qkv = qkv.reshape(batch, length, 3, heads, width // heads)
+        attended = qkv_attention(qkv, mask=mask, implementation=implementation)
+        options: dict[str, Any] = {"epsilon": config.layer_norm_eps, "implementation": implementation}
+        kernel, bias = self.out_kernel[...].astype(dtype), self.out_bias[...]
         gamma, beta = self.attention_norm_gamma[...], self.attention_norm_beta[...]
-        options: dict[str, Any] = {"epsilon": eps, "in_place": True, "implementation": implementation}
-        x = bias_residual_layer_norm(h, self.out_bias[...], x, gamma, beta, **options)
+        x = dense_residual_layer_norm(attended.reshape(x.shape), kernel, bias, x, gamma, beta, **options)
         kernel, bias = self.ffn_in_kernel[...].astype(dtype), self.ffn_in_bias[...]
         h = dense(x, kernel, bias, activation=config.activation, implementation=implementation)
-        h = dense(h, self.ffn_out_kernel[...].astype(dtype), implementation=implementation)
-        bias, gamma, beta = self.ffn_out_bias[...], self.ffn_norm_gamma[...], self.ffn_norm_beta[...]
-        return bias_residual_layer_norm(h, bias, x, gamma, beta, **options)
+        kernel, bias = self.ffn_out_kernel[...].astype(dtype), self.ffn_out_bias[...]
+        gamma, beta = self.ffn_norm_gamma[...], self.ffn_norm_beta[...]
+        return dense_residual_layer_norm(h, kernel, bias, x, gamma, beta, **options)
 
 
 class BertPooler(nnx.Module):

@@ -105,10 +105,11 @@ def dense(
             precision=precision,
             product=product,
             epilogue=tuning.bias_activation(rows, width, itemsize, kind),
+            gradient=tuning.bias_activation_backward(rows, width, itemsize, kind),
             kernel_precision=dispatch.matmul_precision(precision),
             interpret=choice.interpret,
         )
-        y = _kernels_jit(*arrays, plan)
+        y = _kernels_jit(*common.vary_alike(*arrays), plan)
     return y.reshape(*x.shape[:-1], width)
 
 
@@ -133,6 +134,7 @@ class _Plan:
     precision: Any
     product: tuning.DenseConfig | tuning.MosaicDenseConfig | None
     epilogue: tuning.ElementwiseConfig
+    gradient: tuning.GradientConfig  # of the activation and the bias
     kernel_precision: str
     interpret: bool
 
@@ -196,13 +198,26 @@ def _bwd(plan, saved, d_out):
     elif isinstance(plan.product, tuning.MosaicDenseConfig) and bias is not None:
         bias = jnp.zeros_like(bias)  # it is in y
 
-    def epilogue(y, bias, residual):
-        return reference.dense_epilogue(y, bias, plan.activation, residual)
-
-    _, epilogue_vjp = jax.vjp(epilogue, y, bias, residual)
-    dy, d_bias, d_residual = epilogue_vjp(d_out)
+    dy, d_bias = _epilogue_gradient(d_out, y, bias, plan)
     _, product_vjp = jax.vjp(functools.partial(jnp.matmul, precision=plan.precision), x, kernel)
-    return *product_vjp(dy), d_bias, d_residual
+    return *product_vjp(dy), d_bias, None if residual is None else d_out
+
+
+def _epilogue_gradient(d_out, y, bias, plan):
+    """Of activation(y + bias): the gradients of y and bias, in one pass if there is an activation."""
+    if plan.activation is None:
+        return d_out, None if bias is None else jnp.sum(d_out, axis=0, dtype=jnp.float32).astype(bias.dtype)
+
+    def plain(d_out, y, bias):
+        return jax.vjp(lambda y, bias: reference.dense_epilogue(y, bias, plan.activation, None), y, bias)[1](d_out)
+
+    def fused(d_out, y, bias):
+        dy, *sums = bias_activation.backward(
+            d_out, y, bias, activation=plan.activation, config=plan.gradient, interpret=plan.interpret
+        )
+        return dy, None if bias is None else jnp.sum(sums[0], axis=0).astype(bias.dtype)
+
+    return common.with_plain_gradient(fused, plain)(d_out, y, bias)
 
 
 _kernels.defvjp(_fwd, _bwd)

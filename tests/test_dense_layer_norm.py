@@ -1,0 +1,186 @@
+"""dense_residual_layer_norm: LN(dropout(x @ kernel + bias) + residual)."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxft
+import oracle
+from cases import DTYPES, INTERPRET, check, jit, lower, normal, seeds
+from compare import assert_matches_oracle
+from jaxft import dispatch, reference, tuning
+from jaxft.kernels.triton import dense, layer_norm
+
+
+def floats_of(rng, rows, depth, width, dtype=jnp.bfloat16, vectors=jnp.float32, missing=()):
+    floats = normal(rng, dtype, x=(*rows, depth), kernel=(depth, width), residual=(*rows, width))
+    floats |= normal(rng, vectors, **{name: (width,) for name in ("bias", "gamma", "beta") if name not in missing})
+    return floats | {"kernel": floats["kernel"] * max(depth, 1) ** -0.5}
+
+
+def check_op(floats, seed=None, implementations=("triton",), **options):
+    missing = {name: None for name in ("bias", "gamma", "beta") if name not in floats}
+    for gradients in (False, True):  # then other kernels make the same result
+        check(
+            lambda implementation, **f: jaxft.dense_residual_layer_norm(
+                **f, **missing, **options, implementation=implementation),
+            lambda **f: reference.dense_residual_layer_norm(**f, **missing, **options),
+            lambda **f: oracle.bias_residual_layer_norm(
+                oracle.dense(f.pop("x"), f.pop("kernel")), **f, **missing, **options),
+            floats, implementations=implementations, gradients=gradients, seed=seed,
+        )  # fmt: skip
+
+
+def splits(rows, depth, width, itemsize=2):
+    return tuning.dense_split(rows, depth, width, itemsize, "").splits
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "depth", "width", "parts"), [((37,), 600, 40, 2), ((2, 3), 1100, 129, 4), ((5,), 40, 7, 1)], ids=str
+)
+def test_values(rows, depth, width, parts, dtype):
+    itemsize = jnp.dtype(dtype).itemsize
+    assert splits(int(np.prod(rows)), depth, width, itemsize) == (parts if itemsize == 2 else 1)
+    check_op(floats_of(np.random.default_rng(0), rows, depth, width, dtype), epsilon=1e-12)
+
+
+@pytest.mark.parametrize("missing", [("bias",), ("gamma",), ("beta",), ("bias", "gamma", "beta")], ids=str)
+def test_optional_vectors(missing):
+    check_op(floats_of(np.random.default_rng(1), (5,), 520, 17, missing=missing))
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+def test_random(seed):
+    rng = np.random.default_rng(seed)
+    rows = tuple(int(n) for n in rng.choice([1, 2, 5, 13], rng.integers(0, 3)))
+    depth, width = int(rng.choice([3, 512, 601, 1030])), int(rng.choice([1, 3, 17, 64, 100]))
+    dtype, vectors = (jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"]))) for _ in range(2))
+    missing = [name for name in ("bias", "gamma", "beta") if rng.random() < 0.2]
+    check_op(floats_of(rng, rows, depth, width, dtype, vectors, missing), seed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_k", [16, 128])
+@pytest.mark.parametrize("parts", [2, 3, 7])
+def test_partial_sums(parts, block_k, dtype):
+    """Depths that no number of programs divides; more programs than blocks."""
+    rng = np.random.default_rng(2)
+    floats = normal(rng, dtype, x=(21, 201), kernel=(201, 40))
+    config = tuning.DenseConfig(16, 32, block_k, 4, 2, parts)
+    sums = jit(
+        lambda x, kernel: dense.forward(
+            x, kernel, None, None, activation=None, precision="float32", config=config, interpret=INTERPRET
+        )
+    )(**floats)
+    assert (sums.shape, sums.dtype) == ((parts, 21, 40), jnp.float32)
+    exact = oracle.dense(**floats)
+    np.testing.assert_allclose(np.asarray(sums, np.float64).sum(axis=0), exact, atol=1e-4)
+
+    residual = normal(rng, dtype, residual=(21, 40))["residual"]
+    for width in (64, 16):  # of a block: all of a row, and less
+        run = jit(
+            lambda x, r, width=width: layer_norm.forward(
+                x, None, r, None, None, None, epsilon=1e-6, dropout_rate=0.0, return_sum=False, save=False,
+                in_place=False, config=tuning.RowConfig(4, width, 1), interpret=INTERPRET,
+            )[0]
+        )  # fmt: skip
+        expected = reference.bias_residual_layer_norm(
+            jnp.asarray(exact.astype(np.float32), dtype), None, residual, None, None
+        )
+        assert_matches_oracle(
+            run(sums, residual), expected, oracle.bias_residual_layer_norm(exact, None, residual, None, None)
+        )
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla", None])
+@pytest.mark.parametrize(
+    ("rows", "depth", "width"), [((0,), 3, 2), ((2, 0), 600, 2), ((2,), 0, 3), ((2,), 3, 0)], ids=str
+)
+def test_empty(rows, depth, width, implementation):
+    floats = floats_of(np.random.default_rng(0), rows, depth, width)
+    y = jaxft.dense_residual_layer_norm(**floats, implementation=implementation)
+    assert (y.shape, y.dtype) == ((*rows, width), jnp.bfloat16)
+
+
+def test_dropout(key):
+    """The same elements as `bias_residual_layer_norm` drops, forward and backward."""
+    floats = floats_of(np.random.default_rng(3), (9,), 520, 40)
+    options = {"dropout_rate": 0.3, "dropout_rng": key}
+
+    def one(f):
+        return jaxft.dense_residual_layer_norm(**f, **options, implementation="triton")
+
+    def two(f):
+        f = dict(f)
+        y = jaxft.dense(f.pop("x"), f.pop("kernel"), implementation="triton")
+        return jaxft.bias_residual_layer_norm(y, **f, **options, implementation="triton")
+
+    def results(run):
+        out, pull_back = jax.vjp(run, floats)
+        return run(floats), pull_back(jnp.ones_like(out))[0]
+
+    (value, gradients), (wanted, wanted_gradients) = jit(lambda: results(one))(), jit(lambda: results(two))()
+    np.testing.assert_allclose(np.float32(value), np.float32(wanted), atol=0.05)
+    for name, gradient in gradients.items():
+        np.testing.assert_array_equal(gradient, wanted_gradients[name])
+
+
+def test_reruns_are_bitwise_equal():
+    floats = floats_of(np.random.default_rng(4), (37,), 1030, 33)
+    run = jit(lambda f: jaxft.dense_residual_layer_norm(**f, implementation="triton"))
+    np.testing.assert_array_equal(run(floats), run(floats))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lowers(dtype):
+    def of(*shape, dtype=dtype):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    vector = of(768, dtype=jnp.float32)
+    for rows, depth, kernels in ((128, 3072, 2), (256, 768, 2), (4, 100, 2)):
+        arguments = of(rows, depth), of(depth, 768), vector, of(rows, 768), vector, vector
+        for run in (
+            jaxft.dense_residual_layer_norm,
+            lambda *a: jax.grad(lambda *a: jaxft.dense_residual_layer_norm(*a).astype(jnp.float32).sum(), range(6))(*a),
+        ):
+            text = lower(run, *arguments)
+            if dtype != jnp.float32 and run is jaxft.dense_residual_layer_norm:
+                assert text.count("xla.gpu.triton") == kernels
+
+
+def test_what_is_split():
+    """Few rows of 16 bits, where a product alone would leave most of a card idle."""
+    assert [splits(128, 768, 768), splits(128, 3072, 768), splits(256, 768, 768)] == [3, 4, 2]
+    assert splits(512, 3072, 768) == splits(128, 768, 3072) == splits(128, 200, 768) == splits(128, 3072, 768, 4) == 1
+    assert dispatch.platform() != "cuda" or splits(1, 4096, 16) == 4
+
+
+X, KERNEL = np.ones((2, 8), np.float32), np.ones((8, 4), np.float32)
+GOOD = {"x": X, "kernel": KERNEL, "bias": KERNEL[0], "residual": X[:, :4], "gamma": None, "beta": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"x": X[:, :3]}, ValueError, "x and kernel must have shapes [..., K] and [K, D], got (2, 3) and (8, 4)"),
+        ({"x": X.astype(np.int32)}, TypeError, "x must be an array of floats, got int32"),
+        ({"kernel": KERNEL.astype(np.float16)}, TypeError, "kernel must have the dtype of x, float32, got float16"),
+        ({"residual": X}, ValueError, "residual must have shape (2, 4), got (2, 8)"),
+        ({"residual": KERNEL[:2].astype(np.float16)}, TypeError, "residual must have the dtype of x, float32, got"),
+        ({"bias": np.ones(8, np.float32)}, ValueError, "bias must have shape (4,), got (8,)"),
+        ({"gamma": [1.0] * 4}, TypeError, "gamma must be an array, got list"),
+        ({"epsilon": 0.0}, ValueError, "epsilon must be positive, got 0.0"),
+        ({"dropout_rate": 1.0}, ValueError, "dropout_rate must be in [0, 1), got 1.0"),
+        ({"dropout_rate": 0.1}, ValueError, "dropout_rate is 0.1, so dropout_rng must be a JAX random key, got None"),
+        ({"implementation": "cutlass"}, ValueError, "implementation must be None or one of"),
+        ({"implementation": "mosaic_gpu"}, NotImplementedError, ""),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_errors(changes, error, message):
+    with pytest.raises(error, match=re.escape(f"dense_residual_layer_norm: {message}") if message else "mosaic_gpu"):
+        jaxft.dense_residual_layer_norm(**{**GOOD, **changes})
