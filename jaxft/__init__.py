@@ -10,6 +10,7 @@ from jaxft.ops.attention import dot_product_attention, qkv_attention, varlen_qkv
 from jaxft.ops.bias_activation import bias_activation
 from jaxft.ops.dense import dense
 from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
+from jaxft.ops.embeddings import embeddings_layer_norm
 from jaxft.ops.layer_norm import bias_residual_layer_norm, layer_norm
 from jaxft.ops.permute import merge_heads, permute, qkv_bias_split_heads
 from jaxft.ops.softmax import log_softmax, softmax
@@ -32,6 +33,7 @@ __all__ = [
     "dense",
     "dense_residual_layer_norm",
     "dot_product_attention",
+    "embeddings_layer_norm",
     "layer_norm",
     "log_softmax",
     "merge_heads",

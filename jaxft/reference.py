@@ -124,6 +124,34 @@ def bias_residual_layer_norm(
     return (y, total.astype(x.dtype)) if return_sum else y
 
 
+def embeddings_layer_norm(
+    input_ids: Array,
+    word: Array,
+    position: Array,
+    token_type: Array | None = None,
+    gamma: Array | None = None,
+    beta: Array | None = None,
+    *,
+    position_ids: Array | None = None,
+    token_type_ids: Array | None = None,
+    epsilon: float = 1e-6,
+    dtype: Any = None,
+) -> Array:
+    """layer_norm of the sum of the rows that the ids name; an id that is not in its table gives NaN."""
+
+    def rows(table: Array, ids: Array) -> Array:
+        return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+
+    wide = _wide_dtype(word)
+    total = rows(word, input_ids).astype(wide)
+    position = position[: input_ids.shape[-1]] if position_ids is None else rows(position, position_ids)
+    total = total + position.astype(wide)
+    if token_type is not None:
+        token_type = token_type[0] if token_type_ids is None else rows(token_type, token_type_ids)
+        total = total + token_type.astype(wide)
+    return _normalize(total, gamma, beta, epsilon).astype(word.dtype if dtype is None else dtype)
+
+
 def _gelu(x: Array) -> Array:
     return 0.5 * x * lax.erfc(x * -math.sqrt(0.5))  # erfc keeps the small values of the negative tail
 

@@ -174,6 +174,16 @@ def layer_norm_backward(rows: int, width: int, itemsize: int, device_kind: str) 
     return lookup("layer_norm_backward", default, device_kind, rows=rows, width=width, itemsize=itemsize)
 
 
+def embeddings_sums(table_rows: int, width: int) -> RowConfig:
+    """Of the kernels that add up the rows with the same id: so much at a time. Untuned.
+
+    Few ids come often, and their sums want more programs of fewer columns. Of many ids most come never, and their rows
+    of zeros want wide ones.
+    """
+    block_width = min(next_power_of_2(width), 128 if table_rows <= 1024 else 1024)
+    return RowConfig(min(4096 // block_width, 32), block_width, num_warps=4)
+
+
 def softmax(rows: int, width: int, itemsize: int, device_kind: str) -> RowConfig:
     # As for layer_norm, but rows of up to 64 KiB stay in registers.
     warp = 1024 if itemsize <= 2 or width <= 1024 else 256

@@ -55,6 +55,18 @@ def bias_residual_layer_norm(x, bias, residual, gamma, beta, *, epsilon=1e-6, ke
     return (out, total) if return_sum else out
 
 
+def embeddings_layer_norm(input_ids, word, position, token_type=None, gamma=None, beta=None, *, position_ids=None,
+                          token_type_ids=None, epsilon=1e-6):  # fmt: skip
+    total = np.zeros((*input_ids.shape, word.shape[1]))
+    for token in np.ndindex(input_ids.shape):
+        looked_up = [(word, input_ids[token]), (position, token[-1] if position_ids is None else position_ids[token])]
+        if token_type is not None:
+            looked_up.append((token_type, 0 if token_type_ids is None else token_type_ids[token]))
+        for table, row in looked_up:
+            total[token] += f64(table)[int(row)] if 0 <= int(row) < len(table) else np.nan
+    return layer_norm(total, gamma, beta, epsilon=epsilon)
+
+
 def bias_activation(x, bias, *, activation="gelu"):
     return _activate(f64(x) if bias is None else f64(x) + f64(bias), activation)
 

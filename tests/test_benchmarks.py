@@ -9,6 +9,7 @@ import pytest
 import bench_attention
 import bench_bias_activation
 import bench_dense
+import bench_embeddings
 import bench_encoder
 import bench_layer_norm
 import bench_permute
@@ -48,6 +49,7 @@ def read(folder):
     [
         (bench_dense, {"SHAPES": [(5, 24, 16)]}, {"xla"}),
         (bench_layer_norm, {"SHAPES": [(5, 24)]}, {"xla", "copy (memcpy)"}),
+        (bench_embeddings, {"SHAPES": [(2, 5)], "TABLES": (40, 9, 2), "WIDTH": 24}, {"xla", "copy (memcpy)"}),
         (bench_bias_activation, {"SHAPES": [(5, 24)]}, {"xla", "copy (memcpy)"}),
         (bench_permute, {"CASES": [((2, 5, 3, 8), (0, 2, 1, 3), ("float16",))], "HEADS": [(2, 5, 3, 8)]},
          {"xla", "copy (memcpy)"}),

@@ -454,7 +454,7 @@ def test_implementation_reaches_every_operation(monkeypatch):
 
         return record
 
-    for name in ("dense", "qkv_attention", "dense_residual_layer_norm", "layer_norm"):
+    for name in ("dense", "qkv_attention", "dense_residual_layer_norm", "embeddings_layer_norm"):
         monkeypatch.setattr(bert, name, recorder(name, getattr(bert, name)))
     make(implementation="named")(some_ids())
-    assert seen == {"dense": 5, "qkv_attention": 2, "dense_residual_layer_norm": 4, "layer_norm": 1}
+    assert seen == {"dense": 5, "qkv_attention": 2, "dense_residual_layer_norm": 4, "embeddings_layer_norm": 1}

@@ -389,7 +389,8 @@ def test_info(capsys):
     assert info["device"] == {"device": dispatch.device_kind(), "platform": dispatch.platform()}
     for value in (*info["versions"].values(), *info["device"].values()):
         assert value in text
-    assert {"qkv_attention", "bias_residual_layer_norm", "bias_activation"} <= {row["op"] for row in info["ops"]}
+    ops = {"qkv_attention", "bias_residual_layer_norm", "bias_activation", "embeddings_layer_norm"}
+    assert ops <= {row["op"] for row in info["ops"]}
     for row in info["ops"]:
         assert row["implementation"] in dispatch.IMPLEMENTATIONS and row["reason"]
         assert re.search(rf"^{row['op']} +{row['implementation']} +{re.escape(row['reason'])}$", text, re.MULTILINE)

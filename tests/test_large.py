@@ -1,5 +1,7 @@
 """Arrays of more than 2^31 elements: the rows at their end are what they are in a small array. Needs a large GPU."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,3 +36,18 @@ def test_rows_past_32_bit_offsets(op):
     for (first, last), expected in zip(run(small), (out, pull_back(small)[0]), strict=True):
         np.testing.assert_array_equal(first, expected[:1])
         np.testing.assert_array_equal(last, expected)
+
+
+def test_embeddings_past_32_bit_offsets():
+    """Of a table's last rows, and their gradients."""
+    small = jax.random.normal(jax.random.key(0), (3, WIDTH), jnp.bfloat16)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def run(small, first):
+        word = jnp.zeros((first + 3, WIDTH), small.dtype).at[-3:].set(small)
+        ids = first + jnp.array([[2, 0, 2]], jnp.int32)
+        out, pull_back = jax.vjp(lambda word: jaxft.embeddings_layer_norm(ids, word, small), word)
+        return out, pull_back(out)[0][-3:]
+
+    for got, expected in zip(run(small, ROWS), run(small, 0), strict=True):
+        np.testing.assert_array_equal(got, expected)

@@ -78,7 +78,11 @@ def allowed(name, target):
         return True  # a package exports what its modules define
     if target_folder != folder or stem == target_stem:
         return False
-    if target_stem == "common" or op_of(stem) == op_of(target_stem) or target_stem in COMPOSED.get(stem, ()):
+    if (
+        target_stem.split("_")[-1] == "common"
+        or op_of(stem) == op_of(target_stem)
+        or target_stem in COMPOSED.get(stem, ())
+    ):
         return True
     return (
         layer(name) == 3

@@ -13,7 +13,16 @@ import pytest
 import jaxft
 from cases import DTYPES, for_h200, lower
 from jaxft import dispatch, reference
-from jaxft.kernels.triton import attention, attention_backward, bias_activation, dense, layer_norm, permute, softmax
+from jaxft.kernels.triton import (
+    attention,
+    attention_backward,
+    bias_activation,
+    dense,
+    embeddings,
+    layer_norm,
+    permute,
+    softmax,
+)
 from jaxft.kernels.triton.attention_common import Options, Rules
 from jaxft.tuning import AttentionConfig, DenseConfig, ElementwiseConfig, GradientConfig, PermuteConfig, RowConfig
 
@@ -120,6 +129,26 @@ def test_in_place():
     assert "output_operand_alias" not in lower(grad, x, v)
     grad = jax.grad(lambda x, v: jaxft.bias_activation(x, v, in_place=True).astype(jnp.float32).sum())
     assert "output_operand_alias" not in lower(grad, x, v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 80, 768, 20000])
+def test_embeddings(width, dtype, caplog):
+    """One kernel forward, for float32 tables too. Backward one for the LayerNorm and two a table, and no scatter."""
+    tables, vector = [of((rows, width), dtype) for rows in (300, 40, 2)], of((width,))
+    floats, ids = (*tables, vector, vector), of((4, 33), jnp.int32)
+    assert_one_kernel(jaxft.embeddings_layer_norm, ids, *tables[:2])
+    assert_one_kernel(jaxft.embeddings_layer_norm, ids, *floats, dtype=jnp.bfloat16)
+    for kernels, given in ((4, ()), (6, ("token_type_ids",)), (8, ("token_type_ids", "position_ids"))):
+
+        def gradients(ids, *floats, given=given):
+            run = functools.partial(jaxft.embeddings_layer_norm, ids, **dict.fromkeys(given, ids))
+            out, pull_back = jax.vjp(run, *floats)
+            return out, pull_back(out)
+
+        found = operations(lower(gradients, ids, *floats))
+        assert (found[TRITON], found["scatter"]) == (kernels, 0)
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -353,12 +382,15 @@ def test_split_and_merge_heads(shape, dtype, caplog):
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize("op", ["layer_norm", "bias_activation", "attention", "dense", "permute", "split_heads"])
+@pytest.mark.parametrize(
+    "op", ["layer_norm", "embeddings", "bias_activation", "attention", "dense", "permute", "split_heads"]
+)
 def test_gradients(op, caplog):
     """Whatever the backward pass is, it lowers, and the kernel is in the forward pass."""
     x, vector, qkv = of((7, 80), jnp.bfloat16), of((80,)), of((2, 37, 3, 4, 64), jnp.bfloat16)
     function, *arguments = {
         "layer_norm": (lambda x, v: jaxft.bias_residual_layer_norm(x, v, x, v, v), x, vector),
+        "embeddings": (lambda x, v: jaxft.embeddings_layer_norm(jnp.zeros((2, 7), jnp.int32), x, x, x, v), x, vector),
         "bias_activation": (jaxft.bias_activation, x, vector),
         "attention": (lambda qkv: jaxft.qkv_attention(qkv), qkv),
         "dense": (lambda x, v, k: jaxft.dense(x, k, v, activation="gelu"), x, vector, of((80, 80), jnp.bfloat16)),
@@ -414,6 +446,15 @@ def test_configs(dtype):
                 return layer_norm.backward(x, x, x, v, x, v, seed, saved, **options)
 
             assert_lowers(back, x, vector, seed, of((2, 21)))
+        ids, options = of((35,), jnp.int32), {"config": RowConfig(*sizes), "interpret": False}
+
+        def look_up(x, v, ids, options=options):
+            options = {"length": 7, "epsilon": 1e-6, "dtype": jnp.float16, "save": True, **options}
+            return embeddings.forward(x, x, x, v, v, ids, None, ids, **options)
+
+        assert_lowers(look_up, x, vector, ids)
+        by_id = functools.partial(embeddings.sum_by_id, **options)
+        assert operations(lower(by_id, of((35, 101)), ids, x))[TRITON] == 2
         options = {"config": RowConfig(*sizes), "interpret": False, "log": sizes[0] > 1, "scale": 0.5}
         assert_lowers(lambda x, v, o=options: softmax.forward(x, v, v > 0, in_place=True, **o), x, vector)
         assert_lowers(lambda x, v, o=options: softmax.backward(x, x, v, v > 0, **o), x, vector)
@@ -475,6 +516,7 @@ def test_unsupported_cases_fall_back_and_say_so_once(name, reason, caplog):
 
 def test_empty_arrays_launch_nothing():
     assert "triton" not in lower(jaxft.layer_norm, of((0, 80)))
+    assert "triton" not in lower(jaxft.embeddings_layer_norm, of((0, 7), jnp.int32), of((7, 80)), of((7, 80)))
     assert "triton" not in lower(lambda x: jaxft.bias_activation(x, None), of((3, 0)))
     assert "triton" not in lower(jaxft.qkv_attention, of((2, 0, 3, 4, 64)))
     assert "triton" not in lower(lambda x: jaxft.permute(x, (1, 0)), of((0, 80)))
@@ -529,6 +571,10 @@ def test_64_bit_mode():
         assert_one_kernel(jaxft.bias_residual_layer_norm, x, v, x, v, v)
         assert_one_kernel(jaxft.layer_norm, of((3, 20000), jnp.float32))
         assert_one_kernel(jaxft.bias_activation, x, v)
+        for ids in (of((2, 3), jnp.int32), of((2, 3), jnp.int64)):
+            assert_one_kernel(jaxft.embeddings_layer_norm, ids, x, x)
+            grad = jax.grad(lambda x, i: jaxft.embeddings_layer_norm(i, x, x, x, token_type_ids=i).sum())
+            assert operations(lower(grad, x, ids))[TRITON] == 6
         for width in (40, 20000):
             logits, mask = of((2, 3, 5, width)), of((2, 1, 5, width), jnp.bool_)
             assert_one_kernel(lambda x, m: jaxft.softmax(x, bias=x[:, :1], mask=m, scale=0.5), logits, mask)

@@ -89,6 +89,19 @@ def bias_residual_layer_norm(rng, size):
     )
 
 
+def embeddings_layer_norm(rng, size):
+    width, shape = size(), (*_leading(rng, size), size())
+    rows = {"word": size(), "position": shape[-1] + int(rng.integers(0, 3)), "token_type": _some(rng, size(), 0.8)}
+    floats = _floats(rng, **{name: (n, width) for name, n in rows.items() if n}, gamma=_some(rng, (width,), 0.8),
+                     beta=_some(rng, (width,), 0.8))  # fmt: skip
+    ids = {f"{name}_ids": rng.integers(0, n, shape) for name, n in rows.items() if n}
+    input_ids = ids.pop("word_ids")
+    options = {name: x for name, x in ids.items() if rng.random() < 0.6}
+    options["epsilon"] = float(rng.choice([1e-12, 1e-6, 0.3]))
+    return Case(floats, *(lambda f, m=m: m.embeddings_layer_norm(input_ids, **f, **options)
+                          for m in (reference, oracle)))  # fmt: skip
+
+
 def bias_activation(rng, size):
     width = size()
     activation = str(rng.choice(["gelu", "gelu_tanh", "relu", "silu", "tanh"]))
@@ -198,8 +211,8 @@ def varlen_qkv_attention(rng, size):
 
 
 softmax, log_softmax = _row_softmax("softmax"), _row_softmax("log_softmax")
-OPS = (layer_norm, bias_residual_layer_norm, bias_activation, softmax, log_softmax, qkv_bias_split_heads, merge_heads,
-       permute, dense, dot_product_attention, varlen_qkv_attention)  # fmt: skip
+OPS = (layer_norm, bias_residual_layer_norm, embeddings_layer_norm, bias_activation, softmax, log_softmax,
+       qkv_bias_split_heads, merge_heads, permute, dense, dot_product_attention, varlen_qkv_attention)  # fmt: skip
 # Seeds are spent where the options are.
 SEEDS = {"dot_product_attention": 20, "merge_heads": 2, "permute": 3, "qkv_bias_split_heads": 3}
 

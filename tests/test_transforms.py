@@ -43,11 +43,17 @@ class Op:
 ROWS = {"x": (BATCH, LENGTH, WIDTH), "bias": (WIDTH,)}
 NORM = {"gamma": (WIDTH,), "beta": (WIDTH,)}
 QKV = (BATCH, LENGTH, HEADS, SIZE)
+IDS = {"input_ids": np.array([5, 2, 5, 0, 5], np.int32), "token_type_ids": np.array([0, 0, 2, 2, 2], np.int32)}
 OPS = {
     "layer_norm": Op(lambda m, o, **f: m.layer_norm(**f, **o), {"x": ROWS["x"], **NORM}),
     "bias_residual_layer_norm": Op(
         lambda m, o, **f: m.bias_residual_layer_norm(**f, **o, return_sum=True),
         {**ROWS, "residual": ROWS["x"], **NORM}, split=("residual",),
+    ),
+    # A table for each sequence, so that the first argument has the batch in front.
+    "embeddings_layer_norm": Op(
+        lambda m, o, word, **f: jnp.stack([m.embeddings_layer_norm(**IDS, word=w, **f, **o) for w in word]),
+        {"word": (BATCH, 6, WIDTH), "position": (LENGTH, WIDTH), "token_type": (3, WIDTH), **NORM},
     ),
     # Not the GELU of erf: JAX 0.12.0 cannot differentiate erf within shard_map, jax.nn.gelu's included.
     "bias_activation": Op(lambda m, o, **f: m.bias_activation(**f, **o, activation="gelu_tanh"), ROWS),

@@ -39,6 +39,7 @@ def heuristics(device_kind=UNKNOWN):
             for size in SIZES[1:]:
                 yield tuning.layer_norm(rows, size, itemsize, device_kind)
                 yield tuning.layer_norm_backward(rows, size, itemsize, device_kind)
+                yield tuning.embeddings_sums(rows, size)
                 yield tuning.softmax(rows, size, itemsize, device_kind)
                 yield tuning.softmax_backward(rows, size, itemsize, device_kind)
                 yield tuning.bias_activation(rows, size, itemsize, device_kind)

@@ -18,7 +18,7 @@ from jaxft.models.checkpoint import CheckpointError
 from jaxft.ops.attention import qkv_attention
 from jaxft.ops.dense import dense
 from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
-from jaxft.ops.layer_norm import layer_norm
+from jaxft.ops.embeddings import embeddings_layer_norm
 
 # --- Configuration -----------------------------------------------------------------------------------------------
 
@@ -248,25 +248,24 @@ class BertEmbeddings(nnx.Module):
     def __call__(self, input_ids: Array, token_type_ids: Array | None, position_ids: Array | None) -> Array:
         config = self.options.config
 
-        def rows(table: nnx.Param[Any], ids: Array) -> Array:
-            # An id that is not in the table gives NaN: inside of jit nothing can be raised, and the nearest row,
-            # JAX's default, would go unnoticed.
-            return table[...].at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-
-        if position_ids is not None:
-            position = rows(self.position, position_ids)
-        elif config.position_offset:
+        if position_ids is None and config.position_offset:
             kept = (input_ids != config.pad_token_id).astype(jnp.int32)
-            position = rows(self.position, jnp.cumsum(kept, axis=1) * kept + config.pad_token_id)
-        else:
-            position = self.position[...][None, : input_ids.shape[1]]
-        x = rows(self.word, input_ids).astype(jnp.float32) + position.astype(jnp.float32)
-        if config.type_vocab_size:
-            token_type = self.token_type[...][:1] if token_type_ids is None else rows(self.token_type, token_type_ids)
-            x = x + token_type.astype(jnp.float32)
-        gamma, beta, implementation = self.norm_gamma[...], self.norm_beta[...], self.options.implementation
-        x = x.astype(self.options.dtype)
-        return layer_norm(x, gamma, beta, epsilon=config.layer_norm_eps, in_place=True, implementation=implementation)
+            position_ids = jnp.cumsum(kept, axis=1) * kept + config.pad_token_id
+        # An id that is not in its table gives NaN: inside of jit nothing can be raised, and the nearest row, JAX's
+        # default, would go unnoticed.
+        return embeddings_layer_norm(
+            input_ids,
+            self.word[...],
+            self.position[...],
+            self.token_type[...] if config.type_vocab_size else None,
+            self.norm_gamma[...],
+            self.norm_beta[...],
+            position_ids=position_ids,
+            token_type_ids=token_type_ids,
+            epsilon=config.layer_norm_eps,
+            dtype=self.options.dtype,
+            implementation=self.options.implementation,
+        )
 
 
 class BertLayer(nnx.Module):

@@ -10,6 +10,7 @@ _KERNEL: dict[str, str | None] = {"triton": None}
 OPS: dict[str, dict[str, str | None]] = {
     "layer_norm": _KERNEL,
     "bias_residual_layer_norm": _KERNEL,
+    "embeddings_layer_norm": _KERNEL,
     "bias_activation": _KERNEL,
     "softmax": _KERNEL,
     "log_softmax": _KERNEL,

@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import common
+from jaxft.kernels.triton.layer_norm_common import normalize
 from jaxft.tuning import GradientConfig, RowConfig
 
 Array = jax.Array
@@ -44,24 +45,6 @@ def _add(
 # --- Forward -----------------------------------------------------------------------------------------------------
 
 
-def _moments(tile: common.Tile, total: Array) -> tuple[Array, Array, Array]:
-    """Count, mean and sum of squared deviations of the rows."""
-    whole = jnp.full((), tile.shape[1], jnp.float32)
-    count = whole if tile.in_width is None else jnp.sum(tile.in_width.astype(jnp.float32))
-    mean = jnp.sum(total, axis=1) / count
-    centered = total - mean[:, None]
-    if tile.in_width is not None:
-        centered = jnp.where(tile.in_width[None, :], centered, 0.0)
-    return count, mean, jnp.sum(centered * centered, axis=1)
-
-
-def _merge_moments(a: tuple[Array, Array, Array], b: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-    """The moments of two sets together (Chan, Golub and LeVeque, 1979)."""
-    count = a[0] + b[0]
-    delta = b[1] - a[1]
-    return count, a[1] + delta * (b[0] / count), a[2] + b[2] + delta * delta * (a[0] * b[0] / count)
-
-
 def _fwd_kernel(
     x_ref, bias_ref, residual_ref, gamma_ref, beta_ref, seed_ref, y_ref, *more_refs,
     epsilon: float, dropout_rate: float, return_sum: bool, save: bool, block_rows: int, block_width: int,
@@ -78,31 +61,8 @@ def _fwd_kernel(
             x = x + partial
         return tile, _add(tile, x, bias_ref, residual, seed_ref, dropout_rate)[0]
 
-    def write(chunk, mean, scale):
-        tile, total = chunk
-        y = (total - mean[:, None]) * scale[:, None]
-        gamma = 1.0 if gamma_ref is None else tile.load_vector(gamma_ref)
-        if beta_ref is not None:
-            y = common.fma(y, gamma, tile.load_vector(beta_ref))
-        elif gamma_ref is not None:
-            y = y * gamma
-        tile.store(y_ref, y)
-        if return_sum:
-            tile.store(more_refs[0], total)
-
-    first = read(0)
-    chunks = pl.cdiv(width, block_width)
-    _, mean, square = lax.fori_loop(
-        1, chunks, lambda i, found: _merge_moments(found, _moments(*read(i))), _moments(*first)
-    )
-    scale = lax.rsqrt(square / width + epsilon)
-    if save:
-        for n, numbers in enumerate((mean, scale)):
-            common.store(more_refs[-1].at[jnp.int32(n), first[0].place[0]], numbers, mask=first[0].in_rows)
-    if chunks == 1:
-        write(first, mean, scale)
-    else:
-        lax.fori_loop(0, chunks, lambda i, _: write(read(i), mean, scale), None)
+    total_ref, saved_ref = more_refs[0] if return_sum else None, more_refs[-1] if save else None
+    normalize(read, pl.cdiv(width, block_width), epsilon, gamma_ref, beta_ref, y_ref, total_ref, saved_ref)
 
 
 def forward(

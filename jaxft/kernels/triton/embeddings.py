@@ -1,0 +1,193 @@
+"""The sum of rows of the word, position and token type tables, normalised, in one pass; and sums of rows by their id.
+
+Forward, a program looks up the ids of `block_rows` tokens, reads the rows that they name, adds them and normalises the
+sum as `layer_norm` does: M * D elements of the word table are read (those of the other tables come from the caches) and
+M * D are written. For the backward pass, which is that of `layer_norm`, it also writes the sum in float32.
+
+The gradient of a table is, in each row, the sum of those of the tokens that have its id. A scatter would add them with
+atomics, in another order in each run. Here tokens are sorted by id, so that those of a row are a run; one program adds
+up the run of its row, and writes zeros where there is none. So that a long run, such as that of the padding, is not the
+work of one program alone, the sorted tokens are cut into chunks, and the sum of the first run of each chunk is computed
+before: the sum of a run is that of its tokens in the chunk where it begins, and of those sums of the chunks after.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxft.kernels.triton import common
+from jaxft.kernels.triton.layer_norm_common import normalize
+from jaxft.tuning import RowConfig
+
+Array = jax.Array
+Ref = Any
+
+CHUNK = 128  # about the square root of 16,384 tokens: in the longest run there are as many chunks as tokens in a chunk
+
+
+def unsupported(input_ids: Array, dtype: Any, tables: dict[str, Array | None], **vectors: Array | None) -> str | None:
+    sizes = {"input_ids": input_ids.size} | {name: max(x.shape) for name, x in tables.items() if x is not None}
+    for name, size in sizes.items():
+        if size > 2**30:
+            return f"{name} has {size} rows or columns, the kernels take at most 2^30"
+    arrays: dict[str, Any] = {**tables, **vectors, "dtype": jax.ShapeDtypeStruct((), dtype)}
+    return common.unsupported_dtype(**arrays)
+
+
+# --- Forward -----------------------------------------------------------------------------------------------------
+
+
+def _fwd_kernel(
+    word_ref, position_ref, token_type_ref, gamma_ref, beta_ref, ids_ref, position_ids_ref, token_type_ids_ref, y_ref,
+    total_ref=None, saved_ref=None, *, length: int, epsilon: float, block_rows: int, block_width: int,
+):  # fmt: skip
+    row = pl.program_id(0) * block_rows  # JAX's interpreter knows it outside of loops only
+
+    def look_up(tile, table_ref, ids):
+        """The rows of a table in float32, of NaN for ids that it does not have."""
+        there = ((ids >= 0) & (ids < table_ref.shape[0]))[:, None]
+        inside = there if tile.in_width is None else there & tile.in_width[None, :]
+        place = jnp.broadcast_to(ids[:, None], tile.shape), jnp.broadcast_to(tile.columns[None, :], tile.shape)
+        values = common.load(table_ref.at[place], mask=jnp.broadcast_to(inside, tile.shape))
+        return jnp.where(there, values.astype(jnp.float32), jnp.nan)
+
+    def read(i):
+        tile = common.tile(y_ref.shape, row, i * block_width, (block_rows, block_width))
+
+        def given(ref):
+            return common.load(ref.at[tile.place[0]], mask=tile.in_rows)
+
+        counted = lax.rem(tile.rows, jnp.int32(length)) if position_ids_ref is None else given(position_ids_ref)
+        total = look_up(tile, word_ref, given(ids_ref)) + look_up(tile, position_ref, counted)
+        if token_type_ref is not None:
+            kinds = jnp.zeros_like(tile.rows) if token_type_ids_ref is None else given(token_type_ids_ref)
+            total = total + look_up(tile, token_type_ref, kinds)
+        return tile, total
+
+    chunks = pl.cdiv(y_ref.shape[1], block_width)
+    normalize(read, chunks, epsilon, gamma_ref, beta_ref, y_ref, total_ref, saved_ref)
+
+
+def forward(
+    word: Array,
+    position: Array,
+    token_type: Array | None,
+    gamma: Array | None,
+    beta: Array | None,
+    ids: Array,
+    position_ids: Array | None,
+    token_type_ids: Array | None,
+    *,
+    length: int,
+    epsilon: float,
+    dtype: Any,
+    save: bool,
+    config: RowConfig,
+    interpret: bool,
+) -> list[Array]:
+    """Tables [rows, D], gamma and beta [D], and int32 ids [M] of sequences of `length` -> y [M, D] of `dtype`.
+
+    And what the backward pass needs to `save`, in float32: the sum [M, D], and [2, M], the mean and 1 / sqrt(variance +
+    epsilon) of each row of it.
+    """
+    shape = (ids.shape[0], word.shape[1])
+    outputs = [jax.ShapeDtypeStruct(shape, dtype)]
+    if save:
+        outputs += [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, (2, shape[0]))]
+    kernel = functools.partial(
+        _fwd_kernel, length=length, epsilon=epsilon, block_rows=config.block_rows, block_width=config.block_width
+    )
+    return common.launch(
+        kernel,
+        (pl.cdiv(shape[0], config.block_rows),),
+        [word, position, token_type, gamma, beta, ids, position_ids, token_type_ids],
+        outputs,
+        name="embeddings_layer_norm",
+        num_warps=config.num_warps,
+        interpret=interpret,
+    )
+
+
+# --- Backward ----------------------------------------------------------------------------------------------------
+
+
+def _place(width: int, block_width: int) -> tuple[Array, Array, Array]:
+    """The row and the columns of this program, and which of those there are."""
+    blocks = jnp.int32(pl.cdiv(width, block_width))
+    program = pl.program_id(0)
+    columns = common.positions(lax.rem(program, blocks) * block_width, block_width)
+    return lax.div(program, blocks), columns, columns < width
+
+
+def _sum(rows_ref: Ref, order_ref: Ref, begin: Array, end: Array, columns: Array, in_width: Array, block_rows: int):
+    """The sum of the rows from begin to end, or of those that the order has there, in float32 [columns]."""
+    shape = block_rows, columns.shape[0]
+
+    def add(i, total):
+        rows = common.positions(begin + i * block_rows, block_rows)
+        inside = rows < end
+        if order_ref is not None:
+            rows = common.load(order_ref.at[rows], mask=inside)
+        place = jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape)
+        return total + common.load(rows_ref.at[place], mask=inside[:, None] & in_width[None, :])
+
+    steps = lax.div(end - begin + (block_rows - 1), jnp.int32(block_rows))
+    return jnp.sum(lax.fori_loop(0, steps, add, jnp.zeros(shape, jnp.float32)), axis=0)
+
+
+def _chunks_kernel(rows_ref, order_ref, ids_ref, starts_ref, sums_ref, *, block_rows: int, block_width: int):
+    """The sum of the first run of each chunk of CHUNK sorted rows, as far as the chunk goes."""
+    chunk, columns, in_width = _place(rows_ref.shape[1], block_width)
+    begin = chunk * CHUNK
+    end = common.load(starts_ref.at[common.load(ids_ref.at[begin]) + 1])
+    total = _sum(rows_ref, order_ref, begin, jnp.minimum(end, begin + CHUNK), columns, in_width, block_rows)
+    common.store(sums_ref.at[chunk, columns], total, mask=in_width)
+
+
+def _runs_kernel(rows_ref, order_ref, starts_ref, sums_ref, out_ref, *, block_rows: int, block_width: int):
+    row, columns, in_width = _place(rows_ref.shape[1], block_width)
+    begin, end = common.load(starts_ref.at[row]), common.load(starts_ref.at[row + 1])
+    chunk = lax.div(begin, jnp.int32(CHUNK)) + 1  # the next one
+    total = _sum(rows_ref, order_ref, begin, jnp.minimum(end, chunk * CHUNK), columns, in_width, block_rows)
+    chunks = lax.div(end + (CHUNK - 1), jnp.int32(CHUNK))
+    total = total + _sum(sums_ref, None, chunk, chunks, columns, in_width, block_rows)
+    common.store(out_ref.at[row, columns], total.astype(out_ref.dtype), mask=in_width)
+
+
+def sum_by_id(rows: Array, ids: Array, table: Array, *, config: RowConfig, interpret: bool) -> Array:
+    """Row i of the result, of the table's shape and dtype, is the sum of those of `rows` [M, D], float32, with id i.
+
+    Bitwise the same every time. Ids [M] that the table does not have are left out.
+    """
+    count, width = rows.shape
+    size = table.shape[0]
+    ids = jnp.where((ids >= 0) & (ids < size), ids, size)
+    ids, order = lax.sort_key_val(ids, jnp.arange(count, dtype=jnp.int32))  # stable
+    starts = jnp.searchsorted(ids, jnp.arange(size + 2, dtype=jnp.int32), method="scan_unrolled").astype(jnp.int32)
+    blocks = pl.cdiv(width, config.block_width)
+    block = {"block_rows": config.block_rows, "block_width": config.block_width}
+    options: dict[str, Any] = {"num_warps": config.num_warps, "interpret": interpret}
+    chunks = pl.cdiv(count, CHUNK)
+    (sums,) = common.launch(
+        functools.partial(_chunks_kernel, **block),
+        (chunks * blocks,),
+        [rows, order, ids, starts],
+        [jax.ShapeDtypeStruct((chunks, width), jnp.float32)],
+        name="embeddings_chunks",
+        **options,
+    )
+    (found,) = common.launch(
+        functools.partial(_runs_kernel, **block),
+        (size * blocks,),
+        [rows, order, starts, sums],
+        [jax.ShapeDtypeStruct(table.shape, table.dtype)],
+        name="embeddings_runs",
+        **options,
+    )
+    return found

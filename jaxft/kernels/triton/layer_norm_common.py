@@ -1,0 +1,69 @@
+"""Rows normalised in one pass over memory, wherever they come from: for `layer_norm` and `embeddings`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxft.kernels.triton import common
+
+Array = jax.Array
+Ref = Any
+
+
+def _moments(tile: common.Tile, total: Array) -> tuple[Array, Array, Array]:
+    """Count, mean and sum of squared deviations of the rows."""
+    whole = jnp.full((), tile.shape[1], jnp.float32)
+    count = whole if tile.in_width is None else jnp.sum(tile.in_width.astype(jnp.float32))
+    mean = jnp.sum(total, axis=1) / count
+    centered = total - mean[:, None]
+    if tile.in_width is not None:
+        centered = jnp.where(tile.in_width[None, :], centered, 0.0)
+    return count, mean, jnp.sum(centered * centered, axis=1)
+
+
+def _merge_moments(a: tuple[Array, Array, Array], b: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    """The moments of two sets together (Chan, Golub and LeVeque, 1979)."""
+    count = a[0] + b[0]
+    delta = b[1] - a[1]
+    return count, a[1] + delta * (b[0] / count), a[2] + b[2] + delta * delta * (a[0] * b[0] / count)
+
+
+def normalize(
+    read: Callable[[Any], tuple[common.Tile, Array]], chunks: int, epsilon: float,
+    gamma_ref: Ref, beta_ref: Ref, y_ref: Ref, total_ref: Ref, saved_ref: Ref,
+) -> None:  # fmt: skip
+    """Writes a block of normalised rows [rows, D], of which `read` gives the chunks of columns, 0 beyond the edges.
+
+    To `total_ref`, if there, also the rows as they were read, and to `saved_ref` [2, M] what a backward pass needs: the
+    mean and 1 / sqrt(variance + epsilon) of each row.
+    """
+
+    def write(chunk, mean, scale):
+        tile, total = chunk
+        y = (total - mean[:, None]) * scale[:, None]
+        gamma = 1.0 if gamma_ref is None else tile.load_vector(gamma_ref)
+        if beta_ref is not None:
+            y = common.fma(y, gamma, tile.load_vector(beta_ref))
+        elif gamma_ref is not None:
+            y = y * gamma
+        tile.store(y_ref, y)
+        if total_ref is not None:
+            tile.store(total_ref, total)
+
+    first = read(0)
+    _, mean, square = lax.fori_loop(
+        1, chunks, lambda i, found: _merge_moments(found, _moments(*read(i))), _moments(*first)
+    )
+    scale = lax.rsqrt(square / y_ref.shape[1] + epsilon)
+    if saved_ref is not None:
+        for n, numbers in enumerate((mean, scale)):
+            common.store(saved_ref.at[jnp.int32(n), first[0].place[0]], numbers, mask=first[0].in_rows)
+    if chunks == 1:
+        write(first, mean, scale)
+    else:
+        lax.fori_loop(0, chunks, lambda i, _: write(read(i), mean, scale), None)

@@ -1,0 +1,236 @@
+"""embeddings_layer_norm: the look-ups in the word, position and token type tables, their sum and its LayerNorm."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxft import dispatch, reference, tuning
+from jaxft.kernels.triton import embeddings as triton
+from jaxft.kernels.triton import layer_norm as triton_layer_norm
+from jaxft.ops import common
+
+Array = jax.Array
+
+
+def embeddings_layer_norm(
+    input_ids: Array,
+    word: Array,
+    position: Array,
+    token_type: Array | None = None,
+    gamma: Array | None = None,
+    beta: Array | None = None,
+    *,
+    position_ids: Array | None = None,
+    token_type_ids: Array | None = None,
+    epsilon: float = 1e-6,
+    dtype: Any = None,
+    implementation: str | None = None,
+) -> Array:
+    """Looks up the word, position and token type embeddings of tokens, adds and normalises them, in one kernel.
+
+    Equivalent to::
+
+      layer_norm(word[input_ids] + position[position_ids] + token_type[token_type_ids], gamma, beta, epsilon=epsilon)
+
+    An id that its table does not have, negative ones included, gives NaN in the row of its token, and has no gradient
+    in that table.
+
+    Args:
+      input_ids: `[..., T]`, integers.
+      word: `[V, D]`, float32, float16 or bfloat16; the sum and the statistics are float32.
+      position: `[P, D]` of any float dtype.
+      token_type: `[C, D]` of any float dtype, or None for none.
+      gamma, beta: `[D]` of any float dtype, or None for 1 and 0.
+      position_ids: the shape of `input_ids`, integers, or None for 0 to T - 1.
+      token_type_ids: the same, None for 0.
+      epsilon: added to the variance (BERT's is 1e-12).
+      dtype: of the result, None for that of `word`.
+      implementation: None for the fastest, "triton" or "xla".
+
+    Returns:
+      `[..., T, D]` of `dtype`.
+
+    Raises:
+      TypeError: ids are not integers, another array or `dtype` is not of floats, or epsilon is not a number.
+      ValueError: a shape does not fit, T is more than P and there are no position_ids, there are token_type_ids but no
+        token_type, epsilon is not positive, or an unknown implementation.
+      NotImplementedError: the named implementation cannot do this; the message says why.
+
+    Gradients: of word, position, token_type, gamma and beta, those of the tables dense. Deterministic with "triton",
+    which sorts the tokens by id and adds up each run of equal ones in a fixed order. "xla" scatters them, on a GPU with
+    atomics in any order, unless `XLA_FLAGS` has `--xla_gpu_deterministic_ops=true`.
+    Source: BERT (Devlin et al., 2019), section 3: the sum of token, segment and position embeddings.
+    """
+    op = "embeddings_layer_norm"
+    input_ids = _as_ids(op, "input_ids", input_ids)
+    word = _as_table(op, "word", word)
+    width = word.shape[1]
+    position = _as_table(op, "position", position, width)
+    token_type = None if token_type is None else _as_table(op, "token_type", token_type, width)
+    gamma, beta = (common.as_vector(op, n, x, width) for n, x in (("gamma", gamma), ("beta", beta)))
+    if position_ids is not None:
+        position_ids = _as_ids(op, "position_ids", position_ids, input_ids.shape)
+    elif input_ids.shape[-1] > position.shape[0]:
+        raise ValueError(
+            f"{op}: position must have a row for each of the {input_ids.shape[-1]} tokens of a sequence where there "
+            f"are no position_ids, got {position.shape[0]}"
+        )
+    if token_type_ids is not None:
+        token_type_ids = _as_ids(op, "token_type_ids", token_type_ids, input_ids.shape)
+        if token_type is None:
+            raise ValueError(f"{op}: token_type must be an array where there are token_type_ids, got None")
+    epsilon = common.check_number(op, "epsilon", epsilon, positive=True)
+    dtype = jnp.dtype(word.dtype if dtype is None else dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{op}: dtype must be one of floats, got {dtype}")
+
+    arrays = word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids
+    tables = {"word": word, "position": position, "token_type": token_type}
+    reason = triton.unsupported(input_ids, dtype, tables, gamma=gamma, beta=beta)
+    choice = dispatch.choose(op, implementation, {"triton": reason})
+    if choice.name == "xla" or input_ids.size * width == 0:
+        return _reference(*arrays, epsilon, dtype)
+    sizes = (input_ids.size, width)
+    forward = tuning.layer_norm(*sizes, dtype.itemsize, dispatch.device_kind())
+    backward = tuning.layer_norm_backward(*sizes, 4, dispatch.device_kind())  # of the sum, which is float32
+    return _triton_jit(*common.vary_alike(*arrays), _Static(epsilon, dtype, forward, backward, choice.interpret))
+
+
+def _as_ids(op, name, x, shape=None):
+    """Those beyond int32, which no table has, as others that no table has."""
+    common.as_array(op, name, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{op}: {name} must be an array of integers, got {x.dtype}")
+    if shape is not None:
+        common.check_shape(op, name, x, shape)
+    elif x.ndim == 0:
+        raise ValueError(f"{op}: {name} must have at least one dimension, got a scalar")
+    limits = jnp.iinfo(x.dtype)
+    if limits.max > 2**31 - 1:
+        x = x.clip(max(limits.min, -1), 2**31 - 1)  # by NumPy where it is NumPy's: JAX lets numbers wrap around
+    return jnp.asarray(x, jnp.int32)
+
+
+def _as_table(op, name, x, width=None):
+    x = common.as_float(op, name, x)
+    if x.ndim != 2 or x.shape[0] == 0:
+        raise ValueError(f"{op}: {name} must have shape [rows, D], rows > 0, got {x.shape}")
+    if width is not None and x.shape[1] != width:
+        raise ValueError(f"{op}: {name} must have the width of word, {width}, got {x.shape[1]}")
+    return x
+
+
+class _Static(NamedTuple):
+    """What is compiled into the kernels."""
+
+    epsilon: float
+    dtype: Any
+    forward: tuning.RowConfig
+    backward: tuning.GradientConfig
+    interpret: bool
+
+
+@functools.partial(jax.jit, static_argnums=(8, 9))
+def _reference(word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, epsilon, dtype):
+    ids = {"position_ids": position_ids, "token_type_ids": token_type_ids}
+    tables = word, position, token_type
+    return reference.embeddings_layer_norm(input_ids, *tables, gamma, beta, **ids, epsilon=epsilon, dtype=dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(8,))
+def _triton(word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, static):
+    arrays = word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids
+    return _forward(static, False, *arrays)[0]
+
+
+def _forward(static, save, *arrays):
+    """The result, and with `save` the sum and what its LayerNorm's gradient needs."""
+    word, position, token_type, gamma, beta, input_ids, *other_ids = arrays
+    y, *saved = triton.forward(
+        word,
+        position,
+        token_type,
+        gamma,
+        beta,
+        input_ids.reshape(-1),
+        *(None if ids is None else ids.reshape(-1) for ids in other_ids),
+        length=input_ids.shape[-1],
+        epsilon=static.epsilon,
+        dtype=static.dtype,
+        save=save,
+        config=static.forward,
+        interpret=static.interpret,
+    )
+    return y.reshape(*input_ids.shape, -1), *saved
+
+
+def _fwd(*arguments):
+    *arrays, static = arguments
+
+    def plain(*arrays):
+        y = _plain(static)(*arrays)  # what is saved has no gradient: that of `_bwd` is found without it
+        rows, width = arrays[5].size, y.shape[-1]
+        _, *nothing = common.vary_alike(y, jnp.zeros((rows, width), jnp.float32), jnp.zeros((2, rows), jnp.float32))
+        return y, *nothing
+
+    y, *saved = common.with_plain_gradient(functools.partial(_forward, static, True), plain)(*arrays)
+    return y, (saved, arrays)
+
+
+def _bwd(static, saved, dy):
+    def kernel(dy, total, saved, word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids):
+        of_rows = token_type is not None and token_type_ids is None  # its gradient is that of a bias
+        vectors = {"bias": of_rows, "gamma": gamma is not None, "beta": beta is not None}
+        names = tuple(name for name, there in vectors.items() if there)
+        d, _, sums = triton_layer_norm.backward(
+            dy.reshape(total.shape),
+            None,
+            total,
+            None,
+            None,
+            gamma,
+            None,
+            saved,
+            dropout_rate=0.0,
+            vectors=names,
+            config=static.backward,
+            interpret=static.interpret,
+        )
+        found = dict(zip(names, sums, strict=True))
+
+        def by_id(table, ids):
+            config = tuning.embeddings_sums(*table.shape)
+            return triton.sum_by_id(d, ids.reshape(-1), table, config=config, interpret=static.interpret)
+
+        def first_rows(table, rows):
+            return jnp.pad(rows.astype(table.dtype), ((0, table.shape[0] - rows.shape[0]), (0, 0)))
+
+        if position_ids is not None:
+            dposition = by_id(position, position_ids)
+        else:
+            dposition = first_rows(position, jnp.sum(d.reshape(-1, *dy.shape[-2:]), axis=0))
+        dtoken_type = None
+        if token_type is not None:
+            dtoken_type = first_rows(token_type, found["bias"][None]) if of_rows else by_id(token_type, token_type_ids)
+        dgamma, dbeta = (
+            None if x is None else found[name].astype(x.dtype) for name, x in (("gamma", gamma), ("beta", beta))
+        )
+        return by_id(word, input_ids), dposition, dtoken_type, dgamma, dbeta
+
+    def plain(dy, total, saved, *arrays):
+        return jax.vjp(_plain(static), *arrays)[1](dy)[:5]
+
+    saved, arrays = saved
+    return *common.with_plain_gradient(kernel, plain)(dy, *saved, *arrays), None, None, None
+
+
+def _plain(static):
+    return functools.partial(_reference, epsilon=static.epsilon, dtype=static.dtype)
+
+
+_triton.defvjp(_fwd, _bwd)
+_triton_jit = jax.jit(_triton, static_argnums=8)
