@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 import bench_dense
 import timing
-from jaxft import dispatch, reference, tuning
+from jaxft import dispatch, reference, tuning, tuning_candidates
 from jaxft.kernels.mosaic_gpu import dense as mosaic_dense
 from jaxft.kernels.triton import attention, attention_backward, bias_activation, dense, layer_norm, permute, softmax
 from jaxft.kernels.triton.attention_common import Options, Rules
@@ -45,7 +45,7 @@ MARGIN = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A kernel at one shape, and the configurations to try, the present choice first."""
+    """A kernel at one shape, and its present configuration."""
 
     op: str
     sizes: dict[str, int]
@@ -53,7 +53,7 @@ class Case:
     dtype: str
     run: Callable[..., Any]
     plain: Callable[..., Any]
-    configs: Sequence[Any]
+    present: Any
     derive: Callable[..., tuple[jax.Array, ...]] = lambda *arrays: ()  # further inputs, from those of random numbers
 
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
@@ -72,16 +72,10 @@ def row_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
         )[0]  # fmt: skip
 
     for rows, width in ROWS:
-        block_width = tuning.next_power_of_2(width)
-        configs = [
-            tuning.RowConfig(block_rows, block_width, num_warps)
-            for block_rows, num_warps in itertools.product((1, 2, 4, 8), (1, 2, 4, 8))
-            if 256 <= block_rows * block_width // num_warps <= 2048
-        ]
         sizes = {"rows": rows, "width": width, "itemsize": itemsize}
         shapes = ((rows, width), (width,), (rows, width), (width,), (width,))
         present = tuning.layer_norm(rows, width, itemsize, kind)
-        yield Case("layer_norm", sizes, shapes, dtype, run, reference.bias_residual_layer_norm, [present, *configs])
+        yield Case("layer_norm", sizes, shapes, dtype, run, reference.bias_residual_layer_norm, present)
 
 
 def row_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
@@ -110,16 +104,10 @@ def row_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
         return dx, jnp.stack(sums)
 
     for rows, width in ROWS:
-        block_width = tuning.next_power_of_2(width)
-        configs = [
-            tuning.GradientConfig(block_rows, block_width, programs, num_warps)
-            for block_rows, num_warps, programs in itertools.product((1, 2), (1, 2, 4, 8), (132, 264, 528, 792, 1056))
-            if 8 <= block_rows * block_width // (32 * num_warps) <= 32 and programs * block_rows <= rows
-        ]
         sizes = {"rows": rows, "width": width, "itemsize": itemsize}
         shapes = ((rows, width), (rows, width), (width,), (rows, width), (width,))
-        configs = [tuning.layer_norm_backward(rows, width, itemsize, kind), *configs]
-        yield Case("layer_norm_backward", sizes, shapes, dtype, run, plain, configs, derive=saved)
+        present = tuning.layer_norm_backward(rows, width, itemsize, kind)
+        yield Case("layer_norm_backward", sizes, shapes, dtype, run, plain, present, derive=saved)
 
 
 def softmax_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
@@ -140,21 +128,9 @@ def softmax_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
             ("softmax", 1, forward, reference.softmax, tuning.softmax),
             ("softmax_backward", 2, backward, plain_backward, tuning.softmax_backward),
         ):
-            if width <= 1024:  # rows in a warp, or in two
-                blocks = [(elements, width) for elements in (width, 256, 512, 1024, 2048) if elements >= width]
-                warps: tuple[int, ...] = (1, 2, 4)
-            else:  # a row, or a chunk of one
-                longest = min(tuning.next_power_of_2(width), 32768)
-                blocks = [(chunk, chunk) for chunk in {longest, *(min(longest, n) for n in (4096, 8192, 16384))}]
-                warps = (2, 4, 8, 16, 32)
-            configs = [
-                tuning.RowConfig(elements // block_width, block_width, num_warps)
-                for (elements, block_width), num_warps in itertools.product(blocks, warps)
-                if 256 <= elements // num_warps <= (2048 // arrays if width <= 8192 else 2048)
-            ]
             present = choose(rows, width, itemsize, kind)
             shapes = ((rows, width),) * arrays
-            yield Case(op, sizes, shapes, dtype, run, plain, [present, *configs])
+            yield Case(op, sizes, shapes, dtype, run, plain, present)
 
 
 def elementwise_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
@@ -162,15 +138,10 @@ def elementwise_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
         return bias_activation.forward(*arrays, activation="gelu", in_place=False, config=config, interpret=False)
 
     for rows, width in FEED_FORWARD:
-        configs = [
-            tuning.ElementwiseConfig(block_rows, block_width, num_warps)
-            for block_rows, block_width, num_warps in itertools.product((1, 2, 4, 8), (512, 1024, 2048), (4, 8))
-            if width % block_width == 0 and 4 <= block_rows * block_width // (32 * num_warps) <= 32
-        ]
         sizes = {"rows": rows, "width": width, "itemsize": itemsize}
         present = tuning.bias_activation(rows, width, itemsize, kind)
         shapes = ((rows, width), (width,))
-        yield Case("bias_activation", sizes, shapes, dtype, run, reference.bias_activation, [present, *configs])
+        yield Case("bias_activation", sizes, shapes, dtype, run, reference.bias_activation, present)
 
 
 def elementwise_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
@@ -182,19 +153,10 @@ def elementwise_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable
         return jax.vjp(reference.bias_activation, x, bias)[1](dy)
 
     for rows, width in FEED_FORWARD:
-        configs = [
-            tuning.GradientConfig(block_rows, block_width, programs, num_warps)
-            for block_rows, block_width, programs, num_warps in itertools.product(
-                (1, 2, 4), (512, 1024), (16, 64, 128, 256, 512), (4, 8)
-            )
-            if width % block_width == 0
-            and block_rows * block_width // (32 * num_warps) in (8, 16)
-            and programs * block_rows <= rows
-        ]
         sizes = {"rows": rows, "width": width, "itemsize": itemsize}
         present = tuning.bias_activation_backward(rows, width, itemsize, kind)
         shapes = ((rows, width), (rows, width), (width,))
-        yield Case("bias_activation_backward", sizes, shapes, dtype, run, plain, [present, *configs])
+        yield Case("bias_activation_backward", sizes, shapes, dtype, run, plain, present)
 
 
 def permute_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
@@ -202,20 +164,11 @@ def permute_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
         last = shape[axes[-1]]
         kept = last if axes[-1] == len(axes) - 1 else 1
         aligned = math.gcd(shape[-1], last, 16 // itemsize)
-        if kept > 1:  # rows as they are
-            tiles = [(kept, elements) for elements in (1024, 2048, 4096, 8192)]
-        else:
-            tiles = [(line, n * line * line) for line in (32, 64, 128)[aligned == 1 :] for n in (1, 2)]
-        configs = [
-            tuning.PermuteConfig(line, elements, num_warps)
-            for (line, elements), num_warps in itertools.product(tiles, (1, 2, 4, 8, 16))
-            if (32 if aligned > 1 else 16) <= elements * itemsize // (32 * num_warps) <= 128
-        ]
         sizes = {"size": math.prod(shape), "kept": kept, "aligned": aligned, "itemsize": itemsize}
         present = tuning.permute(device_kind=kind, **sizes)
         run = functools.partial(permute.forward, axes=axes, interpret=False)
         plain = functools.partial(reference.permute, axes=axes)
-        yield Case("permute", sizes, (shape,), dtype, run, plain, [present, *configs])
+        yield Case("permute", sizes, (shape,), dtype, run, plain, present)
 
 
 def split_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
@@ -232,28 +185,17 @@ def split_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
 
     for batch, length, heads, size in HEADS:
         width, part = 3 * heads * size, (batch, heads, length, size)
-        tiles = [
-            (block_rows, num_warps)
-            for block_rows, num_warps in itertools.product((8, 16, 32, 64, 128), (1, 2, 4, 8))
-            if 16 <= block_rows * size * itemsize // (32 * num_warps) <= 64
-        ]
         sizes = {"batch_heads": batch * heads, "length": length, "head_size": size, "itemsize": itemsize}
         present = tuning.qkv_bias_split_heads(device_kind=kind, **sizes)
-        configs = [tuning.ElementwiseConfig(block_rows, size, num_warps) for block_rows, num_warps in tiles]
         run = functools.partial(split, heads=heads)
         plain = functools.partial(reference.qkv_bias_split_heads, num_heads=heads)
         shapes = ((batch, length, width), (width,))
-        yield Case("qkv_bias_split_heads", sizes, shapes, dtype, run, plain, [present, *configs])
+        yield Case("qkv_bias_split_heads", sizes, shapes, dtype, run, plain, present)
 
         sizes = {"batch": batch, "length": length, "heads": heads, "head_size": size, "itemsize": itemsize}
         back = tuning.qkv_bias_split_heads_backward(device_kind=kind, **sizes)
-        joins = [
-            tuning.GradientConfig(block_rows, size, programs, num_warps)
-            for (block_rows, num_warps), programs in itertools.product(tiles, (32, 64, 128))
-            if block_rows <= 64 and 4 <= num_warps and block_rows * programs <= batch * length
-        ]
         parts = (part, part, part)
-        yield Case("qkv_bias_split_heads_backward", sizes, parts, dtype, join, plain_join, [back, *joins])
+        yield Case("qkv_bias_split_heads_backward", sizes, parts, dtype, join, plain_join, back)
 
 
 def attention_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
@@ -266,20 +208,10 @@ def attention_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
     def plain(qkv: jax.Array) -> Any:
         return reference.dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2])
 
-    blocks = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (64, 128, 4, 3), (128, 64, 4, 2), (128, 64, 4, 3),
-              (128, 64, 8, 2), (128, 128, 8, 2), (128, 128, 8, 3), (64, 32, 4, 3), (32, 64, 4, 2), (16, 64, 4, 2),
-              (16, 128, 4, 2), (32, 128, 4, 2), (64, 128, 8, 2), (128, 128, 4, 2)]  # fmt: skip
-    shared = [(128, 128, 8, 2, 264), (128, 128, 8, 2, 528), (128, 128, 4, 2, 264), (128, 128, 4, 2, 528),
-              (64, 128, 4, 3, 132), (64, 128, 4, 2, 264), (64, 128, 4, 2, 528), (128, 128, 8, 3, 132)]  # fmt: skip
-    if itemsize == 4:
-        blocks = [(64, 32, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (32, 64, 4, 2), (128, 32, 8, 2), (32, 32, 4, 2)]
     for batch, heads, length, size in ATTENTION:
-        least, most = (64 if length > 1024 else 16), max(64, length)
-        candidates = [*blocks, *(shared if itemsize == 2 and length <= 128 else ())]
-        configs = [tuning.AttentionConfig(*b) for b in candidates if least <= min(b[:2]) and max(b[:2]) <= most]
         sizes = {"batch_heads": batch * heads, "query": length, "key": length, "head_size": size, "itemsize": itemsize}
         present = tuning.attention(batch * heads, length, length, size, itemsize, kind)
-        yield Case("attention", sizes, ((batch, length, 3, heads, size),), dtype, run, plain, [present, *configs])
+        yield Case("attention", sizes, ((batch, length, 3, heads, size),), dtype, run, plain, present)
 
 
 def attention_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
@@ -313,17 +245,6 @@ def attention_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable[C
 
         return jax.vjp(attend, qkv)[1](dout)[0]
 
-    queries = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2),
-               (128, 64, 4, 3), (128, 32, 4, 3), (64, 32, 4, 3), (64, 32, 4, 4), (64, 64, 8, 2),
-               (32, 64, 4, 2)]  # fmt: skip
-    keys = [(64, 128, 8, 1), (64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 2), (32, 128, 4, 2), (64, 128, 4, 1),
-            (64, 128, 4, 2), (128, 128, 8, 1), (128, 128, 8, 2), (64, 64, 4, 1), (64, 64, 4, 2), (64, 64, 4, 3),
-            (128, 64, 4, 2), (128, 64, 8, 2), (32, 64, 4, 2), (32, 64, 4, 3), (16, 128, 4, 2), (32, 128, 4, 3),
-            (32, 128, 4, 4)]  # fmt: skip
-    if itemsize == 4:
-        queries = [(64, 32, 4, 1), (64, 32, 4, 2), (64, 64, 4, 1), (32, 32, 4, 2), (64, 64, 8, 1), (128, 32, 8, 2)]
-        keys = [(32, 64, 4, 1), (32, 64, 4, 2), (32, 32, 4, 2), (32, 128, 8, 1), (64, 64, 8, 1), (16, 64, 4, 2),
-                (64, 128, 8, 1), (32, 64, 8, 2)]  # fmt: skip
     for batch, heads, length, size in ATTENTION:
         if length > 2048:  # plain jnp's gradient in float64 does not fit into the memory of a card
             continue
@@ -331,38 +252,29 @@ def attention_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable[C
         present = {"attention_dq": tuning.attention_dq(*key), "attention_dkv": tuning.attention_dkv(*key)}
         sizes = {"batch_heads": batch * heads, "query": length, "key": length, "head_size": size, "itemsize": itemsize}
         shapes = ((batch, length, 3, heads, size), (batch, length, heads, size))
-        for op, blocks, other in (
-            ("attention_dkv", keys, present["attention_dq"]),
-            ("attention_dq", queries, present["attention_dkv"]),
+        for op, other in (
+            ("attention_dkv", present["attention_dq"]),
+            ("attention_dq", present["attention_dkv"]),
         ):
             if op == "attention_dq" and length <= other.block_k:  # the kernel for keys does it all
                 continue
-            configs = [present[op], *(tuning.AttentionConfig(*b) for b in blocks if max(b[:2]) <= max(64, length))]
             step = functools.partial(run, other=other, keys=op == "attention_dkv")
-            yield Case(op, sizes, shapes, dtype, step, plain, configs, derive=saved)
+            yield Case(op, sizes, shapes, dtype, step, plain, present[op], derive=saved)
 
 
 def dense_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
     def run(x: jax.Array, kernel: jax.Array, config: tuning.DenseConfig) -> jax.Array:
         return dense.forward(x, kernel, None, None, activation=None, precision="tf32", config=config, interpret=False)
 
-    deep = 256 // itemsize
-    blocks = [(64, 64, deep, 4, 3), (32, 64, deep, 4, 3), (64, 32, deep, 4, 3), (16, 64, deep, 4, 3),
-              (32, 32, deep, 4, 5), (64, 32, deep, 4, 5), (32, 32, 2 * deep, 4, 2), (128, 64, deep // 2, 4, 4),
-              (64, 64, deep // 2, 4, 4), (128, 128, deep // 2, 8, 3)]  # fmt: skip
     for rows, depth, width in bench_dense.SHAPES:
         sizes = {"rows": rows, "depth": depth, "width": width, "itemsize": itemsize}
         present = tuning.dense(rows, depth, width, itemsize, kind)
-        configs = [present, *(tuning.DenseConfig(*block) for block in blocks)]
-        yield Case("dense", sizes, ((rows, depth), (depth, width)), dtype, run, reference.dense, configs)
+        yield Case("dense", sizes, ((rows, depth), (depth, width)), dtype, run, reference.dense, present)
 
 
 def mosaic_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
     if dispatch.device().compute_capability != (9, 0):
         return
-    tiles = [(64, 128, 4, "m"), (64, 192, 4, "m"), (64, 256, 4, "m"), (128, 128, 4, "n"), (128, 128, 6, "none"),
-             (64, 192, 6, "none"), (64, 128, 6, "none")]  # fmt: skip
-    configs = [tuning.MosaicDenseConfig(m, n, stages=stages, split=split) for m, n, stages, split in tiles]
     for (rows, depth, width), activation in itertools.product(bench_dense.SHAPES + bench_dense.LARGE, (None, "gelu")):
         if not tuning.dense_by_mosaic(rows, depth, width, activation, itemsize):
             continue
@@ -374,7 +286,7 @@ def mosaic_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
         sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
         yield Case(
             "dense_mosaic", sizes | {"itemsize": itemsize}, ((rows, depth), (depth, width), (width,)), dtype, run,
-            functools.partial(reference.dense, activation=activation), [present, *configs],
+            functools.partial(reference.dense, activation=activation), present,
         )  # fmt: skip
 
 
@@ -399,7 +311,8 @@ def best(case: Case, default: Any) -> Any:
             return None
 
     name = f"{case.op} {tuning.key(**case.sizes)}"
-    candidates = list(dict.fromkeys((*case.configs, default)))
+    tried = tuning_candidates.candidates(case.op, case.present, **case.sizes)
+    candidates = list(dict.fromkeys((case.present, *tried, default)))
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         programs = list(pool.map(compiled, candidates))
     times: dict[Any, float] = {}
@@ -409,7 +322,7 @@ def best(case: Case, default: Any) -> Any:
         for leaves in zip(*(jax.tree.leaves(tree) for tree in (f(*first), wanted, exact)), strict=True):
             timing.check(f"{name} {config}", *leaves)
         times[config] = microseconds(f)
-    present, fastest = case.configs[0], min(times, key=times.__getitem__)
+    present, fastest = case.present, min(times, key=times.__getitem__)
     was, without = (times.get(config, float("nan")) for config in (present, default))
     chosen = present if was <= times[fastest] * (1 + MARGIN) else fastest
     print(
@@ -442,7 +355,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         itemsize = jnp.dtype(dtype).itemsize
         for case, untuned in zip(cases(dtype, itemsize, kind), cases(dtype, itemsize, ""), strict=True):
             if args.only is None or case.op in args.only:
-                chosen = best(case, untuned.configs[0])
+                chosen = best(case, untuned.present)
                 table.setdefault(case.op, {})[tuning.key(**case.sizes)] = dataclasses.asdict(chosen)
                 save(table, path)
 

@@ -1,8 +1,8 @@
-"""Launch configurations of kernels: a tuned table for known devices, a heuristic for every other.
+"""Launch configurations of kernels: what `autotune` found here, a tuned table for known devices, else a heuristic.
 
 `jaxft/tuned/<device_kind>.json` (its spaces as underscores) maps op -> key -> fields of the config, and is written by
 `benchmarks/tune.py`. Keys are sizes rounded up to powers of two, so that a table stays small and every shape near a
-tuned one finds it.
+tuned one finds it. The entries of `autotune` are in the user's cache directory (`tuning_store.py`) and come first.
 """
 
 from __future__ import annotations
@@ -10,8 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
+from collections.abc import Callable, Mapping
 from importlib import resources
 from typing import Any, TypeVar
+
+import jax
+
+from jaxft import tuning_store
 
 Config = TypeVar(
     "Config",
@@ -143,10 +149,76 @@ def _table(device_kind: str) -> dict[str, dict[str, dict[str, Any]]]:
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
+class Trial:
+    """What `autotune` traces with: some configs, in place of those that `lookup` finds, and all that it was asked for.
+
+    Each is its own value of `trial`, and so part of the keys of JAX's caches: whatever is traced is traced anew.
+    """
+
+    def __init__(self, configs: Mapping[tuple[str, str], Any]):
+        self.configs = configs
+        self.asked: dict[tuple[str, str], tuple[Any, dict[str, int]]] = {}  # (op, key) -> config, sizes
+
+
+trial = jax.make_user_context(None)
+
+
 def lookup(op: str, default: Config, device_kind: str, **sizes: int) -> Config:
-    """The tuned config of `op` at these sizes on this device, else `default`."""
-    entry = _table(device_kind).get(op, {}).get(key(**sizes))
-    return default if entry is None else dataclasses.replace(default, **entry)
+    """The tuned config of `op` at these sizes on this device, the user's before jaxft's, else `default`."""
+    name = key(**sizes)
+    config = tuning_store.restore(device_kind, op, name, default)
+    if config is None:
+        config = dataclasses.replace(default, **_table(device_kind).get(op, {}).get(name, {}))
+    running = trial.value
+    if running is not None:
+        config = running.configs.get((op, name), config)
+        running.asked.setdefault((op, name), (config, sizes))
+    return config
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """What `autotune` did for one kernel: its config and the time of the whole function, before and after."""
+
+    op: str
+    key: str
+    before: Any
+    after: Any
+    us_before: float
+    us_after: float
+
+
+def autotune(fn: Callable[..., Any], *args: Any, show_progress_bar: bool | None = None) -> list[Tuned]:
+    """Finds the fastest launch configuration for each kernel that `fn(*args)` runs on this device, and keeps it.
+
+    For one kernel after the other, it compiles `fn` with other configurations and times them in turns with the present
+    one. What counts is the time of all of `fn`, so a call of a single operation is the most sensitive and the soonest
+    done. A configuration is taken if it saves more than 2 % of that time in most of the rounds, and if its results
+    differ from the present ones by no more than rounding does, beside the largest number of each array; one that does
+    not compile is left out.
+
+    Those that are taken are stored at once, for this kind of device and these versions of JAX and jaxft, in
+    `$XDG_CACHE_HOME/jaxft` (`~/.cache/jaxft`). From then on every call with these sizes, rounded up to powers of two,
+    finds them, in this process (`jax.clear_caches()` is called, so what was compiled before is compiled once more) and
+    in later ones. An interrupt keeps what was taken so far. To undo it all, delete that folder.
+
+    Args:
+      fn: what is to be fast: an operation, a gradient of it, or a whole model; with or without `jax.jit`. Bind what is
+        no array with `functools.partial`.
+      *args: arrays, or trees of them (a model, say, as `nnx.jit` takes it), for `fn`.
+      show_progress_bar: None for where stderr is a terminal.
+
+    Returns:
+      An entry for each kernel; where its `after` is its `before`, nothing was faster.
+
+    Raises:
+      RuntimeError: this is no NVIDIA GPU.
+      ValueError: `fn` runs no kernel of jaxft that has a configuration.
+      OSError: the cache directory cannot be written.
+    """
+    from jaxft import tuning_search
+
+    return tuning_search.autotune(fn, *args, show_progress_bar=show_progress_bar)
 
 
 def layer_norm(rows: int, width: int, itemsize: int, device_kind: str) -> RowConfig:
@@ -273,6 +345,11 @@ def qkv_bias_split_heads_backward(
     return lookup("qkv_bias_split_heads_backward", default, device_kind, **sizes)
 
 
+# On these (compute capability 8.0, 9.0 and 10.x) a program may have 163 KiB of shared memory or more, on others 99.
+# What kernels take is from Triton 3.9 for compute capability 8.6 (2026-11-21), with bias, mask and dropout.
+_LARGE = re.compile(r"NVIDIA (A100|A800|A30|G?H\d+|G?B\d00)(?!\d)")
+
+
 def attention(
     batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device_kind: str
 ) -> AttentionConfig:
@@ -295,6 +372,8 @@ def attention_dkv(
     """Of the kernel for the gradients of keys and values, which where a block holds all keys is the only one."""
     short = itemsize == 2 and 64 < key_length <= 512
     choices = ((32, 128, 4, 3) if short else (64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 8, 1), (16, 32, 4, 1))
+    if not _LARGE.match(device_kind):  # those for large heads take 112 KiB of shared memory
+        choices = (*choices[:2], (32, 32, 4, 1), (16, 16, 4, 1))
     return _attention("attention_dkv", choices, batch_heads, query_length, key_length, head_size, itemsize, device_kind)
 
 
@@ -310,6 +389,8 @@ def _attention(
 ) -> AttentionConfig:
     """Of the `choices` that for heads of up to 128 bytes, 256, 512 or more."""
     nbytes = next_power_of_2(head_size) * itemsize
+    if itemsize > 2 and not _LARGE.match(device_kind):
+        nbytes *= 2  # for products in full float32: with a mask, those of 64 numbers take 117 KiB in blocks of 64
     block_q, block_k, num_warps, num_stages = choices[sum(nbytes > most for most in (128, 256, 512))]
     # A block longer than the sequence is work on padding.
     block_q, block_k = (

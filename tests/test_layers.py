@@ -28,9 +28,9 @@ def layer(name):
     match name.split(".")[1:]:
         case []:
             return 5
-        case ["reference" | "dispatch" | "tuning"]:
+        case ["reference" | "dispatch" | "tuning" | "tuning_store" | "tuning_candidates"]:
             return 0
-        case ["kernels", *_]:
+        case ["kernels", *_] | ["tuning_search"]:
             return 1
         case ["ops", *_]:
             return 2
@@ -64,7 +64,7 @@ def imports(name, file, modules):
 
 def op_of(stem):
     """`attention` of `attention_backward`: what would be too long as one file."""
-    return re.sub("_(common|backward|implementations)$", "", stem)
+    return re.sub("_(common|backward|implementations|store|candidates|search)$", "", stem)
 
 
 def allowed(name, target):

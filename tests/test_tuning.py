@@ -1,6 +1,7 @@
 """Launch configs: the tuned table where it has an entry, the heuristic everywhere else."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -101,6 +102,55 @@ def test_attention_blocks_do_not_outgrow_the_sequence():
             config = tuning.attention(batch_heads, rows, keys, 64, 2, UNKNOWN)
             assert config.block_q <= max(16, tuning.next_power_of_2(rows)), config
             assert config.block_k <= max(16, tuning.next_power_of_2(keys)), config
+
+
+def shared_memory(op, config, head_size, itemsize):
+    """Bytes that Triton allocates at most for attention: tiles that stay, those on the way, and logits with a bias.
+
+    Not below what Triton 3.9 gives for compute capability 8.6 (some 400 kernels, 2026-11-21), but in blocks of 32 or
+    fewer, which are far from the limit, and for float32 products without TF32, which take up to half as much again.
+    """
+    row = tuning.next_power_of_2(head_size) * itemsize
+    queries, keys = 2 * config.block_q * row, 2 * config.block_k * row  # and their gradients, or values
+    stays, moves = {
+        "attention": (queries // 2, keys), "attention_dq": (queries, keys), "attention_dkv": (keys, queries)
+    }[op]  # fmt: skip
+    if config.num_stages == 1:  # in registers where a tile is used as it is, and q once more, transposed
+        return stays + moves + (moves // 2 if op == "attention_dkv" else 0)
+    logits = config.block_q * config.block_k
+    return stays + (config.num_stages - 1) * (moves + 4 * logits) + itemsize * logits + 2048
+
+
+@pytest.mark.parametrize("kind", [UNKNOWN, "NVIDIA L40S", "NVIDIA GeForce RTX 3060"])
+def test_heuristics_fit_into_99_kib(kind):
+    """What a program gets on Ampere cards other than the A100, and on Ada."""
+    for op, head_size, itemsize, length, batch_heads in itertools.product(
+        ("attention", "attention_dq", "attention_dkv"), (8, 33, 64, 80, 128, 192, 256), (2, 4), (16, 100, 5000),
+        (1, 4096),
+    ):  # fmt: skip
+        config = getattr(tuning, op)(batch_heads, length, length, head_size, itemsize, kind)
+        taken = shared_memory(op, config, head_size, itemsize)
+        if itemsize == 4 and config.num_stages > 1:
+            taken *= 1.5
+        assert taken <= 99 * 1024, (op, head_size, itemsize, config)
+    for rows, depth, width, itemsize in itertools.product((1, 128, 300), (33, 5000), (100, 768, 5000), (2, 4)):
+        config = tuning.dense(rows, depth, width, itemsize, kind)
+        tiles = (config.block_m + config.block_n) * config.block_k * itemsize  # fewer than num_stages are on the way
+        assert (config.num_stages - 1) * tiles <= 99 * 1024, config
+
+
+@pytest.mark.parametrize(
+    ("kind", "large"),
+    [("NVIDIA A100-SXM4-80GB", True), ("NVIDIA A100 80GB PCIe", True), ("NVIDIA A30", True), ("NVIDIA A800", True),
+     ("NVIDIA H100 80GB HBM3", True), ("NVIDIA H200", True), ("NVIDIA H20", True), ("NVIDIA GH200 480GB", True),
+     ("NVIDIA B200", True), ("NVIDIA GB200", True), ("NVIDIA A10", False), ("NVIDIA A10G", False),
+     ("NVIDIA A40", False), ("NVIDIA RTX A3000", False), ("NVIDIA A3000", False), ("NVIDIA L4", False),
+     ("NVIDIA RTX 6000 Ada Generation", False), ("NVIDIA GB10", False), ("NVIDIA GeForce RTX 5090", False)],
+)  # fmt: skip
+def test_large_heads_take_what_the_card_has(kind, large):
+    blocks = [tuning.attention_dkv(64, 512, 512, size, itemsize, kind) for size, itemsize in ((256, 2), (256, 4))]
+    expected = [(32, 64, 8, 1), (16, 32, 4, 1)] if large else [(32, 32, 4, 1), (16, 16, 4, 1)]
+    assert blocks == [tuning.AttentionConfig(*block) for block in expected]
 
 
 def test_a_tuned_entry_wins(tuned):

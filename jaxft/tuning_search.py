@@ -1,0 +1,230 @@
+"""The search of `jaxft.tuning.autotune`: trace with other configs, compile, compare the results, time them in turns."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import logging
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxft import dispatch, tuning, tuning_store
+from jaxft.tuning_candidates import candidates
+
+logger = logging.getLogger("jaxft")
+
+Entry = tuple[str, str]  # op, key
+Function = Callable[..., Any]
+
+# A config is taken where it saves more than this part of the time in this share of the rounds.
+MARGIN, SHARE = 0.02, 0.8
+LEAST_ROUNDS, ROUNDS, SECONDS = 5, 15, 20.0  # fewer than ROUNDS where they would take longer
+ROUGHLY = 1.15  # what takes longer than so many times the fastest is left out after two rounds
+SAMPLE_US, CALLS, BYTES = 5e3, 20, 2**30  # of a sample: its time, and at most so many calls and bytes of results
+# Results may differ by so many units in the last place of the largest number. The least unit is that of TF32, of which
+# the products in float32 may be.
+ROUNDING, UNIT = 16, 2.0**-10
+
+
+class Program(NamedTuple):
+    config: Any
+    call: Function  # compiled
+
+
+def autotune(fn: Function, *args: Any, show_progress_bar: bool | None) -> list[tuning.Tuned]:
+    """See `jaxft.tuning.autotune`."""
+    from tqdm import tqdm
+
+    kind = _device_kind()
+    tuning_store.check_writable(kind)
+    args = jax.device_put(args)
+    taken: dict[Entry, Any] = {}
+    traced, asked = _trace(fn, args, taken)
+    tried = {(op, key): candidates(op, config, **sizes) for (op, key), (config, sizes) in asked.items()}
+    results: list[tuning.Tuned] = []
+    hidden = None if show_progress_bar is None else not show_progress_bar  # None: where stderr is no terminal
+    try:
+        with tqdm(total=sum(map(len, tried.values())), desc="autotune", unit="config", disable=hidden) as bar:
+            present = traced.lower().compile()
+            sample = _sampler(present, args)
+            # Gradients come first: whether that of queries has a kernel of its own depends on the config of the other.
+            for entry in reversed(asked):
+                before = asked[entry][0]
+                bar.set_postfix_str(entry[0])
+                if not _matters(fn, args, taken, entry, before):
+                    bar.update(len(tried[entry]))
+                    continue
+                others = _compile(fn, args, taken, entry, tried[entry], bar.update)
+                programs = _alike(entry, [Program(before, present), *others], args)
+                chosen, us_before, us_after = _race(programs, sample)
+                if chosen.config != before:
+                    taken[entry], present = chosen
+                    tuning_store.save(kind, *entry, chosen.config)
+                results.append(tuning.Tuned(*entry, before, chosen.config, us_before, us_after))
+    finally:
+        if taken:
+            jax.clear_caches()  # of what was traced with the configs before
+    if not results:
+        raise ValueError("autotune: fn runs no kernel of jaxft with a configuration here; `jaxft info` lists them")
+    return results
+
+
+def _device_kind() -> str:
+    device = dispatch.device()
+    if device.platform != "cuda":
+        raise RuntimeError(f"autotune: it needs an NVIDIA GPU to time kernels on, this is {device.kind}")
+    return device.kind
+
+
+def _trace(fn: Function, args: Any, configs: Mapping[Entry, Any]) -> tuple[Any, dict[Entry, Any]]:
+    """`fn` traced with these configs, and what it asked `tuning.lookup` for."""
+    trial = tuning.Trial(configs)
+    with tuning.trial(trial):
+        traced = jax.jit(lambda *args: fn(*args)).trace(*args)
+    return traced, trial.asked
+
+
+def _text(traced: Any) -> str:
+    """The program with the code of its kernels, their grids, warps and stages; without addresses of Python objects."""
+    return re.sub("0x[0-9a-f]+", "", str(traced.jaxpr))
+
+
+def _matters(fn: Function, args: Any, taken: Mapping[Entry, Any], entry: Entry, config: Any) -> bool:
+    """Whether `fn` launches a kernel with this config: ops ask for those of gradients, too, before they know."""
+    if not hasattr(config, "num_warps"):  # of Mosaic GPU, of which an op asks for what it runs
+        return True
+    other = dataclasses.replace(config, num_warps=config.num_warps // 2 or 2)
+    present, changed = (_trace(fn, args, {**taken, entry: choice})[0] for choice in (config, other))
+    return _text(present) != _text(changed)
+
+
+def _compile(
+    fn: Function, args: Any, taken: Mapping[Entry, Any], entry: Entry, configs: Sequence[Any], done: Callable[[], Any]
+) -> list[Program]:
+    """`fn` with each of the configs, but for those with which it does not compile or is the same as with another."""
+    seen = {_text(_trace(fn, args, taken)[0])}
+    traced = {}
+    for config in configs:
+        try:
+            program = _trace(fn, args, {**taken, entry: config})[0]
+        except Exception as error:  # of whatever kind: the kernel says that it cannot
+            logger.debug("%s with %s: %s", entry, config, error)
+            done()
+            continue
+        text = _text(program)
+        if text in seen:
+            done()
+        else:
+            seen.add(text)
+            traced[config] = program
+
+    def compiled(config: Any) -> Program | None:
+        try:
+            return Program(config, traced[config].lower().compile())
+        except Exception as error:  # it needs more shared memory or registers than there are
+            logger.debug("%s with %s: %s", entry, config, error)
+            return None
+        finally:
+            done()
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return [program for program in pool.map(compiled, traced) if program is not None]
+
+
+def _alike(entry: Entry, programs: Sequence[Program], args: Any) -> list[Program]:
+    """Those whose results are those of the first, but for rounding."""
+    wanted, alike = programs[0].call(*args), [programs[0]]
+    for program in programs[1:]:
+        try:
+            same = bool(_same(wanted, program.call(*args)))
+        except jax.errors.JaxRuntimeError as error:  # the device refuses to launch it
+            logger.debug("%s with %s: %s", entry, program.config, error)
+            continue
+        if same:
+            alike.append(program)
+        else:
+            logger.warning(
+                "autotune: %s %s is left out with %s: its results differ from those of %s by more than rounding",
+                *entry, program.config, programs[0].config,
+            )  # fmt: skip
+    return alike
+
+
+@jax.jit
+def _same(wanted: Any, got: Any) -> jax.Array:
+    same = jnp.bool_(True)
+    for x, y in zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            continue
+        units = ROUNDING * max(float(jnp.finfo(x.dtype).eps), UNIT)
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+        allowed = units * jnp.max(jnp.abs(x), initial=0.0, where=jnp.isfinite(x))
+        equal = (x == y) | (jnp.isnan(x) & jnp.isnan(y))
+        same &= jnp.all(equal | (jnp.abs(x - y) <= allowed))
+    return same
+
+
+def _sampler(present: Function, args: Any) -> Callable[[Program], float]:
+    """What gives the microseconds that a call of a program takes on the device."""
+    nbytes = sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves(present(*args)))
+    measure = _device_us
+    if math.isnan(_device_us(present, args, 1)):
+        logger.warning("autotune: no kernel times from CUPTI (a profiler may be using it), so wall time has to do")
+        measure = _queued_us
+    calls = max(1, min(CALLS, int(SAMPLE_US / measure(present, args, 3)), BYTES // max(1, nbytes)))
+    return lambda program: measure(program.call, args, calls)
+
+
+def _device_us(call: Function, args: Any, calls: int) -> float:
+    """The kernels' own time, the median of so many calls; NaN where CUPTI does not say."""
+    try:
+        from jax.experimental.mosaic.gpu import profiler
+
+        milliseconds: Any = profiler.measure(call, iterations=calls)(*args)[1]
+        return float(np.median(milliseconds)) * 1e3
+    except (ImportError, AttributeError, RuntimeError, TypeError) as error:
+        logger.debug("CUPTI: %s", error)
+        return math.nan
+
+
+def _queued_us(call: Function, args: Any, calls: int) -> float:
+    """Wall time of each of so many calls in a row."""
+    jax.block_until_ready(call(*args))
+    start = time.perf_counter()
+    for _ in range(calls):
+        out = call(*args)
+    jax.block_until_ready(out)
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+def _race(programs: Sequence[Program], sample: Callable[[Program], float]) -> tuple[Program, float, float]:
+    """The program to take, the first being the present one, with the time of that and of this."""
+    start = time.perf_counter()
+    rough = np.min(_turns(programs, 2, sample), axis=0)
+    each = (time.perf_counter() - start) / (2 * len(programs))
+    limit = ROUGHLY * np.nanmin(rough, initial=np.inf)
+    programs = [p for p, us in zip(programs, rough, strict=True) if p is programs[0] or us <= limit]
+    rounds = min(ROUNDS, max(LEAST_ROUNDS, int(SECONDS / (each * len(programs)))))
+    times = _turns(programs, rounds, sample)
+    ratios = times / times[:, :1]  # of neighbours in time, which a change of clock or temperature leaves as they are
+    saves = np.quantile(ratios, SHARE, axis=0) < 1 - MARGIN
+    best = min(np.flatnonzero(saves), key=np.median(ratios, axis=0).__getitem__, default=0)
+    us = np.median(times, axis=0)
+    return programs[best], float(us[0]), float(us[best])
+
+
+def _turns(programs: Sequence[Program], rounds: int, sample: Callable[[Program], float]) -> np.ndarray:
+    """Microseconds [rounds, programs]; every other round goes backwards, so that nobody always comes after the same."""
+    times = np.empty((rounds, len(programs)))
+    for i in range(rounds):
+        for j in range(len(programs))[:: -1 if i % 2 else 1]:
+            times[i, j] = sample(programs[j])
+    return times

@@ -1,0 +1,162 @@
+"""What `jaxft.tuning.autotune` found on this machine: a JSON file in the user's cache directory.
+
+There is one for each kind of device, version of JAX (and thereby of its compiler) and version of jaxft. It maps op ->
+key -> fields of the config, as the tables that jaxft comes with. It may hold anything by the time it is read: what is
+not as it should be is ignored, and said once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import logging
+import math
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import jax
+
+logger = logging.getLogger("jaxft")
+
+T = TypeVar("T")
+Table = dict[str, dict[str, dict[str, Any]]]
+
+_WORDS = {"split": ("m", "n", "none"), "minor": ("m", "n")}
+_POWERS_OF_TWO = ("block_", "elements", "num_warps", "cluster_")
+_MOST = {"num_warps": 32, "num_stages": 16, "stages": 16, "tile_m": 256, "tile_n": 256, "tile_k": 256, "cluster_m": 2}
+_TILE = 2**20  # elements, the most that Triton takes
+_warned: set[Path] = set()
+
+
+def path(device_kind: str) -> Path:
+    """`$XDG_CACHE_HOME/jaxft/<device kind>-jax_<version>-jaxft_<version>.json`, by default in `~/.cache`."""
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(folder):  # unset, or (by the specification) to be ignored
+        folder = os.path.expanduser("~/.cache")
+    version = sys.modules["jaxft"].__version__  # the package, already there, imports from here and not the reverse
+    name = f"{device_kind}-jax_{jax.__version__}-jaxft_{version}"
+    return Path(folder, "jaxft", re.sub(r"[^\w.+-]", "_", name) + ".json")
+
+
+@functools.lru_cache
+def load(device_kind: str) -> Table:
+    """The entries for this device, read once in a process; none where there is no such file, or a damaged one."""
+    file = path(device_kind)
+    try:
+        table = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        _warn(file, str(error))
+        return {}
+    if not _nested(table, depth=3):
+        _warn(file, "it is not a table of ops, sizes and fields")
+        return {}
+    return table
+
+
+def restore(device_kind: str, op: str, name: str, default: T) -> T | None:
+    """The entry of `op` at the sizes `name`, of the type of `default`; None where there is none, or no sound one."""
+    entry = load(device_kind).get(op, {}).get(name)
+    if entry is None:
+        return None
+    if reason := _unsound(entry, default):
+        _warn(path(device_kind), f"{op} {name}: {reason}")
+        return None
+    return type(default)(**entry)
+
+
+def save(device_kind: str, op: str, name: str, config: Any) -> None:
+    """Adds an entry to what the file has by now; a reader sees the file before or after.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    file = path(device_kind)
+    with _locked(file.parent), _temporary(file) as new:
+        load.cache_clear()  # another process may have added its own
+        table = load(device_kind)
+        table.setdefault(op, {})[name] = dataclasses.asdict(config)
+        json.dump(table, new, indent=1, sort_keys=True)
+        new.write("\n")
+        new.flush()
+        os.replace(new.name, file)
+
+
+def check_writable(device_kind: str) -> None:
+    """Raises an OSError that says what to do if `save` could not write."""
+    file = path(device_kind)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(file.parent), _temporary(file):
+            pass
+    except OSError as error:
+        advice = "set XDG_CACHE_HOME to a folder that can be written"
+        raise OSError(f"autotune: cannot write into {file.parent} ({error}); {advice}") from error
+
+
+def _warn(file: Path, reason: str) -> None:
+    if file not in _warned:
+        _warned.add(file)
+        logger.warning("ignoring tuned configs in %s, which is damaged: %s", file, reason)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """While no other process is in such a context."""
+    import fcntl  # not everywhere, but wherever JAX has NVIDIA GPUs
+
+    directory = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(directory)
+
+
+@contextlib.contextmanager
+def _temporary(file: Path) -> Iterator[IO[str]]:
+    """A new file beside `file`, removed if it is still there at the end."""
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=file.parent, prefix=file.stem, suffix=".tmp", delete=False
+    ) as new:
+        try:
+            yield new
+        finally:
+            Path(new.name).unlink(missing_ok=True)
+
+
+def _nested(table: Any, depth: int) -> bool:
+    return isinstance(table, dict) and (depth == 1 or all(_nested(inner, depth - 1) for inner in table.values()))
+
+
+def _unsound(entry: dict[str, Any], default: Any) -> str | None:
+    """Why an entry is no config of the type of `default`, if it is not."""
+    fields = dataclasses.fields(default)
+    names = {field.name for field in fields}
+    if set(entry) != names:
+        return f"its fields are {sorted(entry)}, not {sorted(names)}"
+    product = "block_k" in names  # of matrices, whose tiles have at least 16 rows and columns
+    for field in fields:
+        name, value = field.name, entry[field.name]
+        if name in _WORDS:
+            sound = value in _WORDS[name]
+        elif type(value) is not int:
+            sound = False
+        else:
+            least = 16 if product and name.startswith("block_") else 64 if name.startswith("tile_") else 1
+            sound = least <= value <= _MOST.get(name, 2**16) or value == field.default
+            sound &= not (name.startswith(_POWERS_OF_TWO) and value & (value - 1)) and value % least == 0
+        if not sound:
+            return f"{name} is {value!r}"
+    blocks = [value for name, value in entry.items() if name.startswith("block_")]
+    if math.prod(blocks) > _TILE or entry.get("elements", _TILE) < max(blocks, default=0):
+        return f"its tile is of {blocks} elements"
+    return None

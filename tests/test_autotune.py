@@ -1,0 +1,430 @@
+"""`tuning.autotune`: what it tries, takes, stores and finds again; on a CPU with a timer that is made up."""
+
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxft
+from jaxft import dispatch, tuning, tuning_candidates, tuning_search, tuning_store
+from jaxft.kernels.triton import softmax as softmax_kernel
+from jaxft.tuning import AttentionConfig, RowConfig
+from test_tuning import OPS, heuristics
+
+KIND = dispatch.device_kind()
+SOFTMAX = functools.partial(jaxft.softmax, implementation="triton")
+KEY = "rows=8,width=32,itemsize=4"
+PRESENT = tuning.softmax(6, 24, 4, KIND)
+FAST, SLOW = RowConfig(2, 32, 2), RowConfig(1, 32, 1)
+X = jnp.arange(6 * 24, dtype=jnp.float32).reshape(6, 24) % 7
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """The user's folder, and nothing left of it in this process afterwards."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tuning_store._warned.clear()
+    tuning_store.load.cache_clear()
+    yield tmp_path / "jaxft"
+    tuning_store.load.cache_clear()
+    jax.clear_caches()
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A device that takes so many microseconds with these configs, and 100 with others; these are the candidates."""
+
+    def use(times, seen=None):
+        def sample(program):
+            if seen is not None:
+                seen.append(program.config)
+            return times.get(program.config, 100.0)
+
+        def candidates(op, present, **sizes):
+            return [c for c in times if c != present and type(c) is type(present)]
+
+        monkeypatch.setattr(tuning_search, "_device_kind", lambda: KIND)
+        monkeypatch.setattr(tuning_search, "candidates", candidates)
+        monkeypatch.setattr(tuning_search, "_sampler", lambda present, args: sample)
+
+    return use
+
+
+def entries():
+    file = tuning_store.path(KIND)
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def warned(caplog):
+    """What was logged, but for the line about interpret mode that any test may be the first to cause."""
+    return [message for message in caplog.messages if "interpret mode" not in message]
+
+
+def write(text):
+    file = tuning_store.path(KIND)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    tuning_store.load.cache_clear()
+
+
+# --- The search ----------------------------------------------------------------------------------------------------
+
+
+def test_the_fastest_is_taken_stored_and_found(machine):
+    machine({SLOW: 120.0, FAST: 50.0, RowConfig(4, 32, 1): 60.0})
+    wanted = SOFTMAX(X)
+    (found,) = tuning.autotune(SOFTMAX, X)
+    assert found == tuning.Tuned("softmax", KEY, PRESENT, FAST, 100.0, 50.0)
+    assert entries() == {"softmax": {KEY: dataclasses.asdict(FAST)}}
+    assert tuning.softmax(6, 24, 4, KIND) == tuning.softmax(5, 30, 4, KIND) == FAST  # the same powers of two
+    assert tuning.softmax(9, 24, 4, KIND) != FAST
+    np.testing.assert_allclose(SOFTMAX(X), wanted, rtol=1e-6)
+    code = f"import jaxft; from jaxft import tuning; print(tuning.softmax(6, 24, 4, {KIND!r}))"
+    fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert fresh.stdout.strip() == str(FAST)
+
+
+def kernels(fn, *args):
+    return str(jax.make_jaxpr(fn)(*args))
+
+
+@pytest.mark.parametrize(
+    "wrap", [jax.jit, lambda f: jax.jit(lambda x: jax.lax.scan(lambda c, y: (c, f(y)), 0, x[None]))]
+)
+def test_functions_that_are_jitted_and_were_called(wrap, machine):
+    """JAX has traced them already: neither the search nor later calls may find that."""
+    fn, seen = wrap(SOFTMAX), []
+    jax.block_until_ready(fn(X))
+    assert "num_warps=4" in kernels(fn, X)
+    machine({FAST: 50.0}, seen)
+    (found,) = tuning.autotune(fn, X)
+    assert found.after == FAST and set(seen) == {PRESENT, FAST}
+    assert "num_warps=2" in kernels(fn, X)
+
+
+def test_a_config_that_is_looked_up_inside_of_a_jitted_op(machine):
+    x = jnp.ones((5, 33))
+    fast = tuning.PermuteConfig(16, 256, 1)
+    machine({fast: 10.0})
+    fn = functools.partial(jaxft.permute, axes=(1, 0), implementation="triton")
+    jax.block_until_ready(fn(x))
+    (found,) = tuning.autotune(fn, x)
+    assert (found.op, found.after) == ("permute", fast)
+    assert "num_warps=1" in kernels(fn, x)
+
+
+@pytest.mark.parametrize(("us", "taken"), [(98.5, False), (97.0, True)])
+def test_a_gain_below_the_margin_is_none(us, taken, machine):
+    machine({FAST: us})
+    (found,) = tuning.autotune(SOFTMAX, X)
+    assert (found.after == FAST) == taken
+    assert bool(entries()) == taken
+    if not taken:
+        assert found.after == found.before and found.us_after == found.us_before == 100.0
+
+
+def test_noise_is_no_gain():
+    """The same kernel, timed with 5 % of noise and a drift, in a hundred searches."""
+    rng = np.random.default_rng(0)
+    taken = 0
+    for _ in range(100):
+        clock = iter(np.linspace(90, 130, 10_000))
+        programs = [tuning_search.Program(i, None) for i in range(10)]
+        chosen, _, _ = tuning_search._race(programs, lambda p: next(clock) * rng.normal(1.0, 0.05))  # noqa: B023
+        taken += chosen.config != 0
+    assert taken <= 5
+
+
+def test_what_cannot_be_timed_is_not_taken():
+    programs = [tuning_search.Program(i, None) for i in range(3)]
+    times = {0: 10.0, 1: float("nan"), 2: 8.0}
+    assert tuning_search._race(programs, lambda p: times[p.config])[0].config == 2
+    assert tuning_search._race(programs, lambda p: float("nan"))[0].config == 0
+
+
+def test_only_kernels_that_run_are_tuned(machine):
+    """softmax looks up its gradient's config too; dense and attention those of kernels that they do not launch."""
+    machine({FAST: 50.0})
+    assert [t.op for t in tuning.autotune(SOFTMAX, X)] == ["softmax"]
+    gradient = jax.grad(lambda x: jnp.sum(SOFTMAX(x) ** 2))
+    assert {t.op for t in tuning.autotune(gradient, X)} == {"softmax", "softmax_backward"}
+
+
+def test_attention_gets_the_gradient_kernels_that_its_configs_ask_for(machine):
+    """With a block for all keys one kernel does it all; once there is none, that for queries is tuned as well."""
+    small = AttentionConfig(16, 16, 2, 1)
+    machine({small: 50.0})
+    qkv = jax.random.normal(jax.random.key(0), (1, 32, 3, 1, 16))
+    loss = jax.grad(lambda qkv: jnp.sum(jaxft.qkv_attention(qkv, implementation="triton") ** 2))
+    assert "attention_dqkv" in kernels(loss, qkv)
+    found = {t.op: t.after for t in tuning.autotune(loss, qkv)}
+    assert found == dict.fromkeys(("attention", "attention_dq", "attention_dkv"), small)
+    assert "attention_dqkv" not in kernels(loss, qkv)
+
+
+def change_results(monkeypatch, change):
+    """Of the kernel with the config FAST."""
+    forward = softmax_kernel.forward
+
+    def changed(x, *args, config, **options):
+        y = forward(x, *args, config=config, **options)
+        return change(y) if config == FAST else y
+
+    monkeypatch.setattr(softmax_kernel, "forward", changed)
+
+
+def unknown_call(y):
+    return jax.ffi.ffi_call("there_is_no_such_function", jax.ShapeDtypeStruct(y.shape, y.dtype))(y)
+
+
+@pytest.mark.parametrize("change", [lambda y: 1 / 0, unknown_call], ids=["trace", "compile"])
+def test_a_config_that_does_not_compile_is_left_out(change, machine, monkeypatch, caplog):
+    change_results(monkeypatch, change)
+    seen = []
+    machine({FAST: 1.0, SLOW: 50.0}, seen)
+    (found,) = tuning.autotune(lambda x: SOFTMAX(x) + x, X)
+    assert found.after == SLOW and FAST not in seen
+    assert warned(caplog) == []
+
+
+@pytest.mark.parametrize("change", [lambda y: y.at[0, 0].add(0.1), lambda y: y.at[2, 3].set(jnp.nan)])
+def test_a_wrong_result_is_left_out_with_a_warning(change, machine, monkeypatch, caplog):
+    change_results(monkeypatch, change)
+    machine({FAST: 1.0, SLOW: 60.0})
+    (found,) = tuning.autotune(SOFTMAX, X)
+    assert found.after == SLOW
+    (message,) = warned(caplog)
+    assert str(FAST) in message and "softmax" in message
+
+
+def test_rounding_is_no_wrong_result(machine, monkeypatch):
+    change_results(monkeypatch, lambda y: y * (1 + 2.0**-10))
+    machine({FAST: 1.0})
+    x = X.at[1].set(jnp.nan)  # NaN where the present one has NaN, too
+    assert tuning.autotune(SOFTMAX, x)[0].after == FAST
+
+
+def test_an_interrupt_keeps_what_was_found(machine):
+    machine({FAST: 50.0})
+    race, races = tuning_search._race, []
+
+    def interrupted(*args):
+        races.append(args)
+        if len(races) > 1:
+            raise KeyboardInterrupt
+        return race(*args)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(tuning_search, "_race", interrupted)
+        tuning.autotune(jax.grad(lambda x: jnp.sum(SOFTMAX(x) ** 2)), X)
+    assert list(entries()) == ["softmax_backward"]
+    assert tuning.softmax_backward(6, 24, 4, KIND) == FAST and tuning.softmax(6, 24, 4, KIND) == PRESENT
+
+
+def test_progress(machine, capsys):
+    machine({FAST: 50.0, SLOW: 100.0})
+    tuning.autotune(SOFTMAX, X, show_progress_bar=True)
+    assert "4/4" in capsys.readouterr().err  # of both kernels, the one that does not run included
+    tuning.autotune(SOFTMAX, X)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("measure", [tuning_search._queued_us, tuning_search._device_us])
+def test_timers(measure):
+    us = measure(jax.jit(lambda x: x + 1).lower(X).compile(), (X,), 3)
+    assert us > 0 or (measure is tuning_search._device_us and jax.default_backend() == "cpu" and np.isnan(us))
+
+
+# --- Errors --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="it has a GPU")
+def test_it_needs_a_gpu():
+    with pytest.raises(RuntimeError, match="autotune: it needs an NVIDIA GPU .* this is cpu"):
+        tuning.autotune(SOFTMAX, X)
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda x: x + 1, lambda x: jaxft.dense(x, x.T, implementation="xla")], ids=["no op", "a config, not used"]
+)
+def test_it_needs_a_kernel(fn, machine):
+    machine({FAST: 50.0, SLOW: 60.0})
+    with pytest.raises(ValueError, match="autotune: fn runs no kernel of jaxft"):
+        tuning.autotune(fn, X)
+
+
+def test_a_folder_that_cannot_be_written(machine, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    machine({FAST: 50.0})
+    called = []
+    with pytest.raises(OSError, match="autotune: cannot write into .*file/jaxft.* XDG_CACHE_HOME"):
+        tuning.autotune(called.append, X)
+    assert called == []
+    assert SOFTMAX(X).shape == X.shape  # and there is nothing to read
+
+
+# --- The store -----------------------------------------------------------------------------------------------------
+
+
+def test_the_file_is_named_by_device_and_versions(cache, monkeypatch):
+    monkeypatch.setattr(jax, "__version__", "1.2.3")
+    monkeypatch.setattr(jaxft, "__version__", "4.5.6")
+    assert tuning_store.path("NVIDIA RTX/A 6000") == cache / "NVIDIA_RTX_A_6000-jax_1.2.3-jaxft_4.5.6.json"
+    for folder in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", folder)
+        assert tuning_store.path("x").parent == Path.home() / ".cache" / "jaxft"
+
+
+def test_entries_of_another_version_or_device_are_not_used(machine, monkeypatch):
+    machine({FAST: 50.0})
+    tuning.autotune(SOFTMAX, X)
+    assert tuning.softmax(6, 24, 4, "another") == PRESENT
+    monkeypatch.setattr(jax, "__version__", "1.2.3")
+    tuning_store.load.cache_clear()
+    assert tuning.softmax(6, 24, 4, KIND) == PRESENT
+
+
+def test_the_users_entry_comes_before_that_of_jaxft(monkeypatch):
+    monkeypatch.setattr(tuning, "_table", lambda kind: {"softmax": {KEY: {"num_warps": 16}}})
+    assert tuning.softmax(6, 24, 4, KIND).num_warps == 16
+    tuning_store.check_writable(KIND)
+    tuning_store.save(KIND, "softmax", KEY, FAST)
+    assert tuning.softmax(6, 24, 4, KIND) == FAST
+
+
+SOUND = dataclasses.asdict(FAST)
+DAMAGED = {
+    "empty": "",
+    "cut off": '{"softmax": {"rows',
+    "binary": b"\xff\xfe\x00",
+    "deep": "[" * 100_000,
+    "a list": "[]",
+    "ops that are no tables": '{"softmax": 3}',
+    "entries that are no tables": json.dumps({"softmax": {KEY: [1, 2]}}),
+    **{
+        name: json.dumps({"softmax": {KEY: entry}})
+        for name, entry in {
+            "a field too many": SOUND | {"colour": 1},
+            "a field too few": {"block_rows": 1},
+            "a word": SOUND | {"num_warps": "4"},
+            "a float": SOUND | {"num_warps": 4.0},
+            "a truth": SOUND | {"num_warps": True},
+            "nothing": SOUND | {"num_warps": None},
+            "zero": SOUND | {"block_rows": 0},
+            "negative": SOUND | {"block_rows": -2},
+            "no power of two": SOUND | {"block_width": 48},
+            "too many warps": SOUND | {"num_warps": 64},
+            "huge": SOUND | {"block_rows": 2**40},
+            "a huge tile": SOUND | {"block_rows": 2**12, "block_width": 2**12},
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("text", DAMAGED.values(), ids=DAMAGED.keys())
+def test_a_damaged_file_is_ignored_with_one_warning(text, machine, caplog):
+    write(text)
+    for _ in range(3):
+        assert tuning.softmax(6, 24, 4, KIND) == PRESENT
+        tuning_store.load.cache_clear()
+    (message,) = warned(caplog)
+    assert str(tuning_store.path(KIND)) in message
+    machine({FAST: 50.0})
+    tuning.autotune(SOFTMAX, X)  # and it does not stand in the way of a sound one
+    assert tuning.softmax(6, 24, 4, KIND) == FAST and entries()["softmax"][KEY] == SOUND
+
+
+def test_a_folder_in_place_of_the_file(caplog):
+    tuning_store.path(KIND).mkdir(parents=True)
+    assert tuning.softmax(6, 24, 4, KIND) == PRESENT
+    assert len(warned(caplog)) == 1
+
+
+@pytest.mark.parametrize(
+    ("op", "change"),
+    [("attention", {"block_q": 8}), ("dense", {"block_n": 8}), ("dense", {"num_stages": 99}),
+     ("dense_mosaic", {"split": "x"}), ("dense_mosaic", {"split": []}), ("dense_mosaic", {"tile_n": 100}),
+     ("dense_mosaic", {"cluster_m": 3}), ("permute", {"elements": 16}), ("layer_norm_backward", {"programs": 0})],
+)  # fmt: skip
+def test_entries_that_no_kernel_could_run(op, change, caplog):
+    config, names = OPS[op]
+    defaults = {RowConfig: (1, 32, 1), tuning.GradientConfig: (1, 32, 8, 1), tuning.PermuteConfig: (32, 1024, 4),
+                AttentionConfig: (64, 64, 4, 2), tuning.DenseConfig: (64, 64, 64, 4, 2),
+                tuning.MosaicDenseConfig: (64, 192)}  # fmt: skip
+    default = config(*defaults[config])
+    name = tuning.key(**dict.fromkeys(names, 1))
+    for entry, found in ((dataclasses.asdict(default), default), (dataclasses.asdict(default) | change, None)):
+        write(json.dumps({op: {name: entry}}))
+        assert tuning_store.restore(KIND, op, name, default) == found
+    assert len(warned(caplog)) == 1
+
+
+def test_every_heuristic_candidate_and_tuned_entry_is_sound():
+    """What `autotune` can store is what can be restored."""
+    configs = {*heuristics(), *heuristics("NVIDIA H200")}
+    for op, (config, names) in OPS.items():
+        configs |= {config(**entry) for entry in tuning._table("NVIDIA H200")[op].values()}
+        for scale in (1, 7, 200):
+            sizes = {name: {"itemsize": 2, "activation": 1, "aligned": 8}.get(name, 20 * scale) for name in names}
+            configs |= {*tuning_candidates.candidates(op, next(iter(configs)), **sizes)}
+    assert {type(c) for c in configs} == {config for config, _ in OPS.values()}
+    for config in configs:
+        assert tuning_store._unsound(dataclasses.asdict(config), config) is None, config
+
+
+def test_processes_that_save_at_once_lose_nothing():
+    """Four processes, and a reader that always finds a sound file with no fewer entries than before."""
+    tuning_store.check_writable(KIND)
+    code = f"""if True:
+        import sys
+        from jaxft import tuning, tuning_store
+        for i in range(40):
+            tuning_store.save({KIND!r}, "softmax", f"{{sys.argv[1]}}/{{i}}", tuning.RowConfig(1, 32, 1))"""
+    running = [subprocess.Popen([sys.executable, "-c", code, str(n)]) for n in range(4)]
+    found = 0
+    while any(process.poll() is None for process in running):
+        now = len(entries().get("softmax", {}))
+        assert now >= found
+        found = now
+    assert [process.returncode for process in running] == [0] * 4
+    assert len(entries()["softmax"]) == 160
+    assert os.listdir(tuning_store.path(KIND).parent) == [tuning_store.path(KIND).name]
+
+
+def test_a_failed_write_leaves_the_file(cache, monkeypatch):
+    tuning_store.check_writable(KIND)
+    tuning_store.save(KIND, "softmax", KEY, FAST)
+    before = tuning_store.path(KIND).read_bytes()
+
+    def full(*args, **options):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(json, "dump", full)
+    with pytest.raises(OSError, match="no space"):
+        tuning_store.save(KIND, "softmax", KEY, SLOW)
+    assert tuning_store.path(KIND).read_bytes() == before
+    assert len(list(cache.iterdir())) == 1
+
+
+# --- Candidates ----------------------------------------------------------------------------------------------------
+
+
+def test_candidates():
+    for op, (config, names) in OPS.items():
+        for scale in (1, 7, 200):
+            sizes = {name: {"itemsize": 4, "activation": 1, "aligned": 4}.get(name, 20 * scale) for name in names}
+            present = config(*[64] * sum(f.default is dataclasses.MISSING for f in dataclasses.fields(config)))
+            found = tuning_candidates.candidates(op, present, **sizes)
+            assert found and all(type(c) is config for c in found), (op, sizes)
+            assert present not in found and len(set(found)) == len(found)
+    around = tuning_candidates.candidates("an op without a list", RowConfig(2, 64, 4), rows=1)
+    assert RowConfig(4, 64, 2) in around and RowConfig(2, 64, 4) not in around
