@@ -179,10 +179,8 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, packe
     refs = Refs(*rest)
     tile, kv_head, batch = (pl.program_id(axis) for axis in range(3))
     start = tile * block_k
-    # For the gradient of queries, keys that do not take part need a weight of 0; without it they are left out last.
     ragged = bool(p.key_length % block_k)
-    full = not p.pair_mask and not (with_dq and ragged and refs.spans is None)
-    span = parts.load_span(refs.spans, batch, tile, p.key_length, p.query_length, block_q, full=full)
+    span = parts.load_span(refs.spans, batch, tile, p.key_length, p.query_length, block_q, full=not p.pair_mask)
     index, offset, length = parts.sequence(refs, batch, span, p.key_length)
     query_length = p.query_length if refs.offsets is None else length
     positions = common.positions(start, block_k)
@@ -217,7 +215,12 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, packe
             None if in_rows is None else in_rows[None, :],
             None if in_keys is None else in_keys[:, None],
         )
-        allowed = _allowed(p, refs, pairs, attends[None, :]) if edge else None
+        allowed = None
+        if edge:
+            allowed = _allowed(p, refs, pairs, attends[None, :])
+        elif with_dq and in_keys is not None:
+            # For the gradient of queries, keys that do not take part need a weight of 0; without it they go out last.
+            allowed = in_keys[:, None]
         products = common.dot(k, q, trans_b=True, precision=p.precision)  # [block_k, block_q]
         weights = common.exp2(parts.log2_probabilities(p, refs, pairs, products, top[None, :], total[None, :]))
         weights = _select(allowed, weights)
@@ -394,7 +397,7 @@ def backward(
     sums = [((p.batch, p.heads, p.key_length), jnp.float32)] * columns
     found = launch(
         _dkv_kernel, key_config, (key_tiles, p.kv_heads, p.batch),
-        parts.spans_of_keys(p, key_config.block_q, key_config.block_k, whole=alone),
+        parts.spans_of_keys(p, key_config.block_q, key_config.block_k),
         [dout, top, total, *(factor or [None]), delta, dlse if alone else None, dq if packed else None],
         [*([of_query] if packed else [of_query] * alone + [of_key, of_key]), *sums],
         "dqkv" if alone else "dkv", tiles=key_tiles, packed=packed, with_dq=alone, columns=columns,

@@ -191,16 +191,16 @@ def spans_of_queries(p: Problem, block_q: int, block_k: int) -> Array | None:
     A few numbers for each tile, from a few for each block: XLA computes them with the masks it has at hand.
     """
     queries, keys = _sides(p)
-    return _spans(p, queries, keys, p.options.window, block_q, block_k, whole=False)
+    return _spans(p, queries, keys, p.options.window, block_q, block_k)
 
 
-def spans_of_keys(p: Problem, block_q: int, block_k: int, whole: bool) -> Array | None:
-    """The same for each tile of keys; if `whole`, one that reaches beyond its sequence's end has no full blocks."""
+def spans_of_keys(p: Problem, block_q: int, block_k: int) -> Array | None:
+    """The same for each tile of keys."""
     queries, keys = _sides(p)
-    return _spans(p, keys, queries, p.options.window[::-1], block_k, block_q, whole)
+    return _spans(p, keys, queries, p.options.window[::-1], block_k, block_q)
 
 
-def _spans(p: Problem, own: Side, other: Side, window, block: int, other_block: int, whole: bool) -> Array | None:
+def _spans(p: Problem, own: Side, other: Side, window, block: int, other_block: int) -> Array | None:
     r, (before, after) = p.rules, window
     lengths = (r.query_lengths, r.key_lengths, r.query_ids, before, after)
     if not p.key_mask and all(x is None for x in lengths):
@@ -211,7 +211,7 @@ def _spans(p: Problem, own: Side, other: Side, window, block: int, other_block: 
     last = other.end if after is None else jnp.minimum(stop + after, other.end)
     full_from = jnp.int32(0) if before is None else jnp.maximum(stop - 1 - before, 0)
     full_to = other.full if after is None else jnp.minimum(start + after + 1, other.full)
-    full_to = jnp.where((start + block if whole else stop) <= own.full, full_to, 0)
+    full_to = jnp.where(stop <= own.full, full_to, 0)
     full_start, full_stop = (full_from + other_block - 1) // other_block, full_to // other_block
     if own.ids is not None and other.ids is not None:
         low, high = (x[:, :, None] for x in _range_of_ids(own, block))

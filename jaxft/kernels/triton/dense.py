@@ -50,11 +50,21 @@ def _fwd_kernel(
         )
         return acc + common.dot(a, b, precision=precision)  # [block_m, block_n]
 
-    acc = jnp.zeros((block_m, block_n), jnp.float32)
+    zeros = jnp.zeros((block_m, block_n), jnp.float32)
     whole = depth // block_k
     share = pl.cdiv(whole, splits)
     begin, end = (split * share, jnp.minimum((split + 1) * share, whole)) if splits > 1 else (0, whole)
-    acc = lax.fori_loop(begin, end, functools.partial(add_block, masked=False), acc)
+    add = functools.partial(add_block, masked=False)
+    if precision is None or x_ref.dtype != jnp.float32:
+        acc = lax.fori_loop(begin, end, add, zeros)
+    else:  # sums of 128 products, and their sum: all in a row would lose more digits than cuBLAS does
+        group = pl.cdiv(128, block_k)
+
+        def add_group(i, acc):
+            first = begin + i * group
+            return acc + lax.fori_loop(first, jnp.minimum(first + group, end), add, zeros)
+
+        acc = lax.fori_loop(0, lax.div(jnp.int32(end - begin + (group - 1)), jnp.int32(group)), add_group, zeros)
     if depth % block_k:
         acc = add_block(whole, acc, masked=True)
     if bias_ref is not None:
