@@ -33,11 +33,13 @@ def launched(batch, length, dtype, masked):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize(("batch", "length"), [(1, 128), (8, 128), (32, 128), (32, 512)])
-def test_layer_is_at_most_eight_kernels(batch, length, dtype, masked):
+def test_layer_is_at_most_so_many_kernels(batch, length, dtype, masked):
     found = launched(batch, length, dtype, masked)
     moved = [kind for kind in found if any(word in kind for word in ("copy", "slice", "transpose", "concatenate"))]
     assert not moved, found
     if dtype == jnp.float32 and batch * length <= 1024:
         return  # XLA splits its products and adds the parts in kernels of their own
+    # Four products, attention and two LayerNorms; one more for the activation where no kernel of ours is the product.
+    fused = dtype != jnp.float32 and dispatch.device().compute_capability == (9, 0)
     # The mask is looked at once, before the first layer: where it begins and where it ends.
-    assert found.total() <= 8 * LAYERS + 2 * masked, found
+    assert found.total() <= (7 if fused else 8) * LAYERS + 2 * masked, found
