@@ -320,7 +320,8 @@ class BertPooler(nnx.Module):
 class BertModel(nnx.Module):
     """A BERT, RoBERTa or DistilBERT encoder; on an NVIDIA GPU a layer runs as at most eight kernels.
 
-    (In 16 bits on Hopper as seven. In float32, with about 1,000 tokens or fewer, XLA splits its products and adds the parts, which makes a few more.)
+    (In 16 bits on Hopper as seven. In float32, with about 1,000 tokens or fewer, XLA splits its products and adds the
+    parts, which makes a few more.)
 
     Call it within `nnx.jit`, or get a pure function of parameters and inputs for `jax.jit`, `jax.grad` and the like::
 
