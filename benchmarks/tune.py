@@ -272,6 +272,33 @@ def dense_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
         yield Case("dense", sizes, ((rows, depth), (depth, width)), dtype, run, reference.dense, present)
 
 
+def split_k_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
+    for rows, depth, width in bench_dense.SHAPES:
+        present = tuning.dense_split(rows, depth, width, itemsize, kind)
+        if present.splits == 1:
+            continue
+        rows_config = tuning.layer_norm(rows, width, 4, kind)
+
+        def run(
+            x: jax.Array, kernel: jax.Array, residual: jax.Array, config: tuning.SplitConfig,
+            rows_config: tuning.RowConfig = rows_config,
+        ) -> jax.Array:  # fmt: skip
+            y = dense.forward(
+                x, kernel, None, None, activation=None, precision="tf32", config=config, interpret=False,
+                splits=config.splits,
+            )  # fmt: skip
+            return layer_norm.forward(
+                y, None, residual, None, None, None, epsilon=1e-6, dropout_rate=0.0, return_sum=False, save=False,
+                in_place=False, config=rows_config, interpret=False,
+            )[0]  # fmt: skip
+
+        def plain(x: jax.Array, kernel: jax.Array, residual: jax.Array) -> Any:
+            return reference.dense_residual_layer_norm(x, kernel, None, residual, None, None)
+
+        sizes = {"rows": rows, "depth": depth, "width": width, "itemsize": itemsize}
+        yield Case("dense_split", sizes, ((rows, depth), (depth, width), (rows, width)), dtype, run, plain, present)
+
+
 def mosaic_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
     if dispatch.device().compute_capability != (9, 0):
         return
@@ -350,7 +377,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     path = args.out / f"{kind.replace(' ', '_')}.json"
     table = json.loads(path.read_text()) if path.is_file() else {}
     kinds = (row_cases, row_gradient_cases, softmax_cases, elementwise_cases, elementwise_gradient_cases, permute_cases,
-             split_cases, attention_cases, attention_gradient_cases, dense_cases, mosaic_cases)  # fmt: skip
+             split_cases, attention_cases, attention_gradient_cases, dense_cases,
+             split_k_cases, mosaic_cases)  # fmt: skip
     for dtype, cases in itertools.product(args.dtypes, kinds):
         itemsize = jnp.dtype(dtype).itemsize
         for case, untuned in zip(cases(dtype, itemsize, kind), cases(dtype, itemsize, ""), strict=True):

@@ -27,6 +27,7 @@ Config = TypeVar(
     "PermuteConfig",
     "AttentionConfig",
     "DenseConfig",
+    "SplitConfig",
     "MosaicDenseConfig",
 )
 
@@ -94,17 +95,20 @@ class AttentionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DenseConfig:
-    """A matrix product in tiles of `block_m` x `block_n`, `block_k` deep; powers of two, at least 16.
-
-    `splits` programs share the depth of a tile; if more than one, the result is as many partial sums.
-    """
+    """A matrix product in tiles of `block_m` x `block_n`, `block_k` deep; powers of two, at least 16."""
 
     block_m: int
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
-    splits: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitConfig(DenseConfig):
+    """`splits` programs share the depth of a tile, and the result is as many partial sums; 1 for no such product."""
+
+    splits: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,12 +167,15 @@ class Trial:
 trial = jax.make_user_context(None)
 
 
-def lookup(op: str, default: Config, device_kind: str, **sizes: int) -> Config:
-    """The tuned config of `op` at these sizes on this device, the user's before jaxft's, else `default`."""
+def lookup(op: str, default: Config, device_kind: str, variant: str = "", /, **sizes: int) -> Config:
+    """The tuned config of `op` at these sizes on this device, the user's before jaxft's, else `default`.
+
+    `variant`: what else the user's must have been tuned for, since it asks for more shared memory or registers.
+    """
     name = key(**sizes)
-    config = tuning_store.restore(device_kind, op, name, default)
-    if config is None:
-        config = dataclasses.replace(default, **_table(device_kind).get(op, {}).get(name, {}))
+    config = dataclasses.replace(default, **_table(device_kind).get(op, {}).get(name, {}))
+    name += variant
+    config = tuning_store.restore(device_kind, op, name, default) or config
     running = trial.value
     if running is not None:
         config = running.configs.get((op, name), config)
@@ -351,30 +358,36 @@ _LARGE = re.compile(r"NVIDIA (A100|A800|A30|G?H\d+|G?B\d00)(?!\d)")
 
 
 def attention(
-    batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device_kind: str
-) -> AttentionConfig:
+    batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device_kind: str,
+    more: bool = False,
+) -> AttentionConfig:  # fmt: skip
     few = batch_heads * query_length < 64 * 64  # tiles of 64 queries, too few to fill a card
     choices = ((16, 128, 4, 2) if few else (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1))
-    return _attention("attention", choices, batch_heads, query_length, key_length, head_size, itemsize, device_kind)
+    sizes = (batch_heads, query_length, key_length, head_size, itemsize)
+    return _attention("attention", choices, *sizes, device_kind, more)
 
 
 def attention_dq(
-    batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device_kind: str
-) -> AttentionConfig:
+    batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device_kind: str,
+    more: bool = False,
+) -> AttentionConfig:  # fmt: skip
     """Of the kernel for the gradient of queries."""
     choices = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 8, 1), (32, 16, 4, 1))
-    return _attention("attention_dq", choices, batch_heads, query_length, key_length, head_size, itemsize, device_kind)
+    sizes = (batch_heads, query_length, key_length, head_size, itemsize)
+    return _attention("attention_dq", choices, *sizes, device_kind, more)
 
 
 def attention_dkv(
-    batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device_kind: str
-) -> AttentionConfig:
+    batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device_kind: str,
+    more: bool = False,
+) -> AttentionConfig:  # fmt: skip
     """Of the kernel for the gradients of keys and values, which where a block holds all keys is the only one."""
     short = itemsize == 2 and 64 < key_length <= 512
     choices = ((32, 128, 4, 3) if short else (64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 8, 1), (16, 32, 4, 1))
     if not _LARGE.match(device_kind):  # those for large heads take 112 KiB of shared memory
         choices = (*choices[:2], (32, 32, 4, 1), (16, 16, 4, 1))
-    return _attention("attention_dkv", choices, batch_heads, query_length, key_length, head_size, itemsize, device_kind)
+    sizes = (batch_heads, query_length, key_length, head_size, itemsize)
+    return _attention("attention_dkv", choices, *sizes, device_kind, more)
 
 
 def _attention(
@@ -386,8 +399,12 @@ def _attention(
     head_size: int,
     itemsize: int,
     device_kind: str,
+    more: bool,
 ) -> AttentionConfig:
-    """Of the `choices` that for heads of up to 128 bytes, 256, 512 or more."""
+    """Of the `choices` that for heads of up to 128 bytes, 256, 512 or more.
+
+    `more`: with a bias, a mask or dropout, or products in full float32, which take more shared memory.
+    """
     nbytes = next_power_of_2(head_size) * itemsize
     if itemsize > 2 and not _LARGE.match(device_kind):
         nbytes *= 2  # for products in full float32: with a mask, those of 64 numbers take 117 KiB in blocks of 64
@@ -399,7 +416,7 @@ def _attention(
     )
     default = AttentionConfig(block_q, block_k, num_warps, num_stages)
     sizes = {"batch_heads": batch_heads, "query": query_length, "key": key_length, "head_size": head_size}
-    return lookup(op, default, device_kind, **sizes, itemsize=itemsize)
+    return lookup(op, default, device_kind, ",more" if more else "", **sizes, itemsize=itemsize)
 
 
 def dense_by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsize: int) -> bool:
@@ -460,7 +477,7 @@ def dense(rows: int, depth: int, width: int, itemsize: int, device_kind: str) ->
     return lookup("dense", default, device_kind, rows=rows, depth=depth, width=width, itemsize=itemsize)
 
 
-def dense_split(rows: int, depth: int, width: int, itemsize: int, device_kind: str) -> DenseConfig:
+def dense_split(rows: int, depth: int, width: int, itemsize: int, device_kind: str) -> SplitConfig:
     """Of a product whose partial sums the next kernel adds up; with one of them where that does not pay.
 
     On an H200 (2026-11-21), bfloat16, with the LayerNorm that follows: 128x768x768 4.7 us instead of 5.3, 128x3072x768
@@ -468,7 +485,7 @@ def dense_split(rows: int, depth: int, width: int, itemsize: int, device_kind: s
     """
     tiles = -(-rows // 64) * -(-width // 64)
     splits = min(4, 132 // tiles, depth // 256) if itemsize <= 2 and rows <= 256 else 1
-    default = DenseConfig(
+    default = SplitConfig(
         block_m=max(16, min(64, next_power_of_2(rows))),
         block_n=max(16, min(64, next_power_of_2(width))),
         block_k=64,

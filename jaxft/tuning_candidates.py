@@ -18,6 +18,7 @@ from jaxft.tuning import (
     MosaicDenseConfig,
     PermuteConfig,
     RowConfig,
+    SplitConfig,
     next_power_of_2,
 )
 
@@ -176,10 +177,11 @@ def dense(rows: int, depth: int, width: int, itemsize: int) -> Iterable[DenseCon
     return itertools.starmap(DenseConfig, blocks)
 
 
-def dense_split(rows: int, depth: int, width: int, itemsize: int) -> Iterable[DenseConfig]:
-    blocks = [(64, 64, 128, 4, 3), (64, 64, 128, 4, 4), (64, 64, 64, 4, 5), (64, 32, 128, 4, 5), (64, 128, 64, 4, 4)]
+def dense_split(rows: int, depth: int, width: int, itemsize: int) -> Iterable[SplitConfig]:
+    block_m = max(16, min(64, next_power_of_2(rows)))
+    blocks = [(64, 128, 4, 3), (64, 128, 4, 4), (64, 64, 4, 5), (32, 128, 4, 5), (128, 64, 4, 4)]
     for block, splits in itertools.product(blocks, (1, 2, 3, 4, 6)):
-        yield DenseConfig(*block, splits)
+        yield SplitConfig(block_m, *block, splits=splits)
 
 
 def dense_mosaic(rows: int, depth: int, width: int, activation: int, itemsize: int) -> Iterable[MosaicDenseConfig]:

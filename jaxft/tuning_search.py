@@ -101,7 +101,10 @@ def _matters(fn: Function, args: Any, taken: Mapping[Entry, Any], entry: Entry, 
     """Whether `fn` launches a kernel with this config: ops ask for those of gradients, too, before they know."""
     if not hasattr(config, "num_warps"):  # of Mosaic GPU, of which an op asks for what it runs
         return True
-    other = dataclasses.replace(config, num_warps=config.num_warps // 2 or 2)
+    changes = {"num_warps": config.num_warps // 2 or 2}
+    if hasattr(config, "splits"):  # where that is 1, it is not launched
+        changes["splits"] = config.splits + 1
+    other = dataclasses.replace(config, **changes)
     present, changed = (_trace(fn, args, {**taken, entry: choice})[0] for choice in (config, other))
     return _text(present) != _text(changed)
 
@@ -176,10 +179,12 @@ def _sampler(present: Function, args: Any) -> Callable[[Program], float]:
     """What gives the microseconds that a call of a program takes on the device."""
     nbytes = sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves(present(*args)))
     measure = _device_us
-    if math.isnan(_device_us(present, args, 1)):
+    us = _device_us(present, args, 3)
+    if math.isnan(us):
         logger.warning("autotune: no kernel times from CUPTI (a profiler may be using it), so wall time has to do")
         measure = _queued_us
-    calls = max(1, min(CALLS, int(SAMPLE_US / measure(present, args, 3)), BYTES // max(1, nbytes)))
+        us = _queued_us(present, args, 3)
+    calls = max(1, min(CALLS, int(SAMPLE_US / max(us, 1e-3)), BYTES // max(1, nbytes)))
     return lambda program: measure(program.call, args, calls)
 
 

@@ -30,7 +30,16 @@ Table = dict[str, dict[str, dict[str, Any]]]
 
 _WORDS = {"split": ("m", "n", "none"), "minor": ("m", "n")}
 _POWERS_OF_TWO = ("block_", "elements", "num_warps", "cluster_")
-_MOST = {"num_warps": 32, "num_stages": 16, "stages": 16, "tile_m": 256, "tile_n": 256, "tile_k": 256, "cluster_m": 2}
+_MOST = {
+    "num_warps": 32,
+    "num_stages": 16,
+    "stages": 16,
+    "tile_m": 256,
+    "tile_n": 256,
+    "tile_k": 256,
+    "cluster_m": 2,
+    "splits": 16,
+}
 _TILE = 2**20  # elements, the most that Triton takes
 _warned: set[Path] = set()
 
@@ -39,7 +48,7 @@ def path(device_kind: str) -> Path:
     """`$XDG_CACHE_HOME/jaxft/<device kind>-jax_<version>-jaxft_<version>.json`, by default in `~/.cache`."""
     folder = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(folder):  # unset, or (by the specification) to be ignored
-        folder = os.path.expanduser("~/.cache")
+        folder = str(Path.home() / ".cache")
     version = sys.modules["jaxft"].__version__  # the package, already there, imports from here and not the reverse
     name = f"{device_kind}-jax_{jax.__version__}-jaxft_{version}"
     return Path(folder, "jaxft", re.sub(r"[^\w.+-]", "_", name) + ".json")

@@ -150,6 +150,17 @@ def test_vmap_lowers(kind, axes, on_hopper):
     assert ("Backward" in text) == (kind == "gradient")
 
 
+def test_vmap_of_the_gradient_alone_lowers(on_hopper):
+    """As `jax.jacrev` does."""
+
+    def run(dout, *arrays):
+        pull_back = jax.vjp(functools.partial(jaxft.dot_product_attention, implementation="cudnn"), *arrays)[1]
+        return jax.vmap(pull_back)(dout)
+
+    shapes = (3, 4, 128, 8, 64), *[(4, 128, 8, 64)] * 3
+    assert "Backward" in lower(run, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
+
+
 @needs_hopper
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_vmap(axes):

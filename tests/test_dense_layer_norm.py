@@ -70,10 +70,18 @@ def test_partial_sums(parts, block_k, dtype):
     """Depths that no number of programs divides; more programs than blocks."""
     rng = np.random.default_rng(2)
     floats = normal(rng, dtype, x=(21, 201), kernel=(201, 40))
-    config = tuning.DenseConfig(16, 32, block_k, 4, 2, parts)
+    config = tuning.DenseConfig(16, 32, block_k, 4, 2)
     sums = jit(
         lambda x, kernel: dense.forward(
-            x, kernel, None, None, activation=None, precision="float32", config=config, interpret=INTERPRET
+            x,
+            kernel,
+            None,
+            None,
+            activation=None,
+            precision="float32",
+            config=config,
+            interpret=INTERPRET,
+            splits=parts,
         )
     )(**floats)
     assert (sums.shape, sums.dtype) == ((parts, 21, 40), jnp.float32)
@@ -104,6 +112,10 @@ def test_empty(rows, depth, width, implementation):
     floats = floats_of(np.random.default_rng(0), rows, depth, width)
     y = jaxft.dense_residual_layer_norm(**floats, implementation=implementation)
     assert (y.shape, y.dtype) == ((*rows, width), jnp.bfloat16)
+    rest = {name: floats[name] for name in ("bias", "residual", "gamma", "beta")}
+    if depth == 0:
+        expected = reference.bias_residual_layer_norm(jnp.zeros_like(y), **rest)
+        np.testing.assert_allclose(np.float32(y), np.float32(expected), atol=0.02)
 
 
 def test_dropout(key):
@@ -176,6 +188,8 @@ GOOD = {"x": X, "kernel": KERNEL, "bias": KERNEL[0], "residual": X[:, :4], "gamm
         ({"epsilon": 0.0}, ValueError, "epsilon must be positive, got 0.0"),
         ({"dropout_rate": 1.0}, ValueError, "dropout_rate must be in [0, 1), got 1.0"),
         ({"dropout_rate": 0.1}, ValueError, "dropout_rate is 0.1, so dropout_rng must be a JAX random key, got None"),
+        ({"precision": "nonsense"}, ValueError, "precision must be one that jnp.matmul takes, got 'nonsense'"),
+        ({"precision": {}}, ValueError, "precision must be one that jnp.matmul takes, got {}"),
         ({"implementation": "cutlass"}, ValueError, "implementation must be None or one of"),
         ({"implementation": "mosaic_gpu"}, NotImplementedError, ""),
     ],

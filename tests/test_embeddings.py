@@ -378,6 +378,7 @@ GOOD = {"input_ids": SOME_IDS, "word": TABLE, "position": TABLE, "token_type": T
         ({"epsilon": float("nan")}, ValueError, "epsilon must be finite, got nan"),
         ({"epsilon": "1e-6"}, TypeError, "epsilon must be a Python number, got str"),
         ({"dtype": jnp.int32}, TypeError, "dtype must be one of floats, got int32"),
+        ({"dtype": "bfloat17"}, TypeError, "dtype must be one of floats, got 'bfloat17'"),
         ({"implementation": "cuda"}, ValueError, "implementation must be None or one of ('triton', 'mosaic_gpu',"
          " 'cudnn', 'xla'), got 'cuda'"),
         ({"implementation": "cudnn"}, NotImplementedError,

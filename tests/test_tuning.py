@@ -29,6 +29,7 @@ OPS = {
         (tuning.AttentionConfig, ("batch_heads", "query", "key", "head_size", "itemsize")),
     ),
     "dense": (tuning.DenseConfig, ("rows", "depth", "width", "itemsize")),
+    "dense_split": (tuning.SplitConfig, ("rows", "depth", "width", "itemsize")),
     "dense_mosaic": (tuning.MosaicDenseConfig, ("rows", "depth", "width", "activation", "itemsize")),
 }  # fmt: skip
 SIZES = (0, 1, 2, 3, 31, 64, 100, 127, 384, 769, 4096, 5000, 65537)
@@ -51,6 +52,7 @@ def heuristics(device_kind=UNKNOWN):
                 yield tuning.qkv_bias_split_heads_backward(4, rows, 12, size, itemsize, device_kind)
                 yield tuning.dense(rows, size, 768, itemsize, device_kind)
                 yield tuning.dense(rows, 768, size, itemsize, device_kind)
+                yield tuning.dense_split(rows, size, 768, itemsize, device_kind)
         for length in SIZES[:-1]:
             for head_size in (8, 32, 33, 64, 80, 128, 256):
                 for attention in (tuning.attention, tuning.attention_dq, tuning.attention_dkv):
@@ -197,5 +199,5 @@ def test_committed_tables_are_well_formed():
                 assert set(entry) <= fields, (file.name, op, sizes)
                 if config is tuning.MosaicDenseConfig:
                     continue
-                blocks = (value for name, value in entry.items() if name not in ("num_stages", "programs"))
+                blocks = (value for name, value in entry.items() if name not in ("num_stages", "programs", "splits"))
                 assert all(value & (value - 1) == 0 for value in blocks), (file.name, op)

@@ -27,8 +27,8 @@ OPS: dict[str, dict[str, str | None]] = {
 
 #: Where an op takes its kernel for some arguments only.
 LIMITS = {
-    "dense": "for few rows; on Hopper Mosaic GPU's for many where it was measured faster; else XLA's product, and the "
-    "kernel of bias_activation after it",
+    "dense": "for few rows; on Hopper Mosaic GPU's where it was measured faster; else XLA's product, and the kernel of "
+    "bias_activation after it",
     "dense_residual_layer_norm": "for few rows; else as dense and bias_residual_layer_norm",
     "dot_product_attention": "but cuDNN on Hopper for large 16-bit arrays without masks where no gradient is asked for",
 }

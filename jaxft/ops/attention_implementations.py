@@ -74,13 +74,16 @@ def run(op: str, inputs: Inputs, options: Options, implementation: str | None) -
         return _cudnn(inputs, options)
     if choice.name == "xla" or 0 in (b, t, s, n, h, inputs.query.shape[0]):
         return _reference(inputs, options)
-    arguments = (b * n, t, s, h, inputs.query.dtype.itemsize, dispatch.device_kind())
+    precision = dispatch.matmul_precision()
+    exact = precision == "float32" and inputs.query.dtype == jnp.float32
+    more = exact or any(x is not None for x in (inputs.bias, inputs.mask, inputs.dropout_rng))
+    arguments = (b * n, t, s, h, inputs.query.dtype.itemsize, dispatch.device_kind(), more)
     static = _Static(
         options,
         tuning.attention(*arguments),
         tuning.attention_dq(*arguments),
         tuning.attention_dkv(*arguments),
-        dispatch.matmul_precision(),
+        precision,
         choice.interpret,
         implementation is None and _faster_by_cudnn(inputs, options),
     )
@@ -226,13 +229,13 @@ def _cudnn_attend(query, key, value, q_lengths, kv_lengths, options):
 def _cudnn_call_fwd(*arguments):
     attend, arrays = _cudnn_attend(*arguments)
     out, pull_back = jax.vjp(attend, *arrays)
-    return out, (pull_back, arrays[0])
+    return out, pull_back
 
 
-def _cudnn_call_bwd(options, saved, dout):
-    pull_back, query = saved
-    dout, _ = _batched_alike(dout, query)
-    return *pull_back(dout), None, None
+def _cudnn_call_bwd(options, pull_back, dout):
+    saved, structure = jax.tree.flatten(pull_back)
+    dout, *saved = _batched_alike(dout, *saved)
+    return *jax.tree.unflatten(structure, saved)(dout), None, None
 
 
 _cudnn_call.defvjp(_cudnn_call_fwd, _cudnn_call_bwd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Callable
@@ -88,6 +89,18 @@ def check_dropout(op: str, rate: Any, rng: Array | None) -> float:
             got = type(rng).__name__ if dtype is None else f"{dtype}{list(shape)}"
             raise TypeError(f"{op}: dropout_rng must be one JAX random key (jax.random.key), got {got}")
     return rate
+
+
+def check_precision(op: str, precision: Any, dtype: Any) -> Any:
+    """One that `jnp.matmul` takes for arrays of `dtype`, as what can be hashed."""
+    precision = tuple(precision) if isinstance(precision, list) else precision
+    if precision is not None:
+        unit = jax.ShapeDtypeStruct((1, 1), dtype)
+        try:
+            jax.eval_shape(functools.partial(jnp.matmul, precision=precision), unit, unit)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{op}: precision must be one that jnp.matmul takes, got {precision!r}") from error
+    return precision
 
 
 def with_plain_gradient(kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -44,9 +44,9 @@ def dense(
       residual: `[..., F]` of the dtype of `x`, added last.
       precision: of the product, as in `jnp.matmul`; None follows `jax.default_matmul_precision`.
       implementation: None for the fastest; "mosaic_gpu" (16 bits, without a residual, on Hopper GPUs) and "triton" do
-        all in one kernel, "xla" in as many as XLA makes of it. On an NVIDIA GPU, None takes "triton" for few rows; for
-        many "mosaic_gpu" where it was measured faster, or XLA's product (cuBLAS), and for an activation after it the
-        Triton kernel of `bias_activation`.
+        all in one kernel, "xla" in as many as XLA makes of it. On an NVIDIA GPU, None takes "mosaic_gpu" where it
+        was measured faster, else "triton" for few rows, and for many XLA's product (cuBLAS) and for an activation after
+        it the Triton kernel of `bias_activation`.
 
     Returns:
       `[..., F]` of the dtype of `x`.
@@ -73,13 +73,7 @@ def dense(
         residual = common.as_float(op, "residual", residual)
         common.check_shape(op, "residual", residual, (*x.shape[:-1], kernel.shape[1]))
         common.check_same_dtype(op, "residual", residual, "x", x)
-    precision = tuple(precision) if isinstance(precision, list) else precision
-    if precision is not None:
-        unit = jax.ShapeDtypeStruct((1, 1), x.dtype)
-        try:
-            jax.eval_shape(functools.partial(jnp.matmul, precision=precision), unit, unit)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{op}: precision must be one that jnp.matmul takes, got {precision!r}") from error
+    precision = common.check_precision(op, precision, x.dtype)
     rows, width = math.prod(x.shape[:-1]), kernel.shape[1]
     # In two dimensions, which is where XLA recognises a matrix product with a bias in its epilogue.
     arrays = (x.reshape(rows, x.shape[-1]), kernel, bias, None if residual is None else residual.reshape(rows, width))

@@ -61,7 +61,8 @@ def dense_residual_layer_norm(
       ValueError: a shape does not fit, a number is out of its range, or an unknown precision or implementation.
       NotImplementedError: the named implementation cannot do this; the message says why.
 
-    Gradients: of x, kernel, bias, residual, gamma and beta: those of the two ops. Deterministic.
+    Gradients: of x, kernel, bias, residual, gamma and beta. Where they are taken, the two ops run, also for the result:
+    the product is then rounded to the dtype of x before the sum. Deterministic.
     Source: a GEMM of FasterTransformer v1.0 and the `add_bias_input_layernorm` after it.
     """
     op = "dense_residual_layer_norm"
@@ -78,27 +79,41 @@ def dense_residual_layer_norm(
     )
     epsilon = common.check_number(op, "epsilon", epsilon, positive=True)
     rate = common.check_dropout(op, dropout_rate, dropout_rng)
-    rng = dropout_rng if rate > 0.0 else None
+    precision = common.check_precision(op, precision, x.dtype)
     reason = product.unsupported(x=x) or norm.unsupported(residual, bias=bias, gamma=gamma, beta=beta)
     choice = dispatch.choose(op, implementation, {"triton": reason})
 
     rows = math.prod(x.shape[:-1])
-    sizes, kind = (rows, depth, width), dispatch.device_kind()
-    parts = None if 0 in sizes or choice.name == "xla" else tuning.dense_split(*sizes, x.dtype.itemsize, kind)
+    arrays = x.reshape(rows, depth), kernel, residual.reshape(rows, width), bias, gamma, beta
+    rng = dropout_rng if rate > 0.0 else None
+    two_ops = functools.partial(
+        _two_ops, rng=rng, precision=precision, epsilon=epsilon, dropout_rate=rate, implementation=implementation
+    )
+    if choice.name == "xla" or 0 in (rows, depth, width):
+        return two_ops(*arrays).reshape(residual.shape)
+    kind = dispatch.device_kind()
+    parts = tuning.dense_split(rows, depth, width, x.dtype.itemsize, kind)
+    if parts.splits == 1:
+        return two_ops(*arrays).reshape(residual.shape)
     static = _Static(
         epsilon=epsilon,
         dropout_rate=rate,
-        precision=tuple(precision) if isinstance(precision, list) else precision,
+        precision=precision,
         implementation=implementation,
         product=parts,
         norm=tuning.layer_norm(rows, width, 4, kind),  # partial sums have 4 bytes
         kernel_precision=dispatch.matmul_precision(precision),
         interpret=choice.interpret,
     )
-    arrays = x.reshape(rows, depth), kernel, residual.reshape(rows, width), bias, gamma, beta, rng
-    if parts is None or parts.splits == 1:
-        return _two_ops(*arrays, static).reshape(residual.shape)
-    return _split_jit(*common.vary_alike(*arrays), static).reshape(residual.shape)
+    return _split_jit(*common.vary_alike(*arrays, rng), static).reshape(residual.shape)
+
+
+def _two_ops(x, kernel, residual, bias, gamma, beta, *, rng, precision, epsilon, dropout_rate, implementation):
+    y = dense(x, kernel, precision=precision, implementation=implementation)
+    return bias_residual_layer_norm(
+        y, bias, residual, gamma, beta, epsilon=epsilon, dropout_rate=dropout_rate, dropout_rng=rng, in_place=True,
+        implementation=implementation,
+    )  # fmt: skip
 
 
 class _Static(NamedTuple):
@@ -108,25 +123,17 @@ class _Static(NamedTuple):
     dropout_rate: float
     precision: Any
     implementation: str | None
-    product: tuning.DenseConfig | None
+    product: tuning.SplitConfig
     norm: tuning.RowConfig
     kernel_precision: str
     interpret: bool
-
-
-def _two_ops(x, kernel, residual, bias, gamma, beta, rng, static):
-    y = dense(x, kernel, precision=static.precision, implementation=static.implementation)
-    return bias_residual_layer_norm(
-        y, bias, residual, gamma, beta, epsilon=static.epsilon, dropout_rate=static.dropout_rate, dropout_rng=rng,
-        in_place=True, implementation=static.implementation,
-    )  # fmt: skip
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
 def _split(x, kernel, residual, bias, gamma, beta, rng, static):
     sums = product.forward(
         x, kernel, None, None, activation=None, precision=static.kernel_precision, config=static.product,
-        interpret=static.interpret,
+        interpret=static.interpret, splits=static.product.splits,
     )  # fmt: skip
     seed = None if rng is None else reference.dropout_seed(rng)
     return norm.forward(
@@ -136,7 +143,10 @@ def _split(x, kernel, residual, bias, gamma, beta, rng, static):
 
 
 def _fwd(x, kernel, residual, bias, gamma, beta, rng, static):
-    run = functools.partial(_two_ops, rng=rng, static=static)
+    run = functools.partial(
+        _two_ops, rng=rng, precision=static.precision, epsilon=static.epsilon, dropout_rate=static.dropout_rate,
+        implementation=static.implementation,
+    )  # fmt: skip
     return jax.vjp(run, x, kernel, residual, bias, gamma, beta)
 
 

@@ -84,7 +84,10 @@ def embeddings_layer_norm(
         if token_type is None:
             raise ValueError(f"{op}: token_type must be an array where there are token_type_ids, got None")
     epsilon = common.check_number(op, "epsilon", epsilon, positive=True)
-    dtype = jnp.dtype(word.dtype if dtype is None else dtype)
+    try:
+        dtype = jax.dtypes.canonicalize_dtype(word.dtype if dtype is None else dtype)
+    except TypeError as error:
+        raise TypeError(f"{op}: dtype must be one of floats, got {dtype!r}") from error
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{op}: dtype must be one of floats, got {dtype}")
 

@@ -92,13 +92,14 @@ def forward(
     precision: str,
     config: DenseConfig,
     interpret: bool,
+    splits: int = 1,
 ) -> Array:
     """x [M, K], kernel [K, F], bias [F], residual [M, F] -> [M, F]. `precision` of float32: "tf32" or "float32".
 
-    With `config.splits` above 1, partial sums [splits, M, F] in float32, without bias, activation and residual: whoever
+    With `splits` above 1, partial sums [splits, M, F] in float32, without bias, activation and residual: whoever
     reads them next adds them up.
     """
-    rows, width, splits = x.shape[0], kernel.shape[1], config.splits
+    rows, width = x.shape[0], kernel.shape[1]
     y = jax.ShapeDtypeStruct((rows, width), x.dtype)
     if splits > 1:
         y = jax.ShapeDtypeStruct((splits, rows, width), jnp.float32)
