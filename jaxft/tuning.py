@@ -484,7 +484,7 @@ def dense_split(rows: int, depth: int, width: int, itemsize: int, device_kind: s
     6.8 instead of 9.9, 256x768x768 5.5 instead of 5.7. At 512 rows nothing is gained.
     """
     tiles = -(-rows // 64) * -(-width // 64)
-    splits = min(4, 132 // tiles, depth // 256) if itemsize <= 2 and rows <= 256 else 1
+    splits = min(4, 132 // max(1, tiles), depth // 256) if itemsize <= 2 and rows <= 256 else 1
     default = SplitConfig(
         block_m=max(16, min(64, next_power_of_2(rows))),
         block_n=max(16, min(64, next_power_of_2(width))),
