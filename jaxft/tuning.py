@@ -449,7 +449,7 @@ def dense_mosaic(
     return lookup("dense_mosaic", default, device_kind, **sizes, itemsize=itemsize)
 
 
-def dense_by_library(rows: int, width: int, activation: str | None, itemsize: int) -> bool:
+def dense_by_library(rows: int, depth: int, width: int, activation: str | None, itemsize: int) -> bool:
     """Whether XLA's product and a kernel after it are faster than the Triton product with its epilogue.
 
     On an H200 (2026-11-20), 16-bit: the Triton product is 1.0-1.7x as fast up to 512 rows, where cuBLAS starts too few
@@ -458,6 +458,8 @@ def dense_by_library(rows: int, width: int, activation: str | None, itemsize: in
     """
     if itemsize > 2 or rows > 1024:
         return True
+    if rows <= 128 and depth >= max(2048, 4 * width):  # cuBLAS splits the depth: 7.6 us against 8.4
+        return activation is None
     return rows > 512 and width > 1024 and activation is None
 
 
@@ -480,8 +482,8 @@ def dense(rows: int, depth: int, width: int, itemsize: int, device_kind: str) ->
 def dense_split(rows: int, depth: int, width: int, itemsize: int, device_kind: str) -> SplitConfig:
     """Of a product whose partial sums the next kernel adds up; with one of them where that does not pay.
 
-    On an H200 (2026-11-21), bfloat16, with the LayerNorm that follows: 128x768x768 4.7 us instead of 5.3, 128x3072x768
-    6.8 instead of 9.9, 256x768x768 5.5 instead of 5.7. At 512 rows nothing is gained.
+    On an H200 (2026-11-22), bfloat16, with the LayerNorm that follows: 128x768x768 5.4 us (XLA 6.2), 128x3072x768 8.1
+    (8.5), 256x768x768 6.4 (8.4). At 512 rows the longer LayerNorm takes what the product gains.
     """
     tiles = -(-rows // 64) * -(-width // 64)
     splits = min(4, 132 // max(1, tiles), depth // 256) if itemsize <= 2 and rows <= 256 else 1

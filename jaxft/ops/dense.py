@@ -89,7 +89,7 @@ def dense(
     product: tuning.DenseConfig | tuning.MosaicDenseConfig | None = None
     if choice.name == "mosaic_gpu":
         product = tuning.dense_mosaic(*sizes, activation, itemsize, kind)
-    elif implementation is not None or not tuning.dense_by_library(rows, width, activation, itemsize):
+    elif implementation is not None or not tuning.dense_by_library(*sizes, activation, itemsize):
         product = tuning.dense(*sizes, itemsize, kind)
     if choice.name == "xla" or 0 in sizes or (product is None and (activation is None or residual is not None)):
         y = _reference(*arrays, activation, precision)
