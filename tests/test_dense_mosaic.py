@@ -5,6 +5,7 @@ It runs compiled on a Hopper GPU, and on a CPU in Mosaic's interpreter, which kn
 
 import contextlib
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from cases import INTERPRET, jit, lower, normal
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference, tuning
 from jaxft.kernels.mosaic_gpu import dense
+from jaxft.kernels.triton import bias_activation
 from jaxft.tuning import MosaicDenseConfig
 
 ACTIVATIONS = [None, *reference.ACTIVATIONS]
@@ -215,10 +217,21 @@ def test_nan_stays_in_its_row():
 
 @contextlib.contextmanager
 def interpreted():
-    """On a CPU: the op takes it for a Hopper GPU, and the kernel runs in Mosaic's interpreter."""
-    with dispatch.target() if INTERPRET else contextlib.nullcontext():
-        with plgpu.force_gpu_interpret_mode() if INTERPRET else contextlib.nullcontext():
-            yield
+    """On a CPU: the op takes it for a Hopper GPU, and the kernel runs in Mosaic's interpreter.
+
+    The kernel for the activation's gradient is Triton's, and runs in that of Triton.
+    """
+    if not INTERPRET:
+        yield
+        return
+    backward = bias_activation.backward
+
+    def interpret(*arrays, **options):
+        with plgpu.force_gpu_interpret_mode(None):
+            return backward(*arrays, **options | {"interpret": True})
+
+    with dispatch.target(), plgpu.force_gpu_interpret_mode(), mock.patch.object(bias_activation, "backward", interpret):
+        yield
 
 
 @runs
