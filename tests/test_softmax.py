@@ -47,11 +47,16 @@ def plain_kernel(name, scale):
     return run
 
 
+@functools.cache
+def compiled_kernel(name, config, scale):
+    return jit(functools.partial(run_kernel, name, config=config, scale=scale))
+
+
 def check_kernel(name, x, config, scale=None, bias=None, mask=None):
     """With a config of the test's choice."""
     dy, plain = normal(np.random.default_rng(99), x.dtype, dy=x.shape)["dy"], plain_kernel(name, scale)
     y = getattr(oracle, name)(x, scale=scale, bias=bias, mask=mask)
-    got = jit(functools.partial(run_kernel, name, config=config, scale=scale))(x=x, dy=dy, bias=bias, mask=mask)
+    got = compiled_kernel(name, config, scale)(x=x, dy=dy, bias=bias, mask=mask)
     assert_matches_oracle(got, plain(x, dy, bias, mask), (y, *in_float64(plain, x, dy, bias, mask)[1:]), seed=config)
 
 
