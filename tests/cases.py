@@ -65,12 +65,13 @@ def random_cotangents(function: Callable, floats: Mapping[str, Any]) -> Any:
 
 
 def in_float64(run: Callable, *trees: Any) -> Any:
-    """`run(*trees)` with every float array as float64."""
+    """`run(*trees)` with every float array as float64, by the CPU."""
 
     def widen(leaf):
         return np.asarray(leaf).astype(np.float64) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # the integers stay as they are
+    cpu = jax.default_device(jax.devices("cpu")[0])
+    with cpu, jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # the integers stay as they are
         return jax.tree.map(np.asarray, run(*jax.tree.map(widen, trees)))
 
 

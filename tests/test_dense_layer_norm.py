@@ -178,7 +178,7 @@ GOOD = {"x": X, "kernel": KERNEL, "bias": KERNEL[0], "residual": X[:, :4], "gamm
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"x": X[:, :3]}, ValueError, "x and kernel must have shapes [..., K] and [K, D], got (2, 3) and (8, 4)"),
+        ({"x": X[:, :3]}, ValueError, "x and kernel must have shapes [..., K] and [K, F], got (2, 3) and (8, 4)"),
         ({"x": X.astype(np.int32)}, TypeError, "x must be an array of floats, got int32"),
         ({"kernel": KERNEL.astype(np.float16)}, TypeError, "kernel must have the dtype of x, float32, got float16"),
         ({"residual": X}, ValueError, "residual must have shape (2, 4), got (2, 8)"),

@@ -7,7 +7,6 @@ import math
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jaxft import dispatch, reference, tuning
 from jaxft.kernels.triton import bias_activation as triton
@@ -101,10 +100,9 @@ def _fwd(x, bias, static):
 
 def _bwd(static, saved, dy):
     def kernel(dy, x, bias):
-        dx, *partial = triton.backward(
+        return triton.backward(
             dy, x, bias, activation=static.activation, config=static.backward, interpret=static.interpret
         )
-        return dx, None if bias is None else jnp.sum(partial[0], axis=0).astype(bias.dtype)
 
     def plain(dy, *arrays):
         return jax.vjp(functools.partial(_reference, activation=static.activation), *arrays)[1](dy)

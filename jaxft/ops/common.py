@@ -36,6 +36,15 @@ def as_vector(op: str, name: str, x: Any, width: int) -> Array | None:
     return x
 
 
+def as_factors(op: str, x: Any, kernel: Any) -> tuple[Array, Array]:
+    """Those of a dense layer's product: [..., K] and [K, F]."""
+    x, kernel = as_float(op, "x", x), as_float(op, "kernel", kernel)
+    if x.ndim == 0 or kernel.ndim != 2 or kernel.shape[0] != x.shape[-1]:
+        raise ValueError(f"{op}: x and kernel must have shapes [..., K] and [K, F], got {x.shape} and {kernel.shape}")
+    check_same_dtype(op, "kernel", kernel, "x", x)
+    return x, kernel
+
+
 def as_mask(op: str, name: str, x: Any) -> Array:
     x = as_array(op, name, x)
     if x.dtype != jnp.bool_:

@@ -62,10 +62,7 @@ def dense(
     Source: the GEMMs of FasterTransformer v1.0 with `add_bias_act` in the epilogue.
     """
     op = "dense"
-    x, kernel = common.as_float(op, "x", x), common.as_float(op, "kernel", kernel)
-    if x.ndim == 0 or kernel.ndim != 2 or kernel.shape[0] != x.shape[-1]:
-        raise ValueError(f"{op}: x and kernel must have shapes [..., K] and [K, F], got {x.shape} and {kernel.shape}")
-    common.check_same_dtype(op, "kernel", kernel, "x", x)
+    x, kernel = common.as_factors(op, x, kernel)
     bias = common.as_vector(op, "bias", bias, kernel.shape[1])
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"{op}: activation must be None or one of {ACTIVATIONS}, got {activation!r}")
@@ -206,10 +203,9 @@ def _epilogue_gradient(d_out, y, bias, plan):
         return jax.vjp(lambda y, bias: reference.dense_epilogue(y, bias, plan.activation, None), y, bias)[1](d_out)
 
     def fused(d_out, y, bias):
-        dy, *sums = bias_activation.backward(
+        return bias_activation.backward(
             d_out, y, bias, activation=plan.activation, config=plan.gradient, interpret=plan.interpret
         )
-        return dy, None if bias is None else jnp.sum(sums[0], axis=0).astype(bias.dtype)
 
     return common.with_plain_gradient(fused, plain)(d_out, y, bias)
 

@@ -66,10 +66,7 @@ def dense_residual_layer_norm(
     Source: a GEMM of FasterTransformer v1.0 and the `add_bias_input_layernorm` after it.
     """
     op = "dense_residual_layer_norm"
-    x, kernel = common.as_float(op, "x", x), common.as_float(op, "kernel", kernel)
-    if x.ndim == 0 or kernel.ndim != 2 or kernel.shape[0] != x.shape[-1]:
-        raise ValueError(f"{op}: x and kernel must have shapes [..., K] and [K, D], got {x.shape} and {kernel.shape}")
-    common.check_same_dtype(op, "kernel", kernel, "x", x)
+    x, kernel = common.as_factors(op, x, kernel)
     depth, width = kernel.shape
     residual = common.as_float(op, "residual", residual)
     common.check_shape(op, "residual", residual, (*x.shape[:-1], width))
@@ -77,56 +74,59 @@ def dense_residual_layer_norm(
     bias, gamma, beta = (
         common.as_vector(op, name, vector, width) for name, vector in (("bias", bias), ("gamma", gamma), ("beta", beta))
     )
-    epsilon = common.check_number(op, "epsilon", epsilon, positive=True)
-    rate = common.check_dropout(op, dropout_rate, dropout_rng)
-    precision = common.check_precision(op, precision, x.dtype)
+    options = _Options(
+        epsilon=common.check_number(op, "epsilon", epsilon, positive=True),
+        dropout_rate=common.check_dropout(op, dropout_rate, dropout_rng),
+        precision=common.check_precision(op, precision, x.dtype),
+        implementation=implementation,
+    )
     reason = product.unsupported(x=x) or norm.unsupported(residual, bias=bias, gamma=gamma, beta=beta)
     choice = dispatch.choose(op, implementation, {"triton": reason})
 
     rows = math.prod(x.shape[:-1])
     arrays = x.reshape(rows, depth), kernel, residual.reshape(rows, width), bias, gamma, beta
-    rng = dropout_rng if rate > 0.0 else None
-    two_ops = functools.partial(
-        _two_ops, rng=rng, precision=precision, epsilon=epsilon, dropout_rate=rate, implementation=implementation
-    )
+    rng = dropout_rng if options.dropout_rate > 0.0 else None
     if choice.name == "xla" or 0 in (rows, depth, width):
-        return two_ops(*arrays).reshape(residual.shape)
+        return _two_ops(*arrays, rng, options).reshape(residual.shape)
     kind = dispatch.device_kind()
     parts = tuning.dense_split(rows, depth, width, x.dtype.itemsize, kind)
     if parts.splits == 1:
-        return two_ops(*arrays).reshape(residual.shape)
+        return _two_ops(*arrays, rng, options).reshape(residual.shape)
     static = _Static(
-        epsilon=epsilon,
-        dropout_rate=rate,
-        precision=precision,
-        implementation=implementation,
+        options=options,
         product=parts,
         norm=tuning.layer_norm(rows, width, 4, kind),  # partial sums have 4 bytes
-        kernel_precision=dispatch.matmul_precision(precision),
+        kernel_precision=dispatch.matmul_precision(options.precision),
         interpret=choice.interpret,
     )
     return _split_jit(*common.vary_alike(*arrays, rng), static).reshape(residual.shape)
 
 
-def _two_ops(x, kernel, residual, bias, gamma, beta, *, rng, precision, epsilon, dropout_rate, implementation):
-    y = dense(x, kernel, precision=precision, implementation=implementation)
-    return bias_residual_layer_norm(
-        y, bias, residual, gamma, beta, epsilon=epsilon, dropout_rate=dropout_rate, dropout_rng=rng, in_place=True,
-        implementation=implementation,
-    )  # fmt: skip
-
-
-class _Static(NamedTuple):
-    """What is compiled into the kernels."""
+class _Options(NamedTuple):
+    """What a caller says beside the arrays."""
 
     epsilon: float
     dropout_rate: float
     precision: Any
     implementation: str | None
+
+
+class _Static(NamedTuple):
+    """What is compiled into the kernels."""
+
+    options: _Options
     product: tuning.SplitConfig
     norm: tuning.RowConfig
     kernel_precision: str
     interpret: bool
+
+
+def _two_ops(x, kernel, residual, bias, gamma, beta, rng, options):
+    y = dense(x, kernel, precision=options.precision, implementation=options.implementation)
+    return bias_residual_layer_norm(
+        y, bias, residual, gamma, beta, epsilon=options.epsilon, dropout_rate=options.dropout_rate, dropout_rng=rng,
+        in_place=True, implementation=options.implementation,
+    )  # fmt: skip
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
@@ -137,16 +137,14 @@ def _split(x, kernel, residual, bias, gamma, beta, rng, static):
     )  # fmt: skip
     seed = None if rng is None else reference.dropout_seed(rng)
     return norm.forward(
-        sums, bias, residual, gamma, beta, seed, epsilon=static.epsilon, dropout_rate=static.dropout_rate,
-        return_sum=False, save=False, in_place=False, config=static.norm, interpret=static.interpret,
+        sums, bias, residual, gamma, beta, seed, epsilon=static.options.epsilon,
+        dropout_rate=static.options.dropout_rate, return_sum=False, save=False, in_place=False, config=static.norm,
+        interpret=static.interpret,
     )[0]  # fmt: skip
 
 
 def _fwd(x, kernel, residual, bias, gamma, beta, rng, static):
-    run = functools.partial(
-        _two_ops, rng=rng, precision=static.precision, epsilon=static.epsilon, dropout_rate=static.dropout_rate,
-        implementation=static.implementation,
-    )  # fmt: skip
+    run = functools.partial(_two_ops, rng=rng, options=static.options)
     return jax.vjp(run, x, kernel, residual, bias, gamma, beta)
 
 

@@ -72,13 +72,14 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, singl
             weights = common.exp2(parts.in_base_2(refs, common.fma(logits, to_logits, -shift[:, None])))
             v = parts.load_tile(p, v_ref, index, offset + row, block_k, p.v_head + kv_head, in_columns)
             if used is not None:  # a NaN that no query attends to must not spread
-                v = jnp.where(used[:, None], v, jnp.zeros_like(v))
+                v = parts.clear(v, used)
             kept = parts.drop(p, refs, pairs, weights).astype(v.dtype)
-            weighted, total = common.dot(kept, v, precision=p.precision), jnp.sum(weights, axis=1)
-            if carry is not None:
-                rescale = common.exp2(parts.in_base_2(refs, carry[2] - shift))
-                weighted, total = carry[0] * rescale[:, None] + weighted, common.fma(carry[1], rescale, total)
-            return weighted, total, new_top
+            total = jnp.sum(weights, axis=1)
+            if carry is None:
+                return common.dot(kept, v, precision=p.precision), total, new_top
+            rescale = common.exp2(parts.in_base_2(refs, carry[2] - shift))
+            weighted = parts.add_product(p, carry[0] * rescale[:, None], kept, v)
+            return weighted, common.fma(carry[1], rescale, total), new_top
 
         if single:
             full = refs.spans is None and p.key_length == block_k and not p.pair_mask

@@ -114,8 +114,8 @@ def _probabilities(p: Problem, refs: Refs, k_ref, v_ref, rows: _Rows, j, block_k
     k = parts.load_tile(p, k_ref, rows.index, rows.offset + row, block_k, p.k_head + kv_head, in_columns)
     v = parts.load_tile(p, v_ref, rows.index, rows.offset + row, block_k, p.v_head + kv_head, in_columns)
     if edge and p.by_pairs:  # a NaN that no query attends to must not spread
-        used = parts.any_of(allowed, axis=0)[:, None]
-        k, v = jnp.where(used, k, jnp.zeros_like(k)), jnp.where(used, v, jnp.zeros_like(v))
+        used = parts.any_of(allowed, axis=0)
+        k, v = parts.clear(k, used), parts.clear(v, used)
     products = common.dot(rows.q, k, trans_b=True, precision=p.precision)  # [block_q, block_k]
     top, total = rows.top[:, None], rows.total[:, None]
     weights = common.exp2(parts.log2_probabilities(p, refs, pairs, products, top, total))
@@ -154,7 +154,7 @@ def _dq_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int):
 
     def visit(j, dq, *, edge):
         ds, k = _logit_gradient(p, refs, k_ref, v_ref, rows, delta, j, block_k, edge)
-        return dq + common.dot(ds.astype(k.dtype), k, precision=p.precision)
+        return parts.add_product(p, dq, ds.astype(k.dtype), k)
 
     dq = parts.visit_all(span, block_k, leading, visit, jnp.zeros((block_q, p.width), jnp.float32))
     dq = jnp.where(rows.attends[:, None], dq * p.options.scale, 0.0)
@@ -204,7 +204,7 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, packe
         dout = parts.load_tile(p, dout_ref, index, offset + row, block_q, head, in_rows)
         attends = top != -jnp.inf
         if edge:
-            q, dout = (jnp.where(attends[:, None], x, jnp.zeros_like(x)) for x in (q, dout))
+            q, dout = parts.clear(q, attends), parts.clear(dout, attends)
         if edge or refs.bias is not None:
             top = jnp.where(attends, top, jnp.inf)
         pairs = Pairs(
@@ -229,7 +229,7 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, packe
         elif with_dq:  # the sum is 1 but for rounding, which ds would multiply by dp
             weights = weights * _inverse(jnp.sum(weights, axis=0))[None, :]
         kept = parts.drop(p, refs, pairs, weights).astype(dout.dtype)
-        dv += common.dot(kept, dout, precision=p.precision)
+        dv = parts.add_product(p, dv, kept, dout)
         dp = parts.drop(p, refs, pairs, common.dot(v, dout, trans_b=True, precision=p.precision))
         if p.options.dropout_rate > 0.0:
             dp = dp * p.kept_scale
@@ -247,12 +247,11 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, packe
         if columns:
             sums = [sums[0] + jnp.sum(ds, axis=1)]
         ds = ds.astype(q.dtype)
-        dk += common.dot(ds, q, precision=p.precision)
+        dk = parts.add_product(p, dk, ds, q)
         if with_dq:
             used_k = k
             if edge and by_pairs:
-                used = parts.any_of(allowed, axis=1)
-                used_k = jnp.where(used[:, None], k, jnp.zeros_like(k))
+                used_k = parts.clear(k, parts.any_of(allowed, axis=1))
             dq = common.dot(ds, used_k, trans_a=True, precision=p.precision) * p.options.scale
             here = rows < query_length if edge else None
             parts.store_tile(p, dq_ref, index, offset + row, head, dq, here)
@@ -317,8 +316,7 @@ def _dbias_kernel(*refs, p: Problem, block_q: int, block_k: int, key_tiles: int)
 
         def of_head(n, total):
             rows = _rows(p, refs, q_ref, dout_ref, top_ref, total_ref, batch, bias_head + n, tile, span, block_q)
-            clean = [jnp.where(rows.attends[:, None], x, jnp.zeros_like(x)) for x in (rows.q, rows.dout)]
-            rows = rows._replace(q=clean[0], dout=clean[1])
+            rows = rows._replace(q=parts.clear(rows.q, rows.attends), dout=parts.clear(rows.dout, rows.attends))
             delta = _load_rows(delta_ref, batch, rows.head, rows.start, block_q, rows.in_rows, 0.0)
             if factor_ref is not None:
                 factor = _load_rows(factor_ref, batch, rows.head, rows.start, block_q, rows.in_rows, 1.0)

@@ -420,5 +420,22 @@ def in_key_mask(p: Problem, refs: Refs, batch, columns: Array, inside: Array) ->
     return common.load(refs.mask.at[index, zero, zero, columns], mask=inside)
 
 
+def add_product(p: Problem, total: Array, a: Array, b: Array) -> Array:
+    """total + a b. In full precision the block is summed by itself: one chain of all blocks would lose digits."""
+    product = common.dot(a, b, precision=p.precision)
+    return total + product if p.precision is None else common.fma(product, 1.0, total)
+
+
+def clear(tile: Array, used: Array) -> Array:
+    """A tile [block, width] with 0, whatever is there, in the rows that are not `used`.
+
+    Bit by bit: a choice between two operands of a product may take its condition through shared memory in the layout
+    of tensor cores, where Triton has no place for single bits ("'ttg.local_alloc' op element type bit width").
+    """
+    bits = jnp.dtype(f"int{8 * tile.dtype.itemsize}")
+    mask = jnp.where(used, jnp.full(used.shape, -1, bits), jnp.zeros(used.shape, bits))
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(tile, bits) & mask[:, None], tile.dtype)
+
+
 def any_of(pairs: Any, axis: int) -> Array:
     return jnp.max(pairs.astype(jnp.int32), axis=axis) > 0

@@ -92,8 +92,8 @@ def forward(
 
 def backward(
     dy: Array, x: Array, bias: Array | None, *, activation: str, config: GradientConfig, interpret: bool
-) -> list[Array]:
-    """dy and x [M, D], bias [D] -> dx [M, D], and of the bias' gradient partial sums [programs, D] in float32."""
+) -> tuple[Array, Array | None]:
+    """dy and x [M, D], bias [D] or None -> their gradients, of which the bias' is summed in float32."""
     rows, width = x.shape
     programs = common.share(config.programs, pl.cdiv(rows, config.block_rows))
     kernel = functools.partial(
@@ -106,7 +106,7 @@ def backward(
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
     if bias is not None:
         outputs.append(jax.ShapeDtypeStruct((programs, width), jnp.float32))
-    return common.launch(
+    dx, *partial = common.launch(
         kernel,
         (pl.cdiv(width, config.block_width), programs),
         [dy, x, bias],
@@ -115,3 +115,4 @@ def backward(
         num_warps=config.num_warps,
         interpret=interpret,
     )
+    return dx, None if bias is None else jnp.sum(partial[0], axis=0).astype(bias.dtype)
