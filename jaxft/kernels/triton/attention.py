@@ -69,7 +69,7 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, singl
             if carry is not None:
                 new_top = jnp.maximum(carry[2], new_top)
             shift = jnp.where(new_top == -jnp.inf, 0.0, new_top) if edge or refs.bias is not None else new_top
-            weights = common.exp2(parts.in_base_2(refs, common.fma(logits, to_logits, -shift[:, None])))
+            weights = parts.exponentials(p, refs, common.fma(logits, to_logits, -shift[:, None]))
             v = parts.load_tile(p, v_ref, index, offset + row, block_k, p.v_head + kv_head, in_columns)
             if used is not None:  # a NaN that no query attends to must not spread
                 v = parts.clear(v, used)
@@ -77,7 +77,7 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, singl
             total = jnp.sum(weights, axis=1)
             if carry is None:
                 return common.dot(kept, v, precision=p.precision), total, new_top
-            rescale = common.exp2(parts.in_base_2(refs, carry[2] - shift))
+            rescale = parts.exponentials(p, refs, carry[2] - shift)
             weighted = parts.add_product(p, carry[0] * rescale[:, None], kept, v)
             return weighted, common.fma(carry[1], rescale, total), new_top
 
@@ -96,7 +96,7 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, singl
             total = jnp.where(rows < span.end, total, 0.0)
         empty = total == 0.0
         safe_total = jnp.where(empty, 1.0, total)  # a row with nothing to attend to gives 0
-        out = acc * (p.kept_scale / safe_total)[:, None]
+        out = acc * (p.kept_scale * common.rounded_reciprocal(safe_total))[:, None]
         if p.rules.query_lengths is not None:
             out = jnp.where(empty[:, None], 0.0, out)  # what such a row holds may be NaN
         parts.store_tile(p, out_ref, index, offset + start, head, out, in_rows)

@@ -86,7 +86,7 @@ def _allowed(p: Problem, refs: Refs, pairs: Pairs, attends: Array) -> Any:
 
 
 def _inverse(total):
-    return 1.0 / jnp.where(total == 0.0, 1.0, total)
+    return common.rounded_reciprocal(jnp.where(total == 0.0, 1.0, total))
 
 
 def _logit_gradient(p: Problem, refs: Refs, k_ref, v_ref, rows: _Rows, delta, j, block_k: int, edge: bool):
@@ -118,7 +118,7 @@ def _probabilities(p: Problem, refs: Refs, k_ref, v_ref, rows: _Rows, j, block_k
         k, v = parts.clear(k, used), parts.clear(v, used)
     products = common.dot(rows.q, k, trans_b=True, precision=p.precision)  # [block_q, block_k]
     top, total = rows.top[:, None], rows.total[:, None]
-    weights = common.exp2(parts.log2_probabilities(p, refs, pairs, products, top, total))
+    weights = parts.probabilities(p, refs, pairs, products, top, total)
     weights = _select(allowed, weights if rows.factor is None else weights * rows.factor[:, None])
     dp = parts.drop(p, refs, pairs, common.dot(rows.dout, v, trans_b=True, precision=p.precision))
     return weights, dp * p.kept_scale if p.options.dropout_rate > 0.0 else dp, k
@@ -222,7 +222,7 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, packe
             # For the gradient of queries, keys that do not take part need a weight of 0; without it they go out last.
             allowed = in_keys[:, None]
         products = common.dot(k, q, trans_b=True, precision=p.precision)  # [block_k, block_q]
-        weights = common.exp2(parts.log2_probabilities(p, refs, pairs, products, top[None, :], total[None, :]))
+        weights = parts.probabilities(p, refs, pairs, products, top[None, :], total[None, :])
         weights = _select(allowed, weights)
         if factor_ref is not None:
             weights = weights * _load_rows(factor_ref, index, head, offset + row, block_q, in_rows, 1.0)[None, :]

@@ -27,6 +27,7 @@ Array = jax.Array
 
 MAX_HEAD_SIZE = 256
 LOG2_E = math.log2(math.e)
+_LOG2_E_REST = 1.925963033500e-8  # what the float32 nearest to it lacks
 
 
 class Rules(NamedTuple):
@@ -104,7 +105,9 @@ class Problem:
 
     @property
     def precision(self) -> lax.Precision | None:
-        return lax.Precision.HIGHEST if self.options.precision == "float32" else None
+        """HIGHEST, of float32 alone, where no digit is to be lost."""
+        full = self.options.precision == "float32" and self.query.dtype == jnp.float32
+        return lax.Precision.HIGHEST if full else None
 
     @property
     def kept_scale(self) -> float:
@@ -388,19 +391,24 @@ def logits(refs: Refs, pairs: Pairs, products: Array, scale: float) -> Array:
     return common.fma(products, scale, pairs.load(refs.bias).astype(jnp.float32))
 
 
-def log2_probabilities(p: Problem, refs: Refs, pairs: Pairs, products: Array, top: Array, total: Array) -> Array:
+def probabilities(p: Problem, refs: Refs, pairs: Pairs, products: Array, top: Array, total: Array) -> Array:
     """From the products of queries with keys; `top` and `total` are the two parts of the log-sum-exp."""
     if refs.bias is not None:
-        return in_base_2(refs, logits(refs, pairs, products, p.options.scale) - top) - total
+        return exponentials(p, refs, logits(refs, pairs, products, p.options.scale) - top, total)
     to_logits = p.options.scale * LOG2_E
     if p.query.dtype == jnp.float32:
-        return common.fma(products, to_logits, -top) - total
-    return common.fma(products, to_logits, -(top + total))  # whose digits are enough for 16 bits
+        return common.exp2(common.fma(products, to_logits, -top) - total)
+    return common.exp2(common.fma(products, to_logits, -(top + total)))  # whose digits are enough for 16 bits
 
 
-def in_base_2(refs: Refs, x: Array) -> Array:
-    """Differences of logits."""
-    return x if refs.bias is None else x * LOG2_E
+def exponentials(p: Problem, refs: Refs, x: Array, total: Array | None = None) -> Array:
+    """Of differences of logits, divided by 2^total."""
+    high = x if refs.bias is None else x * LOG2_E
+    y = common.exp2(high if total is None else high - total)
+    if refs.bias is None or p.precision is None:
+        return y
+    rest = common.fma(x, LOG2_E, -high) + x * _LOG2_E_REST  # NaN where x is -inf
+    return jnp.where(y == 0.0, y, common.fma(y, rest * math.log(2.0), y))
 
 
 def drop(p: Problem, refs: Refs, pairs: Pairs, x: Array) -> Array:
