@@ -10,12 +10,14 @@ import dataclasses
 import functools
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import jaxft
 import timing
 from jaxft.models.bert import BertConfig, BertModel
 from jaxft.models.comparison import Attention, plain_encoder
@@ -44,6 +46,10 @@ class Case:
         while lengths.sum() < self.valid:
             lengths[np.flatnonzero(lengths < self.length)[: self.valid - lengths.sum()]] += 1
         return jnp.asarray(lengths, jnp.int32)
+
+    def keep(self, lengths: jax.Array) -> jax.Array:
+        """bool [B, T]: which tokens are valid."""
+        return jnp.arange(self.length) < lengths[:, None]
 
     def label(self, gelu: str) -> str:
         return f"{self.op(gelu)} {self.batch}x{self.length} {self.dtype}"
@@ -118,8 +124,11 @@ def separate(params: Params) -> Params:
 # --- jaxft -------------------------------------------------------------------------------------------------------
 
 
-def jaxft_encoder(case: Case, params: Params, gelu: str) -> tuple[jax.stages.Wrapped, list[jax.Array]]:
-    """(leaves, x, lengths) -> y through the layers of BertModel, and the leaves: `params` in the order it wants."""
+def jaxft_encoder(case: Case, params: Params, gelu: str, *, packed: bool) -> tuple[jax.stages.Wrapped, list[jax.Array]]:
+    """(leaves, x, lengths) -> y through the layers of BertModel, and the leaves: `params` in the order it wants.
+
+    `packed`: padding is removed before the first layer, and put back after the last.
+    """
     layers, width, heads, ff = MODELS[case.model]
     config = BertConfig(
         vocab_size=8, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=ff,
@@ -135,14 +144,25 @@ def jaxft_encoder(case: Case, params: Params, gelu: str) -> tuple[jax.stages.Wra
         leaves.append(params[int(index)][name])
         assert leaves[-1].shape == shape.shape, (path, shape.shape)
 
+    def layers_of(leaves: list[jax.Array]) -> Any:
+        return nnx.merge(graph, jax.tree_util.tree_unflatten(structure, leaves))
+
     @jax.jit
     def encode(leaves: list[jax.Array], x: jax.Array, lengths: jax.Array | None) -> jax.Array:
-        mask = None if lengths is None else (jnp.arange(x.shape[1]) < lengths[:, None])[:, None, None, :]
-        for layer in nnx.merge(graph, jax.tree_util.tree_unflatten(structure, leaves)):
+        mask = None if lengths is None else case.keep(lengths)[:, None, None, :]
+        for layer in layers_of(leaves):
             x = layer(x, mask)
         return x
 
-    return encode, leaves
+    @jax.jit
+    def encode_packed(leaves: list[jax.Array], x: jax.Array, lengths: jax.Array) -> jax.Array:
+        capacity = -(-(case.valid or x[..., 0].size) // 128) * 128
+        rows, indices, cu_seqlens = jaxft.remove_padding(x, case.keep(lengths), capacity=capacity)
+        for layer in layers_of(leaves):
+            rows = layer(rows, None, cu_seqlens=cu_seqlens, max_seqlen=case.length)
+        return jaxft.restore_padding(rows, indices, batch=case.batch, length=case.length)
+
+    return encode_packed if packed else encode, leaves
 
 
 # --- Kernels of a compiled program -------------------------------------------------------------------------------
@@ -184,9 +204,12 @@ def run(case: Case, gelu: str, args: argparse.Namespace) -> list[timing.Row]:
     layers, width, heads, ff = MODELS[case.model]
     params = random_params(case.model, case.dtype)
     x = jax.random.normal(jax.random.key(1), (case.batch, case.length, width), case.dtype)
-    ours, leaves = jaxft_encoder(case, params, gelu)
     lengths = case.lengths()
-    variants: dict[str, timing.Variant] = {"jaxft": (ours, [(leaves, x, lengths)])}
+    variants: dict[str, timing.Variant] = {}
+    ways = {"jaxft": False} if lengths is None else {"jaxft": True, "jaxft, padded": False}
+    for name, packed in ways.items():
+        ours, leaves = jaxft_encoder(case, params, gelu, packed=packed)
+        variants[name] = (ours, [(leaves, x, lengths)])
     for name, (attention, packed) in PEERS.items():
         if attention == "cudnn" and (jax.default_backend() != "gpu" or case.dtype == "float32"):
             continue  # cuDNN's attention has no float32
@@ -197,7 +220,12 @@ def run(case: Case, gelu: str, args: argparse.Namespace) -> list[timing.Row]:
     xla = variants["xla"][0]
     with jax.default_matmul_precision("highest"):
         exact = xla(*jax.tree.map(lambda a: a.astype(jnp.float32), (params, x)), lengths)
-    timing.check(case.label(gelu), ours(leaves, x, lengths), xla(params, x, lengths), exact)
+    valid = jnp.ones(x.shape[:2], bool) if lengths is None else case.keep(lengths)
+    plain = xla(params, x, lengths)
+    for name in [name for name in variants if name.startswith("jaxft")]:
+        encode, inputs = variants[name]
+        results = (jnp.where(valid[:, :, None], y, jnp.zeros_like(y)) for y in (encode(*inputs[0]), plain, exact))
+        timing.check(f"{case.label(gelu)}, {name}", *results)
     if args.kernels:
         for name, variant in variants.items():
             print_kernels(f"{case.label(gelu)}, {name}", variant, layers)

@@ -95,6 +95,14 @@ def measure(
             turns.reverse()  # so that nobody always comes after the same one
             for name, variant in turns:
                 samples.setdefault((name, metric), []).append(sample(variant, repeats[name]))
+    return as_rows(samples, work, unit, args, **key)
+
+
+def as_rows(
+    samples: Mapping[tuple[str, str], Sequence[float]], work: float, unit: str, args: argparse.Namespace,
+    **key: str | Sequence[int],
+) -> list[Row]:  # fmt: skip
+    """Rows of the samples of each (implementation, metric), in microseconds, which are added to the CSV at once."""
     origin = {"jax": jax.__version__, "commit": _commit(), "date": datetime.date.today().isoformat()}
     fixed = {k: v if isinstance(v, str) else "x".join(map(str, v)) for k, v in key.items()}
     rows = []

@@ -12,12 +12,16 @@ from jaxft.ops.dense import dense
 from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
 from jaxft.ops.embeddings import embeddings_layer_norm
 from jaxft.ops.layer_norm import bias_residual_layer_norm, layer_norm
+from jaxft.ops.padding import remove_padding, restore_padding
 from jaxft.ops.permute import merge_heads, permute, qkv_bias_split_heads
 from jaxft.ops.softmax import log_softmax, softmax
 
 if TYPE_CHECKING:
-    from jaxft.models.bert import BertConfig, BertModel
+    from jaxft.models.bert import BertModel
     from jaxft.models.checkpoint import CheckpointError
+    from jaxft.models.classification import BertForSequenceClassification
+    from jaxft.models.config import BertConfig
+    from jaxft.models.cross_encoder import CrossEncoder
     from jaxft.models.sentence_encoder import SentenceEncoder
 
 __version__ = "0.1.0"
@@ -25,8 +29,10 @@ __version__ = "0.1.0"
 __all__ = [
     "EXPORT_DISABLED_CHECKS",
     "BertConfig",
+    "BertForSequenceClassification",
     "BertModel",
     "CheckpointError",
+    "CrossEncoder",
     "SentenceEncoder",
     "bias_activation",
     "bias_residual_layer_norm",
@@ -40,14 +46,18 @@ __all__ = [
     "permute",
     "qkv_attention",
     "qkv_bias_split_heads",
+    "remove_padding",
+    "restore_padding",
     "softmax",
     "varlen_qkv_attention",
 ]
 
 _LAZY = {
-    "BertConfig": "jaxft.models.bert",
+    "BertConfig": "jaxft.models.config",
+    "BertForSequenceClassification": "jaxft.models.classification",
     "BertModel": "jaxft.models.bert",
     "CheckpointError": "jaxft.models.checkpoint",
+    "CrossEncoder": "jaxft.models.cross_encoder",
     "SentenceEncoder": "jaxft.models.sentence_encoder",
 }
 

@@ -117,10 +117,12 @@ def _parser() -> argparse.ArgumentParser:
         reads_texts.add_argument("--jsonl", action="store_true", help="FILE's lines are JSON, whatever its name")
 
     info = command(
-        "info", _run_info, "show versions, the device and what each op runs on",
+        "info", _run_info, "show versions, the device, what each op runs on, and the shapes of packed batches",
         "Prints versions, the device, and for each op the implementation it uses on this device and why.",
     )  # fmt: skip
     info.add_argument("--json", action="store_true", help="as one JSON object")
+    info.add_argument("--batch-size", metavar="N", type=_positive, default=32, help="of encode (default: 32)")
+    info.add_argument("--length", metavar="T", type=_positive, default=512, help="tokens a text (default: 512)")
     return parser
 
 
@@ -178,12 +180,15 @@ def _run_similar(args: argparse.Namespace) -> None:
 def _run_info(args: argparse.Namespace) -> None:
     device = _device()
     from jaxft import ops
+    from jaxft.models import batches
 
     versions, rows = _versions(), ops.explain()
+    buckets = batches.buckets(args.batch_size, args.length)
     if args.json:
         names = ("op", "implementation", "reason")
         choices = [dict(zip(names, row, strict=True)) for row in rows]
-        print(json.dumps({"versions": versions, "device": device, "ops": choices}, indent=2))
+        shapes = [dataclasses.asdict(bucket) for bucket in buckets]
+        print(json.dumps({"versions": versions, "device": device, "ops": choices, "buckets": shapes}, indent=2))
         return
     for name, value in (versions | device).items():
         print(f"{name:<9} {value}")
@@ -191,6 +196,10 @@ def _run_info(args: argparse.Namespace) -> None:
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for op, implementation, reason in rows:
         print(f"{op:<{widths[0]}}  {implementation:<{widths[1]}}  {reason}")
+    print(f"\npacked batches of {args.batch_size} x {args.length} tokens, each shape compiled once: tokens x texts")
+    for longest in sorted({bucket.longest for bucket in buckets}):
+        line = " ".join(f"{b.capacity}x{b.count}" for b in buckets if b.longest == longest)
+        print(f"texts of up to {longest:>4} tokens: {line}")
 
 
 def _versions() -> dict[str, str]:

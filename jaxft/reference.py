@@ -407,19 +407,48 @@ def dense_residual_layer_norm(
 
 
 def remove_padding(x: Array, mask: Array, *, capacity: int) -> tuple[Array, Array, Array]:
-    """The rows of x [B,T,...] where mask [B,T] is True, back to back: ([capacity,...], indices, cu_seqlens).
+    """The rows of x [B,T,...] where mask [B,T] is True, back to back: ([capacity,...], *padding_indices)."""
+    indices, cu_seqlens = padding_indices(mask, capacity=capacity)
+    return take_tokens(x, indices), indices, cu_seqlens
 
-    `indices` [capacity] says where in [B*T] each row came from (B*T for the unused tail, whose rows are 0);
-    `cu_seqlens` [B+1] is where each sequence starts. The mask must have at most `capacity` True.
+
+def padding_indices(mask: Array, *, capacity: int) -> tuple[Array, Array]:
+    """Where in [B*T] the tokens of mask [B,T] are, int32 [capacity], and where each sequence starts, int32 [B+1].
+
+    The first is B*T in the unused tail, and -1 everywhere if there are more tokens than `capacity`.
     """
-    batch, length = mask.shape
-    (indices,) = jnp.nonzero(mask.reshape(-1), size=capacity, fill_value=batch * length)
-    packed = _take_rows(x.reshape(batch * length, *x.shape[2:]), indices)
-    counts = jnp.sum(mask, axis=1, dtype=jnp.int32)
-    cu_seqlens = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
-    return packed, indices.astype(jnp.int32), cu_seqlens
+    flat = mask.reshape(-1)
+    places = jnp.arange(flat.size, dtype=jnp.int32)
+    tokens = jnp.cumsum(flat, dtype=jnp.int32)
+    target = jnp.where(flat, tokens - 1, capacity)
+    indices = jnp.full((capacity,), flat.size, jnp.int32)
+    indices = indices.at[target].set(places, mode="drop", unique_indices=True)
+    ends = jnp.cumsum(jnp.sum(mask, axis=1, dtype=jnp.int32), dtype=jnp.int32)
+    cu_seqlens = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
+    return jnp.where(cu_seqlens[-1] > capacity, -1, indices), cu_seqlens
 
 
-def restore_padding(x: Array, indices: Array, *, batch_size: int, seq_length: int) -> Array:
-    """The inverse of `remove_padding`: [M,...] -> [B,T,...], 0 where nothing was."""
-    return _put_rows(x, indices, batch_size * seq_length, 0.0).reshape(batch_size, seq_length, *x.shape[1:])
+def take_tokens(x: Array, indices: Array) -> Array:
+    """Rows of x [B,T,...] by their places in [B*T]: 0 for one past the end, and what `_take_or_spoil` says."""
+    return _take_or_spoil(x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), indices)
+
+
+def restore_padding(x: Array, indices: Array, *, batch: int, length: int) -> Array:
+    """The inverse of `take_tokens`: [M,...] -> [B,T,...], 0 where nothing was; spoilt if any index is negative."""
+    rows, places = x.shape[0], batch * length
+    lost = indices < 0
+    # The rows that belong in each place are found first, so that only integers are scattered.
+    source = jnp.full((places,), rows, jnp.int32)
+    numbers = jnp.arange(rows, dtype=jnp.int32)
+    source = source.at[jnp.where(lost, places, indices)].set(numbers, mode="drop", unique_indices=True)
+    source = jnp.where(jnp.any(lost), -1, source)
+    return _take_or_spoil(x, source).reshape(batch, length, *x.shape[1:])
+
+
+def _take_or_spoil(x: Array, indices: Array) -> Array:
+    """x[indices], 0 for an index past the end. For a negative one NaN; in other dtypes -1, the largest number, True."""
+    spoilt: Any = jnp.nan
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        spoilt = -1 if jnp.issubdtype(x.dtype, jnp.signedinteger) else x.dtype == jnp.bool or jnp.iinfo(x.dtype).max
+    lost = (indices < 0).reshape(-1, *(1,) * (x.ndim - 1))
+    return jnp.where(lost, jnp.array(spoilt, x.dtype), _take_rows(x, indices))

@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxft import dispatch
 from jaxft.models import bert
+from jaxft.models import config as config_module
 from jaxft.models.bert import BertConfig, BertModel
 from jaxft.ops.bias_activation import bias_activation
 
@@ -109,18 +110,15 @@ def test_config_bounds_the_number_of_parameters():
         BertConfig(hidden_size=2**15, num_attention_heads=2**8, intermediate_size=2**17, num_hidden_layers=10)
 
 
-def test_config_counts_parameters():
+def test_config_counts_parameters(monkeypatch):
     sizes = {field: 8 for field in ("vocab_size", "max_position_embeddings", "type_vocab_size")}
     config = BertConfig(hidden_size=512, num_attention_heads=8, intermediate_size=512, **sizes)
     count = sum(p.size for _, p in nnx.to_flat_state(nnx.state(BertModel(config, rngs=None))) if p.ndim == 2)
-    bert_limit, bert._MAX_PARAMETERS = bert._MAX_PARAMETERS, count
-    try:
+    monkeypatch.setattr(config_module, "_MAX_PARAMETERS", count)
+    dataclasses.replace(config)
+    monkeypatch.setattr(config_module, "_MAX_PARAMETERS", count - 1)
+    with pytest.raises(ValueError, match=f"the sizes make {count} parameters"):
         dataclasses.replace(config)
-        bert._MAX_PARAMETERS = count - 1
-        with pytest.raises(ValueError, match=f"the sizes make {count} parameters"):
-            dataclasses.replace(config)
-    finally:
-        bert._MAX_PARAMETERS = bert_limit
 
 
 def test_roberta_config_needs_positions_after_padding():

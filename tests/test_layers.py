@@ -10,7 +10,18 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "jaxft"
 COMPOSED = {"dense_layer_norm": ("dense", "layer_norm")}  # an op that is two others where its own kernels do not pay
-MODEL_ORDER = ("checkpoint", "bert", "sentence_encoder", "comparison")  # each may import those before it
+MODEL_ORDER = (
+    "checkpoint",
+    "config",
+    "pooling",
+    "bert",
+    "classification",
+    "tokenizer",
+    "batches",
+    "sentence_encoder",
+    "cross_encoder",
+    "comparison",
+)  # each may import those before it
 MAX_LINES = 500
 MACHINE_LOOKUPS = {"default_backend", "devices", "local_devices", "device_kind", "get_backend"}
 

@@ -532,7 +532,7 @@ def test_remove_and_restore_padding(shape, spare):
     @jax.jit
     def there_and_back(x, mask):
         packed, indices, cu_seqlens = reference.remove_padding(x, mask, capacity=len(kept) + spare)
-        restored = reference.restore_padding(packed + 1.0, indices, batch_size=shape[0], seq_length=shape[1])
+        restored = reference.restore_padding(packed + 1.0, indices, batch=shape[0], length=shape[1])
         return packed, indices, cu_seqlens, restored
 
     packed, indices, cu_seqlens, restored = map(np.asarray, there_and_back(x, mask))
@@ -553,7 +553,7 @@ def test_gradients_of_removing_and_restoring_padding():
 
     def there_and_back(x):
         packed, indices, _ = reference.remove_padding(x, jnp.asarray(mask), capacity=7)
-        return reference.restore_padding(packed * packed, indices, batch_size=3, seq_length=3)
+        return reference.restore_padding(packed * packed, indices, batch=3, length=3)
 
     assert_padding_is_ignored(
         there_and_back, clean, {"x": _poisoned(clean["x"], mask[..., None])}, {"x": ~mask[..., None]}

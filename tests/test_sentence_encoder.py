@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import tiny
-from jaxft.models import sentence_encoder
+from jaxft.models import batches
 from jaxft.models.bert import BertModel
 from jaxft.models.checkpoint import CheckpointError
 from jaxft.models.sentence_encoder import SentenceEncoder
@@ -121,8 +121,8 @@ def test_rows_are_in_the_callers_order(encoder, batch_size):
 
 
 def test_many_chunks_and_batches_in_flight(encoder, monkeypatch):
-    monkeypatch.setattr(sentence_encoder, "_CHUNK", 8)
-    monkeypatch.setattr(sentence_encoder, "_IN_FLIGHT", 2)
+    monkeypatch.setattr(batches, "_CHUNKS", (3, 8))
+    monkeypatch.setattr(batches, "_IN_FLIGHT", 2)
     texts = TEXTS[:5] * 10 + TEXTS[5:]
     expected = {text: pooled(encoder, text) for text in TEXTS}
     close(encoder.encode(texts, batch_size=4), [expected[text] for text in texts])
@@ -196,7 +196,7 @@ def test_programs_are_bounded(folder, monkeypatch):
     ],
 )
 def test_padded_lengths(limit, expected):
-    assert sentence_encoder._padded_lengths(limit) == expected
+    assert batches.padded_lengths(limit) == expected
 
 
 def test_trained_parameters_are_used(folder):

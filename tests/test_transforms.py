@@ -86,6 +86,14 @@ OPS = {
         lambda m, o, qkv: m.varlen_qkv_attention(qkv, np.array([0, 1, 2], np.int32), max_seqlen=2, **o),
         {"qkv": (BATCH, 3, HEADS, SIZE)},
     ),
+    "remove_padding": Op(
+        lambda m, o, x: m.remove_padding(x, np.broadcast_to(MASK[1], x.shape[:2]), capacity=4 * x.shape[0])[0],
+        {"x": ROWS["x"]}, kernel=False,
+    ),
+    "restore_padding": Op(
+        lambda m, o, x: m.restore_padding(x, np.arange(len(x), dtype=np.int32) * 2 + 1, batch=len(x), length=2),
+        {"x": (BATCH, WIDTH)}, kernel=False,
+    ),
 }  # fmt: skip
 
 

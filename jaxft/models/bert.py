@@ -2,8 +2,6 @@
 
 import dataclasses
 import os
-import sys
-from collections.abc import Mapping
 from typing import Any, Self
 
 import jax
@@ -14,184 +12,12 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxft.models import checkpoint
-from jaxft.models.checkpoint import CheckpointError
-from jaxft.ops.attention import qkv_attention
+from jaxft.models.config import BertConfig
+from jaxft.models.pooling import sequence_rows
+from jaxft.ops.attention import qkv_attention, varlen_qkv_attention
 from jaxft.ops.dense import dense
 from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
 from jaxft.ops.embeddings import embeddings_layer_norm
-
-# --- Configuration -----------------------------------------------------------------------------------------------
-
-_ROBERTA_TYPES = ("roberta", "xlm-roberta", "camembert")
-
-# Hugging Face's names of activations -> ours.
-_ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-}
-
-# Smallest and largest values that are taken for meant. They are generous; what they keep out is a config.json whose
-# sizes would exhaust the memory before anything else is noticed.
-_LIMITS = {
-    "vocab_size": (1, 2**24),
-    "hidden_size": (1, 2**16),
-    "num_hidden_layers": (1, 2**10),
-    "num_attention_heads": (1, 2**16),
-    "intermediate_size": (1, 2**18),
-    "max_position_embeddings": (1, 2**20),
-    "type_vocab_size": (0, 2**16),
-    "pad_token_id": (0, 2**24),
-}
-_MAX_PARAMETERS = 2**36
-
-
-@dataclasses.dataclass(frozen=True)
-class BertConfig:
-    """Sizes and options of an encoder, with Hugging Face's names; the defaults are BERT-base's.
-
-    `model_type` is "bert", "roberta", "xlm-roberta", "camembert" or "distilbert". DistilBERT models use these names
-    too (`hidden_size`, not `dim`); `from_dict` and `to_dict` translate. `from_dict({"model_type": "roberta"})` gives
-    the defaults of another type. The dropout rates are kept for `to_dict`; the forward pass is deterministic.
-
-    Raises:
-      ValueError: values of a wrong type, impossible or beyond these limits, all of them at once: vocabulary 2**24,
-        width 2**16, feed-forward width 2**18, 1024 layers, 2**20 positions, 2**16 token types, 2**36 parameters.
-    """
-
-    model_type: str = "bert"
-    vocab_size: int = 30522
-    hidden_size: int = 768
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 12
-    intermediate_size: int = 3072
-    hidden_act: str = "gelu"
-    hidden_dropout_prob: float = 0.1
-    attention_probs_dropout_prob: float = 0.1
-    max_position_embeddings: int = 512
-    type_vocab_size: int = 2
-    initializer_range: float = 0.02
-    layer_norm_eps: float = 1e-12
-    pad_token_id: int = 0
-
-    def __post_init__(self) -> None:
-        if problems := _problems(dataclasses.asdict(self)):
-            raise ValueError("BertConfig: " + "; ".join(problems))
-
-    @property
-    def position_offset(self) -> int:
-        """The position of the first token: RoBERTa's come after the one that is reserved for padding."""
-        return self.pad_token_id + 1 if self.model_type in _ROBERTA_TYPES else 0
-
-    @property
-    def activation(self) -> str:
-        """`hidden_act` by the name that `jaxft.dense` has for it."""
-        return _ACTIVATIONS[self.hidden_act]
-
-    @property
-    def max_sequence_length(self) -> int:
-        """How many tokens a sequence can have."""
-        return self.max_position_embeddings - self.position_offset
-
-    @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> Self:
-        """From the content of a Hugging Face `config.json`.
-
-        A field that is absent or null has transformers' default for the model type; fields that do not concern the
-        encoder are ignored.
-
-        Raises:
-          ValueError: as `BertConfig`, or the configuration is of a kind of model that this is not.
-        """
-        model_type = config.get("model_type")
-        if not isinstance(model_type, str) or model_type not in checkpoint.LAYOUTS:
-            raise ValueError(f"BertConfig: {_one_of('model_type', model_type, checkpoint.LAYOUTS)}")
-        layout = checkpoint.LAYOUTS[model_type]
-        values: dict[str, Any] = {**dataclasses.asdict(cls()), **layout.config_defaults}
-        for name in values:
-            given = config.get(layout.config_names.get(name, name))
-            values[name] = values[name] if given is None else given
-        problems = [
-            f"{option} is {config[option]!r}; only encoders without it are supported"
-            for option in ("is_decoder", "add_cross_attention")
-            if config.get(option)
-        ]
-        if config.get("position_embedding_type") not in (None, "absolute"):
-            problems.append(_one_of("position_embedding_type", config["position_embedding_type"], ["absolute"]))
-        if problems := problems + _problems(values):
-            raise ValueError("BertConfig: " + "; ".join(problems))
-        return cls(**values)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The content of a `config.json` that transformers reads."""
-        layout = checkpoint.LAYOUTS[self.model_type]
-        values = {layout.config_names.get(name, name): value for name, value in dataclasses.asdict(self).items()}
-        return values | {"architectures": [layout.architecture]}
-
-
-def _one_of(name: str, value: Any, allowed: Any) -> str:
-    return f"{name} must be one of {', '.join(allowed)}, got {value!r:.100}"
-
-
-def _problems(values: Mapping[str, Any]) -> list[str]:
-    """Everything that is wrong with the fields of a BertConfig."""
-
-    def is_number(value: Any) -> bool:
-        # Finite also as a float: JSON has integers of any size.
-        most = sys.float_info.max
-        return isinstance(value, int | float) and not isinstance(value, bool) and -most <= value <= most
-
-    def is_name(value: Any, names: Any) -> bool:
-        return isinstance(value, str) and value in names
-
-    if not is_name(values["model_type"], checkpoint.LAYOUTS):
-        return [_one_of("model_type", values["model_type"], checkpoint.LAYOUTS)]
-    names = checkpoint.LAYOUTS[values["model_type"]].config_names
-
-    def show(name: str) -> str:
-        return f"{name} ({names[name]})" if name in names else name
-
-    problems = []
-    if not is_name(values["hidden_act"], _ACTIVATIONS):
-        problems.append(_one_of(show("hidden_act"), values["hidden_act"], _ACTIVATIONS))
-    for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
-        if not is_number(values[name]) or not 0 <= values[name] <= 1:
-            problems.append(f"{show(name)} must be a number from 0 to 1, got {values[name]!r:.100}")
-    if not is_number(values["initializer_range"]) or values["initializer_range"] < 0:
-        given = values["initializer_range"]
-        problems.append(f"initializer_range must be a finite number of at least 0, got {given!r:.100}")
-    if not is_number(values["layer_norm_eps"]) or values["layer_norm_eps"] <= 0:
-        problems.append(f"layer_norm_eps must be a finite number above 0, got {values['layer_norm_eps']!r:.100}")
-    sizes_before = len(problems)
-    for name, (least, most) in _LIMITS.items():
-        value = values[name]
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            problems.append(f"{show(name)} must be an integer from {least} to {most}, got {value!r:.100}")
-    if len(problems) > sizes_before:
-        return problems  # the rest compares sizes
-
-    width, inner, layers = values["hidden_size"], values["intermediate_size"], values["num_hidden_layers"]
-    heads, positions, padding = values["num_attention_heads"], values["max_position_embeddings"], values["pad_token_id"]
-    tables = values["vocab_size"] + positions + values["type_vocab_size"]
-    parameters = width * (tables + width) + layers * width * (4 * width + 2 * inner)
-    if parameters > _MAX_PARAMETERS:
-        problems.append(f"the sizes make {parameters} parameters, at most {_MAX_PARAMETERS} are supported")
-    if width % heads:
-        problems.append(f"{show('hidden_size')} {width} is not divisible by {show('num_attention_heads')} {heads}")
-    if padding >= values["vocab_size"]:
-        problems.append(f"pad_token_id {padding} is not below vocab_size {values['vocab_size']}")
-    if values["model_type"] in _ROBERTA_TYPES and positions <= padding + 1:
-        problems.append(f"max_position_embeddings {positions} leaves no position after pad_token_id {padding}")
-    if values["model_type"] == "distilbert" and (values["type_vocab_size"], values["layer_norm_eps"]) != (0, 1e-12):
-        problems.append("of a DistilBERT model type_vocab_size must be 0 and layer_norm_eps 1e-12, as they are fixed")
-    return problems
-
-
-# --- Modules -----------------------------------------------------------------------------------------------------
 
 
 @jax.tree_util.register_dataclass
@@ -200,9 +26,9 @@ class BertOutput:
     """What `BertModel` returns; a pytree.
 
     Attributes:
-      last_hidden_state: `[B, T, D]`, of the last layer.
+      last_hidden_state: `[B, T, D]`, of packed tokens `[M, D]`, of the last layer.
       pooler_output: `[B, D]`, tanh of a dense layer on the first token; None for a model without pooler.
-      hidden_states: `num_hidden_layers + 1` arrays `[B, T, D]`, the embeddings and each layer's; None if not asked for.
+      hidden_states: `num_hidden_layers + 1` arrays like it, the embeddings and each layer's; None if not asked for.
     """
 
     last_hidden_state: Array
@@ -245,10 +71,20 @@ class BertEmbeddings(nnx.Module):
             self.token_type = options.normal(rngs, config.type_vocab_size, width)
         self.norm_gamma, self.norm_beta = options.ones(rngs, width), options.zeros(rngs, width)
 
-    def __call__(self, input_ids: Array, token_type_ids: Array | None, position_ids: Array | None) -> Array:
+    def __call__(
+        self,
+        input_ids: Array,
+        token_type_ids: Array | None,
+        position_ids: Array | None,
+        *,
+        cu_seqlens: Array | None = None,
+        max_seqlen: int = 0,
+    ) -> Array:
         config = self.options.config
 
-        if position_ids is None and config.position_offset:
+        if position_ids is None and cu_seqlens is not None:
+            position_ids = _packed_positions(config, input_ids, cu_seqlens, max_seqlen)
+        elif position_ids is None and config.position_offset:
             kept = (input_ids != config.pad_token_id).astype(jnp.int32)
             position_ids = jnp.cumsum(kept, axis=1) * kept + config.pad_token_id
         # An id that is not in its table gives NaN: inside of jit nothing can be raised, and the nearest row, JAX's
@@ -268,6 +104,20 @@ class BertEmbeddings(nnx.Module):
         )
 
 
+def _packed_positions(config: BertConfig, input_ids: Array, cu_seqlens: Array, max_seqlen: int) -> Array:
+    """Those of tokens `[M]` back to back, as the sequences have them on their own; 0 in rows that take no part."""
+    row = jnp.arange(input_ids.size, dtype=jnp.int32)
+    # One reduction: XLA does not keep the comparisons [M, B + 1] in memory.
+    start = jnp.max(jnp.where(cu_seqlens <= row[:, None], cu_seqlens, 0), axis=1)
+    position = row - start
+    takes_part = (row < cu_seqlens[-1]) & (position < max_seqlen)
+    if config.position_offset:
+        kept = (input_ids != config.pad_token_id).astype(jnp.int32)
+        count = jnp.cumsum(kept)
+        position = (count - (count - kept)[start]) * kept + config.pad_token_id
+    return jnp.where(takes_part, position, 0)
+
+
 class BertLayer(nnx.Module):
     """Self-attention and feed-forward network, each followed by a residual connection and LayerNorm.
 
@@ -284,15 +134,20 @@ class BertLayer(nnx.Module):
         self.ffn_out_kernel, self.ffn_out_bias = options.normal(rngs, inner, width), options.zeros(rngs, width)
         self.ffn_norm_gamma, self.ffn_norm_beta = options.ones(rngs, width), options.zeros(rngs, width)
 
-    def __call__(self, x: Array, mask: Array | None) -> Array:
-        """`x` `[B, T, D]` and `mask` `[B, 1, 1, T]` of the keys -> `[B, T, D]`."""
+    def __call__(self, x: Array, mask: Array | None, *, cu_seqlens: Array | None = None, max_seqlen: int = 0) -> Array:
+        """`x` `[B, T, D]` and `mask` `[B, 1, 1, T]` of the keys -> `[B, T, D]`.
+
+        Or `x` `[M, D]` of sequences back to back, with `cu_seqlens` and `max_seqlen` as in `varlen_qkv_attention`.
+        """
         config, dtype, implementation = self.options.config, self.options.dtype, self.options.implementation
-        batch, length, width = x.shape
         heads = config.num_attention_heads
 
         qkv = dense(x, self.qkv_kernel[...].astype(dtype), self.qkv_bias[...], implementation=implementation)
-        qkv = qkv.reshape(batch, length, 3, heads, width // heads)
-        attended = qkv_attention(qkv, mask=mask, implementation=implementation)
+        qkv = qkv.reshape(*x.shape[:-1], 3, heads, x.shape[-1] // heads)
+        if cu_seqlens is None:
+            attended = qkv_attention(qkv, mask=mask, implementation=implementation)
+        else:
+            attended = varlen_qkv_attention(qkv, cu_seqlens, max_seqlen=max_seqlen, implementation=implementation)
         options: dict[str, Any] = {"epsilon": config.layer_norm_eps, "implementation": implementation}
         kernel, bias = self.out_kernel[...].astype(dtype), self.out_bias[...]
         gamma, beta = self.attention_norm_gamma[...], self.attention_norm_beta[...]
@@ -311,10 +166,12 @@ class BertPooler(nnx.Module):
         self.options, width = options, options.config.hidden_size
         self.kernel, self.bias = options.normal(rngs, width, width), options.zeros(rngs, width)
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array, cu_seqlens: Array | None = None) -> Array:
+        """`x` `[B, T, D]`, or `[M, D]` of sequences back to back -> `[B, D]`."""
         kernel = self.kernel[...].astype(self.options.dtype)
         implementation = self.options.implementation
-        return dense(x[:, 0], kernel, self.bias[...], activation="tanh", implementation=implementation)
+        first = (x if cu_seqlens is None else sequence_rows(x, cu_seqlens, 1))[:, 0]
+        return dense(first, kernel, self.bias[...], activation="tanh", implementation=implementation)
 
 
 class BertModel(nnx.Module):
@@ -367,9 +224,18 @@ class BertModel(nnx.Module):
         token_type_ids: ArrayLike | None = None,
         position_ids: ArrayLike | None = None,
         *,
+        cu_seqlens: ArrayLike | None = None,
+        max_seqlen: int | None = None,
         output_hidden_states: bool = False,
     ) -> BertOutput:
-        """Runs the encoder.
+        """Runs the encoder on a padded batch, or with `cu_seqlens` on sequences that lie back to back, without padding.
+
+        Both give a sequence the same hidden states. `jaxft.remove_padding` packs the ids of a padded batch, and
+        `jaxft.restore_padding` brings hidden states back into one::
+
+            ids, indices, cu_seqlens = jaxft.remove_padding(input_ids, attention_mask != 0, capacity=M)
+            output = model(ids, cu_seqlens=cu_seqlens, max_seqlen=T)
+            jaxft.restore_padding(output.last_hidden_state, indices, batch=B, length=T)
 
         Args:
           input_ids: `[B, T]` integers. An id outside of the vocabulary makes its sequence NaN.
@@ -378,37 +244,55 @@ class BertModel(nnx.Module):
           token_type_ids: `[B, T]` integers; None is all 0.
           position_ids: `[B, T]` integers; None counts from 0, in RoBERTa models from `pad_token_id + 1` and over the
             tokens that are not padding.
+          cu_seqlens: integers `[B + 1]`, ascending from 0: sequence b is tokens cu_seqlens[b] to cu_seqlens[b + 1]. The
+            ids above are `[M]` then, there is no `attention_mask`, and positions count from the start of each sequence;
+            give `position_ids` where they are others, as of a batch whose mask has holes. Of rows that belong to no
+            sequence, those from cu_seqlens[B] on, the hidden states mean nothing; their ids must be in the vocabulary
+            (0, say). The pooler's output for a sequence of no token means nothing either.
+          max_seqlen: with `cu_seqlens`, a Python integer that no sequence is longer than. What is beyond it in one that
+            is takes no part, and its hidden states mean nothing.
           output_hidden_states: whether to return the hidden states of all layers.
 
         Raises:
           TypeError: an input is no array of integers.
-          ValueError: an input has a wrong shape or, in a list or NumPy array, an integer beyond int32, T is more than
-            the model has positions, or `token_type_ids` are given to a model without token types.
+          ValueError: an input has a wrong shape or, in a list or NumPy array, an integer beyond int32; T or
+            `max_seqlen` is more than the model has positions, and there are no `position_ids`; there are
+            `token_type_ids` but the model has no token types; `attention_mask` is given with `cu_seqlens`, or only one
+            of `cu_seqlens` and `max_seqlen`; or that is no Python integer >= 0.
         """
-        input_ids = _ids("input_ids", input_ids, None)
+        input_ids = _ids("input_ids", input_ids)
         shape = input_ids.shape
+        packed: dict[str, Any] = {}
+        if cu_seqlens is None and max_seqlen is None:
+            if input_ids.ndim != 2 or shape[1] == 0:
+                raise ValueError(
+                    f"BertModel: input_ids must have a shape [batch, tokens], tokens > 0, got {list(shape)}"
+                )
+            most, given = shape[1], f"input_ids has {shape[1]} tokens a sequence"
+        else:
+            cu_seqlens, most = _check_packed(input_ids, attention_mask, cu_seqlens, max_seqlen)
+            packed, given = {"cu_seqlens": cu_seqlens, "max_seqlen": most}, f"max_seqlen is {most}"
         token_type_ids = None if token_type_ids is None else _ids("token_type_ids", token_type_ids, shape)
         position_ids = None if position_ids is None else _ids("position_ids", position_ids, shape)
         if token_type_ids is not None and not self.config.type_vocab_size:
             raise ValueError(f"BertModel: a {self.config.model_type} model without token types takes no token_type_ids")
-        if position_ids is None and shape[1] > self.config.max_sequence_length:
+        if position_ids is None and most > self.config.max_sequence_length:
             raise ValueError(
-                f"BertModel: input_ids has {shape[1]} tokens a sequence, but the model has positions for at most "
-                f"{self.config.max_sequence_length}"
+                f"BertModel: {given}, but the model has positions for at most {self.config.max_sequence_length}"
             )
         mask = None
         if attention_mask is not None:
             keep = _ids("attention_mask", attention_mask, shape, or_bool=True).astype(jnp.bool)
             mask = keep[:, None, None, :]
 
-        x = self.embeddings(input_ids, token_type_ids, position_ids)
+        x = self.embeddings(input_ids, token_type_ids, position_ids, **packed)
         hidden_states = [x]
         for layer in self.layers:
-            x = layer(x, mask)
+            x = layer(x, mask, **packed)
             hidden_states.append(x)
         return BertOutput(
             last_hidden_state=x,
-            pooler_output=None if self.pooler is None else self.pooler(x),
+            pooler_output=None if self.pooler is None else self.pooler(x, packed.get("cu_seqlens")),
             hidden_states=tuple(hidden_states) if output_hidden_states else None,
         )
 
@@ -444,12 +328,7 @@ class BertModel(nnx.Module):
         folder = checkpoint.resolve(
             folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
         )
-        config_file = folder / "config.json"
-        settings = checkpoint.read_json_object(config_file)
-        try:
-            config = BertConfig.from_dict(settings)
-        except ValueError as error:
-            raise CheckpointError(f"{config_file}: {error}") from error
+        config = checkpoint.read_config(folder, BertConfig.from_dict)
         model = cls(config, dtype=dtype, param_dtype=param_dtype, implementation=implementation, rngs=None)
         shapes = {name: parameter.shape for name, parameter in model._parameters().items()}
         values = checkpoint.load(folder, config.model_type, shapes, param_dtype)
@@ -475,8 +354,27 @@ def _float_dtype(name: str, dtype: DTypeLike) -> np.dtype:
     return dtype
 
 
-def _ids(name: str, value: Any, shape: tuple[int, ...] | None, *, or_bool: bool = False) -> Array:
-    """`value` as an array, once its dtype and shape (None: two axes, of which the second is not empty) are right."""
+def _check_packed(input_ids: Array, attention_mask: Any, cu_seqlens: Any, max_seqlen: Any) -> tuple[Array, int]:
+    """`cu_seqlens` as an array and `max_seqlen`, once they are right, and so are the others beside them."""
+    if cu_seqlens is None:
+        raise ValueError("BertModel: max_seqlen goes with cu_seqlens, got only max_seqlen")
+    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int) or max_seqlen < 0:
+        raise ValueError(f"BertModel: max_seqlen must be a Python integer >= 0 with cu_seqlens, got {max_seqlen!r}")
+    if attention_mask is not None:
+        kind = type(attention_mask).__name__
+        raise ValueError(f"BertModel: attention_mask must be None with cu_seqlens, which leave padding out, got {kind}")
+    if input_ids.ndim != 1:
+        raise ValueError(
+            f"BertModel: input_ids must have a shape [tokens] with cu_seqlens, got {list(input_ids.shape)}"
+        )
+    cu_seqlens = _ids("cu_seqlens", cu_seqlens).astype(jnp.int32)
+    if cu_seqlens.ndim != 1 or cu_seqlens.size == 0:
+        raise ValueError(f"BertModel: cu_seqlens must have a shape [sequences + 1], got {list(cu_seqlens.shape)}")
+    return cu_seqlens, max_seqlen
+
+
+def _ids(name: str, value: Any, shape: tuple[int, ...] | None = None, *, or_bool: bool = False) -> Array:
+    """`value` as an array, once its dtype is right, and its shape if one is given."""
     expected = f"BertModel: {name} must be integers{' or booleans' * or_bool}"
     try:
         if isinstance(value, list | tuple) and not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)):
@@ -491,8 +389,6 @@ def _ids(name: str, value: Any, shape: tuple[int, ...] | None, *, or_bool: bool 
         for extreme in (int(value.min()), int(value.max())):
             if not limits.min <= extreme <= limits.max:
                 raise ValueError(f"BertModel: {name} must fit {array.dtype}, got {extreme}")
-    if shape is None and (array.ndim != 2 or array.shape[1] == 0):
-        raise ValueError(f"BertModel: {name} must have a shape [batch, tokens], tokens > 0, got {list(array.shape)}")
     if shape is not None and array.shape != shape:
         raise ValueError(f"BertModel: {name} must have the shape of input_ids, {list(shape)}, got {list(array.shape)}")
     return array

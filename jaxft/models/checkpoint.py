@@ -1,7 +1,7 @@
 """Hugging Face checkpoints: finding, checking, reading and writing them.
 
 A checkpoint is a folder with `config.json` and safetensors files. The tables below say under which names each layout
-keeps the parameters of `BertModel`. The headers of all files are checked against the expected names, shapes and dtypes
+keeps the parameters of the models. The headers of all files are checked against the expected names, shapes and dtypes
 before any tensor is read. Pickle files are never opened.
 """
 
@@ -10,9 +10,9 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 Shape = tuple[int, ...]
+T = TypeVar("T")
 
 
 class CheckpointError(ValueError):
@@ -89,6 +90,29 @@ _DISTILBERT = {
     "layers.{i}.ffn_norm_beta": ["transformer.layer.{i}.output_layer_norm.bias"],
 }
 
+# The heads of sequence classification: a dense layer on the first token, which in BERT is the pooler, and one to the
+# labels.
+
+_BERT_HEAD = {
+    "head.dense_kernel": ["pooler.dense.weight"],
+    "head.dense_bias": ["pooler.dense.bias"],
+    "head.out_kernel": ["classifier.weight"],
+    "head.out_bias": ["classifier.bias"],
+}
+
+_ROBERTA_HEAD = {
+    "head.dense_kernel": ["classifier.dense.weight"],
+    "head.dense_bias": ["classifier.dense.bias"],
+    "head.out_kernel": ["classifier.out_proj.weight"],
+    "head.out_bias": ["classifier.out_proj.bias"],
+}
+
+_DISTILBERT_HEAD = {
+    "head.dense_kernel": ["pre_classifier.weight"],
+    "head.dense_bias": ["pre_classifier.bias"],
+    "head.out_kernel": ["classifier.weight"],
+    "head.out_bias": ["classifier.bias"],
+}
 
 # Field of BertConfig -> its name in a DistilBERT's config.json.
 _DISTILBERT_CONFIG = {
@@ -108,24 +132,25 @@ class Layout:
 
     names: Mapping[str, list[str]]
     prefix: str  # of the encoder's tensors, when the checkpoint was saved from a model with a head
-    heads: tuple[str, ...]  # beginnings of the names of such heads' tensors, which are not read
-    architecture: str  # transformers' class
+    heads: tuple[str, ...]  # beginnings of the names of such heads' tensors, read only where they are asked for
+    architecture: str  # transformers' class of the encoder
     config_defaults: Mapping[str, Any]  # of a config.json, where they are not BertConfig's
     config_names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # where they are not BertConfig's
 
 
 _CLASSIFIERS = ("classifier.", "qa_outputs.")
+_ROBERTA = _BERT | _ROBERTA_HEAD
 _PADDING_1 = {"pad_token_id": 1}
 
 LAYOUTS: Mapping[str, Layout] = {
-    "bert": Layout(_BERT, "bert.", ("cls.", *_CLASSIFIERS), "BertModel", {}),
+    "bert": Layout(_BERT | _BERT_HEAD, "bert.", ("cls.", *_CLASSIFIERS), "BertModel", {}),
     "roberta": Layout(
-        _BERT, "roberta.", ("lm_head.", *_CLASSIFIERS), "RobertaModel", _PADDING_1 | {"vocab_size": 50265}
+        _ROBERTA, "roberta.", ("lm_head.", *_CLASSIFIERS), "RobertaModel", _PADDING_1 | {"vocab_size": 50265}
     ),
-    "xlm-roberta": Layout(_BERT, "roberta.", ("lm_head.", *_CLASSIFIERS), "XLMRobertaModel", _PADDING_1),
-    "camembert": Layout(_BERT, "roberta.", ("lm_head.", *_CLASSIFIERS), "CamembertModel", _PADDING_1),
+    "xlm-roberta": Layout(_ROBERTA, "roberta.", ("lm_head.", *_CLASSIFIERS), "XLMRobertaModel", _PADDING_1),
+    "camembert": Layout(_ROBERTA, "roberta.", ("lm_head.", *_CLASSIFIERS), "CamembertModel", _PADDING_1),
     "distilbert": Layout(
-        _DISTILBERT,
+        _DISTILBERT | _DISTILBERT_HEAD,
         "distilbert.",
         ("vocab_transform.", "vocab_layer_norm.", "vocab_projector.", "pre_classifier.", *_CLASSIFIERS),
         "DistilBertModel",
@@ -135,6 +160,7 @@ LAYOUTS: Mapping[str, Layout] = {
 }
 
 _BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")  # constants that some versions stored
+_POOLER = ("pooler.dense.weight", "pooler.dense.bias")  # older RoBERTa classifiers have one, and do not use it
 _DTYPES = ("F32", "F16", "BF16", "F64")
 
 
@@ -154,6 +180,11 @@ def _canonical(layout: Layout, name: str) -> str:
         if name.endswith(old):
             return name.removesuffix(old) + new
     return name
+
+
+def _with_prefix(layout: Layout, name: str) -> str:
+    """The name of a tensor, of the encoder or of a head, in the checkpoint of a model with a head."""
+    return name if name.startswith(layout.heads) else layout.prefix + name
 
 
 def _is_kernel(parameter: str) -> bool:
@@ -256,6 +287,20 @@ def read_json_object(file: Path) -> dict[str, Any]:
     return value
 
 
+def read_config(folder: Path, parse: Callable[[dict[str, Any]], T]) -> T:
+    """What `parse` makes of the object in `config.json`.
+
+    Raises:
+      CheckpointError: the file is missing, unreadable, not JSON or not an object, or `parse` raises a ValueError.
+    """
+    file = folder / "config.json"
+    settings = read_json_object(file)
+    try:
+        return parse(settings)
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
 def _tensor_files(folder: Path) -> tuple[Path, Mapping[str, set[str] | None]]:
     """The file that lists the tensors, and the safetensors files with the tensors that each must have (None: any)."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
@@ -270,7 +315,8 @@ def _tensor_files(folder: Path) -> tuple[Path, Mapping[str, set[str] | None]]:
         hint = f" (there is {', '.join(others)})" if others else ""
         raise CheckpointError(
             f"{folder} has neither model.safetensors nor model.safetensors.index.json{hint}. Pickle checkpoints are "
-            "never opened; convert with transformers: AutoModel.from_pretrained(folder).save_pretrained(folder)"
+            "never opened; convert with transformers: from_pretrained(folder) of the class that config.json names "
+            "under 'architectures', then save_pretrained(folder)"
         )
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -359,22 +405,25 @@ def _find_tensors(
             elif canonical in expected:
                 found[canonical] = tensor
                 problems += filter(None, [tensor.problem(expected[canonical])])
-            elif canonical not in _BUFFERS and not canonical.startswith(layout.heads):
+            elif canonical not in _BUFFERS + _POOLER and not canonical.startswith(layout.heads):
                 problems.append(f"{tensor}: is unexpected")
     if not unread:  # otherwise they may be in a file that could not be read
-        prefix = layout.prefix if any(tensor.name.startswith(layout.prefix) for tensor in found.values()) else ""
         needed = expected.keys() - found.keys()
-        pooler = {name for name in needed if name.startswith("pooler.")}
-        if len(pooler) == 2:  # masked language models are saved without
-            needed -= pooler
-        problems += [f"{listing.name}: {prefix + name!r} is missing" for name in needed]
+        has_head = any(name.startswith(layout.heads) for name in expected)
+        if needed.issuperset(_POOLER) and not has_head:  # masked language models are saved without
+            needed -= set(_POOLER)
+        if any(tensor.name.startswith(layout.prefix) for tensor in found.values()):
+            needed = {_with_prefix(layout, name) for name in needed}
+        problems += [f"{listing.name}: {name!r} is missing" for name in needed]
     if problems:
         raise _error(folder, sorted(problems))
     return found
 
 
 def load(folder: Path, model_type: str, shapes: Mapping[str, Shape], dtype: DTypeLike) -> dict[str, jax.Array]:
-    """The parameters of a checkpoint in `dtype`, read one at a time; a checkpoint without pooler gives none for it.
+    """The parameters of a checkpoint in `dtype`, read one at a time.
+
+    A checkpoint without pooler gives none for it, unless a head is asked for too, of which it is a part in BERT.
 
     Args:
       folder: holds `model.safetensors`, or `model.safetensors.index.json` and its shards.
@@ -407,6 +456,7 @@ def load(folder: Path, model_type: str, shapes: Mapping[str, Shape], dtype: DTyp
 def save(folder: str | os.PathLike[str], config: Mapping[str, Any], parameters: Mapping[str, jax.Array]) -> None:
     """Writes `config.json` and `model.safetensors` in the layout of `config["model_type"]`.
 
+    Where `parameters` has a head's, the names of the encoder's tensors get the layout's prefix, as transformers has it.
     Both files are complete before either gets its name, so a failure leaves what was there before.
     """
     import safetensors.numpy
@@ -419,6 +469,8 @@ def save(folder: str | os.PathLike[str], config: Mapping[str, Any], parameters: 
         names = _checkpoint_names(layout, parameter)
         for name, part in zip(names, np.split(np.asarray(value), len(names), axis=-1), strict=True):
             tensors[name] = np.ascontiguousarray(part.T if _is_kernel(parameter) else part)
+    if any(name.startswith(layout.heads) for name in tensors):
+        tensors = {_with_prefix(layout, name): tensor for name, tensor in tensors.items()}
     weights, settings = (folder / f".{name}.{os.getpid()}.part" for name in ("model.safetensors", "config.json"))
     try:
         # transformers wants to be told that the tensors follow PyTorch's conventions.

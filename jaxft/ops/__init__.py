@@ -22,6 +22,8 @@ OPS: dict[str, dict[str, str | None]] = {
     "varlen_qkv_attention": _KERNEL,
     "dense": _KERNEL,
     "dense_residual_layer_norm": _KERNEL,
+    "remove_padding": {},
+    "restore_padding": {},
 }
 
 

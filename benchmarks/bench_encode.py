@@ -1,0 +1,124 @@
+"""Text to embeddings, tokeniser and all: `SentenceEncoder.encode` on the docstrings of Python's standard library.
+
+Four times each docstring, in random order. Beside it the same with padding, and with padding in the given order, as
+loops without sorting have it; and the device alone: the batches of the first, cut beforehand and on the device.
+"""
+
+import ast
+import functools
+import random
+import sysconfig
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+import timing
+from jaxft.models import batches
+from jaxft.models import tokenizer as tokenizer_files
+from jaxft.models.bert import BertConfig, BertModel
+from jaxft.models.sentence_encoder import SentenceEncoder
+
+CONFIGS = {
+    "BERT-base": BertConfig(),
+    "MiniLM-L6": BertConfig(hidden_size=384, num_hidden_layers=6, intermediate_size=1536),
+}
+DTYPE = "bfloat16"
+LIMIT = 512
+BATCH_SIZE = 32
+REPEATS = 4
+
+
+def docstrings() -> list[str]:
+    """Those of the modules, classes and functions of the standard library, without its tests."""
+    found = []
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for file in sorted(library.rglob("*.py")):
+        if {"site-packages", "test", "tests"} & {*file.relative_to(library).parts}:
+            continue
+        with warnings.catch_warnings(action="ignore"):  # of escapes in others' strings
+            tree = ast.parse(file.read_bytes())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                found.append(ast.get_docstring(node))
+    return [text for text in found if text]
+
+
+def wall_us(f: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    f()
+    return (time.perf_counter() - start) * 1e6
+
+
+def in_given_order(encoder: SentenceEncoder, texts: Sequence[str]) -> np.ndarray:
+    """Padded batches of texts as they come, several in flight as in `encode`."""
+    leaves = jax.tree.leaves(nnx.state(encoder.model))
+    found = []
+    for first in range(0, len(texts), BATCH_SIZE):
+        (batch,) = cut(encoder, texts[first : first + BATCH_SIZE])
+        found.append(encoder._embed(leaves, batch.input_ids, batch.lengths, batch.longest, False))
+    return np.concatenate([np.asarray(x) for x in found])
+
+
+def cut(encoder: SentenceEncoder, texts: Sequence[str]) -> Iterator[batches.Batch]:
+    """The batches of `encode`."""
+    seen: list[batches.Batch] = []
+
+    def keep(batch: batches.Batch) -> Any:
+        seen.append(batch)
+        return np.zeros(len(batch.lengths))
+
+    for _ in encoder._batcher.run(batches.tokenised(texts, encoder._tokens), BATCH_SIZE, keep):
+        yield from seen
+        seen.clear()
+    yield from seen
+
+
+def run(model: str, file: Path, texts: list[str], args: Any) -> list[timing.Row]:
+    bert = BertModel(CONFIGS[model], dtype=DTYPE, param_dtype=DTYPE, rngs=nnx.Rngs(0))
+    tokenizer = tokenizer_files.load(file.parent, do_lower_case=False)
+    make = functools.partial(SentenceEncoder, bert, tokenizer, max_seq_length=LIMIT)
+    packed, padded = make(packed=True), make(packed=False)
+    leaves = jax.tree.leaves(nnx.state(bert))
+    on_device = [jax.device_put((b.input_ids, b.lengths)) + (b.longest,) for b in cut(packed, texts)]
+    tokens = sum(map(len, packed.tokenize(texts)))
+
+    def device_only() -> None:
+        jax.block_until_ready([packed._embed(leaves, *batch, False) for batch in on_device])
+
+    expected = padded.encode(texts, batch_size=BATCH_SIZE)
+    error, scale = np.abs(packed.encode(texts, batch_size=BATCH_SIZE) - expected).max(), np.abs(expected).max()
+    if not error < 0.02 * scale:  # a few roundings of bfloat16; tests compare float32
+        raise SystemExit(f"{model}: packed and padded embeddings differ by {error}; nothing is timed")
+    ways: dict[str, Callable[[], Any]] = {
+        "jaxft": lambda: packed.encode(texts, batch_size=BATCH_SIZE),
+        "jaxft, padded": lambda: padded.encode(texts, batch_size=BATCH_SIZE),
+        "jaxft, padded, not sorted": lambda: in_given_order(padded, texts),
+        "jaxft, device only": device_only,
+    }
+    for f in ways.values():
+        f()  # compiles
+    samples: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(3 if args.quick else 5):
+        for name, f in ways.items():
+            samples[name].append(wall_us(f))
+    key = {"op": f"encode docstrings {model}", "direction": "forward", "shape": f"{len(texts)} texts", "dtype": DTYPE}
+    return timing.as_rows({(n, "wall_us"): s for n, s in samples.items()}, tokens * 1e6, "Mtoken/s", args, **key)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = timing.arguments(__doc__)
+    parser.add_argument("tokenizer", type=Path, help="tokenizer.json or vocab.txt of an uncased BERT")
+    args = parser.parse_args(argv)
+    texts = docstrings() * (1 if args.quick else REPEATS)
+    random.Random(0).shuffle(texts)
+    timing.print_tables([row for model in CONFIGS for row in run(model, args.tokenizer, texts, args)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,300 @@
+"""Texts of all lengths in batches of few shapes, padded or packed, and how a device is kept busy with them."""
+
+import dataclasses
+import logging
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxft import dispatch
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+_CHUNKS = (1024, 8192)  # texts that are tokenised before the device gets any, and of later chunks, twice as large each
+_IN_FLIGHT = 8  # batches given to the device before the oldest result is read back
+_LONG_WORK = 1000  # texts from which a terminal shows a progress bar unasked
+_LEAST_TOKENS, _SHORTEST = 64, 32  # of the smallest packed batch, and of its longest text
+
+_log = logging.getLogger("jaxft")
+
+
+class Tokens(NamedTuple):
+    """Those of one text, int32."""
+
+    ids: np.ndarray
+    types: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """The shape of a packed batch, for which a program is compiled.
+
+    Attributes:
+      capacity: rows, of tokens and, after the last of them, of nothing.
+      count: sequences, of which the last may be empty.
+      longest: the most tokens of a sequence.
+    """
+
+    capacity: int
+    count: int
+    longest: int
+
+
+class Batch(NamedTuple):
+    """Texts of one program.
+
+    Attributes:
+      input_ids, token_type_ids: int32 `[rows, longest]`; packed, `[capacity]`.
+      lengths: int32 `[rows]`, tokens of each sequence; packed, `[count + 1]`, the row at which each begins.
+      longest: the most tokens of a sequence.
+    """
+
+    input_ids: np.ndarray
+    token_type_ids: np.ndarray | None
+    lengths: np.ndarray
+    longest: int
+
+    @property
+    def packed(self) -> bool:
+        return self.input_ids.ndim == 1
+
+
+def buckets(batch_size: int, limit: int) -> list[Bucket]:
+    """All shapes of packed batches of at most `batch_size` texts of `limit` tokens, or as many tokens of shorter ones.
+
+    Capacities are powers of two and batch_size * limit, lengths powers of two and `limit`. There are sequences for a
+    batch whose texts have a quarter of the length of its longest, which is far from one of sorted texts.
+    """
+    budget = batch_size * limit
+    return [
+        Bucket(capacity, max(1, min(4 * capacity // longest, capacity)), longest)
+        for longest in _powers(_SHORTEST, limit)
+        for capacity in _powers(_LEAST_TOKENS, budget)
+        if capacity >= longest
+    ]
+
+
+def _powers(first: int, last: int) -> list[int]:
+    """The powers of two from `first` that are below `last`, and `last`."""
+    return [2**n for n in range(first.bit_length() - 1, last.bit_length()) if 2**n < last] + [last]
+
+
+class _Work(NamedTuple):
+    """A batch on its way: which texts, how large batches were then, and its result, or why there is none."""
+
+    positions: np.ndarray
+    texts: list[Tokens]
+    batch_size: int
+    result: jax.Array | jax.errors.JaxRuntimeError
+
+
+class Batcher:
+    """Cuts texts into batches, gives them to a device ahead of reading the results, and survives a lack of memory.
+
+    Args:
+      limit: the most tokens of a text.
+      padding: the token id where there is no token.
+      packed: without padding, in the shapes of `buckets`; else texts of about the same length, padded to the next of a
+        few lengths.
+    """
+
+    def __init__(self, *, limit: int, padding: int, packed: bool) -> None:
+        self.limit, self.padding, self.packed = limit, padding, packed
+        self._lengths = padded_lengths(limit)
+        self._largest: int | None = None  # batch_size, once a larger one did not fit into the memory
+
+    def run(
+        self, chunks: Iterator[tuple[int, list[Tokens]]], batch_size: int, compute: Callable[[Batch], jax.Array]
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields (positions `[n]`, results `[n, ...]`) of all texts, longer ones first.
+
+        Args:
+          chunks: (position of the first text, texts); the last one is empty.
+          batch_size: how many texts of `limit` tokens a batch may hold. Where the device's memory does not suffice, it
+            is halved, from that batch on and in later calls, which the log says.
+          compute: starts the computation of `[rows, ...]`, packed `[count, ...]`.
+        """
+        in_flight: deque[_Work] = deque()
+        positions, texts = np.empty(0, np.int64), list[Tokens]()
+        for start, chunk in chunks:
+            positions, texts = np.append(positions, start + np.arange(len(chunk))), texts + chunk  # with what was left
+            order = np.argsort([-len(text.ids) for text in texts], kind="stable")
+            positions, texts = positions[order], [texts[i] for i in order]
+            done = 0
+            for stop, work in self._start(positions, texts, batch_size, compute, last=not chunk):
+                done = stop
+                in_flight.append(work)
+                if len(in_flight) > _IN_FLIGHT:
+                    yield from self._finish(in_flight.popleft(), compute)
+            positions, texts = positions[done:], texts[done:]
+        while in_flight:
+            yield from self._finish(in_flight.popleft(), compute)
+
+    def _start(
+        self, positions: np.ndarray, texts: list[Tokens], batch_size: int, compute: Callable[[Batch], jax.Array],
+        *, last: bool,
+    ) -> Iterator[tuple[int, _Work]]:  # fmt: skip
+        """Cuts texts, the longest first, and yields (how many are done, work). Unless `last`, a rest is left."""
+        ends = np.cumsum([0, *(len(text.ids) for text in texts)])
+        first = 0
+        while first < len(texts):
+            size = batch_size if self._largest is None else min(batch_size, self._largest)
+            tokens, count = int(ends[-1] - ends[first]), len(texts) - first
+            if not last and (tokens < size * self.limit if self.packed else count < size):
+                return
+            if self.packed:
+                bucket = _bucket(buckets(size, self.limit), len(texts[first].ids), tokens)
+                fitting = int(np.searchsorted(ends, ends[first] + bucket.capacity, side="right")) - 1
+                stop = min(fitting, first + bucket.count)
+                batch = _packed(texts[first:stop], bucket, self.padding)
+            else:
+                stop = first + min(size, count)
+                batch = self._padded(texts[first:stop], size)
+            result: Any
+            try:
+                result = compute(batch)
+            except jax.errors.JaxRuntimeError as error:
+                result = error
+            yield stop, _Work(positions[first:stop], texts[first:stop], size, result)
+            first = stop
+
+    def _finish(self, work: _Work, compute: Callable[[Batch], jax.Array]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        try:
+            if isinstance(work.result, jax.errors.JaxRuntimeError):
+                raise work.result
+            result = np.asarray(work.result)[: len(work.positions)]
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error) or work.batch_size == 1:
+                raise
+            half = work.batch_size // 2
+            if self._largest is None or half < self._largest:
+                self._largest = half
+                _log.warning(
+                    "the device has too little memory for batches of %d tokens; going on with %d (batch_size=%d)",
+                    work.batch_size * self.limit, half * self.limit, half,
+                )  # fmt: skip
+            smaller = self._start(work.positions, work.texts, half, compute, last=True)
+            for _, part in smaller:
+                yield from self._finish(part, compute)
+        else:
+            yield work.positions, result
+
+    def _padded(self, texts: list[Tokens], batch_size: int) -> Batch:
+        rows = min(batch_size, 1 << (len(texts) - 1).bit_length())
+        longest = next(length for length in self._lengths if length >= len(texts[0].ids))
+
+        def pad(parts: list[np.ndarray], fill: int) -> np.ndarray:
+            padded = np.full((rows, longest), fill, np.int32)
+            for row, part in enumerate(parts):
+                padded[row, : len(part)] = part
+            return padded
+
+        lengths = np.ones(rows, np.int32)  # rows of padding: one token, to keep their arithmetic finite
+        lengths[: len(texts)] = [len(text.ids) for text in texts]
+        return _batch(texts, pad, self.padding, lengths, longest)
+
+
+def _packed(texts: list[Tokens], bucket: Bucket, padding: int) -> Batch:
+    ends = np.cumsum([len(text.ids) for text in texts])
+
+    def join(parts: list[np.ndarray], fill: int) -> np.ndarray:
+        joined = np.full(bucket.capacity, fill, np.int32)
+        np.concatenate(parts, out=joined[: ends[-1]])
+        return joined
+
+    begins = np.full(bucket.count + 1, ends[-1], np.int32)
+    begins[0], begins[1 : len(texts) + 1] = 0, ends
+    return _batch(texts, join, padding, begins, bucket.longest)
+
+
+def _batch(
+    texts: list[Tokens], arrange: Callable[[list[np.ndarray], int], np.ndarray], padding: int, lengths: np.ndarray,
+    longest: int,
+) -> Batch:  # fmt: skip
+    types = [text.types for text in texts if text.types is not None]
+    return Batch(
+        arrange([text.ids for text in texts], padding), arrange(types, 0) if types else None, lengths, longest
+    )  # fmt: skip
+
+
+def _bucket(all_buckets: Sequence[Bucket], longest: int, tokens: int) -> Bucket:
+    """For so many tokens: the largest bucket that they fill, or the next one if they fill three quarters of that."""
+    least = min(bucket.longest for bucket in all_buckets if bucket.longest >= longest)
+    fitting = [bucket for bucket in all_buckets if bucket.longest == least]
+    filled = [bucket for bucket in fitting if bucket.capacity <= tokens]
+    if len(filled) == len(fitting):
+        return filled[-1]
+    following = fitting[len(filled)]
+    return following if not filled or 4 * tokens > 3 * following.capacity else filled[-1]
+
+
+def packs(implementation: str | None) -> bool:
+    """Whether that pays without being asked for: where attention has a kernel that skips what is not there."""
+    return implementation != "xla" and dispatch.platform() == "cuda"
+
+
+def padded_lengths(limit: int) -> tuple[int, ...]:
+    """The lengths that batches are padded to: 16, 32, 48, 64, 96, 128, 192, ... below `limit`, and `limit`."""
+    lengths, power = [16], 32
+    while lengths[-1] < limit:
+        lengths += [power, power + power // 2]
+        power *= 2
+    return (*(length for length in lengths if length < limit), limit)
+
+
+def tokenised(
+    texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], list[Tokens]]
+) -> Iterator[tuple[int, list[Tokens]]]:
+    """Yields (start, tokens of texts from there on), a thread being one chunk ahead, and an empty chunk at last."""
+    start, (size, most) = 0, _CHUNKS
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        coming = thread.submit(tokenise, texts[:size])
+        while start < len(texts):
+            chunk, stop = coming.result(), min(start + size, len(texts))
+            size = min(2 * size, most)
+            coming = thread.submit(tokenise, texts[stop : stop + size])
+            yield start, chunk
+            start = stop
+    yield start, []
+
+
+def as_texts(op: str, name: str, texts: Any) -> list[str]:
+    """The strings of a sequence (or the only one), once each is valid Unicode."""
+    if isinstance(texts, str):
+        texts = [texts]
+    is_array = isinstance(texts, np.ndarray) and texts.ndim > 0
+    if not is_array and (isinstance(texts, bytes) or not isinstance(texts, Sequence)):
+        raise TypeError(f"{op}: {name} must be a str or a sequence of str, got {type(texts).__name__}")
+    texts = list(texts)
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise TypeError(f"{op}: {name}[{index}] must be a str, got {type(text).__name__}")
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"{op}: {name}[{index}] is not valid Unicode: {error.reason}") from error
+    return texts
+
+
+def check_batch_size(op: str, batch_size: Any) -> int:
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer) or batch_size < 1:
+        raise ValueError(f"{op}: batch_size must be a positive integer, got {batch_size!r}")
+    return int(batch_size)
+
+
+def progress_bar(total: int, unit: str, show: bool | None) -> "tqdm":
+    """On stderr; `show` None: for long work on a terminal."""
+    from tqdm import tqdm
+
+    terminal = sys.stderr.isatty()
+    if show is None:
+        show = total > _LONG_WORK and terminal
+    # In a log file every update is a new piece of text, so they come far apart.
+    return tqdm(total=total, unit=unit, disable=not show, mininterval=0.1 if terminal else 10.0)

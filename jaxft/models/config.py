@@ -1,0 +1,176 @@
+"""BertConfig: the sizes and options of an encoder, checked, from and to Hugging Face's config.json."""
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from typing import Any, Self
+
+from jaxft.models import checkpoint
+
+_ROBERTA_TYPES = ("roberta", "xlm-roberta", "camembert")
+
+# Hugging Face's names of activations -> ours.
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+
+# Smallest and largest values that are taken for meant. They are generous; what they keep out is a config.json whose
+# sizes would exhaust the memory before anything else is noticed.
+_LIMITS = {
+    "vocab_size": (1, 2**24),
+    "hidden_size": (1, 2**16),
+    "num_hidden_layers": (1, 2**10),
+    "num_attention_heads": (1, 2**16),
+    "intermediate_size": (1, 2**18),
+    "max_position_embeddings": (1, 2**20),
+    "type_vocab_size": (0, 2**16),
+    "pad_token_id": (0, 2**24),
+}
+_MAX_PARAMETERS = 2**36
+
+
+@dataclasses.dataclass(frozen=True)
+class BertConfig:
+    """Sizes and options of an encoder, with Hugging Face's names; the defaults are BERT-base's.
+
+    `model_type` is "bert", "roberta", "xlm-roberta", "camembert" or "distilbert". DistilBERT models use these names
+    too (`hidden_size`, not `dim`); `from_dict` and `to_dict` translate. `from_dict({"model_type": "roberta"})` gives
+    the defaults of another type. The dropout rates are kept for `to_dict`; the forward pass is deterministic.
+
+    Raises:
+      ValueError: values of a wrong type, impossible or beyond these limits, all of them at once: vocabulary 2**24,
+        width 2**16, feed-forward width 2**18, 1024 layers, 2**20 positions, 2**16 token types, 2**36 parameters.
+    """
+
+    model_type: str = "bert"
+    vocab_size: int = 30522
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-12
+    pad_token_id: int = 0
+
+    def __post_init__(self) -> None:
+        if problems := _problems(dataclasses.asdict(self)):
+            raise ValueError("BertConfig: " + "; ".join(problems))
+
+    @property
+    def position_offset(self) -> int:
+        """The position of the first token: RoBERTa's come after the one that is reserved for padding."""
+        return self.pad_token_id + 1 if self.model_type in _ROBERTA_TYPES else 0
+
+    @property
+    def activation(self) -> str:
+        """`hidden_act` by the name that `jaxft.dense` has for it."""
+        return _ACTIVATIONS[self.hidden_act]
+
+    @property
+    def max_sequence_length(self) -> int:
+        """How many tokens a sequence can have."""
+        return self.max_position_embeddings - self.position_offset
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> Self:
+        """From the content of a Hugging Face `config.json`.
+
+        A field that is absent or null has transformers' default for the model type; fields that do not concern the
+        encoder are ignored.
+
+        Raises:
+          ValueError: as `BertConfig`, or the configuration is of a kind of model that this is not.
+        """
+        model_type = config.get("model_type")
+        if not isinstance(model_type, str) or model_type not in checkpoint.LAYOUTS:
+            raise ValueError(f"BertConfig: {_one_of('model_type', model_type, checkpoint.LAYOUTS)}")
+        layout = checkpoint.LAYOUTS[model_type]
+        values: dict[str, Any] = {**dataclasses.asdict(cls()), **layout.config_defaults}
+        for name in values:
+            given = config.get(layout.config_names.get(name, name))
+            values[name] = values[name] if given is None else given
+        problems = [
+            f"{option} is {config[option]!r}; only encoders without it are supported"
+            for option in ("is_decoder", "add_cross_attention")
+            if config.get(option)
+        ]
+        if config.get("position_embedding_type") not in (None, "absolute"):
+            problems.append(_one_of("position_embedding_type", config["position_embedding_type"], ["absolute"]))
+        if problems := problems + _problems(values):
+            raise ValueError("BertConfig: " + "; ".join(problems))
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of a `config.json` that transformers reads."""
+        layout = checkpoint.LAYOUTS[self.model_type]
+        values = {layout.config_names.get(name, name): value for name, value in dataclasses.asdict(self).items()}
+        return values | {"architectures": [layout.architecture]}
+
+
+def _one_of(name: str, value: Any, allowed: Any) -> str:
+    return f"{name} must be one of {', '.join(allowed)}, got {value!r:.100}"
+
+
+def _problems(values: Mapping[str, Any]) -> list[str]:
+    """Everything that is wrong with the fields of a BertConfig."""
+
+    def is_number(value: Any) -> bool:
+        # Finite also as a float: JSON has integers of any size.
+        most = sys.float_info.max
+        return isinstance(value, int | float) and not isinstance(value, bool) and -most <= value <= most
+
+    def is_name(value: Any, names: Any) -> bool:
+        return isinstance(value, str) and value in names
+
+    if not is_name(values["model_type"], checkpoint.LAYOUTS):
+        return [_one_of("model_type", values["model_type"], checkpoint.LAYOUTS)]
+    names = checkpoint.LAYOUTS[values["model_type"]].config_names
+
+    def show(name: str) -> str:
+        return f"{name} ({names[name]})" if name in names else name
+
+    problems = []
+    if not is_name(values["hidden_act"], _ACTIVATIONS):
+        problems.append(_one_of(show("hidden_act"), values["hidden_act"], _ACTIVATIONS))
+    for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
+        if not is_number(values[name]) or not 0 <= values[name] <= 1:
+            problems.append(f"{show(name)} must be a number from 0 to 1, got {values[name]!r:.100}")
+    if not is_number(values["initializer_range"]) or values["initializer_range"] < 0:
+        given = values["initializer_range"]
+        problems.append(f"initializer_range must be a finite number of at least 0, got {given!r:.100}")
+    if not is_number(values["layer_norm_eps"]) or values["layer_norm_eps"] <= 0:
+        problems.append(f"layer_norm_eps must be a finite number above 0, got {values['layer_norm_eps']!r:.100}")
+    sizes_before = len(problems)
+    for name, (least, most) in _LIMITS.items():
+        value = values[name]
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            problems.append(f"{show(name)} must be an integer from {least} to {most}, got {value!r:.100}")
+    if len(problems) > sizes_before:
+        return problems  # the rest compares sizes
+
+    width, inner, layers = values["hidden_size"], values["intermediate_size"], values["num_hidden_layers"]
+    heads, positions, padding = values["num_attention_heads"], values["max_position_embeddings"], values["pad_token_id"]
+    tables = values["vocab_size"] + positions + values["type_vocab_size"]
+    parameters = width * (tables + width) + layers * width * (4 * width + 2 * inner)
+    if parameters > _MAX_PARAMETERS:
+        problems.append(f"the sizes make {parameters} parameters, at most {_MAX_PARAMETERS} are supported")
+    if width % heads:
+        problems.append(f"{show('hidden_size')} {width} is not divisible by {show('num_attention_heads')} {heads}")
+    if padding >= values["vocab_size"]:
+        problems.append(f"pad_token_id {padding} is not below vocab_size {values['vocab_size']}")
+    if values["model_type"] in _ROBERTA_TYPES and positions <= padding + 1:
+        problems.append(f"max_position_embeddings {positions} leaves no position after pad_token_id {padding}")
+    if values["model_type"] == "distilbert" and (values["type_vocab_size"], values["layer_norm_eps"]) != (0, 1e-12):
+        problems.append("of a DistilBERT model type_vocab_size must be 0 and layer_norm_eps 1e-12, as they are fixed")
+    return problems

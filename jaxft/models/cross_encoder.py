@@ -1,0 +1,270 @@
+"""Pairs of texts in, scores out: a reranker, with the calls and results of sentence-transformers' CrossEncoder."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxft.models import batches, checkpoint
+from jaxft.models import tokenizer as tokenizer_files
+from jaxft.models.batches import Batch, Bucket, Tokens
+from jaxft.models.checkpoint import CheckpointError
+from jaxft.models.classification import BertForSequenceClassification
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Activation = Callable[[jax.Array], jax.Array]
+
+# The last component of PyTorch's names for them, which sentence-transformers writes into config.json.
+_ACTIVATIONS: dict[str, Activation] = {
+    "Identity": lambda x: x,
+    "Sigmoid": jax.nn.sigmoid,
+    "Tanh": jnp.tanh,
+    "ReLU": jax.nn.relu,
+}
+
+
+class CrossEncoder:
+    """A BERT-type classifier with its tokenizer: scores pairs of texts, and ranks documents for a query.
+
+    Usually made by `from_pretrained`. The constructor takes the parts.
+
+    Args:
+      model: the classifier. Its parameters are read anew by each call, so it may be trained in between.
+      tokenizer: a `tokenizers.Tokenizer`. A copy without padding and truncated to `max_length` is used.
+      max_length: the most tokens of a pair, special tokens included; the longer text is cut first.
+      activation_fn: from float32 logits `[n, num_labels]` to scores; None is the sigmoid for one label, else none.
+      packed: whether the pairs of a batch lie back to back, without padding; None: on an NVIDIA GPU with kernels.
+
+    Raises:
+      ValueError: `max_length` leaves no room for a token.
+    """
+
+    def __init__(
+        self,
+        model: BertForSequenceClassification,
+        tokenizer: "Tokenizer",
+        *,
+        max_length: int,
+        activation_fn: Activation | None = None,
+        packed: bool | None = None,
+    ) -> None:
+        special_tokens = tokenizer.num_special_tokens_to_add(is_pair=True)
+        if max_length <= special_tokens:
+            raise ValueError(
+                f"CrossEncoder: max_length must be above {special_tokens}, the number of special tokens that the"
+                f" tokenizer adds, got {max_length}"
+            )
+        self.model = model
+        self.activation_fn = activation_fn or _ACTIVATIONS["Sigmoid" if model.num_labels == 1 else "Identity"]
+        self._max_length = max_length
+        self._tokenizer = type(tokenizer).from_str(tokenizer.to_str())
+        self._tokenizer.no_padding()
+        self._tokenizer.enable_truncation(max_length=max_length)
+        self._batcher = batches.Batcher(
+            limit=max_length,
+            padding=model.config.pad_token_id,
+            packed=batches.packs(model.bert.embeddings.options.implementation) if packed is None else packed,
+        )
+        self._has_types = model.config.type_vocab_size > 1
+        graphdef, state = nnx.split(model)
+        treedef = jax.tree.structure(state)
+
+        def score(
+            leaves: list[jax.Array], input_ids: jax.Array, types: jax.Array | None, lengths: jax.Array, longest: int
+        ) -> jax.Array:
+            module = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+            if input_ids.ndim == 1:
+                logits = module(input_ids, None, types, cu_seqlens=lengths, max_seqlen=longest)
+            else:
+                logits = module(input_ids, jnp.arange(longest, dtype=lengths.dtype) < lengths[:, None], types)
+            return logits.astype(jnp.float32)
+
+        self._score = jax.jit(score, static_argnums=4)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder_or_id: str | os.PathLike[str],
+        *,
+        revision: str | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        local_files_only: bool = False,
+        max_length: int | None = None,
+        dtype: DTypeLike = jnp.float32,
+        implementation: str | None = None,
+        packed: bool | None = None,
+    ) -> "CrossEncoder":
+        """Reads a folder with a checkpoint for sequence classification and its tokenizer.
+
+        The activation is the one that sentence-transformers has noted in config.json, else as for the constructor.
+
+        Args:
+          folder_or_id: a folder, or a model's id on Hugging Face.
+          revision, cache_dir, local_files_only: for an id, as in `huggingface_hub.snapshot_download`.
+          max_length: the most tokens of a pair; None is the tokenizer's `model_max_length`. Never more than the model
+            has positions.
+          dtype: float32, float16 or bfloat16, of the parameters and of the arithmetic. Scores are always float32.
+          implementation: passed to every op; None picks the fastest for the device.
+          packed: as for the constructor.
+
+        Raises:
+          CheckpointError: a file is missing or malformed; the message names it.
+          TypeError: `folder_or_id` is not a string or path.
+          ValueError: `max_length` leaves no room for a token.
+        """
+        folder = checkpoint.resolve(
+            folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
+        )
+        model = BertForSequenceClassification.from_pretrained(folder, dtype=dtype, implementation=implementation)
+        tokenizer = tokenizer_files.load(folder, do_lower_case=False)
+        tokenizer_files.check_vocabulary(tokenizer, folder, model.config.vocab_size)
+        limit = tokenizer_files.max_length(folder / "tokenizer_config.json", "model_max_length") or sys.maxsize
+        return cls(
+            model,
+            tokenizer,
+            max_length=min(limit if max_length is None else max_length, model.config.max_sequence_length),
+            activation_fn=_noted_activation(model.settings, folder / "config.json"),
+            packed=packed,
+        )
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens of a pair that count, special tokens included."""
+        return self._max_length
+
+    def buckets(self, batch_size: int = 32) -> list[Bucket]:
+        """The shapes of packed batches, each of which is compiled when it first occurs; none if pairs are padded."""
+        return batches.buckets(batch_size, self.max_length) if self._batcher.packed else []
+
+    def predict(
+        self,
+        sentences: Sequence[Sequence[str]] | Sequence[str],
+        batch_size: int = 32,
+        show_progress_bar: bool | None = None,
+        activation_fn: Activation | None = None,
+        apply_softmax: bool = False,
+        convert_to_numpy: bool = True,
+    ) -> Any:
+        """Scores pairs of texts.
+
+        Batches are made as `SentenceEncoder.encode` makes them.
+
+        Args:
+          sentences: a sequence of pairs (text, text), or one pair.
+          batch_size: how many pairs of `max_length` tokens are computed at a time; packed, more of shorter ones.
+          show_progress_bar: whether stderr shows progress; None: for more than 1,000 pairs on a terminal.
+          activation_fn: in place of the model's own, from float32 logits `[n, num_labels]`.
+          apply_softmax: whether the softmax of several labels' scores is taken at the end.
+          convert_to_numpy: whether to return a NumPy array; else a JAX array on the default device.
+
+        Returns:
+          float32 `[n]` for a model with one label, else `[n, num_labels]`, in the order of `sentences`; of one pair
+          without the first axis.
+
+        Raises:
+          TypeError: `sentences` is no pair and no sequence of pairs of strings (the index is named).
+          ValueError: `batch_size` is not a positive integer, or a text is not valid Unicode.
+        """
+        batch_size = batches.check_batch_size("predict", batch_size)
+        is_pair = not isinstance(sentences, str) and len(sentences) == 2 and isinstance(sentences[0], str)
+        pairs = _as_pairs([sentences] if is_pair else sentences)
+        leaves = jax.tree.leaves(nnx.state(self.model))
+        logits = np.empty((len(pairs), self.model.num_labels), np.float32)
+
+        def compute(batch: Batch) -> jax.Array:
+            return self._score(leaves, batch.input_ids, batch.token_type_ids, batch.lengths, batch.longest)
+
+        with batches.progress_bar(len(pairs), "pair", show_progress_bar) as bar:
+            for positions, found in self._batcher.run(batches.tokenised(pairs, self._tokens), batch_size, compute):
+                logits[positions] = found
+                bar.update(len(positions))
+
+        scores = (activation_fn or self.activation_fn)(jnp.asarray(logits))
+        if self.model.num_labels > 1 and apply_softmax:
+            scores = jax.nn.softmax(scores, axis=-1)
+        elif self.model.num_labels == 1:
+            scores = scores[:, 0]
+        scores = scores[0] if is_pair else scores
+        return np.asarray(scores)[()] if convert_to_numpy else scores
+
+    def rank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_k: int | None = None,
+        return_documents: bool = False,
+        batch_size: int = 32,
+        show_progress_bar: bool | None = None,
+        activation_fn: Activation | None = None,
+    ) -> list[dict[str, Any]]:
+        """Sorts documents by their score with a query, the best first.
+
+        Args:
+          query: a text.
+          documents: texts.
+          top_k: how many to return; None for all.
+          return_documents: whether to return the texts too.
+          batch_size, show_progress_bar, activation_fn: as for `predict`.
+
+        Returns:
+          A list of `{"corpus_id": index in documents, "score": float}`, with `return_documents` also `"text"`.
+          Documents of equal scores stay in their order.
+
+        Raises:
+          TypeError: a text is not a string.
+          ValueError: the model has several labels, `top_k` is not a positive integer, or as `predict`.
+        """
+        if self.model.num_labels != 1:
+            raise ValueError(f"rank: the model must have one label, a score, got {self.model.num_labels} labels")
+        if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
+            raise ValueError(f"rank: top_k must be None or a positive integer, got {top_k!r}")
+        documents = batches.as_texts("rank", "documents", documents)
+        (query,) = batches.as_texts("rank", "query", [query])
+        scores = self.predict([(query, text) for text in documents], batch_size, show_progress_bar, activation_fn)
+        best = np.argsort(-scores, kind="stable")[:top_k]
+        found: list[dict[str, Any]] = [{"corpus_id": int(i), "score": float(scores[i])} for i in best]
+        if return_documents:
+            for entry in found:
+                entry["text"] = documents[entry["corpus_id"]]
+        return found
+
+    def _tokens(self, pairs: Sequence[tuple[str, str]]) -> list[Tokens]:
+        encodings = self._tokenizer.encode_batch_fast(pairs)
+        return [
+            Tokens(np.array(e.ids, np.int32), np.array(e.type_ids, np.int32) if self._has_types else None)
+            for e in encodings
+        ]
+
+
+def _as_pairs(sentences: Any) -> list[tuple[str, str]]:
+    expected = "predict: sentences must be a pair of str or a sequence of such pairs"
+    if isinstance(sentences, str | bytes) or not isinstance(sentences, Sequence | np.ndarray):
+        raise TypeError(f"{expected}, got {type(sentences).__name__}")
+    for index, pair in enumerate(sentences):
+        if isinstance(pair, str | bytes) or not isinstance(pair, Sequence | np.ndarray) or len(pair) != 2:
+            raise TypeError(f"{expected}, got {pair!r:.80} at index {index}")
+    firsts = batches.as_texts("predict", "first texts", [pair[0] for pair in sentences])
+    seconds = batches.as_texts("predict", "second texts", [pair[1] for pair in sentences])
+    return list(zip(firsts, seconds, strict=True))
+
+
+def _noted_activation(settings: dict[str, Any], file: Any) -> Activation | None:
+    noted = settings.get("sentence_transformers")
+    name = noted.get("activation_fn") if isinstance(noted, dict) else None
+    name = settings.get("sbert_ce_default_activation_function") if name is None else name
+    if name is None:
+        return None
+    activation = _ACTIVATIONS.get(str(name).rpartition(".")[2])
+    if activation is None:
+        raise CheckpointError(
+            f"{file}: the activation function {name!r:.80} is not supported; supported are {', '.join(_ACTIVATIONS)}"
+        )
+    return activation

@@ -1,0 +1,97 @@
+"""The tokenizer of a checkpoint folder, and the settings beside it."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxft.models import checkpoint
+from jaxft.models.checkpoint import CheckpointError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+def load(folder: Path, do_lower_case: bool) -> "Tokenizer":
+    """From tokenizer.json, or else a BERT vocab.txt.
+
+    Raises:
+      CheckpointError: neither is there, or it is none.
+    """
+    from tokenizers import Tokenizer, normalizers
+
+    file, vocab = folder / "tokenizer.json", folder / "vocab.txt"
+    if file.exists():
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises plain Exception
+            raise CheckpointError(f"{file}: not a tokenizer of the tokenizers library: {error}") from error
+    elif vocab.exists():
+        tokenizer = _bert_tokenizer(vocab)
+    else:
+        raise CheckpointError(f"{folder}: no tokenizer: neither tokenizer.json nor vocab.txt is there")
+    if do_lower_case:
+        rest = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *rest])
+    return tokenizer
+
+
+def _bert_tokenizer(vocab: Path) -> "Tokenizer":
+    """BERT's WordPiece tokenizer, for old folders that have only its vocabulary (one token a line)."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    try:
+        tokenizer = Tokenizer(models.WordPiece.from_file(str(vocab), unk_token="[UNK]"))
+    except Exception as error:  # the library raises plain Exception
+        raise CheckpointError(f"{vocab}: not a vocabulary of one token a line: {error}") from error
+    missing = [token for token in special if tokenizer.token_to_id(token) is None]
+    if missing:
+        raise CheckpointError(f"{vocab}: not a BERT vocabulary: {', '.join(missing)} missing")
+    config_file = vocab.with_name("tokenizer_config.json")
+    config = read_settings(config_file)
+
+    def option(name: str, default: bool | None) -> Any:
+        value = config.get(name)
+        if not isinstance(value, bool | None):
+            raise CheckpointError(f"{config_file}: {name} must be true, false or null, got {value!r:.80}")
+        return default if value is None else value
+
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        clean_text=True,
+        handle_chinese_chars=option("tokenize_chinese_chars", True),
+        strip_accents=option("strip_accents", None),
+        lowercase=option("do_lower_case", True),
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")],
+    )
+    tokenizer.add_special_tokens(special)
+    return tokenizer
+
+
+def check_vocabulary(tokenizer: "Tokenizer", folder: Path, vocab_size: int) -> None:
+    """Raises a CheckpointError if the model lacks ids: their texts would come out as NaN, hours into the work."""
+    largest_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    if largest_id >= vocab_size:
+        raise CheckpointError(
+            f"{folder}: the tokenizer has ids up to {largest_id}, the model's vocab_size is only {vocab_size}"
+        )
+
+
+def max_length(file: Path, name: str) -> int | None:
+    """The field of a settings file, None where there is none; 10**30, which stands for no limit, as sys.maxsize."""
+    value = read_settings(file).get(name)
+    if value is None:
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not value >= 1:  # NaN, which Python reads from JSON, is not
+        raise CheckpointError(f"{file}: the maximum length must be a number of at least 1, got {value!r:.80}")
+    return int(min(value, sys.maxsize))
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """The object in `file`; {} where there is no such file."""
+    return checkpoint.read_json_object(file) if file.exists() else {}

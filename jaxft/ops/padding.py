@@ -1,0 +1,141 @@
+"""remove_padding and restore_padding: tokens in a padded batch, and the same tokens back to back."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxft import reference
+from jaxft.ops import common
+
+Array = jax.Array
+
+
+class PackedTokens(NamedTuple):
+    """What `remove_padding` returns."""
+
+    x: Array  # [capacity, ...]
+    indices: Array  # int32 [capacity]
+    cu_seqlens: Array  # int32 [B + 1]
+
+
+def remove_padding(x: Array, mask: Array, *, capacity: int) -> PackedTokens:
+    """Puts the tokens of a padded batch back to back, in an array of a static number of rows.
+
+    Equivalent, where all tokens fit, to::
+
+      indices = jnp.nonzero(mask.reshape(-1), size=capacity, fill_value=B * T)[0]
+      x.reshape(B * T, ...).at[indices].get(mode="fill", fill_value=0), indices, [0, *jnp.cumsum(jnp.sum(mask, axis=1))]
+
+    Args:
+      x: `[B, T, ...]` of any dtype: hidden states, but also token ids.
+      mask: bool `[B, T]`, True for tokens, which need not come first.
+      capacity: a Python integer, the number of rows of the result. B * T is always enough; every other one is compiled
+        anew.
+
+    Returns:
+      The tuple (x, indices, cu_seqlens): x `[capacity, ...]`, the tokens in order and then rows of 0; indices int32
+      `[capacity]`, a token's place b * T + t, in unused rows B * T; cu_seqlens int32 `[B + 1]`, as
+      `varlen_qkv_attention` takes it: sequence b is rows cu_seqlens[b] to cu_seqlens[b + 1].
+
+      No token is ever dropped. More of them than `capacity` are an error; where `mask` is traced (an argument of a
+      `jax.jit`, say), and nothing can be raised, every element of x is NaN then: -1 for signed integers (an id that no
+      embedding table has, so that NaN comes of it), the largest number for unsigned ones, True for booleans. All
+      indices are -1, of which `restore_padding` makes the same, and cu_seqlens ends above `capacity`.
+
+    Raises:
+      TypeError: mask is not boolean, or an argument is not an array.
+      ValueError: a shape does not fit, capacity is not a positive Python integer, or mask has more tokens than that.
+
+    Gradients: of x, as a gather (reverse mode only); 0 for what is no token. Deterministic.
+    Source: `remove_padding` and `rebuild_padding` of FasterTransformer, after the Effective Transformer of ByteDance.
+    """
+    op = "remove_padding"
+    if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
+        raise ValueError(f"{op}: capacity must be a positive Python integer, got {capacity!r}")
+    x, given, mask = common.as_array(op, "x", x), mask, common.as_mask(op, "mask", mask)
+    if mask.ndim != 2:
+        raise ValueError(f"{op}: mask must have shape [B, T], got {mask.shape}")
+    if x.shape[:2] != mask.shape:
+        raise ValueError(f"{op}: x must have shape [B, T, ...] with the [B, T] of mask, {mask.shape}, got {x.shape}")
+    if capacity < mask.size and not isinstance(given, jax.core.Tracer):
+        tokens = np.count_nonzero(given)
+        if tokens > capacity:
+            raise ValueError(f"{op}: mask must have at most as many tokens as capacity, {capacity}, got {tokens}")
+    return PackedTokens(*_remove(*common.vary_alike(x, mask), capacity))
+
+
+def restore_padding(x: Array, indices: Array, *, batch: int, length: int) -> Array:
+    """Puts packed rows back to where `remove_padding` took them from.
+
+    Equivalent to::
+
+      jnp.zeros((B * T, ...), x.dtype).at[indices].set(x, mode="drop").reshape(B, T, ...)
+
+    Args:
+      x: `[M, ...]` of any dtype.
+      indices: integers `[M]`, the places b * T + t of the rows, no place twice; a row from B * T on goes nowhere.
+        Where any is negative, as `remove_padding` says that its capacity was too small, the whole result is NaN (of
+        other dtypes as there).
+      batch, length: B and T, Python integers.
+
+    Returns:
+      `[B, T, ...]` of the dtype of `x`, 0 where no row belongs.
+
+    Raises:
+      TypeError: indices are not integers, or an argument is not an array.
+      ValueError: a shape does not fit, or batch or length is not a Python integer >= 0.
+
+    Gradients: of x, as a gather (reverse mode only). Deterministic.
+    """
+    op = "restore_padding"
+    x, indices = common.as_array(op, "x", x), common.as_array(op, "indices", indices)
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x must have shape [M, ...], got a scalar")
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise TypeError(f"{op}: indices must be an array of integers, got {indices.dtype}")
+    common.check_shape(op, "indices", indices, x.shape[:1])
+    for name, size in (("batch", batch), ("length", length)):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise ValueError(f"{op}: {name} must be a Python integer >= 0, got {size!r}")
+    return _restore(*common.vary_alike(x, indices.astype(jnp.int32)), batch, length)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _remove(x, mask, capacity):
+    indices, cu_seqlens = reference.padding_indices(mask, capacity=capacity)
+    return _pack(x, indices, *mask.shape), indices, cu_seqlens
+
+
+# Each is the other's gradient: no place has two rows, so that what one moves, the other moves back.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _pack(x, indices, batch, length):
+    return reference.take_tokens(x, indices)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _unpack(x, indices, batch, length):
+    return reference.restore_padding(x, indices, batch=batch, length=length)
+
+
+def _with_gradient(move, back):
+    def forward(x, indices, batch, length):
+        return move(x, indices, batch, length), indices
+
+    def backward(batch, length, indices, d):
+        if d.dtype == jax.dtypes.float0:  # of integers, which have no gradient
+            return None, None
+        return back(d, indices, batch, length), None
+
+    move.defvjp(forward, backward)
+
+
+_with_gradient(_pack, _unpack)
+_with_gradient(_unpack, _pack)
+_restore = jax.jit(_unpack, static_argnums=(2, 3))

@@ -1,0 +1,421 @@
+"""Sequence classification: checkpoints of every layout against NumPy, labels, what is refused, and gradients."""
+
+import dataclasses
+import functools
+import inspect
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+from jaxft.models import checkpoint, classification
+from jaxft.models.bert import BertConfig, BertModel
+from jaxft.models.checkpoint import CheckpointError
+from jaxft.models.classification import BertForSequenceClassification
+from test_checkpoint import (
+    MODEL_TYPES,
+    WEIGHTS,
+    WIDTH,
+    assert_same,
+    forward,
+    hf_config,
+    hf_tensors,
+    write,
+    write_sharded,
+)
+
+LABELS = ["contradiction", "entailment", "neutral", "none of these", "?"]
+FAMILIES = ["bert", "roberta", "distilbert"]
+
+# The encoder's prefix, and the two dense layers of the head, as transformers writes them.
+NAMES = {
+    "bert": ("bert.", "bert.pooler.dense", "classifier"),
+    "roberta": ("roberta.", "classifier.dense", "classifier.out_proj"),
+    "xlm-roberta": ("roberta.", "classifier.dense", "classifier.out_proj"),
+    "camembert": ("roberta.", "classifier.dense", "classifier.out_proj"),
+    "distilbert": ("distilbert.", "pre_classifier", "classifier"),
+}
+ARCHITECTURES = {
+    "bert": "BertForSequenceClassification",
+    "roberta": "RobertaForSequenceClassification",
+    "xlm-roberta": "XLMRobertaForSequenceClassification",
+    "camembert": "CamembertForSequenceClassification",
+    "distilbert": "DistilBertForSequenceClassification",
+}
+
+CONFIG = BertConfig(
+    vocab_size=31, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+    max_position_embeddings=20, initializer_range=0.3,
+)  # fmt: skip
+ROBERTA = dataclasses.replace(CONFIG, model_type="roberta", pad_token_id=1, type_vocab_size=1)
+DISTILBERT = dataclasses.replace(CONFIG, model_type="distilbert", type_vocab_size=0)
+
+
+def classifier_config(model_type="bert", labels=LABELS):
+    names = {
+        "id2label": {str(i): label for i, label in enumerate(labels)},
+        "label2id": {label: i for i, label in enumerate(labels)},
+    }
+    return hf_config(model_type) | names | {"architectures": [ARCHITECTURES[model_type]]}
+
+
+def classifier_tensors(model_type="bert", num_labels=5):
+    prefix, first, last = NAMES[model_type]
+    rng = np.random.default_rng(2)
+    tensors = {prefix + name: value for name, value in hf_tensors(model_type, pooler=False).items()}
+    for name, outputs in ((first, WIDTH), (last, num_labels)):
+        tensors[name + ".weight"] = rng.normal(size=(outputs, WIDTH)).astype(np.float32) / 3
+        tensors[name + ".bias"] = rng.normal(size=outputs).astype(np.float32)
+    return tensors
+
+
+def some_inputs(model_type="bert"):
+    ids, mask = np.random.default_rng(1).integers(2, 31, (3, 7)), np.ones((3, 7), np.int64)
+    mask[0, 4:], mask[1, 2] = 0, 0
+    ids[0, 4:] = 1 if "roberta" in model_type else 0
+    types = np.arange(21).reshape(3, 7) % 2 if model_type == "bert" else np.zeros((3, 7), np.int64)
+    return ids, mask, None if model_type == "distilbert" else types
+
+
+def make(config=CONFIG, **options):
+    """A model whose vectors are random too."""
+    model = BertForSequenceClassification(config, rngs=nnx.Rngs(0), **{"implementation": "xla"} | options)
+    rng = np.random.default_rng(0)
+    for _, parameter in nnx.to_flat_state(nnx.state(model)):
+        if parameter.ndim == 1:
+            noise = rng.normal(size=parameter.shape) * 0.3
+            parameter.set_value(parameter[...] + jnp.asarray(noise, parameter.dtype))
+    return model
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def compiled(graph, params, *args):
+    return nnx.merge(graph, params)(*args)
+
+
+def run(model, *args):
+    return compiled(*nnx.split(model), *args)
+
+
+# --- Checkpoints -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_logits_match_numpy(tmp_path, model_type):
+    tensors = classifier_tensors(model_type)
+    folder = write(tmp_path, tensors, classifier_config(model_type))
+    model = BertForSequenceClassification.from_pretrained(folder, implementation="xla")
+    ids, mask, types = some_inputs(model_type)
+    prefix, first, last = NAMES[model_type]
+    encoder = {name.removeprefix(prefix): t for name, t in tensors.items() if not name.startswith((first, last))}
+    x = forward(encoder, model_type, ids, mask, types)[0][-1][:, 0]
+    x = x @ tensors[first + ".weight"].T.astype(np.float64) + tensors[first + ".bias"]
+    x = np.maximum(x, 0) if model_type == "distilbert" else np.tanh(x)
+    expected = x @ tensors[last + ".weight"].T.astype(np.float64) + tensors[last + ".bias"]
+    logits = run(model, ids, mask, types)
+    assert logits.shape == (3, 5) and logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_save_writes_what_was_read(tmp_path, model_type):
+    tensors, config = classifier_tensors(model_type), classifier_config(model_type)
+    config |= {"problem_type": "multi_label_classification"}
+    model = BertForSequenceClassification.from_pretrained(write(tmp_path / "a", tensors, config))
+    model.save_pretrained(tmp_path / "b")
+    saved = safetensors.numpy.load_file(tmp_path / "b" / WEIGHTS)
+    assert saved.keys() == tensors.keys()
+    for name, value in tensors.items():
+        np.testing.assert_array_equal(saved[name], value, err_msg=name)
+    assert config.items() <= json.loads((tmp_path / "b" / "config.json").read_text()).items()
+    again = BertForSequenceClassification.from_pretrained(tmp_path / "b")
+    assert_same(model, again)
+    assert again.id2label == dict(enumerate(LABELS))
+
+
+@pytest.mark.filterwarnings("default")  # of torch and transformers
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_transformers_reads_what_was_saved(tmp_path, model_type):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    folder = write(tmp_path / "a", classifier_tensors(model_type), classifier_config(model_type))
+    model = BertForSequenceClassification.from_pretrained(folder)
+    model.save_pretrained(tmp_path / "b")
+    auto = transformers.AutoModelForSequenceClassification
+    theirs, info = auto.from_pretrained(tmp_path / "b", output_loading_info=True)
+    assert type(theirs).__name__ == ARCHITECTURES[model_type]
+    assert not any(info.values())  # nothing missing, unexpected or of another shape
+    assert theirs.config.id2label == model.id2label
+    ids, mask, _ = some_inputs(model_type)
+    with torch.no_grad():
+        expected = theirs.eval()(torch.tensor(ids), torch.tensor(mask)).logits.numpy()
+    np.testing.assert_allclose(run(model, ids, mask), expected, rtol=0, atol=1e-5)
+
+
+def test_encoder_reads_a_classifier(tmp_path):
+    """Whose pooler, in BERT, is that of the head."""
+    for model_type in FAMILIES:
+        folder = write(tmp_path / model_type, classifier_tensors(model_type), classifier_config(model_type))
+        encoder, model = BertModel.from_pretrained(folder), BertForSequenceClassification.from_pretrained(folder)
+        if model_type == "bert":
+            np.testing.assert_array_equal(encoder.pooler.kernel[...], model.head.dense_kernel[...])
+        encoder.pooler = None
+        assert_same(encoder, model.bert)
+
+
+def test_shards_and_names_without_prefix(tmp_path):
+    tensors, config = classifier_tensors(), classifier_config()
+    single = BertForSequenceClassification.from_pretrained(write(tmp_path / "a", tensors, config))
+    plain = {name.removeprefix("bert."): value for name, value in tensors.items()}
+    sharded = write_sharded(tmp_path / "b", plain, config)
+    assert_same(single, BertForSequenceClassification.from_pretrained(sharded))
+
+
+def test_pooler_that_a_roberta_classifier_does_not_use(tmp_path):
+    tensors, config = classifier_tensors("roberta"), classifier_config("roberta")
+    plain = BertForSequenceClassification.from_pretrained(write(tmp_path / "a", tensors, config))
+    tensors["roberta.pooler.dense.weight"] = np.ones((WIDTH, WIDTH), np.float32)
+    tensors["roberta.pooler.dense.bias"] = np.ones(WIDTH, np.float32)
+    assert_same(plain, BertForSequenceClassification.from_pretrained(write(tmp_path / "b", tensors, config)))
+
+
+@pytest.mark.parametrize("loaded", [jnp.float16, jnp.bfloat16])
+def test_dtypes(tmp_path, loaded):
+    folder = write(tmp_path, classifier_tensors(), classifier_config())
+    model = BertForSequenceClassification.from_pretrained(folder, dtype=loaded, implementation="xla")
+    assert {x.dtype for x in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(loaded)}
+    assert run(model, *some_inputs()).dtype == loaded
+    kept = BertForSequenceClassification.from_pretrained(folder, dtype=loaded, param_dtype=jnp.float32)
+    assert {x.dtype for x in jax.tree.leaves(nnx.state(kept))} == {jnp.dtype(jnp.float32)}
+    assert run(kept, *some_inputs()).dtype == loaded
+
+
+# --- Labels and settings -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({}, ["LABEL_0", "LABEL_1"]),
+        ({"id2label": None, "num_labels": None}, ["LABEL_0", "LABEL_1"]),
+        ({"num_labels": 1}, ["LABEL_0"]),
+        ({"id2label": {"1": "b", "0": "a", "2": "c"}}, ["a", "b", "c"]),
+        ({"id2label": {"0": "score"}, "num_labels": 7}, ["score"]),  # as in transformers
+        ({"id2label": {str(i): f"l{i}" for i in reversed(range(11))}}, [f"l{i}" for i in range(11)]),
+    ],
+)
+def test_labels(tmp_path, fields, names):
+    folder = write(tmp_path, classifier_tensors(num_labels=len(names)), hf_config() | fields)
+    model = BertForSequenceClassification.from_pretrained(folder)
+    assert model.num_labels == len(names)
+    assert model.id2label == dict(enumerate(names))
+    assert model.head.out_kernel.shape == (WIDTH, len(names))
+
+
+def test_settings(tmp_path):
+    ours = {
+        "problem_type": "regression",
+        "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity", "version": "5.0"},
+        "sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity",
+    }
+    config = classifier_config() | ours | {"dtype": "float64", "auto_map": {"AutoModel": "elsewhere"}}
+    model = BertForSequenceClassification.from_pretrained(write(tmp_path / "a", classifier_tensors(), config))
+    assert model.settings == config
+    model.settings.clear()  # a copy
+    model.save_pretrained(tmp_path / "b")
+    again = BertForSequenceClassification.from_pretrained(tmp_path / "b").settings
+    assert ours.items() <= again.items()
+    assert not {"dtype", "auto_map"} & again.keys()  # they need not be true of what was written
+    assert BertForSequenceClassification(CONFIG, rngs=None).settings == {}
+
+
+def test_labels_of_a_new_model(tmp_path):
+    assert BertForSequenceClassification(CONFIG, rngs=None).id2label == {0: "LABEL_0", 1: "LABEL_1"}
+    assert BertForSequenceClassification(CONFIG, num_labels=3, rngs=None).num_labels == 3
+    model = make(DISTILBERT, id2label={0: "no", 1: "maybe", 2: "yes"}, num_labels=3)
+    model.save_pretrained(tmp_path)
+    again = BertForSequenceClassification.from_pretrained(tmp_path, implementation="xla")
+    assert_same(model, again)
+    assert again.id2label == {0: "no", 1: "maybe", 2: "yes"} and again.config == DISTILBERT
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["label2id"] == {"no": 0, "maybe": 1, "yes": 2}
+
+
+WRONG_LABELS = [
+    ({"num_labels": 0}, "num_labels must be an integer from 1 to 1048576, got 0"),
+    ({"num_labels": True}, "num_labels must be an integer from 1 to 1048576, got True"),
+    ({"num_labels": "2"}, "num_labels must be an integer from 1 to 1048576, got '2'"),
+    ({"num_labels": 2**20 + 1}, "num_labels must be an integer from 1 to 1048576, got 1048577"),
+    ({"id2label": {}}, "id2label must name the labels from 0 on, each by a string, got {}"),
+    ({"id2label": ["a", "b"]}, "id2label must name the labels from 0 on, each by a string, got ['a', 'b']"),
+    ({"id2label": {"1": "a", "2": "b"}}, "id2label must name the labels from 0 on"),
+    ({"id2label": {"0": "a", "1": None}}, "id2label must name the labels from 0 on"),
+    ({"id2label": {"zero": "a"}}, "id2label must name the labels from 0 on"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), WRONG_LABELS)
+def test_wrong_labels(tmp_path, monkeypatch, fields, message):
+    with pytest.raises(ValueError) as caught:
+        BertForSequenceClassification(CONFIG, rngs=None, **fields)
+    assert str(caught.value).startswith("BertForSequenceClassification: " + message)
+    monkeypatch.setattr(BertForSequenceClassification, "__init__", None)  # nothing may be allocated
+    refused(write(tmp_path, classifier_tensors(), hf_config() | fields), "config.json: ", message)
+
+
+def test_labels_that_contradict_their_number():
+    with pytest.raises(ValueError, match="num_labels is 3, but id2label names 1 labels"):
+        BertForSequenceClassification(CONFIG, num_labels=3, id2label={0: "score"}, rngs=None)
+
+
+# --- What is refused ---------------------------------------------------------------------------------------------
+
+
+def refused(folder, *fragments):
+    with pytest.raises(CheckpointError) as caught:
+        BertForSequenceClassification.from_pretrained(folder)
+    message = str(caught.value)
+    for fragment in (str(folder), *fragments):
+        assert fragment in message, message
+    return message
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("with_prefix", [True, False])
+def test_plain_encoder(tmp_path, model_type, with_prefix):
+    prefix, first, last = NAMES[model_type]
+    prefix = prefix if with_prefix else ""
+    tensors = {prefix + name: value for name, value in hf_tensors(model_type, pooler=False).items()}
+    missing = [
+        f"{WEIGHTS}: {name + part!r} is missing"
+        for name in (first if with_prefix else first.removeprefix("bert."), last)
+        for part in (".weight", ".bias")
+    ]
+    message = refused(write(tmp_path, tensors, hf_config(model_type)), *missing)
+    assert len(message.splitlines()) == 5
+
+
+def test_all_problems_at_once(tmp_path):
+    tensors = classifier_tensors("roberta")
+    del tensors["classifier.dense.bias"]
+    del tensors["roberta.embeddings.LayerNorm.bias"]
+    tensors["classifier.out_proj.weight"] = tensors["classifier.out_proj.weight"].T.copy()
+    tensors["classifier.out_proj.bias"] = np.zeros(5, np.int32)
+    tensors["roberta.something"] = np.zeros(5, np.float32)
+    message = refused(
+        write(tmp_path, tensors, classifier_config("roberta")),
+        "model.safetensors: 'classifier.dense.bias' is missing",
+        "model.safetensors: 'roberta.embeddings.LayerNorm.bias' is missing",
+        "model.safetensors: 'classifier.out_proj.weight': has shape [12, 5], expected [5, 12]",
+        "model.safetensors: 'classifier.out_proj.bias': has dtype I32, expected one of F32, F16, BF16, F64",
+        "model.safetensors: 'roberta.something': is unexpected",
+    )
+    assert len(message.splitlines()) == 6
+
+
+def test_another_number_of_labels(tmp_path):
+    refused(
+        write(tmp_path, classifier_tensors(), hf_config()),
+        "'classifier.weight': has shape [5, 12], expected [2, 12]",
+        "'classifier.bias': has shape [5], expected [2]",
+    )
+
+
+def test_wrong_config(tmp_path):
+    refused(write(tmp_path, classifier_tensors(), classifier_config() | {"hidden_size": -1}), "config.json", "-1")
+    refused(tmp_path / "nowhere")
+
+
+def test_advice_on_pickles_keeps_the_head(tmp_path):
+    """AutoModel would read, and then save, the encoder alone."""
+    write(tmp_path, {}, classifier_config())
+    (tmp_path / WEIGHTS).rename(tmp_path / "pytorch_model.bin")
+    assert "AutoModel" not in refused(tmp_path, "the class that config.json names under 'architectures'")
+
+
+# --- Calls -------------------------------------------------------------------------------------------------------
+
+
+def test_inputs_reach_the_encoder():
+    model, (ids, mask, types) = make(), some_inputs()
+    logits = run(model, ids, mask, types)
+    positions = np.broadcast_to(np.arange(7), ids.shape)
+    np.testing.assert_allclose(run(model, ids, mask, types, positions), logits, rtol=0, atol=2e-6)
+    for other in ((ids[:, ::-1], mask, types), (ids, None, types), (ids, mask), (ids, mask, types, positions + 3)):
+        assert np.abs(run(model, *other) - logits).max() > 1e-2
+    with pytest.raises(TypeError, match="BertModel: input_ids must be integers"):
+        model(np.zeros((3, 7)))
+
+
+@pytest.mark.parametrize("config", [CONFIG, ROBERTA, DISTILBERT], ids=FAMILIES)
+def test_packed_tokens(config):
+    """The logits of a padded batch, sequence by sequence; the last one here has no token."""
+    model, (ids, _, types) = make(config), some_inputs(config.model_type)
+    lengths = np.array([7, 2, 5, 0])
+    mask = np.arange(7) < lengths[:3, None]
+    starts = np.append(0, np.cumsum(lengths))
+    packed = (ids[mask], None, None if types is None else types[mask])
+    got = jax.jit(lambda *arrays: model(*arrays, cu_seqlens=starts, max_seqlen=7))(*packed)
+    np.testing.assert_allclose(got[:3], run(model, ids, mask, types), rtol=0, atol=2e-6)
+    assert got.shape == (4, model.num_labels) and np.isfinite(got).all()
+    with pytest.raises(ValueError, match="max_seqlen"):
+        model(*packed, cu_seqlens=starts)
+
+
+@pytest.mark.parametrize("config", [CONFIG, ROBERTA, DISTILBERT], ids=FAMILIES)
+def test_gradients(config):
+    model, (ids, mask, types) = make(config, num_labels=3), some_inputs(config.model_type)
+    labels = np.array([2, 0, 1])
+    graph, params = nnx.split(model)
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(params):
+        logits = nnx.merge(graph, params)(ids, mask, types)
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1))
+
+    before, gradient = loss(params)
+    assert jax.tree.structure(gradient) == jax.tree.structure(params)
+    for path, leaf in nnx.to_flat_state(gradient):
+        assert np.isfinite(leaf[...]).all() and np.abs(leaf[...]).max() > 1e-5, path
+    after, _ = loss(jax.tree.map(lambda p, g: p - 1e-3 * g, params, gradient))
+    np.testing.assert_allclose(before - after, 1e-3 * sum(jnp.sum(g**2) for g in jax.tree.leaves(gradient)), rtol=0.1)
+
+
+def test_nnx_jit():
+    model, inputs = make(), some_inputs()
+    by_nnx = nnx.jit(lambda model, *inputs: model(*inputs))(model, *inputs)
+    np.testing.assert_allclose(by_nnx, run(model, *inputs), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("num_labels", [1, 3])
+@pytest.mark.parametrize("config", [CONFIG, DISTILBERT], ids=["bert", "distilbert"])
+def test_triton_is_xla(config, num_labels):
+    inputs = some_inputs(config.model_type)
+    plain, fused = (
+        run(make(config, num_labels=num_labels, implementation=name), *inputs) for name in ("xla", "triton")
+    )
+    assert fused.shape == (3, num_labels)
+    np.testing.assert_allclose(fused, plain, rtol=0, atol=1e-5)
+
+
+def test_implementation_reaches_the_head(monkeypatch):
+    used = []
+
+    def dense(*args, implementation, **options):
+        used.append(implementation)
+        return original(*args, implementation="xla", **options)
+
+    original = classification.dense
+    monkeypatch.setattr(classification, "dense", dense)
+    make(implementation="named").head(jnp.ones((2, 16)))
+    assert used == ["named", "named"]
+
+
+def test_signature_follows_bert_model():
+    ours, theirs = (inspect.signature(cls.from_pretrained) for cls in (BertForSequenceClassification, BertModel))
+    assert ours == theirs
+    assert checkpoint.LAYOUTS.keys() == ARCHITECTURES.keys()
