@@ -181,7 +181,9 @@ def test_integers_beside_floats_in_a_gradient():
         return jnp.sum(packed.x * ids.x.astype(jnp.float32)) + jnp.sum(x * back.astype(jnp.float32))
 
     ids = jnp.arange(15).reshape(3, 5)
-    np.testing.assert_array_equal(jax.grad(loss)(normal((3, 5)), ids), np.where(MASK, 2 * ids, 0).astype(np.float32))
+    gradient, none = jax.grad(loss, (0, 1), allow_int=True)(normal((3, 5)), ids)
+    np.testing.assert_array_equal(gradient, np.where(MASK, 2 * ids, 0).astype(np.float32))
+    assert none.dtype == jax.dtypes.float0
 
 
 def test_only_integers_are_scattered():

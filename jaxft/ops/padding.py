@@ -125,15 +125,13 @@ def _unpack(x, indices, batch, length):
 
 
 def _with_gradient(move, back):
-    def forward(x, indices, batch, length):
+    def fwd(x, indices, batch, length):
         return move(x, indices, batch, length), indices
 
-    def backward(batch, length, indices, d):
-        if d.dtype == jax.dtypes.float0:  # of integers, which have no gradient
-            return None, None
+    def bwd(batch, length, indices, d):
         return back(d, indices, batch, length), None
 
-    move.defvjp(forward, backward)
+    move.defvjp(fwd, bwd)
 
 
 _with_gradient(_pack, _unpack)
