@@ -1,6 +1,7 @@
 """Texts of all lengths in batches of few shapes, padded or packed, and how a device is kept busy with them."""
 
 import dataclasses
+import itertools
 import logging
 import sys
 from collections import deque
@@ -14,6 +15,7 @@ import numpy as np
 from jaxft import dispatch
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from tqdm import tqdm
 
 _CHUNKS = (1024, 8192)  # texts that are tokenised before the device gets any, and of later chunks, twice as large each
@@ -22,13 +24,6 @@ _LONG_WORK = 1000  # texts from which a terminal shows a progress bar unasked
 _LEAST_TOKENS, _SHORTEST = 64, 32  # of the smallest packed batch, and of its longest text
 
 _log = logging.getLogger("jaxft")
-
-
-class Tokens(NamedTuple):
-    """Those of one text, int32."""
-
-    ids: np.ndarray
-    types: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +84,7 @@ class _Work(NamedTuple):
     """A batch on its way: which texts, how large batches were then, and its result, or why there is none."""
 
     positions: np.ndarray
-    texts: list[Tokens]
+    texts: "list[Encoding]"
     batch_size: int
     result: jax.Array | jax.errors.JaxRuntimeError
 
@@ -102,15 +97,16 @@ class Batcher:
       padding: the token id where there is no token.
       packed: without padding, in the shapes of `buckets`; else texts of about the same length, padded to the next of a
         few lengths.
+      with_types: whether batches have token types.
     """
 
-    def __init__(self, *, limit: int, padding: int, packed: bool) -> None:
-        self.limit, self.padding, self.packed = limit, padding, packed
+    def __init__(self, *, limit: int, padding: int, packed: bool, with_types: bool = False) -> None:
+        self.limit, self.padding, self.packed, self.with_types = limit, padding, packed, with_types
         self._lengths = padded_lengths(limit)
         self._largest: int | None = None  # batch_size, once a larger one did not fit into the memory
 
     def run(
-        self, chunks: Iterator[tuple[int, list[Tokens]]], batch_size: int, compute: Callable[[Batch], jax.Array]
+        self, chunks: "Iterator[tuple[int, list[Encoding]]]", batch_size: int, compute: Callable[[Batch], jax.Array]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields (positions `[n]`, results `[n, ...]`) of all texts, longer ones first.
 
@@ -121,10 +117,10 @@ class Batcher:
           compute: starts the computation of `[rows, ...]`, packed `[count, ...]`.
         """
         in_flight: deque[_Work] = deque()
-        positions, texts = np.empty(0, np.int64), list[Tokens]()
+        positions, texts = np.empty(0, np.int64), list[Any]()
         for start, chunk in chunks:
             positions, texts = np.append(positions, start + np.arange(len(chunk))), texts + chunk  # with what was left
-            order = np.argsort([-len(text.ids) for text in texts], kind="stable")
+            order = np.argsort([-len(text) for text in texts], kind="stable")
             positions, texts = positions[order], [texts[i] for i in order]
             done = 0
             for stop, work in self._start(positions, texts, batch_size, compute, last=not chunk):
@@ -137,11 +133,11 @@ class Batcher:
             yield from self._finish(in_flight.popleft(), compute)
 
     def _start(
-        self, positions: np.ndarray, texts: list[Tokens], batch_size: int, compute: Callable[[Batch], jax.Array],
+        self, positions: np.ndarray, texts: "list[Encoding]", batch_size: int, compute: Callable[[Batch], jax.Array],
         *, last: bool,
     ) -> Iterator[tuple[int, _Work]]:  # fmt: skip
         """Cuts texts, the longest first, and yields (how many are done, work). Unless `last`, a rest is left."""
-        ends = np.cumsum([0, *(len(text.ids) for text in texts)])
+        ends = np.cumsum([0, *(len(text) for text in texts)])
         first = 0
         while first < len(texts):
             size = batch_size if self._largest is None else min(batch_size, self._largest)
@@ -149,10 +145,10 @@ class Batcher:
             if not last and (tokens < size * self.limit if self.packed else count < size):
                 return
             if self.packed:
-                bucket = _bucket(buckets(size, self.limit), len(texts[first].ids), tokens)
+                bucket = _bucket(buckets(size, self.limit), len(texts[first]), tokens)
                 fitting = int(np.searchsorted(ends, ends[first] + bucket.capacity, side="right")) - 1
                 stop = min(fitting, first + bucket.count)
-                batch = _packed(texts[first:stop], bucket, self.padding)
+                batch = self._packed(texts[first:stop], bucket)
             else:
                 stop = first + min(size, count)
                 batch = self._padded(texts[first:stop], size)
@@ -185,42 +181,35 @@ class Batcher:
         else:
             yield work.positions, result
 
-    def _padded(self, texts: list[Tokens], batch_size: int) -> Batch:
+    # A text's ids become Python numbers here, a batch at a time: in the thread that tokenises, with the interpreter's
+    # lock, they would keep this one from feeding the device.
+
+    def _padded(self, texts: "list[Encoding]", batch_size: int) -> Batch:
         rows = min(batch_size, 1 << (len(texts) - 1).bit_length())
-        longest = next(length for length in self._lengths if length >= len(texts[0].ids))
-
-        def pad(parts: list[np.ndarray], fill: int) -> np.ndarray:
-            padded = np.full((rows, longest), fill, np.int32)
-            for row, part in enumerate(parts):
-                padded[row, : len(part)] = part
-            return padded
-
+        longest = next(length for length in self._lengths if length >= len(texts[0]))
+        ids = np.full((rows, longest), self.padding, np.int32)
+        types = np.zeros((rows, longest), np.int32) if self.with_types else None
         lengths = np.ones(rows, np.int32)  # rows of padding: one token, to keep their arithmetic finite
-        lengths[: len(texts)] = [len(text.ids) for text in texts]
-        return _batch(texts, pad, self.padding, lengths, longest)
+        for row, text in enumerate(texts):
+            lengths[row] = len(text)
+            ids[row, : len(text)] = text.ids
+            if types is not None:
+                types[row, : len(text)] = text.type_ids
+        return Batch(ids, types, lengths, longest)
 
+    def _packed(self, texts: "list[Encoding]", bucket: Bucket) -> Batch:
+        ends = np.cumsum([len(text) for text in texts])
 
-def _packed(texts: list[Tokens], bucket: Bucket, padding: int) -> Batch:
-    ends = np.cumsum([len(text.ids) for text in texts])
+        def join(parts: Iterator[list[int]], fill: int) -> np.ndarray:
+            joined = np.full(bucket.capacity, fill, np.int32)
+            joined[: ends[-1]] = np.fromiter(itertools.chain.from_iterable(parts), np.int32, ends[-1])
+            return joined
 
-    def join(parts: list[np.ndarray], fill: int) -> np.ndarray:
-        joined = np.full(bucket.capacity, fill, np.int32)
-        np.concatenate(parts, out=joined[: ends[-1]])
-        return joined
-
-    begins = np.full(bucket.count + 1, ends[-1], np.int32)
-    begins[0], begins[1 : len(texts) + 1] = 0, ends
-    return _batch(texts, join, padding, begins, bucket.longest)
-
-
-def _batch(
-    texts: list[Tokens], arrange: Callable[[list[np.ndarray], int], np.ndarray], padding: int, lengths: np.ndarray,
-    longest: int,
-) -> Batch:  # fmt: skip
-    types = [text.types for text in texts if text.types is not None]
-    return Batch(
-        arrange([text.ids for text in texts], padding), arrange(types, 0) if types else None, lengths, longest
-    )  # fmt: skip
+        ids = join((text.ids for text in texts), self.padding)
+        types = join((text.type_ids for text in texts), 0) if self.with_types else None
+        begins = np.full(bucket.count + 1, ends[-1], np.int32)
+        begins[0], begins[1 : len(texts) + 1] = 0, ends
+        return Batch(ids, types, begins, bucket.longest)
 
 
 def _bucket(all_buckets: Sequence[Bucket], longest: int, tokens: int) -> Bucket:
@@ -249,8 +238,8 @@ def padded_lengths(limit: int) -> tuple[int, ...]:
 
 
 def tokenised(
-    texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], list[Tokens]]
-) -> Iterator[tuple[int, list[Tokens]]]:
+    texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "list[Encoding]"]
+) -> "Iterator[tuple[int, list[Encoding]]]":
     """Yields (start, tokens of texts from there on), a thread being one chunk ahead, and an empty chunk at last."""
     start, (size, most) = 0, _CHUNKS
     with ThreadPoolExecutor(max_workers=1) as thread:

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jaxft.models import batches, checkpoint
 from jaxft.models import tokenizer as tokenizer_files
-from jaxft.models.batches import Batch, Bucket, Tokens
+from jaxft.models.batches import Batch, Bucket
 from jaxft.models.checkpoint import CheckpointError
 from jaxft.models.classification import BertForSequenceClassification
 
@@ -72,8 +72,8 @@ class CrossEncoder:
             limit=max_length,
             padding=model.config.pad_token_id,
             packed=batches.packs(model.bert.embeddings.options.implementation) if packed is None else packed,
+            with_types=model.config.type_vocab_size > 1,
         )
-        self._has_types = model.config.type_vocab_size > 1
         graphdef, state = nnx.split(model)
         treedef = jax.tree.structure(state)
 
@@ -183,7 +183,9 @@ class CrossEncoder:
             return self._score(leaves, batch.input_ids, batch.token_type_ids, batch.lengths, batch.longest)
 
         with batches.progress_bar(len(pairs), "pair", show_progress_bar) as bar:
-            for positions, found in self._batcher.run(batches.tokenised(pairs, self._tokens), batch_size, compute):
+            for positions, found in self._batcher.run(
+                batches.tokenised(pairs, self._tokenizer.encode_batch_fast), batch_size, compute
+            ):
                 logits[positions] = found
                 bar.update(len(positions))
 
@@ -235,13 +237,6 @@ class CrossEncoder:
             for entry in found:
                 entry["text"] = documents[entry["corpus_id"]]
         return found
-
-    def _tokens(self, pairs: Sequence[tuple[str, str]]) -> list[Tokens]:
-        encodings = self._tokenizer.encode_batch_fast(pairs)
-        return [
-            Tokens(np.array(e.ids, np.int32), np.array(e.type_ids, np.int32) if self._has_types else None)
-            for e in encodings
-        ]
 
 
 def _as_pairs(sentences: Any) -> list[tuple[str, str]]:

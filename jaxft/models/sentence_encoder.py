@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jaxft.models import batches, checkpoint
 from jaxft.models import tokenizer as tokenizer_files
-from jaxft.models.batches import Batch, Bucket, Tokens
+from jaxft.models.batches import Batch, Bucket
 from jaxft.models.bert import BertModel
 from jaxft.models.checkpoint import CheckpointError
 from jaxft.models.pooling import l2_normalize, pool, pool_packed
@@ -226,7 +226,7 @@ class SentenceEncoder:
             return self._embed(leaves, batch.input_ids, batch.lengths, batch.longest, normalize)
 
         with batches.progress_bar(len(texts), "text", show_progress_bar) as bar:
-            tokens = batches.tokenised(texts, self._tokens)
+            tokens = batches.tokenised(texts, self._encodings)
             for positions, found in self._batcher.run(tokens, batch_size, compute):
                 embeddings[positions] = found
                 bar.update(len(positions))
@@ -237,9 +237,6 @@ class SentenceEncoder:
     def buckets(self, batch_size: int = 32) -> list[Bucket]:
         """The shapes of packed batches, each of which is compiled when it first occurs; none if texts are padded."""
         return batches.buckets(batch_size, self.max_seq_length) if self._batcher.packed else []
-
-    def _tokens(self, texts: Sequence[str]) -> list[Tokens]:
-        return [Tokens(np.array(encoding.ids, np.int32)) for encoding in self._encodings(texts)]
 
     def _encodings(self, texts: Sequence[str]) -> "list[Encoding]":
         prompted = [self.prompt + text for text in texts] if self.prompt else texts
