@@ -118,11 +118,13 @@ def _parser() -> argparse.ArgumentParser:
 
     info = command(
         "info", _run_info, "show versions, the device, what each op runs on, and the shapes of packed batches",
-        "Prints versions, the device, and for each op the implementation it uses on this device and why.",
+        "Prints versions, the device, for each op the implementation it uses on this device and why, and the shapes of "
+        "all batches that encode makes where it packs texts without padding, as on an NVIDIA GPU: at most one program "
+        "is compiled for each.",
     )  # fmt: skip
     info.add_argument("--json", action="store_true", help="as one JSON object")
-    info.add_argument("--batch-size", metavar="N", type=_positive, default=32, help="of encode (default: 32)")
-    info.add_argument("--length", metavar="T", type=_positive, default=512, help="tokens a text (default: 512)")
+    info.add_argument("--batch-size", metavar="N", type=_positive, default=32, help="as for encode (default: 32)")
+    info.add_argument("--length", metavar="T", type=_positive, default=512, help="most tokens of a text (default: 512)")
     return parser
 
 
@@ -196,10 +198,10 @@ def _run_info(args: argparse.Namespace) -> None:
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for op, implementation, reason in rows:
         print(f"{op:<{widths[0]}}  {implementation:<{widths[1]}}  {reason}")
-    print(f"\npacked batches of {args.batch_size} x {args.length} tokens, each shape compiled once: tokens x texts")
+    print(f"\n{len(buckets)} shapes of packed batches (--batch-size {args.batch_size} --length {args.length}):")
     for longest in sorted({bucket.longest for bucket in buckets}):
         line = " ".join(f"{b.capacity}x{b.count}" for b in buckets if b.longest == longest)
-        print(f"texts of up to {longest:>4} tokens: {line}")
+        print(f"texts of up to {longest:>4} tokens, tokens x texts: {line}")
 
 
 def _versions() -> dict[str, str]:

@@ -10,12 +10,15 @@ import bench_attention
 import bench_bias_activation
 import bench_dense
 import bench_embeddings
+import bench_encode
 import bench_encoder
 import bench_layer_norm
 import bench_permute
 import bench_softmax
 import report
 import timing
+import tiny
+from jaxft.models.sentence_encoder import SentenceEncoder
 
 HEADS = {"HEADS": 2, "HEAD_SIZE": 64}  # what cuDNN supports, for when this runs on a GPU
 TINY_ENCODER = {
@@ -102,6 +105,54 @@ def test_a_wrong_result_is_not_timed(wrong, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.fixture
+def tiny_encode(tmp_path, monkeypatch):
+    """Arguments of bench_encode with a tiny model, a few texts, and float32 so that packed and padded are one."""
+    tiny.write_tokenizer(tmp_path)
+    settings = {"CONFIGS": {"tiny": tiny.config()}, "LIMIT": 32, "BATCH_SIZE": 2, "DTYPE": "float32"}
+    for name, value in settings.items():
+        monkeypatch.setattr(bench_encode, name, value)
+    monkeypatch.setattr(bench_encode, "docstrings", lambda: ["the river " * n for n in (1, 14, 3, 0, 2)])
+    return ["--quick", "--out", str(tmp_path / "results"), "--tokenizer", str(tmp_path / "tokenizer.json")]
+
+
+def test_bench_encode(tiny_encode, tmp_path, capsys):
+    bench_encode.main(tiny_encode)
+    rows = read(tmp_path / "results")
+    names = ["jaxft", "jaxft, padded", "jaxft, padded, not sorted", "jaxft"]
+    assert [row["implementation"] for row in rows] == names
+    assert [row["metric"] for row in rows] == ["wall_us"] * 3 + ["device_only_us"]
+    tokens = 5 * 2 + 2 * (1 + 14 + 3 + 0 + 2)
+    for row in rows:
+        assert set(row) == set(timing.COLUMNS) and all(row.values()), row
+        assert (row["op"], row["shape"]) == ("encode docstrings tiny", "5")
+        assert 0 < float(row["p20"]) <= float(row["p50"]) <= float(row["p80"]) and row["unit"] == "Mtoken/s"
+        assert float(row["rate"]) == pytest.approx(tokens / float(row["p50"]), rel=1e-3)
+    assert "not sorted" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", [1.1, jnp.nan])
+def test_bench_encode_refuses_wrong_embeddings(wrong, tiny_encode, tmp_path, monkeypatch):
+    encode = SentenceEncoder.encode
+
+    def one_of_them_wrong(self, *args, **options):
+        return encode(self, *args, **options) * (wrong if self.buckets() else 1.0)
+
+    monkeypatch.setattr(SentenceEncoder, "encode", one_of_them_wrong)
+    with pytest.raises(SystemExit, match="tiny: packed and padded embeddings differ by .* nothing is timed"):
+        bench_encode.main(tiny_encode)
+    assert not (tmp_path / "results").exists()
+
+
+def test_docstrings(tmp_path, monkeypatch):
+    (tmp_path / "package" / "test").mkdir(parents=True)
+    code = '"""Module."""\nclass A:\n    """Class."""\n    def f(self):\n        """Method."""\ndef g(): pass\n'
+    (tmp_path / "package" / "a.py").write_text(code)
+    (tmp_path / "package" / "test" / "b.py").write_text(code)
+    monkeypatch.setattr(bench_encode.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert bench_encode.docstrings() == ["Module.", "Class.", "Method."]
+
+
 def test_encoder_peers_agree_with_each_other(monkeypatch):
     monkeypatch.setattr(bench_encoder, "MODELS", TINY_ENCODER["MODELS"])
     params = bench_encoder.random_params("BERT-base", "float32")
@@ -159,6 +210,9 @@ def test_report(tmp_path):
         row("xla+cudnn", "140.00"),
         row("jaxft", "10.00", "bias_activation gelu", "device_us"),
         row("copy", "9.00", "bias_activation gelu", "device_us"),
+        row("jaxft", "20.00", "encode docstrings BERT-base", "wall_us"),
+        row("jaxft, padded", "50.00", "encode docstrings BERT-base", "wall_us"),
+        row("jaxft", "19.00", "encode docstrings BERT-base", "device_only_us"),
     ]
     with (results / "NVIDIA_H200.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, timing.COLUMNS)
@@ -168,6 +222,7 @@ def test_report(tmp_path):
     text, chart = readme.read_text(), (results / "NVIDIA_H200.png").read_bytes()
     assert text.startswith("before\n\n") and text.endswith("\n\nafter\n") and "old" not in text
     assert "| encoder BERT-base erf GELU | 32x128 | bfloat16 | 100.00 | 150.00 | 140.00 | 1.40x |" in text
+    assert "| encode docstrings BERT-base | 32x128 | bfloat16 | 20.00 | 50.00 | 2.50x |" in text
     assert "bias_activation" not in text and "(benchmarks/results/NVIDIA_H200.md)" in text
     assert "| 10.00 | 9.00 | - | 90% |" in (results / "NVIDIA_H200.md").read_text()
     assert "![Encoder times on NVIDIA H200](benchmarks/results/NVIDIA_H200.png)" in text

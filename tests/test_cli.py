@@ -1,5 +1,6 @@
 """The command line: a few cases from end to end in a process of their own, the rest through `main`."""
 
+import dataclasses
 import io
 import json
 import os
@@ -16,6 +17,7 @@ import pytest
 
 import tiny
 from jaxft import cli, dispatch
+from jaxft.models import batches
 from jaxft.models.sentence_encoder import SentenceEncoder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -334,6 +336,7 @@ def test_no_device(folder, capsys, monkeypatch):
         (["encode", "--model", "m", "-o", "o.npy", "--implementation", "cuda"],
          "argument --implementation: invalid choice: 'cuda' .*"),
         (["similar", "--model", "m", "texts.txt"], "the following arguments are required: QUERY"),
+        (["info", "--length", "0"], "argument --length: expected a positive integer, got '0'"),
         (["similar", "--model", "m", "texts.txt", "q", "--top", "-1"],
          "argument --top: expected a positive integer, got '-1'"),
     ],
@@ -394,6 +397,23 @@ def test_info(capsys):
     for row in info["ops"]:
         assert row["implementation"] in dispatch.IMPLEMENTATIONS and row["reason"]
         assert re.search(rf"^{row['op']} +{row['implementation']} +{re.escape(row['reason'])}$", text, re.MULTILINE)
+    assert info["buckets"] == [dataclasses.asdict(bucket) for bucket in batches.buckets(32, 512)]
+
+
+def test_info_lists_the_shapes_of_packed_batches(capsys):
+    options = ["--batch-size", "4", "--length", "48"]
+    assert cli.main(["info", *options]) == 0
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "6 shapes of packed batches (--batch-size 4 --length 48):",
+        "texts of up to   32 tokens, tokens x texts: 64x8 128x16 192x24",
+        "texts of up to   48 tokens, tokens x texts: 64x5 128x10 192x16",
+    ]
+    assert cli.main(["info", "--json", *options]) == 0
+    found = json.loads(capsys.readouterr().out)["buckets"]
+    assert len(found) == 6 and found[0] == {"capacity": 64, "count": 8, "longest": 32}
+    with pytest.raises(SystemExit):
+        cli.main(["info", "--help"])
+    assert "the shapes of all batches" in " ".join(capsys.readouterr().out.split())
 
 
 def test_version(capsys):

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import tiny
+
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 SNIPPETS = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
@@ -15,10 +17,17 @@ def test_there_are_examples():
     assert len(SNIPPETS) >= 4
 
 
+@pytest.fixture
+def reranker(tmp_path):
+    """In the place of the one that the README names: a tiny one, with random parameters."""
+    return tiny.write_classifier(tmp_path)
+
+
 @pytest.mark.parametrize("number", range(len(SNIPPETS)))
 @pytest.mark.filterwarnings("default")  # the example that sets a filter must not change those of other tests
-def test_example_runs(number, minilm, capsys):
+def test_example_runs(number, minilm, reranker, capsys):
     code = SNIPPETS[number].replace('"sentence-transformers/all-MiniLM-L6-v2"', repr(str(minilm)))
+    code = code.replace('"cross-encoder/ms-marco-MiniLM-L6-v2"', repr(str(reranker)))
     exec(compile(code, f"README.md, Python example {number}", "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out
     assert bool(printed) == ("print(" in code)

@@ -1,13 +1,14 @@
-"""A tiny random encoder with a tokenizer of its own, written to a folder as sentence-transformers lays it out."""
+"""Tiny random models with a tokenizer of their own, written to folders as sentence-transformers lays them out."""
 
 import json
 import string
 
 from flax import nnx
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, processors
 from tokenizers.implementations import BertWordPieceTokenizer
 
 from jaxft.models.bert import BertConfig, BertModel
+from jaxft.models.classification import BertForSequenceClassification
 
 WIDTH = 16
 WORDS = ("a", "bird", "sings", "in", "the", "old", "tree", "rain", "falls", "on", "river", ".", ",")
@@ -29,8 +30,7 @@ def write_modules(folder, *modules):
     )
 
 
-def write_model(folder, **options):
-    """A transformers folder: the model, vocab.txt, and a tokenizer.json with padding and truncation built in."""
+def config(**options):
     sizes = {
         "vocab_size": len(VOCAB),
         "hidden_size": WIDTH,
@@ -40,13 +40,43 @@ def write_model(folder, **options):
         "max_position_embeddings": 64,
         "initializer_range": 0.5,  # so that embeddings of different texts are far apart
     }
-    model = BertModel(BertConfig(**(sizes | options)), rngs=nnx.Rngs(0))
-    model.save_pretrained(folder)
+    return BertConfig(**(sizes | options))
+
+
+def bert_tokenizer():
+    return BertWordPieceTokenizer(vocab={token: i for i, token in enumerate(VOCAB)}, lowercase=True)._tokenizer
+
+
+def write_tokenizer(folder, roberta=False):
+    """vocab.txt, and a tokenizer.json with padding and truncation built in."""
     (folder / "vocab.txt").write_text("".join(token + "\n" for token in VOCAB))
-    tokenizer = BertWordPieceTokenizer(vocab={token: i for i, token in enumerate(VOCAB)}, lowercase=True)
+    tokenizer = bert_tokenizer()
+    if roberta:
+        tokenizer.post_processor = processors.RobertaProcessing(("[SEP]", 3), ("[CLS]", 2))
     tokenizer.enable_padding(length=7)
     tokenizer.enable_truncation(max_length=7)
     tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def write_model(folder, **options):
+    """A transformers folder: the model and its tokenizer."""
+    BertModel(config(**options), rngs=nnx.Rngs(0)).save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def write_classifier(folder, model_type="bert", num_labels=1, **settings):
+    """A classifier for pairs with its tokenizer, and these fields more in config.json."""
+    options = {
+        "bert": {},
+        "roberta": {"pad_token_id": 1, "type_vocab_size": 1, "max_position_embeddings": 66},
+        "distilbert": {"type_vocab_size": 0},
+    }[model_type]
+    encoder = config(model_type=model_type, **options)
+    BertForSequenceClassification(encoder, num_labels=num_labels, rngs=nnx.Rngs(0)).save_pretrained(folder)
+    file = folder / "config.json"
+    write_json(file, json.loads(file.read_text()) | settings)
+    write_tokenizer(folder, roberta=model_type == "roberta")
     return folder
 
 

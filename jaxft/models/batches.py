@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxft import dispatch
+from jaxft import dispatch, ops
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -68,7 +68,7 @@ def buckets(batch_size: int, limit: int) -> list[Bucket]:
     """
     budget = batch_size * limit
     return [
-        Bucket(capacity, max(1, min(4 * capacity // longest, capacity)), longest)
+        Bucket(capacity, min(4 * capacity // longest, capacity), longest)
         for longest in _powers(_SHORTEST, limit)
         for capacity in _powers(_LEAST_TOKENS, budget)
         if capacity >= longest
@@ -126,7 +126,8 @@ class Batcher:
             for stop, work in self._start(positions, texts, batch_size, compute, last=not chunk):
                 done = stop
                 in_flight.append(work)
-                if len(in_flight) > _IN_FLIGHT:
+                # Where the device has refused one, it gets no other before that one is done, in smaller parts.
+                while len(in_flight) > (0 if isinstance(work.result, Exception) else _IN_FLIGHT):
                     yield from self._finish(in_flight.popleft(), compute)
             positions, texts = positions[done:], texts[done:]
         while in_flight:
@@ -137,7 +138,8 @@ class Batcher:
         *, last: bool,
     ) -> Iterator[tuple[int, _Work]]:  # fmt: skip
         """Cuts texts, the longest first, and yields (how many are done, work). Unless `last`, a rest is left."""
-        ends = np.cumsum([0, *(len(text) for text in texts)])
+        # A text without tokens counts as one, or any number of them would be left.
+        ends = np.cumsum([0, *(max(len(text), 1) for text in texts)])
         first = 0
         while first < len(texts):
             size = batch_size if self._largest is None else min(batch_size, self._largest)
@@ -161,6 +163,7 @@ class Batcher:
             first = stop
 
     def _finish(self, work: _Work, compute: Callable[[Batch], jax.Array]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Reads the result, or computes the texts again in smaller batches where the memory did not suffice."""
         try:
             if isinstance(work.result, jax.errors.JaxRuntimeError):
                 raise work.result
@@ -168,18 +171,18 @@ class Batcher:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error) or work.batch_size == 1:
                 raise
-            half = work.batch_size // 2
-            if self._largest is None or half < self._largest:
-                self._largest = half
-                _log.warning(
-                    "the device has too little memory for batches of %d tokens; going on with %d (batch_size=%d)",
-                    work.batch_size * self.limit, half * self.limit, half,
-                )  # fmt: skip
-            smaller = self._start(work.positions, work.texts, half, compute, last=True)
-            for _, part in smaller:
-                yield from self._finish(part, compute)
         else:
             yield work.positions, result
+            return
+        half = work.batch_size // 2
+        if self._largest is None or half < self._largest:
+            self._largest = half
+            _log.warning(
+                "the device has too little memory for batches of %d tokens; going on with %d (batch_size=%d)",
+                work.batch_size * self.limit, half * self.limit, half,
+            )  # fmt: skip
+        for _, part in self._start(work.positions, work.texts, half, compute, last=True):
+            yield from self._finish(part, compute)
 
     # A text's ids become Python numbers here, a batch at a time: in the thread that tokenises, with the interpreter's
     # lock, they would keep this one from feeding the device.
@@ -225,7 +228,8 @@ def _bucket(all_buckets: Sequence[Bucket], longest: int, tokens: int) -> Bucket:
 
 def packs(implementation: str | None) -> bool:
     """Whether that pays without being asked for: where attention has a kernel that skips what is not there."""
-    return implementation != "xla" and dispatch.platform() == "cuda"
+    attention = "varlen_qkv_attention"
+    return implementation != "xla" and dispatch.explain(attention, ops.OPS[attention])[0] != "xla"
 
 
 def padded_lengths(limit: int) -> tuple[int, ...]:
@@ -253,12 +257,18 @@ def tokenised(
     yield start, []
 
 
+def is_sequence(value: Any) -> bool:
+    """Of items that are texts or pairs; a text is none."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
 def as_texts(op: str, name: str, texts: Any) -> list[str]:
     """The strings of a sequence (or the only one), once each is valid Unicode."""
     if isinstance(texts, str):
         texts = [texts]
-    is_array = isinstance(texts, np.ndarray) and texts.ndim > 0
-    if not is_array and (isinstance(texts, bytes) or not isinstance(texts, Sequence)):
+    if not is_sequence(texts):
         raise TypeError(f"{op}: {name} must be a str or a sequence of str, got {type(texts).__name__}")
     texts = list(texts)
     for index, text in enumerate(texts):

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -172,9 +173,10 @@ class CrossEncoder:
         Raises:
           TypeError: `sentences` is no pair and no sequence of pairs of strings (the index is named).
           ValueError: `batch_size` is not a positive integer, or a text is not valid Unicode.
+          jax.errors.JaxRuntimeError: as `SentenceEncoder.encode`.
         """
         batch_size = batches.check_batch_size("predict", batch_size)
-        is_pair = not isinstance(sentences, str) and len(sentences) == 2 and isinstance(sentences[0], str)
+        is_pair = batches.is_sequence(sentences) and len(sentences) == 2 and isinstance(sentences[0], str)
         pairs = _as_pairs([sentences] if is_pair else sentences)
         leaves = jax.tree.leaves(nnx.state(self.model))
         logits = np.empty((len(pairs), self.model.num_labels), np.float32)
@@ -195,7 +197,7 @@ class CrossEncoder:
         elif self.model.num_labels == 1:
             scores = scores[:, 0]
         scores = scores[0] if is_pair else scores
-        return np.asarray(scores)[()] if convert_to_numpy else scores
+        return np.array(scores)[()] if convert_to_numpy else scores  # a copy, since JAX's memory is read-only
 
     def rank(
         self,
@@ -226,7 +228,7 @@ class CrossEncoder:
         """
         if self.model.num_labels != 1:
             raise ValueError(f"rank: the model must have one label, a score, got {self.model.num_labels} labels")
-        if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
+        if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int | np.integer) or top_k < 1):
             raise ValueError(f"rank: top_k must be None or a positive integer, got {top_k!r}")
         documents = batches.as_texts("rank", "documents", documents)
         (query,) = batches.as_texts("rank", "query", [query])
@@ -241,17 +243,17 @@ class CrossEncoder:
 
 def _as_pairs(sentences: Any) -> list[tuple[str, str]]:
     expected = "predict: sentences must be a pair of str or a sequence of such pairs"
-    if isinstance(sentences, str | bytes) or not isinstance(sentences, Sequence | np.ndarray):
+    if not batches.is_sequence(sentences):
         raise TypeError(f"{expected}, got {type(sentences).__name__}")
     for index, pair in enumerate(sentences):
-        if isinstance(pair, str | bytes) or not isinstance(pair, Sequence | np.ndarray) or len(pair) != 2:
+        if not batches.is_sequence(pair) or len(pair) != 2:
             raise TypeError(f"{expected}, got {pair!r:.80} at index {index}")
     firsts = batches.as_texts("predict", "first texts", [pair[0] for pair in sentences])
     seconds = batches.as_texts("predict", "second texts", [pair[1] for pair in sentences])
     return list(zip(firsts, seconds, strict=True))
 
 
-def _noted_activation(settings: dict[str, Any], file: Any) -> Activation | None:
+def _noted_activation(settings: dict[str, Any], file: Path) -> Activation | None:
     noted = settings.get("sentence_transformers")
     name = noted.get("activation_fn") if isinstance(noted, dict) else None
     name = settings.get("sbert_ce_default_activation_function") if name is None else name

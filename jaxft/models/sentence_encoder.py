@@ -190,7 +190,7 @@ class SentenceEncoder:
         Texts are tokenised some thousands at a time, in a thread that is ahead of the device, and sorted by length.
 
         Packed (on an NVIDIA GPU), a batch takes as many texts as have `batch_size * max_seq_length` tokens together,
-        one after the other; only the last batch of a call may be smaller. Each batch has one of the shapes of
+        one after the other; only the last ones of a call may be smaller. Each batch has one of the shapes of
         `buckets(batch_size)`, and a text's embedding does not depend on its neighbours, but for the rounding of
         products of other shapes.
 
@@ -199,8 +199,8 @@ class SentenceEncoder:
         batch of a call is padded to a power of two of rows, at most `batch_size`. So for one `batch_size` there are at
         most (number of lengths) * (2 + log2(batch_size)) compiled programs however many calls are made.
 
-        Where the device's memory does not suffice for a batch, `batch_size` is halved, which the log says, and no text
-        is lost.
+        Where the device's memory does not suffice for a batch, `batch_size` is halved, from there on and in later
+        calls, which the log says, and no text is lost.
 
         Args:
           sentences: one text, or a sequence of texts (a NumPy array of strings is one too).
@@ -215,6 +215,7 @@ class SentenceEncoder:
         Raises:
           TypeError: `sentences` or one of its items is not a string (the item's index and type are named).
           ValueError: `batch_size` is not a positive integer, or a text is not valid Unicode.
+          jax.errors.JaxRuntimeError: the device failed, or its memory does not even suffice for one text.
         """
         batch_size = batches.check_batch_size("encode", batch_size)
         texts = batches.as_texts("encode", "sentences", sentences)

@@ -1,0 +1,365 @@
+"""How texts become batches: by NumPy in the place of a device, with every text in exactly one, and few shapes."""
+
+import dataclasses
+import itertools
+import logging
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from cases import seeds
+from jaxft import dispatch
+from jaxft.models import batches
+from jaxft.models.batches import Batcher, Bucket
+
+PADDING = 99
+PACKED = pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+
+
+@dataclasses.dataclass
+class Text:
+    """What a batcher reads of an encoding of the tokenizers library."""
+
+    ids: list[int]
+    type_ids: list[int]
+
+    def __len__(self):
+        return len(self.ids)
+
+
+def texts_of(lengths):
+    """Text i has the tokens i, i + 1, ..., so that each is found out; and token types of its own."""
+    return [Text([*range(i, i + n)], [j % 2 + i for j in range(n)]) for i, n in enumerate(lengths)]
+
+
+def chunked(texts, *sizes):
+    """As `tokenised` yields them: of these sizes, the last again and again, and an empty one at the end."""
+    start = 0
+    for size in itertools.chain(sizes, itertools.repeat(sizes[-1])):
+        yield start, texts[start : start + size]
+        if start >= len(texts):
+            return
+        start += size
+
+
+def sequences(batch):
+    """(tokens, types) of each sequence of a batch."""
+    for part in (batch.input_ids, batch.token_type_ids):
+        assert part is None or (part.dtype == np.int32 and part.shape == batch.input_ids.shape)
+    rows = itertools.pairwise(batch.lengths) if batch.packed else ((0, n) for n in batch.lengths)
+    for row, (begin, end) in enumerate(rows):
+        assert 0 <= end - begin <= batch.longest
+        where = slice(begin, end) if batch.packed else (row, slice(begin, end))
+        yield batch.input_ids[where], None if batch.token_type_ids is None else batch.token_type_ids[where]
+
+
+class Device:
+    """`compute`: each sequence's number of tokens, their sum, and that of its types. Keeps the batches."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, batch):
+        self.seen.append(batch)
+        return np.array([(len(ids), ids.sum(), 0 if types is None else types.sum()) for ids, types in sequences(batch)])
+
+    @property
+    def shapes(self):
+        return [shape_of(batch) for batch in self.seen]
+
+
+def shape_of(batch):
+    if batch.packed:
+        return Bucket(len(batch.input_ids), len(batch.lengths) - 1, batch.longest)
+    return batch.input_ids.shape
+
+
+def run(batcher, texts, batch_size, compute=None, sizes=(5, 17)):
+    """The results of all texts in their order, once each has come exactly once."""
+    compute = compute or Device()
+    found = list(batcher.run(chunked(texts, *sizes), batch_size, compute))
+    positions = np.concatenate([p for p, _ in found]) if found else np.empty(0, int)
+    assert sorted(positions.tolist()) == list(range(len(texts)))
+    assert all(len(p) == len(results) > 0 for p, results in found)
+    return {int(p): tuple(map(int, result)) for ps, results in found for p, result in zip(ps, results, strict=True)}
+
+
+def expected(texts, types=False):
+    return {i: (len(text), sum(text.ids), sum(text.type_ids) if types else 0) for i, text in enumerate(texts)}
+
+
+def make(packed, limit=64, types=False):
+    return Batcher(limit=limit, padding=PADDING, packed=packed, with_types=types)
+
+
+# --- Buckets -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "limit", "shapes"),
+    [
+        (4, 48, [(64, 8, 32), (128, 16, 32), (192, 24, 32), (64, 5, 48), (128, 10, 48), (192, 16, 48)]),
+        (2, 64, [(64, 8, 32), (128, 16, 32), (64, 4, 64), (128, 8, 64)]),
+        (1, 510, [(64, 8, 32), (128, 16, 32), (256, 32, 32), (510, 63, 32), (64, 4, 64), (128, 8, 64), (256, 16, 64),
+                  (510, 31, 64), (128, 4, 128), (256, 8, 128), (510, 15, 128), (256, 4, 256), (510, 7, 256),
+                  (510, 4, 510)]),
+        (1, 20, [(20, 4, 20)]),
+        (7, 10, [(64, 25, 10), (70, 28, 10)]),
+        (3, 1, [(3, 3, 1)]),
+    ],
+)  # fmt: skip
+def test_buckets(batch_size, limit, shapes):
+    assert batches.buckets(batch_size, limit) == [Bucket(*shape) for shape in shapes]
+
+
+@pytest.mark.parametrize("limit", [1, 31, 32, 33, 510, 512])
+@pytest.mark.parametrize("batch_size", [1, 2, 5, 32, 1000])
+def test_buckets_are_few_and_within_the_budget(batch_size, limit):
+    found = batches.buckets(batch_size, limit)
+    assert len(found) == len(set(found)) <= limit.bit_length() * (batch_size * limit).bit_length()
+    assert max(bucket.capacity for bucket in found) == batch_size * limit
+    assert max(bucket.longest for bucket in found) == limit
+    for bucket in found:
+        assert bucket.longest <= bucket.capacity and 1 <= bucket.count <= bucket.capacity
+
+
+# --- Every text, once ----------------------------------------------------------------------------------------------
+
+
+@PACKED
+@pytest.mark.parametrize("types", [True, False])
+@pytest.mark.parametrize("batch_size", [1, 3, 32])
+@pytest.mark.parametrize("limit", [5, 20, 64, 510])
+def test_every_text_once(packed, types, batch_size, limit):
+    lengths = np.random.default_rng(limit).integers(0, limit + 1, 100)
+    texts = texts_of(lengths)
+    assert run(make(packed, limit, types), texts, batch_size) == expected(texts, types)
+
+
+@PACKED
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0], [1], [64], [64, *[1] * 40], [64] * 9], ids=str)
+def test_few_and_extreme_texts(packed, lengths):
+    texts, device = texts_of(lengths), Device()
+    assert run(make(packed), texts, 4, device) == expected(texts)
+    assert bool(device.seen) == bool(lengths)
+
+
+@pytest.mark.parametrize("seed", seeds(60))
+def test_random_texts(seed):
+    """Everything that is promised of batches, for lengths short, long and of every kind."""
+    rng = np.random.default_rng(seed)
+    limit, batch_size = int(rng.choice([1, 7, 32, 48, 100, 510])), int(rng.choice([1, 2, 5, 32, 100]))
+    spread = rng.choice([0.02, 0.3, 1.0])
+    lengths = np.minimum(rng.exponential(spread * limit, int(rng.integers(0, 400))), limit).astype(int)
+    texts, types, sizes = texts_of(lengths), bool(rng.random() < 0.5), rng.integers(1, 90, 2).tolist()
+
+    packed = Device()
+    assert run(make(True, limit, types), texts, batch_size, packed, sizes) == expected(texts, types), seed
+    buckets = batches.buckets(batch_size, limit)
+    assert set(packed.shapes) <= set(buckets)
+    for batch, bucket in zip(packed.seen, packed.shapes, strict=True):
+        tokens, count = batch.lengths[-1], int(np.count_nonzero(np.diff(batch.lengths)))
+        assert (batch.input_ids[tokens:] == PADDING).all()
+        smallest = min(b.capacity for b in buckets if b.longest == bucket.longest)
+        # Whole texts rarely fill a bucket, and one without tokens counts as one.
+        full = tokens + np.count_nonzero(lengths == 0) >= min(0.75 * bucket.capacity, bucket.capacity - bucket.longest)
+        assert full or count == bucket.count or bucket.capacity == smallest, (seed, tokens, bucket)
+
+    padded = Device()
+    assert run(make(False, limit, types), texts, batch_size, padded, sizes) == expected(texts, types), seed
+    rows = {*batches._powers(1, batch_size)}
+    assert set(padded.shapes) <= set(itertools.product(rows, batches.padded_lengths(limit)))
+    assert sum(shape[0] < batch_size for shape in padded.shapes) <= 1
+    for batch in padded.seen:
+        assert (batch.input_ids[np.arange(batch.longest) >= batch.lengths[:, None]] == PADDING).all()
+        assert (batch.lengths <= batch.longest).all()
+
+
+@pytest.mark.parametrize(
+    ("count", "capacities"), [(1, [64]), (3, [64]), (6, [128]), (9, [128, 64]), (10, [256]), (13, [256, 64])]
+)
+def test_the_last_batches_are_at_most_a_quarter_empty(count, capacities):
+    """But for the smallest, and the token or two by which whole texts miss."""
+    device = Device()
+    run(make(True), texts_of([20] * count), 4, device, (count,))
+    assert [bucket.capacity for bucket in device.shapes] == capacities
+
+
+def test_longest_first_and_equal_ones_in_their_order():
+    (positions, _), *_ = make(False).run(chunked(texts_of([3, 9, 3, 40, 9]), 5), 8, Device())
+    assert positions.tolist() == [3, 1, 4, 0, 2]
+
+
+@PACKED
+@pytest.mark.parametrize("lengths", [[0], [1], [1, 2, 0], [64], [3, 64, 1, 30, 2]], ids=str)
+def test_few_texts_are_left_between_chunks(packed, lengths, monkeypatch):
+    """Less than a batch of them, so that memory does not grow with the number of texts."""
+    monkeypatch.setattr(batches, "_IN_FLIGHT", 0)
+    texts, done, left = texts_of(lengths * 400), [], []
+
+    def watched():
+        for start, chunk in chunked(texts, 50):
+            left.append(start - len(done))
+            yield start, chunk
+
+    for positions, _ in make(packed).run(watched(), 4, Device()):
+        done.extend(positions)
+    assert len(left) == len(texts) // 50 + 1 and max(left) < (4 * 64 if packed else 4)
+
+
+def test_only_some_batches_are_in_flight():
+    running = set()
+
+    class Result:
+        def __init__(self, values):
+            self.values = values
+            running.add(self)
+            most.append(len(running))
+
+        def __array__(self, dtype=None, copy=None):
+            running.discard(self)
+            return self.values
+
+    device, most = Device(), []
+    texts = texts_of([5] * 300)
+    assert run(make(False), texts, 4, lambda batch: Result(device(batch)), (300,)) == expected(texts)
+    assert max(most) == batches._IN_FLIGHT + 1 and not running
+
+
+# --- Too little memory ---------------------------------------------------------------------------------------------
+
+
+def exhausted():
+    return jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 bytes")
+
+
+class Unreadable:
+    """A result of a computation that failed after it was started."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __array__(self, dtype=None, copy=None):
+        raise self.error
+
+
+class SmallDevice(Device):
+    """Of a memory for so many tokens, padding included; it fails at once, or when a result is read."""
+
+    def __init__(self, memory, when, error=None):
+        super().__init__()
+        self.memory, self.when, self.error, self.failures = memory, when, error or exhausted(), 0
+
+    def __call__(self, batch):
+        if batch.input_ids.size <= self.memory:
+            return super().__call__(batch)
+        self.failures += 1
+        if self.when == "reading":
+            return Unreadable(self.error)
+        raise self.error
+
+
+@PACKED
+@pytest.mark.parametrize("when", ["dispatch", "reading"])
+@pytest.mark.parametrize(("batch_size", "fitting"), [(16, 8), (16, 1), (13, 3), (32, 4)])
+def test_too_little_memory(packed, when, batch_size, fitting, caplog):
+    """The size is halved until it fits, each time with a line in the log, and for good."""
+    texts, batcher = texts_of([64, 60, 40, 64, 50, 33, 0] * 30), make(packed)
+    device = SmallDevice(fitting * 64, when)
+    with caplog.at_level(logging.WARNING, "jaxft"):
+        assert run(batcher, texts, batch_size, device, (90,)) == expected(texts)
+    halvings = [batch_size >> n for n in range(1, 9) if batch_size >> n >= fitting]
+    sizes = [batch_size, *halvings]
+    assert caplog.messages == [
+        f"the device has too little memory for batches of {size * 64} tokens; going on with {half * 64}"
+        f" (batch_size={half})"
+        for size, half in itertools.pairwise(sizes)
+    ]
+    if when == "dispatch":  # the first failure of each size is enough
+        assert device.failures == len(halvings)
+    failures = device.failures
+    caplog.clear()
+    for size in (batch_size, 2 * batch_size):
+        assert run(batcher, texts, size, device) == expected(texts)
+    assert device.failures == failures and not caplog.messages
+    assert run(batcher, texts, 1, device) == expected(texts)
+
+
+def test_all_batches_in_flight_fail(caplog):
+    device, texts = SmallDevice(128, "reading"), texts_of([64] * 80)
+    assert run(make(True), texts, 4, device, (80,)) == expected(texts)
+    assert device.failures == batches._IN_FLIGHT + 1 and len(caplog.messages) == 1
+
+
+@PACKED
+@pytest.mark.parametrize("when", ["dispatch", "reading"])
+def test_not_even_memory_for_one(packed, when, caplog):
+    device = SmallDevice(0, when)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        run(make(packed), texts_of([64] * 20), 4, device)
+    assert [message[-14:] for message in caplog.messages] == ["(batch_size=2)", "(batch_size=1)"]
+
+
+@pytest.mark.parametrize("when", ["dispatch", "reading"])
+@pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError("INTERNAL: broken"), ValueError("broken")])
+def test_other_errors_pass(when, error, caplog):
+    device = SmallDevice(0, when, error)
+    with pytest.raises(type(error), match="broken"):
+        run(make(True), texts_of([64] * 20), 4, device)
+    assert not caplog.messages
+
+
+# --- Tokenising ----------------------------------------------------------------------------------------------------
+
+
+def threads():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")}
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 30])
+def test_tokenised(monkeypatch, count):
+    monkeypatch.setattr(batches, "_CHUNKS", (3, 10))
+    before = threads()
+    found = list(batches.tokenised(range(count), list))
+    assert [text for _, chunk in found for text in chunk] == list(range(count))
+    assert all(chunk[0] == start for start, chunk in found[:-1]) and found[-1] == (count, [])
+    assert [len(chunk) for _, chunk in found[:-1]] == {0: [], 1: [1], 3: [3], 4: [3, 1], 30: [3, 6, 10, 10, 1]}[count]
+    assert threads() == before
+
+
+def test_tokenising_is_one_chunk_ahead(monkeypatch):
+    monkeypatch.setattr(batches, "_CHUNKS", (3, 3))
+    done = []
+    chunks = batches.tokenised(range(100), lambda texts: done.extend(texts) or list(texts))
+    for start, chunk in itertools.islice(chunks, 5):
+        assert len(done) <= start + 6 and done[start : start + 3] == chunk
+    before = threads()
+    chunks.close()  # the caller stops early
+    assert len(done) <= 18 and len(threads()) == len(before) - 1
+
+
+def test_tokenising_fails(monkeypatch):
+    monkeypatch.setattr(batches, "_CHUNKS", (3, 3))
+    before = threads()
+
+    def tokenise(texts):
+        if 7 in texts:
+            raise ValueError("token 7")
+        return texts_of([1] * len(texts))
+
+    with pytest.raises(ValueError, match="token 7"):
+        list(make(True).run(batches.tokenised(range(100), tokenise), 4, Device()))
+    assert threads() == before
+
+
+# --- What is packed without being asked for ----------------------------------------------------------------------
+
+
+def test_packs():
+    assert not batches.packs(None) or dispatch.platform() == "cuda"
+    with dispatch.target("NVIDIA H200"):
+        assert batches.packs(None) and batches.packs("triton") and not batches.packs("xla")
+    with dispatch.target("Tesla T4", (7, 5)):  # which has no kernels
+        assert not batches.packs(None)

@@ -1,0 +1,383 @@
+"""CrossEncoder: scores of tiny random classifiers against direct calls of the model on hand-made inputs."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import tiny
+from jaxft.models import batches
+from jaxft.models.checkpoint import CheckpointError
+from jaxft.models.classification import BertForSequenceClassification
+from jaxft.models.cross_encoder import CrossEncoder
+
+FAMILIES = ["bert", "roberta", "distilbert"]
+PAIRS = [  # each of as many words as the others, so that a direct call compiles once
+    ("a bird sings", "in the old tree ."),
+    ("rain", "the old river falls in rain ,"),
+    ("the tree in the rain", "rain falls ."),
+    ("rain falls .", "the tree in the rain"),
+]
+LONG = "the old river "
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {kind: tiny.write_classifier(tmp_path_factory.mktemp(kind), kind) for kind in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def reranker(folders):
+    return CrossEncoder.from_pretrained(folders["bert"])
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    """Of three labels."""
+    return CrossEncoder.from_pretrained(tiny.write_classifier(tmp_path_factory.mktemp("labels"), num_labels=3))
+
+
+@nnx.jit
+def call(model, ids, types):
+    return model(ids, None, types)
+
+
+def by_hand(model, first, second):
+    """The logits of a pair of words, from ids that are put together here, without padding."""
+    first, second = ([tiny.VOCAB.index(word) for word in text.split()] for text in (first, second))
+    cls, sep = tiny.VOCAB.index("[CLS]"), tiny.VOCAB.index("[SEP]")
+    head, tail = [cls, *first, sep], [*second, sep]
+    if model.config.model_type == "roberta":
+        tail = [sep, *tail]
+    types = np.repeat(np.array([0, 1], np.int32), [len(head), len(tail)])[None]
+    logits = call(model, np.array([head + tail], np.int32), types if model.config.model_type == "bert" else None)
+    return np.asarray(logits, np.float64)[0]
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def close(actual, expected):
+    assert actual.dtype == np.float32
+    np.testing.assert_allclose(actual, np.asarray(expected), rtol=0, atol=2e-6)
+
+
+# --- predict -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_are_those_of_the_model(folders, family, packed):
+    reranker = CrossEncoder.from_pretrained(folders[family], packed=packed)
+    model = BertForSequenceClassification.from_pretrained(folders[family])
+    expected = [sigmoid(by_hand(model, *pair)[0]) for pair in PAIRS]
+    assert np.ptp(expected) > 0.02
+    scores = reranker.predict(PAIRS)
+    assert type(scores) is np.ndarray and scores.shape == (len(PAIRS),)
+    close(scores, expected)
+    close(reranker.predict(PAIRS[::-1]), expected[::-1])
+    assert reranker.buckets(4) == (batches.buckets(4, 64) if packed else [])
+
+
+def test_token_types_matter(reranker):
+    """The same tokens, with the first separator in another place."""
+    model = reranker.model
+    types_of_one_text = by_hand(model, "rain [SEP] falls in", "the tree")
+    assert abs(by_hand(model, "rain", "falls in [SEP] the tree") - types_of_one_text) > 1e-2
+    close(reranker.predict(("rain [SEP] falls in", "the tree")), sigmoid(types_of_one_text[0]))
+
+
+def test_padding_of_tokenizer_json_is_not_used(reranker):
+    """It would make seven tokens of these five."""
+    close(reranker.predict([("rain", "falls")]), [sigmoid(by_hand(reranker.model, "rain", "falls")[0])])
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_order(reranker, monkeypatch, batch_size):
+    monkeypatch.setattr(batches, "_CHUNKS", (3, 5))
+    texts = ["rain " * (7 * i % 31) for i in range(13)]
+    pairs = [(text, "the old river") for text in texts]
+    packed = CrossEncoder(reranker.model, reranker._tokenizer, max_length=20, packed=True)
+    padded = CrossEncoder(reranker.model, reranker._tokenizer, max_length=20, packed=False)
+    expected = padded.predict(pairs, batch_size=32)
+    assert np.ptp(expected) > 0.05
+    for encoder in (packed, padded):
+        close(encoder.predict(pairs, batch_size), expected)
+        close(encoder.predict(pairs[::-1], batch_size), expected[::-1])
+
+
+def test_kinds_of_input(reranker):
+    expected = reranker.predict(PAIRS)
+    arrays = (np.array(PAIRS), np.array(PAIRS, dtype=object), np.array(PAIRS, dtype=np.dtypes.StringDType()))
+    for pairs in (tuple(PAIRS), [list(pair) for pair in PAIRS], [np.array(pair) for pair in PAIRS], *arrays):
+        close(reranker.predict(pairs), expected)
+    close(reranker.predict(np.array(PAIRS[:2])), expected[:2])  # two pairs are not one
+
+
+@pytest.mark.parametrize("kind", [tuple, list, np.array])
+def test_one_pair_is_a_scalar(reranker, classifier, kind):
+    score = reranker.predict(kind(PAIRS[0]))
+    assert type(score) is np.float32
+    close(score, sigmoid(by_hand(reranker.model, *PAIRS[0])[0]))
+    scores = classifier.predict(kind(PAIRS[0]))
+    assert scores.shape == (3,)
+    close(scores, by_hand(classifier.model, *PAIRS[0]))
+    assert reranker.predict([kind(PAIRS[0])]).shape == (1,)
+
+
+@pytest.mark.parametrize("empty", [[], (), np.empty((0, 2), str)])
+def test_no_pairs(reranker, classifier, empty):
+    for encoder, shape in ((reranker, (0,)), (classifier, (0, 3))):
+        scores = encoder.predict(empty)
+        assert scores.shape == shape and scores.dtype == np.float32
+
+
+def test_several_labels(classifier):
+    logits = np.array([by_hand(classifier.model, *pair) for pair in PAIRS])
+    close(classifier.predict(PAIRS), logits)
+    softmax = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    close(classifier.predict(PAIRS, apply_softmax=True), softmax)
+    np.testing.assert_allclose(classifier.predict(PAIRS[0], apply_softmax=True).sum(), 1, rtol=1e-6)
+
+
+def test_activation_of_a_call(reranker, classifier):
+    logits = np.array([by_hand(reranker.model, *pair)[0] for pair in PAIRS])
+    seen = []
+
+    def double(x):
+        seen.append((x.shape, x.dtype))
+        return 2 * x
+
+    close(reranker.predict(PAIRS, activation_fn=double), 2 * logits)
+    assert seen == [((4, 1), jnp.float32)]
+    close(reranker.predict(PAIRS, apply_softmax=True), sigmoid(logits))  # of one label there is none
+    of_doubles = jax.nn.softmax(2 * classifier.predict(PAIRS, convert_to_numpy=False), axis=-1)
+    close(classifier.predict(PAIRS, activation_fn=double, apply_softmax=True), of_doubles)  # which comes last
+
+
+def test_results_are_ones_own(reranker):
+    scores = reranker.predict(PAIRS)
+    scores += 1
+    close(scores - 1, reranker.predict(PAIRS))
+    array = reranker.predict(PAIRS, convert_to_numpy=False)
+    assert isinstance(array, jax.Array) and array.dtype == jnp.float32
+    close(np.asarray(array), reranker.predict(PAIRS))
+    assert reranker.predict(PAIRS[0], convert_to_numpy=False).shape == ()
+
+
+def test_half_precision_gives_float32(folders, reranker):
+    half = CrossEncoder.from_pretrained(folders["bert"], dtype="bfloat16").predict(PAIRS)
+    assert half.dtype == np.float32
+    assert 1e-6 < np.abs(half - reranker.predict(PAIRS)).max() < 0.05
+
+
+def test_trained_parameters_are_used(folders):
+    trained = CrossEncoder.from_pretrained(folders["bert"])
+    before = trained.predict(PAIRS)
+    nnx.update(trained.model, jax.tree.map(lambda x: x * 0.5, nnx.state(trained.model, nnx.Param)))
+    scores = trained.predict(PAIRS)
+    assert np.abs(scores - before).max() > 0.01
+    close(scores, [sigmoid(by_hand(trained.model, *pair)[0]) for pair in PAIRS])
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_pair_without_a_token(reranker, packed):
+    bare = CrossEncoder(reranker.model, tiny.bare_tokenizer(), max_length=8, packed=packed)
+    scores = bare.predict([("", ""), ("rain", ""), ("", "")])
+    assert np.isfinite(scores).all() and scores[0] == scores[2] != scores[1]
+
+
+def test_progress_bar(reranker, capsys):
+    reranker.predict(PAIRS, show_progress_bar=True)
+    assert "4/4" in capsys.readouterr().err
+    reranker.predict(PAIRS)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("sentences", "message"),
+    [
+        ("rain", "must be a pair of str or a sequence of such pairs, got str"),
+        (b"ab", "must be a pair of str or a sequence of such pairs, got bytes"),
+        (None, "got NoneType"),
+        ({"rain": "tree", "bird": "river"}, "got dict"),
+        (np.array("rain"), "got ndarray"),
+        (iter(PAIRS), "got tuple_iterator|got list_iterator"),
+        (["rain"], "got 'rain' at index 0"),
+        (["rain", "river", "tree"], "got 'rain' at index 0"),
+        ([PAIRS[0], "ab"], "got 'ab' at index 1"),
+        ([PAIRS[0], ("rain",)], r"got \('rain',\) at index 1"),
+        ([PAIRS[0], ("a", "b", "c")], r"got \('a', 'b', 'c'\) at index 1"),
+        ([PAIRS[0], 3], "got 3 at index 1"),
+        (np.array([["a", "b", "c"]]), "at index 0"),
+        ([PAIRS[0], ("rain", 3)], r"second texts\[1\] must be a str, got int"),
+        ([PAIRS[0], (None, "rain")], r"first texts\[1\] must be a str, got NoneType"),
+        (("rain", None), r"second texts\[0\] must be a str, got NoneType"),
+    ],
+)
+def test_not_pairs(reranker, sentences, message):
+    with pytest.raises(TypeError, match=f"^predict: .*{message}"):
+        reranker.predict(sentences)
+
+
+def test_wrong_values(reranker):
+    with pytest.raises(ValueError, match=r"second texts\[0\] is not valid Unicode"):
+        reranker.predict([("rain", "\ud800")])
+    for batch_size in (0, True, 2.0, None):
+        with pytest.raises(ValueError, match="predict: batch_size must be a positive integer, got"):
+            reranker.predict(PAIRS, batch_size)
+
+
+# --- rank --------------------------------------------------------------------------------------------------------
+
+DOCUMENTS = ["rain falls .", "a bird sings", "", "rain falls .", "the old tree"]
+
+
+def test_rank(reranker):
+    scores = reranker.predict([("the river", text) for text in DOCUMENTS])
+    ranked = reranker.rank("the river", DOCUMENTS)
+    assert [entry["corpus_id"] for entry in ranked] == sorted(range(5), key=lambda i: -scores[i])
+    for entry in ranked:
+        assert entry.keys() == {"corpus_id", "score"}
+        assert type(entry["corpus_id"]) is int and type(entry["score"]) is float
+        assert abs(entry["score"] - scores[entry["corpus_id"]]) < 1e-6
+    assert json.loads(json.dumps(ranked)) == ranked
+    places = [entry["corpus_id"] for entry in ranked]
+    assert places.index(3) == places.index(0) + 1  # equal ones stay in their order
+    backwards = reranker.rank("the river", np.array(DOCUMENTS), activation_fn=lambda x: -x)
+    assert [DOCUMENTS[e["corpus_id"]] for e in backwards] == [DOCUMENTS[i] for i in reversed(places)]
+
+
+def test_rank_returns_documents(reranker):
+    ranked = reranker.rank("the river", DOCUMENTS, return_documents=True, batch_size=2)
+    assert [list(entry) for entry in ranked] == [["corpus_id", "score", "text"]] * 5
+    assert all(entry["text"] == DOCUMENTS[entry["corpus_id"]] for entry in ranked)
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 5, 9, np.int64(2)])
+def test_top_k(reranker, top_k):
+    whole = [entry["corpus_id"] for entry in reranker.rank("the river", DOCUMENTS)]
+    assert [entry["corpus_id"] for entry in reranker.rank("the river", DOCUMENTS, top_k)] == whole[:top_k]
+
+
+def test_rank_of_nothing(reranker):
+    assert reranker.rank("the river", []) == []
+
+
+def test_what_rank_refuses(reranker, classifier):
+    with pytest.raises(ValueError, match="rank: the model must have one label, a score, got 3 labels"):
+        classifier.rank("the river", DOCUMENTS)
+    for top_k in (0, -1, 2.0, True):
+        with pytest.raises(ValueError, match=f"rank: top_k must be None or a positive integer, got {top_k}"):
+            reranker.rank("the river", DOCUMENTS, top_k)
+    with pytest.raises(TypeError, match=r"rank: documents\[1\] must be a str, got int"):
+        reranker.rank("the river", ["rain", 3])
+    with pytest.raises(TypeError, match=r"rank: query\[0\] must be a str, got list"):
+        reranker.rank(["the river"], DOCUMENTS)
+
+
+# --- Folders -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kept"),
+    [
+        (LONG * 10, "rain falls", (LONG * 2, "rain falls")),
+        ("rain falls", LONG * 10, ("rain falls", LONG * 2)),
+        (LONG * 10, "rain " * 10, ("the old river the", "rain rain rain rain")),
+    ],
+)
+def test_the_longer_text_is_cut(reranker, folders, first, second, kept):
+    short = CrossEncoder.from_pretrained(folders["bert"], max_length=11)
+    assert short.max_length == 11
+    close(short.predict([(first, second)]), [sigmoid(by_hand(reranker.model, *kept)[0])])
+
+
+@pytest.mark.parametrize(
+    ("family", "asked", "tokenizer_config", "expected"),
+    [
+        ("bert", None, {}, 64),
+        ("bert", None, {"model_max_length": 40}, 40),
+        ("bert", None, {"model_max_length": 1e30}, 64),
+        ("bert", 50, {"model_max_length": 40}, 50),
+        ("bert", 512, {}, 64),
+        ("roberta", None, {"model_max_length": 512}, 64),
+    ],
+)
+def test_max_length(tmp_path, family, asked, tokenizer_config, expected):
+    tiny.write_classifier(tmp_path, family)
+    tiny.write_json(tmp_path / "tokenizer_config.json", tokenizer_config)
+    reranker = CrossEncoder.from_pretrained(tmp_path, max_length=asked)
+    assert reranker.max_length == expected
+    assert len(reranker._tokenizer.encode("rain " * 100, "river").ids) == expected
+
+
+def test_no_room_for_a_token(folders):
+    with pytest.raises(ValueError, match="CrossEncoder: max_length must be above 3, .* got 3"):
+        CrossEncoder.from_pretrained(folders["bert"], max_length=3)
+    with pytest.raises(ValueError, match="CrossEncoder: max_length must be above 4, .* got 4"):
+        CrossEncoder.from_pretrained(folders["roberta"], max_length=4)
+
+
+def noted(name):
+    return {"sentence_transformers": {"activation_fn": name, "version": "5.0.0"}}
+
+
+@pytest.mark.parametrize(
+    ("num_labels", "settings", "expected"),
+    [
+        (1, {}, sigmoid),
+        (2, {}, lambda x: x),
+        (1, noted("torch.nn.modules.linear.Identity"), lambda x: x),
+        (2, noted("torch.nn.modules.activation.Sigmoid"), sigmoid),
+        (1, noted("torch.nn.modules.activation.Tanh"), np.tanh),
+        (1, noted("torch.nn.modules.activation.ReLU"), lambda x: np.maximum(x, 0)),
+        (1, noted(None), sigmoid),
+        (1, {"sentence_transformers": {"version": "5.0.0"}}, sigmoid),
+        (1, {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, lambda x: x),
+        (1, {"sbert_ce_default_activation_function": None}, sigmoid),
+        (1, noted("torch.nn.modules.linear.Identity")
+         | {"sbert_ce_default_activation_function": "torch.nn.modules.activation.Tanh"}, lambda x: x),
+    ],
+)  # fmt: skip
+def test_activation(tmp_path, num_labels, settings, expected):
+    reranker = CrossEncoder.from_pretrained(tiny.write_classifier(tmp_path, num_labels=num_labels, **settings))
+    x = np.array([[-2.0] * num_labels, [0.5] * num_labels], np.float32)
+    np.testing.assert_allclose(reranker.activation_fn(jnp.asarray(x)), expected(x), rtol=1e-5)
+
+
+def test_unknown_activation(tmp_path):
+    tiny.write_classifier(tmp_path, **noted("torch.nn.modules.activation.Softplus"))
+    with pytest.raises(CheckpointError, match="config.json: .*activation.Softplus' is not supported; .*ReLU"):
+        CrossEncoder.from_pretrained(tmp_path)
+
+
+def test_vocab_txt_alone(tmp_path, reranker):
+    """Its pairs get the special tokens and the token types of BERT."""
+    tiny.write_classifier(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    plain = CrossEncoder.from_pretrained(tmp_path)
+    tokens = plain._tokenizer.encode("A bird", "rain falls")
+    words = ["[CLS]", "a", "bird", "[SEP]", "rain", "falls", "[SEP]"]
+    assert tokens.ids == [tiny.VOCAB.index(word) for word in words]
+    assert tokens.type_ids == [0, 0, 0, 0, 1, 1, 1]
+    close(plain.predict(PAIRS), reranker.predict(PAIRS))
+
+
+def test_wrong_folders(tmp_path):
+    with pytest.raises(CheckpointError, match="missing"):  # an encoder without a head
+        CrossEncoder.from_pretrained(tiny.write_model(tmp_path / "encoder"))
+    folder = tiny.write_classifier(tmp_path / "classifier")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["extra"] = len(tiny.VOCAB)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(CheckpointError, match=f"tokenizer has ids up to {len(tiny.VOCAB)}"):
+        CrossEncoder.from_pretrained(folder)
+    for name in ("tokenizer.json", "vocab.txt"):
+        (folder / name).unlink()
+    with pytest.raises(CheckpointError, match="no tokenizer: neither"):
+        CrossEncoder.from_pretrained(folder)
