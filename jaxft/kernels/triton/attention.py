@@ -96,7 +96,7 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, singl
             total = jnp.where(rows < span.end, total, 0.0)
         empty = total == 0.0
         safe_total = jnp.where(empty, 1.0, total)  # a row with nothing to attend to gives 0
-        out = acc * (p.kept_scale * common.rounded_reciprocal(safe_total))[:, None]
+        out = acc * (p.kept_scale * parts.reciprocal(p, safe_total))[:, None]
         if p.rules.query_lengths is not None:
             out = jnp.where(empty[:, None], 0.0, out)  # what such a row holds may be NaN
         parts.store_tile(p, out_ref, index, offset + start, head, out, in_rows)

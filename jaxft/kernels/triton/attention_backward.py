@@ -85,8 +85,8 @@ def _allowed(p: Problem, refs: Refs, pairs: Pairs, attends: Array) -> Any:
     return attends if allowed is None else allowed & attends
 
 
-def _inverse(total):
-    return common.rounded_reciprocal(jnp.where(total == 0.0, 1.0, total))
+def _inverse(p: Problem, total: Array) -> Array:
+    return parts.reciprocal(p, jnp.where(total == 0.0, 1.0, total))
 
 
 def _logit_gradient(p: Problem, refs: Refs, k_ref, v_ref, rows: _Rows, delta, j, block_k: int, edge: bool):
@@ -140,7 +140,7 @@ def _dq_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int):
             return sums[0] + jnp.sum(weights, axis=1), sums[1] + jnp.sum(weights * dp, axis=1)
 
         total, delta = parts.visit_all(span, block_k, leading, add, (jnp.zeros((block_q,), jnp.float32),) * 2)
-        factor = jnp.where(rows.attends, _inverse(total), 1.0)  # what padding holds may be NaN
+        factor = jnp.where(rows.attends, _inverse(p, total), 1.0)  # what padding holds may be NaN
         delta = delta * factor
         rows = rows._replace(factor=factor)
         common.store(factor_ref[0].at[rows.index, head, common.span(row, block_q)], factor, mask=rows.in_rows)
@@ -227,7 +227,7 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, packe
         if factor_ref is not None:
             weights = weights * _load_rows(factor_ref, index, head, offset + row, block_q, in_rows, 1.0)[None, :]
         elif with_dq:  # the sum is 1 but for rounding, which ds would multiply by dp
-            weights = weights * _inverse(jnp.sum(weights, axis=0))[None, :]
+            weights = weights * _inverse(p, jnp.sum(weights, axis=0))[None, :]
         kept = parts.drop(p, refs, pairs, weights).astype(dout.dtype)
         dv = parts.add_product(p, dv, kept, dout)
         dp = parts.drop(p, refs, pairs, common.dot(v, dout, trans_b=True, precision=p.precision))
