@@ -48,10 +48,10 @@ def sequences(batch):
     """(tokens, types) of each sequence of a batch."""
     for part in (batch.input_ids, batch.token_type_ids):
         assert part is None or (part.dtype == np.int32 and part.shape == batch.input_ids.shape)
-    rows = itertools.pairwise(batch.lengths) if batch.packed else ((0, n) for n in batch.lengths)
+    rows = itertools.pairwise(batch.lengths) if batch.input_ids.ndim == 1 else ((0, n) for n in batch.lengths)
     for row, (begin, end) in enumerate(rows):
         assert 0 <= end - begin <= batch.longest
-        where = slice(begin, end) if batch.packed else (row, slice(begin, end))
+        where = slice(begin, end) if batch.input_ids.ndim == 1 else (row, slice(begin, end))
         yield batch.input_ids[where], None if batch.token_type_ids is None else batch.token_type_ids[where]
 
 
@@ -71,7 +71,7 @@ class Device:
 
 
 def shape_of(batch):
-    if batch.packed:
+    if batch.input_ids.ndim == 1:
         return Bucket(len(batch.input_ids), len(batch.lengths) - 1, batch.longest)
     return batch.input_ids.shape
 

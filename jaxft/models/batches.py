@@ -55,10 +55,6 @@ class Batch(NamedTuple):
     lengths: np.ndarray
     longest: int
 
-    @property
-    def packed(self) -> bool:
-        return self.input_ids.ndim == 1
-
 
 def buckets(batch_size: int, limit: int) -> list[Bucket]:
     """All shapes of packed batches of at most `batch_size` texts of `limit` tokens, or as many tokens of shorter ones.
@@ -104,6 +100,18 @@ class Batcher:
         self.limit, self.padding, self.packed, self.with_types = limit, padding, packed, with_types
         self._lengths = padded_lengths(limit)
         self._largest: int | None = None  # batch_size, once a larger one did not fit into the memory
+
+    def compute_all(
+        self, texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "list[Encoding]"], batch_size: int,
+        compute: Callable[[Batch], jax.Array], *, width: int, unit: str, show_progress_bar: bool | None,
+    ) -> np.ndarray:  # fmt: skip
+        """float32 `[texts, width]` in the order of the texts, with `batch_size` and `compute` as for `run`."""
+        results = np.empty((len(texts), width), np.float32)
+        with progress_bar(len(texts), unit, show_progress_bar) as bar:
+            for positions, found in self.run(tokenised(texts, tokenise), batch_size, compute):
+                results[positions] = found
+                bar.update(len(positions))
+        return results
 
     def run(
         self, chunks: "Iterator[tuple[int, list[Encoding]]]", batch_size: int, compute: Callable[[Batch], jax.Array]

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxft.models import checkpoint
 from jaxft.models.config import BertConfig
-from jaxft.models.pooling import sequence_rows
+from jaxft.models.pooling import first_tokens
 from jaxft.ops.attention import qkv_attention, varlen_qkv_attention
 from jaxft.ops.dense import dense
 from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
@@ -170,7 +170,7 @@ class BertPooler(nnx.Module):
         """`x` `[B, T, D]`, or `[M, D]` of sequences back to back -> `[B, D]`."""
         kernel = self.kernel[...].astype(self.options.dtype)
         implementation = self.options.implementation
-        first = (x if cu_seqlens is None else sequence_rows(x, cu_seqlens, 1))[:, 0]
+        first = first_tokens(x, cu_seqlens)
         return dense(first, kernel, self.bias[...], activation="tanh", implementation=implementation)
 
 

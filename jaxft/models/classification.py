@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxft.models import checkpoint
 from jaxft.models.bert import BertModel
 from jaxft.models.config import BertConfig
-from jaxft.models.pooling import sequence_rows
+from jaxft.models.pooling import first_tokens
 from jaxft.ops.dense import dense
 
 _MAX_LABELS = 2**20
@@ -136,9 +136,7 @@ class BertForSequenceClassification(nnx.Module):
         packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         given: dict[str, Any] = {name: value for name, value in packing.items() if value is not None}
         hidden = self.bert(input_ids, attention_mask, token_type_ids, position_ids, **given).last_hidden_state
-        if cu_seqlens is None:
-            return self.head(hidden[:, 0])
-        return self.head(sequence_rows(hidden, jnp.asarray(cu_seqlens), 1)[:, 0])
+        return self.head(first_tokens(hidden, None if cu_seqlens is None else jnp.asarray(cu_seqlens)))
 
     @classmethod
     def from_pretrained(

@@ -57,18 +57,12 @@ class CrossEncoder:
         activation_fn: Activation | None = None,
         packed: bool | None = None,
     ) -> None:
-        special_tokens = tokenizer.num_special_tokens_to_add(is_pair=True)
-        if max_length <= special_tokens:
-            raise ValueError(
-                f"CrossEncoder: max_length must be above {special_tokens}, the number of special tokens that the"
-                f" tokenizer adds, got {max_length}"
-            )
         self.model = model
         self.activation_fn = activation_fn or _ACTIVATIONS["Sigmoid" if model.num_labels == 1 else "Identity"]
         self._max_length = max_length
-        self._tokenizer = type(tokenizer).from_str(tokenizer.to_str())
-        self._tokenizer.no_padding()
-        self._tokenizer.enable_truncation(max_length=max_length)
+        self._tokenizer = tokenizer_files.truncating(
+            tokenizer, max_length, is_pair=True, owner="CrossEncoder", argument="max_length"
+        )
         self._batcher = batches.Batcher(
             limit=max_length,
             padding=model.config.pad_token_id,
@@ -179,18 +173,14 @@ class CrossEncoder:
         is_pair = batches.is_sequence(sentences) and len(sentences) == 2 and isinstance(sentences[0], str)
         pairs = _as_pairs([sentences] if is_pair else sentences)
         leaves = jax.tree.leaves(nnx.state(self.model))
-        logits = np.empty((len(pairs), self.model.num_labels), np.float32)
 
         def compute(batch: Batch) -> jax.Array:
             return self._score(leaves, batch.input_ids, batch.token_type_ids, batch.lengths, batch.longest)
 
-        with batches.progress_bar(len(pairs), "pair", show_progress_bar) as bar:
-            for positions, found in self._batcher.run(
-                batches.tokenised(pairs, self._tokenizer.encode_batch_fast), batch_size, compute
-            ):
-                logits[positions] = found
-                bar.update(len(positions))
-
+        logits = self._batcher.compute_all(
+            pairs, self._tokenizer.encode_batch_fast, batch_size, compute, width=self.model.num_labels, unit="pair",
+            show_progress_bar=show_progress_bar,
+        )  # fmt: skip
         scores = (activation_fn or self.activation_fn)(jnp.asarray(logits))
         if self.model.num_labels > 1 and apply_softmax:
             scores = jax.nn.softmax(scores, axis=-1)

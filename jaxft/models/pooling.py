@@ -26,6 +26,11 @@ def pool_packed(hidden: jax.Array, cu_seqlens: jax.Array, modes: tuple[str, ...]
     return pool(sequence_rows(hidden, cu_seqlens, max_seqlen), mask, modes)
 
 
+def first_tokens(x: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
+    """`[B, D]` of `x` `[B, T, D]`, or of `[M, D]` with `cu_seqlens`: 0 for a sequence of no token."""
+    return (x if cu_seqlens is None else sequence_rows(x, cu_seqlens, 1))[:, 0]
+
+
 def sequence_rows(x: jax.Array, cu_seqlens: jax.Array, length: int) -> jax.Array:
     """The first rows of each sequence in `x` `[M, D]`, as `[B, length, D]`: 0 after its end, NaN from row M on.
 

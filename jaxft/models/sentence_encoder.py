@@ -67,21 +67,14 @@ class SentenceEncoder:
         unknown = [mode for mode in pooling if mode not in _POOLING_MODES]
         if unknown or not pooling:
             raise ValueError(f"SentenceEncoder: pooling must name some of {_POOLING_MODES}, got {tuple(pooling)}")
-        special_tokens = tokenizer.num_special_tokens_to_add(is_pair=False)
-        if max_seq_length <= special_tokens:
-            raise ValueError(
-                f"SentenceEncoder: max_seq_length must be above {special_tokens}, the number of special tokens that"
-                f" the tokenizer adds, got {max_seq_length}"
-            )
         self.model = model
         self.pooling = tuple(pooling)
         self.normalize = normalize
         self.prompt = prompt
         self._max_seq_length = max_seq_length
-        # tokenizer.json files often come with padding and a truncation of their own, left from training.
-        self._tokenizer = type(tokenizer).from_str(tokenizer.to_str())
-        self._tokenizer.no_padding()
-        self._tokenizer.enable_truncation(max_length=max_seq_length)
+        self._tokenizer = tokenizer_files.truncating(
+            tokenizer, max_seq_length, owner="SentenceEncoder", argument="max_seq_length"
+        )
         self._batcher = batches.Batcher(
             limit=max_seq_length,
             padding=model.config.pad_token_id,
@@ -221,17 +214,14 @@ class SentenceEncoder:
         texts = batches.as_texts("encode", "sentences", sentences)
         normalize = self.normalize or normalize_embeddings
         leaves = jax.tree.leaves(nnx.state(self.model))
-        embeddings = np.empty((len(texts), self.embedding_dimension), np.float32)
 
         def compute(batch: Batch) -> jax.Array:
             return self._embed(leaves, batch.input_ids, batch.lengths, batch.longest, normalize)
 
-        with batches.progress_bar(len(texts), "text", show_progress_bar) as bar:
-            tokens = batches.tokenised(texts, self._encodings)
-            for positions, found in self._batcher.run(tokens, batch_size, compute):
-                embeddings[positions] = found
-                bar.update(len(positions))
-
+        embeddings = self._batcher.compute_all(
+            texts, self._encodings, batch_size, compute, width=self.embedding_dimension, unit="text",
+            show_progress_bar=show_progress_bar,
+        )  # fmt: skip
         result = embeddings[0] if isinstance(sentences, str) else embeddings
         return result if convert_to_numpy else jnp.asarray(result)
 

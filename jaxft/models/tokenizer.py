@@ -72,6 +72,28 @@ def _bert_tokenizer(vocab: Path) -> "Tokenizer":
     return tokenizer
 
 
+def truncating(
+    tokenizer: "Tokenizer", max_length: int, *, is_pair: bool = False, owner: str, argument: str
+) -> "Tokenizer":
+    """A copy without padding that cuts texts off at `max_length` tokens.
+
+    Files often come with padding and a truncation of their own, left from training.
+
+    Raises:
+      ValueError: no token of a text would be left beside the special ones; the message names owner and argument.
+    """
+    special_tokens = tokenizer.num_special_tokens_to_add(is_pair=is_pair)
+    if max_length <= special_tokens:
+        raise ValueError(
+            f"{owner}: {argument} must be above {special_tokens}, the number of special tokens that the tokenizer"
+            f" adds, got {max_length}"
+        )
+    copy = type(tokenizer).from_str(tokenizer.to_str())
+    copy.no_padding()
+    copy.enable_truncation(max_length=max_length)
+    return copy
+
+
 def check_vocabulary(tokenizer: "Tokenizer", folder: Path, vocab_size: int) -> None:
     """Raises a CheckpointError if the model lacks ids: their texts would come out as NaN, hours into the work."""
     largest_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
