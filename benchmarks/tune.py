@@ -89,10 +89,10 @@ def row_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
         config: tuning.GradientConfig,
     ) -> Any:  # fmt: skip
         dx, _, sums = layer_norm.backward(
-            dy, None, x, bias, residual, gamma, None, saved, dropout_rate=0.0, vectors=("bias", "gamma", "beta"),
-            config=config, interpret=False,
+            dy, None, x, bias, residual, gamma, None, saved, dropout_rate=0.0,
+            vectors=dict.fromkeys(("bias", "gamma", "beta"), bias.dtype), config=config, interpret=False,
         )  # fmt: skip
-        return dx, sums.astype(bias.dtype)
+        return dx, jnp.stack([*sums.values()])
 
     def plain(
         dy: jax.Array, x: jax.Array, bias: jax.Array, residual: jax.Array, gamma: jax.Array, saved: jax.Array

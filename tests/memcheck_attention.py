@@ -17,7 +17,7 @@ import numpy as np
 import jaxft
 from cases import normal, some
 from jaxft import tuning
-from jaxft.kernels.triton import attention_common, common
+from jaxft.kernels.triton import attention_spans, common
 from jaxft.ops import attention_implementations
 from jaxft.tuning import AttentionConfig
 from test_attention_gradients import attention_case, random_blocks
@@ -117,9 +117,9 @@ def at_once(function):
 def main(first, count, fault=None):
     launched = []
     jax.config.update("jax_numpy_dtype_promotion", "strict")
-    spans = {n: at_once(getattr(attention_common, n)) for n in ("spans_of_queries", "spans_of_keys")}
+    spans = {n: at_once(getattr(attention_spans, n)) for n in ("spans_of_queries", "spans_of_keys")}
     with (
-        mock.patch.multiple(attention_common, **spans),
+        mock.patch.multiple(attention_spans, **spans),
         mock.patch.object(attention_implementations, "_triton_jit", attention_implementations._triton),
         mock.patch.multiple(common, launch=alone(common.launch, launched), **(FAULTS[fault] if fault else {})),
     ):

@@ -155,11 +155,12 @@ def test_any_config(dtype, rate, key):
                 x, bias, residual, gamma, beta, seed, epsilon=1e-6, return_sum=True, save=True, in_place=False,
                 config=RowConfig(rows, width, warps), **options,
             )  # fmt: skip
+            vectors = {"bias": bias.dtype, "gamma": gamma.dtype, "beta": beta.dtype}
             dx, dresidual, sums = kernel.backward(
-                *dy, x, bias, residual, gamma, seed, saved, vectors=("bias", "gamma", "beta"),
+                *dy, x, bias, residual, gamma, seed, saved, vectors=vectors,
                 config=GradientConfig(rows, width, n + 1, warps), **options,
             )  # fmt: skip
-            return tuple(y), (dx, sums[0].astype(bias.dtype), dresidual, *sums[1:].astype(gamma.dtype))
+            return tuple(y), (dx, sums["bias"], dresidual, sums["gamma"], sums["beta"])
 
         got = run(dy, *arguments)
         assert_matches_oracle(got, expected, exact, seed=CONFIGS[n])
@@ -181,7 +182,7 @@ def test_kernels_stay_within_the_arrays(sizes, key):
                 config=RowConfig(rows, width, 1), **options,
             )  # fmt: skip
         kernel.backward(
-            *y, x, bias, residual, gamma, seed, saved, vectors=("bias", "gamma", "beta"),
+            *y, x, bias, residual, gamma, seed, saved, vectors=dict.fromkeys(("bias", "gamma", "beta"), jnp.float32),
             config=GradientConfig(rows, width, programs, 1), **options,
         )  # fmt: skip
 

@@ -75,7 +75,7 @@ def imports(name, file, modules):
 
 def op_of(stem):
     """`attention` of `attention_backward`: what would be too long as one file."""
-    return re.sub("_(common|backward|implementations|store|candidates|search)$", "", stem)
+    return re.sub("_(common|backward|spans|implementations|store|candidates|search)$", "", stem)
 
 
 def allowed(name, target):

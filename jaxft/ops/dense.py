@@ -88,7 +88,8 @@ def dense(
         product = tuning.dense_mosaic(*sizes, activation, itemsize, kind)
     elif implementation is not None or not tuning.dense_by_library(*sizes, activation, itemsize):
         product = tuning.dense(*sizes, itemsize, kind)
-    if choice.name == "xla" or 0 in sizes or (product is None and (activation is None or residual is not None)):
+    no_kernel = product is None and (residual is not None if activation else bias is None)
+    if choice.name == "xla" or 0 in sizes or no_kernel:
         y = _reference(*arrays, activation, precision)
     else:
         plan = _Plan(
@@ -167,7 +168,7 @@ def _fwd(x, kernel, bias, residual, plan):
             functools.partial(_epilogue, plan=plan, in_place=False),
             lambda y, bias, residual: reference.dense_epilogue(y, bias, plan.activation, residual),
         )
-        return run(y, bias, residual), (x, kernel, bias, residual, y)
+        return run(y, bias, residual), (x, kernel, bias, residual, None if plan.activation is None else y)
     if isinstance(plan.product, tuning.MosaicDenseConfig) and plan.activation is not None:
 
         def fused(x, kernel, bias):
@@ -184,7 +185,7 @@ def _fwd(x, kernel, bias, residual, plan):
 
 def _bwd(plan, saved, d_out):
     x, kernel, bias, residual, y = saved
-    if y is None:  # the kernel kept its product in registers, and the activation's gradient needs it
+    if y is None and plan.activation is not None:  # the kernel kept it in registers, and the gradient needs it
         y = jnp.matmul(x, kernel, precision=plan.precision)
     elif isinstance(plan.product, tuning.MosaicDenseConfig) and bias is not None:
         bias = jnp.zeros_like(bias)  # it is in y
@@ -197,7 +198,13 @@ def _bwd(plan, saved, d_out):
 def _epilogue_gradient(d_out, y, bias, plan):
     """Of activation(y + bias): the gradients of y and bias, in one pass if there is an activation."""
     if plan.activation is None:
-        return d_out, None if bias is None else jnp.sum(d_out, axis=0, dtype=jnp.float32).astype(bias.dtype)
+        if bias is None:
+            return d_out, None
+        sums = common.with_plain_gradient(
+            functools.partial(bias_activation.sum_of_rows, interpret=plan.interpret),
+            lambda d_out: jnp.sum(d_out, axis=0, dtype=jnp.float32),
+        )
+        return d_out, sums(d_out).astype(bias.dtype)
 
     def plain(d_out, y, bias):
         return jax.vjp(lambda y, bias: reference.dense_epilogue(y, bias, plan.activation, None), y, bias)[1](d_out)

@@ -187,9 +187,8 @@ def _fwd(*arguments):
 def _bwd(static, saved, dy):
     def kernel(dy, total, saved, word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids):
         of_rows = token_type is not None and token_type_ids is None  # its gradient is that of a bias
-        vectors = {"bias": of_rows, "gamma": gamma is not None, "beta": beta is not None}
-        names = tuple(name for name, there in vectors.items() if there)
-        d, _, sums = triton_layer_norm.backward(
+        vectors = {"bias": token_type if of_rows else None, "gamma": gamma, "beta": beta}
+        d, _, found = triton_layer_norm.backward(
             dy.reshape(total.shape),
             None,
             total,
@@ -199,11 +198,10 @@ def _bwd(static, saved, dy):
             None,
             saved,
             dropout_rate=0.0,
-            vectors=names,
+            vectors={name: vector.dtype for name, vector in vectors.items() if vector is not None},
             config=static.backward,
             interpret=static.interpret,
         )
-        found = dict(zip(names, sums, strict=True))
 
         def by_id(table, ids):
             config = tuning.embeddings_sums(*table.shape)
@@ -219,10 +217,7 @@ def _bwd(static, saved, dy):
         dtoken_type = None
         if token_type is not None:
             dtoken_type = first_rows(token_type, found["bias"][None]) if of_rows else by_id(token_type, token_type_ids)
-        dgamma, dbeta = (
-            None if x is None else found[name].astype(x.dtype) for name, x in (("gamma", gamma), ("beta", beta))
-        )
-        return by_id(word, input_ids), dposition, dtoken_type, dgamma, dbeta
+        return by_id(word, input_ids), dposition, dtoken_type, found.get("gamma"), found.get("beta")
 
     def plain(dy, total, saved, *arrays):
         return jax.vjp(_plain(static), *arrays)[1](dy)[:5]

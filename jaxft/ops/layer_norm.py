@@ -202,8 +202,7 @@ def _fwd(*arguments):
 def _bwd(static, saved, dy):
     def kernel(dy, saved, x, bias, residual, gamma, beta, rng):
         vectors = {"bias": bias, "gamma": gamma, "beta": beta}
-        vectors = {name: vector for name, vector in vectors.items() if vector is not None}
-        dx, dresidual, sums = triton.backward(
+        dx, dresidual, found = triton.backward(
             dy[0],
             dy[1] if static.return_sum else None,
             x,
@@ -213,11 +212,10 @@ def _bwd(static, saved, dy):
             None if rng is None else reference.dropout_seed(rng),
             saved,
             dropout_rate=static.dropout_rate,
-            vectors=tuple(vectors),
+            vectors={name: vector.dtype for name, vector in vectors.items() if vector is not None},
             config=static.backward,
             interpret=static.interpret,
         )
-        found = {name: d.astype(v.dtype) for (name, v), d in zip(vectors.items(), sums, strict=True)}
         return dx, found.get("bias"), dresidual, found.get("gamma"), found.get("beta"), None
 
     def plain(dy, saved, *arrays):

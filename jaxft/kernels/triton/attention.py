@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import attention_common as parts
-from jaxft.kernels.triton import common
+from jaxft.kernels.triton import attention_spans, common
 from jaxft.kernels.triton.attention_common import Options, Problem, Refs, Rules
 from jaxft.tuning import AttentionConfig
 
@@ -35,11 +35,11 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, singl
     to_logits = scale * parts.LOG2_E if refs.bias is None else 1.0
 
     def compute(tile, head, batch):
-        start, kv_head = tile * block_q, head // p.group
+        kv_head = head // p.group
         span = parts.load_span(refs.spans, batch, tile, p.query_length, p.key_length, block_k, full=not p.pair_mask)
-        index, offset, length = parts.sequence(refs, batch, span, p.query_length)
+        batch, start, index, offset, length = parts.load_place(p, refs, batch, tile, block_q, p.query_length)
         rows = common.positions(start, block_q)
-        in_rows = None if p.query_length % block_q == 0 and refs.offsets is None else rows < length
+        in_rows = None if p.query_length % block_q == 0 and not p.varlen else rows < length
         takes_part = in_rows if p.rules.query_lengths is None else rows < span.end
         q = parts.load_tile(p, q_ref, index, offset + start, block_q, head, in_rows)
         if p.options.scale <= 0.0:
@@ -57,7 +57,7 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, singl
                 None if in_columns is None else in_columns[None, :],
             )  # fmt: skip
             k = parts.load_tile(p, k_ref, index, offset + row, block_k, p.k_head + kv_head, in_columns)
-            logits = common.dot(q, k, trans_b=True, precision=p.precision)  # [block_q, block_k], not yet scaled
+            logits = parts.dot(p, q, k, trans_b=True)  # [block_q, block_k], not yet scaled
             if refs.bias is not None:
                 logits = parts.logits(refs, pairs, logits, scale)
             if edge:
@@ -76,7 +76,7 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, singl
             kept = parts.drop(p, refs, pairs, weights).astype(v.dtype)
             total = jnp.sum(weights, axis=1)
             if carry is None:
-                return common.dot(kept, v, precision=p.precision), total, new_top
+                return parts.dot(p, kept, v), total, new_top
             rescale = parts.exponentials(p, refs, carry[2] - shift)
             weighted = parts.add_product(p, carry[0] * rescale[:, None], kept, v)
             return weighted, common.fma(carry[1], rescale, total), new_top
@@ -105,15 +105,6 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, singl
             top = jnp.where(total == total, top, jnp.nan)  # of NaN alone a GPU's maximum is -inf, as of nothing
             common.store(top_ref.at[place], jnp.where(empty, -jnp.inf, top), mask=in_rows)
             common.store(total_ref.at[place], jnp.log(safe_total) * parts.LOG2_E, mask=in_rows)
-
-        def fill(row, in_rows):
-            parts.store_tile(p, out_ref, index, row, head, jnp.zeros((block_q, p.width), out_ref.dtype), in_rows)
-            if top_ref is not None:
-                place = index, head, common.span(row, block_q)
-                common.store(top_ref.at[place], jnp.full((block_q,), -jnp.inf, jnp.float32), mask=in_rows)
-                common.store(total_ref.at[place], jnp.zeros((block_q,), jnp.float32), mask=in_rows)
-
-        parts.fill_after(refs, batch, tile, span, block_q, tiles, fill)
 
     if not programs:
         return compute(*(pl.program_id(axis) for axis in range(3)))
@@ -152,7 +143,7 @@ def forward(
         outputs += [jax.ShapeDtypeStruct((batch, p.heads, rows), jnp.float32)] * 2
     tiles = pl.cdiv(p.query_length, config.block_q)
     single = p.key_length <= config.block_k and p.rules.query_lengths is None
-    spans = parts.spans_of_queries(p, config.block_q, config.block_k)
+    spans = attention_spans.spans_of_queries(p, config.block_q, config.block_k)
     # With masks the next tile is not read while one computes, and this takes 1.4x as long (H200, 2026-11-21).
     programs = min(config.programs, tiles * p.heads * p.batch) if single and spans is None else 0
     found = common.launch(
@@ -165,7 +156,7 @@ def forward(
             single=single,
             programs=programs,
         ),  # fmt: skip
-        (programs,) if programs else (tiles, p.heads, p.batch),
+        (programs,) if programs else p.grid(p.query_length, p.heads, config.block_q),
         p.operands(spans),
         outputs,
         name="attention_fwd",

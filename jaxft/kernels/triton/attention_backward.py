@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import attention_common as parts
-from jaxft.kernels.triton import common
+from jaxft.kernels.triton import attention_spans, common
 from jaxft.kernels.triton.attention_common import Options, Pairs, Problem, Refs, Rules, Span
 from jaxft.tuning import AttentionConfig
 
@@ -56,10 +56,9 @@ class _Rows(NamedTuple):
 def _rows(
     p: Problem, refs: Refs, q_ref, dout_ref, top_ref, total_ref, batch, head, tile, span: Span, block: int
 ) -> _Rows:
-    index, offset, length = parts.sequence(refs, batch, span, p.query_length)
-    start = tile * block
+    batch, start, index, offset, length = parts.load_place(p, refs, batch, tile, block, p.query_length)
     in_rows = None
-    if p.query_length % block or refs.offsets is not None:
+    if p.query_length % block or p.varlen:
         in_rows = common.positions(start, block) < length
     q = parts.load_tile(p, q_ref, index, offset + start, block, head, in_rows)
     dout = parts.load_tile(p, dout_ref, index, offset + start, block, head, in_rows)
@@ -116,15 +115,15 @@ def _probabilities(p: Problem, refs: Refs, k_ref, v_ref, rows: _Rows, j, block_k
     if edge and p.by_pairs:  # a NaN that no query attends to must not spread
         used = parts.any_of(allowed, axis=0)
         k, v = parts.clear(k, used), parts.clear(v, used)
-    products = common.dot(rows.q, k, trans_b=True, precision=p.precision)  # [block_q, block_k]
+    products = parts.dot(p, rows.q, k, trans_b=True)  # [block_q, block_k]
     top, total = rows.top[:, None], rows.total[:, None]
     weights = parts.probabilities(p, refs, pairs, products, top, total)
     weights = _select(allowed, weights if rows.factor is None else weights * rows.factor[:, None])
-    dp = parts.drop(p, refs, pairs, common.dot(rows.dout, v, trans_b=True, precision=p.precision))
+    dp = parts.drop(p, refs, pairs, parts.dot(p, rows.dout, v, trans_b=True))
     return weights, dp * p.kept_scale if p.options.dropout_rate > 0.0 else dp, k
 
 
-def _dq_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int):
+def _dq_kernel(*refs, p: Problem, block_q: int, block_k: int):
     q_ref, k_ref, v_ref, *rest = refs[:_SHARED]
     dout_ref, top_ref, total_ref, out_ref, dlse_ref, dq_ref, delta_ref, *factor_ref = refs[_SHARED:]
     refs = Refs(*rest)
@@ -160,17 +159,8 @@ def _dq_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int):
     dq = jnp.where(rows.attends[:, None], dq * p.options.scale, 0.0)
     parts.store_tile(p, dq_ref, rows.index, row, head, dq, rows.in_rows)
 
-    def fill(row, in_rows):
-        zeros = jnp.zeros((block_q, p.width), dq_ref.dtype)
-        parts.store_tile(p, dq_ref, jnp.int32(0), row, head, zeros, in_rows)
-        for ref in (delta_ref, *factor_ref):
-            place = jnp.int32(0), head, common.span(row, block_q)
-            common.store(ref.at[place], jnp.zeros((block_q,), jnp.float32), mask=in_rows)
 
-    parts.fill_after(refs, batch, tile, span, block_q, tiles, fill)
-
-
-def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, packed: bool, with_dq: bool, columns: bool):
+def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, packed: bool, with_dq: bool, columns: bool):
     """`columns`: also the sums over the queries of the logits' gradients, for a bias that is the same for all."""
     q_ref, k_ref, v_ref, *rest = refs[:_SHARED]
     dout_ref, top_ref, total_ref, factor_ref, delta_ref, dlse_ref, _, *outputs = refs[_SHARED:]
@@ -178,18 +168,20 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, packe
     dq_ref, dk_ref, dv_ref = outputs * 3 if packed else [None] * (not with_dq) + outputs
     refs = Refs(*rest)
     tile, kv_head, batch = (pl.program_id(axis) for axis in range(3))
-    start = tile * block_k
     ragged = bool(p.key_length % block_k)
     span = parts.load_span(refs.spans, batch, tile, p.key_length, p.query_length, block_q, full=not p.pair_mask)
-    index, offset, length = parts.sequence(refs, batch, span, p.key_length)
-    query_length = p.query_length if refs.offsets is None else length
+    batch, start, index, offset, length = parts.load_place(p, refs, batch, tile, block_k, p.key_length)
     positions = common.positions(start, block_k)
-    stored = positions < length if ragged or refs.offsets is not None else None
+    stored = positions < length if ragged or p.varlen else None
     in_keys = stored
     if p.rules.key_lengths is not None or p.key_mask:
         in_keys = parts.in_key_mask(p, refs, batch, positions, positions < span.end)
     k = parts.load_tile(p, k_ref, index, offset + start, block_k, p.k_head + kv_head, in_keys)
     v = parts.load_tile(p, v_ref, index, offset + start, block_k, p.v_head + kv_head, in_keys)
+    # The queries whose gradient is this program's. Of a sequence longer than max_seqlen, those of its own rows.
+    query_start, query_stop = jnp.int32(0), jnp.int32(p.query_length)
+    if p.varlen:
+        query_start, query_stop = start, jnp.minimum(length, start + block_k)
     by_pairs = p.by_pairs or p.options.window != (None, None)
 
     def visit(i, carry, *, edge, head):
@@ -221,7 +213,7 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, packe
         elif with_dq and in_keys is not None:
             # For the gradient of queries, keys that do not take part need a weight of 0; without it they go out last.
             allowed = in_keys[:, None]
-        products = common.dot(k, q, trans_b=True, precision=p.precision)  # [block_k, block_q]
+        products = parts.dot(p, k, q, trans_b=True)  # [block_k, block_q]
         weights = parts.probabilities(p, refs, pairs, products, top[None, :], total[None, :])
         weights = _select(allowed, weights)
         if factor_ref is not None:
@@ -230,7 +222,7 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, packe
             weights = weights * _inverse(p, jnp.sum(weights, axis=0))[None, :]
         kept = parts.drop(p, refs, pairs, weights).astype(dout.dtype)
         dv = parts.add_product(p, dv, kept, dout)
-        dp = parts.drop(p, refs, pairs, common.dot(v, dout, trans_b=True, precision=p.precision))
+        dp = parts.drop(p, refs, pairs, parts.dot(p, v, dout, trans_b=True))
         if p.options.dropout_rate > 0.0:
             dp = dp * p.kept_scale
         if by_pairs:  # values of keys that no query attends to may be NaN
@@ -252,8 +244,8 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, packe
             used_k = k
             if edge and by_pairs:
                 used_k = parts.clear(k, parts.any_of(allowed, axis=1))
-            dq = common.dot(ds, used_k, trans_a=True, precision=p.precision) * p.options.scale
-            here = rows < query_length if edge else None
+            dq = parts.dot(p, ds, used_k, trans_a=True) * p.options.scale
+            here = rows < query_stop if edge else None
             parts.store_tile(p, dq_ref, index, offset + row, head, dq, here)
         return dk, dv, *sums
 
@@ -270,13 +262,15 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, packe
 
             def clear(i, _):
                 row = jnp.int32(i) * block_q
-                here = common.positions(row, block_q) < query_length
+                rows = common.positions(row, block_q)
+                here = (query_start <= rows) & (rows < query_stop)
                 zeros = jnp.zeros((block_q, p.width), dq_ref.dtype)
                 parts.store_tile(p, dq_ref, index, offset + row, head, zeros, here)
 
             first, last = span.blocks(block_q)
-            lax.fori_loop(0, first, clear, None)
-            lax.fori_loop(last, lax.div(query_length + jnp.int32(block_q - 1), jnp.int32(block_q)), clear, None)
+            lax.fori_loop(lax.div(query_start, jnp.int32(block_q)), first, clear, None)
+            last = jnp.maximum(last, lax.div(query_start, jnp.int32(block_q)))
+            lax.fori_loop(last, lax.div(query_stop + jnp.int32(block_q - 1), jnp.int32(block_q)), clear, None)
         return dk, dv
 
     carry = (jnp.zeros((block_k, p.width), jnp.float32),) * 2
@@ -286,13 +280,6 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, packe
         if in_keys is not None:
             gradient = jnp.where(in_keys[:, None], gradient, 0.0)
         parts.store_tile(p, ref, index, offset + start, first_head + kv_head, gradient, stored)
-
-    def fill(row, in_rows):
-        zeros = jnp.zeros((block_k, p.width), dk_ref.dtype)
-        for first_head in (0, p.k_head, p.v_head)[not with_dq :]:
-            parts.store_tile(p, dk_ref, jnp.int32(0), row, first_head + kv_head, zeros, in_rows)
-
-    parts.fill_after(refs, batch, tile, span, block_k, tiles, fill)
 
 
 def _dbias_kernel(*refs, p: Problem, block_q: int, block_k: int, key_tiles: int):
@@ -384,21 +371,21 @@ def backward(
     dbias: Array | None = None
     factor: list[Any] = []
     tiles = pl.cdiv(p.query_length, query_config.block_q)
-    query_spans = parts.spans_of_queries(p, query_config.block_q, query_config.block_k)
+    query_spans = attention_spans.spans_of_queries(p, query_config.block_q, query_config.block_k)
     if not alone:
         of_row = (top.shape, jnp.float32)
         dq, delta, *factor = launch(
-            _dq_kernel, query_config, (tiles, p.heads, p.batch), query_spans,
-            [dout, top, total, None if exact else out, dlse], [of_query, of_row, *[of_row] * exact], "dq", tiles=tiles,
+            _dq_kernel, query_config, p.grid(p.query_length, p.heads, query_config.block_q), query_spans,
+            [dout, top, total, None if exact else out, dlse], [of_query, of_row, *[of_row] * exact], "dq",
         )  # fmt: skip
     key_tiles = pl.cdiv(p.key_length, key_config.block_k)
     sums = [((p.batch, p.heads, p.key_length), jnp.float32)] * columns
     found = launch(
-        _dkv_kernel, key_config, (key_tiles, p.kv_heads, p.batch),
-        parts.spans_of_keys(p, key_config.block_q, key_config.block_k),
+        _dkv_kernel, key_config, p.grid(p.key_length, p.kv_heads, key_config.block_k),
+        attention_spans.spans_of_keys(p, key_config.block_q, key_config.block_k),
         [dout, top, total, *(factor or [None]), delta, dlse if alone else None, dq if packed else None],
         [*([of_query] if packed else [of_query] * alone + [of_key, of_key]), *sums],
-        "dqkv" if alone else "dkv", tiles=key_tiles, packed=packed, with_dq=alone, columns=columns,
+        "dqkv" if alone else "dkv", packed=packed, with_dq=alone, columns=columns,
         aliases={_SHARED + 6: 0} if packed and not alone else None,
     )  # fmt: skip
     if rules.bias is not None:

@@ -26,6 +26,7 @@ from jaxft.tuning import next_power_of_2
 Array = jax.Array
 
 MAX_HEAD_SIZE = 256
+_CHAIN = 16  # products that one chain of additions may have where `dot` splits them
 LOG2_E = math.log2(math.e)
 _LOG2_E_REST = 1.925963033500e-8  # what the float32 nearest to it lacks
 
@@ -73,7 +74,6 @@ class Refs(NamedTuple):
     query_ids: Any
     key_ids: Any
     seed: Any
-    offsets: Any  # [B + 2], where sequences begin in packed rows; the last is the number of rows
     spans: Any  # of this kernel's tiles
 
 
@@ -134,10 +134,28 @@ class Problem:
         """Whether what a query attends to is decided for each, in a way that may leave out any key."""
         return self.pair_mask or self.rules.query_ids is not None
 
+    @property
+    def varlen(self) -> bool:
+        """Whether sequences lie back to back."""
+        return self.rules.cu_seqlens is not None
+
     def operands(self, spans: Array | None) -> list[Array | None]:
         """The arrays that all kernels begin with: query, key, value, and those of `Refs`."""
         r = self.rules
-        return [self.query, self.key, self.value, r.bias, r.mask, r.query_ids, r.key_ids, r.seed, r.cu_seqlens, spans]
+        return [self.query, self.key, self.value, r.bias, r.mask, r.query_ids, r.key_ids, r.seed, spans]
+
+    def grid(self, length: int, heads: int, block: int) -> tuple[int, int, int]:
+        """A program for each tile of queries, or of keys, of so many of them and their heads: (tile, head, sequence).
+
+        Of sequences back to back, each tile is one that is alone in its sequence: see `attention_spans.Tiles`.
+        """
+        if not self.varlen:
+            return pl.cdiv(length, block), heads, self.batch
+        return 1, heads, self.tiles_back_to_back(block)
+
+    def tiles_back_to_back(self, block: int) -> int:
+        """As many as any sequences have."""
+        return pl.cdiv(self.query.shape[1], block) + self.batch
 
 
 def problem(query: Array, key: Array | None, value: Array | None, rules: Rules, options: Options) -> Problem:
@@ -152,7 +170,7 @@ def problem(query: Array, key: Array | None, value: Array | None, rules: Rules, 
         kv_heads, k_head, v_head = key.shape[2], 0, 0
     batch, length, key_length = query.shape[0], query.shape[1], key.shape[1]
     if rules.cu_seqlens is not None:
-        # One sequence more, which is empty, so that the rows after the last one have a program that writes them.
+        # One sequence more: the rows after the last, none of which takes part, but which are to be 0.
         rows, batch, length, key_length = length, rules.cu_seqlens.shape[0], options.max_seqlen, options.max_seqlen
         offsets = jnp.append(jnp.clip(rules.cu_seqlens, 0, rows), jnp.int32(rows))
         lengths = jnp.append(jnp.clip(offsets[1:-1] - offsets[:-2], 0, length), jnp.int32(0))
@@ -164,92 +182,6 @@ def problem(query: Array, key: Array | None, value: Array | None, rules: Rules, 
     )
     options = dataclasses.replace(options, window=window)
     return Problem(query, key, value, rules, options, batch, heads, kv_heads, length, key_length, size, k_head, v_head)
-
-
-class Side(NamedTuple):
-    """The queries, or the keys."""
-
-    length: int
-    end: Any  # [B|1, 1] where the last that takes part ends, and where the first ends that does not
-    full: Any
-    ids: Array | None
-
-
-def _sides(p: Problem) -> tuple[Side, Side]:
-    r = p.rules
-    q_end: Any = p.query_length if r.query_lengths is None else jnp.clip(r.query_lengths, 0, p.query_length)[:, None]
-    end: Any = p.key_length if r.key_lengths is None else jnp.clip(r.key_lengths, 0, p.key_length)[:, None]
-    full = end
-    if p.key_mask and r.mask is not None:
-        position = jnp.arange(p.key_length, dtype=jnp.int32)[None, :]
-        keep = r.mask[:, 0, 0, :] & (position < end)
-        full = jnp.min(jnp.where(keep, p.key_length, position), axis=1, keepdims=True)
-        end = jnp.max(jnp.where(keep, position + 1, 0), axis=1, keepdims=True)
-    return Side(p.query_length, q_end, q_end, r.query_ids), Side(p.key_length, end, full, r.key_ids)
-
-
-def spans_of_queries(p: Problem, block_q: int, block_k: int) -> Array | None:
-    """For each tile of queries what `Span` says about the keys, int32 [B|1, tiles, 5]; None where all are attended to.
-
-    A few numbers for each tile, from a few for each block: XLA computes them with the masks it has at hand.
-    """
-    queries, keys = _sides(p)
-    return _spans(p, queries, keys, p.options.window, block_q, block_k)
-
-
-def spans_of_keys(p: Problem, block_q: int, block_k: int) -> Array | None:
-    """The same for each tile of keys."""
-    queries, keys = _sides(p)
-    return _spans(p, keys, queries, p.options.window[::-1], block_k, block_q)
-
-
-def _spans(p: Problem, own: Side, other: Side, window, block: int, other_block: int) -> Array | None:
-    r, (before, after) = p.rules, window
-    lengths = (r.query_lengths, r.key_lengths, r.query_ids, before, after)
-    if not p.key_mask and all(x is None for x in lengths):
-        return None
-    start = jnp.arange(0, own.length, block, dtype=jnp.int32)[None, :]
-    stop = jnp.minimum(start + block, own.end)  # [B|1, tiles]
-    first: Any = jnp.int32(0) if before is None else jnp.maximum(start - before, 0)
-    last = other.end if after is None else jnp.minimum(stop + after, other.end)
-    full_from = jnp.int32(0) if before is None else jnp.maximum(stop - 1 - before, 0)
-    full_to = other.full if after is None else jnp.minimum(start + after + 1, other.full)
-    full_to = jnp.where(stop <= own.full, full_to, 0)
-    full_start, full_stop = (full_from + other_block - 1) // other_block, full_to // other_block
-    if own.ids is not None and other.ids is not None:
-        low, high = (x[:, :, None] for x in _range_of_ids(own, block))
-        other_low, other_high = (x[:, None, :] for x in _range_of_ids(other, other_block))
-        index = jnp.arange(other_low.shape[2], dtype=jnp.int32)
-        near = (other_low <= high) & (low <= other_high)  # [B, tiles, blocks]
-        same = near & (low == high) & (other_low == other_high)
-        first = jnp.maximum(first, jnp.min(jnp.where(near, index, other.length), axis=2) * other_block)
-        last = jnp.minimum(last, jnp.max(jnp.where(near, index + 1, 0), axis=2) * other_block)
-        # The first run of blocks of the same id; where ids are sorted, there is no other.
-        begin = jnp.min(jnp.where(same, index, other.length), axis=2)
-        later = ~same & (index >= begin[:, :, None])
-        full_start = jnp.maximum(full_start, begin)
-        full_stop = jnp.minimum(full_stop, jnp.min(jnp.where(later, index, index.size), axis=2))
-    last = jnp.where(stop > start, last, 0)
-    first = jnp.minimum(first, last)
-    full_start = jnp.clip(full_start, first // other_block, -(-last // other_block))
-    full_stop = jnp.clip(full_stop, full_start, -(-last // other_block))
-    spans = jnp.broadcast_to(own.end, last.shape)[:, :, None]
-    for i, part in enumerate((first, last, full_start, full_stop)):
-        part = jnp.broadcast_to(part, last.shape)[:, :, None]
-        spans = jnp.where(jnp.arange(len(Span._fields)) == i, part, spans)
-    return spans.astype(jnp.int32)
-
-
-def _range_of_ids(side: Side, block: int) -> tuple[Array, Array]:
-    """The least and the greatest id in each block [B, blocks]."""
-    assert side.ids is not None
-    inside = jnp.arange(side.length, dtype=jnp.int32)[None, :] < side.end
-    pad = ((0, 0), (0, -side.length % block))
-    least, most = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
-    low = jnp.pad(jnp.where(inside, side.ids, most), pad, constant_values=most)
-    high = jnp.pad(jnp.where(inside, side.ids, least), pad, constant_values=least)
-    shape = (low.shape[0], -1, block)
-    return jnp.min(low.reshape(shape), axis=2), jnp.max(high.reshape(shape), axis=2)
 
 
 # --- Parts of kernels --------------------------------------------------------------------------------------------
@@ -294,11 +226,22 @@ def visit_all(span: Span, block: int, leading: bool, visit: Callable[..., Any], 
     return carry
 
 
-def sequence(refs: Refs, batch, span: Span, length: int) -> tuple[Any, Any, Any]:
-    """Where sequence `batch` is in the arrays: index, first row, and how many rows of it they have."""
-    if refs.offsets is None:
-        return batch, 0, length
-    return jnp.int32(0), common.load(refs.offsets.at[batch]), span.end
+class Place(NamedTuple):
+    """Where a tile is."""
+
+    batch: Any  # its sequence
+    start: Any  # its first row in the sequence
+    index: Any  # the sequence's place in the arrays
+    offset: Any  # the sequence's first row there
+    length: Any  # how many rows the sequence has there
+
+
+def load_place(p: Problem, refs: Refs, batch, tile, block: int, length: int) -> Place:
+    """Of a program's tile, by its place in the grid."""
+    if not p.varlen:
+        return Place(batch, tile * block, batch, 0, length)
+    sequence, start, offset, rows = (common.load(refs.spans.at[batch, tile, jnp.int32(i)]) for i in range(5, 9))
+    return Place(sequence, start, jnp.int32(0), offset, rows)
 
 
 def in_head(p: Problem) -> Array | None:
@@ -323,20 +266,6 @@ def tile_mask(p: Problem, block: int, in_rows: Array | None) -> Array | None:
     if in_rows is None:
         return None if columns is None else jnp.broadcast_to(columns, (block, p.width))
     return jnp.broadcast_to(in_rows[:, None] if columns is None else in_rows[:, None] & columns, (block, p.width))
-
-
-def fill_after(refs: Refs, batch, tile, span: Span, block: int, tiles: int, write: Callable[..., None]) -> None:
-    """Calls write(row, in_rows) for this tile's share of the packed rows after its sequence and before the next."""
-    if refs.offsets is None:
-        return
-    begin = common.load(refs.offsets.at[batch]) + span.end + tile * block
-    end, step = common.load(refs.offsets.at[batch + 1]), jnp.int32(block * tiles)
-
-    def fill(i, _):
-        row = begin + i * step
-        write(row, common.positions(row, block) < end)
-
-    lax.fori_loop(0, lax.div(jnp.maximum(end - begin, 0) + (step - 1), step), fill, None)
 
 
 class Pairs(NamedTuple):
@@ -428,9 +357,26 @@ def in_key_mask(p: Problem, refs: Refs, batch, columns: Array, inside: Array) ->
     return common.load(refs.mask.at[index, zero, zero, columns], mask=inside)
 
 
+def dot(p: Problem, a: Array, b: Array, *, trans_a: bool = False, trans_b: bool = False) -> Array:
+    """a b. Where plain JAX's is a matrix times a vector, which it sums up in a tree, one chain would lose more digits.
+
+    The sums of such products in full precision are of shorter chains: adding zeros to them loses nothing.
+    """
+    multiply = functools.partial(common.dot, trans_a=trans_a, trans_b=trans_b, precision=p.precision)
+    depth = a.shape[0 if trans_a else 1]
+    if p.precision is None or min(p.query_length, p.key_length, p.head_size) > 1 or depth <= _CHAIN:
+        return multiply(a, b)
+    place = common.positions(0, depth)
+    place = place[:, None] if trans_a else place[None, :]
+    sums = [multiply(jnp.where(lax.div(place, jnp.int32(_CHAIN)) == i, a, 0.0), b) for i in range(depth // _CHAIN)]
+    while len(sums) > 1:
+        sums = [common.fma(x, 1.0, y) for x, y in zip(sums[::2], sums[1::2], strict=True)]
+    return sums[0]
+
+
 def add_product(p: Problem, total: Array, a: Array, b: Array) -> Array:
     """total + a b. In full precision the block is summed by itself: one chain of all blocks would lose digits."""
-    product = common.dot(a, b, precision=p.precision)
+    product = dot(p, a, b)
     return total + product if p.precision is None else common.fma(product, 1.0, total)
 
 

@@ -10,6 +10,7 @@ the backward pass the forward saves two numbers a row, its mean and 1 / sqrt(var
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +24,8 @@ from jaxft.tuning import GradientConfig, RowConfig
 
 Array = jax.Array
 Ref = Any
+
+_SUM_ROWS, _SUM_COLUMNS = 128, 32  # of partial sums, a program's tile
 
 
 def unsupported(x: Array, **vectors: Array | None) -> str | None:
@@ -214,13 +217,14 @@ def backward(
     saved: Array,
     *,
     dropout_rate: float,
-    vectors: tuple[str, ...],
+    vectors: Mapping[str, Any],
     config: GradientConfig,
     interpret: bool,
-) -> tuple[Array, Array | None, Array]:
-    """The gradients of x and the residual [M, D], and of the `vectors` ("bias", "gamma", "beta") [vectors, D], float32.
+) -> tuple[Array, Array | None, dict[str, Array]]:
+    """The gradients of x and the residual [M, D], and by name those of the `vectors` ("bias", "gamma", "beta") [D].
 
-    Each program sums over its rows, in an order of its own that never changes, and XLA over the programs.
+    `vectors` has the dtypes of their gradients. Each program sums over its rows, in an order of its own that never
+    changes, and a second kernel over the programs.
     """
     rows, width = x.shape
     blocks = pl.cdiv(rows, config.block_rows)
@@ -232,7 +236,7 @@ def backward(
     kernel = functools.partial(
         _bwd_kernel,
         dropout_rate=dropout_rate,
-        vectors=vectors,
+        vectors=tuple(vectors),
         programs=programs,
         block_rows=config.block_rows,
         block_width=config.block_width,
@@ -246,5 +250,38 @@ def backward(
         num_warps=config.num_warps,
         interpret=interpret,
     )
+    sums = _sum_over_programs(found[-1], list(vectors.values()), interpret) if vectors else []
     dresidual = None if residual is None else found[0] if seed is None else found[1]
-    return found[0], dresidual, jnp.sum(found[-1], axis=0) if vectors else jnp.zeros((0, width), jnp.float32)
+    return found[0], dresidual, dict(zip(vectors, sums, strict=True))
+
+
+def _sum_kernel(partial_ref, *sum_refs):
+    column, vector = pl.program_id(0) * _SUM_COLUMNS, pl.program_id(1)
+    columns = common.positions(column, _SUM_COLUMNS)
+    in_width = columns < partial_ref.shape[2]
+
+    def add(i, total):
+        rows = common.positions(i * _SUM_ROWS, _SUM_ROWS)
+        inside = (rows < partial_ref.shape[0])[:, None] & in_width[None, :]
+        where = common.span(i * _SUM_ROWS, _SUM_ROWS), vector, common.span(column, _SUM_COLUMNS)
+        return total + common.load(partial_ref.at[where], mask=inside)
+
+    zeros = jnp.zeros((_SUM_ROWS, _SUM_COLUMNS), jnp.float32)
+    total = jnp.sum(lax.fori_loop(0, pl.cdiv(partial_ref.shape[0], _SUM_ROWS), add, zeros), axis=0)
+    for n, ref in enumerate(sum_refs):
+        where = ref.at[common.span(column, _SUM_COLUMNS)]
+        common.store(where, total.astype(ref.dtype), mask=in_width & (vector == n))
+
+
+def _sum_over_programs(partial: Array, dtypes: Sequence[Any], interpret: bool) -> list[Array]:
+    """[programs, vectors, D], float32 -> each of the vectors by itself, [D]: XLA would sum, and then copy each."""
+    _, vectors, width = partial.shape
+    return common.launch(
+        _sum_kernel,
+        (pl.cdiv(width, _SUM_COLUMNS), vectors),
+        [partial],
+        [jax.ShapeDtypeStruct((width,), dtype) for dtype in dtypes],
+        name="layer_norm_bwd_sums",
+        num_warps=4,
+        interpret=interpret,
+    )
