@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from jaxft.dispatch import EXPORT_DISABLED_CHECKS
 from jaxft.ops.attention import dot_product_attention, qkv_attention, varlen_qkv_attention
 from jaxft.ops.bias_activation import bias_activation
+from jaxft.ops.cross_entropy import linear_cross_entropy
 from jaxft.ops.dense import dense
 from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
 from jaxft.ops.embeddings import embeddings_layer_norm
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from jaxft.models.classification import BertForSequenceClassification
     from jaxft.models.config import BertConfig
     from jaxft.models.cross_encoder import CrossEncoder
+    from jaxft.models.masked_lm import BertForMaskedLM
     from jaxft.models.sentence_encoder import SentenceEncoder
 
 __version__ = "0.1.0"
@@ -29,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "EXPORT_DISABLED_CHECKS",
     "BertConfig",
+    "BertForMaskedLM",
     "BertForSequenceClassification",
     "BertModel",
     "CheckpointError",
@@ -41,6 +44,7 @@ __all__ = [
     "dot_product_attention",
     "embeddings_layer_norm",
     "layer_norm",
+    "linear_cross_entropy",
     "log_softmax",
     "merge_heads",
     "permute",
@@ -54,6 +58,7 @@ __all__ = [
 
 _LAZY = {
     "BertConfig": "jaxft.models.config",
+    "BertForMaskedLM": "jaxft.models.masked_lm",
     "BertForSequenceClassification": "jaxft.models.classification",
     "BertModel": "jaxft.models.bert",
     "CheckpointError": "jaxft.models.checkpoint",

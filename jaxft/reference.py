@@ -215,6 +215,31 @@ def log_softmax(x: Array, *, scale: float | None = None, bias: Array | None = No
     return jnp.where(allowed, logits - log_total, -jnp.inf).astype(x.dtype)
 
 
+def linear_cross_entropy(
+    x: Array,
+    embedding: Array,
+    labels: Array,
+    bias: Array | None = None,
+    *,
+    ignore_index: int = -100,
+    precision: PrecisionLike = None,
+) -> tuple[Array, Array]:
+    """The sum of -log_softmax(x @ embedding.T + bias)[label] over rows whose label is not `ignore_index`, and how many.
+
+    x [..., D], embedding [V, D] with a row for each class, labels [...]. One that names no class makes the sum and the
+    gradients NaN; a row without a label reaches neither, whatever it holds.
+    """
+    labelled = labels != ignore_index
+    x, table = jnp.where(labelled[..., None], x, 0), embedding.astype(x.dtype)
+    logits = jnp.einsum("...d,vd->...v", x, table, precision=precision, preferred_element_type=_wide_dtype(x))
+    log_p = log_softmax(_logits(logits, None, bias))
+    is_label = jnp.arange(table.shape[0], dtype=labels.dtype) == labels[..., None]
+    unknown = labelled & ((labels < 0) | (labels >= table.shape[0]))
+    loss = -jnp.sum(jnp.where(is_label | unknown[..., None], log_p, 0.0), axis=-1)
+    loss = loss * jnp.where(unknown, jnp.nan, 1.0).astype(loss.dtype)
+    return jnp.sum(jnp.where(labelled, loss, 0.0)), jnp.sum(labelled, dtype=jnp.int32)
+
+
 # --- Layout ------------------------------------------------------------------------------------------------------
 
 

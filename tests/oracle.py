@@ -220,6 +220,19 @@ def dense(x, kernel, bias=None, *, activation=None, residual=None):
     return out if residual is None else out + f64(residual)
 
 
+def linear_cross_entropy(x, embedding, labels, bias=None, *, ignore_index=-100):
+    x, embedding = f64(x), f64(embedding)
+    total, labelled = 0.0, 0
+    for row in np.ndindex(np.shape(labels)):
+        label = int(labels[row])
+        if label == ignore_index:
+            continue
+        logits = embedding @ x[row] + (0.0 if bias is None else f64(bias))
+        total += _softmax_row(logits)[1] - logits[label] if 0 <= label < len(embedding) else np.nan
+        labelled += 1
+    return np.float64(total), np.int32(labelled)
+
+
 def padding_indices(mask):
     """Flat positions of the tokens kept by `mask` [B,T], in order."""
     return [b * np.shape(mask)[1] + t for b, t in np.ndindex(np.shape(mask)) if mask[b][t]]

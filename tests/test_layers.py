@@ -11,11 +11,13 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "jaxft"
 COMPOSED = {"dense_layer_norm": ("dense", "layer_norm")}  # an op that is two others where its own kernels do not pay
 MODEL_ORDER = (
+    "checkpoint_heads",
     "checkpoint",
     "config",
     "pooling",
     "bert",
     "classification",
+    "masked_lm",
     "tokenizer",
     "batches",
     "sentence_encoder",

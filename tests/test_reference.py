@@ -157,6 +157,17 @@ def dense(rng, size):
     )
 
 
+def linear_cross_entropy(rng, size):
+    rows, width, classes = _leading(rng, size), size(), size()
+    floats = _floats(rng, x=(*rows, width), embedding=(classes, width), bias=_some(rng, (classes,), 0.8))
+    labels = np.where(rng.random(rows) < 0.6, rng.integers(0, classes, rows), -100).astype(np.int32)
+    return Case(
+        floats,
+        lambda f: reference.linear_cross_entropy(**f, labels=jnp.asarray(labels))[0],
+        lambda f: oracle.linear_cross_entropy(**f, labels=labels)[0],
+    )
+
+
 def _window(rng):
     return tuple(int(n) for n in rng.integers(0, 4, 2))
 
@@ -212,7 +223,8 @@ def varlen_qkv_attention(rng, size):
 
 softmax, log_softmax = _row_softmax("softmax"), _row_softmax("log_softmax")
 OPS = (layer_norm, bias_residual_layer_norm, embeddings_layer_norm, bias_activation, softmax, log_softmax,
-       qkv_bias_split_heads, merge_heads, permute, dense, dot_product_attention, varlen_qkv_attention)  # fmt: skip
+       qkv_bias_split_heads, merge_heads, permute, dense, linear_cross_entropy, dot_product_attention,
+       varlen_qkv_attention)  # fmt: skip
 # Seeds are spent where the options are.
 SEEDS = {"dot_product_attention": 20, "merge_heads": 2, "permute": 3, "qkv_bias_split_heads": 3}
 
@@ -269,7 +281,7 @@ def test_half_precision(op, dtype):
     case = op(rng, lambda: int(rng.choice((3, 5, 7, 13))))
     assert_accurate(case, dtype, 1000)
     out = jax.eval_shape(case.plain, {name: jax.ShapeDtypeStruct(x.shape, dtype) for name, x in case.floats.items()})
-    assert jax.tree.leaves(out)[0].dtype == dtype
+    assert jax.tree.leaves(out)[0].dtype == (jnp.float32 if op is linear_cross_entropy else dtype)  # a loss
 
 
 VECTORS = {"layer_norm": ("gamma", "beta"), "bias_residual_layer_norm": ("bias", "gamma", "beta"),

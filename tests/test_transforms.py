@@ -44,6 +44,7 @@ ROWS = {"x": (BATCH, LENGTH, WIDTH), "bias": (WIDTH,)}
 NORM = {"gamma": (WIDTH,), "beta": (WIDTH,)}
 QKV = (BATCH, LENGTH, HEADS, SIZE)
 IDS = {"input_ids": np.array([5, 2, 5, 0, 5], np.int32), "token_type_ids": np.array([0, 0, 2, 2, 2], np.int32)}
+LABELS = np.array([3, -100, 0, 6, -100], np.int32)
 OPS = {
     "layer_norm": Op(lambda m, o, **f: m.layer_norm(**f, **o), {"x": ROWS["x"], **NORM}),
     "bias_residual_layer_norm": Op(
@@ -85,6 +86,11 @@ OPS = {
     "varlen_qkv_attention": Op(
         lambda m, o, qkv: m.varlen_qkv_attention(qkv, np.array([0, 1, 2], np.int32), max_seqlen=2, **o),
         {"qkv": (BATCH, 3, HEADS, SIZE)},
+    ),
+    # A loss for each sequence, so that the result has the batch in front.
+    "linear_cross_entropy": Op(
+        lambda m, o, x, **f: jnp.stack([m.linear_cross_entropy(rows, labels=LABELS, **f, **o)[0] for rows in x]),
+        {"x": ROWS["x"], "embedding": (7, WIDTH), "bias": (7,)}, kernel=False,
     ),
     "remove_padding": Op(
         lambda m, o, x: m.remove_padding(x, np.broadcast_to(MASK[1], x.shape[:2]), capacity=4 * x.shape[0])[0],

@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxft.models import checkpoint_heads as heads
+
 Shape = tuple[int, ...]
 T = TypeVar("T")
 
@@ -90,30 +92,6 @@ _DISTILBERT = {
     "layers.{i}.ffn_norm_beta": ["transformer.layer.{i}.output_layer_norm.bias"],
 }
 
-# The heads of sequence classification: a dense layer on the first token, which in BERT is the pooler, and one to the
-# labels.
-
-_BERT_HEAD = {
-    "head.dense_kernel": ["pooler.dense.weight"],
-    "head.dense_bias": ["pooler.dense.bias"],
-    "head.out_kernel": ["classifier.weight"],
-    "head.out_bias": ["classifier.bias"],
-}
-
-_ROBERTA_HEAD = {
-    "head.dense_kernel": ["classifier.dense.weight"],
-    "head.dense_bias": ["classifier.dense.bias"],
-    "head.out_kernel": ["classifier.out_proj.weight"],
-    "head.out_bias": ["classifier.out_proj.bias"],
-}
-
-_DISTILBERT_HEAD = {
-    "head.dense_kernel": ["pre_classifier.weight"],
-    "head.dense_bias": ["pre_classifier.bias"],
-    "head.out_kernel": ["classifier.weight"],
-    "head.out_bias": ["classifier.bias"],
-}
-
 # Field of BertConfig -> its name in a DistilBERT's config.json.
 _DISTILBERT_CONFIG = {
     "hidden_size": "dim",
@@ -133,26 +111,34 @@ class Layout:
     names: Mapping[str, list[str]]
     prefix: str  # of the encoder's tensors, when the checkpoint was saved from a model with a head
     heads: tuple[str, ...]  # beginnings of the names of such heads' tensors, read only where they are asked for
+    tied: Mapping[str, str]  # a head's tensor -> the one that it must be the same as
     architecture: str  # transformers' class of the encoder
     config_defaults: Mapping[str, Any]  # of a config.json, where they are not BertConfig's
     config_names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # where they are not BertConfig's
 
 
 _CLASSIFIERS = ("classifier.", "qa_outputs.")
-_ROBERTA = _BERT | _ROBERTA_HEAD
+_ROBERTA = _BERT | heads.CLASSIFICATION["roberta"] | heads.MASKED_LM["roberta"]
+_ROBERTA_HEADS = "roberta.", ("lm_head.", *_CLASSIFIERS), heads.TIED["roberta"]
 _PADDING_1 = {"pad_token_id": 1}
 
 LAYOUTS: Mapping[str, Layout] = {
-    "bert": Layout(_BERT | _BERT_HEAD, "bert.", ("cls.", *_CLASSIFIERS), "BertModel", {}),
-    "roberta": Layout(
-        _ROBERTA, "roberta.", ("lm_head.", *_CLASSIFIERS), "RobertaModel", _PADDING_1 | {"vocab_size": 50265}
+    "bert": Layout(
+        _BERT | heads.CLASSIFICATION["bert"] | heads.MASKED_LM["bert"],
+        "bert.",
+        ("cls.", *_CLASSIFIERS),
+        heads.TIED["bert"],
+        "BertModel",
+        {},
     ),
-    "xlm-roberta": Layout(_ROBERTA, "roberta.", ("lm_head.", *_CLASSIFIERS), "XLMRobertaModel", _PADDING_1),
-    "camembert": Layout(_ROBERTA, "roberta.", ("lm_head.", *_CLASSIFIERS), "CamembertModel", _PADDING_1),
+    "roberta": Layout(_ROBERTA, *_ROBERTA_HEADS, "RobertaModel", _PADDING_1 | {"vocab_size": 50265}),
+    "xlm-roberta": Layout(_ROBERTA, *_ROBERTA_HEADS, "XLMRobertaModel", _PADDING_1),
+    "camembert": Layout(_ROBERTA, *_ROBERTA_HEADS, "CamembertModel", _PADDING_1),
     "distilbert": Layout(
-        _DISTILBERT | _DISTILBERT_HEAD,
+        _DISTILBERT | heads.CLASSIFICATION["distilbert"] | heads.MASKED_LM["distilbert"],
         "distilbert.",
         ("vocab_transform.", "vocab_layer_norm.", "vocab_projector.", "pre_classifier.", *_CLASSIFIERS),
+        heads.TIED["distilbert"],
         "DistilBertModel",
         {"num_hidden_layers": 6, "type_vocab_size": 0},
         _DISTILBERT_CONFIG,
@@ -363,6 +349,9 @@ class _Tensor:
             return f"{self}: has shape {list(header.get_shape())}, expected {list(expected)}"
         return None
 
+    def value(self) -> np.ndarray:
+        return self.reader.get_tensor(self.name)
+
     def __str__(self) -> str:
         return f"{self.file}: {self.name!r}"
 
@@ -380,9 +369,15 @@ def _open_file(file: Path, stack: contextlib.ExitStack) -> Any:
 def _find_tensors(
     folder: Path, layout: Layout, expected: Mapping[str, Shape], stack: contextlib.ExitStack
 ) -> dict[str, _Tensor]:
-    """The expected tensors by their names in the layout's table, once all headers are known to be right."""
+    """The expected tensors by their names in the layout's table, once all headers are known to be right.
+
+    Where a tensor is tied to another one of them, either will do, and both must be equal.
+    """
     import safetensors
 
+    modules = {name.partition(".")[0] for name in expected}  # those asked for
+    tied = {name: original for name, original in layout.tied.items() if name.partition(".")[0] in modules}
+    shapes = {**expected, **{name: expected[original] for name, original in tied.items()}}
     listing, files = _tensor_files(folder)
     problems: list[str] = []
     found: dict[str, _Tensor] = {}
@@ -402,11 +397,13 @@ def _find_tensors(
             tensor, canonical = _Tensor(file, name, reader), _canonical(layout, name)
             if canonical in found:
                 problems.append(f"{tensor}: is the same tensor as {found[canonical].name!r} ({found[canonical].file})")
-            elif canonical in expected:
+            elif canonical in shapes:
                 found[canonical] = tensor
-                problems += filter(None, [tensor.problem(expected[canonical])])
+                problems += filter(None, [tensor.problem(shapes[canonical])])
             elif canonical not in _BUFFERS + _POOLER and not canonical.startswith(layout.heads):
                 problems.append(f"{tensor}: is unexpected")
+    copies = [(found.pop(name), original) for name, original in tied.items() if name in found]
+    pairs = [(copy, found.setdefault(original, copy)) for copy, original in copies]
     if not unread:  # otherwise they may be in a file that could not be read
         needed = expected.keys() - found.keys()
         has_head = any(name.startswith(layout.heads) for name in expected)
@@ -415,6 +412,12 @@ def _find_tensors(
         if any(tensor.name.startswith(layout.prefix) for tensor in found.values()):
             needed = {_with_prefix(layout, name) for name in needed}
         problems += [f"{listing.name}: {name!r} is missing" for name in needed]
+    problems = problems or [
+        f"{copy}: differs from {original.name!r}, with which it is tied; an output layer with weights of its own "
+        "(tie_word_embeddings false) is not supported"
+        for copy, original in pairs
+        if not np.array_equal(copy.value(), original.value())
+    ]
     if problems:
         raise _error(folder, sorted(problems))
     return found
@@ -444,7 +447,7 @@ def load(folder: Path, model_type: str, shapes: Mapping[str, Shape], dtype: DTyp
                 continue
             value = np.empty(shape, dtype)
             for name, part in zip(names, np.split(value, len(names), axis=-1), strict=True):
-                tensor = tensors[name].reader.get_tensor(tensors[name].name)
+                tensor = tensors[name].value()
                 part[...] = tensor.T if _is_kernel(parameter) else tensor
             parameters[parameter] = jnp.asarray(value)
     return parameters

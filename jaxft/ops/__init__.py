@@ -22,6 +22,7 @@ OPS: dict[str, dict[str, str | None]] = {
     "varlen_qkv_attention": _KERNEL,
     "dense": _KERNEL,
     "dense_residual_layer_norm": _KERNEL,
+    "linear_cross_entropy": {},
     "remove_padding": {},
     "restore_padding": {},
 }

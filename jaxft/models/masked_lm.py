@@ -1,0 +1,230 @@
+"""BERT, RoBERTa and DistilBERT encoders with the head of masked language modelling, and its loss."""
+
+import os
+from typing import Any, Self
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import ArrayLike, DTypeLike
+
+from jaxft.models import checkpoint
+from jaxft.models.bert import BertModel, _ids
+from jaxft.models.config import BertConfig
+from jaxft.ops.cross_entropy import CrossEntropy, linear_cross_entropy
+from jaxft.ops.dense import dense
+from jaxft.ops.layer_norm import layer_norm
+
+
+class MaskedLMHead(nnx.Module):
+    """A dense layer with its activation, and a LayerNorm; the bias of the logits, whose matrix is the word embeddings'.
+
+    The activation is the encoder's, in RoBERTa always GELU.
+    """
+
+    def __init__(self, encoder: BertModel, rngs: nnx.Rngs | None) -> None:
+        self.options, config = encoder.embeddings.options, encoder.config
+        width = config.hidden_size
+        self.activation = config.activation if config.model_type in ("bert", "distilbert") else "gelu"
+        self.dense_kernel, self.dense_bias = self.options.normal(rngs, width, width), self.options.zeros(rngs, width)
+        self.norm_gamma, self.norm_beta = self.options.ones(rngs, width), self.options.zeros(rngs, width)
+        self.out_bias = self.options.zeros(rngs, config.vocab_size)
+
+    def __call__(self, x: Array) -> Array:
+        """`x` `[..., D]` -> `[..., D]`, which the word embeddings make logits of."""
+        kernel, bias = self.dense_kernel[...].astype(self.options.dtype), self.dense_bias[...]
+        gamma, beta, epsilon = self.norm_gamma[...], self.norm_beta[...], self.options.config.layer_norm_eps
+        implementation = self.options.implementation
+        x = dense(x, kernel, bias, activation=self.activation, implementation=implementation)
+        return layer_norm(x, gamma, beta, epsilon=epsilon, implementation=implementation)
+
+
+class BertForMaskedLM(nnx.Module):
+    """A BERT, RoBERTa or DistilBERT encoder and its head for masked language modelling: logits, or the loss.
+
+    The same network as transformers' classes of that name (`RobertaForMaskedLM` and so on for the other types). The
+    output matrix is that of the word embeddings. Used in `nnx.jit` and `jax.jit` as `BertModel`. A training step::
+
+        @nnx.jit
+        def train_step(model, optimizer, input_ids, labels, attention_mask):
+            loss, grads = nnx.value_and_grad(lambda m: m.loss(input_ids, labels, attention_mask).mean)(model)
+            optimizer.update(model, grads)
+            return loss
+
+    Args:
+      config: sizes and options of the encoder.
+      dtype, param_dtype, implementation: as for `BertModel`; they hold for the head too.
+      remat: as for `BertModel`.
+      rngs: random numbers for the initial parameters, as for `BertModel`; those of the head are made as the encoder's.
+
+    Attributes:
+      bert: the `BertModel`, without a pooler.
+      lm_head: `dense_kernel` `[D, D]`, `dense_bias`, `norm_gamma` and `norm_beta` `[D]`, `out_bias` `[V]`.
+    """
+
+    def __init__(
+        self,
+        config: BertConfig,
+        *,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        implementation: str | None = None,
+        remat: bool = False,
+        rngs: nnx.Rngs | None,
+    ) -> None:
+        options: dict[str, Any] = {"remat": True} if remat else {}
+        self.bert = BertModel(
+            config,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            implementation=implementation,
+            add_pooling_layer=False,
+            rngs=rngs,
+            **options,
+        )
+        self.lm_head = MaskedLMHead(self.bert, rngs)
+
+    @property
+    def config(self) -> BertConfig:
+        """The encoder's sizes and options."""
+        return self.bert.config
+
+    def __call__(
+        self,
+        input_ids: ArrayLike,
+        attention_mask: ArrayLike | None = None,
+        token_type_ids: ArrayLike | None = None,
+        position_ids: ArrayLike | None = None,
+        *,
+        cu_seqlens: ArrayLike | None = None,
+        max_seqlen: int | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | Array | None = None,
+    ) -> Array:
+        """Computes the logits of all tokens; for training, `loss` needs far less time and memory.
+
+        Args: all as for `BertModel`.
+
+        Returns:
+          `[B, T, V]`, of packed tokens `[M, V]`, in the model's `dtype`.
+
+        Raises:
+          TypeError, ValueError: as `BertModel`.
+
+        Gradients: of all parameters.
+        """
+        options = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "deterministic": deterministic, "rngs": rngs}
+        x = self._hidden(input_ids, attention_mask, token_type_ids, position_ids, **options)
+        # XLA's product reads the table as it lies; the kernels of `dense` would need a transposed copy.
+        table = self.bert.embeddings.word[...].astype(x.dtype).T
+        return dense(x, table, self.lm_head.out_bias[...], implementation="xla")
+
+    def loss(
+        self,
+        input_ids: ArrayLike,
+        labels: ArrayLike,
+        attention_mask: ArrayLike | None = None,
+        token_type_ids: ArrayLike | None = None,
+        position_ids: ArrayLike | None = None,
+        *,
+        cu_seqlens: ArrayLike | None = None,
+        max_seqlen: int | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | Array | None = None,
+    ) -> CrossEntropy:
+        """The cross-entropy of the tokens that have a label; of the others no logits are computed.
+
+        Args:
+          labels: integers of the shape of `input_ids`, the ids of the tokens that were masked, and -100 elsewhere. Of
+            packed tokens, rows that belong to no sequence have no label, whatever is given there.
+          input_ids, attention_mask, token_type_ids, position_ids: as for `BertModel`.
+          cu_seqlens, max_seqlen, deterministic, rngs: likewise.
+
+        Returns:
+          What `jaxft.linear_cross_entropy` returns: the tuple (total, labelled), whose property `mean` is the loss
+          that transformers returns, and 0 where there is no label. Over the steps of gradient accumulation or over
+          devices, add up both before dividing.
+
+        Raises:
+          TypeError, ValueError: as `BertModel` and `jaxft.linear_cross_entropy`.
+
+        Gradients: of all parameters. A label that is no id of the vocabulary makes the loss NaN.
+        """
+        options = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "deterministic": deterministic, "rngs": rngs}
+        x = self._hidden(input_ids, attention_mask, token_type_ids, position_ids, **options)
+        labels = _ids("labels", labels, x.shape[:-1])
+        if cu_seqlens is not None:
+            # Rows that `remove_padding` has filled are 0, which would be a label.
+            used = jnp.arange(labels.size, dtype=jnp.int32) < jnp.asarray(cu_seqlens)[-1]
+            labels = jnp.where(used, labels.astype(jnp.int32), -100)
+        return linear_cross_entropy(x, self.bert.embeddings.word[...], labels, self.lm_head.out_bias[...])
+
+    def _hidden(self, *ids: Any, **options: Any) -> Array:
+        """What the word embeddings make logits of."""
+        given = {name: value for name, value in options.items() if value is not None}
+        return self.lm_head(self.bert(*ids, **given).last_hidden_state)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder_or_id: str | os.PathLike[str],
+        *,
+        revision: str | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        local_files_only: bool = False,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike | None = None,
+        implementation: str | None = None,
+        remat: bool = False,
+    ) -> Self:
+        """The encoder and the head of a Hugging Face checkpoint for masked language modelling.
+
+        Other heads, as that for the next sentence in those for pretraining, are not read.
+
+        Args:
+          folder_or_id, revision, cache_dir, local_files_only: as for `BertModel.from_pretrained`.
+          dtype, param_dtype, implementation: likewise.
+          remat: as for `BertModel`.
+
+        Raises:
+          CheckpointError: the checkpoint cannot be found, read or used, or has no such head, or its output matrix is
+            not that of the word embeddings; all the problems of its tensors at once.
+          TypeError: `folder_or_id` is not a string or path.
+        """
+
+        def parse(settings: dict[str, Any]) -> BertConfig:
+            if settings.get("tie_word_embeddings") not in (None, True):
+                given = settings["tie_word_embeddings"]
+                raise ValueError(
+                    f"BertForMaskedLM: tie_word_embeddings must be true, an output layer with weights of its own is "
+                    f"not supported, got {given!r:.100}"
+                )
+            return BertConfig.from_dict(settings)
+
+        param_dtype = dtype if param_dtype is None else param_dtype
+        folder = checkpoint.resolve(
+            folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
+        )
+        config = checkpoint.read_config(folder, parse)
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation}
+        model = cls(config, **options, remat=remat, rngs=None)
+        parameters = model._parameters()
+        shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        for name, value in checkpoint.load(folder, config.model_type, shapes, param_dtype).items():
+            parameters[name].set_value(value)
+        return model
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Writes `config.json` and `model.safetensors`, which transformers reads too; existing ones are replaced.
+
+        The output matrix, which is that of the word embeddings, is written once.
+        """
+        encoder = checkpoint.LAYOUTS[self.config.model_type].architecture
+        architectures = {"architectures": [encoder.removesuffix("Model") + "ForMaskedLM"]}
+        parameters = {name: parameter[...] for name, parameter in self._parameters().items()}
+        checkpoint.save(folder, self.config.to_dict() | architectures, parameters)
+
+    def _parameters(self) -> dict[str, nnx.Param[Any]]:
+        """By names such as "layers.0.out_bias" and "lm_head.out_bias"."""
+        head = nnx.to_flat_state(nnx.state(self.lm_head, nnx.Param))
+        return self.bert._parameters() | {f"lm_head.{path[0]}": parameter for path, parameter in head}

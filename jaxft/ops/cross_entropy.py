@@ -1,0 +1,231 @@
+"""linear_cross_entropy: the cross-entropy of a linear classifier's logits, which are never all in memory."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxft import dispatch, reference
+from jaxft.ops import common
+
+Array = jax.Array
+
+
+class CrossEntropy(NamedTuple):
+    """What `linear_cross_entropy` returns: a sum and of how many rows, which add up over parts of a batch."""
+
+    total: Array  # float32
+    labelled: Array  # int32
+
+    @property
+    def mean(self) -> Array:
+        """total / labelled, the loss of torch and transformers; 0 where no row has a label."""
+        return self.total / jnp.maximum(self.labelled, 1).astype(self.total.dtype)
+
+
+def linear_cross_entropy(
+    x: Array,
+    embedding: Array,
+    labels: Array,
+    bias: Array | None = None,
+    *,
+    ignore_index: int = -100,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: str | None = None,
+) -> CrossEntropy:
+    """The cross-entropy of logits x @ embedding.T + bias, which are computed a chunk of labelled rows at a time.
+
+    Equivalent to::
+
+      log_p = jax.nn.log_softmax(x @ embedding.T + bias)
+      picked = jnp.take_along_axis(log_p, labels[..., None], axis=-1)[..., 0]
+      -jnp.sum(jnp.where(labels != ignore_index, picked, 0)), jnp.sum(labels != ignore_index)
+
+    Time follows the number of labels, not that of rows (masked language modelling labels some 15 % of them), and of
+    logits there are no more than a chunk's.
+
+    Args:
+      x: `[..., D]`, float32, float16 or bfloat16; products accumulate in float32, and logits are float32.
+      embedding: `[V, D]` of any float dtype, a row for each class: a table of word embeddings as it is, not transposed.
+        It is cast to the dtype of `x`.
+      labels: `[...]`, integers. One outside of [0, V) that is not `ignore_index` makes the total NaN, and the gradients
+        that it takes part in too.
+      bias: `[V]` of any float dtype, or None.
+      ignore_index: a Python integer, the label of rows that have none. They contribute nothing, whatever x holds there.
+      precision: of the products, as in `jnp.matmul`; None follows `jax.default_matmul_precision`.
+      implementation: None or "xla", the only one: cuBLAS does the products.
+
+    Returns:
+      The tuple (total, labelled): the sum of the losses, float32, and the number of rows with a label, int32, both
+      scalars. Its property `mean` is the loss that torch and transformers have, except that it is 0, with gradients of
+      0, where no row has a label. Over the steps of gradient accumulation or the devices of a `jax.shard_map`, add up
+      both before dividing. (Over devices use that: rows are put together by their labels, and outside of it XLA would
+      gather them from all devices.)
+
+    Raises:
+      TypeError: x, embedding or bias is not an array of floats, or labels not one of integers.
+      ValueError: a shape does not fit, ignore_index is no Python integer of 32 bits, or an unknown precision or
+        implementation.
+      NotImplementedError: the named implementation is not there.
+
+    Gradients: of x, embedding and bias (reverse mode only), exactly 0 in rows without a label. They are computed with
+    the loss, while a chunk's logits are there, for a cotangent of 1, kept in float32, and multiplied by the cotangent
+    before they are rounded to the dtypes of the arguments. Within, the gradient of the logits, at most 1, is rounded to
+    the dtype of x, in float16 after a multiplication by 2^15: probabilities far below float16's smallest number count,
+    with loss scaling or without. Deterministic.
+    Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024), and the chunked losses of
+    Liger-Kernel.
+    """
+    op = "linear_cross_entropy"
+    x, embedding = common.as_float(op, "x", x), common.as_float(op, "embedding", embedding)
+    if x.ndim == 0 or embedding.ndim != 2 or embedding.shape[0] == 0 or embedding.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"{op}: x and embedding must have shapes [..., D] and [V, D], V > 0, got {x.shape} and {embedding.shape}"
+        )
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int) or abs(ignore_index) >= 2**31 - 1:
+        raise ValueError(f"{op}: ignore_index must be a Python integer of 32 bits, got {ignore_index!r:.100}")
+    labels = _as_labels(op, labels)
+    common.check_shape(op, "labels", labels, x.shape[:-1])
+    bias = common.as_vector(op, "bias", bias, embedding.shape[0])
+    precision = common.check_precision(op, precision, x.dtype)
+    dispatch.choose(op, implementation, {})
+    rows = math.prod(x.shape[:-1])
+    arrays = x.reshape(rows, x.shape[-1]), embedding, bias, labels.reshape(rows)
+    if 0 in arrays[0].shape:
+        return CrossEntropy(*_reference(*arrays, ignore_index, precision))
+    static = _Static(
+        ignore_index=ignore_index,
+        precision=precision,
+        chunk=_chunk_rows(rows, *embedding.shape),
+        dtypes=(x.dtype, embedding.dtype, None if bias is None else bias.dtype),
+    )
+    return CrossEntropy(*_loss_jit(*common.vary_alike(*arrays), static))
+
+
+def _as_labels(op: str, labels: Any) -> Array:
+    """As int32; those beyond it stay what no class has."""
+    common.as_array(op, "labels", labels)
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"{op}: labels must be an array of integers, got {labels.dtype}")
+    limits = np.iinfo(labels.dtype)
+    if limits.max > 2**31 - 1:
+        labels = labels.clip(max(limits.min, -(2**31)), 2**31 - 1)  # by NumPy where it is NumPy's: JAX lets them wrap
+    return jnp.asarray(labels, jnp.int32)
+
+
+def _chunk_rows(rows: int, classes: int, width: int) -> int:
+    """How many rows have logits at a time.
+
+    The logits take 128 MiB, or as much as the embedding's gradient if that is more, which every chunk reads and writes
+    once. A chunk is no more than a quarter of the rows, which the labels of masked language modelling fill well.
+    """
+
+    def whole_tiles(n: int) -> int:
+        return max(128, n // 128 * 128)
+
+    return min(rows, whole_tiles(max(2**25 // classes, width)), whole_tiles(-(-rows // 4) + 127))
+
+
+class _Static(NamedTuple):
+    ignore_index: int
+    precision: Any
+    chunk: int
+    dtypes: tuple[Any, ...]  # of x, embedding and bias
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5))
+def _reference(x, embedding, bias, labels, ignore_index, precision):
+    options = {"ignore_index": ignore_index, "precision": precision}
+    return reference.linear_cross_entropy(x, embedding, labels, bias, **options)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _loss(x, embedding, bias, labels, static):
+    return _by_chunks(static, False, x, embedding, bias, labels)[:2]
+
+
+def _by_chunks(static, with_gradients, x, embedding, bias, labels):
+    """The sum and the number of labels, and with gradients those of x, embedding and bias, in float32."""
+    rows, width = x.shape
+    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    scale = 2.0**15 if x.dtype == jnp.float16 else 1.0  # the largest that keeps the gradient of the logits finite
+    table = embedding.astype(x.dtype)
+    # Where the rows with a label are, in order, and then `rows`.
+    capacity = -(-rows // static.chunk) * static.chunk
+    indices, (_, labelled) = reference.padding_indices((labels != static.ignore_index)[None], capacity=capacity)
+
+    def dot(a, b, contracted):
+        numbers = (contracted, ((), ()))
+        return lax.dot_general(a, b, numbers, precision=static.precision, preferred_element_type=wide)
+
+    def chunk(i, carry):
+        total, gradients = carry
+        index = lax.dynamic_slice_in_dim(indices, i * static.chunk, static.chunk)
+        x_rows = x.at[index].get(mode="fill", fill_value=0)
+        label = labels.at[index].get(mode="fill", fill_value=0)[:, None]
+        used = index[:, None] < rows
+        weight = jnp.where((label >= 0) & (label < table.shape[0]), 1.0, jnp.nan).astype(wide)  # [chunk, 1]
+
+        logits = dot(x_rows, table, ((1,), (1,)))
+        if bias is not None:
+            logits = logits + bias.astype(wide)
+        logits = logits - jnp.max(logits, axis=1, keepdims=True)
+        e = jnp.exp(logits)
+        normalizer = jnp.sum(e, axis=1, keepdims=True)
+        is_label = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == label
+        loss = jnp.log(normalizer) - jnp.sum(jnp.where(is_label, logits, 0.0), axis=1, keepdims=True)
+        total = total + jnp.sum(jnp.where(used, loss * weight, 0.0))
+        if not with_gradients:
+            return total, ()
+
+        dx, d_embedding, d_bias = gradients
+        d = jnp.where(used, (e / normalizer - is_label.astype(wide)) * weight, 0.0)
+        if bias is not None:
+            d_bias = d_bias + jnp.sum(d, axis=0)
+        d = (d * scale).astype(x.dtype)
+        nowhere = rows + lax.iota(jnp.int32, static.chunk)
+        place = jnp.where(used[:, 0], index, nowhere)
+        dx = dx.at[place].set(dot(d, table, ((1,), (0,))), mode="drop", unique_indices=True)
+        d_embedding = d_embedding + dot(d, x_rows, ((0,), (0,)))
+        return total, (dx, d_embedding, d_bias)
+
+    sizes = (x.shape, table.shape, () if bias is None else bias.shape) if with_gradients else ()
+    _, *start = common.vary_alike(x, *(jnp.zeros(size, wide) for size in ((), *sizes)))
+    chunks = (labelled + static.chunk - 1) // static.chunk
+    total, gradients = lax.fori_loop(0, chunks, chunk, (start[0], tuple(start[1:])))
+    if not with_gradients:
+        return total, labelled
+    dx, d_embedding, d_bias = gradients
+    return total, labelled, dx / scale, d_embedding / scale, None if bias is None else d_bias
+
+
+def _fwd(x, embedding, bias, labels, static):
+    def plain(x, embedding, bias, labels):
+        def loss(*floats):
+            return _reference(*floats, labels, static.ignore_index, static.precision)
+
+        total, pull_back, labelled = jax.vjp(loss, x, embedding, bias, has_aux=True)
+        gradients = pull_back(jnp.ones_like(total))
+        return total, labelled, *(None if d is None else d.astype(total.dtype) for d in gradients)
+
+    fused = functools.partial(_by_chunks, static, True)
+    total, labelled, *gradients = common.with_plain_gradient(fused, plain)(x, embedding, bias, labels)
+    return (total, labelled), (gradients, labels != static.ignore_index)
+
+
+def _bwd(static, saved, d):
+    gradients, used = saved
+    scaled: list[Any] = [x if x is None else (x * d[0]).astype(dtype)
+                         for x, dtype in zip(gradients, static.dtypes, strict=True)]  # fmt: skip
+    dx, *others = scaled
+    return jnp.where(used[:, None], dx, 0), *others, None  # 0 for a cotangent of NaN too
+
+
+_loss.defvjp(_fwd, _bwd)
+_loss_jit = jax.jit(_loss, static_argnums=4)
