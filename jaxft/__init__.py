@@ -20,7 +20,7 @@ from jaxft.ops.softmax import log_softmax, softmax
 if TYPE_CHECKING:
     from jaxft.models.bert import BertModel
     from jaxft.models.checkpoint import CheckpointError
-    from jaxft.models.classification import BertForSequenceClassification
+    from jaxft.models.classification import BertForSequenceClassification, BertForTokenClassification
     from jaxft.models.config import BertConfig
     from jaxft.models.cross_encoder import CrossEncoder
     from jaxft.models.masked_lm import BertForMaskedLM
@@ -33,6 +33,7 @@ __all__ = [
     "BertConfig",
     "BertForMaskedLM",
     "BertForSequenceClassification",
+    "BertForTokenClassification",
     "BertModel",
     "CheckpointError",
     "CrossEncoder",
@@ -60,6 +61,7 @@ _LAZY = {
     "BertConfig": "jaxft.models.config",
     "BertForMaskedLM": "jaxft.models.masked_lm",
     "BertForSequenceClassification": "jaxft.models.classification",
+    "BertForTokenClassification": "jaxft.models.classification",
     "BertModel": "jaxft.models.bert",
     "CheckpointError": "jaxft.models.checkpoint",
     "CrossEncoder": "jaxft.models.cross_encoder",

@@ -70,7 +70,8 @@ def dropout_mask(key: Array, rate: float, shape: tuple[int, ...]) -> Array:
     return (keep_bits(seed[0], seed[1], row, column) >= jnp.uint32(keep_threshold(rate))).reshape(shape)
 
 
-def _dropout(x: Array, rate: float, key: Array | None) -> Array:
+def dropout(x: Array, rate: float, key: Array | None) -> Array:
+    """x / (1 - rate) where `dropout_mask` keeps it, 0 elsewhere; x itself without a rate or a key."""
     if rate == 0.0 or key is None:
         return x
     return jnp.where(dropout_mask(key, rate, x.shape), x * (1.0 / (1.0 - rate)), jnp.zeros_like(x))
@@ -119,7 +120,7 @@ def bias_residual_layer_norm(
     total = _wide(x)
     if bias is not None:
         total = total + bias.astype(total.dtype)
-    total = _dropout(total, dropout_rate, dropout_rng) + residual.astype(total.dtype)
+    total = dropout(total, dropout_rate, dropout_rng) + residual.astype(total.dtype)
     y = _normalize(total, gamma, beta, epsilon).astype(x.dtype)
     return (y, total.astype(x.dtype)) if return_sum else y
 
@@ -135,9 +136,11 @@ def embeddings_layer_norm(
     position_ids: Array | None = None,
     token_type_ids: Array | None = None,
     epsilon: float = 1e-6,
+    dropout_rate: float = 0.0,
+    dropout_rng: Array | None = None,
     dtype: Any = None,
 ) -> Array:
-    """layer_norm of the sum of the rows that the ids name; an id that is not in its table gives NaN."""
+    """dropout(layer_norm(sum)) of the rows that the ids name; an id that is not in its table gives NaN."""
 
     def rows(table: Array, ids: Array) -> Array:
         return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
@@ -149,7 +152,8 @@ def embeddings_layer_norm(
     if token_type is not None:
         token_type = token_type[0] if token_type_ids is None else rows(token_type, token_type_ids)
         total = total + token_type.astype(wide)
-    return _normalize(total, gamma, beta, epsilon).astype(word.dtype if dtype is None else dtype)
+    y = dropout(_normalize(total, gamma, beta, epsilon), dropout_rate, dropout_rng)
+    return y.astype(word.dtype if dtype is None else dtype)
 
 
 def _gelu(x: Array) -> Array:
@@ -341,7 +345,7 @@ def dot_product_attention(
     logits = _logits(scores.reshape(batch, n, t, s), 1.0 / math.sqrt(h) if scale is None else scale, bias)
     e, total, top = _exponentials(logits, allowed)
     empty = _row_is_empty(total)
-    p = _dropout(e / jnp.where(empty, 1.0, total), dropout_rate, dropout_rng).astype(value.dtype)
+    p = dropout(e / jnp.where(empty, 1.0, total), dropout_rate, dropout_rng).astype(value.dtype)
     p = p.reshape(batch, k, n // k, t, s)
     out = jnp.einsum("bkgts,bskh->btkgh", p, value, precision=precision, preferred_element_type=wide)
     out = out.reshape(batch, t, n, h).astype(query.dtype)
@@ -460,14 +464,20 @@ def take_tokens(x: Array, indices: Array) -> Array:
 
 def restore_padding(x: Array, indices: Array, *, batch: int, length: int) -> Array:
     """The inverse of `take_tokens`: [M,...] -> [B,T,...], 0 where nothing was; spoilt if any index is negative."""
-    rows, places = x.shape[0], batch * length
-    lost = indices < 0
-    # The rows that belong in each place are found first, so that only integers are scattered.
+    source = source_rows(indices, places=batch * length)
+    return _take_or_spoil(x, source).reshape(batch, length, *x.shape[1:])
+
+
+def source_rows(indices: Array, *, places: int) -> Array:
+    """int32 [places], which row belongs in each of them, one past the end where none does; -1 if any index is negative.
+
+    So that only integers are scattered.
+    """
+    rows, lost = indices.shape[0], indices < 0
     source = jnp.full((places,), rows, jnp.int32)
     numbers = jnp.arange(rows, dtype=jnp.int32)
     source = source.at[jnp.where(lost, places, indices)].set(numbers, mode="drop", unique_indices=True)
-    source = jnp.where(jnp.any(lost), -1, source)
-    return _take_or_spoil(x, source).reshape(batch, length, *x.shape[1:])
+    return jnp.where(jnp.any(lost), -1, source)
 
 
 def _take_or_spoil(x: Array, indices: Array) -> Array:

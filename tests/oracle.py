@@ -56,7 +56,7 @@ def bias_residual_layer_norm(x, bias, residual, gamma, beta, *, epsilon=1e-6, ke
 
 
 def embeddings_layer_norm(input_ids, word, position, token_type=None, gamma=None, beta=None, *, position_ids=None,
-                          token_type_ids=None, epsilon=1e-6):  # fmt: skip
+                          token_type_ids=None, epsilon=1e-6, keep=None, rate=0.0):  # fmt: skip
     total = np.zeros((*input_ids.shape, word.shape[1]))
     for token in np.ndindex(input_ids.shape):
         looked_up = [(word, input_ids[token]), (position, token[-1] if position_ids is None else position_ids[token])]
@@ -64,7 +64,7 @@ def embeddings_layer_norm(input_ids, word, position, token_type=None, gamma=None
             looked_up.append((token_type, 0 if token_type_ids is None else token_type_ids[token]))
         for table, row in looked_up:
             total[token] += f64(table)[int(row)] if 0 <= int(row) < len(table) else np.nan
-    return layer_norm(total, gamma, beta, epsilon=epsilon)
+    return _drop(layer_norm(total, gamma, beta, epsilon=epsilon), keep, rate)
 
 
 def bias_activation(x, bias, *, activation="gelu"):

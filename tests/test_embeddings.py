@@ -39,18 +39,22 @@ def some_ids(rng, shape, rows=ROWS, least=0):
     }
 
 
-def check_op(floats, ids, seed=None, implementations=("triton",), gradients=True, dtype=None, **options):
+def check_op(floats, ids, seed=None, implementations=("triton",), gradients=True, dtype=None, rate=0.0, **options):
     """`ids` by name, those that are missing have their defaults."""
+    key = jax.random.key(3)
+    dropout = {"dropout_rate": rate, "dropout_rng": key if rate else None}
+    shape = (*ids["input_ids"].shape, floats["word"].shape[1])
+    keep = {"rate": rate, "keep": np.asarray(reference.dropout_mask(key, rate, shape)) if rate else None}
 
     def plain(**floats):
         result = None if floats["word"].dtype == jnp.float64 else dtype  # for the exact gradients
-        return reference.embeddings_layer_norm(**ids, **floats, dtype=result, **options)
+        return reference.embeddings_layer_norm(**ids, **floats, dtype=result, **dropout, **options)
 
     def exact(**floats):
-        return oracle.embeddings_layer_norm(**jax.tree.map(np.asarray, ids), **floats, **options)
+        return oracle.embeddings_layer_norm(**jax.tree.map(np.asarray, ids), **floats, **keep, **options)
 
     def op(implementation, **floats):
-        more = {"dtype": dtype, "implementation": implementation, **options}
+        more = {"dtype": dtype, "implementation": implementation, **dropout, **options}
         return jaxft.embeddings_layer_norm(**ids, **floats, **more)
 
     check(op, plain, exact, floats, implementations=implementations, gradients=gradients, seed=seed)
@@ -121,6 +125,64 @@ def test_large_mean():
     rng = np.random.default_rng(4)
     floats = some_floats(rng, 300)
     check_op(floats | {"word": floats["word"] + 1e4}, only(some_ids(rng, (2, 7))))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "width"), [((1,), 1), ((2, 7), 127), ((2, 3), 8209)], ids=str)
+def test_dropout(shape, width, dtype):
+    rng = np.random.default_rng(16)
+    floats, ids = some_floats(rng, width, dtype), some_ids(rng, shape)
+    check_op(floats, only(ids), rate=0.1)
+    check_op({name: x for name, x in floats.items() if name not in ("gamma", "beta")}, ids, rate=0.9)
+
+
+@pytest.mark.parametrize("sizes", [(16, 512), (4, 64)], ids=str)
+@IMPLEMENTATIONS
+def test_the_kernels_drop_what_the_reference_drops(implementation, sizes, monkeypatch, key):
+    """Bit by bit, forward and backward, and at every block size."""
+    monkeypatch.setattr(tuning, "layer_norm", lambda *_: RowConfig(*sizes, 1))
+    monkeypatch.setattr(tuning, "layer_norm_backward", lambda *_: GradientConfig(*sizes, 3, 1))
+    rng, rate = np.random.default_rng(17), 0.5
+    floats, ids = some_floats(rng, 300), some_ids(rng, (2, 9))
+    keep = np.asarray(reference.dropout_mask(key, rate, (2, 9, 300)))
+
+    @jax.jit
+    def run(floats, dy, key):
+        options = {"dropout_rate": rate, "dropout_rng": key, "implementation": implementation}
+        y, pull_back = jax.vjp(lambda f: jaxft.embeddings_layer_norm(**ids, **f, **options), floats)
+        return y, pull_back(dy)[0]
+
+    # A power of 2 for each token: the sum in beta's gradient, exact, tells which of them are kept.
+    weights = 2.0 ** np.arange(18).reshape(2, 9, 1)
+    for given in (key, jax.random.key_data(key)):
+        y, gradients = run(floats, jnp.broadcast_to(jnp.asarray(weights, jnp.float32), keep.shape), given)
+        np.testing.assert_array_equal(y != 0.0, keep)
+        np.testing.assert_array_equal(gradients["beta"], np.sum(keep * weights * 2.0, axis=(0, 1)))
+
+
+@IMPLEMENTATIONS
+def test_without_a_rate_there_is_no_dropout(implementation, key):
+    rng = np.random.default_rng(18)
+    floats, ids = some_floats(rng, 24), some_ids(rng, (2, 5))
+    run = functools.partial(jaxft.embeddings_layer_norm, **ids, **floats, implementation=implementation)
+    expected = run()
+    for options in ({"dropout_rate": 0.0}, {"dropout_rng": key}):  # a rate of 0 needs no key
+        np.testing.assert_array_equal(run(**options), expected)
+
+
+@IMPLEMENTATIONS
+def test_vmap_over_keys(implementation, key):
+    rng = np.random.default_rng(19)
+    floats, ids, keys = some_floats(rng, 24), some_ids(rng, (2, 5)), jax.random.split(key, 3)
+
+    def run(key, floats):
+        options = {"dropout_rate": 0.4, "dropout_rng": key, "implementation": implementation}
+        return jax.grad(lambda f: jnp.sum(jaxft.embeddings_layer_norm(**ids, **f, **options) ** 3))(floats)
+
+    each = [run(key, floats) for key in keys]
+    got = jax.vmap(run, in_axes=(0, None))(keys, floats)
+    chex.assert_trees_all_close(got, jax.tree.map(lambda *x: jnp.stack(x), *each), rtol=1e-5, atol=1e-4)
+    assert (each[0]["beta"] != each[1]["beta"]).any()
 
 
 @IMPLEMENTATIONS
@@ -207,15 +269,15 @@ def test_sums_by_id(count, width, size, chunk, config, monkeypatch):
 
 
 @pytest.mark.parametrize("sizes", [(1, 8), (4, 4), (2, 2)], ids=str)
-def test_kernels_stay_within_the_arrays(sizes, monkeypatch):
+def test_kernels_stay_within_the_arrays(sizes, monkeypatch, key):
     monkeypatch.setattr(kernel, "CHUNK", 4)
-    rng = np.random.default_rng(10)
+    rng, seed = np.random.default_rng(10), reference.dropout_seed(key)
     floats, ids = some_floats(rng, 6), some_ids(rng, (21,), least=-2)
     options = {"config": RowConfig(*sizes, 1), "interpret": True}
     with checked():
         for given in (ids, ids | {"position_ids": None, "token_type_ids": None}):
-            *_, total, _ = kernel.forward(*floats.values(), *given.values(), length=7, epsilon=1e-6,
-                                          dtype=jnp.float16, save=True, **options)  # fmt: skip
+            *_, total, _ = kernel.forward(*floats.values(), *given.values(), seed, length=7, epsilon=1e-6,
+                                          dropout_rate=0.3, dtype=jnp.float16, save=True, **options)  # fmt: skip
         for name, i in zip(TABLES, ids.values(), strict=True):
             kernel.sum_by_id(total, i, floats[name], **options)
 
@@ -281,14 +343,14 @@ def test_scan_and_remat_over_ids(implementation):
 
 
 @pytest.mark.parametrize("given", [(), ("position_ids", "token_type_ids")], ids=len)
-def test_second_derivatives(given):
+def test_second_derivatives(given, key):
     rng = np.random.default_rng(14)
     floats, ids = some_floats(rng, 24), only(some_ids(rng, (2, 5)), *given)
 
     def second(implementation):
         def f(floats):
-            y = jaxft.embeddings_layer_norm(**ids, **floats, epsilon=0.1, implementation=implementation)
-            return jnp.sum(y**3)
+            options = {"dropout_rate": 0.3, "dropout_rng": key, "implementation": implementation}
+            return jnp.sum(jaxft.embeddings_layer_norm(**ids, **floats, epsilon=0.1, **options) ** 3)
 
         return jit(jax.grad(lambda floats: sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(f)(floats)))))(floats)
 
@@ -337,7 +399,8 @@ def test_random(seed, monkeypatch):
     monkeypatch.setattr(tuning, "layer_norm_backward", lambda *_: backward)
     monkeypatch.setattr(tuning, "embeddings_sums", lambda *_: RowConfig(*blocks[2]))
     dtype = some(rng, jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"]))))
-    check_op(floats, ids, seed, dtype=dtype, epsilon=float(rng.choice([1e-12, 1e-6, 0.3])))
+    rate = float(rng.choice([0.0, 0.1, 0.6]))
+    check_op(floats, ids, seed, dtype=dtype, epsilon=float(rng.choice([1e-12, 1e-6, 0.3])), rate=rate)
 
 
 # --- Errors ------------------------------------------------------------------------------------------------------
@@ -377,6 +440,10 @@ GOOD = {"input_ids": SOME_IDS, "word": TABLE, "position": TABLE, "token_type": T
         ({"epsilon": 0.0}, ValueError, "epsilon must be positive, got 0.0"),
         ({"epsilon": float("nan")}, ValueError, "epsilon must be finite, got nan"),
         ({"epsilon": "1e-6"}, TypeError, "epsilon must be a Python number, got str"),
+        ({"dropout_rate": 0.1}, ValueError, "dropout_rate is 0.1, so dropout_rng must be a JAX random key, got None"),
+        ({"dropout_rate": 1.0}, ValueError, "dropout_rate must be in [0, 1), got 1.0"),
+        ({"dropout_rate": None}, TypeError, "dropout_rate must be a Python number, got NoneType"),
+        ({"dropout_rng": 3}, TypeError, "dropout_rng must be one JAX random key (jax.random.key), got int"),
         ({"dtype": jnp.int32}, TypeError, "dtype must be one of floats, got int32"),
         ({"dtype": "bfloat17"}, TypeError, "dtype must be one of floats, got 'bfloat17'"),
         ({"implementation": "cuda"}, ValueError, "implementation must be None or one of ('triton', 'mosaic_gpu',"

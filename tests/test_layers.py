@@ -15,6 +15,7 @@ MODEL_ORDER = (
     "checkpoint",
     "config",
     "pooling",
+    "dropout",
     "bert",
     "classification",
     "masked_lm",

@@ -133,16 +133,18 @@ def test_in_place():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 80, 768, 20000])
-def test_embeddings(width, dtype, caplog):
+def test_embeddings(width, dtype, caplog, key):
     """One kernel forward, for float32 tables too. Backward one for the LayerNorm and two a table, and no scatter."""
+    dropout = {"dropout_rate": 0.1, "dropout_rng": key}
     tables, vector = [of((rows, width), dtype) for rows in (300, 40, 2)], of((width,))
     floats, ids = (*tables, vector, vector), of((4, 33), jnp.int32)
     assert_one_kernel(jaxft.embeddings_layer_norm, ids, *tables[:2])
     assert_one_kernel(jaxft.embeddings_layer_norm, ids, *floats, dtype=jnp.bfloat16)
+    assert_one_kernel(jaxft.embeddings_layer_norm, ids, *floats, **dropout)
     for kernels, given in ((4, ()), (6, ("token_type_ids",)), (8, ("token_type_ids", "position_ids"))):
 
         def gradients(ids, *floats, given=given):
-            run = functools.partial(jaxft.embeddings_layer_norm, ids, **dict.fromkeys(given, ids))
+            run = functools.partial(jaxft.embeddings_layer_norm, ids, **dict.fromkeys(given, ids), **dropout)
             out, pull_back = jax.vjp(run, *floats)
             return out, pull_back(out)
 
@@ -448,11 +450,12 @@ def test_configs(dtype):
             assert_lowers(back, x, vector, seed, of((2, 21)))
         ids, options = of((35,), jnp.int32), {"config": RowConfig(*sizes), "interpret": False}
 
-        def look_up(x, v, ids, options=options):
-            options = {"length": 7, "epsilon": 1e-6, "dtype": jnp.float16, "save": True, **options}
-            return embeddings.forward(x, x, x, v, v, ids, None, ids, **options)
+        def look_up(x, v, ids, seed, options=options):
+            options = {"length": 7, "epsilon": 1e-6, "dropout_rate": 0.1, "dtype": jnp.float16, "save": True, **options}
+            return embeddings.forward(x, x, x, v, v, ids, None, ids, seed, **options)
 
-        assert_lowers(look_up, x, vector, ids)
+        for seed in (None, of((2,), jnp.uint32)):
+            assert_lowers(look_up, x, vector, ids, seed)
         by_id = functools.partial(embeddings.sum_by_id, **options)
         assert operations(lower(by_id, of((35, 101)), ids, x))[TRITON] == 2
         options = {"config": RowConfig(*sizes), "interpret": False, "log": sizes[0] > 1, "scale": 0.5}

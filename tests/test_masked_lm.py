@@ -319,8 +319,9 @@ def test_options_reach_the_encoder_where_they_are_given(method, monkeypatch):
     key = jax.random.key(0)
     jax.eval_shape(lambda: getattr(model, method)(ids, *labels, mask, types))
     jax.eval_shape(lambda: getattr(model, method)(ids, *labels, mask, deterministic=False, rngs=key))
-    assert seen[0] == ((ids, mask, types, None), {"deterministic": None, "rngs": None}, {})
-    assert seen[1][1:] == ({"deterministic": False, "rngs": key}, {})
+    unpacked = {"cu_seqlens": None, "max_seqlen": None}
+    assert seen[0] == ((ids, mask, types, None), {"deterministic": None, "rngs": None}, unpacked)
+    assert seen[1][1:] == ({"deterministic": False, "rngs": key}, unpacked)
 
 
 def test_remat_reaches_the_encoder(tmp_path, monkeypatch):

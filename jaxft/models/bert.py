@@ -11,9 +11,10 @@ from flax import nnx
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxft.models import checkpoint
+from jaxft.models import checkpoint, dropout
 from jaxft.models.config import BertConfig
 from jaxft.models.pooling import first_tokens
+from jaxft.ops import common
 from jaxft.ops.attention import qkv_attention, varlen_qkv_attention
 from jaxft.ops.dense import dense
 from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
@@ -79,7 +80,9 @@ class BertEmbeddings(nnx.Module):
         *,
         cu_seqlens: Array | None = None,
         max_seqlen: int = 0,
+        dropout_rng: Array | None = None,
     ) -> Array:
+        """`[B, T, D]` of ids `[B, T]`, or packed; with dropout where there is a key."""
         config = self.options.config
 
         if position_ids is None and cu_seqlens is not None:
@@ -101,6 +104,7 @@ class BertEmbeddings(nnx.Module):
             epsilon=config.layer_norm_eps,
             dtype=self.options.dtype,
             implementation=self.options.implementation,
+            **dropout.options(config.hidden_dropout_prob, dropout_rng),
         )
 
 
@@ -134,28 +138,45 @@ class BertLayer(nnx.Module):
         self.ffn_out_kernel, self.ffn_out_bias = options.normal(rngs, inner, width), options.zeros(rngs, width)
         self.ffn_norm_gamma, self.ffn_norm_beta = options.ones(rngs, width), options.zeros(rngs, width)
 
-    def __call__(self, x: Array, mask: Array | None, *, cu_seqlens: Array | None = None, max_seqlen: int = 0) -> Array:
+    def __call__(
+        self,
+        x: Array,
+        mask: Array | None,
+        *,
+        cu_seqlens: Array | None = None,
+        max_seqlen: int = 0,
+        dropout_rng: Array | None = None,
+    ) -> Array:
         """`x` `[B, T, D]` and `mask` `[B, 1, 1, T]` of the keys -> `[B, T, D]`.
 
         Or `x` `[M, D]` of sequences back to back, with `cu_seqlens` and `max_seqlen` as in `varlen_qkv_attention`.
+
+        `dropout_rng` are three random keys, as of `jax.random.split(key, 3)`, for dropout of the attention's
+        probabilities, of its output and of the feed-forward network's; None for no dropout.
         """
         config, dtype, implementation = self.options.config, self.options.dtype, self.options.implementation
         heads = config.num_attention_heads
+        of_probabilities, of_attention, of_ffn = (None, None, None) if dropout_rng is None else dropout_rng
+        hidden_rate = config.hidden_dropout_prob
 
         qkv = dense(x, self.qkv_kernel[...].astype(dtype), self.qkv_bias[...], implementation=implementation)
         qkv = qkv.reshape(*x.shape[:-1], 3, heads, x.shape[-1] // heads)
+        options: dict[str, Any] = {"implementation": implementation}
+        options |= dropout.options(config.attention_probs_dropout_prob, of_probabilities)
         if cu_seqlens is None:
-            attended = qkv_attention(qkv, mask=mask, implementation=implementation)
+            attended = qkv_attention(qkv, mask=mask, **options)
         else:
-            attended = varlen_qkv_attention(qkv, cu_seqlens, max_seqlen=max_seqlen, implementation=implementation)
-        options: dict[str, Any] = {"epsilon": config.layer_norm_eps, "implementation": implementation}
+            attended = varlen_qkv_attention(qkv, cu_seqlens, max_seqlen=max_seqlen, **options)
+        options = {"epsilon": config.layer_norm_eps, "implementation": implementation}
         kernel, bias = self.out_kernel[...].astype(dtype), self.out_bias[...]
         gamma, beta = self.attention_norm_gamma[...], self.attention_norm_beta[...]
+        options |= dropout.options(hidden_rate, of_attention)
         x = dense_residual_layer_norm(attended.reshape(x.shape), kernel, bias, x, gamma, beta, **options)
         kernel, bias = self.ffn_in_kernel[...].astype(dtype), self.ffn_in_bias[...]
         h = dense(x, kernel, bias, activation=config.activation, implementation=implementation)
         kernel, bias = self.ffn_out_kernel[...].astype(dtype), self.ffn_out_bias[...]
         gamma, beta = self.ffn_norm_gamma[...], self.ffn_norm_beta[...]
+        options |= dropout.options(hidden_rate, of_ffn)
         return dense_residual_layer_norm(h, kernel, bias, x, gamma, beta, **options)
 
 
@@ -188,6 +209,12 @@ class BertModel(nnx.Module):
         def forward(params, input_ids, attention_mask):
             return nnx.merge(graph, params)(input_ids, attention_mask)
 
+    A new model, and one from a checkpoint, has no dropout. `model.train()` turns it on at the rates of `config`, in the
+    places where BERT has it: the embeddings, the attention's probabilities and the two outputs of each layer.
+    `model.eval()` turns it off again. Random keys come with each call (`rngs`), so that parameters are all the state of
+    a module. What is dropped is a pure function of the call's key, the layer, the place in it and the element's
+    index: the same under every implementation, with and without `remat`, and not stored for the backward pass.
+
     Args:
       config: sizes and options.
       dtype: float32, float16 or bfloat16: the dtype of the computation and of the result. Statistics and sums within
@@ -195,8 +222,13 @@ class BertModel(nnx.Module):
       param_dtype: the dtype in which parameters are kept; matrices are cast to `dtype` in the call.
       implementation: passed to every operation; None picks the fastest for the device, "xla" is plain JAX.
       add_pooling_layer: whether there is a pooler; DistilBERT never has one.
+      remat: the backward pass computes each layer again from its input, the only array that the forward pass then keeps
+        of it. Gradients and dropout are the same; training takes much less memory and about a third more time.
       rngs: random numbers for the initial parameters: `config.initializer_range` times a normal distribution,
         biases 0, LayerNorm's gamma 1. None gives parameters without values, only shapes, to be set.
+
+    Attributes:
+      deterministic: whether calls have no dropout; `train()` and `eval()` set it.
     """
 
     def __init__(
@@ -207,9 +239,11 @@ class BertModel(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
         add_pooling_layer: bool = True,
+        remat: bool = False,
         rngs: nnx.Rngs | None,
     ) -> None:
-        self.config = config
+        common.check_flag("BertModel", "remat", remat)
+        self.config, self.remat, self.deterministic = config, remat, True
         dtype, param_dtype = _float_dtype("dtype", dtype), _float_dtype("param_dtype", param_dtype)
         options = _Options(config, dtype, param_dtype, implementation)
         self.embeddings = BertEmbeddings(options, rngs)
@@ -227,6 +261,8 @@ class BertModel(nnx.Module):
         cu_seqlens: ArrayLike | None = None,
         max_seqlen: int | None = None,
         output_hidden_states: bool = False,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | Array | None = None,
     ) -> BertOutput:
         """Runs the encoder on a padded batch, or with `cu_seqlens` on sequences that lie back to back, without padding.
 
@@ -252,13 +288,18 @@ class BertModel(nnx.Module):
           max_seqlen: with `cu_seqlens`, a Python integer that no sequence is longer than. What is beyond it in one that
             is takes no part, and its hidden states mean nothing.
           output_hidden_states: whether to return the hidden states of all layers.
+          deterministic: True for a call without dropout, False for one with; None is as `model.eval()` or
+            `model.train()` has set it.
+          rngs: for dropout, an `nnx.Rngs` with a stream `dropout` (or `default`), which gives one key, or a JAX random
+            key. A packed call drops other elements than a padded one with the same key.
 
         Raises:
-          TypeError: an input is no array of integers.
+          TypeError: an input is no array of integers, `deterministic` no Python boolean, or `rngs` of a wrong type.
           ValueError: an input has a wrong shape or, in a list or NumPy array, an integer beyond int32; T or
             `max_seqlen` is more than the model has positions, and there are no `position_ids`; there are
             `token_type_ids` but the model has no token types; `attention_mask` is given with `cu_seqlens`, or only one
-            of `cu_seqlens` and `max_seqlen`; or that is no Python integer >= 0.
+            of `cu_seqlens` and `max_seqlen`; or that is no Python integer >= 0; there is dropout but no `rngs`, or
+            one without such a stream.
         """
         input_ids = _ids("input_ids", input_ids)
         shape = input_ids.shape
@@ -285,10 +326,17 @@ class BertModel(nnx.Module):
             keep = _ids("attention_mask", attention_mask, shape, or_bool=True).astype(jnp.bool)
             mask = keep[:, None, None, :]
 
-        x = self.embeddings(input_ids, token_type_ids, position_ids, **packed)
+        key = self._dropout_key(deterministic, rngs)
+        first_key, keys = (None, None) if key is None else dropout.encoder_keys(key, len(self.layers))
+
+        def run(layer: BertLayer, x: Array, mask: Array | None, cu_seqlens: Array | None, keys: Array | None) -> Array:
+            return layer(x, mask, cu_seqlens=cu_seqlens, max_seqlen=packed.get("max_seqlen", 0), dropout_rng=keys)
+
+        run = nnx.remat(run) if self.remat else run
+        x = self.embeddings(input_ids, token_type_ids, position_ids, **packed, dropout_rng=first_key)
         hidden_states = [x]
-        for layer in self.layers:
-            x = layer(x, mask, **packed)
+        for i, layer in enumerate(self.layers):
+            x = run(layer, x, mask, packed.get("cu_seqlens"), None if keys is None else keys[i])
             hidden_states.append(x)
         return BertOutput(
             last_hidden_state=x,
@@ -307,6 +355,7 @@ class BertModel(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike | None = None,
         implementation: str | None = None,
+        remat: bool = False,
     ) -> Self:
         """The encoder of a Hugging Face checkpoint of the types that `BertConfig` lists.
 
@@ -317,7 +366,7 @@ class BertModel(nnx.Module):
           revision: branch, tag or commit, for an id.
           cache_dir: where downloads are kept; None is Hugging Face's default.
           local_files_only: use only what has been downloaded before.
-          dtype, implementation: as for `BertModel`.
+          dtype, implementation, remat: as for `BertModel`.
           param_dtype: the same, None for `dtype`.
 
         Raises:
@@ -329,7 +378,8 @@ class BertModel(nnx.Module):
             folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
         )
         config = checkpoint.read_config(folder, BertConfig.from_dict)
-        model = cls(config, dtype=dtype, param_dtype=param_dtype, implementation=implementation, rngs=None)
+        options: dict[str, Any] = {"implementation": implementation, "remat": remat}
+        model = cls(config, dtype=dtype, param_dtype=param_dtype, **options, rngs=None)
         shapes = {name: parameter.shape for name, parameter in model._parameters().items()}
         values = checkpoint.load(folder, config.model_type, shapes, param_dtype)
         if "pooler.kernel" not in values:
@@ -341,6 +391,18 @@ class BertModel(nnx.Module):
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Writes `config.json` and `model.safetensors`, which transformers reads too; existing ones are replaced."""
         checkpoint.save(folder, self.config.to_dict(), {name: p[...] for name, p in self._parameters().items()})
+
+    def _dropout_key(
+        self, deterministic: bool | None, rngs: nnx.Rngs | Array | None, **more_rates: float
+    ) -> Array | None:
+        """The key of a call; None for one without dropout, for which `rngs` is not used."""
+        if deterministic is not None:
+            common.check_flag("BertModel", "deterministic", deterministic)
+        if self.deterministic if deterministic is None else deterministic:
+            return None
+        names = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+        rates = {name: getattr(self.config, name) for name in names}
+        return dropout.call_key("BertModel", rngs, **rates, **more_rates)
 
     def _parameters(self) -> dict[str, nnx.Param[Any]]:
         """By names such as "layers.0.out_bias"."""

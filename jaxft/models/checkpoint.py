@@ -118,13 +118,13 @@ class Layout:
 
 
 _CLASSIFIERS = ("classifier.", "qa_outputs.")
-_ROBERTA = _BERT | heads.CLASSIFICATION["roberta"] | heads.MASKED_LM["roberta"]
+_ROBERTA = _BERT | heads.NAMES["roberta"]
 _ROBERTA_HEADS = "roberta.", ("lm_head.", *_CLASSIFIERS), heads.TIED["roberta"]
 _PADDING_1 = {"pad_token_id": 1}
 
 LAYOUTS: Mapping[str, Layout] = {
     "bert": Layout(
-        _BERT | heads.CLASSIFICATION["bert"] | heads.MASKED_LM["bert"],
+        _BERT | heads.NAMES["bert"],
         "bert.",
         ("cls.", *_CLASSIFIERS),
         heads.TIED["bert"],
@@ -135,7 +135,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "xlm-roberta": Layout(_ROBERTA, *_ROBERTA_HEADS, "XLMRobertaModel", _PADDING_1),
     "camembert": Layout(_ROBERTA, *_ROBERTA_HEADS, "CamembertModel", _PADDING_1),
     "distilbert": Layout(
-        _DISTILBERT | heads.CLASSIFICATION["distilbert"] | heads.MASKED_LM["distilbert"],
+        _DISTILBERT | heads.NAMES["distilbert"],
         "distilbert.",
         ("vocab_transform.", "vocab_layer_norm.", "vocab_projector.", "pre_classifier.", *_CLASSIFIERS),
         heads.TIED["distilbert"],

@@ -9,7 +9,7 @@ Names = dict[str, list[str]]
 
 # Sequence classification: a dense layer on the first token, which in BERT is the pooler, and one to the labels.
 
-CLASSIFICATION: Mapping[str, Names] = {
+_CLASSIFICATION: Mapping[str, Names] = {
     "bert": {
         "head.dense_kernel": ["pooler.dense.weight"],
         "head.dense_bias": ["pooler.dense.bias"],
@@ -30,10 +30,14 @@ CLASSIFICATION: Mapping[str, Names] = {
     },
 }
 
+# Token classification: a layer to the labels alone.
+
+_TOKEN_CLASSIFICATION: Names = {"classifier.kernel": ["classifier.weight"], "classifier.bias": ["classifier.bias"]}
+
 # Masked language modelling: a dense layer and a LayerNorm, and the bias of the logits, whose matrix is that of the word
 # embeddings.
 
-MASKED_LM: Mapping[str, Names] = {
+_MASKED_LM: Mapping[str, Names] = {
     "bert": {
         "lm_head.dense_kernel": ["cls.predictions.transform.dense.weight"],
         "lm_head.dense_bias": ["cls.predictions.transform.dense.bias"],
@@ -55,6 +59,10 @@ MASKED_LM: Mapping[str, Names] = {
         "lm_head.norm_beta": ["vocab_layer_norm.bias"],
         "lm_head.out_bias": ["vocab_projector.bias"],
     },
+}
+
+NAMES: Mapping[str, Names] = {
+    kind: _CLASSIFICATION[kind] | _TOKEN_CLASSIFICATION | _MASKED_LM[kind] for kind in ("bert", "roberta", "distilbert")
 }
 
 # What a checkpoint of masked language modelling may hold a second time -> the name of the first.

@@ -1,68 +1,33 @@
-"""BERT, RoBERTa and DistilBERT encoders with a head that classifies the sequence, or scores a pair of texts."""
+"""BERT, RoBERTa and DistilBERT encoders with a head: classes of a text, a score of a pair of texts, tokens' labels."""
 
 import json
 import os
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxft.models import checkpoint
+from jaxft import reference
+from jaxft.models import checkpoint, dropout
 from jaxft.models.bert import BertModel
-from jaxft.models.config import BertConfig
+from jaxft.models.config import ROBERTA_TYPES, BertConfig
 from jaxft.models.pooling import first_tokens
 from jaxft.ops.dense import dense
 
 _MAX_LABELS = 2**20
+_SEQ_CLASSIF_DROPOUT = 0.2  # the default in a DistilBERT's config.json
 
 # Fields of config.json that say what the logits mean; saved as they were read.
 _MEANING = ("problem_type", "sentence_transformers", "sbert_ce_default_activation_function")
 
 
-class ClassificationHead(nnx.Module):
-    """Two dense layers on a sequence's first token, tanh between them, or relu in DistilBERT.
+class _Classifier(nnx.Module):
+    """What models with labels share: the encoder, the labels' names, and how they are read and written."""
 
-    BERT's first layer is what checkpoints call the pooler.
-    """
-
-    def __init__(self, encoder: BertModel, num_labels: int, rngs: nnx.Rngs | None) -> None:
-        self.options, width = encoder.embeddings.options, encoder.config.hidden_size
-        self.activation = "relu" if encoder.config.model_type == "distilbert" else "tanh"
-        self.dense_kernel, self.dense_bias = self.options.normal(rngs, width, width), self.options.zeros(rngs, width)
-        self.out_kernel = self.options.normal(rngs, width, num_labels)
-        self.out_bias = self.options.zeros(rngs, num_labels)
-
-    def __call__(self, x: Array) -> Array:
-        """`x` `[B, D]`, the first tokens -> `[B, num_labels]`."""
-        dtype, implementation = self.options.dtype, self.options.implementation
-        kernel, bias = self.dense_kernel[...].astype(dtype), self.dense_bias[...]
-        x = dense(x, kernel, bias, activation=self.activation, implementation=implementation)
-        return dense(x, self.out_kernel[...].astype(dtype), self.out_bias[...], implementation=implementation)
-
-
-class BertForSequenceClassification(nnx.Module):
-    """A BERT, RoBERTa or DistilBERT encoder and a head on its first token: logits of classes, or one score.
-
-    The same network as transformers' classes of that name (`RobertaForSequenceClassification` and so on for the other
-    types), without dropout. Used in `nnx.jit` and `jax.jit` as `BertModel`.
-
-    Args:
-      config: sizes and options of the encoder.
-      num_labels: how many logits there are, at most 2**20; None is as many as `id2label` has, or else 2.
-      id2label: the labels' names by their number; None is "LABEL_0", "LABEL_1", ...
-      dtype, param_dtype, implementation: as for `BertModel`; they hold for the head too.
-      rngs: random numbers for the initial parameters, as for `BertModel`; those of the head are made as the encoder's.
-
-    Attributes:
-      bert: the `BertModel`. It has no pooler: that is the head's first layer.
-      head: `dense_kernel` `[D, D]`, `dense_bias` `[D]`, `out_kernel` `[D, num_labels]`, `out_bias` `[num_labels]`.
-
-    Raises:
-      ValueError: `num_labels` or `id2label` is of a wrong type, impossible or contradicts the other.
-    """
+    _TASK: ClassVar[str]  # how transformers' classes for it end
 
     def __init__(
         self,
@@ -70,23 +35,30 @@ class BertForSequenceClassification(nnx.Module):
         *,
         num_labels: int | None = None,
         id2label: Mapping[int, str] | None = None,
+        classifier_dropout: float | None = None,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
+        remat: bool = False,
         rngs: nnx.Rngs | None,
     ) -> None:
         # Static attributes of a module must be hashable: no dictionaries.
-        self._labels = _label_names(num_labels, id2label)
+        self._labels = _label_names(type(self).__name__, num_labels, id2label)
         self._settings = "{}"
+        self.classifier_dropout = _rate(type(self).__name__, "classifier_dropout", classifier_dropout)
         self.bert = BertModel(
             config,
             dtype=dtype,
             param_dtype=param_dtype,
             implementation=implementation,
             add_pooling_layer=False,
+            remat=remat,
             rngs=rngs,
         )
-        self.head = ClassificationHead(self.bert, self.num_labels, rngs)
+        self._add_head(self.bert.embeddings.options, rngs)
+
+    def _add_head(self, options: Any, rngs: nnx.Rngs | None) -> None:
+        raise NotImplementedError
 
     @property
     def config(self) -> BertConfig:
@@ -95,7 +67,7 @@ class BertForSequenceClassification(nnx.Module):
 
     @property
     def num_labels(self) -> int:
-        """How many logits there are."""
+        """How many labels there are."""
         return len(self._labels)
 
     @property
@@ -108,35 +80,21 @@ class BertForSequenceClassification(nnx.Module):
         """A copy of what was in `config.json` when the model was read from a checkpoint; otherwise empty."""
         return json.loads(self._settings)
 
-    def __call__(
-        self,
-        input_ids: ArrayLike,
-        attention_mask: ArrayLike | None = None,
-        token_type_ids: ArrayLike | None = None,
-        position_ids: ArrayLike | None = None,
-        *,
-        cu_seqlens: ArrayLike | None = None,
-        max_seqlen: int | None = None,
-    ) -> Array:
-        """Computes the logits.
+    @property
+    def _head_rate(self) -> float:
+        """Of dropout in the head, as in transformers."""
+        if self.classifier_dropout is not None:
+            return self.classifier_dropout
+        own_default = _rate_field(self._TASK, self.config.model_type) == "seq_classif_dropout"
+        return _SEQ_CLASSIF_DROPOUT if own_default else self.config.hidden_dropout_prob
 
-        Args:
-          input_ids, attention_mask, token_type_ids, position_ids: as for `BertModel`, `[B, T]`, or packed `[M]`.
-          cu_seqlens, max_seqlen: of packed sequences, as for `BertModel`: sequence b's first token is
-            `cu_seqlens[b]`. The logits of a sequence without tokens mean nothing.
-
-        Returns:
-          `[B, num_labels]` in the model's `dtype`.
-
-        Raises:
-          TypeError, ValueError: as `BertModel`.
-
-        Gradients: of all parameters.
-        """
-        packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-        given: dict[str, Any] = {name: value for name, value in packing.items() if value is not None}
-        hidden = self.bert(input_ids, attention_mask, token_type_ids, position_ids, **given).last_hidden_state
-        return self.head(first_tokens(hidden, None if cu_seqlens is None else jnp.asarray(cu_seqlens)))
+    def _encode(
+        self, *inputs: Any, deterministic: bool | None, rngs: nnx.Rngs | Array | None, **packing: Any
+    ) -> tuple[Array, Array | None]:
+        """The hidden states, and for dropout in the head two keys."""
+        key = self.bert._dropout_key(deterministic, rngs, classifier_dropout=self._head_rate)
+        hidden = self.bert(*inputs, **packing, deterministic=key is None, rngs=key).last_hidden_state
+        return hidden, None if key is None else dropout.head_keys(key)
 
     @classmethod
     def from_pretrained(
@@ -149,15 +107,16 @@ class BertForSequenceClassification(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike | None = None,
         implementation: str | None = None,
+        remat: bool = False,
     ) -> Self:
-        """The encoder and the head of a Hugging Face checkpoint for sequence classification.
+        """The encoder and the head of a Hugging Face checkpoint of transformers' classes for this task.
 
         The labels are those of `id2label` in `config.json`, else `num_labels` unnamed ones, else two, as transformers
         has it.
 
         Args:
           folder_or_id, revision, cache_dir, local_files_only: as for `BertModel.from_pretrained`.
-          dtype, param_dtype, implementation: likewise.
+          dtype, param_dtype, implementation, remat: likewise.
 
         Raises:
           CheckpointError: the checkpoint cannot be found, read or used, or has no such head; all the problems of its
@@ -165,22 +124,27 @@ class BertForSequenceClassification(nnx.Module):
           TypeError: `folder_or_id` is not a string or path.
         """
 
-        def parse(settings: dict[str, Any]) -> tuple[BertConfig, tuple[str, ...], str]:
+        def parse(settings: dict[str, Any]) -> tuple[BertConfig, tuple[str, ...], float | None, str]:
             id2label = settings.get("id2label")
             num_labels = settings.get("num_labels") if id2label is None else None
-            return BertConfig.from_dict(settings), _label_names(num_labels, id2label), json.dumps(settings)
+            config, labels = BertConfig.from_dict(settings), _label_names(cls.__name__, num_labels, id2label)
+            field = _rate_field(cls._TASK, config.model_type)
+            rate = _rate(cls.__name__, field, settings.get(field))
+            return config, labels, rate, json.dumps(settings)
 
         param_dtype = dtype if param_dtype is None else param_dtype
         folder = checkpoint.resolve(
             folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
         )
-        config, labels, settings = checkpoint.read_config(folder, parse)
+        config, labels, rate, settings = checkpoint.read_config(folder, parse)
         model = cls(
             config,
             id2label=dict(enumerate(labels)),
+            classifier_dropout=rate,
             dtype=dtype,
             param_dtype=param_dtype,
             implementation=implementation,
+            remat=remat,
             rngs=None,
         )
         model._settings = settings
@@ -196,24 +160,204 @@ class BertForSequenceClassification(nnx.Module):
         Of `settings`, `problem_type` and what sentence-transformers keeps there are written again.
         """
         encoder = checkpoint.LAYOUTS[self.config.model_type].architecture
-        head = {
-            "architectures": [encoder.removesuffix("Model") + "ForSequenceClassification"],
+        head: dict[str, Any] = {
+            "architectures": [encoder.removesuffix("Model") + self._TASK],
             "id2label": self.id2label,
             "label2id": {label: number for number, label in self.id2label.items()},
         }
+        if self.classifier_dropout is not None:
+            head[_rate_field(self._TASK, self.config.model_type)] = self.classifier_dropout
         meaning = {name: value for name, value in self.settings.items() if name in _MEANING}
         parameters = {name: parameter[...] for name, parameter in self._parameters().items()}
         checkpoint.save(folder, self.config.to_dict() | head | meaning, parameters)
 
     def _parameters(self) -> dict[str, nnx.Param[Any]]:
         """By names such as "layers.0.out_bias" and "head.out_bias"."""
-        head = nnx.to_flat_state(nnx.state(self.head, nnx.Param))
-        return self.bert._parameters() | {f"head.{path[0]}": parameter for path, parameter in head}
+        state = nnx.to_flat_state(nnx.state(self, nnx.Param))
+        return {".".join(map(str, path)).removeprefix("bert."): parameter for path, parameter in state}
 
 
-def _label_names(num_labels: Any, id2label: Any) -> tuple[str, ...]:
+class ClassificationHead(nnx.Module):
+    """Two dense layers on a sequence's first token, tanh between them, or relu in DistilBERT.
+
+    BERT's first layer is what checkpoints call the pooler. Dropout is on the input of the second, in RoBERTa on that of
+    both.
+    """
+
+    def __init__(self, options: Any, num_labels: int, rngs: nnx.Rngs | None) -> None:
+        self.options, width = options, options.config.hidden_size
+        self.activation = "relu" if options.config.model_type == "distilbert" else "tanh"
+        self.dense_kernel, self.dense_bias = options.normal(rngs, width, width), options.zeros(rngs, width)
+        self.out_kernel = options.normal(rngs, width, num_labels)
+        self.out_bias = options.zeros(rngs, num_labels)
+
+    def __call__(self, x: Array, *, dropout_rate: float = 0.0, dropout_rng: Array | None = None) -> Array:
+        """`x` `[B, D]`, the first tokens -> `[B, num_labels]`; `dropout_rng` are two random keys."""
+        dtype, implementation = self.options.dtype, self.options.implementation
+        of_input, of_inner = (None, None) if dropout_rng is None else dropout_rng
+        if self.options.config.model_type in ROBERTA_TYPES:
+            x = reference.dropout(x, dropout_rate, of_input)
+        kernel, bias = self.dense_kernel[...].astype(dtype), self.dense_bias[...]
+        x = dense(x, kernel, bias, activation=self.activation, implementation=implementation)
+        x = reference.dropout(x, dropout_rate, of_inner)
+        return dense(x, self.out_kernel[...].astype(dtype), self.out_bias[...], implementation=implementation)
+
+
+class BertForSequenceClassification(_Classifier):
+    """A BERT, RoBERTa or DistilBERT encoder and a head on its first token: logits of classes, or one score.
+
+    The same network as transformers' classes of that name (`RobertaForSequenceClassification` and so on for the other
+    types). Used in `nnx.jit` and `jax.jit`, and trained with dropout (`train()`, `eval()`), as `BertModel`.
+
+    Args:
+      config: sizes and options of the encoder.
+      num_labels: how many logits there are, at most 2**20; None is as many as `id2label` has, or else 2.
+      id2label: the labels' names by their number; None is "LABEL_0", "LABEL_1", ...
+      classifier_dropout: the rate of dropout in the head; None is `config.hidden_dropout_prob`, in DistilBERT 0.2.
+      dtype, param_dtype, implementation, remat: as for `BertModel`; those that concern it hold for the head too.
+      rngs: random numbers for the initial parameters, as for `BertModel`; those of the head are made as the encoder's.
+
+    Attributes:
+      bert: the `BertModel`. It has no pooler: that is the head's first layer.
+      head: `dense_kernel` `[D, D]`, `dense_bias` `[D]`, `out_kernel` `[D, num_labels]`, `out_bias` `[num_labels]`.
+
+    Raises:
+      ValueError: `num_labels`, `id2label` or `classifier_dropout` is of a wrong type or impossible, or the first two
+        contradict each other.
+    """
+
+    _TASK = "ForSequenceClassification"
+
+    def _add_head(self, options: Any, rngs: nnx.Rngs | None) -> None:
+        self.head = ClassificationHead(options, self.num_labels, rngs)
+
+    def __call__(
+        self,
+        input_ids: ArrayLike,
+        attention_mask: ArrayLike | None = None,
+        token_type_ids: ArrayLike | None = None,
+        position_ids: ArrayLike | None = None,
+        *,
+        cu_seqlens: ArrayLike | None = None,
+        max_seqlen: int | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | Array | None = None,
+    ) -> Array:
+        """Computes the logits.
+
+        Args:
+          input_ids, attention_mask, token_type_ids, position_ids: as for `BertModel`, `[B, T]`, or packed `[M]`.
+          cu_seqlens, max_seqlen: of packed sequences, as for `BertModel`: sequence b's first token is
+            `cu_seqlens[b]`. The logits of a sequence without tokens mean nothing.
+          deterministic, rngs: of dropout, as for `BertModel`.
+
+        Returns:
+          `[B, num_labels]` in the model's `dtype`.
+
+        Raises:
+          TypeError, ValueError: as `BertModel`.
+
+        Gradients: of all parameters.
+        """
+        hidden, keys = self._encode(
+            input_ids, attention_mask, token_type_ids, position_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+            deterministic=deterministic, rngs=rngs,
+        )  # fmt: skip
+        first = first_tokens(hidden, None if cu_seqlens is None else jnp.asarray(cu_seqlens))
+        return self.head(first, dropout_rate=self._head_rate, dropout_rng=keys)
+
+
+class TokenClassificationHead(nnx.Module):
+    """A dense layer on each token, with dropout on its input."""
+
+    def __init__(self, options: Any, num_labels: int, rngs: nnx.Rngs | None) -> None:
+        self.options = options
+        self.kernel = options.normal(rngs, options.config.hidden_size, num_labels)
+        self.bias = options.zeros(rngs, num_labels)
+
+    def __call__(self, x: Array, *, dropout_rate: float = 0.0, dropout_rng: Array | None = None) -> Array:
+        """`x` `[..., D]` -> `[..., num_labels]`; `dropout_rng` is a random key."""
+        x = reference.dropout(x, dropout_rate, dropout_rng)
+        kernel = self.kernel[...].astype(self.options.dtype)
+        return dense(x, kernel, self.bias[...], implementation=self.options.implementation)
+
+
+class BertForTokenClassification(_Classifier):
+    """A BERT, RoBERTa or DistilBERT encoder and a dense layer on each token: logits of a label for every token.
+
+    The same network as transformers' classes of that name (`RobertaForTokenClassification` and so on for the other
+    types). Used in `nnx.jit` and `jax.jit`, and trained with dropout (`train()`, `eval()`), as `BertModel`.
+
+    Args:
+      config: sizes and options of the encoder.
+      num_labels, id2label: as for `BertForSequenceClassification`.
+      classifier_dropout: the rate of dropout before the dense layer; None is `config.hidden_dropout_prob`.
+      dtype, param_dtype, implementation, remat, rngs: as for `BertForSequenceClassification`.
+
+    Attributes:
+      bert: the `BertModel`. It has no pooler.
+      classifier: `kernel` `[D, num_labels]`, `bias` `[num_labels]`.
+
+    Raises:
+      ValueError: as `BertForSequenceClassification`.
+    """
+
+    _TASK = "ForTokenClassification"
+
+    def _add_head(self, options: Any, rngs: nnx.Rngs | None) -> None:
+        self.classifier = TokenClassificationHead(options, self.num_labels, rngs)
+
+    def __call__(
+        self,
+        input_ids: ArrayLike,
+        attention_mask: ArrayLike | None = None,
+        token_type_ids: ArrayLike | None = None,
+        position_ids: ArrayLike | None = None,
+        *,
+        cu_seqlens: ArrayLike | None = None,
+        max_seqlen: int | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | Array | None = None,
+    ) -> Array:
+        """Computes the logits.
+
+        Args:
+          input_ids, attention_mask, token_type_ids, position_ids: as for `BertModel`, `[B, T]`, or packed `[M]`.
+          cu_seqlens, max_seqlen: of packed sequences, as for `BertModel`.
+          deterministic, rngs: of dropout, as for `BertModel`.
+
+        Returns:
+          `[B, T, num_labels]`, of packed tokens `[M, num_labels]`, in the model's `dtype`. Those of tokens that are
+          masked, or of rows that belong to no sequence, mean nothing.
+
+        Raises:
+          TypeError, ValueError: as `BertModel`.
+
+        Gradients: of all parameters.
+        """
+        hidden, keys = self._encode(
+            input_ids, attention_mask, token_type_ids, position_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+            deterministic=deterministic, rngs=rngs,
+        )  # fmt: skip
+        return self.classifier(hidden, dropout_rate=self._head_rate, dropout_rng=None if keys is None else keys[0])
+
+
+def _rate_field(task: str, model_type: str) -> str:
+    """The field of config.json that has the head's rate of dropout."""
+    own_field = (task, model_type) == ("ForSequenceClassification", "distilbert")
+    return "seq_classif_dropout" if own_field else "classifier_dropout"
+
+
+def _rate(where: str, name: str, rate: Any) -> float | None:
+    """The head's rate of dropout, once it is right."""
+    is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
+    if rate is not None and not (is_number and 0 <= rate <= 1):
+        raise ValueError(f"{where}: {name} must be None or a number from 0 to 1, got {rate!r:.100}")
+    return rate
+
+
+def _label_names(where: str, num_labels: Any, id2label: Any) -> tuple[str, ...]:
     """The labels' names, once the two arguments (or fields of a config.json) are right."""
-    where = "BertForSequenceClassification"
     if id2label is None:
         count = 2 if num_labels is None else num_labels
         if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= _MAX_LABELS:

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from jaxft.models import checkpoint
 
-_ROBERTA_TYPES = ("roberta", "xlm-roberta", "camembert")
+ROBERTA_TYPES = ("roberta", "xlm-roberta", "camembert")
 
 # Hugging Face's names of activations -> ours.
 _ACTIVATIONS = {
@@ -41,7 +41,7 @@ class BertConfig:
 
     `model_type` is "bert", "roberta", "xlm-roberta", "camembert" or "distilbert". DistilBERT models use these names
     too (`hidden_size`, not `dim`); `from_dict` and `to_dict` translate. `from_dict({"model_type": "roberta"})` gives
-    the defaults of another type. The dropout rates are kept for `to_dict`; the forward pass is deterministic.
+    the defaults of another type. The dropout rates are those of a model in training (`BertModel.train`).
 
     Raises:
       ValueError: values of a wrong type, impossible or beyond these limits, all of them at once: vocabulary 2**24,
@@ -70,7 +70,7 @@ class BertConfig:
     @property
     def position_offset(self) -> int:
         """The position of the first token: RoBERTa's come after the one that is reserved for padding."""
-        return self.pad_token_id + 1 if self.model_type in _ROBERTA_TYPES else 0
+        return self.pad_token_id + 1 if self.model_type in ROBERTA_TYPES else 0
 
     @property
     def activation(self) -> str:
@@ -169,7 +169,7 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
         problems.append(f"{show('hidden_size')} {width} is not divisible by {show('num_attention_heads')} {heads}")
     if padding >= values["vocab_size"]:
         problems.append(f"pad_token_id {padding} is not below vocab_size {values['vocab_size']}")
-    if values["model_type"] in _ROBERTA_TYPES and positions <= padding + 1:
+    if values["model_type"] in ROBERTA_TYPES and positions <= padding + 1:
         problems.append(f"max_position_embeddings {positions} leaves no position after pad_token_id {padding}")
     if values["model_type"] == "distilbert" and (values["type_vocab_size"], values["layer_norm_eps"]) != (0, 1e-12):
         problems.append("of a DistilBERT model type_vocab_size must be 0 and layer_norm_eps 1e-12, as they are fixed")

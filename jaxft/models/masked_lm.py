@@ -72,15 +72,14 @@ class BertForMaskedLM(nnx.Module):
         remat: bool = False,
         rngs: nnx.Rngs | None,
     ) -> None:
-        options: dict[str, Any] = {"remat": True} if remat else {}
         self.bert = BertModel(
             config,
             dtype=dtype,
             param_dtype=param_dtype,
             implementation=implementation,
             add_pooling_layer=False,
+            remat=remat,
             rngs=rngs,
-            **options,
         )
         self.lm_head = MaskedLMHead(self.bert, rngs)
 
@@ -161,8 +160,7 @@ class BertForMaskedLM(nnx.Module):
 
     def _hidden(self, *ids: Any, **options: Any) -> Array:
         """What the word embeddings make logits of."""
-        given = {name: value for name, value in options.items() if value is not None}
-        return self.lm_head(self.bert(*ids, **given).last_hidden_state)
+        return self.lm_head(self.bert(*ids, **options).last_hidden_state)
 
     @classmethod
     def from_pretrained(

@@ -92,12 +92,16 @@ def check_dropout(op: str, rate: Any, rng: Array | None) -> float:
     if rate > 0.0 and rng is None:
         raise ValueError(f"{op}: dropout_rate is {rate}, so dropout_rng must be a JAX random key, got None")
     if rng is not None:
-        dtype, shape = getattr(rng, "dtype", None), getattr(rng, "shape", ())
-        typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
-        if not typed and not (dtype == jnp.uint32 and shape in ((2,), (4,))):
-            got = type(rng).__name__ if dtype is None else f"{dtype}{list(shape)}"
-            raise TypeError(f"{op}: dropout_rng must be one JAX random key (jax.random.key), got {got}")
+        check_key(op, "dropout_rng", rng)
     return rate
+
+
+def check_key(op: str, name: str, key: Any, expected: str = "one JAX random key") -> None:
+    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", ())
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
+    if not typed and not (dtype == jnp.uint32 and shape in ((2,), (4,))):
+        got = type(key).__name__ if dtype is None else f"{dtype}{list(shape)}"
+        raise TypeError(f"{op}: {name} must be {expected} (jax.random.key), got {got}")
 
 
 def check_precision(op: str, precision: Any, dtype: Any) -> Any:

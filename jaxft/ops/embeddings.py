@@ -1,4 +1,4 @@
-"""embeddings_layer_norm: the look-ups in the word, position and token type tables, their sum and its LayerNorm."""
+"""embeddings_layer_norm: the sum of rows of the word, position and token type tables, its LayerNorm and dropout."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ def embeddings_layer_norm(
     position_ids: Array | None = None,
     token_type_ids: Array | None = None,
     epsilon: float = 1e-6,
+    dropout_rate: float = 0.0,
+    dropout_rng: Array | None = None,
     dtype: Any = None,
     implementation: str | None = None,
 ) -> Array:
@@ -34,10 +36,11 @@ def embeddings_layer_norm(
 
     Equivalent to::
 
-      layer_norm(word[input_ids] + position[position_ids] + token_type[token_type_ids], gamma, beta, epsilon=epsilon)
+      total = word[input_ids] + position[position_ids] + token_type[token_type_ids]
+      dropout(layer_norm(total, gamma, beta, epsilon=epsilon))
 
-    An id that its table does not have, negative ones included, gives NaN in the row of its token, and has no gradient
-    in that table.
+    An id that its table does not have, negative ones included, gives NaN in the row of its token (where that is not
+    dropped), and has no gradient in that table.
 
     Args:
       input_ids: `[..., T]`, integers.
@@ -48,6 +51,8 @@ def embeddings_layer_norm(
       position_ids: the shape of `input_ids`, integers, or None for 0 to T - 1.
       token_type_ids: the same, None for 0.
       epsilon: added to the variance (BERT's is 1e-12).
+      dropout_rate: in [0, 1). What is kept is a pure function of the key and the element's index.
+      dropout_rng: a JAX random key, needed where the rate is not 0.
       dtype: of the result, None for that of `word`.
       implementation: None for the fastest, "triton" or "xla".
 
@@ -55,9 +60,9 @@ def embeddings_layer_norm(
       `[..., T, D]` of `dtype`.
 
     Raises:
-      TypeError: ids are not integers, another array or `dtype` is not of floats, or epsilon is not a number.
+      TypeError: ids are not integers, another array or `dtype` is not of floats, or a number is not one.
       ValueError: a shape does not fit, T is more than P and there are no position_ids, there are token_type_ids but no
-        token_type, epsilon is not positive, or an unknown implementation.
+        token_type, a number is out of its range, or an unknown implementation.
       NotImplementedError: the named implementation cannot do this; the message says why.
 
     Gradients: of word, position, token_type, gamma and beta, those of the tables dense. Deterministic with "triton",
@@ -91,16 +96,19 @@ def embeddings_layer_norm(
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{op}: dtype must be one of floats, got {dtype}")
 
-    arrays = word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids
+    rate = common.check_dropout(op, dropout_rate, dropout_rng)
+    rng = dropout_rng if rate > 0.0 else None
+
+    arrays = word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, rng
     tables = {"word": word, "position": position, "token_type": token_type}
     reason = triton.unsupported(input_ids, dtype, tables, gamma=gamma, beta=beta)
     choice = dispatch.choose(op, implementation, {"triton": reason})
     if choice.name == "xla" or input_ids.size * width == 0:
-        return _reference(*arrays, epsilon, dtype)
+        return _reference(*arrays, epsilon, rate, dtype)
     sizes = (input_ids.size, width)
     forward = tuning.layer_norm(*sizes, dtype.itemsize, dispatch.device_kind())
     backward = tuning.layer_norm_backward(*sizes, 4, dispatch.device_kind())  # of the sum, which is float32
-    return _triton_jit(*common.vary_alike(*arrays), _Static(epsilon, dtype, forward, backward, choice.interpret))
+    return _triton_jit(*common.vary_alike(*arrays), _Static(epsilon, rate, dtype, forward, backward, choice.interpret))
 
 
 def _as_ids(op, name, x, shape=None):
@@ -131,38 +139,49 @@ class _Static(NamedTuple):
     """What is compiled into the kernels."""
 
     epsilon: float
+    dropout_rate: float
     dtype: Any
     forward: tuning.RowConfig
     backward: tuning.GradientConfig
     interpret: bool
 
 
-@functools.partial(jax.jit, static_argnums=(8, 9))
-def _reference(word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, epsilon, dtype):
-    ids = {"position_ids": position_ids, "token_type_ids": token_type_ids}
-    tables = word, position, token_type
-    return reference.embeddings_layer_norm(input_ids, *tables, gamma, beta, **ids, epsilon=epsilon, dtype=dtype)
+@functools.partial(jax.jit, static_argnums=(9, 10, 11))
+def _reference(
+    word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, rng, epsilon, rate, dtype
+):
+    return reference.embeddings_layer_norm(
+        input_ids, word, position, token_type, gamma, beta, position_ids=position_ids, token_type_ids=token_type_ids,
+        epsilon=epsilon, dropout_rate=rate, dropout_rng=rng, dtype=dtype,
+    )  # fmt: skip
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(8,))
-def _triton(word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, static):
-    arrays = word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids
+@functools.partial(jax.custom_vjp, nondiff_argnums=(9,))
+def _triton(word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, rng, static):
+    arrays = word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, rng
     return _forward(static, False, *arrays)[0]
 
 
 def _forward(static, save, *arrays):
     """The result, and with `save` the sum and what its LayerNorm's gradient needs."""
-    word, position, token_type, gamma, beta, input_ids, *other_ids = arrays
+    word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, rng = arrays
+
+    def flat(ids):
+        return None if ids is None else ids.reshape(-1)
+
     y, *saved = triton.forward(
         word,
         position,
         token_type,
         gamma,
         beta,
-        input_ids.reshape(-1),
-        *(None if ids is None else ids.reshape(-1) for ids in other_ids),
+        flat(input_ids),
+        flat(position_ids),
+        flat(token_type_ids),
+        None if rng is None else reference.dropout_seed(rng),
         length=input_ids.shape[-1],
         epsilon=static.epsilon,
+        dropout_rate=static.dropout_rate,
         dtype=static.dtype,
         save=save,
         config=static.forward,
@@ -185,7 +204,7 @@ def _fwd(*arguments):
 
 
 def _bwd(static, saved, dy):
-    def kernel(dy, total, saved, word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids):
+    def kernel(dy, total, saved, word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, rng):
         of_rows = token_type is not None and token_type_ids is None  # its gradient is that of a bias
         vectors = {"bias": token_type if of_rows else None, "gamma": gamma, "beta": beta}
         d, _, found = triton_layer_norm.backward(
@@ -195,9 +214,10 @@ def _bwd(static, saved, dy):
             None,
             None,
             gamma,
-            None,
+            None if rng is None else reference.dropout_seed(rng),
             saved,
-            dropout_rate=0.0,
+            dropout_rate=static.dropout_rate,
+            drops_result=rng is not None,
             vectors={name: vector.dtype for name, vector in vectors.items() if vector is not None},
             config=static.backward,
             interpret=static.interpret,
@@ -223,12 +243,12 @@ def _bwd(static, saved, dy):
         return jax.vjp(_plain(static), *arrays)[1](dy)[:5]
 
     saved, arrays = saved
-    return *common.with_plain_gradient(kernel, plain)(dy, *saved, *arrays), None, None, None
+    return *common.with_plain_gradient(kernel, plain)(dy, *saved, *arrays), None, None, None, None
 
 
 def _plain(static):
-    return functools.partial(_reference, epsilon=static.epsilon, dtype=static.dtype)
+    return functools.partial(_reference, epsilon=static.epsilon, rate=static.dropout_rate, dtype=static.dtype)
 
 
 _triton.defvjp(_fwd, _bwd)
-_triton_jit = jax.jit(_triton, static_argnums=8)
+_triton_jit = jax.jit(_triton, static_argnums=9)

@@ -2,7 +2,7 @@
 
 Forward, a program looks up the ids of `block_rows` tokens, reads the rows that they name, adds them and normalises the
 sum as `layer_norm` does: M * D elements of the word table are read (those of the other tables come from the caches) and
-M * D are written. For the backward pass, which is that of `layer_norm`, it also writes the sum in float32.
+M * D written, dropout done. For the backward pass, which is that of `layer_norm`, it also writes the sum in float32.
 
 The gradient of a table is, in each row, the sum of those of the tokens that have its id. A scatter would add them with
 atomics, in another order in each run. Here tokens are sorted by id, so that those of a row are a run; one program adds
@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import common
-from jaxft.kernels.triton.layer_norm_common import normalize
+from jaxft.kernels.triton.layer_norm_common import drop, normalize
 from jaxft.tuning import RowConfig
 
 Array = jax.Array
@@ -44,8 +44,9 @@ def unsupported(input_ids: Array, dtype: Any, tables: dict[str, Array | None], *
 
 
 def _fwd_kernel(
-    word_ref, position_ref, token_type_ref, gamma_ref, beta_ref, ids_ref, position_ids_ref, token_type_ids_ref, y_ref,
-    total_ref=None, saved_ref=None, *, length: int, epsilon: float, block_rows: int, block_width: int,
+    word_ref, position_ref, token_type_ref, gamma_ref, beta_ref, ids_ref, position_ids_ref, token_type_ids_ref,
+    seed_ref, y_ref, total_ref=None, saved_ref=None, *,
+    length: int, epsilon: float, dropout_rate: float, block_rows: int, block_width: int,
 ):  # fmt: skip
     row = pl.program_id(0) * block_rows  # JAX's interpreter knows it outside of loops only
 
@@ -70,8 +71,11 @@ def _fwd_kernel(
             total = total + look_up(tile, token_type_ref, kinds)
         return tile, total
 
+    def finish(tile, y):
+        return y if seed_ref is None else drop(tile, y, seed_ref, dropout_rate)[0]
+
     chunks = pl.cdiv(y_ref.shape[1], block_width)
-    normalize(read, chunks, epsilon, gamma_ref, beta_ref, y_ref, total_ref, saved_ref)
+    normalize(read, chunks, epsilon, gamma_ref, beta_ref, y_ref, total_ref, saved_ref, finish)
 
 
 def forward(
@@ -83,30 +87,37 @@ def forward(
     ids: Array,
     position_ids: Array | None,
     token_type_ids: Array | None,
+    seed: Array | None,
     *,
     length: int,
     epsilon: float,
+    dropout_rate: float,
     dtype: Any,
     save: bool,
     config: RowConfig,
     interpret: bool,
 ) -> list[Array]:
-    """Tables [rows, D], gamma and beta [D], and int32 ids [M] of sequences of `length` -> y [M, D] of `dtype`.
+    """Tables [rows, D], gamma and beta [D], int32 ids [M] of sequences of `length`, and the seed of dropout [2] -> y.
 
-    And what the backward pass needs to `save`, in float32: the sum [M, D], and [2, M], the mean and 1 / sqrt(variance +
-    epsilon) of each row of it.
+    That is [M, D] of `dtype`. And what the backward pass needs to `save`, in float32: the sum [M, D], and [2, M], the
+    mean and 1 / sqrt(variance + epsilon) of each row of it.
     """
     shape = (ids.shape[0], word.shape[1])
     outputs = [jax.ShapeDtypeStruct(shape, dtype)]
     if save:
         outputs += [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, (2, shape[0]))]
     kernel = functools.partial(
-        _fwd_kernel, length=length, epsilon=epsilon, block_rows=config.block_rows, block_width=config.block_width
+        _fwd_kernel,
+        length=length,
+        epsilon=epsilon,
+        dropout_rate=dropout_rate,
+        block_rows=config.block_rows,
+        block_width=config.block_width,
     )
     return common.launch(
         kernel,
         (pl.cdiv(shape[0], config.block_rows),),
-        [word, position, token_type, gamma, beta, ids, position_ids, token_type_ids],
+        [word, position, token_type, gamma, beta, ids, position_ids, token_type_ids, seed],
         outputs,
         name="embeddings_layer_norm",
         num_warps=config.num_warps,

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import common
-from jaxft.kernels.triton.layer_norm_common import normalize
+from jaxft.kernels.triton.layer_norm_common import drop, normalize
 from jaxft.tuning import GradientConfig, RowConfig
 
 Array = jax.Array
@@ -40,8 +40,7 @@ def _add(
     if bias_ref is not None:
         total = total + tile.load_vector(bias_ref)
     if seed_ref is not None:
-        keep = common.keep(seed_ref, rate, tile.rows[:, None], tile.columns[None, :])
-        total = jnp.where(keep, total * (1.0 / (1.0 - rate)), 0.0)
+        total, keep = drop(tile, total, seed_ref, rate)
     return total if residual is None else total + residual.astype(jnp.float32), keep
 
 
@@ -122,7 +121,7 @@ def forward(
 
 def _bwd_kernel(
     dy_ref, dsum_ref, x_ref, bias_ref, residual_ref, gamma_ref, seed_ref, saved_ref, dx_ref, *more_refs,
-    dropout_rate: float, vectors: tuple[str, ...], programs: int, block_rows: int, block_width: int,
+    dropout_rate: float, drops_result: bool, vectors: tuple[str, ...], programs: int, block_rows: int, block_width: int,
 ):  # fmt: skip
     rows, width = x_ref.shape
     chunks, blocks = pl.cdiv(width, block_width), pl.cdiv(rows, block_rows)
@@ -147,10 +146,13 @@ def _bwd_kernel(
     def prepare(block, column, values):
         """The normalised rows before gamma and beta, and their gradient."""
         tile = tile_of(block, column)
-        total, keep = _add(tile, values["x"], bias_ref, values.get("residual"), seed_ref, dropout_rate)
+        of_x = None if drops_result else seed_ref
+        total, keep = _add(tile, values["x"], bias_ref, values.get("residual"), of_x, dropout_rate)
         if rows % block_rows:  # beyond the last row it is the bias, which may be infinite
             total = jnp.where(tile.in_rows[:, None], total, 0.0)
         dy = values["dy"].astype(jnp.float32)
+        if drops_result:
+            dy, _ = drop(tile, dy, seed_ref, dropout_rate)
         g = dy if gamma_ref is None else dy * tile.load_vector(gamma_ref)
         return tile, keep, dy, (total - values["mean"]) * values["scale"], g
 
@@ -217,14 +219,16 @@ def backward(
     saved: Array,
     *,
     dropout_rate: float,
+    drops_result: bool = False,
     vectors: Mapping[str, Any],
     config: GradientConfig,
     interpret: bool,
 ) -> tuple[Array, Array | None, dict[str, Array]]:
     """The gradients of x and the residual [M, D], and by name those of the `vectors` ("bias", "gamma", "beta") [D].
 
-    `vectors` has the dtypes of their gradients. Each program sums over its rows, in an order of its own that never
-    changes, and a second kernel over the programs.
+    `vectors` has the dtypes of their gradients. With `drops_result`, dropout is that of the normalised rows, not of
+    x + bias, and there is no residual. Each program sums over its rows, in an order of its own that never changes, and
+    a second kernel over the programs.
     """
     rows, width = x.shape
     blocks = pl.cdiv(rows, config.block_rows)
@@ -236,6 +240,7 @@ def backward(
     kernel = functools.partial(
         _bwd_kernel,
         dropout_rate=dropout_rate,
+        drops_result=drops_result,
         vectors=tuple(vectors),
         programs=programs,
         block_rows=config.block_rows,

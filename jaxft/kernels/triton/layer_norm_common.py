@@ -33,14 +33,21 @@ def _merge_moments(a: tuple[Array, Array, Array], b: tuple[Array, Array, Array])
     return count, a[1] + delta * (b[0] / count), a[2] + b[2] + delta * delta * (a[0] * b[0] / count)
 
 
+def drop(tile: common.Tile, x: Array, seed_ref: Ref, rate: float) -> tuple[Array, Array]:
+    """dropout(x) of a tile in float32, and what it keeps."""
+    keep = common.keep(seed_ref, rate, tile.rows[:, None], tile.columns[None, :])
+    return jnp.where(keep, x * (1.0 / (1.0 - rate)), 0.0), keep
+
+
 def normalize(
     read: Callable[[Any], tuple[common.Tile, Array]], chunks: int, epsilon: float,
     gamma_ref: Ref, beta_ref: Ref, y_ref: Ref, total_ref: Ref, saved_ref: Ref,
+    finish: Callable[[common.Tile, Array], Array] = lambda tile, y: y,
 ) -> None:  # fmt: skip
     """Writes a block of normalised rows [rows, D], of which `read` gives the chunks of columns, 0 beyond the edges.
 
-    To `total_ref`, if there, also the rows as they were read, and to `saved_ref` [2, M] what a backward pass needs: the
-    mean and 1 / sqrt(variance + epsilon) of each row.
+    They are written as `finish` makes them. To `total_ref`, if there, go the rows as they were read, and to `saved_ref`
+    [2, M] what a backward pass needs: the mean and 1 / sqrt(variance + epsilon) of each row.
     """
 
     def write(chunk, mean, scale):
@@ -51,7 +58,7 @@ def normalize(
             y = common.fma(y, gamma, tile.load_vector(beta_ref))
         elif gamma_ref is not None:
             y = y * gamma
-        tile.store(y_ref, y)
+        tile.store(y_ref, finish(tile, y))
         if total_ref is not None:
             tile.store(total_ref, total)
 

@@ -1,0 +1,346 @@
+"""Dropout in the models, in training mode and out of it, and rematerialisation, which changes none of the numbers."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxft
+import oracle
+from cases import INTERPRET
+from jaxft import reference
+from jaxft.models import bert
+from jaxft.models.bert import BertModel
+from jaxft.models.classification import BertForSequenceClassification, BertForTokenClassification
+from test_bert import CONFIG, DISTILBERT, ROBERTA, assert_close, make, some_ids
+
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "triton"])
+HIDDEN, ATTENTION, HEAD = 0.25, 0.4, 0.3
+RATES = {"hidden_dropout_prob": HIDDEN, "attention_probs_dropout_prob": ATTENTION}
+DROPPING = dataclasses.replace(CONFIG, **RATES)
+MASK = np.arange(7) < np.array([4, 7, 6])[:, None]
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="deterministic")
+def compiled(graph, params, *args, **inputs):
+    return nnx.merge(graph, params)(*args, **inputs)
+
+
+def run(model, *args, **inputs):
+    return compiled(*nnx.split(model), *args, **inputs)
+
+
+def training(config=DROPPING, **options):
+    model = make(config, **options)
+    model.train()
+    return model
+
+
+def hidden(model, *args, **inputs):
+    return run(model, *args, **inputs).last_hidden_state
+
+
+def keep(key, place, rate, *shape):
+    """The masks of a key must not change with a release: checkpointed training runs rely on them."""
+    return {"keep": np.asarray(reference.dropout_mask(jax.random.fold_in(key, place), rate, shape)), "rate": rate}
+
+
+def expected_states(model, ids, mask, key):
+    """In float64, with dropout where BERT has it."""
+    p = {name: np.asarray(value[...], np.float64) for name, value in model._parameters().items()}
+    rows, inner, eps = (*ids.shape, 16), (ids.shape[0], 2, ids.shape[1], ids.shape[1]), {"epsilon": 1e-12}
+    tables = [p["embeddings." + name] for name in ("word", "position", "token_type", "norm_gamma", "norm_beta")]
+    first = keep(key, 2, HIDDEN, *rows)
+    x = oracle.embeddings_layer_norm(ids, *tables, token_type_ids=np.zeros_like(ids), **eps, **first)
+    for i, at in ((i, f"layers.{i}.") for i in range(2)):
+        qkv = oracle.dense(x, p[at + "qkv_kernel"], p[at + "qkv_bias"]).reshape(*ids.shape, 3, 2, 8)
+        probabilities = keep(key, 3 + 3 * i, ATTENTION, *inner)
+        attended = oracle.qkv_attention(qkv, mask=mask[:, None, None], **probabilities).reshape(rows)
+        vectors = p[at + "out_bias"], x, p[at + "attention_norm_gamma"], p[at + "attention_norm_beta"]
+        after = keep(key, 4 + 3 * i, HIDDEN, *rows)
+        x = oracle.bias_residual_layer_norm(attended @ p[at + "out_kernel"], *vectors, **eps, **after)
+        h = oracle.dense(x, p[at + "ffn_in_kernel"], p[at + "ffn_in_bias"], activation="gelu")
+        vectors = p[at + "ffn_out_bias"], x, p[at + "ffn_norm_gamma"], p[at + "ffn_norm_beta"]
+        after = keep(key, 5 + 3 * i, HIDDEN, *rows)
+        x = oracle.bias_residual_layer_norm(h @ p[at + "ffn_out_kernel"], *vectors, **eps, **after)
+    return x
+
+
+# --- The encoder -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("implementation", "remat"), [("xla", False), ("xla", True), ("triton", False)])
+def test_dropout_is_where_bert_has_it(implementation, remat, key):
+    """And its masks are these functions of the call's key."""
+    model, ids = training(implementation=implementation, remat=remat), some_ids()
+    got, expected = hidden(model, ids, MASK, rngs=key), expected_states(model, ids, MASK, key)
+    assert_close(got[MASK], expected[MASK], 1e-5)
+    assert np.abs(hidden(model, ids, MASK, deterministic=True) - expected)[MASK].max() > 0.1
+
+
+@pytest.mark.parametrize("config", [ROBERTA, DISTILBERT], ids=lambda config: config.model_type)
+def test_other_types(config):
+    model, ids = training(dataclasses.replace(config, **RATES)), some_ids()
+    outs = [hidden(model, ids, MASK, rngs=jax.random.key(seed)) for seed in (0, 0, 1)]
+    np.testing.assert_array_equal(outs[0], outs[1])
+    assert np.isfinite(outs[0][MASK]).all() and np.abs(outs[0] - outs[2])[MASK].max() > 0.1
+
+
+def test_each_rate_alone(key):
+    model, ids = training(), some_ids()
+    both = hidden(model, ids, rngs=key)
+    for name in RATES:
+        one = training(dataclasses.replace(DROPPING, **{name: 0.0}))
+        out = hidden(one, ids, rngs=key)
+        assert np.abs(out - both).max() > 0.1 and np.abs(out - hidden(one, ids, deterministic=True)).max() > 0.1
+    none = training(dataclasses.replace(DROPPING, **dict.fromkeys(RATES, 0.0)))
+    np.testing.assert_array_equal(hidden(none, ids), hidden(model, ids, deterministic=True))  # and needs no key
+
+
+def test_every_place_has_a_key_of_its_own(monkeypatch, key):
+    seen = []
+
+    def recorder(original):
+        def record(*args, **options):
+            seen.append((options.get("dropout_rate"), options.get("dropout_rng")))
+            return original(*args, **options)
+
+        return record
+
+    for name in ("embeddings_layer_norm", "qkv_attention", "dense_residual_layer_norm"):
+        monkeypatch.setattr(bert, name, recorder(getattr(bert, name)))
+    model = training()
+    model(some_ids(), rngs=key)
+    assert [rate for rate, _ in seen] == [HIDDEN, *[ATTENTION, HIDDEN, HIDDEN] * 2]
+    assert len({tuple(jax.random.key_data(key).tolist()) for _, key in seen}) == 7
+    seen.clear()
+    model(some_ids(), deterministic=True)
+    assert seen == [(None, None)] * 7
+
+
+def test_train_and_eval():
+    model, ids, key = make(DROPPING), some_ids(), jax.random.key(1)
+    assert model.deterministic is True
+    plain = hidden(model, ids)
+    np.testing.assert_array_equal(hidden(model, ids, rngs=key), plain)  # which is then not used
+    dropped = hidden(model, ids, deterministic=False, rngs=key)
+    assert np.abs(dropped - plain).max() > 0.1
+    model.train()
+    assert model.deterministic is False
+    np.testing.assert_array_equal(hidden(model, ids, rngs=key), dropped)
+    np.testing.assert_array_equal(hidden(model, ids, deterministic=True), plain)
+    model.eval()
+    np.testing.assert_array_equal(hidden(model, ids), plain)
+    assert jax.tree.structure(nnx.state(model)) == jax.tree.structure(nnx.state(model, nnx.Param))  # nothing else
+
+
+def test_pretrained_models_are_in_evaluation(tmp_path):
+    training().save_pretrained(tmp_path)
+    model = BertModel.from_pretrained(tmp_path, remat=True)
+    assert (model.deterministic, model.remat, model.config) == (True, True, DROPPING)
+    assert BertModel.from_pretrained(tmp_path).remat is False
+
+
+def test_kinds_of_rngs(key):
+    """An `nnx.Rngs` gives one key a call, from its stream for dropout or else the default one."""
+    model, ids = training(), some_ids()
+    for make_rngs in (lambda: nnx.Rngs(dropout=5), lambda: nnx.Rngs(5), lambda: nnx.Rngs(params=1, default=5)):
+        rngs, same = make_rngs(), make_rngs()
+        for _ in range(2):
+            np.testing.assert_array_equal(
+                model(ids, rngs=rngs).last_hidden_state, model(ids, rngs=same.dropout()).last_hidden_state
+            )
+    for other in (jax.random.key_data(key), jax.random.wrap_key_data(jax.random.key_data(key))):
+        np.testing.assert_array_equal(hidden(model, ids, rngs=other), hidden(model, ids, rngs=key))
+    assert np.isfinite(hidden(model, ids, rngs=jax.random.key(0, impl="rbg"))).all()
+    untouched = nnx.Rngs(dropout=5)
+    model(ids, deterministic=True, rngs=untouched)
+    assert untouched.dropout.count[...] == 0
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        ({}, ValueError, r"hidden_dropout_prob is 0.25, attention_probs_dropout_prob is 0.4.*, so rngs must be an "
+         r"nnx.Rngs such as nnx.Rngs\(dropout=0\), or a JAX random key, got None; .* model.eval\(\)"),
+        ({"rngs": nnx.Rngs(params=0, noise=1)}, ValueError,
+         "rngs must have a stream named dropout or default, got params, noise"),
+        ({"rngs": 3}, TypeError, r"rngs must be an nnx.Rngs or one JAX random key \(jax.random.key\), got int"),
+        ({"rngs": jnp.zeros(3)}, TypeError, r"one JAX random key \(jax.random.key\), got float32\[3\]"),
+        ({"deterministic": 0}, TypeError, "deterministic must be True or False, got int"),
+    ],
+)  # fmt: skip
+def test_errors(inputs, error, message):
+    for model in (training(), BertForTokenClassification(DROPPING, rngs=nnx.Rngs(0))):
+        model.train()
+        with pytest.raises(error, match="BertModel: .*" + message):
+            model(some_ids(), **inputs)
+
+
+def test_remat_is_a_flag():
+    with pytest.raises(TypeError, match="BertModel: remat must be True or False, got int"):
+        BertModel(CONFIG, remat=1, rngs=None)
+
+
+@IMPLEMENTATIONS
+def test_packed(implementation, key):
+    """Of a single sequence the packed elements have the places of the padded ones, so that the same are dropped."""
+    model, ids = training(implementation=implementation), some_ids(1)
+    packed = jax.jit(lambda key: model(ids[0], cu_seqlens=[0, 7], max_seqlen=7, rngs=key).last_hidden_state)(key)
+    assert_close(packed, hidden(model, ids, rngs=key)[0])
+    ids = some_ids()
+    packed = jaxft.remove_padding(jnp.asarray(ids), MASK, capacity=20)
+    call = jax.jit(lambda key: model(packed.x, cu_seqlens=packed.cu_seqlens, max_seqlen=7, rngs=key).last_hidden_state)
+    outs = [call(jax.random.key(seed))[: MASK.sum()] for seed in (0, 1)]
+    assert np.isfinite(outs[0]).all() and np.abs(outs[0] - outs[1]).max() > 0.1
+
+
+# --- Transformations, and rematerialisation ----------------------------------------------------------------------
+
+
+def loss(model, ids, rngs):
+    out = model(ids, MASK, rngs=rngs)
+    return jnp.sum(jnp.sin(3 * out.last_hidden_state) * MASK[..., None].astype(np.float32)) + jnp.sum(out.pooler_output)
+
+
+def test_nnx_transformations():
+    """The mode is part of what is compiled; the stream goes on from call to call."""
+    model, ids = make(DROPPING), some_ids()
+    by_nnx = nnx.jit(nnx.value_and_grad(loss))
+    rngs, same = nnx.Rngs(dropout=4), nnx.Rngs(dropout=4)
+    plain, _ = by_nnx(model, ids, rngs)
+    model.train()
+    graph, params = nnx.split(model)
+    pure = jax.jit(jax.value_and_grad(lambda params, key: loss(nnx.merge(graph, params), ids, key)))
+    losses = []
+    for _ in range(2):
+        value, gradient = by_nnx(model, ids, rngs)
+        expected, expected_gradient = pure(params, same.dropout())
+        assert_close(value, expected, 1e-5)
+        for got, wanted in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected_gradient), strict=True):
+            assert_close(got, wanted, 1e-4)
+        losses.append(float(value))
+    assert len({float(plain), *losses}) == 3
+    model.eval()
+    assert by_nnx(model, ids, rngs)[0] == plain
+
+
+@IMPLEMENTATIONS
+def test_remat_changes_no_number(implementation, key):
+    config = dataclasses.replace(DROPPING, num_hidden_layers=1)
+
+    def results(remat):
+        graph, params = nnx.split(training(config, implementation=implementation, remat=remat))
+        call = jax.value_and_grad(lambda params, key: loss(nnx.merge(graph, params), some_ids(), key))
+        # Operation by operation: compiled together, they would be fused in other ways, which changes the last bits.
+        return str(jax.make_jaxpr(call)(params, key)), call(params, key)
+
+    (plain_text, plain), (text, remat) = results(False), results(True)
+    assert ("remat" in text or "checkpoint" in text) and not ("remat" in plain_text or "checkpoint" in plain_text)
+    jax.tree.map(np.testing.assert_array_equal, remat, plain)
+
+
+def gradient_memory(model_class, config, remat):
+    """Bytes that the compiled program of a gradient needs beside its inputs and outputs."""
+    model = model_class(config, implementation="xla", remat=remat, rngs=nnx.Rngs(0))
+    model.train()
+    graph, params = nnx.split(model)
+
+    def total(params, ids, key):
+        return sum(jnp.sum(x**2) for x in jax.tree.leaves(nnx.merge(graph, params)(ids, rngs=key)))
+
+    ids = np.zeros((4, 64), np.int32)
+    # On a CPU this pass takes the barriers away before equal computations are made one, which undoes it all.
+    options = {"xla_disable_hlo_passes": "cse_barrier_expander"} if INTERPRET else None
+    compiled = jax.jit(jax.grad(total)).lower(params, ids, jax.random.key(0)).compile(compiler_options=options)
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("model_class", [BertModel, BertForSequenceClassification, BertForTokenClassification])
+def test_remat_saves_memory(model_class):
+    config = dataclasses.replace(DROPPING, num_hidden_layers=4, max_position_embeddings=64)
+    plain, remat = (gradient_memory(model_class, config, remat) for remat in (False, True))
+    assert remat < 0.6 * plain, (remat, plain)
+
+
+# --- Heads -------------------------------------------------------------------------------------------------------
+
+
+def head_parts(model, ids, key):
+    """The hidden states of the encoder, and the parameters of the head in float64."""
+    x = model.bert(ids, rngs=key).last_hidden_state.astype(jnp.float32)
+    return np.asarray(x, np.float64), {n: np.asarray(v[...], np.float64) for n, v in model._parameters().items()}
+
+
+def drop(x, key, place, rate):
+    mask = keep(key, place, rate, *x.shape)["keep"]
+    return np.where(mask, x / (1 - rate), 0.0)
+
+
+@pytest.mark.parametrize("config", [CONFIG, ROBERTA, DISTILBERT], ids=lambda config: config.model_type)
+@pytest.mark.parametrize("given", [None, HEAD])
+def test_dropout_in_the_head_of_sequences(config, given, key):
+    config = dataclasses.replace(config, hidden_dropout_prob=HIDDEN)
+    model = BertForSequenceClassification(config, num_labels=5, classifier_dropout=given, rngs=nnx.Rngs(0))
+    model.train()
+    ids, rate = some_ids(), given or (0.2 if config.model_type == "distilbert" else HIDDEN)
+    x, p = head_parts(model, ids, key)
+    x = drop(x[:, 0], key, 0, rate) if config.model_type == "roberta" else x[:, 0]
+    x = x @ p["head.dense_kernel"] + p["head.dense_bias"]
+    x = np.maximum(x, 0.0) if config.model_type == "distilbert" else np.tanh(x)
+    expected = drop(x, key, 1, rate) @ p["head.out_kernel"] + p["head.out_bias"]
+    assert_close(model(ids, rngs=key), expected)
+    assert np.abs(model(ids, deterministic=True) - expected).max() > 0.1
+
+
+@pytest.mark.parametrize("config", [CONFIG, DISTILBERT], ids=lambda config: config.model_type)
+@pytest.mark.parametrize("given", [None, HEAD])
+def test_dropout_in_the_head_of_tokens(config, given, key):
+    config = dataclasses.replace(config, hidden_dropout_prob=HIDDEN)
+    model = BertForTokenClassification(config, num_labels=5, classifier_dropout=given, rngs=nnx.Rngs(0))
+    model.train()
+    x, p = head_parts(model, some_ids(), key)
+    expected = drop(x, key, 0, given or HIDDEN) @ p["classifier.kernel"] + p["classifier.bias"]
+    assert_close(model(some_ids(), rngs=key), expected)
+    rngs = nnx.Rngs(dropout=0)
+    model(some_ids(), rngs=rngs)
+    assert rngs.dropout.count[...] == 1  # for the encoder and the head
+
+
+def test_dropout_in_the_head_alone(key):
+    """Also that needs a key."""
+    config = dataclasses.replace(CONFIG, **dict.fromkeys(RATES, 0.0))
+    model = BertForSequenceClassification(config, classifier_dropout=0.5, rngs=nnx.Rngs(0))
+    model.train()
+    with pytest.raises(ValueError, match="deterministic is False and classifier_dropout is 0.5, so rngs must"):
+        model(some_ids())
+    assert np.abs(model(some_ids(), rngs=key) - model(some_ids(), deterministic=True)).max() > 1e-3
+
+
+@pytest.mark.parametrize("given", [-0.1, 1.5, True, "0.1", float("nan")])
+def test_wrong_rates_of_the_head(given):
+    message = "BertForTokenClassification: classifier_dropout must be None or a number from 0 to 1, got"
+    with pytest.raises(ValueError, match=message):
+        BertForTokenClassification(CONFIG, classifier_dropout=given, rngs=None)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config", "field"),
+    [
+        (BertForSequenceClassification, CONFIG, "classifier_dropout"),
+        (BertForSequenceClassification, DISTILBERT, "seq_classif_dropout"),
+        (BertForTokenClassification, ROBERTA, "classifier_dropout"),
+        (BertForTokenClassification, DISTILBERT, "classifier_dropout"),
+    ],
+)
+def test_the_rate_of_the_head_is_kept(tmp_path, model_class, config, field):
+    for rate in (None, 0.0, 0.35):
+        model_class(config, classifier_dropout=rate, rngs=nnx.Rngs(0)).save_pretrained(tmp_path)
+        settings = model_class.from_pretrained(tmp_path).settings
+        assert settings.get(field) == rate and (field in settings) == (rate is not None)
+        again = model_class.from_pretrained(tmp_path, remat=True)
+        assert (again.classifier_dropout, again.bert.remat, again.bert.deterministic) == (rate, True, True)
