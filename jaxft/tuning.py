@@ -419,32 +419,34 @@ def _attention(
     return lookup(op, default, device_kind, ",more" if more else "", **sizes, itemsize=itemsize)
 
 
-def dense_by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsize: int) -> bool:
+def dense_by_mosaic(rows: int, depth: int, width: int, itemsize: int) -> bool:
     """Whether the Mosaic GPU product with its epilogue is the fastest.
 
-    On an H200 (2026-11-21), 16-bit: with GELU it takes 1.13-1.17x as long as cuBLAS without, where a second kernel
-    makes that 1.3x. Without activation it takes 0.92-0.98x cuBLAS's time up to 4,096 rows, and 0.98-1.04x at 16,384.
-    Up to 512 rows it takes 0.85-0.97x the time of the Triton product, where its smallest tiles fill half of the card.
+    On an H200 (2026-11-22), 16-bit: with GELU it takes 1.06-1.12x as long as cuBLAS without, where a second kernel
+    makes that 1.3x; without activation 0.87-1.02x cuBLAS's time. Up to 512 rows it takes 0.85-0.97x the time of the
+    Triton product, where its smallest tiles fill half of the card.
     """
-    if itemsize > 2 or rows < 64 or rows % 8 or min(depth, width) < 256:  # other numbers of rows cost copies
-        return False
-    if rows <= 512:
-        return -(-rows // 64) * -(-width // 64) >= 66
-    return activation is not None or rows <= 8192
+    whole = itemsize <= 2 and rows >= 64 and rows % 8 == 0 and min(depth, width) >= 256  # other rows cost copies
+    return whole and (rows > 512 or -(-rows // 64) * -(-width // 64) >= 66)
 
 
 def dense_mosaic(
     rows: int, depth: int, width: int, activation: str | None, itemsize: int, device_kind: str
 ) -> MosaicDenseConfig:
-    default = MosaicDenseConfig(128, 128, stages=6, split="none")
-    most = 0
+    def tiles(config: MosaicDenseConfig) -> int:
+        return -(-rows // config.block[0]) * -(-width // config.block[1])
+
+    def time(c: MosaicDenseConfig) -> float:  # of its rounds; the smaller tiles are slower (H200, 2026-11-22)
+        return -(-tiles(c) // c.programs) * c.tile_m * c.tile_n / {(128, 192): 1, (128, 128): 0.95}.get(c.block, 0.9)
+
+    large = ((128, 192, 4), (128, 128, 6), (64, 192, 6))
+    default, most = min((MosaicDenseConfig(m, n, stages=k, split="none", group=16) for m, n, k in large), key=time), 0
     for m, n, stages, split in ((64, 64, 8, "none"), (64, 128, 6, "none"), (64, 192, 4, "none"), (64, 128, 4, "m"),
                                 (64, 192, 4, "m")):  # fmt: skip
         # The tiles that give work to the most multiprocessors, if each gets one.
         candidate = MosaicDenseConfig(m, n, stages=stages, split=split)
-        blocks = -(-rows // candidate.block[0]) * -(-width // candidate.block[1])
-        if most < blocks <= candidate.programs:
-            most, default = blocks, candidate
+        if most < tiles(candidate) <= candidate.programs:
+            most, default = tiles(candidate), candidate
     sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
     return lookup("dense_mosaic", default, device_kind, **sizes, itemsize=itemsize)
 

@@ -185,9 +185,11 @@ def dense_split(rows: int, depth: int, width: int, itemsize: int) -> Iterable[Sp
 
 
 def dense_mosaic(rows: int, depth: int, width: int, activation: int, itemsize: int) -> Iterable[MosaicDenseConfig]:
-    tiles = [(64, 128, 4, "m"), (64, 192, 4, "m"), (64, 256, 4, "m"), (128, 128, 4, "n"), (128, 128, 6, "none"),
-             (64, 192, 6, "none"), (64, 128, 6, "none"), (64, 64, 8, "none"), (64, 192, 4, "none")]  # fmt: skip
-    return (MosaicDenseConfig(m, n, stages=stages, split=split) for m, n, stages, split in tiles)
+    tiles = [(64, 128, 4, "m"), (64, 192, 4, "m"), (64, 256, 4, "m"), (128, 128, 4, "n"), (128, 192, 4, "none"),
+             (192, 128, 4, "none"), (128, 128, 6, "none"), (64, 192, 6, "none"), (64, 128, 6, "none"),
+             (64, 64, 8, "none"), (64, 192, 4, "none")]  # fmt: skip
+    groups = (8, 16) if rows > 1024 else (8,)
+    return (MosaicDenseConfig(m, n, stages=k, split=split, group=g) for m, n, k, split in tiles for g in groups)
 
 
 _OPS: dict[str, Callable[..., Iterable[Any]]] = {

@@ -1,7 +1,9 @@
 """remove_padding and restore_padding: values against NumPy, gradients, and what happens to tokens that do not fit."""
 
+import functools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,6 +88,31 @@ def test_rows_may_come_in_any_order():
     expected[[4, 0]] = x[:2]
     got = restore_padding(x, np.array([4, 0, 9], np.int64), batch=2, length=3)
     np.testing.assert_array_equal(got, expected.reshape(2, 3, 2))
+
+
+@pytest.mark.parametrize("seed", seeds(6))
+def test_kernel(seed):
+    """Bit by bit what the gathers give, and so are its gradients; also where the tokens do not fit."""
+    rng = np.random.default_rng(seed)
+    batch, length = map(int, rng.integers(1, 9, 2))
+    mask = rng.random((batch, length)) < rng.choice([0.0, 0.5, 1.0])
+    dtype = rng.choice(["float32", "float16", "bfloat16"])
+    x = jnp.asarray(rng.standard_normal((batch, length, *[(16,), (3, 17), (300,)][seed % 3])), dtype)
+    capacity = max(1, int(mask.sum()) + int(rng.integers(-1, 4)))
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def run(x, mask, implementation):
+        def there_and_back(x):
+            packed = remove_padding(x, mask, capacity=capacity, implementation=implementation)
+            options = {"batch": batch, "length": length, "implementation": implementation}
+            return packed.x, restore_padding(packed.x, packed.indices, **options)
+
+        out, pull_back = jax.vjp(there_and_back, x)
+        return out, pull_back(out)
+
+    got, expected = (run(x, mask, implementation) for implementation in ("triton", "xla"))
+    assert "take_rows" in str(jax.make_jaxpr(run, static_argnums=2)(x, mask, "triton"))
+    chex.assert_trees_all_equal(got, expected)
 
 
 # --- More tokens than fit ----------------------------------------------------------------------------------------
@@ -225,6 +252,9 @@ def test_masks_of_a_shard_map():
         ({"capacity": 0}, ValueError, "capacity must be a positive Python integer, got 0"),
         ({"capacity": 8.0}, ValueError, "capacity must be a positive Python integer, got 8.0"),
         ({"capacity": True}, ValueError, "capacity must be a positive Python integer, got True"),
+        ({"implementation": "triton"}, NotImplementedError, ".* a row of x has 8 bytes, the kernel is for rows of at"),
+        ({"implementation": "triton", "x": np.zeros((3, 5, 9), np.int32)}, NotImplementedError, ".* x is int32, the"),
+        ({"implementation": "mosaic_gpu"}, NotImplementedError, "there is no 'mosaic_gpu' implementation"),
     ],
 )
 def test_wrong_arguments_of_remove_padding(change, error, message):
