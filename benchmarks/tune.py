@@ -302,7 +302,7 @@ def mosaic_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
     if dispatch.device().compute_capability != (9, 0):
         return
     for (rows, depth, width), activation in itertools.product(bench_dense.SHAPES + bench_dense.LARGE, (None, "gelu")):
-        if rows > 1024 or not tuning.dense_by_mosaic(rows, depth, width, itemsize):
+        if rows > 1024 or not tuning.dense_by_mosaic(rows, depth, width, activation, itemsize):
             continue  # for many rows what counts is how the last round is filled, which the key of a table does not say
 
         def run(*arrays: jax.Array, config: tuning.MosaicDenseConfig, activation: str | None = activation) -> Any:

@@ -1,8 +1,8 @@
 """Launch configurations of kernels: what `autotune` found here, a tuned table for known devices, else a heuristic.
 
 `jaxft/tuned/<device_kind>.json` (its spaces as underscores) maps op -> key -> fields of the config, and is written by
-`benchmarks/tune.py`. Keys are sizes rounded up to powers of two, so that a table stays small and every shape near a
-tuned one finds it. The entries of `autotune` are in the user's cache directory (`tuning_store.py`) and come first.
+`benchmarks/tune.py`. Keys are sizes rounded up to powers of two: every shape near a tuned one finds its entry. Those of
+`autotune` are in the user's cache directory (`tuning_store.py`) and come first.
 """
 
 from __future__ import annotations
@@ -409,25 +409,26 @@ def _attention(
     if itemsize > 2 and not _LARGE.match(device_kind):
         nbytes *= 2  # for products in full float32: with a mask, those of 64 numbers take 117 KiB in blocks of 64
     block_q, block_k, num_warps, num_stages = choices[sum(nbytes > most for most in (128, 256, 512))]
-    # A block longer than the sequence is work on padding.
-    block_q, block_k = (
+    block_q, block_k = (  # a block longer than the sequence is work on padding
         max(16, min(block, next_power_of_2(length)))
         for block, length in ((block_q, query_length), (block_k, key_length))
     )
-    default = AttentionConfig(block_q, block_k, num_warps, num_stages)
     sizes = {"batch_heads": batch_heads, "query": query_length, "key": key_length, "head_size": head_size}
+    default = AttentionConfig(block_q, block_k, num_warps, num_stages)
     return lookup(op, default, device_kind, ",more" if more else "", **sizes, itemsize=itemsize)
 
 
-def dense_by_mosaic(rows: int, depth: int, width: int, itemsize: int) -> bool:
+def dense_by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsize: int) -> bool:
     """Whether the Mosaic GPU product with its epilogue is the fastest.
 
     On an H200 (2026-11-22), 16-bit: with GELU it takes 1.06-1.12x as long as cuBLAS without, where a second kernel
-    makes that 1.3x; without activation 0.87-1.02x cuBLAS's time. Up to 512 rows it takes 0.85-0.97x the time of the
-    Triton product, where its smallest tiles fill half of the card.
+    makes that 1.3x; without activation 0.87-1.0x, but more of many rows and a depth of 1,024 or more. Up to 512 rows it
+    takes 0.85-0.97x the time of the Triton product, where its smallest tiles fill half of the card.
     """
-    whole = itemsize <= 2 and rows >= 64 and rows % 8 == 0 and min(depth, width) >= 256  # other rows cost copies
-    return whole and (rows > 512 or -(-rows // 64) * -(-width // 64) >= 66)
+    if itemsize > 2 or rows < 64 or rows % 8 or min(depth, width) < 256:  # other numbers of rows cost copies
+        return False
+    few = rows <= 512 and -(-rows // 64) * -(-width // 64) < 66
+    return not few and (activation is not None or rows <= 8192 or depth < 1024)
 
 
 def dense_mosaic(
@@ -436,15 +437,14 @@ def dense_mosaic(
     def tiles(config: MosaicDenseConfig) -> int:
         return -(-rows // config.block[0]) * -(-width // config.block[1])
 
-    def time(c: MosaicDenseConfig) -> float:  # of its rounds; the smaller tiles are slower (H200, 2026-11-22)
-        return -(-tiles(c) // c.programs) * c.tile_m * c.tile_n / {(128, 192): 1, (128, 128): 0.95}.get(c.block, 0.9)
-
-    large = ((128, 192, 4), (128, 128, 6), (64, 192, 6))
-    default, most = min((MosaicDenseConfig(m, n, stages=k, split="none", group=16) for m, n, k in large), key=time), 0
-    for m, n, stages, split in ((64, 64, 8, "none"), (64, 128, 6, "none"), (64, 192, 4, "none"), (64, 128, 4, "m"),
-                                (64, 192, 4, "m")):  # fmt: skip
+    # In few rounds of large tiles; how fast each is, where its last round is full (H200, 2026-11-22).
+    speed = {(128, 192): 1.0, (192, 128): 0.965, (128, 128): 0.95, (64, 192): 0.9}
+    large = [MosaicDenseConfig(m, n, stages=4 if m + n > 256 else 6, split="none", group=16) for m, n in speed]
+    default, most = min(large, key=lambda c: -(-tiles(c) // c.programs) * c.tile_m * c.tile_n / speed[c.block]), 0
+    small = (64, 64, 8, "none"), (64, 128, 6, "none"), (64, 192, 4, "none"), (64, 128, 4, "m"), (64, 192, 4, "m")
+    for m, n, k, split in small:
         # The tiles that give work to the most multiprocessors, if each gets one.
-        candidate = MosaicDenseConfig(m, n, stages=stages, split=split)
+        candidate = MosaicDenseConfig(m, n, stages=k, split=split)
         if most < tiles(candidate) <= candidate.programs:
             most, default = tiles(candidate), candidate
     sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}

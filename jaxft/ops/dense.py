@@ -78,7 +78,7 @@ def dense(
     reasons = {"triton": triton.unsupported(x=x, bias=bias)}
     # Mosaic GPU is imported, which takes a while, only where it may be the choice.
     if implementation is None:
-        if dispatch.platform() == "cuda" and tuning.dense_by_mosaic(*sizes, itemsize):
+        if dispatch.platform() == "cuda" and tuning.dense_by_mosaic(*sizes, activation, itemsize):
             reasons = {"mosaic_gpu": _mosaic_reason(*arrays)} | reasons
     elif implementation not in ("triton", "xla"):
         reasons["mosaic_gpu"] = _mosaic_reason(*arrays)

@@ -20,12 +20,12 @@ from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import common
 from jaxft.kernels.triton.layer_norm_common import drop, normalize
-from jaxft.tuning import GradientConfig, RowConfig
+from jaxft.tuning import GradientConfig, RowConfig, next_power_of_2
 
 Array = jax.Array
 Ref = Any
 
-_SUM_ROWS, _SUM_COLUMNS = 128, 32  # of partial sums, a program's tile
+_SUM_ROWS, _SUM_COLUMNS = 512, 32  # of partial sums, the most that a program reads at once
 
 
 def unsupported(x: Array, **vectors: Array | None) -> str | None:
@@ -260,19 +260,19 @@ def backward(
     return found[0], dresidual, dict(zip(vectors, sums, strict=True))
 
 
-def _sum_kernel(partial_ref, *sum_refs):
+def _sum_kernel(partial_ref, *sum_refs, block_rows: int):
     column, vector = pl.program_id(0) * _SUM_COLUMNS, pl.program_id(1)
     columns = common.positions(column, _SUM_COLUMNS)
     in_width = columns < partial_ref.shape[2]
 
     def add(i, total):
-        rows = common.positions(i * _SUM_ROWS, _SUM_ROWS)
+        rows = common.positions(i * block_rows, block_rows)
         inside = (rows < partial_ref.shape[0])[:, None] & in_width[None, :]
-        where = common.span(i * _SUM_ROWS, _SUM_ROWS), vector, common.span(column, _SUM_COLUMNS)
+        where = common.span(i * block_rows, block_rows), vector, common.span(column, _SUM_COLUMNS)
         return total + common.load(partial_ref.at[where], mask=inside)
 
-    zeros = jnp.zeros((_SUM_ROWS, _SUM_COLUMNS), jnp.float32)
-    total = jnp.sum(lax.fori_loop(0, pl.cdiv(partial_ref.shape[0], _SUM_ROWS), add, zeros), axis=0)
+    zeros = jnp.zeros((block_rows, _SUM_COLUMNS), jnp.float32)
+    total = jnp.sum(lax.fori_loop(0, pl.cdiv(partial_ref.shape[0], block_rows), add, zeros), axis=0)
     for n, ref in enumerate(sum_refs):
         where = ref.at[common.span(column, _SUM_COLUMNS)]
         common.store(where, total.astype(ref.dtype), mask=in_width & (vector == n))
@@ -280,13 +280,14 @@ def _sum_kernel(partial_ref, *sum_refs):
 
 def _sum_over_programs(partial: Array, dtypes: Sequence[Any], interpret: bool) -> list[Array]:
     """[programs, vectors, D], float32 -> each of the vectors by itself, [D]: XLA would sum, and then copy each."""
-    _, vectors, width = partial.shape
+    programs, vectors, width = partial.shape
+    block_rows = min(_SUM_ROWS, next_power_of_2(programs))
     return common.launch(
-        _sum_kernel,
+        functools.partial(_sum_kernel, block_rows=block_rows),
         (pl.cdiv(width, _SUM_COLUMNS), vectors),
         [partial],
         [jax.ShapeDtypeStruct((width,), dtype) for dtype in dtypes],
         name="layer_norm_bwd_sums",
-        num_warps=4,
+        num_warps=8,
         interpret=interpret,
     )
