@@ -15,7 +15,7 @@ VENV := .venv$(if $(PYTHON),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 ARGS :=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-BENCHMARKS := encoder attention layer_norm embeddings bias_activation softmax dense permute
+BENCHMARKS := encoder train attention layer_norm embeddings bias_activation softmax dense permute
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile

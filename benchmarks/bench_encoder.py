@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -124,18 +124,18 @@ def separate(params: Params) -> Params:
 # --- jaxft -------------------------------------------------------------------------------------------------------
 
 
-def jaxft_encoder(case: Case, params: Params, gelu: str, *, packed: bool) -> tuple[jax.stages.Wrapped, list[jax.Array]]:
-    """(leaves, x, lengths) -> y through the layers of BertModel, and the leaves: `params` in the order it wants.
-
-    `packed`: padding is removed before the first layer, and put back after the last.
-    """
+def jaxft_layers(
+    case: Case, params: Params, gelu: str, *, implementation: str | None = None, dropout: float = 0.0
+) -> tuple[Callable[[list[jax.Array]], Any], list[jax.Array]]:
+    """leaves -> the layers of a BertModel, and the leaves: `params` in the order it wants."""
     layers, width, heads, ff = MODELS[case.model]
     config = BertConfig(
         vocab_size=8, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=ff,
-        max_position_embeddings=8, hidden_act=gelu,
+        max_position_embeddings=8, hidden_act=gelu, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
     )  # fmt: skip
     dtype = jnp.dtype(case.dtype)
-    model = nnx.eval_shape(lambda: BertModel(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
+    options: dict[str, Any] = {"dtype": dtype, "param_dtype": dtype, "implementation": implementation}
+    model = nnx.eval_shape(lambda: BertModel(config, **options, rngs=nnx.Rngs(0)))
     graph, shapes = nnx.split(model.layers)
     paths, structure = jax.tree_util.tree_flatten_with_path(shapes)
     leaves = []
@@ -144,8 +144,15 @@ def jaxft_encoder(case: Case, params: Params, gelu: str, *, packed: bool) -> tup
         leaves.append(params[int(index)][name])
         assert leaves[-1].shape == shape.shape, (path, shape.shape)
 
-    def layers_of(leaves: list[jax.Array]) -> Any:
-        return nnx.merge(graph, jax.tree_util.tree_unflatten(structure, leaves))
+    return lambda leaves: nnx.merge(graph, jax.tree_util.tree_unflatten(structure, leaves)), leaves
+
+
+def jaxft_encoder(case: Case, params: Params, gelu: str, *, packed: bool) -> tuple[jax.stages.Wrapped, list[jax.Array]]:
+    """(leaves, x, lengths) -> y through the layers of BertModel, and the leaves.
+
+    `packed`: padding is removed before the first layer, and put back after the last.
+    """
+    layers_of, leaves = jaxft_layers(case, params, gelu)
 
     @jax.jit
     def encode(leaves: list[jax.Array], x: jax.Array, lengths: jax.Array | None) -> jax.Array:

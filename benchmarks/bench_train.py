@@ -1,92 +1,166 @@
 """A training step of whole BERT encoders, value and gradients: jaxft beside plain XLA and XLA with cuDNN attention.
 
 The value is the sum of the last hidden states times random weights, in float32; the gradients are those of all the
-parameters and of the first hidden states. With dropout the peers draw their masks with JAX's "rbg" generator, the
-faster of its two.
+parameters and of the first hidden states. Each case is timed without dropout and with. The peers' masks then come from
+JAX's "rbg" generator, the faster of its two, and those of cuDNN's attention from cuDNN.
 """
 
 import argparse
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 import bench_encoder
 import timing
 from bench_encoder import GELUS, MODELS, PEERS, Case
-from jaxft.models.comparison import plain_encoder
+from jaxft.models.comparison import Attention, plain_layer
 
 CASES = [Case("BERT-base", 32, 128), Case("BERT-base", 32, 512)]
-EPSILON = 1e-12
+RATES = (0.0, 0.1)
 
-Encoder = Callable[..., jax.Array]  # (parameters, x, lengths, ...) -> y
+Encoder = Callable[[Any, jax.Array, Any], jax.Array]  # (parameters, x, None or a key) -> y
 
 
 def step(encode: Encoder) -> jax.stages.Wrapped:
-    """(parameters, x, weights) -> value, (gradients of parameters, of x)."""
+    """(parameters, x, key, weights) -> value, (gradients of the parameters, of x)."""
 
-    def value(params: Any, x: jax.Array, weights: jax.Array) -> jax.Array:
-        return jnp.sum(encode(params, x, None).astype(weights.dtype) * weights)
+    def value(params: Any, x: jax.Array, key: Any, weights: jax.Array) -> jax.Array:
+        return jnp.sum(encode(params, x, key).astype(weights.dtype) * weights)
 
     return jax.jit(jax.value_and_grad(value, (0, 1)))
 
 
-def temporary_bytes(variant: timing.Variant) -> int:
+def temporary_mib(variant: timing.Variant) -> float:
     """What a compiled program takes beside its arguments and results."""
     f, inputs = variant
     analysis: Any = f.lower(*inputs[0]).compile().memory_analysis()
-    return analysis.temp_size_in_bytes
+    return analysis.temp_size_in_bytes / 2**20
 
 
-def run(case: Case, gelu: str, args: argparse.Namespace) -> list[timing.Row]:
+# --- The peers, with dropout -------------------------------------------------------------------------------------
+
+
+def drop(x: jax.Array, key: jax.Array, rate: float) -> jax.Array:
+    return jnp.where(jax.random.bernoulli(key, 1.0 - rate, x.shape), x / (1.0 - rate), jnp.zeros((), x.dtype))
+
+
+def xla_attention(q: jax.Array, k: jax.Array, v: jax.Array, key: jax.Array, rate: float) -> jax.Array:
+    logits = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
+    weights = jax.nn.softmax(logits / math.sqrt(q.shape[-1]), axis=-1).astype(q.dtype)
+    return jnp.einsum("bnts,bsnh->btnh", drop(weights, key, rate), v)
+
+
+def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, seed: int, rate: float) -> jax.Array:
+    from jax._src.cudnn.fused_attention_stablehlo import dot_product_attention  # jax.nn's has no dropout
+
+    return dot_product_attention(q, k, v, scale=1.0 / math.sqrt(q.shape[-1]), seed=seed, dropout_rate=rate)
+
+
+def plain_encoder(
+    params: bench_encoder.Params, x: jax.Array, key: Any, *, attention: Attention, rate: float, **options: Any
+) -> jax.Array:
+    for i, p in enumerate(params):
+        if rate == 0.0:
+            x = plain_layer(p, x, None, attention=attention, **options)
+            continue
+        of_weights, *of_hidden = jax.random.split(jax.random.fold_in(key, i), 3)
+        attend: Any = functools.partial(xla_attention, key=of_weights, rate=rate)
+        if attention == "cudnn":
+            attend = functools.partial(cudnn_attention, seed=i, rate=rate)
+        keys = iter(of_hidden)
+
+        def drop_hidden(y: jax.Array, keys: Iterator[jax.Array] = keys) -> jax.Array:
+            return drop(y, next(keys), rate)
+
+        x = plain_layer(p, x, None, attention=attend, drop=drop_hidden, **options)
+    return x
+
+
+# --- The comparison ----------------------------------------------------------------------------------------------
+
+
+def jaxft_encoder(layers_of: Callable[[Any], Any], *, remat: bool) -> Encoder:
+    def run(layer: Any, x: jax.Array, keys: Any) -> jax.Array:
+        return layer(x, None, dropout_rng=keys)
+
+    def encode(leaves: Any, x: jax.Array, key: Any) -> jax.Array:
+        layers = layers_of(leaves)
+        keys = [None] * len(layers) if key is None else jax.random.split(key, (len(layers), 3))
+        for layer, own in zip(layers, keys, strict=True):
+            x = (nnx.remat(run) if remat else run)(layer, x, own)
+        return x
+
+    return encode
+
+
+def run(case: Case, gelu: str, rate: float, args: argparse.Namespace) -> list[timing.Row]:
     layers, width, heads, ff = MODELS[case.model]
     params = bench_encoder.random_params(case.model, case.dtype)
     shape = (case.batch, case.length, width)
     x = jax.random.normal(jax.random.key(1), shape, case.dtype)
     weights = jax.random.normal(jax.random.key(2), shape, jnp.float32)
-    ours, leaves = bench_encoder.jaxft_encoder(case, params, gelu, packed=False)
-    variants: dict[str, timing.Variant] = {"jaxft": (step(ours), [(leaves, x, weights)])}
+    key, label = (jax.random.key(3) if rate else None), f"{case.label(gelu)}, dropout {rate}"
+
+    def ours(case: Case, params: bench_encoder.Params, implementation: str | None, remat: bool) -> timing.Variant:
+        options: dict[str, Any] = {"implementation": implementation, "dropout": rate}
+        layers_of, leaves = bench_encoder.jaxft_layers(case, params, gelu, **options)
+        return step(jaxft_encoder(layers_of, remat=remat)), [(leaves, x.astype(case.dtype), key, weights)]
+
+    variants = {name: ours(case, params, None, remat) for name, remat in (("jaxft", False), ("jaxft, remat", True))}
     activation = "gelu_tanh" if gelu == "gelu_new" else "gelu"
+    options: dict[str, Any] = {"heads": heads, "activation": activation, "epsilon": 1e-12, "rate": rate}
     for name, (attention, packed) in PEERS.items():
         if attention == "cudnn" and jax.default_backend() != "gpu":
             continue
-        f = functools.partial(plain_encoder, heads=heads, activation=activation, epsilon=EPSILON, attention=attention)
+        f = step(functools.partial(plain_encoder, attention=attention, **options))
         own = params if packed else bench_encoder.separate(params)
-        variants[name] = (step(f), [(own, x, weights)])
+        variants[name] = (f, [(own, x, jax.random.key(3, impl="rbg") if rate else None, weights)])
 
-    plain = variants["xla"][0](params, x, weights)
-    wide = jax.tree.map(lambda a: a.astype(jnp.float32), (params, x))
+    # With dropout the same masks are dropped by jaxft in plain JAX only.
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), params)
+    f, inputs = ours(dataclasses.replace(case, dtype="float32"), wide, "xla", False)
     with jax.default_matmul_precision("highest"):
-        exact = variants["xla"][0](*wide, weights)
-    _, (got, dx) = variants["jaxft"][0](leaves, x, weights)
-    order = [id(leaf) for leaf in jax.tree.leaves(params)]
-    timing.check(f"{case.label(gelu)}, gradient of x", dx, plain[1][1], exact[1][1])
-    for leaf, d in zip(leaves, got, strict=True):
-        place = order.index(id(leaf))
-        timing.check(
-            f"{case.label(gelu)}, gradient {place}", d, *(jax.tree.leaves(r[1][0])[place] for r in (plain, exact))
-        )
-    mib = {name: temporary_bytes(variant) / 2**20 for name, variant in variants.items()}
-    print(f"{case.label(gelu)}: temporary MiB", {name: round(size) for name, size in mib.items()})
+        exact = jax.tree.leaves(f(*inputs[0])[1])
+    f, inputs = ours(case, params, "xla", False)
+    plain = jax.tree.leaves(f(*inputs[0])[1])
+    for name in ("jaxft", "jaxft, remat"):
+        f, inputs = variants[name]
+        for gradients in zip(jax.tree.leaves(f(*inputs[0])[1]), plain, exact, strict=True):
+            timing.check(f"{label}, {name}, a gradient {list(gradients[0].shape)}", *gradients)
+    mib = {name: round(temporary_mib(variant)) for name, variant in variants.items()}
+    print(f"{label}: MiB of temporary memory: {mib}")
     if args.kernels:
         for name, variant in variants.items():
-            bench_encoder.print_kernels(f"{case.label(gelu)}, {name}", variant, layers)
-    return timing.measure(
-        variants, work=3 * bench_encoder.flops(layers, width, ff, case.batch, case.length), unit="TFLOP/s", args=args,
-        op=case.op(gelu), direction="value and gradient", shape=(case.batch, case.length), dtype=case.dtype,
-    )  # fmt: skip
+            bench_encoder.print_kernels(f"{label}, {name}", variant, layers)
+    key_of_rows: dict[str, Any] = {
+        "op": case.op(gelu).replace("encoder", "training step") + (f", dropout {rate}" if rate else ""),
+        "direction": "value and gradient", "shape": (case.batch, case.length), "dtype": case.dtype,
+    }  # fmt: skip
+    samples = {(name, "temporary_mib"): [float(size)] for name, size in mib.items()}
+    rows = timing.as_rows(samples, 0.0, "", args, **key_of_rows) if jax.default_backend() == "gpu" else []
+    work = 3 * bench_encoder.flops(layers, width, ff, case.batch, case.length)
+    return rows + timing.measure(variants, work=work, unit="TFLOP/s", args=args, **key_of_rows)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = timing.arguments(__doc__)
     parser.add_argument("--kernels", action="store_true", help="list the kernels of each program as well")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="cases with TEXT in their name, as '32x512 bfloat16'"
+    )
     args = parser.parse_args(argv)
     results: list[timing.Row] = []
     for case in CASES[:1] if args.quick else CASES:
         for gelu in GELUS:
-            results += run(case, gelu, args)
+            for rate in RATES:
+                if args.only in f"{case.label(gelu)}, dropout {rate}":
+                    results += run(case, gelu, rate, args)
     timing.print_tables(results)
 
 

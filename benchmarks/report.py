@@ -15,16 +15,18 @@ README = Path(__file__).resolve().parents[1] / "README.md"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 TITLES = {
     "encoder": "Encoder, forward (microseconds for the whole stack, embeddings not included)",
+    "training step": "Training step, value and gradients of the whole stack",
     "encode docstrings": "Texts to embeddings, tokeniser included (microseconds for so many texts)",
     "attention": "Attention, from packed QKV (microseconds)",
     "dense": "Dense layers of few rows, forward (microseconds)",
     "other": "Row and layout kernels (microseconds)",
 }
-SHORT = ("encoder", "encode docstrings", "attention")  # what the README itself shows
+SHORT = ("encoder", "training step", "encode docstrings", "attention")  # what the README itself shows
 METRICS = {
     "queued_us": "wall time per call, calls queued back to back",
     "device_us": "the kernels' own time on the GPU, from CUPTI",
     "wall_us": "wall time of one call",
+    "temporary_mib": "MiB of memory beside arguments and results",
 }
 
 
@@ -44,9 +46,14 @@ def section(row: timing.Row) -> str:
     return next((name for name in TITLES if row["op"].startswith(name)), "other")
 
 
-def metric_of(name: str) -> str:
+def metrics_of(name: str) -> tuple[str, ...]:
     """A whole encoder is what a user waits for; a single short kernel is measured on the device alone."""
-    return {"encoder": "queued_us", "encode docstrings": "wall_us"}.get(name, "device_us")
+    metrics = {
+        "encoder": ("queued_us",),
+        "training step": ("queued_us", "temporary_mib"),
+        "encode docstrings": ("wall_us",),
+    }
+    return metrics.get(name, ("device_us",))
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
@@ -60,13 +67,11 @@ def tables(rows: Sequence[timing.Row], names: Collection[str]) -> str:
     for name, title in TITLES.items():
         if name not in names:
             continue
-        chosen = [row for row in rows if section(row) == name and row["metric"] == metric_of(name)]
-        if chosen:
-            chosen.sort(key=by_case)
-            parts += [
-                f"**{title}**; {METRICS[metric_of(name)]}",
-                markdown(timing.table(chosen, metric=metric_of(name))),
-            ]
+        for metric in metrics_of(name):
+            chosen = [row for row in rows if section(row) == name and row["metric"] == metric]
+            if chosen:
+                chosen.sort(key=by_case)
+                parts += [f"**{title}**; {METRICS[metric]}", markdown(timing.table(chosen, metric=metric))]
     return "\n\n".join(parts)
 
 
@@ -78,7 +83,7 @@ def chart(rows: Sequence[timing.Row], path: Path, device: str) -> None:
     from matplotlib import pyplot
 
     chosen = [row for row in rows if section(row) == "encoder" and row["dtype"] == "bfloat16"]
-    lines = timing.table(sorted(chosen, key=by_case), metric=metric_of("encoder"))
+    lines = timing.table(sorted(chosen, key=by_case), metric=metrics_of("encoder")[0])
     names = lines[0][3:-1]
     cases = [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
     figure: Any

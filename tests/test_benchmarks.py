@@ -15,6 +15,7 @@ import bench_encoder
 import bench_layer_norm
 import bench_permute
 import bench_softmax
+import bench_train
 import report
 import timing
 import tiny
@@ -68,6 +69,7 @@ def read(folder):
         ),
         (bench_attention, {"SHAPES": [(2, 64)], **HEADS}, {"xla"}),
         (bench_encoder, TINY_ENCODER, {"xla", "xla, separate qkv"}),
+        (bench_train, {"CASES": TINY_ENCODER["QUICK_CASES"]}, {"jaxft, remat", "xla", "xla, separate qkv"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )  # fmt: skip
@@ -75,7 +77,10 @@ def test_benchmark_writes_rows(script, settings, peers, tmp_path, monkeypatch, c
     for name, value in settings.items():
         monkeypatch.setattr(script, name, value)
     monkeypatch.setenv("JAXFT_COMMIT", "abc1234")
-    options = ["--kernels", "--only", "erf GELU 2x64 bfloat16"] if script is bench_encoder else []
+    options = ["--kernels", "--only", "erf GELU 2x64 bfloat16"] if script in (bench_encoder, bench_train) else []
+    if script is bench_train:
+        monkeypatch.setattr(bench_encoder, "MODELS", TINY_ENCODER["MODELS"])
+        monkeypatch.setattr(bench_train, "MODELS", TINY_ENCODER["MODELS"])
     script.main(["--quick", "--out", str(tmp_path), *options])
     rows = read(tmp_path)
     assert {row["implementation"] for row in rows} >= {"jaxft", *peers}

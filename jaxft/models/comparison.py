@@ -58,11 +58,12 @@ def _plain_layer_norm(x: Array, gamma: Array, beta: Array, epsilon: float) -> Ar
 
 def plain_layer(
     p: Mapping[str, Array], x: Array, lengths: Array | None, *, heads: int, activation: str, epsilon: float,
-    attention: Attention,
+    attention: Attention | Callable[[Array, Array, Array], Array], drop: Callable[[Array], Array] = lambda x: x,
 ) -> Array:  # fmt: skip
     """A `BertLayer` in plain JAX: `p` has its parameters by name, with "qkv_kernel" and "qkv_bias" or those of q, k, v.
 
-    x `[B, T, D]`, all of its dtype; lengths `[B]` of the sequences, None for all of T.
+    x `[B, T, D]`, all of its dtype; lengths `[B]` of the sequences, None for all of T. `attention` is an implementation
+    of `jax.nn.dot_product_attention`, or a function in its place; `drop` is dropout of what a residual is added to.
     """
     batch, length, width = x.shape
     if "qkv_kernel" in p:
@@ -71,12 +72,15 @@ def plain_layer(
     else:
         projected = (x @ p[f"{name}_kernel"] + p[f"{name}_bias"] for name in ("q", "k", "v"))
         q, k, v = (y.reshape(batch, length, heads, width // heads) for y in projected)
-    context = jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths, implementation=attention)
+    if callable(attention):
+        context = attention(q, k, v)
+    else:
+        context = jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths, implementation=attention)
     context = context.reshape(x.shape) @ p["out_kernel"] + p["out_bias"]
-    x = _plain_layer_norm(x + context, p["attention_norm_gamma"], p["attention_norm_beta"], epsilon)
+    x = _plain_layer_norm(x + drop(context), p["attention_norm_gamma"], p["attention_norm_beta"], epsilon)
     y = _PLAIN_ACTIVATIONS[activation](x @ p["ffn_in_kernel"] + p["ffn_in_bias"])
     y = y @ p["ffn_out_kernel"] + p["ffn_out_bias"]
-    return _plain_layer_norm(x + y, p["ffn_norm_gamma"], p["ffn_norm_beta"], epsilon)
+    return _plain_layer_norm(x + drop(y), p["ffn_norm_gamma"], p["ffn_norm_beta"], epsilon)
 
 
 def plain_encoder(
