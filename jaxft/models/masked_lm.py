@@ -8,8 +8,8 @@ from flax import nnx
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxft.models import checkpoint
-from jaxft.models.bert import BertModel, _ids
+from jaxft.models import checkpoint, inputs
+from jaxft.models.bert import BertModel
 from jaxft.models.config import BertConfig
 from jaxft.ops.cross_entropy import CrossEntropy, linear_cross_entropy
 from jaxft.ops.dense import dense
@@ -151,7 +151,7 @@ class BertForMaskedLM(nnx.Module):
         """
         options = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "deterministic": deterministic, "rngs": rngs}
         x = self._hidden(input_ids, attention_mask, token_type_ids, position_ids, **options)
-        labels = _ids("labels", labels, x.shape[:-1])
+        labels = inputs.as_ids("BertForMaskedLM", "labels", labels, x.shape[:-1])
         if cu_seqlens is not None:
             # Rows that `remove_padding` has filled are 0, which would be a label.
             used = jnp.arange(labels.size, dtype=jnp.int32) < jnp.asarray(cu_seqlens)[-1]

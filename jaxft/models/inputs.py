@@ -1,0 +1,56 @@
+"""What the models check of their arguments."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+
+
+def float_dtype(where: str, name: str, dtype: DTypeLike) -> np.dtype:
+    dtype = jnp.dtype(dtype)
+    if dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
+        raise ValueError(f"{where}: {name} must be float32, float16 or bfloat16, got {dtype}")
+    return dtype
+
+
+def check_packed(
+    where: str, input_ids: Array, attention_mask: Any, cu_seqlens: Any, max_seqlen: Any
+) -> tuple[Array, int]:
+    """`cu_seqlens` as an array and `max_seqlen`, once they are right, and so are the others beside them."""
+    if cu_seqlens is None:
+        raise ValueError(f"{where}: max_seqlen goes with cu_seqlens, got only max_seqlen")
+    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int) or max_seqlen < 0:
+        raise ValueError(f"{where}: max_seqlen must be a Python integer >= 0 with cu_seqlens, got {max_seqlen!r}")
+    if attention_mask is not None:
+        kind = type(attention_mask).__name__
+        raise ValueError(f"{where}: attention_mask must be None with cu_seqlens, which leave padding out, got {kind}")
+    if input_ids.ndim != 1:
+        raise ValueError(f"{where}: input_ids must have a shape [tokens] with cu_seqlens, got {list(input_ids.shape)}")
+    cu_seqlens = as_ids(where, "cu_seqlens", cu_seqlens).astype(jnp.int32)
+    if cu_seqlens.ndim != 1 or cu_seqlens.size == 0:
+        raise ValueError(f"{where}: cu_seqlens must have a shape [sequences + 1], got {list(cu_seqlens.shape)}")
+    return cu_seqlens, max_seqlen
+
+
+def as_ids(where: str, name: str, value: Any, shape: tuple[int, ...] | None = None, *, or_bool: bool = False) -> Array:
+    """`value` as an array, once its dtype is right, and its shape if one is given."""
+    expected = f"{where}: {name} must be integers{' or booleans' * or_bool}"
+    try:
+        if isinstance(value, list | tuple) and not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)):
+            value = np.asarray(value)
+        array = jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{expected}, got {getattr(value, 'dtype', type(value).__name__)}") from error
+    if not (jnp.issubdtype(array.dtype, jnp.integer) or (or_bool and array.dtype == jnp.bool)):
+        raise TypeError(f"{expected}, got {array.dtype}")
+    if isinstance(value, np.ndarray) and value.dtype != array.dtype and value.size:  # JAX lets numbers wrap around
+        limits = jnp.iinfo(array.dtype)
+        for extreme in (int(value.min()), int(value.max())):
+            if not limits.min <= extreme <= limits.max:
+                raise ValueError(f"{where}: {name} must fit {array.dtype}, got {extreme}")
+    if shape is not None and array.shape != shape:
+        raise ValueError(f"{where}: {name} must have the shape of input_ids, {list(shape)}, got {list(array.shape)}")
+    return array
