@@ -333,10 +333,14 @@ def probabilities(p: Problem, refs: Refs, pairs: Pairs, products: Array, top: Ar
 def exponentials(p: Problem, refs: Refs, x: Array, total: Array | None = None) -> Array:
     """Of differences of logits, divided by 2^total."""
     high = x if refs.bias is None else x * LOG2_E
-    y = common.exp2(high if total is None else high - total)
+    exponent = high if total is None else high - total
+    y = common.exp2(exponent)
     if refs.bias is None or p.precision is None:
         return y
     rest = common.fma(x, LOG2_E, -high) + x * _LOG2_E_REST  # NaN where x is -inf
+    if total is not None:  # what the difference has lost: Knuth's two-sum
+        part = exponent - high
+        rest = rest + ((high - (exponent - part)) - (total + part))
     return jnp.where(y == 0.0, y, common.fma(y, rest * math.log(2.0), y))
 
 
