@@ -2,13 +2,15 @@
 #   make demo                        a real checkpoint turns real sentences into embeddings
 #   make test [ARGS="-k attention"]  the tests; JAXFT_TEST_CASES=1000 for so many random cases of each (-k random)
 #   make lint                        ruff and mypy
+#   make finetune [ARGS="--steps 50"]  a classifier from the checkpoint; goes on where it was interrupted
+#   make pretrain                    a small BERT from scratch, by masked language modelling
 #   make bench [ARGS="--quick"]      the benchmarks; adds rows to benchmarks/results/
 #   make report                      the README's tables and chart, from those rows
 #   make clean                       removes the virtual environment and caches
 # Another Python: make PYTHON=python3.12 test (with a virtual environment of its own, .venv-python3.12).
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench report clean
+.PHONY: help demo finetune pretrain test lint bench report clean
 
 PYTHON ?=
 VENV := .venv$(if $(PYTHON),-$(notdir $(PYTHON)))
@@ -39,7 +41,7 @@ $(VENV)/.created:
 		echo "'$$found -m venv' failed. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@touch $@
 
-# .ready-run, .ready-test, .ready-dev: jaxft itself, editable, with that extra; again when pyproject.toml changes.
+# .ready-run, .ready-test, .ready-dev: jaxft itself, editable, with that extra (or several, as train,plot); again when pyproject.toml changes.
 $(VENV)/.ready-%: pyproject.toml | $(VENV)/.created
 	@cuda="$(cuda_extra)"; \
 	if [ "$$cuda" = old ]; then \
@@ -59,6 +61,9 @@ checkpoint = $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("pu
 
 demo: $(VENV)/.ready-run $(VENV)/.checkpoint
 	@$(BIN)/python examples/demo.py --model "$(checkpoint)" $(ARGS)
+
+finetune pretrain: $(VENV)/.ready-train,plot $(VENV)/.checkpoint
+	@$(BIN)/python examples/$@.py --model "$(checkpoint)" $(ARGS)
 
 # Several processes share one GPU, so none may take all of its memory.
 test: $(VENV)/.ready-test $(VENV)/.checkpoint

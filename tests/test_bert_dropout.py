@@ -244,6 +244,16 @@ def test_remat_changes_no_number(implementation, key):
     jax.tree.map(np.testing.assert_array_equal, remat, plain)
 
 
+def test_remat_in_a_loop_with_parameters_from_outside(key):
+    ids = np.stack([some_ids(), some_ids()[::-1]])
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def each(graph, params):
+        return jax.lax.map(lambda ids: nnx.merge(graph, params)(ids, rngs=key).pooler_output, ids)
+
+    assert_close(*(each(*nnx.split(training(remat=remat))) for remat in (True, False)), 1e-6)
+
+
 def gradient_memory(model_class, config, remat):
     """Bytes that the compiled program of a gradient needs beside its inputs and outputs."""
     model = model_class(config, implementation="xla", remat=remat, rngs=nnx.Rngs(0))

@@ -20,6 +20,7 @@ MODEL_ORDER = (
     "bert",
     "classification",
     "masked_lm",
+    "training",
     "tokenizer",
     "batches",
     "sentence_encoder",

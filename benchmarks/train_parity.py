@@ -1,0 +1,158 @@
+"""Training with jaxft's kernels beside training with plain XLA: the same seed, data, dropout masks and optimiser.
+
+Masked language modelling on the docstrings of Python's standard library, word by word. In bfloat16, with dropout, the
+means of 20 losses must be within 1 %; in float32, without dropout and without TF32, each loss within 1e-4. The losses
+and a chart of them go to `results/train_parity/`; exit code 1 if they are not within these bounds.
+"""
+
+import argparse
+import collections
+import csv
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import timing
+from bench_encode import docstrings
+from jaxft import BertConfig, BertForMaskedLM
+from jaxft.models import training
+
+CONFIG = BertConfig(num_hidden_layers=6)
+BATCH, LENGTH, MICRO_BATCHES = 32, 128, 2
+STEPS, MEAN = 200, 20
+LEARNING_RATE, WARMUP = 3e-4, 20
+PADDING, MASK, UNKNOWN = range(3)  # ids; those of words come after them
+MASKED = 0.15
+IMPLEMENTATIONS: dict[str, str | None] = {"jaxft": None, "xla": "xla"}
+
+
+class Case(NamedTuple):
+    dtype: str
+    dropout: float
+    bound: float
+    relative: bool  # of means of `MEAN` losses, relative to XLA's; else of each loss
+
+
+CASES = [Case("bfloat16", 0.1, 0.01, True), Case("float32", 0.0, 1e-4, False)]
+
+
+def token_ids() -> list[np.ndarray]:
+    """Of the words and signs of each text; those that are not among the most frequent are unknown."""
+    words = [re.findall(r"\w+|[^\w\s]", text.lower()) for text in docstrings()]
+    frequent = collections.Counter(word for text in words for word in text).most_common(CONFIG.vocab_size - 3)
+    ids = {word: number for number, (word, _) in enumerate(frequent, start=3)}
+    return [np.array([ids.get(word, UNKNOWN) for word in text], np.int32) for text in words if text]
+
+
+def batches(texts: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    """`[STEPS, MICRO_BATCHES, BATCH // MICRO_BATCHES, LENGTH]`: padded, and 15 % of the tokens masked."""
+    rng = np.random.default_rng(0)
+    tokens = np.full((STEPS * BATCH, LENGTH), PADDING, np.int32)
+    for row, choice in zip(tokens, rng.integers(len(texts), size=len(tokens)), strict=True):
+        text = texts[choice][:LENGTH]
+        row[: len(text)] = text
+    predicted = (rng.random(tokens.shape) < MASKED) & (tokens != PADDING)
+    arrays = {
+        "input_ids": np.where(predicted, MASK, tokens),
+        "labels": np.where(predicted, tokens, -100),
+        "attention_mask": tokens != PADDING,
+    }
+    shape = STEPS, MICRO_BATCHES, BATCH // MICRO_BATCHES, LENGTH
+    return {name: array.reshape(shape) for name, array in arrays.items()}
+
+
+def losses(case: Case, implementation: str | None, data: dict[str, np.ndarray]) -> np.ndarray:
+    """`[STEPS]`, of a model that begins with the same parameters each time."""
+    rates = {"hidden_dropout_prob": case.dropout, "attention_probs_dropout_prob": case.dropout}
+    config = BertConfig.from_dict(CONFIG.to_dict() | rates)
+    model = BertForMaskedLM(config, dtype=case.dtype, implementation=implementation, rngs=nnx.Rngs(0))
+    model.train()
+    graph, params = nnx.split(model)
+    schedule = optax.warmup_constant_schedule(0.0, LEARNING_RATE, WARMUP)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, eps=1e-6))
+
+    def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        inputs, key = batch
+        return nnx.merge(graph, params).loss(**inputs, rngs=key)
+
+    def step(state: Any, number: jax.Array, batch: Any) -> tuple[Any, jax.Array]:
+        params, opt_state = state
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(1), number), MICRO_BATCHES)
+        loss, gradients = training.accumulate_gradients(loss_fn, params, (batch, keys))
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss.mean
+
+    state, found = (params, optimizer.init(params)), []
+    # TF32 would be coarser than the bound of float32.
+    with jax.default_matmul_precision("highest" if case.dtype == "float32" else None):
+        compiled = jax.jit(step, donate_argnums=0)
+        for number in range(STEPS):
+            state, loss = compiled(state, jnp.int32(number), {name: array[number] for name, array in data.items()})
+            found.append(loss)
+        return np.array(found, np.float64)
+
+
+def difference(case: Case, ours: np.ndarray, plain: np.ndarray) -> float:
+    """What must be within the bound; NaN where a loss is not finite."""
+    if not case.relative:
+        return float(np.abs(ours - plain).max())
+    ours, plain = (x.reshape(-1, MEAN).mean(1) for x in (ours, plain))
+    return float((np.abs(ours - plain) / plain).max())
+
+
+def write(folder: Path, columns: dict[str, np.ndarray], device: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{device.replace(' ', '_')}.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("step", *columns))
+        writer.writerows((step, *row) for step, row in enumerate(np.stack([*columns.values()], axis=1).tolist()))
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure: Any
+    figure, axes = pyplot.subplots(1, len(CASES), figsize=(11, 4), sharey=True)
+    for place, case in zip(axes, CASES, strict=True):
+        for name, width in zip(IMPLEMENTATIONS, (4, 1), strict=True):  # the second one is seen upon the first
+            place.plot(columns[f"{case.dtype} {name}"], label=name, linewidth=width)
+        dropout = f"dropout {case.dropout}" if case.dropout else "no dropout"
+        place.set(title=f"{case.dtype}, {dropout}, {device}", xlabel="step", ylabel="training loss")
+        place.legend(frameon=False)
+    figure.savefig(path.with_suffix(".png"), dpi=120, bbox_inches="tight", metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    folder = timing.RESULTS / "train_parity"
+    parser.add_argument("--out", type=Path, default=folder, metavar="FOLDER", help="for the results (%(default)s)")
+    args = parser.parse_args(argv)
+    data, columns, passed = batches(token_ids()), dict[str, np.ndarray](), True
+    for case in CASES:
+        for name, implementation in IMPLEMENTATIONS.items():
+            start = time.perf_counter()
+            found = columns[f"{case.dtype} {name}"] = losses(case, implementation, data)
+            seconds = time.perf_counter() - start
+            print(f"{case.dtype} {name}: loss {found[:MEAN].mean():.4f} -> {found[-MEAN:].mean():.4f}, {seconds:.1f} s")
+        got = difference(case, *(columns[f"{case.dtype} {name}"] for name in IMPLEMENTATIONS))
+        within = got <= case.bound  # not where it is NaN
+        passed &= within
+        what = f"relative difference of {MEAN}-step means" if case.relative else "difference of a loss"
+        print(f"{case.dtype}: largest {what} {got:.2e}, bound {case.bound:.0e}: {'PASS' if within else 'FAIL'}")
+    write(args.out, columns, jax.devices()[0].device_kind)
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

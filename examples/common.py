@@ -1,0 +1,293 @@
+"""What the examples share: text that is on every machine, and a training loop that can be interrupted and resumed.
+
+Everything that a step uses is a function of the run's settings, the step's number and the state before it, so that a
+run that was interrupted and resumed is bitwise the same as one that was not.
+"""
+
+import argparse
+import ast
+import csv
+import hashlib
+import json
+import re
+import signal
+import statistics
+import sysconfig
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from tqdm import tqdm
+
+from jaxft.models import training
+
+INTERRUPTED = 130  # the exit code of a program that was stopped with Ctrl-C
+IN_FLIGHT = 2  # steps that the device has been given before the loss of the oldest is read
+CHECKPOINTS = 2  # that are kept
+
+
+# --- Text --------------------------------------------------------------------------------------------------------
+
+
+def paragraphs() -> dict[str, str]:
+    """The paragraphs of the docstrings of Python's standard library -> its module (or package), in a fixed order.
+
+    Without its tests, and without paragraphs that are in several modules.
+    """
+    modules: dict[str, set[str]] = {}
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for file in sorted(library.rglob("*.py")):
+        parts = file.relative_to(library).with_suffix("").parts
+        if {"site-packages", "test", "tests"} & {*parts}:
+            continue
+        with warnings.catch_warnings(action="ignore"):  # of escapes in others' strings
+            tree = ast.parse(file.read_bytes())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                for paragraph in re.split(r"\n\s*\n", ast.get_docstring(node) or ""):
+                    modules.setdefault(" ".join(paragraph.split()), set()).add(parts[0])
+    return {text: owners.pop() for text, owners in modules.items() if text and len(owners) == 1}
+
+
+def held_out(text: str) -> bool:
+    """Whether it is for evaluation, a tenth of all texts."""
+    return hashlib.sha256(text.encode()).digest()[0] < 26
+
+
+def fingerprint(*arrays: np.ndarray) -> str:
+    """Of the data of a run."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(array.tobytes())
+    return digest.hexdigest()[:16]
+
+
+# --- Settings ----------------------------------------------------------------------------------------------------
+
+
+def arguments(description: str | None, name: str, presets: Mapping[str, Any]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", metavar="FOLDER", type=Path, required=True, help="the checkpoint all-MiniLM-L6-v2")
+    parser.add_argument(
+        "--out", metavar="FOLDER", type=Path, default=Path("runs") / name,
+        help="checkpoints, losses, plot and the trained model; a run that is there goes on (%(default)s)",
+    )  # fmt: skip
+    on_gpu = jax.default_backend() == "gpu"
+    parser.add_argument("--preset", choices=presets, default="base" if on_gpu else "small", help="%(default)s here")
+    parser.add_argument("--steps", type=positive, help="as the preset has it")
+    parser.add_argument(
+        "--accumulate", type=positive, default=1, metavar="N", help="micro-batches a step (%(default)s)"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16" if on_gpu else "float32",
+        help="of the computation, %(default)s here; parameters are float32, float16 has loss scaling",
+    )  # fmt: skip
+    parser.add_argument("--remat", action="store_true", help="less memory: compute layers again in the backward pass")
+    parser.add_argument("--save-every", type=positive, default=100, metavar="STEPS", help="(%(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def settings(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
+    """What decides every number of a run, as JSON has it."""
+    fixed = {name: value for name, value in vars(args).items() if name in ("steps", "accumulate", "remat", "seed")}
+    return json.loads(json.dumps(fixed | {"dtype": args.dtype} | more))
+
+
+# --- A training step ---------------------------------------------------------------------------------------------
+
+
+class State(NamedTuple):
+    """All that a step changes."""
+
+    params: Any
+    opt_state: Any
+    loss_scale: training.LossScale | None
+
+
+LossFn = Callable[[Any, Any, jax.Array], tuple[jax.Array, jax.Array]]  # (params, batch, key) -> (total, labelled)
+Step = Callable[[State, Any, jax.Array], tuple[State, jax.Array]]  # (state, batch, key) -> (state, loss)
+
+
+def adamw(learning_rate: float, steps: int) -> optax.GradientTransformation:
+    """As BERT is trained: 10 % warm-up, then linearly to 0; no decay of biases and LayerNorms; clipped gradients."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, max(1, steps // 10), steps)
+    matrices = lambda params: jax.tree.map(lambda param: param.ndim > 1, params)  # noqa: E731
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(schedule, b2=0.98, eps=1e-6, weight_decay=0.01, mask=matrices),
+    )
+
+
+def initial_state(params: Any, optimizer: optax.GradientTransformation, dtype: str) -> State:
+    return State(params, optimizer.init(params), training.LossScale.create() if dtype == "float16" else None)
+
+
+def make_step(loss_fn: LossFn, optimizer: optax.GradientTransformation) -> Step:
+    """The step of a batch whose arrays have the micro-batches along their first axis."""
+
+    def step(state: State, batch: Any, key: jax.Array) -> tuple[State, jax.Array]:
+        keys = jax.random.split(key, len(jax.tree.leaves(batch)[0]))
+        loss, gradients = training.accumulate_gradients(
+            lambda params, one: loss_fn(params, *one), state.params, (batch, keys), loss_scale=state.loss_scale
+        )
+
+        def update(gradients: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
+            params, opt_state = state
+            updates, opt_state = optimizer.update(gradients, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        state_of_both, scale = training.update_if_finite(update, gradients, state[:2], state.loss_scale)
+        return State(*state_of_both, scale), loss.mean
+
+    return step
+
+
+# --- The loop ----------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """The folder of a run: its checkpoints, its losses, and what of it is already done.
+
+    Attributes:
+      state: after `step` steps.
+      step: how many are done.
+      step_seconds: the median time of the steps that this process has done, None before there are enough.
+    """
+
+    def __init__(self, out: Path, settings: dict[str, Any], state: State) -> None:
+        self.out, self.settings, self.state, self.step = out.resolve(), settings, state, 0
+        self.step_seconds: float | None = None
+        self._losses: list[float] = []
+        if jax.default_backend() == "gpu":
+            # XLA chooses among algorithms by timing them, and another choice may differ in the last bits. A run that
+            # goes on therefore takes the programs that it began with.
+            jax.config.update("jax_compilation_cache_dir", str(self.out / "programs"))
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        options = ocp.CheckpointManagerOptions(max_to_keep=CHECKPOINTS)
+        self._manager = ocp.CheckpointManager(self.out / "checkpoints", options=options)
+        if (latest := self._manager.latest_step()) is not None:
+            self._restore(latest)
+
+    def _restore(self, step: int) -> None:
+        args: Any = ocp.args.Composite(settings=ocp.args.JsonRestore())
+        earlier = self._manager.restore(step, args=args)["settings"]
+        different = [
+            f"{name} is {self.settings.get(name)!r} and was {earlier.get(name)!r}"
+            for name in sorted(self.settings.keys() | earlier.keys())
+            if self.settings.get(name) != earlier.get(name)
+        ]
+        if different:
+            raise SystemExit(
+                f"{self.out} has the checkpoints of another run: {'; '.join(different)}. To go on with it, run it with "
+                "its own settings; to start anew, remove that folder or name another one with --out"
+            )
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(self.state))
+        self.state, self.step = self._manager.restore(step, args=args)["state"], step
+        with (self.out / "losses.csv").open(newline="") as file:
+            self._losses = [float(row["loss"]) for row in csv.DictReader(file)][:step]
+        print(f"resumed after step {step}")
+
+    def _save(self) -> None:
+        # The losses first: those of steps that no checkpoint has are computed again.
+        with (self.out / "losses.csv").open("w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(("step", "loss"))
+            writer.writerows(enumerate(self._losses))
+        if self.step != self._manager.latest_step():
+            state, about = ocp.args.StandardSave(self.state), ocp.args.JsonSave(self.settings)
+            args: Any = ocp.args.Composite(state=state, settings=about)
+            self._manager.save(self.step, args=args)
+
+    def train(self, step: Step, batch_at: Callable[[int], Any], *, save_every: int) -> bool:
+        """Does the steps that are left, and saves; False if Ctrl-C came before the last one.
+
+        Args:
+          step: see `make_step`.
+          batch_at: the batch of a step, a function of its number only.
+          save_every: after how many steps there is a checkpoint.
+        """
+        steps, base_key = self.settings["steps"], jax.random.key(self.settings["seed"])
+        pending: deque[jax.Array] = deque()
+        finished: list[float] = []  # when
+
+        def read(limit: int) -> None:
+            while len(pending) > limit:
+                self._losses.append(float(pending.popleft()))
+                finished.append(time.perf_counter())
+                bar.set_postfix(loss=f"{statistics.fmean(self._losses[-20:]):.3f}", refresh=False)
+                bar.update()
+
+        if self.step < steps:
+            compiled = jax.jit(step, donate_argnums=0).lower(self.state, batch_at(self.step), base_key).compile()
+            memory: Any = compiled.memory_analysis()
+            print(f"temporary memory of a step: {memory.temp_size_in_bytes / 2**20:,.0f} MiB")
+        with (
+            closing(self._manager),  # which waits for the checkpoint that is being written
+            tqdm(total=steps, initial=self.step, unit="step") as bar,
+            interrupts() as came,
+        ):
+            while self.step < steps and not came:
+                key = jax.random.fold_in(base_key, self.step)
+                self.state, loss = compiled(self.state, batch_at(self.step), key)
+                self.step += 1
+                pending.append(loss)
+                read(IN_FLIGHT)
+                if self.step % save_every == 0:
+                    read(0)
+                    self._save()
+            read(0)
+            self._save()
+        if len(finished) > IN_FLIGHT + 1:
+            self.step_seconds = statistics.median(b - a for a, b in zip(finished, finished[1:], strict=False))
+        self._plot()
+        if self.step < steps:
+            print(f"interrupted after step {self.step} of {steps}, which is saved; the same command goes on from there")
+        return self.step == steps
+
+    def _plot(self) -> None:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots(figsize=(7, 4))
+        axes.plot(self._losses, color="tab:blue", alpha=0.3, linewidth=1, label="each step")
+        if len(self._losses) >= 20:
+            means = np.convolve(self._losses, np.full(20, 1 / 20), mode="valid")
+            axes.plot(np.arange(19, len(self._losses)), means, color="tab:blue", label="mean of 20 steps")
+        axes.set(xlabel="step", ylabel="training loss")
+        axes.legend(frameon=False)
+        figure.savefig(self.out / "loss.png", dpi=120, bbox_inches="tight")
+        pyplot.close(figure)
+
+
+@contextmanager
+def interrupts() -> Iterator[list[int]]:
+    """A list that gets an element when Ctrl-C comes; the second one stops the program at once."""
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,175 @@
+"""Masked-language-model pretraining of a small BERT, from scratch, on the docstrings of Python's standard library.
+
+    python examples/pretrain.py --model FOLDER
+
+FOLDER is a checkpoint whose tokenizer is used, as `make pretrain` installs it. The paragraphs lie back to back, without
+padding. Ctrl-C saves and ends with exit code 130; the same command goes on.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import common
+from jaxft import BertConfig, BertForMaskedLM, dispatch
+from jaxft.models import tokenizer as tokenizer_files
+
+MASKED = 0.15
+SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
+EVALUATED = 8  # batches of held-out text
+
+# 10^12 dense operations a second in bfloat16 and float16, by what a device's kind begins with; TF32 has half of it.
+PEAK_TFLOPS = {"NVIDIA H200": 989.5, "NVIDIA H100 80GB": 989.5, "NVIDIA A100": 312.0, "NVIDIA L4": 121.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    config: BertConfig  # but for the vocabulary, which is the tokenizer's
+    length: int  # of a sequence, at most
+    rows: int  # tokens of a micro-batch
+    steps: int
+    learning_rate: float
+
+
+PRESETS = {
+    "small": Preset(
+        BertConfig(hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=512),
+        length=64, rows=1024, steps=600, learning_rate=2e-3,
+    ),
+    "base": Preset(BertConfig(), length=128, rows=16384, steps=1000, learning_rate=3e-4),
+}  # fmt: skip
+
+
+class Documents:
+    """Tokenised texts, and batches of them: sequences back to back, with 15 % of the tokens to be predicted.
+
+    Of these, 80 % become [MASK], 10 % a random token, and 10 % stay, as in BERT.
+    """
+
+    def __init__(self, texts: Sequence[str], tokenizer: Any, preset: Preset) -> None:
+        ids = {token: tokenizer.token_to_id(token) for token in SPECIAL}
+        if missing := [token for token, number in ids.items() if number is None]:
+            raise SystemExit(f"pretrain: the tokenizer has no {', '.join(missing)}, which masking needs")
+        self.preset, self.vocab_size = preset, tokenizer.get_vocab_size()
+        self.padding, first, last, self.mask = ids.values()
+        room = preset.length - 2
+        self.sequences = [
+            np.array([first, *encoding.ids[start : start + room], last], np.int32)
+            for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)
+            for start in range(0, len(encoding.ids), room)
+        ]
+        self.lengths = np.array([len(sequence) for sequence in self.sequences])
+
+    def batch(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        """`input_ids` and `labels` `[rows]`, `cu_seqlens` `[sequences + 1]`, of which the last may be empty."""
+        rows = self.preset.rows
+        order = rng.permutation(len(self.sequences))[: rows // 16]
+        ends = np.cumsum(self.lengths[order])
+        chosen = order[: np.searchsorted(ends, rows, side="right")]
+        cu_seqlens = np.full(rows // 16 + 1, ends[len(chosen) - 1], np.int32)
+        cu_seqlens[0], cu_seqlens[1 : len(chosen) + 1] = 0, ends[: len(chosen)]
+        tokens = np.full(rows, self.padding, np.int32)
+        tokens[: cu_seqlens[-1]] = np.concatenate([self.sequences[i] for i in chosen])
+        predicted = rng.random(rows) < MASKED
+        predicted[cu_seqlens[:-1].clip(max=rows - 1)] = predicted[cu_seqlens[1:] - 1] = False  # [CLS] and [SEP]
+        predicted[cu_seqlens[-1] :] = False
+        how = rng.random(rows)
+        replaced = np.where(how < 0.8, self.mask, rng.integers(self.vocab_size, size=rows, dtype=np.int32))
+        input_ids = np.where(predicted & (how < 0.9), replaced, tokens)
+        labels = np.where(predicted, tokens, np.int32(-100))
+        return {"input_ids": input_ids, "labels": labels, "cu_seqlens": cu_seqlens}
+
+
+def batches(documents: Documents, seed: Sequence[int], count: int) -> dict[str, np.ndarray]:
+    """So many, along a first axis."""
+    rng = np.random.default_rng(seed)
+    parts = [documents.batch(rng) for _ in range(count)]
+    return {name: np.stack([part[name] for part in parts]) for name in parts[0]}
+
+
+def flops(config: BertConfig, batch: dict[str, np.ndarray]) -> float:
+    """Of the matrix products of a step, forward and backward: what is computed again with --remat does not count."""
+    width = config.hidden_size
+    layer = 2 * (4 * width**2 + 2 * width * config.intermediate_size)
+    lengths = np.diff(batch["cu_seqlens"]).astype(float)
+    encoder = config.num_hidden_layers * (layer * lengths.sum() + 4 * width * (lengths**2).sum())
+    head = 2 * width**2 * lengths.sum() + 2 * width * config.vocab_size * (batch["labels"] >= 0).sum()
+    return 3 * (encoder + head)
+
+
+def peak_flops(dtype: str, given: float | None) -> float | None:
+    """Of this device; None if it is unknown."""
+    if given is not None:
+        return given * 1e12
+    kind = dispatch.device_kind()
+    found = next((tflops for name, tflops in PEAK_TFLOPS.items() if kind.startswith(name)), None)
+    return None if found is None else found * 1e12 / (2 if dtype == "float32" else 1)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = common.arguments(__doc__, "pretrain", PRESETS)
+    parser.add_argument("--peak-tflops", type=float, help="of the device at this dtype, for devices that are not known")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    preset = PRESETS[args.preset]
+    args.steps = args.steps or preset.steps
+    tokenizer = tokenizer_files.load(args.model, do_lower_case=False)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    texts = common.paragraphs()
+    train_set = Documents([text for text in texts if not common.held_out(text)], tokenizer, preset)
+    test_set = Documents([text for text in texts if common.held_out(text)], tokenizer, preset)
+    config = dataclasses.replace(preset.config, vocab_size=train_set.vocab_size)
+    print(f"{train_set.lengths.sum():,} tokens to learn from, {test_set.lengths.sum():,} held out")
+
+    rngs = nnx.Rngs(args.seed)
+    model = BertForMaskedLM(config, dtype=args.dtype, remat=args.remat, rngs=rngs)
+    model.train()
+    graph, params = nnx.split(model)
+    optimizer = common.adamw(preset.learning_rate, args.steps)
+    state = common.initial_state(params, optimizer, args.dtype)
+    data = common.fingerprint(*train_set.sequences)
+    run = common.Run(args.out, common.settings(args, preset=dataclasses.asdict(preset), data=data), state)
+
+    def loss_fn(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return nnx.merge(graph, params).loss(**batch, max_seqlen=preset.length, rngs=key)
+
+    @jax.jit
+    def evaluate(params: Any, batches: Any) -> jax.Array:
+        def loss(batch: Any) -> Any:
+            return nnx.merge(graph, params).loss(**batch, max_seqlen=preset.length, deterministic=True)
+
+        return jax.tree.map(jnp.sum, jax.lax.map(loss, batches)).mean
+
+    held_out = batches(test_set, [args.seed], EVALUATED)
+    print(f"step {run.step}: loss of held-out text {evaluate(run.state.params, held_out):.3f}")
+    batch_at = lambda step: batches(train_set, [args.seed, step], args.accumulate)  # noqa: E731
+    finished = run.train(common.make_step(loss_fn, optimizer), batch_at, save_every=args.save_every)
+    if run.step_seconds is not None:
+        sample = [batch_at(step) for step in range(8)]
+        tokens = float(np.mean([batch["cu_seqlens"][:, -1].sum() for batch in sample]))
+        work = float(np.mean([flops(config, batch) for batch in sample]))
+        speed = f"{tokens / run.step_seconds:,.0f} tokens/s, {work / run.step_seconds / 1e12:.3g} TFLOP/s"
+        peak = peak_flops(args.dtype, args.peak_tflops)
+        print(speed if peak is None else f"{speed}: {work / run.step_seconds / peak:.1%} of the device's peak (MFU)")
+    if not finished:
+        return common.INTERRUPTED
+    print(f"step {run.step}: loss of held-out text {evaluate(run.state.params, held_out):.3f}")
+    nnx.merge(graph, run.state.params).save_pretrained(args.out / "model")
+    tokenizer.save(str(args.out / "model" / "tokenizer.json"))
+    print(f"{args.out}: model/, loss.png, losses.csv, checkpoints/")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""What a training step needs beside model and optimiser: gradients over micro-batches, and a loss scale for float16."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxft.ops.cross_entropy import CrossEntropy
+
+_LEAST, _LARGEST = 1.0, 2.0**24
+
+State = TypeVar("State")
+
+
+class LossScale(NamedTuple):
+    """The factor of the loss that keeps float16 gradients from vanishing, and its history; part of a training state.
+
+    A pytree of two scalars, saved and restored with the rest of the state. bfloat16 and float32 need none.
+    """
+
+    scale: Array  # float32
+    good_steps: Array  # int32, since the scale last changed
+
+    @classmethod
+    def create(cls, scale: float = 2.0**15) -> Self:
+        """The state before the first step.
+
+        Raises:
+          ValueError: `scale` is no number from 1 to 2**24.
+        """
+        if isinstance(scale, bool) or not isinstance(scale, int | float) or not _LEAST <= scale <= _LARGEST:
+            raise ValueError(f"LossScale: scale must be a number from 1 to 2**24, got {scale!r:.100}")
+        return cls(jnp.float32(scale), jnp.int32(0))
+
+    def update(self, finite: Array, *, growth_interval: int = 2000) -> "LossScale":
+        """The state after a step: half the scale if a gradient was not finite, twice after so many good steps in a row.
+
+        Between 1 and 2**24.
+
+        Args:
+          finite: a boolean scalar, whether all gradients were.
+          growth_interval: after how many good steps the scale grows.
+        """
+        good_steps = jnp.where(finite, self.good_steps + 1, 0)
+        grows = good_steps >= growth_interval
+        scale = self.scale * jnp.where(finite, jnp.where(grows, 2.0, 1.0), 0.5).astype(jnp.float32)
+        return LossScale(scale.clip(_LEAST, _LARGEST), jnp.where(grows, 0, good_steps))
+
+
+def accumulate_gradients(
+    loss_fn: Callable[[Any, Any], tuple[Array, Array]],
+    params: Any,
+    batches: Any,
+    *,
+    loss_scale: LossScale | None = None,
+) -> tuple[CrossEntropy, Any]:
+    """The mean loss of a batch and its gradients, from one micro-batch after the other: the memory is that of one.
+
+    Equivalent, up to rounding, to::
+
+      def mean(params):
+        losses = [loss_fn(params, jax.tree.map(lambda x: x[i], batches)) for i in range(micro_batches)]
+        return sum(total for total, _ in losses) / max(sum(labelled for _, labelled in losses), 1)
+
+      jax.grad(mean)(params)
+
+    so that each label counts the same, whichever micro-batch it is in.
+
+    Args:
+      loss_fn: (params, micro_batch) -> (total, labelled), two scalars: the sum of the losses, and of how many, as
+        `BertForMaskedLM.loss` and `jaxft.linear_cross_entropy` return it.
+      params: a pytree of float arrays; float32 to train in 16 bits (`dtype` of a model, not its `param_dtype`).
+      batches: a pytree of arrays with the micro-batches along their first axis. Keys for dropout,
+        `jax.random.split(key, micro_batches)`, are such an array.
+      loss_scale: of float16. The gradients that are returned are not scaled, but not finite where it was too large.
+
+    Returns:
+      The loss as `CrossEntropy` (total, labelled, and as a property their `mean`), and the gradients in the dtypes of
+      `params`; sums over the micro-batches are float32.
+
+    Raises:
+      ValueError: `batches` has no arrays, or these do not have the same number of micro-batches, at least one; or
+        `loss_fn` does not return two scalars, the second an integer.
+    """
+    where = "accumulate_gradients"
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batches)]
+    if len({shape[:1] for shape in shapes}) != 1 or shapes[0][:1] in ((), (0,)):
+        raise ValueError(f"{where}: batches must be arrays of the same first axis, the micro-batches, got {shapes}")
+    scale = jnp.float32(1) if loss_scale is None else loss_scale.scale
+
+    def scaled_mean(params: Any, batch: Any) -> tuple[Array, CrossEntropy]:
+        loss = loss_fn(params, batch)
+        parts = [jax.typeof(part) for part in jax.tree.leaves(loss)]
+        if [part.shape for part in parts] != [(), ()] or not jnp.issubdtype(parts[1].dtype, jnp.integer):
+            found = ", ".join(map(str, parts))
+            raise ValueError(f"{where}: loss_fn must return two scalars, total and an integer labelled, got {found}")
+        total, labelled = jnp.asarray(loss[0], jnp.float32), jnp.asarray(loss[1], jnp.int32)
+        # Of the mean, whose gradients are in float16's range at scales that do not depend on the batch.
+        return scale * CrossEntropy(total, labelled).mean, CrossEntropy(total, labelled)
+
+    def add(carry: tuple[CrossEntropy, Any], batch: Any) -> tuple[tuple[CrossEntropy, Any], None]:
+        loss, sums = carry
+        gradients, part = jax.grad(scaled_mean, has_aux=True)(params, batch)
+        factor = part.labelled.astype(jnp.float32) / scale
+        sums = jax.tree.map(lambda total, gradient: total + factor * gradient.astype(jnp.float32), sums, gradients)
+        return (jax.tree.map(jnp.add, loss, part), sums), None
+
+    zeros = jax.tree.map(lambda param: jnp.zeros(jnp.shape(param), jnp.float32), params)
+    (loss, sums), _ = lax.scan(add, (CrossEntropy(jnp.float32(0), jnp.int32(0)), zeros), batches)
+    labelled = jnp.maximum(loss.labelled, 1).astype(jnp.float32)
+    return loss, jax.tree.map(lambda total, param: (total / labelled).astype(param.dtype), sums, params)
+
+
+def update_if_finite(
+    update: Callable[[Any, State], State], gradients: Any, state: State, loss_scale: LossScale | None
+) -> tuple[State, LossScale | None]:
+    """One step of an optimiser, which with loss scaling is left out where a gradient is not finite.
+
+    Equivalent to::
+
+      finite = all(jnp.isfinite(gradient).all() for gradient in jax.tree.leaves(gradients))
+      (update(gradients, state) if finite else state), loss_scale.update(finite)
+
+    Args:
+      update: (gradients, state) -> the next state, of the same structure, shapes and dtypes; it is always computed.
+      gradients: as `accumulate_gradients` returns them.
+      state: a pytree of arrays: parameters and state of the optimiser, its count of steps included.
+      loss_scale: None for `update(gradients, state), None`.
+
+    Returns:
+      The next state and the next loss scale.
+    """
+    updated = update(gradients, state)
+    if loss_scale is None:
+        return updated, None
+    finite = jnp.stack([jnp.isfinite(gradient).all() for gradient in jax.tree.leaves(gradients)]).all()
+    kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
+    return kept, loss_scale.update(finite)

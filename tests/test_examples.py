@@ -1,0 +1,284 @@
+"""The examples run, and a run that is interrupted and resumed is bitwise the one that was not."""
+
+import csv
+import dataclasses
+import json
+import os
+import random
+import re
+import signal
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import common
+import custom_modules
+import finetune
+import pretrain
+import tiny
+import train_parity
+from cases import INTERPRET
+from jaxft import BertConfig, BertForMaskedLM, BertForSequenceClassification
+from jaxft.models import tokenizer as tokenizer_files
+
+STEPS = 40
+CONFIG = dataclasses.replace(tiny.config(initializer_range=0.02), vocab_size=30522)
+SUBJECTS = {"birds": "bird sings tree", "weather": "rain falls on", "waters": "river old ."}
+
+
+def some_texts(count=240):
+    """Made of the words of a subject and some that all of them have -> the subject."""
+    rng = random.Random(0)
+    subjects = list(SUBJECTS) * (count // len(SUBJECTS))
+    return {" ".join(rng.choices(SUBJECTS[s].split() * 2 + ["a", "in", "the"], k=12)) + " " * 20: s for s in subjects}
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """optax and Flax do not run under strict dtype promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def quick_compiler():
+    """On a CPU: compiling takes longer than anything else here, and half of that is optimisation."""
+    jax.config.update("jax_disable_most_optimizations", INTERPRET)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny.write_model(tmp_path_factory.mktemp("checkpoint"), hidden_dropout_prob=0.1)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Texts and sizes for seconds."""
+    monkeypatch.setattr(common, "paragraphs", some_texts)
+    preset = pretrain.Preset(CONFIG, length=16, rows=128, steps=STEPS, learning_rate=1e-2)
+    monkeypatch.setattr(pretrain, "PRESETS", {"small": preset, "base": preset})
+    monkeypatch.setattr(pretrain, "EVALUATED", 1)
+    labelled = finetune.Preset(length=16, batch=8, steps=STEPS, learning_rate=1e-2, labels=3)
+    monkeypatch.setattr(finetune, "PRESETS", {"small": labelled, "base": labelled})
+
+
+def losses(out):
+    """As they are written: of the same digits only if they are bitwise the same."""
+    with (out / "losses.csv").open(newline="") as file:
+        return [row["loss"] for row in csv.DictReader(file)]
+
+
+def at_step(monkeypatch, number, action):
+    """Makes the loop do `action` before it does that step."""
+    train = common.Run.train
+
+    def with_action(run, step, batch_at, **options):
+        def batch_of(now):
+            if now == number and run.step == now and run.out.joinpath("began").exists():
+                action()
+            run.out.joinpath("began").touch()  # the first call is for compiling
+            return batch_at(now)
+
+        return train(run, step, batch_of, **options)
+
+    monkeypatch.setattr(common.Run, "train", with_action)
+
+
+def fail():
+    raise RuntimeError("power cut")
+
+
+@pytest.mark.parametrize(
+    ("example", "options"),
+    [
+        (pretrain, ["--dtype=float16", "--accumulate=2", "--remat", "--peak-tflops=0.5"]),
+        (finetune, ["--dtype=float32"]),
+    ],
+    ids=["pretrain", "finetune"],
+)
+def test_interrupted_and_resumed_is_bitwise_the_same(example, options, checkpoint, tmp_path, monkeypatch, capsys):
+    def run(name, *more):
+        code = example.main(
+            ["--model", str(checkpoint), "--out", str(tmp_path / name), "--save-every=10", *options, *more]
+        )
+        return code, capsys.readouterr().out
+
+    code, printed = run("whole")
+    assert code == 0
+    check_printed(example, printed)
+    check_written(example, tmp_path / "whole")
+
+    with monkeypatch.context() as patch:
+        at_step(patch, 15, fail)
+        with pytest.raises(RuntimeError, match="power cut"):
+            run("resumed")
+    with monkeypatch.context() as patch:
+        at_step(patch, 24, lambda: os.kill(os.getpid(), signal.SIGINT))
+        handler = signal.getsignal(signal.SIGINT)
+        code, printed = run("resumed")
+    assert code == common.INTERRUPTED and signal.getsignal(signal.SIGINT) is handler
+    assert "resumed after step 10\n" in printed
+    # The step that it came in is done.
+    assert f"interrupted after step 25 of {STEPS}" in printed and len(losses(tmp_path / "resumed")) == 25
+    assert not (tmp_path / "resumed" / "model").exists()
+    code, printed = run("resumed")
+    assert code == 0 and "resumed after step 25\n" in printed
+
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")
+    files = [tmp_path / name / "model" / "model.safetensors" for name in ("whole", "resumed")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+    with pytest.raises(SystemExit, match="has the checkpoints of another run: seed is 1 and was 0. To go on"):
+        run("whole", "--seed=1")
+
+
+def check_printed(example, printed):
+    assert re.search(r"temporary memory of a step: [\d,]+ MiB", printed)
+    if example is finetune:
+        majority = float(re.search(r"accuracy of always saying \w+: ([\d.]+)%", printed)[1])
+        before, after = map(float, re.findall(r"step \d+: accuracy ([\d.]+)%", printed))
+        assert after > 80 > 60 > max(majority, before)
+        return
+    before, after = map(float, re.findall(r"step \d+: loss of held-out text ([\d.]+)", printed))
+    assert before > 4 > 3 > after
+    tokens, tflops, share = re.search(r"([\d,]+) tokens/s, (\S+) TFLOP/s: (\S+)% of .* \(MFU\)", printed).groups()
+    assert float(tokens.replace(",", "")) > 0
+    assert float(share) == pytest.approx(float(tflops) / 0.5 * 100, abs=0.06)
+
+
+def check_written(example, out):
+    values = losses(out)
+    assert len(values) == len(set(values)) == STEPS
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    tokenizer_files.load(out / "model", do_lower_case=False)
+    if example is finetune:
+        model = BertForSequenceClassification.from_pretrained(out / "model")
+        assert set(model.id2label.values()) == set(SUBJECTS)
+    else:
+        assert BertForMaskedLM.from_pretrained(out / "model").config.vocab_size == len(tiny.VOCAB)
+
+
+def test_a_tokenizer_without_a_mask(tmp_path):
+    with pytest.raises(SystemExit, match=r"pretrain: the tokenizer has no \[MASK\], which masking needs"):
+        tokenizer = tiny.bert_tokenizer()
+        vocab = json.loads(tokenizer.to_str())
+        del vocab["model"]["vocab"]["[MASK]"]
+        vocab["added_tokens"] = [token for token in vocab["added_tokens"] if token["content"] != "[MASK]"]
+        pretrain.Documents(["a"], type(tokenizer).from_str(json.dumps(vocab)), pretrain.PRESETS["small"])
+
+
+def test_masked_batches():
+    tokenizer = tiny.bert_tokenizer()
+    documents = pretrain.Documents(list(some_texts()), tokenizer, pretrain.PRESETS["small"])
+    assert documents.lengths.max() <= 16 and all(s[0] == 2 and s[-1] == 3 for s in documents.sequences)
+    known = {tuple(sequence) for sequence in documents.sequences}
+    counts = np.zeros(4)
+    for step in range(100):
+        batch = documents.batch(np.random.default_rng(step))
+        ids, labels, ends = batch["input_ids"], batch["labels"], batch["cu_seqlens"]
+        original = np.where(labels >= 0, labels, ids)
+        sequences = [tuple(original[a:b]) for a, b in zip(ends, ends[1:], strict=False) if b > a]
+        assert set(sequences) <= known and ends[0] == 0 and 128 - 16 <= ends[-1] <= 128 and len(ends) == 128 // 16 + 1
+        assert (ids[ends[-1] :] == 0).all() and (labels[ends[-1] :] == -100).all()
+        assert not np.isin(original[labels >= 0], [0, 2, 3]).any()
+        inner = ends[-1] - 2 * len(sequences)
+        masked, same = (labels >= 0) & (ids == documents.mask), (labels >= 0) & (ids == labels)
+        counts += inner, (labels >= 0).sum(), masked.sum(), same.sum()
+    np.testing.assert_allclose(counts[1] / counts[0], 0.15, atol=0.01)
+    np.testing.assert_allclose(counts[2:] / counts[1], [0.8, 0.1], atol=0.03)
+    for name, array in pretrain.batches(documents, [0, 3], 2).items():
+        np.testing.assert_array_equal(array, pretrain.batches(documents, [0, 3], 2)[name])
+        assert array.shape[0] == 2
+
+
+def test_flops_are_six_a_parameter_and_token():
+    """Those of the matrices of layers and head; of the embeddings only as the last one, for tokens to be predicted."""
+    model = nnx.eval_shape(lambda: BertForMaskedLM(BertConfig(), rngs=nnx.Rngs(0)))
+    sizes = {name: np.prod(parameter.shape) for name, parameter in model._parameters().items()}
+    kernels = sum(size for name, size in sizes.items() if name.endswith("kernel"))
+    labels = np.full((2, 256), -100)
+    labels[0, :30] = 5
+    batch = {"labels": labels, "cu_seqlens": np.array([[0, 100, 200, 200], [0, 50, 50, 50]])}
+    attention = 12 * 12 * 768 * (100**2 + 100**2 + 50**2)
+    expected = 6 * kernels * 250 + 6 * sizes["embeddings.word"] * 30 + attention
+    assert pretrain.flops(BertConfig(), batch) == expected
+
+
+def test_peak(monkeypatch):
+    assert pretrain.peak_flops("bfloat16", 100.0) == 1e14
+    for kind, dtype, tflops in (("NVIDIA H200", "bfloat16", 989.5), ("NVIDIA A100-SXM4-80GB", "float32", 156.0)):
+        monkeypatch.setattr(pretrain.dispatch, "device_kind", lambda kind=kind: kind)
+        assert pretrain.peak_flops(dtype, None) == tflops * 1e12
+    monkeypatch.setattr(pretrain.dispatch, "device_kind", lambda: "cpu")
+    assert pretrain.peak_flops("float32", None) is None
+
+
+def test_paragraphs(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    (tmp_path / "package" / "test").mkdir(parents=True)
+    code = '"""First\n  line.\n\n\nIn both."""\nclass A:\n    """Class."""\n    def f(self):\n        """Method."""\n'
+    (tmp_path / "package" / "a.py").write_text(code)
+    (tmp_path / "package" / "test" / "b.py").write_text('"""A test."""')
+    (tmp_path / "module.py").write_text('"""In both.\n\nAlone."""')
+    monkeypatch.setattr(common.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    expected = {"Alone.": "module", "First line.": "package", "Class.": "package", "Method.": "package"}
+    assert common.paragraphs() == expected
+    held_out = [common.held_out(str(number)) for number in range(2000)]
+    assert 0.08 < np.mean(held_out) < 0.12
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "x"])
+def test_counts_are_positive(value, capsys):
+    with pytest.raises(SystemExit):
+        finetune.main(["--model", "x", "--steps", value])
+    assert "argument --steps: invalid positive value" in capsys.readouterr().err
+
+
+def test_custom_modules(monkeypatch, capsys):
+    custom_modules.main()
+    assert re.search(r"NNX: the loss falls from .*\nLinen: the loss falls from", capsys.readouterr().out)
+    monkeypatch.setattr(custom_modules, "STEPS", 1)
+    with pytest.raises(AssertionError):
+        custom_modules.train("flat", lambda params, digits: params[digits], np.zeros((10, 10), np.float32))
+
+
+# --- Training with kernels and without -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_parity(monkeypatch):
+    sizes = {"CONFIG": dataclasses.replace(CONFIG, vocab_size=50, num_hidden_layers=1, max_position_embeddings=16)}
+    sizes |= {"BATCH": 4, "LENGTH": 12, "STEPS": 60, "LEARNING_RATE": 5e-3, "docstrings": lambda: list(some_texts())}
+    sizes |= {"IMPLEMENTATIONS": {"jaxft": "triton", "xla": "xla"}}
+    for name, value in sizes.items():
+        monkeypatch.setattr(train_parity, name, value)
+
+
+def test_parity(small_parity, tmp_path, capsys):
+    """The kernels, in interpret mode where there is no GPU, train as plain XLA does."""
+    assert train_parity.main(["--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("PASS") == 2
+    (path,) = tmp_path.glob("*.csv")
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 60 and path.with_suffix(".png").exists()
+    for name in ("bfloat16 jaxft", "bfloat16 xla", "float32 jaxft", "float32 xla"):
+        values = [float(row[name]) for row in rows]
+        assert np.mean(values[-20:]) < 0.8 * np.mean(values[:20])
+    assert rows[5]["bfloat16 jaxft"] != rows[5]["float32 jaxft"]
+
+
+@pytest.mark.parametrize(("dtype", "wrong"), [("bfloat16", 1.011), ("float32", 1.0002), ("float32", np.nan)])
+def test_parity_fails_beyond_its_bounds(dtype, wrong, small_parity, tmp_path, monkeypatch, capsys):
+    def losses(case, implementation, data):
+        factor = wrong if case.dtype == dtype and implementation == "xla" else 1.0
+        return np.where(np.arange(60) < 40, 1.0, factor)
+
+    monkeypatch.setattr(train_parity, "losses", losses)
+    assert train_parity.main(["--out", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("PASS") == 1 and re.search(rf"{dtype}: .*: FAIL", printed)

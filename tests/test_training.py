@@ -1,0 +1,176 @@
+"""Gradients over micro-batches are those of the whole batch, and float16 trains with a loss scale that adapts."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxft
+import tiny
+from jaxft.models.masked_lm import BertForMaskedLM
+from jaxft.models.training import LossScale, accumulate_gradients, update_if_finite
+
+
+def classifier_loss(params, batch):
+    x, labels = batch
+    return jaxft.linear_cross_entropy(x, params["embedding"], labels, params["bias"])
+
+
+def classifier_data(dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {"embedding": jax.random.normal(keys[0], (11, 8), dtype), "bias": jnp.zeros(11, dtype)}
+    x, labels = jax.random.normal(keys[1], (4, 6, 8)), np.array(jax.random.randint(keys[2], (4, 6), 0, 11))
+    labels[0, 1:] = labels[2] = -100  # one label in the first micro-batch, none in the third
+    return params, (x, jnp.asarray(labels))
+
+
+@pytest.mark.parametrize(("micro_batches", "loss_scale"), [(1, None), (4, None), (2, LossScale.create(2.0**10))])
+def test_accumulation_is_the_whole_batch(micro_batches, loss_scale):
+    params, (x, labels) = classifier_data()
+    whole = (x.reshape(-1, 8), labels.reshape(-1))
+    expected, gradients = jax.value_and_grad(lambda params: classifier_loss(params, whole).mean)(params)
+    batches = x.reshape(micro_batches, -1, 8), labels.reshape(micro_batches, -1)
+    loss, found = jax.jit(functools.partial(accumulate_gradients, classifier_loss))(
+        params, batches, loss_scale=loss_scale
+    )
+    assert loss.labelled == 13 and loss.labelled.dtype == jnp.int32
+    np.testing.assert_allclose(loss.mean, expected, rtol=1e-6)
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(found[name], gradient, rtol=1e-5, atol=1e-6 * np.abs(gradient).max())
+
+
+def test_each_micro_batch_has_its_own_key():
+    keys = jax.random.split(jax.random.key(1), 3)
+    noise = np.stack([jax.random.normal(key, (2, 5)) for key in keys])
+
+    def loss_fn(params, batch):
+        x, key = batch
+        return (params * (x + jax.random.normal(key, (2, 5)))).sum(), jnp.int32(2)
+
+    loss, gradient = accumulate_gradients(loss_fn, jnp.ones(5), (jnp.ones((3, 2, 5)), keys))
+    np.testing.assert_allclose(gradient, (1 + noise).sum((0, 1)) / 6, rtol=1e-5)
+    np.testing.assert_allclose(loss.total, (1 + noise).sum(), rtol=1e-5)
+
+
+def test_gradients_have_the_dtype_of_the_parameters():
+    params, batches = classifier_data(jnp.bfloat16)
+    _, gradients = accumulate_gradients(classifier_loss, params, batches)
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize("batches", [(), (jnp.zeros((2, 3)), jnp.zeros(3)), jnp.zeros((0, 3)), jnp.float32(1)], ids=str)
+def test_batches_without_micro_batches(batches):
+    with pytest.raises(ValueError, match=r"accumulate_gradients: batches must be arrays of the same first axis"):
+        accumulate_gradients(classifier_loss, {}, batches)
+
+
+@pytest.mark.parametrize("loss", [(1.0, 1.0), (jnp.zeros(2), 2), (1.0,), 1.0], ids=str)
+def test_a_loss_that_is_no_total_and_count(loss):
+    with pytest.raises(ValueError, match="accumulate_gradients: loss_fn must return two scalars, total and an integer"):
+        accumulate_gradients(lambda params, batch: loss, {"w": jnp.ones(2)}, jnp.zeros((1, 2)))
+
+
+def scaled_by(factor):
+    """A loss whose gradient is `factor` in float16."""
+    return lambda params, x: ((params.astype(jnp.float16) * x).astype(jnp.float32).sum() * jnp.float32(factor), 1)
+
+
+def test_the_scale_saves_small_gradients():
+    params, batch = jnp.ones(3), jnp.ones((1, 3), jnp.float16)
+    for scale, expected in ((None, 0.0), (LossScale.create(), 1e-8)):
+        _, gradient = accumulate_gradients(scaled_by(1e-8), params, batch, loss_scale=scale)
+        np.testing.assert_allclose(gradient, expected, rtol=1e-2)
+
+
+@pytest.fixture
+def standard_promotion():
+    """optax does not run under strict dtype promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_overflow_skips_and_halves_and_recovers():
+    optimizer = optax.adam(0.1)
+    params = jnp.ones(3)
+
+    @jax.jit
+    def step(state, loss_scale, factor):
+        batch = jnp.full((1, 3), factor, jnp.float16)
+        _, gradients = accumulate_gradients(scaled_by(1.0), state[0], batch, loss_scale=loss_scale)
+
+        def update(gradients, state):
+            updates, opt_state = optimizer.update(gradients, state[1])
+            return optax.apply_updates(state[0], updates), opt_state
+
+        return update_if_finite(update, gradients, state, loss_scale)
+
+    state, loss_scale = (params, optimizer.init(params)), LossScale.create(2.0**15)
+    for expected in (2.0**14, 2.0**13, 2.0**12):  # 10 * 2^13 is beyond float16, 10 * 2^12 is not
+        before = state
+        state, loss_scale = step(state, loss_scale, jnp.float16(10))
+        assert (loss_scale.scale, loss_scale.good_steps) == (expected, 0)
+        for new, old in zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
+            np.testing.assert_array_equal(new, old)
+    for good_steps in (1, 2):
+        state, loss_scale = step(state, loss_scale, jnp.float16(10))
+        assert (loss_scale.scale, loss_scale.good_steps) == (2.0**12, good_steps)
+    np.testing.assert_allclose(state[0], 0.8, rtol=1e-3)  # Adam's first steps are its rate, and its count was not moved
+    assert state[1][0].count == 2
+    state, loss_scale = step(state, loss_scale, jnp.float16(jnp.nan))
+    assert loss_scale.scale == 2.0**11 and np.isfinite(state[0]).all()
+
+
+def test_the_scale_grows_within_limits():
+    good, bad = jnp.bool(True), jnp.bool(False)
+    scale = LossScale.create(8)
+    seen = []
+    for _ in range(6):
+        scale = scale.update(good, growth_interval=3)
+        seen.append((float(scale.scale), int(scale.good_steps)))
+    assert seen == [(8, 1), (8, 2), (16, 0), (16, 1), (16, 2), (32, 0)]
+    assert LossScale.create(1).update(bad).scale == 1
+    assert LossScale.create(2.0**24).update(good, growth_interval=1).scale == 2.0**24
+    assert scale.scale.dtype == jnp.float32 and scale.good_steps.dtype == jnp.int32
+
+
+@pytest.mark.parametrize("scale", [0.5, 2.0**25, float("nan"), "8", True])
+def test_an_impossible_scale(scale):
+    with pytest.raises(ValueError, match=r"LossScale: scale must be a number from 1 to 2\*\*24, got"):
+        LossScale.create(scale)
+
+
+def test_without_a_scale_every_update_counts():
+    state, scale = update_if_finite(lambda gradients, state: state - gradients, jnp.float32(jnp.nan), jnp.ones(2), None)
+    assert scale is None and np.isnan(state).all()
+
+
+def test_float16_trains():
+    """From a scale that is far too large: it finds its own, and the loss falls."""
+    ids = jax.random.randint(jax.random.key(1), (1, 4, 8), 5, 17)
+    graph, params = nnx.split(BertForMaskedLM(tiny.config(), dtype="float16", rngs=nnx.Rngs(0)))
+
+    @jax.jit
+    def step(params, loss_scale):
+        loss, gradients = accumulate_gradients(
+            lambda params, ids: nnx.merge(graph, params).loss(ids, ids), params, ids, loss_scale=loss_scale
+        )
+
+        def update(gradients, params):
+            return jax.tree.map(lambda param, gradient: param - 0.02 * gradient, params, gradients)
+
+        return *update_if_finite(update, gradients, params, loss_scale), loss.mean
+
+    losses, scales = [], [LossScale.create(2.0**24)]
+    for _ in range(40):
+        params, scale, loss = step(params, scales[-1])
+        losses.append(float(loss))
+        scales.append(scale)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params)) and np.isfinite(losses).all()
+    assert 2.0**4 < scales[-1].scale < 2.0**22 and scales[-1].good_steps > 20
+    assert losses[-1] < 0.7 * losses[0]
