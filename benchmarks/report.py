@@ -71,7 +71,10 @@ def tables(rows: Sequence[timing.Row], names: Collection[str]) -> str:
             chosen = [row for row in rows if section(row) == name and row["metric"] == metric]
             if chosen:
                 chosen.sort(key=by_case)
-                parts += [f"**{title}**; {METRICS[metric]}", markdown(timing.table(chosen, metric=metric))]
+                head, *lines = timing.table(chosen, metric=metric)
+                if metric == "temporary_mib":
+                    head = ["saving" if cell == "speedup" else cell for cell in head]
+                parts += [f"**{title}**; {METRICS[metric]}", markdown([head, *lines])]
     return "\n\n".join(parts)
 
 

@@ -125,7 +125,7 @@ Step = Callable[[State, Any, jax.Array], tuple[State, jax.Array]]  # (state, bat
 
 
 def adamw(learning_rate: float, steps: int) -> optax.GradientTransformation:
-    """As BERT is trained: 10 % warm-up, then linearly to 0; no decay of biases and LayerNorms; clipped gradients."""
+    """10 % warm-up, then along a cosine to 0; no decay of biases and LayerNorms; clipped gradients."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, max(1, steps // 10), steps)
     matrices = lambda params: jax.tree.map(lambda param: param.ndim > 1, params)  # noqa: E731
     return optax.chain(

@@ -77,10 +77,11 @@ def test_benchmark_writes_rows(script, settings, peers, tmp_path, monkeypatch, c
     for name, value in settings.items():
         monkeypatch.setattr(script, name, value)
     monkeypatch.setenv("JAXFT_COMMIT", "abc1234")
-    options = ["--kernels", "--only", "erf GELU 2x64 bfloat16"] if script in (bench_encoder, bench_train) else []
+    options = ["--kernels", "--only", "erf GELU 2x64 bfloat16"] if script is bench_encoder else []
     if script is bench_train:
-        monkeypatch.setattr(bench_encoder, "MODELS", TINY_ENCODER["MODELS"])
-        monkeypatch.setattr(bench_train, "MODELS", TINY_ENCODER["MODELS"])
+        options = ["--only", "erf GELU 2x64 bfloat16, dropout 0.1"]
+        for module in (bench_encoder, bench_train):
+            monkeypatch.setattr(module, "MODELS", {"BERT-base": (1, 128, 2, 64)})
     script.main(["--quick", "--out", str(tmp_path), *options])
     rows = read(tmp_path)
     assert {row["implementation"] for row in rows} >= {"jaxft", *peers}

@@ -229,12 +229,11 @@ def test_nnx_transformations():
     assert by_nnx(model, ids, rngs)[0] == plain
 
 
-@IMPLEMENTATIONS
-def test_remat_changes_no_number(implementation, key):
+def test_remat_changes_no_number(key):
     config = dataclasses.replace(DROPPING, num_hidden_layers=1)
 
     def results(remat):
-        graph, params = nnx.split(training(config, implementation=implementation, remat=remat))
+        graph, params = nnx.split(training(config, remat=remat))
         call = jax.value_and_grad(lambda params, key: loss(nnx.merge(graph, params), some_ids(), key))
         # Operation by operation: compiled together, they would be fused in other ways, which changes the last bits.
         return str(jax.make_jaxpr(call)(params, key)), call(params, key)

@@ -367,7 +367,7 @@ def test_wrong_labels(labels, error, message):
         jax.eval_shape(lambda: make().loss(some_inputs()[0], labels))
 
 
-@pytest.mark.parametrize("config", [CONFIG, ROBERTA, DISTILBERT], ids=FAMILIES)
+@pytest.mark.parametrize("config", [CONFIG, ROBERTA], ids=FAMILIES[:2])
 def test_packed_tokens(config):
     """Logits and loss of a padded batch; unused rows, which remove_padding fills with 0, have no label."""
     model, (ids, _, types), labels = make(config), some_inputs(config.model_type), some_labels()
@@ -447,10 +447,9 @@ def test_loss_has_no_logits_of_all_tokens():
     assert "[1280,5000]" not in jaxpr and "[64,20,5000]" not in jaxpr
 
 
-@pytest.mark.parametrize("config", [CONFIG, DISTILBERT], ids=["bert", "distilbert"])
-def test_triton_is_xla(config):
-    (ids, mask, types), labels = some_inputs(config.model_type), some_labels()
-    models = [make(config, implementation=name) for name in ("xla", "triton")]
+def test_triton_is_xla():
+    (ids, mask, types), labels = some_inputs(), some_labels()
+    models = [make(implementation=name) for name in ("xla", "triton")]
     plain, fused = (run(model, ids, mask, types) for model in models)
     np.testing.assert_allclose(fused, plain, rtol=0, atol=2e-5)
     plain, fused = (run(model, ids, labels, mask, types, method="loss").total for model in models)

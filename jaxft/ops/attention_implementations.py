@@ -291,7 +291,8 @@ def _forward(inputs: Inputs, static: _Static, save: bool) -> Any:
     result: Any = out
     if residual:
         top, total = (jnp.swapaxes(x, -1, -2) for x in parts)
-        result = out, (_times_log_2(top) if inputs.bias is None else top) + _times_log_2(total)
+        natural = attention_common.natural_logits(inputs.query.dtype, inputs.bias, static.precision)
+        result = out, (top if natural else _times_log_2(top)) + _times_log_2(total)
     return (result, (out, *parts)) if save else result
 
 

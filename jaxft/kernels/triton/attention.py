@@ -30,9 +30,9 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, singl
     q_ref, k_ref, v_ref, *rest = refs[: 3 + len(Refs._fields)]
     out_ref, top_ref, total_ref = (*refs[3 + len(Refs._fields) :], None, None)[:3]
     refs = Refs(*rest)
-    # The maximum is taken before the scale where there is no bias, and the scale therefore must be positive.
+    # The maximum is taken before the scale where logits are in base 2, and the scale therefore must be positive.
     scale = abs(p.options.scale) or 1.0
-    to_logits = scale * parts.LOG2_E if refs.bias is None else 1.0
+    to_logits = 1.0 if p.natural else scale * parts.LOG2_E
 
     def compute(tile, head, batch):
         kv_head = head // p.group
@@ -58,7 +58,7 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, singl
             )  # fmt: skip
             k = parts.load_tile(p, k_ref, index, offset + row, block_k, p.k_head + kv_head, in_columns)
             logits = parts.dot(p, q, k, trans_b=True)  # [block_q, block_k], not yet scaled
-            if refs.bias is not None:
+            if p.natural:
                 logits = parts.logits(refs, pairs, logits, scale)
             if edge:
                 keep = parts.allowed(p, refs, pairs)
@@ -69,7 +69,7 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, singl
             if carry is not None:
                 new_top = jnp.maximum(carry[2], new_top)
             shift = jnp.where(new_top == -jnp.inf, 0.0, new_top) if edge or refs.bias is not None else new_top
-            weights = parts.exponentials(p, refs, common.fma(logits, to_logits, -shift[:, None]))
+            weights = parts.exponentials(p, common.fma(logits, to_logits, -shift[:, None]))
             v = parts.load_tile(p, v_ref, index, offset + row, block_k, p.v_head + kv_head, in_columns)
             if used is not None:  # a NaN that no query attends to must not spread
                 v = parts.clear(v, used)
@@ -77,7 +77,7 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, singl
             total = jnp.sum(weights, axis=1)
             if carry is None:
                 return parts.dot(p, kept, v), total, new_top
-            rescale = parts.exponentials(p, refs, carry[2] - shift)
+            rescale = parts.exponentials(p, carry[2] - shift)
             weighted = parts.add_product(p, carry[0] * rescale[:, None], kept, v)
             return weighted, common.fma(carry[1], rescale, total), new_top
 
@@ -132,7 +132,7 @@ def forward(
     """query [B,T,N,H], key and value [B,S,K,H], or the packed [B,T,3,N,H] as `query` with key and value None.
 
     With `rules.cu_seqlens`, `query` is [M,3,N,H]. Returns [out [B,T,N,H] or [M,N,H]] and, if asked for, the log-sum-exp
-    in two parts, float32 [B,N,T] or [N,M]: the greatest logit (in base 2 where there is no bias), -inf where there is
+    in two parts, float32 [B,N,T] or [N,M]: the greatest logit (see `natural_logits`), -inf where there is
     none, and the logarithm to base 2 of the sum of exponentials below it (as one number it would have too few digits
     beside large logits).
     """

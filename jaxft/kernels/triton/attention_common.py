@@ -55,6 +55,18 @@ class Options:
     precision: str = "tf32"  # of float32 products, or "float32"
 
 
+def _in_full(dtype: Any, precision: str) -> bool:
+    return precision == "float32" and dtype == jnp.float32
+
+
+def natural_logits(dtype: Any, bias: Array | None, precision: str) -> bool:
+    """Whether the kernels' logits are natural. They are in base 2 where that costs nothing.
+
+    With a bias they might overflow in it, and in full precision they would lose digits.
+    """
+    return bias is not None or _in_full(dtype, precision)
+
+
 def unsupported(head_size: int, mask: Array | None, **arrays: Array | None) -> str | None:
     if not 1 <= head_size <= MAX_HEAD_SIZE:
         return f"the head size is {head_size}, the kernel takes at most {MAX_HEAD_SIZE}"
@@ -106,8 +118,11 @@ class Problem:
     @property
     def precision(self) -> lax.Precision | None:
         """HIGHEST, of float32 alone, where no digit is to be lost."""
-        full = self.options.precision == "float32" and self.query.dtype == jnp.float32
-        return lax.Precision.HIGHEST if full else None
+        return lax.Precision.HIGHEST if _in_full(self.query.dtype, self.options.precision) else None
+
+    @property
+    def natural(self) -> bool:
+        return natural_logits(self.query.dtype, self.rules.bias, self.options.precision)
 
     @property
     def kept_scale(self) -> float:
@@ -311,31 +326,29 @@ def allowed(p: Problem, refs: Refs, pairs: Pairs) -> Any:
     return functools.reduce(operator.and_, parts) if parts else None
 
 
-# The logits are in base 2 where there is no bias, which costs nothing, and natural where there is one, which in base 2
-# might overflow.
-
-
 def logits(refs: Refs, pairs: Pairs, products: Array, scale: float) -> Array:
-    """With the bias that there is, from the products of queries with keys."""
+    """Natural ones, from the products of queries with keys."""
+    if refs.bias is None:
+        return products * scale
     return common.fma(products, scale, pairs.load(refs.bias).astype(jnp.float32))
 
 
 def probabilities(p: Problem, refs: Refs, pairs: Pairs, products: Array, top: Array, total: Array) -> Array:
     """From the products of queries with keys; `top` and `total` are the two parts of the log-sum-exp."""
-    if refs.bias is not None:
-        return exponentials(p, refs, logits(refs, pairs, products, p.options.scale) - top, total)
+    if p.natural:
+        return exponentials(p, logits(refs, pairs, products, p.options.scale) - top, total)
     to_logits = p.options.scale * LOG2_E
     if p.query.dtype == jnp.float32:
         return common.exp2(common.fma(products, to_logits, -top) - total)
     return common.exp2(common.fma(products, to_logits, -(top + total)))  # whose digits are enough for 16 bits
 
 
-def exponentials(p: Problem, refs: Refs, x: Array, total: Array | None = None) -> Array:
+def exponentials(p: Problem, x: Array, total: Array | None = None) -> Array:
     """Of differences of logits, divided by 2^total."""
-    high = x if refs.bias is None else x * LOG2_E
+    high = x * LOG2_E if p.natural else x
     exponent = high if total is None else high - total
     y = common.exp2(exponent)
-    if refs.bias is None or p.precision is None:
+    if p.precision is None:
         return y
     rest = common.fma(x, LOG2_E, -high) + x * _LOG2_E_REST  # NaN where x is -inf
     if total is not None:  # what the difference has lost: Knuth's two-sum
