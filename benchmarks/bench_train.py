@@ -1,8 +1,9 @@
 """A training step of whole BERT encoders, value and gradients: jaxft beside plain XLA and XLA with cuDNN attention.
 
 The value is the sum of the last hidden states times random weights, in float32; the gradients are those of all the
-parameters and of the first hidden states. Each case is timed without dropout and with. The peers' masks then come from
-JAX's "rbg" generator, the faster of its two, and those of cuDNN's attention from cuDNN.
+parameters, which have the dtype of the computation, and of the first hidden states. Each case is timed without dropout
+and with. The peers' masks then come from JAX's "rbg" generator, the faster of its two, and those of cuDNN's attention
+from cuDNN.
 """
 
 import argparse
@@ -14,11 +15,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 import bench_encoder
 import timing
 from bench_encoder import GELUS, MODELS, PEERS, Case
+from jaxft.models.bert import run_layer
 from jaxft.models.comparison import Attention, plain_layer
 
 CASES = [Case("BERT-base", 32, 128), Case("BERT-base", 32, 512)]
@@ -86,14 +87,11 @@ def plain_encoder(
 
 
 def jaxft_encoder(layers_of: Callable[[Any], Any], *, remat: bool) -> Encoder:
-    def run(layer: Any, x: jax.Array, keys: Any) -> jax.Array:
-        return layer(x, None, dropout_rng=keys)
-
     def encode(leaves: Any, x: jax.Array, key: Any) -> jax.Array:
         layers = layers_of(leaves)
         keys = [None] * len(layers) if key is None else jax.random.split(key, (len(layers), 3))
         for layer, own in zip(layers, keys, strict=True):
-            x = (nnx.remat(run) if remat else run)(layer, x, own)
+            x = run_layer(layer, x, None, dropout_rng=own, remat=remat)
         return x
 
     return encode

@@ -32,7 +32,8 @@ STEPS, MEAN = 200, 20
 LEARNING_RATE, WARMUP = 3e-4, 20
 PADDING, MASK, UNKNOWN = range(3)  # ids; those of words come after them
 MASKED = 0.15
-IMPLEMENTATIONS: dict[str, str | None] = {"jaxft": None, "xla": "xla"}
+# On a CPU the kernels are interpreted, which is for small sizes.
+IMPLEMENTATIONS: dict[str, str | None] = {"jaxft": None if jax.default_backend() == "gpu" else "triton", "xla": "xla"}
 
 
 class Case(NamedTuple):

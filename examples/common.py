@@ -28,6 +28,8 @@ import optax
 import orbax.checkpoint as ocp
 from tqdm import tqdm
 
+import jaxft
+from jaxft import dispatch
 from jaxft.models import training
 
 INTERRUPTED = 130  # the exit code of a program that was stopped with Ctrl-C
@@ -93,7 +95,7 @@ def arguments(description: str | None, name: str, presets: Mapping[str, Any]) ->
     )  # fmt: skip
     parser.add_argument("--remat", action="store_true", help="less memory: compute layers again in the backward pass")
     parser.add_argument("--save-every", type=positive, default=100, metavar="STEPS", help="(%(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=natural, default=0)
     return parser
 
 
@@ -103,10 +105,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def natural(text: str) -> int:
+    if int(text) < 0:
+        raise ValueError
+    return int(text)
+
+
 def settings(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
     """What decides every number of a run, as JSON has it."""
     fixed = {name: value for name, value in vars(args).items() if name in ("steps", "accumulate", "remat", "seed")}
-    return json.loads(json.dumps(fixed | {"dtype": args.dtype} | more))
+    machine = {"device": dispatch.device_kind(), "jax": jax.__version__, "jaxft": jaxft.__version__}
+    return json.loads(json.dumps(fixed | {"dtype": args.dtype} | machine | more))
 
 
 # --- A training step ---------------------------------------------------------------------------------------------
@@ -171,6 +180,8 @@ class Run:
     """
 
     def __init__(self, out: Path, settings: dict[str, Any], state: State) -> None:
+        # On its device for good, as what comes from a checkpoint is: the compiled step is the same for both.
+        state = jax.device_put(state, jax.devices()[0])
         self.out, self.settings, self.state, self.step = out.resolve(), settings, state, 0
         self.step_seconds: float | None = None
         self._losses: list[float] = []
@@ -199,16 +210,27 @@ class Run:
             )
         args = ocp.args.Composite(state=ocp.args.StandardRestore(self.state))
         self.state, self.step = self._manager.restore(step, args=args)["state"], step
-        with (self.out / "losses.csv").open(newline="") as file:
-            self._losses = [float(row["loss"]) for row in csv.DictReader(file)][:step]
+        path = self.out / "losses.csv"
+        try:
+            with path.open(newline="") as file:
+                self._losses = [float(row["loss"]) for row in csv.DictReader(file)][:step]
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise SystemExit(
+                f"{path}, which belongs to the checkpoint of step {step}, cannot be read: {error}"
+            ) from error
+        if len(self._losses) < step:
+            raise SystemExit(f"{path} must have the losses of {step} steps, as its checkpoint, got {len(self._losses)}")
         print(f"resumed after step {step}")
 
     def _save(self) -> None:
         # The losses first: those of steps that no checkpoint has are computed again.
-        with (self.out / "losses.csv").open("w", newline="") as file:
+        path = self.out / "losses.csv"
+        unfinished = path.with_suffix(".part")
+        with unfinished.open("w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(("step", "loss"))
             writer.writerows(enumerate(self._losses))
+        unfinished.replace(path)
         if self.step != self._manager.latest_step():
             state, about = ocp.args.StandardSave(self.state), ocp.args.JsonSave(self.settings)
             args: Any = ocp.args.Composite(state=state, settings=about)
@@ -222,7 +244,8 @@ class Run:
           batch_at: the batch of a step, a function of its number only.
           save_every: after how many steps there is a checkpoint.
         """
-        steps, base_key = self.settings["steps"], jax.random.key(self.settings["seed"])
+        # Not the key itself, which the initial parameters are from.
+        steps, base_key = self.settings["steps"], jax.random.split(jax.random.key(self.settings["seed"]))[1]
         pending: deque[jax.Array] = deque()
         finished: list[float] = []  # when
 

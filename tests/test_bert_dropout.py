@@ -90,6 +90,18 @@ def test_other_types(config):
     assert np.isfinite(outs[0][MASK]).all() and np.abs(outs[0] - outs[2])[MASK].max() > 0.1
 
 
+def test_distilbert_has_none_of_the_attention_output(monkeypatch, key):
+    seen, original = [], bert.dense_residual_layer_norm
+
+    def record(*args, **options):
+        seen.append("dropout_rng" in options)
+        return original(*args, **options)
+
+    monkeypatch.setattr(bert, "dense_residual_layer_norm", record)
+    hidden(training(dataclasses.replace(DISTILBERT, **RATES)), some_ids(), rngs=key)
+    assert seen == [False, True] * DISTILBERT.num_hidden_layers
+
+
 def test_each_rate_alone(key):
     model, ids = training(), some_ids()
     both = hidden(model, ids, rngs=key)
@@ -330,9 +342,9 @@ def test_dropout_in_the_head_alone(key):
     assert np.abs(model(some_ids(), rngs=key) - model(some_ids(), deterministic=True)).max() > 1e-3
 
 
-@pytest.mark.parametrize("given", [-0.1, 1.5, True, "0.1", float("nan")])
+@pytest.mark.parametrize("given", [-0.1, 1, 1.5, True, "0.1", float("nan")])
 def test_wrong_rates_of_the_head(given):
-    message = "BertForTokenClassification: classifier_dropout must be None or a number from 0 to 1, got"
+    message = r"BertForTokenClassification: classifier_dropout must be None or a number in \[0, 1\), got"
     with pytest.raises(ValueError, match=message):
         BertForTokenClassification(CONFIG, classifier_dropout=given, rngs=None)
 

@@ -9,6 +9,7 @@ import re
 import signal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -282,3 +283,25 @@ def test_parity_fails_beyond_its_bounds(dtype, wrong, small_parity, tmp_path, mo
     assert train_parity.main(["--out", str(tmp_path)]) == 1
     printed = capsys.readouterr().out
     assert printed.count("PASS") == 1 and re.search(rf"{dtype}: .*: FAIL", printed)
+
+
+def test_losses_that_do_not_fit_their_checkpoint_are_refused(tmp_path):
+    def begin():
+        return common.Run(tmp_path, {"steps": 3, "seed": 0}, common.State({"w": jnp.ones(2)}, (), None))
+
+    run = begin()
+    assert all(leaf.committed for leaf in jax.tree.leaves(run.state))  # as restored ones: the same compiled program
+    assert run.train(lambda state, batch, key: (state, jnp.sum(batch)), lambda step: jnp.ones(2), save_every=3)
+    path = tmp_path / "losses.csv"
+    lines = path.read_text().splitlines()
+    assert len(lines) == 4 and [*tmp_path.glob("*.part")] == []
+    for text, message in (
+        ("\n".join(lines[:3]), "losses of 3 steps, .* got 2"),
+        ("step,loss\n0,x\n", "cannot be read"),
+    ):
+        path.write_text(text)
+        with pytest.raises(SystemExit, match=message):
+            begin()
+    path.unlink()
+    with pytest.raises(SystemExit, match="cannot be read"):
+        begin()

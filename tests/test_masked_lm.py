@@ -447,6 +447,12 @@ def test_loss_has_no_logits_of_all_tokens():
     assert "[1280,5000]" not in jaxpr and "[64,20,5000]" not in jaxpr
 
 
+def test_labels_beyond_max_seqlen_are_none():
+    model, ids = make(), some_inputs()[0].reshape(-1)[:12]
+    packed = {"cu_seqlens": np.array([0, 7, 10]), "max_seqlen": 4}
+    assert model.loss(ids, np.ones_like(ids), **packed).labelled == 4 + 3
+
+
 def test_triton_is_xla():
     (ids, mask, types), labels = some_inputs(), some_labels()
     models = [make(implementation=name) for name in ("xla", "triton")]

@@ -125,7 +125,7 @@ def test_labels_of_a_new_model(tmp_path):
         (token_tensors(), hf_config() | {"num_labels": 0},
          ["config.json: BertForTokenClassification: num_labels must be an integer from 1 to 1048576, got 0"]),
         (token_tensors(), token_config() | {"classifier_dropout": "0.1"},
-         ["BertForTokenClassification: classifier_dropout must be None or a number from 0 to 1, got '0.1'"]),
+         ["BertForTokenClassification: classifier_dropout must be None or a number in [0, 1), got '0.1'"]),
     ],
     ids=["no head", "another number of labels", "no label", "wrong rate"],
 )  # fmt: skip

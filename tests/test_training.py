@@ -86,6 +86,13 @@ def test_the_scale_saves_small_gradients():
         np.testing.assert_allclose(gradient, expected, rtol=1e-2)
 
 
+def test_float16_parameters_have_no_loss_scale():
+    arguments = scaled_by(1.0), jnp.ones(3, jnp.float16), jnp.ones((1, 3), jnp.float16)
+    accumulate_gradients(*arguments)
+    with pytest.raises(ValueError, match="params must not be float16 with a loss_scale, got a float16 array; keep"):
+        accumulate_gradients(*arguments, loss_scale=LossScale.create())
+
+
 @pytest.fixture
 def standard_promotion():
     """optax does not run under strict dtype promotion."""

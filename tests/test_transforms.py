@@ -192,7 +192,7 @@ def grad_of_shard(function, op, check_vma=True):
     return grad(shard(function, op, check_vma), op)
 
 
-TRANSFORMS = [grad, grad_of_remat, vmap, vmap_over_the_first, vmap_of_grad, grad_of_vmap, grad_of_scan]
+TRANSFORMS = [grad_of_remat, vmap, vmap_over_the_first, vmap_of_grad, grad_of_vmap, grad_of_scan]
 SHARDED = [shard, grad_of_shard]
 
 

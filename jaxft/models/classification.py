@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -277,7 +278,8 @@ class TokenClassificationHead(nnx.Module):
 
     def __call__(self, x: Array, *, dropout_rate: float = 0.0, dropout_rng: Array | None = None) -> Array:
         """`x` `[..., D]` -> `[..., num_labels]`; `dropout_rng` is a random key."""
-        x = reference.dropout(x, dropout_rate, dropout_rng)
+        # What is dropped is computed again in the backward pass, not kept.
+        x = jax.checkpoint(lambda x: reference.dropout(x, dropout_rate, dropout_rng))(x)
         kernel = self.kernel[...].astype(self.options.dtype)
         return dense(x, kernel, self.bias[...], implementation=self.options.implementation)
 
@@ -351,8 +353,8 @@ def _rate_field(task: str, model_type: str) -> str:
 def _rate(where: str, name: str, rate: Any) -> float | None:
     """The head's rate of dropout, once it is right."""
     is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
-    if rate is not None and not (is_number and 0 <= rate <= 1):
-        raise ValueError(f"{where}: {name} must be None or a number from 0 to 1, got {rate!r:.100}")
+    if rate is not None and not (is_number and 0 <= rate < 1):
+        raise ValueError(f"{where}: {name} must be None or a number in [0, 1), got {rate!r:.100}")
     return rate
 
 

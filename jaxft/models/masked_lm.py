@@ -9,7 +9,7 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxft.models import checkpoint, inputs
-from jaxft.models.bert import BertModel
+from jaxft.models.bert import BertModel, packed_rows
 from jaxft.models.config import BertConfig
 from jaxft.ops.cross_entropy import CrossEntropy, linear_cross_entropy
 from jaxft.ops.dense import dense
@@ -135,7 +135,7 @@ class BertForMaskedLM(nnx.Module):
 
         Args:
           labels: integers of the shape of `input_ids`, the ids of the tokens that were masked, and -100 elsewhere. Of
-            packed tokens, rows that belong to no sequence have no label, whatever is given there.
+            packed tokens, rows that take no part in a sequence have no label, whatever is given there.
           input_ids, attention_mask, token_type_ids, position_ids: as for `BertModel`.
           cu_seqlens, max_seqlen, deterministic, rngs: likewise.
 
@@ -154,7 +154,7 @@ class BertForMaskedLM(nnx.Module):
         labels = inputs.as_ids("BertForMaskedLM", "labels", labels, x.shape[:-1])
         if cu_seqlens is not None:
             # Rows that `remove_padding` has filled are 0, which would be a label.
-            used = jnp.arange(labels.size, dtype=jnp.int32) < jnp.asarray(cu_seqlens)[-1]
+            *_, used = packed_rows(labels.size, jnp.asarray(cu_seqlens), max_seqlen or 0)
             labels = jnp.where(used, labels.astype(jnp.int32), -100)
         return linear_cross_entropy(x, self.bert.embeddings.word[...], labels, self.lm_head.out_bias[...])
 

@@ -75,6 +75,7 @@ def accumulate_gradients(
       batches: a pytree of arrays with the micro-batches along their first axis. Keys for dropout,
         `jax.random.split(key, micro_batches)`, are such an array.
       loss_scale: of float16. The gradients that are returned are not scaled, but not finite where it was too large.
+        `params` then are float32: gradients of float16 would vanish without the scale.
 
     Returns:
       The loss as `CrossEntropy` (total, labelled, and as a property their `mean`), and the gradients in the dtypes of
@@ -82,9 +83,14 @@ def accumulate_gradients(
 
     Raises:
       ValueError: `batches` has no arrays, or these do not have the same number of micro-batches, at least one; or
-        `loss_fn` does not return two scalars, the second an integer.
+        `loss_fn` does not return two scalars, the second an integer; or there are a `loss_scale` and float16 `params`.
     """
     where = "accumulate_gradients"
+    if loss_scale is not None and any(jnp.result_type(leaf) == jnp.float16 for leaf in jax.tree.leaves(params)):
+        raise ValueError(
+            f"{where}: params must not be float16 with a loss_scale, got a float16 array; keep parameters in float32 "
+            "(param_dtype=jnp.float32 of a model and of its from_pretrained), the computation in float16 (dtype)"
+        )
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batches)]
     if len({shape[:1] for shape in shapes}) != 1 or shapes[0][:1] in ((), (0,)):
         raise ValueError(f"{where}: batches must be arrays of the same first axis, the micro-batches, got {shapes}")
@@ -114,7 +120,12 @@ def accumulate_gradients(
 
 
 def update_if_finite(
-    update: Callable[[Any, State], State], gradients: Any, state: State, loss_scale: LossScale | None
+    update: Callable[[Any, State], State],
+    gradients: Any,
+    state: State,
+    loss_scale: LossScale | None,
+    *,
+    growth_interval: int = 2000,
 ) -> tuple[State, LossScale | None]:
     """One step of an optimiser, which with loss scaling is left out where a gradient is not finite.
 
@@ -128,6 +139,7 @@ def update_if_finite(
       gradients: as `accumulate_gradients` returns them.
       state: a pytree of arrays: parameters and state of the optimiser, its count of steps included.
       loss_scale: None for `update(gradients, state), None`.
+      growth_interval: as for `LossScale.update`.
 
     Returns:
       The next state and the next loss scale.
@@ -137,4 +149,4 @@ def update_if_finite(
         return updated, None
     finite = jnp.stack([jnp.isfinite(gradient).all() for gradient in jax.tree.leaves(gradients)]).all()
     kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
-    return kept, loss_scale.update(finite)
+    return kept, loss_scale.update(finite, growth_interval=growth_interval)
