@@ -156,6 +156,19 @@ def test_embeddings(width, dtype, caplog, key):
     assert caplog.messages == []
 
 
+@pytest.mark.parametrize(("dtype", "kernels"), [(jnp.float32, 2), (jnp.bfloat16, 2), (jnp.int32, 0)])
+def test_padding(dtype, kernels, caplog):
+    """A kernel each way for hidden states; ids move with XLA's gathers, which is no fall-back."""
+
+    def there_and_back(x, mask):
+        packed = jaxft.remove_padding(x, mask, capacity=40)
+        return jaxft.restore_padding(packed.x, packed.indices, batch=4, length=33)
+
+    x = of((4, 33, 80), dtype)
+    assert operations(lower(there_and_back, x, of((4, 33), jnp.bool_)))[TRITON] == kernels
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_bias_activation(activation, dtype, caplog):

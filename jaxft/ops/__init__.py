@@ -23,8 +23,8 @@ OPS: dict[str, dict[str, str | None]] = {
     "dense": _KERNEL,
     "dense_residual_layer_norm": _KERNEL,
     "linear_cross_entropy": {},
-    "remove_padding": {},
-    "restore_padding": {},
+    "remove_padding": _KERNEL,
+    "restore_padding": _KERNEL,
 }
 
 
@@ -34,6 +34,8 @@ LIMITS = {
     "bias_activation after it",
     "dense_residual_layer_norm": "for few rows; else as dense and bias_residual_layer_norm",
     "dot_product_attention": "but cuDNN on Hopper for large 16-bit arrays without masks where no gradient is asked for",
+    "remove_padding": "for floats of 32 bytes a token or more; else XLA's gathers",
+    "restore_padding": "as remove_padding",
 }
 
 
