@@ -14,9 +14,10 @@ from cases import DTYPES, INTERPRET, check, check_padding, jit, normal
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import attention as kernel
-from jaxft.kernels.triton.attention_common import Options, Rules
+from jaxft.kernels.triton.attention_common import Options, Rules, natural_logits
 from jaxft.tuning import AttentionConfig
 
+LOG_2 = np.float32(np.log(2.0))
 HEAD_SIZES = [1, 8, 16, 33, 40, 64, 80, 128, 256]
 
 
@@ -289,7 +290,8 @@ def test_any_config(masking, dtype):
         def run(query, key, value, config=config):
             out, top, total = kernel.forward(query, key, value, rules, options, return_residual=True, config=config,
                                       interpret=INTERPRET)  # fmt: skip
-            return out, jnp.swapaxes(top + total, 1, 2) * np.log(2.0).astype(np.float32)
+            in_base_2 = not natural_logits(query.dtype, None, options.precision)
+            return out, jnp.swapaxes((top * LOG_2 if in_base_2 else top) + total * LOG_2, 1, 2)
 
         got = jit(run)(*(floats[name] for name in ("query", "key", "value")))
         assert_matches_oracle(tuple(got), expected, exact, seed=config)

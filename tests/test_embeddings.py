@@ -127,7 +127,7 @@ def test_large_mean():
     check_op(floats | {"word": floats["word"] + 1e4}, only(some_ids(rng, (2, 7))))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES[::2])
 @pytest.mark.parametrize(("shape", "width"), [((1,), 1), ((2, 7), 127), ((2, 3), 8209)], ids=str)
 def test_dropout(shape, width, dtype):
     rng = np.random.default_rng(16)
