@@ -14,7 +14,7 @@ from flax import nnx
 
 import jaxft
 from jaxft.models import checkpoint, masked_lm
-from jaxft.models.bert import BertConfig, BertModel
+from jaxft.models.bert import BertModel
 from jaxft.models.checkpoint import CheckpointError
 from jaxft.models.masked_lm import BertForMaskedLM
 from oracle import _activate, layer_norm
@@ -30,6 +30,7 @@ from test_checkpoint import (
     write,
     write_sharded,
 )
+from test_classification import CONFIG, DISTILBERT, ROBERTA
 
 FAMILIES = ["bert", "roberta", "distilbert"]
 WORDS = "embeddings.word_embeddings.weight"
@@ -59,13 +60,6 @@ ARCHITECTURES = {
     "camembert": "CamembertForMaskedLM",
     "distilbert": "DistilBertForMaskedLM",
 }
-
-CONFIG = BertConfig(
-    vocab_size=31, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
-    max_position_embeddings=20, initializer_range=0.3,
-)  # fmt: skip
-ROBERTA = dataclasses.replace(CONFIG, model_type="roberta", pad_token_id=1, type_vocab_size=1)
-DISTILBERT = dataclasses.replace(CONFIG, model_type="distilbert", type_vocab_size=0)
 
 
 def lm_config(model_type="bert"):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from pathlib import Path
 from typing import Any, Self
 
 import jax
@@ -404,12 +405,8 @@ class BertModel(nnx.Module):
         config = checkpoint.read_config(folder, BertConfig.from_dict)
         options: dict[str, Any] = {"implementation": implementation, "remat": remat}
         model = cls(config, dtype=dtype, param_dtype=param_dtype, **options, rngs=None)
-        shapes = {name: parameter.shape for name, parameter in model._parameters().items()}
-        values = checkpoint.load(folder, config.model_type, shapes, param_dtype)
-        if "pooler.kernel" not in values:
+        if "pooler.kernel" not in load_parameters(model, folder, config.model_type, param_dtype):
             model.pooler = None
-        for name, parameter in model._parameters().items():
-            parameter.set_value(values[name])
         return model
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -429,5 +426,20 @@ class BertModel(nnx.Module):
         return dropout.call_key("BertModel", rngs, **rates, **more_rates)
 
     def _parameters(self) -> dict[str, nnx.Param[Any]]:
-        """By names such as "layers.0.out_bias"."""
-        return {".".join(map(str, path)): param for path, param in nnx.to_flat_state(nnx.state(self, nnx.Param))}
+        return named_parameters(self)
+
+
+def named_parameters(model: nnx.Module) -> dict[str, nnx.Param[Any]]:
+    """By names such as "layers.0.out_bias", without the "bert." of a model with a head, and "head.out_bias"."""
+    state = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return {".".join(map(str, path)).removeprefix("bert."): parameter for path, parameter in state}
+
+
+def load_parameters(model: nnx.Module, folder: Path, model_type: str, dtype: DTypeLike) -> set[str]:
+    """Sets the values that a checkpoint has for the parameters of a model, and returns their names."""
+    parameters = named_parameters(model)
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    values = checkpoint.load(folder, model_type, shapes, dtype)
+    for name, value in values.items():
+        parameters[name].set_value(value)
+    return {*values}

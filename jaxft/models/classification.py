@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxft import reference
 from jaxft.models import checkpoint, dropout
-from jaxft.models.bert import BertModel
+from jaxft.models.bert import BertModel, load_parameters, named_parameters
 from jaxft.models.config import ROBERTA_TYPES, BertConfig
 from jaxft.models.pooling import first_tokens
 from jaxft.ops.dense import dense
@@ -149,10 +149,7 @@ class _Classifier(nnx.Module):
             rngs=None,
         )
         model._settings = settings
-        parameters = model._parameters()
-        shapes = {name: parameter.shape for name, parameter in parameters.items()}
-        for name, value in checkpoint.load(folder, config.model_type, shapes, param_dtype).items():
-            parameters[name].set_value(value)
+        load_parameters(model, folder, config.model_type, param_dtype)
         return model
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -173,9 +170,7 @@ class _Classifier(nnx.Module):
         checkpoint.save(folder, self.config.to_dict() | head | meaning, parameters)
 
     def _parameters(self) -> dict[str, nnx.Param[Any]]:
-        """By names such as "layers.0.out_bias" and "head.out_bias"."""
-        state = nnx.to_flat_state(nnx.state(self, nnx.Param))
-        return {".".join(map(str, path)).removeprefix("bert."): parameter for path, parameter in state}
+        return named_parameters(self)
 
 
 class ClassificationHead(nnx.Module):

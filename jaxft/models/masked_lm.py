@@ -9,7 +9,7 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxft.models import checkpoint, inputs
-from jaxft.models.bert import BertModel, packed_rows
+from jaxft.models.bert import BertModel, load_parameters, named_parameters, packed_rows
 from jaxft.models.config import BertConfig
 from jaxft.ops.cross_entropy import CrossEntropy, linear_cross_entropy
 from jaxft.ops.dense import dense
@@ -206,10 +206,7 @@ class BertForMaskedLM(nnx.Module):
         config = checkpoint.read_config(folder, parse)
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation}
         model = cls(config, **options, remat=remat, rngs=None)
-        parameters = model._parameters()
-        shapes = {name: parameter.shape for name, parameter in parameters.items()}
-        for name, value in checkpoint.load(folder, config.model_type, shapes, param_dtype).items():
-            parameters[name].set_value(value)
+        load_parameters(model, folder, config.model_type, param_dtype)
         return model
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -223,6 +220,4 @@ class BertForMaskedLM(nnx.Module):
         checkpoint.save(folder, self.config.to_dict() | architectures, parameters)
 
     def _parameters(self) -> dict[str, nnx.Param[Any]]:
-        """By names such as "layers.0.out_bias" and "lm_head.out_bias"."""
-        head = nnx.to_flat_state(nnx.state(self.lm_head, nnx.Param))
-        return self.bert._parameters() | {f"lm_head.{path[0]}": parameter for path, parameter in head}
+        return named_parameters(self)

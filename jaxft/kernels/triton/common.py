@@ -130,6 +130,16 @@ class Tile(NamedTuple):
         """These columns of an array [D], as float32 [1, columns]."""
         return load(ref.at[self.place[1]], mask=self.in_width).astype(jnp.float32)[None, :]
 
+    def load_rows(self, ref: Any, numbers: Array) -> tuple[Array, Array]:
+        """These columns of the rows of an array [R, D] with these numbers [rows], 0 for one that it does not have.
+
+        And which it has, [rows, 1].
+        """
+        there = ((numbers >= 0) & (numbers < ref.shape[0]))[:, None]
+        inside = there if self.in_width is None else there & self.in_width[None, :]
+        place = jnp.broadcast_to(numbers[:, None], self.shape), jnp.broadcast_to(self.columns[None, :], self.shape)
+        return load(ref.at[place], mask=jnp.broadcast_to(inside, self.shape)), there
+
     def store(self, ref: Any, values: Array) -> None:
         store(ref.at[self.place], values.astype(ref.dtype), mask=self.inside)
 

@@ -52,10 +52,7 @@ def _fwd_kernel(
 
     def look_up(tile, table_ref, ids):
         """The rows of a table in float32, of NaN for ids that it does not have."""
-        there = ((ids >= 0) & (ids < table_ref.shape[0]))[:, None]
-        inside = there if tile.in_width is None else there & tile.in_width[None, :]
-        place = jnp.broadcast_to(ids[:, None], tile.shape), jnp.broadcast_to(tile.columns[None, :], tile.shape)
-        values = common.load(table_ref.at[place], mask=jnp.broadcast_to(inside, tile.shape))
+        values, there = tile.load_rows(table_ref, ids)
         return jnp.where(there, values.astype(jnp.float32), jnp.nan)
 
     def read(i):

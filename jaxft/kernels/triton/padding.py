@@ -35,12 +35,9 @@ def unsupported(x: Array, places: int) -> str | None:
 def _kernel(x_ref: Any, indices_ref: Any, y_ref: Any, *, block_rows: int, block_width: int) -> None:
     row, column = pl.program_id(1) * block_rows, pl.program_id(0) * block_width
     tile = common.tile(y_ref.shape, row, column, (block_rows, block_width))
-    index = common.load(indices_ref.at[tile.place[0]], mask=tile.in_rows)[:, None]
-    there = (index >= 0) & (index < x_ref.shape[0])
-    inside = there if tile.in_width is None else there & tile.in_width[None, :]
-    place = jnp.broadcast_to(index, tile.shape), jnp.broadcast_to(tile.columns[None, :], tile.shape)
-    values = common.load(x_ref.at[place], mask=jnp.broadcast_to(inside, tile.shape))
-    tile.store(y_ref, jnp.where(index < 0, jnp.full((), jnp.nan, values.dtype), values))
+    index = common.load(indices_ref.at[tile.place[0]], mask=tile.in_rows)
+    values, _ = tile.load_rows(x_ref, index)
+    tile.store(y_ref, jnp.where(index[:, None] < 0, jnp.full((), jnp.nan, values.dtype), values))
 
 
 def take_rows(x: Array, indices: Array, *, interpret: bool) -> Array:
