@@ -3,7 +3,8 @@
 The value is the sum of the last hidden states times random weights, in float32; the gradients are those of all the
 parameters, which have the dtype of the computation, and of the first hidden states. Each case is timed without dropout
 and with. The peers' masks then come from JAX's "rbg" generator, the faster of its two, and those of cuDNN's attention
-from cuDNN.
+from cuDNN, whose kernels are not in a CUDA graph then: there XLA ends the process ("Check failed:
+local_device_ordinal.has_value()", JAX 0.11.2). All others are.
 """
 
 import argparse
@@ -28,13 +29,17 @@ RATES = (0.0, 0.1)
 Encoder = Callable[[Any, jax.Array, Any], jax.Array]  # (parameters, x, None or a key) -> y
 
 
-def step(encode: Encoder) -> jax.stages.Wrapped:
+# What is in a CUDA graph by default, but for cuDNN's kernels.
+WITHOUT_CUDNN = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL"}
+
+
+def step(encode: Encoder, options: dict[str, str] | None = None) -> jax.stages.Wrapped:
     """(parameters, x, key, weights) -> value, (gradients of the parameters, of x)."""
 
     def value(params: Any, x: jax.Array, key: Any, weights: jax.Array) -> jax.Array:
         return jnp.sum(encode(params, x, key).astype(weights.dtype) * weights)
 
-    return jax.jit(jax.value_and_grad(value, (0, 1)))
+    return jax.jit(jax.value_and_grad(value, (0, 1)), compiler_options=options)
 
 
 def temporary_mib(variant: timing.Variant) -> float:
@@ -116,7 +121,8 @@ def run(case: Case, gelu: str, rate: float, args: argparse.Namespace) -> list[ti
     for name, (attention, packed) in PEERS.items():
         if attention == "cudnn" and jax.default_backend() != "gpu":
             continue
-        f = step(functools.partial(plain_encoder, attention=attention, **options))
+        in_graph = WITHOUT_CUDNN if rate and attention == "cudnn" else None
+        f = step(functools.partial(plain_encoder, attention=attention, **options), in_graph)
         own = params if packed else bench_encoder.separate(params)
         variants[name] = (f, [(own, x, jax.random.key(3, impl="rbg") if rate else None, weights)])
 

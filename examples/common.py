@@ -33,6 +33,7 @@ from jaxft import dispatch
 from jaxft.models import training
 
 INTERRUPTED = 130  # the exit code of a program that was stopped with Ctrl-C
+SCALES = 24  # that a loss scale can be halved to, from the largest: more steps than that are not left out by its fault
 IN_FLIGHT = 2  # steps that the device has been given before the loss of the oldest is read
 CHECKPOINTS = 2  # that are kept
 
@@ -222,7 +223,22 @@ class Run:
             raise SystemExit(f"{path} must have the losses of {step} steps, as its checkpoint, got {len(self._losses)}")
         print(f"resumed after step {step}")
 
+    def _check(self) -> None:
+        """Stops a run that has nothing more to learn, before its last good checkpoint is replaced."""
+        scale = self.state.loss_scale
+        if scale is None and not np.isfinite(self._losses[-1:]).all():
+            reason = f"the loss is {self._losses[-1]}"
+        elif scale is not None and scale.skipped > SCALES:
+            reason = f"the gradients of {int(scale.skipped)} steps in a row were not finite, at any loss scale"
+        else:
+            return
+        raise SystemExit(
+            f"stopped at step {self.step}, which is not saved: {reason}. What was saved before is in {self.out}; "
+            "try another --dtype"
+        )
+
     def _save(self) -> None:
+        self._check()
         # The losses first: those of steps that no checkpoint has are computed again.
         path = self.out / "losses.csv"
         unfinished = path.with_suffix(".part")
@@ -231,10 +247,9 @@ class Run:
             writer.writerow(("step", "loss"))
             writer.writerows(enumerate(self._losses))
         unfinished.replace(path)
-        if self.step != self._manager.latest_step():
-            state, about = ocp.args.StandardSave(self.state), ocp.args.JsonSave(self.settings)
-            args: Any = ocp.args.Composite(state=state, settings=about)
-            self._manager.save(self.step, args=args)
+        state, about = ocp.args.StandardSave(self.state), ocp.args.JsonSave(self.settings)
+        args: Any = ocp.args.Composite(state=state, settings=about)
+        self._manager.save(self.step, args=args)
 
     def train(self, step: Step, batch_at: Callable[[int], Any], *, save_every: int) -> bool:
         """Does the steps that are left, and saves; False if Ctrl-C came before the last one.
@@ -275,7 +290,8 @@ class Run:
                     read(0)
                     self._save()
             read(0)
-            self._save()
+            if self.step != self._manager.latest_step():
+                self._save()
         if len(finished) > IN_FLIGHT + 1:
             self.step_seconds = statistics.median(b - a for a, b in zip(finished, finished[1:], strict=False))
         self._plot()

@@ -23,6 +23,7 @@ import train_parity
 from cases import INTERPRET
 from jaxft import BertConfig, BertForMaskedLM, BertForSequenceClassification
 from jaxft.models import tokenizer as tokenizer_files
+from jaxft.models.training import LossScale
 
 STEPS = 40
 CONFIG = dataclasses.replace(tiny.config(initializer_range=0.02), vocab_size=30522)
@@ -161,6 +162,29 @@ def check_written(example, out):
         assert set(model.id2label.values()) == set(SUBJECTS)
     else:
         assert BertForMaskedLM.from_pretrained(out / "model").config.vocab_size == len(tiny.VOCAB)
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["no scale", "float16"])
+def test_a_run_that_is_lost_stops_before_it_replaces_a_good_checkpoint(scaled, tmp_path):
+    """From step 20 on, no gradient is finite."""
+
+    def step(state, batch, key):
+        finite = jnp.isfinite(batch)
+        scale = None if state.loss_scale is None else state.loss_scale.update(finite)
+        return state._replace(loss_scale=scale), jnp.where(finite, 1.0, batch)
+
+    def first():  # arrays of its own, which the loop donates
+        scale = LossScale.create(2.0**24) if scaled else None
+        return common.State({"w": jnp.ones(2)}, (), scale)
+
+    run = common.Run(tmp_path, {"steps": 90, "seed": 0}, first())
+    # The first 24 may be the scale's fault.
+    stopped, message = (50, "of 30 steps in a row were not finite") if scaled else (30, "the loss is nan")
+    with pytest.raises(SystemExit, match=f"stopped at step {stopped}, which is not saved: .*{message}"):
+        run.train(step, lambda step: jnp.float32(jnp.nan if step >= 20 else 0.0), save_every=10)
+    again = common.Run(tmp_path, {"steps": 90, "seed": 0}, first())
+    assert again.step == stopped - 10
+    assert not scaled or again.state.loss_scale.skipped == 20
 
 
 def test_a_tokenizer_without_a_mask(tmp_path):

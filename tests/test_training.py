@@ -141,8 +141,10 @@ def test_the_scale_grows_within_limits():
         seen.append((float(scale.scale), int(scale.good_steps)))
     assert seen == [(8, 1), (8, 2), (16, 0), (16, 1), (16, 2), (32, 0)]
     assert LossScale.create(1).update(bad).scale == 1
+    skipped = [int((scale := scale.update(finite)).skipped) for finite in (bad, bad, good, bad)]
+    assert skipped == [1, 2, 0, 1]
     assert LossScale.create(2.0**24).update(good, growth_interval=1).scale == 2.0**24
-    assert scale.scale.dtype == jnp.float32 and scale.good_steps.dtype == jnp.int32
+    assert [leaf.dtype for leaf in scale] == [jnp.float32, jnp.int32, jnp.int32]
 
 
 @pytest.mark.parametrize("scale", [0.5, 2.0**25, float("nan"), "8", True])

@@ -1,9 +1,7 @@
 """BERT, RoBERTa and DistilBERT encoders with a head: classes of a text, a score of a pair of texts, tokens' labels."""
 
-import json
-import os
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +10,9 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxft import reference
-from jaxft.models import checkpoint, dropout
-from jaxft.models.bert import BertModel, load_parameters, named_parameters
+from jaxft.models import dropout
 from jaxft.models.config import ROBERTA_TYPES, BertConfig
+from jaxft.models.heads import EncoderWithHead
 from jaxft.models.pooling import first_tokens
 from jaxft.ops.dense import dense
 
@@ -25,10 +23,8 @@ _SEQ_CLASSIF_DROPOUT = 0.2  # the default in a DistilBERT's config.json
 _MEANING = ("problem_type", "sentence_transformers", "sbert_ce_default_activation_function")
 
 
-class _Classifier(nnx.Module):
-    """What models with labels share: the encoder, the labels' names, and how they are read and written."""
-
-    _TASK: ClassVar[str]  # how transformers' classes for it end
+class _Classifier(EncoderWithHead):
+    """What models with labels share: the labels' names, the head's dropout, and how they are read and written."""
 
     def __init__(
         self,
@@ -43,28 +39,14 @@ class _Classifier(nnx.Module):
         remat: bool = False,
         rngs: nnx.Rngs | None,
     ) -> None:
-        # Static attributes of a module must be hashable: no dictionaries.
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation}
+        super().__init__(config, **options, remat=remat, rngs=rngs)
         self._labels = _label_names(type(self).__name__, num_labels, id2label)
-        self._settings = "{}"
         self.classifier_dropout = _rate(type(self).__name__, "classifier_dropout", classifier_dropout)
-        self.bert = BertModel(
-            config,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            implementation=implementation,
-            add_pooling_layer=False,
-            remat=remat,
-            rngs=rngs,
-        )
         self._add_head(self.bert.embeddings.options, rngs)
 
     def _add_head(self, options: Any, rngs: nnx.Rngs | None) -> None:
         raise NotImplementedError
-
-    @property
-    def config(self) -> BertConfig:
-        """The encoder's sizes and options."""
-        return self.bert.config
 
     @property
     def num_labels(self) -> int:
@@ -75,11 +57,6 @@ class _Classifier(nnx.Module):
     def id2label(self) -> dict[int, str]:
         """The labels' names by their number."""
         return dict(enumerate(self._labels))
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """A copy of what was in `config.json` when the model was read from a checkpoint; otherwise empty."""
-        return json.loads(self._settings)
 
     @property
     def _head_rate(self) -> float:
@@ -98,79 +75,19 @@ class _Classifier(nnx.Module):
         return hidden, None if key is None else dropout.head_keys(key)
 
     @classmethod
-    def from_pretrained(
-        cls,
-        folder_or_id: str | os.PathLike[str],
-        *,
-        revision: str | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        local_files_only: bool = False,
-        dtype: DTypeLike = jnp.float32,
-        param_dtype: DTypeLike | None = None,
-        implementation: str | None = None,
-        remat: bool = False,
-    ) -> Self:
-        """The encoder and the head of a Hugging Face checkpoint of transformers' classes for this task.
+    def _head_options(cls, settings: dict[str, Any], config: BertConfig) -> dict[str, Any]:
+        # As transformers has it: the labels of `id2label`, else `num_labels` unnamed ones, else two.
+        id2label = settings.get("id2label")
+        labels = _label_names(cls.__name__, settings.get("num_labels") if id2label is None else None, id2label)
+        field = _rate_field(cls._TASK, config.model_type)
+        rate = _rate(cls.__name__, field, settings.get(field))
+        return {"id2label": dict(enumerate(labels)), "classifier_dropout": rate}
 
-        The labels are those of `id2label` in `config.json`, else `num_labels` unnamed ones, else two, as transformers
-        has it.
-
-        Args:
-          folder_or_id, revision, cache_dir, local_files_only: as for `BertModel.from_pretrained`.
-          dtype, param_dtype, implementation, remat: likewise.
-
-        Raises:
-          CheckpointError: the checkpoint cannot be found, read or used, or has no such head; all the problems of its
-            tensors at once.
-          TypeError: `folder_or_id` is not a string or path.
-        """
-
-        def parse(settings: dict[str, Any]) -> tuple[BertConfig, tuple[str, ...], float | None, str]:
-            id2label = settings.get("id2label")
-            num_labels = settings.get("num_labels") if id2label is None else None
-            config, labels = BertConfig.from_dict(settings), _label_names(cls.__name__, num_labels, id2label)
-            field = _rate_field(cls._TASK, config.model_type)
-            rate = _rate(cls.__name__, field, settings.get(field))
-            return config, labels, rate, json.dumps(settings)
-
-        param_dtype = dtype if param_dtype is None else param_dtype
-        folder = checkpoint.resolve(
-            folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
-        )
-        config, labels, rate, settings = checkpoint.read_config(folder, parse)
-        model = cls(
-            config,
-            id2label=dict(enumerate(labels)),
-            classifier_dropout=rate,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            implementation=implementation,
-            remat=remat,
-            rngs=None,
-        )
-        model._settings = settings
-        load_parameters(model, folder, config.model_type, param_dtype)
-        return model
-
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Writes `config.json` and `model.safetensors`, which transformers reads too; existing ones are replaced.
-
-        Of `settings`, `problem_type` and what sentence-transformers keeps there are written again.
-        """
-        encoder = checkpoint.LAYOUTS[self.config.model_type].architecture
-        head: dict[str, Any] = {
-            "architectures": [encoder.removesuffix("Model") + self._TASK],
-            "id2label": self.id2label,
-            "label2id": {label: number for number, label in self.id2label.items()},
-        }
-        if self.classifier_dropout is not None:
-            head[_rate_field(self._TASK, self.config.model_type)] = self.classifier_dropout
+    def _head_settings(self) -> dict[str, Any]:
+        labels = {"id2label": self.id2label, "label2id": {label: number for number, label in self.id2label.items()}}
+        rate = {_rate_field(self._TASK, self.config.model_type): self.classifier_dropout}
         meaning = {name: value for name, value in self.settings.items() if name in _MEANING}
-        parameters = {name: parameter[...] for name, parameter in self._parameters().items()}
-        checkpoint.save(folder, self.config.to_dict() | head | meaning, parameters)
-
-    def _parameters(self) -> dict[str, nnx.Param[Any]]:
-        return named_parameters(self)
+        return labels | (rate if self.classifier_dropout is not None else {}) | meaning
 
 
 class ClassificationHead(nnx.Module):

@@ -1,16 +1,16 @@
 """BERT, RoBERTa and DistilBERT encoders with the head of masked language modelling, and its loss."""
 
-import os
-from typing import Any, Self
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxft.models import checkpoint, inputs
-from jaxft.models.bert import BertModel, load_parameters, named_parameters, packed_rows
+from jaxft.models import inputs
+from jaxft.models.bert import BertModel, packed_rows
 from jaxft.models.config import BertConfig
+from jaxft.models.heads import EncoderWithHead
 from jaxft.ops.cross_entropy import CrossEntropy, linear_cross_entropy
 from jaxft.ops.dense import dense
 from jaxft.ops.layer_norm import layer_norm
@@ -39,11 +39,12 @@ class MaskedLMHead(nnx.Module):
         return layer_norm(x, gamma, beta, epsilon=epsilon, implementation=implementation)
 
 
-class BertForMaskedLM(nnx.Module):
+class BertForMaskedLM(EncoderWithHead):
     """A BERT, RoBERTa or DistilBERT encoder and its head for masked language modelling: logits, or the loss.
 
     The same network as transformers' classes of that name (`RobertaForMaskedLM` and so on for the other types). The
-    output matrix is that of the word embeddings. Used in `nnx.jit` and `jax.jit` as `BertModel`. A training step::
+    output matrix is that of the word embeddings, which a checkpoint keeps once; `from_pretrained` refuses one with an
+    output matrix of its own. Used in `nnx.jit` and `jax.jit` as `BertModel`. A training step::
 
         @nnx.jit
         def train_step(model, optimizer, input_ids, labels, attention_mask):
@@ -62,6 +63,8 @@ class BertForMaskedLM(nnx.Module):
       lm_head: `dense_kernel` `[D, D]`, `dense_bias`, `norm_gamma` and `norm_beta` `[D]`, `out_bias` `[V]`.
     """
 
+    _TASK = "ForMaskedLM"
+
     def __init__(
         self,
         config: BertConfig,
@@ -72,21 +75,9 @@ class BertForMaskedLM(nnx.Module):
         remat: bool = False,
         rngs: nnx.Rngs | None,
     ) -> None:
-        self.bert = BertModel(
-            config,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            implementation=implementation,
-            add_pooling_layer=False,
-            remat=remat,
-            rngs=rngs,
-        )
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation}
+        super().__init__(config, **options, remat=remat, rngs=rngs)
         self.lm_head = MaskedLMHead(self.bert, rngs)
-
-    @property
-    def config(self) -> BertConfig:
-        """The encoder's sizes and options."""
-        return self.bert.config
 
     def __call__(
         self,
@@ -163,61 +154,11 @@ class BertForMaskedLM(nnx.Module):
         return self.lm_head(self.bert(*ids, **options).last_hidden_state)
 
     @classmethod
-    def from_pretrained(
-        cls,
-        folder_or_id: str | os.PathLike[str],
-        *,
-        revision: str | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        local_files_only: bool = False,
-        dtype: DTypeLike = jnp.float32,
-        param_dtype: DTypeLike | None = None,
-        implementation: str | None = None,
-        remat: bool = False,
-    ) -> Self:
-        """The encoder and the head of a Hugging Face checkpoint for masked language modelling.
-
-        Other heads, as that for the next sentence in those for pretraining, are not read.
-
-        Args:
-          folder_or_id, revision, cache_dir, local_files_only: as for `BertModel.from_pretrained`.
-          dtype, param_dtype, implementation: likewise.
-          remat: as for `BertModel`.
-
-        Raises:
-          CheckpointError: the checkpoint cannot be found, read or used, or has no such head, or its output matrix is
-            not that of the word embeddings; all the problems of its tensors at once.
-          TypeError: `folder_or_id` is not a string or path.
-        """
-
-        def parse(settings: dict[str, Any]) -> BertConfig:
-            if settings.get("tie_word_embeddings") not in (None, True):
-                given = settings["tie_word_embeddings"]
-                raise ValueError(
-                    f"BertForMaskedLM: tie_word_embeddings must be true, an output layer with weights of its own is "
-                    f"not supported, got {given!r:.100}"
-                )
-            return BertConfig.from_dict(settings)
-
-        param_dtype = dtype if param_dtype is None else param_dtype
-        folder = checkpoint.resolve(
-            folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
-        )
-        config = checkpoint.read_config(folder, parse)
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation}
-        model = cls(config, **options, remat=remat, rngs=None)
-        load_parameters(model, folder, config.model_type, param_dtype)
-        return model
-
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Writes `config.json` and `model.safetensors`, which transformers reads too; existing ones are replaced.
-
-        The output matrix, which is that of the word embeddings, is written once.
-        """
-        encoder = checkpoint.LAYOUTS[self.config.model_type].architecture
-        architectures = {"architectures": [encoder.removesuffix("Model") + "ForMaskedLM"]}
-        parameters = {name: parameter[...] for name, parameter in self._parameters().items()}
-        checkpoint.save(folder, self.config.to_dict() | architectures, parameters)
-
-    def _parameters(self) -> dict[str, nnx.Param[Any]]:
-        return named_parameters(self)
+    def _head_options(cls, settings: dict[str, Any], config: BertConfig) -> dict[str, Any]:
+        if settings.get("tie_word_embeddings") not in (None, True):
+            given = settings["tie_word_embeddings"]
+            raise ValueError(
+                f"BertForMaskedLM: tie_word_embeddings must be true, an output layer with weights of its own is not "
+                f"supported, got {given!r:.100}"
+            )
+        return {}

@@ -17,11 +17,15 @@ State = TypeVar("State")
 class LossScale(NamedTuple):
     """The factor of the loss that keeps float16 gradients from vanishing, and its history; part of a training state.
 
-    A pytree of two scalars, saved and restored with the rest of the state. bfloat16 and float32 need none.
+    A pytree of three scalars, saved and restored with the rest of the state. bfloat16 and float32 need none.
+
+    When more than 24 steps in a row were `skipped`, no scale is left that could help: the gradients themselves are not
+    finite, and the training should be stopped.
     """
 
     scale: Array  # float32
     good_steps: Array  # int32, since the scale last changed
+    skipped: Array  # int32, steps in a row, up to the last one, that were left out
 
     @classmethod
     def create(cls, scale: float = 2.0**15) -> Self:
@@ -32,7 +36,7 @@ class LossScale(NamedTuple):
         """
         if isinstance(scale, bool) or not isinstance(scale, int | float) or not _LEAST <= scale <= _LARGEST:
             raise ValueError(f"LossScale: scale must be a number from 1 to 2**24, got {scale!r:.100}")
-        return cls(jnp.float32(scale), jnp.int32(0))
+        return cls(jnp.float32(scale), jnp.int32(0), jnp.int32(0))
 
     def update(self, finite: Array, *, growth_interval: int = 2000) -> "LossScale":
         """The state after a step: half the scale if a gradient was not finite, twice after so many good steps in a row.
@@ -46,7 +50,8 @@ class LossScale(NamedTuple):
         good_steps = jnp.where(finite, self.good_steps + 1, 0)
         grows = good_steps >= growth_interval
         scale = self.scale * jnp.where(finite, jnp.where(grows, 2.0, 1.0), 0.5).astype(jnp.float32)
-        return LossScale(scale.clip(_LEAST, _LARGEST), jnp.where(grows, 0, good_steps))
+        skipped = jnp.where(finite, 0, self.skipped + 1)
+        return LossScale(scale.clip(_LEAST, _LARGEST), jnp.where(grows, 0, good_steps), skipped)
 
 
 def accumulate_gradients(
