@@ -1,6 +1,6 @@
 # Needs make, Python 3.11 or 3.12 and PyPI; everything else goes into the virtual environment .venv, made once.
 #   make demo                        a real checkpoint turns real sentences into embeddings
-#   make test [ARGS="-k attention"]  the tests; JAXFT_TEST_CASES=1000 for so many random cases of each (-k random)
+#   make test [ARGS="-k attention"]  the tests; JAXFT_TEST_CASES=20 for all of them and so many random cases of each
 #   make lint                        ruff and mypy
 #   make finetune [ARGS="--steps 50"]  a classifier from the checkpoint; goes on where it was interrupted
 #   make pretrain                    a small BERT from scratch, by masked language modelling

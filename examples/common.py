@@ -9,6 +9,7 @@ import ast
 import csv
 import hashlib
 import json
+import os
 import re
 import signal
 import statistics
@@ -189,7 +190,8 @@ class Run:
         if jax.default_backend() == "gpu":
             # XLA chooses among algorithms by timing them, and another choice may differ in the last bits. A run that
             # goes on therefore takes the programs that it began with.
-            jax.config.update("jax_compilation_cache_dir", str(self.out / "programs"))
+            if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+                jax.config.update("jax_compilation_cache_dir", str(self.out / "programs"))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         options = ocp.CheckpointManagerOptions(max_to_keep=CHECKPOINTS)
         self._manager = ocp.CheckpointManager(self.out / "checkpoints", options=options)

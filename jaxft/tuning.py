@@ -274,16 +274,16 @@ def softmax(rows: int, width: int, itemsize: int, device_kind: str) -> RowConfig
 
 def softmax_backward(rows: int, width: int, itemsize: int, device_kind: str) -> RowConfig:
     # Shorter ones, since two arrays are read: 16 KiB of each in 16 bits, where a warp holds fewer bytes, 64 in float32.
-    longest = 8192 if itemsize <= 2 else 16384
-    default = _softmax(rows, width, 512, longest, most_warps=8 * itemsize // 2)
+    default = _softmax(rows, width, 512, 8192 if itemsize <= 2 else 16384, most_warps=8 * itemsize // 2)
+    if itemsize <= 2 and 4096 < width <= 16384:
+        default = RowConfig(1, 8192, 4) if width <= 8192 else RowConfig(1, 4096, 8)
     return lookup("softmax_backward", default, device_kind, rows=rows, width=width, itemsize=itemsize)
 
 
 def _softmax(rows: int, width: int, warp: int, longest: int, most_warps: int) -> RowConfig:
     """A warp for `warp` elements, rows up to `longest` in registers.
 
-    Small arrays want more warps: four of 256 elements a program, half of `warp` where rows are very short (H200,
-    2026-11-21).
+    Small arrays want more: four of 256 elements a program, half of `warp` where rows are very short (H200, 2026-11-21).
     """
     block_width = next_power_of_2(width)
     if width > longest:

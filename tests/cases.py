@@ -15,8 +15,6 @@ from jax.sharding import AbstractMesh, AxisType
 from compare import assert_matches_oracle
 from jaxft import dispatch
 
-DTYPES = [pytest.param(dtype, id=dtype.__name__) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16)]
-
 # Kernels that tests call directly run as the ops run them: compiled on a GPU, interpreted elsewhere.
 INTERPRET = jax.default_backend() == "cpu"
 
@@ -24,6 +22,15 @@ INTERPRET = jax.default_backend() == "cpu"
 def seeds(count: int) -> list[Any]:
     """The seeds of a test's random cases: 0 to count - 1, or up to $JAXFT_TEST_CASES."""
     return [pytest.param(seed, id=f"seed{seed}") for seed in range(int(os.environ.get("JAXFT_TEST_CASES", count)))]
+
+
+def in_full(*values: Any) -> list[Any]:
+    """`values` where $JAXFT_TEST_CASES asks for a full run, as on a GPU, else none: others test much of the same."""
+    return list(values) if "JAXFT_TEST_CASES" in os.environ else []
+
+
+DTYPES = [pytest.param(dtype, id=dtype.__name__) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16)]
+SOME_DTYPES = [DTYPES[0], DTYPES[2], *in_full(DTYPES[1])]
 
 
 def some(rng, value, chance=0.5):

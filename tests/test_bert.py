@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from cases import in_full
 from jaxft import dispatch
 from jaxft.models import bert
 from jaxft.models import config as config_module
@@ -379,7 +380,8 @@ def test_jit(model):
 
 
 @pytest.mark.parametrize(
-    ("config", "implementation"), [(CONFIG, "xla"), (CONFIG, "triton"), (ROBERTA, "xla"), (DISTILBERT, "xla")]
+    ("config", "implementation"),
+    [(CONFIG, "xla"), (CONFIG, "triton"), *in_full((ROBERTA, "xla"), (DISTILBERT, "xla"))],
 )
 def test_gradients(config, implementation):
     model = make(config, implementation=implementation)

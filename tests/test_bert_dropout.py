@@ -11,7 +11,7 @@ from flax import nnx
 
 import jaxft
 import oracle
-from cases import INTERPRET
+from cases import INTERPRET, in_full
 from jaxft import reference
 from jaxft.models import bert
 from jaxft.models.bert import BertModel
@@ -198,7 +198,7 @@ def test_remat_is_a_flag():
         BertModel(CONFIG, remat=1, rngs=None)
 
 
-@IMPLEMENTATIONS
+@pytest.mark.parametrize("implementation", ["triton", *in_full("xla")])
 def test_packed(implementation, key):
     """Of a single sequence the packed elements have the places of the padded ones, so that the same are dropped."""
     model, ids = training(implementation=implementation), some_ids(1)
@@ -281,7 +281,9 @@ def gradient_memory(model_class, config, remat):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("model_class", [BertModel, BertForSequenceClassification, BertForTokenClassification])
+@pytest.mark.parametrize(
+    "model_class", [BertModel, *in_full(BertForSequenceClassification, BertForTokenClassification)]
+)
 def test_remat_saves_memory(model_class):
     config = dataclasses.replace(DROPPING, num_hidden_layers=4, max_position_embeddings=64)
     plain, remat = (gradient_memory(model_class, config, remat) for remat in (False, True))

@@ -12,7 +12,7 @@ import pytest
 
 import jaxft
 import oracle
-from cases import DTYPES, INTERPRET, check, in_float64, jit, normal, power_of_two, seeds, some
+from cases import DTYPES, INTERPRET, SOME_DTYPES, check, in_float64, jit, normal, power_of_two, seeds, some
 from checked import checked
 from compare import assert_matches_oracle
 from jaxft import reference, tuning
@@ -63,7 +63,7 @@ def test_activations(activation, dtype):
     check_op(floats | {"x": floats["x"] * 3}, activation=activation, implementations=["triton", "xla"])
 
 
-@pytest.mark.parametrize("of_bias", DTYPES)
+@pytest.mark.parametrize("of_bias", SOME_DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtype_of_the_bias_is_free(dtype, of_bias):
     """A float32 gradient of the bias has float32's accuracy, whatever x is."""
@@ -71,7 +71,7 @@ def test_dtype_of_the_bias_is_free(dtype, of_bias):
     check_op(normal(rng, dtype, x=(300, 40)) | normal(rng, of_bias, bias=(40,)), activation="gelu")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_without_bias(activation, dtype):
     check_op(normal(np.random.default_rng(3), dtype, x=(7, 80)), activation=activation)
@@ -196,7 +196,7 @@ def test_nan_and_infinity(activation, implementation):
 EXTREMES = [0.0, -0.0, 1e-30, -1e-30, 9.0, -9.0, 40.0, -40.0, 200.0, -200.0, 6e4, -6e4, np.inf, -np.inf, np.nan]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradients_at_extremes(activation, dtype):
     """NaN where plain jnp in float64 has NaN, as for most activations at infinity, and nowhere else."""
@@ -252,7 +252,7 @@ CONFIGS = [ElementwiseConfig(rows, width, warps) for rows, width, warps in
            ((1, 128, 1), (2, 1024, 4), (32, 64, 8), (64, 16, 2), (4, 1, 1))]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 def test_any_config_gives_the_same_bits(dtype):
     rng = np.random.default_rng(4)
     floats = normal(rng, dtype, x=(21, 101)) | normal(rng, jnp.float32, bias=(101,))
@@ -272,7 +272,7 @@ GRADIENT_CONFIGS = [GradientConfig(*sizes) for sizes in ((1, 128, 1, 1), (2, 64,
 
 
 @pytest.mark.parametrize("of_bias", [None, jnp.float32, jnp.bfloat16], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 def test_any_gradient_config(dtype, of_bias):
     rng = np.random.default_rng(7)
     x, dy = normal(rng, dtype, x=(21, 101), dy=(21, 101)).values()
@@ -396,7 +396,7 @@ def test_in_place_saves_a_buffer():
     assert dead(True).temp_size_in_bytes < dead(False).temp_size_in_bytes
 
 
-@pytest.mark.parametrize("seed", seeds(6))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_random(seed, monkeypatch):
     """With any launch configuration."""
     rng = np.random.default_rng(seed)

@@ -12,6 +12,7 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
+from cases import in_full
 from jaxft.models import checkpoint, classification
 from jaxft.models.bert import BertConfig, BertModel
 from jaxft.models.checkpoint import CheckpointError
@@ -365,7 +366,7 @@ def test_packed_tokens(config):
         model(*packed, cu_seqlens=starts)
 
 
-@pytest.mark.parametrize("config", [CONFIG, ROBERTA, DISTILBERT], ids=FAMILIES)
+@pytest.mark.parametrize("config", [CONFIG, DISTILBERT, *in_full(ROBERTA)], ids=lambda config: config.model_type)
 def test_gradients(config):
     model, (ids, mask, types) = make(config, num_labels=3), some_inputs(config.model_type)
     labels = np.array([2, 0, 1])
@@ -391,7 +392,7 @@ def test_nnx_jit():
     np.testing.assert_allclose(by_nnx, run(model, *inputs), rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("num_labels", [1, 3])
+@pytest.mark.parametrize("num_labels", [3, *in_full(1)])
 @pytest.mark.parametrize("config", [CONFIG, DISTILBERT], ids=["bert", "distilbert"])
 def test_triton_is_xla(config, num_labels):
     inputs = some_inputs(config.model_type)

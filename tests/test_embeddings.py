@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxft
 import oracle
-from cases import DTYPES, INTERPRET, check, jit, lower, normal, power_of_two, seeds, some
+from cases import DTYPES, INTERPRET, SOME_DTYPES, check, in_full, jit, lower, normal, power_of_two, seeds, some
 from checked import checked
 from jaxft import dispatch, reference, tuning
 from jaxft.kernels.triton import embeddings as kernel
@@ -65,8 +65,9 @@ def only(ids, *names):
 
 
 @pytest.mark.parametrize(
-    ("shape", "width"), [((1,), 1), ((5,), 80), ((2, 7), 127), ((2, 1, 3), 64), ((3, 11), 17), ((2, 3), 8209)], ids=str
-)
+    ("shape", "width"),
+    [((1,), 1), ((2, 1, 3), 64), ((2, 3), 8209), *in_full(((5,), 80), ((2, 7), 127), ((3, 11), 17))], ids=str,
+)  # fmt: skip
 def test_shapes(shape, width):
     rng = np.random.default_rng(0)
     floats, ids = some_floats(rng, width), some_ids(rng, shape)
@@ -88,7 +89,7 @@ def test_empty(shape, width, implementation):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tables", DTYPES)
+@pytest.mark.parametrize("tables", SOME_DTYPES)
 def test_dtypes(tables, dtype):
     """Those of the tables and of the result are free: float32 parameters of a bfloat16 model, say."""
     rng = np.random.default_rng(1)
@@ -104,7 +105,8 @@ def test_tables_of_different_dtypes():
     check_op(floats, some_ids(rng, (2, 5)), implementations=BOTH, dtype=jnp.float16)
 
 
-@pytest.mark.parametrize("absent", [["gamma"], ["beta"], ["token_type"], ["gamma", "beta", "token_type"]], ids="+".join)
+@pytest.mark.parametrize("absent", [["gamma"], ["gamma", "beta", "token_type"], *in_full(["beta"], ["token_type"])],
+                         ids="+".join)  # fmt: skip
 def test_optional_operands(absent):
     rng = np.random.default_rng(2)
     floats, ids = some_floats(rng, 80), some_ids(rng, (2, 7))
@@ -127,8 +129,8 @@ def test_large_mean():
     check_op(floats | {"word": floats["word"] + 1e4}, only(some_ids(rng, (2, 7))))
 
 
-@pytest.mark.parametrize("dtype", DTYPES[::2])
-@pytest.mark.parametrize(("shape", "width"), [((1,), 1), ((2, 7), 127), ((2, 3), 8209)], ids=str)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
+@pytest.mark.parametrize(("shape", "width"), [((2, 7), 127), *in_full(((1,), 1), ((2, 3), 8209))], ids=str)
 def test_dropout(shape, width, dtype):
     rng = np.random.default_rng(16)
     floats, ids = some_floats(rng, width, dtype), some_ids(rng, shape)
@@ -136,7 +138,7 @@ def test_dropout(shape, width, dtype):
     check_op({name: x for name, x in floats.items() if name not in ("gamma", "beta")}, ids, rate=0.9)
 
 
-@pytest.mark.parametrize("sizes", [(16, 512), (4, 64)], ids=str)
+@pytest.mark.parametrize("sizes", [(4, 64), *in_full((16, 512))], ids=str)
 @IMPLEMENTATIONS
 def test_the_kernels_drop_what_the_reference_drops(implementation, sizes, monkeypatch, key):
     """Bit by bit, forward and backward, and at every block size."""
@@ -235,7 +237,7 @@ def test_dtypes_of_ids(dtype, implementation):
                     assert np.isnan(got[0, 3]).all() and np.isfinite(got[1]).all()
 
 
-@pytest.mark.parametrize(("count", "kinds"), [(127, 1), (128, 1), (129, 1), (700, 1), (700, 2), (300, 40)])
+@pytest.mark.parametrize(("count", "kinds"), [(128, 1), (129, 1), (700, 2), (300, 40), *in_full((127, 1), (700, 1))])
 def test_long_runs(count, kinds):
     """Tokens with the same id in one chunk, in parts of two, and in many."""
     rng = np.random.default_rng(8)
@@ -268,7 +270,7 @@ def test_sums_by_id(count, width, size, chunk, config, monkeypatch):
         np.testing.assert_array_equal(got.astype(jnp.float32), expected)
 
 
-@pytest.mark.parametrize("sizes", [(1, 8), (4, 4), (2, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 8), (2, 2), *in_full((4, 4))], ids=str)
 def test_kernels_stay_within_the_arrays(sizes, monkeypatch, key):
     monkeypatch.setattr(kernel, "CHUNK", 4)
     rng, seed = np.random.default_rng(10), reference.dropout_seed(key)
@@ -375,7 +377,7 @@ def test_shards_for_a_gpu(given):
           axis="data")  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", seeds(6))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_random(seed, monkeypatch):
     """With any launch configuration."""
     rng = np.random.default_rng(seed)

@@ -13,6 +13,7 @@ import safetensors.numpy
 from flax import nnx
 
 import jaxft
+from cases import in_full
 from jaxft.models import checkpoint, masked_lm
 from jaxft.models.bert import BertModel
 from jaxft.models.checkpoint import CheckpointError
@@ -361,7 +362,7 @@ def test_wrong_labels(labels, error, message):
         jax.eval_shape(lambda: make().loss(some_inputs()[0], labels))
 
 
-@pytest.mark.parametrize("config", [CONFIG, ROBERTA], ids=FAMILIES[:2])
+@pytest.mark.parametrize("config", [ROBERTA, *in_full(CONFIG)], ids=lambda config: config.model_type)
 def test_packed_tokens(config):
     """Logits and loss of a padded batch; unused rows, which remove_padding fills with 0, have no label."""
     model, (ids, _, types), labels = make(config), some_inputs(config.model_type), some_labels()
@@ -386,7 +387,7 @@ def test_packed_tokens(config):
         model.loss(packed, given, cu_seqlens=starts)
 
 
-@pytest.mark.parametrize("config", [CONFIG, ROBERTA, DISTILBERT], ids=FAMILIES)
+@pytest.mark.parametrize("config", [CONFIG, *in_full(ROBERTA, DISTILBERT)], ids=lambda config: config.model_type)
 def test_gradients(config):
     """Those of the loss are those of the logits' cross-entropy, through which the word embeddings have two uses."""
     model, (ids, mask, types), labels = make(config), some_inputs(config.model_type), some_labels()

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jaxft
-from cases import COMPILER_OPTIONS, INTERPRET, jit
+from cases import COMPILER_OPTIONS, INTERPRET, in_full, jit
 from jaxft.models import bert
 from jaxft.models.pooling import pool, pool_packed
 from test_bert import CONFIG, DISTILBERT, ROBERTA, assert_close, make
@@ -63,8 +63,12 @@ def assert_same(actual, expected):
 # --- Packed is padded --------------------------------------------------------------------------------------------
 
 
-@CONFIGS
-@pytest.mark.parametrize(("implementation", "capacity"), [("xla", TOKENS), ("triton", CAPACITY)])
+@pytest.mark.parametrize(
+    ("config", "implementation", "capacity"),
+    [(CONFIG, "xla", TOKENS), (ROBERTA, "xla", TOKENS), (DISTILBERT, "xla", TOKENS), (CONFIG, "triton", CAPACITY),
+     *in_full((ROBERTA, "triton", CAPACITY), (DISTILBERT, "triton", CAPACITY))],
+    ids=lambda value: getattr(value, "model_type", str(value)),
+)  # fmt: skip
 def test_packed_is_padded(config, implementation, capacity):
     model, ids = make(config, implementation=implementation), some_ids()
     padded = run(model, None, True, input_ids=ids, attention_mask=MASK)

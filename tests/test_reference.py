@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import oracle
+from cases import in_full
 from compare import errors, magnitude, ulp
 from jaxft import reference
 
@@ -230,7 +231,8 @@ SEEDS = {"dot_product_attention": 20, "merge_heads": 2, "permute": 3, "qkv_bias_
 
 
 def seeded(share=1):
-    """(op, seed) pairs, with one `share` of the seeds."""
+    """(op, seed) pairs, with one `share` of the seeds, and by default half of those."""
+    share = share if in_full(share) else 2 * share
     return [pytest.param(op, seed, id=f"{op.__name__}-{seed}")
             for op in OPS for seed in range(-(-SEEDS.get(op.__name__, 5) // share))]  # fmt: skip
 

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import tiny
-from cases import INTERPRET
+from cases import INTERPRET, in_full
 from jaxft import dispatch
 from jaxft.models import batches
 from jaxft.models.batches import Bucket
@@ -35,7 +35,7 @@ def model_of(family="bert", **options):
     return BertModel(tiny.config(model_type=family, **FAMILIES[family]), rngs=nnx.Rngs(0), **options)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=["bert", *in_full("roberta", "distilbert")])
 def both(request):
     """The same model with packed and with padded batches."""
     model = model_of(request.param)

@@ -10,6 +10,7 @@ import safetensors.numpy
 from flax import nnx
 
 import jaxft
+from cases import in_full
 from jaxft.models import classification
 from jaxft.models.bert import BertModel
 from jaxft.models.checkpoint import LAYOUTS, CheckpointError
@@ -149,7 +150,7 @@ def test_packed_tokens(config):
     np.testing.assert_allclose(got, run(model, ids, mask, types)[mask], rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("implementation", ["xla", *in_full("triton")])
 def test_gradients(implementation, key):
     """In training mode, with dropout."""
     model, (ids, mask, types) = make(num_labels=3, implementation=implementation), some_inputs()

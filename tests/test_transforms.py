@@ -22,7 +22,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxft
-from cases import INTERPRET, for_h200, in_float64, jit, lower, normal
+from cases import INTERPRET, for_h200, in_float64, in_full, jit, lower, normal
 from compare import assert_matches_oracle
 from jaxft import reference
 
@@ -194,6 +194,14 @@ def grad_of_shard(function, op, check_vma=True):
 
 TRANSFORMS = [grad_of_remat, vmap, vmap_over_the_first, vmap_of_grad, grad_of_vmap, grad_of_scan]
 SHARDED = [shard, grad_of_shard]
+ENOUGH = [vmap_over_the_first, grad_of_vmap, grad_of_scan, shard]  # for a kernel: the others do parts of the same
+
+
+def by_default(transform, name, implementation):
+    """All of an op without a kernel and of one with; of the others those that are enough, if on one device."""
+    if name == "bias_residual_layer_norm" or not OPS[name].kernel:
+        return True
+    return jax.device_count() > 1 or (implementation == "triton" and transform in ENOUGH)
 
 
 def every(transforms):
@@ -202,6 +210,7 @@ def every(transforms):
         for name, op in OPS.items() for implementation in ("triton", "xla")[not op.kernel :] for transform in transforms
         if (transform != vmap_of_grad if implementation == "triton"  # that of the vmap is as telling
             else transform in (vmap_of_grad, grad_of_scan, grad_of_shard))
+        if by_default(transform, name, implementation) or in_full(name)
     ]  # fmt: skip
 
 

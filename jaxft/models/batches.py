@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from tqdm import tqdm
 
-_CHUNKS = (1024, 8192)  # texts that are tokenised before the device gets any, and of later chunks, twice as large each
+# Texts that are tokenised before the device gets any, and of the largest chunk. Each is a quarter larger than the one
+# before it: with twice as large ones an H200 waited, on which BERT-base is hardly slower than tokenising on 16 cores.
+_CHUNKS = (1024, 8192)
 _IN_FLIGHT = 8  # batches given to the device before the oldest result is read back
 _LONG_WORK = 1000  # texts from which a terminal shows a progress bar unasked
 _LEAST_TOKENS, _SHORTEST = 64, 32  # of the smallest packed batch, and of its longest text
@@ -258,7 +260,7 @@ def tokenised(
         coming = thread.submit(tokenise, texts[:size])
         while start < len(texts):
             chunk, stop = coming.result(), min(start + size, len(texts))
-            size = min(2 * size, most)
+            size = min(size + size // 4, most)
             coming = thread.submit(tokenise, texts[stop : stop + size])
             yield start, chunk
             start = stop

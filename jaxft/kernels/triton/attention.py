@@ -74,11 +74,12 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, singl
             if used is not None:  # a NaN that no query attends to must not spread
                 v = parts.clear(v, used)
             kept = parts.drop(p, refs, pairs, weights).astype(v.dtype)
-            total = jnp.sum(weights, axis=1)
+            # The product first: after the rescaling, one in TF32 takes 417 us instead of 272 (H200, 32x512, 12 heads).
+            weighted, total = parts.dot(p, kept, v), jnp.sum(weights, axis=1)
             if carry is None:
-                return parts.dot(p, kept, v), total, new_top
+                return weighted, total, new_top
             rescale = parts.exponentials(p, carry[2] - shift)
-            weighted = parts.add_product(p, carry[0] * rescale[:, None], kept, v)
+            weighted = parts.add(p, carry[0] * rescale[:, None], weighted)
             return weighted, common.fma(carry[1], rescale, total), new_top
 
         if single:

@@ -153,7 +153,7 @@ def _dq_kernel(*refs, p: Problem, block_q: int, block_k: int):
 
     def visit(j, dq, *, edge):
         ds, k = _logit_gradient(p, refs, k_ref, v_ref, rows, delta, j, block_k, edge)
-        return parts.add_product(p, dq, ds.astype(k.dtype), k)
+        return parts.add(p, dq, parts.dot(p, ds.astype(k.dtype), k))
 
     dq = parts.visit_all(span, block_k, leading, visit, jnp.zeros((block_q, p.width), jnp.float32))
     dq = jnp.where(rows.attends[:, None], dq * p.options.scale, 0.0)
@@ -221,7 +221,7 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, packed: bool, wit
         elif with_dq:  # the sum is 1 but for rounding, which ds would multiply by dp
             weights = weights * _inverse(p, jnp.sum(weights, axis=0))[None, :]
         kept = parts.drop(p, refs, pairs, weights).astype(dout.dtype)
-        dv = parts.add_product(p, dv, kept, dout)
+        dv = parts.add(p, dv, parts.dot(p, kept, dout))
         dp = parts.drop(p, refs, pairs, parts.dot(p, v, dout, trans_b=True))
         if p.options.dropout_rate > 0.0:
             dp = dp * p.kept_scale
@@ -239,7 +239,7 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, packed: bool, wit
         if columns:
             sums = [sums[0] + jnp.sum(ds, axis=1)]
         ds = ds.astype(q.dtype)
-        dk = parts.add_product(p, dk, ds, q)
+        dk = parts.add(p, dk, parts.dot(p, ds, q))
         if with_dq:
             used_k = k
             if edge and by_pairs:

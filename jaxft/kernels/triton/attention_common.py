@@ -391,9 +391,8 @@ def dot(p: Problem, a: Array, b: Array, *, trans_a: bool = False, trans_b: bool 
     return sums[0]
 
 
-def add_product(p: Problem, total: Array, a: Array, b: Array) -> Array:
-    """total + a b. In full precision the block is summed by itself: one chain of all blocks would lose digits."""
-    product = dot(p, a, b)
+def add(p: Problem, total: Array, product: Array) -> Array:
+    """In full precision the block is summed by itself: one chain of all blocks would lose digits."""
     return total + product if p.precision is None else common.fma(product, 1.0, total)
 
 
