@@ -1,10 +1,11 @@
 """What the benchmarks share: correctness before speed, two ways of timing, rows in a CSV, a table on the terminal.
 
-Two metrics, in microseconds per call:
+Metrics, in microseconds per call:
 
 - `device_us`: the sum of the kernels' own times on the GPU, from CUPTI. Gaps between kernels, and copies that are no
   kernel (cudaMemcpy), are not in it.
 - `queued_us`: wall time per call with many calls dispatched back to back, then one wait. This is what a loop sees.
+- `blocking_us`: wall time of a call and the wait for its result, where `measure` is asked for the latency.
 
 The variants of a case take turns in one process, so that a change of clock or temperature meets all of them.
 """
@@ -78,6 +79,7 @@ def measure(
     work: float,
     unit: str,
     args: argparse.Namespace,
+    latency: bool = False,
     **key: str | Sequence[int],
 ) -> list[Row]:
     """Times the variants of one case, adds the rows to the CSV at once, and returns them.
@@ -86,7 +88,9 @@ def measure(
     holds op, direction, shape and dtype.
     """
     rounds = 5 if args.quick else 9
-    metrics = {"queued_us": _queued_us, "device_us": device_us} if _cupti() else {"queued_us": _queued_us}
+    metrics = {"queued_us": _queued_us}
+    metrics |= {"blocking_us": _blocking_us} if latency else {}
+    metrics |= {"device_us": device_us} if _cupti() else {}
     repeats = {name: _calibrate(variant) for name, variant in variants.items()}
     samples: dict[tuple[str, str], list[float]] = {}
     turns = list(variants.items())[::-1]
@@ -153,6 +157,14 @@ def _queued_us(variant: Variant, repeats: int) -> float:
     for i in range(repeats):
         out = f(*inputs[i % len(inputs)])
     jax.block_until_ready(out)
+    return (time.perf_counter() - start) / repeats * 1e6
+
+
+def _blocking_us(variant: Variant, repeats: int) -> float:
+    f, inputs = variant
+    start = time.perf_counter()
+    for i in range(repeats):
+        jax.block_until_ready(f(*inputs[i % len(inputs)]))
     return (time.perf_counter() - start) / repeats * 1e6
 
 
