@@ -5,6 +5,7 @@ changes nothing.
 """
 
 import csv
+import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,22 @@ def tables(rows: Sequence[timing.Row], names: Collection[str]) -> str:
                 if metric == "temporary_mib":
                     head = ["saving" if cell == "speedup" else cell for cell in head]
                 parts += [f"**{title}**; {METRICS[metric]}", markdown([head, *lines])]
+        if name == "encode docstrings" and (found := throughput(rows)):
+            parts += ["Packed, in the same runs; beside the device alone, with batches that lie there already:", found]
     return "\n\n".join(parts)
+
+
+def throughput(rows: Sequence[timing.Row]) -> str:
+    """Texts and tokens a second of `SentenceEncoder.encode`, and what the host adds to the device's time."""
+    body = []
+    for row in rows:
+        if section(row) != "encode docstrings" or (row["implementation"], row["metric"]) != ("jaxft", "wall_us"):
+            continue
+        op, texts, wall = row["op"], math.prod(map(int, row["shape"].split("x"))), float(row["p50"])
+        alone = [float(other["p50"]) for other in rows if (other["op"], other["metric"]) == (op, "device_only_us")]
+        tokens, adds = f"{float(row['rate']):.2f} million", f"{wall / alone[0] - 1:.0%}" if alone else "-"
+        body.append([op, row["shape"], row["dtype"], f"{texts / wall * 1e6:,.0f}", tokens, adds])
+    return markdown([["op", "shape", "dtype", "texts/s", "tokens/s", "the host adds"], *body]) if body else ""
 
 
 def chart(rows: Sequence[timing.Row], path: Path, device: str) -> None:

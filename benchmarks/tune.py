@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 
 import bench_dense
+import jaxft
 import timing
-from jaxft import dispatch, reference, tuning, tuning_candidates
+from jaxft import dispatch, reference, tuning, tuning_candidates, tuning_dense
 from jaxft.kernels.mosaic_gpu import dense as mosaic_dense
 from jaxft.kernels.triton import attention, attention_backward, bias_activation, dense, layer_norm, permute, softmax
 from jaxft.kernels.triton.attention_common import Options, Rules
@@ -262,12 +263,12 @@ def attention_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable[C
 
 
 def dense_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
-    def run(x: jax.Array, kernel: jax.Array, config: tuning.DenseConfig) -> jax.Array:
+    def run(x: jax.Array, kernel: jax.Array, config: tuning_dense.DenseConfig) -> jax.Array:
         return dense.forward(x, kernel, None, None, activation=None, precision="tf32", config=config, interpret=False)
 
     for rows, depth, width in bench_dense.SHAPES:
         sizes = {"rows": rows, "depth": depth, "width": width, "itemsize": itemsize}
-        present = tuning.dense(rows, depth, width, itemsize, kind)
+        present = tuning_dense.dense(rows, depth, width, itemsize, kind)
         yield Case("dense", sizes, ((rows, depth), (depth, width)), dtype, run, reference.dense, present)
 
 
@@ -275,11 +276,11 @@ def split_k_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
     for rows, depth, width in bench_dense.SHAPES:
         if itemsize > 2 or rows > 256 or width > depth:
             continue
-        present = tuning.dense_split(rows, depth, width, itemsize, kind)
+        present = tuning_dense.dense_split(rows, depth, width, itemsize, kind)
         rows_config = tuning.layer_norm(rows, width, 4, kind)
 
         def run(
-            x: jax.Array, kernel: jax.Array, residual: jax.Array, config: tuning.SplitConfig,
+            x: jax.Array, kernel: jax.Array, residual: jax.Array, config: tuning_dense.SplitConfig,
             rows_config: tuning.RowConfig = rows_config,
         ) -> jax.Array:  # fmt: skip
             y = dense.forward(
@@ -298,17 +299,37 @@ def split_k_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
         yield Case("dense_split", sizes, ((rows, depth), (depth, width), (rows, width)), dtype, run, plain, present)
 
 
+def implementation_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
+    """Which product a dense layer takes, each with the configs that it has then."""
+    for (rows, depth, width), activation in itertools.product(bench_dense.SHAPES + bench_dense.LARGE, (None, "gelu")):
+        sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
+        entry = "dense_implementation", tuning.key(**sizes, itemsize=itemsize)
+
+        def run(*arrays: jax.Array, config: Any, activation: str | None = activation, entry: Any = entry) -> Any:
+            with tuning.trial(tuning.Trial({entry: config})):
+                return jaxft.dense(*arrays, activation=activation)
+
+        present = tuning_dense.DenseChoice(
+            tuning_dense.dense_implementation(rows, depth, width, activation, itemsize, kind)
+        )
+        yield Case(
+            "dense_implementation", sizes | {"itemsize": itemsize}, ((rows, depth), (depth, width), (width,)), dtype,
+            run, functools.partial(reference.dense, activation=activation), present,
+        )  # fmt: skip
+
+
 def mosaic_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
     if dispatch.device().compute_capability != (9, 0):
         return
     for (rows, depth, width), activation in itertools.product(bench_dense.SHAPES + bench_dense.LARGE, (None, "gelu")):
-        if rows > 1024 or not tuning.dense_by_mosaic(rows, depth, width, activation, itemsize):
+        by = tuning_dense.dense_implementation(rows, depth, width, activation, itemsize, kind)
+        if rows > 1024 or by != "mosaic_gpu":
             continue  # for many rows what counts is how the last round is filled, which the key of a table does not say
 
-        def run(*arrays: jax.Array, config: tuning.MosaicDenseConfig, activation: str | None = activation) -> Any:
+        def run(*arrays: jax.Array, config: tuning_dense.MosaicDenseConfig, activation: str | None = activation) -> Any:
             return mosaic_dense.forward(*arrays, activation=activation, config=config)
 
-        present = tuning.dense_mosaic(rows, depth, width, activation, itemsize, kind)
+        present = tuning_dense.dense_mosaic(rows, depth, width, activation, itemsize, kind)
         sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
         yield Case(
             "dense_mosaic", sizes | {"itemsize": itemsize}, ((rows, depth), (depth, width), (width,)), dtype, run,
@@ -377,7 +398,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     table = json.loads(path.read_text()) if path.is_file() else {}
     kinds = (row_cases, row_gradient_cases, softmax_cases, elementwise_cases, elementwise_gradient_cases, permute_cases,
              split_cases, attention_cases, attention_gradient_cases, dense_cases,
-             split_k_cases, mosaic_cases)  # fmt: skip
+             split_k_cases, mosaic_cases, implementation_cases)  # fmt: skip
     for dtype, cases in itertools.product(args.dtypes, kinds):
         itemsize = jnp.dtype(dtype).itemsize
         # Which of attention's kernels runs depends on a config, too.

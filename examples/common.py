@@ -9,6 +9,7 @@ import ast
 import csv
 import hashlib
 import json
+import math
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from importlib import metadata
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -37,6 +39,8 @@ INTERRUPTED = 130  # the exit code of a program that was stopped with Ctrl-C
 SCALES = 24  # that a loss scale can be halved to, from the largest: more steps than that are not left out by its fault
 IN_FLIGHT = 2  # steps that the device has been given before the loss of the oldest is read
 CHECKPOINTS = 2  # that are kept
+
+_all_finite = jax.jit(training.all_finite)
 
 
 # --- Text --------------------------------------------------------------------------------------------------------
@@ -95,7 +99,10 @@ def arguments(description: str | None, name: str, presets: Mapping[str, Any]) ->
         "--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16" if on_gpu else "float32",
         help="of the computation, %(default)s here; parameters are float32, float16 has loss scaling",
     )  # fmt: skip
-    parser.add_argument("--remat", action="store_true", help="less memory: compute layers again in the backward pass")
+    parser.add_argument(
+        "--remat", action="store_true",
+        help="less memory: compute layers again in the backward pass (on GPUs; XLA's CPU compiler undoes it)",
+    )  # fmt: skip
     parser.add_argument("--save-every", type=positive, default=100, metavar="STEPS", help="(%(default)s)")
     parser.add_argument("--seed", type=natural, default=0)
     return parser
@@ -107,6 +114,12 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def positive_float(text: str) -> float:
+    if not 0 < float(text) < math.inf:
+        raise ValueError
+    return float(text)
+
+
 def natural(text: str) -> int:
     if int(text) < 0:
         raise ValueError
@@ -116,7 +129,8 @@ def natural(text: str) -> int:
 def settings(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
     """What decides every number of a run, as JSON has it."""
     fixed = {name: value for name, value in vars(args).items() if name in ("steps", "accumulate", "remat", "seed")}
-    machine = {"device": dispatch.device_kind(), "jax": jax.__version__, "jaxft": jaxft.__version__}
+    versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")}
+    machine = {"device": dispatch.device_kind(), "jaxft": jaxft.__version__} | versions
     return json.loads(json.dumps(fixed | {"dtype": args.dtype} | machine | more))
 
 
@@ -137,7 +151,8 @@ Step = Callable[[State, Any, jax.Array], tuple[State, jax.Array]]  # (state, bat
 
 def adamw(learning_rate: float, steps: int) -> optax.GradientTransformation:
     """10 % warm-up, then along a cosine to 0; no decay of biases and LayerNorms; clipped gradients."""
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, max(1, steps // 10), steps)
+    warmup = min(max(1, steps // 10), steps - 1)  # none of a single step, whose rate would be 0
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup, steps)
     matrices = lambda params: jax.tree.map(lambda param: param.ndim > 1, params)  # noqa: E731
     return optax.chain(
         optax.clip_by_global_norm(1.0),
@@ -190,7 +205,7 @@ class Run:
         if jax.default_backend() == "gpu":
             # XLA chooses among algorithms by timing them, and another choice may differ in the last bits. A run that
             # goes on therefore takes the programs that it began with.
-            if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+            if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
                 jax.config.update("jax_compilation_cache_dir", str(self.out / "programs"))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         options = ocp.CheckpointManagerOptions(max_to_keep=CHECKPOINTS)
@@ -226,17 +241,22 @@ class Run:
         print(f"resumed after step {step}")
 
     def _check(self) -> None:
-        """Stops a run that has nothing more to learn, before its last good checkpoint is replaced."""
+        """Stops a run that is no longer finite, before its last good checkpoint is replaced."""
         scale = self.state.loss_scale
         if scale is None and not np.isfinite(self._losses[-1:]).all():
             reason = f"the loss is {self._losses[-1]}"
         elif scale is not None and scale.skipped > SCALES:
             reason = f"the gradients of {int(scale.skipped)} steps in a row were not finite, at any loss scale"
+        elif not _all_finite(self.state.params):  # the loss is that before the last update
+            reason = "the parameters are not finite"
         else:
             return
+        advice = "a lower learning rate in the preset may help"
+        if self.settings["dtype"] != "float32":
+            advice = f"another --dtype or {advice}"
         raise SystemExit(
             f"stopped at step {self.step}, which is not saved: {reason}. What was saved before is in {self.out}; "
-            "try another --dtype"
+            f"{advice}"
         )
 
     def _save(self) -> None:

@@ -115,7 +115,9 @@ def peak_flops(dtype: str, given: float | None) -> float | None:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = common.arguments(__doc__, "pretrain", PRESETS)
-    parser.add_argument("--peak-tflops", type=float, help="of the device at this dtype, for devices that are not known")
+    parser.add_argument(
+        "--peak-tflops", type=common.positive_float, help="of the device at this dtype, for devices that are not known"
+    )
     return parser.parse_args(argv)
 
 

@@ -360,8 +360,12 @@ def dot_product_attention(
 def varlen_qkv_attention(
     qkv: Array, cu_seqlens: Array, *, max_seqlen: int, **kwargs: Any
 ) -> Array | tuple[Array, Array]:
-    """Attention within each of B sequences that lie back to back in `qkv` [M,3,N,H]; rows past the last one give 0."""
+    """Attention within each of B sequences that lie back to back in `qkv` [M,3,N,H]; rows of none give 0.
+
+    A sequence that goes beyond the M rows, or is longer than `max_seqlen`, is cut.
+    """
     rows = qkv.shape[0]
+    cu_seqlens = jnp.clip(cu_seqlens, 0, rows)
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     position = jnp.arange(max_seqlen, dtype=jnp.int32)[None, :]
     source = jnp.where(position < lengths[:, None], cu_seqlens[:-1, None] + position, rows)  # [B, max_seqlen]

@@ -2,7 +2,8 @@
 
 `jaxft/tuned/<device_kind>.json` (its spaces as underscores) maps op -> key -> fields of the config, and is written by
 `benchmarks/tune.py`. Keys are sizes rounded up to powers of two: every shape near a tuned one finds its entry. Those of
-`autotune` are in the user's cache directory (`tuning_store.py`) and come first.
+`autotune` are in the user's cache directory (`tuning_store.py`) and come first. Those of `dense` are in
+`tuning_dense.py`.
 """
 
 from __future__ import annotations
@@ -13,23 +14,18 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from importlib import resources
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import jax
 
 from jaxft import tuning_store
 
-Config = TypeVar(
-    "Config",
-    "RowConfig",
-    "GradientConfig",
-    "ElementwiseConfig",
-    "PermuteConfig",
-    "AttentionConfig",
-    "DenseConfig",
-    "SplitConfig",
-    "MosaicDenseConfig",
-)
+
+class _Dataclass(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+Config = TypeVar("Config", bound=_Dataclass)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,51 +87,6 @@ class AttentionConfig:
     num_warps: int
     num_stages: int
     programs: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class DenseConfig:
-    """A matrix product in tiles of `block_m` x `block_n`, `block_k` deep; powers of two, at least 16."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-
-@dataclasses.dataclass(frozen=True)
-class SplitConfig(DenseConfig):
-    """`splits` programs share the depth of a tile, and the result is as many partial sums; 1 for no such product."""
-
-    splits: int
-
-
-@dataclasses.dataclass(frozen=True)
-class MosaicDenseConfig:
-    """Each of two warp groups multiplies tiles of `tile_m` x `tile_n`, `tile_k` deep at a time.
-
-    `split` is how the two share the work: "m", one's tile lies below the other's, and they read the same of the kernel;
-    "n", beside it, and they read the same of x; "none", they take turns: one finishes its tile while the other
-    multiplies. Copies for `stages` steps are on the way. `cluster_m`, 1 or 2: so many programs, one's rows below the
-    other's, share copies of the kernel. Tiles are taken in bands of `group` of them along `minor` ("m" or "n"), so that
-    those of the `programs` that run at once share most of what they read.
-    """
-
-    tile_m: int
-    tile_n: int
-    tile_k: int = 64
-    stages: int = 4
-    split: str = "m"
-    cluster_m: int = 1
-    minor: str = "n"
-    group: int = 8
-    programs: int = 132
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """The rows and columns that a program computes at a time."""
-        return self.tile_m * (1 + (self.split == "m")), self.tile_n * (1 + (self.split == "n"))
 
 
 def next_power_of_2(n: int) -> int:
@@ -416,85 +367,3 @@ def _attention(
     sizes = {"batch_heads": batch_heads, "query": query_length, "key": key_length, "head_size": head_size}
     default = AttentionConfig(block_q, block_k, num_warps, num_stages)
     return lookup(op, default, device_kind, ",more" if more else "", **sizes, itemsize=itemsize)
-
-
-def dense_by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsize: int) -> bool:
-    """Whether the Mosaic GPU product with its epilogue is the fastest.
-
-    On an H200 (2026-11-22), 16-bit: with GELU it takes 1.06-1.12x as long as cuBLAS without, where a second kernel
-    makes that 1.3x; without activation 0.87-1.0x, but more of many rows and a depth of 1,024 or more. Up to 512 rows it
-    takes 0.85-0.97x the time of the Triton product, where its smallest tiles fill half of the card.
-    """
-    if itemsize > 2 or rows < 64 or rows % 8 or min(depth, width) < 256:  # other numbers of rows cost copies
-        return False
-    few = rows <= 512 and -(-rows // 64) * -(-width // 64) < 66
-    return not few and (activation is not None or rows <= 8192 or depth < 1024)
-
-
-def dense_mosaic(
-    rows: int, depth: int, width: int, activation: str | None, itemsize: int, device_kind: str
-) -> MosaicDenseConfig:
-    def tiles(config: MosaicDenseConfig) -> int:
-        return -(-rows // config.block[0]) * -(-width // config.block[1])
-
-    # In few rounds of large tiles; how fast each is, where its last round is full (H200, 2026-11-22).
-    speed = {(128, 192): 1.0, (192, 128): 0.965, (128, 128): 0.95, (64, 192): 0.9}
-    large = [MosaicDenseConfig(m, n, stages=4 if m + n > 256 else 6, split="none", group=16) for m, n in speed]
-    default, most = min(large, key=lambda c: -(-tiles(c) // c.programs) * c.tile_m * c.tile_n / speed[c.block]), 0
-    small = (64, 64, 8, "none"), (64, 128, 6, "none"), (64, 192, 4, "none"), (64, 128, 4, "m"), (64, 192, 4, "m")
-    for m, n, k, split in small:
-        # The tiles that give work to the most multiprocessors, if each gets one.
-        candidate = MosaicDenseConfig(m, n, stages=k, split=split)
-        if most < tiles(candidate) <= candidate.programs:
-            most, default = tiles(candidate), candidate
-    sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
-    return lookup("dense_mosaic", default, device_kind, **sizes, itemsize=itemsize)
-
-
-def dense_by_library(rows: int, depth: int, width: int, activation: str | None, itemsize: int) -> bool:
-    """Whether XLA's product and a kernel after it are faster than the Triton product with its epilogue.
-
-    On an H200 (2026-11-20), 16-bit: the Triton product is 1.0-1.7x as fast up to 512 rows, where cuBLAS starts too few
-    blocks. At 1,024 rows it still pays where it saves the activation's kernel (12.5 us against 9.8 + 4.4), and for
-    narrow outputs (6.1 against 7.1 at depth 768; 15.8 against 12.8 at depth 3,072, where XLA needs two kernels).
-    """
-    if itemsize > 2 or rows > 1024:
-        return True
-    if rows <= 128 and depth >= max(2048, 4 * width):  # cuBLAS splits the depth: 7.6 us against 8.4
-        return activation is None
-    return rows > 512 and width > 1024 and activation is None
-
-
-def dense(rows: int, depth: int, width: int, itemsize: int, device_kind: str) -> DenseConfig:
-    if rows > 256:
-        default = DenseConfig(64, 64, 64, 4, 4)
-    elif width >= 2048:
-        default = DenseConfig(64, 64, 128, 4, 3)
-    else:  # narrow tiles, so that there are enough of them, and many loads in flight for each
-        default = DenseConfig(64, 32, 128, 4, 5)
-    default = dataclasses.replace(
-        default,
-        block_m=max(16, min(default.block_m, next_power_of_2(rows))),
-        block_n=max(16, min(default.block_n, next_power_of_2(width))),
-        block_k=max(16, min(default.block_k * 2 // itemsize, next_power_of_2(depth))),
-    )
-    return lookup("dense", default, device_kind, rows=rows, depth=depth, width=width, itemsize=itemsize)
-
-
-def dense_split(rows: int, depth: int, width: int, itemsize: int, device_kind: str) -> SplitConfig:
-    """Of a product whose partial sums the next kernel adds up; with one of them where that does not pay.
-
-    On an H200 (2026-11-22), bfloat16, with the LayerNorm that follows: 128x768x768 5.4 us (XLA 6.2), 128x3072x768 8.1
-    (8.5), 256x768x768 6.4 (8.4). At 512 rows the longer LayerNorm takes what the product gains.
-    """
-    tiles = -(-rows // 64) * -(-width // 64)
-    splits = min(4, 132 // max(1, tiles), depth // 256) if itemsize <= 2 and rows <= 256 else 1
-    default = SplitConfig(
-        block_m=max(16, min(64, next_power_of_2(rows))),
-        block_n=max(16, min(64, next_power_of_2(width))),
-        block_k=64,
-        num_warps=4,
-        num_stages=5,
-        splits=max(1, splits),
-    )
-    return lookup("dense_split", default, device_kind, rows=rows, depth=depth, width=width, itemsize=itemsize)

@@ -12,20 +12,20 @@ from typing import Any
 
 from jaxft.tuning import (
     AttentionConfig,
-    DenseConfig,
     ElementwiseConfig,
     GradientConfig,
-    MosaicDenseConfig,
     PermuteConfig,
     RowConfig,
-    SplitConfig,
     next_power_of_2,
 )
+from jaxft.tuning_dense import DenseChoice, DenseConfig, MosaicDenseConfig, SplitConfig
 
 
 def candidates(op: str, present: Any, **sizes: int) -> list[Any]:
     """The configs to compare with `present`, which is not among them."""
     found = list(_OPS[op](**sizes)) if op in _OPS else []
+    if isinstance(present, MosaicDenseConfig):  # one a multiprocessor
+        found = [dataclasses.replace(config, programs=present.programs) for config in found]
     return [config for config in dict.fromkeys(found or _around(present)) if config != present]
 
 
@@ -169,6 +169,10 @@ def attention_dkv(batch_heads: int, query: int, key: int, head_size: int, itemsi
     return (AttentionConfig(*block) for block in blocks if _fits(block, query, key))
 
 
+def dense_implementation(rows: int, depth: int, width: int, activation: int, itemsize: int) -> Iterable[DenseChoice]:
+    return map(DenseChoice, ("mosaic_gpu", "triton", "xla") if itemsize <= 2 else ("triton", "xla"))
+
+
 def dense(rows: int, depth: int, width: int, itemsize: int) -> Iterable[DenseConfig]:
     deep = 256 // itemsize
     blocks = [(64, 64, deep, 4, 3), (32, 64, deep, 4, 3), (64, 32, deep, 4, 3), (16, 64, deep, 4, 3),
@@ -197,6 +201,6 @@ _OPS: dict[str, Callable[..., Iterable[Any]]] = {
     for function in (
         layer_norm, layer_norm_backward, softmax, softmax_backward, bias_activation, bias_activation_backward,
         permute, qkv_bias_split_heads, qkv_bias_split_heads_backward, attention, attention_dq, attention_dkv,
-        dense, dense_split, dense_mosaic,
+        dense_implementation, dense, dense_split, dense_mosaic,
     )
 }  # fmt: skip

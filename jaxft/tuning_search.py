@@ -48,7 +48,7 @@ def autotune(fn: Function, *args: Any, show_progress_bar: bool | None) -> list[t
     args = jax.device_put(args)
     taken: dict[Entry, Any] = {}
     traced, asked = _trace(fn, args, taken)
-    tried = {(op, key): candidates(op, config, **sizes) for (op, key), (config, sizes) in asked.items()}
+    tried = _candidates(asked)
     results: list[tuning.Tuned] = []
     hidden = None if show_progress_bar is None else not show_progress_bar  # None: where stderr is no terminal
     try:
@@ -56,18 +56,25 @@ def autotune(fn: Function, *args: Any, show_progress_bar: bool | None) -> list[t
             present = traced.lower().compile()
             sample = _sampler(present, args)
             # Gradients come first: whether that of queries has a kernel of its own depends on the config of the other.
-            for entry in reversed(asked):
+            # And an implementation before the configs that it asks for.
+            while waiting := [entry for entry in reversed(asked) if entry in tried]:
+                entry = next((entry for entry in waiting if entry[0] == "dense_implementation"), waiting[0])
                 before = asked[entry][0]
                 bar.set_postfix_str(entry[0])
+                configs = tried.pop(entry)
                 if not _matters(fn, args, taken, entry, before):
-                    bar.update(len(tried[entry]))
+                    bar.update(len(configs))
                     continue
-                others = _compile(fn, args, taken, entry, tried[entry], bar.update)
+                others = _compile(fn, args, taken, entry, configs, bar.update)
                 programs = _alike(entry, [Program(before, present), *others], args)
                 chosen, us_before, us_after = _race(programs, sample)
                 if chosen.config != before:
                     taken[entry], present = chosen
                     tuning_store.save(kind, *entry, chosen.config)
+                    if entry[0] == "dense_implementation":
+                        known, asked = asked, _trace(fn, args, taken)[1]
+                        tried |= _candidates({entry: asked[entry] for entry in asked.keys() - known.keys()})
+                        bar.total = bar.n + sum(map(len, tried.values()))
                 results.append(tuning.Tuned(*entry, before, chosen.config, us_before, us_after))
     finally:
         if taken:
@@ -90,6 +97,10 @@ def _trace(fn: Function, args: Any, configs: Mapping[Entry, Any]) -> tuple[Any, 
     with tuning.trial(trial):
         traced = jax.jit(lambda *args: fn(*args)).trace(*args)
     return traced, trial.asked
+
+
+def _candidates(asked: Mapping[Entry, tuple[Any, dict[str, int]]]) -> dict[Entry, list[Any]]:
+    return {(op, key): candidates(op, config, **sizes) for (op, key), (config, sizes) in asked.items()}
 
 
 def _text(traced: Any) -> str:

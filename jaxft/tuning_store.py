@@ -28,7 +28,11 @@ logger = logging.getLogger("jaxft")
 T = TypeVar("T")
 Table = dict[str, dict[str, dict[str, Any]]]
 
-_WORDS = {"split": ("m", "n", "none"), "minor": ("m", "n")}
+_WORDS = {
+    "split": ("m", "n", "none"),
+    "minor": ("m", "n"),
+    "implementation": ("mosaic_gpu", "triton", "xla"),
+}
 _POWERS_OF_TWO = ("block_", "elements", "num_warps", "cluster_")
 _MOST = {
     "num_warps": 32,

@@ -66,7 +66,10 @@ def test_head_sizes(head_size):
     check_op(packed(np.random.default_rng(1), 1, 19, 2, head_size), gradients=False)
 
 
-@pytest.mark.parametrize("shape", [(0, 3, 3, 2, 2, 8), (2, 0, 5, 2, 1, 8), (2, 3, 0, 2, 2, 8)], ids=str)
+EMPTY = [(0, 3, 3, 2, 2, 8), (2, 0, 5, 2, 1, 8), (2, 3, 0, 2, 2, 8), (2, 3, 3, 0, 2, 8)]
+
+
+@pytest.mark.parametrize("shape", EMPTY, ids=str)
 @pytest.mark.parametrize("implementation", ["triton", "xla", None])
 def test_empty(shape, implementation):
     """Without keys, every row is one with nothing to attend to."""
@@ -75,6 +78,14 @@ def test_empty(shape, implementation):
     out, lse = jaxft.dot_product_attention(**floats, return_residual=True, implementation=implementation)
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((b, t, n, h), jnp.bfloat16, (b, t, n), jnp.float32)
     assert (out == 0.0).all() and jnp.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla", None])
+def test_heads_of_no_size(implementation):
+    """All logits are 0."""
+    out, lse = jaxft.qkv_attention(jnp.ones((2, 5, 3, 4, 0)), return_residual=True, implementation=implementation)
+    assert out.shape == (2, 5, 4, 0)
+    np.testing.assert_allclose(lse, np.full((2, 5, 4), np.log(5.0)), rtol=1e-6)
 
 
 S = 37
@@ -202,10 +213,11 @@ def test_without_a_batch(implementation):
     one = {name: x[0] for name, x in floats.items()}
     options = {"return_residual": True, "implementation": implementation}
     cases = [
-        ({"key_value_seq_lengths": lengths(20)}, {"key_value_seq_lengths": np.int32(20)}),
+        ({"key_value_seq_lengths": lengths(20), "query_seq_lengths": lengths(30)},
+         {"key_value_seq_lengths": np.int32(20), "query_seq_lengths": lengths(30)}),
         ({"mask": HOLES[:1]}, {"mask": HOLES[0]}),
         ({"mask": HOLES[:1]}, {"mask": HOLES[0, 0, 0]}),
-    ]
+    ]  # fmt: skip
     ids = {f"{side}_segment_ids": np.arange(S, dtype=np.int32) // 10 for side in ("query", "key_value")}
     cases.append(({name: x[None] for name, x in ids.items()}, ids))
     for batched, unbatched in cases:
@@ -384,12 +396,13 @@ def test_packed_sequences(options):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("boundaries", [[0, 9], [0, 3, 20], [0, 12, 12]], ids=str)
-def test_boundaries_that_do_not_fit(boundaries):
-    """A sequence longer than `max_seqlen` is cut, and one beyond the rows is without those."""
+@pytest.mark.parametrize("boundaries", [[0, 9], [0, 8, 20], [0, 12, 12]], ids=str)
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_boundaries_that_do_not_fit(boundaries, implementation):
+    """Traced, when nothing can be raised: a sequence longer than `max_seqlen` is cut, and so is one beyond the rows."""
     qkv = normal(np.random.default_rng(21), jnp.float32, qkv=(12, 3, 2, 8))["qkv"]
-    options = {"max_seqlen": 6, "return_residual": True, "implementation": "triton"}
-    out, lse = jaxft.varlen_qkv_attention(qkv, np.array(boundaries, np.int32), **options)
+    options = {"max_seqlen": 6, "return_residual": True, "implementation": implementation}
+    out, lse = jit(lambda *arrays: jaxft.varlen_qkv_attention(*arrays, **options))(qkv, lengths(*boundaries))
     cut = [(start, min(start + 6, stop, 12)) for start, stop in zip(boundaries[:-1], boundaries[1:], strict=True)]
     used = np.zeros(12, bool)
     for start, stop in cut:
@@ -445,6 +458,8 @@ SHARED_ERRORS = [  # for S = 6, that is, if a key has as many rows as a query
      "query_segment_ids must have shape (2, 6), got (2, 7)"),
     ({"query_segment_ids": np.ones((2, 6), I32), "key_value_segment_ids": np.ones((6,), I32)}, ValueError,
      "key_value_segment_ids must have shape (2, 6), got (6,)"),
+    ({"is_causal": "no"}, TypeError, "is_causal must be True or False, got str"),
+    ({"return_residual": 1}, TypeError, "return_residual must be True or False, got int"),
     ({"local_window_size": -1}, ValueError, "local_window_size must be an integer >= 0 or a pair of them, got -1"),
     ({"local_window_size": (1, -1)}, ValueError,
      "local_window_size must be an integer >= 0 or a pair of them, got (1, -1)"),
@@ -494,16 +509,34 @@ ERRORS = [
     ("qkv_attention", {"qkv": None}, TypeError, "qkv must be an array, got NoneType"),
     ("qkv_attention", {"qkv": QKV.astype(I32)}, TypeError, "qkv must be an array of floats, got int32"),
     ("qkv_attention", {"qkv": QKV[:, :, :2]}, ValueError,
-     "qkv must have shape [B, T, 3, N, H] or [T, 3, N, H], got (2, 6, 2, 4, 8)"),
+     "qkv must have shape [B, T, 3, N, H] or [T, 3, N, H] with N >= 1, got (2, 6, 2, 4, 8)"),
+    ("qkv_attention", {"qkv": QKV[:, :, :, :0]}, ValueError,
+     "qkv must have shape [B, T, 3, N, H] or [T, 3, N, H] with N >= 1, got (2, 6, 3, 0, 8)"),
     ("qkv_attention", {"qkv": QKV[0, 0]}, ValueError,
-     "qkv must have shape [B, T, 3, N, H] or [T, 3, N, H], got (3, 4, 8)"),
-    ("varlen_qkv_attention", {"qkv": QKV}, ValueError, "qkv must have shape [M, 3, N, H], got (2, 6, 3, 4, 8)"),
+     "qkv must have shape [B, T, 3, N, H] or [T, 3, N, H] with N >= 1, got (3, 4, 8)"),
+    ("qkv_attention", {"qkv": QKV[0], "key_value_seq_lengths": np.ones((2,), I32)}, ValueError,
+     "key_value_seq_lengths must have shape (), got (2,)"),
+    ("qkv_attention", {"qkv": QKV[0], "query_segment_ids": np.ones((7,), I32)}, ValueError,
+     "query_segment_ids must have shape (6,), got (7,)"),
+    ("varlen_qkv_attention", {"qkv": QKV}, ValueError,
+     "qkv must have shape [M, 3, N, H] with N >= 1, got (2, 6, 3, 4, 8)"),
+    ("varlen_qkv_attention", {"qkv": QKV[0, :, :, :0]}, ValueError,
+     "qkv must have shape [M, 3, N, H] with N >= 1, got (6, 3, 0, 8)"),
     ("varlen_qkv_attention", {"qkv": QKV[0].astype(I32)}, TypeError, "qkv must be an array of floats, got int32"),
     ("varlen_qkv_attention", {"cu_seqlens": [0, 6]}, TypeError, "cu_seqlens must be an array, got list"),
     ("varlen_qkv_attention", {"cu_seqlens": np.zeros((2,), np.float32)}, TypeError,
      "cu_seqlens must be an array of integers, got float32"),
     ("varlen_qkv_attention", {"cu_seqlens": np.zeros((1, 2), I32)}, ValueError,
      "cu_seqlens must have shape [B + 1], got (1, 2)"),
+    ("varlen_qkv_attention", {"cu_seqlens": np.array([1, 6], I32)}, ValueError,
+     "cu_seqlens must ascend from 0, got [1, 6]"),
+    ("varlen_qkv_attention", {"cu_seqlens": np.array([0, 4, 3], I32)}, ValueError,
+     "cu_seqlens must ascend from 0, got [0, 4, 3]"),
+    ("varlen_qkv_attention", {"cu_seqlens": np.array([0, 6, 7], I32)}, ValueError,
+     "cu_seqlens must not go beyond the 6 rows, got 7"),
+    ("varlen_qkv_attention", {"max_seqlen": 5}, ValueError,
+     "max_seqlen must not be below the longest sequence's 6, got 5"),
+    ("varlen_qkv_attention", {"is_causal": 0}, TypeError, "is_causal must be True or False, got int"),
     ("varlen_qkv_attention", {"max_seqlen": -1}, ValueError, "max_seqlen must be a Python integer >= 0, got -1"),
     ("varlen_qkv_attention", {"max_seqlen": 6.0}, ValueError, "max_seqlen must be a Python integer >= 0, got 6.0"),
     ("varlen_qkv_attention", {"scale": None, "local_window_size": -1}, ValueError, "local_window_size must be"),
@@ -532,3 +565,35 @@ def test_the_kernel_refuses_large_heads_and_float64_and_says_so():
         message = "query is float64, the kernels take float32, float16 and bfloat16"
         with pytest.raises(NotImplementedError, match=message):
             jaxft.qkv_attention(jnp.ones((1, 2, 3, 1, 8), jnp.float64), implementation="triton")
+
+
+OF_2_30 = [  # the shapes of queries and keys, or of packed sequences
+    ([(1, 2**30 + 1, 1, 8), (1, 3, 1, 8)], 2**30 + 1),
+    ([(1, 3, 1, 8), (1, 2**31, 1, 8)], 2**31),
+    ([(2**30 + 1, 3, 1, 8)], 2**30 + 1),
+]
+
+
+@pytest.mark.parametrize(("shapes", "count"), OF_2_30, ids=["queries", "keys", "packed"])
+def test_the_kernel_refuses_more_positions_than_2_30(shapes, count):
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+
+    def attend(implementation, first, *keys):
+        options = {"implementation": implementation}
+        if keys:
+            return jaxft.dot_product_attention(first, *keys, *keys, **options)
+        return jaxft.varlen_qkv_attention(first, lengths(0, 5), max_seqlen=5, **options)
+
+    def run(implementation):
+        return jax.eval_shape(lambda *arrays: attend(implementation, *arrays), *arrays)
+
+    with dispatch.target():
+        assert run(None).shape == (*shapes[0][: -3 if len(arrays) == 1 else -2], 1, 8)
+        with pytest.raises(NotImplementedError, match=re.escape(f"there are {count} positions, the kernel takes at")):
+            run("triton")
+
+
+def test_rows_whose_numbers_do_not_fit():
+    qkv = jax.ShapeDtypeStruct((2**31, 3, 1, 8), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match=re.escape("varlen_qkv_attention: qkv must have fewer than 2^31")):
+        jax.eval_shape(lambda qkv: jaxft.varlen_qkv_attention(qkv, lengths(0, 5), max_seqlen=5), qkv)

@@ -161,6 +161,16 @@ def test_vmap_of_the_gradient_alone_lowers(on_hopper):
     assert "Backward" in lower(run, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
 
 
+@pytest.mark.parametrize("length", [4096, 8192])
+def test_long_packed_arrays_lower(length, on_hopper):
+    """To cuDNN from 8,192 positions on, without a gradient; sequences back to back never."""
+    qkv, boundaries = jax.ShapeDtypeStruct((2, length, 3, 8, 64), jnp.bfloat16), np.array([0, length], np.int32)
+    assert ("__cudnn$" in lower(jaxft.qkv_attention, qkv)) == (length == 8192)
+    gradient = jax.grad(lambda qkv: jnp.sum(jaxft.qkv_attention(qkv).astype(jnp.float32)))
+    assert "__cudnn$" not in lower(gradient, qkv)
+    assert "__cudnn$" not in lower(lambda qkv: jaxft.varlen_qkv_attention(qkv[0], boundaries, max_seqlen=length), qkv)
+
+
 @needs_hopper
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_vmap(axes):
@@ -195,6 +205,9 @@ CHANGES = {
     "short heads of 64": {"head_size": 64},
     "little work": {"batch": 1},
     "ragged length": {"length": 500},
+    "packed": {"packed": True, "head_size": 64, "batch": 4, "length": 8192},
+    "short packed": {"packed": True, "head_size": 64, "batch": 64, "length": 4096},
+    "packed with lengths": {"packed": True, "batch": 4, "length": 8192, "key_lengths": np.ones((4,), np.int32)},
 }
 
 
@@ -208,8 +221,11 @@ def test_where_it_is_taken(name, monkeypatch):
         for heads in (8, case["kv_heads"])
     )
     inputs = implementations.Inputs(query, key, key, mask=case.get("mask"))
+    if "packed" in case:
+        qkv = jax.ShapeDtypeStruct((*query.shape[:2], 3, *query.shape[2:]), query.dtype)
+        inputs = implementations.Inputs(qkv, key_value_seq_lengths=case.get("key_lengths"))
     options = implementations.Options(case["scale"], False, case.get("window"), 0.0, False)
     with dispatch.target():
-        assert implementations._faster_by_cudnn(inputs, options) == (name in ("none", "heads of 64"))
+        assert implementations._faster_by_cudnn(inputs, options) == (name in ("none", "heads of 64", "packed"))
     with dispatch.target("NVIDIA A100", (8, 0)):
         assert not implementations._faster_by_cudnn(inputs, options)

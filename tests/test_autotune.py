@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jaxft
-from jaxft import dispatch, tuning, tuning_candidates, tuning_search, tuning_store
+from jaxft import dispatch, tuning, tuning_candidates, tuning_dense, tuning_search, tuning_store
 from jaxft.kernels.triton import softmax as softmax_kernel
 from jaxft.tuning import AttentionConfig, RowConfig
 from test_tuning import OPS, heuristics
@@ -358,8 +358,8 @@ def test_a_folder_in_place_of_the_file(caplog):
 def test_entries_that_no_kernel_could_run(op, change, caplog):
     config, names = OPS[op]
     defaults = {RowConfig: (1, 32, 1), tuning.GradientConfig: (1, 32, 8, 1), tuning.PermuteConfig: (32, 1024, 4),
-                AttentionConfig: (64, 64, 4, 2), tuning.DenseConfig: (64, 64, 64, 4, 2),
-                tuning.MosaicDenseConfig: (64, 192)}  # fmt: skip
+                AttentionConfig: (64, 64, 4, 2), tuning_dense.DenseConfig: (64, 64, 64, 4, 2),
+                tuning_dense.MosaicDenseConfig: (64, 192)}  # fmt: skip
     default = config(*defaults[config])
     name = tuning.key(**dict.fromkeys(names, 1))
     for entry, found in ((dataclasses.asdict(default), default), (dataclasses.asdict(default) | change, None)):

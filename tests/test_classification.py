@@ -13,7 +13,7 @@ import safetensors.numpy
 from flax import nnx
 
 from cases import in_full
-from jaxft.models import checkpoint, classification
+from jaxft.models import checkpoint, classification, heads
 from jaxft.models.bert import BertConfig, BertModel
 from jaxft.models.checkpoint import CheckpointError
 from jaxft.models.classification import BertForSequenceClassification
@@ -260,16 +260,25 @@ WRONG_LABELS = [
 
 @pytest.mark.parametrize(("fields", "message"), WRONG_LABELS)
 def test_wrong_labels(tmp_path, monkeypatch, fields, message):
+    monkeypatch.setattr(heads, "BertModel", None)  # nothing may be allocated
     with pytest.raises(ValueError) as caught:
-        BertForSequenceClassification(CONFIG, rngs=None, **fields)
+        BertForSequenceClassification(CONFIG, rngs=nnx.Rngs(0), **fields)
     assert str(caught.value).startswith("BertForSequenceClassification: " + message)
-    monkeypatch.setattr(BertForSequenceClassification, "__init__", None)  # nothing may be allocated
+    monkeypatch.setattr(BertForSequenceClassification, "__init__", None)
     refused(write(tmp_path, classifier_tensors(), hf_config() | fields), "config.json: ", message)
 
 
-def test_labels_that_contradict_their_number():
-    with pytest.raises(ValueError, match="num_labels is 3, but id2label names 1 labels"):
-        BertForSequenceClassification(CONFIG, num_labels=3, id2label={0: "score"}, rngs=None)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_labels": 3, "id2label": {0: "score"}}, "num_labels is 3, but id2label names 1 labels"),
+        ({"classifier_dropout": 1}, r"classifier_dropout must be None or a number in \[0, 1\), got 1"),
+    ],
+)
+def test_wrong_options_of_the_head(monkeypatch, options, message):
+    monkeypatch.setattr(heads, "BertModel", None)  # nothing may be allocated
+    with pytest.raises(ValueError, match=message):
+        BertForSequenceClassification(CONFIG, **options, rngs=nnx.Rngs(0))
 
 
 # --- What is refused ---------------------------------------------------------------------------------------------

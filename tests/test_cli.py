@@ -290,14 +290,6 @@ def test_bad_model(folder, capsys):
     assert names(folder) == ["empty", "texts.txt"]
 
 
-def test_implementation_that_an_op_lacks(folder, model, capsys):
-    arguments = ["--implementation", "cudnn"]
-    assert cli.main(["encode", "--model", model, "texts.txt", "-o", "out.npy", *arguments]) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("jaxft: error: ") and "'cudnn'" in last
-    assert names(folder) == ["texts.txt"]
-
-
 def test_errors_while_encoding(folder, model, capsys, monkeypatch):
     for error in (NotImplementedError("attention: no\nkernel"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")):
 
@@ -333,8 +325,8 @@ def test_no_device(folder, capsys, monkeypatch):
         (["encode", "--model", "m", "-o", "o.npy", "--batch-size", "x"],
          "argument --batch-size: expected a positive integer, got 'x'"),
         (["encode", "--model", "m", "-o", "o.npy", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8' .*"),
-        (["encode", "--model", "m", "-o", "o.npy", "--implementation", "cuda"],
-         "argument --implementation: invalid choice: 'cuda' .*"),
+        (["encode", "--model", "m", "-o", "o.npy", "--implementation", "cudnn"],
+         "argument --implementation: invalid choice: 'cudnn' .*"),
         (["similar", "--model", "m", "texts.txt"], "the following arguments are required: QUERY"),
         (["info", "--length", "0"], "argument --length: expected a positive integer, got '0'"),
         (["similar", "--model", "m", "texts.txt", "q", "--top", "-1"],

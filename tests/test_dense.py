@@ -13,7 +13,7 @@ from cases import DTYPES, INTERPRET, check, jit, normal, seeds, some
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import dense as kernel
-from jaxft.tuning import DenseConfig
+from jaxft.tuning_dense import DenseConfig
 
 ACTIVATIONS = [None, "gelu", "gelu_tanh", "relu", "silu", "tanh"]
 

@@ -11,7 +11,7 @@ import jaxft
 import oracle
 from cases import DTYPES, INTERPRET, SOME_DTYPES, check, in_full, jit, lower, normal, seeds
 from compare import assert_matches_oracle
-from jaxft import dispatch, reference, tuning
+from jaxft import dispatch, reference, tuning, tuning_dense
 from jaxft.kernels.triton import dense, layer_norm
 
 
@@ -35,7 +35,7 @@ def check_op(floats, seed=None, implementations=("triton",), **options):
 
 
 def splits(rows, depth, width, itemsize=2):
-    return tuning.dense_split(rows, depth, width, itemsize, "").splits
+    return tuning_dense.dense_split(rows, depth, width, itemsize, "").splits
 
 
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
@@ -70,7 +70,7 @@ def test_partial_sums(parts, block_k, dtype):
     """Depths that no number of programs divides; more programs than blocks."""
     rng = np.random.default_rng(2)
     floats = normal(rng, dtype, x=(21, 201), kernel=(201, 40))
-    config = tuning.DenseConfig(16, 32, block_k, 4, 2)
+    config = tuning_dense.DenseConfig(16, 32, block_k, 4, 2)
     sums = jit(
         lambda x, kernel: dense.forward(
             x,

@@ -18,10 +18,10 @@ import jaxft
 import oracle
 from cases import INTERPRET, jit, lower, normal
 from compare import assert_matches_oracle
-from jaxft import dispatch, reference, tuning
+from jaxft import dispatch, reference, tuning_dense
 from jaxft.kernels.mosaic_gpu import dense
 from jaxft.kernels.triton import bias_activation
-from jaxft.tuning import MosaicDenseConfig
+from jaxft.tuning_dense import MosaicDenseConfig
 
 ACTIVATIONS = [None, *reference.ACTIVATIONS]
 DTYPES = [pytest.param(dtype, id=dtype.__name__) for dtype in (jnp.float16, jnp.bfloat16)]
@@ -164,7 +164,7 @@ def test_configs_lower(config, cluster_m):
 @pytest.mark.parametrize("rows", [100, 16384])
 def test_defaults_lower(rows, sizes):
     """They fit into shared memory, whatever the bias."""
-    lower_kernel(rows, *sizes, tuning.dense_mosaic(rows, *sizes, "gelu", 2, ""), activation="gelu")
+    lower_kernel(rows, *sizes, tuning_dense.dense_mosaic(rows, *sizes, "gelu", 2, ""), activation="gelu")
 
 
 def test_rows_are_padded_only_where_they_must():
@@ -349,7 +349,7 @@ def test_no_races(config):
                                     MosaicDenseConfig(64, 256, split="none", cluster_m=2), None], ids=str)  # fmt: skip
 def test_large(config):
     shape = (4099, 768, 3072)
-    floats, y = check(*shape, config or tuning.dense_mosaic(*shape, "gelu", 2, ""), activation="gelu")
+    floats, y = check(*shape, config or tuning_dense.dense_mosaic(*shape, "gelu", 2, ""), activation="gelu")
     for _ in range(10):
-        again = run(**floats, activation="gelu", config=config or tuning.dense_mosaic(*shape, "gelu", 2, ""))
+        again = run(**floats, activation="gelu", config=config or tuning_dense.dense_mosaic(*shape, "gelu", 2, ""))
         assert (again == y).all()

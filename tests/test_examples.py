@@ -7,12 +7,18 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
 
 import common
 import custom_modules
@@ -164,27 +170,107 @@ def check_written(example, out):
         assert BertForMaskedLM.from_pretrained(out / "model").config.vocab_size == len(tiny.VOCAB)
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["no scale", "float16"])
-def test_a_run_that_is_lost_stops_before_it_replaces_a_good_checkpoint(scaled, tmp_path):
-    """From step 20 on, no gradient is finite."""
+@pytest.mark.parametrize(
+    ("dtype", "bad", "stopped", "message", "advice"),
+    [
+        ("float32", "loss", 30, "the loss is nan", "a lower learning rate in the preset may help"),
+        ("float32", "update", 30, "the parameters are not finite", "a lower learning rate in the preset may help"),
+        ("bfloat16", "update", 30, "the parameters are not finite", "another --dtype or a lower learning rate"),
+        # The first 24 may be the scale's fault.
+        ("float16", "loss", 50, "of 30 steps in a row were not finite", "another --dtype or a lower learning rate"),
+    ],
+)
+def test_a_run_that_is_lost_stops_before_it_replaces_a_good_checkpoint(dtype, bad, stopped, message, advice, tmp_path):
+    """From step 20 on, no loss is finite; or no update is from step 29 on, the last before a checkpoint."""
 
     def step(state, batch, key):
-        finite = jnp.isfinite(batch)
+        finite = jnp.isfinite(batch["loss"])
         scale = None if state.loss_scale is None else state.loss_scale.update(finite)
-        return state._replace(loss_scale=scale), jnp.where(finite, 1.0, batch)
+        params = jax.tree.map(lambda w: w + batch["update"], state.params)
+        return state._replace(params=params, loss_scale=scale), jnp.where(finite, 1.0, batch["loss"])
 
-    def first():  # arrays of its own, which the loop donates
-        scale = LossScale.create(2.0**24) if scaled else None
-        return common.State({"w": jnp.ones(2)}, (), scale)
+    def batch_at(step):
+        lost = step >= {"loss": 20, "update": 29}[bad]
+        return {"loss": jnp.float32(0.0), "update": jnp.float32(0.0)} | ({bad: jnp.float32(jnp.nan)} if lost else {})
 
-    run = common.Run(tmp_path, {"steps": 90, "seed": 0}, first())
-    # The first 24 may be the scale's fault.
-    stopped, message = (50, "of 30 steps in a row were not finite") if scaled else (30, "the loss is nan")
-    with pytest.raises(SystemExit, match=f"stopped at step {stopped}, which is not saved: .*{message}"):
-        run.train(step, lambda step: jnp.float32(jnp.nan if step >= 20 else 0.0), save_every=10)
-    again = common.Run(tmp_path, {"steps": 90, "seed": 0}, first())
-    assert again.step == stopped - 10
-    assert not scaled or again.state.loss_scale.skipped == 20
+    def begin():  # with arrays of its own, which the loop donates
+        scale = LossScale.create(2.0**24) if dtype == "float16" else None
+        state = common.State({"w": jnp.ones(2)}, (), scale)
+        return common.Run(tmp_path, {"steps": 90, "seed": 0, "dtype": dtype}, state)
+
+    with pytest.raises(SystemExit, match=f"stopped at step {stopped}, which is not saved: .*{message}.*; {advice}"):
+        begin().train(step, batch_at, save_every=10)
+    again = begin()
+    assert again.step == stopped - 10 and len(losses(tmp_path)) == again.step
+    assert dtype != "float16" or again.state.loss_scale.skipped == 20
+
+
+@pytest.mark.skipif(INTERPRET, reason="takes a minute; on a CPU, programs are the same in every process")
+def test_processes_that_share_their_programs_are_bitwise_the_same(minilm, tmp_path):
+    root = Path(__file__).resolve().parents[1]
+    environment = os.environ | {"PYTHONPATH": str(root), "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs")}
+
+    def start(name):
+        options = ["--preset=small", "--steps=600", "--save-every=200", "--dtype=bfloat16", "--accumulate=2"]
+        paths = [f"--model={minilm}", f"--out={tmp_path / name}"]
+        return subprocess.Popen([sys.executable, root / "examples" / "pretrain.py", *paths, *options], env=environment)
+
+    assert start("whole").wait() == 0
+    process = start("resumed")
+    while not (tmp_path / "resumed" / "checkpoints" / "200").is_dir():
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == common.INTERRUPTED
+    assert 200 <= len(losses(tmp_path / "resumed")) < 600
+    assert start("resumed").wait() == 0
+    for file in ("losses.csv", "model/model.safetensors"):
+        assert (tmp_path / "resumed" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes(), file
+
+
+@pytest.fixture
+def programs_of_its_own():
+    """What a run sets in JAX is as it was after the test."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.usefixtures("programs_of_its_own")
+@pytest.mark.parametrize("named", [None, "", "elsewhere"])
+def test_a_run_on_a_gpu_keeps_its_programs(named, tmp_path, monkeypatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    if named is not None:
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", named)
+    jax.config.update("jax_compilation_cache_dir", None)
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "default_backend", lambda: "gpu")
+        common.Run(tmp_path, {"steps": 1, "seed": 0}, common.State({"w": jnp.ones(2)}, (), None))
+    jax.jit(lambda x: x + 1)(jnp.ones(3)).block_until_ready()
+    assert (tmp_path / "programs").is_dir() == (named != "elsewhere")
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
+
+
+@pytest.mark.parametrize("steps", [1, 2, 20])
+def test_few_steps_learn_too(steps):
+    optimizer, params = common.adamw(0.1, steps), {"w": jnp.ones(2)}
+    state = optimizer.init(params)
+    for _ in range(steps):
+        updates, state = optimizer.update({"w": jnp.ones(2)}, state, params)
+        params = optax.apply_updates(params, updates)
+    assert (params["w"] < 0.95).all()
+
+
+def test_settings_are_those_that_change_the_bits():
+    args = common.arguments(None, "x", {"small": 0, "base": 1}).parse_args(["--model=a", "--out=b"])
+    found = common.settings(args, data="c")
+    versions = {"jax": jax.__version__, "numpy": np.__version__, "optax": optax.__version__}
+    assert versions.items() <= found.items() and {"jaxlib", "flax", "jaxft", "device", "dtype", "data"} <= found.keys()
+    assert not {"model", "out", "save_every"} & found.keys()
 
 
 def test_a_tokenizer_without_a_mask(tmp_path):
@@ -261,6 +347,13 @@ def test_counts_are_positive(value, capsys):
     with pytest.raises(SystemExit):
         finetune.main(["--model", "x", "--steps", value])
     assert "argument --steps: invalid positive value" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "x"])
+def test_a_peak_is_positive(value, capsys):
+    with pytest.raises(SystemExit):
+        pretrain.main(["--model", "x", "--peak-tflops", value])
+    assert "argument --peak-tflops: invalid positive_float value" in capsys.readouterr().err
 
 
 def test_custom_modules(monkeypatch, capsys):

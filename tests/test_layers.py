@@ -18,6 +18,7 @@ MODEL_ORDER = (
     "inputs",
     "dropout",
     "bert",
+    "heads",
     "classification",
     "masked_lm",
     "training",
@@ -44,7 +45,7 @@ def layer(name):
     match name.split(".")[1:]:
         case []:
             return 5
-        case ["reference" | "dispatch" | "tuning" | "tuning_store" | "tuning_candidates"]:
+        case ["reference" | "dispatch" | "tuning" | "tuning_dense" | "tuning_store" | "tuning_candidates"]:
             return 0
         case ["kernels", *_] | ["tuning_search"]:
             return 1
@@ -80,7 +81,9 @@ def imports(name, file, modules):
 
 def op_of(stem):
     """`attention` of `attention_backward`: what would be too long as one file."""
-    return re.sub("_(common|backward|spans|implementations|store|candidates|search)$", "", stem)
+    if stem.startswith("tuning_"):
+        return "tuning"
+    return re.sub("_(common|backward|spans|implementations)$", "", stem)
 
 
 def allowed(name, target):

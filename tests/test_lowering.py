@@ -24,7 +24,8 @@ from jaxft.kernels.triton import (
     softmax,
 )
 from jaxft.kernels.triton.attention_common import Options, Rules
-from jaxft.tuning import AttentionConfig, DenseConfig, ElementwiseConfig, GradientConfig, PermuteConfig, RowConfig
+from jaxft.tuning import AttentionConfig, ElementwiseConfig, GradientConfig, PermuteConfig, RowConfig
+from jaxft.tuning_dense import DenseConfig
 
 TRITON = "custom_call @__gpu$xla.gpu.triton"
 COPIES = ("transpose", "slice", "dynamic_slice", "dynamic_update_slice", "concatenate", "gather", "scatter", "pad")
@@ -578,15 +579,15 @@ def test_a_layer_is_eight_kernels_or_fewer(batch, kernels, products, packed, cap
             return out.last_hidden_state
 
         text = lower(of_packed, params, ids, cu_seqlens) if packed else lower(padded, params, ids, ids)
-        return operations(text)
+        # Without those of the sequences' offsets, B integers, the same in every layer, which XLA keeps once.
+        return operations("\n".join(line for line in text.splitlines() if "xi32>" not in line or "xbf16>" in line))
 
     one, three = count(1), count(3)
     layer = {name: (three[name] - one[name]) / 2 for name in three}
     assert layer.get(TRITON) == kernels
     assert layer.get("dot_general", 0) == products
     for copies in COPIES:
-        # Those of the sequences' offsets, B integers, are the same in every layer, and XLA keeps them once.
-        assert layer.get(copies, 0) == 0 or packed, copies
+        assert layer.get(copies, 0) == 0, copies
     assert caplog.messages == []
 
 

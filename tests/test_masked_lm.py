@@ -160,6 +160,16 @@ def test_save_writes_what_was_read(tmp_path, model_type):
     assert_same(model, BertForMaskedLM.from_pretrained(tmp_path / "b"))
 
 
+def test_a_loaded_model_is_one_tree_with_a_new_one(tmp_path):
+    """Whatever its config.json has beside the config."""
+    model = make()
+    model.save_pretrained(tmp_path)
+    loaded = BertForMaskedLM.from_pretrained(tmp_path, implementation="xla")
+    assert nnx.split(loaded)[0] == nnx.split(model)[0] and jax.tree.structure(loaded) == jax.tree.structure(model)
+    for same in jax.tree.leaves(jax.tree.map(lambda a, b: (a == b).all(), loaded, model)):
+        assert same
+
+
 @pytest.mark.filterwarnings("default")  # of torch and transformers
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_transformers_reads_what_was_saved(tmp_path, model_type):
@@ -443,9 +453,10 @@ def test_loss_has_no_logits_of_all_tokens():
 
 
 def test_labels_beyond_max_seqlen_are_none():
+    """Where `cu_seqlens` is traced: otherwise they are refused."""
     model, ids = make(), some_inputs()[0].reshape(-1)[:12]
-    packed = {"cu_seqlens": np.array([0, 7, 10]), "max_seqlen": 4}
-    assert model.loss(ids, np.ones_like(ids), **packed).labelled == 4 + 3
+    loss = jax.jit(lambda starts: model.loss(ids, np.ones_like(ids), cu_seqlens=starts, max_seqlen=4))
+    assert loss(np.array([0, 7, 10])).labelled == 4 + 3
 
 
 def test_triton_is_xla():

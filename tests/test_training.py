@@ -93,6 +93,13 @@ def test_float16_parameters_have_no_loss_scale():
         accumulate_gradients(*arguments, loss_scale=LossScale.create())
 
 
+def test_a_number_is_no_loss_scale():
+    with pytest.raises(TypeError, match="accumulate_gradients: loss_scale must be a LossScale or None, got 1024.0"):
+        accumulate_gradients(scaled_by(1.0), jnp.ones(3), jnp.ones((1, 3), jnp.float16), loss_scale=1024.0)
+    with pytest.raises(TypeError, match="update_if_finite: loss_scale must be a LossScale or None, got 1024.0"):
+        update_if_finite(lambda gradients, state: state, jnp.ones(3), jnp.ones(3), 1024.0)
+
+
 @pytest.fixture
 def standard_promotion():
     """optax does not run under strict dtype promotion."""
@@ -156,6 +163,13 @@ def test_an_impossible_scale(scale):
 def test_without_a_scale_every_update_counts():
     state, scale = update_if_finite(lambda gradients, state: state - gradients, jnp.float32(jnp.nan), jnp.ones(2), None)
     assert scale is None and np.isnan(state).all()
+
+
+def test_no_gradients_are_finite():
+    state, scale = jax.jit(
+        lambda: update_if_finite(lambda gradients, state: state + 1, (), jnp.ones(2), LossScale.create())
+    )()
+    assert (state == 2).all() and scale.good_steps == 1
 
 
 def test_float16_trains():

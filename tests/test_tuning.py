@@ -1,13 +1,18 @@
 """Launch configs: the tuned table where it has an entry, the heuristic everywhere else."""
 
 import dataclasses
+import functools
 import itertools
 import json
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from jaxft import tuning
+import jaxft
+from cases import lower
+from jaxft import tuning, tuning_candidates, tuning_dense
 
 UNKNOWN = "a device that nobody tuned for"
 ITEM_SIZES = (2, 4)
@@ -28,9 +33,10 @@ OPS = {
         ("attention", "attention_dq", "attention_dkv"),
         (tuning.AttentionConfig, ("batch_heads", "query", "key", "head_size", "itemsize")),
     ),
-    "dense": (tuning.DenseConfig, ("rows", "depth", "width", "itemsize")),
-    "dense_split": (tuning.SplitConfig, ("rows", "depth", "width", "itemsize")),
-    "dense_mosaic": (tuning.MosaicDenseConfig, ("rows", "depth", "width", "activation", "itemsize")),
+    "dense_implementation": (tuning_dense.DenseChoice, ("rows", "depth", "width", "activation", "itemsize")),
+    "dense": (tuning_dense.DenseConfig, ("rows", "depth", "width", "itemsize")),
+    "dense_split": (tuning_dense.SplitConfig, ("rows", "depth", "width", "itemsize")),
+    "dense_mosaic": (tuning_dense.MosaicDenseConfig, ("rows", "depth", "width", "activation", "itemsize")),
 }  # fmt: skip
 SIZES = (0, 1, 2, 3, 31, 64, 100, 127, 384, 769, 4096, 5000, 65537)
 
@@ -50,9 +56,9 @@ def heuristics(device_kind=UNKNOWN):
                 yield tuning.bias_activation_backward(rows, size, itemsize, device_kind)
                 yield tuning.qkv_bias_split_heads(48, rows, size, itemsize, device_kind)
                 yield tuning.qkv_bias_split_heads_backward(4, rows, 12, size, itemsize, device_kind)
-                yield tuning.dense(rows, size, 768, itemsize, device_kind)
-                yield tuning.dense(rows, 768, size, itemsize, device_kind)
-                yield tuning.dense_split(rows, size, 768, itemsize, device_kind)
+                yield tuning_dense.dense(rows, size, 768, itemsize, device_kind)
+                yield tuning_dense.dense(rows, 768, size, itemsize, device_kind)
+                yield tuning_dense.dense_split(rows, size, 768, itemsize, device_kind)
         for length in SIZES[:-1]:
             for head_size in (8, 32, 33, 64, 80, 128, 256):
                 for attention in (tuning.attention, tuning.attention_dq, tuning.attention_dkv):
@@ -89,7 +95,7 @@ def test_heuristics_are_launchable():
         assert config.num_warps <= 32
         if isinstance(config, tuning.AttentionConfig):
             assert min(config.block_q, config.block_k) >= 16, config  # the least that a Triton dot takes
-        elif isinstance(config, tuning.DenseConfig):
+        elif isinstance(config, tuning_dense.DenseConfig):
             assert min(config.block_m, config.block_n, config.block_k) >= 16, config
         elif isinstance(config, tuning.PermuteConfig):
             assert config.elements <= 8192, config
@@ -136,7 +142,7 @@ def test_heuristics_fit_into_99_kib(kind):
             taken *= 1.5
         assert taken <= 99 * 1024, (op, head_size, itemsize, config)
     for rows, depth, width, itemsize in itertools.product((1, 128, 300), (33, 5000), (100, 768, 5000), (2, 4)):
-        config = tuning.dense(rows, depth, width, itemsize, kind)
+        config = tuning_dense.dense(rows, depth, width, itemsize, kind)
         tiles = (config.block_m + config.block_n) * config.block_k * itemsize  # fewer than num_stages are on the way
         assert (config.num_stages - 1) * tiles <= 99 * 1024, config
 
@@ -169,17 +175,43 @@ def test_a_tuned_entry_wins(tuned):
         assert op(rows, 1000, itemsize, "NVIDIA H200") == op(rows, 1000, itemsize, UNKNOWN)
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op != "dense_mosaic"])
+@pytest.mark.parametrize("op", [op for op in OPS if op not in ("dense_mosaic", "dense_implementation")])
 def test_every_op_finds_its_tuned_entry(op, tuned):
     sizes = {name: 100 + place for place, name in enumerate(OPS[op][1])}
     tuned({"card": {op: {tuning.key(**sizes): {"num_warps": 32}}}})
-    assert getattr(tuning, op)(*sizes.values(), "card").num_warps == 32
+    assert getattr(tuning_dense if "dense" in op else tuning, op)(*sizes.values(), "card").num_warps == 32
 
 
 def test_the_mosaic_product_finds_its_tuned_entries(tuned):
     tuned({"card": {"dense_mosaic": {"rows=1024,depth=256,width=512,activation=2,itemsize=2": {"tile_n": 256}}}})
-    with_gelu, without = (tuning.dense_mosaic(1000, 200, 300, name, 2, "card") for name in ("gelu", None))
+    with_gelu, without = (tuning_dense.dense_mosaic(1000, 200, 300, name, 2, "card") for name in ("gelu", None))
     assert with_gelu == dataclasses.replace(without, tile_n=256) != without
+
+
+def test_the_implementation_of_dense_is_in_the_table(tuned):
+    entry = {"rows=4096,depth=1024,width=4096,activation=2,itemsize=2": {"implementation": "triton"}}
+    tuned({"NVIDIA H200": {"dense_implementation": entry}})
+    sizes = 4096, 768, 3072
+    chosen = [tuning_dense.dense_implementation(*sizes, name, 2, "NVIDIA H200") for name in ("gelu", None)]
+    assert chosen == ["triton", "mosaic_gpu"]
+    for implementation, kernels in (("triton", 1), ("xla", 1), ("mosaic_gpu", 0)):
+        entry |= dict.fromkeys(entry, {"implementation": implementation})
+        floats = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 768), (768, 3072), (3072,)))
+        text = lower(functools.partial(jaxft.dense, activation="gelu"), *floats)
+        assert text.count("xla.gpu.triton") == kernels
+        assert ("stablehlo.dot_general" in text) == (implementation == "xla")
+        assert ("mosaic_gpu" in text) == (implementation == "mosaic_gpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "programs"),
+    [("NVIDIA H200", 132), ("NVIDIA H100 80GB HBM3", 132), ("NVIDIA H100 PCIe", 114), ("NVIDIA H20", 78)],
+)
+def test_one_program_a_multiprocessor(kind, programs):
+    config = tuning_dense.dense_mosaic(4096, 768, 3072, "gelu", 2, kind)
+    assert config.programs == programs
+    sizes = {"rows": 4096, "depth": 1024, "width": 4096, "activation": 2, "itemsize": 2}
+    assert {c.programs for c in tuning_candidates.candidates("dense_mosaic", config, **sizes)} == {programs}
 
 
 def test_a_device_without_a_table_gets_the_heuristic():
@@ -197,7 +229,7 @@ def test_committed_tables_are_well_formed():
                 parts = {name: int(size) for name, size in (part.split("=") for part in sizes.split(","))}
                 assert tuning.key(**parts) == sizes and tuple(parts) == names, (file.name, op, sizes)
                 assert set(entry) <= fields, (file.name, op, sizes)
-                if config is tuning.MosaicDenseConfig:
+                if config is tuning_dense.MosaicDenseConfig:
                     continue
                 blocks = (value for name, value in entry.items() if name not in ("num_stages", "programs", "splits"))
                 assert all(value & (value - 1) == 0 for value in blocks), (file.name, op)

@@ -119,13 +119,18 @@ def packed_rows(rows: int, cu_seqlens: Array, max_seqlen: int) -> tuple[Array, A
 
 
 def _packed_positions(config: BertConfig, input_ids: Array, cu_seqlens: Array, max_seqlen: int) -> Array:
-    """Those of tokens `[M]` back to back, as the sequences have them on their own; 0 in rows that take no part."""
+    """Those of tokens `[M]` back to back, as the sequences have them on their own; 0 in rows that take no part.
+
+    Where a sequence is not in the rows, or is too long, all are -1, which no table has: the result is NaN.
+    """
     start, position, takes_part = packed_rows(input_ids.size, cu_seqlens, max_seqlen)
     if config.position_offset:
         kept = (input_ids != config.pad_token_id).astype(jnp.int32)
         count = jnp.cumsum(kept)
         position = (count - (count - kept)[start]) * kept + config.pad_token_id
-    return jnp.where(takes_part, position, 0)
+    lengths = jnp.diff(cu_seqlens)
+    right = jnp.all((lengths >= 0) & (lengths <= max_seqlen)) & (cu_seqlens[0] == 0) & (cu_seqlens[-1] <= start.size)
+    return jnp.where(right, jnp.where(takes_part, position, 0), -1)
 
 
 class BertLayer(nnx.Module):
@@ -245,7 +250,8 @@ class BertModel(nnx.Module):
       implementation: passed to every operation; None picks the fastest for the device, "xla" is plain JAX.
       add_pooling_layer: whether there is a pooler; DistilBERT never has one.
       remat: the backward pass computes each layer again from its input, the only array that the forward pass then keeps
-        of it. Gradients and dropout are the same; training takes much less memory and about a third more time.
+        of it. Gradients and dropout are the same; training takes much less memory and about a third more time (on GPUs;
+        XLA's CPU compiler undoes it).
       rngs: random numbers for the initial parameters: `config.initializer_range` times a normal distribution,
         biases 0, LayerNorm's gamma 1. None gives parameters without values, only shapes, to be set.
 
@@ -309,8 +315,9 @@ class BertModel(nnx.Module):
             give `position_ids` where they are others, as of a batch whose mask has holes. Of rows that belong to no
             sequence, those from cu_seqlens[B] on, the hidden states mean nothing; their ids must be in the vocabulary
             (0, say). The pooler's output for a sequence of no token means nothing either.
-          max_seqlen: with `cu_seqlens`, a Python integer that no sequence is longer than. What is beyond it in one that
-            is takes no part, and its hidden states mean nothing.
+          max_seqlen: with `cu_seqlens`, a Python integer that no sequence is longer than. Where `cu_seqlens` is traced,
+            so that nothing can be raised, and one is longer, or they go beyond M, all hidden states are NaN (unless
+            there are `position_ids`; then what is too long is cut off).
           output_hidden_states: whether to return the hidden states of all layers.
           deterministic: True for a call without dropout, False for one with; None is as `model.eval()` or
             `model.train()` has set it.

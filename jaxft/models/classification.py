@@ -1,5 +1,6 @@
 """BERT, RoBERTa and DistilBERT encoders with a head: classes of a text, a score of a pair of texts, tokens' labels."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,10 +40,12 @@ class _Classifier(EncoderWithHead):
         remat: bool = False,
         rngs: nnx.Rngs | None,
     ) -> None:
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation}
-        super().__init__(config, **options, remat=remat, rngs=rngs)
+        # Before the encoder is initialised: what is refused takes no time and memory.
         self._labels = _label_names(type(self).__name__, num_labels, id2label)
         self.classifier_dropout = _rate(type(self).__name__, "classifier_dropout", classifier_dropout)
+        self._settings = "{}"  # static attributes of a module must be hashable: no dictionaries
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation}
+        super().__init__(config, **options, remat=remat, rngs=rngs)
         self._add_head(self.bert.embeddings.options, rngs)
 
     def _add_head(self, options: Any, rngs: nnx.Rngs | None) -> None:
@@ -57,6 +60,11 @@ class _Classifier(EncoderWithHead):
     def id2label(self) -> dict[int, str]:
         """The labels' names by their number."""
         return dict(enumerate(self._labels))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """A copy of what was in `config.json` when the model was read from a checkpoint; otherwise empty."""
+        return json.loads(self._settings)
 
     @property
     def _head_rate(self) -> float:
@@ -82,6 +90,9 @@ class _Classifier(EncoderWithHead):
         field = _rate_field(cls._TASK, config.model_type)
         rate = _rate(cls.__name__, field, settings.get(field))
         return {"id2label": dict(enumerate(labels)), "classifier_dropout": rate}
+
+    def _keep_settings(self, settings: dict[str, Any]) -> None:
+        self._settings = json.dumps(settings)
 
     def _head_settings(self) -> dict[str, Any]:
         labels = {"id2label": self.id2label, "label2id": {label: number for number, label in self.id2label.items()}}
@@ -121,6 +132,10 @@ class BertForSequenceClassification(_Classifier):
 
     The same network as transformers' classes of that name (`RobertaForSequenceClassification` and so on for the other
     types). Used in `nnx.jit` and `jax.jit`, and trained with dropout (`train()`, `eval()`), as `BertModel`.
+
+    The labels that `from_pretrained` takes are those of `id2label` in `config.json`, else `num_labels` unnamed ones,
+    else two, as transformers has it. Of `settings`, `save_pretrained` writes `problem_type` and what
+    sentence-transformers keeps there again.
 
     Args:
       config: sizes and options of the encoder.
@@ -200,7 +215,8 @@ class BertForTokenClassification(_Classifier):
     """A BERT, RoBERTa or DistilBERT encoder and a dense layer on each token: logits of a label for every token.
 
     The same network as transformers' classes of that name (`RobertaForTokenClassification` and so on for the other
-    types). Used in `nnx.jit` and `jax.jit`, and trained with dropout (`train()`, `eval()`), as `BertModel`.
+    types). Used in `nnx.jit` and `jax.jit`, and trained with dropout (`train()`, `eval()`), as `BertModel`. Labels and
+    `settings` are read and written as those of `BertForSequenceClassification`.
 
     Args:
       config: sizes and options of the encoder.

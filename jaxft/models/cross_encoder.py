@@ -181,13 +181,18 @@ class CrossEncoder:
             pairs, self._tokenizer.encode_batch_fast, batch_size, compute, width=self.model.num_labels, unit="pair",
             show_progress_bar=show_progress_bar,
         )  # fmt: skip
-        scores = (activation_fn or self.activation_fn)(jnp.asarray(logits))
+        # The model's own activation gets a power of two of rows: else JAX would compile it for every number of pairs.
+        count = len(logits)
+        if activation_fn is None:
+            logits = np.pad(logits, ((0, (1 << max(count - 1, 0).bit_length()) - count), (0, 0)))
+        scores: Any = (activation_fn or self.activation_fn)(jnp.asarray(logits))
         if self.model.num_labels > 1 and apply_softmax:
             scores = jax.nn.softmax(scores, axis=-1)
-        elif self.model.num_labels == 1:
+        scores = np.array(scores)[:count]  # a copy, since JAX's memory is read-only
+        if self.model.num_labels == 1:
             scores = scores[:, 0]
         scores = scores[0] if is_pair else scores
-        return np.array(scores)[()] if convert_to_numpy else scores  # a copy, since JAX's memory is read-only
+        return scores if convert_to_numpy else jnp.asarray(scores)
 
     def rank(
         self,
@@ -203,7 +208,7 @@ class CrossEncoder:
 
         Args:
           query: a text.
-          documents: texts.
+          documents: a sequence of texts.
           top_k: how many to return; None for all.
           return_documents: whether to return the texts too.
           batch_size, show_progress_bar, activation_fn: as for `predict`.
@@ -213,13 +218,15 @@ class CrossEncoder:
           Documents of equal scores stay in their order.
 
         Raises:
-          TypeError: a text is not a string.
+          TypeError: a text is not a string, or `documents` is one.
           ValueError: the model has several labels, `top_k` is not a positive integer, or as `predict`.
         """
         if self.model.num_labels != 1:
             raise ValueError(f"rank: the model must have one label, a score, got {self.model.num_labels} labels")
         if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int | np.integer) or top_k < 1):
             raise ValueError(f"rank: top_k must be None or a positive integer, got {top_k!r}")
+        if isinstance(documents, str):
+            raise TypeError("rank: documents must be a sequence of str, got one str")
         documents = batches.as_texts("rank", "documents", documents)
         (query,) = batches.as_texts("rank", "query", [query])
         scores = self.predict([(query, text) for text in documents], batch_size, show_progress_bar, activation_fn)

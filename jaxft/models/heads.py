@@ -1,6 +1,5 @@
 """What encoders with a head share: the encoder, and how both are read from checkpoints and written."""
 
-import json
 import os
 from typing import Any, ClassVar, Self
 
@@ -30,17 +29,11 @@ class EncoderWithHead(nnx.Module):
     ) -> None:
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation}
         self.bert = BertModel(config, **options, add_pooling_layer=False, remat=remat, rngs=rngs)
-        self._settings = "{}"  # static attributes of a module must be hashable: no dictionaries
 
     @property
     def config(self) -> BertConfig:
         """The encoder's sizes and options."""
         return self.bert.config
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """A copy of what was in `config.json` when the model was read from a checkpoint; otherwise empty."""
-        return json.loads(self._settings)
 
     @classmethod
     def from_pretrained(
@@ -69,9 +62,9 @@ class EncoderWithHead(nnx.Module):
           TypeError: `folder_or_id` is not a string or path.
         """
 
-        def parse(settings: dict[str, Any]) -> tuple[BertConfig, dict[str, Any], str]:
+        def parse(settings: dict[str, Any]) -> tuple[BertConfig, dict[str, Any], dict[str, Any]]:
             config = BertConfig.from_dict(settings)
-            return config, cls._head_options(settings, config), json.dumps(settings)
+            return config, cls._head_options(settings, config), settings
 
         param_dtype = dtype if param_dtype is None else param_dtype
         folder = checkpoint.resolve(
@@ -80,7 +73,7 @@ class EncoderWithHead(nnx.Module):
         config, options, settings = checkpoint.read_config(folder, parse)
         options |= {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation, "remat": remat}
         model = cls(config, **options, rngs=None)
-        model._settings = settings
+        model._keep_settings(settings)
         load_parameters(model, folder, config.model_type, param_dtype)
         return model
 
@@ -88,6 +81,9 @@ class EncoderWithHead(nnx.Module):
     def _head_options(cls, settings: dict[str, Any], config: BertConfig) -> dict[str, Any]:
         """The arguments for the head that a config.json has; ValueError where it has wrong ones."""
         return {}
+
+    def _keep_settings(self, settings: dict[str, Any]) -> None:
+        """Keeps of a config.json what is neither an argument nor a parameter: nothing, so that models are equal."""
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Writes `config.json` and `model.safetensors`, which transformers reads too; existing ones are replaced."""

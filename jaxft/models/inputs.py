@@ -8,6 +8,8 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
+from jaxft.ops import common
+
 
 def float_dtype(where: str, name: str, dtype: DTypeLike) -> np.dtype:
     dtype = jnp.dtype(dtype)
@@ -32,6 +34,7 @@ def check_packed(
     cu_seqlens = as_ids(where, "cu_seqlens", cu_seqlens).astype(jnp.int32)
     if cu_seqlens.ndim != 1 or cu_seqlens.size == 0:
         raise ValueError(f"{where}: cu_seqlens must have a shape [sequences + 1], got {list(cu_seqlens.shape)}")
+    common.check_cu_seqlens(where, cu_seqlens, input_ids.size, max_seqlen)
     return cu_seqlens, max_seqlen
 
 
@@ -46,11 +49,8 @@ def as_ids(where: str, name: str, value: Any, shape: tuple[int, ...] | None = No
         raise TypeError(f"{expected}, got {getattr(value, 'dtype', type(value).__name__)}") from error
     if not (jnp.issubdtype(array.dtype, jnp.integer) or (or_bool and array.dtype == jnp.bool)):
         raise TypeError(f"{expected}, got {array.dtype}")
-    if isinstance(value, np.ndarray) and value.dtype != array.dtype and value.size:  # JAX lets numbers wrap around
-        limits = jnp.iinfo(array.dtype)
-        for extreme in (int(value.min()), int(value.max())):
-            if not limits.min <= extreme <= limits.max:
-                raise ValueError(f"{where}: {name} must fit {array.dtype}, got {extreme}")
+    if isinstance(value, np.ndarray) and value.dtype != array.dtype:  # JAX lets numbers wrap around
+        common.check_fits(where, name, value, array.dtype)
     if shape is not None and array.shape != shape:
         raise ValueError(f"{where}: {name} must have the shape of input_ids, {list(shape)}, got {list(array.shape)}")
     return array

@@ -43,8 +43,9 @@ class BertForMaskedLM(EncoderWithHead):
     """A BERT, RoBERTa or DistilBERT encoder and its head for masked language modelling: logits, or the loss.
 
     The same network as transformers' classes of that name (`RobertaForMaskedLM` and so on for the other types). The
-    output matrix is that of the word embeddings, which a checkpoint keeps once; `from_pretrained` refuses one with an
-    output matrix of its own. Used in `nnx.jit` and `jax.jit` as `BertModel`. A training step::
+    output matrix is that of the word embeddings, which `save_pretrained` writes once; `from_pretrained` reads
+    checkpoints with and without a second copy, and refuses one with an output matrix of its own. Used in `nnx.jit` and
+    `jax.jit` as `BertModel`. A training step::
 
         @nnx.jit
         def train_step(model, optimizer, input_ids, labels, attention_mask):
@@ -54,7 +55,8 @@ class BertForMaskedLM(EncoderWithHead):
 
     Args:
       config: sizes and options of the encoder.
-      dtype, param_dtype, implementation: as for `BertModel`; they hold for the head too.
+      dtype, param_dtype, implementation: as for `BertModel`; they hold for the head too, but the product with the
+        vocabulary's matrix is XLA's under every `implementation`.
       remat: as for `BertModel`.
       rngs: random numbers for the initial parameters, as for `BertModel`; those of the head are made as the encoder's.
 

@@ -87,10 +87,12 @@ def accumulate_gradients(
       `params`; sums over the micro-batches are float32.
 
     Raises:
+      TypeError: `loss_scale` is no `LossScale`.
       ValueError: `batches` has no arrays, or these do not have the same number of micro-batches, at least one; or
         `loss_fn` does not return two scalars, the second an integer; or there are a `loss_scale` and float16 `params`.
     """
     where = "accumulate_gradients"
+    _check_loss_scale(where, loss_scale)
     if loss_scale is not None and any(jnp.result_type(leaf) == jnp.float16 for leaf in jax.tree.leaves(params)):
         raise ValueError(
             f"{where}: params must not be float16 with a loss_scale, got a float16 array; keep parameters in float32 "
@@ -136,7 +138,7 @@ def update_if_finite(
 
     Equivalent to::
 
-      finite = all(jnp.isfinite(gradient).all() for gradient in jax.tree.leaves(gradients))
+      finite = all_finite(gradients)
       (update(gradients, state) if finite else state), loss_scale.update(finite)
 
     Args:
@@ -148,10 +150,24 @@ def update_if_finite(
 
     Returns:
       The next state and the next loss scale.
+
+    Raises:
+      TypeError: `loss_scale` is no `LossScale`.
     """
+    _check_loss_scale("update_if_finite", loss_scale)
     updated = update(gradients, state)
     if loss_scale is None:
         return updated, None
-    finite = jnp.stack([jnp.isfinite(gradient).all() for gradient in jax.tree.leaves(gradients)]).all()
+    finite = all_finite(gradients)
     kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
     return kept, loss_scale.update(finite, growth_interval=growth_interval)
+
+
+def all_finite(arrays: Any) -> Array:
+    """A boolean scalar, whether a pytree of arrays has no NaN and no infinity; true of one without arrays."""
+    return jnp.array([jnp.isfinite(array).all() for array in jax.tree.leaves(arrays)], bool).all()
+
+
+def _check_loss_scale(where: str, loss_scale: Any) -> None:
+    if not isinstance(loss_scale, LossScale | None):
+        raise TypeError(f"{where}: loss_scale must be a LossScale or None, got {loss_scale!r:.100}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxft.ops import attention_implementations as implementations
@@ -47,9 +46,10 @@ def dot_product_attention(
       mask: bool, broadcastable to `[B, N, T, S]`, True = attend.
       scale: of the logits, a Python number; None for 1 / sqrt(H).
       is_causal: a query attends to no later key (top-left aligned: key <= query).
-      query_seq_lengths, key_value_seq_lengths: integers `[B]`; what lies beyond is padding.
-      query_segment_ids, key_value_segment_ids: integers `[B, T]` and `[B, S]`, both or neither; attention stays within
-        equal ids.
+      query_seq_lengths, key_value_seq_lengths: integers `[B]` (without a batch `[]` or `[1]`); what lies beyond is
+        padding.
+      query_segment_ids, key_value_segment_ids: integers `[B, T]` and `[B, S]` (without a batch also `[T]` and `[S]`),
+        both or neither; attention stays within equal ids.
       local_window_size: (left, right), or one number for both: query - left <= key <= query + right.
       dropout_rate: of the probabilities, in [0, 1). What is kept is a pure function of the key and the element's index.
       dropout_rng: a JAX random key, needed where the rate is not 0.
@@ -64,7 +64,7 @@ def dot_product_attention(
       padding (NaN and Inf included) reaches no valid output or gradient. `jax.nn` differs in both.
 
     Raises:
-      TypeError: an array has the wrong kind of dtype (an integer mask, say), or a number is not one.
+      TypeError: an array has the wrong kind of dtype (an integer mask, say), or a number or a bool is not one.
       ValueError: a shape does not fit, a number is out of its range, or an unknown implementation.
       NotImplementedError: the named implementation cannot do this; the message says why.
 
@@ -114,14 +114,15 @@ def qkv_attention(
     return_residual: bool = False,
     implementation: str | None = None,
 ) -> Any:
-    """`dot_product_attention` from the packed projection, read in place: no slice and no copy on the GPU.
+    """`dot_product_attention` from the packed projection, read in place: no slice and no copy for the kernels.
 
     Equivalent to::
 
       dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], bias, mask, ...)
 
     Args:
-      qkv: `[B, T, 3, N, H]` (or `[T, 3, N, H]`), float32, float16 or bfloat16.
+      qkv: `[B, T, 3, N, H]` (or `[T, 3, N, H]`), N >= 1, float32, float16 or bfloat16.
+      implementation: as in `dot_product_attention`; None takes cuDNN, which needs copies, from 8,192 positions on.
       The other arguments: as in `dot_product_attention`, with S = T and K = N.
 
     Returns:
@@ -131,8 +132,8 @@ def qkv_attention(
     """
     op = "qkv_attention"
     qkv = common.as_float(op, "qkv", qkv)
-    if qkv.ndim not in (4, 5) or qkv.shape[-3] != 3:
-        raise ValueError(f"{op}: qkv must have shape [B, T, 3, N, H] or [T, 3, N, H], got {qkv.shape}")
+    if qkv.ndim not in (4, 5) or qkv.shape[-3] != 3 or qkv.shape[-2] < 1:
+        raise ValueError(f"{op}: qkv must have shape [B, T, 3, N, H] or [T, 3, N, H] with N >= 1, got {qkv.shape}")
     inputs = Inputs(qkv, None, None, bias, mask, query_seq_lengths, key_value_seq_lengths, query_segment_ids,
                      key_value_segment_ids, dropout_rng)  # fmt: skip
     options = (scale, is_causal, local_window_size, dropout_rate, return_residual)
@@ -157,27 +158,35 @@ def varlen_qkv_attention(
     A sequence's result does not depend, in any bit, on the others or on where it lies.
 
     Args:
-      qkv: `[M, 3, N, H]`, float32, float16 or bfloat16.
+      qkv: `[M, 3, N, H]`, N >= 1, float32, float16 or bfloat16.
       cu_seqlens: integers `[B + 1]`, ascending from 0: sequence b is rows cu_seqlens[b] to cu_seqlens[b + 1] of qkv.
         Rows from cu_seqlens[B] on belong to no sequence and give 0.
-      max_seqlen: a static bound of the sequences' lengths; rows beyond it in a longer one take no part and give 0.
+      max_seqlen: a static bound of the sequences' lengths. Where `cu_seqlens` is traced (an argument of `jit`), and
+        nothing can be raised, rows beyond it in a longer one take no part and give 0, and a sequence that goes beyond
+        M is cut there.
       dropout_rate, dropout_rng: an element's index is that in the padded [B, N, max_seqlen, max_seqlen].
       The other arguments: as in `dot_product_attention`.
 
     Returns:
       `[M, N, H]` of the dtype of `qkv`, with `return_residual` also the log-sum-exp, float32 `[M, N]`.
 
-    Raises, gradients and edges: as `dot_product_attention`.
+    Raises: as `dot_product_attention`; ValueError also where `cu_seqlens`, unless it is traced, does not ascend from 0
+      or goes beyond M, or a sequence is longer than `max_seqlen`.
+
+    Gradients and edges: as `dot_product_attention`.
     """
     op = "varlen_qkv_attention"
     qkv = common.as_float(op, "qkv", qkv)
-    if qkv.ndim != 4 or qkv.shape[1] != 3:
-        raise ValueError(f"{op}: qkv must have shape [M, 3, N, H], got {qkv.shape}")
-    cu_seqlens = _as_integers(op, "cu_seqlens", cu_seqlens)
+    if qkv.ndim != 4 or qkv.shape[1] != 3 or qkv.shape[2] < 1:
+        raise ValueError(f"{op}: qkv must have shape [M, 3, N, H] with N >= 1, got {qkv.shape}")
+    if qkv.shape[0] >= 2**31:
+        raise NotImplementedError(f"{op}: qkv must have fewer than 2^31 rows, whose numbers fit int32, got {qkv.shape}")
+    given, cu_seqlens = cu_seqlens, common.as_integers(op, "cu_seqlens", cu_seqlens)
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"{op}: cu_seqlens must have shape [B + 1], got {cu_seqlens.shape}")
     if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int) or max_seqlen < 0:
         raise ValueError(f"{op}: max_seqlen must be a Python integer >= 0, got {max_seqlen!r}")
+    common.check_cu_seqlens(op, given, qkv.shape[0], max_seqlen)
     options = _options(op, scale, is_causal, local_window_size, dropout_rate, dropout_rng, return_residual,
                        qkv.shape[-1], max_seqlen)  # fmt: skip
     rng = dropout_rng if options.dropout_rate > 0.0 else None
@@ -192,18 +201,13 @@ def _options(op, scale, is_causal, window, dropout_rate, dropout_rng, return_res
     # No array is longer than 2^30, and the positions are 32-bit.
     window = None if window is None else (min(int(pair[0]), 2**30), min(int(pair[1]), 2**30))
     rate = common.check_dropout(op, dropout_rate, dropout_rng)
-    return Options(scale, bool(is_causal), window, rate, bool(return_residual), max_seqlen)
+    common.check_flag(op, "is_causal", is_causal)
+    common.check_flag(op, "return_residual", return_residual)
+    return Options(scale, is_causal, window, rate, return_residual, max_seqlen)
 
 
 def _is_window(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 0)
-
-
-def _as_integers(op: str, name: str, x: Any) -> Array:
-    x = common.as_array(op, name, x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{op}: {name} must be an array of integers, got {x.dtype}")
-    return x.astype(jnp.int32)
 
 
 def _attend(op, inputs, options, implementation, batched):
@@ -211,21 +215,16 @@ def _attend(op, inputs, options, implementation, batched):
     scale, is_causal, window, dropout_rate, return_residual = options
     options = _options(op, scale, is_causal, window, dropout_rate, inputs.dropout_rng, return_residual,
                        inputs.query.shape[-1])  # fmt: skip
-    inputs = _check_masks(op, inputs if batched else _add_batch(op, inputs), options)
+    if not batched:
+        inputs = Inputs(*jax.tree.map(lambda x: x[None], inputs[:3]), *inputs[3:])
+    inputs = _check_masks(op, inputs, options, batched)
     if options.dropout_rate == 0.0:
         inputs = inputs._replace(dropout_rng=None)
     out = implementations.run(op, inputs, options, implementation)
     return out if batched else jax.tree.map(lambda x: x[0], out)
 
 
-def _add_batch(op: str, inputs: Inputs) -> Inputs:
-    """Every array that has a batch axis where there is a batch gets one of 1 (bias and mask broadcast anyway)."""
-    names = [name for name in Inputs._fields if name not in ("bias", "mask", "dropout_rng")]
-    given = {name: getattr(inputs, name) for name in names if getattr(inputs, name) is not None}
-    return inputs._replace(**{name: common.as_array(op, name, x)[None] for name, x in given.items()})
-
-
-def _check_masks(op: str, inputs: Inputs, options: Options) -> Inputs:
+def _check_masks(op: str, inputs: Inputs, options: Options, batched: bool) -> Inputs:
     b, t, s, n, _ = implementations.sizes(inputs, options)
     found: dict[str, Array] = {}
     for name, check in (("bias", common.as_float), ("mask", common.as_mask)):
@@ -242,8 +241,10 @@ def _check_masks(op: str, inputs: Inputs, options: Options) -> Inputs:
     }
     for name, shape in shapes.items():
         if getattr(inputs, name) is not None:
-            found[name] = _as_integers(op, name, getattr(inputs, name))
-            common.check_shape(op, name, found[name], shape)
+            x = common.as_integers(op, name, getattr(inputs, name))
+            if batched or x.shape != shape:  # without a batch, one of 1 is as good as none
+                common.check_shape(op, name, x, shape if batched else shape[1:])
+            found[name] = x.reshape(shape)
     if ("query_segment_ids" in found) != ("key_value_segment_ids" in found):
         given = next(name for name in found if name.endswith("segment_ids"))
         raise ValueError(f"{op}: query_segment_ids and key_value_segment_ids go together, got only {given}")

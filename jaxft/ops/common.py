@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Array = jax.Array
 
@@ -25,6 +26,40 @@ def as_float(op: str, name: str, x: Any) -> Array:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{op}: {name} must be an array of floats, got {x.dtype}")
     return x
+
+
+def as_integers(op: str, name: str, x: Any) -> Array:
+    """As int32, once their values, where they are known, are right for that."""
+    given, x = x, as_array(op, name, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{op}: {name} must be an array of integers, got {x.dtype}")
+    if x.dtype.itemsize > 4 or given.dtype.itemsize > 4:  # which wrap around
+        check_fits(op, name, given, jnp.int32)
+    return x.astype(jnp.int32)
+
+
+def check_fits(op: str, name: str, x: Any, dtype: Any) -> None:
+    """That the integers, unless they are traced, fit the dtype."""
+    if isinstance(x, jax.core.Tracer) or not x.size:
+        return
+    limits = jnp.iinfo(dtype)
+    for extreme in (int(x.min()), int(x.max())):
+        if not limits.min <= extreme <= limits.max:
+            raise ValueError(f"{op}: {name} must fit {jnp.dtype(dtype)}, got {extreme}")
+
+
+def check_cu_seqlens(op: str, given: Any, rows: int, max_seqlen: int) -> None:
+    """That sequences back to back, unless they are traced, are in the rows and no longer than they may be."""
+    if isinstance(given, jax.core.Tracer):
+        return
+    ends = np.asarray(given).astype(np.int64)
+    lengths = np.diff(ends)
+    if ends[0] != 0 or (lengths < 0).any():
+        raise ValueError(f"{op}: cu_seqlens must ascend from 0, got {ends.tolist()!s:.100}")
+    if ends[-1] > rows:
+        raise ValueError(f"{op}: cu_seqlens must not go beyond the {rows} rows, got {ends[-1]}")
+    if lengths.max(initial=0) > max_seqlen:
+        raise ValueError(f"{op}: max_seqlen must not be below the longest sequence's {lengths.max()}, got {max_seqlen}")
 
 
 def as_vector(op: str, name: str, x: Any, width: int) -> Array | None:

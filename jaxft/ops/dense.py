@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxft import dispatch, reference, tuning
+from jaxft import dispatch, reference, tuning, tuning_dense
 from jaxft.kernels.triton import bias_activation
 from jaxft.kernels.triton import dense as triton
 from jaxft.ops import common
@@ -75,19 +75,21 @@ def dense(
     # In two dimensions, which is where XLA recognises a matrix product with a bias in its epilogue.
     arrays = (x.reshape(rows, x.shape[-1]), kernel, bias, None if residual is None else residual.reshape(rows, width))
     sizes, itemsize = (rows, x.shape[-1], width), x.dtype.itemsize
-    reasons = {"triton": triton.unsupported(x=x, bias=bias)}
+    reasons, kind, fastest = {"triton": triton.unsupported(x=x, bias=bias)}, dispatch.device_kind(), implementation
+    if implementation is None and dispatch.platform() == "cuda":
+        fastest = tuning_dense.dense_implementation(*sizes, activation, itemsize, kind)
     # Mosaic GPU is imported, which takes a while, only where it may be the choice.
-    if implementation is None:
-        if dispatch.platform() == "cuda" and tuning.dense_by_mosaic(*sizes, activation, itemsize):
-            reasons = {"mosaic_gpu": _mosaic_reason(*arrays)} | reasons
-    elif implementation not in ("triton", "xla"):
-        reasons["mosaic_gpu"] = _mosaic_reason(*arrays)
-    choice, kind = dispatch.choose(op, implementation, reasons), dispatch.device_kind()
-    product: tuning.DenseConfig | tuning.MosaicDenseConfig | None = None
+    if fastest not in (None, "triton", "xla"):
+        mosaic = {"mosaic_gpu": _mosaic_reason(*arrays)}
+        reasons = mosaic | reasons if implementation is None else reasons | mosaic
+    choice = dispatch.choose(op, implementation, reasons)
+    if implementation is None and fastest == "mosaic_gpu" and choice.name != fastest:
+        fastest = tuning_dense.without_mosaic(*sizes, activation, itemsize)
+    product: tuning_dense.DenseConfig | tuning_dense.MosaicDenseConfig | None = None
     if choice.name == "mosaic_gpu":
-        product = tuning.dense_mosaic(*sizes, activation, itemsize, kind)
-    elif implementation is not None or not tuning.dense_by_library(*sizes, activation, itemsize):
-        product = tuning.dense(*sizes, itemsize, kind)
+        product = tuning_dense.dense_mosaic(*sizes, activation, itemsize, kind)
+    elif fastest == "triton":
+        product = tuning_dense.dense(*sizes, itemsize, kind)
     no_kernel = product is None and (residual is not None if activation else bias is None)
     if choice.name == "xla" or 0 in sizes or no_kernel:
         y = _reference(*arrays, activation, precision)
@@ -124,7 +126,7 @@ class _Plan:
 
     activation: str | None
     precision: Any
-    product: tuning.DenseConfig | tuning.MosaicDenseConfig | None
+    product: tuning_dense.DenseConfig | tuning_dense.MosaicDenseConfig | None
     epilogue: tuning.ElementwiseConfig
     gradient: tuning.GradientConfig  # of the activation and the bias
     kernel_precision: str
@@ -135,7 +137,7 @@ class _Plan:
 def _kernels(x, kernel, bias, residual, plan):
     if plan.product is None:
         return _epilogue(jnp.matmul(x, kernel, precision=plan.precision), bias, residual, plan, in_place=True)
-    if isinstance(plan.product, tuning.MosaicDenseConfig):
+    if isinstance(plan.product, tuning_dense.MosaicDenseConfig):
         return _mosaic(x, kernel, bias, plan, with_product=False)
     return triton.forward(
         x, kernel, bias, residual, activation=plan.activation, precision=plan.kernel_precision, config=plan.product,
@@ -169,7 +171,7 @@ def _fwd(x, kernel, bias, residual, plan):
             lambda y, bias, residual: reference.dense_epilogue(y, bias, plan.activation, residual),
         )
         return run(y, bias, residual), (x, kernel, bias, residual, None if plan.activation is None else y)
-    if isinstance(plan.product, tuning.MosaicDenseConfig) and plan.activation is not None:
+    if isinstance(plan.product, tuning_dense.MosaicDenseConfig) and plan.activation is not None:
 
         def fused(x, kernel, bias):
             return _mosaic(x, kernel, bias, plan, with_product=True)
@@ -187,7 +189,7 @@ def _bwd(plan, saved, d_out):
     x, kernel, bias, residual, y = saved
     if y is None and plan.activation is not None:  # the kernel kept it in registers, and the gradient needs it
         y = jnp.matmul(x, kernel, precision=plan.precision)
-    elif isinstance(plan.product, tuning.MosaicDenseConfig) and bias is not None:
+    elif isinstance(plan.product, tuning_dense.MosaicDenseConfig) and bias is not None:
         bias = jnp.zeros_like(bias)  # it is in y
 
     dy, d_bias = _epilogue_gradient(d_out, y, bias, plan)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxft import dispatch, reference, tuning
+from jaxft import dispatch, reference, tuning, tuning_dense
 from jaxft.kernels.triton import dense as product
 from jaxft.kernels.triton import layer_norm as norm
 from jaxft.ops import common
@@ -89,7 +89,7 @@ def dense_residual_layer_norm(
     if choice.name == "xla" or 0 in (rows, depth, width):
         return _two_ops(*arrays, rng, options).reshape(residual.shape)
     kind = dispatch.device_kind()
-    parts = tuning.dense_split(rows, depth, width, x.dtype.itemsize, kind)
+    parts = tuning_dense.dense_split(rows, depth, width, x.dtype.itemsize, kind)
     if parts.splits == 1:
         return _two_ops(*arrays, rng, options).reshape(residual.shape)
     static = _Static(
@@ -115,7 +115,7 @@ class _Static(NamedTuple):
     """What is compiled into the kernels."""
 
     options: _Options
-    product: tuning.SplitConfig
+    product: tuning_dense.SplitConfig
     norm: tuning.RowConfig
     kernel_precision: str
     interpret: bool

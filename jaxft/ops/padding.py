@@ -6,7 +6,6 @@ import functools
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxft import dispatch, reference
@@ -94,23 +93,22 @@ def restore_padding(x: Array, indices: Array, *, batch: int, length: int, implem
 
     Raises:
       TypeError: indices are not integers, or an argument is not an array.
-      ValueError: a shape does not fit, batch or length is not a Python integer >= 0, or an unknown implementation.
+      ValueError: a shape does not fit, indices beyond int32, batch or length is not a Python integer >= 0, or an
+        unknown implementation.
       NotImplementedError: the named implementation cannot do this; the message says why.
 
     Gradients: of x, as a gather (reverse mode only). Deterministic.
     """
     op = "restore_padding"
-    x, indices = common.as_array(op, "x", x), common.as_array(op, "indices", indices)
+    x, indices = common.as_array(op, "x", x), common.as_integers(op, "indices", indices)
     if x.ndim == 0:
         raise ValueError(f"{op}: x must have shape [M, ...], got a scalar")
-    if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise TypeError(f"{op}: indices must be an array of integers, got {indices.dtype}")
     common.check_shape(op, "indices", indices, x.shape[:1])
     for name, size in (("batch", batch), ("length", length)):
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(f"{op}: {name} must be a Python integer >= 0, got {size!r}")
     by = _choose(op, implementation, x, batch * length)
-    return _restore(*common.vary_alike(x, indices.astype(jnp.int32)), batch, length, by)
+    return _restore(*common.vary_alike(x, indices), batch, length, by)
 
 
 def _choose(op, implementation, x, places):

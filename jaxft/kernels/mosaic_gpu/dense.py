@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxft.tuning import MosaicDenseConfig
+from jaxft.tuning_dense import MosaicDenseConfig
 
 Array = jax.Array
 

@@ -2,7 +2,7 @@
 
 2 * M * K * F floating-point operations. With few rows the weights' bytes are the floor, and what counts is that enough
 programs read them at once: cuBLAS starts too few (128x768x768 on an H200: 12 of 132 multiprocessors, 5 us). For many
-rows cuBLAS is faster, and `jaxft.tuning.dense_by_library` says where.
+rows cuBLAS is faster, and `jaxft.tuning_dense` says where.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import common
-from jaxft.tuning import DenseConfig
+from jaxft.tuning_dense import DenseConfig
 
 Array = jax.Array
 

@@ -1,0 +1,172 @@
+"""Dense layers: which implementation is the fastest, and the launch configurations of the products."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from jaxft.tuning import lookup, next_power_of_2
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseChoice:
+    """What `dense` takes unless one is named: "mosaic_gpu", "triton", or "xla" and then a kernel for the activation."""
+
+    implementation: str
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseConfig:
+    """A matrix product in tiles of `block_m` x `block_n`, `block_k` deep; powers of two, at least 16."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitConfig(DenseConfig):
+    """`splits` programs share the depth of a tile, and the result is as many partial sums; 1 for no such product."""
+
+    splits: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicDenseConfig:
+    """Each of two warp groups multiplies tiles of `tile_m` x `tile_n`, `tile_k` deep at a time.
+
+    `split` is how the two share the work: "m", one's tile lies below the other's, and they read the same of the kernel;
+    "n", beside it, and they read the same of x; "none", they take turns: one finishes its tile while the other
+    multiplies. Copies for `stages` steps are on the way. `cluster_m`, 1 or 2: so many programs, one's rows below the
+    other's, share copies of the kernel. Tiles are taken in bands of `group` of them along `minor` ("m" or "n"), so that
+    those of the `programs` that run at once share most of what they read.
+    """
+
+    tile_m: int
+    tile_n: int
+    tile_k: int = 64
+    stages: int = 4
+    split: str = "m"
+    cluster_m: int = 1
+    minor: str = "n"
+    group: int = 8
+    programs: int = 132
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """The rows and columns that a program computes at a time."""
+        return self.tile_m * (1 + (self.split == "m")), self.tile_n * (1 + (self.split == "n"))
+
+
+def dense_implementation(
+    rows: int, depth: int, width: int, activation: str | None, itemsize: int, device_kind: str
+) -> str:
+    """The fastest: see `DenseChoice`."""
+    by_mosaic = _by_mosaic(rows, depth, width, activation, itemsize)
+    default = DenseChoice("mosaic_gpu" if by_mosaic else without_mosaic(rows, depth, width, activation, itemsize))
+    sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
+    return lookup("dense_implementation", default, device_kind, **sizes, itemsize=itemsize).implementation
+
+
+def without_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsize: int) -> str:
+    """The faster of the other two."""
+    return "xla" if _by_library(rows, depth, width, activation, itemsize) else "triton"
+
+
+def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsize: int) -> bool:
+    """Whether the Mosaic GPU product with its epilogue is the fastest.
+
+    On an H200 (2026-11-22), 16-bit: with GELU it takes 1.06-1.12x as long as cuBLAS without, where a second kernel
+    makes that 1.3x; without activation 0.87-1.0x, but more of many rows and a depth of 1,024 or more. Up to 512 rows it
+    takes 0.85-0.97x the time of the Triton product, where its smallest tiles fill half of the card.
+    """
+    if itemsize > 2 or rows < 64 or rows % 8 or min(depth, width) < 256:  # other numbers of rows cost copies
+        return False
+    few = rows <= 512 and -(-rows // 64) * -(-width // 64) < 66
+    return not few and (activation is not None or rows <= 8192 or depth < 1024)
+
+
+def _by_library(rows: int, depth: int, width: int, activation: str | None, itemsize: int) -> bool:
+    """Whether XLA's product and a kernel after it are faster than the Triton product with its epilogue.
+
+    On an H200 (2026-11-20), 16-bit: the Triton product is 1.0-1.7x as fast up to 512 rows, where cuBLAS starts too few
+    blocks. At 1,024 rows it still pays where it saves the activation's kernel (12.5 us against 9.8 + 4.4), and for
+    narrow outputs (6.1 against 7.1 at depth 768; 15.8 against 12.8 at depth 3,072, where XLA needs two kernels).
+    """
+    if itemsize > 2 or rows > 1024:
+        return True
+    if rows <= 128 and depth >= max(2048, 4 * width):  # cuBLAS splits the depth: 7.6 us against 8.4
+        return activation is None
+    return rows > 512 and width > 1024 and activation is None
+
+
+# Multiprocessors of Hopper cards that do not have 132, by what the device's kind begins with.
+_MULTIPROCESSORS = {"NVIDIA H100 PCIe": 114, "NVIDIA H800 PCIe": 114, "NVIDIA H20": 78}
+
+
+def _multiprocessors(device_kind: str) -> int:
+    found = (count for kind, count in _MULTIPROCESSORS.items() if re.match(rf"{kind}(?!\d)", device_kind))
+    return next(found, 132)
+
+
+def dense_mosaic(
+    rows: int, depth: int, width: int, activation: str | None, itemsize: int, device_kind: str
+) -> MosaicDenseConfig:
+    def tiles(config: MosaicDenseConfig) -> int:
+        return -(-rows // config.block[0]) * -(-width // config.block[1])
+
+    programs = _multiprocessors(device_kind)
+    # In few rounds of large tiles; how fast each is, where its last round is full (H200, 2026-11-22).
+    speed = {(128, 192): 1.0, (192, 128): 0.965, (128, 128): 0.95, (64, 192): 0.9}
+    large = [
+        MosaicDenseConfig(m, n, stages=4 if m + n > 256 else 6, split="none", group=16, programs=programs)
+        for m, n in speed
+    ]
+    default, most = min(large, key=lambda c: -(-tiles(c) // c.programs) * c.tile_m * c.tile_n / speed[c.block]), 0
+    small = (64, 64, 8, "none"), (64, 128, 6, "none"), (64, 192, 4, "none"), (64, 128, 4, "m"), (64, 192, 4, "m")
+    for m, n, k, split in small:
+        # The tiles that give work to the most multiprocessors, if each gets one.
+        candidate = MosaicDenseConfig(m, n, stages=k, split=split, programs=programs)
+        if most < tiles(candidate) <= candidate.programs:
+            most, default = tiles(candidate), candidate
+    sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
+    return lookup("dense_mosaic", default, device_kind, **sizes, itemsize=itemsize)
+
+
+def dense(rows: int, depth: int, width: int, itemsize: int, device_kind: str) -> DenseConfig:
+    if rows > 256:
+        default = DenseConfig(64, 64, 64, 4, 4)
+    elif width >= 2048:
+        default = DenseConfig(64, 64, 128, 4, 3)
+    else:  # narrow tiles, so that there are enough of them, and many loads in flight for each
+        default = DenseConfig(64, 32, 128, 4, 5)
+    default = dataclasses.replace(
+        default,
+        block_m=max(16, min(default.block_m, next_power_of_2(rows))),
+        block_n=max(16, min(default.block_n, next_power_of_2(width))),
+        block_k=max(16, min(default.block_k * 2 // itemsize, next_power_of_2(depth))),
+    )
+    return lookup("dense", default, device_kind, rows=rows, depth=depth, width=width, itemsize=itemsize)
+
+
+def dense_split(rows: int, depth: int, width: int, itemsize: int, device_kind: str) -> SplitConfig:
+    """Of a product whose partial sums the next kernel adds up; with one of them where that does not pay.
+
+    On an H200 (2026-11-22), bfloat16, with the LayerNorm that follows: 128x768x768 5.4 us (XLA 6.2), 128x3072x768 8.1
+    (8.5), 256x768x768 6.4 (8.4). At 512 rows the longer LayerNorm takes what the product gains.
+    """
+    tiles = -(-rows // 64) * -(-width // 64)
+    splits = (
+        min(4, _multiprocessors(device_kind) // max(1, tiles), depth // 256) if itemsize <= 2 and rows <= 256 else 1
+    )
+    default = SplitConfig(
+        block_m=max(16, min(64, next_power_of_2(rows))),
+        block_n=max(16, min(64, next_power_of_2(width))),
+        block_k=64,
+        num_warps=4,
+        num_stages=5,
+        splits=max(1, splits),
+    )
+    return lookup("dense_split", default, device_kind, rows=rows, depth=depth, width=width, itemsize=itemsize)
