@@ -73,7 +73,7 @@ def cut(encoder: SentenceEncoder, texts: Sequence[str]) -> Iterator[batches.Batc
         seen.append(batch)
         return np.zeros(len(batch.lengths))
 
-    for _ in encoder._batcher.run(batches.tokenised(texts, encoder._encodings), BATCH_SIZE, keep):
+    for _ in encoder._batcher.run(encoder._batcher.tokenised(texts, encoder._encodings), BATCH_SIZE, keep):
         yield from seen
         seen.clear()
     yield from seen

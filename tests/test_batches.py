@@ -320,19 +320,21 @@ def threads():
 
 @pytest.mark.parametrize("count", [0, 1, 4, 5, 30])
 def test_tokenised(monkeypatch, count):
-    monkeypatch.setattr(batches, "_CHUNKS", (4, 7))
+    monkeypatch.setattr(batches, "_CHUNKS", (4, 7, 9))
     before = threads()
-    found = list(batches.tokenised(range(count), list))
+    found = list(make(True).tokenised(range(count), list))
     assert [text for _, chunk in found for text in chunk] == list(range(count))
     assert all(chunk[0] == start for start, chunk in found[:-1]) and found[-1] == (count, [])
     assert [len(chunk) for _, chunk in found[:-1]] == {0: [], 1: [1], 4: [4], 5: [4, 1], 30: [4, 5, 6, 7, 7, 1]}[count]
+    padded = [len(chunk) for _, chunk in make(False).tokenised(range(count), list)]
+    assert count < 30 or padded == [4, 5, 6, 7, 8, 0]
     assert threads() == before
 
 
 def test_tokenising_is_one_chunk_ahead(monkeypatch):
-    monkeypatch.setattr(batches, "_CHUNKS", (3, 3))
+    monkeypatch.setattr(batches, "_CHUNKS", (3, 3, 3))
     done = []
-    chunks = batches.tokenised(range(100), lambda texts: done.extend(texts) or list(texts))
+    chunks = make(True).tokenised(range(100), lambda texts: done.extend(texts) or list(texts))
     for start, chunk in itertools.islice(chunks, 5):
         assert len(done) <= start + 6 and done[start : start + 3] == chunk
     before = threads()
@@ -341,7 +343,7 @@ def test_tokenising_is_one_chunk_ahead(monkeypatch):
 
 
 def test_tokenising_fails(monkeypatch):
-    monkeypatch.setattr(batches, "_CHUNKS", (3, 3))
+    monkeypatch.setattr(batches, "_CHUNKS", (3, 3, 3))
     before = threads()
 
     def tokenise(texts):
@@ -350,7 +352,7 @@ def test_tokenising_fails(monkeypatch):
         return texts_of([1] * len(texts))
 
     with pytest.raises(ValueError, match="token 7"):
-        list(make(True).run(batches.tokenised(range(100), tokenise), 4, Device()))
+        list(make(True).run(make(True).tokenised(range(100), tokenise), 4, Device()))
     assert threads() == before
 
 

@@ -98,7 +98,7 @@ def test_padding_of_tokenizer_json_is_not_used(reranker):
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_order(reranker, monkeypatch, batch_size):
-    monkeypatch.setattr(batches, "_CHUNKS", (3, 5))
+    monkeypatch.setattr(batches, "_CHUNKS", (3, 5, 5))
     texts = ["rain " * (7 * i % 31) for i in range(13)]
     pairs = [(text, "the old river") for text in texts]
     packed = CrossEncoder(reranker.model, reranker._tokenizer, max_length=20, packed=True)

@@ -122,7 +122,7 @@ def test_rows_are_in_the_callers_order(encoder, batch_size):
 
 
 def test_many_chunks_and_batches_in_flight(encoder, monkeypatch):
-    monkeypatch.setattr(batches, "_CHUNKS", (3, 8))
+    monkeypatch.setattr(batches, "_CHUNKS", (3, 8, 8))
     monkeypatch.setattr(batches, "_IN_FLIGHT", 2)
     texts = TEXTS[:5] * 10 + TEXTS[5:]
     expected = {text: pooled(encoder, text) for text in TEXTS}

@@ -95,7 +95,7 @@ def test_lengths_are_not_normalized_unasked(encoder):
 
 
 def test_many_chunks_and_batches_in_flight(encoder, monkeypatch):
-    monkeypatch.setattr(batches, "_CHUNKS", (3, 8))
+    monkeypatch.setattr(batches, "_CHUNKS", (3, 8, 8))
     monkeypatch.setattr(batches, "_IN_FLIGHT", 2)
     texts = texts_of(*np.random.default_rng(1).integers(0, 70, 60))
     close(encoder.encode(texts, batch_size=2), make(encoder.model, packed=False).encode(texts))

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from tqdm import tqdm
 
-# Texts that are tokenised before the device gets any, and of the largest chunk. Each is a quarter larger than the one
-# before it: with twice as large ones an H200 waited, on which BERT-base is hardly slower than tokenising on 16 cores.
-_CHUNKS = (1024, 8192)
+# Texts that are tokenised before the device gets any, and of the largest chunk, packed and padded. Each is a quarter
+# larger than the one before it. An H200, on which BERT-base is hardly slower than tokenising on 16 cores, would wait
+# for one that is twice as large, and nothing overlaps with the last one; less padding, though, comes of large ones.
+_CHUNKS = (1024, 2048, 8192)
 _IN_FLIGHT = 8  # batches given to the device before the oldest result is read back
 _LONG_WORK = 1000  # texts from which a terminal shows a progress bar unasked
 _LEAST_TOKENS, _SHORTEST = 64, 32  # of the smallest packed batch, and of its longest text
@@ -110,10 +111,26 @@ class Batcher:
         """float32 `[texts, width]` in the order of the texts, with `batch_size` and `compute` as for `run`."""
         results = np.empty((len(texts), width), np.float32)
         with progress_bar(len(texts), unit, show_progress_bar) as bar:
-            for positions, found in self.run(tokenised(texts, tokenise), batch_size, compute):
+            for positions, found in self.run(self.tokenised(texts, tokenise), batch_size, compute):
                 results[positions] = found
                 bar.update(len(positions))
         return results
+
+    def tokenised(
+        self, texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "list[Encoding]"]
+    ) -> "Iterator[tuple[int, list[Encoding]]]":
+        """Yields (start, tokens of texts from there on), a thread being one chunk ahead, and an empty chunk at last."""
+        start, (size, *largest) = 0, _CHUNKS
+        most = largest[not self.packed]
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            coming = thread.submit(tokenise, texts[:size])
+            while start < len(texts):
+                chunk, stop = coming.result(), min(start + size, len(texts))
+                size = min(size + size // 4, most)
+                coming = thread.submit(tokenise, texts[stop : stop + size])
+                yield start, chunk
+                start = stop
+        yield start, []
 
     def run(
         self, chunks: "Iterator[tuple[int, list[Encoding]]]", batch_size: int, compute: Callable[[Batch], jax.Array]
@@ -249,22 +266,6 @@ def padded_lengths(limit: int) -> tuple[int, ...]:
         lengths += [power, power + power // 2]
         power *= 2
     return (*(length for length in lengths if length < limit), limit)
-
-
-def tokenised(
-    texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "list[Encoding]"]
-) -> "Iterator[tuple[int, list[Encoding]]]":
-    """Yields (start, tokens of texts from there on), a thread being one chunk ahead, and an empty chunk at last."""
-    start, (size, most) = 0, _CHUNKS
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        coming = thread.submit(tokenise, texts[:size])
-        while start < len(texts):
-            chunk, stop = coming.result(), min(start + size, len(texts))
-            size = min(size + size // 4, most)
-            coming = thread.submit(tokenise, texts[stop : stop + size])
-            yield start, chunk
-            start = stop
-    yield start, []
 
 
 def is_sequence(value: Any) -> bool:

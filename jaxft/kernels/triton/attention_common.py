@@ -26,7 +26,6 @@ from jaxft.tuning import next_power_of_2
 Array = jax.Array
 
 MAX_HEAD_SIZE = 256
-_CHAIN = 16  # products that one chain of additions may have where `dot` splits them
 LOG2_E = math.log2(math.e)
 _LOG2_E_REST = 1.925963033500e-8  # what the float32 nearest to it lacks
 
@@ -378,20 +377,10 @@ def in_key_mask(p: Problem, refs: Refs, batch, columns: Array, inside: Array) ->
 
 
 def dot(p: Problem, a: Array, b: Array, *, trans_a: bool = False, trans_b: bool = False) -> Array:
-    """a b. Where plain JAX's is a matrix times a vector, which it sums up in a tree, one chain would lose more digits.
-
-    The sums of such products in full precision are of shorter chains: adding zeros to them loses nothing.
-    """
-    multiply = functools.partial(common.dot, trans_a=trans_a, trans_b=trans_b, precision=p.precision)
-    depth = a.shape[0 if trans_a else 1]
-    if p.precision is None or min(p.query_length, p.key_length, p.head_size) > 1 or depth <= _CHAIN:
-        return multiply(a, b)
-    place = common.positions(0, depth)
-    place = place[:, None] if trans_a else place[None, :]
-    sums = [multiply(jnp.where(lax.div(place, jnp.int32(_CHAIN)) == i, a, 0.0), b) for i in range(depth // _CHAIN)]
-    while len(sums) > 1:
-        sums = [common.fma(x, 1.0, y) for x, y in zip(sums[::2], sums[1::2], strict=True)]
-    return sums[0]
+    """a b; in full precision by short chains where plain JAX's is a matrix times a vector."""
+    thin = p.precision is not None and min(p.query_length, p.key_length, p.head_size) == 1
+    multiply = common.dot_in_short_chains if thin else common.dot
+    return multiply(a, b, trans_a=trans_a, trans_b=trans_b, precision=p.precision)
 
 
 def add(p: Problem, total: Array, product: Array) -> Array:

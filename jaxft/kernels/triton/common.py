@@ -83,6 +83,24 @@ def load(where: Any, *, mask: Array | None = None, other: float | None = 0) -> A
     return plgpu.load(where, mask=mask, other=jnp.full((), other, where.dtype))
 
 
+def dot_in_short_chains(a: Array, b: Array, *, trans_a: bool = False, trans_b: bool = False, precision: Any) -> Array:
+    """`dot`, for products in full float32 that plain JAX computes as a matrix times a vector.
+
+    It sums them up in a tree, and one chain of additions would lose more digits: these are of 16 products, the others
+    zeros, and then added in pairs.
+    """
+    depth, chain = a.shape[0 if trans_a else 1], 16
+    place = positions(0, depth)
+    place = place[:, None] if trans_a else place[None, :]
+    parts = [a] if depth <= chain else [
+        jnp.where(lax.div(place, jnp.int32(chain)) == i, a, 0.0) for i in range(depth // chain)
+    ]  # fmt: skip
+    sums = [dot(part, b, trans_a=trans_a, trans_b=trans_b, precision=precision) for part in parts]
+    while len(sums) > 1:
+        sums = [fma(x, 1.0, y) for x, y in zip(sums[::2], sums[1::2], strict=True)]
+    return sums[0]
+
+
 def positions(start: Array | int, size: int) -> Array:
     """`size` indices from `start` on, in 32 bits whatever JAX's default integers are."""
     return start + jnp.arange(size, dtype=jnp.int32)

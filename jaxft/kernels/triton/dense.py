@@ -35,6 +35,9 @@ def _fwd_kernel(
     in_rows = (common.positions(row, block_m) < rows)[:, None]
     in_columns = (common.positions(column, block_n) < width)[None, :]
 
+    in_full = precision is not None and x_ref.dtype == jnp.float32
+    multiply = common.dot_in_short_chains if in_full and min(rows, width) == 1 else common.dot
+
     def add_block(k, acc, *, masked):
         start = jnp.int32(k) * block_k
         in_x, in_kernel = (
@@ -48,14 +51,14 @@ def _fwd_kernel(
         b = common.load(
             kernel_ref.at[common.span(start, block_k), common.span(column, block_n)], mask=in_kernel, other=0.0
         )
-        return acc + common.dot(a, b, precision=precision)  # [block_m, block_n]
+        return acc + multiply(a, b, precision=precision)  # [block_m, block_n]
 
     zeros = jnp.zeros((block_m, block_n), jnp.float32)
     whole = depth // block_k
     share = pl.cdiv(whole, splits)
     begin, end = (split * share, jnp.minimum((split + 1) * share, whole)) if splits > 1 else (0, whole)
     add = functools.partial(add_block, masked=False)
-    if precision is None or x_ref.dtype != jnp.float32:
+    if not in_full:
         acc = lax.fori_loop(begin, end, add, zeros)
     else:  # sums of 128 products, and their sum: all in a row would lose more digits than cuBLAS does
         group = pl.cdiv(128, block_k)
