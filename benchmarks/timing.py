@@ -214,6 +214,7 @@ def table(rows: Sequence[Row], *, ours: str = "jaxft", metric: str | None = None
         metric = "device_us" if any(row["metric"] == "device_us" for row in rows) else "queued_us"
     rows = [row for row in rows if row["metric"] == metric]
     names = list(dict.fromkeys(row["implementation"] for row in rows))
+    names.sort(key=lambda name: not name.startswith(ours))
     cases: dict[tuple[str, str, str], dict[str, Row]] = {}
     for row in rows:
         direction = "" if row["direction"] == "forward" else f", {row['direction']}"
