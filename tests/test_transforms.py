@@ -84,7 +84,8 @@ OPS = {
     "merge_heads": Op(lambda m, o, x: m.merge_heads(x, **o), {"x": QKV}),
     "permute": Op(lambda m, o, x: m.permute(x, (0, 2, 1), **o), {"x": ROWS["x"]}),
     "varlen_qkv_attention": Op(
-        lambda m, o, qkv: m.varlen_qkv_attention(qkv, np.array([0, 1, 2], np.int32), max_seqlen=2, **o),
+        # Sequences of one row, so that each device has whole ones.
+        lambda m, o, qkv: m.varlen_qkv_attention(qkv, np.arange(len(qkv) + 1, dtype=np.int32), max_seqlen=2, **o),
         {"qkv": (BATCH, 3, HEADS, SIZE)},
     ),
     # A loss for each sequence, so that the result has the batch in front.
