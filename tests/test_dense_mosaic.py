@@ -219,18 +219,25 @@ def test_nan_stays_in_its_row():
 def interpreted():
     """On a CPU: the op takes it for a Hopper GPU, and the kernel runs in Mosaic's interpreter.
 
-    The kernel for the activation's gradient is Triton's, and runs in that of Triton.
+    The kernels for the gradients of activation and bias are Triton's, and run in that of Triton.
     """
     if not INTERPRET:
         yield
         return
-    backward = bias_activation.backward
 
-    def interpret(*arrays, **options):
-        with plgpu.force_gpu_interpret_mode(None):
-            return backward(*arrays, **options | {"interpret": True})
+    def in_triton(kernel):
+        def interpret(*arrays, **options):
+            with plgpu.force_gpu_interpret_mode(None):
+                return kernel(*arrays, **options | {"interpret": True})
 
-    with dispatch.target(), plgpu.force_gpu_interpret_mode(), mock.patch.object(bias_activation, "backward", interpret):
+        return mock.patch.object(bias_activation, kernel.__name__, interpret)
+
+    with (
+        dispatch.target(),
+        plgpu.force_gpu_interpret_mode(),
+        in_triton(bias_activation.backward),
+        in_triton(bias_activation.sum_of_rows),
+    ):
         yield
 
 
