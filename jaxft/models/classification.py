@@ -46,10 +46,6 @@ class _Classifier(EncoderWithHead):
         self._settings = "{}"  # static attributes of a module must be hashable: no dictionaries
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation}
         super().__init__(config, **options, remat=remat, rngs=rngs)
-        self._add_head(self.bert.embeddings.options, rngs)
-
-    def _add_head(self, options: Any, rngs: nnx.Rngs | None) -> None:
-        raise NotImplementedError
 
     @property
     def num_labels(self) -> int:
@@ -156,8 +152,8 @@ class BertForSequenceClassification(_Classifier):
 
     _TASK = "ForSequenceClassification"
 
-    def _add_head(self, options: Any, rngs: nnx.Rngs | None) -> None:
-        self.head = ClassificationHead(options, self.num_labels, rngs)
+    def _add_head(self, rngs: nnx.Rngs | None) -> None:
+        self.head = ClassificationHead(self.bert.embeddings.options, self.num_labels, rngs)
 
     def __call__(
         self,
@@ -234,8 +230,8 @@ class BertForTokenClassification(_Classifier):
 
     _TASK = "ForTokenClassification"
 
-    def _add_head(self, options: Any, rngs: nnx.Rngs | None) -> None:
-        self.classifier = TokenClassificationHead(options, self.num_labels, rngs)
+    def _add_head(self, rngs: nnx.Rngs | None) -> None:
+        self.classifier = TokenClassificationHead(self.bert.embeddings.options, self.num_labels, rngs)
 
     def __call__(
         self,

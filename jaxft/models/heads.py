@@ -29,6 +29,10 @@ class EncoderWithHead(nnx.Module):
     ) -> None:
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation}
         self.bert = BertModel(config, **options, add_pooling_layer=False, remat=remat, rngs=rngs)
+        self._add_head(rngs)
+
+    def _add_head(self, rngs: nnx.Rngs | None) -> None:
+        raise NotImplementedError
 
     @property
     def config(self) -> BertConfig:

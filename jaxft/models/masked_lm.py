@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from jaxft.models import inputs
 from jaxft.models.bert import BertModel, packed_rows
@@ -67,18 +67,7 @@ class BertForMaskedLM(EncoderWithHead):
 
     _TASK = "ForMaskedLM"
 
-    def __init__(
-        self,
-        config: BertConfig,
-        *,
-        dtype: DTypeLike = jnp.float32,
-        param_dtype: DTypeLike = jnp.float32,
-        implementation: str | None = None,
-        remat: bool = False,
-        rngs: nnx.Rngs | None,
-    ) -> None:
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation}
-        super().__init__(config, **options, remat=remat, rngs=rngs)
+    def _add_head(self, rngs: nnx.Rngs | None) -> None:
         self.lm_head = MaskedLMHead(self.bert, rngs)
 
     def __call__(
