@@ -15,6 +15,7 @@ import pytest
 
 import jaxft
 from jaxft import dispatch, tuning, tuning_candidates, tuning_dense, tuning_search, tuning_store
+from jaxft.kernels.triton import dense
 from jaxft.kernels.triton import softmax as softmax_kernel
 from jaxft.tuning import AttentionConfig, RowConfig
 from test_tuning import OPS, heuristics
@@ -168,6 +169,28 @@ def test_attention_gets_the_gradient_kernels_that_its_configs_ask_for(machine):
     found = {t.op: t.after for t in tuning.autotune(loss, qkv)}
     assert found == dict.fromkeys(("attention", "attention_dq", "attention_dkv"), small)
     assert "attention_dqkv" not in kernels(loss, qkv)
+
+
+def test_an_implementation_gets_the_configs_that_it_asks_for(machine):
+    """XLA's product has none; that of Triton, once it is the choice, is tuned in the same call."""
+    sizes, kernel = (6, 24, 24), jnp.eye(24)
+
+    def fn(x):
+        if tuning_dense.dense_implementation(*sizes, None, 4, KIND) == "xla":
+            return x @ kernel
+        config = tuning_dense.dense(*sizes, 4, KIND)
+        return dense.forward(x, kernel, None, None, activation=None, precision="float32", config=config, interpret=True)
+
+    fast = tuning_dense.DenseConfig(16, 16, 16, 2, 1)
+    machine({tuning_dense.DenseChoice("triton"): 80.0, fast: 50.0})
+    chosen, product = tuning.autotune(fn, X)
+    assert (chosen.op, chosen.before.implementation, chosen.after.implementation) == (
+        "dense_implementation", "xla", "triton",
+    )  # fmt: skip
+    assert (product.op, product.after) == ("dense", fast)
+    assert {op: [*table.values()] for op, table in entries().items()} == {
+        "dense_implementation": [{"implementation": "triton"}], "dense": [dataclasses.asdict(fast)],
+    }  # fmt: skip
 
 
 def change_results(monkeypatch, change):

@@ -264,6 +264,22 @@ def test_top_k(reranker, top_k):
     assert [entry["corpus_id"] for entry in reranker.rank("the river", DOCUMENTS, top_k)] == whole[:top_k]
 
 
+def test_few_shapes_reach_the_activation(folders):
+    """JAX compiles it for each; one that is given with the call gets the logits as they are."""
+    encoder, seen = CrossEncoder.from_pretrained(folders["bert"]), []
+    own = encoder.activation_fn
+    encoder.activation_fn = lambda x: seen.append(x.shape) or own(x)
+    pairs = [("the river", text) for text in (DOCUMENTS * 5)[:9]]
+    scores = [encoder.predict(pairs[:count]) for count in range(1, 10)]
+    assert {*seen} == {(1, 1), (2, 1), (4, 1), (8, 1), (16, 1)}
+    for count, found in enumerate(scores, start=1):
+        assert found.shape == (count,)
+        np.testing.assert_allclose(found, scores[-1][:count], atol=1e-6)
+    given = []
+    encoder.predict(pairs, activation_fn=lambda x: given.append(x.shape) or x)
+    assert given == [(9, 1)]
+
+
 def test_rank_of_nothing(reranker):
     assert reranker.rank("the river", []) == []
 
@@ -276,6 +292,8 @@ def test_what_rank_refuses(reranker, classifier):
             reranker.rank("the river", DOCUMENTS, top_k)
     with pytest.raises(TypeError, match=r"rank: documents\[1\] must be a str, got int"):
         reranker.rank("the river", ["rain", 3])
+    with pytest.raises(TypeError, match="rank: documents must be a sequence of str, got one str"):
+        reranker.rank("the river", "rain")
     with pytest.raises(TypeError, match=r"rank: query\[0\] must be a str, got list"):
         reranker.rank(["the river"], DOCUMENTS)
 
