@@ -12,7 +12,7 @@ import pytest
 from cases import seeds
 from jaxft import dispatch
 from jaxft.models import batches
-from jaxft.models.batches import Batcher, Bucket
+from jaxft.models.batches import Batcher, Bucket, Tokens
 
 PADDING = 99
 PACKED = pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
@@ -34,11 +34,11 @@ def texts_of(lengths):
     return [Text([*range(i, i + n)], [j % 2 + i for j in range(n)]) for i, n in enumerate(lengths)]
 
 
-def chunked(texts, *sizes):
+def chunked(texts, *sizes, types=False):
     """As `tokenised` yields them: of these sizes, the last again and again, and an empty one at the end."""
     start = 0
     for size in itertools.chain(sizes, itertools.repeat(sizes[-1])):
-        yield start, texts[start : start + size]
+        yield start, Tokens.of(texts[start : start + size], with_types=types)
         if start >= len(texts):
             return
         start += size
@@ -79,7 +79,8 @@ def shape_of(batch):
 def run(batcher, texts, batch_size, compute=None, sizes=(5, 17)):
     """The results of all texts in their order, once each has come exactly once."""
     compute = compute or Device()
-    found = list(batcher.run(chunked(texts, *sizes), batch_size, compute))
+    chunks = chunked(texts, *sizes, types=batcher.with_types)
+    found = list(batcher.run(chunks, batch_size, compute))
     positions = np.concatenate([p for p, _ in found]) if found else np.empty(0, int)
     assert sorted(positions.tolist()) == list(range(len(texts)))
     assert all(len(p) == len(results) > 0 for p, results in found)
@@ -318,28 +319,52 @@ def threads():
     return {thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")}
 
 
+@pytest.mark.parametrize("types", [True, False])
+def test_tokens(types):
+    """Cut, put in another order and back to back, as the lists they are made of."""
+    texts = texts_of([3, 0, 7, 1, 0])
+    tokens = Tokens.of(texts, with_types=types)
+    order = np.array([2, 1, 4, 0, 3])
+    for found, wanted in [
+        (tokens, texts), (tokens[1:3], texts[1:3]), (tokens[2:], texts[2:]), (tokens[5:], []), (tokens[2:2], []),
+        (tokens.in_order(order), [texts[i] for i in order]), (tokens[3:].in_order(np.array([1, 0])), texts[:2:-1]),
+        (tokens[1:4] + tokens[:1], texts[1:4] + texts[:1]), (tokens[:0] + tokens[5:], []),
+    ]:  # fmt: skip
+        assert len(found) == len(wanted) and found.lengths.tolist() == [len(text) for text in wanted]
+        for name in ("ids", "type_ids") if types else ("ids",):
+            assert getattr(found, name).dtype == np.int32
+            assert getattr(found, name).tolist() == [token for text in wanted for token in getattr(text, name)]
+        assert types or found.type_ids is None
+
+
+def of_one_token(numbers):
+    return [Text([n], [0]) for n in numbers]
+
+
 @pytest.mark.parametrize("count", [0, 1, 4, 5, 30])
 def test_tokenised(monkeypatch, count):
     monkeypatch.setattr(batches, "_CHUNKS", (4, 7, 9))
     before = threads()
-    found = list(make(True).tokenised(range(count), list))
-    assert [text for _, chunk in found for text in chunk] == list(range(count))
-    assert all(chunk[0] == start for start, chunk in found[:-1]) and found[-1] == (count, [])
-    assert [len(chunk) for _, chunk in found[:-1]] == {0: [], 1: [1], 4: [4], 5: [4, 1], 30: [4, 5, 6, 7, 7, 1]}[count]
-    padded = [len(chunk) for _, chunk in make(False).tokenised(range(count), list)]
+    found = list(make(True).tokenised(range(count), of_one_token))
+    assert [n for _, chunk in found for n in chunk.ids] == list(range(count))
+    assert all(chunk.ids[0] == start for start, chunk in found[:-1])
+    sizes = {0: [], 1: [1], 4: [4], 5: [4, 1], 30: [4, 5, 6, 7, 7, 1]}[count]
+    assert [len(chunk) for _, chunk in found] == [*sizes, 0] and found[-1][0] == count
+    padded = [len(chunk) for _, chunk in make(False).tokenised(range(count), of_one_token)]
     assert count < 30 or padded == [4, 5, 6, 7, 8, 0]
     assert threads() == before
 
 
-def test_tokenising_is_one_chunk_ahead(monkeypatch):
+def test_tokenising_is_some_chunks_ahead(monkeypatch):
     monkeypatch.setattr(batches, "_CHUNKS", (3, 3, 3))
     done = []
-    chunks = make(True).tokenised(range(100), lambda texts: done.extend(texts) or list(texts))
+    chunks = make(True).tokenised(range(100), lambda texts: done.extend(texts) or of_one_token(texts))
     for start, chunk in itertools.islice(chunks, 5):
-        assert len(done) <= start + 6 and done[start : start + 3] == chunk
+        assert len(done) <= start + 3 * (1 + batches._AHEAD) and chunk.ids.tolist() == [*range(start, start + 3)]
+        assert set(chunk.ids) <= set(done)
     before = threads()
     chunks.close()  # the caller stops early
-    assert len(done) <= 18 and len(threads()) == len(before) - 1
+    assert len(done) <= 3 * (5 + batches._AHEAD) and len(threads()) == len(before) - batches._AHEAD
 
 
 def test_tokenising_fails(monkeypatch):

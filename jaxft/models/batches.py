@@ -3,10 +3,11 @@
 import dataclasses
 import itertools
 import logging
+import operator
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 # Texts that are tokenised before the device gets any, and of the largest chunk, packed and padded. Each is a quarter
 # larger than the one before it. An H200, on which BERT-base is hardly slower than tokenising on 16 cores, would wait
 # for one that is twice as large, and nothing overlaps with the last one; less padding, though, comes of large ones.
-_CHUNKS = (1024, 2048, 8192)
+_CHUNKS = (512, 2048, 8192)
+_AHEAD = 2  # chunks that are being tokenised, so that no core waits for another's longest text
 _IN_FLIGHT = 8  # batches given to the device before the oldest result is read back
 _LONG_WORK = 1000  # texts from which a terminal shows a progress bar unasked
 _LEAST_TOKENS, _SHORTEST = 64, 32  # of the smallest packed batch, and of its longest text
@@ -42,6 +44,58 @@ class Bucket:
     capacity: int
     count: int
     longest: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Those of texts, back to back: few arrays, with which NumPy does what would take Python longer than the device.
+
+    Attributes:
+      begins: int64 `[texts + 1]`, where each text begins, and the last one ends.
+      ids, type_ids: int32 `[begins[-1]]`; type_ids may be None.
+    """
+
+    begins: np.ndarray
+    ids: np.ndarray
+    type_ids: np.ndarray | None
+
+    @classmethod
+    def of(cls, texts: "Sequence[Encoding]", *, with_types: bool) -> "Tokens":
+        begins = np.cumsum([0, *map(len, texts)])
+
+        def joined(name: str) -> np.ndarray:
+            parts = map(operator.attrgetter(name), texts)
+            return np.fromiter(itertools.chain.from_iterable(parts), np.int32, begins[-1])
+
+        return cls(begins, joined("ids"), joined("type_ids") if with_types else None)
+
+    def __len__(self) -> int:
+        return len(self.begins) - 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.begins)
+
+    def __getitem__(self, texts: slice) -> "Tokens":
+        first, stop, _ = texts.indices(len(self))
+        begins = self.begins[first : stop + 1]
+        return self._each(begins - begins[0], lambda part: part[begins[0] : begins[-1]])
+
+    def in_order(self, order: np.ndarray) -> "Tokens":
+        lengths = self.lengths[order]
+        begins = np.append(0, np.cumsum(lengths))
+        where = np.arange(begins[-1]) + np.repeat(self.begins[order] - begins[:-1], lengths)
+        return self._each(begins, lambda part: part[where])
+
+    def __add__(self, other: "Tokens") -> "Tokens":
+        begins = np.append(self.begins, self.begins[-1] + other.begins[1:])
+        types = None
+        if self.type_ids is not None and other.type_ids is not None:
+            types = np.append(self.type_ids, other.type_ids)
+        return Tokens(begins, np.append(self.ids, other.ids), types)
+
+    def _each(self, begins: np.ndarray, change: Callable[[np.ndarray], np.ndarray]) -> "Tokens":
+        return Tokens(begins, change(self.ids), None if self.type_ids is None else change(self.type_ids))
 
 
 class Batch(NamedTuple):
@@ -83,7 +137,7 @@ class _Work(NamedTuple):
     """A batch on its way: which texts, how large batches were then, and its result, or why there is none."""
 
     positions: np.ndarray
-    texts: "list[Encoding]"
+    texts: Tokens
     batch_size: int
     result: jax.Array | jax.errors.JaxRuntimeError
 
@@ -110,30 +164,40 @@ class Batcher:
     ) -> np.ndarray:  # fmt: skip
         """float32 `[texts, width]` in the order of the texts, with `batch_size` and `compute` as for `run`."""
         results = np.empty((len(texts), width), np.float32)
+
+        def start(batch: Batch) -> jax.Array:
+            result = compute(batch)
+            result.copy_to_host_async()
+            return result
+
         with progress_bar(len(texts), unit, show_progress_bar) as bar:
-            for positions, found in self.run(self.tokenised(texts, tokenise), batch_size, compute):
+            for positions, found in self.run(self.tokenised(texts, tokenise), batch_size, start):
                 results[positions] = found
                 bar.update(len(positions))
         return results
 
     def tokenised(
         self, texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "list[Encoding]"]
-    ) -> "Iterator[tuple[int, list[Encoding]]]":
-        """Yields (start, tokens of texts from there on), a thread being one chunk ahead, and an empty chunk at last."""
+    ) -> Iterator[tuple[int, Tokens]]:
+        """Yields (start, tokens of texts from there on), threads being `_AHEAD` chunks ahead, and no texts at last."""
+
+        def tokens(chunk: Sequence[Any]) -> Tokens:
+            return Tokens.of(tokenise(chunk), with_types=self.with_types)
+
         start, (size, *largest) = 0, _CHUNKS
         most = largest[not self.packed]
-        with ThreadPoolExecutor(max_workers=1) as thread:
-            coming = thread.submit(tokenise, texts[:size])
-            while start < len(texts):
-                chunk, stop = coming.result(), min(start + size, len(texts))
-                size = min(size + size // 4, most)
-                coming = thread.submit(tokenise, texts[stop : stop + size])
-                yield start, chunk
-                start = stop
-        yield start, []
+        coming = deque[tuple[int, Future[Tokens]]]()
+        with ThreadPoolExecutor(max_workers=_AHEAD) as threads:
+            while start < len(texts) or coming:
+                while start < len(texts) and len(coming) <= _AHEAD:
+                    coming.append((start, threads.submit(tokens, texts[start : start + size])))
+                    start, size = start + size, min(size + size // 4, most)
+                first, chunk = coming.popleft()
+                yield first, chunk.result()
+        yield len(texts), tokens([])
 
     def run(
-        self, chunks: "Iterator[tuple[int, list[Encoding]]]", batch_size: int, compute: Callable[[Batch], jax.Array]
+        self, chunks: Iterator[tuple[int, Tokens]], batch_size: int, compute: Callable[[Batch], jax.Array]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields (positions `[n]`, results `[n, ...]`) of all texts, longer ones first.
 
@@ -144,13 +208,13 @@ class Batcher:
           compute: starts the computation of `[rows, ...]`, packed `[count, ...]`.
         """
         in_flight: deque[_Work] = deque()
-        positions, texts = np.empty(0, np.int64), list[Any]()
+        positions, texts = np.empty(0, np.int64), Tokens.of([], with_types=self.with_types)
         for start, chunk in chunks:
             positions, texts = np.append(positions, start + np.arange(len(chunk))), texts + chunk  # with what was left
-            order = np.argsort([-len(text) for text in texts], kind="stable")
-            positions, texts = positions[order], [texts[i] for i in order]
+            order = np.argsort(-texts.lengths, kind="stable")
+            positions, texts = positions[order], texts.in_order(order)
             done = 0
-            for stop, work in self._start(positions, texts, batch_size, compute, last=not chunk):
+            for stop, work in self._start(positions, texts, batch_size, compute, last=len(chunk) == 0):
                 done = stop
                 in_flight.append(work)
                 # Where the device has refused one, it gets no other before that one is done, in smaller parts.
@@ -161,12 +225,12 @@ class Batcher:
             yield from self._finish(in_flight.popleft(), compute)
 
     def _start(
-        self, positions: np.ndarray, texts: "list[Encoding]", batch_size: int, compute: Callable[[Batch], jax.Array],
-        *, last: bool,
+        self, positions: np.ndarray, texts: Tokens, batch_size: int, compute: Callable[[Batch], jax.Array], *,
+        last: bool,
     ) -> Iterator[tuple[int, _Work]]:  # fmt: skip
         """Cuts texts, the longest first, and yields (how many are done, work). Unless `last`, a rest is left."""
         # A text without tokens counts as one, or any number of them would be left.
-        ends = np.cumsum([0, *(max(len(text), 1) for text in texts)])
+        ends = np.append(0, np.cumsum(np.maximum(texts.lengths, 1)))
         first = 0
         while first < len(texts):
             size = batch_size if self._largest is None else min(batch_size, self._largest)
@@ -174,7 +238,7 @@ class Batcher:
             if not last and (tokens < size * self.limit if self.packed else count < size):
                 return
             if self.packed:
-                bucket = _bucket(buckets(size, self.limit), len(texts[first]), tokens)
+                bucket = _bucket(buckets(size, self.limit), int(texts.lengths[first]), tokens)
                 fitting = int(np.searchsorted(ends, ends[first] + bucket.capacity, side="right")) - 1
                 stop = min(fitting, first + bucket.count)
                 batch = self._packed(texts[first:stop], bucket)
@@ -211,35 +275,29 @@ class Batcher:
         for _, part in self._start(work.positions, work.texts, half, compute, last=True):
             yield from self._finish(part, compute)
 
-    # A text's ids become Python numbers here, a batch at a time: in the thread that tokenises, with the interpreter's
-    # lock, they would keep this one from feeding the device.
-
-    def _padded(self, texts: "list[Encoding]", batch_size: int) -> Batch:
+    def _padded(self, texts: Tokens, batch_size: int) -> Batch:
         rows = min(batch_size, 1 << (len(texts) - 1).bit_length())
-        longest = next(length for length in self._lengths if length >= len(texts[0]))
-        ids = np.full((rows, longest), self.padding, np.int32)
-        types = np.zeros((rows, longest), np.int32) if self.with_types else None
+        longest = next(length for length in self._lengths if length >= texts.lengths[0])
         lengths = np.ones(rows, np.int32)  # rows of padding: one token, to keep their arithmetic finite
-        for row, text in enumerate(texts):
-            lengths[row] = len(text)
-            ids[row, : len(text)] = text.ids
-            if types is not None:
-                types[row, : len(text)] = text.type_ids
-        return Batch(ids, types, lengths, longest)
+        lengths[: len(texts)] = texts.lengths
+        taken = np.arange(longest) < texts.lengths[:, None]
 
-    def _packed(self, texts: "list[Encoding]", bucket: Bucket) -> Batch:
-        ends = np.cumsum([len(text) for text in texts])
+        def padded(tokens: np.ndarray, fill: int) -> np.ndarray:
+            result = np.full((rows, longest), fill, np.int32)
+            result[: len(texts)][taken] = tokens
+            return result
 
-        def join(parts: Iterator[list[int]], fill: int) -> np.ndarray:
-            joined = np.full(bucket.capacity, fill, np.int32)
-            joined[: ends[-1]] = np.fromiter(itertools.chain.from_iterable(parts), np.int32, ends[-1])
-            return joined
+        types = None if texts.type_ids is None else padded(texts.type_ids, 0)
+        return Batch(padded(texts.ids, self.padding), types, lengths, longest)
 
-        ids = join((text.ids for text in texts), self.padding)
-        types = join((text.type_ids for text in texts), 0) if self.with_types else None
-        begins = np.full(bucket.count + 1, ends[-1], np.int32)
-        begins[0], begins[1 : len(texts) + 1] = 0, ends
-        return Batch(ids, types, begins, bucket.longest)
+    def _packed(self, texts: Tokens, bucket: Bucket) -> Batch:
+        def packed(tokens: np.ndarray, fill: int) -> np.ndarray:
+            return np.pad(tokens, (0, bucket.capacity - len(tokens)), constant_values=fill)
+
+        begins = np.full(bucket.count + 1, texts.begins[-1], np.int32)
+        begins[: len(texts) + 1] = texts.begins
+        types = None if texts.type_ids is None else packed(texts.type_ids, 0)
+        return Batch(packed(texts.ids, self.padding), types, begins, bucket.longest)
 
 
 def _bucket(all_buckets: Sequence[Bucket], longest: int, tokens: int) -> Bucket:
