@@ -66,6 +66,12 @@ def test_head_sizes(head_size):
     check_op(packed(np.random.default_rng(1), 1, 19, 2, head_size), gradients=False)
 
 
+@pytest.mark.parametrize("head_size", [128, 256])
+def test_one_query_of_a_large_head(head_size):
+    """In full precision, whose products take shared memory for each of the sums that are added in pairs."""
+    check_op(separate(np.random.default_rng(1), 1, 1, 40, 1, 1, head_size))
+
+
 EMPTY = [(0, 3, 3, 2, 2, 8), (2, 0, 5, 2, 1, 8), (2, 3, 0, 2, 2, 8), (2, 3, 3, 0, 2, 8)]
 
 

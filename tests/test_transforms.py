@@ -256,7 +256,7 @@ def test_shards_for_a_gpu(name):
 def test_shards_over_two_devices():
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-k", "grad_of_shard", __file__],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"},
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         cwd=Path(__file__).parents[1], capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

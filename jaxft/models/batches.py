@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 # Texts that are tokenised before the device gets any, and of the largest chunk, packed and padded. Each is a quarter
 # larger than the one before it. An H200, on which BERT-base is hardly slower than tokenising on 16 cores, would wait
 # for one that is twice as large, and nothing overlaps with the last one; less padding, though, comes of large ones.
-_CHUNKS = (512, 2048, 8192)
-_AHEAD = 2  # chunks that are being tokenised, so that no core waits for another's longest text
+_CHUNKS = (512, 1024, 8192)
+_AHEAD = 3  # chunks on their way: while one waits for the interpreter's lock, the cores have another
 _IN_FLIGHT = 8  # batches given to the device before the oldest result is read back
 _LONG_WORK = 1000  # texts from which a terminal shows a progress bar unasked
 _LEAST_TOKENS, _SHORTEST = 64, 32  # of the smallest packed batch, and of its longest text

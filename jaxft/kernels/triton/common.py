@@ -87,9 +87,10 @@ def dot_in_short_chains(a: Array, b: Array, *, trans_a: bool = False, trans_b: b
     """`dot`, for products in full float32 that plain JAX computes as a matrix times a vector.
 
     It sums them up in a tree, and one chain of additions would lose more digits: these are of 16 products, the others
-    zeros, and then added in pairs.
+    zeros, and then added in pairs. There are at most four, since each takes shared memory.
     """
-    depth, chain = a.shape[0 if trans_a else 1], 16
+    depth = a.shape[0 if trans_a else 1]
+    chain = max(16, depth // 4)
     place = positions(0, depth)
     place = place[:, None] if trans_a else place[None, :]
     parts = [a] if depth <= chain else [
