@@ -81,11 +81,12 @@ def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsi
     On an H200 (2026-11-22), 16-bit: with GELU it takes 1.06-1.12x as long as cuBLAS without, where a second kernel
     makes that 1.3x; without activation 0.87-1.0x, but more of many rows and a depth of 1,024 or more. Up to 512 rows it
     takes 0.85-0.97x the time of the Triton product, where its smallest tiles fill half of the card; 0.75-0.8x where
-    there are 60 or 64 of them and the depth is 2,048 or 3,072.
+    there are 60 or 64 of them, more than 256 rows and a depth of 2,048 or 3,072.
     """
     if itemsize > 2 or rows < 64 or rows % 8 or min(depth, width) < 256:  # other numbers of rows cost copies
         return False
-    few = rows <= 512 and -(-rows // 64) * -(-width // 64) < (66 if depth < 2048 else 60)
+    least = 60 if rows > 256 and depth >= 2048 else 66
+    few = rows <= 512 and -(-rows // 64) * -(-width // 64) < least
     return not few and (activation is not None or rows <= 8192 or depth < 1024)
 
 

@@ -355,16 +355,16 @@ def test_tokenised(monkeypatch, count):
     assert threads() == before
 
 
-def test_tokenising_is_some_chunks_ahead(monkeypatch):
+@PACKED
+def test_tokenising_is_some_chunks_ahead(packed, monkeypatch):
     monkeypatch.setattr(batches, "_CHUNKS", (3, 3, 3))
-    done = []
-    chunks = make(True).tokenised(range(100), lambda texts: done.extend(texts) or of_one_token(texts))
+    before, ahead, done = threads(), 3 if packed else 1, []
+    chunks = make(packed).tokenised(range(100), lambda texts: done.extend(texts) or of_one_token(texts))
     for start, chunk in itertools.islice(chunks, 5):
-        assert len(done) <= start + 3 * (1 + batches._AHEAD) and chunk.ids.tolist() == [*range(start, start + 3)]
-        assert set(chunk.ids) <= set(done)
-    before = threads()
+        assert len(done) <= start + 3 * (1 + ahead) and chunk.ids.tolist() == [*range(start, start + 3)]
+        assert set(chunk.ids) <= set(done) and 0 < len(threads() - before) <= ahead
     chunks.close()  # the caller stops early
-    assert len(done) <= 3 * (5 + batches._AHEAD) and len(threads()) == len(before) - batches._AHEAD
+    assert len(done) <= 3 * (5 + ahead) and threads() == before
 
 
 def test_tokenising_fails(monkeypatch):
@@ -379,6 +379,19 @@ def test_tokenising_fails(monkeypatch):
     with pytest.raises(ValueError, match="token 7"):
         list(make(True).run(make(True).tokenised(range(100), tokenise), 4, Device()))
     assert threads() == before
+
+
+@PACKED
+def test_no_thread_outlives_an_error(packed, monkeypatch):
+    """Not even while somebody has the exception, as notebooks do."""
+    monkeypatch.setattr(batches, "_CHUNKS", (30, 30, 30))
+    before, device = threads(), SmallDevice(0, "dispatch", ValueError("broken"))
+    with pytest.raises(ValueError, match="broken") as error:
+        make(packed).compute_all(
+            range(1000), lambda texts: texts_of([9] * len(texts)), 4, device, width=3, unit="text",
+            show_progress_bar=False,
+        )  # fmt: skip
+    assert error.traceback and threads() == before
 
 
 # --- What is packed without being asked for ----------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """Texts of all lengths in batches of few shapes, padded or packed, and how a device is kept busy with them."""
 
+import contextlib
 import dataclasses
 import itertools
 import logging
 import operator
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 # larger than the one before it. An H200, on which BERT-base is hardly slower than tokenising on 16 cores, would wait
 # for one that is twice as large, and nothing overlaps with the last one; less padding, though, comes of large ones.
 _CHUNKS = (512, 1024, 8192)
-_AHEAD = 3  # chunks on their way: while one waits for the interpreter's lock, the cores have another
+# Chunks on their way, packed and padded: while one waits for the interpreter's lock, the cores have another.
+_AHEAD = (3, 1)
 _IN_FLIGHT = 8  # batches given to the device before the oldest result is read back
 _LONG_WORK = 1000  # texts from which a terminal shows a progress bar unasked
 _LEAST_TOKENS, _SHORTEST = 64, 32  # of the smallest packed batch, and of its longest text
@@ -90,7 +92,8 @@ class Tokens:
     def __add__(self, other: "Tokens") -> "Tokens":
         begins = np.append(self.begins, self.begins[-1] + other.begins[1:])
         types = None
-        if self.type_ids is not None and other.type_ids is not None:
+        if self.type_ids is not None:
+            assert other.type_ids is not None
             types = np.append(self.type_ids, other.type_ids)
         return Tokens(begins, np.append(self.ids, other.ids), types)
 
@@ -170,31 +173,35 @@ class Batcher:
             result.copy_to_host_async()
             return result
 
-        with progress_bar(len(texts), unit, show_progress_bar) as bar:
-            for positions, found in self.run(self.tokenised(texts, tokenise), batch_size, start):
+        # Closed, so that no thread outlives an error.
+        with (
+            contextlib.closing(self.tokenised(texts, tokenise)) as chunks,
+            progress_bar(len(texts), unit, show_progress_bar) as bar,
+        ):
+            for positions, found in self.run(chunks, batch_size, start):
                 results[positions] = found
                 bar.update(len(positions))
         return results
 
     def tokenised(
         self, texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "list[Encoding]"]
-    ) -> Iterator[tuple[int, Tokens]]:
+    ) -> Generator[tuple[int, Tokens]]:
         """Yields (start, tokens of texts from there on), threads being `_AHEAD` chunks ahead, and no texts at last."""
 
         def tokens(chunk: Sequence[Any]) -> Tokens:
             return Tokens.of(tokenise(chunk), with_types=self.with_types)
 
         start, (size, *largest) = 0, _CHUNKS
-        most = largest[not self.packed]
+        most, ahead = largest[not self.packed], _AHEAD[not self.packed]
         coming = deque[tuple[int, Future[Tokens]]]()
-        with ThreadPoolExecutor(max_workers=_AHEAD) as threads:
+        with ThreadPoolExecutor(max_workers=ahead) as threads:
             while start < len(texts) or coming:
-                while start < len(texts) and len(coming) <= _AHEAD:
+                while start < len(texts) and len(coming) <= ahead:
                     coming.append((start, threads.submit(tokens, texts[start : start + size])))
                     start, size = start + size, min(size + size // 4, most)
                 first, chunk = coming.popleft()
                 yield first, chunk.result()
-        yield len(texts), tokens([])
+        yield len(texts), Tokens.of([], with_types=self.with_types)
 
     def run(
         self, chunks: Iterator[tuple[int, Tokens]], batch_size: int, compute: Callable[[Batch], jax.Array]
@@ -230,7 +237,8 @@ class Batcher:
     ) -> Iterator[tuple[int, _Work]]:  # fmt: skip
         """Cuts texts, the longest first, and yields (how many are done, work). Unless `last`, a rest is left."""
         # A text without tokens counts as one, or any number of them would be left.
-        ends = np.append(0, np.cumsum(np.maximum(texts.lengths, 1)))
+        lengths = texts.lengths
+        ends = np.append(0, np.cumsum(np.maximum(lengths, 1)))
         first = 0
         while first < len(texts):
             size = batch_size if self._largest is None else min(batch_size, self._largest)
@@ -238,7 +246,7 @@ class Batcher:
             if not last and (tokens < size * self.limit if self.packed else count < size):
                 return
             if self.packed:
-                bucket = _bucket(buckets(size, self.limit), int(texts.lengths[first]), tokens)
+                bucket = _bucket(buckets(size, self.limit), int(lengths[first]), tokens)
                 fitting = int(np.searchsorted(ends, ends[first] + bucket.capacity, side="right")) - 1
                 stop = min(fitting, first + bucket.count)
                 batch = self._packed(texts[first:stop], bucket)
@@ -277,10 +285,10 @@ class Batcher:
 
     def _padded(self, texts: Tokens, batch_size: int) -> Batch:
         rows = min(batch_size, 1 << (len(texts) - 1).bit_length())
-        longest = next(length for length in self._lengths if length >= texts.lengths[0])
         lengths = np.ones(rows, np.int32)  # rows of padding: one token, to keep their arithmetic finite
         lengths[: len(texts)] = texts.lengths
-        taken = np.arange(longest) < texts.lengths[:, None]
+        longest = next(length for length in self._lengths if length >= lengths[0])
+        taken = np.arange(longest) < lengths[: len(texts), None]
 
         def padded(tokens: np.ndarray, fill: int) -> np.ndarray:
             result = np.full((rows, longest), fill, np.int32)

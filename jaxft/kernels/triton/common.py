@@ -87,7 +87,7 @@ def dot_in_short_chains(a: Array, b: Array, *, trans_a: bool = False, trans_b: b
     """`dot`, for products in full float32 that plain JAX computes as a matrix times a vector.
 
     It sums them up in a tree, and one chain of additions would lose more digits: these are of 16 products, the others
-    zeros, and then added in pairs. There are at most four, since each takes shared memory.
+    zeros, and then added in pairs. Each takes shared memory, so there are at most four, longer ones if need be.
     """
     depth = a.shape[0 if trans_a else 1]
     chain = max(16, depth // 4)
