@@ -172,7 +172,7 @@ def test_dtypes_of_labels(dtype):
         assert np.isnan(found.total) and found.labelled == labels.size
 
 
-@pytest.mark.parametrize("seed", seeds(4))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_random(seed, chunks_of):
     rng = np.random.default_rng(seed)
     dtype, params = (jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"]))) for _ in range(2))

@@ -377,7 +377,7 @@ def test_shards_for_a_gpu(given):
           axis="data")  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_random(seed, monkeypatch):
     """With any launch configuration."""
     rng = np.random.default_rng(seed)

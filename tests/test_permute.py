@@ -242,7 +242,7 @@ def test_reduce(shape, axes, expected):
     assert triton.reduce(shape, axes) == expected
 
 
-@pytest.mark.parametrize("seed", seeds(10))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_reduce_random(seed):
     """It moves the same elements, and what is left cannot be reduced further."""
     rng = np.random.default_rng(seed)
