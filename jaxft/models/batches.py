@@ -248,17 +248,18 @@ class Batcher:
             if self.packed:
                 bucket = _bucket(buckets(size, self.limit), int(lengths[first]), tokens)
                 fitting = int(np.searchsorted(ends, ends[first] + bucket.capacity, side="right")) - 1
-                stop = min(fitting, first + bucket.count)
-                batch = self._packed(texts[first:stop], bucket)
+                part = texts[first : min(fitting, first + bucket.count)]
+                batch = self._packed(part, bucket)
             else:
-                stop = first + min(size, count)
-                batch = self._padded(texts[first:stop], size)
+                part = texts[first : first + size]
+                batch = self._padded(part, size)
+            stop = first + len(part)
             result: Any
             try:
                 result = compute(batch)
             except jax.errors.JaxRuntimeError as error:
                 result = error
-            yield stop, _Work(positions[first:stop], texts[first:stop], size, result)
+            yield stop, _Work(positions[first:stop], part, size, result)
             first = stop
 
     def _finish(self, work: _Work, compute: Callable[[Batch], jax.Array]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
