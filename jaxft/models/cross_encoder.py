@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxft.models import batches, checkpoint
@@ -69,13 +68,12 @@ class CrossEncoder:
             packed=batches.packs(model.bert.embeddings.options.implementation) if packed is None else packed,
             with_types=model.config.type_vocab_size > 1,
         )
-        graphdef, state = nnx.split(model)
-        treedef = jax.tree.structure(state)
+        structure = jax.tree.structure(model)
 
         def score(
             leaves: list[jax.Array], input_ids: jax.Array, types: jax.Array | None, lengths: jax.Array, longest: int
         ) -> jax.Array:
-            module = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+            module = jax.tree.unflatten(structure, leaves)
             if input_ids.ndim == 1:
                 logits = module(input_ids, None, types, cu_seqlens=lengths, max_seqlen=longest)
             else:
@@ -172,7 +170,7 @@ class CrossEncoder:
         batch_size = batches.check_batch_size("predict", batch_size)
         is_pair = batches.is_sequence(sentences) and len(sentences) == 2 and isinstance(sentences[0], str)
         pairs = _as_pairs([sentences] if is_pair else sentences)
-        leaves = jax.tree.leaves(nnx.state(self.model))
+        leaves = jax.tree.leaves(self.model)
 
         def compute(batch: Batch) -> jax.Array:
             return self._score(leaves, batch.input_ids, batch.token_type_ids, batch.lengths, batch.longest)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxft.models import batches, checkpoint
@@ -81,13 +80,12 @@ class SentenceEncoder:
             packed=batches.packs(model.embeddings.options.implementation) if packed is None else packed,
         )
 
-        graphdef, state = nnx.split(model)
-        treedef = jax.tree.structure(state)
+        structure = jax.tree.structure(model)
 
         def embed(
             leaves: list[jax.Array], input_ids: jax.Array, lengths: jax.Array, longest: int, normalize: bool
         ) -> jax.Array:
-            module = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+            module = jax.tree.unflatten(structure, leaves)
             if input_ids.ndim == 1:
                 hidden = module(input_ids, cu_seqlens=lengths, max_seqlen=longest).last_hidden_state
                 pooled = pool_packed(hidden.astype(jnp.float32), lengths, self.pooling, longest)
@@ -213,7 +211,7 @@ class SentenceEncoder:
         batch_size = batches.check_batch_size("encode", batch_size)
         texts = batches.as_texts("encode", "sentences", sentences)
         normalize = self.normalize or normalize_embeddings
-        leaves = jax.tree.leaves(nnx.state(self.model))
+        leaves = jax.tree.leaves(self.model)
 
         def compute(batch: Batch) -> jax.Array:
             return self._embed(leaves, batch.input_ids, batch.lengths, batch.longest, normalize)
