@@ -57,7 +57,7 @@ def wall_us(f: Callable[[], Any]) -> float:
 
 def in_given_order(encoder: SentenceEncoder, texts: Sequence[str]) -> np.ndarray:
     """Padded batches of texts as they come, several in flight as in `encode`."""
-    leaves = jax.tree.leaves(nnx.state(encoder.model))
+    leaves = jax.tree.leaves(encoder.model)
     found = []
     for first in range(0, len(texts), BATCH_SIZE):
         (batch,) = cut(encoder, texts[first : first + BATCH_SIZE])

@@ -20,6 +20,7 @@ TITLES = {
     "encode docstrings": "Texts to embeddings, tokeniser included (microseconds for so many texts)",
     "attention": "Attention, from packed QKV (microseconds)",
     "dense": "Dense layers of few rows, forward (microseconds)",
+    "configuration": "Kernels as tuned, and with the heuristic's configuration (microseconds)",
     "other": "Row and layout kernels (microseconds)",
 }
 SHORT = ("encoder", "training step", "encode docstrings", "attention")  # what the README itself shows

@@ -62,6 +62,11 @@ class Case:
         arrays = [jax.random.normal(k, shape, self.dtype) for k, shape in zip(keys, self.shapes, strict=True)]
         return *arrays, *self.derive(*arrays)
 
+    def input_sets(self) -> list[tuple[jax.Array, ...]]:
+        """As many as it takes for none to be in the L2 cache when its turn comes."""
+        first = self.inputs(0)
+        return [first, *(self.inputs(seed) for seed in range(1, timing.rotation(sum(x.nbytes for x in first))))]
+
 
 def row_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
     def run(
@@ -337,10 +342,23 @@ def mosaic_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
         )  # fmt: skip
 
 
+def cases(dtypes: Sequence[str], kind: str) -> Iterable[tuple[Case, Any]]:
+    """Each case, and the configuration that a device without a table would take."""
+    groups = (row_cases, row_gradient_cases, softmax_cases, elementwise_cases, elementwise_gradient_cases,
+              permute_cases, split_cases, attention_cases, attention_gradient_cases, dense_cases, split_k_cases,
+              mosaic_cases, implementation_cases)  # fmt: skip
+    for dtype, group in itertools.product(dtypes, groups):
+        itemsize = jnp.dtype(dtype).itemsize
+        # Which of attention's kernels runs depends on a config, too.
+        untuned = {(case.op, tuning.key(**case.sizes)): case.present for case in group(dtype, itemsize, "")}
+        for case in group(dtype, itemsize, kind):
+            yield case, untuned.get((case.op, tuning.key(**case.sizes)), case.present)
+
+
 def best(case: Case, default: Any) -> Any:
     """Checks and times the candidates; prints the fastest few, and what a device without a table would take."""
-    first = case.inputs(0)
-    sets = [first, *(case.inputs(seed) for seed in range(1, timing.rotation(sum(x.nbytes for x in first))))]
+    sets = case.input_sets()
+    first = sets[0]
     plain = jax.jit(case.plain)
     wanted = plain(*first)
     with jax.default_matmul_precision("highest"):
@@ -396,19 +414,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     kind = dispatch.device_kind()
     path = args.out / f"{kind.replace(' ', '_')}.json"
     table = json.loads(path.read_text()) if path.is_file() else {}
-    kinds = (row_cases, row_gradient_cases, softmax_cases, elementwise_cases, elementwise_gradient_cases, permute_cases,
-             split_cases, attention_cases, attention_gradient_cases, dense_cases,
-             split_k_cases, mosaic_cases, implementation_cases)  # fmt: skip
-    for dtype, cases in itertools.product(args.dtypes, kinds):
-        itemsize = jnp.dtype(dtype).itemsize
-        # Which of attention's kernels runs depends on a config, too.
-        untuned = {(case.op, tuning.key(**case.sizes)): case.present for case in cases(dtype, itemsize, "")}
-        for case in cases(dtype, itemsize, kind):
-            if args.only is None or case.op in args.only:
-                key = tuning.key(**case.sizes)
-                chosen = best(case, untuned.get((case.op, key), case.present))
-                table.setdefault(case.op, {})[key] = dataclasses.asdict(chosen)
-                save(table, path)
+    for case, default in cases(args.dtypes, kind):
+        if args.only is None or case.op in args.only:
+            chosen = best(case, default)
+            table.setdefault(case.op, {})[tuning.key(**case.sizes)] = dataclasses.asdict(chosen)
+            save(table, path)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import bench_dense
 import bench_embeddings
 import bench_encode
 import bench_encoder
+import bench_heuristics
 import bench_layer_norm
 import bench_permute
 import bench_softmax
@@ -19,6 +20,8 @@ import bench_train
 import report
 import timing
 import tiny
+import tune
+from jaxft import reference
 from jaxft.models.sentence_encoder import SentenceEncoder
 
 HEADS = {"HEADS": 2, "HEAD_SIZE": 64}  # what cuDNN supports, for when this runs on a GPU
@@ -92,6 +95,21 @@ def test_benchmark_writes_rows(script, settings, peers, tmp_path, monkeypatch, c
         assert 0 < float(row["p20"]) <= float(row["p50"]) <= float(row["p80"])
     printed = capsys.readouterr().out
     assert "jaxft" in printed and "speedup" in printed
+
+
+def test_heuristics_are_timed_where_they_differ(tmp_path, monkeypatch, capsys):
+    def case(rows):
+        sizes = {"rows": rows, "width": 24, "itemsize": 4}
+        run = lambda x, config: reference.softmax(x)  # noqa: E731
+        return tune.Case("softmax", sizes, ((rows, 24),), "float32", run, reference.softmax, present=8)
+
+    monkeypatch.setattr(tune, "cases", lambda dtypes, kind: [(case(5), 8), (case(6), 4)])
+    bench_heuristics.main(["--quick", "--out", str(tmp_path)])
+    assert {(row["op"], row["implementation"], row["shape"]) for row in read(tmp_path)} == {
+        ("configuration of softmax", name, "6x24") for name in ("jaxft", "jaxft, heuristic")
+    }
+    with pytest.raises(SystemExit, match="the heuristics give what the table of .* has, or it has none"):
+        bench_heuristics.main(["--only", "permute", "--out", str(tmp_path)])
 
 
 def test_rows_are_added_to_those_of_earlier_runs(tmp_path):

@@ -1,0 +1,56 @@
+"""What a device without a tuned table takes: the kernels with the heuristic's configurations beside the tuned ones.
+
+At the shapes that benchmarks/tune.py knows, where the two differ. As "jaxft" and "jaxft, heuristic", microseconds.
+"""
+
+import concurrent.futures
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+import timing
+import tune
+from jaxft import dispatch
+
+DTYPES = ("bfloat16", "float32")
+
+
+def compiled(case: tune.Case, configs: Sequence[Any]) -> list[Any]:
+    """The kernel with each of the configurations."""
+    shapes = jax.eval_shape(lambda: case.inputs(0))
+    return [jax.jit(functools.partial(case.run, config=config)).lower(*shapes).compile() for config in configs]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = timing.arguments(__doc__)
+    parser.add_argument("--only", nargs="+", help="some ops")
+    args = parser.parse_args(argv)
+    found = (
+        (case, (case.present, default))
+        for case, default in tune.cases(DTYPES, dispatch.device_kind())
+        if case.op != "dense_implementation" and default != case.present and (args.only is None or case.op in args.only)
+    )
+    differing = list(itertools.islice(found, 4 if args.quick else None))
+    if not differing:
+        raise SystemExit(f"the heuristics give what the table of {dispatch.device_kind()!r} has, or it has none")
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # before anything is timed
+        programs = list(pool.map(compiled, *zip(*differing, strict=True)))
+    results = []
+    for (case, _), (tuned, heuristic) in zip(differing, programs, strict=True):
+        sets, plain = case.input_sets(), jax.jit(case.plain)
+        for f in (tuned, heuristic):
+            timing.check_all(f"{case.op} {case.sizes}", f, plain, sets[0])
+        moved = sum(x.nbytes for x in jax.tree.leaves((sets[0], tuned(*sets[0]))))
+        results += timing.measure(
+            {"jaxft": (tuned, sets), "jaxft, heuristic": (heuristic, sets)},
+            work=moved, unit="TB/s", args=args, op=f"configuration of {case.op}", direction="forward",
+            shape=[size for name, size in case.sizes.items() if name != "itemsize"], dtype=case.dtype,
+        )  # fmt: skip
+    timing.print_tables(results)
+
+
+if __name__ == "__main__":
+    main()
