@@ -350,7 +350,10 @@ def cases(dtypes: Sequence[str], kind: str) -> Iterable[tuple[Case, Any]]:
     for dtype, group in itertools.product(dtypes, groups):
         itemsize = jnp.dtype(dtype).itemsize
         # Which of attention's kernels runs depends on a config, too.
-        untuned = {(case.op, tuning.key(**case.sizes)): case.present for case in group(dtype, itemsize, "")}
+        untuned = {
+            (case.op, tuning.key(**case.sizes)): case.present
+            for case in group(dtype, itemsize, f"{kind} without a table")
+        }
         for case in group(dtype, itemsize, kind):
             yield case, untuned.get((case.op, tuning.key(**case.sizes)), case.present)
 

@@ -199,6 +199,8 @@ def layer_norm_backward(rows: int, width: int, itemsize: int, device_kind: str) 
             default = dataclasses.replace(default, programs=max(132, programs * 512 // block_width))
         elif block_width > 512 and itemsize > 2 and rows * width >= 2**19:
             default = GradientConfig(2, block_width, 264, 8)
+        elif block_width > 512 and 2**19 <= rows * width < 2**26:  # fewer programs, fewer partial sums
+            default = GradientConfig(2, block_width, 264 if rows * width < 2**20 else 396, 4)
     else:  # the more rows in a block, the fewer partial sums
         default = GradientConfig(8, 1024, 264, 8)
     return lookup("layer_norm_backward", default, device_kind, rows=rows, width=width, itemsize=itemsize)
@@ -228,6 +230,8 @@ def softmax_backward(rows: int, width: int, itemsize: int, device_kind: str) -> 
     default = _softmax(rows, width, 512, 8192 if itemsize <= 2 else 16384, most_warps=8 * itemsize // 2)
     if itemsize <= 2 and 4096 < width <= 16384:
         default = RowConfig(1, 8192, 4) if width <= 8192 else RowConfig(1, 4096, 8)
+    elif itemsize <= 2 and width > 16384 and rows <= 512:  # at most two rounds of one program a multiprocessor
+        default = RowConfig(1, 8192, 8)
     return lookup("softmax_backward", default, device_kind, rows=rows, width=width, itemsize=itemsize)
 
 
@@ -261,7 +265,8 @@ def bias_activation(rows: int, width: int, itemsize: int, device_kind: str) -> E
 
 def bias_activation_backward(rows: int, width: int, itemsize: int, device_kind: str) -> GradientConfig:
     block_width = min(_block_width(width), 512)
-    default = GradientConfig(1024 // block_width, block_width, programs=512, num_warps=4)
+    programs = 512 if rows * width >= (2**22 if itemsize <= 2 else 2**23) else 256
+    default = GradientConfig(1024 // block_width, block_width, programs, num_warps=4)
     return lookup("bias_activation_backward", default, device_kind, rows=rows, width=width, itemsize=itemsize)
 
 
@@ -333,7 +338,7 @@ def attention_dkv(
     more: bool = False,
 ) -> AttentionConfig:  # fmt: skip
     """Of the kernel for the gradients of keys and values, which where a block holds all keys is the only one."""
-    short = itemsize == 2 and 64 < key_length <= 512
+    short = itemsize == 2 and 64 < key_length <= 512 and batch_heads * key_length >= 64 * 64
     choices = ((32, 128, 4, 3) if short else (64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 8, 1), (16, 32, 4, 1))
     if not _LARGE.match(device_kind):  # those for large heads take 112 KiB of shared memory
         choices = (*choices[:2], (32, 32, 4, 1), (16, 16, 4, 1))
