@@ -86,20 +86,22 @@ def load(where: Any, *, mask: Array | None = None, other: float | None = 0) -> A
 def dot_in_short_chains(a: Array, b: Array, *, trans_a: bool = False, trans_b: bool = False, precision: Any) -> Array:
     """`dot`, for products in full float32 that plain JAX computes as a matrix times a vector.
 
-    It sums them up in a tree, and one chain of additions would lose more digits: these are of 16 products, the others
-    zeros, and then added in pairs. Each takes shared memory, so there are at most four, longer ones if need be.
+    It sums them up in a tree, and one chain of additions would lose more digits: these are four, of 16 products or
+    more, with zeros for the others, added in a loop in which one of them at a time takes shared memory.
     """
     depth = a.shape[0 if trans_a else 1]
     chain = max(16, depth // 4)
-    place = positions(0, depth)
+    if depth <= chain:
+        return dot(a, b, trans_a=trans_a, trans_b=trans_b, precision=precision)
+    place = lax.div(positions(0, depth), jnp.int32(chain))
     place = place[:, None] if trans_a else place[None, :]
-    parts = [a] if depth <= chain else [
-        jnp.where(lax.div(place, jnp.int32(chain)) == i, a, 0.0) for i in range(depth // chain)
-    ]  # fmt: skip
-    sums = [dot(part, b, trans_a=trans_a, trans_b=trans_b, precision=precision) for part in parts]
-    while len(sums) > 1:
-        sums = [fma(x, 1.0, y) for x, y in zip(sums[::2], sums[1::2], strict=True)]
-    return sums[0]
+
+    def add(i: Array, total: Array) -> Array:
+        part = jnp.where(place == i, a, 0.0)
+        return fma(dot(part, b, trans_a=trans_a, trans_b=trans_b, precision=precision), 1.0, total)
+
+    shape = a.shape[1 if trans_a else 0], b.shape[0 if trans_b else 1]
+    return lax.fori_loop(0, depth // chain, add, jnp.zeros(shape, jnp.float32))
 
 
 def positions(start: Array | int, size: int) -> Array:
