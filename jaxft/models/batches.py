@@ -186,7 +186,10 @@ class Batcher:
     def tokenised(
         self, texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "list[Encoding]"]
     ) -> Generator[tuple[int, Tokens]]:
-        """Yields (start, tokens of texts from there on), threads being `_AHEAD` chunks ahead, and no texts at last."""
+        """Yields (start, tokens of texts from there on), threads being `_AHEAD` chunks ahead, and no texts at last.
+
+        A single chunk has nothing to be ahead of: it is done here, since a thread would take longer to start and end.
+        """
 
         def tokens(chunk: Sequence[Any]) -> Tokens:
             return Tokens.of(tokenise(chunk), with_types=self.with_types)
@@ -194,6 +197,9 @@ class Batcher:
         start, (size, *largest) = 0, _CHUNKS
         most, ahead = largest[not self.packed], _AHEAD[not self.packed]
         coming = deque[tuple[int, Future[Tokens]]]()
+        if 0 < len(texts) <= size:
+            yield 0, tokens(texts)
+            start = len(texts)
         with ThreadPoolExecutor(max_workers=ahead) as threads:
             while start < len(texts) or coming:
                 while start < len(texts) and len(coming) <= ahead:
