@@ -84,7 +84,7 @@ def run(model: str, file: Path, texts: list[str], args: Any) -> list[timing.Row]
     tokenizer = tokenizer_files.load(file.parent, do_lower_case=False)
     make = functools.partial(SentenceEncoder, bert, tokenizer, max_seq_length=LIMIT)
     packed, padded = make(packed=True), make(packed=False)
-    leaves = jax.tree.leaves(nnx.state(bert))
+    leaves = jax.tree.leaves(bert)
     on_device = [jax.device_put((b.input_ids, b.lengths)) + (b.longest,) for b in cut(packed, texts)]
     tokens = sum(map(len, packed.tokenize(texts)))
 

@@ -1,6 +1,7 @@
 """What a device without a tuned table takes: the kernels with the heuristic's configurations beside the tuned ones.
 
-At the shapes that benchmarks/tune.py knows, where the two differ. As "jaxft" and "jaxft, heuristic", microseconds.
+At the shapes that benchmarks/tune.py knows, where the two differ, as "jaxft" and "jaxft, heuristic". Where two kernels
+work together, as in attention's gradient, one of them changes and the time is that of both.
 """
 
 import concurrent.futures
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     differing = list(itertools.islice(found, 4 if args.quick else None))
     if not differing:
-        raise SystemExit(f"the heuristics give what the table of {dispatch.device_kind()!r} has, or it has none")
+        raise SystemExit(f"no case in which the table of {dispatch.device_kind()!r} and the heuristics differ")
     with concurrent.futures.ThreadPoolExecutor() as pool:  # before anything is timed
         programs = list(pool.map(compiled, *zip(*differing, strict=True)))
     results = []

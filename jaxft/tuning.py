@@ -230,7 +230,7 @@ def softmax_backward(rows: int, width: int, itemsize: int, device_kind: str) -> 
     default = _softmax(rows, width, 512, 8192 if itemsize <= 2 else 16384, most_warps=8 * itemsize // 2)
     if itemsize <= 2 and 4096 < width <= 16384:
         default = RowConfig(1, 8192, 4) if width <= 8192 else RowConfig(1, 4096, 8)
-    elif itemsize <= 2 and width > 16384 and rows <= 512:  # at most two rounds of one program a multiprocessor
+    elif itemsize <= 2 and width > 16384 and rows <= 256:  # as many as run at once, two on a multiprocessor
         default = RowConfig(1, 8192, 8)
     return lookup("softmax_backward", default, device_kind, rows=rows, width=width, itemsize=itemsize)
 
@@ -338,7 +338,8 @@ def attention_dkv(
     more: bool = False,
 ) -> AttentionConfig:  # fmt: skip
     """Of the kernel for the gradients of keys and values, which where a block holds all keys is the only one."""
-    short = itemsize == 2 and 64 < key_length <= 512 and batch_heads * key_length >= 64 * 64
+    few = batch_heads * key_length < 64 * 64  # which two kernels share better than one
+    short = itemsize == 2 and 64 < key_length <= 512 and not few
     choices = ((32, 128, 4, 3) if short else (64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 8, 1), (16, 32, 4, 1))
     if not _LARGE.match(device_kind):  # those for large heads take 112 KiB of shared memory
         choices = (*choices[:2], (32, 32, 4, 1), (16, 16, 4, 1))

@@ -345,7 +345,14 @@ def of_one_token(numbers):
 def test_tokenised(monkeypatch, count):
     monkeypatch.setattr(batches, "_CHUNKS", (4, 7, 9))
     before = threads()
-    found = list(make(True).tokenised(range(count), of_one_token))
+    where = []
+
+    def tokenise(texts):
+        where.append(threading.current_thread())
+        return of_one_token(texts)
+
+    found = list(make(True).tokenised(range(count), tokenise))
+    assert (threading.current_thread() in where) == (0 < count <= 4)  # a single chunk is not worth a thread
     assert [n for _, chunk in found for n in chunk.ids] == list(range(count))
     assert all(chunk.ids[0] == start for start, chunk in found[:-1])
     sizes = {0: [], 1: [1], 4: [4], 5: [4, 1], 30: [4, 5, 6, 7, 7, 1]}[count]

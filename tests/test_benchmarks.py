@@ -100,15 +100,26 @@ def test_benchmark_writes_rows(script, settings, peers, tmp_path, monkeypatch, c
 def test_heuristics_are_timed_where_they_differ(tmp_path, monkeypatch, capsys):
     def case(rows):
         sizes = {"rows": rows, "width": 24, "itemsize": 4}
-        run = lambda x, config: reference.softmax(x)  # noqa: E731
         return tune.Case("softmax", sizes, ((rows, 24),), "float32", run, reference.softmax, present=8)
+
+    def run(x, config):
+        return jax.named_call(reference.softmax, name=f"config_{config}")(x)
+
+    def measure(variants, **key):
+        """Which configuration each has been compiled with."""
+        texts = {name: f.as_text() for name, (f, _) in variants.items()}
+        assert "config_8" in texts["jaxft"] and "config_4" in texts["jaxft, heuristic"]
+        return timed(variants, **key)
+
+    timed = timing.measure
+    monkeypatch.setattr(timing, "measure", measure)
 
     monkeypatch.setattr(tune, "cases", lambda dtypes, kind: [(case(5), 8), (case(6), 4)])
     bench_heuristics.main(["--quick", "--out", str(tmp_path)])
     assert {(row["op"], row["implementation"], row["shape"]) for row in read(tmp_path)} == {
         ("configuration of softmax", name, "6x24") for name in ("jaxft", "jaxft, heuristic")
     }
-    with pytest.raises(SystemExit, match="the heuristics give what the table of .* has, or it has none"):
+    with pytest.raises(SystemExit, match="no case in which the table of .* and the heuristics differ"):
         bench_heuristics.main(["--only", "permute", "--out", str(tmp_path)])
 
 

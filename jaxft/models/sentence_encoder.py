@@ -178,7 +178,7 @@ class SentenceEncoder:
     ) -> np.ndarray | jax.Array:
         """Computes the embeddings of texts.
 
-        Texts are tokenised a thousand or more at a time, in threads ahead of the device, and sorted by length.
+        Texts are tokenised some hundreds or thousands at a time, in threads ahead of the device, and sorted by length.
 
         Packed (on an NVIDIA GPU), a batch takes as many texts as have `batch_size * max_seq_length` tokens together,
         one after the other; only the last ones of a call may be smaller. Each batch has one of the shapes of

@@ -86,8 +86,8 @@ def load(where: Any, *, mask: Array | None = None, other: float | None = 0) -> A
 def dot_in_short_chains(a: Array, b: Array, *, trans_a: bool = False, trans_b: bool = False, precision: Any) -> Array:
     """`dot`, for products in full float32 that plain JAX computes as a matrix times a vector.
 
-    It sums them up in a tree, and one chain of additions would lose more digits: these are four, of 16 products or
-    more, with zeros for the others, added in a loop in which one of them at a time takes shared memory.
+    It sums them up in a tree, and one chain of additions would lose more digits: these are up to four, of 16 products
+    or more, with zeros for the others, added in a loop in which one of them at a time takes shared memory.
     """
     depth = a.shape[0 if trans_a else 1]
     chain = max(16, depth // 4)
