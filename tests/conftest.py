@@ -1,5 +1,6 @@
 import fcntl
 import hashlib
+import logging
 import os
 import subprocess
 import sys
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import jax
 import pytest
+
+from jaxft import dispatch
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -28,6 +31,15 @@ def exact_products():
     """float32 products without TF32, which XLA uses on a GPU for some shapes only. Tests of TF32 ask for it."""
     with jax.default_matmul_precision("highest"):
         yield
+
+
+@pytest.fixture
+def quiet(caplog):
+    """No op says that it falls back, but where a test expects it."""
+    caplog.set_level(logging.INFO, logger="jaxft")
+    dispatch._log_once.cache_clear()
+    yield
+    dispatch._log_once.cache_clear()
 
 
 @pytest.fixture(scope="session")

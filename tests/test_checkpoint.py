@@ -4,9 +4,7 @@ import json
 import math
 import os
 import pickle
-import re
 
-import huggingface_hub
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -517,77 +515,3 @@ def test_config_of_another_size(tmp_path):
     folder = write(tmp_path, hf_tensors(), hf_config() | {"num_hidden_layers": 1024, "intermediate_size": 2**18})
     message = refused(folder, "'encoder.layer.0.intermediate.dense.weight': has shape [20, 12], expected [262144, 12]")
     assert "more" in message
-
-
-# --- Finding -----------------------------------------------------------------------------------------------------
-
-
-def test_resolve_folder(tmp_path):
-    assert checkpoint.resolve(str(tmp_path)) == tmp_path
-
-
-@pytest.mark.parametrize("name", ["", "./nowhere", "../nowhere", "/nowhere/at/all", "a/b/c", "two words", "a/b\n"])
-def test_resolve_what_cannot_be_an_id(name, monkeypatch):
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
-    with pytest.raises(CheckpointError, match=re.escape(repr(name)) + " is neither an existing folder nor a Hugging"):
-        checkpoint.resolve(name)
-
-
-def test_resolve_name_too_long_for_a_file(monkeypatch):
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
-    with pytest.raises(CheckpointError, match="'aaa.* is neither an existing folder nor a Hugging") as caught:
-        checkpoint.resolve("a" * 5000)
-    assert len(str(caught.value)) < 500
-
-
-@pytest.mark.parametrize("name", [None, 3, b"model"])
-def test_resolve_what_is_no_name(name):
-    with pytest.raises(TypeError, match=f"folder_or_id must be a string or a path, got {type(name).__name__}"):
-        BertModel.from_pretrained(name)
-
-
-def test_resolve_file(tmp_path):
-    file = tmp_path / WEIGHTS
-    file.touch()
-    with pytest.raises(CheckpointError, match="is a file; expected the folder"):
-        checkpoint.resolve(file)
-
-
-def test_resolve_id_downloads_what_is_needed(tmp_path, monkeypatch):
-    asked = {}
-
-    def snapshot_download(name, **options):
-        asked.update(options, name=name)
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    folder = checkpoint.resolve("owner/model", revision="main", cache_dir="cache", local_files_only=True)
-    assert folder == tmp_path
-    assert (asked["name"], asked["revision"], str(asked["cache_dir"]), asked["local_files_only"]) == (
-        "owner/model", "main", "cache", True,
-    )  # fmt: skip
-    wanted = ["config.json", "model-00001-of-00002.safetensors", "vocab.txt", "tokenizer.json",
-              "sentencepiece.bpe.model", "1_Pooling/config.json", "modules.json"]  # fmt: skip
-    taken = huggingface_hub.utils.filter_repo_objects(
-        [*wanted, "pytorch_model.bin", "onnx/config.json", "model.pkl"],
-        allow_patterns=asked["allow_patterns"],
-        ignore_patterns=asked["ignore_patterns"],
-    )
-    assert list(taken) == wanted
-
-
-def test_resolve_id_that_was_not_downloaded(tmp_path):
-    with pytest.raises(CheckpointError, match="'no-owner/no-model' at revision 'v1' cannot be had.*local_files_only"):
-        checkpoint.resolve("no-owner/no-model", revision="v1", cache_dir=tmp_path, local_files_only=True)
-
-
-@pytest.mark.parametrize("error", [OSError("offline\nand so on"), ValueError("bad"), RuntimeError("HTTP")])
-def test_resolve_id_that_cannot_be_had(error, monkeypatch):
-    def snapshot_download(name, **options):
-        raise error
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    with pytest.raises(CheckpointError, match="'owner/model' cannot be had.*give a local folder") as caught:
-        checkpoint.resolve("owner/model")
-    assert caught.value.__cause__ is error
-    assert "\n" not in str(caught.value)

@@ -1,10 +1,6 @@
 """Every kernel lowers for an H200, on any machine, and is what the ops choose there."""
 
 import functools
-import logging
-import math
-import re
-from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -26,51 +22,9 @@ from jaxft.kernels.triton import (
 from jaxft.kernels.triton.attention_common import Options, Rules
 from jaxft.tuning import AttentionConfig, ElementwiseConfig, GradientConfig, PermuteConfig, RowConfig
 from jaxft.tuning_dense import DenseConfig
+from lowered import COPIES, TRITON, assert_one_kernel, of, operations
 
-TRITON = "custom_call @__gpu$xla.gpu.triton"
-COPIES = ("transpose", "slice", "dynamic_slice", "dynamic_update_slice", "concatenate", "gather", "scatter", "pad")
-
-
-def of(shape, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def operations(text):
-    """How often each operation of a StableHLO text runs, with the functions that it calls as often as it does."""
-    bodies = dict(re.findall(r"func\.func (?:public|private) @([\w.]+)\((.*?)(?=func\.func|\Z)", text, re.DOTALL))
-    totals: dict[str, Counter] = {}
-
-    def count(name):
-        if name not in totals:
-            found = re.findall(r"= (?:stablehlo\.)?\"?(?:stablehlo\.)?(custom_call @[\w$.]+|\w+)", bodies[name])
-            totals[name] = Counter(found)
-            for called in re.findall(r"call @([\w.]+)\(", bodies[name]):
-                if called in bodies:
-                    totals[name].update(count(called))
-        return totals[name]
-
-    return count("main")
-
-
-def sizes(text):
-    """The number of elements of each array in a StableHLO text."""
-    return [math.prod(map(int, shape[:-1].split("x"))) for shape in re.findall(r"tensor<((?:\d+x)+)[a-z]", text)]
-
-
-def assert_one_kernel(op, *arguments, **options):
-    """The op's own choice for an H200 is one Triton kernel."""
-    text = lower(lambda *a: op(*a, **options), *arguments)
-    assert operations(text)[TRITON] == 1
-
-
-@pytest.fixture(autouse=True)
-def quiet(caplog):
-    """No op says that it falls back, but where a test expects it."""
-    caplog.set_level(logging.INFO, logger="jaxft")
-    dispatch._log_once.cache_clear()
-    yield
-    dispatch._log_once.cache_clear()
-
+pytestmark = pytest.mark.usefixtures("quiet")
 
 # --- The choice of the ops -----------------------------------------------------------------------------------------
 
@@ -211,125 +165,6 @@ def test_softmax_in_place(op):
     assert alias in lower(lambda x: op(x, in_place=True), x)
     assert alias not in lower(op, x)
     assert "output_operand_alias<" not in lower(jax.grad(lambda x: jnp.sum(op(x, in_place=True) ** 2)), x)
-
-
-def with_gradients(function):
-    """The function's result, and what it gives as a cotangent for the first of its arguments."""
-
-    def run(x, *arguments):
-        out, pull_back = jax.vjp(lambda x: function(x, *arguments), x)
-        return out, pull_back(out)
-
-    return run
-
-
-@pytest.mark.parametrize("dtype", SOME_DTYPES)
-@pytest.mark.parametrize("head_size", [1, 16, 33, 64, 128, 256, *in_full(8, 40, 80)])
-def test_attention_head_sizes(head_size, dtype, caplog):
-    """One kernel forward, one or two backward."""
-    for length in (37, 1000):
-        qkv = of((2, length, 3, 4, head_size), dtype)
-        assert_one_kernel(jaxft.qkv_attention, qkv)
-        text = lower(with_gradients(jaxft.qkv_attention), qkv)
-        found = operations(text)
-        assert found[TRITON] == {37: 2 if head_size * dtype.dtype.itemsize <= 512 else 3, 1000: 3}[length]
-        for copies in COPIES:  # packed, and in place
-            assert found[copies] == 0, copies
-        assert text.count("output_operand_alias<") == (found[TRITON] == 3)
-    assert caplog.messages == []
-
-
-def attention_options(s, key):
-    """Static ones, and arrays for B = 2, T = 37, N = 6."""
-    both = {"is_causal": True, "local_window_size": (30, 0), "return_residual": True, "scale": 0.3,
-            "dropout_rate": 0.1, "dropout_rng": key}  # fmt: skip
-    lengths = {"query_seq_lengths": of((2,), jnp.int32), "key_value_seq_lengths": of((2,), jnp.int32)}
-    ids = {"query_segment_ids": of((2, 37), jnp.int32), "key_value_segment_ids": of((2, s), jnp.int32)}
-    return {
-        "plain": ({}, {}),
-        "negative_scale": ({"scale": -1.0}, {}),
-        "no_scale": ({"scale": 0.0}, {}),
-        "residual": ({"return_residual": True}, {}),
-        "causal": ({"is_causal": True}, {}),
-        "window": ({"local_window_size": (5, 40)}, {}),
-        "dropout": ({"dropout_rate": 0.1, "dropout_rng": key}, {}),
-        "lengths": ({}, lengths),
-        "segments": ({}, ids),
-        "key_mask": ({"return_residual": True}, {"mask": of((2, 1, 1, s), jnp.bool_)}),
-        "mask": ({}, {"mask": of((2, 1, 37, s), jnp.bool_)}),
-        "bias": ({}, {"bias": of((2, 6, 37, s))}),
-        "column_bias": ({}, {"bias": of((1, 6, 1, s), jnp.bfloat16)}),
-        "row_bias": ({}, {"bias": of((37, 1))}),
-        "everything": (both, lengths | ids | {"mask": of((1, 6, 37, 1), jnp.bool_), "bias": of((1, 37, s))}),
-        "everything_by_key": (both, lengths | ids | {"mask": of((2, 1, 1, s), jnp.bool_), "bias": of((6, 1, s))}),
-    }
-
-
-@pytest.mark.parametrize(("keys", "kernels"), [(61, 2), (131, 3)], ids=["one_backward", "two_backward"])
-@pytest.mark.parametrize(("dtype", "precision"),
-                         [(jnp.bfloat16, None), (jnp.float32, "highest"), *in_full((jnp.float16, None))],
-                         ids=["bfloat16", "float32", *in_full("float16")])  # fmt: skip
-def test_attention_options(dtype, precision, keys, kernels, caplog, key):
-    """Forward and backward; the gradient of a bias for all pairs takes two kernels and its own."""
-    query, key_value = of((2, 37, 6, 64), dtype), of((2, keys, 2, 64), dtype)  # grouped heads
-    for name, (static, arrays) in attention_options(keys, key).items():
-        others = {k: x for k, x in arrays.items() if k != "bias"}
-
-        def attend(floats, others, static=static):
-            query, key_value, bias = floats
-            return jaxft.dot_product_attention(query, key_value, key_value, bias, **others, **static)
-
-        with jax.default_matmul_precision(precision):
-            text = lower(with_gradients(attend), (query, key_value, arrays.get("bias")), others)
-        assert operations(text)[TRITON] == (4 if name in ("bias", "everything") else kernels), name
-    assert caplog.messages == []
-
-
-@pytest.mark.parametrize("length", [37, 300])  # one kernel backward, and two
-@pytest.mark.parametrize("name", ["lengths", "key_mask", "mask", "varlen"])
-def test_masks_move_no_qkv(name, length, caplog):
-    """What finds the blocks to visit is small: queries, keys, values and their gradients stay where they are."""
-    shape = (4 * length, 3, 4, 64) if name == "varlen" else (4, length, 3, 4, 64)
-    function, *arrays = {
-        "lengths": (lambda qkv, n: jaxft.qkv_attention(qkv, key_value_seq_lengths=n), of((4,), jnp.int32)),
-        "key_mask": (lambda qkv, m: jaxft.qkv_attention(qkv, mask=m), of((4, 1, 1, length), jnp.bool_)),
-        "mask": (lambda qkv, m: jaxft.qkv_attention(qkv, mask=m), of((4, 1, length, length), jnp.bool_)),
-        "varlen": (lambda qkv, n: jaxft.varlen_qkv_attention(qkv, n, max_seqlen=length), of((5,), jnp.int32)),
-    }[name]
-    text = lower(with_gradients(function), of(shape, jnp.bfloat16), *arrays)
-    assert operations(text)[TRITON] == {37: 2, 300: 3}[length]
-    copies = re.findall(rf"^.*\bstablehlo\.(?:{'|'.join(COPIES)})\b.*$", text, re.MULTILINE)
-    assert max(sizes("\n".join(copies)), default=0) <= 4 * length
-    assert caplog.messages == []
-
-
-def test_attention_has_no_square_matrices():
-    """Forward and backward, no array is larger than the arguments."""
-    length = 8192
-
-    def attend(floats, lengths, ids):
-        qkv, bias = floats
-        return jaxft.qkv_attention(
-            qkv, bias, is_causal=True, key_value_seq_lengths=lengths, query_segment_ids=ids, key_value_segment_ids=ids
-        )
-
-    qkv = of((2, length, 3, 4, 64), jnp.bfloat16)
-    arguments = (qkv, of((1, 4, 1, length))), of((2,), jnp.int32), of((2, length), jnp.int32)
-    assert max(sizes(lower(with_gradients(attend), *arguments))) == math.prod(qkv.shape)
-
-
-@pytest.mark.parametrize("dtype", SOME_DTYPES)
-def test_attention_of_packed_sequences(dtype, caplog, key):
-    for longest, kernels in ((16, 2), (300, 3)):
-        for options in ({}, {"is_causal": True, "return_residual": True, "dropout_rate": 0.1, "dropout_rng": key}):
-
-            def attend(qkv, cu_seqlens, longest=longest, options=options):
-                return jaxft.varlen_qkv_attention(qkv, cu_seqlens, max_seqlen=longest, **options)
-
-            arguments = of((500, 3, 4, 64), dtype), of((5,), jnp.int32)
-            assert_one_kernel(attend, *arguments)
-            assert operations(lower(with_gradients(attend), *arguments))[TRITON] == kernels
-    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("dtype", SOME_DTYPES)

@@ -18,12 +18,6 @@ from jaxft import reference
 SIZES = (1, 2, 3, 5, 7, 13, 17, 32, 37)
 
 
-@pytest.fixture(autouse=True)
-def exact_products():
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One op on one set of options: the two versions as functions of the same float arguments."""
