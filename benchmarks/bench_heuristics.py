@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = timing.arguments(__doc__)
     parser.add_argument("--only", nargs="+", help="some ops")
     args = parser.parse_args(argv)
-    found = (
+    found = (  # without the choice between kernels, which is no configuration of one
         (case, (case.present, default))
         for case, default in tune.cases(DTYPES, dispatch.device_kind())
         if case.op != "dense_implementation" and default != case.present and (args.only is None or case.op in args.only)
