@@ -118,7 +118,7 @@ def row_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
 
 def softmax_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
     def forward(x: jax.Array, config: tuning.RowConfig) -> jax.Array:
-        return softmax.forward(x, None, None, log=False, scale=None, in_place=False, config=config, interpret=False)
+        return softmax.forward(x, None, None, log=False, scale=None, in_place=False, config=config, interpret=False)[0]
 
     def backward(x: jax.Array, dy: jax.Array, config: tuning.RowConfig) -> jax.Array:
         return softmax.backward(dy, x, None, None, log=False, scale=None, config=config, interpret=False)[0]

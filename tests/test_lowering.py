@@ -309,8 +309,12 @@ def test_configs(dtype):
         by_id = functools.partial(embeddings.sum_by_id, **options)
         assert operations(lower(by_id, of((35, 101)), ids, x))[TRITON] == 2
         options = {"config": RowConfig(*sizes), "interpret": False, "log": sizes[0] > 1, "scale": 0.5}
-        assert_lowers(lambda x, v, o=options: softmax.forward(x, v, v > 0, in_place=True, **o), x, vector)
-        assert_lowers(lambda x, v, o=options: softmax.backward(x, x, v, v > 0, **o), x, vector)
+        for save in (False, True):
+            assert_lowers(
+                lambda x, v, o=options, s=save: softmax.forward(x, v, v > 0, in_place=True, save=s, **o), x, vector
+            )
+        for saved in (None, of((2, 35))):
+            assert_lowers(lambda x, v, s, o=options: softmax.backward(x, x, v, v > 0, s, **o), x, vector, saved)
         options = {"config": ElementwiseConfig(*sizes), "interpret": False}
         assert_lowers(
             lambda x, v, o=options: bias_activation.forward(x, v, activation="gelu", in_place=False, **o), x, vector

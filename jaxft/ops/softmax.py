@@ -7,6 +7,7 @@ import math
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxft import dispatch, reference, tuning
 from jaxft.kernels.triton import softmax as triton
@@ -78,7 +79,8 @@ def log_softmax(
 
     Raises: as `softmax`.
 
-    Gradients: of x and bias, from x and bias (the result is not kept); 0 where `mask` is False. Deterministic.
+    Gradients: of x and bias, from x and bias (the result is not kept), and for long rows two numbers of each; 0 where
+    `mask` is False. Deterministic.
     Source: OneFlow's fused softmax, in its logarithmic form.
     """
     return _run("log_softmax", x, scale, bias, mask, in_place, implementation)
@@ -124,42 +126,57 @@ def _reference(x, bias, mask, op, scale):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _triton(x, bias, mask, static):
+    return _forward(static, False, x, bias, mask)[0]
+
+
+def _forward(static, save, x, bias, mask):
     return triton.forward(
         x,
         bias,
         mask,
         log=static.log,
         scale=static.scale,
-        in_place=static.in_place,
+        in_place=static.in_place and not save,
         config=static.forward,
         interpret=static.interpret,
+        save=save,
     )
 
 
 def _fwd(x, bias, mask, static):
-    return _triton(x, bias, mask, static._replace(in_place=False)), (x, bias, mask)
+    if not static.log or x.shape[-1] <= static.backward.block_width:  # the row is read once in any case
+        return _triton(x, bias, mask, static._replace(in_place=False)), (x, bias, mask, None)
+
+    def plain(x, bias, mask):  # what is saved has no gradient: that of `_bwd` is found without it
+        _, nothing = common.vary_alike(x, jnp.zeros((2, math.prod(x.shape[:-1])), jnp.float32))
+        return [_plain(static)(x, bias, mask=mask), nothing]
+
+    y, saved = common.with_plain_gradient(functools.partial(_forward, static, True), plain)(x, bias, mask)
+    return y, (x, bias, mask, saved)
 
 
 def _bwd(static, saved, dy):
-    def kernel(dy, x, bias, mask):
+    def kernel(dy, x, bias, mask, saved):
         return triton.backward(
             dy,
             x,
             bias,
             mask,
+            saved,
             log=static.log,
             scale=static.scale,
             config=static.backward,
             interpret=static.interpret,
         )
 
-    def plain(dy, x, bias, mask):
-        run = functools.partial(
-            _reference, mask=mask, op="log_softmax" if static.log else "softmax", scale=static.scale
-        )
-        return jax.vjp(run, x, bias)[1](dy)
+    def plain(dy, x, bias, mask, saved):
+        return jax.vjp(functools.partial(_plain(static), mask=mask), x, bias)[1](dy)
 
     return *common.with_plain_gradient(kernel, plain)(dy, *saved), None
+
+
+def _plain(static):
+    return functools.partial(_reference, op="log_softmax" if static.log else "softmax", scale=static.scale)
 
 
 _triton.defvjp(_fwd, _bwd)

@@ -8,7 +8,8 @@ and Gimelshein, "Online normalizer calculation for softmax", 2018), then for the
 fits there.
 
 The backward pass computes the probabilities again from x: rounded to 16 bits they would be too coarse for a row in
-which one is nearly 1, whose gradient is what is left beside it.
+which one is nearly 1, whose gradient is what is left beside it. For long rows of log_softmax the forward pass saves two
+numbers of each, and the backward pass reads x once.
 """
 
 from __future__ import annotations
@@ -135,22 +136,30 @@ class _Chunk(NamedTuple):
     """A tile of x, and what it holds: as it was read, so that it takes few registers."""
 
     tile: common.Tile
-    x: Array
+    x: Any  # this and the others are None where they are not there, or not asked for
     bias: Array | None
     mask: Array | None
-    dy: Array | None
+    dy: Any
 
-    def logits(self, scale: float) -> tuple[Array, Array | None]:
-        """-inf where they are not allowed, and which of them are (None: all)."""
-        logits = self.x.astype(jnp.float32) * scale
-        if self.bias is not None:
-            logits = logits + self.bias.astype(jnp.float32)
-        # What is not allowed is read, since a load under a mask that is not known in advance is not vectorised.
+    def allowed(self) -> Array | None:
+        """None: all. The others are read too, since a load under a mask not known in advance is not vectorised."""
         allowed = self.tile.inside
         if self.mask is not None:
             keep = jnp.broadcast_to(self.mask, self.tile.shape)
             allowed = keep if allowed is None else allowed & keep
+        return allowed
+
+    def logits(self, scale: float) -> tuple[Array, Array | None]:
+        """-inf where they are not allowed, and which of them are."""
+        logits = self.x.astype(jnp.float32) * scale
+        if self.bias is not None:
+            logits = logits + self.bias.astype(jnp.float32)
+        allowed = self.allowed()
         return _select(allowed, logits, -jnp.inf), allowed
+
+    def allowed_dy(self) -> Array:
+        """0 where they are not allowed."""
+        return _select(self.allowed(), self.dy.astype(jnp.float32), 0.0)
 
     def again(self, num_warps: int) -> _Chunk:
         """The same. Where what is computed from it is too much for the registers, it is computed again, not kept."""
@@ -163,23 +172,25 @@ class _Row(NamedTuple):
     """The rows of a program, in chunks."""
 
     row: Array
-    operands: tuple[Any, ...]  # refs: x, bias, mask and dy
+    operands: tuple[Any, ...]  # refs: x, bias, mask and dy, each of which may be None
     axes: tuple[Axes, Axes]  # of bias and mask
     config: RowConfig
+    size: tuple[int, int]  # of x
 
     @property
     def chunks(self) -> int:
-        return pl.cdiv(self.operands[0].shape[1], self.config.block_width)
+        return pl.cdiv(self.size[1], self.config.block_width)
 
     def chunk(self, i) -> _Chunk:
         (x_ref, bias_ref, mask_ref, dy_ref), tile = self.operands, self.tile(i)
         bias = None if bias_ref is None else _load_broadcast(bias_ref, self.axes[0], tile)
         mask = None if mask_ref is None else _load_broadcast(mask_ref, self.axes[1], tile)
-        return _Chunk(tile, tile.load(x_ref), bias, mask, None if dy_ref is None else tile.load(dy_ref))
+        x, dy = (None if ref is None else tile.load(ref) for ref in (x_ref, dy_ref))
+        return _Chunk(tile, x, bias, mask, dy)
 
     def tile(self, i) -> common.Tile:
         shape = self.config.block_rows, self.config.block_width
-        return common.tile(self.operands[0].shape, self.row, i * shape[1], shape)
+        return common.tile(self.size, self.row, i * shape[1], shape)
 
     def visit(self, visit):
         """The last chunk, which stays in registers, and what `visit` finds in all, each read while it is at another."""
@@ -213,11 +224,11 @@ class _Row(NamedTuple):
 
 
 def _fwd_kernel(
-    x_ref, bias_ref, mask_ref, y_ref,
+    x_ref, bias_ref, mask_ref, y_ref, saved_ref=None,
     *, log: bool, scale: float, bias_axes: Axes, mask_axes: Axes, config: RowConfig,
 ):  # fmt: skip
     first = pl.program_id(0) * config.block_rows
-    row = _Row(first, (x_ref, bias_ref, mask_ref, None), (bias_axes, mask_axes), config)
+    row = _Row(first, (x_ref, bias_ref, mask_ref, None), (bias_axes, mask_axes), config, x_ref.shape)
 
     def visit(chunk, before=None):
         """The maximum and the sum of exponentials."""
@@ -239,24 +250,36 @@ def _fwd_kernel(
 
     last, (top, total) = row.visit(visit)
     total = total[0] + total[1]
+    if saved_ref is not None:
+        _store_numbers(saved_ref, last.tile, (_shift_of(top), 1.0 / _nonzero(total)))
     row.write(last.again(config.num_warps), lambda chunk: write(chunk, top, total))
 
 
+def _store_numbers(ref, tile: common.Tile, numbers):
+    """Of each row of the tile, into [numbers, M]."""
+    for n, values in enumerate(numbers):
+        common.store(ref.at[jnp.int32(n), tile.place[0]], values, mask=tile.in_rows)
+
+
 def _bwd_kernel(
-    dy_ref, x_ref, bias_ref, mask_ref, dx_ref, *more_refs,
+    dy_ref, saved_ref, x_ref, bias_ref, mask_ref, dx_ref, *more_refs,
     log: bool, scale: float, bias_axes: Axes, mask_axes: Axes, config: RowConfig, save: str | None,
 ):  # fmt: skip
     """For the gradient of a bias it may `save` the "gradients" of the logits, or "numbers" that give them once more."""
     first = pl.program_id(0) * config.block_rows
-    row = _Row(first, (x_ref, bias_ref, mask_ref, dy_ref), (bias_axes, mask_axes), config)
+    row = _Row(first, (x_ref, bias_ref, mask_ref, dy_ref), (bias_axes, mask_axes), config, x_ref.shape)
 
-    def values(chunk):
-        logits, allowed = chunk.logits(scale)
-        return logits, allowed, _select(allowed, chunk.dy.astype(jnp.float32), 0.0)
+    def add(chunk, before=None):
+        """The sum of dy."""
+        total = jnp.sum(chunk.allowed_dy(), axis=1)
+        return chunk, (total, jnp.zeros_like(total)) if before is None else _two_sum(before, total)
 
     def visit(chunk, before=None):
-        """The maximum, the sum of exponentials, and what `_gradient` asks for, times that sum."""
-        logits, _, dy = values(chunk)
+        """The maximum, the sum of exponentials, and what `_gradient` asks for, times that sum.
+
+        Of log_softmax for one chunk alone.
+        """
+        logits, dy = chunk.logits(scale)[0], chunk.allowed_dy()
         top, weight = _maximum(logits, None if before is None else before[0])
         e = common.exp(logits - _shift_of(top)[:, None])
         total = jnp.sum(e, axis=1)
@@ -268,8 +291,6 @@ def _bwd_kernel(
         if before is None:
             return chunk, (top, (total, jnp.zeros_like(total)), center, (rest, jnp.zeros_like(total)))
         old, old_center = _times(before[1], weight), before[2]
-        if log:
-            return chunk, (top, _two_sum(old, total), center, _two_sum(before[3], rest))
         # The center is that of the chunk that weighs more than those before it, and the sum of the others moves there.
         stays = old[0] >= total
         moved = jnp.where(stays, total, old[0]) * jnp.where(stays, center - old_center, old_center - center)
@@ -277,19 +298,25 @@ def _bwd_kernel(
         return chunk, (top, _two_sum(old, total), jnp.where(stays, old_center, center), rest)
 
     def write(chunk, found):
-        logits, allowed, dy = values(chunk)
+        logits, allowed = chunk.logits(scale)
         shift, *numbers = (s[:, None] for s in found)
-        gradient = _gradient(common.exp(logits - shift), allowed, dy, *numbers, log=log)
+        gradient = _gradient(common.exp(logits - shift), allowed, chunk.allowed_dy(), *numbers, log=log)
         chunk.tile.store(dx_ref, gradient * scale)
         if save == "gradients":
             chunk.tile.store(more_refs[0], gradient)
 
-    last, (top, total, center, rest) = row.visit(visit)
-    inverse, rest = 1.0 / _nonzero(total[0] + total[1]), rest[0] + rest[1]
-    found = _shift_of(top), inverse, center, rest if log else rest * inverse
+    if saved_ref is None:
+        last, (top, total, center, rest) = row.visit(visit)
+        inverse, rest = 1.0 / _nonzero(total[0] + total[1]), rest[0] + rest[1]
+        found = _shift_of(top), inverse, center, rest if log else rest * inverse
+    else:
+        _, rest = row._replace(operands=(None, None, mask_ref, dy_ref)).visit(add)
+        last = row.chunk(row.chunks - 1)
+        numbers = (saved_ref.at[jnp.int32(n), last.tile.place[0]] for n in range(2))
+        shift, inverse = (common.load(where, mask=last.tile.in_rows) for where in numbers)
+        found = shift, inverse, jnp.zeros_like(shift), rest[0] + rest[1]
     if save == "numbers":
-        for n, numbers in enumerate(found):
-            common.store(more_refs[0].at[jnp.int32(n), last.tile.place[0]], numbers, mask=last.tile.in_rows)
+        _store_numbers(more_refs[0], last.tile, found)
     row.write(last, lambda chunk: write(chunk, found))
 
 
@@ -306,12 +333,20 @@ def forward(
     in_place: bool,
     config: RowConfig,
     interpret: bool,
-) -> Array:
-    """x [..., S], not empty; bias and mask broadcast to it -> y [..., S], in the memory of x if `in_place`."""
+    save: bool = False,
+) -> list[Array]:
+    """x [..., S], not empty; bias and mask broadcast to it -> y [..., S], in the memory of x if `in_place`.
+
+    And if it is to `save` them, two numbers of each row for `backward`, [2, M].
+    """
     name, aliases = "log_softmax_fwd" if log else "softmax_fwd", {0: 0} if in_place else {}
-    flat = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
-    (y,) = _launch(_fwd_kernel, [], x, bias, mask, [flat], log, scale, config, interpret, name=name, aliases=aliases)
-    return y.reshape(x.shape)
+    outputs = [jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)]
+    if save:
+        outputs.append(jax.ShapeDtypeStruct((2, outputs[0].shape[0]), jnp.float32))
+    y, *saved = _launch(
+        _fwd_kernel, [], x, bias, mask, outputs, log, scale, config, interpret, name=name, aliases=aliases
+    )
+    return [y.reshape(x.shape), *saved]
 
 
 def backward(
@@ -319,6 +354,7 @@ def backward(
     x: Array,
     bias: Array | None,
     mask: Array | None,
+    saved: Array | None = None,
     *,
     log: bool,
     scale: float | None,
@@ -326,6 +362,8 @@ def backward(
     interpret: bool,
 ) -> tuple[Array, Array | None]:
     """dy and x [..., S], not empty; bias and mask broadcast to them -> the gradients of x and bias.
+
+    `saved` is what the forward pass has saved, which log_softmax needs for rows in several chunks.
 
     That of a bias as large as x comes from the kernel. That of one that broadcasts is a sum in float32 of what XLA
     computes again from x and dy with four numbers a row, which costs it one more reading of them and no memory. One
@@ -342,7 +380,7 @@ def backward(
             save = "gradients"
             outputs.append(jax.ShapeDtypeStruct(flat.shape, bias.dtype))
     kernel = functools.partial(_bwd_kernel, save=save)
-    dx, *more = _launch(kernel, [dy], x, bias, mask, outputs, log, scale, config, interpret, name=name)
+    dx, *more = _launch(kernel, [dy, saved], x, bias, mask, outputs, log, scale, config, interpret, name=name)
     dx = dx.reshape(x.shape)
     if bias is None:
         return dx, None
