@@ -82,10 +82,14 @@ def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsi
     makes that 1.3x; without activation 0.87-1.0x, but more of many rows and a depth of 1,024 or more. Up to 512 rows it
     takes 0.85-0.97x the time of the Triton product, where its smallest tiles fill half of the card; 0.75-0.8x where
     there are 60 or 64 of them, more than 256 rows and a depth of 2,048 or 3,072.
+
+    A Mosaic kernel in a program also costs the host: XLA captures it anew whenever an address has changed, and launches
+    no kernel next to it ahead of time. With up to 256 rows that takes longer than the kernel saves: BERT-base of 1x128
+    takes 435 us queued by Triton and 582 with Mosaic, 2x128 525 and 592.
     """
-    if itemsize > 2 or rows < 64 or rows % 8 or min(depth, width) < 256:  # other numbers of rows cost copies
+    if itemsize > 2 or rows <= 256 or rows % 8 or min(depth, width) < 256:  # other numbers of rows cost copies
         return False
-    least = 60 if rows > 256 and depth >= 2048 else 66
+    least = 60 if depth >= 2048 else 66
     few = rows <= 512 and -(-rows // 64) * -(-width // 64) < least
     return not few and (activation is not None or rows <= 8192 or depth < 1024)
 
