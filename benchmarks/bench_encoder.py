@@ -201,8 +201,8 @@ def print_kernels(name: str, variant: timing.Variant, layers: int) -> None:
         print(f"  {count / layers:6.2f} a layer  {kind}")
     if jax.default_backend() == "gpu":
         times: dict[str, list[float]] = {}
-        for kernel, us in timing.kernel_times(variant):
-            times.setdefault(kernel, []).append(us)
+        for launched in timing.kernel_times(variant):
+            times.setdefault(launched.name, []).append(launched.end - launched.start)
         for kernel, each in sorted(times.items(), key=lambda item: -sum(item[1])):
             print(f"  {len(each) / layers:6.2f} a layer  {sum(each) / len(each):8.2f} us each  {kernel[:90]}")
 

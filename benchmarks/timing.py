@@ -2,8 +2,9 @@
 
 Metrics, in microseconds per call:
 
-- `device_us`: the sum of the kernels' own times on the GPU, from CUPTI. Gaps between kernels, and copies that are no
-  kernel (cudaMemcpy), are not in it.
+- `device_us`: how long one or more of the call's kernels are on the GPU, from CUPTI. Gaps between kernels, and copies
+  that are no kernel (cudaMemcpy), are not in it. (Until 2026-11-22 the sum of the kernels' times. JAX 0.11 launches a
+  kernel before the one ahead of it ends, and its wait for that one was counted twice: 1x128, XLA 506 us for 428.)
 - `queued_us`: wall time per call with many calls dispatched back to back, then one wait. This is what a loop sees.
 - `blocking_us`: wall time of a call and the wait for its result, where `measure` is asked for the latency.
 
@@ -16,10 +17,11 @@ import datetime
 import math
 import os
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +92,7 @@ def measure(
     rounds = 5 if args.quick else 9
     metrics = {"queued_us": _queued_us}
     metrics |= {"blocking_us": _blocking_us} if latency else {}
-    metrics |= {"device_us": device_us} if _cupti() else {}
+    metrics |= {"device_us": device_us} if jax.default_backend() == "gpu" else {}
     repeats = {name: _calibrate(variant) for name, variant in variants.items()}
     samples: dict[tuple[str, str], list[float]] = {}
     turns = list(variants.items())[::-1]
@@ -171,32 +173,44 @@ def _blocking_us(variant: Variant, repeats: int) -> float:
     return (time.perf_counter() - start) / repeats * 1e6
 
 
+class Kernel(NamedTuple):
+    name: str
+    start: float  # us
+    end: float
+
+
 def device_us(variant: Variant, repeats: int) -> float:
-    """The time of one call's kernels, on average over `repeats` calls (at most 20, whose results are held at once)."""
+    """How long a call keeps the GPU busy; the mean of `repeats` calls (at most 20, whose results are held at once)."""
     repeats = min(repeats, 20)
-    return sum(us for _, us in kernel_times(variant, repeats)) / repeats
+    return busy_us(kernel_times(variant, repeats)) / repeats
 
 
-def kernel_times(variant: Variant, repeats: int = 1) -> list[tuple[str, float]]:
-    """(kernel name, us) of each kernel that `repeats` calls launch on the GPU, in order."""
-    cupti = _cupti()
+def busy_us(kernels: Iterable[Kernel]) -> float:
+    """How long one or more of the kernels run."""
+    total, until = 0.0, -math.inf
+    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
+        total += max(0.0, kernel.end - max(kernel.start, until))
+        until = max(until, kernel.end)
+    return total
+
+
+def kernel_times(variant: Variant, repeats: int = 1) -> list[Kernel]:
+    """The kernels that `repeats` calls launch on the GPU, in the order in which they start."""
     f, inputs = variant
-    cupti._cupti_init()
-    try:
-        jax.block_until_ready([f(*inputs[i % len(inputs)]) for i in range(repeats)])
-    finally:
-        timings = cupti._cupti_get_timings(True)
-    return [(name, milliseconds * 1e3) for name, milliseconds in timings]
-
-
-def _cupti() -> Any:
-    """JAX's access to CUPTI; None where there is no NVIDIA GPU.
-
-    The public jax.experimental.mosaic.gpu.profiler.measure times one set of arguments, which then stays in the L2.
-    """
-    from jax.experimental.mosaic.gpu import profiler
-
-    return getattr(profiler.mosaic_gpu_lib, "_mosaic_gpu_ext", None) if jax.default_backend() == "gpu" else None
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            jax.block_until_ready([f(*inputs[i % len(inputs)]) for i in range(repeats)])
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        profile = jax.profiler.ProfileData.from_file(str(path))
+    events = [
+        event
+        for plane in profile.planes if plane.name.startswith("/device:GPU")
+        for line in plane.lines if line.name.startswith("Stream")
+        for event in line.events if not event.name.startswith(("Memcpy", "Memset"))
+    ]  # fmt: skip
+    return sorted((Kernel(e.name, e.start_ns / 1e3, e.end_ns / 1e3) for e in events), key=lambda k: k.start)
 
 
 def write_rows(rows: Iterable[Row], folder: Path) -> None:
