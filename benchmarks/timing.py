@@ -2,9 +2,9 @@
 
 Metrics, in microseconds per call:
 
-- `device_us`: how long one or more of the call's kernels are on the GPU, from CUPTI. Gaps between kernels, and copies
-  that are no kernel (cudaMemcpy), are not in it. (Until 2026-11-22 the sum of the kernels' times. JAX 0.11 launches a
-  kernel before the one ahead of it ends, and its wait for that one was counted twice: 1x128, XLA 506 us for 428.)
+- `device_us`: how long one or more of the call's kernels are on the GPU, from JAX's profiler. Gaps between kernels, and
+  copies that are no kernel (cudaMemcpy), are not in it. (Rows from before commit a358cbd have the sum of the kernels'
+  times, which counts overlaps twice: 506 us for 429 of XLA's encoder of 1x128, 327 for 312 of jaxft's.)
 - `queued_us`: wall time per call with many calls dispatched back to back, then one wait. This is what a loop sees.
 - `blocking_us`: wall time of a call and the wait for its result, where `measure` is asked for the latency.
 
@@ -17,17 +17,19 @@ import datetime
 import math
 import os
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+
+from jaxft import tuning_timing
+from jaxft.tuning_timing import Kernel, busy_us
 
 RESULTS = Path(__file__).resolve().parent / "results"
 KEY = ("op", "implementation", "direction", "shape", "dtype", "metric")
@@ -173,44 +175,16 @@ def _blocking_us(variant: Variant, repeats: int) -> float:
     return (time.perf_counter() - start) / repeats * 1e6
 
 
-class Kernel(NamedTuple):
-    name: str
-    start: float  # us
-    end: float
-
-
 def device_us(variant: Variant, repeats: int) -> float:
     """How long a call keeps the GPU busy; the mean of `repeats` calls (at most 20, whose results are held at once)."""
     repeats = min(repeats, 20)
     return busy_us(kernel_times(variant, repeats)) / repeats
 
 
-def busy_us(kernels: Iterable[Kernel]) -> float:
-    """How long one or more of the kernels run."""
-    total, until = 0.0, -math.inf
-    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
-        total += max(0.0, kernel.end - max(kernel.start, until))
-        until = max(until, kernel.end)
-    return total
-
-
 def kernel_times(variant: Variant, repeats: int = 1) -> list[Kernel]:
     """The kernels that `repeats` calls launch on the GPU, in the order in which they start."""
     f, inputs = variant
-    options = jax.profiler.ProfileOptions()
-    options.host_tracer_level = options.python_tracer_level = 0
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
-            jax.block_until_ready([f(*inputs[i % len(inputs)]) for i in range(repeats)])
-        (path,) = Path(folder).rglob("*.xplane.pb")
-        profile = jax.profiler.ProfileData.from_file(str(path))
-    events = [
-        event
-        for plane in profile.planes if plane.name.startswith("/device:GPU")
-        for line in plane.lines if line.name.startswith("Stream")
-        for event in line.events if not event.name.startswith(("Memcpy", "Memset"))
-    ]  # fmt: skip
-    return sorted((Kernel(e.name, e.start_ns / 1e3, e.end_ns / 1e3) for e in events), key=lambda k: k.start)
+    return tuning_timing.kernel_times(lambda: [f(*inputs[i % len(inputs)]) for i in range(repeats)])
 
 
 def write_rows(rows: Iterable[Row], folder: Path) -> None:

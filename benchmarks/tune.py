@@ -1,6 +1,6 @@
 """Finds the fastest launch configurations on this device, for jaxft/tuned/<device kind>.json.
 
-Every candidate is checked against plain jnp before it is timed; a kernel's time is CUPTI's, with inputs rotated past
+Every candidate is checked against plain jnp before it is timed; a kernel's time is the GPU's, with inputs rotated past
 the L2 cache. Entries of other shapes in the file stay.
 """
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxft import dispatch, tuning, tuning_store
+from jaxft import dispatch, tuning, tuning_store, tuning_timing
 from jaxft.tuning_candidates import candidates
 
 logger = logging.getLogger("jaxft")
@@ -192,7 +192,9 @@ def _sampler(present: Function, args: Any) -> Callable[[Program], float]:
     measure = _device_us
     us = _device_us(present, args, 3)
     if math.isnan(us):
-        logger.warning("autotune: no kernel times from CUPTI (a profiler may be using it), so wall time has to do")
+        logger.warning(
+            "autotune: no kernel times from JAX's profiler (is one at work already?), so wall time has to do"
+        )
         measure = _queued_us
         us = _queued_us(present, args, 3)
     calls = max(1, min(CALLS, int(SAMPLE_US / max(us, 1e-3)), BYTES // max(1, nbytes)))
@@ -200,15 +202,13 @@ def _sampler(present: Function, args: Any) -> Callable[[Program], float]:
 
 
 def _device_us(call: Function, args: Any, calls: int) -> float:
-    """The kernels' own time, the median of so many calls; NaN where CUPTI does not say."""
+    """How long each of so many calls keeps the GPU busy; NaN where JAX's profiler does not say."""
     try:
-        from jax.experimental.mosaic.gpu import profiler
-
-        milliseconds: Any = profiler.measure(call, iterations=calls)(*args)[1]
-        return float(np.median(milliseconds)) * 1e3
-    except (ImportError, AttributeError, RuntimeError, TypeError) as error:
-        logger.debug("CUPTI: %s", error)
-        return math.nan
+        kernels = tuning_timing.kernel_times(lambda: [call(*args) for _ in range(calls)])
+    except RuntimeError as error:
+        logger.debug("profiler: %s", error)
+        kernels = []
+    return tuning_timing.busy_us(kernels) / calls if kernels else math.nan
 
 
 def _queued_us(call: Function, args: Any, calls: int) -> float:

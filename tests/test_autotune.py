@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jaxft
-from jaxft import dispatch, tuning, tuning_candidates, tuning_dense, tuning_search, tuning_store
+from jaxft import dispatch, tuning, tuning_candidates, tuning_dense, tuning_search, tuning_store, tuning_timing
 from jaxft.kernels.triton import dense
 from jaxft.kernels.triton import softmax as softmax_kernel
 from jaxft.tuning import AttentionConfig, RowConfig
@@ -264,6 +264,17 @@ def test_progress(machine, capsys):
 def test_timers(measure):
     us = measure(jax.jit(lambda x: x + 1).lower(X).compile(), (X,), 3)
     assert us > 0 or (measure is tuning_search._device_us and jax.default_backend() == "cpu" and np.isnan(us))
+
+
+def test_no_kernel_times_while_a_profiler_is_at_work(tmp_path):
+    with jax.profiler.trace(tmp_path):
+        assert np.isnan(tuning_search._device_us(jnp.sin, (X,), 3))
+
+
+def test_time_of_kernels_that_overlap():
+    """One that waits for another on the GPU is not counted twice."""
+    spans = {"first": (0.0, 3.0), "waits": (2.0, 5.0), "within": (2.5, 4.0), "later": (7.0, 8.0)}
+    assert tuning_timing.busy_us(tuning_timing.Kernel(name, *span) for name, span in spans.items()) == 6.0
 
 
 # --- Errors --------------------------------------------------------------------------------------------------------

@@ -224,12 +224,6 @@ ENTRY %main (x: f32[8]) -> f32[8] {
     assert bench_encoder.kernels(text) == {"fusion loop_add_fusion": 2, "custom-call __cublas$gemm": 1, "copy": 1}
 
 
-def test_time_of_kernels_that_overlap():
-    """One that waits for another on the GPU is not counted twice."""
-    spans = {"first": (0.0, 3.0), "waits": (2.0, 5.0), "within": (2.5, 4.0), "later": (7.0, 8.0)}
-    assert timing.busy_us(timing.Kernel(name, *span) for name, span in spans.items()) == 6.0
-
-
 def row(implementation, p50, op="encoder BERT-base erf GELU", metric="queued_us", date="2026-01-02", dtype="bfloat16"):
     return {
         "op": op, "implementation": implementation, "direction": "forward", "shape": "32x128", "dtype": dtype,

@@ -45,7 +45,15 @@ def layer(name):
     match name.split(".")[1:]:
         case []:
             return 5
-        case ["reference" | "dispatch" | "tuning" | "tuning_dense" | "tuning_store" | "tuning_candidates"]:
+        case [
+            "reference"
+            | "dispatch"
+            | "tuning"
+            | "tuning_dense"
+            | "tuning_store"
+            | "tuning_candidates"
+            | "tuning_timing"
+        ]:
             return 0
         case ["kernels", *_] | ["tuning_search"]:
             return 1
