@@ -193,7 +193,7 @@ def kernels(compiled_text: str) -> collections.Counter[str]:
 
 
 def print_kernels(name: str, variant: timing.Variant, layers: int) -> None:
-    """Lists what one call launches, per layer; on a GPU with each kernel's name and time."""
+    """Lists what one call launches, per layer; on a GPU with each kernel's name and time, its wait for others in it."""
     f, inputs = variant
     jax.block_until_ready([f(*inputs[0]) for _ in range(2)])  # so that no compilation is among the kernels
     print(f"\n{name}: kernels in the compiled program")

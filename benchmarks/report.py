@@ -27,7 +27,7 @@ SHORT = ("encoder", "training step", "encode docstrings", "attention")  # what t
 METRICS = {
     "queued_us": "wall time per call, calls queued back to back",
     "blocking_us": "wall time of a call and the wait for its result",
-    "device_us": "how long the call's kernels run on the GPU",
+    "device_us": "how long the call's kernels run on the GPU (until commit a358cbd the sum of their times)",
     "wall_us": "wall time of one call",
     "temporary_mib": "MiB of memory beside arguments and results",
 }

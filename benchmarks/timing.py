@@ -99,7 +99,7 @@ def measure(
     samples: dict[tuple[str, str], list[float]] = {}
     turns = list(variants.items())[::-1]
     for metric, sample in metrics.items():
-        for _ in range(5 if metric == "device_us" else rounds):  # which differs little from one to the next
+        for _ in range(5 if metric == "device_us" else rounds):  # times of kernels differ little between rounds
             turns.reverse()  # so that nobody always comes after the same one
             for name, variant in turns:
                 samples.setdefault((name, metric), []).append(sample(variant, repeats[name]))
@@ -182,7 +182,7 @@ def device_us(variant: Variant, repeats: int) -> float:
 
 
 def kernel_times(variant: Variant, repeats: int = 1) -> list[Kernel]:
-    """The kernels that `repeats` calls launch on the GPU, in the order in which they start."""
+    """The kernels that `repeats` calls launch on the GPU."""
     f, inputs = variant
     return tuning_timing.kernel_times(lambda: [f(*inputs[i % len(inputs)]) for i in range(repeats)])
 

@@ -170,7 +170,9 @@ def attention_dkv(batch_heads: int, query: int, key: int, head_size: int, itemsi
 
 
 def dense_implementation(rows: int, depth: int, width: int, activation: int, itemsize: int) -> Iterable[DenseChoice]:
-    return map(DenseChoice, ("mosaic_gpu", "triton", "xla") if itemsize <= 2 else ("triton", "xla"))
+    # Times of kernels leave out what a Mosaic one costs the host, which is more than it saves with few rows.
+    mosaic = ("mosaic_gpu",) if itemsize <= 2 and rows > 256 else ()
+    return map(DenseChoice, (*mosaic, "triton", "xla"))
 
 
 def dense(rows: int, depth: int, width: int, itemsize: int) -> Iterable[DenseConfig]:

@@ -18,7 +18,7 @@ class Kernel(NamedTuple):
 
 
 def kernel_times(run: Callable[[], Any]) -> list[Kernel]:
-    """The kernels that `run()` launches on the GPU, in the order in which they start; it returns their results.
+    """The kernels that `run()` launches on the GPU; it returns their results.
 
     Without copies that are no kernel (cudaMemcpy). None where there is no NVIDIA GPU, or another profiler has it; if
     JAX's own is at work already, it raises a RuntimeError.
@@ -30,13 +30,12 @@ def kernel_times(run: Callable[[], Any]) -> list[Kernel]:
             jax.block_until_ready(run())
         (path,) = Path(folder).rglob("*.xplane.pb")
         profile = jax.profiler.ProfileData.from_file(str(path))
-    events = [
-        event
+    return [
+        Kernel(event.name, event.start_ns / 1e3, event.end_ns / 1e3)
         for plane in profile.planes if plane.name.startswith("/device:GPU")
         for line in plane.lines if line.name.startswith("Stream")
         for event in line.events if not event.name.startswith(("Memcpy", "Memset"))
     ]  # fmt: skip
-    return sorted((Kernel(e.name, e.start_ns / 1e3, e.end_ns / 1e3) for e in events), key=lambda kernel: kernel.start)
 
 
 def busy_us(kernels: Iterable[Kernel]) -> float:

@@ -313,7 +313,7 @@ def test_configs(dtype):
             assert_lowers(
                 lambda x, v, o=options, s=save: softmax.forward(x, v, v > 0, in_place=True, save=s, **o), x, vector
             )
-        for saved in (None, of((2, 35))):
+        for saved in [of((2, 35)), *([] if options["log"] and sizes[1] < 101 else [None])]:
             assert_lowers(lambda x, v, s, o=options: softmax.backward(x, x, v, v > 0, s, **o), x, vector, saved)
         options = {"config": ElementwiseConfig(*sizes), "interpret": False}
         assert_lowers(

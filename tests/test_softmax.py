@@ -425,5 +425,6 @@ def test_kernels_stay_within_the_arrays(config, name):
     for mask in (None, jnp.ones((3, 1, 6), bool), jnp.ones((3, 1), bool)):
         with checked():
             kernel.forward(x, bias, mask, in_place=False, **options)
-            kernel.forward(x, bias, mask, in_place=True, **options)
-            kernel.backward(dy, x, bias, mask, **options)
+            _, saved = kernel.forward(x, bias, mask, in_place=True, save=True, **options)
+            in_chunks = name == "log_softmax" and config.block_width < 6
+            kernel.backward(dy, x, bias, mask, saved if in_chunks else None, **options)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.export
@@ -24,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 import jaxft
 from cases import INTERPRET, for_h200, in_float64, in_full, jit, lower, normal
 from compare import assert_matches_oracle
-from jaxft import reference
+from jaxft import reference, tuning
 
 BATCH, LENGTH, HEADS, SIZE = 2, 5, 2, 8
 WIDTH = HEADS * SIZE
@@ -38,6 +39,16 @@ class Op:
     shapes: dict[str, tuple[int, ...]]  # the first argument's first axis is the batch, and so is the result's
     kernel: bool = True
     split: tuple[str, ...] = ()  # other arguments that have the batch in front
+
+
+def in_chunks(call):
+    """With a part of each row at a time in the backward pass."""
+
+    def run(functions, options, **floats):
+        with mock.patch.object(tuning, "softmax_backward", lambda *sizes: tuning.RowConfig(2, 2, 1)):
+            return call(functions, options, **floats)
+
+    return run
 
 
 ROWS = {"x": (BATCH, LENGTH, WIDTH), "bias": (WIDTH,)}
@@ -77,6 +88,10 @@ OPS = {
     ),
     "softmax": Op(lambda m, o, **f: m.softmax(**f, **o), {"x": (BATCH, LENGTH), "bias": (LENGTH,)}),
     "log_softmax": Op(lambda m, o, x: m.log_softmax(x, mask=MASK[1], **o), {"x": (BATCH, LENGTH)}),
+    "log_softmax of long rows": Op(
+        in_chunks(lambda m, o, x, bias: m.log_softmax(x, scale=-0.7, bias=bias, mask=MASK[1], **o)),
+        {"x": (BATCH, LENGTH), "bias": (LENGTH,)},
+    ),
     "qkv_bias_split_heads": Op(
         lambda m, o, qkv, bias: m.qkv_bias_split_heads(qkv, bias, HEADS, **o),
         {"qkv": (BATCH, LENGTH, 3 * WIDTH), "bias": (3 * WIDTH,)},
@@ -137,6 +152,19 @@ def grad(function, op):
 
 def grad_of_remat(function, op):
     return grad(jax.checkpoint(function), op)
+
+
+def third_grad(function, op):
+    """Of what is not linear in the result, nor in the gradients."""
+
+    def of(function):
+        return jax.grad(lambda f: total(jax.tree.map(jnp.sin, function(f))))
+
+    return lambda **f: of(of(of(lambda f: jax.tree.map(finite, function(**f)))))(f)
+
+
+def finite(x):
+    return jnp.where(jnp.isfinite(x), x, 0.0)
 
 
 def vmap(function, op):
@@ -228,6 +256,12 @@ def assert_composes(transform, name, implementation):
 @pytest.mark.parametrize(("transform", "name", "implementation"), every(TRANSFORMS))
 def test_composes(transform, name, implementation):
     assert_composes(transform, name, implementation)
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax of long rows", "layer_norm", "dense"])
+def test_third_derivatives(name):
+    """The other ops define their gradients in the same ways."""
+    assert_composes(third_grad, name, "triton")
 
 
 @pytest.mark.parametrize(("transform", "name", "implementation"), every(SHARDED))

@@ -152,9 +152,9 @@ def check_precision(op: str, precision: Any, dtype: Any) -> Any:
 
 
 def with_plain_gradient(kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel(*arrays)`, whose own gradient is that of `plain(*arrays)`: for second derivatives."""
+    """`kernel(*arrays)`, whose own gradient is that of `plain(*arrays)`: for second derivatives, and those of them."""
     run = jax.custom_vjp(kernel)
-    run.defvjp(lambda *arrays: (kernel(*arrays), arrays), lambda arrays, d: jax.vjp(plain, *arrays)[1](d))
+    run.defvjp(lambda *arrays: (run(*arrays), arrays), lambda arrays, d: jax.vjp(plain, *arrays)[1](d))
     return run
 
 

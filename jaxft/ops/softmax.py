@@ -136,7 +136,7 @@ def _forward(static, save, x, bias, mask):
         mask,
         log=static.log,
         scale=static.scale,
-        in_place=static.in_place and not save,
+        in_place=static.in_place,
         config=static.forward,
         interpret=static.interpret,
         save=save,
@@ -144,8 +144,9 @@ def _forward(static, save, x, bias, mask):
 
 
 def _fwd(x, bias, mask, static):
+    static = static._replace(in_place=False)
     if not static.log or x.shape[-1] <= static.backward.block_width:  # the row is read once in any case
-        return _triton(x, bias, mask, static._replace(in_place=False)), (x, bias, mask, None)
+        return _triton(x, bias, mask, static), (x, bias, mask, None)
 
     def plain(x, bias, mask):  # what is saved has no gradient: that of `_bwd` is found without it
         _, nothing = common.vary_alike(x, jnp.zeros((2, math.prod(x.shape[:-1])), jnp.float32))

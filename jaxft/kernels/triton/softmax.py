@@ -369,6 +369,7 @@ def backward(
     computes again from x and dy with four numbers a row, which costs it one more reading of them and no memory. One
     that is the same along a row has none: it changes no result.
     """
+    assert saved is not None or not log or x.shape[-1] <= config.block_width
     name = "log_softmax_bwd" if log else "softmax_bwd"
     flat = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
     outputs, save = [flat], None
