@@ -460,5 +460,9 @@ def test_candidates():
             found = tuning_candidates.candidates(op, present, **sizes)
             assert found and all(type(c) is config for c in found), (op, sizes)
             assert present not in found and len(set(found)) == len(found)
+    for rows, tried in ((256, False), (512, True)):
+        sizes = {"rows": rows, "depth": 1024, "width": 4096, "activation": 2, "itemsize": 2}
+        found = tuning_candidates.candidates("dense_implementation", tuning_dense.DenseChoice("triton"), **sizes)
+        assert (tuning_dense.DenseChoice("mosaic_gpu") in found) == tried
     around = tuning_candidates.candidates("an op without a list", RowConfig(2, 64, 4), rows=1)
     assert RowConfig(4, 64, 2) in around and RowConfig(2, 64, 4) not in around
