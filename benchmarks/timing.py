@@ -29,7 +29,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxft import tuning_timing
-from jaxft.tuning_timing import Kernel, busy_us
 
 RESULTS = Path(__file__).resolve().parent / "results"
 KEY = ("op", "implementation", "direction", "shape", "dtype", "metric")
@@ -178,10 +177,10 @@ def _blocking_us(variant: Variant, repeats: int) -> float:
 def device_us(variant: Variant, repeats: int) -> float:
     """How long a call keeps the GPU busy; the mean of `repeats` calls (at most 20, whose results are held at once)."""
     repeats = min(repeats, 20)
-    return busy_us(kernel_times(variant, repeats)) / repeats
+    return tuning_timing.busy_us(kernel_times(variant, repeats)) / repeats
 
 
-def kernel_times(variant: Variant, repeats: int = 1) -> list[Kernel]:
+def kernel_times(variant: Variant, repeats: int = 1) -> list[tuning_timing.Kernel]:
     """The kernels that `repeats` calls launch on the GPU."""
     f, inputs = variant
     return tuning_timing.kernel_times(lambda: [f(*inputs[i % len(inputs)]) for i in range(repeats)])

@@ -321,6 +321,9 @@ def test_shards():
         ((4096, 768, 3072), "gelu", jnp.float32, False),
         ((264, 768, 3072), "gelu", jnp.bfloat16, True),
         ((256, 768, 3072), "gelu", jnp.bfloat16, False),  # would cost the host more than it saves
+        ((128, 768, 3072), "gelu", jnp.bfloat16, False),
+        ((128, 3072, 768), None, jnp.bfloat16, False),
+        ((256, 3072, 768), None, jnp.bfloat16, False),
         ((320, 768, 768), None, jnp.bfloat16, False),  # too few tiles: Triton is faster
         ((320, 3072, 768), None, jnp.bfloat16, True),
         ((4100, 768, 3072), "gelu", jnp.bfloat16, False),  # would cost copies

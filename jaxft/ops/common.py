@@ -151,10 +151,17 @@ def check_precision(op: str, precision: Any, dtype: Any) -> Any:
     return precision
 
 
-def with_plain_gradient(kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel(*arrays)`, whose own gradient is that of `plain(*arrays)`: for second derivatives, and those of them."""
+def with_plain_gradient(kernel: Callable[..., Any], plain: Callable[..., Any], *, saves: int = 0) -> Callable[..., Any]:
+    """`kernel(*arrays)`, whose own gradient is that of `plain(*arrays)`: for second derivatives, and those of them.
+
+    The last `saves` of the kernel's results are for a gradient that is defined elsewhere. They have none, since that
+    one is found without them, and `plain` does not give them.
+    """
     run = jax.custom_vjp(kernel)
-    run.defvjp(lambda *arrays: (run(*arrays), arrays), lambda arrays, d: jax.vjp(plain, *arrays)[1](d))
+    run.defvjp(
+        lambda *arrays: (run(*arrays), arrays),
+        lambda arrays, d: jax.vjp(plain, *arrays)[1](d[: len(d) - saves] if saves else d),
+    )
     return run
 
 

@@ -7,7 +7,6 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jaxft import dispatch, reference, tuning
 from jaxft.kernels.triton import layer_norm as triton
@@ -190,12 +189,8 @@ def _forward(static, save, x, bias, residual, gamma, beta, rng):
 def _fwd(*arguments):
     *arrays, static = arguments
 
-    def plain(*arrays):
-        x = arrays[0]  # what is saved has no gradient: that of `_bwd` is found without it
-        _, nothing = common.vary_alike(x, jnp.zeros((2, x.shape[0]), jnp.float32))
-        return *_plain(static)(*arrays), nothing
-
-    *out, saved = common.with_plain_gradient(functools.partial(_forward, static, True), plain)(*arrays)
+    run = common.with_plain_gradient(functools.partial(_forward, static, True), _plain(static), saves=1)
+    *out, saved = run(*arrays)
     return tuple(out), (saved, *arrays)
 
 

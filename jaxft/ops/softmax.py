@@ -7,7 +7,6 @@ import math
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jaxft import dispatch, reference, tuning
 from jaxft.kernels.triton import softmax as triton
@@ -148,11 +147,11 @@ def _fwd(x, bias, mask, static):
     if not static.log or x.shape[-1] <= static.backward.block_width:  # the row is read once in any case
         return _triton(x, bias, mask, static), (x, bias, mask, None)
 
-    def plain(x, bias, mask):  # what is saved has no gradient: that of `_bwd` is found without it
-        _, nothing = common.vary_alike(x, jnp.zeros((2, math.prod(x.shape[:-1])), jnp.float32))
-        return [_plain(static)(x, bias, mask=mask), nothing]
+    def plain(x, bias, mask):
+        return [_plain(static)(x, bias, mask=mask)]
 
-    y, saved = common.with_plain_gradient(functools.partial(_forward, static, True), plain)(x, bias, mask)
+    run = common.with_plain_gradient(functools.partial(_forward, static, True), plain, saves=1)
+    y, saved = run(x, bias, mask)
     return y, (x, bias, mask, saved)
 
 
