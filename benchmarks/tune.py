@@ -235,12 +235,12 @@ def attention_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable[C
         return tuple(jax.jit(forward)(qkv))
 
     def run(
-        qkv: jax.Array, dout: jax.Array, out: jax.Array, top: jax.Array, total: jax.Array,
+        qkv: jax.Array, dout: jax.Array, out: jax.Array, top: jax.Array, *total: jax.Array,
         config: tuning.AttentionConfig, other: tuning.AttentionConfig, keys: bool,
     ) -> jax.Array:  # fmt: skip
         query_config, key_config = (other, config) if keys else (config, other)
         return attention_backward.backward(
-            dout, None, qkv, None, None, Rules(), options(qkv), out, top, total,
+            dout, None, qkv, None, None, Rules(), options(qkv), out, top, *total,
             query_config=query_config, key_config=key_config, interpret=False,
         )[0]  # fmt: skip
 

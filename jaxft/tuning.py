@@ -78,8 +78,8 @@ class PermuteConfig:
 class AttentionConfig:
     """Flash attention: tiles of `block_q` queries against `block_k` keys, both powers of two and at least 16.
 
-    Of the forward kernel without masks, where a block holds all keys: `programs` share the tiles, so that each reads
-    its next one while it computes; 0 for a program a tile.
+    Without masks, where a block holds all keys, and in the backward pass all queries: `programs` share the tiles, so
+    that each reads its next one while it computes; 0 for a program a tile.
     """
 
     block_q: int
@@ -311,6 +311,7 @@ def qkv_bias_split_heads_backward(
 # On these (compute capability 8.0, 9.0 and 10.x) a program may have 163 KiB of shared memory or more, on others 99.
 # What kernels take is from Triton 3.9 for compute capability 8.6 (2026-11-21), with bias, mask and dropout.
 _LARGE = re.compile(r"NVIDIA (A100|A800|A30|G?H\d+|G?B\d00)(?!\d)")
+_LARGEST = re.compile(r"NVIDIA G?(H\d+|B\d00)(?!\d)")  # 227 KiB
 
 
 def attention(
@@ -335,12 +336,16 @@ def attention_dq(
 
 def attention_dkv(
     batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device_kind: str,
-    more: bool = False,
+    more: bool = False, bias_of_pairs: bool = False,
 ) -> AttentionConfig:  # fmt: skip
-    """Of the kernel for the gradients of keys and values, which where a block holds all keys is the only one."""
-    few = batch_heads * key_length < 64 * 64  # which two kernels share better than one
-    short = itemsize == 2 and 64 < key_length <= 512 and not few
-    choices = ((32, 128, 4, 3) if short else (64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 8, 1), (16, 32, 4, 1))
+    """Of the kernel for the gradients of keys and values.
+
+    Where a block holds all keys it is the only one, but with a bias [.., T, S] (`bias_of_pairs`).
+    """
+    choices = ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 8, 1), (16, 32, 4, 1))
+    alone = 64 < key_length <= 128 and query_length <= 4 * 128 and not bias_of_pairs
+    if alone and itemsize == 2 and _LARGEST.match(device_kind):
+        choices = ((128, 128, 8, 1), (128, 128, 8, 1), *choices[2:])
     if not _LARGE.match(device_kind):  # those for large heads take 112 KiB of shared memory
         choices = (*choices[:2], (32, 32, 4, 1), (16, 16, 4, 1))
     sizes = (batch_heads, query_length, key_length, head_size, itemsize)

@@ -163,10 +163,14 @@ def attention_dkv(batch_heads: int, query: int, key: int, head_size: int, itemsi
               (64, 128, 4, 2), (128, 128, 8, 1), (128, 128, 8, 2), (64, 64, 4, 1), (64, 64, 4, 2), (64, 64, 4, 3),
               (128, 64, 4, 2), (128, 64, 8, 2), (32, 64, 4, 2), (32, 64, 4, 3), (16, 128, 4, 2), (32, 128, 4, 3),
               (32, 128, 4, 4)]  # fmt: skip
+    shared = [(128, 128, 8, 1, 132), (128, 128, 8, 2, 132), (128, 128, 8, 3, 132), (64, 64, 4, 3, 264),
+              (64, 64, 4, 2, 396)]  # fmt: skip
     if itemsize == 4:
         blocks = [(32, 64, 4, 1), (32, 64, 4, 2), (32, 32, 4, 2), (32, 128, 8, 1), (64, 64, 8, 1), (16, 64, 4, 2),
                   (64, 128, 8, 1), (32, 64, 8, 2)]  # fmt: skip
-    return (AttentionConfig(*block) for block in blocks if _fits(block, query, key))
+    for block in (*blocks, *(shared if itemsize == 2 and max(query, key) <= 128 else ())):
+        if _fits(block, query, key):
+            yield AttentionConfig(*block)
 
 
 def dense_implementation(rows: int, depth: int, width: int, activation: int, itemsize: int) -> Iterable[DenseChoice]:

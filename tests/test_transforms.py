@@ -90,7 +90,8 @@ OPS = {
     "log_softmax": Op(lambda m, o, x: m.log_softmax(x, mask=MASK[1], **o), {"x": (BATCH, LENGTH)}),
     "log_softmax of long rows": Op(
         in_chunks(lambda m, o, x, bias: m.log_softmax(x, scale=-0.7, bias=bias, mask=MASK[1], **o)),
-        {"x": (BATCH, LENGTH), "bias": (LENGTH,)},
+        # Of ten elements, the greatest error is a matter of chance.
+        {"x": (BATCH, 16, LENGTH), "bias": (LENGTH,)},
     ),
     "qkv_bias_split_heads": Op(
         lambda m, o, qkv, bias: m.qkv_bias_split_heads(qkv, bias, HEADS, **o),

@@ -82,7 +82,7 @@ def run(op: str, inputs: Inputs, options: Options, implementation: str | None) -
         options,
         tuning.attention(*arguments),
         tuning.attention_dq(*arguments),
-        tuning.attention_dkv(*arguments),
+        tuning.attention_dkv(*arguments, inputs.bias is not None and 1 not in inputs.bias.shape[2:]),
         precision,
         choice.interpret,
         implementation is None and _faster_by_cudnn(inputs, options),
@@ -296,9 +296,9 @@ def _forward(inputs: Inputs, static: _Static, save: bool) -> Any:
     )
     result: Any = out
     if residual:
-        top, total = (jnp.swapaxes(x, -1, -2) for x in parts)
+        top, *total = (jnp.swapaxes(x, -1, -2) for x in parts)
         natural = attention_common.natural_logits(inputs.query.dtype, inputs.bias, static.precision)
-        result = out, (top if natural else _times_log_2(top)) + _times_log_2(total)
+        result = out, sum(map(_times_log_2, total), top if natural else _times_log_2(top))
     return (result, (out, *parts)) if save else result
 
 

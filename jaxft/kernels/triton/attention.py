@@ -14,7 +14,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import attention_common as parts
@@ -104,19 +103,14 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, singl
         if top_ref is not None:
             place = index, head, common.span(offset + start, block_q)
             top = jnp.where(total == total, top, jnp.nan)  # of NaN alone a GPU's maximum is -inf, as of nothing
+            log_total = jnp.log(safe_total) * parts.LOG2_E
+            if total_ref is None:
+                top = top + log_total
+            else:
+                common.store(total_ref.at[place], log_total, mask=in_rows)
             common.store(top_ref.at[place], jnp.where(empty, -jnp.inf, top), mask=in_rows)
-            common.store(total_ref.at[place], jnp.log(safe_total) * parts.LOG2_E, mask=in_rows)
 
-    if not programs:
-        return compute(*(pl.program_id(axis) for axis in range(3)))
-    program, items = pl.program_id(0), tiles * p.heads * p.batch
-
-    def step(i, _):
-        item = program + jnp.int32(i) * programs
-        row = lax.div(item, jnp.int32(tiles))
-        compute(lax.rem(item, jnp.int32(tiles)), lax.rem(row, jnp.int32(p.heads)), lax.div(row, jnp.int32(p.heads)))
-
-    lax.fori_loop(0, lax.div(items - 1 - program, jnp.int32(programs)) + 1, step, None)
+    parts.for_each_tile(compute, programs, tiles, p.heads, p.batch)
 
 
 def forward(
@@ -132,16 +126,17 @@ def forward(
 ) -> list[Array]:
     """query [B,T,N,H], key and value [B,S,K,H], or the packed [B,T,3,N,H] as `query` with key and value None.
 
-    With `rules.cu_seqlens`, `query` is [M,3,N,H]. Returns [out [B,T,N,H] or [M,N,H]] and, if asked for, the log-sum-exp
-    in two parts, float32 [B,N,T] or [N,M]: the greatest logit (see `natural_logits`), -inf where there is
-    none, and the logarithm to base 2 of the sum of exponentials below it (as one number it would have too few digits
-    beside large logits).
+    With `rules.cu_seqlens`, `query` is [M,3,N,H]. Returns [out [B,T,N,H] or [M,N,H]] and, if asked for, the
+    log-sum-exp, float32 [B,N,T] or [N,M]: to base 2 if it is a `joined_residual`; else, since one number would have too
+    few digits beside large logits, as the greatest logit (see `natural_logits`) and the logarithm to base 2 of the sum
+    of exponentials below it. The first or only one is -inf where there is no logit.
     """
     p = parts.problem(query, key, value, rules, options)
     batch, rows = p.query.shape[:2]
     outputs = [jax.ShapeDtypeStruct((batch, rows, p.heads, p.head_size), query.dtype)]
     if return_residual:
-        outputs += [jax.ShapeDtypeStruct((batch, p.heads, rows), jnp.float32)] * 2
+        numbers = 1 if parts.joined_residual(query.dtype, rules.bias) else 2
+        outputs += [jax.ShapeDtypeStruct((batch, p.heads, rows), jnp.float32)] * numbers
     tiles = pl.cdiv(p.query_length, config.block_q)
     single = p.key_length <= config.block_k and p.rules.query_lengths is None
     spans = attention_spans.spans_of_queries(p, config.block_q, config.block_k)

@@ -47,8 +47,8 @@ class _Rows(NamedTuple):
     in_rows: Array | None
     q: Array
     dout: Array
-    top: Array  # logit, inf for a row with nothing to attend to, whose probabilities then are 0
-    total: Array  # log2 of the sum of the exponentials below it
+    top: Array  # logit, or the log-sum-exp; inf for a row with nothing to attend to, whose probabilities then are 0
+    total: Array | None  # log2 of the sum of the exponentials below it
     attends: Array
     factor: Array | None = None  # of the probabilities
 
@@ -70,8 +70,9 @@ def _rows(
 
 
 def _load_rows(ref, index, head, row, block: int, in_rows: Array | None, other: float):
-    place = index, head, common.span(row, block)
-    return common.load(ref.at[place], mask=in_rows, other=other)
+    if ref is None:
+        return None
+    return common.load(ref.at[index, head, common.span(row, block)], mask=in_rows, other=other)
 
 
 def _select(allowed: Any, x: Array) -> Array:
@@ -116,8 +117,8 @@ def _probabilities(p: Problem, refs: Refs, k_ref, v_ref, rows: _Rows, j, block_k
         used = parts.any_of(allowed, axis=0)
         k, v = parts.clear(k, used), parts.clear(v, used)
     products = parts.dot(p, rows.q, k, trans_b=True)  # [block_q, block_k]
-    top, total = rows.top[:, None], rows.total[:, None]
-    weights = parts.probabilities(p, refs, pairs, products, top, total)
+    total = None if rows.total is None else rows.total[:, None]
+    weights = parts.probabilities(p, refs, pairs, products, rows.top[:, None], total)
     weights = _select(allowed, weights if rows.factor is None else weights * rows.factor[:, None])
     dp = parts.drop(p, refs, pairs, parts.dot(p, rows.dout, v, trans_b=True))
     return weights, dp * p.kept_scale if p.options.dropout_rate > 0.0 else dp, k
@@ -160,14 +161,21 @@ def _dq_kernel(*refs, p: Problem, block_q: int, block_k: int):
     parts.store_tile(p, dq_ref, rows.index, row, head, dq, rows.in_rows)
 
 
-def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, packed: bool, with_dq: bool, columns: bool):
-    """`columns`: also the sums over the queries of the logits' gradients, for a bias that is the same for all."""
+def _dkv_kernel(*refs, p: Problem, programs: int, tiles: int, **static):
+    compute = functools.partial(_dkv_tile, refs=refs, p=p, **static)
+    parts.for_each_tile(compute, programs, tiles, p.kv_heads, p.batch)
+
+
+def _dkv_tile(
+    tile, kv_head, batch, *, refs, p: Problem, block_q: int, block_k: int, packed: bool, with_dq: bool, single: bool,
+    columns: bool,
+):  # fmt: skip
+    """`single`: one block holds all queries; `columns`: also the sums over the queries of the logits' gradients."""
     q_ref, k_ref, v_ref, *rest = refs[:_SHARED]
     dout_ref, top_ref, total_ref, factor_ref, delta_ref, dlse_ref, _, *outputs = refs[_SHARED:]
     sums_ref: Any = outputs.pop() if columns else None
     dq_ref, dk_ref, dv_ref = outputs * 3 if packed else [None] * (not with_dq) + outputs
     refs = Refs(*rest)
-    tile, kv_head, batch = (pl.program_id(axis) for axis in range(3))
     ragged = bool(p.key_length % block_k)
     span = parts.load_span(refs.spans, batch, tile, p.key_length, p.query_length, block_q, full=not p.pair_mask)
     batch, start, index, offset, length = parts.load_place(p, refs, batch, tile, block_k, p.key_length)
@@ -183,6 +191,18 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, packed: bool, wit
     if p.varlen:
         query_start, query_stop = start, jnp.minimum(length, start + block_k)
     by_pairs = p.by_pairs or p.options.window != (None, None)
+    # Pairs are [block_k, block_q], so that products with queries need no copy in shared memory. With the gradient of
+    # queries they are [block_q, block_k]: the sums over keys that it needs then are within a warp.
+    query_axis, key_axis = (0, 1) if with_dq else (1, 0)
+
+    def of_queries(x):
+        return jnp.expand_dims(x, key_axis)
+
+    def of_keys(x):
+        return jnp.expand_dims(x, query_axis)
+
+    def product(x, y):  # of a tile of queries and one of keys
+        return parts.dot(p, x, y, trans_b=True) if with_dq else parts.dot(p, y, x, trans_b=True)
 
     def visit(i, carry, *, edge, head):
         dk, dv, *sums = carry
@@ -202,63 +222,71 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, packed: bool, wit
         pairs = Pairs(
             batch,
             head,
-            rows[None, :],
-            positions[:, None],
-            None if in_rows is None else in_rows[None, :],
-            None if in_keys is None else in_keys[:, None],
+            of_queries(rows),
+            of_keys(positions),
+            None if in_rows is None else of_queries(in_rows),
+            None if in_keys is None else of_keys(in_keys),
         )
         allowed = None
         if edge:
-            allowed = _allowed(p, refs, pairs, attends[None, :])
+            allowed = _allowed(p, refs, pairs, of_queries(attends))
         elif with_dq and in_keys is not None:
             # For the gradient of queries, keys that do not take part need a weight of 0; without it they go out last.
-            allowed = in_keys[:, None]
-        products = parts.dot(p, k, q, trans_b=True)  # [block_k, block_q]
-        weights = parts.probabilities(p, refs, pairs, products, top[None, :], total[None, :])
+            allowed = of_keys(in_keys)
+        products = product(q, k)
+        weights = parts.probabilities(
+            p, refs, pairs, products, of_queries(top), None if total is None else of_queries(total)
+        )
         weights = _select(allowed, weights)
         if factor_ref is not None:
             weights = weights * _load_rows(factor_ref, index, head, offset + row, block_q, in_rows, 1.0)[None, :]
-        elif with_dq:  # the sum is 1 but for rounding, which ds would multiply by dp
-            weights = weights * _inverse(p, jnp.sum(weights, axis=0))[None, :]
+        elif with_dq:  # `top` alone is known; and the sum of exact ones is 1 but for rounding, which ds would magnify
+            weights = weights * of_queries(_inverse(p, jnp.sum(weights, axis=key_axis)))
         kept = parts.drop(p, refs, pairs, weights).astype(dout.dtype)
-        dv = parts.add(p, dv, parts.dot(p, kept, dout))
-        dp = parts.drop(p, refs, pairs, parts.dot(p, v, dout, trans_b=True))
+        # Sooner where `kept` must be copied to shared memory first; else it takes 15 % more of the kernel (H200).
+        dp = product(dout, v) if with_dq else None
+        dv = parts.add(p, dv, parts.dot(p, kept, dout, trans_a=with_dq))
+        dp = parts.drop(p, refs, pairs, product(dout, v) if dp is None else dp)
         if p.options.dropout_rate > 0.0:
             dp = dp * p.kept_scale
         if by_pairs:  # values of keys that no query attends to may be NaN
             dp = _select(allowed, dp)
         if with_dq:
-            delta = jnp.sum(weights * dp, axis=0)
+            delta = jnp.sum(weights * dp, axis=key_axis)
             if dlse_ref is not None:
                 delta = delta - _load_rows(dlse_ref, index, head, offset + row, block_q, in_rows, 0.0)
             if edge or refs.bias is not None:
                 delta = jnp.where(attends, delta, 0.0)
         else:
             delta = _load_rows(delta_ref, index, head, offset + row, block_q, in_rows, 0.0)
-        ds = weights * (dp - delta[None, :])
+        ds = weights * (dp - of_queries(delta))
         if columns:
-            sums = [sums[0] + jnp.sum(ds, axis=1)]
+            sums = [sums[0] + jnp.sum(ds, axis=query_axis)]
         ds = ds.astype(q.dtype)
-        dk = parts.add(p, dk, parts.dot(p, ds, q))
+        dk = parts.add(p, dk, parts.dot(p, ds, q, trans_a=with_dq))
         if with_dq:
             used_k = k
             if edge and by_pairs:
-                used_k = parts.clear(k, parts.any_of(allowed, axis=1))
-            dq = parts.dot(p, ds, used_k, trans_a=True) * p.options.scale
-            here = rows < query_stop if edge else None
+                used_k = parts.clear(k, parts.any_of(allowed, axis=query_axis))
+            dq = parts.dot(p, ds, used_k) * p.options.scale
+            here = (query_start <= rows) & (rows < query_stop) if edge else None
             parts.store_tile(p, dq_ref, index, offset + row, head, dq, here)
         return dk, dv, *sums
 
     def visit_head(g, carry):
         head = kv_head * p.group + jnp.int32(g)
-        leading = p.options.window[1] is not None or refs.query_ids is not None
         step = functools.partial(visit, head=head)
         begin = (*carry, *[jnp.zeros((block_k,), jnp.float32)] * columns)
-        dk, dv, *sums = parts.visit_all(span, block_q, leading, step, begin)
+        if single:
+            full = refs.spans is None and p.query_length == block_q and not p.pair_mask
+            dk, dv, *sums = step(lax.div(query_start, jnp.int32(block_q)), begin, edge=not full)
+        else:
+            leading = p.options.window[1] is not None or refs.query_ids is not None
+            dk, dv, *sums = parts.visit_all(span, block_q, leading, step, begin)
         if columns:
             total = _select(in_keys, sums[0])
             common.store(sums_ref.at[batch, head, common.span(start, block_k)], total, mask=stored)
-        if with_dq and refs.spans is not None:  # queries that attend to no key
+        if with_dq and refs.spans is not None and not single:  # queries that attend to no key
 
             def clear(i, _):
                 row = jnp.int32(i) * block_q
@@ -329,7 +357,7 @@ def backward(
     options: Options,
     out: Array,
     top: Array,
-    total: Array,
+    total: Array | None = None,
     *,
     query_config: AttentionConfig,
     key_config: AttentionConfig,
@@ -344,8 +372,8 @@ def backward(
     p = parts.problem(query, key, value, rules, options)
     packed, varlen = key is None, rules.cu_seqlens is not None
     if varlen:
-        dout, out, top, total = dout[None], out[None], top[None], total[None]
-        dlse = None if dlse is None else dlse[None]
+        dout, out, top = dout[None], out[None], top[None]
+        total, dlse = (None if x is None else x[None] for x in (total, dlse))
     matrix = rules.bias is not None and rules.bias.shape[2] > 1 and rules.bias.shape[3] > 1
     columns = rules.bias is not None and not matrix and rules.bias.shape[3] > 1
     # Of many queries two kernels are sooner done: the one for keys has a program for each head of a sequence.
@@ -380,12 +408,19 @@ def backward(
         )  # fmt: skip
     key_tiles = pl.cdiv(p.key_length, key_config.block_k)
     sums = [((p.batch, p.heads, p.key_length), jnp.float32)] * columns
+    key_spans = attention_spans.spans_of_keys(p, key_config.block_q, key_config.block_k)
+    # Of a sequence longer than max_seqlen, the block of queries is to have all rows of the tile of keys.
+    single = alone and p.query_length <= key_config.block_q and (not varlen or key_config.block_k <= key_config.block_q)
+    shared = single and key_spans is None and p.group == 1
+    programs = min(key_config.programs, p.kv_heads * p.batch) if shared else 0
     found = launch(
-        _dkv_kernel, key_config, p.grid(p.key_length, p.kv_heads, key_config.block_k),
-        attention_spans.spans_of_keys(p, key_config.block_q, key_config.block_k),
-        [dout, top, total, *(factor or [None]), delta, dlse if alone else None, dq if packed else None],
+        _dkv_kernel, key_config,
+        (programs,) if programs else p.grid(p.key_length, p.kv_heads, key_config.block_k), key_spans,
+        [dout, top, None if alone else total, *(factor or [None]), delta, dlse if alone else None,
+         dq if packed else None],
         [*([of_query] if packed else [of_query] * alone + [of_key, of_key]), *sums],
-        "dqkv" if alone else "dkv", packed=packed, with_dq=alone, columns=columns,
+        "dqkv" if alone else "dkv", programs=programs, tiles=key_tiles, packed=packed, with_dq=alone, single=single,
+        columns=columns,
         aliases={_SHARED + 6: 0} if packed and not alone else None,
     )  # fmt: skip
     if rules.bias is not None:

@@ -30,6 +30,11 @@ LOG2_E = math.log2(math.e)
 _LOG2_E_REST = 1.925963033500e-8  # what the float32 nearest to it lacks
 
 
+def joined_residual(dtype: Any, bias: Array | None) -> bool:
+    """Whether the forward pass gives the log-sum-exp as one number, to base 2; else, for more digits, as two."""
+    return dtype != jnp.float32 and bias is None
+
+
 class Rules(NamedTuple):
     """What is attended to, added to the logits or dropped: arrays, each None where it is not asked for."""
 
@@ -204,6 +209,23 @@ def problem(query: Array, key: Array | None, value: Array | None, rules: Rules, 
 # --- Parts of kernels --------------------------------------------------------------------------------------------
 
 
+def for_each_tile(compute: Callable[..., None], programs: int, tiles: int, heads: int, batch: int) -> None:
+    """compute(tile, head, sequence) of this program's tile, or, where so many `programs` share them all, of its tiles.
+
+    Each of those reads its next tile while it computes one.
+    """
+    if not programs:
+        return compute(*(pl.program_id(axis) for axis in range(3)))
+    program = pl.program_id(0)
+
+    def step(i, _):
+        item = program + jnp.int32(i) * programs
+        row = lax.div(item, jnp.int32(tiles))
+        compute(lax.rem(item, jnp.int32(tiles)), lax.rem(row, jnp.int32(heads)), lax.div(row, jnp.int32(heads)))
+
+    lax.fori_loop(0, lax.div(tiles * heads * batch - 1 - program, jnp.int32(programs)) + 1, step, None)
+
+
 class Span(NamedTuple):
     """Of a tile: from where to where (rows of the other side, then blocks of them) it attends to any, and to all."""
 
@@ -335,14 +357,12 @@ def logits(refs: Refs, pairs: Pairs, products: Array, scale: float) -> Array:
     return common.fma(products, scale, pairs.load(refs.bias).astype(jnp.float32))
 
 
-def probabilities(p: Problem, refs: Refs, pairs: Pairs, products: Array, top: Array, total: Array) -> Array:
-    """From the products of queries with keys; `top` and `total` are the two parts of the log-sum-exp."""
+def probabilities(p: Problem, refs: Refs, pairs: Pairs, products: Array, top: Array, total: Array | None) -> Array:
+    """From the products of queries with keys; `top` and `total`, if any, are the log-sum-exp."""
     if p.natural:
         return exponentials(p, logits(refs, pairs, products, p.options.scale) - top, total)
-    to_logits = p.options.scale * LOG2_E
-    if p.query.dtype == jnp.float32:
-        return common.exp2(common.fma(products, to_logits, -top) - total)
-    return common.exp2(common.fma(products, to_logits, -(top + total)))  # whose digits are enough for 16 bits
+    exponent = common.fma(products, p.options.scale * LOG2_E, -top)
+    return common.exp2(exponent if total is None else exponent - total)
 
 
 def exponentials(p: Problem, x: Array, total: Array | None = None) -> Array:
