@@ -197,7 +197,8 @@ def print_kernels(name: str, variant: timing.Variant, layers: int) -> None:
     f, inputs = variant
     jax.block_until_ready([f(*inputs[0]) for _ in range(2)])  # so that no compilation is among the kernels
     print(f"\n{name}: kernels in the compiled program")
-    for kind, count in kernels(f.lower(*inputs[0]).compile().as_text() or "").most_common():
+    compiled = f if isinstance(f, jax.stages.Compiled) else f.lower(*inputs[0]).compile()
+    for kind, count in kernels(compiled.as_text() or "").most_common():
         print(f"  {count / layers:6.2f} a layer  {kind}")
     if jax.default_backend() == "gpu":
         times: dict[str, list[float]] = {}

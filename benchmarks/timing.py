@@ -36,8 +36,8 @@ COLUMNS = (*KEY, "p20", "p50", "p80", "rate", "unit", "jax", "commit", "date")
 L2_BYTES = 60e6  # of an H100 or H200, the largest of today's cards
 
 Row = dict[str, str]
-# A jitted function and the argument tuples it is called with in turn.
-Variant = tuple[jax.stages.Wrapped, Sequence[tuple[Any, ...]]]
+# A jitted or compiled function and the argument tuples it is called with in turn.
+Variant = tuple[jax.stages.Wrapped | jax.stages.Compiled, Sequence[tuple[Any, ...]]]
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
@@ -91,7 +91,7 @@ def measure(
     holds op, direction, shape and dtype.
     """
     rounds = 5 if args.quick else 9
-    metrics = {"queued_us": _queued_us}
+    metrics = {"queued_us": queued_us}
     metrics |= {"blocking_us": _blocking_us} if latency else {}
     metrics |= {"device_us": device_us} if jax.default_backend() == "gpu" else {}
     repeats = {name: _calibrate(variant) for name, variant in variants.items()}
@@ -154,10 +154,10 @@ def _calibrate(variant: Variant) -> int:
     f, inputs = variant
     for args in inputs:
         jax.block_until_ready(f(*args))
-    return max(10, min(1000, math.ceil(2e4 / _queued_us(variant, 3))))
+    return max(10, min(1000, math.ceil(2e4 / queued_us(variant, 3))))
 
 
-def _queued_us(variant: Variant, repeats: int) -> float:
+def queued_us(variant: Variant, repeats: int) -> float:
     f, inputs = variant
     start = time.perf_counter()
     for i in range(repeats):

@@ -294,7 +294,8 @@ class Run:
                 bar.update()
 
         if self.step < steps:
-            compiled = jax.jit(step, donate_argnums=0).lower(self.state, batch_at(self.step), base_key).compile()
+            lowered = jax.jit(step, donate_argnums=0).lower(self.state, batch_at(self.step), base_key)
+            compiled = lowered.compile(training.COMPILER_OPTIONS)
             memory: Any = compiled.memory_analysis()
             print(f"temporary memory of a step: {memory.temp_size_in_bytes / 2**20:,.0f} MiB")
         with (
