@@ -134,14 +134,34 @@ def pairs(name, rows, keys):
 @pytest.mark.parametrize(("name", "block_k"), [*((name, 16) for name in MASKS),
                                                *in_full(("lengths", 64), ("pairs", 64))])  # fmt: skip
 def test_padding(name, block_k, blocks):
-    """NaN and infinities in what takes part in nothing, the cotangents included, reach no output and no gradient."""
     blocks((16, 32), (16, 16), (16, block_k))
-    clean = normal(np.random.default_rng(0), jnp.float32, query=(2, 50, 2, 8), key=(2, 50, 2, 8), value=(2, 50, 2, 8))
-    attends = pairs(name, 50, 50)
+    check_padding_of(MASKS[name], pairs(name, 50, 50))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"query_seq_lengths": np.array([0, 16, 9], np.int32)},
+        {"key_value_seq_lengths": np.array([0, 16, 9], np.int32)},
+        {"mask": np.arange(16) % 3 > np.array([-1, 0, 5])[:, None, None, None]},
+        {"is_causal": True, "key_value_seq_lengths": np.array([0, 16, 9], np.int32)},
+    ],
+    ids=["queries", "keys", "holes", "causal"],
+)
+def test_padding_in_one_block(options, blocks):
+    """Of queries and of keys, which then visits also what attends to nothing."""
+    blocks((16, 16), (16, 16), (16, 16))
+    check_padding_of(options, allowed_pairs((3, 2, 16, 16), **{"mask": None} | options)[:, 0])
+
+
+def check_padding_of(options, attends):
+    """NaN and infinities in what takes part in nothing, the cotangents included, reach no output and no gradient."""
+    shape = (*attends.shape[:2], 2, 8)
+    clean = normal(np.random.default_rng(0), jnp.float32, query=shape, key=shape, value=shape)
     queries, keys = attends.any(axis=2)[:, :, None, None], attends.any(axis=1)[:, :, None, None]
 
     def attend(**floats):
-        out, lse = jaxft.dot_product_attention(**floats, **MASKS[name], return_residual=True, implementation="triton")
+        out, lse = jaxft.dot_product_attention(**floats, **options, return_residual=True, implementation="triton")
         return out, jnp.where(queries[..., 0], lse, 0.0)
 
     check_padding(attend, clean, {"query": queries, "key": keys, "value": keys})

@@ -190,7 +190,9 @@ def _dkv_tile(
     query_start, query_stop = jnp.int32(0), jnp.int32(p.query_length)
     if p.varlen:
         query_start, query_stop = start, jnp.minimum(length, start + block_k)
-    by_pairs = p.by_pairs or p.options.window != (None, None)
+    # Whether keys here may be such that no query attends to, and hold NaN; and queries that attend to none.
+    masked = single and refs.spans is not None
+    unused_keys = masked or p.by_pairs or p.options.window != (None, None)
     # Pairs are [block_k, block_q], so that products with queries need no copy in shared memory. With the gradient of
     # queries they are [block_q, block_k]: the sums over keys that it needs then are within a warp.
     query_axis, key_axis = (0, 1) if with_dq else (1, 0)
@@ -217,7 +219,8 @@ def _dkv_tile(
         attends = top != -jnp.inf
         if edge:
             q, dout = parts.clear(q, attends), parts.clear(dout, attends)
-        if edge or refs.bias is not None:
+        idle_rows = edge or masked or refs.bias is not None
+        if idle_rows:
             top = jnp.where(attends, top, jnp.inf)
         pairs = Pairs(
             batch,
@@ -249,13 +252,13 @@ def _dkv_tile(
         dp = parts.drop(p, refs, pairs, product(dout, v) if dp is None else dp)
         if p.options.dropout_rate > 0.0:
             dp = dp * p.kept_scale
-        if by_pairs:  # values of keys that no query attends to may be NaN
+        if unused_keys:
             dp = _select(allowed, dp)
         if with_dq:
             delta = jnp.sum(weights * dp, axis=key_axis)
             if dlse_ref is not None:
                 delta = delta - _load_rows(dlse_ref, index, head, offset + row, block_q, in_rows, 0.0)
-            if edge or refs.bias is not None:
+            if idle_rows:
                 delta = jnp.where(attends, delta, 0.0)
         else:
             delta = _load_rows(delta_ref, index, head, offset + row, block_q, in_rows, 0.0)
@@ -266,7 +269,7 @@ def _dkv_tile(
         dk = parts.add(p, dk, parts.dot(p, ds, q, trans_a=with_dq))
         if with_dq:
             used_k = k
-            if edge and by_pairs:
+            if edge and unused_keys:
                 used_k = parts.clear(k, parts.any_of(allowed, axis=query_axis))
             dq = parts.dot(p, ds, used_k) * p.options.scale
             here = (query_start <= rows) & (rows < query_stop) if edge else None
@@ -278,7 +281,7 @@ def _dkv_tile(
         step = functools.partial(visit, head=head)
         begin = (*carry, *[jnp.zeros((block_k,), jnp.float32)] * columns)
         if single:
-            full = refs.spans is None and p.query_length == block_q and not p.pair_mask
+            full = p.query_length == block_q and (refs.spans is None or p.by_keys) and not p.pair_mask
             dk, dv, *sums = step(lax.div(query_start, jnp.int32(block_q)), begin, edge=not full)
         else:
             leading = p.options.window[1] is not None or refs.query_ids is not None

@@ -157,6 +157,12 @@ class Problem:
         return self.pair_mask or self.rules.query_ids is not None
 
     @property
+    def by_keys(self) -> bool:
+        """Whether all queries of a sequence attend to the same keys."""
+        unlimited = self.options.window == (None, None) and self.rules.query_lengths is None
+        return unlimited and not self.by_pairs
+
+    @property
     def varlen(self) -> bool:
         """Whether sequences lie back to back."""
         return self.rules.cu_seqlens is not None
