@@ -330,6 +330,9 @@ def attention_dq(
 ) -> AttentionConfig:  # fmt: skip
     """Of the kernel for the gradient of queries."""
     choices = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 8, 1), (32, 16, 4, 1))
+    if not _LARGE.match(device_kind):  # with a mask of few keys, the others take up to 160 KiB
+        medium = (64, 32, 4, 2) if key_length <= 128 else choices[1]
+        choices = (choices[0], medium, choices[3] if itemsize == 2 else choices[2], (16, 16, 4, 1))
     sizes = (batch_heads, query_length, key_length, head_size, itemsize)
     return _attention("attention_dq", choices, *sizes, device_kind, more)
 
@@ -346,8 +349,11 @@ def attention_dkv(
     alone = 64 < key_length <= 128 and query_length <= 4 * 128 and not bias_of_pairs
     if alone and itemsize == 2 and _LARGEST.match(device_kind):
         choices = ((128, 128, 8, 1), (128, 128, 8, 1), *choices[2:])
-    if not _LARGE.match(device_kind):  # those for large heads take 112 KiB of shared memory
-        choices = (*choices[:2], (32, 32, 4, 1), (16, 16, 4, 1))
+    if not _LARGE.match(
+        device_kind
+    ):  # those for large heads take 112 KiB, and so does (64, 64) where it is the only one
+        medium = (32, 64, 4, 2) if key_length <= 64 else choices[1]
+        choices = (choices[0], medium, (32, 32, 4, 1), (16, 16, 4, 1))
     sizes = (batch_heads, query_length, key_length, head_size, itemsize)
     return _attention("attention_dkv", choices, *sizes, device_kind, more)
 

@@ -379,8 +379,10 @@ def backward(
         total, dlse = (None if x is None else x[None] for x in (total, dlse))
     matrix = rules.bias is not None and rules.bias.shape[2] > 1 and rules.bias.shape[3] > 1
     columns = rules.bias is not None and not matrix and rules.bias.shape[3] > 1
-    # Of many queries two kernels are sooner done: the one for keys has a program for each head of a sequence.
-    alone = p.key_length <= key_config.block_k and p.query_length <= 4 * key_config.block_k and not matrix
+    # Of many queries two kernels are sooner done: the one for keys has a program for each head of a sequence. And wide
+    # heads of float32 would take more shared memory than most cards have.
+    most = key_config.block_k * (4 if p.width * query.dtype.itemsize <= 512 else 1)
+    alone = p.key_length <= key_config.block_k and p.query_length <= most and not matrix
     exact = query.dtype == jnp.float32 or p.key_length <= _SHORT
 
     def launch(kernel, config: AttentionConfig, grid, spans, operands, outputs, name, aliases=None, **static) -> Any:
