@@ -78,8 +78,9 @@ class PermuteConfig:
 class AttentionConfig:
     """Flash attention: tiles of `block_q` queries against `block_k` keys, both powers of two and at least 16.
 
-    Without masks, where a block holds all keys, and in the backward pass all queries: `programs` share the tiles, so
-    that each reads its next one while it computes; 0 for a program a tile.
+    Where a block holds all keys and there is no mask, `programs` share the tiles, so that each reads its next one while
+    it computes; 0 for a program a tile. In the backward pass they do only where it holds all queries too, heads are
+    not grouped, and there is neither bias nor dropout nor a gradient of the log-sum-exp.
     """
 
     block_q: int
@@ -343,19 +344,19 @@ def attention_dkv(
 ) -> AttentionConfig:  # fmt: skip
     """Of the kernel for the gradients of keys and values.
 
-    Where a block holds all keys it is the only one, but with a bias [.., T, S] (`bias_of_pairs`).
+    Where a block holds all keys it is the only one (see `attention_backward.backward`), but with a bias [.., T, S]
+    (`bias_of_pairs`), for which it is not tuned.
     """
     choices = ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 8, 1), (16, 32, 4, 1))
     alone = 64 < key_length <= 128 and query_length <= 4 * 128 and not bias_of_pairs
     if alone and itemsize == 2 and _LARGEST.match(device_kind):
         choices = ((128, 128, 8, 1), (128, 128, 8, 1), *choices[2:])
-    if not _LARGE.match(
-        device_kind
-    ):  # those for large heads take 112 KiB, and so does (64, 64) where it is the only one
+    if not _LARGE.match(device_kind):
+        # Those for large heads take 112 KiB, and so does (64, 64) where it is the only kernel.
         medium = (32, 64, 4, 2) if key_length <= 64 else choices[1]
         choices = (choices[0], medium, (32, 32, 4, 1), (16, 16, 4, 1))
     sizes = (batch_heads, query_length, key_length, head_size, itemsize)
-    return _attention("attention_dkv", choices, *sizes, device_kind, more)
+    return _attention("attention_dkv", choices, *sizes, device_kind, more, tuned=not bias_of_pairs)
 
 
 def _attention(
@@ -368,6 +369,7 @@ def _attention(
     itemsize: int,
     device_kind: str,
     more: bool,
+    tuned: bool = True,
 ) -> AttentionConfig:
     """Of the `choices` that for heads of up to 128 bytes, 256, 512 or more.
 
@@ -383,4 +385,6 @@ def _attention(
     )
     sizes = {"batch_heads": batch_heads, "query": query_length, "key": key_length, "head_size": head_size}
     default = AttentionConfig(block_q, block_k, num_warps, num_stages)
+    if not tuned:
+        return default
     return lookup(op, default, device_kind, ",more" if more else "", **sizes, itemsize=itemsize)

@@ -229,6 +229,16 @@ CHECKED = {
 @pytest.mark.parametrize(("name", "block_k"), [*((name, 16) for name in (*CHECKED, "packed", "varlen")),
                                                *((name, 32) for name in ("window", "packed", "varlen"))])  # fmt: skip
 def test_kernels_stay_within_the_arrays(name, block_k, monkeypatch):
+    check_writes(name, AttentionConfig(16, block_k, 4, 1), monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["plain", "window", "packed", "varlen"])
+def test_one_block_stays_within_the_arrays(name, monkeypatch):
+    """Of all queries and keys; three programs share them where they may."""
+    check_writes(name, AttentionConfig(32, 32, 4, 1, 3), monkeypatch)
+
+
+def check_writes(name, key_config, monkeypatch):
     monkeypatch.setattr(attention_backward, "_SHORT", 0)  # as with long rows, but for float32
     rules, static = CHECKED.get(name, (Rules(), {}))
     options = Options(0.3, **static)
@@ -245,8 +255,9 @@ def test_kernels_stay_within_the_arrays(name, block_k, monkeypatch):
     with checked():
         out, *residual = forward(query, key, value, rules, options, return_residual=True,
                                  config=config, interpret=True)  # fmt: skip
-        attention_backward.backward(out, residual[0], query, key, value, rules, options, out, *residual,
-                 query_config=config, key_config=AttentionConfig(16, block_k, 4, 1), interpret=True)  # fmt: skip
+        dlse = None if key_config.programs else residual[0]  # with which programs share nothing
+        attention_backward.backward(out, dlse, query, key, value, rules, options, out, *residual,
+                 query_config=config, key_config=key_config, interpret=True)  # fmt: skip
 
 
 @pytest.mark.parametrize(

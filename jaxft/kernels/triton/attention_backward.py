@@ -190,8 +190,9 @@ def _dkv_tile(
     query_start, query_stop = jnp.int32(0), jnp.int32(p.query_length)
     if p.varlen:
         query_start, query_stop = start, jnp.minimum(length, start + block_k)
-    # Whether keys here may be such that no query attends to, and hold NaN; and queries that attend to none.
+    # A single block is visited even if there is nothing to attend to.
     masked = single and refs.spans is not None
+    # Whether there may be keys that no query attends to, which may hold NaN.
     unused_keys = masked or p.by_pairs or p.options.window != (None, None)
     # Pairs are [block_k, block_q], so that products with queries need no copy in shared memory. With the gradient of
     # queries they are [block_q, block_k]: the sums over keys that it needs then are within a warp.
@@ -242,11 +243,11 @@ def _dkv_tile(
         )
         weights = _select(allowed, weights)
         if factor_ref is not None:
-            weights = weights * _load_rows(factor_ref, index, head, offset + row, block_q, in_rows, 1.0)[None, :]
-        elif with_dq:  # `top` alone is known; and the sum of exact ones is 1 but for rounding, which ds would magnify
+            weights = weights * of_queries(_load_rows(factor_ref, index, head, offset + row, block_q, in_rows, 1.0))
+        elif with_dq:  # `top` may be the greatest logit; if the log-sum-exp, rounding is left, which ds would magnify
             weights = weights * of_queries(_inverse(p, jnp.sum(weights, axis=key_axis)))
         kept = parts.drop(p, refs, pairs, weights).astype(dout.dtype)
-        # Sooner where `kept` must be copied to shared memory first; else it takes 15 % more of the kernel (H200).
+        # With dq this order is faster, since `kept` is copied to shared memory; without, 15 % slower (H200).
         dp = product(dout, v) if with_dq else None
         dv = parts.add(p, dv, parts.dot(p, kept, dout, trans_a=with_dq))
         dp = parts.drop(p, refs, pairs, product(dout, v) if dp is None else dp)
@@ -416,7 +417,9 @@ def backward(
     key_spans = attention_spans.spans_of_keys(p, key_config.block_q, key_config.block_k)
     # Of a sequence longer than max_seqlen, the block of queries is to have all rows of the tile of keys.
     single = alone and p.query_length <= key_config.block_q and (not varlen or key_config.block_k <= key_config.block_q)
-    shared = single and key_spans is None and p.group == 1
+    # What else is read would be read ahead too, and there is no shared memory left for that.
+    more = (rules.mask, rules.bias, rules.seed, dlse, key_spans)
+    shared = single and p.group == 1 and all(x is None for x in more)
     programs = min(key_config.programs, p.kv_heads * p.batch) if shared else 0
     found = launch(
         _dkv_kernel, key_config,
