@@ -255,7 +255,7 @@ def check_writes(name, key_config, monkeypatch):
     with checked():
         out, *residual = forward(query, key, value, rules, options, return_residual=True,
                                  config=config, interpret=True)  # fmt: skip
-        dlse = None if key_config.programs else residual[0]  # with which programs share nothing
+        dlse = None if key_config.programs else residual[-1]  # with which programs share nothing
         attention_backward.backward(out, dlse, query, key, value, rules, options, out, *residual,
                  query_config=config, key_config=key_config, interpret=True)  # fmt: skip
 

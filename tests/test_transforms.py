@@ -259,7 +259,7 @@ def test_composes(transform, name, implementation):
     assert_composes(transform, name, implementation)
 
 
-@pytest.mark.parametrize("name", ["log_softmax of long rows", "layer_norm"])
+@pytest.mark.parametrize("name", ["softmax", "log_softmax of long rows", "layer_norm", "dense"])
 def test_third_derivatives(name):
     """The other ops define their gradients in the same ways."""
     assert_composes(third_grad, name, "triton")

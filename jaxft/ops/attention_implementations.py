@@ -82,7 +82,7 @@ def run(op: str, inputs: Inputs, options: Options, implementation: str | None) -
         options,
         tuning.attention(*arguments),
         tuning.attention_dq(*arguments),
-        tuning.attention_dkv(*arguments, inputs.bias is not None and 1 not in inputs.bias.shape[2:]),
+        tuning.attention_dkv(*arguments, attention_common.bias_of_pairs(inputs.bias)),
         precision,
         choice.interpret,
         implementation is None and _faster_by_cudnn(inputs, options),
@@ -319,12 +319,9 @@ def _fwd(inputs, static):
         return _forward(inputs, static, save=True)
 
     def plain(inputs):
-        def nothing(x):  # what is saved has no gradient: that of `_bwd` is found without it
-            return common.vary_alike(inputs.query, jnp.zeros(x.shape, x.dtype))[1]
+        return (_plain(inputs, static.options),)
 
-        return _plain(inputs, static.options), jax.tree.map(nothing, jax.eval_shape(kernel, inputs)[1])
-
-    result, saved = common.with_plain_gradient(kernel, plain)(inputs)
+    result, saved = common.with_plain_gradient(kernel, plain, saves=1)(inputs)
     return result, (inputs, saved)
 
 

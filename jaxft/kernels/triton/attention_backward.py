@@ -199,10 +199,10 @@ def _dkv_tile(
     query_axis, key_axis = (0, 1) if with_dq else (1, 0)
 
     def of_queries(x):
-        return jnp.expand_dims(x, key_axis)
+        return None if x is None else jnp.expand_dims(x, key_axis)
 
     def of_keys(x):
-        return jnp.expand_dims(x, query_axis)
+        return None if x is None else jnp.expand_dims(x, query_axis)
 
     def product(x, y):  # of a tile of queries and one of keys
         return parts.dot(p, x, y, trans_b=True) if with_dq else parts.dot(p, y, x, trans_b=True)
@@ -223,24 +223,15 @@ def _dkv_tile(
         idle_rows = edge or masked or refs.bias is not None
         if idle_rows:
             top = jnp.where(attends, top, jnp.inf)
-        pairs = Pairs(
-            batch,
-            head,
-            of_queries(rows),
-            of_keys(positions),
-            None if in_rows is None else of_queries(in_rows),
-            None if in_keys is None else of_keys(in_keys),
-        )
+        pairs = Pairs(batch, head, of_queries(rows), of_keys(positions), of_queries(in_rows), of_keys(in_keys))
         allowed = None
         if edge:
             allowed = _allowed(p, refs, pairs, of_queries(attends))
-        elif with_dq and in_keys is not None:
+        elif with_dq:
             # For the gradient of queries, keys that do not take part need a weight of 0; without it they go out last.
             allowed = of_keys(in_keys)
         products = product(q, k)
-        weights = parts.probabilities(
-            p, refs, pairs, products, of_queries(top), None if total is None else of_queries(total)
-        )
+        weights = parts.probabilities(p, refs, pairs, products, of_queries(top), of_queries(total))
         weights = _select(allowed, weights)
         if factor_ref is not None:
             weights = weights * of_queries(_load_rows(factor_ref, index, head, offset + row, block_q, in_rows, 1.0))
@@ -248,9 +239,12 @@ def _dkv_tile(
             weights = weights * of_queries(_inverse(p, jnp.sum(weights, axis=key_axis)))
         kept = parts.drop(p, refs, pairs, weights).astype(dout.dtype)
         # With dq this order is faster, since `kept` is copied to shared memory; without, 15 % slower (H200).
-        dp = product(dout, v) if with_dq else None
+        if with_dq:
+            dp = product(dout, v)
         dv = parts.add(p, dv, parts.dot(p, kept, dout, trans_a=with_dq))
-        dp = parts.drop(p, refs, pairs, product(dout, v) if dp is None else dp)
+        if not with_dq:
+            dp = product(dout, v)
+        dp = parts.drop(p, refs, pairs, dp)
         if p.options.dropout_rate > 0.0:
             dp = dp * p.kept_scale
         if unused_keys:
@@ -378,7 +372,7 @@ def backward(
     if varlen:
         dout, out, top = dout[None], out[None], top[None]
         total, dlse = (None if x is None else x[None] for x in (total, dlse))
-    matrix = rules.bias is not None and rules.bias.shape[2] > 1 and rules.bias.shape[3] > 1
+    matrix = parts.bias_of_pairs(rules.bias)
     columns = rules.bias is not None and not matrix and rules.bias.shape[3] > 1
     # Of many queries two kernels are sooner done: the one for keys has a program for each head of a sequence. And wide
     # heads of float32 would take more shared memory than most cards have.

@@ -30,6 +30,11 @@ LOG2_E = math.log2(math.e)
 _LOG2_E_REST = 1.925963033500e-8  # what the float32 nearest to it lacks
 
 
+def bias_of_pairs(bias: Array | None) -> bool:
+    """Whether it has a number for each query and key, [.., T, S]."""
+    return bias is not None and bias.shape[2] > 1 and bias.shape[3] > 1
+
+
 def joined_residual(dtype: Any, bias: Array | None) -> bool:
     """Whether the forward pass gives the log-sum-exp as one number, to base 2; else, for more digits, as two."""
     return dtype != jnp.float32 and bias is None
