@@ -44,18 +44,19 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, singl
         if p.options.scale <= 0.0:
             q = -q if p.options.scale < 0.0 else jnp.zeros_like(q)
 
-        def visit(j, carry, *, edge):
+        def visit(j, carry, *, edge, block_k=block_k):
             """`carry`: the weighted sum of values, the sum of weights and the greatest logit of earlier blocks."""
             row = jnp.int32(j) * block_k
             columns, in_columns, used = common.positions(row, block_k), None, None
             if edge:
-                in_columns = (columns >= span.first) & (columns < span.last)
-                in_columns = parts.in_key_mask(p, refs, batch, columns, in_columns)
+                in_columns = parts.in_span(p, span, columns)
+                in_columns = parts.in_key_mask(p, refs, batch, span, columns, in_columns)
             pairs = parts.Pairs(
                 batch, head, rows[:, None], columns[None, :], None if in_rows is None else in_rows[:, None],
                 None if in_columns is None else in_columns[None, :],
             )  # fmt: skip
             k = parts.load_tile(p, k_ref, index, offset + row, block_k, p.k_head + kv_head, in_columns)
+            v = parts.load_tile(p, v_ref, index, offset + row, block_k, p.v_head + kv_head, in_columns)
             logits = parts.dot(p, q, k, trans_b=True)  # [block_q, block_k], not yet scaled
             if p.natural:
                 logits = parts.logits(refs, pairs, logits, scale)
@@ -69,7 +70,6 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, singl
                 new_top = jnp.maximum(carry[2], new_top)
             shift = jnp.where(new_top == -jnp.inf, 0.0, new_top) if edge or refs.bias is not None else new_top
             weights = parts.exponentials(p, common.fma(logits, to_logits, -shift[:, None]))
-            v = parts.load_tile(p, v_ref, index, offset + row, block_k, p.v_head + kv_head, in_columns)
             if used is not None:  # a NaN that no query attends to must not spread
                 v = parts.clear(v, used)
             kept = parts.drop(p, refs, pairs, weights).astype(v.dtype)
@@ -83,7 +83,8 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, singl
 
         if single:
             full = refs.spans is None and p.key_length == block_k and not p.pair_mask
-            acc, total, top = visit(0, None, edge=not full)
+            step = functools.partial(visit, 0, None, edge=not full)
+            acc, total, top = parts.fewest_keys(step, span.last, block_k)
         else:
             carry = (
                 jnp.zeros((block_q, p.width), jnp.float32),

@@ -100,8 +100,8 @@ def _probabilities(p: Problem, refs: Refs, k_ref, v_ref, rows: _Rows, j, block_k
     row, kv_head = jnp.int32(j) * block_k, rows.head // p.group
     columns, in_columns = common.positions(row, block_k), None
     if edge:
-        in_columns = (columns >= rows.span.first) & (columns < rows.span.last)
-        in_columns = parts.in_key_mask(p, refs, rows.batch, columns, in_columns)
+        in_columns = parts.in_span(p, rows.span, columns)
+        in_columns = parts.in_key_mask(p, refs, rows.batch, rows.span, columns, in_columns)
     pairs = Pairs(
         rows.batch,
         rows.head,
@@ -161,16 +161,27 @@ def _dq_kernel(*refs, p: Problem, block_q: int, block_k: int):
     parts.store_tile(p, dq_ref, rows.index, row, head, dq, rows.in_rows)
 
 
-def _dkv_kernel(*refs, p: Problem, programs: int, tiles: int, **static):
-    compute = functools.partial(_dkv_tile, refs=refs, p=p, **static)
+def _dkv_kernel(*refs, p: Problem, block_k: int, programs: int, tiles: int, with_dq: bool, **static):
+    def compute(tile, head, batch):
+        step = functools.partial(
+            _dkv_tile, tile, head, batch, refs=refs, p=p, with_dq=with_dq, own_keys=block_k, **static
+        )  # fmt: skip
+        spans_ref = Refs(*refs[3:_SHARED]).spans
+        if not with_dq or spans_ref is None or p.varlen:
+            return step(block_k=block_k)
+        parts.fewest_keys(step, parts.load_span(spans_ref, batch, tile, 0, 0, 1, full=True).end, block_k)
+
     parts.for_each_tile(compute, programs, tiles, p.kv_heads, p.batch)
 
 
 def _dkv_tile(
-    tile, kv_head, batch, *, refs, p: Problem, block_q: int, block_k: int, packed: bool, with_dq: bool, single: bool,
-    columns: bool,
+    tile, kv_head, batch, *, refs, p: Problem, block_q: int, block_k: int, own_keys: int, packed: bool, with_dq: bool,
+    single: bool, columns: bool,
 ):  # fmt: skip
-    """`single`: one block holds all queries; `columns`: also the sums over the queries of the logits' gradients."""
+    """The gradients of `own_keys` keys, of which the first `block_k` may take part.
+
+    `single`: one block holds all queries; `columns`: also the sums over the queries of the logits' gradients.
+    """
     q_ref, k_ref, v_ref, *rest = refs[:_SHARED]
     dout_ref, top_ref, total_ref, factor_ref, delta_ref, dlse_ref, _, *outputs = refs[_SHARED:]
     sums_ref: Any = outputs.pop() if columns else None
@@ -181,9 +192,10 @@ def _dkv_tile(
     batch, start, index, offset, length = parts.load_place(p, refs, batch, tile, block_k, p.key_length)
     positions = common.positions(start, block_k)
     stored = positions < length if ragged or p.varlen else None
+    unused = None if block_k == own_keys else positions + block_k < length
     in_keys = stored
     if p.rules.key_lengths is not None or p.key_mask:
-        in_keys = parts.in_key_mask(p, refs, batch, positions, positions < span.end)
+        in_keys = parts.in_key_mask(p, refs, batch, span, positions, positions < span.end)
     k = parts.load_tile(p, k_ref, index, offset + start, block_k, p.k_head + kv_head, in_keys)
     v = parts.load_tile(p, v_ref, index, offset + start, block_k, p.v_head + kv_head, in_keys)
     # The queries whose gradient is this program's. Of a sequence longer than max_seqlen, those of its own rows.
@@ -284,6 +296,9 @@ def _dkv_tile(
         if columns:
             total = _select(in_keys, sums[0])
             common.store(sums_ref.at[batch, head, common.span(start, block_k)], total, mask=stored)
+            if unused is not None:
+                place = batch, head, common.span(start + block_k, block_k)
+                common.store(sums_ref.at[place], jnp.zeros_like(total), mask=unused)
         if with_dq and refs.spans is not None and not single:  # queries that attend to no key
 
             def clear(i, _):
@@ -306,6 +321,9 @@ def _dkv_tile(
         if in_keys is not None:
             gradient = jnp.where(in_keys[:, None], gradient, 0.0)
         parts.store_tile(p, ref, index, offset + start, first_head + kv_head, gradient, stored)
+        if unused is not None:
+            zeros = jnp.zeros_like(gradient)
+            parts.store_tile(p, ref, index, offset + start + block_k, first_head + kv_head, zeros, unused)
 
 
 def _dbias_kernel(*refs, p: Problem, block_q: int, block_k: int, key_tiles: int):
