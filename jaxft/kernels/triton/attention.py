@@ -50,7 +50,7 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, singl
             columns, in_columns, used = common.positions(row, block_k), None, None
             if edge:
                 in_columns = parts.in_span(p, span, columns)
-                in_columns = parts.in_key_mask(p, refs, batch, span, columns, in_columns)
+                in_columns = parts.in_key_mask(p, refs, batch, columns, in_columns)
             pairs = parts.Pairs(
                 batch, head, rows[:, None], columns[None, :], None if in_rows is None else in_rows[:, None],
                 None if in_columns is None else in_columns[None, :],

@@ -101,7 +101,7 @@ def _probabilities(p: Problem, refs: Refs, k_ref, v_ref, rows: _Rows, j, block_k
     columns, in_columns = common.positions(row, block_k), None
     if edge:
         in_columns = parts.in_span(p, rows.span, columns)
-        in_columns = parts.in_key_mask(p, refs, rows.batch, rows.span, columns, in_columns)
+        in_columns = parts.in_key_mask(p, refs, rows.batch, columns, in_columns)
     pairs = Pairs(
         rows.batch,
         rows.head,
@@ -161,22 +161,23 @@ def _dq_kernel(*refs, p: Problem, block_q: int, block_k: int):
     parts.store_tile(p, dq_ref, rows.index, row, head, dq, rows.in_rows)
 
 
-def _dkv_kernel(*refs, p: Problem, block_k: int, programs: int, tiles: int, with_dq: bool, **static):
+def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, programs: int, tiles: int, with_dq: bool, **static):
+    spans_ref = refs[_SHARED - 1]
+
     def compute(tile, head, batch):
+        span = parts.load_span(spans_ref, batch, tile, p.key_length, p.query_length, block_q, full=not p.pair_mask)
         step = functools.partial(
-            _dkv_tile, tile, head, batch, refs=refs, p=p, with_dq=with_dq, own_keys=block_k, **static
+            _dkv_tile, tile, head, batch, span, refs=refs, p=p, block_q=block_q, own_keys=block_k, with_dq=with_dq,
+            **static,
         )  # fmt: skip
-        spans_ref = Refs(*refs[3:_SHARED]).spans
-        if not with_dq or spans_ref is None or p.varlen:
-            return step(block_k=block_k)
-        parts.fewest_keys(step, parts.load_span(spans_ref, batch, tile, 0, 0, 1, full=True).end, block_k)
+        parts.fewest_keys(step, span.end if with_dq and not p.varlen else p.key_length, block_k)
 
     parts.for_each_tile(compute, programs, tiles, p.kv_heads, p.batch)
 
 
 def _dkv_tile(
-    tile, kv_head, batch, *, refs, p: Problem, block_q: int, block_k: int, own_keys: int, packed: bool, with_dq: bool,
-    single: bool, columns: bool,
+    tile, kv_head, batch, span: Span, *, refs, p: Problem, block_q: int, block_k: int, own_keys: int, packed: bool,
+    with_dq: bool, single: bool, columns: bool,
 ):  # fmt: skip
     """The gradients of `own_keys` keys, of which the first `block_k` may take part.
 
@@ -188,14 +189,13 @@ def _dkv_tile(
     dq_ref, dk_ref, dv_ref = outputs * 3 if packed else [None] * (not with_dq) + outputs
     refs = Refs(*rest)
     ragged = bool(p.key_length % block_k)
-    span = parts.load_span(refs.spans, batch, tile, p.key_length, p.query_length, block_q, full=not p.pair_mask)
     batch, start, index, offset, length = parts.load_place(p, refs, batch, tile, block_k, p.key_length)
     positions = common.positions(start, block_k)
     stored = positions < length if ragged or p.varlen else None
     unused = None if block_k == own_keys else positions + block_k < length
     in_keys = stored
     if p.rules.key_lengths is not None or p.key_mask:
-        in_keys = parts.in_key_mask(p, refs, batch, span, positions, positions < span.end)
+        in_keys = parts.in_key_mask(p, refs, batch, positions, positions < span.end)
     k = parts.load_tile(p, k_ref, index, offset + start, block_k, p.k_head + kv_head, in_keys)
     v = parts.load_tile(p, v_ref, index, offset + start, block_k, p.v_head + kv_head, in_keys)
     # The queries whose gradient is this program's. Of a sequence longer than max_seqlen, those of its own rows.

