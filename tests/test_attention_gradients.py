@@ -138,20 +138,20 @@ def test_padding(name, block_k, blocks):
     check_padding_of(MASKS[name], pairs(name, 50, 50))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"query_seq_lengths": np.array([0, 16, 9], np.int32)},
-        {"key_value_seq_lengths": np.array([0, 16, 9], np.int32)},
-        {"mask": np.arange(16) % 3 > np.array([-1, 0, 5])[:, None, None, None]},
-        {"is_causal": True, "key_value_seq_lengths": np.array([0, 16, 9], np.int32)},
-    ],
-    ids=["queries", "keys", "holes", "causal"],
-)
-def test_padding_in_one_block(options, blocks):
-    """Of queries and of keys, which then visits also what attends to nothing."""
-    blocks((16, 16), (16, 16), (16, 16))
-    check_padding_of(options, allowed_pairs((3, 2, 16, 16), **{"mask": None} | options)[:, 0])
+@pytest.mark.parametrize("length", [16, 40])
+@pytest.mark.parametrize("name", ["queries", "keys", "holes", "causal"])
+def test_padding_in_one_block(name, length, blocks):
+    """Of queries and keys; it visits also what attends to nothing, and half of itself if no key is in the other half."""
+    lengths = np.array([0, length, 9], np.int32)
+    options = {
+        "queries": {"query_seq_lengths": lengths},
+        "keys": {"key_value_seq_lengths": lengths},
+        "holes": {"mask": np.arange(length) % 3 > np.array([-1, 0, 5])[:, None, None, None]},
+        "causal": {"is_causal": True, "key_value_seq_lengths": lengths},
+    }[name]
+    block = 16 if length == 16 else 64
+    blocks((block, block), (block, block), (block, block))
+    check_padding_of(options, allowed_pairs((3, 2, length, length), **{"mask": None} | options)[:, 0])
 
 
 def check_padding_of(options, attends):
@@ -222,6 +222,7 @@ CHECKED = {
     "segments": (Rules(query_ids=jnp.arange(42).reshape(2, 21) // 8, key_ids=jnp.arange(38).reshape(2, 19) // 8), {}),
     "bias": (Rules(bias=jnp.ones((1, 2, 21, 19)), mask=jnp.ones((2, 1, 21, 1), bool)), {}),
     "columns": (Rules(bias=jnp.ones((2, 1, 1, 19)), mask=jnp.ones((2, 1, 1, 19), bool)), {}),
+    "half": (Rules(bias=jnp.ones((2, 1, 1, 19)), key_lengths=jnp.array([16, 18])), {}),
     "dropout": (Rules(seed=jnp.array([1, 2], jnp.uint32)), {"dropout_rate": 0.5}),
 }
 
@@ -232,7 +233,7 @@ def test_kernels_stay_within_the_arrays(name, block_k, monkeypatch):
     check_writes(name, AttentionConfig(16, block_k, 4, 1), monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["plain", "window", "packed", "varlen"])
+@pytest.mark.parametrize("name", ["plain", "window", "packed", "varlen", "columns", "half"])
 def test_one_block_stays_within_the_arrays(name, monkeypatch):
     """Of all queries and keys; three programs share them where they may."""
     check_writes(name, AttentionConfig(32, 32, 4, 1, 3), monkeypatch)
