@@ -141,7 +141,7 @@ def test_padding(name, block_k, blocks):
 @pytest.mark.parametrize("length", [16, 40])
 @pytest.mark.parametrize("name", ["queries", "keys", "holes", "causal"])
 def test_padding_in_one_block(name, length, blocks):
-    """Of queries and keys; it visits also what attends to nothing, and half of itself if no key is in the other half."""
+    """Of queries and keys; also what attends to nothing is visited, but no half of it that has only such keys."""
     lengths = np.array([0, length, 9], np.int32)
     options = {
         "queries": {"query_seq_lengths": lengths},
