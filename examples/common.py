@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import statistics
+import sys
 import sysconfig
 import time
 import warnings
@@ -23,7 +24,7 @@ from contextlib import closing, contextmanager
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -35,7 +36,7 @@ import jaxft
 from jaxft import dispatch
 from jaxft.models import training
 
-INTERRUPTED = 130  # the exit code of a program that was stopped with Ctrl-C
+INTERRUPTED = 130  # the exit code of a program that was stopped with Ctrl-C or SIGTERM
 SCALES = 24  # that a loss scale can be halved to, from the largest: more steps than that are not left out by its fault
 IN_FLIGHT = 2  # steps that the device has been given before the loss of the oldest is read
 CHECKPOINTS = 2  # that are kept
@@ -274,7 +275,7 @@ class Run:
         self._manager.save(self.step, args=args)
 
     def train(self, step: Step, batch_at: Callable[[int], Any], *, save_every: int) -> bool:
-        """Does the steps that are left, and saves; False if Ctrl-C came before the last one.
+        """Does the steps that are left, and saves; False if Ctrl-C or SIGTERM came before the last one.
 
         Args:
           step: see `make_step`.
@@ -293,28 +294,25 @@ class Run:
                 bar.set_postfix(loss=f"{statistics.fmean(self._losses[-20:]):.3f}", refresh=False)
                 bar.update()
 
-        if self.step < steps:
-            lowered = jax.jit(step, donate_argnums=0).lower(self.state, batch_at(self.step), base_key)
-            compiled = lowered.compile(training.COMPILER_OPTIONS)
-            memory: Any = compiled.memory_analysis()
-            print(f"temporary memory of a step: {memory.temp_size_in_bytes / 2**20:,.0f} MiB")
-        with (
-            closing(self._manager),  # which waits for the checkpoint that is being written
-            tqdm(total=steps, initial=self.step, unit="step") as bar,
-            interrupts() as came,
-        ):
-            while self.step < steps and not came:
-                key = jax.random.fold_in(base_key, self.step)
-                self.state, loss = compiled(self.state, batch_at(self.step), key)
-                self.step += 1
-                pending.append(loss)
-                read(IN_FLIGHT)
-                if self.step % save_every == 0:
-                    read(0)
+        with closing(self._manager), interrupts() as came:  # closing waits for the checkpoint that is being written
+            if self.step < steps:
+                lowered = jax.jit(step, donate_argnums=0).lower(self.state, batch_at(self.step), base_key)
+                compiled = lowered.compile(training.COMPILER_OPTIONS)
+                memory: Any = compiled.memory_analysis()
+                print(f"temporary memory of a step: {memory.temp_size_in_bytes / 2**20:,.0f} MiB")
+            with tqdm(total=steps, initial=self.step, unit="step") as bar:
+                while self.step < steps and not came:
+                    key = jax.random.fold_in(base_key, self.step)
+                    self.state, loss = compiled(self.state, batch_at(self.step), key)
+                    self.step += 1
+                    pending.append(loss)
+                    read(IN_FLIGHT)
+                    if self.step % save_every == 0:
+                        read(0)
+                        self._save()
+                read(0)
+                if self.step != self._manager.latest_step():
                     self._save()
-            read(0)
-            if self.step != self._manager.latest_step():
-                self._save()
         if len(finished) > IN_FLIGHT + 1:
             self.step_seconds = statistics.median(b - a for a, b in zip(finished, finished[1:], strict=False))
         self._plot()
@@ -341,15 +339,30 @@ class Run:
 
 @contextmanager
 def interrupts() -> Iterator[list[int]]:
-    """A list that gets an element when Ctrl-C comes; the second one stops the program at once."""
+    """A list that gets an element when Ctrl-C or SIGTERM comes; the second one stops the program at once."""
     came: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
     def note(number: int, frame: FrameType | None) -> None:
         came.append(number)
-        signal.signal(signal.SIGINT, before)
+        restore()
 
-    before = signal.signal(signal.SIGINT, note)
+    for number in before:
+        signal.signal(number, note)
     try:
         yield came
     finally:
-        signal.signal(signal.SIGINT, before)
+        restore()
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Ends the program with the exit code that `main` returns, or where Ctrl-C comes outside of `Run.train`."""
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("interrupted, with nothing new to save")
+        sys.exit(INTERRUPTED)

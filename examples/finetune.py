@@ -3,12 +3,11 @@
     python examples/finetune.py --model FOLDER
 
 FOLDER is the checkpoint, as `make finetune` installs it. The classes are the modules with the most paragraphs; a tenth
-of these is held out. Ctrl-C saves and ends with exit code 130; the same command goes on.
+of these is held out. Ctrl-C or SIGTERM saves and ends with exit code 130; the same command goes on.
 """
 
 import collections
 import dataclasses
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -117,4 +116,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    common.run(main)

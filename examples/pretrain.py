@@ -3,12 +3,11 @@
     python examples/pretrain.py --model FOLDER
 
 FOLDER is a checkpoint whose tokenizer is used, as `make pretrain` installs it. The paragraphs lie back to back, without
-padding. Ctrl-C saves and ends with exit code 130; the same command goes on.
+padding. Ctrl-C or SIGTERM saves and ends with exit code 130; the same command goes on.
 """
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -174,4 +173,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    common.run(main)

@@ -234,22 +234,32 @@ def _run_bench(args: argparse.Namespace) -> None:
                 if length > model.config.max_sequence_length:
                     raise _UserError(f"length {length}: the model takes at most {model.config.max_sequence_length}")
             cases = [(batch, length) for length in args.length for batch in args.batch]
+            done, failed = {}, []
             with tqdm(cases, desc="bench", unit="case") as bar:
-                times = [comparison.compare(model, *case) for case in bar]
+                for batch, length in bar:
+                    try:
+                        done[batch, length] = comparison.compare(model, batch, length)
+                    except jax.errors.JaxRuntimeError as error:  # out of memory, which the others need not be
+                        failed.append(f"{batch}x{length}: {error}")
         except (CheckpointError, comparison.ComparisonError, jax.errors.JaxRuntimeError) as error:
             raise _UserError(str(error)) from error
+        if not done:
+            raise _UserError("\n".join(failed))
+        cases, times = list(done), list(done.values())
         print(f"{args.model}, {dtype}, {device['device']}, JAX {jax.__version__}; microseconds\n")
         for line in comparison.table(cases, times):
             print(line)
         if output:
             results = [
                 {"batch": batch, "length": length, "us": {name: dataclasses.asdict(t) for name, t in found.items()}}
-                for (batch, length), found in zip(cases, times, strict=True)
+                for (batch, length), found in done.items()
             ]
             head = {"versions": _versions(), **device, "model": args.model, "dtype": dtype}
             output.write((json.dumps(head | {"results": results}, indent=2) + "\n").encode())
         if chart:
             comparison.draw(cases, times, f"{dtype}, {device['device']}", chart)
+    if failed:
+        raise _UserError("\n".join(failed))
 
 
 def _device() -> dict[str, str]:

@@ -49,10 +49,17 @@ _warned: set[Path] = set()
 
 
 def path(device_kind: str) -> Path:
-    """`$XDG_CACHE_HOME/jaxft/<device kind>-jax_<version>-jaxft_<version>.json`, by default in `~/.cache`."""
+    """`$XDG_CACHE_HOME/jaxft/<device kind>-jax_<version>-jaxft_<version>.json`, by default in `~/.cache`.
+
+    Raises:
+      FileNotFoundError: neither is known, as in a container whose user has no name.
+    """
     folder = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(folder):  # unset, or (by the specification) to be ignored
-        folder = str(Path.home() / ".cache")
+        try:
+            folder = str(Path.home() / ".cache")
+        except RuntimeError as error:
+            raise FileNotFoundError(f"{error} Set XDG_CACHE_HOME to a folder for tuned configs") from error
     version = sys.modules["jaxft"].__version__  # the package, already there, imports from here and not the reverse
     name = f"{device_kind}-jax_{jax.__version__}-jaxft_{version}"
     return Path(folder, "jaxft", re.sub(r"[^\w.+-]", "_", name) + ".json")
@@ -61,7 +68,10 @@ def path(device_kind: str) -> Path:
 @functools.lru_cache
 def load(device_kind: str) -> Table:
     """The entries for this device, read once in a process; none where there is no such file, or a damaged one."""
-    file = path(device_kind)
+    try:
+        file = path(device_kind)
+    except FileNotFoundError:
+        return {}
     try:
         table = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -105,7 +115,7 @@ def save(device_kind: str, op: str, name: str, config: Any) -> None:
 
 def check_writable(device_kind: str) -> None:
     """Raises an OSError that says what to do if `save` could not write."""
-    file = path(device_kind)
+    file = path(device_kind)  # or the error says it already
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with _locked(file.parent), _temporary(file):

@@ -306,6 +306,21 @@ def test_a_folder_that_cannot_be_written(machine, tmp_path, monkeypatch):
     assert SOFTMAX(X).shape == X.shape  # and there is nothing to read
 
 
+def test_no_home_directory(machine, monkeypatch):
+    """As in a container whose user has no name: there is nothing to read, and nowhere to write."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    machine({FAST: 50.0})
+    tuning_store.load.cache_clear()
+    assert SOFTMAX(X).shape == X.shape
+    with pytest.raises(FileNotFoundError, match="home directory. Set XDG_CACHE_HOME to a folder"):
+        tuning.autotune(SOFTMAX, X)
+
+
 # --- The store -----------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -65,6 +66,25 @@ def test_a_wrong_result_is_not_timed(model, tmp_path, monkeypatch, capsys):
     message = fails(capsys, "--model", model, "--batch", "1", "--length", "8", "--dtype", "float32", "-o", "out.json")
     assert "err by" in message and "nothing was timed" in message
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_case_that_fails_loses_no_other(model, tmp_path, monkeypatch, capsys):
+    compare = comparison.compare
+
+    def limited(model, batch, length):
+        if batch == 2:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return compare(model, batch, length)
+
+    monkeypatch.setattr(comparison, "compare", limited)
+    arguments = ["bench", "--model", model, "--batch", "1", "2", "3", "--length", "8", "-o", "out.json"]
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert "2x8: RESOURCE_EXHAUSTED: out of memory" in err
+    assert [line.split()[0] for line in out.splitlines()[3:]] == ["1", "3"]
+    assert [case["batch"] for case in json.loads((tmp_path / "out.json").read_text())["results"]] == [1, 3]
+    assert "RESOURCE_EXHAUSTED" in fails(capsys, "--model", model, "--batch", "2", "--length", "8", "-o", "none.json")
+    assert not (tmp_path / "none.json").exists()
 
 
 def test_bad_arguments(model, tmp_path, monkeypatch, capsys):

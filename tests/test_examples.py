@@ -100,15 +100,28 @@ def fail():
     raise RuntimeError("power cut")
 
 
+def test_interrupted_before_the_first_step():
+    """Or after the last, where there is nothing to save: an exit code and no traceback."""
+
+    def main():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stopped:
+        common.run(main)
+    assert stopped.value.code == common.INTERRUPTED
+
+
 @pytest.mark.parametrize(
-    ("example", "options"),
+    ("example", "options", "number"),
     [
-        (pretrain, ["--dtype=float16", "--accumulate=2", "--remat", "--peak-tflops=0.5"]),
-        (finetune, ["--dtype=float32"]),
+        (pretrain, ["--dtype=float16", "--accumulate=2", "--remat", "--peak-tflops=0.5"], signal.SIGINT),
+        (finetune, ["--dtype=float32"], signal.SIGTERM),
     ],
     ids=["pretrain", "finetune"],
 )
-def test_interrupted_and_resumed_is_bitwise_the_same(example, options, checkpoint, tmp_path, monkeypatch, capsys):
+def test_interrupted_and_resumed_is_bitwise_the_same(
+    example, options, number, checkpoint, tmp_path, monkeypatch, capsys
+):
     def run(name, *more):
         code = example.main(
             ["--model", str(checkpoint), "--out", str(tmp_path / name), "--save-every=10", *options, *more]
@@ -125,10 +138,10 @@ def test_interrupted_and_resumed_is_bitwise_the_same(example, options, checkpoin
         with pytest.raises(RuntimeError, match="power cut"):
             run("resumed")
     with monkeypatch.context() as patch:
-        at_step(patch, 24, lambda: os.kill(os.getpid(), signal.SIGINT))
-        handler = signal.getsignal(signal.SIGINT)
+        at_step(patch, 24, lambda: os.kill(os.getpid(), number))
+        handler = signal.getsignal(number)
         code, printed = run("resumed")
-    assert code == common.INTERRUPTED and signal.getsignal(signal.SIGINT) is handler
+    assert code == common.INTERRUPTED and signal.getsignal(number) is handler
     assert "resumed after step 10\n" in printed
     # The step that it came in is done.
     assert f"interrupted after step 25 of {STEPS}" in printed and len(losses(tmp_path / "resumed")) == 25
