@@ -83,13 +83,19 @@ def device_kind() -> str:
     return device().kind
 
 
+# Settings of JAX's that ask for more digits than TF32 has.
+_AS_FLOAT32 = (
+    "highest", "float32", "f32_f32_f32", "tf32_tf32_f32_x3", "bf16_bf16_f32_x6", "bf16_bf16_f32_x9", "f64_f64_f64"
+)  # fmt: skip
+
+
 def matmul_precision(precision: Any = None) -> str:
     """How a Pallas kernel computes float32 matrix products: "tf32", or "float32" where the caller or JAX is told so."""
     first = precision[0] if isinstance(precision, tuple) else precision
     default = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     setting = default if first is None else first
     name = getattr(setting, "name", setting)  # of a jax.lax.Precision or DotAlgorithmPreset
-    return "float32" if str(name).lower() in ("highest", "float32", "f32_f32_f32") else "tf32"
+    return "float32" if str(name).lower() in _AS_FLOAT32 else "tf32"
 
 
 def choose(op: str, implementation: str | None, reasons: Mapping[str, str | None]) -> Choice:

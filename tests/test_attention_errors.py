@@ -184,3 +184,10 @@ def test_rows_whose_numbers_do_not_fit():
     qkv = jax.ShapeDtypeStruct((2**31, 3, 1, 8), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match=re.escape("varlen_qkv_attention: qkv must have fewer than 2^31")):
         jax.eval_shape(lambda qkv: jaxft.varlen_qkv_attention(qkv, np.array([0, 5], np.int32), max_seqlen=5), qkv)
+
+
+def test_max_seqlen_of_numpy():
+    """As of the lengths' maximum."""
+    qkv = jnp.ones((9, 3, 2, 8))
+    found = [jaxft.varlen_qkv_attention(qkv, jnp.array([0, 4, 9]), max_seqlen=longest) for longest in (5, np.int64(5))]
+    np.testing.assert_array_equal(*found)

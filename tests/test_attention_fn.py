@@ -100,6 +100,27 @@ def test_what_it_cannot_honour(options, error, message):
         attention_fn(x, x, x, **options)
 
 
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({"value": (3, 2, 5, 2, 8)}, "value must have the batch dimensions of query, (2, 3), got (3, 2, 5, 2, 8)"),
+        ({"key": (6, 5, 2, 8)}, "key must have the batch dimensions of query, (2, 3), got (6, 5, 2, 8)"),
+        ({"bias": (2, 2, 2, 5, 5)}, "bias must broadcast to (2, 3, 2, 5, 5), got shape (2, 2, 2, 5, 5)"),
+        ({"mask": (3, 3, 2, 5, 5)}, "mask must broadcast to (2, 3, 2, 5, 5), got shape (3, 3, 2, 5, 5)"),
+    ],
+    ids=["value", "key", "bias", "mask"],
+)
+def test_batch_dimensions(shapes, message):
+    same = dict.fromkeys(("query", "key", "value"), (2, 3, 5, 2, 8))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        attention_fn(**{name: jnp.ones(shape) for name, shape in (same | shapes).items()})
+
+
+def test_a_list_for_a_mask():
+    x = jnp.ones((1, 2, 2, 8))
+    np.testing.assert_array_equal(attention_fn(x, x, x, mask=[True, False]), x)
+
+
 def test_it_takes_all_arguments_of_flax():
     taken = inspect.signature(attention_fn).parameters
     for function in (nnx.dot_product_attention, nn.dot_product_attention):

@@ -1,4 +1,4 @@
-"""What XLA makes of an encoder layer on a GPU: the kernels of the compiled program. Needs an NVIDIA GPU."""
+"""What XLA makes of an encoder layer and of attention on a GPU: the kernels of the compiled program. Needs one."""
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ from flax import nnx
 from bench_encoder import kernels
 from jaxft import dispatch
 from jaxft.models.bert import BertConfig, BertModel
+from jaxft.ops.attention import qkv_attention, varlen_qkv_attention
 
 pytestmark = pytest.mark.skipif(dispatch.platform() != "cuda", reason="reads a program compiled for an NVIDIA GPU")
 
@@ -30,16 +31,50 @@ def launched(batch, length, dtype, masked):
     return kernels(jax.jit(run).lower(params, x, keep).compile().as_text())
 
 
+def moved(found):
+    return [kind for kind in found if any(word in kind for word in ("copy", "slice", "transpose", "concatenate"))]
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize(("batch", "length"), [(1, 128), (8, 128), (32, 128), (32, 512)])
 def test_layer_is_at_most_so_many_kernels(batch, length, dtype, masked):
     found = launched(batch, length, dtype, masked)
-    moved = [kind for kind in found if any(word in kind for word in ("copy", "slice", "transpose", "concatenate"))]
-    assert not moved, found
+    assert not moved(found), found
     if dtype == jnp.float32 and batch * length <= 1024:
         return  # XLA splits its products and adds the parts in kernels of their own
     # Four products, attention and two LayerNorms; one more for the activation where no kernel of ours is the product.
     fused = dtype != jnp.float32 and dispatch.device().compute_capability == (9, 0)
     # The mask is looked at once, before the first layer: where it begins and where it ends.
     assert found.total() <= (7 if fused else 8) * LAYERS + 2 * masked, found
+
+
+@pytest.mark.parametrize("lengths", ["whole", "keys", "packed"])
+@pytest.mark.parametrize("length", [128, 512])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_attention_and_its_gradient_move_nothing(dtype, length, lengths):
+    """Packed QKV is read, and its gradient written, where it lies, by one kernel or by two, one after the other."""
+    batch, heads, size = 8, 12, 64
+    shape = (batch, length, 3, heads, size)
+    if lengths == "packed":
+        shape = (batch * length, *shape[2:])
+
+    def run(qkv, dout, ends):
+        def attend(qkv):
+            if lengths == "packed":
+                return varlen_qkv_attention(qkv, ends, max_seqlen=length, implementation="triton")
+            given = ends[1:] if lengths == "keys" else None
+            return qkv_attention(qkv, key_value_seq_lengths=given, implementation="triton")
+
+        out, pull_back = jax.vjp(attend, qkv)
+        return out, pull_back(dout)
+
+    qkv, dout = jnp.zeros(shape, dtype), jnp.zeros((*shape[:-3], heads, size), dtype)
+    ends = jnp.arange(batch + 1, dtype=jnp.int32) * length
+    compiled = jax.jit(run).lower(qkv, dout, ends).compile()
+    found = kernels(compiled.as_text())
+    # Of numbers of blocks and lengths, a slice is a few bytes and in a fusion.
+    assert not [kind for kind in moved(found) if "fusion" not in kind], found
+    assert sum(count for kind, count in found.items() if "triton" in kind) in (2, 3), found
+    # Beside the results there are a few numbers for each row and tile.
+    assert compiled.memory_analysis().temp_size_in_bytes < qkv.nbytes / 4, found

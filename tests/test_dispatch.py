@@ -141,6 +141,15 @@ def test_matmul_precision_follows_jax(setting):
         assert dispatch.matmul_precision() == ("float32" if setting in ("highest", "float32") else "tf32")
 
 
+@pytest.mark.parametrize("preset", list(jax.lax.DotAlgorithmPreset), ids=str)
+def test_no_preset_gives_less_than_it_says(preset):
+    """Float32 wherever digits are asked for that TF32 has not."""
+    less = ("TF32_TF32_F32", "BF16_BF16_F32", "BF16_BF16_F32_X3", "BF16_BF16_BF16", "DEFAULT")
+    less += ("F16_F16_F16", "F16_F16_F32")
+    expected = "tf32" if preset.name in less or preset.name.startswith("ANY_F8") else "float32"
+    assert dispatch.matmul_precision(preset) == expected
+
+
 def test_choosing_works_under_a_trace():
     @jax.jit
     def f(x):

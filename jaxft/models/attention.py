@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax.nnx.nn import dtypes
 
+from jaxft.ops import common
 from jaxft.ops.attention import dot_product_attention
 
 Array = jax.Array
@@ -74,9 +75,9 @@ def attention_fn(
         "qk_attn_weights_einsum": qk_attn_weights_einsum,
         "attn_weights_value_einsum": attn_weights_value_einsum,
     }
-    for name, given in impossible.items():
-        if given is not None:
-            raise NotImplementedError(f"attention_fn: {name} must be None, got {type(given).__name__}")
+    for name, asked in impossible.items():
+        if asked is not None:
+            raise NotImplementedError(f"attention_fn: {name} must be None, got {type(asked).__name__}")
     rate = 0.0 if deterministic else dropout_rate
     if rate > 0.0 and broadcast_dropout:
         raise NotImplementedError(
@@ -86,6 +87,14 @@ def attention_fn(
     if query.ndim < 3:
         raise ValueError(f"attention_fn: query must have shape [batch..., T, N, H], got {query.shape}")
     batch = query.shape[:-3]
+    for name, x in (("key", key), ("value", value)):
+        if x.ndim != query.ndim or x.shape[:-3] != batch:
+            raise ValueError(f"attention_fn: {name} must have the batch dimensions of query, {batch}, got {x.shape}")
+    bias, mask = (None if x is None else jnp.asarray(x) for x in (bias, mask))
+    pairs = (*batch, query.shape[-2], query.shape[-3], key.shape[-3])
+    for name, given in (("bias", bias), ("mask", mask)):
+        if given is not None:
+            common.check_broadcasts("attention_fn", name, given, pairs)
     if mask is not None and mask.dtype != jnp.bool:
         mask = mask != 0
     if len(batch) > 1:

@@ -24,7 +24,7 @@ def check_packed(
     """`cu_seqlens` as an array and `max_seqlen`, once they are right, and so are the others beside them."""
     if cu_seqlens is None:
         raise ValueError(f"{where}: max_seqlen goes with cu_seqlens, got only max_seqlen")
-    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int) or max_seqlen < 0:
+    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int | np.integer) or max_seqlen < 0:
         raise ValueError(f"{where}: max_seqlen must be a Python integer >= 0 with cu_seqlens, got {max_seqlen!r}")
     if attention_mask is not None:
         kind = type(attention_mask).__name__
@@ -34,8 +34,9 @@ def check_packed(
     cu_seqlens = as_ids(where, "cu_seqlens", cu_seqlens).astype(jnp.int32)
     if cu_seqlens.ndim != 1 or cu_seqlens.size == 0:
         raise ValueError(f"{where}: cu_seqlens must have a shape [sequences + 1], got {list(cu_seqlens.shape)}")
-    common.check_cu_seqlens(where, cu_seqlens, input_ids.size, max_seqlen)
-    return cu_seqlens, max_seqlen
+    most = int(max_seqlen)
+    common.check_cu_seqlens(where, cu_seqlens, input_ids.size, most)
+    return cu_seqlens, most
 
 
 def as_ids(where: str, name: str, value: Any, shape: tuple[int, ...] | None = None, *, or_bool: bool = False) -> Array:

@@ -19,7 +19,7 @@ def pool(hidden: jax.Array, mask: jax.Array, modes: tuple[str, ...]) -> jax.Arra
 def pool_packed(hidden: jax.Array, cu_seqlens: jax.Array, modes: tuple[str, ...], max_seqlen: int) -> jax.Array:
     """`pool` of sequences back to back: `hidden` float32 `[M, D]`, `cu_seqlens` int32 `[B + 1]`.
 
-    A sequence's result does not depend, in any bit, on the others or on where it lies. Tokens after the first
+    A sequence's result does not depend, in any bit, on what the others hold or where it lies. Tokens after the first
     `max_seqlen` of a sequence take no part; a sequence that ends beyond M gives NaN ("cls" only if it starts there).
     """
     mask = jnp.arange(max_seqlen, dtype=jnp.int32) < jnp.diff(cu_seqlens)[:, None]

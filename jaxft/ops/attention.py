@@ -155,7 +155,8 @@ def varlen_qkv_attention(
 ) -> Any:
     """`qkv_attention` within each of B sequences that lie back to back, without padding.
 
-    A sequence's result does not depend, in any bit, on the others or on where it lies.
+    A sequence's result does not depend, in any bit, on what the others hold, how long they are or where it lies; with
+    another number of sequences the kernels may have other blocks, which round differently.
 
     Args:
       qkv: `[M, 3, N, H]`, N >= 1, float32, float16 or bfloat16.
@@ -184,8 +185,9 @@ def varlen_qkv_attention(
     given, cu_seqlens = cu_seqlens, common.as_integers(op, "cu_seqlens", cu_seqlens)
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"{op}: cu_seqlens must have shape [B + 1], got {cu_seqlens.shape}")
-    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int) or max_seqlen < 0:
+    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int | np.integer) or max_seqlen < 0:
         raise ValueError(f"{op}: max_seqlen must be a Python integer >= 0, got {max_seqlen!r}")
+    max_seqlen = int(max_seqlen)
     common.check_cu_seqlens(op, given, qkv.shape[0], max_seqlen)
     options = _options(op, scale, is_causal, local_window_size, dropout_rate, dropout_rng, return_residual,
                        qkv.shape[-1], max_seqlen)  # fmt: skip

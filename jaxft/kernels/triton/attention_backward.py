@@ -170,7 +170,9 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, programs: int, ti
             _dkv_tile, tile, head, batch, span, refs=refs, p=p, block_q=block_q, own_keys=block_k, with_dq=with_dq,
             **static,
         )  # fmt: skip
-        parts.fewest_keys(step, span.end if with_dq and not p.varlen else p.key_length, block_k)
+        # Where keys may end sooner. Of a single tile: `start` is 0 then, whatever block_k.
+        ends = with_dq and not p.varlen and (p.rules.key_lengths is not None or p.key_mask)
+        parts.fewest_keys(step, span.end if ends else p.key_length, block_k)
 
     parts.for_each_tile(compute, programs, tiles, p.kv_heads, p.batch)
 
@@ -189,7 +191,7 @@ def _dkv_tile(
     dq_ref, dk_ref, dv_ref = outputs * 3 if packed else [None] * (not with_dq) + outputs
     refs = Refs(*rest)
     ragged = bool(p.key_length % block_k)
-    batch, start, index, offset, length = parts.load_place(p, refs, batch, tile, block_k, p.key_length)
+    batch, start, index, offset, length = parts.load_place(p, refs, batch, tile, own_keys, p.key_length)
     positions = common.positions(start, block_k)
     stored = positions < length if ragged or p.varlen else None
     unused = None if block_k == own_keys else positions + block_k < length
