@@ -110,7 +110,6 @@ def as_rows(
     **key: str | Sequence[int],
 ) -> list[Row]:  # fmt: skip
     """Rows of the samples of each (implementation, metric), in microseconds, which are added to the CSV at once."""
-    origin = {"jax": jax.__version__, "commit": _commit(), "date": datetime.date.today().isoformat()}
     fixed = {k: v if isinstance(v, str) else "x".join(map(str, v)) for k, v in key.items()}
     rows = []
     for (name, metric), values in samples.items():
@@ -119,7 +118,7 @@ def as_rows(
         p20, p50, p80 = np.percentile(values, (20, 50, 80))
         times = {"p20": f"{p20:.2f}", "p50": f"{p50:.2f}", "p80": f"{p80:.2f}"}
         rate = {"rate": f"{work / p50 / 1e6:.4g}", "unit": unit}  # work per us -> 10^12 per s
-        rows.append({**fixed, "implementation": name, "metric": metric, **times, **rate, **origin})
+        rows.append({**fixed, "implementation": name, "metric": metric, **times, **rate, **origin()})
     write_rows(rows, args.out)
     return rows
 
@@ -235,6 +234,11 @@ def print_tables(rows: Sequence[Row]) -> None:
         print(f"\n{metric}, median of each implementation on {jax.devices()[0].device_kind}")
         for line in lines:
             print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def origin() -> dict[str, str]:
+    """What the rows of a results file say about where they are from."""
+    return {"jax": jax.__version__, "commit": _commit(), "date": datetime.date.today().isoformat()}
 
 
 def _commit() -> str:

@@ -115,8 +115,10 @@ def write(folder: Path, columns: dict[str, np.ndarray], device: str) -> None:
     path = folder / f"{device.replace(' ', '_')}.csv"
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("step", *columns))
-        writer.writerows((step, *row) for step, row in enumerate(np.stack([*columns.values()], axis=1).tolist()))
+        origin = timing.origin()
+        writer.writerow(("step", *columns, *origin))
+        losses = np.stack([*columns.values()], axis=1).tolist()
+        writer.writerows((step, *row, *origin.values()) for step, row in enumerate(losses))
     import matplotlib
 
     matplotlib.use("Agg")

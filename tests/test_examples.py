@@ -400,6 +400,7 @@ def test_parity(small_parity, tmp_path, capsys):
     for name in ("bfloat16 jaxft", "bfloat16 xla", "float32 jaxft", "float32 xla"):
         values = [float(row[name]) for row in rows]
         assert np.mean(values[-20:]) < 0.8 * np.mean(values[:20])
+    assert rows[0]["jax"] == jax.__version__ and rows[0]["commit"] and rows[0]["date"]
     assert rows[5]["bfloat16 jaxft"] != rows[5]["float32 jaxft"]
 
 
