@@ -19,7 +19,7 @@ import sysconfig
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -188,8 +188,16 @@ def make_step(loss_fn: LossFn, optimizer: optax.GradientTransformation) -> Step:
 # --- The loop ----------------------------------------------------------------------------------------------------
 
 
+class Evaluation(NamedTuple):
+    """What is measured on held-out text."""
+
+    name: str
+    measure: Callable[[Any], Any]  # of the parameters: a number
+    form: str  # in which it is printed
+
+
 class Run:
-    """The folder of a run: its checkpoints, its losses, and what of it is already done.
+    """The folder of a run: its checkpoints, its losses and evaluations, and what of it is already done.
 
     Attributes:
       state: after `step` steps.
@@ -203,6 +211,7 @@ class Run:
         self.out, self.settings, self.state, self.step = out.resolve(), settings, state, 0
         self.step_seconds: float | None = None
         self._losses: list[float] = []
+        self._evaluated: dict[int, float] = {}  # after so many steps
         if jax.default_backend() == "gpu":
             # XLA chooses among algorithms by timing them, and another choice may differ in the last bits. A run that
             # goes on therefore takes the programs that it began with.
@@ -233,6 +242,11 @@ class Run:
         try:
             with path.open(newline="") as file:
                 self._losses = [float(row["loss"]) for row in csv.DictReader(file)][:step]
+            path = self.out / "held_out.csv"
+            if path.exists():
+                with path.open(newline="") as file:
+                    found = {int(row["step"]): float(row["value"]) for row in csv.DictReader(file)}
+                self._evaluated = {after: value for after, value in found.items() if after <= step}
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise SystemExit(
                 f"{path}, which belongs to the checkpoint of step {step}, cannot be read: {error}"
@@ -263,24 +277,37 @@ class Run:
     def _save(self) -> None:
         self._check()
         # The losses first: those of steps that no checkpoint has are computed again.
-        path = self.out / "losses.csv"
-        unfinished = path.with_suffix(".part")
-        with unfinished.open("w", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(("step", "loss"))
-            writer.writerows(enumerate(self._losses))
-        unfinished.replace(path)
+        self._write("losses.csv", ("step", "loss"), enumerate(self._losses))
         state, about = ocp.args.StandardSave(self.state), ocp.args.JsonSave(self.settings)
         args: Any = ocp.args.Composite(state=state, settings=about)
         self._manager.save(self.step, args=args)
 
-    def train(self, step: Step, batch_at: Callable[[int], Any], *, save_every: int) -> bool:
+    def _write(self, name: str, head: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> None:
+        unfinished = self.out / f"{name}.part"
+        with unfinished.open("w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(head)
+            writer.writerows(rows)
+        unfinished.replace(self.out / name)
+
+    def _evaluate(self, evaluation: Evaluation | None) -> None:
+        if evaluation is None:
+            return
+        if self.step not in self._evaluated:
+            self._evaluated[self.step] = float(evaluation.measure(self.state.params))
+            self._write("held_out.csv", ("step", "value"), self._evaluated.items())
+        tqdm.write(f"step {self.step}: {evaluation.name} {self._evaluated[self.step]:{evaluation.form}}")
+
+    def train(
+        self, step: Step, batch_at: Callable[[int], Any], *, save_every: int, evaluation: Evaluation | None = None
+    ) -> bool:
         """Does the steps that are left, and saves; False if Ctrl-C or SIGTERM came before the last one.
 
         Args:
           step: see `make_step`.
           batch_at: the batch of a step, a function of its number only.
-          save_every: after how many steps there is a checkpoint.
+          save_every: after how many steps there is a checkpoint, and an evaluation.
+          evaluation: what is measured then, before the first step and after the last.
         """
         # Not the key itself, which the initial parameters are from.
         steps, base_key = self.settings["steps"], jax.random.split(jax.random.key(self.settings["seed"]))[1]
@@ -295,6 +322,7 @@ class Run:
                 bar.update()
 
         with closing(self._manager), interrupts() as came:  # closing waits for the checkpoint that is being written
+            self._evaluate(evaluation)
             if self.step < steps:
                 lowered = jax.jit(step, donate_argnums=0).lower(self.state, batch_at(self.step), base_key)
                 compiled = lowered.compile(training.COMPILER_OPTIONS)
@@ -310,17 +338,20 @@ class Run:
                     if self.step % save_every == 0:
                         read(0)
                         self._save()
+                        self._evaluate(evaluation)
                 read(0)
                 if self.step != self._manager.latest_step():
                     self._save()
+            if self.step == steps and steps not in self._evaluated:
+                self._evaluate(evaluation)
         if len(finished) > IN_FLIGHT + 1:
             self.step_seconds = statistics.median(b - a for a, b in zip(finished, finished[1:], strict=False))
-        self._plot()
+        self._plot(None if evaluation is None else evaluation.name)
         if self.step < steps:
             print(f"interrupted after step {self.step} of {steps}, which is saved; the same command goes on from there")
         return self.step == steps
 
-    def _plot(self) -> None:
+    def _plot(self, evaluated: str | None) -> None:
         import matplotlib
 
         matplotlib.use("Agg")
@@ -332,7 +363,13 @@ class Run:
             means = np.convolve(self._losses, np.full(20, 1 / 20), mode="valid")
             axes.plot(np.arange(19, len(self._losses)), means, color="tab:blue", label="mean of 20 steps")
         axes.set(xlabel="step", ylabel="training loss")
-        axes.legend(frameon=False)
+        lines, labels = axes.get_legend_handles_labels()
+        if evaluated is not None:
+            other = axes.twinx()
+            lines += other.plot(*zip(*sorted(self._evaluated.items()), strict=True), "o--", color="tab:orange")
+            other.set(ylabel=evaluated)
+            labels.append(evaluated)
+        axes.legend(lines, labels, frameon=False)
         figure.savefig(self.out / "loss.png", dpi=120, bbox_inches="tight")
         pyplot.close(figure)
 

@@ -89,11 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         logits = nnx.merge(graph, params)(batch["input_ids"], batch["mask"], deterministic=True)
         return logits.argmax(-1)
 
-    def accuracy() -> float:
+    def accuracy(params: Any) -> float:
         predictions = []
         for first in range(0, len(test_set.labels), preset.batch):
             rows = np.arange(first, first + preset.batch).clip(max=len(test_set.labels) - 1)
-            predictions.append(predict(run.state.params, test_set.batch(rows)))
+            predictions.append(predict(params, test_set.batch(rows)))
         return float((np.concatenate(predictions)[: len(test_set.labels)] == test_set.labels).mean())
 
     def batch_at(step: int) -> dict[str, np.ndarray]:
@@ -102,16 +102,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     majority = np.bincount(train_set.labels).argmax()
     print(f"accuracy of always saying {names[majority]}: {(test_set.labels == majority).mean():.1%}")
-    print(f"step {run.step}: accuracy {accuracy():.1%}")
-    finished = run.train(common.make_step(loss_fn, optimizer), batch_at, save_every=args.save_every)
+    evaluation = common.Evaluation("accuracy", accuracy, ".1%")
+    step = common.make_step(loss_fn, optimizer)
+    finished = run.train(step, batch_at, save_every=args.save_every, evaluation=evaluation)
     if run.step_seconds is not None:
         print(f"{args.accumulate * preset.batch / run.step_seconds:,.0f} texts/s")
     if not finished:
         return common.INTERRUPTED
-    print(f"step {run.step}: accuracy {accuracy():.1%}")
     nnx.merge(graph, run.state.params).save_pretrained(args.out / "model")
     whole.save(str(args.out / "model" / "tokenizer.json"))
-    print(f"{args.out}: model/, loss.png, losses.csv, checkpoints/")
+    print(f"{args.out}: model/, loss.png, losses.csv, held_out.csv, checkpoints/")
     return 0
 
 

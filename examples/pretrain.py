@@ -153,9 +153,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return jax.tree.map(jnp.sum, jax.lax.map(loss, batches)).mean
 
     held_out = batches(test_set, [args.seed], EVALUATED)
-    print(f"step {run.step}: loss of held-out text {evaluate(run.state.params, held_out):.3f}")
+    evaluation = common.Evaluation("loss of held-out text", lambda params: evaluate(params, held_out), ".3f")
     batch_at = lambda step: batches(train_set, [args.seed, step], args.accumulate)  # noqa: E731
-    finished = run.train(common.make_step(loss_fn, optimizer), batch_at, save_every=args.save_every)
+    step = common.make_step(loss_fn, optimizer)
+    finished = run.train(step, batch_at, save_every=args.save_every, evaluation=evaluation)
     if run.step_seconds is not None:
         sample = [batch_at(step) for step in range(8)]
         tokens = float(np.mean([batch["cu_seqlens"][:, -1].sum() for batch in sample]))
@@ -165,10 +166,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(speed if peak is None else f"{speed}: {work / run.step_seconds / peak:.1%} of the device's peak (MFU)")
     if not finished:
         return common.INTERRUPTED
-    print(f"step {run.step}: loss of held-out text {evaluate(run.state.params, held_out):.3f}")
     nnx.merge(graph, run.state.params).save_pretrained(args.out / "model")
     tokenizer.save(str(args.out / "model" / "tokenizer.json"))
-    print(f"{args.out}: model/, loss.png, losses.csv, checkpoints/")
+    print(f"{args.out}: model/, loss.png, losses.csv, held_out.csv, checkpoints/")
     return 0
 
 

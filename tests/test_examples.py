@@ -80,6 +80,11 @@ def losses(out):
         return [row["loss"] for row in csv.DictReader(file)]
 
 
+def evaluations(out):
+    with (out / "held_out.csv").open(newline="") as file:
+        return {row["step"]: row["value"] for row in csv.DictReader(file)}
+
+
 def at_step(monkeypatch, number, action):
     """Makes the loop do `action` before it does that step."""
     train = common.Run.train
@@ -150,6 +155,8 @@ def test_interrupted_and_resumed_is_bitwise_the_same(
     assert code == 0 and "resumed after step 25\n" in printed
 
     assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")
+    whole, resumed = (evaluations(tmp_path / name) for name in ("whole", "resumed"))
+    assert {**resumed, **whole} == resumed and resumed.keys() - whole.keys() == {"25"}
     files = [tmp_path / name / "model" / "model.safetensors" for name in ("whole", "resumed")]
     assert files[0].read_bytes() == files[1].read_bytes()
 
@@ -161,10 +168,10 @@ def check_printed(example, printed):
     assert re.search(r"temporary memory of a step: [\d,]+ MiB", printed)
     if example is finetune:
         majority = float(re.search(r"accuracy of always saying \w+: ([\d.]+)%", printed)[1])
-        before, after = map(float, re.findall(r"step \d+: accuracy ([\d.]+)%", printed))
+        before, *_, after = map(float, re.findall(r"step \d+: accuracy ([\d.]+)%", printed))
         assert after > 80 > 60 > max(majority, before)
         return
-    before, after = map(float, re.findall(r"step \d+: loss of held-out text ([\d.]+)", printed))
+    before, *_, after = map(float, re.findall(r"step \d+: loss of held-out text ([\d.]+)", printed))
     assert before > 4 > 3 > after
     tokens, tflops, share = re.search(r"([\d,]+) tokens/s, (\S+) TFLOP/s: (\S+)% of .* \(MFU\)", printed).groups()
     assert float(tokens.replace(",", "")) > 0
@@ -174,6 +181,7 @@ def check_printed(example, printed):
 def check_written(example, out):
     values = losses(out)
     assert len(values) == len(set(values)) == STEPS
+    assert [*evaluations(out)] == ["0", "10", "20", "30", "40"]
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     tokenizer_files.load(out / "model", do_lower_case=False)
     if example is finetune:
