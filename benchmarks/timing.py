@@ -111,14 +111,14 @@ def as_rows(
 ) -> list[Row]:  # fmt: skip
     """Rows of the samples of each (implementation, metric), in microseconds, which are added to the CSV at once."""
     fixed = {k: v if isinstance(v, str) else "x".join(map(str, v)) for k, v in key.items()}
-    rows = []
+    rows, source = [], origin()
     for (name, metric), values in samples.items():
         if not any(values):  # a memcpy is no kernel
             continue
         p20, p50, p80 = np.percentile(values, (20, 50, 80))
         times = {"p20": f"{p20:.2f}", "p50": f"{p50:.2f}", "p80": f"{p80:.2f}"}
         rate = {"rate": f"{work / p50 / 1e6:.4g}", "unit": unit}  # work per us -> 10^12 per s
-        rows.append({**fixed, "implementation": name, "metric": metric, **times, **rate, **origin()})
+        rows.append({**fixed, "implementation": name, "metric": metric, **times, **rate, **source})
     write_rows(rows, args.out)
     return rows
 

@@ -70,9 +70,6 @@ def load(device_kind: str) -> Table:
     """The entries for this device, read once in a process; none where there is no such file, or a damaged one."""
     try:
         file = path(device_kind)
-    except FileNotFoundError:
-        return {}
-    try:
         table = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return {}

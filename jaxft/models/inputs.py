@@ -24,7 +24,7 @@ def check_packed(
     """`cu_seqlens` as an array and `max_seqlen`, once they are right, and so are the others beside them."""
     if cu_seqlens is None:
         raise ValueError(f"{where}: max_seqlen goes with cu_seqlens, got only max_seqlen")
-    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int | np.integer) or max_seqlen < 0:
+    if not common.is_natural(max_seqlen):
         raise ValueError(f"{where}: max_seqlen must be a Python integer >= 0 with cu_seqlens, got {max_seqlen!r}")
     if attention_mask is not None:
         kind = type(attention_mask).__name__

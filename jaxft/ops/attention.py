@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxft.ops import attention_implementations as implementations
 from jaxft.ops import common
@@ -185,7 +184,7 @@ def varlen_qkv_attention(
     given, cu_seqlens = cu_seqlens, common.as_integers(op, "cu_seqlens", cu_seqlens)
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"{op}: cu_seqlens must have shape [B + 1], got {cu_seqlens.shape}")
-    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int | np.integer) or max_seqlen < 0:
+    if not common.is_natural(max_seqlen):
         raise ValueError(f"{op}: max_seqlen must be a Python integer >= 0, got {max_seqlen!r}")
     max_seqlen = int(max_seqlen)
     common.check_cu_seqlens(op, given, qkv.shape[0], max_seqlen)
@@ -198,7 +197,7 @@ def varlen_qkv_attention(
 def _options(op, scale, is_causal, window, dropout_rate, dropout_rng, return_residual, head_size, max_seqlen=None):
     scale = max(head_size, 1) ** -0.5 if scale is None else common.check_number(op, "scale", scale)
     pair = tuple(window) if isinstance(window, tuple | list) else (window, window)
-    if window is not None and not (len(pair) == 2 and all(_is_window(w) for w in pair)):
+    if window is not None and not (len(pair) == 2 and all(common.is_natural(w) for w in pair)):
         raise ValueError(f"{op}: local_window_size must be an integer >= 0 or a pair of them, got {window!r}")
     # No array is longer than 2^30, and the positions are 32-bit.
     window = None if window is None else (min(int(pair[0]), 2**30), min(int(pair[1]), 2**30))
@@ -206,10 +205,6 @@ def _options(op, scale, is_causal, window, dropout_rate, dropout_rng, return_res
     common.check_flag(op, "is_causal", is_causal)
     common.check_flag(op, "return_residual", return_residual)
     return Options(scale, is_causal, window, rate, return_residual, max_seqlen)
-
-
-def _is_window(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 0)
 
 
 def _attend(op, inputs, options, implementation, batched):

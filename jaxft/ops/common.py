@@ -114,6 +114,11 @@ def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> f
     return number
 
 
+def is_natural(value: Any) -> bool:
+    """Whether it is an integer >= 0 of Python or NumPy."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 0)
+
+
 def check_flag(op: str, name: str, value: Any) -> None:
     """Static as well."""
     if not isinstance(value, bool):
