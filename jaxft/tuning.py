@@ -1,9 +1,9 @@
 """Launch configurations of kernels: what `autotune` found here, a tuned table for known devices, else a heuristic.
 
 `jaxft/tuned/<device_kind>.json` (its spaces as underscores) maps op -> key -> fields of the config, and is written by
-`benchmarks/tune.py`. Keys are sizes rounded up to powers of two: every shape near a tuned one finds its entry. Those of
-`autotune` are in the user's cache directory (`tuning_store.py`) and come first. Those of `dense` are in
-`tuning_dense.py`.
+`benchmarks/tune.py`. Keys are sizes rounded up to powers of two: every shape near a tuned one finds its entry. Only the
+depth and the width of a matrix product are exact. Those of `autotune` are in the user's cache directory
+(`tuning_store.py`) and come first. Those of `dense` are in `tuning_dense.py`.
 """
 
 from __future__ import annotations
@@ -95,8 +95,13 @@ def next_power_of_2(n: int) -> int:
 
 
 def key(**sizes: int) -> str:
-    """The table's key: `rows=4096,width=1024,itemsize=2` for rows=4000, width=1024, itemsize=2."""
-    return ",".join(f"{name}={next_power_of_2(size)}" for name, size in sizes.items())
+    """The table's key: `rows=4096,width=1024,itemsize=2` for rows=4000, width=1000, itemsize=2.
+
+    `rows=4096,depth=768,width=2304` for rows=4000, depth=768, width=2304: of a matrix product depth and width are a
+    model's, few and fixed, and what is the fastest for 2,304 columns need not be for 3,072 or 4,096.
+    """
+    exact = ("depth", "width") if "depth" in sizes else ()
+    return ",".join(f"{name}={size if name in exact else next_power_of_2(size)}" for name, size in sizes.items())
 
 
 @functools.lru_cache
@@ -122,11 +127,12 @@ trial = jax.make_user_context(None)
 def lookup(op: str, default: Config, device_kind: str, variant: str = "", /, **sizes: int) -> Config:
     """The tuned config of `op` at these sizes on this device, the user's before jaxft's, else `default`.
 
-    `variant`: what else the user's must have been tuned for, since it asks for more shared memory or registers.
+    `variant`: what else the user's must have been tuned for, since the kernel reads other things, or takes more shared
+    memory or registers.
     """
     name = key(**sizes)
     config = dataclasses.replace(default, **_table(device_kind).get(op, {}).get(name, {}))
-    name += variant
+    name += variant and f",{variant}"
     config = tuning_store.restore(device_kind, op, name, default) or config
     running = trial.value
     if running is not None:
@@ -157,9 +163,10 @@ def autotune(fn: Callable[..., Any], *args: Any, show_progress_bar: bool | None 
     not compile is left out.
 
     Those that are taken are stored at once, for this kind of device and these versions of JAX and jaxft, in
-    `$XDG_CACHE_HOME/jaxft` (`~/.cache/jaxft`). From then on every call with these sizes, rounded up to powers of two,
-    finds them, in this process (`jax.clear_caches()` is called, so what was compiled before is compiled once more) and
-    in later ones. An interrupt keeps what was taken so far. To undo it all, delete that folder.
+    `$XDG_CACHE_HOME/jaxft` (`~/.cache/jaxft`). From then on every call with these sizes, rounded up to powers of two
+    (but for depth and width of a dense layer), finds them, in this process (`jax.clear_caches()` is called, so what was
+    compiled before is compiled once more) and in later ones. An interrupt keeps what was taken so far. To undo it all,
+    delete that folder.
 
     Args:
       fn: what is to be fast: an operation, a gradient of it, or a whole model; with or without `jax.jit`. Bind what is
@@ -180,17 +187,18 @@ def autotune(fn: Callable[..., Any], *args: Any, show_progress_bar: bool | None 
     return tuning_search.autotune(fn, *args, show_progress_bar=show_progress_bar)
 
 
-def layer_norm(rows: int, width: int, itemsize: int, device_kind: str) -> RowConfig:
+def layer_norm(rows: int, width: int, itemsize: int, device_kind: str, variant: str = "") -> RowConfig:
+    """`variant`: "embeddings" where the kernel reads rows of tables, "sums" where those of a split product."""
     # A warp for 1,024 elements: each thread has several 16-byte loads in flight and the reductions stay in the warp.
     block_width = min(next_power_of_2(width), 8192)
     block_rows = max(1, 1024 // block_width)
     default = RowConfig(block_rows, block_width, num_warps=max(1, block_width // 1024))
     if itemsize > 2 and rows * width < 2**20 and 512 < width <= 1024:  # small arrays want more warps
         default = RowConfig(2, 1024, num_warps=8)
-    return lookup("layer_norm", default, device_kind, rows=rows, width=width, itemsize=itemsize)
+    return lookup("layer_norm", default, device_kind, variant, rows=rows, width=width, itemsize=itemsize)
 
 
-def layer_norm_backward(rows: int, width: int, itemsize: int, device_kind: str) -> GradientConfig:
+def layer_norm_backward(rows: int, width: int, itemsize: int, device_kind: str, variant: str = "") -> GradientConfig:
     block_width = next_power_of_2(width)
     if block_width <= 8192:  # with the sums of three vectors in registers
         programs = 528 if rows * width < 2**23 else 792
@@ -204,7 +212,7 @@ def layer_norm_backward(rows: int, width: int, itemsize: int, device_kind: str) 
             default = GradientConfig(2, block_width, 264 if rows * width < 2**20 else 396, 4)
     else:  # the more rows in a block, the fewer partial sums
         default = GradientConfig(8, 1024, 264, 8)
-    return lookup("layer_norm_backward", default, device_kind, rows=rows, width=width, itemsize=itemsize)
+    return lookup("layer_norm_backward", default, device_kind, variant, rows=rows, width=width, itemsize=itemsize)
 
 
 def embeddings_sums(table_rows: int, width: int) -> RowConfig:
@@ -387,4 +395,4 @@ def _attention(
     default = AttentionConfig(block_q, block_k, num_warps, num_stages)
     if not tuned:
         return default
-    return lookup(op, default, device_kind, ",more" if more else "", **sizes, itemsize=itemsize)
+    return lookup(op, default, device_kind, "more" if more else "", **sizes, itemsize=itemsize)

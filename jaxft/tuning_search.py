@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import subjaxprs
 
 from jaxft import dispatch, tuning, tuning_store, tuning_timing
 from jaxft.tuning_candidates import candidates
@@ -29,9 +31,9 @@ MARGIN, SHARE = 0.02, 0.8
 LEAST_ROUNDS, ROUNDS, SECONDS = 5, 15, 20.0  # fewer than ROUNDS where they would take longer
 ROUGHLY = 1.15  # what takes longer than so many times the fastest is left out after two rounds
 SAMPLE_US, CALLS, BYTES = 5e3, 20, 2**30  # of a sample: its time, and at most so many calls and bytes of results
-# Results may differ by so many units in the last place of the largest number. The least unit is that of TF32, of which
-# the products in float32 may be.
-ROUNDING, UNIT = 16, 2.0**-10
+# Results may differ by so many units in the last place of the largest number. That of float32 is TF32's where products
+# are, or anything has 16 bits, and else 8 of its own: sums in another order, with what layers after them make of it.
+ROUNDING, COARSE_UNIT, FULL_UNIT = 16, 2.0**-10, 2.0**-20
 
 
 class Program(NamedTuple):
@@ -48,6 +50,7 @@ def autotune(fn: Function, *args: Any, show_progress_bar: bool | None) -> list[t
     args = jax.device_put(args)
     taken: dict[Entry, Any] = {}
     traced, asked = _trace(fn, args, taken)
+    unit = COARSE_UNIT if _is_coarse(traced.jaxpr.jaxpr) else FULL_UNIT
     tried = _candidates(asked)
     results: list[tuning.Tuned] = []
     hidden = None if show_progress_bar is None else not show_progress_bar  # None: where stderr is no terminal
@@ -66,7 +69,7 @@ def autotune(fn: Function, *args: Any, show_progress_bar: bool | None) -> list[t
                     bar.update(len(configs))
                     continue
                 others = _compile(fn, args, taken, entry, configs, bar.update)
-                programs = _alike(entry, [Program(before, present), *others], args)
+                programs = _alike(entry, [Program(before, present), *others], args, unit)
                 chosen, us_before, us_after = _race(programs, sample)
                 if chosen.config != before:
                     taken[entry], present = chosen
@@ -153,12 +156,24 @@ def _compile(
         return [program for program in pool.map(compiled, traced) if program is not None]
 
 
-def _alike(entry: Entry, programs: Sequence[Program], args: Any) -> list[Program]:
+def _is_coarse(jaxpr: Any) -> bool:
+    """Whether anything in the program, its kernels included, is rounded to less than float32."""
+    for equation in jaxpr.eqns:
+        dtypes = [getattr(x.aval, "dtype", jnp.int32) for x in (*equation.invars, *equation.outvars)]
+        if any(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 for dtype in dtypes):
+            return True
+        is_product = "precision" in equation.params and dtypes[0] == jnp.float32
+        if is_product and dispatch.matmul_precision(equation.params["precision"]) == "tf32":
+            return True
+    return any(map(_is_coarse, subjaxprs(jaxpr)))
+
+
+def _alike(entry: Entry, programs: Sequence[Program], args: Any, unit: float) -> list[Program]:
     """Those whose results are those of the first, but for rounding."""
     wanted, alike = programs[0].call(*args), [programs[0]]
     for program in programs[1:]:
         try:
-            same = bool(_same(wanted, program.call(*args)))
+            same = bool(_same(wanted, program.call(*args), unit))
         except jax.errors.JaxRuntimeError as error:  # the device refuses to launch it
             logger.debug("%s with %s: %s", entry, program.config, error)
             continue
@@ -172,13 +187,13 @@ def _alike(entry: Entry, programs: Sequence[Program], args: Any) -> list[Program
     return alike
 
 
-@jax.jit
-def _same(wanted: Any, got: Any) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=2)
+def _same(wanted: Any, got: Any, unit: float) -> jax.Array:
     same = jnp.bool_(True)
     for x, y in zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             continue
-        units = ROUNDING * max(float(jnp.finfo(x.dtype).eps), UNIT)
+        units = ROUNDING * max(float(jnp.finfo(x.dtype).eps), unit)
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
         allowed = units * jnp.max(jnp.abs(x), initial=0.0, where=jnp.isfinite(x))
         equal = (x == y) | (jnp.isnan(x) & jnp.isnan(y))

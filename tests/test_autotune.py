@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import jaxft
-from jaxft import dispatch, tuning, tuning_candidates, tuning_dense, tuning_search, tuning_store, tuning_timing
+from jaxft import dispatch, tuning, tuning_dense, tuning_search, tuning_store, tuning_timing
 from jaxft.kernels.triton import dense
 from jaxft.kernels.triton import softmax as softmax_kernel
 from jaxft.tuning import AttentionConfig, RowConfig
-from test_tuning import OPS, heuristics
+from test_tuning import OPS
 
 KIND = dispatch.device_kind()
 SOFTMAX = functools.partial(jaxft.softmax, implementation="triton")
@@ -193,6 +193,27 @@ def test_an_implementation_gets_the_configs_that_it_asks_for(machine):
     }  # fmt: skip
 
 
+def split_dense(x):
+    kernel = jnp.tile(x, (100, 1)).astype(jnp.bfloat16)
+    return jaxft.dense_residual_layer_norm(kernel.T[:6], kernel, None, kernel[:6], None, None, implementation="triton")
+
+
+def embedded(table):
+    return jaxft.embeddings_layer_norm(jnp.ones((2, 3), jnp.int32), table, table, implementation="triton")
+
+
+@pytest.mark.parametrize(("fn", "variant"), [(split_dense, "sums"), (embedded, "embeddings")])
+def test_kernels_that_read_other_things_have_entries_of_their_own(fn, variant, machine):
+    present = tuning.layer_norm(6, 24, 4, KIND)
+    machine({FAST: 50.0})
+    found = {t.op: t for t in tuning.autotune(fn, X)}["layer_norm"]
+    assert (found.key, found.before, found.after) == (f"{KEY},{variant}", present, FAST)
+    assert tuning.layer_norm(6, 24, 4, KIND, variant) == FAST
+    assert tuning.layer_norm(6, 24, 4, KIND) == present
+    (other,) = tuning.autotune(functools.partial(jaxft.layer_norm, implementation="triton"), X)
+    assert (other.key, other.before) == (KEY, present)
+
+
 def change_results(monkeypatch, change):
     """Of the kernel with the config FAST."""
     forward = softmax_kernel.forward
@@ -228,11 +249,30 @@ def test_a_wrong_result_is_left_out_with_a_warning(change, machine, monkeypatch,
     assert str(FAST) in message and "softmax" in message
 
 
-def test_rounding_is_no_wrong_result(machine, monkeypatch):
-    change_results(monkeypatch, lambda y: y * (1 + 2.0**-10))
+def in_products(precision):
+    return lambda x: jnp.matmul(SOFTMAX(x), jnp.eye(24, dtype=x.dtype), precision=precision)
+
+
+@pytest.mark.parametrize(
+    ("fn", "dtype", "error", "taken"),
+    [(SOFTMAX, "float32", 2.0**-18, True), (SOFTMAX, "float32", 2.0**-14, False), (SOFTMAX, "bfloat16", 2.0**-6, True),
+     (in_products("highest"), "float32", 2.0**-18, True), (in_products("highest"), "float32", 2.0**-14, False),
+     (in_products("default"), "float32", 2.0**-8, True), (in_products("default"), "float32", 2.0**-4, False),
+     (lambda x: SOFTMAX(x.astype("bfloat16")).astype("float32"), "float32", 2.0**-7, True)],
+)  # fmt: skip
+def test_rounding_is_no_wrong_result(fn, dtype, error, taken, machine, monkeypatch):
+    """Of float32, of TF32 in products by default, and of 16 bits wherever there are some."""
+    change_results(monkeypatch, lambda y: (y * (1 + error)).astype(y.dtype))
     machine({FAST: 1.0})
-    x = X.at[1].set(jnp.nan)  # NaN where the present one has NaN, too
-    assert tuning.autotune(SOFTMAX, x)[0].after == FAST
+    x = X.at[1].set(jnp.nan).astype(dtype)  # NaN where the present one has NaN, too
+    assert (tuning.autotune(fn, x)[0].after == FAST) == taken
+
+
+def test_precision_of_a_kernel():
+    loss = jax.grad(lambda qkv: jnp.sum(jaxft.qkv_attention(qkv, implementation="triton")))
+    for precision, coarse in (("highest", False), (None, True)):
+        with jax.default_matmul_precision(precision):
+            assert tuning_search._is_coarse(jax.make_jaxpr(loss)(jnp.ones((1, 8, 3, 1, 16))).jaxpr) == coarse
 
 
 def test_an_interrupt_keeps_what_was_found(machine):
@@ -350,6 +390,14 @@ def test_the_users_entry_comes_before_that_of_jaxft(monkeypatch):
     assert tuning.softmax(6, 24, 4, KIND) == FAST
 
 
+def test_entries_of_products_with_rounded_sizes_are_not_found(caplog):
+    """As jaxft stored them before it took depth and width as they are."""
+    present, stored = tuning_dense.dense(6, 768, 3072, 2, KIND), tuning_dense.DenseConfig(16, 16, 16, 2, 1)
+    write(json.dumps({"dense": {"rows=8,depth=1024,width=4096,itemsize=2": dataclasses.asdict(stored)}}))
+    assert tuning_dense.dense(6, 768, 3072, 2, KIND) == present != stored
+    assert warned(caplog) == []
+
+
 SOUND = dataclasses.asdict(FAST)
 DAMAGED = {
     "empty": "",
@@ -417,19 +465,6 @@ def test_entries_that_no_kernel_could_run(op, change, caplog):
     assert len(warned(caplog)) == 1
 
 
-def test_every_heuristic_candidate_and_tuned_entry_is_sound():
-    """What `autotune` can store is what can be restored."""
-    configs = {*heuristics(), *heuristics("NVIDIA H200")}
-    for op, (config, names) in OPS.items():
-        configs |= {config(**entry) for entry in tuning._table("NVIDIA H200").get(op, {}).values()}
-        for scale in (1, 7, 200):
-            sizes = {name: {"itemsize": 2, "activation": 1, "aligned": 8}.get(name, 20 * scale) for name in names}
-            configs |= {*tuning_candidates.candidates(op, next(iter(configs)), **sizes)}
-    assert {type(c) for c in configs} == {config for config, _ in OPS.values()}
-    for config in configs:
-        assert tuning_store._unsound(dataclasses.asdict(config), config) is None, config
-
-
 def test_processes_that_save_at_once_lose_nothing():
     """Four processes, and a reader that always finds a sound file with no fewer entries than before."""
     tuning_store.check_writable(KIND)
@@ -462,22 +497,3 @@ def test_a_failed_write_leaves_the_file(cache, monkeypatch):
         tuning_store.save(KIND, "softmax", KEY, SLOW)
     assert tuning_store.path(KIND).read_bytes() == before
     assert len(list(cache.iterdir())) == 1
-
-
-# --- Candidates ----------------------------------------------------------------------------------------------------
-
-
-def test_candidates():
-    for op, (config, names) in OPS.items():
-        for scale in (1, 7, 200):
-            sizes = {name: {"itemsize": 4, "activation": 1, "aligned": 4}.get(name, 20 * scale) for name in names}
-            present = config(*[64] * sum(f.default is dataclasses.MISSING for f in dataclasses.fields(config)))
-            found = tuning_candidates.candidates(op, present, **sizes)
-            assert found and all(type(c) is config for c in found), (op, sizes)
-            assert present not in found and len(set(found)) == len(found)
-    for rows, tried in ((256, False), (512, True)):
-        sizes = {"rows": rows, "depth": 1024, "width": 4096, "activation": 2, "itemsize": 2}
-        found = tuning_candidates.candidates("dense_implementation", tuning_dense.DenseChoice("triton"), **sizes)
-        assert (tuning_dense.DenseChoice("mosaic_gpu") in found) == tried
-    around = tuning_candidates.candidates("an op without a list", RowConfig(2, 64, 4), rows=1)
-    assert RowConfig(4, 64, 2) in around and RowConfig(2, 64, 4) not in around

@@ -1,6 +1,7 @@
 """Each benchmark runs at tiny shapes, writes its rows, and refuses to time a wrong result; the report is repeatable."""
 
 import csv
+import json
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ import report
 import timing
 import tiny
 import tune
-from jaxft import reference
+from jaxft import reference, tuning
 from jaxft.models.sentence_encoder import SentenceEncoder
 
 HEADS = {"HEADS": 2, "HEAD_SIZE": 64}  # what cuDNN supports, for when this runs on a GPU
@@ -121,6 +122,52 @@ def test_heuristics_are_timed_where_they_differ(tmp_path, monkeypatch, capsys):
     }
     with pytest.raises(SystemExit, match="no case in which the table of .* and the heuristics differ"):
         bench_heuristics.main(["--only", "permute", "--out", str(tmp_path)])
+
+
+def test_tune_some_ops_and_sizes(tmp_path, monkeypatch):
+    """What is chosen is written beside what the file has, and later cases of the same run find it."""
+    kind, present, table = jax.devices()[0].device_kind, [], {}
+    path = tmp_path / f"{kind.replace(' ', '_')}.json"
+    path.write_text('{"permute": {"size=1": {"num_warps": 1}}}')
+
+    def cases(dtypes, kind):
+        for op, rows in (("softmax", 5), ("softmax", 100), ("layer_norm", 5), ("softmax", 6)):
+            sizes = {"rows": rows, "width": 24, "itemsize": 4}
+            config = getattr(tuning, op)(device_kind=kind, **sizes)
+            present.append(config.num_warps)
+            yield tune.Case(op, sizes, ((rows, 24),), "float32", reference.softmax, reference.softmax, config), config
+
+    monkeypatch.setattr(tuning, "_table", lambda kind: table)
+    monkeypatch.setattr(tune, "cases", cases)
+    monkeypatch.setattr(tune, "best", lambda case, default: tuning.RowConfig(2, 32, 16))
+    tune.main(["--out", str(tmp_path), "--only", "softmax", "--sizes", "rows=(4|8),"])
+    chosen = {"rows=8,width=32,itemsize=4": {"block_rows": 2, "block_width": 32, "num_warps": 16}}
+    assert json.loads(path.read_text()) == {"permute": {"size=1": {"num_warps": 1}}, "softmax": chosen}
+    assert present[0] != 16 and present[3] == 16
+
+
+def test_tune_takes_the_fastest(monkeypatch, capsys):
+    """Of those that are right; a second and a third look are for what was among the fastest."""
+
+    def run(x, config):
+        return jax.named_call(reference.softmax, name=f"warps_{config.num_warps}")(x)
+
+    def device_us(variant, repeats):
+        f = variant[0]
+        text = f.as_text() if isinstance(f, jax.stages.Compiled) else ""
+        found = [warps for warps in (1, 2, 4, 8) if f"warps_{warps}/" in text]
+        seen.extend(found)
+        return {1: 10.0, 2: 9.5, 4: 20.0, 8: 9.9}[found[0]] if found else 30.0
+
+    seen = []
+    monkeypatch.setattr(timing, "device_us", device_us)
+    configs = [tuning.RowConfig(1, 32, warps) for warps in (1, 2, 4)]
+    monkeypatch.setattr(tune.tuning_candidates, "candidates", lambda *_, **sizes: configs[1:])
+    sizes = {"rows": 5, "width": 24, "itemsize": 4}
+    case = tune.Case("softmax", sizes, ((5, 24),), "float32", run, reference.softmax, present=configs[0])
+    assert tune.best(case, tuning.RowConfig(1, 32, 8)) == configs[1]
+    assert sorted(seen) == [1, 1, 1, 2, 2, 2, 4, 8, 8, 8]
+    assert "was 10.00 us, without a table 1.04x, XLA takes 30.00" in capsys.readouterr().out
 
 
 def test_rows_are_added_to_those_of_earlier_runs(tmp_path):

@@ -1,4 +1,6 @@
-"""What XLA makes of an encoder layer and of attention on a GPU: the kernels of the compiled program. Needs one."""
+"""What XLA makes of an encoder, a layer of it and of attention on a GPU: kernels and CUDA graphs. Needs one."""
+
+import collections
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +49,38 @@ def test_layer_is_at_most_so_many_kernels(batch, length, dtype, masked):
     fused = dtype != jnp.float32 and dispatch.device().compute_capability == (9, 0)
     # The mask is looked at once, before the first layer: where it begins and where it ends.
     assert found.total() <= (7 if fused else 8) * LAYERS + 2 * masked, found
+
+
+@pytest.mark.filterwarnings("ignore:builtin type event_stats has no __module__")  # of jax.profiler.ProfileData
+def test_forward_pass_of_one_sequence_is_one_cuda_graph(tmp_path):
+    """What the driver launches by one call, be it a kernel or a graph of many, has one number in CUPTI's records."""
+    config = BertConfig(num_hidden_layers=LAYERS, vocab_size=100, **SIZES)
+    model = BertModel(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    leaves, structure = jax.tree.flatten(model)
+
+    def forward(leaves, ids, mask):
+        output = jax.tree.unflatten(structure, leaves)(ids, mask)
+        return output.last_hidden_state, output.pooler_output
+
+    arguments = leaves, jnp.zeros((1, 128), jnp.int32), jnp.ones((1, 128), jnp.int32)
+    # Else XLA launches each kernel by itself while a profiler is at work.
+    options = {"xla_enable_command_buffers_during_profiling": True}
+    compiled = jax.jit(forward).lower(*arguments).compile(compiler_options=options)
+    for _ in range(3):  # the first call of some kernels is outside of a graph
+        jax.block_until_ready(compiled(*arguments))
+    with jax.profiler.trace(tmp_path):
+        jax.block_until_ready(compiled(*arguments))
+    (path,) = tmp_path.rglob("*.xplane.pb")
+    profile = jax.profiler.ProfileData.from_file(str(path))
+    launches = collections.defaultdict(list)
+    for plane in profile.planes:
+        for line in plane.lines:
+            if plane.name.startswith("/device:GPU") and line.name.startswith("Stream"):
+                for event in line.events:
+                    launches[dict(event.stats)["correlation_id"]].append(event.name)
+    assert len(launches) == 1, [*launches.values()]
+    (names,) = launches.values()
+    assert len(names) > 7 * LAYERS, names  # all kernels are there, and none is a graph that CUPTI does not look into
 
 
 @pytest.mark.parametrize("lengths", ["whole", "keys", "packed"])

@@ -95,7 +95,7 @@ def dense_residual_layer_norm(
     static = _Static(
         options=options,
         product=parts,
-        norm=tuning.layer_norm(rows, width, 4, kind),  # partial sums have 4 bytes
+        norm=tuning.layer_norm(rows, width, 4, kind, "sums"),  # which have 4 bytes
         kernel_precision=dispatch.matmul_precision(options.precision),
         interpret=choice.interpret,
     )

@@ -105,9 +105,9 @@ def embeddings_layer_norm(
     choice = dispatch.choose(op, implementation, {"triton": reason})
     if choice.name == "xla" or input_ids.size * width == 0:
         return _reference(*arrays, epsilon, rate, dtype)
-    sizes = (input_ids.size, width)
-    forward = tuning.layer_norm(*sizes, dtype.itemsize, dispatch.device_kind())
-    backward = tuning.layer_norm_backward(*sizes, 4, dispatch.device_kind())  # of the sum, which is float32
+    sizes, others = (input_ids.size, width), (dispatch.device_kind(), "embeddings")
+    forward = tuning.layer_norm(*sizes, dtype.itemsize, *others)
+    backward = tuning.layer_norm_backward(*sizes, 4, *others)  # of the sum, which is float32
     return _triton_jit(*common.vary_alike(*arrays), _Static(epsilon, rate, dtype, forward, backward, choice.interpret))
 
 
