@@ -35,8 +35,8 @@ class NNXBlock(nnx.Module):
         attended = jaxft.qkv_attention(qkv).reshape(x.shape)
         first, second = zip(self.gamma[...], self.beta[...], strict=True)
         x = jaxft.dense_residual_layer_norm(attended, self.out[...], self.out_bias[...], x, *first)
-        h = jaxft.dense(x, self.up[...], self.up_bias[...], activation="gelu")
-        return jaxft.dense_residual_layer_norm(h, self.down[...], self.down_bias[...], x, *second)
+        up, down = (self.up[...], self.up_bias[...]), (self.down[...], self.down_bias[...])
+        return jaxft.feed_forward_residual_layer_norm(x, *up, *down, *second, activation="gelu")
 
 
 class NNXSorter(nnx.Module):

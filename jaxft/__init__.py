@@ -12,6 +12,7 @@ from jaxft.ops.cross_entropy import linear_cross_entropy
 from jaxft.ops.dense import dense
 from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
 from jaxft.ops.embeddings import embeddings_layer_norm
+from jaxft.ops.feed_forward import feed_forward_residual_layer_norm
 from jaxft.ops.layer_norm import bias_residual_layer_norm, layer_norm
 from jaxft.ops.padding import remove_padding, restore_padding
 from jaxft.ops.permute import merge_heads, permute, qkv_bias_split_heads
@@ -44,6 +45,7 @@ __all__ = [
     "dense_residual_layer_norm",
     "dot_product_attention",
     "embeddings_layer_norm",
+    "feed_forward_residual_layer_norm",
     "layer_norm",
     "linear_cross_entropy",
     "log_softmax",

@@ -424,19 +424,21 @@ def dense_epilogue(y: Array, bias: Array | None, activation: str | None, residua
 
 
 def dense_residual_layer_norm(
-    x: Array,
-    kernel: Array,
-    bias: Array | None,
-    residual: Array,
-    gamma: Array | None,
-    beta: Array | None,
-    *,
-    precision: PrecisionLike = None,
-    **options: Any,
-) -> Array:
+    x: Array, kernel: Array, bias: Array | None, residual: Array, gamma: Array | None, beta: Array | None,
+    *, precision: PrecisionLike = None, **options: Any,
+) -> Array:  # fmt: skip
     """bias_residual_layer_norm of dense(x, kernel), with its `options`."""
     y = dense(x, kernel, precision=precision)
     return bias_residual_layer_norm(y, bias, residual, gamma, beta, **options)  # type: ignore[return-value]
+
+
+def feed_forward_residual_layer_norm(
+    x: Array, in_kernel: Array, in_bias: Array | None, out_kernel: Array, out_bias: Array | None, gamma: Array | None,
+    beta: Array | None, *, activation: str = "gelu", precision: PrecisionLike = None, **options: Any,
+) -> Array:  # fmt: skip
+    """Two dense layers; the second as in dense_residual_layer_norm, with its `options`."""
+    h = dense(x, in_kernel, in_bias, activation=activation, precision=precision)
+    return dense_residual_layer_norm(h, out_kernel, out_bias, x, gamma, beta, precision=precision, **options)
 
 
 def remove_padding(x: Array, mask: Array, *, capacity: int) -> tuple[Array, Array, Array]:

@@ -202,11 +202,17 @@ def dense_mosaic(rows: int, depth: int, width: int, activation: int, itemsize: i
     return (MosaicDenseConfig(m, n, stages=k, split=split, group=g) for m, n, k, split in tiles for g in groups)
 
 
+def dense_mosaic_gradient(rows: int, depth: int, width: int, itemsize: int) -> Iterable[MosaicDenseConfig]:
+    tiles = [(128, 192, 3), (128, 192, 4), (192, 128, 4), (128, 128, 4), (128, 128, 5), (64, 192, 5), (64, 128, 5)]
+    for (m, n, k), minor in itertools.product(tiles, ("m", "n")):
+        yield MosaicDenseConfig(m, n, stages=k, split="none", group=16, minor=minor)
+
+
 _OPS: dict[str, Callable[..., Iterable[Any]]] = {
     function.__name__: function
     for function in (
         layer_norm, layer_norm_backward, softmax, softmax_backward, bias_activation, bias_activation_backward,
         permute, qkv_bias_split_heads, qkv_bias_split_heads_backward, attention, attention_dq, attention_dkv,
-        dense_implementation, dense, dense_split, dense_mosaic,
+        dense_implementation, dense, dense_split, dense_mosaic, dense_mosaic_gradient,
     )
 }  # fmt: skip

@@ -65,9 +65,12 @@ def dense_implementation(
 ) -> str:
     """The fastest: see `DenseChoice`."""
     by_mosaic = _by_mosaic(rows, depth, width, activation, itemsize)
-    default = DenseChoice("mosaic_gpu" if by_mosaic else without_mosaic(rows, depth, width, activation, itemsize))
+    other = without_mosaic(rows, depth, width, activation, itemsize)
     sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
-    return lookup("dense_implementation", default, device_kind, **sizes, itemsize=itemsize).implementation
+    default = DenseChoice("mosaic_gpu" if by_mosaic else other)
+    chosen = lookup("dense_implementation", default, device_kind, **sizes, itemsize=itemsize).implementation
+    # An entry is for rows rounded up, and what holds for a multiple of 8 does not for others.
+    return other if chosen == "mosaic_gpu" and rows % 8 else chosen
 
 
 def without_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsize: int) -> str:
@@ -117,6 +120,22 @@ def _multiprocessors(device_kind: str) -> int:
     return next(found, 132)
 
 
+def _in_rounds(rows: int, width: int, programs: int, largest: int = 6) -> MosaicDenseConfig:
+    """Large tiles that take the fewest rounds, with up to `largest` stages."""
+    # How fast each is, where its last round is full (H200, 2026-11-22).
+    speed = {(128, 192): 1.0, (192, 128): 0.965, (128, 128): 0.95, (64, 192): 0.9}
+    configs = [
+        MosaicDenseConfig(m, n, stages=4 if m + n > 256 else largest, split="none", group=16, programs=programs)
+        for m, n in speed
+    ]
+
+    def time(config: MosaicDenseConfig) -> float:
+        tiles = -(-rows // config.tile_m) * -(-width // config.tile_n)
+        return -(-tiles // programs) * config.tile_m * config.tile_n / speed[config.block]
+
+    return min(configs, key=time)
+
+
 def dense_mosaic(
     rows: int, depth: int, width: int, activation: str | None, itemsize: int, device_kind: str
 ) -> MosaicDenseConfig:
@@ -124,13 +143,7 @@ def dense_mosaic(
         return -(-rows // config.block[0]) * -(-width // config.block[1])
 
     programs = _multiprocessors(device_kind)
-    # In few rounds of large tiles; how fast each is, where its last round is full (H200, 2026-11-22).
-    speed = {(128, 192): 1.0, (192, 128): 0.965, (128, 128): 0.95, (64, 192): 0.9}
-    large = [
-        MosaicDenseConfig(m, n, stages=4 if m + n > 256 else 6, split="none", group=16, programs=programs)
-        for m, n in speed
-    ]
-    default, most = min(large, key=lambda c: -(-tiles(c) // c.programs) * c.tile_m * c.tile_n / speed[c.block]), 0
+    default, most = _in_rounds(rows, width, programs), 0
     small = (64, 64, 8, "none"), (64, 128, 6, "none"), (64, 192, 4, "none"), (64, 128, 4, "m"), (64, 192, 4, "m")
     for m, n, k, split in small:
         # The tiles that give work to the most multiprocessors, if each gets one.
@@ -139,6 +152,13 @@ def dense_mosaic(
             most, default = tiles(candidate), candidate
     sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
     return lookup("dense_mosaic", default, device_kind, **sizes, itemsize=itemsize)
+
+
+def dense_mosaic_gradient(rows: int, depth: int, width: int, itemsize: int, device_kind: str) -> MosaicDenseConfig:
+    """Of the kernel that multiplies with the activation's derivatives, `[rows, width]`."""
+    default = _in_rounds(rows, width, _multiprocessors(device_kind), largest=5)  # shared memory has a ring more
+    sizes = {"rows": rows, "depth": depth, "width": width}
+    return lookup("dense_mosaic_gradient", default, device_kind, **sizes, itemsize=itemsize)
 
 
 def dense(rows: int, depth: int, width: int, itemsize: int, device_kind: str) -> DenseConfig:

@@ -341,8 +341,13 @@ def test_activation(name, function, monkeypatch):
         used.append(activation)
         return bert_dense(x, kernel, bias, activation=activation, implementation=implementation)
 
-    bert_dense = bert.dense
+    def feed_forward(*arrays, activation, **options):
+        used.append(activation)
+        return bert_feed_forward(*arrays, activation=activation, **options)
+
+    bert_dense, bert_feed_forward = bert.dense, bert.feed_forward_residual_layer_norm
     monkeypatch.setattr(bert, "dense", dense)
+    monkeypatch.setattr(bert, "feed_forward_residual_layer_norm", feed_forward)
     make(dataclasses.replace(CONFIG, hidden_act=name, num_hidden_layers=1))(some_ids())
     assert [activation is None for activation in used] == [True, False, False]  # ..., pooler
     x = jnp.linspace(-4.0, 4.0, 99)
@@ -454,7 +459,16 @@ def test_implementation_reaches_every_operation(monkeypatch):
 
         return record
 
-    for name in ("dense", "qkv_attention", "dense_residual_layer_norm", "embeddings_layer_norm"):
+    for name in (
+        "dense",
+        "qkv_attention",
+        "dense_residual_layer_norm",
+        "feed_forward_residual_layer_norm",
+        "embeddings_layer_norm",
+    ):
         monkeypatch.setattr(bert, name, recorder(name, getattr(bert, name)))
     make(implementation="named")(some_ids())
-    assert seen == {"dense": 5, "qkv_attention": 2, "dense_residual_layer_norm": 4, "embeddings_layer_norm": 1}
+    assert seen == {
+        "dense": 3, "qkv_attention": 2, "dense_residual_layer_norm": 2, "feed_forward_residual_layer_norm": 2,
+        "embeddings_layer_norm": 1,
+    }  # fmt: skip

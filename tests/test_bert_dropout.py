@@ -91,13 +91,17 @@ def test_other_types(config):
 
 
 def test_distilbert_has_none_of_the_attention_output(monkeypatch, key):
-    seen, original = [], bert.dense_residual_layer_norm
+    seen = []
 
-    def record(*args, **options):
-        seen.append("dropout_rng" in options)
-        return original(*args, **options)
+    def recorder(original):
+        def record(*args, **options):
+            seen.append("dropout_rng" in options)
+            return original(*args, **options)
 
-    monkeypatch.setattr(bert, "dense_residual_layer_norm", record)
+        return record
+
+    for name in ("dense_residual_layer_norm", "feed_forward_residual_layer_norm"):
+        monkeypatch.setattr(bert, name, recorder(getattr(bert, name)))
     hidden(training(dataclasses.replace(DISTILBERT, **RATES)), some_ids(), rngs=key)
     assert seen == [False, True] * DISTILBERT.num_hidden_layers
 
@@ -123,7 +127,12 @@ def test_every_place_has_a_key_of_its_own(monkeypatch, key):
 
         return record
 
-    for name in ("embeddings_layer_norm", "qkv_attention", "dense_residual_layer_norm"):
+    for name in (
+        "embeddings_layer_norm",
+        "qkv_attention",
+        "dense_residual_layer_norm",
+        "feed_forward_residual_layer_norm",
+    ):
         monkeypatch.setattr(bert, name, recorder(getattr(bert, name)))
     model = training()
     model(some_ids(), rngs=key)

@@ -19,13 +19,13 @@ import oracle
 from cases import INTERPRET, jit, lower, normal
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference, tuning_dense
-from jaxft.kernels.mosaic_gpu import dense
+from jaxft.kernels.mosaic_gpu import dense, dense_backward
 from jaxft.kernels.triton import bias_activation
 from jaxft.tuning_dense import MosaicDenseConfig
 
 ACTIVATIONS = [None, *reference.ACTIVATIONS]
 DTYPES = [pytest.param(dtype, id=dtype.__name__) for dtype in (jnp.float16, jnp.bfloat16)]
-BY_TURNS = MosaicDenseConfig(128, 128, stages=6, split="none")
+BY_GRADIENTS = MosaicDenseConfig(128, 128, stages=6, split="none")
 
 hopper = pytest.mark.skipif(dispatch.device().compute_capability != (9, 0), reason="needs a Hopper GPU")
 runs = pytest.mark.skipif(
@@ -50,7 +50,7 @@ def check(rows, depth, width, config, *, dtype=jnp.bfloat16, bias=jnp.float32, a
     floats["bias"] = None if bias is None else normal(rng, bias, bias=(width,))["bias"]
     assert dense.unsupported(**floats) is None
     plain = jit(functools.partial(reference.dense, activation=activation))(**floats)
-    got = run(**floats, activation=activation, config=config)
+    (got,) = run(**floats, activation=activation, config=config)
     assert_matches_oracle(got, plain, oracle.dense(**floats, activation=activation), seed=seed)
     return floats, got
 
@@ -92,6 +92,24 @@ def test_activations_of_what_is_not_finite(activation, dtype):
 def test_unknown_activation():
     with pytest.raises(ValueError, match="no kernel has the activation 'swish'"):
         dense.activation("swish", jnp.ones(3), jnp.bfloat16)
+
+
+def derivative(activation, x):
+    return jax.jvp(reference.ACTIVATIONS[activation], (x,), (jnp.ones_like(x),))[1]
+
+
+@pytest.mark.parametrize("tanh_error", [-(2.0**-11), 0.0, 2.0**-11])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_slopes_are_accurate(activation, dtype, tanh_error, monkeypatch):
+    x = jnp.asarray(np.concatenate([np.linspace(-20, 20, 40001), np.geomspace(1e-30, 6e4, 999)]), jnp.float32)
+    slopes = derivative(activation, x)
+    with monkeypatch.context() as patch:
+        patch.setattr(jnp, "tanh", lambda x, tanh=jnp.tanh: tanh(x) * (1.0 + tanh_error))
+        got, slope = dense.activation_and_slope(activation, x, dtype)
+    np.testing.assert_allclose(slope, slopes, atol=3e-4 if dtype == jnp.bfloat16 else 2e-4)
+    plain = reference.ACTIVATIONS[activation](x).astype(dtype)
+    assert_matches_oracle(got.astype(dtype), plain, oracle._activate(np.float64(x), activation))
 
 
 # --- Refusals ----------------------------------------------------------------------------------------------------
@@ -143,7 +161,7 @@ def lower_kernel(rows, depth, width, config, *, dtype=jnp.bfloat16, bias=jnp.flo
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_lowers(activation, dtype):
-    for bias, config in ((None, MosaicDenseConfig(64, 192)), (jnp.float32, BY_TURNS)):
+    for bias, config in ((None, MosaicDenseConfig(64, 192)), (jnp.float32, BY_GRADIENTS)):
         lower_kernel(4096, 768, 768, config, dtype=dtype, bias=bias, activation=activation)
 
 
@@ -151,12 +169,13 @@ def test_lowers(activation, dtype):
 @pytest.mark.parametrize(
     "config",
     [MosaicDenseConfig(64, 256), MosaicDenseConfig(128, 128, split="n"), MosaicDenseConfig(64, 256, split="none"),
-     BY_TURNS, MosaicDenseConfig(64, 64, split="none", minor="m", group=1)],
+     BY_GRADIENTS, MosaicDenseConfig(64, 64, split="none", minor="m", group=1)],
     ids=lambda c: f"{c.tile_m}x{c.tile_n}{c.split}",
 )  # fmt: skip
 def test_configs_lower(config, cluster_m):
     config = MosaicDenseConfig(**{**vars(config), "cluster_m": cluster_m})
-    text = lower_kernel(1000, 96, 208, config, bias=jnp.bfloat16, activation="gelu", with_product=cluster_m == 1)
+    also = "sum" if cluster_m == 1 else None
+    text = lower_kernel(1000, 96, 208, config, bias=jnp.bfloat16, activation="gelu", also=also)
     assert text.count("tensor<1000x208xbf16>") >= 3 - cluster_m
 
 
@@ -200,17 +219,73 @@ def test_activations(activation, dtype):
 
 
 @runs
-def test_with_product():
+def test_with_sum():
     floats, y = check(72, 64, 192, SPLITS["none"], activation="gelu")
-    both = run(**floats, activation="gelu", config=SPLITS["none"], with_product=True)
+    both = run(**floats, activation="gelu", config=SPLITS["none"], also="sum")
     assert (both[0] == y).all()
-    assert (both[1] == run(**floats, activation=None, config=SPLITS["none"])).all()
+    assert (both[1] == run(**floats, activation=None, config=SPLITS["none"])[0]).all()
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_with_slope(activation, dtype):
+    """The activation's derivatives at the float32 sum, and the same results as without them."""
+    floats, y = check(72, 64, 192, SPLITS["none"], dtype=dtype, activation=activation)
+    both = run(**floats, activation=activation, config=SPLITS["none"], also="slope")
+    if activation in ("gelu", "relu", "tanh"):
+        assert (both[0] == y).all()
+    plain = reference.dense(**{name: x.astype(jnp.float32) for name, x in floats.items()})
+    assert_matches_oracle(both[0], y, oracle.dense(**floats, activation=activation))
+    slopes = derivative(activation, plain)
+    assert_matches_oracle(both[1], slopes.astype(dtype), slopes)
+
+
+# --- Gradients ---------------------------------------------------------------------------------------------------
+
+GRADIENTS = {
+    "64x128": MosaicDenseConfig(64, 128, stages=3, split="none", programs=2),
+    "m": MosaicDenseConfig(64, 64, stages=2, programs=2),
+    "192x64": MosaicDenseConfig(192, 64, stages=2, split="none", programs=3, minor="m", group=1),
+    "cluster": MosaicDenseConfig(64, 64, stages=2, split="none", programs=4, cluster_m=2),
+}
+
+
+def gradient_floats(rows, depth, width, dtype=jnp.bfloat16):
+    floats = normal(np.random.default_rng(3), dtype, dy=(rows, depth), kernel=(width, depth), slope=(rows, width))
+    return floats | {"kernel": floats["kernel"] / 8}
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("config", GRADIENTS.values(), ids=GRADIENTS)
+@pytest.mark.parametrize("shape", [(65, 80, 208), (264, 96, 320)], ids=str)
+def test_gradient(shape, config, dtype):
+    floats = gradient_floats(*shape, dtype)
+    mode = plgpu.force_gpu_interpret_mode() if INTERPRET else contextlib.nullcontext()
+    with mode:
+        dx = dense_backward.backward(**floats, config=config)
+    dy, kernel, slope = (np.float64(floats[name]) for name in ("dy", "kernel", "slope"))
+    product = reference.dense(floats["dy"], floats["kernel"].T)
+    plain = (product.astype(jnp.float32) * floats["slope"].astype(jnp.float32)).astype(dtype)
+    assert_matches_oracle(dx, plain, dy @ kernel.T * slope)
+
+
+@pytest.mark.parametrize("sizes", [(768, 768), (768, 3072), (1024, 4096), (384, 1536)])
+@pytest.mark.parametrize("rows", [100, 264, 4096, 16384])
+def test_gradient_defaults_lower(rows, sizes):
+    """They fit into shared memory."""
+    depth, width = sizes
+    config = tuning_dense.dense_mosaic_gradient(rows, depth, width, 2, "")
+    arrays = of((rows, depth)), of((width, depth)), of((rows, width))
+    text = lower(lambda *a: dense_backward.backward(*a, config=config), *arrays)
+    assert text.count("custom_call @mosaic_gpu") == 1
 
 
 @runs
 def test_nan_stays_in_its_row():
     floats, clean = check(72, 64, 128, SPLITS["m"], activation="relu")
-    y = run(**floats | {"x": floats["x"].at[3, 5].set(jnp.nan)}, activation="relu", config=SPLITS["m"])
+    (y,) = run(**floats | {"x": floats["x"].at[3, 5].set(jnp.nan)}, activation="relu", config=SPLITS["m"])
     assert jnp.isnan(y[3]).all()
     assert (jnp.delete(y, 3, axis=0) == jnp.delete(clean, 3, axis=0)).all()
 
@@ -350,18 +425,24 @@ def test_no_races(config):
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
     floats = normal(np.random.default_rng(0), jnp.bfloat16, x=(264, 192), kernel=(192, 320), bias=(320,))
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        dense.forward(**floats, activation=None, config=config).block_until_ready()
-    assert not interpret_pallas_call.get_races().races_found
+    slopes = gradient_floats(264, 192, 320)
+    for run in (
+        functools.partial(dense.forward, **floats, activation=None, config=config),
+        functools.partial(dense.forward, **floats, activation="gelu", config=config, also="slope"),
+        functools.partial(dense_backward.backward, **slopes, config=config),
+    ):
+        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+            jax.block_until_ready(run())
+        assert not interpret_pallas_call.get_races().races_found
 
 
 @hopper
 @pytest.mark.parametrize("config", [MosaicDenseConfig(64, 192), MosaicDenseConfig(64, 256),
-                                    MosaicDenseConfig(128, 128, split="n", cluster_m=2), BY_TURNS,
+                                    MosaicDenseConfig(128, 128, split="n", cluster_m=2), BY_GRADIENTS,
                                     MosaicDenseConfig(64, 256, split="none", cluster_m=2), None], ids=str)  # fmt: skip
 def test_large(config):
     shape = (4099, 768, 3072)
     floats, y = check(*shape, config or tuning_dense.dense_mosaic(*shape, "gelu", 2, ""), activation="gelu")
     for _ in range(10):
-        again = run(**floats, activation="gelu", config=config or tuning_dense.dense_mosaic(*shape, "gelu", 2, ""))
+        (again,) = run(**floats, activation="gelu", config=config or tuning_dense.dense_mosaic(*shape, "gelu", 2, ""))
         assert (again == y).all()

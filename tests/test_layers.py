@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "jaxft"
-COMPOSED = {"dense_layer_norm": ("dense", "layer_norm")}  # an op that is two others where its own kernels do not pay
+COMPOSED = {  # ops that are others where kernels of their own do not pay
+    "dense_layer_norm": ("dense", "layer_norm"),
+    "feed_forward": ("dense", "dense_layer_norm", "layer_norm"),
+}
 MODEL_ORDER = (
     "checkpoint_heads",
     "checkpoint",

@@ -286,12 +286,19 @@ def test_implementation_reaches_every_operation(monkeypatch):
 
         return record
 
-    for name in ("dense", "qkv_attention", "varlen_qkv_attention", "dense_residual_layer_norm"):
+    for name in (
+        "dense",
+        "qkv_attention",
+        "varlen_qkv_attention",
+        "dense_residual_layer_norm",
+        "feed_forward_residual_layer_norm",
+    ):
         monkeypatch.setattr(bert, name, recorder(name, getattr(bert, name)))
     monkeypatch.setattr(bert, "embeddings_layer_norm", recorder("embeddings_layer_norm", bert.embeddings_layer_norm))
     make(implementation="named")(np.arange(5), cu_seqlens=[0, 5], max_seqlen=5)
     assert seen == {
-        "dense": 5, "varlen_qkv_attention": 2, "dense_residual_layer_norm": 4, "embeddings_layer_norm": 1,
+        "dense": 3, "varlen_qkv_attention": 2, "dense_residual_layer_norm": 2, "feed_forward_residual_layer_norm": 2,
+        "embeddings_layer_norm": 1,
     }  # fmt: skip
 
 

@@ -78,6 +78,11 @@ OPS = {
         {"x": (BATCH, LENGTH, 512), "kernel": (512, WIDTH), "bias": (WIDTH,), "residual": ROWS["x"], **NORM},
         split=("residual",),
     ),
+    "feed_forward_residual_layer_norm": Op(
+        lambda m, o, **f: m.feed_forward_residual_layer_norm(**f, **o, activation="gelu_tanh"),
+        {"x": ROWS["x"], "in_kernel": (WIDTH, 520), "in_bias": (520,), "out_kernel": (520, WIDTH),
+         "out_bias": (WIDTH,), **NORM},
+    ),
     "dot_product_attention": Op(
         lambda m, o, **f: m.dot_product_attention(**f, **o, return_residual=True),
         dict.fromkeys(("query", "key", "value"), QKV), split=("key", "value"),

@@ -12,7 +12,7 @@ import pytest
 
 import jaxft
 from cases import lower
-from jaxft import tuning, tuning_candidates, tuning_dense
+from jaxft import tuning, tuning_candidates, tuning_dense, tuning_store
 
 UNKNOWN = "a device that nobody tuned for"
 ITEM_SIZES = (2, 4)
@@ -37,6 +37,7 @@ OPS = {
     "dense": (tuning_dense.DenseConfig, ("rows", "depth", "width", "itemsize")),
     "dense_split": (tuning_dense.SplitConfig, ("rows", "depth", "width", "itemsize")),
     "dense_mosaic": (tuning_dense.MosaicDenseConfig, ("rows", "depth", "width", "activation", "itemsize")),
+    "dense_mosaic_gradient": (tuning_dense.MosaicDenseConfig, ("rows", "depth", "width", "itemsize")),
 }  # fmt: skip
 SIZES = (0, 1, 2, 3, 31, 64, 100, 127, 384, 769, 4096, 5000, 65537)
 
@@ -81,8 +82,12 @@ def test_next_power_of_2(n, power):
 
 
 def test_keys_round_sizes_up_to_powers_of_two():
-    assert tuning.key(rows=4000, width=1024, itemsize=2) == "rows=4096,width=1024,itemsize=2"
+    assert tuning.key(rows=4000, width=1000, itemsize=2) == "rows=4096,width=1024,itemsize=2"
     assert tuning.key(rows=4097, width=1, itemsize=4) == "rows=8192,width=1,itemsize=4"
+
+
+def test_keys_have_the_exact_depth_and_width_of_a_product():
+    assert tuning.key(rows=4000, depth=768, width=2304, itemsize=2) == "rows=4096,depth=768,width=2304,itemsize=2"
 
 
 def test_heuristics_are_launchable():
@@ -181,7 +186,7 @@ def test_a_tuned_entry_wins(tuned):
         assert op(rows, 1000, itemsize, "NVIDIA H200") == op(rows, 1000, itemsize, UNKNOWN)
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op not in ("dense_mosaic", "dense_implementation")])
+@pytest.mark.parametrize("op", [op for op in OPS if "mosaic" not in op and op != "dense_implementation"])
 def test_every_op_finds_its_tuned_entry(op, tuned):
     sizes = {name: 100 + place for place, name in enumerate(OPS[op][1])}
     tuned({"card": {op: {tuning.key(**sizes): {"num_warps": 32}}}})
@@ -189,13 +194,37 @@ def test_every_op_finds_its_tuned_entry(op, tuned):
 
 
 def test_the_mosaic_product_finds_its_tuned_entries(tuned):
-    tuned({"card": {"dense_mosaic": {"rows=1024,depth=256,width=512,activation=2,itemsize=2": {"tile_n": 256}}}})
+    tuned({"card": {"dense_mosaic": {"rows=1024,depth=200,width=300,activation=2,itemsize=2": {"tile_n": 256}}}})
     with_gelu, without = (tuning_dense.dense_mosaic(1000, 200, 300, name, 2, "card") for name in ("gelu", None))
     assert with_gelu == dataclasses.replace(without, tile_n=256) != without
+    default = tuning_dense.dense_mosaic_gradient(1000, 200, 300, 2, "card")
+    tuned({"card": {"dense_mosaic_gradient": {"rows=1024,depth=200,width=300,itemsize=2": {"stages": 2}}}})
+    found = tuning_dense.dense_mosaic_gradient(1000, 200, 300, 2, "card")
+    assert found == dataclasses.replace(default, stages=2) != default
+
+
+@pytest.mark.parametrize("sizes", [(768, 2304), (1024, 3072), (1024, 4096)])
+def test_models_do_not_share_entries_of_products(sizes, tuned):
+    """BERT-base and BERT-large, and the layers of one of them."""
+    key = "rows=512,depth=768,width=3072,itemsize=2"
+    tuned({"card": {"dense": {key: {"num_warps": 16}}, "dense_split": {key: {"splits": 7}}}})
+    assert tuning_dense.dense(500, 768, 3072, 2, "card").num_warps == 16
+    assert tuning_dense.dense_split(500, 768, 3072, 2, "card").splits == 7
+    for op in (tuning_dense.dense, tuning_dense.dense_split):
+        assert op(500, *sizes, 2, "card") == op(500, *sizes, 2, UNKNOWN)
+
+
+def test_the_table_of_the_h200_has_the_layers_of_both_berts():
+    """Each has entries of its own."""
+    table = tuning._table("NVIDIA H200")
+    for sizes in ("768,width=2304", "768,width=768", "768,width=3072", "3072,width=768",
+                  "1024,width=3072", "1024,width=1024", "1024,width=4096", "4096,width=1024"):  # fmt: skip
+        for rows in (128, 256, 512, 1024):
+            assert f"rows={rows},depth={sizes},itemsize=2" in table["dense"]
 
 
 def test_the_implementation_of_dense_is_in_the_table(tuned):
-    entry = {"rows=4096,depth=1024,width=4096,activation=2,itemsize=2": {"implementation": "triton"}}
+    entry = {"rows=4096,depth=768,width=3072,activation=2,itemsize=2": {"implementation": "triton"}}
     tuned({"NVIDIA H200": {"dense_implementation": entry}})
     sizes = 4096, 768, 3072
     chosen = [tuning_dense.dense_implementation(*sizes, name, 2, "NVIDIA H200") for name in ("gelu", None)]
@@ -209,6 +238,16 @@ def test_the_implementation_of_dense_is_in_the_table(tuned):
         assert ("mosaic_gpu" in text) == (implementation == "mosaic_gpu")
 
 
+def test_rows_that_cost_mosaic_copies_do_not_take_an_entry_of_others(tuned):
+    key = "rows=512,depth=768,width=768,activation=1,itemsize=2"
+    table = {"dense_implementation": {key: {"implementation": "mosaic_gpu"}}}
+    tuned({"NVIDIA H200": table})
+    chosen = [tuning_dense.dense_implementation(rows, 768, 768, None, 2, "NVIDIA H200") for rows in (264, 512, 509)]
+    assert chosen == ["mosaic_gpu", "mosaic_gpu", "triton"]
+    table["dense_implementation"][key] = {"implementation": "xla"}
+    assert tuning_dense.dense_implementation(509, 768, 768, None, 2, "NVIDIA H200") == "xla"
+
+
 @pytest.mark.parametrize(
     ("kind", "programs"),
     [("NVIDIA H200", 132), ("NVIDIA H100 80GB HBM3", 132), ("NVIDIA H100 PCIe", 114), ("NVIDIA H20", 78)],
@@ -218,6 +257,13 @@ def test_one_program_a_multiprocessor(kind, programs):
     assert config.programs == programs
     sizes = {"rows": 4096, "depth": 1024, "width": 4096, "activation": 2, "itemsize": 2}
     assert {c.programs for c in tuning_candidates.candidates("dense_mosaic", config, **sizes)} == {programs}
+
+
+def test_kernels_that_read_other_things_start_from_the_entries_of_layer_norm(tuned):
+    tuned({"card": {op: {"rows=128,width=1024,itemsize=4": {"num_warps": 32}} for op in OPS if "layer_norm" in op}})
+    for variant in ("embeddings", "sums"):
+        for op in (tuning.layer_norm, tuning.layer_norm_backward):
+            assert op(100, 768, 4, "card", variant).num_warps == 32
 
 
 def test_a_device_without_a_table_gets_the_heuristic():
@@ -235,7 +281,36 @@ def test_committed_tables_are_well_formed():
                 parts = {name: int(size) for name, size in (part.split("=") for part in sizes.split(","))}
                 assert tuning.key(**parts) == sizes and tuple(parts) == names, (file.name, op, sizes)
                 assert set(entry) <= fields, (file.name, op, sizes)
-                if config is tuning_dense.MosaicDenseConfig:
+                if config in (tuning_dense.MosaicDenseConfig, tuning_dense.DenseChoice):
                     continue
                 blocks = (value for name, value in entry.items() if name not in ("num_stages", "programs", "splits"))
                 assert all(value & (value - 1) == 0 for value in blocks), (file.name, op)
+
+
+def test_candidates():
+    for op, (config, names) in OPS.items():
+        for scale in (1, 7, 200):
+            sizes = {name: {"itemsize": 4, "activation": 1, "aligned": 4}.get(name, 20 * scale) for name in names}
+            present = config(*[64] * sum(f.default is dataclasses.MISSING for f in dataclasses.fields(config)))
+            found = tuning_candidates.candidates(op, present, **sizes)
+            assert found and all(type(c) is config for c in found), (op, sizes)
+            assert present not in found and len(set(found)) == len(found)
+    for rows, tried in ((256, False), (512, True)):
+        sizes = {"rows": rows, "depth": 1024, "width": 4096, "activation": 2, "itemsize": 2}
+        found = tuning_candidates.candidates("dense_implementation", tuning_dense.DenseChoice("triton"), **sizes)
+        assert (tuning_dense.DenseChoice("mosaic_gpu") in found) == tried
+    around = tuning_candidates.candidates("an op without a list", tuning.RowConfig(2, 64, 4), rows=1)
+    assert tuning.RowConfig(4, 64, 2) in around and tuning.RowConfig(2, 64, 4) not in around
+
+
+def test_every_heuristic_candidate_and_tuned_entry_is_sound():
+    """What `autotune` can store is what can be restored."""
+    configs = {*heuristics(), *heuristics("NVIDIA H200")}
+    for op, (config, names) in OPS.items():
+        configs |= {config(**entry) for entry in tuning._table("NVIDIA H200").get(op, {}).values()}
+        for scale in (1, 7, 200):
+            sizes = {name: {"itemsize": 2, "activation": 1, "aligned": 8}.get(name, 20 * scale) for name in names}
+            configs |= {*tuning_candidates.candidates(op, next(iter(configs)), **sizes)}
+    assert {type(c) for c in configs} == {config for config, _ in OPS.values()}
+    for config in configs:
+        assert tuning_store._unsound(dataclasses.asdict(config), config) is None, config

@@ -20,6 +20,7 @@ from jaxft.ops.attention import qkv_attention, varlen_qkv_attention
 from jaxft.ops.dense import dense
 from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
 from jaxft.ops.embeddings import embeddings_layer_norm
+from jaxft.ops.feed_forward import feed_forward_residual_layer_norm
 
 
 @jax.tree_util.register_dataclass
@@ -185,12 +186,12 @@ class BertLayer(nnx.Module):
         gamma, beta = self.attention_norm_gamma[...], self.attention_norm_beta[...]
         options |= dropout.options(hidden_rate, of_attention)
         x = dense_residual_layer_norm(attended.reshape(x.shape), kernel, bias, x, gamma, beta, **options)
-        kernel, bias = self.ffn_in_kernel[...].astype(dtype), self.ffn_in_bias[...]
-        h = dense(x, kernel, bias, activation=config.activation, implementation=implementation)
-        kernel, bias = self.ffn_out_kernel[...].astype(dtype), self.ffn_out_bias[...]
-        gamma, beta = self.ffn_norm_gamma[...], self.ffn_norm_beta[...]
         options |= dropout.options(hidden_rate, of_ffn)
-        return dense_residual_layer_norm(h, kernel, bias, x, gamma, beta, **options)
+        return feed_forward_residual_layer_norm(
+            x, self.ffn_in_kernel[...].astype(dtype), self.ffn_in_bias[...], self.ffn_out_kernel[...].astype(dtype),
+            self.ffn_out_bias[...], self.ffn_norm_gamma[...], self.ffn_norm_beta[...], activation=config.activation,
+            **options,
+        )  # fmt: skip
 
 
 def run_layer(layer: BertLayer, x: Array, mask: Array | None, *, remat: bool, **options: Any) -> Array:

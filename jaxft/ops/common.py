@@ -71,12 +71,12 @@ def as_vector(op: str, name: str, x: Any, width: int) -> Array | None:
     return x
 
 
-def as_factors(op: str, x: Any, kernel: Any) -> tuple[Array, Array]:
+def as_factors(op: str, x: Any, kernel: Any, name: str = "kernel") -> tuple[Array, Array]:
     """Those of a dense layer's product: [..., K] and [K, F]."""
-    x, kernel = as_float(op, "x", x), as_float(op, "kernel", kernel)
+    x, kernel = as_float(op, "x", x), as_float(op, name, kernel)
     if x.ndim == 0 or kernel.ndim != 2 or kernel.shape[0] != x.shape[-1]:
-        raise ValueError(f"{op}: x and kernel must have shapes [..., K] and [K, F], got {x.shape} and {kernel.shape}")
-    check_same_dtype(op, "kernel", kernel, "x", x)
+        raise ValueError(f"{op}: x and {name} must have shapes [..., K] and [K, F], got {x.shape} and {kernel.shape}")
+    check_same_dtype(op, name, kernel, "x", x)
     return x, kernel
 
 

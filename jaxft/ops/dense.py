@@ -64,8 +64,8 @@ def dense(
     op = "dense"
     x, kernel = common.as_factors(op, x, kernel)
     bias = common.as_vector(op, "bias", bias, kernel.shape[1])
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f"{op}: activation must be None or one of {ACTIVATIONS}, got {activation!r}")
+    if activation is not None:
+        check_activation(op, activation, "None or ")
     if residual is not None:
         residual = common.as_float(op, "residual", residual)
         common.check_shape(op, "residual", residual, (*x.shape[:-1], kernel.shape[1]))
@@ -74,13 +74,55 @@ def dense(
     rows, width = math.prod(x.shape[:-1]), kernel.shape[1]
     # In two dimensions, which is where XLA recognises a matrix product with a bias in its epilogue.
     arrays = (x.reshape(rows, x.shape[-1]), kernel, bias, None if residual is None else residual.reshape(rows, width))
-    sizes, itemsize = (rows, x.shape[-1], width), x.dtype.itemsize
+    plan = plan_of(op, *arrays, activation, precision, implementation)
+    if plan is None:
+        y = _reference(*arrays, activation, precision)
+    else:
+        y = _kernels_jit(*common.vary_alike(*arrays), plan)
+    return y.reshape(*x.shape[:-1], width)
+
+
+def check_activation(op: str, activation: Any, others: str = "") -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{op}: activation must be {others}one of {ACTIVATIONS}, got {activation!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is static: one kernel for everything, or (`product` is None) XLA's product and an epilogue kernel."""
+
+    activation: str | None
+    precision: Any
+    product: tuning_dense.DenseConfig | tuning_dense.MosaicDenseConfig | None
+    epilogue: tuning.ElementwiseConfig
+    gradient: tuning.GradientConfig  # of the activation and the bias
+    kernel_precision: str
+    interpret: bool
+
+    @property
+    def by_mosaic(self) -> bool:
+        return isinstance(self.product, tuning_dense.MosaicDenseConfig)
+
+
+def plan_of(
+    op: str,
+    x: Array,
+    kernel: Array,
+    bias: Array | None,
+    residual: Array | None,
+    activation: str | None,
+    precision: Any,
+    implementation: str | None,
+) -> Plan | None:
+    """How to compute it, of arrays in two dimensions; None for as the reference does."""
+    sizes = rows, _, width = x.shape[0], x.shape[1], kernel.shape[1]
+    itemsize = x.dtype.itemsize
     reasons, kind, fastest = {"triton": triton.unsupported(x=x, bias=bias)}, dispatch.device_kind(), implementation
     if implementation is None and dispatch.platform() == "cuda":
         fastest = tuning_dense.dense_implementation(*sizes, activation, itemsize, kind)
     # Mosaic GPU is imported, which takes a while, only where it may be the choice.
     if fastest not in (None, "triton", "xla"):
-        mosaic = {"mosaic_gpu": _mosaic_reason(*arrays)}
+        mosaic = {"mosaic_gpu": _mosaic_reason(x, kernel, bias, residual)}
         reasons = mosaic | reasons if implementation is None else reasons | mosaic
     choice = dispatch.choose(op, implementation, reasons)
     if implementation is None and fastest == "mosaic_gpu" and choice.name != fastest:
@@ -92,19 +134,16 @@ def dense(
         product = tuning_dense.dense(*sizes, itemsize, kind)
     no_kernel = product is None and (residual is not None if activation else bias is None)
     if choice.name == "xla" or 0 in sizes or no_kernel:
-        y = _reference(*arrays, activation, precision)
-    else:
-        plan = _Plan(
-            activation=activation,
-            precision=precision,
-            product=product,
-            epilogue=tuning.bias_activation(rows, width, itemsize, kind),
-            gradient=tuning.bias_activation_backward(rows, width, itemsize, kind),
-            kernel_precision=dispatch.matmul_precision(precision),
-            interpret=choice.interpret,
-        )
-        y = _kernels_jit(*common.vary_alike(*arrays), plan)
-    return y.reshape(*x.shape[:-1], width)
+        return None
+    return Plan(
+        activation=activation,
+        precision=precision,
+        product=product,
+        epilogue=tuning.bias_activation(rows, width, itemsize, kind),
+        gradient=tuning.bias_activation_backward(rows, width, itemsize, kind),
+        kernel_precision=dispatch.matmul_precision(precision),
+        interpret=choice.interpret,
+    )
 
 
 def _mosaic_reason(x: Array, kernel: Array, bias: Array | None, residual: Array | None) -> str | None:
@@ -120,38 +159,37 @@ def _reference(x, kernel, bias, residual, activation, precision):
     return reference.dense(x, kernel, bias, activation=activation, residual=residual, precision=precision)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What is static: one kernel for everything, or (`product` is None) XLA's product and an epilogue kernel."""
-
-    activation: str | None
-    precision: Any
-    product: tuning_dense.DenseConfig | tuning_dense.MosaicDenseConfig | None
-    epilogue: tuning.ElementwiseConfig
-    gradient: tuning.GradientConfig  # of the activation and the bias
-    kernel_precision: str
-    interpret: bool
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _kernels(x, kernel, bias, residual, plan):
+def kernels(x, kernel, bias, residual, plan):
     if plan.product is None:
         return _epilogue(jnp.matmul(x, kernel, precision=plan.precision), bias, residual, plan, in_place=True)
-    if isinstance(plan.product, tuning_dense.MosaicDenseConfig):
-        return _mosaic(x, kernel, bias, plan, with_product=False)
+    if plan.by_mosaic:
+        return _mosaic(x, kernel, bias, plan)
     return triton.forward(
         x, kernel, bias, residual, activation=plan.activation, precision=plan.kernel_precision, config=plan.product,
         interpret=plan.interpret,
     )  # fmt: skip
 
 
-def _mosaic(x, kernel, bias, plan, with_product):
+def _mosaic(x, kernel, bias, plan, also=None):
     from jaxft.kernels.mosaic_gpu import dense as mosaic
 
-    y = mosaic.forward(x, kernel, bias, activation=plan.activation, config=plan.product, with_product=with_product)
+    results = mosaic.forward(x, kernel, bias, activation=plan.activation, config=plan.product, also=also)
     # Inside a shard_map, results of Mosaic kernels do not say over which axes they vary.
-    results = common.vary_alike(x, kernel, bias, *(y if with_product else [y]))[3:]
-    return tuple(results) if with_product else results[0]
+    _, _, _, *alike = common.vary_alike(x, kernel, bias, *results)
+    return tuple(alike) if also else alike[0]
+
+
+def with_slope(x: Array, kernel: Array, bias: Array | None, plan: Plan) -> tuple[Array, Array]:
+    """The result of a plan by Mosaic, and the activation's derivatives in the dtype of x."""
+
+    def plain(x, kernel, bias):
+        y = reference.dense(x, kernel, bias, precision=plan.precision).astype(jnp.float32)
+        run = functools.partial(reference.dense_epilogue, bias=None, activation=plan.activation, residual=None)
+        return tuple(z.astype(x.dtype) for z in jax.jvp(run, (y,), (jnp.ones_like(y),)))
+
+    fused = functools.partial(_mosaic, plan=plan, also="slope")
+    return common.with_plain_gradient(fused, plain)(x, kernel, bias)
 
 
 def _epilogue(y, bias, residual, plan, in_place):
@@ -171,25 +209,23 @@ def _fwd(x, kernel, bias, residual, plan):
             lambda y, bias, residual: reference.dense_epilogue(y, bias, plan.activation, residual),
         )
         return run(y, bias, residual), (x, kernel, bias, residual, None if plan.activation is None else y)
-    if isinstance(plan.product, tuning_dense.MosaicDenseConfig) and plan.activation is not None:
-
-        def fused(x, kernel, bias):
-            return _mosaic(x, kernel, bias, plan, with_product=True)
+    if plan.by_mosaic and plan.activation is not None:
 
         def plain(x, kernel, bias):
             y = reference.dense(x, kernel, bias, precision=plan.precision)
             return reference.dense_epilogue(y, None, plan.activation, None), y
 
+        fused = functools.partial(_mosaic, plan=plan, also="sum")
         out, y = common.with_plain_gradient(fused, plain)(x, kernel, bias)
         return out, (x, kernel, bias, residual, y)
-    return _kernels(x, kernel, bias, residual, plan), (x, kernel, bias, residual, None)
+    return kernels(x, kernel, bias, residual, plan), (x, kernel, bias, residual, None)
 
 
 def _bwd(plan, saved, d_out):
     x, kernel, bias, residual, y = saved
     if y is None and plan.activation is not None:  # the kernel kept it in registers, and the gradient needs it
         y = jnp.matmul(x, kernel, precision=plan.precision)
-    elif isinstance(plan.product, tuning_dense.MosaicDenseConfig) and bias is not None:
+    elif plan.by_mosaic and bias is not None:
         bias = jnp.zeros_like(bias)  # it is in y
 
     dy, d_bias = _epilogue_gradient(d_out, y, bias, plan)
@@ -197,16 +233,21 @@ def _bwd(plan, saved, d_out):
     return *product_vjp(dy), d_bias, None if residual is None else d_out
 
 
+def sum_of_rows(x: Array, plan: Plan) -> Array:
+    """In float32."""
+    run = common.with_plain_gradient(
+        functools.partial(bias_activation.sum_of_rows, interpret=plan.interpret),
+        lambda x: jnp.sum(x, axis=0, dtype=jnp.float32),
+    )
+    return run(x)
+
+
 def _epilogue_gradient(d_out, y, bias, plan):
     """Of activation(y + bias): the gradients of y and bias, in one pass if there is an activation."""
     if plan.activation is None:
         if bias is None:
             return d_out, None
-        sums = common.with_plain_gradient(
-            functools.partial(bias_activation.sum_of_rows, interpret=plan.interpret),
-            lambda d_out: jnp.sum(d_out, axis=0, dtype=jnp.float32),
-        )
-        return d_out, sums(d_out).astype(bias.dtype)
+        return d_out, sum_of_rows(d_out, plan).astype(bias.dtype)
 
     def plain(d_out, y, bias):
         return jax.vjp(lambda y, bias: reference.dense_epilogue(y, bias, plan.activation, None), y, bias)[1](d_out)
@@ -219,5 +260,5 @@ def _epilogue_gradient(d_out, y, bias, plan):
     return common.with_plain_gradient(fused, plain)(d_out, y, bias)
 
 
-_kernels.defvjp(_fwd, _bwd)
-_kernels_jit = jax.jit(_kernels, static_argnums=4)
+kernels.defvjp(_fwd, _bwd)
+_kernels_jit = jax.jit(kernels, static_argnums=4)

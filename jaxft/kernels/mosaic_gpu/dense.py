@@ -1,13 +1,10 @@
 """activation(x @ kernel + bias) in one kernel for Hopper: bias and activation meet the product in registers.
 
-2 * M * K * F floating-point operations. A program has three warp groups: one copies blocks of x and kernel into a ring
-of buffers in shared memory (TMA), two multiply them (wgmma) and finish their tiles. A program works on several tiles,
-one after the other, and the copies for the next begin while the last is finished.
+2 * M * K * F floating-point operations.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -17,13 +14,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxft.kernels.mosaic_gpu import dense_common
+from jaxft.kernels.mosaic_gpu.dense_common import PIECE, store_piece
 from jaxft.tuning_dense import MosaicDenseConfig
 
 Array = jax.Array
-
-PIECE = 64  # rows and columns of a tile that are finished and stored at a time
-COPYING = 2  # the warp group that copies; 0 and 1 multiply
-REGISTERS = {"copy": 40, "multiply": 232}  # for each thread, of the 65,536 that three groups of 128 have in all
 
 
 def unsupported(x: Array, kernel: Array, bias: Array | None) -> str | None:
@@ -40,19 +35,9 @@ def unsupported(x: Array, kernel: Array, bias: Array | None) -> str | None:
     if rows < PIECE or width <= PIECE:
         # What lies beyond the edge of an array of one line of tiles is stored at its beginning (JAX 0.11.2).
         return f"M is {rows} and F is {width}: they must be at least {PIECE} and above {PIECE}"
-    if not _line(depth, width):
+    if not dense_common.line(depth, width):
         return f"K is {depth} and F is {width}: above 64 they must be multiples of 16, below of 8"
     return None
-
-
-def _line(*widths: int) -> int:
-    """How many elements a line of shared memory holds; rows of these widths end where a line does.
-
-    Mosaic copies an array as 8 rows x so many elements at a time. What lies beyond the array's edge comes as zeros and
-    is not stored, but only from a multiple of that on.
-    """
-    fits = (line for line in (64, 32, 16) if all(w % 8 == 0 and (w < line or w % line == 0) for w in widths))
-    return next(fits, 0)
 
 
 # --- Activations: float32 in, float32 out ------------------------------------------------------------------------
@@ -66,13 +51,21 @@ def _sigmoid(x: Array) -> Array:
     return inverse_root * inverse_root
 
 
-def _gelu(x: Array) -> Array:
-    """With a relative error of 3e-4, as for the Triton kernels: exp(-x^2 / 2) times a minimax fit."""
+def _normal_tail(x: Array) -> Array:
+    """Phi(-|x|) of the normal distribution, with a relative error of 3e-4, as for the Triton kernels.
+
+    It is exp(-x^2 / 2) times a minimax fit.
+    """
     inverse_root = lax.rsqrt(1.0 + 0.49 * jnp.abs(x))
     t = inverse_root * inverse_root
     p = ((-0.12037462 * t + 0.25018403) * t + 0.17322216) * t + 0.1970786
-    half = jnp.exp2(x * x * (-0.5 * math.log2(math.e))) * (t * p)
-    return x * jnp.where(x < 0.0, half, 1.0 - half)
+    return jnp.exp2(x * x * (-0.5 * math.log2(math.e))) * (t * p)
+
+
+def _gelu_argument(x: Array) -> Array:
+    """y for which (1 + tanh(y)) / 2 is Phi(x), with an absolute error of 2.6e-5: minimax."""
+    square = jnp.minimum(x * x, 16.0)  # beyond, the polynomial bends down; tanh is 1 by then
+    return x * (0.79750916 + square * (0.037004681 - 0.00035134242 * square))
 
 
 def _by_tanh(x: Array, y: Array) -> Array:
@@ -89,11 +82,10 @@ def activation(name: str, x: Array, dtype: Any) -> Array:
     coarse = dtype == jnp.bfloat16
     match name:
         case "gelu":
-            if not coarse:
-                return _gelu(x)
-            square = jnp.minimum(x * x, 16.0)  # beyond, the polynomial bends down; tanh is 1 by then
-            # Minimax of the absolute error, which is 2.6e-5.
-            return _by_tanh(x, x * (0.79750916 + square * (0.037004681 - 0.00035134242 * square)))
+            if coarse:
+                return _by_tanh(x, _gelu_argument(x))
+            tail = _normal_tail(x)
+            return x * jnp.where(x < 0.0, tail, 1.0 - tail)
         case "gelu_tanh":
             y = x * (math.sqrt(2.0 / math.pi) + (math.sqrt(2.0 / math.pi) * 0.044715) * (x * x))
             return _by_tanh(x, y) if coarse else x * _sigmoid(2.0 * y)
@@ -106,143 +98,73 @@ def activation(name: str, x: Array, dtype: Any) -> Array:
     raise ValueError(f"no kernel has the activation {name!r}")
 
 
+def activation_and_slope(name: str, x: Array, dtype: Any) -> tuple[Array, Array]:
+    """The same and its derivative, with an absolute error of 3e-4 in bfloat16 and 2e-4 in float16."""
+    if name == "gelu":
+        density = jnp.exp2(x * x * (-0.5 * math.log2(math.e))) * (1.0 / math.sqrt(2.0 * math.pi))
+        if dtype == jnp.bfloat16:
+            below = 0.5 * jnp.tanh(_gelu_argument(x)) + 0.5
+        else:
+            tail = _normal_tail(x)
+            below = jnp.where(x < 0.0, tail, 1.0 - tail)
+        return activation(name, x, dtype), below + x * density
+    if name == "relu":
+        return activation(name, x, dtype), jnp.where(x > 0.0, 1.0, 0.0)
+    if name == "tanh":
+        s = _sigmoid(2.0 * x)
+        return activation(name, x, dtype), 4.0 * s * (1.0 - s)
+    # x * _sigmoid(y): the hardware's tanh is too coarse for the derivative.
+    y: Array = x
+    slope: Any = 1.0
+    if name == "gelu_tanh":
+        a = jnp.maximum(jnp.minimum(x, 11.0), -11.0)
+        linear, cubic = 2.0 * math.sqrt(2.0 / math.pi), 2.0 * math.sqrt(2.0 / math.pi) * 0.044715
+        y, slope = a * (linear + cubic * (a * a)), linear + 3.0 * cubic * (a * a)
+    s = _sigmoid(y)
+    result = x * s
+    return result, s + result * (slope - s * slope)
+
+
 # --- The kernel --------------------------------------------------------------------------------------------------
 
 
-def _transforms(dtype: Any, *widths: int) -> tuple[Any, Any]:
-    """How blocks of arrays with these widths lie in shared memory."""
-    line = _line(*widths)
-    return plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(line * dtype.itemsize)
+def _fwd_kernel(x_ref, kernel_ref, bias_ref, y_ref, also_ref, *, name: Any, also: Any, config: MosaicDenseConfig):
+    tile_m, tile_n = config.tile_m, config.tile_n
 
+    def body(y_smem, bias_smem, bias_there):
+        def begin(warps, row, column):
+            if bias_ref is not None:  # while the warps multiply
+                here = bias_ref.at[pl.ds(column, tile_n)]
+                plgpu.copy_gmem_to_smem(here, bias_smem.at[warps], bias_there.at[warps])
 
-def _fwd_kernel(x_ref, kernel_ref, bias_ref, y_ref, product_ref, *, name: str | None, config: MosaicDenseConfig):
-    (rows, depth), width, dtype = x_ref.shape, kernel_ref.shape[1], x_ref.dtype
-    tile_m, tile_n, tile_k, stages = config.tile_m, config.tile_n, config.tile_k, config.stages
-    block_m, block_n = config.block
-    by_turns, steps = config.split == "none", pl.cdiv(depth, tile_k)
-    blocks_m, blocks_n = pl.cdiv(rows, block_m * config.cluster_m), pl.cdiv(width, block_n)
-
-    def body(x_smem, kernel_smem, y_smem, bias_smem, filled, free, bias_there):
-        warps, program, programs = lax.axis_index("warps"), lax.axis_index("program"), lax.axis_size("program")
-        blocks = lax.div(blocks_m * blocks_n - 1 - program, programs) + 1  # of this program
-
-        def first(i):
-            """The row and the column where this program's i-th block begins."""
-            m, n = plgpu.planar_snake(
-                program + i * programs, (blocks_m, blocks_n), "mn".index(config.minor), config.group
-            )
-            return (m * config.cluster_m + lax.axis_index("cluster")) * block_m, n * block_n
-
-        def buffer(i, k):
-            """Where step k of block i lies."""
-            return lax.rem(i * steps + k, stages)
-
-        def arrival(i, k):
-            """The barrier that its copies complete."""
-            # A warp group must wait for every phase of a barrier, so those that take turns have one each.
-            return filled.at[buffer(i, k) + (lax.rem(i, 2) * stages if by_turns else 0)]
-
-        def copy():
-            plgpu.set_max_registers(REGISTERS["copy"], action="decrease")
-
-            @pl.loop(0, blocks)
-            def _(i):
-                row, column = first(i)
-
-                @pl.loop(0, steps)
-                def _(k):
-                    at, deep = buffer(i, k), pl.ds(k * tile_k, tile_k)
-                    plgpu.barrier_wait(free.at[at])
-                    plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(row, block_m), deep], x_smem.at[at], arrival(i, k))
-                    plgpu.copy_gmem_to_smem(
-                        kernel_ref.at[deep, pl.ds(column, block_n)], kernel_smem.at[at], arrival(i, k),
-                        collective_axes="cluster" if config.cluster_m > 1 else None,
-                    )  # fmt: skip
-
-            @pl.loop(0, stages)  # the other program of a cluster must find this one's barriers until it is done
-            def _(k):
-                plgpu.barrier_wait(free.at[buffer(blocks, k)])
-
-        def multiply(i, acc_ref):
-            own_m = pl.ds(warps * tile_m, tile_m) if config.split == "m" else slice(None)
-            own_n = pl.ds(warps * tile_n, tile_n) if config.split == "n" else slice(None)
-
-            @pl.loop(0, steps)
-            def _(k):
-                plgpu.barrier_wait(arrival(i, k))
-                plgpu.wgmma(acc_ref, x_smem.at[buffer(i, k), own_m], kernel_smem.at[buffer(i, k), :, own_n])
-                plgpu.wgmma_wait(1)
-
-                @pl.when(k > 0)
-                def _():
-                    plgpu.barrier_arrive(free.at[buffer(i, k - 1)])
-
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(free.at[buffer(i, steps - 1)])
-
-        def finish(row, column, acc):
-            stored = 0
-
-            def store(values, m, n, ref):
-                nonlocal stored
-                at = y_smem.at[warps, stored % 2]
-                plgpu.wait_smem_to_gmem(min(stored, 1), wait_read_only=True)  # at first for those of the last tile
-                at[...] = values.astype(dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(at, ref.at[pl.ds(row + m, PIECE), pl.ds(column + n, PIECE)])
-                stored += 1
-
+        def finish(warps, row, column, acc):
             if bias_ref is not None:
                 plgpu.barrier_wait(bias_there.at[warps])
+            stored = 0
             for m in range(0, tile_m, PIECE):
                 for n in range(0, tile_n, PIECE):
                     values = acc[m : m + PIECE, n : n + PIECE]
                     if bias_ref is not None:
                         bias = plgpu.layout_cast(bias_smem[warps, n : n + PIECE], plgpu.Layout.WGMMA.reduce(0))
                         values += lax.broadcast_in_dim(bias.astype(jnp.float32), values.shape, (1,))
-                    if product_ref is not None:
-                        store(values, m, n, product_ref)
-                    store(values if name is None else activation(name, values, dtype), m, n, y_ref)
+                    place = pl.ds(row + m, PIECE), pl.ds(column + n, PIECE)
+                    other = values
+                    if also == "slope":
+                        values, other = activation_and_slope(name, values, y_ref.dtype)
+                    elif name is not None:
+                        values = activation(name, values, y_ref.dtype)
+                    if also_ref is not None:
+                        store_piece(y_smem.at[warps], stored, other, also_ref.at[place])
+                        stored += 1
+                    store_piece(y_smem.at[warps], stored, values, y_ref.at[place])
+                    stored += 1
 
-        def compute():
-            plgpu.set_max_registers(REGISTERS["multiply"], action="increase")
+        dense_common.multiply_tiles(x_ref, kernel_ref, config, begin, finish)
 
-            @pl.when(warps < (1 if by_turns else 2))
-            def _():
-                for stage in range(stages):
-                    plgpu.barrier_arrive(free.at[stage])
-
-            @pl.loop(0, lax.div(blocks + 1 - warps, 2) if by_turns else blocks)
-            def _(i):
-                i = 2 * i + warps if by_turns else i
-                row, column = first(i)
-                row += warps * tile_m if config.split == "m" else 0
-                column += warps * tile_n if config.split == "n" else 0
-                if bias_ref is not None:  # while the warps multiply
-                    here = bias_ref.at[pl.ds(column, tile_n)]
-                    plgpu.copy_gmem_to_smem(here, bias_smem.at[warps], bias_there.at[warps])
-
-                @functools.partial(pl.run_scoped, acc_ref=plgpu.ACC((tile_m, tile_n), jnp.float32))
-                def _(acc_ref):
-                    multiply(i, acc_ref)
-                    finish(row, column, acc_ref[...])
-
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        # One branch with two sides: the compiler ignores `set_max_registers` elsewhere.
-        lax.cond(warps == COPYING, copy, compute)
-
-    free: Any = plgpu.Barrier
-    if config.cluster_m > 1:  # the copies of one program fill buffers of the other
-        free = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
     pl.run_scoped(
         body,
-        x_smem=plgpu.SMEM((stages, block_m, tile_k), dtype, transforms=_transforms(dtype, depth, width)),
-        kernel_smem=plgpu.SMEM((stages, tile_k, block_n), dtype, transforms=_transforms(dtype, depth, width)),
-        y_smem=plgpu.SMEM((2, 2, PIECE, PIECE), dtype, transforms=_transforms(dtype, width)),
+        y_smem=dense_common.pieces_smem(y_ref.dtype, y_ref.shape[1]),
         bias_smem=None if bias_ref is None else plgpu.SMEM((2, tile_n), bias_ref.dtype),
-        filled=plgpu.Barrier(num_arrivals=2, num_barriers=stages * (1 + by_turns)),
-        free=free(num_arrivals=1 if by_turns else 2, num_barriers=stages),
         bias_there=None if bias_ref is None else plgpu.Barrier(num_barriers=2),
         collective_axes="warps",
     )
@@ -255,12 +177,15 @@ def forward(
     *,
     activation: str | None,
     config: MosaicDenseConfig,
-    with_product: bool = False,
-) -> Array | tuple[Array, Array]:
-    """x [M, K], kernel [K, F], bias [F] -> [M, F], and, `with_product`, x @ kernel + bias, both of the dtype of x."""
+    also: str | None = None,
+) -> list[Array]:
+    """x [M, K], kernel [K, F], bias [F] -> [M, F], of the dtype of x.
+
+    And another such, where `also` is "sum": x @ kernel + bias, or "slope": the activation's derivatives there.
+    """
     rows, width = x.shape[0], kernel.shape[1]
     beyond = -rows % 8
-    if beyond:  # see `_line`; rows are copied by eights
+    if beyond:  # see `dense_common.line`; rows are copied by eights
         x = jnp.pad(x, ((0, beyond), (0, 0)))
     y = jax.ShapeDtypeStruct((rows + beyond, width), x.dtype)
 
@@ -268,22 +193,9 @@ def forward(
         given = iter(refs)
         x_ref, kernel_ref = next(given), next(given)
         bias_ref = None if bias is None else next(given)
-        _fwd_kernel(x_ref, kernel_ref, bias_ref, next(given), next(given, None), name=activation, config=config)
+        y_ref, also_ref = next(given), next(given, None)
+        _fwd_kernel(x_ref, kernel_ref, bias_ref, y_ref, also_ref, name=activation, also=also, config=config)
 
-    block_m, block_n = config.block
-    clusters = pl.cdiv(rows, block_m * config.cluster_m) * pl.cdiv(width, block_n)
-    call = plgpu.kernel(
-        body,
-        out_type=[y] * (1 + with_product),
-        grid=(min(config.programs // config.cluster_m, clusters),),
-        grid_names=("program",),
-        cluster=(config.cluster_m,),
-        cluster_names=("cluster",),
-        num_threads=3,
-        thread_name="warps",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-    )
-    with jax.enable_x64(False):  # or its indices are of two kinds
-        results = call(*(a for a in (x, kernel, bias) if a is not None))
-    results = [r[:rows] if beyond else r for r in results]
-    return (results[0], results[1]) if with_product else results[0]
+    inputs = [a for a in (x, kernel, bias) if a is not None]
+    results = dense_common.launch(body, inputs, [y] * (1 if also is None else 2), config)
+    return [r[:rows] if beyond else r for r in results]

@@ -1,0 +1,154 @@
+"""feed_forward_residual_layer_norm: LN(dropout(act(x @ W1 + b1) @ W2 + b2) + x), the second half of a BERT layer."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxft import dispatch, tuning_dense
+from jaxft.ops import common
+from jaxft.ops import dense as dense_op
+from jaxft.ops.dense import dense
+from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
+from jaxft.ops.layer_norm import bias_residual_layer_norm
+
+Array = jax.Array
+
+
+def feed_forward_residual_layer_norm(
+    x: Array,
+    in_kernel: Array,
+    in_bias: Array | None,
+    out_kernel: Array,
+    out_bias: Array | None,
+    gamma: Array | None,
+    beta: Array | None,
+    *,
+    activation: str = "gelu",
+    epsilon: float = 1e-6,
+    dropout_rate: float = 0.0,
+    dropout_rng: Array | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: str | None = None,
+) -> Array:
+    """The feed-forward network of a BERT layer: two dense layers, the residual and the LayerNorm.
+
+    Equivalent to::
+
+      h = dense(x, in_kernel, in_bias, activation=activation)
+      dense_residual_layer_norm(h, out_kernel, out_bias, x, gamma, beta, epsilon=epsilon)
+
+    and in the forward pass the same kernels. The backward pass is what it is for: where "mosaic_gpu" is the fastest for
+    the first layer, its kernel also gives the derivatives of the activation, and the gradient is multiplied by them in
+    the epilogue of its product with the second kernel.
+
+    Args:
+      x: `[..., D]`, float32, float16 or bfloat16; products accumulate in float32.
+      in_kernel: `[D, F]` of the dtype of `x`.
+      in_bias: `[F]` of any float dtype, or None.
+      out_kernel: `[F, D]` of the dtype of `x`.
+      out_bias, gamma, beta: `[D]` of any float dtype, or None for 0, 1 and 0.
+      activation: "gelu" (by the error function), "gelu_tanh", "relu", "silu" or "tanh".
+      epsilon: added to the variance (FasterTransformer's default; BERT's is 1e-12).
+      dropout_rate: in [0, 1). What is kept is a pure function of the key and the element's index.
+      dropout_rng: a JAX random key, needed where the rate is not 0.
+      precision: of the products, as in `jnp.matmul`; None follows `jax.default_matmul_precision`.
+      implementation: None for the fastest, "triton" or "xla"; "mosaic_gpu" for the first layer and its gradient, and
+        the fastest for the rest (16 bits, on Hopper GPUs).
+
+    Returns:
+      `[..., D]` of the dtype of `x`.
+
+    Raises:
+      TypeError: an array is not of floats, a kernel has another dtype than x, or a number is not one.
+      ValueError: a shape does not fit, a number is out of its range, or an unknown activation, precision or
+        implementation.
+      NotImplementedError: the named implementation cannot do this; the message says why.
+
+    Gradients: of all arrays. Deterministic. The activation's derivatives are rounded to the dtype of x where they are
+    saved.
+    Source: the second half of FasterTransformer v1.0's encoder layer.
+    """
+    op = "feed_forward_residual_layer_norm"
+    x, in_kernel = common.as_factors(op, x, in_kernel, name="in_kernel")
+    width, inner = in_kernel.shape
+    out_kernel = common.as_float(op, "out_kernel", out_kernel)
+    common.check_shape(op, "out_kernel", out_kernel, (inner, width))
+    common.check_same_dtype(op, "out_kernel", out_kernel, "x", x)
+    in_bias = common.as_vector(op, "in_bias", in_bias, inner)
+    out_bias, gamma, beta = (
+        common.as_vector(op, name, vector, width)
+        for name, vector in (("out_bias", out_bias), ("gamma", gamma), ("beta", beta))
+    )
+    dense_op.check_activation(op, activation)
+    precision = common.check_precision(op, precision, x.dtype)
+    options: dict[str, Any] = {
+        "epsilon": common.check_number(op, "epsilon", epsilon, positive=True),
+        "dropout_rate": common.check_dropout(op, dropout_rate, dropout_rng),
+        "dropout_rng": dropout_rng,
+        "implementation": None if implementation == "mosaic_gpu" else implementation,
+    }
+    rows = math.prod(x.shape[:-1])
+    arrays = x.reshape(rows, width), in_kernel, in_bias, out_kernel
+    plan = dense_op.plan_of(op, *arrays[:3], None, activation, precision, implementation)
+    if plan is None or not plan.by_mosaic:
+        h = dense(x, in_kernel, in_bias, activation=activation, precision=precision, implementation=implementation)
+        return dense_residual_layer_norm(h, out_kernel, out_bias, x, gamma, beta, precision=precision, **options)
+    static = _Static(
+        plan, tuning_dense.dense_mosaic_gradient(rows, width, inner, x.dtype.itemsize, dispatch.device_kind())
+    )
+    y = _products_jit(*common.vary_alike(*arrays), static).reshape(x.shape)
+    return bias_residual_layer_norm(y, out_bias, x, gamma, beta, in_place=True, **options)
+
+
+class _Static(NamedTuple):
+    """What is compiled into the kernels."""
+
+    plan: dense_op.Plan
+    gradient: tuning_dense.MosaicDenseConfig
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _products(x, in_kernel, in_bias, out_kernel, static):
+    h = dense_op.kernels(x, in_kernel, in_bias, None, static.plan)
+    return dense(h, out_kernel, precision=static.plan.precision)
+
+
+def _fwd(x, in_kernel, in_bias, out_kernel, static):
+    h, slope = dense_op.with_slope(x, in_kernel, in_bias, static.plan)
+    y = dense(h, out_kernel, precision=static.plan.precision)
+    return y, (x, in_kernel, in_bias, out_kernel, h, slope)
+
+
+def _bwd(static, saved, dy):
+    x, in_kernel, in_bias, out_kernel, h, slope = saved
+    product = functools.partial(jnp.matmul, precision=static.plan.precision)
+    dz = _inner_gradient(dy, out_kernel, slope, static)
+    d_in_bias = None if in_bias is None else dense_op.sum_of_rows(dz, static.plan).astype(in_bias.dtype)
+    (d_out_kernel,) = jax.vjp(functools.partial(product, h), out_kernel)[1](dy)
+    dx, d_in_kernel = jax.vjp(product, x, in_kernel)[1](dz)
+    return dx, d_in_kernel, d_in_bias, d_out_kernel
+
+
+def _inner_gradient(dy, out_kernel, slope, static):
+    """Of the sum x @ in_kernel + in_bias."""
+
+    def plain(dy, out_kernel, slope):
+        dh = jnp.matmul(dy, out_kernel.T, precision=static.plan.precision, preferred_element_type=jnp.float32)
+        return (dh * slope.astype(jnp.float32)).astype(dy.dtype)
+
+    def fused(dy, out_kernel, slope):
+        from jaxft.kernels.mosaic_gpu import dense_backward as mosaic
+
+        dz = mosaic.backward(dy, out_kernel, slope, config=static.gradient)
+        return common.vary_alike(dy, out_kernel, slope, dz)[3]  # see `dense`
+
+    return common.with_plain_gradient(fused, plain)(dy, out_kernel, slope)
+
+
+_products.defvjp(_fwd, _bwd)
+_products_jit = jax.jit(_products, static_argnums=4)

@@ -1,0 +1,225 @@
+"""feed_forward_residual_layer_norm: LN(dropout(act(x @ W1 + b1) @ W2 + b2) + x)."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxft
+import oracle
+from cases import SOME_DTYPES, check, jit, lower, normal, seeds
+from jaxft import dispatch, reference
+from jaxft.ops import dense as dense_op
+from test_dense_mosaic import interpreted, of, runs
+
+FEED_FORWARD = jaxft.feed_forward_residual_layer_norm
+VECTORS = ("in_bias", "out_bias", "gamma", "beta")
+
+
+def floats_of(rng, rows, width, inner, dtype=jnp.bfloat16, vectors=jnp.float32, missing=()):
+    floats = normal(rng, dtype, x=(*rows, width), in_kernel=(width, inner), out_kernel=(inner, width))
+    sizes = {name: (inner if name == "in_bias" else width,) for name in VECTORS if name not in missing}
+    return {
+        **floats, **normal(rng, vectors, **sizes), "in_kernel": floats["in_kernel"] * max(width, 1) ** -0.5,
+        "out_kernel": floats["out_kernel"] * max(inner, 1) ** -0.5,
+    }  # fmt: skip
+
+
+def exact(x, in_kernel, in_bias, out_kernel, out_bias, gamma, beta, *, activation="gelu", **options):
+    h = oracle.dense(x, in_kernel, in_bias, activation=activation)
+    return oracle.bias_residual_layer_norm(oracle.dense(h, out_kernel), out_bias, x, gamma, beta, **options)
+
+
+def check_op(floats, implementations=("triton",), seed=None, **options):
+    missing = {name: None for name in VECTORS if name not in floats}
+    check(
+        lambda implementation, **f: FEED_FORWARD(**f, **missing, **options, implementation=implementation),
+        lambda **f: reference.feed_forward_residual_layer_norm(**f, **missing, **options),
+        lambda **f: exact(**f, **missing, **options),
+        floats, implementations=implementations, seed=seed,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_values(activation, dtype):
+    floats = floats_of(np.random.default_rng(0), (2, 5), 40, 530, dtype)
+    check_op(floats, activation=activation, epsilon=1e-12)
+
+
+@pytest.mark.parametrize("missing", [*((name,) for name in VECTORS), VECTORS], ids=str)
+def test_optional_vectors(missing):
+    check_op(floats_of(np.random.default_rng(1), (5,), 17, 40, missing=missing))
+
+
+@pytest.mark.parametrize("seed", seeds(2))
+def test_random(seed):
+    rng = np.random.default_rng(seed)
+    rows = tuple(int(n) for n in rng.choice([1, 2, 5, 13], rng.integers(0, 3)))
+    width, inner = int(rng.choice([3, 17, 64, 100])), int(rng.choice([1, 3, 512, 601]))
+    dtype, vectors = (jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"]))) for _ in range(2))
+    missing = [name for name in VECTORS if rng.random() < 0.2]
+    activation = str(rng.choice(list(reference.ACTIVATIONS)))
+    check_op(floats_of(rng, rows, width, inner, dtype, vectors, missing), activation=activation, seed=seed)
+
+
+@pytest.mark.parametrize("rows", [(0,), (2, 0)], ids=str)
+def test_empty(rows):
+    floats = floats_of(np.random.default_rng(0), rows, 4, 3)
+    for implementation in ("triton", "xla", None):
+        assert FEED_FORWARD(**floats, implementation=implementation).shape == (*rows, 4)
+
+
+def test_dropout(key):
+    """The same elements as `bias_residual_layer_norm` drops."""
+    floats = floats_of(np.random.default_rng(3), (9,), 40, 520)
+    options = {"dropout_rate": 0.3, "dropout_rng": key}
+
+    def two(x, in_kernel, in_bias, out_kernel, **f):
+        h = jaxft.dense(x, in_kernel, in_bias, activation="gelu", implementation="xla")
+        y = jaxft.dense(h, out_kernel, implementation="xla")
+        return jaxft.bias_residual_layer_norm(
+            y, f["out_bias"], x, f["gamma"], f["beta"], **options, implementation="xla"
+        )
+
+    for implementation in ("triton", "xla"):
+        got = FEED_FORWARD(**floats, **options, implementation=implementation)
+        np.testing.assert_allclose(np.float32(got), np.float32(two(**floats)), atol=0.05)
+
+
+# --- By Mosaic GPU, on a Hopper GPU or in its interpreter --------------------------------------------------------
+
+
+@pytest.fixture
+def mosaic(monkeypatch):
+    """On a CPU what is not of the pair of kernels in question runs in XLA."""
+    with interpreted():
+        if dispatch.platform() == "cuda" and jax.default_backend() != "gpu":
+            for name in ("dense", "bias_residual_layer_norm"):
+                by_xla = functools.partial(getattr(jaxft, name))
+
+                def run(*arrays, by_xla=by_xla, **options):
+                    return by_xla(*arrays, **options | {"implementation": "xla"})
+
+                monkeypatch.setattr(f"jaxft.ops.feed_forward.{name}", run)
+        yield
+
+
+@runs
+@pytest.mark.parametrize(
+    ("activation", "dtype", "missing"),
+    [*((a, jnp.bfloat16, ()) for a in reference.ACTIVATIONS), ("gelu", jnp.float16, ("out_bias",)),
+     ("gelu", jnp.float16, ("in_bias",)), ("gelu_tanh", jnp.float16, VECTORS)],
+)  # fmt: skip
+def test_gradient_in_the_epilogue(activation, dtype, missing, mosaic):
+    floats = floats_of(np.random.default_rng(4), (3, 66), 64, 128, dtype, missing=missing)
+    check_op(floats, ("mosaic_gpu",), activation=activation)
+
+
+def gradients(activation="gelu", **options):
+    def loss(*arrays):
+        return jnp.sum(FEED_FORWARD(*arrays, activation=activation, **options).astype(jnp.float32))
+
+    return jax.grad(loss, argnums=tuple(range(7)))
+
+
+def arrays_of(rows, width, inner, dtype=jnp.bfloat16):
+    return (of((rows, width), dtype), of((width, inner), dtype), of((inner,), dtype), of((inner, width), dtype),
+            of((width,), dtype), of((width,), dtype), of((width,), dtype))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "kernels"),
+    [
+        ((16384, 1024, 4096), jnp.float16, 2),  # the first layer's, and its gradient's
+        ((4096, 768, 3072), jnp.bfloat16, 3),  # and the second layer's
+        ((4096, 768, 3072), jnp.float32, 0),
+        ((128, 768, 3072), jnp.bfloat16, 0),  # Triton is faster
+        ((4100, 768, 3072), jnp.bfloat16, 0),  # would cost copies
+    ],
+)
+def test_where_it_is_taken(shape, dtype, kernels):
+    text = lower(gradients(), *arrays_of(*shape, dtype))
+    assert text.count("@mosaic_gpu_v2") == kernels
+    assert ("bias_activation_bwd" in text) == (kernels == 0)
+
+
+def test_forward_pass_is_the_two_ops():
+    def two(x, in_kernel, in_bias, out_kernel, *rest):
+        h = jaxft.dense(x, in_kernel, in_bias, activation="gelu")
+        return jaxft.dense_residual_layer_norm(h, out_kernel, rest[0], x, *rest[1:])
+
+    for rows in (128, 4096):
+        texts = [lower(run, *arrays_of(rows, 768, 3072)) for run in (FEED_FORWARD, two)]
+        for call in ("@mosaic_gpu_v2", "triton", "dot_general"):
+            assert texts[0].count(call) == texts[1].count(call)
+
+
+def test_second_derivatives_lower():
+    def twice(*arrays):
+        return jax.grad(lambda *a: sum(jnp.sum(g.astype(jnp.float32)) for g in gradients()(*a)))(*arrays)
+
+    lower(twice, *arrays_of(512, 256, 1024))
+
+
+def test_shards():
+    specs = jax.sharding.PartitionSpec("x"), *[jax.sharding.PartitionSpec()] * 6
+    text = lower(
+        lambda *a: jax.shard_map(
+            lambda *a: [jax.lax.psum(g, "x") for g in gradients("silu")(*a)[:1]], in_specs=specs,
+            out_specs=jax.sharding.PartitionSpec(),
+        )(*a),
+        *arrays_of(512, 256, 1024),
+    )  # fmt: skip
+    assert text.count("@mosaic_gpu_v2") == 2
+
+
+# --- Errors ------------------------------------------------------------------------------------------------------
+
+GOOD = {
+    "x": np.ones((2, 4), np.float32), "in_kernel": np.ones((4, 6), np.float32), "in_bias": None,
+    "out_kernel": np.ones((6, 4), np.float32), "out_bias": None, "gamma": None, "beta": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"in_kernel": np.ones((5, 6), np.float32)}, ValueError,
+         "x and in_kernel must have shapes [..., K] and [K, F], got (2, 4) and (5, 6)"),
+        ({"in_kernel": np.ones((4, 6), np.float16)}, TypeError, "in_kernel must have the dtype of x, float32"),
+        ({"out_kernel": np.ones((6, 5), np.float32)}, ValueError, "out_kernel must have shape (6, 4), got (6, 5)"),
+        ({"out_kernel": np.ones((6, 4), np.float16)}, TypeError, "out_kernel must have the dtype of x, float32"),
+        ({"in_bias": np.ones(4, np.float32)}, ValueError, "in_bias must have shape (6,), got (4,)"),
+        ({"out_bias": np.ones(6, np.float32)}, ValueError, "out_bias must have shape (4,), got (6,)"),
+        ({"gamma": np.ones(6, np.float32)}, ValueError, "gamma must have shape (4,), got (6,)"),
+        ({"beta": [1, 2, 3, 4]}, TypeError, "beta"),
+        ({"activation": "swish"}, ValueError,
+         "activation must be one of ('gelu', 'gelu_tanh', 'relu', 'silu', 'tanh'), got 'swish'"),
+        ({"activation": None}, ValueError, "activation must be one of ('gelu',"),
+        ({"epsilon": 0}, ValueError, "epsilon must be positive, got 0"),
+        ({"dropout_rate": 1.0}, ValueError, "dropout_rate must be in [0, 1), got 1.0"),
+        ({"precision": "most"}, ValueError, "precision must be one that jnp.matmul takes, got 'most'"),
+        ({"implementation": "cuda"}, ValueError, "implementation must be None or one of"),
+    ],
+)  # fmt: skip
+def test_errors(changes, error, message):
+    with pytest.raises(error, match=re.escape("feed_forward_residual_layer_norm: ") + ".*" + re.escape(message)):
+        FEED_FORWARD(**{**GOOD, **changes})
+
+
+def test_plan_is_the_first_layers(monkeypatch):
+    """What `implementation` asks for reaches both layers."""
+    seen = []
+    original = dense_op.plan_of
+
+    def plan_of(*arguments):
+        seen.append(arguments[-1])
+        return original(*arguments)
+
+    monkeypatch.setattr(dense_op, "plan_of", plan_of)
+    jit(functools.partial(FEED_FORWARD, implementation="triton"))(**GOOD)
+    assert set(seen) == {"triton"}
