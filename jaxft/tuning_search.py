@@ -20,6 +20,7 @@ from jax.extend.core import subjaxprs
 
 from jaxft import dispatch, tuning, tuning_store, tuning_timing
 from jaxft.tuning_candidates import candidates
+from jaxft.tuning_dense import DenseChoice, MosaicDenseConfig, SplitConfig
 
 logger = logging.getLogger("jaxft")
 
@@ -113,10 +114,13 @@ def _text(traced: Any) -> str:
 
 def _matters(fn: Function, args: Any, taken: Mapping[Entry, Any], entry: Entry, config: Any) -> bool:
     """Whether `fn` launches a kernel with this config: ops ask for those of gradients, too, before they know."""
-    if not hasattr(config, "num_warps"):  # of Mosaic GPU, of which an op asks for what it runs
+    if isinstance(config, DenseChoice):
         return True
-    changes = {"num_warps": config.num_warps // 2 or 2}
-    if hasattr(config, "splits"):  # where that is 1, it is not launched
+    if isinstance(config, MosaicDenseConfig):
+        changes = {"group": config.group + 1}
+    else:
+        changes = {"num_warps": config.num_warps // 2 or 2}
+    if isinstance(config, SplitConfig):  # where that is 1, it is not launched
         changes["splits"] = config.splits + 1
     other = dataclasses.replace(config, **changes)
     present, changed = (_trace(fn, args, {**taken, entry: choice})[0] for choice in (config, other))

@@ -11,6 +11,7 @@ import bench_attention
 import bench_bias_activation
 import bench_dense
 import bench_embeddings
+import bench_feed_forward
 import bench_encode
 import bench_encoder
 import bench_heuristics
@@ -57,6 +58,7 @@ def read(folder):
     [
         (bench_dense, {"SHAPES": [(5, 24, 16)], "LARGE": []}, {"xla"}),
         (bench_layer_norm, {"SHAPES": [(5, 24)]}, {"xla", "copy (memcpy)"}),
+        (bench_feed_forward, {"SHAPES": [(5, 16, 24)]}, {"xla"}),
         (bench_embeddings, {"SHAPES": [(2, 5)], "TABLES": (40, 9, 2), "WIDTH": 24}, {"xla", "copy (memcpy)"}),
         (bench_bias_activation, {"SHAPES": [(5, 24)]}, {"xla", "copy (memcpy)"}),
         (bench_permute, {"CASES": [((2, 5, 3, 8), (0, 2, 1, 3), ("float16",))], "HEADS": [(2, 5, 3, 8)]},

@@ -25,7 +25,7 @@ from jaxft.tuning_dense import MosaicDenseConfig
 
 ACTIVATIONS = [None, *reference.ACTIVATIONS]
 DTYPES = [pytest.param(dtype, id=dtype.__name__) for dtype in (jnp.float16, jnp.bfloat16)]
-BY_GRADIENTS = MosaicDenseConfig(128, 128, stages=6, split="none")
+BY_TURNS = MosaicDenseConfig(128, 128, stages=6, split="none")
 
 hopper = pytest.mark.skipif(dispatch.device().compute_capability != (9, 0), reason="needs a Hopper GPU")
 runs = pytest.mark.skipif(
@@ -161,7 +161,7 @@ def lower_kernel(rows, depth, width, config, *, dtype=jnp.bfloat16, bias=jnp.flo
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_lowers(activation, dtype):
-    for bias, config in ((None, MosaicDenseConfig(64, 192)), (jnp.float32, BY_GRADIENTS)):
+    for bias, config in ((None, MosaicDenseConfig(64, 192)), (jnp.float32, BY_TURNS)):
         lower_kernel(4096, 768, 768, config, dtype=dtype, bias=bias, activation=activation)
 
 
@@ -169,7 +169,7 @@ def test_lowers(activation, dtype):
 @pytest.mark.parametrize(
     "config",
     [MosaicDenseConfig(64, 256), MosaicDenseConfig(128, 128, split="n"), MosaicDenseConfig(64, 256, split="none"),
-     BY_GRADIENTS, MosaicDenseConfig(64, 64, split="none", minor="m", group=1)],
+     BY_TURNS, MosaicDenseConfig(64, 64, split="none", minor="m", group=1)],
     ids=lambda c: f"{c.tile_m}x{c.tile_n}{c.split}",
 )  # fmt: skip
 def test_configs_lower(config, cluster_m):
@@ -438,7 +438,7 @@ def test_no_races(config):
 
 @hopper
 @pytest.mark.parametrize("config", [MosaicDenseConfig(64, 192), MosaicDenseConfig(64, 256),
-                                    MosaicDenseConfig(128, 128, split="n", cluster_m=2), BY_GRADIENTS,
+                                    MosaicDenseConfig(128, 128, split="n", cluster_m=2), BY_TURNS,
                                     MosaicDenseConfig(64, 256, split="none", cluster_m=2), None], ids=str)  # fmt: skip
 def test_large(config):
     shape = (4099, 768, 3072)

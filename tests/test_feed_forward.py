@@ -11,7 +11,7 @@ import pytest
 import jaxft
 import oracle
 from cases import SOME_DTYPES, check, jit, lower, normal, seeds
-from jaxft import dispatch, reference
+from jaxft import dispatch, reference, tuning_search
 from jaxft.ops import dense as dense_op
 from test_dense_mosaic import interpreted, of, runs
 
@@ -73,21 +73,26 @@ def test_empty(rows):
         assert FEED_FORWARD(**floats, implementation=implementation).shape == (*rows, 4)
 
 
+def dropped(key, shape, **options):
+    """Which elements are, since what is normalised is 1 where they are not, else 0."""
+    rows, width = shape
+    floats = {"x": (rows, width), "in_kernel": (width, 128), "in_bias": (128,), "out_kernel": (128, width)}
+    floats = {name: jnp.zeros(sizes, jnp.bfloat16) for name, sizes in floats.items()}
+    y = FEED_FORWARD(
+        **floats, out_bias=jnp.ones(width), gamma=None, beta=None, dropout_rate=0.3, dropout_rng=key, **options
+    )
+    return np.asarray(y < 0)
+
+
 def test_dropout(key):
     """The same elements as `bias_residual_layer_norm` drops."""
-    floats = floats_of(np.random.default_rng(3), (9,), 40, 520)
-    options = {"dropout_rate": 0.3, "dropout_rng": key}
-
-    def two(x, in_kernel, in_bias, out_kernel, **f):
-        h = jaxft.dense(x, in_kernel, in_bias, activation="gelu", implementation="xla")
-        y = jaxft.dense(h, out_kernel, implementation="xla")
-        return jaxft.bias_residual_layer_norm(
-            y, f["out_bias"], x, f["gamma"], f["beta"], **options, implementation="xla"
-        )
-
+    zeros = jnp.zeros((66, 64), jnp.bfloat16)
+    y = jaxft.bias_residual_layer_norm(
+        zeros, jnp.ones(64), zeros, None, None, dropout_rate=0.3, dropout_rng=key, implementation="xla"
+    )
+    assert 1000 < (y < 0).sum() < 1500
     for implementation in ("triton", "xla"):
-        got = FEED_FORWARD(**floats, **options, implementation=implementation)
-        np.testing.assert_allclose(np.float32(got), np.float32(two(**floats)), atol=0.05)
+        np.testing.assert_array_equal(dropped(key, zeros.shape, implementation=implementation), y < 0)
 
 
 # --- By Mosaic GPU, on a Hopper GPU or in its interpreter --------------------------------------------------------
@@ -98,13 +103,12 @@ def mosaic(monkeypatch):
     """On a CPU what is not of the pair of kernels in question runs in XLA."""
     with interpreted():
         if dispatch.platform() == "cuda" and jax.default_backend() != "gpu":
-            for name in ("dense", "bias_residual_layer_norm"):
-                by_xla = functools.partial(getattr(jaxft, name))
+            for op in (jaxft.dense, jaxft.bias_residual_layer_norm):
 
-                def run(*arrays, by_xla=by_xla, **options):
-                    return by_xla(*arrays, **options | {"implementation": "xla"})
+                def run(*arrays, op=op, **options):
+                    return op(*arrays, **options | {"implementation": "xla"})
 
-                monkeypatch.setattr(f"jaxft.ops.feed_forward.{name}", run)
+                monkeypatch.setattr(f"jaxft.ops.feed_forward.{op.__name__}", run)
         yield
 
 
@@ -117,6 +121,21 @@ def mosaic(monkeypatch):
 def test_gradient_in_the_epilogue(activation, dtype, missing, mosaic):
     floats = floats_of(np.random.default_rng(4), (3, 66), 64, 128, dtype, missing=missing)
     check_op(floats, ("mosaic_gpu",), activation=activation)
+
+
+@runs
+def test_gradient_with_dropout(key, mosaic):
+    """Of the same elements, which the reference drops from the same key."""
+    expected = dropped(key, (66, 64), implementation="xla")
+    np.testing.assert_array_equal(dropped(key, (66, 64), implementation="mosaic_gpu"), expected)
+    floats = floats_of(np.random.default_rng(5), (66,), 64, 128)
+    options = {"dropout_rate": 0.3, "dropout_rng": key}
+    check(
+        lambda implementation, **f: FEED_FORWARD(**f, **options, implementation=implementation),
+        lambda **f: reference.feed_forward_residual_layer_norm(**f, **options),
+        lambda **f: exact(**f, rate=0.3, keep=np.asarray(reference.dropout_mask(key, 0.3, (66, 64)))),
+        floats, implementations=("mosaic_gpu",),
+    )  # fmt: skip
 
 
 def gradients(activation="gelu", **options):
@@ -147,6 +166,15 @@ def test_where_it_is_taken(shape, dtype, kernels):
     assert ("bias_activation_bwd" in text) == (kernels == 0)
 
 
+def test_autotune_tunes_the_gradient_where_there_is_one():
+    arrays = arrays_of(4096, 768, 3072)
+    with dispatch.target():
+        for fn, launched in ((FEED_FORWARD, False), (gradients(), True)):
+            _, asked = tuning_search._trace(fn, arrays, {})
+            (entry,) = (entry for entry in asked if entry[0] == "dense_mosaic_gradient")
+            assert tuning_search._matters(fn, arrays, {}, entry, asked[entry][0]) == launched
+
+
 def test_forward_pass_is_the_two_ops():
     def two(x, in_kernel, in_bias, out_kernel, *rest):
         h = jaxft.dense(x, in_kernel, in_bias, activation="gelu")
@@ -169,8 +197,7 @@ def test_shards():
     specs = jax.sharding.PartitionSpec("x"), *[jax.sharding.PartitionSpec()] * 6
     text = lower(
         lambda *a: jax.shard_map(
-            lambda *a: [jax.lax.psum(g, "x") for g in gradients("silu")(*a)[:1]], in_specs=specs,
-            out_specs=jax.sharding.PartitionSpec(),
+            gradients("silu"), in_specs=specs, out_specs=specs,
         )(*a),
         *arrays_of(512, 256, 1024),
     )  # fmt: skip
@@ -211,8 +238,7 @@ def test_errors(changes, error, message):
         FEED_FORWARD(**{**GOOD, **changes})
 
 
-def test_plan_is_the_first_layers(monkeypatch):
-    """What `implementation` asks for reaches both layers."""
+def test_implementation_reaches_both_layers(monkeypatch):
     seen = []
     original = dense_op.plan_of
 
@@ -222,4 +248,4 @@ def test_plan_is_the_first_layers(monkeypatch):
 
     monkeypatch.setattr(dense_op, "plan_of", plan_of)
     jit(functools.partial(FEED_FORWARD, implementation="triton"))(**GOOD)
-    assert set(seen) == {"triton"}
+    assert seen == ["triton"] * 2

@@ -75,11 +75,7 @@ def dense(
     # In two dimensions, which is where XLA recognises a matrix product with a bias in its epilogue.
     arrays = (x.reshape(rows, x.shape[-1]), kernel, bias, None if residual is None else residual.reshape(rows, width))
     plan = plan_of(op, *arrays, activation, precision, implementation)
-    if plan is None:
-        y = _reference(*arrays, activation, precision)
-    else:
-        y = _kernels_jit(*common.vary_alike(*arrays), plan)
-    return y.reshape(*x.shape[:-1], width)
+    return run(*arrays, activation, precision, plan).reshape(*x.shape[:-1], width)
 
 
 def check_activation(op: str, activation: Any, others: str = "") -> None:
@@ -146,6 +142,15 @@ def plan_of(
     )
 
 
+def run(
+    x: Array, kernel: Array, bias: Array | None, residual: Array | None, activation: str | None, precision: Any,
+    plan: Plan | None,
+) -> Array:  # fmt: skip
+    if plan is None:
+        return _reference(x, kernel, bias, residual, activation, precision)
+    return _kernels_jit(*common.vary_alike(x, kernel, bias, residual), plan)
+
+
 def _mosaic_reason(x: Array, kernel: Array, bias: Array | None, residual: Array | None) -> str | None:
     try:
         from jaxft.kernels.mosaic_gpu import dense as mosaic
@@ -185,8 +190,8 @@ def with_slope(x: Array, kernel: Array, bias: Array | None, plan: Plan) -> tuple
 
     def plain(x, kernel, bias):
         y = reference.dense(x, kernel, bias, precision=plan.precision).astype(jnp.float32)
-        run = functools.partial(reference.dense_epilogue, bias=None, activation=plan.activation, residual=None)
-        return tuple(z.astype(x.dtype) for z in jax.jvp(run, (y,), (jnp.ones_like(y),)))
+        act = functools.partial(reference.dense_epilogue, bias=None, activation=plan.activation, residual=None)
+        return tuple(z.astype(x.dtype) for z in jax.jvp(act, (y,), (jnp.ones_like(y),)))
 
     fused = functools.partial(_mosaic, plan=plan, also="slope")
     return common.with_plain_gradient(fused, plain)(x, kernel, bias)
@@ -234,12 +239,12 @@ def _bwd(plan, saved, d_out):
 
 
 def sum_of_rows(x: Array, plan: Plan) -> Array:
-    """In float32."""
-    run = common.with_plain_gradient(
+    """x [M, F] -> [F], float32."""
+    total = common.with_plain_gradient(
         functools.partial(bias_activation.sum_of_rows, interpret=plan.interpret),
         lambda x: jnp.sum(x, axis=0, dtype=jnp.float32),
     )
-    return run(x)
+    return total(x)
 
 
 def _epilogue_gradient(d_out, y, bias, plan):
