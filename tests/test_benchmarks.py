@@ -11,9 +11,9 @@ import bench_attention
 import bench_bias_activation
 import bench_dense
 import bench_embeddings
-import bench_feed_forward
 import bench_encode
 import bench_encoder
+import bench_feed_forward
 import bench_heuristics
 import bench_layer_norm
 import bench_permute
