@@ -25,6 +25,7 @@ import jaxft
 import timing
 from jaxft import dispatch, reference, tuning, tuning_candidates, tuning_dense
 from jaxft.kernels.mosaic_gpu import dense as mosaic_dense
+from jaxft.kernels.mosaic_gpu import dense_backward
 from jaxft.kernels.triton import attention, attention_backward, bias_activation, dense, layer_norm, permute, softmax
 from jaxft.kernels.triton.attention_common import Options, Rules
 
@@ -335,6 +336,10 @@ def implementation_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]
 def mosaic_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
     if dispatch.device().compute_capability != (9, 0):
         return
+
+    def scaled(dy: jax.Array, kernel: jax.Array, slope: jax.Array) -> jax.Array:
+        return reference.dense(dy, kernel.T) * slope
+
     for rows, depth, width, activation in DENSE:
         # Up to 256 rows it is not a choice (see `tuning_candidates.dense_implementation`); for many rows what counts is
         # how the last round is filled, which the key of a table does not say.
@@ -350,6 +355,11 @@ def mosaic_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
             "dense_mosaic", sizes | {"itemsize": itemsize}, ((rows, depth), (depth, width), (width,)), dtype, run,
             functools.partial(reference.dense, activation=activation), present,
         )  # fmt: skip
+        if activation is not None:  # then its gradient is of a product with the activation's derivatives
+            gradient = tuning_dense.dense_mosaic_gradient(rows, depth, width, itemsize, kind)
+            sizes = {"rows": rows, "depth": depth, "width": width, "itemsize": itemsize}
+            shapes = ((rows, depth), (width, depth), (rows, width))
+            yield Case("dense_mosaic_gradient", sizes, shapes, dtype, dense_backward.backward, scaled, gradient)
 
 
 def cases(dtypes: Sequence[str], kind: str) -> Iterable[tuple[Case, Any]]:
