@@ -160,9 +160,9 @@ def dense_mosaic_gradient(rows: int, depth: int, width: int, itemsize: int, devi
     """Of the kernel that multiplies with the activation's derivatives, `[rows, width]`.
 
     On an H200 (2026-11-23, bfloat16), in the tiles of the forward kernel, which were the fastest of seven: 111 us of
-    16384x768x3072, and 24 for the sum of rows after it, where XLA's product and the kernel of `bias_activation`'s
-    gradient take 184; 31 and 8 of 4096x768x3072, for 54. The forward kernel that keeps the derivatives takes 132 and 36
-    us, and with the sum instead 119 and 32.
+    16384x768x3072, without the sum of rows for a bias, where XLA's product and the kernel of `bias_activation`'s
+    gradient, which has it, take 184; 31 of 4096x768x3072, for 54. The forward kernel that keeps the derivatives takes
+    132 and 36 us, and with the sum instead 119 and 32.
     """
     # With a stage less, since 32 KiB of shared memory are for pieces of those.
     default = _in_rounds(rows, width, _multiprocessors(device_kind), largest=5)
