@@ -68,11 +68,10 @@ def dense_implementation(
     other = without_mosaic(rows, depth, width, activation, itemsize)
     sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
     default = DenseChoice("mosaic_gpu" if by_mosaic else other)
-    if not rows % 8:
-        return lookup("dense_implementation", default, device_kind, **sizes, itemsize=itemsize).implementation
-    # For other rows Mosaic costs copies. The shipped entries, for rows rounded up, are of multiples of 8.
-    shipped = lookup("dense_implementation", default, device_kind, "unaligned", **sizes, itemsize=itemsize)
-    return other if shipped.implementation == "mosaic_gpu" else shipped.implementation
+    unaligned = rows % 8 > 0  # then Mosaic costs copies, which the shipped entries, for rows rounded up, do not know of
+    variant = "unaligned" if unaligned else ""
+    chosen = lookup("dense_implementation", default, device_kind, variant, **sizes, itemsize=itemsize).implementation
+    return other if unaligned and chosen == "mosaic_gpu" else chosen
 
 
 def without_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsize: int) -> str:

@@ -90,20 +90,26 @@ def test_other_types(config):
     assert np.isfinite(outs[0][MASK]).all() and np.abs(outs[0] - outs[2])[MASK].max() > 0.1
 
 
-def test_distilbert_has_none_of_the_attention_output(monkeypatch, key):
+def recorded(monkeypatch, *names):
+    """The options of each call that the model makes of these operations, in order."""
     seen = []
 
     def recorder(original):
         def record(*args, **options):
-            seen.append("dropout_rng" in options)
+            seen.append(options)
             return original(*args, **options)
 
         return record
 
-    for name in ("dense_residual_layer_norm", "feed_forward_residual_layer_norm"):
+    for name in names:
         monkeypatch.setattr(bert, name, recorder(getattr(bert, name)))
+    return seen
+
+
+def test_distilbert_has_none_of_the_attention_output(monkeypatch, key):
+    seen = recorded(monkeypatch, "dense_residual_layer_norm", "feed_forward_residual_layer_norm")
     hidden(training(dataclasses.replace(DISTILBERT, **RATES)), some_ids(), rngs=key)
-    assert seen == [False, True] * DISTILBERT.num_hidden_layers
+    assert ["dropout_rng" in options for options in seen] == [False, True] * DISTILBERT.num_hidden_layers
 
 
 def test_each_rate_alone(key):
@@ -118,29 +124,21 @@ def test_each_rate_alone(key):
 
 
 def test_every_place_has_a_key_of_its_own(monkeypatch, key):
-    seen = []
-
-    def recorder(original):
-        def record(*args, **options):
-            seen.append((options.get("dropout_rate"), options.get("dropout_rng")))
-            return original(*args, **options)
-
-        return record
-
-    for name in (
-        "embeddings_layer_norm",
-        "qkv_attention",
-        "dense_residual_layer_norm",
+    calls = recorded(
+        monkeypatch, "embeddings_layer_norm", "qkv_attention", "dense_residual_layer_norm",
         "feed_forward_residual_layer_norm",
-    ):
-        monkeypatch.setattr(bert, name, recorder(getattr(bert, name)))
+    )  # fmt: skip
+
+    def seen():
+        return [(options.get("dropout_rate"), options.get("dropout_rng")) for options in calls]
+
     model = training()
     model(some_ids(), rngs=key)
-    assert [rate for rate, _ in seen] == [HIDDEN, *[ATTENTION, HIDDEN, HIDDEN] * 2]
-    assert len({tuple(jax.random.key_data(key).tolist()) for _, key in seen}) == 7
-    seen.clear()
+    assert [rate for rate, _ in seen()] == [HIDDEN, *[ATTENTION, HIDDEN, HIDDEN] * 2]
+    assert len({tuple(jax.random.key_data(key).tolist()) for _, key in seen()}) == 7
+    calls.clear()
     model(some_ids(), deterministic=True)
-    assert seen == [(None, None)] * 7
+    assert seen() == [(None, None)] * 7
 
 
 def test_train_and_eval():

@@ -14,8 +14,6 @@ from jaxft.ops import common
 
 Array = jax.Array
 
-ACTIVATIONS = tuple(reference.ACTIVATIONS)
-
 
 def bias_activation(
     x: Array,
@@ -58,8 +56,7 @@ def bias_activation(
     if x.ndim == 0:
         raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
     bias = common.as_vector(op, "bias", bias, x.shape[-1])
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"{op}: activation must be one of {ACTIVATIONS}, got {activation!r}")
+    common.check_activation(op, activation)
     common.check_flag(op, "in_place", in_place)
     choice = dispatch.choose(op, implementation, {"triton": triton.unsupported(x, bias)})
     if choice.name == "xla" or x.size == 0:

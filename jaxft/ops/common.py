@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxft import reference
+
 Array = jax.Array
 
 
@@ -117,6 +119,12 @@ def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> f
 def is_natural(value: Any) -> bool:
     """Whether it is an integer >= 0 of Python or NumPy."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 0)
+
+
+def check_activation(op: str, activation: Any, *, optional: bool = False) -> None:
+    known = tuple(reference.ACTIVATIONS)
+    if activation not in known and not (optional and activation is None):
+        raise ValueError(f"{op}: activation must be {'None or ' * optional}one of {known}, got {activation!r}")
 
 
 def check_flag(op: str, name: str, value: Any) -> None:

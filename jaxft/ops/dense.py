@@ -17,8 +17,6 @@ from jaxft.ops import common
 
 Array = jax.Array
 
-ACTIVATIONS = tuple(reference.ACTIVATIONS)
-
 
 def dense(
     x: Array,
@@ -64,8 +62,7 @@ def dense(
     op = "dense"
     x, kernel = common.as_factors(op, x, kernel)
     bias = common.as_vector(op, "bias", bias, kernel.shape[1])
-    if activation is not None:
-        check_activation(op, activation, "None or ")
+    common.check_activation(op, activation, optional=True)
     if residual is not None:
         residual = common.as_float(op, "residual", residual)
         common.check_shape(op, "residual", residual, (*x.shape[:-1], kernel.shape[1]))
@@ -76,11 +73,6 @@ def dense(
     arrays = (x.reshape(rows, x.shape[-1]), kernel, bias, None if residual is None else residual.reshape(rows, width))
     plan = plan_of(op, *arrays, activation, precision, implementation)
     return run(*arrays, activation, precision, plan).reshape(*x.shape[:-1], width)
-
-
-def check_activation(op: str, activation: Any, others: str = "") -> None:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"{op}: activation must be {others}one of {ACTIVATIONS}, got {activation!r}")
 
 
 @dataclasses.dataclass(frozen=True)

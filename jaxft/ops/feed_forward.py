@@ -85,7 +85,7 @@ def feed_forward_residual_layer_norm(
         common.as_vector(op, name, vector, width)
         for name, vector in (("out_bias", out_bias), ("gamma", gamma), ("beta", beta))
     )
-    dense_op.check_activation(op, activation)
+    common.check_activation(op, activation)
     precision = common.check_precision(op, precision, x.dtype)
     options: dict[str, Any] = {
         "epsilon": common.check_number(op, "epsilon", epsilon, positive=True),

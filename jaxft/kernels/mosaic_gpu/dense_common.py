@@ -32,7 +32,7 @@ def line(*widths: int) -> int:
     Mosaic copies an array as 8 rows x so many elements at a time. What lies beyond the array's edge comes as zeros and
     is not stored, but only from a multiple of that on.
     """
-    fits = (line for line in (64, 32, 16) if all(w % 8 == 0 and (w < line or w % line == 0) for w in widths))
+    fits = (n for n in (64, 32, 16) if all(w % 8 == 0 and (w < n or w % n == 0) for w in widths))
     return next(fits, 0)
 
 
