@@ -198,7 +198,11 @@ def layer_norm(rows: int, width: int, itemsize: int, device_kind: str, variant: 
     return lookup("layer_norm", default, device_kind, variant, rows=rows, width=width, itemsize=itemsize)
 
 
-def layer_norm_backward(rows: int, width: int, itemsize: int, device_kind: str, variant: str = "") -> GradientConfig:
+def layer_norm_backward(
+    rows: int, width: int, itemsize: int, device_kind: str, variant: str = "", wide_dropout: bool = False
+) -> GradientConfig:
+    """`wide_dropout`: with dropout, rows of 16 bits and vectors of 32, which take the most registers."""
+    sizes = {"rows": rows, "width": width, "itemsize": itemsize}
     block_width = next_power_of_2(width)
     if block_width <= 8192:  # with the sums of three vectors in registers
         programs = 528 if rows * width < 2**23 else 792
@@ -210,9 +214,13 @@ def layer_norm_backward(rows: int, width: int, itemsize: int, device_kind: str, 
             default = GradientConfig(2, block_width, 264, 8)
         elif block_width > 512 and 2**19 <= rows * width < 2**26:  # fewer programs, fewer partial sums
             default = GradientConfig(2, block_width, 264 if rows * width < 2**20 else 396, 4)
+            if wide_dropout:  # 16384 x 768 in 57 us, where 396 programs, of which not all run at once, take 85
+                default = GradientConfig(1, block_width, 528, 4)
     else:  # the more rows in a block, the fewer partial sums
         default = GradientConfig(8, 1024, 264, 8)
-    return lookup("layer_norm_backward", default, device_kind, variant, rows=rows, width=width, itemsize=itemsize)
+    if wide_dropout:
+        sizes["dropout"] = 1
+    return lookup("layer_norm_backward", default, device_kind, variant, **sizes)
 
 
 def embeddings_sums(table_rows: int, width: int) -> RowConfig:
@@ -321,34 +329,46 @@ def qkv_bias_split_heads_backward(
 # What kernels take is from Triton 3.9 for compute capability 8.6 (2026-11-21), with bias, mask and dropout.
 _LARGE = re.compile(r"NVIDIA (A100|A800|A30|G?H\d+|G?B\d00)(?!\d)")
 _LARGEST = re.compile(r"NVIDIA G?(H\d+|B\d00)(?!\d)")  # 227 KiB
+# Of sequences back to back, rows for each, up to which small blocks are faster. The gradient of 16,384 rows, 12 heads
+# of 64, bfloat16 (H200, 2026-11-23), of sequences of up to 128, takes by one kernel in blocks of 32 x 128 169 us where
+# they have 50 to 128, but 321 in pretraining (30 on average); by two in blocks of 32 x 32 215 and 243; and by one in
+# blocks of 128 x 128, the fastest without gaps, 279 and 747.
+_SHORT = 32
 
 
 def attention(
     batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device_kind: str,
-    more: bool = False,
+    more: bool = False, average: int | None = None,
 ) -> AttentionConfig:  # fmt: skip
-    few = batch_heads * query_length < 64 * 64  # tiles of 64 queries, too few to fill a card
-    choices = ((16, 128, 4, 2) if few else (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1))
+    """`average`: of sequences back to back, how many rows there are for each. `query_length` is that of the longest."""
+    few = batch_heads * min(query_length, average or query_length) < 64 * 64  # tiles of 64 queries, too few for a card
+    choices = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1))
+    if few:
+        choices = ((16, 128, 4, 2), *choices[1:])
+    elif itemsize == 2 and average is not None and average <= _SHORT:
+        choices = ((64, 32, 4, 2), *choices[1:])  # what a tile has beyond its sequence is work for nothing
     sizes = (batch_heads, query_length, key_length, head_size, itemsize)
-    return _attention("attention", choices, *sizes, device_kind, more)
+    return _attention("attention", choices, *sizes, device_kind, more, average)
 
 
 def attention_dq(
     batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device_kind: str,
-    more: bool = False,
+    more: bool = False, average: int | None = None,
 ) -> AttentionConfig:  # fmt: skip
     """Of the kernel for the gradient of queries."""
     choices = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 8, 1), (32, 16, 4, 1))
+    if itemsize == 2 and average is not None and average <= _SHORT:
+        choices = ((32, 32, 1, 2), *choices[1:])
     if not _LARGE.match(device_kind):  # with a mask of few keys, the others take up to 160 KiB
         medium = (64, 32, 4, 2) if key_length <= 128 else choices[1]
         choices = (choices[0], medium, choices[3] if itemsize == 2 else choices[2], (16, 16, 4, 1))
     sizes = (batch_heads, query_length, key_length, head_size, itemsize)
-    return _attention("attention_dq", choices, *sizes, device_kind, more)
+    return _attention("attention_dq", choices, *sizes, device_kind, more, average)
 
 
 def attention_dkv(
     batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device_kind: str,
-    more: bool = False, bias_of_pairs: bool = False,
+    more: bool = False, bias_of_pairs: bool = False, average: int | None = None,
 ) -> AttentionConfig:  # fmt: skip
     """Of the kernel for the gradients of keys and values.
 
@@ -358,13 +378,18 @@ def attention_dkv(
     choices = ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 8, 1), (16, 32, 4, 1))
     alone = 64 < key_length <= 128 and query_length <= 4 * 128 and not bias_of_pairs
     if alone and itemsize == 2 and _LARGEST.match(device_kind):
-        choices = ((128, 128, 8, 1), (128, 128, 8, 1), *choices[2:])
+        if average is None:
+            choices = ((128, 128, 8, 1), (128, 128, 8, 1), *choices[2:])
+        else:
+            choices = ((32, 128, 4, 1), *choices[1:])
+    if itemsize == 2 and average is not None and average <= _SHORT and key_length > 64:
+        choices = ((32, 32, 2, 2), *choices[1:])
     if not _LARGE.match(device_kind):
         # Those for large heads take 112 KiB, and so does (64, 64) where it is the only kernel.
         medium = (32, 64, 4, 2) if key_length <= 64 else choices[1]
         choices = (choices[0], medium, (32, 32, 4, 1), (16, 16, 4, 1))
     sizes = (batch_heads, query_length, key_length, head_size, itemsize)
-    return _attention("attention_dkv", choices, *sizes, device_kind, more, tuned=not bias_of_pairs)
+    return _attention("attention_dkv", choices, *sizes, device_kind, more, average, tuned=not bias_of_pairs)
 
 
 def _attention(
@@ -377,6 +402,7 @@ def _attention(
     itemsize: int,
     device_kind: str,
     more: bool,
+    average: int | None,
     tuned: bool = True,
 ) -> AttentionConfig:
     """Of the `choices` that for heads of up to 128 bytes, 256, 512 or more.
@@ -386,12 +412,17 @@ def _attention(
     nbytes = next_power_of_2(head_size) * itemsize
     if itemsize > 2 and not _LARGE.match(device_kind):
         nbytes *= 2  # for products in full float32: with a mask, those of 64 numbers take 117 KiB in blocks of 64
-    block_q, block_k, num_warps, num_stages = choices[sum(nbytes > most for most in (128, 256, 512))]
+    given_q, given_k, num_warps, num_stages = choices[sum(nbytes > most for most in (128, 256, 512))]
     block_q, block_k = (  # a block longer than the sequence is work on padding
         max(16, min(block, next_power_of_2(length)))
-        for block, length in ((block_q, query_length), (block_k, key_length))
+        for block, length in ((given_q, query_length), (given_k, key_length))
     )
     sizes = {"batch_heads": batch_heads, "query": query_length, "key": key_length, "head_size": head_size}
+    if average is not None:
+        sizes["average"] = average
+    # 512 sequences of 32: 33 us for 35; back to back 59 for 79 (H200, 2026-11-23).
+    if (block_q, block_k) == (32, 32) != (given_q, given_k):
+        num_warps = min(num_warps, 2)
     default = AttentionConfig(block_q, block_k, num_warps, num_stages)
     if not tuned:
         return default

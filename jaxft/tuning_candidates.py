@@ -46,7 +46,7 @@ def layer_norm(rows: int, width: int, itemsize: int) -> Iterable[RowConfig]:
             yield RowConfig(block_rows, block_width, num_warps)
 
 
-def layer_norm_backward(rows: int, width: int, itemsize: int) -> Iterable[GradientConfig]:
+def layer_norm_backward(rows: int, width: int, itemsize: int, dropout: int = 0) -> Iterable[GradientConfig]:
     block_width = next_power_of_2(width)
     warps: tuple[int, ...] = (1, 2, 4, 8)
     blocks = [(block_rows, block_width) for block_rows in (1, 2)]
@@ -130,7 +130,9 @@ def qkv_bias_split_heads_backward(
             yield GradientConfig(block_rows, block_width, programs, num_warps)
 
 
-def attention(batch_heads: int, query: int, key: int, head_size: int, itemsize: int) -> Iterable[AttentionConfig]:
+def attention(
+    batch_heads: int, query: int, key: int, head_size: int, itemsize: int, average: int = 0
+) -> Iterable[AttentionConfig]:  # fmt: skip
     blocks = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (64, 128, 4, 3), (128, 64, 4, 2), (128, 64, 4, 3),
               (128, 64, 8, 2), (128, 128, 8, 2), (128, 128, 8, 3), (64, 32, 4, 3), (32, 64, 4, 2), (16, 64, 4, 2),
               (16, 128, 4, 2), (32, 128, 4, 2), (64, 128, 8, 2), (128, 128, 4, 2)]  # fmt: skip
@@ -138,7 +140,9 @@ def attention(batch_heads: int, query: int, key: int, head_size: int, itemsize: 
               (64, 128, 4, 3, 132), (64, 128, 4, 2, 264), (64, 128, 4, 2, 528), (128, 128, 8, 3, 132)]  # fmt: skip
     if itemsize == 4:
         blocks = [(64, 32, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (32, 64, 4, 2), (128, 32, 8, 2), (32, 32, 4, 2)]
-    least = 64 if max(query, key) > 1024 else 16
+    if average:  # sequences back to back: tiles of short ones
+        blocks += [(16, 16, 1, 2), (32, 32, 1, 2), (32, 32, 2, 2), (64, 32, 4, 2)]
+    least = 64 if not average and max(query, key) > 1024 else 16
     for block in (*blocks, *(shared if itemsize == 2 and key <= 128 else ())):
         if least <= min(block[:2]) and _fits(block, query, key):
             yield AttentionConfig(*block)
@@ -149,16 +153,22 @@ def _fits(block: tuple[int, ...], query: int, key: int) -> bool:
     return all(size <= max(64, next_power_of_2(n)) for size, n in zip(block, (query, key), strict=False))
 
 
-def attention_dq(batch_heads: int, query: int, key: int, head_size: int, itemsize: int) -> Iterable[AttentionConfig]:
+def attention_dq(
+    batch_heads: int, query: int, key: int, head_size: int, itemsize: int, average: int = 0
+) -> Iterable[AttentionConfig]:  # fmt: skip
     blocks = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2),
               (128, 64, 4, 3), (128, 32, 4, 3), (64, 32, 4, 3), (64, 32, 4, 4), (64, 64, 8, 2),
               (32, 64, 4, 2)]  # fmt: skip
     if itemsize == 4:
         blocks = [(64, 32, 4, 1), (64, 32, 4, 2), (64, 64, 4, 1), (32, 32, 4, 2), (64, 64, 8, 1), (128, 32, 8, 2)]
+    if average:
+        blocks += [(32, 32, 1, 2), (32, 32, 2, 2), (64, 32, 4, 2)]
     return (AttentionConfig(*block) for block in blocks if _fits(block, query, key))
 
 
-def attention_dkv(batch_heads: int, query: int, key: int, head_size: int, itemsize: int) -> Iterable[AttentionConfig]:
+def attention_dkv(
+    batch_heads: int, query: int, key: int, head_size: int, itemsize: int, average: int = 0
+) -> Iterable[AttentionConfig]:  # fmt: skip
     blocks = [(64, 128, 8, 1), (64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 2), (32, 128, 4, 2), (64, 128, 4, 1),
               (64, 128, 4, 2), (128, 128, 8, 1), (128, 128, 8, 2), (64, 64, 4, 1), (64, 64, 4, 2), (64, 64, 4, 3),
               (128, 64, 4, 2), (128, 64, 8, 2), (32, 64, 4, 2), (32, 64, 4, 3), (16, 128, 4, 2), (32, 128, 4, 3),
@@ -168,6 +178,8 @@ def attention_dkv(batch_heads: int, query: int, key: int, head_size: int, itemsi
     if itemsize == 4:
         blocks = [(32, 64, 4, 1), (32, 64, 4, 2), (32, 32, 4, 2), (32, 128, 8, 1), (64, 64, 8, 1), (16, 64, 4, 2),
                   (64, 128, 8, 1), (32, 64, 8, 2)]  # fmt: skip
+    if average:
+        blocks += [(32, 32, 1, 2), (32, 32, 2, 2), (32, 128, 4, 1)]
     for block in (*blocks, *(shared if itemsize == 2 and max(query, key) <= 128 else ())):
         if _fits(block, query, key):
             yield AttentionConfig(*block)

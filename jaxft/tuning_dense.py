@@ -84,8 +84,8 @@ def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsi
 
     On an H200 (2026-11-22), 16-bit: with GELU it takes 1.06-1.12x as long as cuBLAS without, where a second kernel
     makes that 1.3x; without activation 0.87-1.0x, but more of many rows and a depth of 1,024 or more. Up to 512 rows it
-    takes 0.85-0.97x the time of the Triton product, where its smallest tiles fill half of the card; 0.75-0.8x where
-    there are 60 or 64 of them, more than 256 rows and a depth of 2,048 or 3,072.
+    takes 0.7-0.95x the time of the Triton product (264x768x768 4.5 us for 4.9, 512x3072x768 10.4 for 13.3; 2026-11-23);
+    deep ones without activation are cuBLAS's then (see `_split_by_library`).
 
     A Mosaic kernel in a program also costs the host: XLA captures it anew whenever an address has changed, and launches
     no kernel next to it ahead of time. With up to 256 rows that takes longer than the kernel saves: BERT-base of 1x128
@@ -93,9 +93,9 @@ def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsi
     """
     if itemsize > 2 or rows <= 256 or rows % 8 or min(depth, width) < 256:  # other numbers of rows cost copies
         return False
-    least = 60 if depth >= 2048 else 66
-    few = rows <= 512 and -(-rows // 64) * -(-width // 64) < least
-    return not few and (activation is not None or rows <= 8192 or depth < 1024)
+    if _split_by_library(rows, depth, width, activation):
+        return False
+    return activation is not None or rows <= 8192 or depth < 1024
 
 
 def _by_library(rows: int, depth: int, width: int, activation: str | None, itemsize: int) -> bool:
@@ -107,9 +107,18 @@ def _by_library(rows: int, depth: int, width: int, activation: str | None, items
     """
     if itemsize > 2 or rows > 1024:
         return True
-    if rows <= 128 and depth >= max(2048, 4 * width):  # cuBLAS splits the depth: 7.6 us against 8.4
-        return activation is None
+    if _split_by_library(rows, depth, width, activation):  # of 128 rows 7.6 us against 8.4
+        return True
     return rows > 512 and width > 1024 and activation is None
+
+
+def _split_by_library(rows: int, depth: int, width: int, activation: str | None) -> bool:
+    """Whether the product is one of those that cuBLAS is the fastest at, splitting the depth.
+
+    512x3072x768 in 9.0 us, by Mosaic 10.4; 320x4096x1024 in 8.9, by Mosaic 13.0; but of 256 rows Triton is as fast
+    (H200, bfloat16, 2026-11-23).
+    """
+    return activation is None and depth >= max(2048, 4 * width) and (rows <= 128 or 256 < rows <= 512)
 
 
 # Multiprocessors of Hopper cards that do not have 132, by what the device's kind begins with.

@@ -73,7 +73,7 @@ def read(folder):
             },
             {"xla", "copy (memcpy)"},
         ),
-        (bench_attention, {"SHAPES": [(2, 64)], **HEADS}, {"xla"}),
+        (bench_attention, {"SHAPES": [(2, 64)], "BACK_TO_BACK": [(64, 8, 24, 2)], **HEADS}, {"xla", "xla, padded"}),
         (bench_encoder, TINY_ENCODER, {"xla", "xla, separate qkv"}),
         (bench_train, {"CASES": TINY_ENCODER["QUICK_CASES"]}, {"jaxft, remat", "xla", "xla, separate qkv"}),
     ],

@@ -144,10 +144,11 @@ def shared_memory(op, config, queries_length, keys_length, head_size, itemsize):
 def test_heuristics_fit_into_99_kib(kind):
     """What a program gets on Ampere cards other than the A100, and on Ada."""
     lengths = ((16, 16), (64, 16), (200, 64), (100, 100), (5000, 5000))
-    for op, head_size, itemsize, (queries, keys), batch_heads in itertools.product(
+    for op, head_size, itemsize, (queries, keys), batch_heads, average in itertools.product(
         ("attention", "attention_dq", "attention_dkv"), (8, 33, 64, 80, 128, 192, 256), (2, 4), lengths, (1, 4096),
+        (None, 16, 64),
     ):  # fmt: skip
-        config = getattr(tuning, op)(batch_heads, queries, keys, head_size, itemsize, kind)
+        config = getattr(tuning, op)(batch_heads, queries, keys, head_size, itemsize, kind, average=average)
         taken = shared_memory(op, config, queries, keys, head_size, itemsize)
         if itemsize == 4 and config.num_stages > 1:
             taken *= 1.5
@@ -170,6 +171,49 @@ def test_large_heads_take_what_the_card_has(kind, large):
     blocks = [tuning.attention_dkv(64, 512, 512, size, itemsize, kind) for size, itemsize in ((256, 2), (256, 4))]
     expected = [(32, 64, 8, 1), (16, 32, 4, 1)] if large else [(32, 32, 4, 1), (16, 16, 4, 1)]
     assert blocks == [tuning.AttentionConfig(*block) for block in expected]
+
+
+@pytest.mark.parametrize(
+    ("longest", "average", "expected"),
+    [
+        (128, None, [(64, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 1)]),
+        (128, 16, [(64, 32, 4, 2), (32, 32, 1, 2), (32, 32, 2, 2)]),
+        (128, 33, [(64, 64, 4, 3), (64, 64, 4, 3), (32, 128, 4, 1)]),
+        (64, 16, [(64, 32, 4, 2), (32, 32, 1, 2), (64, 64, 4, 3)]),
+        (32, 8, [(32, 32, 2, 2), (32, 32, 1, 2), (32, 32, 2, 3)]),
+        (512, 300, [(64, 64, 4, 3)] * 3),
+    ],
+)
+def test_blocks_are_as_short_as_sequences_back_to_back(longest, average, expected):
+    """One that holds all of the longest would be idle in most."""
+    sizes = (12 * 1024, longest, longest, 64, 2, "NVIDIA H100 80GB HBM3")  # which has no table
+    found = [f(*sizes, average=average) for f in (tuning.attention, tuning.attention_dq, tuning.attention_dkv)]
+    assert found == [tuning.AttentionConfig(*block) for block in expected]
+
+
+def test_sequences_back_to_back_have_entries_of_their_own():
+    qkv, cu_seqlens = jnp.zeros((600, 3, 2, 16), jnp.bfloat16), jnp.arange(0, 601, 20, dtype=jnp.int32)
+    with tuning.trial(trial := tuning.Trial({})):
+        jaxft.varlen_qkv_attention(qkv, cu_seqlens, max_seqlen=50, implementation="triton")
+    sizes = "batch_heads=64,query=64,key=64,head_size=16,average=32,itemsize=2"
+    assert trial.asked.keys() == {(op, sizes) for op in ("attention", "attention_dq", "attention_dkv")}
+
+
+def test_dropout_with_wide_vectors_has_an_entry_of_its_own(key):
+    """Of LayerNorm's gradient, whose programs have more registers then."""
+    x, seen = jnp.zeros((6, 40), jnp.bfloat16), {}
+    for dtype, rate in itertools.product((jnp.bfloat16, jnp.float32), (0.0, 0.1)):
+        gamma = jnp.ones(40, dtype)
+        with tuning.trial(trial := tuning.Trial({})):
+            jaxft.bias_residual_layer_norm(
+                x, None, x, gamma, gamma, dropout_rate=rate, dropout_rng=key, implementation="triton"
+            )
+        (seen[gamma.dtype.name, rate],) = (name for op, name in trial.asked if op == "layer_norm_backward")
+    assert {case for case, name in seen.items() if name.endswith("itemsize=2,dropout=1")} == {("float32", 0.1)}
+    usual = tuning.layer_norm_backward(16384, 768, 2, UNKNOWN)
+    assert usual == tuning.GradientConfig(2, 1024, 396, 4)
+    wide = tuning.layer_norm_backward(16384, 768, 2, UNKNOWN, wide_dropout=True)
+    assert wide == tuning.GradientConfig(1, 1024, 528, 4)
 
 
 def test_a_tuned_entry_wins(tuned):

@@ -155,7 +155,7 @@ def varlen_qkv_attention(
     """`qkv_attention` within each of B sequences that lie back to back, without padding.
 
     A sequence's result does not depend, in any bit, on what the others hold, how long they are or where it lies; with
-    another number of sequences the kernels may have other blocks, which round differently.
+    another number of sequences or rows the kernels may have other blocks, which round differently.
 
     Args:
       qkv: `[M, 3, N, H]`, N >= 1, float32, float16 or bfloat16.

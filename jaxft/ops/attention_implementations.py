@@ -78,11 +78,12 @@ def run(op: str, inputs: Inputs, options: Options, implementation: str | None) -
     exact = precision == "float32" and inputs.query.dtype == jnp.float32
     more = exact or any(x is not None for x in (inputs.bias, inputs.mask, inputs.dropout_rng))
     arguments = (b * n, t, s, h, inputs.query.dtype.itemsize, dispatch.device_kind(), more)
+    average = None if inputs.cu_seqlens is None else max(1, inputs.query.shape[0] // b)
     static = _Static(
         options,
-        tuning.attention(*arguments),
-        tuning.attention_dq(*arguments),
-        tuning.attention_dkv(*arguments, attention_common.bias_of_pairs(inputs.bias)),
+        tuning.attention(*arguments, average=average),
+        tuning.attention_dq(*arguments, average=average),
+        tuning.attention_dkv(*arguments, attention_common.bias_of_pairs(inputs.bias), average=average),
         precision,
         choice.interpret,
         implementation is None and _faster_by_cudnn(inputs, options),

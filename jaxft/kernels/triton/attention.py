@@ -111,7 +111,7 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, singl
                 common.store(total_ref.at[place], log_total, mask=in_rows)
             common.store(top_ref.at[place], jnp.where(empty, -jnp.inf, top), mask=in_rows)
 
-    parts.for_each_tile(compute, programs, tiles, p.heads, p.batch)
+    parts.for_each_tile(compute, p, refs.spans, programs, tiles, p.heads)
 
 
 def forward(

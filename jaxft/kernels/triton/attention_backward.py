@@ -124,11 +124,14 @@ def _probabilities(p: Problem, refs: Refs, k_ref, v_ref, rows: _Rows, j, block_k
     return weights, dp * p.kept_scale if p.options.dropout_rate > 0.0 else dp, k
 
 
-def _dq_kernel(*refs, p: Problem, block_q: int, block_k: int):
+def _dq_kernel(*refs, p: Problem, **blocks: int):
+    parts.for_each_tile(functools.partial(_dq_tile, refs=refs, p=p, **blocks), p, refs[_SHARED - 1])
+
+
+def _dq_tile(tile, head, batch, *, refs, p: Problem, block_q: int, block_k: int):
     q_ref, k_ref, v_ref, *rest = refs[:_SHARED]
     dout_ref, top_ref, total_ref, out_ref, dlse_ref, dq_ref, delta_ref, *factor_ref = refs[_SHARED:]
     refs = Refs(*rest)
-    tile, head, batch = (pl.program_id(axis) for axis in range(3))
     span = parts.load_span(refs.spans, batch, tile, p.query_length, p.key_length, block_k, full=not p.pair_mask)
     rows = _rows(p, refs, q_ref, dout_ref, top_ref, total_ref, batch, head, tile, span, block_q)
     row = rows.offset + rows.start
@@ -174,7 +177,7 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, programs: int, ti
         ends = with_dq and not p.varlen and (p.rules.key_lengths is not None or p.key_mask)
         parts.fewest_keys(step, span.end if ends else p.key_length, block_k)
 
-    parts.for_each_tile(compute, programs, tiles, p.kv_heads, p.batch)
+    parts.for_each_tile(compute, p, spans_ref, programs, tiles, p.kv_heads)
 
 
 def _dkv_tile(

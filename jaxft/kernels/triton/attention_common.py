@@ -220,13 +220,19 @@ def problem(query: Array, key: Array | None, value: Array | None, rules: Rules, 
 # --- Parts of kernels --------------------------------------------------------------------------------------------
 
 
-def for_each_tile(compute: Callable[..., None], programs: int, tiles: int, heads: int, batch: int) -> None:
+def for_each_tile(
+    compute: Callable[..., None], p: Problem, spans_ref, programs: int = 0, tiles: int = 1, heads: int = 1
+) -> None:
     """compute(tile, head, sequence) of this program's tile, or, where so many `programs` share them all, of its tiles.
 
     Each of those reads its next tile while it computes one.
     """
     if not programs:
-        return compute(*(pl.program_id(axis) for axis in range(3)))
+        tile, head, batch = (pl.program_id(axis) for axis in range(3))
+        if not p.varlen:
+            return compute(tile, head, batch)
+        rows = common.load(spans_ref.at[batch, tile, jnp.int32(8)])  # see `load_place`
+        return pl.when(rows > 0)(lambda: compute(tile, head, batch))
     program = pl.program_id(0)
 
     def step(i, _):
@@ -234,7 +240,7 @@ def for_each_tile(compute: Callable[..., None], programs: int, tiles: int, heads
         row = lax.div(item, jnp.int32(tiles))
         compute(lax.rem(item, jnp.int32(tiles)), lax.rem(row, jnp.int32(heads)), lax.div(row, jnp.int32(heads)))
 
-    lax.fori_loop(0, lax.div(tiles * heads * batch - 1 - program, jnp.int32(programs)) + 1, step, None)
+    lax.fori_loop(0, lax.div(tiles * heads * p.batch - 1 - program, jnp.int32(programs)) + 1, step, None)
 
 
 class Span(NamedTuple):
