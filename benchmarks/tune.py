@@ -337,8 +337,9 @@ def mosaic_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
     if dispatch.device().compute_capability != (9, 0):
         return
 
-    def scaled(dy: jax.Array, kernel: jax.Array, slope: jax.Array) -> jax.Array:
-        return reference.dense(dy, kernel.T) * slope
+    def scaled(dy: jax.Array, kernel: jax.Array, slope: jax.Array) -> tuple[jax.Array, jax.Array]:
+        dx = reference.dense(dy, kernel.T) * slope
+        return dx, jnp.sum(dx, axis=0, dtype=jnp.promote_types(dx.dtype, jnp.float32))
 
     for rows, depth, width, activation in DENSE:
         # Up to 256 rows it is not a choice (see `tuning_candidates.dense_implementation`); for many rows what counts is

@@ -84,8 +84,8 @@ def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsi
 
     On an H200 (2026-11-22), 16-bit: with GELU it takes 1.06-1.12x as long as cuBLAS without, where a second kernel
     makes that 1.3x; without activation 0.87-1.0x, but more of many rows and a depth of 1,024 or more. Up to 512 rows it
-    takes 0.7-0.95x the time of the Triton product (264x768x768 4.5 us for 4.9, 512x3072x768 10.4 for 13.3; 2026-11-23);
-    deep ones without activation are cuBLAS's then (see `_split_by_library`).
+    takes 0.7-0.95x the time of the Triton product, where it has at least 60 of its smallest tiles (264x768x768 4.5 us
+    for 4.9; 2026-11-23); deep ones without activation are cuBLAS's then (see `_split_by_library`).
 
     A Mosaic kernel in a program also costs the host: XLA captures it anew whenever an address has changed, and launches
     no kernel next to it ahead of time. With up to 256 rows that takes longer than the kernel saves: BERT-base of 1x128
@@ -93,7 +93,8 @@ def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsi
     """
     if itemsize > 2 or rows <= 256 or rows % 8 or min(depth, width) < 256:  # other numbers of rows cost copies
         return False
-    if _split_by_library(rows, depth, width, activation):
+    few = rows <= 512 and -(-rows // 64) * -(-width // 64) < 60
+    if few or _split_by_library(rows, depth, width, activation):
         return False
     return activation is not None or rows <= 8192 or depth < 1024
 
@@ -167,12 +168,13 @@ def dense_mosaic(
 def dense_mosaic_gradient(rows: int, depth: int, width: int, itemsize: int, device_kind: str) -> MosaicDenseConfig:
     """Of the kernel that multiplies with the activation's derivatives, `[rows, width]`.
 
-    On an H200 (2026-11-23, bfloat16), in the tiles of the forward kernel, which were the fastest of seven: 111 us of
-    16384x768x3072, without the sum of rows for a bias, where XLA's product and the kernel of `bias_activation`'s
-    gradient, which has it, take 184; 31 of 4096x768x3072, for 54. The forward kernel that keeps the derivatives takes
-    132 and 36 us, and with the sum instead 119 and 32.
+    On an H200 (2026-11-23, bfloat16), in the tiles of the forward kernel, the fastest of seven: 121 us of
+    16384x768x3072, the sum of the rows for a bias included, where XLA's product and the kernel of `bias_activation`'s
+    gradient take 184; 34 of 4096x768x3072, for 54. Without that sum it would be 111 and 31, and a kernel of its own
+    takes 27 and 7. The forward kernel that keeps the derivatives takes 132 and 36 us, and with the sum instead 119 and
+    32.
     """
-    # With a stage less, since 32 KiB of shared memory are for pieces of those.
+    # With a stage less, since pieces of those take shared memory.
     default = _in_rounds(rows, width, _multiprocessors(device_kind), largest=5)
     sizes = {"rows": rows, "depth": depth, "width": width}
     return lookup("dense_mosaic_gradient", default, device_kind, **sizes, itemsize=itemsize)

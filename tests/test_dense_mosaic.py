@@ -264,11 +264,13 @@ def test_gradient(shape, config, dtype):
     floats = gradient_floats(*shape, dtype)
     mode = plgpu.force_gpu_interpret_mode() if INTERPRET else contextlib.nullcontext()
     with mode:
-        dx = dense_backward.backward(**floats, config=config)
+        dx, sums = dense_backward.backward(**floats, config=config)
     dy, kernel, slope = (np.float64(floats[name]) for name in ("dy", "kernel", "slope"))
     product = reference.dense(floats["dy"], floats["kernel"].T)
     plain = (product.astype(jnp.float32) * floats["slope"].astype(jnp.float32)).astype(dtype)
     assert_matches_oracle(dx, plain, dy @ kernel.T * slope)
+    assert sums.shape == (shape[2],) and sums.dtype == jnp.float32
+    np.testing.assert_allclose(sums, np.float64(dx).sum(axis=0), rtol=1e-5, atol=1e-5 * np.abs(dx).sum(axis=0).max())
 
 
 @pytest.mark.parametrize("sizes", [(768, 768), (768, 3072), (1024, 4096), (384, 1536)])

@@ -128,25 +128,26 @@ def _fwd(x, in_kernel, in_bias, out_kernel, static):
 def _bwd(static, saved, dy):
     x, in_kernel, in_bias, out_kernel, h, slope = saved
     product = functools.partial(jnp.matmul, precision=static.plan.precision)
-    dz = _inner_gradient(dy, out_kernel, slope, static)
-    d_in_bias = None if in_bias is None else dense_op.sum_of_rows(dz, static.plan).astype(in_bias.dtype)
+    dz, total = _inner_gradient(dy, out_kernel, slope, static)
+    d_in_bias = None if in_bias is None else total.astype(in_bias.dtype)
     (d_out_kernel,) = jax.vjp(functools.partial(product, h), out_kernel)[1](dy)
     dx, d_in_kernel = jax.vjp(product, x, in_kernel)[1](dz)
     return dx, d_in_kernel, d_in_bias, d_out_kernel
 
 
 def _inner_gradient(dy, out_kernel, slope, static):
-    """Of the sum x @ in_kernel + in_bias."""
+    """Of the sum x @ in_kernel + in_bias, and its sum over the rows in float32."""
 
     def plain(dy, out_kernel, slope):
         dh = jnp.matmul(dy, out_kernel.T, precision=static.plan.precision, preferred_element_type=jnp.float32)
-        return (dh * slope.astype(jnp.float32)).astype(dy.dtype)
+        dz = (dh * slope.astype(jnp.float32)).astype(dy.dtype)
+        return dz, jnp.sum(dz, axis=0, dtype=jnp.float32)
 
     def fused(dy, out_kernel, slope):
         from jaxft.kernels.mosaic_gpu import dense_backward as mosaic
 
-        dz = mosaic.backward(dy, out_kernel, slope, config=static.gradient)
-        return common.vary_alike(dy, out_kernel, slope, dz)[3]  # see `dense`
+        found = mosaic.backward(dy, out_kernel, slope, config=static.gradient)
+        return tuple(common.vary_alike(dy, out_kernel, slope, *found)[3:])  # see `dense`
 
     return common.with_plain_gradient(fused, plain)(dy, out_kernel, slope)
 

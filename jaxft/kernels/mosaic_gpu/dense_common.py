@@ -179,7 +179,7 @@ def store_piece(smem: Any, stored: int, values: Array, ref: Any) -> None:
     plgpu.copy_smem_to_gmem(at, ref)
 
 
-def launch(body: Callable[..., None], inputs: Sequence[Array], results: Any, config: MosaicDenseConfig) -> Any:
+def launch(body: Callable[..., None], inputs: Sequence[Any], results: Any, config: MosaicDenseConfig) -> Any:
     """The kernel `body` on `inputs`, whose results have the shapes and dtypes of `results`, [M, F]."""
     rows, width = results[0].shape
     block_m, block_n = config.block
