@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for valid, direction, shape in itertools.product((1, 0.5), DIRECTIONS, shapes):
             results += in_batches(direction, valid, *shape, args)
     if args.only != "in batches":
-        for direction, case in itertools.product(DIRECTIONS, BACK_TO_BACK):
+        for direction, case in itertools.product(DIRECTIONS, BACK_TO_BACK[:1] if args.quick else BACK_TO_BACK):
             results += back_to_back(direction, *case, args)
     timing.print_tables(results)
 

@@ -212,10 +212,11 @@ def layer_norm_backward(
             default = dataclasses.replace(default, programs=max(132, programs * 512 // block_width))
         elif block_width > 512 and itemsize > 2 and rows * width >= 2**19:
             default = GradientConfig(2, block_width, 264, 8)
-        elif block_width > 512 and 2**19 <= rows * width < 2**26:  # fewer programs, fewer partial sums
-            default = GradientConfig(2, block_width, 264 if rows * width < 2**20 else 396, 4)
-            if wide_dropout:  # 16384 x 768 in 57 us, where 396 programs, of which not all run at once, take 85
+        elif block_width > 512 and rows * width >= 2**19:
+            if wide_dropout:  # 16384 x 768 in 54 us, where 396 programs, of which not all run at once, take 85
                 default = GradientConfig(1, block_width, 528, 4)
+            elif rows * width < 2**26:  # fewer programs, fewer partial sums
+                default = GradientConfig(2, block_width, 264 if rows * width < 2**20 else 396, 4)
     else:  # the more rows in a block, the fewer partial sums
         default = GradientConfig(8, 1024, 264, 8)
     if wide_dropout:
@@ -421,7 +422,7 @@ def _attention(
     if average is not None:
         sizes["average"] = average
     # 512 sequences of 32: 33 us for 35; back to back 59 for 79 (H200, 2026-11-23).
-    if (block_q, block_k) == (32, 32) != (given_q, given_k):
+    if (block_q, block_k) == (32, 32) != (given_q, given_k) and nbytes <= 128:
         num_warps = min(num_warps, 2)
     default = AttentionConfig(block_q, block_k, num_warps, num_stages)
     if not tuned:

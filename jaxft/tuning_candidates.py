@@ -132,7 +132,7 @@ def qkv_bias_split_heads_backward(
 
 def attention(
     batch_heads: int, query: int, key: int, head_size: int, itemsize: int, average: int = 0
-) -> Iterable[AttentionConfig]:  # fmt: skip
+) -> Iterable[AttentionConfig]:
     blocks = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (64, 128, 4, 3), (128, 64, 4, 2), (128, 64, 4, 3),
               (128, 64, 8, 2), (128, 128, 8, 2), (128, 128, 8, 3), (64, 32, 4, 3), (32, 64, 4, 2), (16, 64, 4, 2),
               (16, 128, 4, 2), (32, 128, 4, 2), (64, 128, 8, 2), (128, 128, 4, 2)]  # fmt: skip
@@ -143,7 +143,7 @@ def attention(
     if average:  # sequences back to back: tiles of short ones
         blocks += [(16, 16, 1, 2), (32, 32, 1, 2), (32, 32, 2, 2), (64, 32, 4, 2)]
     least = 64 if not average and max(query, key) > 1024 else 16
-    for block in (*blocks, *(shared if itemsize == 2 and key <= 128 else ())):
+    for block in (*blocks, *(shared if itemsize == 2 and key <= 128 and not average else ())):
         if least <= min(block[:2]) and _fits(block, query, key):
             yield AttentionConfig(*block)
 
@@ -155,7 +155,7 @@ def _fits(block: tuple[int, ...], query: int, key: int) -> bool:
 
 def attention_dq(
     batch_heads: int, query: int, key: int, head_size: int, itemsize: int, average: int = 0
-) -> Iterable[AttentionConfig]:  # fmt: skip
+) -> Iterable[AttentionConfig]:
     blocks = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2),
               (128, 64, 4, 3), (128, 32, 4, 3), (64, 32, 4, 3), (64, 32, 4, 4), (64, 64, 8, 2),
               (32, 64, 4, 2)]  # fmt: skip
@@ -168,7 +168,7 @@ def attention_dq(
 
 def attention_dkv(
     batch_heads: int, query: int, key: int, head_size: int, itemsize: int, average: int = 0
-) -> Iterable[AttentionConfig]:  # fmt: skip
+) -> Iterable[AttentionConfig]:
     blocks = [(64, 128, 8, 1), (64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 2), (32, 128, 4, 2), (64, 128, 4, 1),
               (64, 128, 4, 2), (128, 128, 8, 1), (128, 128, 8, 2), (64, 64, 4, 1), (64, 64, 4, 2), (64, 64, 4, 3),
               (128, 64, 4, 2), (128, 64, 8, 2), (32, 64, 4, 2), (32, 64, 4, 3), (16, 128, 4, 2), (32, 128, 4, 3),
@@ -180,7 +180,7 @@ def attention_dkv(
                   (64, 128, 8, 1), (32, 64, 8, 2)]  # fmt: skip
     if average:
         blocks += [(32, 32, 1, 2), (32, 32, 2, 2), (32, 128, 4, 1)]
-    for block in (*blocks, *(shared if itemsize == 2 and max(query, key) <= 128 else ())):
+    for block in (*blocks, *(shared if itemsize == 2 and max(query, key) <= 128 and not average else ())):
         if _fits(block, query, key):
             yield AttentionConfig(*block)
 

@@ -248,6 +248,8 @@ GRADIENTS = {
     "m": MosaicDenseConfig(64, 64, stages=2, programs=2),
     "192x64": MosaicDenseConfig(192, 64, stages=2, split="none", programs=3, minor="m", group=1),
     "cluster": MosaicDenseConfig(64, 64, stages=2, split="none", programs=4, cluster_m=2),
+    "128x128": MosaicDenseConfig(128, 128, stages=2, split="none", programs=2),  # four pieces, in three slots
+    "n": MosaicDenseConfig(128, 64, stages=2, split="n", programs=2),
 }
 
 
@@ -273,7 +275,7 @@ def test_gradient(shape, config, dtype):
     np.testing.assert_allclose(sums, np.float64(dx).sum(axis=0), rtol=1e-5, atol=1e-5 * np.abs(dx).sum(axis=0).max())
 
 
-@pytest.mark.parametrize("sizes", [(768, 768), (768, 3072), (1024, 4096), (384, 1536)])
+@pytest.mark.parametrize("sizes", [(768, 768), (768, 3072), (1024, 4096), (384, 1536), (80, 208), (512, 1056)])
 @pytest.mark.parametrize("rows", [100, 264, 4096, 16384])
 def test_gradient_defaults_lower(rows, sizes):
     """They fit into shared memory."""
@@ -436,6 +438,35 @@ def test_no_races(config):
         with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
             jax.block_until_ready(run())
         assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.skipif(not INTERPRET or jax.__version_info__ < (0, 11), reason="needs a CPU and JAX 0.11's interpreter")
+@pytest.mark.parametrize("config", GRADIENTS.values(), ids=GRADIENTS)
+def test_no_races_of_the_gradient(config):
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        jax.block_until_ready(dense_backward.backward(**gradient_floats(264, 128, 320), config=config))
+    assert not interpret_pallas_call.get_races().races_found
+
+
+@hopper
+@pytest.mark.parametrize("rows", [520, 4099, 16384])
+def test_large_gradient(rows):
+    floats = gradient_floats(rows, 768, 3072)
+    config = tuning_dense.dense_mosaic_gradient(rows, 768, 3072, 2, "")
+    dx, sums = dense_backward.backward(**floats, config=config)
+    product = jnp.dot(floats["dy"], floats["kernel"].T, preferred_element_type=jnp.float32)
+    np.testing.assert_allclose(
+        np.float32(dx),
+        product * floats["slope"].astype(jnp.float32),
+        rtol=2**-8,
+        atol=1e-3 * float(jnp.abs(product).max()),
+    )
+    np.testing.assert_allclose(sums, np.float64(dx).sum(axis=0), rtol=1e-4, atol=1e-5 * np.abs(dx).sum(axis=0).max())
+    for _ in range(10):
+        again = dense_backward.backward(**floats, config=config)
+        assert (again[0] == dx).all() and (again[1] == sums).all()
 
 
 @hopper

@@ -48,6 +48,7 @@ def heuristics(device_kind=UNKNOWN):
             for size in SIZES[1:]:
                 yield tuning.layer_norm(rows, size, itemsize, device_kind)
                 yield tuning.layer_norm_backward(rows, size, itemsize, device_kind)
+                yield tuning.layer_norm_backward(rows, size, itemsize, device_kind, wide_dropout=True)
                 yield tuning.embeddings_sums(rows, size)
                 yield tuning.softmax(rows, size, itemsize, device_kind)
                 yield tuning.softmax_backward(rows, size, itemsize, device_kind)
@@ -64,6 +65,7 @@ def heuristics(device_kind=UNKNOWN):
             for head_size in (8, 32, 33, 64, 80, 128, 256):
                 for attention in (tuning.attention, tuning.attention_dq, tuning.attention_dkv):
                     yield attention(16, length, length, head_size, itemsize, device_kind)
+                    yield attention(4096, length, length, head_size, itemsize, device_kind, average=max(1, length // 4))
 
 
 @pytest.fixture
@@ -173,6 +175,18 @@ def test_large_heads_take_what_the_card_has(kind, large):
     assert blocks == [tuning.AttentionConfig(*block) for block in expected]
 
 
+@pytest.mark.parametrize("kind", [UNKNOWN, "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA L4"])
+def test_gradients_of_attention_fit_into_registers(kind):
+    """What a thread adds up: it has 255 in all."""
+    for length, size, itemsize, average in itertools.product(
+        (16, 32, 64, 128, 512), (16, 64, 128, 256), (2, 4), (None, 16, 64)
+    ):
+        dkv = tuning.attention_dkv(4096, length, length, size, itemsize, kind, average=average)
+        dq = tuning.attention_dq(4096, length, length, size, itemsize, kind, average=average)
+        assert 2 * dkv.block_k * size <= 128 * 32 * dkv.num_warps, (length, size, itemsize, average, dkv)
+        assert dq.block_q * size <= 128 * 32 * dq.num_warps, (length, size, itemsize, average, dq)
+
+
 @pytest.mark.parametrize(
     ("longest", "average", "expected"),
     [
@@ -212,8 +226,9 @@ def test_dropout_with_wide_vectors_has_an_entry_of_its_own(key):
     assert {case for case, name in seen.items() if name.endswith("itemsize=2,dropout=1")} == {("float32", 0.1)}
     usual = tuning.layer_norm_backward(16384, 768, 2, UNKNOWN)
     assert usual == tuning.GradientConfig(2, 1024, 396, 4)
-    wide = tuning.layer_norm_backward(16384, 768, 2, UNKNOWN, wide_dropout=True)
-    assert wide == tuning.GradientConfig(1, 1024, 528, 4)
+    for rows in (16384, 65536):
+        wide = tuning.layer_norm_backward(rows, 1024, 2, UNKNOWN, wide_dropout=True)
+        assert wide == tuning.GradientConfig(1, 1024, 528, 4)
 
 
 def test_a_tuned_entry_wins(tuned):
@@ -313,8 +328,10 @@ def test_the_mosaic_gradient_fits_into_shared_memory(rows, width):
     sizes = {"rows": rows, "depth": 768, "width": width, "itemsize": 2}
     for config in (default, *tuning_candidates.candidates("dense_mosaic_gradient", default, **sizes)):
         assert config.tile_m % 64 == config.tile_n % 64 == 0 and config.tile_m * config.tile_n <= 192 * 128
-        # A ring of blocks of dy and kernel, and eight pieces of slopes and results; 227 KiB are all there is.
-        assert config.stages * sum(config.block) * 64 * 2 + 8 * 64 * 64 * 2 < 227 * 1024 - 512
+        # A ring of blocks of dy and kernel, six pieces of slopes and results, eighths, and two rows of sums: 227 KiB is
+        # all there is.
+        pieces = 6 * 64 * 64 * 2 + 8 * 64 * 2 + 2 * config.tile_n * 4
+        assert config.stages * sum(config.block) * 64 * 2 + pieces < 227 * 1024 - 512
 
 
 def test_kernels_that_read_other_things_start_from_the_entries_of_layer_norm(tuned):

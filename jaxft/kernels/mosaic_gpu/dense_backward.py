@@ -82,7 +82,7 @@ def _kernel(dy_ref, kernel_ref, slope_ref, eighths_ref, dx_ref, sums_ref, *, con
         body,
         smem=plgpu.SMEM((2, _SLOTS, PIECE, PIECE), dtype, transforms=dense_common.transforms(dtype, width)),
         slope_there=plgpu.Barrier(num_barriers=2 * _SLOTS),
-        eighths_smem=plgpu.SMEM((8, PIECE), dtype, transforms=dense_common.transforms(dtype, PIECE)),
+        eighths_smem=plgpu.SMEM((8, PIECE), dtype, transforms=dense_common.transforms(dtype, width)),  # as of a piece
         eighths_there=plgpu.Barrier(),
         sums_smem=plgpu.SMEM((2, tile_n), jnp.float32),
         collective_axes="warps",

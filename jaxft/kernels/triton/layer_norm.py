@@ -25,7 +25,8 @@ from jaxft.tuning import GradientConfig, RowConfig, next_power_of_2
 Array = jax.Array
 Ref = Any
 
-_SUM_ROWS, _SUM_COLUMNS = 1024, 32  # of partial sums, the most that a program reads at once
+# Of partial sums, the most that a program reads at once: two rounds of 512 take 7.5 us of 792 x 3 x 768, one takes 3.
+_SUM_ROWS, _SUM_COLUMNS = 1024, 32
 
 
 def unsupported(x: Array, **vectors: Array | None) -> str | None:
@@ -288,6 +289,6 @@ def _sum_over_programs(partial: Array, dtypes: Sequence[Any], interpret: bool) -
         [partial],
         [jax.ShapeDtypeStruct((width,), dtype) for dtype in dtypes],
         name="layer_norm_bwd_sums",
-        num_warps=max(8, block_rows // 64),  # a second round takes longer than the first
+        num_warps=max(8, block_rows // 64),
         interpret=interpret,
     )
