@@ -18,12 +18,19 @@ TITLES = {
     "encoder": "Encoder, forward (microseconds for the whole stack, embeddings not included)",
     "training step": "Training step, value and gradients of the whole stack (until commit 8b9c7a7 with XLA's defaults)",
     "encode docstrings": "Texts to embeddings, tokeniser included (microseconds for so many texts)",
+    "attention, back to back": "Attention of so many rows, sequences and tokens of the longest (microseconds)",
     "attention": "Attention, from packed QKV (microseconds)",
     "dense": "Dense layers of few rows, forward (microseconds)",
     "configuration": "Kernels as tuned, and with the heuristic's configuration (microseconds)",
     "other": "Row and layout kernels (microseconds)",
 }
-SHORT = ("encoder", "training step", "encode docstrings", "attention")  # what the README itself shows
+SHORT = (
+    "encoder",
+    "training step",
+    "encode docstrings",
+    "attention, back to back",
+    "attention",
+)  # what the README itself shows
 METRICS = {
     "queued_us": "wall time per call, calls queued back to back",
     "blocking_us": "wall time of a call and the wait for its result",

@@ -275,6 +275,23 @@ def test_gradient(shape, config, dtype):
     np.testing.assert_allclose(sums, np.float64(dx).sum(axis=0), rtol=1e-5, atol=1e-5 * np.abs(dx).sum(axis=0).max())
 
 
+@pytest.mark.parametrize("config", GRADIENTS.values(), ids=GRADIENTS)
+@pytest.mark.parametrize("shape", [(65, 80, 208), (264, 96, 320)], ids=str)
+def test_sums_have_room_for_tiles_at_the_edges(shape, config, monkeypatch):
+    """On a GPU a copy of sums beyond the last column goes to the next row, where the interpreter leaves it out."""
+
+    def launch(body, inputs, results, config):
+        seen.extend(results)
+        return original(body, inputs, results, config)
+
+    seen, original = [], dense_backward.dense_common.launch
+    monkeypatch.setattr(dense_backward.dense_common, "launch", launch)
+    jax.eval_shape(functools.partial(dense_backward.backward, config=config), **gradient_floats(*shape))
+    (_, sums), (block_m, block_n) = seen, config.block
+    assert sums.shape[0] * config.tile_m >= shape[0] and sums.shape[1] >= shape[2]
+    assert sums.shape[0] * config.tile_m % (block_m * config.cluster_m) == sums.shape[1] % block_n == 0
+
+
 @pytest.mark.parametrize("sizes", [(768, 768), (768, 3072), (1024, 4096), (384, 1536), (80, 208), (512, 1056)])
 @pytest.mark.parametrize("rows", [100, 264, 4096, 16384])
 def test_gradient_defaults_lower(rows, sizes):

@@ -81,9 +81,9 @@ def run(op: str, inputs: Inputs, options: Options, implementation: str | None) -
     average = None if inputs.cu_seqlens is None else max(1, inputs.query.shape[0] // b)
     static = _Static(
         options,
-        tuning.attention(*arguments, average=average),
-        tuning.attention_dq(*arguments, average=average),
-        tuning.attention_dkv(*arguments, attention_common.bias_of_pairs(inputs.bias), average=average),
+        tuning.attention(*arguments, average),
+        tuning.attention_dq(*arguments, average),
+        tuning.attention_dkv(*arguments, attention_common.bias_of_pairs(inputs.bias), average),
         precision,
         choice.interpret,
         implementation is None and _faster_by_cudnn(inputs, options),

@@ -146,7 +146,7 @@ def _run(op, x, bias, residual, gamma, beta, rng, reason, epsilon, rate, return_
     sizes = (rows, width, x.dtype.itemsize, dispatch.device_kind())
     wide = any(vector is not None and vector.dtype.itemsize > x.dtype.itemsize for vector in (bias, gamma))
     forward = tuning.layer_norm(*sizes)
-    backward = tuning.layer_norm_backward(*sizes, wide_dropout=wide and rate > 0.0)
+    backward = tuning.layer_norm_backward(*sizes, "", wide and rate > 0.0)
     static = _Static(epsilon, rate, return_sum, in_place, forward, backward, choice.interpret)
     flat = None if residual is None else residual.reshape(rows, width)
     out = _triton_jit(*common.vary_alike(x.reshape(rows, width), bias, flat, gamma, beta, rng), static)

@@ -100,11 +100,14 @@ def backward(dy: Array, kernel: Array, slope: Array, *, config: MosaicDenseConfi
         dy, slope = (jnp.pad(x, ((0, beyond), (0, 0))) for x in (dy, slope))
     # Eight columns are the narrowest operand: each gives an eighth of the sum. A constant, which no kernel fills.
     eighths = np.full((8, PIECE), 0.125, dy.dtype)
-    tiles = pl.cdiv(slope.shape[0], config.block[0]) * config.block[0] // config.tile_m
-    results = [jax.ShapeDtypeStruct(slope.shape, slope.dtype), jax.ShapeDtypeStruct((tiles, width), jnp.float32)]
+    # With room for all of the tiles at the edges: of an array that is not swizzled, what a copy has beyond the end of a
+    # row goes to the next one.
+    block_m, block_n = config.block[0] * config.cluster_m, config.block[1]
+    room = pl.cdiv(slope.shape[0], block_m) * (block_m // config.tile_m), pl.cdiv(width, block_n) * block_n
+    results = [jax.ShapeDtypeStruct(slope.shape, slope.dtype), jax.ShapeDtypeStruct(room, jnp.float32)]
 
     def body(*refs):  # type: ignore[no-untyped-def]
         _kernel(*refs, config=config)
 
     dx, partial = dense_common.launch(body, (dy, kernel, slope, eighths), results, config)
-    return dx[:rows] if beyond else dx, jnp.sum(partial, axis=0)
+    return dx[:rows] if beyond else dx, jnp.sum(partial, axis=0)[:width]
