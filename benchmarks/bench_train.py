@@ -147,13 +147,15 @@ def run(case: Case, gelu: str, rate: float, args: argparse.Namespace) -> list[ti
         inputs = own, x, jax.random.key(3, impl="rbg") if rate else None, weights
         variants[name] = fastest(f"{label}, {name}", encode, inputs, in_graph)
 
+    def gradients_of(encode: Encoder, inputs: tuple[Any, ...]) -> list[jax.Array]:
+        """Not timed, and so compiled without a search for the fastest Triton products, which takes a while."""
+        return jax.tree.leaves(step(encode).lower(*inputs).compile(COMPILER_OPTIONS)(*inputs)[1])
+
     # With dropout the same masks are dropped by jaxft in plain JAX only.
     wide = jax.tree.map(lambda a: a.astype(jnp.float32), params)
-    encode, inputs = ours(dataclasses.replace(case, dtype="float32"), wide, "xla", False)
     with jax.default_matmul_precision("highest"):
-        exact = jax.tree.leaves(step(encode)(*inputs)[1])
-    encode, inputs = ours(case, params, "xla", False)
-    plain = jax.tree.leaves(step(encode)(*inputs)[1])
+        exact = gradients_of(*ours(dataclasses.replace(case, dtype="float32"), wide, "xla", False))
+    plain = gradients_of(*ours(case, params, "xla", False))
     for name in ("jaxft", "jaxft, remat"):
         f, (inputs,) = variants[name]
         for gradients in zip(jax.tree.leaves(f(*inputs)[1]), plain, exact, strict=True):
