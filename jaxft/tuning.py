@@ -201,7 +201,10 @@ def layer_norm(rows: int, width: int, itemsize: int, device_kind: str, variant: 
 def layer_norm_backward(
     rows: int, width: int, itemsize: int, device_kind: str, variant: str = "", wide_dropout: bool = False
 ) -> GradientConfig:
-    """`wide_dropout`: with dropout, rows of 16 bits and vectors of 32, which take the most registers."""
+    """`wide_dropout`: with dropout, rows of 16 bits and vectors of 32, which take the most registers.
+
+    It has keys of its own, for which no table that is shipped has entries.
+    """
     sizes = {"rows": rows, "width": width, "itemsize": itemsize}
     block_width = next_power_of_2(width)
     if block_width <= 8192:  # with the sums of three vectors in registers
@@ -341,7 +344,10 @@ def attention(
     batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device_kind: str,
     more: bool = False, average: int | None = None,
 ) -> AttentionConfig:  # fmt: skip
-    """`average`: of sequences back to back, how many rows there are for each. `query_length` is that of the longest."""
+    """`average`: of sequences back to back, how many rows there are for each; `query_length` is that of the longest.
+
+    They have keys of their own, for which no table that is shipped has entries.
+    """
     few = batch_heads * min(query_length, average or query_length) < 64 * 64  # tiles of 64 queries, too few for a card
     choices = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1))
     if few:
