@@ -24,13 +24,8 @@ TITLES = {
     "configuration": "Kernels as tuned, and with the heuristic's configuration (microseconds)",
     "other": "Row and layout kernels (microseconds)",
 }
-SHORT = (
-    "encoder",
-    "training step",
-    "encode docstrings",
-    "attention, back to back",
-    "attention",
-)  # what the README itself shows
+# What the README itself shows.
+SHORT = ("encoder", "training step", "encode docstrings", "attention, back to back", "attention")
 METRICS = {
     "queued_us": "wall time per call, calls queued back to back",
     "blocking_us": "wall time of a call and the wait for its result",

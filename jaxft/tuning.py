@@ -205,7 +205,6 @@ def layer_norm_backward(
 
     It has keys of its own, for which no table that is shipped has entries.
     """
-    sizes = {"rows": rows, "width": width, "itemsize": itemsize}
     block_width = next_power_of_2(width)
     if block_width <= 8192:  # with the sums of three vectors in registers
         programs = 528 if rows * width < 2**23 else 792
@@ -222,6 +221,7 @@ def layer_norm_backward(
                 default = GradientConfig(2, block_width, 264 if rows * width < 2**20 else 396, 4)
     else:  # the more rows in a block, the fewer partial sums
         default = GradientConfig(8, 1024, 264, 8)
+    sizes = {"rows": rows, "width": width, "itemsize": itemsize}
     if wide_dropout:
         sizes["dropout"] = 1
     return lookup("layer_norm_backward", default, device_kind, variant, **sizes)
@@ -333,11 +333,16 @@ def qkv_bias_split_heads_backward(
 # What kernels take is from Triton 3.9 for compute capability 8.6 (2026-11-21), with bias, mask and dropout.
 _LARGE = re.compile(r"NVIDIA (A100|A800|A30|G?H\d+|G?B\d00)(?!\d)")
 _LARGEST = re.compile(r"NVIDIA G?(H\d+|B\d00)(?!\d)")  # 227 KiB
-# Of sequences back to back, rows for each, up to which small blocks are faster. The gradient of 16,384 rows, 12 heads
-# of 64, bfloat16 (H200, 2026-11-23), of sequences of up to 128, takes by one kernel in blocks of 32 x 128 169 us where
-# they have 50 to 128, but 321 in pretraining (30 on average); by two in blocks of 32 x 32 215 and 243; and by one in
-# blocks of 128 x 128, the fastest without gaps, 279 and 747.
-_SHORT = 32
+
+
+def _short(average: int | None, itemsize: int) -> bool:
+    """Whether sequences back to back are so short, on `average`, that small blocks are faster.
+
+    The gradient of 16,384 rows, 12 heads of 64, bfloat16 (H200, 2026-11-23), of sequences of up to 128, takes by one
+    kernel in blocks of 32 x 128 169 us where they have 50 to 128, but 321 in pretraining (30 on average); by two in
+    blocks of 32 x 32 215 and 243; and by one in blocks of 128 x 128, the fastest without gaps, 279 and 747.
+    """
+    return itemsize == 2 and average is not None and average <= 32
 
 
 def attention(
@@ -352,7 +357,7 @@ def attention(
     choices = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1))
     if few:
         choices = ((16, 128, 4, 2), *choices[1:])
-    elif itemsize == 2 and average is not None and average <= _SHORT:
+    elif _short(average, itemsize):
         choices = ((64, 32, 4, 2), *choices[1:])  # what a tile has beyond its sequence is work for nothing
     sizes = (batch_heads, query_length, key_length, head_size, itemsize)
     return _attention("attention", choices, *sizes, device_kind, more, average)
@@ -364,7 +369,7 @@ def attention_dq(
 ) -> AttentionConfig:  # fmt: skip
     """Of the kernel for the gradient of queries."""
     choices = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 8, 1), (32, 16, 4, 1))
-    if itemsize == 2 and average is not None and average <= _SHORT:
+    if _short(average, itemsize):
         choices = ((32, 32, 1, 2), *choices[1:])
     if not _LARGE.match(device_kind):  # with a mask of few keys, the others take up to 160 KiB
         medium = (64, 32, 4, 2) if key_length <= 128 else choices[1]
@@ -384,13 +389,13 @@ def attention_dkv(
     """
     choices = ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 8, 1), (16, 32, 4, 1))
     alone = 64 < key_length <= 128 and query_length <= 4 * 128 and not bias_of_pairs
-    if alone and itemsize == 2 and _LARGEST.match(device_kind):
+    if _short(average, itemsize) and key_length > 64:
+        choices = ((32, 32, 2, 2), *choices[1:])
+    elif alone and itemsize == 2 and _LARGEST.match(device_kind):
         if average is None:
             choices = ((128, 128, 8, 1), (128, 128, 8, 1), *choices[2:])
         else:
             choices = ((32, 128, 4, 1), *choices[1:])
-    if itemsize == 2 and average is not None and average <= _SHORT and key_length > 64:
-        choices = ((32, 32, 2, 2), *choices[1:])
     if not _LARGE.match(device_kind):
         # Those for large heads take 112 KiB, and so does (64, 64) where it is the only kernel.
         medium = (32, 64, 4, 2) if key_length <= 64 else choices[1]

@@ -196,11 +196,8 @@ def test_second_derivatives_lower():
 def test_shards():
     specs = jax.sharding.PartitionSpec("x"), *[jax.sharding.PartitionSpec()] * 6
     text = lower(
-        lambda *a: jax.shard_map(
-            gradients("silu"), in_specs=specs, out_specs=specs,
-        )(*a),
-        *arrays_of(512, 256, 1024),
-    )  # fmt: skip
+        lambda *a: jax.shard_map(gradients("silu"), in_specs=specs, out_specs=specs)(*a), *arrays_of(512, 256, 1024)
+    )
     assert text.count("@mosaic_gpu_v2") == 2
 
 

@@ -273,11 +273,19 @@ def test_models_do_not_share_entries_of_products(sizes, tuned):
         assert op(500, *sizes, 2, "card") == op(500, *sizes, 2, UNKNOWN)
 
 
-def test_the_table_of_the_h200_has_the_layers_of_bert_base():
+def test_the_table_of_the_h200_has_the_layers_of_both_berts():
+    """Each has entries of its own, those of BERT-large for as few rows as Triton's product is taken for."""
     table = tuning._table("NVIDIA H200")
-    for sizes in ("768,width=2304", "768,width=768", "768,width=3072", "3072,width=768"):
-        for rows in (128, 256, 512, 1024):
-            assert f"rows={rows},depth={sizes},itemsize=2" in table["dense"]
+    base = "768,width=2304", "768,width=768", "768,width=3072", "3072,width=768"
+    large = "1024,width=3072", "1024,width=1024", "1024,width=4096", "4096,width=1024"
+    for layers, most in ((base, 1024), (large, 256)):
+        for sizes, rows in itertools.product(layers, (128, 256, 512, 1024)):
+            assert rows > most or f"rows={rows},depth={sizes},itemsize=2" in table["dense"]
+    for sizes, rows in itertools.product((*base, *large), (128, 256, 512, 1024, 4096, 16384)):
+        activation = 2 if sizes in ("768,width=3072", "1024,width=4096") else 1
+        entry = f"rows={rows},depth={sizes},activation={activation},itemsize=2"
+        known = {"xla", "mosaic_gpu" if rows > 256 else "triton"}
+        assert table["dense_implementation"][entry]["implementation"] in known
 
 
 def test_the_implementation_of_dense_is_in_the_table(tuned):

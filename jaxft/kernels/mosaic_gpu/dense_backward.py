@@ -80,7 +80,7 @@ def _kernel(dy_ref, kernel_ref, slope_ref, eighths_ref, dx_ref, sums_ref, *, con
     width, dtype = slope_ref.shape[1], slope_ref.dtype
     pl.run_scoped(
         body,
-        smem=plgpu.SMEM((2, _SLOTS, PIECE, PIECE), dtype, transforms=dense_common.transforms(dtype, width)),
+        smem=dense_common.pieces_smem(dtype, width, _SLOTS),
         slope_there=plgpu.Barrier(num_barriers=2 * _SLOTS),
         eighths_smem=plgpu.SMEM((8, PIECE), dtype, transforms=dense_common.transforms(dtype, width)),  # as of a piece
         eighths_there=plgpu.Barrier(),

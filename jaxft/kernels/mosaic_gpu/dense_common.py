@@ -165,9 +165,9 @@ def multiply_tiles(
     )
 
 
-def pieces_smem(dtype: Any, width: int) -> Any:
-    """For each of the two warp groups two pieces of an array of that width."""
-    return plgpu.SMEM((2, 2, PIECE, PIECE), dtype, transforms=transforms(dtype, width))
+def pieces_smem(dtype: Any, width: int, slots: int = 2) -> Any:
+    """For each of the two warp groups so many pieces of an array of that width."""
+    return plgpu.SMEM((2, slots, PIECE, PIECE), dtype, transforms=transforms(dtype, width))
 
 
 def store_piece(smem: Any, stored: int, values: Array, ref: Any) -> None:
