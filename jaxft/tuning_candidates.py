@@ -18,7 +18,7 @@ from jaxft.tuning import (
     RowConfig,
     next_power_of_2,
 )
-from jaxft.tuning_dense import DenseChoice, DenseConfig, MosaicDenseConfig, SplitConfig
+from jaxft.tuning_dense import DenseChoice, DenseConfig, MosaicDenseConfig, SplitConfig, tile_k_of
 
 
 def candidates(op: str, present: Any, **sizes: int) -> list[Any]:
@@ -187,7 +187,7 @@ def attention_dkv(
 
 def dense_implementation(rows: int, depth: int, width: int, activation: int, itemsize: int) -> Iterable[DenseChoice]:
     # Times of kernels leave out what a Mosaic one costs the host, which is more than it saves with few rows.
-    mosaic = ("mosaic_gpu",) if itemsize <= 2 and rows > 256 else ()
+    mosaic = ("mosaic_gpu",) if rows > 256 else ()
     return map(DenseChoice, (*mosaic, "triton", "xla"))
 
 
@@ -211,7 +211,8 @@ def dense_mosaic(rows: int, depth: int, width: int, activation: int, itemsize: i
              (192, 128, 4, "none"), (128, 128, 6, "none"), (64, 192, 6, "none"), (64, 128, 6, "none"),
              (64, 64, 8, "none"), (64, 192, 4, "none")]  # fmt: skip
     groups = (8, 16) if rows > 1024 else (8,)
-    return (MosaicDenseConfig(m, n, stages=k, split=split, group=g) for m, n, k, split in tiles for g in groups)
+    deep = tile_k_of(itemsize)
+    return (MosaicDenseConfig(m, n, deep, k, split, group=g) for m, n, k, split in tiles for g in groups)
 
 
 def dense_mosaic_gradient(rows: int, depth: int, width: int, itemsize: int) -> Iterable[MosaicDenseConfig]:

@@ -87,12 +87,18 @@ def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsi
     takes 0.7-0.95x the time of the Triton product, where it has at least 60 of its smallest tiles (264x768x768 4.5 us
     for 4.9; 2026-11-23); deep ones without activation are cuBLAS's then (see `_split_by_library`).
 
+    In float32 (TF32), with the transposition of the kernel, which takes 2 to 6 us: 4096x768x3072 with GELU 64 us,
+    without it XLA's alone 64; without activation 0.8-0.9x XLA's time from 4,096 rows on, at 1,024 rows 1.0-1.6x
+    (2026-11-23).
+
     A Mosaic kernel in a program also costs the host: XLA captures it anew whenever an address has changed, and launches
     no kernel next to it ahead of time. With up to 256 rows that takes longer than the kernel saves: BERT-base of 1x128
     takes 435 us queued by Triton and 582 with Mosaic, 2x128 525 and 592.
     """
-    if itemsize > 2 or rows <= 256 or rows % 8 or min(depth, width) < 256:  # other numbers of rows cost copies
+    if rows <= 256 or rows % 8 or min(depth, width) < 256:  # other numbers of rows cost copies
         return False
+    if itemsize > 2:
+        return rows >= (4096 if activation is None else 1024)
     few = rows <= 512 and -(-rows // 64) * -(-width // 64) < 60
     if few or _split_by_library(rows, depth, width, activation):
         return False
@@ -126,17 +132,23 @@ def _split_by_library(rows: int, depth: int, width: int, activation: str | None)
 _MULTIPROCESSORS = {"NVIDIA H100 PCIe": 114, "NVIDIA H800 PCIe": 114, "NVIDIA H20": 78}
 
 
+def tile_k_of(itemsize: int) -> int:
+    """How deep the blocks of the Mosaic kernels are: a line of 128 bytes."""
+    return 128 // itemsize
+
+
 def _multiprocessors(device_kind: str) -> int:
     found = (count for kind, count in _MULTIPROCESSORS.items() if re.match(rf"{kind}(?!\d)", device_kind))
     return next(found, 132)
 
 
-def _in_rounds(rows: int, width: int, programs: int, largest: int = 6) -> MosaicDenseConfig:
+def _in_rounds(rows: int, width: int, itemsize: int, programs: int, largest: int = 6) -> MosaicDenseConfig:
     """Large tiles that take the fewest rounds, with up to `largest` stages."""
+    tile_k = tile_k_of(itemsize)
     # How fast each is, where its last round is full (H200, 2026-11-22).
     speed = {(128, 192): 1.0, (192, 128): 0.965, (128, 128): 0.95, (64, 192): 0.9}
     configs = [
-        MosaicDenseConfig(m, n, stages=4 if m + n > 256 else largest, split="none", group=16, programs=programs)
+        MosaicDenseConfig(m, n, tile_k, 4 if m + n > 256 else largest, split="none", group=16, programs=programs)
         for m, n in speed
     ]
 
@@ -154,11 +166,12 @@ def dense_mosaic(
         return -(-rows // config.block[0]) * -(-width // config.block[1])
 
     programs = _multiprocessors(device_kind)
-    default, most = _in_rounds(rows, width, programs), 0
+    # The pieces of results in shared memory are twice as large in float32.
+    default, most = _in_rounds(rows, width, itemsize, programs, largest=6 if itemsize == 2 else 5), 0
     small = (64, 64, 8, "none"), (64, 128, 6, "none"), (64, 192, 4, "none"), (64, 128, 4, "m"), (64, 192, 4, "m")
     for m, n, k, split in small:
         # The tiles that give work to the most multiprocessors, if each gets one.
-        candidate = MosaicDenseConfig(m, n, stages=k, split=split, programs=programs)
+        candidate = MosaicDenseConfig(m, n, tile_k_of(itemsize), k, split=split, programs=programs)
         if most < tiles(candidate) <= candidate.programs:
             most, default = tiles(candidate), candidate
     sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
@@ -175,7 +188,7 @@ def dense_mosaic_gradient(rows: int, depth: int, width: int, itemsize: int, devi
     32.
     """
     # With a stage less, since pieces of those take shared memory.
-    default = _in_rounds(rows, width, _multiprocessors(device_kind), largest=5)
+    default = _in_rounds(rows, width, itemsize, _multiprocessors(device_kind), largest=5)
     sizes = {"rows": rows, "depth": depth, "width": width}
     return lookup("dense_mosaic_gradient", default, device_kind, **sizes, itemsize=itemsize)
 

@@ -25,7 +25,16 @@ from jaxft.tuning_dense import MosaicDenseConfig
 
 ACTIVATIONS = [None, *reference.ACTIVATIONS]
 DTYPES = [pytest.param(dtype, id=dtype.__name__) for dtype in (jnp.float16, jnp.bfloat16)]
+WITH_FLOAT32 = [pytest.param(jnp.float32, id="float32"), *DTYPES]
 BY_TURNS = MosaicDenseConfig(128, 128, stages=6, split="none")
+FLOAT32 = MosaicDenseConfig(128, 192, tile_k=32, stages=4, split="none")
+SPLITS = {
+    "m": MosaicDenseConfig(64, 64, stages=3, programs=2),
+    "n": MosaicDenseConfig(64, 64, stages=2, split="n", programs=2),
+    "none": MosaicDenseConfig(64, 128, stages=3, split="none", programs=2),
+    "cluster": MosaicDenseConfig(64, 64, stages=3, programs=4, cluster_m=2, minor="m", group=2),
+    "none, cluster": MosaicDenseConfig(64, 64, stages=2, split="none", programs=4, cluster_m=2),
+}
 
 hopper = pytest.mark.skipif(dispatch.device().compute_capability != (9, 0), reason="needs a Hopper GPU")
 runs = pytest.mark.skipif(
@@ -44,10 +53,17 @@ def run(x, kernel, bias, **options):
         return dense.forward(x, kernel, bias, **options)
 
 
+def as_tf32(floats):
+    """Numbers of which TF32 keeps all bits: as products of float32 on a CPU."""
+    return {n: x if x is None else x.astype(jnp.bfloat16).astype(x.dtype) for n, x in floats.items()}
+
+
 def check(rows, depth, width, config, *, dtype=jnp.bfloat16, bias=jnp.float32, activation=None, seed=0):
     rng = np.random.default_rng(seed)
     floats = normal(rng, dtype, x=(rows, depth)) | {"kernel": normal(rng, dtype, kernel=(depth, width))["kernel"] / 8}
     floats["bias"] = None if bias is None else normal(rng, bias, bias=(width,))["bias"]
+    if dtype == jnp.float32:
+        floats = as_tf32(floats)
     assert dense.unsupported(**floats) is None
     plain = jit(functools.partial(reference.dense, activation=activation))(**floats)
     (got,) = run(**floats, activation=activation, config=config)
@@ -56,6 +72,13 @@ def check(rows, depth, width, config, *, dtype=jnp.bfloat16, bias=jnp.float32, a
 
 
 # --- Activations -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_activations_are_accurate_in_float32(activation):
+    x = jnp.asarray(np.concatenate([np.linspace(-20, 20, 40001), np.geomspace(1e-30, 6e4, 999)]), jnp.float32)
+    got = dense.activation(activation, x, jnp.float32)
+    np.testing.assert_allclose(got, oracle._activate(np.float64(x), activation), rtol=2e-7, atol=2e-6)
 
 
 @pytest.mark.parametrize("tanh_error", [-(2.0**-11), 0.0, 2.0**-11])  # that of the hardware's
@@ -80,13 +103,13 @@ def test_negative_tails_are_accurate_in_float16(activation):
         assert_matches_oracle(got, plain, oracle._activate(np.float64(x), activation))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", WITH_FLOAT32)
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_activations_of_what_is_not_finite(activation, dtype):
     x = jnp.array([jnp.nan, jnp.inf, 3e38, -3e38, 0.0], jnp.float32)
     got, plain = (f(x).astype(dtype).astype(jnp.float32) for f in (
         lambda x: dense.activation(activation, x, dtype), reference.ACTIVATIONS[activation]))  # fmt: skip
-    np.testing.assert_array_equal(got, plain)
+    np.testing.assert_allclose(got, plain, rtol=0, atol=1e-7 if dtype == jnp.float32 else 0)
 
 
 def test_unknown_activation():
@@ -118,7 +141,8 @@ def test_slopes_are_accurate(activation, dtype, tanh_error, monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "dtype", "bias", "reason"),
     [
-        ((64, 64, 64), jnp.float32, None, "x is float32"),
+        ((64, 64, 128), jnp.float64, None, "x is float64"),
+        ((64, 36, 128), jnp.float32, None, "K is 36 and F is 128: above 32 they must be multiples of 8, below of 8"),
         ((64, 64, 64), jnp.bfloat16, jnp.float64, "bias is float64"),
         ((0, 64, 64), jnp.bfloat16, None, "empty"),
         ((63, 64, 128), jnp.bfloat16, None, "M is 63"),
@@ -158,10 +182,11 @@ def lower_kernel(rows, depth, width, config, *, dtype=jnp.bfloat16, bias=jnp.flo
     return text
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", WITH_FLOAT32)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_lowers(activation, dtype):
-    for bias, config in ((None, MosaicDenseConfig(64, 192)), (jnp.float32, BY_TURNS)):
+    wide, narrow = (MosaicDenseConfig(64, 192), BY_TURNS) if dtype != jnp.float32 else (SPLITS["m"], FLOAT32)
+    for bias, config in ((None, wide), (jnp.float32, narrow)):
         lower_kernel(4096, 768, 768, config, dtype=dtype, bias=bias, activation=activation)
 
 
@@ -179,11 +204,13 @@ def test_configs_lower(config, cluster_m):
     assert text.count("tensor<1000x208xbf16>") >= 3 - cluster_m
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("sizes", [(768, 768), (768, 3072), (1024, 4096), (384, 1152)])
-@pytest.mark.parametrize("rows", [100, 16384])
-def test_defaults_lower(rows, sizes):
+@pytest.mark.parametrize("rows", [100, 264, 16384])
+def test_defaults_lower(rows, sizes, dtype):
     """They fit into shared memory, whatever the bias."""
-    lower_kernel(rows, *sizes, tuning_dense.dense_mosaic(rows, *sizes, "gelu", 2, ""), activation="gelu")
+    config = tuning_dense.dense_mosaic(rows, *sizes, "gelu", jnp.dtype(dtype).itemsize, "")
+    lower_kernel(rows, *sizes, config, dtype=dtype, activation="gelu", also="sum")
 
 
 def test_rows_are_padded_only_where_they_must():
@@ -194,14 +221,6 @@ def test_rows_are_padded_only_where_they_must():
 
 # --- Numbers -----------------------------------------------------------------------------------------------------
 
-SPLITS = {
-    "m": MosaicDenseConfig(64, 64, stages=3, programs=2),
-    "n": MosaicDenseConfig(64, 64, stages=2, split="n", programs=2),
-    "none": MosaicDenseConfig(64, 128, stages=3, split="none", programs=2),
-    "cluster": MosaicDenseConfig(64, 64, stages=3, programs=4, cluster_m=2, minor="m", group=2),
-    "none, cluster": MosaicDenseConfig(64, 64, stages=2, split="none", programs=4, cluster_m=2),
-}
-
 
 @runs
 @pytest.mark.parametrize("config", SPLITS.values(), ids=SPLITS)
@@ -211,10 +230,18 @@ def test_shapes(shape, config):
 
 
 @runs
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("config", [*SPLITS.values(), FLOAT32], ids=[*SPLITS, "float32"])
+@pytest.mark.parametrize("shape", [(65, 24, 208), (259, 328, 320)], ids=str)
+def test_float32(shape, config):
+    """In blocks that are a line of shared memory deep, and in deeper ones."""
+    check(*shape, config, dtype=jnp.float32)
+
+
+@runs
+@pytest.mark.parametrize("dtype", WITH_FLOAT32)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation, dtype):
-    config, bias = (SPLITS["m"], dtype) if dtype == jnp.float16 else (SPLITS["none"], None)
+    config, bias = (SPLITS["none"], None) if dtype == jnp.bfloat16 else (SPLITS["m"], dtype)
     check(70, 64, 128, config, dtype=dtype, bias=bias, activation=activation)
 
 
@@ -347,14 +374,15 @@ def interpreted():
 @pytest.mark.parametrize(
     ("activation", "dtype", "bias"),
     [*((a, jnp.bfloat16, jnp.float32) for a in ACTIVATIONS), ("gelu", jnp.float16, jnp.float16),
-     ("gelu", jnp.float16, None)],
+     ("gelu", jnp.float16, None), ("gelu", jnp.float32, jnp.float32), (None, jnp.float32, None)],
 )  # fmt: skip
 def test_op(activation, dtype, bias):
     """Values and gradients."""
     rng = np.random.default_rng(1)
     floats = normal(rng, dtype, x=(200, 128), kernel=(128, 192))
     floats |= {} if bias is None else normal(rng, bias, bias=(192,))
-    with interpreted():
+    floats = as_tf32(floats) if dtype == jnp.float32 else floats
+    with interpreted(), jax.default_matmul_precision("tensorfloat32"):
         cases.check(
             lambda implementation, **f: jaxft.dense(**f, activation=activation, implementation=implementation),
             lambda **f: reference.dense(**f, activation=activation),
@@ -420,7 +448,10 @@ def test_shards():
         ((4096, 768, 768), None, jnp.float16, True),
         ((16384, 768, 768), None, jnp.bfloat16, True),
         ((16384, 3072, 768), None, jnp.bfloat16, False),  # cuBLAS is as fast
-        ((4096, 768, 3072), "gelu", jnp.float32, False),
+        ((1024, 768, 3072), "gelu", jnp.float32, True),
+        ((1024, 768, 2304), None, jnp.float32, False),  # the kernel's transposition costs what is gained
+        ((4096, 768, 2304), None, jnp.float32, True),
+        ((512, 768, 3072), "gelu", jnp.float32, False),
         ((264, 768, 3072), "gelu", jnp.bfloat16, True),
         ((256, 768, 3072), "gelu", jnp.bfloat16, False),  # would cost the host more than it saves
         ((128, 768, 3072), "gelu", jnp.bfloat16, False),
@@ -435,8 +466,19 @@ def test_shards():
 def test_where_it_is_taken(shape, activation, dtype, taken):
     rows, depth, width = shape
     arrays = of((rows, depth), dtype), of((depth, width), dtype), of((width,), dtype)
-    text = lower(lambda x, kernel, bias: jaxft.dense(x, kernel, bias, activation=activation), *arrays)
-    assert text.count("@mosaic_gpu_v2") == taken
+    for precision in ("tensorfloat32", "highest"):
+        with jax.default_matmul_precision(precision):
+            text = lower(lambda x, kernel, bias: jaxft.dense(x, kernel, bias, activation=activation), *arrays)
+        assert text.count("@mosaic_gpu_v2") == (taken and (dtype != jnp.float32 or precision != "highest"))
+
+
+def test_no_tf32_where_float32_was_asked_for():
+    arrays = of((128, 128), jnp.float32), of((128, 128), jnp.float32)
+    with (
+        dispatch.target(),
+        pytest.raises(NotImplementedError, match="a float32 product was asked for"),
+    ):
+        jax.eval_shape(lambda *a: jaxft.dense(*a, precision="highest", implementation="mosaic_gpu"), *arrays)
 
 
 def test_it_adds_no_residual():

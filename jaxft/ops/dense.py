@@ -41,10 +41,10 @@ def dense(
       activation: None, "gelu" (by the error function), "gelu_tanh", "relu", "silu" or "tanh".
       residual: `[..., F]` of the dtype of `x`, added last.
       precision: of the product, as in `jnp.matmul`; None follows `jax.default_matmul_precision`.
-      implementation: None for the fastest; "mosaic_gpu" (16 bits, without a residual, on Hopper GPUs) and "triton" do
-        all in one kernel, "xla" in as many as XLA makes of it. On an NVIDIA GPU, None takes "mosaic_gpu" where it
-        was measured faster, else "triton" for few rows, and for many XLA's product (cuBLAS) and for an activation after
-        it the Triton kernel of `bias_activation`.
+      implementation: None for the fastest; "mosaic_gpu" (without a residual, on Hopper GPUs; float32 in TF32, the
+        kernel transposed first) and "triton" do all in one kernel, "xla" in as many as XLA makes of it. On an NVIDIA
+        GPU, None takes "mosaic_gpu" where it was measured faster, else "triton" for few rows, and for many XLA's
+        product (cuBLAS) and for an activation after it the Triton kernel of `bias_activation`.
 
     Returns:
       `[..., F]` of the dtype of `x`.
@@ -110,7 +110,7 @@ def plan_of(
         fastest = tuning_dense.dense_implementation(*sizes, activation, itemsize, kind)
     # Mosaic GPU is imported, which takes a while, only where it may be the choice.
     if fastest not in (None, "triton", "xla"):
-        mosaic = {"mosaic_gpu": _mosaic_reason(x, kernel, bias, residual)}
+        mosaic = {"mosaic_gpu": _mosaic_reason(x, kernel, bias, residual, precision)}
         reasons = mosaic | reasons if implementation is None else reasons | mosaic
     choice = dispatch.choose(op, implementation, reasons)
     if implementation is None and fastest == "mosaic_gpu" and choice.name != fastest:
@@ -143,12 +143,16 @@ def run(
     return _kernels_jit(*common.vary_alike(x, kernel, bias, residual), plan)
 
 
-def _mosaic_reason(x: Array, kernel: Array, bias: Array | None, residual: Array | None) -> str | None:
+def _mosaic_reason(x: Array, kernel: Array, bias: Array | None, residual: Array | None, precision: Any) -> str | None:
     try:
         from jaxft.kernels.mosaic_gpu import dense as mosaic
     except ImportError as error:
         return f"this JAX cannot import it: {error}"
-    return "it adds no residual" if residual is not None else mosaic.unsupported(x, kernel, bias)
+    if residual is not None:
+        return "it adds no residual"
+    if x.dtype == jnp.float32 and dispatch.matmul_precision(precision) != "tf32":
+        return "a float32 product was asked for, its products are TF32"
+    return mosaic.unsupported(x, kernel, bias)
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5))

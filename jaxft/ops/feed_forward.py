@@ -57,8 +57,8 @@ def feed_forward_residual_layer_norm(
       dropout_rate: in [0, 1). What is kept is a pure function of the key and the element's index.
       dropout_rng: a JAX random key, needed where the rate is not 0.
       precision: of the products, as in `jnp.matmul`; None follows `jax.default_matmul_precision`.
-      implementation: None for the fastest, "triton" or "xla"; "mosaic_gpu" for the first layer and its gradient, and
-        the fastest for the rest (16 bits, on Hopper GPUs).
+      implementation: None for the fastest, "triton" or "xla"; "mosaic_gpu" for the first layer and, in 16 bits, its
+        gradient, and the fastest for the rest (on Hopper GPUs).
 
     Returns:
       `[..., D]` of the dtype of `x`.
@@ -96,7 +96,7 @@ def feed_forward_residual_layer_norm(
     rows = math.prod(x.shape[:-1])
     arrays = x.reshape(rows, width), in_kernel, in_bias, out_kernel
     plan = dense_op.plan_of(op, *arrays[:3], None, activation, precision, implementation)
-    if plan is None or not plan.by_mosaic:
+    if plan is None or not plan.by_mosaic or x.dtype.itemsize > 2:  # there are no derivatives in float32
         h = dense_op.run(*arrays[:3], None, activation, precision, plan).reshape(*x.shape[:-1], inner)
         return dense_residual_layer_norm(h, out_kernel, out_bias, x, gamma, beta, precision=precision, **options)
     static = _Static(

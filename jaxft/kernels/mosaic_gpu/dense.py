@@ -1,6 +1,7 @@
 """activation(x @ kernel + bias) in one kernel for Hopper: bias and activation meet the product in registers.
 
-2 * M * K * F floating-point operations.
+2 * M * K * F floating-point operations. Those of float32 are TF32's: what x has beyond its 10 bits is cut off, kernel
+is rounded to them. Hopper multiplies 32-bit blocks only as they lie for x @ kernel^T, so XLA transposes kernel first.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ Array = jax.Array
 
 def unsupported(x: Array, kernel: Array, bias: Array | None) -> str | None:
     """Why the kernel cannot take these arrays, if it cannot."""
-    if x.dtype not in (jnp.float16, jnp.bfloat16):
-        return f"x is {x.dtype}, the kernel takes float16 and bfloat16"
+    if x.dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
+        return f"x is {x.dtype}, the kernel takes float32, float16 and bfloat16"
     if bias is not None and bias.dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
         return f"bias is {bias.dtype}, the kernel takes float32, float16 and bfloat16"
     (rows, depth), width = x.shape, kernel.shape[1]
@@ -35,8 +36,9 @@ def unsupported(x: Array, kernel: Array, bias: Array | None) -> str | None:
     if rows < PIECE or width <= PIECE:
         # What lies beyond the edge of an array of one line of tiles is stored at its beginning (JAX 0.11.2).
         return f"M is {rows} and F is {width}: they must be at least {PIECE} and above {PIECE}"
-    if not dense_common.line(depth, width):
-        return f"K is {depth} and F is {width}: above 64 they must be multiples of 16, below of 8"
+    if not dense_common.line(x.dtype, depth, width):
+        least = 32 // x.dtype.itemsize
+        return f"K is {depth} and F is {width}: above {4 * least} they must be multiples of {least}, below of 8"
     return None
 
 
@@ -51,14 +53,20 @@ def _sigmoid(x: Array) -> Array:
     return inverse_root * inverse_root
 
 
-def _normal_tail(x: Array) -> Array:
+def _normal_tail(x: Array, dtype: Any) -> Array:
     """Phi(-|x|) of the normal distribution, with a relative error of 3e-4, as for the Triton kernels.
 
-    It is exp(-x^2 / 2) times a minimax fit.
+    It is exp(-x^2 / 2) times a minimax fit; for float32 one with an absolute error of 8e-8, of Abramowitz and Stegun
+    (7.1.26).
     """
-    inverse_root = lax.rsqrt(1.0 + 0.49 * jnp.abs(x))
+    wide = dtype == jnp.float32
+    inverse_root = lax.rsqrt(1.0 + (0.3275911 / math.sqrt(2.0) if wide else 0.49) * jnp.abs(x))
     t = inverse_root * inverse_root
-    p = ((-0.12037462 * t + 0.25018403) * t + 0.17322216) * t + 0.1970786
+    if wide:
+        p = ((0.5307027145 * t - 0.7265760135) * t + 0.7107068705) * t - 0.142248368
+        p = p * t + 0.127414796
+    else:
+        p = ((-0.12037462 * t + 0.25018403) * t + 0.17322216) * t + 0.1970786
     return jnp.exp2(x * x * (-0.5 * math.log2(math.e))) * (t * p)
 
 
@@ -84,7 +92,7 @@ def activation(name: str, x: Array, dtype: Any) -> Array:
         case "gelu":
             if coarse:
                 return _by_tanh(x, _gelu_argument(x))
-            tail = _normal_tail(x)
+            tail = _normal_tail(x, dtype)
             return x * jnp.where(x < 0.0, tail, 1.0 - tail)
         case "gelu_tanh":
             y = x * (math.sqrt(2.0 / math.pi) + (math.sqrt(2.0 / math.pi) * 0.044715) * (x * x))
@@ -94,18 +102,18 @@ def activation(name: str, x: Array, dtype: Any) -> Array:
         case "relu":
             return jnp.maximum(x, 0.0)
         case "tanh":
-            return jnp.tanh(x)
+            return 2.0 * _sigmoid(2.0 * x) - 1.0 if dtype == jnp.float32 else jnp.tanh(x)
     raise ValueError(f"no kernel has the activation {name!r}")
 
 
 def activation_and_slope(name: str, x: Array, dtype: Any) -> tuple[Array, Array]:
-    """The same and its derivative, with an absolute error of 3e-4 in bfloat16 and 2e-4 in float16."""
+    """The same and its derivative, with an absolute error of 3e-4 in bfloat16 and 2e-4 in float16; not for float32."""
     match name:
         case "gelu":
             if dtype == jnp.bfloat16:
                 below = 0.5 * jnp.tanh(_gelu_argument(x)) + 0.5
             else:
-                tail = _normal_tail(x)
+                tail = _normal_tail(x, dtype)
                 below = jnp.where(x < 0.0, tail, 1.0 - tail)
             density = jnp.exp2(x * x * (-0.5 * math.log2(math.e))) * (1.0 / math.sqrt(2.0 * math.pi))
             return activation(name, x, dtype), below + x * density
@@ -164,7 +172,8 @@ def _fwd_kernel(x_ref, kernel_ref, bias_ref, y_ref, also_ref, *, name: Any, also
                     store_piece(y_smem.at[warps], stored, values, y_ref.at[place])
                     stored += 1
 
-        dense_common.multiply_tiles(x_ref, kernel_ref, config, begin, finish)
+        transposed = x_ref.dtype == jnp.float32  # see `forward`
+        dense_common.multiply_tiles(x_ref, kernel_ref, config, begin, finish, transposed=transposed)
 
     pl.run_scoped(
         body,
@@ -186,13 +195,15 @@ def forward(
 ) -> list[Array]:
     """x [M, K], kernel [K, F], bias [F] -> a list of [M, F], of the dtype of x.
 
-    A second one where `also` is "sum": x @ kernel + bias, or "slope": the activation's derivatives there.
+    A second one where `also` is "sum": x @ kernel + bias, or (16 bits) "slope": the activation's derivatives there.
     """
     rows, width = x.shape[0], kernel.shape[1]
     beyond = -rows % 8
     if beyond:  # see `dense_common.line`; rows are copied by eights
         x = jnp.pad(x, ((0, beyond), (0, 0)))
     y = jax.ShapeDtypeStruct((rows + beyond, width), x.dtype)
+    if x.dtype == jnp.float32:
+        kernel = lax.reduce_precision(kernel, exponent_bits=8, mantissa_bits=10).T
 
     def body(*refs):  # type: ignore[no-untyped-def]
         given = iter(refs)

@@ -26,19 +26,19 @@ COPYING = 2  # the warp group that copies; 0 and 1 multiply
 REGISTERS = {"copy": 40, "multiply": 232}  # for each thread, of the 65,536 that three groups of 128 have in all
 
 
-def line(*widths: int) -> int:
+def line(dtype: Any, *widths: int) -> int:
     """How many elements a line of shared memory holds; rows of these widths end where a line does.
 
     Mosaic copies an array as 8 rows x so many elements at a time. What lies beyond the array's edge comes as zeros and
     is not stored, but only from a multiple of that on.
     """
-    fits = (n for n in (64, 32, 16) if all(w % 8 == 0 and (w < n or w % n == 0) for w in widths))
-    return next(fits, 0)
+    lines = (nbytes // dtype.itemsize for nbytes in (128, 64, 32))
+    return next((n for n in lines if all(w % 8 == 0 and (w < n or w % n == 0) for w in widths)), 0)
 
 
 def transforms(dtype: Any, *widths: int) -> tuple[Any, Any]:
     """How blocks of arrays with these widths lie in shared memory."""
-    elements = line(*widths)
+    elements = line(dtype, *widths)
     return plgpu.TilingTransform((8, elements)), plgpu.SwizzleTransform(elements * dtype.itemsize)
 
 
