@@ -160,7 +160,7 @@ def _in_rounds(rows: int, width: int, itemsize: int, programs: int, largest: int
 
 
 def dense_mosaic(
-    rows: int, depth: int, width: int, activation: str | None, itemsize: int, device_kind: str
+    rows: int, depth: int, width: int, activation: str | None, itemsize: int, device_kind: str, residual: bool = False
 ) -> MosaicDenseConfig:
     def tiles(config: MosaicDenseConfig) -> int:
         return -(-rows // config.block[0]) * -(-width // config.block[1])
@@ -175,7 +175,13 @@ def dense_mosaic(
         if most < tiles(candidate) <= candidate.programs:
             most, default = tiles(candidate), candidate
     sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
-    return lookup("dense_mosaic", default, device_kind, **sizes, itemsize=itemsize)
+    config = lookup("dense_mosaic", default, device_kind, **sizes, itemsize=itemsize)
+    if not residual:
+        return config
+    # Beside a ring of blocks, four pieces of the residual and four of the result, and two rows of the bias.
+    room = 227 * 1024 - 512 - 8 * 64 * 64 * itemsize - 2 * config.tile_n * 4
+    most = room // (sum(config.block) * config.tile_k * itemsize)
+    return dataclasses.replace(config, stages=min(config.stages, most))
 
 
 def dense_mosaic_gradient(rows: int, depth: int, width: int, itemsize: int, device_kind: str) -> MosaicDenseConfig:

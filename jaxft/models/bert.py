@@ -226,8 +226,8 @@ class BertPooler(nnx.Module):
 class BertModel(nnx.Module):
     """A BERT, RoBERTa or DistilBERT encoder; on an NVIDIA GPU a layer runs as at most eight kernels.
 
-    (In 16 bits on Hopper as seven. In float32, with about 1,000 tokens or fewer, XLA splits its products and adds the
-    parts, which makes a few more.)
+    (On Hopper as seven. float32 differs: with up to about 1,000 tokens XLA splits its products and adds the parts; with
+    more, on Hopper, each product by Mosaic GPU has a kernel before it that transposes its weights.)
 
     Call it within `nnx.jit`, or get a pure function of parameters and inputs for `jax.jit`, `jax.grad` and the like. It
     costs the host much less a call, since `nnx.jit` walks the module every time::

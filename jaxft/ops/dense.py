@@ -41,10 +41,11 @@ def dense(
       activation: None, "gelu" (by the error function), "gelu_tanh", "relu", "silu" or "tanh".
       residual: `[..., F]` of the dtype of `x`, added last.
       precision: of the product, as in `jnp.matmul`; None follows `jax.default_matmul_precision`.
-      implementation: None for the fastest; "mosaic_gpu" (without a residual, on Hopper GPUs; float32 in TF32, the
-        kernel transposed first) and "triton" do all in one kernel, "xla" in as many as XLA makes of it. On an NVIDIA
-        GPU, None takes "mosaic_gpu" where it was measured faster, else "triton" for few rows, and for many XLA's
-        product (cuBLAS) and for an activation after it the Triton kernel of `bias_activation`.
+      implementation: None for the fastest; "mosaic_gpu" (on Hopper GPUs; in float32 without a residual, in TF32, and
+        the kernel is transposed first) and "triton" do all in one kernel, "xla" in as many as XLA makes of it. On an
+        NVIDIA GPU, None takes "mosaic_gpu" where it was measured faster (with a residual nowhere yet), else "triton"
+        for few rows, and for many XLA's product (cuBLAS) and for an activation after it the Triton kernel of
+        `bias_activation`.
 
     Returns:
       `[..., F]` of the dtype of `x`.
@@ -108,6 +109,8 @@ def plan_of(
     reasons, kind, fastest = {"triton": triton.unsupported(x=x, bias=bias)}, dispatch.device_kind(), implementation
     if implementation is None and dispatch.platform() == "cuda":
         fastest = tuning_dense.dense_implementation(*sizes, activation, itemsize, kind)
+        if residual is not None and fastest == "mosaic_gpu":  # not measured
+            fastest = tuning_dense.without_mosaic(*sizes, activation, itemsize)
     # Mosaic GPU is imported, which takes a while, only where it may be the choice.
     if fastest not in (None, "triton", "xla"):
         mosaic = {"mosaic_gpu": _mosaic_reason(x, kernel, bias, residual, precision)}
@@ -117,7 +120,7 @@ def plan_of(
         fastest = tuning_dense.without_mosaic(*sizes, activation, itemsize)
     product: tuning_dense.DenseConfig | tuning_dense.MosaicDenseConfig | None = None
     if choice.name == "mosaic_gpu":
-        product = tuning_dense.dense_mosaic(*sizes, activation, itemsize, kind)
+        product = tuning_dense.dense_mosaic(*sizes, activation, itemsize, kind, residual is not None)
     elif fastest == "triton":
         product = tuning_dense.dense(*sizes, itemsize, kind)
     no_kernel = product is None and (residual is not None if activation else bias is None)
@@ -148,8 +151,8 @@ def _mosaic_reason(x: Array, kernel: Array, bias: Array | None, residual: Array 
         from jaxft.kernels.mosaic_gpu import dense as mosaic
     except ImportError as error:
         return f"this JAX cannot import it: {error}"
-    if residual is not None:
-        return "it adds no residual"
+    if x.dtype == jnp.float32 and residual is not None:
+        return "it adds no residual in float32"
     if x.dtype == jnp.float32 and dispatch.matmul_precision(precision) != "tf32":
         return "a float32 product was asked for, its products are TF32"
     return mosaic.unsupported(x, kernel, bias)
@@ -165,19 +168,19 @@ def kernels(x, kernel, bias, residual, plan):
     if plan.product is None:
         return _epilogue(jnp.matmul(x, kernel, precision=plan.precision), bias, residual, plan, in_place=True)
     if plan.by_mosaic:
-        return _mosaic(x, kernel, bias, plan)
+        return _mosaic(x, kernel, bias, residual, plan)
     return triton.forward(
         x, kernel, bias, residual, activation=plan.activation, precision=plan.kernel_precision, config=plan.product,
         interpret=plan.interpret,
     )  # fmt: skip
 
 
-def _mosaic(x, kernel, bias, plan, also=None):
+def _mosaic(x, kernel, bias, residual, plan, also=None):
     from jaxft.kernels.mosaic_gpu import dense as mosaic
 
-    results = mosaic.forward(x, kernel, bias, activation=plan.activation, config=plan.product, also=also)
+    results = mosaic.forward(x, kernel, bias, residual, activation=plan.activation, config=plan.product, also=also)
     # Inside a shard_map, results of Mosaic kernels do not say over which axes they vary.
-    _, _, _, *alike = common.vary_alike(x, kernel, bias, *results)
+    _, _, _, _, *alike = common.vary_alike(x, kernel, bias, residual, *results)
     return tuple(alike) if also else alike[0]
 
 
@@ -189,7 +192,7 @@ def with_slope(x: Array, kernel: Array, bias: Array | None, plan: Plan) -> tuple
         act = functools.partial(reference.dense_epilogue, bias=None, activation=plan.activation, residual=None)
         return tuple(z.astype(x.dtype) for z in jax.jvp(act, (y,), (jnp.ones_like(y),)))
 
-    fused = functools.partial(_mosaic, plan=plan, also="slope")
+    fused = functools.partial(_mosaic, residual=None, plan=plan, also="slope")
     return common.with_plain_gradient(fused, plain)(x, kernel, bias)
 
 
@@ -212,12 +215,12 @@ def _fwd(x, kernel, bias, residual, plan):
         return run(y, bias, residual), (x, kernel, bias, residual, None if plan.activation is None else y)
     if plan.by_mosaic and plan.activation is not None:
 
-        def plain(x, kernel, bias):
+        def plain(x, kernel, bias, residual):
             y = reference.dense(x, kernel, bias, precision=plan.precision)
-            return reference.dense_epilogue(y, None, plan.activation, None), y
+            return reference.dense_epilogue(y, None, plan.activation, residual), y
 
         fused = functools.partial(_mosaic, plan=plan, also="sum")
-        out, y = common.with_plain_gradient(fused, plain)(x, kernel, bias)
+        out, y = common.with_plain_gradient(fused, plain)(x, kernel, bias, residual)
         return out, (x, kernel, bias, residual, y)
     return kernels(x, kernel, bias, residual, plan), (x, kernel, bias, residual, None)
 

@@ -1,4 +1,4 @@
-"""activation(x @ kernel + bias) in one kernel for Hopper: bias and activation meet the product in registers.
+"""activation(x @ kernel + bias) + residual in one kernel for Hopper: all of it meets the product in registers.
 
 2 * M * K * F floating-point operations. Those of float32 are TF32's: what x has beyond its 10 bits is cut off, kernel
 is rounded to them. Hopper multiplies 32-bit blocks only as they lie for x @ kernel^T, so XLA transposes kernel first.
@@ -141,36 +141,53 @@ def _times_sigmoid(x: Array, y: Array, slope: Array | float) -> tuple[Array, Arr
 # --- The kernel --------------------------------------------------------------------------------------------------
 
 
-def _fwd_kernel(x_ref, kernel_ref, bias_ref, y_ref, also_ref, *, name: Any, also: Any, config: MosaicDenseConfig):
+def _fwd_kernel(
+    x_ref, kernel_ref, bias_ref, residual_ref, y_ref, also_ref, *, name: Any, also: Any, config: MosaicDenseConfig
+):
     tile_m, tile_n = config.tile_m, config.tile_n
+    pieces = [(m, n) for m in range(0, tile_m, PIECE) for n in range(0, tile_n, PIECE)]
 
-    def body(y_smem, bias_smem, bias_there):
-        def begin(warps, row, column):
-            if bias_ref is not None:  # while the warps multiply
+    def body(y_smem, bias_smem, bias_there, residual_smem, residual_there):
+        def place(i, row, column):
+            """Where piece i of a tile is."""
+            m, n = pieces[i]
+            return pl.ds(row + m, PIECE), pl.ds(column + n, PIECE)
+
+        def copy_residual(i, warps, row, column):
+            if residual_ref is not None and i < len(pieces):
+                here = residual_ref.at[place(i, row, column)]
+                plgpu.copy_gmem_to_smem(here, residual_smem.at[warps, i % 2], residual_there.at[2 * warps + i % 2])
+
+        def begin(warps, row, column):  # what comes while the warps multiply
+            if bias_ref is not None:
                 here = bias_ref.at[pl.ds(column, tile_n)]
                 plgpu.copy_gmem_to_smem(here, bias_smem.at[warps], bias_there.at[warps])
+            copy_residual(0, warps, row, column)
+            copy_residual(1, warps, row, column)
 
         def finish(warps, row, column, acc):
             if bias_ref is not None:
                 plgpu.barrier_wait(bias_there.at[warps])
             stored = 0
-            for m in range(0, tile_m, PIECE):
-                for n in range(0, tile_n, PIECE):
-                    values = acc[m : m + PIECE, n : n + PIECE]
-                    if bias_ref is not None:
-                        bias = plgpu.layout_cast(bias_smem[warps, n : n + PIECE], plgpu.Layout.WGMMA.reduce(0))
-                        values += lax.broadcast_in_dim(bias.astype(jnp.float32), values.shape, (1,))
-                    place = pl.ds(row + m, PIECE), pl.ds(column + n, PIECE)
-                    other = values
-                    if also == "slope":
-                        values, other = activation_and_slope(name, values, y_ref.dtype)
-                    elif name is not None:
-                        values = activation(name, values, y_ref.dtype)
-                    if also_ref is not None:
-                        store_piece(y_smem.at[warps], stored, other, also_ref.at[place])
-                        stored += 1
-                    store_piece(y_smem.at[warps], stored, values, y_ref.at[place])
+            for i, (m, n) in enumerate(pieces):
+                values = acc[m : m + PIECE, n : n + PIECE]
+                if bias_ref is not None:
+                    bias = plgpu.layout_cast(bias_smem[warps, n : n + PIECE], plgpu.Layout.WGMMA.reduce(0))
+                    values += lax.broadcast_in_dim(bias.astype(jnp.float32), values.shape, (1,))
+                here, other = place(i, row, column), values
+                if also == "slope":
+                    values, other = activation_and_slope(name, values, y_ref.dtype)
+                elif name is not None:
+                    values = activation(name, values, y_ref.dtype)
+                if residual_ref is not None:
+                    plgpu.barrier_wait(residual_there.at[2 * warps + i % 2])
+                    values += residual_smem[warps, i % 2].astype(jnp.float32)
+                if also_ref is not None:
+                    store_piece(y_smem.at[warps], stored, other, also_ref.at[here])
                     stored += 1
+                store_piece(y_smem.at[warps], stored, values, y_ref.at[here])
+                stored += 1
+                copy_residual(i + 2, warps, row, column)  # where piece i lay, which all warps have read now
 
         transposed = x_ref.dtype == jnp.float32  # see `forward`
         dense_common.multiply_tiles(x_ref, kernel_ref, config, begin, finish, transposed=transposed)
@@ -180,6 +197,8 @@ def _fwd_kernel(x_ref, kernel_ref, bias_ref, y_ref, also_ref, *, name: Any, also
         y_smem=dense_common.pieces_smem(y_ref.dtype, y_ref.shape[1]),
         bias_smem=None if bias_ref is None else plgpu.SMEM((2, tile_n), bias_ref.dtype),
         bias_there=None if bias_ref is None else plgpu.Barrier(num_barriers=2),
+        residual_smem=None if residual_ref is None else dense_common.pieces_smem(y_ref.dtype, y_ref.shape[1]),
+        residual_there=None if residual_ref is None else plgpu.Barrier(num_barriers=4),
         collective_axes="warps",
     )
 
@@ -188,12 +207,13 @@ def forward(
     x: Array,
     kernel: Array,
     bias: Array | None,
+    residual: Array | None = None,
     *,
     activation: str | None,
     config: MosaicDenseConfig,
     also: str | None = None,
 ) -> list[Array]:
-    """x [M, K], kernel [K, F], bias [F] -> a list of [M, F], of the dtype of x.
+    """x [M, K], kernel [K, F], bias [F], residual [M, F] (16 bits) -> a list of [M, F], of the dtype of x.
 
     A second one where `also` is "sum": x @ kernel + bias, or (16 bits) "slope": the activation's derivatives there.
     """
@@ -201,6 +221,7 @@ def forward(
     beyond = -rows % 8
     if beyond:  # see `dense_common.line`; rows are copied by eights
         x = jnp.pad(x, ((0, beyond), (0, 0)))
+        residual = None if residual is None else jnp.pad(residual, ((0, beyond), (0, 0)))
     y = jax.ShapeDtypeStruct((rows + beyond, width), x.dtype)
     if x.dtype == jnp.float32:
         kernel = lax.reduce_precision(kernel, exponent_bits=8, mantissa_bits=10).T
@@ -209,9 +230,12 @@ def forward(
         given = iter(refs)
         x_ref, kernel_ref = next(given), next(given)
         bias_ref = None if bias is None else next(given)
+        residual_ref = None if residual is None else next(given)
         y_ref, also_ref = next(given), next(given, None)
-        _fwd_kernel(x_ref, kernel_ref, bias_ref, y_ref, also_ref, name=activation, also=also, config=config)
+        _fwd_kernel(
+            x_ref, kernel_ref, bias_ref, residual_ref, y_ref, also_ref, name=activation, also=also, config=config
+        )
 
-    inputs = [a for a in (x, kernel, bias) if a is not None]
+    inputs = [a for a in (x, kernel, bias, residual) if a is not None]
     results = dense_common.launch(body, inputs, [y] * (1 if also is None else 2), config)
     return [r[:rows] if beyond else r for r in results]

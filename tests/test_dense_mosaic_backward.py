@@ -1,0 +1,99 @@
+"""The Mosaic GPU kernel of the gradient of dense's input, which it multiplies by the activation's derivatives."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from cases import INTERPRET, lower, normal
+from compare import assert_matches_oracle
+from jaxft import reference, tuning_dense
+from jaxft.kernels.mosaic_gpu import dense_backward
+from jaxft.tuning_dense import MosaicDenseConfig
+from test_dense_mosaic import DTYPES, SPLITS, assert_no_races, finds_races, hopper, of, runs
+
+GRADIENTS = {
+    "64x128": MosaicDenseConfig(64, 128, stages=3, split="none", programs=2),
+    "m": MosaicDenseConfig(64, 64, stages=2, programs=2),
+    "192x64": MosaicDenseConfig(192, 64, stages=2, split="none", programs=3, minor="m", group=1),
+    "cluster": MosaicDenseConfig(64, 64, stages=2, split="none", programs=4, cluster_m=2),
+    "128x128": SPLITS["128x128"],  # four pieces, in three slots
+    "n": MosaicDenseConfig(128, 64, stages=2, split="n", programs=2),
+}
+
+
+def gradient_floats(rows, depth, width, dtype=jnp.bfloat16):
+    floats = normal(np.random.default_rng(3), dtype, dy=(rows, depth), kernel=(width, depth), slope=(rows, width))
+    return floats | {"kernel": floats["kernel"] / 8}
+
+
+def check_gradient(rows, depth, width, config, dtype=jnp.bfloat16):
+    """Returns its arguments and results."""
+    floats = gradient_floats(rows, depth, width, dtype)
+    mode = plgpu.force_gpu_interpret_mode() if INTERPRET else contextlib.nullcontext()
+    with mode:
+        dx, sums = dense_backward.backward(**floats, config=config)
+    dy, kernel, slope = (np.float64(floats[name]) for name in ("dy", "kernel", "slope"))
+    product = reference.dense(floats["dy"], floats["kernel"].T)
+    plain = (product.astype(jnp.float32) * floats["slope"].astype(jnp.float32)).astype(dtype)
+    assert_matches_oracle(dx, plain, dy @ kernel.T * slope)
+    assert sums.shape == (width,) and sums.dtype == jnp.float32
+    np.testing.assert_allclose(sums, np.float64(dx).sum(axis=0), rtol=1e-5, atol=1e-5 * np.abs(dx).sum(axis=0).max())
+    return floats, (dx, sums)
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("config", GRADIENTS.values(), ids=GRADIENTS)
+@pytest.mark.parametrize("shape", [(65, 80, 208), (264, 96, 320)], ids=str)
+def test_gradient(shape, config, dtype):
+    check_gradient(*shape, config, dtype)
+
+
+@pytest.mark.parametrize("config", GRADIENTS.values(), ids=GRADIENTS)
+@pytest.mark.parametrize("shape", [(65, 80, 208), (264, 96, 320)], ids=str)
+def test_sums_have_room_for_tiles_at_the_edges(shape, config, monkeypatch):
+    """On a GPU a copy of sums beyond the last column goes to the next row, where the interpreter leaves it out."""
+
+    def launch(body, inputs, results, config):
+        seen.extend(results)
+        return original(body, inputs, results, config)
+
+    seen, original = [], dense_backward.dense_common.launch
+    monkeypatch.setattr(dense_backward.dense_common, "launch", launch)
+    jax.eval_shape(functools.partial(dense_backward.backward, config=config), **gradient_floats(*shape))
+    (_, sums), (block_m, block_n) = seen, config.block
+    assert sums.shape[0] * config.tile_m >= shape[0] and sums.shape[1] >= shape[2]
+    assert sums.shape[0] * config.tile_m % (block_m * config.cluster_m) == sums.shape[1] % block_n == 0
+
+
+@pytest.mark.parametrize("sizes", [(768, 768), (768, 3072), (1024, 4096), (384, 1536), (80, 208), (512, 1056)])
+@pytest.mark.parametrize("rows", [100, 264, 4096, 16384])
+def test_gradient_defaults_lower(rows, sizes):
+    """They fit into shared memory."""
+    depth, width = sizes
+    config = tuning_dense.dense_mosaic_gradient(rows, depth, width, 2, "")
+    arrays = of((rows, depth)), of((width, depth)), of((rows, width))
+    text = lower(lambda *a: dense_backward.backward(*a, config=config), *arrays)
+    assert text.count("custom_call @mosaic_gpu") == 1
+
+
+@finds_races
+@pytest.mark.parametrize("config", dict.fromkeys((*SPLITS.values(), *GRADIENTS.values())), ids=str)
+def test_no_races_of_the_gradient(config):
+    """In the product's tiles, and in its own, of which some have more pieces than slots."""
+    assert_no_races(functools.partial(dense_backward.backward, **gradient_floats(264, 192, 320), config=config))
+
+
+@hopper
+@pytest.mark.parametrize("rows", [520, 4099, 16384])
+def test_large_gradient(rows):
+    config = tuning_dense.dense_mosaic_gradient(rows, 768, 3072, 2, "")
+    floats, results = check_gradient(rows, 768, 3072, config)
+    for _ in range(10):
+        for again, first in zip(dense_backward.backward(**floats, config=config), results, strict=True):
+            assert (again == first).all()
