@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.export
+import numpy as np
 
 logger = logging.getLogger("jaxft")
 
@@ -85,17 +86,24 @@ def device_kind() -> str:
 
 # Settings of JAX's that ask for more digits than TF32 has.
 _AS_FLOAT32 = (
-    "highest", "float32", "f32_f32_f32", "tf32_tf32_f32_x3", "bf16_bf16_f32_x6", "bf16_bf16_f32_x9", "f64_f64_f64"
+    "highest", "float32", "f32_f32_f32", "tf32_tf32_f32_x3", "bf16_bf16_f32_x3", "bf16_bf16_f32_x6", "bf16_bf16_f32_x9",
+    "f64_f64_f64",
 )  # fmt: skip
 
 
 def matmul_precision(precision: Any = None) -> str:
     """How a Pallas kernel computes float32 matrix products: "tf32", or "float32" where the caller or JAX is told so."""
-    first = precision[0] if isinstance(precision, tuple) else precision
     default = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    setting = default if first is None else first
+    settings = precision if type(precision) is tuple else (precision,)  # one for each operand; the higher one counts
+    return "float32" if any(_above_tf32(default if s is None else s) for s in settings) else "tf32"
+
+
+def _above_tf32(setting: Any) -> bool:
+    if isinstance(setting, jax.lax.DotAlgorithm):
+        kinds = setting.lhs_precision_type, setting.rhs_precision_type
+        return setting.num_primitive_operations > 1 or any(np.dtype(kind).itemsize > 2 for kind in kinds)
     name = getattr(setting, "name", setting)  # of a jax.lax.Precision or DotAlgorithmPreset
-    return "float32" if str(name).lower() in _AS_FLOAT32 else "tf32"
+    return str(name).lower() in _AS_FLOAT32
 
 
 def choose(op: str, implementation: str | None, reasons: Mapping[str, str | None]) -> Choice:

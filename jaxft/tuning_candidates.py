@@ -18,7 +18,7 @@ from jaxft.tuning import (
     RowConfig,
     next_power_of_2,
 )
-from jaxft.tuning_dense import DenseChoice, DenseConfig, MosaicDenseConfig, SplitConfig, tile_k_of
+from jaxft.tuning_dense import DenseChoice, DenseConfig, MosaicDenseConfig, SplitConfig, tile_k_of, with_room
 
 
 def candidates(op: str, present: Any, **sizes: int) -> list[Any]:
@@ -212,7 +212,8 @@ def dense_mosaic(rows: int, depth: int, width: int, activation: int, itemsize: i
              (64, 64, 8, "none"), (64, 192, 4, "none")]  # fmt: skip
     groups = (8, 16) if rows > 1024 else (8,)
     deep = tile_k_of(itemsize)
-    return (MosaicDenseConfig(m, n, deep, k, split, group=g) for m, n, k, split in tiles for g in groups)
+    found = (MosaicDenseConfig(m, n, deep, k, split, group=g) for m, n, k, split in tiles for g in groups)
+    return (with_room(config, itemsize, residual=False) for config in found)
 
 
 def dense_mosaic_gradient(rows: int, depth: int, width: int, itemsize: int) -> Iterable[MosaicDenseConfig]:

@@ -61,17 +61,17 @@ class MosaicDenseConfig:
 
 
 def dense_implementation(
-    rows: int, depth: int, width: int, activation: str | None, itemsize: int, device_kind: str
+    rows: int, depth: int, width: int, activation: str | None, itemsize: int, device_kind: str, full: bool = False
 ) -> str:
-    """The fastest: see `DenseChoice`."""
-    by_mosaic = _by_mosaic(rows, depth, width, activation, itemsize)
+    """The fastest: see `DenseChoice`. `full`: products of float32 that are not TF32, which Mosaic GPU has not."""
+    by_mosaic = not full and _by_mosaic(rows, depth, width, activation, itemsize)
     other = without_mosaic(rows, depth, width, activation, itemsize)
     sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
     default = DenseChoice("mosaic_gpu" if by_mosaic else other)
     unaligned = rows % 8 > 0  # then Mosaic costs copies, which the shipped entries, for rows rounded up, do not know of
-    variant = "unaligned" if unaligned else ""
+    variant = "full" if full else "unaligned" if unaligned else ""
     chosen = lookup("dense_implementation", default, device_kind, variant, **sizes, itemsize=itemsize).implementation
-    return other if unaligned and chosen == "mosaic_gpu" else chosen
+    return other if (full or unaligned) and chosen == "mosaic_gpu" else chosen
 
 
 def without_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsize: int) -> str:
@@ -98,7 +98,7 @@ def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsi
     if rows <= 256 or rows % 8 or min(depth, width) < 256:  # other numbers of rows cost copies
         return False
     if itemsize > 2:
-        return rows >= (4096 if activation is None else 1024)
+        return rows >= (4096 if activation is None else 1024) and depth % 32 == width % 32 == 0
     few = rows <= 512 and -(-rows // 64) * -(-width // 64) < 60
     if few or _split_by_library(rows, depth, width, activation):
         return False
@@ -166,8 +166,7 @@ def dense_mosaic(
         return -(-rows // config.block[0]) * -(-width // config.block[1])
 
     programs = _multiprocessors(device_kind)
-    # The pieces of results in shared memory are twice as large in float32.
-    default, most = _in_rounds(rows, width, itemsize, programs, largest=6 if itemsize == 2 else 5), 0
+    default, most = _in_rounds(rows, width, itemsize, programs), 0
     small = (64, 64, 8, "none"), (64, 128, 6, "none"), (64, 192, 4, "none"), (64, 128, 4, "m"), (64, 192, 4, "m")
     for m, n, k, split in small:
         # The tiles that give work to the most multiprocessors, if each gets one.
@@ -175,12 +174,16 @@ def dense_mosaic(
         if most < tiles(candidate) <= candidate.programs:
             most, default = tiles(candidate), candidate
     sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
-    config = lookup("dense_mosaic", default, device_kind, **sizes, itemsize=itemsize)
-    if not residual:
-        return config
-    # Beside a ring of blocks, four pieces of the residual and four of the result, and two rows of the bias.
-    room = 227 * 1024 - 512 - 8 * 64 * 64 * itemsize - 2 * config.tile_n * 4
-    most = room // (sum(config.block) * config.tile_k * itemsize)
+    variant, default = "residual" if residual else "", with_room(default, itemsize, residual)
+    config = lookup("dense_mosaic", default, device_kind, variant, **sizes, itemsize=itemsize)
+    return with_room(config, itemsize, residual) if residual else config  # it may be an entry of those without
+
+
+def with_room(config: MosaicDenseConfig, itemsize: int, residual: bool) -> MosaicDenseConfig:
+    """The same with no more stages than fit into 227 KiB of shared memory."""
+    # Four pieces of the result, four of the residual, two rows of the bias, and barriers.
+    others = (8 if residual else 4) * 64 * 64 * itemsize + 2 * config.tile_n * 4 + 512
+    most = (227 * 1024 - others) // (sum(config.block) * config.tile_k * itemsize)
     return dataclasses.replace(config, stages=min(config.stages, most))
 
 

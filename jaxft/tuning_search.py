@@ -166,6 +166,8 @@ def _is_coarse(jaxpr: Any) -> bool:
         dtypes = [getattr(x.aval, "dtype", jnp.int32) for x in (*equation.invars, *equation.outvars)]
         if any(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 for dtype in dtypes):
             return True
+        if equation.primitive.name == "wgmma_ref":  # Hopper's matrix units multiply float32 as TF32
+            return True
         is_product = "precision" in equation.params and dtypes[0] == jnp.float32
         if is_product and dispatch.matmul_precision(equation.params["precision"]) == "tf32":
             return True

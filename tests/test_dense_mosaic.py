@@ -22,7 +22,6 @@ from jaxft import dispatch, reference, tuning_dense
 from jaxft.kernels.mosaic_gpu import dense
 from jaxft.kernels.triton import bias_activation
 from jaxft.tuning_dense import MosaicDenseConfig
-from lowered import COPIES, operations
 
 ACTIVATIONS = [None, *reference.ACTIVATIONS]
 DTYPES = [pytest.param(dtype, id=dtype.__name__) for dtype in (jnp.float16, jnp.bfloat16)]
@@ -75,13 +74,6 @@ def check(rows, depth, width, config, *, dtype=jnp.bfloat16, bias=jnp.float32, a
 
 
 # --- Activations -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
-def test_activations_are_accurate_in_float32(activation):
-    x = jnp.asarray(np.concatenate([np.linspace(-20, 20, 40001), np.geomspace(1e-30, 6e4, 999)]), jnp.float32)
-    got = dense.activation(activation, x, jnp.float32)
-    np.testing.assert_allclose(got, oracle._activate(np.float64(x), activation), rtol=2e-7, atol=2e-6)
 
 
 @pytest.mark.parametrize("tanh_error", [-(2.0**-11), 0.0, 2.0**-11])  # that of the hardware's
@@ -230,14 +222,6 @@ def test_rows_are_padded_only_where_they_must():
 @pytest.mark.parametrize("shape", [(65, 80, 208), (259, 320, 320)], ids=str)
 def test_shapes(shape, config):
     check(*shape, config)
-
-
-@runs
-@pytest.mark.parametrize("config", [*SPLITS.values(), FLOAT32], ids=[*SPLITS, "float32"])
-@pytest.mark.parametrize("shape", [(65, 24, 208), (259, 328, 320)], ids=str)
-def test_float32(shape, config):
-    """In blocks that are a line of shared memory deep, and in deeper ones."""
-    check(*shape, config, dtype=jnp.float32)
 
 
 @runs
@@ -429,35 +413,12 @@ def test_where_it_is_taken(shape, activation, dtype, taken):
         assert text.count("@mosaic_gpu_v2") == (taken and (dtype != jnp.float32 or precision != "highest"))
 
 
-def test_a_float32_kernel_is_transposed_and_nothing_else():
-    arrays = of((4096, 768), jnp.float32), of((768, 512), jnp.float32), of((512,), jnp.float32)
-    with jax.default_matmul_precision("tensorfloat32"):
-        found = operations(lower(lambda *a: jaxft.dense(*a, activation="gelu"), *arrays))
-    assert found["transpose"] == found["reduce_precision"] == found["custom_call @mosaic_gpu_v2"] == 1
-    assert not any(found[name] for name in (*COPIES, "dot_general") if name != "transpose")
-
-
-def test_no_tf32_where_float32_was_asked_for():
-    arrays = of((128, 128), jnp.float32), of((128, 128), jnp.float32)
-    with (
-        dispatch.target(),
-        pytest.raises(NotImplementedError, match="a float32 product was asked for"),
-    ):
-        jax.eval_shape(lambda *a: jaxft.dense(*a, precision="highest", implementation="mosaic_gpu"), *arrays)
-
-
 def test_a_residual_is_added_where_it_is_named():
     """Whether that is faster has not been measured."""
     arrays = of((4096, 768)), of((768, 768)), of((4096, 768))
     for implementation, taken in ((None, 0), ("mosaic_gpu", 1)):
         text = lower(lambda x, k, r, i=implementation: jaxft.dense(x, k, residual=r, implementation=i), *arrays)
         assert text.count("@mosaic_gpu_v2") == taken
-
-
-def test_it_adds_no_residual_in_float32():
-    arrays = of((128, 128), jnp.float32), of((128, 128), jnp.float32)
-    with dispatch.target(), pytest.raises(NotImplementedError, match="it adds no residual in float32"):
-        jax.eval_shape(lambda x, k: jaxft.dense(x, k, residual=x, implementation="mosaic_gpu"), *arrays)
 
 
 finds_races = pytest.mark.skipif(

@@ -4,6 +4,7 @@ import logging
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxft import dispatch
@@ -144,10 +145,26 @@ def test_matmul_precision_follows_jax(setting):
 @pytest.mark.parametrize("preset", list(jax.lax.DotAlgorithmPreset), ids=str)
 def test_no_preset_gives_less_than_it_says(preset):
     """Float32 wherever digits are asked for that TF32 has not."""
-    less = ("TF32_TF32_F32", "BF16_BF16_F32", "BF16_BF16_F32_X3", "BF16_BF16_BF16", "DEFAULT")
+    less = ("TF32_TF32_F32", "BF16_BF16_F32", "BF16_BF16_BF16", "DEFAULT")
     less += ("F16_F16_F16", "F16_F16_F32")
     expected = "tf32" if preset.name in less or preset.name.startswith("ANY_F8") else "float32"
     assert dispatch.matmul_precision(preset) == expected
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [
+        (("default", "highest"), "float32"),
+        ((jax.lax.Precision.HIGHEST, jax.lax.Precision.DEFAULT), "float32"),
+        (("default", "default"), "tf32"),
+        (jax.lax.DotAlgorithm(np.float32, np.float32, np.float32), "float32"),
+        (jax.lax.DotAlgorithm(jnp.bfloat16, jnp.bfloat16, np.float32, num_primitive_operations=3), "float32"),
+        (jax.lax.DotAlgorithm(jnp.bfloat16, jnp.bfloat16, np.float32), "tf32"),
+    ],
+    ids=str,
+)
+def test_the_higher_precision_of_two_operands_counts(precision, expected):
+    assert dispatch.matmul_precision(precision) == expected
 
 
 def test_choosing_works_under_a_trace():

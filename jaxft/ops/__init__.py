@@ -31,11 +31,11 @@ OPS: dict[str, dict[str, str | None]] = {
 
 #: Where an op takes its kernel for some arguments only.
 LIMITS = {
-    "dense": "for few rows; on Hopper Mosaic GPU's where it was measured faster; else XLA's product, and the kernel of "
-    "bias_activation after it",
+    "dense": "for few rows of 16 bits; on Hopper Mosaic GPU's where it was measured faster; else XLA's product, and "
+    "the kernel of bias_activation after it",
     "dense_residual_layer_norm": "for few rows; else as dense and bias_residual_layer_norm",
-    "feed_forward_residual_layer_norm": "as dense and dense_residual_layer_norm; its gradient has a Mosaic GPU "
-    "kernel where the first layer does",
+    "feed_forward_residual_layer_norm": "as dense and dense_residual_layer_norm; in 16 bits its gradient has "
+    "a Mosaic GPU kernel where the first layer does",
     "dot_product_attention": "but cuDNN on Hopper for large 16-bit arrays without masks where no gradient is asked for",
     "remove_padding": "for floats of 32 bytes a token or more; else XLA's gathers",
     "restore_padding": "as remove_padding",

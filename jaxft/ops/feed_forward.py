@@ -43,8 +43,8 @@ def feed_forward_residual_layer_norm(
       dense_residual_layer_norm(h, out_kernel, out_bias, x, gamma, beta, epsilon=epsilon)
 
     and in the forward pass the same kernels. The backward pass is what it is for: where "mosaic_gpu" is the fastest for
-    the first layer, its kernel also gives the derivatives of the activation, and the gradient is multiplied by them in
-    the epilogue of its product with the second kernel.
+    the first layer, in 16 bits its kernel also gives the derivatives of the activation, and the gradient is multiplied
+    by them in the epilogue of its product with the second kernel.
 
     Args:
       x: `[..., D]`, float32, float16 or bfloat16; products accumulate in float32.
