@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxft.kernels.mosaic_gpu import dense_common
-from jaxft.kernels.mosaic_gpu.dense_common import PIECE, store_piece
+from jaxft.kernels.mosaic_gpu.dense_common import PIECE, place_of, store_piece
 from jaxft.tuning_dense import MosaicDenseConfig
 
 Array = jax.Array
@@ -158,14 +158,9 @@ def _fwd_kernel(
     pieces = [(m, n) for m in range(0, tile_m, PIECE) for n in range(0, tile_n, PIECE)]
 
     def body(y_smem, bias_smem, bias_there, residual_smem, residual_there):
-        def place(i, row, column):
-            """Where piece i of a tile is."""
-            m, n = pieces[i]
-            return pl.ds(row + m, PIECE), pl.ds(column + n, PIECE)
-
         def copy_residual(i, warps, row, column):
             if residual_ref is not None and i < len(pieces):
-                here = residual_ref.at[place(i, row, column)]
+                here = residual_ref.at[place_of(pieces[i], row, column)]
                 plgpu.copy_gmem_to_smem(here, residual_smem.at[warps, i % 2], residual_there.at[2 * warps + i % 2])
 
         def begin(warps, row, column):  # what comes while the warps multiply
@@ -184,7 +179,7 @@ def _fwd_kernel(
                 if bias_ref is not None:
                     bias = plgpu.layout_cast(bias_smem[warps, n : n + PIECE], plgpu.Layout.WGMMA.reduce(0))
                     values += lax.broadcast_in_dim(bias.astype(jnp.float32), values.shape, (1,))
-                here, other = place(i, row, column), values
+                here, other = place_of((m, n), row, column), values
                 if also == "slope":
                     values, other = activation_and_slope(name, values, y_ref.dtype)
                 elif name is not None:

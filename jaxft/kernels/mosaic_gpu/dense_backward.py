@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxft.kernels.mosaic_gpu import dense_common
-from jaxft.kernels.mosaic_gpu.dense_common import PIECE
+from jaxft.kernels.mosaic_gpu.dense_common import PIECE, place_of
 from jaxft.tuning_dense import MosaicDenseConfig
 
 Array = jax.Array
@@ -31,15 +31,10 @@ def _kernel(dy_ref, kernel_ref, slope_ref, eighths_ref, dx_ref, sums_ref, *, con
     pieces = [(m, n) for n in range(0, tile_n, PIECE) for m in range(0, tile_m, PIECE)]
 
     def body(smem, slope_there, eighths_smem, eighths_there, sums_smem):
-        def place(i, row, column):
-            """Where piece i of a tile is."""
-            m, n = pieces[i]
-            return pl.ds(row + m, PIECE), pl.ds(column + n, PIECE)
-
         def copy(i, warps, row, column):
             if i < len(pieces):
                 at = i % _SLOTS
-                here = slope_ref.at[place(i, row, column)]
+                here = slope_ref.at[place_of(pieces[i], row, column)]
                 plgpu.copy_gmem_to_smem(here, smem.at[warps, at], slope_there.at[_SLOTS * warps + at])
 
         def begin(warps, row, column):
@@ -57,7 +52,7 @@ def _kernel(dy_ref, kernel_ref, slope_ref, eighths_ref, dx_ref, sums_ref, *, con
                 plgpu.barrier_wait(slope_there.at[_SLOTS * warps + i % _SLOTS])
                 at[...] = (acc[m : m + PIECE, n : n + PIECE] * at[...].astype(jnp.float32)).astype(dx_ref.dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(at, dx_ref.at[place(i, row, column)])
+                plgpu.copy_smem_to_gmem(at, dx_ref.at[place_of((m, n), row, column)])
                 plgpu.wgmma(sums[n // PIECE], at.transpose((1, 0)), eighths_smem.transpose((1, 0)))
                 if i > 0:  # where the piece before lies, once it is stored and added up
                     plgpu.wgmma_wait(1)

@@ -170,6 +170,12 @@ def pieces_smem(dtype: Any, width: int, slots: int = 2) -> Any:
     return plgpu.SMEM((2, slots, PIECE, PIECE), dtype, transforms=transforms(dtype, width))
 
 
+def place_of(piece: tuple[int, int], row: Any, column: Any) -> tuple[Any, Any]:
+    """Where in an array a piece lies that begins at these rows and columns of the tile at `row`, `column`."""
+    m, n = piece
+    return pl.ds(row + m, PIECE), pl.ds(column + n, PIECE)
+
+
 def store_piece(smem: Any, stored: int, values: Array, ref: Any) -> None:
     """`values` into a piece of an array in memory by way of `smem`, a warp group's; the tile's `stored`-th piece."""
     at = smem.at[stored % 2]
