@@ -235,6 +235,15 @@ def test_errors(changes, error, message):
         FEED_FORWARD(**{**GOOD, **changes})
 
 
+@pytest.mark.parametrize("name", ["in_bias", "out_bias", "gamma", "beta"])
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
+def test_a_named_implementation_says_which_argument_it_cannot_take(name, implementation):
+    with jax.enable_x64(True), dispatch.target():
+        values = {**GOOD, name: jnp.ones(6 if name == "in_bias" else 4, jnp.float64)}
+        with pytest.raises(NotImplementedError, match=f"^feed_forward_residual_layer_norm: .* {name} is float64"):
+            FEED_FORWARD(**values, implementation=implementation)
+
+
 def test_implementation_reaches_both_layers(monkeypatch):
     seen = []
     original = dense_op.plan_of

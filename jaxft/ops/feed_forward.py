@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxft import dispatch, tuning_dense
+from jaxft.kernels.triton import dense as triton
 from jaxft.ops import common
 from jaxft.ops import dense as dense_op
 from jaxft.ops.dense import dense
@@ -93,6 +94,9 @@ def feed_forward_residual_layer_norm(
         "dropout_rng": dropout_rng,
         "implementation": None if implementation == "mosaic_gpu" else implementation,
     }
+    if implementation is not None:  # the two layers would say it in their arguments' names
+        reason = triton.unsupported(x=x, in_bias=in_bias, out_bias=out_bias, gamma=gamma, beta=beta)
+        dispatch.choose(op, implementation, {"triton": reason, "mosaic_gpu": reason})
     rows = math.prod(x.shape[:-1])
     arrays = x.reshape(rows, width), in_kernel, in_bias, out_kernel
     plan = dense_op.plan_of(op, *arrays[:3], None, activation, precision, implementation)
