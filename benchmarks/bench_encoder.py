@@ -78,9 +78,12 @@ PEERS: dict[str, tuple[Attention, bool]] = {
 }
 
 
-def flops(layers: int, width: int, ff: int, batch: int, length: int) -> int:
-    """Matrix products only: q, k, v and output projections, the two of the feed-forward part, QK^T and PV."""
-    return layers * batch * length * (2 * (4 * width**2 + 2 * width * ff) + 4 * length * width)
+def flops(layers: int, width: int, ff: int, lengths: Sequence[int]) -> int:
+    """Matrix products only: q, k, v and output projections, the two of the feed-forward part, QK^T and PV.
+
+    Of valid tokens: what is done for padding is no work.
+    """
+    return layers * sum(n * (2 * (4 * width**2 + 2 * width * ff) + 4 * n * width) for n in lengths)
 
 
 def random_params(model: str, dtype: str) -> Params:
@@ -237,8 +240,9 @@ def run(case: Case, gelu: str, args: argparse.Namespace) -> list[timing.Row]:
     if args.kernels:
         for name, variant in variants.items():
             print_kernels(f"{case.label(gelu)}, {name}", variant, layers)
+    counted = [case.length] * case.batch if lengths is None else lengths.tolist()
     return timing.measure(
-        variants, work=flops(layers, width, ff, case.batch, case.length), unit="TFLOP/s", args=args,
+        variants, work=flops(layers, width, ff, counted), unit="TFLOP/s", args=args,
         latency=case.batch * case.length <= 1024, op=case.op(gelu), direction="forward",
         shape=(case.batch, case.length), dtype=case.dtype,
     )  # fmt: skip

@@ -171,7 +171,7 @@ def run(case: Case, gelu: str, rate: float, args: argparse.Namespace) -> list[ti
     }  # fmt: skip
     samples = {(name, "temporary_mib"): [float(size)] for name, size in mib.items()}
     rows = timing.as_rows(samples, 0.0, "", args, **key_of_rows) if jax.default_backend() == "gpu" else []
-    work = 3 * bench_encoder.flops(layers, width, ff, case.batch, case.length)
+    work = 3 * bench_encoder.flops(layers, width, ff, [case.length] * case.batch)
     return rows + timing.measure(variants, work=work, unit="TFLOP/s", args=args, **key_of_rows)
 
 

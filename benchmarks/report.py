@@ -20,7 +20,7 @@ TITLES = {
     "encode docstrings": "Texts to embeddings, tokeniser included (microseconds for so many texts)",
     "attention, back to back": "Attention of so many rows, sequences and tokens of the longest (microseconds)",
     "attention": "Attention, from packed QKV (microseconds)",
-    "dense": "Dense layers of few rows, forward (microseconds)",
+    "dense": "Dense layers (microseconds)",
     "configuration": "Kernels as tuned, and with the heuristic's configuration (microseconds)",
     "other": "Row and layout kernels (microseconds)",
 }

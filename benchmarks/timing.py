@@ -228,6 +228,8 @@ def table(rows: Sequence[Row], *, ours: str = "jaxft", metric: str | None = None
 
 def print_tables(rows: Sequence[Row]) -> None:
     """One table per metric."""
+    if not rows:
+        raise SystemExit("no case was measured: none has in its name what --only says")
     for metric in sorted({row["metric"] for row in rows}):
         lines = table(rows, metric=metric)
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -239,9 +239,10 @@ def _run_bench(args: argparse.Namespace) -> None:
                 for batch, length in bar:
                     try:
                         done[batch, length] = comparison.compare(model, batch, length)
-                    except jax.errors.JaxRuntimeError as error:  # out of memory, which the others need not be
+                    except (comparison.ComparisonError, jax.errors.JaxRuntimeError) as error:
+                        # Out of memory, say, which the others need not be.
                         failed.append(f"{batch}x{length}: {error}")
-        except (CheckpointError, comparison.ComparisonError, jax.errors.JaxRuntimeError) as error:
+        except (CheckpointError, jax.errors.JaxRuntimeError) as error:
             raise _UserError(str(error)) from error
         if not done:
             raise _UserError("\n".join(failed))

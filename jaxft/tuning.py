@@ -124,19 +124,23 @@ class Trial:
 trial = jax.make_user_context(None)
 
 
-def lookup(op: str, default: Config, device_kind: str, variant: str = "", /, **sizes: int) -> Config:
+def lookup(
+    op: str, default: Config, device_kind: str, variant: str = "", usable: Callable[[Config], bool] = lambda _: True, /,
+    **sizes: int,
+) -> Config:  # fmt: skip
     """The tuned config of `op` at these sizes on this device, the user's before jaxft's, else `default`.
 
     `variant`: what else the user's must have been tuned for, since the kernel reads other things, or takes more shared
-    memory or registers.
+    memory or registers. Entries that are not `usable` do not count.
     """
     name = key(**sizes)
-    config = dataclasses.replace(default, **_table(device_kind).get(op, {}).get(name, {}))
+    shipped = dataclasses.replace(default, **_table(device_kind).get(op, {}).get(name, {}))
     name += variant and f",{variant}"
-    config = tuning_store.restore(device_kind, op, name, default) or config
     running = trial.value
+    tried = None if running is None else running.configs.get((op, name))
+    found = tried, tuning_store.restore(device_kind, op, name, default), shipped, default
+    config = next(config for config in found if config is not None and usable(config))
     if running is not None:
-        config = running.configs.get((op, name), config)
         running.asked.setdefault((op, name), (config, sizes))
     return config
 
@@ -178,12 +182,17 @@ def autotune(fn: Callable[..., Any], *args: Any, show_progress_bar: bool | None 
       An entry for each kernel; where its `after` is its `before`, nothing was faster.
 
     Raises:
+      TypeError: `fn` is no function, or `show_progress_bar` neither None nor a bool.
       RuntimeError: this is no NVIDIA GPU.
       ValueError: `fn` runs no kernel of jaxft that has a configuration.
       OSError: the cache directory cannot be written.
     """
     from jaxft import tuning_search
 
+    if not callable(fn):
+        raise TypeError(f"autotune: fn must be a function, got {type(fn).__name__}")
+    if show_progress_bar not in (None, True, False):
+        raise TypeError(f"autotune: show_progress_bar must be None, True or False, got {show_progress_bar!r}")
     return tuning_search.autotune(fn, *args, show_progress_bar=show_progress_bar)
 
 

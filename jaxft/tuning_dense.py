@@ -61,17 +61,26 @@ class MosaicDenseConfig:
 
 
 def dense_implementation(
-    rows: int, depth: int, width: int, activation: str | None, itemsize: int, device_kind: str, full: bool = False
-) -> str:
-    """The fastest: see `DenseChoice`. `full`: products of float32 that are not TF32, which Mosaic GPU has not."""
-    by_mosaic = not full and _by_mosaic(rows, depth, width, activation, itemsize)
-    other = without_mosaic(rows, depth, width, activation, itemsize)
+    rows: int, depth: int, width: int, activation: str | None, itemsize: int, device_kind: str, hopper: bool = True,
+    residual: bool = False, full: bool = False,
+) -> str:  # fmt: skip
+    """The fastest: see `DenseChoice`. `full`: products of float32 that are not TF32.
+
+    Mosaic GPU is Hopper's, and has no such products; with a residual it was never measured; and where the number of
+    rows is no multiple of 8 it costs copies. The shipped entries, for rows rounded up, do not know of these.
+    """
+    without = {"residual": residual, "full": full, "unaligned": hopper and rows % 8 > 0}
+    mosaic = hopper and not any(without.values())
+    by_mosaic = mosaic and _by_mosaic(rows, depth, width, activation, itemsize)
+    default = DenseChoice("mosaic_gpu" if by_mosaic else without_mosaic(rows, depth, width, activation, itemsize))
     sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
-    default = DenseChoice("mosaic_gpu" if by_mosaic else other)
-    unaligned = rows % 8 > 0  # then Mosaic costs copies, which the shipped entries, for rows rounded up, do not know of
-    variant = "full" if full else "unaligned" if unaligned else ""
-    chosen = lookup("dense_implementation", default, device_kind, variant, **sizes, itemsize=itemsize).implementation
-    return other if (full or unaligned) and chosen == "mosaic_gpu" else chosen
+    variant = ",".join(name for name, holds in without.items() if holds)
+
+    def usable(choice: DenseChoice) -> bool:
+        return mosaic or choice.implementation != "mosaic_gpu"
+
+    config = lookup("dense_implementation", default, device_kind, variant, usable, **sizes, itemsize=itemsize)
+    return config.implementation
 
 
 def without_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsize: int) -> str:
@@ -92,10 +101,10 @@ def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsi
     (2026-11-23).
 
     A Mosaic kernel in a program also costs the host: XLA captures it anew whenever an address has changed, and launches
-    no kernel next to it ahead of time. With up to 256 rows that takes longer than the kernel saves: BERT-base of 1x128
-    takes 435 us queued by Triton and 582 with Mosaic, 2x128 525 and 592.
+    no kernel next to it ahead of time. With up to 256 rows that takes longer than the kernel saves: in one run, on a
+    slow host, BERT-base of 1x128 took 435 us queued by Triton and 582 with Mosaic, 2x128 525 and 592.
     """
-    if rows <= 256 or rows % 8 or min(depth, width) < 256:  # other numbers of rows cost copies
+    if rows <= 256 or min(depth, width) < 256 or depth % 16 or width % 16:  # it does not take others (in 16 bits)
         return False
     if itemsize > 2:
         return rows >= (4096 if activation is None else 1024) and depth % 32 == width % 32 == 0
@@ -128,8 +137,12 @@ def _split_by_library(rows: int, depth: int, width: int, activation: str | None)
     return activation is None and depth >= max(2048, 4 * width) and (rows <= 128 or 256 < rows <= 512)
 
 
-# Multiprocessors of Hopper cards that do not have 132, by what the device's kind begins with.
-_MULTIPROCESSORS = {"NVIDIA H100 PCIe": 114, "NVIDIA H800 PCIe": 114, "NVIDIA H20": 78}
+# Multiprocessors of cards that do not have 132, by what the device's kind begins with.
+_MULTIPROCESSORS = {
+    "NVIDIA H100 PCIe": 114, "NVIDIA H800 PCIe": 114, "NVIDIA H20": 78, "NVIDIA A100": 108, "NVIDIA A800": 108,
+    "NVIDIA A30": 56, "NVIDIA A40": 84, "NVIDIA A10": 72, "NVIDIA L4": 58, "NVIDIA L40": 142,
+    "NVIDIA RTX A6000": 84, "NVIDIA RTX 6000 Ada": 142, "NVIDIA GeForce RTX 3090": 82, "NVIDIA GeForce RTX 4090": 128,
+}  # fmt: skip
 
 
 def tile_k_of(itemsize: int) -> int:
@@ -221,8 +234,8 @@ def dense(rows: int, depth: int, width: int, itemsize: int, device_kind: str) ->
 def dense_split(rows: int, depth: int, width: int, itemsize: int, device_kind: str) -> SplitConfig:
     """Of a product whose partial sums the next kernel adds up; with one of them where that does not pay.
 
-    On an H200 (2026-11-22), bfloat16, with the LayerNorm that follows: 128x768x768 5.4 us (XLA 6.2), 128x3072x768 8.1
-    (8.5), 256x768x768 6.4 (8.4). At 512 rows the longer LayerNorm takes what the product gains.
+    On an H200 (2026-11-22), bfloat16, with the LayerNorm that follows: 128x768x768 5.3 us (XLA 6.4), 128x3072x768 7.8
+    (8.5), 256x768x768 6.4 (7.5). At 512 rows the longer LayerNorm takes what the product gains.
     """
     tiles = -(-rows // 64) * -(-width // 64)
     splits = (

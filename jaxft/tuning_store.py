@@ -44,7 +44,9 @@ _MOST = {
     "cluster_m": 2,
     "splits": 16,
 }
+_LEAST = {"stages": 2}  # with one, Mosaic's copies wait for the products and these for the copies
 _TILE = 2**20  # elements, the most that Triton takes
+_TILE_IN_REGISTERS = 128 * 192  # the most that a warp group of Mosaic's has registers for
 _warned: set[Path] = set()
 
 
@@ -171,12 +173,17 @@ def _unsound(entry: dict[str, Any], default: Any) -> str | None:
         elif type(value) is not int:
             sound = False
         else:
-            least = 16 if product and name.startswith("block_") else 64 if name.startswith("tile_") else 1
+            unit = 16 if product and name.startswith("block_") else 64 if name.startswith("tile_") else 1
+            least = _LEAST.get(name, unit)
             sound = least <= value <= _MOST.get(name, 2**16) or value == field.default
-            sound &= not (name.startswith(_POWERS_OF_TWO) and value & (value - 1)) and value % least == 0
+            sound &= not (name.startswith(_POWERS_OF_TWO) and value & (value - 1)) and value % unit == 0
         if not sound:
             return f"{name} is {value!r}"
     blocks = [value for name, value in entry.items() if name.startswith("block_")]
     if math.prod(blocks) > _TILE or entry.get("elements", _TILE) < max(blocks, default=0):
         return f"its tile is of {blocks} elements"
+    if entry.get("tile_m", 0) * entry.get("tile_n", 0) > _TILE_IN_REGISTERS:
+        return f"its tile is of {entry['tile_m']} x {entry['tile_n']} elements"
+    if entry.get("programs", 0) < entry.get("cluster_m", 0):
+        return f"its {entry['programs']} programs are no cluster of {entry['cluster_m']}"
     return None

@@ -19,7 +19,11 @@ def of(shape, dtype=jnp.float32):
 
 def operations(text):
     """How often each operation of a StableHLO text runs, with the functions that it calls as often as it does."""
-    bodies = dict(re.findall(r"func\.func (?:public|private) @([\w.]+)\((.*?)(?=func\.func|\Z)", text, re.DOTALL))
+    # At the beginning of a line: kernels of Mosaic GPU, in strings, have functions too.
+    heads = re.compile(
+        r"^ *func\.func (?:public |private )?@([\w.]+)\((.*?)(?=^ *func\.func|\Z)", re.DOTALL | re.MULTILINE
+    )
+    bodies = dict(heads.findall(text))
     totals: dict[str, Counter] = {}
 
     def count(name):

@@ -449,8 +449,10 @@ def test_a_folder_in_place_of_the_file(caplog):
 @pytest.mark.parametrize(
     ("op", "change"),
     [("attention", {"block_q": 8}), ("dense", {"block_n": 8}), ("dense", {"num_stages": 99}),
-     ("dense_mosaic", {"split": "x"}), ("dense_mosaic", {"split": []}), ("dense_mosaic", {"tile_n": 100}),
-     ("dense_mosaic", {"cluster_m": 3}), ("permute", {"elements": 16}), ("layer_norm_backward", {"programs": 0})],
+     ("permute", {"elements": 16}), ("layer_norm_backward", {"programs": 0}),
+     *(("dense_mosaic", change) for change in (
+         {"split": "x"}, {"split": []}, {"tile_n": 100}, {"cluster_m": 3}, {"stages": 1},
+         {"tile_m": 256, "tile_n": 256}, {"cluster_m": 2, "programs": 1}))],
 )  # fmt: skip
 def test_entries_that_no_kernel_could_run(op, change, caplog):
     config, names = OPS[op]

@@ -100,6 +100,13 @@ def test_benchmark_writes_rows(script, settings, peers, tmp_path, monkeypatch, c
     assert "jaxft" in printed and "speedup" in printed
 
 
+@pytest.mark.parametrize("script", [bench_encoder, bench_train])
+def test_no_case_is_an_error(script, tmp_path):
+    with pytest.raises(SystemExit, match="no case was measured"):
+        script.main(["--quick", "--out", str(tmp_path), "--only", "99x99"])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_heuristics_are_timed_where_they_differ(tmp_path, monkeypatch, capsys):
     def case(rows):
         sizes = {"rows": rows, "width": 24, "itemsize": 4}

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -64,16 +65,17 @@ def test_a_wrong_result_is_not_timed(model, tmp_path, monkeypatch, capsys):
     layer = bert.BertLayer.__call__
     monkeypatch.setattr(bert.BertLayer, "__call__", lambda *args: layer(*args) * jnp.float32(1.001))
     message = fails(capsys, "--model", model, "--batch", "1", "--length", "8", "--dtype", "float32", "-o", "out.json")
-    assert "err by" in message and "nothing was timed" in message
+    assert message.startswith("1x8: ") and "err by" in message and "it was not timed" in message
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_case_that_fails_loses_no_other(model, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError, comparison.ComparisonError])
+def test_a_case_that_fails_loses_no_other(error, model, tmp_path, monkeypatch, capsys):
     compare = comparison.compare
 
     def limited(model, batch, length):
         if batch == 2:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+            raise error("RESOURCE_EXHAUSTED: out of memory")
         return compare(model, batch, length)
 
     monkeypatch.setattr(comparison, "compare", limited)
@@ -85,6 +87,28 @@ def test_a_case_that_fails_loses_no_other(model, tmp_path, monkeypatch, capsys):
     assert [case["batch"] for case in json.loads((tmp_path / "out.json").read_text())["results"]] == [1, 3]
     assert "RESOURCE_EXHAUSTED" in fails(capsys, "--model", model, "--batch", "2", "--length", "8", "-o", "none.json")
     assert not (tmp_path / "none.json").exists()
+
+
+def test_what_cudnn_cannot_do(model, monkeypatch, capsys, caplog):
+    """As on a GPU, but here there is no cuDNN."""
+    monkeypatch.setattr(comparison, "dispatch", types.SimpleNamespace(platform=lambda: "cuda"))
+    assert cli.main(["bench", "--model", model, "--batch", "2", "--length", "8", "--dtype", "bfloat16"]) == 0
+    assert capsys.readouterr().out.splitlines()[2].split() == [
+        "batch", "length", "jaxft", "xla", "speedup", "jaxft,", "blocking", "xla,", "blocking"
+    ]  # fmt: skip
+    (message,) = caplog.messages
+    assert message.startswith("2x8: cuDNN's attention is left out: ")
+
+
+def test_a_case_without_cudnn(tmp_path):
+    both = {name: comparison.Times(us, 2 * us) for name, us in (("jaxft", 10.0), ("xla", 30.0))}
+    all_three = both | {"xla+cudnn": comparison.Times(20.0, 40.0)}
+    cases, times = [(1, 128), (2, 128)], [both, all_three]
+    lines = [line.split() for line in comparison.table(cases, times)[1:]]
+    assert lines == [["1", "128", "10.0", "30.0", "-", "3.00x", "20.0", "60.0", "-"],
+                     ["2", "128", "10.0", "30.0", "20.0", "2.00x", "20.0", "60.0", "40.0"]]  # fmt: skip
+    with (tmp_path / "out.png").open("wb") as file:
+        comparison.draw(cases, times, "title", file)
 
 
 def test_bad_arguments(model, tmp_path, monkeypatch, capsys):

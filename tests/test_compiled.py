@@ -41,14 +41,17 @@ def moved(found):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize(("batch", "length"), [(1, 128), (8, 128), (32, 128), (32, 512)])
 def test_layer_is_at_most_so_many_kernels(batch, length, dtype, masked):
-    found = launched(batch, length, dtype, masked)
-    assert not moved(found), found
-    if dtype == jnp.float32 and batch * length <= 1024:
+    found, rows = launched(batch, length, dtype, masked), batch * length
+    hopper = dispatch.device().compute_capability == (9, 0)
+    # In float32, Mosaic GPU multiplies by weights that a kernel has transposed before.
+    transposed = hopper * (4 if rows >= 4096 else int(rows >= 1024)) if dtype == jnp.float32 else 0
+    assert all("transpose" in kind for kind in moved(found)), found
+    assert sum(found[kind] for kind in moved(found)) <= transposed * LAYERS, found
+    if dtype == jnp.float32 and rows <= 1024:
         return  # XLA splits its products and adds the parts in kernels of their own
     # Four products, attention and two LayerNorms; one more for the activation where no kernel of ours is the product.
-    fused = dtype != jnp.float32 and dispatch.device().compute_capability == (9, 0)
     # The mask is looked at once, before the first layer: where it begins and where it ends.
-    assert found.total() <= (7 if fused else 8) * LAYERS + 2 * masked, found
+    assert found.total() <= (7 + (not hopper) + transposed) * LAYERS + 2 * masked, found
 
 
 @pytest.mark.filterwarnings("ignore:builtin type event_stats has no __module__")  # of jax.profiler.ProfileData

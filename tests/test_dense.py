@@ -162,6 +162,7 @@ X, KERNEL = np.ones((2, 8), np.float32), np.ones((8, 4), np.float32)
         ({"bias": np.ones((4,), np.int32)}, TypeError, "bias must be an array of floats, got int32"),
         ({"activation": "swish"}, ValueError,
          "activation must be None or one of ('gelu', 'gelu_tanh', 'relu', 'silu', 'tanh'), got 'swish'"),
+        ({"activation": np.array(["gelu", "relu"])}, ValueError, "activation must be None or one of ('gelu',"),
         ({"residual": np.ones((4,), np.float32)}, ValueError, "residual must have shape (2, 4), got (4,)"),
         ({"residual": np.ones((2, 4), np.float16)}, TypeError,
          "residual must have the dtype of x, float32, got float16"),

@@ -392,8 +392,12 @@ def test_cards_without_support_get_xla(caplog):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize(("batch", "kernels", "products"), [(2, 7, 0), (64, 4, 4)], ids=["few_rows", "many_rows"])
-def test_a_layer_is_eight_kernels_or_fewer(batch, kernels, products, packed, caplog):
+@pytest.mark.parametrize(
+    ("width", "batch", "kernels", "mosaic", "products"),
+    [(128, 2, 7, 0, 0), (128, 64, 4, 0, 4), (768, 64, 3, 4, 0)],
+    ids=["few_rows", "many_rows", "many_rows_on_hopper"],
+)
+def test_a_layer_is_eight_kernels_or_fewer(width, batch, kernels, mosaic, products, packed, caplog):
     """Attention, two layer norms, and the activation: in the product before it where the product is a kernel too."""
     from flax import nnx
 
@@ -402,8 +406,8 @@ def test_a_layer_is_eight_kernels_or_fewer(batch, kernels, products, packed, cap
     length = 32
 
     def count(layers):
-        config = BertConfig(vocab_size=50, hidden_size=128, num_hidden_layers=layers, num_attention_heads=2,
-                            intermediate_size=256, max_position_embeddings=length)  # fmt: skip
+        config = BertConfig(vocab_size=50, hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // 64,
+                            intermediate_size=2 * width, max_position_embeddings=length)  # fmt: skip
         model = nnx.eval_shape(
             lambda: BertModel(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
         )
@@ -424,6 +428,7 @@ def test_a_layer_is_eight_kernels_or_fewer(batch, kernels, products, packed, cap
     one, three = count(1), count(3)
     layer = {name: (three[name] - one[name]) / 2 for name in three}
     assert layer.get(TRITON) == kernels
+    assert layer.get("custom_call @mosaic_gpu_v2", 0) == mosaic
     assert layer.get("dot_general", 0) == products
     for copies in COPIES:
         assert layer.get(copies, 0) == 0, copies

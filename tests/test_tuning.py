@@ -12,7 +12,7 @@ import pytest
 
 import jaxft
 from cases import lower
-from jaxft import tuning, tuning_candidates, tuning_dense, tuning_store
+from jaxft import dispatch, tuning, tuning_candidates, tuning_dense, tuning_store
 
 UNKNOWN = "a device that nobody tuned for"
 ITEM_SIZES = (2, 4)
@@ -318,6 +318,23 @@ def test_rows_that_cost_mosaic_copies_do_not_take_an_entry_of_others(tuned):
     assert list(trial.asked) == [("dense_implementation", key), ("dense_implementation", f"{key},unaligned")]
 
 
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
+def test_where_mosaic_is_no_choice_it_is_neither_said_to_be_nor_taken(capability, residual):
+    """And what autotune finds with a residual is kept beside what it finds without."""
+    shapes = {"x": (4096, 768), "kernel": (768, 768), **({"residual": (4096, 768)} if residual else {})}
+    floats = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    mosaic = capability == (9, 0) and not residual
+    key = f"rows=4096,depth=768,width=768,activation=1,itemsize=2{',residual' * residual}"
+    entry = "dense_implementation", key
+    for tried in ({}, {entry: tuning_dense.DenseChoice("mosaic_gpu")}):
+        with dispatch.target("NVIDIA card", capability), tuning.trial(trial := tuning.Trial(tried)):
+            traced = jax.jit(lambda arrays: jaxft.dense(**arrays)).trace(floats)
+        choices = {key: config.implementation for (op, key), (config, _) in trial.asked.items() if op == entry[0]}
+        assert choices == {key: "mosaic_gpu" if mosaic else "xla"}
+        assert ("wgmma" in str(traced.jaxpr)) == mosaic
+
+
 @pytest.mark.parametrize(
     ("kind", "programs"),
     [("NVIDIA H200", 132), ("NVIDIA H100 80GB HBM3", 132), ("NVIDIA H100 PCIe", 114), ("NVIDIA H20", 78)],
@@ -397,3 +414,10 @@ def test_every_heuristic_candidate_and_tuned_entry_is_sound():
     assert {type(c) for c in configs} == {config for config, _ in OPS.values()}
     for config in configs:
         assert tuning_store._unsound(dataclasses.asdict(config), config) is None, config
+
+
+def test_arguments_of_autotune():
+    with pytest.raises(TypeError, match="autotune: fn must be a function, got int"):
+        tuning.autotune(3)
+    with pytest.raises(TypeError, match="autotune: show_progress_bar must be None, True or False, got 'yes'"):
+        tuning.autotune(abs, 3, show_progress_bar="yes")

@@ -123,7 +123,7 @@ def is_natural(value: Any) -> bool:
 
 def check_activation(op: str, activation: Any, *, optional: bool = False) -> None:
     known = tuple(reference.ACTIVATIONS)
-    if activation not in known and not (optional and activation is None):
+    if not (optional and activation is None) and not (isinstance(activation, str) and activation in known):
         raise ValueError(f"{op}: activation must be {'None or ' * optional}one of {known}, got {activation!r}")
 
 

@@ -106,13 +106,13 @@ def plan_of(
 ) -> Plan | None:
     """How to compute it, of arrays in two dimensions; None for as the reference does."""
     sizes = rows, _, width = x.shape[0], x.shape[1], kernel.shape[1]
-    itemsize = x.dtype.itemsize
+    itemsize, kernel_precision = x.dtype.itemsize, dispatch.matmul_precision(precision)
     reasons, kind, fastest = {"triton": triton.unsupported(x=x, bias=bias)}, dispatch.device_kind(), implementation
     if implementation is None and dispatch.platform() == "cuda":
-        full = itemsize > 2 and dispatch.matmul_precision(precision) == "float32"
-        fastest = tuning_dense.dense_implementation(*sizes, activation, itemsize, kind, full)
-        if residual is not None and fastest == "mosaic_gpu":  # not measured
-            fastest = tuning_dense.without_mosaic(*sizes, activation, itemsize)
+        hopper, full = dispatch.device().compute_capability == (9, 0), itemsize > 2 and kernel_precision == "float32"
+        fastest = tuning_dense.dense_implementation(
+            *sizes, activation, itemsize, kind, hopper, residual is not None, full
+        )
     # Mosaic GPU is imported, which takes a while, only where it may be the choice.
     if fastest not in (None, "triton", "xla"):
         mosaic = {"mosaic_gpu": _mosaic_reason(x, kernel, bias, residual, precision)}
@@ -134,7 +134,7 @@ def plan_of(
         product=product,
         epilogue=tuning.bias_activation(rows, width, itemsize, kind),
         gradient=tuning.bias_activation_backward(rows, width, itemsize, kind),
-        kernel_precision=dispatch.matmul_precision(precision),
+        kernel_precision=kernel_precision,
         interpret=choice.interpret,
     )
 
