@@ -245,6 +245,23 @@ def test_dtype_arguments():
             BertModel(CONFIG, rngs=None, **{name: jnp.int8})
 
 
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"config": {}}, TypeError, "config must be a BertConfig, got dict"),
+        ({"dtype": "foo"}, ValueError, "dtype must be float32, float16 or bfloat16, got 'foo'"),
+        ({"param_dtype": None}, ValueError, "param_dtype must be float32, float16 or bfloat16, got None"),
+        ({"rngs": 3}, TypeError, "rngs must be an nnx.Rngs or None, got int"),
+        ({"rngs": nnx.Rngs(dropout=0)}, ValueError, "rngs must have a stream named params or default, got dropout"),
+        ({"add_pooling_layer": "x"}, TypeError, "add_pooling_layer must be True or False, got str"),
+        ({"remat": 1}, TypeError, "remat must be True or False, got int"),
+    ],
+)
+def test_bad_arguments(changes, error, message):
+    with pytest.raises(error, match=f"^BertModel: {message}$"):
+        BertModel(**{"config": CONFIG, "rngs": None, **changes})
+
+
 # --- What is computed --------------------------------------------------------------------------------------------
 
 

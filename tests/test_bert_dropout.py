@@ -342,6 +342,23 @@ def test_dropout_in_the_head_of_tokens(config, given, key):
     assert rngs.dropout.count[...] == 1  # for the encoder and the head
 
 
+def test_a_rate_of_one(key):
+    """As a checkpoint may have it, whose model can be used without dropout."""
+    model = BertModel(dataclasses.replace(CONFIG, attention_probs_dropout_prob=1.0), rngs=nnx.Rngs(0))
+    assert np.isfinite(hidden(model, some_ids())).all()
+    with pytest.raises(
+        ValueError, match="BertModel: for calls with dropout attention_probs_dropout_prob must be below"
+    ):
+        model(some_ids(), deterministic=False, rngs=key)
+
+
+def test_a_head_of_tokens_keeps_no_mask(key):
+    head = BertForTokenClassification(CONFIG, num_labels=3, rngs=nnx.Rngs(0)).classifier
+    x = jnp.ones((4, 6, CONFIG.hidden_size))
+    _, pull_back = jax.vjp(lambda x: head(x, dropout_rate=0.5, dropout_rng=key), x)
+    assert x.shape not in [kept.shape for kept in jax.tree.leaves(pull_back)]
+
+
 def test_dropout_in_the_head_alone(key):
     """Also that needs a key."""
     config = dataclasses.replace(CONFIG, **dict.fromkeys(RATES, 0.0))

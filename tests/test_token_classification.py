@@ -125,10 +125,12 @@ def test_labels_of_a_new_model(tmp_path):
         (token_tensors(), hf_config(), ["'classifier.weight': has shape [5, 12], expected [2, 12]"]),
         (token_tensors(), hf_config() | {"num_labels": 0},
          ["config.json: BertForTokenClassification: num_labels must be an integer from 1 to 1048576, got 0"]),
+        (token_tensors(), token_config() | {"architectures": ["BertForSequenceClassification"]},
+         ["architectures must name a class that ends in ForTokenClassification, got ['BertForSequenceC"]),
         (token_tensors(), token_config() | {"classifier_dropout": "0.1"},
          ["BertForTokenClassification: classifier_dropout must be None or a number in [0, 1), got '0.1'"]),
     ],
-    ids=["no head", "another number of labels", "no label", "wrong rate"],
+    ids=["no head", "another number of labels", "no label", "another task's head", "wrong rate"],
 )  # fmt: skip
 def test_refused(tmp_path, tensors, config, fragments):
     with pytest.raises(CheckpointError) as caught:

@@ -154,6 +154,12 @@ def test_the_scale_grows_within_limits():
     assert [leaf.dtype for leaf in scale] == [jnp.float32, jnp.int32, jnp.int32]
 
 
+@pytest.mark.parametrize("interval", [0, -5, "2", 2.5])
+def test_an_impossible_growth_interval(interval):
+    with pytest.raises(ValueError, match=f"LossScale: growth_interval must be an integer above 0, got {interval!r}"):
+        LossScale.create().update(jnp.bool(True), growth_interval=interval)
+
+
 @pytest.mark.parametrize("scale", [0.5, 2.0**25, float("nan"), "8", True])
 def test_an_impossible_scale(scale):
     with pytest.raises(ValueError, match=r"LossScale: scale must be a number from 1 to 2\*\*24, got"):

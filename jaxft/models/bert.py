@@ -274,7 +274,11 @@ class BertModel(nnx.Module):
         remat: bool = False,
         rngs: nnx.Rngs | None,
     ) -> None:
+        if not isinstance(config, BertConfig):
+            raise TypeError(f"BertModel: config must be a BertConfig, got {type(config).__name__}")
         common.check_flag("BertModel", "remat", remat)
+        common.check_flag("BertModel", "add_pooling_layer", add_pooling_layer)
+        inputs.check_initial("BertModel", rngs)
         self.config, self.remat, self.deterministic = config, remat, True
         dtype, param_dtype = (
             inputs.float_dtype("BertModel", *named) for named in (("dtype", dtype), ("param_dtype", param_dtype))

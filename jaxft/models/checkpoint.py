@@ -460,7 +460,7 @@ def save(folder: str | os.PathLike[str], config: Mapping[str, Any], parameters: 
     """Writes `config.json` and `model.safetensors` in the layout of `config["model_type"]`.
 
     Where `parameters` has a head's, the names of the encoder's tensors get the layout's prefix, as transformers has it.
-    Both files are complete before either gets its name, so a failure leaves what was there before.
+    Both files are complete before either gets its name, so a failure to write them leaves what was there before.
     """
     import safetensors.numpy
 

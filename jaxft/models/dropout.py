@@ -19,10 +19,12 @@ def call_key(where: str, rngs: nnx.Rngs | Array | None, **rates: float) -> Array
 
     Raises:
       TypeError: `rngs` is neither an `nnx.Rngs` nor one JAX random key.
-      ValueError: it is None, or has no stream for dropout.
+      ValueError: it is None, or has no stream for dropout; or a rate is 1, which a checkpoint may have.
     """
     if not any(rates.values()):
         return None
+    if all_of_it := [name for name, rate in rates.items() if rate >= 1]:
+        raise ValueError(f"{where}: for calls with dropout {' and '.join(all_of_it)} must be below 1, got 1")
     if rngs is None:
         found = ", ".join(f"{name} is {rate}" for name, rate in rates.items() if rate)
         raise ValueError(

@@ -11,11 +11,14 @@ from jaxft.models import checkpoint
 from jaxft.models.bert import BertModel, load_parameters, named_parameters
 from jaxft.models.config import BertConfig
 
+# How the names of transformers' classes for the tasks of jaxft's end; some heads' tensors have names in common.
+_TASKS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+
 
 class EncoderWithHead(nnx.Module):
     """An encoder, to which a subclass adds its head."""
 
-    _TASK: ClassVar[str]  # how the names of transformers' classes for it end
+    _TASK: ClassVar[str]  # one of them
 
     def __init__(
         self,
@@ -68,6 +71,7 @@ class EncoderWithHead(nnx.Module):
 
         def parse(settings: dict[str, Any]) -> tuple[BertConfig, dict[str, Any], dict[str, Any]]:
             config = BertConfig.from_dict(settings)
+            cls._check_architectures(settings.get("architectures"))
             return config, cls._head_options(settings, config), settings
 
         param_dtype = dtype if param_dtype is None else param_dtype
@@ -80,6 +84,14 @@ class EncoderWithHead(nnx.Module):
         model._keep_settings(settings)
         load_parameters(model, folder, config.model_type, param_dtype)
         return model
+
+    @classmethod
+    def _check_architectures(cls, architectures: Any) -> None:
+        """ValueError where a config.json names another of the tasks, and not this one."""
+        names = architectures if isinstance(architectures, list) else []
+        tasks = {task for task in _TASKS for name in names if str(name).endswith(task)}
+        if tasks and cls._TASK not in tasks:
+            raise ValueError(f"architectures must name a class that ends in {cls._TASK}, got {names!r:.100}")
 
     @classmethod
     def _head_options(cls, settings: dict[str, Any], config: BertConfig) -> dict[str, Any]:

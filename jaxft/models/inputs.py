@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
@@ -12,10 +13,21 @@ from jaxft.ops import common
 
 
 def float_dtype(where: str, name: str, dtype: DTypeLike) -> np.dtype:
-    dtype = jnp.dtype(dtype)
-    if dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
-        raise ValueError(f"{where}: {name} must be float32, float16 or bfloat16, got {dtype}")
-    return dtype
+    try:
+        found = None if dtype is None else jnp.dtype(dtype)  # of None NumPy makes float64
+    except TypeError:
+        found = None
+    if found is None or found not in (jnp.float32, jnp.float16, jnp.bfloat16):
+        raise ValueError(f"{where}: {name} must be float32, float16 or bfloat16, got {found or repr(dtype)}")
+    return found
+
+
+def check_initial(where: str, rngs: Any) -> None:
+    """Whether `rngs` can make a model's initial parameters."""
+    if not isinstance(rngs, nnx.Rngs | None):
+        raise TypeError(f"{where}: rngs must be an nnx.Rngs or None, got {type(rngs).__name__}")
+    if rngs is not None and not hasattr(rngs, "params"):
+        raise ValueError(f"{where}: rngs must have a stream named params or default, got {', '.join(rngs)}")
 
 
 def check_packed(

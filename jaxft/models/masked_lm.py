@@ -53,6 +53,9 @@ class BertForMaskedLM(EncoderWithHead):
             optimizer.update(model, grads)
             return loss
 
+    With dropout, after `model.train()`, it also takes an `nnx.Rngs` and draws a key from it before the function whose
+    gradient is taken: `key = rngs.dropout()`, and then `m.loss(input_ids, labels, attention_mask, rngs=key)`.
+
     Args:
       config: sizes and options of the encoder.
       dtype, param_dtype, implementation: as for `BertModel`; they hold for the head too, but the product with the

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxft.ops import common
 from jaxft.ops.cross_entropy import CrossEntropy
 
 # Of products followed by an addition, XLA makes Triton kernels, or leaves the addition to a kernel of its own. Without
@@ -54,7 +55,12 @@ class LossScale(NamedTuple):
         Args:
           finite: a boolean scalar, whether all gradients were.
           growth_interval: after how many good steps the scale grows.
+
+        Raises:
+          ValueError: `growth_interval` is no integer above 0.
         """
+        if not common.is_natural(growth_interval) or growth_interval == 0:
+            raise ValueError(f"LossScale: growth_interval must be an integer above 0, got {growth_interval!r:.100}")
         good_steps = jnp.where(finite, self.good_steps + 1, 0)
         grows = good_steps >= growth_interval
         scale = self.scale * jnp.where(finite, jnp.where(grows, 2.0, 1.0), 0.5).astype(jnp.float32)
@@ -161,6 +167,7 @@ def update_if_finite(
 
     Raises:
       TypeError: `loss_scale` is no `LossScale`.
+      ValueError: as `LossScale.update`.
     """
     _check_loss_scale("update_if_finite", loss_scale)
     updated = update(gradients, state)
