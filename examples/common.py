@@ -20,11 +20,11 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
 import numpy as np
@@ -35,11 +35,17 @@ from tqdm import tqdm
 import jaxft
 from jaxft import dispatch
 from jaxft.models import training
+from jaxft.models.checkpoint import CheckpointError
 
 INTERRUPTED = 130  # the exit code of a program that was stopped with Ctrl-C or SIGTERM
 SCALES = 24  # that a loss scale can be halved to, from the largest: more steps than that are not left out by its fault
 IN_FLIGHT = 2  # steps that the device has been given before the loss of the oldest is read
 CHECKPOINTS = 2  # that are kept
+
+# Options of JAX that change numbers.
+JAX_OPTIONS = ("jax_default_matmul_precision", "jax_default_prng_impl", "jax_enable_x64", "jax_threefry_partitionable")
+
+T = TypeVar("T")
 
 _all_finite = jax.jit(training.all_finite)
 
@@ -64,6 +70,8 @@ def paragraphs() -> dict[str, str]:
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 for paragraph in re.split(r"\n\s*\n", ast.get_docstring(node) or ""):
                     modules.setdefault(" ".join(paragraph.split()), set()).add(parts[0])
+    if not modules:
+        raise SystemExit(f"{library} has no sources of Python's standard library, whose docstrings are the text")
     return {text: owners.pop() for text, owners in modules.items() if text and len(owners) == 1}
 
 
@@ -105,34 +113,44 @@ def arguments(description: str | None, name: str, presets: Mapping[str, Any]) ->
         help="less memory: compute layers again in the backward pass (on GPUs; XLA's CPU compiler undoes it)",
     )  # fmt: skip
     parser.add_argument("--save-every", type=positive, default=100, metavar="STEPS", help="(%(default)s)")
-    parser.add_argument("--seed", type=natural, default=0)
+    parser.add_argument("--seed", type=seed, default=0, help="(%(default)s)")
     return parser
 
 
 def positive(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
+    return _number(text, int, lambda number: 0 < number < 2**31, "a positive integer below 2**31")
 
 
 def positive_float(text: str) -> float:
-    if not 0 < float(text) < math.inf:
-        raise ValueError
-    return float(text)
+    return _number(text, float, lambda number: 0 < number < math.inf, "a positive number")
 
 
-def natural(text: str) -> int:
-    if int(text) < 0:
-        raise ValueError
-    return int(text)
+def seed(text: str) -> int:
+    # Of larger ones, a key of JAX has the lower 32 bits only.
+    return _number(text, int, lambda number: 0 <= number < 2**32, "a natural number below 2**32")
+
+
+def _number(text: str, kind: Callable[[str], T], accepted: Callable[[T], bool], expected: str) -> T:
+    with suppress(ValueError):
+        if accepted(number := kind(text)):
+            return number
+    raise argparse.ArgumentTypeError(f"must be {expected}, got {text!r:.100}")
 
 
 def settings(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
     """What decides every number of a run, as JSON has it."""
     fixed = {name: value for name, value in vars(args).items() if name in ("steps", "accumulate", "remat", "seed")}
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")}
-    machine = {"device": dispatch.device_kind(), "jaxft": jaxft.__version__} | versions
-    return json.loads(json.dumps(fixed | {"dtype": args.dtype} | machine | more))
+    options = {name: getattr(jax.config, name) for name in JAX_OPTIONS}
+    options |= {"dtype": args.dtype, "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")}
+    # XLA's CPU programs divide sums among so many threads.
+    cores = _usable_cores() if jax.default_backend() == "cpu" else None
+    machine = {"device": dispatch.device_kind(), "cores": cores, "jaxft": jaxft.__version__}
+    return json.loads(json.dumps(fixed | options | machine | versions | more))
+
+
+def _usable_cores() -> int | None:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 # --- A training step ---------------------------------------------------------------------------------------------
@@ -210,6 +228,11 @@ class Run:
         state = jax.device_put(state, jax.devices()[0])
         self.out, self.settings, self.state, self.step = out.resolve(), settings, state, 0
         self.step_seconds: float | None = None
+        self._checkpoints = self.out / "checkpoints"
+        try:
+            self._checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SystemExit(f"--out must name a folder, or where one can be made: {error}") from error
         self._losses: list[float] = []
         self._evaluated: dict[int, float] = {}  # after so many steps
         if jax.default_backend() == "gpu":
@@ -219,25 +242,43 @@ class Run:
                 jax.config.update("jax_compilation_cache_dir", str(self.out / "programs"))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         options = ocp.CheckpointManagerOptions(max_to_keep=CHECKPOINTS)
-        self._manager = ocp.CheckpointManager(self.out / "checkpoints", options=options)
+        self._manager = ocp.CheckpointManager(self._checkpoints, options=options)
         if (latest := self._manager.latest_step()) is not None:
             self._restore(latest)
 
+    def _read(self, step: int, **items: Any) -> Any:
+        """What a checkpoint has under these names."""
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**items))
+        except Exception as error:  # of orbax, of TensorStore, of json, ...
+            time.sleep(0.1)  # TensorStore's other threads fail too, and print that: this is to be the last line
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            others = [other for other in self._manager.all_steps() if other != step]
+            then = f"goes on from step {max(others)}" if others else "starts anew"
+            raise SystemExit(
+                f"{self._checkpoints / str(step)}, the checkpoint of step {step}, cannot be read: {reason:.400}. If it "
+                f"is damaged, remove that folder; the same command then {then}"
+            ) from error
+
     def _restore(self, step: int) -> None:
-        args: Any = ocp.args.Composite(settings=ocp.args.JsonRestore())
-        earlier = self._manager.restore(step, args=args)["settings"]
+        earlier = self._read(step, settings=ocp.args.JsonRestore())["settings"]
+        if unknown := sorted(self.settings.keys() ^ earlier.keys()):
+            raise SystemExit(
+                f"{self.out} has the checkpoints of another example, or of another version of this one: only one of "
+                f"the two has the settings {', '.join(unknown)}. To start anew, remove that folder or name another one "
+                "with --out"
+            )
         different = [
-            f"{name} is {self.settings.get(name)!r} and was {earlier.get(name)!r}"
-            for name in sorted(self.settings.keys() | earlier.keys())
-            if self.settings.get(name) != earlier.get(name)
+            f"{name} is {self.settings[name]!r} and was {earlier[name]!r}"
+            for name in sorted(self.settings)
+            if self.settings[name] != earlier[name]
         ]
         if different:
             raise SystemExit(
                 f"{self.out} has the checkpoints of another run: {'; '.join(different)}. To go on with it, run it with "
                 "its own settings; to start anew, remove that folder or name another one with --out"
             )
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(self.state))
-        self.state, self.step = self._manager.restore(step, args=args)["state"], step
+        self.state, self.step = self._read(step, state=ocp.args.StandardRestore(self.state))["state"], step
         path = self.out / "losses.csv"
         try:
             with path.open(newline="") as file:
@@ -290,17 +331,13 @@ class Run:
             writer.writerows(rows)
         unfinished.replace(self.out / name)
 
-    def _evaluate(self, evaluation: Evaluation | None) -> None:
-        if evaluation is None:
-            return
+    def _evaluate(self, evaluation: Evaluation) -> None:
         if self.step not in self._evaluated:
             self._evaluated[self.step] = float(evaluation.measure(self.state.params))
             self._write("held_out.csv", ("step", "value"), self._evaluated.items())
         tqdm.write(f"step {self.step}: {evaluation.name} {self._evaluated[self.step]:{evaluation.form}}")
 
-    def train(
-        self, step: Step, batch_at: Callable[[int], Any], *, save_every: int, evaluation: Evaluation | None = None
-    ) -> bool:
+    def train(self, step: Step, batch_at: Callable[[int], Any], *, save_every: int, evaluation: Evaluation) -> bool:
         """Does the steps that are left, and saves; False if Ctrl-C or SIGTERM came before the last one.
 
         Args:
@@ -346,12 +383,12 @@ class Run:
                 self._evaluate(evaluation)
         if len(finished) > IN_FLIGHT + 1:
             self.step_seconds = statistics.median(b - a for a, b in zip(finished, finished[1:], strict=False))
-        self._plot(None if evaluation is None else evaluation.name)
+        self._plot(evaluation.name)
         if self.step < steps:
             print(f"interrupted after step {self.step} of {steps}, which is saved; the same command goes on from there")
         return self.step == steps
 
-    def _plot(self, evaluated: str | None) -> None:
+    def _plot(self, evaluated: str) -> None:
         import matplotlib
 
         matplotlib.use("Agg")
@@ -364,12 +401,10 @@ class Run:
             axes.plot(np.arange(19, len(self._losses)), means, color="tab:blue", label="mean of 20 steps")
         axes.set(xlabel="step", ylabel="training loss")
         lines, labels = axes.get_legend_handles_labels()
-        if evaluated is not None:
-            other = axes.twinx()
-            lines += other.plot(*zip(*sorted(self._evaluated.items()), strict=True), "o--", color="tab:orange")
-            other.set(ylabel=evaluated)
-            labels.append(evaluated)
-        axes.legend(lines, labels, frameon=False)
+        other = axes.twinx()
+        lines += other.plot(*zip(*sorted(self._evaluated.items()), strict=True), "o--", color="tab:orange")
+        other.set(ylabel=evaluated)
+        axes.legend(lines, [*labels, evaluated], frameon=False)
         figure.savefig(self.out / "loss.png", dpi=120, bbox_inches="tight")
         pyplot.close(figure)
 
@@ -397,9 +432,12 @@ def interrupts() -> Iterator[list[int]]:
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Ends the program with the exit code that `main` returns, or where Ctrl-C comes outside of `Run.train`."""
+    """Ends the program with the exit code that `main` returns, or with `INTERRUPTED`; Ctrl-C and SIGTERM are alike."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which raises KeyboardInterrupt
     try:
         sys.exit(main())
-    except KeyboardInterrupt:
-        print("interrupted, with nothing new to save")
+    except CheckpointError as error:
+        sys.exit(f"--model: {error}")
+    except KeyboardInterrupt:  # outside of `Run.train`, or the second one in it
+        print("interrupted: what no checkpoint has is lost; the same command goes on from the last one, if any")
         sys.exit(INTERRUPTED)

@@ -8,6 +8,7 @@ padding. Ctrl-C or SIGTERM saves and ends with exit code 130; the same command g
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,10 @@ SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
 EVALUATED = 8  # batches of held-out text
 
 # 10^12 dense operations a second in bfloat16 and float16, by what a device's kind begins with; TF32 has half of it.
-PEAK_TFLOPS = {"NVIDIA H200": 989.5, "NVIDIA H100 80GB": 989.5, "NVIDIA A100": 312.0, "NVIDIA L4": 121.0}
+PEAK_TFLOPS = {
+    "NVIDIA H200": 989.5, "NVIDIA H100 80GB": 989.5, "NVIDIA A100": 312.0,
+    "NVIDIA L4": 121.0, "NVIDIA L40": 181.0, "NVIDIA L40S": 362.0,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +112,8 @@ def peak_flops(dtype: str, given: float | None) -> float | None:
     if given is not None:
         return given * 1e12
     kind = dispatch.device_kind()
-    found = next((tflops for name, tflops in PEAK_TFLOPS.items() if kind.startswith(name)), None)
+    # Up to the end of a word: what begins with L40 is no L4.
+    found = next((tflops for name, tflops in PEAK_TFLOPS.items() if re.match(rf"{name}\b", kind)), None)
     return None if found is None else found * 1e12 / (2 if dtype == "float32" else 1)
 
 

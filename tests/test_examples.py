@@ -2,10 +2,10 @@
 
 import csv
 import dataclasses
-import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,14 +21,13 @@ from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 
 import common
-import custom_modules
 import finetune
 import pretrain
 import tiny
-import train_parity
 from cases import INTERPRET
-from jaxft import BertConfig, BertForMaskedLM, BertForSequenceClassification
+from jaxft import BertForMaskedLM, BertForSequenceClassification, BertModel
 from jaxft.models import tokenizer as tokenizer_files
+from jaxft.models import training
 from jaxft.models.training import LossScale
 
 STEPS = 40
@@ -105,6 +104,28 @@ def fail():
     raise RuntimeError("power cut")
 
 
+NOTHING = common.Evaluation("nothing", lambda params: 0.0, ".1f")
+
+
+def begin(out, **settings):
+    """A run of three steps, or one that goes on."""
+    return common.Run(out, {"steps": 3, "seed": 0} | settings, common.State({"w": jnp.ones(2)}, (), None))
+
+
+def finish(run, batch_at=lambda step: jnp.ones(2)):
+    step = lambda state, batch, key: (state, jnp.sum(batch))  # noqa: E731
+    return run.train(step, batch_at, save_every=1, evaluation=NOTHING)
+
+
+@pytest.fixture
+def signals():
+    """What `common.run` does with SIGTERM is undone after the test, and what it does not do has no effect."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("signals")
 def test_interrupted_before_the_first_step():
     """Or after the last, where there is nothing to save: an exit code and no traceback."""
 
@@ -114,6 +135,28 @@ def test_interrupted_before_the_first_step():
     with pytest.raises(SystemExit) as stopped:
         common.run(main)
     assert stopped.value.code == common.INTERRUPTED
+
+
+@pytest.mark.usefixtures("signals")
+@pytest.mark.parametrize("at", [None, 2])
+def test_terminated_outside_of_the_loop_or_twice_in_it(at, tmp_path, capsys):
+    def terminate(step):
+        for _ in range(2 if step == at else 0):
+            signal.raise_signal(signal.SIGTERM)
+        return jnp.ones(2)
+
+    def main():
+        if at is None:
+            signal.raise_signal(signal.SIGTERM)
+        finish(begin(tmp_path), terminate)
+        return 0
+
+    with pytest.raises(SystemExit) as stopped:
+        common.run(main)
+    assert stopped.value.code == common.INTERRUPTED
+    expected = "interrupted: what no checkpoint has is lost; the same command goes on from the last one, if any\n"
+    assert capsys.readouterr().out.endswith(expected)
+    assert begin(tmp_path).step == (at or 0)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +224,7 @@ def check_printed(example, printed):
 def check_written(example, out):
     values = losses(out)
     assert len(values) == len(set(values)) == STEPS
+    assert {step.name for step in (out / "checkpoints").iterdir()} == {"30", "40"}  # the last one may be damaged
     assert [*evaluations(out)] == ["0", "10", "20", "30", "40"]
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     tokenizer_files.load(out / "model", do_lower_case=False)
@@ -220,7 +264,7 @@ def test_a_run_that_is_lost_stops_before_it_replaces_a_good_checkpoint(dtype, ba
         return common.Run(tmp_path, {"steps": 90, "seed": 0, "dtype": dtype}, state)
 
     with pytest.raises(SystemExit, match=f"stopped at step {stopped}, which is not saved: .*{message}.*; {advice}"):
-        begin().train(step, batch_at, save_every=10)
+        begin().train(step, batch_at, save_every=10, evaluation=NOTHING)
     again = begin()
     assert again.step == stopped - 10 and len(losses(tmp_path)) == again.step
     assert dtype != "float16" or again.state.loss_scale.skipped == 20
@@ -270,10 +314,65 @@ def test_a_run_on_a_gpu_keeps_its_programs(named, tmp_path, monkeypatch):
     jax.config.update("jax_compilation_cache_dir", None)
     with monkeypatch.context() as patch:
         patch.setattr(jax, "default_backend", lambda: "gpu")
-        common.Run(tmp_path, {"steps": 1, "seed": 0}, common.State({"w": jnp.ones(2)}, (), None))
+        begin(tmp_path)
     jax.jit(lambda x: x + 1)(jnp.ones(3)).block_until_ready()
     assert (tmp_path / "programs").is_dir() == (named != "elsewhere")
     assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
+
+
+def test_losses_that_do_not_fit_their_checkpoint_are_refused(tmp_path):
+    run = begin(tmp_path)
+    assert all(leaf.committed for leaf in jax.tree.leaves(run.state))  # as restored ones: the same compiled program
+    assert finish(run)
+    path = tmp_path / "losses.csv"
+    lines = path.read_text().splitlines()
+    assert len(lines) == 4 and [*tmp_path.glob("*.part")] == []
+    for text, message in (
+        ("\n".join(lines[:3]), "losses of 3 steps, .* got 2"),
+        ("step,loss\n0,x\n", "cannot be read"),
+    ):
+        path.write_text(text)
+        with pytest.raises(SystemExit, match=message):
+            begin(tmp_path)
+    path.unlink()
+    with pytest.raises(SystemExit, match="cannot be read"):
+        begin(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["state/manifest.ocdbt", "settings/metadata"])
+def test_a_damaged_checkpoint_is_named(file, tmp_path):
+    finish(begin(tmp_path))
+    for step, then in ((3, "goes on from step 2"), (2, "starts anew")):
+        folder = tmp_path / "checkpoints" / str(step)
+        (folder / file).write_bytes((folder / file).read_bytes()[:20])
+        reason = rf"{folder}, the checkpoint of step {step}, cannot be read: \w+Error: .*"
+        with pytest.raises(SystemExit, match=rf"{reason} remove that folder; the same command then {then}$"):
+            begin(tmp_path)
+        shutil.rmtree(folder)
+    assert begin(tmp_path).step == 0
+
+
+def test_other_settings_are_refused(tmp_path):
+    settings = {"steps": 3, "seed": 0, "cores": 2, "jax_enable_x64": False}
+    finish(begin(tmp_path, **settings))
+    for name, value in settings.items():
+        with pytest.raises(SystemExit, match=f"another run: {name} is 'x' and was {value}. To go on"):
+            begin(tmp_path, **settings | {name: "x"})
+    with pytest.raises(SystemExit, match="another version of this one: only one .* has the settings cores, new. To"):
+        begin(tmp_path, **{name: settings[name] for name in settings if name != "cores"}, new=1)
+    assert begin(tmp_path, **settings).step == 3
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="--out must name a folder, or where one can be made: .*file"):
+        begin(tmp_path / "file")
+
+
+def test_steps_are_compiled_with_the_options(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "COMPILER_OPTIONS", {"xla_of_this_test": True})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_of_this_test"):
+        finish(begin(tmp_path))
 
 
 @pytest.mark.parametrize("steps", [1, 2, 20])
@@ -286,161 +385,70 @@ def test_few_steps_learn_too(steps):
     assert (params["w"] < 0.95).all()
 
 
-def test_settings_are_those_that_change_the_bits():
-    args = common.arguments(None, "x", {"small": 0, "base": 1}).parse_args(["--model=a", "--out=b"])
-    found = common.settings(args, data="c")
-    versions = {"jax": jax.__version__, "numpy": np.__version__, "optax": optax.__version__}
-    assert versions.items() <= found.items() and {"jaxlib", "flax", "jaxft", "device", "dtype", "data"} <= found.keys()
-    assert not {"model", "out", "save_every"} & found.keys()
+def test_gradients_are_clipped():
+    optimizer = common.adamw(0.1, 20)
+
+    def momentum(gradient):
+        return optax.tree.get(optimizer.update({"w": gradient}, state, params)[1], "mu")["w"]
+
+    params, direction = {"w": jnp.ones(2)}, jnp.array([0.6, 0.8])
+    state = optimizer.init(params)
+    np.testing.assert_allclose(momentum(50 * direction), 0.1 * direction, rtol=1e-6)
+    np.testing.assert_allclose(momentum(direction / 2), 0.05 * direction, rtol=1e-6)
 
 
-def test_a_tokenizer_without_a_mask(tmp_path):
-    with pytest.raises(SystemExit, match=r"pretrain: the tokenizer has no \[MASK\], which masking needs"):
-        tokenizer = tiny.bert_tokenizer()
-        vocab = json.loads(tokenizer.to_str())
-        del vocab["model"]["vocab"]["[MASK]"]
-        vocab["added_tokens"] = [token for token in vocab["added_tokens"] if token["content"] != "[MASK]"]
-        pretrain.Documents(["a"], type(tokenizer).from_str(json.dumps(vocab)), pretrain.PRESETS["small"])
-
-
-def test_masked_batches():
-    tokenizer = tiny.bert_tokenizer()
-    documents = pretrain.Documents(list(some_texts()), tokenizer, pretrain.PRESETS["small"])
-    assert documents.lengths.max() <= 16 and all(s[0] == 2 and s[-1] == 3 for s in documents.sequences)
-    known = {tuple(sequence) for sequence in documents.sequences}
-    counts = np.zeros(4)
-    for step in range(100):
-        batch = documents.batch(np.random.default_rng(step))
-        ids, labels, ends = batch["input_ids"], batch["labels"], batch["cu_seqlens"]
-        original = np.where(labels >= 0, labels, ids)
-        sequences = [tuple(original[a:b]) for a, b in zip(ends, ends[1:], strict=False) if b > a]
-        assert set(sequences) <= known and ends[0] == 0 and 128 - 16 <= ends[-1] <= 128 and len(ends) == 128 // 16 + 1
-        assert (ids[ends[-1] :] == 0).all() and (labels[ends[-1] :] == -100).all()
-        assert not np.isin(original[labels >= 0], [0, 2, 3]).any()
-        inner = ends[-1] - 2 * len(sequences)
-        masked, same = (labels >= 0) & (ids == documents.mask), (labels >= 0) & (ids == labels)
-        counts += inner, (labels >= 0).sum(), masked.sum(), same.sum()
-    np.testing.assert_allclose(counts[1] / counts[0], 0.15, atol=0.01)
-    np.testing.assert_allclose(counts[2:] / counts[1], [0.8, 0.1], atol=0.03)
-    for name, array in pretrain.batches(documents, [0, 3], 2).items():
-        np.testing.assert_array_equal(array, pretrain.batches(documents, [0, 3], 2)[name])
-        assert array.shape[0] == 2
-
-
-def test_flops_are_six_a_parameter_and_token():
-    """Those of the matrices of layers and head; of the embeddings only as the last one, for tokens to be predicted."""
-    model = nnx.eval_shape(lambda: BertForMaskedLM(BertConfig(), rngs=nnx.Rngs(0)))
-    sizes = {name: np.prod(parameter.shape) for name, parameter in model._parameters().items()}
-    kernels = sum(size for name, size in sizes.items() if name.endswith("kernel"))
-    labels = np.full((2, 256), -100)
-    labels[0, :30] = 5
-    batch = {"labels": labels, "cu_seqlens": np.array([[0, 100, 200, 200], [0, 50, 50, 50]])}
-    attention = 12 * 12 * 768 * (100**2 + 100**2 + 50**2)
-    expected = 6 * kernels * 250 + 6 * sizes["embeddings.word"] * 30 + attention
-    assert pretrain.flops(BertConfig(), batch) == expected
-
-
-def test_peak(monkeypatch):
-    assert pretrain.peak_flops("bfloat16", 100.0) == 1e14
-    for kind, dtype, tflops in (("NVIDIA H200", "bfloat16", 989.5), ("NVIDIA A100-SXM4-80GB", "float32", 156.0)):
-        monkeypatch.setattr(pretrain.dispatch, "device_kind", lambda kind=kind: kind)
-        assert pretrain.peak_flops(dtype, None) == tflops * 1e12
-    monkeypatch.setattr(pretrain.dispatch, "device_kind", lambda: "cpu")
-    assert pretrain.peak_flops("float32", None) is None
-
-
-def test_paragraphs(tmp_path, monkeypatch):
-    monkeypatch.undo()
-    (tmp_path / "package" / "test").mkdir(parents=True)
-    code = '"""First\n  line.\n\n\nIn both."""\nclass A:\n    """Class."""\n    def f(self):\n        """Method."""\n'
-    (tmp_path / "package" / "a.py").write_text(code)
-    (tmp_path / "package" / "test" / "b.py").write_text('"""A test."""')
-    (tmp_path / "module.py").write_text('"""In both.\n\nAlone."""')
-    monkeypatch.setattr(common.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    expected = {"Alone.": "module", "First line.": "package", "Class.": "package", "Method.": "package"}
-    assert common.paragraphs() == expected
-    held_out = [common.held_out(str(number)) for number in range(2000)]
-    assert 0.08 < np.mean(held_out) < 0.12
-
-
-@pytest.mark.parametrize("value", ["0", "-1", "x"])
-def test_counts_are_positive(value, capsys):
-    with pytest.raises(SystemExit):
-        finetune.main(["--model", "x", "--steps", value])
-    assert "argument --steps: invalid positive value" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "x"])
-def test_a_peak_is_positive(value, capsys):
-    with pytest.raises(SystemExit):
-        pretrain.main(["--model", "x", "--peak-tflops", value])
-    assert "argument --peak-tflops: invalid positive_float value" in capsys.readouterr().err
-
-
-def test_custom_modules(monkeypatch, capsys):
-    custom_modules.main()
-    assert re.search(r"NNX: the loss falls from .*\nLinen: the loss falls from", capsys.readouterr().out)
-    monkeypatch.setattr(custom_modules, "STEPS", 1)
-    with pytest.raises(AssertionError):
-        custom_modules.train("flat", lambda params, digits: params[digits], np.zeros((10, 10), np.float32))
-
-
-# --- Training with kernels and without -------------------------------------------------------------------------
+def test_biases_do_not_decay():
+    optimizer, params = common.adamw(0.1, 1), {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    np.testing.assert_allclose(updates["kernel"], -0.1 * 0.01, rtol=1e-6)
+    assert (updates["bias"] == 0).all()
 
 
 @pytest.fixture
-def small_parity(monkeypatch):
-    sizes = {"CONFIG": dataclasses.replace(CONFIG, vocab_size=50, num_hidden_layers=1, max_position_embeddings=16)}
-    sizes |= {"BATCH": 4, "LENGTH": 12, "STEPS": 60, "LEARNING_RATE": 5e-3, "docstrings": lambda: list(some_texts())}
-    sizes |= {"IMPLEMENTATIONS": {"jaxft": "triton", "xla": "xla"}}
-    for name, value in sizes.items():
-        monkeypatch.setattr(train_parity, name, value)
+def given(checkpoint, tmp_path, monkeypatch):
+    """What an example gives to the loop, of which no step is done: the run, its loss and its batches."""
+
+    def given(example, *options):
+        found = []
+        with monkeypatch.context() as patch:
+            patch.setattr(common, "make_step", lambda loss_fn, optimizer: loss_fn)
+            patch.setattr(common.Run, "train", lambda *args, **_: found.extend(args))
+            out = tmp_path / "-".join(("run", *options))
+            assert example.main([f"--model={checkpoint}", f"--out={out}", *options]) == common.INTERRUPTED
+        return found
+
+    return given
 
 
-def test_parity(small_parity, tmp_path, capsys):
-    """The kernels, in interpret mode where there is no GPU, train as plain XLA does."""
-    assert train_parity.main(["--out", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.count("PASS") == 2
-    (path,) = tmp_path.glob("*.csv")
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 60 and path.with_suffix(".png").exists()
-    for name in ("bfloat16 jaxft", "bfloat16 xla", "float32 jaxft", "float32 xla"):
-        values = [float(row[name]) for row in rows]
-        assert np.mean(values[-20:]) < 0.8 * np.mean(values[:20])
-    assert rows[0]["jax"] == jax.__version__ and rows[0]["commit"] and rows[0]["date"]
-    assert rows[5]["bfloat16 jaxft"] != rows[5]["float32 jaxft"]
+@pytest.mark.parametrize("example", [pretrain, finetune])
+def test_what_is_trained_is_what_the_options_say(example, given):
+    for options in ([], ["--dtype=bfloat16", "--remat", "--accumulate=2"]):
+        run, loss_fn, batch_at = given(example, "--dtype=float32", *options)
+        batch, again, other = batch_at(0), batch_at(0), batch_at(1)
+        for name, array in batch.items():
+            assert array.shape[0] == (2 if options else 1)
+            np.testing.assert_array_equal(array, again[name])
+        assert not np.array_equal(batch["input_ids"], other["input_ids"])
+        one = {name: array[0] for name, array in batch.items()}
+        program = str(jax.make_jaxpr(loss_fn)(run.state.params, one, jax.random.key(0)))
+        assert ("bf16[" in program, "prevent_cse" in program) == (bool(options), bool(options))
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(run.state.params)} == {"float32"}
+    loss = jax.jit(lambda key: loss_fn(run.state.params, one, key)[0])
+    assert loss(jax.random.key(0)) != loss(jax.random.key(1))  # dropout
 
 
-@pytest.mark.parametrize(("dtype", "wrong"), [("bfloat16", 1.011), ("float32", 1.0002), ("float32", np.nan)])
-def test_parity_fails_beyond_its_bounds(dtype, wrong, small_parity, tmp_path, monkeypatch, capsys):
-    def losses(case, implementation, data):
-        factor = wrong if case.dtype == dtype and implementation == "xla" else 1.0
-        return np.where(np.arange(60) < 40, 1.0, factor)
-
-    monkeypatch.setattr(train_parity, "losses", losses)
-    assert train_parity.main(["--out", str(tmp_path)]) == 1
-    printed = capsys.readouterr().out
-    assert printed.count("PASS") == 1 and re.search(rf"{dtype}: .*: FAIL", printed)
+def test_the_classifier_begins_with_the_checkpoint(checkpoint, given):
+    run, _, _ = given(finetune, "--seed=1")  # that of the checkpoint is 0
+    encoder = BertModel.from_pretrained(checkpoint, param_dtype=jnp.float32)
+    encoder.pooler = None  # that of the classifier is new
+    jax.tree.map(np.testing.assert_array_equal, run.state.params["bert"], nnx.state(encoder))
 
 
-def test_losses_that_do_not_fit_their_checkpoint_are_refused(tmp_path):
-    def begin():
-        return common.Run(tmp_path, {"steps": 3, "seed": 0}, common.State({"w": jnp.ones(2)}, (), None))
-
-    run = begin()
-    assert all(leaf.committed for leaf in jax.tree.leaves(run.state))  # as restored ones: the same compiled program
-    assert run.train(lambda state, batch, key: (state, jnp.sum(batch)), lambda step: jnp.ones(2), save_every=3)
-    path = tmp_path / "losses.csv"
-    lines = path.read_text().splitlines()
-    assert len(lines) == 4 and [*tmp_path.glob("*.part")] == []
-    for text, message in (
-        ("\n".join(lines[:3]), "losses of 3 steps, .* got 2"),
-        ("step,loss\n0,x\n", "cannot be read"),
-    ):
-        path.write_text(text)
-        with pytest.raises(SystemExit, match=message):
-            begin()
-    path.unlink()
-    with pytest.raises(SystemExit, match="cannot be read"):
-        begin()
+@pytest.mark.usefixtures("signals")
+@pytest.mark.parametrize(("example", "missing"), [(pretrain, "tokenizer.json"), (finetune, "model.safetensors")])
+def test_a_folder_that_is_no_checkpoint(example, missing, checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "model")
+    for file in (missing, "vocab.txt"):
+        (tmp_path / "model" / file).unlink()
+    with pytest.raises(SystemExit, match=f"--model: .*model.* n.*{missing}"):
+        common.run(lambda: example.main([f"--model={tmp_path / 'model'}", f"--out={tmp_path / 'out'}"]))

@@ -1,0 +1,200 @@
+"""Parts of the examples, operations in modules of one's own, and training with kernels and without."""
+
+import csv
+import dataclasses
+import json
+import os
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import common
+import custom_modules
+import finetune
+import pretrain
+import tiny
+import train_parity
+from jaxft import BertConfig, BertForMaskedLM
+from test_examples import CONFIG, quick_compiler, small, some_texts, standard_promotion
+
+__all__ = ["quick_compiler", "small", "standard_promotion"]  # fixtures of every test here
+
+
+def test_settings_are_those_that_change_the_bits(monkeypatch):
+    args = common.arguments(None, "x", {"small": 0, "base": 1}).parse_args(["--model=a", "--out=b"])
+    found = common.settings(args, data="c")
+
+    def changed():
+        return {name: value for name, value in common.settings(args, data="c").items() if value != found[name]}
+
+    for name, value in (
+        ("default_matmul_precision", "tensorfloat32"),
+        ("default_prng_impl", "rbg"),
+        ("enable_x64", True),
+        ("threefry_partitionable", False),
+    ):
+        with getattr(jax, name)(value):
+            assert changed() == {f"jax_{name}": value}
+    with monkeypatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "--xla_x")
+        assert changed() == {"XLA_FLAGS": "--xla_x"}
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "default_backend", lambda: "cpu")
+        patch.setattr(os, "sched_getaffinity", lambda pid: range(1000), raising=False)
+        assert changed() == {"cores": 1000}
+        patch.setattr(jax, "default_backend", lambda: "gpu")
+        assert common.settings(args)["cores"] is None
+    versions = {"jax": jax.__version__, "numpy": np.__version__, "optax": optax.__version__}
+    assert versions.items() <= found.items() and {"jaxlib", "flax", "jaxft", "device", "dtype", "data"} <= found.keys()
+    assert not {"model", "out", "save_every"} & found.keys()
+
+
+def test_a_tokenizer_without_a_mask(tmp_path):
+    with pytest.raises(SystemExit, match=r"pretrain: the tokenizer has no \[MASK\], which masking needs"):
+        tokenizer = tiny.bert_tokenizer()
+        vocab = json.loads(tokenizer.to_str())
+        del vocab["model"]["vocab"]["[MASK]"]
+        vocab["added_tokens"] = [token for token in vocab["added_tokens"] if token["content"] != "[MASK]"]
+        pretrain.Documents(["a"], type(tokenizer).from_str(json.dumps(vocab)), pretrain.PRESETS["small"])
+
+
+def test_masked_batches():
+    tokenizer = tiny.bert_tokenizer()
+    documents = pretrain.Documents(list(some_texts()), tokenizer, pretrain.PRESETS["small"])
+    assert documents.lengths.max() <= 16 and all(s[0] == 2 and s[-1] == 3 for s in documents.sequences)
+    known = {tuple(sequence) for sequence in documents.sequences}
+    counts = np.zeros(4)
+    for step in range(100):
+        batch = documents.batch(np.random.default_rng(step))
+        ids, labels, ends = batch["input_ids"], batch["labels"], batch["cu_seqlens"]
+        original = np.where(labels >= 0, labels, ids)
+        sequences = [tuple(original[a:b]) for a, b in zip(ends, ends[1:], strict=False) if b > a]
+        assert set(sequences) <= known and ends[0] == 0 and 128 - 16 <= ends[-1] <= 128 and len(ends) == 128 // 16 + 1
+        assert (ids[ends[-1] :] == 0).all() and (labels[ends[-1] :] == -100).all()
+        assert not np.isin(original[labels >= 0], [0, 2, 3]).any()
+        inner = ends[-1] - 2 * len(sequences)
+        masked, same = (labels >= 0) & (ids == documents.mask), (labels >= 0) & (ids == labels)
+        counts += inner, (labels >= 0).sum(), masked.sum(), same.sum()
+    np.testing.assert_allclose(counts[1] / counts[0], 0.15, atol=0.01)
+    np.testing.assert_allclose(counts[2:] / counts[1], [0.8, 0.1], atol=0.03)
+    for name, array in pretrain.batches(documents, [0, 3], 2).items():
+        np.testing.assert_array_equal(array, pretrain.batches(documents, [0, 3], 2)[name])
+        assert array.shape[0] == 2
+
+
+def test_flops_are_six_a_parameter_and_token():
+    """Those of the matrices of layers and head; of the embeddings only as the last one, for tokens to be predicted."""
+    model = nnx.eval_shape(lambda: BertForMaskedLM(BertConfig(), rngs=nnx.Rngs(0)))
+    sizes = {name: np.prod(parameter.shape) for name, parameter in model._parameters().items()}
+    kernels = sum(size for name, size in sizes.items() if name.endswith("kernel"))
+    labels = np.full((2, 256), -100)
+    labels[0, :30] = 5
+    batch = {"labels": labels, "cu_seqlens": np.array([[0, 100, 200, 200], [0, 50, 50, 50]])}
+    attention = 12 * 12 * 768 * (100**2 + 100**2 + 50**2)
+    expected = 6 * kernels * 250 + 6 * sizes["embeddings.word"] * 30 + attention
+    assert pretrain.flops(BertConfig(), batch) == expected
+
+
+def test_peak(monkeypatch):
+    assert pretrain.peak_flops("bfloat16", 100.0) == 1e14
+    for kind, dtype, tflops in (("NVIDIA H200", "bfloat16", 989.5), ("NVIDIA A100-SXM4-80GB", "float32", 156.0)):
+        monkeypatch.setattr(pretrain.dispatch, "device_kind", lambda kind=kind: kind)
+        assert pretrain.peak_flops(dtype, None) == tflops * 1e12
+    others = {"NVIDIA L4": 121.0, "NVIDIA L40": 181.0, "NVIDIA L40S": 362.0, "NVIDIA L400": None}
+    for kind, tflops in others.items():
+        monkeypatch.setattr(pretrain.dispatch, "device_kind", lambda kind=kind: kind)
+        assert pretrain.peak_flops("bfloat16", None) == (tflops and tflops * 1e12)
+    monkeypatch.setattr(pretrain.dispatch, "device_kind", lambda: "cpu")
+    assert pretrain.peak_flops("float32", None) is None
+
+
+def test_paragraphs(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    (tmp_path / "package" / "test").mkdir(parents=True)
+    code = '"""First\n  line.\n\n\nIn both."""\nclass A:\n    """Class."""\n    def f(self):\n        """Method."""\n'
+    (tmp_path / "package" / "a.py").write_text(code)
+    (tmp_path / "package" / "test" / "b.py").write_text('"""A test."""')
+    (tmp_path / "module.py").write_text('"""In both.\n\nAlone."""')
+    monkeypatch.setattr(common.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    expected = {"Alone.": "module", "First line.": "package", "Class.": "package", "Method.": "package"}
+    assert common.paragraphs() == expected
+    held_out = [common.held_out(str(number)) for number in range(2000)]
+    assert 0.08 < np.mean(held_out) < 0.12
+    monkeypatch.setattr(common.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "nowhere")})
+    with pytest.raises(SystemExit, match="nowhere has no sources of Python's standard library"):
+        common.paragraphs()
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "x", "2147483648"])
+def test_counts_are_positive(value, capsys):
+    with pytest.raises(SystemExit):
+        finetune.main(["--model", "x", "--steps", value])
+    message = f"argument --steps: must be a positive integer below 2**31, got '{value}'"
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "x"])
+def test_a_peak_is_positive(value, capsys):
+    with pytest.raises(SystemExit):
+        pretrain.main(["--model", "x", "--peak-tflops", value])
+    assert f"argument --peak-tflops: must be a positive number, got '{value}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["-1", "0.5", "4294967296", "9223372036854775808"])
+def test_seeds_are_those_of_different_keys(value, capsys):
+    parser = common.arguments(None, "x", {})
+    assert parser.parse_args(["--model=x", "--seed=4294967295"]).seed == 2**32 - 1
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--model=x", f"--seed={value}"])
+    assert f"argument --seed: must be a natural number below 2**32, got '{value}'" in capsys.readouterr().err
+
+
+def test_custom_modules(monkeypatch, capsys):
+    custom_modules.main()
+    assert re.search(r"NNX: the loss falls from .*\nLinen: the loss falls from", capsys.readouterr().out)
+    monkeypatch.setattr(custom_modules, "STEPS", 1)
+    with pytest.raises(AssertionError):
+        custom_modules.train("flat", lambda params, digits: params[digits], np.zeros((10, 10), np.float32))
+
+
+# --- Training with kernels and without -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_parity(monkeypatch):
+    sizes = {"CONFIG": dataclasses.replace(CONFIG, vocab_size=50, num_hidden_layers=1, max_position_embeddings=16)}
+    sizes |= {"BATCH": 4, "LENGTH": 12, "STEPS": 60, "LEARNING_RATE": 5e-3, "docstrings": lambda: list(some_texts())}
+    sizes |= {"IMPLEMENTATIONS": {"jaxft": "triton", "xla": "xla"}}
+    for name, value in sizes.items():
+        monkeypatch.setattr(train_parity, name, value)
+
+
+def test_parity(small_parity, tmp_path, capsys):
+    """The kernels, in interpret mode where there is no GPU, train as plain XLA does."""
+    assert train_parity.main(["--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("PASS") == 2
+    (path,) = tmp_path.glob("*.csv")
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 60 and path.with_suffix(".png").exists()
+    for name in ("bfloat16 jaxft", "bfloat16 xla", "float32 jaxft", "float32 xla"):
+        values = [float(row[name]) for row in rows]
+        assert np.mean(values[-20:]) < 0.8 * np.mean(values[:20])
+    assert rows[0]["jax"] == jax.__version__ and rows[0]["commit"] and rows[0]["date"]
+    assert rows[5]["bfloat16 jaxft"] != rows[5]["float32 jaxft"]
+
+
+@pytest.mark.parametrize(("dtype", "wrong"), [("bfloat16", 1.011), ("float32", 1.0002), ("float32", np.nan)])
+def test_parity_fails_beyond_its_bounds(dtype, wrong, small_parity, tmp_path, monkeypatch, capsys):
+    def losses(case, implementation, data):
+        factor = wrong if case.dtype == dtype and implementation == "xla" else 1.0
+        return np.where(np.arange(60) < 40, 1.0, factor)
+
+    monkeypatch.setattr(train_parity, "losses", losses)
+    assert train_parity.main(["--out", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("PASS") == 1 and re.search(rf"{dtype}: .*: FAIL", printed)
