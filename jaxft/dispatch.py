@@ -145,6 +145,8 @@ def explain(op: str, reasons: Mapping[str, str | None]) -> tuple[str, str]:
 
 def _fastest(op: str, reasons: Mapping[str, str | None], log: bool = True) -> tuple[str, str]:
     machine = device()
+    if reasons.keys() == {"xla"}:
+        return "xla", "the only implementation"
     if machine.platform != "cuda":
         return "xla", f"kernels need an NVIDIA GPU, this is {machine.kind}"
     rejected = []
@@ -154,8 +156,8 @@ def _fastest(op: str, reasons: Mapping[str, str | None], log: bool = True) -> tu
             return name, f"the fastest for {machine.kind}"
         if reason is not None:
             rejected.append(f"{name}: {reason}")
-    why = "; ".join(rejected) or "the only implementation"
-    if log and rejected:
+    why = "; ".join(rejected)
+    if log:
         _log_once(f"{op} falls back to XLA ({why})")
     return "xla", why
 

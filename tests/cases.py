@@ -150,19 +150,19 @@ def check_padding(function: Callable, clean: Mapping[str, Any], valid: Mapping[s
 
 
 @contextlib.contextmanager
-def for_h200(axis: str = "x") -> Iterator[None]:
+def for_h200(axis: str = "x", kind: AxisType = AxisType.Auto) -> Iterator[AbstractMesh]:
     """Ops and JAX lower for an H200 in here, whatever machine this is; lower with `lowering_platforms=("cuda",)`.
 
-    `axis` is the one of the mesh that a shard_map without a mesh finds.
+    `axis` is the one of the mesh that a shard_map without a mesh finds, `kind` its kind.
     """
     device = {}
     if jax.__version_info__ >= (0, 11):
         from jax.sharding import AbstractDevice
 
         device = {"abstract_device": AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")}
-    mesh = AbstractMesh((1,), (axis,), axis_types=(AxisType.Auto,), **device)
+    mesh = AbstractMesh((1,), (axis,), axis_types=(kind,), **device)
     with dispatch.target("NVIDIA H200"), jax.sharding.use_abstract_mesh(mesh):
-        yield
+        yield mesh
 
 
 def lower(function: Callable, *arguments: Any, axis: str = "x") -> str:

@@ -34,6 +34,24 @@ def dense_floats(rng, rows, inner, outer, dtype=jnp.float32, vectors=jnp.float32
     return floats | normal(rng, vectors, bias=(outer,) if bias else None)
 
 
+@pytest.mark.parametrize("op", ["dense", "feed_forward_residual_layer_norm", "dense_residual_layer_norm"])
+def test_the_precision_where_it_is_called_is_that_of_the_gradient(op):
+    """Which is traced later, when what is set within the function holds no more."""
+    x, kernel = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2000, 64), (64, 64)))
+
+    def loss(x, kernel):
+        with jax.default_matmul_precision("highest"):
+            if op == "dense":
+                return jaxft.dense(x, kernel, activation="gelu").sum()
+            if op == "dense_residual_layer_norm":
+                return jaxft.dense_residual_layer_norm(x, kernel, None, x, None, None).sum()
+            return jaxft.feed_forward_residual_layer_norm(x, kernel, None, kernel, None, None, None).sum()
+
+    with dispatch.target(), jax.default_matmul_precision(None):
+        program = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, kernel))
+    assert program.count("dot_general[") == program.count("precision=(Precision.HIGHEST") >= 3
+
+
 @pytest.mark.parametrize(
     ("rows", "inner", "outer"), [((), 7, 5), ((1,), 1, 1), ((37,), 33, 17), ((2, 3), 65, 129)], ids=str
 )

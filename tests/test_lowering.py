@@ -354,7 +354,8 @@ def test_configs(dtype):
     ("name", "reason"),
     [("mask", "mask has 4294967296 elements, the kernel takes at most 2^31"),
      ("head_size", "the head size is 264, the kernel takes at most 256"),
-     ("float64", "x is float64"), ("rows", "x has 2147483648 rows, the kernels take at most 2^30")],
+     ("float64", "x is float64"), ("rows", "x has 2147483648 rows, the kernels take at most 2^30"),
+     ("product", "x has 2147483648 rows, the kernels take at most 2^30")],
 )  # fmt: skip
 def test_unsupported_cases_fall_back_and_say_so_once(name, reason, caplog):
     function, argument = {
@@ -363,6 +364,7 @@ def test_unsupported_cases_fall_back_and_say_so_once(name, reason, caplog):
         "head_size": (jaxft.qkv_attention, of((2, 37, 3, 1, 264))),
         "float64": (jaxft.layer_norm, of((7, 80), jnp.float64)),
         "rows": (lambda x: jaxft.bias_activation(x, None), of((2**31, 1))),
+        "product": (lambda x: jaxft.dense(x, jnp.ones((1, 8)), activation="gelu"), of((2**31, 1))),
     }[name]  # fmt: skip
     with jax.enable_x64(name == "float64"):
         for _ in range(2):
@@ -440,6 +442,8 @@ def test_64_bit_mode():
     with jax.enable_x64(True):
         x, v = of((3, 40), jnp.float32), of((40,), jnp.float32)
         qkv, lengths = of((2, 100, 3, 4, 8), jnp.bfloat16), of((2,), jnp.int32)
+        packed = jax.grad(lambda x, n: jaxft.varlen_qkv_attention(x, n, max_seqlen=100).sum())
+        assert operations(lower(packed, of((200, 3, 4, 8)), of((3,), jnp.int64)))[TRITON] > 1
         assert_one_kernel(jaxft.bias_residual_layer_norm, x, v, x, v, v)
         assert_one_kernel(jaxft.layer_norm, of((3, 20000), jnp.float32))
         assert_one_kernel(jaxft.bias_activation, x, v)

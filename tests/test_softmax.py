@@ -373,7 +373,8 @@ X = np.ones((2, 3, 8), np.float32)
         ({"scale": None, "bias": X.astype(np.int32)}, TypeError, "bias must be an array of floats, got int32"),
         ({"bias": X[:1, :, :4]}, ValueError, "bias must broadcast to (2, 3, 8), got shape (1, 3, 4)"),
         ({"bias": X[None]}, ValueError, "bias must broadcast to (2, 3, 8), got shape (1, 2, 3, 8)"),
-        ({"mask": X}, TypeError, "mask must be boolean (True = attend), got float32; write mask != 0"),
+        ({"mask": X}, TypeError, "mask must be boolean (True = attend), got float32; one that is "
+         "added to the logits is a bias"),
         ({"mask": X.astype(np.int32)}, TypeError, "mask must be boolean (True = attend), got int32; write mask != 0"),
         ({"mask": np.ones((3,), bool)}, ValueError, "mask must broadcast to (2, 3, 8), got shape (3,)"),
         ({"scale": "2"}, TypeError, "scale must be a Python number, got str"),

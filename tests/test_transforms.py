@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxft
 from cases import INTERPRET, for_h200, in_float64, in_full, jit, lower, normal
 from compare import assert_matches_oracle
-from jaxft import reference, tuning
+from jaxft import dispatch, reference, tuning
 
 BATCH, LENGTH, HEADS, SIZE = 2, 5, 2, 8
 WIDTH = HEADS * SIZE
@@ -343,6 +343,30 @@ def test_jit_is_what_eager_is(name):
             assert_matches_oracle(out, plain(floats), in_float64(plain, floats))
 
 
+@pytest.mark.parametrize("implementation", [None, "triton"])
+@pytest.mark.parametrize("name", ["layer_norm", "dense", "softmax", "permute", "merge_heads", "qkv_bias_split_heads"])
+def test_explicit_shardings(name, implementation, caplog):
+    """XLA's part, or an error that says what to do."""
+    op = OPS[name]
+
+    def function(f):
+        return op.call(jaxft, {"implementation": implementation}, **f)
+
+    with for_h200("data", AxisType.Explicit) as mesh:
+        floats = {
+            n: jax.ShapeDtypeStruct(op.shapes[n], jnp.float32, sharding=NamedSharding(mesh, spec))
+            for n, spec in specs(op).items()
+        }
+        traced = jax.jit(function).trace
+        if implementation is None:
+            text = traced(floats).lower(lowering_platforms=("cuda",)).as_text()
+            assert "triton" not in text
+            assert [name in message and "jax.shard_map" in message for message in caplog.messages] in ([], [True])
+        else:
+            with pytest.raises(NotImplementedError, match="sharded over Explicit axes, .* inside of jax.shard_map"):
+                traced(floats)
+
+
 # --- Export and NNX ------------------------------------------------------------------------------------------------
 
 
@@ -363,6 +387,23 @@ def test_export_for_a_gpu(name):
             jax.export.export(function(), platforms=["cuda"])(floats)
     assert "@__gpu$xla.gpu.triton" in exported.mlir_module()
     assert exported.platforms == ("cuda",)
+
+
+@pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.kernel and "embeddings" not in name])
+def test_export_of_a_symbolic_batch(name):
+    """By XLA, which is what is taken: kernels have one size."""
+    op = OPS[name]
+    if "varlen" in name:
+        return  # the offsets of the sequences are an array of the batch's size
+    (batch,) = jax.export.symbolic_shape("b")
+    first = next(iter(op.shapes))
+    floats = {
+        n: jax.ShapeDtypeStruct((batch, *shape[1:]) if n in (first, *op.split) else shape, jnp.float32)
+        for n, shape in op.shapes.items()
+    }
+    with dispatch.target():
+        exported = jax.export.export(jax.jit(lambda f: op.call(jaxft, {}, **f)), platforms=["cpu"])(floats)
+    assert str(batch) in str(exported.out_avals[0].shape)
 
 
 @pytest.mark.parametrize("implementation", ["triton", "xla"])

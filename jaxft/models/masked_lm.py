@@ -139,7 +139,7 @@ class BertForMaskedLM(EncoderWithHead):
         labels = inputs.as_ids("BertForMaskedLM", "labels", labels, x.shape[:-1])
         if cu_seqlens is not None:
             # Rows that `remove_padding` has filled are 0, which would be a label.
-            *_, used = packed_rows(labels.size, jnp.asarray(cu_seqlens), max_seqlen or 0)
+            *_, used = packed_rows(labels.size, jnp.asarray(cu_seqlens).astype(jnp.int32), max_seqlen or 0)
             labels = jnp.where(used, labels.astype(jnp.int32), -100)
         return linear_cross_entropy(x, self.bert.embeddings.word[...], labels, self.lm_head.out_bias[...])
 

@@ -163,7 +163,7 @@ def varlen_qkv_attention(
         Rows from cu_seqlens[B] on belong to no sequence and give 0.
       max_seqlen: a static bound of the sequences' lengths. Where `cu_seqlens` is traced (an argument of `jit`), and
         nothing can be raised, rows beyond it in a longer one take no part and give 0, and a sequence that goes beyond
-        M is cut there.
+        M is cut there; if `cu_seqlens` does not ascend from 0, the result is undefined.
       dropout_rate, dropout_rng: an element's index is that in the padded [B, N, max_seqlen, max_seqlen].
       The other arguments: as in `dot_product_attention`.
 

@@ -82,10 +82,12 @@ def as_factors(op: str, x: Any, kernel: Any, name: str = "kernel") -> tuple[Arra
     return x, kernel
 
 
-def as_mask(op: str, name: str, x: Any) -> Array:
+def as_mask(op: str, name: str, x: Any, true: str = "attend") -> Array:
     x = as_array(op, name, x)
     if x.dtype != jnp.bool_:
-        raise TypeError(f"{op}: {name} must be boolean (True = attend), got {x.dtype}; write {name} != 0")
+        added = true == "attend" and jnp.issubdtype(x.dtype, jnp.floating)
+        hint = "one that is added to the logits is a bias" if added else f"write {name} != 0"
+        raise TypeError(f"{op}: {name} must be boolean (True = {true}), got {x.dtype}; {hint}")
     return x
 
 
@@ -129,7 +131,7 @@ def check_activation(op: str, activation: Any, *, optional: bool = False) -> Non
 
 def check_flag(op: str, name: str, value: Any) -> None:
     """Static as well."""
-    if not isinstance(value, bool):
+    if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{op}: {name} must be True or False, got {type(value).__name__}")
 
 
@@ -153,7 +155,10 @@ def check_key(op: str, name: str, key: Any, expected: str = "one JAX random key"
 
 
 def check_precision(op: str, precision: Any, dtype: Any) -> Any:
-    """One that `jnp.matmul` takes for arrays of `dtype`, as what can be hashed."""
+    """One that `jnp.matmul` takes for arrays of `dtype`, as what can be hashed; for None, what JAX is set to now.
+
+    A gradient is traced later, when `jax.default_matmul_precision` may be another.
+    """
     precision = tuple(precision) if isinstance(precision, list) else precision
     if precision is not None:
         unit = jax.ShapeDtypeStruct((1, 1), dtype)
@@ -161,7 +166,7 @@ def check_precision(op: str, precision: Any, dtype: Any) -> Any:
             jax.eval_shape(functools.partial(jnp.matmul, precision=precision), unit, unit)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{op}: precision must be one that jnp.matmul takes, got {precision!r}") from error
-    return precision
+    return jax.config.jax_default_matmul_precision if precision is None else precision  # type: ignore[attr-defined]
 
 
 def with_plain_gradient(kernel: Callable[..., Any], plain: Callable[..., Any], *, saves: int = 0) -> Callable[..., Any]:

@@ -58,9 +58,9 @@ def remove_padding(x: Array, mask: Array, *, capacity: int, implementation: str 
     Source: `remove_padding` and `rebuild_padding` of FasterTransformer, after the Effective Transformer of ByteDance.
     """
     op = "remove_padding"
-    if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
+    if not common.is_natural(capacity) or capacity < 1:
         raise ValueError(f"{op}: capacity must be a positive Python integer, got {capacity!r}")
-    x, given, mask = common.as_array(op, "x", x), mask, common.as_mask(op, "mask", mask)
+    x, given, mask = common.as_array(op, "x", x), mask, common.as_mask(op, "mask", mask, "a token")
     if mask.ndim != 2:
         raise ValueError(f"{op}: mask must have shape [B, T], got {mask.shape}")
     if x.shape[:2] != mask.shape:
@@ -105,7 +105,7 @@ def restore_padding(x: Array, indices: Array, *, batch: int, length: int, implem
         raise ValueError(f"{op}: x must have shape [M, ...], got a scalar")
     common.check_shape(op, "indices", indices, x.shape[:1])
     for name, size in (("batch", batch), ("length", length)):
-        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+        if not common.is_natural(size):
             raise ValueError(f"{op}: {name} must be a Python integer >= 0, got {size!r}")
     by = _choose(op, implementation, x, batch * length)
     return _restore(*common.vary_alike(x, indices), batch, length, by)

@@ -47,7 +47,7 @@ def qkv_bias_split_heads(
     qkv = common.as_float(op, "qkv", qkv)
     if qkv.ndim != 3:
         raise ValueError(f"{op}: qkv must have shape [B, T, 3*N*H], got {qkv.shape}")
-    if isinstance(num_heads, bool) or not isinstance(num_heads, int) or num_heads < 1:
+    if not common.is_natural(num_heads) or num_heads < 1:
         raise ValueError(f"{op}: num_heads must be a positive Python integer, got {num_heads!r}")
     if qkv.shape[-1] % (3 * num_heads):
         raise ValueError(

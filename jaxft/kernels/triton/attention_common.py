@@ -78,13 +78,16 @@ def natural_logits(dtype: Any, bias: Array | None, precision: str) -> bool:
 
 def unsupported(head_size: int, positions: int, mask: Array | None, **arrays: Array | None) -> str | None:
     """Why the kernels cannot run this, if they cannot; `positions` are the most that any side has."""
+    reason = common.unsupported_dtype(**arrays) or common.unsupported_array(mask=mask)
+    if reason is not None:
+        return reason
     if head_size > MAX_HEAD_SIZE:
         return f"the head size is {head_size}, the kernel takes at most {MAX_HEAD_SIZE}"
     if positions > 2**30:  # 32-bit, and so are those past the end of the last block
         return f"there are {positions} positions, the kernel takes at most 2^30"
     if mask is not None and mask.size > 2**31:
         return f"mask has {mask.size} elements, the kernel takes at most 2^31"  # counted in signed 32 bits
-    return common.unsupported_dtype(**arrays)
+    return None
 
 
 # --- What the kernels, those of the backward pass included, get --------------------------------------------------

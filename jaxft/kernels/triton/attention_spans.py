@@ -45,7 +45,7 @@ def _tiles_back_to_back(p: Problem, block: int) -> Tiles:
     lengths, index = jnp.maximum(offsets[1:] - offsets[:-1], 0), jnp.arange(p.batch, dtype=jnp.int32)
     count = (lengths + (block - 1)) // block
     sooner = (ends > ends[:, None]) | ((ends == ends[:, None]) & (index < index[:, None]))
-    first = jnp.sum(jnp.where(sooner, count, 0), axis=1)
+    first = jnp.sum(jnp.where(sooner, count, 0), axis=1, dtype=jnp.int32)
     tile = jnp.arange(p.tiles_back_to_back(block), dtype=jnp.int32)
     mine = (first <= tile[:, None]) & (tile[:, None] < first + count)
     batch = jnp.max(jnp.where(mine, index, -1), axis=1)

@@ -275,8 +275,22 @@ def keep(seed_ref: Any, rate: float, rows: Array, columns: Array) -> Array:
     return bits >= jnp.uint32(reference.keep_threshold(rate))
 
 
+def unsupported_array(**arrays: Array | None) -> str | None:
+    """Why no kernel can take arrays like these, whatever their dtypes and sizes, if none can."""
+    for name, x in arrays.items():
+        if x is None:
+            continue
+        if not all(isinstance(size, int) for size in x.shape):  # of jax.export
+            return f"{name} has a symbolic shape, {x.shape}"
+        if any(spec := jax.typeof(x).sharding.spec):
+            return f"{name} is sharded over Explicit axes, {spec}; a kernel runs on each device inside of jax.shard_map"
+    return None
+
+
 def unsupported_dtype(**arrays: Array | None) -> str | None:
     """Why the kernels cannot take these arrays, if they cannot."""
+    if reason := unsupported_array(**arrays):
+        return reason
     for name, x in arrays.items():
         if x is not None and x.dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
             return f"{name} is {x.dtype}, the kernels take float32, float16 and bfloat16"

@@ -21,8 +21,8 @@ from jaxft.tuning_dense import DenseConfig
 Array = jax.Array
 
 
-def unsupported(**arrays: Array | None) -> str | None:
-    return common.unsupported_dtype(**arrays)
+def unsupported(x: Array, **vectors: Array | None) -> str | None:
+    return common.unsupported_dtype(x=x, **vectors) or common.unsupported_size(x)
 
 
 def _fwd_kernel(

@@ -32,12 +32,16 @@ CHUNK = 128  # about the square root of 16,384 tokens: in the longest run there 
 
 
 def unsupported(input_ids: Array, dtype: Any, tables: dict[str, Array | None], **vectors: Array | None) -> str | None:
+    reason = common.unsupported_array(input_ids=input_ids) or common.unsupported_dtype(**tables, **vectors)
+    if reason is not None:
+        return reason
+    if dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
+        return f"dtype is {dtype}, the kernels give float32, float16 and bfloat16"
     sizes = {"input_ids": input_ids.size} | {name: max(x.shape) for name, x in tables.items() if x is not None}
     for name, size in sizes.items():
         if size > 2**30:
             return f"{name} has {size} rows or columns, the kernels take at most 2^30"
-    arrays: dict[str, Any] = {**tables, **vectors, "dtype": jax.ShapeDtypeStruct((), dtype)}
-    return common.unsupported_dtype(**arrays)
+    return None
 
 
 # --- Forward -----------------------------------------------------------------------------------------------------

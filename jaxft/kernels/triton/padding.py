@@ -7,6 +7,7 @@ for them back in, as a copy of the same bytes takes, where XLA's gathers take 11
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -24,12 +25,14 @@ _WIDTH = 256
 
 def unsupported(x: Array, places: int) -> str | None:
     """Why the kernel cannot take `x` [rows, ...] from or to so many places, if it cannot."""
-    width = x.size // max(1, x.shape[0])
+    if reason := common.unsupported_dtype(x=x):
+        return reason
+    width = math.prod(x.shape[1:])
     if width * x.dtype.itemsize < 32:
         return f"a row of x has {width * x.dtype.itemsize} bytes, the kernel is for rows of at least 32"
     if max(places, x.shape[0], width) > 2**30:
         return f"there are {max(places, x.shape[0])} rows of {width}, the kernel takes at most 2^30 of each"
-    return common.unsupported_dtype(x=x)
+    return None
 
 
 def _kernel(x_ref: Any, indices_ref: Any, y_ref: Any, *, block_rows: int, block_width: int) -> None:

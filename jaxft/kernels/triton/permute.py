@@ -33,6 +33,8 @@ MAX_TILED_AXES = 4
 
 
 def unsupported(x: Array) -> str | None:
+    if reason := common.unsupported_array(x=x):
+        return reason
     if _width(x.dtype) not in (8, 16, 32, 64):
         return f"x is {x.dtype}, the kernel takes types of 1, 2, 4 or 8 bytes"
     return _too_large("x", x)

@@ -32,9 +32,10 @@ Axes = tuple[tuple[int, int], ...]
 
 
 def unsupported(x: Array, bias: Array | None, mask: Array | None) -> str | None:
-    if mask is not None and mask.size > 2**31:
+    reason = common.unsupported_dtype(x=x, bias=bias) or common.unsupported_array(mask=mask)
+    if reason is None and mask is not None and mask.size > 2**31:
         return f"mask has {mask.size} elements, the kernel takes at most 2^31"  # counted in signed 32 bits
-    return common.unsupported_dtype(x=x, bias=bias) or common.unsupported_size(x)
+    return reason or common.unsupported_size(x)
 
 
 # --- Where rows of a bias or mask lie ----------------------------------------------------------------------------
