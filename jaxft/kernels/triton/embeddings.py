@@ -36,7 +36,7 @@ def unsupported(input_ids: Array, dtype: Any, tables: dict[str, Array | None], *
     if reason is not None:
         return reason
     if dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
-        return f"dtype is {dtype}, the kernels give float32, float16 and bfloat16"
+        return f"dtype is {dtype}, the kernels take float32, float16 and bfloat16"
     sizes = {"input_ids": input_ids.size} | {name: max(x.shape) for name, x in tables.items() if x is not None}
     for name, size in sizes.items():
         if size > 2**30:
