@@ -359,6 +359,7 @@ OTHER_OPTIONS = {
                  "key_value_segment_ids": np.array([[0, 0, 1, 1, 2], [0, 0, 0, 0, 1]], np.int32)},
     "window": {"local_window_size": (1, 2)},
     "window_of_one_number": {"local_window_size": 1},
+    "window_without_a_pair": {"local_window_size": (4, 3)},  # the last query, and the first, do not see all keys
     "several": {"is_causal": True, "local_window_size": (1, 0)},
 }  # fmt: skip
 
@@ -388,6 +389,17 @@ def test_dropout(rate, key):
 
     check(lambda implementation, qkv: jaxft.qkv_attention(qkv, **options, implementation=implementation), plain,
           lambda qkv: oracle.qkv_attention(qkv, keep=keep, rate=rate), floats,
+          implementations=["triton", "xla"])  # fmt: skip
+
+
+def test_dropout_of_other_lengths(key):
+    """What is kept is numbered by the queries, whatever number of keys there is."""
+    floats = separate(np.random.default_rng(17), 2, T, 9, 4, 2, 8)
+    keep = np.asarray(reference.dropout_mask(key, 0.5, (2, 4, T, 9)))
+    options = {"dropout_rate": 0.5, "dropout_rng": key}
+    check(lambda implementation, **f: jaxft.dot_product_attention(**f, **options, implementation=implementation),
+          lambda **f: reference.dot_product_attention(**f, **options),
+          lambda **f: oracle.dot_product_attention(**f, keep=keep, rate=0.5), floats,
           implementations=["triton", "xla"])  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +81,22 @@ def test_gradient_defaults_lower(rows, sizes):
     arrays = of((rows, depth)), of((width, depth)), of((rows, width))
     text = lower(lambda *a: dense_backward.backward(*a, config=config), *arrays)
     assert text.count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize("config", GRADIENTS.values(), ids=GRADIENTS)
+def test_waits_for_products(config):
+    """A piece is added up before the next but two comes to its place, and the last before sums are read.
+
+    In the interpreter a product is done when it is asked for.
+    """
+    run = functools.partial(dense_backward.backward, config=config)
+    jaxpr = str(jax.make_jaxpr(run)(**gradient_floats(65, 80, 208)))
+    steps = re.findall(r"wgmma_ref|wgmma_wait(?: |\[n=)\d|copy_gmem_to_smem", jaxpr)
+    got = [step if "wait" not in step else f"wait {step[-1]}" for step in steps]
+    pieces, expected = config.tile_m * config.tile_n // 64**2, ["wgmma_ref"]
+    for i in range(1, pieces):
+        expected += ["wgmma_ref", "wait 1", *["copy_gmem_to_smem"] * (i + 2 < pieces)]
+    assert " ".join([*expected, "wait 0"]) in " ".join(got)
 
 
 @finds_races
