@@ -191,7 +191,7 @@ def autotune(fn: Callable[..., Any], *args: Any, show_progress_bar: bool | None 
 
     if not callable(fn):
         raise TypeError(f"autotune: fn must be a function, got {type(fn).__name__}")
-    if show_progress_bar not in (None, True, False):
+    if not isinstance(show_progress_bar, bool | None):
         raise TypeError(f"autotune: show_progress_bar must be None, True or False, got {show_progress_bar!r}")
     return tuning_search.autotune(fn, *args, show_progress_bar=show_progress_bar)
 

@@ -143,13 +143,14 @@ def compare(model: BertModel, batch: int, length: int) -> dict[str, Times]:
         except ValueError as error:  # float16 on a CPU
             raise ComparisonError(f"plain JAX cannot run {dtype} here: {error}") from error
         _check(calls["jaxft"](), plainly, exact)
-        try:
-            calls.get("xla+cudnn", calls["xla"])()
-        except jax.errors.JaxRuntimeError:  # out of memory
-            raise
-        except (NotImplementedError, RuntimeError, ValueError) as error:  # by the head size, say, or there is no cuDNN
-            logger.warning("%dx%d: cuDNN's attention is left out: %s", batch, length, error)
-            del calls["xla+cudnn"]
+        if "xla+cudnn" in calls:
+            try:
+                calls["xla+cudnn"]()
+            except jax.errors.JaxRuntimeError:  # out of memory
+                raise
+            except (NotImplementedError, RuntimeError, ValueError) as error:  # a head size, say, or there is no cuDNN
+                logger.warning("%dx%d: cuDNN's attention is left out: %s", batch, length, error)
+                del calls["xla+cudnn"]
         return _times(calls)
 
 
