@@ -278,23 +278,20 @@ def keep(seed_ref: Any, rate: float, rows: Array, columns: Array) -> Array:
 def unsupported_array(**arrays: Array | None) -> str | None:
     """Why no kernel can take arrays like these, whatever their dtypes and sizes, if none can."""
     for name, x in arrays.items():
-        if x is None:
-            continue
-        if not all(isinstance(size, int) for size in x.shape):  # of jax.export
+        if x is not None and not all(isinstance(size, int) for size in x.shape):  # of jax.export
             return f"{name} has a symbolic shape, {x.shape}"
-        if any(spec := jax.typeof(x).sharding.spec):
+        if x is not None and any(spec := jax.typeof(x).sharding.spec):
             return f"{name} is sharded over Explicit axes, {spec}; a kernel runs on each device inside of jax.shard_map"
     return None
 
 
 def unsupported_dtype(**arrays: Array | None) -> str | None:
     """Why the kernels cannot take these arrays, if they cannot."""
-    if reason := unsupported_array(**arrays):
-        return reason
-    for name, x in arrays.items():
-        if x is not None and x.dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
-            return f"{name} is {x.dtype}, the kernels take float32, float16 and bfloat16"
-    return None
+    known = (jnp.float32, jnp.float16, jnp.bfloat16)
+    wrong = [f"{name} is {x.dtype}" for name, x in arrays.items() if x is not None and x.dtype not in known]
+    return unsupported_array(**arrays) or (
+        f"{wrong[0]}, the kernels take float32, float16 and bfloat16" if wrong else None
+    )
 
 
 def unsupported_size(x: Array) -> str | None:
@@ -303,8 +300,7 @@ def unsupported_size(x: Array) -> str | None:
     Pallas' offsets are 32-bit into arrays of up to 2^32 bytes and 64-bit into larger ones, so the number of elements,
     of 2 bytes or more, is free. But a position in one dimension is 32-bit, and that past the end of the last block too.
     """
-    width = x.shape[-1]
-    for what, length in (("rows", math.prod(x.shape[:-1])), ("columns", width)):
+    for what, length in (("rows", math.prod(x.shape[:-1])), ("columns", x.shape[-1])):
         if x.size > 0 and length > 2**30:
             return f"x has {length} {what}, the kernels take at most 2^30"
     return None
