@@ -275,23 +275,21 @@ def keep(seed_ref: Any, rate: float, rows: Array, columns: Array) -> Array:
     return bits >= jnp.uint32(reference.keep_threshold(rate))
 
 
-def unsupported_array(**arrays: Array | None) -> str | None:
-    """Why no kernel can take arrays like these, whatever their dtypes and sizes, if none can."""
-    for name, x in arrays.items():
-        if x is not None and not all(isinstance(size, int) for size in x.shape):  # of jax.export
+def unsupported_array(dtypes: Sequence[Any] = (), /, **arrays: Array | None) -> str | None:
+    """Why the kernels cannot take these arrays, if they cannot; `dtypes` are those that they take, () for any."""
+    for name, x in ((name, x) for name, x in arrays.items() if x is not None):
+        if not all(isinstance(size, int) for size in x.shape):  # of jax.export
             return f"{name} has a symbolic shape, {x.shape}"
-        if x is not None and any(spec := jax.typeof(x).sharding.spec):
+        if any(spec := jax.typeof(x).sharding.spec):
             return f"{name} is sharded over Explicit axes, {spec}; a kernel runs on each device inside of jax.shard_map"
+        if dtypes and x.dtype not in dtypes:
+            return f"{name} is {x.dtype}, the kernels take float32, float16 and bfloat16"
     return None
 
 
 def unsupported_dtype(**arrays: Array | None) -> str | None:
-    """Why the kernels cannot take these arrays, if they cannot."""
-    known = (jnp.float32, jnp.float16, jnp.bfloat16)
-    wrong = [f"{name} is {x.dtype}" for name, x in arrays.items() if x is not None and x.dtype not in known]
-    return unsupported_array(**arrays) or (
-        f"{wrong[0]}, the kernels take float32, float16 and bfloat16" if wrong else None
-    )
+    """The same of arrays that must be of floats."""
+    return unsupported_array((jnp.float32, jnp.float16, jnp.bfloat16), **arrays)
 
 
 def unsupported_size(x: Array) -> str | None:
