@@ -76,9 +76,10 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
-bench: $(VENV)/.ready-run $(VENV)/.checkpoint
+bench: $(VENV)/.ready-train,plot $(VENV)/.checkpoint
 	for name in $(BENCHMARKS); do $(BIN)/python benchmarks/bench_$$name.py $(ARGS) || exit 1; done
 	$(BIN)/python benchmarks/bench_encode.py --tokenizer "$(checkpoint)/tokenizer.json" $(ARGS)
+	$(BIN)/python benchmarks/bench_pretrain.py --model "$(checkpoint)" $(ARGS)
 
 report: $(VENV)/.ready-plot
 	$(BIN)/python benchmarks/report.py

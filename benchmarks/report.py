@@ -18,6 +18,7 @@ TITLES = {
     "encoder": "Encoder, forward (microseconds for the whole stack, embeddings not included)",
     "training step": "Training step, value and gradients of the whole stack (until commit 8b9c7a7 with XLA's defaults; "
     "cuDNN with dropout outside of CUDA graphs)",
+    "pretraining example": "Pretraining, data and optimiser included, packed tokens",
     "encode docstrings": "Texts to embeddings, tokeniser included (microseconds for so many texts)",
     "attention, back to back": "Attention of so many rows, sequences and tokens of the longest (microseconds)",
     "attention": "Attention, from packed QKV (microseconds)",
@@ -26,7 +27,7 @@ TITLES = {
     "other": "Row and layout kernels (microseconds)",
 }
 # What the README itself shows.
-SHORT = ("encoder", "training step", "encode docstrings", "attention, back to back", "attention")
+SHORT = ("encoder", "training step", "pretraining example", "encode docstrings", "attention, back to back", "attention")
 METRICS = {
     "queued_us": "wall time per call, calls queued back to back",
     "blocking_us": "wall time of a call and the wait for its result",
@@ -57,6 +58,7 @@ def metrics_of(name: str) -> tuple[str, ...]:
     metrics = {
         "encoder": ("queued_us", "blocking_us"),
         "training step": ("queued_us", "temporary_mib"),
+        "pretraining example": (),  # see `pretraining`
         "encode docstrings": ("wall_us",),
     }
     return metrics.get(name, ("device_us",))
@@ -73,6 +75,8 @@ def tables(rows: Sequence[timing.Row], names: Collection[str]) -> str:
     for name, title in TITLES.items():
         if name not in names:
             continue
+        if name == "pretraining example" and (found := pretraining(rows)):
+            parts += [f"**{title}**", found]
         for metric in metrics_of(name):
             chosen = [row for row in rows if section(row) == name and row["metric"] == metric]
             if chosen:
@@ -84,6 +88,18 @@ def tables(rows: Sequence[timing.Row], names: Collection[str]) -> str:
         if name == "encode docstrings" and (found := throughput(rows)):
             parts += ["Packed, in the same runs; beside the device alone, with batches that lie there already:", found]
     return "\n\n".join(parts)
+
+
+def pretraining(rows: Sequence[timing.Row]) -> str:
+    """A line for each preset that was timed."""
+    body, values = [], {(row["op"], row["metric"]): row for row in rows if section(row) == "pretraining example"}
+    for (op, metric), row in values.items():
+        if metric == "step_us":
+            tokens, mfu = float(values[op, "tokens_per_s"]["p50"]), values.get((op, "mfu_percent"))
+            cells = f"{float(row['p50']) / 1e3:.2f}", f"{tokens:,.0f}", row["rate"], f"{mfu['p50']} %" if mfu else "-"
+            body.append([op, row["shape"], row["dtype"], *cells])
+    head = ["op", "tokens a step", "dtype", "ms a step", "tokens/s", "model TFLOP/s", "of the peak (MFU)"]
+    return markdown([head, *body]) if body else ""
 
 
 def throughput(rows: Sequence[timing.Row]) -> str:

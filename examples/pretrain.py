@@ -8,6 +8,7 @@ padding. Ctrl-C or SIGTERM saves and ends with exit code 130; the same command g
 
 import argparse
 import dataclasses
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -117,6 +118,15 @@ def peak_flops(dtype: str, given: float | None) -> float | None:
     return None if found is None else found * 1e12 / (2 if dtype == "float32" else 1)
 
 
+def speed(config: BertConfig, batches: Sequence[dict[str, np.ndarray]], step_seconds: float) -> dict[str, float]:
+    """Of steps that take so long, with batches such as these."""
+    tokens = float(np.mean([batch["cu_seqlens"][:, -1].sum() for batch in batches]))
+    work = float(np.mean([flops(config, batch) for batch in batches]))
+    return {
+        "step_seconds": step_seconds, "tokens_per_s": tokens / step_seconds, "flops_per_s": work / step_seconds
+    }  # fmt: skip
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = common.arguments(__doc__, "pretrain", PRESETS)
     parser.add_argument(
@@ -163,17 +173,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     step = common.make_step(loss_fn, optimizer)
     finished = run.train(step, batch_at, save_every=args.save_every, evaluation=evaluation)
     if run.step_seconds is not None:
-        sample = [batch_at(step) for step in range(8)]
-        tokens = float(np.mean([batch["cu_seqlens"][:, -1].sum() for batch in sample]))
-        work = float(np.mean([flops(config, batch) for batch in sample]))
-        speed = f"{tokens / run.step_seconds:,.0f} tokens/s, {work / run.step_seconds / 1e12:.3g} TFLOP/s"
-        peak = peak_flops(args.dtype, args.peak_tflops)
-        print(speed if peak is None else f"{speed}: {work / run.step_seconds / peak:.1%} of the device's peak (MFU)")
+        found = speed(config, [batch_at(step) for step in range(8)], run.step_seconds)
+        line = f"{found['tokens_per_s']:,.0f} tokens/s, {found['flops_per_s'] / 1e12:.3g} TFLOP/s"
+        if (peak := peak_flops(args.dtype, args.peak_tflops)) is not None:
+            found["mfu"] = found["flops_per_s"] / peak
+            line += f": {found['mfu']:.1%} of the device's peak (MFU)"
+        print(line)
+        (args.out / "speed.json").write_text(json.dumps(found, indent=1) + "\n")
     if not finished:
         return common.INTERRUPTED
     nnx.merge(graph, run.state.params).save_pretrained(args.out / "model")
     tokenizer.save(str(args.out / "model" / "tokenizer.json"))
-    print(f"{args.out}: model/, loss.png, losses.csv, held_out.csv, checkpoints/")
+    print(f"{args.out}: model/, loss.png, losses.csv, held_out.csv, speed.json, checkpoints/")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import bench_feed_forward
 import bench_heuristics
 import bench_layer_norm
 import bench_permute
+import bench_pretrain
 import bench_softmax
 import bench_train
 import report
@@ -223,6 +225,27 @@ def test_bench_encode(tiny_encode, tmp_path, capsys):
     assert "not sorted" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("after", [9.5, 10.5, jnp.nan])
+def test_bench_pretrain(after, tmp_path, monkeypatch):
+    def run(options):
+        """The example itself is run in test_examples."""
+        out = Path(dict(option.removeprefix("--").split("=", 1) for option in options)["out"])
+        (out / "held_out.csv").write_text(f"step,loss\n0,10.0\n20,9.9\n40,{after}\n")
+        speed = {"step_seconds": 0.02, "tokens_per_s": 7e5, "flops_per_s": 4e14, "mfu": 0.4}
+        (out / "speed.json").write_text(json.dumps(speed))
+
+    monkeypatch.setattr(bench_pretrain.pretrain, "main", run)
+    options = ["--quick", "--out", str(tmp_path), "--model", "a folder"]
+    if not after < 10.0:
+        with pytest.raises(SystemExit, match="went from 10.0 to .*: nothing is written"):
+            bench_pretrain.main(options)
+        assert not list(tmp_path.iterdir())
+        return
+    bench_pretrain.main(options)
+    found = {row["metric"]: (float(row["p50"]), float(row["rate"]), row["unit"]) for row in read(tmp_path)}
+    assert found == {"step_us": (2e4, 400, "TFLOP/s"), "tokens_per_s": (7e5, 0, ""), "mfu_percent": (40, 0, "")}
+
+
 @pytest.mark.parametrize("wrong", [1.1, jnp.nan])
 def test_bench_encode_refuses_wrong_embeddings(wrong, tiny_encode, tmp_path, monkeypatch):
     encode = SentenceEncoder.encode
@@ -305,6 +328,9 @@ def test_report(tmp_path):
         row("jaxft", "20.00", "encode docstrings BERT-base", "wall_us"),
         row("jaxft, padded", "50.00", "encode docstrings BERT-base", "wall_us"),
         row("jaxft", "19.00", "encode docstrings BERT-base", "device_only_us"),
+        row("jaxft", "22000.00", "pretraining example, base", "step_us"),
+        row("jaxft", "712345.60", "pretraining example, base", "tokens_per_s"),
+        row("jaxft", "38.90", "pretraining example, base", "mfu_percent"),
     ]
     with (results / "NVIDIA_H200.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, timing.COLUMNS)
@@ -315,6 +341,7 @@ def test_report(tmp_path):
     assert text.startswith("before\n\n") and text.endswith("\n\nafter\n") and "old" not in text
     assert "| encoder BERT-base erf GELU | 32x128 | bfloat16 | 100.00 | 150.00 | 140.00 | 1.40x |" in text
     assert "| encode docstrings BERT-base | 32x128 | bfloat16 | 20.00 | 50.00 | 2.50x |" in text
+    assert "| pretraining example, base | 32x128 | bfloat16 | 22.00 | 712,346 | 1 | 38.90 % |" in text
     assert "bias_activation" not in text and "(benchmarks/results/NVIDIA_H200.md)" in text
     assert "| 10.00 | 9.00 | - | 90% |" in (results / "NVIDIA_H200.md").read_text()
     assert "![Encoder times on NVIDIA H200](benchmarks/results/NVIDIA_H200.png)" in text

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import json
 import os
 import random
 import re
@@ -233,6 +234,8 @@ def check_written(example, out):
         assert set(model.id2label.values()) == set(SUBJECTS)
     else:
         assert BertForMaskedLM.from_pretrained(out / "model").config.vocab_size == len(tiny.VOCAB)
+        speed = json.loads((out / "speed.json").read_text())
+        assert speed["mfu"] == speed["flops_per_s"] / 0.5e12 and speed["tokens_per_s"] * speed["step_seconds"] <= 256
 
 
 @pytest.mark.parametrize(
