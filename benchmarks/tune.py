@@ -277,7 +277,8 @@ def attention_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable[C
 
 def dense_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
     def run(x: jax.Array, kernel: jax.Array, config: tuning_dense.DenseConfig) -> jax.Array:
-        return dense.forward(x, kernel, None, None, activation=None, precision="tf32", config=config, interpret=False)
+        options: dict[str, Any] = {"activation": None, "precision": "tf32", "config": config, "interpret": False}
+        return dense.forward(x, kernel, None, None, **options)[0]
 
     for rows, depth, width, _ in DENSE:
         if rows > 1024:
@@ -298,7 +299,7 @@ def split_k_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
             x: jax.Array, kernel: jax.Array, residual: jax.Array, config: tuning_dense.SplitConfig,
             rows_config: tuning.RowConfig = rows_config,
         ) -> jax.Array:  # fmt: skip
-            y = dense.forward(
+            (y,) = dense.forward(
                 x, kernel, None, None, activation=None, precision="tf32", config=config, interpret=False,
                 splits=config.splits,
             )  # fmt: skip

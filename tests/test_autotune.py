@@ -179,7 +179,8 @@ def test_an_implementation_gets_the_configs_that_it_asks_for(machine):
         if tuning_dense.dense_implementation(*sizes, None, 4, KIND) == "xla":
             return x @ kernel
         config = tuning_dense.dense(*sizes, 4, KIND)
-        return dense.forward(x, kernel, None, None, activation=None, precision="float32", config=config, interpret=True)
+        options = {"activation": None, "precision": "float32", "config": config, "interpret": True}
+        return dense.forward(x, kernel, None, None, **options)[0]
 
     fast = tuning_dense.DenseConfig(16, 16, 16, 2, 1)
     machine({tuning_dense.DenseChoice("triton"): 80.0, fast: 50.0})

@@ -9,11 +9,12 @@ import pytest
 
 import jaxft
 import oracle
-from cases import DTYPES, INTERPRET, check, jit, normal, seeds, some
+from cases import DTYPES, INTERPRET, check, jit, lower, normal, seeds, some
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import dense as kernel
 from jaxft.tuning_dense import DenseConfig
+from lowered import TRITON, of, operations
 
 ACTIVATIONS = [None, "gelu", "gelu_tanh", "relu", "silu", "tanh"]
 
@@ -109,15 +110,27 @@ CONFIGS = [DenseConfig(m, n, k, warps, stages) for m, n, k, warps, stages in
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_config(dtype):
     floats = dense_floats(np.random.default_rng(5), (37,), 101, 67, dtype)
-    expected = jit(lambda f: reference.dense(**f, activation="silu"))(floats)
-    exact = oracle.dense(**floats, activation="silu")
+    without = {name: None if name == "residual" else x for name, x in floats.items()}
+    expected = jit(lambda: [reference.dense(**floats, activation="silu"), reference.dense(**without)])()
+    exact = [oracle.dense(**floats, activation="silu"), oracle.dense(**without)]
     for config in CONFIGS:
 
         def run(f, config=config):
             return kernel.forward(**f, activation="silu", precision=dispatch.matmul_precision(), config=config,
-                                  interpret=INTERPRET)  # fmt: skip
+                                  interpret=INTERPRET, also_sum=True)  # fmt: skip
 
         assert_matches_oracle(jit(run)(floats), expected, exact, seed=config)
+
+
+def test_the_gradient_of_few_rows_computes_no_product_again():
+    """The forward kernel keeps the sum; XLA multiplies twice, for x and kernel, and a kernel does all the rest."""
+    arrays = [of(shape, jnp.bfloat16) for shape in ((128, 768), (768, 3072), (3072,), (128, 3072))]
+
+    def gradients(x, kernel, bias, dy):
+        return jax.vjp(lambda *a: jaxft.dense(*a, activation="gelu"), x, kernel, bias)[1](dy)
+
+    found = operations(lower(gradients, *arrays))
+    assert (found["dot_general"], found[TRITON]) == (2, 2)
 
 
 @pytest.mark.parametrize("implementation", ["triton", "xla"])

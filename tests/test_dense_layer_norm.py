@@ -71,7 +71,7 @@ def test_partial_sums(parts, block_k, dtype):
     rng = np.random.default_rng(2)
     floats = normal(rng, dtype, x=(21, 201), kernel=(201, 40))
     config = tuning_dense.DenseConfig(16, 32, block_k, 4, 2)
-    sums = jit(
+    (sums,) = jit(
         lambda x, kernel: dense.forward(
             x,
             kernel,

@@ -57,8 +57,8 @@ def dense(
       NotImplementedError: the named implementation cannot do this; the message says why.
 
     Gradients: of x, kernel, bias and residual. Deterministic. With neither activation nor residual, XLA adds the bias
-    in the dtype of x, in the epilogue of its product; otherwise the sum is float32. What "mosaic_gpu" saves for the
-    activation's gradient is that sum, rounded to the dtype of x.
+    in the dtype of x, in the epilogue of its product; otherwise the sum is float32. What "mosaic_gpu" and "triton"
+    save for the activation's gradient is that sum, rounded to the dtype of x.
     Source: the GEMMs of FasterTransformer v1.0 with `add_bias_act` in the epilogue.
     """
     op = "dense"
@@ -167,21 +167,22 @@ def _reference(x, kernel, bias, residual, activation, precision):
 def kernels(x, kernel, bias, residual, plan):
     if plan.product is None:
         return _epilogue(jnp.matmul(x, kernel, precision=plan.precision), bias, residual, plan, in_place=True)
-    if plan.by_mosaic:
-        return _mosaic(x, kernel, bias, residual, plan)
-    return triton.forward(
-        x, kernel, bias, residual, activation=plan.activation, precision=plan.kernel_precision, config=plan.product,
-        interpret=plan.interpret,
-    )  # fmt: skip
+    return _one_kernel(x, kernel, bias, residual, plan)[0]
 
 
-def _mosaic(x, kernel, bias, residual, plan, also=None):
+def _one_kernel(x, kernel, bias, residual, plan, also=None):
+    """The result, and what a gradient `also` needs: "sum" or, of Mosaic GPU, "slope" (see its `forward`)."""
+    if not plan.by_mosaic:
+        found = triton.forward(
+            x, kernel, bias, residual, activation=plan.activation, precision=plan.kernel_precision, config=plan.product,
+            interpret=plan.interpret, also_sum=also == "sum",
+        )  # fmt: skip
+        return tuple(found)
     from jaxft.kernels.mosaic_gpu import dense as mosaic
 
     results = mosaic.forward(x, kernel, bias, residual, activation=plan.activation, config=plan.product, also=also)
     # Inside a shard_map, results of Mosaic kernels do not say over which axes they vary.
-    _, _, _, _, *alike = common.vary_alike(x, kernel, bias, residual, *results)
-    return tuple(alike) if also else alike[0]
+    return tuple(common.vary_alike(x, kernel, bias, residual, *results)[4:])
 
 
 def with_slope(x: Array, kernel: Array, bias: Array | None, plan: Plan) -> tuple[Array, Array]:
@@ -192,7 +193,7 @@ def with_slope(x: Array, kernel: Array, bias: Array | None, plan: Plan) -> tuple
         act = functools.partial(reference.dense_epilogue, bias=None, activation=plan.activation, residual=None)
         return tuple(z.astype(x.dtype) for z in jax.jvp(act, (y,), (jnp.ones_like(y),)))
 
-    fused = functools.partial(_mosaic, residual=None, plan=plan, also="slope")
+    fused = functools.partial(_one_kernel, residual=None, plan=plan, also="slope")
     return common.with_plain_gradient(fused, plain)(x, kernel, bias)
 
 
@@ -213,13 +214,13 @@ def _fwd(x, kernel, bias, residual, plan):
             lambda y, bias, residual: reference.dense_epilogue(y, bias, plan.activation, residual),
         )
         return run(y, bias, residual), (x, kernel, bias, residual, None if plan.activation is None else y)
-    if plan.by_mosaic and plan.activation is not None:
+    if plan.activation is not None:
 
         def plain(x, kernel, bias, residual):
             y = reference.dense(x, kernel, bias, precision=plan.precision)
             return reference.dense_epilogue(y, None, plan.activation, residual), y
 
-        fused = functools.partial(_mosaic, plan=plan, also="sum")
+        fused = functools.partial(_one_kernel, plan=plan, also="sum")
         out, y = common.with_plain_gradient(fused, plain)(x, kernel, bias, residual)
         return out, (x, kernel, bias, residual, y)
     return kernels(x, kernel, bias, residual, plan), (x, kernel, bias, residual, None)
@@ -227,9 +228,7 @@ def _fwd(x, kernel, bias, residual, plan):
 
 def _bwd(plan, saved, d_out):
     x, kernel, bias, residual, y = saved
-    if y is None and plan.activation is not None:  # the kernel kept it in registers, and the gradient needs it
-        y = jnp.matmul(x, kernel, precision=plan.precision)
-    elif plan.by_mosaic and bias is not None:
+    if plan.product is not None and bias is not None:
         bias = jnp.zeros_like(bias)  # it is in y
 
     dy, d_bias = _epilogue_gradient(d_out, y, bias, plan)

@@ -131,7 +131,7 @@ def _two_ops(x, kernel, residual, bias, gamma, beta, rng, options):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
 def _split(x, kernel, residual, bias, gamma, beta, rng, static):
-    sums = product.forward(
+    (sums,) = product.forward(
         x, kernel, None, None, activation=None, precision=static.kernel_precision, config=static.product,
         interpret=static.interpret, splits=static.product.splits,
     )  # fmt: skip

@@ -26,7 +26,7 @@ def unsupported(x: Array, **vectors: Array | None) -> str | None:
 
 
 def _fwd_kernel(
-    x_ref, kernel_ref, bias_ref, residual_ref, y_ref,
+    x_ref, kernel_ref, bias_ref, residual_ref, y_ref, sum_ref=None,
     *, activation: str | None, splits: int, block_m: int, block_n: int, block_k: int, precision,
 ):  # fmt: skip
     rows, depth = x_ref.shape
@@ -74,12 +74,14 @@ def _fwd_kernel(
         columns = common.span(column, block_n)
         bias = common.load(bias_ref.at[columns], mask=common.positions(column, block_n) < width, other=0.0)
         acc = acc + bias.astype(jnp.float32)[None, :]
-    if activation is not None:
-        acc = common.activation(activation, acc, y_ref.dtype)
     inside = in_rows & in_columns
     tile: tuple[Any, ...] = common.span(row, block_m), common.span(column, block_n)
     if splits > 1:
         tile = (split, *tile)
+    if sum_ref is not None:
+        common.store(sum_ref.at[tile], acc.astype(sum_ref.dtype), mask=inside)
+    if activation is not None:
+        acc = common.activation(activation, acc, y_ref.dtype)
     if residual_ref is not None:
         acc = acc + common.load(residual_ref.at[tile], mask=inside, other=0.0).astype(jnp.float32)
     common.store(y_ref.at[tile], acc.astype(y_ref.dtype), mask=inside)
@@ -96,11 +98,13 @@ def forward(
     config: DenseConfig,
     interpret: bool,
     splits: int = 1,
-) -> Array:
-    """x [M, K], kernel [K, F], bias [F], residual [M, F] -> [M, F]. `precision` of float32: "tf32" or "float32".
+    also_sum: bool = False,
+) -> list[Array]:
+    """x [M, K], kernel [K, F], bias [F], residual [M, F] -> a list of [M, F], of the dtype of x.
 
-    With `splits` above 1, partial sums [splits, M, F] in float32, without bias, activation and residual: whoever
-    reads them next adds them up.
+    A second one, with `also_sum`, is x @ kernel + bias. `precision` of float32: "tf32" or "float32". With `splits`
+    above 1, partial sums [splits, M, F] in float32, without bias, activation and residual: whoever reads them next adds
+    them up.
     """
     rows, width = x.shape[0], kernel.shape[1]
     y = jax.ShapeDtypeStruct((rows, width), x.dtype)
@@ -115,15 +119,14 @@ def forward(
         block_k=config.block_k,
         precision=lax.Precision.HIGHEST if precision == "float32" else None,
     )
-    (result,) = common.launch(
+    return common.launch(
         body,
         # The programs that share a block of the weights run next to each other: it comes from memory once.
         (pl.cdiv(rows, config.block_m), pl.cdiv(width, config.block_n), splits),
         [x, kernel, bias, residual],
-        [y],
+        [y, y] if also_sum else [y],
         name="dense_fwd",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
     )
-    return result
