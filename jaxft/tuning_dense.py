@@ -66,15 +66,16 @@ def dense_implementation(
 ) -> str:  # fmt: skip
     """The fastest: see `DenseChoice`. `full`: products of float32 that are not TF32.
 
-    Mosaic GPU is Hopper's, and has no such products; with a residual it was never measured; and where the number of
-    rows is no multiple of 8 it costs copies. The shipped entries, for rows rounded up, do not know of these.
+    Mosaic GPU is Hopper's, and has no such products, and no residual in float32; and where the number of rows is no
+    multiple of 8 it costs copies. The shipped entries, for rows rounded up, do not know of the last.
     """
-    without = {"residual": residual, "full": full, "unaligned": hopper and rows % 8 > 0}
-    mosaic = hopper and not any(without.values())
-    by_mosaic = mosaic and _by_mosaic(rows, depth, width, activation, itemsize)
+    variants = {"full": full, "unaligned": hopper and rows % 8 > 0}
+    mosaic = hopper and not (any(variants.values()) or (residual and itemsize > 2))
+    by_mosaic = mosaic and _by_mosaic(rows, depth, width, activation, itemsize, residual)
     default = DenseChoice("mosaic_gpu" if by_mosaic else without_mosaic(rows, depth, width, activation, itemsize))
     sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
-    variant = ",".join(name for name, holds in without.items() if holds)
+    sizes |= {"residual": 1} if residual else {}
+    variant = ",".join(name for name, holds in variants.items() if holds)
 
     def usable(choice: DenseChoice) -> bool:
         return mosaic or choice.implementation != "mosaic_gpu"
@@ -88,7 +89,7 @@ def without_mosaic(rows: int, depth: int, width: int, activation: str | None, it
     return "xla" if _by_library(rows, depth, width, activation, itemsize) else "triton"
 
 
-def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsize: int) -> bool:
+def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsize: int, residual: bool) -> bool:
     """Whether the Mosaic GPU product with its epilogue is the fastest.
 
     On an H200 (2026-11-22), 16-bit: with GELU it takes 1.06-1.12x as long as cuBLAS without, where a second kernel
@@ -100,12 +101,18 @@ def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsi
     without it XLA's alone 64; without activation 0.8-0.9x XLA's time from 4,096 rows on, at 1,024 rows 1.0-1.6x
     (2026-11-23).
 
+    With a residual, and a LayerNorm after it that then reads an array less: 16384x3072x768 117 us for 122,
+    16384x4096x1024 200 for 202, 16384x768x768 47 either way; with all gradients 350 for 360, and 136 for 143. Of 4,096
+    rows it takes longer, 33.3 us for 32.3 and 16.5 for 15.8 (2026-11-23).
+
     A Mosaic kernel in a program also costs the host: XLA captures it anew whenever an address has changed, and launches
     no kernel next to it ahead of time. With up to 256 rows that takes longer than the kernel saves: in one run, on a
     slow host, BERT-base of 1x128 took 435 us queued by Triton and 582 with Mosaic, 2x128 525 and 592.
     """
     if rows <= 256 or min(depth, width) < 256 or depth % 16 or width % 16:  # it does not take others (in 16 bits)
         return False
+    if residual:
+        return rows > 8192
     if itemsize > 2:
         return rows >= (4096 if activation is None else 1024) and depth % 32 == width % 32 == 0
     few = rows <= 512 and -(-rows // 64) * -(-width // 64) < 60

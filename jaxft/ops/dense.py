@@ -44,8 +44,8 @@ def dense(
         cuts digits of x off, where XLA rounds: 1.6 times the error, results 0.04 % smaller on average.
       implementation: None for the fastest; "mosaic_gpu" (on Hopper GPUs; in float32 without a residual, in TF32, and
         the kernel is transposed first) and "triton" do all in one kernel, "xla" in as many as XLA makes of it. On an
-        NVIDIA GPU, None takes "mosaic_gpu" where it was measured faster (with a residual nowhere yet), else "triton"
-        for few rows, and for many XLA's product (cuBLAS) and for an activation after it the Triton kernel of
+        NVIDIA GPU, None takes "mosaic_gpu" where it was measured faster (with a residual above 8,192 rows), else
+        "triton" for few rows, and for many XLA's product (cuBLAS) and for an activation after it the Triton kernel of
         `bias_activation`.
 
     Returns:
@@ -137,6 +137,12 @@ def plan_of(
         kernel_precision=kernel_precision,
         interpret=choice.interpret,
     )
+
+
+def plan_with_residual(op: str, x: Any, kernel: Array, residual: Array, precision: Any) -> Plan | None:
+    """Of x @ kernel + residual where a Mosaic kernel is the fastest, else None; of x it needs shape and dtype."""
+    plan = plan_of(op, x, kernel, None, residual, None, precision, None)
+    return plan if plan is not None and plan.by_mosaic else None
 
 
 def run(
