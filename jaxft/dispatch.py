@@ -32,6 +32,10 @@ class Device(NamedTuple):
     kind: str  # "NVIDIA H200", "cpu", ...
     compute_capability: tuple[int, int] | None  # of NVIDIA devices
 
+    @property
+    def is_hopper(self) -> bool:
+        return self.compute_capability == (9, 0)
+
 
 class Choice(NamedTuple):
     name: str

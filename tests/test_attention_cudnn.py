@@ -16,9 +16,7 @@ from compare import assert_matches_oracle
 from jaxft import dispatch, reference
 from jaxft.ops import attention_implementations as implementations
 
-needs_hopper = pytest.mark.skipif(
-    dispatch.device().compute_capability != (9, 0), reason="runs cuDNN, which is taken on Hopper GPUs"
-)
+needs_hopper = pytest.mark.skipif(not dispatch.device().is_hopper, reason="runs cuDNN, which is taken on Hopper GPUs")
 
 
 def separate(b, t, s, n, h, dtype=jnp.bfloat16):

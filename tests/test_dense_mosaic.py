@@ -37,9 +37,9 @@ SPLITS = {
     "128x128": MosaicDenseConfig(128, 128, stages=2, split="none", programs=2),  # four pieces, in two slots
 }
 
-hopper = pytest.mark.skipif(dispatch.device().compute_capability != (9, 0), reason="needs a Hopper GPU")
+hopper = pytest.mark.skipif(not dispatch.device().is_hopper, reason="needs a Hopper GPU")
 runs = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11) if INTERPRET else dispatch.device().compute_capability != (9, 0),
+    jax.__version_info__ < (0, 11) if INTERPRET else not dispatch.device().is_hopper,
     reason="needs a Hopper GPU, or a CPU and the interpreter of JAX 0.11",
 )
 

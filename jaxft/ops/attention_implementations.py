@@ -156,7 +156,7 @@ _CUDNN_FROM_PACKED = 8192  # positions, besides
 def _faster_by_cudnn(inputs: Inputs, options: Options) -> bool:
     """Whether cuDNN computes the output sooner; its gradients are not the same in every run."""
     b, t, s, n, h = sizes(inputs, options)
-    if h not in _CUDNN_FROM or dispatch.device().compute_capability != (9, 0):
+    if h not in _CUDNN_FROM or not dispatch.device().is_hopper:
         return False
     least_length, least_logits = _CUDNN_FROM[h]
     plain = all(x is None for x in (*inputs[3:], options.local_window_size)) and options.scale > 0.0

@@ -109,7 +109,7 @@ def plan_of(
     itemsize, kernel_precision = x.dtype.itemsize, dispatch.matmul_precision(precision)
     reasons, kind, fastest = {"triton": triton.unsupported(x=x, bias=bias)}, dispatch.device_kind(), implementation
     if implementation is None and dispatch.platform() == "cuda" and reasons["triton"] is None:
-        hopper, full = dispatch.device().compute_capability == (9, 0), itemsize > 2 and kernel_precision == "float32"
+        hopper, full = dispatch.device().is_hopper, itemsize > 2 and kernel_precision == "float32"
         fastest = tuning_dense.dense_implementation(
             *sizes, activation, itemsize, kind, hopper, residual is not None, full
         )
