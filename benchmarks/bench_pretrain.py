@@ -1,6 +1,6 @@
 """The pretraining example as it runs: the time of a step, tokens a second, and the model FLOPs utilisation.
 
-Data, optimiser and evaluations included; on a CPU the small preset in float32. Needs the extras `train` and `plot`.
+Data and optimiser included; on a CPU the small preset in float32. Needs the extras `train` and `plot`.
 """
 
 import csv
@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     steps = 40 if args.quick else 200
     with tempfile.TemporaryDirectory() as folder:
         options = {"model": args.model, "preset": preset, "dtype": dtype, "steps": steps, "out": folder}
-        pretrain.main([f"--{name}={value}" for name, value in options.items()])
+        if pretrain.main([f"--{name}={value}" for name, value in options.items()]) != 0:
+            raise SystemExit("pretrain: it was interrupted: nothing is written")
         with (Path(folder) / "held_out.csv").open(newline="") as file:
             before, *_, after = (float(row[1]) for row in list(csv.reader(file))[1:])
         if not after < before:  # also when it is NaN

@@ -172,6 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     batch_at = lambda step: batches(train_set, [args.seed, step], args.accumulate)  # noqa: E731
     step = common.make_step(loss_fn, optimizer)
     finished = run.train(step, batch_at, save_every=args.save_every, evaluation=evaluation)
+    speed_file = args.out / "speed.json"
+    speed_file.unlink(missing_ok=True)  # of another call
     if run.step_seconds is not None:
         found = speed(config, [batch_at(step) for step in range(8)], run.step_seconds)
         line = f"{found['tokens_per_s']:,.0f} tokens/s, {found['flops_per_s'] / 1e12:.3g} TFLOP/s"
@@ -179,12 +181,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             found["mfu"] = found["flops_per_s"] / peak
             line += f": {found['mfu']:.1%} of the device's peak (MFU)"
         print(line)
-        (args.out / "speed.json").write_text(json.dumps(found, indent=1) + "\n")
+        speed_file.write_text(json.dumps(found, indent=1) + "\n")
     if not finished:
         return common.INTERRUPTED
     nnx.merge(graph, run.state.params).save_pretrained(args.out / "model")
     tokenizer.save(str(args.out / "model" / "tokenizer.json"))
-    print(f"{args.out}: model/, loss.png, losses.csv, held_out.csv, speed.json, checkpoints/")
+    print(f"{args.out}: model/, loss.png, losses.csv, held_out.csv, checkpoints/")
     return 0
 
 

@@ -107,7 +107,7 @@ def _normalize(x: Array, gamma: Array | None, beta: Array | None, epsilon: float
 def bias_residual_layer_norm(
     x: Array,
     bias: Array | None,
-    residual: Array | None,
+    residual: Array,
     gamma: Array | None,
     beta: Array | None,
     *,
@@ -120,9 +120,7 @@ def bias_residual_layer_norm(
     total = _wide(x)
     if bias is not None:
         total = total + bias.astype(total.dtype)
-    total = dropout(total, dropout_rate, dropout_rng)
-    if residual is not None:
-        total = total + residual.astype(total.dtype)
+    total = dropout(total, dropout_rate, dropout_rng) + residual.astype(total.dtype)
     y = _normalize(total, gamma, beta, epsilon).astype(x.dtype)
     return (y, total.astype(x.dtype)) if return_sum else y
 

@@ -66,16 +66,16 @@ def dense_implementation(
 ) -> str:  # fmt: skip
     """The fastest: see `DenseChoice`. `full`: products of float32 that are not TF32.
 
-    Mosaic GPU is Hopper's, and has no such products, and no residual in float32; and where the number of rows is no
-    multiple of 8 it costs copies. The shipped entries, for rows rounded up, do not know of the last.
+    Mosaic GPU is Hopper's, and has no such products; a residual it adds at the cost of what it saves a LayerNorm (see
+    `_by_mosaic`); and where the number of rows is no multiple of 8 it costs copies. The shipped entries, for rows
+    rounded up, do not know of these.
     """
-    variants = {"full": full, "unaligned": hopper and rows % 8 > 0}
-    mosaic = hopper and not (any(variants.values()) or (residual and itemsize > 2))
-    by_mosaic = mosaic and _by_mosaic(rows, depth, width, activation, itemsize, residual)
+    without = {"residual": residual, "full": full, "unaligned": hopper and rows % 8 > 0}
+    mosaic = hopper and not any(without.values())
+    by_mosaic = mosaic and _by_mosaic(rows, depth, width, activation, itemsize)
     default = DenseChoice("mosaic_gpu" if by_mosaic else without_mosaic(rows, depth, width, activation, itemsize))
     sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
-    sizes |= {"residual": 1} if residual else {}
-    variant = ",".join(name for name, holds in variants.items() if holds)
+    variant = ",".join(name for name, holds in without.items() if holds)
 
     def usable(choice: DenseChoice) -> bool:
         return mosaic or choice.implementation != "mosaic_gpu"
@@ -89,7 +89,7 @@ def without_mosaic(rows: int, depth: int, width: int, activation: str | None, it
     return "xla" if _by_library(rows, depth, width, activation, itemsize) else "triton"
 
 
-def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsize: int, residual: bool) -> bool:
+def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsize: int) -> bool:
     """Whether the Mosaic GPU product with its epilogue is the fastest.
 
     On an H200 (2026-11-22), 16-bit: with GELU it takes 1.06-1.12x as long as cuBLAS without, where a second kernel
@@ -101,9 +101,10 @@ def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsi
     without it XLA's alone 64; without activation 0.8-0.9x XLA's time from 4,096 rows on, at 1,024 rows 1.0-1.6x
     (2026-11-23).
 
-    With a residual, and a LayerNorm after it that then reads an array less: 16384x3072x768 117 us for 122,
-    16384x4096x1024 200 for 202, 16384x768x768 47 either way; with all gradients 350 for 360, and 136 for 143. Of 4,096
-    rows it takes longer, 33.3 us for 32.3 and 16.5 for 15.8 (2026-11-23).
+    A residual in its epilogue, and a LayerNorm after it that reads an array less: of 4096x768x768 16.5 us instead of
+    15.8, of 4096x3072x768 33.3 instead of 32.3; of 16384 rows 47.3 (46.6) and 116.6 (121.9), and with all gradients
+    136 (143) and 350 (360), which is 1 % of a training step of BERT-base (bfloat16, 2026-11-23). Nobody takes it: the
+    sum is then rounded before it meets the bias.
 
     A Mosaic kernel in a program also costs the host: XLA captures it anew whenever an address has changed, and launches
     no kernel next to it ahead of time. With up to 256 rows that takes longer than the kernel saves: in one run, on a
@@ -111,8 +112,6 @@ def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsi
     """
     if rows <= 256 or min(depth, width) < 256 or depth % 16 or width % 16:  # it does not take others (in 16 bits)
         return False
-    if residual:
-        return rows > 8192
     if itemsize > 2:
         return rows >= (4096 if activation is None else 1024) and depth % 32 == width % 32 == 0
     few = rows <= 512 and -(-rows // 64) * -(-width // 64) < 60

@@ -110,20 +110,34 @@ CONFIGS = [DenseConfig(m, n, k, warps, stages) for m, n, k, warps, stages in
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_config(dtype):
     floats = dense_floats(np.random.default_rng(5), (37,), 101, 67, dtype)
-    without = {name: None if name == "residual" else x for name, x in floats.items()}
-    expected = jit(lambda: [reference.dense(**floats, activation="silu"), reference.dense(**without)])()
-    exact = [oracle.dense(**floats, activation="silu"), oracle.dense(**without)]
+    factors = floats["x"], floats["kernel"]
+    expected = jit(lambda: [reference.dense(**floats, activation="silu"), reference.dense(*factors)])()
+    exact = [oracle.dense(**floats, activation="silu"), oracle.dense(*factors)]
     for config in CONFIGS:
 
         def run(f, config=config):
             return kernel.forward(**f, activation="silu", precision=dispatch.matmul_precision(), config=config,
-                                  interpret=INTERPRET, also_sum=True)  # fmt: skip
+                                  interpret=INTERPRET, also_product=True)  # fmt: skip
 
         assert_matches_oracle(jit(run)(floats), expected, exact, seed=config)
 
 
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_gradients_where_only_the_sum_overflows(activation):
+    """The product does not, of 16 bits; and the activation is finite."""
+    x, kernel = jnp.full((16, 16), -60.0, jnp.float16), jnp.full((16, 16), 60.0, jnp.float16)
+    bias = jnp.full(16, -20000.0, jnp.float32)
+    for implementation in ("triton", "xla"):
+
+        def run(*arrays, implementation=implementation):
+            y = jaxft.dense(*arrays, activation=activation, implementation=implementation)
+            return y.astype(jnp.float32).sum()
+
+        assert all(not g.any() for g in jax.grad(run, (0, 1, 2))(x, kernel, bias))
+
+
 def test_the_gradient_of_few_rows_computes_no_product_again():
-    """The forward kernel keeps the sum; XLA multiplies twice, for x and kernel, and a kernel does all the rest."""
+    """The forward kernel keeps it; XLA multiplies twice, for the gradients of x and kernel."""
     arrays = [of(shape, jnp.bfloat16) for shape in ((128, 768), (768, 3072), (3072,), (128, 3072))]
 
     def gradients(x, kernel, bias, dy):

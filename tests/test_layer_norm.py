@@ -16,7 +16,6 @@ from checked import checked
 from compare import assert_matches_oracle
 from jaxft import reference, tuning
 from jaxft.kernels.triton import layer_norm as kernel
-from jaxft.ops import layer_norm as ops
 from jaxft.tuning import GradientConfig, RowConfig
 
 # One, primes, no powers of two, no multiples of a block, and a row that does not fit in one block.
@@ -94,24 +93,6 @@ def test_optional_operands(absent):
     check_fused(fused_floats(rng, (7, 80), **dict.fromkeys(absent, True)), implementations=BOTH)
     shapes = {"x": (7, 80), **{name: (80,) for name in ("gamma", "beta") if name not in absent}}
     check_layer_norm(normal(rng, jnp.float32, **shapes), implementations=BOTH)
-
-
-@pytest.mark.parametrize("dtype", SOME_DTYPES)
-def test_bias_without_residual(dtype):
-    """For ops whose product has added the residual already."""
-    floats = fused_floats(np.random.default_rng(13), (7, 80), dtype)
-    del floats["residual"]
-
-    def op(implementation, x, bias, gamma, beta):
-        vectors = bias, None, gamma, beta, None  # of which None are residual and key
-        return ops._run("", x, *vectors, None, 1e-12, 0.0, False, True, implementation)[0]
-
-    check(
-        op,
-        lambda **f: reference.bias_residual_layer_norm(**f, residual=None, epsilon=1e-12),
-        lambda **f: oracle.bias_residual_layer_norm(**f, residual=np.zeros((7, 80)), epsilon=1e-12),
-        floats, implementations=BOTH, gradients=True,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("epsilon", [1e-12, 1e-2, 10])

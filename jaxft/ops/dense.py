@@ -44,8 +44,8 @@ def dense(
         cuts digits of x off, where XLA rounds: 1.6 times the error, results 0.04 % smaller on average.
       implementation: None for the fastest; "mosaic_gpu" (on Hopper GPUs; in float32 without a residual, in TF32, and
         the kernel is transposed first) and "triton" do all in one kernel, "xla" in as many as XLA makes of it. On an
-        NVIDIA GPU, None takes "mosaic_gpu" where it was measured faster (with a residual above 8,192 rows), else
-        "triton" for few rows, and for many XLA's product (cuBLAS) and for an activation after it the Triton kernel of
+        NVIDIA GPU, None takes "mosaic_gpu" where it was measured faster (with a residual nowhere), else "triton"
+        for few rows, and for many XLA's product (cuBLAS) and for an activation after it the Triton kernel of
         `bias_activation`.
 
     Returns:
@@ -57,8 +57,8 @@ def dense(
       NotImplementedError: the named implementation cannot do this; the message says why.
 
     Gradients: of x, kernel, bias and residual. Deterministic. With neither activation nor residual, XLA adds the bias
-    in the dtype of x, in the epilogue of its product; otherwise the sum is float32. What "mosaic_gpu" and "triton"
-    save for the activation's gradient is that sum, rounded to the dtype of x.
+    in the dtype of x, in the epilogue of its product; otherwise the sum is float32. What is saved for the activation's
+    gradient is the product, by "mosaic_gpu" that sum, rounded to the dtype of x.
     Source: the GEMMs of FasterTransformer v1.0 with `add_bias_act` in the epilogue.
     """
     op = "dense"
@@ -139,12 +139,6 @@ def plan_of(
     )
 
 
-def plan_with_residual(op: str, x: Any, kernel: Array, residual: Array, precision: Any) -> Plan | None:
-    """Of x @ kernel + residual where a Mosaic kernel is the fastest, else None; of x it needs shape and dtype."""
-    plan = plan_of(op, x, kernel, None, residual, None, precision, None)
-    return plan if plan is not None and plan.by_mosaic else None
-
-
 def run(
     x: Array, kernel: Array, bias: Array | None, residual: Array | None, activation: str | None, precision: Any,
     plan: Plan | None,
@@ -177,11 +171,11 @@ def kernels(x, kernel, bias, residual, plan):
 
 
 def _one_kernel(x, kernel, bias, residual, plan, also=None):
-    """The result, and what a gradient `also` needs: "sum" or, of Mosaic GPU, "slope" (see its `forward`)."""
+    """The result, and what a gradient needs: Triton's `also` "product", Mosaic GPU's "sum" or "slope"."""
     if not plan.by_mosaic:
         found = triton.forward(
             x, kernel, bias, residual, activation=plan.activation, precision=plan.kernel_precision, config=plan.product,
-            interpret=plan.interpret, also_sum=also == "sum",
+            interpret=plan.interpret, also_product=also == "product",
         )  # fmt: skip
         return tuple(found)
     from jaxft.kernels.mosaic_gpu import dense as mosaic
@@ -223,10 +217,11 @@ def _fwd(x, kernel, bias, residual, plan):
     if plan.activation is not None:
 
         def plain(x, kernel, bias, residual):
-            y = reference.dense(x, kernel, bias, precision=plan.precision)
-            return reference.dense_epilogue(y, None, plan.activation, residual), y
+            inner, outer = (bias, None) if plan.by_mosaic else (None, bias)
+            y = reference.dense(x, kernel, inner, precision=plan.precision)
+            return reference.dense_epilogue(y, outer, plan.activation, residual), y
 
-        fused = functools.partial(_one_kernel, plan=plan, also="sum")
+        fused = functools.partial(_one_kernel, plan=plan, also="sum" if plan.by_mosaic else "product")
         out, y = common.with_plain_gradient(fused, plain)(x, kernel, bias, residual)
         return out, (x, kernel, bias, residual, y)
     return kernels(x, kernel, bias, residual, plan), (x, kernel, bias, residual, None)
@@ -234,7 +229,7 @@ def _fwd(x, kernel, bias, residual, plan):
 
 def _bwd(plan, saved, d_out):
     x, kernel, bias, residual, y = saved
-    if plan.product is not None and bias is not None:
+    if plan.by_mosaic and bias is not None:
         bias = jnp.zeros_like(bias)  # it is in y
 
     dy, d_bias = _epilogue_gradient(d_out, y, bias, plan)

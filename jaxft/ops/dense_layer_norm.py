@@ -12,8 +12,8 @@ from jaxft import dispatch, reference, tuning, tuning_dense
 from jaxft.kernels.triton import dense as product
 from jaxft.kernels.triton import layer_norm as norm
 from jaxft.ops import common
-from jaxft.ops import dense as dense_op
-from jaxft.ops.layer_norm import bias_layer_norm, bias_residual_layer_norm
+from jaxft.ops.dense import dense
+from jaxft.ops.layer_norm import bias_residual_layer_norm
 
 Array = jax.Array
 
@@ -38,9 +38,8 @@ def dense_residual_layer_norm(
 
       bias_residual_layer_norm(dense(x, kernel), bias, residual, gamma, beta, epsilon=epsilon)
 
-    and as fast as that for many rows; of very many, on Hopper in 16 bits and without dropout, the product's epilogue
-    adds the residual. A few rows give work to too few programs; then several share the depth of each tile of the
-    product (split-K), and the kernel of the LayerNorm adds up their partial sums, in float32.
+    and as fast as that for many rows. A few rows give work to too few programs; then several share the depth of each
+    tile of the product (split-K), and the kernel of the LayerNorm adds up their partial sums, in float32.
 
     Args:
       x: `[..., K]`, float32, float16 or bfloat16; products accumulate in float32.
@@ -123,13 +122,7 @@ class _Static(NamedTuple):
 
 
 def _two_ops(x, kernel, residual, bias, gamma, beta, rng, options):
-    plan = None
-    if rng is None and options.implementation is None:  # dropout comes before the residual
-        plan = dense_op.plan_with_residual("dense_residual_layer_norm", x, kernel, residual, options.precision)
-    if plan is not None:
-        y = dense_op.run(x, kernel, None, residual, None, options.precision, plan)
-        return bias_layer_norm(y, bias, gamma, beta, epsilon=options.epsilon)
-    y = dense_op.dense(x, kernel, precision=options.precision, implementation=options.implementation)
+    y = dense(x, kernel, precision=options.precision, implementation=options.implementation)
     return bias_residual_layer_norm(
         y, bias, residual, gamma, beta, epsilon=options.epsilon, dropout_rate=options.dropout_rate, dropout_rng=rng,
         in_place=True, implementation=options.implementation,

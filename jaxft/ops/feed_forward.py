@@ -13,8 +13,9 @@ from jaxft import dispatch, tuning_dense
 from jaxft.kernels.triton import dense as triton
 from jaxft.ops import common
 from jaxft.ops import dense as dense_op
+from jaxft.ops.dense import dense
 from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
-from jaxft.ops.layer_norm import bias_layer_norm, bias_residual_layer_norm
+from jaxft.ops.layer_norm import bias_residual_layer_norm
 
 Array = jax.Array
 
@@ -102,14 +103,10 @@ def feed_forward_residual_layer_norm(
     if plan is None or not plan.by_mosaic or x.dtype.itemsize > 2:  # there are no derivatives in float32
         h = dense_op.run(*arrays[:3], None, activation, precision, plan).reshape(*x.shape[:-1], inner)
         return dense_residual_layer_norm(h, out_kernel, out_bias, x, gamma, beta, precision=precision, **options)
-    gradient = tuning_dense.dense_mosaic_gradient(rows, width, inner, x.dtype.itemsize, dispatch.device_kind())
-    out_plan = None
-    if options["dropout_rate"] == 0.0:  # which comes before the residual
-        hidden = jax.ShapeDtypeStruct((rows, inner), x.dtype)
-        out_plan = dense_op.plan_with_residual(op, hidden, out_kernel, arrays[0], precision)
-    y = _products_jit(*common.vary_alike(*arrays), _Static(plan, out_plan, gradient)).reshape(x.shape)
-    if out_plan is not None:
-        return bias_layer_norm(y, out_bias, gamma, beta, epsilon=options["epsilon"])
+    static = _Static(
+        plan, tuning_dense.dense_mosaic_gradient(rows, width, inner, x.dtype.itemsize, dispatch.device_kind())
+    )
+    y = _products_jit(*common.vary_alike(*arrays), static).reshape(x.shape)
     return bias_residual_layer_norm(y, out_bias, x, gamma, beta, in_place=True, **options)
 
 
@@ -117,24 +114,19 @@ class _Static(NamedTuple):
     """What is compiled into the kernels."""
 
     plan: dense_op.Plan
-    out_plan: dense_op.Plan | None  # of the second product where its epilogue adds x
     gradient: tuning_dense.MosaicDenseConfig
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _products(x, in_kernel, in_bias, out_kernel, static):
-    return _second(dense_op.kernels(x, in_kernel, in_bias, None, static.plan), out_kernel, x, static)
-
-
-def _second(h, out_kernel, x, static):
-    if static.out_plan is None:
-        return dense_op.dense(h, out_kernel, precision=static.plan.precision)
-    return dense_op.kernels(h, out_kernel, None, x, static.out_plan)
+    h = dense_op.kernels(x, in_kernel, in_bias, None, static.plan)
+    return dense(h, out_kernel, precision=static.plan.precision)
 
 
 def _fwd(x, in_kernel, in_bias, out_kernel, static):
     h, slope = dense_op.with_slope(x, in_kernel, in_bias, static.plan)
-    return _second(h, out_kernel, x, static), (x, in_kernel, in_bias, out_kernel, h, slope)
+    y = dense(h, out_kernel, precision=static.plan.precision)
+    return y, (x, in_kernel, in_bias, out_kernel, h, slope)
 
 
 def _bwd(static, saved, dy):
@@ -144,7 +136,7 @@ def _bwd(static, saved, dy):
     d_in_bias = None if in_bias is None else total.astype(in_bias.dtype)
     (d_out_kernel,) = jax.vjp(functools.partial(product, h), out_kernel)[1](dy)
     dx, d_in_kernel = jax.vjp(product, x, in_kernel)[1](dz)
-    return dx if static.out_plan is None else dx + dy, d_in_kernel, d_in_bias, d_out_kernel
+    return dx, d_in_kernel, d_in_bias, d_out_kernel
 
 
 def _inner_gradient(dy, out_kernel, slope, static):

@@ -116,12 +116,6 @@ def bias_residual_layer_norm(
     return out if return_sum else out[0]
 
 
-def bias_layer_norm(x: Array, bias: Array | None, gamma: Array | None, beta: Array | None, *, epsilon: float) -> Array:
-    """layer_norm(x + bias), the fastest, for ops that have checked these and need `x` no more."""
-    op, reason = "bias_residual_layer_norm", triton.unsupported(x, bias=bias, gamma=gamma, beta=beta)
-    return _run(op, x, bias, None, gamma, beta, None, reason, epsilon, 0.0, False, True, None)[0]
-
-
 def _check(op, x, gamma, beta, epsilon):
     x = common.as_float(op, "x", x)
     if x.ndim == 0:
@@ -161,6 +155,8 @@ def _run(op, x, bias, residual, gamma, beta, rng, reason, epsilon, rate, return_
 
 @functools.partial(jax.jit, static_argnums=(6, 7, 8))
 def _reference(x, bias, residual, gamma, beta, rng, epsilon, rate, return_sum):
+    if residual is None:
+        return (reference.layer_norm(x, gamma, beta, epsilon=epsilon),)
     out = reference.bias_residual_layer_norm(
         x, bias, residual, gamma, beta, epsilon=epsilon, dropout_rate=rate, dropout_rng=rng, return_sum=return_sum
     )

@@ -26,7 +26,7 @@ def unsupported(x: Array, **vectors: Array | None) -> str | None:
 
 
 def _fwd_kernel(
-    x_ref, kernel_ref, bias_ref, residual_ref, y_ref, sum_ref=None,
+    x_ref, kernel_ref, bias_ref, residual_ref, y_ref, product_ref=None,
     *, activation: str | None, splits: int, block_m: int, block_n: int, block_k: int, precision,
 ):  # fmt: skip
     rows, depth = x_ref.shape
@@ -70,16 +70,16 @@ def _fwd_kernel(
         acc = lax.fori_loop(0, lax.div(jnp.int32(end - begin + (group - 1)), jnp.int32(group)), add_group, zeros)
     if depth % block_k:
         acc = add_block(whole, acc, masked=True)
-    if bias_ref is not None:
-        columns = common.span(column, block_n)
-        bias = common.load(bias_ref.at[columns], mask=common.positions(column, block_n) < width, other=0.0)
-        acc = acc + bias.astype(jnp.float32)[None, :]
     inside = in_rows & in_columns
     tile: tuple[Any, ...] = common.span(row, block_m), common.span(column, block_n)
     if splits > 1:
         tile = (split, *tile)
-    if sum_ref is not None:
-        common.store(sum_ref.at[tile], acc.astype(sum_ref.dtype), mask=inside)
+    if product_ref is not None:
+        common.store(product_ref.at[tile], acc.astype(product_ref.dtype), mask=inside)
+    if bias_ref is not None:
+        columns = common.span(column, block_n)
+        bias = common.load(bias_ref.at[columns], mask=common.positions(column, block_n) < width, other=0.0)
+        acc = acc + bias.astype(jnp.float32)[None, :]
     if activation is not None:
         acc = common.activation(activation, acc, y_ref.dtype)
     if residual_ref is not None:
@@ -98,11 +98,11 @@ def forward(
     config: DenseConfig,
     interpret: bool,
     splits: int = 1,
-    also_sum: bool = False,
+    also_product: bool = False,
 ) -> list[Array]:
     """x [M, K], kernel [K, F], bias [F], residual [M, F] -> a list of [M, F], of the dtype of x.
 
-    A second one, with `also_sum`, is x @ kernel + bias. `precision` of float32: "tf32" or "float32". With `splits`
+    A second one, with `also_product`, is x @ kernel. `precision` of float32: "tf32" or "float32". With `splits`
     above 1, partial sums [splits, M, F] in float32, without bias, activation and residual: whoever reads them next adds
     them up.
     """
@@ -124,7 +124,7 @@ def forward(
         # The programs that share a block of the weights run next to each other: it comes from memory once.
         (pl.cdiv(rows, config.block_m), pl.cdiv(width, config.block_n), splits),
         [x, kernel, bias, residual],
-        [y, y] if also_sum else [y],
+        [y, y] if also_product else [y],
         name="dense_fwd",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
