@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if pretrain.main([f"--{name}={value}" for name, value in options.items()]) != 0:
             raise SystemExit("pretrain: it was interrupted: nothing is written")
         with (Path(folder) / "held_out.csv").open(newline="") as file:
-            before, *_, after = (float(row[1]) for row in list(csv.reader(file))[1:])
+            before, *_, after = (float(row["value"]) for row in csv.DictReader(file))
         if not after < before:  # also when it is NaN
             raise SystemExit(f"pretrain: the loss of held-out text went from {before} to {after}: nothing is written")
         speed = json.loads((Path(folder) / "speed.json").read_text())

@@ -204,6 +204,8 @@ def test_interrupted_and_resumed_is_bitwise_the_same(
     files = [tmp_path / name / "model" / "model.safetensors" for name in ("whole", "resumed")]
     assert files[0].read_bytes() == files[1].read_bytes()
 
+    run("whole")  # which is done: it times no step, and keeps no speed of another call
+    assert not (tmp_path / "whole" / "speed.json").exists()
     with pytest.raises(SystemExit, match="has the checkpoints of another run: seed is 1 and was 0. To go on"):
         run("whole", "--seed=1")
 
