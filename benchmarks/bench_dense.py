@@ -1,4 +1,7 @@
-"""dense with a bias, with and without GELU (erf), forward and backward, and dense_residual_layer_norm, forward."""
+"""dense with a bias, with and without GELU (erf), forward and backward, and dense_residual_layer_norm, forward.
+
+Of few rows in float32 (TF32) as well.
+"""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +19,6 @@ SIZES_LARGE = [(1024, 3072), (1024, 1024), (1024, 4096), (4096, 1024)]  # of BER
 SHAPES = [(rows, *sizes) for rows in (128, 256, 512, 1024) for sizes in SIZES]
 LARGE = [(rows, *sizes) for rows in (4096, 16384) for sizes in SIZES]
 LARGE += [(16384, *sizes) for sizes in SIZES_LARGE]
-DTYPE = "bfloat16"
 Pair = tuple[Callable[..., Any], Callable[..., Any]]  # jaxft's and plain jnp's
 
 
@@ -25,11 +27,11 @@ def flops(direction: str, rows: int, depth: int, width: int) -> int:
     return 2 * rows * depth * width * (1 if direction == "forward" else 3)
 
 
-def inputs(rows: int, depth: int, width: int, seed: int) -> tuple[jax.Array, ...]:
+def inputs(rows: int, depth: int, width: int, dtype: str, seed: int) -> tuple[jax.Array, ...]:
     """x, kernel, bias, residual (or the gradient of the result), gamma and beta."""
     keys = jax.random.split(jax.random.key(seed), 6)
     shapes = [(rows, depth), (depth, width), (width,), (rows, width), (width,), (width,)]
-    return tuple(jax.random.normal(key, shape, DTYPE) for key, shape in zip(keys, shapes, strict=True))
+    return tuple(jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))
 
 
 def cases(depth: int, width: int) -> Iterator[tuple[str, str, Pair]]:
@@ -56,15 +58,17 @@ def cases(depth: int, width: int) -> Iterator[tuple[str, str, Pair]]:
 def main(argv: Sequence[str] | None = None) -> None:
     args = timing.arguments(__doc__).parse_args(argv)
     results = []
-    for shape in SHAPES[:4] if args.quick else SHAPES + LARGE:
-        sets = [inputs(*shape, seed) for seed in range(timing.rotation(sum(x.nbytes for x in inputs(*shape, 0))))]
+    shapes = SHAPES[:4] if args.quick else SHAPES
+    measured = [(shape, dtype) for dtype in ("bfloat16", "float32") for shape in shapes]
+    for shape, dtype in measured + [(shape, "bfloat16") for shape in LARGE if not args.quick]:
+        nbytes = sum(x.nbytes for x in inputs(*shape, dtype, 0))
+        sets = [inputs(*shape, dtype, seed) for seed in range(timing.rotation(nbytes))]
         for op, direction, pair in cases(*shape[1:]):
             ours, xla = map(jax.jit, pair)
-            with jax.default_matmul_precision("highest"):
-                timing.check_all(f"{op} {direction} {shape}", ours, xla, sets[0])
+            timing.check_all(f"{op} {direction} {shape} {dtype}", ours, xla, sets[0])
             results += timing.measure(
                 {"jaxft": (ours, sets), "xla": (xla, sets)}, work=flops(direction, *shape), unit="TFLOP/s", args=args,
-                op=op, direction=direction, shape=shape, dtype=DTYPE,
+                op=op, direction=direction, shape=shape, dtype=dtype,
             )  # fmt: skip
     timing.print_tables(results)
 

@@ -94,6 +94,8 @@ def test_benchmark_writes_rows(script, settings, peers, tmp_path, monkeypatch, c
     rows = read(tmp_path)
     assert {row["implementation"] for row in rows} >= {"jaxft", *peers}
     assert {row["commit"] for row in rows} == {"abc1234"}
+    if script is bench_dense:
+        assert {row["dtype"] for row in rows} == {"bfloat16", "float32"}
     for row in rows:
         assert set(row) == set(timing.COLUMNS), row
         assert all(row.values()) or row["metric"] == "temporary_mib", row  # which is no rate, and has no unit of one

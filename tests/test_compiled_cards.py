@@ -1,0 +1,164 @@
+"""Kernels compiled for cards that are not there: whether a card has the shared memory and the instructions.
+
+JAX's CUDA plugin compiles without a GPU. Where it is installed but there is none, it wants to hear
+JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1.
+"""
+
+import contextlib
+import itertools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.experimental.topologies import get_topology_desc
+from jax.sharding import AbstractMesh, SingleDeviceSharding
+
+import jaxft
+from jaxft import dispatch
+from jaxft.models.bert import BertConfig, BertModel
+
+
+class Card(NamedTuple):
+    kind: str
+    capability: tuple[int, int]
+    cores: int
+    shared_kib: int  # of a multiprocessor; a program gets one less
+
+
+CARDS = [
+    Card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 164),
+    Card("NVIDIA A10", (8, 6), 72, 100),
+    Card("NVIDIA L4", (8, 9), 58, 100),
+    Card("NVIDIA H100 80GB HBM3", (9, 0), 132, 228),
+]
+DESCRIPTION = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 fpus_per_core: 128
+  shared_memory_per_block: 49152 shared_memory_per_core: {core} shared_memory_per_block_optin: {block}
+  core_count: {cores} registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 2000000000000 l2_cache_size: 41943040 clock_rate_ghz: 1.4 device_memory_size: 24000000000
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{kind}"
+"""
+
+
+@contextlib.contextmanager
+def compiler_for(card):
+    """(function, *shapes) -> the program compiled for the card."""
+    abstract = {}
+    if jax.__version_info__ >= (0, 11):
+        from jax.sharding import AbstractDevice
+
+        abstract["abstract_device"] = AbstractDevice(device_kind=card.kind, num_cores=card.cores, platform="gpu")
+    elif card.capability != (9, 0):
+        pytest.skip("where it sees no GPU, this JAX lowers for Hopper only")
+    major, minor = card.capability
+    sizes = {"core": card.shared_kib * 1024, "block": (card.shared_kib - 1) * 1024}
+    config = DESCRIPTION.format(kind=card.kind, cores=card.cores, major=major, minor=minor, **sizes)
+    try:
+        (device,) = get_topology_desc(card.kind, "cuda", target_config=config, topology="1x1x1").devices
+    except NotImplementedError:
+        pytest.skip("JAX's CUDA plugin is not there")
+    sharding = SingleDeviceSharding(device)
+    mesh = AbstractMesh((1,), ("x",), **abstract)
+
+    def compiled(function, *shapes):
+        arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
+        lowered = jax.jit(lambda *a: function(*a)).trace(*arguments).lower(lowering_platforms=("cuda",))
+        return lowered.compile({"xla_gpu_autotune_level": 0})  # which would need a GPU
+
+    with dispatch.target(card.kind, card.capability), jax.sharding.use_abstract_mesh(mesh):
+        yield compiled
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    """Not in these tests: float32 is TF32, as it is for users."""
+
+
+def gradients(function):
+    """Those of the arrays of floats, and the values."""
+
+    def run(*arrays):
+        places = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+        return jax.value_and_grad(lambda *a: jnp.sum(function(*a).astype(jnp.float32)), places)(*arrays)
+
+    return run
+
+
+def of(*shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def assert_kernels(compiled, number):
+    assert compiled.as_text().count('custom_call_target="__gpu$xla.gpu.triton"') == number
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.kind)
+class TestOfEveryCard:
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    @pytest.mark.parametrize(("batch", "length"), [(1, 7), (16, 128)])
+    def test_layer(self, card, batch, length, dtype):
+        """Inference with a mask, and training with dropout."""
+        config = BertConfig(hidden_size=768, num_hidden_layers=1, vocab_size=8)
+        model = nnx.eval_shape(lambda: BertModel(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
+        graph, leaves = nnx.split(model.layers)
+        x, mask = of(batch, length, 768, dtype=dtype), of(batch, 1, 1, length, dtype=bool)
+
+        def infer(leaves, x, mask):
+            return nnx.merge(graph, leaves)[0](x, mask)
+
+        def train(leaves, x, mask, keys):
+            def loss(leaves, x):
+                return jnp.sum(nnx.merge(graph, leaves)[0](x, mask, dropout_rng=keys).astype(jnp.float32))
+
+            return jax.value_and_grad(loss, (0, 1))(leaves, x)
+
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 3))
+        with compiler_for(card) as compiled:
+            program = compiled(infer, leaves, x, mask)
+            if batch == 1 and dtype == "bfloat16":  # products of many rows, and of float32, are XLA's
+                assert_kernels(program, 7)
+            compiled(train, leaves, x, mask, keys)
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    @pytest.mark.parametrize("head_size", [33, 64, 256])
+    def test_attention(self, card, head_size, dtype):
+        def attend(q, k, v, mask, bias):
+            return jaxft.dot_product_attention(q, k, v, bias, mask)
+
+        with compiler_for(card) as compiled:
+            for batch, queries, keys, heads in ((1, 100, 200, 2), (20, 500, 500, 8)):
+                q, k = (of(batch, length, heads, head_size, dtype=dtype) for length in (queries, keys))
+                mask, bias = of(batch, 1, 1, keys, dtype=bool), of(1, heads, queries, keys, dtype=dtype)
+                compiled(gradients(attend), q, k, k, mask, bias)
+                compiled(gradients(jaxft.dot_product_attention), q, k, k)
+
+    def test_products(self, card):
+        with compiler_for(card) as compiled:
+            for rows, depth, width in itertools.product((16, 300), (33, 3072), (768, 5000)):
+                x, kernel, vector = of(rows, depth), of(depth, width), of(width)
+                for dtype in ("bfloat16", "float32"):
+                    arrays = [jax.ShapeDtypeStruct(a.shape, dtype) for a in (x, kernel, vector)]
+
+                    def dense(x, kernel, bias):
+                        return jaxft.dense(x, kernel, bias, activation="gelu", implementation="triton")
+
+                    assert_kernels(compiled(dense, *arrays), 1)
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    @pytest.mark.parametrize(("rows", "width"), [(7, 80), (300, 768), (2000, 5000), (3, 100000)])
+    def test_rows(self, card, rows, width, dtype):
+        x, vector = of(rows, width, dtype=dtype), of(width, dtype=dtype)
+        with compiler_for(card) as compiled:
+            compiled(gradients(jaxft.bias_residual_layer_norm), x, vector, x, vector, vector)
+            compiled(gradients(jaxft.softmax), x)
+            compiled(gradients(jaxft.log_softmax), x)
+            compiled(gradients(lambda x, bias: jaxft.bias_activation(x, bias, activation="gelu")), x, vector)
+            assert_kernels(compiled(lambda x: jaxft.permute(x, (1, 0)), x), 1)
