@@ -126,6 +126,10 @@ def _by_library(rows: int, depth: int, width: int, activation: str | None, items
     On an H200 (2026-11-20), 16-bit: the Triton product is 1.0-1.7x as fast up to 512 rows, where cuBLAS starts too few
     blocks. At 1,024 rows it still pays where it saves the activation's kernel (12.5 us against 9.8 + 4.4), and for
     narrow outputs (6.1 against 7.1 at depth 768; 15.8 against 12.8 at depth 3,072, where XLA needs two kernels).
+
+    In float32 (TF32) it pays nowhere: of 128 rows it takes as long (768x2304 11.1 us for 11.0; its partial sums and
+    the LayerNorm after them 768x768 7.7 for 7.4), of 256 and more 1.5x and longer (H200, 2026-11-23). Triton turns the
+    weights around in shared memory, which is the limit there; three bfloat16 products instead of one take 20 us.
     """
     if itemsize > 2 or rows > 1024:
         return True

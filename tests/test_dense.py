@@ -147,6 +147,20 @@ def test_the_gradient_of_few_rows_computes_no_product_again():
     assert (found["dot_general"], found[TRITON]) == (2, 2)
 
 
+@pytest.mark.parametrize(("rows", "kernels"), [(128, 0), (512, 0), (513, 1)])
+def test_few_rows_in_float32_are_xlas_with_the_activation(rows, kernels):
+    """Which XLA computes in its product, and we in a kernel after it; the gradient's kernel is ours."""
+    arrays = [of(shape, jnp.float32) for shape in ((rows, 768), (768, 3072), (3072,))]
+
+    def dense(*a):
+        return jaxft.dense(*a, activation="gelu")
+
+    def gradients(*a):
+        return jax.value_and_grad(lambda *a: dense(*a).sum(), (0, 1, 2))(*a)
+
+    assert [operations(lower(f, *arrays))[TRITON] for f in (dense, gradients)] == [kernels, 1 + kernels]
+
+
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
 def test_a_row_reaches_no_other(implementation):
     clean = dense_floats(np.random.default_rng(6), (37,), 33, 17)
