@@ -13,6 +13,7 @@ from cases import DTYPES, INTERPRET, SOME_DTYPES, check, in_full, jit, lower, no
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference, tuning, tuning_dense
 from jaxft.kernels.triton import dense, layer_norm
+from lowered import TRITON, of, operations
 
 
 def floats_of(rng, rows, depth, width, dtype=jnp.bfloat16, vectors=jnp.float32, missing=()):
@@ -162,6 +163,26 @@ def test_lowers(dtype):
             text = lower(run, *arguments)
             if dtype != jnp.float32 and run is jaxft.dense_residual_layer_norm:
                 assert text.count("xla.gpu.triton") == kernels
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "dtype", "kernels"),
+    [(128, 768, "float32", 0), (256, 3072, "float32", 0), (257, 768, "float32", 1),
+     (512, 3072, "bfloat16", 0), (256, 3072, "bfloat16", 2), (512, 768, "bfloat16", 1)],
+)  # fmt: skip
+def test_what_is_xlas(rows, depth, dtype, kernels):
+    """A product that XLA splits, and a LayerNorm that adds up its parts; gradients are taken of our LayerNorm."""
+    arrays = [of(shape, dtype) for shape in ((rows, depth), (depth, 768), (768,), (rows, 768), (768,), (768,))]
+
+    def run(*a):
+        return jaxft.dense_residual_layer_norm(*a)
+
+    def gradients(*a):
+        return jax.value_and_grad(lambda *a: run(*a).sum(), range(6))(*a)
+
+    assert operations(lower(run, *arrays))[TRITON] == kernels
+    assert operations(lower(gradients, *arrays))[TRITON] >= 2
+    assert operations(lower(lambda *a: jaxft.dense_residual_layer_norm(*a, implementation="triton"), *arrays))[TRITON]
 
 
 def test_what_is_split():

@@ -39,7 +39,8 @@ def dense_residual_layer_norm(
       bias_residual_layer_norm(dense(x, kernel), bias, residual, gamma, beta, epsilon=epsilon)
 
     and as fast as that for many rows. A few rows give work to too few programs; then several share the depth of each
-    tile of the product (split-K), and the kernel of the LayerNorm adds up their partial sums, in float32.
+    tile of the product (split-K), and the kernel of the LayerNorm adds up their partial sums, in float32. XLA does the
+    like; where its product is the fastest, as of few rows in float32, so is its LayerNorm after it, and both run.
 
     Args:
       x: `[..., K]`, float32, float16 or bfloat16; products accumulate in float32.
@@ -89,8 +90,10 @@ def dense_residual_layer_norm(
     if choice.name == "xla" or 0 in (rows, depth, width):
         return _two_ops(*arrays, rng, options).reshape(residual.shape)
     kind = dispatch.device_kind()
-    parts = tuning_dense.dense_split(rows, depth, width, x.dtype.itemsize, kind)
-    if parts.splits == 1:
+    sizes = rows, depth, width, x.dtype.itemsize
+    by_library = implementation is None and tuning_dense.norm_by_library(*sizes)
+    parts = None if by_library else tuning_dense.dense_split(*sizes, kind)
+    if parts is not None and parts.splits == 1:
         return _two_ops(*arrays, rng, options).reshape(residual.shape)
     static = _Static(
         options=options,
@@ -99,7 +102,7 @@ def dense_residual_layer_norm(
         kernel_precision=dispatch.matmul_precision(options.precision),
         interpret=choice.interpret,
     )
-    return _split_jit(*common.vary_alike(*arrays, rng), static).reshape(residual.shape)
+    return _result_jit(*common.vary_alike(*arrays, rng), static).reshape(residual.shape)
 
 
 class _Options(NamedTuple):
@@ -115,7 +118,7 @@ class _Static(NamedTuple):
     """What is compiled into the kernels."""
 
     options: _Options
-    product: tuning_dense.SplitConfig
+    product: tuning_dense.SplitConfig | None  # None: all is XLA's
     norm: tuning.RowConfig
     kernel_precision: str
     interpret: bool
@@ -130,7 +133,10 @@ def _two_ops(x, kernel, residual, bias, gamma, beta, rng, options):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
-def _split(x, kernel, residual, bias, gamma, beta, rng, static):
+def _result(x, kernel, residual, bias, gamma, beta, rng, static):
+    if static.product is None:
+        options = static.options._replace(implementation="xla")
+        return _two_ops(x, kernel, residual, bias, gamma, beta, rng, options)
     (sums,) = product.forward(
         x, kernel, None, None, activation=None, precision=static.kernel_precision, config=static.product,
         interpret=static.interpret, splits=static.product.splits,
@@ -152,5 +158,5 @@ def _bwd(static, pull_back, d):
     return *pull_back(d), None
 
 
-_split.defvjp(_fwd, _bwd)
-_split_jit = jax.jit(_split, static_argnums=7)
+_result.defvjp(_fwd, _bwd)
+_result_jit = jax.jit(_result, static_argnums=7)
