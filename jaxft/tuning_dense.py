@@ -151,11 +151,11 @@ def norm_by_library(rows: int, depth: int, width: int, itemsize: int) -> bool:
     """Whether XLA's product and its LayerNorm of the sum with a residual are faster than ours.
 
     They are where XLA's product is the faster one and splits the depth: its LayerNorm adds up the parts. In float32
-    (TF32) 128x768x768 8.4 us for 9.6, 128x3072x768 12.2 for 13.2, 256x768x768 10.5 for 11.8, 256x3072x768 17.0 for
-    18.4; in bfloat16 512x3072x768 10.9 for 11.6 (H200, 2026-11-23).
+    (TF32) 128x768x768 8.4 us for 9.6, 128x3072x768 12.2 for 13.2, 512x768x768 12.2 for 13.7, 512x3072x768 19.2 for
+    21.2, but 1024x768x768 15.1 for 14.1; in bfloat16 512x3072x768 10.9 for 11.6 (H200, 2026-11-23).
     """
     if itemsize > 2:
-        return rows <= 256
+        return rows <= 512
     return rows > 256 and _split_by_library(rows, depth, width, None)
 
 

@@ -167,7 +167,7 @@ def test_lowers(dtype):
 
 @pytest.mark.parametrize(
     ("rows", "depth", "dtype", "kernels"),
-    [(128, 768, "float32", 0), (256, 3072, "float32", 0), (257, 768, "float32", 1),
+    [(128, 768, "float32", 0), (512, 3072, "float32", 0), (513, 768, "float32", 1),
      (512, 3072, "bfloat16", 0), (256, 3072, "bfloat16", 2), (512, 768, "bfloat16", 1)],
 )  # fmt: skip
 def test_what_is_xlas(rows, depth, dtype, kernels):
