@@ -127,7 +127,7 @@ def _by_library(rows: int, depth: int, width: int, activation: str | None, items
     blocks. At 1,024 rows it still pays where it saves the activation's kernel (12.5 us against 9.8 + 4.4), and for
     narrow outputs (6.1 against 7.1 at depth 768; 15.8 against 12.8 at depth 3,072, where XLA needs two kernels).
 
-    In float32 (TF32) it pays nowhere: of 128 rows it takes as long (768x2304 11.1 us for 11.0; its partial sums and
+    In TF32 it pays nowhere: of 128 rows it takes as long (768x2304 11.1 us for 11.0; its partial sums and
     the LayerNorm after them 768x768 7.7 for 7.4), of 256 and more 1.5x and longer (H200, 2026-11-23). Triton turns the
     weights around in shared memory, which is the limit there; three bfloat16 products instead of one take 20 us.
     """
@@ -145,18 +145,6 @@ def _split_by_library(rows: int, depth: int, width: int, activation: str | None)
     (H200, bfloat16, 2026-11-23).
     """
     return activation is None and depth >= max(2048, 4 * width) and (rows <= 128 or 256 < rows <= 512)
-
-
-def norm_by_library(rows: int, depth: int, width: int, itemsize: int) -> bool:
-    """Whether XLA's product and its LayerNorm of the sum with a residual are faster than ours.
-
-    They are where XLA's product is the faster one and splits the depth: its LayerNorm adds up the parts. In float32
-    (TF32) 128x768x768 8.4 us for 9.6, 128x3072x768 12.2 for 13.2, 512x768x768 12.2 for 13.7, 512x3072x768 19.2 for
-    21.2, but 1024x768x768 15.1 for 14.1; in bfloat16 512x3072x768 10.9 for 11.6 (H200, 2026-11-23).
-    """
-    if itemsize > 2:
-        return rows <= 512
-    return rows > 256 and _split_by_library(rows, depth, width, None)
 
 
 # Multiprocessors of cards that do not have 132, by what the device's kind begins with.

@@ -96,8 +96,8 @@ def of(*shape, dtype="bfloat16"):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def assert_kernels(compiled, number):
-    assert compiled.as_text().count('custom_call_target="__gpu$xla.gpu.triton"') == number
+def kernels(program):
+    return program.as_text().count('custom_call_target="__gpu$xla.gpu.triton"')
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.kind)
@@ -124,8 +124,9 @@ class TestOfEveryCard:
         with compiler_for(card) as compiled:
             program = compiled(infer, leaves, x, mask)
             if batch == 1 and dtype == "bfloat16":  # products of many rows, and of float32, are XLA's
-                assert_kernels(program, 7)
-            compiled(train, leaves, x, mask, keys)
+                assert kernels(program) == 7
+            assert kernels(program) >= 2
+            assert kernels(compiled(train, leaves, x, mask, keys)) >= 4
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
     @pytest.mark.parametrize("head_size", [33, 64, 256])
@@ -137,8 +138,8 @@ class TestOfEveryCard:
             for batch, queries, keys, heads in ((1, 100, 200, 2), (20, 500, 500, 8)):
                 q, k = (of(batch, length, heads, head_size, dtype=dtype) for length in (queries, keys))
                 mask, bias = of(batch, 1, 1, keys, dtype=bool), of(1, heads, queries, keys, dtype=dtype)
-                compiled(gradients(attend), q, k, k, mask, bias)
-                compiled(gradients(jaxft.dot_product_attention), q, k, k)
+                assert kernels(compiled(gradients(attend), q, k, k, mask, bias)) >= 2
+                assert kernels(compiled(gradients(jaxft.dot_product_attention), q, k, k)) >= 2
 
     def test_products(self, card):
         with compiler_for(card) as compiled:
@@ -150,15 +151,20 @@ class TestOfEveryCard:
                     def dense(x, kernel, bias):
                         return jaxft.dense(x, kernel, bias, activation="gelu", implementation="triton")
 
-                    assert_kernels(compiled(dense, *arrays), 1)
+                    assert kernels(compiled(dense, *arrays)) == 1
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
     @pytest.mark.parametrize(("rows", "width"), [(7, 80), (300, 768), (2000, 5000), (3, 100000)])
     def test_rows(self, card, rows, width, dtype):
         x, vector = of(rows, width, dtype=dtype), of(width, dtype=dtype)
         with compiler_for(card) as compiled:
-            compiled(gradients(jaxft.bias_residual_layer_norm), x, vector, x, vector, vector)
-            compiled(gradients(jaxft.softmax), x)
-            compiled(gradients(jaxft.log_softmax), x)
-            compiled(gradients(lambda x, bias: jaxft.bias_activation(x, bias, activation="gelu")), x, vector)
-            assert_kernels(compiled(lambda x: jaxft.permute(x, (1, 0)), x), 1)
+            assert kernels(compiled(gradients(jaxft.bias_residual_layer_norm), x, vector, x, vector, vector)) >= 2
+            assert kernels(compiled(gradients(jaxft.softmax), x)) >= 2
+            assert kernels(compiled(gradients(jaxft.log_softmax), x)) >= 2
+            assert (
+                kernels(
+                    compiled(gradients(lambda x, bias: jaxft.bias_activation(x, bias, activation="gelu")), x, vector)
+                )
+                >= 2
+            )
+            assert kernels(compiled(lambda x: jaxft.permute(x, (1, 0)), x)) == 1

@@ -147,8 +147,10 @@ def test_the_gradient_of_few_rows_computes_no_product_again():
     assert (found["dot_general"], found[TRITON]) == (2, 2)
 
 
-@pytest.mark.parametrize(("rows", "kernels"), [(128, 0), (512, 0), (513, 1)])
-def test_few_rows_in_float32_are_xlas_with_the_activation(rows, kernels):
+@pytest.mark.parametrize(
+    ("rows", "precision", "kernels"), [(128, None, 0), (512, None, 0), (513, None, 1), (128, "highest", 1)]
+)
+def test_few_rows_in_tf32_are_xlas_with_the_activation(rows, precision, kernels):
     """Which XLA computes in its product, and we in a kernel after it; the gradient's kernel is ours."""
     arrays = [of(shape, jnp.float32) for shape in ((rows, 768), (768, 3072), (3072,))]
 
@@ -158,7 +160,8 @@ def test_few_rows_in_float32_are_xlas_with_the_activation(rows, kernels):
     def gradients(*a):
         return jax.value_and_grad(lambda *a: dense(*a).sum(), (0, 1, 2))(*a)
 
-    assert [operations(lower(f, *arrays))[TRITON] for f in (dense, gradients)] == [kernels, 1 + kernels]
+    with jax.default_matmul_precision(precision):
+        assert [operations(lower(f, *arrays))[TRITON] for f in (dense, gradients)] == [kernels, 1 + kernels]
 
 
 @pytest.mark.parametrize("implementation", ["triton", "xla"])

@@ -1,5 +1,7 @@
 """dense_residual_layer_norm: LN(dropout(x @ kernel + bias) + residual)."""
 
+import dataclasses
+import functools
 import re
 
 import jax
@@ -166,11 +168,12 @@ def test_lowers(dtype):
 
 
 @pytest.mark.parametrize(
-    ("rows", "depth", "dtype", "kernels"),
-    [(128, 768, "float32", 0), (512, 3072, "float32", 0), (513, 768, "float32", 1),
-     (512, 3072, "bfloat16", 0), (256, 3072, "bfloat16", 2), (512, 768, "bfloat16", 1)],
+    ("rows", "depth", "dtype", "precision", "kernels"),
+    [(128, 768, "float32", None, 0), (512, 3072, "float32", None, 0), (513, 768, "float32", None, 1),
+     (128, 768, "float32", "highest", 1), (512, 3072, "bfloat16", None, 0), (256, 3072, "bfloat16", None, 2),
+     (128, 3072, "bfloat16", None, 2), (512, 1536, "bfloat16", None, 1), (512, 768, "bfloat16", None, 1)],
 )  # fmt: skip
-def test_what_is_xlas(rows, depth, dtype, kernels):
+def test_what_is_xlas(rows, depth, dtype, precision, kernels):
     """A product that XLA splits, and a LayerNorm that adds up its parts; gradients are taken of our LayerNorm."""
     arrays = [of(shape, dtype) for shape in ((rows, depth), (depth, 768), (768,), (rows, 768), (768,), (768,))]
 
@@ -180,9 +183,39 @@ def test_what_is_xlas(rows, depth, dtype, kernels):
     def gradients(*a):
         return jax.value_and_grad(lambda *a: run(*a).sum(), range(6))(*a)
 
-    assert operations(lower(run, *arrays))[TRITON] == kernels
-    assert operations(lower(gradients, *arrays))[TRITON] >= 2
-    assert operations(lower(lambda *a: jaxft.dense_residual_layer_norm(*a, implementation="triton"), *arrays))[TRITON]
+    with jax.default_matmul_precision(precision):
+        assert operations(lower(run, *arrays))[TRITON] == kernels
+        assert operations(lower(gradients, *arrays))[TRITON] >= 2
+        named = operations(lower(functools.partial(jaxft.dense_residual_layer_norm, implementation="triton"), *arrays))
+        assert named[TRITON] > 0
+
+
+@pytest.mark.parametrize("entry", [("dense_split", "splits", 4), ("dense_implementation", "implementation", "triton")])
+def test_what_a_user_has_tuned_is_not_xlas(entry):
+    op, field, value = entry
+    sizes = {"rows": 128, "depth": 768, "width": 768} | ({"activation": 1} if op == "dense_implementation" else {})
+    config = dataclasses.replace(
+        tuning_dense.DenseChoice("xla")
+        if op == "dense_implementation"
+        else tuning_dense.SplitConfig(*[64] * 3, 4, 3, 1),
+        **{field: value},
+    )
+    arrays = [of(shape) for shape in ((128, 768), (768, 768), (768,), (128, 768), (768,), (768,))]
+    with (
+        jax.default_matmul_precision(None),
+        tuning.trial(tuning.Trial({(op, tuning.key(**sizes, itemsize=4)): config})),
+    ):
+        assert operations(lower(jaxft.dense_residual_layer_norm, *arrays))[TRITON] == 2
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_values_of_xlas(rate, key):
+    floats = floats_of(np.random.default_rng(5), (37,), 96, 40, jnp.float32)
+    options = {"epsilon": 1e-3, "dropout_rate": rate, "dropout_rng": key if rate else None}
+    with dispatch.target(), jax.default_matmul_precision(None):  # no kernel, so that a CPU can run it
+        got = jax.jit(lambda f: jaxft.dense_residual_layer_norm(**f, **options))(floats)
+    wanted = reference.dense_residual_layer_norm(**floats, **options)
+    np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
 def test_what_is_split():

@@ -32,8 +32,9 @@ OPS: dict[str, dict[str, str | None]] = {
 #: Where an op takes its kernel for some arguments only.
 LIMITS = {
     "dense": "for few rows of 16 bits; on Hopper Mosaic GPU's where it was measured faster; else XLA's product, and "
-    "the kernel of bias_activation after it",
-    "dense_residual_layer_norm": "for few rows; else as dense and bias_residual_layer_norm",
+    "the kernel of bias_activation after it (not for few rows in TF32)",
+    "dense_residual_layer_norm": "for few rows of 16 bits; else as dense and bias_residual_layer_norm, but all "
+    "is XLA's for few rows whose product is XLA's",
     "feed_forward_residual_layer_norm": "as dense and dense_residual_layer_norm; in 16 bits its gradient has "
     "a Mosaic GPU kernel where the first layer does",
     "dot_product_attention": "but cuDNN on Hopper for large 16-bit arrays without masks where no gradient is asked for",

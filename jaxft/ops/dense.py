@@ -46,7 +46,7 @@ def dense(
         the kernel is transposed first) and "triton" do all in one kernel, "xla" in as many as XLA makes of it. On an
         NVIDIA GPU, None takes "mosaic_gpu" where it was measured faster (with a residual nowhere), else "triton"
         for few rows in 16 bits, and for others XLA's product (cuBLAS) and for an activation after it the Triton kernel
-        of `bias_activation` (XLA's own for few rows in float32).
+        of `bias_activation` (XLA's own for few rows in TF32).
 
     Returns:
       `[..., F]` of the dtype of `x`.
@@ -79,7 +79,7 @@ def dense(
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is static: one kernel for everything, or (`product` is None) XLA's product and an epilogue kernel."""
+    """What is static: one kernel for all, or (`product` is None) XLA's product and perhaps a kernel after it."""
 
     activation: str | None
     precision: Any
@@ -128,9 +128,10 @@ def plan_of(
     no_kernel = product is None and (residual is not None if activation else bias is None)
     if choice.name == "xla" or 0 in sizes or no_kernel:
         return None
-    # Of few rows in float32 XLA's product takes the activation along: 128x768x3072 with GELU 12.0 us for 13.3 with our
-    # kernel after it, 256 rows 14.4 for 15.9, 512 rows 20.1 for 20.3 (H200, TF32, 2026-11-23).
-    epilogue = None if itemsize > 2 and rows <= 512 else tuning.bias_activation(rows, width, itemsize, kind)
+    # Of few rows in TF32 XLA's product takes the activation along: 128x768x3072 with GELU 12.0 us for 13.3 with our
+    # kernel after it, 256 rows 14.4 for 15.9, 512 rows 20.1 for 20.3 (H200, 2026-11-23).
+    few = itemsize > 2 and kernel_precision == "tf32" and rows <= 512
+    epilogue = None if few else tuning.bias_activation(rows, width, itemsize, kind)
     return Plan(
         activation=activation,
         precision=precision,

@@ -12,7 +12,7 @@ from jaxft import dispatch, reference, tuning, tuning_dense
 from jaxft.kernels.triton import dense as product
 from jaxft.kernels.triton import layer_norm as norm
 from jaxft.ops import common
-from jaxft.ops.dense import dense
+from jaxft.ops.dense import dense, plan_of
 from jaxft.ops.layer_norm import bias_residual_layer_norm
 
 Array = jax.Array
@@ -40,7 +40,8 @@ def dense_residual_layer_norm(
 
     and as fast as that for many rows. A few rows give work to too few programs; then several share the depth of each
     tile of the product (split-K), and the kernel of the LayerNorm adds up their partial sums, in float32. XLA does the
-    like; where its product is the fastest, as of few rows in float32, so is its LayerNorm after it, and both run.
+    like, and where its product of few rows is the fastest, in TF32 and for some deep ones, both are XLA's, unless a
+    gradient is taken.
 
     Args:
       x: `[..., K]`, float32, float16 or bfloat16; products accumulate in float32.
@@ -89,20 +90,20 @@ def dense_residual_layer_norm(
     rng = dropout_rng if options.dropout_rate > 0.0 else None
     if choice.name == "xla" or 0 in (rows, depth, width):
         return _two_ops(*arrays, rng, options).reshape(residual.shape)
-    kind = dispatch.device_kind()
-    sizes = rows, depth, width, x.dtype.itemsize
-    by_library = implementation is None and tuning_dense.norm_by_library(*sizes)
-    parts = None if by_library else tuning_dense.dense_split(*sizes, kind)
-    if parts is not None and parts.splits == 1:
-        return _two_ops(*arrays, rng, options).reshape(residual.shape)
-    static = _Static(
-        options=options,
-        product=parts,
-        norm=tuning.layer_norm(rows, width, 4, kind, "sums"),  # which have 4 bytes
-        kernel_precision=dispatch.matmul_precision(options.precision),
-        interpret=choice.interpret,
-    )
-    return _result_jit(*common.vary_alike(*arrays, rng), static).reshape(residual.shape)
+    kind, precision = dispatch.device_kind(), dispatch.matmul_precision(options.precision)
+    parts = tuning_dense.dense_split(rows, depth, width, x.dtype.itemsize, kind)
+    if parts.splits > 1:
+        sums = tuning.layer_norm(rows, width, 4, kind, "sums")  # which have 4 bytes
+        split = _Split(parts, sums, precision, choice.interpret)
+    else:
+        # Where XLA's product of few rows is the fastest, it splits the depth, and XLA's LayerNorm adds up the parts. In
+        # TF32 128x768x768 8.4 us for 9.6 with our LayerNorm, 128x3072x768 12.2 for 13.2, 512x3072x768 19.2 for 21.2,
+        # but 1024x768x768 15.1 for 14.1; in bfloat16 512x3072x768 10.9 for 11.6 (H200, 2026-11-23).
+        few = implementation is None and rows <= 512 and (x.dtype.itemsize == 2 or precision == "tf32")
+        if not few or plan_of(op, *arrays[:2], None, None, None, options.precision, None) is not None:
+            return _two_ops(*arrays, rng, options).reshape(residual.shape)
+        split = None
+    return _result_jit(*common.vary_alike(*arrays, rng), options, split).reshape(residual.shape)
 
 
 class _Options(NamedTuple):
@@ -114,11 +115,10 @@ class _Options(NamedTuple):
     implementation: str | None
 
 
-class _Static(NamedTuple):
-    """What is compiled into the kernels."""
+class _Split(NamedTuple):
+    """What is compiled into the two kernels."""
 
-    options: _Options
-    product: tuning_dense.SplitConfig | None  # None: all is XLA's
+    product: tuning_dense.SplitConfig
     norm: tuning.RowConfig
     kernel_precision: str
     interpret: bool
@@ -132,31 +132,30 @@ def _two_ops(x, kernel, residual, bias, gamma, beta, rng, options):
     )  # fmt: skip
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
-def _result(x, kernel, residual, bias, gamma, beta, rng, static):
-    if static.product is None:
-        options = static.options._replace(implementation="xla")
-        return _two_ops(x, kernel, residual, bias, gamma, beta, rng, options)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
+def _result(x, kernel, residual, bias, gamma, beta, rng, options, split):
+    """By the two kernels, or (`split` is None) by XLA."""
+    if split is None:
+        return _two_ops(x, kernel, residual, bias, gamma, beta, rng, options._replace(implementation="xla"))
     (sums,) = product.forward(
-        x, kernel, None, None, activation=None, precision=static.kernel_precision, config=static.product,
-        interpret=static.interpret, splits=static.product.splits,
+        x, kernel, None, None, activation=None, precision=split.kernel_precision, config=split.product,
+        interpret=split.interpret, splits=split.product.splits,
     )  # fmt: skip
     seed = None if rng is None else reference.dropout_seed(rng)
     return norm.forward(
-        sums, bias, residual, gamma, beta, seed, epsilon=static.options.epsilon,
-        dropout_rate=static.options.dropout_rate, return_sum=False, save=False, in_place=False, config=static.norm,
-        interpret=static.interpret,
+        sums, bias, residual, gamma, beta, seed, epsilon=options.epsilon, dropout_rate=options.dropout_rate,
+        return_sum=False, save=False, in_place=False, config=split.norm, interpret=split.interpret,
     )[0]  # fmt: skip
 
 
-def _fwd(x, kernel, residual, bias, gamma, beta, rng, static):
-    run = functools.partial(_two_ops, rng=rng, options=static.options)
+def _fwd(x, kernel, residual, bias, gamma, beta, rng, options, split):
+    run = functools.partial(_two_ops, rng=rng, options=options)
     return jax.vjp(run, x, kernel, residual, bias, gamma, beta)
 
 
-def _bwd(static, pull_back, d):
+def _bwd(options, split, pull_back, d):
     return *pull_back(d), None
 
 
 _result.defvjp(_fwd, _bwd)
-_result_jit = jax.jit(_result, static_argnums=7)
+_result_jit = jax.jit(_result, static_argnums=(7, 8))
