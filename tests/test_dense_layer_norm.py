@@ -212,10 +212,13 @@ def test_what_a_user_has_tuned_is_not_xlas(entry):
 def test_values_of_xlas(rate, key):
     floats = floats_of(np.random.default_rng(5), (37,), 96, 40, jnp.float32)
     options = {"epsilon": 1e-3, "dropout_rate": rate, "dropout_rng": key if rate else None}
+    keep = np.asarray(reference.dropout_mask(key, rate, (37, 40))) if rate else None
     with dispatch.target(), jax.default_matmul_precision(None):  # no kernel, so that a CPU can run it
         got = jax.jit(lambda f: jaxft.dense_residual_layer_norm(**f, **options))(floats)
-    wanted = reference.dense_residual_layer_norm(**floats, **options)
-    np.testing.assert_allclose(got, wanted, atol=1e-5)
+        wanted = jax.jit(lambda f: reference.dense_residual_layer_norm(**f, **options))(floats)
+    y = oracle.dense(floats.pop("x"), floats.pop("kernel"))
+    exact = oracle.bias_residual_layer_norm(y, **floats, epsilon=1e-3, keep=keep, rate=rate)
+    assert_matches_oracle(got, wanted, exact)
 
 
 def test_what_is_split():
