@@ -133,7 +133,7 @@ def _by_library(rows: int, depth: int, width: int, activation: str | None, items
     """
     if itemsize > 2 or rows > 1024:
         return True
-    if _split_by_library(rows, depth, width, activation):  # of 128 rows 7.6 us against 8.4
+    if _split_by_library(rows, depth, width, activation):
         return True
     return rows > 512 and width > 1024 and activation is None
 
@@ -141,10 +141,12 @@ def _by_library(rows: int, depth: int, width: int, activation: str | None, items
 def _split_by_library(rows: int, depth: int, width: int, activation: str | None) -> bool:
     """Whether the product is one of those that cuBLAS is the fastest at, splitting the depth.
 
-    512x3072x768 in 9.0 us, by Mosaic 10.4; 320x4096x1024 in 8.9, by Mosaic 13.0; but of 256 rows Triton is as fast
-    (H200, bfloat16, 2026-11-23).
+    64x3072x768 in 5.4 us, by Triton 7.9; 128x3072x768 in 7.4, by Triton 8.2; 512x3072x768 in 9.0, by Mosaic 10.4;
+    320x4096x1024 in 8.9, by Mosaic 13.0; but of 256 rows Triton is as fast. GELU, in the kernel that adds up the parts,
+    makes that 5.5 and 7.5 (Triton 7.9 and 8.3); with it 384x3072x768 takes 11.7, by Mosaic 10.2, 512x3072x768 10.0 and
+    10.4, 512x4096x1024 16.1 and 13.0 (H200, bfloat16, 2026-11-23 and 24).
     """
-    return activation is None and depth >= max(2048, 4 * width) and (rows <= 128 or 256 < rows <= 512)
+    return depth >= max(2048, 4 * width) and (rows <= 128 or activation is None and 256 < rows <= 512)
 
 
 # Multiprocessors of cards that do not have 132, by what the device's kind begins with.

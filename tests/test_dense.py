@@ -164,6 +164,21 @@ def test_few_rows_in_tf32_are_xlas_with_the_activation(rows, precision, kernels)
         assert [operations(lower(f, *arrays))[TRITON] for f in (dense, gradients)] == [kernels, 1 + kernels]
 
 
+@pytest.mark.parametrize(("rows", "kernels"), [(1, 0), (128, 0), (129, 1)])
+def test_few_rows_of_a_deep_product_are_xlas_with_the_activation(rows, kernels):
+    """The result and the gradients; a backward pass then has one kernel of ours."""
+    arrays = [of(shape, jnp.bfloat16) for shape in ((rows, 3072), (3072, 768), (768,))]
+
+    def dense(*a, implementation=None):
+        return jaxft.dense(*a, activation="gelu", implementation=implementation)
+
+    def gradients(*a):
+        return jax.value_and_grad(lambda *a: dense(*a).astype(jnp.float32).sum(), (0, 1, 2))(*a)
+
+    assert [operations(lower(f, *arrays))[TRITON] for f in (dense, gradients)] == [kernels, 1 + kernels]
+    assert operations(lower(lambda *a: dense(*a, implementation="triton"), *arrays))[TRITON] == 1
+
+
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
 def test_a_row_reaches_no_other(implementation):
     clean = dense_floats(np.random.default_rng(6), (37,), 33, 17)

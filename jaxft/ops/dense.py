@@ -46,7 +46,7 @@ def dense(
         the kernel is transposed first) and "triton" do all in one kernel, "xla" in as many as XLA makes of it. On an
         NVIDIA GPU, None takes "mosaic_gpu" where it was measured faster (with a residual nowhere), else "triton"
         for few rows in 16 bits, and for others XLA's product (cuBLAS) and for an activation after it the Triton kernel
-        of `bias_activation` (XLA's own for few rows in TF32).
+        of `bias_activation` (XLA's own for few rows).
 
     Returns:
       `[..., F]` of the dtype of `x`.
@@ -128,10 +128,11 @@ def plan_of(
     no_kernel = product is None and (residual is not None if activation else bias is None)
     if choice.name == "xla" or 0 in sizes or no_kernel:
         return None
-    # Of few rows in TF32 XLA's product takes the activation along: 128x768x3072 with GELU 12.0 us for 13.3 with our
-    # kernel after it, 256 rows 14.4 for 15.9, 512 rows 20.1 for 20.3 (H200, 2026-11-23).
-    few = itemsize > 2 and kernel_precision == "tf32" and rows <= 512
-    epilogue = None if few else tuning.bias_activation(rows, width, itemsize, kind)
+    # Of few rows XLA splits the depth of the product, and the kernel that adds up the parts takes the activation along.
+    # In TF32 128x768x3072 with GELU 12.0 us for 13.3 with our kernel after it, 256 rows 14.4 for 15.9, 512 rows 20.1
+    # for 20.3; in bfloat16 128x3072x768 7.5 us, and without GELU 7.4 (H200, 2026-11-23 and 24).
+    by_xla = splits_few_rows(rows, itemsize, kernel_precision)
+    epilogue = None if by_xla else tuning.bias_activation(rows, width, itemsize, kind)
     return Plan(
         activation=activation,
         precision=precision,
@@ -141,6 +142,14 @@ def plan_of(
         kernel_precision=kernel_precision,
         interpret=choice.interpret,
     )
+
+
+def splits_few_rows(rows: int, itemsize: int, kernel_precision: str) -> bool:
+    """Whether XLA's products of so few rows are such that XLA should do what follows them, in what adds up their parts.
+
+    Not in float32 that is not TF32.
+    """
+    return rows <= 512 and (itemsize <= 2 or kernel_precision == "tf32")
 
 
 def run(

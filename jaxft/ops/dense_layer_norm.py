@@ -12,7 +12,7 @@ from jaxft import dispatch, reference, tuning, tuning_dense
 from jaxft.kernels.triton import dense as product
 from jaxft.kernels.triton import layer_norm as norm
 from jaxft.ops import common
-from jaxft.ops.dense import dense, plan_of
+from jaxft.ops.dense import dense, plan_of, splits_few_rows
 from jaxft.ops.layer_norm import bias_residual_layer_norm
 
 Array = jax.Array
@@ -99,7 +99,7 @@ def dense_residual_layer_norm(
         # Where XLA's product of few rows is the fastest, it splits the depth, and XLA's LayerNorm adds up the parts. In
         # TF32 128x768x768 8.4 us for 9.6 with our LayerNorm, 128x3072x768 12.2 for 13.2, 512x3072x768 19.2 for 21.2,
         # but 1024x768x768 15.1 for 14.1; in bfloat16 512x3072x768 10.9 for 11.6 (H200, 2026-11-23).
-        few = implementation is None and rows <= 512 and (x.dtype.itemsize == 2 or precision == "tf32")
+        few = implementation is None and splits_few_rows(rows, x.dtype.itemsize, precision)
         if not few or plan_of(op, *arrays[:2], None, None, None, options.precision, None) is not None:
             return _two_ops(*arrays, rng, options).reshape(residual.shape)
         split = None
