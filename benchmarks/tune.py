@@ -45,7 +45,7 @@ PERMUTE = [((32, 512, 12, 64), (0, 2, 1, 3)), ((32, 128, 12, 64), (0, 2, 1, 3)),
 HEADS = [(8, 128, 12, 64), (32, 128, 12, 64), (32, 512, 12, 64)]  # batch, length, heads, head size
 # rows, depth, width and activation
 DENSE = [(rows, depth, width, "gelu" if width == 4 * depth else None)
-         for rows in (128, 256, 512, 1024, 4096, 16384)
+         for rows in (16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
          for depth, width in bench_dense.SIZES + bench_dense.SIZES_LARGE]  # fmt: skip
 # The part of a candidate's time that a change must save to replace the present choice.
 MARGIN = 0.02
@@ -64,6 +64,11 @@ class Case:
     plain: Callable[..., Any]
     present: Any
     derive: Callable[..., tuple[jax.Array, ...]] = lambda *arrays: ()  # further inputs, from those of random numbers
+    variant: str = ""  # as in `tuning.lookup`
+
+    @property
+    def key(self) -> str:
+        return ",".join([tuning.key(**self.sizes), *[self.variant] * bool(self.variant)])
 
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
         keys = jax.random.split(jax.random.key(seed), len(self.shapes))
@@ -90,6 +95,26 @@ def row_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
         shapes = ((rows, width), (width,), (rows, width), (width,), (width,))
         present = tuning.layer_norm(rows, width, itemsize, kind)
         yield Case("layer_norm", sizes, shapes, dtype, run, reference.bias_residual_layer_norm, present)
+
+
+def sums_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
+    """The LayerNorm that adds up the parts of a split product, which are float32."""
+
+    def run(sums: jax.Array, residual: jax.Array, config: tuning.RowConfig) -> jax.Array:
+        return layer_norm.forward(
+            sums, None, residual, None, None, None, epsilon=1e-6, dropout_rate=0.0, return_sum=False, save=False,
+            in_place=False, config=config, interpret=False,
+        )[0]  # fmt: skip
+
+    def plain(sums: jax.Array, residual: jax.Array) -> jax.Array:
+        return reference.bias_residual_layer_norm(jnp.sum(sums, axis=0), None, residual, None, None)
+
+    if itemsize == 4:
+        rows, width, variant = 128, 768, "sums"
+        present = tuning.layer_norm(rows, width, itemsize, kind, variant)
+        sizes = {"rows": rows, "width": width, "itemsize": itemsize}
+        shapes = ((3, rows, width), (rows, width))
+        yield Case("layer_norm", sizes, shapes, dtype, run, plain, present, variant=variant)
 
 
 def row_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
@@ -366,18 +391,15 @@ def mosaic_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
 
 def cases(dtypes: Sequence[str], kind: str) -> Iterable[tuple[Case, Any]]:
     """Each case, and the configuration that a device without a table would take."""
-    groups = (row_cases, row_gradient_cases, softmax_cases, elementwise_cases, elementwise_gradient_cases,
+    groups = (row_cases, sums_cases, row_gradient_cases, softmax_cases, elementwise_cases, elementwise_gradient_cases,
               permute_cases, split_cases, attention_cases, attention_gradient_cases, dense_cases, split_k_cases,
               mosaic_cases, implementation_cases)  # fmt: skip
     for dtype, group in itertools.product(dtypes, groups):
         itemsize = jnp.dtype(dtype).itemsize
         # Which of attention's kernels runs depends on a config, too.
-        untuned = {
-            (case.op, tuning.key(**case.sizes)): case.present
-            for case in group(dtype, itemsize, f"{kind} without a table")
-        }
+        untuned = {(case.op, case.key): case.present for case in group(dtype, itemsize, f"{kind} without a table")}
         for case in group(dtype, itemsize, kind):
-            yield case, untuned.get((case.op, tuning.key(**case.sizes)), case.present)
+            yield case, untuned.get((case.op, case.key), case.present)
 
 
 def best(case: Case, default: Any) -> Any:
@@ -400,7 +422,7 @@ def best(case: Case, default: Any) -> Any:
             print(f"  {config}: {str(error).splitlines()[0][:100]}")
             return None
 
-    name = f"{case.op} {tuning.key(**case.sizes)}"
+    name = f"{case.op} {case.key}"
     tried = tuning_candidates.candidates(case.op, case.present, **case.sizes)
     candidates = list(dict.fromkeys((case.present, *tried, default)))
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -445,7 +467,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     table = json.loads(path.read_text()) if path.is_file() else {}
     found = tuning._table(kind)  # by later cases of this process, in which a dense layer runs with what was chosen
     for case, default in cases(args.dtypes, kind):
-        key = tuning.key(**case.sizes)
+        key = case.key
         if (args.only is None or case.op in args.only) and re.search(args.sizes, key):
             chosen = dataclasses.asdict(best(case, default))
             for entries in (table, found):

@@ -131,11 +131,11 @@ def lookup(
     """The tuned config of `op` at these sizes on this device, the user's before jaxft's, else `default`.
 
     `variant`: what else the user's must have been tuned for, since the kernel reads other things, or takes more shared
-    memory or registers. Entries that are not `usable` do not count.
+    memory or registers; of jaxft's, those that were go first. Entries that are not `usable` do not count.
     """
-    name = key(**sizes)
-    shipped = dataclasses.replace(default, **_table(device_kind).get(op, {}).get(name, {}))
-    name += variant and f",{variant}"
+    table, plain = _table(device_kind).get(op, {}), key(**sizes)
+    name = plain + (variant and f",{variant}")
+    shipped = dataclasses.replace(default, **table.get(name, table.get(plain, {})))
     running = trial.value
     tried = None if running is None else running.configs.get((op, name))
     found = tried, tuning_store.restore(device_kind, op, name, default), shipped, default
@@ -204,6 +204,8 @@ def layer_norm(rows: int, width: int, itemsize: int, device_kind: str, variant: 
     default = RowConfig(block_rows, block_width, num_warps=max(1, block_width // 1024))
     if itemsize > 2 and rows * width < 2**20 and 512 < width <= 1024:  # small arrays want more warps
         default = RowConfig(2, 1024, num_warps=8)
+    if variant == "sums" and block_width >= 512:  # few rows, each of several parts: 1.8 us, where two rows take 2.5
+        default = RowConfig(1, block_width, num_warps=8)
     return lookup("layer_norm", default, device_kind, variant, rows=rows, width=width, itemsize=itemsize)
 
 

@@ -42,7 +42,7 @@ def _around(present: Any) -> Iterable[Any]:
 def layer_norm(rows: int, width: int, itemsize: int) -> Iterable[RowConfig]:
     block_width = min(next_power_of_2(width), 8192)
     for block_rows, num_warps in itertools.product((1, 2, 4, 8), (1, 2, 4, 8)):
-        if 256 <= block_rows * block_width // num_warps <= 2048:
+        if 128 <= block_rows * block_width // num_warps <= 2048:
             yield RowConfig(block_rows, block_width, num_warps)
 
 
@@ -195,13 +195,16 @@ def dense(rows: int, depth: int, width: int, itemsize: int) -> Iterable[DenseCon
     deep = 256 // itemsize
     blocks = [(64, 64, deep, 4, 3), (32, 64, deep, 4, 3), (64, 32, deep, 4, 3), (16, 64, deep, 4, 3),
               (32, 32, deep, 4, 5), (64, 32, deep, 4, 5), (32, 32, 2 * deep, 4, 2), (128, 64, deep // 2, 4, 4),
-              (64, 64, deep // 2, 4, 4), (128, 128, deep // 2, 8, 3)]  # fmt: skip
+              (64, 64, deep // 2, 4, 4), (128, 128, deep // 2, 8, 3), (16, 32, deep, 4, 5), (16, 32, deep // 2, 4, 8),
+              (64, 64, deep, 4, 4), (64, 64, deep, 4, 5)]  # fmt: skip
     return itertools.starmap(DenseConfig, blocks)
 
 
 def dense_split(rows: int, depth: int, width: int, itemsize: int) -> Iterable[SplitConfig]:
     block_m = max(16, min(64, next_power_of_2(rows)))
-    blocks = [(64, 128, 4, 3), (64, 128, 4, 4), (64, 64, 4, 5), (32, 128, 4, 5), (128, 64, 4, 4)]
+    blocks = [(64, 128, 4, 3), (64, 128, 4, 4), (64, 64, 4, 5), (32, 128, 4, 5), (128, 64, 4, 4), (32, 128, 4, 4)]
+    if block_m == 16:
+        blocks.append((32, 128, 2, 4))
     for block, splits in itertools.product(blocks, (1, 2, 3, 4, 6)):
         yield SplitConfig(block_m, *block, splits=splits)
 
