@@ -16,7 +16,7 @@ from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
 
 SIZES = [(768, 2304), (768, 768), (768, 3072), (3072, 768)]  # depth, width; of BERT-base
 SIZES_LARGE = [(1024, 3072), (1024, 1024), (1024, 4096), (4096, 1024)]  # of BERT-large
-SHAPES = [(rows, *sizes) for rows in (128, 256, 512, 1024) for sizes in SIZES]
+SHAPES = [(rows, *sizes) for rows in (16, 32, 64, 128, 256, 512, 1024) for sizes in SIZES]
 LARGE = [(rows, *sizes) for rows in (4096, 16384) for sizes in SIZES]
 LARGE += [(16384, *sizes) for sizes in SIZES_LARGE]
 Pair = tuple[Callable[..., Any], Callable[..., Any]]  # jaxft's and plain jnp's

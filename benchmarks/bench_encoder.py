@@ -66,6 +66,7 @@ CASES = [
     Case("BERT-base", 32, 512),
     Case("BERT-base", 32, 512, valid=9394),
     Case("BERT-large", 32, 512),
+    *(Case("BERT-base", 1, length) for length in (16, 32)),  # what is searched for
     *(Case("BERT-base", batch, 128, "float32") for batch in (1, 8)),
     *(Case("BERT-base", 32, length, dtype) for dtype in ("float16", "float32") for length in (128, 512)),
 ]
