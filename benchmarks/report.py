@@ -54,9 +54,9 @@ def section(row: timing.Row) -> str:
 
 
 def metrics_of(name: str) -> tuple[str, ...]:
-    """A whole encoder is what a user waits for; a single short kernel is measured on the device alone."""
+    """A whole encoder is what a user waits for, host and all; a single short kernel is measured on the device alone."""
     metrics = {
-        "encoder": ("queued_us", "blocking_us"),
+        "encoder": ("queued_us", "blocking_us", "device_us"),
         "training step": ("queued_us", "temporary_mib"),
         "pretraining example": (),  # see `pretraining`
         "encode docstrings": ("wall_us",),

@@ -123,9 +123,10 @@ class TestOfEveryCard:
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 3))
         with compiler_for(card) as compiled:
             program = compiled(infer, leaves, x, mask)
-            if batch == 1 and dtype == "bfloat16":  # products of many rows, and of float32, are XLA's
-                assert kernels(program) == 7
-            assert kernels(program) >= 2
+            if batch == 1:  # products of float32 are XLA's, and of few rows what follows them, too: not the attention
+                assert kernels(program) == {"bfloat16": 7, "float32": 1}[dtype]
+            else:
+                assert kernels(program) >= 2
             assert kernels(compiled(train, leaves, x, mask, keys)) >= 4
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
