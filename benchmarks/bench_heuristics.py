@@ -42,12 +42,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = []
     for (case, _), (tuned, heuristic) in zip(differing, programs, strict=True):
         sets, plain = case.input_sets(), jax.jit(case.plain)
+        name = f"{case.op}, {case.variant}" if case.variant else case.op
         for f in (tuned, heuristic):
-            timing.check_all(f"{case.op} {case.sizes}", f, plain, sets[0])
+            timing.check_all(f"{name} {case.sizes}", f, plain, sets[0])
         moved = sum(x.nbytes for x in jax.tree.leaves((sets[0], tuned(*sets[0]))))
         results += timing.measure(
             {"jaxft": (tuned, sets), "jaxft, heuristic": (heuristic, sets)},
-            work=moved, unit="TB/s", args=args, op=f"configuration of {case.op}", direction="forward",
+            work=moved, unit="TB/s", args=args, op=f"configuration of {name}", direction="forward",
             shape=[size for name, size in case.sizes.items() if name != "itemsize"], dtype=case.dtype,
         )  # fmt: skip
     timing.print_tables(results)

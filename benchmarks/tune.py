@@ -45,7 +45,7 @@ PERMUTE = [((32, 512, 12, 64), (0, 2, 1, 3)), ((32, 128, 12, 64), (0, 2, 1, 3)),
 HEADS = [(8, 128, 12, 64), (32, 128, 12, 64), (32, 512, 12, 64)]  # batch, length, heads, head size
 # rows, depth, width and activation
 DENSE = [(rows, depth, width, "gelu" if width == 4 * depth else None)
-         for rows in (16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
+         for rows in (128, 256, 512, 1024, 4096, 16384)
          for depth, width in bench_dense.SIZES + bench_dense.SIZES_LARGE]  # fmt: skip
 # The part of a candidate's time that a change must save to replace the present choice.
 MARGIN = 0.02
@@ -68,7 +68,7 @@ class Case:
 
     @property
     def key(self) -> str:
-        return ",".join([tuning.key(**self.sizes), *[self.variant] * bool(self.variant)])
+        return tuning.key(self.variant, **self.sizes)
 
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
         keys = jax.random.split(jax.random.key(seed), len(self.shapes))
@@ -98,23 +98,28 @@ def row_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
 
 
 def sums_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
-    """The LayerNorm that adds up the parts of a split product, which are float32."""
+    """The LayerNorm that adds up the parts of a split product of 16 bits, which are float32."""
 
-    def run(sums: jax.Array, residual: jax.Array, config: tuning.RowConfig) -> jax.Array:
+    def run(
+        _: jax.Array, bias: jax.Array, residual: jax.Array, gamma: jax.Array, beta: jax.Array, parts: jax.Array,
+        config: tuning.RowConfig,
+    ) -> jax.Array:  # fmt: skip
         return layer_norm.forward(
-            sums, None, residual, None, None, None, epsilon=1e-6, dropout_rate=0.0, return_sum=False, save=False,
+            parts, bias, residual, gamma, beta, None, epsilon=1e-6, dropout_rate=0.0, return_sum=False, save=False,
             in_place=False, config=config, interpret=False,
         )[0]  # fmt: skip
 
-    def plain(sums: jax.Array, residual: jax.Array) -> Any:
-        return reference.bias_residual_layer_norm(jnp.sum(sums, axis=0), None, residual, None, None)
+    def plain(parts: jax.Array, bias: jax.Array, residual: jax.Array, gamma: jax.Array, beta: jax.Array, _: Any) -> Any:
+        return reference.bias_residual_layer_norm(jnp.sum(parts, axis=0), bias, residual, gamma, beta)
 
-    if itemsize == 4:
+    if itemsize == 2:
         rows, width, variant = 128, 768, "sums"
-        present = tuning.layer_norm(rows, width, itemsize, kind, variant)
-        sizes = {"rows": rows, "width": width, "itemsize": itemsize}
-        shapes = ((3, rows, width), (rows, width))
-        yield Case("layer_norm", sizes, shapes, dtype, run, plain, present, variant=variant)
+        present = tuning.layer_norm(rows, width, 4, kind, variant)
+        shapes = ((3, rows, width), (width,), (rows, width), (width,), (width,))
+        yield Case(
+            "layer_norm", {"rows": rows, "width": width, "itemsize": 4}, shapes, dtype, run, plain, present,
+            derive=lambda parts, *_: (parts.astype(jnp.float32),), variant=variant,
+        )  # fmt: skip
 
 
 def row_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:

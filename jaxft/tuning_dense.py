@@ -141,13 +141,13 @@ def _by_library(rows: int, depth: int, width: int, activation: str | None, items
 def _split_by_library(rows: int, depth: int, width: int, activation: str | None) -> bool:
     """Whether the product is one of those that XLA is the fastest at, splitting the depth.
 
-    64x3072x768 in 5.4 us, by Triton 7.9; 128x3072x768 in 7.4, by Triton 8.2; 512x3072x768 in 9.0, by Mosaic 10.4;
-    320x4096x1024 in 8.9, by Mosaic 13.0; but of 256 rows Triton is as fast, and of one, where XLA has a vector, not a
-    matrix, faster (3072x768 in 8.1 us, XLA 13.6). GELU, in the kernel that adds up the parts, costs 0.1 us (Triton
-    7.9 and 8.3 of 64 and 128 rows); with it 384x3072x768 takes 11.7, by Mosaic 10.2, 512x3072x768 10.0 and 10.4,
-    512x4096x1024 16.1 and 13.0 (H200, bfloat16, 2026-11-23 and 24).
+    128x3072x768 in 7.6 us, by Triton 8.4; 64x3072x768, of weights in the L2 cache, in 5.4, by Triton 7.9; 512x3072x768
+    in 9.0, by Mosaic 10.4; 320x4096x1024 in 8.9, by Mosaic 13.0; but of 256 rows Triton is as fast, and of one row
+    faster (8.1, by XLA 13.6), which in a `vmap` is many. GELU, in the kernel that adds up the parts, costs 0.1 us; with
+    it 384x3072x768 takes 11.7, by Mosaic 10.2, 512x3072x768 10.0 and 10.4, 512x4096x1024 16.1 and 13.0 (H200, bfloat16,
+    2026-11-23 and 24).
     """
-    return depth >= max(2048, 4 * width) and (1 < rows <= 128 or activation is None and 256 < rows <= 512)
+    return depth >= max(2048, 4 * width) and (rows <= 128 or activation is None and 256 < rows <= 512)
 
 
 # Multiprocessors of cards that do not have 132, by what the device's kind begins with.
@@ -231,9 +231,11 @@ def dense_mosaic_gradient(rows: int, depth: int, width: int, itemsize: int, devi
 def dense(rows: int, depth: int, width: int, itemsize: int, device_kind: str) -> DenseConfig:
     if rows > 256:
         default = DenseConfig(64, 64, 64, 4, 4)
-    elif rows > 64 and width >= 2048:
+    elif width >= 2048 and (rows > 64 or width > 4096):
         default = DenseConfig(64, 64, 128, 4, 3)
-    else:  # narrow tiles, so that there are enough of them, and many loads in flight: 16x768x2304 in 3.9 us, not 5.0
+    else:
+        # Narrow tiles, so that there are enough of them, and many loads in flight: 16x768x2304 in 3.9 us, with the
+        # tiles above 5.0, 64x1024x4096 in 5.7 and 7.3 (H200, bfloat16, 2026-11-24).
         default = DenseConfig(64, 32, 128, 4, 5)
     default = dataclasses.replace(
         default,
@@ -247,22 +249,21 @@ def dense(rows: int, depth: int, width: int, itemsize: int, device_kind: str) ->
 def dense_split(rows: int, depth: int, width: int, itemsize: int, device_kind: str) -> SplitConfig:
     """Of a product whose partial sums the next kernel adds up; with one of them where that does not pay.
 
-    On an H200 (2026-11-24), bfloat16, with the LayerNorm that follows: 16x768x768 4.2 us (XLA 4.0), 32x768x768 4.3
-    (4.7), 128x768x768 5.2 (6.4), 16x3072x768 5.5 (6.3), 32x3072x768 6.2 (6.2), 128x3072x768 7.0 (8.5). At 512 rows the
-    longer LayerNorm takes what the product gains.
+    On an H200 (2026-11-24), bfloat16, with the LayerNorm that follows: 16x768x768 3.6 us (XLA 3.4), 32x768x768 3.6
+    (3.9), 128x768x768 4.8 (6.2), 16x3072x768 5.7 (6.3), 32x3072x768 6.1 (6.3), 128x3072x768 7.0 (8.5), 256x768x768 5.7
+    (7.5). At 512 rows the longer LayerNorm takes what the product gains.
     """
     tiles = -(-rows // 64) * -(-width // 64)
     splits = (
         min(4, _multiprocessors(device_kind) // max(1, tiles), depth // 256) if itemsize <= 2 and rows <= 256 else 1
     )
-    if rows <= 64:
-        default = SplitConfig(64, 32, 128, num_warps=2 if rows <= 16 else 4, num_stages=4, splits=splits)
-    else:
-        default = SplitConfig(64, 64, 64, num_warps=4, num_stages=5, splits=splits)
-    default = dataclasses.replace(
-        default,
+    few = rows <= 64
+    default = SplitConfig(
         block_m=max(16, min(64, next_power_of_2(rows))),
-        block_n=max(16, min(default.block_n, next_power_of_2(width))),
+        block_n=max(16, min(32 if few else 64, next_power_of_2(width))),
+        block_k=128 if few else 64,
+        num_warps=2 if rows <= 16 else 4,
+        num_stages=4 if few else 5,
         splits=max(1, splits),
     )
     return lookup("dense_split", default, device_kind, rows=rows, depth=depth, width=width, itemsize=itemsize)

@@ -144,17 +144,23 @@ def test_tune_some_ops_and_sizes(tmp_path, monkeypatch):
     path.write_text('{"permute": {"size=1": {"num_warps": 1}}}')
 
     def cases(dtypes, kind):
-        for op, rows in (("softmax", 5), ("softmax", 100), ("layer_norm", 5), ("softmax", 6)):
+        for op, rows, variant in (
+            ("softmax", 5, ""), ("softmax", 100, ""), ("layer_norm", 5, ""), ("softmax", 6, ""), ("softmax", 7, "sums")
+        ):  # fmt: skip
             sizes = {"rows": rows, "width": 24, "itemsize": 4}
             config = getattr(tuning, op)(device_kind=kind, **sizes)
             present.append(config.num_warps)
-            yield tune.Case(op, sizes, ((rows, 24),), "float32", reference.softmax, reference.softmax, config), config
+            case = tune.Case(
+                op, sizes, ((rows, 24),), "float32", reference.softmax, reference.softmax, config, variant=variant
+            )
+            yield case, config
 
     monkeypatch.setattr(tuning, "_table", lambda kind: table)
     monkeypatch.setattr(tune, "cases", cases)
     monkeypatch.setattr(tune, "best", lambda case, default: tuning.RowConfig(2, 32, 16))
     tune.main(["--out", str(tmp_path), "--only", "softmax", "--sizes", "rows=(4|8),"])
-    chosen = {"rows=8,width=32,itemsize=4": {"block_rows": 2, "block_width": 32, "num_warps": 16}}
+    found = {"block_rows": 2, "block_width": 32, "num_warps": 16}
+    chosen = {"rows=8,width=32,itemsize=4": found, "rows=8,width=32,itemsize=4,sums": found}
     assert json.loads(path.read_text()) == {"permute": {"size=1": {"num_warps": 1}}, "softmax": chosen}
     assert present[0] != 16 and present[3] == 16
 

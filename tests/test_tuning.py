@@ -383,7 +383,8 @@ def test_few_rows_have_narrow_tiles(rows, tile, parts):
     """A query that is searched for has a dozen tokens: what counts is how many programs read the weights."""
     assert tuning_dense.dense(rows, 768, 3072, 2, UNKNOWN) == tuning_dense.DenseConfig(*tile)
     assert tuning_dense.dense_split(rows, 3072, 768, 2, UNKNOWN) == tuning_dense.SplitConfig(*parts)
-    assert tuning.layer_norm(rows, 768, 4, UNKNOWN, "sums") == tuning.RowConfig(1, 1024, 8)
+    for kind in (UNKNOWN, "NVIDIA H200"):
+        assert tuning.layer_norm(rows, 768, 4, kind, "sums") == tuning.RowConfig(1, 1024, 8)
 
 
 def test_a_device_without_a_table_gets_the_heuristic():

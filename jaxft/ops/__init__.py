@@ -31,8 +31,8 @@ OPS: dict[str, dict[str, str | None]] = {
 
 #: Where an op takes its kernel for some arguments only.
 LIMITS = {
-    "dense": "for few rows of 16 bits; on Hopper Mosaic GPU's where it was measured faster; else XLA's product, and "
-    "the kernel of bias_activation after it (not for few rows in TF32)",
+    "dense": "for few rows of 16 bits, but deep ones; on Hopper Mosaic GPU's where it was measured faster; else XLA's "
+    "product, and the kernel of bias_activation after it (XLA's for few rows, but not in full float32)",
     "dense_residual_layer_norm": "for few rows of 16 bits; else as dense and bias_residual_layer_norm, but all "
     "is XLA's for few rows whose product is XLA's",
     "feed_forward_residual_layer_norm": "as dense and dense_residual_layer_norm; in 16 bits its gradient has "
