@@ -9,11 +9,11 @@ import pytest
 import jaxft
 import oracle
 from cases import (
+    BITWISE,
     SOME_DTYPES,
     check,
     check_padding,
     in_full,
-    jit,
     normal,
     random_cotangents,
     seeds,
@@ -210,7 +210,7 @@ def test_two_kernels_compose(blocks):
         second = jax.grad(lambda qkv: jnp.sum(gradient(qkv) ** 2))(qkv)
         return mapped, scanned, second
 
-    got, expected = (jit(lambda name=name: run(name))() for name in ("triton", "xla"))
+    got, expected = (jax.jit(lambda name=name: run(name), compiler_options=BITWISE)() for name in ("triton", "xla"))
     chex.assert_trees_all_equal(got[0], got[1])
     chex.assert_trees_all_close(got, expected, atol=1e-4, rtol=1e-4)
 

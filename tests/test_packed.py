@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jaxft
-from cases import COMPILER_OPTIONS, INTERPRET, in_full, jit
+from cases import BITWISE, INTERPRET, in_full, jit
 from jaxft.models import bert
 from jaxft.models.pooling import pool, pool_packed
 from test_bert import CONFIG, DISTILBERT, ROBERTA, assert_close, make
@@ -33,7 +33,7 @@ def some_ids():
     return ids
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2, 3), compiler_options=COMPILER_OPTIONS)
+@functools.partial(jax.jit, static_argnums=(0, 2, 3), compiler_options=BITWISE)
 def compiled(graph, params, max_seqlen, output_hidden_states, **inputs):
     return nnx.merge(graph, params)(**inputs, max_seqlen=max_seqlen, output_hidden_states=output_hidden_states)
 
