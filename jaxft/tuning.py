@@ -344,7 +344,7 @@ def qkv_bias_split_heads_backward(
 # On these (compute capability 8.0, 9.0 and 10.x) a program may have 163 KiB of shared memory or more, on others 99.
 # What kernels take is from Triton 3.9 for compute capability 8.6 (2026-11-21), with bias, mask and dropout.
 _LARGE = re.compile(r"NVIDIA (A100|A800|A30|G?H\d+|G?B\d00)(?!\d)")
-_LARGEST = re.compile(r"NVIDIA G?(H\d+|B\d00)(?!\d)")  # 227 KiB
+LARGEST = re.compile(r"NVIDIA G?(H\d+|B\d00)(?!\d)")  # 227 KiB
 
 
 def _short(average: int | None, itemsize: int) -> bool:
@@ -403,7 +403,7 @@ def attention_dkv(
     alone = 64 < key_length <= 128 and query_length <= 4 * 128 and not bias_of_pairs
     if _short(average, itemsize) and key_length > 64:
         choices = ((32, 32, 2, 2), *choices[1:])
-    elif alone and itemsize == 2 and _LARGEST.match(device_kind):
+    elif alone and itemsize == 2 and LARGEST.match(device_kind):
         if average is None:
             choices = ((128, 128, 8, 1), (128, 128, 8, 1), *choices[2:])
         else:

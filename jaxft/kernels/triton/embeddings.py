@@ -75,8 +75,7 @@ def _fwd_kernel(
     def finish(tile, y):
         return y if seed_ref is None else drop(tile, y, seed_ref, dropout_rate)[0]
 
-    chunks = pl.cdiv(y_ref.shape[1], block_width)
-    normalize(read, chunks, epsilon, gamma_ref, beta_ref, y_ref, total_ref, saved_ref, finish)
+    normalize(read, block_width, epsilon, gamma_ref, beta_ref, y_ref, total_ref, saved_ref, finish)
 
 
 def forward(

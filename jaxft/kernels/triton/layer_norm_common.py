@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import common
 
@@ -40,28 +41,33 @@ def drop(tile: common.Tile, x: Array, seed_ref: Ref, rate: float) -> tuple[Array
 
 
 def normalize(
-    read: Callable[[Any], tuple[common.Tile, Array]], chunks: int, epsilon: float,
+    read: Callable[[Any], tuple[common.Tile, Array]], block_width: int, epsilon: float,
     gamma_ref: Ref, beta_ref: Ref, y_ref: Ref, total_ref: Ref, saved_ref: Ref,
     finish: Callable[[common.Tile, Array], Array] = lambda tile, y: y,
 ) -> None:  # fmt: skip
-    """Writes a block of normalised rows [rows, D], of which `read` gives the chunks of columns, 0 beyond the edges.
+    """Writes a block of normalised rows [rows, D]; `read` gives `block_width` columns at a time, with zeros beyond.
 
     They are written as `finish` makes them. To `total_ref`, if there, go the rows as they were read, and to `saved_ref`
     [2, M] what a backward pass needs: the mean and 1 / sqrt(variance + epsilon) of each row.
     """
 
-    def write(chunk, mean, scale):
-        tile, total = chunk
+    def vectors_of(i):
+        tile = common.tile((1, y_ref.shape[1]), 0, i * block_width, (1, block_width))
+        return [None if ref is None else tile.load_vector(ref) for ref in (gamma_ref, beta_ref)]
+
+    def write(chunk, vectors, mean, scale):
+        (tile, total), (gamma, beta) = chunk, vectors
         y = (total - mean[:, None]) * scale[:, None]
-        gamma = 1.0 if gamma_ref is None else tile.load_vector(gamma_ref)
-        if beta_ref is not None:
-            y = common.fma(y, gamma, tile.load_vector(beta_ref))
-        elif gamma_ref is not None:
+        if beta is not None:
+            y = common.fma(y, 1.0 if gamma is None else gamma, beta)
+        elif gamma is not None:
             y = y * gamma
         tile.store(y_ref, finish(tile, y))
         if total_ref is not None:
             tile.store(total_ref, total)
 
+    chunks = pl.cdiv(y_ref.shape[1], block_width)
+    only = vectors_of(0) if chunks == 1 else None  # to come from memory while the rows do
     first = read(0)
     _, mean, square = lax.fori_loop(
         1, chunks, lambda i, found: _merge_moments(found, _moments(*read(i))), _moments(*first)
@@ -70,7 +76,7 @@ def normalize(
     if saved_ref is not None:
         for n, numbers in enumerate((mean, scale)):
             common.store(saved_ref.at[jnp.int32(n), first[0].place[0]], numbers, mask=first[0].in_rows)
-    if chunks == 1:
-        write(first, mean, scale)
+    if only is not None:
+        write(first, only, mean, scale)
     else:
-        lax.fori_loop(0, chunks, lambda i, _: write(read(i), mean, scale), None)
+        lax.fori_loop(0, chunks, lambda i, _: write(read(i), vectors_of(i), mean, scale), None)
