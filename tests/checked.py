@@ -75,11 +75,11 @@ def _launch(kernel, grid, operands, outputs, *, aliases=None, **_):
 @contextlib.contextmanager
 def checked():
     """Kernels launched in here must read and write inside their arrays, and write each element once."""
-    token = common._interpreting.set(True)
+    token = common.interpreting.set(True)
     try:
         with mock.patch.multiple(common, load=_load, store=_store, launch=_launch), jax.disable_jit():
             yield
         assert not _unfinished, "an element is not written"
     finally:
         _unfinished.clear()
-        common._interpreting.reset(token)
+        common.interpreting.reset(token)

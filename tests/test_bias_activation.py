@@ -16,8 +16,8 @@ from cases import DTYPES, INTERPRET, SOME_DTYPES, check, in_float64, jit, normal
 from checked import checked
 from compare import assert_matches_oracle
 from jaxft import reference, tuning
+from jaxft.kernels.triton import activation_common
 from jaxft.kernels.triton import bias_activation as kernel
-from jaxft.kernels.triton import common
 from jaxft.tuning import ElementwiseConfig, GradientConfig
 
 ACTIVATIONS = ["gelu", "gelu_tanh", "relu", "silu", "tanh"]
@@ -158,7 +158,7 @@ def exact_gradient(x, activation):
 
 def test_rounding_as_it_is_compiled():
     x = np.linspace(-160, 160, 100_001, dtype=np.float32)
-    whole, as_integers = common._nearest(x)  # outside of jit, where nothing is simplified
+    whole, as_integers = activation_common._nearest(x)  # outside of jit, where nothing is simplified
     np.testing.assert_array_equal(whole, np.rint(x))
     np.testing.assert_array_equal(as_integers, np.rint(x))
 

@@ -10,7 +10,7 @@ import pytest
 
 from cases import INTERPRET
 from jaxft import reference
-from jaxft.kernels.triton import common
+from jaxft.kernels.triton import activation_common, common
 
 pytestmark = pytest.mark.skipif(not INTERPRET, reason="here every test of a kernel runs the assembly")
 
@@ -43,9 +43,9 @@ def run_assembly(asm, *, args, constraints, pack, result_shape_dtypes):
 
 @contextlib.contextmanager
 def interpreted():
-    token = common._interpreting.set(True)
+    token = common.interpreting.set(True)
     yield
-    common._interpreting.reset(token)
+    common.interpreting.reset(token)
 
 
 @pytest.fixture
@@ -92,5 +92,5 @@ def test_opaque(dtype, assert_same):
 @pytest.mark.parametrize("name", reference.ACTIVATIONS)
 def test_activations(name, dtype, assert_same):
     x = jnp.linspace(-6.0, 6.0, 301)
-    assert_same(lambda x: common.activation(name, x, dtype), x, atol=1e-30)
-    assert_same(lambda x: common.activation_gradient(name, x, jnp.ones_like(x), dtype), x, atol=1e-6)
+    assert_same(lambda x: activation_common.activation(name, x, dtype), x, atol=1e-30)
+    assert_same(lambda x: activation_common.activation_gradient(name, x, jnp.ones_like(x), dtype), x, atol=1e-6)

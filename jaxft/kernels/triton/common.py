@@ -1,4 +1,4 @@
-"""The one seam to Pallas' Triton backend, and the mathematics that several kernels share.
+"""The one seam to Pallas' Triton backend, and what several kernels share; activations are in `activation_common`.
 
 Every kernel is launched through `launch`, and every masked access goes through `load` and `store`, so that a move to
 another backend (the Triton backend is deprecated in JAX since 0.11) changes this file and leaves the kernels alone.
@@ -24,7 +24,7 @@ from jaxft import reference
 Array = jax.Array
 
 store, dot = plgpu.store, plgpu.dot
-_interpreting = contextvars.ContextVar("interpreting", default=False)  # while a kernel is traced
+interpreting = contextvars.ContextVar("interpreting", default=False)  # while a kernel is traced
 
 
 def launch(
@@ -54,6 +54,10 @@ def launch(
 
     body.__name__ = name
     varying = _varying(present)
+    # XLA (JAX 0.11) begins a kernel before the one ahead has ended, and has it wait for that at once. If each let the
+    # next begin from its own beginning on (griddepcontrol.launch_dependents), BERT-base of 1x128 would take 277 us for
+    # 288 on the device, of 1x16 209 for 225 (H100, 2026-11-24). But XLA's own kernels read by ld.global.nc, which that
+    # wait does not cover, and it cannot be known here that none of them is the next.
     call = pl.pallas_call(
         body,
         grid=tuple(grid),
@@ -63,11 +67,11 @@ def launch(
         interpret=interpret,
         name=name,
     )
-    token = _interpreting.set(interpret)
+    token = interpreting.set(interpret)
     try:
         return list(call(*present))
     finally:
-        _interpreting.reset(token)
+        interpreting.reset(token)
 
 
 def _varying(operands: Sequence[Array]) -> dict[str, Any]:
@@ -181,7 +185,7 @@ def tile(
 
 def exp2(x: Array) -> Array:
     """2^x of float32 by one instruction, with an error of 2 ulp; results below 2^-126 are 0."""
-    return _instruction("ex2.approx.ftz.f32", x) if not _interpreting.get() else jnp.exp2(x)
+    return _instruction("ex2.approx.ftz.f32", x) if not interpreting.get() else jnp.exp2(x)
 
 
 def exp(x: Array) -> Array:
@@ -191,12 +195,12 @@ def exp(x: Array) -> Array:
 
 def reciprocal(x: Array) -> Array:
     """1 / x of float32 by one instruction, with an error of 1 ulp; results below 2^-126 are 0."""
-    return _instruction("rcp.approx.ftz.f32", x) if not _interpreting.get() else 1.0 / x
+    return _instruction("rcp.approx.ftz.f32", x) if not interpreting.get() else 1.0 / x
 
 
 def rounded_reciprocal(x: Array) -> Array:
     """1 / x of float32 to the nearest number, by about eight instructions."""
-    return _instruction("rcp.rn.f32", x) if not _interpreting.get() else 1.0 / x
+    return _instruction("rcp.rn.f32", x) if not interpreting.get() else 1.0 / x
 
 
 def _instruction(name: str, *args: Array, operands: Sequence[str] = ("$1",)) -> Array:
@@ -218,7 +222,7 @@ def fma(x: Array, y: Array | float, z: Array | float) -> Array:
     Where a kernel says x * y + z, XLA's compilation of it takes two instructions. With this one GELU of float32 takes
     167 us instead of 195, attention 1,291 instead of 1,346 (H200, 16384x4096 and 2x8192, 2026-11-21).
     """
-    if _interpreting.get():
+    if interpreting.get():
         return x * y + z
     arrays, operands = [], []
     for operand in (x, y, z):
@@ -232,7 +236,7 @@ def fma(x: Array, y: Array | float, z: Array | float) -> Array:
 
 def opaque(x: Array) -> Array:
     """x, of 16 bits, which no compiler knows to be the same: what was computed from x is computed from it once more."""
-    if _interpreting.get():
+    if interpreting.get():
         return x
     (y,) = plgpu.elementwise_inline_asm(
         "mov.b32 $0, $1;",
@@ -302,199 +306,3 @@ def unsupported_size(x: Array) -> str | None:
         if x.size > 0 and length > 2**30:
             return f"x has {length} {what}, the kernels take at most 2^30"
     return None
-
-
-# --- Activations: float32 in, float32 out ------------------------------------------------------------------------
-#
-# gelu, gelu_tanh and silu are functions g with g(a) = a + g(-a), so each is computed from its value at -|x|, which is
-# e^-y times something smooth; the derivatives likewise, from g'(a) = 1 - g'(-a). For results of 16 bits the hardware's
-# exp2 does. For float32 it does not, nor does a y rounded to a float: e^-y would err y times as much.
-
-
-def _leading(x: Array, bits: int) -> Array:
-    """`x` cut to its leading bits: products of two such numbers of 12 bits are exact."""
-    mask = jnp.uint32(0xFFFFFFFF << (24 - bits) & 0xFFFFFFFF)
-    return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, jnp.uint32) & mask, jnp.float32)
-
-
-def _polynomial(x: Array, *coefficients: float) -> Array:
-    value = fma(x, coefficients[0], coefficients[1])
-    for c in coefficients[2:]:
-        value = fma(value, x, c)
-    return value
-
-
-def _nearest(x: Array) -> tuple[Array, Array]:
-    """The integer nearest to x, |x| < 2^22, as a float and as an integer."""
-    if _interpreting.get():  # XLA would simplify what follows to x
-        return jnp.round(x), jnp.round(x).astype(jnp.int32)
-    large = 1.5 * 2.0**23  # of which 1 is the last bit: two additions, where a conversion takes as long as eight
-    total = x + large
-    return total - large, jax.lax.bitcast_convert_type(total, jnp.int32) - 0x4B400000
-
-
-def _exp_minus(high: Array, low: Array | float, rate: float) -> tuple[Array, Array]:
-    """e^(-rate * (high + low)) as (p, scale): (1 + p) * scale * 2^-24, with an error of 2^-25 or so in p.
-
-    `high` is at most 151.4 * ln(2) / rate, where the result is 0. The factor 2^24 keeps `scale` a normal number.
-    """
-    step = math.log(2.0) / rate
-    unit = 2.0 ** (math.frexp(step)[1] - 15)
-    coarse = round(step / unit) * unit  # of 15 bits, so that n * coarse is exact (Cody and Waite)
-    n, whole = _nearest((high + low) * (1.0 / step))
-    y = fma(n, -coarse, high) + fma(n, coarse - step, low)  # |y| <= step / 2
-    minimax = (0.00138145599, -0.00836873556, 0.0416683899, -0.166665205, 0.499999934, -1.0)
-    p = y * _polynomial(y, *(c * rate ** (6 - i) for i, c in enumerate(minimax)))
-    return p, jax.lax.bitcast_convert_type((127 + 24 - whole) << 23, jnp.float32)
-
-
-def _exp(p: Array, scale: Array) -> Array:
-    return (1.0 + p) * (scale * 2.0**-24)
-
-
-def _half_square(a: Array) -> tuple[Array, Array, float]:
-    """The arguments for e^(-a^2 / 2)."""
-    leading = _leading(a, 12)
-    return leading * leading, (a - leading) * (a + leading), 0.5
-
-
-def _tanh_form(a: Array) -> tuple[Array, Array, float]:
-    """The arguments for e^-y of 1 / (1 + e^-y) = (1 + tanh(sqrt(2 / pi) * (a + 0.044715 * a^3))) / 2."""
-    # y = rate * a * (a^2 + 1 / 0.044715). Of each factor the leading bits are exact, and the rest is small.
-    leading = _leading(a, 10)
-    rest = a - leading
-    square = fma(leading, leading, 22.36383056640625)
-    tail = fma(rest, a + leading, 1.0 / 0.044715 - 22.36383056640625)
-    factor = _leading(square, 12)
-    tail = (square - factor) + tail
-    return leading * factor, fma(leading, tail, rest * (factor + tail)), 2.0 * math.sqrt(2.0 / math.pi) * 0.044715
-
-
-def _from_below(x: Array, below: Array) -> Array:
-    """g(x) from g(-|x|). Minus infinity gives NaN as in plain jnp, and a NaN that a minimum has dropped comes back."""
-    return jnp.where(x < 0.0, 0.0 * x, x) + below
-
-
-def _gelu_erf(x: Array) -> Array:
-    """Within 2 ulp: -g(-a) = a * e^(-a^2 / 2) * R(a), R(a) = (1 + h) / (2 * (1 + a)), h fitted by minimax."""
-    a = jnp.minimum(jnp.abs(x), 14.468)
-    p, scale = _exp_minus(*_half_square(a))
-    first, second = 1.0 + a, fma(a, 0.2, 1.0)
-    inverse = reciprocal(first * second)
-    t = inverse * second
-    h = _polynomial(
-        fma(a, inverse * first, -2.0),
-        4.22832175e-08, -2.3719324e-07, -1.65883813e-06, 2.95508011e-05, -0.000214032262, 0.00100260732,
-        -0.00317696627, 0.00560132124, 0.0052220035, -0.0813526398, -0.0381273386,
-    )  # fmt: skip
-    # q + rest is a / (1 + a): with 12 bits in q the remainder of that division is exact. The factor 2^24 keeps the rest
-    # of the smallest numbers.
-    large = a * 2.0**24
-    q, leading = _leading(large * t, 12), _leading(a, 12)
-    rest = fma(q, leading - a, fma(q, -leading, large - q)) * t
-    c = p + fma(h, p, h)  # 1 + c = (1 + p) * (1 + h)
-    return _from_below(x, (q + fma(q, c, fma(rest, c, rest))) * scale * -(2.0**-49))
-
-
-def _gelu_erf_16bit(x: Array) -> Array:
-    """GELU (erf) with a relative error of 3e-4, a fraction of the rounding to 16 bits, in a third of the work.
-
-    erfc(|x| / sqrt(2)) / 2 = exp(-x^2 / 2) * t * P(t), t = 1 / (1 + 0.49 |x|), P a minimax fit of the relative error.
-    """
-    t = reciprocal(fma(jnp.abs(x), 0.49, 1.0))
-    p = _polynomial(t, -0.12037462, 0.25018403, 0.17322216, 0.1970786)
-    half = exp2(x * x * (-0.5 * math.log2(math.e))) * (t * p)
-    return x * jnp.where(x < 0.0, half, 1.0 - half)
-
-
-def _inverse(e: Array) -> tuple[Array, Array]:
-    """1 / (1 + e) for 0 <= e <= 1 as (t, s): t * (1 + s), where s makes up for the rounding of 1 + e and of t."""
-    t = reciprocal(1.0 + e)
-    return t, fma(t, -e, 1.0 - t)
-
-
-def _times_sigmoid(x: Array, a: Array, p: Array, scale: Array) -> Array:
-    """x / (1 + e^-y) from a = |x| and e^-|y|: -g(-a) = a * e^-y / (1 + e^-y)."""
-    t, s = _inverse(_exp(p, scale))
-    q = a * t
-    return _from_below(x, fma(q, p + s, q) * scale * -(2.0**-24))
-
-
-def _sigmoid(x: Array) -> Array:
-    return reciprocal(1.0 + exp2(x * -math.log2(math.e)))
-
-
-def _slope_of_times_sigmoid(e: Array, y_slope: Array) -> Array:
-    """The derivative of x / (1 + e^-y) at -a, from e^-|y| and a * y'(a)."""
-    t, s = _inverse(e)
-    t = fma(t, s, t)
-    return e * (t * fma(y_slope, -t, 1.0))
-
-
-def activation(name: str, x: Array, dtype: Any) -> Array:
-    """The activation of float32 `x`, as accurate as results that are rounded to `dtype` need."""
-    exact = dtype == jnp.float32
-    match name:
-        case "gelu":
-            return _gelu_erf(x) if exact else _gelu_erf_16bit(x)
-        case "gelu_tanh":
-            if exact:
-                a = jnp.minimum(jnp.abs(x), 10.705)
-                return _times_sigmoid(x, a, *_exp_minus(*_tanh_form(a)))
-            linear = 2.0 * math.sqrt(2.0 / math.pi)
-            return x * _sigmoid(x * fma(x * x, linear * 0.044715, linear))
-        case "silu":
-            if exact:
-                a = jnp.minimum(jnp.abs(x), 104.66)
-                return _times_sigmoid(x, a, *_exp_minus(a, 0.0, 1.0))
-            return x * _sigmoid(x)
-        case "relu":
-            return jnp.where(x < 0.0, 0.0, x)  # Triton's maximum would turn NaN into 0
-        case "tanh":
-            return jnp.tanh(x)
-    raise ValueError(f"no kernel has the activation {name!r}")
-
-
-def activation_gradient(name: str, x: Array, dy: Array, dtype: Any) -> Array:
-    """`dy` times the activation's derivative at `x`, all float32; `dtype` is that of the array that x comes from.
-
-    The derivatives for 16 bits are as accurate as those for float32, but far in the negative tails: bias gradients may
-    be float32 whatever x is.
-    """
-    if name == "relu":
-        return jnp.where(x > 0.0, dy, 0.0)
-    exact = dtype == jnp.float32
-    a = jnp.abs(x)
-    match name:
-        case "tanh":
-            a = jnp.where(a > 52.33, 52.33, a)  # a minimum that keeps NaN
-            e = _exp(*_exp_minus(a, 0.0, 2.0)) if exact else exp2(a * (-2.0 * math.log2(math.e)))
-            t, s = _inverse(e)
-            slope = 4.0 * (t * t) * e
-            return dy * fma(slope, 2.0 * s, slope)
-        case "gelu":
-            a = jnp.minimum(a, 14.468)
-            e = _exp(*_exp_minus(*_half_square(a))) if exact else exp2(a * a * (-0.5 * math.log2(math.e)))
-            # 0.7517915 is where the derivative at -a is 0; the rest is a minimax fit of the relative error.
-            below = e * (0.7517915246935643 - a) * _polynomial(
-                a * reciprocal(fma(a, 0.25, 1.0)),
-                1.22685106e-06, -2.0015146e-05, 8.15572273e-05, 0.000636503189, -0.00934950055, 0.0533910039,
-                -0.176652334, 0.665077969,
-            )  # fmt: skip
-        case "gelu_tanh":
-            a = jnp.minimum(a, 10.705)
-            linear, cubic = 2.0 * math.sqrt(2.0 / math.pi), 2.0 * math.sqrt(2.0 / math.pi) * 0.044715
-            square = a * a
-            if exact:
-                e = _exp(*_exp_minus(*_tanh_form(a)))
-            else:
-                e = exp2(a * fma(square, -cubic * math.log2(math.e), -linear * math.log2(math.e)))
-            below = _slope_of_times_sigmoid(e, a * fma(square, 3.0 * cubic, linear))
-        case "silu":
-            a = jnp.minimum(a, 104.66)
-            e = _exp(*_exp_minus(a, 0.0, 1.0)) if exact else exp2(a * -math.log2(math.e))
-            below = _slope_of_times_sigmoid(e, a)
-        case _:
-            raise ValueError(f"no kernel has the activation {name!r}")
-    # Infinities give NaN as in plain jnp.
-    return dy * fma(x, 0.0, jnp.where(x < 0.0, below, 1.0 - below))
