@@ -146,7 +146,7 @@ def write(readme: Path, results: Path) -> None:
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise SystemExit(f"{readme}: expected one line {BEGIN} and one line {END}")
     parts = []
-    for path in sorted(results.glob("*.csv"), key=lambda path: (-path.stat().st_size, path)):  # the most rows first
+    for path in sorted(results.glob("*.csv"), key=lambda file: (-file.stat().st_size, file)):  # the longest first
         rows, device = newest(path), path.stem.replace("_", " ")
         versions = ", ".join(sorted({row["jax"] for row in rows}))
         dates = sorted({row["date"] for row in rows})

@@ -232,8 +232,10 @@ def dense(rows: int, depth: int, width: int, itemsize: int, device_kind: str) ->
     if rows > 256:
         default = DenseConfig(64, 64, 64, 4, 4)
     elif width >= 2048 and (rows > 64 or width > 4096):
-        # 128x768x2304 in 4.5 us, with the fewer stages that other cards have room for in 4.8 (H100, 2026-11-24).
-        default = DenseConfig(64, 64, 128, 4, 5 if LARGEST.match(device_kind) else 3)
+        # More stages where each tile has a multiprocessor to itself: 128x768x2304 in 4.5 us, with three, of which two
+        # programs fit into one, in 4.8 (H100, 2026-11-24).
+        alone = -(-rows // 64) * -(-width // 64) <= _multiprocessors(device_kind) and LARGEST.match(device_kind)
+        default = DenseConfig(64, 64, 128, 4, 5 if alone else 3)
     else:
         # Narrow tiles, so that there are enough of them, and many loads in flight: 16x768x2304 in 3.9 us, with the
         # tiles above 5.0, 64x1024x4096 in 5.7 and 7.3 (H200, bfloat16, 2026-11-24).

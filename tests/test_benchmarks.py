@@ -345,12 +345,17 @@ def test_report(tmp_path):
         writer = csv.DictWriter(file, timing.COLUMNS)
         writer.writeheader()
         writer.writerows(rows)
+    with (results / "NVIDIA_A100.csv").open("w", newline="") as file:  # a shorter one
+        writer = csv.DictWriter(file, timing.COLUMNS)
+        writer.writeheader()
+        writer.writerow(row("jaxft", "30.00", "bias_activation gelu", "device_us"))
     report.write(readme, results)
     text, chart = readme.read_text(), (results / "NVIDIA_H200.png").read_bytes()
     assert text.startswith("before\n\n") and text.endswith("\n\nafter\n") and "old" not in text
     assert "| encoder BERT-base erf GELU | 32x128 | bfloat16 | 100.00 | 150.00 | 140.00 | 1.40x |" in text
     assert "| encode docstrings BERT-base | 32x128 | bfloat16 | 20.00 | 50.00 | 2.50x |" in text
     assert "| pretraining example, base | 32x128 | bfloat16 | 22.00 | 712,346 | 1 | 38.90 % |" in text
+    assert text.index("### NVIDIA H200") < text.index("### NVIDIA A100")
     assert "bias_activation" not in text and "(benchmarks/results/NVIDIA_H200.md)" in text
     assert "| 10.00 | 9.00 | - | 90% |" in (results / "NVIDIA_H200.md").read_text()
     assert "![Encoder times on NVIDIA H200](benchmarks/results/NVIDIA_H200.png)" in text

@@ -162,6 +162,17 @@ def test_heuristics_fit_into_99_kib(kind):
 
 
 @pytest.mark.parametrize(
+    ("kind", "rows", "width", "stages"),
+    [("NVIDIA H100 80GB HBM3", 128, 2304, 5), ("NVIDIA H100 80GB HBM3", 128, 4224, 5),
+     ("NVIDIA H100 80GB HBM3", 128, 4288, 3), ("NVIDIA H100 80GB HBM3", 256, 3072, 3),
+     ("NVIDIA H20", 128, 3072, 3), ("NVIDIA A100-SXM4-80GB", 128, 2304, 3), (UNKNOWN, 128, 2304, 3)],
+)  # fmt: skip
+def test_stages_of_dense(kind, rows, width, stages):
+    """More where the card has room for them, and each tile a multiprocessor to itself."""
+    assert tuning_dense.dense(rows, 768, width, 2, kind).num_stages == stages
+
+
+@pytest.mark.parametrize(
     ("kind", "large"),
     [("NVIDIA A100-SXM4-80GB", True), ("NVIDIA A100 80GB PCIe", True), ("NVIDIA A30", True), ("NVIDIA A800", True),
      ("NVIDIA H100 80GB HBM3", True), ("NVIDIA H200", True), ("NVIDIA H20", True), ("NVIDIA GH200 480GB", True),

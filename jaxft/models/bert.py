@@ -374,9 +374,10 @@ class BertModel(nnx.Module):
         hidden_states = [x]
         # A scan over stacked parameters takes 488 us where this takes 325 (1x128; 681 and 568 at 8x128; calls queued on
         # an H200, 2026-11-22).
-        # One kernel a layer, whose programs claim its tiles in turn and wait for those of the step before, took 322 us
-        # on the device where the seven took 306 (at 1x16 282 and 244; H100, 2026-11-24): XLA begins a kernel before the
-        # one ahead has ended, so that its end costs no more than a wait for all programs does.
+        # One kernel a layer, whose programs take its tiles in turn and wait for those of the step before, took 322 us
+        # on the device where seven kernels a layer took 306 (1x128; 282 and 244 at 1x16; H100, 2026-11-24, before these
+        # read weights first): XLA starts a kernel before the previous one has ended, so that one more costs no more
+        # than such a wait.
         for i, layer in enumerate(self.layers):
             layer_keys = None if keys is None else keys[i]
             x = run_layer(layer, x, mask, dropout_rng=layer_keys, remat=self.remat, **packed)

@@ -55,7 +55,8 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, singl
                 batch, head, rows[:, None], columns[None, :], None if in_rows is None else in_rows[:, None],
                 None if in_columns is None else in_columns[None, :],
             )  # fmt: skip
-            # Values first: a block of keys is waited for where it is turned around, before what is read after it.
+            # Values first: where one block holds all keys, a program waits for them as soon as it transposes them, and
+            # would ask for values only then (16 tokens, 12 heads: 1.7 us for 1.9; H100, 2026-11-24).
             v = parts.load_tile(p, v_ref, index, offset + row, block_k, p.v_head + kv_head, in_columns)
             k = parts.load_tile(p, k_ref, index, offset + row, block_k, p.k_head + kv_head, in_columns)
             logits = parts.dot(p, q, k, trans_b=True)  # [block_q, block_k], not yet scaled

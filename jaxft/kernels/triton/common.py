@@ -54,10 +54,11 @@ def launch(
 
     body.__name__ = name
     varying = _varying(present)
-    # XLA (JAX 0.11) begins a kernel before the one ahead has ended, and has it wait for that at once. If each let the
-    # next begin from its own beginning on (griddepcontrol.launch_dependents), BERT-base of 1x128 would take 277 us for
-    # 288 on the device, of 1x16 209 for 225 (H100, 2026-11-24). But XLA's own kernels read by ld.global.nc, which that
-    # wait does not cover, and it cannot be known here that none of them is the next.
+
+    # XLA (JAX 0.11) starts a kernel before the previous one has ended, and has it wait for that one first of all. If
+    # each said at its beginning that the next may start (griddepcontrol.launch_dependents), BERT-base of 1x128 took
+    # 277 us on the device for 288 without, of 1x16 209 for 225 (H100, 2026-11-24). But XLA's own kernels read by
+    # ld.global.nc, which that wait does not cover, and it cannot be known here that none of them is the next.
     call = pl.pallas_call(
         body,
         grid=tuple(grid),

@@ -65,7 +65,7 @@ def _fwd_kernel(
         return tile, _add(tile, x, bias_ref, residual, seed_ref, dropout_rate)[0]
 
     total_ref, saved_ref = more_refs[0] if return_sum else None, more_refs[-1] if save else None
-    normalize(read, block_width, epsilon, gamma_ref, beta_ref, y_ref, total_ref, saved_ref)
+    normalize(read, block_width, epsilon, gamma_ref, beta_ref, y_ref, total_ref, saved_ref, vectors_first=bool(splits))
 
 
 def forward(
