@@ -114,7 +114,7 @@ def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsi
         return False
     if itemsize > 2:
         return rows >= (4096 if activation is None else 1024) and depth % 32 == width % 32 == 0
-    few = rows <= 512 and -(-rows // 64) * -(-width // 64) < 60
+    few = rows <= 512 and _tiles(rows, width) < 60
     if few or _split_by_library(rows, depth, width, activation):
         return False
     return activation is not None or rows <= 8192 or depth < 1024
@@ -158,6 +158,11 @@ _MULTIPROCESSORS = {
 }  # fmt: skip
 
 
+def _tiles(rows: int, width: int, block_m: int = 64, block_n: int = 64) -> int:
+    """How many it takes to cover `[rows, width]`."""
+    return -(-rows // block_m) * -(-width // block_n)
+
+
 def tile_k_of(itemsize: int) -> int:
     """How deep the blocks of the Mosaic kernels are: a line of 128 bytes."""
     return 128 // itemsize
@@ -179,8 +184,7 @@ def _in_rounds(rows: int, width: int, itemsize: int, programs: int, largest: int
     ]
 
     def time(config: MosaicDenseConfig) -> float:
-        tiles = -(-rows // config.tile_m) * -(-width // config.tile_n)
-        return -(-tiles // programs) * config.tile_m * config.tile_n / speed[config.block]
+        return -(-_tiles(rows, width, *config.block) // programs) * config.tile_m * config.tile_n / speed[config.block]
 
     return min(configs, key=time)
 
@@ -188,17 +192,15 @@ def _in_rounds(rows: int, width: int, itemsize: int, programs: int, largest: int
 def dense_mosaic(
     rows: int, depth: int, width: int, activation: str | None, itemsize: int, device_kind: str, residual: bool = False
 ) -> MosaicDenseConfig:
-    def tiles(config: MosaicDenseConfig) -> int:
-        return -(-rows // config.block[0]) * -(-width // config.block[1])
-
     programs = _multiprocessors(device_kind)
     default, most = _in_rounds(rows, width, itemsize, programs), 0
     small = (64, 64, 8, "none"), (64, 128, 6, "none"), (64, 192, 4, "none"), (64, 128, 4, "m"), (64, 192, 4, "m")
     for m, n, k, split in small:
         # The tiles that give work to the most multiprocessors, if each gets one.
         candidate = MosaicDenseConfig(m, n, tile_k_of(itemsize), k, split=split, programs=programs)
-        if most < tiles(candidate) <= candidate.programs:
-            most, default = tiles(candidate), candidate
+        tiles = _tiles(rows, width, *candidate.block)
+        if most < tiles <= candidate.programs:
+            most, default = tiles, candidate
     sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
     variant, default = "residual" if residual else "", with_room(default, itemsize, residual)
     config = lookup("dense_mosaic", default, device_kind, variant, **sizes, itemsize=itemsize)
@@ -234,7 +236,7 @@ def dense(rows: int, depth: int, width: int, itemsize: int, device_kind: str) ->
     elif width >= 2048 and (rows > 64 or width > 4096):
         # More stages where each tile has a multiprocessor to itself: 128x768x2304 in 4.5 us, with three, of which two
         # programs fit into one, in 4.8 (H100, 2026-11-24).
-        alone = -(-rows // 64) * -(-width // 64) <= _multiprocessors(device_kind) and LARGEST.match(device_kind)
+        alone = _tiles(rows, width) <= _multiprocessors(device_kind) and LARGEST.match(device_kind)
         default = DenseConfig(64, 64, 128, 4, 5 if alone else 3)
     else:
         # Narrow tiles, so that there are enough of them, and many loads in flight: 16x768x2304 in 3.9 us, with the
@@ -256,7 +258,7 @@ def dense_split(rows: int, depth: int, width: int, itemsize: int, device_kind: s
     (3.9), 128x768x768 4.8 (6.2), 16x3072x768 5.7 (6.3), 32x3072x768 6.1 (6.3), 128x3072x768 7.0 (8.5), 256x768x768 5.7
     (7.5). At 512 rows the longer LayerNorm takes what the product gains.
     """
-    tiles = -(-rows // 64) * -(-width // 64)
+    tiles = _tiles(rows, width)
     splits = (
         min(4, _multiprocessors(device_kind) // max(1, tiles), depth // 256) if itemsize <= 2 and rows <= 256 else 1
     )

@@ -341,14 +341,12 @@ def test_report(tmp_path):
         row("jaxft", "712345.60", "pretraining example, base", "tokens_per_s"),
         row("jaxft", "38.90", "pretraining example, base", "mfu_percent"),
     ]
-    with (results / "NVIDIA_H200.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, timing.COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
-    with (results / "NVIDIA_A100.csv").open("w", newline="") as file:  # a shorter one
-        writer = csv.DictWriter(file, timing.COLUMNS)
-        writer.writeheader()
-        writer.writerow(row("jaxft", "30.00", "bias_activation gelu", "device_us"))
+    shorter = [row("jaxft", "30.00", "bias_activation gelu", "device_us")]
+    for name, written in (("NVIDIA_H200", rows), ("NVIDIA_A100", shorter)):
+        with (results / f"{name}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, timing.COLUMNS)
+            writer.writeheader()
+            writer.writerows(written)
     report.write(readme, results)
     text, chart = readme.read_text(), (results / "NVIDIA_H200.png").read_bytes()
     assert text.startswith("before\n\n") and text.endswith("\n\nafter\n") and "old" not in text
