@@ -19,6 +19,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,12 @@ def check_all(name: str, ours: Callable[..., Any], plain: Callable[..., Any], in
     results = (ours(*inputs), plain(*inputs), float64(plain, *inputs))
     for leaves in zip(*map(jax.tree.leaves, results), strict=True):
         check(name, *leaves)
+
+
+def warm_up(variants: Mapping[str, Variant]) -> None:
+    """Compiles all variants at once. XLA's autotuning has the GPU to itself meanwhile: it locks it."""
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda variant: jax.block_until_ready(variant[0](*variant[1][0])), variants.values()))
 
 
 def measure(
