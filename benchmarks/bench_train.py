@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -44,17 +45,23 @@ def step(encode: Encoder) -> jax.stages.Wrapped:
     return jax.jit(jax.value_and_grad(value, (0, 1)))
 
 
-def fastest(
-    name: str, encode: Encoder, inputs: tuple[Any, ...], options: dict[str, str] | None = None
-) -> timing.Variant:
-    """A step with `options` of XLA's, or with COMPILER_OPTIONS as well."""
+def compiling(
+    threads: ThreadPoolExecutor, encode: Encoder, inputs: tuple[Any, ...], *options: dict[str, Any]
+) -> Callable[[], list[jax.stages.Compiled]]:
+    """Begins to compile a step, with each of the `options` of XLA's; what is returned waits for the programs."""
     lowered = step(encode).lower(*inputs)
+    futures = [threads.submit(lowered.compile, own) for own in options]
+    return lambda: [future.result() for future in futures]
+
+
+def fastest(name: str, programs: Sequence[jax.stages.Compiled], inputs: tuple[Any, ...]) -> timing.Variant:
+    """Of a step with XLA's defaults and with COMPILER_OPTIONS."""
     found: list[tuple[float, timing.Variant]] = []
-    for own in ({}, COMPILER_OPTIONS):
-        variant = lowered.compile({**(options or {}), **own}), [inputs]
+    for program, own in zip(programs, ("defaults", COMPILER_OPTIONS), strict=True):
+        variant = program, [inputs]
         timing.queued_us(variant, 1)
         found.append((min(timing.queued_us(variant, 5) for _ in range(3)), variant))
-        print(f"{name}, {own or 'defaults'}: {found[-1][0]:.0f} us")
+        print(f"{name}, {own}: {found[-1][0]:.0f} us")
     return min(found, key=lambda timed: timed[0])[1]
 
 
@@ -132,30 +139,36 @@ def run(case: Case, gelu: str, rate: float, args: argparse.Namespace) -> list[ti
         layers_of, leaves = bench_encoder.jaxft_layers(case, params, gelu, **options)
         return jaxft_encoder(layers_of, remat=remat), (leaves, x.astype(case.dtype), key, weights)
 
-    variants = {
-        name: fastest(f"{label}, {name}", *ours(case, params, None, remat))
-        for name, remat in (("jaxft", False), ("jaxft, remat", True))
-    }
     activation = "gelu_tanh" if gelu == "gelu_new" else "gelu"
     options: dict[str, Any] = {"heads": heads, "activation": activation, "epsilon": 1e-12, "rate": rate}
+    steps: dict[str, tuple[Encoder, tuple[Any, ...], dict[str, Any]]] = {
+        name: (*ours(case, params, None, remat), {}) for name, remat in (("jaxft", False), ("jaxft, remat", True))
+    }
     for name, (attention, packed) in PEERS.items():
         if attention == "cudnn" and jax.default_backend() != "gpu":
             continue
-        in_graph = WITHOUT_CUDNN if rate and attention == "cudnn" else None
+        in_graph = WITHOUT_CUDNN if rate and attention == "cudnn" else {}
         encode: Encoder = functools.partial(plain_encoder, attention=attention, **options)
         own = params if packed else bench_encoder.separate(params)
-        inputs = own, x, jax.random.key(3, impl="rbg") if rate else None, weights
-        variants[name] = fastest(f"{label}, {name}", encode, inputs, in_graph)
-
-    def gradients_of(encode: Encoder, inputs: tuple[Any, ...]) -> list[jax.Array]:
-        """Not timed, and so compiled without a search for the fastest Triton products, which takes a while."""
-        return jax.tree.leaves(step(encode).lower(*inputs).compile(COMPILER_OPTIONS)(*inputs)[1])
-
-    # With dropout the same masks are dropped by jaxft in plain JAX only.
-    wide = jax.tree.map(lambda a: a.astype(jnp.float32), params)
-    with jax.default_matmul_precision("highest"):
-        exact = gradients_of(*ours(dataclasses.replace(case, dtype="float32"), wide, "xla", False))
-    plain = gradients_of(*ours(case, params, "xla", False))
+        steps[name] = encode, (own, x, jax.random.key(3, impl="rbg") if rate else None, weights), in_graph
+    with ThreadPoolExecutor() as threads:
+        programs = {
+            name: compiling(threads, encode, inputs, in_graph, {**in_graph, **COMPILER_OPTIONS})
+            for name, (encode, inputs, in_graph) in steps.items()
+        }
+        # With dropout the same masks are dropped by jaxft in plain JAX only. Not timed, and so compiled without a
+        # search for the fastest Triton products, which takes a while.
+        of_plain = ours(case, params, "xla", False)
+        plain_program = compiling(threads, *of_plain, COMPILER_OPTIONS)
+        wide = jax.tree.map(lambda a: a.astype(jnp.float32), params)
+        of_exact = ours(dataclasses.replace(case, dtype="float32"), wide, "xla", False)
+        with jax.default_matmul_precision("highest"):
+            exact_program = compiling(threads, *of_exact, COMPILER_OPTIONS)
+    plain, exact = (
+        jax.tree.leaves(program()[0](*inputs)[1])
+        for program, (_, inputs) in ((plain_program, of_plain), (exact_program, of_exact))
+    )
+    variants = {name: fastest(f"{label}, {name}", program(), steps[name][1]) for name, program in programs.items()}
     for name in ("jaxft", "jaxft, remat"):
         f, (inputs,) = variants[name]
         for gradients in zip(jax.tree.leaves(f(*inputs)[1]), plain, exact, strict=True):

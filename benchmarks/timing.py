@@ -77,10 +77,11 @@ def check_all(name: str, ours: Callable[..., Any], plain: Callable[..., Any], in
         check(name, *leaves)
 
 
-def warm_up(variants: Mapping[str, Variant]) -> None:
-    """Compiles all variants at once. XLA's autotuning has the GPU to itself meanwhile: it locks it."""
+def compile_all(variants: Mapping[str, Variant]) -> None:
+    """Compiles them at the same time, for later calls. XLA locks the GPU for what its autotuning measures."""
+    lowered = [f.lower(*inputs[0]) for f, inputs in variants.values() if isinstance(f, jax.stages.Wrapped)]
     with ThreadPoolExecutor() as threads:
-        list(threads.map(lambda variant: jax.block_until_ready(variant[0](*variant[1][0])), variants.values()))
+        list(threads.map(lambda program: program.compile(), lowered))
 
 
 def measure(

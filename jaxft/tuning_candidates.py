@@ -212,7 +212,7 @@ def dense_split(rows: int, depth: int, width: int, itemsize: int) -> Iterable[Sp
 def dense_mosaic(rows: int, depth: int, width: int, activation: int, itemsize: int) -> Iterable[MosaicDenseConfig]:
     tiles = [(64, 128, 4, "m"), (64, 192, 4, "m"), (64, 256, 4, "m"), (128, 128, 4, "n"), (128, 192, 4, "none"),
              (192, 128, 4, "none"), (128, 128, 6, "none"), (64, 192, 6, "none"), (64, 128, 6, "none"),
-             (64, 64, 8, "none"), (64, 192, 4, "none")]  # fmt: skip
+             (64, 64, 8, "none"), (64, 64, 8, "m"), (64, 192, 4, "none")]  # fmt: skip
     groups = (8, 16) if rows > 1024 else (8,)
     deep = tile_k_of(itemsize)
     found = (MosaicDenseConfig(m, n, deep, k, split, group=g) for m, n, k, split in tiles for g in groups)
