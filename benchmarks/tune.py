@@ -26,6 +26,7 @@ import timing
 from jaxft import dispatch, reference, tuning, tuning_candidates, tuning_dense
 from jaxft.kernels.mosaic_gpu import dense as mosaic_dense
 from jaxft.kernels.mosaic_gpu import dense_backward
+from jaxft.kernels.mosaic_gpu import dense_layer_norm as mosaic_layer_norm
 from jaxft.kernels.triton import attention, attention_backward, bias_activation, dense, layer_norm, permute, softmax
 from jaxft.kernels.triton.attention_common import Options, Rules
 
@@ -394,11 +395,37 @@ def mosaic_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
             yield Case("dense_mosaic_gradient", sizes, shapes, dtype, dense_backward.backward, scaled, gradient)
 
 
+def whole_row_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
+    """The product and the LayerNorm after it: whether one kernel does both, and its configuration."""
+    if not dispatch.device().is_hopper or itemsize > 2:
+        return
+    for rows, depth, width, _ in DENSE:
+        if rows <= 1024 or width > depth:
+            continue
+        sizes = {"rows": rows, "depth": depth, "width": width, "itemsize": itemsize}
+        entry = "dense_layer_norm_implementation", tuning.key(**sizes)
+
+        def choose(x: jax.Array, kernel: jax.Array, *arrays: jax.Array, config: Any, entry: Any = entry) -> jax.Array:
+            bias, residual, gamma, beta = arrays
+            with tuning.trial(tuning.Trial({entry: config})):
+                return jaxft.dense_residual_layer_norm(x, kernel, bias, residual, gamma, beta)
+
+        def run(*arrays: jax.Array, config: tuning_dense.MosaicDenseConfig) -> jax.Array:
+            return mosaic_layer_norm.forward(*arrays, epsilon=1e-6, config=config)
+
+        choice = tuning_dense.dense_layer_norm_implementation(**sizes, device_kind=kind, hopper=True, dropout=False)
+        config = tuning_dense.dense_layer_norm(**sizes, device_kind=kind)
+        shapes = (rows, depth), (depth, width), (width,), (rows, width), (width,), (width,)
+        plain = reference.dense_residual_layer_norm
+        yield Case("dense_layer_norm", sizes, shapes, dtype, run, plain, config)
+        yield Case(entry[0], sizes, shapes, dtype, choose, plain, tuning_dense.DenseChoice(choice))
+
+
 def cases(dtypes: Sequence[str], kind: str) -> Iterable[tuple[Case, Any]]:
     """Each case, and the configuration that a device without a table would take."""
     groups = (row_cases, sums_cases, row_gradient_cases, softmax_cases, elementwise_cases, elementwise_gradient_cases,
               permute_cases, split_cases, attention_cases, attention_gradient_cases, dense_cases, split_k_cases,
-              mosaic_cases, implementation_cases)  # fmt: skip
+              mosaic_cases, implementation_cases, whole_row_cases)  # fmt: skip
     for dtype, group in itertools.product(dtypes, groups):
         itemsize = jnp.dtype(dtype).itemsize
         # Which of attention's kernels runs depends on a config, too.

@@ -214,12 +214,47 @@ def dense_mosaic(
     return with_room(config, itemsize, residual) if residual else config  # it may be an entry of those without
 
 
-def with_room(config: MosaicDenseConfig, itemsize: int, residual: bool) -> MosaicDenseConfig:
-    """The same with no more stages than fit into 227 KiB of shared memory."""
+def with_room(config: MosaicDenseConfig, itemsize: int, residual: bool, norm: bool = False) -> MosaicDenseConfig:
+    """The same with no more stages than fit into 227 KiB of shared memory; `norm`: of the kernel with a LayerNorm."""
     # Four pieces of the result, four of the residual, two rows of the bias, and barriers.
     others = (8 if residual else 4) * 64 * 64 * itemsize + 2 * config.tile_n * 4 + 512
+    if norm:  # two rows of gamma and beta each, and means and squares of two tiles and of what is beside them
+        others += 4 * config.tile_n * 4 + 2 * (1 + 8) * 2 * config.tile_m * 4
     most = (227 * 1024 - others) // (sum(config.block) * config.tile_k * itemsize)
     return dataclasses.replace(config, stages=min(config.stages, most))
+
+
+def tiles_of_rows(width: int) -> list[int]:
+    """How wide the tiles can be of which the 2, 4 or 8 programs of a cluster have whole rows between them."""
+    return [n for n in (192, 128, 256, 64) if width in (2 * n, 4 * n, 8 * n)]
+
+
+def dense_layer_norm_implementation(
+    rows: int, depth: int, width: int, itemsize: int, device_kind: str, hopper: bool, dropout: bool
+) -> str:
+    """Whether one Mosaic GPU kernel does the product and the LayerNorm after it; "triton" for one kernel each.
+
+    It has not been timed yet, and is taken where a table says so.
+    """
+    sizes = {"rows": rows, "depth": depth, "width": width, "itemsize": itemsize}
+
+    def usable(choice: DenseChoice) -> bool:
+        able = hopper and not dropout and itemsize == 2 and rows % 8 == 0 and bool(tiles_of_rows(width))
+        return able or choice.implementation != "mosaic_gpu"
+
+    default = DenseChoice("triton")
+    return lookup("dense_layer_norm_implementation", default, device_kind, "", usable, **sizes).implementation
+
+
+def dense_layer_norm(rows: int, depth: int, width: int, itemsize: int, device_kind: str) -> MosaicDenseConfig:
+    """Of the kernel that does both, for one of the widths that have `tiles_of_rows`."""
+    programs = _multiprocessors(device_kind) // 16 * 16  # as many as there is room for in clusters of eight or four
+    tile_n = tiles_of_rows(width)[0]
+    tile_m, split = (128, "none") if tile_n == 128 else (64, "m")
+    default = MosaicDenseConfig(tile_m, tile_n, tile_k_of(itemsize), split=split, group=1, programs=programs)
+    default = with_room(default, itemsize, residual=True, norm=True)
+    sizes = {"rows": rows, "depth": depth, "width": width, "itemsize": itemsize}
+    return lookup("dense_layer_norm", default, device_kind, **sizes)
 
 
 def dense_mosaic_gradient(rows: int, depth: int, width: int, itemsize: int, device_kind: str) -> MosaicDenseConfig:

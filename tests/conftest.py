@@ -7,6 +7,10 @@ import sys
 import zipfile
 from pathlib import Path
 
+# Threads of XLA's for a CPU. Each warp group that waits in Mosaic's interpreter blocks one, and of as few as there are
+# cores none may be left for those that the others wait for.
+os.environ.setdefault("NPROC", "16")
+
 import jax
 import pytest
 
