@@ -396,29 +396,20 @@ def mosaic_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
 
 
 def whole_row_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
-    """The product and the LayerNorm after it: whether one kernel does both, and its configuration."""
+    """A product and the LayerNorm after it in one kernel."""
     if not dispatch.device().is_hopper or itemsize > 2:
         return
+
+    def run(*arrays: jax.Array, config: tuning_dense.MosaicDenseConfig) -> jax.Array:
+        return mosaic_layer_norm.forward(*arrays, epsilon=1e-6, config=config)
+
     for rows, depth, width, _ in DENSE:
-        if rows <= 1024 or width > depth:
-            continue
-        sizes = {"rows": rows, "depth": depth, "width": width, "itemsize": itemsize}
-        entry = "dense_layer_norm_implementation", tuning.key(**sizes)
-
-        def choose(x: jax.Array, kernel: jax.Array, *arrays: jax.Array, config: Any, entry: Any = entry) -> jax.Array:
-            bias, residual, gamma, beta = arrays
-            with tuning.trial(tuning.Trial({entry: config})):
-                return jaxft.dense_residual_layer_norm(x, kernel, bias, residual, gamma, beta)
-
-        def run(*arrays: jax.Array, config: tuning_dense.MosaicDenseConfig) -> jax.Array:
-            return mosaic_layer_norm.forward(*arrays, epsilon=1e-6, config=config)
-
-        choice = tuning_dense.dense_layer_norm_implementation(**sizes, device_kind=kind, hopper=True, dropout=False)
-        config = tuning_dense.dense_layer_norm(**sizes, device_kind=kind)
-        shapes = (rows, depth), (depth, width), (width,), (rows, width), (width,), (width,)
-        plain = reference.dense_residual_layer_norm
-        yield Case("dense_layer_norm", sizes, shapes, dtype, run, plain, config)
-        yield Case(entry[0], sizes, shapes, dtype, choose, plain, tuning_dense.DenseChoice(choice))
+        if rows > 1024 and width <= depth:
+            sizes = {"rows": rows, "depth": depth, "width": width, "itemsize": itemsize}
+            present = tuning_dense.dense_layer_norm(**sizes, device_kind=kind)
+            shapes = (rows, depth), (depth, width), (width,), (rows, width), (width,), (width,)
+            plain = reference.dense_residual_layer_norm
+            yield Case("dense_layer_norm", sizes, shapes, dtype, run, plain, present)
 
 
 def cases(dtypes: Sequence[str], kind: str) -> Iterable[tuple[Case, Any]]:

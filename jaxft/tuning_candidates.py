@@ -233,14 +233,10 @@ def dense_mosaic_gradient(rows: int, depth: int, width: int, itemsize: int) -> I
         yield MosaicDenseConfig(m, n, stages=k, split="none", group=16, minor=minor)
 
 
-def dense_layer_norm_implementation(rows: int, depth: int, width: int, itemsize: int) -> Iterable[DenseChoice]:
-    return map(DenseChoice, ("triton", *(("mosaic_gpu",) if rows > 1024 else ())))
-
-
 def dense_layer_norm(rows: int, depth: int, width: int, itemsize: int) -> Iterable[MosaicDenseConfig]:
     for n in tiles_of_rows(width):
         for m, split in ((64, "m"), (64, "none"), (128, "none")):
-            if m * n <= 128 * 192:
+            if m * n < 128 * 192:  # of so many, some would be spilled
                 config = MosaicDenseConfig(m, n, tile_k_of(itemsize), 8, split, group=1)
                 yield with_room(config, itemsize, residual=True, norm=True)
 
@@ -250,7 +246,6 @@ _OPS: dict[str, Callable[..., Iterable[Any]]] = {
     for function in (
         layer_norm, layer_norm_backward, softmax, softmax_backward, bias_activation, bias_activation_backward,
         permute, qkv_bias_split_heads, qkv_bias_split_heads_backward, attention, attention_dq, attention_dkv,
-        dense_implementation, dense, dense_split, dense_mosaic, dense_mosaic_gradient, dense_layer_norm_implementation,
-        dense_layer_norm,
+        dense_implementation, dense, dense_split, dense_mosaic, dense_mosaic_gradient, dense_layer_norm,
     )
 }  # fmt: skip

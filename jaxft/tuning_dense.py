@@ -229,32 +229,23 @@ def tiles_of_rows(width: int) -> list[int]:
     return [n for n in (192, 128, 256, 64) if width in (2 * n, 4 * n, 8 * n)]
 
 
-def dense_layer_norm_implementation(
-    rows: int, depth: int, width: int, itemsize: int, device_kind: str, hopper: bool, dropout: bool
-) -> str:
-    """Whether one Mosaic GPU kernel does the product and the LayerNorm after it; "triton" for one kernel each.
-
-    It has not been timed yet, and is taken where a table says so.
-    """
-    sizes = {"rows": rows, "depth": depth, "width": width, "itemsize": itemsize}
-
-    def usable(choice: DenseChoice) -> bool:
-        able = hopper and not dropout and itemsize == 2 and rows % 8 == 0 and bool(tiles_of_rows(width))
-        return able or choice.implementation != "mosaic_gpu"
-
-    default = DenseChoice("triton")
-    return lookup("dense_layer_norm_implementation", default, device_kind, "", usable, **sizes).implementation
-
-
 def dense_layer_norm(rows: int, depth: int, width: int, itemsize: int, device_kind: str) -> MosaicDenseConfig:
     """Of the kernel that does both, for one of the widths that have `tiles_of_rows`."""
-    programs = _multiprocessors(device_kind) // 16 * 16  # as many as there is room for in clusters of eight or four
-    tile_n = tiles_of_rows(width)[0]
+    tile_n, programs = tiles_of_rows(width)[0], _multiprocessors(device_kind)
+    if width > 2 * tile_n:  # as many as there is room for in clusters of eight or four
+        programs = programs // 16 * 16
     tile_m, split = (128, "none") if tile_n == 128 else (64, "m")
     default = MosaicDenseConfig(tile_m, tile_n, tile_k_of(itemsize), split=split, group=1, programs=programs)
     default = with_room(default, itemsize, residual=True, norm=True)
     sizes = {"rows": rows, "depth": depth, "width": width, "itemsize": itemsize}
-    return lookup("dense_layer_norm", default, device_kind, **sizes)
+
+    def usable(config: MosaicDenseConfig) -> bool:
+        """Whether its clusters have whole rows between them, and copy by eights what they share of x."""
+        beside, fitted = width // config.tile_n, with_room(config, itemsize, residual=True, norm=True)
+        in_rows = config.split != "n" and config.cluster_m == 1 and config.tile_n in tiles_of_rows(width)
+        return in_rows and config.block[0] // 8 % beside == 0 and config.programs >= beside and config == fitted
+
+    return lookup("dense_layer_norm", default, device_kind, "", usable, **sizes)
 
 
 def dense_mosaic_gradient(rows: int, depth: int, width: int, itemsize: int, device_kind: str) -> MosaicDenseConfig:

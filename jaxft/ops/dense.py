@@ -115,7 +115,7 @@ def plan_of(
         )
     # Mosaic GPU is imported, which takes a while, only where it may be the choice.
     if fastest not in (None, "triton", "xla"):
-        mosaic = {"mosaic_gpu": _mosaic_reason(x, kernel, bias, residual, precision)}
+        mosaic = {"mosaic_gpu": reasons["triton"] or _mosaic_reason(x, kernel, bias, residual, precision)}
         reasons = mosaic | reasons if implementation is None else reasons | mosaic
     choice = dispatch.choose(op, implementation, reasons)
     if implementation is None and fastest == "mosaic_gpu" and choice.name != fastest:

@@ -42,7 +42,8 @@ def dense_residual_layer_norm(
     tile of the product (split-K), and the kernel of the LayerNorm adds up their partial sums, in float32. XLA does the
     like, and where its product of few rows is the fastest, in TF32 and for some deep ones, both are XLA's, unless a
     gradient is taken. "mosaic_gpu" is a single kernel, in 16 bits on Hopper, for D of 2, 4 or 8 times 64, 128, 192 or
-    256 and without dropout: the programs of a cluster keep whole rows of the product in registers. `autotune` tries it.
+    256 and without dropout: the programs of a cluster keep whole rows of the product in registers. It is new, has not
+    been timed, and is taken by this name only.
 
     Args:
       x: `[..., K]`, float32, float16 or bfloat16; products accumulate in float32.
@@ -88,8 +89,8 @@ def dense_residual_layer_norm(
     rng = dropout_rng if options.dropout_rate > 0.0 else None
     reason = product.unsupported(x=x) or norm.unsupported(residual, bias=bias, gamma=gamma, beta=beta)
     reasons = {"triton": reason}
-    if implementation == "mosaic_gpu" or implementation is None and in_one_kernel(rows, depth, residual, rng):
-        reasons = {"mosaic_gpu": _mosaic_reason(*arrays, rng), **reasons}
+    if implementation not in (None, "triton", "xla"):  # it takes a while to import
+        reasons["mosaic_gpu"] = reason or _mosaic_reason(*arrays, rng)
     choice = dispatch.choose(op, implementation, reasons)
 
     kind, precision = dispatch.device_kind(), dispatch.matmul_precision(options.precision)
@@ -111,15 +112,6 @@ def dense_residual_layer_norm(
             return _two_ops(*arrays, rng, options).reshape(residual.shape)
         split = None
     return _result_jit(*common.vary_alike(*arrays, rng), options, split).reshape(residual.shape)
-
-
-def in_one_kernel(rows: int, depth: int, residual: Array, rng: Array | None) -> bool:
-    """Whether the fastest is the Mosaic GPU kernel that does both."""
-    sizes, machine = (rows, depth, residual.shape[-1], residual.dtype.itemsize), dispatch.device()
-    if machine.platform != "cuda":
-        return False
-    choice = tuning_dense.dense_layer_norm_implementation(*sizes, machine.kind, machine.is_hopper, rng is not None)
-    return choice == "mosaic_gpu"
 
 
 def _mosaic_reason(x, kernel, residual, bias, gamma, beta, rng):

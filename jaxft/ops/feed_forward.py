@@ -14,7 +14,7 @@ from jaxft.kernels.triton import dense as triton
 from jaxft.ops import common
 from jaxft.ops import dense as dense_op
 from jaxft.ops.dense import dense
-from jaxft.ops.dense_layer_norm import dense_residual_layer_norm, in_one_kernel
+from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
 from jaxft.ops.layer_norm import bias_residual_layer_norm
 
 Array = jax.Array
@@ -103,10 +103,9 @@ def feed_forward_residual_layer_norm(
     if plan is None or not plan.by_mosaic or x.dtype.itemsize > 2:  # there are no derivatives in float32
         h = dense_op.run(*arrays[:3], None, activation, precision, plan).reshape(*x.shape[:-1], inner)
         return dense_residual_layer_norm(h, out_kernel, out_bias, x, gamma, beta, precision=precision, **options)
-    gradient = tuning_dense.dense_mosaic_gradient(rows, width, inner, x.dtype.itemsize, dispatch.device_kind())
-    static = _Static(plan, gradient, options["epsilon"])
-    if in_one_kernel(rows, inner, arrays[0], dropout_rng if options["dropout_rate"] else None):
-        return _whole_jit(*common.vary_alike(*arrays, out_bias, gamma, beta), static).reshape(x.shape)
+    static = _Static(
+        plan, tuning_dense.dense_mosaic_gradient(rows, width, inner, x.dtype.itemsize, dispatch.device_kind())
+    )
     y = _products_jit(*common.vary_alike(*arrays), static).reshape(x.shape)
     return bias_residual_layer_norm(y, out_bias, x, gamma, beta, in_place=True, **options)
 
@@ -116,30 +115,6 @@ class _Static(NamedTuple):
 
     plan: dense_op.Plan
     gradient: tuning_dense.MosaicDenseConfig
-    epsilon: float
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
-def _whole(x, in_kernel, in_bias, out_kernel, out_bias, gamma, beta, static):
-    """With the second product and the LayerNorm in one kernel, where no gradient is taken; without dropout."""
-    h = dense_op.kernels(x, in_kernel, in_bias, None, static.plan)
-    return dense_residual_layer_norm(
-        h, out_kernel, out_bias, x, gamma, beta, epsilon=static.epsilon, precision=static.plan.precision
-    )
-
-
-def _whole_fwd(*arrays_and_static):
-    *arrays, static = arrays_and_static
-
-    def run(x, in_kernel, in_bias, out_kernel, out_bias, gamma, beta):
-        y = _products(x, in_kernel, in_bias, out_kernel, static)
-        return bias_residual_layer_norm(y, out_bias, x, gamma, beta, epsilon=static.epsilon, in_place=True)
-
-    return jax.vjp(run, *arrays)
-
-
-_whole.defvjp(_whole_fwd, lambda static, pull_back, dy: pull_back(dy))
-_whole_jit = jax.jit(_whole, static_argnums=7)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

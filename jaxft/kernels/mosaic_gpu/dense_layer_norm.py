@@ -1,4 +1,4 @@
-"""LayerNorm(x @ kernel + bias + residual) in one kernel for Hopper, which writes nothing but the result.
+"""LayerNorm(x @ kernel + bias + residual) in one kernel for Hopper, which does not write the product.
 
 2 * M * K * D floating-point operations; beside the product's arrays it reads the residual, [M, D], where a LayerNorm of
 its own reads two such arrays and writes one. The programs of a cluster have whole rows between them: each multiplies
