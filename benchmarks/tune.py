@@ -26,7 +26,6 @@ import timing
 from jaxft import dispatch, reference, tuning, tuning_candidates, tuning_dense
 from jaxft.kernels.mosaic_gpu import dense as mosaic_dense
 from jaxft.kernels.mosaic_gpu import dense_backward
-from jaxft.kernels.mosaic_gpu import dense_layer_norm as mosaic_layer_norm
 from jaxft.kernels.triton import attention, attention_backward, bias_activation, dense, layer_norm, permute, softmax
 from jaxft.kernels.triton.attention_common import Options, Rules
 
@@ -395,28 +394,11 @@ def mosaic_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
             yield Case("dense_mosaic_gradient", sizes, shapes, dtype, dense_backward.backward, scaled, gradient)
 
 
-def whole_row_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
-    """A product and the LayerNorm after it in one kernel."""
-    if not dispatch.device().is_hopper or itemsize > 2:
-        return
-
-    def run(*arrays: jax.Array, config: tuning_dense.MosaicDenseConfig) -> jax.Array:
-        return mosaic_layer_norm.forward(*arrays, epsilon=1e-6, config=config)
-
-    for rows, depth, width, _ in DENSE:
-        if rows > 1024 and width <= depth:
-            sizes = {"rows": rows, "depth": depth, "width": width, "itemsize": itemsize}
-            present = tuning_dense.dense_layer_norm(**sizes, device_kind=kind)
-            shapes = (rows, depth), (depth, width), (width,), (rows, width), (width,), (width,)
-            plain = reference.dense_residual_layer_norm
-            yield Case("dense_layer_norm", sizes, shapes, dtype, run, plain, present)
-
-
 def cases(dtypes: Sequence[str], kind: str) -> Iterable[tuple[Case, Any]]:
     """Each case, and the configuration that a device without a table would take."""
     groups = (row_cases, sums_cases, row_gradient_cases, softmax_cases, elementwise_cases, elementwise_gradient_cases,
               permute_cases, split_cases, attention_cases, attention_gradient_cases, dense_cases, split_k_cases,
-              mosaic_cases, implementation_cases, whole_row_cases)  # fmt: skip
+              mosaic_cases, implementation_cases)  # fmt: skip
     for dtype, group in itertools.product(dtypes, groups):
         itemsize = jnp.dtype(dtype).itemsize
         # Which of attention's kernels runs depends on a config, too.

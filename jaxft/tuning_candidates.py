@@ -18,15 +18,7 @@ from jaxft.tuning import (
     RowConfig,
     next_power_of_2,
 )
-from jaxft.tuning_dense import (
-    DenseChoice,
-    DenseConfig,
-    MosaicDenseConfig,
-    SplitConfig,
-    tile_k_of,
-    tiles_of_rows,
-    with_room,
-)
+from jaxft.tuning_dense import DenseChoice, DenseConfig, MosaicDenseConfig, SplitConfig, tile_k_of, with_room
 
 
 def candidates(op: str, present: Any, **sizes: int) -> list[Any]:
@@ -233,19 +225,11 @@ def dense_mosaic_gradient(rows: int, depth: int, width: int, itemsize: int) -> I
         yield MosaicDenseConfig(m, n, stages=k, split="none", group=16, minor=minor)
 
 
-def dense_layer_norm(rows: int, depth: int, width: int, itemsize: int) -> Iterable[MosaicDenseConfig]:
-    for n in tiles_of_rows(width):
-        for m, split in ((64, "m"), (64, "none"), (128, "none")):
-            if m * n < 128 * 192:  # of so many, some would be spilled
-                config = MosaicDenseConfig(m, n, tile_k_of(itemsize), 8, split, group=1)
-                yield with_room(config, itemsize, residual=True, norm=True)
-
-
 _OPS: dict[str, Callable[..., Iterable[Any]]] = {
     function.__name__: function
     for function in (
         layer_norm, layer_norm_backward, softmax, softmax_backward, bias_activation, bias_activation_backward,
         permute, qkv_bias_split_heads, qkv_bias_split_heads_backward, attention, attention_dq, attention_dkv,
-        dense_implementation, dense, dense_split, dense_mosaic, dense_mosaic_gradient, dense_layer_norm,
+        dense_implementation, dense, dense_split, dense_mosaic, dense_mosaic_gradient,
     )
 }  # fmt: skip

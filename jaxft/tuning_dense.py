@@ -214,38 +214,12 @@ def dense_mosaic(
     return with_room(config, itemsize, residual) if residual else config  # it may be an entry of those without
 
 
-def with_room(config: MosaicDenseConfig, itemsize: int, residual: bool, norm: bool = False) -> MosaicDenseConfig:
-    """The same with no more stages than fit into 227 KiB of shared memory; `norm`: of the kernel with a LayerNorm."""
+def with_room(config: MosaicDenseConfig, itemsize: int, residual: bool) -> MosaicDenseConfig:
+    """The same with no more stages than fit into 227 KiB of shared memory."""
     # Four pieces of the result, four of the residual, two rows of the bias, and barriers.
     others = (8 if residual else 4) * 64 * 64 * itemsize + 2 * config.tile_n * 4 + 512
-    if norm:  # two rows of gamma and beta each, and means and squares of two tiles and of what is beside them
-        others += 4 * config.tile_n * 4 + 2 * (1 + 8) * 2 * config.tile_m * 4
     most = (227 * 1024 - others) // (sum(config.block) * config.tile_k * itemsize)
     return dataclasses.replace(config, stages=min(config.stages, most))
-
-
-def tiles_of_rows(width: int) -> list[int]:
-    """How wide the tiles can be of which the 2, 4 or 8 programs of a cluster have whole rows between them."""
-    return [n for n in (192, 128, 256, 64) if width in (2 * n, 4 * n, 8 * n)]
-
-
-def dense_layer_norm(rows: int, depth: int, width: int, itemsize: int, device_kind: str) -> MosaicDenseConfig:
-    """Of the kernel that does both, for one of the widths that have `tiles_of_rows`."""
-    tile_n, programs = tiles_of_rows(width)[0], _multiprocessors(device_kind)
-    if width > 2 * tile_n:  # as many as there is room for in clusters of eight or four
-        programs = programs // 16 * 16
-    tile_m, split = (128, "none") if tile_n == 128 else (64, "m")
-    default = MosaicDenseConfig(tile_m, tile_n, tile_k_of(itemsize), split=split, group=1, programs=programs)
-    default = with_room(default, itemsize, residual=True, norm=True)
-    sizes = {"rows": rows, "depth": depth, "width": width, "itemsize": itemsize}
-
-    def usable(config: MosaicDenseConfig) -> bool:
-        """Whether its clusters have whole rows between them, and copy by eights what they share of x."""
-        beside, fitted = width // config.tile_n, with_room(config, itemsize, residual=True, norm=True)
-        in_rows = config.split != "n" and config.cluster_m == 1 and config.tile_n in tiles_of_rows(width)
-        return in_rows and config.block[0] // 8 % beside == 0 and config.programs >= beside and config == fitted
-
-    return lookup("dense_layer_norm", default, device_kind, "", usable, **sizes)
 
 
 def dense_mosaic_gradient(rows: int, depth: int, width: int, itemsize: int, device_kind: str) -> MosaicDenseConfig:

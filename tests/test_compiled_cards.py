@@ -5,7 +5,6 @@ JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1.
 """
 
 import contextlib
-import functools
 import itertools
 from typing import NamedTuple
 
@@ -17,8 +16,7 @@ from jax.experimental.topologies import get_topology_desc
 from jax.sharding import AbstractMesh, SingleDeviceSharding
 
 import jaxft
-from jaxft import dispatch, tuning_candidates, tuning_dense
-from jaxft.kernels.mosaic_gpu import dense_layer_norm
+from jaxft import dispatch
 from jaxft.models.bert import BertConfig, BertModel
 
 
@@ -171,17 +169,3 @@ class TestOfEveryCard:
                 >= 2
             )
             assert kernels(compiled(lambda x: jaxft.permute(x, (1, 0)), x)) == 1
-
-
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 compiles no Mosaic kernel without a GPU")
-@pytest.mark.parametrize("width", [384, 768, 1024, 2048])
-def test_product_and_layer_norm(width):
-    """In one kernel, with every config that is tried."""
-    x, kernel, residual, vector = of(4096, 768), of(768, width), of(4096, width), of(width)
-    present = tuning_dense.dense_layer_norm(4096, 768, width, 2, "")
-    sizes = {"rows": 4096, "depth": 768, "width": width, "itemsize": 2}
-    with compiler_for(CARDS[3]) as compiled:
-        for config in (present, *tuning_candidates.candidates("dense_layer_norm", present, **sizes)):
-            run = functools.partial(dense_layer_norm.forward, epsilon=1e-6, config=config)
-            text = compiled(run, x, kernel, vector, residual, vector, vector).as_text()
-            assert text.count('custom_call_target="mosaic_gpu_v2"') == 1

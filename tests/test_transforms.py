@@ -6,6 +6,7 @@ op, to `jaxft.reference`, and to that in float64.
 
 import dataclasses
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -343,8 +344,11 @@ def test_jit_is_what_eager_is(name):
             assert_matches_oracle(out, plain(floats), in_float64(plain, floats))
 
 
-@pytest.mark.parametrize("implementation", [None, "triton"])
-@pytest.mark.parametrize("name", ["layer_norm", "dense", "softmax", "permute", "merge_heads", "qkv_bias_split_heads"])
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [*itertools.product(("layer_norm", "dense", "softmax", "permute", "merge_heads", "qkv_bias_split_heads"),
+                        (None, "triton")), ("dense", "mosaic_gpu")],
+)  # fmt: skip
 def test_explicit_shardings(name, implementation, caplog):
     """XLA's part, or an error that says what to do."""
     op = OPS[name]

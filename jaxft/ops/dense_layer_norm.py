@@ -41,9 +41,7 @@ def dense_residual_layer_norm(
     and as fast as that for many rows. A few rows give work to too few programs; then several share the depth of each
     tile of the product (split-K), and the kernel of the LayerNorm adds up their partial sums, in float32. XLA does the
     like, and where its product of few rows is the fastest, in TF32 and for some deep ones, both are XLA's, unless a
-    gradient is taken. "mosaic_gpu" is a single kernel, in 16 bits on Hopper, for D of 2, 4 or 8 times 64, 128, 192 or
-    256 and without dropout: the programs of a cluster keep whole rows of the product in registers. It is new, has not
-    been timed, and is taken by this name only.
+    gradient is taken.
 
     Args:
       x: `[..., K]`, float32, float16 or bfloat16; products accumulate in float32.
@@ -55,7 +53,7 @@ def dense_residual_layer_norm(
       dropout_rate: in [0, 1). What is kept is a pure function of the key and the element's index.
       dropout_rng: a JAX random key, needed where the rate is not 0.
       precision: of the product, as in `jnp.matmul`; None follows `jax.default_matmul_precision`.
-      implementation: None for the fastest, "triton", "xla" or "mosaic_gpu".
+      implementation: None for the fastest, "triton" or "xla".
 
     Returns:
       `[..., D]` of the dtype of `x`.
@@ -84,21 +82,15 @@ def dense_residual_layer_norm(
         precision=common.check_precision(op, precision, x.dtype),
         implementation=implementation,
     )
+    reason = product.unsupported(x=x) or norm.unsupported(residual, bias=bias, gamma=gamma, beta=beta)
+    choice = dispatch.choose(op, implementation, {"triton": reason})
+
     rows = math.prod(x.shape[:-1])
     arrays = x.reshape(rows, depth), kernel, residual.reshape(rows, width), bias, gamma, beta
     rng = dropout_rng if options.dropout_rate > 0.0 else None
-    reason = product.unsupported(x=x) or norm.unsupported(residual, bias=bias, gamma=gamma, beta=beta)
-    reasons = {"triton": reason}
-    if implementation not in (None, "triton", "xla"):  # it takes a while to import
-        reasons["mosaic_gpu"] = reason or _mosaic_reason(*arrays, rng)
-    choice = dispatch.choose(op, implementation, reasons)
-
-    kind, precision = dispatch.device_kind(), dispatch.matmul_precision(options.precision)
-    if choice.name == "mosaic_gpu":
-        config = tuning_dense.dense_layer_norm(rows, depth, width, x.dtype.itemsize, kind)
-        return _result_jit(*common.vary_alike(*arrays, rng), options, config).reshape(residual.shape)
     if choice.name == "xla" or 0 in (rows, depth, width):
         return _two_ops(*arrays, rng, options).reshape(residual.shape)
+    kind, precision = dispatch.device_kind(), dispatch.matmul_precision(options.precision)
     parts = tuning_dense.dense_split(rows, depth, width, x.dtype.itemsize, kind)
     if parts.splits > 1:
         sums = tuning.layer_norm(rows, width, 4, kind, "sums")  # which have 4 bytes
@@ -112,16 +104,6 @@ def dense_residual_layer_norm(
             return _two_ops(*arrays, rng, options).reshape(residual.shape)
         split = None
     return _result_jit(*common.vary_alike(*arrays, rng), options, split).reshape(residual.shape)
-
-
-def _mosaic_reason(x, kernel, residual, bias, gamma, beta, rng):
-    try:
-        from jaxft.kernels.mosaic_gpu import dense_layer_norm as mosaic
-    except ImportError as error:
-        return f"this JAX cannot import it: {error}"
-    if rng is not None:
-        return "it has no dropout"
-    return mosaic.unsupported(x, kernel, residual, bias=bias, gamma=gamma, beta=beta)
 
 
 class _Options(NamedTuple):
@@ -146,19 +128,13 @@ def _two_ops(x, kernel, residual, bias, gamma, beta, rng, options):
     y = dense(x, kernel, precision=options.precision, implementation=options.implementation)
     return bias_residual_layer_norm(
         y, bias, residual, gamma, beta, epsilon=options.epsilon, dropout_rate=options.dropout_rate, dropout_rng=rng,
-        in_place=True, implementation=None if options.implementation == "mosaic_gpu" else options.implementation,
+        in_place=True, implementation=options.implementation,
     )  # fmt: skip
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
 def _result(x, kernel, residual, bias, gamma, beta, rng, options, split):
-    """By the two kernels, by one (`split` is its config), or (None) by XLA."""
-    if isinstance(split, tuning_dense.MosaicDenseConfig):
-        from jaxft.kernels.mosaic_gpu import dense_layer_norm as mosaic
-
-        arrays = x, kernel, bias, residual, gamma, beta
-        y = mosaic.forward(*arrays, epsilon=options.epsilon, config=split)
-        return common.vary_alike(*arrays, y)[-1]  # see `dense`
+    """By the two kernels, or (`split` is None) by XLA."""
     if split is None:
         return _two_ops(x, kernel, residual, bias, gamma, beta, rng, options._replace(implementation="xla"))
     (sums,) = product.forward(

@@ -50,11 +50,8 @@ def multiply_tiles(
     finish: Callable[[Any, Any, Any, Array], None],
     *,
     transposed: bool = False,
-    beside: int = 1,
 ) -> None:
     """All tiles of x @ kernel (`transposed`: of x @ kernel^T), shared among the programs.
-
-    `beside`: so many programs of a cluster have a whole line of tiles between them, and share copies of x.
 
     The warp group that multiplies a tile, 0 or 1, calls `begin(group, row, column)` before and `finish(group, row,
     column, tile)` after it, with the place of the tile's first element and the tile in registers, float32. `finish` may
@@ -65,7 +62,7 @@ def multiply_tiles(
     tile_m, tile_n, tile_k, stages = config.tile_m, config.tile_n, config.tile_k, config.stages
     block_m, block_n = config.block
     by_turns, steps = config.split == "none", pl.cdiv(depth, tile_k)
-    blocks_m, blocks_n = pl.cdiv(rows, block_m * config.cluster_m), pl.cdiv(width, block_n * beside)
+    blocks_m, blocks_n = pl.cdiv(rows, block_m * config.cluster_m), pl.cdiv(width, block_n)
 
     def body(x_smem, kernel_smem, filled, free):
         warps, program, programs = lax.axis_index("warps"), lax.axis_index("program"), lax.axis_size("program")
@@ -76,8 +73,6 @@ def multiply_tiles(
             m, n = plgpu.planar_snake(
                 program + i * programs, (blocks_m, blocks_n), "mn".index(config.minor), config.group
             )
-            if beside > 1:
-                return m * block_m, lax.axis_index("cluster") * block_n
             return (m * config.cluster_m + lax.axis_index("cluster")) * block_m, n * block_n
 
         def buffer(i, k):
@@ -100,10 +95,7 @@ def multiply_tiles(
                 def _(k):
                     at, deep, wide = buffer(i, k), pl.ds(k * tile_k, tile_k), pl.ds(column, block_n)
                     plgpu.barrier_wait(free.at[at])
-                    plgpu.copy_gmem_to_smem(
-                        x_ref.at[pl.ds(row, block_m), deep], x_smem.at[at], arrival(i, k),
-                        collective_axes="cluster" if beside > 1 else None,
-                    )  # fmt: skip
+                    plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(row, block_m), deep], x_smem.at[at], arrival(i, k))
                     plgpu.copy_gmem_to_smem(
                         kernel_ref.at[wide, deep] if transposed else kernel_ref.at[deep, wide],
                         kernel_smem.at[at], arrival(i, k), collective_axes="cluster" if config.cluster_m > 1 else None,
@@ -159,7 +151,7 @@ def multiply_tiles(
         lax.cond(warps == COPYING, copy, compute)
 
     free: Any = plgpu.Barrier
-    if config.cluster_m * beside > 1:  # the copies of one program fill buffers of the other
+    if config.cluster_m > 1:  # the copies of one program fill buffers of the other
         free = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
     widths = (depth,) if transposed else (depth, width)
     block_of_kernel = (block_n, tile_k) if transposed else (tile_k, block_n)
@@ -193,19 +185,17 @@ def store_piece(smem: Any, stored: int, values: Array, ref: Any) -> None:
     plgpu.copy_smem_to_gmem(at, ref)
 
 
-def launch(
-    body: Callable[..., None], inputs: Sequence[Any], results: Any, config: MosaicDenseConfig, beside: int = 1
-) -> Any:
+def launch(body: Callable[..., None], inputs: Sequence[Any], results: Any, config: MosaicDenseConfig) -> Any:
     """The kernel `body` on `inputs`, whose results have the shapes and dtypes of `results`, [M, F]."""
     rows, width = results[0].shape
     block_m, block_n = config.block
-    clusters = pl.cdiv(rows, block_m * config.cluster_m) * pl.cdiv(width, block_n * beside)
+    clusters = pl.cdiv(rows, block_m * config.cluster_m) * pl.cdiv(width, block_n)
     call = plgpu.kernel(
         body,
         out_type=results,
-        grid=(min(config.programs // (config.cluster_m * beside), clusters),),
+        grid=(min(config.programs // config.cluster_m, clusters),),
         grid_names=("program",),
-        cluster=(config.cluster_m * beside,),
+        cluster=(config.cluster_m,),
         cluster_names=("cluster",),
         num_threads=3,
         thread_name="warps",
