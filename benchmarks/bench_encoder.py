@@ -236,8 +236,8 @@ def run(case: Case, gelu: str, args: argparse.Namespace) -> list[timing.Row]:
     valid = jnp.ones(x.shape[:2], bool) if lengths is None else case.keep(lengths)
     plain = xla(params, x, lengths)
     latency = case.batch * case.length <= 1024
-    if latency and case.dtype != "float32":  # XLA would transpose those, on the host, for minutes
-        # The host is what a small call waits for, and it handles each argument.
+    if latency and case.dtype != "float32":  # whose weights are transposed (see BertModel): XLA would while compiling
+        # A small call may wait for the host, which handles each argument.
         encode, [(leaves, *rest)] = variants["jaxft"]
         variants["jaxft, constants"] = jax.jit(functools.partial(encode, leaves)), [(*rest,)]
     timing.compile_all(variants)

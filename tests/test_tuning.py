@@ -357,6 +357,17 @@ def test_one_program_a_multiprocessor(kind, programs):
     assert {c.programs for c in tuning_candidates.candidates("dense_mosaic", config, **sizes)} == {programs}
 
 
+@pytest.mark.parametrize(
+    ("rows", "width", "tile"),
+    [(512, 768, (64, 64, "none")), (1024, 768, (64, 64, "m")), (1024, 1024, (64, 64, "m")),
+     (1024, 2304, (64, 192, "m")), (1024, 3072, (64, 192, "m")), (16384, 3072, (128, 192, "none"))],
+)  # fmt: skip
+def test_tiles_of_mosaic_products(rows, width, tile):
+    """Those that were the fastest on an H200, on a Hopper card without a table."""
+    config = tuning_dense.dense_mosaic(rows, 768, width, None, 2, "NVIDIA H100 80GB HBM3")
+    assert (config.tile_m, config.tile_n, config.split) == tile
+
+
 @pytest.mark.parametrize("rows", [1, 64, 300, 4096, 16384])
 @pytest.mark.parametrize("width", [80, 768, 3072])
 def test_the_mosaic_gradient_fits_into_shared_memory(rows, width):
