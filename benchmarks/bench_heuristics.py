@@ -4,7 +4,6 @@ At the shapes that benchmarks/tune.py knows, where the two differ, as "jaxft" an
 work together, as in attention's gradient, one of them changes and the time is that of both.
 """
 
-import concurrent.futures
 import functools
 import itertools
 from collections.abc import Sequence
@@ -19,10 +18,10 @@ from jaxft import dispatch
 DTYPES = ("bfloat16", "float32")
 
 
-def compiled(case: tune.Case, configs: Sequence[Any]) -> list[Any]:
-    """The kernel with each of the configurations."""
+def lowered(case: tune.Case, config: Any) -> jax.stages.Lowered:
+    """The kernel with that configuration."""
     shapes = jax.eval_shape(lambda: case.inputs(0))
-    return [jax.jit(functools.partial(case.run, config=config)).lower(*shapes).compile() for config in configs]
+    return jax.jit(functools.partial(case.run, config=config)).lower(*shapes)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -37,10 +36,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     differing = list(itertools.islice(found, 4 if args.quick else None))
     if not differing:
         raise SystemExit(f"no case in which the table of {dispatch.device_kind()!r} and the heuristics differ")
-    with concurrent.futures.ThreadPoolExecutor() as pool:  # before anything is timed
-        programs = list(pool.map(compiled, *zip(*differing, strict=True)))
+    both = timing.compile_all((lowered(case, config), None) for case, configs in differing for config in configs)
     results = []
-    for (case, _), (tuned, heuristic) in zip(differing, programs, strict=True):
+    for (case, _), tuned, heuristic in zip(differing, both[::2], both[1::2], strict=True):
         sets, plain = case.input_sets(), jax.jit(case.plain)
         name = f"{case.op}, {case.variant}" if case.variant else case.op
         for f in (tuned, heuristic):

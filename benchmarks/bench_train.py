@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -43,15 +42,6 @@ def step(encode: Encoder) -> jax.stages.Wrapped:
         return jnp.sum(encode(params, x, key).astype(weights.dtype) * weights)
 
     return jax.jit(jax.value_and_grad(value, (0, 1)))
-
-
-def compiling(
-    threads: ThreadPoolExecutor, encode: Encoder, inputs: tuple[Any, ...], *options: dict[str, Any]
-) -> Callable[[], list[jax.stages.Compiled]]:
-    """Begins to compile a step, with each of the `options` of XLA's; what is returned waits for the programs."""
-    lowered = step(encode).lower(*inputs)
-    futures = [threads.submit(lowered.compile, own) for own in options]
-    return lambda: [future.result() for future in futures]
 
 
 def fastest(name: str, programs: Sequence[jax.stages.Compiled], inputs: tuple[Any, ...]) -> timing.Variant:
@@ -151,24 +141,30 @@ def run(case: Case, gelu: str, rate: float, args: argparse.Namespace) -> list[ti
         encode: Encoder = functools.partial(plain_encoder, attention=attention, **options)
         own = params if packed else bench_encoder.separate(params)
         steps[name] = encode, (own, x, jax.random.key(3, impl="rbg") if rate else None, weights), in_graph
-    with ThreadPoolExecutor() as threads:
-        programs = {
-            name: compiling(threads, encode, inputs, in_graph, {**in_graph, **COMPILER_OPTIONS})
-            for name, (encode, inputs, in_graph) in steps.items()
-        }
-        # With dropout the same masks are dropped by jaxft in plain JAX only. Not timed, and so compiled without a
-        # search for the fastest Triton products, which takes a while.
-        of_plain = ours(case, params, "xla", False)
-        plain_program = compiling(threads, *of_plain, COMPILER_OPTIONS)
-        wide = jax.tree.map(lambda a: a.astype(jnp.float32), params)
-        of_exact = ours(dataclasses.replace(case, dtype="float32"), wide, "xla", False)
+    # With dropout the same masks are dropped by jaxft in plain JAX only. It is not timed, and so compiled without a
+    # search for the fastest Triton products, which takes a while.
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), params)
+    of_exact = ours(dataclasses.replace(case, dtype="float32"), wide, "xla", False)
+    of_plain = ours(case, params, "xla", False)
+
+    def lowered() -> Iterator[tuple[jax.stages.Lowered, dict[str, Any]]]:
+        for encode, inputs, in_graph in steps.values():
+            program = step(encode).lower(*inputs)
+            yield from ((program, {**in_graph, **own}) for own in ({}, COMPILER_OPTIONS))
+        yield step(of_plain[0]).lower(*of_plain[1]), COMPILER_OPTIONS
         with jax.default_matmul_precision("highest"):
-            exact_program = compiling(threads, *of_exact, COMPILER_OPTIONS)
+            program = step(of_exact[0]).lower(*of_exact[1])
+        yield program, COMPILER_OPTIONS
+
+    *programs, plain_step, exact_step = timing.compile_all(lowered())
     plain, exact = (
-        jax.tree.leaves(program()[0](*inputs)[1])
-        for program, (_, inputs) in ((plain_program, of_plain), (exact_program, of_exact))
+        jax.tree.leaves(program(*inputs)[1])
+        for program, (_, inputs) in ((plain_step, of_plain), (exact_step, of_exact))
     )
-    variants = {name: fastest(f"{label}, {name}", program(), steps[name][1]) for name, program in programs.items()}
+    each = iter(programs)
+    variants = {
+        name: fastest(f"{label}, {name}", (next(each), next(each)), inputs) for name, (_, inputs, _) in steps.items()
+    }
     for name in ("jaxft", "jaxft, remat"):
         f, (inputs,) = variants[name]
         for gradients in zip(jax.tree.leaves(f(*inputs)[1]), plain, exact, strict=True):

@@ -77,11 +77,16 @@ def check_all(name: str, ours: Callable[..., Any], plain: Callable[..., Any], in
         check(name, *leaves)
 
 
-def compile_all(variants: Mapping[str, Variant]) -> None:
-    """Compiles them at the same time, for later calls. XLA locks the GPU for what its autotuning measures."""
-    lowered = [f.lower(*inputs[0]) for f, inputs in variants.values() if isinstance(f, jax.stages.Wrapped)]
+def compile_all(
+    programs: Iterable[tuple[jax.stages.Lowered, dict[str, Any] | None]],
+) -> list[jax.stages.Compiled]:
+    """Compiles programs at the same time, each with its options; later ones are lowered meanwhile.
+
+    XLA locks the GPU for what its autotuning measures. A jitted function that was lowered, and is called later, finds
+    the program that was compiled without options.
+    """
     with ThreadPoolExecutor() as threads:
-        list(threads.map(lambda program: program.compile(), lowered))
+        return list(threads.map(lambda program: program[0].compile(program[1]), programs))
 
 
 def measure(

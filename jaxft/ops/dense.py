@@ -115,6 +115,7 @@ def plan_of(
         )
     # Mosaic GPU is imported, which takes a while, only where it may be the choice.
     if fastest not in (None, "triton", "xla"):
+        # What Triton refuses, dtypes and arrays of some shardings and shapes, is nothing for it either.
         mosaic = {"mosaic_gpu": reasons["triton"] or _mosaic_reason(x, kernel, bias, residual, precision)}
         reasons = mosaic | reasons if implementation is None else reasons | mosaic
     choice = dispatch.choose(op, implementation, reasons)
