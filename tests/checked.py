@@ -65,7 +65,8 @@ def _launch(kernel, grid, operands, outputs, *, aliases=None, **_):
         for i in reversed([i for i, (array, _) in enumerate(_unfinished) if array is operands[operand]]):
             results[output].written[...] = _unfinished.pop(i)[1]
     for program in np.ndindex(*grid):
-        with mock.patch.object(pl, "program_id", lambda axis, program=program: jnp.int32(program[axis])):
+        place = {"program_id": lambda axis, program=program: jnp.int32(program[axis]), "num_programs": grid.__getitem__}
+        with mock.patch.multiple(pl, **place):
             kernel(*refs, *results)
     arrays = [jnp.asarray(result.array) for result in results]
     _unfinished.extend((a, r.written) for a, r in zip(arrays, results, strict=True) if not r.written.all())

@@ -194,8 +194,11 @@ def _fwd_kernel(
                 stored += 1
                 copy_residual(i + 2, warps, row, column)  # where piece i lay, which all warps have read now
 
-        transposed = x_ref.dtype == jnp.float32  # see `forward`
-        dense_common.multiply_tiles(x_ref, kernel_ref, config, begin, finish, transposed=transposed)
+        dense_common.multiply_tiles(
+            x_ref, kernel_ref, config, begin, finish,
+            transposed=x_ref.dtype == jnp.float32,  # see `forward`
+            from_the_end=name is not None,  # another dense layer comes next
+        )  # fmt: skip
 
     pl.run_scoped(
         body,

@@ -50,8 +50,12 @@ def multiply_tiles(
     finish: Callable[[Any, Any, Any, Array], None],
     *,
     transposed: bool = False,
+    from_the_end: bool = False,
 ) -> None:
     """All tiles of x @ kernel (`transposed`: of x @ kernel^T), shared among the programs.
+
+    Rows come in their order, or `from_the_end`: so where the next kernel is one of XLA's products, which begins with
+    the first rows, and finds them in the L2 cache (see `from_the_end` of the Triton kernels).
 
     The warp group that multiplies a tile, 0 or 1, calls `begin(group, row, column)` before and `finish(group, row,
     column, tile)` after it, with the place of the tile's first element and the tile in registers, float32. `finish` may
@@ -73,6 +77,7 @@ def multiply_tiles(
             m, n = plgpu.planar_snake(
                 program + i * programs, (blocks_m, blocks_n), "mn".index(config.minor), config.group
             )
+            m = blocks_m - 1 - m if from_the_end else m
             return (m * config.cluster_m + lax.axis_index("cluster")) * block_m, n * block_n
 
         def buffer(i, k):

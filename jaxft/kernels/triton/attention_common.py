@@ -228,22 +228,22 @@ def for_each_tile(
 ) -> None:
     """compute(tile, head, sequence) of this program's tile, or, where so many `programs` share them all, of its tiles.
 
-    Each of those reads its next tile while it computes one.
+    Each of those reads its next tile while it computes one. The last sequence comes first, see `common.from_the_end`.
     """
     if not programs:
-        tile, head, batch = (pl.program_id(axis) for axis in range(3))
+        tile, head, batch = pl.program_id(0), pl.program_id(1), common.from_the_end(2)
         if not p.varlen:
             return compute(tile, head, batch)
         rows = common.load(spans_ref.at[batch, tile, jnp.int32(8)])  # see `load_place`
         return pl.when(rows > 0)(lambda: compute(tile, head, batch))
-    program = pl.program_id(0)
+    program, last = pl.program_id(0), tiles * heads * p.batch - 1
 
     def step(i, _):
-        item = program + jnp.int32(i) * programs
+        item = last - program - jnp.int32(i) * programs
         row = lax.div(item, jnp.int32(tiles))
         compute(lax.rem(item, jnp.int32(tiles)), lax.rem(row, jnp.int32(heads)), lax.div(row, jnp.int32(heads)))
 
-    lax.fori_loop(0, lax.div(tiles * heads * p.batch - 1 - program, jnp.int32(programs)) + 1, step, None)
+    lax.fori_loop(0, lax.div(last - program, jnp.int32(programs)) + 1, step, None)
 
 
 class Span(NamedTuple):

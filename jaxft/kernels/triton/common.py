@@ -254,6 +254,16 @@ def share(programs: int, blocks: int) -> int:
     return min(blocks, max(programs, pl.cdiv(blocks, 128)))
 
 
+def from_the_end(axis: int) -> Array:
+    """Which program of the grid's axis this is, the last one being 0: for kernels whose rows a matrix product wrote.
+
+    The L2 cache still holds the rows that it wrote last, and then those that this kernel writes last, which are the
+    first that the next product reads. BERT-base of 32x512 takes 6.03 ms for 6.09, BERT-large 19.06 for 19.24, with
+    products that end with the first rows (`multiply_tiles`) 5.93 and 18.85 (bfloat16, H200, 2026-11-24).
+    """
+    return pl.num_programs(axis) - 1 - pl.program_id(axis)
+
+
 def read_ahead(
     program: Array, programs: int, blocks: int, read: Callable[[Any], Any], work: Callable[..., Any], carry: Any = None
 ) -> Any:
