@@ -258,8 +258,9 @@ def from_the_end(axis: int) -> Array:
     """Which program of the grid's axis this is, the last one being 0: for kernels whose rows a matrix product wrote.
 
     The L2 cache still holds the rows that it wrote last, and then those that this kernel writes last, which are the
-    first that the next product reads. BERT-base of 32x512 takes 6.03 ms for 6.09, BERT-large 19.06 for 19.24, with
-    products that end with the first rows (`multiply_tiles`) 5.93 and 18.85 (bfloat16, H200, 2026-11-24).
+    first that the next product reads. With the products that do the same (`multiply_tiles`), BERT-base of 32x512 takes
+    5.99 ms for 6.12 where calls are queued, and 5.14 for 5.21 on the device, of 128x128 5.30 for 5.39 and 4.53 for 4.59
+    (bfloat16, H200, 2026-11-24, in turns in one process).
     """
     return pl.num_programs(axis) - 1 - pl.program_id(axis)
 
