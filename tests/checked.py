@@ -57,17 +57,24 @@ def _store(access, value, mask=None):
 _unfinished = []  # arrays that a kernel has not written wholly, which a later one must
 
 
+def _refs(operands, outputs):
+    inputs = [None if x is None else Checked(np.array(x)) for x in operands]
+    return inputs, [Checked(np.zeros(o.shape, o.dtype)) for o in outputs]
+
+
+def _run(kernel, grid, program, refs):
+    with mock.patch.multiple(pl, program_id=lambda axis: jnp.int32(program[axis]), num_programs=grid.__getitem__):
+        kernel(*refs)
+
+
 def _launch(kernel, grid, operands, outputs, *, aliases=None, **_):
-    refs = [None if x is None else Checked(np.array(x)) for x in operands]
-    results = [Checked(np.zeros(o.shape, o.dtype)) for o in outputs]
+    refs, results = _refs(operands, outputs)
     for operand, output in (aliases or {}).items():
         results[output] = refs[operand]  # one memory
         for i in reversed([i for i, (array, _) in enumerate(_unfinished) if array is operands[operand]]):
             results[output].written[...] = _unfinished.pop(i)[1]
     for program in np.ndindex(*grid):
-        place = {"program_id": lambda axis, program=program: jnp.int32(program[axis]), "num_programs": grid.__getitem__}
-        with mock.patch.multiple(pl, **place):
-            kernel(*refs, *results)
+        _run(kernel, grid, program, [*refs, *results])
     arrays = [jnp.asarray(result.array) for result in results]
     _unfinished.extend((a, r.written) for a, r in zip(arrays, results, strict=True) if not r.written.all())
     return arrays
@@ -84,3 +91,18 @@ def checked():
     finally:
         _unfinished.clear()
         common.interpreting.reset(token)
+
+
+def written_first(run):
+    """What the first program of the kernel that `run` launches writes: the mask of its first result."""
+    found = []
+
+    def launch(kernel, grid, operands, outputs, **_):
+        refs, results = _refs(operands, outputs)
+        _run(kernel, grid, (0,) * len(grid), [*refs, *results])
+        found.append(results[0].written)
+        return [jnp.asarray(result.array) for result in results]
+
+    with checked(), mock.patch.object(common, "launch", launch):
+        run()
+    return found[0]
