@@ -11,7 +11,7 @@ import pytest
 import jaxft
 import oracle
 from cases import SOME_DTYPES, check, jit, lower, normal, seeds
-from jaxft import dispatch, reference, tuning_search
+from jaxft import dispatch, reference, tuning, tuning_search
 from jaxft.ops import dense as dense_op
 from test_dense_mosaic import interpreted, of, runs
 
@@ -103,12 +103,13 @@ def mosaic(monkeypatch):
     """On a CPU what is not of the pair of kernels in question runs in XLA."""
     with interpreted():
         if dispatch.platform() == "cuda" and jax.default_backend() != "gpu":
-            for op in (jaxft.dense, jaxft.bias_residual_layer_norm):
+            norm = jaxft.bias_residual_layer_norm
 
-                def run(*arrays, op=op, **options):
-                    return op(*arrays, **options | {"implementation": "xla"})
+            def by_xla(*arrays, **options):
+                return norm(*arrays, **options | {"implementation": "xla"})
 
-                monkeypatch.setattr(f"jaxft.ops.feed_forward.{op.__name__}", run)
+            monkeypatch.setattr("jaxft.ops.feed_forward.bias_residual_layer_norm", by_xla)
+            monkeypatch.setattr("jaxft.ops.feed_forward._second", lambda h, kernel, static: h @ kernel)
         yield
 
 
@@ -164,6 +165,18 @@ def test_where_it_is_taken(shape, dtype, kernels):
     text = lower(gradients(), *arrays_of(*shape, dtype))
     assert text.count("@mosaic_gpu_v2") == kernels
     assert ("bias_activation_bwd" in text) == (kernels == 0)
+
+
+def test_both_products_are_those_of_the_device(monkeypatch):
+    """Also of the second device of a process, whose table differs in the second product only."""
+    second = {"rows=4096,depth=3072,width=768,activation=1,itemsize=2": {"implementation": "xla"}}
+    monkeypatch.setattr(tuning, "_table", lambda kind: {"dense_implementation": second} if kind == "other" else {})
+    found = []
+    for kind in ("one", "other"):
+        with dispatch.target(kind):
+            traced = jax.jit(lambda *a: FEED_FORWARD(*a)).trace(*arrays_of(4096, 768, 3072))
+            found.append(str(traced.jaxpr).count("dot_general"))
+    assert found == [0, 1]
 
 
 def test_autotune_tunes_the_gradient_where_there_is_one():

@@ -13,7 +13,6 @@ from jaxft import dispatch, tuning_dense
 from jaxft.kernels.triton import dense as triton
 from jaxft.ops import common
 from jaxft.ops import dense as dense_op
-from jaxft.ops.dense import dense
 from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
 from jaxft.ops.layer_norm import bias_residual_layer_norm
 
@@ -103,8 +102,11 @@ def feed_forward_residual_layer_norm(
     if plan is None or not plan.by_mosaic or x.dtype.itemsize > 2:  # there are no derivatives in float32
         h = dense_op.run(*arrays[:3], None, activation, precision, plan).reshape(*x.shape[:-1], inner)
         return dense_residual_layer_norm(h, out_kernel, out_bias, x, gamma, beta, precision=precision, **options)
+    between: Any = jax.ShapeDtypeStruct((rows, inner), x.dtype)
     static = _Static(
-        plan, tuning_dense.dense_mosaic_gradient(rows, width, inner, x.dtype.itemsize, dispatch.device_kind())
+        plan,
+        dense_op.plan_of(op, between, out_kernel, None, None, None, precision, None),
+        tuning_dense.dense_mosaic_gradient(rows, width, inner, x.dtype.itemsize, dispatch.device_kind()),
     )
     y = _products_jit(*common.vary_alike(*arrays), static).reshape(x.shape)
     return bias_residual_layer_norm(y, out_bias, x, gamma, beta, in_place=True, **options)
@@ -113,20 +115,23 @@ def feed_forward_residual_layer_norm(
 class _Static(NamedTuple):
     """What is compiled into the kernels."""
 
-    plan: dense_op.Plan
+    plan: dense_op.Plan  # of the first product
+    second: dense_op.Plan | None
     gradient: tuning_dense.MosaicDenseConfig
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _products(x, in_kernel, in_bias, out_kernel, static):
-    h = dense_op.kernels(x, in_kernel, in_bias, None, static.plan)
-    return dense(h, out_kernel, precision=static.plan.precision)
+    return _second(dense_op.kernels(x, in_kernel, in_bias, None, static.plan), out_kernel, static)
+
+
+def _second(h, out_kernel, static):
+    return dense_op.run(h, out_kernel, None, None, None, static.plan.precision, static.second)
 
 
 def _fwd(x, in_kernel, in_bias, out_kernel, static):
     h, slope = dense_op.with_slope(x, in_kernel, in_bias, static.plan)
-    y = dense(h, out_kernel, precision=static.plan.precision)
-    return y, (x, in_kernel, in_bias, out_kernel, h, slope)
+    return _second(h, out_kernel, static), (x, in_kernel, in_bias, out_kernel, h, slope)
 
 
 def _bwd(static, saved, dy):
