@@ -106,10 +106,11 @@ def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsi
     136 (143) and 350 (360), which is 1 % of a training step of BERT-base (bfloat16, 2026-11-23). Nobody takes it: the
     sum is then rounded before it meets the bias.
 
-    Nor does product and LayerNorm in one kernel pay, the programs of a cluster having whole rows between them: an H200
-    has room for 30 clusters of four, or 15 of eight, at a time, which is 120 of its 132 multiprocessors, and the tiles
-    of 16,384 rows make 32 (of BERT-large 16). With two rounds 16384x768x768 takes 75 us and 16384x3072x768 204, by two
-    kernels 48 and 120; on 120 multiprocessors the second would have nothing left to gain (2026-11-24).
+    A kernel for both, the product and the LayerNorm, was slower: the four programs of a cluster have whole rows of 768
+    columns between them, and an H200 has room for 30 such clusters at a time (15 of eight), on 120 of its 132
+    multiprocessors. It was written for 32, and so took two rounds: 16384x768x768 75 us and 16384x3072x768 204, by two
+    kernels 48 and 120. By 30 it would take half as long at best and then 1.1x for the uneven share of the rows, which
+    leaves the latter without a gain (2026-11-24).
 
     A Mosaic kernel in a program also costs the host: XLA captures it anew whenever an address has changed, and launches
     no kernel next to it ahead of time. With up to 256 rows that takes longer than the kernel saves: in one run, on a

@@ -16,7 +16,7 @@ class Checked:
 
     def __init__(self, array):
         self.array, self.shape, self.dtype, self.at = array, array.shape, array.dtype, self
-        self.written = np.zeros(array.shape, bool)
+        self.written, self.stores = np.zeros(array.shape, bool), []
 
     def __getitem__(self, where):
         return self, where if isinstance(where, tuple) else (where,)
@@ -51,6 +51,7 @@ def _store(access, value, mask=None):
     ref, index, mask, _ = _places(access, mask)
     assert not ref.written[index].any(), "an element is written twice"
     ref.written[index] = True
+    ref.stores.append(index)
     ref.array[index] = np.asarray(value).reshape(mask.shape)[mask]
 
 
@@ -93,16 +94,16 @@ def checked():
         common.interpreting.reset(token)
 
 
-def written_first(run):
-    """What the first program of the kernel that `run` launches writes: the mask of its first result."""
+def first_stores(run):
+    """The indices of each store to the first result, by the first program of the kernel that `run` launches."""
     found = []
 
     def launch(kernel, grid, operands, outputs, **_):
         refs, results = _refs(operands, outputs)
         _run(kernel, grid, (0,) * len(grid), [*refs, *results])
-        found.append(results[0].written)
+        found.extend(results[0].stores)
         return [jnp.asarray(result.array) for result in results]
 
     with checked(), mock.patch.object(common, "launch", launch):
         run()
-    return found[0]
+    return found

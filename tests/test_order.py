@@ -1,35 +1,60 @@
-"""Which rows a kernel begins with: the last ones (`common.from_the_end`). No result depends on it, only the speed."""
+"""Which rows a kernel begins or ends with. No result depends on it, only the speed."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from checked import written_first
+from checked import first_stores
 from jaxft.kernels.triton import attention, bias_activation, layer_norm
 from jaxft.kernels.triton.attention_common import Options, Rules
 from jaxft.tuning import AttentionConfig, ElementwiseConfig, RowConfig
+from jaxft.tuning_dense import MosaicDenseConfig
 
 
 def test_layer_norm():
     x, config = jnp.ones((10, 8)), RowConfig(2, 8, 1)
     options = {"epsilon": 1e-6, "dropout_rate": 0.0, "return_sum": False, "save": False, "in_place": False}
     arrays = (x, *[None] * 5)
-    written = written_first(lambda: layer_norm.forward(*arrays, **options, config=config, interpret=True))
-    assert written[8:].all() and not written[:8].any()
+    ((rows, _),) = first_stores(lambda: layer_norm.forward(*arrays, **options, config=config, interpret=True))
+    assert set(rows) == {8, 9}
 
 
 def test_bias_activation():
     x, config = jnp.ones((10, 8)), ElementwiseConfig(2, 8, 1)
     options = {"activation": "gelu", "in_place": False, "config": config, "interpret": True}
-    written = written_first(lambda: bias_activation.forward(x, None, **options))
-    assert written[8:].all() and not written[:8].any()
+    ((rows, _),) = first_stores(lambda: bias_activation.forward(x, None, **options))
+    assert set(rows) == {8, 9}
 
 
-@pytest.mark.parametrize("programs", [0, 2])
-def test_attention(programs):
-    """A head of the last sequence; of every second one where two programs share all of them."""
-    qkv, config = jnp.ones((3, 16, 3, 2, 8)), AttentionConfig(16, 16, 4, 1, programs)
-    rules, options = Rules(), Options(1.0)
-    arrays = qkv, None, None, rules, options
-    written = written_first(lambda: attention.forward(*arrays, return_residual=False, config=config, interpret=True))
-    written = written.reshape(3, 16, 2, 8).any(axis=(1, 3))
-    assert written.tolist() == ([[False, True]] * 3 if programs else [[False] * 2] * 2 + [[True, False]])
+def attention_stores(qkv, rules, options, programs=0):
+    arrays, config = (qkv, None, None, rules, options), AttentionConfig(16, 16, 4, 1, programs)
+    return first_stores(lambda: attention.forward(*arrays, return_residual=False, config=config, interpret=True))
+
+
+@pytest.mark.parametrize(("programs", "sequences"), [(0, [[3]]), (2, [[3], [1]])])
+def test_attention(programs, sequences):
+    """The last sequence; of every second one, where two programs share them."""
+    stores = attention_stores(jnp.ones((4, 16, 3, 1, 8)), Rules(), Options(1.0), programs)
+    assert [sorted(set(index[0])) for index in stores] == sequences
+
+
+def test_sequences_back_to_back():
+    """The longest."""
+    rules = Rules(cu_seqlens=jnp.array([0, 3, 13, 18]))
+    ((_, rows, *_),) = attention_stores(jnp.ones((18, 3, 1, 8)), rules, Options(1.0, max_seqlen=16))
+    assert set(rows) == set(range(3, 13))
+
+
+@pytest.mark.parametrize("minor", ["m", "n"])
+@pytest.mark.parametrize("blocks", [(7, 3), (7, 5), (6, 4)], ids=str)
+def test_mosaic_products(blocks, minor):
+    """Each block once, the first ones at the beginning or the end."""
+    dense_common = pytest.importorskip("jaxft.kernels.mosaic_gpu.dense_common")
+    config = MosaicDenseConfig(64, 64, minor=minor, group=4)
+    count = blocks[0] * blocks[1]
+
+    def order(backwards):
+        return [tuple(map(int, dense_common.block_at(jnp.int32(i), blocks, config, backwards))) for i in range(count)]
+
+    assert sorted(order(False)) == list(np.ndindex(blocks)) and order(False)[0][0] == 0
+    assert sorted(order(True)) == list(np.ndindex(blocks)) and order(True)[-1][0] == 0

@@ -197,7 +197,7 @@ def _fwd_kernel(
         dense_common.multiply_tiles(
             x_ref, kernel_ref, config, begin, finish,
             transposed=x_ref.dtype == jnp.float32,  # see `forward`
-            from_the_end=name is not None,  # another dense layer comes next
+            backwards=name is not None,  # usually another dense layer comes next
         )  # fmt: skip
 
     pl.run_scoped(

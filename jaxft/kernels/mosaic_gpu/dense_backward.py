@@ -70,7 +70,7 @@ def _kernel(dy_ref, kernel_ref, slope_ref, eighths_ref, dx_ref, sums_ref, *, con
             plgpu.copy_gmem_to_smem(eighths_ref, eighths_smem, eighths_there)
 
         plgpu.barrier_wait(eighths_there)
-        dense_common.multiply_tiles(dy_ref, kernel_ref, config, begin, finish, transposed=True, from_the_end=True)
+        dense_common.multiply_tiles(dy_ref, kernel_ref, config, begin, finish, transposed=True, backwards=True)
 
     width, dtype = slope_ref.shape[1], slope_ref.dtype
     pl.run_scoped(

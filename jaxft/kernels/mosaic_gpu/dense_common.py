@@ -42,6 +42,17 @@ def transforms(dtype: Any, *widths: int) -> tuple[Any, Any]:
     return plgpu.TilingTransform((8, elements)), plgpu.SwizzleTransform(elements * dtype.itemsize)
 
 
+def block_at(i: Any, blocks: tuple[int, int], config: MosaicDenseConfig, backwards: bool) -> tuple[Any, Any]:
+    """Which of the blocks, [rows, columns], all programs together compute as the i-th.
+
+    They begin with the first rows; `backwards` they end with them. So where the next kernel is most likely a product,
+    which begins with the first rows, and then finds in the L2 cache a part of a result that is larger than that (see
+    `program_id_from_the_end` of the Triton kernels, also for what it gains).
+    """
+    i = blocks[0] * blocks[1] - 1 - i if backwards else i
+    return plgpu.planar_snake(i, blocks, "mn".index(config.minor), config.group)
+
+
 def multiply_tiles(
     x_ref: Any,
     kernel_ref: Any,
@@ -50,12 +61,11 @@ def multiply_tiles(
     finish: Callable[[Any, Any, Any, Array], None],
     *,
     transposed: bool = False,
-    from_the_end: bool = False,
+    backwards: bool = False,
 ) -> None:
     """All tiles of x @ kernel (`transposed`: of x @ kernel^T), shared among the programs.
 
-    Rows come in their order, or `from_the_end`: so where the next kernel is one of XLA's products, which begins with
-    the first rows, and finds them in the L2 cache (see `from_the_end` of the Triton kernels).
+    `backwards`: they end with the first rows, see `block_at`.
 
     The warp group that multiplies a tile, 0 or 1, calls `begin(group, row, column)` before and `finish(group, row,
     column, tile)` after it, with the place of the tile's first element and the tile in registers, float32. `finish` may
@@ -74,10 +84,7 @@ def multiply_tiles(
 
         def first(i):
             """The row and the column where this program's i-th block begins."""
-            m, n = plgpu.planar_snake(
-                program + i * programs, (blocks_m, blocks_n), "mn".index(config.minor), config.group
-            )
-            m = blocks_m - 1 - m if from_the_end else m
+            m, n = block_at(program + i * programs, (blocks_m, blocks_n), config, backwards)
             return (m * config.cluster_m + lax.axis_index("cluster")) * block_m, n * block_n
 
         def buffer(i, k):

@@ -228,12 +228,14 @@ def for_each_tile(
 ) -> None:
     """compute(tile, head, sequence) of this program's tile, or, where so many `programs` share them all, of its tiles.
 
-    Each of those reads its next tile while it computes one. The last sequence comes first, see `common.from_the_end`.
+    Each of those reads its next tile while it computes one. Of sequences in a batch, [B, T], the last comes first, see
+    `common.program_id_from_the_end`.
     """
     if not programs:
-        tile, head, batch = pl.program_id(0), pl.program_id(1), common.from_the_end(2)
+        tile, head = pl.program_id(0), pl.program_id(1)
         if not p.varlen:
-            return compute(tile, head, batch)
+            return compute(tile, head, common.program_id_from_the_end(2))
+        batch = pl.program_id(2)  # of `Tiles`, which begin with the longest sequences
         rows = common.load(spans_ref.at[batch, tile, jnp.int32(8)])  # see `load_place`
         return pl.when(rows > 0)(lambda: compute(tile, head, batch))
     program, last = pl.program_id(0), tiles * heads * p.batch - 1

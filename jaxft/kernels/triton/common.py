@@ -254,13 +254,13 @@ def share(programs: int, blocks: int) -> int:
     return min(blocks, max(programs, pl.cdiv(blocks, 128)))
 
 
-def from_the_end(axis: int) -> Array:
-    """Which program of the grid's axis this is, the last one being 0: for kernels whose rows a matrix product wrote.
+def program_id_from_the_end(axis: int) -> Array:
+    """`pl.program_id` counted from the last program: for kernels whose rows a matrix product wrote.
 
-    The L2 cache still holds the rows that it wrote last, and then those that this kernel writes last, which are the
-    first that the next product reads. With the products that do the same (`multiply_tiles`), BERT-base of 32x512 takes
-    5.99 ms for 6.12 where calls are queued, and 5.14 for 5.21 on the device, of 128x128 5.30 for 5.39 and 4.53 for 4.59
-    (bfloat16, H200, 2026-11-24, in turns in one process).
+    The L2 cache holds the rows that it wrote last, and then those that this kernel writes last, with which most
+    products begin. Mosaic's with an activation end with them, since their results are the largest (`block_at`). With
+    all of that BERT-base of 32x512 takes 5.99 ms for 6.12 where calls are queued, and 5.14 for 5.21 on the device, of
+    128x128 5.30 for 5.39 and 4.53 for 4.59 (bfloat16, H200, 2026-11-24, in turns in one process).
     """
     return pl.num_programs(axis) - 1 - pl.program_id(axis)
 

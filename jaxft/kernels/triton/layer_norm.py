@@ -53,7 +53,7 @@ def _fwd_kernel(
     epsilon: float, dropout_rate: float, return_sum: bool, save: bool, block_rows: int, block_width: int,
 ):  # fmt: skip
     *splits, rows, width = x_ref.shape
-    row = common.from_the_end(0) * block_rows  # JAX's interpreter knows it outside of loops only
+    row = common.program_id_from_the_end(0) * block_rows  # JAX's interpreter knows it outside of loops only
 
     def read(i):
         tile = common.tile((rows, width), row, i * block_width, (block_rows, block_width))
