@@ -45,9 +45,9 @@ def transforms(dtype: Any, *widths: int) -> tuple[Any, Any]:
 def block_at(i: Any, blocks: tuple[int, int], config: MosaicDenseConfig, backwards: bool) -> tuple[Any, Any]:
     """Which of the blocks, [rows, columns], all programs together compute as the i-th.
 
-    They begin with the first rows; `backwards` they end with them. So where the next kernel is most likely a product,
-    which begins with the first rows, and then finds in the L2 cache a part of a result that is larger than that (see
-    `program_id_from_the_end` of the Triton kernels, also for what it gains).
+    They begin with the first rows; `backwards` they end with them. So where the result is larger than the L2 cache, and
+    the next kernel usually a product: it begins with the first rows, and finds them there. What that gains, with the
+    order of the Triton kernels, is at their `program_id_from_the_end`.
     """
     i = blocks[0] * blocks[1] - 1 - i if backwards else i
     return plgpu.planar_snake(i, blocks, "mn".index(config.minor), config.group)
