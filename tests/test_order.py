@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from checked import first_stores
+from jaxft.kernels.mosaic_gpu import dense_common
 from jaxft.kernels.triton import attention, bias_activation, layer_norm
 from jaxft.kernels.triton.attention_common import Options, Rules
 from jaxft.tuning import AttentionConfig, ElementwiseConfig, RowConfig
@@ -49,7 +50,6 @@ def test_sequences_back_to_back():
 @pytest.mark.parametrize("blocks", [(7, 3), (7, 5), (6, 4)], ids=str)
 def test_mosaic_products(blocks, minor):
     """Each block once, the first ones at the beginning or the end."""
-    dense_common = pytest.importorskip("jaxft.kernels.mosaic_gpu.dense_common")
     config = MosaicDenseConfig(64, 64, minor=minor, group=4)
     count = blocks[0] * blocks[1]
 
