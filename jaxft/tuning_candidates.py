@@ -216,7 +216,7 @@ def dense_mosaic(rows: int, depth: int, width: int, activation: int, itemsize: i
     groups = (8, 16) if rows > 1024 else (8,)
     deep = tile_k_of(itemsize)
     found = (MosaicDenseConfig(m, n, deep, k, split, group=g) for m, n, k, split in tiles for g in groups)
-    return (with_room(config, itemsize, residual=False) for config in found)
+    return (with_room(config, itemsize, pieces=4) for config in found)
 
 
 def dense_mosaic_gradient(rows: int, depth: int, width: int, itemsize: int) -> Iterable[MosaicDenseConfig]:

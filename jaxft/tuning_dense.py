@@ -215,15 +215,32 @@ def dense_mosaic(
         if most < tiles <= candidate.programs:
             most, default = tiles, candidate
     sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
-    variant, default = "residual" if residual else "", with_room(default, itemsize, residual)
-    config = lookup("dense_mosaic", default, device_kind, variant, **sizes, itemsize=itemsize)
-    return with_room(config, itemsize, residual) if residual else config  # it may be an entry of those without
+    variant, pieces = ("residual", 8) if residual else ("", 4)
+    return _lookup_mosaic("dense_mosaic", default, device_kind, variant, pieces, **sizes, itemsize=itemsize)
 
 
-def with_room(config: MosaicDenseConfig, itemsize: int, residual: bool) -> MosaicDenseConfig:
-    """The same with no more stages than fit into 227 KiB of shared memory."""
-    # Four pieces of the result, four of the residual, two rows of the bias, and barriers.
-    others = (8 if residual else 4) * 64 * 64 * itemsize + 2 * config.tile_n * 4 + 512
+def _lookup_mosaic(
+    op: str, default: MosaicDenseConfig, device_kind: str, variant: str, pieces: int, *, itemsize: int, **sizes: int
+) -> MosaicDenseConfig:
+    """Like `lookup`, with stages that fit: an entry may be one of a kernel that takes less shared memory, or a user's.
+
+    With one stage, Mosaic's copies wait for the products and these for the copies.
+    """
+
+    def usable(config: MosaicDenseConfig) -> bool:
+        return with_room(config, itemsize, pieces).stages > 1
+
+    default = with_room(default, itemsize, pieces)
+    config = lookup(op, default, device_kind, variant, usable, **sizes, itemsize=itemsize)
+    return with_room(config, itemsize, pieces)
+
+
+def with_room(config: MosaicDenseConfig, itemsize: int, pieces: int) -> MosaicDenseConfig:
+    """The same with no more stages than fit into 227 KiB of shared memory beside `pieces` of the results and operands.
+
+    The product has four of the result and, with a residual, four of that; its gradient six of both, and eighths.
+    """
+    others = pieces * 64 * 64 * itemsize + 2 * config.tile_n * 4 + 512  # two rows of a bias or sums, and barriers
     most = (227 * 1024 - others) // (sum(config.block) * config.tile_k * itemsize)
     return dataclasses.replace(config, stages=min(config.stages, most))
 
@@ -240,7 +257,7 @@ def dense_mosaic_gradient(rows: int, depth: int, width: int, itemsize: int, devi
     # With a stage less, since pieces of those take shared memory.
     default = _in_rounds(rows, width, itemsize, _multiprocessors(device_kind), largest=5)
     sizes = {"rows": rows, "depth": depth, "width": width}
-    return lookup("dense_mosaic_gradient", default, device_kind, **sizes, itemsize=itemsize)
+    return _lookup_mosaic("dense_mosaic_gradient", default, device_kind, "", 7, **sizes, itemsize=itemsize)
 
 
 def dense(rows: int, depth: int, width: int, itemsize: int, device_kind: str) -> DenseConfig:

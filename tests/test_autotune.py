@@ -452,7 +452,7 @@ def test_a_folder_in_place_of_the_file(caplog):
     [("attention", {"block_q": 8}), ("dense", {"block_n": 8}), ("dense", {"num_stages": 99}),
      ("permute", {"elements": 16}), ("layer_norm_backward", {"programs": 0}),
      *(("dense_mosaic", change) for change in (
-         {"split": "x"}, {"split": []}, {"tile_n": 100}, {"cluster_m": 3}, {"stages": 1},
+         {"split": "x"}, {"split": []}, {"tile_n": 100}, {"tile_k": 128}, {"cluster_m": 3}, {"stages": 1},
          {"tile_m": 256, "tile_n": 256}, {"cluster_m": 2, "programs": 1}))],
 )  # fmt: skip
 def test_entries_that_no_kernel_could_run(op, change, caplog):
@@ -466,6 +466,22 @@ def test_entries_that_no_kernel_could_run(op, change, caplog):
         write(json.dumps({op: {name: entry}}))
         assert tuning_store.restore(KIND, op, name, default) == found
     assert len(warned(caplog)) == 1
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_an_entry_of_a_product_by_mosaic_is_found_with_as_many_stages_as_fit(itemsize, caplog):
+    """Of 227 KiB, beside four pieces of 64 x 64 of the result, with a residual eight."""
+    sizes = {"rows": 512, "depth": 768, "width": 768, "activation": 1, "itemsize": itemsize}
+    for split, block, fit in (("none", 192 + 128, {2: 4, 4: 4}), ("m", 384 + 128, {2: 3, 4: 2})):
+        stored = tuning_dense.MosaicDenseConfig(192, 128, 128 // itemsize, 16, split)
+        assert 2 * block * 128 < 227 * 1024 < 16 * block * 128
+        names = [tuning.key(variant, **sizes) for variant in ("", "residual")]
+        write(json.dumps({"dense_mosaic": dict.fromkeys(names, dataclasses.asdict(stored))}))
+        config = tuning_dense.dense_mosaic(512, 768, 768, None, itemsize, KIND)
+        assert config == dataclasses.replace(stored, stages=fit[itemsize])
+        with_residual = tuning_dense.dense_mosaic(512, 768, 768, None, itemsize, KIND, residual=True)
+        assert with_residual.stages >= 2  # where not even two fit, the entry is not taken
+    assert warned(caplog) == []
 
 
 def test_processes_that_save_at_once_lose_nothing():

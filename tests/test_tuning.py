@@ -264,9 +264,9 @@ def test_every_op_finds_its_tuned_entry(op, tuned):
 
 
 def test_the_mosaic_product_finds_its_tuned_entries(tuned):
-    tuned({"card": {"dense_mosaic": {"rows=1024,depth=200,width=300,activation=2,itemsize=2": {"tile_n": 256}}}})
+    tuned({"card": {"dense_mosaic": {"rows=1024,depth=200,width=300,activation=2,itemsize=2": {"group": 4}}}})
     with_gelu, without = (tuning_dense.dense_mosaic(1000, 200, 300, name, 2, "card") for name in ("gelu", None))
-    assert with_gelu == dataclasses.replace(without, tile_n=256) != without
+    assert with_gelu == dataclasses.replace(without, group=4) != without
     default = tuning_dense.dense_mosaic_gradient(1000, 200, 300, 2, "card")
     tuned({"card": {"dense_mosaic_gradient": {"rows=1024,depth=200,width=300,itemsize=2": {"stages": 2}}}})
     found = tuning_dense.dense_mosaic_gradient(1000, 200, 300, 2, "card")
