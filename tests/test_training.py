@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import jaxft
 import tiny
@@ -41,6 +42,29 @@ def test_accumulation_is_the_whole_batch(micro_batches, loss_scale):
     np.testing.assert_allclose(loss.mean, expected, rtol=1e-6)
     for name, gradient in gradients.items():
         np.testing.assert_allclose(found[name], gradient, rtol=1e-5, atol=1e-6 * np.abs(gradient).max())
+
+
+@pytest.mark.parametrize("loss_scale", [None, LossScale.create(2.0**10)])
+def test_each_label_counts_the_same_on_whichever_device(loss_scale):
+    """Of two, if there are: one then has 7 labels and the other 6. The result is the same on both."""
+    params, (x, labels) = classifier_data()
+    expected, gradients = accumulate_gradients(classifier_loss, params, (x, labels))
+    mesh = jax.make_mesh((min(2, jax.device_count()),), ("data",), (jax.sharding.AxisType.Auto,))
+    each = jax.shard_map(
+        lambda params, *batches: accumulate_gradients(classifier_loss, params, batches, loss_scale=loss_scale),
+        mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P(),
+    )  # fmt: skip
+    loss, found = jax.jit(each)(params, x, labels)
+    assert loss.labelled == expected.labelled == 13
+    np.testing.assert_allclose(loss.total, expected.total, rtol=1e-6)
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(found[name], gradient, rtol=1e-5, atol=1e-6 * np.abs(gradient).max())
+
+
+@pytest.mark.parametrize("finite", [jnp.float32(1), np.array([True]), 1])
+def test_whether_gradients_are_finite_is_a_truth(finite):
+    with pytest.raises(TypeError, match="LossScale: finite must be a boolean scalar, got "):
+        LossScale.create().update(finite)
 
 
 def test_each_micro_batch_has_its_own_key():

@@ -57,8 +57,11 @@ class LossScale(NamedTuple):
           growth_interval: after how many good steps the scale grows.
 
         Raises:
+          TypeError: `finite` is something else, as the loss.
           ValueError: `growth_interval` is no integer above 0.
         """
+        if jnp.shape(finite) != () or jnp.result_type(finite) != bool:
+            raise TypeError(f"LossScale: finite must be a boolean scalar, got {jax.typeof(finite)}")
         if not common.is_natural(growth_interval) or growth_interval == 0:
             raise ValueError(f"LossScale: growth_interval must be an integer above 0, got {growth_interval!r:.100}")
         good_steps = jnp.where(finite, self.good_steps + 1, 0)
@@ -85,7 +88,9 @@ def accumulate_gradients(
 
       jax.grad(mean)(params)
 
-    so that each label counts the same, whichever micro-batch it is in.
+    so that each label counts the same, whichever micro-batch it is in; and whichever device, inside a `jax.shard_map`
+    over whose axes `batches` vary and `params` do not: what is returned is of all devices. (With `check_vma=False` JAX
+    does not tell, and it is each device's own.)
 
     Args:
       loss_fn: (params, micro_batch) -> (total, labelled), two scalars: the sum of the losses, and of how many, as
@@ -127,15 +132,26 @@ def accumulate_gradients(
         # Of the mean, whose gradients are in float16's range at scales that do not depend on the batch.
         return scale * CrossEntropy(total, labelled).mean, CrossEntropy(total, labelled)
 
+    # Inside a shard_map: JAX would add up the devices' gradients of each one's mean, which do not count alike.
+    own, of_batches = (common.varying(*jax.tree.leaves(tree)) for tree in (params, batches))
+
+    def vary(tree: Any) -> Any:
+        return jax.tree.map(lambda x: common.vary_over(x, own | of_batches), tree)
+
+    varied = vary(params)
+
     def add(carry: tuple[CrossEntropy, Any], batch: Any) -> tuple[tuple[CrossEntropy, Any], None]:
         loss, sums = carry
-        gradients, part = jax.grad(scaled_mean, has_aux=True)(params, batch)
+        gradients, part = jax.grad(scaled_mean, has_aux=True)(varied, batch)
         factor = part.labelled.astype(jnp.float32) / scale
         sums = jax.tree.map(lambda total, gradient: total + factor * gradient.astype(jnp.float32), sums, gradients)
-        return (jax.tree.map(jnp.add, loss, part), sums), None
+        return vary((jax.tree.map(jnp.add, loss, part), sums)), None
 
     zeros = jax.tree.map(lambda param: jnp.zeros(jnp.shape(param), jnp.float32), params)
-    (loss, sums), _ = lax.scan(add, (CrossEntropy(jnp.float32(0), jnp.int32(0)), zeros), batches)
+    start = vary((CrossEntropy(jnp.float32(0), jnp.int32(0)), zeros))
+    (loss, sums), _ = lax.scan(add, start, batches)
+    if over := tuple(of_batches - own):
+        loss, sums = lax.psum((loss, sums), over)
     labelled = jnp.maximum(loss.labelled, 1).astype(jnp.float32)
     return loss, jax.tree.map(lambda total, param: (total / labelled).astype(param.dtype), sums, params)
 

@@ -188,9 +188,17 @@ def vary_alike(*arrays: Array | None) -> list[Array | None]:
 
     Then a gradient of each has the type that JAX asks for, and JAX adds up those of what does not vary by itself.
     """
-    axes = [frozenset() if x is None else jax.typeof(x).manual_axis_type.varying for x in arrays]
-    every = frozenset[Any]().union(*axes)
-    return [
-        x if x is None or own == every else jax.lax.pcast(x, tuple(every - own), to="varying")
-        for x, own in zip(arrays, axes, strict=True)
-    ]
+    every = varying(*arrays)
+    return [None if x is None else vary_over(x, every) for x in arrays]
+
+
+def varying(*arrays: Array | None) -> frozenset[Any]:
+    """The axes of the mesh that any of them varies over, inside a shard_map; else none."""
+    axes = (jax.typeof(x).manual_axis_type.varying for x in arrays if x is not None)
+    return frozenset[Any]().union(*axes)
+
+
+def vary_over(x: Array, axes: frozenset[Any]) -> Array:
+    """The same array, which also varies over those axes."""
+    missing = tuple(axes - varying(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
