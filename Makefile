@@ -17,7 +17,8 @@ VENV := .venv$(if $(PYTHON),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 ARGS :=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-BENCHMARKS := encoder train attention layer_norm embeddings bias_activation softmax dense feed_forward permute
+BENCHMARKS := encoder train attention layer_norm embeddings bias_activation softmax dense feed_forward \
+	cross_entropy permute
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile

@@ -1,6 +1,6 @@
-"""dense with a bias, with and without GELU (erf), forward and backward, and dense_residual_layer_norm, forward.
+"""dense with a bias, with and without GELU, forward and backward, and dense_residual_layer_norm, forward.
 
-Of few rows in float32 (TF32) as well.
+Of few rows in float32 (TF32) as well; of many, dense's implementations by name beside the one it takes by itself.
 """
 
 import functools
@@ -19,7 +19,11 @@ SIZES_LARGE = [(1024, 3072), (1024, 1024), (1024, 4096), (4096, 1024)]  # of BER
 SHAPES = [(rows, *sizes) for rows in (16, 32, 64, 128, 256, 512, 1024) for sizes in SIZES]
 LARGE = [(rows, *sizes) for rows in (4096, 16384) for sizes in SIZES]
 LARGE += [(16384, *sizes) for sizes in SIZES_LARGE]
-Pair = tuple[Callable[..., Any], Callable[..., Any]]  # jaxft's and plain jnp's
+# (op, shape) to be timed by these implementations' names too. What "xla" does is what the peer does.
+NAMED = [("dense", (rows, 3072, 768)) for rows in (4096, 16384)]
+NAMED += [(f"dense with {gelu} GELU", (rows, 768, 3072)) for rows in (4096, 16384) for gelu in ("erf", "tanh")]
+IMPLEMENTATIONS = ("triton", "mosaic_gpu")
+Functions = dict[str, Callable[..., Any]]  # jaxft's, plain jnp's, and perhaps jaxft's by implementation
 
 
 def flops(direction: str, rows: int, depth: int, width: int) -> int:
@@ -34,41 +38,66 @@ def inputs(rows: int, depth: int, width: int, dtype: str, seed: int) -> tuple[ja
     return tuple(jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))
 
 
-def cases(depth: int, width: int) -> Iterator[tuple[str, str, Pair]]:
+def usable(f: Callable[..., Any], arrays: Sequence[jax.Array]) -> bool:
+    """Whether the implementation that `f` names is there on this device."""
+    try:
+        jax.eval_shape(f, *arrays)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def cases(rows: int, depth: int, width: int) -> Iterator[tuple[str, str, Functions]]:
     """(op, direction, functions of `inputs`) that have a use at this shape in a BERT."""
 
     def forward(f: Callable[..., Any], activation: str | None) -> Callable[..., Any]:
         return lambda x, kernel, bias, *_: f(x, kernel, bias, activation=activation)
 
-    def backward(f: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(f: Callable[..., Any], activation: str) -> Callable[..., Any]:
         def run(x: jax.Array, kernel: jax.Array, bias: jax.Array, dy: jax.Array, *_: jax.Array) -> Any:
-            y, pull_back = jax.vjp(functools.partial(f, activation="gelu"), x, kernel, bias)
+            y, pull_back = jax.vjp(functools.partial(f, activation=activation), x, kernel, bias)
             return y, *pull_back(dy)
 
         return run
 
-    yield "dense", "forward", (forward(dense, None), forward(reference.dense, None))
-    yield "dense with erf GELU", "forward", (forward(dense, "gelu"), forward(reference.dense, "gelu"))
-    if width == 4 * depth:
-        yield "dense with erf GELU", "forward+backward", (backward(dense), backward(reference.dense))
+    activations = {"dense": None, "dense with erf GELU": "gelu"}
+    activations |= {"dense with tanh GELU": "gelu_tanh"} if width == 4 * depth else {}
+    for op, activation in activations.items():
+        ops: Functions = {"jaxft": dense, "xla": reference.dense}
+        if (op, (rows, depth, width)) in NAMED:
+            ops |= {f"jaxft, {name}": functools.partial(dense, implementation=name) for name in IMPLEMENTATIONS}
+        yield op, "forward", {name: forward(f, activation) for name, f in ops.items()}
+        if activation and width == 4 * depth:
+            yield op, "forward+backward", {name: backward(ops[name], activation) for name in ("jaxft", "xla")}
     if width <= depth:
-        yield "dense_residual_layer_norm", "forward", (dense_residual_layer_norm, reference.dense_residual_layer_norm)
+        ops = {"jaxft": dense_residual_layer_norm, "xla": reference.dense_residual_layer_norm}
+        yield "dense_residual_layer_norm", "forward", ops
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = timing.arguments(__doc__).parse_args(argv)
-    results = []
+    parser = timing.arguments(__doc__)
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="cases with TEXT in their name, as 'GELU forward 4096x768x3072'"
+    )
+    args = parser.parse_args(argv)
+    results: list[timing.Row] = []
     shapes = SHAPES[:4] if args.quick else SHAPES
     measured = [(shape, dtype) for dtype in ("bfloat16", "float32") for shape in shapes]
     for shape, dtype in measured + [(shape, "bfloat16") for shape in LARGE if not args.quick]:
+        size = "x".join(map(str, shape))
+        chosen = [case for case in cases(*shape) if args.only in f"{case[0]} {case[1]} {size} {dtype}"]
+        if not chosen:
+            continue
         nbytes = sum(x.nbytes for x in inputs(*shape, dtype, 0))
         sets = [inputs(*shape, dtype, seed) for seed in range(timing.rotation(nbytes))]
-        for op, direction, pair in cases(*shape[1:]):
-            ours, xla = map(jax.jit, pair)
-            timing.check_all(f"{op} {direction} {shape} {dtype}", ours, xla, sets[0])
+        for op, direction, ops in chosen:
+            jitted = {name: jax.jit(f) for name, f in ops.items() if usable(f, sets[0])}
+            for name, f in jitted.items():
+                if name != "xla":
+                    timing.check_all(f"{op} {direction} {shape} {dtype}, {name}", f, jitted["xla"], sets[0])
             results += timing.measure(
-                {"jaxft": (ours, sets), "xla": (xla, sets)}, work=flops(direction, *shape), unit="TFLOP/s", args=args,
-                op=op, direction=direction, shape=shape, dtype=dtype,
+                {name: (f, sets) for name, f in jitted.items()}, work=flops(direction, *shape), unit="TFLOP/s",
+                args=args, op=op, direction=direction, shape=shape, dtype=dtype,
             )  # fmt: skip
     timing.print_tables(results)
 

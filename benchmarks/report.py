@@ -23,6 +23,7 @@ TITLES = {
     "attention, back to back": "Attention of so many rows, sequences and tokens of the longest (microseconds)",
     "attention": "Attention, from packed QKV (microseconds)",
     "dense": "Dense layers (microseconds)",
+    "linear_cross_entropy": "Loss and gradients of a linear classifier (microseconds)",
     "configuration": "Kernels as tuned, and with the heuristic's configuration (microseconds)",
     "other": "Row and layout kernels (microseconds)",
 }
@@ -60,6 +61,7 @@ def metrics_of(name: str) -> tuple[str, ...]:
         "training step": ("queued_us", "temporary_mib"),
         "pretraining example": (),  # see `pretraining`
         "encode docstrings": ("wall_us",),
+        "linear_cross_entropy": ("device_us", "temporary_mib"),
     }
     return metrics.get(name, ("device_us",))
 

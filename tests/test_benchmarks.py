@@ -10,6 +10,7 @@ import pytest
 
 import bench_attention
 import bench_bias_activation
+import bench_cross_entropy
 import bench_dense
 import bench_embeddings
 import bench_encode
@@ -58,7 +59,12 @@ def read(folder):
 @pytest.mark.parametrize(
     ("script", "settings", "peers"),
     [
-        (bench_dense, {"SHAPES": [(5, 24, 16)], "LARGE": []}, {"xla"}),
+        (
+            bench_dense,
+            {"SHAPES": [(5, 24, 16), (5, 8, 32)], "LARGE": [], "NAMED": [("dense with tanh GELU", (5, 8, 32))]},
+            {"xla", "jaxft, triton"},
+        ),
+        (bench_cross_entropy, {"SHAPES": [(20, 24, 40)]}, {"xla, float32 logits", "xla, bfloat16 logits"}),
         (bench_layer_norm, {"SHAPES": [(5, 24)]}, {"xla", "copy (memcpy)"}),
         (bench_feed_forward, {"SHAPES": [(5, 16, 24)]}, {"xla"}),
         (bench_embeddings, {"SHAPES": [(2, 5)], "TABLES": (40, 9, 2), "WIDTH": 24}, {"xla", "copy (memcpy)"}),
@@ -76,7 +82,7 @@ def read(folder):
             {"xla", "copy (memcpy)"},
         ),
         (bench_attention, {"SHAPES": [(2, 64)], "BACK_TO_BACK": [(64, 8, 24, 2)], **HEADS}, {"xla", "xla, padded"}),
-        (bench_encoder, TINY_ENCODER, {"xla", "xla, separate qkv"}),
+        (bench_encoder, TINY_ENCODER, {"jaxft, scanned", "xla", "xla, separate qkv"}),
         (bench_train, {"CASES": TINY_ENCODER["QUICK_CASES"]}, {"jaxft, remat", "xla", "xla, separate qkv"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -96,6 +102,8 @@ def test_benchmark_writes_rows(script, settings, peers, tmp_path, monkeypatch, c
     assert {row["commit"] for row in rows} == {"abc1234"}
     if script is bench_dense:
         assert {row["dtype"] for row in rows} == {"bfloat16", "float32"}
+    if script is bench_cross_entropy:
+        assert {row["op"] for row in rows} == {"linear_cross_entropy", "linear_cross_entropy, 15 % labelled"}
     for row in rows:
         assert set(row) == set(timing.COLUMNS), row
         assert all(row.values()) or row["metric"] == "temporary_mib", row  # which is no rate, and has no unit of one
@@ -104,7 +112,7 @@ def test_benchmark_writes_rows(script, settings, peers, tmp_path, monkeypatch, c
     assert "jaxft" in printed and "speedup" in printed
 
 
-@pytest.mark.parametrize("script", [bench_encoder, bench_train])
+@pytest.mark.parametrize("script", [bench_dense, bench_encoder, bench_train])
 def test_no_case_is_an_error(script, tmp_path):
     with pytest.raises(SystemExit, match="no case was measured"):
         script.main(["--quick", "--out", str(tmp_path), "--only", "99x99"])
@@ -330,6 +338,7 @@ def test_report(tmp_path):
     rows = [
         row("jaxft", "90.00", date="2026-01-01"),
         row("jaxft", "100.00"),
+        row("jaxft, scanned", "120.00"),
         row("xla", "150.00"),
         row("xla+cudnn", "140.00"),
         row("jaxft", "10.00", "bias_activation gelu", "device_us"),
@@ -350,7 +359,7 @@ def test_report(tmp_path):
     report.write(readme, results)
     text, chart = readme.read_text(), (results / "NVIDIA_H200.png").read_bytes()
     assert text.startswith("before\n\n") and text.endswith("\n\nafter\n") and "old" not in text
-    assert "| encoder BERT-base erf GELU | 32x128 | bfloat16 | 100.00 | 150.00 | 140.00 | 1.40x |" in text
+    assert "| encoder BERT-base erf GELU | 32x128 | bfloat16 | 100.00 | 120.00 | 150.00 | 140.00 | 1.40x |" in text
     assert "| encode docstrings BERT-base | 32x128 | bfloat16 | 20.00 | 50.00 | 2.50x |" in text
     assert "| pretraining example, base | 32x128 | bfloat16 | 22.00 | 712,346 | 1 | 38.90 % |" in text
     assert text.index("### NVIDIA H200") < text.index("### NVIDIA A100")
