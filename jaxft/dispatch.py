@@ -31,6 +31,7 @@ class Device(NamedTuple):
     platform: str  # "cuda", "rocm", "cpu", "tpu", ...
     kind: str  # "NVIDIA H200", "cpu", ...
     compute_capability: tuple[int, int] | None  # of NVIDIA devices
+    multiprocessors: int = 132  # unless the device says how many it has: as an H200
 
     @property
     def is_hopper(self) -> bool:
@@ -46,13 +47,16 @@ _target: contextvars.ContextVar[Device | None] = contextvars.ContextVar("jaxft_t
 
 
 @contextlib.contextmanager
-def target(kind: str = "NVIDIA H200", compute_capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
+def target(
+    kind: str = "NVIDIA H200", compute_capability: tuple[int, int] = (9, 0), multiprocessors: int = 132
+) -> Iterator[None]:
     """Within this context, ops are traced for that NVIDIA device instead of the one that is attached.
 
     For lowering or exporting a program for a GPU on a machine without one. It changes what jaxft chooses, not where
-    JAX runs; trace a new function inside it, since `jax.jit` returns what it traced before.
+    JAX runs; trace a new function inside it, since `jax.jit` returns what it traced before. How matrix products are cut
+    up depends on the number of `multiprocessors`.
     """
-    token = _target.set(Device("cuda", kind, compute_capability))
+    token = _target.set(Device("cuda", kind, compute_capability, multiprocessors))
     try:
         yield
     finally:
@@ -71,13 +75,13 @@ def device() -> Device:
 
 @functools.lru_cache
 def _describe(device: jax.Device) -> Device:
-    platform, capability = device.platform, None
+    platform = device.platform
     if platform == "gpu":
         platform = "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
-    if platform == "cuda":
-        major, minor = str(device.compute_capability).split(".")
-        capability = (int(major), int(minor))
-    return Device(platform, device.device_kind, capability)
+    if platform != "cuda":
+        return Device(platform, device.device_kind, None)
+    major, minor = map(int, str(device.compute_capability).split("."))
+    return Device(platform, device.device_kind, (major, minor), device.core_count)
 
 
 def platform() -> str:

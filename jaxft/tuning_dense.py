@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
+from jaxft import dispatch
 from jaxft.tuning import LARGEST, lookup, next_power_of_2
 
 
@@ -156,14 +156,6 @@ def _split_by_library(rows: int, depth: int, width: int, activation: str | None)
     return depth >= max(2048, 4 * width) and (rows <= 128 or activation is None and 256 < rows <= 512)
 
 
-# Multiprocessors of cards that do not have 132, by what the device's kind begins with.
-_MULTIPROCESSORS = {
-    "NVIDIA H100 PCIe": 114, "NVIDIA H800 PCIe": 114, "NVIDIA H20": 78, "NVIDIA A100": 108, "NVIDIA A800": 108,
-    "NVIDIA A30": 56, "NVIDIA A40": 84, "NVIDIA A10": 72, "NVIDIA L4": 58, "NVIDIA L40": 142,
-    "NVIDIA RTX A6000": 84, "NVIDIA RTX 6000 Ada": 142, "NVIDIA GeForce RTX 3090": 82, "NVIDIA GeForce RTX 4090": 128,
-}  # fmt: skip
-
-
 def _tiles(rows: int, width: int, block_m: int = 64, block_n: int = 64) -> int:
     """How many it takes to cover `[rows, width]`."""
     return -(-rows // block_m) * -(-width // block_n)
@@ -172,11 +164,6 @@ def _tiles(rows: int, width: int, block_m: int = 64, block_n: int = 64) -> int:
 def tile_k_of(itemsize: int) -> int:
     """How deep the blocks of the Mosaic kernels are: a line of 128 bytes."""
     return 128 // itemsize
-
-
-def _multiprocessors(device_kind: str) -> int:
-    found = (count for kind, count in _MULTIPROCESSORS.items() if re.match(rf"{kind}(?!\d)", device_kind))
-    return next(found, 132)
 
 
 def _in_rounds(rows: int, width: int, itemsize: int, programs: int, largest: int = 6) -> MosaicDenseConfig:
@@ -198,7 +185,7 @@ def _in_rounds(rows: int, width: int, itemsize: int, programs: int, largest: int
 def dense_mosaic(
     rows: int, depth: int, width: int, activation: str | None, itemsize: int, device_kind: str, residual: bool = False
 ) -> MosaicDenseConfig:
-    programs = _multiprocessors(device_kind)
+    programs = dispatch.device().multiprocessors
     default, most = _in_rounds(rows, width, itemsize, programs), 0
     # Of 1024x3072x768, tiles of 128x64 that two warp groups share take 10.5 us, those of 64x128 of one group 11.8 (with
     # six stages instead of eight 12.6 and 11.8), all of BERT-base of 8x128 523 us instead of 538. Tiles of 96 or 160
@@ -255,7 +242,7 @@ def dense_mosaic_gradient(rows: int, depth: int, width: int, itemsize: int, devi
     32.
     """
     # With a stage less, since pieces of those take shared memory.
-    default = _in_rounds(rows, width, itemsize, _multiprocessors(device_kind), largest=5)
+    default = _in_rounds(rows, width, itemsize, dispatch.device().multiprocessors, largest=5)
     sizes = {"rows": rows, "depth": depth, "width": width}
     return _lookup_mosaic("dense_mosaic_gradient", default, device_kind, "", 7, **sizes, itemsize=itemsize)
 
@@ -266,7 +253,7 @@ def dense(rows: int, depth: int, width: int, itemsize: int, device_kind: str) ->
     elif width >= 2048 and (rows > 64 or width > 4096):
         # More stages where each tile has a multiprocessor to itself: 128x768x2304 in 4.5 us, with three, of which two
         # programs fit into one, in 4.8 (H100, 2026-11-24).
-        alone = _tiles(rows, width) <= _multiprocessors(device_kind) and LARGEST.match(device_kind)
+        alone = _tiles(rows, width) <= dispatch.device().multiprocessors and LARGEST.match(device_kind)
         default = DenseConfig(64, 64, 128, 4, 5 if alone else 3)
     else:
         # Narrow tiles, so that there are enough of them, and many loads in flight: 16x768x2304 in 3.9 us, with the
@@ -290,7 +277,7 @@ def dense_split(rows: int, depth: int, width: int, itemsize: int, device_kind: s
     """
     tiles = _tiles(rows, width)
     splits = (
-        min(4, _multiprocessors(device_kind) // max(1, tiles), depth // 256) if itemsize <= 2 and rows <= 256 else 1
+        min(4, dispatch.device().multiprocessors // max(1, tiles), depth // 256) if itemsize <= 2 and rows <= 256 else 1
     )
     few = rows <= 64
     default = SplitConfig(

@@ -73,7 +73,7 @@ def compiler_for(card):
         lowered = jax.jit(lambda *a: function(*a)).trace(*arguments).lower(lowering_platforms=("cuda",))
         return lowered.compile({"xla_gpu_autotune_level": 0})  # which would need a GPU
 
-    with dispatch.target(card.kind, card.capability), jax.sharding.use_abstract_mesh(mesh):
+    with dispatch.target(card.kind, card.capability, card.cores), jax.sharding.use_abstract_mesh(mesh):
         yield compiled
 
 
