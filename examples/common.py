@@ -27,15 +27,19 @@ from types import FrameType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
+import matplotlib
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from matplotlib import pyplot
 from tqdm import tqdm
 
 import jaxft
 from jaxft import dispatch
 from jaxft.models import training
 from jaxft.models.checkpoint import CheckpointError
+
+matplotlib.use("Agg")  # which needs no screen
 
 INTERRUPTED = 130  # the exit code of a program that was stopped with Ctrl-C or SIGTERM
 SCALES = 24  # that a loss scale can be halved to, from the largest: more steps than that are not left out by its fault
@@ -389,11 +393,6 @@ class Run:
         return self.step == steps
 
     def _plot(self, evaluated: str) -> None:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
         figure, axes = pyplot.subplots(figsize=(7, 4))
         axes.plot(self._losses, color="tab:blue", alpha=0.3, linewidth=1, label="each step")
         if len(self._losses) >= 20:

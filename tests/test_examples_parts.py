@@ -19,6 +19,7 @@ import pretrain
 import tiny
 import train_parity
 from jaxft import BertConfig, BertForMaskedLM
+from jaxft.models import training
 from test_examples import CONFIG, quick_compiler, small, some_texts, standard_promotion
 
 __all__ = ["quick_compiler", "small", "standard_promotion"]  # fixtures of every test here
@@ -167,7 +168,8 @@ def test_custom_modules(monkeypatch, capsys):
 @pytest.fixture
 def small_parity(monkeypatch):
     sizes = {"CONFIG": dataclasses.replace(CONFIG, vocab_size=50, num_hidden_layers=1, max_position_embeddings=16)}
-    sizes |= {"BATCH": 4, "LENGTH": 12, "STEPS": 60, "LEARNING_RATE": 5e-3, "docstrings": lambda: list(some_texts())}
+    texts = [" ".join(text.split()[: 4 + place % 9]) for place, text in enumerate(some_texts())]
+    sizes |= {"BATCH": 4, "LENGTH": 12, "STEPS": 60, "LEARNING_RATE": 5e-3, "docstrings": lambda: texts}
     sizes |= {"IMPLEMENTATIONS": {"jaxft": "triton", "xla": "xla"}}
     for name, value in sizes.items():
         monkeypatch.setattr(train_parity, name, value)
@@ -176,16 +178,37 @@ def small_parity(monkeypatch):
 def test_parity(small_parity, tmp_path, capsys):
     """The kernels, in interpret mode where there is no GPU, train as plain XLA does."""
     assert train_parity.main(["--out", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.count("PASS") == 2
+    assert capsys.readouterr().out.count("PASS") == 3
     (path,) = tmp_path.glob("*.csv")
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 60 and path.with_suffix(".png").exists()
-    for name in ("bfloat16 jaxft", "bfloat16 xla", "float32 jaxft", "float32 xla"):
+    names = [f"{case}, {name}" for case in train_parity.CASES for name in ("jaxft", "xla")]
+    assert [*rows[0]][1:7] == names
+    for name in names:
         values = [float(row[name]) for row in rows]
         assert np.mean(values[-20:]) < 0.8 * np.mean(values[:20])
     assert rows[0]["jax"] == jax.__version__ and rows[0]["commit"] and rows[0]["date"]
-    assert rows[5]["bfloat16 jaxft"] != rows[5]["float32 jaxft"]
+    assert len({rows[5][name] for name in names[::2]}) == 3
+
+
+def test_parity_notices_another_dropout_mask(small_parity, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train_parity, "CASES", train_parity.CASES[2:])
+    losses, accumulate = train_parity.losses, training.accumulate_gradients
+
+    def with_other_masks(case, implementation, data):
+        def other(loss_fn, params, batches):
+            batch, keys = batches
+            return accumulate(loss_fn, params, (batch, keys[::-1]))
+
+        with monkeypatch.context() as patch:
+            if implementation == "xla":
+                patch.setattr(training, "accumulate_gradients", other)
+            return losses(case, "xla", data)
+
+    monkeypatch.setattr(train_parity, "losses", with_other_masks)
+    assert train_parity.main(["--out", str(tmp_path)]) == 1
+    assert "float32, dropout 0.1: largest difference of a loss" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("dtype", "wrong"), [("bfloat16", 1.011), ("float32", 1.0002), ("float32", np.nan)])
@@ -197,4 +220,6 @@ def test_parity_fails_beyond_its_bounds(dtype, wrong, small_parity, tmp_path, mo
     monkeypatch.setattr(train_parity, "losses", losses)
     assert train_parity.main(["--out", str(tmp_path)]) == 1
     printed = capsys.readouterr().out
-    assert printed.count("PASS") == 1 and re.search(rf"{dtype}: .*: FAIL", printed)
+    wrong = [case for case in train_parity.CASES if case.dtype == dtype]
+    assert printed.count("PASS") == 3 - len(wrong)
+    assert all(re.search(rf"{case}: .*: FAIL", printed) for case in wrong)
