@@ -60,7 +60,7 @@ class LossScale(NamedTuple):
           TypeError: `finite` is something else, as the loss.
           ValueError: `growth_interval` is no integer above 0.
         """
-        if jnp.shape(finite) != () or jnp.result_type(finite) != bool:
+        if jnp.shape(finite) != () or jnp.result_type(finite) != jnp.bool_:
             raise TypeError(f"LossScale: finite must be a boolean scalar, got {jax.typeof(finite)}")
         if not common.is_natural(growth_interval) or growth_interval == 0:
             raise ValueError(f"LossScale: growth_interval must be an integer above 0, got {growth_interval!r:.100}")
