@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from cases import in_full
+from cases import in_full, lower
 from jaxft import dispatch
 from jaxft.models import bert
 from jaxft.models import config as config_module
 from jaxft.models.bert import BertConfig, BertModel
 from jaxft.ops.bias_activation import bias_activation
+from lowered import operations
 
 CONFIG = BertConfig(
     vocab_size=31, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
@@ -463,6 +464,27 @@ def test_layer_moves_no_data_between_its_kernels(length):
     # `add` is the bias of the packed queries, keys and values, in the epilogue of XLA's product.
     assert counts.keys() <= {"reshape", "jit", "custom_vjp_call", "broadcast_in_dim", "add"}, counts
     assert counts["add"] <= 1
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+def test_layers_share_their_kernels(batch):
+    """A program for a GPU has each kernel once, however many layers call it."""
+    texts = []
+    for layers in (1, 3):
+        make_model = functools.partial(
+            BertModel, BertConfig(num_hidden_layers=layers), dtype=jnp.bfloat16, param_dtype=jnp.bfloat16
+        )
+        shapes, structure = jax.tree.flatten(nnx.eval_shape(lambda make=make_model: make(rngs=nnx.Rngs(0))))
+        ids = jax.ShapeDtypeStruct((batch, 128), jnp.int32)
+
+        def forward(leaves, ids, structure=structure):
+            return jax.tree.unflatten(structure, leaves)(ids).last_hidden_state
+
+        texts.append(lower(forward, shapes, ids))
+    one, three = (text.count("custom_call @") for text in texts)
+    assert one == three >= 4
+    calls = [sum(n for name, n in operations(text).items() if "custom_call" in name) for text in texts]
+    assert calls[1] > 2 * calls[0]
 
 
 def test_implementation_reaches_every_operation(monkeypatch):
