@@ -14,11 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 import common
-from jaxft import BertForSequenceClassification, BertModel
+from jaxft import BertForSequenceClassification
 from jaxft.models import tokenizer as tokenizer_files
 
 LEAST_CHARACTERS = 40  # of a paragraph; shorter ones ("Return True.") are of no module in particular
@@ -66,23 +65,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     train_set, test_set = (Texts(part, names, tokenizer, preset.length) for part in parts)
     print(f"{len(train_set.labels)} paragraphs to learn from, {len(test_set.labels)} held out: {', '.join(names)}")
 
-    encoder = BertModel.from_pretrained(args.model, param_dtype=jnp.float32)
-    options: dict[str, Any] = {"dtype": args.dtype, "remat": args.remat, "rngs": nnx.Rngs(args.seed)}
-    model = BertForSequenceClassification(encoder.config, id2label=dict(enumerate(names)), **options)
-    encoder.pooler = None  # that of the classifier is new, as the checkpoint has never used its own
-    nnx.update(model.bert, nnx.state(encoder))
+    rngs, options = nnx.Rngs(args.seed), {"dtype": args.dtype, "param_dtype": jnp.float32, "remat": args.remat}
+    model = BertForSequenceClassification.from_pretrained(args.model, id2label=names, rngs=rngs, **options)
+    # A new pooler too: the checkpoint has never used its own, with which it ends at 68 % instead of 71 %.
+    pooler = model.head.dense_kernel
+    pooler.set_value(nnx.initializers.normal(model.config.initializer_range)(rngs.params(), pooler.shape))
+    model.head.dense_bias.set_value(jnp.zeros(model.config.hidden_size))
     model.train()
     graph, params = nnx.split(model)
     optimizer = common.adamw(preset.learning_rate, args.steps)
     state = common.initial_state(params, optimizer, args.dtype)
     data = common.fingerprint(train_set.input_ids, train_set.labels)
-    about = {"preset": dataclasses.asdict(preset), "config": encoder.config.to_dict(), "data": data}
+    about = {"preset": dataclasses.asdict(preset), "config": model.config.to_dict(), "data": data}
     run = common.Run(args.out, common.settings(args, **about), state)
 
     def loss_fn(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = nnx.merge(graph, params)(batch["input_ids"], batch["mask"], rngs=key).astype(jnp.float32)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
-        return losses.sum(), jnp.int32(losses.size)
+        return nnx.merge(graph, params).loss(batch["input_ids"], batch["labels"], batch["mask"], rngs=key)
 
     @jax.jit
     def predict(params: Any, batch: Any) -> jax.Array:

@@ -16,12 +16,14 @@ from cases import in_full
 from jaxft.models import checkpoint, classification, heads
 from jaxft.models.bert import BertConfig, BertModel
 from jaxft.models.checkpoint import CheckpointError
-from jaxft.models.classification import BertForSequenceClassification
+from jaxft.models.classification import BertForSequenceClassification, BertForTokenClassification
+from jaxft.models.training import accumulate_gradients
 from test_checkpoint import (
     MODEL_TYPES,
     WEIGHTS,
     WIDTH,
     assert_same,
+    change_json,
     forward,
     hf_config,
     hf_tensors,
@@ -219,18 +221,32 @@ def test_labels(tmp_path, fields, names):
 def test_settings(tmp_path):
     ours = {
         "problem_type": "regression",
-        "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity", "version": "5.0"},
+        "sentence_transformers": {"version": "5.0", "activation_fn": "torch.nn.modules.linear.Identity"},
         "sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity",
     }
     config = classifier_config() | ours | {"dtype": "float64", "auto_map": {"AutoModel": "elsewhere"}}
     model = BertForSequenceClassification.from_pretrained(write(tmp_path / "a", classifier_tensors(), config))
-    assert model.settings == config
+    names = {"id2label": dict(enumerate(LABELS)), "label2id": {label: i for i, label in enumerate(LABELS)}}
+    assert model.settings == ours | names
     model.settings.clear()  # a copy
     model.save_pretrained(tmp_path / "b")
-    again = BertForSequenceClassification.from_pretrained(tmp_path / "b").settings
-    assert ours.items() <= again.items()
-    assert not {"dtype", "auto_map"} & again.keys()  # they need not be true of what was written
-    assert BertForSequenceClassification(CONFIG, rngs=None).settings == {}
+    saved = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert not {"dtype", "auto_map"} & saved.keys()  # they need not be true of what was written
+    again = BertForSequenceClassification.from_pretrained(tmp_path / "b")
+    assert again.settings == model.settings
+    assert nnx.split(again)[0] == nnx.split(model)[0]  # whatever the order in the files
+
+
+@pytest.mark.parametrize("model_class", [BertForSequenceClassification, BertForTokenClassification])
+def test_a_loaded_model_is_one_tree_with_a_new_one(tmp_path, model_class):
+    """Whatever its config.json has beside the config."""
+    options = {"id2label": LABELS, "classifier_dropout": 0.3, "implementation": "xla"}
+    model = model_class(CONFIG, **options, rngs=nnx.Rngs(0))
+    model.save_pretrained(tmp_path)
+    change_json(tmp_path / "config.json", lambda config: config.update(transformers_version="5", problem_type=None))
+    loaded = model_class.from_pretrained(tmp_path, implementation="xla")
+    assert nnx.split(loaded)[0] == nnx.split(model)[0] and jax.tree.structure(loaded) == jax.tree.structure(model)
+    assert_same(loaded, model)
 
 
 def test_labels_of_a_new_model(tmp_path):
@@ -251,7 +267,9 @@ WRONG_LABELS = [
     ({"num_labels": "2"}, "num_labels must be an integer from 1 to 1048576, got '2'"),
     ({"num_labels": 2**20 + 1}, "num_labels must be an integer from 1 to 1048576, got 1048577"),
     ({"id2label": {}}, "id2label must name the labels from 0 on, each by a string, got {}"),
-    ({"id2label": ["a", "b"]}, "id2label must name the labels from 0 on, each by a string, got ['a', 'b']"),
+    ({"id2label": "ab"}, "id2label must name the labels from 0 on, each by a string, got 'ab'"),
+    ({"id2label": []}, "id2label must name the labels from 0 on, each by a string, got {}"),
+    ({"id2label": ["a", 1]}, "id2label must name the labels from 0 on, each by a string, got {0: 'a', 1: 1}"),
     ({"id2label": {"1": "a", "2": "b"}}, "id2label must name the labels from 0 on"),
     ({"id2label": {"0": "a", "1": None}}, "id2label must name the labels from 0 on"),
     ({"id2label": {"zero": "a"}}, "id2label must name the labels from 0 on"),
@@ -384,8 +402,7 @@ def test_gradients(config):
     @jax.jit
     @jax.value_and_grad
     def loss(params):
-        logits = nnx.merge(graph, params)(ids, mask, types)
-        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1))
+        return nnx.merge(graph, params).loss(ids, labels, mask, types).mean
 
     before, gradient = loss(params)
     assert jax.tree.structure(gradient) == jax.tree.structure(params)
@@ -393,6 +410,91 @@ def test_gradients(config):
         assert np.isfinite(leaf[...]).all() and np.abs(leaf[...]).max() > 1e-5, path
     after, _ = loss(jax.tree.map(lambda p, g: p - 1e-3 * g, params, gradient))
     np.testing.assert_allclose(before - after, 1e-3 * sum(jnp.sum(g**2) for g in jax.tree.leaves(gradient)), rtol=0.1)
+
+
+# --- The loss ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [CONFIG, ROBERTA, DISTILBERT], ids=FAMILIES)
+def test_loss(config):
+    model, (ids, mask, types) = make(config, num_labels=3), some_inputs(config.model_type)
+    log_p = np.asarray(jax.nn.log_softmax(run(model, ids, mask, types)))
+    loss = jax.jit(model.loss)
+    found = loss(ids, np.array([2, -100, 1]), mask, types)
+    assert (found.total.dtype, found.labelled) == (jnp.float32, 2)
+    np.testing.assert_allclose(found.mean, -(log_p[0, 2] + log_p[2, 1]) / 2, rtol=1e-5)
+    assert np.isnan(loss(ids, np.array([2, 0, 3]), mask, types).total)
+    nothing = loss(ids, np.full(3, -100), mask, types)
+    assert nothing.mean == nothing.total == 0.0 and nothing.labelled == 0
+    assert jax.jit(lambda: model.loss(ids.tolist(), [0, 1, 2]).labelled)() == 3
+
+
+@pytest.mark.parametrize("config", [CONFIG, *in_full(ROBERTA, DISTILBERT)], ids=lambda config: config.model_type)
+def test_loss_with_dropout(config, key):
+    """That of the head too."""
+    model, (ids, mask, types) = make(config, num_labels=3, classifier_dropout=0.5), some_inputs(config.model_type)
+    labels, options = np.array([2, 0, 1]), {"deterministic": False, "rngs": key}
+    log_p = np.asarray(jax.nn.log_softmax(jax.jit(lambda: model(ids, mask, types, **options))()))
+    found = jax.jit(lambda: model.loss(ids, labels, mask, types, **options))()
+    np.testing.assert_allclose(found.total, -log_p[np.arange(3), labels].sum(), rtol=1e-5)
+
+
+def test_loss_of_packed_tokens_in_16_bits():
+    model, (ids, _, types) = make(num_labels=3, dtype=jnp.bfloat16), some_inputs()
+    mask, labels = np.arange(7) < np.array([[7], [2], [5]]), np.array([2, 0, 1])
+    packed = jax.jit(functools.partial(model.loss, max_seqlen=7))
+    found = packed(ids[mask], labels, None, types[mask], cu_seqlens=np.array([0, 7, 9, 14]))
+    assert (found.total.dtype, found.labelled) == (jnp.float32, 3)
+    np.testing.assert_allclose(found.total, jax.jit(model.loss)(ids, labels, mask, types).total, rtol=0.05)
+
+
+def test_loss_over_micro_batches():
+    model, (ids, mask, _) = make(num_labels=3), some_inputs()
+    graph, params = nnx.split(model)
+    batch = {"ids": ids, "labels": np.array([2, -100, 1]), "mask": mask}
+
+    def loss(params, batch):
+        return nnx.merge(graph, params).loss(batch["ids"], batch["labels"], batch["mask"])
+
+    parts = jax.tree.map(lambda x: x[:, None], batch)  # one of them without a label
+    total, gradients = jax.jit(lambda params: accumulate_gradients(loss, params, parts))(params)
+    expected, of_all = jax.jit(jax.value_and_grad(lambda params: loss(params, batch).mean))(params)
+    np.testing.assert_allclose(total.mean, expected, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(1, abs(b).max())),
+                 gradients, of_all)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("labels", "options", "error", "message"),
+    [
+        (np.zeros(2, int), {}, ValueError, r"labels must have shape \(3,\), got \(2,\)"),
+        (np.zeros((3, 1), int), {}, ValueError, r"labels must have shape \(3,\), got \(3, 1\)"),
+        (np.zeros(3, int), {"cu_seqlens": [0, 7]}, ValueError, r"labels must have shape \(1,\), got \(3,\)"),
+        (np.zeros(3), {}, TypeError, "labels must be integers, got float"),
+        (None, {}, TypeError, "labels must be integers, got NoneType"),
+        (np.array([0, 0, 2**32]), {}, ValueError, "labels must fit int32, got 4294967296"),
+    ],
+)
+def test_wrong_labels_of_the_loss(monkeypatch, labels, options, error, message):
+    model = make()
+    monkeypatch.setattr(BertModel, "__call__", None)  # nothing may be computed
+    with pytest.raises(error, match="BertForSequenceClassification: " + message):
+        model.loss(some_inputs()[0], labels, **options)
+
+
+def test_models_without_classes_have_no_loss(tmp_path, monkeypatch):
+    config = classifier_config() | {"problem_type": "multi_label_classification"}
+    several = BertForSequenceClassification.from_pretrained(write(tmp_path, classifier_tensors(), config))
+    score = make(num_labels=1)
+    monkeypatch.setattr(BertModel, "__call__", None)
+    for model, message in ((several, "got 5 and 'multi_label_classification'; take"), (score, "got 1 and 'single_l")):
+        with pytest.raises(
+            ValueError, match="BertForSequenceClassification: loss is for num_labels above 1.*" + message
+        ):
+            model.loss(some_inputs()[0], np.zeros(3, int))
+
+
+# --- Implementations ---------------------------------------------------------------------------------------------
 
 
 def test_nnx_jit():
@@ -426,6 +528,7 @@ def test_implementation_reaches_the_head(monkeypatch):
 
 
 def test_signature_follows_bert_model():
-    ours, theirs = (inspect.signature(cls.from_pretrained) for cls in (BertForSequenceClassification, BertModel))
-    assert ours == theirs
+    classes = BertForSequenceClassification, BertModel
+    ours, theirs = (inspect.signature(cls.from_pretrained).parameters for cls in classes)
+    assert theirs.items() <= ours.items()
     assert checkpoint.LAYOUTS.keys() == ARCHITECTURES.keys()

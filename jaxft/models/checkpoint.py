@@ -123,14 +123,7 @@ _ROBERTA_HEADS = "roberta.", ("lm_head.", *_CLASSIFIERS), heads.TIED["roberta"]
 _PADDING_1 = {"pad_token_id": 1}
 
 LAYOUTS: Mapping[str, Layout] = {
-    "bert": Layout(
-        _BERT | heads.NAMES["bert"],
-        "bert.",
-        ("cls.", *_CLASSIFIERS),
-        heads.TIED["bert"],
-        "BertModel",
-        {},
-    ),
+    "bert": Layout(_BERT | heads.NAMES["bert"], "bert.", ("cls.", *_CLASSIFIERS), heads.TIED["bert"], "BertModel", {}),
     "roberta": Layout(_ROBERTA, *_ROBERTA_HEADS, "RobertaModel", _PADDING_1 | {"vocab_size": 50265}),
     "xlm-roberta": Layout(_ROBERTA, *_ROBERTA_HEADS, "XLMRobertaModel", _PADDING_1),
     "camembert": Layout(_ROBERTA, *_ROBERTA_HEADS, "CamembertModel", _PADDING_1),
@@ -148,6 +141,7 @@ LAYOUTS: Mapping[str, Layout] = {
 _BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")  # constants that some versions stored
 _POOLER = ("pooler.dense.weight", "pooler.dense.bias")  # older RoBERTa classifiers have one, and do not use it
 _DTYPES = ("F32", "F16", "BF16", "F64")
+_NEW = "rngs=nnx.Rngs(0) to the model's from_pretrained, which initialises it"
 
 
 def _checkpoint_names(layout: Layout, parameter: str) -> list[str]:
@@ -341,12 +335,16 @@ class _Tensor:
     name: str
     reader: Any
 
+    @property
+    def shape(self) -> Shape:
+        return tuple(self.reader.get_slice(self.name).get_shape())
+
     def problem(self, expected: Shape) -> str | None:
-        header = self.reader.get_slice(self.name)
-        if header.get_dtype() not in _DTYPES:
-            return f"{self}: has dtype {header.get_dtype()}, expected one of {', '.join(_DTYPES)}"
-        if tuple(header.get_shape()) != expected:
-            return f"{self}: has shape {list(header.get_shape())}, expected {list(expected)}"
+        dtype = self.reader.get_slice(self.name).get_dtype()
+        if dtype not in _DTYPES:
+            return f"{self}: has dtype {dtype}, expected one of {', '.join(_DTYPES)}"
+        if self.shape != expected:
+            return f"{self}: has shape {list(self.shape)}, expected {list(expected)}"
         return None
 
     def value(self) -> np.ndarray:
@@ -367,11 +365,12 @@ def _open_file(file: Path, stack: contextlib.ExitStack) -> Any:
 
 
 def _find_tensors(
-    folder: Path, layout: Layout, expected: Mapping[str, Shape], stack: contextlib.ExitStack
+    folder: Path, layout: Layout, expected: Mapping[str, Shape], has_new_head: bool, stack: contextlib.ExitStack
 ) -> dict[str, _Tensor]:
     """The expected tensors by their names in the layout's table, once all headers are known to be right.
 
-    Where a tensor is tied to another one of them, either will do, and both must be equal.
+    Where a tensor is tied to another one of them, either will do, and both must be equal. With a new head, those of a
+    head that are missing or have another number of labels are left out.
     """
     import safetensors
 
@@ -398,20 +397,26 @@ def _find_tensors(
             if canonical in found:
                 problems.append(f"{tensor}: is the same tensor as {found[canonical].name!r} ({found[canonical].file})")
             elif canonical in shapes:
-                found[canonical] = tensor
-                problems += filter(None, [tensor.problem(shapes[canonical])])
+                found[canonical], shape = tensor, shapes[canonical]
+                problem = tensor.problem(shape)
+                if canonical in heads.LABELS and () != tensor.shape != shape and tensor.shape[1:] == shape[1:]:
+                    problem = None if has_new_head else f"{problem}; pass num_labels={tensor.shape[0]} or {_NEW}"
+                problems += filter(None, [problem])
             elif canonical not in _BUFFERS + _POOLER and not canonical.startswith(layout.heads):
                 problems.append(f"{tensor}: is unexpected")
     copies = [(found.pop(name), original) for name, original in tied.items() if name in found]
     pairs = [(copy, found.setdefault(original, copy)) for copy, original in copies]
     if not unread:  # otherwise they may be in a file that could not be read
         needed = expected.keys() - found.keys()
-        has_head = any(name.startswith(layout.heads) for name in expected)
-        if needed.issuperset(_POOLER) and not has_head:  # masked language models are saved without
-            needed -= set(_POOLER)
-        if any(tensor.name.startswith(layout.prefix) for tensor in found.values()):
-            needed = {_with_prefix(layout, name) for name in needed}
-        problems += [f"{listing.name}: {name!r} is missing" for name in needed]
+        head = {name for name in expected if name.startswith(layout.heads)}
+        if head:
+            head |= {*_POOLER}  # a part of BERT's classifier
+        elif needed.issuperset(_POOLER):  # masked language models are saved without
+            needed -= {*_POOLER}
+        prefixed = any(tensor.name.startswith(layout.prefix) for tensor in found.values())
+        for name in needed - head if has_new_head else needed:
+            shown = _with_prefix(layout, name) if prefixed else name
+            problems.append(f"{listing.name}: {shown!r} is missing" + f"; pass {_NEW}" * (name in head))
     problems = problems or [
         f"{copy}: differs from {original.name!r}, with which it is tied; an output layer with weights of its own "
         "(tie_word_embeddings false) is not supported"
@@ -420,10 +425,12 @@ def _find_tensors(
     ]
     if problems:
         raise _error(folder, sorted(problems))
-    return found
+    return {name: tensor for name, tensor in found.items() if tensor.shape == expected[name]}
 
 
-def load(folder: Path, model_type: str, shapes: Mapping[str, Shape], dtype: DTypeLike) -> dict[str, jax.Array]:
+def load(
+    folder: Path, model_type: str, shapes: Mapping[str, Shape], dtype: DTypeLike, *, has_new_head: bool = False
+) -> dict[str, jax.Array]:
     """The parameters of a checkpoint in `dtype`, read one at a time.
 
     A checkpoint without pooler gives none for it, unless a head is asked for too, of which it is a part in BERT.
@@ -433,13 +440,14 @@ def load(folder: Path, model_type: str, shapes: Mapping[str, Shape], dtype: DTyp
       model_type: a key of `LAYOUTS`.
       shapes: of every parameter by name, for example `{"layers.0.qkv_bias": (1152,), ...}`.
       dtype: that of the result, whatever that of the checkpoint (float16, bfloat16, float32 or float64).
+      has_new_head: whether parameters of the head that it lacks, or has for another number of labels, are left out.
 
     Raises:
       CheckpointError: anything wrong with the files, all of it at once, before a tensor is read.
     """
     layout = LAYOUTS[model_type]
     with contextlib.ExitStack() as stack:
-        tensors = _find_tensors(folder, layout, _expected_tensors(layout, shapes), stack)
+        tensors = _find_tensors(folder, layout, _expected_tensors(layout, shapes), has_new_head, stack)
         parameters = {}
         for parameter, shape in shapes.items():
             names = _checkpoint_names(layout, parameter)

@@ -65,6 +65,9 @@ NAMES: Mapping[str, Names] = {
     kind: _CLASSIFICATION[kind] | _TOKEN_CLASSIFICATION | _MASKED_LM[kind] for kind in ("bert", "roberta", "distilbert")
 }
 
+# The last layer of the classifiers, whose first axis is the labels'.
+LABELS = ("classifier.weight", "classifier.bias", "classifier.out_proj.weight", "classifier.out_proj.bias")
+
 # What a checkpoint of masked language modelling may hold a second time -> the name of the first.
 _WORDS = "embeddings.word_embeddings.weight"
 TIED: Mapping[str, Mapping[str, str]] = {

@@ -1,7 +1,7 @@
 """BERT, RoBERTa and DistilBERT encoders with a head: classes of a text, a score of a pair of texts, tokens' labels."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,10 +11,12 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxft import reference
-from jaxft.models import dropout
+from jaxft.models import dropout, inputs
 from jaxft.models.config import ROBERTA_TYPES, BertConfig
-from jaxft.models.heads import EncoderWithHead
+from jaxft.models.heads import EncoderWithHead, labels_in_use
 from jaxft.models.pooling import first_tokens
+from jaxft.ops import common
+from jaxft.ops.cross_entropy import CrossEntropy, linear_cross_entropy
 from jaxft.ops.dense import dense
 
 _MAX_LABELS = 2**20
@@ -32,7 +34,7 @@ class _Classifier(EncoderWithHead):
         config: BertConfig,
         *,
         num_labels: int | None = None,
-        id2label: Mapping[int, str] | None = None,
+        id2label: Mapping[int, str] | Sequence[str] | None = None,
         classifier_dropout: float | None = None,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
@@ -43,7 +45,7 @@ class _Classifier(EncoderWithHead):
         # Before the encoder is initialised: what is refused takes no time and memory.
         self._labels = _label_names(type(self).__name__, num_labels, id2label)
         self.classifier_dropout = _rate(type(self).__name__, "classifier_dropout", classifier_dropout)
-        self._settings = "{}"  # static attributes of a module must be hashable: no dictionaries
+        self._meaning = "{}"  # static attributes of a module must be hashable: no dictionaries
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation}
         super().__init__(config, **options, remat=remat, rngs=rngs)
 
@@ -59,8 +61,10 @@ class _Classifier(EncoderWithHead):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """A copy of what was in `config.json` when the model was read from a checkpoint; otherwise empty."""
-        return json.loads(self._settings)
+        """What `config.json` has about the head: labels, rate of dropout, and of a checkpoint what its logits mean."""
+        labels = {"id2label": self.id2label, "label2id": {label: number for number, label in self.id2label.items()}}
+        rate = {_rate_field(self._TASK, self.config.model_type): self.classifier_dropout}
+        return labels | (rate if self.classifier_dropout is not None else {}) | json.loads(self._meaning)
 
     @property
     def _head_rate(self) -> float:
@@ -71,30 +75,26 @@ class _Classifier(EncoderWithHead):
         return _SEQ_CLASSIF_DROPOUT if own_default else self.config.hidden_dropout_prob
 
     def _encode(
-        self, *inputs: Any, deterministic: bool | None, rngs: nnx.Rngs | Array | None, **packing: Any
+        self, *ids: Any, deterministic: bool | None, rngs: nnx.Rngs | Array | None, **packing: Any
     ) -> tuple[Array, Array | None]:
         """The hidden states, and for dropout in the head two keys."""
         key = self.bert._dropout_key(deterministic, rngs, classifier_dropout=self._head_rate)
-        hidden = self.bert(*inputs, **packing, deterministic=key is None, rngs=key).last_hidden_state
+        hidden = self.bert(*ids, **packing, deterministic=key is None, rngs=key).last_hidden_state
         return hidden, None if key is None else dropout.head_keys(key)
 
     @classmethod
-    def _head_options(cls, settings: dict[str, Any], config: BertConfig) -> dict[str, Any]:
+    def _head_options(cls, settings: dict[str, Any], config: BertConfig, given: dict[str, Any]) -> dict[str, Any]:
         # As transformers has it: the labels of `id2label`, else `num_labels` unnamed ones, else two.
         id2label = settings.get("id2label")
         labels = _label_names(cls.__name__, settings.get("num_labels") if id2label is None else None, id2label)
         field = _rate_field(cls._TASK, config.model_type)
         rate = _rate(cls.__name__, field, settings.get(field))
-        return {"id2label": dict(enumerate(labels)), "classifier_dropout": rate}
+        has_other_labels = given.get("id2label") is not None or given.get("num_labels") not in (None, len(labels))
+        return {"classifier_dropout": rate} | given | ({} if has_other_labels else {"id2label": labels})
 
     def _keep_settings(self, settings: dict[str, Any]) -> None:
-        self._settings = json.dumps(settings)
-
-    def _head_settings(self) -> dict[str, Any]:
-        labels = {"id2label": self.id2label, "label2id": {label: number for number, label in self.id2label.items()}}
-        rate = {_rate_field(self._TASK, self.config.model_type): self.classifier_dropout}
-        meaning = {name: value for name, value in self.settings.items() if name in _MEANING}
-        return labels | (rate if self.classifier_dropout is not None else {}) | meaning
+        meaning = {name: settings[name] for name in _MEANING if settings.get(name) is not None}
+        self._meaning = json.dumps(meaning, sort_keys=True)  # models that mean the same are equal
 
 
 class ClassificationHead(nnx.Module):
@@ -113,14 +113,18 @@ class ClassificationHead(nnx.Module):
 
     def __call__(self, x: Array, *, dropout_rate: float = 0.0, dropout_rng: Array | None = None) -> Array:
         """`x` `[B, D]`, the first tokens -> `[B, num_labels]`; `dropout_rng` are two random keys."""
-        dtype, implementation = self.options.dtype, self.options.implementation
+        x = self.features(x, dropout_rate=dropout_rate, dropout_rng=dropout_rng)
+        kernel = self.out_kernel[...].astype(self.options.dtype)
+        return dense(x, kernel, self.out_bias[...], implementation=self.options.implementation)
+
+    def features(self, x: Array, *, dropout_rate: float = 0.0, dropout_rng: Array | None = None) -> Array:
+        """`[B, D]`, what the second layer makes logits of."""
         of_input, of_inner = (None, None) if dropout_rng is None else dropout_rng
         if self.options.config.model_type in ROBERTA_TYPES:
             x = reference.dropout(x, dropout_rate, of_input)
-        kernel, bias = self.dense_kernel[...].astype(dtype), self.dense_bias[...]
-        x = dense(x, kernel, bias, activation=self.activation, implementation=implementation)
-        x = reference.dropout(x, dropout_rate, of_inner)
-        return dense(x, self.out_kernel[...].astype(dtype), self.out_bias[...], implementation=implementation)
+        kernel, implementation = self.dense_kernel[...].astype(self.options.dtype), self.options.implementation
+        x = dense(x, kernel, self.dense_bias[...], activation=self.activation, implementation=implementation)
+        return reference.dropout(x, dropout_rate, of_inner)
 
 
 class BertForSequenceClassification(_Classifier):
@@ -130,13 +134,18 @@ class BertForSequenceClassification(_Classifier):
     types). Used in `nnx.jit` and `jax.jit`, and trained with dropout (`train()`, `eval()`), as `BertModel`.
 
     The labels that `from_pretrained` takes are those of `id2label` in `config.json`, else `num_labels` unnamed ones,
-    else two, as transformers has it. Of `settings`, `save_pretrained` writes `problem_type` and what
-    sentence-transformers keeps there again.
+    else two, as transformers has it. To begin with the checkpoint of an encoder, give it labels and `rngs`::
+
+        names = ["negative", "positive"]
+        model = BertForSequenceClassification.from_pretrained(folder, id2label=names, rngs=nnx.Rngs(0))
+
+    Of a checkpoint's `config.json`, `settings` keeps `problem_type` and what sentence-transformers has there, unless
+    parameters of the head are new, and `save_pretrained` writes them again.
 
     Args:
       config: sizes and options of the encoder.
       num_labels: how many logits there are, at most 2**20; None is as many as `id2label` has, or else 2.
-      id2label: the labels' names by their number; None is "LABEL_0", "LABEL_1", ...
+      id2label: the labels' names, in order or by their number; None is "LABEL_0", "LABEL_1", ...
       classifier_dropout: the rate of dropout in the head; None is `config.hidden_dropout_prob`, in DistilBERT 0.2.
       dtype, param_dtype, implementation, remat: as for `BertModel`; those that concern it hold for the head too.
       rngs: random numbers for the initial parameters, as for `BertModel`; those of the head are made as the encoder's.
@@ -183,12 +192,63 @@ class BertForSequenceClassification(_Classifier):
 
         Gradients: of all parameters.
         """
-        hidden, keys = self._encode(
-            input_ids, attention_mask, token_type_ids, position_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
-            deterministic=deterministic, rngs=rngs,
-        )  # fmt: skip
+        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        options |= {"deterministic": deterministic, "rngs": rngs}
+        first, dropped = self._first(input_ids, attention_mask, token_type_ids, position_ids, **options)
+        return self.head(first, **dropped)
+
+    def loss(
+        self,
+        input_ids: ArrayLike,
+        labels: ArrayLike,
+        attention_mask: ArrayLike | None = None,
+        token_type_ids: ArrayLike | None = None,
+        position_ids: ArrayLike | None = None,
+        *,
+        cu_seqlens: ArrayLike | None = None,
+        max_seqlen: int | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | Array | None = None,
+    ) -> CrossEntropy:
+        """The cross-entropy of the sequences' labels; its logits are float32 in every `dtype`.
+
+        Args:
+          labels: integers `[B]`, the number of each sequence's label, or -100 where it has none.
+          input_ids, attention_mask, token_type_ids, position_ids: as for `BertModel`, `[B, T]`, or packed `[M]`.
+          cu_seqlens, max_seqlen, deterministic, rngs: likewise. A sequence without tokens should have no label.
+
+        Returns:
+          What `jaxft.linear_cross_entropy` returns: the tuple (total, labelled), whose property `mean` is the loss
+          that transformers returns, and 0 where there is no label.
+
+        Raises:
+          TypeError: as `BertModel`, or `labels` is not of integers.
+          ValueError: as `BertModel`, or `labels` has a wrong shape; or the model does not tell classes apart: it has
+            one label, a score, or its checkpoint's `problem_type` is another. Take a loss of the logits then.
+
+        Gradients: of all parameters. A label that is none of the model's makes the loss NaN.
+        """
+        where = "BertForSequenceClassification"
+        problem_type = self.settings.get("problem_type", "single_label_classification")
+        if self.num_labels == 1 or problem_type != "single_label_classification":
+            raise ValueError(
+                f"{where}: loss is for num_labels above 1 and problem_type 'single_label_classification', got "
+                f"{self.num_labels} and {problem_type!r:.100}; take another loss of the logits"
+            )
+        ids, labels = inputs.as_ids("BertModel", "input_ids", input_ids), inputs.as_ids(where, "labels", labels)
+        starts = None if cu_seqlens is None else inputs.as_ids("BertModel", "cu_seqlens", cu_seqlens)
+        common.check_shape(where, "labels", labels, ids.shape[:1] if starts is None else (starts.size - 1,))
+        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        options |= {"deterministic": deterministic, "rngs": rngs}
+        first, dropped = self._first(input_ids, attention_mask, token_type_ids, position_ids, **options)
+        x = self.head.features(first, **dropped)
+        return linear_cross_entropy(x, self.head.out_kernel[...].T, labels, self.head.out_bias[...])
+
+    def _first(self, *ids: Any, cu_seqlens: ArrayLike | None, **options: Any) -> tuple[Array, dict[str, Any]]:
+        """The hidden states of the first tokens, and the arguments for dropout in the head."""
+        hidden, keys = self._encode(*ids, cu_seqlens=cu_seqlens, **options)
         first = first_tokens(hidden, None if cu_seqlens is None else jnp.asarray(cu_seqlens))
-        return self.head(first, dropout_rate=self._head_rate, dropout_rng=keys)
+        return first, {"dropout_rate": self._head_rate, "dropout_rng": keys}
 
 
 class TokenClassificationHead(nnx.Module):
@@ -201,10 +261,14 @@ class TokenClassificationHead(nnx.Module):
 
     def __call__(self, x: Array, *, dropout_rate: float = 0.0, dropout_rng: Array | None = None) -> Array:
         """`x` `[..., D]` -> `[..., num_labels]`; `dropout_rng` is a random key."""
-        # What is dropped is computed again in the backward pass, not kept.
-        x = jax.checkpoint(lambda x: reference.dropout(x, dropout_rate, dropout_rng))(x)
+        x = self.features(x, dropout_rate=dropout_rate, dropout_rng=dropout_rng)
         kernel = self.kernel[...].astype(self.options.dtype)
         return dense(x, kernel, self.bias[...], implementation=self.options.implementation)
+
+    def features(self, x: Array, *, dropout_rate: float = 0.0, dropout_rng: Array | None = None) -> Array:
+        """`[..., D]`, what the layer makes logits of."""
+        # What is dropped is computed again in the backward pass, not kept.
+        return jax.checkpoint(lambda x: reference.dropout(x, dropout_rate, dropout_rng))(x)
 
 
 class BertForTokenClassification(_Classifier):
@@ -261,11 +325,50 @@ class BertForTokenClassification(_Classifier):
 
         Gradients: of all parameters.
         """
-        hidden, keys = self._encode(
-            input_ids, attention_mask, token_type_ids, position_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
-            deterministic=deterministic, rngs=rngs,
-        )  # fmt: skip
+        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        options |= {"deterministic": deterministic, "rngs": rngs}
+        hidden, keys = self._encode(input_ids, attention_mask, token_type_ids, position_ids, **options)
         return self.classifier(hidden, dropout_rate=self._head_rate, dropout_rng=None if keys is None else keys[0])
+
+    def loss(
+        self,
+        input_ids: ArrayLike,
+        labels: ArrayLike,
+        attention_mask: ArrayLike | None = None,
+        token_type_ids: ArrayLike | None = None,
+        position_ids: ArrayLike | None = None,
+        *,
+        cu_seqlens: ArrayLike | None = None,
+        max_seqlen: int | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | Array | None = None,
+    ) -> CrossEntropy:
+        """The cross-entropy of the tokens' labels; its logits are float32 in every `dtype`.
+
+        Args:
+          labels: integers of the shape of `input_ids`, the number of each token's label, or -100 where it has none, as
+            in padding and in a word's further tokens. Of packed tokens, rows that take no part in a sequence have no
+            label, whatever is given there.
+          input_ids, attention_mask, token_type_ids, position_ids: as for `BertModel`, `[B, T]`, or packed `[M]`.
+          cu_seqlens, max_seqlen, deterministic, rngs: likewise.
+
+        Returns:
+          As `BertForSequenceClassification.loss`.
+
+        Raises:
+          TypeError, ValueError: as `BertModel`, or `labels` is not of integers, or has a wrong shape.
+
+        Gradients: of all parameters. A label that is none of the model's makes the loss NaN.
+        """
+        shape = inputs.as_ids("BertModel", "input_ids", input_ids).shape
+        labels_of_all = inputs.as_ids("BertForTokenClassification", "labels", labels, shape)
+        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        options |= {"deterministic": deterministic, "rngs": rngs}
+        hidden, keys = self._encode(input_ids, attention_mask, token_type_ids, position_ids, **options)
+        key = None if keys is None else keys[0]
+        x = self.classifier.features(hidden, dropout_rate=self._head_rate, dropout_rng=key)
+        used = labels_in_use(labels_of_all, cu_seqlens, max_seqlen)
+        return linear_cross_entropy(x, self.classifier.kernel[...].T, used, self.classifier.bias[...])
 
 
 def _rate_field(task: str, model_type: str) -> str:
@@ -289,6 +392,7 @@ def _label_names(where: str, num_labels: Any, id2label: Any) -> tuple[str, ...]:
         if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= _MAX_LABELS:
             raise ValueError(f"{where}: num_labels must be an integer from 1 to {_MAX_LABELS}, got {count!r:.100}")
         return tuple(f"LABEL_{number}" for number in range(count))
+    id2label = dict(enumerate(id2label)) if isinstance(id2label, list | tuple) else id2label
     names = {str(number): name for number, name in id2label.items()} if isinstance(id2label, Mapping) else {}
     numbers = [str(number) for number in range(len(names))]  # a config.json has them as strings
     if not names or names.keys() != set(numbers) or not all(isinstance(name, str) for name in names.values()):

@@ -5,10 +5,11 @@ from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
+from jax import Array
+from jax.typing import ArrayLike, DTypeLike
 
-from jaxft.models import checkpoint
-from jaxft.models.bert import BertModel, load_parameters, named_parameters
+from jaxft.models import checkpoint, inputs
+from jaxft.models.bert import BertModel, named_parameters, packed_rows
 from jaxft.models.config import BertConfig
 
 # How the names of transformers' classes for the tasks of jaxft's end; some heads' tensors have names in common.
@@ -54,63 +55,99 @@ class EncoderWithHead(nnx.Module):
         param_dtype: DTypeLike | None = None,
         implementation: str | None = None,
         remat: bool = False,
+        rngs: nnx.Rngs | None = None,
+        **head: Any,
     ) -> Self:
         """The encoder and the head of a Hugging Face checkpoint of transformers' classes for this task.
 
-        Tensors of other heads are not read.
+        Or, with `rngs`, the encoder of any checkpoint, and of the head what the checkpoint has: from that of an encoder
+        alone, or of a model for another task, no more than the pooler. Tensors of other heads are not read.
 
         Args:
           folder_or_id, revision, cache_dir, local_files_only: as for `BertModel.from_pretrained`.
           dtype, param_dtype, implementation, remat: likewise.
+          rngs: random numbers for the parameters of the head that the checkpoint lacks, or has for another number of
+            labels, as for a new model; None refuses such a checkpoint. All other parameters are the checkpoint's.
+          head: arguments of the class for the head, in place of what `config.json` says: a classifier's `num_labels`,
+            `id2label` and `classifier_dropout`. As many labels as it has already keep their layer, and their names
+            unless there is an `id2label`.
 
         Raises:
-          CheckpointError: the checkpoint cannot be found, read or used, or has no such head; all the problems of its
-            tensors at once.
-          TypeError: `folder_or_id` is not a string or path.
+          CheckpointError: the checkpoint cannot be found, read or used, or has no such head and there are no `rngs`;
+            all the problems of its tensors at once.
+          TypeError: `folder_or_id` is not a string or path, `rngs` no `nnx.Rngs`, or `head` has what the class lacks.
+          ValueError: as the class; `rngs` has no stream for parameters.
         """
 
-        def parse(settings: dict[str, Any]) -> tuple[BertConfig, dict[str, Any], dict[str, Any]]:
+        def parse(settings: dict[str, Any]) -> tuple[BertConfig, bool, dict[str, Any], dict[str, Any]]:
             config = BertConfig.from_dict(settings)
-            cls._check_architectures(settings.get("architectures"))
-            return config, cls._head_options(settings, config), settings
+            is_own = cls._is_own(settings.get("architectures"), rngs)
+            return config, is_own, cls._head_options(settings, config, head), settings
 
+        inputs.check_initial(cls.__name__, rngs)
         param_dtype = dtype if param_dtype is None else param_dtype
         folder = checkpoint.resolve(
             folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
         )
-        config, options, settings = checkpoint.read_config(folder, parse)
+        config, is_own, options, settings = checkpoint.read_config(folder, parse)
         options |= {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation, "remat": remat}
         model = cls(config, **options, rngs=None)
-        model._keep_settings(settings)
-        load_parameters(model, folder, config.model_type, param_dtype)
+        if rngs is not None:
+            model._add_head(rngs)  # whose values stay where the checkpoint has none
+        parameters, layout = model._parameters(), checkpoint.LAYOUTS[config.model_type]
+        shapes = {
+            name: parameter.shape
+            for name, parameter in parameters.items()
+            # Another task's head may have the same names.
+            if is_own or not layout.names.get(name, [""])[0].startswith(layout.heads)
+        }
+        values = checkpoint.load(folder, config.model_type, shapes, param_dtype, has_new_head=rngs is not None)
+        for name, value in values.items():
+            parameters[name].set_value(value)
+        if values.keys() == parameters.keys():  # nothing is new, so that they are true of this model
+            model._keep_settings(settings)
         return model
 
     @classmethod
-    def _check_architectures(cls, architectures: Any) -> None:
-        """ValueError where a config.json names another of the tasks, and not this one."""
+    def _is_own(cls, architectures: Any, rngs: nnx.Rngs | None) -> bool:
+        """Whether a config.json names none of the tasks, or this one; ValueError without `rngs` where it does not."""
         names = architectures if isinstance(architectures, list) else []
         tasks = {task for task in _TASKS for name in names if str(name).endswith(task)}
-        if tasks and cls._TASK not in tasks:
-            raise ValueError(f"architectures must name a class that ends in {cls._TASK}, got {names!r:.100}")
+        is_own = not tasks or cls._TASK in tasks
+        if not is_own and rngs is None:
+            raise ValueError(
+                f"architectures must name a class that ends in {cls._TASK}, got {names!r:.100}; for a new head on its "
+                "encoder pass rngs=nnx.Rngs(0) to from_pretrained"
+            )
+        return is_own
 
     @classmethod
-    def _head_options(cls, settings: dict[str, Any], config: BertConfig) -> dict[str, Any]:
-        """The arguments for the head that a config.json has; ValueError where it has wrong ones."""
-        return {}
+    def _head_options(cls, settings: dict[str, Any], config: BertConfig, given: dict[str, Any]) -> dict[str, Any]:
+        """`given` and the other arguments for the head that a config.json has; ValueError where it has wrong ones."""
+        return {**given}
 
     def _keep_settings(self, settings: dict[str, Any]) -> None:
-        """Keeps of a config.json what is neither an argument nor a parameter: nothing, so that models are equal."""
+        """Keeps of a config.json what is neither an argument nor a parameter."""
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Writes `config.json` and `model.safetensors`, which transformers reads too; existing ones are replaced."""
         encoder = checkpoint.LAYOUTS[self.config.model_type].architecture
         architectures = {"architectures": [encoder.removesuffix("Model") + self._TASK]}
         parameters = {name: parameter[...] for name, parameter in self._parameters().items()}
-        checkpoint.save(folder, self.config.to_dict() | architectures | self._head_settings(), parameters)
+        checkpoint.save(folder, self.config.to_dict() | architectures | self.settings, parameters)
 
-    def _head_settings(self) -> dict[str, Any]:
-        """What a config.json has about the head."""
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What `config.json` has about the head."""
         return {}
 
     def _parameters(self) -> dict[str, nnx.Param[Any]]:
         return named_parameters(self)
+
+
+def labels_in_use(labels: Array, cu_seqlens: ArrayLike | None, max_seqlen: int | None) -> Array:
+    """`labels` of tokens, with -100 in rows that belong to no sequence: `remove_padding` fills them with 0, a label."""
+    if cu_seqlens is None:
+        return labels
+    *_, used = packed_rows(labels.size, jnp.asarray(cu_seqlens).astype(jnp.int32), max_seqlen or 0)
+    return jnp.where(used, labels.astype(jnp.int32), -100)

@@ -2,15 +2,14 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import ArrayLike
 
 from jaxft.models import inputs
-from jaxft.models.bert import BertModel, packed_rows
+from jaxft.models.bert import BertModel
 from jaxft.models.config import BertConfig
-from jaxft.models.heads import EncoderWithHead
+from jaxft.models.heads import EncoderWithHead, labels_in_use
 from jaxft.ops.cross_entropy import CrossEntropy, linear_cross_entropy
 from jaxft.ops.dense import dense
 from jaxft.ops.layer_norm import layer_norm
@@ -44,8 +43,8 @@ class BertForMaskedLM(EncoderWithHead):
 
     The same network as transformers' classes of that name (`RobertaForMaskedLM` and so on for the other types). The
     output matrix is that of the word embeddings, which `save_pretrained` writes once; `from_pretrained` reads
-    checkpoints with and without a second copy, and refuses one with an output matrix of its own. Used in `nnx.jit` and
-    `jax.jit` as `BertModel`. A training step::
+    checkpoints with and without a second copy, and refuses one with an output matrix of its own; with `rngs` it adds a
+    new head to the checkpoint of an encoder. Used in `nnx.jit` and `jax.jit` as `BertModel`. A training step::
 
         @nnx.jit
         def train_step(model, optimizer, input_ids, labels, attention_mask):
@@ -135,24 +134,22 @@ class BertForMaskedLM(EncoderWithHead):
         Gradients: of all parameters. A label that is no id of the vocabulary makes the loss NaN.
         """
         options = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "deterministic": deterministic, "rngs": rngs}
+        shape = inputs.as_ids("BertModel", "input_ids", input_ids).shape
+        labels_of_all = inputs.as_ids("BertForMaskedLM", "labels", labels, shape)
         x = self._hidden(input_ids, attention_mask, token_type_ids, position_ids, **options)
-        labels = inputs.as_ids("BertForMaskedLM", "labels", labels, x.shape[:-1])
-        if cu_seqlens is not None:
-            # Rows that `remove_padding` has filled are 0, which would be a label.
-            *_, used = packed_rows(labels.size, jnp.asarray(cu_seqlens).astype(jnp.int32), max_seqlen or 0)
-            labels = jnp.where(used, labels.astype(jnp.int32), -100)
-        return linear_cross_entropy(x, self.bert.embeddings.word[...], labels, self.lm_head.out_bias[...])
+        used = labels_in_use(labels_of_all, cu_seqlens, max_seqlen)
+        return linear_cross_entropy(x, self.bert.embeddings.word[...], used, self.lm_head.out_bias[...])
 
     def _hidden(self, *ids: Any, **options: Any) -> Array:
         """What the word embeddings make logits of."""
         return self.lm_head(self.bert(*ids, **options).last_hidden_state)
 
     @classmethod
-    def _head_options(cls, settings: dict[str, Any], config: BertConfig) -> dict[str, Any]:
-        if settings.get("tie_word_embeddings") not in (None, True):
-            given = settings["tie_word_embeddings"]
+    def _head_options(cls, settings: dict[str, Any], config: BertConfig, given: dict[str, Any]) -> dict[str, Any]:
+        tied = settings.get("tie_word_embeddings")
+        if tied not in (None, True):
             raise ValueError(
                 f"BertForMaskedLM: tie_word_embeddings must be true, an output layer with weights of its own is not "
-                f"supported, got {given!r:.100}"
+                f"supported, got {tied!r:.100}"
             )
-        return {}
+        return {**given}
