@@ -181,9 +181,11 @@ def _run_similar(args: argparse.Namespace) -> None:
 
 def _run_info(args: argparse.Namespace) -> None:
     device = _device()
-    from jaxft import ops
+    from jaxft import ops, tuning
     from jaxft.models import batches
 
+    if device["platform"] == "cuda":
+        device["configs"] = tuning.sources(device["device"])
     versions, rows = _versions(), ops.explain()
     buckets = batches.buckets(args.batch_size, args.length)
     if args.json:

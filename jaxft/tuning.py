@@ -145,6 +145,12 @@ def lookup(
     return config
 
 
+def sources(device_kind: str) -> str:
+    """Where `lookup` looks on this device, in order, for people."""
+    own = [str(tuning_store.path(device_kind))] if tuning_store.load(device_kind) else []
+    return ", ".join([*own, *["jaxft's table"] * bool(_table(device_kind)), "heuristics"])
+
+
 @dataclasses.dataclass(frozen=True)
 class Tuned:
     """What `autotune` did for one kernel: its config and the time of the whole function, before and after."""

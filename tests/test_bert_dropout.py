@@ -73,7 +73,9 @@ def expected_states(model, ids, mask, key):
 # --- The encoder -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("implementation", "remat"), [("xla", False), ("xla", True), ("triton", False)])
+@pytest.mark.parametrize(
+    ("implementation", "remat"), [("xla", False), ("xla", True), ("triton", False), ("triton", True)]
+)
 def test_dropout_is_where_bert_has_it(implementation, remat, key):
     """And its masks are these functions of the call's key."""
     model, ids = training(implementation=implementation, remat=remat), some_ids()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import tiny
-from jaxft import cli, dispatch
+from jaxft import cli, dispatch, tuning, tuning_store
 from jaxft.models import batches
 from jaxft.models.sentence_encoder import SentenceEncoder
 
@@ -381,7 +381,7 @@ def test_info(capsys):
     info = json.loads(capsys.readouterr().out)
     assert info["versions"].keys() == {"python", "jaxft", "jax", "jaxlib", "flax"}
     assert info["versions"]["jax"] == jax.__version__
-    assert info["device"] == {"device": dispatch.device_kind(), "platform": dispatch.platform()}
+    assert info["device"].items() >= {"device": dispatch.device_kind(), "platform": dispatch.platform()}.items()
     for value in (*info["versions"].values(), *info["device"].values()):
         assert value in text
     ops = {"qkv_attention", "bias_residual_layer_norm", "bias_activation", "embeddings_layer_norm"}
@@ -390,6 +390,23 @@ def test_info(capsys):
         assert row["implementation"] in dispatch.IMPLEMENTATIONS and row["reason"]
         assert re.search(rf"^{row['op']} +{row['implementation']} +{re.escape(row['reason'])}$", text, re.MULTILINE)
     assert info["buckets"] == [dataclasses.asdict(bucket) for bucket in batches.buckets(32, 512)]
+
+
+def test_info_says_where_configs_come_from(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tuning_store.load.cache_clear()
+
+    def configs(kind):
+        with dispatch.target(kind):
+            assert cli.main(["info"]) == 0
+        return re.search(r"^configs +(.*)$", capsys.readouterr().out, re.MULTILINE)[1]
+
+    assert configs("NVIDIA H200") == "jaxft's table, heuristics"
+    assert configs("NVIDIA H100 PCIe") == "heuristics"
+    tuning_store.check_writable("NVIDIA H200")
+    tuning_store.save("NVIDIA H200", "softmax", "rows=8,width=32,itemsize=4", tuning.RowConfig(1, 32, 1))
+    assert configs("NVIDIA H200") == f"{tuning_store.path('NVIDIA H200')}, jaxft's table, heuristics"
+    tuning_store.load.cache_clear()
 
 
 def test_info_lists_the_shapes_of_packed_batches(capsys):

@@ -14,9 +14,9 @@ from jaxft.ops import common
 from jaxft.ops.cross_entropy import CrossEntropy
 
 # Of products followed by an addition, XLA makes Triton kernels, or leaves the addition to a kernel of its own. Without
-# them cuBLAS adds, as where a gradient joins that of the residual connection: of BERT-base, 32 x 512 tokens, 20.0 ms for
-# 20.3 when calls are queued, with dropout 22.4 for 22.4 (H200, JAX 0.11.2, 2026-11-24; bench_train.py prints both). And
-# there is less to compile.
+# them cuBLAS adds, as where a gradient joins that of the residual connection: a step of BERT-base, 32 x 512 tokens,
+# takes 20.0 ms for 20.3 when calls are queued, with dropout 22.4 for 22.4 (H200, JAX 0.11.2, 2026-11-24; bench_train.py
+# prints both). And there is less to compile.
 COMPILER_OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
 
 _LEAST, _LARGEST = 1.0, 2.0**24
