@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 import common
-from jaxft import BertForSequenceClassification
+from jaxft import BertForSequenceClassification, BertModel
 from jaxft.models import tokenizer as tokenizer_files
 
 LEAST_CHARACTERS = 40  # of a paragraph; shorter ones ("Return True.") are of no module in particular
@@ -65,12 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     train_set, test_set = (Texts(part, names, tokenizer, preset.length) for part in parts)
     print(f"{len(train_set.labels)} paragraphs to learn from, {len(test_set.labels)} held out: {', '.join(names)}")
 
-    rngs, options = nnx.Rngs(args.seed), {"dtype": args.dtype, "param_dtype": jnp.float32, "remat": args.remat}
-    model = BertForSequenceClassification.from_pretrained(args.model, id2label=names, rngs=rngs, **options)
-    # A new pooler too: the checkpoint has never used its own, with which it ends at 68 % instead of 71 %.
-    pooler = model.head.dense_kernel
-    pooler.set_value(nnx.initializers.normal(model.config.initializer_range)(rngs.params(), pooler.shape))
-    model.head.dense_bias.set_value(jnp.zeros(model.config.hidden_size))
+    options: dict[str, Any] = {"dtype": args.dtype, "param_dtype": jnp.float32, "remat": args.remat}
+    encoder = BertModel.from_pretrained(args.model, **options)
+    # from_pretrained(..., rngs=...) of the classifier would take the checkpoint's pooler, which has never been used:
+    # with it, 68 % of the held-out paragraphs are right after the small preset, with a new one 71 %.
+    encoder.pooler = None
+    model = BertForSequenceClassification(encoder.config, id2label=names, **options, rngs=nnx.Rngs(args.seed))
+    model.bert = encoder
     model.train()
     graph, params = nnx.split(model)
     optimizer = common.adamw(preset.learning_rate, args.steps)

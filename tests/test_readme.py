@@ -4,6 +4,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import jax
 import pytest
 
 import tiny
@@ -28,7 +29,8 @@ def reranker(tmp_path):
 def test_example_runs(number, minilm, reranker, capsys):
     code = SNIPPETS[number].replace('"sentence-transformers/all-MiniLM-L6-v2"', repr(str(minilm)))
     code = code.replace('"cross-encoder/ms-marco-MiniLM-L6-v2"', repr(str(reranker)))
-    exec(compile(code, f"README.md, Python example {number}", "exec"), {"__name__": "__main__"})
+    with jax.numpy_dtype_promotion("standard"):  # JAX's default, without which optax does not run
+        exec(compile(code, f"README.md, Python example {number}", "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out
     assert bool(printed) == ("print(" in code)
     for comment in re.findall(r"print\(.*\)  # (.+)", code):
