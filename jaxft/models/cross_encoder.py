@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxft.models import batches, checkpoint
@@ -70,8 +69,6 @@ class CrossEncoder:
             with_types=model.config.type_vocab_size > 1,
         )
         structure = jax.tree.structure(model)
-        # To walk through the modules at every call takes the host longer than the GPU needs for a layer.
-        self._variables = jax.tree.leaves(model, is_leaf=lambda part: isinstance(part, nnx.Variable))
 
         def score(
             leaves: list[jax.Array], input_ids: jax.Array, types: jax.Array | None, lengths: jax.Array, longest: int
@@ -173,7 +170,7 @@ class CrossEncoder:
         batch_size = batches.check_batch_size("predict", batch_size)
         is_pair = batches.is_sequence(sentences) and len(sentences) == 2 and isinstance(sentences[0], str)
         pairs = _as_pairs([sentences] if is_pair else sentences)
-        leaves = jax.tree.leaves(self._variables)
+        leaves = jax.tree.leaves(self.model)
 
         def compute(batch: Batch) -> jax.Array:
             return self._score(leaves, batch.input_ids, batch.token_type_ids, batch.lengths, batch.longest)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxft.models import batches, checkpoint
@@ -82,8 +81,6 @@ class SentenceEncoder:
         )
 
         structure = jax.tree.structure(model)
-        # To walk through the modules at every call takes the host longer than the GPU needs for a layer.
-        self._variables = jax.tree.leaves(model, is_leaf=lambda part: isinstance(part, nnx.Variable))
 
         def embed(
             leaves: list[jax.Array], input_ids: jax.Array, lengths: jax.Array, longest: int, normalize: bool
@@ -214,7 +211,7 @@ class SentenceEncoder:
         batch_size = batches.check_batch_size("encode", batch_size)
         texts = batches.as_texts("encode", "sentences", sentences)
         normalize = self.normalize or normalize_embeddings
-        leaves = jax.tree.leaves(self._variables)
+        leaves = jax.tree.leaves(self.model)
 
         def compute(batch: Batch) -> jax.Array:
             return self._embed(leaves, batch.input_ids, batch.lengths, batch.longest, normalize)
