@@ -184,18 +184,20 @@ def _run_info(args: argparse.Namespace) -> None:
     from jaxft import ops, tuning
     from jaxft.models import batches
 
-    if device["platform"] == "cuda":
-        device["configs"] = tuning.sources(device["device"])
+    configs = tuning.sources(device["device"]) if device["platform"] == "cuda" else []
     versions, rows = _versions(), ops.explain()
     buckets = batches.buckets(args.batch_size, args.length)
     if args.json:
         names = ("op", "implementation", "reason")
         choices = [dict(zip(names, row, strict=True)) for row in rows]
         shapes = [dataclasses.asdict(bucket) for bucket in buckets]
-        print(json.dumps({"versions": versions, "device": device, "ops": choices, "buckets": shapes}, indent=2))
+        info = {"versions": versions, "device": device, "configs": configs, "ops": choices, "buckets": shapes}
+        print(json.dumps(info, indent=2))
         return
     for name, value in (versions | device).items():
         print(f"{name:<9} {value}")
+    if configs:
+        print(f"{'configs':<9} {', '.join(configs)}")
     print()
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for op, implementation, reason in rows:

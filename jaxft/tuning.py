@@ -145,10 +145,10 @@ def lookup(
     return config
 
 
-def sources(device_kind: str) -> str:
+def sources(device_kind: str) -> list[str]:
     """Where `lookup` looks on this device, in order, for people."""
     own = [str(tuning_store.path(device_kind))] if tuning_store.load(device_kind) else []
-    return ", ".join([*own, *["jaxft's table"] * bool(_table(device_kind)), "heuristics"])
+    return [*own, *["jaxft's table"] * bool(_table(device_kind)), "heuristics"]
 
 
 @dataclasses.dataclass(frozen=True)

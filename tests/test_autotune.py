@@ -481,6 +481,11 @@ def test_an_entry_of_a_product_by_mosaic_is_found_with_as_many_stages_as_fit(ite
         assert config == dataclasses.replace(stored, stages=fit[itemsize])
         with_residual = tuning_dense.dense_mosaic(512, 768, 768, None, itemsize, KIND, residual=True)
         assert with_residual.stages >= 2  # where not even two fit, the entry is not taken
+        sizes_of_gradient = {name: size for name, size in sizes.items() if name != "activation"}
+        write(json.dumps({"dense_mosaic_gradient": {tuning.key(**sizes_of_gradient): dataclasses.asdict(stored)}}))
+        gradient = tuning_dense.dense_mosaic_gradient(512, 768, 768, itemsize, KIND)
+        fitting = tuning_dense.with_room(stored, itemsize, pieces=7)
+        assert (gradient == fitting) == (fitting.stages > 1) and 2 <= gradient.stages < 16
     assert warned(caplog) == []
 
 

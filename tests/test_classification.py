@@ -471,6 +471,7 @@ def test_loss_over_micro_batches():
         (np.zeros((3, 1), int), {}, ValueError, r"labels must have shape \(3,\), got \(3, 1\)"),
         (np.zeros(3, int), {"cu_seqlens": [0, 7]}, ValueError, r"labels must have shape \(1,\), got \(3,\)"),
         (np.zeros(3), {}, TypeError, "labels must be integers, got float"),
+        (np.zeros(3, int), {"cu_seqlens": [0, 3, 7]}, ValueError, r"labels must have shape \(2,\), got \(3,\)"),
         (None, {}, TypeError, "labels must be integers, got NoneType"),
         (np.array([0, 0, 2**32]), {}, ValueError, "labels must fit int32, got 4294967296"),
     ],

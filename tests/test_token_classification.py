@@ -251,6 +251,11 @@ def test_public_name():
     assert LAYOUTS.keys() == ARCHITECTURES.keys()
 
 
+def test_one_label_has_no_loss():
+    with pytest.raises(ValueError, match="BertForTokenClassification: loss is for num_labels above 1, got 1"):
+        make(num_labels=1).loss(some_inputs()[0], np.zeros((3, 7), int))
+
+
 # --- New heads ---------------------------------------------------------------------------------------------------
 
 CLASSES = [BertForSequenceClassification, BertForTokenClassification]
@@ -336,6 +341,8 @@ def test_new_head_in_place_of_another_tasks(tmp_path, model_class):
         with pytest.raises(CheckpointError, match=r"architectures must name .* pass rngs=nnx.Rngs\(0\)"):
             model_class.from_pretrained(folder)
         model = model_class.from_pretrained(folder, num_labels=5, rngs=nnx.Rngs(0))
+        assert model.id2label[0] == "LABEL_0"
+        assert model_class.from_pretrained(folder, rngs=nnx.Rngs(0)).num_labels == 2
         encoder = BertModel.from_pretrained(folder)
         if model_class is CLASSES[0] and encoder.pooler is not None:
             np.testing.assert_array_equal(model.head.dense_kernel[...], encoder.pooler.kernel[...])
@@ -345,6 +352,25 @@ def test_new_head_in_place_of_another_tasks(tmp_path, model_class):
             assert not value.any() if value.ndim == 1 else value.std() < 0.03
 
 
+def test_the_head_of_multiple_choice_is_another(tmp_path):
+    tensors = classifier_tensors() | {"classifier.weight": np.ones((1, 12)), "classifier.bias": np.ones(1)}
+    folder = write(tmp_path, tensors, classifier_config() | {"architectures": ["BertForMultipleChoice"]})
+    model = BertForSequenceClassification.from_pretrained(folder, num_labels=1, rngs=nnx.Rngs(0))
+    assert abs(model.head.out_kernel[...]).max() < 0.2 and not model.head.out_bias[...].any()
+
+
+def test_a_layer_is_new_as_a_whole_and_the_log_says_so(tmp_path, caplog):
+    tensors = classifier_tensors()
+    del tensors["bert.pooler.dense.weight"]
+    folder = write(tmp_path, tensors | {"classifier.weight": np.ones((7, 12), np.float32)}, classifier_config())
+    with caplog.at_level("INFO", logger="jaxft"):
+        model = BertForSequenceClassification.from_pretrained(folder, rngs=nnx.Rngs(0))
+    assert not model.head.dense_bias[...].any() and not model.head.out_bias[...].any()
+    (message,) = caplog.messages
+    names = "head.dense_bias, head.dense_kernel, head.out_bias, head.out_kernel"
+    assert message == f"BertForSequenceClassification: new, and not of {folder}: {names}"
+
+
 @pytest.mark.parametrize(
     ("name", "change", "problem"),
     [
@@ -352,6 +378,7 @@ def test_new_head_in_place_of_another_tasks(tmp_path, model_class):
         ("bert.pooler.dense.bias", np.zeros(11, np.float32), "'bert.pooler.dense.bias': has shape [11], expected [12]"),
         ("classifier.weight", np.zeros((3, 11), np.float32), "has shape [3, 11], expected [5, 12]"),
         ("classifier.weight", np.zeros((5, 12), np.int32), "has dtype I32, expected one of F32, F16, BF16, F64"),
+        ("classifier.weight", np.zeros((7, 12), np.int32), "has dtype I32, expected one of F32, F16, BF16, F64"),
         ("classifier.bias", np.zeros((), np.float32), "has shape [], expected [5]"),
     ],
 )
@@ -368,6 +395,7 @@ def test_a_new_head_excuses_nothing_else(tmp_path, name, change, problem):
     [
         ({"rngs": 0}, TypeError, "BertForTokenClassification: rngs must be an nnx.Rngs or None, got int"),
         ({"rngs": nnx.Rngs(dropout=0)}, ValueError, "rngs must have a stream named params or default, got dropout"),
+        ({"num_labels": 2.0}, ValueError, "BertForTokenClassification: num_labels must be an integer from 1 to 10"),
         ({"num_labels": 0}, ValueError, "BertForTokenClassification: num_labels must be an integer from 1 to 10"),
         ({"id2label": "ab"}, ValueError, "BertForTokenClassification: id2label must name the labels from 0 on"),
         ({"num_labels": 3, "id2label": ["a"]}, ValueError, "num_labels is 3, but id2label names 1 labels"),

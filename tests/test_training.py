@@ -61,6 +61,21 @@ def test_each_label_counts_the_same_on_whichever_device(loss_scale):
         np.testing.assert_allclose(found[name], gradient, rtol=1e-5, atol=1e-6 * np.abs(gradient).max())
 
 
+def test_sums_over_devices_are_left_to_it():
+    params, (x, labels) = classifier_data()
+    mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
+
+    def loss_fn(params, batch):
+        return jax.lax.psum(classifier_loss(params, batch), "data")
+
+    each = jax.shard_map(
+        lambda params, *batches: accumulate_gradients(loss_fn, params, batches),
+        mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P(),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"got a total that is the same over \['data'\]; leave out its psum"):
+        each(params, x, labels)
+
+
 @pytest.mark.parametrize("finite", [jnp.float32(1), np.array([True]), 1])
 def test_whether_gradients_are_finite_is_a_truth(finite):
     with pytest.raises(TypeError, match="LossScale: finite must be a boolean scalar, got "):

@@ -296,13 +296,13 @@ def test_shards_for_a_gpu(name):
 @pytest.mark.skipif(jax.device_count() > 1, reason="the other tests have two devices already")
 def test_shards_over_two_devices():
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-k", "grad_of_shard or on_whichever_device", __file__,
+        [sys.executable, "-m", "pytest", "-v", "-o", "addopts=", "-k", "grad_of_shard or on_whichever_device", __file__,
          Path(__file__).with_name("test_training.py")],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         cwd=Path(__file__).parents[1], capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
+    assert "grad_of_shard" in done.stdout and "on_whichever_device" in done.stdout and "passed" in done.stdout
 
 
 @pytest.mark.parametrize("implementation", ["triton", "xla"])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-from pathlib import Path
 from typing import Any, Self
 
 import jax
@@ -424,7 +423,12 @@ class BertModel(nnx.Module):
         config = checkpoint.read_config(folder, BertConfig.from_dict)
         options: dict[str, Any] = {"implementation": implementation, "remat": remat}
         model = cls(config, dtype=dtype, param_dtype=param_dtype, **options, rngs=None)
-        if "pooler.kernel" not in load_parameters(model, folder, config.model_type, param_dtype):
+        parameters = model._parameters()
+        shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        values = checkpoint.load(folder, config.model_type, shapes, param_dtype)
+        for name, value in values.items():
+            parameters[name].set_value(value)
+        if "pooler.kernel" not in values:
             model.pooler = None
         return model
 
@@ -452,13 +456,3 @@ def named_parameters(model: nnx.Module) -> dict[str, nnx.Param[Any]]:
     """By names such as "layers.0.out_bias", without the "bert." of a model with a head, and "head.out_bias"."""
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {".".join(map(str, path)).removeprefix("bert."): parameter for path, parameter in state}
-
-
-def load_parameters(model: nnx.Module, folder: Path, model_type: str, dtype: DTypeLike) -> set[str]:
-    """Sets the values that a checkpoint has for the parameters of a model, and returns their names."""
-    parameters = named_parameters(model)
-    shapes = {name: parameter.shape for name, parameter in parameters.items()}
-    values = checkpoint.load(folder, model_type, shapes, dtype)
-    for name, value in values.items():
-        parameters[name].set_value(value)
-    return {*values}

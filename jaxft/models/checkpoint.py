@@ -400,15 +400,16 @@ def _find_tensors(
                 found[canonical], shape = tensor, shapes[canonical]
                 problem = tensor.problem(shape)
                 if canonical in heads.LABELS and () != tensor.shape != shape and tensor.shape[1:] == shape[1:]:
-                    problem = None if has_new_head else f"{problem}; pass num_labels={tensor.shape[0]} or {_NEW}"
+                    advice = f"{problem}; pass num_labels={tensor.shape[0]} or {_NEW}"
+                    problem = tensor.problem(tensor.shape) if has_new_head else advice
                 problems += filter(None, [problem])
             elif canonical not in _BUFFERS + _POOLER and not canonical.startswith(layout.heads):
                 problems.append(f"{tensor}: is unexpected")
     copies = [(found.pop(name), original) for name, original in tied.items() if name in found]
     pairs = [(copy, found.setdefault(original, copy)) for copy, original in copies]
+    head = {name for name in expected if name.startswith(layout.heads)}
     if not unread:  # otherwise they may be in a file that could not be read
         needed = expected.keys() - found.keys()
-        head = {name for name in expected if name.startswith(layout.heads)}
         if head:
             head |= {*_POOLER}  # a part of BERT's classifier
         elif needed.issuperset(_POOLER):  # masked language models are saved without
@@ -425,7 +426,11 @@ def _find_tensors(
     ]
     if problems:
         raise _error(folder, sorted(problems))
-    return {name: tensor for name, tensor in found.items() if tensor.shape == expected[name]}
+    # Of the head a layer is the checkpoint's or new, and not half of each.
+    new = tuple(
+        name.rpartition(".")[0] + "." for name in head if name not in found or found[name].shape != expected[name]
+    )
+    return {name: tensor for name, tensor in found.items() if name not in head or not name.startswith(new)}
 
 
 def load(

@@ -237,7 +237,8 @@ class BertForSequenceClassification(_Classifier):
             )
         ids, labels = inputs.as_ids("BertModel", "input_ids", input_ids), inputs.as_ids(where, "labels", labels)
         starts = None if cu_seqlens is None else inputs.as_ids("BertModel", "cu_seqlens", cu_seqlens)
-        common.check_shape(where, "labels", labels, ids.shape[:1] if starts is None else (starts.size - 1,))
+        if starts is None or starts.shape[:1] > (0,):  # the others are for BertModel to refuse
+            common.check_shape(where, "labels", labels, ids.shape[:1] if starts is None else (starts.size - 1,))
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         options |= {"deterministic": deterministic, "rngs": rngs}
         first, dropped = self._first(input_ids, attention_mask, token_type_ids, position_ids, **options)
@@ -356,12 +357,16 @@ class BertForTokenClassification(_Classifier):
           As `BertForSequenceClassification.loss`.
 
         Raises:
-          TypeError, ValueError: as `BertModel`, or `labels` is not of integers, or has a wrong shape.
+          TypeError, ValueError: as `BertModel`, or `labels` is not of integers, or has a wrong shape; or the model
+            has one label only.
 
         Gradients: of all parameters. A label that is none of the model's makes the loss NaN.
         """
+        where = "BertForTokenClassification"
+        if self.num_labels == 1:
+            raise ValueError(f"{where}: loss is for num_labels above 1, got 1; take another loss of the logits")
         shape = inputs.as_ids("BertModel", "input_ids", input_ids).shape
-        labels_of_all = inputs.as_ids("BertForTokenClassification", "labels", labels, shape)
+        labels_of_all = inputs.as_ids(where, "labels", labels, shape)
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         options |= {"deterministic": deterministic, "rngs": rngs}
         hidden, keys = self._encode(input_ids, attention_mask, token_type_ids, position_ids, **options)
@@ -387,10 +392,10 @@ def _rate(where: str, name: str, rate: Any) -> float | None:
 
 def _label_names(where: str, num_labels: Any, id2label: Any) -> tuple[str, ...]:
     """The labels' names, once the two arguments (or fields of a config.json) are right."""
+    count = 2 if num_labels is None else num_labels
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= _MAX_LABELS:
+        raise ValueError(f"{where}: num_labels must be an integer from 1 to {_MAX_LABELS}, got {count!r:.100}")
     if id2label is None:
-        count = 2 if num_labels is None else num_labels
-        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= _MAX_LABELS:
-            raise ValueError(f"{where}: num_labels must be an integer from 1 to {_MAX_LABELS}, got {count!r:.100}")
         return tuple(f"LABEL_{number}" for number in range(count))
     id2label = dict(enumerate(id2label)) if isinstance(id2label, list | tuple) else id2label
     names = {str(number): name for number, name in id2label.items()} if isinstance(id2label, Mapping) else {}

@@ -1,5 +1,6 @@
 """What encoders with a head share: the encoder, and how both are read from checkpoints and written."""
 
+import logging
 import os
 from typing import Any, ClassVar, Self
 
@@ -12,8 +13,10 @@ from jaxft.models import checkpoint, inputs
 from jaxft.models.bert import BertModel, named_parameters, packed_rows
 from jaxft.models.config import BertConfig
 
-# How the names of transformers' classes for the tasks of jaxft's end; some heads' tensors have names in common.
-_TASKS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+logger = logging.getLogger("jaxft")
+
+# How the names of transformers' classes end whose heads' tensors have names in common.
+_TASKS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForMultipleChoice")
 
 
 class EncoderWithHead(nnx.Module):
@@ -66,8 +69,9 @@ class EncoderWithHead(nnx.Module):
         Args:
           folder_or_id, revision, cache_dir, local_files_only: as for `BertModel.from_pretrained`.
           dtype, param_dtype, implementation, remat: likewise.
-          rngs: random numbers for the parameters of the head that the checkpoint lacks, or has for another number of
-            labels, as for a new model; None refuses such a checkpoint. All other parameters are the checkpoint's.
+          rngs: random numbers for the layers of the head that the checkpoint lacks, or has for another number of
+            labels, as for a new model; None refuses such a checkpoint. All other parameters are the checkpoint's. The
+            log "jaxft" says which are new, at level INFO.
           head: arguments of the class for the head, in place of what `config.json` says: a classifier's `num_labels`,
             `id2label` and `classifier_dropout`. As many labels as it has already keep their layer, and their names
             unless there is an `id2label`.
@@ -82,7 +86,9 @@ class EncoderWithHead(nnx.Module):
         def parse(settings: dict[str, Any]) -> tuple[BertConfig, bool, dict[str, Any], dict[str, Any]]:
             config = BertConfig.from_dict(settings)
             is_own = cls._is_own(settings.get("architectures"), rngs)
-            return config, is_own, cls._head_options(settings, config, head), settings
+            # Another task's labels are none of this head's.
+            of_head = settings if is_own else {name: settings.get(name) for name in ("tie_word_embeddings",)}
+            return config, is_own, cls._head_options(of_head, config, head), settings
 
         inputs.check_initial(cls.__name__, rngs)
         param_dtype = dtype if param_dtype is None else param_dtype
@@ -104,7 +110,9 @@ class EncoderWithHead(nnx.Module):
         values = checkpoint.load(folder, config.model_type, shapes, param_dtype, has_new_head=rngs is not None)
         for name, value in values.items():
             parameters[name].set_value(value)
-        if values.keys() == parameters.keys():  # nothing is new, so that they are true of this model
+        if new := sorted(parameters.keys() - values.keys()):
+            logger.info("%s: new, and not of %s: %s", cls.__name__, folder, ", ".join(new))
+        else:  # they are true of this model
             model._keep_settings(settings)
         return model
 
@@ -117,7 +125,7 @@ class EncoderWithHead(nnx.Module):
         if not is_own and rngs is None:
             raise ValueError(
                 f"architectures must name a class that ends in {cls._TASK}, got {names!r:.100}; for a new head on its "
-                "encoder pass rngs=nnx.Rngs(0) to from_pretrained"
+                f"encoder pass rngs=nnx.Rngs(0) to {cls.__name__}.from_pretrained"
             )
         return is_own
 

@@ -91,11 +91,12 @@ def accumulate_gradients(
 
     so that each label counts the same, whichever micro-batch it is in; and whichever device, inside a `jax.shard_map`
     over whose axes `batches` vary and `params` do not: what is returned is of all devices. (With `check_vma=False` JAX
-    does not tell, and it is each device's own.)
+    does not tell, and it is each device's own.) If some of the `params` vary over such an axis, it is of the device's
+    own batches too: shards that belong together are to be gathered before.
 
     Args:
       loss_fn: (params, micro_batch) -> (total, labelled), two scalars: the sum of the losses, and of how many, as
-        `BertForMaskedLM.loss` and `jaxft.linear_cross_entropy` return it.
+        `BertForMaskedLM.loss` and `jaxft.linear_cross_entropy` return it; inside a `shard_map` the device's own.
       params: a pytree of float arrays; float32 to train in 16 bits (`dtype` of a model, not its `param_dtype`).
       batches: a pytree of arrays with the micro-batches along their first axis. Keys for dropout,
         `jax.random.split(key, micro_batches)`, are such an array.
@@ -109,7 +110,8 @@ def accumulate_gradients(
     Raises:
       TypeError: `loss_scale` is no `LossScale`.
       ValueError: `batches` has no arrays, or these do not have the same number of micro-batches, at least one; or
-        `loss_fn` does not return two scalars, the second an integer; or there are a `loss_scale` and float16 `params`.
+        `loss_fn` does not return two scalars, the second an integer, or has added them up over devices; or there are a
+        `loss_scale` and float16 `params`.
     """
     where = "accumulate_gradients"
     _check_loss_scale(where, loss_scale)
@@ -122,6 +124,8 @@ def accumulate_gradients(
     if len({shape[:1] for shape in shapes}) != 1 or shapes[0][:1] in ((), (0,)):
         raise ValueError(f"{where}: batches must be arrays of the same first axis, the micro-batches, got {shapes}")
     scale = jnp.float32(1) if loss_scale is None else loss_scale.scale
+    # Inside a shard_map: JAX would add up the devices' gradients of each one's mean, which do not count alike.
+    own, of_batches = (common.varying(*jax.tree.leaves(tree)) for tree in (params, batches))
 
     def scaled_mean(params: Any, batch: Any) -> tuple[Array, CrossEntropy]:
         loss = loss_fn(params, batch)
@@ -130,11 +134,13 @@ def accumulate_gradients(
             found = ", ".join(map(str, parts))
             raise ValueError(f"{where}: loss_fn must return two scalars, total and an integer labelled, got {found}")
         total, labelled = jnp.asarray(loss[0], jnp.float32), jnp.asarray(loss[1], jnp.int32)
+        if summed := of_batches - own - common.varying(total):
+            raise ValueError(
+                f"{where}: inside a shard_map loss_fn must return the device's own sums, got a total that is the same "
+                f"over {sorted(map(str, summed))}; leave out its psum"
+            )
         # Of the mean, whose gradients are in float16's range at scales that do not depend on the batch.
         return scale * CrossEntropy(total, labelled).mean, CrossEntropy(total, labelled)
-
-    # Inside a shard_map: JAX would add up the devices' gradients of each one's mean, which do not count alike.
-    own, of_batches = (common.varying(*jax.tree.leaves(tree)) for tree in (params, batches))
 
     def vary(tree: Any) -> Any:
         return jax.tree.map(lambda x: common.vary_over(x, own | of_batches), tree)
