@@ -143,7 +143,7 @@ def test_labels_of_a_new_model(tmp_path):
          ["config.json: BertForTokenClassification: num_labels must be an integer from 1 to 1048576, got 0"]),
         (token_tensors(), token_config() | {"architectures": ["BertForSequenceClassification"]},
          ["architectures must name a class that ends in ForTokenClassification, got ['BertForSequenceC",
-          "pass rngs=nnx.Rngs(0) to from_pretrained"]),
+          "pass rngs=nnx.Rngs(0) to BertForTokenClassification.from_pretrained"]),
         (token_tensors(), token_config() | {"classifier_dropout": "0.1"},
          ["BertForTokenClassification: classifier_dropout must be None or a number in [0, 1), got '0.1'"]),
     ],
