@@ -150,7 +150,7 @@ def run(case: Case, gelu: str, rate: float, args: argparse.Namespace) -> list[ti
     def lowered() -> Iterator[tuple[jax.stages.Lowered, dict[str, Any]]]:
         for encode, inputs, in_graph in steps.values():
             program = step(encode).lower(*inputs)
-            yield from ((program, {**in_graph, **own}) for own in ({}, COMPILER_OPTIONS))
+            yield from ((program, {**own, **in_graph}) for own in ({}, COMPILER_OPTIONS))
         yield step(of_plain[0]).lower(*of_plain[1]), COMPILER_OPTIONS
         with jax.default_matmul_precision("highest"):
             program = step(of_exact[0]).lower(*of_exact[1])

@@ -14,10 +14,14 @@ from jaxft.ops import common
 from jaxft.ops.cross_entropy import CrossEntropy
 
 # Of products followed by an addition, XLA makes Triton kernels, or leaves the addition to a kernel of its own. Without
-# them cuBLAS adds, as where a gradient joins that of the residual connection: a step of BERT-base, 32 x 512 tokens,
-# takes 20.0 ms for 20.3 when calls are queued, with dropout 22.4 for 22.4 (H200, JAX 0.11.2, 2026-11-24; bench_train.py
-# prints both). And there is less to compile.
-COMPILER_OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
+# them cuBLAS adds, as where a gradient joins that of the residual connection; and there is less to compile.
+# A loop whose length the data decide, as that of `linear_cross_entropy`, is by default no part of a CUDA graph: in every
+# step the host waits for the forward pass, to see how often to go on, and the GPU then for the host to send the
+# backward pass. What is in a graph by default, and such loops (WHILE):
+COMPILER_OPTIONS: dict[str, str | bool] = {
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE",
+}
 
 _LEAST, _LARGEST = 1.0, 2.0**24
 

@@ -155,7 +155,13 @@ def _by_chunks(static, with_gradients, x, embedding, bias, labels):
     rows, width = x.shape
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     scale = 2.0**15 if x.dtype == jnp.float16 else 1.0  # the largest that keeps the gradient of the logits finite
-    table = embedding.astype(x.dtype)
+    # Classes that are none, up to a multiple of 16 bytes: cuBLAS asks for it, and XLA would make a padded copy of the
+    # table and of the logits' gradient in every chunk.
+    classes, none = embedding.shape[0], -embedding.shape[0] % 8
+    table = jnp.pad(embedding.astype(x.dtype), ((0, none), (0, 0)))
+    added = bias if bias is not None or none == 0 else jnp.zeros(classes, wide)
+    if added is not None:
+        added = jnp.pad(added.astype(wide), (0, none), constant_values=-jnp.inf)
     # Where the rows with a label are, in order, and then `rows`.
     capacity = -(-rows // static.chunk) * static.chunk
     indices, (_, labelled) = reference.padding_indices((labels != static.ignore_index)[None], capacity=capacity)
@@ -170,11 +176,11 @@ def _by_chunks(static, with_gradients, x, embedding, bias, labels):
         x_rows = x.at[index].get(mode="fill", fill_value=0)
         label = labels.at[index].get(mode="fill", fill_value=0)[:, None]
         used = index[:, None] < rows
-        weight = jnp.where((label >= 0) & (label < table.shape[0]), 1.0, jnp.nan).astype(wide)  # [chunk, 1]
+        weight = jnp.where((label >= 0) & (label < classes), 1.0, jnp.nan).astype(wide)  # [chunk, 1]
 
         logits = dot(x_rows, table, ((1,), (1,)))
-        if bias is not None:
-            logits = logits + bias.astype(wide)
+        if added is not None:
+            logits = logits + added
         logits = logits - jnp.max(logits, axis=1, keepdims=True)
         e = jnp.exp(logits)
         normalizer = jnp.sum(e, axis=1, keepdims=True)
@@ -195,14 +201,15 @@ def _by_chunks(static, with_gradients, x, embedding, bias, labels):
         d_embedding = d_embedding + dot(d, x_rows, ((0,), (0,)))
         return total, (dx, d_embedding, d_bias)
 
-    sizes = (x.shape, table.shape, () if bias is None else bias.shape) if with_gradients else ()
+    sizes = (x.shape, table.shape, () if bias is None else table.shape[:1]) if with_gradients else ()
     _, *start = common.vary_alike(x, *(jnp.zeros(size, wide) for size in ((), *sizes)))
     chunks = (labelled + static.chunk - 1) // static.chunk
     total, gradients = lax.fori_loop(0, chunks, chunk, (start[0], tuple(start[1:])))
     if not with_gradients:
         return total, labelled
     dx, d_embedding, d_bias = gradients
-    return total, labelled, dx / scale, d_embedding / scale, None if bias is None else d_bias
+    d_embedding = d_embedding[:classes] / scale
+    return total, labelled, dx / scale, d_embedding, None if bias is None else d_bias[:classes]
 
 
 def _fwd(x, embedding, bias, labels, static):
