@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxft
 import tiny
 from jaxft.models.masked_lm import BertForMaskedLM
-from jaxft.models.training import LossScale, accumulate_gradients, update_if_finite
+from jaxft.models.training import COMPILER_OPTIONS, LossScale, accumulate_gradients, update_if_finite
 
 
 def classifier_loss(params, batch):
@@ -242,3 +242,14 @@ def test_float16_trains():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params)) and np.isfinite(losses).all()
     assert 2.0**4 < scales[-1].scale < 2.0**22 and scales[-1].good_steps > 20
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_compiler_options():
+    """Every JAX that is supported knows these options."""
+    params, (x, labels) = classifier_data()
+
+    def loss(params, batch):
+        return classifier_loss(params, batch).mean
+
+    plain, with_options = (jax.jit(jax.grad(loss), compiler_options=options) for options in (None, COMPILER_OPTIONS))
+    jax.tree.map(np.testing.assert_array_equal, plain(params, (x, labels)), with_options(params, (x, labels)))

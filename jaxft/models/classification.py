@@ -192,9 +192,10 @@ class BertForSequenceClassification(_Classifier):
 
         Gradients: of all parameters.
         """
-        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-        options |= {"deterministic": deterministic, "rngs": rngs}
-        first, dropped = self._first(input_ids, attention_mask, token_type_ids, position_ids, **options)
+        first, dropped = self._first(
+            input_ids, attention_mask, token_type_ids, position_ids,
+            cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, deterministic=deterministic, rngs=rngs,
+        )  # fmt: skip
         return self.head(first, **dropped)
 
     def loss(
@@ -239,9 +240,10 @@ class BertForSequenceClassification(_Classifier):
         starts = None if cu_seqlens is None else inputs.as_ids("BertModel", "cu_seqlens", cu_seqlens)
         if starts is None or starts.shape[:1] > (0,):  # the others are for BertModel to refuse
             common.check_shape(where, "labels", labels, ids.shape[:1] if starts is None else (starts.size - 1,))
-        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-        options |= {"deterministic": deterministic, "rngs": rngs}
-        first, dropped = self._first(input_ids, attention_mask, token_type_ids, position_ids, **options)
+        first, dropped = self._first(
+            input_ids, attention_mask, token_type_ids, position_ids,
+            cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, deterministic=deterministic, rngs=rngs,
+        )  # fmt: skip
         x = self.head.features(first, **dropped)
         return linear_cross_entropy(x, self.head.out_kernel[...].T, labels, self.head.out_bias[...])
 
@@ -326,9 +328,10 @@ class BertForTokenClassification(_Classifier):
 
         Gradients: of all parameters.
         """
-        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-        options |= {"deterministic": deterministic, "rngs": rngs}
-        hidden, keys = self._encode(input_ids, attention_mask, token_type_ids, position_ids, **options)
+        hidden, keys = self._encode(
+            input_ids, attention_mask, token_type_ids, position_ids,
+            cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, deterministic=deterministic, rngs=rngs,
+        )  # fmt: skip
         return self.classifier(hidden, dropout_rate=self._head_rate, dropout_rng=None if keys is None else keys[0])
 
     def loss(
@@ -367,9 +370,10 @@ class BertForTokenClassification(_Classifier):
             raise ValueError(f"{where}: loss is for num_labels above 1, got 1; take another loss of the logits")
         shape = inputs.as_ids("BertModel", "input_ids", input_ids).shape
         labels_of_all = inputs.as_ids(where, "labels", labels, shape)
-        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-        options |= {"deterministic": deterministic, "rngs": rngs}
-        hidden, keys = self._encode(input_ids, attention_mask, token_type_ids, position_ids, **options)
+        hidden, keys = self._encode(
+            input_ids, attention_mask, token_type_ids, position_ids,
+            cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, deterministic=deterministic, rngs=rngs,
+        )  # fmt: skip
         key = None if keys is None else keys[0]
         x = self.classifier.features(hidden, dropout_rate=self._head_rate, dropout_rng=key)
         used = labels_in_use(labels_of_all, cu_seqlens, max_seqlen)
