@@ -51,7 +51,7 @@ device_description_str: "{kind}"
 
 @contextlib.contextmanager
 def compiler_for(card):
-    """(function, *shapes) -> the program compiled for the card."""
+    """(function, *shapes, **options of XLA) -> the program compiled for the card."""
     abstract = {}
     if jax.__version_info__ >= (0, 11):
         from jax.sharding import AbstractDevice
@@ -69,10 +69,10 @@ def compiler_for(card):
     sharding = SingleDeviceSharding(device)
     mesh = AbstractMesh((1,), ("x",), **abstract)
 
-    def compiled(function, *shapes):
+    def compiled(function, *shapes, **options):
         arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
         lowered = jax.jit(lambda *a: function(*a)).trace(*arguments).lower(lowering_platforms=("cuda",))
-        return lowered.compile({"xla_gpu_autotune_level": 0})  # which would need a GPU
+        return lowered.compile({"xla_gpu_autotune_level": 0, **options})  # to time kernels, it would need a GPU
 
     with dispatch.target(card.kind, card.capability, card.cores), jax.sharding.use_abstract_mesh(mesh):
         yield compiled
@@ -170,6 +170,25 @@ class TestOfEveryCard:
                 >= 2
             )
             assert kernels(compiled(lambda x: jaxft.permute(x, (1, 0)), x)) == 1
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new"])
+@pytest.mark.parametrize(
+    ("dtype", "batch", "length"),
+    [("bfloat16", 1, 16), ("bfloat16", 1, 128), ("bfloat16", 8, 128), ("bfloat16", 32, 512), ("float32", 8, 128)],
+)
+def test_no_registers_are_spilled(dtype, batch, length, activation):
+    """By a layer's kernels in inference; those of Mosaic GPU are not XLA's to look at."""
+    config = BertConfig(hidden_size=768, num_hidden_layers=1, vocab_size=8, hidden_act=activation)
+    model = nnx.eval_shape(lambda: BertModel(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
+    graph, leaves = nnx.split(model.layers)
+
+    def infer(leaves, x):
+        return nnx.merge(graph, leaves)[0](x, None)
+
+    with compiler_for(CARDS[-1]._replace(kind="NVIDIA H200")) as compiled:
+        fail = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+        compiled(infer, leaves, of(batch, length, 768, dtype=dtype), **fail)
 
 
 def test_cross_entropy_makes_no_copies_in_its_loop():
