@@ -118,27 +118,46 @@ def throughput(rows: Sequence[timing.Row]) -> str:
 
 
 def chart(rows: Sequence[timing.Row], path: Path, device: str) -> None:
-    """Bars: for each encoder in bfloat16, time relative to the plain XLA program."""
+    """Bars: for each encoder in bfloat16, time relative to plain XLA; of the peers' two forms the faster one."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     chosen = [row for row in rows if section(row) == "encoder" and row["dtype"] == "bfloat16"]
-    lines = timing.table(sorted(chosen, key=by_case), metric=metrics_of("encoder")[0])
-    names = lines[0][3:-1]
-    cases = [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
+    head, *lines = timing.table(sorted(chosen, key=by_case), metric=metrics_of("encoder")[0])
+    shown = {
+        "jaxft": ["jaxft"],
+        "XLA": ["xla", "xla, separate qkv"],
+        "XLA with cuDNN": ["xla+cudnn", "xla+cudnn, packed qkv"],
+    }
+    panels: dict[str, dict[str, dict[str, float]]] = {"erf GELU": {}, "tanh GELU": {}}
+    for case in (dict(zip(head, line, strict=True)) for line in lines):
+        for gelu, cases in panels.items():
+            if gelu in case["op"]:
+                label = f"{case['op'].removeprefix('encoder ').replace(f' {gelu}', '')}, {case['shape']}"
+                given = {
+                    name: [float(case[n]) for n in names if case.get(n, "-") != "-"] for name, names in shown.items()
+                }
+                cases[label] = {name: min(times) for name, times in given.items() if times}
+    labels = list(dict.fromkeys(label for cases in panels.values() for label in cases))
+    height = 0.8 / len(shown)
     figure: Any
-    figure, axes = pyplot.subplots(figsize=(9, 0.5 + 0.16 * len(names) * len(cases)))
-    height = 0.8 / len(names)
-    for i, name in enumerate(names):
-        own = [(y, float(case[name]) / float(case["xla"])) for y, case in enumerate(cases) if case[name] != "-"]
-        axes.barh([y + i * height for y, _ in own], [share for _, share in own], height, label=name)
-    axes.set_yticks([y + 0.4 - height / 2 for y in range(len(cases))])
-    axes.set_yticklabels([f"{case['op'].removeprefix('encoder ')}, {case['shape']}" for case in cases])
-    axes.invert_yaxis()
-    axes.set_xlabel(f"time of the encoder relative to plain XLA, bfloat16, {device} (shorter is faster)")
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    figure, axes = pyplot.subplots(1, 2, sharex=True, sharey=True, figsize=(11, 1 + 0.5 * len(labels)))
+    for panel, (gelu, cases) in zip(axes, panels.items(), strict=True):
+        for i, name in enumerate(shown):
+            own = [
+                (y + i * height, cases[label][name] / cases[label]["XLA"])
+                for y, label in enumerate(labels) if {name, "XLA"} <= cases.get(label, {}).keys()
+            ]  # fmt: skip
+            panel.barh([y for y, _ in own], [share for _, share in own], height, label=name)
+        panel.set_title(gelu)
+    axes[0].set_yticks([y + 0.4 - height / 2 for y in range(len(labels))])
+    axes[0].set_yticklabels(labels)
+    axes[0].invert_yaxis()
+    axes[1].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    figure.supxlabel(f"time of the encoder relative to plain XLA, bfloat16, {device} (shorter is faster)", fontsize=10)
+    figure.tight_layout()
     figure.savefig(path, dpi=120, bbox_inches="tight", metadata={"Software": None})  # the same bytes every time
     pyplot.close(figure)
 

@@ -239,7 +239,7 @@ def _run_bench(args: argparse.Namespace) -> None:
                     raise _UserError(f"length {length}: the model takes at most {model.config.max_sequence_length}")
             cases = [(batch, length) for length in args.length for batch in args.batch]
             done, failed = {}, []
-            with tqdm(cases, desc="bench", unit="case") as bar:
+            with tqdm(cases, desc="bench", unit="case", disable=None) as bar:
                 for batch, length in bar:
                     try:
                         done[batch, length] = comparison.compare(model, batch, length)

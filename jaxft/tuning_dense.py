@@ -66,10 +66,11 @@ def dense_implementation(
 ) -> str:  # fmt: skip
     """The fastest: see `DenseChoice`. `full`: products of float32 that are not TF32.
 
-    Mosaic GPU is Hopper's, and has no such products; a residual it adds at the cost of what it saves a LayerNorm (see
-    `_by_mosaic`); and where the number of rows is no multiple of 8 it costs copies. The shipped entries, for rows
-    rounded up, do not know of these.
+    Mosaic GPU is Hopper's, and has no such products; a residual without an activation, which cuBLAS adds too, it adds
+    at the cost of what it saves a LayerNorm (see `_by_mosaic`), and in float32 none; and where the number of rows is no
+    multiple of 8 it costs copies. The shipped entries, for rows rounded up, do not know of these.
     """
+    residual = residual and (activation is None or itemsize > 2)
     without = {"residual": residual, "full": full, "unaligned": hopper and rows % 8 > 0}
     mosaic = hopper and not any(without.values())
     by_mosaic = mosaic and _by_mosaic(rows, depth, width, activation, itemsize)
@@ -103,7 +104,7 @@ def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsi
 
     A residual in its epilogue, and a LayerNorm after it that reads an array less: of 4096x768x768 16.5 us instead of
     15.8, of 4096x3072x768 33.3 instead of 32.3; of 16384 rows 47.3 (46.6) and 116.6 (121.9), and with all gradients
-    136 (143) and 350 (360), which is 1 % of a training step of BERT-base (bfloat16, 2026-11-23). Nobody takes it: the
+    136 (143) and 350 (360), which is 1 % of a training step of BERT-base (bfloat16, 2026-11-23). No layer takes it: the
     sum is then rounded before it meets the bias.
 
     A kernel for both, the product and the LayerNorm, was slower: the four programs of a cluster have whole rows of 768

@@ -89,6 +89,16 @@ def test_a_case_that_fails_loses_no_other(error, model, tmp_path, monkeypatch, c
     assert not (tmp_path / "none.json").exists()
 
 
+@pytest.mark.skipif(dispatch.platform() != "cpu", reason="a GPU's allocator tries for a while")
+def test_a_case_that_no_memory_suffices_for(model, tmp_path, capsys):
+    arguments = ["--batch", "1", str(10**12), "--length", "8", "--dtype", "float32", "-o", "out.json"]
+    assert cli.main(["bench", "--model", model, *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert "error: 1000000000000x8: " in err.splitlines()[-1] and "memory" in err.splitlines()[-1]
+    assert [line.split()[0] for line in out.splitlines()[3:]] == ["1"]
+    assert [case["batch"] for case in json.loads((tmp_path / "out.json").read_text())["results"]] == [1]
+
+
 def test_what_cudnn_cannot_do(model, monkeypatch, capsys, caplog):
     """As on a GPU, but here there is no cuDNN."""
     monkeypatch.setattr(comparison, "dispatch", types.SimpleNamespace(platform=lambda: "cuda"))

@@ -416,12 +416,23 @@ def test_where_it_is_taken(shape, activation, dtype, taken):
         assert text.count("@mosaic_gpu_v2") == (taken and (dtype != jnp.float32 or precision != "highest"))
 
 
-def test_a_residual_is_added_where_it_is_named():
-    """Only there: it costs what the LayerNorm after it saves, see `tuning_dense._by_mosaic`."""
-    arrays = of((4096, 768)), of((768, 768)), of((4096, 768))
-    for implementation, taken in ((None, 0), ("mosaic_gpu", 1)):
-        text = lower(lambda x, k, r, i=implementation: jaxft.dense(x, k, residual=r, implementation=i), *arrays)
-        assert text.count("@mosaic_gpu_v2") == taken
+@pytest.mark.parametrize(
+    ("activation", "dtype", "taken"),
+    [("gelu", jnp.bfloat16, True), ("gelu", jnp.float32, False), (None, jnp.bfloat16, False)],
+)
+def test_where_a_residual_is_added(activation, dtype, taken):
+    """After an activation; without, it costs what the LayerNorm after it saves, see `tuning_dense._by_mosaic`."""
+    arrays = of((4096, 768), dtype), of((768, 3072), dtype), of((4096, 3072), dtype)
+    for implementation in (None, "mosaic_gpu") if dtype == jnp.bfloat16 else (None,):
+
+        def op(x, kernel, residual, i=implementation):
+            return jaxft.dense(x, kernel, activation=activation, residual=residual, implementation=i)
+
+        def gradients(*arrays, op=op):
+            return jax.vjp(op, *arrays)[1](arrays[-1])
+
+        assert lower(op, *arrays).count("@mosaic_gpu_v2") == (taken or implementation is not None)
+        assert lower(gradients, *arrays).count("@mosaic_gpu_v2") == taken  # without an activation they need no product
 
 
 finds_races = pytest.mark.skipif(

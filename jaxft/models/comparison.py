@@ -136,13 +136,14 @@ def compare(model: BertModel, batch: int, length: int) -> dict[str, Times]:
     x = jax.random.normal(jax.random.key(0), (batch, length, config.hidden_size), dtype)
     calls = {name: functools.partial(f, parameters, x) for name, (f, parameters) in variants.items()}
     with jax.numpy_dtype_promotion("standard"):  # whatever is set: jax.nn needs it
+        # Each waited for: NumPy ends the process with an array whose computation has failed, for lack of memory, say.
         with jax.enable_x64(True):
-            exact = variants["xla"][0](*jax.tree.map(lambda a: a.astype("float64"), (params, x)))
+            exact = jax.block_until_ready(variants["xla"][0](*jax.tree.map(lambda a: a.astype("float64"), (params, x))))
         try:
-            plainly = calls["xla"]()
+            plainly = jax.block_until_ready(calls["xla"]())
         except ValueError as error:  # float16 on a CPU
             raise ComparisonError(f"plain JAX cannot run {dtype} here: {error}") from error
-        _check(calls["jaxft"](), plainly, exact)
+        _check(jax.block_until_ready(calls["jaxft"]()), plainly, exact)
         if "xla+cudnn" in calls:
             try:
                 calls["xla+cudnn"]()
