@@ -140,10 +140,13 @@ def chart(rows: Sequence[timing.Row], path: Path, device: str) -> None:
                     name: [float(case[n]) for n in names if case.get(n, "-") != "-"] for name, names in shown.items()
                 }
                 cases[label] = {name: min(times) for name, times in given.items() if times}
+    panels = {gelu: cases for gelu, cases in panels.items() if cases}
     labels = list(dict.fromkeys(label for cases in panels.values() for label in cases))
     height = 0.8 / len(shown)
     figure: Any
-    figure, axes = pyplot.subplots(1, 2, sharex=True, sharey=True, figsize=(11, 1 + 0.5 * len(labels)))
+    figure, ((*axes,),) = pyplot.subplots(
+        1, len(panels), sharex=True, sharey=True, squeeze=False, figsize=(2 + 4.5 * len(panels), 1 + 0.5 * len(labels))
+    )
     for panel, (gelu, cases) in zip(axes, panels.items(), strict=True):
         for i, name in enumerate(shown):
             own = [
@@ -155,7 +158,7 @@ def chart(rows: Sequence[timing.Row], path: Path, device: str) -> None:
     axes[0].set_yticks([y + 0.4 - height / 2 for y in range(len(labels))])
     axes[0].set_yticklabels(labels)
     axes[0].invert_yaxis()
-    axes[1].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    axes[-1].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     figure.supxlabel(f"time of the encoder relative to plain XLA, bfloat16, {device} (shorter is faster)", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=120, bbox_inches="tight", metadata={"Software": None})  # the same bytes every time
