@@ -1,4 +1,4 @@
-"""dense with a bias, with and without GELU, forward and backward, and dense_residual_layer_norm, forward.
+"""dense with a bias, GELU and a residual or without, forward and backward, and dense_residual_layer_norm, forward.
 
 Of few rows in float32 (TF32) as well; of many, dense's implementations by name beside the one it takes by itself.
 """
@@ -69,6 +69,13 @@ def cases(rows: int, depth: int, width: int) -> Iterator[tuple[str, str, Functio
         yield op, "forward", {name: forward(f, activation) for name, f in ops.items()}
         if activation and width == 4 * depth:
             yield op, "forward+backward", {name: backward(ops[name], activation) for name in ("jaxft", "xla")}
+    if width == 4 * depth:
+
+        def with_residual(f: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda x, kernel, bias, residual, *_: f(x, kernel, bias, activation="gelu", residual=residual)
+
+        ops = {"jaxft": with_residual(dense), "xla": with_residual(reference.dense)}
+        yield "dense with erf GELU and residual", "forward", ops
     if width <= depth:
         ops = {"jaxft": dense_residual_layer_norm, "xla": reference.dense_residual_layer_norm}
         yield "dense_residual_layer_norm", "forward", ops
