@@ -17,8 +17,8 @@ from jaxft.ops.cross_entropy import CrossEntropy
 # them cuBLAS adds, as where a gradient joins that of the residual connection; and there is less to compile.
 # A loop whose length the data decide, as that of `linear_cross_entropy`, is by default no part of a CUDA graph: in the
 # middle of every step the host waits for the forward pass, to see how often to go on, and the GPU then for the host to
-# send the backward pass. With what is in a graph by default, and such loops (WHILE), a step of examples/pretrain.py
-# (BERT-base, 16,384 tokens) takes 23.5 ms for 26.6 when calls are queued (H200, JAX 0.11.2, 2026-11-24).
+# send the backward pass. With what is in a graph by default (JAX 0.11), and such loops (WHILE), a step of the example
+# pretrain.py (BERT-base, 16,384 tokens) takes 23.5 ms for 26.6 when calls are queued (H200, JAX 0.11.2, 2026-11-24).
 COMPILER_OPTIONS: dict[str, str | bool] = {
     "xla_gpu_enable_triton_gemm": False,
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE",
