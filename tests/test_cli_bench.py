@@ -110,6 +110,20 @@ def test_what_cudnn_cannot_do(model, monkeypatch, capsys, caplog):
     assert message.startswith("2x8: cuDNN's attention is left out: ")
 
 
+def test_a_wrong_result_of_cudnn_is_left_out(model, monkeypatch, capsys, caplog):
+    def encoder(params, x, attention, **options):
+        y = comparison.plain_layer(params[0], x, None, attention="xla", **options)
+        return plain(params[1:], y, attention="xla", **options) * (1.0 if attention == "xla" else 1.5)
+
+    plain = comparison.plain_encoder
+    monkeypatch.setattr(comparison, "plain_encoder", encoder)
+    monkeypatch.setattr(comparison, "dispatch", types.SimpleNamespace(platform=lambda: "cuda"))
+    assert cli.main(["bench", "--model", model, "--batch", "2", "--length", "8", "--dtype", "bfloat16"]) == 0
+    assert "xla+cudnn" not in capsys.readouterr().out
+    (message,) = caplog.messages
+    assert "cuDNN's attention is left out: its hidden states err by" in message
+
+
 def test_a_case_without_cudnn(tmp_path):
     both = {name: comparison.Times(us, 2 * us) for name, us in (("jaxft", 10.0), ("xla", 30.0))}
     all_three = both | {"xla+cudnn": comparison.Times(20.0, 40.0)}

@@ -102,8 +102,8 @@ def plain_encoder(
 def compare(model: BertModel, batch: int, length: int) -> dict[str, Times]:
     """Times of the layers of `model`, which must have been made with implementation=None, by the name of who ran them.
 
-    "jaxft", "xla", and on an NVIDIA GPU in 16 bits "xla+cudnn", unless cuDNN cannot do it, which is logged; on random
-    inputs `[batch, length, D]` without padding.
+    "jaxft", "xla", and on an NVIDIA GPU in 16 bits "xla+cudnn", unless cuDNN cannot do it or errs, which is logged; on
+    random inputs `[batch, length, D]` without padding.
 
     Raises:
       ComparisonError: jaxft's result is wrong, or plain JAX cannot do it on this device.
@@ -143,10 +143,12 @@ def compare(model: BertModel, batch: int, length: int) -> dict[str, Times]:
             plainly = jax.block_until_ready(calls["xla"]())
         except ValueError as error:  # float16 on a CPU
             raise ComparisonError(f"plain JAX cannot run {dtype} here: {error}") from error
-        _check(jax.block_until_ready(calls["jaxft"]()), plainly, exact)
+        if reason := _wrong(jax.block_until_ready(calls["jaxft"]()), plainly, exact):
+            raise ComparisonError(f"jaxft's {reason}; it was not timed")
         if "xla+cudnn" in calls:
             try:
-                calls["xla+cudnn"]()
+                if reason := _wrong(jax.block_until_ready(calls["xla+cudnn"]()), plainly, exact):
+                    raise ValueError(f"its {reason}")
             except jax.errors.JaxRuntimeError:  # out of memory
                 raise
             except (NotImplementedError, RuntimeError, ValueError) as error:  # a head size, say, or there is no cuDNN
@@ -155,14 +157,14 @@ def compare(model: BertModel, batch: int, length: int) -> dict[str, Times]:
         return _times(calls)
 
 
-def _check(got: Array, plain: Array, exact: Array) -> None:
+def _wrong(got: Array, plain: Array, exact: Array) -> str | None:
+    """What is wrong with a result, if anything."""
     dtype, truth = got.dtype, np.asarray(exact)
     error, plain_error = (float(np.max(np.abs(np.asarray(y, np.float64) - truth))) for y in (got, plain))
     allowed = 2 * plain_error + 2 * float(jnp.finfo(dtype).eps) * float(np.max(np.abs(truth)))
-    if not error <= allowed:  # also when it is NaN
-        raise ComparisonError(
-            f"jaxft's hidden states err by {error:.3g}, above {allowed:.3g}, twice plain JAX's error; it was not timed"
-        )
+    if error <= allowed:
+        return None
+    return f"hidden states err by {error:.3g}, above {allowed:.3g}, twice plain JAX's error"  # also by NaN
 
 
 def _times(calls: Mapping[str, Callable[[], Array]]) -> dict[str, Times]:
