@@ -97,6 +97,13 @@ def of(*shape, dtype="bfloat16"):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def one_layer(dtype, **options):
+    """The layers of a BERT-base that has one, as a graph and the shapes of the parameters."""
+    config = BertConfig(hidden_size=768, num_hidden_layers=1, vocab_size=8, **options)
+    model = nnx.eval_shape(lambda: BertModel(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
+    return nnx.split(model.layers)
+
+
 def kernels(program):
     return program.as_text().count('custom_call_target="__gpu$xla.gpu.triton"')
 
@@ -107,9 +114,7 @@ class TestOfEveryCard:
     @pytest.mark.parametrize(("batch", "length"), [(1, 7), (16, 128)])
     def test_layer(self, card, batch, length, dtype):
         """Inference with a mask, and training with dropout."""
-        config = BertConfig(hidden_size=768, num_hidden_layers=1, vocab_size=8)
-        model = nnx.eval_shape(lambda: BertModel(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
-        graph, leaves = nnx.split(model.layers)
+        graph, leaves = one_layer(dtype)
         x, mask = of(batch, length, 768, dtype=dtype), of(batch, 1, 1, length, dtype=bool)
 
         def infer(leaves, x, mask):
@@ -179,9 +184,7 @@ class TestOfEveryCard:
 )
 def test_no_registers_are_spilled(dtype, batch, length, activation):
     """By a layer's kernels in inference; those of Mosaic GPU are not XLA's to look at."""
-    config = BertConfig(hidden_size=768, num_hidden_layers=1, vocab_size=8, hidden_act=activation)
-    model = nnx.eval_shape(lambda: BertModel(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
-    graph, leaves = nnx.split(model.layers)
+    graph, leaves = one_layer(dtype, hidden_act=activation)
 
     def infer(leaves, x):
         return nnx.merge(graph, leaves)[0](x, None)

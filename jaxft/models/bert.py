@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from pathlib import Path
 from typing import Any, Self
 
 import jax
@@ -423,12 +424,7 @@ class BertModel(nnx.Module):
         config = checkpoint.read_config(folder, BertConfig.from_dict)
         options: dict[str, Any] = {"implementation": implementation, "remat": remat}
         model = cls(config, dtype=dtype, param_dtype=param_dtype, **options, rngs=None)
-        parameters = model._parameters()
-        shapes = {name: parameter.shape for name, parameter in parameters.items()}
-        values = checkpoint.load(folder, config.model_type, shapes, param_dtype)
-        for name, value in values.items():
-            parameters[name].set_value(value)
-        if "pooler.kernel" not in values:
+        if "pooler.kernel" not in load_parameters(model._parameters(), folder, config.model_type, param_dtype):
             model.pooler = None
         return model
 
@@ -456,3 +452,19 @@ def named_parameters(model: nnx.Module) -> dict[str, nnx.Param[Any]]:
     """By names such as "layers.0.out_bias", without the "bert." of a model with a head, and "head.out_bias"."""
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {".".join(map(str, path)).removeprefix("bert."): parameter for path, parameter in state}
+
+
+def load_parameters(
+    parameters: dict[str, nnx.Param[Any]],
+    folder: Path,
+    model_type: str,
+    dtype: DTypeLike,
+    *,
+    has_new_head: bool = False,
+) -> set[str]:
+    """Sets those of the parameters that a checkpoint has, and returns their names."""
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    values = checkpoint.load(folder, model_type, shapes, dtype, has_new_head=has_new_head)
+    for name, value in values.items():
+        parameters[name].set_value(value)
+    return {*values}

@@ -10,7 +10,7 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxft.models import checkpoint, inputs
-from jaxft.models.bert import BertModel, named_parameters, packed_rows
+from jaxft.models.bert import BertModel, load_parameters, named_parameters, packed_rows
 from jaxft.models.config import BertConfig
 
 logger = logging.getLogger("jaxft")
@@ -87,7 +87,7 @@ class EncoderWithHead(nnx.Module):
             config = BertConfig.from_dict(settings)
             is_own = cls._is_own(settings.get("architectures"), rngs)
             # Another task's labels are none of this head's.
-            of_head = settings if is_own else {name: settings.get(name) for name in ("tie_word_embeddings",)}
+            of_head = settings if is_own else {"tie_word_embeddings": settings.get("tie_word_embeddings")}
             return config, is_own, cls._head_options(of_head, config, head), settings
 
         inputs.check_initial(cls.__name__, rngs)
@@ -101,16 +101,15 @@ class EncoderWithHead(nnx.Module):
         if rngs is not None:
             model._add_head(rngs)  # whose values stay where the checkpoint has none
         parameters, layout = model._parameters(), checkpoint.LAYOUTS[config.model_type]
-        shapes = {
-            name: parameter.shape
+        wanted = {
+            name: parameter
             for name, parameter in parameters.items()
             # Another task's head may have the same names.
             if is_own or not layout.names.get(name, [""])[0].startswith(layout.heads)
         }
-        values = checkpoint.load(folder, config.model_type, shapes, param_dtype, has_new_head=rngs is not None)
-        for name, value in values.items():
-            parameters[name].set_value(value)
-        if new := sorted(parameters.keys() - values.keys()):
+        has_new_head = rngs is not None
+        found = load_parameters(wanted, folder, config.model_type, param_dtype, has_new_head=has_new_head)
+        if new := sorted(parameters.keys() - found):
             logger.info("%s: new, and not of %s: %s", cls.__name__, folder, ", ".join(new))
         else:  # they are true of this model
             model._keep_settings(settings)
