@@ -69,13 +69,14 @@ def cases(rows: int, depth: int, width: int) -> Iterator[tuple[str, str, Functio
         yield op, "forward", {name: forward(f, activation) for name, f in ops.items()}
         if activation and width == 4 * depth:
             yield op, "forward+backward", {name: backward(ops[name], activation) for name in ("jaxft", "xla")}
-    if width == 4 * depth:
+    if width <= depth or width == 4 * depth:
 
         def with_residual(f: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda x, kernel, bias, residual, *_: f(x, kernel, bias, activation="gelu", residual=residual)
+            activation = "gelu" if width > depth else None
+            return lambda x, kernel, bias, residual, *_: f(x, kernel, bias, activation=activation, residual=residual)
 
-        ops = {"jaxft": with_residual(dense), "xla": with_residual(reference.dense)}
-        yield "dense with erf GELU and residual", "forward", ops
+        op = "dense with erf GELU and residual" if width > depth else "dense with residual"
+        yield op, "forward", {"jaxft": with_residual(dense), "xla": with_residual(reference.dense)}
     if width <= depth:
         ops = {"jaxft": dense_residual_layer_norm, "xla": reference.dense_residual_layer_norm}
         yield "dense_residual_layer_norm", "forward", ops

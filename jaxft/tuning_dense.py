@@ -66,17 +66,17 @@ def dense_implementation(
 ) -> str:  # fmt: skip
     """The fastest: see `DenseChoice`. `full`: products of float32 that are not TF32.
 
-    Mosaic GPU is Hopper's, and has no such products; a residual without an activation, which cuBLAS adds too, it adds
-    at the cost of what it saves a LayerNorm (see `_by_mosaic`), and in float32 none; and where the number of rows is no
-    multiple of 8 it costs copies. The shipped entries, for rows rounded up, do not know of these.
+    Mosaic GPU is Hopper's, and has no such products, nor a residual in float32; and where the number of rows is no
+    multiple of 8 it costs copies. The shipped entries, for rows rounded up, do not know of these, nor of a residual
+    without an activation.
     """
     residual = residual and (activation is None or itemsize > 2)
-    without = {"residual": residual, "full": full, "unaligned": hopper and rows % 8 > 0}
-    mosaic = hopper and not any(without.values())
-    by_mosaic = mosaic and _by_mosaic(rows, depth, width, activation, itemsize)
+    apart = {"residual": residual, "full": full, "unaligned": hopper and rows % 8 > 0}
+    mosaic = hopper and not (full or apart["unaligned"] or (residual and itemsize > 2))
+    by_mosaic = mosaic and _by_mosaic(rows, depth, width, activation, itemsize, residual)
     default = DenseChoice("mosaic_gpu" if by_mosaic else without_mosaic(rows, depth, width, activation, itemsize))
     sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
-    variant = ",".join(name for name, holds in without.items() if holds)
+    variant = ",".join(name for name, holds in apart.items() if holds)
 
     def usable(choice: DenseChoice) -> bool:
         return mosaic or choice.implementation != "mosaic_gpu"
@@ -90,7 +90,7 @@ def without_mosaic(rows: int, depth: int, width: int, activation: str | None, it
     return "xla" if _by_library(rows, depth, width, activation, itemsize) else "triton"
 
 
-def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsize: int) -> bool:
+def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsize: int, residual: bool) -> bool:
     """Whether the Mosaic GPU product with its epilogue is the fastest.
 
     On an H200 (2026-11-22), 16-bit: with GELU it takes 1.06-1.12x as long as cuBLAS without, where a second kernel
@@ -102,10 +102,11 @@ def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsi
     without it XLA's alone 64; without activation 0.8-0.9x XLA's time from 4,096 rows on, at 1,024 rows 1.0-1.6x
     (2026-11-23).
 
-    A residual in its epilogue, and a LayerNorm after it that reads an array less: of 4096x768x768 16.5 us instead of
-    15.8, of 4096x3072x768 33.3 instead of 32.3; of 16384 rows 47.3 (46.6) and 116.6 (121.9), and with all gradients
-    136 (143) and 350 (360), which is 1 % of a training step of BERT-base (bfloat16, 2026-11-23). No layer takes it: the
-    sum is then rounded before it meets the bias.
+    With a residual and no activation, where XLA has a kernel more for the sum: 512x768x768 5.2 us (XLA 8.2),
+    1024x3072x768 14.1 (14.5), 4096x768x768 10.8 (14.3), 4096x3072x768 28.8 (31.7), 16384x768x768 36.0 (51.8), with
+    `bias` (H100, 2026-11-25). No layer takes it, though a LayerNorm after it reads an array less. That gains nothing
+    where no gradient is taken; a training step of BERT-base of 32x512 takes 18.65 ms for 18.98, but bias and residual
+    are then rounded along with the product, and the gradient of bias errs 2.4 times as much.
 
     A kernel for both, the product and the LayerNorm, was slower: the four programs of a cluster have whole rows of 768
     columns between them, and an H200 has room for 30 such clusters at a time (15 of eight), on 120 of its 132
@@ -124,7 +125,7 @@ def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsi
     few = rows <= 512 and _tiles(rows, width) < 60
     if few or _split_by_library(rows, depth, width, activation):
         return False
-    return activation is not None or rows <= 8192 or depth < 1024
+    return activation is not None or residual or rows <= 8192 or depth < 1024
 
 
 def _by_library(rows: int, depth: int, width: int, activation: str | None, itemsize: int) -> bool:

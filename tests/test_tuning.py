@@ -336,7 +336,7 @@ def test_where_mosaic_is_no_choice_it_is_neither_said_to_be_nor_taken(capability
     """And what autotune finds with a residual is kept beside what it finds without."""
     shapes = {"x": (4096, 768), "kernel": (768, 768), **({"residual": (4096, 768)} if residual else {})}
     floats = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
-    mosaic = capability == (9, 0) and not residual
+    mosaic = capability == (9, 0)
     key = f"rows=4096,depth=768,width=768,activation=1,itemsize=2{',residual' * residual}"
     entry = "dense_implementation", key
     for tried in ({}, {entry: tuning_dense.DenseChoice("mosaic_gpu")}):
