@@ -50,7 +50,8 @@ def _fwd_kernel(
             in_x, in_kernel = in_x & in_depth[None, :], in_kernel & in_depth[:, None]
         # First what takes longest to come: kernel is in memory, x still in the L2 cache. With the bias (below) and the
         # vectors of the LayerNorm that adds up partial sums, BERT-base of 1x16 takes 224 us on the device for 244, of
-        # 1x128 283 for 304 (H100, 2026-11-24).
+        # 1x128 283 for 304 (H100, 2026-11-24). Of weights that are in the L2 cache already it would be 247 for 281, but
+        # kernels that read the next ones' weights ahead take longer than those save: 287 to 320 (H100, 2026-11-25).
         b = common.load(
             kernel_ref.at[common.span(start, block_k), common.span(column, block_n)], mask=in_kernel, other=0.0
         )
