@@ -47,7 +47,12 @@ IN_FLIGHT = 2  # steps that the device has been given before the loss of the old
 CHECKPOINTS = 2  # that are kept
 
 # Options of JAX that change numbers.
-JAX_OPTIONS = ("jax_default_matmul_precision", "jax_default_prng_impl", "jax_enable_x64", "jax_threefry_partitionable")
+JAX_OPTIONS = (
+    "jax_default_matmul_precision", "jax_default_prng_impl", "jax_enable_x64", "jax_random_seed_offset",
+    "jax_threefry_partitionable",
+)  # fmt: skip
+# And variables: with NPROC or PJRT_NPROC XLA has so many threads on a CPU.
+VARIABLES = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "NPROC", "NVIDIA_TF32_OVERRIDE", "PJRT_NPROC", "XLA_FLAGS")
 
 T = TypeVar("T")
 
@@ -146,7 +151,7 @@ def settings(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
     fixed = {name: value for name, value in vars(args).items() if name in ("steps", "accumulate", "remat", "seed")}
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")}
     options = {name: getattr(jax.config, name) for name in JAX_OPTIONS}
-    options |= {"dtype": args.dtype, "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")}
+    options |= {"dtype": args.dtype} | {name: os.environ.get(name, "") for name in VARIABLES}
     # XLA's CPU programs divide sums among so many threads.
     cores = _usable_cores() if jax.default_backend() == "cpu" else None
     machine = {"device": dispatch.device_kind(), "cores": cores, "jaxft": jaxft.__version__}

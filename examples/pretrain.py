@@ -28,7 +28,7 @@ EVALUATED = 8  # batches of held-out text
 
 # 10^12 dense operations a second in bfloat16 and float16, by what a device's kind begins with; TF32 has half of it.
 PEAK_TFLOPS = {
-    "NVIDIA H200": 989.5, "NVIDIA H100 80GB": 989.5, "NVIDIA A100": 312.0,
+    "NVIDIA H200 NVL": 835.5, "NVIDIA H200": 989.5, "NVIDIA H100 80GB": 989.5, "NVIDIA A100": 312.0,
     "NVIDIA L4": 121.0, "NVIDIA L40": 181.0, "NVIDIA L40S": 362.0,
 }  # fmt: skip
 

@@ -191,6 +191,7 @@ def test_kinds_of_rngs(key):
         ({"rngs": nnx.Rngs(params=0, noise=1)}, ValueError,
          "rngs must have a stream named dropout or default, got params, noise"),
         ({"rngs": 3}, TypeError, r"rngs must be an nnx.Rngs or one JAX random key \(jax.random.key\), got int"),
+        ({"rngs": jnp.zeros(4, jnp.uint32)}, TypeError, r"one JAX random key \(jax.random.key\), got uint32\[4\]"),
         ({"rngs": jnp.zeros(3)}, TypeError, r"one JAX random key \(jax.random.key\), got float32\[3\]"),
         ({"deterministic": 0}, TypeError, "deterministic must be True or False, got int"),
     ],

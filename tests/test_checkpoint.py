@@ -4,6 +4,8 @@ import json
 import math
 import os
 import pickle
+from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -289,6 +291,52 @@ def test_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space left"):
         model.save_pretrained(tmp_path)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_an_interrupted_save_leaves_no_mixture(tmp_path, monkeypatch, links):
+    """Weights of one model beside the config.json of another would load."""
+    replace, model = os.replace, BertModel.from_pretrained(write(tmp_path, hf_tensors()))
+    other = BertModel(BertConfig.from_dict(hf_config()), rngs=nnx.Rngs(1))
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def interrupted(source, target):
+        if Path(target).name == "config.json":
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            other.save_pretrained(tmp_path)
+        assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+        with pytest.raises(KeyboardInterrupt):
+            other.save_pretrained(tmp_path / "new")
+        assert not [*(tmp_path / "new").iterdir()]
+    if not links:  # as on some file systems
+        monkeypatch.setattr(os, "link", mock.Mock(side_effect=OSError("no links")))
+    model.save_pretrained(tmp_path)
+    other.save_pretrained(tmp_path)
+    assert_same(other, BertModel.from_pretrained(tmp_path))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", "model.safetensors", "new"]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_who_may_read_what_was_saved_is_the_umasks_choice(tmp_path, umask):
+    model = BertModel(BertConfig.from_dict(hf_config()), rngs=nnx.Rngs(0))
+    previous = os.umask(umask)
+    try:
+        model.save_pretrained(tmp_path)
+    finally:
+        os.umask(previous)
+    assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o666 & ~umask}
+
+
+def test_shapes_without_values_are_not_saved(tmp_path):
+    model = BertModel(BertConfig.from_dict(hf_config()), rngs=None)
+    with pytest.raises(ValueError, match=r"save_pretrained: the model's parameters have no values yet, only shapes"):
+        model.save_pretrained(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 # --- What is refused ---------------------------------------------------------------------------------------------

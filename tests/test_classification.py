@@ -252,7 +252,8 @@ def test_a_loaded_model_is_one_tree_with_a_new_one(tmp_path, model_class):
 def test_labels_of_a_new_model(tmp_path):
     assert BertForSequenceClassification(CONFIG, rngs=None).id2label == {0: "LABEL_0", 1: "LABEL_1"}
     assert BertForSequenceClassification(CONFIG, num_labels=3, rngs=None).num_labels == 3
-    model = make(DISTILBERT, id2label={0: "no", 1: "maybe", 2: "yes"}, num_labels=3)
+    options = {"num_labels": np.int64(3), "classifier_dropout": np.float32(0.5)}  # as of data
+    model = make(DISTILBERT, id2label={0: "no", 1: "maybe", 2: "yes"}, **options)
     model.save_pretrained(tmp_path)
     again = BertForSequenceClassification.from_pretrained(tmp_path, implementation="xla")
     assert_same(model, again)

@@ -40,9 +40,15 @@ def test_settings_are_those_that_change_the_bits(monkeypatch):
     ):
         with getattr(jax, name)(value):
             assert changed() == {f"jax_{name}": value}
-    with monkeypatch.context() as patch:
-        patch.setenv("XLA_FLAGS", "--xla_x")
-        assert changed() == {"XLA_FLAGS": "--xla_x"}
+    jax.config.update("jax_random_seed_offset", 7)
+    try:
+        assert changed() == {"jax_random_seed_offset": 7}
+    finally:
+        jax.config.update("jax_random_seed_offset", 0)
+    for name in ("XLA_FLAGS", "NPROC"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "x")
+            assert changed() == {name: "x"}
     with monkeypatch.context() as patch:
         patch.setattr(jax, "default_backend", lambda: "cpu")
         patch.setattr(os, "sched_getaffinity", lambda pid: range(1000), raising=False)
@@ -105,7 +111,13 @@ def test_peak(monkeypatch):
     for kind, dtype, tflops in (("NVIDIA H200", "bfloat16", 989.5), ("NVIDIA A100-SXM4-80GB", "float32", 156.0)):
         monkeypatch.setattr(pretrain.dispatch, "device_kind", lambda kind=kind: kind)
         assert pretrain.peak_flops(dtype, None) == tflops * 1e12
-    others = {"NVIDIA L4": 121.0, "NVIDIA L40": 181.0, "NVIDIA L40S": 362.0, "NVIDIA L400": None}
+    others = {
+        "NVIDIA H200 NVL": 835.5,
+        "NVIDIA L4": 121.0,
+        "NVIDIA L40": 181.0,
+        "NVIDIA L40S": 362.0,
+        "NVIDIA L400": None,
+    }
     for kind, tflops in others.items():
         monkeypatch.setattr(pretrain.dispatch, "device_kind", lambda kind=kind: kind)
         assert pretrain.peak_flops("bfloat16", None) == (tflops and tflops * 1e12)

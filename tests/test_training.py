@@ -132,6 +132,24 @@ def test_float16_parameters_have_no_loss_scale():
         accumulate_gradients(*arguments, loss_scale=LossScale.create())
 
 
+def test_integers_are_no_parameters():
+    params = {"weight": jnp.ones(3), "count": jnp.zeros((), jnp.int32)}
+    with pytest.raises(TypeError, match="accumulate_gradients: params must be arrays of floats, got one of int32"):
+        accumulate_gradients(lambda params, batch: (jnp.float32(0), jnp.int32(1)), params, jnp.ones((1, 3)))
+
+
+@pytest.mark.parametrize(
+    ("update", "message"),
+    [(lambda _, state: {"a": state["a"][:1]}, r"must give what state has, float32\[2\], got float32\[1\]"),
+     (lambda _, state: {"a": state["a"].astype(jnp.bfloat16)}, r"float32\[2\], got bfloat16\[2\]"),
+     (lambda _, state: state | {"b": 0}, r"PyTreeDef\({'a': \*}\), got PyTreeDef\({'a': \*, 'b': \*}\)")],
+)  # fmt: skip
+def test_an_update_to_another_kind_of_state(update, message):
+    state = {"a": jnp.ones(2)}
+    with pytest.raises(ValueError, match=f"update_if_finite: update .*{message}"):
+        update_if_finite(update, jnp.ones(2), state, LossScale.create())
+
+
 def test_a_number_is_no_loss_scale():
     with pytest.raises(TypeError, match="accumulate_gradients: loss_scale must be a LossScale or None, got 1024.0"):
         accumulate_gradients(scaled_by(1.0), jnp.ones(3), jnp.ones((1, 3), jnp.float16), loss_scale=1024.0)
@@ -203,6 +221,11 @@ def test_an_impossible_growth_interval(interval):
 def test_an_impossible_scale(scale):
     with pytest.raises(ValueError, match=r"LossScale: scale must be a number from 1 to 2\*\*24, got"):
         LossScale.create(scale)
+
+
+@pytest.mark.parametrize("kind", [int, np.int32, np.float16])
+def test_scales_of_numpy(kind):
+    assert LossScale.create(kind(1024)).scale == 1024.0
 
 
 def test_without_a_scale_every_update_counts():

@@ -430,7 +430,7 @@ class BertModel(nnx.Module):
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Writes `config.json` and `model.safetensors`, which transformers reads too; existing ones are replaced."""
-        checkpoint.save(folder, self.config.to_dict(), {name: p[...] for name, p in self._parameters().items()})
+        checkpoint.save(folder, self.config.to_dict(), {name: p.get_value() for name, p in self._parameters().items()})
 
     def _dropout_key(
         self, deterministic: bool | None, rngs: nnx.Rngs | Array | None, **more_rates: float

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -473,10 +474,16 @@ def save(folder: str | os.PathLike[str], config: Mapping[str, Any], parameters: 
     """Writes `config.json` and `model.safetensors` in the layout of `config["model_type"]`.
 
     Where `parameters` has a head's, the names of the encoder's tensors get the layout's prefix, as transformers has it.
-    Both files are complete before either gets its name, so a failure to write them leaves what was there before.
+    Both files are complete before either gets its name, and an exception, KeyboardInterrupt included, leaves what was
+    there before.
+
+    Raises:
+      ValueError: the parameters are shapes only.
     """
     import safetensors.numpy
 
+    if shapes := [name for name, value in parameters.items() if isinstance(value, jax.ShapeDtypeStruct)]:
+        raise ValueError(f"save_pretrained: the model's parameters have no values yet, only shapes, as {shapes[0]}")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     layout = LAYOUTS[config["model_type"]]
@@ -487,13 +494,27 @@ def save(folder: str | os.PathLike[str], config: Mapping[str, Any], parameters: 
             tensors[name] = np.ascontiguousarray(part.T if _is_kernel(parameter) else part)
     if any(name.startswith(layout.heads) for name in tensors):
         tensors = {_with_prefix(layout, name): tensor for name, tensor in tensors.items()}
-    weights, settings = (folder / f".{name}.{os.getpid()}.part" for name in ("model.safetensors", "config.json"))
+    target = folder / "model.safetensors"
+    weights, settings, before = (
+        folder / f".{name}.{os.getpid()}.part" for name in (target.name, "config.json", "before")
+    )
     try:
         # transformers wants to be told that the tensors follow PyTorch's conventions.
         safetensors.numpy.save_file(tensors, weights, metadata={"format": "pt"})
         settings.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        os.replace(weights, folder / "model.safetensors")
-        os.replace(settings, folder / "config.json")
+        weights.chmod(stat.S_IMODE(settings.stat().st_mode))  # safetensors makes it its owner's only
+        existed = target.exists()
+        with contextlib.suppress(OSError):  # there is none, or the file system has no links
+            os.link(target, before)
+        try:
+            os.replace(weights, target)
+            os.replace(settings, folder / "config.json")
+        except BaseException:  # weights of one model beside the config.json of another would load
+            if before.exists():
+                os.replace(before, target)
+            elif not existed:
+                target.unlink(missing_ok=True)
+            raise
     finally:
-        weights.unlink(missing_ok=True)
-        settings.unlink(missing_ok=True)
+        for unfinished in (weights, settings, before):
+            unfinished.unlink(missing_ok=True)

@@ -388,16 +388,17 @@ def _rate_field(task: str, model_type: str) -> str:
 
 def _rate(where: str, name: str, rate: Any) -> float | None:
     """The head's rate of dropout, once it is right."""
-    is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
-    if rate is not None and not (is_number and 0 <= rate < 1):
+    if rate is None:
+        return None
+    if not common.is_number(rate) or not 0 <= rate < 1:
         raise ValueError(f"{where}: {name} must be None or a number in [0, 1), got {rate!r:.100}")
-    return rate
+    return float(rate)
 
 
 def _label_names(where: str, num_labels: Any, id2label: Any) -> tuple[str, ...]:
     """The labels' names, once the two arguments (or fields of a config.json) are right."""
     count = 2 if num_labels is None else num_labels
-    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= _MAX_LABELS:
+    if not common.is_natural(count) or not 1 <= count <= _MAX_LABELS:
         raise ValueError(f"{where}: num_labels must be an integer from 1 to {_MAX_LABELS}, got {count!r:.100}")
     if id2label is None:
         return tuple(f"LABEL_{number}" for number in range(count))

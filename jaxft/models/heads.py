@@ -140,7 +140,7 @@ class EncoderWithHead(nnx.Module):
         """Writes `config.json` and `model.safetensors`, which transformers reads too; existing ones are replaced."""
         encoder = checkpoint.LAYOUTS[self.config.model_type].architecture
         architectures = {"architectures": [encoder.removesuffix("Model") + self._TASK]}
-        parameters = {name: parameter[...] for name, parameter in self._parameters().items()}
+        parameters = {name: parameter.get_value() for name, parameter in self._parameters().items()}
         checkpoint.save(folder, self.config.to_dict() | architectures | self.settings, parameters)
 
     @property

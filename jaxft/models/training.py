@@ -49,7 +49,7 @@ class LossScale(NamedTuple):
         Raises:
           ValueError: `scale` is no number from 1 to 2**24.
         """
-        if isinstance(scale, bool) or not isinstance(scale, int | float) or not _LEAST <= scale <= _LARGEST:
+        if not common.is_number(scale) or not _LEAST <= float(scale) <= _LARGEST:
             raise ValueError(f"LossScale: scale must be a number from 1 to 2**24, got {scale!r:.100}")
         return cls(jnp.float32(scale), jnp.int32(0), jnp.int32(0))
 
@@ -113,13 +113,16 @@ def accumulate_gradients(
       `params`; sums over the micro-batches are float32.
 
     Raises:
-      TypeError: `loss_scale` is no `LossScale`.
+      TypeError: `loss_scale` is no `LossScale`, or `params` has an array that is not of floats.
       ValueError: `batches` has no arrays, or these do not have the same number of micro-batches, at least one; or
         `loss_fn` does not return two scalars, the second an integer, or has added them up over devices; or there are a
         `loss_scale` and float16 `params`.
     """
     where = "accumulate_gradients"
     _check_loss_scale(where, loss_scale)
+    for dtype in map(jnp.result_type, jax.tree.leaves(params)):
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"{where}: params must be arrays of floats, got one of {dtype}")
     if loss_scale is not None and any(jnp.result_type(leaf) == jnp.float16 for leaf in jax.tree.leaves(params)):
         raise ValueError(
             f"{where}: params must not be float16 with a loss_scale, got a float16 array; keep parameters in float32 "
@@ -195,15 +198,23 @@ def update_if_finite(
 
     Raises:
       TypeError: `loss_scale` is no `LossScale`.
-      ValueError: as `LossScale.update`.
+      ValueError: as `LossScale.update`; or `update` gives another structure, shape or dtype.
     """
     _check_loss_scale("update_if_finite", loss_scale)
     updated = update(gradients, state)
     if loss_scale is None:
         return updated, None
+    new, old = ([jax.tree.structure(tree), *map(_kind, jax.tree.leaves(tree))] for tree in (updated, state))
+    if new != old:
+        got, wanted = next((pair for pair in zip(new, old, strict=False) if pair[0] != pair[1]), (new, old))
+        raise ValueError(f"update_if_finite: update must give what state has, {wanted!s:.300}, got {got!s:.300}")
     finite = all_finite(gradients)
     kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
     return kept, loss_scale.update(finite, growth_interval=growth_interval)
+
+
+def _kind(array: Any) -> str:
+    return f"{jnp.result_type(array)}{list(jnp.shape(array))}"
 
 
 def all_finite(arrays: Any) -> Array:

@@ -108,7 +108,7 @@ def check_broadcasts(op: str, name: str, x: Array, shape: tuple[int, ...]) -> No
 
 def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> float:
     """A Python or NumPy number (static: it becomes part of the compiled kernel)."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if not is_number(value):
         raise TypeError(f"{op}: {name} must be a Python number, got {type(value).__name__}")
     number = float(value)
     if not math.isfinite(number):
@@ -116,6 +116,11 @@ def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> f
     if positive and not number > 0:
         raise ValueError(f"{op}: {name} must be positive, got {value}")
     return number
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a real number of Python or NumPy, and no bool."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def is_natural(value: Any) -> bool:
@@ -149,7 +154,8 @@ def check_dropout(op: str, rate: Any, rng: Array | None) -> float:
 def check_key(op: str, name: str, key: Any, expected: str = "one JAX random key") -> None:
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", ())
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
-    if not typed and not (dtype == jnp.uint32 and shape in ((2,), (4,))):
+    raw = dtype == jnp.uint32 and shape == jax.eval_shape(jax.random.PRNGKey, 0).shape  # of JAX's default generator
+    if not typed and not raw:
         got = type(key).__name__ if dtype is None else f"{dtype}{list(shape)}"
         raise TypeError(f"{op}: {name} must be {expected} (jax.random.key), got {got}")
 
