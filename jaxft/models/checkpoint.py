@@ -474,8 +474,8 @@ def save(folder: str | os.PathLike[str], config: Mapping[str, Any], parameters: 
     """Writes `config.json` and `model.safetensors` in the layout of `config["model_type"]`.
 
     Where `parameters` has a head's, the names of the encoder's tensors get the layout's prefix, as transformers has it.
-    Both files are complete before either gets its name, and an exception, KeyboardInterrupt included, leaves what was
-    there before.
+    Both files are complete before either gets its name, and a checkpoint that was there before is left as it was by an
+    exception, KeyboardInterrupt included.
 
     Raises:
       ValueError: the parameters are shapes only.
@@ -495,15 +495,13 @@ def save(folder: str | os.PathLike[str], config: Mapping[str, Any], parameters: 
     if any(name.startswith(layout.heads) for name in tensors):
         tensors = {_with_prefix(layout, name): tensor for name, tensor in tensors.items()}
     target = folder / "model.safetensors"
-    weights, settings, before = (
-        folder / f".{name}.{os.getpid()}.part" for name in (target.name, "config.json", "before")
-    )
+    names = target.name, "config.json", "before"
+    weights, settings, before = (folder / f".{name}.{os.getpid()}.part" for name in names)
     try:
         # transformers wants to be told that the tensors follow PyTorch's conventions.
         safetensors.numpy.save_file(tensors, weights, metadata={"format": "pt"})
         settings.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         weights.chmod(stat.S_IMODE(settings.stat().st_mode))  # safetensors makes it its owner's only
-        existed = target.exists()
         with contextlib.suppress(OSError):  # there is none, or the file system has no links
             os.link(target, before)
         try:
@@ -512,8 +510,6 @@ def save(folder: str | os.PathLike[str], config: Mapping[str, Any], parameters: 
         except BaseException:  # weights of one model beside the config.json of another would load
             if before.exists():
                 os.replace(before, target)
-            elif not existed:
-                target.unlink(missing_ok=True)
             raise
     finally:
         for unfinished in (weights, settings, before):

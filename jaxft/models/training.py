@@ -214,7 +214,7 @@ def update_if_finite(
 
 
 def _kind(array: Any) -> str:
-    return f"{jnp.result_type(array)}{list(jnp.shape(array))}"
+    return f"{getattr(array, 'dtype', None) or jnp.result_type(array)}{list(jnp.shape(array))}"
 
 
 def all_finite(arrays: Any) -> Array:
