@@ -495,8 +495,8 @@ def save(folder: str | os.PathLike[str], config: Mapping[str, Any], parameters: 
     if any(name.startswith(layout.heads) for name in tensors):
         tensors = {_with_prefix(layout, name): tensor for name, tensor in tensors.items()}
     target = folder / "model.safetensors"
-    names = target.name, "config.json", "before"
-    weights, settings, before = (folder / f".{name}.{os.getpid()}.part" for name in names)
+    files = target.name, "config.json", "before"
+    weights, settings, before = (folder / f".{file}.{os.getpid()}.part" for file in files)
     try:
         # transformers wants to be told that the tensors follow PyTorch's conventions.
         safetensors.numpy.save_file(tensors, weights, metadata={"format": "pt"})
