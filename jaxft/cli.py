@@ -364,15 +364,16 @@ def _new_file(path: str) -> Iterator[BinaryIO]:
         raise _UserError(f"cannot write {path}: it is a directory")
     temporary = target.with_name(f".jaxft-{secrets.token_hex(8)}.tmp")
     try:
-        file = open(temporary, "xb")
-    except OSError as error:
-        raise _UserError(f"cannot write {path}: {error.strerror}") from error
-    try:
+        try:
+            file = open(temporary, "xb")
+        except OSError as error:
+            raise _UserError(f"cannot write {path}: {error.strerror}") from error
         with file:
             yield file
         os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException:  # Ctrl-C, as soon as there is a file
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise
 
 

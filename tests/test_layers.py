@@ -14,6 +14,7 @@ COMPOSED = {  # ops that are others where kernels of their own do not pay
     "feed_forward": ("dense", "dense_layer_norm", "layer_norm"),
 }
 MODEL_ORDER = (
+    "checkpoint_files",
     "checkpoint_heads",
     "checkpoint",
     "config",

@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxft.models import checkpoint_files
 from jaxft.models import checkpoint_heads as heads
 
 Shape = tuple[int, ...]
@@ -474,18 +474,12 @@ def save(folder: str | os.PathLike[str], config: Mapping[str, Any], parameters: 
     """Writes `config.json` and `model.safetensors` in the layout of `config["model_type"]`.
 
     Where `parameters` has a head's, the names of the encoder's tensors get the layout's prefix, as transformers has it.
-    Both files are complete before either gets its name, and a checkpoint that was there before is left as it was by an
-    exception, KeyboardInterrupt included.
 
     Raises:
       ValueError: the parameters are shapes only.
     """
-    import safetensors.numpy
-
     if shapes := [name for name, value in parameters.items() if isinstance(value, jax.ShapeDtypeStruct)]:
         raise ValueError(f"save_pretrained: the model's parameters have no values yet, only shapes, as {shapes[0]}")
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     layout = LAYOUTS[config["model_type"]]
     tensors = {}
     for parameter, value in parameters.items():
@@ -494,23 +488,4 @@ def save(folder: str | os.PathLike[str], config: Mapping[str, Any], parameters: 
             tensors[name] = np.ascontiguousarray(part.T if _is_kernel(parameter) else part)
     if any(name.startswith(layout.heads) for name in tensors):
         tensors = {_with_prefix(layout, name): tensor for name, tensor in tensors.items()}
-    target = folder / "model.safetensors"
-    files = target.name, "config.json", "before"
-    weights, settings, before = (folder / f".{file}.{os.getpid()}.part" for file in files)
-    try:
-        # transformers wants to be told that the tensors follow PyTorch's conventions.
-        safetensors.numpy.save_file(tensors, weights, metadata={"format": "pt"})
-        settings.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        weights.chmod(stat.S_IMODE(settings.stat().st_mode))  # safetensors makes it its owner's only
-        with contextlib.suppress(OSError):  # there is none, or the file system has no links
-            os.link(target, before)
-        try:
-            os.replace(weights, target)
-            os.replace(settings, folder / "config.json")
-        except BaseException:  # weights of one model beside the config.json of another would load
-            if before.exists():
-                os.replace(before, target)
-            raise
-    finally:
-        for unfinished in (weights, settings, before):
-            unfinished.unlink(missing_ok=True)
+    checkpoint_files.write(Path(folder), config, tensors)
