@@ -11,6 +11,7 @@ import os
 import platform
 import secrets
 import signal
+import stat
 import sys
 import threading
 import time
@@ -362,6 +363,10 @@ def _new_file(path: str) -> Iterator[BinaryIO]:
     target = Path(os.path.realpath(path))
     if target.is_dir():
         raise _UserError(f"cannot write {path}: it is a directory")
+    if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
+        # Else the place of a pipe, a device or a file that is not to be written would be taken.
+        why = "it may not be written" if target.is_file() else "it is no regular file"
+        raise _UserError(f"cannot write {path}: {why}")
     temporary = target.with_name(f".jaxft-{secrets.token_hex(8)}.tmp")
     try:
         try:
@@ -369,6 +374,8 @@ def _new_file(path: str) -> Iterator[BinaryIO]:
         except OSError as error:
             raise _UserError(f"cannot write {path}: {error.strerror}") from error
         with file:
+            if target.exists():
+                temporary.chmod(stat.S_IMODE(target.stat().st_mode))
             yield file
         os.replace(temporary, target)
     except BaseException:  # Ctrl-C, as soon as there is a file

@@ -15,8 +15,8 @@ import logging
 import math
 import os
 import re
+import secrets
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -70,17 +70,23 @@ def path(device_kind: str) -> Path:
 def load(device_kind: str) -> Table:
     """The entries for this device, read once in a process; none where there is no such file, or a damaged one."""
     try:
-        file = path(device_kind)
-        table = json.loads(file.read_text(encoding="utf-8"))
+        return _read(file := path(device_kind))
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, RecursionError) as error:
         _warn(file, str(error))
         return {}
-    if not _nested(table, depth=3):
-        _warn(file, "it is not a table of ops, sizes and fields")
-        return {}
-    return table
+
+
+def _read(file: Path) -> Table:
+    """What `file` has of ops, sizes and fields; ValueError or RecursionError where it is something else."""
+    table = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(table, dict):
+        raise ValueError("it is not a table of ops, sizes and fields")
+    sound = {op: entries for op, entries in table.items() if _nested(entries, depth=2)}
+    if len(sound) < len(table):
+        _warn(file, f"{', '.join(sorted(table.keys() - sound))}: not a table of sizes and fields")
+    return sound
 
 
 def restore(device_kind: str, op: str, name: str, default: T) -> T | None:
@@ -97,18 +103,27 @@ def restore(device_kind: str, op: str, name: str, default: T) -> T | None:
 def save(device_kind: str, op: str, name: str, config: Any) -> None:
     """Adds an entry to what the file has by now; a reader sees the file before or after.
 
+    A damaged file is kept under another name.
+
     Raises:
-      OSError: it cannot be written.
+      OSError: it cannot be read or written.
     """
     file = path(device_kind)
     with _locked(file.parent), _temporary(file) as new:
-        load.cache_clear()  # another process may have added its own
-        table = load(device_kind)
+        try:
+            table = _read(file)  # anew, since another process may have added its own
+        except FileNotFoundError:
+            table = {}
+        except (ValueError, RecursionError) as error:
+            _warn(file, str(error))
+            os.replace(file, file.with_suffix(".damaged"))
+            table = {}
         table.setdefault(op, {})[name] = dataclasses.asdict(config)
         json.dump(table, new, indent=1, sort_keys=True)
         new.write("\n")
         new.flush()
         os.replace(new.name, file)
+    load.cache_clear()
 
 
 def check_writable(device_kind: str) -> None:
@@ -145,13 +160,12 @@ def _locked(folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _temporary(file: Path) -> Iterator[IO[str]]:
     """A new file beside `file`, removed if it is still there at the end."""
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=file.parent, prefix=file.stem, suffix=".tmp", delete=False
-    ) as new:
-        try:
+    temporary = file.with_name(f"{file.stem}-{secrets.token_hex(8)}.tmp")
+    try:
+        with open(temporary, "x", encoding="utf-8") as new:  # others may read it, if the umask says so
             yield new
-        finally:
-            Path(new.name).unlink(missing_ok=True)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _nested(table: Any, depth: int) -> bool:

@@ -428,6 +428,32 @@ DAMAGED = {
 }
 
 
+def test_what_is_sound_stays_when_a_config_is_added(machine, caplog, monkeypatch):
+    machine({FAST: 50.0})
+    write(json.dumps({"softmax": {"other": SOUND}, "layer_norm": []}))
+    tuning.autotune(SOFTMAX, X)
+    assert entries()["softmax"] == {"other": SOUND, KEY: SOUND}
+    file = tuning_store.path(KIND)
+    assert file.stat().st_mode & 0o777 == 0o666 & ~(umask := os.umask(0)) and os.umask(umask) == 0
+
+    def fails(*_, **__):
+        raise OSError("input/output error")
+
+    before = file.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", fails)
+        with pytest.raises(OSError, match="input/output error"):
+            tuning_store.save(KIND, "softmax", "third", FAST)
+    assert file.read_bytes() == before and [*file.parent.iterdir()] == [file]
+
+
+def test_a_damaged_file_is_kept_aside(machine):
+    machine({FAST: 50.0})
+    write("{")
+    tuning.autotune(SOFTMAX, X)
+    assert tuning_store.path(KIND).with_suffix(".damaged").read_text() == "{"
+
+
 @pytest.mark.parametrize("text", DAMAGED.values(), ids=DAMAGED.keys())
 def test_a_damaged_file_is_ignored_with_one_warning(text, machine, caplog):
     write(text)

@@ -81,6 +81,20 @@ def fails(capsys, *arguments):
     return line.removeprefix("jaxft: error: ").rstrip()
 
 
+def test_where_no_new_file_may_take_the_place(folder, model, capsys, monkeypatch):
+    os.mkfifo("pipe.npy")
+    message = fails(capsys, "encode", "--model", model, "texts.txt", "-o", "pipe.npy")
+    assert message == "cannot write pipe.npy: it is no regular file"
+    Path("old.npy").write_bytes(b"old")
+    os.chmod("old.npy", 0o640)
+    assert cli.main(["encode", "--model", model, "texts.txt", "-o", "old.npy"]) == 0
+    assert os.stat("old.npy").st_mode & 0o777 == 0o640 and np.load("old.npy").ndim == 2
+    capsys.readouterr()
+    monkeypatch.setattr(os, "access", lambda file, mode: False)  # tests may run as root, who may write all
+    message = fails(capsys, "encode", "--model", model, "texts.txt", "-o", "old.npy")
+    assert message == "cannot write old.npy: it may not be written"
+
+
 # --- Processes ---------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import tiny
-from jaxft.models import batches
+from jaxft.models import batches, cross_encoder
 from jaxft.models.checkpoint import CheckpointError
 from jaxft.models.classification import BertForSequenceClassification
 from jaxft.models.cross_encoder import CrossEncoder
@@ -264,11 +264,11 @@ def test_top_k(reranker, top_k):
     assert [entry["corpus_id"] for entry in reranker.rank("the river", DOCUMENTS, top_k)] == whole[:top_k]
 
 
-def test_few_shapes_reach_the_activation(folders):
-    """JAX compiles it for each; one that is given with the call gets the logits as they are."""
-    encoder, seen = CrossEncoder.from_pretrained(folders["bert"]), []
-    own = encoder.activation_fn
-    encoder.activation_fn = lambda x: seen.append(x.shape) or own(x)
+def test_few_shapes_reach_the_activation(folders, monkeypatch):
+    """JAX compiles it for each; a user's gets the logits as they are."""
+    own, seen = cross_encoder._ACTIVATIONS["Sigmoid"], []
+    monkeypatch.setitem(cross_encoder._ACTIVATIONS, "Sigmoid", lambda x: seen.append(x.shape) or own(x))
+    encoder = CrossEncoder.from_pretrained(folders["bert"])
     pairs = [("the river", text) for text in (DOCUMENTS * 5)[:9]]
     scores = [encoder.predict(pairs[:count]) for count in range(1, 10)]
     assert {*seen} == {(1, 1), (2, 1), (4, 1), (8, 1), (16, 1)}
@@ -277,7 +277,20 @@ def test_few_shapes_reach_the_activation(folders):
         np.testing.assert_allclose(found, scores[-1][:count], atol=1e-6)
     given = []
     encoder.predict(pairs, activation_fn=lambda x: given.append(x.shape) or x)
-    assert given == [(9, 1)]
+    encoder.activation_fn = lambda x: given.append(x.shape) or (x > 0)
+    assert encoder.predict(pairs[:5]).dtype == np.float32
+    assert given == [(9, 1), (5, 1)]
+    with pytest.raises(ValueError, match=r"predict: activation_fn must return the shape \(9, 1\), got \(9,\)"):
+        encoder.predict(pairs, activation_fn=lambda x: x[:, 0])
+
+
+def test_lengths_of_numpy(reranker):
+    encoder = CrossEncoder(reranker.model, reranker._tokenizer, max_length=np.int64(20), packed=True)
+    close(encoder.predict(PAIRS), reranker.predict(PAIRS))
+    assert encoder.buckets(np.int64(4)) == encoder.buckets(4)
+    for wrong in (0, -1, 2.5):
+        with pytest.raises(ValueError, match="buckets: batch_size must be a positive integer, got"):
+            encoder.buckets(wrong)
 
 
 def test_rank_of_nothing(reranker):

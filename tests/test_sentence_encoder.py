@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tokenizers import pre_tokenizers
 
 import tiny
 from cases import in_full
@@ -334,6 +335,37 @@ def test_max_seq_length(tmp_path, settings, tokenizer_config, expected):
     assert encoder.encode("rain " * 100).shape == (tiny.WIDTH,)
 
 
+def test_settings_of_another_type(tmp_path):
+    tiny.write_sentence_model(tmp_path)
+    tiny.write_json(tmp_path / "sentence_roberta_config.json", {"max_seq_length": 8})
+    assert SentenceEncoder.from_pretrained(tmp_path).max_seq_length == 8
+
+
+@pytest.mark.parametrize(("own", "noted", "side"), [("left", None, "left"), ("left", "right", "right"),
+                                                    ("right", "left", "left"), ("right", None, "right")])  # fmt: skip
+def test_truncation_side(tmp_path, own, noted, side):
+    tiny.write_sentence_model(tmp_path)
+    tokenizer = tiny.bert_tokenizer()
+    tokenizer.enable_truncation(max_length=7, direction=own)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tiny.write_json(tmp_path / "tokenizer_config.json", {"truncation_side": noted} if noted else {})
+    tiny.write_json(tmp_path / "sentence_bert_config.json", {"max_seq_length": 5})
+    words = ["[CLS]", *{"left": ("the", "old", "river"), "right": ("a", "bird", "sings")}[side], "[SEP]"]
+    (ids,) = SentenceEncoder.from_pretrained(tmp_path).tokenize(["a bird sings on the old river"])
+    assert ids == [tiny.VOCAB.index(word) for word in words]
+
+
+def test_white_space_around_a_text(tmp_path):
+    """It is text to a tokenizer of bytes, and sentence-transformers strips it."""
+    tiny.write_sentence_model(tmp_path)
+    tokenizer = tiny.bert_tokenizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_next")
+    tokenizer.normalizer = None
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    encoder = SentenceEncoder.from_pretrained(tmp_path)
+    assert encoder.tokenize([" rain\n", "a rain"]) == [encoder.tokenize(["rain"])[0], [2, tiny.VOCAB.index("a"), 1, 3]]
+
+
 def test_roberta_has_fewer_positions(tmp_path):
     tiny.write_model(tmp_path, model_type="roberta", pad_token_id=1, max_position_embeddings=20)
     encoder = SentenceEncoder.from_pretrained(tmp_path)
@@ -411,6 +443,7 @@ def test_bad_modules(tmp_path, modules, message):
         ("sentence_bert_config.json", '{"max_seq_length": NaN}', "maximum length must be .* got nan"),
         ("sentence_bert_config.json", '{"max_seq_length": -Infinity}', "maximum length must be .* got -inf"),
         ("sentence_bert_config.json", '{"max_seq_length": 0}', "maximum length must be .* got 0"),
+        ("tokenizer_config.json", '{"truncation_side": "middle"}', "truncation_side must be left or right, got 'mid"),
         ("sentence_bert_config.json", '{"max_seq_length": 2}', "max_seq_length must be above 2"),
         ("sentence_bert_config.json", b"\xff", "sentence_bert_config.json is not valid JSON"),
         ("sentence_bert_config.json", "[" * 100_000, "sentence_bert_config.json is not valid JSON"),

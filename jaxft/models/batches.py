@@ -122,7 +122,7 @@ def buckets(batch_size: int, limit: int) -> list[Bucket]:
     Capacities are powers of two and batch_size * limit, lengths powers of two and `limit`. There are sequences for a
     batch whose texts have a quarter of the length of its longest, which is far from one of sorted texts.
     """
-    budget = batch_size * limit
+    budget = check_batch_size("buckets", batch_size) * limit
     return [
         Bucket(capacity, min(4 * capacity // longest, capacity), longest)
         for longest in _powers(_SHORTEST, limit)

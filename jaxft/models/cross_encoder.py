@@ -1,5 +1,6 @@
 """Pairs of texts in, scores out: a reranker, with the calls and results of sentence-transformers' CrossEncoder."""
 
+import operator
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -58,7 +59,7 @@ class CrossEncoder:
     ) -> None:
         self.model = model
         self.activation_fn = activation_fn or _ACTIVATIONS["Sigmoid" if model.num_labels == 1 else "Identity"]
-        self._max_length = max_length
+        self._max_length = max_length = operator.index(max_length)
         self._tokenizer = tokenizer_files.truncating(
             tokenizer, max_length, is_pair=True, owner="CrossEncoder", argument="max_length"
         )
@@ -154,7 +155,7 @@ class CrossEncoder:
           sentences: a sequence of pairs (text, text), or one pair.
           batch_size: how many pairs of `max_length` tokens are computed at a time; packed, more of shorter ones.
           show_progress_bar: whether stderr shows progress; None: for more than 1,000 pairs on a terminal.
-          activation_fn: in place of the model's own, from float32 logits `[n, num_labels]`.
+          activation_fn: in place of the model's own, from float32 logits `[n, num_labels]` to that many scores.
           apply_softmax: whether the softmax of several labels' scores is taken at the end.
           convert_to_numpy: whether to return a NumPy array; else a JAX array on the default device.
 
@@ -164,7 +165,8 @@ class CrossEncoder:
 
         Raises:
           TypeError: `sentences` is no pair and no sequence of pairs of strings (the index is named).
-          ValueError: `batch_size` is not a positive integer, or a text is not valid Unicode.
+          ValueError: `batch_size` is not a positive integer, a text is not valid Unicode, or `activation_fn` returns
+            another shape.
           jax.errors.JaxRuntimeError: as `SentenceEncoder.encode`.
         """
         batch_size = batches.check_batch_size("predict", batch_size)
@@ -179,11 +181,14 @@ class CrossEncoder:
             pairs, self._tokenizer.encode_batch_fast, batch_size, compute, width=self.model.num_labels, unit="pair",
             show_progress_bar=show_progress_bar,
         )  # fmt: skip
-        # The model's own activation gets a power of two of rows: else JAX would compile it for every number of pairs.
+        activation_fn = activation_fn or self.activation_fn
+        # Of each row by itself: with a power of two of rows, else JAX would compile it for every number of pairs.
         count = len(logits)
-        if activation_fn is None:
+        if activation_fn in _ACTIVATIONS.values():
             logits = np.pad(logits, ((0, (1 << max(count - 1, 0).bit_length()) - count), (0, 0)))
-        scores: Any = (activation_fn or self.activation_fn)(jnp.asarray(logits))
+        scores: Any = jnp.asarray(activation_fn(jnp.asarray(logits)), jnp.float32)
+        if scores.shape != logits.shape:
+            raise ValueError(f"predict: activation_fn must return the shape {logits.shape}, got {scores.shape}")
         if self.model.num_labels > 1 and apply_softmax:
             scores = jax.nn.softmax(scores, axis=-1)
         scores = np.array(scores)[:count]  # a copy, since JAX's memory is read-only

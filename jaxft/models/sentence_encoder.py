@@ -1,6 +1,7 @@
 """Text in, embeddings out: a BERT encoder with its tokenizer and pooling, read from a sentence-transformers folder."""
 
 import dataclasses
+import operator
 import os
 import sys
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ _POOLING_FLAGS = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 _POOLING_MODES = ("cls", "max", "mean")
+_SETTINGS_KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")  # of file names
 
 
 class SentenceEncoder:
@@ -45,7 +47,7 @@ class SentenceEncoder:
       max_seq_length: the most tokens of a text, special tokens included; the rest is cut off.
       pooling: one or more of "cls", "max" and "mean"; the results of several are concatenated in the order given.
       normalize: whether embeddings are always scaled to length 1.
-      prompt: text put before every text.
+      prompt: text put before every text, which then loses the white space around it.
       packed: whether the texts of a batch lie back to back, without padding; None: on an NVIDIA GPU with kernels.
 
     Raises:
@@ -70,7 +72,7 @@ class SentenceEncoder:
         self.pooling = tuple(pooling)
         self.normalize = normalize
         self.prompt = prompt
-        self._max_seq_length = max_seq_length
+        self._max_seq_length = max_seq_length = operator.index(max_seq_length)
         self._tokenizer = tokenizer_files.truncating(
             tokenizer, max_seq_length, owner="SentenceEncoder", argument="max_seq_length"
         )
@@ -112,8 +114,9 @@ class SentenceEncoder:
         """Reads a folder in the layout of sentence-transformers, or of transformers (then with mean pooling).
 
         Read are modules.json (a Transformer, a Pooling and optionally a Normalize module), the pooling's config.json
-        (cls, max and mean, alone or together), sentence_bert_config.json (`max_seq_length`, `do_lower_case`), the
-        default prompt of config_sentence_transformers.json, and tokenizer.json or else a BERT vocab.txt. The number
+        (cls, max and mean, alone or together), sentence_bert_config.json or that of another type (`max_seq_length`,
+        `do_lower_case`), the default prompt of config_sentence_transformers.json, and tokenizer.json or else a BERT
+        vocab.txt. The number
         of tokens is limited by `max_seq_length` (or else the tokenizer's `model_max_length`) and by the positions
         that the model has.
 
@@ -228,8 +231,8 @@ class SentenceEncoder:
         return batches.buckets(batch_size, self.max_seq_length) if self._batcher.packed else []
 
     def _encodings(self, texts: Sequence[str]) -> "list[Encoding]":
-        prompted = [self.prompt + text for text in texts] if self.prompt else texts
-        return self._tokenizer.encode_batch_fast(prompted)
+        # As sentence-transformers does; to a tokenizer of bytes, as RoBERTa's, white space is text.
+        return self._tokenizer.encode_batch_fast([(self.prompt + text).strip() for text in texts])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,7 +258,8 @@ def _read_layout(folder: Path) -> _Layout:
             raise CheckpointError(f"{modules_file}: the folder of module Transformer, {transformer}, does not exist")
         pooling, include_prompt = _read_pooling(modules["Pooling"] / "config.json")
         normalize = "Normalize" in modules
-    settings_file = transformer / "sentence_bert_config.json"
+    files = [transformer / f"sentence_{kind}_config.json" for kind in _SETTINGS_KINDS]
+    settings_file = next(filter(Path.exists, files), files[0])
     max_seq_length = tokenizer_files.max_length(settings_file, "max_seq_length")
     if max_seq_length is None:  # newer sentence-transformers keep the limit here
         max_seq_length = tokenizer_files.max_length(transformer / "tokenizer_config.json", "model_max_length")

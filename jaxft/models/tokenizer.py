@@ -29,6 +29,12 @@ def load(folder: Path, do_lower_case: bool) -> "Tokenizer":
         tokenizer = _bert_tokenizer(vocab)
     else:
         raise CheckpointError(f"{folder}: no tokenizer: neither tokenizer.json nor vocab.txt is there")
+    settings_file = folder / "tokenizer_config.json"
+    side = read_settings(settings_file).get("truncation_side")
+    if side not in (None, "left", "right"):
+        raise CheckpointError(f"{settings_file}: truncation_side must be left or right, got {side!r:.80}")
+    if side is not None:
+        tokenizer.enable_truncation(max_length=sys.maxsize, direction=side)  # see `truncating`
     if do_lower_case:
         rest = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
         tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *rest])
@@ -75,7 +81,7 @@ def _bert_tokenizer(vocab: Path) -> "Tokenizer":
 def truncating(
     tokenizer: "Tokenizer", max_length: int, *, is_pair: bool = False, owner: str, argument: str
 ) -> "Tokenizer":
-    """A copy without padding that cuts texts off at `max_length` tokens.
+    """A copy without padding that cuts texts off at `max_length` tokens, at the side where the tokenizer does.
 
     Files often come with padding and a truncation of their own, left from training.
 
@@ -90,7 +96,7 @@ def truncating(
         )
     copy = type(tokenizer).from_str(tokenizer.to_str())
     copy.no_padding()
-    copy.enable_truncation(max_length=max_length)
+    copy.enable_truncation(max_length=max_length, direction=(tokenizer.truncation or {}).get("direction", "right"))
     return copy
 
 
