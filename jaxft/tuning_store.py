@@ -127,15 +127,15 @@ def save(device_kind: str, op: str, name: str, config: Any) -> None:
 
 
 def check_writable(device_kind: str) -> None:
-    """Raises an OSError that says what to do if `save` could not write."""
+    """Raises an OSError that says what to do if `save` could not read or write."""
     file = path(device_kind)  # or the error says it already
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(file.parent), _temporary(file):
-            pass
+        with _locked(file.parent), _temporary(file), contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
+            _read(file)
     except OSError as error:
         advice = "set XDG_CACHE_HOME to a folder that can be written"
-        raise OSError(f"autotune: cannot write into {file.parent} ({error}); {advice}") from error
+        raise OSError(f"autotune: cannot read and write {file} ({error}); {advice}") from error
 
 
 def _warn(file: Path, reason: str) -> None:

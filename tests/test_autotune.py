@@ -341,7 +341,7 @@ def test_a_folder_that_cannot_be_written(machine, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     machine({FAST: 50.0})
     called = []
-    with pytest.raises(OSError, match="autotune: cannot write into .*file/jaxft.* XDG_CACHE_HOME"):
+    with pytest.raises(OSError, match="autotune: cannot read and write .*file/jaxft.* XDG_CACHE_HOME"):
         tuning.autotune(called.append, X)
     assert called == []
     assert SOFTMAX(X).shape == X.shape  # and there is nothing to read
@@ -444,6 +444,8 @@ def test_what_is_sound_stays_when_a_config_is_added(machine, caplog, monkeypatch
         patch.setattr(Path, "read_text", fails)
         with pytest.raises(OSError, match="input/output error"):
             tuning_store.save(KIND, "softmax", "third", FAST)
+        with pytest.raises(OSError, match="autotune: cannot read and write .*input/output error"):  # before it searches
+            tuning.autotune(SOFTMAX, X)
     assert file.read_bytes() == before and [*file.parent.iterdir()] == [file]
 
 
