@@ -116,9 +116,8 @@ class SentenceEncoder:
         Read are modules.json (a Transformer, a Pooling and optionally a Normalize module), the pooling's config.json
         (cls, max and mean, alone or together), sentence_bert_config.json or that of another type (`max_seq_length`,
         `do_lower_case`), the default prompt of config_sentence_transformers.json, and tokenizer.json or else a BERT
-        vocab.txt. The number
-        of tokens is limited by `max_seq_length` (or else the tokenizer's `model_max_length`) and by the positions
-        that the model has.
+        vocab.txt. The number of tokens is limited by `max_seq_length` (or else the tokenizer's `model_max_length`) and
+        by the positions that the model has.
 
         Args:
           folder_or_id: a folder, or a model's id on Hugging Face.

@@ -120,10 +120,11 @@ def accumulate_gradients(
     """
     where = "accumulate_gradients"
     _check_loss_scale(where, loss_scale)
-    for dtype in map(jnp.result_type, jax.tree.leaves(params)):
+    dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(params)]
+    for dtype in dtypes:
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(f"{where}: params must be arrays of floats, got one of {dtype}")
-    if loss_scale is not None and any(jnp.result_type(leaf) == jnp.float16 for leaf in jax.tree.leaves(params)):
+    if loss_scale is not None and jnp.float16 in dtypes:
         raise ValueError(
             f"{where}: params must not be float16 with a loss_scale, got a float16 array; keep parameters in float32 "
             "(param_dtype=jnp.float32 of a model and of its from_pretrained), the computation in float16 (dtype)"
@@ -206,7 +207,7 @@ def update_if_finite(
         return updated, None
     new, old = ([jax.tree.structure(tree), *map(_kind, jax.tree.leaves(tree))] for tree in (updated, state))
     if new != old:
-        got, wanted = next((pair for pair in zip(new, old, strict=False) if pair[0] != pair[1]), (new, old))
+        got, wanted = next(pair for pair in zip(new, old, strict=False) if pair[0] != pair[1])
         raise ValueError(f"update_if_finite: update must give what state has, {wanted!s:.300}, got {got!s:.300}")
     finite = all_finite(gradients)
     kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
