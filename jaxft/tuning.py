@@ -42,7 +42,8 @@ class GradientConfig:
     """A kernel that also sums over rows, for the gradients of vectors.
 
     Each of `programs` programs takes its share of the rows, `block_rows` x `block_width` elements (powers of two) at a
-    time, and writes its partial sums; a small reduction adds those up.
+    time, and writes its partial sums; a small reduction adds those up, but where one program of
+    `bias_activation_backward` has all rows.
     """
 
     block_rows: int
@@ -306,6 +307,10 @@ def bias_activation_backward(rows: int, width: int, itemsize: int, device_kind: 
     block_width = min(_block_width(width), 512)
     programs = 512 if rows * width >= (2**22 if itemsize <= 2 else 2**23) else 256
     default = GradientConfig(1024 // block_width, block_width, programs, num_warps=4)
+    if rows <= 128:  # one program for all rows of a few columns: no partial sums, and at most 16 elements a thread
+        block_rows = next_power_of_2(rows)
+        block_width = min(block_width, max(32, 1024 // block_rows))
+        default = GradientConfig(block_rows, block_width, programs=1, num_warps=4 if rows <= 64 else 8)
     return lookup("bias_activation_backward", default, device_kind, rows=rows, width=width, itemsize=itemsize)
 
 

@@ -96,6 +96,10 @@ def bias_activation_backward(rows: int, width: int, itemsize: int) -> Iterable[G
     ):
         if block_rows * block_width // (32 * num_warps) in (8, 16) and programs * block_rows <= rows:
             yield GradientConfig(block_rows, block_width, programs, num_warps)
+    block_rows = next_power_of_2(rows)
+    for block_width, num_warps in itertools.product(_divisors(width, 32, 64, 128), (4, 8)):  # no partial sums
+        if 4 <= block_rows * block_width // (32 * num_warps) <= 32:
+            yield GradientConfig(block_rows, block_width, 1, num_warps)
 
 
 def permute(size: int, kept: int, aligned: int, itemsize: int) -> Iterable[PermuteConfig]:

@@ -266,9 +266,11 @@ def test_any_config_gives_the_same_bits(dtype):
         chex.assert_trees_all_equal(other, first)
 
 
-# One program for all, several with a ragged end, more programs than blocks, and blocks larger than the array.
+# One program for all, of one block or of many, several with a ragged end, more programs than blocks, and blocks larger
+# than the array.
 GRADIENT_CONFIGS = [GradientConfig(*sizes) for sizes in ((1, 128, 1, 1), (2, 64, 4, 4), (4, 16, 5, 1), (8, 32, 100, 2),
-                                                         (64, 256, 3, 8), (1, 1, 2, 1), (16, 128, 2, 4))]  # fmt: skip
+                                                         (64, 256, 3, 8), (1, 1, 2, 1), (16, 128, 2, 4),
+                                                         (32, 32, 1, 4))]  # fmt: skip
 
 
 @pytest.mark.parametrize("of_bias", [None, jnp.float32, jnp.bfloat16], ids=str)
@@ -291,6 +293,21 @@ def test_any_gradient_config(dtype, of_bias):
         got = run(dy, x, bias)
         assert_matches_oracle(got, expected, exact, seed=config)
         chex.assert_trees_all_equal(run(dy, x, bias), got)
+
+
+@pytest.mark.parametrize("rows", [1, 21, 128])
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
+def test_the_gradient_of_the_bias_is_rounded_once(rows, dtype):
+    """By the kernel that has all rows: it is that of a bias of float32, rounded to the dtype of the bias."""
+    width = 100
+    x, dy, narrow = normal(np.random.default_rng(13), dtype, x=(rows, width), dy=(rows, width), bias=(width,)).values()
+    config = tuning.bias_activation_backward(rows, width, x.dtype.itemsize, "a device without a table")
+    assert config.programs == 1 and rows <= config.block_rows
+    run = jit(functools.partial(kernel.backward, activation="gelu_tanh", config=config, interpret=INTERPRET))
+    for of_bias in (jnp.float16, jnp.bfloat16):
+        narrow = narrow.astype(of_bias)
+        wide = run(dy, x, narrow.astype(jnp.float32))[1]
+        chex.assert_trees_all_equal(run(dy, x, narrow)[1], wide.astype(of_bias))
 
 
 @pytest.mark.parametrize("sizes", [(1, 128, 1), (2, 4, 3), (8, 8, 2), (16, 16, 9)], ids=str)

@@ -139,6 +139,22 @@ def test_bias_activation(activation, dtype, caplog):
     assert caplog.messages == []
 
 
+@pytest.mark.parametrize(("rows", "sums"), [(1, 0), (16, 0), (100, 0), (128, 0), (129, 1), (256, 1)])
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
+def test_the_gradient_of_the_bias_of_few_rows(dtype, rows, sums):
+    """The kernel has all of them in one program, and writes it as it is."""
+    x, kernel = of((rows, 80), dtype), of((80, 300), dtype)
+    for bias in (of((300,)), of((300,), jnp.bfloat16)):
+        functions = {
+            "bias_activation": (lambda x, b: jax.vjp(jaxft.bias_activation, x, b)[1](x), of((rows, 300), dtype), bias),
+            "dense": (lambda x, k, b, dy: jax.vjp(functools.partial(jaxft.dense, activation="gelu"), x, k, b)[1](dy),
+                      x, kernel, bias, of((rows, 300), dtype)),
+        }  # fmt: skip
+        for name, (function, *arguments) in functions.items():
+            found = operations(lower(function, *arguments))
+            assert (found["reduce"], found["convert"]) == (sums, sums and bias.dtype != jnp.float32), name
+
+
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
 @pytest.mark.parametrize("width", [16, 32768, 250000, *in_full(1, 1000)])
 @pytest.mark.parametrize("op", [jaxft.softmax, jaxft.log_softmax], ids=lambda op: op.__name__)

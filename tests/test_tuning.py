@@ -408,6 +408,19 @@ def test_few_rows_have_narrow_tiles(rows, tile, parts):
         assert tuning.layer_norm(rows, 768, 4, kind, "sums") == tuning.RowConfig(1, 1024, 8)
 
 
+@pytest.mark.parametrize("kind", [UNKNOWN, "NVIDIA H200"])
+def test_few_rows_of_an_activation_have_one_program_for_their_sums(kind):
+    """Of few columns each, so that enough programs run and what a thread holds fits into its registers."""
+    for rows, width, itemsize in itertools.product((1, 16, 17, 100, 128), (1, 80, 768, 3072, 4096), (2, 4)):
+        config = tuning.bias_activation_backward(rows, width, itemsize, kind)
+        assert config.programs == 1 and rows <= config.block_rows < 2 * rows
+        assert config.block_rows * config.block_width <= 16 * 32 * config.num_warps
+        assert rows < 16 or config.block_width <= 64
+    assert tuning.bias_activation_backward(129, 3072, 2, kind).programs > 1
+    tried = [c for c in tuning_candidates.bias_activation_backward(100, 3072, 2) if c.programs == 1]
+    assert {(c.block_rows, c.block_width) for c in tried} == {(128, 32), (128, 64)}
+
+
 def test_a_device_without_a_table_gets_the_heuristic():
     assert tuning.lookup("layer_norm", tuning.RowConfig(1, 2, 4), UNKNOWN, rows=1) == tuning.RowConfig(1, 2, 4)
 

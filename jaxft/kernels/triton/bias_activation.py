@@ -35,7 +35,7 @@ def _fwd_kernel(x_ref, bias_ref, y_ref, *, activation: str, block_rows: int, blo
 
 
 def _bwd_kernel(
-    dy_ref, x_ref, bias_ref, dx_ref, partial_ref=None,
+    dy_ref, x_ref, bias_ref, dx_ref, sums_ref=None,
     *, activation: str, block_rows: int, block_width: int, programs: int,
 ):  # fmt: skip
     column, program = pl.program_id(0) * block_width, pl.program_id(1)
@@ -54,14 +54,15 @@ def _bwd_kernel(
         dx = activation_common.activation_gradient(activation, x, dy, x_ref.dtype)
         tile_of(block).store(dx_ref, dx)
         # Beyond the last row dy is 0 and x the bias, so that dx is 0, or NaN where all rows of the column have NaN.
-        return total if partial_ref is None else total + dx
+        return total if sums_ref is None else total + dx
 
     first = tile_of(program)
     bias = None if bias_ref is None else first.load_vector(bias_ref)
-    total = None if partial_ref is None else jnp.zeros((block_rows, block_width), jnp.float32)
+    total = None if sums_ref is None else jnp.zeros((block_rows, block_width), jnp.float32)
     total = common.read_ahead(program, programs, blocks, read, work, total)
-    if partial_ref is not None:
-        common.store(partial_ref.at[program, first.place[1]], jnp.sum(total, axis=0), mask=first.in_width)
+    if sums_ref is not None:
+        sums = jnp.sum(total, axis=0).astype(sums_ref.dtype)
+        common.store(sums_ref.at[program, first.place[1]], sums, mask=first.in_width)
 
 
 def forward(
@@ -94,7 +95,10 @@ def forward(
 def backward(
     dy: Array, x: Array, bias: Array | None, *, activation: str, config: GradientConfig, interpret: bool
 ) -> tuple[Array, Array | None]:
-    """dy and x [M, D], bias [D] or None -> their gradients, of which the bias' is summed in float32."""
+    """dy and x [M, D], bias [D] or None -> their gradients, of which the bias' is summed in float32.
+
+    Where one program has all rows of its columns that is all; partial sums of several are added up by XLA.
+    """
     rows, width = x.shape
     programs = common.share(config.programs, pl.cdiv(rows, config.block_rows))
     kernel = functools.partial(
@@ -106,8 +110,8 @@ def backward(
     )
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
     if bias is not None:
-        outputs.append(jax.ShapeDtypeStruct((programs, width), jnp.float32))
-    dx, *partial = common.launch(
+        outputs.append(jax.ShapeDtypeStruct((programs, width), bias.dtype if programs == 1 else jnp.float32))
+    dx, *sums = common.launch(
         kernel,
         (pl.cdiv(width, config.block_width), programs),
         [dy, x, bias],
@@ -116,7 +120,9 @@ def backward(
         num_warps=config.num_warps,
         interpret=interpret,
     )
-    return dx, None if bias is None else jnp.sum(partial[0], axis=0).astype(bias.dtype)
+    if bias is None:
+        return dx, None
+    return dx, sums[0].reshape(width) if programs == 1 else jnp.sum(sums[0], axis=0).astype(bias.dtype)
 
 
 def _sum_kernel(x_ref, partial_ref, *, block_rows: int, block_width: int, programs: int):
