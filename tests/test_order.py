@@ -8,7 +8,7 @@ from checked import first_stores
 from jaxft.kernels.mosaic_gpu import dense_common
 from jaxft.kernels.triton import attention, bias_activation, layer_norm
 from jaxft.kernels.triton.attention_common import Options, Rules
-from jaxft.tuning import AttentionConfig, ElementwiseConfig, RowConfig
+from jaxft.tuning import AttentionConfig, ElementwiseConfig, GradientConfig, RowConfig
 from jaxft.tuning_dense import MosaicDenseConfig
 
 
@@ -18,6 +18,18 @@ def test_layer_norm():
     arrays = (x, *[None] * 5)
     ((rows, _),) = first_stores(lambda: layer_norm.forward(*arrays, **options, config=config, interpret=True))
     assert set(rows) == {8, 9}
+
+
+@pytest.mark.parametrize(("programs", "width", "expected"), [(2, 8, [[8, 9], [4, 5], [0, 1]]), (5, 8, [[8, 9]]),
+                                                             (2, 4, [[8, 9], [8, 9]])])  # fmt: skip
+def test_layer_norm_backward(programs, width, expected):
+    """Of a program with several blocks each of them, and each chunk of long rows."""
+    x, saved = jnp.ones((10, 8)), jnp.ones((2, 10))
+    arrays = (x, None, x, None, None, jnp.ones(8), None, saved)
+    options = {"dropout_rate": 0.0, "config": GradientConfig(2, width, programs, 1), "interpret": True}
+    for vectors in ({}, {"gamma": jnp.float32}):
+        stores = first_stores(lambda: layer_norm.backward(*arrays, vectors=vectors, **options))  # noqa: B023
+        assert [sorted(set(rows)) for rows, _ in stores[: len(expected)]] == expected
 
 
 def test_bias_activation():
