@@ -305,14 +305,16 @@ def bias_activation(rows: int, width: int, itemsize: int, device_kind: str) -> E
 
 def bias_activation_backward(rows: int, width: int, itemsize: int, device_kind: str) -> GradientConfig:
     block_width = min(_block_width(width), 512)
-    programs = 512 if rows * width >= (2**22 if itemsize <= 2 else 2**23) else 256
-    default = GradientConfig(1024 // block_width, block_width, programs, num_warps=4)
-    # One program for all rows of a few columns: no partial sums. dense with GELU and its gradients, 768x3072 in
-    # bfloat16: 16 rows 13.1 us for 14.4, 32 14.1 for 15.5, 64 15.8 for 17.4, 128 19.3 for 20.3 (H100, 2026-11-25).
     if rows <= 128:
+        # One program for all rows of a few columns: no partial sums. dense with GELU (of 16 rows its tanh form) and its
+        # gradients, 768x3072 in bfloat16: 16 rows 13.1 us for 14.4, 32 14.1 for 15.5, 64 15.8 for 17.4, 128 19.3 for
+        # 20.3 (H100, 2026-11-25).
         block_rows = next_power_of_2(rows)
         block_width = min(block_width, max(32, 1024 // block_rows))
         default = GradientConfig(block_rows, block_width, programs=1, num_warps=4 if rows <= 16 else 8)
+    else:
+        programs = 512 if rows * width >= (2**22 if itemsize <= 2 else 2**23) else 256
+        default = GradientConfig(1024 // block_width, block_width, programs, num_warps=4)
     return lookup("bias_activation_backward", default, device_kind, rows=rows, width=width, itemsize=itemsize)
 
 
