@@ -37,6 +37,10 @@ class Device(NamedTuple):
     def is_hopper(self) -> bool:
         return self.compute_capability == (9, 0)
 
+    @property
+    def is_after_hopper(self) -> bool:
+        return self.compute_capability is not None and self.compute_capability >= (10, 0)
+
 
 class Choice(NamedTuple):
     name: str

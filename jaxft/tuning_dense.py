@@ -135,12 +135,21 @@ def _by_library(rows: int, depth: int, width: int, activation: str | None, items
     blocks. At 1,024 rows it still pays where it saves the activation's kernel (12.5 us against 9.8 + 4.4), and for
     narrow outputs (6.1 against 7.1 at depth 768; 15.8 against 12.8 at depth 3,072, where XLA needs two kernels).
 
+    Of more rows it takes as long where it saves that kernel and what it moves, of results that are wider than x, and
+    rounds once instead of twice: 1025x768x3072 with GELU 14.9 us (XLA 15.4), 2047x768x3072 22.6 (23.5), 4097x768x3072
+    44.7 (42.3), 16383x768x3072 172 (171), 16383x1024x4096 274 (266), 16384x128x512 15.2 (17.6); but 4097x768x768 15.6
+    (14.0), 16384x768x200 22.0 (18.4) (H100, bfloat16, 2026-11-25). Cards with less bandwidth for their products, as
+    those of Ada, gain more by what is not moved. Cards after Hopper have other matrix units, which the kernel does not
+    use: there XLA's product stays.
+
     In TF32 it pays nowhere: of 128 rows it takes as long (768x2304 11.1 us for 11.0; its partial sums and
     the LayerNorm after them 768x768 7.7 for 7.4), of 256 and more 1.5x and longer (H200, 2026-11-23). Triton turns the
     weights around in shared memory, which is the limit there; three bfloat16 products instead of one take 20 us.
     """
-    if itemsize > 2 or rows > 1024:
+    if itemsize > 2:
         return True
+    if rows > 1024:
+        return activation is None or width <= depth or dispatch.device().is_after_hopper
     if _split_by_library(rows, depth, width, activation):
         return True
     return rows > 512 and width > 1024 and activation is None
@@ -250,7 +259,11 @@ def dense_mosaic_gradient(rows: int, depth: int, width: int, itemsize: int, devi
 
 
 def dense(rows: int, depth: int, width: int, itemsize: int, device_kind: str) -> DenseConfig:
-    if rows > 256:
+    if rows > 1024 and itemsize <= 2:
+        # With GELU 4097x768x3072 in 44.7 us, in tiles of 64x64 68.9, 16383x768x3072 172 and 250; of 128x256, which take
+        # more shared memory than most cards have, 168 (H100, bfloat16, 2026-11-25). In full float32 it spills.
+        default = DenseConfig(128, 128, 64, 8, 3)
+    elif rows > 256:
         default = DenseConfig(64, 64, 64, 4, 4)
     elif width >= 2048 and (rows > 64 or width > 4096):
         # More stages where each tile has a multiprocessor to itself: 128x768x2304 in 4.5 us, with three, of which two

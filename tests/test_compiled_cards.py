@@ -17,6 +17,7 @@ from jax.experimental.topologies import get_topology_desc
 from jax.sharding import AbstractMesh, SingleDeviceSharding
 
 import jaxft
+from bench_encoder import kernels as launched
 from jaxft import dispatch
 from jaxft.models.bert import BertConfig, BertModel
 
@@ -135,6 +136,21 @@ class TestOfEveryCard:
                 assert kernels(program) >= 2
             assert kernels(compiled(train, leaves, x, mask, keys)) >= 4
 
+    @pytest.mark.parametrize(("batch", "length"), [(1, 7), (16, 128), (9, 123), (41, 123)])
+    def test_layer_in_16_bits_is_at_most_seven_kernels(self, card, batch, length):
+        graph, leaves = one_layer("bfloat16")
+
+        def infer(leaves, x):
+            return nnx.merge(graph, leaves)[0](x, None)
+
+        with compiler_for(card) as compiled:
+            found = launched(compiled(infer, leaves, of(batch, length, 768)).as_text())
+        # XLA divides the depth of the last product of 1,107 rows, on cards with many multiprocessors and before it
+        # times anything, and adds up the parts in a kernel more.
+        adds = sum(count for kind, count in found.items() if "reduce_fusion" in kind)
+        assert adds <= ((batch, length) == (9, 123)), found
+        assert found.total() - adds <= 7, found
+
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
     @pytest.mark.parametrize("head_size", [33, 64, 256])
     def test_attention(self, card, head_size, dtype):
@@ -159,6 +175,18 @@ class TestOfEveryCard:
                         return jaxft.dense(x, kernel, bias, activation="gelu", implementation="triton")
 
                     assert kernels(compiled(dense, *arrays)) == 1
+
+    @pytest.mark.parametrize(("depth", "width"), [(768, 3072), (100, 5000)])
+    def test_products_of_many_rows_spill_no_registers(self, card, depth, width):
+        """With the activation, and where a gradient is taken also the product as a second result."""
+
+        def dense(x, kernel, bias):
+            return jaxft.dense(x, kernel, bias, activation="gelu", implementation="triton")
+
+        fail = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+        with compiler_for(card) as compiled:
+            for function, count in ((dense, 1), (gradients(dense), 2)):
+                assert kernels(compiled(function, of(4097, depth), of(depth, width), of(width), **fail)) == count
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
     @pytest.mark.parametrize(("rows", "width"), [(7, 80), (300, 768), (2000, 5000), (3, 100000)])

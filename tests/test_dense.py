@@ -122,6 +122,18 @@ def test_any_config(dtype):
         assert_matches_oracle(jit(run)(floats), expected, exact, seed=config)
 
 
+@pytest.mark.parametrize("tiles", [kernel.BAND, kernel.BAND + 1, 2 * kernel.BAND, 3 * kernel.BAND - 1])
+def test_bands_have_every_tile_once(tiles):
+    """There are as many programs as tiles; the last of the rows and of the columns are not whole."""
+    floats = normal(np.random.default_rng(7), jnp.float32, x=(16 * tiles - 3, 17), kernel=(17, 37))
+
+    def run(f):
+        return kernel.forward(**f, bias=None, residual=None, activation=None, precision="float32",
+                              config=DenseConfig(16, 16, 16, 1, 1), interpret=INTERPRET)[0]  # fmt: skip
+
+    assert_matches_oracle(jit(run)(floats), jit(lambda f: reference.dense(**f))(floats), oracle.dense(**floats))
+
+
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_gradients_where_only_the_sum_overflows(activation):
     """The product does not, of 16 bits; and the activation is finite."""
@@ -145,6 +157,35 @@ def test_the_gradient_of_few_rows_computes_no_product_again():
 
     found = operations(lower(gradients, *arrays))
     assert (found["dot_general"], found[TRITON]) == (2, 2)
+
+
+A100, L4, H100, B200 = (8, 0), (8, 9), (9, 0), (10, 0)
+
+
+@pytest.mark.parametrize(
+    ("capability", "rows", "depth", "width", "dtype", "found"),
+    [
+        (A100, 1025, 768, 3072, "bfloat16", "dense_fwd"),
+        (L4, 16384, 768, 3072, "float16", "dense_fwd"),
+        (H100, 4097, 768, 3072, "bfloat16", "dense_fwd"),
+        (H100, 4096, 768, 3080, "bfloat16", "dense_fwd"),
+        (H100, 16384, 128, 512, "bfloat16", "dense_fwd"),
+        (H100, 4096, 768, 3072, "bfloat16", "mpmd_map"),
+        (B200, 1024, 768, 3072, "bfloat16", "dense_fwd"),
+        (B200, 1025, 768, 3072, "bfloat16", "bias_activation_fwd"),
+        (A100, 1024, 768, 768, "bfloat16", "dense_fwd"),
+        (A100, 1025, 768, 768, "bfloat16", "bias_activation_fwd"),
+        (H100, 4097, 3072, 768, "bfloat16", "bias_activation_fwd"),
+        (A100, 4096, 768, 3072, "float32", "bias_activation_fwd"),
+        (H100, 4097, 768, 3072, "float32", "bias_activation_fwd"),
+    ],
+)
+def test_which_kernel_has_the_activation(capability, rows, depth, width, dtype, found):
+    arrays = [of(shape, dtype) for shape in ((rows, depth), (depth, width), (width,))]
+    with dispatch.target("NVIDIA card", capability):
+        program = str(jax.make_jaxpr(lambda *a: jaxft.dense(*a, activation="gelu"))(*arrays))
+    kernels = "dense_fwd", "bias_activation_fwd", "mpmd_map"
+    assert [name for name in kernels if name in program] == [found]
 
 
 @pytest.mark.parametrize(

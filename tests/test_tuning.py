@@ -155,7 +155,7 @@ def test_heuristics_fit_into_99_kib(kind):
         if itemsize == 4 and config.num_stages > 1:
             taken *= 1.5
         assert taken <= 99 * 1024, (op, head_size, itemsize, config)
-    for rows, depth, width, itemsize in itertools.product((1, 128, 300), (33, 5000), (100, 768, 5000), (2, 4)):
+    for rows, depth, width, itemsize in itertools.product((1, 128, 300, 2000), (33, 5000), (100, 768, 5000), (2, 4)):
         config = tuning_dense.dense(rows, depth, width, itemsize, kind)
         tiles = (config.block_m + config.block_n) * config.block_k * itemsize  # fewer than num_stages are on the way
         assert (config.num_stages - 1) * tiles <= 99 * 1024, config
@@ -171,6 +171,16 @@ def test_stages_of_dense(kind, multiprocessors, rows, width, stages):
     """More where the card has room for them, and each tile a multiprocessor to itself."""
     with dispatch.target(kind, (9, 0), multiprocessors):
         assert tuning_dense.dense(rows, 768, width, 2, kind).num_stages == stages
+
+
+@pytest.mark.parametrize(
+    ("rows", "itemsize", "expected"),
+    [(256, 2, (64, 64, 128, 4, 3)), (1024, 2, (64, 64, 64, 4, 4)), (1025, 2, (128, 128, 64, 8, 3)),
+     (1025, 4, (64, 64, 32, 4, 4))],
+)  # fmt: skip
+def test_tiles_of_dense(rows, itemsize, expected):
+    """Large ones in 16 bits: in full float32 they would spill registers."""
+    assert tuning_dense.dense(rows, 768, 3072, itemsize, UNKNOWN) == tuning_dense.DenseConfig(*expected)
 
 
 @pytest.mark.parametrize(

@@ -224,12 +224,14 @@ class BertPooler(nnx.Module):
 
 
 class BertModel(nnx.Module):
-    """A BERT, RoBERTa or DistilBERT encoder; on an NVIDIA GPU in 16 bits a layer runs as at most eight kernels.
+    """A BERT, RoBERTa or DistilBERT encoder; on an NVIDIA GPU in 16 bits a layer runs as at most seven kernels.
 
-    As seven with few tokens; and on Hopper with any number of them that is a multiple of 8, if the model's widths are
-    multiples of 16 from 256 on. Where `param_dtype` is not `dtype` there are casts of the four matrices besides. In
-    float32, with up to about 1,000 tokens XLA splits its products and adds the parts; with more, on Hopper, each
-    product by Mosaic GPU has a kernel before it that transposes its weights.
+    With any number of tokens, up to Hopper; on later cards with more than about 1,000 tokens there is one more, for the
+    activation. XLA may divide the depth of the last product and add up the parts in one more kernel, of 1,000 to 2,000
+    tokens, on Hopper only if their number is no multiple of 8. Where `param_dtype` is not `dtype` there are casts of
+    the four matrices besides. In float32 the activation has a kernel of its own but on Hopper; with up to about 1,000
+    tokens XLA splits its products and adds the parts; with more, on Hopper, each product by Mosaic GPU has a kernel
+    before it that transposes its weights.
 
     Call it within `nnx.jit`, or get a pure function of parameters and inputs for `jax.jit`, `jax.grad` and the like. It
     costs the host much less a call, since `nnx.jit` walks the module every time::

@@ -1,8 +1,8 @@
-"""activation(x @ kernel + bias) + residual in one kernel, for few rows.
+"""activation(x @ kernel + bias) + residual in one kernel.
 
 2 * M * K * F floating-point operations. With few rows the weights' bytes are the floor, and what counts is that enough
 programs read them at once: cuBLAS starts too few (128x768x768 on an H200: 12 of 132 multiprocessors, 5 us). For many
-rows cuBLAS is faster, and `jaxft.tuning_dense` says where.
+rows cuBLAS is faster, but mostly not where an activation needs a kernel after it; `jaxft.tuning_dense` says where.
 """
 
 from __future__ import annotations
@@ -25,13 +25,33 @@ def unsupported(x: Array, **vectors: Array | None) -> str | None:
     return common.unsupported_dtype(x=x, **vectors) or common.unsupported_size(x)
 
 
+BAND = 16  # rows of tiles
+
+
+def _tile(rows: int, block_m: int) -> tuple[Any, Any]:
+    """Which tile the program computes: its place among the rows, and among the columns.
+
+    Those of a band of rows are next to each other, so that programs that run at once share what they read: of few rows
+    the blocks of the weights, which come from memory once.
+    """
+    m, n = pl.program_id(0), pl.program_id(1)
+    tiles = pl.cdiv(rows, block_m)
+    if tiles <= BAND:
+        return m, n
+    place, of_band = n * tiles + m, BAND * pl.num_programs(1)
+    first, place = lax.div(place, of_band) * BAND, lax.rem(place, of_band)
+    height = jnp.minimum(BAND, tiles - first)
+    return first + lax.rem(place, height), lax.div(place, height)
+
+
 def _fwd_kernel(
     x_ref, kernel_ref, bias_ref, residual_ref, y_ref, product_ref=None,
     *, activation: str | None, splits: int, block_m: int, block_n: int, block_k: int, precision,
 ):  # fmt: skip
     rows, depth = x_ref.shape
     width = kernel_ref.shape[1]
-    row, column, split = pl.program_id(0) * block_m, pl.program_id(1) * block_n, pl.program_id(2)
+    (m, n), split = _tile(rows, block_m), pl.program_id(2)
+    row, column = m * block_m, n * block_n
     in_rows = (common.positions(row, block_m) < rows)[:, None]
     in_width = common.positions(column, block_n) < width
     in_columns = in_width[None, :]
@@ -127,7 +147,6 @@ def forward(
     )
     return common.launch(
         body,
-        # The programs that share a block of the weights run next to each other: it comes from memory once.
         (pl.cdiv(rows, config.block_m), pl.cdiv(width, config.block_n), splits),
         [x, kernel, bias, residual],
         [y, y] if also_product else [y],
