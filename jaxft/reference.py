@@ -49,7 +49,10 @@ def keep_bits(seed0: Array, seed1: Array, row: Array, column: Array) -> Array:
     so that two rows whose first words collide still differ.
     """
     first = mix(row + seed0)
-    second = mix(first ^ seed1)
+    return bits_in_row(first, mix(first ^ seed1), column)
+
+
+def bits_in_row(first: Array, second: Array, column: Array) -> Array:
     x = column + first
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15) ^ second) * jnp.uint32(0x846CA68B)

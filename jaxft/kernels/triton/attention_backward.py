@@ -5,7 +5,8 @@ a tile of which sums over the keys, and one for those of keys and values, a tile
 the heads that share it. That is 7 products of the size of the forward pass's two. Where one tile holds all keys, the
 second kernel alone does it all with 5. Nothing of size [T, S] is in memory, but the gradient of a bias of that size.
 
-A packed [B,T,3,N,H] gets one gradient of that layout; each kernel writes its part.
+A packed [B,T,3,N,H] gets one gradient of that layout; each kernel writes its part. On Hopper a kernel of Mosaic GPU
+computes that with 5 products for some lengths (`mosaic_gpu.attention_backward`).
 
 With s the logits, p = exp(s - lse) and delta the sum of dout * out over a row less the gradient of its log-sum-exp:
 dv = p^T dout, dp = dout v^T, ds = p * (dp - delta), dq = scale * ds k, dk = scale * ds^T q, and ds for the bias.
