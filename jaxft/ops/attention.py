@@ -71,7 +71,8 @@ def dot_product_attention(
     of a bias of that size). Deterministic, bit by bit, in both directions. float32 products are TF32 on a GPU unless
     `jax.default_matmul_precision` says "highest" or "float32". With None, a kernel of Mosaic GPU computes them on
     Hopper GPUs from packed arrays (`qkv_attention`) in 16 bits, of 256, 384 or 512 positions and heads of 64, with
-    nothing more than a mask of keys and dropout; they then differ in their last bits from those of "triton".
+    nothing more than a mask of keys and dropout, where there are enough heads in all sequences to keep the card busy;
+    they then differ in their last bits from those of "triton".
     Source: Dao et al., FlashAttention (2022) and FlashAttention-2 (2023).
     """
     op = "dot_product_attention"
