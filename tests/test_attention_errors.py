@@ -66,7 +66,7 @@ SHARED_ERRORS = [  # for S = 6, that is, if a key has as many rows as a query
     ({"implementation": "cudnn"}, NotImplementedError,
      "implementation 'cudnn' cannot be used: query is float32, it takes float16 and bfloat16"),
     ({"implementation": "mosaic_gpu"}, NotImplementedError,
-     "implementation 'mosaic_gpu' cannot be used: there is no such kernel yet"),
+     "implementation 'mosaic_gpu' cannot be used: its kernel is for gradients only"),
 ]  # fmt: skip
 ERRORS = [
     ("dot_product_attention", {"query": 1.0}, TypeError, "query must be an array, got float"),

@@ -123,7 +123,8 @@ def test_any_config(dtype):
 
 
 @pytest.mark.parametrize("tiles", [kernel.BAND, kernel.BAND + 1, 2 * kernel.BAND, 3 * kernel.BAND - 1])
-def test_bands_have_every_tile_once(tiles):
+@pytest.mark.parametrize("x64", [False, True])
+def test_bands_have_every_tile_once(tiles, x64):
     """There are as many programs as tiles; the last of the rows and of the columns are not whole."""
     floats = normal(np.random.default_rng(7), jnp.float32, x=(16 * tiles - 3, 17), kernel=(17, 37))
 
@@ -131,7 +132,9 @@ def test_bands_have_every_tile_once(tiles):
         return kernel.forward(**f, bias=None, residual=None, activation=None, precision="float32",
                               config=DenseConfig(16, 16, 16, 1, 1), interpret=INTERPRET)[0]  # fmt: skip
 
-    assert_matches_oracle(jit(run)(floats), jit(lambda f: reference.dense(**f))(floats), oracle.dense(**floats))
+    with jax.enable_x64(x64):
+        got = jit(run)(floats)
+    assert_matches_oracle(got, jit(lambda f: reference.dense(**f))(floats), oracle.dense(**floats))
 
 
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)

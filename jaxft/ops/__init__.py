@@ -31,13 +31,15 @@ OPS: dict[str, dict[str, str | None]] = {
 
 #: Where an op takes its kernel for some arguments only.
 LIMITS = {
-    "dense": "for few rows of 16 bits, but deep ones; on Hopper Mosaic GPU's where it was measured faster; else XLA's "
-    "product, and the kernel of bias_activation after it (XLA's for few rows, but not in full float32)",
+    "dense": "for few rows of 16 bits, but deep ones, and up to Hopper any with an activation and F > K; on Hopper "
+    "Mosaic GPU's where it was measured faster; else XLA's product, and the kernel of bias_activation after it (XLA's "
+    "for few rows, but not in full float32)",
     "dense_residual_layer_norm": "for few rows of 16 bits; else as dense and bias_residual_layer_norm, but all "
     "is XLA's for few rows whose product is XLA's",
     "feed_forward_residual_layer_norm": "as dense and dense_residual_layer_norm; in 16 bits its gradient has "
     "a Mosaic GPU kernel where the first layer does",
     "dot_product_attention": "but cuDNN on Hopper for large 16-bit arrays without masks where no gradient is asked for",
+    "qkv_attention": "but Mosaic GPU's on Hopper for gradients of 256, 384 or 512 tokens in 16 bits",
     "remove_padding": "for floats of 32 bytes a token or more; else XLA's gathers",
     "restore_padding": "as remove_padding",
 }

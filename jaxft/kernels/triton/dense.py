@@ -38,7 +38,7 @@ def _tile(rows: int, block_m: int) -> tuple[Any, Any]:
     tiles = pl.cdiv(rows, block_m)
     if tiles <= BAND:
         return m, n
-    place, of_band = n * tiles + m, BAND * pl.num_programs(1)
+    place, of_band = n * tiles + m, jnp.int32(BAND * pl.num_programs(1))
     first, place = lax.div(place, of_band) * BAND, lax.rem(place, of_band)
     height = jnp.minimum(BAND, tiles - first)
     return first + lax.rem(place, height), lax.div(place, height)
