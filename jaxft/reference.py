@@ -35,10 +35,13 @@ def dropout_seed(key: Array) -> Array:
     return seed
 
 
-def mix(x: Array) -> Array:
-    """A bijective mixing function on uint32 (xorshift-multiply), in operations that every backend lowers."""
+def mix(x: Array, word: Array | int = 0) -> Array:
+    """A bijective mixing function on uint32 (xorshift-multiply), in operations that every backend lowers.
+
+    `word` is thrown in half way.
+    """
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    x = (x ^ (x >> 15) ^ word) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)
 
 
@@ -48,15 +51,13 @@ def keep_bits(seed0: Array, seed1: Array, row: Array, column: Array) -> Array:
     The row's two words cost a kernel one evaluation a row; an element costs one `mix` with a word thrown in half way,
     so that two rows whose first words collide still differ.
     """
+    first, second = words_of_row(seed0, seed1, row)
+    return mix(column + first, second)
+
+
+def words_of_row(seed0: Array, seed1: Array, row: Array) -> tuple[Array, Array]:
     first = mix(row + seed0)
-    return bits_in_row(first, mix(first ^ seed1), column)
-
-
-def bits_in_row(first: Array, second: Array, column: Array) -> Array:
-    x = column + first
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15) ^ second) * jnp.uint32(0x846CA68B)
-    return x ^ (x >> 16)
+    return first, mix(first ^ seed1)
 
 
 def keep_threshold(rate: float) -> int:

@@ -136,9 +136,8 @@ MOSAIC = ["attention_delta", "attention_fwd", "mosaic"]
 
 def kernels(function, *arrays):
     """The names of Triton's in a traced program, with "mosaic" where there are products of Mosaic GPU's."""
-    text = str(
-        jax.make_jaxpr(lambda *a: function(*a))(*arrays)
-    )  # a new function, or JAX has traced it for another card
+    # A new function, or JAX has traced it for another card.
+    text = str(jax.make_jaxpr(lambda *a: function(*a))(*arrays))
     return sorted({*re.findall(r"\bname=(attention_\w+)", text), *["mosaic"] * ("wgmma_ref" in text)})
 
 
@@ -253,7 +252,7 @@ def test_row_statistics(seeded, dtype):
     if seeded:
         first, second = rows[:, :, 2:].view(np.uint32).reshape(6, 2, 128).swapaxes(0, 1).reshape(2, -1, 1)
         index, column = jnp.arange(6 * 128, dtype=jnp.uint32)[:, None], jnp.arange(9, dtype=jnp.uint32)
-        bits = reference.bits_in_row(first, second, column)
+        bits = reference.mix(column + first, second)
         np.testing.assert_array_equal(bits, reference.keep_bits(seed[0], seed[1], index, column))
 
 

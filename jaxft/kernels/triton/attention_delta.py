@@ -2,7 +2,7 @@
 
 delta is the sum over a row of dout * out. The kernels of `attention_backward` find it themselves; that of Mosaic GPU
 has it from here, beside the log-sum-exp in tiles, so that it copies both at once. And for dropout the row's two words
-(`reference.keep_bits`).
+(`reference.words_of_row`).
 
 Bytes: dout and out once.
 """
@@ -34,9 +34,9 @@ def _kernel(dout_ref, out_ref, lse_ref, seed_ref, rows_ref):
     found = [jnp.where(attends, lse, jnp.inf), jnp.where(attends, jnp.sum(dout * out, axis=1), 0.0)]
     if seed_ref is not None:
         rows = (batch * out_ref.shape[2] + head) * out_ref.shape[1] + common.positions(tile * TILE, TILE)
-        first = reference.mix(rows.astype(jnp.uint32) + common.load(seed_ref.at[jnp.int32(0)]))
-        second = reference.mix(first ^ common.load(seed_ref.at[jnp.int32(1)]))
-        found += [lax.bitcast_convert_type(x, jnp.float32) for x in (first, second)]
+        seed0, seed1 = (common.load(seed_ref.at[jnp.int32(i)]) for i in range(2))
+        words = reference.words_of_row(seed0, seed1, rows.astype(jnp.uint32))
+        found += [lax.bitcast_convert_type(x, jnp.float32) for x in words]
     for i, x in enumerate(found):
         common.store(rows_ref.at[batch, head, tile, jnp.int32(i), common.span(0, TILE)], x)
 
