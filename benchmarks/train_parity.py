@@ -58,12 +58,12 @@ def token_ids() -> list[np.ndarray]:
     return [np.array([ids.get(word, UNKNOWN) for word in text], np.int32) for text in words if text]
 
 
-def batches(texts: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    """`[STEPS, MICRO_BATCHES, BATCH // MICRO_BATCHES, LENGTH]`: padded, and 15 % of the tokens masked."""
+def batches(texts: Sequence[np.ndarray], length: int) -> dict[str, np.ndarray]:
+    """`[STEPS, MICRO_BATCHES, BATCH // MICRO_BATCHES, length]`: padded, and 15 % of the tokens masked."""
     rng = np.random.default_rng(0)
-    tokens = np.full((STEPS * BATCH, LENGTH), PADDING, np.int32)
+    tokens = np.full((STEPS * BATCH, length), PADDING, np.int32)
     for row, choice in zip(tokens, rng.integers(len(texts), size=len(tokens)), strict=True):
-        text = texts[choice][:LENGTH]
+        text = texts[choice][:length]
         row[: len(text)] = text
     predicted = (rng.random(tokens.shape) < MASKED) & (tokens != PADDING)
     arrays = {
@@ -71,7 +71,7 @@ def batches(texts: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         "labels": np.where(predicted, tokens, -100),
         "attention_mask": tokens != PADDING,
     }
-    shape = STEPS, MICRO_BATCHES, BATCH // MICRO_BATCHES, LENGTH
+    shape = STEPS, MICRO_BATCHES, BATCH // MICRO_BATCHES, length
     return {name: array.reshape(shape) for name, array in arrays.items()}
 
 
@@ -114,9 +114,9 @@ def difference(case: Case, ours: np.ndarray, plain: np.ndarray) -> float:
     return float((np.abs(ours - plain) / plain).max())
 
 
-def write(folder: Path, columns: dict[str, np.ndarray], device: str) -> None:
+def write(folder: Path, columns: dict[str, np.ndarray], where: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{device.replace(' ', '_')}.csv"
+    path = folder / f"{where.replace(',', '').replace(' ', '_')}.csv"
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         origin = timing.origin()
@@ -134,7 +134,7 @@ def write(folder: Path, columns: dict[str, np.ndarray], device: str) -> None:
     for place, case in zip(axes[0], done, strict=True):
         for name, width in zip(IMPLEMENTATIONS, (4, 1), strict=True):  # the second one is seen upon the first
             place.plot(columns[f"{case}, {name}"], label=name, linewidth=width)
-        place.set(title=f"{case}, {device}", xlabel="step", ylabel="training loss")
+        place.set(title=f"{case}, {where}", xlabel="step", ylabel="training loss")
         place.legend(frameon=False)
     figure.savefig(path.with_suffix(".png"), dpi=120, bbox_inches="tight", metadata={"Software": None})
     pyplot.close(figure)
@@ -144,9 +144,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     folder = timing.RESULTS / "train_parity"
     parser.add_argument("--out", type=Path, default=folder, metavar="FOLDER", help="for the results (%(default)s)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases with TEXT in their name, as 'bfloat16'")
+    parser.add_argument("--length", type=int, default=LENGTH, metavar="T", help="of a sequence (%(default)s)")
     args = parser.parse_args(argv)
-    data, columns, passed = batches(token_ids()), dict[str, np.ndarray](), True
-    for case in CASES:
+    where = jax.devices()[0].device_kind + (f", {args.length} tokens" if args.length != LENGTH else "")
+    data, columns, passed = batches(token_ids(), args.length), dict[str, np.ndarray](), True
+    for case in (case for case in CASES if args.only in str(case)):
         for name, implementation in IMPLEMENTATIONS.items():
             start = time.perf_counter()
             found = columns[f"{case}, {name}"] = losses(case, implementation, data)
@@ -157,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         passed &= within
         what = f"relative difference of {MEAN}-step means" if case.relative else "difference of a loss"
         print(f"{case}: largest {what} {got:.2e}, bound {case.bound:.0e}: {'PASS' if within else 'FAIL'}")
-        write(args.out, columns, jax.devices()[0].device_kind)  # of this case at least, should the next be interrupted
+        write(args.out, columns, where)  # of this case at least, should the next be interrupted
     return 0 if passed else 1
 
 

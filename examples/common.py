@@ -90,7 +90,7 @@ def held_out(text: str) -> bool:
 
 
 def fingerprint(*arrays: np.ndarray) -> str:
-    """Of the data of a run."""
+    """Of the data of a run, or the weights it begins with."""
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(array.tobytes())

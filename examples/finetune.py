@@ -77,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     optimizer = common.adamw(preset.learning_rate, args.steps)
     state = common.initial_state(params, optimizer, args.dtype)
     data = common.fingerprint(train_set.input_ids, train_set.labels)
-    about = {"preset": dataclasses.asdict(preset), "config": model.config.to_dict(), "data": data}
+    weights = common.fingerprint(*map(np.asarray, jax.tree.leaves(params)))  # a resumed run has those of its state
+    about = {"preset": dataclasses.asdict(preset), "config": model.config.to_dict(), "data": data, "weights": weights}
     run = common.Run(args.out, common.settings(args, **about), state)
 
     def loss_fn(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:

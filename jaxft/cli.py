@@ -238,7 +238,7 @@ def _run_bench(args: argparse.Namespace) -> None:
             for length in args.length:
                 if length > model.config.max_sequence_length:
                     raise _UserError(f"length {length}: the model takes at most {model.config.max_sequence_length}")
-            cases = [(batch, length) for length in args.length for batch in args.batch]
+            cases = list(dict.fromkeys((batch, length) for length in args.length for batch in args.batch))
             done, failed = {}, []
             with tqdm(cases, desc="bench", unit="case", disable=None) as bar:
                 for batch, length in bar:

@@ -189,7 +189,8 @@ def autotune(fn: Callable[..., Any], *args: Any, show_progress_bar: bool | None 
       An entry for each kernel; where its `after` is its `before`, nothing was faster.
 
     Raises:
-      TypeError: `fn` is no function, or `show_progress_bar` neither None nor a bool.
+      TypeError: `fn` is no function, there is something else than arrays in `args`, or `show_progress_bar` is neither
+        None nor a bool.
       RuntimeError: this is no NVIDIA GPU.
       ValueError: `fn` runs no kernel of jaxft that has a configuration.
       OSError: the cache directory cannot be written.
@@ -200,6 +201,13 @@ def autotune(fn: Callable[..., Any], *args: Any, show_progress_bar: bool | None 
         raise TypeError(f"autotune: fn must be a function, got {type(fn).__name__}")
     if not isinstance(show_progress_bar, bool | None):
         raise TypeError(f"autotune: show_progress_bar must be None, True or False, got {show_progress_bar!r}")
+    for number, arg in enumerate(args):
+        for leaf in jax.tree.leaves(arg):
+            if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+                raise TypeError(
+                    f"autotune: args[{number}] must be arrays or trees of them, got {leaf!r}; bind what is no array "
+                    "with functools.partial"
+                )
     return tuning_search.autotune(fn, *args, show_progress_bar=show_progress_bar)
 
 

@@ -189,7 +189,9 @@ def attention_dkv(
             yield AttentionConfig(*block)
 
 
-def dense_implementation(rows: int, depth: int, width: int, activation: int, itemsize: int) -> Iterable[DenseChoice]:
+def dense_implementation(
+    rows: int, depth: int, width: int, activation: int, itemsize: int, residual: int = 0
+) -> Iterable[DenseChoice]:
     # Times of kernels leave out what a Mosaic one costs the host, which is more than it saves with few rows.
     mosaic = ("mosaic_gpu",) if rows > 256 else ()
     return map(DenseChoice, (*mosaic, "triton", "xla"))

@@ -67,21 +67,22 @@ def dense_implementation(
     """The fastest: see `DenseChoice`. `full`: products of float32 that are not TF32.
 
     Mosaic GPU is Hopper's, and has no such products, nor a residual in float32; and where the number of rows is no
-    multiple of 8 it costs copies. The shipped entries, for rows rounded up, do not know of these, nor of a residual
-    without an activation.
+    multiple of 8 it costs copies. The shipped entries, for rows rounded up, do not know of these. With a residual and
+    no activation XLA has a kernel more, and so there are entries of their own.
     """
     residual = residual and (activation is None or itemsize > 2)
-    apart = {"residual": residual, "full": full, "unaligned": hopper and rows % 8 > 0}
+    apart = {"full": full, "unaligned": hopper and rows % 8 > 0}
     mosaic = hopper and not (full or apart["unaligned"] or (residual and itemsize > 2))
     by_mosaic = mosaic and _by_mosaic(rows, depth, width, activation, itemsize, residual)
     default = DenseChoice("mosaic_gpu" if by_mosaic else without_mosaic(rows, depth, width, activation, itemsize))
     sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
+    sizes |= {"itemsize": itemsize} | ({"residual": 1} if residual else {})
     variant = ",".join(name for name, holds in apart.items() if holds)
 
     def usable(choice: DenseChoice) -> bool:
         return mosaic or choice.implementation != "mosaic_gpu"
 
-    config = lookup("dense_implementation", default, device_kind, variant, usable, **sizes, itemsize=itemsize)
+    config = lookup("dense_implementation", default, device_kind, variant, usable, **sizes)
     return config.implementation
 
 

@@ -327,6 +327,11 @@ def test_it_needs_a_gpu():
         tuning.autotune(SOFTMAX, X)
 
 
+def test_it_takes_arrays():
+    with pytest.raises(TypeError, match=r"autotune: args\[1\] must be arrays or trees of them, got 'gelu'; bind"):
+        tuning.autotune(SOFTMAX, [X], "gelu")
+
+
 @pytest.mark.parametrize(
     "fn", [lambda x: x + 1, lambda x: jaxft.dense(x, x.T, implementation="xla")], ids=["no op", "a config, not used"]
 )

@@ -69,6 +69,13 @@ def test_a_wrong_result_is_not_timed(model, tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_plain_jax_overflows_at(model, monkeypatch, capsys):
+    plain = comparison.plain_encoder
+    monkeypatch.setattr(comparison, "plain_encoder", lambda *args, **options: plain(*args, **options) * jnp.inf)
+    message = fails(capsys, "--model", model, "--batch", "1", "1", "--length", "8", "--dtype", "float32")
+    assert message == "1x8: plain JAX's hidden states in float32 are not finite: there is nothing to compare with"
+
+
 @pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError, comparison.ComparisonError])
 def test_a_case_that_fails_loses_no_other(error, model, tmp_path, monkeypatch, capsys):
     compare = comparison.compare

@@ -1,6 +1,7 @@
 """Every kernel lowers for an H200, on any machine, and is what the ops choose there."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -440,10 +441,13 @@ def test_a_layer_is_seven_kernels(width, batch, kernels, mosaic, products, packe
             return out.last_hidden_state
 
         text = lower(of_packed, params, ids, cu_seqlens) if packed else lower(padded, params, ids, ids)
+        compiled = len(re.findall(r"custom_call @(?:__gpu\$xla\.gpu\.triton|mosaic_gpu_v2)", text))
         # Without those of the sequences' offsets, B integers, the same in every layer, which XLA keeps once.
-        return operations("\n".join(line for line in text.splitlines() if "xi32>" not in line or "xbf16>" in line))
+        lines = (line for line in text.splitlines() if "xi32>" not in line or "xbf16>" in line)
+        return operations("\n".join(lines)), compiled
 
-    one, three = count(1), count(3)
+    (one, compiled_of_one), (three, compiled_of_three) = count(1), count(3)
+    assert compiled_of_one == compiled_of_three > 0  # layers share them
     layer = {name: (three[name] - one[name]) / 2 for name in three}
     assert layer.get(TRITON) == kernels
     assert layer.get("custom_call @mosaic_gpu_v2", 0) == mosaic

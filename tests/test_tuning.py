@@ -340,6 +340,14 @@ def test_rows_that_cost_mosaic_copies_do_not_take_an_entry_of_others(tuned):
     assert list(trial.asked) == [("dense_implementation", key), ("dense_implementation", f"{key},unaligned")]
 
 
+def test_with_a_residual_entries_without_do_not_count():
+    """XLA has a kernel more then: the rule decides, on the card with the table as on others."""
+    for kind in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
+        with_residual = tuning_dense.dense_implementation(16384, 3072, 768, None, 2, kind, residual=True)
+        assert with_residual == "mosaic_gpu"
+        assert tuning_dense.dense_implementation(16384, 3072, 768, None, 2, kind) == "xla"
+
+
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
 def test_where_mosaic_is_no_choice_it_is_neither_said_to_be_nor_taken(capability, residual):
@@ -347,7 +355,7 @@ def test_where_mosaic_is_no_choice_it_is_neither_said_to_be_nor_taken(capability
     shapes = {"x": (4096, 768), "kernel": (768, 768), **({"residual": (4096, 768)} if residual else {})}
     floats = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
     mosaic = capability == (9, 0)
-    key = f"rows=4096,depth=768,width=768,activation=1,itemsize=2{',residual' * residual}"
+    key = f"rows=4096,depth=768,width=768,activation=1,itemsize=2{',residual=1' * residual}"
     entry = "dense_implementation", key
     for tried in ({}, {entry: tuning_dense.DenseChoice("mosaic_gpu")}):
         with dispatch.target("NVIDIA card", capability), tuning.trial(trial := tuning.Trial(tried)):

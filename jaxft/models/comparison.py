@@ -144,6 +144,10 @@ def compare(model: BertModel, batch: int, length: int) -> dict[str, Times]:
         except ValueError as error:  # float16 on a CPU
             raise ComparisonError(f"plain JAX cannot run {dtype} here: {error}") from error
         truth = np.asarray(exact)
+        if not (np.isfinite(truth).all() and np.isfinite(np.asarray(plainly, np.float64)).all()):
+            raise ComparisonError(
+                f"plain JAX's hidden states in {dtype} are not finite: there is nothing to compare with"
+            )
         allowed = 2 * _error(plainly, truth) + 2 * float(jnp.finfo(dtype).eps) * float(np.max(np.abs(truth)))
 
         def check(whose: str, name: str) -> None:
