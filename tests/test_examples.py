@@ -208,6 +208,11 @@ def test_interrupted_and_resumed_is_bitwise_the_same(
     assert not (tmp_path / "whole" / "speed.json").exists()
     with pytest.raises(SystemExit, match="has the checkpoints of another run: seed is 1 and was 0. To go on"):
         run("whole", "--seed=1")
+    if example is finetune:
+        other = shutil.copytree(checkpoint, tmp_path / "other")
+        BertModel(tiny.config(hidden_dropout_prob=0.1), rngs=nnx.Rngs(1)).save_pretrained(other)
+        with pytest.raises(SystemExit, match="has the checkpoints of another run: weights is .* and was .*. To go on"):
+            run("whole", f"--model={other}")
 
 
 def check_printed(example, printed):
