@@ -140,7 +140,7 @@ def choose(op: str, implementation: str | None, reasons: Mapping[str, str | None
         raise NotImplementedError(f"{op}: there is no {implementation!r} implementation, only {tuple(reasons)}")
     machine = device()
     interpret = implementation == "triton" and machine.platform == "cpu"
-    reason = (None if interpret else _machine_reason(implementation, machine)) or reasons[implementation]
+    reason = reasons[implementation] or (None if interpret else _machine_reason(implementation, machine))
     if reason is not None:
         raise NotImplementedError(f"{op}: implementation {implementation!r} cannot be used: {reason}")
     if interpret:
