@@ -147,9 +147,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with TEXT in their name, as 'bfloat16'")
     parser.add_argument("--length", type=int, default=LENGTH, metavar="T", help="of a sequence (%(default)s)")
     args = parser.parse_args(argv)
+    cases = [case for case in CASES if args.only in str(case)]
+    if not cases:  # which would pass
+        parser.error(f"--only: no case has {args.only!r} in its name, only {'; '.join(map(str, CASES))}")
     where = jax.devices()[0].device_kind + (f", {args.length} tokens" if args.length != LENGTH else "")
     data, columns, passed = batches(token_ids(), args.length), dict[str, np.ndarray](), True
-    for case in (case for case in CASES if args.only in str(case)):
+    for case in cases:
         for name, implementation in IMPLEMENTATIONS.items():
             start = time.perf_counter()
             found = columns[f"{case}, {name}"] = losses(case, implementation, data)

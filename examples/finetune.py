@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     optimizer = common.adamw(preset.learning_rate, args.steps)
     state = common.initial_state(params, optimizer, args.dtype)
     data = common.fingerprint(train_set.input_ids, train_set.labels)
-    weights = common.fingerprint(*map(np.asarray, jax.tree.leaves(encoder)))  # what --model names decides them only
+    weights = common.fingerprint(*map(np.asarray, jax.tree.leaves(encoder)))  # not of the new head
     about = {"preset": dataclasses.asdict(preset), "config": model.config.to_dict(), "data": data, "weights": weights}
     run = common.Run(args.out, common.settings(args, **about), state)
 

@@ -204,6 +204,23 @@ def test_parity(small_parity, tmp_path, capsys):
     assert len({rows[5][name] for name in names[::2]}) == 3
 
 
+def test_parity_of_some_cases_at_another_length(small_parity, tmp_path, monkeypatch, capsys):
+    lengths = []
+
+    def losses(case, implementation, data):
+        lengths.append(data["input_ids"].shape[-1])
+        return np.ones(train_parity.STEPS)
+
+    monkeypatch.setattr(train_parity, "losses", losses)
+    assert train_parity.main(["--out", str(tmp_path), "--only", "bfloat16", "--length", "9"]) == 0
+    assert lengths == [9, 9]  # by the kernels and by XLA
+    (path,) = tmp_path.glob("*_9_tokens.csv")
+    assert "bfloat16" in path.read_text() and "float32" not in path.read_text()
+    with pytest.raises(SystemExit):
+        train_parity.main(["--out", str(tmp_path), "--only", "float64"])
+    assert "--only: no case has 'float64' in its name, only bfloat16, dropout 0.1; float32" in capsys.readouterr().err
+
+
 def test_parity_notices_another_dropout_mask(small_parity, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train_parity, "CASES", train_parity.CASES[2:])
     losses, accumulate = train_parity.losses, training.accumulate_gradients

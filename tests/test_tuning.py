@@ -346,6 +346,9 @@ def test_with_a_residual_entries_without_do_not_count():
         with_residual = tuning_dense.dense_implementation(16384, 3072, 768, None, 2, kind, residual=True)
         assert with_residual == "mosaic_gpu"
         assert tuning_dense.dense_implementation(16384, 3072, 768, None, 2, kind) == "xla"
+    sizes = {"rows": 16384, "depth": 3072, "width": 768, "activation": 1, "itemsize": 2, "residual": 1}
+    tried = tuning_candidates.candidates("dense_implementation", tuning_dense.DenseChoice("mosaic_gpu"), **sizes)
+    assert {choice.implementation for choice in tried} >= {"triton", "xla"}
 
 
 @pytest.mark.parametrize("residual", [False, True])
