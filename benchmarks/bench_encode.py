@@ -57,11 +57,11 @@ def wall_us(f: Callable[[], Any]) -> float:
 
 def in_given_order(encoder: SentenceEncoder, texts: Sequence[str]) -> np.ndarray:
     """Padded batches of texts as they come, several in flight as in `encode`."""
-    leaves = jax.tree.leaves(encoder.model)
+    arrays, rebuild = encoder._bundled(encoder.model)
     found = []
     for first in range(0, len(texts), BATCH_SIZE):
         (batch,) = cut(encoder, texts[first : first + BATCH_SIZE])
-        found.append(encoder._embed(leaves, batch.input_ids, batch.lengths, batch.longest, False))
+        found.append(encoder._embed(arrays, batch.input_ids, batch.lengths, batch.longest, False, rebuild))
     return np.concatenate([np.asarray(x) for x in found])
 
 
@@ -84,12 +84,12 @@ def run(model: str, file: Path, texts: list[str], args: Any) -> list[timing.Row]
     tokenizer = tokenizer_files.load(file.parent, do_lower_case=False)
     make = functools.partial(SentenceEncoder, bert, tokenizer, max_seq_length=LIMIT)
     packed, padded = make(packed=True), make(packed=False)
-    leaves = jax.tree.leaves(bert)
+    arrays, rebuild = packed._bundled(bert)
     on_device = [jax.device_put((b.input_ids, b.lengths)) + (b.longest,) for b in cut(packed, texts)]
     tokens = sum(map(len, packed.tokenize(texts)))
 
     def device_only() -> None:
-        jax.block_until_ready([packed._embed(leaves, *batch, False) for batch in on_device])
+        jax.block_until_ready([packed._embed(arrays, *batch, False, rebuild) for batch in on_device])
 
     expected = padded.encode(texts, batch_size=BATCH_SIZE)
     error, scale = np.abs(packed.encode(texts, batch_size=BATCH_SIZE) - expected).max(), np.abs(expected).max()

@@ -156,29 +156,32 @@ def jaxft_layers(
     return lambda leaves: nnx.merge(graph, jax.tree_util.tree_unflatten(structure, leaves)), leaves
 
 
-def jaxft_encoder(case: Case, params: Params, gelu: str, *, packed: bool) -> tuple[jax.stages.Wrapped, list[jax.Array]]:
-    """(leaves, x, lengths) -> y through the layers of BertModel, and the leaves.
+def jaxft_encoder(
+    case: Case, params: Params, gelu: str, *, packed: bool = False, bundled: bool = True
+) -> tuple[jax.stages.Wrapped, list[jax.Array]]:
+    """(arrays, x, lengths) -> y through the layers of BertModel, and the arrays, by `jaxft.bundle` where `bundled`.
 
     `packed`: padding is removed before the first layer, and put back after the last.
     """
     layers_of, leaves = jaxft_layers(case, params, gelu)
+    arrays, rebuild = jaxft.bundle(leaves, implementation=None if bundled else "xla")
 
     @jax.jit
-    def encode(leaves: list[jax.Array], x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    def encode(arrays: list[jax.Array], x: jax.Array, lengths: jax.Array | None) -> jax.Array:
         mask = None if lengths is None else case.keep(lengths)[:, None, None, :]
-        for layer in layers_of(leaves):
+        for layer in layers_of(rebuild(arrays)):
             x = layer(x, mask)
         return x
 
     @jax.jit
-    def encode_packed(leaves: list[jax.Array], x: jax.Array, lengths: jax.Array) -> jax.Array:
+    def encode_packed(arrays: list[jax.Array], x: jax.Array, lengths: jax.Array) -> jax.Array:
         capacity = -(-(case.valid or x[..., 0].size) // 128) * 128
         rows, indices, cu_seqlens = jaxft.remove_padding(x, case.keep(lengths), capacity=capacity)
-        for layer in layers_of(leaves):
+        for layer in layers_of(rebuild(arrays)):
             rows = layer(rows, None, cu_seqlens=cu_seqlens, max_seqlen=case.length)
         return jaxft.restore_padding(rows, indices, batch=case.batch, length=case.length)
 
-    return encode_packed if packed else encode, leaves
+    return encode_packed if packed else encode, arrays
 
 
 def jaxft_scanned(case: Case, params: Params, gelu: str) -> tuple[jax.stages.Wrapped, list[jax.Array]]:
@@ -242,8 +245,8 @@ def run(case: Case, gelu: str, args: argparse.Namespace) -> list[timing.Row]:
     variants: dict[str, timing.Variant] = {}
     ways = {"jaxft": False} if lengths is None else {"jaxft": True, "jaxft, padded": False}
     for name, packed in ways.items():
-        ours, leaves = jaxft_encoder(case, params, gelu, packed=packed)
-        variants[name] = (ours, [(leaves, x, lengths)])
+        ours, arrays = jaxft_encoder(case, params, gelu, packed=packed)
+        variants[name] = (ours, [(arrays, x, lengths)])
     for name, (attention, packed) in PEERS.items():
         if attention == "cudnn" and (jax.default_backend() != "gpu" or case.dtype == "float32"):
             continue  # cuDNN's attention has no float32
@@ -257,8 +260,9 @@ def run(case: Case, gelu: str, args: argparse.Namespace) -> list[timing.Row]:
         variants["jaxft, scanned"] = scanned, [(stacked, x, lengths)]
         # A small call may wait for the host, which handles each argument. Not in float32: XLA would transpose those
         # constants, see BertModel, while it compiles.
-        encode, [(leaves, *rest)] = variants["jaxft"]
-        variants["jaxft, constants"] = jax.jit(functools.partial(encode, leaves)), [(*rest,)]
+        unbundled, leaves = jaxft_encoder(case, params, gelu, bundled=False)
+        variants["jaxft, not bundled"] = unbundled, [(leaves, x, lengths)]
+        variants["jaxft, constants"] = jax.jit(functools.partial(unbundled, leaves)), [(x, lengths)]
     xla: Any = variants["xla"][0]
     wide = *jax.tree.map(lambda a: a.astype(jnp.float32), (params, x)), lengths
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from jaxft.dispatch import EXPORT_DISABLED_CHECKS
 from jaxft.ops.attention import dot_product_attention, qkv_attention, varlen_qkv_attention
 from jaxft.ops.bias_activation import bias_activation
+from jaxft.ops.bundle import bundle
 from jaxft.ops.cross_entropy import linear_cross_entropy
 from jaxft.ops.dense import dense
 from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
@@ -41,6 +42,7 @@ __all__ = [
     "SentenceEncoder",
     "bias_activation",
     "bias_residual_layer_norm",
+    "bundle",
     "dense",
     "dense_residual_layer_norm",
     "dot_product_attention",

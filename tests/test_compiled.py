@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+import jaxft
 from bench_encoder import kernels
 from jaxft import dispatch
 from jaxft.models.bert import BertConfig, BertModel
@@ -60,13 +61,13 @@ def test_forward_pass_of_one_sequence_is_one_cuda_graph(tmp_path):
     """What the driver launches by one call, be it a kernel or a graph of many, has one number in CUPTI's records."""
     config = BertConfig(num_hidden_layers=LAYERS, vocab_size=100, **SIZES)
     model = BertModel(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    leaves, structure = jax.tree.flatten(model)
+    arrays, rebuild = jaxft.bundle(model)
 
-    def forward(leaves, ids, mask):
-        output = jax.tree.unflatten(structure, leaves)(ids, mask)
+    def forward(arrays, ids, mask):
+        output = rebuild(arrays)(ids, mask)
         return output.last_hidden_state, output.pooler_output
 
-    arguments = leaves, jnp.zeros((1, 128), jnp.int32), jnp.ones((1, 128), jnp.int32)
+    arguments = arrays, jnp.zeros((1, 128), jnp.int32), jnp.ones((1, 128), jnp.int32)
     # Else XLA launches each kernel by itself while a profiler is at work.
     options = {"xla_enable_command_buffers_during_profiling": True}
     compiled = jax.jit(forward).lower(*arguments).compile(compiler_options=options)

@@ -143,10 +143,10 @@ def test_too_little_memory(encoder, monkeypatch, caplog):
     embed, texts = encoder._embed, texts_of(*[50, 3, 9, 20] * 5)
     small = make(encoder.model)
 
-    def refusing(leaves, input_ids, *others):
+    def refusing(arrays, input_ids, *others):
         if input_ids.size > 64:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-        return embed(leaves, input_ids, *others)
+        return embed(arrays, input_ids, *others)
 
     monkeypatch.setattr(small, "_embed", refusing)
     close(small.encode(texts, batch_size=4), encoder.encode(texts, batch_size=1))
@@ -196,9 +196,9 @@ def test_neighbours_change_no_bit_of_the_kernels():
     encoder, seen = make(model_of(implementation="triton"), limit=32), set()
     embed, text = encoder._embed, texts_of(7)[0]
 
-    def watching(leaves, input_ids, lengths, longest, normalize):
+    def watching(arrays, input_ids, lengths, longest, *others):
         seen.add((input_ids.shape, lengths.shape, longest))
-        return embed(leaves, input_ids, lengths, longest, normalize)
+        return embed(arrays, input_ids, lengths, longest, *others)
 
     encoder._embed = watching
     found = []

@@ -236,11 +236,11 @@ class BertModel(nnx.Module):
     Call it within `nnx.jit`, or get a pure function of parameters and inputs for `jax.jit`, `jax.grad` and the like. It
     costs the host much less a call, since `nnx.jit` walks the module every time::
 
-        leaves, structure = jax.tree.flatten(model)
+        arrays, rebuild = jaxft.bundle(model)
 
         @jax.jit
-        def forward(leaves, input_ids, attention_mask):
-            return jax.tree.unflatten(structure, leaves)(input_ids, attention_mask)
+        def forward(arrays, input_ids, attention_mask):
+            return rebuild(arrays)(input_ids, attention_mask)
 
     A new model, and one from a checkpoint, has no dropout. `model.train()` turns it on at the rates of `config`, in the
     places where BERT has it: the embeddings, the attention's probabilities and the two outputs of each layer.

@@ -19,6 +19,7 @@ from flax import nnx
 
 from jaxft import dispatch
 from jaxft.models.bert import BertModel
+from jaxft.ops.bundle import bundle
 
 logger = logging.getLogger("jaxft")
 
@@ -110,16 +111,15 @@ def compare(model: BertModel, batch: int, length: int) -> dict[str, Times]:
     """
     config, options = model.config, model.layers[0].options
     dtype = options.dtype
-    # A list, as peers' lists of dicts, is walked in C++; a module in Python, for longer than a small batch takes a GPU.
-    leaves, structure = jax.tree.flatten(model.layers)
+    arrays, rebuild = bundle(model.layers)
     params = [
         {name: jnp.asarray(value, dtype) for name, value in nnx.to_pure_dict(nnx.state(layer)).items()}
         for layer in model.layers
     ]
 
     @jax.jit
-    def ours(leaves: list[Array], x: Array) -> Array:
-        for layer in jax.tree.unflatten(structure, leaves):
+    def ours(arrays: list[Array], x: Array) -> Array:
+        for layer in rebuild(arrays):
             x = layer(x, None)
         return x
 
@@ -130,7 +130,7 @@ def compare(model: BertModel, batch: int, length: int) -> dict[str, Times]:
         )  # fmt: skip
         return jax.jit(encoder)
 
-    variants: dict[str, tuple[Callable[..., Array], Any]] = {"jaxft": (ours, leaves), "xla": (plain("xla"), params)}
+    variants: dict[str, tuple[Callable[..., Array], Any]] = {"jaxft": (ours, arrays), "xla": (plain("xla"), params)}
     if dispatch.platform() == "cuda" and dtype != jnp.float32:
         variants["xla+cudnn"] = (plain("cudnn"), params)
     x = jax.random.normal(jax.random.key(0), (batch, length, config.hidden_size), dtype)

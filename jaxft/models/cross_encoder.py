@@ -15,8 +15,10 @@ from jax.typing import DTypeLike
 from jaxft.models import batches, checkpoint
 from jaxft.models import tokenizer as tokenizer_files
 from jaxft.models.batches import Batch, Bucket
+from jaxft.models.bundled import Bundled
 from jaxft.models.checkpoint import CheckpointError
 from jaxft.models.classification import BertForSequenceClassification
+from jaxft.ops.bundle import Rebuild
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -69,19 +71,20 @@ class CrossEncoder:
             packed=batches.packs(model.bert.embeddings.options.implementation) if packed is None else packed,
             with_types=model.config.type_vocab_size > 1,
         )
-        structure = jax.tree.structure(model)
+        self._bundled = Bundled(model.bert.embeddings.options.implementation)
 
         def score(
-            leaves: list[jax.Array], input_ids: jax.Array, types: jax.Array | None, lengths: jax.Array, longest: int
-        ) -> jax.Array:
-            module = jax.tree.unflatten(structure, leaves)
+            arrays: list[jax.Array], input_ids: jax.Array, types: jax.Array | None, lengths: jax.Array, longest: int,
+            rebuild: Rebuild,
+        ) -> jax.Array:  # fmt: skip
+            module = rebuild(arrays)
             if input_ids.ndim == 1:
                 logits = module(input_ids, None, types, cu_seqlens=lengths, max_seqlen=longest)
             else:
                 logits = module(input_ids, jnp.arange(longest, dtype=lengths.dtype) < lengths[:, None], types)
             return logits.astype(jnp.float32)
 
-        self._score = jax.jit(score, static_argnums=4)
+        self._score = jax.jit(score, static_argnums=(4, 5))
 
     @classmethod
     def from_pretrained(
@@ -172,10 +175,10 @@ class CrossEncoder:
         batch_size = batches.check_batch_size("predict", batch_size)
         is_pair = batches.is_sequence(sentences) and len(sentences) == 2 and isinstance(sentences[0], str)
         pairs = _as_pairs([sentences] if is_pair else sentences)
-        leaves = jax.tree.leaves(self.model)
+        arrays, rebuild = self._bundled(self.model)
 
         def compute(batch: Batch) -> jax.Array:
-            return self._score(leaves, batch.input_ids, batch.token_type_ids, batch.lengths, batch.longest)
+            return self._score(arrays, batch.input_ids, batch.token_type_ids, batch.lengths, batch.longest, rebuild)
 
         logits = self._batcher.compute_all(
             pairs, self._tokenizer.encode_batch_fast, batch_size, compute, width=self.model.num_labels, unit="pair",

@@ -17,8 +17,10 @@ from jaxft.models import batches, checkpoint
 from jaxft.models import tokenizer as tokenizer_files
 from jaxft.models.batches import Batch, Bucket
 from jaxft.models.bert import BertModel
+from jaxft.models.bundled import Bundled
 from jaxft.models.checkpoint import CheckpointError
 from jaxft.models.pooling import l2_normalize, pool, pool_packed
+from jaxft.ops.bundle import Rebuild
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -82,12 +84,13 @@ class SentenceEncoder:
             packed=batches.packs(model.embeddings.options.implementation) if packed is None else packed,
         )
 
-        structure = jax.tree.structure(model)
+        self._bundled = Bundled(model.embeddings.options.implementation)
 
         def embed(
-            leaves: list[jax.Array], input_ids: jax.Array, lengths: jax.Array, longest: int, normalize: bool
-        ) -> jax.Array:
-            module = jax.tree.unflatten(structure, leaves)
+            arrays: list[jax.Array], input_ids: jax.Array, lengths: jax.Array, longest: int, normalize: bool,
+            rebuild: Rebuild,
+        ) -> jax.Array:  # fmt: skip
+            module = rebuild(arrays)
             if input_ids.ndim == 1:
                 hidden = module(input_ids, cu_seqlens=lengths, max_seqlen=longest).last_hidden_state
                 pooled = pool_packed(hidden.astype(jnp.float32), lengths, self.pooling, longest)
@@ -97,7 +100,7 @@ class SentenceEncoder:
                 pooled = pool(hidden.astype(jnp.float32), mask, self.pooling)
             return l2_normalize(pooled) if normalize else pooled
 
-        self._embed = jax.jit(embed, static_argnums=(3, 4))
+        self._embed = jax.jit(embed, static_argnums=(3, 4, 5))
 
     @classmethod
     def from_pretrained(
@@ -213,10 +216,10 @@ class SentenceEncoder:
         batch_size = batches.check_batch_size("encode", batch_size)
         texts = batches.as_texts("encode", "sentences", sentences)
         normalize = self.normalize or normalize_embeddings
-        leaves = jax.tree.leaves(self.model)
+        arrays, rebuild = self._bundled(self.model)
 
         def compute(batch: Batch) -> jax.Array:
-            return self._embed(leaves, batch.input_ids, batch.lengths, batch.longest, normalize)
+            return self._embed(arrays, batch.input_ids, batch.lengths, batch.longest, normalize, rebuild)
 
         embeddings = self._batcher.compute_all(
             texts, self._encodings, batch_size, compute, width=self.embedding_dimension, unit="text",

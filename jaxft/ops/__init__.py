@@ -26,6 +26,7 @@ OPS: dict[str, dict[str, str | None]] = {
     "linear_cross_entropy": {},
     "remove_padding": _KERNEL,
     "restore_padding": _KERNEL,
+    "bundle": _KERNEL,
 }
 
 

@@ -1,0 +1,148 @@
+"""bundle: the same tree, of fewer arrays."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxft
+import tiny
+from cases import lower, seeds
+from jaxft.kernels.triton import split
+from lowered import TRITON, of, operations
+
+FORCED = {"implementation": "triton"}
+DTYPES = [jnp.float32, jnp.float16, jnp.bfloat16]
+
+
+def vectors_of(rng, count, dtypes=DTYPES):
+    """Of one element to more than a program copies."""
+    return [jnp.asarray(rng.standard_normal(rng.integers(1, 2500)), dtypes[i % len(dtypes)]) for i in range(count)]
+
+
+@pytest.mark.parametrize("seed", seeds(6))
+def test_random(seed):
+    rng = np.random.default_rng(seed)
+    others = {"matrix": jnp.ones((2, 3)), "ids": jnp.arange(3), "none": None, "empty": jnp.ones(0), "one": jnp.ones(())}
+    count = int(rng.integers(25))
+    tree = {"vectors": vectors_of(rng, count), **others}
+    arrays, rebuild = jaxft.bundle(tree, **FORCED)
+    assert len(arrays) == 4 + min(count, 3)
+    chex.assert_trees_all_equal(jax.jit(rebuild)(arrays), tree)
+
+
+def test_more_parts_than_a_kernel_takes(monkeypatch):
+    monkeypatch.setattr(split, "_MOST", 11)
+    tree = vectors_of(np.random.default_rng(0), 27, DTYPES[:1])
+    arrays, rebuild = jaxft.bundle(tree, **FORCED)
+    assert str(jax.make_jaxpr(rebuild)(arrays)).count("pallas_call") == 3
+    chex.assert_trees_all_equal(rebuild(arrays), tree)
+
+
+def test_a_module():
+    """The same result and gradients, those of the joined array in the order of its parts."""
+    model = jaxft.BertModel(tiny.config(), rngs=nnx.Rngs(0))
+    arrays, rebuild = jaxft.bundle(model, **FORCED)
+    leaves = jax.tree.leaves(model)
+    vectors = [x for x in leaves if x.ndim == 1]
+    assert len(arrays) == len(leaves) - len(vectors) + 1
+    np.testing.assert_array_equal(arrays[-1], np.concatenate(vectors))
+
+    def loss(make, arrays):
+        return jnp.sum(make(arrays)(jnp.array([[3, 5, 2]])).last_hidden_state ** 3)
+
+    unflatten = functools.partial(jax.tree.unflatten, jax.tree.structure(model))
+    value, gradient = jax.jit(jax.value_and_grad(functools.partial(loss, rebuild)))(arrays)
+    expected, each = jax.jit(jax.value_and_grad(functools.partial(loss, unflatten)))(leaves)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    flat = [g for g in each if g.ndim > 1] + [jnp.concatenate([g for g in each if g.ndim == 1])]
+    chex.assert_trees_all_close(gradient, flat, rtol=1e-3, atol=1e-4)
+
+
+def test_xla_joins_nothing():
+    tree = {"b": jnp.ones(3), "a": jnp.zeros(2)}
+    arrays, rebuild = jaxft.bundle(tree, implementation="xla")
+    assert [x.size for x in arrays] == [2, 3]
+    chex.assert_trees_all_equal(rebuild(arrays), tree)
+
+
+def second_grad(f):
+    return jax.grad(lambda x: jnp.sum(jax.grad(f)(x)[0] ** 2))
+
+
+@pytest.mark.parametrize(
+    ("transform", "mapped"),
+    [(jax.grad, False), (second_grad, False), (lambda f: jax.grad(jax.checkpoint(f)), False), (jax.vmap, True),
+     (lambda f: jax.vmap(jax.grad(f)), True)],
+)  # fmt: skip
+def test_transformations(transform, mapped):
+    arrays, rebuild = jaxft.bundle([jnp.arange(3.0), jnp.arange(4.0)], **FORCED)
+
+    def loss(arrays):
+        a, b = rebuild(arrays)
+        return jnp.sum(a**3) * jnp.sum(b**2)
+
+    def plainly(arrays):
+        a, b = arrays[0][:3], arrays[0][3:]
+        return jnp.sum(a**3) * jnp.sum(b**2)
+
+    given = [jnp.stack([arrays[0], -arrays[0]])] if mapped else arrays
+    chex.assert_trees_all_close(transform(loss)(given), transform(plainly)(given), rtol=1e-6)
+
+
+def test_it_is_static_in_a_jit():
+    tree = [jnp.arange(3.0), jnp.arange(4.0)]
+    traced = []
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def run(arrays, rebuild):
+        traced.append(rebuild)
+        return rebuild(arrays)
+
+    for factor in (1.0, 2.0):
+        run(*jaxft.bundle(jax.tree.map(lambda x: x * factor, tree), **FORCED))  # noqa: B023
+    run(*jaxft.bundle(tree[::-1], **FORCED))
+    assert len(traced) == 2
+
+
+def test_arrays_of_other_dtypes():
+    arrays, rebuild = jaxft.bundle([jnp.arange(3.0), jnp.arange(4.0)], **FORCED)
+    first, _ = rebuild([x.astype(jnp.bfloat16) for x in arrays])
+    assert first.dtype == jnp.bfloat16
+
+
+def test_divided_arrays_stay_as_they_are():
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,))
+    rows, whole = (NamedSharding(mesh, P(spec)) for spec in ("x", None))
+    tree = [jax.device_put(jnp.arange(n), whole) for n in (4.0, 6.0)] + [jax.device_put(jnp.arange(4.0), rows)]
+    arrays, rebuild = jaxft.bundle(tree, **FORCED)
+    assert sorted(x.size for x in arrays) == [4, 10]
+    chex.assert_trees_all_equal(rebuild(arrays), tree)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lowering(dtype):
+    shapes = [of((n,), dtype) for n in (1, 768, 3072, 5) * 30]
+    text = lower(lambda tree: (lambda arrays, rebuild: rebuild(arrays))(*jaxft.bundle(tree)), shapes)
+    found = operations(text)
+    assert found[TRITON] == 1 and not found["slice"]
+
+
+def test_errors():
+    arrays, rebuild = jaxft.bundle([jnp.arange(3.0), jnp.arange(4.0), jnp.ones((2, 2))], **FORCED)
+    with pytest.raises(ValueError, match=r"bundle: arrays must be 2, as bundle gave them, got 1"):
+        rebuild(arrays[:1])
+    with pytest.raises(ValueError, match=r"bundle: arrays\[1\] must have shape \(7,\), got \(8,\)"):
+        rebuild([arrays[0], jnp.ones(8)])
+    with pytest.raises(TypeError, match=r"bundle: arrays\[0\] must be an array, got float"):
+        rebuild([1.0, arrays[1]])
+    with pytest.raises(TypeError, match=r"bundle: leaf 1 must be an array, got str"):
+        jaxft.bundle([jnp.ones(2), "a"])
+    with pytest.raises(NotImplementedError, match=r"bundle: there is no 'cudnn' implementation"):
+        jaxft.bundle([jnp.ones(2)], implementation="cudnn")
