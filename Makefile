@@ -63,8 +63,9 @@ checkpoint = $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("pu
 demo: $(VENV)/.ready-run $(VENV)/.checkpoint
 	@$(BIN)/python examples/demo.py --model "$(checkpoint)" $(ARGS)
 
+# By exec, so that a SIGTERM for make ends it: a shell in between would end alone.
 finetune pretrain: $(VENV)/.ready-train,plot $(VENV)/.checkpoint
-	@$(BIN)/python examples/$@.py --model "$(checkpoint)" $(ARGS)
+	@exec $(BIN)/python examples/$@.py --model "$(checkpoint)" $(ARGS)
 
 # On a CPU most of the tests' time goes to compiling what runs once: it is optimised less there (pytest by itself does
 # optimise), and by the emitters that compile twice as fast, which JAX 0.10 still has.

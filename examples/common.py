@@ -35,13 +35,14 @@ from matplotlib import pyplot
 from tqdm import tqdm
 
 import jaxft
-from jaxft import dispatch
+from jaxft import dispatch, tuning_store
 from jaxft.models import training
 from jaxft.models.checkpoint import CheckpointError
 
 matplotlib.use("Agg")  # which needs no screen
 
 INTERRUPTED = 130  # the exit code of a program that was stopped with Ctrl-C or SIGTERM
+ONE_SIGNAL = 1.0  # seconds
 SCALES = 24  # that a loss scale can be halved to, from the largest: more steps than that are not left out by its fault
 IN_FLIGHT = 2  # steps that the device has been given before the loss of the oldest is read
 CHECKPOINTS = 2  # that are kept
@@ -154,7 +155,10 @@ def settings(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
     options |= {"dtype": args.dtype} | {name: os.environ.get(name, "") for name in VARIABLES}
     # XLA's CPU programs divide sums among so many threads.
     cores = _usable_cores() if jax.default_backend() == "cpu" else None
+    # What jaxft.tuning.autotune has found here; kernels with other tiles add up in another order.
+    autotuned = json.dumps(tuning_store.load(dispatch.device_kind()), sort_keys=True)
     machine = {"device": dispatch.device_kind(), "cores": cores, "jaxft": jaxft.__version__}
+    machine |= {"autotuned": hashlib.sha256(autotuned.encode()).hexdigest()[:16]}
     return json.loads(json.dumps(fixed | options | machine | versions | more))
 
 
@@ -414,9 +418,12 @@ class Run:
 
 
 @contextmanager
-def interrupts() -> Iterator[list[int]]:
-    """A list that gets an element when Ctrl-C or SIGTERM comes; the second one stops the program at once."""
-    came: list[int] = []
+def interrupts() -> Iterator[list[float]]:
+    """A list that is no longer empty when Ctrl-C or SIGTERM has come; the second one stops the program at once.
+
+    What comes within `ONE_SIGNAL` seconds is the same one: `make` passes it on, and a supervisor may send it to all.
+    """
+    came: list[float] = []  # when
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def restore() -> None:
@@ -424,8 +431,10 @@ def interrupts() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
     def note(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        restore()
+        came.append(time.monotonic())
+        if came[-1] - came[0] > ONE_SIGNAL:
+            restore()
+            signal.raise_signal(number)
 
     for number in before:
         signal.signal(number, note)

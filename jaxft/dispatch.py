@@ -134,8 +134,7 @@ def choose(op: str, implementation: str | None, reasons: Mapping[str, str | None
     reasons = {**reasons, "xla": None}
     if implementation is None:
         return Choice(_fastest(op, reasons)[0], interpret=False)
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"{op}: implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
+    check_name(op, implementation)
     if implementation not in reasons:
         raise NotImplementedError(f"{op}: there is no {implementation!r} implementation, only {tuple(reasons)}")
     machine = device()
@@ -148,6 +147,11 @@ def choose(op: str, implementation: str | None, reasons: Mapping[str, str | None
             f"{op}: the Triton kernel runs in Pallas' interpret mode on this CPU, which is for tests, not for speed"
         )
     return Choice(implementation, interpret)
+
+
+def check_name(op: str, implementation: Any) -> None:
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"{op}: implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
 
 
 def explain(op: str, reasons: Mapping[str, str | None]) -> tuple[str, str]:

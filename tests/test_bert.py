@@ -256,6 +256,7 @@ def test_dtype_arguments():
         ({"rngs": nnx.Rngs(dropout=0)}, ValueError, "rngs must have a stream named params or default, got dropout"),
         ({"add_pooling_layer": "x"}, TypeError, "add_pooling_layer must be True or False, got str"),
         ({"remat": 1}, TypeError, "remat must be True or False, got int"),
+        ({"implementation": "cuda"}, ValueError, r"implementation must be None or one of \(.*\), got 'cuda'"),
     ],
 )
 def test_bad_arguments(changes, error, message):

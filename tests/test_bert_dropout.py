@@ -203,6 +203,15 @@ def test_errors(inputs, error, message):
             model(some_ids(), **inputs)
 
 
+@pytest.mark.parametrize("trace", [nnx.grad, nnx.jit], ids=["grad", "jit"])
+def test_rngs_from_outside_of_what_is_traced(trace):
+    """Flax cannot count there."""
+    model, rngs = training(), nnx.Rngs(dropout=0)
+    run = trace(lambda model: model(some_ids(), rngs=rngs).last_hidden_state.sum())
+    with pytest.raises(ValueError, match=r"BertModel: rngs must not .* outside .*, key = rngs.dropout\(\), and"):
+        run(model)
+
+
 def test_remat_is_a_flag():
     with pytest.raises(TypeError, match="BertModel: remat must be True or False, got int"):
         BertModel(CONFIG, remat=1, rngs=None)

@@ -15,6 +15,7 @@ import jaxft
 import tiny
 from cases import lower, seeds
 from jaxft.kernels.triton import split
+from jaxft.models import bundled
 from lowered import TRITON, of, operations
 
 FORCED = {"implementation": "triton"}
@@ -146,3 +147,43 @@ def test_errors():
         jaxft.bundle([jnp.ones(2), "a"])
     with pytest.raises(NotImplementedError, match=r"bundle: there is no 'cudnn' implementation"):
         jaxft.bundle([jnp.ones(2)], implementation="cudnn")
+
+
+# --- Of a model that changes ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    monkeypatch.setattr(bundled, "bundle", lambda model, implementation: jaxft.bundle(model, **FORCED))
+
+
+@pytest.mark.usefixtures("forced")
+def test_joined_again_only_when_an_array_is_another():
+    model, of_model = jaxft.BertModel(tiny.config(), rngs=nnx.Rngs(0)), bundled.Bundled(None)
+    arrays, rebuild = of_model(model)
+    assert of_model(model) == (arrays, rebuild) and of_model(model)[0] is arrays
+    changes = [
+        lambda: model.layers[0].out_bias.set_value(jnp.ones(tiny.WIDTH)),
+        lambda: setattr(model.layers[0], "ffn_norm_beta", nnx.Param(jnp.ones(tiny.WIDTH))),
+        lambda: setattr(model, "embeddings", jaxft.BertModel(tiny.config(), rngs=nnx.Rngs(1)).embeddings),
+    ]
+    for change in changes:
+        change()
+        arrays, same = of_model(model)
+        assert same is rebuild
+        chex.assert_trees_all_equal(jax.tree.leaves(rebuild(arrays)), jax.tree.leaves(model))
+    model.pooler = None
+    arrays, other = of_model(model)
+    assert other != rebuild and len(jax.tree.leaves(other(arrays))) == len(jax.tree.leaves(model))
+
+
+@pytest.mark.usefixtures("forced")
+def test_sentence_encoder_with_few_arrays(tmp_path):
+    encoder = jaxft.SentenceEncoder.from_pretrained(tiny.write_sentence_model(tmp_path))
+    texts = ["a bird sings", "rain"]
+    for factor in (1.0, 0.5):
+        nnx.update(encoder.model, jax.tree.map(lambda x: x * factor, nnx.state(encoder.model, nnx.Param)))  # noqa: B023
+        arrays, _ = encoder._bundled(encoder.model)
+        assert len(arrays) < 15
+        found, ids = encoder.encode(texts[0]), jnp.array(encoder.tokenize(texts[:1]))
+        np.testing.assert_allclose(found, encoder.model(ids).last_hidden_state[0].mean(0), atol=1e-5)

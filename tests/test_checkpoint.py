@@ -335,6 +335,16 @@ def test_shapes_without_values_are_not_saved(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+def test_where_nothing_can_be_saved(tmp_path):
+    model, file = BertModel(BertConfig.from_dict(hf_config()), rngs=nnx.Rngs(0)), tmp_path / "file"
+    file.write_text("kept")
+    with pytest.raises(TypeError, match=r"save_pretrained: folder must be a string or path, got NoneType"):
+        model.save_pretrained(None)
+    with pytest.raises(NotADirectoryError, match=r"save_pretrained: folder must not be a file, got .*file"):
+        model.save_pretrained(file)
+    assert file.read_text() == "kept"
+
+
 # --- What is refused ---------------------------------------------------------------------------------------------
 
 

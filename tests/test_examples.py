@@ -140,7 +140,9 @@ def test_interrupted_before_the_first_step():
 
 @pytest.mark.usefixtures("signals")
 @pytest.mark.parametrize("at", [None, 2])
-def test_terminated_outside_of_the_loop_or_twice_in_it(at, tmp_path, capsys):
+def test_terminated_outside_of_the_loop_or_twice_in_it(at, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(common, "ONE_SIGNAL", 0.0)
+
     def terminate(step):
         for _ in range(2 if step == at else 0):
             signal.raise_signal(signal.SIGTERM)
@@ -158,6 +160,19 @@ def test_terminated_outside_of_the_loop_or_twice_in_it(at, tmp_path, capsys):
     expected = "interrupted: what no checkpoint has is lost; the same command goes on from the last one, if any\n"
     assert capsys.readouterr().out.endswith(expected)
     assert begin(tmp_path).step == (at or 0)
+
+
+@pytest.mark.usefixtures("signals")
+def test_terminated_twice_at_once(tmp_path):
+    """By `make` and by what ended it and its children, say: the step is saved."""
+
+    def terminate(step):
+        for number in (signal.SIGTERM, signal.SIGINT) if step == 1 else ():
+            signal.raise_signal(number)
+        return jnp.ones(2)
+
+    assert not finish(begin(tmp_path), terminate)
+    assert begin(tmp_path).step == 2
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import operator
@@ -122,13 +123,18 @@ def buckets(batch_size: int, limit: int) -> list[Bucket]:
     Capacities are powers of two and batch_size * limit, lengths powers of two and `limit`. There are sequences for a
     batch whose texts have a quarter of the length of its longest, which is far from one of sorted texts.
     """
-    budget = check_batch_size("buckets", batch_size) * limit
-    return [
+    return [*_buckets(check_batch_size("buckets", batch_size), limit)]
+
+
+@functools.lru_cache
+def _buckets(batch_size: int, limit: int) -> tuple[Bucket, ...]:
+    budget = batch_size * limit
+    return tuple(
         Bucket(capacity, min(4 * capacity // longest, capacity), longest)
         for longest in _powers(_SHORTEST, limit)
         for capacity in _powers(_LEAST_TOKENS, budget)
         if capacity >= longest
-    ]
+    )
 
 
 def _powers(first: int, last: int) -> list[int]:
@@ -252,7 +258,7 @@ class Batcher:
             if not last and (tokens < size * self.limit if self.packed else count < size):
                 return
             if self.packed:
-                bucket = _bucket(buckets(size, self.limit), int(lengths[first]), tokens)
+                bucket = _bucket(_buckets(size, self.limit), int(lengths[first]), tokens)
                 fitting = int(np.searchsorted(ends, ends[first] + bucket.capacity, side="right")) - 1
                 part = texts[first : min(fitting, first + bucket.count)]
                 batch = self._packed(part, bucket)

@@ -12,6 +12,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxft import dispatch
 from jaxft.models import checkpoint, dropout, inputs
 from jaxft.models.config import BertConfig
 from jaxft.models.pooling import first_tokens
@@ -281,6 +282,7 @@ class BertModel(nnx.Module):
         common.check_flag("BertModel", "remat", remat)
         common.check_flag("BertModel", "add_pooling_layer", add_pooling_layer)
         inputs.check_initial("BertModel", rngs)
+        dispatch.check_name("BertModel", implementation)
         self.config, self.remat, self.deterministic = config, remat, True
         dtype, param_dtype = (
             inputs.float_dtype("BertModel", *named) for named in (("dtype", dtype), ("param_dtype", param_dtype))
@@ -331,8 +333,9 @@ class BertModel(nnx.Module):
           output_hidden_states: whether to return the hidden states of all layers.
           deterministic: True for a call without dropout, False for one with; None is as `model.eval()` or
             `model.train()` has set it.
-          rngs: for dropout, an `nnx.Rngs` with a stream `dropout` (or `default`), which gives one key, or a JAX random
-            key. A packed call drops other elements than a padded one with the same key.
+          rngs: for dropout, a JAX random key, or an `nnx.Rngs` with a stream `dropout` (or `default`), which gives one:
+            of a function that JAX traces, as for a gradient, it must be an argument, or the key be drawn outside. A
+            packed call drops other elements than a padded one with the same key.
 
         Raises:
           TypeError: an input is no array of integers, `deterministic` no Python boolean, or `rngs` of a wrong type.
@@ -340,7 +343,7 @@ class BertModel(nnx.Module):
             `max_seqlen` is more than the model has positions, and there are no `position_ids`; there are
             `token_type_ids` but the model has no token types; `attention_mask` is given with `cu_seqlens`, or only one
             of `cu_seqlens` and `max_seqlen`; or that is no Python integer >= 0; there is dropout but no `rngs`, or
-            one without such a stream.
+            one without such a stream or from outside of what is traced.
         """
         input_ids = inputs.as_ids("BertModel", "input_ids", input_ids)
         shape = input_ids.shape

@@ -476,8 +476,14 @@ def save(folder: str | os.PathLike[str], config: Mapping[str, Any], parameters: 
     Where `parameters` has a head's, the names of the encoder's tensors get the layout's prefix, as transformers has it.
 
     Raises:
+      TypeError: `folder` is not a string or path.
+      NotADirectoryError: it is a file.
       ValueError: the parameters are shapes only.
     """
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"save_pretrained: folder must be a string or path, got {type(folder).__name__}")
+    if os.path.isfile(folder):
+        raise NotADirectoryError(f"save_pretrained: folder must not be a file, got {folder}")
     if shapes := [name for name, value in parameters.items() if isinstance(value, jax.ShapeDtypeStruct)]:
         raise ValueError(f"save_pretrained: the model's parameters have no values yet, only shapes, as {shapes[0]}")
     layout = LAYOUTS[config["model_type"]]

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.errors import TraceContextError
 from jax import Array
 
 from jaxft.ops import common
@@ -19,7 +20,8 @@ def call_key(where: str, rngs: nnx.Rngs | Array | None, **rates: float) -> Array
 
     Raises:
       TypeError: `rngs` is neither an `nnx.Rngs` nor one JAX random key.
-      ValueError: it is None, or has no stream for dropout; or a rate is 1, which a checkpoint may have.
+      ValueError: it is None, has no stream for dropout, or cannot count here; or a rate is 1, which a checkpoint may
+        have.
     """
     if not any(rates.values()):
         return None
@@ -34,7 +36,13 @@ def call_key(where: str, rngs: nnx.Rngs | Array | None, **rates: float) -> Array
     if isinstance(rngs, nnx.Rngs):
         if not hasattr(rngs, "dropout"):
             raise ValueError(f"{where}: rngs must have a stream named dropout or default, got {', '.join(rngs)}")
-        return rngs.dropout()
+        try:
+            return rngs.dropout()
+        except TraceContextError as error:
+            raise ValueError(
+                f"{where}: rngs must not be an nnx.Rngs from outside of the function that JAX traces here, as for a "
+                "gradient; draw a key outside, key = rngs.dropout(), and pass rngs=key"
+            ) from error
     common.check_key(where, "rngs", rngs, "an nnx.Rngs or one JAX random key")
     return rngs
 
