@@ -452,5 +452,7 @@ def run(main: Callable[[], int]) -> NoReturn:
     except CheckpointError as error:
         sys.exit(f"--model: {error}")
     except KeyboardInterrupt:  # outside of `Run.train`, or the second one in it
+        for number in (signal.SIGINT, signal.SIGTERM):  # the same one once more, see `interrupts`
+            signal.signal(number, signal.SIG_IGN)
         print("interrupted: what no checkpoint has is lost; the same command goes on from the last one, if any")
         sys.exit(INTERRUPTED)

@@ -493,7 +493,7 @@ def test_implementation_reaches_every_operation(monkeypatch):
 
     def recorder(name, original):
         def record(*args, implementation, **options):
-            assert implementation == "named"
+            assert implementation == "mosaic_gpu"
             seen[name] += 1
             return original(*args, implementation="xla", **options)
 
@@ -507,7 +507,7 @@ def test_implementation_reaches_every_operation(monkeypatch):
         "embeddings_layer_norm",
     ):
         monkeypatch.setattr(bert, name, recorder(name, getattr(bert, name)))
-    make(implementation="named")(some_ids())
+    make(implementation="mosaic_gpu")(some_ids())
     assert seen == {
         "dense": 3, "qkv_attention": 2, "dense_residual_layer_norm": 2, "feed_forward_residual_layer_norm": 2,
         "embeddings_layer_norm": 1,

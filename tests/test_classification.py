@@ -525,8 +525,8 @@ def test_implementation_reaches_the_head(monkeypatch):
 
     original = classification.dense
     monkeypatch.setattr(classification, "dense", dense)
-    make(implementation="named").head(jnp.ones((2, 16)))
-    assert used == ["named", "named"]
+    make(implementation="mosaic_gpu").head(jnp.ones((2, 16)))
+    assert used == ["mosaic_gpu", "mosaic_gpu"]
 
 
 def test_signature_follows_bert_model():

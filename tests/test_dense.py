@@ -193,7 +193,7 @@ def test_which_kernel_has_the_activation(capability, rows, depth, width, dtype, 
 
 @pytest.mark.parametrize(
     ("rows", "precision", "forward", "both"),
-    [(256, None, 0, 0), (257, None, 0, 1), (512, None, 0, 1), (513, None, 1, 2), (128, "highest", 1, 2)],
+    [(128, None, 0, 0), (129, None, 0, 1), (512, None, 0, 1), (513, None, 1, 2), (128, "highest", 1, 2)],
 )
 def test_few_rows_in_tf32_are_xlas_with_the_activation(rows, precision, forward, both):
     """Which XLA computes in its product, and we in a kernel after it; of fewer rows the gradient is XLA's too."""

@@ -120,10 +120,12 @@ def finish(run, batch_at=lambda step: jnp.ones(2)):
 
 @pytest.fixture
 def signals():
-    """What `common.run` does with SIGTERM is undone after the test, and what it does not do has no effect."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    """What `common.run` does with signals is undone after the test; what it does not do with SIGTERM has no effect."""
+    before = [(signal.SIGINT, signal.getsignal(signal.SIGINT))]
+    before.append((signal.SIGTERM, signal.signal(signal.SIGTERM, lambda number, frame: None)))
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before:
+        signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("signals")

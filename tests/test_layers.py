@@ -28,6 +28,7 @@ MODEL_ORDER = (
     "training",
     "tokenizer",
     "batches",
+    "bundled",
     "sentence_encoder",
     "cross_encoder",
     "comparison",

@@ -66,10 +66,11 @@ def attention_options(s, key):
     }
 
 
-@pytest.mark.parametrize(("keys", "kernels"), [(61, 2), (131, 3)], ids=["one_backward", "two_backward"])
-@pytest.mark.parametrize(("dtype", "precision"),
-                         [(jnp.bfloat16, None), (jnp.float32, "highest"), *in_full((jnp.float16, None))],
-                         ids=["bfloat16", "float32", *in_full("float16")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "precision", "keys", "kernels"),
+    [(jnp.bfloat16, None, 131, 3), (jnp.float32, "highest", 61, 2),
+     *in_full((jnp.bfloat16, None, 61, 2), (jnp.float32, "highest", 131, 3), (jnp.float16, None, 61, 2))],
+)  # fmt: skip
 def test_attention_options(dtype, precision, keys, kernels, caplog, key):
     """Forward and backward; the gradient of a bias for all pairs takes two kernels and its own."""
     query, key_value = of((2, 37, 6, 64), dtype), of((2, keys, 2, 64), dtype)  # grouped heads

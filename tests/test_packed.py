@@ -280,7 +280,7 @@ def test_implementation_reaches_every_operation(monkeypatch):
 
     def recorder(name, original):
         def record(*args, implementation, **options):
-            assert implementation == "named"
+            assert implementation == "mosaic_gpu"
             seen[name] += 1
             return original(*args, implementation="xla", **options)
 
@@ -295,7 +295,7 @@ def test_implementation_reaches_every_operation(monkeypatch):
     ):
         monkeypatch.setattr(bert, name, recorder(name, getattr(bert, name)))
     monkeypatch.setattr(bert, "embeddings_layer_norm", recorder("embeddings_layer_norm", bert.embeddings_layer_norm))
-    make(implementation="named")(np.arange(5), cu_seqlens=[0, 5], max_seqlen=5)
+    make(implementation="mosaic_gpu")(np.arange(5), cu_seqlens=[0, 5], max_seqlen=5)
     assert seen == {
         "dense": 3, "varlen_qkv_attention": 2, "dense_residual_layer_norm": 2, "feed_forward_residual_layer_norm": 2,
         "embeddings_layer_norm": 1,

@@ -242,8 +242,8 @@ def test_dtype_and_implementation_reach_the_head(monkeypatch):
 
     original = classification.dense
     monkeypatch.setattr(classification, "dense", dense)
-    make(implementation="named", dtype=jnp.bfloat16).classifier(jnp.ones((2, 3, 16), jnp.bfloat16))
-    assert used == [("named", jnp.bfloat16, jnp.bfloat16)]
+    make(implementation="mosaic_gpu", dtype=jnp.bfloat16).classifier(jnp.ones((2, 3, 16), jnp.bfloat16))
+    assert used == [("mosaic_gpu", jnp.bfloat16, jnp.bfloat16)]
 
 
 def test_public_name():

@@ -1,6 +1,7 @@
 """The arrays of a model that may change between calls, as few as `jaxft.bundle` makes them."""
 
-import operator
+import weakref
+from typing import Any
 
 import jax
 from flax import nnx
@@ -9,17 +10,23 @@ from jaxft.ops.bundle import Rebuild, bundle
 
 
 class Bundled:
-    """Calls `bundle`; but if no array of the model is another one than the time before, it has kept the result."""
+    """Calls `bundle`, but keeps the joined vectors, until an array of the model is another one."""
 
     def __init__(self, implementation: str | None) -> None:
         self._implementation = "xla" if implementation == "xla" else None
-        # One object, since several threads may compute embeddings.
-        self._last: tuple[list[jax.Array], list[jax.Array], Rebuild] | None = None
+        # The model's structure, its arrays, the joined ones of them, and what rebuilds it. In one object, since several
+        # threads may compute embeddings; without holding arrays that the model does not have any more.
+        self._last: tuple[Any, list[weakref.ref[jax.Array]], list[jax.Array], Rebuild] | None = None
 
-    def __call__(self, model: nnx.Module) -> tuple[list[jax.Array], Rebuild]:
-        leaves, last = jax.tree.leaves(model), self._last
-        if last is None or len(last[0]) != len(leaves) or not all(map(operator.is_, last[0], leaves)):
-            arrays, rebuild = bundle(model, implementation=self._implementation)
-            # The same object, if it is equal: programs compiled for it are found faster.
-            last = self._last = leaves, arrays, last[2] if last is not None and last[2] == rebuild else rebuild
-        return last[1:]
+    def __call__(self, model: nnx.Module) -> tuple[list[Any], Rebuild]:
+        leaves, structure = jax.tree.flatten(model)
+        if last := self._last:
+            before, seen, joined, rebuild = last
+            same = len(leaves) == len(seen) and all(ref() is x for ref, x in zip(seen, leaves, strict=True))
+            if same and structure == before:
+                return [*(leaves[i] for i in rebuild.order[: rebuild.whole]), *joined], rebuild
+        arrays, rebuild = bundle(jax.tree.unflatten(structure, leaves), implementation=self._implementation)
+        if last and last[3] == rebuild:
+            rebuild = last[3]  # programs compiled for the same object are found faster
+        self._last = structure, [weakref.ref(x) for x in leaves], arrays[rebuild.whole :], rebuild
+        return arrays, rebuild

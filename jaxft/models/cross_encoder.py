@@ -79,9 +79,10 @@ class CrossEncoder:
         ) -> jax.Array:  # fmt: skip
             module = rebuild(arrays)
             if input_ids.ndim == 1:
-                logits = module(input_ids, None, types, cu_seqlens=lengths, max_seqlen=longest)
+                logits = module(input_ids, None, types, cu_seqlens=lengths, max_seqlen=longest, deterministic=True)
             else:
-                logits = module(input_ids, jnp.arange(longest, dtype=lengths.dtype) < lengths[:, None], types)
+                mask = jnp.arange(longest, dtype=lengths.dtype) < lengths[:, None]
+                logits = module(input_ids, mask, types, deterministic=True)
             return logits.astype(jnp.float32)
 
         self._score = jax.jit(score, static_argnums=(4, 5))

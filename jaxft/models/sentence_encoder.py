@@ -92,11 +92,11 @@ class SentenceEncoder:
         ) -> jax.Array:  # fmt: skip
             module = rebuild(arrays)
             if input_ids.ndim == 1:
-                hidden = module(input_ids, cu_seqlens=lengths, max_seqlen=longest).last_hidden_state
+                hidden = module(input_ids, cu_seqlens=lengths, max_seqlen=longest, deterministic=True).last_hidden_state
                 pooled = pool_packed(hidden.astype(jnp.float32), lengths, self.pooling, longest)
             else:
                 mask = jnp.arange(longest, dtype=lengths.dtype) < lengths[:, None]
-                hidden = module(input_ids, mask).last_hidden_state
+                hidden = module(input_ids, mask, deterministic=True).last_hidden_state
                 pooled = pool(hidden.astype(jnp.float32), mask, self.pooling)
             return l2_normalize(pooled) if normalize else pooled
 

@@ -10,21 +10,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxft import dispatch
 from jaxft.kernels.triton import split as triton
 from jaxft.ops import common
 
-Array = jax.Array
+_LONGEST = 2**16  # elements of a vector: with a longer one the host's time counts for nothing, and the copy does
 
 
-def bundle(tree: Any, *, implementation: str | None = None) -> tuple[list[Array], Rebuild]:
+def bundle(tree: Any, *, implementation: str | None = None) -> tuple[list[Any], Rebuild]:
     """The arrays of a tree, such as a module, its vectors joined to one, and the function that makes the tree of them.
 
     Each array of a call takes the host about a microsecond, on slow ones 1.5, and BERT-base has 151 of them, which is
     longer than the GPU needs for a short text. 99 of them are vectors. One kernel cuts those apart again::
 
-      arrays, rebuild = jaxft.bundle(model)  # 53 arrays
+      arrays, rebuild = jaxft.bundle(model)  # 53 arrays on an NVIDIA GPU
 
       @jax.jit
       def forward(arrays, input_ids, attention_mask):
@@ -35,9 +36,12 @@ def bundle(tree: Any, *, implementation: str | None = None) -> tuple[list[Array]
       arrays, structure = jax.tree.flatten(tree)
       rebuild = functools.partial(jax.tree.unflatten, structure)
 
+    so that a change of the module afterwards is not seen, and to donate the arrays is to delete the module's.
+
     Args:
-      tree: any pytree of arrays. Those of one dimension, of float32, float16 or bfloat16, are joined, those of each
-        dtype and sharding to one array. The others stay as they are, and so do those that are divided among devices.
+      tree: any pytree. Its JAX arrays of one dimension, of float32, float16 or bfloat16 and of at most 65,536 elements,
+        are joined, those of each dtype and sharding to one array. The others stay as they are, and so do arrays that
+        are divided among devices or traced.
       implementation: None for the fastest; "triton" joins them, "xla", which would have a kernel for each, does not.
 
     Returns:
@@ -45,28 +49,31 @@ def bundle(tree: Any, *, implementation: str | None = None) -> tuple[list[Array]
       averaged, cast). It can be compared and hashed, as what is static in a `jax.jit`.
 
     Raises:
-      TypeError: the tree has a leaf that is no array.
+      TypeError: by `rebuild`, something is no array.
       ValueError: an unknown implementation; by `rebuild`, another number of arrays or one of another shape.
       NotImplementedError: the named implementation cannot do this; the message says why.
 
     Gradients: of all arrays through `rebuild`. Nothing is computed, so that nothing is rounded.
     """
     leaves, structure = jax.tree.flatten(tree)
-    leaves = [common.as_array("bundle", f"leaf {i}", leaf) for i, leaf in enumerate(leaves)]
     alike: dict[Any, list[int]] = {}
-    if _choice(implementation).name == "triton":
+    if dispatch.choose("bundle", implementation, {"triton": None}).name == "triton":
         for i, leaf in enumerate(leaves):
-            sharding = None if isinstance(leaf, jax.core.Tracer) else leaf.sharding
-            whole = sharding is None or sharding.is_fully_replicated
-            if whole and leaf.ndim == 1 and leaf.size and triton.unsupported(leaf) is None:
-                alike.setdefault((leaf.dtype, sharding), []).append(i)
+            if _joins(leaf):
+                alike.setdefault((leaf.dtype, leaf.sharding), []).append(i)
     groups = [group for group in alike.values() if len(group) > 1]
     joined = {i for group in groups for i in group}
     rest = [i for i in range(len(leaves)) if i not in joined]
     arrays = [leaves[i] for i in rest] + [jnp.concatenate([leaves[i] for i in group]) for group in groups]
-    sizes = [tuple(leaves[i].size for i in group) for group in groups]
+    sizes = tuple(tuple(leaves[i].size for i in group) for group in groups)
     order = [*rest, *(i for group in groups for i in group)]
-    return arrays, Rebuild(structure, tuple(order), tuple(x.shape for x in arrays), tuple(sizes), implementation)
+    return arrays, Rebuild(structure, tuple(order), tuple(map(np.shape, arrays)), sizes, implementation)
+
+
+def _joins(leaf: Any) -> bool:
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or leaf.ndim != 1:
+        return False
+    return 0 < leaf.size <= _LONGEST and triton.unsupported(leaf) is None and leaf.sharding.is_fully_replicated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,23 +86,26 @@ class Rebuild:
     sizes: tuple[tuple[int, ...], ...]  # of the parts of each joined array; these come last
     implementation: str | None
 
-    def __call__(self, arrays: Sequence[Array]) -> Any:
-        if len(arrays) != len(self.shapes):
-            raise ValueError(f"bundle: arrays must be {len(self.shapes)}, as bundle gave them, got {len(arrays)}")
-        arrays = [common.as_array("bundle", f"arrays[{i}]", x) for i, x in enumerate(arrays)]
+    @property
+    def whole(self) -> int:
+        """How many arrays, the first ones, are not joined."""
+        return len(self.shapes) - len(self.sizes)
+
+    def __call__(self, arrays: Sequence[Any]) -> Any:
+        if not isinstance(arrays, list | tuple) or len(arrays) != len(self.shapes):
+            got = len(arrays) if isinstance(arrays, list | tuple) else type(arrays).__name__
+            raise ValueError(f"bundle: arrays must be the list of {len(self.shapes)} that bundle gave, got {got}")
         for i, (x, shape) in enumerate(zip(arrays, self.shapes, strict=True)):
-            common.check_shape("bundle", f"arrays[{i}]", x, shape)
-        by = _choice(self.implementation)  # here may be another device than where the arrays were joined
-        whole = len(arrays) - len(self.sizes)
-        parts = arrays[:whole]
-        for x, sizes in zip(arrays[whole:], self.sizes, strict=True):
+            if np.shape(x) != shape:
+                raise ValueError(f"bundle: arrays[{i}] must have shape {shape}, got {np.shape(x)}")
+        parts = [*arrays[: self.whole]]
+        for i, sizes in enumerate(self.sizes, self.whole):
+            x = common.as_array("bundle", f"arrays[{i}]", arrays[i])
+            # Here may be another device than where the arrays were joined, and the array another one.
+            by = dispatch.choose("bundle", self.implementation, {"triton": triton.unsupported(x)})
             parts += _split(x, sizes, by)
         leaves = [part for _, part in sorted(zip(self.order, parts, strict=True), key=lambda pair: pair[0])]
         return jax.tree.unflatten(self.structure, leaves)
-
-
-def _choice(implementation):
-    return dispatch.choose("bundle", implementation, {"triton": None})
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

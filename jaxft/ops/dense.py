@@ -136,10 +136,9 @@ def plan_of(
     by_xla = splits_few_rows(rows, itemsize, kernel_precision)
     epilogue = None if by_xla else tuning.bias_activation(rows, width, itemsize, kind)
     # It puts the gradient where it adds up parts, too: forward and backward of 128x768x3072 in TF32 with tanh GELU took
-    # 34.8 us for 36.5 with our kernel for it, of 256 rows 50.1 for 51.2, of 512 rows with erf GELU 72.2 for 69.7
-    # (H100, 2026-11-25; H200, 2026-11-23).
+    # 34.8 us for 36.5 with our kernel for it, of 256 rows 50.1 for 51.2, of 512 rows 70.5 for 71.0 (H100, 2026-11-25).
     gradient = None
-    if product is not None or not by_xla or itemsize == 2 or rows > 256:
+    if product is not None or not by_xla or itemsize == 2 or rows > 128:
         gradient = tuning.bias_activation_backward(rows, width, itemsize, kind)
     return Plan(
         activation=activation,
