@@ -138,7 +138,7 @@ def test_padding(name, block_k, blocks):
     check_padding_of(MASKS[name], pairs(name, 50, 50))
 
 
-@pytest.mark.parametrize("length", [16, 40])
+@pytest.mark.parametrize("length", [40, *in_full(16)])
 @pytest.mark.parametrize("name", ["queries", "keys", "holes", "causal"])
 def test_padding_in_one_block(name, length, blocks):
     """Of queries and keys; also what attends to nothing is visited, but no half of it that has only such keys."""
@@ -228,7 +228,7 @@ CHECKED = {
 
 
 @pytest.mark.parametrize(("name", "block_k"), [*((name, 16) for name in (*CHECKED, "packed", "varlen")),
-                                               *((name, 32) for name in ("window", "packed", "varlen"))])  # fmt: skip
+                                               *in_full(("window", 32), ("packed", 32), ("varlen", 32))])  # fmt: skip
 def test_kernels_stay_within_the_arrays(name, block_k, monkeypatch):
     check_writes(name, AttentionConfig(16, block_k, 4, 1), monkeypatch)
 
@@ -377,7 +377,7 @@ def test_random_padding(seed, blocks):
     chex.assert_trees_all_equal(got, run(floats, cotangents), custom_message=f"seed {seed}")
 
 
-@pytest.mark.parametrize("block_k", [16, 64])
+@pytest.mark.parametrize("block_k", [16, *in_full(64)])
 @pytest.mark.parametrize("maximum", ["keeps NaN", "drops NaN"])
 def test_nan_in_what_takes_part(block_k, maximum, blocks, monkeypatch):
     """Its gradients, and those of what it attends to, are NaN too: a training step that looks for them sees them.

@@ -12,7 +12,7 @@ import pytest
 
 import jaxft
 import oracle
-from cases import DTYPES, check, check_padding, jit, lower, normal, seeds, some
+from cases import DTYPES, check, check_padding, in_full, jit, lower, normal, seeds, some
 from jaxft import reference
 from jaxft.ops import cross_entropy
 
@@ -68,7 +68,7 @@ def gradients(floats, labels, cotangent=1.0, **options):
     [((), 5, 3), ((1,), 1, 1), ((9,), 17, 1), ((5,), 1, 2), ((3, 11), 33, 101), ((2, 2, 3), 7, 130)],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("chunk", [1, 4, 64])
+@pytest.mark.parametrize("chunk", [4, *in_full(1, 64)])
 def test_shapes(shape, width, classes, chunk, chunks_of):
     chunks_of(chunk)
     rng = np.random.default_rng(0)

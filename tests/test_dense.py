@@ -9,7 +9,7 @@ import pytest
 
 import jaxft
 import oracle
-from cases import DTYPES, INTERPRET, check, jit, lower, normal, seeds, some
+from cases import DTYPES, INTERPRET, check, in_full, jit, lower, normal, seeds, some
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import dense as kernel
@@ -72,7 +72,7 @@ def test_empty(rows, inner, outer, implementation):
     assert y.shape == (*rows, outer) and (y == 0.0).all()
 
 
-@pytest.mark.parametrize("dtype", [DTYPES[0], DTYPES[2]])
+@pytest.mark.parametrize("dtype", [DTYPES[2], *in_full(DTYPES[0])])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation, dtype):
     """The bias is float32 whatever the rest is."""

@@ -41,7 +41,7 @@ def splits(rows, depth, width, itemsize=2):
     return tuning_dense.dense_split(rows, depth, width, itemsize, "").splits
 
 
-@pytest.mark.parametrize("dtype", SOME_DTYPES)
+@pytest.mark.parametrize("dtype", [DTYPES[2], *in_full(*DTYPES[:2])])
 @pytest.mark.parametrize(
     ("rows", "depth", "width", "parts"), [((37,), 600, 40, 2), ((2, 3), 1100, 129, 4), ((5,), 40, 7, 1)], ids=str
 )
@@ -51,7 +51,7 @@ def test_values(rows, depth, width, parts, dtype):
     check_op(floats_of(np.random.default_rng(0), rows, depth, width, dtype), epsilon=1e-12)
 
 
-@pytest.mark.parametrize("missing", [("bias",), ("gamma",), ("beta",), ("bias", "gamma", "beta")], ids=str)
+@pytest.mark.parametrize("missing", [("bias",), ("bias", "gamma", "beta"), *in_full(("gamma",), ("beta",))], ids=str)
 def test_optional_vectors(missing):
     check_op(floats_of(np.random.default_rng(1), (5,), 520, 17, missing=missing))
 
@@ -67,7 +67,7 @@ def test_random(seed):
 
 
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
-@pytest.mark.parametrize("block_k", [16, 128])
+@pytest.mark.parametrize("block_k", [16, *in_full(128)])
 @pytest.mark.parametrize("parts", [2, 7, *in_full(3)])
 def test_partial_sums(parts, block_k, dtype):
     """Depths that no number of programs divides; more programs than blocks."""

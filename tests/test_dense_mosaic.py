@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import cases
 import jaxft
 import oracle
-from cases import INTERPRET, jit, lower, normal
+from cases import INTERPRET, in_full, jit, lower, normal
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference, tuning_dense
 from jaxft.kernels.mosaic_gpu import dense
@@ -180,8 +180,13 @@ def lower_kernel(rows, depth, width, config, *, dtype=jnp.bfloat16, bias=jnp.flo
     return text
 
 
-@pytest.mark.parametrize("dtype", WITH_FLOAT32)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [
+        *((activation, jnp.bfloat16) for activation in ACTIVATIONS),
+        *in_full(*((activation, dtype) for activation in ACTIVATIONS for dtype in (jnp.float32, jnp.float16))),
+    ],
+)
 def test_lowers(activation, dtype):
     wide, narrow = (MosaicDenseConfig(64, 192), BY_TURNS) if dtype != jnp.float32 else (SPLITS["m"], FLOAT32)
     for bias, config in ((None, wide), (jnp.float32, narrow)):
@@ -203,7 +208,7 @@ def test_configs_lower(config, cluster_m):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("sizes", [(768, 768), (768, 3072), (1024, 4096), (384, 1152)])
+@pytest.mark.parametrize("sizes", [(768, 3072), (384, 1152), *in_full((768, 768), (1024, 4096))])
 @pytest.mark.parametrize("rows", [100, 264, 16384])
 def test_defaults_lower(rows, sizes, dtype):
     """They fit into shared memory, whatever the bias."""
@@ -243,7 +248,7 @@ def test_residual(shape, config, dtype):
     check(*shape, config, dtype=dtype, activation="gelu" if dtype == jnp.float16 else None, residual=True)
 
 
-@pytest.mark.parametrize("sizes", [(768, 768), (768, 3072), (1024, 4096), (384, 1152)])
+@pytest.mark.parametrize("sizes", [(768, 768), (384, 1152), *in_full((768, 3072), (1024, 4096))])
 @pytest.mark.parametrize("rows", [100, 264, 1024, 4096])
 def test_residual_lowers(rows, sizes):
     """It fits into shared memory, with a second result as well."""

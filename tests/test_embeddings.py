@@ -66,7 +66,7 @@ def only(ids, *names):
 
 @pytest.mark.parametrize(
     ("shape", "width"),
-    [((1,), 1), ((2, 1, 3), 64), ((2, 3), 8209), *in_full(((5,), 80), ((2, 7), 127), ((3, 11), 17))], ids=str,
+    [((1,), 1), ((2, 1, 3), 64), *in_full(((2, 3), 8209), ((5,), 80), ((2, 7), 127), ((3, 11), 17))], ids=str,
 )  # fmt: skip
 def test_shapes(shape, width):
     rng = np.random.default_rng(0)
@@ -88,8 +88,8 @@ def test_empty(shape, width, implementation):
         chex.assert_trees_all_equal(pull_back(y)[0], jax.tree.map(jnp.zeros_like, floats))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tables", SOME_DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES[1:], *in_full(DTYPES[0])])
+@pytest.mark.parametrize("tables", [DTYPES[0], *in_full(*DTYPES[1:])])
 def test_dtypes(tables, dtype):
     """Those of the tables and of the result are free: float32 parameters of a bfloat16 model, say."""
     rng = np.random.default_rng(1)
@@ -237,7 +237,7 @@ def test_dtypes_of_ids(dtype, implementation):
                     assert np.isnan(got[0, 3]).all() and np.isfinite(got[1]).all()
 
 
-@pytest.mark.parametrize(("count", "kinds"), [(128, 1), (129, 1), (700, 2), (300, 40), *in_full((127, 1), (700, 1))])
+@pytest.mark.parametrize(("count", "kinds"), [(129, 1), (300, 40), *in_full((127, 1), (128, 1), (700, 1), (700, 2))])
 def test_long_runs(count, kinds):
     """Tokens with the same id in one chunk, in parts of two, and in many."""
     rng = np.random.default_rng(8)
@@ -270,7 +270,7 @@ def test_sums_by_id(count, width, size, chunk, config, monkeypatch):
         np.testing.assert_array_equal(got.astype(jnp.float32), expected)
 
 
-@pytest.mark.parametrize("sizes", [(1, 8), (2, 2), *in_full((4, 4))], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 2), *in_full((1, 8), (4, 4))], ids=str)
 def test_kernels_stay_within_the_arrays(sizes, monkeypatch, key):
     monkeypatch.setattr(kernel, "CHUNK", 4)
     rng, seed = np.random.default_rng(10), reference.dropout_seed(key)
@@ -377,7 +377,7 @@ def test_shards_for_a_gpu(given):
           axis="data")  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", seeds(4))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_random(seed, monkeypatch):
     """With any launch configuration."""
     rng = np.random.default_rng(seed)

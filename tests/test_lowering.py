@@ -49,7 +49,7 @@ def test_layer_norm(shape, dtype, caplog):
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize("dtype", SOME_DTYPES)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, *in_full(jnp.float32, jnp.float16)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_layer_norm_backward(shape, dtype, key, caplog):
     """One kernel forward, one backward, whatever is there, and one that adds up the partial sums of vectors."""
@@ -88,7 +88,7 @@ def test_in_place():
 
 
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
-@pytest.mark.parametrize("width", [1, 80, 768, 20000])
+@pytest.mark.parametrize("width", [80, 20000, *in_full(1, 768)])
 def test_embeddings(width, dtype, caplog, key):
     """One kernel forward, for float32 tables too. Backward two for the LayerNorm and two a table, and no scatter."""
     dropout = {"dropout_rate": 0.1, "dropout_rng": key}
@@ -157,7 +157,7 @@ def test_the_gradient_of_the_bias_of_few_rows(dtype, rows, sums):
 
 
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
-@pytest.mark.parametrize("width", [16, 32768, 250000, *in_full(1, 1000)])
+@pytest.mark.parametrize("width", [16, 250000, *in_full(1, 1000, 32768)])
 @pytest.mark.parametrize("op", [jaxft.softmax, jaxft.log_softmax], ids=lambda op: op.__name__)
 def test_softmax(op, width, dtype, caplog):
     """One kernel forward and one backward, whatever the bias and the mask broadcast along."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from cases import in_full
 from jaxft.models import checkpoint
 from jaxft.models.bert import BertModel
 
@@ -56,8 +57,11 @@ def test_float32(minilm, golden):
     assert hidden <= HIDDEN_FLOAT32
 
 
-@pytest.mark.parametrize(("dtype", "allowed"), [(jnp.float16, FLOAT16), (jnp.bfloat16, BFLOAT16)])
-@pytest.mark.parametrize("param_dtype", [None, jnp.float32])
+@pytest.mark.parametrize(
+    ("dtype", "allowed", "param_dtype"),
+    [(jnp.float16, FLOAT16, None), (jnp.bfloat16, BFLOAT16, jnp.float32),
+     *in_full((jnp.float16, FLOAT16, jnp.float32), (jnp.bfloat16, BFLOAT16, None))],
+)  # fmt: skip
 def test_16_bits(minilm, golden, dtype, allowed, param_dtype):
     embeddings, pooled, _ = errors(BertModel.from_pretrained(minilm, dtype=dtype, param_dtype=param_dtype), golden)
     assert embeddings <= allowed

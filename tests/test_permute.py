@@ -414,7 +414,7 @@ def test_at_the_limit():
 # --- Any case ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", seeds(6))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_random_heads(seed, monkeypatch):
     """Splitting and merging, there and back. All but the sums is exact, so NumPy says what it is."""
     rng = np.random.default_rng(seed)
