@@ -123,9 +123,9 @@ def test_what_is_packed_unasked(encoder):
 def test_programs_are_those_of_the_buckets(monkeypatch):
     traced = []
 
-    def counting(self, input_ids, *, cu_seqlens, max_seqlen):
+    def counting(self, input_ids, *, cu_seqlens, max_seqlen, **options):
         traced.append(Bucket(len(input_ids), len(cu_seqlens) - 1, max_seqlen))
-        return original(self, input_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        return original(self, input_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, **options)
 
     original = BertModel.__call__
     monkeypatch.setattr(BertModel, "__call__", counting)
@@ -181,10 +181,10 @@ def test_neighbours_do_not_matter_to_a_real_checkpoint(minilm):
 def test_the_measure_sees_neighbours(encoder, monkeypatch):
     """The test above can fail: here all sequences of a batch are one."""
 
-    def as_one(self, input_ids, *, cu_seqlens, max_seqlen):
+    def as_one(self, input_ids, *, cu_seqlens, max_seqlen, **options):
         ends = jnp.stack([cu_seqlens[0], cu_seqlens[-1]])
         positions = jnp.arange(input_ids.size) % 64  # given, or a sequence that is too long is NaN
-        return original(self, input_ids, position_ids=positions, cu_seqlens=ends, max_seqlen=64)
+        return original(self, input_ids, position_ids=positions, cu_seqlens=ends, max_seqlen=64, **options)
 
     original = BertModel.__call__
     monkeypatch.setattr(BertModel, "__call__", as_one)
