@@ -343,15 +343,16 @@ def dot_product_attention(
         query = jnp.where(used_queries, query, 0)
         key = jnp.where(used_keys, key, 0)
         value = jnp.where(used_keys, value, 0)
-    wide = _wide_dtype(query)
-    grouped = query.reshape(batch, t, k, n // k, h)
-    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, key, precision=precision, preferred_element_type=wide)
+    product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=_wide_dtype(query))
+    own, shared = ("n", "n") if n == k else ("kg", "k")  # with groups of one, products take a CPU twice as long
+    grouped = query if n == k else query.reshape(batch, t, k, n // k, h)
+    scores = product(f"bt{own}h,bs{shared}h->b{own}ts", grouped, key)
     logits = _logits(scores.reshape(batch, n, t, s), 1.0 / math.sqrt(h) if scale is None else scale, bias)
     e, total, top = _exponentials(logits, allowed)
     empty = _row_is_empty(total)
     p = dropout(e / jnp.where(empty, 1.0, total), dropout_rate, dropout_rng).astype(value.dtype)
-    p = p.reshape(batch, k, n // k, t, s)
-    out = jnp.einsum("bkgts,bskh->btkgh", p, value, precision=precision, preferred_element_type=wide)
+    p = p if n == k else p.reshape(batch, k, n // k, t, s)
+    out = product(f"b{own}ts,bs{shared}h->bt{own}h", p, value)
     out = out.reshape(batch, t, n, h).astype(query.dtype)
     if allowed is not None:
         out = jnp.where(used_queries, out, 0)  # it is 0 already; this stops a cotangent of NaN in padding
