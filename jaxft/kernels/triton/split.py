@@ -9,6 +9,7 @@ for 533 (bfloat16, H100 with a slow host, 2026-11-25).
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,13 +47,11 @@ def _kernel(x_ref: Any, *y_refs: Any, begins: Sequence[int]) -> None:
 
 def split(x: Array, sizes: Sequence[int], *, interpret: bool) -> list[Array]:
     """x [sum(sizes)] -> an array of each of the sizes, all above 0."""
-    parts, begin = [], 0
+    parts, begins = [], list(itertools.accumulate(sizes[:-1], initial=0))
     for first in range(0, len(sizes), _MOST):
         some = sizes[first : first + _MOST]
-        begins = [begin + sum(some[:n]) for n in range(len(some))]
-        begin += sum(some)
         parts += common.launch(
-            functools.partial(_kernel, begins=begins),
+            functools.partial(_kernel, begins=begins[first : first + _MOST]),
             (pl.cdiv(max(some), _ELEMENTS), pl.cdiv(len(some), _PARTS)),
             [x],
             [jax.ShapeDtypeStruct((size,), x.dtype) for size in some],
