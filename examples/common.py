@@ -91,7 +91,7 @@ def held_out(text: str) -> bool:
 
 
 def fingerprint(*arrays: np.ndarray) -> str:
-    """Of the data of a run, or the weights it begins with."""
+    """Of the data of a run, the weights it begins with, or other bytes."""
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(array.tobytes())
@@ -158,7 +158,7 @@ def settings(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
     # What jaxft.tuning.autotune has found here; kernels with other tiles add up in another order.
     autotuned = json.dumps(tuning_store.load(dispatch.device_kind()), sort_keys=True)
     machine = {"device": dispatch.device_kind(), "cores": cores, "jaxft": jaxft.__version__}
-    machine |= {"autotuned": hashlib.sha256(autotuned.encode()).hexdigest()[:16]}
+    machine |= {"autotuned": fingerprint(np.frombuffer(autotuned.encode(), np.uint8))}
     return json.loads(json.dumps(fixed | options | machine | versions | more))
 
 
