@@ -114,9 +114,10 @@ def difference(case: Case, ours: np.ndarray, plain: np.ndarray) -> float:
     return float((np.abs(ours - plain) / plain).max())
 
 
-def write(folder: Path, columns: dict[str, np.ndarray], where: str) -> None:
+def write(folder: Path, columns: dict[str, np.ndarray], where: str, only: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{where.replace(',', '').replace(' ', '_')}.csv"
+    # With `only` a file of its own: that of all cases stays.
+    path = folder / f"{'_'.join(re.findall(r'[^ ,/]+', f'{where} {only}'))}.csv"
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         origin = timing.origin()
@@ -163,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         passed &= within
         what = f"relative difference of {MEAN}-step means" if case.relative else "difference of a loss"
         print(f"{case}: largest {what} {got:.2e}, bound {case.bound:.0e}: {'PASS' if within else 'FAIL'}")
-        write(args.out, columns, where)  # of this case at least, should the next be interrupted
+        write(args.out, columns, where, args.only)  # of this case at least, should the next be interrupted
     return 0 if passed else 1
 
 

@@ -214,7 +214,7 @@ def test_parity_of_some_cases_at_another_length(small_parity, tmp_path, monkeypa
     monkeypatch.setattr(train_parity, "losses", losses)
     assert train_parity.main(["--out", str(tmp_path), "--only", "bfloat16", "--length", "9"]) == 0
     assert lengths == [9, 9]  # by the kernels and by XLA
-    (path,) = tmp_path.glob("*_9_tokens.csv")
+    (path,) = tmp_path.glob("*_9_tokens_bfloat16.csv")
     assert "bfloat16" in path.read_text() and "float32" not in path.read_text()
     with pytest.raises(SystemExit):
         train_parity.main(["--out", str(tmp_path), "--only", "float64"])
