@@ -18,7 +18,15 @@ from jaxft.tuning import (
     RowConfig,
     next_power_of_2,
 )
-from jaxft.tuning_dense import DenseChoice, DenseConfig, MosaicDenseConfig, SplitConfig, tile_k_of, with_room
+from jaxft.tuning_dense import (
+    DenseChoice,
+    DenseConfig,
+    MosaicDenseConfig,
+    SplitConfig,
+    is_short,
+    tile_k_of,
+    with_room,
+)
 
 
 def candidates(op: str, present: Any, **sizes: int) -> list[Any]:
@@ -192,8 +200,8 @@ def attention_dkv(
 def dense_implementation(
     rows: int, depth: int, width: int, activation: int, itemsize: int, residual: int = 0
 ) -> Iterable[DenseChoice]:
-    # Times of kernels leave out what a Mosaic one costs the host, which is more than it saves with few rows.
-    mosaic = ("mosaic_gpu",) if rows > 256 else ()
+    # Times of kernels leave out what a Mosaic one costs the host.
+    mosaic = () if is_short(rows, depth, width) else ("mosaic_gpu",)
     return map(DenseChoice, (*mosaic, "triton", "xla"))
 
 

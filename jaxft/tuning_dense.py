@@ -115,11 +115,9 @@ def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsi
     kernels 48 and 120. By 30 it would take half as long at best and then 1.1x for the uneven share of the rows, which
     leaves the latter without a gain (2026-11-24).
 
-    A Mosaic kernel in a program also costs the host: XLA captures it anew whenever an address has changed, and launches
-    no kernel next to it ahead of time. With up to 256 rows that takes longer than the kernel saves: in one run, on a
-    slow host, BERT-base of 1x128 took 435 us queued by Triton and 582 with Mosaic, 2x128 525 and 592.
+    A Mosaic kernel in a program also costs the host, see `is_short`.
     """
-    if rows <= 256 or min(depth, width) < 256 or depth % 16 or width % 16:  # it does not take others (in 16 bits)
+    if is_short(rows, depth, width) or min(depth, width) < 256 or depth % 16 or width % 16:  # others it does not take
         return False
     if itemsize > 2:
         return rows >= (4096 if activation is None else 1024) and depth % 32 == width % 32 == 0
@@ -127,6 +125,17 @@ def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsi
     if few or _split_by_library(rows, depth, width, activation):
         return False
     return activation is not None or residual or rows <= 8192 or depth < 1024
+
+
+def is_short(rows: int, depth: int, width: int) -> bool:
+    """Whether the product takes less time than a Mosaic kernel in a program costs the host.
+
+    XLA captures such a kernel anew whenever an address has changed, and launches no kernel next to it ahead of time. Of
+    whole encoders in bfloat16, by Triton and with Mosaic, on the device and queued: BERT-base of 4x128 466 and 481 us,
+    479 and 553, MiniLM-L6 (width 384) of 8x128 179 and 171, 188 and 225, of 2x512 202 and 193, 224 and 285; but of
+    16x128 266 and 208, 279 and 263 (H100, 2026-11-25). BERT-base of 1x128, queued on a slow host, 435 and 582.
+    """
+    return rows <= max(256, 512 * 768 // max(1, min(depth, width)))
 
 
 def _by_library(rows: int, depth: int, width: int, activation: str | None, itemsize: int) -> bool:

@@ -227,8 +227,12 @@ CHECKED = {
 }
 
 
-@pytest.mark.parametrize(("name", "block_k"), [*((name, 16) for name in (*CHECKED, "packed", "varlen")),
-                                               *in_full(("window", 32), ("packed", 32), ("varlen", 32))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "block_k"),
+    [*((name, 16) for name in ("plain", "segments", "columns", "dropout", "varlen")),
+     *in_full(*((name, 16) for name in ("window", "lengths", "bias", "half", "packed")),
+              ("window", 32), ("packed", 32), ("varlen", 32))],
+)  # fmt: skip
 def test_kernels_stay_within_the_arrays(name, block_k, monkeypatch):
     check_writes(name, AttentionConfig(16, block_k, 4, 1), monkeypatch)
 

@@ -171,7 +171,8 @@ def test_lowers(dtype):
     ("rows", "depth", "dtype", "precision", "kernels"),
     [(128, 768, "float32", None, 0), (512, 3072, "float32", None, 0), (513, 768, "float32", None, 1),
      (128, 768, "float32", "highest", 1), (512, 3072, "bfloat16", None, 0), (256, 3072, "bfloat16", None, 2),
-     (128, 3072, "bfloat16", None, 2), (512, 1536, "bfloat16", None, 1), (512, 768, "bfloat16", None, 1)],
+     (128, 3072, "bfloat16", None, 2), (512, 768, "bfloat16", None, 2), (513, 1536, "bfloat16", None, 2),
+     (520, 1536, "bfloat16", None, 1)],
 )  # fmt: skip
 def test_what_is_xlas(rows, depth, dtype, precision, kernels):
     """A product that XLA splits, and a LayerNorm that adds up its parts; gradients are taken of our LayerNorm."""

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxft
 import oracle
-from cases import DTYPES, INTERPRET, SOME_DTYPES, check, in_full, jit, lower, normal, power_of_two, seeds, some
+from cases import DTYPES, INTERPRET, check, in_full, jit, lower, normal, power_of_two, seeds, some
 from checked import checked
 from jaxft import dispatch, reference, tuning
 from jaxft.kernels.triton import embeddings as kernel
@@ -115,7 +115,7 @@ def test_optional_operands(absent):
     check_op(floats, only(ids, *(["token_type_ids"] if "token_type" in floats else []), "position_ids"))
 
 
-@pytest.mark.parametrize("epsilon", [1e-12, 1e-2, 10])
+@pytest.mark.parametrize("epsilon", [1e-12, 10, *in_full(1e-2)])
 def test_epsilon(epsilon):
     rng = np.random.default_rng(3)
     floats, ids = some_floats(rng, 33), some_ids(rng, (2, 7))
@@ -129,7 +129,7 @@ def test_large_mean():
     check_op(floats | {"word": floats["word"] + 1e4}, only(some_ids(rng, (2, 7))))
 
 
-@pytest.mark.parametrize("dtype", SOME_DTYPES)
+@pytest.mark.parametrize("dtype", [DTYPES[2], *in_full(*DTYPES[:2])])
 @pytest.mark.parametrize(("shape", "width"), [((2, 7), 127), *in_full(((1,), 1), ((2, 3), 8209))], ids=str)
 def test_dropout(shape, width, dtype):
     rng = np.random.default_rng(16)

@@ -25,7 +25,7 @@ def with_gradients(function):
 
 
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
-@pytest.mark.parametrize("head_size", [1, 16, 33, 64, 128, 256, *in_full(8, 40, 80)])
+@pytest.mark.parametrize("head_size", [1, 33, 64, 256, *in_full(8, 16, 40, 80, 128)])
 def test_attention_head_sizes(head_size, dtype, caplog):
     """One kernel forward, one or two backward."""
     for length in (37, 1000):
@@ -120,7 +120,7 @@ def test_attention_has_no_square_matrices():
     assert max(sizes(lower(with_gradients(attend), *arguments))) == math.prod(qkv.shape)
 
 
-@pytest.mark.parametrize("dtype", SOME_DTYPES)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, *in_full(jnp.float32, jnp.float16)])
 def test_attention_of_packed_sequences(dtype, caplog, key):
     for longest, kernels in ((16, 2), (300, 3)):
         for options in ({}, {"is_causal": True, "return_residual": True, "dropout_rate": 0.1, "dropout_rng": key}):

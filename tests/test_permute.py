@@ -12,7 +12,7 @@ import pytest
 
 import jaxft
 import oracle
-from cases import DTYPES, INTERPRET, check, jit, lower, normal, power_of_two, seeds, some
+from cases import DTYPES, INTERPRET, check, in_full, jit, lower, normal, power_of_two, seeds, some
 from checked import checked
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference, tuning
@@ -156,8 +156,11 @@ def test_permute_of_any_dtype(dtype, implementation):
             assert_moves(x, axes, jaxft.permute(jnp.asarray(x), axes, implementation=implementation))
 
 
+FOUR_AXES = [*itertools.permutations(range(4))]
+
+
 @BOTH
-@pytest.mark.parametrize("axes", [*itertools.permutations(range(4))], ids=str)
+@pytest.mark.parametrize("axes", [*FOUR_AXES[1::3], *in_full(*FOUR_AXES[::3], *FOUR_AXES[2::3])], ids=str)
 def test_every_permutation_of_four_axes(axes, implementation):
     rng = np.random.default_rng(5)
     for shape in ((3, 7, 1, 5), (5, 2, 11, 3)):

@@ -225,8 +225,8 @@ SEEDS = {"dot_product_attention": 20, "merge_heads": 2, "permute": 3, "qkv_bias_
 
 
 def seeded(share=1):
-    """(op, seed) pairs, with one `share` of the seeds, and by default half of those."""
-    share = share if in_full(share) else 2 * share
+    """(op, seed) pairs, with one `share` of the seeds, and by default a third of those."""
+    share = share if in_full(share) else 3 * share
     return [pytest.param(op, seed, id=f"{op.__name__}-{seed}")
             for op in OPS for seed in range(-(-SEEDS.get(op.__name__, 5) // share))]  # fmt: skip
 

@@ -74,7 +74,7 @@ def check_kernel(name, x, config, scale=None, bias=None, mask=None):
     assert_matches_oracle(got, plain(x, dy, bias, mask), (y, *in_float64(plain, x, dy, bias, mask)[1:]), seed=config)
 
 
-@pytest.mark.parametrize("shape", [(1,), (3, 1), (7, 3), (2, 3, 127), (37, 64), (3, 1031)], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (7, 3), (2, 3, 127), (3, 1031), *in_full((3, 1), (37, 64))], ids=str)
 def test_shapes(name, shape):
     check_op(name, normal(np.random.default_rng(0), jnp.float32, x=shape))
 
@@ -105,7 +105,7 @@ def test_any_config(name, dtype):
         check_kernel(name, x, config, scale=-0.7, bias=bias, mask=mask)
 
 
-@pytest.mark.parametrize("shape", [(24, 64), (24, 48), *in_full((3, 8, 64))], ids=str)
+@pytest.mark.parametrize("shape", [(24, 48), *in_full((24, 64), (3, 8, 64))], ids=str)
 def test_blocks_that_divide_the_shape(name, shape):
     """Which need no mask at an edge, or at one only."""
     rng = np.random.default_rng(12)
@@ -117,7 +117,7 @@ def test_blocks_that_divide_the_shape(name, shape):
         check_kernel(name, floats["x"], RowConfig(*sizes), bias=floats["bias"], mask=mask)
 
 
-@pytest.mark.parametrize("width", [1, 127, 5000, *in_full(3, 1031)])
+@pytest.mark.parametrize("width", [127, 5000, *in_full(1, 3, 1031)])
 def test_widths_in_chunks(name, width):
     x = normal(np.random.default_rng(7), jnp.float32, x=(3, width))["x"]
     check_kernel(name, 5.0 * x, RowConfig(2, 256, 1))
@@ -137,7 +137,7 @@ def test_rows_that_are_kept_as_they_were_read(name, width):
     check_op(name, x, scale=2.0, in_place=True)
 
 
-@pytest.mark.parametrize("shape", [(4, 4), (2, 2, 4), (4, 8)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 8), *in_full((4, 4), (2, 2, 4))], ids=str)
 def test_gradient_of_a_bias_of_four_rows(name, shape):
     """What the kernel saves for it has four rows too."""
     check_op(name, normal(np.random.default_rng(20), jnp.float32, x=shape, bias=shape[-1:]), scale=2.0)
@@ -161,7 +161,7 @@ def test_broadcasts(name):
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=3e-6, err_msg=f"mask {own}")
 
 
-@pytest.mark.parametrize("dtype", SOME_DTYPES)
+@pytest.mark.parametrize("dtype", [DTYPES[2], *in_full(*DTYPES[:2])])
 @pytest.mark.parametrize(
     ("shape", "scale"),
     [((5, 33), 0.0), ((3, 1, 33), -1.5), *in_full(((3, 5, 33), None), ((3, 5, 33), 1e-30),
@@ -175,7 +175,7 @@ def test_gradient_of_the_bias(name, dtype, shape, scale):
         check_op(name, floats | normal(np.random.default_rng(18), bias_dtype, bias=shape), scale=scale)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 def test_options(name, dtype):
     """A float32 bias on any x, and operands that broadcast."""
     rng = np.random.default_rng(1)
@@ -229,7 +229,7 @@ def test_padding(name, implementation):
     check_padding(function, clean, dict.fromkeys(clean, mask))
 
 
-@pytest.mark.parametrize("block_width", [2, 8])
+@pytest.mark.parametrize("block_width", [2, *in_full(8)])
 @pytest.mark.parametrize("bias", [(4, 7), (7,)], ids=str)
 def test_padding_in_the_gradient_of_the_result(name, block_width, bias):
     """The kernels go further than plain jnp: a NaN there reaches nothing either."""
@@ -270,7 +270,7 @@ def test_biases_of_minus_infinity(name, implementation):
 
 
 @both
-@pytest.mark.parametrize("dtype", SOME_DTYPES)
+@pytest.mark.parametrize("dtype", [DTYPES[2], *in_full(*DTYPES[:2])])
 def test_in_place(name, dtype, implementation):
     """The values are those of a copy, gradients too, and x itself stays what it was where it is not given up."""
     floats = normal(np.random.default_rng(15), dtype, x=(5, 7, 40), bias=(7, 40))

@@ -229,9 +229,11 @@ class Batcher:
         in_flight: deque[_Work] = deque()
         positions, texts = np.empty(0, np.int64), Tokens.of([], with_types=self.with_types)
         for start, chunk in chunks:
-            positions, texts = np.append(positions, start + np.arange(len(chunk))), texts + chunk  # with what was left
-            order = np.argsort(-texts.lengths, kind="stable")
-            positions, texts = positions[order], texts.in_order(order)
+            if len(chunk):
+                positions = np.append(positions, start + np.arange(len(chunk)))  # with what was left
+                texts += chunk
+                order = np.argsort(-texts.lengths, kind="stable")
+                positions, texts = positions[order], texts.in_order(order)
             done = 0
             for stop, work in self._start(positions, texts, batch_size, compute, last=len(chunk) == 0):
                 done = stop
