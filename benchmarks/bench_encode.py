@@ -1,7 +1,8 @@
 """Text to embeddings, tokeniser and all: `SentenceEncoder.encode` on the docstrings of Python's standard library.
 
 Some times over, in random order. Beside it the same with padding, and with padding in the given order, as loops without
-sorting have it. `device_only_us` is the wall time of the first one's batches, cut beforehand and on the device.
+sorting have it. `device_only_us` is the wall time of the first one's batches, cut beforehand and on the device. And one
+text a call, as a search has its queries.
 """
 
 import ast
@@ -32,6 +33,7 @@ DTYPE = "bfloat16"
 LIMIT = 512
 BATCH_SIZE = 32
 REPEATS = 4
+QUERY = "How many people live in the largest city of the country, and since when?"
 
 
 def docstrings() -> list[str]:
@@ -79,6 +81,26 @@ def cut(encoder: SentenceEncoder, texts: Sequence[str]) -> Iterator[batches.Batc
     yield from seen
 
 
+def check(model: str, packed: SentenceEncoder, padded: SentenceEncoder, texts: str | list[str]) -> None:
+    expected = padded.encode(texts, batch_size=BATCH_SIZE)
+    error, scale = np.abs(packed.encode(texts, batch_size=BATCH_SIZE) - expected).max(), np.abs(expected).max()
+    if not error < 0.02 * scale:  # a few roundings of bfloat16; tests compare float32
+        raise SystemExit(f"{model}: packed and padded embeddings differ by {error}; nothing is timed")
+
+
+def run_one(model: str, packed: SentenceEncoder, padded: SentenceEncoder, args: Any) -> list[timing.Row]:
+    check(model, packed, padded, QUERY)
+    ways = {"jaxft": packed, "jaxft, padded": padded}
+    samples: dict[tuple[str, str], list[float]] = {(name, "wall_us"): [] for name in ways}
+    for _ in range(50 if args.quick else 200):
+        for name, encoder in ways.items():
+            samples[name, "wall_us"].append(wall_us(functools.partial(encoder.encode, QUERY)))
+    return timing.as_rows(
+        samples, 1e9, "ktext/s", args,
+        op=f"encode one text {model}", direction="forward", shape=[len(packed.tokenize(QUERY)[0])], dtype=DTYPE,
+    )  # fmt: skip
+
+
 def run(model: str, file: Path, texts: list[str], args: Any) -> list[timing.Row]:
     bert = BertModel(CONFIGS[model], dtype=DTYPE, param_dtype=DTYPE, rngs=nnx.Rngs(0))
     tokenizer = tokenizer_files.load(file.parent, do_lower_case=False)
@@ -91,10 +113,7 @@ def run(model: str, file: Path, texts: list[str], args: Any) -> list[timing.Row]
     def device_only() -> None:
         jax.block_until_ready([packed._embed(arrays, *batch, False, rebuild) for batch in on_device])
 
-    expected = padded.encode(texts, batch_size=BATCH_SIZE)
-    error, scale = np.abs(packed.encode(texts, batch_size=BATCH_SIZE) - expected).max(), np.abs(expected).max()
-    if not error < 0.02 * scale:  # a few roundings of bfloat16; tests compare float32
-        raise SystemExit(f"{model}: packed and padded embeddings differ by {error}; nothing is timed")
+    check(model, packed, padded, texts)
     ways: dict[tuple[str, str], Callable[[], Any]] = {
         ("jaxft", "wall_us"): lambda: packed.encode(texts, batch_size=BATCH_SIZE),
         ("jaxft, padded", "wall_us"): lambda: padded.encode(texts, batch_size=BATCH_SIZE),
@@ -107,10 +126,11 @@ def run(model: str, file: Path, texts: list[str], args: Any) -> list[timing.Row]
     for _ in range(3 if args.quick else 5):
         for way, f in ways.items():
             samples[way].append(wall_us(f))
-    return timing.as_rows(
+    rows = timing.as_rows(
         samples, tokens * 1e6, "Mtoken/s", args,
         op=f"encode docstrings {model}", direction="forward", shape=[len(texts)], dtype=DTYPE,
     )  # fmt: skip
+    return rows + run_one(model, packed, padded, args)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -228,7 +228,7 @@ def tiny_encode(tmp_path, monkeypatch):
 
 def test_bench_encode(tiny_encode, tmp_path, capsys):
     bench_encode.main(tiny_encode)
-    rows = read(tmp_path / "results")
+    *rows, one, padded = read(tmp_path / "results")
     names = ["jaxft", "jaxft, padded", "jaxft, padded, not sorted", "jaxft"]
     assert [row["implementation"] for row in rows] == names
     assert [row["metric"] for row in rows] == ["wall_us"] * 3 + ["device_only_us"]
@@ -239,6 +239,9 @@ def test_bench_encode(tiny_encode, tmp_path, capsys):
         assert 0 < float(row["p20"]) <= float(row["p50"]) <= float(row["p80"]) and row["unit"] == "Mtoken/s"
         assert float(row["rate"]) == pytest.approx(tokens / float(row["p50"]), rel=1e-3)
     assert "not sorted" in capsys.readouterr().out
+    for row, name in ((one, "jaxft"), (padded, "jaxft, padded")):
+        assert (row["op"], row["implementation"], row["metric"]) == ("encode one text tiny", name, "wall_us")
+        assert row["unit"] == "ktext/s" and float(row["rate"]) == pytest.approx(1e3 / float(row["p50"]), rel=1e-3)
 
 
 @pytest.mark.parametrize(("after", "code"), [(9.5, 0), (10.5, 0), (jnp.nan, 0), (9.5, 130)])
