@@ -401,12 +401,14 @@ def test_shards():
         ((1024, 768, 2304), None, jnp.float32, False),  # the kernel's transposition costs what is gained
         ((4096, 768, 2304), None, jnp.float32, True),
         ((512, 768, 3072), "gelu", jnp.float32, False),
-        ((264, 768, 3072), "gelu", jnp.bfloat16, True),
-        ((256, 768, 3072), "gelu", jnp.bfloat16, False),  # would cost the host more than it saves
+        ((520, 768, 3072), "gelu", jnp.bfloat16, True),
+        ((512, 768, 3072), "gelu", jnp.bfloat16, False),  # would cost the host more than it saves
+        ((1024, 384, 1536), "gelu", jnp.bfloat16, False),
+        ((2048, 384, 1536), "gelu", jnp.bfloat16, True),
         ((128, 768, 3072), "gelu", jnp.bfloat16, False),
         ((128, 3072, 768), None, jnp.bfloat16, False),
         ((256, 3072, 768), None, jnp.bfloat16, False),
-        ((320, 768, 768), None, jnp.bfloat16, True),
+        ((1024, 768, 768), None, jnp.bfloat16, True),
         ((320, 3072, 768), None, jnp.bfloat16, False),  # cuBLAS splits the depth
         ((4100, 768, 3072), "gelu", jnp.bfloat16, False),  # would cost copies
         ((4096, 776, 3072), "gelu", jnp.bfloat16, False),  # is not supported
