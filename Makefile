@@ -68,8 +68,8 @@ finetune pretrain: $(VENV)/.ready-train,plot $(VENV)/.checkpoint
 	@exec $(BIN)/python examples/$@.py --model "$(checkpoint)" $(ARGS)
 
 # On a CPU most of the tests' time goes to compiling what runs once: it is optimised less there (pytest by itself does
-# optimise), and by the emitters that compile twice as fast, which JAX 0.10 still has.
-quickly = --xla_backend_optimization_level=0 $$($(BIN)/python -c 'from jaxlib import version; \
+# optimise), in one piece, and by the emitters that compile twice as fast, which JAX 0.10 still has.
+quickly = --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 $$($(BIN)/python -c 'from jaxlib import version; \
 	print("--xla_cpu_use_fusion_emitters=false" if version.__version_info__ < (0, 11) else "")')
 
 # Several processes share one GPU, so none may take all of its memory.

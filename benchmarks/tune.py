@@ -373,8 +373,8 @@ def mosaic_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
         return dx, jnp.sum(dx, axis=0, dtype=jnp.promote_types(dx.dtype, jnp.float32))
 
     for rows, depth, width, activation in DENSE:
-        # Short ones are not its own (see `tuning_dense.is_short`, and a user may name it); for many rows what counts is
-        # how the last round is filled, which the key of a table does not say. (That of float32 has no entries yet.)
+        # Up to 256 rows it is not a choice (see `tuning_dense.is_short`; more may be named); for many rows what counts
+        # is how the last round is filled, which the key of a table does not say. (That of float32 has no entries yet.)
         if itemsize > 2 or not 256 < rows <= 1024:
             continue
 

@@ -201,7 +201,7 @@ def dense_implementation(
     rows: int, depth: int, width: int, activation: int, itemsize: int, residual: int = 0
 ) -> Iterable[DenseChoice]:
     # Times of kernels leave out what a Mosaic one costs the host.
-    mosaic = () if is_short(rows, depth, width) else ("mosaic_gpu",)
+    mosaic = () if is_short(rows, depth, width, itemsize) else ("mosaic_gpu",)
     return map(DenseChoice, (*mosaic, "triton", "xla"))
 
 

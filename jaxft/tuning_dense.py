@@ -115,27 +115,28 @@ def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsi
     kernels 48 and 120. By 30 it would take half as long at best and then 1.1x for the uneven share of the rows, which
     leaves the latter without a gain (2026-11-24).
 
-    A Mosaic kernel in a program also costs the host, see `is_short`.
+    Short ones are not its own in any case, see `is_short`.
     """
-    if is_short(rows, depth, width) or min(depth, width) < 256 or depth % 16 or width % 16:  # others it does not take
+    short = is_short(rows, depth, width, itemsize)
+    if short or min(depth, width) < 256 or depth % 16 or width % 16:  # others it does not take
         return False
     if itemsize > 2:
         return rows >= (4096 if activation is None else 1024) and depth % 32 == width % 32 == 0
-    few = rows <= 512 and _tiles(rows, width) < 60
-    if few or _split_by_library(rows, depth, width, activation):
+    if _split_by_library(rows, depth, width, activation):
         return False
     return activation is not None or residual or rows <= 8192 or depth < 1024
 
 
-def is_short(rows: int, depth: int, width: int) -> bool:
+def is_short(rows: int, depth: int, width: int, itemsize: int) -> bool:
     """Whether the product takes less time than a Mosaic kernel in a program costs the host.
 
     XLA captures such a kernel anew whenever an address has changed, and launches no kernel next to it ahead of time. Of
     whole encoders in bfloat16, by Triton and with Mosaic, on the device and queued: BERT-base of 4x128 466 and 481 us,
     479 and 553, MiniLM-L6 (width 384) of 8x128 179 and 171, 188 and 225, of 2x512 202 and 193, 224 and 285; but of
-    16x128 266 and 208, 279 and 263 (H100, 2026-11-25). BERT-base of 1x128, queued on a slow host, 435 and 582.
+    16x128 266 and 208, 279 and 263 (H100, 2026-11-25). BERT-base of 1x128, queued on a slow host, 435 and 582. Rows are
+    rounded up, as in the keys of a table.
     """
-    return rows <= max(256, 512 * 768 // max(1, min(depth, width)))
+    return rows <= 256 or next_power_of_2(rows) * min(depth, width) * itemsize <= 512 * 768 * 2
 
 
 def _by_library(rows: int, depth: int, width: int, activation: str | None, itemsize: int) -> bool:

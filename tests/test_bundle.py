@@ -229,41 +229,6 @@ def test_no_array_is_held_that_the_model_has_no_more():
     assert not any(ref() is not None for ref in before)
 
 
-@pytest.mark.usefixtures("forced")
-def test_the_last_arrays_are_tried_before_the_model_is_looked_at(monkeypatch):
-    model, of_model = jaxft.BertModel(tiny.config(), rngs=nnx.Rngs(0)), bundled.Bundled(None)
-    done = []
-
-    def compute(arrays, rebuild):
-        done.append("compute")
-        return rebuild(arrays).layers[0].out_bias[...]
-
-    look = bundled.Bundled.__call__
-    monkeypatch.setattr(bundled.Bundled, "__call__", lambda self, model: done.append("look") or look(self, model))
-
-    def calls():
-        done.clear()
-        call = of_model.calling(model)
-        found = [call(compute), call(compute)]
-        chex.assert_trees_all_equal(found, [model.layers[0].out_bias[...]] * 2)
-        return done
-
-    first, known = ["look", "compute", "compute"], ["compute", "look", "compute"]
-    assert calls() == first  # there are none of last time
-    assert calls() == known
-    model.layers[0].out_bias.set_value(jnp.ones(tiny.WIDTH))
-    assert calls() == first  # the old one is gone
-    assert calls() == known
-    held = [*jax.tree.leaves(model)]
-    nnx.update(model, jax.tree.map(lambda x: x * 0.5, nnx.state(model, nnx.Param)))
-    assert calls() == ["compute", "look", "compute", "compute"]  # in vain with the old ones, which there still are
-    held = [*jax.tree.leaves(model)]
-    nnx.update(model, jax.tree.map(lambda x: x + 1, nnx.state(model, nnx.Param)))
-    for x in held:
-        x.delete()  # as a training step does to what it is donated
-    assert calls() == first
-
-
 def test_parameters_of_numpy_that_change_in_place(tmp_path):
     encoder = jaxft.SentenceEncoder.from_pretrained(tiny.write_sentence_model(tmp_path))
     bias = encoder.model.layers[0].out_bias

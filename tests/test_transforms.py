@@ -230,7 +230,7 @@ def grad_of_shard(function, op, check_vma=True):
 
 TRANSFORMS = [grad_of_remat, vmap, vmap_over_the_first, vmap_of_grad, grad_of_vmap, grad_of_scan]
 SHARDED = [shard, grad_of_shard]
-ENOUGH = [grad_of_vmap, shard]  # for a kernel: the others do parts of the same
+ENOUGH = [grad_of_vmap, shard]  # for a kernel: the others do parts of the same, but scan, which is the same for all
 
 
 def by_default(transform, name, implementation):

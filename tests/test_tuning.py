@@ -307,7 +307,7 @@ def test_the_table_of_the_h200_has_the_layers_of_both_berts():
         activation = 2 if sizes in ("768,width=3072", "1024,width=4096") else 1
         entry = f"rows={rows},depth={sizes},activation={activation},itemsize=2"
         depth, width = map(int, sizes.split(",width="))
-        known = {"xla", "triton" if tuning_dense.is_short(rows, depth, width) else "mosaic_gpu"}
+        known = {"xla", "triton" if tuning_dense.is_short(rows, depth, width, 2) else "mosaic_gpu"}
         assert table["dense_implementation"][entry]["implementation"] in known
 
 

@@ -176,11 +176,10 @@ class CrossEncoder:
         batch_size = batches.check_batch_size("predict", batch_size)
         is_pair = batches.is_sequence(sentences) and len(sentences) == 2 and isinstance(sentences[0], str)
         pairs = _as_pairs([sentences] if is_pair else sentences)
-        calling = self._bundled.calling(self.model)
+        arrays, rebuild = self._bundled(self.model)
 
         def compute(batch: Batch) -> jax.Array:
-            rest = batch.input_ids, batch.token_type_ids, batch.lengths, batch.longest
-            return calling(lambda arrays, rebuild: self._score(arrays, *rest, rebuild))
+            return self._score(arrays, batch.input_ids, batch.token_type_ids, batch.lengths, batch.longest, rebuild)
 
         logits = self._batcher.compute_all(
             pairs, self._tokenizer.encode_batch_fast, batch_size, compute, width=self.model.num_labels, unit="pair",

@@ -216,11 +216,10 @@ class SentenceEncoder:
         batch_size = batches.check_batch_size("encode", batch_size)
         texts = batches.as_texts("encode", "sentences", sentences)
         normalize = self.normalize or normalize_embeddings
-        calling = self._bundled.calling(self.model)
+        arrays, rebuild = self._bundled(self.model)
 
         def compute(batch: Batch) -> jax.Array:
-            rest = batch.input_ids, batch.lengths, batch.longest, normalize
-            return calling(lambda arrays, rebuild: self._embed(arrays, *rest, rebuild))
+            return self._embed(arrays, batch.input_ids, batch.lengths, batch.longest, normalize, rebuild)
 
         embeddings = self._batcher.compute_all(
             texts, self._encodings, batch_size, compute, width=self.embedding_dimension, unit="text",

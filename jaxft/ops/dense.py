@@ -44,10 +44,10 @@ def dense(
         cuts digits of x off, where XLA rounds: 1.6 times the error, results 0.04 % smaller on average.
       implementation: None for the fastest; "mosaic_gpu" (on Hopper GPUs; in float32 without a residual, in TF32, and
         the kernel is transposed first) and "triton" do all in one kernel, "xla" in as many as XLA makes of it. On an
-        NVIDIA GPU, None takes "mosaic_gpu" where it was measured faster, else in 16 bits "triton" for few rows, but for
-        deep ones, and up to Hopper for any number of them where there is an activation and F > K; for others XLA's
-        product (cuBLAS) and for an activation after it the Triton kernel of `bias_activation` (XLA's own for few rows,
-        but not in full float32, and where there is a residual).
+        NVIDIA GPU, None takes "mosaic_gpu" where it was measured faster, the host's time included, else in 16 bits
+        "triton" for few rows, but for deep ones, and up to Hopper for any number of them where there is an activation
+        and F > K; for others XLA's product (cuBLAS) and for an activation after it the Triton kernel of
+        `bias_activation` (XLA's own for few rows, but not in full float32, and where there is a residual).
 
     Returns:
       `[..., F]` of the dtype of `x`.
