@@ -33,6 +33,7 @@ DTYPE = "bfloat16"
 LIMIT = 512
 BATCH_SIZE = 32
 REPEATS = 4
+Ways = dict[tuple[str, str], Callable[[], Any]]  # (implementation, metric): what is timed
 QUERY = "How many people live in the largest city of the country, and since when?"
 
 
@@ -88,15 +89,23 @@ def check(model: str, packed: SentenceEncoder, padded: SentenceEncoder, texts: s
         raise SystemExit(f"{model}: packed and padded embeddings differ by {error}; nothing is timed")
 
 
+def samples(ways: Ways, repeats: int) -> dict[tuple[str, str], list[float]]:
+    """Wall times of each, in turns."""
+    found: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
+    for _ in range(repeats):
+        for way, f in ways.items():
+            found[way].append(wall_us(f))
+    return found
+
+
 def run_one(model: str, packed: SentenceEncoder, padded: SentenceEncoder, args: Any) -> list[timing.Row]:
     check(model, packed, padded, QUERY)
-    ways = {"jaxft": packed, "jaxft, padded": padded}
-    samples: dict[tuple[str, str], list[float]] = {(name, "wall_us"): [] for name in ways}
-    for _ in range(50 if args.quick else 200):
-        for name, encoder in ways.items():
-            samples[name, "wall_us"].append(wall_us(functools.partial(encoder.encode, QUERY)))
+    ways: Ways = {
+        ("jaxft", "wall_us"): lambda: packed.encode(QUERY),
+        ("jaxft, padded", "wall_us"): lambda: padded.encode(QUERY),
+    }
     return timing.as_rows(
-        samples, 1e9, "ktext/s", args,
+        samples(ways, 50 if args.quick else 200), 1e9, "ktext/s", args,
         op=f"encode one text {model}", direction="forward", shape=[len(packed.tokenize(QUERY)[0])], dtype=DTYPE,
     )  # fmt: skip
 
@@ -114,7 +123,7 @@ def run(model: str, file: Path, texts: list[str], args: Any) -> list[timing.Row]
         jax.block_until_ready([packed._embed(arrays, *batch, False, rebuild) for batch in on_device])
 
     check(model, packed, padded, texts)
-    ways: dict[tuple[str, str], Callable[[], Any]] = {
+    ways: Ways = {
         ("jaxft", "wall_us"): lambda: packed.encode(texts, batch_size=BATCH_SIZE),
         ("jaxft, padded", "wall_us"): lambda: padded.encode(texts, batch_size=BATCH_SIZE),
         ("jaxft, padded, not sorted", "wall_us"): lambda: in_given_order(padded, texts),
@@ -122,12 +131,8 @@ def run(model: str, file: Path, texts: list[str], args: Any) -> list[timing.Row]
     }
     for f in ways.values():
         f()  # compiles
-    samples: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
-    for _ in range(3 if args.quick else 5):
-        for way, f in ways.items():
-            samples[way].append(wall_us(f))
     rows = timing.as_rows(
-        samples, tokens * 1e6, "Mtoken/s", args,
+        samples(ways, 3 if args.quick else 5), tokens * 1e6, "Mtoken/s", args,
         op=f"encode docstrings {model}", direction="forward", shape=[len(texts)], dtype=DTYPE,
     )  # fmt: skip
     return rows + run_one(model, packed, padded, args)

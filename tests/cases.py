@@ -33,6 +33,7 @@ def in_full(*values: Any) -> list[Any]:
 
 DTYPES = [pytest.param(dtype, id=dtype.__name__) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16)]
 SOME_DTYPES = [DTYPES[0], DTYPES[2], *in_full(DTYPES[1])]
+ONE_DTYPE = [DTYPES[2], *in_full(*DTYPES[:2])]
 
 
 def some(rng, value, chance=0.5):

@@ -12,7 +12,20 @@ import pytest
 
 import jaxft
 import oracle
-from cases import DTYPES, INTERPRET, SOME_DTYPES, check, in_float64, in_full, jit, normal, power_of_two, seeds, some
+from cases import (
+    DTYPES,
+    INTERPRET,
+    ONE_DTYPE,
+    SOME_DTYPES,
+    check,
+    in_float64,
+    in_full,
+    jit,
+    normal,
+    power_of_two,
+    seeds,
+    some,
+)
 from checked import checked
 from compare import assert_matches_oracle
 from jaxft import reference, tuning
@@ -274,7 +287,7 @@ GRADIENT_CONFIGS = [GradientConfig(*sizes) for sizes in ((1, 128, 1, 1), (2, 64,
 
 
 @pytest.mark.parametrize("of_bias", [None, jnp.float32, *in_full(jnp.bfloat16)], ids=str)
-@pytest.mark.parametrize("dtype", [DTYPES[2], *in_full(*DTYPES[:2])])
+@pytest.mark.parametrize("dtype", ONE_DTYPE)
 def test_any_gradient_config(dtype, of_bias):
     rng = np.random.default_rng(7)
     x, dy = normal(rng, dtype, x=(21, 101), dy=(21, 101)).values()

@@ -11,7 +11,7 @@ import pytest
 
 import jaxft
 import oracle
-from cases import DTYPES, INTERPRET, SOME_DTYPES, check, in_full, jit, lower, normal, seeds
+from cases import DTYPES, INTERPRET, ONE_DTYPE, SOME_DTYPES, check, in_full, jit, lower, normal, seeds
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference, tuning, tuning_dense
 from jaxft.kernels.triton import dense, layer_norm
@@ -41,7 +41,7 @@ def splits(rows, depth, width, itemsize=2):
     return tuning_dense.dense_split(rows, depth, width, itemsize, "").splits
 
 
-@pytest.mark.parametrize("dtype", [DTYPES[2], *in_full(*DTYPES[:2])])
+@pytest.mark.parametrize("dtype", ONE_DTYPE)
 @pytest.mark.parametrize(
     ("rows", "depth", "width", "parts"), [((37,), 600, 40, 2), ((2, 3), 1100, 129, 4), ((5,), 40, 7, 1)], ids=str
 )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxft
-from cases import SOME_DTYPES, for_h200, in_full, lower
+from cases import ONE_DTYPE, SOME_DTYPES, for_h200, in_full, lower
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import (
     attention,
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("quiet")
 SHAPES = [(1, 1), (7, 80), (4, 32, 768), (3, 20000)]
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, *in_full(jnp.float32, jnp.float16)])
+@pytest.mark.parametrize("dtype", ONE_DTYPE)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_layer_norm(shape, dtype, caplog):
     x, vector = of(shape, dtype), of(shape[-1:])
@@ -49,7 +49,7 @@ def test_layer_norm(shape, dtype, caplog):
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, *in_full(jnp.float32, jnp.float16)])
+@pytest.mark.parametrize("dtype", ONE_DTYPE)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_layer_norm_backward(shape, dtype, key, caplog):
     """One kernel forward, one backward, whatever is there, and one that adds up the partial sums of vectors."""
@@ -122,7 +122,7 @@ def test_padding(dtype, kernels, caplog):
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, *in_full(jnp.float32, jnp.float16)])
+@pytest.mark.parametrize("dtype", ONE_DTYPE)
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_bias_activation(activation, dtype, caplog):
     for shape in SHAPES:
@@ -156,7 +156,7 @@ def test_the_gradient_of_the_bias_of_few_rows(dtype, rows, sums):
             assert (found["reduce"], found["convert"]) == (sums, sums and bias.dtype != jnp.float32), name
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, *in_full(jnp.float32, jnp.float16)])
+@pytest.mark.parametrize("dtype", ONE_DTYPE)
 @pytest.mark.parametrize("width", [16, 250000, *in_full(1, 1000, 32768)])
 @pytest.mark.parametrize("op", [jaxft.softmax, jaxft.log_softmax], ids=lambda op: op.__name__)
 def test_softmax(op, width, dtype, caplog):
@@ -292,7 +292,7 @@ def test_sizes_beyond_a_grid_axis():
 # --- Kernels with any config ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, *in_full(jnp.float32, jnp.float16)])
+@pytest.mark.parametrize("dtype", ONE_DTYPE)
 def test_configs(dtype):
     x, vector = of((21, 101), dtype), of((101,))
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxft
-from cases import SOME_DTYPES, in_full, lower
+from cases import ONE_DTYPE, SOME_DTYPES, in_full, lower
 from lowered import COPIES, TRITON, assert_one_kernel, of, operations, sizes
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -120,7 +120,7 @@ def test_attention_has_no_square_matrices():
     assert max(sizes(lower(with_gradients(attend), *arguments))) == math.prod(qkv.shape)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, *in_full(jnp.float32, jnp.float16)])
+@pytest.mark.parametrize("dtype", ONE_DTYPE)
 def test_attention_of_packed_sequences(dtype, caplog, key):
     for longest, kernels in ((16, 2), (300, 3)):
         for options in ({}, {"is_causal": True, "return_residual": True, "dropout_rate": 0.1, "dropout_rng": key}):

@@ -15,6 +15,7 @@ import oracle
 from cases import (
     DTYPES,
     INTERPRET,
+    ONE_DTYPE,
     SOME_DTYPES,
     check,
     check_padding,
@@ -161,7 +162,7 @@ def test_broadcasts(name):
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=3e-6, err_msg=f"mask {own}")
 
 
-@pytest.mark.parametrize("dtype", [DTYPES[2], *in_full(*DTYPES[:2])])
+@pytest.mark.parametrize("dtype", ONE_DTYPE)
 @pytest.mark.parametrize(
     ("shape", "scale"),
     [((5, 33), 0.0), ((3, 1, 33), -1.5), *in_full(((3, 5, 33), None), ((3, 5, 33), 1e-30),
@@ -270,7 +271,7 @@ def test_biases_of_minus_infinity(name, implementation):
 
 
 @both
-@pytest.mark.parametrize("dtype", [DTYPES[2], *in_full(*DTYPES[:2])])
+@pytest.mark.parametrize("dtype", ONE_DTYPE)
 def test_in_place(name, dtype, implementation):
     """The values are those of a copy, gradients too, and x itself stays what it was where it is not given up."""
     floats = normal(np.random.default_rng(15), dtype, x=(5, 7, 40), bias=(7, 40))
