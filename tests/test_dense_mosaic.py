@@ -209,7 +209,7 @@ def test_configs_lower(config, cluster_m):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("sizes", [(768, 3072), (384, 1152), *in_full((768, 768), (1024, 4096))])
-@pytest.mark.parametrize("rows", [100, 264, 16384])
+@pytest.mark.parametrize("rows", [264, 16384, *in_full(100)])
 def test_defaults_lower(rows, sizes, dtype):
     """They fit into shared memory, whatever the bias."""
     config = tuning_dense.dense_mosaic(rows, *sizes, "gelu", jnp.dtype(dtype).itemsize, "")

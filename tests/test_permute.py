@@ -34,7 +34,7 @@ def check_op(name, floats, *arguments, seed=None):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(2, 5, 3, 7), (1, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 5, 3, 7), *in_full((1, 1, 1, 1))], ids=str)
 def test_split_and_merge_heads(shape, dtype):
     """Of [B, T, N, H]; the bias is float32 whatever the projection is."""
     b, t, n, h = shape

@@ -265,6 +265,14 @@ def program_id_from_the_end(axis: int) -> Array:
     return pl.num_programs(axis) - 1 - pl.program_id(axis)
 
 
+def block_from_the_end(block: Any, blocks: int) -> Array:
+    """The same for `read_ahead`: the last of the blocks first.
+
+    Blocks that are read ahead and are not there stay beyond the last row, where the masks are.
+    """
+    return jnp.where(block < blocks, blocks - 1 - block, block)
+
+
 def read_ahead(
     program: Array, programs: int, blocks: int, read: Callable[[Any], Any], work: Callable[..., Any], carry: Any = None
 ) -> Any:

@@ -131,9 +131,7 @@ def _bwd_kernel(
     sums_ref: Ref = more_refs[-1] if vectors else None  # [programs, vectors, D]
 
     def tile_of(block, column):
-        # From the last rows on, which the kernel before wrote last (`common.program_id_from_the_end`). Blocks that are
-        # read ahead and are not there stay beyond the last row, where the masks are.
-        row = jnp.where(block < blocks, blocks - 1 - block, block) * block_rows
+        row = common.block_from_the_end(block, blocks) * block_rows
         shape = block_rows, block_width
         return common.tile(x_ref.shape, row, column, shape, may_be_beyond=programs < blocks)
 
