@@ -19,6 +19,7 @@ import oracle
 from cases import INTERPRET, in_full, jit, lower, normal
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference, tuning_dense
+from jaxft.kernels.mosaic_gpu import activation as act
 from jaxft.kernels.mosaic_gpu import dense
 from jaxft.kernels.triton import bias_activation
 from jaxft.tuning_dense import MosaicDenseConfig
@@ -88,7 +89,7 @@ def test_activations_are_accurate(activation, dtype, tanh_error, monkeypatch):
         plain = reference.ACTIVATIONS[activation](part).astype(dtype)
         with monkeypatch.context() as patch:
             patch.setattr(jnp, "tanh", lambda x, tanh=jnp.tanh: tanh(x) * (1.0 + tanh_error))
-            got = dense.activation(activation, part, dtype).astype(dtype)
+            got = act.activation(activation, part, dtype).astype(dtype)
         assert_matches_oracle(got, plain, oracle._activate(np.float64(part), activation))
 
 
@@ -97,7 +98,7 @@ def test_negative_tails_are_accurate_in_float16(activation):
     for start in np.arange(-12.0, 12.0, 0.5):
         x = jnp.linspace(start, start + 0.5, 501, dtype=jnp.float32)
         plain = reference.ACTIVATIONS[activation](x).astype(jnp.float16)
-        got = dense.activation(activation, x, jnp.float16).astype(jnp.float16)
+        got = act.activation(activation, x, jnp.float16).astype(jnp.float16)
         assert_matches_oracle(got, plain, oracle._activate(np.float64(x), activation))
 
 
@@ -106,31 +107,38 @@ def test_negative_tails_are_accurate_in_float16(activation):
 def test_activations_of_what_is_not_finite(activation, dtype):
     x = jnp.array([jnp.nan, jnp.inf, 3e38, -3e38, 0.0], jnp.float32)
     got, plain = (f(x).astype(dtype).astype(jnp.float32) for f in (
-        lambda x: dense.activation(activation, x, dtype), reference.ACTIVATIONS[activation]))  # fmt: skip
+        lambda x: act.activation(activation, x, dtype), reference.ACTIVATIONS[activation]))  # fmt: skip
     np.testing.assert_array_equal(got, plain)
 
 
 def test_unknown_activation():
     with pytest.raises(ValueError, match="no kernel has the activation 'swish'"):
-        dense.activation("swish", jnp.ones(3), jnp.bfloat16)
+        act.activation("swish", jnp.ones(3), jnp.bfloat16)
 
 
 def derivative(activation, x):
     return jax.jvp(reference.ACTIVATIONS[activation], (x,), (jnp.ones_like(x),))[1]
 
 
-@pytest.mark.parametrize("tanh_error", [-(2.0**-11), 0.0, 2.0**-11])
+@pytest.mark.parametrize("tanh_error", [-2e-5, 0.0, 2e-5])  # twice what was measured on a Hopper GPU
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_slopes_are_accurate(activation, dtype, tanh_error, monkeypatch):
-    x = jnp.asarray(np.concatenate([np.linspace(-20, 20, 40001), np.geomspace(1e-30, 6e4, 999)]), jnp.float32)
-    slopes = derivative(activation, x)
+    ends = np.geomspace(1e-30, 6e4 if dtype == jnp.float16 else 3e38, 999)
+    x = jnp.asarray(np.concatenate([np.linspace(-20, 20, 40001), ends, -ends]), jnp.float32)
+    with jax.enable_x64(True):
+        slopes = derivative(activation, jnp.float64(x))
     with monkeypatch.context() as patch:
-        patch.setattr(jnp, "tanh", lambda x, tanh=jnp.tanh: tanh(x) * (1.0 + tanh_error))
-        got, slope = dense.activation_and_slope(activation, x, dtype)
-    np.testing.assert_allclose(slope, slopes, atol=3e-4 if dtype == jnp.bfloat16 else 2e-4)
+        exact = jnp.tanh
+        patch.setattr(jnp, "tanh", lambda y: jnp.where(jnp.abs(y) < 8.25, exact(y) * (1.0 + tanh_error), jnp.sign(y)))
+        got, slope = act.activation_and_slope(activation, x, dtype)
+    np.testing.assert_allclose(act.kept_slope(slope), slopes, atol=3e-3 if dtype == jnp.bfloat16 else 7e-4)
     plain = reference.ACTIVATIONS[activation](x).astype(dtype)
     assert_matches_oracle(got.astype(dtype), plain, oracle._activate(np.float64(x), activation))
+    # What an activation leaves as it is or takes away does so exactly with a gradient, too.
+    for far, flat in ((30.0, activation == "tanh"), (-30.0, True)):
+        _, slope = act.activation_and_slope(activation, jnp.full((), far, jnp.float32), dtype)
+        assert act.kept_slope(slope) == (0.0 if flat else 1.0)
 
 
 # --- Refusals ----------------------------------------------------------------------------------------------------
@@ -275,12 +283,13 @@ def test_with_slope(activation, dtype):
     """The activation's derivatives at the float32 sum, and the same results as without them."""
     floats, y = check(72, 64, 192, SPLITS["none"], dtype=dtype, activation=activation)
     both = run(**floats, activation=activation, config=SPLITS["none"], also="slope")
-    if activation in ("gelu", "relu", "tanh"):
+    coarse = dtype == jnp.bfloat16
+    assert both[1].dtype == (jnp.uint8 if coarse else dtype) and both[1].shape == y.shape
+    if coarse or activation in ("gelu", "relu", "tanh"):
         assert (both[0] == y).all()
     plain = reference.dense(**{name: x.astype(jnp.float32) for name, x in floats.items()})
     assert_matches_oracle(both[0], y, oracle.dense(**floats, activation=activation))
-    slopes = derivative(activation, plain)
-    assert_matches_oracle(both[1], slopes.astype(dtype), slopes)
+    np.testing.assert_allclose(act.kept_slope(both[1]), derivative(activation, plain), atol=3e-3 if coarse else 7e-4)
 
 
 @runs

@@ -139,6 +139,29 @@ def test_gradient_with_dropout(key, mosaic):
     )  # fmt: skip
 
 
+@runs
+def test_second_derivatives(mosaic):
+    """Also by way of the activation's derivatives, which in 8 bits have none."""
+    floats = floats_of(np.random.default_rng(6), (66,), 64, 128)
+    floats["out_kernel"] = 4 * floats["out_kernel"]  # or the residual counts for most
+
+    def twice(f, floats):
+        def loss(f32):
+            arrays = {name: a.astype(floats[name].dtype) for name, a in f32.items()}
+            return jnp.sum(jnp.sin(f(**arrays).astype(jnp.float32)))
+
+        def of_gradients(f32):
+            return sum(jnp.sum(g * g) for g in jax.tree.leaves(jax.grad(loss)(f32)))
+
+        return jax.grad(of_gradients)(jax.tree.map(lambda a: a.astype(jnp.float32), floats))
+
+    got = twice(functools.partial(FEED_FORWARD, activation="gelu", implementation="mosaic_gpu"), floats)
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), floats)
+    expected = twice(functools.partial(reference.feed_forward_residual_layer_norm, activation="gelu"), wide)
+    for name, exact in expected.items():
+        assert jnp.linalg.norm(got[name] - exact) < 0.02 * jnp.linalg.norm(exact), name
+
+
 def gradients(activation="gelu", **options):
     def loss(*arrays):
         return jnp.sum(FEED_FORWARD(*arrays, activation=activation, **options).astype(jnp.float32))

@@ -23,7 +23,7 @@ Array = jax.Array
 
 PIECE = 64  # rows and columns of a tile that are finished and stored at a time
 COPYING = 2  # the warp group that copies; 0 and 1 multiply
-REGISTERS = {"copy": 40, "multiply": 232}  # for each thread, of the 65,536 that three groups of 128 have in all
+REGISTERS = {"copy": 24, "multiply": 240}  # for each thread, of the 65,536 that three groups of 128 have in all
 
 
 def line(dtype: Any, *widths: int) -> int:
@@ -32,8 +32,13 @@ def line(dtype: Any, *widths: int) -> int:
     Mosaic copies an array as 8 rows x so many elements at a time. What lies beyond the array's edge comes as zeros and
     is not stored, but only from a multiple of that on.
     """
-    lines = (nbytes // dtype.itemsize for nbytes in (128, 64, 32))
+    lines = (min(PIECE, nbytes // jnp.dtype(dtype).itemsize) for nbytes in (128, 64, 32))
     return next((n for n in lines if all(w % 8 == 0 and (w < n or w % n == 0) for w in widths)), 0)
+
+
+def beyond_lines(dtype: Any, width: int) -> int:
+    """How many columns an array of 8 bits is wider in memory, for its rows to end where a line does."""
+    return 0 if line(dtype, width) else -width % 32
 
 
 def transforms(dtype: Any, *widths: int) -> tuple[Any, Any]:
@@ -69,7 +74,7 @@ def multiply_tiles(
 
     The warp group that multiplies a tile, 0 or 1, calls `begin(group, row, column)` before and `finish(group, row,
     column, tile)` after it, with the place of the tile's first element and the tile in registers, float32. `finish` may
-    store through `store_piece`.
+    store through `store_pieces`.
     """
     (rows, depth), dtype = x_ref.shape, x_ref.dtype
     width = kernel_ref.shape[0 if transposed else 1]
@@ -177,9 +182,9 @@ def multiply_tiles(
     )
 
 
-def pieces_smem(dtype: Any, width: int, slots: int = 2) -> Any:
-    """For each of the two warp groups so many pieces of an array of that width."""
-    return plgpu.SMEM((2, slots, PIECE, PIECE), dtype, transforms=transforms(dtype, width))
+def pieces_smem(ref: Any) -> Any:
+    """Two pieces of an array in memory for each of the two warp groups."""
+    return plgpu.SMEM((2, 2, PIECE, PIECE), ref.dtype, transforms=transforms(ref.dtype, ref.shape[1]))
 
 
 def place_of(piece: tuple[int, int], row: Any, column: Any) -> tuple[Any, Any]:
@@ -188,13 +193,17 @@ def place_of(piece: tuple[int, int], row: Any, column: Any) -> tuple[Any, Any]:
     return pl.ds(row + m, PIECE), pl.ds(column + n, PIECE)
 
 
-def store_piece(smem: Any, stored: int, values: Array, ref: Any) -> None:
-    """`values` into a piece of an array in memory by way of `smem`, a warp group's; the tile's `stored`-th piece."""
-    at = smem.at[stored % 2]
-    plgpu.wait_smem_to_gmem(min(stored, 1), wait_read_only=True)  # at first for those of the last tile
-    at[...] = values.astype(ref.dtype)
+def store_pieces(i: int, *stores: tuple[Any, Array, Any]) -> None:
+    """Values into the `i`-th piece of a warp group's tile, of one or more arrays: (place, values, piece in memory).
+
+    They go by way of a place in shared memory, one of two.
+    """
+    plgpu.wait_smem_to_gmem(min(i, 1), wait_read_only=True)  # at first for those of the last tile
+    for place, values, piece in stores:
+        place[...] = values.astype(piece.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(at, ref)
+    for n, (place, _, piece) in enumerate(stores, start=1):
+        plgpu.copy_smem_to_gmem(place, piece, commit_group=n == len(stores))
 
 
 def launch(body: Callable[..., None], inputs: Sequence[Any], results: Any, config: MosaicDenseConfig) -> Any:
