@@ -19,7 +19,7 @@ import oracle
 from cases import INTERPRET, in_full, jit, lower, normal
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference, tuning_dense
-from jaxft.kernels.mosaic_gpu import activation as act
+from jaxft.kernels.mosaic_gpu import activation_common as act
 from jaxft.kernels.mosaic_gpu import dense
 from jaxft.kernels.triton import bias_activation
 from jaxft.tuning_dense import MosaicDenseConfig

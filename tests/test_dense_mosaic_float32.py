@@ -9,7 +9,7 @@ import jaxft
 import oracle
 from cases import lower, normal
 from jaxft import dispatch, reference, tuning_candidates, tuning_dense, tuning_search
-from jaxft.kernels.mosaic_gpu import dense
+from jaxft.kernels.mosaic_gpu import activation_common as act
 from jaxft.tuning_dense import MosaicDenseConfig
 from lowered import COPIES, operations
 from test_dense_mosaic import FLOAT32, SPLITS, check, hopper, of, run, runs
@@ -18,7 +18,7 @@ from test_dense_mosaic import FLOAT32, SPLITS, check, hopper, of, run, runs
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_activations_are_accurate_in_float32(activation):
     x = jnp.asarray(np.concatenate([np.linspace(-20, 20, 40001), np.geomspace(1e-30, 6e4, 999)]), jnp.float32)
-    got = dense.activation(activation, x, jnp.float32)
+    got = act.activation(activation, x, jnp.float32)
     exact = oracle._activate(np.float64(x), activation)
     np.testing.assert_allclose(got, exact, rtol=2e-7, atol=2e-6)
     near = np.abs(x) < 0.5

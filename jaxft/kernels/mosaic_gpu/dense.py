@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxft.kernels.mosaic_gpu import activation as act
+from jaxft.kernels.mosaic_gpu import activation_common as act
 from jaxft.kernels.mosaic_gpu import dense_common
 from jaxft.kernels.mosaic_gpu.dense_common import PIECE, place_of, store_pieces
 from jaxft.tuning_dense import MosaicDenseConfig, with_room
@@ -116,7 +116,7 @@ def forward(
     """x [M, K], kernel [K, F], bias [F], residual [M, F] (16 bits) -> a list of [M, F], of the dtype of x.
 
     A second one where `also` is "sum": x @ kernel + bias, or (16 bits) "slope": the activation's derivatives there, of
-    `activation.slope_dtype`.
+    `activation_common.slope_dtype`.
     """
     rows, width = x.shape[0], kernel.shape[1]
     beyond = -rows % 8

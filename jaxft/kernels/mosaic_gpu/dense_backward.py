@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxft.kernels.mosaic_gpu import dense_common
-from jaxft.kernels.mosaic_gpu.activation import kept_slope
+from jaxft.kernels.mosaic_gpu.activation_common import kept_slope
 from jaxft.kernels.mosaic_gpu.dense_common import PIECE, place_of, store_pieces
 from jaxft.tuning_dense import MosaicDenseConfig, with_room
 
