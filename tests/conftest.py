@@ -34,7 +34,7 @@ WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9
 
 @pytest.fixture
 def key():
-    return jax.random.key(0)
+    return jax.random.fold_in(jax.random.key(0), 1)  # both of its words are something
 
 
 @pytest.fixture(autouse=True)
