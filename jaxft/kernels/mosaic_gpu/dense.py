@@ -50,6 +50,9 @@ def _fwd_kernel(
     tile_m, tile_n = config.tile_m, config.tile_n
     pieces = [(m, n) for m in range(0, tile_m, PIECE) for n in range(0, tile_n, PIECE)]
 
+    # For each array, of shared memory; of the sum, which may be float32, one, or fewer blocks of the operands fit.
+    places = 1 if also == "sum" else 2
+
     def body(y_smem, also_smem, bias_smem, bias_there, residual_smem, residual_there):
         def copy_residual(i, warps, row, column):
             if residual_ref is not None and i < len(pieces):
@@ -79,10 +82,10 @@ def _fwd_kernel(
                 if residual_ref is not None:
                     plgpu.barrier_wait(residual_there.at[2 * warps + i % 2])
                     values += residual_smem[warps, i % 2].astype(jnp.float32)
-                stores = [(y_smem.at[warps, i % 2], values, y_ref.at[here])]
+                stores = [(y_smem.at[warps, i % places], values, y_ref.at[here])]
                 if also_ref is not None:
-                    stores.append((also_smem.at[warps, i % 2], other, also_ref.at[here]))
-                store_pieces(i, *stores)
+                    stores.append((also_smem.at[warps, i % places], other, also_ref.at[here]))
+                store_pieces(min(i, places - 1), *stores)  # at first also the last tile's must be done
                 copy_residual(i + 2, warps, row, column)  # where piece i lay, which all warps have read now
 
         dense_common.multiply_tiles(
@@ -93,8 +96,8 @@ def _fwd_kernel(
 
     pl.run_scoped(
         body,
-        y_smem=dense_common.pieces_smem(y_ref),
-        also_smem=None if also_ref is None else dense_common.pieces_smem(also_ref),
+        y_smem=dense_common.pieces_smem(y_ref, places),
+        also_smem=None if also_ref is None else dense_common.pieces_smem(also_ref, places),
         bias_smem=None if bias_ref is None else plgpu.SMEM((2, tile_n), bias_ref.dtype),
         bias_there=None if bias_ref is None else plgpu.Barrier(num_barriers=2),
         residual_smem=None if residual_ref is None else dense_common.pieces_smem(residual_ref),
@@ -130,8 +133,7 @@ def forward(
         dtype = act.slope_dtype(x.dtype)
         columns = width + dense_common.beyond_lines(dtype, width)
         results.append(jax.ShapeDtypeStruct((rows + beyond, columns), dtype))
-    places = sum(r.dtype.itemsize for r in results) + (0 if residual is None else x.dtype.itemsize)
-    config = with_room(config, x.dtype.itemsize, pieces=4 * places // x.dtype.itemsize)
+        config = with_room(config, x.dtype.itemsize, pieces=4 + 4 * dtype.itemsize // x.dtype.itemsize)
     if x.dtype == jnp.float32:
         kernel = lax.reduce_precision(kernel, exponent_bits=8, mantissa_bits=10).T
 

@@ -50,7 +50,7 @@ def _kernel(dy_ref, kernel_ref, slope_ref, eighths_ref, dx_ref, sums_ref, *, con
                 values = acc[m : m + PIECE, n : n + PIECE] * kept_slope(slope_smem[warps, i % 2])
                 if i > 1:
                     plgpu.wgmma_wait(1)  # what lies there is added up
-                store_pieces(i, (at, values, dx_ref.at[place_of((m, n), row, column)]))
+                store_pieces(min(i, 1), (at, values, dx_ref.at[place_of((m, n), row, column)]))
                 plgpu.wgmma(sums[n // PIECE], at.transpose((1, 0)), eighths_smem.transpose((1, 0)))
                 copy(i + 2, warps, row, column)  # where piece i lay, which all warps have read now
             plgpu.wgmma_wait(0)

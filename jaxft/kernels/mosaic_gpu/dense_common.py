@@ -184,9 +184,9 @@ def multiply_tiles(
     )
 
 
-def pieces_smem(ref: Any) -> Any:
-    """Two pieces of an array in memory for each of the two warp groups."""
-    return plgpu.SMEM((2, 2, PIECE, PIECE), ref.dtype, transforms=transforms(ref.dtype, ref.shape[1]))
+def pieces_smem(ref: Any, places: int = 2) -> Any:
+    """For each of the two warp groups so many pieces of an array in memory."""
+    return plgpu.SMEM((2, places, PIECE, PIECE), ref.dtype, transforms=transforms(ref.dtype, ref.shape[1]))
 
 
 def place_of(piece: tuple[int, int], row: Any, column: Any) -> tuple[Any, Any]:
@@ -195,12 +195,12 @@ def place_of(piece: tuple[int, int], row: Any, column: Any) -> tuple[Any, Any]:
     return pl.ds(row + m, PIECE), pl.ds(column + n, PIECE)
 
 
-def store_pieces(i: int, *stores: tuple[Any, Array, Any]) -> None:
-    """Values into the `i`-th piece of a warp group's tile, of one or more arrays: (place, values, piece in memory).
+def store_pieces(under_way: int, *stores: tuple[Any, Array, Any]) -> None:
+    """Values into a piece of one or more arrays, each by way of shared memory: (place there, values, piece in memory).
 
-    They go by way of a place in shared memory, one of two.
+    So many of a warp group's stores before, of other places, may still be under way.
     """
-    plgpu.wait_smem_to_gmem(min(i, 1), wait_read_only=True)  # at first for those of the last tile
+    plgpu.wait_smem_to_gmem(under_way, wait_read_only=True)
     for place, values, piece in stores:
         place[...] = values.astype(piece.dtype)
     plgpu.commit_smem()
