@@ -247,8 +247,8 @@ def _lookup_mosaic(
 def with_room(config: MosaicDenseConfig, itemsize: int, pieces: int) -> MosaicDenseConfig:
     """The same with no more stages than fit into 227 KiB of shared memory beside `pieces` of the results and operands.
 
-    The product has four of the result and, with a residual, four of that; its gradient four of the result, four of the
-    derivatives, of which two lie in one, and eighths.
+    The product has four of the results and, with a residual, four of that; with the derivatives four of each. Those of
+    8 bits take half. Its gradient has four of both, and eighths.
     """
     others = pieces * 64 * 64 * itemsize + 2 * config.tile_n * 4 + 512  # two rows of a bias or sums, and barriers
     most = (227 * 1024 - others) // (sum(config.block) * config.tile_k * itemsize)

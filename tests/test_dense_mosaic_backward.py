@@ -92,24 +92,24 @@ def test_gradient_defaults_lower(dtype, rows, sizes):
 
 @pytest.mark.parametrize("config", GRADIENTS.values(), ids=GRADIENTS)
 def test_waits_for_products(config):
-    """A piece is added up before the next but one comes to its place, and the last before sums are read.
+    """A piece is added up before the next but one is written to its place, and the last before sums are read.
 
     In the interpreter a product is done when it is asked for.
     """
     run = functools.partial(dense_backward.backward, config=config)
     jaxpr = str(jax.make_jaxpr(run)(**gradient_floats(65, 80, 208)))
-    steps = re.findall(r"wgmma_ref|wgmma_wait(?: |\[n=)\d|copy_gmem_to_smem", jaxpr)
-    got = [step if "wait" not in step else f"wait {step[-1]}" for step in steps]
+    steps = re.findall(r"wgmma_ref|wgmma_wait(?: |\[n=)\d|copy_gmem_to_smem|:bf16\[64,64\], .* <- ", jaxpr)
+    got = ["write" if "<-" in step else f"wait {step[-1]}" if "wait" in step else step for step in steps]
     pieces, expected = config.tile_m * config.tile_n // 64**2, []
     for i in range(pieces):
-        expected += [*["wait 1"] * (i > 1), "wgmma_ref", *["copy_gmem_to_smem"] * (i + 2 < pieces)]
+        expected += [*["wait 1"] * (i > 1), "write", "wgmma_ref", *["copy_gmem_to_smem"] * (i + 2 < pieces)]
     assert " ".join([*expected, "wait 0"]) in " ".join(got)
 
 
 @finds_races
 @pytest.mark.parametrize("config", dict.fromkeys((*SPLITS.values(), *GRADIENTS.values())), ids=str)
 def test_no_races_of_the_gradient(config):
-    """In the product's tiles, and in its own, of which some have more pieces than slots."""
+    """In the product's tiles, and in its own, of which some have more pieces than places."""
     assert_no_races(functools.partial(dense_backward.backward, **gradient_floats(264, 192, 320), config=config))
 
 

@@ -120,8 +120,24 @@ def mosaic(monkeypatch):
      ("gelu", jnp.float16, ("in_bias",)), ("gelu_tanh", jnp.float16, VECTORS)],
 )  # fmt: skip
 def test_gradient_in_the_epilogue(activation, dtype, missing, mosaic):
-    floats = floats_of(np.random.default_rng(4), (3, 66), 64, 128, dtype, missing=missing)
+    floats = floats_of(np.random.default_rng(4), (3, 66), 64, 208, dtype, missing=missing)
     check_op(floats, ("mosaic_gpu",), activation=activation)
+
+
+@runs
+def test_nan_stays_in_its_row(mosaic):
+    """Though in 8 bits the activation's derivatives there are numbers."""
+    floats = floats_of(np.random.default_rng(4), (66,), 64, 128)
+
+    def gradient(x):
+        rest = {name: a for name, a in floats.items() if name != "x"}
+        return jax.grad(
+            lambda x: jnp.sum(FEED_FORWARD(x, **rest, implementation="mosaic_gpu").astype(jnp.float32) ** 2)
+        )(x)
+
+    got, clean = gradient(floats["x"].at[3, 5].set(jnp.nan)), gradient(floats["x"])
+    assert jnp.isnan(got[3]).all()
+    assert (jnp.delete(got, 3, axis=0) == jnp.delete(clean, 3, axis=0)).all()
 
 
 @runs

@@ -70,9 +70,10 @@ def feed_forward_residual_layer_norm(
       NotImplementedError: the named implementation cannot do this; the message says why.
 
     Gradients: of all arrays. Deterministic. The activation's derivatives are rounded where that kernel saves them: in
-    bfloat16 to 8 bits, in steps of 1/200, which is about what rounding does to those near 1 in bfloat16 (the gradients
-    err less than those of plain jnp, which rounds more often), in float16 to float16. There, where a gradient is taken,
-    "gelu_tanh" and "silu" may differ from the values without one by what rounding does.
+    bfloat16 to 8 bits, in steps of 1/200, so that those below 1/400 count for nothing. In a real checkpoint the
+    gradients then err as much as those of plain jnp in bfloat16; that of a unit whose sums are all far in a tail errs
+    more, but is small. In float16 they are float16; there, where a gradient is taken, "gelu_tanh" and "silu" may differ
+    from the values without one by what rounding does.
     Source: the second half of FasterTransformer v1.0's encoder layer.
     """
     op = "feed_forward_residual_layer_norm"
@@ -148,8 +149,8 @@ def _bwd(static, saved, dy):
 def _inner_gradient(dy, out_kernel, slope, x, in_kernel, in_bias, static):
     """Of the sum x @ in_kernel + in_bias, and its sum over the rows in float32.
 
-    `slope` are the activation's derivatives as the kernel has kept them; the gradients of this are those of their exact
-    values at that sum.
+    `slope` are the activation's derivatives as the kernel has kept them. For the gradients of this they are computed
+    again from the sum.
     """
 
     def plain(dy, out_kernel, slope, x, in_kernel, in_bias):

@@ -103,7 +103,12 @@ def activation(name: str, x: Array, dtype: Any) -> Array:
 def slope_dtype(dtype: Any) -> Any:
     """What the derivatives beside results of `dtype` are kept in: 8 bits beside bfloat16.
 
-    Their error of 1/400 is like bfloat16's own, which is 1/256 above 1 and 1/512 below. 0 and 1 are exact.
+    Their error is 1/400, that of bfloat16 1/256 above 1, 1/512 from 1/2 on, and less below; 0 and 1 are exact, and what
+    is below 1/400 is 0. In the layers of a real checkpoint (MiniLM-L6, sums of -1 to -0.4 +- 1) the gradient of the
+    kernel errs by 3.6 to 4.6e-3, that of plain jnp in bfloat16 by 4.1 to 4.5e-3, with derivatives in bfloat16 by
+    2.9e-3; that of a unit whose sums are all far in a tail by up to 18 %, in plain jnp by 2 %.
+
+    Beside a sum that is no number they are numbers: the result is NaN or infinite, and so is what follows it.
     """
     return jnp.dtype(jnp.uint8 if dtype == jnp.bfloat16 else dtype)
 
@@ -148,7 +153,8 @@ def _activation_and_steps(name: str, x: Array) -> tuple[Array, Array]:
 
     A warp group finishes its tile while the other multiplies one, and with most registers full has an instruction in
     four cycles: each costs the whole kernel 3 us of 16384x768x3072 (H200, 2026-11-26). So the hardware's tanh has to
-    do, of which it is documented that it errs by 1/2048; of a million numbers it did by 1e-5, and from 8.25 on gave 1.
+    do. It is documented to err by 1/2048 of itself, which would be 0.01 of a derivative; with a million numbers it did
+    by 1e-5 of itself, and from 8.25 on it was 1.
     """
     y = _half_argument(name, x)
     if y is None:

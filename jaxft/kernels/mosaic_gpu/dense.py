@@ -116,10 +116,10 @@ def forward(
     config: MosaicDenseConfig,
     also: str | None = None,
 ) -> list[Array]:
-    """x [M, K], kernel [K, F], bias [F], residual [M, F] (16 bits) -> a list of [M, F], of the dtype of x.
+    """x [M, K], kernel [K, F], bias [F], residual [M, F] (16 bits) -> a list of [M, F]: the result, of the dtype of x.
 
-    A second one where `also` is "sum": x @ kernel + bias, or (16 bits) "slope": the activation's derivatives there, of
-    `activation_common.slope_dtype`.
+    And where `also` is "sum", x @ kernel + bias of that dtype, or (16 bits) "slope", the activation's derivatives
+    there, of `activation_common.slope_dtype`.
     """
     rows, width = x.shape[0], kernel.shape[1]
     beyond = -rows % 8

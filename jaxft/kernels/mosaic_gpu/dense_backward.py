@@ -1,9 +1,9 @@
 """(dy @ kernel^T) * slope in one kernel for Hopper: how a gradient passes a dense layer and the activation before it.
 
 `slope` are that activation's derivatives. 2 * M * K * F floating-point operations; beside the product's arrays it reads
-`slope`, [M, F], and stores [M, F]. Each warp group has two pieces of `slope` copied while it multiplies, the others
-as it has read those. A sum over the rows, for the gradient of a bias, is a product as well: of each piece, while it
-is stored, with a matrix of one number.
+`slope`, [M, F], and stores [M, F]. Each warp group has two pieces of `slope` copied while it multiplies, and each of
+the others once one has been read. A sum over the rows, for the gradient of a bias, is a product as well: of each piece,
+while it is stored, with a matrix of one number.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ def backward(dy: Array, kernel: Array, slope: Array, *, config: MosaicDenseConfi
     beyond = -rows % 8
     if beyond:  # see `dense.forward`
         dy = jnp.pad(dy, ((0, beyond), (0, 0)))
-    slope = jnp.pad(slope, ((0, beyond), (0, dense_common.beyond_lines(slope.dtype, width))))
+    more = beyond, dense_common.beyond_lines(slope.dtype, width)
+    if any(more):
+        slope = jnp.pad(slope, [(0, n) for n in more])
     if slope.dtype == dy.dtype:  # in float16, they take more room than `config` was made for
         config = with_room(config, dy.dtype.itemsize, pieces=9)
     # Eight columns are the narrowest operand: each gives an eighth of the sum. A constant, which no kernel fills.
