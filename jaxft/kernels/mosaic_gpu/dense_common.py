@@ -34,7 +34,7 @@ def line(dtype: Any, *widths: int) -> int:
     Mosaic copies an array as 8 rows x so many elements at a time. What lies beyond the array's edge comes as zeros and
     is not stored, but only from a multiple of that on.
     """
-    lines = (min(PIECE, nbytes // jnp.dtype(dtype).itemsize) for nbytes in (128, 64, 32))
+    lines = (min(PIECE, nbytes // dtype.itemsize) for nbytes in (128, 64, 32))
     return next((n for n in lines if all(w % 8 == 0 and (w < n or w % n == 0) for w in widths)), 0)
 
 
