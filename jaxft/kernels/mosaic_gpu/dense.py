@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxft.kernels.mosaic_gpu import activation_common as act
 from jaxft.kernels.mosaic_gpu import dense_common
-from jaxft.kernels.mosaic_gpu.dense_common import PIECE, place_of, store_pieces
+from jaxft.kernels.mosaic_gpu.dense_common import PIECE, copy_piece, place_of, store_pieces
 from jaxft.tuning_dense import MosaicDenseConfig, with_room
 
 Array = jax.Array
@@ -55,9 +55,8 @@ def _fwd_kernel(
 
     def body(y_smem, also_smem, bias_smem, bias_there, residual_smem, residual_there):
         def copy_residual(i, warps, row, column):
-            if residual_ref is not None and i < len(pieces):
-                here = residual_ref.at[place_of(pieces[i], row, column)]
-                plgpu.copy_gmem_to_smem(here, residual_smem.at[warps, i % 2], residual_there.at[2 * warps + i % 2])
+            if residual_ref is not None:
+                copy_piece(residual_ref, residual_smem, residual_there, pieces, i, warps, row, column)
 
         def begin(warps, row, column):  # what comes while the warps multiply
             if bias_ref is not None:

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxft.kernels.mosaic_gpu import dense_common
 from jaxft.kernels.mosaic_gpu.activation_common import kept_slope
-from jaxft.kernels.mosaic_gpu.dense_common import PIECE, place_of, store_pieces
+from jaxft.kernels.mosaic_gpu.dense_common import PIECE, copy_piece, place_of, store_pieces
 from jaxft.tuning_dense import MosaicDenseConfig, with_room
 
 Array = jax.Array
@@ -30,10 +30,7 @@ def _kernel(dy_ref, kernel_ref, slope_ref, eighths_ref, dx_ref, sums_ref, *, con
     pieces = [(m, n) for n in range(0, tile_n, PIECE) for m in range(0, tile_m, PIECE)]
 
     def body(dx_smem, slope_smem, slope_there, eighths_smem, eighths_there, sums_smem):
-        def copy(i, warps, row, column):
-            if i < len(pieces):
-                here = slope_ref.at[place_of(pieces[i], row, column)]
-                plgpu.copy_gmem_to_smem(here, slope_smem.at[warps, i % 2], slope_there.at[2 * warps + i % 2])
+        copy = functools.partial(copy_piece, slope_ref, slope_smem, slope_there, pieces)
 
         def begin(warps, row, column):
             copy(0, warps, row, column)

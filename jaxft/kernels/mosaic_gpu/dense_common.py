@@ -29,7 +29,7 @@ REGISTERS = {"copy": 24, "multiply": 240}
 
 
 def line(dtype: Any, *widths: int) -> int:
-    """How many elements a line of shared memory holds; rows of these widths end where a line does.
+    """How many elements a line of shared memory holds, at most a piece's; rows of these widths end where a line does.
 
     Mosaic copies an array as 8 rows x so many elements at a time. What lies beyond the array's edge comes as zeros and
     is not stored, but only from a multiple of that on.
@@ -193,6 +193,15 @@ def place_of(piece: tuple[int, int], row: Any, column: Any) -> tuple[Any, Any]:
     """Where in an array a piece lies that begins at these rows and columns of the tile at `row`, `column`."""
     m, n = piece
     return pl.ds(row + m, PIECE), pl.ds(column + n, PIECE)
+
+
+def copy_piece(
+    ref: Any, smem: Any, there: Any, pieces: Sequence[Any], i: int, warps: Any, row: Any, column: Any
+) -> None:
+    """The i-th piece of a tile, if there are so many, from memory to one of the warp group's two places."""
+    if i < len(pieces):
+        here = ref.at[place_of(pieces[i], row, column)]
+        plgpu.copy_gmem_to_smem(here, smem.at[warps, i % 2], there.at[2 * warps + i % 2])
 
 
 def store_pieces(under_way: int, *stores: tuple[Any, Array, Any]) -> None:
