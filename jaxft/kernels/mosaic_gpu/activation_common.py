@@ -19,9 +19,9 @@ _LINEAR, _CUBIC = math.sqrt(2.0 / math.pi), math.sqrt(2.0 / math.pi) * 0.044715 
 
 # In 8 bits, derivatives are kept in steps of 1/200, beginning 27 steps below 0: they are within -0.13 and 1.13.
 _STEPS, _BELOW = 200.0, 27.0
-# From 2^15 on, the second byte of a float32 is the last of the integer in it. This also rounds. A conversion would be a
-# slow instruction, and two more for what a byte cannot hold.
-_TO_SECOND_BYTE = 2.0**15 + _BELOW + 0.5
+# Between 1024 and 2048 a float16 is an integer, whose last byte is its own: to round two numbers to those is one
+# instruction. A conversion to integers would be a slow one for each, and two more for what a byte cannot hold.
+_TO_LAST_BYTE = 1024.0 + _BELOW
 
 
 def _sigmoid(x: Array) -> Array:
@@ -121,7 +121,7 @@ def activation_and_slope(name: str, x: Array, dtype: Any) -> tuple[Array, Array]
     """
     if dtype == jnp.bfloat16:
         values, steps = _activation_and_steps(name, x)
-        return values, (lax.bitcast_convert_type(steps + _TO_SECOND_BYTE, jnp.uint32) >> 8).astype(jnp.uint8)
+        return values, lax.bitcast_convert_type(steps.astype(jnp.float16), jnp.uint16).astype(jnp.uint8)
     match name:
         case "gelu":
             tail = _normal_tail(x, dtype)
@@ -149,7 +149,7 @@ def kept_slope(kept: Array) -> Array:
 
 
 def _activation_and_steps(name: str, x: Array) -> tuple[Array, Array]:
-    """In bfloat16, with the derivative in steps.
+    """In bfloat16, with the derivative in steps, from `_TO_LAST_BYTE` on.
 
     A warp group finishes its tile while the other multiplies one, and with most registers full has an instruction in
     four cycles: each costs the whole kernel 3 us of 16384x768x3072 (H200, 2026-11-26). So the hardware's tanh has to
@@ -159,9 +159,10 @@ def _activation_and_steps(name: str, x: Array) -> tuple[Array, Array]:
     y = _half_argument(name, x)
     if y is None:
         values = activation(name, x, jnp.bfloat16)
-        return values, jnp.where(x > 0.0, _STEPS, 0.0) if name == "relu" else _STEPS - _STEPS * (values * values)
+        one = _STEPS + _TO_LAST_BYTE
+        return values, jnp.where(x > 0.0, one, _TO_LAST_BYTE) if name == "relu" else one - _STEPS * (values * values)
     t = jnp.tanh(y)
-    values, below = _by_tanh(x, t), 0.5 * _STEPS * t + 0.5 * _STEPS
+    values, below = _by_tanh(x, t), 0.5 * _STEPS * t + (0.5 * _STEPS + _TO_LAST_BYTE)
     if name == "gelu":
         return values, x * _times_density(x, _STEPS) + below
     slope_of_y: Any = 0.5 * _STEPS

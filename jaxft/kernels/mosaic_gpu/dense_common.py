@@ -3,6 +3,10 @@
 A program has three warp groups: one copies blocks of x and kernel into a ring of buffers in shared memory (TMA), two
 multiply them (wgmma) and finish their tiles. A program works on several tiles, one after the other, and the copies for
 the next begin while the last is finished.
+
+Mosaic adds no barriers of its own around what is read and written in shared memory: what threads have written goes to
+the device memory after `commit_smem`, they write there again after `wait_smem_to_gmem`, and what was copied for them
+they have read, for what they write, before a commit that the next copy to that place follows.
 """
 
 from __future__ import annotations
@@ -119,6 +123,7 @@ def multiply_tiles(
                         kernel_ref.at[wide, deep] if transposed else kernel_ref.at[deep, wide],
                         kernel_smem.at[at], arrival(i, k), collective_axes="cluster" if config.cluster_m > 1 else None,
                     )  # fmt: skip
+                    plgpu.commit_smem()  # keeps the warps together: one two rounds behind would wait for ever
 
             @pl.loop(0, stages)  # the other program of a cluster must find this one's barriers until it is done
             def _(k):
@@ -231,7 +236,9 @@ def launch(body: Callable[..., None], inputs: Sequence[Any], results: Any, confi
         cluster_names=("cluster",),
         num_threads=3,
         thread_name="warps",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup, unsafe_no_auto_barriers=True
+        ),
     )
     with jax.enable_x64(False):  # or its indices are of two kinds
         return call(*inputs)
