@@ -151,10 +151,10 @@ def kept_slope(kept: Array) -> Array:
 def _activation_and_steps(name: str, x: Array) -> tuple[Array, Array]:
     """In bfloat16, with the derivative in steps, from `_TO_LAST_BYTE` on.
 
-    A warp group finishes its tile while the other multiplies one, and with most registers full has an instruction in
-    four cycles: each costs the whole kernel 3 us of 16384x768x3072 (H200, 2026-11-26). So the hardware's tanh has to
-    do. It is documented to err by 1/2048 of itself, which would be 0.01 of a derivative; with a million numbers it did
-    by 1e-5 of itself, and from 8.25 on it was 1.
+    A warp group finishes its tile while the other multiplies one, but with an instruction in four cycles takes longer
+    than that (see `tuning_dense.dense_mosaic_gradient`). So the hardware's tanh has to do. It is documented to err by
+    1/2048 of itself, which would be 0.01 of a derivative; with a million numbers it did by 1e-5 of itself (H200,
+    2026-11-26), and from 8.25 on it was 1.
     """
     y = _half_argument(name, x)
     if y is None:

@@ -15,8 +15,8 @@ result once; queries and dout are read again for every 128 keys, from the L2 cac
 Mosaic adds no barriers of its own around what is read and written in shared memory. Barriers and commits order what
 passes from one group to another; the sum of dq is read and written by one thread each, the keys of a mask by one warp.
 
-Of 32 sequences of 512 tokens with 12 heads it takes 155 us where the two kernels of Triton take 217 (bfloat16, H100,
-2026-11-25). A mask of keys leaves out the passes after the last key that takes part.
+Of 32 sequences of 512 tokens with 12 heads it takes 148 us, with Mosaic's barriers 153, the two kernels of Triton 217
+(bfloat16, H100, 2026-11-26 and 25). A mask of keys leaves out the passes after the last key that takes part.
 """
 
 from __future__ import annotations
