@@ -19,8 +19,9 @@ _LINEAR, _CUBIC = math.sqrt(2.0 / math.pi), math.sqrt(2.0 / math.pi) * 0.044715 
 
 # In 8 bits, derivatives are kept in steps of 1/200, beginning 27 steps below 0: they are within -0.13 and 1.13.
 _STEPS, _BELOW = 200.0, 27.0
-# Between 1024 and 2048 a float16 is an integer, whose last byte is its own: to round two numbers to those is one
-# instruction. A conversion to integers would be a slow one for each, and two more for what a byte cannot hold.
+# Between 1024 and 2048 a float16 is an integer, and the last byte of its bits is that of the integer: to round two
+# numbers is one instruction. A conversion to integers would be a slow one for each, and two more for what a byte cannot
+# hold.
 _TO_LAST_BYTE = 1024.0 + _BELOW
 
 
@@ -152,8 +153,8 @@ def _activation_and_steps(name: str, x: Array) -> tuple[Array, Array]:
     """In bfloat16, with the derivative in steps, from `_TO_LAST_BYTE` on.
 
     A warp group finishes its tile while the other multiplies one, but with an instruction in four cycles takes longer
-    than that (see `tuning_dense.dense_mosaic_gradient`). So the hardware's tanh has to do. It is documented to err by
-    1/2048 of itself, which would be 0.01 of a derivative; with a million numbers it did by 1e-5 of itself (H200,
+    than the product (see `tuning_dense.dense_mosaic_gradient`). So the hardware's tanh has to do. It is documented to
+    err by 1/2048 of itself, which would be 0.01 of a derivative; with a million numbers it did by 1e-5 of itself (H200,
     2026-11-26), and from 8.25 on it was 1.
     """
     y = _half_argument(name, x)

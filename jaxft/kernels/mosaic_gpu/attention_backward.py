@@ -125,7 +125,6 @@ def _kernel(qkv_ref, dout_ref, rows_ref, *refs, length: int, heads: int, scale: 
                     plgpu.copy_gmem_to_smem(qkv_ref.at[tile, columns(0, column)], q_smem.at[at], there)
                     plgpu.copy_gmem_to_smem(dout_ref.at[tile, columns(0, column)], dout_smem.at[at], there)
                     plgpu.copy_gmem_to_smem(rows_ref.at[work, i], rows_smem.at[at], there)
-                    plgpu.commit_smem()  # keeps the warps together: one two rounds behind would wait for ever
 
             # A barrier must be waited for as often as it was arrived at.
             for at in range(STAGES):
@@ -172,7 +171,8 @@ def _kernel(qkv_ref, dout_ref, rows_ref, *refs, length: int, heads: int, scale: 
 
                         if masked:  # the first pass may be the last
                             pl.when(j > 0)(add)
-                            pl.when(j == last)(lambda: store(dq_smem[i]))
+                            # As acc lies in registers: then threads read what they have written themselves.
+                            pl.when(j == last)(lambda: store(plgpu.layout_cast(dq_smem[i], plgpu.Layout.WGMMA)))
                         else:
                             pl.when((j > 0) & (j < last))(add)
                             pl.when(j == last)(lambda: store(dq_smem[i] + acc))

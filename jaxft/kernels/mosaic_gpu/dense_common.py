@@ -4,9 +4,9 @@ A program has three warp groups: one copies blocks of x and kernel into a ring o
 multiply them (wgmma) and finish their tiles. A program works on several tiles, one after the other, and the copies for
 the next begin while the last is finished.
 
-Mosaic adds no barriers of its own around what is read and written in shared memory: what threads have written goes to
-the device memory after `commit_smem`, they write there again after `wait_smem_to_gmem`, and what was copied for them
-they have read, for what they write, before a commit that the next copy to that place follows.
+Mosaic adds no barriers of its own around what is read and written in shared memory. Threads commit what they have
+written before it is copied out, and wait for that copy, and for products that read it, before they write there again.
+What was copied in they read before a commit, and the next copy to that place follows it.
 """
 
 from __future__ import annotations
@@ -123,7 +123,6 @@ def multiply_tiles(
                         kernel_ref.at[wide, deep] if transposed else kernel_ref.at[deep, wide],
                         kernel_smem.at[at], arrival(i, k), collective_axes="cluster" if config.cluster_m > 1 else None,
                     )  # fmt: skip
-                    plgpu.commit_smem()  # keeps the warps together: one two rounds behind would wait for ever
 
             @pl.loop(0, stages)  # the other program of a cluster must find this one's barriers until it is done
             def _(k):
