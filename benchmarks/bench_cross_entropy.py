@@ -16,7 +16,7 @@ import optax
 import jaxft
 import timing
 from bench_train import temporary_mib
-from jaxft.models.training import COMPILER_OPTIONS
+from jaxft.training import COMPILER_OPTIONS
 
 SHAPES = [(rows, 768, 30522) for rows in (4096, 16384)]  # rows, width, classes; of BERT-base
 SHARES = (1.0, 0.15)  # of the rows have a label; masked language modelling has some 15 %

@@ -20,10 +20,10 @@ import numpy as np
 from flax import nnx
 
 import timing
-from jaxft.models import batches
-from jaxft.models import tokenizer as tokenizer_files
 from jaxft.models.bert import BertConfig, BertModel
-from jaxft.models.sentence_encoder import SentenceEncoder
+from jaxft.text import batching
+from jaxft.text import tokenizer as tokenizer_files
+from jaxft.text.sentence_encoder import SentenceEncoder
 
 CONFIGS = {
     "BERT-base": BertConfig(),
@@ -68,11 +68,11 @@ def in_given_order(encoder: SentenceEncoder, texts: Sequence[str]) -> np.ndarray
     return np.concatenate([np.asarray(x) for x in found])
 
 
-def cut(encoder: SentenceEncoder, texts: Sequence[str]) -> Iterator[batches.Batch]:
+def cut(encoder: SentenceEncoder, texts: Sequence[str]) -> Iterator[batching.Batch]:
     """The batches of `encode`."""
-    seen: list[batches.Batch] = []
+    seen: list[batching.Batch] = []
 
-    def keep(batch: batches.Batch) -> Any:
+    def keep(batch: batching.Batch) -> Any:
         seen.append(batch)
         return np.zeros(len(batch.lengths))
 

@@ -19,9 +19,9 @@ from flax import nnx
 
 import jaxft
 import timing
+from jaxft.comparison import Attention, plain_encoder
 from jaxft.models.bert import BertConfig, BertModel
-from jaxft.models.comparison import Attention, plain_encoder
-from jaxft.models.training import COMPILER_OPTIONS
+from jaxft.training import COMPILER_OPTIONS
 
 Params = list[dict[str, jax.Array]]  # one dict per layer, named as in jaxft.models.bert
 

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import bench_encoder
 import timing
 from bench_encoder import GELUS, MODELS, PEERS, Case
+from jaxft.comparison import Attention, plain_layer
 from jaxft.models.bert import run_layer
-from jaxft.models.comparison import Attention, plain_layer
-from jaxft.models.training import COMPILER_OPTIONS
+from jaxft.training import COMPILER_OPTIONS
 
 CASES = [Case("BERT-base", 32, 128), Case("BERT-base", 32, 512)]
 RATES = (0.0, 0.1)

@@ -29,7 +29,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxft import tuning_timing
+from jaxft.tuning import profiler as tuning_profiler
 
 RESULTS = Path(__file__).resolve().parent / "results"
 KEY = ("op", "implementation", "direction", "shape", "dtype", "metric")
@@ -189,13 +189,13 @@ def _blocking_us(variant: Variant, repeats: int) -> float:
 def device_us(variant: Variant, repeats: int) -> float:
     """How long a call keeps the GPU busy; the mean of `repeats` calls (at most 20, whose results are held at once)."""
     repeats = min(repeats, 20)
-    return tuning_timing.busy_us(kernel_times(variant, repeats)) / repeats
+    return tuning_profiler.busy_us(kernel_times(variant, repeats)) / repeats
 
 
-def kernel_times(variant: Variant, repeats: int = 1) -> list[tuning_timing.Kernel]:
+def kernel_times(variant: Variant, repeats: int = 1) -> list[tuning_profiler.Kernel]:
     """The kernels that `repeats` calls launch on the GPU."""
     f, inputs = variant
-    return tuning_timing.kernel_times(lambda: [f(*inputs[i % len(inputs)]) for i in range(repeats)])
+    return tuning_profiler.kernel_times(lambda: [f(*inputs[i % len(inputs)]) for i in range(repeats)])
 
 
 def write_rows(rows: Iterable[Row], folder: Path) -> None:

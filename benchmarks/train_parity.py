@@ -24,8 +24,7 @@ from flax import nnx
 
 import timing
 from bench_encode import docstrings
-from jaxft import BertConfig, BertForMaskedLM
-from jaxft.models import training
+from jaxft import BertConfig, BertForMaskedLM, training
 
 CONFIG = BertConfig(num_hidden_layers=6)
 BATCH, LENGTH, MICRO_BATCHES = 32, 128, 2

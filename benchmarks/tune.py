@@ -23,11 +23,17 @@ import jax.numpy as jnp
 import bench_dense
 import jaxft
 import timing
-from jaxft import dispatch, reference, tuning, tuning_candidates, tuning_dense
+from jaxft import dispatch, reference, tuning
 from jaxft.kernels.mosaic_gpu import dense as mosaic_dense
 from jaxft.kernels.mosaic_gpu import dense_backward
 from jaxft.kernels.triton import attention, attention_backward, bias_activation, dense, layer_norm, permute, softmax
-from jaxft.kernels.triton.attention_common import Options, Rules
+from jaxft.kernels.triton.attention_problem import Options, Rules
+from jaxft.tuning import attention as tuning_attention
+from jaxft.tuning import dense as tuning_dense
+from jaxft.tuning import layouts as tuning_layouts
+from jaxft.tuning import rows as tuning_rows
+from jaxft.tuning import search as tuning_search
+from jaxft.tuning import table as tuning_table
 
 TUNED = Path(tuning.__file__).parent / "tuned"
 ROWS = [(128, 768), (1024, 768), (4096, 768), (16384, 1024), (65536, 1024), (4096, 384)]  # rows, width
@@ -64,11 +70,11 @@ class Case:
     plain: Callable[..., Any]
     present: Any
     derive: Callable[..., tuple[jax.Array, ...]] = lambda *arrays: ()  # further inputs, from those of random numbers
-    variant: str = ""  # as in `tuning.lookup`
+    variant: str = ""  # as in `tuning_table.lookup`
 
     @property
     def key(self) -> str:
-        return tuning.key(self.variant, **self.sizes)
+        return tuning_table.key(self.variant, **self.sizes)
 
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
         keys = jax.random.split(jax.random.key(seed), len(self.shapes))
@@ -83,7 +89,12 @@ class Case:
 
 def row_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
     def run(
-        x: jax.Array, bias: jax.Array, residual: jax.Array, gamma: jax.Array, beta: jax.Array, config: tuning.RowConfig
+        x: jax.Array,
+        bias: jax.Array,
+        residual: jax.Array,
+        gamma: jax.Array,
+        beta: jax.Array,
+        config: tuning_table.RowConfig,
     ) -> jax.Array:
         return layer_norm.forward(
             x, bias, residual, gamma, beta, None, epsilon=1e-6, dropout_rate=0.0, return_sum=False, save=False,
@@ -93,7 +104,7 @@ def row_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
     for rows, width in ROWS:
         sizes = {"rows": rows, "width": width, "itemsize": itemsize}
         shapes = ((rows, width), (width,), (rows, width), (width,), (width,))
-        present = tuning.layer_norm(rows, width, itemsize, kind)
+        present = tuning_rows.layer_norm(rows, width, itemsize, kind)
         yield Case("layer_norm", sizes, shapes, dtype, run, reference.bias_residual_layer_norm, present)
 
 
@@ -102,7 +113,7 @@ def sums_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
 
     def run(
         _: jax.Array, bias: jax.Array, residual: jax.Array, gamma: jax.Array, beta: jax.Array, parts: jax.Array,
-        config: tuning.RowConfig,
+        config: tuning_table.RowConfig,
     ) -> jax.Array:  # fmt: skip
         return layer_norm.forward(
             parts, bias, residual, gamma, beta, None, epsilon=1e-6, dropout_rate=0.0, return_sum=False, save=False,
@@ -114,7 +125,7 @@ def sums_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
 
     if itemsize == 2:
         rows, width, variant = 128, 768, "sums"
-        present = tuning.layer_norm(rows, width, 4, kind, variant)
+        present = tuning_rows.layer_norm(rows, width, 4, kind, variant)
         shapes = ((3, rows, width), (width,), (rows, width), (width,), (width,))
         yield Case(
             "layer_norm", {"rows": rows, "width": width, "itemsize": 4}, shapes, dtype, run, plain, present,
@@ -130,7 +141,7 @@ def row_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
 
     def run(
         dy: jax.Array, x: jax.Array, bias: jax.Array, residual: jax.Array, gamma: jax.Array, saved: jax.Array,
-        config: tuning.GradientConfig,
+        config: tuning_table.GradientConfig,
     ) -> Any:  # fmt: skip
         dx, _, sums = layer_norm.backward(
             dy, None, x, bias, residual, gamma, None, saved, dropout_rate=0.0,
@@ -150,15 +161,15 @@ def row_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
     for rows, width in ROWS:
         sizes = {"rows": rows, "width": width, "itemsize": itemsize}
         shapes = ((rows, width), (rows, width), (width,), (rows, width), (width,))
-        present = tuning.layer_norm_backward(rows, width, itemsize, kind)
+        present = tuning_rows.layer_norm_backward(rows, width, itemsize, kind)
         yield Case("layer_norm_backward", sizes, shapes, dtype, run, plain, present, derive=saved)
 
 
 def softmax_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
-    def forward(x: jax.Array, config: tuning.RowConfig) -> jax.Array:
+    def forward(x: jax.Array, config: tuning_table.RowConfig) -> jax.Array:
         return softmax.forward(x, None, None, log=False, scale=None, in_place=False, config=config, interpret=False)[0]
 
-    def backward(x: jax.Array, dy: jax.Array, config: tuning.RowConfig) -> jax.Array:
+    def backward(x: jax.Array, dy: jax.Array, config: tuning_table.RowConfig) -> jax.Array:
         return softmax.backward(dy, x, None, None, log=False, scale=None, config=config, interpret=False)[0]
 
     def plain_backward(x: jax.Array, dy: jax.Array) -> jax.Array:
@@ -169,8 +180,8 @@ def softmax_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
     for rows, width in (*large, *SOFTMAX):
         sizes = {"rows": rows, "width": width, "itemsize": itemsize}
         for op, arrays, run, plain, choose in (
-            ("softmax", 1, forward, reference.softmax, tuning.softmax),
-            ("softmax_backward", 2, backward, plain_backward, tuning.softmax_backward),
+            ("softmax", 1, forward, reference.softmax, tuning_rows.softmax),
+            ("softmax_backward", 2, backward, plain_backward, tuning_rows.softmax_backward),
         ):
             present = choose(rows, width, itemsize, kind)
             shapes = ((rows, width),) * arrays
@@ -178,18 +189,18 @@ def softmax_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
 
 
 def elementwise_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
-    def run(*arrays: jax.Array, config: tuning.ElementwiseConfig) -> jax.Array:
+    def run(*arrays: jax.Array, config: tuning_table.ElementwiseConfig) -> jax.Array:
         return bias_activation.forward(*arrays, activation="gelu", in_place=False, config=config, interpret=False)
 
     for rows, width in FEED_FORWARD:
         sizes = {"rows": rows, "width": width, "itemsize": itemsize}
-        present = tuning.bias_activation(rows, width, itemsize, kind)
+        present = tuning_rows.bias_activation(rows, width, itemsize, kind)
         shapes = ((rows, width), (width,))
         yield Case("bias_activation", sizes, shapes, dtype, run, reference.bias_activation, present)
 
 
 def elementwise_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
-    def run(dy: jax.Array, x: jax.Array, bias: jax.Array, config: tuning.GradientConfig) -> Any:
+    def run(dy: jax.Array, x: jax.Array, bias: jax.Array, config: tuning_table.GradientConfig) -> Any:
         return bias_activation.backward(dy, x, bias, activation="gelu", config=config, interpret=False)
 
     def plain(dy: jax.Array, x: jax.Array, bias: jax.Array) -> Any:
@@ -197,7 +208,7 @@ def elementwise_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable
 
     for rows, width in FEED_FORWARD:
         sizes = {"rows": rows, "width": width, "itemsize": itemsize}
-        present = tuning.bias_activation_backward(rows, width, itemsize, kind)
+        present = tuning_rows.bias_activation_backward(rows, width, itemsize, kind)
         shapes = ((rows, width), (rows, width), (width,))
         yield Case("bias_activation_backward", sizes, shapes, dtype, run, plain, present)
 
@@ -208,17 +219,17 @@ def permute_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
         kept = last if axes[-1] == len(axes) - 1 else 1
         aligned = math.gcd(shape[-1], last, 16 // itemsize)
         sizes = {"size": math.prod(shape), "kept": kept, "aligned": aligned, "itemsize": itemsize}
-        present = tuning.permute(device_kind=kind, **sizes)
+        present = tuning_layouts.permute(device_kind=kind, **sizes)
         run = functools.partial(permute.forward, axes=axes, interpret=False)
         plain = functools.partial(reference.permute, axes=axes)
         yield Case("permute", sizes, (shape,), dtype, run, plain, present)
 
 
 def split_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
-    def split(qkv: jax.Array, bias: jax.Array, heads: int, config: tuning.ElementwiseConfig) -> Any:
+    def split(qkv: jax.Array, bias: jax.Array, heads: int, config: tuning_table.ElementwiseConfig) -> Any:
         return tuple(permute.split_heads(qkv, bias, heads, config=config, interpret=False))
 
-    def join(*parts: jax.Array, config: tuning.GradientConfig) -> Any:
+    def join(*parts: jax.Array, config: tuning_table.GradientConfig) -> Any:
         qkv, sums = permute.join_heads(parts, with_sums=True, config=config, interpret=False)
         return qkv, jnp.sum(sums, axis=0)
 
@@ -229,20 +240,20 @@ def split_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
     for batch, length, heads, size in HEADS:
         width, part = 3 * heads * size, (batch, heads, length, size)
         sizes = {"batch_heads": batch * heads, "length": length, "head_size": size, "itemsize": itemsize}
-        present = tuning.qkv_bias_split_heads(device_kind=kind, **sizes)
+        present = tuning_layouts.qkv_bias_split_heads(device_kind=kind, **sizes)
         run = functools.partial(split, heads=heads)
         plain = functools.partial(reference.qkv_bias_split_heads, num_heads=heads)
         shapes = ((batch, length, width), (width,))
         yield Case("qkv_bias_split_heads", sizes, shapes, dtype, run, plain, present)
 
         sizes = {"batch": batch, "length": length, "heads": heads, "head_size": size, "itemsize": itemsize}
-        back = tuning.qkv_bias_split_heads_backward(device_kind=kind, **sizes)
+        back = tuning_layouts.qkv_bias_split_heads_backward(device_kind=kind, **sizes)
         parts = (part, part, part)
         yield Case("qkv_bias_split_heads_backward", sizes, parts, dtype, join, plain_join, back)
 
 
 def attention_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
-    def run(qkv: jax.Array, config: tuning.AttentionConfig) -> jax.Array:
+    def run(qkv: jax.Array, config: tuning_table.AttentionConfig) -> jax.Array:
         options = Options(scale=qkv.shape[-1] ** -0.5)
         return attention.forward(
             qkv, None, None, Rules(), options, return_residual=False, config=config, interpret=False
@@ -253,7 +264,7 @@ def attention_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
 
     for batch, heads, length, size in ATTENTION:
         sizes = {"batch_heads": batch * heads, "query": length, "key": length, "head_size": size, "itemsize": itemsize}
-        present = tuning.attention(batch * heads, length, length, size, itemsize, kind)
+        present = tuning_attention.attention(batch * heads, length, length, size, itemsize, kind)
         yield Case("attention", sizes, ((batch, length, 3, heads, size),), dtype, run, plain, present)
 
 
@@ -265,7 +276,7 @@ def attention_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable[C
 
     def saved(qkv: jax.Array, dout: jax.Array) -> tuple[jax.Array, ...]:
         batch, length, _, heads, size = qkv.shape
-        config = tuning.attention(batch * heads, length, length, size, itemsize, kind)
+        config = tuning_attention.attention(batch * heads, length, length, size, itemsize, kind)
         forward = functools.partial(
             attention.forward, key=None, value=None, rules=Rules(), options=options(qkv), return_residual=True,
             config=config, interpret=False,
@@ -274,7 +285,7 @@ def attention_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable[C
 
     def run(
         qkv: jax.Array, dout: jax.Array, out: jax.Array, top: jax.Array, *total: jax.Array,
-        config: tuning.AttentionConfig, other: tuning.AttentionConfig, keys: bool,
+        config: tuning_table.AttentionConfig, other: tuning_table.AttentionConfig, keys: bool,
     ) -> jax.Array:  # fmt: skip
         query_config, key_config = (other, config) if keys else (config, other)
         return attention_backward.backward(
@@ -292,7 +303,10 @@ def attention_gradient_cases(dtype: str, itemsize: int, kind: str) -> Iterable[C
         if length > 2048:  # plain jnp's gradient in float64 does not fit into the memory of a card
             continue
         key = batch * heads, length, length, size, itemsize, kind
-        present = {"attention_dq": tuning.attention_dq(*key), "attention_dkv": tuning.attention_dkv(*key)}
+        present = {
+            "attention_dq": tuning_attention.attention_dq(*key),
+            "attention_dkv": tuning_attention.attention_dkv(*key),
+        }
         sizes = {"batch_heads": batch * heads, "query": length, "key": length, "head_size": size, "itemsize": itemsize}
         shapes = ((batch, length, 3, heads, size), (batch, length, heads, size))
         for op, other in (
@@ -323,11 +337,11 @@ def split_k_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]:
         if itemsize > 2 or rows > 256 or width > depth:
             continue
         present = tuning_dense.dense_split(rows, depth, width, itemsize, kind)
-        rows_config = tuning.layer_norm(rows, width, 4, kind, "sums")
+        rows_config = tuning_rows.layer_norm(rows, width, 4, kind, "sums")
 
         def run(
             x: jax.Array, kernel: jax.Array, residual: jax.Array, config: tuning_dense.SplitConfig,
-            rows_config: tuning.RowConfig = rows_config,
+            rows_config: tuning_table.RowConfig = rows_config,
         ) -> jax.Array:  # fmt: skip
             (y,) = dense.forward(
                 x, kernel, None, None, activation=None, precision="tf32", config=config, interpret=False,
@@ -349,10 +363,10 @@ def implementation_cases(dtype: str, itemsize: int, kind: str) -> Iterable[Case]
     """Which product a dense layer takes, each with the configs that it has then."""
     for rows, depth, width, activation in DENSE:
         sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
-        entry = "dense_implementation", tuning.key(**sizes, itemsize=itemsize)
+        entry = "dense_implementation", tuning_table.key(**sizes, itemsize=itemsize)
 
         def run(*arrays: jax.Array, config: Any, activation: str | None = activation, entry: Any = entry) -> Any:
-            with tuning.trial(tuning.Trial({entry: config})):
+            with tuning_table.trial(tuning_table.Trial({entry: config})):
                 return jaxft.dense(*arrays, activation=activation)
 
         present = tuning_dense.DenseChoice(
@@ -428,7 +442,7 @@ def best(case: Case, default: Any) -> Any:
             return None
 
     name = f"{case.op} {case.key}"
-    tried = tuning_candidates.candidates(case.op, case.present, **case.sizes)
+    tried = tuning_search.candidates(case.op, case.present, **case.sizes)
     candidates = list(dict.fromkeys((case.present, *tried, default)))
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         programs = dict(zip(candidates, pool.map(compiled, candidates), strict=True))
@@ -470,7 +484,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     kind = dispatch.device_kind()
     path = args.out / f"{kind.replace(' ', '_')}.json"
     table = json.loads(path.read_text()) if path.is_file() else {}
-    found = tuning._table(kind)  # by later cases of this process, in which a dense layer runs with what was chosen
+    found = tuning_table._table(
+        kind
+    )  # by later cases of this process, in which a dense layer runs with what was chosen
     for case, default in cases(args.dtypes, kind):
         key = case.key
         if (args.only is None or case.op in args.only) and re.search(args.sizes, key):

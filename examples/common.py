@@ -35,9 +35,9 @@ from matplotlib import pyplot
 from tqdm import tqdm
 
 import jaxft
-from jaxft import dispatch, tuning_store
-from jaxft.models import training
-from jaxft.models.checkpoint import CheckpointError
+from jaxft import dispatch, training
+from jaxft.checkpoint.files import CheckpointError
+from jaxft.tuning import cache as tuning_cache
 
 matplotlib.use("Agg")  # which needs no screen
 
@@ -156,7 +156,7 @@ def settings(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
     # XLA's CPU programs divide sums among so many threads.
     cores = _usable_cores() if jax.default_backend() == "cpu" else None
     # What jaxft.tuning.autotune has found here; kernels with other tiles add up in another order.
-    autotuned = json.dumps(tuning_store.load(dispatch.device_kind()), sort_keys=True)
+    autotuned = json.dumps(tuning_cache.load(dispatch.device_kind()), sort_keys=True)
     machine = {"device": dispatch.device_kind(), "cores": cores, "jaxft": jaxft.__version__}
     machine |= {"autotuned": fingerprint(np.frombuffer(autotuned.encode(), np.uint8))}
     return json.loads(json.dumps(fixed | options | machine | versions | more))

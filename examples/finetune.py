@@ -18,7 +18,7 @@ from flax import nnx
 
 import common
 from jaxft import BertForSequenceClassification, BertModel
-from jaxft.models import tokenizer as tokenizer_files
+from jaxft.text import tokenizer as tokenizer_files
 
 LEAST_CHARACTERS = 40  # of a paragraph; shorter ones ("Return True.") are of no module in particular
 

@@ -20,7 +20,7 @@ from flax import nnx
 
 import common
 from jaxft import BertConfig, BertForMaskedLM, dispatch
-from jaxft.models import tokenizer as tokenizer_files
+from jaxft.text import tokenizer as tokenizer_files
 
 MASKED = 0.15
 SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")

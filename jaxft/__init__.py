@@ -20,13 +20,13 @@ from jaxft.ops.permute import merge_heads, permute, qkv_bias_split_heads
 from jaxft.ops.softmax import log_softmax, softmax
 
 if TYPE_CHECKING:
+    from jaxft.checkpoint.files import CheckpointError
     from jaxft.models.bert import BertModel
-    from jaxft.models.checkpoint import CheckpointError
     from jaxft.models.classification import BertForSequenceClassification, BertForTokenClassification
     from jaxft.models.config import BertConfig
-    from jaxft.models.cross_encoder import CrossEncoder
     from jaxft.models.masked_lm import BertForMaskedLM
-    from jaxft.models.sentence_encoder import SentenceEncoder
+    from jaxft.text.cross_encoder import CrossEncoder
+    from jaxft.text.sentence_encoder import SentenceEncoder
 
 __version__ = "0.1.0"
 
@@ -67,9 +67,9 @@ _LAZY = {
     "BertForSequenceClassification": "jaxft.models.classification",
     "BertForTokenClassification": "jaxft.models.classification",
     "BertModel": "jaxft.models.bert",
-    "CheckpointError": "jaxft.models.checkpoint",
-    "CrossEncoder": "jaxft.models.cross_encoder",
-    "SentenceEncoder": "jaxft.models.sentence_encoder",
+    "CheckpointError": "jaxft.checkpoint.files",
+    "CrossEncoder": "jaxft.text.cross_encoder",
+    "SentenceEncoder": "jaxft.text.sentence_encoder",
 }
 
 

@@ -182,12 +182,13 @@ def _run_similar(args: argparse.Namespace) -> None:
 
 def _run_info(args: argparse.Namespace) -> None:
     device = _device()
-    from jaxft import ops, tuning
-    from jaxft.models import batches
+    from jaxft import ops
+    from jaxft.text import batching
+    from jaxft.tuning import table as tuning_table
 
-    configs = tuning.sources(device["device"]) if device["platform"] == "cuda" else []
+    configs = tuning_table.sources(device["device"]) if device["platform"] == "cuda" else []
     versions, rows = _versions(), ops.explain()
-    buckets = batches.buckets(args.batch_size, args.length)
+    buckets = batching.buckets(args.batch_size, args.length)
     if args.json:
         names = ("op", "implementation", "reason")
         choices = [dict(zip(names, row, strict=True)) for row in rows]
@@ -226,9 +227,9 @@ def _run_bench(args: argparse.Namespace) -> None:
     import jax
     from tqdm import tqdm
 
-    from jaxft.models import comparison
+    from jaxft import comparison
+    from jaxft.checkpoint.files import CheckpointError
     from jaxft.models.bert import BertModel
-    from jaxft.models.checkpoint import CheckpointError
 
     with contextlib.ExitStack() as files:
         files.enter_context(_exit_at_sigterm())
@@ -281,8 +282,8 @@ def _encode(texts: list[str], args: argparse.Namespace, *, normalize: bool) -> n
     device = _device()
     import jax
 
-    from jaxft.models.checkpoint import CheckpointError
-    from jaxft.models.sentence_encoder import SentenceEncoder
+    from jaxft.checkpoint.files import CheckpointError
+    from jaxft.text.sentence_encoder import SentenceEncoder
 
     try:
         encoder = SentenceEncoder.from_pretrained(args.model, dtype=args.dtype, implementation=args.implementation)

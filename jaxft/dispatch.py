@@ -31,7 +31,8 @@ class Device(NamedTuple):
     platform: str  # "cuda", "rocm", "cpu", "tpu", ...
     kind: str  # "NVIDIA H200", "cpu", ...
     compute_capability: tuple[int, int] | None  # of NVIDIA devices
-    multiprocessors: int = 132  # unless the device says how many it has: as an H200
+    multiprocessors: int = 132  # of an H100 or H200; what a real device says wins
+    shared_memory: int = 99 * 1024  # bytes that a thread block may have
 
     @property
     def is_hopper(self) -> bool:
@@ -52,15 +53,21 @@ _target: contextvars.ContextVar[Device | None] = contextvars.ContextVar("jaxft_t
 
 @contextlib.contextmanager
 def target(
-    kind: str = "NVIDIA H200", compute_capability: tuple[int, int] = (9, 0), multiprocessors: int = 132
+    kind: str = "NVIDIA H200",
+    compute_capability: tuple[int, int] = (9, 0),
+    multiprocessors: int = 132,
+    shared_memory: int | None = None,
 ) -> Iterator[None]:
     """Within this context, ops are traced for that NVIDIA device instead of the one that is attached.
 
     For lowering or exporting a program for a GPU on a machine without one. It changes what jaxft chooses, not where
-    JAX runs; trace a new function inside it, since `jax.jit` returns what it traced before. How matrix products are cut
-    up depends on the number of `multiprocessors`.
+    JAX runs; trace a new function inside it, since `jax.jit` returns what it traced before. Launch configurations
+    depend on the number of `multiprocessors` and on the `shared_memory` in bytes that a thread block may have (None:
+    the limit that the CUDA programming guide gives for the compute capability).
     """
-    token = _target.set(Device("cuda", kind, compute_capability, multiprocessors))
+    if shared_memory is None:
+        shared_memory = _shared_memory(compute_capability)
+    token = _target.set(Device("cuda", kind, compute_capability, multiprocessors, shared_memory))
     try:
         yield
     finally:
@@ -85,7 +92,8 @@ def _describe(device: jax.Device) -> Device:
     if platform != "cuda":
         return Device(platform, device.device_kind, None)
     major, minor = map(int, str(device.compute_capability).split("."))
-    return Device(platform, device.device_kind, (major, minor), device.core_count)
+    shared_memory = getattr(device, "shared_memory_per_block_optin", None) or _shared_memory((major, minor))
+    return Device(platform, device.device_kind, (major, minor), device.core_count, shared_memory)
 
 
 def platform() -> str:
@@ -94,6 +102,12 @@ def platform() -> str:
 
 def device_kind() -> str:
     return device().kind
+
+
+def _shared_memory(compute_capability: tuple[int, int]) -> int:
+    """Bytes of shared memory that a thread block may have (CUDA C++ Programming Guide, compute capabilities)."""
+    kib = {(7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
+    return kib.get(compute_capability, 99) * 1024
 
 
 # Settings of JAX's that ask for more digits than TF32 has.

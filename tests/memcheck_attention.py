@@ -18,8 +18,8 @@ import jaxft
 from cases import normal, some
 from jaxft import tuning
 from jaxft.kernels.triton import attention_spans, common
-from jaxft.ops import attention_implementations
-from jaxft.tuning import AttentionConfig
+from jaxft.ops import attention_vjp
+from jaxft.tuning.table import AttentionConfig
 from test_attention_gradients import attention_case, random_blocks
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -120,7 +120,7 @@ def main(first, count, fault=None):
     spans = {n: at_once(getattr(attention_spans, n)) for n in ("spans_of_queries", "spans_of_keys")}
     with (
         mock.patch.multiple(attention_spans, **spans),
-        mock.patch.object(attention_implementations, "_triton_jit", attention_implementations._triton),
+        mock.patch.object(attention_vjp, "_triton_jit", attention_vjp._triton),
         mock.patch.multiple(common, launch=alone(common.launch, launched), **(FAULTS[fault] if fault else {})),
     ):
         cases = [small_case, small_case, small_case, large_case, varlen_case] if fault is None else [fault_case]

@@ -11,9 +11,10 @@ import oracle
 from cases import DTYPES, INTERPRET, SOME_DTYPES, check, check_padding, in_full, jit, normal
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference
+from jaxft.dropout import dropout_mask
 from jaxft.kernels.triton import attention as kernel
-from jaxft.kernels.triton.attention_common import Options, Rules, natural_logits
-from jaxft.tuning import AttentionConfig
+from jaxft.kernels.triton.attention_problem import Options, Rules, natural_logits
+from jaxft.tuning.table import AttentionConfig
 
 LOG_2 = np.float32(np.log(2.0))
 HEAD_SIZES = [1, 8, 16, 33, 40, 64, 80, 128, 256]
@@ -383,7 +384,7 @@ def test_other_options(name):
 @pytest.mark.parametrize("rate", [0.1, 0.9])
 def test_dropout(rate, key):
     floats = packed(np.random.default_rng(17), 2, T, 4, 8)
-    keep = np.asarray(reference.dropout_mask(key, rate, (2, 4, T, T)))
+    keep = np.asarray(dropout_mask(key, rate, (2, 4, T, T)))
     options = {"dropout_rate": rate, "dropout_rng": key}
 
     def plain(qkv):
@@ -397,7 +398,7 @@ def test_dropout(rate, key):
 def test_dropout_of_other_lengths(key):
     """What is kept is numbered by the queries, whatever number of keys there is."""
     floats = separate(np.random.default_rng(17), 2, T, 9, 4, 2, 8)
-    keep = np.asarray(reference.dropout_mask(key, 0.5, (2, 4, T, 9)))
+    keep = np.asarray(dropout_mask(key, 0.5, (2, 4, T, 9)))
     options = {"dropout_rate": 0.5, "dropout_rng": key}
     check(lambda implementation, **f: jaxft.dot_product_attention(**f, **options, implementation=implementation),
           lambda **f: reference.dot_product_attention(**f, **options),

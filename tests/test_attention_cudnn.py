@@ -14,7 +14,7 @@ import oracle
 from cases import check, jit, lower, normal
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference
-from jaxft.ops import attention_implementations as implementations
+from jaxft.ops import attention_vjp as implementations
 
 needs_hopper = pytest.mark.skipif(not dispatch.device().is_hopper, reason="runs cuDNN, which is taken on Hopper GPUs")
 

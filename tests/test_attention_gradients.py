@@ -23,10 +23,11 @@ from cases import (
 from checked import checked
 from compare import magnitude
 from jaxft import reference, tuning
+from jaxft.dropout import dropout_mask
 from jaxft.kernels.triton import attention_backward
 from jaxft.kernels.triton.attention import forward
-from jaxft.kernels.triton.attention_common import Options, Rules
-from jaxft.tuning import AttentionConfig
+from jaxft.kernels.triton.attention_problem import Options, Rules
+from jaxft.tuning.table import AttentionConfig
 
 
 @pytest.fixture
@@ -94,7 +95,7 @@ def dropout(rng, full):
     if rng.random() < 0.7:
         return {}, {}
     key, rate = jax.random.key(int(rng.integers(1000))), float(rng.choice([0.1, 0.6]))
-    keep = np.asarray(reference.dropout_mask(key, rate, full))
+    keep = np.asarray(dropout_mask(key, rate, full))
     return {"dropout_rate": rate, "dropout_rng": key}, {"keep": keep, "rate": rate}
 
 

@@ -20,6 +20,7 @@ import jaxft
 from cases import INTERPRET, in_float64, lower, normal
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference
+from jaxft.dropout import keep_bits, mix
 from jaxft.kernels.mosaic_gpu import attention_backward
 from jaxft.kernels.triton import attention, attention_delta
 from test_compiled_cards import CARDS, compiler_for
@@ -252,8 +253,8 @@ def test_row_statistics(seeded, dtype):
     if seeded:
         first, second = rows[:, :, 2:].view(np.uint32).reshape(6, 2, 128).swapaxes(0, 1).reshape(2, -1, 1)
         index, column = jnp.arange(6 * 128, dtype=jnp.uint32)[:, None], jnp.arange(9, dtype=jnp.uint32)
-        bits = reference.mix(column + first, second)
-        np.testing.assert_array_equal(bits, reference.keep_bits(seed[0], seed[1], index, column))
+        bits = mix(column + first, second)
+        np.testing.assert_array_equal(bits, keep_bits(seed[0], seed[1], index, column))
 
 
 # --- Where it is taken -------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from cases import seeds, some
-from jaxft.kernels.triton.attention_common import Options, Rules, problem
+from jaxft.kernels.triton.attention_problem import Options, Rules, problem
 from jaxft.kernels.triton.attention_spans import spans_of_keys, spans_of_queries
 
 SIZES = [5, 48, 64, 83]

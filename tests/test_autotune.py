@@ -1,4 +1,4 @@
-"""`tuning.autotune`: what it tries, takes, stores and finds again; on a CPU with a timer that is made up."""
+"""`tuning_search.autotune`: what it tries, takes, stores and finds again; on a CPU with a timer that is made up."""
 
 import dataclasses
 import functools
@@ -14,16 +14,22 @@ import numpy as np
 import pytest
 
 import jaxft
-from jaxft import dispatch, tuning, tuning_dense, tuning_search, tuning_store, tuning_timing
+from jaxft import dispatch
 from jaxft.kernels.triton import dense
 from jaxft.kernels.triton import softmax as softmax_kernel
-from jaxft.tuning import AttentionConfig, RowConfig
+from jaxft.tuning import cache as tuning_cache
+from jaxft.tuning import dense as tuning_dense
+from jaxft.tuning import profiler as tuning_profiler
+from jaxft.tuning import rows as tuning_rows
+from jaxft.tuning import search as tuning_search
+from jaxft.tuning import table as tuning_table
+from jaxft.tuning.table import AttentionConfig, RowConfig
 from test_tuning import OPS
 
 KIND = dispatch.device_kind()
 SOFTMAX = functools.partial(jaxft.softmax, implementation="triton")
 KEY = "rows=8,width=32,itemsize=4"
-PRESENT = tuning.softmax(6, 24, 4, KIND)
+PRESENT = tuning_rows.softmax(6, 24, 4, KIND)
 FAST, SLOW = RowConfig(2, 32, 2), RowConfig(1, 32, 1)
 X = jnp.arange(6 * 24, dtype=jnp.float32).reshape(6, 24) % 7
 
@@ -32,10 +38,10 @@ X = jnp.arange(6 * 24, dtype=jnp.float32).reshape(6, 24) % 7
 def cache(tmp_path, monkeypatch):
     """The user's folder, and nothing left of it in this process afterwards."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tuning_store._warned.clear()
-    tuning_store.load.cache_clear()
+    tuning_cache._warned.clear()
+    tuning_cache.load.cache_clear()
     yield tmp_path / "jaxft"
-    tuning_store.load.cache_clear()
+    tuning_cache.load.cache_clear()
     jax.clear_caches()
 
 
@@ -60,7 +66,7 @@ def machine(monkeypatch):
 
 
 def entries():
-    file = tuning_store.path(KIND)
+    file = tuning_cache.path(KIND)
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
@@ -70,10 +76,10 @@ def warned(caplog):
 
 
 def write(text):
-    file = tuning_store.path(KIND)
+    file = tuning_cache.path(KIND)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    tuning_store.load.cache_clear()
+    tuning_cache.load.cache_clear()
 
 
 # --- The search ----------------------------------------------------------------------------------------------------
@@ -82,13 +88,13 @@ def write(text):
 def test_the_fastest_is_taken_stored_and_found(machine):
     machine({SLOW: 120.0, FAST: 50.0, RowConfig(4, 32, 1): 60.0})
     wanted = SOFTMAX(X)
-    (found,) = tuning.autotune(SOFTMAX, X)
-    assert found == tuning.Tuned("softmax", KEY, PRESENT, FAST, 100.0, 50.0)
+    (found,) = tuning_search.autotune(SOFTMAX, X)
+    assert found == tuning_search.Tuned("softmax", KEY, PRESENT, FAST, 100.0, 50.0)
     assert entries() == {"softmax": {KEY: dataclasses.asdict(FAST)}}
-    assert tuning.softmax(6, 24, 4, KIND) == tuning.softmax(5, 30, 4, KIND) == FAST  # the same powers of two
-    assert tuning.softmax(9, 24, 4, KIND) != FAST
+    assert tuning_rows.softmax(6, 24, 4, KIND) == tuning_rows.softmax(5, 30, 4, KIND) == FAST  # the same powers of two
+    assert tuning_rows.softmax(9, 24, 4, KIND) != FAST
     np.testing.assert_allclose(SOFTMAX(X), wanted, rtol=1e-6)
-    code = f"import jaxft; from jaxft import tuning; print(tuning.softmax(6, 24, 4, {KIND!r}))"
+    code = f"import jaxft; from jaxft import tuning; print(tuning_rows.softmax(6, 24, 4, {KIND!r}))"
     fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert fresh.stdout.strip() == str(FAST)
 
@@ -106,18 +112,18 @@ def test_functions_that_are_jitted_and_were_called(wrap, machine):
     jax.block_until_ready(fn(X))
     assert "num_warps=4" in kernels(fn, X)
     machine({FAST: 50.0}, seen)
-    (found,) = tuning.autotune(fn, X)
+    (found,) = tuning_search.autotune(fn, X)
     assert found.after == FAST and set(seen) == {PRESENT, FAST}
     assert "num_warps=2" in kernels(fn, X)
 
 
 def test_a_config_that_is_looked_up_inside_of_a_jitted_op(machine):
     x = jnp.ones((5, 33))
-    fast = tuning.PermuteConfig(16, 256, 1)
+    fast = tuning_table.PermuteConfig(16, 256, 1)
     machine({fast: 10.0})
     fn = functools.partial(jaxft.permute, axes=(1, 0), implementation="triton")
     jax.block_until_ready(fn(x))
-    (found,) = tuning.autotune(fn, x)
+    (found,) = tuning_search.autotune(fn, x)
     assert (found.op, found.after) == ("permute", fast)
     assert "num_warps=1" in kernels(fn, x)
 
@@ -125,7 +131,7 @@ def test_a_config_that_is_looked_up_inside_of_a_jitted_op(machine):
 @pytest.mark.parametrize(("us", "taken"), [(98.5, False), (97.0, True)])
 def test_a_gain_below_the_margin_is_none(us, taken, machine):
     machine({FAST: us})
-    (found,) = tuning.autotune(SOFTMAX, X)
+    (found,) = tuning_search.autotune(SOFTMAX, X)
     assert (found.after == FAST) == taken
     assert bool(entries()) == taken
     if not taken:
@@ -154,9 +160,9 @@ def test_what_cannot_be_timed_is_not_taken():
 def test_only_kernels_that_run_are_tuned(machine):
     """softmax looks up its gradient's config too; dense and attention those of kernels that they do not launch."""
     machine({FAST: 50.0})
-    assert [t.op for t in tuning.autotune(SOFTMAX, X)] == ["softmax"]
+    assert [t.op for t in tuning_search.autotune(SOFTMAX, X)] == ["softmax"]
     gradient = jax.grad(lambda x: jnp.sum(SOFTMAX(x) ** 2))
-    assert {t.op for t in tuning.autotune(gradient, X)} == {"softmax", "softmax_backward"}
+    assert {t.op for t in tuning_search.autotune(gradient, X)} == {"softmax", "softmax_backward"}
 
 
 def test_attention_gets_the_gradient_kernels_that_its_configs_ask_for(machine):
@@ -166,7 +172,7 @@ def test_attention_gets_the_gradient_kernels_that_its_configs_ask_for(machine):
     qkv = jax.random.normal(jax.random.key(0), (1, 32, 3, 1, 16))
     loss = jax.grad(lambda qkv: jnp.sum(jaxft.qkv_attention(qkv, implementation="triton") ** 2))
     assert "attention_dqkv" in kernels(loss, qkv)
-    found = {t.op: t.after for t in tuning.autotune(loss, qkv)}
+    found = {t.op: t.after for t in tuning_search.autotune(loss, qkv)}
     assert found == dict.fromkeys(("attention", "attention_dq", "attention_dkv"), small)
     assert "attention_dqkv" not in kernels(loss, qkv)
 
@@ -184,7 +190,7 @@ def test_an_implementation_gets_the_configs_that_it_asks_for(machine):
 
     fast = tuning_dense.DenseConfig(16, 16, 16, 2, 1)
     machine({tuning_dense.DenseChoice("triton"): 80.0, fast: 50.0})
-    chosen, product = tuning.autotune(fn, X)
+    chosen, product = tuning_search.autotune(fn, X)
     assert (chosen.op, chosen.before.implementation, chosen.after.implementation) == (
         "dense_implementation", "xla", "triton",
     )  # fmt: skip
@@ -205,13 +211,13 @@ def embedded(table):
 
 @pytest.mark.parametrize(("fn", "variant"), [(split_dense, "sums"), (embedded, "embeddings")])
 def test_kernels_that_read_other_things_have_entries_of_their_own(fn, variant, machine):
-    present = tuning.layer_norm(6, 24, 4, KIND)
+    present = tuning_rows.layer_norm(6, 24, 4, KIND)
     machine({FAST: 50.0})
-    found = {t.op: t for t in tuning.autotune(fn, X)}["layer_norm"]
+    found = {t.op: t for t in tuning_search.autotune(fn, X)}["layer_norm"]
     assert (found.key, found.before, found.after) == (f"{KEY},{variant}", present, FAST)
-    assert tuning.layer_norm(6, 24, 4, KIND, variant) == FAST
-    assert tuning.layer_norm(6, 24, 4, KIND) == present
-    (other,) = tuning.autotune(functools.partial(jaxft.layer_norm, implementation="triton"), X)
+    assert tuning_rows.layer_norm(6, 24, 4, KIND, variant) == FAST
+    assert tuning_rows.layer_norm(6, 24, 4, KIND) == present
+    (other,) = tuning_search.autotune(functools.partial(jaxft.layer_norm, implementation="triton"), X)
     assert (other.key, other.before) == (KEY, present)
 
 
@@ -235,7 +241,7 @@ def test_a_config_that_does_not_compile_is_left_out(change, machine, monkeypatch
     change_results(monkeypatch, change)
     seen = []
     machine({FAST: 1.0, SLOW: 50.0}, seen)
-    (found,) = tuning.autotune(lambda x: SOFTMAX(x) + x, X)
+    (found,) = tuning_search.autotune(lambda x: SOFTMAX(x) + x, X)
     assert found.after == SLOW and FAST not in seen
     assert warned(caplog) == []
 
@@ -244,7 +250,7 @@ def test_a_config_that_does_not_compile_is_left_out(change, machine, monkeypatch
 def test_a_wrong_result_is_left_out_with_a_warning(change, machine, monkeypatch, caplog):
     change_results(monkeypatch, change)
     machine({FAST: 1.0, SLOW: 60.0})
-    (found,) = tuning.autotune(SOFTMAX, X)
+    (found,) = tuning_search.autotune(SOFTMAX, X)
     assert found.after == SLOW
     (message,) = warned(caplog)
     assert str(FAST) in message and "softmax" in message
@@ -266,7 +272,7 @@ def test_rounding_is_no_wrong_result(fn, dtype, error, taken, machine, monkeypat
     change_results(monkeypatch, lambda y: (y * (1 + error)).astype(y.dtype))
     machine({FAST: 1.0})
     x = X.at[1].set(jnp.nan).astype(dtype)  # NaN where the present one has NaN, too
-    assert (tuning.autotune(fn, x)[0].after == FAST) == taken
+    assert (tuning_search.autotune(fn, x)[0].after == FAST) == taken
 
 
 def test_precision_of_a_kernel():
@@ -288,16 +294,16 @@ def test_an_interrupt_keeps_what_was_found(machine):
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(tuning_search, "_race", interrupted)
-        tuning.autotune(jax.grad(lambda x: jnp.sum(SOFTMAX(x) ** 2)), X)
+        tuning_search.autotune(jax.grad(lambda x: jnp.sum(SOFTMAX(x) ** 2)), X)
     assert list(entries()) == ["softmax_backward"]
-    assert tuning.softmax_backward(6, 24, 4, KIND) == FAST and tuning.softmax(6, 24, 4, KIND) == PRESENT
+    assert tuning_rows.softmax_backward(6, 24, 4, KIND) == FAST and tuning_rows.softmax(6, 24, 4, KIND) == PRESENT
 
 
 def test_progress(machine, capsys):
     machine({FAST: 50.0, SLOW: 100.0})
-    tuning.autotune(SOFTMAX, X, show_progress_bar=True)
+    tuning_search.autotune(SOFTMAX, X, show_progress_bar=True)
     assert "4/4" in capsys.readouterr().err  # of both kernels, the one that does not run included
-    tuning.autotune(SOFTMAX, X)
+    tuning_search.autotune(SOFTMAX, X)
     assert capsys.readouterr().err == ""
 
 
@@ -315,7 +321,7 @@ def test_no_kernel_times_while_a_profiler_is_at_work(tmp_path):
 def test_time_of_kernels_that_overlap():
     """One that waits for another on the GPU is not counted twice."""
     spans = {"first": (0.0, 3.0), "waits": (2.0, 5.0), "within": (2.5, 4.0), "later": (7.0, 8.0)}
-    assert tuning_timing.busy_us(tuning_timing.Kernel(name, *span) for name, span in spans.items()) == 6.0
+    assert tuning_profiler.busy_us(tuning_profiler.Kernel(name, *span) for name, span in spans.items()) == 6.0
 
 
 # --- Errors --------------------------------------------------------------------------------------------------------
@@ -324,12 +330,12 @@ def test_time_of_kernels_that_overlap():
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="it has a GPU")
 def test_it_needs_a_gpu():
     with pytest.raises(RuntimeError, match="autotune: it needs an NVIDIA GPU .* this is cpu"):
-        tuning.autotune(SOFTMAX, X)
+        tuning_search.autotune(SOFTMAX, X)
 
 
 def test_it_takes_arrays():
     with pytest.raises(TypeError, match=r"autotune: args\[1\] must be arrays or trees of them, got 'gelu'; bind"):
-        tuning.autotune(SOFTMAX, [X], "gelu")
+        tuning_search.autotune(SOFTMAX, [X], "gelu")
 
 
 @pytest.mark.parametrize(
@@ -338,7 +344,7 @@ def test_it_takes_arrays():
 def test_it_needs_a_kernel(fn, machine):
     machine({FAST: 50.0, SLOW: 60.0})
     with pytest.raises(ValueError, match="autotune: fn runs no kernel of jaxft"):
-        tuning.autotune(fn, X)
+        tuning_search.autotune(fn, X)
 
 
 def test_a_folder_that_cannot_be_written(machine, tmp_path, monkeypatch):
@@ -347,7 +353,7 @@ def test_a_folder_that_cannot_be_written(machine, tmp_path, monkeypatch):
     machine({FAST: 50.0})
     called = []
     with pytest.raises(OSError, match="autotune: cannot read and write .*file/jaxft.* XDG_CACHE_HOME"):
-        tuning.autotune(called.append, X)
+        tuning_search.autotune(called.append, X)
     assert called == []
     assert SOFTMAX(X).shape == X.shape  # and there is nothing to read
 
@@ -361,10 +367,10 @@ def test_no_home_directory(machine, monkeypatch):
 
     monkeypatch.setattr(Path, "home", home)
     machine({FAST: 50.0})
-    tuning_store.load.cache_clear()
+    tuning_cache.load.cache_clear()
     assert SOFTMAX(X).shape == X.shape
     with pytest.raises(FileNotFoundError, match="home directory. Set XDG_CACHE_HOME to a folder"):
-        tuning.autotune(SOFTMAX, X)
+        tuning_search.autotune(SOFTMAX, X)
 
 
 # --- The store -----------------------------------------------------------------------------------------------------
@@ -373,27 +379,27 @@ def test_no_home_directory(machine, monkeypatch):
 def test_the_file_is_named_by_device_and_versions(cache, monkeypatch):
     monkeypatch.setattr(jax, "__version__", "1.2.3")
     monkeypatch.setattr(jaxft, "__version__", "4.5.6")
-    assert tuning_store.path("NVIDIA RTX/A 6000") == cache / "NVIDIA_RTX_A_6000-jax_1.2.3-jaxft_4.5.6.json"
+    assert tuning_cache.path("NVIDIA RTX/A 6000") == cache / "NVIDIA_RTX_A_6000-jax_1.2.3-jaxft_4.5.6.json"
     for folder in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", folder)
-        assert tuning_store.path("x").parent == Path.home() / ".cache" / "jaxft"
+        assert tuning_cache.path("x").parent == Path.home() / ".cache" / "jaxft"
 
 
 def test_entries_of_another_version_or_device_are_not_used(machine, monkeypatch):
     machine({FAST: 50.0})
-    tuning.autotune(SOFTMAX, X)
-    assert tuning.softmax(6, 24, 4, "another") == PRESENT
+    tuning_search.autotune(SOFTMAX, X)
+    assert tuning_rows.softmax(6, 24, 4, "another") == PRESENT
     monkeypatch.setattr(jax, "__version__", "1.2.3")
-    tuning_store.load.cache_clear()
-    assert tuning.softmax(6, 24, 4, KIND) == PRESENT
+    tuning_cache.load.cache_clear()
+    assert tuning_rows.softmax(6, 24, 4, KIND) == PRESENT
 
 
 def test_the_users_entry_comes_before_that_of_jaxft(monkeypatch):
-    monkeypatch.setattr(tuning, "_table", lambda kind: {"softmax": {KEY: {"num_warps": 16}}})
-    assert tuning.softmax(6, 24, 4, KIND).num_warps == 16
-    tuning_store.check_writable(KIND)
-    tuning_store.save(KIND, "softmax", KEY, FAST)
-    assert tuning.softmax(6, 24, 4, KIND) == FAST
+    monkeypatch.setattr(tuning_table, "_table", lambda kind: {"softmax": {KEY: {"num_warps": 16}}})
+    assert tuning_rows.softmax(6, 24, 4, KIND).num_warps == 16
+    tuning_cache.check_writable(KIND)
+    tuning_cache.save(KIND, "softmax", KEY, FAST)
+    assert tuning_rows.softmax(6, 24, 4, KIND) == FAST
 
 
 def test_entries_of_products_with_rounded_sizes_are_not_found(caplog):
@@ -436,9 +442,9 @@ DAMAGED = {
 def test_what_is_sound_stays_when_a_config_is_added(machine, caplog, monkeypatch):
     machine({FAST: 50.0})
     write(json.dumps({"softmax": {"other": SOUND}, "layer_norm": []}))
-    tuning.autotune(SOFTMAX, X)
+    tuning_search.autotune(SOFTMAX, X)
     assert entries()["softmax"] == {"other": SOUND, KEY: SOUND}
-    file = tuning_store.path(KIND)
+    file = tuning_cache.path(KIND)
     assert file.stat().st_mode & 0o777 == 0o666 & ~(umask := os.umask(0)) and os.umask(umask) == 0
 
     def fails(*_, **__):
@@ -448,35 +454,35 @@ def test_what_is_sound_stays_when_a_config_is_added(machine, caplog, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_text", fails)
         with pytest.raises(OSError, match="input/output error"):
-            tuning_store.save(KIND, "softmax", "third", FAST)
+            tuning_cache.save(KIND, "softmax", "third", FAST)
         with pytest.raises(OSError, match="autotune: cannot read and write .*input/output error"):  # before it searches
-            tuning.autotune(SOFTMAX, X)
+            tuning_search.autotune(SOFTMAX, X)
     assert file.read_bytes() == before and [*file.parent.iterdir()] == [file]
 
 
 def test_a_damaged_file_is_kept_aside(machine):
     machine({FAST: 50.0})
     write("{")
-    tuning.autotune(SOFTMAX, X)
-    assert tuning_store.path(KIND).with_suffix(".damaged").read_text() == "{"
+    tuning_search.autotune(SOFTMAX, X)
+    assert tuning_cache.path(KIND).with_suffix(".damaged").read_text() == "{"
 
 
 @pytest.mark.parametrize("text", DAMAGED.values(), ids=DAMAGED.keys())
 def test_a_damaged_file_is_ignored_with_one_warning(text, machine, caplog):
     write(text)
     for _ in range(3):
-        assert tuning.softmax(6, 24, 4, KIND) == PRESENT
-        tuning_store.load.cache_clear()
+        assert tuning_rows.softmax(6, 24, 4, KIND) == PRESENT
+        tuning_cache.load.cache_clear()
     (message,) = warned(caplog)
-    assert str(tuning_store.path(KIND)) in message
+    assert str(tuning_cache.path(KIND)) in message
     machine({FAST: 50.0})
-    tuning.autotune(SOFTMAX, X)  # and it does not stand in the way of a sound one
-    assert tuning.softmax(6, 24, 4, KIND) == FAST and entries()["softmax"][KEY] == SOUND
+    tuning_search.autotune(SOFTMAX, X)  # and it does not stand in the way of a sound one
+    assert tuning_rows.softmax(6, 24, 4, KIND) == FAST and entries()["softmax"][KEY] == SOUND
 
 
 def test_a_folder_in_place_of_the_file(caplog):
-    tuning_store.path(KIND).mkdir(parents=True)
-    assert tuning.softmax(6, 24, 4, KIND) == PRESENT
+    tuning_cache.path(KIND).mkdir(parents=True)
+    assert tuning_rows.softmax(6, 24, 4, KIND) == PRESENT
     assert len(warned(caplog)) == 1
 
 
@@ -490,14 +496,14 @@ def test_a_folder_in_place_of_the_file(caplog):
 )  # fmt: skip
 def test_entries_that_no_kernel_could_run(op, change, caplog):
     config, names = OPS[op]
-    defaults = {RowConfig: (1, 32, 1), tuning.GradientConfig: (1, 32, 8, 1), tuning.PermuteConfig: (32, 1024, 4),
+    defaults = {RowConfig: (1, 32, 1), tuning_table.GradientConfig: (1, 32, 8, 1), tuning_table.PermuteConfig: (32, 1024, 4),
                 AttentionConfig: (64, 64, 4, 2), tuning_dense.DenseConfig: (64, 64, 64, 4, 2),
                 tuning_dense.MosaicDenseConfig: (64, 192)}  # fmt: skip
     default = config(*defaults[config])
-    name = tuning.key(**dict.fromkeys(names, 1))
+    name = tuning_table.key(**dict.fromkeys(names, 1))
     for entry, found in ((dataclasses.asdict(default), default), (dataclasses.asdict(default) | change, None)):
         write(json.dumps({op: {name: entry}}))
-        assert tuning_store.restore(KIND, op, name, default) == found
+        assert tuning_cache.restore(KIND, op, name, default) == found
     assert len(warned(caplog)) == 1
 
 
@@ -508,14 +514,16 @@ def test_an_entry_of_a_product_by_mosaic_is_found_with_as_many_stages_as_fit(ite
     for split, block, fit in (("none", 192 + 128, {2: 4, 4: 4}), ("m", 384 + 128, {2: 3, 4: 2})):
         stored = tuning_dense.MosaicDenseConfig(192, 128, 128 // itemsize, 16, split)
         assert 2 * block * 128 < 227 * 1024 < 16 * block * 128
-        names = [tuning.key(variant, **sizes) for variant in ("", "residual")]
+        names = [tuning_table.key(variant, **sizes) for variant in ("", "residual")]
         write(json.dumps({"dense_mosaic": dict.fromkeys(names, dataclasses.asdict(stored))}))
         config = tuning_dense.dense_mosaic(512, 768, 768, None, itemsize, KIND)
         assert config == dataclasses.replace(stored, stages=fit[itemsize])
         with_residual = tuning_dense.dense_mosaic(512, 768, 768, None, itemsize, KIND, residual=True)
         assert with_residual.stages >= 2  # where not even two fit, the entry is not taken
         sizes_of_gradient = {name: size for name, size in sizes.items() if name != "activation"}
-        write(json.dumps({"dense_mosaic_gradient": {tuning.key(**sizes_of_gradient): dataclasses.asdict(stored)}}))
+        write(
+            json.dumps({"dense_mosaic_gradient": {tuning_table.key(**sizes_of_gradient): dataclasses.asdict(stored)}})
+        )
         gradient = tuning_dense.dense_mosaic_gradient(512, 768, 768, itemsize, KIND)
         fitting = tuning_dense.with_room(stored, itemsize, pieces=7)
         assert (gradient == fitting) == (fitting.stages > 1) and 2 <= gradient.stages < 16
@@ -524,12 +532,12 @@ def test_an_entry_of_a_product_by_mosaic_is_found_with_as_many_stages_as_fit(ite
 
 def test_processes_that_save_at_once_lose_nothing():
     """Four processes, and a reader that always finds a sound file with no fewer entries than before."""
-    tuning_store.check_writable(KIND)
+    tuning_cache.check_writable(KIND)
     code = f"""if True:
         import sys
         from jaxft import tuning, tuning_store
         for i in range(40):
-            tuning_store.save({KIND!r}, "softmax", f"{{sys.argv[1]}}/{{i}}", tuning.RowConfig(1, 32, 1))"""
+            tuning_cache.save({KIND!r}, "softmax", f"{{sys.argv[1]}}/{{i}}", tuning_table.RowConfig(1, 32, 1))"""
     running = [subprocess.Popen([sys.executable, "-c", code, str(n)]) for n in range(4)]
     found = 0
     while any(process.poll() is None for process in running):
@@ -538,19 +546,19 @@ def test_processes_that_save_at_once_lose_nothing():
         found = now
     assert [process.returncode for process in running] == [0] * 4
     assert len(entries()["softmax"]) == 160
-    assert os.listdir(tuning_store.path(KIND).parent) == [tuning_store.path(KIND).name]
+    assert os.listdir(tuning_cache.path(KIND).parent) == [tuning_cache.path(KIND).name]
 
 
 def test_a_failed_write_leaves_the_file(cache, monkeypatch):
-    tuning_store.check_writable(KIND)
-    tuning_store.save(KIND, "softmax", KEY, FAST)
-    before = tuning_store.path(KIND).read_bytes()
+    tuning_cache.check_writable(KIND)
+    tuning_cache.save(KIND, "softmax", KEY, FAST)
+    before = tuning_cache.path(KIND).read_bytes()
 
     def full(*args, **options):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(json, "dump", full)
     with pytest.raises(OSError, match="no space"):
-        tuning_store.save(KIND, "softmax", KEY, SLOW)
-    assert tuning_store.path(KIND).read_bytes() == before
+        tuning_cache.save(KIND, "softmax", KEY, SLOW)
+    assert tuning_cache.path(KIND).read_bytes() == before
     assert len(list(cache.iterdir())) == 1

@@ -26,8 +26,9 @@ import report
 import timing
 import tiny
 import tune
-from jaxft import reference, tuning
-from jaxft.models.sentence_encoder import SentenceEncoder
+from jaxft import reference
+from jaxft.text.sentence_encoder import SentenceEncoder
+from jaxft.tuning import table as tuning_table
 
 HEADS = {"HEADS": 2, "HEAD_SIZE": 64}  # what cuDNN supports, for when this runs on a GPU
 TINY_ENCODER = {
@@ -165,7 +166,7 @@ def test_tune_some_ops_and_sizes(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tuning, "_table", lambda kind: table)
     monkeypatch.setattr(tune, "cases", cases)
-    monkeypatch.setattr(tune, "best", lambda case, default: tuning.RowConfig(2, 32, 16))
+    monkeypatch.setattr(tune, "best", lambda case, default: tuning_table.RowConfig(2, 32, 16))
     tune.main(["--out", str(tmp_path), "--only", "softmax", "--sizes", "rows=(4|8),"])
     found = {"block_rows": 2, "block_width": 32, "num_warps": 16}
     chosen = {"rows=8,width=32,itemsize=4": found, "rows=8,width=32,itemsize=4,sums": found}
@@ -188,11 +189,11 @@ def test_tune_takes_the_fastest(monkeypatch, capsys):
 
     seen = []
     monkeypatch.setattr(timing, "device_us", device_us)
-    configs = [tuning.RowConfig(1, 32, warps) for warps in (1, 2, 4)]
+    configs = [tuning_table.RowConfig(1, 32, warps) for warps in (1, 2, 4)]
     monkeypatch.setattr(tune.tuning_candidates, "candidates", lambda *_, **sizes: configs[1:])
     sizes = {"rows": 5, "width": 24, "itemsize": 4}
     case = tune.Case("softmax", sizes, ((5, 24),), "float32", run, reference.softmax, present=configs[0])
-    assert tune.best(case, tuning.RowConfig(1, 32, 8)) == configs[1]
+    assert tune.best(case, tuning_table.RowConfig(1, 32, 8)) == configs[1]
     assert sorted(seen) == [1, 1, 1, 2, 2, 2, 4, 8, 8, 8]
     assert "was 10.00 us, without a table 1.04x, XLA takes 30.00" in capsys.readouterr().out
 

@@ -12,7 +12,7 @@ from flax import nnx
 import jaxft
 import oracle
 from cases import INTERPRET, in_full
-from jaxft import reference
+from jaxft.dropout import dropout_mask
 from jaxft.models import bert
 from jaxft.models.bert import BertModel
 from jaxft.models.classification import BertForSequenceClassification, BertForTokenClassification
@@ -46,7 +46,7 @@ def hidden(model, *args, **inputs):
 
 def keep(key, place, rate, *shape):
     """The masks of a key must not change with a release: checkpointed training runs rely on them."""
-    return {"keep": np.asarray(reference.dropout_mask(jax.random.fold_in(key, place), rate, shape)), "rate": rate}
+    return {"keep": np.asarray(dropout_mask(jax.random.fold_in(key, place), rate, shape)), "rate": rate}
 
 
 def expected_states(model, ids, mask, key):

@@ -28,10 +28,11 @@ from cases import (
 )
 from checked import checked
 from compare import assert_matches_oracle
-from jaxft import reference, tuning
-from jaxft.kernels.triton import activation_common
+from jaxft import reference
+from jaxft.kernels.triton import activations
 from jaxft.kernels.triton import bias_activation as kernel
-from jaxft.tuning import ElementwiseConfig, GradientConfig
+from jaxft.tuning import rows as tuning_rows
+from jaxft.tuning.table import ElementwiseConfig, GradientConfig
 
 ACTIVATIONS = ["gelu", "gelu_tanh", "relu", "silu", "tanh"]
 TINY = float(np.finfo(np.float32).smallest_normal)  # devices may take less for 0
@@ -171,7 +172,7 @@ def exact_gradient(x, activation):
 
 def test_rounding_as_it_is_compiled():
     x = np.linspace(-160, 160, 100_001, dtype=np.float32)
-    whole, as_integers = activation_common._nearest(x)  # outside of jit, where nothing is simplified
+    whole, as_integers = activations._nearest(x)  # outside of jit, where nothing is simplified
     np.testing.assert_array_equal(whole, np.rint(x))
     np.testing.assert_array_equal(as_integers, np.rint(x))
 
@@ -314,7 +315,7 @@ def test_the_gradient_of_the_bias_is_rounded_once(rows, dtype):
     """By the kernel that has all rows: it is that of a bias of float32, rounded to the dtype of the bias."""
     width = 100
     x, dy, narrow = normal(np.random.default_rng(13), dtype, x=(rows, width), dy=(rows, width), bias=(width,)).values()
-    config = tuning.bias_activation_backward(rows, width, x.dtype.itemsize, "a device without a table")
+    config = tuning_rows.bias_activation_backward(rows, width, x.dtype.itemsize, "a device without a table")
     assert config.programs == 1 and rows <= config.block_rows
     run = jit(functools.partial(kernel.backward, activation="gelu_tanh", config=config, interpret=INTERPRET))
     for of_bias in (jnp.float16, jnp.bfloat16):
@@ -432,8 +433,8 @@ def test_random(seed, monkeypatch):
     rng = np.random.default_rng(seed)
     blocks = [(power_of_two(rng, 8), max(8, power_of_two(rng, 512)), power_of_two(rng, 4)) for _ in range(2)]
     backward = GradientConfig(*blocks[1][:2], int(rng.integers(1, 9)), blocks[1][2])
-    monkeypatch.setattr(tuning, "bias_activation", lambda *_: ElementwiseConfig(*blocks[0]))
-    monkeypatch.setattr(tuning, "bias_activation_backward", lambda *_: backward)
+    monkeypatch.setattr(tuning_rows, "bias_activation", lambda *_: ElementwiseConfig(*blocks[0]))
+    monkeypatch.setattr(tuning_rows, "bias_activation_backward", lambda *_: backward)
     width = int(rng.choice([1, 2, 3, 17, 64, 100, 129, 384]))
     shape = (*(int(n) for n in rng.choice([1, 2, 5, 13], rng.integers(0, 3))), width)
     dtype, of_bias = (jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"]))) for _ in range(2))

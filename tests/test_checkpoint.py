@@ -16,9 +16,9 @@ import safetensors
 import safetensors.numpy
 from flax import nnx
 
-from jaxft.models import checkpoint
+from jaxft.checkpoint import tensors as checkpoint_tensors
+from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.bert import BertConfig, BertModel
-from jaxft.models.checkpoint import CheckpointError
 
 VOCAB, WIDTH, LAYERS, HEADS, INNER, POSITIONS = 31, 12, 2, 3, 20, 16
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -450,7 +450,7 @@ def test_corrupted_bytes(tmp_path, seed):
     state = nnx.to_flat_state(nnx.state(BertModel(config, rngs=None)))
     shapes = {".".join(map(str, path)): parameter.shape for path, parameter in state}
     try:
-        loaded = checkpoint.load(tmp_path, "bert", shapes, np.float32)
+        loaded = checkpoint_tensors.load(tmp_path, "bert", shapes, np.float32)
     except CheckpointError as error:
         assert str(tmp_path) in str(error)
     else:
@@ -561,7 +561,7 @@ def test_config_that_is_none(tmp_path, content, problem):
 def test_hostile_config_allocates_nothing(tmp_path, monkeypatch, change):
     folder = write(tmp_path, hf_tensors(), hf_config() | change)
     monkeypatch.setattr(BertModel, "__init__", None)
-    monkeypatch.setattr(checkpoint, "load", None)
+    monkeypatch.setattr(checkpoint_tensors, "load", None)
     refused(folder, "config.json", *(name for name in change if len(change) == 1))
 
 

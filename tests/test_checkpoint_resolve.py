@@ -5,26 +5,26 @@ import re
 import huggingface_hub
 import pytest
 
-from jaxft.models import checkpoint
+from jaxft.checkpoint import files as checkpoint_files
+from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.bert import BertModel
-from jaxft.models.checkpoint import CheckpointError
 
 
 def test_resolve_folder(tmp_path):
-    assert checkpoint.resolve(str(tmp_path)) == tmp_path
+    assert checkpoint_files.resolve(str(tmp_path)) == tmp_path
 
 
 @pytest.mark.parametrize("name", ["", "./nowhere", "../nowhere", "/nowhere/at/all", "a/b/c", "two words", "a/b\n"])
 def test_resolve_what_cannot_be_an_id(name, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     with pytest.raises(CheckpointError, match=re.escape(repr(name)) + " is neither an existing folder nor a Hugging"):
-        checkpoint.resolve(name)
+        checkpoint_files.resolve(name)
 
 
 def test_resolve_name_too_long_for_a_file(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     with pytest.raises(CheckpointError, match="'aaa.* is neither an existing folder nor a Hugging") as caught:
-        checkpoint.resolve("a" * 5000)
+        checkpoint_files.resolve("a" * 5000)
     assert len(str(caught.value)) < 500
 
 
@@ -38,7 +38,7 @@ def test_resolve_file(tmp_path):
     file = tmp_path / "model.safetensors"
     file.touch()
     with pytest.raises(CheckpointError, match="is a file; expected the folder"):
-        checkpoint.resolve(file)
+        checkpoint_files.resolve(file)
 
 
 def test_resolve_id_downloads_what_is_needed(tmp_path, monkeypatch):
@@ -49,7 +49,7 @@ def test_resolve_id_downloads_what_is_needed(tmp_path, monkeypatch):
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    folder = checkpoint.resolve("owner/model", revision="main", cache_dir="cache", local_files_only=True)
+    folder = checkpoint_files.resolve("owner/model", revision="main", cache_dir="cache", local_files_only=True)
     assert folder == tmp_path
     assert (asked["name"], asked["revision"], str(asked["cache_dir"]), asked["local_files_only"]) == (
         "owner/model", "main", "cache", True,
@@ -66,7 +66,7 @@ def test_resolve_id_downloads_what_is_needed(tmp_path, monkeypatch):
 
 def test_resolve_id_that_was_not_downloaded(tmp_path):
     with pytest.raises(CheckpointError, match="'no-owner/no-model' at revision 'v1' cannot be had.*local_files_only"):
-        checkpoint.resolve("no-owner/no-model", revision="v1", cache_dir=tmp_path, local_files_only=True)
+        checkpoint_files.resolve("no-owner/no-model", revision="v1", cache_dir=tmp_path, local_files_only=True)
 
 
 @pytest.mark.parametrize("error", [OSError("offline\nand so on"), ValueError("bad"), RuntimeError("HTTP")])
@@ -76,6 +76,6 @@ def test_resolve_id_that_cannot_be_had(error, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(CheckpointError, match="'owner/model' cannot be had.*give a local folder") as caught:
-        checkpoint.resolve("owner/model")
+        checkpoint_files.resolve("owner/model")
     assert caught.value.__cause__ is error
     assert "\n" not in str(caught.value)

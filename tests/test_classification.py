@@ -13,11 +13,12 @@ import safetensors.numpy
 from flax import nnx
 
 from cases import in_full
-from jaxft.models import checkpoint, classification, heads
+from jaxft.checkpoint import layouts as checkpoint_layouts
+from jaxft.checkpoint.files import CheckpointError
+from jaxft.models import classification, heads
 from jaxft.models.bert import BertConfig, BertModel
-from jaxft.models.checkpoint import CheckpointError
 from jaxft.models.classification import BertForSequenceClassification, BertForTokenClassification
-from jaxft.models.training import accumulate_gradients
+from jaxft.training import accumulate_gradients
 from test_checkpoint import (
     MODEL_TYPES,
     WEIGHTS,
@@ -533,4 +534,4 @@ def test_signature_follows_bert_model():
     classes = BertForSequenceClassification, BertModel
     ours, theirs = (inspect.signature(cls.from_pretrained).parameters for cls in classes)
     assert theirs.items() <= ours.items()
-    assert checkpoint.LAYOUTS.keys() == ARCHITECTURES.keys()
+    assert checkpoint_layouts.LAYOUTS.keys() == ARCHITECTURES.keys()

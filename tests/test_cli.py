@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 
 import tiny
-from jaxft import cli, dispatch, tuning, tuning_store
-from jaxft.models import batches
-from jaxft.models.sentence_encoder import SentenceEncoder
+from jaxft import cli, dispatch
+from jaxft.text import batching
+from jaxft.text.sentence_encoder import SentenceEncoder
+from jaxft.tuning import cache as tuning_cache
+from jaxft.tuning import table as tuning_table
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {
@@ -404,12 +406,12 @@ def test_info(capsys):
     for row in info["ops"]:
         assert row["implementation"] in dispatch.IMPLEMENTATIONS and row["reason"]
         assert re.search(rf"^{row['op']} +{row['implementation']} +{re.escape(row['reason'])}$", text, re.MULTILINE)
-    assert info["buckets"] == [dataclasses.asdict(bucket) for bucket in batches.buckets(32, 512)]
+    assert info["buckets"] == [dataclasses.asdict(bucket) for bucket in batching.buckets(32, 512)]
 
 
 def test_info_says_where_configs_come_from(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tuning_store.load.cache_clear()
+    tuning_cache.load.cache_clear()
 
     def configs(kind):
         with dispatch.target(kind):
@@ -418,10 +420,10 @@ def test_info_says_where_configs_come_from(capsys, monkeypatch, tmp_path):
 
     assert configs("NVIDIA H200") == "jaxft's table, heuristics"
     assert configs("NVIDIA H100 PCIe") == "heuristics"
-    tuning_store.check_writable("NVIDIA H200")
-    tuning_store.save("NVIDIA H200", "softmax", "rows=8,width=32,itemsize=4", tuning.RowConfig(1, 32, 1))
-    assert configs("NVIDIA H200") == f"{tuning_store.path('NVIDIA H200')}, jaxft's table, heuristics"
-    tuning_store.load.cache_clear()
+    tuning_cache.check_writable("NVIDIA H200")
+    tuning_cache.save("NVIDIA H200", "softmax", "rows=8,width=32,itemsize=4", tuning_table.RowConfig(1, 32, 1))
+    assert configs("NVIDIA H200") == f"{tuning_cache.path('NVIDIA H200')}, jaxft's table, heuristics"
+    tuning_cache.load.cache_clear()
 
 
 def test_info_lists_the_shapes_of_packed_batches(capsys):

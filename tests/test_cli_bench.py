@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import tiny
-from jaxft import cli, dispatch
-from jaxft.models import bert, comparison
+from jaxft import cli, comparison, dispatch
+from jaxft.models import bert
 
 
 @pytest.fixture(scope="module")

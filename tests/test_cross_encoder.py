@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 
 import tiny
-from jaxft.models import batches, cross_encoder
-from jaxft.models.checkpoint import CheckpointError
+from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.classification import BertForSequenceClassification
-from jaxft.models.cross_encoder import CrossEncoder
+from jaxft.text import batching, cross_encoder
+from jaxft.text.cross_encoder import CrossEncoder
 
 FAMILIES = ["bert", "roberta", "distilbert"]
 PAIRS = [  # each of as many words as the others, so that a direct call compiles once
@@ -80,7 +80,7 @@ def test_scores_are_those_of_the_model(folders, family, packed):
     assert type(scores) is np.ndarray and scores.shape == (len(PAIRS),)
     close(scores, expected)
     close(reranker.predict(PAIRS[::-1]), expected[::-1])
-    assert reranker.buckets(4) == (batches.buckets(4, 64) if packed else [])
+    assert reranker.buckets(4) == (batching.buckets(4, 64) if packed else [])
 
 
 def test_token_types_matter(reranker):
@@ -98,7 +98,7 @@ def test_padding_of_tokenizer_json_is_not_used(reranker):
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_order(reranker, monkeypatch, batch_size):
-    monkeypatch.setattr(batches, "_CHUNKS", (3, 5, 5))
+    monkeypatch.setattr(batching, "_CHUNKS", (3, 5, 5))
     texts = ["rain " * (7 * i % 31) for i in range(13)]
     pairs = [(text, "the old river") for text in texts]
     packed = CrossEncoder(reranker.model, reranker._tokenizer, max_length=20, packed=True)

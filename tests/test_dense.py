@@ -13,7 +13,7 @@ from cases import DTYPES, INTERPRET, check, in_full, jit, lower, normal, seeds, 
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import dense as kernel
-from jaxft.tuning_dense import DenseConfig
+from jaxft.tuning.dense import DenseConfig
 from lowered import TRITON, of, operations
 
 ACTIVATIONS = [None, "gelu", "gelu_tanh", "relu", "silu", "tanh"]

@@ -13,8 +13,11 @@ import jaxft
 import oracle
 from cases import DTYPES, INTERPRET, ONE_DTYPE, SOME_DTYPES, check, in_full, jit, lower, normal, seeds
 from compare import assert_matches_oracle
-from jaxft import dispatch, reference, tuning, tuning_dense
+from jaxft import dispatch, reference
+from jaxft.dropout import dropout_mask
 from jaxft.kernels.triton import dense, layer_norm
+from jaxft.tuning import dense as tuning_dense
+from jaxft.tuning import table as tuning_table
 from lowered import TRITON, of, operations
 
 
@@ -96,7 +99,7 @@ def test_partial_sums(parts, block_k, dtype):
         run = jit(
             lambda x, r, width=width: layer_norm.forward(
                 x, None, r, None, None, None, epsilon=1e-6, dropout_rate=0.0, return_sum=False, save=False,
-                in_place=False, config=tuning.RowConfig(4, width, 1), interpret=INTERPRET,
+                in_place=False, config=tuning_table.RowConfig(4, width, 1), interpret=INTERPRET,
             )[0]
         )  # fmt: skip
         expected = reference.bias_residual_layer_norm(
@@ -204,7 +207,7 @@ def test_what_a_user_has_tuned_is_not_xlas(entry):
     arrays = [of(shape) for shape in ((128, 768), (768, 768), (768,), (128, 768), (768,), (768,))]
     with (
         jax.default_matmul_precision(None),
-        tuning.trial(tuning.Trial({(op, tuning.key(**sizes, itemsize=4)): config})),
+        tuning_table.trial(tuning_table.Trial({(op, tuning_table.key(**sizes, itemsize=4)): config})),
     ):
         assert operations(lower(jaxft.dense_residual_layer_norm, *arrays))[TRITON] == 2
 
@@ -213,7 +216,7 @@ def test_what_a_user_has_tuned_is_not_xlas(entry):
 def test_values_of_xlas(rate, key):
     floats = floats_of(np.random.default_rng(5), (37,), 96, 40, jnp.float32)
     options = {"epsilon": 1e-3, "dropout_rate": rate, "dropout_rng": key if rate else None}
-    keep = np.asarray(reference.dropout_mask(key, rate, (37, 40))) if rate else None
+    keep = np.asarray(dropout_mask(key, rate, (37, 40))) if rate else None
     with dispatch.target(), jax.default_matmul_precision(None):  # no kernel, so that a CPU can run it
         got = jax.jit(lambda f: jaxft.dense_residual_layer_norm(**f, **options))(floats)
         wanted = jax.jit(lambda f: reference.dense_residual_layer_norm(**f, **options))(floats)

@@ -19,11 +19,12 @@ import jaxft
 import oracle
 from cases import INTERPRET, in_full, jit, lower, normal
 from compare import assert_matches_oracle
-from jaxft import dispatch, reference, tuning_dense
-from jaxft.kernels.mosaic_gpu import activation_common as act
+from jaxft import dispatch, reference
+from jaxft.kernels.mosaic_gpu import activations as act
 from jaxft.kernels.mosaic_gpu import dense
 from jaxft.kernels.triton import bias_activation
-from jaxft.tuning_dense import MosaicDenseConfig
+from jaxft.tuning import dense as tuning_dense
+from jaxft.tuning.dense import MosaicDenseConfig
 
 ACTIVATIONS = [None, *reference.ACTIVATIONS]
 DTYPES = [pytest.param(dtype, id=dtype.__name__) for dtype in (jnp.float16, jnp.bfloat16)]

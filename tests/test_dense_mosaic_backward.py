@@ -12,10 +12,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cases import INTERPRET, in_full, lower, normal
 from compare import assert_matches_oracle
-from jaxft import reference, tuning_dense
-from jaxft.kernels.mosaic_gpu import activation_common as act
+from jaxft import reference
+from jaxft.kernels.mosaic_gpu import activations as act
 from jaxft.kernels.mosaic_gpu import dense_backward
-from jaxft.tuning_dense import MosaicDenseConfig
+from jaxft.tuning import dense as tuning_dense
+from jaxft.tuning.dense import MosaicDenseConfig
 from test_dense_mosaic import DTYPES, SPLITS, assert_no_races, finds_races, hopper, of, runs
 
 GRADIENTS = {

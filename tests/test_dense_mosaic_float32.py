@@ -8,9 +8,11 @@ import pytest
 import jaxft
 import oracle
 from cases import lower, normal
-from jaxft import dispatch, reference, tuning_candidates, tuning_dense, tuning_search
-from jaxft.kernels.mosaic_gpu import activation_common as act
-from jaxft.tuning_dense import MosaicDenseConfig
+from jaxft import dispatch, reference
+from jaxft.kernels.mosaic_gpu import activations as act
+from jaxft.tuning import dense as tuning_dense
+from jaxft.tuning import search as tuning_search
+from jaxft.tuning.dense import MosaicDenseConfig
 from lowered import COPIES, operations
 from test_dense_mosaic import FLOAT32, SPLITS, check, hopper, of, run, runs
 
@@ -91,7 +93,7 @@ def test_it_adds_no_residual_in_float32():
 @pytest.mark.parametrize("rows", [300, 4096])
 def test_candidates_fit_into_shared_memory(rows, itemsize):
     sizes = {"rows": rows, "depth": 768, "width": 3072, "activation": 2, "itemsize": itemsize}
-    found = list(tuning_candidates.candidates("dense_mosaic", MosaicDenseConfig(64, 64), **sizes))
+    found = list(tuning_search.candidates("dense_mosaic", MosaicDenseConfig(64, 64), **sizes))
     for config in found:
         pieces = 4 * 64 * 64 * itemsize + 2 * config.tile_n * 4
         assert config.stages >= 3 and config.tile_k * itemsize == 128

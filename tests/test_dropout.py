@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxft import reference
+from jaxft.dropout import dropout_mask
 
 SIGMAS = 5.0  # a fair mask fails one of these statistics less than once in a million keys
 
@@ -19,7 +20,7 @@ def assert_fair(successes, trials, chance):
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 def test_dropout_rate(rate, key):
     rows, columns = 512, 768
-    keep = np.asarray(reference.dropout_mask(key, rate, (rows, columns)))
+    keep = np.asarray(dropout_mask(key, rate, (rows, columns)))
     assert keep.dtype == bool
     assert_fair(keep.sum(), keep.size, 1.0 - rate)
     for axis, trials in ((0, rows), (1, columns)):  # neither columns nor rows differ more than chance lets them
@@ -32,7 +33,7 @@ def test_dropout_rate(rate, key):
 def test_dropped_elements_are_independent(rate, key):
     """Neighbours in a row, in a column and on the diagonals, and masks of related keys, agree by chance alone."""
     keys = [key, jax.random.key(1), *jax.random.split(key, 2), jax.random.fold_in(key, 7)]
-    masks = [np.asarray(reference.dropout_mask(k, rate, (512, 512))) for k in keys]
+    masks = [np.asarray(dropout_mask(k, rate, (512, 512))) for k in keys]
     first, both = masks[0], (1.0 - rate) ** 2
     shifts = ((0, 1), (1, 0), (1, 1), (0, 2), (2, 0), (0, 32), (32, 0), (0, 256), (256, 0))
     pairs = [(first[down:, right:], first[: 512 - down, : 512 - right]) for down, right in shifts]
@@ -44,21 +45,21 @@ def test_dropped_elements_are_independent(rate, key):
 
 
 def test_dropout_is_a_function_of_key_and_element(key):
-    mask = np.asarray(reference.dropout_mask(key, 0.3, (2, 3, 40)))
-    np.testing.assert_array_equal(mask, jax.jit(reference.dropout_mask, static_argnums=(1, 2))(key, 0.3, (2, 3, 40)))
-    np.testing.assert_array_equal(mask.reshape(6, 40), reference.dropout_mask(key, 0.3, (6, 40)))
-    np.testing.assert_array_equal(mask.reshape(6, 40)[:4, :17], reference.dropout_mask(key, 0.3, (4, 17)))
-    np.testing.assert_array_equal(mask[0, 0, :7], reference.dropout_mask(key, 0.3, (7,)))
-    assert (mask != reference.dropout_mask(jax.random.key(1), 0.3, (2, 3, 40))).any()
+    mask = np.asarray(dropout_mask(key, 0.3, (2, 3, 40)))
+    np.testing.assert_array_equal(mask, jax.jit(dropout_mask, static_argnums=(1, 2))(key, 0.3, (2, 3, 40)))
+    np.testing.assert_array_equal(mask.reshape(6, 40), dropout_mask(key, 0.3, (6, 40)))
+    np.testing.assert_array_equal(mask.reshape(6, 40)[:4, :17], dropout_mask(key, 0.3, (4, 17)))
+    np.testing.assert_array_equal(mask[0, 0, :7], dropout_mask(key, 0.3, (7,)))
+    assert (mask != dropout_mask(jax.random.key(1), 0.3, (2, 3, 40))).any()
     raw = jax.random.key_data(key)
-    np.testing.assert_array_equal(mask, reference.dropout_mask(raw, 0.3, (2, 3, 40)))
-    assert reference.dropout_mask(key, 0.3, (0, 5)).shape == (0, 5)
+    np.testing.assert_array_equal(mask, dropout_mask(raw, 0.3, (2, 3, 40)))
+    assert dropout_mask(key, 0.3, (0, 5)).shape == (0, 5)
 
 
 def test_dropout_of_every_generator():
     for impl in ("threefry2x32", "rbg", "unsafe_rbg"):
         keys = jax.random.split(jax.random.key(0, impl=impl), 3)
-        masks = [np.asarray(reference.dropout_mask(key, 0.5, (64, 64))) for key in keys]
+        masks = [np.asarray(dropout_mask(key, 0.5, (64, 64))) for key in keys]
         for i, mask in enumerate(masks):
             assert_fair(mask.sum(), mask.size, 0.5)
             assert_fair((mask == masks[i - 1]).sum(), mask.size, 0.5)
@@ -67,7 +68,7 @@ def test_dropout_of_every_generator():
 def test_dropout_keeps_the_expectation(key):
     """Over many keys the mean of the result is the input, and so is the mean of the gradient."""
     keys = jax.random.split(key, 4096)
-    masks = jax.vmap(lambda k: reference.dropout_mask(k, 0.25, (3, 5)))(keys)
+    masks = jax.vmap(lambda k: dropout_mask(k, 0.25, (3, 5)))(keys)
     assert_fair(np.asarray(masks).sum(axis=0), len(keys), 0.75)
     x = jnp.ones((3, 5))
 
@@ -76,7 +77,7 @@ def test_dropout_keeps_the_expectation(key):
             x, None, jnp.zeros_like(x), None, None, dropout_rate=0.25, dropout_rng=key, return_sum=True
         )[1]
 
-    scaled = np.where(reference.dropout_mask(key, 0.25, (3, 5)), np.float32(1.0 / 0.75), np.float32(0.0))
+    scaled = np.where(dropout_mask(key, 0.25, (3, 5)), np.float32(1.0 / 0.75), np.float32(0.0))
     np.testing.assert_allclose(summed(x), scaled, rtol=1e-7)
     np.testing.assert_allclose(jax.grad(lambda x: summed(x).sum())(x), scaled, rtol=1e-7)
 
@@ -96,4 +97,4 @@ def test_dropout_is_exactly_this_function():
     key = jax.random.key(42)
     seed = [scramble(int(word)) for word in jax.random.key_data(key)]
     expected = [[bits(seed, row, column) >= round(0.3 * 2**32) for column in range(50)] for row in range(20)]
-    np.testing.assert_array_equal(reference.dropout_mask(key, 0.3, (20, 50)), expected)
+    np.testing.assert_array_equal(dropout_mask(key, 0.3, (20, 50)), expected)

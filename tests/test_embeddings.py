@@ -16,8 +16,9 @@ import oracle
 from cases import DTYPES, INTERPRET, ONE_DTYPE, check, in_full, jit, lower, normal, power_of_two, seeds, some
 from checked import checked
 from jaxft import dispatch, reference, tuning
+from jaxft.dropout import dropout_mask, dropout_seed
 from jaxft.kernels.triton import embeddings as kernel
-from jaxft.tuning import GradientConfig, RowConfig
+from jaxft.tuning.table import GradientConfig, RowConfig
 
 BOTH = ("triton", "xla")
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", BOTH)
@@ -44,7 +45,7 @@ def check_op(floats, ids, seed=None, implementations=("triton",), gradients=True
     key = jax.random.key(3)
     dropout = {"dropout_rate": rate, "dropout_rng": key if rate else None}
     shape = (*ids["input_ids"].shape, floats["word"].shape[1])
-    keep = {"rate": rate, "keep": np.asarray(reference.dropout_mask(key, rate, shape)) if rate else None}
+    keep = {"rate": rate, "keep": np.asarray(dropout_mask(key, rate, shape)) if rate else None}
 
     def plain(**floats):
         result = None if floats["word"].dtype == jnp.float64 else dtype  # for the exact gradients
@@ -146,7 +147,7 @@ def test_the_kernels_drop_what_the_reference_drops(implementation, sizes, monkey
     monkeypatch.setattr(tuning, "layer_norm_backward", lambda *_: GradientConfig(*sizes, 3, 1))
     rng, rate = np.random.default_rng(17), 0.5
     floats, ids = some_floats(rng, 300), some_ids(rng, (2, 9))
-    keep = np.asarray(reference.dropout_mask(key, rate, (2, 9, 300)))
+    keep = np.asarray(dropout_mask(key, rate, (2, 9, 300)))
 
     @jax.jit
     def run(floats, dy, key):
@@ -273,7 +274,7 @@ def test_sums_by_id(count, width, size, chunk, config, monkeypatch):
 @pytest.mark.parametrize("sizes", [(2, 2), *in_full((1, 8), (4, 4))], ids=str)
 def test_kernels_stay_within_the_arrays(sizes, monkeypatch, key):
     monkeypatch.setattr(kernel, "CHUNK", 4)
-    rng, seed = np.random.default_rng(10), reference.dropout_seed(key)
+    rng, seed = np.random.default_rng(10), dropout_seed(key)
     floats, ids = some_floats(rng, 6), some_ids(rng, (21,), least=-2)
     options = {"config": RowConfig(*sizes, 1), "interpret": True}
     with checked():

@@ -26,10 +26,9 @@ import finetune
 import pretrain
 import tiny
 from cases import INTERPRET
-from jaxft import BertForMaskedLM, BertForSequenceClassification, BertModel
-from jaxft.models import tokenizer as tokenizer_files
-from jaxft.models import training
-from jaxft.models.training import LossScale
+from jaxft import BertForMaskedLM, BertForSequenceClassification, BertModel, training
+from jaxft.text import tokenizer as tokenizer_files
+from jaxft.training import LossScale
 
 STEPS = 40
 CONFIG = dataclasses.replace(tiny.config(initializer_range=0.02), vocab_size=30522)

@@ -18,8 +18,7 @@ import finetune
 import pretrain
 import tiny
 import train_parity
-from jaxft import BertConfig, BertForMaskedLM
-from jaxft.models import training
+from jaxft import BertConfig, BertForMaskedLM, training
 from test_examples import CONFIG, quick_compiler, small, some_texts, standard_promotion
 
 __all__ = ["quick_compiler", "small", "standard_promotion"]  # fixtures of every test here

@@ -11,8 +11,10 @@ import pytest
 import jaxft
 import oracle
 from cases import SOME_DTYPES, check, jit, lower, normal, seeds
-from jaxft import dispatch, reference, tuning, tuning_search
+from jaxft import dispatch, reference, tuning
+from jaxft.dropout import dropout_mask
 from jaxft.ops import dense as dense_op
+from jaxft.tuning import search as tuning_search
 from test_dense_mosaic import interpreted, of, runs
 
 FEED_FORWARD = jaxft.feed_forward_residual_layer_norm
@@ -150,7 +152,7 @@ def test_gradient_with_dropout(key, mosaic):
     check(
         lambda implementation, **f: FEED_FORWARD(**f, **options, implementation=implementation),
         lambda **f: reference.feed_forward_residual_layer_norm(**f, **options),
-        lambda **f: exact(**f, rate=0.3, keep=np.asarray(reference.dropout_mask(key, 0.3, (66, 64)))),
+        lambda **f: exact(**f, rate=0.3, keep=np.asarray(dropout_mask(key, 0.3, (66, 64)))),
         floats, implementations=("mosaic_gpu",),
     )  # fmt: skip
 

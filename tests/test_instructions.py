@@ -10,7 +10,7 @@ import pytest
 
 from cases import INTERPRET
 from jaxft import reference
-from jaxft.kernels.triton import activation_common, common
+from jaxft.kernels.triton import activations, common
 
 pytestmark = pytest.mark.skipif(not INTERPRET, reason="here every test of a kernel runs the assembly")
 
@@ -92,5 +92,5 @@ def test_opaque(dtype, assert_same):
 @pytest.mark.parametrize("name", reference.ACTIVATIONS)
 def test_activations(name, dtype, assert_same):
     x = jnp.linspace(-6.0, 6.0, 301)
-    assert_same(lambda x: activation_common.activation(name, x, dtype), x, atol=1e-30)
-    assert_same(lambda x: activation_common.activation_gradient(name, x, jnp.ones_like(x), dtype), x, atol=1e-6)
+    assert_same(lambda x: activations.activation(name, x, dtype), x, atol=1e-30)
+    assert_same(lambda x: activations.activation_gradient(name, x, jnp.ones_like(x), dtype), x, atol=1e-6)

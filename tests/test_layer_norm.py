@@ -15,8 +15,9 @@ from cases import DTYPES, INTERPRET, SOME_DTYPES, check, in_float64, in_full, ji
 from checked import checked
 from compare import assert_matches_oracle
 from jaxft import reference, tuning
+from jaxft.dropout import dropout_mask, dropout_seed
 from jaxft.kernels.triton import layer_norm as kernel
-from jaxft.tuning import GradientConfig, RowConfig
+from jaxft.tuning.table import GradientConfig, RowConfig
 
 # One, primes, no powers of two, no multiples of a block, and a row that does not fit in one block.
 SHAPES = [(1,), (2, 3, 127), (37, 64), (3, 8209), *in_full((1, 1), (3, 1), (7, 80), (1, 769))]
@@ -36,7 +37,7 @@ def check_layer_norm(floats, seed=None, implementations=("triton",), in_place=Fa
 def check_fused(floats, seed=None, implementations=("triton",), in_place=False, gradients=True, rate=0.0, **options):
     key = jax.random.key(7)
     dropout = {"dropout_rate": rate, "dropout_rng": key if rate else None}
-    keep = {"rate": rate, "keep": np.asarray(reference.dropout_mask(key, rate, floats["x"].shape)) if rate else None}
+    keep = {"rate": rate, "keep": np.asarray(dropout_mask(key, rate, floats["x"].shape)) if rate else None}
 
     def bind(op, **more):
         def call(x, residual, **vectors):
@@ -141,7 +142,7 @@ def test_any_config(dtype, rate, key):
     arguments = [floats[name] for name in ("x", "bias", "residual", "gamma", "beta")]
     dy = tuple(normal(rng, dtype, y=(21, 101), sum=(21, 101)).values())
     options = {"dropout_rate": rate, "interpret": INTERPRET}
-    seed = reference.dropout_seed(key) if rate else None
+    seed = dropout_seed(key) if rate else None
 
     @jit
     def plain(dy, *arguments):
@@ -177,7 +178,7 @@ def test_kernels_stay_within_the_arrays(sizes, key):
     rows, width, programs = sizes
     floats = fused_floats(np.random.default_rng(11), (7, 6))
     x, residual, bias, gamma, beta = (floats[name] for name in ("x", "residual", "bias", "gamma", "beta"))
-    options, seed = {"dropout_rate": 0.3, "interpret": True}, reference.dropout_seed(key)
+    options, seed = {"dropout_rate": 0.3, "interpret": True}, dropout_seed(key)
     with checked():
         for in_place in (True, False):
             *y, saved = kernel.forward(
@@ -217,7 +218,7 @@ def test_dropout(shape, dtype):
 def test_the_kernel_drops_what_the_reference_drops(key):
     """Bit by bit, forward and backward, and at every block size."""
     shape, rate = (37, 300), 0.4
-    x, keep = jnp.ones(shape), np.asarray(reference.dropout_mask(key, rate, shape))
+    x, keep = jnp.ones(shape), np.asarray(dropout_mask(key, rate, shape))
 
     def run(x, implementation):
         return jaxft.bias_residual_layer_norm(
@@ -231,7 +232,7 @@ def test_the_kernel_drops_what_the_reference_drops(key):
         np.testing.assert_array_equal(pull_back(x)[0] != 0.0, keep)
     for config in (RowConfig(1, 512, 4), RowConfig(8, 64, 2)):
         options = {"epsilon": 1e-6, "dropout_rate": rate, "in_place": False, "config": config, "interpret": INTERPRET}
-        seed = reference.dropout_seed(key)
+        seed = dropout_seed(key)
         _, total = kernel.forward(x, None, jnp.zeros(shape), None, None, seed, return_sum=True, save=False, **options)
         np.testing.assert_array_equal(total != 0.0, keep)
     jaxft.bias_residual_layer_norm(x, None, x, None, None, dropout_rate=0.0, implementation="triton")  # needs no key
@@ -264,7 +265,7 @@ def test_flags_are_flags(op, name):
 def test_rows_beyond_the_last_add_nothing(key):
     """Not even where the bias is infinite, in a column that dropout drops in every row that is there."""
     shape, rate = (5, 6), 0.8
-    keep = np.asarray(reference.dropout_mask(key, rate, shape))
+    keep = np.asarray(dropout_mask(key, rate, shape))
     column = int(np.flatnonzero(~keep.any(axis=0))[0])
     floats = fused_floats(np.random.default_rng(12), shape)
     floats["bias"] = floats["bias"].at[column].set(jnp.inf)

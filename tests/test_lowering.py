@@ -20,9 +20,9 @@ from jaxft.kernels.triton import (
     permute,
     softmax,
 )
-from jaxft.kernels.triton.attention_common import Options, Rules
-from jaxft.tuning import AttentionConfig, ElementwiseConfig, GradientConfig, PermuteConfig, RowConfig
-from jaxft.tuning_dense import DenseConfig
+from jaxft.kernels.triton.attention_problem import Options, Rules
+from jaxft.tuning.dense import DenseConfig
+from jaxft.tuning.table import AttentionConfig, ElementwiseConfig, GradientConfig, PermuteConfig, RowConfig
 from lowered import COPIES, TRITON, assert_one_kernel, of, operations
 
 pytestmark = pytest.mark.usefixtures("quiet")

@@ -14,9 +14,10 @@ from flax import nnx
 
 import jaxft
 from cases import in_full
-from jaxft.models import checkpoint, masked_lm
+from jaxft.checkpoint import layouts as checkpoint_layouts
+from jaxft.checkpoint.files import CheckpointError
+from jaxft.models import masked_lm
 from jaxft.models.bert import BertModel
-from jaxft.models.checkpoint import CheckpointError
 from jaxft.models.masked_lm import BertForMaskedLM
 from oracle import _activate, layer_norm
 from test_checkpoint import (
@@ -509,4 +510,4 @@ def test_implementation_reaches_the_head(op, monkeypatch):
 def test_signature_follows_bert_model():
     ours, theirs = (inspect.signature(cls.from_pretrained).parameters for cls in (BertForMaskedLM, BertModel))
     assert theirs.items() <= ours.items()
-    assert checkpoint.LAYOUTS.keys() == ARCHITECTURES.keys()
+    assert checkpoint_layouts.LAYOUTS.keys() == ARCHITECTURES.keys()

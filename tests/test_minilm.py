@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from cases import in_full
-from jaxft.models import checkpoint
+from jaxft.checkpoint import files as checkpoint_files
 from jaxft.models.bert import BertModel
 
 GOLDEN = Path(__file__).parent / "data" / "minilm_golden.npz"
@@ -71,8 +71,8 @@ def test_16_bits(minilm, golden, dtype, allowed, param_dtype):
 @pytest.mark.parametrize("mistake", [{"hidden_act": "gelu_new"}, {"layer_norm_eps": 1e-6}], ids=str)
 def test_classic_mistakes_are_noticed(minilm, golden, mistake, monkeypatch):
     """Both pass any test that only asks for a cosine near 1."""
-    settings = checkpoint.read_json_object(minilm / "config.json")
-    monkeypatch.setattr(checkpoint, "read_json_object", lambda file: settings | mistake)
+    settings = checkpoint_files.read_json_object(minilm / "config.json")
+    monkeypatch.setattr(checkpoint_files, "read_json_object", lambda file: settings | mistake)
     embeddings, _, hidden = errors(BertModel.from_pretrained(minilm), golden)
     assert embeddings > 4 * FLOAT32
     assert hidden > 4 * HIDDEN_FLOAT32

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from checked import first_stores
-from jaxft.kernels.mosaic_gpu import dense_common
+from jaxft.kernels.mosaic_gpu import matmul
 from jaxft.kernels.triton import attention, bias_activation, layer_norm
-from jaxft.kernels.triton.attention_common import Options, Rules
-from jaxft.tuning import AttentionConfig, ElementwiseConfig, GradientConfig, RowConfig
-from jaxft.tuning_dense import MosaicDenseConfig
+from jaxft.kernels.triton.attention_problem import Options, Rules
+from jaxft.tuning.dense import MosaicDenseConfig
+from jaxft.tuning.table import AttentionConfig, ElementwiseConfig, GradientConfig, RowConfig
 
 
 def test_layer_norm():
@@ -66,7 +66,7 @@ def test_mosaic_products(blocks, minor):
     count = blocks[0] * blocks[1]
 
     def order(backwards):
-        return [tuple(map(int, dense_common.block_at(jnp.int32(i), blocks, config, backwards))) for i in range(count)]
+        return [tuple(map(int, matmul.block_at(jnp.int32(i), blocks, config, backwards))) for i in range(count)]
 
     assert sorted(order(False)) == list(np.ndindex(blocks)) and order(False)[0][0] == 0
     assert sorted(order(True)) == list(np.ndindex(blocks)) and order(True)[-1][0] == 0

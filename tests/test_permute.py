@@ -15,9 +15,10 @@ import oracle
 from cases import DTYPES, INTERPRET, check, in_full, jit, lower, normal, power_of_two, seeds, some
 from checked import checked
 from compare import assert_matches_oracle
-from jaxft import dispatch, reference, tuning
+from jaxft import dispatch, reference
 from jaxft.kernels.triton import permute as triton
-from jaxft.tuning import ElementwiseConfig, GradientConfig, PermuteConfig
+from jaxft.tuning import layouts as tuning_layouts
+from jaxft.tuning.table import ElementwiseConfig, GradientConfig, PermuteConfig
 
 BOTH = pytest.mark.parametrize("implementation", ["triton", "xla"])
 
@@ -275,7 +276,7 @@ def test_reduce_random(seed):
 def test_tiles(shape, axes, itemsize, blocks):
     """Whole lines on both sides, and no small programs."""
     kept = shape[-1] if axes[-1] == len(shape) - 1 else 1
-    config = tuning.permute(math.prod(shape), kept, 1, itemsize, "a device that nobody tuned for")
+    config = tuning_layouts.permute(math.prod(shape), kept, 1, itemsize, "a device that nobody tuned for")
     assert triton.tile(shape, axes, config) == blocks
 
 
@@ -423,8 +424,8 @@ def test_random_heads(seed, monkeypatch):
     rng = np.random.default_rng(seed)
     blocks = [(power_of_two(rng, 16), power_of_two(rng, 64), power_of_two(rng, 4)) for _ in range(2)]
     backward = GradientConfig(*blocks[1][:2], int(rng.integers(1, 9)), blocks[1][2])
-    monkeypatch.setattr(tuning, "qkv_bias_split_heads", lambda *_: ElementwiseConfig(*blocks[0]))
-    monkeypatch.setattr(tuning, "qkv_bias_split_heads_backward", lambda *_: backward)
+    monkeypatch.setattr(tuning_layouts, "qkv_bias_split_heads", lambda *_: ElementwiseConfig(*blocks[0]))
+    monkeypatch.setattr(tuning_layouts, "qkv_bias_split_heads_backward", lambda *_: backward)
     dtype, vector = (jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"]))) for _ in range(2))
     sizes = rng.choice([1, 2, 3, 5], 4)
     sizes[rng.integers(4)] = rng.choice([8, 13, 33, 64])
@@ -467,7 +468,7 @@ def test_random_moves(seed, monkeypatch):
     rng = np.random.default_rng(seed)
     line = power_of_two(rng, 32)
     config = PermuteConfig(line, line * line * power_of_two(rng, 4), power_of_two(rng, 4))
-    monkeypatch.setattr(tuning, "permute", lambda *_: config)
+    monkeypatch.setattr(tuning_layouts, "permute", lambda *_: config)
     shape = [int(n) for n in rng.choice([0, 1, 2, 3, 5], rng.integers(1, 9), p=[0.02, 0.23, 0.25, 0.25, 0.25])]
     for axis in rng.integers(0, len(shape), 2):
         shape[axis] = int(rng.choice([7, 16, 33, 65])) if math.prod(shape) < 1000 else shape[axis]

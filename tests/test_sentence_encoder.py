@@ -14,10 +14,10 @@ from tokenizers import pre_tokenizers
 
 import tiny
 from cases import in_full
-from jaxft.models import batches
+from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.bert import BertModel
-from jaxft.models.checkpoint import CheckpointError
-from jaxft.models.sentence_encoder import SentenceEncoder
+from jaxft.text import batching
+from jaxft.text.sentence_encoder import SentenceEncoder
 
 GOLDEN = Path(__file__).parent / "data" / "minilm_golden.npz"
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -123,8 +123,8 @@ def test_rows_are_in_the_callers_order(encoder, batch_size):
 
 
 def test_many_chunks_and_batches_in_flight(encoder, monkeypatch):
-    monkeypatch.setattr(batches, "_CHUNKS", (3, 8, 8))
-    monkeypatch.setattr(batches, "_IN_FLIGHT", 2)
+    monkeypatch.setattr(batching, "_CHUNKS", (3, 8, 8))
+    monkeypatch.setattr(batching, "_IN_FLIGHT", 2)
     texts = TEXTS[:5] * 10 + TEXTS[5:]
     expected = {text: pooled(encoder, text) for text in TEXTS}
     close(encoder.encode(texts, batch_size=4), [expected[text] for text in texts])
@@ -198,7 +198,7 @@ def test_programs_are_bounded(folder, monkeypatch):
     ],
 )
 def test_padded_lengths(limit, expected):
-    assert batches.padded_lengths(limit) == expected
+    assert batching.padded_lengths(limit) == expected
 
 
 def test_trained_parameters_are_used(folder):

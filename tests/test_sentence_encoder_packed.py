@@ -11,10 +11,10 @@ from flax import nnx
 import tiny
 from cases import in_full
 from jaxft import dispatch
-from jaxft.models import batches
-from jaxft.models.batches import Bucket
 from jaxft.models.bert import BertModel
-from jaxft.models.sentence_encoder import SentenceEncoder
+from jaxft.text import batching
+from jaxft.text.batching import Bucket
+from jaxft.text.sentence_encoder import SentenceEncoder
 
 MODES = ("cls", "max", "mean")
 WORDS = tiny.WORDS[:11]
@@ -95,8 +95,8 @@ def test_lengths_are_not_normalized_unasked(encoder):
 
 
 def test_many_chunks_and_batches_in_flight(encoder, monkeypatch):
-    monkeypatch.setattr(batches, "_CHUNKS", (3, 8, 8))
-    monkeypatch.setattr(batches, "_IN_FLIGHT", 2)
+    monkeypatch.setattr(batching, "_CHUNKS", (3, 8, 8))
+    monkeypatch.setattr(batching, "_IN_FLIGHT", 2)
     texts = texts_of(*np.random.default_rng(1).integers(0, 70, 60))
     close(encoder.encode(texts, batch_size=2), make(encoder.model, packed=False).encode(texts))
 
@@ -110,10 +110,10 @@ def test_text_without_a_token(encoder):
 def test_what_is_packed_unasked(encoder):
     parts = {"max_seq_length": 64}
     assert SentenceEncoder(encoder.model, tiny.bert_tokenizer(), **parts).buckets() == (
-        batches.buckets(32, 64) if dispatch.platform() == "cuda" else []
+        batching.buckets(32, 64) if dispatch.platform() == "cuda" else []
     )
     with dispatch.target("NVIDIA H200"):
-        assert SentenceEncoder(encoder.model, tiny.bert_tokenizer(), **parts).buckets(2) == batches.buckets(2, 64)
+        assert SentenceEncoder(encoder.model, tiny.bert_tokenizer(), **parts).buckets(2) == batching.buckets(2, 64)
     assert make(encoder.model, packed=False).buckets() == []
 
 

@@ -31,7 +31,7 @@ from checked import checked
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference, tuning
 from jaxft.kernels.triton import softmax as kernel
-from jaxft.tuning import RowConfig
+from jaxft.tuning.table import RowConfig
 
 pytestmark = pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 both = pytest.mark.parametrize("implementation", ["triton", "xla"])

@@ -14,9 +14,10 @@ from flax import nnx
 
 import jaxft
 from cases import in_full
+from jaxft.checkpoint.files import CheckpointError
+from jaxft.checkpoint.layouts import LAYOUTS
 from jaxft.models import classification
 from jaxft.models.bert import BertModel
-from jaxft.models.checkpoint import LAYOUTS, CheckpointError
 from jaxft.models.classification import BertForSequenceClassification, BertForTokenClassification
 from test_checkpoint import MODEL_TYPES, WEIGHTS, WIDTH, assert_same, forward, hf_config, hf_tensors, write
 from test_classification import (

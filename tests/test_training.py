@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxft
 import tiny
 from jaxft.models.masked_lm import BertForMaskedLM
-from jaxft.models.training import COMPILER_OPTIONS, LossScale, accumulate_gradients, update_if_finite
+from jaxft.training import COMPILER_OPTIONS, LossScale, accumulate_gradients, update_if_finite
 
 
 def classifier_loss(params, batch):

@@ -26,7 +26,9 @@ from jax.sharding import PartitionSpec as P
 import jaxft
 from cases import INTERPRET, for_h200, in_float64, in_full, jit, lower, normal
 from compare import assert_matches_oracle
-from jaxft import dispatch, reference, tuning
+from jaxft import dispatch, reference
+from jaxft.tuning import rows as tuning_rows
+from jaxft.tuning import table as tuning_table
 
 BATCH, LENGTH, HEADS, SIZE = 2, 5, 2, 8
 WIDTH = HEADS * SIZE
@@ -46,7 +48,7 @@ def in_chunks(call):
     """With a part of each row at a time in the backward pass."""
 
     def run(functions, options, **floats):
-        with mock.patch.object(tuning, "softmax_backward", lambda *sizes: tuning.RowConfig(2, 2, 1)):
+        with mock.patch.object(tuning_rows, "softmax_backward", lambda *sizes: tuning_table.RowConfig(2, 2, 1)):
             return call(functions, options, **floats)
 
     return run

@@ -12,26 +12,33 @@ import pytest
 
 import jaxft
 from cases import lower
-from jaxft import dispatch, tuning, tuning_candidates, tuning_dense, tuning_store
+from jaxft import dispatch, tuning, tuning_candidates
+from jaxft.tuning import attention as tuning_attention
+from jaxft.tuning import cache as tuning_cache
+from jaxft.tuning import dense as tuning_dense
+from jaxft.tuning import layouts as tuning_layouts
+from jaxft.tuning import rows as tuning_rows
+from jaxft.tuning import search as tuning_search
+from jaxft.tuning import table as tuning_table
 
 UNKNOWN = "a device that nobody tuned for"
 ITEM_SIZES = (2, 4)
 #: op -> its config, and the sizes in its table's keys.
 OPS = {
-    "layer_norm": (tuning.RowConfig, ("rows", "width", "itemsize")),
-    "layer_norm_backward": (tuning.GradientConfig, ("rows", "width", "itemsize")),
-    "softmax": (tuning.RowConfig, ("rows", "width", "itemsize")),
-    "softmax_backward": (tuning.RowConfig, ("rows", "width", "itemsize")),
-    "bias_activation": (tuning.ElementwiseConfig, ("rows", "width", "itemsize")),
-    "permute": (tuning.PermuteConfig, ("size", "kept", "aligned", "itemsize")),
-    "bias_activation_backward": (tuning.GradientConfig, ("rows", "width", "itemsize")),
-    "qkv_bias_split_heads": (tuning.ElementwiseConfig, ("batch_heads", "length", "head_size", "itemsize")),
+    "layer_norm": (tuning_table.RowConfig, ("rows", "width", "itemsize")),
+    "layer_norm_backward": (tuning_table.GradientConfig, ("rows", "width", "itemsize")),
+    "softmax": (tuning_table.RowConfig, ("rows", "width", "itemsize")),
+    "softmax_backward": (tuning_table.RowConfig, ("rows", "width", "itemsize")),
+    "bias_activation": (tuning_table.ElementwiseConfig, ("rows", "width", "itemsize")),
+    "permute": (tuning_table.PermuteConfig, ("size", "kept", "aligned", "itemsize")),
+    "bias_activation_backward": (tuning_table.GradientConfig, ("rows", "width", "itemsize")),
+    "qkv_bias_split_heads": (tuning_table.ElementwiseConfig, ("batch_heads", "length", "head_size", "itemsize")),
     "qkv_bias_split_heads_backward": (
-        tuning.GradientConfig, ("batch", "length", "heads", "head_size", "itemsize"),
+        tuning_table.GradientConfig, ("batch", "length", "heads", "head_size", "itemsize"),
     ),
     **dict.fromkeys(
         ("attention", "attention_dq", "attention_dkv"),
-        (tuning.AttentionConfig, ("batch_heads", "query", "key", "head_size", "itemsize")),
+        (tuning_table.AttentionConfig, ("batch_heads", "query", "key", "head_size", "itemsize")),
     ),
     "dense_implementation": (tuning_dense.DenseChoice, ("rows", "depth", "width", "activation", "itemsize")),
     "dense": (tuning_dense.DenseConfig, ("rows", "depth", "width", "itemsize")),
@@ -46,24 +53,28 @@ def heuristics(device_kind=UNKNOWN):
     for itemsize in ITEM_SIZES:
         for rows in SIZES:
             for size in SIZES[1:]:
-                yield tuning.layer_norm(rows, size, itemsize, device_kind)
-                yield tuning.layer_norm_backward(rows, size, itemsize, device_kind)
-                yield tuning.layer_norm_backward(rows, size, itemsize, device_kind, wide_dropout=True)
-                yield tuning.embeddings_sums(rows, size)
-                yield tuning.softmax(rows, size, itemsize, device_kind)
-                yield tuning.softmax_backward(rows, size, itemsize, device_kind)
-                yield tuning.bias_activation(rows, size, itemsize, device_kind)
+                yield tuning_rows.layer_norm(rows, size, itemsize, device_kind)
+                yield tuning_rows.layer_norm_backward(rows, size, itemsize, device_kind)
+                yield tuning_rows.layer_norm_backward(rows, size, itemsize, device_kind, wide_dropout=True)
+                yield tuning_rows.embeddings_sums(rows, size)
+                yield tuning_rows.softmax(rows, size, itemsize, device_kind)
+                yield tuning_rows.softmax_backward(rows, size, itemsize, device_kind)
+                yield tuning_rows.bias_activation(rows, size, itemsize, device_kind)
                 for aligned in (1, 16 // itemsize):
-                    yield tuning.permute(rows * size, size, aligned, itemsize, device_kind)
-                yield tuning.bias_activation_backward(rows, size, itemsize, device_kind)
-                yield tuning.qkv_bias_split_heads(48, rows, size, itemsize, device_kind)
-                yield tuning.qkv_bias_split_heads_backward(4, rows, 12, size, itemsize, device_kind)
+                    yield tuning_layouts.permute(rows * size, size, aligned, itemsize, device_kind)
+                yield tuning_rows.bias_activation_backward(rows, size, itemsize, device_kind)
+                yield tuning_layouts.qkv_bias_split_heads(48, rows, size, itemsize, device_kind)
+                yield tuning_layouts.qkv_bias_split_heads_backward(4, rows, 12, size, itemsize, device_kind)
                 yield tuning_dense.dense(rows, size, 768, itemsize, device_kind)
                 yield tuning_dense.dense(rows, 768, size, itemsize, device_kind)
                 yield tuning_dense.dense_split(rows, size, 768, itemsize, device_kind)
         for length in SIZES[:-1]:
             for head_size in (8, 32, 33, 64, 80, 128, 256):
-                for attention in (tuning.attention, tuning.attention_dq, tuning.attention_dkv):
+                for attention in (
+                    tuning_attention.attention,
+                    tuning_attention.attention_dq,
+                    tuning_attention.attention_dkv,
+                ):
                     yield attention(16, length, length, head_size, itemsize, device_kind)
                     yield attention(4096, length, length, head_size, itemsize, device_kind, average=max(1, length // 4))
 
@@ -80,31 +91,31 @@ def tuned(monkeypatch):
 
 @pytest.mark.parametrize(("n", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (64, 64), (65, 128), (2**31 - 1, 2**31)])
 def test_next_power_of_2(n, power):
-    assert tuning.next_power_of_2(n) == power
+    assert tuning_table.next_power_of_2(n) == power
 
 
 def test_keys_round_sizes_up_to_powers_of_two():
-    assert tuning.key(rows=4000, width=1000, itemsize=2) == "rows=4096,width=1024,itemsize=2"
-    assert tuning.key(rows=4097, width=1, itemsize=4) == "rows=8192,width=1,itemsize=4"
+    assert tuning_table.key(rows=4000, width=1000, itemsize=2) == "rows=4096,width=1024,itemsize=2"
+    assert tuning_table.key(rows=4097, width=1, itemsize=4) == "rows=8192,width=1,itemsize=4"
 
 
 def test_keys_have_the_exact_depth_and_width_of_a_product():
-    assert tuning.key(rows=4000, depth=768, width=2304, itemsize=2) == "rows=4096,depth=768,width=2304,itemsize=2"
+    assert tuning_table.key(rows=4000, depth=768, width=2304, itemsize=2) == "rows=4096,depth=768,width=2304,itemsize=2"
 
 
 def test_heuristics_are_launchable():
     """Blocks and warps are powers of two, as Triton needs them, and no block is absurd."""
     for config in heuristics():
         for name, value in dataclasses.asdict(config).items():
-            assert value >= 1 or (name == "programs" and isinstance(config, tuning.AttentionConfig)), config
+            assert value >= 1 or (name == "programs" and isinstance(config, tuning_table.AttentionConfig)), config
             if name not in ("num_stages", "programs", "splits"):
                 assert value & (value - 1) == 0, config
         assert config.num_warps <= 32
-        if isinstance(config, tuning.AttentionConfig):
+        if isinstance(config, tuning_table.AttentionConfig):
             assert min(config.block_q, config.block_k) >= 16, config  # the least that a Triton dot takes
         elif isinstance(config, tuning_dense.DenseConfig):
             assert min(config.block_m, config.block_n, config.block_k) >= 16, config
-        elif isinstance(config, tuning.PermuteConfig):
+        elif isinstance(config, tuning_table.PermuteConfig):
             assert config.elements <= 8192, config
         else:
             assert config.block_rows * config.block_width <= 32768, config
@@ -114,9 +125,9 @@ def test_heuristics_are_launchable():
 def test_attention_blocks_do_not_outgrow_the_sequence():
     for rows, keys in ((17, 5), (5, 40), (1, 1)):
         for batch_heads in (1, 4096):
-            config = tuning.attention(batch_heads, rows, keys, 64, 2, UNKNOWN)
-            assert config.block_q <= max(16, tuning.next_power_of_2(rows)), config
-            assert config.block_k <= max(16, tuning.next_power_of_2(keys)), config
+            config = tuning_attention.attention(batch_heads, rows, keys, 64, 2, UNKNOWN)
+            assert config.block_q <= max(16, tuning_table.next_power_of_2(rows)), config
+            assert config.block_k <= max(16, tuning_table.next_power_of_2(keys)), config
 
 
 def shared_memory(op, config, queries_length, keys_length, head_size, itemsize):
@@ -125,7 +136,7 @@ def shared_memory(op, config, queries_length, keys_length, head_size, itemsize):
     Not below what Triton 3.9 gives for compute capability 8.6 (some 1,200 kernels, 2026-11-22), but in blocks of 32 or
     fewer, which are far from the limit, and for float32 products without TF32, which take up to half as much again.
     """
-    row = tuning.next_power_of_2(head_size) * itemsize
+    row = tuning_table.next_power_of_2(head_size) * itemsize
     queries, keys = 2 * config.block_q * row, 2 * config.block_k * row  # and their gradients, or values
     stays, moves = {
         "attention": (queries // 2, keys), "attention_dq": (queries, keys), "attention_dkv": (keys, queries)
@@ -192,9 +203,11 @@ def test_tiles_of_dense(rows, itemsize, expected):
      ("NVIDIA RTX 6000 Ada Generation", False), ("NVIDIA GB10", False), ("NVIDIA GeForce RTX 5090", False)],
 )  # fmt: skip
 def test_large_heads_take_what_the_card_has(kind, large):
-    blocks = [tuning.attention_dkv(64, 512, 512, size, itemsize, kind) for size, itemsize in ((256, 2), (256, 4))]
+    blocks = [
+        tuning_attention.attention_dkv(64, 512, 512, size, itemsize, kind) for size, itemsize in ((256, 2), (256, 4))
+    ]
     expected = [(32, 64, 8, 1), (16, 32, 4, 1)] if large else [(32, 32, 4, 1), (16, 16, 4, 1)]
-    assert blocks == [tuning.AttentionConfig(*block) for block in expected]
+    assert blocks == [tuning_table.AttentionConfig(*block) for block in expected]
 
 
 @pytest.mark.parametrize("kind", [UNKNOWN, "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA L4"])
@@ -203,8 +216,8 @@ def test_gradients_of_attention_fit_into_registers(kind):
     for length, size, itemsize, average in itertools.product(
         (16, 32, 64, 128, 512), (16, 64, 128, 256), (2, 4), (None, 16, 64)
     ):
-        dkv = tuning.attention_dkv(4096, length, length, size, itemsize, kind, average=average)
-        dq = tuning.attention_dq(4096, length, length, size, itemsize, kind, average=average)
+        dkv = tuning_attention.attention_dkv(4096, length, length, size, itemsize, kind, average=average)
+        dq = tuning_attention.attention_dq(4096, length, length, size, itemsize, kind, average=average)
         assert 2 * dkv.block_k * size <= 128 * 32 * dkv.num_warps, (length, size, itemsize, average, dkv)
         assert dq.block_q * size <= 128 * 32 * dq.num_warps, (length, size, itemsize, average, dq)
 
@@ -223,13 +236,16 @@ def test_gradients_of_attention_fit_into_registers(kind):
 def test_blocks_are_as_short_as_sequences_back_to_back(longest, average, expected):
     """One that holds all of the longest would be idle in most."""
     sizes = (12 * 1024, longest, longest, 64, 2, "NVIDIA H100 80GB HBM3")  # which has no table
-    found = [f(*sizes, average=average) for f in (tuning.attention, tuning.attention_dq, tuning.attention_dkv)]
-    assert found == [tuning.AttentionConfig(*block) for block in expected]
+    found = [
+        f(*sizes, average=average)
+        for f in (tuning_attention.attention, tuning_attention.attention_dq, tuning_attention.attention_dkv)
+    ]
+    assert found == [tuning_table.AttentionConfig(*block) for block in expected]
 
 
 def test_sequences_back_to_back_have_entries_of_their_own():
     qkv, cu_seqlens = jnp.zeros((600, 3, 2, 16), jnp.bfloat16), jnp.arange(0, 601, 20, dtype=jnp.int32)
-    with tuning.trial(trial := tuning.Trial({})):
+    with tuning_table.trial(trial := tuning_table.Trial({})):
         jaxft.varlen_qkv_attention(qkv, cu_seqlens, max_seqlen=50, implementation="triton")
     sizes = "batch_heads=64,query=64,key=64,head_size=16,average=32,itemsize=2"
     assert trial.asked.keys() == {(op, sizes) for op in ("attention", "attention_dq", "attention_dkv")}
@@ -240,29 +256,29 @@ def test_dropout_with_wide_vectors_has_an_entry_of_its_own(key):
     x, seen = jnp.zeros((6, 40), jnp.bfloat16), {}
     for dtype, rate in itertools.product((jnp.bfloat16, jnp.float32), (0.0, 0.1)):
         gamma = jnp.ones(40, dtype)
-        with tuning.trial(trial := tuning.Trial({})):
+        with tuning_table.trial(trial := tuning_table.Trial({})):
             jaxft.bias_residual_layer_norm(
                 x, None, x, gamma, gamma, dropout_rate=rate, dropout_rng=key, implementation="triton"
             )
         (seen[gamma.dtype.name, rate],) = (name for op, name in trial.asked if op == "layer_norm_backward")
     assert {case for case, name in seen.items() if name.endswith("itemsize=2,dropout=1")} == {("float32", 0.1)}
-    usual = tuning.layer_norm_backward(16384, 768, 2, UNKNOWN)
-    assert usual == tuning.GradientConfig(2, 1024, 396, 4)
+    usual = tuning_rows.layer_norm_backward(16384, 768, 2, UNKNOWN)
+    assert usual == tuning_table.GradientConfig(2, 1024, 396, 4)
     for rows in (16384, 65536):
-        wide = tuning.layer_norm_backward(rows, 1024, 2, UNKNOWN, wide_dropout=True)
-        assert wide == tuning.GradientConfig(1, 1024, 528, 4)
+        wide = tuning_rows.layer_norm_backward(rows, 1024, 2, UNKNOWN, wide_dropout=True)
+        assert wide == tuning_table.GradientConfig(1, 1024, 528, 4)
 
 
 def test_a_tuned_entry_wins(tuned):
     tuned({"NVIDIA H200": {"layer_norm": {"rows=4096,width=1024,itemsize=2": {"block_rows": 2, "num_warps": 8}}}})
-    heuristic = tuning.layer_norm(4000, 1000, 2, UNKNOWN)
+    heuristic = tuning_rows.layer_norm(4000, 1000, 2, UNKNOWN)
     expected = dataclasses.replace(heuristic, block_rows=2, num_warps=8)
     assert expected != heuristic
-    assert tuning.layer_norm(4000, 1000, 2, "NVIDIA H200") == expected  # in the bucket
+    assert tuning_rows.layer_norm(4000, 1000, 2, "NVIDIA H200") == expected  # in the bucket
     for op, rows, itemsize in (
-        (tuning.layer_norm, 4097, 2),
-        (tuning.layer_norm, 4000, 4),
-        (tuning.bias_activation, 4000, 2),
+        (tuning_rows.layer_norm, 4097, 2),
+        (tuning_rows.layer_norm, 4000, 4),
+        (tuning_rows.bias_activation, 4000, 2),
     ):
         assert op(rows, 1000, itemsize, "NVIDIA H200") == op(rows, 1000, itemsize, UNKNOWN)
 
@@ -270,7 +286,7 @@ def test_a_tuned_entry_wins(tuned):
 @pytest.mark.parametrize("op", [op for op in OPS if "mosaic" not in op and op != "dense_implementation"])
 def test_every_op_finds_its_tuned_entry(op, tuned):
     sizes = {name: 100 + place for place, name in enumerate(OPS[op][1])}
-    tuned({"card": {op: {tuning.key(**sizes): {"num_warps": 32}}}})
+    tuned({"card": {op: {tuning_table.key(**sizes): {"num_warps": 32}}}})
     assert getattr(tuning_dense if "dense" in op else tuning, op)(*sizes.values(), "card").num_warps == 32
 
 
@@ -297,7 +313,7 @@ def test_models_do_not_share_entries_of_products(sizes, tuned):
 
 def test_the_table_of_the_h200_has_the_layers_of_both_berts():
     """Each has entries of its own, those of BERT-large for as few rows as Triton's product is taken for."""
-    table = tuning._table("NVIDIA H200")
+    table = tuning_table._table("NVIDIA H200")
     base = "768,width=2304", "768,width=768", "768,width=3072", "3072,width=768"
     large = "1024,width=3072", "1024,width=1024", "1024,width=4096", "4096,width=1024"
     for layers, most in ((base, 1024), (large, 256)):
@@ -334,8 +350,8 @@ def test_rows_that_cost_mosaic_copies_do_not_take_an_entry_of_others(tuned):
     assert chosen == ["mosaic_gpu", "mosaic_gpu", "triton"]
     table["dense_implementation"][key] = {"implementation": "xla"}
     assert tuning_dense.dense_implementation(509, 768, 768, None, 2, "NVIDIA H200") == "xla"
-    trial = tuning.Trial({})
-    with tuning.trial(trial):  # autotune keeps what it finds for such rows beside what it finds for others
+    trial = tuning_table.Trial({})
+    with tuning_table.trial(trial):  # autotune keeps what it finds for such rows beside what it finds for others
         for rows in (512, 509):
             tuning_dense.dense_implementation(rows, 768, 768, None, 2, "NVIDIA H200")
     assert list(trial.asked) == [("dense_implementation", key), ("dense_implementation", f"{key},unaligned")]
@@ -348,7 +364,7 @@ def test_with_a_residual_entries_without_do_not_count():
         assert with_residual == "mosaic_gpu"
         assert tuning_dense.dense_implementation(16384, 3072, 768, None, 2, kind) == "xla"
     sizes = {"rows": 16384, "depth": 3072, "width": 768, "activation": 1, "itemsize": 2, "residual": 1}
-    tried = tuning_candidates.candidates("dense_implementation", tuning_dense.DenseChoice("mosaic_gpu"), **sizes)
+    tried = tuning_search.candidates("dense_implementation", tuning_dense.DenseChoice("mosaic_gpu"), **sizes)
     assert {choice.implementation for choice in tried} >= {"triton", "xla"}
 
 
@@ -362,7 +378,7 @@ def test_where_mosaic_is_no_choice_it_is_neither_said_to_be_nor_taken(capability
     key = f"rows=4096,depth=768,width=768,activation=1,itemsize=2{',residual=1' * residual}"
     entry = "dense_implementation", key
     for tried in ({}, {entry: tuning_dense.DenseChoice("mosaic_gpu")}):
-        with dispatch.target("NVIDIA card", capability), tuning.trial(trial := tuning.Trial(tried)):
+        with dispatch.target("NVIDIA card", capability), tuning_table.trial(trial := tuning_table.Trial(tried)):
             traced = jax.jit(lambda arrays: jaxft.dense(**arrays)).trace(floats)
         choices = {key: config.implementation for (op, key), (config, _) in trial.asked.items() if op == entry[0]}
         assert choices == {key: "mosaic_gpu" if mosaic else "xla"}
@@ -375,7 +391,7 @@ def test_one_program_a_multiprocessor(programs):
         config = tuning_dense.dense_mosaic(4096, 768, 3072, "gelu", 2, "NVIDIA H100")
     assert config.programs == programs
     sizes = {"rows": 4096, "depth": 1024, "width": 4096, "activation": 2, "itemsize": 2}
-    assert {c.programs for c in tuning_candidates.candidates("dense_mosaic", config, **sizes)} == {programs}
+    assert {c.programs for c in tuning_search.candidates("dense_mosaic", config, **sizes)} == {programs}
 
 
 @pytest.mark.parametrize(
@@ -394,7 +410,7 @@ def test_tiles_of_mosaic_products(rows, width, tile):
 def test_the_mosaic_gradient_fits_into_shared_memory(rows, width):
     default = tuning_dense.dense_mosaic_gradient(rows, 768, width, 2, UNKNOWN)
     sizes = {"rows": rows, "depth": 768, "width": width, "itemsize": 2}
-    for config in (default, *tuning_candidates.candidates("dense_mosaic_gradient", default, **sizes)):
+    for config in (default, *tuning_search.candidates("dense_mosaic_gradient", default, **sizes)):
         assert config.tile_m % 64 == config.tile_n % 64 == 0 and config.tile_m * config.tile_n <= 192 * 128
         # A ring of blocks of dy and kernel, four pieces of results and of slopes in 8 bits, eighths, and two rows of
         # sums: 227 KiB is all there is.
@@ -405,14 +421,14 @@ def test_the_mosaic_gradient_fits_into_shared_memory(rows, width):
 def test_kernels_that_read_other_things_start_from_the_entries_of_layer_norm(tuned):
     tuned({"card": {op: {"rows=128,width=1024,itemsize=4": {"num_warps": 32}} for op in OPS if "layer_norm" in op}})
     for variant in ("embeddings", "sums"):
-        for op in (tuning.layer_norm, tuning.layer_norm_backward):
+        for op in (tuning_rows.layer_norm, tuning_rows.layer_norm_backward):
             assert op(100, 768, 4, "card", variant).num_warps == 32
 
 
 def test_an_entry_for_what_a_kernel_reads_goes_before_that_of_layer_norm(tuned):
     plain = "rows=128,width=1024,itemsize=4"
     tuned({"card": {"layer_norm": {plain: {"num_warps": 32}, f"{plain},sums": {"num_warps": 16}}}})
-    found = [tuning.layer_norm(100, 768, 4, "card", variant).num_warps for variant in ("", "embeddings", "sums")]
+    found = [tuning_rows.layer_norm(100, 768, 4, "card", variant).num_warps for variant in ("", "embeddings", "sums")]
     assert found == [32, 32, 16]
 
 
@@ -427,29 +443,31 @@ def test_few_rows_have_narrow_tiles(rows, tile, parts):
     assert tuning_dense.dense(rows, 768, 3072, 2, UNKNOWN) == tuning_dense.DenseConfig(*tile)
     assert tuning_dense.dense_split(rows, 3072, 768, 2, UNKNOWN) == tuning_dense.SplitConfig(*parts)
     for kind in (UNKNOWN, "NVIDIA H200"):
-        assert tuning.layer_norm(rows, 768, 4, kind, "sums") == tuning.RowConfig(1, 1024, 8)
+        assert tuning_rows.layer_norm(rows, 768, 4, kind, "sums") == tuning_table.RowConfig(1, 1024, 8)
 
 
 @pytest.mark.parametrize("kind", [UNKNOWN, "NVIDIA H200"])
 def test_few_rows_of_an_activation_have_one_program_for_their_sums(kind):
     """Of few columns each, so that enough programs run and what a thread holds fits into its registers."""
     for rows, width, itemsize in itertools.product((1, 16, 17, 100, 128), (1, 80, 768, 3072, 4096), (2, 4)):
-        config = tuning.bias_activation_backward(rows, width, itemsize, kind)
+        config = tuning_rows.bias_activation_backward(rows, width, itemsize, kind)
         assert config.programs == 1 and rows <= config.block_rows < 2 * rows
         assert config.block_rows * config.block_width <= 16 * 32 * config.num_warps
         assert rows < 16 or config.block_width <= 64
-    assert tuning.bias_activation_backward(129, 3072, 2, kind).programs > 1
+    assert tuning_rows.bias_activation_backward(129, 3072, 2, kind).programs > 1
     tried = [c for c in tuning_candidates.bias_activation_backward(100, 3072, 2) if c.programs == 1]
     assert {(c.block_rows, c.block_width) for c in tried} == {(128, 32), (128, 64)}
 
 
 def test_a_device_without_a_table_gets_the_heuristic():
-    assert tuning.lookup("layer_norm", tuning.RowConfig(1, 2, 4), UNKNOWN, rows=1) == tuning.RowConfig(1, 2, 4)
+    assert tuning_table.lookup(
+        "layer_norm", tuning_table.RowConfig(1, 2, 4), UNKNOWN, rows=1
+    ) == tuning_table.RowConfig(1, 2, 4)
 
 
 def test_committed_tables_are_well_formed():
     for file in (Path(tuning.__file__).parent / "tuned").glob("*.json"):
-        table = tuning._table(file.stem.replace("_", " "))
+        table = tuning_table._table(file.stem.replace("_", " "))
         assert table == json.loads(file.read_text())
         for op, entries in table.items():
             config, names = OPS[op]
@@ -457,7 +475,7 @@ def test_committed_tables_are_well_formed():
             for key, entry in entries.items():
                 sizes = key.removesuffix(",sums") if op == "layer_norm" else key
                 parts = {name: int(size) for name, size in (part.split("=") for part in sizes.split(","))}
-                assert tuning.key(**parts) == sizes and tuple(parts) == names, (file.name, op, sizes)
+                assert tuning_table.key(**parts) == sizes and tuple(parts) == names, (file.name, op, sizes)
                 assert set(entry) <= fields, (file.name, op, sizes)
                 if config in (tuning_dense.MosaicDenseConfig, tuning_dense.DenseChoice):
                     continue
@@ -470,34 +488,34 @@ def test_candidates():
         for scale in (1, 7, 200):
             sizes = {name: {"itemsize": 4, "activation": 1, "aligned": 4}.get(name, 20 * scale) for name in names}
             present = config(*[64] * sum(f.default is dataclasses.MISSING for f in dataclasses.fields(config)))
-            found = tuning_candidates.candidates(op, present, **sizes)
+            found = tuning_search.candidates(op, present, **sizes)
             assert found and all(type(c) is config for c in found), (op, sizes)
             assert present not in found and len(set(found)) == len(found)
     # What costs the host more than the device gains is not tried: few rows, more of a narrow model, and of a wide one.
     for rows, width, tried in ((256, 1024, False), (512, 768, False), (512, 1024, True), (1024, 384, False),
                                (1024, 768, True), (2048, 384, True), (257, 4096, True)):  # fmt: skip
         sizes = {"rows": rows, "depth": width, "width": 4096, "activation": 2, "itemsize": 2}
-        found = tuning_candidates.candidates("dense_implementation", tuning_dense.DenseChoice("triton"), **sizes)
+        found = tuning_search.candidates("dense_implementation", tuning_dense.DenseChoice("triton"), **sizes)
         assert (tuning_dense.DenseChoice("mosaic_gpu") in found) == tried
-    around = tuning_candidates.candidates("an op without a list", tuning.RowConfig(2, 64, 4), rows=1)
-    assert tuning.RowConfig(4, 64, 2) in around and tuning.RowConfig(2, 64, 4) not in around
+    around = tuning_search.candidates("an op without a list", tuning_table.RowConfig(2, 64, 4), rows=1)
+    assert tuning_table.RowConfig(4, 64, 2) in around and tuning_table.RowConfig(2, 64, 4) not in around
 
 
 def test_every_heuristic_candidate_and_tuned_entry_is_sound():
     """What `autotune` can store is what can be restored."""
     configs = {*heuristics(), *heuristics("NVIDIA H200")}
     for op, (config, names) in OPS.items():
-        configs |= {config(**entry) for entry in tuning._table("NVIDIA H200").get(op, {}).values()}
+        configs |= {config(**entry) for entry in tuning_table._table("NVIDIA H200").get(op, {}).values()}
         for scale in (1, 7, 200):
             sizes = {name: {"itemsize": 2, "activation": 1, "aligned": 8}.get(name, 20 * scale) for name in names}
-            configs |= {*tuning_candidates.candidates(op, next(iter(configs)), **sizes)}
+            configs |= {*tuning_search.candidates(op, next(iter(configs)), **sizes)}
     assert {type(c) for c in configs} == {config for config, _ in OPS.values()}
     for config in configs:
-        assert tuning_store._unsound(dataclasses.asdict(config), config) is None, config
+        assert tuning_cache._unsound(dataclasses.asdict(config), config) is None, config
 
 
 def test_arguments_of_autotune():
     with pytest.raises(TypeError, match="autotune: fn must be a function, got int"):
-        tuning.autotune(3)
+        tuning_search.autotune(3)
     with pytest.raises(TypeError, match="autotune: show_progress_bar must be None, True or False, got 'yes'"):
-        tuning.autotune(abs, 3, show_progress_bar="yes")
+        tuning_search.autotune(abs, 3, show_progress_bar="yes")

@@ -1,5 +1,5 @@
 """BERT-type encoders built on the fused operations, and how their checkpoints are read and written."""
 
-from jaxft.models.attention import attention_fn
+from jaxft.models.flax_attention import attention_fn
 
 __all__ = ["attention_fn"]

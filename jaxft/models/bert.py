@@ -13,10 +13,12 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxft import dispatch
-from jaxft.models import checkpoint, dropout, inputs
+from jaxft.checkpoint import files as checkpoint_files
+from jaxft.checkpoint import tensors as checkpoint_tensors
+from jaxft.models import dropout, inputs
 from jaxft.models.config import BertConfig
 from jaxft.models.pooling import first_tokens
-from jaxft.ops import common
+from jaxft.ops import checks
 from jaxft.ops.attention import qkv_attention, varlen_qkv_attention
 from jaxft.ops.dense import dense
 from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
@@ -279,8 +281,8 @@ class BertModel(nnx.Module):
     ) -> None:
         if not isinstance(config, BertConfig):
             raise TypeError(f"BertModel: config must be a BertConfig, got {type(config).__name__}")
-        common.check_flag("BertModel", "remat", remat)
-        common.check_flag("BertModel", "add_pooling_layer", add_pooling_layer)
+        checks.check_flag("BertModel", "remat", remat)
+        checks.check_flag("BertModel", "add_pooling_layer", add_pooling_layer)
         inputs.check_initial("BertModel", rngs)
         dispatch.check_name("BertModel", implementation)
         self.config, self.remat, self.deterministic = config, remat, True
@@ -423,10 +425,10 @@ class BertModel(nnx.Module):
           TypeError: `folder_or_id` is not a string or path.
         """
         param_dtype = dtype if param_dtype is None else param_dtype
-        folder = checkpoint.resolve(
+        folder = checkpoint_files.resolve(
             folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
         )
-        config = checkpoint.read_config(folder, BertConfig.from_dict)
+        config = checkpoint_files.read_config(folder, BertConfig.from_dict)
         options: dict[str, Any] = {"implementation": implementation, "remat": remat}
         model = cls(config, dtype=dtype, param_dtype=param_dtype, **options, rngs=None)
         if "pooler.kernel" not in load_parameters(model._parameters(), folder, config.model_type, param_dtype):
@@ -435,14 +437,16 @@ class BertModel(nnx.Module):
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Writes `config.json` and `model.safetensors`, which transformers reads too; existing ones are replaced."""
-        checkpoint.save(folder, self.config.to_dict(), {name: p.get_value() for name, p in self._parameters().items()})
+        checkpoint_tensors.save(
+            folder, self.config.to_dict(), {name: p.get_value() for name, p in self._parameters().items()}
+        )
 
     def _dropout_key(
         self, deterministic: bool | None, rngs: nnx.Rngs | Array | None, **more_rates: float
     ) -> Array | None:
         """The key of a call; None for one without dropout, for which `rngs` is not used."""
         if deterministic is not None:
-            common.check_flag("BertModel", "deterministic", deterministic)
+            checks.check_flag("BertModel", "deterministic", deterministic)
         if self.deterministic if deterministic is None else deterministic:
             return None
         names = ("hidden_dropout_prob", "attention_probs_dropout_prob")
@@ -469,7 +473,7 @@ def load_parameters(
 ) -> set[str]:
     """Sets those of the parameters that a checkpoint has, and returns their names."""
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
-    values = checkpoint.load(folder, model_type, shapes, dtype, has_new_head=has_new_head)
+    values = checkpoint_tensors.load(folder, model_type, shapes, dtype, has_new_head=has_new_head)
     for name, value in values.items():
         parameters[name].set_value(value)
     return {*values}

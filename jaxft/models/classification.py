@@ -10,12 +10,12 @@ from flax import nnx
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxft import reference
-from jaxft.models import dropout, inputs
+from jaxft.dropout import dropout
+from jaxft.models import inputs
 from jaxft.models.config import ROBERTA_TYPES, BertConfig
 from jaxft.models.heads import EncoderWithHead, labels_in_use
 from jaxft.models.pooling import first_tokens
-from jaxft.ops import common
+from jaxft.ops import checks
 from jaxft.ops.cross_entropy import CrossEntropy, linear_cross_entropy
 from jaxft.ops.dense import dense
 
@@ -121,10 +121,10 @@ class ClassificationHead(nnx.Module):
         """`[B, D]`, what the second layer makes logits of."""
         of_input, of_inner = (None, None) if dropout_rng is None else dropout_rng
         if self.options.config.model_type in ROBERTA_TYPES:
-            x = reference.dropout(x, dropout_rate, of_input)
+            x = dropout(x, dropout_rate, of_input)
         kernel, implementation = self.dense_kernel[...].astype(self.options.dtype), self.options.implementation
         x = dense(x, kernel, self.dense_bias[...], activation=self.activation, implementation=implementation)
-        return reference.dropout(x, dropout_rate, of_inner)
+        return dropout(x, dropout_rate, of_inner)
 
 
 class BertForSequenceClassification(_Classifier):
@@ -239,7 +239,7 @@ class BertForSequenceClassification(_Classifier):
         ids, labels = inputs.as_ids("BertModel", "input_ids", input_ids), inputs.as_ids(where, "labels", labels)
         starts = None if cu_seqlens is None else inputs.as_ids("BertModel", "cu_seqlens", cu_seqlens)
         if starts is None or starts.shape[:1] > (0,):  # the others are for BertModel to refuse
-            common.check_shape(where, "labels", labels, ids.shape[:1] if starts is None else (starts.size - 1,))
+            checks.check_shape(where, "labels", labels, ids.shape[:1] if starts is None else (starts.size - 1,))
         first, dropped = self._first(
             input_ids, attention_mask, token_type_ids, position_ids,
             cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, deterministic=deterministic, rngs=rngs,
@@ -271,7 +271,7 @@ class TokenClassificationHead(nnx.Module):
     def features(self, x: Array, *, dropout_rate: float = 0.0, dropout_rng: Array | None = None) -> Array:
         """`[..., D]`, what the layer makes logits of."""
         # What is dropped is computed again in the backward pass, not kept.
-        return jax.checkpoint(lambda x: reference.dropout(x, dropout_rate, dropout_rng))(x)
+        return jax.checkpoint(lambda x: dropout(x, dropout_rate, dropout_rng))(x)
 
 
 class BertForTokenClassification(_Classifier):
@@ -390,7 +390,7 @@ def _rate(where: str, name: str, rate: Any) -> float | None:
     """The head's rate of dropout, once it is right."""
     if rate is None:
         return None
-    if not common.is_number(rate) or not 0 <= rate < 1:
+    if not checks.is_number(rate) or not 0 <= rate < 1:
         raise ValueError(f"{where}: {name} must be None or a number in [0, 1), got {rate!r:.100}")
     return float(rate)
 
@@ -398,7 +398,7 @@ def _rate(where: str, name: str, rate: Any) -> float | None:
 def _label_names(where: str, num_labels: Any, id2label: Any) -> tuple[str, ...]:
     """The labels' names, once the two arguments (or fields of a config.json) are right."""
     count = 2 if num_labels is None else num_labels
-    if not common.is_natural(count) or not 1 <= count <= _MAX_LABELS:
+    if not checks.is_natural(count) or not 1 <= count <= _MAX_LABELS:
         raise ValueError(f"{where}: num_labels must be an integer from 1 to {_MAX_LABELS}, got {count!r:.100}")
     if id2label is None:
         return tuple(f"LABEL_{number}" for number in range(count))

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Self
 
-from jaxft.models import checkpoint
+from jaxft.checkpoint import layouts as checkpoint_layouts
 
 ROBERTA_TYPES = ("roberta", "xlm-roberta", "camembert")
 
@@ -93,9 +93,9 @@ class BertConfig:
           ValueError: as `BertConfig`, or the configuration is of a kind of model that this is not.
         """
         model_type = config.get("model_type")
-        if not isinstance(model_type, str) or model_type not in checkpoint.LAYOUTS:
-            raise ValueError(f"BertConfig: {_one_of('model_type', model_type, checkpoint.LAYOUTS)}")
-        layout = checkpoint.LAYOUTS[model_type]
+        if not isinstance(model_type, str) or model_type not in checkpoint_layouts.LAYOUTS:
+            raise ValueError(f"BertConfig: {_one_of('model_type', model_type, checkpoint_layouts.LAYOUTS)}")
+        layout = checkpoint_layouts.LAYOUTS[model_type]
         values: dict[str, Any] = {**dataclasses.asdict(cls()), **layout.config_defaults}
         for name in values:
             given = config.get(layout.config_names.get(name, name))
@@ -113,7 +113,7 @@ class BertConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The content of a `config.json` that transformers reads."""
-        layout = checkpoint.LAYOUTS[self.model_type]
+        layout = checkpoint_layouts.LAYOUTS[self.model_type]
         values = {layout.config_names.get(name, name): value for name, value in dataclasses.asdict(self).items()}
         return values | {"architectures": [layout.architecture]}
 
@@ -133,9 +133,9 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
     def is_name(value: Any, names: Any) -> bool:
         return isinstance(value, str) and value in names
 
-    if not is_name(values["model_type"], checkpoint.LAYOUTS):
-        return [_one_of("model_type", values["model_type"], checkpoint.LAYOUTS)]
-    names = checkpoint.LAYOUTS[values["model_type"]].config_names
+    if not is_name(values["model_type"], checkpoint_layouts.LAYOUTS):
+        return [_one_of("model_type", values["model_type"], checkpoint_layouts.LAYOUTS)]
+    names = checkpoint_layouts.LAYOUTS[values["model_type"]].config_names
 
     def show(name: str) -> str:
         return f"{name} ({names[name]})" if name in names else name

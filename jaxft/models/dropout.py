@@ -8,7 +8,7 @@ from flax import nnx
 from flax.errors import TraceContextError
 from jax import Array
 
-from jaxft.ops import common
+from jaxft.ops import checks
 
 # The places are numbered: two of a head, then the embeddings, then three in each layer.
 _OF_HEAD = 2
@@ -43,7 +43,7 @@ def call_key(where: str, rngs: nnx.Rngs | Array | None, **rates: float) -> Array
                 f"{where}: rngs must not be an nnx.Rngs from outside of the function that JAX traces here, as for a "
                 "gradient; draw a key outside, key = rngs.dropout(), and pass rngs=key"
             ) from error
-    common.check_key(where, "rngs", rngs, "an nnx.Rngs or one JAX random key")
+    checks.check_key(where, "rngs", rngs, "an nnx.Rngs or one JAX random key")
     return rngs
 
 

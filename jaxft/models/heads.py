@@ -9,7 +9,10 @@ from flax import nnx
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxft.models import checkpoint, inputs
+from jaxft.checkpoint import files as checkpoint_files
+from jaxft.checkpoint import layouts as checkpoint_layouts
+from jaxft.checkpoint import tensors as checkpoint_tensors
+from jaxft.models import inputs
 from jaxft.models.bert import BertModel, load_parameters, named_parameters, packed_rows
 from jaxft.models.config import BertConfig
 
@@ -92,15 +95,15 @@ class EncoderWithHead(nnx.Module):
 
         inputs.check_initial(cls.__name__, rngs)
         param_dtype = dtype if param_dtype is None else param_dtype
-        folder = checkpoint.resolve(
+        folder = checkpoint_files.resolve(
             folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
         )
-        config, is_own, options, settings = checkpoint.read_config(folder, parse)
+        config, is_own, options, settings = checkpoint_files.read_config(folder, parse)
         options |= {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation, "remat": remat}
         model = cls(config, **options, rngs=None)
         if rngs is not None:
             model._add_head(rngs)  # whose values stay where the checkpoint has none
-        parameters, layout = model._parameters(), checkpoint.LAYOUTS[config.model_type]
+        parameters, layout = model._parameters(), checkpoint_layouts.LAYOUTS[config.model_type]
         wanted = {
             name: parameter
             for name, parameter in parameters.items()
@@ -138,10 +141,10 @@ class EncoderWithHead(nnx.Module):
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Writes `config.json` and `model.safetensors`, which transformers reads too; existing ones are replaced."""
-        encoder = checkpoint.LAYOUTS[self.config.model_type].architecture
+        encoder = checkpoint_layouts.LAYOUTS[self.config.model_type].architecture
         architectures = {"architectures": [encoder.removesuffix("Model") + self._TASK]}
         parameters = {name: parameter.get_value() for name, parameter in self._parameters().items()}
-        checkpoint.save(folder, self.config.to_dict() | architectures | self.settings, parameters)
+        checkpoint_tensors.save(folder, self.config.to_dict() | architectures | self.settings, parameters)
 
     @property
     def settings(self) -> dict[str, Any]:

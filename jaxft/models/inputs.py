@@ -9,7 +9,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxft.ops import common
+from jaxft.ops import checks
 
 
 def float_dtype(where: str, name: str, dtype: DTypeLike) -> np.dtype:
@@ -36,7 +36,7 @@ def check_packed(
     """`cu_seqlens` as an array and `max_seqlen`, once they are right, and so are the others beside them."""
     if cu_seqlens is None:
         raise ValueError(f"{where}: max_seqlen goes with cu_seqlens, got only max_seqlen")
-    if not common.is_natural(max_seqlen):
+    if not checks.is_natural(max_seqlen):
         raise ValueError(f"{where}: max_seqlen must be a Python integer >= 0 with cu_seqlens, got {max_seqlen!r}")
     if attention_mask is not None:
         kind = type(attention_mask).__name__
@@ -47,7 +47,7 @@ def check_packed(
     if cu_seqlens.ndim != 1 or cu_seqlens.size == 0:
         raise ValueError(f"{where}: cu_seqlens must have a shape [sequences + 1], got {list(cu_seqlens.shape)}")
     most = int(max_seqlen)
-    common.check_cu_seqlens(where, cu_seqlens, input_ids.size, most)
+    checks.check_cu_seqlens(where, cu_seqlens, input_ids.size, most)
     return cu_seqlens, most
 
 
@@ -63,7 +63,7 @@ def as_ids(where: str, name: str, value: Any, shape: tuple[int, ...] | None = No
     if not (jnp.issubdtype(array.dtype, jnp.integer) or (or_bool and array.dtype == jnp.bool)):
         raise TypeError(f"{expected}, got {array.dtype}")
     if isinstance(value, np.ndarray) and value.dtype != array.dtype:  # JAX lets numbers wrap around
-        common.check_fits(where, name, value, array.dtype)
+        checks.check_fits(where, name, value, array.dtype)
     if shape is not None and array.shape != shape:
         raise ValueError(f"{where}: {name} must have the shape of input_ids, {list(shape)}, got {list(array.shape)}")
     return array

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-from jaxft.ops import attention_implementations as implementations
-from jaxft.ops import common
-from jaxft.ops.attention_implementations import Inputs, Options
+from jaxft.ops import attention_vjp as implementations
+from jaxft.ops import checks
+from jaxft.ops.attention_vjp import Inputs, Options
 
 Array = jax.Array
 
@@ -76,7 +76,7 @@ def dot_product_attention(
     Source: Dao et al., FlashAttention (2022) and FlashAttention-2 (2023).
     """
     op = "dot_product_attention"
-    query, key, value = (common.as_float(op, n, x) for n, x in (("query", query), ("key", key), ("value", value)))
+    query, key, value = (checks.as_float(op, n, x) for n, x in (("query", query), ("key", key), ("value", value)))
     batched = query.ndim == 4
     if not batched and query.ndim != 3:
         raise ValueError(f"{op}: query must have shape [B, T, N, H] or [T, N, H], got {query.shape}")
@@ -87,8 +87,8 @@ def dot_product_attention(
                 f"{op}: {name} must have shape [{leading}S, K, H] with the batch and head size (H={size}) of query"
                 f" {query.shape}, got {x.shape}"
             )
-        common.check_same_dtype(op, name, x, "query", query)
-    common.check_shape(op, "value", value, key.shape)
+        checks.check_same_dtype(op, name, x, "query", query)
+    checks.check_shape(op, "value", value, key.shape)
     if key.shape[-2] == 0 or query.shape[-2] % key.shape[-2]:
         raise ValueError(
             f"{op}: the heads of query must be a multiple of those of key, got {query.shape[-2]} and {key.shape[-2]}"
@@ -133,7 +133,7 @@ def qkv_attention(
     Raises, gradients, edges and source: as `dot_product_attention`.
     """
     op = "qkv_attention"
-    qkv = common.as_float(op, "qkv", qkv)
+    qkv = checks.as_float(op, "qkv", qkv)
     if qkv.ndim not in (4, 5) or qkv.shape[-3] != 3 or qkv.shape[-2] < 1:
         raise ValueError(f"{op}: qkv must have shape [B, T, 3, N, H] or [T, 3, N, H] with N >= 1, got {qkv.shape}")
     inputs = Inputs(qkv, None, None, bias, mask, query_seq_lengths, key_value_seq_lengths, query_segment_ids,
@@ -179,18 +179,18 @@ def varlen_qkv_attention(
     Gradients and edges: as `dot_product_attention`.
     """
     op = "varlen_qkv_attention"
-    qkv = common.as_float(op, "qkv", qkv)
+    qkv = checks.as_float(op, "qkv", qkv)
     if qkv.ndim != 4 or qkv.shape[1] != 3 or qkv.shape[2] < 1:
         raise ValueError(f"{op}: qkv must have shape [M, 3, N, H] with N >= 1, got {qkv.shape}")
     if qkv.shape[0] >= 2**31:
         raise NotImplementedError(f"{op}: qkv must have fewer than 2^31 rows, whose numbers fit int32, got {qkv.shape}")
-    given, cu_seqlens = cu_seqlens, common.as_integers(op, "cu_seqlens", cu_seqlens)
+    given, cu_seqlens = cu_seqlens, checks.as_integers(op, "cu_seqlens", cu_seqlens)
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"{op}: cu_seqlens must have shape [B + 1], got {cu_seqlens.shape}")
-    if not common.is_natural(max_seqlen):
+    if not checks.is_natural(max_seqlen):
         raise ValueError(f"{op}: max_seqlen must be a Python integer >= 0, got {max_seqlen!r}")
     max_seqlen = int(max_seqlen)
-    common.check_cu_seqlens(op, given, qkv.shape[0], max_seqlen)
+    checks.check_cu_seqlens(op, given, qkv.shape[0], max_seqlen)
     options = _options(op, scale, is_causal, local_window_size, dropout_rate, dropout_rng, return_residual,
                        qkv.shape[-1], max_seqlen)  # fmt: skip
     rng = dropout_rng if options.dropout_rate > 0.0 else None
@@ -198,15 +198,15 @@ def varlen_qkv_attention(
 
 
 def _options(op, scale, is_causal, window, dropout_rate, dropout_rng, return_residual, head_size, max_seqlen=None):
-    scale = max(head_size, 1) ** -0.5 if scale is None else common.check_number(op, "scale", scale)
+    scale = max(head_size, 1) ** -0.5 if scale is None else checks.check_number(op, "scale", scale)
     pair = tuple(window) if isinstance(window, tuple | list) else (window, window)
-    if window is not None and not (len(pair) == 2 and all(common.is_natural(w) for w in pair)):
+    if window is not None and not (len(pair) == 2 and all(checks.is_natural(w) for w in pair)):
         raise ValueError(f"{op}: local_window_size must be an integer >= 0 or a pair of them, got {window!r}")
     # No array is longer than 2^30, and the positions are 32-bit.
     window = None if window is None else (min(int(pair[0]), 2**30), min(int(pair[1]), 2**30))
-    rate = common.check_dropout(op, dropout_rate, dropout_rng)
-    common.check_flag(op, "is_causal", is_causal)
-    common.check_flag(op, "return_residual", return_residual)
+    rate = checks.check_dropout(op, dropout_rate, dropout_rng)
+    checks.check_flag(op, "is_causal", is_causal)
+    checks.check_flag(op, "return_residual", return_residual)
     return Options(scale, is_causal, window, rate, return_residual, max_seqlen)
 
 
@@ -227,11 +227,11 @@ def _attend(op, inputs, options, implementation, batched):
 def _check_masks(op: str, inputs: Inputs, options: Options, batched: bool) -> Inputs:
     b, t, s, n, _ = implementations.sizes(inputs, options)
     found: dict[str, Array] = {}
-    for name, check in (("bias", common.as_float), ("mask", common.as_mask)):
+    for name, check in (("bias", checks.as_float), ("mask", checks.as_mask)):
         x = getattr(inputs, name)
         if x is not None:
             x = check(op, name, x)
-            common.check_broadcasts(op, name, x, (b, n, t, s))
+            checks.check_broadcasts(op, name, x, (b, n, t, s))
             found[name] = x.reshape((1,) * (4 - x.ndim) + x.shape)
     shapes = {
         "query_seq_lengths": (b,),
@@ -241,9 +241,9 @@ def _check_masks(op: str, inputs: Inputs, options: Options, batched: bool) -> In
     }
     for name, shape in shapes.items():
         if getattr(inputs, name) is not None:
-            x = common.as_integers(op, name, getattr(inputs, name))
+            x = checks.as_integers(op, name, getattr(inputs, name))
             if batched or x.shape != shape:  # without a batch, one of 1 is as good as none
-                common.check_shape(op, name, x, shape if batched else shape[1:])
+                checks.check_shape(op, name, x, shape if batched else shape[1:])
             found[name] = x.reshape(shape)
     if ("query_segment_ids" in found) != ("key_value_segment_ids" in found):
         given = next(name for name in found if name.endswith("segment_ids"))

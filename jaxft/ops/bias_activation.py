@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 import jax
 
-from jaxft import dispatch, reference, tuning
+from jaxft import dispatch, reference
 from jaxft.kernels.triton import bias_activation as triton
-from jaxft.ops import common
+from jaxft.ops import checks, transforms
+from jaxft.tuning import rows as tuning_rows
+from jaxft.tuning import table as tuning_table
 
 Array = jax.Array
 
@@ -52,20 +54,20 @@ def bias_activation(
     Source: `add_bias_act` of FasterTransformer v1.0.
     """
     op = "bias_activation"
-    x = common.as_float(op, "x", x)
+    x = checks.as_float(op, "x", x)
     if x.ndim == 0:
         raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
-    bias = common.as_vector(op, "bias", bias, x.shape[-1])
-    common.check_activation(op, activation)
-    common.check_flag(op, "in_place", in_place)
+    bias = checks.as_vector(op, "bias", bias, x.shape[-1])
+    checks.check_activation(op, activation)
+    checks.check_flag(op, "in_place", in_place)
     choice = dispatch.choose(op, implementation, {"triton": triton.unsupported(x, bias)})
     if choice.name == "xla" or x.size == 0:
         return _reference(x, bias, activation)
     rows, width = math.prod(x.shape[:-1]), x.shape[-1]
-    sizes = (rows, width, x.dtype.itemsize, dispatch.device_kind())
-    forward, backward = tuning.bias_activation(*sizes), tuning.bias_activation_backward(*sizes)
+    sizes = (rows, width, x.dtype.itemsize, dispatch.device())
+    forward, backward = tuning_rows.bias_activation(*sizes), tuning_rows.bias_activation_backward(*sizes)
     static = _Static(activation, in_place, forward, backward, choice.interpret)
-    return _triton_jit(*common.vary_alike(x.reshape(rows, width), bias), static).reshape(x.shape)
+    return _triton_jit(*transforms.vary_alike(x.reshape(rows, width), bias), static).reshape(x.shape)
 
 
 class _Static(NamedTuple):
@@ -73,8 +75,8 @@ class _Static(NamedTuple):
 
     activation: str
     in_place: bool
-    forward: tuning.ElementwiseConfig
-    backward: tuning.GradientConfig
+    forward: tuning_table.ElementwiseConfig
+    backward: tuning_table.GradientConfig
     interpret: bool
 
 
@@ -104,7 +106,7 @@ def _bwd(static, saved, dy):
     def plain(dy, *arrays):
         return jax.vjp(functools.partial(_reference, activation=static.activation), *arrays)[1](dy)
 
-    return common.with_plain_gradient(kernel, plain)(dy, *saved)
+    return transforms.with_plain_gradient(kernel, plain)(dy, *saved)
 
 
 _triton.defvjp(_fwd, _bwd)

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxft import dispatch
 from jaxft.kernels.triton import split as triton
-from jaxft.ops import common
+from jaxft.ops import checks
 
 _LONGEST = 2**16  # elements of a vector: with a longer one the host's time counts for nothing, and the copy does
 
@@ -100,7 +100,7 @@ class Rebuild:
                 raise ValueError(f"bundle: arrays[{i}] must have shape {shape}, got {np.shape(x)}")
         parts = [*arrays[: self.whole]]
         for i, sizes in enumerate(self.sizes, self.whole):
-            x = common.as_array("bundle", f"arrays[{i}]", arrays[i])
+            x = checks.as_array("bundle", f"arrays[{i}]", arrays[i])
             # Here may be another device than where the arrays were joined, and the array another one.
             by = dispatch.choose("bundle", self.implementation, {"triton": triton.unsupported(x)})
             parts += _split(x, sizes, by)

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxft import dispatch, reference
-from jaxft.ops import common
+from jaxft.ops import checks, transforms
 
 Array = jax.Array
 
@@ -83,7 +83,7 @@ def linear_cross_entropy(
     Liger-Kernel.
     """
     op = "linear_cross_entropy"
-    x, embedding = common.as_float(op, "x", x), common.as_float(op, "embedding", embedding)
+    x, embedding = checks.as_float(op, "x", x), checks.as_float(op, "embedding", embedding)
     if x.ndim == 0 or embedding.ndim != 2 or embedding.shape[0] == 0 or embedding.shape[1] != x.shape[-1]:
         raise ValueError(
             f"{op}: x and embedding must have shapes [..., D] and [V, D], V > 0, got {x.shape} and {embedding.shape}"
@@ -91,9 +91,9 @@ def linear_cross_entropy(
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int) or abs(ignore_index) >= 2**31 - 1:
         raise ValueError(f"{op}: ignore_index must be a Python integer of 32 bits, got {ignore_index!r:.100}")
     labels = _as_labels(op, labels)
-    common.check_shape(op, "labels", labels, x.shape[:-1])
-    bias = common.as_vector(op, "bias", bias, embedding.shape[0])
-    precision = common.check_precision(op, precision, x.dtype)
+    checks.check_shape(op, "labels", labels, x.shape[:-1])
+    bias = checks.as_vector(op, "bias", bias, embedding.shape[0])
+    precision = checks.check_precision(op, precision, x.dtype)
     dispatch.choose(op, implementation, {})
     rows = math.prod(x.shape[:-1])
     arrays = x.reshape(rows, x.shape[-1]), embedding, bias, labels.reshape(rows)
@@ -105,12 +105,12 @@ def linear_cross_entropy(
         chunk=_chunk_rows(rows, *embedding.shape),
         dtypes=(x.dtype, embedding.dtype, None if bias is None else bias.dtype),
     )
-    return CrossEntropy(*_loss_jit(*common.vary_alike(*arrays), static))
+    return CrossEntropy(*_loss_jit(*transforms.vary_alike(*arrays), static))
 
 
 def _as_labels(op: str, labels: Any) -> Array:
     """As int32; those beyond it stay what no class has."""
-    common.as_array(op, "labels", labels)
+    checks.as_array(op, "labels", labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"{op}: labels must be an array of integers, got {labels.dtype}")
     limits = np.iinfo(labels.dtype)
@@ -202,7 +202,7 @@ def _by_chunks(static, with_gradients, x, embedding, bias, labels):
         return total, (dx, d_embedding, d_bias)
 
     sizes = (x.shape, table.shape, () if bias is None else table.shape[:1]) if with_gradients else ()
-    _, *start = common.vary_alike(x, *(jnp.zeros(size, wide) for size in ((), *sizes)))
+    _, *start = transforms.vary_alike(x, *(jnp.zeros(size, wide) for size in ((), *sizes)))
     chunks = (labelled + static.chunk - 1) // static.chunk
     total, gradients = lax.fori_loop(0, chunks, chunk, (start[0], tuple(start[1:])))
     if not with_gradients:
@@ -222,7 +222,7 @@ def _fwd(x, embedding, bias, labels, static):
         return total, labelled, *(None if d is None else d.astype(total.dtype) for d in gradients)
 
     fused = functools.partial(_by_chunks, static, True)
-    total, labelled, *gradients = common.with_plain_gradient(fused, plain)(x, embedding, bias, labels)
+    total, labelled, *gradients = transforms.with_plain_gradient(fused, plain)(x, embedding, bias, labels)
     return (total, labelled), (gradients, labels != static.ignore_index)
 
 

@@ -10,10 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxft import dispatch, reference, tuning, tuning_dense
+from jaxft import dispatch, reference
 from jaxft.kernels.triton import bias_activation
 from jaxft.kernels.triton import dense as triton
-from jaxft.ops import common
+from jaxft.ops import checks, transforms
+from jaxft.tuning import dense as tuning_dense
+from jaxft.tuning import rows as tuning_rows
+from jaxft.tuning import table as tuning_table
 
 Array = jax.Array
 
@@ -63,14 +66,14 @@ def dense(
     Source: the GEMMs of FasterTransformer v1.0 with `add_bias_act` in the epilogue.
     """
     op = "dense"
-    x, kernel = common.as_factors(op, x, kernel)
-    bias = common.as_vector(op, "bias", bias, kernel.shape[1])
-    common.check_activation(op, activation, optional=True)
+    x, kernel = checks.as_factors(op, x, kernel)
+    bias = checks.as_vector(op, "bias", bias, kernel.shape[1])
+    checks.check_activation(op, activation, optional=True)
     if residual is not None:
-        residual = common.as_float(op, "residual", residual)
-        common.check_shape(op, "residual", residual, (*x.shape[:-1], kernel.shape[1]))
-        common.check_same_dtype(op, "residual", residual, "x", x)
-    precision = common.check_precision(op, precision, x.dtype)
+        residual = checks.as_float(op, "residual", residual)
+        checks.check_shape(op, "residual", residual, (*x.shape[:-1], kernel.shape[1]))
+        checks.check_same_dtype(op, "residual", residual, "x", x)
+    precision = checks.check_precision(op, precision, x.dtype)
     rows, width = math.prod(x.shape[:-1]), kernel.shape[1]
     # In two dimensions, which is where XLA recognises a matrix product with a bias in its epilogue.
     arrays = (x.reshape(rows, x.shape[-1]), kernel, bias, None if residual is None else residual.reshape(rows, width))
@@ -85,8 +88,8 @@ class Plan:
     activation: str | None
     precision: Any
     product: tuning_dense.DenseConfig | tuning_dense.MosaicDenseConfig | None
-    epilogue: tuning.ElementwiseConfig | None  # None: XLA's
-    gradient: tuning.GradientConfig | None  # of the activation and the bias; None: XLA's
+    epilogue: tuning_table.ElementwiseConfig | None  # None: XLA's
+    gradient: tuning_table.GradientConfig | None  # of the activation and the bias; None: XLA's
     kernel_precision: str
     interpret: bool
 
@@ -108,7 +111,7 @@ def plan_of(
     """How to compute it, of arrays in two dimensions; None for as the reference does."""
     sizes = rows, _, width = x.shape[0], x.shape[1], kernel.shape[1]
     itemsize, kernel_precision = x.dtype.itemsize, dispatch.matmul_precision(precision)
-    reasons, kind, fastest = {"triton": triton.unsupported(x=x, bias=bias)}, dispatch.device_kind(), implementation
+    reasons, kind, fastest = {"triton": triton.unsupported(x=x, bias=bias)}, dispatch.device(), implementation
     if implementation is None and dispatch.platform() == "cuda" and reasons["triton"] is None:
         hopper, full = dispatch.device().is_hopper, itemsize > 2 and kernel_precision == "float32"
         fastest = tuning_dense.dense_implementation(
@@ -121,7 +124,7 @@ def plan_of(
         reasons = mosaic | reasons if implementation is None else reasons | mosaic
     choice = dispatch.choose(op, implementation, reasons)
     if implementation is None and fastest == "mosaic_gpu" and choice.name != fastest:
-        fastest = tuning_dense.without_mosaic(*sizes, activation, itemsize)
+        fastest = tuning_dense.without_mosaic(*sizes, activation, itemsize, kind)
     product: tuning_dense.DenseConfig | tuning_dense.MosaicDenseConfig | None = None
     if choice.name == "mosaic_gpu":
         product = tuning_dense.dense_mosaic(*sizes, activation, itemsize, kind, residual is not None)
@@ -134,12 +137,12 @@ def plan_of(
     # In TF32 128x768x3072 with GELU 12.0 us for 13.3 with our kernel after it, 256 rows 14.4 for 15.9, 512 rows 20.1
     # for 20.3; in bfloat16 128x3072x768 7.5 us, and without GELU 7.4 (H200, 2026-11-23 and 24).
     by_xla = splits_few_rows(rows, itemsize, kernel_precision)
-    epilogue = None if by_xla else tuning.bias_activation(rows, width, itemsize, kind)
+    epilogue = None if by_xla else tuning_rows.bias_activation(rows, width, itemsize, kind)
     # It puts the gradient where it adds up parts, too: forward and backward of 128x768x3072 in TF32 with tanh GELU took
     # 34.8 us for 36.5 with our kernel for it, of 256 rows 50.1 for 51.2, of 512 rows 70.5 for 71.0 (H100, 2026-11-25).
     gradient = None
     if product is not None or not by_xla or itemsize == 2 or rows > 128:
-        gradient = tuning.bias_activation_backward(rows, width, itemsize, kind)
+        gradient = tuning_rows.bias_activation_backward(rows, width, itemsize, kind)
     return Plan(
         activation=activation,
         precision=precision,
@@ -165,7 +168,7 @@ def run(
 ) -> Array:  # fmt: skip
     if plan is None:
         return _reference(x, kernel, bias, residual, activation, precision)
-    return _kernels_jit(*common.vary_alike(x, kernel, bias, residual), plan)
+    return _kernels_jit(*transforms.vary_alike(x, kernel, bias, residual), plan)
 
 
 def _mosaic_reason(x: Array, kernel: Array, bias: Array | None, residual: Array | None, precision: Any) -> str | None:
@@ -202,7 +205,7 @@ def _one_kernel(x, kernel, bias, residual, plan, also=None):
 
     results = mosaic.forward(x, kernel, bias, residual, activation=plan.activation, config=plan.product, also=also)
     # Inside a shard_map, results of Mosaic kernels do not say over which axes they vary.
-    return tuple(common.vary_alike(x, kernel, bias, residual, *results)[4:])
+    return tuple(transforms.vary_alike(x, kernel, bias, residual, *results)[4:])
 
 
 def with_slope(x: Array, kernel: Array, bias: Array | None, plan: Plan) -> tuple[Array, Array]:
@@ -212,7 +215,7 @@ def with_slope(x: Array, kernel: Array, bias: Array | None, plan: Plan) -> tuple
         return (reference.dense(x, kernel, bias, activation=plan.activation, precision=plan.precision),)
 
     fused = functools.partial(_one_kernel, residual=None, plan=plan, also="slope")
-    return common.with_plain_gradient(fused, plain, saves=1)(x, kernel, bias)
+    return transforms.with_plain_gradient(fused, plain, saves=1)(x, kernel, bias)
 
 
 def _epilogue(y, bias, residual, plan, in_place):
@@ -227,7 +230,7 @@ def _epilogue(y, bias, residual, plan, in_place):
 def _fwd(x, kernel, bias, residual, plan):
     if plan.product is None:
         y = jnp.matmul(x, kernel, precision=plan.precision)
-        run = common.with_plain_gradient(
+        run = transforms.with_plain_gradient(
             functools.partial(_epilogue, plan=plan, in_place=False),
             lambda y, bias, residual: reference.dense_epilogue(y, bias, plan.activation, residual),
         )
@@ -240,7 +243,7 @@ def _fwd(x, kernel, bias, residual, plan):
             return reference.dense_epilogue(y, outer, plan.activation, residual), y
 
         fused = functools.partial(_one_kernel, plan=plan, also="sum" if plan.by_mosaic else "product")
-        out, y = common.with_plain_gradient(fused, plain)(x, kernel, bias, residual)
+        out, y = transforms.with_plain_gradient(fused, plain)(x, kernel, bias, residual)
         return out, (x, kernel, bias, residual, y)
     return kernels(x, kernel, bias, residual, plan), (x, kernel, bias, residual, None)
 
@@ -257,7 +260,7 @@ def _bwd(plan, saved, d_out):
 
 def sum_of_rows(x: Array, plan: Plan) -> Array:
     """x [M, F] -> [F], float32."""
-    total = common.with_plain_gradient(
+    total = transforms.with_plain_gradient(
         functools.partial(bias_activation.sum_of_rows, interpret=plan.interpret),
         lambda x: jnp.sum(x, axis=0, dtype=jnp.float32),
     )
@@ -282,7 +285,7 @@ def _epilogue_gradient(d_out, y, bias, plan):
             d_out, y, bias, activation=plan.activation, config=plan.gradient, interpret=plan.interpret
         )
 
-    return common.with_plain_gradient(fused, plain)(d_out, y, bias)
+    return transforms.with_plain_gradient(fused, plain)(d_out, y, bias)
 
 
 kernels.defvjp(_fwd, _bwd)

@@ -8,12 +8,16 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxft import dispatch, reference, tuning, tuning_dense
+from jaxft import dispatch
+from jaxft.dropout import dropout_seed
 from jaxft.kernels.triton import dense as product
 from jaxft.kernels.triton import layer_norm as norm
-from jaxft.ops import common
+from jaxft.ops import checks, transforms
 from jaxft.ops.dense import dense, plan_of, splits_few_rows
 from jaxft.ops.layer_norm import bias_residual_layer_norm
+from jaxft.tuning import dense as tuning_dense
+from jaxft.tuning import rows as tuning_rows
+from jaxft.tuning import table as tuning_table
 
 Array = jax.Array
 
@@ -68,18 +72,18 @@ def dense_residual_layer_norm(
     Source: a GEMM of FasterTransformer v1.0 and the `add_bias_input_layernorm` after it.
     """
     op = "dense_residual_layer_norm"
-    x, kernel = common.as_factors(op, x, kernel)
+    x, kernel = checks.as_factors(op, x, kernel)
     depth, width = kernel.shape
-    residual = common.as_float(op, "residual", residual)
-    common.check_shape(op, "residual", residual, (*x.shape[:-1], width))
-    common.check_same_dtype(op, "residual", residual, "x", x)
+    residual = checks.as_float(op, "residual", residual)
+    checks.check_shape(op, "residual", residual, (*x.shape[:-1], width))
+    checks.check_same_dtype(op, "residual", residual, "x", x)
     bias, gamma, beta = (
-        common.as_vector(op, name, vector, width) for name, vector in (("bias", bias), ("gamma", gamma), ("beta", beta))
+        checks.as_vector(op, name, vector, width) for name, vector in (("bias", bias), ("gamma", gamma), ("beta", beta))
     )
     options = _Options(
-        epsilon=common.check_number(op, "epsilon", epsilon, positive=True),
-        dropout_rate=common.check_dropout(op, dropout_rate, dropout_rng),
-        precision=common.check_precision(op, precision, x.dtype),
+        epsilon=checks.check_number(op, "epsilon", epsilon, positive=True),
+        dropout_rate=checks.check_dropout(op, dropout_rate, dropout_rng),
+        precision=checks.check_precision(op, precision, x.dtype),
         implementation=implementation,
     )
     reason = product.unsupported(x=x) or norm.unsupported(residual, bias=bias, gamma=gamma, beta=beta)
@@ -90,10 +94,10 @@ def dense_residual_layer_norm(
     rng = dropout_rng if options.dropout_rate > 0.0 else None
     if choice.name == "xla" or 0 in (rows, depth, width):
         return _two_ops(*arrays, rng, options).reshape(residual.shape)
-    kind, precision = dispatch.device_kind(), dispatch.matmul_precision(options.precision)
+    kind, precision = dispatch.device(), dispatch.matmul_precision(options.precision)
     parts = tuning_dense.dense_split(rows, depth, width, x.dtype.itemsize, kind)
     if parts.splits > 1:
-        sums = tuning.layer_norm(rows, width, 4, kind, "sums")  # which have 4 bytes
+        sums = tuning_rows.layer_norm(rows, width, 4, kind, "sums")  # which have 4 bytes
         split = _Split(parts, sums, precision, choice.interpret)
     else:
         # Where XLA's product of few rows is the fastest, it splits the depth, and XLA's LayerNorm adds up the parts. In
@@ -103,7 +107,7 @@ def dense_residual_layer_norm(
         if not few or plan_of(op, *arrays[:2], None, None, None, options.precision, None) is not None:
             return _two_ops(*arrays, rng, options).reshape(residual.shape)
         split = None
-    return _result_jit(*common.vary_alike(*arrays, rng), options, split).reshape(residual.shape)
+    return _result_jit(*transforms.vary_alike(*arrays, rng), options, split).reshape(residual.shape)
 
 
 class _Options(NamedTuple):
@@ -119,7 +123,7 @@ class _Split(NamedTuple):
     """What is compiled into the two kernels."""
 
     product: tuning_dense.SplitConfig
-    norm: tuning.RowConfig
+    norm: tuning_table.RowConfig
     kernel_precision: str
     interpret: bool
 
@@ -141,7 +145,7 @@ def _result(x, kernel, residual, bias, gamma, beta, rng, options, split):
         x, kernel, None, None, activation=None, precision=split.kernel_precision, config=split.product,
         interpret=split.interpret, splits=split.product.splits,
     )  # fmt: skip
-    seed = None if rng is None else reference.dropout_seed(rng)
+    seed = None if rng is None else dropout_seed(rng)
     return norm.forward(
         sums, bias, residual, gamma, beta, seed, epsilon=options.epsilon, dropout_rate=options.dropout_rate,
         return_sum=False, save=False, in_place=False, config=split.norm, interpret=split.interpret,

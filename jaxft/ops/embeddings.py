@@ -8,10 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxft import dispatch, reference, tuning
+from jaxft import dispatch, reference
+from jaxft.dropout import dropout_seed
 from jaxft.kernels.triton import embeddings as triton
 from jaxft.kernels.triton import layer_norm as triton_layer_norm
-from jaxft.ops import common
+from jaxft.ops import checks, transforms
+from jaxft.tuning import rows as tuning_rows
+from jaxft.tuning import table as tuning_table
 
 Array = jax.Array
 
@@ -77,7 +80,7 @@ def embeddings_layer_norm(
     width = word.shape[1]
     position = _as_table(op, "position", position, width)
     token_type = None if token_type is None else _as_table(op, "token_type", token_type, width)
-    gamma, beta = (common.as_vector(op, n, x, width) for n, x in (("gamma", gamma), ("beta", beta)))
+    gamma, beta = (checks.as_vector(op, n, x, width) for n, x in (("gamma", gamma), ("beta", beta)))
     if position_ids is not None:
         position_ids = _as_ids(op, "position_ids", position_ids, input_ids.shape)
     elif input_ids.shape[-1] > position.shape[0]:
@@ -89,7 +92,7 @@ def embeddings_layer_norm(
         token_type_ids = _as_ids(op, "token_type_ids", token_type_ids, input_ids.shape)
         if token_type is None:
             raise ValueError(f"{op}: token_type must be an array where there are token_type_ids, got None")
-    epsilon = common.check_number(op, "epsilon", epsilon, positive=True)
+    epsilon = checks.check_number(op, "epsilon", epsilon, positive=True)
     try:
         dtype = jax.dtypes.canonicalize_dtype(word.dtype if dtype is None else dtype)
     except TypeError as error:
@@ -97,7 +100,7 @@ def embeddings_layer_norm(
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{op}: dtype must be one of floats, got {dtype}")
 
-    rate = common.check_dropout(op, dropout_rate, dropout_rng)
+    rate = checks.check_dropout(op, dropout_rate, dropout_rng)
     rng = dropout_rng if rate > 0.0 else None
 
     arrays = word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, rng
@@ -106,19 +109,21 @@ def embeddings_layer_norm(
     choice = dispatch.choose(op, implementation, {"triton": reason})
     if choice.name == "xla" or input_ids.size * width == 0:
         return _reference(*arrays, epsilon, rate, dtype)
-    sizes, others = (input_ids.size, width), (dispatch.device_kind(), "embeddings")
-    forward = tuning.layer_norm(*sizes, dtype.itemsize, *others)
-    backward = tuning.layer_norm_backward(*sizes, 4, *others)  # of the sum, which is float32
-    return _triton_jit(*common.vary_alike(*arrays), _Static(epsilon, rate, dtype, forward, backward, choice.interpret))
+    sizes, others = (input_ids.size, width), (dispatch.device(), "embeddings")
+    forward = tuning_rows.layer_norm(*sizes, dtype.itemsize, *others)
+    backward = tuning_rows.layer_norm_backward(*sizes, 4, *others)  # of the sum, which is float32
+    return _triton_jit(
+        *transforms.vary_alike(*arrays), _Static(epsilon, rate, dtype, forward, backward, choice.interpret)
+    )
 
 
 def _as_ids(op, name, x, shape=None):
     """Those beyond int32, which no table has, as others that no table has."""
-    common.as_array(op, name, x)
+    checks.as_array(op, name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{op}: {name} must be an array of integers, got {x.dtype}")
     if shape is not None:
-        common.check_shape(op, name, x, shape)
+        checks.check_shape(op, name, x, shape)
     elif x.ndim == 0:
         raise ValueError(f"{op}: {name} must have at least one dimension, got a scalar")
     limits = jnp.iinfo(x.dtype)
@@ -128,7 +133,7 @@ def _as_ids(op, name, x, shape=None):
 
 
 def _as_table(op, name, x, width=None):
-    x = common.as_float(op, name, x)
+    x = checks.as_float(op, name, x)
     if x.ndim != 2 or x.shape[0] == 0:
         raise ValueError(f"{op}: {name} must have shape [rows, D], rows > 0, got {x.shape}")
     if width is not None and x.shape[1] != width:
@@ -142,8 +147,8 @@ class _Static(NamedTuple):
     epsilon: float
     dropout_rate: float
     dtype: Any
-    forward: tuning.RowConfig
-    backward: tuning.GradientConfig
+    forward: tuning_table.RowConfig
+    backward: tuning_table.GradientConfig
     interpret: bool
 
 
@@ -179,7 +184,7 @@ def _forward(static, save, *arrays):
         flat(input_ids),
         flat(position_ids),
         flat(token_type_ids),
-        None if rng is None else reference.dropout_seed(rng),
+        None if rng is None else dropout_seed(rng),
         length=input_ids.shape[-1],
         epsilon=static.epsilon,
         dropout_rate=static.dropout_rate,
@@ -197,7 +202,7 @@ def _fwd(*arguments):
     def plain(*arrays):
         return (_plain(static)(*arrays),)
 
-    y, *saved = common.with_plain_gradient(functools.partial(_forward, static, True), plain, saves=2)(*arrays)
+    y, *saved = transforms.with_plain_gradient(functools.partial(_forward, static, True), plain, saves=2)(*arrays)
     return y, (saved, arrays)
 
 
@@ -212,7 +217,7 @@ def _bwd(static, saved, dy):
             None,
             None,
             gamma,
-            None if rng is None else reference.dropout_seed(rng),
+            None if rng is None else dropout_seed(rng),
             saved,
             dropout_rate=static.dropout_rate,
             drops_result=rng is not None,
@@ -222,7 +227,7 @@ def _bwd(static, saved, dy):
         )
 
         def by_id(table, ids):
-            config = tuning.embeddings_sums(*table.shape)
+            config = tuning_rows.embeddings_sums(*table.shape)
             return triton.sum_by_id(d, ids.reshape(-1), table, config=config, interpret=static.interpret)
 
         def first_rows(table, rows):
@@ -241,7 +246,7 @@ def _bwd(static, saved, dy):
         return jax.vjp(_plain(static), *arrays)[1](dy)[:5]
 
     saved, arrays = saved
-    return *common.with_plain_gradient(kernel, plain)(dy, *saved, *arrays), None, None, None, None
+    return *transforms.with_plain_gradient(kernel, plain)(dy, *saved, *arrays), None, None, None, None
 
 
 def _plain(static):

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxft import dispatch, reference, tuning_dense
+from jaxft import dispatch, reference
 from jaxft.kernels.triton import dense as triton
-from jaxft.ops import common
+from jaxft.ops import checks, transforms
 from jaxft.ops import dense as dense_op
 from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
 from jaxft.ops.layer_norm import bias_residual_layer_norm
+from jaxft.tuning import dense as tuning_dense
 
 Array = jax.Array
 
@@ -77,21 +78,21 @@ def feed_forward_residual_layer_norm(
     Source: the second half of FasterTransformer v1.0's encoder layer.
     """
     op = "feed_forward_residual_layer_norm"
-    x, in_kernel = common.as_factors(op, x, in_kernel, name="in_kernel")
+    x, in_kernel = checks.as_factors(op, x, in_kernel, name="in_kernel")
     width, inner = in_kernel.shape
-    out_kernel = common.as_float(op, "out_kernel", out_kernel)
-    common.check_shape(op, "out_kernel", out_kernel, (inner, width))
-    common.check_same_dtype(op, "out_kernel", out_kernel, "x", x)
-    in_bias = common.as_vector(op, "in_bias", in_bias, inner)
+    out_kernel = checks.as_float(op, "out_kernel", out_kernel)
+    checks.check_shape(op, "out_kernel", out_kernel, (inner, width))
+    checks.check_same_dtype(op, "out_kernel", out_kernel, "x", x)
+    in_bias = checks.as_vector(op, "in_bias", in_bias, inner)
     out_bias, gamma, beta = (
-        common.as_vector(op, name, vector, width)
+        checks.as_vector(op, name, vector, width)
         for name, vector in (("out_bias", out_bias), ("gamma", gamma), ("beta", beta))
     )
-    common.check_activation(op, activation)
-    precision = common.check_precision(op, precision, x.dtype)
+    checks.check_activation(op, activation)
+    precision = checks.check_precision(op, precision, x.dtype)
     options: dict[str, Any] = {
-        "epsilon": common.check_number(op, "epsilon", epsilon, positive=True),
-        "dropout_rate": common.check_dropout(op, dropout_rate, dropout_rng),
+        "epsilon": checks.check_number(op, "epsilon", epsilon, positive=True),
+        "dropout_rate": checks.check_dropout(op, dropout_rate, dropout_rng),
         "dropout_rng": dropout_rng,
         "implementation": None if implementation == "mosaic_gpu" else implementation,
     }
@@ -108,9 +109,9 @@ def feed_forward_residual_layer_norm(
     static = _Static(
         plan,
         dense_op.plan_of(op, between, out_kernel, None, None, None, precision, None),
-        tuning_dense.dense_mosaic_gradient(rows, width, inner, x.dtype.itemsize, dispatch.device_kind()),
+        tuning_dense.dense_mosaic_gradient(rows, width, inner, x.dtype.itemsize, dispatch.device()),
     )
-    y = _products_jit(*common.vary_alike(*arrays), static).reshape(x.shape)
+    y = _products_jit(*transforms.vary_alike(*arrays), static).reshape(x.shape)
     return bias_residual_layer_norm(y, out_bias, x, gamma, beta, in_place=True, **options)
 
 
@@ -163,9 +164,9 @@ def _inner_gradient(dy, out_kernel, slope, x, in_kernel, in_bias, static):
         from jaxft.kernels.mosaic_gpu import dense_backward as mosaic
 
         found = mosaic.backward(dy, out_kernel, slope, config=static.gradient)
-        return tuple(common.vary_alike(dy, out_kernel, slope, *found)[3:])  # see `dense`
+        return tuple(transforms.vary_alike(dy, out_kernel, slope, *found)[3:])  # see `dense`
 
-    return common.with_plain_gradient(fused, plain)(dy, out_kernel, slope, x, in_kernel, in_bias)
+    return transforms.with_plain_gradient(fused, plain)(dy, out_kernel, slope, x, in_kernel, in_bias)
 
 
 _products.defvjp(_fwd, _bwd)

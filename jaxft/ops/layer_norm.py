@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxft import dispatch, reference, tuning
+from jaxft import dispatch, reference
+from jaxft.dropout import dropout_seed
 from jaxft.kernels.triton import layer_norm as triton
-from jaxft.ops import common
+from jaxft.ops import checks, transforms
+from jaxft.tuning import rows as tuning_rows
+from jaxft.tuning import table as tuning_table
 
 Array = jax.Array
 
@@ -52,7 +55,7 @@ def layer_norm(
     """
     op = "layer_norm"
     x, gamma, beta, epsilon = _check(op, x, gamma, beta, epsilon)
-    common.check_flag(op, "in_place", in_place)
+    checks.check_flag(op, "in_place", in_place)
     reason = triton.unsupported(x, gamma=gamma, beta=beta)
     return _run(op, x, None, None, gamma, beta, None, reason, epsilon, 0.0, False, in_place, implementation)[0]
 
@@ -103,13 +106,13 @@ def bias_residual_layer_norm(
     """
     op = "bias_residual_layer_norm"
     x, gamma, beta, epsilon = _check(op, x, gamma, beta, epsilon)
-    bias = common.as_vector(op, "bias", bias, x.shape[-1])
-    residual = common.as_float(op, "residual", residual)
-    common.check_shape(op, "residual", residual, x.shape)
-    common.check_same_dtype(op, "residual", residual, "x", x)
-    rate = common.check_dropout(op, dropout_rate, dropout_rng)
-    common.check_flag(op, "return_sum", return_sum)
-    common.check_flag(op, "in_place", in_place)
+    bias = checks.as_vector(op, "bias", bias, x.shape[-1])
+    residual = checks.as_float(op, "residual", residual)
+    checks.check_shape(op, "residual", residual, x.shape)
+    checks.check_same_dtype(op, "residual", residual, "x", x)
+    rate = checks.check_dropout(op, dropout_rate, dropout_rng)
+    checks.check_flag(op, "return_sum", return_sum)
+    checks.check_flag(op, "in_place", in_place)
     reason = triton.unsupported(x, bias=bias, gamma=gamma, beta=beta)
     rng = dropout_rng if rate > 0.0 else None
     out = _run(op, x, bias, residual, gamma, beta, rng, reason, epsilon, rate, return_sum, in_place, implementation)
@@ -117,12 +120,12 @@ def bias_residual_layer_norm(
 
 
 def _check(op, x, gamma, beta, epsilon):
-    x = common.as_float(op, "x", x)
+    x = checks.as_float(op, "x", x)
     if x.ndim == 0:
         raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
-    gamma = common.as_vector(op, "gamma", gamma, x.shape[-1])
-    beta = common.as_vector(op, "beta", beta, x.shape[-1])
-    return x, gamma, beta, common.check_number(op, "epsilon", epsilon, positive=True)
+    gamma = checks.as_vector(op, "gamma", gamma, x.shape[-1])
+    beta = checks.as_vector(op, "beta", beta, x.shape[-1])
+    return x, gamma, beta, checks.check_number(op, "epsilon", epsilon, positive=True)
 
 
 class _Static(NamedTuple):
@@ -132,8 +135,8 @@ class _Static(NamedTuple):
     dropout_rate: float
     return_sum: bool
     in_place: bool
-    forward: tuning.RowConfig
-    backward: tuning.GradientConfig
+    forward: tuning_table.RowConfig
+    backward: tuning_table.GradientConfig
     interpret: bool
 
 
@@ -143,13 +146,13 @@ def _run(op, x, bias, residual, gamma, beta, rng, reason, epsilon, rate, return_
     if choice.name == "xla" or x.size == 0:
         return _reference(x, bias, residual, gamma, beta, rng, epsilon, rate, return_sum)
     rows, width = math.prod(x.shape[:-1]), x.shape[-1]
-    sizes = (rows, width, x.dtype.itemsize, dispatch.device_kind())
+    sizes = (rows, width, x.dtype.itemsize, dispatch.device())
     wide = any(vector is not None and vector.dtype.itemsize > x.dtype.itemsize for vector in (bias, gamma))
-    forward = tuning.layer_norm(*sizes)
-    backward = tuning.layer_norm_backward(*sizes, "", wide and rate > 0.0)
+    forward = tuning_rows.layer_norm(*sizes)
+    backward = tuning_rows.layer_norm_backward(*sizes, "", wide and rate > 0.0)
     static = _Static(epsilon, rate, return_sum, in_place, forward, backward, choice.interpret)
     flat = None if residual is None else residual.reshape(rows, width)
-    out = _triton_jit(*common.vary_alike(x.reshape(rows, width), bias, flat, gamma, beta, rng), static)
+    out = _triton_jit(*transforms.vary_alike(x.reshape(rows, width), bias, flat, gamma, beta, rng), static)
     return tuple(y.reshape(x.shape) for y in out)
 
 
@@ -176,7 +179,7 @@ def _forward(static, save, x, bias, residual, gamma, beta, rng):
             residual,
             gamma,
             beta,
-            None if rng is None else reference.dropout_seed(rng),
+            None if rng is None else dropout_seed(rng),
             epsilon=static.epsilon,
             dropout_rate=static.dropout_rate,
             return_sum=static.return_sum,
@@ -191,7 +194,7 @@ def _forward(static, save, x, bias, residual, gamma, beta, rng):
 def _fwd(*arguments):
     *arrays, static = arguments
 
-    run = common.with_plain_gradient(functools.partial(_forward, static, True), _plain(static), saves=1)
+    run = transforms.with_plain_gradient(functools.partial(_forward, static, True), _plain(static), saves=1)
     *out, saved = run(*arrays)
     return tuple(out), (saved, *arrays)
 
@@ -206,7 +209,7 @@ def _bwd(static, saved, dy):
             bias,
             residual,
             gamma,
-            None if rng is None else reference.dropout_seed(rng),
+            None if rng is None else dropout_seed(rng),
             saved,
             dropout_rate=static.dropout_rate,
             vectors={name: vector.dtype for name, vector in vectors.items() if vector is not None},
@@ -218,7 +221,7 @@ def _bwd(static, saved, dy):
     def plain(dy, saved, *arrays):
         return *jax.vjp(_plain(static), *arrays)[1](dy)[:-1], None
 
-    return common.with_plain_gradient(kernel, plain)(dy, *saved)
+    return transforms.with_plain_gradient(kernel, plain)(dy, *saved)
 
 
 def _plain(static):

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import padding as triton
-from jaxft.ops import common
+from jaxft.ops import checks, transforms
 
 Array = jax.Array
 
@@ -58,9 +58,9 @@ def remove_padding(x: Array, mask: Array, *, capacity: int, implementation: str 
     Source: `remove_padding` and `rebuild_padding` of FasterTransformer, after the Effective Transformer of ByteDance.
     """
     op = "remove_padding"
-    if not common.is_natural(capacity) or capacity < 1:
+    if not checks.is_natural(capacity) or capacity < 1:
         raise ValueError(f"{op}: capacity must be a positive Python integer, got {capacity!r}")
-    x, given, mask = common.as_array(op, "x", x), mask, common.as_mask(op, "mask", mask, "a token")
+    x, given, mask = checks.as_array(op, "x", x), mask, checks.as_mask(op, "mask", mask, "a token")
     if mask.ndim != 2:
         raise ValueError(f"{op}: mask must have shape [B, T], got {mask.shape}")
     if x.shape[:2] != mask.shape:
@@ -70,7 +70,7 @@ def remove_padding(x: Array, mask: Array, *, capacity: int, implementation: str 
         if tokens > capacity:
             raise ValueError(f"{op}: mask must have at most as many tokens as capacity, {capacity}, got {tokens}")
     by = _choose(op, implementation, x.reshape(mask.size, *x.shape[2:]), capacity)
-    return PackedTokens(*_remove(*common.vary_alike(x, mask), capacity, by))
+    return PackedTokens(*_remove(*transforms.vary_alike(x, mask), capacity, by))
 
 
 def restore_padding(x: Array, indices: Array, *, batch: int, length: int, implementation: str | None = None) -> Array:
@@ -100,15 +100,15 @@ def restore_padding(x: Array, indices: Array, *, batch: int, length: int, implem
     Gradients: of x, as a gather (reverse mode only). Deterministic.
     """
     op = "restore_padding"
-    x, indices = common.as_array(op, "x", x), common.as_integers(op, "indices", indices)
+    x, indices = checks.as_array(op, "x", x), checks.as_integers(op, "indices", indices)
     if x.ndim == 0:
         raise ValueError(f"{op}: x must have shape [M, ...], got a scalar")
-    common.check_shape(op, "indices", indices, x.shape[:1])
+    checks.check_shape(op, "indices", indices, x.shape[:1])
     for name, size in (("batch", batch), ("length", length)):
-        if not common.is_natural(size):
+        if not checks.is_natural(size):
             raise ValueError(f"{op}: {name} must be a Python integer >= 0, got {size!r}")
     by = _choose(op, implementation, x, batch * length)
-    return _restore(*common.vary_alike(x, indices), batch, length, by)
+    return _restore(*transforms.vary_alike(x, indices), batch, length, by)
 
 
 def _choose(op, implementation, x, places):

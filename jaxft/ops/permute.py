@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxft import dispatch, reference, tuning
+from jaxft import dispatch, reference
 from jaxft.kernels.triton import permute as triton
-from jaxft.ops import common
+from jaxft.ops import checks, transforms
+from jaxft.tuning import layouts as tuning_layouts
 
 Array = jax.Array
 
@@ -44,20 +45,20 @@ def qkv_bias_split_heads(
     Source: `add_QKV_bias` of FasterTransformer v1.0. (`qkv_attention` needs no such pass.)
     """
     op = "qkv_bias_split_heads"
-    qkv = common.as_float(op, "qkv", qkv)
+    qkv = checks.as_float(op, "qkv", qkv)
     if qkv.ndim != 3:
         raise ValueError(f"{op}: qkv must have shape [B, T, 3*N*H], got {qkv.shape}")
-    if not common.is_natural(num_heads) or num_heads < 1:
+    if not checks.is_natural(num_heads) or num_heads < 1:
         raise ValueError(f"{op}: num_heads must be a positive Python integer, got {num_heads!r}")
     if qkv.shape[-1] % (3 * num_heads):
         raise ValueError(
             f"{op}: the last axis of qkv must be a multiple of 3 * num_heads = {3 * num_heads}, got {qkv.shape}"
         )
-    bias = common.as_vector(op, "bias", bias, qkv.shape[-1])
+    bias = checks.as_vector(op, "bias", bias, qkv.shape[-1])
     choice = dispatch.choose(op, implementation, {"triton": triton.split_unsupported(qkv, bias)})
     if choice.name == "xla" or qkv.size == 0:
         return _split_heads(qkv, bias, num_heads)
-    return _split_triton_jit(*common.vary_alike(qkv, bias), num_heads, dispatch.device_kind(), choice.interpret)
+    return _split_triton_jit(*transforms.vary_alike(qkv, bias), num_heads, dispatch.device(), choice.interpret)
 
 
 def merge_heads(x: Array, *, implementation: str | None = None) -> Array:
@@ -78,7 +79,7 @@ def merge_heads(x: Array, *, implementation: str | None = None) -> Array:
     Gradients: of x. Deterministic. Source: `transpose` of FasterTransformer v1.0.
     """
     op = "merge_heads"
-    x = common.as_array(op, "x", x)
+    x = checks.as_array(op, "x", x)
     if x.ndim != 4:
         raise ValueError(f"{op}: x must have shape [B, N, T, H], got {x.shape}")
     batch, heads, length, size = x.shape
@@ -106,7 +107,7 @@ def permute(x: Array, axes: Sequence[int], *, implementation: str | None = None)
     Gradients: of x (the inverse permutation, by the same kernel). Deterministic. Source: OneFlow's permute kernel.
     """
     op = "permute"
-    x = common.as_array(op, "x", x)
+    x = checks.as_array(op, "x", x)
     try:
         order = tuple(operator.index(a) + (x.ndim if operator.index(a) < 0 else 0) for a in axes)
     except TypeError as error:
@@ -123,7 +124,7 @@ def _move(op, x, axes, result, implementation):
     choice = dispatch.choose(op, implementation, {"triton": triton.unsupported(x) if moves else None})
     if choice.name == "xla" or x.size == 0 or not moves:  # XLA only changes the shape where nothing moves
         return _transpose(x, axes, result)
-    return _triton_jit(x, shape, order, result, dispatch.device_kind(), choice.interpret)
+    return _triton_jit(x, shape, order, result, dispatch.device(), choice.interpret)
 
 
 _split_heads = jax.jit(reference.qkv_bias_split_heads, static_argnums=2)
@@ -135,47 +136,47 @@ def _transpose(x, axes, result):
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
-def _triton_jit(x, shape, order, result, device_kind, interpret):
-    return _triton(x.reshape(shape), order, device_kind, interpret).reshape(result)
+def _triton_jit(x, shape, order, result, device, interpret):
+    return _triton(x.reshape(shape), order, device, interpret).reshape(result)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _triton(x, axes, device_kind, interpret):
+def _triton(x, axes, device, interpret):
     result = tuple(x.shape[axis] for axis in axes)
     kept = x.shape[-1] if axes[-1] == x.ndim - 1 else 1
     aligned = math.gcd(x.shape[-1], result[-1], 16 // x.dtype.itemsize)
-    config = tuning.permute(x.size, kept, aligned, x.dtype.itemsize, device_kind)
+    config = tuning_layouts.permute(x.size, kept, aligned, x.dtype.itemsize, device)
     return triton.forward(x, axes, config=config, interpret=interpret)
 
 
-def _fwd(x, axes, device_kind, interpret):
-    return _triton(x, axes, device_kind, interpret), None
+def _fwd(x, axes, device, interpret):
+    return _triton(x, axes, device, interpret), None
 
 
-def _bwd(axes, device_kind, interpret, _, dy):
+def _bwd(axes, device, interpret, _, dy):
     if dy.dtype == jax.dtypes.float0:  # of integers, which have no gradient
         return (None,)
     inverse = tuple(sorted(range(len(axes)), key=axes.__getitem__))
-    return (_triton(dy, inverse, device_kind, interpret),)
+    return (_triton(dy, inverse, device, interpret),)
 
 
 _triton.defvjp(_fwd, _bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _split_triton(qkv, bias, num_heads, device_kind, interpret):
+def _split_triton(qkv, bias, num_heads, device, interpret):
     batch, length, width = qkv.shape
     size = width // (3 * num_heads)
-    config = tuning.qkv_bias_split_heads(batch * num_heads, length, size, qkv.dtype.itemsize, device_kind)
+    config = tuning_layouts.qkv_bias_split_heads(batch * num_heads, length, size, qkv.dtype.itemsize, device)
     return tuple(triton.split_heads(qkv, bias, num_heads, config=config, interpret=interpret))
 
 
-def _split_fwd(qkv, bias, num_heads, device_kind, interpret):
-    return _split_triton(qkv, bias, num_heads, device_kind, interpret), bias
+def _split_fwd(qkv, bias, num_heads, device, interpret):
+    return _split_triton(qkv, bias, num_heads, device, interpret), bias
 
 
-def _split_bwd(num_heads, device_kind, interpret, bias, dy):
-    dqkv, total = _join_triton(dy, bias is not None, num_heads, device_kind, interpret)
+def _split_bwd(num_heads, device, interpret, bias, dy):
+    dqkv, total = _join_triton(dy, bias is not None, num_heads, device, interpret)
     return dqkv, None if bias is None else total.astype(bias.dtype)
 
 
@@ -184,21 +185,21 @@ _split_triton_jit = jax.jit(_split_triton, static_argnums=(2, 3, 4))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _join_triton(parts, with_sum, num_heads, device_kind, interpret):
+def _join_triton(parts, with_sum, num_heads, device, interpret):
     """The transpose of `_split_triton`: qkv, and its sum over B and T in float32 or None."""
     batch, _, length, size = parts[0].shape
     itemsize = parts[0].dtype.itemsize
-    config = tuning.qkv_bias_split_heads_backward(batch, length, num_heads, size, itemsize, device_kind)
+    config = tuning_layouts.qkv_bias_split_heads_backward(batch, length, num_heads, size, itemsize, device)
     qkv, *sums = triton.join_heads(parts, with_sums=with_sum, config=config, interpret=interpret)
     return qkv, jnp.sum(sums[0], axis=0) if with_sum else None
 
 
-def _join_fwd(parts, with_sum, num_heads, device_kind, interpret):
-    return _join_triton(parts, with_sum, num_heads, device_kind, interpret), None
+def _join_fwd(parts, with_sum, num_heads, device, interpret):
+    return _join_triton(parts, with_sum, num_heads, device, interpret), None
 
 
-def _join_bwd(with_sum, num_heads, device_kind, interpret, _, dy):
-    return (_split_triton(*dy, num_heads, device_kind, interpret),)
+def _join_bwd(with_sum, num_heads, device, interpret, _, dy):
+    return (_split_triton(*dy, num_heads, device, interpret),)
 
 
 _join_triton.defvjp(_join_fwd, _join_bwd)

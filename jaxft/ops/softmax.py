@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 import jax
 
-from jaxft import dispatch, reference, tuning
+from jaxft import dispatch, reference
 from jaxft.kernels.triton import softmax as triton
-from jaxft.ops import common
+from jaxft.ops import checks, transforms
+from jaxft.tuning import rows as tuning_rows
+from jaxft.tuning import table as tuning_table
 
 Array = jax.Array
 
@@ -86,25 +88,25 @@ def log_softmax(
 
 
 def _run(op, x, scale, bias, mask, in_place, implementation):
-    x = common.as_float(op, "x", x)
+    x = checks.as_float(op, "x", x)
     if x.ndim == 0:
         raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
     if scale is not None:
-        scale = common.check_number(op, "scale", scale)
+        scale = checks.check_number(op, "scale", scale)
     if bias is not None:
-        bias = common.as_float(op, "bias", bias)
-        common.check_broadcasts(op, "bias", bias, x.shape)
+        bias = checks.as_float(op, "bias", bias)
+        checks.check_broadcasts(op, "bias", bias, x.shape)
     if mask is not None:
-        mask = common.as_mask(op, "mask", mask)
-        common.check_broadcasts(op, "mask", mask, x.shape)
-    common.check_flag(op, "in_place", in_place)
+        mask = checks.as_mask(op, "mask", mask)
+        checks.check_broadcasts(op, "mask", mask, x.shape)
+    checks.check_flag(op, "in_place", in_place)
     choice = dispatch.choose(op, implementation, {"triton": triton.unsupported(x, bias, mask)})
     if choice.name == "xla" or x.size == 0:
         return _reference(x, bias, mask, op, scale)
-    sizes = math.prod(x.shape[:-1]), x.shape[-1], x.dtype.itemsize, dispatch.device_kind()
-    forward, backward = tuning.softmax(*sizes), tuning.softmax_backward(*sizes)
+    sizes = math.prod(x.shape[:-1]), x.shape[-1], x.dtype.itemsize, dispatch.device()
+    forward, backward = tuning_rows.softmax(*sizes), tuning_rows.softmax_backward(*sizes)
     static = _Static(op == "log_softmax", scale, in_place, forward, backward, choice.interpret)
-    return _triton_jit(*common.vary_alike(x, bias, mask), static)
+    return _triton_jit(*transforms.vary_alike(x, bias, mask), static)
 
 
 class _Static(NamedTuple):
@@ -113,8 +115,8 @@ class _Static(NamedTuple):
     log: bool
     scale: float | None
     in_place: bool
-    forward: tuning.RowConfig
-    backward: tuning.RowConfig
+    forward: tuning_table.RowConfig
+    backward: tuning_table.RowConfig
     interpret: bool
 
 
@@ -150,7 +152,7 @@ def _fwd(x, bias, mask, static):
     def plain(x, bias, mask):
         return [_plain(static)(x, bias, mask=mask)]
 
-    run = common.with_plain_gradient(functools.partial(_forward, static, True), plain, saves=1)
+    run = transforms.with_plain_gradient(functools.partial(_forward, static, True), plain, saves=1)
     y, saved = run(x, bias, mask)
     return y, (x, bias, mask, saved)
 
@@ -172,7 +174,7 @@ def _bwd(static, saved, dy):
     def plain(dy, x, bias, mask, saved):
         return jax.vjp(functools.partial(_plain(static), mask=mask), x, bias)[1](dy)
 
-    return *common.with_plain_gradient(kernel, plain)(dy, *saved), None
+    return *transforms.with_plain_gradient(kernel, plain)(dy, *saved), None
 
 
 def _plain(static):

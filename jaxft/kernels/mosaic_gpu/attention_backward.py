@@ -32,7 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxft import reference
+from jaxft.dropout import keep_threshold, mix
 
 Array = jax.Array
 
@@ -238,8 +238,8 @@ def _kernel(qkv_ref, dout_ref, rows_ref, *refs, length: int, heads: int, scale: 
             first, second = (lax.bitcast_convert_type(of_queries(rows_smem[at, n]), jnp.uint32) for n in (2, 3))
             keys = plgpu.broadcasted_iota(jnp.uint32, (TILE, TILE), 0, layout=plgpu.Layout.WGMMA)
             keys = keys + (j * KEYS + warps * TILE).astype(jnp.uint32)
-            bits = reference.mix(keys + first, second)
-            return jnp.where(bits >= jnp.uint32(reference.keep_threshold(dropout_rate)), p, -p)
+            bits = mix(keys + first, second)
+            return jnp.where(bits >= jnp.uint32(keep_threshold(dropout_rate)), p, -p)
 
         def step(c, j, k, own, keep, dk_ref, dv_ref, i):
             at = lax.rem(i, STAGES)

@@ -14,10 +14,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxft.kernels.mosaic_gpu import activation_common as act
-from jaxft.kernels.mosaic_gpu import dense_common
-from jaxft.kernels.mosaic_gpu.dense_common import PIECE, copy_piece, place_of, store_pieces
-from jaxft.tuning_dense import MosaicDenseConfig, with_room
+from jaxft import dispatch
+from jaxft.kernels.mosaic_gpu import activations as act
+from jaxft.kernels.mosaic_gpu import matmul
+from jaxft.kernels.mosaic_gpu.matmul import PIECE, copy_piece, place_of, store_pieces
+from jaxft.tuning.dense import MosaicDenseConfig, with_room
 
 Array = jax.Array
 
@@ -38,7 +39,7 @@ def unsupported(x: Array, kernel: Array, bias: Array | None, residual: Array | N
     if rows < PIECE or width <= PIECE:
         # What lies beyond the edge of an array of one line of tiles is stored at its beginning (JAX 0.11.2).
         return f"M is {rows} and F is {width}: they must be at least {PIECE} and above {PIECE}"
-    if not dense_common.line(x.dtype, depth, width):
+    if not matmul.line(x.dtype, depth, width):
         least = 32 // x.dtype.itemsize
         return f"K is {depth} and F is {width}: above {4 * least} they must be multiples of {least}, below of 8"
     return None
@@ -87,7 +88,7 @@ def _fwd_kernel(
                 store_pieces(min(i, places - 1), *stores)  # at first also the last tile's must be done
                 copy_residual(i + 2, warps, row, column)  # where piece i lay, which all warps have read now
 
-        dense_common.multiply_tiles(
+        matmul.multiply_tiles(
             x_ref, kernel_ref, config, begin, finish,
             transposed=x_ref.dtype == jnp.float32,  # see `forward`
             backwards=name is not None,  # usually another dense layer comes next
@@ -95,11 +96,11 @@ def _fwd_kernel(
 
     pl.run_scoped(
         body,
-        y_smem=dense_common.pieces_smem(y_ref, places),
-        also_smem=None if also_ref is None else dense_common.pieces_smem(also_ref, places),
+        y_smem=matmul.pieces_smem(y_ref, places),
+        also_smem=None if also_ref is None else matmul.pieces_smem(also_ref, places),
         bias_smem=None if bias_ref is None else plgpu.SMEM((2, tile_n), bias_ref.dtype),
         bias_there=None if bias_ref is None else plgpu.Barrier(num_barriers=2),
-        residual_smem=None if residual_ref is None else dense_common.pieces_smem(residual_ref),
+        residual_smem=None if residual_ref is None else matmul.pieces_smem(residual_ref),
         residual_there=None if residual_ref is None else plgpu.Barrier(num_barriers=4),
         collective_axes="warps",
     )
@@ -122,7 +123,7 @@ def forward(
     """
     rows, width = x.shape[0], kernel.shape[1]
     beyond = -rows % 8
-    if beyond:  # see `dense_common.line`; rows are copied by eights
+    if beyond:  # see `matmul.line`; rows are copied by eights
         x = jnp.pad(x, ((0, beyond), (0, 0)))
         residual = None if residual is None else jnp.pad(residual, ((0, beyond), (0, 0)))
     results = [jax.ShapeDtypeStruct((rows + beyond, width), x.dtype)]
@@ -130,9 +131,9 @@ def forward(
         results *= 2
     elif also == "slope":
         dtype = act.slope_dtype(x.dtype)
-        columns = width + dense_common.beyond_lines(dtype, width)
+        columns = width + matmul.beyond_lines(dtype, width)
         results.append(jax.ShapeDtypeStruct((rows + beyond, columns), dtype))
-        config = with_room(config, x.dtype.itemsize, pieces=4 + 4 * dtype.itemsize // x.dtype.itemsize)
+        config = with_room(config, x.dtype.itemsize, 4 + 4 * dtype.itemsize // x.dtype.itemsize, dispatch.device())
     if x.dtype == jnp.float32:
         kernel = lax.reduce_precision(kernel, exponent_bits=8, mantissa_bits=10).T
 
@@ -147,5 +148,5 @@ def forward(
         )
 
     inputs = [a for a in (x, kernel, bias, residual) if a is not None]
-    found = dense_common.launch(body, inputs, results, config)
+    found = matmul.launch(body, inputs, results, config)
     return [r if r.shape == (rows, width) else r[:rows, :width] for r in found]

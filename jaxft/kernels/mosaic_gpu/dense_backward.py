@@ -17,10 +17,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxft.kernels.mosaic_gpu import dense_common
-from jaxft.kernels.mosaic_gpu.activation_common import kept_slope
-from jaxft.kernels.mosaic_gpu.dense_common import PIECE, copy_piece, place_of, store_pieces
-from jaxft.tuning_dense import MosaicDenseConfig, with_room
+from jaxft import dispatch
+from jaxft.kernels.mosaic_gpu import matmul
+from jaxft.kernels.mosaic_gpu.activations import kept_slope
+from jaxft.kernels.mosaic_gpu.matmul import PIECE, copy_piece, place_of, store_pieces
+from jaxft.tuning.dense import MosaicDenseConfig, with_room
 
 Array = jax.Array
 
@@ -62,13 +63,13 @@ def _kernel(dy_ref, kernel_ref, slope_ref, eighths_ref, dx_ref, sums_ref, *, con
             plgpu.copy_gmem_to_smem(eighths_ref, eighths_smem, eighths_there)
 
         plgpu.barrier_wait(eighths_there)
-        dense_common.multiply_tiles(dy_ref, kernel_ref, config, begin, finish, transposed=True, backwards=True)
+        matmul.multiply_tiles(dy_ref, kernel_ref, config, begin, finish, transposed=True, backwards=True)
 
-    dtype, as_of_a_piece = dx_ref.dtype, dense_common.transforms(dx_ref.dtype, dx_ref.shape[1])
+    dtype, as_of_a_piece = dx_ref.dtype, matmul.transforms(dx_ref.dtype, dx_ref.shape[1])
     pl.run_scoped(
         body,
-        dx_smem=dense_common.pieces_smem(dx_ref),
-        slope_smem=dense_common.pieces_smem(slope_ref),
+        dx_smem=matmul.pieces_smem(dx_ref),
+        slope_smem=matmul.pieces_smem(slope_ref),
         slope_there=plgpu.Barrier(num_barriers=4),
         eighths_smem=plgpu.SMEM((8, PIECE), dtype, transforms=as_of_a_piece),
         eighths_there=plgpu.Barrier(),
@@ -86,11 +87,11 @@ def backward(dy: Array, kernel: Array, slope: Array, *, config: MosaicDenseConfi
     beyond = -rows % 8
     if beyond:  # see `dense.forward`
         dy = jnp.pad(dy, ((0, beyond), (0, 0)))
-    more = beyond, dense_common.beyond_lines(slope.dtype, width)
+    more = beyond, matmul.beyond_lines(slope.dtype, width)
     if any(more):
         slope = jnp.pad(slope, [(0, n) for n in more])
     if slope.dtype == dy.dtype:  # in float16, they take more room than `config` was made for
-        config = with_room(config, dy.dtype.itemsize, pieces=9)
+        config = with_room(config, dy.dtype.itemsize, 9, dispatch.device())
     # Eight columns are the narrowest operand: each gives an eighth of the sum. A constant, which no kernel fills.
     eighths = np.full((8, PIECE), 0.125, dy.dtype)
     # With room for all of the tiles at the edges: of an array that is not swizzled, what a copy has beyond the end of a
@@ -102,5 +103,5 @@ def backward(dy: Array, kernel: Array, slope: Array, *, config: MosaicDenseConfi
     def body(*refs):  # type: ignore[no-untyped-def]
         _kernel(*refs, config=config)
 
-    dx, partial = dense_common.launch(body, (dy, kernel, slope, eighths), results, config)
+    dx, partial = matmul.launch(body, (dy, kernel, slope, eighths), results, config)
     return dx[:rows] if beyond else dx, jnp.sum(partial, axis=0)[:width]

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from jaxft.kernels.triton import attention_common as parts
+from jaxft.kernels.triton import attention_problem as parts
 from jaxft.kernels.triton import attention_spans, common
-from jaxft.kernels.triton.attention_common import Options, Problem, Refs, Rules
-from jaxft.tuning import AttentionConfig
+from jaxft.kernels.triton.attention_problem import Options, Problem, Refs, Rules
+from jaxft.tuning.table import AttentionConfig
 
 Array = jax.Array
 

@@ -24,10 +24,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxft.kernels.triton import attention_common as parts
+from jaxft.kernels.triton import attention_problem as parts
 from jaxft.kernels.triton import attention_spans, common
-from jaxft.kernels.triton.attention_common import Options, Pairs, Problem, Refs, Rules, Span
-from jaxft.tuning import AttentionConfig
+from jaxft.kernels.triton.attention_problem import Options, Pairs, Problem, Refs, Rules, Span
+from jaxft.tuning.table import AttentionConfig
 
 Array = jax.Array
 

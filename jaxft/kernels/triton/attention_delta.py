@@ -2,7 +2,7 @@
 
 delta is the sum over a row of dout * out. The kernels of `attention_backward` find it themselves; that of Mosaic GPU
 has it from here, beside the log-sum-exp in tiles, so that it copies both at once. And for dropout the row's two words
-(`reference.words_of_row`).
+(`words_of_row`).
 
 Bytes: dout and out once.
 """
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxft import reference
+from jaxft.dropout import words_of_row
 from jaxft.kernels.triton import common
 
 Array = jax.Array
@@ -35,7 +35,7 @@ def _kernel(dout_ref, out_ref, lse_ref, seed_ref, rows_ref):
     if seed_ref is not None:
         rows = (batch * out_ref.shape[2] + head) * out_ref.shape[1] + common.positions(tile * TILE, TILE)
         seed0, seed1 = (common.load(seed_ref.at[jnp.int32(i)]) for i in range(2))
-        words = reference.words_of_row(seed0, seed1, rows.astype(jnp.uint32))
+        words = words_of_row(seed0, seed1, rows.astype(jnp.uint32))
         found += [lax.bitcast_convert_type(x, jnp.float32) for x in words]
     for i, x in enumerate(found):
         common.store(rows_ref.at[batch, head, tile, jnp.int32(i), common.span(0, TILE)], x)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxft.kernels.triton.attention_common import Problem
+from jaxft.kernels.triton.attention_problem import Problem
 
 Array = jax.Array
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from jaxft.kernels.triton import activation_common, common
-from jaxft.tuning import ElementwiseConfig, GradientConfig
+from jaxft.kernels.triton import activations, common
+from jaxft.tuning.table import ElementwiseConfig, GradientConfig
 
 Array = jax.Array
 
@@ -31,7 +31,7 @@ def _fwd_kernel(x_ref, bias_ref, y_ref, *, activation: str, block_rows: int, blo
     row, column = common.program_id_from_the_end(1) * block_rows, pl.program_id(0) * block_width
     tile = common.tile(x_ref.shape, row, column, (block_rows, block_width))
     bias = None if bias_ref is None else tile.load_vector(bias_ref)
-    tile.store(y_ref, activation_common.activation(activation, _add_bias(tile.load(x_ref), bias), y_ref.dtype))
+    tile.store(y_ref, activations.activation(activation, _add_bias(tile.load(x_ref), bias), y_ref.dtype))
 
 
 def _bwd_kernel(
@@ -51,7 +51,7 @@ def _bwd_kernel(
 
     def work(block, values, total):
         x, dy = _add_bias(values[0], bias), values[1].astype(jnp.float32)
-        dx = activation_common.activation_gradient(activation, x, dy, x_ref.dtype)
+        dx = activations.activation_gradient(activation, x, dy, x_ref.dtype)
         tile_of(block).store(dx_ref, dx)
         # Beyond the last row dy is 0 and x the bias, so that dx is 0, or NaN where all rows of the column have NaN.
         return total if sums_ref is None else total + dx

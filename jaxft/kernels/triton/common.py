@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxft import reference
+from jaxft.dropout import keep_bits, keep_threshold
 
 Array = jax.Array
 
@@ -293,10 +293,10 @@ def read_ahead(
 
 
 def keep(seed_ref: Any, rate: float, rows: Array, columns: Array) -> Array:
-    """Whether dropout keeps the elements at these places, the same as `reference.dropout_mask` says."""
+    """Whether dropout keeps the elements at these places, the same as `dropout_mask` says."""
     seed0, seed1 = (load(seed_ref.at[jnp.int32(i)]) for i in range(2))
-    bits = reference.keep_bits(seed0, seed1, rows.astype(jnp.uint32), columns.astype(jnp.uint32))
-    return bits >= jnp.uint32(reference.keep_threshold(rate))
+    bits = keep_bits(seed0, seed1, rows.astype(jnp.uint32), columns.astype(jnp.uint32))
+    return bits >= jnp.uint32(keep_threshold(rate))
 
 
 def unsupported_array(dtypes: Sequence[Any] = (), /, **arrays: Array | None) -> str | None:

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxft.kernels.triton import activation_common, common
-from jaxft.tuning_dense import DenseConfig
+from jaxft.kernels.triton import activations, common
+from jaxft.tuning.dense import DenseConfig
 
 Array = jax.Array
 
@@ -107,7 +107,7 @@ def _fwd_kernel(
     if bias is not None:
         acc = acc + bias.astype(jnp.float32)[None, :]
     if activation is not None:
-        acc = activation_common.activation(activation, acc, y_ref.dtype)
+        acc = activations.activation(activation, acc, y_ref.dtype)
     if residual_ref is not None:
         acc = acc + common.load(residual_ref.at[tile], mask=inside, other=0.0).astype(jnp.float32)
     common.store(y_ref.at[tile], acc.astype(y_ref.dtype), mask=inside)

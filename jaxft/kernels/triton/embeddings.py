@@ -22,8 +22,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import common
-from jaxft.kernels.triton.layer_norm_common import drop, normalize
-from jaxft.tuning import RowConfig
+from jaxft.kernels.triton.normalize import drop, normalize
+from jaxft.tuning.table import RowConfig
 
 Array = jax.Array
 Ref = Any

@@ -19,8 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import common
-from jaxft.kernels.triton.layer_norm_common import drop, normalize
-from jaxft.tuning import GradientConfig, RowConfig, next_power_of_2
+from jaxft.kernels.triton.normalize import drop, normalize
+from jaxft.tuning.table import GradientConfig, RowConfig, next_power_of_2
 
 Array = jax.Array
 Ref = Any

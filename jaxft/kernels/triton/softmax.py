@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import common
-from jaxft.tuning import RowConfig
+from jaxft.tuning.table import RowConfig
 
 Array = jax.Array
 # Of each group of leading axes of x, the innermost first: its size, and how many rows of the operand a step moves.

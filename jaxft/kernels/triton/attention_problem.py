@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import common
-from jaxft.tuning import next_power_of_2
+from jaxft.tuning.table import next_power_of_2
 
 Array = jax.Array
 

@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxft.models import batches, checkpoint
-from jaxft.models import tokenizer as tokenizer_files
-from jaxft.models.batches import Batch, Bucket
+from jaxft.checkpoint import files as checkpoint_files
+from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.bundled import Bundled
-from jaxft.models.checkpoint import CheckpointError
 from jaxft.models.classification import BertForSequenceClassification
 from jaxft.ops.bundle import Rebuild
+from jaxft.text import batching
+from jaxft.text import tokenizer as tokenizer_files
+from jaxft.text.batching import Batch, Bucket
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -65,10 +66,10 @@ class CrossEncoder:
         self._tokenizer = tokenizer_files.truncating(
             tokenizer, max_length, is_pair=True, owner="CrossEncoder", argument="max_length"
         )
-        self._batcher = batches.Batcher(
+        self._batcher = batching.Batcher(
             limit=max_length,
             padding=model.config.pad_token_id,
-            packed=batches.packs(model.bert.embeddings.options.implementation) if packed is None else packed,
+            packed=batching.packs(model.bert.embeddings.options.implementation) if packed is None else packed,
             with_types=model.config.type_vocab_size > 1,
         )
         self._bundled = Bundled(model.bert.embeddings.options.implementation)
@@ -118,7 +119,7 @@ class CrossEncoder:
           TypeError: `folder_or_id` is not a string or path.
           ValueError: `max_length` leaves no room for a token.
         """
-        folder = checkpoint.resolve(
+        folder = checkpoint_files.resolve(
             folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
         )
         model = BertForSequenceClassification.from_pretrained(folder, dtype=dtype, implementation=implementation)
@@ -140,7 +141,7 @@ class CrossEncoder:
 
     def buckets(self, batch_size: int = 32) -> list[Bucket]:
         """The shapes of packed batches, each of which is compiled when it first occurs; none if pairs are padded."""
-        return batches.buckets(batch_size, self.max_length) if self._batcher.packed else []
+        return batching.buckets(batch_size, self.max_length) if self._batcher.packed else []
 
     def predict(
         self,
@@ -173,8 +174,8 @@ class CrossEncoder:
             another shape.
           jax.errors.JaxRuntimeError: as `SentenceEncoder.encode`.
         """
-        batch_size = batches.check_batch_size("predict", batch_size)
-        is_pair = batches.is_sequence(sentences) and len(sentences) == 2 and isinstance(sentences[0], str)
+        batch_size = batching.check_batch_size("predict", batch_size)
+        is_pair = batching.is_sequence(sentences) and len(sentences) == 2 and isinstance(sentences[0], str)
         pairs = _as_pairs([sentences] if is_pair else sentences)
         arrays, rebuild = self._bundled(self.model)
 
@@ -234,8 +235,8 @@ class CrossEncoder:
             raise ValueError(f"rank: top_k must be None or a positive integer, got {top_k!r}")
         if isinstance(documents, str):
             raise TypeError("rank: documents must be a sequence of str, got one str")
-        documents = batches.as_texts("rank", "documents", documents)
-        (query,) = batches.as_texts("rank", "query", [query])
+        documents = batching.as_texts("rank", "documents", documents)
+        (query,) = batching.as_texts("rank", "query", [query])
         scores = self.predict([(query, text) for text in documents], batch_size, show_progress_bar, activation_fn)
         best = np.argsort(-scores, kind="stable")[:top_k]
         found: list[dict[str, Any]] = [{"corpus_id": int(i), "score": float(scores[i])} for i in best]
@@ -247,13 +248,13 @@ class CrossEncoder:
 
 def _as_pairs(sentences: Any) -> list[tuple[str, str]]:
     expected = "predict: sentences must be a pair of str or a sequence of such pairs"
-    if not batches.is_sequence(sentences):
+    if not batching.is_sequence(sentences):
         raise TypeError(f"{expected}, got {type(sentences).__name__}")
     for index, pair in enumerate(sentences):
-        if not batches.is_sequence(pair) or len(pair) != 2:
+        if not batching.is_sequence(pair) or len(pair) != 2:
             raise TypeError(f"{expected}, got {pair!r:.80} at index {index}")
-    firsts = batches.as_texts("predict", "first texts", [pair[0] for pair in sentences])
-    seconds = batches.as_texts("predict", "second texts", [pair[1] for pair in sentences])
+    firsts = batching.as_texts("predict", "first texts", [pair[0] for pair in sentences])
+    seconds = batching.as_texts("predict", "second texts", [pair[1] for pair in sentences])
     return list(zip(firsts, seconds, strict=True))
 
 

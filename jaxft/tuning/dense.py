@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterable
 
-from jaxft import dispatch
-from jaxft.tuning import LARGEST, lookup, next_power_of_2
+from jaxft.dispatch import Device
+from jaxft.tuning.table import LARGEST, lookup, next_power_of_2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +54,7 @@ class MosaicDenseConfig:
     cluster_m: int = 1
     minor: str = "n"
     group: int = 8
-    programs: int = 132
+    programs: int = dataclasses.field(kw_only=True)
 
     @property
     def block(self) -> tuple[int, int]:
@@ -61,7 +63,7 @@ class MosaicDenseConfig:
 
 
 def dense_implementation(
-    rows: int, depth: int, width: int, activation: str | None, itemsize: int, device_kind: str, hopper: bool = True,
+    rows: int, depth: int, width: int, activation: str | None, itemsize: int, device: Device, hopper: bool = True,
     residual: bool = False, full: bool = False,
 ) -> str:  # fmt: skip
     """The fastest: see `DenseChoice`. `full`: products of float32 that are not TF32.
@@ -74,7 +76,9 @@ def dense_implementation(
     apart = {"full": full, "unaligned": hopper and rows % 8 > 0}
     mosaic = hopper and not (full or apart["unaligned"] or (residual and itemsize > 2))
     by_mosaic = mosaic and _by_mosaic(rows, depth, width, activation, itemsize, residual)
-    default = DenseChoice("mosaic_gpu" if by_mosaic else without_mosaic(rows, depth, width, activation, itemsize))
+    default = DenseChoice(
+        "mosaic_gpu" if by_mosaic else without_mosaic(rows, depth, width, activation, itemsize, device)
+    )
     sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
     sizes |= {"itemsize": itemsize} | ({"residual": 1} if residual else {})
     variant = ",".join(name for name, holds in apart.items() if holds)
@@ -82,13 +86,21 @@ def dense_implementation(
     def usable(choice: DenseChoice) -> bool:
         return mosaic or choice.implementation != "mosaic_gpu"
 
-    config = lookup("dense_implementation", default, device_kind, variant, usable, **sizes)
+    config = lookup("dense_implementation", default, device, variant, usable, **sizes)
     return config.implementation
 
 
-def without_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsize: int) -> str:
+def dense_implementation_candidates(
+    rows: int, depth: int, width: int, activation: int, itemsize: int, device: Device, residual: int = 0
+) -> Iterable[DenseChoice]:
+    # Times of kernels leave out what a Mosaic one costs the host.
+    mosaic = () if is_short(rows, depth, width, itemsize) else ("mosaic_gpu",)
+    return map(DenseChoice, (*mosaic, "triton", "xla"))
+
+
+def without_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsize: int, device: Device) -> str:
     """The faster of the other two."""
-    return "xla" if _by_library(rows, depth, width, activation, itemsize) else "triton"
+    return "xla" if _by_library(rows, depth, width, activation, itemsize, device) else "triton"
 
 
 def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsize: int, residual: bool) -> bool:
@@ -139,7 +151,7 @@ def is_short(rows: int, depth: int, width: int, itemsize: int) -> bool:
     return rows <= 256 or next_power_of_2(rows) * min(depth, width) * itemsize <= 512 * 768 * 2
 
 
-def _by_library(rows: int, depth: int, width: int, activation: str | None, itemsize: int) -> bool:
+def _by_library(rows: int, depth: int, width: int, activation: str | None, itemsize: int, device: Device) -> bool:
     """Whether XLA's product and a kernel after it are faster than the Triton product with its epilogue.
 
     On an H200 (2026-11-20), 16-bit: the Triton product is 1.0-1.7x as fast up to 512 rows, where cuBLAS starts too few
@@ -160,7 +172,7 @@ def _by_library(rows: int, depth: int, width: int, activation: str | None, items
     if itemsize > 2:
         return True
     if rows > 1024:
-        return activation is None or width <= depth or dispatch.device().is_after_hopper
+        return activation is None or width <= depth or device.is_after_hopper
     if _split_by_library(rows, depth, width, activation):
         return True
     return rows > 512 and width > 1024 and activation is None
@@ -178,14 +190,160 @@ def _split_by_library(rows: int, depth: int, width: int, activation: str | None)
     return depth >= max(2048, 4 * width) and (rows <= 128 or activation is None and 256 < rows <= 512)
 
 
-def _tiles(rows: int, width: int, block_m: int = 64, block_n: int = 64) -> int:
-    """How many it takes to cover `[rows, width]`."""
-    return -(-rows // block_m) * -(-width // block_n)
+def dense(rows: int, depth: int, width: int, itemsize: int, device: Device) -> DenseConfig:
+    if rows > 1024 and itemsize <= 2:
+        # With GELU 4097x768x3072 in 44.7 us, in tiles of 64x64 68.9, 16383x768x3072 172 and 250; of 128x256, which take
+        # more shared memory than most cards have, 168 (H100, bfloat16, 2026-11-25). In full float32 it spills.
+        default = DenseConfig(128, 128, 64, 8, 3)
+    elif rows > 256:
+        default = DenseConfig(64, 64, 64, 4, 4)
+    elif width >= 2048 and (rows > 64 or width > 4096):
+        # More stages where each tile has a multiprocessor to itself: 128x768x2304 in 4.5 us, with three, of which two
+        # programs fit into one, in 4.8 (H100, 2026-11-24).
+        alone = _tiles(rows, width) <= device.multiprocessors and device.shared_memory >= LARGEST
+        default = DenseConfig(64, 64, 128, 4, 5 if alone else 3)
+    else:
+        # Narrow tiles, so that there are enough of them, and many loads in flight: 16x768x2304 in 3.9 us, with the
+        # tiles above 5.0, 64x1024x4096 in 5.7 and 7.3 (H200, bfloat16, 2026-11-24).
+        default = DenseConfig(64, 32, 128, 4, 5)
+    default = dataclasses.replace(
+        default,
+        block_m=max(16, min(default.block_m, next_power_of_2(rows))),
+        block_n=max(16, min(default.block_n, next_power_of_2(width))),
+        block_k=max(16, min(default.block_k * 2 // itemsize, next_power_of_2(depth))),
+    )
+    return lookup("dense", default, device, rows=rows, depth=depth, width=width, itemsize=itemsize)
 
 
-def tile_k_of(itemsize: int) -> int:
-    """How deep the blocks of the Mosaic kernels are: a line of 128 bytes."""
-    return 128 // itemsize
+def dense_candidates(rows: int, depth: int, width: int, itemsize: int, device: Device) -> Iterable[DenseConfig]:
+    deep = 256 // itemsize
+    blocks = [(64, 64, deep, 4, 3), (32, 64, deep, 4, 3), (64, 32, deep, 4, 3), (16, 64, deep, 4, 3),
+              (32, 32, deep, 4, 5), (64, 32, deep, 4, 5), (32, 32, 2 * deep, 4, 2), (128, 64, deep // 2, 4, 4),
+              (64, 64, deep // 2, 4, 4), (128, 128, deep // 2, 8, 3), (16, 32, deep, 4, 5), (16, 32, deep // 2, 4, 8),
+              (64, 64, deep, 4, 4), (64, 64, deep, 4, 5)]  # fmt: skip
+    return itertools.starmap(DenseConfig, blocks)
+
+
+def dense_split(rows: int, depth: int, width: int, itemsize: int, device: Device) -> SplitConfig:
+    """Of a product whose partial sums the next kernel adds up; with one of them where that does not pay.
+
+    On an H200 (2026-11-24), bfloat16, with the LayerNorm that follows: 16x768x768 3.6 us (XLA 3.4), 32x768x768 3.6
+    (3.9), 128x768x768 4.8 (6.2), 16x3072x768 5.7 (6.3), 32x3072x768 6.1 (6.3), 128x3072x768 7.0 (8.5), 256x768x768 5.7
+    (7.5). At 512 rows the longer LayerNorm takes what the product gains.
+    """
+    tiles = _tiles(rows, width)
+    splits = min(4, device.multiprocessors // max(1, tiles), depth // 256) if itemsize <= 2 and rows <= 256 else 1
+    few = rows <= 64
+    default = SplitConfig(
+        block_m=max(16, min(64, next_power_of_2(rows))),
+        block_n=max(16, min(32 if few else 64, next_power_of_2(width))),
+        block_k=128 if few else 64,
+        num_warps=2 if rows <= 16 else 4,
+        num_stages=4 if few else 5,
+        splits=max(1, splits),
+    )
+    return lookup("dense_split", default, device, rows=rows, depth=depth, width=width, itemsize=itemsize)
+
+
+def dense_split_candidates(rows: int, depth: int, width: int, itemsize: int, device: Device) -> Iterable[SplitConfig]:
+    block_m = max(16, min(64, next_power_of_2(rows)))
+    blocks = [(64, 128, 4, 3), (64, 128, 4, 4), (64, 64, 4, 5), (32, 128, 4, 5), (128, 64, 4, 4), (32, 128, 4, 4)]
+    if block_m == 16:
+        blocks.append((32, 128, 2, 4))
+    for block, splits in itertools.product(blocks, (1, 2, 3, 4, 6)):
+        yield SplitConfig(block_m, *block, splits=splits)
+
+
+def dense_mosaic(
+    rows: int, depth: int, width: int, activation: str | None, itemsize: int, device: Device, residual: bool = False
+) -> MosaicDenseConfig:
+    programs = device.multiprocessors
+    default, most = _in_rounds(rows, width, itemsize, programs), 0
+    # Of 1024x3072x768, tiles of 128x64 that two warp groups share take 10.5 us, those of 64x128 of one group 11.8 (with
+    # six stages instead of eight 12.6 and 11.8), all of BERT-base of 8x128 523 us instead of 538. Tiles of 96 or 160
+    # columns, whose rows in shared memory have 64 bytes instead of 128, take 16 us and more, where they fill more
+    # multiprocessors; two or four parts of the depth, which the LayerNorm adds up, 1 us more (H200, 2026-11-24).
+    small = (
+        (64, 64, 8, "none"), (64, 64, 8, "m"), (64, 128, 6, "none"), (64, 192, 4, "none"), (64, 128, 4, "m"),
+        (64, 192, 4, "m"),
+    )  # fmt: skip
+    for m, n, k, split in small:
+        # The tiles that give work to the most multiprocessors, if each gets one.
+        candidate = MosaicDenseConfig(m, n, tile_k_of(itemsize), k, split=split, programs=programs)
+        tiles = _tiles(rows, width, *candidate.block)
+        if most < tiles <= candidate.programs:
+            most, default = tiles, candidate
+    sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
+    variant, pieces = ("residual", 8) if residual else ("", 4)
+    return _lookup_mosaic("dense_mosaic", default, device, variant, pieces, **sizes, itemsize=itemsize)
+
+
+def dense_mosaic_candidates(
+    rows: int, depth: int, width: int, activation: int, itemsize: int, device: Device
+) -> Iterable[MosaicDenseConfig]:
+    tiles = [(64, 128, 4, "m"), (64, 192, 4, "m"), (64, 256, 4, "m"), (128, 128, 4, "n"), (128, 192, 4, "none"),
+             (192, 128, 4, "none"), (128, 128, 6, "none"), (64, 192, 6, "none"), (64, 128, 6, "none"),
+             (64, 64, 8, "none"), (64, 64, 8, "m"), (64, 192, 4, "none")]  # fmt: skip
+    groups = (8, 16) if rows > 1024 else (8,)
+    deep = tile_k_of(itemsize)
+    for (m, n, k, split), group in itertools.product(tiles, groups):
+        config = MosaicDenseConfig(m, n, deep, k, split, group=group, programs=device.multiprocessors)
+        yield with_room(config, itemsize, 4, device)
+
+
+def dense_mosaic_gradient(rows: int, depth: int, width: int, itemsize: int, device: Device) -> MosaicDenseConfig:
+    """Of the kernel that multiplies with the activation's derivatives, `[rows, width]`.
+
+    In bfloat16, in the tiles of the forward kernel, the fastest of seven: 117 us of 16384x768x3072, the sum of the rows
+    for a bias included (H200, 2026-11-26), where XLA's product and the kernel of `bias_activation`'s gradient take 184,
+    and cuBLAS's product alone 99; of 4096x768x3072 34, for 54 (2026-11-23). Without that sum it would be 111 and 31,
+    and a kernel of its own takes 27 and 7.
+
+    The forward kernel that keeps the derivatives takes 126 us with tanh GELU, 106 without them, and 108 with something
+    in their place that needs no arithmetic.
+
+    All such products draw what the card may (700 W) after a fraction of a second, and take longer then, as their energy
+    says: the forward kernel 116 mJ and 165 us, this one 105 mJ and 153 us, cuBLAS's product 90 mJ and 130 us.
+    """
+    # With a stage less, since pieces of the derivatives take shared memory.
+    default = _in_rounds(rows, width, itemsize, device.multiprocessors, largest=5)
+    sizes = {"rows": rows, "depth": depth, "width": width}
+    return _lookup_mosaic("dense_mosaic_gradient", default, device, "", 7, **sizes, itemsize=itemsize)
+
+
+def dense_mosaic_gradient_candidates(
+    rows: int, depth: int, width: int, itemsize: int, device: Device
+) -> Iterable[MosaicDenseConfig]:
+    tiles = [(128, 192, 3), (128, 192, 4), (192, 128, 4), (128, 128, 4), (128, 128, 5), (64, 192, 5), (64, 128, 5)]
+    for (m, n, k), minor in itertools.product(tiles, ("m", "n")):
+        yield MosaicDenseConfig(m, n, stages=k, split="none", group=16, minor=minor, programs=device.multiprocessors)
+
+
+def _lookup_mosaic(
+    op: str, default: MosaicDenseConfig, device: Device, variant: str, pieces: int, *, itemsize: int, **sizes: int
+) -> MosaicDenseConfig:
+    """Like `lookup`, with stages that fit: an entry may be one of a kernel that takes less shared memory, or a user's.
+
+    With one stage, Mosaic's copies wait for the products and these for the copies.
+    """
+
+    def usable(config: MosaicDenseConfig) -> bool:
+        return with_room(config, itemsize, pieces, device).stages > 1
+
+    default = with_room(default, itemsize, pieces, device)
+    config = lookup(op, default, device, variant, usable, **sizes, itemsize=itemsize)
+    return with_room(config, itemsize, pieces, device)
+
+
+def with_room(config: MosaicDenseConfig, itemsize: int, pieces: int, device: Device) -> MosaicDenseConfig:
+    """The same with no more stages than fit into the shared memory beside `pieces` of the results and operands.
+
+    The product has four of the results and, with a residual, four of that; with the derivatives four of each. Those of
+    8 bits take half. Its gradient has four of both, and eighths.
+    """
+    others = pieces * 64 * 64 * itemsize + 2 * config.tile_n * 4 + 512  # two rows of a bias or sums, and barriers
+    most = (device.shared_memory - others) // (sum(config.block) * config.tile_k * itemsize)
+    return dataclasses.replace(config, stages=min(config.stages, most))
 
 
 def _in_rounds(rows: int, width: int, itemsize: int, programs: int, largest: int = 6) -> MosaicDenseConfig:
@@ -204,120 +362,11 @@ def _in_rounds(rows: int, width: int, itemsize: int, programs: int, largest: int
     return min(configs, key=time)
 
 
-def dense_mosaic(
-    rows: int, depth: int, width: int, activation: str | None, itemsize: int, device_kind: str, residual: bool = False
-) -> MosaicDenseConfig:
-    programs = dispatch.device().multiprocessors
-    default, most = _in_rounds(rows, width, itemsize, programs), 0
-    # Of 1024x3072x768, tiles of 128x64 that two warp groups share take 10.5 us, those of 64x128 of one group 11.8 (with
-    # six stages instead of eight 12.6 and 11.8), all of BERT-base of 8x128 523 us instead of 538. Tiles of 96 or 160
-    # columns, whose rows in shared memory have 64 bytes instead of 128, take 16 us and more, where they fill more
-    # multiprocessors; two or four parts of the depth, which the LayerNorm adds up, 1 us more (H200, 2026-11-24).
-    small = (
-        (64, 64, 8, "none"), (64, 64, 8, "m"), (64, 128, 6, "none"), (64, 192, 4, "none"), (64, 128, 4, "m"),
-        (64, 192, 4, "m"),
-    )  # fmt: skip
-    for m, n, k, split in small:
-        # The tiles that give work to the most multiprocessors, if each gets one.
-        candidate = MosaicDenseConfig(m, n, tile_k_of(itemsize), k, split=split, programs=programs)
-        tiles = _tiles(rows, width, *candidate.block)
-        if most < tiles <= candidate.programs:
-            most, default = tiles, candidate
-    sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
-    variant, pieces = ("residual", 8) if residual else ("", 4)
-    return _lookup_mosaic("dense_mosaic", default, device_kind, variant, pieces, **sizes, itemsize=itemsize)
+def _tiles(rows: int, width: int, block_m: int = 64, block_n: int = 64) -> int:
+    """How many it takes to cover `[rows, width]`."""
+    return -(-rows // block_m) * -(-width // block_n)
 
 
-def _lookup_mosaic(
-    op: str, default: MosaicDenseConfig, device_kind: str, variant: str, pieces: int, *, itemsize: int, **sizes: int
-) -> MosaicDenseConfig:
-    """Like `lookup`, with stages that fit: an entry may be one of a kernel that takes less shared memory, or a user's.
-
-    With one stage, Mosaic's copies wait for the products and these for the copies.
-    """
-
-    def usable(config: MosaicDenseConfig) -> bool:
-        return with_room(config, itemsize, pieces).stages > 1
-
-    default = with_room(default, itemsize, pieces)
-    config = lookup(op, default, device_kind, variant, usable, **sizes, itemsize=itemsize)
-    return with_room(config, itemsize, pieces)
-
-
-def with_room(config: MosaicDenseConfig, itemsize: int, pieces: int) -> MosaicDenseConfig:
-    """The same with no more stages than fit into 227 KiB of shared memory beside `pieces` of the results and operands.
-
-    The product has four of the results and, with a residual, four of that; with the derivatives four of each. Those of
-    8 bits take half. Its gradient has four of both, and eighths.
-    """
-    others = pieces * 64 * 64 * itemsize + 2 * config.tile_n * 4 + 512  # two rows of a bias or sums, and barriers
-    most = (227 * 1024 - others) // (sum(config.block) * config.tile_k * itemsize)
-    return dataclasses.replace(config, stages=min(config.stages, most))
-
-
-def dense_mosaic_gradient(rows: int, depth: int, width: int, itemsize: int, device_kind: str) -> MosaicDenseConfig:
-    """Of the kernel that multiplies with the activation's derivatives, `[rows, width]`.
-
-    In bfloat16, in the tiles of the forward kernel, the fastest of seven: 117 us of 16384x768x3072, the sum of the rows
-    for a bias included (H200, 2026-11-26), where XLA's product and the kernel of `bias_activation`'s gradient take 184,
-    and cuBLAS's product alone 99; of 4096x768x3072 34, for 54 (2026-11-23). Without that sum it would be 111 and 31,
-    and a kernel of its own takes 27 and 7.
-
-    The forward kernel that keeps the derivatives takes 126 us with tanh GELU, 106 without them, and 108 with something
-    in their place that needs no arithmetic.
-
-    All such products draw what the card may (700 W) after a fraction of a second, and take longer then, as their energy
-    says: the forward kernel 116 mJ and 165 us, this one 105 mJ and 153 us, cuBLAS's product 90 mJ and 130 us.
-    """
-    # With a stage less, since pieces of the derivatives take shared memory.
-    default = _in_rounds(rows, width, itemsize, dispatch.device().multiprocessors, largest=5)
-    sizes = {"rows": rows, "depth": depth, "width": width}
-    return _lookup_mosaic("dense_mosaic_gradient", default, device_kind, "", 7, **sizes, itemsize=itemsize)
-
-
-def dense(rows: int, depth: int, width: int, itemsize: int, device_kind: str) -> DenseConfig:
-    if rows > 1024 and itemsize <= 2:
-        # With GELU 4097x768x3072 in 44.7 us, in tiles of 64x64 68.9, 16383x768x3072 172 and 250; of 128x256, which take
-        # more shared memory than most cards have, 168 (H100, bfloat16, 2026-11-25). In full float32 it spills.
-        default = DenseConfig(128, 128, 64, 8, 3)
-    elif rows > 256:
-        default = DenseConfig(64, 64, 64, 4, 4)
-    elif width >= 2048 and (rows > 64 or width > 4096):
-        # More stages where each tile has a multiprocessor to itself: 128x768x2304 in 4.5 us, with three, of which two
-        # programs fit into one, in 4.8 (H100, 2026-11-24).
-        alone = _tiles(rows, width) <= dispatch.device().multiprocessors and LARGEST.match(device_kind)
-        default = DenseConfig(64, 64, 128, 4, 5 if alone else 3)
-    else:
-        # Narrow tiles, so that there are enough of them, and many loads in flight: 16x768x2304 in 3.9 us, with the
-        # tiles above 5.0, 64x1024x4096 in 5.7 and 7.3 (H200, bfloat16, 2026-11-24).
-        default = DenseConfig(64, 32, 128, 4, 5)
-    default = dataclasses.replace(
-        default,
-        block_m=max(16, min(default.block_m, next_power_of_2(rows))),
-        block_n=max(16, min(default.block_n, next_power_of_2(width))),
-        block_k=max(16, min(default.block_k * 2 // itemsize, next_power_of_2(depth))),
-    )
-    return lookup("dense", default, device_kind, rows=rows, depth=depth, width=width, itemsize=itemsize)
-
-
-def dense_split(rows: int, depth: int, width: int, itemsize: int, device_kind: str) -> SplitConfig:
-    """Of a product whose partial sums the next kernel adds up; with one of them where that does not pay.
-
-    On an H200 (2026-11-24), bfloat16, with the LayerNorm that follows: 16x768x768 3.6 us (XLA 3.4), 32x768x768 3.6
-    (3.9), 128x768x768 4.8 (6.2), 16x3072x768 5.7 (6.3), 32x3072x768 6.1 (6.3), 128x3072x768 7.0 (8.5), 256x768x768 5.7
-    (7.5). At 512 rows the longer LayerNorm takes what the product gains.
-    """
-    tiles = _tiles(rows, width)
-    splits = (
-        min(4, dispatch.device().multiprocessors // max(1, tiles), depth // 256) if itemsize <= 2 and rows <= 256 else 1
-    )
-    few = rows <= 64
-    default = SplitConfig(
-        block_m=max(16, min(64, next_power_of_2(rows))),
-        block_n=max(16, min(32 if few else 64, next_power_of_2(width))),
-        block_k=128 if few else 64,
-        num_warps=2 if rows <= 16 else 4,
-        num_stages=4 if few else 5,
-        splits=max(1, splits),
-    )
-    return lookup("dense_split", default, device_kind, rows=rows, depth=depth, width=width, itemsize=itemsize)
+def tile_k_of(itemsize: int) -> int:
+    """How deep the blocks of the Mosaic kernels are: a line of 128 bytes."""
+    return 128 // itemsize

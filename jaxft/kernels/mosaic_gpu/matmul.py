@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxft.tuning_dense import MosaicDenseConfig
+from jaxft.tuning.dense import MosaicDenseConfig
 
 Array = jax.Array
 

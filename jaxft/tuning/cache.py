@@ -100,7 +100,7 @@ def restore(device_kind: str, op: str, name: str, default: T) -> T | None:
     return type(default)(**entry)
 
 
-def save(device_kind: str, op: str, name: str, config: Any) -> None:
+def save(file: Path, op: str, name: str, config: Any) -> None:
     """Adds an entry to what the file has by now; a reader sees the file before or after.
 
     A damaged file is kept under another name.
@@ -108,7 +108,6 @@ def save(device_kind: str, op: str, name: str, config: Any) -> None:
     Raises:
       OSError: it cannot be read or written.
     """
-    file = path(device_kind)
     with _locked(file.parent), _temporary(file) as new:
         try:
             table = _read(file)  # anew, since another process may have added its own
@@ -126,15 +125,14 @@ def save(device_kind: str, op: str, name: str, config: Any) -> None:
     load.cache_clear()
 
 
-def check_writable(device_kind: str) -> None:
+def check_writable(file: Path) -> None:
     """Raises an OSError that says what to do if `save` could not read or write."""
-    file = path(device_kind)  # or the error says it already
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with _locked(file.parent), _temporary(file), contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
             _read(file)
     except OSError as error:
-        advice = "set XDG_CACHE_HOME to a folder that can be written"
+        advice = "name another table, or set XDG_CACHE_HOME to a folder that can be written"
         raise OSError(f"autotune: cannot read and write {file} ({error}); {advice}") from error
 
 

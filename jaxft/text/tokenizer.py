@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxft.models import checkpoint
-from jaxft.models.checkpoint import CheckpointError
+from jaxft.checkpoint import files as checkpoint_files
+from jaxft.checkpoint.files import CheckpointError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -122,4 +122,4 @@ def max_length(file: Path, name: str) -> int | None:
 
 def read_settings(file: Path) -> dict[str, Any]:
     """The object in `file`; {} where there is no such file."""
-    return checkpoint.read_json_object(file) if file.exists() else {}
+    return checkpoint_files.read_json_object(file) if file.exists() else {}

@@ -14,10 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxft import dispatch, reference, tuning
+from jaxft import dispatch, reference
+from jaxft.dropout import dropout_seed
 from jaxft.kernels.triton import attention as triton
-from jaxft.kernels.triton import attention_backward, attention_common, attention_delta
-from jaxft.ops import common
+from jaxft.kernels.triton import attention_backward, attention_delta, attention_problem
+from jaxft.ops import transforms
+from jaxft.tuning import attention as tuning_attention
+from jaxft.tuning import table as tuning_table
 
 Array = jax.Array
 
@@ -80,20 +83,20 @@ def run(op: str, inputs: Inputs, options: Options, implementation: str | None) -
     precision = dispatch.matmul_precision()
     exact = precision == "float32" and inputs.query.dtype == jnp.float32
     more = exact or any(x is not None for x in (inputs.bias, inputs.mask, inputs.dropout_rng))
-    arguments = (b * n, t, s, h, inputs.query.dtype.itemsize, dispatch.device_kind(), more)
+    arguments = (b * n, t, s, h, inputs.query.dtype.itemsize, dispatch.device(), more)
     average = None if inputs.cu_seqlens is None else max(1, inputs.query.shape[0] // b)
     static = _Static(
         options,
-        tuning.attention(*arguments, average),
-        tuning.attention_dq(*arguments, average),
-        tuning.attention_dkv(*arguments, attention_common.bias_of_pairs(inputs.bias), average),
+        tuning_attention.attention(*arguments, average),
+        tuning_attention.attention_dq(*arguments, average),
+        tuning_attention.attention_dkv(*arguments, attention_problem.bias_of_pairs(inputs.bias), average),
         precision,
         choice.interpret,
         implementation is None and _faster_by_cudnn(inputs, options),
         implementation is None and _gradient_by_mosaic(inputs, options),
         dispatch.device().multiprocessors,
     )
-    return _triton_jit(Inputs(*common.vary_alike(*inputs)), static)
+    return _triton_jit(Inputs(*transforms.vary_alike(*inputs)), static)
 
 
 # --- Plain jnp ---------------------------------------------------------------------------------------------------
@@ -258,9 +261,9 @@ class _Static(NamedTuple):
     """What is compiled into the kernels."""
 
     options: Options
-    forward: tuning.AttentionConfig
-    query_gradient: tuning.AttentionConfig
-    key_gradient: tuning.AttentionConfig
+    forward: tuning_table.AttentionConfig
+    query_gradient: tuning_table.AttentionConfig
+    key_gradient: tuning_table.AttentionConfig
     precision: str
     interpret: bool
     by_cudnn: bool  # the output, where no gradient is asked for
@@ -272,7 +275,7 @@ def _triton_reason(inputs: Inputs, options: Options) -> str | None:
     """Why the kernels cannot run this call, if they cannot."""
     _, t, s, _, h = sizes(inputs, options)
     positions = max(t, s, 0 if inputs.cu_seqlens is None else inputs.query.shape[0])
-    return attention_common.unsupported(h, positions, inputs.mask, query=inputs.query, bias=inputs.bias)
+    return attention_problem.unsupported(h, positions, inputs.mask, query=inputs.query, bias=inputs.bias)
 
 
 _BUSY = 0.72  # the least part of the multiprocessors
@@ -304,18 +307,18 @@ def _arguments(inputs: Inputs, static: _Static) -> tuple[Any, ...]:
     """The first arguments of the kernels' entry points."""
     options = static.options
     before, after = options.local_window_size or (None, None)
-    rules = attention_common.Rules(
+    rules = attention_problem.Rules(
         inputs.bias,
         inputs.mask,
         inputs.query_seq_lengths,
         inputs.key_value_seq_lengths,
         inputs.query_segment_ids,
         inputs.key_value_segment_ids,
-        None if inputs.dropout_rng is None else reference.dropout_seed(inputs.dropout_rng),
+        None if inputs.dropout_rng is None else dropout_seed(inputs.dropout_rng),
         inputs.cu_seqlens,
     )
     window = (before, 0 if options.is_causal else after)
-    kernel_options = attention_common.Options(
+    kernel_options = attention_problem.Options(
         options.scale, window, options.dropout_rate, options.max_seqlen or 0, static.precision
     )
     return inputs.query, inputs.key, inputs.value, rules, kernel_options
@@ -330,7 +333,7 @@ def _forward(inputs: Inputs, static: _Static, save: bool) -> Any:
     result: Any = out
     if residual:
         top, *total = (jnp.swapaxes(x, -1, -2) for x in parts)
-        natural = attention_common.natural_logits(inputs.query.dtype, inputs.bias, static.precision)
+        natural = attention_problem.natural_logits(inputs.query.dtype, inputs.bias, static.precision)
         result = out, sum(map(_times_log_2, total), top if natural else _times_log_2(top))
     return (result, (out, *parts)) if save else result
 
@@ -354,7 +357,7 @@ def _fwd(inputs, static):
     def plain(inputs):
         return (_plain(inputs, static.options),)
 
-    result, saved = common.with_plain_gradient(kernel, plain, saves=1)(inputs)
+    result, saved = transforms.with_plain_gradient(kernel, plain, saves=1)(inputs)
     return result, (inputs, saved)
 
 
@@ -369,7 +372,7 @@ def _mosaic_gradient(dout, inputs, saved, static):
         programs=static.multiprocessors,
     )  # fmt: skip
     # Inside a shard_map, results of Mosaic kernels do not say over which axes they vary.
-    return common.vary_alike(qkv, found)[1]
+    return transforms.vary_alike(qkv, found)[1]
 
 
 def _bwd(static, saved, d):
@@ -392,7 +395,7 @@ def _bwd(static, saved, d):
         (gradients,) = jax.vjp(lambda inputs: _plain(inputs, static.options), inputs)[1](d)
         return Inputs(*gradients[:4])
 
-    return (common.with_plain_gradient(kernel, plain)(d, *saved),)
+    return (transforms.with_plain_gradient(kernel, plain)(d, *saved),)
 
 
 _triton.defvjp(_fwd, _bwd)

@@ -13,14 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxft.models import batches, checkpoint
-from jaxft.models import tokenizer as tokenizer_files
-from jaxft.models.batches import Batch, Bucket
+from jaxft.checkpoint import files as checkpoint_files
+from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.bert import BertModel
 from jaxft.models.bundled import Bundled
-from jaxft.models.checkpoint import CheckpointError
 from jaxft.models.pooling import l2_normalize, pool, pool_packed
 from jaxft.ops.bundle import Rebuild
+from jaxft.text import batching
+from jaxft.text import tokenizer as tokenizer_files
+from jaxft.text.batching import Batch, Bucket
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -78,10 +79,10 @@ class SentenceEncoder:
         self._tokenizer = tokenizer_files.truncating(
             tokenizer, max_seq_length, owner="SentenceEncoder", argument="max_seq_length"
         )
-        self._batcher = batches.Batcher(
+        self._batcher = batching.Batcher(
             limit=max_seq_length,
             padding=model.config.pad_token_id,
-            packed=batches.packs(model.embeddings.options.implementation) if packed is None else packed,
+            packed=batching.packs(model.embeddings.options.implementation) if packed is None else packed,
         )
 
         self._bundled = Bundled(model.embeddings.options.implementation)
@@ -134,7 +135,7 @@ class SentenceEncoder:
             a Dense module; the message names the file.
           TypeError: `folder_or_id` is not a string or path.
         """
-        folder = checkpoint.resolve(
+        folder = checkpoint_files.resolve(
             folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
         )
         layout = _read_layout(folder)
@@ -171,7 +172,7 @@ class SentenceEncoder:
         Raises:
           TypeError, ValueError: as `encode`.
         """
-        return [encoding.ids for encoding in self._encodings(batches.as_texts("encode", "sentences", sentences))]
+        return [encoding.ids for encoding in self._encodings(batching.as_texts("encode", "sentences", sentences))]
 
     def encode(
         self,
@@ -213,8 +214,8 @@ class SentenceEncoder:
           ValueError: `batch_size` is not a positive integer, or a text is not valid Unicode.
           jax.errors.JaxRuntimeError: the device failed, or its memory does not even suffice for one text.
         """
-        batch_size = batches.check_batch_size("encode", batch_size)
-        texts = batches.as_texts("encode", "sentences", sentences)
+        batch_size = batching.check_batch_size("encode", batch_size)
+        texts = batching.as_texts("encode", "sentences", sentences)
         normalize = self.normalize or normalize_embeddings
         arrays, rebuild = self._bundled(self.model)
 
@@ -230,7 +231,7 @@ class SentenceEncoder:
 
     def buckets(self, batch_size: int = 32) -> list[Bucket]:
         """The shapes of packed batches, each of which is compiled when it first occurs; none if texts are padded."""
-        return batches.buckets(batch_size, self.max_seq_length) if self._batcher.packed else []
+        return batching.buckets(batch_size, self.max_seq_length) if self._batcher.packed else []
 
     def _encodings(self, texts: Sequence[str]) -> "list[Encoding]":
         # As sentence-transformers does; to a tokenizer of bytes, as RoBERTa's, white space is text.
@@ -278,7 +279,7 @@ def _read_layout(folder: Path) -> _Layout:
 def _read_modules(file: Path) -> dict[str, Path]:
     """modules.json -> the folder of each module, by the last component of its type."""
     modules: dict[str, Path] = {}
-    entries = checkpoint.read_json(file)
+    entries = checkpoint_files.read_json(file)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise CheckpointError(f"{file}: expected a list of modules, got {entries!r:.80}")
     for entry in entries:
@@ -305,7 +306,7 @@ def _read_pooling(file: Path) -> tuple[tuple[str, ...], bool]:
     """A Pooling module's config.json -> the modes, and whether the tokens of a prompt take part."""
     if not os.path.exists(file):
         raise CheckpointError(f"{file}: missing, but modules.json names it")
-    config = checkpoint.read_json_object(file)
+    config = checkpoint_files.read_json_object(file)
     modes = config.get("pooling_mode")
     if modes is None:
         modes = [mode for flag, mode in _POOLING_FLAGS.items() if config.get(flag)] or ["mean"]

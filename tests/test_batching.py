@@ -11,8 +11,8 @@ import pytest
 
 from cases import seeds
 from jaxft import dispatch
-from jaxft.models import batches
-from jaxft.models.batches import Batcher, Bucket, Tokens
+from jaxft.text import batching
+from jaxft.text.batching import Batcher, Bucket, Tokens
 
 PADDING = 99
 PACKED = pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
@@ -112,13 +112,13 @@ def make(packed, limit=64, types=False):
     ],
 )  # fmt: skip
 def test_buckets(batch_size, limit, shapes):
-    assert batches.buckets(batch_size, limit) == [Bucket(*shape) for shape in shapes]
+    assert batching.buckets(batch_size, limit) == [Bucket(*shape) for shape in shapes]
 
 
 @pytest.mark.parametrize("limit", [1, 31, 32, 33, 510, 512])
 @pytest.mark.parametrize("batch_size", [1, 2, 5, 32, 1000])
 def test_buckets_are_few_and_within_the_budget(batch_size, limit):
-    found = batches.buckets(batch_size, limit)
+    found = batching.buckets(batch_size, limit)
     assert len(found) == len(set(found)) <= limit.bit_length() * (batch_size * limit).bit_length()
     assert max(bucket.capacity for bucket in found) == batch_size * limit
     assert max(bucket.longest for bucket in found) == limit
@@ -158,7 +158,7 @@ def test_random_texts(seed):
 
     packed = Device()
     assert run(make(True, limit, types), texts, batch_size, packed, sizes) == expected(texts, types), seed
-    buckets = batches.buckets(batch_size, limit)
+    buckets = batching.buckets(batch_size, limit)
     assert set(packed.shapes) <= set(buckets)
     for batch, bucket in zip(packed.seen, packed.shapes, strict=True):
         tokens, count = batch.lengths[-1], int(np.count_nonzero(np.diff(batch.lengths)))
@@ -170,8 +170,8 @@ def test_random_texts(seed):
 
     padded = Device()
     assert run(make(False, limit, types), texts, batch_size, padded, sizes) == expected(texts, types), seed
-    rows = {*batches._powers(1, batch_size)}
-    assert set(padded.shapes) <= set(itertools.product(rows, batches.padded_lengths(limit)))
+    rows = {*batching._powers(1, batch_size)}
+    assert set(padded.shapes) <= set(itertools.product(rows, batching.padded_lengths(limit)))
     assert sum(shape[0] < batch_size for shape in padded.shapes) <= 1
     for batch in padded.seen:
         assert (batch.input_ids[np.arange(batch.longest) >= batch.lengths[:, None]] == PADDING).all()
@@ -197,7 +197,7 @@ def test_longest_first_and_equal_ones_in_their_order():
 @pytest.mark.parametrize("lengths", [[0], [1], [1, 2, 0], [64], [3, 64, 1, 30, 2]], ids=str)
 def test_few_texts_are_left_between_chunks(packed, lengths, monkeypatch):
     """Less than a batch of them, so that memory does not grow with the number of texts."""
-    monkeypatch.setattr(batches, "_IN_FLIGHT", 0)
+    monkeypatch.setattr(batching, "_IN_FLIGHT", 0)
     texts, done, left = texts_of(lengths * 400), [], []
 
     def watched():
@@ -226,7 +226,7 @@ def test_only_some_batches_are_in_flight():
     device, most = Device(), []
     texts = texts_of([5] * 300)
     assert run(make(False), texts, 4, lambda batch: Result(device(batch)), (300,)) == expected(texts)
-    assert max(most) == batches._IN_FLIGHT + 1 and not running
+    assert max(most) == batching._IN_FLIGHT + 1 and not running
 
 
 # --- Too little memory ---------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def test_too_little_memory(packed, when, batch_size, fitting, caplog):
 def test_all_batches_in_flight_fail(caplog):
     device, texts = SmallDevice(128, "reading"), texts_of([64] * 80)
     assert run(make(True), texts, 4, device, (80,)) == expected(texts)
-    assert device.failures == batches._IN_FLIGHT + 1 and len(caplog.messages) == 1
+    assert device.failures == batching._IN_FLIGHT + 1 and len(caplog.messages) == 1
 
 
 @PACKED
@@ -343,7 +343,7 @@ def of_one_token(numbers):
 
 @pytest.mark.parametrize("count", [0, 1, 4, 5, 30])
 def test_tokenised(monkeypatch, count):
-    monkeypatch.setattr(batches, "_CHUNKS", (4, 7, 9))
+    monkeypatch.setattr(batching, "_CHUNKS", (4, 7, 9))
     before = threads()
     where = []
 
@@ -364,7 +364,7 @@ def test_tokenised(monkeypatch, count):
 
 @PACKED
 def test_tokenising_is_some_chunks_ahead(packed, monkeypatch):
-    monkeypatch.setattr(batches, "_CHUNKS", (3, 3, 3))
+    monkeypatch.setattr(batching, "_CHUNKS", (3, 3, 3))
     before, ahead, done = threads(), 3 if packed else 1, []
     chunks = make(packed).tokenised(range(100), lambda texts: done.extend(texts) or of_one_token(texts))
     for start, chunk in itertools.islice(chunks, 5):
@@ -375,7 +375,7 @@ def test_tokenising_is_some_chunks_ahead(packed, monkeypatch):
 
 
 def test_tokenising_fails(monkeypatch):
-    monkeypatch.setattr(batches, "_CHUNKS", (3, 3, 3))
+    monkeypatch.setattr(batching, "_CHUNKS", (3, 3, 3))
     before = threads()
 
     def tokenise(texts):
@@ -391,7 +391,7 @@ def test_tokenising_fails(monkeypatch):
 @PACKED
 def test_no_thread_outlives_an_error(packed, monkeypatch):
     """Not even while somebody has the exception, as notebooks do."""
-    monkeypatch.setattr(batches, "_CHUNKS", (30, 30, 30))
+    monkeypatch.setattr(batching, "_CHUNKS", (30, 30, 30))
     before, device = threads(), SmallDevice(0, "dispatch", ValueError("broken"))
     with pytest.raises(ValueError, match="broken") as error:
         make(packed).compute_all(
@@ -405,8 +405,8 @@ def test_no_thread_outlives_an_error(packed, monkeypatch):
 
 
 def test_packs():
-    assert not batches.packs(None) or dispatch.platform() == "cuda"
+    assert not batching.packs(None) or dispatch.platform() == "cuda"
     with dispatch.target("NVIDIA H200"):
-        assert batches.packs(None) and batches.packs("triton") and not batches.packs("xla")
+        assert batching.packs(None) and batching.packs("triton") and not batching.packs("xla")
     with dispatch.target("Tesla T4", (7, 5)):  # which has no kernels
-        assert not batches.packs(None)
+        assert not batching.packs(None)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxft.ops import common
+from jaxft.ops import checks, transforms
 from jaxft.ops.cross_entropy import CrossEntropy
 
 # Of products followed by an addition, XLA makes Triton kernels, or leaves the addition to a kernel of its own. Without
@@ -49,7 +49,7 @@ class LossScale(NamedTuple):
         Raises:
           ValueError: `scale` is no number from 1 to 2**24.
         """
-        if not common.is_number(scale) or not _LEAST <= float(scale) <= _LARGEST:
+        if not checks.is_number(scale) or not _LEAST <= float(scale) <= _LARGEST:
             raise ValueError(f"LossScale: scale must be a number from 1 to 2**24, got {scale!r:.100}")
         return cls(jnp.float32(scale), jnp.int32(0), jnp.int32(0))
 
@@ -68,7 +68,7 @@ class LossScale(NamedTuple):
         """
         if jnp.shape(finite) != () or jnp.result_type(finite) != jnp.bool_:
             raise TypeError(f"LossScale: finite must be a boolean scalar, got {jax.typeof(finite)}")
-        if not common.is_natural(growth_interval) or growth_interval == 0:
+        if not checks.is_natural(growth_interval) or growth_interval == 0:
             raise ValueError(f"LossScale: growth_interval must be an integer above 0, got {growth_interval!r:.100}")
         good_steps = jnp.where(finite, self.good_steps + 1, 0)
         grows = good_steps >= growth_interval
@@ -134,7 +134,7 @@ def accumulate_gradients(
         raise ValueError(f"{where}: batches must be arrays of the same first axis, the micro-batches, got {shapes}")
     scale = jnp.float32(1) if loss_scale is None else loss_scale.scale
     # Inside a shard_map: JAX would add up the devices' gradients of each one's mean, which do not count alike.
-    own, of_batches = (common.varying(*jax.tree.leaves(tree)) for tree in (params, batches))
+    own, of_batches = (transforms.varying(*jax.tree.leaves(tree)) for tree in (params, batches))
 
     def scaled_mean(params: Any, batch: Any) -> tuple[Array, CrossEntropy]:
         loss = loss_fn(params, batch)
@@ -143,7 +143,7 @@ def accumulate_gradients(
             found = ", ".join(map(str, parts))
             raise ValueError(f"{where}: loss_fn must return two scalars, total and an integer labelled, got {found}")
         total, labelled = jnp.asarray(loss[0], jnp.float32), jnp.asarray(loss[1], jnp.int32)
-        if summed := of_batches - own - common.varying(total):
+        if summed := of_batches - own - transforms.varying(total):
             raise ValueError(
                 f"{where}: inside a shard_map loss_fn must return the device's own sums, got a total that is the same "
                 f"over {sorted(map(str, summed))}; leave out its psum"
@@ -152,7 +152,7 @@ def accumulate_gradients(
         return scale * CrossEntropy(total, labelled).mean, CrossEntropy(total, labelled)
 
     def vary(tree: Any) -> Any:
-        return jax.tree.map(lambda x: common.vary_over(x, own | of_batches), tree)
+        return jax.tree.map(lambda x: transforms.vary_over(x, own | of_batches), tree)
 
     varied = vary(params)
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax.nnx.nn import dtypes
 
-from jaxft.ops import common
+from jaxft.ops import checks
 from jaxft.ops.attention import dot_product_attention
 
 Array = jax.Array
@@ -94,7 +94,7 @@ def attention_fn(
     pairs = (*batch, query.shape[-2], query.shape[-3], key.shape[-3])
     for name, given in (("bias", bias), ("mask", mask)):
         if given is not None:
-            common.check_broadcasts("attention_fn", name, given, pairs)
+            checks.check_broadcasts("attention_fn", name, given, pairs)
     if mask is not None and mask.dtype != jnp.bool:
         mask = mask != 0
     if len(batch) > 1:

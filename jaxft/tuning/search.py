@@ -5,12 +5,14 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import subjaxprs
 
-from jaxft import dispatch, tuning, tuning_store, tuning_timing
-from jaxft.tuning_candidates import candidates
-from jaxft.tuning_dense import DenseChoice, MosaicDenseConfig, SplitConfig
+from jaxft import dispatch
+from jaxft.dispatch import Device
+from jaxft.tuning import attention, cache, dense, layouts, profiler, rows
+from jaxft.tuning import table as tuning_table
+from jaxft.tuning.dense import DenseChoice, MosaicDenseConfig, SplitConfig
 
 logger = logging.getLogger("jaxft")
 
@@ -42,18 +46,79 @@ class Program(NamedTuple):
     call: Function  # compiled
 
 
-def autotune(fn: Function, *args: Any, show_progress_bar: bool | None) -> list[tuning.Tuned]:
-    """See `jaxft.tuning.autotune`."""
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """What `autotune` did for one kernel: its config and the time of the whole function, before and after."""
+
+    op: str
+    key: str
+    before: Any
+    after: Any
+    us_before: float
+    us_after: float
+
+
+def autotune(
+    fn: Callable[..., Any],
+    *args: Any,
+    table: str | os.PathLike[str] | None = None,
+    show_progress_bar: bool | None = None,
+) -> list[Tuned]:
+    """Finds the fastest launch configuration for each kernel that `fn(*args)` runs on this device, and keeps it.
+
+    For one kernel after the other, it compiles `fn` with other configurations and times them in turns with the present
+    one. What counts is the time of all of `fn`, so a call of a single operation is the most sensitive and the soonest
+    done. A configuration is taken if it saves more than 2 % of that time in most of the rounds, and if its results
+    differ from the present ones by no more than rounding does, beside the largest number of each array; one that does
+    not compile is left out.
+
+    Those that are taken are stored at once, for this kind of device and these versions of JAX and jaxft, in
+    `$XDG_CACHE_HOME/jaxft` (`~/.cache/jaxft`). From then on every call with these sizes, rounded up to powers of two
+    (but for depth and width of a dense layer), finds them, in this process (`jax.clear_caches()` is called, so what was
+    compiled before is compiled once more) and in later ones. An interrupt keeps what was taken so far. To undo it all,
+    delete that folder.
+
+    Args:
+      fn: what is to be fast: an operation, a gradient of it, or a whole model; with or without `jax.jit`. Bind what is
+        no array with `functools.partial`.
+      *args: arrays, or trees of them (a model, say, as `nnx.jit` takes it), for `fn`.
+      table: the JSON file that stores the configurations; None for the user's cache. Only the cache is read again by
+        later calls, and the tables in `jaxft/tuned`, which `benchmarks/tune.py` writes.
+      show_progress_bar: None for where stderr is a terminal.
+
+    Returns:
+      An entry for each kernel; where its `after` is its `before`, nothing was faster.
+
+    Raises:
+      TypeError: `fn` is no function, there is something else than arrays in `args`, or `show_progress_bar` is neither
+        None nor a bool.
+      RuntimeError: this is no NVIDIA GPU.
+      ValueError: `fn` runs no kernel of jaxft that has a configuration.
+      OSError: the table, or the cache directory, cannot be written.
+    """
+    if not callable(fn):
+        raise TypeError(f"autotune: fn must be a function, got {type(fn).__name__}")
+    if not isinstance(show_progress_bar, bool | None):
+        raise TypeError(f"autotune: show_progress_bar must be None, True or False, got {show_progress_bar!r}")
+    for number, arg in enumerate(args):
+        for leaf in jax.tree.leaves(arg):
+            if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+                raise TypeError(
+                    f"autotune: args[{number}] must be arrays or trees of them, got {leaf!r}; bind what is no array "
+                    "with functools.partial"
+                )
+
     from tqdm import tqdm
 
-    kind = _device_kind()
-    tuning_store.check_writable(kind)
+    device = _device()
+    file = cache.path(device.kind) if table is None else Path(table)
+    cache.check_writable(file)
     args = jax.device_put(args)
     taken: dict[Entry, Any] = {}
     traced, asked = _trace(fn, args, taken)
     unit = COARSE_UNIT if _is_coarse(traced.jaxpr.jaxpr) else FULL_UNIT
-    tried = _candidates(asked)
-    results: list[tuning.Tuned] = []
+    tried = _candidates(asked, device)
+    results: list[Tuned] = []
     hidden = None if show_progress_bar is None else not show_progress_bar  # None: where stderr is no terminal
     try:
         with tqdm(total=sum(map(len, tried.values())), desc="autotune", unit="config", disable=hidden) as bar:
@@ -74,12 +139,12 @@ def autotune(fn: Function, *args: Any, show_progress_bar: bool | None) -> list[t
                 chosen, us_before, us_after = _race(programs, sample)
                 if chosen.config != before:
                     taken[entry], present = chosen
-                    tuning_store.save(kind, *entry, chosen.config)
+                    cache.save(file, *entry, chosen.config)
                     if entry[0] == "dense_implementation":
                         known, asked = asked, _trace(fn, args, taken)[1]
-                        tried |= _candidates({entry: asked[entry] for entry in asked.keys() - known.keys()})
+                        tried |= _candidates({entry: asked[entry] for entry in asked.keys() - known.keys()}, device)
                         bar.total = bar.n + sum(map(len, tried.values()))
-                results.append(tuning.Tuned(*entry, before, chosen.config, us_before, us_after))
+                results.append(Tuned(*entry, before, chosen.config, us_before, us_after))
     finally:
         if taken:
             jax.clear_caches()  # of what was traced with the configs before
@@ -88,23 +153,23 @@ def autotune(fn: Function, *args: Any, show_progress_bar: bool | None) -> list[t
     return results
 
 
-def _device_kind() -> str:
+def _device() -> Device:
     device = dispatch.device()
     if device.platform != "cuda":
         raise RuntimeError(f"autotune: it needs an NVIDIA GPU to time kernels on, this is {device.kind}")
-    return device.kind
+    return device
 
 
 def _trace(fn: Function, args: Any, configs: Mapping[Entry, Any]) -> tuple[Any, dict[Entry, Any]]:
-    """`fn` traced with these configs, and what it asked `tuning.lookup` for."""
-    trial = tuning.Trial(configs)
-    with tuning.trial(trial):
+    """`fn` traced with these configs, and what it asked `table.lookup` for."""
+    trial = tuning_table.Trial(configs)
+    with tuning_table.trial(trial):
         traced = jax.jit(lambda *args: fn(*args)).trace(*args)
     return traced, trial.asked
 
 
-def _candidates(asked: Mapping[Entry, tuple[Any, dict[str, int]]]) -> dict[Entry, list[Any]]:
-    return {(op, key): candidates(op, config, **sizes) for (op, key), (config, sizes) in asked.items()}
+def _candidates(asked: Mapping[Entry, tuple[Any, dict[str, int]]], device: Device) -> dict[Entry, list[Any]]:
+    return {(op, key): candidates(op, config, device, **sizes) for (op, key), (config, sizes) in asked.items()}
 
 
 def _text(traced: Any) -> str:
@@ -225,11 +290,11 @@ def _sampler(present: Function, args: Any) -> Callable[[Program], float]:
 def _device_us(call: Function, args: Any, calls: int) -> float:
     """How long each of so many calls keeps the GPU busy; NaN where JAX's profiler does not say."""
     try:
-        kernels = tuning_timing.kernel_times(lambda: [call(*args) for _ in range(calls)])
+        kernels = profiler.kernel_times(lambda: [call(*args) for _ in range(calls)])
     except RuntimeError as error:
         logger.debug("profiler: %s", error)
         kernels = []
-    return tuning_timing.busy_us(kernels) / calls if kernels else math.nan
+    return profiler.busy_us(kernels) / calls if kernels else math.nan
 
 
 def _queued_us(call: Function, args: Any, calls: int) -> float:
@@ -265,3 +330,40 @@ def _turns(programs: Sequence[Program], rounds: int, sample: Callable[[Program],
         for j in range(len(programs))[:: -1 if i % 2 else 1]:
             times[i, j] = sample(programs[j])
     return times
+
+
+_CANDIDATES: dict[str, Callable[..., Iterable[Any]]] = {
+    "layer_norm": rows.layer_norm_candidates,
+    "layer_norm_backward": rows.layer_norm_backward_candidates,
+    "softmax": rows.softmax_candidates,
+    "softmax_backward": rows.softmax_backward_candidates,
+    "bias_activation": rows.bias_activation_candidates,
+    "bias_activation_backward": rows.bias_activation_backward_candidates,
+    "permute": layouts.permute_candidates,
+    "qkv_bias_split_heads": layouts.qkv_bias_split_heads_candidates,
+    "qkv_bias_split_heads_backward": layouts.qkv_bias_split_heads_backward_candidates,
+    "attention": attention.attention_candidates,
+    "attention_dq": attention.attention_dq_candidates,
+    "attention_dkv": attention.attention_dkv_candidates,
+    "dense_implementation": dense.dense_implementation_candidates,
+    "dense": dense.dense_candidates,
+    "dense_split": dense.dense_split_candidates,
+    "dense_mosaic": dense.dense_mosaic_candidates,
+    "dense_mosaic_gradient": dense.dense_mosaic_gradient_candidates,
+}
+
+
+def candidates(op: str, present: Any, device: Device, **sizes: int) -> list[Any]:
+    """The configs to compare with `present`, which is not among them."""
+    found = list(_CANDIDATES[op](device=device, **sizes)) if op in _CANDIDATES else []
+    return [config for config in dict.fromkeys(found or _around(present)) if config != present]
+
+
+def _around(present: Any) -> Iterable[Any]:
+    """Where there is no list for the op, or none for these sizes: half and twice of the rows, programs and warps."""
+    fields = dataclasses.asdict(present)
+    names = [name for name in ("block_rows", "programs", "num_warps") if name in fields]
+    for factors in itertools.product((1, 2, 0.5), repeat=len(names)):
+        changed = {name: max(1, int(fields[name] * factor)) for name, factor in zip(names, factors, strict=True)}
+        if changed.get("num_warps", 1) <= 32:
+            yield dataclasses.replace(present, **changed)

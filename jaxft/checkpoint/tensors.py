@@ -1,0 +1,272 @@
+"""The safetensors files of Hugging Face checkpoints: checking, reading and writing them.
+
+The headers of all files are checked against the expected names, shapes and dtypes before any tensor is read. Pickle
+files are never opened.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxft.checkpoint import layouts
+from jaxft.checkpoint.files import CheckpointError, read_json_object
+from jaxft.checkpoint.layouts import Shape
+
+_DTYPES = ("F32", "F16", "BF16", "F64")
+_NEW = "rngs=nnx.Rngs(0) to the model's from_pretrained, which initialises it"
+
+
+def _tensor_files(folder: Path) -> tuple[Path, Mapping[str, set[str] | None]]:
+    """The file that lists the tensors, and the safetensors files with the tensors that each must have (None: any)."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return single, {single.name: None}
+    if not index.is_file():
+        others = sorted(
+            file.name
+            for file in folder.iterdir()
+            if file.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack")
+        )
+        hint = f" (there is {', '.join(others)})" if others else ""
+        raise CheckpointError(
+            f"{folder} has neither model.safetensors nor model.safetensors.index.json{hint}. Pickle checkpoints are "
+            "never opened; convert with transformers: from_pretrained(folder) of the class that config.json names "
+            "under 'architectures', then save_pretrained(folder)"
+        )
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no object 'weight_map' from tensor names to files")
+    problems: list[str] = []
+    shards: dict[str, set[str]] = {}
+    for name, shard in weight_map.items():
+        # A plain file name: nothing that could lead out of the folder on any operating system.
+        if not isinstance(shard, str) or not re.fullmatch(r"\w[\w.-]*\.safetensors", shard):
+            problems.append(f"{index.name}: {name!r} is said to be in {shard!r}, no plain name of a safetensors file")
+        else:
+            shards.setdefault(shard, set()).add(name)
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    problems += [f"{index.name}: names the file {shard!r}, which does not exist" for shard in missing]
+    if problems:
+        raise _error(folder, problems)
+    return index, shards
+
+
+def _error(folder: Path, problems: Iterable[str]) -> CheckpointError:
+    lines = list(problems)
+    shown = [line if len(line) < 500 else line[:500] + "..." for line in lines[:50]]
+    if len(lines) > len(shown):
+        shown.append(f"... and {len(lines) - len(shown)} more")
+    return CheckpointError("\n  ".join([f"{folder} is not a usable checkpoint:", *shown]))
+
+
+# --- Reading -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """A tensor of an open file, not read yet."""
+
+    file: str
+    name: str
+    reader: Any
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(self.reader.get_slice(self.name).get_shape())
+
+    def problem(self, expected: Shape) -> str | None:
+        dtype = self.reader.get_slice(self.name).get_dtype()
+        if dtype not in _DTYPES:
+            return f"{self}: has dtype {dtype}, expected one of {', '.join(_DTYPES)}"
+        if self.shape != expected:
+            return f"{self}: has shape {list(self.shape)}, expected {list(expected)}"
+        return None
+
+    def value(self) -> np.ndarray:
+        return self.reader.get_tensor(self.name)
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.name!r}"
+
+
+def _open_file(file: Path, stack: contextlib.ExitStack) -> Any:
+    """A reader of `file` whose header has been checked: it is valid and accounts for every byte of the file."""
+    import safetensors
+
+    with file.open("rb") as start:
+        if start.read(19) == b"version https://git":
+            raise CheckpointError("is a Git LFS pointer, not the file itself; fetch it with `git lfs pull`")
+    return stack.enter_context(safetensors.safe_open(file, framework="numpy"))
+
+
+def _find_tensors(
+    folder: Path, layout: layouts.Layout, expected: Mapping[str, Shape], has_new_head: bool, stack: contextlib.ExitStack
+) -> dict[str, _Tensor]:
+    """The expected tensors by their names in the layout's table, once all headers are known to be right.
+
+    Where a tensor is tied to another one of them, either will do, and both must be equal. With a new head, those of a
+    head that are missing or have another number of labels are left out.
+    """
+    import safetensors
+
+    modules = {name.partition(".")[0] for name in expected}  # those asked for
+    tied = {name: original for name, original in layout.tied.items() if name.partition(".")[0] in modules}
+    shapes = {**expected, **{name: expected[original] for name, original in tied.items()}}
+    listing, files = _tensor_files(folder)
+    problems: list[str] = []
+    found: dict[str, _Tensor] = {}
+    unread = False
+    for file, listed in files.items():
+        try:
+            reader = _open_file(folder / file, stack)
+        except (safetensors.SafetensorError, OSError, CheckpointError) as error:
+            problems.append(f"{file}: {error}")
+            unread = True
+            continue
+        present = set(reader.keys())
+        if listed is not None:
+            problems += [f"{file}: lacks {name!r}, which {listing.name} places there" for name in listed - present]
+            problems += [f"{file}: has {name!r}, which {listing.name} does not mention" for name in present - listed]
+        for name in sorted(present if listed is None else present & listed):
+            tensor, canonical = _Tensor(file, name, reader), layouts.canonical(layout, name)
+            if canonical in found:
+                problems.append(f"{tensor}: is the same tensor as {found[canonical].name!r} ({found[canonical].file})")
+            elif canonical in shapes:
+                found[canonical], shape = tensor, shapes[canonical]
+                problem = tensor.problem(shape)
+                if canonical in layouts.LABELS and () != tensor.shape != shape and tensor.shape[1:] == shape[1:]:
+                    advice = f"{problem}; pass num_labels={tensor.shape[0]} or {_NEW}"
+                    problem = tensor.problem(tensor.shape) if has_new_head else advice
+                problems += filter(None, [problem])
+            elif canonical not in layouts.BUFFERS + layouts.POOLER and not canonical.startswith(layout.heads):
+                problems.append(f"{tensor}: is unexpected")
+    copies = [(found.pop(name), original) for name, original in tied.items() if name in found]
+    pairs = [(copy, found.setdefault(original, copy)) for copy, original in copies]
+    head = {name for name in expected if name.startswith(layout.heads)}
+    if not unread:  # otherwise they may be in a file that could not be read
+        needed = expected.keys() - found.keys()
+        if head:
+            head |= {*layouts.POOLER}  # a part of BERT's classifier
+        elif needed.issuperset(layouts.POOLER):  # masked language models are saved without
+            needed -= {*layouts.POOLER}
+        prefixed = any(tensor.name.startswith(layout.prefix) for tensor in found.values())
+        for name in needed - head if has_new_head else needed:
+            shown = layouts.with_prefix(layout, name) if prefixed else name
+            problems.append(f"{listing.name}: {shown!r} is missing" + f"; pass {_NEW}" * (name in head))
+    problems = problems or [
+        f"{copy}: differs from {original.name!r}, with which it is tied; an output layer with weights of its own "
+        "(tie_word_embeddings false) is not supported"
+        for copy, original in pairs
+        if not np.array_equal(copy.value(), original.value())
+    ]
+    if problems:
+        raise _error(folder, sorted(problems))
+    # Of the head a layer is the checkpoint's or new, and not half of each.
+    new = tuple(
+        name.rpartition(".")[0] + "." for name in head if name not in found or found[name].shape != expected[name]
+    )
+    return {name: tensor for name, tensor in found.items() if name not in head or not name.startswith(new)}
+
+
+def load(
+    folder: Path, model_type: str, shapes: Mapping[str, Shape], dtype: DTypeLike, *, has_new_head: bool = False
+) -> dict[str, jax.Array]:
+    """The parameters of a checkpoint in `dtype`, read one at a time.
+
+    A checkpoint without pooler gives none for it, unless a head is asked for too, of which it is a part in BERT.
+
+    Args:
+      folder: holds `model.safetensors`, or `model.safetensors.index.json` and its shards.
+      model_type: a key of `LAYOUTS`.
+      shapes: of every parameter by name, for example `{"layers.0.qkv_bias": (1152,), ...}`.
+      dtype: that of the result, whatever that of the checkpoint (float16, bfloat16, float32 or float64).
+      has_new_head: whether parameters of the head that it lacks, or has for another number of labels, are left out.
+
+    Raises:
+      CheckpointError: anything wrong with the files, all of it at once, before a tensor is read.
+    """
+    layout = layouts.LAYOUTS[model_type]
+    with contextlib.ExitStack() as stack:
+        tensors = _find_tensors(folder, layout, layouts.expected_tensors(layout, shapes), has_new_head, stack)
+        parameters = {}
+        for parameter, shape in shapes.items():
+            names = layouts.checkpoint_names(layout, parameter)
+            if names[0] not in tensors:
+                continue
+            value = np.empty(shape, dtype)
+            for name, part in zip(names, np.split(value, len(names), axis=-1), strict=True):
+                tensor = tensors[name].value()
+                part[...] = tensor.T if layouts.is_kernel(parameter) else tensor
+            parameters[parameter] = jnp.asarray(value)
+    return parameters
+
+
+# --- Writing -----------------------------------------------------------------------------------------------------
+
+
+def save(folder: str | os.PathLike[str], config: Mapping[str, Any], parameters: Mapping[str, jax.Array]) -> None:
+    """Writes `config.json` and `model.safetensors` in the layout of `config["model_type"]`.
+
+    Where `parameters` has a head's, the names of the encoder's tensors get the layout's prefix, as transformers has it.
+
+    Raises:
+      TypeError: `folder` is not a string or path.
+      NotADirectoryError: it is a file.
+      ValueError: the parameters are shapes only.
+    """
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"save_pretrained: folder must be a string or path, got {type(folder).__name__}")
+    if os.path.isfile(folder):
+        raise NotADirectoryError(f"save_pretrained: folder must not be a file, got {folder}")
+    if shapes := [name for name, value in parameters.items() if isinstance(value, jax.ShapeDtypeStruct)]:
+        raise ValueError(f"save_pretrained: the model's parameters have no values yet, only shapes, as {shapes[0]}")
+    layout = layouts.LAYOUTS[config["model_type"]]
+    tensors = {}
+    for parameter, value in parameters.items():
+        names = layouts.checkpoint_names(layout, parameter)
+        for name, part in zip(names, np.split(np.asarray(value), len(names), axis=-1), strict=True):
+            tensors[name] = np.ascontiguousarray(part.T if layouts.is_kernel(parameter) else part)
+    if any(name.startswith(layout.heads) for name in tensors):
+        tensors = {layouts.with_prefix(layout, name): tensor for name, tensor in tensors.items()}
+    write(Path(folder), config, tensors)
+
+
+def write(folder: Path, config: Mapping[str, Any], tensors: dict[str, np.ndarray]) -> None:
+    """`config.json` and `model.safetensors`, both complete before either gets its name.
+
+    A checkpoint that was there before is left as it was by any exception, KeyboardInterrupt included.
+    """
+    import safetensors.numpy
+
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / "model.safetensors"
+    files = target.name, "config.json", "before"
+    weights, settings, before = (folder / f".{file}.{os.getpid()}.part" for file in files)
+    try:
+        # transformers wants to be told that the tensors follow PyTorch's conventions.
+        safetensors.numpy.save_file(tensors, weights, metadata={"format": "pt"})
+        settings.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        weights.chmod(stat.S_IMODE(settings.stat().st_mode))  # safetensors makes it its owner's only
+        with contextlib.suppress(OSError):  # there is none, or the file system has no links
+            os.link(target, before)
+        try:
+            os.replace(weights, target)
+            os.replace(settings, folder / "config.json")
+        except BaseException:  # weights of one model beside the config.json of another would load
+            if before.exists():
+                os.replace(before, target)
+            raise
+    finally:
+        for unfinished in (weights, settings, before):
+            unfinished.unlink(missing_ok=True)

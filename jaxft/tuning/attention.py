@@ -1,0 +1,171 @@
+"""Attention: the fastest backend, default configurations, and the candidates of `autotune`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jaxft.dispatch import Device
+from jaxft.tuning.table import LARGE, LARGEST, AttentionConfig, lookup, next_power_of_2
+
+# What the kernels take of shared memory, with bias, mask and dropout, is from Triton 3.9 for compute capability 8.6
+# (2026-11-21).
+
+
+def _short(average: int | None, itemsize: int) -> bool:
+    """Whether sequences back to back are so short, on `average`, that small blocks are faster.
+
+    The gradient of 16,384 rows, 12 heads of 64, bfloat16 (H200, 2026-11-23), of sequences of up to 128, takes by one
+    kernel in blocks of 32 x 128 169 us where they have 50 to 128, but 321 in pretraining (30 on average); by two in
+    blocks of 32 x 32 215 and 243; and by one in blocks of 128 x 128, the fastest without gaps, 279 and 747.
+    """
+    return itemsize == 2 and average is not None and average <= 32
+
+
+def attention(
+    batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device: Device,
+    more: bool = False, average: int | None = None,
+) -> AttentionConfig:  # fmt: skip
+    """`average`: of sequences back to back, how many rows there are for each; `query_length` is that of the longest.
+
+    They have keys of their own, for which no table that is shipped has entries.
+    """
+    few = batch_heads * min(query_length, average or query_length) < 64 * 64  # tiles of 64 queries, too few for a card
+    choices = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1))
+    if few:
+        choices = ((16, 128, 4, 2), *choices[1:])
+    elif _short(average, itemsize):
+        choices = ((64, 32, 4, 2), *choices[1:])  # what a tile has beyond its sequence is work for nothing
+    sizes = (batch_heads, query_length, key_length, head_size, itemsize)
+    return _attention("attention", choices, *sizes, device, more, average)
+
+
+def attention_dq(
+    batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device: Device,
+    more: bool = False, average: int | None = None,
+) -> AttentionConfig:  # fmt: skip
+    """Of the kernel for the gradient of queries."""
+    choices = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 8, 1), (32, 16, 4, 1))
+    if _short(average, itemsize):
+        choices = ((32, 32, 1, 2), *choices[1:])
+    if device.shared_memory < LARGE:  # with a mask of few keys, the others take up to 160 KiB
+        medium = (64, 32, 4, 2) if key_length <= 128 else choices[1]
+        choices = (choices[0], medium, choices[3] if itemsize == 2 else choices[2], (16, 16, 4, 1))
+    sizes = (batch_heads, query_length, key_length, head_size, itemsize)
+    return _attention("attention_dq", choices, *sizes, device, more, average)
+
+
+def attention_dkv(
+    batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device: Device,
+    more: bool = False, bias_of_pairs: bool = False, average: int | None = None,
+) -> AttentionConfig:  # fmt: skip
+    """Of the kernel for the gradients of keys and values.
+
+    Where a block holds all keys it is the only one (see `attention_backward.backward`), but with a bias [.., T, S]
+    (`bias_of_pairs`), for which it is not tuned.
+    """
+    choices = ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 8, 1), (16, 32, 4, 1))
+    alone = 64 < key_length <= 128 and query_length <= 4 * 128 and not bias_of_pairs
+    if _short(average, itemsize) and key_length > 64:
+        choices = ((32, 32, 2, 2), *choices[1:])
+    elif alone and itemsize == 2 and device.shared_memory >= LARGEST:
+        if average is None:
+            choices = ((128, 128, 8, 1), (128, 128, 8, 1), *choices[2:])
+        else:
+            choices = ((32, 128, 4, 1), *choices[1:])
+    if device.shared_memory < LARGE:
+        # Those for large heads take 112 KiB, and so does (64, 64) where it is the only kernel.
+        medium = (32, 64, 4, 2) if key_length <= 64 else choices[1]
+        choices = (choices[0], medium, (32, 32, 4, 1), (16, 16, 4, 1))
+    sizes = (batch_heads, query_length, key_length, head_size, itemsize)
+    return _attention("attention_dkv", choices, *sizes, device, more, average, tuned=not bias_of_pairs)
+
+
+def _attention(
+    op: str,
+    choices: tuple[tuple[int, int, int, int], ...],
+    batch_heads: int,
+    query_length: int,
+    key_length: int,
+    head_size: int,
+    itemsize: int,
+    device: Device,
+    more: bool,
+    average: int | None,
+    tuned: bool = True,
+) -> AttentionConfig:
+    """Of the `choices` that for heads of up to 128 bytes, 256, 512 or more.
+
+    `more`: with a bias, a mask or dropout, or products in full float32, which take more shared memory.
+    """
+    nbytes = next_power_of_2(head_size) * itemsize
+    if itemsize > 2 and device.shared_memory < LARGE:
+        nbytes *= 2  # for products in full float32: with a mask, those of 64 numbers take 117 KiB in blocks of 64
+    given_q, given_k, num_warps, num_stages = choices[sum(nbytes > most for most in (128, 256, 512))]
+    block_q, block_k = (  # a block longer than the sequence is work on padding
+        max(16, min(block, next_power_of_2(length)))
+        for block, length in ((given_q, query_length), (given_k, key_length))
+    )
+    sizes = {"batch_heads": batch_heads, "query": query_length, "key": key_length, "head_size": head_size}
+    if average is not None:
+        sizes["average"] = average
+    # 512 sequences of 32: 33 us for 35; back to back 59 for 79 (H200, 2026-11-23).
+    if (block_q, block_k) == (32, 32) != (given_q, given_k) and nbytes <= 128:
+        num_warps = min(num_warps, 2)
+    default = AttentionConfig(block_q, block_k, num_warps, num_stages)
+    if not tuned:
+        return default
+    return lookup(op, default, device, "more" if more else "", **sizes, itemsize=itemsize)
+
+
+def attention_candidates(
+    batch_heads: int, query: int, key: int, head_size: int, itemsize: int, device: Device, average: int = 0
+) -> Iterable[AttentionConfig]:
+    blocks = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (64, 128, 4, 3), (128, 64, 4, 2), (128, 64, 4, 3),
+              (128, 64, 8, 2), (128, 128, 8, 2), (128, 128, 8, 3), (64, 32, 4, 3), (32, 64, 4, 2), (16, 64, 4, 2),
+              (16, 128, 4, 2), (32, 128, 4, 2), (64, 128, 8, 2), (128, 128, 4, 2)]  # fmt: skip
+    shared = [(128, 128, 8, 2, 2), (128, 128, 8, 2, 4), (128, 128, 4, 2, 2), (128, 128, 4, 2, 4), (64, 128, 4, 3, 1),
+              (64, 128, 4, 2, 2), (64, 128, 4, 2, 4), (128, 128, 8, 3, 1)]  # fmt: skip
+    if itemsize == 4:
+        blocks = [(64, 32, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (32, 64, 4, 2), (128, 32, 8, 2), (32, 32, 4, 2)]
+    if average:  # sequences back to back: tiles of short ones
+        blocks += [(16, 16, 1, 2), (32, 32, 1, 2), (32, 32, 2, 2), (64, 32, 4, 2)]
+    least = 64 if not average and max(query, key) > 1024 else 16
+    for block in (*blocks, *(shared if itemsize == 2 and key <= 128 and not average else ())):
+        if least <= min(block[:2]) and _fits(block, query, key):
+            yield AttentionConfig(*block[:4], *(each * device.multiprocessors for each in block[4:]))
+
+
+def attention_dq_candidates(
+    batch_heads: int, query: int, key: int, head_size: int, itemsize: int, device: Device, average: int = 0
+) -> Iterable[AttentionConfig]:
+    blocks = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2),
+              (128, 64, 4, 3), (128, 32, 4, 3), (64, 32, 4, 3), (64, 32, 4, 4), (64, 64, 8, 2),
+              (32, 64, 4, 2)]  # fmt: skip
+    if itemsize == 4:
+        blocks = [(64, 32, 4, 1), (64, 32, 4, 2), (64, 64, 4, 1), (32, 32, 4, 2), (64, 64, 8, 1), (128, 32, 8, 2)]
+    if average:
+        blocks += [(32, 32, 1, 2), (32, 32, 2, 2), (64, 32, 4, 2)]
+    return (AttentionConfig(*block) for block in blocks if _fits(block, query, key))
+
+
+def attention_dkv_candidates(
+    batch_heads: int, query: int, key: int, head_size: int, itemsize: int, device: Device, average: int = 0
+) -> Iterable[AttentionConfig]:
+    blocks = [(64, 128, 8, 1), (64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 2), (32, 128, 4, 2), (64, 128, 4, 1),
+              (64, 128, 4, 2), (128, 128, 8, 1), (128, 128, 8, 2), (64, 64, 4, 1), (64, 64, 4, 2), (64, 64, 4, 3),
+              (128, 64, 4, 2), (128, 64, 8, 2), (32, 64, 4, 2), (32, 64, 4, 3), (16, 128, 4, 2), (32, 128, 4, 3),
+              (32, 128, 4, 4)]  # fmt: skip
+    shared = [(128, 128, 8, 1, 1), (128, 128, 8, 2, 1), (128, 128, 8, 3, 1), (64, 64, 4, 3, 2), (64, 64, 4, 2, 3)]
+    if itemsize == 4:
+        blocks = [(32, 64, 4, 1), (32, 64, 4, 2), (32, 32, 4, 2), (32, 128, 8, 1), (64, 64, 8, 1), (16, 64, 4, 2),
+                  (64, 128, 8, 1), (32, 64, 8, 2)]  # fmt: skip
+    if average:
+        blocks += [(32, 32, 1, 2), (32, 32, 2, 2), (32, 128, 4, 1)]
+    for block in (*blocks, *(shared if itemsize == 2 and max(query, key) <= 128 and not average else ())):
+        if _fits(block, query, key):
+            yield AttentionConfig(*block[:4], *(each * device.multiprocessors for each in block[4:]))
+
+
+def _fits(block: tuple[int, ...], query: int, key: int) -> bool:
+    """Whether the sequences are as long as the blocks, to the next power of two, but for small blocks."""
+    return all(size <= max(64, next_power_of_2(n)) for size, n in zip(block, (query, key), strict=False))

@@ -1,0 +1,83 @@
+"""Layout changes (permute, split heads): default configurations and the candidates of `autotune`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from jaxft.dispatch import Device
+from jaxft.tuning.table import ElementwiseConfig, GradientConfig, PermuteConfig, lookup, next_power_of_2
+
+
+def permute(size: int, kept: int, aligned: int, itemsize: int, device: Device) -> PermuteConfig:
+    """Of `size` elements. `kept` is the size of the innermost axis where it stays innermost, else 1; lines of the input
+    and of the output start at multiples of `aligned` elements, at most 16 bytes: what a thread can move at once.
+    """
+    # Lines of 128 bytes, for 16 bits, on both sides; small arrays want more programs.
+    line = 32 if size < 2**20 or itemsize > 4 else 64
+    elements = line * line
+    if kept * itemsize >= 64:  # rows move as they are
+        line = min(next_power_of_2(kept), 1024)
+        elements = max(line, elements)
+    # A thread has 64 bytes in flight, or 16 elements where each is a load.
+    per_thread = 16 if aligned * itemsize < 4 else max(8, 64 // itemsize)
+    default = PermuteConfig(line, elements, num_warps=max(2, elements // (32 * per_thread)))
+    return lookup("permute", default, device, size=size, kept=kept, aligned=aligned, itemsize=itemsize)
+
+
+def permute_candidates(size: int, kept: int, aligned: int, itemsize: int, device: Device) -> Iterable[PermuteConfig]:
+    if kept * itemsize >= 64:  # rows as they are
+        line = min(next_power_of_2(kept), 1024)
+        tiles = [(line, elements) for elements in (1024, 2048, 4096, 8192)]
+    else:
+        tiles = [(line, n * line * line) for line in (32, 64, 128)[aligned == 1 :] for n in (1, 2)]
+    for (line, elements), num_warps in itertools.product(tiles, (1, 2, 4, 8, 16)):
+        if (32 if aligned > 1 else 16) <= elements * itemsize // (32 * num_warps) <= 128:
+            yield PermuteConfig(line, elements, num_warps)
+
+
+def qkv_bias_split_heads(
+    batch_heads: int, length: int, head_size: int, itemsize: int, device: Device
+) -> ElementwiseConfig:
+    block_width = min(next_power_of_2(head_size), 1024)
+    elements = 1024 if batch_heads * length * head_size < 2**20 else 2048  # three times: of q, k and v
+    block_rows = min(max(1, elements // block_width), next_power_of_2(length))
+    default = ElementwiseConfig(block_rows, block_width, num_warps=4)
+    sizes = {"batch_heads": batch_heads, "length": length, "head_size": head_size, "itemsize": itemsize}
+    return lookup("qkv_bias_split_heads", default, device, **sizes)
+
+
+def qkv_bias_split_heads_candidates(
+    batch_heads: int, length: int, head_size: int, itemsize: int, device: Device
+) -> Iterable[ElementwiseConfig]:
+    return itertools.starmap(ElementwiseConfig, _head_tiles(head_size, itemsize))
+
+
+def qkv_bias_split_heads_backward(
+    batch: int, length: int, heads: int, head_size: int, itemsize: int, device: Device
+) -> GradientConfig:
+    """`programs` of it for each head."""
+    programs = 4 * next_power_of_2(device.multiprocessors)
+    block_width = min(next_power_of_2(head_size), 1024)
+    block_rows = min(max(1, 2048 // block_width), next_power_of_2(length))
+    default = GradientConfig(block_rows, block_width, max(1, programs // next_power_of_2(heads)), num_warps=4)
+    sizes = {"batch": batch, "length": length, "heads": heads, "head_size": head_size, "itemsize": itemsize}
+    return lookup("qkv_bias_split_heads_backward", default, device, **sizes)
+
+
+def qkv_bias_split_heads_backward_candidates(
+    batch: int, length: int, heads: int, head_size: int, itemsize: int, device: Device
+) -> Iterable[GradientConfig]:
+    most = next_power_of_2(device.multiprocessors) // 2
+    for (block_rows, block_width, num_warps), programs in itertools.product(
+        _head_tiles(head_size, itemsize), (most // 4, most // 2, most)
+    ):
+        if block_rows <= 64 and 4 <= num_warps and block_rows * programs <= batch * length:
+            yield GradientConfig(block_rows, block_width, programs, num_warps)
+
+
+def _head_tiles(head_size: int, itemsize: int) -> Iterable[tuple[int, int, int]]:
+    block_width = min(next_power_of_2(head_size), 1024)
+    for block_rows, num_warps in itertools.product((8, 16, 32, 64, 128), (1, 2, 4, 8)):
+        if 16 <= block_rows * block_width * itemsize // (32 * num_warps) <= 64:
+            yield block_rows, block_width, num_warps

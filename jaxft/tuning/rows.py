@@ -1,0 +1,197 @@
+"""Row ops (LayerNorm, softmax, bias + activation): default configurations and the candidates of `autotune`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+
+from jaxft.dispatch import Device
+from jaxft.tuning.table import ElementwiseConfig, GradientConfig, RowConfig, lookup, next_power_of_2
+
+
+def layer_norm(rows: int, width: int, itemsize: int, device: Device, variant: str = "") -> RowConfig:
+    """`variant`: "embeddings" where the kernel reads rows of tables, "sums" where those of a split product."""
+    # A warp for 1,024 elements: each thread has several 16-byte loads in flight and the reductions stay in the warp.
+    block_width = min(next_power_of_2(width), 8192)
+    block_rows = max(1, 1024 // block_width)
+    default = RowConfig(block_rows, block_width, num_warps=max(1, block_width // 1024))
+    if itemsize > 2 and rows * width < 2**20 and 512 < width <= 1024:  # small arrays want more warps
+        default = RowConfig(2, 1024, num_warps=8)
+    if variant == "sums" and block_width >= 512:
+        # Few rows, each of several parts: 32 x 3 x 768 in 1.8 us, with two rows a program 2.5 (H200, 2026-11-24).
+        default = RowConfig(1, block_width, num_warps=8)
+    return lookup("layer_norm", default, device, variant, rows=rows, width=width, itemsize=itemsize)
+
+
+def layer_norm_candidates(rows: int, width: int, itemsize: int, device: Device) -> Iterable[RowConfig]:
+    block_width = min(next_power_of_2(width), 8192)
+    for block_rows, num_warps in itertools.product((1, 2, 4, 8), (1, 2, 4, 8)):
+        if 128 <= block_rows * block_width // num_warps <= 2048:
+            yield RowConfig(block_rows, block_width, num_warps)
+
+
+def layer_norm_backward(
+    rows: int, width: int, itemsize: int, device: Device, variant: str = "", wide_dropout: bool = False
+) -> GradientConfig:
+    """`wide_dropout`: with dropout, rows of 16 bits and vectors of 32, which take the most registers.
+
+    It has keys of its own, for which no table that is shipped has entries.
+    """
+    block_width = next_power_of_2(width)
+    if block_width <= 8192:  # with the sums of three vectors in registers
+        programs = (4 if rows * width < 2**23 else 6) * device.multiprocessors
+        num_warps = 2 if block_width <= 512 else max(4, block_width // 512)
+        default = GradientConfig(max(1, 1024 // block_width), block_width, programs, num_warps)
+        if block_width > 1024:
+            default = dataclasses.replace(default, programs=max(device.multiprocessors, programs * 512 // block_width))
+        elif block_width > 512 and itemsize > 2 and rows * width >= 2**19:
+            default = GradientConfig(2, block_width, 2 * device.multiprocessors, 8)
+        elif block_width > 512 and rows * width >= 2**19:
+            if wide_dropout:  # 16384 x 768 in 54 us, where 396 programs, of which not all run at once, take 85
+                default = GradientConfig(1, block_width, 4 * device.multiprocessors, 4)
+            elif rows * width < 2**26:  # fewer programs, fewer partial sums
+                programs = (2 if rows * width < 2**20 else 3) * device.multiprocessors
+                default = GradientConfig(2, block_width, programs, 4)
+    else:  # the more rows in a block, the fewer partial sums
+        default = GradientConfig(8, 1024, 2 * device.multiprocessors, 8)
+    sizes = {"rows": rows, "width": width, "itemsize": itemsize}
+    if wide_dropout:
+        sizes["dropout"] = 1
+    return lookup("layer_norm_backward", default, device, variant, **sizes)
+
+
+def layer_norm_backward_candidates(
+    rows: int, width: int, itemsize: int, device: Device, dropout: int = 0
+) -> Iterable[GradientConfig]:
+    block_width = next_power_of_2(width)
+    warps: tuple[int, ...] = (1, 2, 4, 8)
+    blocks = [(block_rows, block_width) for block_rows in (1, 2)]
+    if block_width > 8192:  # a chunk of a row
+        warps, blocks = (4, 8, 16), [(block_rows, 1024) for block_rows in (2, 4, 8)]
+    elif block_width > 2048:
+        warps = (4, 8, 16, 32)
+    for (block_rows, block_width), num_warps, each in itertools.product(blocks, warps, (1, 2, 4, 6, 8)):
+        programs = each * device.multiprocessors
+        if 8 <= block_rows * block_width // (32 * num_warps) <= 32 and programs * block_rows <= rows:
+            yield GradientConfig(block_rows, block_width, programs, num_warps)
+
+
+def embeddings_sums(table_rows: int, width: int) -> RowConfig:
+    """Of the kernels that add up the rows with the same id: so much at a time. Untuned.
+
+    Few ids come often, and their sums want more programs of fewer columns. Of many ids most come never, and their rows
+    of zeros want wide ones.
+    """
+    block_width = min(next_power_of_2(width), 128 if table_rows <= 1024 else 1024)
+    return RowConfig(min(4096 // block_width, 32), block_width, num_warps=4)
+
+
+def softmax(rows: int, width: int, itemsize: int, device: Device) -> RowConfig:
+    # As for layer_norm, but rows of up to 64 KiB stay in registers.
+    warp = 1024 if itemsize <= 2 or width <= 1024 else 256
+    default = _softmax(rows, width, warp, longest=16384, most_warps=8 * itemsize // 2)
+    if width > 16384 and itemsize <= 2:
+        default = RowConfig(1, 32768, 16) if width <= 32768 else RowConfig(1, 8192, 16)
+    return lookup("softmax", default, device, rows=rows, width=width, itemsize=itemsize)
+
+
+def softmax_backward(rows: int, width: int, itemsize: int, device: Device) -> RowConfig:
+    # Shorter ones, since two arrays are read: 16 KiB of each in 16 bits, where a warp holds fewer bytes, 64 in float32.
+    default = _softmax(rows, width, 512, 8192 if itemsize <= 2 else 16384, most_warps=8 * itemsize // 2)
+    if itemsize <= 2 and 4096 < width <= 16384:
+        default = RowConfig(1, 8192, 4) if width <= 8192 else RowConfig(1, 4096, 8)
+    elif itemsize <= 2 and width > 16384 and rows <= 256:  # as many as run at once, two on a multiprocessor
+        default = RowConfig(1, 8192, 8)
+    return lookup("softmax_backward", default, device, rows=rows, width=width, itemsize=itemsize)
+
+
+def _softmax(rows: int, width: int, warp: int, longest: int, most_warps: int) -> RowConfig:
+    """A warp for `warp` elements, rows up to `longest` in registers.
+
+    Small arrays want more: four of 256 elements a program, half of `warp` where rows are very short (H200, 2026-11-21).
+    """
+    block_width = next_power_of_2(width)
+    if width > longest:
+        return RowConfig(1, longest, longest // 512)
+    if rows * width < 2**20:
+        if block_width <= 1024:
+            return RowConfig((2 * warp if block_width <= 64 else 1024) // block_width, block_width, 4)
+        warp = 256
+    return RowConfig(max(1, warp // block_width), block_width, min(max(1, block_width // warp), most_warps))
+
+
+def softmax_candidates(rows: int, width: int, itemsize: int, device: Device, arrays: int = 1) -> Iterable[RowConfig]:
+    full = next_power_of_2(width)
+    if full <= 1024:  # rows in a warp, or in two
+        blocks = [(elements, full) for elements in (full, 256, 512, 1024, 2048) if elements >= full]
+        warps: tuple[int, ...] = (1, 2, 4)
+    else:  # a row, or a chunk of one
+        longest = min(full, 32768)
+        blocks = [(chunk, chunk) for chunk in {longest, *(min(longest, n) for n in (4096, 8192, 16384))}]
+        warps = (2, 4, 8, 16, 32)
+    for (elements, block_width), num_warps in itertools.product(blocks, warps):
+        if 256 <= elements // num_warps <= (2048 // arrays if width <= 8192 else 2048):
+            yield RowConfig(elements // block_width, block_width, num_warps)
+
+
+def softmax_backward_candidates(rows: int, width: int, itemsize: int, device: Device) -> Iterable[RowConfig]:
+    return softmax_candidates(rows, width, itemsize, device, arrays=2)
+
+
+def bias_activation(rows: int, width: int, itemsize: int, device: Device) -> ElementwiseConfig:
+    block_width = _block_width(width)
+    # Large arrays want more bytes in flight a program, small ones more programs.
+    elements = 1024 if rows * width < 2**21 else 2048 if rows * width < 2**23 else 4096
+    default = ElementwiseConfig(max(1, elements // block_width), block_width, num_warps=4)
+    return lookup("bias_activation", default, device, rows=rows, width=width, itemsize=itemsize)
+
+
+def bias_activation_candidates(rows: int, width: int, itemsize: int, device: Device) -> Iterable[ElementwiseConfig]:
+    for block_rows, block_width, num_warps in itertools.product(
+        (1, 2, 4, 8), _divisors(width, 512, 1024, 2048), (4, 8)
+    ):
+        if 4 <= block_rows * block_width // (32 * num_warps) <= 32:
+            yield ElementwiseConfig(block_rows, block_width, num_warps)
+
+
+def bias_activation_backward(rows: int, width: int, itemsize: int, device: Device) -> GradientConfig:
+    block_width = min(_block_width(width), 512)
+    if rows <= 128:
+        # One program for all rows of a few columns: no partial sums. dense with GELU (of 16 rows its tanh form) and its
+        # gradients, 768x3072 in bfloat16: 16 rows 13.1 us for 14.4, 32 14.1 for 15.5, 64 15.8 for 17.4, 128 19.3 for
+        # 20.3 (H100, 2026-11-25).
+        block_rows = next_power_of_2(rows)
+        block_width = min(block_width, max(32, 1024 // block_rows))
+        default = GradientConfig(block_rows, block_width, programs=1, num_warps=4 if rows <= 16 else 8)
+    else:
+        programs = next_power_of_2(device.multiprocessors)
+        if rows * width >= (2**22 if itemsize <= 2 else 2**23):
+            programs *= 2
+        default = GradientConfig(1024 // block_width, block_width, programs, num_warps=4)
+    return lookup("bias_activation_backward", default, device, rows=rows, width=width, itemsize=itemsize)
+
+
+def bias_activation_backward_candidates(
+    rows: int, width: int, itemsize: int, device: Device
+) -> Iterable[GradientConfig]:
+    most = 2 * next_power_of_2(device.multiprocessors)
+    for block_rows, block_width, programs, num_warps in itertools.product(
+        (1, 2, 4), _divisors(width, 512, 1024), (most // 32, most // 8, most // 4, most // 2, most), (4, 8)
+    ):
+        if block_rows * block_width // (32 * num_warps) in (8, 16) and programs * block_rows <= rows:
+            yield GradientConfig(block_rows, block_width, programs, num_warps)
+    block_rows = next_power_of_2(rows)
+    for block_width, num_warps in itertools.product(_divisors(width, 32, 64, 128), (4, 8)):  # no partial sums
+        if 4 <= block_rows * block_width // (32 * num_warps) <= 32:
+            yield GradientConfig(block_rows, block_width, 1, num_warps)
+
+
+def _block_width(width: int) -> int:
+    divisor = width & -width  # the largest power of two in the width: blocks without a masked edge
+    return min(divisor if divisor >= 256 else next_power_of_2(width), 1024)
+
+
+def _divisors(width: int, *blocks: int) -> list[int]:
+    """Blocks without a masked edge, where there are any."""
+    return [block for block in blocks if width % block == 0] or [min(next_power_of_2(width), block) for block in blocks]
