@@ -1,0 +1,1 @@
+"""GPU kernels of jaxft, one subpackage for each backend."""

@@ -1,8 +1,10 @@
-"""Activations of kernels and their derivatives: float32 in, float32 out.
+"""Activations and their derivatives inside the Triton kernels: float32 in, float32 out.
 
-gelu, gelu_tanh and silu are functions g with g(a) = a + g(-a), so each is computed from its value at -|x|, which is
-e^-y times something smooth; the derivatives likewise, from g'(a) = 1 - g'(-a). For results of 16 bits the hardware's
-exp2 does. For float32 it does not, nor does a y rounded to a float: e^-y would err y times as much.
+gelu, gelu_tanh and silu satisfy g(a) = a + g(-a). Each is computed from its value at -|x|, which is e^-y times a smooth
+function. The derivatives satisfy g'(a) = 1 - g'(-a) and are computed in the same way.
+
+For 16-bit results the hardware's exp2 is accurate enough. For float32 results it is not. A y that is rounded to float32
+is not accurate enough either: its relative error appears in e^-y multiplied by y.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ Array = jax.Array
 
 
 def _leading(x: Array, bits: int) -> Array:
-    """`x` cut to its leading bits: products of two such numbers of 12 bits are exact."""
+    """Truncates the significand of `x` to `bits` bits. Two numbers of 12 bits multiply exactly in float32."""
     mask = jnp.uint32(0xFFFFFFFF << (24 - bits) & 0xFFFFFFFF)
     return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, jnp.uint32) & mask, jnp.float32)
 
 
 def _polynomial(x: Array, *coefficients: float) -> Array:
+    """Evaluates a polynomial in `x`, with the coefficient of the highest power first."""
     value = common.fma(x, coefficients[0], coefficients[1])
     for c in coefficients[2:]:
         value = common.fma(value, x, c)
@@ -32,22 +35,25 @@ def _polynomial(x: Array, *coefficients: float) -> Array:
 
 
 def _nearest(x: Array) -> tuple[Array, Array]:
-    """The integer nearest to x, |x| < 2^22, as a float and as an integer."""
-    if common.interpreting.get():  # XLA would simplify what follows to x
+    """Returns the integer nearest to x, |x| < 2^22, as a float and as an int32."""
+    if common.interpreting.get():  # XLA would simplify (x + large) - large to x.
         return jnp.round(x), jnp.round(x).astype(jnp.int32)
-    large = 1.5 * 2.0**23  # of which 1 is the last bit: two additions, where a conversion takes as long as eight
+    # The last bit of numbers near `large` is worth 1, so that the sum is rounded to an integer. This takes two
+    # additions; a conversion takes as long as eight.
+    large = 1.5 * 2.0**23
     total = x + large
     return total - large, jax.lax.bitcast_convert_type(total, jnp.int32) - 0x4B400000
 
 
 def _exp_minus(high: Array, low: Array | float, rate: float) -> tuple[Array, Array]:
-    """e^(-rate * (high + low)) as (p, scale): (1 + p) * scale * 2^-24, with an error of 2^-25 or so in p.
+    """Computes e^(-rate * (high + low)) as a pair (p, scale), whose value is (1 + p) * scale * 2^-24.
 
-    `high` is at most 151.4 * ln(2) / rate, where the result is 0. The factor 2^24 keeps `scale` a normal number.
+    The error of p is about 2^-25. `high` must be at most 151.4 * ln(2) / rate, where the result is 0. The factor 2^24
+    keeps `scale` a normal number.
     """
     step = math.log(2.0) / rate
     unit = 2.0 ** (math.frexp(step)[1] - 15)
-    coarse = round(step / unit) * unit  # of 15 bits, so that n * coarse is exact (Cody and Waite)
+    coarse = round(step / unit) * unit  # 15 bits, so that n * coarse is exact (Cody and Waite).
     n, whole = _nearest((high + low) * (1.0 / step))
     y = common.fma(n, -coarse, high) + common.fma(n, coarse - step, low)  # |y| <= step / 2
     minimax = (0.00138145599, -0.00836873556, 0.0416683899, -0.166665205, 0.499999934, -1.0)
@@ -56,18 +62,22 @@ def _exp_minus(high: Array, low: Array | float, rate: float) -> tuple[Array, Arr
 
 
 def _exp(p: Array, scale: Array) -> Array:
+    """Returns the value of a pair (p, scale) that `_exp_minus` has computed."""
     return (1.0 + p) * (scale * 2.0**-24)
 
 
 def _half_square(a: Array) -> tuple[Array, Array, float]:
-    """The arguments for e^(-a^2 / 2)."""
+    """Returns the arguments of `_exp_minus` for e^(-a^2 / 2)."""
     leading = _leading(a, 12)
     return leading * leading, (a - leading) * (a + leading), 0.5
 
 
 def _tanh_form(a: Array) -> tuple[Array, Array, float]:
-    """The arguments for e^-y of 1 / (1 + e^-y) = (1 + tanh(sqrt(2 / pi) * (a + 0.044715 * a^3))) / 2."""
-    # y = rate * a * (a^2 + 1 / 0.044715). Of each factor the leading bits are exact, and the rest is small.
+    """Returns the arguments of `_exp_minus` for e^-y, where y = 2 * sqrt(2 / pi) * (a + 0.044715 * a^3).
+
+    With it, (1 + tanh(y / 2)) / 2 = 1 / (1 + e^-y).
+    """
+    # y = rate * a * (a^2 + 1 / 0.044715). The leading bits of the two factors multiply exactly, and the rest is small.
     leading = _leading(a, 10)
     rest = a - leading
     square = common.fma(leading, leading, 22.36383056640625)
@@ -82,12 +92,18 @@ def _tanh_form(a: Array) -> tuple[Array, Array, float]:
 
 
 def _from_below(x: Array, below: Array) -> Array:
-    """g(x) from g(-|x|). Minus infinity gives NaN as in plain jnp, and a NaN that a minimum has dropped comes back."""
+    """Computes g(x) from `below` = g(-|x|).
+
+    Minus infinity gives NaN, as in plain jnp. A NaN in x gives NaN even where a minimum has dropped it from `below`.
+    """
     return jnp.where(x < 0.0, 0.0 * x, x) + below
 
 
 def _gelu_erf(x: Array) -> Array:
-    """Within 2 ulp: -g(-a) = a * e^(-a^2 / 2) * R(a), R(a) = (1 + h) / (2 * (1 + a)), h fitted by minimax."""
+    """Computes GELU (erf) within 2 ulp.
+
+    -g(-a) = a * e^(-a^2 / 2) * R(a) with R(a) = (1 + h) / (2 * (1 + a)), where h is a minimax fit.
+    """
     a = jnp.minimum(jnp.abs(x), 14.468)
     p, scale = _exp_minus(*_half_square(a))
     first, second = 1.0 + a, common.fma(a, 0.2, 1.0)
@@ -98,8 +114,8 @@ def _gelu_erf(x: Array) -> Array:
         4.22832175e-08, -2.3719324e-07, -1.65883813e-06, 2.95508011e-05, -0.000214032262, 0.00100260732,
         -0.00317696627, 0.00560132124, 0.0052220035, -0.0813526398, -0.0381273386,
     )  # fmt: skip
-    # q + rest is a / (1 + a): with 12 bits in q the remainder of that division is exact. The factor 2^24 keeps the rest
-    # of the smallest numbers.
+    # q + rest is a / (1 + a). q has 12 bits, so that the remainder of the division is exact. The factor 2^24 keeps
+    # `rest` from underflowing for the smallest inputs.
     large = a * 2.0**24
     q, leading = _leading(large * t, 12), _leading(a, 12)
     rest = common.fma(q, leading - a, common.fma(q, -leading, large - q)) * t
@@ -108,9 +124,10 @@ def _gelu_erf(x: Array) -> Array:
 
 
 def _gelu_erf_16bit(x: Array) -> Array:
-    """GELU (erf) with a relative error of 3e-4, a fraction of the rounding to 16 bits, in a third of the work.
+    """Computes GELU (erf) with a relative error of 3e-4, in a third of the work of `_gelu_erf`.
 
-    erfc(|x| / sqrt(2)) / 2 = exp(-x^2 / 2) * t * P(t), t = 1 / (1 + 0.49 |x|), P a minimax fit of the relative error.
+    The error is a fraction of the rounding error of the 16-bit types. erfc(|x| / sqrt(2)) / 2 is computed as
+    exp(-x^2 / 2) * t * P(t) with t = 1 / (1 + 0.49 |x|), where P is a minimax fit of the relative error.
     """
     t = common.reciprocal(common.fma(jnp.abs(x), 0.49, 1.0))
     p = _polynomial(t, -0.12037462, 0.25018403, 0.17322216, 0.1970786)
@@ -119,31 +136,50 @@ def _gelu_erf_16bit(x: Array) -> Array:
 
 
 def _inverse(e: Array) -> tuple[Array, Array]:
-    """1 / (1 + e) for 0 <= e <= 1 as (t, s): t * (1 + s), where s makes up for the rounding of 1 + e and of t."""
+    """Computes 1 / (1 + e), 0 <= e <= 1, as a pair (t, s), whose value is t * (1 + s).
+
+    s corrects the rounding errors of 1 + e and of t.
+    """
     t = common.reciprocal(1.0 + e)
     return t, common.fma(t, -e, 1.0 - t)
 
 
 def _times_sigmoid(x: Array, a: Array, p: Array, scale: Array) -> Array:
-    """x / (1 + e^-y) from a = |x| and e^-|y|: -g(-a) = a * e^-y / (1 + e^-y)."""
+    """Computes x / (1 + e^-y) from a = |x| and e^-|y|, which (p, scale) represents.
+
+    -g(-a) = a * e^-|y| / (1 + e^-|y|).
+    """
     t, s = _inverse(_exp(p, scale))
     q = a * t
     return _from_below(x, common.fma(q, p + s, q) * scale * -(2.0**-24))
 
 
 def _sigmoid(x: Array) -> Array:
+    """Computes 1 / (1 + e^-x) with the hardware's exp2 and reciprocal."""
     return common.reciprocal(1.0 + common.exp2(x * -math.log2(math.e)))
 
 
 def _slope_of_times_sigmoid(e: Array, y_slope: Array) -> Array:
-    """The derivative of x / (1 + e^-y) at -a, from e^-|y| and a * y'(a)."""
+    """Computes the derivative of x / (1 + e^-y) at -a, a >= 0, from `e` = e^-|y| and `y_slope` = a * y'(a)."""
     t, s = _inverse(e)
     t = common.fma(t, s, t)
     return e * (t * common.fma(y_slope, -t, 1.0))
 
 
 def activation(name: str, x: Array, dtype: Any) -> Array:
-    """The activation of float32 `x`, as accurate as results that are rounded to `dtype` need."""
+    """Computes an activation, as accurately as results that are rounded to `dtype` need.
+
+    Args:
+      name: "gelu", "gelu_tanh", "silu", "relu" or "tanh".
+      x: float32, any shape.
+      dtype: the dtype that the caller rounds the results to.
+
+    Returns:
+      The activation of `x`, float32.
+
+    Raises:
+      ValueError: the kernels do not implement `name`.
+    """
     exact = dtype == jnp.float32
     match name:
         case "gelu":
@@ -160,17 +196,29 @@ def activation(name: str, x: Array, dtype: Any) -> Array:
                 return _times_sigmoid(x, a, *_exp_minus(a, 0.0, 1.0))
             return x * _sigmoid(x)
         case "relu":
-            return jnp.where(x < 0.0, 0.0, x)  # Triton's maximum would turn NaN into 0
+            return jnp.where(x < 0.0, 0.0, x)  # Triton's maximum would turn NaN into 0.
         case "tanh":
             return jnp.tanh(x)
     raise ValueError(f"no kernel has the activation {name!r}")
 
 
 def activation_gradient(name: str, x: Array, dy: Array, dtype: Any) -> Array:
-    """`dy` times the activation's derivative at `x`, all float32; `dtype` is that of the array that x comes from.
+    """Computes `dy` times the derivative of an activation at `x`.
 
-    The derivatives for 16 bits are as accurate as those for float32, but far in the negative tails: bias gradients may
-    be float32 whatever x is.
+    Args:
+      name: "gelu", "gelu_tanh", "silu", "relu" or "tanh".
+      x: float32, any shape.
+      dy: the gradient of the activation's result, float32, of the same shape.
+      dtype: the dtype of the array that `x` was read from.
+
+    Returns:
+      The gradient of `x`, float32.
+
+    Raises:
+      ValueError: the kernels do not implement `name`.
+
+    Accuracy: the derivatives for 16-bit dtypes are as accurate as the derivatives for float32, except far in the
+    negative tails. The gradient of a bias may be float32 even where x has 16 bits.
     """
     if name == "relu":
         return jnp.where(x > 0.0, dy, 0.0)
@@ -178,7 +226,7 @@ def activation_gradient(name: str, x: Array, dy: Array, dtype: Any) -> Array:
     a = jnp.abs(x)
     match name:
         case "tanh":
-            a = jnp.where(a > 52.33, 52.33, a)  # a minimum that keeps NaN
+            a = jnp.where(a > 52.33, 52.33, a)  # A minimum that keeps NaN.
             e = _exp(*_exp_minus(a, 0.0, 2.0)) if exact else common.exp2(a * (-2.0 * math.log2(math.e)))
             t, s = _inverse(e)
             slope = 4.0 * (t * t) * e
@@ -186,7 +234,7 @@ def activation_gradient(name: str, x: Array, dy: Array, dtype: Any) -> Array:
         case "gelu":
             a = jnp.minimum(a, 14.468)
             e = _exp(*_exp_minus(*_half_square(a))) if exact else common.exp2(a * a * (-0.5 * math.log2(math.e)))
-            # 0.7517915 is where the derivative at -a is 0; the rest is a minimax fit of the relative error.
+            # The derivative at -a is 0 for a = 0.7517915. The polynomial is a minimax fit of the relative error.
             below = e * (0.7517915246935643 - a) * _polynomial(
                 a * common.reciprocal(common.fma(a, 0.25, 1.0)),
                 1.22685106e-06, -2.0015146e-05, 8.15572273e-05, 0.000636503189, -0.00934950055, 0.0533910039,
@@ -207,5 +255,5 @@ def activation_gradient(name: str, x: Array, dy: Array, dtype: Any) -> Array:
             below = _slope_of_times_sigmoid(e, a)
         case _:
             raise ValueError(f"no kernel has the activation {name!r}")
-    # Infinities give NaN as in plain jnp.
+    # The fma makes infinities give NaN, as in plain jnp.
     return dy * common.fma(x, 0.0, jnp.where(x < 0.0, below, 1.0 - below))

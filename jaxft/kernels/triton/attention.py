@@ -1,11 +1,14 @@
-"""Flash attention, forward: tiles of queries against tiles of keys with an online softmax.
+"""Forward pass of flash attention: tiles of queries against blocks of keys with an online softmax.
 
-Dao et al., "FlashAttention" (2022), section 3.1, and "FlashAttention-2" (2023), section 3.1. It takes the place of
-FasterTransformer's split heads, two batched matrix products, masked softmax and merge heads: queries, keys and values
-are read where they lie, a packed [B,T,3,N,H] included, and the output is written as [B,T,N,H].
+The kernel replaces five steps of FasterTransformer: split heads, two batched matmuls, masked softmax and merge heads.
+It reads queries, keys and values in place, also from a packed `[B, T, 3, N, H]`, and writes the output as
+`[B, T, N, H]`.
 
-Work: 4 * B * N * T * S * H floating-point operations. Bytes: q, k, v and the output once (k and v of a head are
-re-read for every tile of queries, from the L2 cache).
+Work: `4 * B * N * T * S * H` floating-point operations.
+
+Memory traffic: q, k, v and the output once. Every tile of queries reads k and v of its head again, from the L2 cache.
+
+Source: Dao et al., "FlashAttention" (2022), section 3.1, and Dao, "FlashAttention-2" (2023), section 3.1.
 """
 
 from __future__ import annotations
@@ -25,11 +28,23 @@ Array = jax.Array
 
 
 def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, single: bool, programs: int):
-    """`single`: one block holds all keys. Then `programs`, if not 0, share the tiles of all sequences and heads."""
+    """Computes the output and optionally the log-sum-exp of tiles of queries.
+
+    Args:
+      *refs: the refs of query, key and value, the refs of `Refs`, and then the output refs.
+      p: the problem.
+      block_q: the number of queries in a tile.
+      block_k: the number of keys in a block.
+      tiles: the number of query tiles per sequence and head.
+      single: whether one block holds all keys.
+      programs: with `single`, the number of programs that share the tiles of all sequences and heads. 0 launches one
+        program for each tile.
+    """
     q_ref, k_ref, v_ref, *rest = refs[: 3 + len(Refs._fields)]
     out_ref, top_ref, total_ref = (*refs[3 + len(Refs._fields) :], None, None)[:3]
     refs = Refs(*rest)
-    # The maximum is taken before the scale where logits are in base 2, and the scale therefore must be positive.
+    # Base-2 logits are scaled after their maximum is taken, so the scale must be positive. `compute` applies the sign
+    # of the scale to q.
     scale = abs(p.options.scale) or 1.0
     to_logits = 1.0 if p.natural else scale * parts.LOG2_E
 
@@ -45,7 +60,11 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, singl
             q = -q if p.options.scale < 0.0 else jnp.zeros_like(q)
 
         def visit(j, carry, *, edge, block_k=block_k):
-            """`carry`: the weighted sum of values, the sum of weights and the greatest logit of earlier blocks."""
+            """Adds block `j` of the keys to the online softmax.
+
+            `carry` holds three results of the earlier blocks: the weighted sum of values, the sum of weights and the
+            greatest logit. It is None for the first block.
+            """
             row = jnp.int32(j) * block_k
             columns, in_columns, used = common.positions(row, block_k), None, None
             if edge:
@@ -55,8 +74,9 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, singl
                 batch, head, rows[:, None], columns[None, :], None if in_rows is None else in_rows[:, None],
                 None if in_columns is None else in_columns[None, :],
             )  # fmt: skip
-            # Values first: where one block holds all keys, a program waits for them as soon as it transposes them, and
-            # would ask for values only then (16 tokens, 12 heads: 1.7 us for 1.9; H100, 2026-11-24).
+            # Load values before keys. With a single block, a program waits for the keys as soon as it transposes them,
+            # and a load of values after that would start late.
+            # H100, 16 tokens, 12 heads: 1.7 us (keys first 1.9), 2026-11-24
             v = parts.load_tile(p, v_ref, index, offset + row, block_k, p.v_head + kv_head, in_columns)
             k = parts.load_tile(p, k_ref, index, offset + row, block_k, p.k_head + kv_head, in_columns)
             logits = parts.dot(p, q, k, trans_b=True)  # [block_q, block_k], not yet scaled
@@ -72,10 +92,11 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, singl
                 new_top = jnp.maximum(carry[2], new_top)
             shift = jnp.where(new_top == -jnp.inf, 0.0, new_top) if edge or refs.bias is not None else new_top
             weights = parts.exponentials(p, common.fma(logits, to_logits, -shift[:, None]))
-            if used is not None:  # a NaN that no query attends to must not spread
+            if used is not None:  # a NaN in a value that no query attends to must not reach the output
                 v = parts.clear(v, used)
             kept = parts.drop(p, refs, pairs, weights).astype(v.dtype)
-            # The product first: after the rescaling, one in TF32 takes 417 us instead of 272 (H200, 32x512, 12 heads).
+            # The matmul comes before the rescaling, which is faster in TF32.
+            # H200, tf32, 32x512, 12 heads: 272 us (matmul after the rescaling 417), 2026-11-22
             weighted, total = parts.dot(p, kept, v), jnp.sum(weights, axis=1)
             if carry is None:
                 return weighted, total, new_top
@@ -98,14 +119,16 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, singl
         if p.rules.query_lengths is not None:
             total = jnp.where(rows < span.end, total, 0.0)
         empty = total == 0.0
-        safe_total = jnp.where(empty, 1.0, total)  # a row with nothing to attend to gives 0
+        safe_total = jnp.where(empty, 1.0, total)  # a query that attends to no key gives 0
         out = acc * (p.kept_scale * parts.reciprocal(p, safe_total))[:, None]
         if p.rules.query_lengths is not None:
-            out = jnp.where(empty[:, None], 0.0, out)  # what such a row holds may be NaN
+            out = jnp.where(empty[:, None], 0.0, out)  # padding queries may hold NaN, so their output may be NaN
         parts.store_tile(p, out_ref, index, offset + start, head, out, in_rows)
         if top_ref is not None:
             place = index, head, common.span(offset + start, block_q)
-            top = jnp.where(total == total, top, jnp.nan)  # of NaN alone a GPU's maximum is -inf, as of nothing
+            # On a GPU, the maximum of a row of NaN is -inf, as if the row had no logits. A NaN in `total` tells the two
+            # apart.
+            top = jnp.where(total == total, top, jnp.nan)
             log_total = jnp.log(safe_total) * parts.LOG2_E
             if total_ref is None:
                 top = top + log_total
@@ -127,12 +150,30 @@ def forward(
     config: AttentionConfig,
     interpret: bool,
 ) -> list[Array]:
-    """query [B,T,N,H], key and value [B,S,K,H], or the packed [B,T,3,N,H] as `query` with key and value None.
+    """Launches the forward kernel.
 
-    With `rules.cu_seqlens`, `query` is [M,3,N,H]. Returns [out [B,T,N,H] or [M,N,H]] and, if asked for, the
-    log-sum-exp, float32 [B,N,T] or [N,M]: to base 2 if it is a `joined_residual`; else, since one number would have too
-    few digits beside large logits, as the greatest logit (see `natural_logits`) and the logarithm to base 2 of the sum
-    of exponentials below it. The first or only one is -inf where there is no logit.
+    Args:
+      query: `[B, T, N, H]`; the packed `[B, T, 3, N, H]` if key and value are None; the packed sequences `[M, 3, N, H]`
+        with `rules.cu_seqlens`.
+      key: `[B, S, K, H]`, or None if `query` is packed.
+      value: `[B, S, K, H]`, or None if `query` is packed.
+      rules: the arrays that decide which pairs attend, what is added to the logits, and what dropout drops.
+      options: the static options.
+      return_residual: whether to return the log-sum-exp too.
+      config: the launch configuration.
+      interpret: whether to run the kernel in Pallas' interpreter.
+
+    Returns:
+      A list. It starts with the output, `[B, T, N, H]`, or `[M, N, H]` for packed sequences. With `return_residual`,
+      the log-sum-exp of each row follows as one or two float32 arrays `[B, N, T]` or `[N, M]`.
+
+      `joined_residual` says whether there is one array. It then holds the base-2 log-sum-exp.
+
+      Otherwise there are two arrays, because one number would have too few digits next to large logits. The first
+      holds the greatest logit, natural or base 2 as `natural_logits` says. The second holds the base-2 logarithm of the
+      sum of the exponentials relative to the greatest logit.
+
+      The first array is -inf for a query that attends to no key.
     """
     p = parts.problem(query, key, value, rules, options)
     batch, rows = p.query.shape[:2]
@@ -143,7 +184,8 @@ def forward(
     tiles = pl.cdiv(p.query_length, config.block_q)
     single = p.key_length <= config.block_k and p.rules.query_lengths is None
     spans = attention_spans.spans_of_queries(p, config.block_q, config.block_k)
-    # With masks the next tile is not read while one computes, and this takes 1.4x as long (H200, 2026-11-21).
+    # Programs share tiles only without masks. With masks, a program does not load its next tile while it computes.
+    # H200: sharing with masks takes 1.4x as long as one program for each tile, 2026-11-21
     programs = min(config.programs, tiles * p.heads * p.batch) if single and spans is None else 0
     found = common.launch(
         functools.partial(

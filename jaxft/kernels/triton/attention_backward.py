@@ -1,17 +1,33 @@
-"""Flash attention, backward: the probabilities are computed again from the inputs and the log-sum-exp of each row.
+"""Backward pass of flash attention. It computes the probabilities again from the inputs and the log-sum-exp.
 
-Dao et al., "FlashAttention-2" (2023), section 3.2, without its atomic additions: a kernel for the gradient of queries,
-a tile of which sums over the keys, and one for those of keys and values, a tile of which sums over the queries and over
-the heads that share it. That is 7 products of the size of the forward pass's two. Where one tile holds all keys, the
-second kernel alone does it all with 5. Nothing of size [T, S] is in memory, but the gradient of a bias of that size.
+Definitions: s are the logits, `p = exp(s - lse)` the probabilities, and delta is the sum of `dout * out` over a row
+minus the gradient of the log-sum-exp of the row. The gradients are::
 
-A packed [B,T,3,N,H] gets one gradient of that layout; each kernel writes its part. On Hopper a kernel of Mosaic GPU
-computes that with 5 products for some lengths (`mosaic_gpu.attention_backward`).
+  dv = p^T dout
+  dp = dout v^T
+  ds = p * (dp - delta)    # also the gradient of the bias
+  dq = scale * ds k
+  dk = scale * ds^T q
 
-With s the logits, p = exp(s - lse) and delta the sum of dout * out over a row less the gradient of its log-sum-exp:
-dv = p^T dout, dp = dout v^T, ds = p * (dp - delta), dq = scale * ds k, dk = scale * ds^T q, and ds for the bias.
-Where the rounding of `out` would show, in float32 and in short rows, delta is the sum of p * dp that it stands for, and
-p is divided by its sum, which is 1 but for rounding: 2 products more.
+Kernels: the first one computes the gradient of the queries. Each of its tiles holds queries and sums over the keys. The
+second one computes the gradients of keys and values. Each of its tiles holds keys and sums over the queries and over
+the query heads that share the keys. There are no atomic additions. If one tile holds all keys, the second kernel alone
+computes all three gradients. A third kernel computes the gradient of a bias `[B|1, N|1, T, S]`.
+
+Work: 7 matmuls of the size of the two matmuls of the forward pass, or 5 if one kernel computes all three gradients.
+
+Memory: apart from the gradient of such a bias, nothing of size `[T, S]` is stored.
+
+Accuracy: with float32 and with short rows, the rounding of `out` would be visible in delta. The kernels then compute
+delta as the sum of `p * dp`, which equals delta mathematically. They also divide p by its sum, which is 1 except for
+rounding. The kernel for queries needs 2 more matmuls for this. A single kernel for all three gradients always does
+this, without more matmuls.
+
+Packed arrays: the gradient of a packed `[B, T, 3, N, H]` is one array of that layout, and each kernel writes its part
+of the array. On Hopper, the kernel of `jaxft.kernels.mosaic_gpu.attention_backward` computes this gradient with 5
+matmuls for some lengths.
+
+Source: Dao, "FlashAttention-2" (2023), section 3.2.
 """
 
 from __future__ import annotations
@@ -31,32 +47,35 @@ from jaxft.tuning.table import AttentionConfig
 
 Array = jax.Array
 
-_SHORT = 128  # keys; with more of them the output of 16 bits is as good (errors a third of what the tests allow)
-_PROGRAMS = 512  # what the sum over sequences is split into, if its tiles are fewer
-_SHARED = 3 + len(Refs._fields)  # the operands that all kernels of attention begin with
+# The greatest number of keys for which delta is the sum of p * dp with 16-bit inputs. With more keys, delta from the
+# 16-bit output is accurate enough: errors are a third of what the tests allow.
+_SHORT = 128
+_PROGRAMS = 512  # the least number of programs of the bias kernel, if there are enough sequences to split the sum
+_SHARED = 3 + len(Refs._fields)  # the number of operands that are first in every attention kernel
 
 
 class _Rows(NamedTuple):
-    """A tile of queries and what belongs to it."""
+    """A tile of queries with its place and its values. `total` is None if `top` is the log-sum-exp."""
 
-    start: Any
+    start: Any  # see `Place`, as for offset, index and batch
     offset: Any
     index: Any
     batch: Any
     head: Any
     span: Span
-    in_rows: Array | None
+    in_rows: Array | None  # which rows the sequence has; None if it has all of them
     q: Array
     dout: Array
-    top: Array  # logit, or the log-sum-exp; inf for a row with nothing to attend to, whose probabilities then are 0
-    total: Array | None  # log2 of the sum of the exponentials below it
-    attends: Array
-    factor: Array | None = None  # of the probabilities
+    top: Array  # the greatest logit or the log-sum-exp; inf for a row that attends to no key, so that p is 0
+    total: Array | None  # base-2 logarithm of the sum of exponentials relative to `top`
+    attends: Array  # which rows attend to any key
+    factor: Array | None = None  # factor of the probabilities that makes their sum 1
 
 
 def _rows(
     p: Problem, refs: Refs, q_ref, dout_ref, top_ref, total_ref, batch, head, tile, span: Span, block: int
 ) -> _Rows:
+    """Loads a tile of queries."""
     batch, start, index, offset, length = parts.load_place(p, refs, batch, tile, block, p.query_length)
     in_rows = None
     if p.query_length % block or p.varlen:
@@ -71,33 +90,47 @@ def _rows(
 
 
 def _load_rows(ref, index, head, row, block: int, in_rows: Array | None, other: float):
+    """Loads one number for each row, `[block]`, with `other` outside of `in_rows`. Returns None if `ref` is None."""
     if ref is None:
         return None
     return common.load(ref.at[index, head, common.span(row, block)], mask=in_rows, other=other)
 
 
 def _select(allowed: Any, x: Array) -> Array:
+    """Returns `x` with 0 where it is not allowed."""
     return x if allowed is None else jnp.where(allowed, x, 0.0)
 
 
 def _allowed(p: Problem, refs: Refs, pairs: Pairs, attends: Array) -> Any:
-    """Which pairs attend to each other. A key may be NaN where no query that `attends` to any attends to it."""
+    """Returns which pairs attend to each other, among the queries that attend to any key.
+
+    A key that no such query attends to may hold NaN.
+    """
     allowed = parts.allowed(p, refs, pairs)
     return attends if allowed is None else allowed & attends
 
 
 def _inverse(p: Problem, total: Array) -> Array:
+    """Computes 1 / total, or 1 where total is 0."""
     return parts.reciprocal(p, jnp.where(total == 0.0, 1.0, total))
 
 
 def _logit_gradient(p: Problem, refs: Refs, k_ref, v_ref, rows: _Rows, delta, j, block_k: int, edge: bool):
-    """The gradient of the logits of a tile of queries and block `j` of the keys, and those keys."""
+    """Computes the gradient of the logits of a tile of queries and block `j` of the keys.
+
+    Returns:
+      The gradient and the keys of the block.
+    """
     weights, dp, k = _probabilities(p, refs, k_ref, v_ref, rows, j, block_k, edge)
     return weights * (dp - delta[:, None]), k
 
 
 def _probabilities(p: Problem, refs: Refs, k_ref, v_ref, rows: _Rows, j, block_k: int, edge: bool):
-    """The probabilities of a tile of queries and block `j` of the keys, their gradients, and those keys."""
+    """Computes the probabilities of a tile of queries and block `j` of the keys.
+
+    Returns:
+      The probabilities, their gradient and the keys of the block.
+    """
     row, kv_head = jnp.int32(j) * block_k, rows.head // p.group
     columns, in_columns = common.positions(row, block_k), None
     if edge:
@@ -114,7 +147,7 @@ def _probabilities(p: Problem, refs: Refs, k_ref, v_ref, rows: _Rows, j, block_k
     allowed = _allowed(p, refs, pairs, rows.attends[:, None]) if edge else None
     k = parts.load_tile(p, k_ref, rows.index, rows.offset + row, block_k, p.k_head + kv_head, in_columns)
     v = parts.load_tile(p, v_ref, rows.index, rows.offset + row, block_k, p.v_head + kv_head, in_columns)
-    if edge and p.by_pairs:  # a NaN that no query attends to must not spread
+    if edge and p.by_pairs:  # a NaN in a key or value that no query attends to must not reach the gradients
         used = parts.any_of(allowed, axis=0)
         k, v = parts.clear(k, used), parts.clear(v, used)
     products = parts.dot(p, rows.q, k, trans_b=True)  # [block_q, block_k]
@@ -126,10 +159,16 @@ def _probabilities(p: Problem, refs: Refs, k_ref, v_ref, rows: _Rows, j, block_k
 
 
 def _dq_kernel(*refs, p: Problem, **blocks: int):
+    """Computes the gradient of the queries, and delta for the other kernels."""
     parts.for_each_tile(functools.partial(_dq_tile, refs=refs, p=p, **blocks), p, refs[_SHARED - 1])
 
 
 def _dq_tile(tile, head, batch, *, refs, p: Problem, block_q: int, block_k: int):
+    """Computes the gradient and delta of one tile of queries.
+
+    If the output is not among the operands, a first loop over the keys sums the probabilities and p * dp. The kernel
+    then also stores the factors that make each sum of probabilities 1.
+    """
     q_ref, k_ref, v_ref, *rest = refs[:_SHARED]
     dout_ref, top_ref, total_ref, out_ref, dlse_ref, dq_ref, delta_ref, *factor_ref = refs[_SHARED:]
     refs = Refs(*rest)
@@ -144,7 +183,7 @@ def _dq_tile(tile, head, batch, *, refs, p: Problem, block_q: int, block_k: int)
             return sums[0] + jnp.sum(weights, axis=1), sums[1] + jnp.sum(weights * dp, axis=1)
 
         total, delta = parts.visit_all(span, block_k, leading, add, (jnp.zeros((block_q,), jnp.float32),) * 2)
-        factor = jnp.where(rows.attends, _inverse(p, total), 1.0)  # what padding holds may be NaN
+        factor = jnp.where(rows.attends, _inverse(p, total), 1.0)  # padding rows may hold NaN
         delta = delta * factor
         rows = rows._replace(factor=factor)
         common.store(factor_ref[0].at[rows.index, head, common.span(row, block_q)], factor, mask=rows.in_rows)
@@ -166,6 +205,7 @@ def _dq_tile(tile, head, batch, *, refs, p: Problem, block_q: int, block_k: int)
 
 
 def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, programs: int, tiles: int, with_dq: bool, **static):
+    """Computes the gradients of keys and values and, with `with_dq`, of the queries too."""
     spans_ref = refs[_SHARED - 1]
 
     def compute(tile, head, batch):
@@ -174,7 +214,8 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, programs: int, ti
             _dkv_tile, tile, head, batch, span, refs=refs, p=p, block_q=block_q, own_keys=block_k, with_dq=with_dq,
             **static,
         )  # fmt: skip
-        # Where keys may end sooner. Of a single tile: `start` is 0 then, whatever block_k.
+        # Half a tile is enough if the keys end in its first half. This is used with a single tile of keys only, whose
+        # `start` is 0 for either size.
         ends = with_dq and not p.varlen and (p.rules.key_lengths is not None or p.key_mask)
         parts.fewest_keys(step, span.end if ends else p.key_length, block_k)
 
@@ -185,9 +226,23 @@ def _dkv_tile(
     tile, kv_head, batch, span: Span, *, refs, p: Problem, block_q: int, block_k: int, own_keys: int, packed: bool,
     with_dq: bool, single: bool, columns: bool,
 ):  # fmt: skip
-    """The gradients of `own_keys` keys, of which the first `block_k` may take part.
+    """Computes the gradients of one tile of keys and values.
 
-    `single`: one block holds all queries; `columns`: also the sums over the queries of the logits' gradients.
+    Args:
+      tile: the tile, by its place in the grid.
+      kv_head: the head of keys and values.
+      batch: the sequence, by its place in the grid.
+      span: the range of queries of the tile.
+      refs: the refs of the kernel.
+      p: the problem.
+      block_q: the number of queries in a block.
+      block_k: the number of keys at the start of the tile that may take part, either `own_keys` or half of it.
+      own_keys: the number of keys in the tile.
+      packed: whether there is one gradient for queries, keys and values, in the packed layout.
+      with_dq: whether to compute the gradient of the queries too.
+      single: whether one block holds all queries.
+      columns: whether to compute the sums over the queries of the gradient of the logits, for the gradient
+        of a bias that has one element for each key.
     """
     q_ref, k_ref, v_ref, *rest = refs[:_SHARED]
     dout_ref, top_ref, total_ref, factor_ref, delta_ref, dlse_ref, _, *outputs = refs[_SHARED:]
@@ -204,16 +259,17 @@ def _dkv_tile(
         in_keys = parts.in_key_mask(p, refs, batch, positions, positions < span.end)
     k = parts.load_tile(p, k_ref, index, offset + start, block_k, p.k_head + kv_head, in_keys)
     v = parts.load_tile(p, v_ref, index, offset + start, block_k, p.v_head + kv_head, in_keys)
-    # The queries whose gradient is this program's. Of a sequence longer than max_seqlen, those of its own rows.
+    # The range of queries whose gradient this program writes. A packed sequence longer than max_seqlen has several
+    # tiles, and each writes the queries at its own rows.
     query_start, query_stop = jnp.int32(0), jnp.int32(p.query_length)
     if p.varlen:
         query_start, query_stop = start, jnp.minimum(length, start + block_k)
-    # A single block is visited even if there is nothing to attend to.
+    # A single block of queries is visited even if no pair in it attends, so it may need masks.
     masked = single and refs.spans is not None
-    # Whether there may be keys that no query attends to, which may hold NaN.
+    # Whether there may be keys that no query attends to. Such keys may hold NaN.
     unused_keys = masked or p.by_pairs or p.options.window != (None, None)
-    # Pairs are [block_k, block_q], so that products with queries need no copy in shared memory. With the gradient of
-    # queries they are [block_q, block_k]: the sums over keys that it needs then are within a warp.
+    # Pairs are [block_k, block_q], so that p and ds are operands of the next matmuls without a copy in shared memory.
+    # With the gradient of the queries, pairs are [block_q, block_k], so that sums over keys stay within a warp.
     query_axis, key_axis = (0, 1) if with_dq else (1, 0)
 
     def of_queries(x):
@@ -222,7 +278,8 @@ def _dkv_tile(
     def of_keys(x):
         return None if x is None else jnp.expand_dims(x, query_axis)
 
-    def product(x, y):  # of a tile of queries and one of keys
+    def product(x, y):
+        """Computes the matmul of a tile of queries and a tile of keys, in the layout of the pairs."""
         return parts.dot(p, x, y, trans_b=True) if with_dq else parts.dot(p, y, x, trans_b=True)
 
     def visit(i, carry, *, edge, head):
@@ -246,17 +303,22 @@ def _dkv_tile(
         if edge:
             allowed = _allowed(p, refs, pairs, of_queries(attends))
         elif with_dq:
-            # For the gradient of queries, keys that do not take part need a weight of 0; without it they go out last.
+            # For the gradient of the queries, keys that do not take part need probability 0. Without that gradient,
+            # their own gradients are set to 0 at the end.
             allowed = of_keys(in_keys)
         products = product(q, k)
         weights = parts.probabilities(p, refs, pairs, products, of_queries(top), of_queries(total))
         weights = _select(allowed, weights)
         if factor_ref is not None:
             weights = weights * of_queries(_load_rows(factor_ref, index, head, offset + row, block_q, in_rows, 1.0))
-        elif with_dq:  # `top` may be the greatest logit; if the log-sum-exp, rounding is left, which ds would magnify
+        elif with_dq:
+            # If `top` is the greatest logit, this normalizes the weights. If `top` is the log-sum-exp, this removes a
+            # rounding error, which ds would magnify.
             weights = weights * of_queries(_inverse(p, jnp.sum(weights, axis=key_axis)))
         kept = parts.drop(p, refs, pairs, weights).astype(dout.dtype)
-        # With dq this order is faster, since `kept` is copied to shared memory; without, 15 % slower (H200).
+        # The order of the next two matmuls. With dq, dp comes first, because `kept` must be copied to shared memory for
+        # the other one. Without dq, dv comes first.
+        # H200, without dq: dp first is 15 % slower, 2026-11-22
         if with_dq:
             dp = product(dout, v)
         dv = parts.add(p, dv, parts.dot(p, kept, dout, trans_a=with_dq))
@@ -305,7 +367,7 @@ def _dkv_tile(
             if unused is not None:
                 place = batch, head, common.span(start + block_k, block_k)
                 common.store(sums_ref.at[place], jnp.zeros_like(total), mask=unused)
-        if with_dq and refs.spans is not None and not single:  # queries that attend to no key
+        if with_dq and refs.spans is not None and not single:  # queries outside of the span attend to no key: dq is 0
 
             def clear(i, _):
                 row = jnp.int32(i) * block_q
@@ -333,9 +395,10 @@ def _dkv_tile(
 
 
 def _dbias_kernel(*refs, p: Problem, block_q: int, block_k: int, key_tiles: int):
-    """A tile of the gradient of a bias [B|1, N|1, T, S], summed over the sequences and heads that share it.
+    """Computes a tile of the gradient of a bias `[B|1, N|1, T, S]`, summed over the sequences and heads that share it.
 
-    Into partial sums [programs, B|1, N|1, T, S], each over every so many of the sequences.
+    The result is partial sums, `[programs, B|1, N|1, T, S]`. Program i sums over the sequences i, i + programs,
+    i + 2 * programs and so on.
     """
     q_ref, k_ref, v_ref, *rest = refs[:_SHARED]
     dout_ref, top_ref, total_ref, factor_ref, delta_ref, dbias_ref = refs[_SHARED:]
@@ -385,11 +448,29 @@ def backward(
     key_config: AttentionConfig,
     interpret: bool,
 ) -> tuple[Array, Array | None, Array | None, Array | None]:
-    """The gradients of query (or the packed array), key, value and bias; those that are not there are None.
+    """Launches the backward kernels.
 
-    Arguments as those of `attention.forward`, its results and their gradients; `dlse` [B,N,T] is that of the natural
-    log-sum-exp. The configs are of the kernel for queries, and of that for keys and values, which alone runs where
-    it has a block that holds all keys, unless there are many more queries or a bias [.., T, S].
+    The kernel for keys and values also computes the gradient of the queries if one of its tiles holds all keys, unless
+    there are many more queries than keys or the bias is `[..., T, S]`.
+
+    Args:
+      dout: the gradient of the output, `[B, T, N, H]` or `[M, N, H]`.
+      dlse: the gradient of the natural log-sum-exp, float32 `[B, N, T]` or `[N, M]`, or None.
+      query: as in `attention.forward`.
+      key: as in `attention.forward`.
+      value: as in `attention.forward`.
+      rules: as in `attention.forward`.
+      options: as in `attention.forward`.
+      out: the output of `attention.forward`.
+      top: the first array of the log-sum-exp from `attention.forward`.
+      total: the second array of the log-sum-exp from `attention.forward`, or None if it returned one.
+      query_config: the launch configuration of the kernels for queries and for a bias `[..., T, S]`.
+      key_config: the launch configuration of the kernel for keys and values.
+      interpret: whether to run the kernels in Pallas' interpreter.
+
+    Returns:
+      The gradients of query, key, value and bias. If `query` is packed, the first is the gradient of the packed array,
+      and the gradients of key and value are None. The gradient of the bias is None without a bias.
     """
     p = parts.problem(query, key, value, rules, options)
     packed, varlen = key is None, rules.cu_seqlens is not None
@@ -398,8 +479,8 @@ def backward(
         total, dlse = (None if x is None else x[None] for x in (total, dlse))
     matrix = parts.bias_of_pairs(rules.bias)
     columns = rules.bias is not None and not matrix and rules.bias.shape[3] > 1
-    # Of many queries two kernels are sooner done: the one for keys has a program for each head of a sequence. And wide
-    # heads of float32 would take more shared memory than most cards have.
+    # With many queries, two kernels are faster: a single one has only one program for each head of a sequence. With
+    # wide float32 heads, a single kernel would need more shared memory than most GPUs have.
     most = key_config.block_k * (4 if p.width * query.dtype.itemsize <= 512 else 1)
     alone = p.key_length <= key_config.block_k and p.query_length <= most and not matrix
     exact = query.dtype == jnp.float32 or p.key_length <= _SHORT
@@ -433,9 +514,10 @@ def backward(
     key_tiles = pl.cdiv(p.key_length, key_config.block_k)
     sums = [((p.batch, p.heads, p.key_length), jnp.float32)] * columns
     key_spans = attention_spans.spans_of_keys(p, key_config.block_q, key_config.block_k)
-    # Of a sequence longer than max_seqlen, the block of queries is to have all rows of the tile of keys.
+    # A packed sequence may be longer than max_seqlen. The block of queries then must cover all rows of a tile of keys.
     single = alone and p.query_length <= key_config.block_q and (not varlen or key_config.block_k <= key_config.block_q)
-    # What else is read would be read ahead too, and there is no shared memory left for that.
+    # Programs share tiles only if nothing else is read. A program would read these arrays ahead too, for which there is
+    # not enough shared memory.
     more = (rules.mask, rules.bias, rules.seed, dlse, key_spans)
     shared = single and p.group == 1 and all(x is None for x in more)
     programs = min(key_config.programs, p.kv_heads * p.batch) if shared else 0
@@ -453,7 +535,7 @@ def backward(
         if matrix:
             key_tiles = pl.cdiv(p.key_length, query_config.block_k)
             bias_batches, bias_heads, _, _ = rules.bias.shape
-            # Of a small bias that many sequences share, enough partial sums to keep a card busy.
+            # A small bias that many sequences share needs partial sums, so that there are enough programs for the GPU.
             programs = min(p.batch // bias_batches, pl.cdiv(_PROGRAMS, tiles * key_tiles * bias_batches * bias_heads))
             grid = (tiles * key_tiles, bias_heads, bias_batches * programs)
             operands = [dout, top, total, *(factor or [None]), delta]
@@ -464,7 +546,7 @@ def backward(
             dbias = jnp.sum(dbias, axis=0).astype(rules.bias.dtype)
         elif columns:
             dbias = _sum_to(found.pop()[:, :, None, :], rules.bias)
-        else:  # the same along a row: it changes nothing but the log-sum-exp
+        else:  # the bias is constant along a row, so it affects the log-sum-exp only
             shift = jnp.zeros_like(top) if dlse is None else jnp.where(jnp.isneginf(top), 0.0, dlse)
             dbias = _sum_to(shift[..., None], rules.bias)
     if packed:
@@ -473,5 +555,6 @@ def backward(
 
 
 def _sum_to(x: Array, bias: Array) -> Array:
+    """Sums `x` over the axes in which the bias has size 1, and casts it to the dtype of the bias."""
     axes = tuple(axis for axis in range(4) if bias.shape[axis] == 1)
     return jnp.sum(x, axis=axes, keepdims=True).astype(bias.dtype)

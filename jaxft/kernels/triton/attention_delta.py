@@ -1,10 +1,11 @@
-"""What the gradient of attention needs of each row besides the inputs: the log-sum-exp and delta.
+"""Row statistics for the gradient of attention on Mosaic GPU: the log-sum-exp and delta of each row.
 
-delta is the sum over a row of dout * out. The kernels of `attention_backward` find it themselves; that of Mosaic GPU
-has it from here, beside the log-sum-exp in tiles, so that it copies both at once. And for dropout the row's two words
-(`words_of_row`).
+Delta is the sum of `dout * out` over a row. The Triton kernels of `attention_backward` compute delta themselves. The
+Mosaic GPU kernel reads it from the array that this kernel writes. A tile of that array holds the log-sum-exp and delta
+of 64 rows, so that one copy fetches both. With dropout, a tile also holds the two random words of each row (see
+`words_of_row`).
 
-Bytes: dout and out once.
+Memory traffic: dout and out once.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from jaxft.kernels.triton import common
 
 Array = jax.Array
 
-TILE = 64  # rows
+TILE = 64  # rows in a tile of the result
 
 
 def _kernel(dout_ref, out_ref, lse_ref, seed_ref, rows_ref):
-    # Heads first: those of a row lie side by side. The kernel that follows begins with the first sequences.
+    # Heads are the fastest grid axis, because the heads of a row are adjacent in memory. Sequences run from the last to
+    # the first, because the next kernel begins with the first ones and then finds them in the L2 cache.
     head, tile, batch = pl.program_id(0), pl.program_id(1), common.program_id_from_the_end(2)
     span = common.span(tile * TILE, TILE)
     place = batch, span, head, common.span(0, out_ref.shape[-1])
     dout, out = (common.load(ref.at[place]).astype(jnp.float32) for ref in (dout_ref, out_ref))
     lse = common.load(lse_ref.at[batch, head, span])
     attends = lse != -jnp.inf
-    # Of a row with nothing to attend to: exp2(logit - inf) is 0.
+    # A row that attends to no key gets a log-sum-exp of inf, so that exp2(logit - inf) is 0.
     found = [jnp.where(attends, lse, jnp.inf), jnp.where(attends, jnp.sum(dout * out, axis=1), 0.0)]
     if seed_ref is not None:
         rows = (batch * out_ref.shape[2] + head) * out_ref.shape[1] + common.positions(tile * TILE, TILE)
@@ -42,10 +44,19 @@ def _kernel(dout_ref, out_ref, lse_ref, seed_ref, rows_ref):
 
 
 def row_statistics(dout: Array, out: Array, lse: Array, seed: Array | None = None, *, interpret: bool) -> Array:
-    """dout and out [B,T,N,H], lse (base 2) [B,N,T] -> [B,N,T/64,2,64] float32: of 64 rows the lse, and delta.
+    """Computes the row statistics that the Mosaic GPU backward kernel reads.
 
-    T is a multiple of 64, H a power of two. An lse of -inf becomes inf. With the seed of dropout [B,N,T/64,4,64]: also
-    the bits of the rows' words.
+    Args:
+      dout: the gradient of the output, `[B, T, N, H]`. T is a multiple of 64 and H a power of two.
+      out: the output, `[B, T, N, H]`.
+      lse: the base-2 log-sum-exp, float32 `[B, N, T]`.
+      seed: the dropout seed, uint32 `[2]`, or None without dropout.
+      interpret: whether to run the kernel in Pallas' interpreter.
+
+    Returns:
+      A float32 array `[B, N, T/64, 2, 64]`, or `[B, N, T/64, 4, 64]` with a seed. Index 0 of the second to last axis
+      holds the log-sum-exp, with inf in place of -inf. Index 1 holds delta, which is 0 where the log-sum-exp was -inf.
+      Indices 2 and 3 hold the bits of the two random words of each row.
     """
     batch, length, heads, _ = out.shape
     tiles, numbers = length // TILE, 2 if seed is None else 4

@@ -1,9 +1,8 @@
-"""What the kernels of attention share: which arrays they get, where these are masked, and how tiles are read.
+"""Parts that the attention kernels share: their operands, their masks, and how they read and write tiles.
 
-What a mask excludes altogether is not visited. `spans` says for each tile which blocks of the other side those are, and
-which blocks it leaves whole, so that only the others pay for masks: in every block they would cost 20-60 % (H200,
-2026-11-20). What only decides about whole rows of the tile itself (its sequence's end) is left to the end, since rows
-of a tile do not mix.
+A kernel skips the blocks that a mask excludes altogether. The array `spans` says for each tile which blocks to visit,
+and which of these blocks need no mask. Only the other blocks pay for masks. A limit on rows of the tile itself, such as
+the end of its sequence, is applied once at the end, since the rows of a tile are independent.
 """
 
 from __future__ import annotations
@@ -27,178 +26,232 @@ Array = jax.Array
 
 MAX_HEAD_SIZE = 256
 LOG2_E = math.log2(math.e)
-_LOG2_E_REST = 1.925963033500e-8  # what the float32 nearest to it lacks
+_LOG2_E_REST = 1.925963033500e-8  # log2(e) minus the nearest float32
 
 
 def bias_of_pairs(bias: Array | None) -> bool:
-    """Whether it has a number for each query and key, [.., T, S]."""
+    """Returns whether the bias has one element for each pair of a query and a key, `[..., T, S]`."""
     return bias is not None and bias.shape[2] > 1 and bias.shape[3] > 1
 
 
 def joined_residual(dtype: Any, bias: Array | None) -> bool:
-    """Whether the forward pass gives the log-sum-exp as one number, to base 2; else, for more digits, as two."""
+    """Returns whether the forward pass returns the log-sum-exp as one array, to base 2.
+
+    Otherwise it returns two arrays, which together have more digits. `attention.forward` describes them.
+
+    Args:
+      dtype: the dtype of the query.
+      bias: the bias, or None.
+
+    Returns:
+      True for 16-bit dtypes without a bias.
+    """
     return dtype != jnp.float32 and bias is None
 
 
 class Rules(NamedTuple):
-    """What is attended to, added to the logits or dropped: arrays, each None where it is not asked for."""
+    """Optional arrays that decide which pairs attend, what is added to the logits, and what dropout drops."""
 
     bias: Array | None = None  # [B|1, N|1, T|1, S|1]
-    mask: Array | None = None  # bool, the same
-    query_lengths: Array | None = None  # int32 [B], as the following
-    key_lengths: Array | None = None
-    query_ids: Array | None = None  # [B, T]
-    key_ids: Array | None = None  # [B, S]
-    seed: Array | None = None  # uint32 [2]
-    cu_seqlens: Array | None = None  # int32 [B + 1]: the query is a packed [M, 3, N, H]
+    mask: Array | None = None  # bool [B|1, N|1, T|1, S|1]
+    query_lengths: Array | None = None  # int32 [B]
+    key_lengths: Array | None = None  # int32 [B]
+    query_ids: Array | None = None  # segment ids, int32 [B, T]
+    key_ids: Array | None = None  # segment ids, int32 [B, S]
+    seed: Array | None = None  # dropout seed, uint32 [2]
+    cu_seqlens: Array | None = None  # int32 [B + 1]; the query then is the packed [M, 3, N, H]
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is static besides the shapes."""
+    """Static options of a call, besides the shapes. A limit of `window` that is None is no limit."""
 
     scale: float
-    window: tuple[int | None, int | None] = (None, None)  # how far before and after itself a query looks
+    window: tuple[int | None, int | None] = (None, None)  # how far a query attends before and after itself
     dropout_rate: float = 0.0
-    max_seqlen: int = 0  # with cu_seqlens
-    precision: str = "tf32"  # of float32 products, or "float32"
+    max_seqlen: int = 0  # used with cu_seqlens only
+    precision: str = "tf32"  # precision of float32 matmuls, "tf32" or "float32"
 
 
 def _in_full(dtype: Any, precision: str) -> bool:
+    """Returns whether matmuls are computed in full float32 precision."""
     return precision == "float32" and dtype == jnp.float32
 
 
 def natural_logits(dtype: Any, bias: Array | None, precision: str) -> bool:
-    """Whether the kernels' logits are natural. They are in base 2 where that costs nothing.
+    """Returns whether the logits in the kernels are natural rather than base 2.
 
-    With a bias they might overflow in it, and in full precision they would lose digits.
+    Base-2 logits need fewer operations. They are not used with a bias, where they might overflow, nor in full float32
+    precision, where they would lose digits.
+
+    Args:
+      dtype: the dtype of the query.
+      bias: the bias, or None.
+      precision: `Options.precision`.
+
+    Returns:
+      True for natural logits, False for base-2 logits.
     """
     return bias is not None or _in_full(dtype, precision)
 
 
 def unsupported(head_size: int, positions: int, mask: Array | None, **arrays: Array | None) -> str | None:
-    """Why the kernels cannot run this, if they cannot; `positions` are the most that any side has."""
+    """Returns the reason why the kernels do not support a call, or None if they do.
+
+    Args:
+      head_size: the size of a head.
+      positions: the greatest number of positions on any side.
+      mask: the mask, or None.
+      **arrays: the floating-point arrays by name. None is skipped.
+
+    Returns:
+      The reason, or None.
+    """
     reason = common.unsupported_dtype(**arrays) or common.unsupported_array(mask=mask)
     if reason is not None:
         return reason
     if head_size > MAX_HEAD_SIZE:
         return f"the head size is {head_size}, the kernel takes at most {MAX_HEAD_SIZE}"
-    if positions > 2**30:  # 32-bit, and so are those past the end of the last block
+    if positions > 2**30:  # positions have 32 bits, also those between the end and the end of the last block
         return f"there are {positions} positions, the kernel takes at most 2^30"
     if mask is not None and mask.size > 2**31:
-        return f"mask has {mask.size} elements, the kernel takes at most 2^31"  # counted in signed 32 bits
+        return f"mask has {mask.size} elements, the kernel takes at most 2^31"  # offsets are signed 32-bit integers
     return None
 
 
-# --- What the kernels, those of the backward pass included, get --------------------------------------------------
+# --- Operands of the forward and backward kernels ----------------------------------------------------------------
 
 
 class Refs(NamedTuple):
-    """What of the rules a kernel reads."""
+    """Refs of the optional arrays that a kernel reads: fields of `Rules`, and the spans. None for a missing array."""
 
     bias: Any
     mask: Any
     query_ids: Any
     key_ids: Any
     seed: Any
-    spans: Any  # of this kernel's tiles
+    spans: Any  # the spans of the tiles of this kernel
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The arrays of a call as kernels see them, and its sizes."""
+    """The arrays of a call in the layout that the kernels read, and the sizes of the call."""
 
-    query: Array  # [B, T, heads, H], or [1, M, heads, H]
-    key: Array
+    query: Array  # [B, T, heads, H], or [1, M, heads, H] for packed sequences; the packed array has 3 * heads here
+    key: Array  # [B, S, kv_heads, H], or the same array as `query` if that is packed
     value: Array
     rules: Rules
     options: Options
     batch: int
-    heads: int
+    heads: int  # the number of query heads
     kv_heads: int
     query_length: int
     key_length: int
     head_size: int
-    k_head: int  # the first head of the keys in `key`
-    v_head: int
+    k_head: int  # index of the first key head in `key`
+    v_head: int  # index of the first value head in `value`
 
     @property
     def width(self) -> int:
+        """The number of columns of a tile: the head size, rounded up to a power of two of at least 16."""
         return max(16, next_power_of_2(self.head_size))
 
     @property
     def group(self) -> int:
+        """The number of query heads that share a head of keys and values."""
         return self.heads // self.kv_heads
 
     @property
     def precision(self) -> lax.Precision | None:
-        """HIGHEST, of float32 alone, where no digit is to be lost."""
+        """The precision of matmuls: HIGHEST for float32 inputs in full precision, otherwise None."""
         return lax.Precision.HIGHEST if _in_full(self.query.dtype, self.options.precision) else None
 
     @property
     def natural(self) -> bool:
+        """Returns whether logits are natural rather than base 2, see `natural_logits`."""
         return natural_logits(self.query.dtype, self.rules.bias, self.options.precision)
 
     @property
     def kept_scale(self) -> float:
-        """Of what dropout keeps."""
+        """The factor that dropout applies to the elements it keeps."""
         return 1.0 / (1.0 - self.options.dropout_rate)
 
     @property
     def key_mask(self) -> bool:
-        """Whether the mask is the same for all queries and heads."""
+        """Returns whether the mask is the same for all queries and heads."""
         return self.rules.mask is not None and self.rules.mask.shape[1:3] == (1, 1)
 
     @property
     def key_holes(self) -> bool:
-        """Whether it leaves out more than the ends of sequences."""
+        """Returns whether the mask is a key mask with one element for each key, which may exclude any key."""
         return self.key_mask and self.rules.mask is not None and self.rules.mask.shape[3] > 1
 
     @property
     def pair_mask(self) -> bool:
-        """Whether the mask is for each query or head: then every block is masked."""
+        """Returns whether the mask differs between queries or heads. Every block then needs the mask."""
         return self.rules.mask is not None and not self.key_mask
 
     @property
     def by_pairs(self) -> bool:
-        """Whether what a query attends to is decided for each, in a way that may leave out any key."""
+        """Returns whether a rule for each pair, a pair mask or segment ids, may leave any key without a query."""
         return self.pair_mask or self.rules.query_ids is not None
 
     @property
     def by_keys(self) -> bool:
-        """Whether all queries of a sequence attend to the same keys."""
+        """Returns whether all queries of a sequence attend to the same keys."""
         unlimited = self.options.window == (None, None) and self.rules.query_lengths is None
         return unlimited and not self.by_pairs
 
     @property
     def varlen(self) -> bool:
-        """Whether sequences lie back to back."""
+        """Returns whether the input holds packed sequences."""
         return self.rules.cu_seqlens is not None
 
     def operands(self, spans: Array | None) -> list[Array | None]:
-        """The arrays that all kernels begin with: query, key, value, and those of `Refs`."""
+        """Returns the first operands of every attention kernel: query, key, value and the arrays of `Refs`."""
         r = self.rules
         return [self.query, self.key, self.value, r.bias, r.mask, r.query_ids, r.key_ids, r.seed, spans]
 
     def grid(self, length: int, heads: int, block: int) -> tuple[int, int, int]:
-        """A program for each tile of queries, or of keys, of so many of them and their heads: (tile, head, sequence).
+        """Returns the grid with one program for each tile.
 
-        Of sequences back to back, each tile is one that is alone in its sequence: see `attention_spans.Tiles`.
+        Args:
+          length: the number of queries, or of keys, in a sequence.
+          heads: the number of heads of the queries, or of the keys.
+          block: the number of rows in a tile.
+
+        Returns:
+          The sizes of the axes (tile, head, sequence). For packed sequences, the first axis has size 1, and the last
+          axis counts the tiles of all sequences, see `attention_spans.Tiles`.
         """
         if not self.varlen:
             return pl.cdiv(length, block), heads, self.batch
         return 1, heads, self.tiles_back_to_back(block)
 
     def tiles_back_to_back(self, block: int) -> int:
-        """As many as any sequences have."""
+        """Returns an upper bound of the number of tiles of packed sequences, whatever their lengths are."""
         return pl.cdiv(self.query.shape[1], block) + self.batch
 
 
 def problem(query: Array, key: Array | None, value: Array | None, rules: Rules, options: Options) -> Problem:
-    """query [B,T,N,H] with key and value [B,S,K,H], or the packed [B,T,3,N,H] or [M,3,N,H] as `query` without."""
+    """Returns the `Problem` of a call.
+
+    A window that excludes nothing becomes None. For packed sequences, the problem has one sequence more, and its rules
+    hold the lengths of all sequences.
+
+    Args:
+      query: `[B, T, N, H]`; the packed `[B, T, 3, N, H]` or `[M, 3, N, H]` if key and value are None.
+      key: `[B, S, K, H]`, or None if `query` is packed.
+      value: `[B, S, K, H]`, or None if `query` is packed.
+      rules: the optional arrays of the call.
+      options: the static options.
+
+    Returns:
+      The problem.
+    """
     if key is None or value is None:
         heads, size = query.shape[-2:]
-        kv_heads, k_head, v_head = heads, heads, 2 * heads  # of the packed array's heads, q's come first
+        kv_heads, k_head, v_head = heads, heads, 2 * heads  # the packed array has query, key and then value heads
         query = query.reshape(-1 if rules.cu_seqlens is None else 1, query.shape[-4], 3 * heads, size)
         key = value = query
     else:
@@ -206,7 +259,7 @@ def problem(query: Array, key: Array | None, value: Array | None, rules: Rules, 
         kv_heads, k_head, v_head = key.shape[2], 0, 0
     batch, length, key_length = query.shape[0], query.shape[1], key.shape[1]
     if rules.cu_seqlens is not None:
-        # One sequence more: the rows after the last, none of which takes part, but which are to be 0.
+        # Add a sequence of length 0 that holds the rows after the last sequence. The kernels set these rows to 0.
         rows, batch, length, key_length = length, rules.cu_seqlens.shape[0], options.max_seqlen, options.max_seqlen
         offsets = jnp.append(jnp.clip(rules.cu_seqlens, 0, rows), jnp.int32(rows))
         lengths = jnp.append(jnp.clip(offsets[1:-1] - offsets[:-2], 0, length), jnp.int32(0))
@@ -226,17 +279,26 @@ def problem(query: Array, key: Array | None, value: Array | None, rules: Rules, 
 def for_each_tile(
     compute: Callable[..., None], p: Problem, spans_ref, programs: int = 0, tiles: int = 1, heads: int = 1
 ) -> None:
-    """compute(tile, head, sequence) of this program's tile, or, where so many `programs` share them all, of its tiles.
+    """Calls `compute(tile, head, sequence)` for each tile of this program.
 
-    Each of those reads its next tile while it computes one. Of sequences in a batch, [B, T], the last comes first, see
-    `common.program_id_from_the_end`.
+    If programs share the tiles, a program reads its next tile while it computes one. The last sequence of a batch comes
+    first, see `common.program_id_from_the_end`.
+
+    Args:
+      compute: computes a tile and stores its results.
+      p: the problem.
+      spans_ref: the spans of the tiles. Used for packed sequences only.
+      programs: the number of programs that share all tiles. 0 if each program has one tile, its place in
+        `Problem.grid`.
+      tiles: the number of tiles per sequence and head. Used if programs share tiles, like `heads`.
+      heads: the number of heads.
     """
     if not programs:
         tile, head = pl.program_id(0), pl.program_id(1)
         if not p.varlen:
             return compute(tile, head, common.program_id_from_the_end(2))
-        batch = pl.program_id(2)  # of `Tiles`, which begin with the longest sequences
-        rows = common.load(spans_ref.at[batch, tile, jnp.int32(8)])  # see `load_place`
+        batch = pl.program_id(2)  # index into `Tiles`, where the longest sequences come first
+        rows = common.load(spans_ref.at[batch, tile, jnp.int32(8)])  # the length of the sequence, see `load_place`
         return pl.when(rows > 0)(lambda: compute(tile, head, batch))
     program, last = pl.program_id(0), tiles * heads * p.batch - 1
 
@@ -249,21 +311,36 @@ def for_each_tile(
 
 
 class Span(NamedTuple):
-    """Of a tile: from where to where (rows of the other side, then blocks of them) it attends to any, and to all."""
+    """Key range of a query tile, or query range of a key tile."""
 
-    first: Any
-    last: Any
-    full_start: Any
-    full_stop: Any
-    end: Any  # of the rows of the tile's own side that take part
+    first: Any  # the first row of the other side that any row of the tile attends to
+    last: Any  # one past the last such row
+    full_start: Any  # the first block of the other side that all rows of the tile attend to, so that it needs no mask
+    full_stop: Any  # one past the last such block
+    end: Any  # one past the last row of the tile's own side that takes part, counted within the sequence
 
     def blocks(self, block: int) -> tuple[Any, Any]:
+        """Returns the range of blocks to visit, start and stop, for blocks of `block` rows."""
         if isinstance(self.last, int):
             return 0, pl.cdiv(self.last, block)
         return lax.div(self.first, jnp.int32(block)), lax.div(self.last + jnp.int32(block - 1), jnp.int32(block))
 
 
 def load_span(spans_ref, batch, tile, length: int, other_length: int, other_block: int, full: bool) -> Span:
+    """Loads the span of a tile.
+
+    Args:
+      spans_ref: the spans. None if every tile attends to all positions of the other side.
+      batch: the sequence, by its place in the grid.
+      tile: the tile, by its place in the grid.
+      length: the length of the tile's own side.
+      other_length: the length of the other side.
+      other_block: the number of rows in a block of the other side.
+      full: whether blocks may go without a mask. If False, no block counts as full.
+
+    Returns:
+      The span.
+    """
     if spans_ref is None:
         return Span(0, other_length, 0, other_length // other_block if full else 0, length)
     batch = batch if spans_ref.shape[0] > 1 else jnp.int32(0)
@@ -275,24 +352,47 @@ def load_span(spans_ref, batch, tile, length: int, other_length: int, other_bloc
 
 
 def in_span(p: Problem, span: Span, positions: Array) -> Array:
-    """Which rows of the other side are inside; keys that are the same for all queries begin at 0."""
+    """Returns which positions of the other side are inside the span.
+
+    If all queries attend to the same keys, the span begins at 0 and needs no check of its start.
+    """
     inside = positions < span.last
     return inside if p.by_keys else inside & (positions >= span.first)
 
 
 def fewest_keys(compute: Callable[..., Any], last: Any, block_k: int) -> Any:
-    """compute(block_k=block_k) of a block that holds all keys, or of its first half where no other take part.
+    """Calls `compute` on a block that holds all keys, or on its first half if no key of the second half takes part.
 
-    The backward pass of 256 x 128 keys, half of them valid, takes 207 us instead of 241 (H200, 2026-11-23).
+    Args:
+      compute: `compute(block_k=block_k)` processes the first `block_k` keys of the block.
+      last: one past the last key that takes part. An int if that is known when the kernel is compiled.
+      block_k: the number of keys in the block.
+
+    Returns:
+      The result of `compute`.
     """
-    if isinstance(last, int) or block_k < 32:  # a product has at least 16 keys
+    # H200, backward pass, 256 sequences of 128 keys, half of the keys valid: 207 us (whole block 241), 2026-11-23
+    if isinstance(last, int) or block_k < 32:  # a matmul needs at least 16 keys
         return compute(block_k=block_k)
     half = functools.partial(compute, block_k=block_k // 2)
     return lax.cond(last <= block_k // 2, half, functools.partial(compute, block_k=block_k))
 
 
 def visit_all(span: Span, block: int, leading: bool, visit: Callable[..., Any], carry: Any) -> Any:
-    """carry = visit(block, carry, edge=...) for each block of the span; `leading`: some may come before the full."""
+    """Visits each block of a span.
+
+    Args:
+      span: the span.
+      block: the number of rows in a block.
+      leading: whether blocks that need a mask may come before the full blocks.
+      visit: `visit(j, carry, edge=edge)` processes block `j` and returns the next carry. `edge` says whether the block
+        needs a mask.
+      carry: the initial carry.
+
+    Returns:
+      The last carry.
+    """
+    # H200: masks in every block would cost 20-60 %, 2026-11-20
     start, stop = span.blocks(block)
     edge = functools.partial(visit, edge=True)
     if leading:
@@ -305,17 +405,29 @@ def visit_all(span: Span, block: int, leading: bool, visit: Callable[..., Any], 
 
 
 class Place(NamedTuple):
-    """Where a tile is."""
+    """Position of a tile in its sequence and in the arrays."""
 
-    batch: Any  # its sequence
-    start: Any  # its first row in the sequence
-    index: Any  # the sequence's place in the arrays
-    offset: Any  # the sequence's first row there
-    length: Any  # how many rows the sequence has there
+    batch: Any  # the sequence of the tile
+    start: Any  # the first row of the tile, counted within the sequence
+    index: Any  # the index into the first axis of the arrays; 0 for packed sequences
+    offset: Any  # the first row of the sequence in the arrays; 0 unless sequences are packed
+    length: Any  # the number of rows of the sequence in the arrays
 
 
 def load_place(p: Problem, refs: Refs, batch, tile, block: int, length: int) -> Place:
-    """Of a program's tile, by its place in the grid."""
+    """Returns the place of a tile.
+
+    Args:
+      p: the problem.
+      refs: the refs of the kernel.
+      batch: the sequence, by its place in the grid.
+      tile: the tile, by its place in the grid.
+      block: the number of rows in a tile.
+      length: the length of the tile's side. Not used for packed sequences.
+
+    Returns:
+      The place.
+    """
     if not p.varlen:
         return Place(batch, tile * block, batch, 0, length)
     sequence, start, offset, rows = (common.load(refs.spans.at[batch, tile, jnp.int32(i)]) for i in range(5, 9))
@@ -323,23 +435,57 @@ def load_place(p: Problem, refs: Refs, batch, tile, block: int, length: int) -> 
 
 
 def in_head(p: Problem) -> Array | None:
-    """[1, width], where a head has fewer columns than its tiles."""
+    """Returns a mask `[1, width]` of the columns that a head has, or None if a head has all columns of its tiles."""
     return None if p.width == p.head_size else (common.positions(0, p.width) < p.head_size)[None, :]
 
 
 def load_tile(p: Problem, ref, index, row, block: int, head, in_rows: Array | None):
-    """[block, width] of a [B, L, heads, H], 0 where not `in_rows`."""
+    """Loads a tile `[block, width]` from an array `[B, L, heads, H]`.
+
+    Args:
+      p: the problem.
+      ref: the array.
+      index: the index into the first axis.
+      row: the first row.
+      block: the number of rows.
+      head: the head.
+      in_rows: bool `[block]`, the rows to load. The others are 0. None loads all.
+
+    Returns:
+      The tile.
+    """
     place = index, common.span(row, block), head, common.span(0, p.width)
     return common.load(ref.at[place], mask=tile_mask(p, block, in_rows))
 
 
 def store_tile(p: Problem, ref, index, row, head, tile, in_rows: Array | None) -> None:
+    """Stores a tile `[block, width]` into an array `[B, L, heads, H]`.
+
+    Args:
+      p: the problem.
+      ref: the array.
+      index: the index into the first axis.
+      row: the first row.
+      head: the head.
+      tile: the tile. It is cast to the dtype of the array.
+      in_rows: bool `[block]`, the rows to store. None stores all.
+    """
     block = tile.shape[0]
     place = index, common.span(row, block), head, common.span(0, p.width)
     common.store(ref.at[place], tile.astype(ref.dtype), mask=tile_mask(p, block, in_rows))
 
 
 def tile_mask(p: Problem, block: int, in_rows: Array | None) -> Array | None:
+    """Returns the mask `[block, width]` of a tile's valid rows and columns, or None if all of them are valid.
+
+    Args:
+      p: the problem.
+      block: the number of rows.
+      in_rows: bool `[block]`, the valid rows. None if all rows are valid.
+
+    Returns:
+      The mask, or None.
+    """
     columns = in_head(p)
     if in_rows is None:
         return None if columns is None else jnp.broadcast_to(columns, (block, p.width))
@@ -347,17 +493,27 @@ def tile_mask(p: Problem, block: int, in_rows: Array | None) -> Array | None:
 
 
 class Pairs(NamedTuple):
-    """Positions of a tile of queries and of one of keys, [n, 1] and [1, n] either way, and which of them there are."""
+    """Positions of the pairs of a query tile and a key tile.
+
+    One of the two sides has the shape `[n, 1]` and the other `[1, n]`, in either order.
+    """
 
     batch: Any
     head: Any
-    rows: Array
-    columns: Array
-    in_rows: Array | None
-    in_columns: Array | None
+    rows: Array  # the positions of the queries
+    columns: Array  # the positions of the keys
+    in_rows: Array | None  # which of the queries exist; None if all do
+    in_columns: Array | None  # which of the keys exist or take part; None if all do
 
     def load(self, ref):
-        """What a [B|1, N|1, T|1, S|1] has for these pairs, 0 where there are none; its shape broadcasts to theirs."""
+        """Loads the elements of an array `[B|1, N|1, T|1, S|1]` for these pairs.
+
+        Args:
+          ref: the array.
+
+        Returns:
+          The elements, 0 where the query or key does not exist. The shape broadcasts to the shape of the pairs.
+        """
         zero = jnp.int32(0)
         by_row, by_column = ref.shape[2] > 1, ref.shape[3] > 1
         masks: list[Any] = [self.in_rows] * by_row + [self.in_columns] * by_column
@@ -371,7 +527,16 @@ class Pairs(NamedTuple):
 
 
 def allowed(p: Problem, refs: Refs, pairs: Pairs) -> Any:
-    """Which pairs attend to each other, if rows take part and keys do where they are `in_columns`; None for all."""
+    """Returns which pairs attend to each other, given that all queries take part.
+
+    Args:
+      p: the problem.
+      refs: the refs of the kernel.
+      pairs: the pairs. `in_columns` says which keys take part.
+
+    Returns:
+      A bool array that broadcasts to the shape of the pairs, or None if all pairs attend.
+    """
     before, after = p.options.window
     parts = [] if pairs.in_columns is None else [pairs.in_columns]
     if before is not None:
@@ -390,14 +555,37 @@ def allowed(p: Problem, refs: Refs, pairs: Pairs) -> Any:
 
 
 def logits(refs: Refs, pairs: Pairs, products: Array, scale: float) -> Array:
-    """Natural ones, from the products of queries with keys."""
+    """Computes natural logits.
+
+    Args:
+      refs: the refs of the kernel.
+      pairs: the pairs.
+      products: the dot products of queries and keys.
+      scale: the factor of the dot products.
+
+    Returns:
+      The scaled dot products plus the bias.
+    """
     if refs.bias is None:
         return products * scale
     return common.fma(products, scale, pairs.load(refs.bias).astype(jnp.float32))
 
 
 def probabilities(p: Problem, refs: Refs, pairs: Pairs, products: Array, top: Array, total: Array | None) -> Array:
-    """From the products of queries with keys; `top` and `total`, if any, are the log-sum-exp."""
+    """Computes the probabilities again from the log-sum-exp.
+
+    Args:
+      p: the problem.
+      refs: the refs of the kernel.
+      pairs: the pairs.
+      products: the dot products of queries and keys.
+      top: the greatest logit or, if the forward pass returned one array, the log-sum-exp.
+      total: the base-2 logarithm of the sum of exponentials relative to `top`. None if `top` is the log-sum-exp, or if
+        the caller divides the result by its sum.
+
+    Returns:
+      The probabilities.
+    """
     if p.natural:
         return exponentials(p, logits(refs, pairs, products, p.options.scale) - top, total)
     exponent = common.fma(products, p.options.scale * LOG2_E, -top)
@@ -405,21 +593,32 @@ def probabilities(p: Problem, refs: Refs, pairs: Pairs, products: Array, top: Ar
 
 
 def exponentials(p: Problem, x: Array, total: Array | None = None) -> Array:
-    """Of differences of logits, divided by 2^total."""
+    """Computes the exponentials of logits, divided by 2^total.
+
+    In full precision, the rounding errors of the exponent are estimated and corrected to first order.
+
+    Args:
+      p: the problem.
+      x: differences of logits, natural or base 2 as `p.natural` says.
+      total: the base-2 logarithm of the divisor. None for a divisor of 1.
+
+    Returns:
+      The exponentials.
+    """
     high = x * LOG2_E if p.natural else x
     exponent = high if total is None else high - total
     y = common.exp2(exponent)
     if p.precision is None:
         return y
-    rest = common.fma(x, LOG2_E, -high) + x * _LOG2_E_REST  # NaN where x is -inf
-    if total is not None:  # what the difference has lost: Knuth's two-sum
+    rest = common.fma(x, LOG2_E, -high) + x * _LOG2_E_REST  # NaN where x is -inf; y is 0 there
+    if total is not None:  # add the rounding error of the difference, by Knuth's two-sum
         part = exponent - high
         rest = rest + ((high - (exponent - part)) - (total + part))
     return jnp.where(y == 0.0, y, common.fma(y, rest * math.log(2.0), y))
 
 
 def drop(p: Problem, refs: Refs, pairs: Pairs, x: Array) -> Array:
-    """x where dropout keeps the pair, else 0."""
+    """Returns `x` with 0 where dropout drops the pair. Without a dropout seed, `x` is returned unchanged."""
     if refs.seed is None:
         return x
     row = (pairs.batch * p.heads + pairs.head) * p.query_length + pairs.rows
@@ -427,7 +626,18 @@ def drop(p: Problem, refs: Refs, pairs: Pairs, x: Array) -> Array:
 
 
 def in_key_mask(p: Problem, refs: Refs, batch, columns: Array, inside: Array) -> Array:
-    """Which of these keys, [block], a mask of keys allows."""
+    """Returns which keys take part according to the key mask.
+
+    Args:
+      p: the problem.
+      refs: the refs of the kernel.
+      batch: the sequence.
+      columns: the positions of the keys, `[block]`.
+      inside: bool `[block]`, the keys inside the span.
+
+    Returns:
+      `inside` without the keys that the key mask excludes.
+    """
     if not p.key_holes:
         return inside
     zero = jnp.int32(0)
@@ -436,32 +646,66 @@ def in_key_mask(p: Problem, refs: Refs, batch, columns: Array, inside: Array) ->
 
 
 def dot(p: Problem, a: Array, b: Array, *, trans_a: bool = False, trans_b: bool = False) -> Array:
-    """a b; in full precision by short chains where plain JAX's is a matrix times a vector."""
+    """Computes the matmul of two tiles.
+
+    In full precision, a call in which plain JAX multiplies a matrix and a vector uses `common.dot_in_short_chains`.
+
+    Args:
+      p: the problem.
+      a: the left operand.
+      b: the right operand.
+      trans_a: whether `a` is transposed.
+      trans_b: whether `b` is transposed.
+
+    Returns:
+      The matmul in float32.
+    """
     thin = p.precision is not None and min(p.query_length, p.key_length, p.head_size) == 1
     multiply = common.dot_in_short_chains if thin else common.dot
     return multiply(a, b, trans_a=trans_a, trans_b=trans_b, precision=p.precision)
 
 
 def add(p: Problem, total: Array, product: Array) -> Array:
-    """In full precision the block is summed by itself: one chain of all blocks would lose digits."""
+    """Adds the matmul of a block to the total.
+
+    In full precision, the opaque addition keeps the sum of the block separate from the total. A single chain of
+    additions over all blocks would lose digits.
+
+    Args:
+      p: the problem.
+      total: the sum over the earlier blocks.
+      product: the matmul of the block.
+
+    Returns:
+      The new total.
+    """
     return total + product if p.precision is None else common.fma(product, 1.0, total)
 
 
 def reciprocal(p: Problem, x: Array) -> Array:
-    """In full precision to the nearest number, which takes 7 % more of a short backward pass (H200, 2026-11-22)."""
+    """Computes 1 / x, rounded to the nearest number in full precision only."""
+    # H200: rounding to the nearest makes a short backward pass 7 % slower, 2026-11-22
     return 1.0 / x if p.precision is None else common.rounded_reciprocal(x)
 
 
 def clear(tile: Array, used: Array) -> Array:
-    """A tile [block, width] with 0, whatever is there, in the rows that are not `used`.
+    """Sets the unused rows of a tile to 0, even where they hold NaN.
 
-    Bit by bit: a choice between two operands of a product may take its condition through shared memory in the layout
-    of tensor cores, where Triton has no place for single bits ("'ttg.local_alloc' op element type bit width").
+    Args:
+      tile: `[block, width]`.
+      used: bool `[block]`, the rows to keep.
+
+    Returns:
+      The tile.
     """
+    # A bitwise AND instead of `where`. For an operand of a matmul, Triton may pass the condition of `where` through
+    # shared memory in the layout of tensor cores, which fails for single bits with the error
+    # "'ttg.local_alloc' op element type bit width".
     bits = jnp.dtype(f"int{8 * tile.dtype.itemsize}")
     mask = jnp.where(used, jnp.full(used.shape, -1, bits), jnp.zeros(used.shape, bits))
     return lax.bitcast_convert_type(lax.bitcast_convert_type(tile, bits) & mask[:, None], tile.dtype)
 
 
 def any_of(pairs: Any, axis: int) -> Array:
+    """Returns whether any element along an axis of a bool array is True."""
     return jnp.max(pairs.astype(jnp.int32), axis=axis) > 0

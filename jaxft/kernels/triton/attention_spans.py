@@ -1,7 +1,8 @@
-"""Which blocks of the other side each tile of attention's kernels visits: what XLA computes before they start.
+"""Spans of the attention kernels: the blocks of the other side that each tile visits.
 
-What a mask excludes altogether is not visited, and of sequences that lie back to back there are only tiles that have
-rows.
+For a tile of queries the other side is the keys, and for a tile of keys it is the queries. XLA computes the spans
+before the kernels start. A kernel skips blocks that a mask excludes altogether. With packed sequences, only tiles that
+have rows are computed.
 """
 
 from __future__ import annotations
@@ -17,26 +18,27 @@ Array = jax.Array
 
 
 class Side(NamedTuple):
-    """The queries, or the keys."""
+    """One side of attention: the queries or the keys. `end` and `full` are an int or an array `[B|1, 1]`."""
 
-    length: int
-    end: Any  # [B|1, 1] where the last that takes part ends, and where the first ends that does not
-    full: Any
-    ids: Array | None
+    length: int  # the number of positions
+    end: Any  # one past the last position that takes part
+    full: Any  # all positions before this one take part
+    ids: Array | None  # segment ids, [B, length]
 
 
 class Tiles(NamedTuple):
-    """The tiles of sequences that lie back to back, int32 [n, 1] each; what is too many has no rows.
+    """The tiles of packed sequences. Each field is int32 `[n, 1]`, where n is `Problem.tiles_back_to_back`.
 
-    There is no tile that has nothing to write, and the longest sequences come first, so that what starts last is soon
-    done: 43.9 us where a tile for each part of max_seqlen took 51.2 (32 sequences of 54 to 512; H200, 2026-11-22).
+    A tile belongs to one sequence. n is an upper bound, and the surplus tiles have length 0. The tiles of the longest
+    sequences come first, so that the programs that start last finish soon.
     """
 
-    batch: Array  # its sequence
-    start: Array  # its first row in the sequence
-    offset: Array  # the sequence's first row
-    length: Array  # the sequence's rows, more than `end` where it is longer than max_seqlen
-    end: Array  # where those that take part end
+    # H200, 32 sequences of 54 to 512 tokens: 43.9 us (a tile for each block of max_seqlen 51.2), 2026-11-22
+    batch: Array  # the sequence of the tile
+    start: Array  # the first row of the tile, counted within the sequence
+    offset: Array  # the first row of the sequence
+    length: Array  # the number of rows of the sequence; more than `end` if the sequence is longer than max_seqlen
+    end: Array  # one past the last row of the sequence that takes part, counted within the sequence
 
 
 def _tiles_back_to_back(p: Problem, block: int) -> Tiles:
@@ -68,17 +70,36 @@ def _sides(p: Problem) -> tuple[Side, Side]:
 
 
 def spans_of_queries(p: Problem, block_q: int, block_k: int) -> Array | None:
-    """For each tile of queries what `Span` says about the keys, int32 [B|1, tiles, 5]; None where all are attended to.
+    """Computes the `Span` of each tile of queries.
 
-    Of sequences back to back [tiles, 1, 9], with the first four of `Tiles`. A few numbers for each tile, from a few
-    for each block: XLA computes them with the masks it has at hand.
+    XLA computes the spans, because a span is only a few numbers for each tile, derived from a few numbers for each
+    block, and XLA has the masks at hand.
+
+    Args:
+      p: the problem.
+      block_q: the number of queries in a tile.
+      block_k: the number of keys in a block.
+
+    Returns:
+      An int32 array `[B|1, tiles, 5]` with the fields of `Span`. For packed sequences it is `[tiles, 1, 9]`, and the
+      last four columns are the first four fields of `Tiles`. None if the call has no mask over keys, lengths, segment
+      ids or window, so that every span covers all keys.
     """
     queries, keys = _sides(p)
     return _spans(p, queries, keys, p.options.window, block_q, block_k)
 
 
 def spans_of_keys(p: Problem, block_q: int, block_k: int) -> Array | None:
-    """The same for each tile of keys."""
+    """Computes the `Span` of each tile of keys.
+
+    Args:
+      p: the problem.
+      block_q: the number of queries in a block.
+      block_k: the number of keys in a tile.
+
+    Returns:
+      An array as `spans_of_queries` returns, with one span of queries for each tile of keys, or None.
+    """
     queries, keys = _sides(p)
     return _spans(p, keys, queries, p.options.window[::-1], block_k, block_q)
 
@@ -90,7 +111,7 @@ def _spans(p: Problem, own: Side, other: Side, window, block: int, other_block: 
         return None
     start = jnp.arange(0, own.length, block, dtype=jnp.int32)[None, :]
     tiles = None
-    if p.varlen:  # [tiles, 1] each, and the keys are the queries
+    if p.varlen:  # arrays of shape [tiles, 1]; queries and keys have the same sequences
         tiles = _tiles_back_to_back(p, block)
         start, own = tiles.start, own._replace(end=tiles.end, full=tiles.end)
         other = other._replace(end=tiles.end, full=tiles.end)
@@ -109,7 +130,7 @@ def _spans(p: Problem, own: Side, other: Side, window, block: int, other_block: 
         same = near & (low == high) & (other_low == other_high)
         first = jnp.maximum(first, jnp.min(jnp.where(near, index, other.length), axis=2) * other_block)
         last = jnp.minimum(last, jnp.max(jnp.where(near, index + 1, 0), axis=2) * other_block)
-        # The first run of blocks of the same id; where ids are sorted, there is no other.
+        # The full blocks are the first run of blocks that hold only the id of the tile. Sorted ids have no other run.
         begin = jnp.min(jnp.where(same, index, other.length), axis=2)
         later = ~same & (index >= begin[:, :, None])
         full_start = jnp.maximum(full_start, begin)
@@ -120,13 +141,13 @@ def _spans(p: Problem, own: Side, other: Side, window, block: int, other_block: 
     full_stop = jnp.clip(full_stop, full_start, -(-last // other_block))
     columns = [first, last, full_start, full_stop, own.end, *(tiles or ())[:4]]
     spans = jnp.zeros((*last.shape, len(columns)), jnp.int32)
-    for i, part in enumerate(columns):  # elementwise, which takes one kernel
+    for i, part in enumerate(columns):  # elementwise operations, which XLA fuses into one kernel
         spans = jnp.where(jnp.arange(len(columns)) == i, jnp.broadcast_to(part, last.shape)[:, :, None], spans)
     return spans.astype(jnp.int32)
 
 
 def _range_of_ids(side: Side, block: int) -> tuple[Array, Array]:
-    """The least and the greatest id in each block [B, blocks]."""
+    """Returns the least and the greatest id in each block, `[B, blocks]` each. Ids from `end` on do not count."""
     assert side.ids is not None
     inside = jnp.arange(side.length, dtype=jnp.int32)[None, :] < side.end
     pad = ((0, 0), (0, -side.length % block))

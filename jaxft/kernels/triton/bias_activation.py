@@ -1,7 +1,9 @@
-"""activation(x + bias) in one pass: FasterTransformer's `add_bias_act` kernel, its gradients, and a bias' alone.
+"""Kernels for activation(x + bias) in one pass, its gradients, and the gradient of a bias alone.
 
-The forward kernel moves 2 * M * D elements, plus the bias once a program (from the L2 cache). The backward kernel moves
-3 * M * D, dy, x and dx: it computes x + bias again, so that nothing but the inputs is kept for it.
+The forward kernel moves 2 * M * D elements, and each program reads the bias from the L2 cache. The backward kernel
+moves 3 * M * D elements: dy, x and dx. It recomputes x + bias, so that only the inputs are kept for it.
+
+Source: FasterTransformer's `add_bias_act` kernel.
 """
 
 from __future__ import annotations
@@ -19,6 +21,15 @@ Array = jax.Array
 
 
 def unsupported(x: Array, bias: Array | None) -> str | None:
+    """Checks whether the kernels can take these arrays.
+
+    Args:
+      x: `[..., D]`.
+      bias: `[D]`, or None.
+
+    Returns:
+      The reason why the kernels cannot take the arrays, or None if they can.
+    """
     return common.unsupported_dtype(x=x, bias=bias) or common.unsupported_size(x)
 
 
@@ -27,7 +38,8 @@ def _add_bias(x, bias):
 
 
 def _fwd_kernel(x_ref, bias_ref, y_ref, *, activation: str, block_rows: int, block_width: int):
-    # After XLA's product of 16384x768x3072 49.8 us, from the first rows on 51.3 (H200, bfloat16, 2026-11-24).
+    # Starts with the last rows: the L2 cache still holds those that a matmul has just written.
+    # H200, bf16, after XLA's matmul of 16384x768x3072: 49.8 us (first rows first 51.3), 2026-11-24
     row, column = common.program_id_from_the_end(1) * block_rows, pl.program_id(0) * block_width
     tile = common.tile(x_ref.shape, row, column, (block_rows, block_width))
     bias = None if bias_ref is None else tile.load_vector(bias_ref)
@@ -53,7 +65,7 @@ def _bwd_kernel(
         x, dy = _add_bias(values[0], bias), values[1].astype(jnp.float32)
         dx = activations.activation_gradient(activation, x, dy, x_ref.dtype)
         tile_of(block).store(dx_ref, dx)
-        # Beyond the last row dy is 0 and x the bias, so that dx is 0, or NaN where all rows of the column have NaN.
+        # Beyond the last row dy is 0 and x is the bias. There dx is 0, or it is NaN in a column whose rows are all NaN.
         return total if sums_ref is None else total + dx
 
     first = tile_of(program)
@@ -74,7 +86,19 @@ def forward(
     config: ElementwiseConfig,
     interpret: bool,
 ) -> Array:
-    """x [M, D] and bias [D] -> [M, D], with `in_place` in the memory of x."""
+    """Computes activation(x + bias).
+
+    Args:
+      x: `[M, D]`, float32, float16 or bfloat16.
+      bias: `[D]`, or None.
+      activation: the name of the activation, see `activations.activation`.
+      in_place: whether the result takes the memory of `x`.
+      config: the launch configuration.
+      interpret: whether to run in Pallas' interpreter.
+
+    Returns:
+      `[M, D]`, of the dtype of `x`.
+    """
     rows, width = x.shape
     kernel = functools.partial(
         _fwd_kernel, activation=activation, block_rows=config.block_rows, block_width=config.block_width
@@ -95,9 +119,21 @@ def forward(
 def backward(
     dy: Array, x: Array, bias: Array | None, *, activation: str, config: GradientConfig, interpret: bool
 ) -> tuple[Array, Array | None]:
-    """dy and x [M, D], bias [D] or None -> their gradients, of which the bias' is summed in float32.
+    """Computes the gradients of activation(x + bias).
 
-    Where one program has all rows of its columns that is all; partial sums of several are added up by XLA.
+    Args:
+      dy: the gradient of the result, `[M, D]`.
+      x: `[M, D]`.
+      bias: `[D]`, or None.
+      activation: the name of the activation, see `activations.activation`.
+      config: the launch configuration.
+      interpret: whether to run in Pallas' interpreter.
+
+    Returns:
+      The gradient of `x`, `[M, D]`, and the gradient of `bias`, `[D]` (None without a bias).
+
+    Accuracy: the gradient of the bias is summed in float32. If one program has all rows of its columns, the kernel
+    writes the gradient itself. Otherwise XLA adds up the partial sums of the programs.
     """
     rows, width = x.shape
     programs = common.share(config.programs, pl.cdiv(rows, config.block_rows))
@@ -147,11 +183,19 @@ def _sum_kernel(x_ref, partial_ref, *, block_rows: int, block_width: int, progra
 
 
 def sum_of_rows(x: Array, *, interpret: bool) -> Array:
-    """x [M, D] -> [D], float32: the gradient of a bias without an activation, in a third of XLA's time.
+    """Sums over the rows: the gradient of a bias without an activation.
 
-    (8 us of 4096x2304 in bfloat16, XLA 17 to 55; H200, 2026-11-22. After the gradient of attention 29.4 us of
-    16384x2304, where from the first rows on it took 33.2; H100, 2026-11-26.)
+    The kernel starts with the last rows, which the L2 cache still holds after the kernel that wrote them.
+
+    Args:
+      x: `[M, D]`.
+      interpret: whether to run in Pallas' interpreter.
+
+    Returns:
+      `[D]`, float32.
     """
+    # H200, bf16, 4096x2304: 8 us (XLA 17 to 55), 2026-11-22
+    # See docs/performance-notes.md, "Row order of kernels that read what another kernel wrote".
     rows, width = x.shape
     programs = common.share(64, pl.cdiv(rows, 8))
     kernel = functools.partial(_sum_kernel, block_rows=8, block_width=128, programs=programs)

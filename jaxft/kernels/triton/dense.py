@@ -1,8 +1,10 @@
-"""activation(x @ kernel + bias) + residual in one kernel.
+"""A kernel for activation(x @ kernel + bias) + residual: a matmul with an epilogue.
 
-2 * M * K * F floating-point operations. With few rows the weights' bytes are the floor, and what counts is that enough
-programs read them at once: cuBLAS starts too few (128x768x768 on an H200: 12 of 132 multiprocessors, 5 us). For many
-rows cuBLAS is faster, but mostly not where an activation needs a kernel after it; `jaxft.tuning_dense` says where.
+Takes 2 * M * K * F floating-point operations. With few rows, the time to read the weights is the lower bound, and
+enough programs must read them at the same time. cuBLAS starts too few thread blocks for that. With many rows cuBLAS is
+faster, except mostly where an activation needs a second kernel after it. `jaxft.tuning.dense` makes the choice.
+
+See docs/performance-notes.md, "Dense layers with few rows (Triton)".
 """
 
 from __future__ import annotations
@@ -22,17 +24,27 @@ Array = jax.Array
 
 
 def unsupported(x: Array, **vectors: Array | None) -> str | None:
+    """Checks whether the kernel can take these arrays.
+
+    Args:
+      x: `[..., K]`.
+      **vectors: other floating-point arrays by name, each of which may be None.
+
+    Returns:
+      The reason why the kernel cannot take the arrays, or None if it can.
+    """
     return common.unsupported_dtype(x=x, **vectors) or common.unsupported_size(x)
 
 
-BAND = 16  # rows of tiles
+BAND = 16  # The height of a band in tiles, see `_tile`.
 
 
 def _tile(rows: int, block_m: int) -> tuple[Any, Any]:
-    """Which tile the program computes: its place among the rows, and among the columns.
+    """Returns which tile the program computes: the index of the tile along the rows and along the columns.
 
-    Those of a band of rows are next to each other, so that programs that run at once share what they read: of few rows
-    the blocks of the weights, which come from memory once.
+    Consecutive programs compute the tiles of one band of `BAND` rows of tiles, column by column. Programs that run at
+    the same time therefore share much of what they read. With few rows, each block of the weights is read from memory
+    once.
     """
     m, n = pl.program_id(0), pl.program_id(1)
     tiles = pl.cdiv(rows, block_m)
@@ -68,17 +80,15 @@ def _fwd_kernel(
         if masked:
             in_depth = (common.positions(start, block_k) < depth) & (split == splits - 1)
             in_x, in_kernel = in_x & in_depth[None, :], in_kernel & in_depth[:, None]
-        # First what takes longest to come: kernel is in memory, x still in the L2 cache. With the bias (below) and the
-        # vectors of the LayerNorm that adds up partial sums, BERT-base of 1x16 takes 224 us on the device for 244, of
-        # 1x128 283 for 304 (H100, 2026-11-24). Of weights that are in the L2 cache already it would be 247 for 281, but
-        # kernels that read the next ones' weights ahead take longer than those save: 287 to 320 (H100, 2026-11-25).
+        # Loads the weights first, which takes longest: they are in memory, and x is still in the L2 cache.
+        # See docs/performance-notes.md, "Order of loads in dense layers with few rows".
         b = common.load(
             kernel_ref.at[common.span(start, block_k), common.span(column, block_n)], mask=in_kernel, other=0.0
         )
         a = common.load(x_ref.at[common.span(row, block_m), common.span(start, block_k)], mask=in_x, other=0.0)
         return acc + multiply(a, b, precision=precision)  # [block_m, block_n]
 
-    bias = None  # read here, so that it comes from memory while blocks of the product do
+    bias = None  # Loaded before the loop, so that the load overlaps with the loads of the matmul.
     if bias_ref is not None:
         bias = common.load(bias_ref.at[common.span(column, block_n)], mask=in_width, other=0.0)
     zeros = jnp.zeros((block_m, block_n), jnp.float32)
@@ -88,7 +98,7 @@ def _fwd_kernel(
     add = functools.partial(add_block, masked=False)
     if not in_full:
         acc = lax.fori_loop(begin, end, add, zeros)
-    else:  # sums of 128 products, and their sum: all in a row would lose more digits than cuBLAS does
+    else:  # Sums groups of 128 terms, then the groups: one long chain of additions would be less accurate than cuBLAS.
         group = pl.cdiv(128, block_k)
 
         def add_group(i, acc):
@@ -126,11 +136,26 @@ def forward(
     splits: int = 1,
     also_product: bool = False,
 ) -> list[Array]:
-    """x [M, K], kernel [K, F], bias [F], residual [M, F] -> a list of [M, F], of the dtype of x.
+    """Computes activation(x @ kernel + bias) + residual.
 
-    A second one, with `also_product`, is x @ kernel. `precision` of float32: "tf32" or "float32". With `splits`
-    above 1, partial sums [splits, M, F] in float32, without bias, activation and residual: whoever reads them next adds
-    them up.
+    With `splits` above 1 (split-K), the kernel writes the partial sums of x @ kernel. The caller passes no bias,
+    activation or residual then, and the kernel that reads the partial sums adds them up.
+
+    Args:
+      x: `[M, K]`, float32, float16 or bfloat16.
+      kernel: `[K, F]`, of the dtype of `x`.
+      bias: `[F]`, or None.
+      residual: `[M, F]`, or None.
+      activation: the name of the activation, see `activations.activation`, or None.
+      precision: how float32 is multiplied, "tf32" or "float32".
+      config: the launch configuration.
+      interpret: whether to run in Pallas' interpreter.
+      splits: how many programs share the depth of a tile.
+      also_product: whether to return x @ kernel as well.
+
+    Returns:
+      A list with the result `[M, F]`, of the dtype of `x`. With `also_product`, x @ kernel follows, of the same shape
+      and dtype. With `splits` above 1 the result is `[splits, M, F]`, float32.
     """
     rows, width = x.shape[0], kernel.shape[1]
     y = jax.ShapeDtypeStruct((rows, width), x.dtype)

@@ -1,14 +1,17 @@
-"""The sum of rows of the word, position and token type tables, normalised, in one pass; and sums of rows by their id.
+"""Kernels for the normalised sum of word, position and token type embeddings, and for the gradients of the tables.
 
-Forward, a program looks up the ids of `block_rows` tokens, reads the rows that they name, adds them and normalises the
-sum as `layer_norm` does: M * D elements of the word table are read (those of the other tables come from the caches) and
-M * D written, dropout done. For the backward pass, which is that of `layer_norm`, it also writes the sum in float32.
+Forward: a program looks up the ids of `block_rows` tokens, reads their rows of the tables, adds the rows, normalises
+the sum as `layer_norm` does, and applies dropout. It reads M * D elements of the word table and writes M * D elements.
+The rows of the other tables come from the caches. For the backward pass, which is the backward pass of `layer_norm`,
+the kernel also writes the sum in float32.
 
-The gradient of a table is, in each row, the sum of those of the tokens that have its id. A scatter would add them with
-atomics, in another order in each run. Here tokens are sorted by id, so that those of a row are a run; one program adds
-up the run of its row, and writes zeros where there is none. So that a long run, such as that of the padding, is not the
-work of one program alone, the sorted tokens are cut into chunks, and the sum of the first run of each chunk is computed
-before: the sum of a run is that of its tokens in the chunk where it begins, and of those sums of the chunks after.
+Gradients of the tables: the gradient of a row is the sum of the gradients of the tokens with its id. A scatter would
+add them with atomics, in a different order each time. Here the tokens are sorted by id, so that the tokens of a row are
+adjacent and form a run. One program adds up the run of its row, or writes zeros if the run is empty.
+
+Long runs, such as the run of the padding id: the sorted tokens are divided into chunks, so that no program adds up a
+long run alone. A first kernel computes the sum of the first run in each chunk, up to the end of the chunk. The sum of a
+run is then the sum of its tokens in the chunk where it begins, plus the sums of the later chunks that it reaches into.
 """
 
 from __future__ import annotations
@@ -28,10 +31,22 @@ from jaxft.tuning.table import RowConfig
 Array = jax.Array
 Ref = Any
 
-CHUNK = 128  # about the square root of 16,384 tokens: in the longest run there are as many chunks as tokens in a chunk
+# Tokens in a chunk: about the square root of 16,384. A run of 16,384 tokens then has 128 chunks of 128 tokens.
+CHUNK = 128
 
 
 def unsupported(input_ids: Array, dtype: Any, tables: dict[str, Array | None], **vectors: Array | None) -> str | None:
+    """Checks whether the kernels can take these arrays.
+
+    Args:
+      input_ids: integers, any shape.
+      dtype: the dtype of the result.
+      tables: the embedding tables `[rows, D]` by name, each of which may be None.
+      **vectors: gamma and beta `[D]` by name, each of which may be None.
+
+    Returns:
+      The reason why the kernels cannot take the arrays, or None if they can.
+    """
     reason = common.unsupported_array(input_ids=input_ids) or common.unsupported_dtype(**tables, **vectors)
     if reason is not None:
         return reason
@@ -52,10 +67,10 @@ def _fwd_kernel(
     seed_ref, y_ref, total_ref=None, saved_ref=None, *,
     length: int, epsilon: float, dropout_rate: float, block_rows: int, block_width: int,
 ):  # fmt: skip
-    row = pl.program_id(0) * block_rows  # JAX's interpreter knows it outside of loops only
+    row = pl.program_id(0) * block_rows  # Not inside the loops: JAX's interpreter has no program ids there.
 
     def look_up(tile, table_ref, ids):
-        """The rows of a table in float32, of NaN for ids that it does not have."""
+        """Returns the rows of a table with these ids, float32; NaN for ids that the table does not have."""
         values, there = tile.load_rows(table_ref, ids)
         return jnp.where(there, values.astype(jnp.float32), jnp.nan)
 
@@ -97,10 +112,29 @@ def forward(
     config: RowConfig,
     interpret: bool,
 ) -> list[Array]:
-    """Tables [rows, D], gamma and beta [D], int32 ids [M] of sequences of `length`, and the seed of dropout [2] -> y.
+    """Computes dropout(layer_norm(word[ids] + position[position_ids] + token_type[token_type_ids])).
 
-    That is [M, D] of `dtype`. And what the backward pass needs to `save`, in float32: the sum [M, D], and [2, M], the
-    mean and 1 / sqrt(variance + epsilon) of each row of it.
+    Args:
+      word: `[rows, D]`.
+      position: `[rows, D]`.
+      token_type: `[rows, D]`, or None.
+      gamma: `[D]`, or None.
+      beta: `[D]`, or None.
+      ids: int32 `[M]`, the tokens of sequences of `length`.
+      position_ids: int32 `[M]`. None counts from 0 in each sequence.
+      token_type_ids: int32 `[M]`. None stands for zeros.
+      seed: the seed of dropout, uint32 `[2]`. None disables dropout.
+      length: the length of a sequence.
+      epsilon: added to the variance.
+      dropout_rate: the probability that an element is dropped.
+      dtype: the dtype of the result.
+      save: whether to return what the backward pass needs.
+      config: the launch configuration.
+      interpret: whether to run in Pallas' interpreter.
+
+    Returns:
+      A list with the result, `[M, D]` of `dtype`. With `save` two float32 arrays follow: the sum before normalisation,
+      `[M, D]`, and `[2, M]`, the mean and 1 / sqrt(variance + epsilon) of each row of the sum.
     """
     shape = (ids.shape[0], word.shape[1])
     outputs = [jax.ShapeDtypeStruct(shape, dtype)]
@@ -129,7 +163,7 @@ def forward(
 
 
 def _place(width: int, block_width: int) -> tuple[Array, Array, Array]:
-    """The row and the columns of this program, and which of those there are."""
+    """Returns the row and the columns of this program, and a mask of the columns that exist."""
     blocks = jnp.int32(pl.cdiv(width, block_width))
     program = pl.program_id(0)
     columns = common.positions(lax.rem(program, blocks) * block_width, block_width)
@@ -137,7 +171,7 @@ def _place(width: int, block_width: int) -> tuple[Array, Array, Array]:
 
 
 def _sum(rows_ref: Ref, order_ref: Ref, begin: Array, end: Array, columns: Array, in_width: Array, block_rows: int):
-    """The sum of the rows from begin to end, or of those that the order has there, in float32 [columns]."""
+    """Sums the rows `begin` to `end`, or the rows `order[begin:end]` if an order is given; float32 [columns]."""
     shape = block_rows, columns.shape[0]
 
     def add(i, total):
@@ -153,7 +187,7 @@ def _sum(rows_ref: Ref, order_ref: Ref, begin: Array, end: Array, columns: Array
 
 
 def _chunks_kernel(rows_ref, order_ref, ids_ref, starts_ref, sums_ref, *, block_rows: int, block_width: int):
-    """The sum of the first run of each chunk of CHUNK sorted rows, as far as the chunk goes."""
+    """Sums the first run in each chunk of `CHUNK` sorted rows, up to the end of the chunk."""
     chunk, columns, in_width = _place(rows_ref.shape[1], block_width)
     begin = chunk * CHUNK
     end = common.load(starts_ref.at[common.load(ids_ref.at[begin]) + 1])
@@ -164,7 +198,7 @@ def _chunks_kernel(rows_ref, order_ref, ids_ref, starts_ref, sums_ref, *, block_
 def _runs_kernel(rows_ref, order_ref, starts_ref, sums_ref, out_ref, *, block_rows: int, block_width: int):
     row, columns, in_width = _place(rows_ref.shape[1], block_width)
     begin, end = common.load(starts_ref.at[row]), common.load(starts_ref.at[row + 1])
-    chunk = lax.div(begin, jnp.int32(CHUNK)) + 1  # the next one
+    chunk = lax.div(begin, jnp.int32(CHUNK)) + 1  # The chunk after the one where the run begins.
     total = _sum(rows_ref, order_ref, begin, jnp.minimum(end, chunk * CHUNK), columns, in_width, block_rows)
     chunks = lax.div(end + (CHUNK - 1), jnp.int32(CHUNK))
     total = total + _sum(sums_ref, None, chunk, chunks, columns, in_width, block_rows)
@@ -172,14 +206,24 @@ def _runs_kernel(rows_ref, order_ref, starts_ref, sums_ref, out_ref, *, block_ro
 
 
 def sum_by_id(rows: Array, ids: Array, table: Array, *, config: RowConfig, interpret: bool) -> Array:
-    """Row i of the result, of the table's shape and dtype, is the sum of those of `rows` [M, D], float32, with id i.
+    """Sums rows by their id: row i of the result is the sum of the rows with id i.
 
-    Bitwise the same every time. Ids [M] that the table does not have are left out.
+    Args:
+      rows: `[M, D]`, float32.
+      ids: int32 `[M]`. Rows whose id the table does not have are left out.
+      table: the embedding table, of which only the shape and the dtype are used.
+      config: the launch configuration.
+      interpret: whether to run in Pallas' interpreter.
+
+    Returns:
+      The gradient of the table, of its shape and dtype.
+
+    Determinism: the results are bitwise equal each time.
     """
     count, width = rows.shape
     size = table.shape[0]
     ids = jnp.where((ids >= 0) & (ids < size), ids, size)
-    ids, order = lax.sort_key_val(ids, jnp.arange(count, dtype=jnp.int32))  # stable
+    ids, order = lax.sort_key_val(ids, jnp.arange(count, dtype=jnp.int32))  # A stable sort.
     starts = jnp.searchsorted(ids, jnp.arange(size + 2, dtype=jnp.int32), method="scan_unrolled").astype(jnp.int32)
     blocks = pl.cdiv(width, config.block_width)
     block = {"block_rows": config.block_rows, "block_width": config.block_width}

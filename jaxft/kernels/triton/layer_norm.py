@@ -1,10 +1,15 @@
-"""layer_norm(dropout(x + bias) + residual) in one pass: FasterTransformer's `add_bias_input_layernorm` kernel.
+"""Kernels for layer_norm(dropout(x + bias) + residual) in one pass, forward and backward.
 
-Bias, residual and dropout are optional, so plain layer normalisation is the same kernel. Forward it moves 2 * M * D
-elements (3 with a residual), backward 3 * M * D (4 with a residual, 5 with dropout); `return_sum` adds one each way.
-Rows that fit in `block_width` are read once and stay in registers. Longer ones are read twice in chunks, the second
-time from the L2 cache where the row fits there; backward they write 32-bit partial sums every `block_rows` rows. For
-the backward pass the forward saves two numbers a row, its mean and 1 / sqrt(variance + epsilon).
+Bias, residual and dropout are optional, so plain layer normalisation is the same kernel. The forward pass moves
+2 * M * D elements (3 * M * D with a residual). The backward pass moves 3 * M * D elements (4 * M * D with a residual,
+5 * M * D with a residual and dropout). `return_sum` adds M * D to each pass.
+
+Rows that fit in `block_width` are read once and stay in registers. Longer rows are read twice in chunks, the second
+time from the L2 cache if the row fits there. The backward pass of longer rows writes float32 partial sums for every
+`block_rows` rows. The forward pass saves two numbers per row for the backward pass: the mean and
+1 / sqrt(variance + epsilon).
+
+Source: FasterTransformer's `add_bias_input_layernorm` kernel.
 """
 
 from __future__ import annotations
@@ -25,18 +30,28 @@ from jaxft.tuning.table import GradientConfig, RowConfig, next_power_of_2
 Array = jax.Array
 Ref = Any
 
-# Of partial sums, the most that a program reads at once: two rounds of 512 take 7.5 us of 792 x 3 x 768, one takes 3.
+# The largest block of partial sums that a program of `_sum_kernel` reads at a time.
+# H200, float32, 792x3x768: 3 us (7.5 in two rounds of 512 rows), 2026-11-23
 _SUM_ROWS, _SUM_COLUMNS = 1024, 32
 
 
 def unsupported(x: Array, **vectors: Array | None) -> str | None:
+    """Checks whether the kernels can take these arrays.
+
+    Args:
+      x: `[..., D]`.
+      **vectors: bias, gamma and beta `[D]` by name, each of which may be None.
+
+    Returns:
+      The reason why the kernels cannot take the arrays, or None if they can.
+    """
     return common.unsupported_dtype(x=x, **vectors) or common.unsupported_size(x)
 
 
 def _add(
     tile: common.Tile, x: Array, bias_ref: Ref, residual: Array | None, seed_ref: Ref, rate: float
 ) -> tuple[Array, Array | None]:
-    """dropout(x + bias) + residual in float32, and what dropout keeps."""
+    """Returns dropout(x + bias) + residual in float32, and the mask of what dropout keeps (None without dropout)."""
     total, keep = x.astype(jnp.float32), None
     if bias_ref is not None:
         total = total + tile.load_vector(bias_ref)
@@ -53,7 +68,8 @@ def _fwd_kernel(
     epsilon: float, dropout_rate: float, return_sum: bool, save: bool, block_rows: int, block_width: int,
 ):  # fmt: skip
     *splits, rows, width = x_ref.shape
-    row = common.program_id_from_the_end(0) * block_rows  # JAX's interpreter knows it outside of loops only
+    # Not inside the loops: JAX's interpreter has no program ids there.
+    row = common.program_id_from_the_end(0) * block_rows
 
     def read(i):
         tile = common.tile((rows, width), row, i * block_width, (block_rows, block_width))
@@ -84,12 +100,27 @@ def forward(
     config: RowConfig,
     interpret: bool,
 ) -> list[Array]:
-    """x and residual [M, D], bias, gamma and beta [D], and the seed of dropout [2] -> y, and more if asked for.
+    """Computes layer_norm(dropout(x + bias) + residual).
 
-    x may be partial sums [splits, M, D] in float32; y then has the dtype of the residual.
+    Args:
+      x: `[M, D]`, or partial sums `[splits, M, D]` in float32, which the kernel adds up.
+      bias: `[D]`, or None.
+      residual: `[M, D]`, or None.
+      gamma: `[D]`, or None.
+      beta: `[D]`, or None.
+      seed: the seed of dropout, uint32 `[2]`. None disables dropout.
+      epsilon: added to the variance.
+      dropout_rate: the probability that an element is dropped.
+      return_sum: whether to return dropout(x + bias) + residual as well.
+      save: whether to return what the backward pass needs.
+      in_place: whether the result takes the memory of `x`, and the sum takes the memory of `residual`.
+      config: the launch configuration.
+      interpret: whether to run in Pallas' interpreter.
 
-    That is the sum, and what the backward pass needs to `save`: [2, M] in float32, the mean and 1 / sqrt(variance +
-    epsilon) of each row. `in_place`, y takes the memory of x, and the sum that of the residual.
+    Returns:
+      A list with the result `[M, D]`, of the dtype of `x`; for partial sums, of the dtype of `residual` if there is
+      one. With `return_sum` the sum follows, of the same shape and dtype. With `save` a float32 array `[2, M]` follows:
+      the mean and 1 / sqrt(variance + epsilon) of each row of the sum.
     """
     rows, width = x.shape[-2:]
     out = jax.ShapeDtypeStruct((rows, width), x.dtype if x.ndim == 2 or residual is None else residual.dtype)
@@ -126,7 +157,7 @@ def _bwd_kernel(
 ):  # fmt: skip
     rows, width = x_ref.shape
     chunks, blocks = pl.cdiv(width, block_width), pl.cdiv(rows, block_rows)
-    program = pl.program_id(0)  # JAX's interpreter knows it outside of loops only
+    program = pl.program_id(0)  # Not inside the loops: JAX's interpreter has no program ids there.
     dresidual_ref = more_refs[0] if residual_ref is not None and seed_ref is not None else None
     sums_ref: Ref = more_refs[-1] if vectors else None  # [programs, vectors, D]
 
@@ -136,7 +167,7 @@ def _bwd_kernel(
         return common.tile(x_ref.shape, row, column, shape, may_be_beyond=programs < blocks)
 
     def read(block, column):
-        """The inputs of a block of rows, as they are."""
+        """Reads the inputs of a block of rows and does not convert them."""
         tile = tile_of(block, column)
         inputs = {"x": x_ref, "residual": residual_ref, "dy": dy_ref, "dsum": dsum_ref}
         values = {name: tile.load(ref) for name, ref in inputs.items() if ref is not None}
@@ -146,11 +177,11 @@ def _bwd_kernel(
         return values
 
     def prepare(block, column, values):
-        """The normalised rows before gamma and beta, and their gradient."""
+        """Returns the tile, what dropout keeps, dy, the normalised rows before gamma and beta, and their gradient."""
         tile = tile_of(block, column)
         of_x = None if drops_result else seed_ref
         total, keep = _add(tile, values["x"], bias_ref, values.get("residual"), of_x, dropout_rate)
-        if rows % block_rows:  # beyond the last row it is the bias, which may be infinite
+        if rows % block_rows:  # Beyond the last row the total is the bias, which may be infinite.
             total = jnp.where(tile.in_rows[:, None], total, 0.0)
         dy = values["dy"].astype(jnp.float32)
         if drops_result:
@@ -163,7 +194,7 @@ def _bwd_kernel(
         return jnp.sum(g, axis=1), jnp.sum(g * normal, axis=1)
 
     def write(values, prepared, sums):
-        """Writes the gradients of x and the residual; returns the terms of those of the vectors."""
+        """Writes the gradients of x and the residual; returns the terms of the gradients of the vectors."""
         tile, keep, dy, normal, g = prepared
         mean, slope = (s[:, None] / width for s in sums)
         d = common.fma(normal, -slope, g - mean) * values["scale"]
@@ -183,7 +214,7 @@ def _bwd_kernel(
             where = sums_ref.at[program, jnp.int32(n), tile.place[1]]
             common.store(where, jnp.sum(term, axis=0), mask=tile.in_width)
 
-    if chunks == 1:  # every so many blocks of rows; the sums stay in registers
+    if chunks == 1:  # A program visits every `programs`-th block of rows, and its sums stay in registers.
 
         def visit(block, values, terms):
             prepared = prepare(block, 0, values)
@@ -192,7 +223,7 @@ def _bwd_kernel(
 
         zeros = [jnp.zeros((block_rows, block_width), jnp.float32) for _ in vectors]
         save(0, common.read_ahead(program, programs, blocks, lambda block: read(block, 0), visit, zeros))
-    else:  # one block of rows a program
+    else:  # Each program has one block of rows, in several chunks of columns.
 
         def chunk(i):
             values = read(program, i * block_width)
@@ -226,11 +257,28 @@ def backward(
     config: GradientConfig,
     interpret: bool,
 ) -> tuple[Array, Array | None, dict[str, Array]]:
-    """The gradients of x and the residual [M, D], and by name those of the `vectors` ("bias", "gamma", "beta") [D].
+    """Computes the gradients of `forward`.
 
-    `vectors` has the dtypes of their gradients. With `drops_result`, dropout is that of the normalised rows, not of
-    x + bias, and there is no residual. Each program sums over its rows, in an order of its own that never changes, and
-    a second kernel over the programs.
+    Args:
+      dy: the gradient of the result, `[M, D]`.
+      dsum: the gradient of the returned sum, `[M, D]`, or None.
+      x: `[M, D]`.
+      bias: `[D]`, or None.
+      residual: `[M, D]`, or None.
+      gamma: `[D]`, or None.
+      seed: the seed of dropout, uint32 `[2]`, or None.
+      saved: what `forward` has saved, `[2, M]`.
+      dropout_rate: the probability that an element is dropped.
+      drops_result: whether dropout applies to the result instead of x + bias. There is no residual then.
+      vectors: the names of the vectors that need a gradient ("bias", "gamma", "beta"), and the gradients' dtypes.
+      config: the launch configuration.
+      interpret: whether to run in Pallas' interpreter.
+
+    Returns:
+      The gradient of `x`, `[M, D]`; the gradient of `residual`, `[M, D]` (None without a residual); and the gradients
+      of the `vectors` by name, each `[D]`.
+
+    Determinism: each program sums over its rows in a fixed order, and a second kernel sums over the programs.
     """
     rows, width = x.shape
     blocks = pl.cdiv(rows, config.block_rows)
@@ -281,7 +329,10 @@ def _sum_kernel(partial_ref, *sum_refs, block_rows: int):
 
 
 def _sum_over_programs(partial: Array, dtypes: Sequence[Any], interpret: bool) -> list[Array]:
-    """[programs, vectors, D], float32 -> each of the vectors by itself, [D]: XLA would sum, and then copy each."""
+    """Sums `partial`, float32 [programs, vectors, D], over the programs; returns one array [D] for each vector.
+
+    XLA would compute the sum and then copy each vector.
+    """
     programs, vectors, width = partial.shape
     block_rows = min(_SUM_ROWS, next_power_of_2(programs))
     return common.launch(

@@ -1,4 +1,4 @@
-"""Rows normalised in one pass over memory, wherever they come from: for `layer_norm` and `embeddings`."""
+"""Normalisation of rows in one pass over memory, shared by the `layer_norm` and `embeddings` kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Ref = Any
 
 
 def _moments(tile: common.Tile, total: Array) -> tuple[Array, Array, Array]:
-    """Count, mean and sum of squared deviations of the rows."""
+    """Returns the count, the mean and the sum of squared deviations of each row of a tile."""
     whole = jnp.full((), tile.shape[1], jnp.float32)
     count = whole if tile.in_width is None else jnp.sum(tile.in_width.astype(jnp.float32))
     mean = jnp.sum(total, axis=1) / count
@@ -28,14 +28,24 @@ def _moments(tile: common.Tile, total: Array) -> tuple[Array, Array, Array]:
 
 
 def _merge_moments(a: tuple[Array, Array, Array], b: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-    """The moments of two sets together (Chan, Golub and LeVeque, 1979)."""
+    """Merges the moments of two sets (Chan, Golub and LeVeque, 1979)."""
     count = a[0] + b[0]
     delta = b[1] - a[1]
     return count, a[1] + delta * (b[0] / count), a[2] + b[2] + delta * delta * (a[0] * b[0] / count)
 
 
 def drop(tile: common.Tile, x: Array, seed_ref: Ref, rate: float) -> tuple[Array, Array]:
-    """dropout(x) of a tile in float32, and what it keeps."""
+    """Applies dropout to a tile.
+
+    Args:
+      tile: the place of the tile, which determines the random bits.
+      x: the values of the tile, float32.
+      seed_ref: the seed of dropout, uint32 `[2]`.
+      rate: the probability that an element is dropped.
+
+    Returns:
+      dropout(x), float32, and the boolean mask of the elements that are kept.
+    """
     keep = common.keep(seed_ref, rate, tile.rows[:, None], tile.columns[None, :])
     return jnp.where(keep, x * (1.0 / (1.0 - rate)), 0.0), keep
 
@@ -45,18 +55,28 @@ def normalize(
     gamma_ref: Ref, beta_ref: Ref, y_ref: Ref, total_ref: Ref, saved_ref: Ref,
     finish: Callable[[common.Tile, Array], Array] = lambda tile, y: y, *, vectors_first: bool = False,
 ) -> None:  # fmt: skip
-    """Writes a block of normalised rows [rows, D]; `read(i)` gives the i-th `block_width` columns, with zeros beyond.
+    """Normalises a block of rows `[rows, D]` and writes it.
 
-    They are written as `finish` makes them. To `total_ref`, if there, go the rows as they were read, and to `saved_ref`
-    [2, M] what a backward pass needs: the mean and 1 / sqrt(variance + epsilon) of each row.
-
-    `vectors_first`: if one block holds a row, gamma and beta come from memory while it is added up, and then stay in
-    registers. That is for few rows, which would wait for them (128 rows of partial sums of 768 columns in 2.0 us for
-    2.3, 16 rows in 1.8 for 2.1; H100, 2026-11-24).
+    Args:
+      read: a function of i that returns the tile and the float32 values of the i-th chunk of `block_width` columns,
+        with zeros beyond the edges.
+      block_width: columns in a chunk.
+      epsilon: added to the variance.
+      gamma_ref: `[D]`, or None.
+      beta_ref: `[D]`, or None.
+      y_ref: receives the normalised rows, `[M, D]`.
+      total_ref: receives the rows as they were read, `[M, D]`, or None.
+      saved_ref: receives what a backward pass needs, `[2, M]`: the mean and 1 / sqrt(variance + epsilon) of each row.
+        Or None.
+      finish: a function of the tile and its normalised values that returns the values to write to `y_ref`.
+      vectors_first: whether gamma and beta are loaded before the rows, and then stay in registers. Only applies if one
+        chunk holds a row. It is for few rows, which would otherwise wait for gamma and beta.
     """
+    # H100, partial sums of 128x768: 2.0 us with `vectors_first` (2.3 without), 2026-11-24
+    # See docs/performance-notes.md, "Order of loads in LayerNorm with few rows".
 
     def vectors_of(i):
-        """These columns of gamma and beta."""
+        """Loads the i-th chunk of gamma and beta."""
         tile = common.tile((1, y_ref.shape[1]), 0, i * block_width, (1, block_width))
         return [None if ref is None else tile.load_vector(ref) for ref in (gamma_ref, beta_ref)]
 

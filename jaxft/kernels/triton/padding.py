@@ -1,7 +1,8 @@
-"""Rows of an array by their numbers: the moves of `remove_padding` and `restore_padding`.
+"""A gather of rows by index, the kernel of `remove_padding` and `restore_padding`.
 
-Bytes: each row once in and once out, and its number. 8.4 us for 9,394 rows of 768 out of 16,384 in bfloat16 and 11.2 us
-for them back in, as a copy of the same bytes takes, where XLA's gathers take 11.5 and 18.1 (H200, 2026-11-22).
+Reads each gathered row and its index once, and writes each row once. It takes as long as a copy of the same bytes.
+
+See docs/performance-notes.md, "Removing and restoring padding".
 """
 
 from __future__ import annotations
@@ -19,12 +20,20 @@ from jaxft.tuning.table import next_power_of_2
 
 Array = jax.Array
 
-_ELEMENTS = 2048  # of a program's tile
+_ELEMENTS = 2048  # Elements in the tile of a program. H200, bf16, 9,394x768: 8.4 us (XLA 11.5), 2026-11-22
 _WIDTH = 256
 
 
 def unsupported(x: Array, places: int) -> str | None:
-    """Why the kernel cannot take `x` [rows, ...] from or to so many places, if it cannot."""
+    """Checks whether the kernel can gather rows of `x`.
+
+    Args:
+      x: `[rows, ...]`.
+      places: the number of rows of the result.
+
+    Returns:
+      The reason why the kernel cannot take `x`, or None if it can.
+    """
     if reason := common.unsupported_dtype(x=x):
         return reason
     width = math.prod(x.shape[1:])
@@ -44,7 +53,16 @@ def _kernel(x_ref: Any, indices_ref: Any, y_ref: Any, *, block_rows: int, block_
 
 
 def take_rows(x: Array, indices: Array, *, interpret: bool) -> Array:
-    """x [R, W], indices int32 [M] -> x[indices] [M, W]: 0 for an index past the end, NaN for a negative one."""
+    """Gathers rows: x[indices].
+
+    Args:
+      x: `[R, W]`.
+      indices: int32 `[M]`. An index of `R` or more gives a row of zeros, a negative index gives a row of NaN.
+      interpret: whether to run in Pallas' interpreter.
+
+    Returns:
+      `[M, W]`, of the dtype of `x`.
+    """
     rows, width = indices.shape[0], x.shape[1]
     block_width = min(_WIDTH, next_power_of_2(width))
     block_rows = _ELEMENTS // block_width

@@ -1,10 +1,11 @@
-"""permute for any shape and any axes, and the split of a packed projection into heads (with its bias on the way).
+"""Kernels that permute axes, and that split a packed QKV projection into heads and join the heads again.
 
-All read and write every element once. A program of `permute` moves one tile: a block along the input's innermost axes,
-so that it reads whole lines, by a block along the output's innermost axes, so that it writes whole lines; between them
-the value is transposed through shared memory. Where the innermost axis stays and is long, the two blocks are one, and
-rows move as they are, through the registers of one thread. What is left of a program's budget goes to further axes:
-short axes make no small programs.
+Each kernel reads and writes every element once. A program of `permute` moves one tile. The tile is a block along the
+innermost axes of the input, so that the program reads whole lines, by a block along the innermost axes of the output,
+so that the program writes whole lines. Between the read and the write, the tile is transposed through shared memory. If
+the innermost axis stays in place and is long, the two blocks are one, and rows move unchanged through the registers of
+one thread. The rest of a program's budget of elements goes to further axes, so that short axes do not make small
+programs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from jaxft.tuning.table import ElementwiseConfig, GradientConfig, PermuteConfig,
 
 Array = jax.Array
 
-# Pallas counts the elements of arrays of up to 4 GiB in signed 32 bits.
+# Pallas indexes arrays of up to 4 GiB with signed 32-bit integers.
 MAX_SIZE = 2**31
 MAX_TILED_AXES = 4
 
@@ -33,6 +34,14 @@ MAX_TILED_AXES = 4
 
 
 def unsupported(x: Array) -> str | None:
+    """Checks whether the `permute` kernel can take an array.
+
+    Args:
+      x: any shape and dtype.
+
+    Returns:
+      The reason why the kernel cannot take the array, or None if it can.
+    """
     if reason := common.unsupported_array(x=x):
         return reason
     if _width(x.dtype) not in (8, 16, 32, 64):
@@ -45,24 +54,31 @@ def _too_large(name: str, x: Array) -> str | None:
 
 
 def _width(dtype: Any) -> int | None:
-    """In bits; `itemsize` counts those below a byte as one byte."""
+    """Returns the width of a dtype in bits; `itemsize` would count types below a byte as one byte."""
     if dtype == jnp.bool_:
         return 8
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).bits
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return 2 * jnp.finfo(dtype).bits
-    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else None  # None: a random key
+    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else None  # None: a random key.
 
 
 def reduce(shape: Sequence[int], axes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The smallest shape and axes that move the same elements: no unit axes, and axes that stay together are one.
+    """Computes the smallest shape and axes that move the same elements.
 
-    Fewer than two axes are left where nothing moves.
+    Drops axes of size 1, and merges axes that stay adjacent.
+
+    Args:
+      shape: the shape of the input.
+      axes: the input's axes in the output's order.
+
+    Returns:
+      The reduced shape and axes. They have fewer than two axes if nothing moves.
     """
     kept = [axis for axis in axes if shape[axis] != 1]
     place = {axis: i for i, axis in enumerate(sorted(kept))}
-    groups: list[list[int]] = []  # of the input's axes, in the output's order
+    groups: list[list[int]] = []  # Merged axes of the input, in the output's order.
     for axis in kept:
         if groups and place[axis] == place[groups[-1][-1]] + 1:
             groups[-1].append(axis)
@@ -73,13 +89,23 @@ def reduce(shape: Sequence[int], axes: Sequence[int]) -> tuple[tuple[int, ...], 
 
 
 def tile(shape: Sequence[int], axes: Sequence[int], config: PermuteConfig) -> tuple[int, ...]:
-    """The block of a program along each axis of the input, all powers of two."""
+    """Chooses the tile of a program.
+
+    Args:
+      shape: the reduced shape of the input.
+      axes: the reduced axes.
+      config: the launch configuration.
+
+    Returns:
+      The size of the tile along each axis of the input; all sizes are powers of two.
+    """
     blocks = [1] * len(shape)
 
     def full(axis):
         return blocks[axis] == 1 and sum(block > 1 for block in blocks) == MAX_TILED_AXES
 
-    for order in ((axes[-1],), range(len(shape)), axes):  # lines of the input and of the output, over several axes
+    # The output's innermost axis, then a line of the input, then a line of the output; a line may span several axes.
+    for order in ((axes[-1],), range(len(shape)), axes):
         room = config.block_inner
         for axis in reversed(order):
             if full(axis):
@@ -93,16 +119,18 @@ def tile(shape: Sequence[int], axes: Sequence[int], config: PermuteConfig) -> tu
         if not full(axis):
             block = 2 * blocks[axis]
             while math.prod(blocks) // blocks[axis] * block <= config.elements and block < 2 * shape[axis]:
-                if pl.cdiv(shape[axis], block) * block <= 1.25 * shape[axis]:  # little of it lies beyond the edge
+                if pl.cdiv(shape[axis], block) * block <= 1.25 * shape[axis]:  # little lies beyond the edge
                     blocks[axis] = block
                 block *= 2
     return tuple(blocks)
 
 
 def _in_the_same_order(shape: Sequence[int], axes: Sequence[int]) -> list[int]:
-    """Axes of a tile that reads and writes its rows in one order, so that no thread needs what another one has read.
+    """Chooses the axes of a tile that reads and writes its rows in the same order.
 
-    The innermost axis, the one before it in the input or in the output, whichever is longer, and others inside out.
+    No thread then needs what another thread has read. The axes are the innermost axis, the axis before it in the input
+    or in the output (the longer one first), and the other axes from the inside out. Axes that would change the order
+    are left out.
     """
     chosen = [axes[-1]]
     for axis in (*sorted((axes[-2], len(shape) - 2), key=shape.__getitem__, reverse=True), *axes[::-1]):
@@ -113,12 +141,17 @@ def _in_the_same_order(shape: Sequence[int], axes: Sequence[int]) -> list[int]:
 
 def _kernel(x_ref, y_ref, *, axes: tuple[int, ...], blocks: tuple[int, ...]):
     shape = x_ref.shape
-    # The output's innermost axis first: neighbours that share a line write it at about the same time.
+    # Consecutive programs go along the output's innermost axis. Programs that share a line write it at about the same
+    # time.
     places = _unravel(pl.program_id(0), [pl.cdiv(shape[axis], blocks[axis]) for axis in axes])
     start = {axis: place * blocks[axis] for axis, place in zip(axes, places, strict=True)}
 
     def access(order):
-        """Where the tile lies in an array with its axes in this order, and what of it is inside (None: all)."""
+        """Locates the tile in an array whose axes have this order.
+
+        Returns the axes along which the tile has more than one element, the index of the tile, and the mask of the
+        elements inside the array (None: all).
+        """
         tiled = [axis for axis in order if blocks[axis] > 1]
         mask = None
         for place, axis in enumerate(tiled):
@@ -130,13 +163,13 @@ def _kernel(x_ref, y_ref, *, axes: tuple[int, ...], blocks: tuple[int, ...]):
         return tiled, where, mask
 
     read, where, mask = access(range(len(shape)))
-    value = common.load(x_ref.at[where], mask=mask)  # the blocks above 1, in the input's order
+    value = common.load(x_ref.at[where], mask=mask)  # Axes with blocks above 1, in the input's order.
     written, where, mask = access(axes)
     common.store(y_ref.at[where], lax.transpose(value, [read.index(axis) for axis in written]), mask=mask)
 
 
 def _unravel(i: Array, sizes: Sequence[int]) -> list[Array]:
-    """The index along each of these axes, the last of which runs fastest."""
+    """Splits a flat index into the index along each axis; the last axis varies fastest."""
     found = []
     for size in reversed(sizes):
         found.append(lax.rem(i, jnp.int32(size)))
@@ -145,11 +178,21 @@ def _unravel(i: Array, sizes: Sequence[int]) -> list[Array]:
 
 
 def forward(x: Array, axes: tuple[int, ...], *, config: PermuteConfig, interpret: bool) -> Array:
-    """x -> its axes in the order `axes`, which is not the order they have. Callers reduce shape and axes first."""
+    """Permutes the axes of an array.
+
+    Args:
+      x: an array whose shape `reduce` has returned.
+      axes: the axes that `reduce` has returned. At least two axes move.
+      config: the launch configuration.
+      interpret: whether to run in Pallas' interpreter.
+
+    Returns:
+      The array with its axes in the order `axes`.
+    """
     move = functools.partial(forward, axes=axes, config=config, interpret=interpret)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return lax.complex(move(x.real), move(x.imag))
-    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1:  # most float8 types do not lower
+    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1:  # Most float8 types do not lower.
         return lax.bitcast_convert_type(move(lax.bitcast_convert_type(x, jnp.uint8)), x.dtype)
     blocks = tile(x.shape, axes, config)
     (y,) = common.launch(
@@ -168,6 +211,15 @@ def forward(x: Array, axes: tuple[int, ...], *, config: PermuteConfig, interpret
 
 
 def split_unsupported(qkv: Array, bias: Array | None) -> str | None:
+    """Checks whether the kernels of `split_heads` and `join_heads` can take these arrays.
+
+    Args:
+      qkv: `[B, T, 3*N*H]`.
+      bias: `[3*N*H]`, or None.
+
+    Returns:
+      The reason why the kernels cannot take the arrays, or None if they can.
+    """
     return common.unsupported_dtype(qkv=qkv, bias=bias) or _too_large("qkv", qkv)
 
 
@@ -181,7 +233,7 @@ def _split_kernel(qkv_ref, bias_ref, *part_refs, block_rows: int, block_width: i
     rows, columns = common.span(row, block_rows), common.span(column, block_width)
     inside = in_rows[:, None] & in_width[None, :]
     for i, part_ref in enumerate(part_refs):
-        part = jnp.int32(i)  # JAX takes no Python integer beside traced indices
+        part = jnp.int32(i)  # JAX refuses a Python integer next to traced indices.
         y = common.load(qkv_ref.at[b, rows, part, head, columns], mask=inside, other=0.0)  # [block_rows, block_width]
         if bias_ref is not None:
             bias = common.load(bias_ref.at[part, head, columns], mask=in_width, other=0.0)
@@ -192,7 +244,18 @@ def _split_kernel(qkv_ref, bias_ref, *part_refs, block_rows: int, block_width: i
 def split_heads(
     qkv: Array, bias: Array | None, num_heads: int, *, config: ElementwiseConfig, interpret: bool
 ) -> list[Array]:
-    """qkv [B, T, 3*N*H] and bias [3*N*H] -> three [B, N, T, H]."""
+    """Adds the bias to a packed QKV projection and splits it into heads.
+
+    Args:
+      qkv: `[B, T, 3*N*H]`, float32, float16 or bfloat16.
+      bias: `[3*N*H]`, or None.
+      num_heads: N.
+      config: the launch configuration.
+      interpret: whether to run in Pallas' interpreter.
+
+    Returns:
+      Queries, keys and values, each `[B, N, T, H]` of the dtype of `qkv`.
+    """
     batch, length, width = qkv.shape
     size = width // (3 * num_heads)
     part = jax.ShapeDtypeStruct((batch, num_heads, length, size), qkv.dtype)
@@ -215,7 +278,7 @@ def _join_kernel(q_ref, k_ref, v_ref, qkv_ref, sums_ref=None, *, programs: int, 
     blocks = (batch, pl.cdiv(length, block_rows))
 
     def move(i, sums):
-        """One block of rows; `sums` [block_rows, block_width] are over the blocks so far."""
+        """Moves one block of rows and adds it to `sums`, one [block_rows, block_width] for each of q, k and v."""
         b, row = _unravel(program + jnp.int32(i) * programs, blocks)
         rows = common.span(row * block_rows, block_rows)
         inside = (common.positions(row * block_rows, block_rows) < length)[:, None] & in_width[None, :]
@@ -234,7 +297,18 @@ def _join_kernel(q_ref, k_ref, v_ref, qkv_ref, sums_ref=None, *, programs: int, 
 
 
 def join_heads(parts: Sequence[Array], *, with_sums: bool, config: GradientConfig, interpret: bool) -> list[Array]:
-    """The way back: three [B, N, T, H] -> [B, T, 3*N*H], and if asked for its rows' partial sums [programs, 3*N*H]."""
+    """Joins queries, keys and values into a packed projection: the inverse of `split_heads`.
+
+    Args:
+      parts: queries, keys and values, each `[B, N, T, H]`.
+      with_sums: whether to return partial sums over the rows as well, for the gradient of the bias.
+      config: the launch configuration.
+      interpret: whether to run in Pallas' interpreter.
+
+    Returns:
+      A list with the packed projection `[B, T, 3*N*H]`. With `with_sums`, the partial sums follow, float32
+      `[programs, 3*N*H]`; the caller adds them up.
+    """
     batch, heads, length, size = parts[0].shape
     programs = common.share(config.programs, batch * pl.cdiv(length, config.block_rows))
     qkv = jax.ShapeDtypeStruct((batch, length, 3, heads, size), parts[0].dtype)

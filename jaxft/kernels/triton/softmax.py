@@ -1,15 +1,18 @@
-"""softmax and log_softmax of x * scale + bias where a mask allows: FasterTransformer's `softmax_kernel`.
+"""Kernels for masked softmax and log_softmax of x * scale + bias, forward and backward.
 
-Bias and mask are read where they lie, never expanded: a row of x finds its row of them by strides that are 0 along the
-axes that broadcast. Moves 2 * M * S elements forward and 3 * M * S backward, plus bias and mask. Rows that fit in
-`block_width` are read once and stay in registers; forward, long ones of 16 bits do as they were read, which takes half
-the registers of what is computed from them. Longer ones are read twice in chunks, first for their statistics (Milakov
-and Gimelshein, "Online normalizer calculation for softmax", 2018), then for the result, from the L2 cache where the row
-fits there.
+Bias and mask are never expanded. A row of x finds its row of the bias and of the mask by strides, which are 0 along the
+axes that broadcast. The forward pass moves 2 * M * S elements and the backward pass 3 * M * S, plus bias and mask.
 
-The backward pass computes the probabilities again from x: rounded to 16 bits they would be too coarse for a row in
-which one is nearly 1, whose gradient is what is left beside it. For long rows of log_softmax the forward pass saves two
-numbers of each, and the backward pass reads x once.
+Rows that fit in `block_width` are read once and stay in registers. In the forward pass, long rows of 16-bit elements
+stay there unconverted, which takes half the registers of the float32 values computed from them. Rows that do not fit
+are read twice in chunks: first for their statistics (Milakov and Gimelshein, "Online normalizer calculation for
+softmax", 2018), then for the result. The second read comes from the L2 cache if the row fits there.
+
+The backward pass recomputes the probabilities from x. Probabilities that are rounded to 16 bits would be too coarse for
+a row with one probability near 1, since the gradient depends on the difference to 1. For log_softmax of rows in several
+chunks, the forward pass saves two numbers per row, and the backward pass reads x once.
+
+Source: FasterTransformer's `softmax_kernel`.
 """
 
 from __future__ import annotations
@@ -27,14 +30,25 @@ from jaxft.kernels.triton import common
 from jaxft.tuning.table import RowConfig
 
 Array = jax.Array
-# Of each group of leading axes of x, the innermost first: its size, and how many rows of the operand a step moves.
+# (size, stride) of each group of leading axes of x, the innermost group first. One step along a group moves by `stride`
+# rows in the operand.
 Axes = tuple[tuple[int, int], ...]
 
 
 def unsupported(x: Array, bias: Array | None, mask: Array | None) -> str | None:
+    """Checks whether the kernels can take these arrays.
+
+    Args:
+      x: `[..., S]`.
+      bias: broadcasts to `x`, or None.
+      mask: broadcasts to `x`, or None.
+
+    Returns:
+      The reason why the kernels cannot take the arrays, or None if they can.
+    """
     reason = common.unsupported_dtype(x=x, bias=bias) or common.unsupported_array(mask=mask)
     if reason is None and mask is not None and mask.size > 2**31:
-        return f"mask has {mask.size} elements, the kernel takes at most 2^31"  # counted in signed 32 bits
+        return f"mask has {mask.size} elements, the kernel takes at most 2^31"  # Pallas uses signed 32-bit indices.
     return reason or common.unsupported_size(x)
 
 
@@ -42,7 +56,7 @@ def unsupported(x: Array, bias: Array | None, mask: Array | None) -> str | None:
 
 
 def _axes(shape: tuple[int, ...], operand: Array | None) -> Axes:
-    """Where the rows of x, of `shape`, are in an operand that broadcasts to it."""
+    """Returns how the rows of x, of shape `shape`, map to the rows of an operand that broadcasts to x."""
     axes: list[tuple[int, int]] = []
     if operand is None:
         return ()
@@ -51,7 +65,7 @@ def _axes(shape: tuple[int, ...], operand: Array | None) -> Axes:
         stride, step = step if own > 1 else 0, step * own
         if size == 1:
             continue
-        if axes and stride == axes[-1][0] * axes[-1][1]:  # a step is as far as the axis before it reaches
+        if axes and stride == axes[-1][0] * axes[-1][1]:  # The axis continues the previous group.
             axes[-1] = (axes[-1][0] * size, axes[-1][1])
         else:
             axes.append((size, stride))
@@ -59,9 +73,12 @@ def _axes(shape: tuple[int, ...], operand: Array | None) -> Axes:
 
 
 def _load_broadcast(ref, axes: Axes, tile: common.Tile):
-    """The part of a bias or mask [rows, S or 1] that belongs to this tile of x: one or all of its rows and columns."""
+    """Loads the part of a bias or mask [rows, S or 1] that belongs to this tile of x.
+
+    Along each axis of the tile, the result has either the size of the tile or 1.
+    """
     block_rows, wide = tile.shape[0], ref.shape[1] > 1
-    # Tiles start at multiples of their size, so that these lie within one step of the first axis that moves.
+    # A tile starts at a multiple of `block_rows`. A group whose size is a multiple of it is made of whole tiles.
     one_row = block_rows == 1 or not axes or (axes[0][1] == 0 and (len(axes) == 1 or axes[0][0] % block_rows == 0))
     rows = tile.row if one_row else common.positions(tile.row, block_rows)
     index, inner = jnp.zeros_like(rows), 1
@@ -84,17 +101,20 @@ def _load_broadcast(ref, axes: Axes, tile: common.Tile):
 
 
 def _select(allowed, x, otherwise):
+    """Returns x where `allowed` (None: everywhere), else `otherwise`."""
     return x if allowed is None else jnp.where(allowed, x, otherwise)
 
 
 def _shift_of(top):
-    return jnp.where(top == -jnp.inf, 0.0, top)  # of a row with nothing allowed so far
+    """Returns what to subtract from the logits: their maximum, or 0 if no element of the row was allowed so far."""
+    return jnp.where(top == -jnp.inf, 0.0, top)
 
 
 def _maximum(logits, before=None):
-    """The maximum of each row, and by what sums of the exponentials of earlier chunks are to be multiplied.
+    """Returns the maximum of each row, and the factor that rescales the sums of exponentials of earlier chunks.
 
-    `before` is the maximum of those. A NaN is in the exponentials, whatever the maximum makes of it.
+    `before` is the maximum of the earlier chunks; without it the factor is None. The maximum may drop a NaN, but the
+    exponentials keep it.
     """
     top = jnp.max(logits, axis=1)
     if before is None:
@@ -104,7 +124,7 @@ def _maximum(logits, before=None):
 
 
 def _two_sum(total, more):
-    """total + more, where a total is a number and what rounding has taken from it: Knuth's two-sum."""
+    """Adds `more` to a compensated sum (number, lost), where `lost` corrects rounding errors: Knuth's two-sum."""
     number, lost = total
     new = number + more
     part = new - number
@@ -112,38 +132,44 @@ def _two_sum(total, more):
 
 
 def _times(total, weight):
+    """Multiplies a compensated sum by `weight`."""
     return total[0] * weight, total[1] * weight
 
 
 def _nonzero(total):
+    """Replaces 0 by 1, for a division by the sum of a row without an allowed element."""
     return jnp.where(total == 0.0, 1.0, total)
 
 
 def _gradient(e, allowed, dy, inverse, center, rest, *, log: bool):
-    """The gradient of the logits; `rest` is the sum over the row of (dy - center) * p, or of dy for log_softmax.
+    """Computes the gradient of the logits.
 
-    p, the probabilities, are the exponentials `e` times `inverse`. `center` is near the sum of dy * p: where one p is
-    nearly 1, what is left of dy minus that sum would be rounding errors.
+    The probabilities p are the exponentials `e` times `inverse`. For softmax, `rest` is the sum over the row of
+    (dy - center) * p; for log_softmax it is the sum of dy. `center` is close to the sum of dy * p. It is subtracted
+    first, because dy minus that sum would be mostly rounding error where one p is nearly 1.
     """
     p = e * inverse
     gradient = dy - p * rest if log else p * ((dy - center) - rest)
-    return _select(allowed, gradient, 0.0)  # a NaN in the row reaches only what is allowed
+    return _select(allowed, gradient, 0.0)  # A NaN in the row reaches allowed elements only.
 
 
 # --- The kernels -------------------------------------------------------------------------------------------------
 
 
 class _Chunk(NamedTuple):
-    """A tile of x, and what it holds: as it was read, so that it takes few registers."""
+    """A tile of x and its inputs, kept unconverted to take few registers. Absent inputs are None."""
 
     tile: common.Tile
-    x: Any  # this and the others are None where they are not there, or not asked for
+    x: Any
     bias: Array | None
     mask: Array | None
     dy: Any
 
     def allowed(self) -> Array | None:
-        """None: all. The others are read too, since a load under a mask not known in advance is not vectorised."""
+        """Returns which elements take part (None: all).
+
+        Masked elements are read all the same: a load under a mask that is not known in advance is not vectorised.
+        """
         allowed = self.tile.inside
         if self.mask is not None:
             keep = jnp.broadcast_to(self.mask, self.tile.shape)
@@ -151,7 +177,7 @@ class _Chunk(NamedTuple):
         return allowed
 
     def logits(self, scale: float) -> tuple[Array, Array | None]:
-        """-inf where they are not allowed, and which of them are."""
+        """Returns the logits, -inf where they are not allowed, and which elements are allowed."""
         logits = self.x.astype(jnp.float32) * scale
         if self.bias is not None:
             logits = logits + self.bias.astype(jnp.float32)
@@ -159,11 +185,14 @@ class _Chunk(NamedTuple):
         return _select(allowed, logits, -jnp.inf), allowed
 
     def allowed_dy(self) -> Array:
-        """0 where they are not allowed."""
+        """Returns dy, 0 where it is not allowed."""
         return _select(self.allowed(), self.dy.astype(jnp.float32), 0.0)
 
     def again(self, num_warps: int) -> _Chunk:
-        """The same. Where what is computed from it is too much for the registers, it is computed again, not kept."""
+        """Returns an equal chunk.
+
+        If values computed from this chunk would take too many registers, the compiler recomputes them from the new one.
+        """
         if self.x.dtype.itemsize > 2 or math.prod(self.tile.shape) < 2048 * num_warps:
             return self
         return self._replace(x=common.opaque(self.x))
@@ -173,10 +202,10 @@ class _Row(NamedTuple):
     """The rows of a program, in chunks."""
 
     row: Array
-    operands: tuple[Any, ...]  # refs: x, bias, mask and dy, each of which may be None
-    axes: tuple[Axes, Axes]  # of bias and mask
+    operands: tuple[Any, ...]  # The refs of x, bias, mask and dy, each of which may be None.
+    axes: tuple[Axes, Axes]  # For bias and mask.
     config: RowConfig
-    size: tuple[int, int]  # of x
+    size: tuple[int, int]  # The shape of x.
 
     @property
     def chunks(self) -> int:
@@ -194,7 +223,10 @@ class _Row(NamedTuple):
         return common.tile(self.size, self.row, i * shape[1], shape)
 
     def visit(self, visit):
-        """The last chunk, which stays in registers, and what `visit` finds in all, each read while it is at another."""
+        """Calls `visit(chunk, found)` for each chunk; returns the last chunk and what `visit` found in all of them.
+
+        Each chunk is read while the chunk before it is visited. The last chunk stays in registers.
+        """
         chunk = self.chunk(0)
         if self.chunks == 1:
             return visit(chunk)
@@ -208,7 +240,7 @@ class _Row(NamedTuple):
         return visit(_Chunk(self.tile(self.chunks - 1), *ahead), found)
 
     def write(self, last, write) -> None:
-        """Those that were read most recently come first, while a cache has them."""
+        """Calls `write` for each chunk from the last to the first: the last ones are most likely still in a cache."""
         if self.chunks == 1:
             return write(last)
 
@@ -232,7 +264,7 @@ def _fwd_kernel(
     row = _Row(first, (x_ref, bias_ref, mask_ref, None), (bias_axes, mask_axes), config, x_ref.shape)
 
     def visit(chunk, before=None):
-        """The maximum and the sum of exponentials."""
+        """Returns the chunk, and the maximum and the sum of exponentials so far."""
         top, weight = _maximum(chunk.logits(scale)[0], None if before is None else before[0])
         chunk = chunk.again(config.num_warps)
         total = jnp.sum(common.exp(chunk.logits(scale)[0] - _shift_of(top)[:, None]), axis=1)
@@ -257,7 +289,7 @@ def _fwd_kernel(
 
 
 def _store_numbers(ref, tile: common.Tile, numbers):
-    """Of each row of the tile, into [numbers, M]."""
+    """Stores numbers of each row of the tile into `ref`, [numbers, M]."""
     for n, values in enumerate(numbers):
         common.store(ref.at[jnp.int32(n), tile.place[0]], values, mask=tile.in_rows)
 
@@ -266,19 +298,24 @@ def _bwd_kernel(
     dy_ref, saved_ref, x_ref, bias_ref, mask_ref, dx_ref, *more_refs,
     log: bool, scale: float, bias_axes: Axes, mask_axes: Axes, config: RowConfig, save: str | None,
 ):  # fmt: skip
-    """For the gradient of a bias it may `save` the "gradients" of the logits, or "numbers" that give them once more."""
+    """Computes the gradient of x.
+
+    For the gradient of a bias, `save` asks for the "gradients" of the logits, or for four "numbers" of each row from
+    which the gradients of the logits can be recomputed.
+    """
     first = pl.program_id(0) * config.block_rows
     row = _Row(first, (x_ref, bias_ref, mask_ref, dy_ref), (bias_axes, mask_axes), config, x_ref.shape)
 
     def add(chunk, before=None):
-        """The sum of dy."""
+        """Returns the chunk, and the sum of dy so far."""
         total = jnp.sum(chunk.allowed_dy(), axis=1)
         return chunk, (total, jnp.zeros_like(total)) if before is None else _two_sum(before, total)
 
     def visit(chunk, before=None):
-        """The maximum, the sum of exponentials, and what `_gradient` asks for, times that sum.
+        """Returns the chunk, and the maximum, the sum of exponentials, `center` and `rest` so far.
 
-        Of log_softmax for one chunk alone.
+        `center` and `rest` are the arguments of `_gradient`, but `rest` of softmax is not yet divided by the sum of
+        exponentials. For log_softmax, a row must be one chunk.
         """
         logits, dy = chunk.logits(scale)[0], chunk.allowed_dy()
         top, weight = _maximum(logits, None if before is None else before[0])
@@ -292,7 +329,7 @@ def _bwd_kernel(
         if before is None:
             return chunk, (top, (total, jnp.zeros_like(total)), center, (rest, jnp.zeros_like(total)))
         old, old_center = _times(before[1], weight), before[2]
-        # The center is that of the chunk that weighs more than those before it, and the sum of the others moves there.
+        # Keeps the center of the heavier part (the earlier chunks or this one), and moves the lighter part's sum to it.
         stays = old[0] >= total
         moved = jnp.where(stays, total, old[0]) * jnp.where(stays, center - old_center, old_center - center)
         rest = _two_sum(_times(before[3], weight), rest + moved)
@@ -336,9 +373,22 @@ def forward(
     interpret: bool,
     save: bool = False,
 ) -> list[Array]:
-    """x [..., S], not empty; bias and mask broadcast to it -> y [..., S], in the memory of x if `in_place`.
+    """Computes softmax or log_softmax of x * scale + bias over the last axis.
 
-    And if it is to `save` them, two numbers of each row for `backward`, [2, M].
+    Args:
+      x: `[..., S]`, not empty.
+      bias: broadcasts to `x`, or None.
+      mask: bool, broadcasts to `x`, or None. Elements where it is False do not take part.
+      log: whether to compute log_softmax.
+      scale: the factor of `x`; None stands for 1.
+      in_place: whether the result takes the memory of `x`.
+      config: the launch configuration.
+      interpret: whether to run in Pallas' interpreter.
+      save: whether to return what `backward` needs for log_softmax of rows in several chunks.
+
+    Returns:
+      A list with the result, `[..., S]` of the dtype of `x`. With `save`, a float32 array `[2, M]` follows: the maximum
+      and the inverse of the sum of exponentials of each of the M rows.
     """
     name, aliases = "log_softmax_fwd" if log else "softmax_fwd", {0: 0} if in_place else {}
     outputs = [jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)]
@@ -362,13 +412,26 @@ def backward(
     config: RowConfig,
     interpret: bool,
 ) -> tuple[Array, Array | None]:
-    """dy and x [..., S], not empty; bias and mask broadcast to them -> the gradients of x and bias.
+    """Computes the gradients of softmax or log_softmax.
 
-    `saved` is what the forward pass has saved, which log_softmax needs for rows in several chunks.
+    Args:
+      dy: the gradient of the result, `[..., S]`, not empty.
+      x: `[..., S]`.
+      bias: broadcasts to `x`, or None.
+      mask: bool, broadcasts to `x`, or None.
+      saved: what `forward` has saved. Required for log_softmax of rows in several chunks.
+      log: whether the result is the result of log_softmax.
+      scale: the factor of `x`; None stands for 1.
+      config: the launch configuration.
+      interpret: whether to run in Pallas' interpreter.
 
-    That of a bias as large as x comes from the kernel. That of one that broadcasts is a sum in float32 of what XLA
-    computes again from x and dy with four numbers a row, which costs it one more reading of them and no memory. One
-    that is the same along a row has none: it changes no result.
+    Returns:
+      The gradient of `x` and the gradient of `bias` (None without a bias), of their shapes and dtypes.
+
+    Gradient of the bias: the kernel writes it if the bias is as large as x. If the bias broadcasts, the gradient is a
+    float32 sum of the gradients of the logits. XLA recomputes these from x, dy and four numbers per row, which costs
+    one more read of x and dy, and no memory. If the bias is constant along a row, the gradient is 0: such a bias
+    changes no result.
     """
     assert saved is not None or not log or x.shape[-1] <= config.block_width
     name = "log_softmax_bwd" if log else "softmax_bwd"
@@ -378,7 +441,7 @@ def backward(
         if bias.size < x.size:
             save = "numbers"
             outputs.append(jax.ShapeDtypeStruct((4, flat.shape[0]), jnp.float32))
-        elif bias.dtype != x.dtype or scale not in (None, 1.0):  # else it is dx
+        elif bias.dtype != x.dtype or scale not in (None, 1.0):  # Otherwise the gradient is dx.
             save = "gradients"
             outputs.append(jax.ShapeDtypeStruct(flat.shape, bias.dtype))
     kernel = functools.partial(_bwd_kernel, save=save)
@@ -394,6 +457,7 @@ def backward(
 
 
 def _bias_gradient(dy, x, bias, mask, statistics, log: bool, scale: float | None) -> Array:
+    """Computes the gradient of a bias that broadcasts, from the four numbers of each row that the kernel has saved."""
     logits = x.astype(jnp.float32) * (1.0 if scale is None else scale) + bias.astype(jnp.float32)
     shift, *numbers = statistics.reshape(4, *x.shape[:-1], 1)
     gradient = _gradient(jnp.exp(logits - shift), mask, dy.astype(jnp.float32), *numbers, log=log)
@@ -403,6 +467,7 @@ def _bias_gradient(dy, x, bias, mask, statistics, log: bool, scale: float | None
 
 
 def _launch(kernel, before, x, bias, mask, outputs, log, scale, config: RowConfig, interpret, **options):
+    """Launches a kernel on the operands `before`, x, bias and mask, each reshaped to two dimensions."""
     body = functools.partial(
         kernel,
         log=log,

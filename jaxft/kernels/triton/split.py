@@ -1,9 +1,9 @@
-"""The parts of a vector, each an array, by one kernel; XLA has one for each.
+"""A kernel that splits a vector into separate arrays; XLA would launch one kernel for each.
 
-Bytes: each element once in and once out, for BERT-base 0.5 MB in 16 bits: less than it takes to start a kernel. With it
-the layers of BERT-base of 1x128 tokens, whose 96 vectors are one argument, take 374 us for 504 where calls are queued,
-and 512 for 629 to a call's result, of 8x128 tokens 578 for 604 and 920 for 1,043; on the device 300.3 for 299.4 and 537
-for 533 (bfloat16, H100 with a slow host, 2026-11-25).
+Reads and writes each element once. The vectors of BERT-base have 0.5 MB in 16 bits, which takes less time to copy than
+a kernel takes to start.
+
+See docs/performance-notes.md, "Bundled vectors".
 """
 
 from __future__ import annotations
@@ -20,13 +20,20 @@ from jaxft.kernels.triton import common
 
 Array = jax.Array
 
-_ELEMENTS = 1024  # of a part that a program copies
-_PARTS = 8  # of which it does so, so that their reads are under way at once
-_MOST = 256  # parts of a kernel, whose arguments are at most 4 KB
+_ELEMENTS = 1024  # Elements that a program copies of each of its parts.
+_PARTS = 8  # Parts that a program copies. It starts the reads of all of them before it writes any.
+_MOST = 256  # Parts of one kernel. The arguments of a kernel may take 4 KB.
 
 
 def unsupported(x: Array) -> str | None:
-    """Why the kernel cannot split `x`, if it cannot."""
+    """Checks whether the kernel can split `x`.
+
+    Args:
+      x: a vector.
+
+    Returns:
+      The reason why the kernel cannot split `x`, or None if it can.
+    """
     return common.unsupported_dtype(x=x) or common.unsupported_size(x)
 
 
@@ -46,7 +53,16 @@ def _kernel(x_ref: Any, *y_refs: Any, begins: Sequence[int]) -> None:
 
 
 def split(x: Array, sizes: Sequence[int], *, interpret: bool) -> list[Array]:
-    """x [sum(sizes)] -> an array of each of the sizes, all above 0."""
+    """Splits a vector into arrays of the given sizes.
+
+    Args:
+      x: `[sum(sizes)]`, float32, float16 or bfloat16.
+      sizes: the sizes of the parts, all above 0.
+      interpret: whether to run in Pallas' interpreter.
+
+    Returns:
+      The parts, in order, of the dtype of `x`.
+    """
     parts, begins = [], list(itertools.accumulate(sizes[:-1], initial=0))
     for first in range(0, len(sizes), _MOST):
         some = sizes[first : first + _MOST]
