@@ -1,4 +1,4 @@
-"""BERT-type encoders built on the fused operations, and how their checkpoints are read and written."""
+"""Encoders of the BERT family, built from the fused operations, and `attention_fn` for Flax's attention modules."""
 
 from jaxft.models.flax_attention import attention_fn
 

@@ -1,4 +1,4 @@
-"""BERT, RoBERTa and DistilBERT encoders as Flax NNX modules on the fused operations."""
+"""BERT, RoBERTa and DistilBERT encoders as Flax NNX modules, built from the fused operations."""
 
 import dataclasses
 import os
@@ -29,12 +29,13 @@ from jaxft.ops.feed_forward import feed_forward_residual_layer_norm
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BertOutput:
-    """What `BertModel` returns; a pytree.
+    """Result of `BertModel`; a pytree.
 
     Attributes:
-      last_hidden_state: `[B, T, D]`, of packed tokens `[M, D]`, of the last layer.
-      pooler_output: `[B, D]`, tanh of a dense layer on the first token; None for a model without pooler.
-      hidden_states: `num_hidden_layers + 1` arrays like it, the embeddings and each layer's; None if not asked for.
+      last_hidden_state: hidden states of the last layer, `[B, T, D]`, or `[M, D]` for packed sequences.
+      pooler_output: `[B, D]`, tanh of a dense layer on the first token. None if the model has no pooler.
+      hidden_states: `num_hidden_layers + 1` arrays of the shape of `last_hidden_state`: the output of the embeddings,
+        then the output of each layer. None unless the call has `output_hidden_states`.
     """
 
     last_hidden_state: Array
@@ -44,7 +45,7 @@ class BertOutput:
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """What all modules of a model share."""
+    """Options that all modules of a model share."""
 
     config: BertConfig
     dtype: np.dtype
@@ -67,7 +68,7 @@ class _Options:
 
 
 class BertEmbeddings(nnx.Module):
-    """The sum of the word, position and token type embeddings, normalised."""
+    """Sum of the word, position and token type embeddings, followed by LayerNorm."""
 
     def __init__(self, options: _Options, rngs: nnx.Rngs | None) -> None:
         self.options, config, width = options, options.config, options.config.hidden_size
@@ -87,7 +88,10 @@ class BertEmbeddings(nnx.Module):
         max_seqlen: int = 0,
         dropout_rng: Array | None = None,
     ) -> Array:
-        """`[B, T, D]` of ids `[B, T]`, or packed; with dropout where there is a key."""
+        """Computes `[B, T, D]` from ids `[B, T]`, or `[M, D]` from packed ids `[M]`.
+
+        The result has dropout if `dropout_rng` is given.
+        """
         config = self.options.config
 
         if position_ids is None and cu_seqlens is not None:
@@ -95,8 +99,8 @@ class BertEmbeddings(nnx.Module):
         elif position_ids is None and config.position_offset:
             kept = (input_ids != config.pad_token_id).astype(jnp.int32)
             position_ids = jnp.cumsum(kept, axis=1) * kept + config.pad_token_id
-        # An id that is not in its table gives NaN: inside of jit nothing can be raised, and the nearest row, JAX's
-        # default, would go unnoticed.
+        # An id outside its table gives NaN. Nothing can be raised inside jit, and JAX's default, the nearest row, would
+        # hide the error.
         return embeddings_layer_norm(
             input_ids,
             self.word[...],
@@ -114,18 +118,25 @@ class BertEmbeddings(nnx.Module):
 
 
 def packed_rows(rows: int, cu_seqlens: Array, max_seqlen: int) -> tuple[Array, Array, Array]:
-    """Of each of so many rows `[M]`: where its sequence starts, its place in it, and whether it takes part."""
+    """Locates each of M packed rows in its sequence; M is `rows`.
+
+    Returns:
+      Three arrays `[M]`: the row where the sequence starts (int32), the position of the row in the sequence (int32),
+      and whether the row is used (bool). A row is used if it belongs to a sequence and its position is below
+      `max_seqlen`.
+    """
     row = jnp.arange(rows, dtype=jnp.int32)
-    # One reduction: XLA does not keep the comparisons [M, B + 1] in memory.
+    # A single reduction, so that XLA does not store the comparisons [M, B + 1].
     start = jnp.max(jnp.where(cu_seqlens <= row[:, None], cu_seqlens, 0), axis=1)
     position = row - start
     return start, position, (row < cu_seqlens[-1]) & (position < max_seqlen)
 
 
 def _packed_positions(config: BertConfig, input_ids: Array, cu_seqlens: Array, max_seqlen: int) -> Array:
-    """Those of tokens `[M]` back to back, as the sequences have them on their own; 0 in rows that take no part.
+    """Returns the position ids of packed tokens `[M]`: the ids that each sequence would have on its own.
 
-    Where a sequence is not in the rows, or is too long, all are -1, which no table has: the result is NaN.
+    Unused rows get 0. All ids are -1 if `cu_seqlens` does not ascend from 0 or ends beyond the M rows, or if a sequence
+    is longer than `max_seqlen`. No table has a row -1, so the result is NaN.
     """
     start, position, takes_part = packed_rows(input_ids.size, cu_seqlens, max_seqlen)
     if config.position_offset:
@@ -138,9 +149,10 @@ def _packed_positions(config: BertConfig, input_ids: Array, cu_seqlens: Array, m
 
 
 class BertLayer(nnx.Module):
-    """Self-attention and feed-forward network, each followed by a residual connection and LayerNorm.
+    """Self-attention and a feed-forward network, each followed by a residual connection and LayerNorm.
 
-    `qkv_kernel` is `[D, 3*D]`, its columns ordered as `[3, N, H]`, so that attention reads the product in place.
+    `qkv_kernel` is `[D, 3*D]` with columns ordered as `[3, N, H]`. Attention can thus read the result of the matmul in
+    place.
     """
 
     def __init__(self, options: _Options, rngs: nnx.Rngs | None) -> None:
@@ -162,17 +174,25 @@ class BertLayer(nnx.Module):
         max_seqlen: int = 0,
         dropout_rng: Array | None = None,
     ) -> Array:
-        """`x` `[B, T, D]` and `mask` `[B, 1, 1, T]` of the keys -> `[B, T, D]`.
+        """Applies the layer to a padded batch or to packed sequences.
 
-        Or `x` `[M, D]` of sequences back to back, with `cu_seqlens` and `max_seqlen` as in `varlen_qkv_attention`.
+        Args:
+          x: `[B, T, D]`, or `[M, D]` for packed sequences.
+          mask: `[B, 1, 1, T]`, True for keys that are attended to. None attends to all keys. Packed sequences have no
+            mask.
+          cu_seqlens: `[B + 1]`, as in `varlen_qkv_attention`. None for a padded batch.
+          max_seqlen: as in `varlen_qkv_attention`.
+          dropout_rng: three random keys, such as `jax.random.split(key, 3)`: for dropout of the attention
+            probabilities, of the attention output (not in DistilBERT) and of the feed-forward output. None for no
+            dropout.
 
-        `dropout_rng` are three random keys, as of `jax.random.split(key, 3)`, for dropout of the attention's
-        probabilities, of its output (not in DistilBERT) and of the feed-forward network's; None for no dropout.
+        Returns:
+          An array of the shape of `x`.
         """
         config, dtype, implementation = self.options.config, self.options.dtype, self.options.implementation
         heads = config.num_attention_heads
         of_probabilities, of_attention, of_ffn = (None, None, None) if dropout_rng is None else dropout_rng
-        if config.model_type == "distilbert":  # it has none there
+        if config.model_type == "distilbert":  # it has no dropout there
             of_attention = None
         hidden_rate = config.hidden_dropout_prob
 
@@ -198,10 +218,10 @@ class BertLayer(nnx.Module):
 
 
 def run_layer(layer: BertLayer, x: Array, mask: Array | None, *, remat: bool, **options: Any) -> Array:
-    """`layer(x, mask, **options)`; with `remat` its backward pass computes it again from `x`."""
+    """Returns `layer(x, mask, **options)`. With `remat`, the backward pass recomputes the layer from `x`."""
     if not remat:
         return layer(x, mask, **options)
-    # Not nnx.remat, which writes parameters back: an error in a scan whose body has them from outside.
+    # Not nnx.remat: it writes parameters back, which is an error in a scan whose body closes over them.
     graph, params = nnx.split(layer)
     static = {"max_seqlen": options.pop("max_seqlen", 0)}
 
@@ -212,14 +232,14 @@ def run_layer(layer: BertLayer, x: Array, mask: Array | None, *, remat: bool, **
 
 
 class BertPooler(nnx.Module):
-    """tanh of a dense layer on the first token."""
+    """Dense layer with tanh on the first token."""
 
     def __init__(self, options: _Options, rngs: nnx.Rngs | None) -> None:
         self.options, width = options, options.config.hidden_size
         self.kernel, self.bias = options.normal(rngs, width, width), options.zeros(rngs, width)
 
     def __call__(self, x: Array, cu_seqlens: Array | None = None) -> Array:
-        """`x` `[B, T, D]`, or `[M, D]` of sequences back to back -> `[B, D]`."""
+        """Computes `[B, D]` from `x` `[B, T, D]`, or from packed `x` `[M, D]` and `cu_seqlens`."""
         kernel = self.kernel[...].astype(self.options.dtype)
         implementation = self.options.implementation
         first = first_tokens(x, cu_seqlens)
@@ -227,17 +247,11 @@ class BertPooler(nnx.Module):
 
 
 class BertModel(nnx.Module):
-    """A BERT, RoBERTa or DistilBERT encoder; on an NVIDIA GPU in 16 bits a layer runs as at most seven kernels.
+    """A BERT, RoBERTa or DistilBERT encoder.
 
-    With any number of tokens, up to Hopper; on later cards with more than about 1,000 tokens there is one more, for the
-    activation. XLA may divide the depth of the last product and add up the parts in one more kernel, of 1,000 to 2,000
-    tokens, on Hopper only if their number is no multiple of 8. Where `param_dtype` is not `dtype` there are casts of
-    the four matrices besides. In float32 the activation has a kernel of its own but on Hopper; with up to about 1,000
-    tokens XLA splits its products and adds the parts; with more, on Hopper, each product by Mosaic GPU has a kernel
-    before it that transposes its weights.
-
-    Call it within `nnx.jit`, or get a pure function of parameters and inputs for `jax.jit`, `jax.grad` and the like. It
-    costs the host much less a call, since `nnx.jit` walks the module every time::
+    Call the model inside `nnx.jit`. For `jax.jit`, `jax.grad` and other transformations of JAX, make a pure function of
+    parameters and inputs. The pure function costs the host much less per call, because `nnx.jit` walks the module in
+    every call::
 
         arrays, rebuild = jaxft.bundle(model)
 
@@ -245,27 +259,35 @@ class BertModel(nnx.Module):
         def forward(arrays, input_ids, attention_mask):
             return rebuild(arrays)(input_ids, attention_mask)
 
-    A new model, and one from a checkpoint, has no dropout. `model.train()` turns it on at the rates of `config`, in the
-    places where BERT has it: the embeddings, the attention's probabilities and the two outputs of each layer.
-    `model.eval()` turns it off again. Random keys come with each call (`rngs`), so that parameters are all the state of
-    a module. What is dropped is a pure function of the call's key, the layer, the place in it and the element's
-    index: the same under every implementation, with and without `remat`, and not stored for the backward pass.
+    A new model has no dropout, and neither has a model from a checkpoint. `model.train()` turns dropout on at the rates
+    of `config`: on the embeddings, on the attention probabilities, and on the two outputs of each layer (the attention
+    output, except in DistilBERT, and the feed-forward output). `model.eval()` turns dropout off again. Random keys come
+    with each call (`rngs`), so a module has no state but its parameters. The dropout mask is a pure function of the key
+    of the call, the layer, the place in the layer and the index of the element. The mask is the same under every
+    implementation, with and without `remat`. The mask is not stored for the backward pass.
 
     Args:
-      config: sizes and options.
-      dtype: float32, float16 or bfloat16: the dtype of the computation and of the result. Statistics and sums within
-        an operation are float32.
-      param_dtype: the dtype in which parameters are kept; matrices are cast to `dtype` in the call.
-      implementation: passed to every operation; None picks the fastest for the device, "xla" is plain JAX.
-      add_pooling_layer: whether there is a pooler; DistilBERT never has one.
-      remat: the backward pass computes each layer again from its input, the only array that the forward pass then keeps
-        of it. Gradients and dropout are the same; training takes much less memory and about a third more time (on GPUs;
-        XLA's CPU compiler undoes it).
-      rngs: random numbers for the initial parameters: `config.initializer_range` times a normal distribution,
-        biases 0, LayerNorm's gamma 1. None gives parameters without values, only shapes, to be set.
+      config: sizes and options of the encoder.
+      dtype: dtype of the computation and of the result: float32, float16 or bfloat16. Statistics and sums inside an
+        operation are float32.
+      param_dtype: dtype of the stored parameters: float32, float16 or bfloat16. Each call casts matrices to `dtype`.
+      implementation: passed to every operation. None picks the fastest implementation for the device; "xla" is plain
+        JAX.
+      add_pooling_layer: whether the model has a pooler. DistilBERT never has one.
+      remat: whether the backward pass recomputes each layer from its input. The forward pass then stores nothing else
+        of the layer. Gradients and dropout do not change. On GPUs, training takes much less memory and about a third
+        more time. On CPUs, XLA's compiler undoes the recomputation.
+      rngs: random numbers for the initial parameters: `config.initializer_range` times a standard normal distribution
+        for matrices and tables, 0 for biases, 1 for LayerNorm's gamma. None creates parameters that have shapes only;
+        the caller sets their values later.
 
     Attributes:
-      deterministic: whether calls have no dropout; `train()` and `eval()` set it.
+      deterministic: whether calls run without dropout. `train()` and `eval()` set it.
+
+    Raises:
+      TypeError: `config` is not a `BertConfig`, `remat` or `add_pooling_layer` is not a boolean, or `rngs` is not an
+        `nnx.Rngs`.
+      ValueError: `dtype`, `param_dtype` or `implementation` is not supported, or `rngs` has no stream for parameters.
     """
 
     def __init__(
@@ -308,44 +330,52 @@ class BertModel(nnx.Module):
         deterministic: bool | None = None,
         rngs: nnx.Rngs | Array | None = None,
     ) -> BertOutput:
-        """Runs the encoder on a padded batch, or with `cu_seqlens` on sequences that lie back to back, without padding.
+        """Runs the encoder on a padded batch or, with `cu_seqlens`, on packed sequences.
 
-        Both give a sequence the same hidden states. `jaxft.remove_padding` packs the ids of a padded batch, and
-        `jaxft.restore_padding` brings hidden states back into one::
+        A sequence gets the same hidden states in both cases. `jaxft.remove_padding` packs the ids of a padded batch,
+        and `jaxft.restore_padding` restores the padded layout of the hidden states::
 
             ids, indices, cu_seqlens = jaxft.remove_padding(input_ids, attention_mask != 0, capacity=M)
             output = model(ids, cu_seqlens=cu_seqlens, max_seqlen=T)
             jaxft.restore_padding(output.last_hidden_state, indices, batch=B, length=T)
 
         Args:
-          input_ids: `[B, T]` integers. An id outside of the vocabulary makes its sequence NaN.
-          attention_mask: `[B, T]` integers or booleans, 0 for tokens that are not attended to (padding, but holes are
-            fine too); None attends to all. The hidden states of masked tokens mean nothing.
-          token_type_ids: `[B, T]` integers; None is all 0.
-          position_ids: `[B, T]` integers; None counts from 0, in RoBERTa models from `pad_token_id + 1` and over the
-            tokens that are not padding.
-          cu_seqlens: integers `[B + 1]`, ascending from 0: sequence b is tokens cu_seqlens[b] to cu_seqlens[b + 1]. The
-            ids above are `[M]` then, there is no `attention_mask`, and positions count from the start of each sequence;
-            give `position_ids` where they are others, as of a batch whose mask has holes. Of rows that belong to no
-            sequence, those from cu_seqlens[B] on, the hidden states mean nothing; their ids must be in the vocabulary
-            (0, say). The pooler's output for a sequence of no token means nothing either.
-          max_seqlen: with `cu_seqlens`, a Python integer that no sequence is longer than. Where `cu_seqlens` is traced,
-            so that nothing can be raised, and one is longer, or they go beyond M, all hidden states are NaN (unless
-            there are `position_ids`; then what is too long is cut off).
+          input_ids: integers `[B, T]`, or `[M]` for packed sequences. An id outside the vocabulary makes its sequence
+            NaN.
+          attention_mask: integers or booleans `[B, T]`, 0 for tokens that are not attended to (padding, or any other
+            tokens). None attends to all tokens. The hidden states of masked tokens have no meaning. Must be None for
+            packed sequences.
+          token_type_ids: integers of the shape of `input_ids`. None means all 0.
+          position_ids: integers of the shape of `input_ids`. None counts from 0 in each sequence. In RoBERTa models,
+            None counts from `pad_token_id + 1` and counts only tokens that are not padding. For packed sequences, pass
+            `position_ids` if positions do not count from the start of each sequence, for example because the mask of
+            the padded batch has holes.
+          cu_seqlens: integers `[B + 1]` that ascend from 0, for packed sequences: sequence b is
+            `input_ids[cu_seqlens[b]:cu_seqlens[b + 1]]`. Rows from `cu_seqlens[B]` on belong to no sequence. The hidden
+            states of these rows have no meaning, but their ids must be in the vocabulary (for example 0). The pooler
+            output of a sequence without tokens has no meaning either.
+          max_seqlen: upper bound on the sequence lengths, a Python integer; required with `cu_seqlens`. If `cu_seqlens`
+            is traced, nothing can be raised: all hidden states are NaN if a sequence is longer than `max_seqlen` or
+            ends beyond the M rows. With explicit `position_ids`, the tokens beyond these limits are cut off instead.
           output_hidden_states: whether to return the hidden states of all layers.
-          deterministic: True for a call without dropout, False for one with; None is as `model.eval()` or
-            `model.train()` has set it.
-          rngs: for dropout, a JAX random key, or an `nnx.Rngs` with a stream `dropout` (or `default`), which gives one:
-            of a function that JAX traces, as for a gradient, it must be an argument, or the key be drawn outside. A
-            packed call drops other elements than a padded one with the same key.
+          deterministic: True turns dropout off for this call, False turns dropout on. None keeps the setting of
+            `model.eval()` or `model.train()`.
+          rngs: randomness for dropout: a JAX random key, or an `nnx.Rngs` with a stream `dropout` (or `default`), from
+            which the call draws a key. In a function that JAX traces, for example to take a gradient, an `nnx.Rngs`
+            must be an argument of that function; otherwise draw the key outside of the function. A packed call drops
+            other elements than a padded call with the same key.
+
+        Returns:
+          A `BertOutput`.
 
         Raises:
-          TypeError: an input is no array of integers, `deterministic` no Python boolean, or `rngs` of a wrong type.
-          ValueError: an input has a wrong shape or, in a list or NumPy array, an integer beyond int32; T or
-            `max_seqlen` is more than the model has positions, and there are no `position_ids`; there are
-            `token_type_ids` but the model has no token types; `attention_mask` is given with `cu_seqlens`, or only one
-            of `cu_seqlens` and `max_seqlen`; or that is no Python integer >= 0; there is dropout but no `rngs`, or
-            one without such a stream or from outside of what is traced.
+          TypeError: an input is not an array of integers, `deterministic` is not a Python boolean, or `rngs` has a
+            wrong type.
+          ValueError: an input has a wrong shape, or a list or NumPy array holds an integer beyond int32; T or
+            `max_seqlen` exceeds the number of positions of the model and there are no `position_ids`; there are
+            `token_type_ids` but the model has no token types; `attention_mask` is given with `cu_seqlens`; only one of
+            `cu_seqlens` and `max_seqlen` is given; `max_seqlen` is not a Python integer >= 0; there is dropout but
+            `rngs` is None, has no stream for dropout, or comes from outside the traced function.
         """
         input_ids = inputs.as_ids("BertModel", "input_ids", input_ids)
         shape = input_ids.shape
@@ -379,12 +409,9 @@ class BertModel(nnx.Module):
 
         x = self.embeddings(input_ids, token_type_ids, position_ids, **packed, dropout_rng=first_key)
         hidden_states = [x]
-        # A scan over stacked parameters takes 598 us where this takes 321 (1x128; float16 8x128: 715 and 637; queued on
-        # an H200, 2026-11-24).
-        # One kernel a layer, whose programs take its tiles in turn and wait for those of the step before, took 322 us
-        # on the device where seven kernels a layer took 306 (1x128; 282 and 244 at 1x16; H100, 2026-11-24, before these
-        # read weights first): XLA starts a kernel before the previous one has ended, so that one more costs no more
-        # than such a wait.
+        # A loop over separate parameters is faster than a scan over stacked ones.
+        # H200, 1x128 tokens: 321 us (scan 598), 2026-11-24
+        # See docs/performance-notes.md, "Encoder: loop, scan or one kernel per layer" and "Encoder: kernels per layer".
         for i, layer in enumerate(self.layers):
             layer_keys = None if keys is None else keys[i]
             x = run_layer(layer, x, mask, dropout_rng=layer_keys, remat=self.remat, **packed)
@@ -408,21 +435,27 @@ class BertModel(nnx.Module):
         implementation: str | None = None,
         remat: bool = False,
     ) -> Self:
-        """The encoder of a Hugging Face checkpoint of the types that `BertConfig` lists.
+        """Loads the encoder of a Hugging Face checkpoint of a type that `BertConfig` lists.
 
-        Tensors of other heads are not read. A checkpoint without pooler gives a model without one.
+        Tensors of heads are not read. A checkpoint without a pooler gives a model without a pooler.
 
         Args:
           folder_or_id: a folder with `config.json` and safetensors files, or the id of a model on Hugging Face.
-          revision: branch, tag or commit, for an id.
-          cache_dir: where downloads are kept; None is Hugging Face's default.
-          local_files_only: use only what has been downloaded before.
-          dtype, implementation, remat: as for `BertModel`.
-          param_dtype: the same, None for `dtype`.
+          revision: branch, tag or commit of the model on Hugging Face.
+          cache_dir: folder for downloads. None is Hugging Face's default.
+          local_files_only: whether to use only files that were downloaded before.
+          dtype: as for `BertModel`.
+          param_dtype: as for `BertModel`. None takes `dtype`.
+          implementation: as for `BertModel`.
+          remat: as for `BertModel`.
+
+        Returns:
+          The model, with dropout off.
 
         Raises:
-          CheckpointError: the checkpoint cannot be found, read or used; all its problems at once.
-          TypeError: `folder_or_id` is not a string or path.
+          CheckpointError: the checkpoint cannot be found, read or used. The message lists all problems.
+          TypeError: `folder_or_id` is not a string or path, or `remat` is not a boolean.
+          ValueError: `dtype`, `param_dtype` or `implementation` is not supported.
         """
         param_dtype = dtype if param_dtype is None else param_dtype
         folder = checkpoint_files.resolve(
@@ -436,7 +469,16 @@ class BertModel(nnx.Module):
         return model
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Writes `config.json` and `model.safetensors`, which transformers reads too; existing ones are replaced."""
+        """Writes `config.json` and `model.safetensors`, which transformers can read. Existing files are replaced.
+
+        Args:
+          folder: folder of the files. It is created if it does not exist.
+
+        Raises:
+          TypeError: `folder` is not a string or path.
+          NotADirectoryError: `folder` is a file.
+          ValueError: the parameters have no values yet.
+        """
         checkpoint_tensors.save(
             folder, self.config.to_dict(), {name: p.get_value() for name, p in self._parameters().items()}
         )
@@ -444,7 +486,7 @@ class BertModel(nnx.Module):
     def _dropout_key(
         self, deterministic: bool | None, rngs: nnx.Rngs | Array | None, **more_rates: float
     ) -> Array | None:
-        """The key of a call; None for one without dropout, for which `rngs` is not used."""
+        """Returns the dropout key of a call, or None for a call without dropout, which ignores `rngs`."""
         if deterministic is not None:
             checks.check_flag("BertModel", "deterministic", deterministic)
         if self.deterministic if deterministic is None else deterministic:
@@ -458,7 +500,10 @@ class BertModel(nnx.Module):
 
 
 def named_parameters(model: nnx.Module) -> dict[str, nnx.Param[Any]]:
-    """By names such as "layers.0.out_bias", without the "bert." of a model with a head, and "head.out_bias"."""
+    """Returns the parameters by name, for example "layers.0.out_bias" or "head.out_bias".
+
+    The encoder of a model with a head has the prefix "bert.", which is removed.
+    """
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {".".join(map(str, path)).removeprefix("bert."): parameter for path, parameter in state}
 
@@ -471,7 +516,21 @@ def load_parameters(
     *,
     has_new_head: bool = False,
 ) -> set[str]:
-    """Sets those of the parameters that a checkpoint has, and returns their names."""
+    """Sets the parameters that a checkpoint has.
+
+    Args:
+      parameters: parameters by name, as from `named_parameters`.
+      folder: folder of the checkpoint.
+      model_type: a key of `jaxft.checkpoint.layouts.LAYOUTS`.
+      dtype: dtype of the values that are set.
+      has_new_head: whether the checkpoint may lack parameters of the head, or have them for another number of labels.
+
+    Returns:
+      The names of the parameters that were set.
+
+    Raises:
+      CheckpointError: the checkpoint cannot be read or used. The message lists all problems.
+    """
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
     values = checkpoint_tensors.load(folder, model_type, shapes, dtype, has_new_head=has_new_head)
     for name, value in values.items():

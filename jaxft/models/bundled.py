@@ -1,4 +1,4 @@
-"""The arrays of a model that may change between calls, as few as `jaxft.bundle` makes them."""
+"""Cached `jaxft.bundle` of a model whose arrays may be replaced between calls."""
 
 import weakref
 from typing import Any
@@ -10,15 +10,17 @@ from jaxft.ops.bundle import Rebuild, bundle
 
 
 class Bundled:
-    """Calls `bundle`, but keeps the joined vectors, until an array of the model is another one."""
+    """Callable that bundles a model and keeps the joined vectors until an array of the model is replaced."""
 
     def __init__(self, implementation: str | None) -> None:
         self._implementation = "xla" if implementation == "xla" else None
-        # The model's structure, its arrays, the joined ones of them, and what rebuilds it. In one object, since several
-        # threads may compute embeddings; without holding arrays that the model does not have any more.
+        # Structure of the model, references to its arrays, the joined arrays, and the function that rebuilds the model.
+        # A single attribute, because several threads may compute embeddings. The references are weak, so that arrays
+        # that the model no longer has are freed.
         self._last: tuple[Any, list[weakref.ref[jax.Array]], list[jax.Array], Rebuild] | None = None
 
     def __call__(self, model: nnx.Module) -> tuple[list[Any], Rebuild]:
+        """Returns the arrays of `model` and the function that rebuilds the model from them, as `jaxft.bundle` does."""
         leaves, structure = jax.tree.flatten(model)
         if last := self._last:
             before, seen, joined, rebuild = last
@@ -27,6 +29,6 @@ class Bundled:
                 return [*(leaves[i] for i in rebuild.order[: rebuild.whole]), *joined], rebuild
         arrays, rebuild = bundle(jax.tree.unflatten(structure, leaves), implementation=self._implementation)
         if last and last[3] == rebuild:
-            rebuild = last[3]  # programs compiled for the same object are found faster
+            rebuild = last[3]  # JAX finds a compiled program faster by the same object
         self._last = structure, [weakref.ref(x) for x in leaves], arrays[rebuild.whole :], rebuild
         return arrays, rebuild

@@ -1,4 +1,7 @@
-"""BERT, RoBERTa and DistilBERT encoders with a head: classes of a text, a score of a pair of texts, tokens' labels."""
+"""BERT, RoBERTa and DistilBERT encoders with a classification head.
+
+The heads give classes of a text, a score of a pair of texts, or labels of tokens.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,14 +23,14 @@ from jaxft.ops.cross_entropy import CrossEntropy, linear_cross_entropy
 from jaxft.ops.dense import dense
 
 _MAX_LABELS = 2**20
-_SEQ_CLASSIF_DROPOUT = 0.2  # the default in a DistilBERT's config.json
+_SEQ_CLASSIF_DROPOUT = 0.2  # transformers' default for DistilBERT
 
-# Fields of config.json that say what the logits mean; saved as they were read.
+# Fields of config.json that give the logits their meaning. They are saved as they were read.
 _MEANING = ("problem_type", "sentence_transformers", "sbert_ce_default_activation_function")
 
 
 class _Classifier(EncoderWithHead):
-    """What models with labels share: the labels' names, the head's dropout, and how they are read and written."""
+    """Base class of models with labels: names of the labels, dropout of the head, reading and writing."""
 
     def __init__(
         self,
@@ -42,33 +45,36 @@ class _Classifier(EncoderWithHead):
         remat: bool = False,
         rngs: nnx.Rngs | None,
     ) -> None:
-        # Before the encoder is initialised: what is refused takes no time and memory.
+        # Checked before the encoder is initialised, so that a wrong argument costs no time and memory.
         self._labels = _label_names(type(self).__name__, num_labels, id2label)
         self.classifier_dropout = _rate(type(self).__name__, "classifier_dropout", classifier_dropout)
-        self._meaning = "{}"  # static attributes of a module must be hashable: no dictionaries
+        self._meaning = "{}"  # JSON, since static attributes of a module must be hashable
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation}
         super().__init__(config, **options, remat=remat, rngs=rngs)
 
     @property
     def num_labels(self) -> int:
-        """How many labels there are."""
+        """Number of labels."""
         return len(self._labels)
 
     @property
     def id2label(self) -> dict[int, str]:
-        """The labels' names by their number."""
+        """Name of each label by its number."""
         return dict(enumerate(self._labels))
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What `config.json` has about the head: labels, rate of dropout, and of a checkpoint what its logits mean."""
+        """Fields of `config.json` about the head.
+
+        They are the labels, the dropout rate and, for a model from a checkpoint, the meaning of its logits.
+        """
         labels = {"id2label": self.id2label, "label2id": {label: number for number, label in self.id2label.items()}}
         rate = {_rate_field(self._TASK, self.config.model_type): self.classifier_dropout}
         return labels | (rate if self.classifier_dropout is not None else {}) | json.loads(self._meaning)
 
     @property
     def _head_rate(self) -> float:
-        """Of dropout in the head, as in transformers."""
+        """Dropout rate of the head, with the defaults of transformers."""
         if self.classifier_dropout is not None:
             return self.classifier_dropout
         own_default = _rate_field(self._TASK, self.config.model_type) == "seq_classif_dropout"
@@ -77,14 +83,14 @@ class _Classifier(EncoderWithHead):
     def _encode(
         self, *ids: Any, deterministic: bool | None, rngs: nnx.Rngs | Array | None, **packing: Any
     ) -> tuple[Array, Array | None]:
-        """The hidden states, and for dropout in the head two keys."""
+        """Returns the hidden states, and two keys for dropout in the head (None without dropout)."""
         key = self.bert._dropout_key(deterministic, rngs, classifier_dropout=self._head_rate)
         hidden = self.bert(*ids, **packing, deterministic=key is None, rngs=key).last_hidden_state
         return hidden, None if key is None else dropout.head_keys(key)
 
     @classmethod
     def _head_options(cls, settings: dict[str, Any], config: BertConfig, given: dict[str, Any]) -> dict[str, Any]:
-        # As transformers has it: the labels of `id2label`, else `num_labels` unnamed ones, else two.
+        # As in transformers: the labels of `id2label`, else `num_labels` unnamed labels, else two.
         id2label = settings.get("id2label")
         labels = _label_names(cls.__name__, settings.get("num_labels") if id2label is None else None, id2label)
         field = _rate_field(cls._TASK, config.model_type)
@@ -94,14 +100,14 @@ class _Classifier(EncoderWithHead):
 
     def _keep_settings(self, settings: dict[str, Any]) -> None:
         meaning = {name: settings[name] for name in _MEANING if settings.get(name) is not None}
-        self._meaning = json.dumps(meaning, sort_keys=True)  # models that mean the same are equal
+        self._meaning = json.dumps(meaning, sort_keys=True)  # sorted: equal settings make equal models
 
 
 class ClassificationHead(nnx.Module):
-    """Two dense layers on a sequence's first token, tanh between them, or relu in DistilBERT.
+    """Two dense layers on the first token of a sequence, with tanh (in DistilBERT relu) between them.
 
-    BERT's first layer is what checkpoints call the pooler. Dropout is on the input of the second, in RoBERTa on that of
-    both.
+    Checkpoints of BERT name the first layer the pooler. Dropout is applied to the input of the second layer. RoBERTa
+    also has dropout on the input of the first layer.
     """
 
     def __init__(self, options: Any, num_labels: int, rngs: nnx.Rngs | None) -> None:
@@ -112,13 +118,22 @@ class ClassificationHead(nnx.Module):
         self.out_bias = options.zeros(rngs, num_labels)
 
     def __call__(self, x: Array, *, dropout_rate: float = 0.0, dropout_rng: Array | None = None) -> Array:
-        """`x` `[B, D]`, the first tokens -> `[B, num_labels]`; `dropout_rng` are two random keys."""
+        """Computes the logits.
+
+        Args:
+          x: the first tokens, `[B, D]`.
+          dropout_rate: rate of dropout.
+          dropout_rng: two random keys, or None for no dropout.
+
+        Returns:
+          `[B, num_labels]`.
+        """
         x = self.features(x, dropout_rate=dropout_rate, dropout_rng=dropout_rng)
         kernel = self.out_kernel[...].astype(self.options.dtype)
         return dense(x, kernel, self.out_bias[...], implementation=self.options.implementation)
 
     def features(self, x: Array, *, dropout_rate: float = 0.0, dropout_rng: Array | None = None) -> Array:
-        """`[B, D]`, what the second layer makes logits of."""
+        """Computes the input of the second layer, `[B, D]`, from the same arguments as the logits."""
         of_input, of_inner = (None, None) if dropout_rng is None else dropout_rng
         if self.options.config.model_type in ROBERTA_TYPES:
             x = dropout(x, dropout_rate, of_input)
@@ -128,35 +143,41 @@ class ClassificationHead(nnx.Module):
 
 
 class BertForSequenceClassification(_Classifier):
-    """A BERT, RoBERTa or DistilBERT encoder and a head on its first token: logits of classes, or one score.
+    """A BERT, RoBERTa or DistilBERT encoder with a head on its first token, for logits of classes or one score.
 
-    The same network as transformers' classes of that name (`RobertaForSequenceClassification` and so on for the other
-    types). Used in `nnx.jit` and `jax.jit`, and trained with dropout (`train()`, `eval()`), as `BertModel`.
+    The network equals transformers' class of the same name (`RobertaForSequenceClassification` and so on for the other
+    types). Use the model in `nnx.jit` and `jax.jit`, and train it with dropout (`train()`, `eval()`), like `BertModel`.
 
-    The labels that `from_pretrained` takes are those of `id2label` in `config.json`, else `num_labels` unnamed ones,
-    else two, as transformers has it. To begin with the checkpoint of an encoder, give it labels and `rngs`::
+    `from_pretrained` takes the labels from `id2label` in `config.json`. Without `id2label` there are `num_labels`
+    unnamed labels, and without both there are two, as in transformers. To start from the checkpoint of an encoder, pass
+    labels and `rngs`::
 
         names = ["negative", "positive"]
         model = BertForSequenceClassification.from_pretrained(folder, id2label=names, rngs=nnx.Rngs(0))
 
-    Of a checkpoint's `config.json`, `settings` keeps `problem_type` and what sentence-transformers has there, unless
-    parameters of the head are new, and `save_pretrained` writes them again.
+    For a model from a checkpoint, `settings` also holds `problem_type` and the fields of sentence-transformers in
+    `config.json`, and `save_pretrained` writes them again. If any parameter of the head is new, these fields are
+    dropped.
 
     Args:
       config: sizes and options of the encoder.
-      num_labels: how many logits there are, at most 2**20; None is as many as `id2label` has, or else 2.
-      id2label: the labels' names, in order or by their number; None is "LABEL_0", "LABEL_1", ...
-      classifier_dropout: the rate of dropout in the head; None is `config.hidden_dropout_prob`, in DistilBERT 0.2.
-      dtype, param_dtype, implementation, remat: as for `BertModel`; those that concern it hold for the head too.
-      rngs: random numbers for the initial parameters, as for `BertModel`; those of the head are made as the encoder's.
+      num_labels: number of logits, at most 2**20. None is the number of names in `id2label`, or 2 without `id2label`.
+      id2label: names of the labels, in order or by number. None is "LABEL_0", "LABEL_1", ...
+      classifier_dropout: dropout rate of the head. None is `config.hidden_dropout_prob`, in DistilBERT 0.2.
+      dtype: as for `BertModel`, also for the head.
+      param_dtype: as for `BertModel`, also for the head.
+      implementation: as for `BertModel`, also for the head.
+      remat: as for `BertModel`.
+      rngs: random numbers for the initial parameters of the encoder and of the head, as for `BertModel`.
 
     Attributes:
-      bert: the `BertModel`. It has no pooler: that is the head's first layer.
+      bert: the `BertModel`. It has no pooler: the pooler is the first layer of the head.
       head: `dense_kernel` `[D, D]`, `dense_bias` `[D]`, `out_kernel` `[D, num_labels]`, `out_bias` `[num_labels]`.
 
     Raises:
-      ValueError: `num_labels`, `id2label` or `classifier_dropout` is of a wrong type or impossible, or the first two
-        contradict each other.
+      TypeError: as for `BertModel`.
+      ValueError: as for `BertModel`; `num_labels`, `id2label` or `classifier_dropout` has a wrong type or an impossible
+        value; or `num_labels` and `id2label` contradict each other.
     """
 
     _TASK = "ForSequenceClassification"
@@ -179,18 +200,24 @@ class BertForSequenceClassification(_Classifier):
         """Computes the logits.
 
         Args:
-          input_ids, attention_mask, token_type_ids, position_ids: as for `BertModel`, `[B, T]`, or packed `[M]`.
-          cu_seqlens, max_seqlen: of packed sequences, as for `BertModel`: sequence b's first token is
-            `cu_seqlens[b]`. The logits of a sequence without tokens mean nothing.
-          deterministic, rngs: of dropout, as for `BertModel`.
+          input_ids: `[B, T]`, or `[M]` for packed sequences, as for `BertModel`.
+          attention_mask: `[B, T]`, as for `BertModel`.
+          token_type_ids: shape of `input_ids`, as for `BertModel`.
+          position_ids: shape of `input_ids`, as for `BertModel`.
+          cu_seqlens: `[B + 1]` for packed sequences, as for `BertModel`. The first token of sequence b is
+            `input_ids[cu_seqlens[b]]`. The logits of a sequence without tokens have no meaning.
+          max_seqlen: for packed sequences, as for `BertModel`.
+          deterministic: as for `BertModel`.
+          rngs: for dropout, as for `BertModel`.
 
         Returns:
           `[B, num_labels]` in the model's `dtype`.
 
         Raises:
-          TypeError, ValueError: as `BertModel`.
+          TypeError: as for `BertModel.__call__`.
+          ValueError: as for `BertModel.__call__`.
 
-        Gradients: of all parameters.
+        Gradients: for all parameters.
         """
         first, dropped = self._first(
             input_ids, attention_mask, token_type_ids, position_ids,
@@ -211,23 +238,31 @@ class BertForSequenceClassification(_Classifier):
         deterministic: bool | None = None,
         rngs: nnx.Rngs | Array | None = None,
     ) -> CrossEntropy:
-        """The cross-entropy of the sequences' labels; its logits are float32 in every `dtype`.
+        """Computes the cross-entropy of the labels of the sequences. The logits are float32 in every `dtype`.
 
         Args:
-          labels: integers `[B]`, the number of each sequence's label, or -100 where it has none.
-          input_ids, attention_mask, token_type_ids, position_ids: as for `BertModel`, `[B, T]`, or packed `[M]`.
-          cu_seqlens, max_seqlen, deterministic, rngs: likewise. A sequence without tokens should have no label.
+          input_ids: `[B, T]`, or `[M]` for packed sequences, as for `BertModel`.
+          labels: integers `[B]`, the number of each sequence's label, or -100 for a sequence without a label.
+          attention_mask: `[B, T]`, as for `BertModel`.
+          token_type_ids: shape of `input_ids`, as for `BertModel`.
+          position_ids: shape of `input_ids`, as for `BertModel`.
+          cu_seqlens: `[B + 1]` for packed sequences, as for `BertModel`. A sequence without tokens should have no
+            label.
+          max_seqlen: for packed sequences, as for `BertModel`.
+          deterministic: as for `BertModel`.
+          rngs: for dropout, as for `BertModel`.
 
         Returns:
-          What `jaxft.linear_cross_entropy` returns: the tuple (total, labelled), whose property `mean` is the loss
-          that transformers returns, and 0 where there is no label.
+          The result of `jaxft.linear_cross_entropy`: the tuple (total, labelled). Its property `mean` is the loss that
+          transformers returns, or 0 if there is no label.
 
         Raises:
-          TypeError: as `BertModel`, or `labels` is not of integers.
-          ValueError: as `BertModel`, or `labels` has a wrong shape; or the model does not tell classes apart: it has
-            one label, a score, or its checkpoint's `problem_type` is another. Take a loss of the logits then.
+          TypeError: as for `BertModel.__call__`, or `labels` is not an array of integers.
+          ValueError: as for `BertModel.__call__`, or `labels` has a wrong shape, or the model does not distinguish
+            classes: it has only one label (a score), or the `problem_type` of its checkpoint is another one. Apply
+            another loss to the logits then.
 
-        Gradients: of all parameters. A label that is none of the model's makes the loss NaN.
+        Gradients: for all parameters. A label that the model does not have makes the loss NaN.
         """
         where = "BertForSequenceClassification"
         problem_type = self.settings.get("problem_type", "single_label_classification")
@@ -238,7 +273,7 @@ class BertForSequenceClassification(_Classifier):
             )
         ids, labels = inputs.as_ids("BertModel", "input_ids", input_ids), inputs.as_ids(where, "labels", labels)
         starts = None if cu_seqlens is None else inputs.as_ids("BertModel", "cu_seqlens", cu_seqlens)
-        if starts is None or starts.shape[:1] > (0,):  # the others are for BertModel to refuse
+        if starts is None or starts.shape[:1] > (0,):  # BertModel rejects other shapes
             checks.check_shape(where, "labels", labels, ids.shape[:1] if starts is None else (starts.size - 1,))
         first, dropped = self._first(
             input_ids, attention_mask, token_type_ids, position_ids,
@@ -248,14 +283,14 @@ class BertForSequenceClassification(_Classifier):
         return linear_cross_entropy(x, self.head.out_kernel[...].T, labels, self.head.out_bias[...])
 
     def _first(self, *ids: Any, cu_seqlens: ArrayLike | None, **options: Any) -> tuple[Array, dict[str, Any]]:
-        """The hidden states of the first tokens, and the arguments for dropout in the head."""
+        """Returns the hidden states of the first tokens, and the arguments for dropout in the head."""
         hidden, keys = self._encode(*ids, cu_seqlens=cu_seqlens, **options)
         first = first_tokens(hidden, None if cu_seqlens is None else jnp.asarray(cu_seqlens))
         return first, {"dropout_rate": self._head_rate, "dropout_rng": keys}
 
 
 class TokenClassificationHead(nnx.Module):
-    """A dense layer on each token, with dropout on its input."""
+    """Dense layer on each token, with dropout on its input."""
 
     def __init__(self, options: Any, num_labels: int, rngs: nnx.Rngs | None) -> None:
         self.options = options
@@ -263,36 +298,51 @@ class TokenClassificationHead(nnx.Module):
         self.bias = options.zeros(rngs, num_labels)
 
     def __call__(self, x: Array, *, dropout_rate: float = 0.0, dropout_rng: Array | None = None) -> Array:
-        """`x` `[..., D]` -> `[..., num_labels]`; `dropout_rng` is a random key."""
+        """Computes the logits.
+
+        Args:
+          x: `[..., D]`.
+          dropout_rate: rate of dropout.
+          dropout_rng: a random key, or None for no dropout.
+
+        Returns:
+          `[..., num_labels]`.
+        """
         x = self.features(x, dropout_rate=dropout_rate, dropout_rng=dropout_rng)
         kernel = self.kernel[...].astype(self.options.dtype)
         return dense(x, kernel, self.bias[...], implementation=self.options.implementation)
 
     def features(self, x: Array, *, dropout_rate: float = 0.0, dropout_rng: Array | None = None) -> Array:
-        """`[..., D]`, what the layer makes logits of."""
-        # What is dropped is computed again in the backward pass, not kept.
+        """Computes the input of the dense layer, `[..., D]`: `x` after dropout."""
+        # The backward pass recomputes the dropout mask, so that the mask is not stored.
         return jax.checkpoint(lambda x: dropout(x, dropout_rate, dropout_rng))(x)
 
 
 class BertForTokenClassification(_Classifier):
-    """A BERT, RoBERTa or DistilBERT encoder and a dense layer on each token: logits of a label for every token.
+    """A BERT, RoBERTa or DistilBERT encoder with a dense layer on each token, for logits of each token's labels.
 
-    The same network as transformers' classes of that name (`RobertaForTokenClassification` and so on for the other
-    types). Used in `nnx.jit` and `jax.jit`, and trained with dropout (`train()`, `eval()`), as `BertModel`. Labels and
-    `settings` are read and written as those of `BertForSequenceClassification`.
+    The network equals transformers' class of the same name (`RobertaForTokenClassification` and so on for the other
+    types). Use the model in `nnx.jit` and `jax.jit`, and train it with dropout (`train()`, `eval()`), like `BertModel`.
+    Labels and `settings` are read and written as in `BertForSequenceClassification`.
 
     Args:
       config: sizes and options of the encoder.
-      num_labels, id2label: as for `BertForSequenceClassification`.
-      classifier_dropout: the rate of dropout before the dense layer; None is `config.hidden_dropout_prob`.
-      dtype, param_dtype, implementation, remat, rngs: as for `BertForSequenceClassification`.
+      num_labels: as for `BertForSequenceClassification`.
+      id2label: as for `BertForSequenceClassification`.
+      classifier_dropout: dropout rate before the dense layer. None is `config.hidden_dropout_prob`.
+      dtype: as for `BertModel`, also for the head.
+      param_dtype: as for `BertModel`, also for the head.
+      implementation: as for `BertModel`, also for the head.
+      remat: as for `BertModel`.
+      rngs: as for `BertForSequenceClassification`.
 
     Attributes:
       bert: the `BertModel`. It has no pooler.
       classifier: `kernel` `[D, num_labels]`, `bias` `[num_labels]`.
 
     Raises:
-      ValueError: as `BertForSequenceClassification`.
+      TypeError: as for `BertForSequenceClassification`.
+      ValueError: as for `BertForSequenceClassification`.
     """
 
     _TASK = "ForTokenClassification"
@@ -315,18 +365,24 @@ class BertForTokenClassification(_Classifier):
         """Computes the logits.
 
         Args:
-          input_ids, attention_mask, token_type_ids, position_ids: as for `BertModel`, `[B, T]`, or packed `[M]`.
-          cu_seqlens, max_seqlen: of packed sequences, as for `BertModel`.
-          deterministic, rngs: of dropout, as for `BertModel`.
+          input_ids: `[B, T]`, or `[M]` for packed sequences, as for `BertModel`.
+          attention_mask: `[B, T]`, as for `BertModel`.
+          token_type_ids: shape of `input_ids`, as for `BertModel`.
+          position_ids: shape of `input_ids`, as for `BertModel`.
+          cu_seqlens: `[B + 1]` for packed sequences, as for `BertModel`.
+          max_seqlen: for packed sequences, as for `BertModel`.
+          deterministic: as for `BertModel`.
+          rngs: for dropout, as for `BertModel`.
 
         Returns:
-          `[B, T, num_labels]`, of packed tokens `[M, num_labels]`, in the model's `dtype`. Those of tokens that are
-          masked, or of rows that belong to no sequence, mean nothing.
+          `[B, T, num_labels]`, or `[M, num_labels]` for packed sequences, in the model's `dtype`. The logits of masked
+          tokens and of rows that belong to no sequence have no meaning.
 
         Raises:
-          TypeError, ValueError: as `BertModel`.
+          TypeError: as for `BertModel.__call__`.
+          ValueError: as for `BertModel.__call__`.
 
-        Gradients: of all parameters.
+        Gradients: for all parameters.
         """
         hidden, keys = self._encode(
             input_ids, attention_mask, token_type_ids, position_ids,
@@ -347,23 +403,30 @@ class BertForTokenClassification(_Classifier):
         deterministic: bool | None = None,
         rngs: nnx.Rngs | Array | None = None,
     ) -> CrossEntropy:
-        """The cross-entropy of the tokens' labels; its logits are float32 in every `dtype`.
+        """Computes the cross-entropy of the labels of the tokens. The logits are float32 in every `dtype`.
 
         Args:
-          labels: integers of the shape of `input_ids`, the number of each token's label, or -100 where it has none, as
-            in padding and in a word's further tokens. Of packed tokens, rows that take no part in a sequence have no
-            label, whatever is given there.
-          input_ids, attention_mask, token_type_ids, position_ids: as for `BertModel`, `[B, T]`, or packed `[M]`.
-          cu_seqlens, max_seqlen, deterministic, rngs: likewise.
+          input_ids: `[B, T]`, or `[M]` for packed sequences, as for `BertModel`.
+          labels: integers of the shape of `input_ids`, the number of each token's label, or -100 for a token without a
+            label, such as padding and all but the first token of a word. In packed sequences, rows that belong to no
+            sequence have no label, whatever `labels` holds there.
+          attention_mask: `[B, T]`, as for `BertModel`.
+          token_type_ids: shape of `input_ids`, as for `BertModel`.
+          position_ids: shape of `input_ids`, as for `BertModel`.
+          cu_seqlens: `[B + 1]` for packed sequences, as for `BertModel`.
+          max_seqlen: for packed sequences, as for `BertModel`.
+          deterministic: as for `BertModel`.
+          rngs: for dropout, as for `BertModel`.
 
         Returns:
-          As `BertForSequenceClassification.loss`.
+          The result of `jaxft.linear_cross_entropy`: the tuple (total, labelled). Its property `mean` is the loss that
+          transformers returns, or 0 if there is no label.
 
         Raises:
-          TypeError, ValueError: as `BertModel`, or `labels` is not of integers, or has a wrong shape; or the model
-            has one label only.
+          TypeError: as for `BertModel.__call__`, or `labels` is not an array of integers.
+          ValueError: as for `BertModel.__call__`, or `labels` has a wrong shape, or the model has only one label.
 
-        Gradients: of all parameters. A label that is none of the model's makes the loss NaN.
+        Gradients: for all parameters. A label that the model does not have makes the loss NaN.
         """
         where = "BertForTokenClassification"
         if self.num_labels == 1:
@@ -381,13 +444,13 @@ class BertForTokenClassification(_Classifier):
 
 
 def _rate_field(task: str, model_type: str) -> str:
-    """The field of config.json that has the head's rate of dropout."""
+    """Returns the name of the field of config.json that holds the dropout rate of the head."""
     own_field = (task, model_type) == ("ForSequenceClassification", "distilbert")
     return "seq_classif_dropout" if own_field else "classifier_dropout"
 
 
 def _rate(where: str, name: str, rate: Any) -> float | None:
-    """The head's rate of dropout, once it is right."""
+    """Checks the dropout rate of the head and returns it as a float, or None."""
     if rate is None:
         return None
     if not checks.is_number(rate) or not 0 <= rate < 1:
@@ -396,7 +459,7 @@ def _rate(where: str, name: str, rate: Any) -> float | None:
 
 
 def _label_names(where: str, num_labels: Any, id2label: Any) -> tuple[str, ...]:
-    """The labels' names, once the two arguments (or fields of a config.json) are right."""
+    """Checks `num_labels` and `id2label` (arguments or fields of a config.json) and returns the label names."""
     count = 2 if num_labels is None else num_labels
     if not checks.is_natural(count) or not 1 <= count <= _MAX_LABELS:
         raise ValueError(f"{where}: num_labels must be an integer from 1 to {_MAX_LABELS}, got {count!r:.100}")
@@ -404,7 +467,7 @@ def _label_names(where: str, num_labels: Any, id2label: Any) -> tuple[str, ...]:
         return tuple(f"LABEL_{number}" for number in range(count))
     id2label = dict(enumerate(id2label)) if isinstance(id2label, list | tuple) else id2label
     names = {str(number): name for number, name in id2label.items()} if isinstance(id2label, Mapping) else {}
-    numbers = [str(number) for number in range(len(names))]  # a config.json has them as strings
+    numbers = [str(number) for number in range(len(names))]  # a config.json has strings as keys
     if not names or names.keys() != set(numbers) or not all(isinstance(name, str) for name in names.values()):
         raise ValueError(f"{where}: id2label must name the labels from 0 on, each by a string, got {id2label!r:.100}")
     if num_labels not in (None, len(names)):

@@ -1,4 +1,4 @@
-"""BertConfig: the sizes and options of an encoder, checked, from and to Hugging Face's config.json."""
+"""`BertConfig`: the validated sizes and options of an encoder, converted from and to Hugging Face's config.json."""
 
 import dataclasses
 import sys
@@ -9,7 +9,7 @@ from jaxft.checkpoint import layouts as checkpoint_layouts
 
 ROBERTA_TYPES = ("roberta", "xlm-roberta", "camembert")
 
-# Hugging Face's names of activations -> ours.
+# Hugging Face's name of an activation -> jaxft's name.
 _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
@@ -20,8 +20,8 @@ _ACTIVATIONS = {
     "swish": "silu",
 }
 
-# Smallest and largest values that are taken for meant. They are generous; what they keep out is a config.json whose
-# sizes would exhaust the memory before anything else is noticed.
+# Smallest and largest accepted values. The limits are generous: they reject a config.json whose sizes would exhaust
+# the memory before any other error shows.
 _LIMITS = {
     "vocab_size": (1, 2**24),
     "hidden_size": (1, 2**16),
@@ -37,15 +37,16 @@ _MAX_PARAMETERS = 2**36
 
 @dataclasses.dataclass(frozen=True)
 class BertConfig:
-    """Sizes and options of an encoder, with Hugging Face's names; the defaults are BERT-base's.
+    """Sizes and options of an encoder, under Hugging Face's names. The defaults are the sizes of BERT-base.
 
-    `model_type` is "bert", "roberta", "xlm-roberta", "camembert" or "distilbert". DistilBERT models use these names
-    too (`hidden_size`, not `dim`); `from_dict` and `to_dict` translate. `from_dict({"model_type": "roberta"})` gives
-    the defaults of another type. The dropout rates are those of a model in training (`BertModel.train`).
+    `model_type` is "bert", "roberta", "xlm-roberta", "camembert" or "distilbert". DistilBERT models use the same names
+    (`hidden_size`, not `dim`); `from_dict` and `to_dict` translate them. `from_dict({"model_type": "roberta"})` returns
+    the defaults of another type. The dropout rates apply to a model in training (`BertModel.train`).
 
     Raises:
-      ValueError: values of a wrong type, impossible or beyond these limits, all of them at once: vocabulary 2**24,
-        width 2**16, feed-forward width 2**18, 1024 layers, 2**20 positions, 2**16 token types, 2**36 parameters.
+      ValueError: values have a wrong type, are impossible or exceed a limit. The message lists all of them. The limits
+        are a vocabulary of 2**24, width 2**16, feed-forward width 2**18, 1024 layers, 2**20 positions, 2**16 token
+        types and 2**36 parameters.
     """
 
     model_type: str = "bert"
@@ -69,28 +70,35 @@ class BertConfig:
 
     @property
     def position_offset(self) -> int:
-        """The position of the first token: RoBERTa's come after the one that is reserved for padding."""
+        """Position id of the first token.
+
+        RoBERTa models reserve position `pad_token_id` for padding and begin after it. The other models begin at 0.
+        """
         return self.pad_token_id + 1 if self.model_type in ROBERTA_TYPES else 0
 
     @property
     def activation(self) -> str:
-        """`hidden_act` by the name that `jaxft.dense` has for it."""
+        """Name that `jaxft.dense` has for `hidden_act`."""
         return _ACTIVATIONS[self.hidden_act]
 
     @property
     def max_sequence_length(self) -> int:
-        """How many tokens a sequence can have."""
+        """Largest number of tokens in a sequence."""
         return self.max_position_embeddings - self.position_offset
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
-        """From the content of a Hugging Face `config.json`.
+        """Creates a config from the content of a Hugging Face `config.json`.
 
-        A field that is absent or null has transformers' default for the model type; fields that do not concern the
-        encoder are ignored.
+        Args:
+          config: fields by name. An absent or null field gets transformers' default for the model type. Fields that do
+            not concern the encoder are ignored.
+
+        Returns:
+          The config.
 
         Raises:
-          ValueError: as `BertConfig`, or the configuration is of a kind of model that this is not.
+          ValueError: as for `BertConfig`, or the fields describe a kind of model that is not supported.
         """
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in checkpoint_layouts.LAYOUTS:
@@ -112,7 +120,7 @@ class BertConfig:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of a `config.json` that transformers reads."""
+        """Returns the content of a `config.json` that transformers can read."""
         layout = checkpoint_layouts.LAYOUTS[self.model_type]
         values = {layout.config_names.get(name, name): value for name, value in dataclasses.asdict(self).items()}
         return values | {"architectures": [layout.architecture]}
@@ -123,10 +131,10 @@ def _one_of(name: str, value: Any, allowed: Any) -> str:
 
 
 def _problems(values: Mapping[str, Any]) -> list[str]:
-    """Everything that is wrong with the fields of a BertConfig."""
+    """Returns a description of each problem with the fields of a BertConfig."""
 
     def is_number(value: Any) -> bool:
-        # Finite also as a float: JSON has integers of any size.
+        # Must also be finite as a float: JSON has integers of any size.
         most = sys.float_info.max
         return isinstance(value, int | float) and not isinstance(value, bool) and -most <= value <= most
 
@@ -157,7 +165,7 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             problems.append(f"{show(name)} must be an integer from {least} to {most}, got {value!r:.100}")
     if len(problems) > sizes_before:
-        return problems  # the rest compares sizes
+        return problems  # the checks below compare sizes
 
     width, inner, layers = values["hidden_size"], values["intermediate_size"], values["num_hidden_layers"]
     heads, positions, padding = values["num_attention_heads"], values["max_position_embeddings"], values["pad_token_id"]

@@ -1,4 +1,4 @@
-"""The random keys of dropout: one for each call of a model, and from that one for each place where there is dropout."""
+"""Random keys for dropout: one key per call of a model, from which each place with dropout derives its own key."""
 
 from typing import Any
 
@@ -10,18 +10,26 @@ from jax import Array
 
 from jaxft.ops import checks
 
-# The places are numbered: two of a head, then the embeddings, then three in each layer.
+# The places with dropout are numbered: first two in a head, then one in the embeddings, then three in each layer.
 _OF_HEAD = 2
 _OF_LAYER = 3
 
 
 def call_key(where: str, rngs: nnx.Rngs | Array | None, **rates: float) -> Array | None:
-    """The key of a call with dropout at these rates: `rngs`, or the next one of its stream; None if all of them are 0.
+    """Returns the key of a call with dropout: `rngs` itself, or the next key of its dropout stream.
+
+    Args:
+      where: name of the model, for error messages.
+      rngs: an `nnx.Rngs` or a JAX random key.
+      **rates: dropout rates of the call by the name of their field in the config.
+
+    Returns:
+      A key, or None if all rates are 0.
 
     Raises:
-      TypeError: `rngs` is neither an `nnx.Rngs` nor one JAX random key.
-      ValueError: it is None, has no stream for dropout, or cannot count here; or a rate is 1, which a checkpoint may
-        have.
+      TypeError: `rngs` is neither an `nnx.Rngs` nor a single JAX random key.
+      ValueError: `rngs` is None, has no stream for dropout, or comes from outside the function that JAX traces; or a
+        rate is 1, which the config.json of a checkpoint may have.
     """
     if not any(rates.values()):
         return None
@@ -48,12 +56,15 @@ def call_key(where: str, rngs: nnx.Rngs | Array | None, **rates: float) -> Array
 
 
 def head_keys(key: Array) -> Array:
-    """`[2]`: for a head."""
+    """Returns `[2]`: two keys for a head."""
     return _fold_in(key, 0, _OF_HEAD)
 
 
 def encoder_keys(key: Array, layers: int) -> tuple[Array, Array]:
-    """One for the embeddings, and `[layers, 3]`; made all at once, which is one kernel on a GPU."""
+    """Returns the key of the embeddings, and keys `[layers, 3]` for the layers.
+
+    All keys are derived in one operation, which is one kernel on a GPU.
+    """
     keys = _fold_in(key, _OF_HEAD, 1 + _OF_LAYER * layers)
     return keys[0], keys[1:].reshape(layers, _OF_LAYER, *keys.shape[1:])
 
@@ -64,5 +75,5 @@ def _fold_in(key: Array, first: int, count: int) -> Array:
 
 
 def options(rate: float, key: Array | None) -> dict[str, Any]:
-    """An operation's arguments for dropout; without a key there is none."""
+    """Returns an operation's keyword arguments for dropout; none if `key` is None."""
     return {} if key is None else {"dropout_rate": rate, "dropout_rng": key}

@@ -1,4 +1,4 @@
-"""The attention of jaxft as Flax's own modules call it."""
+"""Adapter that lets Flax's attention modules use jaxft's attention."""
 
 from __future__ import annotations
 
@@ -39,35 +39,46 @@ def attention_fn(
     *,
     implementation: str | None = None,
 ) -> Array:
-    """`jaxft.dot_product_attention` with the arguments of Flax's, for its modules of multi-head attention.
+    """Computes `jaxft.dot_product_attention` from the arguments of Flax's attention functions.
 
-    Equivalent, away from the edges, to `flax.nnx.dot_product_attention` and `flax.linen.dot_product_attention`::
+    Pass it to a multi-head attention module of Flax, in `flax.nnx` or `flax.linen`::
 
       nnx.MultiHeadAttention(..., attention_fn=jaxft.models.attention_fn, broadcast_dropout=False)
 
+    Equivalent to `flax.nnx.dot_product_attention` and `flax.linen.dot_product_attention`, except for a query with
+    nothing to attend to.
+
     Args:
-      query: `[batch..., T, N, H]`, of any number of batch dimensions.
-      key, value: `[batch..., S, K, H]`; N is a multiple of K.
+      query: `[batch..., T, N, H]`, with any number of batch dimensions.
+      key: `[batch..., S, K, H]`; N is a multiple of K.
+      value: `[batch..., S, K, H]`.
       bias: broadcastable to `[batch..., N, T, S]`, added to the scaled logits.
-      mask: the same, attend where it is not 0.
-      broadcast_dropout: must be False where there is dropout, which is drawn for each element.
-      dropout_rng, dropout_rate, deterministic: dropout of the probabilities, unless deterministic.
-      dtype, promote_dtype: query, key and value become `promote_dtype((query, key, value), dtype=dtype)`.
-      precision: of float32 products, as a `jax.lax.Precision` or what it accepts; None for JAX's default.
-      is_causal: a query attends to no later key.
-      force_fp32_for_softmax: has no effect, since logits and softmax are always float32.
-      module, einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: must be None: there are no
-        attention weights to sow, and the products are the kernel's.
+      mask: broadcastable to `[batch..., N, T, S]`; a query attends to the keys whose mask is not 0.
+      broadcast_dropout: must be False if there is dropout, because each element has its own dropout.
+      dropout_rng: random key for dropout of the attention probabilities.
+      dropout_rate: rate of dropout of the attention probabilities.
+      deterministic: True turns dropout off.
+      dtype: passed to `promote_dtype`.
+      precision: precision of float32 matmuls: a `jax.lax.Precision` or anything that JAX accepts in its place. None is
+        JAX's default.
+      module: must be None: there are no attention weights to sow.
+      promote_dtype: applied to the arrays: `promote_dtype((query, key, value), dtype=dtype)`.
+      is_causal: whether a query attends to no later key.
+      force_fp32_for_softmax: has no effect: logits and softmax are always float32.
+      einsum_dot_general: must be None: the kernel computes the matmuls.
+      qk_attn_weights_einsum: must be None: the kernel computes the matmuls.
+      attn_weights_value_einsum: must be None: the kernel computes the matmuls.
       implementation: as for `jaxft.dot_product_attention`; set it with `functools.partial`.
 
     Returns:
-      `[batch..., T, N, H]`. A query with nothing to attend to gives 0 (Flax's gives the mean of all values).
+      `[batch..., T, N, H]`. A query with nothing to attend to gives 0 (in Flax, the mean of all values).
 
     Raises:
-      NotImplementedError: an argument asks for what there is not.
-      TypeError, ValueError: as `jaxft.dot_product_attention`.
+      NotImplementedError: an argument requests something that is not supported.
+      TypeError: as for `jaxft.dot_product_attention`.
+      ValueError: as for `jaxft.dot_product_attention`, or batch dimensions or shapes do not fit.
 
-    Gradients: of query, key, value and bias.
+    Gradients: for query, key, value and bias.
     """
     impossible = {
         "module": module,
@@ -109,7 +120,10 @@ def attention_fn(
 
 
 def _with_one_batch(x: Array | None, batch: tuple[int, ...]) -> Array | None:
-    """[batch..., N, T, S] -> [B, N, T, S]; where it is the same for all of them, it stays one."""
+    """Reshapes [batch..., N, T, S] to [B, N, T, S]; None stays None.
+
+    An array that is the same for all of the batch gets B = 1 or, if it has no batch dimensions, stays as it is.
+    """
     if x is None or x.ndim <= 3:
         return x
     own = x.shape[:-3]

@@ -1,4 +1,4 @@
-"""What encoders with a head share: the encoder, and how both are read from checkpoints and written."""
+"""Base class of encoders with a head: the encoder, and reading and writing of checkpoints."""
 
 import logging
 import os
@@ -18,14 +18,14 @@ from jaxft.models.config import BertConfig
 
 logger = logging.getLogger("jaxft")
 
-# How the names of transformers' classes end whose heads' tensors have names in common.
+# Name endings of the transformers classes whose heads have tensors with the same names.
 _TASKS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForMultipleChoice")
 
 
 class EncoderWithHead(nnx.Module):
-    """An encoder, to which a subclass adds its head."""
+    """An encoder to which a subclass adds its head."""
 
-    _TASK: ClassVar[str]  # one of them
+    _TASK: ClassVar[str]  # one of _TASKS
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class EncoderWithHead(nnx.Module):
 
     @property
     def config(self) -> BertConfig:
-        """The encoder's sizes and options."""
+        """Sizes and options of the encoder."""
         return self.bert.config
 
     @classmethod
@@ -64,32 +64,43 @@ class EncoderWithHead(nnx.Module):
         rngs: nnx.Rngs | None = None,
         **head: Any,
     ) -> Self:
-        """The encoder and the head of a Hugging Face checkpoint of transformers' classes for this task.
+        """Loads the encoder and the head of a Hugging Face checkpoint of transformers' class for this task.
 
-        Or, with `rngs`, the encoder of any checkpoint, and of the head what the checkpoint has: from that of an encoder
-        alone, or of a model for another task, no more than the pooler. Tensors of other heads are not read.
+        With `rngs`, the checkpoint may be of any encoder, or of a model for another task. The encoder then comes from
+        the checkpoint, and so do the layers of the head that the checkpoint has. The checkpoint of an encoder alone or
+        of a model for another task has at most the pooler. Tensors of other heads are not read.
 
         Args:
-          folder_or_id, revision, cache_dir, local_files_only: as for `BertModel.from_pretrained`.
-          dtype, param_dtype, implementation, remat: likewise.
-          rngs: random numbers for the layers of the head that the checkpoint lacks, or has for another number of
-            labels, as for a new model; None refuses such a checkpoint. All other parameters are the checkpoint's. The
-            log "jaxft" says which are new, at level INFO.
-          head: arguments of the class for the head, in place of what `config.json` says: a classifier's `num_labels`,
-            `id2label` and `classifier_dropout`. As many labels as it has already keep their layer, and their names
-            unless there is an `id2label`.
+          folder_or_id: as for `BertModel.from_pretrained`.
+          revision: as for `BertModel.from_pretrained`.
+          cache_dir: as for `BertModel.from_pretrained`.
+          local_files_only: as for `BertModel.from_pretrained`.
+          dtype: as for `BertModel.from_pretrained`.
+          param_dtype: as for `BertModel.from_pretrained`.
+          implementation: as for `BertModel.from_pretrained`.
+          remat: as for `BertModel.from_pretrained`.
+          rngs: random numbers for the layers of the head that the checkpoint lacks or has for another number of labels.
+            These layers are initialised as in a new model; the log "jaxft" lists them at level INFO. All other
+            parameters come from the checkpoint. If `rngs` is None, such layers are an error.
+          **head: arguments of the class for its head, in place of the values in `config.json`. A classifier has
+            `num_labels`, `id2label` and `classifier_dropout`. If the number of labels is the same as in the checkpoint,
+            the checkpoint's last layer is kept, and so are the names of its labels unless `id2label` is given.
+
+        Returns:
+          The model, with dropout off.
 
         Raises:
-          CheckpointError: the checkpoint cannot be found, read or used, or has no such head and there are no `rngs`;
-            all the problems of its tensors at once.
-          TypeError: `folder_or_id` is not a string or path, `rngs` no `nnx.Rngs`, or `head` has what the class lacks.
-          ValueError: as the class; `rngs` has no stream for parameters.
+          CheckpointError: the checkpoint cannot be found, read or used, or it has no head for this task and `rngs` is
+            None. The message lists all problems with its tensors.
+          TypeError: `folder_or_id` is not a string or path, `rngs` is not an `nnx.Rngs`, or `head` has an argument that
+            the class does not have.
+          ValueError: as for the class, or `rngs` has no stream for parameters.
         """
 
         def parse(settings: dict[str, Any]) -> tuple[BertConfig, bool, dict[str, Any], dict[str, Any]]:
             config = BertConfig.from_dict(settings)
             is_own = cls._is_own(settings.get("architectures"), rngs)
-            # Another task's labels are none of this head's.
+            # The labels of another task do not fit this head.
             of_head = settings if is_own else {"tie_word_embeddings": settings.get("tie_word_embeddings")}
             return config, is_own, cls._head_options(of_head, config, head), settings
 
@@ -102,25 +113,29 @@ class EncoderWithHead(nnx.Module):
         options |= {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation, "remat": remat}
         model = cls(config, **options, rngs=None)
         if rngs is not None:
-            model._add_head(rngs)  # whose values stay where the checkpoint has none
+            model._add_head(rngs)  # its values stay unless the checkpoint has others
         parameters, layout = model._parameters(), checkpoint_layouts.LAYOUTS[config.model_type]
         wanted = {
             name: parameter
             for name, parameter in parameters.items()
-            # Another task's head may have the same names.
+            # The head of another task may have tensors with the same names.
             if is_own or not layout.names.get(name, [""])[0].startswith(layout.heads)
         }
         has_new_head = rngs is not None
         found = load_parameters(wanted, folder, config.model_type, param_dtype, has_new_head=has_new_head)
         if new := sorted(parameters.keys() - found):
             logger.info("%s: new, and not of %s: %s", cls.__name__, folder, ", ".join(new))
-        else:  # they are true of this model
+        else:  # the settings are valid only for the checkpoint's own head
             model._keep_settings(settings)
         return model
 
     @classmethod
     def _is_own(cls, architectures: Any, rngs: nnx.Rngs | None) -> bool:
-        """Whether a config.json names none of the tasks, or this one; ValueError without `rngs` where it does not."""
+        """Returns whether the checkpoint is of this task: its config.json names this task or none of the known tasks.
+
+        Raises:
+          ValueError: the config.json names other tasks only, and `rngs` is None.
+        """
         names = architectures if isinstance(architectures, list) else []
         tasks = {task for task in _TASKS for name in names if str(name).endswith(task)}
         is_own = not tasks or cls._TASK in tasks
@@ -133,14 +148,27 @@ class EncoderWithHead(nnx.Module):
 
     @classmethod
     def _head_options(cls, settings: dict[str, Any], config: BertConfig, given: dict[str, Any]) -> dict[str, Any]:
-        """`given` and the other arguments for the head that a config.json has; ValueError where it has wrong ones."""
+        """Returns `given`, completed by the arguments for the head in a config.json.
+
+        Raises:
+          ValueError: the config.json has a wrong value for the head.
+        """
         return {**given}
 
     def _keep_settings(self, settings: dict[str, Any]) -> None:
-        """Keeps of a config.json what is neither an argument nor a parameter."""
+        """Keeps the fields of a config.json that are neither arguments nor parameters."""
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Writes `config.json` and `model.safetensors`, which transformers reads too; existing ones are replaced."""
+        """Writes `config.json` and `model.safetensors`, which transformers can read. Existing files are replaced.
+
+        Args:
+          folder: folder of the files. It is created if it does not exist.
+
+        Raises:
+          TypeError: `folder` is not a string or path.
+          NotADirectoryError: `folder` is a file.
+          ValueError: the parameters have no values yet.
+        """
         encoder = checkpoint_layouts.LAYOUTS[self.config.model_type].architecture
         architectures = {"architectures": [encoder.removesuffix("Model") + self._TASK]}
         parameters = {name: parameter.get_value() for name, parameter in self._parameters().items()}
@@ -148,7 +176,7 @@ class EncoderWithHead(nnx.Module):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What `config.json` has about the head."""
+        """Fields of `config.json` about the head."""
         return {}
 
     def _parameters(self) -> dict[str, nnx.Param[Any]]:
@@ -156,7 +184,10 @@ class EncoderWithHead(nnx.Module):
 
 
 def labels_in_use(labels: Array, cu_seqlens: ArrayLike | None, max_seqlen: int | None) -> Array:
-    """`labels` of tokens, with -100 in rows that belong to no sequence: `remove_padding` fills them with 0, a label."""
+    """Returns `labels` of tokens with -100 in rows that belong to no sequence.
+
+    `remove_padding` fills these rows with 0, which is a valid label.
+    """
     if cu_seqlens is None:
         return labels
     *_, used = packed_rows(labels.size, jnp.asarray(cu_seqlens).astype(jnp.int32), max_seqlen or 0)

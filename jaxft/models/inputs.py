@@ -1,4 +1,4 @@
-"""What the models check of their arguments."""
+"""Checks of the arguments of models."""
 
 from typing import Any
 
@@ -13,8 +13,9 @@ from jaxft.ops import checks
 
 
 def float_dtype(where: str, name: str, dtype: DTypeLike) -> np.dtype:
+    """Returns `dtype` as a NumPy dtype. Raises a ValueError unless it is float32, float16 or bfloat16."""
     try:
-        found = None if dtype is None else jnp.dtype(dtype)  # of None NumPy makes float64
+        found = None if dtype is None else jnp.dtype(dtype)  # NumPy reads None as float64
     except TypeError:
         found = None
     if found is None or found not in (jnp.float32, jnp.float16, jnp.bfloat16):
@@ -23,7 +24,7 @@ def float_dtype(where: str, name: str, dtype: DTypeLike) -> np.dtype:
 
 
 def check_initial(where: str, rngs: Any) -> None:
-    """Whether `rngs` can make a model's initial parameters."""
+    """Checks that `rngs` is None or an `nnx.Rngs` that can create the initial parameters of a model."""
     if not isinstance(rngs, nnx.Rngs | None):
         raise TypeError(f"{where}: rngs must be an nnx.Rngs or None, got {type(rngs).__name__}")
     if rngs is not None and not hasattr(rngs, "params"):
@@ -33,7 +34,22 @@ def check_initial(where: str, rngs: Any) -> None:
 def check_packed(
     where: str, input_ids: Array, attention_mask: Any, cu_seqlens: Any, max_seqlen: Any
 ) -> tuple[Array, int]:
-    """`cu_seqlens` as an array and `max_seqlen`, once they are right, and so are the others beside them."""
+    """Checks the arguments of a call with packed sequences.
+
+    Args:
+      where: name of the model, for error messages.
+      input_ids: must be `[M]`.
+      attention_mask: must be None.
+      cu_seqlens: integers `[B + 1]`; their values are checked unless they are traced.
+      max_seqlen: integer >= 0.
+
+    Returns:
+      `cu_seqlens` as an int32 array, and `max_seqlen` as an int.
+
+    Raises:
+      TypeError: `cu_seqlens` is not an array of integers.
+      ValueError: an argument is missing, superfluous, of a wrong shape or out of range.
+    """
     if cu_seqlens is None:
         raise ValueError(f"{where}: max_seqlen goes with cu_seqlens, got only max_seqlen")
     if not checks.is_natural(max_seqlen):
@@ -52,7 +68,22 @@ def check_packed(
 
 
 def as_ids(where: str, name: str, value: Any, shape: tuple[int, ...] | None = None, *, or_bool: bool = False) -> Array:
-    """`value` as an array, once its dtype is right, and its shape if one is given."""
+    """Converts `value` to an array of integers.
+
+    Args:
+      where: name of the model, for error messages.
+      name: name of the argument, for error messages.
+      value: array, or nested list of numbers.
+      shape: required shape, the shape of `input_ids`. None accepts any shape.
+      or_bool: whether booleans are accepted too.
+
+    Returns:
+      The array.
+
+    Raises:
+      TypeError: `value` is not an array of integers.
+      ValueError: the shape is wrong, or an integer does not fit JAX's dtype.
+    """
     expected = f"{where}: {name} must be integers{' or booleans' * or_bool}"
     try:
         if isinstance(value, list | tuple) and not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)):
@@ -62,7 +93,7 @@ def as_ids(where: str, name: str, value: Any, shape: tuple[int, ...] | None = No
         raise TypeError(f"{expected}, got {getattr(value, 'dtype', type(value).__name__)}") from error
     if not (jnp.issubdtype(array.dtype, jnp.integer) or (or_bool and array.dtype == jnp.bool)):
         raise TypeError(f"{expected}, got {array.dtype}")
-    if isinstance(value, np.ndarray) and value.dtype != array.dtype:  # JAX lets numbers wrap around
+    if isinstance(value, np.ndarray) and value.dtype != array.dtype:  # JAX wraps numbers that do not fit
         checks.check_fits(where, name, value, array.dtype)
     if shape is not None and array.shape != shape:
         raise ValueError(f"{where}: {name} must have the shape of input_ids, {list(shape)}, got {list(array.shape)}")

@@ -1,4 +1,4 @@
-"""BERT, RoBERTa and DistilBERT encoders with the head of masked language modelling, and its loss."""
+"""BERT, RoBERTa and DistilBERT encoders with a head for masked language modelling, and its loss."""
 
 from typing import Any
 
@@ -16,9 +16,10 @@ from jaxft.ops.layer_norm import layer_norm
 
 
 class MaskedLMHead(nnx.Module):
-    """A dense layer with its activation, and a LayerNorm; the bias of the logits, whose matrix is the word embeddings'.
+    """Dense layer with an activation, a LayerNorm, and the bias of the logits.
 
-    The activation is the encoder's, in RoBERTa always GELU.
+    The logits use the word embeddings as their matrix. The activation is the activation of the encoder; RoBERTa models
+    always use GELU.
     """
 
     def __init__(self, encoder: BertModel, rngs: nnx.Rngs | None) -> None:
@@ -30,7 +31,7 @@ class MaskedLMHead(nnx.Module):
         self.out_bias = self.options.zeros(rngs, config.vocab_size)
 
     def __call__(self, x: Array) -> Array:
-        """`x` `[..., D]` -> `[..., D]`, which the word embeddings make logits of."""
+        """Computes `[..., D]` from `x` `[..., D]`, the input of the matmul with the word embeddings."""
         kernel, bias = self.dense_kernel[...].astype(self.options.dtype), self.dense_bias[...]
         gamma, beta, epsilon = self.norm_gamma[...], self.norm_beta[...], self.options.config.layer_norm_eps
         implementation = self.options.implementation
@@ -39,12 +40,13 @@ class MaskedLMHead(nnx.Module):
 
 
 class BertForMaskedLM(EncoderWithHead):
-    """A BERT, RoBERTa or DistilBERT encoder and its head for masked language modelling: logits, or the loss.
+    """A BERT, RoBERTa or DistilBERT encoder with a head for masked language modelling, for logits or the loss.
 
-    The same network as transformers' classes of that name (`RobertaForMaskedLM` and so on for the other types). The
-    output matrix is that of the word embeddings, which `save_pretrained` writes once; `from_pretrained` reads
-    checkpoints with and without a second copy, and refuses one with an output matrix of its own; with `rngs` it adds a
-    new head to the checkpoint of an encoder. Used in `nnx.jit` and `jax.jit` as `BertModel`. A training step::
+    The network equals transformers' class of the same name (`RobertaForMaskedLM` and so on for the other types). The
+    output matrix is the table of word embeddings, which `save_pretrained` writes once. `from_pretrained` reads
+    checkpoints with and without a second copy of the table, and rejects a checkpoint with a separate output matrix.
+    With `rngs`, `from_pretrained` adds a new head to the checkpoint of an encoder. Use the model in `nnx.jit` and
+    `jax.jit`, like `BertModel`. A training step::
 
         @nnx.jit
         def train_step(model, optimizer, input_ids, labels, attention_mask):
@@ -52,19 +54,26 @@ class BertForMaskedLM(EncoderWithHead):
             optimizer.update(model, grads)
             return loss
 
-    With dropout, after `model.train()`, it also takes an `nnx.Rngs` and draws a key from it before the function whose
-    gradient is taken: `key = rngs.dropout()`, and then `m.loss(input_ids, labels, attention_mask, rngs=key)`.
+    With dropout (after `model.train()`), the step also takes an `nnx.Rngs`. Draw a key before the function whose
+    gradient is taken, `key = rngs.dropout()`, and pass the key to the loss:
+    `m.loss(input_ids, labels, attention_mask, rngs=key)`.
 
     Args:
       config: sizes and options of the encoder.
-      dtype, param_dtype, implementation: as for `BertModel`; they hold for the head too, but the product with the
-        vocabulary's matrix is XLA's under every `implementation`.
+      dtype: as for `BertModel`, also for the head.
+      param_dtype: as for `BertModel`, also for the head.
+      implementation: as for `BertModel`, also for the head. XLA computes the matmul with the vocabulary's matrix under
+        every `implementation`.
       remat: as for `BertModel`.
-      rngs: random numbers for the initial parameters, as for `BertModel`; those of the head are made as the encoder's.
+      rngs: random numbers for the initial parameters of the encoder and of the head, as for `BertModel`.
 
     Attributes:
       bert: the `BertModel`, without a pooler.
       lm_head: `dense_kernel` `[D, D]`, `dense_bias`, `norm_gamma` and `norm_beta` `[D]`, `out_bias` `[V]`.
+
+    Raises:
+      TypeError: as for `BertModel`.
+      ValueError: as for `BertModel`.
     """
 
     _TASK = "ForMaskedLM"
@@ -84,21 +93,30 @@ class BertForMaskedLM(EncoderWithHead):
         deterministic: bool | None = None,
         rngs: nnx.Rngs | Array | None = None,
     ) -> Array:
-        """Computes the logits of all tokens; for training, `loss` needs far less time and memory.
+        """Computes the logits of all tokens. For training, `loss` needs far less time and memory.
 
-        Args: all as for `BertModel`.
+        Args:
+          input_ids: `[B, T]`, or `[M]` for packed sequences, as for `BertModel`.
+          attention_mask: `[B, T]`, as for `BertModel`.
+          token_type_ids: shape of `input_ids`, as for `BertModel`.
+          position_ids: shape of `input_ids`, as for `BertModel`.
+          cu_seqlens: `[B + 1]` for packed sequences, as for `BertModel`.
+          max_seqlen: for packed sequences, as for `BertModel`.
+          deterministic: as for `BertModel`.
+          rngs: for dropout, as for `BertModel`.
 
         Returns:
-          `[B, T, V]`, of packed tokens `[M, V]`, in the model's `dtype`.
+          `[B, T, V]`, or `[M, V]` for packed sequences, in the model's `dtype`.
 
         Raises:
-          TypeError, ValueError: as `BertModel`.
+          TypeError: as for `BertModel.__call__`.
+          ValueError: as for `BertModel.__call__`.
 
-        Gradients: of all parameters.
+        Gradients: for all parameters.
         """
         options = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "deterministic": deterministic, "rngs": rngs}
         x = self._hidden(input_ids, attention_mask, token_type_ids, position_ids, **options)
-        # XLA's product reads the table as it lies; the kernels of `dense` would need a transposed copy.
+        # XLA's matmul reads the table without a transposed copy, which the kernels of `dense` would need.
         table = self.bert.embeddings.word[...].astype(x.dtype).T
         return dense(x, table, self.lm_head.out_bias[...], implementation="xla")
 
@@ -115,23 +133,30 @@ class BertForMaskedLM(EncoderWithHead):
         deterministic: bool | None = None,
         rngs: nnx.Rngs | Array | None = None,
     ) -> CrossEntropy:
-        """The cross-entropy of the tokens that have a label; of the others no logits are computed.
+        """Computes the cross-entropy of the tokens that have a label. No logits are computed for the other tokens.
 
         Args:
-          labels: integers of the shape of `input_ids`, the ids of the tokens that were masked, and -100 elsewhere. Of
-            packed tokens, rows that take no part in a sequence have no label, whatever is given there.
-          input_ids, attention_mask, token_type_ids, position_ids: as for `BertModel`.
-          cu_seqlens, max_seqlen, deterministic, rngs: likewise.
+          input_ids: `[B, T]`, or `[M]` for packed sequences, as for `BertModel`.
+          labels: integers of the shape of `input_ids`: the ids of the tokens that were masked, and -100 elsewhere. In
+            packed sequences, rows that belong to no sequence have no label, whatever `labels` holds there.
+          attention_mask: `[B, T]`, as for `BertModel`.
+          token_type_ids: shape of `input_ids`, as for `BertModel`.
+          position_ids: shape of `input_ids`, as for `BertModel`.
+          cu_seqlens: `[B + 1]` for packed sequences, as for `BertModel`.
+          max_seqlen: for packed sequences, as for `BertModel`.
+          deterministic: as for `BertModel`.
+          rngs: for dropout, as for `BertModel`.
 
         Returns:
-          What `jaxft.linear_cross_entropy` returns: the tuple (total, labelled), whose property `mean` is the loss
-          that transformers returns, and 0 where there is no label. Over the steps of gradient accumulation or over
-          devices, add up both before dividing.
+          The result of `jaxft.linear_cross_entropy`: the tuple (total, labelled). Its property `mean` is the loss that
+          transformers returns, or 0 if there is no label. For gradient accumulation over steps or for several devices,
+          sum `total` and `labelled` before you divide.
 
         Raises:
-          TypeError, ValueError: as `BertModel` and `jaxft.linear_cross_entropy`.
+          TypeError: as for `BertModel.__call__` and `jaxft.linear_cross_entropy`.
+          ValueError: as for `BertModel.__call__` and `jaxft.linear_cross_entropy`.
 
-        Gradients: of all parameters. A label that is no id of the vocabulary makes the loss NaN.
+        Gradients: for all parameters. A label that is not an id of the vocabulary makes the loss NaN.
         """
         options = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "deterministic": deterministic, "rngs": rngs}
         shape = inputs.as_ids("BertModel", "input_ids", input_ids).shape
@@ -141,7 +166,7 @@ class BertForMaskedLM(EncoderWithHead):
         return linear_cross_entropy(x, self.bert.embeddings.word[...], used, self.lm_head.out_bias[...])
 
     def _hidden(self, *ids: Any, **options: Any) -> Array:
-        """What the word embeddings make logits of."""
+        """Returns the input of the matmul with the word embeddings."""
         return self.lm_head(self.bert(*ids, **options).last_hidden_state)
 
     @classmethod

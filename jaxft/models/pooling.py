@@ -1,11 +1,20 @@
-"""From the hidden states of tokens to one vector a sequence, for padded and for packed sequences."""
+"""Pooling of the hidden states of tokens to one vector per sequence, for padded and for packed sequences."""
 
 import jax
 import jax.numpy as jnp
 
 
 def pool(hidden: jax.Array, mask: jax.Array, modes: tuple[str, ...]) -> jax.Array:
-    """`hidden` float32 `[B, T, D]`, `mask` bool `[B, T]` -> float32 `[B, D * len(modes)]`; no token at all gives 0."""
+    """Pools the hidden states of a padded batch.
+
+    Args:
+      hidden: float32 `[B, T, D]`.
+      mask: bool `[B, T]`, True for the tokens that take part.
+      modes: any of "cls", "max" and "mean". The results are concatenated in the order of `modes`.
+
+    Returns:
+      float32 `[B, D * len(modes)]`. A sequence without tokens gives 0.
+    """
     count = jnp.sum(mask, axis=1, dtype=jnp.int32)[:, None]
     mask = mask[:, :, None]
     pooled = {
@@ -17,35 +26,58 @@ def pool(hidden: jax.Array, mask: jax.Array, modes: tuple[str, ...]) -> jax.Arra
 
 
 def pool_packed(hidden: jax.Array, cu_seqlens: jax.Array, modes: tuple[str, ...], max_seqlen: int) -> jax.Array:
-    """`pool` of sequences back to back: `hidden` float32 `[M, D]`, `cu_seqlens` int32 `[B + 1]`.
+    """Pools the hidden states of packed sequences, as `pool` does for a padded batch.
 
-    A sequence's result does not depend, in any bit, on what the others hold or where it lies. Tokens after the first
-    `max_seqlen` of a sequence take no part; a sequence that ends beyond M gives NaN ("cls" only if it starts there).
+    The result of a sequence is bitwise independent of the content of the other sequences and of its own position in
+    `hidden`.
+
+    Args:
+      hidden: float32 `[M, D]`.
+      cu_seqlens: int32 `[B + 1]`.
+      modes: as for `pool`.
+      max_seqlen: the number of tokens of each sequence that take part, counted from its start.
+
+    Returns:
+      float32 `[B, D * len(modes)]`. A sequence that ends beyond the M rows gives NaN ("cls" only if it starts there).
     """
     mask = jnp.arange(max_seqlen, dtype=jnp.int32) < jnp.diff(cu_seqlens)[:, None]
     return pool(sequence_rows(hidden, cu_seqlens, max_seqlen), mask, modes)
 
 
 def first_tokens(x: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
-    """`[B, D]` of `x` `[B, T, D]`, or of `[M, D]` with `cu_seqlens`: 0 for a sequence of no token."""
+    """Returns the first token of each sequence, `[B, D]`.
+
+    Args:
+      x: `[B, T, D]`, or `[M, D]` with `cu_seqlens`.
+      cu_seqlens: `[B + 1]` for packed sequences, in which a sequence without tokens gives 0; otherwise None.
+    """
     return (x if cu_seqlens is None else sequence_rows(x, cu_seqlens, 1))[:, 0]
 
 
 def sequence_rows(x: jax.Array, cu_seqlens: jax.Array, length: int) -> jax.Array:
-    """The first rows of each sequence in `x` `[M, D]`, as `[B, length, D]`: 0 after its end, NaN from row M on.
+    """Returns the first `length` rows of each packed sequence, as a padded array.
 
-    XLA fuses the look-up into what reads the result.
+    XLA fuses the lookup into the operation that reads the result.
+
+    Args:
+      x: `[M, D]`.
+      cu_seqlens: `[B + 1]`.
+      length: number of rows per sequence.
+
+    Returns:
+      `[B, length, D]`: 0 after the end of a sequence, NaN where a sequence goes beyond the M rows.
     """
     rows, row = x.shape[0], jnp.arange(length, dtype=jnp.int32)
     used = row < jnp.diff(cu_seqlens)[:, None]
-    if rows == 0:  # which JAX's gather refuses
+    if rows == 0:  # JAX's gather does not accept an empty axis
         taken = jnp.full((*used.shape, x.shape[1]), jnp.nan, x.dtype)
     else:
-        # No row twice, so that the gradient needs no atomics.
+        # No row occurs twice (`unique_indices`), so the gradient needs no atomics.
         index = jnp.where(used, cu_seqlens[:-1, None] + row, rows)
         taken = x.at[index].get(mode="fill", fill_value=jnp.nan, unique_indices=True)
     return jnp.where(used[:, :, None], taken, jnp.zeros((), x.dtype))
 
 
 def l2_normalize(x: jax.Array) -> jax.Array:
+    """Divides `x` by its L2 norm along the last axis, or by 1e-12 if the norm is smaller."""
     return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
