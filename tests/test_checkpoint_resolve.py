@@ -65,7 +65,9 @@ def test_resolve_id_downloads_what_is_needed(tmp_path, monkeypatch):
 
 
 def test_resolve_id_that_was_not_downloaded(tmp_path):
-    with pytest.raises(CheckpointError, match="'no-owner/no-model' at revision 'v1' cannot be had.*local_files_only"):
+    with pytest.raises(
+        CheckpointError, match="'no-owner/no-model' at revision 'v1' could not be obtained.*local_files"
+    ):
         checkpoint_files.resolve("no-owner/no-model", revision="v1", cache_dir=tmp_path, local_files_only=True)
 
 
@@ -75,7 +77,7 @@ def test_resolve_id_that_cannot_be_had(error, monkeypatch):
         raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    with pytest.raises(CheckpointError, match="'owner/model' cannot be had.*give a local folder") as caught:
+    with pytest.raises(CheckpointError, match="'owner/model' could not be obtained.*give a local folder") as caught:
         checkpoint_files.resolve("owner/model")
     assert caught.value.__cause__ is error
     assert "\n" not in str(caught.value)

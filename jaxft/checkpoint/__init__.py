@@ -1,0 +1,1 @@
+"""Reading, checking and writing of Hugging Face checkpoints."""

@@ -1,4 +1,4 @@
-"""The folder of a checkpoint, local or from Hugging Face, and its JSON files."""
+"""Folder of a checkpoint, local or from Hugging Face, and its JSON files."""
 
 import json
 import os
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be found, read or used; the message lists every problem with its file and tensor."""
+    """Error for a checkpoint that cannot be found, read or used. Its message lists each problem, file and tensor."""
 
 
-_LONGEST_ID = 96  # that Hugging Face allows
+_LONGEST_ID = 96  # the limit of Hugging Face
 
 
 def resolve(
@@ -24,16 +24,24 @@ def resolve(
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
 ) -> Path:
-    """The folder of a checkpoint: an existing folder as it is, otherwise a Hugging Face id, downloaded or cached.
+    """Returns the folder of a checkpoint.
+
+    An existing folder is returned as it is. A Hugging Face id is downloaded, or taken from the cache.
+
+    Args:
+      folder_or_id: folder, or the id of a model on Hugging Face.
+      revision: branch, tag or commit of the model on Hugging Face.
+      cache_dir: folder for downloads. None is Hugging Face's default.
+      local_files_only: whether to use only files that were downloaded before.
 
     Raises:
-      CheckpointError: neither a folder nor an id that can be had; the message says what to do.
+      CheckpointError: `folder_or_id` is neither a folder nor an id whose files are available. The message gives advice.
       TypeError: `folder_or_id` is not a string or path.
     """
     name = os.fspath(folder_or_id) if isinstance(folder_or_id, os.PathLike) else folder_or_id
     if not isinstance(name, str):
         raise TypeError(f"from_pretrained: folder_or_id must be a string or a path, got {type(name).__name__}")
-    # os.path: the methods of Path raise what the operating system says to a name that is too long.
+    # os.path, because the methods of Path raise the operating system's error for a name that is too long.
     if os.path.isdir(name):
         return Path(name)
     if os.path.exists(name):
@@ -54,7 +62,7 @@ def resolve(
                 ignore_patterns=["onnx/*", "openvino/*", "coreml/*"],
             )
         )
-    except Exception as error:  # its own errors, the operating system's, and those of its HTTP library of the day
+    except Exception as error:  # errors of huggingface_hub, the operating system or the HTTP library
         wanted = f"{name!r}" + (f" at revision {revision!r}" if revision else "")
         if local_files_only:
             advice = "It is not in the local cache: download it once without local_files_only, or give its folder."
@@ -65,13 +73,13 @@ def resolve(
             )
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(
-            f"no folder {name!r} exists, and the Hugging Face model {wanted} cannot be had. {advice} "
+            f"no folder {name!r} exists, and the Hugging Face model {wanted} could not be obtained. {advice} "
             f"({type(error).__name__}: {reason})"
         ) from error
 
 
 def read_json(file: Path) -> Any:
-    """The content of a JSON file.
+    """Returns the content of a JSON file.
 
     Raises:
       CheckpointError: the file is missing, unreadable or not JSON.
@@ -87,7 +95,7 @@ def read_json(file: Path) -> Any:
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Returns the object in a JSON file.
 
     Raises:
       CheckpointError: the file is missing, unreadable, not JSON or not an object.
@@ -99,7 +107,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path, parse: Callable[[dict[str, Any]], T]) -> T:
-    """What `parse` makes of the object in `config.json`.
+    """Applies `parse` to the object in `config.json` and returns the result.
 
     Raises:
       CheckpointError: the file is missing, unreadable, not JSON or not an object, or `parse` raises a ValueError.

@@ -1,8 +1,8 @@
-"""The names of tensors in checkpoints, by `model_type`: encoders, heads, and the layouts that combine both.
+"""Names of the tensors in checkpoints, by `model_type`: encoders, heads, and the layouts that combine both.
 
-Each table maps a parameter of jaxft to its tensors in the checkpoint, where {i} is the number of the layer. A parameter
-with several tensors is their concatenation along its last axis. A `kernel` is [in, out]; the checkpoint's
-torch.nn.Linear stores it as [out, in].
+Each table maps a parameter of jaxft to its tensors in the checkpoint; {i} is the number of the layer. A parameter with
+several tensors is their concatenation along the last axis. A `kernel` is [in, out]; torch.nn.Linear, and thus the
+checkpoint, stores it as [out, in].
 """
 
 import dataclasses
@@ -85,9 +85,9 @@ _DISTILBERT_CONFIG = {
 
 # --- Heads -------------------------------------------------------------------------------------------------------
 #
-# XLM-RoBERTa and CamemBERT have the names of RoBERTa.
+# XLM-RoBERTa and CamemBERT use the names of RoBERTa.
 
-# Sequence classification: a dense layer on the first token, which in BERT is the pooler, and one to the labels.
+# Sequence classification: a dense layer on the first token (in BERT the pooler), and a dense layer to the labels.
 
 _CLASSIFICATION: Mapping[str, Names] = {
     "bert": {
@@ -110,12 +110,12 @@ _CLASSIFICATION: Mapping[str, Names] = {
     },
 }
 
-# Token classification: a layer to the labels alone.
+# Token classification: only a dense layer to the labels.
 
 _TOKEN_CLASSIFICATION: Names = {"classifier.kernel": ["classifier.weight"], "classifier.bias": ["classifier.bias"]}
 
-# Masked language modelling: a dense layer and a LayerNorm, and the bias of the logits, whose matrix is that of the word
-# embeddings.
+# Masked language modelling: a dense layer, a LayerNorm and the bias of the logits. The matrix of the logits is the
+# table of word embeddings.
 
 _MASKED_LM: Mapping[str, Names] = {
     "bert": {
@@ -145,10 +145,10 @@ _HEADS: Mapping[str, Names] = {
     kind: _CLASSIFICATION[kind] | _TOKEN_CLASSIFICATION | _MASKED_LM[kind] for kind in ("bert", "roberta", "distilbert")
 }
 
-# The last layer of the classifiers, whose first axis is the labels'.
+# Tensors of the last layer of classifiers. Their first axis is the number of labels.
 LABELS = ("classifier.weight", "classifier.bias", "classifier.out_proj.weight", "classifier.out_proj.bias")
 
-# What a checkpoint of masked language modelling may hold a second time -> the name of the first.
+# Copy of a tensor that a checkpoint of a masked language model may hold -> name of the original.
 _WORDS = "embeddings.word_embeddings.weight"
 _TIED: Mapping[str, Mapping[str, str]] = {
     "bert": {"cls.predictions.decoder.weight": _WORDS, "cls.predictions.decoder.bias": "cls.predictions.bias"},
@@ -161,15 +161,15 @@ _TIED: Mapping[str, Mapping[str, str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How the checkpoints of one `model_type` name things."""
+    """Names in the checkpoints of one `model_type`."""
 
     names: Mapping[str, list[str]]
-    prefix: str  # of the encoder's tensors, when the checkpoint was saved from a model with a head
-    heads: tuple[str, ...]  # beginnings of the names of such heads' tensors, read only where they are asked for
-    tied: Mapping[str, str]  # a head's tensor -> the one that it must be the same as
-    architecture: str  # transformers' class of the encoder
-    config_defaults: Mapping[str, Any]  # of a config.json, where they are not BertConfig's
-    config_names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # where they are not BertConfig's
+    prefix: str  # of the encoder's tensors if the checkpoint was saved from a model with a head
+    heads: tuple[str, ...]  # prefixes of the tensors of heads, which are read only on request
+    tied: Mapping[str, str]  # tensor of a head -> tensor that it must equal
+    architecture: str  # name of the encoder class in transformers
+    config_defaults: Mapping[str, Any]  # defaults that differ from BertConfig
+    config_names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # BertConfig's names -> others
 
 
 _CLASSIFIERS = ("classifier.", "qa_outputs.")
@@ -204,11 +204,11 @@ LAYOUTS: Mapping[str, Layout] = {
 BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")  # constants that some versions stored
 
 
-POOLER = ("pooler.dense.weight", "pooler.dense.bias")  # older RoBERTa classifiers have one, and do not use it
+POOLER = ("pooler.dense.weight", "pooler.dense.bias")  # older RoBERTa classifiers have an unused pooler
 
 
 def checkpoint_names(layout: Layout, parameter: str) -> list[str]:
-    """Names of the tensors that `parameter` consists of, for example "layers.3.out_bias"."""
+    """Returns the names of the tensors that make up `parameter`, for example "layers.3.out_bias"."""
     number = re.match(r"layers\.(\d+)\.", parameter)
     if number is None:
         return layout.names[parameter]
@@ -217,7 +217,10 @@ def checkpoint_names(layout: Layout, parameter: str) -> list[str]:
 
 
 def canonical(layout: Layout, name: str) -> str:
-    """The name in the layout's table: without the prefix, and LayerNorm's old gamma and beta renamed."""
+    """Returns the name of a tensor in the layout's table.
+
+    The prefix is removed, and LayerNorm's old names gamma and beta are replaced.
+    """
     name = name.removeprefix(layout.prefix)
     for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
         if name.endswith(old):
@@ -226,16 +229,20 @@ def canonical(layout: Layout, name: str) -> str:
 
 
 def with_prefix(layout: Layout, name: str) -> str:
-    """The name of a tensor, of the encoder or of a head, in the checkpoint of a model with a head."""
+    """Returns the name of a tensor in the checkpoint of a model with a head.
+
+    Tensors of the encoder get the prefix; tensors of the head do not.
+    """
     return name if name.startswith(layout.heads) else layout.prefix + name
 
 
 def is_kernel(parameter: str) -> bool:
+    """Returns whether the parameter is a matrix that the checkpoint stores transposed."""
     return parameter.endswith("kernel")
 
 
 def expected_tensors(layout: Layout, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Shape of every tensor of the checkpoint, from those of our parameters."""
+    """Returns the shape of each tensor in the checkpoint, given the shapes of jaxft's parameters."""
     expected: dict[str, Shape] = {}
     for parameter, shape in shapes.items():
         names = checkpoint_names(layout, parameter)

@@ -1,4 +1,4 @@
-"""The safetensors files of Hugging Face checkpoints: checking, reading and writing them.
+"""Checking, reading and writing of the safetensors files of Hugging Face checkpoints.
 
 The headers of all files are checked against the expected names, shapes and dtypes before any tensor is read. Pickle
 files are never opened.
@@ -28,7 +28,12 @@ _NEW = "rngs=nnx.Rngs(0) to the model's from_pretrained, which initialises it"
 
 
 def _tensor_files(folder: Path) -> tuple[Path, Mapping[str, set[str] | None]]:
-    """The file that lists the tensors, and the safetensors files with the tensors that each must have (None: any)."""
+    """Finds the safetensors files of a checkpoint.
+
+    Returns:
+      The file that lists the tensors, and the names of the safetensors files, each with the tensors that it must have
+      (None: any).
+    """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return single, {single.name: None}
@@ -50,7 +55,7 @@ def _tensor_files(folder: Path) -> tuple[Path, Mapping[str, set[str] | None]]:
     problems: list[str] = []
     shards: dict[str, set[str]] = {}
     for name, shard in weight_map.items():
-        # A plain file name: nothing that could lead out of the folder on any operating system.
+        # Only a plain file name, so that no path leads out of the folder on any operating system.
         if not isinstance(shard, str) or not re.fullmatch(r"\w[\w.-]*\.safetensors", shard):
             problems.append(f"{index.name}: {name!r} is said to be in {shard!r}, no plain name of a safetensors file")
         else:
@@ -75,7 +80,7 @@ def _error(folder: Path, problems: Iterable[str]) -> CheckpointError:
 
 @dataclasses.dataclass(frozen=True)
 class _Tensor:
-    """A tensor of an open file, not read yet."""
+    """Tensor of an open file that has not been read yet."""
 
     file: str
     name: str
@@ -101,7 +106,10 @@ class _Tensor:
 
 
 def _open_file(file: Path, stack: contextlib.ExitStack) -> Any:
-    """A reader of `file` whose header has been checked: it is valid and accounts for every byte of the file."""
+    """Opens a safetensors file for reading.
+
+    safetensors checks that the header is valid and accounts for each byte of the file.
+    """
     import safetensors
 
     with file.open("rb") as start:
@@ -113,14 +121,17 @@ def _open_file(file: Path, stack: contextlib.ExitStack) -> Any:
 def _find_tensors(
     folder: Path, layout: layouts.Layout, expected: Mapping[str, Shape], has_new_head: bool, stack: contextlib.ExitStack
 ) -> dict[str, _Tensor]:
-    """The expected tensors by their names in the layout's table, once all headers are known to be right.
+    """Checks the headers of all files.
 
-    Where a tensor is tied to another one of them, either will do, and both must be equal. With a new head, those of a
-    head that are missing or have another number of labels are left out.
+    If a tensor is tied to another expected tensor, the checkpoint may have either one. If it has both, they must be
+    equal. With `has_new_head`, tensors of the head that are missing or have another number of labels are left out.
+
+    Returns:
+      The expected tensors by their names in the layout's table.
     """
     import safetensors
 
-    modules = {name.partition(".")[0] for name in expected}  # those asked for
+    modules = {name.partition(".")[0] for name in expected}  # modules that were requested
     tied = {name: original for name, original in layout.tied.items() if name.partition(".")[0] in modules}
     shapes = {**expected, **{name: expected[original] for name, original in tied.items()}}
     listing, files = _tensor_files(folder)
@@ -154,11 +165,11 @@ def _find_tensors(
     copies = [(found.pop(name), original) for name, original in tied.items() if name in found]
     pairs = [(copy, found.setdefault(original, copy)) for copy, original in copies]
     head = {name for name in expected if name.startswith(layout.heads)}
-    if not unread:  # otherwise they may be in a file that could not be read
+    if not unread:  # otherwise the file that could not be read may have the missing tensors
         needed = expected.keys() - found.keys()
         if head:
-            head |= {*layouts.POOLER}  # a part of BERT's classifier
-        elif needed.issuperset(layouts.POOLER):  # masked language models are saved without
+            head |= {*layouts.POOLER}  # part of BERT's classification head
+        elif needed.issuperset(layouts.POOLER):  # masked language models are saved without a pooler
             needed -= {*layouts.POOLER}
         prefixed = any(tensor.name.startswith(layout.prefix) for tensor in found.values())
         for name in needed - head if has_new_head else needed:
@@ -172,7 +183,7 @@ def _find_tensors(
     ]
     if problems:
         raise _error(folder, sorted(problems))
-    # Of the head a layer is the checkpoint's or new, and not half of each.
+    # A layer of the head is taken from the checkpoint as a whole, or is new as a whole.
     new = tuple(
         name.rpartition(".")[0] + "." for name in head if name not in found or found[name].shape != expected[name]
     )
@@ -182,19 +193,25 @@ def _find_tensors(
 def load(
     folder: Path, model_type: str, shapes: Mapping[str, Shape], dtype: DTypeLike, *, has_new_head: bool = False
 ) -> dict[str, jax.Array]:
-    """The parameters of a checkpoint in `dtype`, read one at a time.
+    """Reads the parameters of a checkpoint, one tensor at a time.
 
-    A checkpoint without pooler gives none for it, unless a head is asked for too, of which it is a part in BERT.
+    The result has no pooler if the checkpoint has none. This is an error if a head is requested too, because the pooler
+    is part of BERT's classification head.
 
     Args:
-      folder: holds `model.safetensors`, or `model.safetensors.index.json` and its shards.
+      folder: folder with `model.safetensors`, or with `model.safetensors.index.json` and its shards.
       model_type: a key of `LAYOUTS`.
-      shapes: of every parameter by name, for example `{"layers.0.qkv_bias": (1152,), ...}`.
-      dtype: that of the result, whatever that of the checkpoint (float16, bfloat16, float32 or float64).
-      has_new_head: whether parameters of the head that it lacks, or has for another number of labels, are left out.
+      shapes: shape of each parameter by name, for example `{"layers.0.qkv_bias": (1152,), ...}`.
+      dtype: dtype of the result. The checkpoint may have float16, bfloat16, float32 or float64.
+      has_new_head: whether to leave out parameters of the head that the checkpoint lacks or has for another number of
+        labels.
+
+    Returns:
+      The parameters by name.
 
     Raises:
-      CheckpointError: anything wrong with the files, all of it at once, before a tensor is read.
+      CheckpointError: anything is wrong with the files. The message lists all problems. Headers are checked before any
+        tensor is read.
     """
     layout = layouts.LAYOUTS[model_type]
     with contextlib.ExitStack() as stack:
@@ -218,12 +235,17 @@ def load(
 def save(folder: str | os.PathLike[str], config: Mapping[str, Any], parameters: Mapping[str, jax.Array]) -> None:
     """Writes `config.json` and `model.safetensors` in the layout of `config["model_type"]`.
 
-    Where `parameters` has a head's, the names of the encoder's tensors get the layout's prefix, as transformers has it.
+    If `parameters` includes a head, the tensors of the encoder get the layout's prefix, as in transformers.
+
+    Args:
+      folder: folder of the files. It is created if it does not exist.
+      config: content of `config.json`.
+      parameters: parameters by name.
 
     Raises:
       TypeError: `folder` is not a string or path.
-      NotADirectoryError: it is a file.
-      ValueError: the parameters are shapes only.
+      NotADirectoryError: `folder` is a file.
+      ValueError: the parameters have shapes but no values.
     """
     if not isinstance(folder, str | os.PathLike):
         raise TypeError(f"save_pretrained: folder must be a string or path, got {type(folder).__name__}")
@@ -243,9 +265,9 @@ def save(folder: str | os.PathLike[str], config: Mapping[str, Any], parameters: 
 
 
 def write(folder: Path, config: Mapping[str, Any], tensors: dict[str, np.ndarray]) -> None:
-    """`config.json` and `model.safetensors`, both complete before either gets its name.
+    """Writes `config.json` and `model.safetensors`. Both are complete before either gets its final name.
 
-    A checkpoint that was there before is left as it was by any exception, KeyboardInterrupt included.
+    If an exception occurs, KeyboardInterrupt included, an earlier checkpoint in the folder stays as it was.
     """
     import safetensors.numpy
 
@@ -254,16 +276,16 @@ def write(folder: Path, config: Mapping[str, Any], tensors: dict[str, np.ndarray
     files = target.name, "config.json", "before"
     weights, settings, before = (folder / f".{file}.{os.getpid()}.part" for file in files)
     try:
-        # transformers wants to be told that the tensors follow PyTorch's conventions.
+        # transformers expects this metadata, which says that the tensors follow PyTorch's conventions.
         safetensors.numpy.save_file(tensors, weights, metadata={"format": "pt"})
         settings.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        weights.chmod(stat.S_IMODE(settings.stat().st_mode))  # safetensors makes it its owner's only
-        with contextlib.suppress(OSError):  # there is none, or the file system has no links
+        weights.chmod(stat.S_IMODE(settings.stat().st_mode))  # safetensors makes the file readable by its owner only
+        with contextlib.suppress(OSError):  # no earlier file, or no hard links in this file system
             os.link(target, before)
         try:
             os.replace(weights, target)
             os.replace(settings, folder / "config.json")
-        except BaseException:  # weights of one model beside the config.json of another would load
+        except BaseException:  # new weights with an old config.json could load
             if before.exists():
                 os.replace(before, target)
             raise
