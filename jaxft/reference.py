@@ -1,11 +1,11 @@
-"""Every operation of jaxft in plain `jax.numpy`: the meaning that all other implementations are held to.
+"""Reference implementation of each operation of jaxft in plain `jax.numpy`.
 
-These functions are the "xla" implementation, the path on CPUs and TPUs, and the specification. They take checked
-arguments (the functions in `jaxft.ops` check them), accumulate in float32 (float64 for float64 inputs), and get their
-gradients from JAX's own differentiation.
+These functions define what every other implementation must compute. They are the "xla" implementation, and CPUs and
+TPUs run them. They take checked arguments (the functions in `jaxft.ops` check them), accumulate in float32 (float64 for
+float64 inputs), and get their gradients from JAX's automatic differentiation.
 
-Letters in shapes: B batch, T query length, S key length, N heads, K key/value heads, G = N // K, H head size,
-D model width, M rows.
+Letters in shapes: B batch, T query length, S key length, N heads, K key/value heads, G = N // K, H head size, D model
+width, M rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PrecisionLike = Any
 
 
 def _wide_dtype(x: Array) -> Any:
-    """The dtype of statistics and accumulation."""
+    """Returns the dtype of statistics and accumulation."""
     return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
 
 
@@ -37,7 +37,7 @@ def _wide(x: Array) -> Array:
 
 
 def layer_norm(x: Array, gamma: Array | None = None, beta: Array | None = None, *, epsilon: float = 1e-6) -> Array:
-    """(x - mean) / sqrt(variance + epsilon) * gamma + beta over the last axis, in two passes."""
+    """Computes (x - mean) / sqrt(variance + epsilon) * gamma + beta over the last axis, in two passes."""
     return _normalize(_wide(x), gamma, beta, epsilon).astype(x.dtype)
 
 
@@ -63,7 +63,7 @@ def bias_residual_layer_norm(
     dropout_rng: Array | None = None,
     return_sum: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """layer_norm(dropout(x + bias) + residual), and with `return_sum` also the sum that is normalised."""
+    """Computes layer_norm(dropout(x + bias) + residual). With `return_sum`, also returns the normalised sum."""
     total = _wide(x)
     if bias is not None:
         total = total + bias.astype(total.dtype)
@@ -87,7 +87,10 @@ def embeddings_layer_norm(
     dropout_rng: Array | None = None,
     dtype: Any = None,
 ) -> Array:
-    """dropout(layer_norm(sum)) of the rows that the ids name; an id that is not in its table gives NaN."""
+    """Computes dropout(layer_norm(sum)) of the rows selected by the ids.
+
+    An id outside its table gives NaN.
+    """
 
     def rows(table: Array, ids: Array) -> Array:
         return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
@@ -104,7 +107,7 @@ def embeddings_layer_norm(
 
 
 def _gelu(x: Array) -> Array:
-    return 0.5 * x * lax.erfc(x * -math.sqrt(0.5))  # erfc keeps the small values of the negative tail
+    return 0.5 * x * lax.erfc(x * -math.sqrt(0.5))  # erfc is accurate for the small values of the negative tail
 
 
 def _gelu_tanh(x: Array) -> Array:
@@ -114,14 +117,14 @@ def _gelu_tanh(x: Array) -> Array:
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
-    "relu": jax.nn.relu,  # whose gradient at 0 is 0
+    "relu": jax.nn.relu,  # its gradient at 0 is 0
     "silu": lambda x: x * jax.nn.sigmoid(x),
     "tanh": jnp.tanh,
 }
 
 
 def bias_activation(x: Array, bias: Array | None, *, activation: str = "gelu") -> Array:
-    """activation(x + bias)."""
+    """Computes activation(x + bias)."""
     y = _wide(x)
     if bias is not None:
         y = y + bias.astype(y.dtype)
@@ -138,7 +141,12 @@ def _logits(x: Array, scale: float | None, bias: Array | None) -> Array:
 
 
 def _exponentials(logits: Array, allowed: Array | None) -> tuple[Array, Array, Array]:
-    """exp(logits - max) with 0 where not allowed, their sum, and the max (0 for a row with nothing allowed)."""
+    """Computes the parts of a softmax over the last axis.
+
+    Returns:
+      exp(logits - max) with 0 where not allowed; the sum of the exponentials; and the max, 0 for a row with nothing
+      allowed.
+    """
     if allowed is not None:
         logits = jnp.where(allowed, logits, -jnp.inf)
     top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
@@ -152,13 +160,16 @@ def _row_is_empty(total: Array) -> Array:
 
 
 def softmax(x: Array, *, scale: float | None = None, bias: Array | None = None, mask: Array | None = None) -> Array:
-    """softmax(x * scale + bias) over the last axis where `mask` is True, 0 elsewhere and in rows without a True."""
+    """Computes the softmax of x * scale + bias over the last axis, restricted to the elements whose `mask` is True.
+
+    The other elements are 0, and so are rows without a True.
+    """
     e, total, _ = _exponentials(_logits(x, scale, bias), mask)
     return (e / jnp.where(_row_is_empty(total), 1.0, total)).astype(x.dtype)
 
 
 def log_softmax(x: Array, *, scale: float | None = None, bias: Array | None = None, mask: Array | None = None) -> Array:
-    """log(softmax(...)): -inf where `mask` is False."""
+    """Computes the logarithm of `softmax`: -inf where `mask` is False."""
     logits = _logits(x, scale, bias)
     allowed = jnp.ones((), bool) if mask is None else mask
     _, total, top = _exponentials(logits, allowed)
@@ -175,10 +186,19 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     precision: PrecisionLike = None,
 ) -> tuple[Array, Array]:
-    """The sum of -log_softmax(x @ embedding.T + bias)[label] over rows whose label is not `ignore_index`, and how many.
+    """Computes the cross-entropy of the logits x @ embedding.T + bias, summed over the rows that have a label.
 
-    x [..., D], embedding [V, D] with a row for each class, labels [...]. One that names no class makes the sum and the
-    gradients NaN; a row without a label reaches neither, whatever it holds.
+    Args:
+      x: [..., D].
+      embedding: [V, D], a row for each class.
+      labels: [...]. A label that names no class makes the sum and the gradients NaN.
+      bias: [V], or None.
+      ignore_index: label of the rows without a label. Such a row has no effect on the sum or the gradients, whatever it
+        holds.
+      precision: precision of the matmul.
+
+    Returns:
+      The sum of -log_softmax(logits)[label], and the number of rows with a label.
     """
     labelled = labels != ignore_index
     x, table = jnp.where(labelled[..., None], x, 0), embedding.astype(x.dtype)
@@ -195,7 +215,7 @@ def linear_cross_entropy(
 
 
 def qkv_bias_split_heads(qkv: Array, bias: Array | None, num_heads: int) -> tuple[Array, Array, Array]:
-    """[B, T, 3*N*H] plus bias [3*N*H] -> three [B, N, T, H]."""
+    """Adds bias [3*N*H] to qkv [B, T, 3*N*H] and splits the sum into three arrays [B, N, T, H]."""
     y = _wide(qkv)
     if bias is not None:
         y = y + bias.astype(y.dtype)
@@ -206,13 +226,13 @@ def qkv_bias_split_heads(qkv: Array, bias: Array | None, num_heads: int) -> tupl
 
 
 def merge_heads(x: Array) -> Array:
-    """[B, N, T, H] -> [B, T, N*H]."""
+    """Merges heads: [B, N, T, H] -> [B, T, N*H]."""
     batch, heads, length, size = x.shape
     return jnp.transpose(x, (0, 2, 1, 3)).reshape(batch, length, heads * size)
 
 
 def permute(x: Array, axes: tuple[int, ...]) -> Array:
-    """jnp.transpose."""
+    """Computes jnp.transpose(x, axes)."""
     return jnp.transpose(x, axes)
 
 
@@ -231,7 +251,10 @@ def attention_mask(
     key_value_segment_ids: Array | None = None,
     local_window_size: tuple[int, int] | None = None,
 ) -> Array | None:
-    """All masks of an attention as one boolean array that broadcasts to [B, N, T, S]; None where there is no mask."""
+    """Combines all masks of an attention into one boolean array that broadcasts to [B, N, T, S].
+
+    Returns None if there is no mask.
+    """
     query = jnp.arange(query_length, dtype=jnp.int32)[:, None]  # [T, 1]
     key = jnp.arange(key_length, dtype=jnp.int32)[None, :]  # [1, S]
     parts = [] if mask is None else [mask]
@@ -250,7 +273,10 @@ def attention_mask(
 
 
 def _used_rows(used: Array, heads: int) -> Array:
-    """[B|1, N|1, L] -> [B|1, L, heads|1, 1]: True for a row of [B, L, heads, H] that takes part in the attention."""
+    """Returns which rows of an array [B, L, heads, H] take part in the attention.
+
+    `used` is [B|1, N|1, L]; the result is [B|1, L, heads|1, 1].
+    """
     batch, all_heads, length = used.shape
     if all_heads > 1:
         used = jnp.any(used.reshape(batch, heads, all_heads // heads, length), axis=2)
@@ -271,11 +297,26 @@ def dot_product_attention(
     precision: PrecisionLike = None,
     **masks: Any,
 ) -> Array | tuple[Array, Array]:
-    """softmax(query @ key^T * scale + bias) @ value: query [B,T,N,H], key and value [B,S,K,H] -> [B,T,N,H].
+    """Computes softmax(query @ key^T * scale + bias) @ value.
 
-    `masks` are the keyword arguments of `attention_mask`. A row with nothing to attend to gives 0 (and a log-sum-exp of
-    -inf), and a query, key or value that takes part in nothing (padding) reaches no output and no gradient, whatever
-    it holds.
+    A row with nothing to attend to gives 0, and its log-sum-exp is -inf. A query, key or value that takes part in
+    nothing (padding) has no effect on any output or gradient, whatever it holds.
+
+    Args:
+      query: [B, T, N, H].
+      key: [B, S, K, H].
+      value: [B, S, K, H].
+      bias: broadcastable to [B, N, T, S], added to the scaled logits.
+      mask: broadcastable to [B, N, T, S], True for keys that are attended to.
+      scale: factor of the logits. None is 1 / sqrt(H).
+      dropout_rate: rate of dropout of the probabilities.
+      dropout_rng: random key for dropout.
+      return_residual: whether to return the log-sum-exp too.
+      precision: precision of the matmuls.
+      **masks: other keyword arguments of `attention_mask`.
+
+    Returns:
+      [B, T, N, H]. With `return_residual`, also the log-sum-exp [B, T, N].
     """
     batch, t, n, h = query.shape
     s, k = key.shape[1:3]
@@ -287,7 +328,7 @@ def dot_product_attention(
         key = jnp.where(used_keys, key, 0)
         value = jnp.where(used_keys, value, 0)
     product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=_wide_dtype(query))
-    own, shared = ("n", "n") if n == k else ("kg", "k")  # with groups of one, products take a CPU twice as long
+    own, shared = ("n", "n") if n == k else ("kg", "k")  # a group axis of size 1 doubles the CPU's time
     grouped = query if n == k else query.reshape(batch, t, k, n // k, h)
     scores = product(f"bt{own}h,bs{shared}h->b{own}ts", grouped, key)
     logits = _logits(scores.reshape(batch, n, t, s), 1.0 / math.sqrt(h) if scale is None else scale, bias)
@@ -298,7 +339,7 @@ def dot_product_attention(
     out = product(f"b{own}ts,bs{shared}h->bt{own}h", p, value)
     out = out.reshape(batch, t, n, h).astype(query.dtype)
     if allowed is not None:
-        out = jnp.where(used_queries, out, 0)  # it is 0 already; this stops a cotangent of NaN in padding
+        out = jnp.where(used_queries, out, 0)  # already 0; this stops a NaN cotangent in padding
     if not return_residual:
         return out
     lse = jnp.where(empty, -jnp.inf, jnp.log(jnp.where(empty, 1.0, total)) + top)
@@ -308,9 +349,10 @@ def dot_product_attention(
 def varlen_qkv_attention(
     qkv: Array, cu_seqlens: Array, *, max_seqlen: int, **kwargs: Any
 ) -> Array | tuple[Array, Array]:
-    """Attention within each of B sequences that lie back to back in `qkv` [M,3,N,H]; rows of none give 0.
+    """Computes attention within each of B packed sequences in `qkv` [M, 3, N, H].
 
-    A sequence that goes beyond the M rows, or is longer than `max_seqlen`, is cut.
+    Rows that belong to no sequence give 0. A sequence that goes beyond the M rows or is longer than `max_seqlen` is
+    cut.
     """
     rows = qkv.shape[0]
     cu_seqlens = jnp.clip(cu_seqlens, 0, rows)
@@ -329,14 +371,17 @@ def varlen_qkv_attention(
 
 
 def _take_rows(x: Array, indices: Array) -> Array:
-    """x[indices], 0 for an index past the end."""
-    if x.shape[0] == 0:  # which JAX's gather refuses
+    """Returns x[indices], with 0 for an index past the end."""
+    if x.shape[0] == 0:  # JAX's gather does not accept an empty axis
         return jnp.zeros((*indices.shape, *x.shape[1:]), x.dtype)
     return x.at[indices].get(mode="fill", fill_value=0)
 
 
 def _put_rows(x: Array, indices: Array, rows: int, fill: float) -> Array:
-    """An array of that many rows, with x at the indices and `fill` elsewhere; an index past the end is dropped."""
+    """Returns an array of `rows` rows, with the rows of x at the indices and `fill` elsewhere.
+
+    An index past the end is dropped.
+    """
     return jnp.full((rows, *x.shape[indices.ndim :]), fill, x.dtype).at[indices].set(x, mode="drop")
 
 
@@ -352,14 +397,14 @@ def dense(
     residual: Array | None = None,
     precision: PrecisionLike = None,
 ) -> Array:
-    """activation(x @ kernel + bias) + residual: x [..., K], kernel [K, N] -> [..., N]."""
+    """Computes activation(x @ kernel + bias) + residual: x [..., K], kernel [K, N] -> [..., N]."""
     return dense_epilogue(jnp.matmul(x, kernel, precision=precision), bias, activation, residual)
 
 
 def dense_epilogue(y: Array, bias: Array | None, activation: str | None, residual: Array | None) -> Array:
-    """activation(y + bias) + residual."""
+    """Computes activation(y + bias) + residual."""
     if activation is None and residual is None:
-        # In the dtype of y, so that XLA puts the bias in the epilogue of the matrix product.
+        # In the dtype of y, so that XLA fuses the bias into the epilogue of the GEMM.
         return y if bias is None else y + bias.astype(y.dtype)
     out = _wide(y)
     if bias is not None:
@@ -375,7 +420,7 @@ def dense_residual_layer_norm(
     x: Array, kernel: Array, bias: Array | None, residual: Array, gamma: Array | None, beta: Array | None,
     *, precision: PrecisionLike = None, **options: Any,
 ) -> Array:  # fmt: skip
-    """bias_residual_layer_norm of dense(x, kernel), with its `options`."""
+    """Computes bias_residual_layer_norm of dense(x, kernel). `options` are for bias_residual_layer_norm."""
     y = dense(x, kernel, precision=precision)
     return bias_residual_layer_norm(y, bias, residual, gamma, beta, **options)  # type: ignore[return-value]
 
@@ -384,21 +429,30 @@ def feed_forward_residual_layer_norm(
     x: Array, in_kernel: Array, in_bias: Array | None, out_kernel: Array, out_bias: Array | None, gamma: Array | None,
     beta: Array | None, *, activation: str = "gelu", precision: PrecisionLike = None, **options: Any,
 ) -> Array:  # fmt: skip
-    """Two dense layers; the second as in dense_residual_layer_norm, with its `options`."""
+    """Computes two dense layers with a residual connection and LayerNorm.
+
+    The second layer is dense_residual_layer_norm with `options`.
+    """
     h = dense(x, in_kernel, in_bias, activation=activation, precision=precision)
     return dense_residual_layer_norm(h, out_kernel, out_bias, x, gamma, beta, precision=precision, **options)
 
 
 def remove_padding(x: Array, mask: Array, *, capacity: int) -> tuple[Array, Array, Array]:
-    """The rows of x [B,T,...] where mask [B,T] is True, back to back: ([capacity,...], *padding_indices)."""
+    """Packs the rows of x [B, T, ...] whose mask [B, T] is True.
+
+    Returns:
+      The packed rows [capacity, ...], and the two arrays of `padding_indices`.
+    """
     indices, cu_seqlens = padding_indices(mask, capacity=capacity)
     return take_tokens(x, indices), indices, cu_seqlens
 
 
 def padding_indices(mask: Array, *, capacity: int) -> tuple[Array, Array]:
-    """Where in [B*T] the tokens of mask [B,T] are, int32 [capacity], and where each sequence starts, int32 [B+1].
+    """Locates the tokens of mask [B, T].
 
-    The first is B*T in the unused tail, and -1 everywhere if there are more tokens than `capacity`.
+    Returns:
+      The index in [B*T] of each token, int32 [capacity], and the start of each sequence in the packed rows, int32
+      [B+1]. The indices are B*T in the unused tail. All of them are -1 if there are more tokens than `capacity`.
     """
     flat = mask.reshape(-1)
     places = jnp.arange(flat.size, dtype=jnp.int32)
@@ -412,20 +466,25 @@ def padding_indices(mask: Array, *, capacity: int) -> tuple[Array, Array]:
 
 
 def take_tokens(x: Array, indices: Array) -> Array:
-    """Rows of x [B,T,...] by their places in [B*T]: 0 for one past the end, and what `_take_or_spoil` says."""
+    """Returns the rows of x [B, T, ...] at indices in [B*T]. Indices out of range are as in `_take_or_spoil`."""
     return _take_or_spoil(x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), indices)
 
 
 def restore_padding(x: Array, indices: Array, *, batch: int, length: int) -> Array:
-    """The inverse of `take_tokens`: [M,...] -> [B,T,...], 0 where nothing was; spoilt if any index is negative."""
+    """Computes the inverse of `take_tokens`: [M, ...] -> [B, T, ...].
+
+    Places without a row get 0. A negative index spoils the whole result, as in `_take_or_spoil`.
+    """
     source = source_rows(indices, places=batch * length)
     return _take_or_spoil(x, source).reshape(batch, length, *x.shape[1:])
 
 
 def source_rows(indices: Array, *, places: int) -> Array:
-    """int32 [places], which row belongs in each of them, one past the end where none does; -1 if any index is negative.
+    """Inverts `indices`, so that only integers are scattered.
 
-    So that only integers are scattered.
+    Returns:
+      int32 [places]: the row that belongs in each place, or the number of rows (one past the end) for a place without a
+      row. All entries are -1 if any index is negative.
     """
     rows, lost = indices.shape[0], indices < 0
     source = jnp.full((places,), rows, jnp.int32)
@@ -435,7 +494,11 @@ def source_rows(indices: Array, *, places: int) -> Array:
 
 
 def _take_or_spoil(x: Array, indices: Array) -> Array:
-    """x[indices], 0 for an index past the end. For a negative one NaN; in other dtypes -1, the largest number, True."""
+    """Returns x[indices], with 0 for an index past the end and a spoilt value for a negative index.
+
+    The spoilt value is NaN for float dtypes, -1 for signed integers, the largest number for unsigned integers, and True
+    for booleans.
+    """
     spoilt: Any = jnp.nan
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         spoilt = -1 if jnp.issubdtype(x.dtype, jnp.signedinteger) else x.dtype == jnp.bool or jnp.iinfo(x.dtype).max

@@ -1,6 +1,6 @@
-"""What a training step needs beside model and optimiser: gradients over micro-batches, and a loss scale for float16.
+"""Parts of a training step: gradient accumulation over micro-batches, loss scaling for float16, compiler options.
 
-And `COMPILER_OPTIONS`, for `jax.jit(step, compiler_options=...)`.
+Pass `COMPILER_OPTIONS` to `jax.jit(step, compiler_options=...)`.
 """
 
 from collections.abc import Callable
@@ -13,12 +13,14 @@ from jax import Array, lax
 from jaxft.ops import checks, transforms
 from jaxft.ops.cross_entropy import CrossEntropy
 
-# Of products followed by an addition, XLA makes Triton kernels, or leaves the addition to a kernel of its own. Without
-# them cuBLAS adds, as where a gradient joins that of the residual connection; and there is less to compile.
-# A loop whose length the data decide, as that of `linear_cross_entropy`, is by default no part of a CUDA graph: in the
-# middle of every step the host waits for the forward pass, to see how often to go on, and the GPU then for the host to
-# send the backward pass. With what is in a graph by default (JAX 0.11), and such loops (WHILE), a step of the example
-# pretrain.py (BERT-base, 16,384 tokens) takes 23.5 ms for 26.6 when calls are queued (H200, JAX 0.11.2, 2026-11-24).
+# Options for the compilation of training steps.
+# Triton GEMM off: for a matmul followed by an addition XLA generates a Triton kernel, or a separate kernel for the
+# addition. With the option off, cuBLAS does the addition, for example where a gradient joins the gradient of the
+# residual connection. There is also less to compile.
+# Command buffers (CUDA graphs): the defaults of JAX 0.11, and WHILE. Without WHILE, a loop with a data-dependent trip
+# count such as the loop of `linear_cross_entropy` is not part of a CUDA graph. The host then waits for the forward pass
+# of every step to learn the trip count, and the GPU waits for the host to launch the backward pass.
+# H200, JAX 0.11.2, pretrain.py, BERT-base, 16,384 tokens, queued steps: 23.5 ms (without WHILE 26.6 ms), 2026-11-24
 COMPILER_OPTIONS: dict[str, str | bool] = {
     "xla_gpu_enable_triton_gemm": False,
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE",
@@ -30,41 +32,57 @@ State = TypeVar("State")
 
 
 class LossScale(NamedTuple):
-    """The factor of the loss that keeps float16 gradients from vanishing, and its history; part of a training state.
+    """Dynamic loss scale: the factor of the loss that keeps float16 gradients from underflowing.
 
-    A pytree of three scalars, saved and restored with the rest of the state. bfloat16 and float32 need none.
+    The loss scale is part of the training state: a pytree of three scalars, to be saved and restored with the rest.
+    Training in bfloat16 or float32 needs no loss scale.
 
-    When more than 24 steps in a row were `skipped`, no scale is left that could help: the gradients themselves are not
-    finite, and the training should be stopped.
+    Stop the training when `skipped` exceeds 24. Then even a scale of 1 does not help: the gradients themselves are not
+    finite.
+
+    Attributes:
+      scale: float32 scalar, the factor of the loss.
+      good_steps: int32 scalar, the number of steps since the scale last changed.
+      skipped: int32 scalar, the number of steps skipped in a row, up to and including the latest step.
     """
 
-    scale: Array  # float32
-    good_steps: Array  # int32, since the scale last changed
-    skipped: Array  # int32, steps in a row, up to the last one, that were left out
+    scale: Array
+    good_steps: Array
+    skipped: Array
 
     @classmethod
     def create(cls, scale: float = 2.0**15) -> Self:
-        """The state before the first step.
+        """Creates the loss scale for the first step.
+
+        Args:
+          scale: the initial factor, a Python number from 1 to 2**24.
+
+        Returns:
+          The loss scale, with both counters at 0.
 
         Raises:
-          ValueError: `scale` is no number from 1 to 2**24.
+          ValueError: `scale` is not a number from 1 to 2**24.
         """
         if not checks.is_number(scale) or not _LEAST <= float(scale) <= _LARGEST:
             raise ValueError(f"LossScale: scale must be a number from 1 to 2**24, got {scale!r:.100}")
         return cls(jnp.float32(scale), jnp.int32(0), jnp.int32(0))
 
     def update(self, finite: Array, *, growth_interval: int = 2000) -> "LossScale":
-        """The state after a step: half the scale if a gradient was not finite, twice after so many good steps in a row.
+        """Computes the loss scale for the next step.
 
-        Between 1 and 2**24.
+        The scale is halved if a gradient was not finite, and doubled after `growth_interval` finite steps in a row. It
+        stays between 1 and 2**24.
 
         Args:
-          finite: a boolean scalar, whether all gradients were.
-          growth_interval: after how many good steps the scale grows.
+          finite: a boolean scalar, whether all gradients of the step were finite.
+          growth_interval: number of finite steps after which the scale is doubled.
+
+        Returns:
+          The next loss scale.
 
         Raises:
-          TypeError: `finite` is something else, as the loss.
-          ValueError: `growth_interval` is no integer above 0.
+          TypeError: `finite` is not a boolean scalar (for example the loss).
+          ValueError: `growth_interval` is not an integer above 0.
         """
         if jnp.shape(finite) != () or jnp.result_type(finite) != jnp.bool_:
             raise TypeError(f"LossScale: finite must be a boolean scalar, got {jax.typeof(finite)}")
@@ -84,7 +102,9 @@ def accumulate_gradients(
     *,
     loss_scale: LossScale | None = None,
 ) -> tuple[CrossEntropy, Any]:
-    """The mean loss of a batch and its gradients, from one micro-batch after the other: the memory is that of one.
+    """Computes the mean loss of a batch and its gradients, one micro-batch at a time.
+
+    Activations take the memory of one micro-batch only.
 
     Equivalent, up to rounding, to::
 
@@ -94,29 +114,36 @@ def accumulate_gradients(
 
       jax.grad(mean)(params)
 
-    so that each label counts the same, whichever micro-batch it is in; and whichever device, inside a `jax.shard_map`
-    over whose axes `batches` vary and `params` do not: what is returned is of all devices. (With `check_vma=False` JAX
-    does not tell, and it is each device's own.) If some of the `params` vary over such an axis, it is of the device's
-    own batches too: shards that belong together are to be gathered before.
+    Each label has the same weight, whichever micro-batch it is in.
+
+    Inside a `jax.shard_map`, the results cover the batches of all devices along each mesh axis over which `batches`
+    vary and `params` do not. Each label has the same weight, on whichever device it is. There are two exceptions:
+
+    - With `check_vma=False`, JAX does not report what varies. The results cover the device's own batches only.
+    - If any of the `params` vary over a mesh axis, the results are not summed over that axis. Gather shards that
+      belong together before the call.
 
     Args:
-      loss_fn: (params, micro_batch) -> (total, labelled), two scalars: the sum of the losses, and of how many, as
-        `BertForMaskedLM.loss` and `jaxft.linear_cross_entropy` return it; inside a `shard_map` the device's own.
-      params: a pytree of float arrays; float32 to train in 16 bits (`dtype` of a model, not its `param_dtype`).
-      batches: a pytree of arrays with the micro-batches along their first axis. Keys for dropout,
-        `jax.random.split(key, micro_batches)`, are such an array.
-      loss_scale: of float16. The gradients that are returned are not scaled, but not finite where it was too large.
-        `params` then are float32: gradients of float16 would vanish without the scale.
+      loss_fn: a function (params, micro_batch) -> (total, labelled) that returns two scalars: the sum of the losses,
+        and the number of labels. `BertForMaskedLM.loss` and `jaxft.linear_cross_entropy` return such a pair. Inside a
+        `shard_map`, both scalars are the device's own.
+      params: a pytree of float arrays. To train in 16 bits, keep them in float32 (`param_dtype` of a model) and
+        compute in 16 bits (`dtype` of a model).
+      batches: a pytree of arrays with the micro-batches along their first axis. Dropout keys can be one of the arrays:
+        `jax.random.split(key, micro_batches)`.
+      loss_scale: the loss scale for float16, or None. The returned gradients are not scaled. They are not finite if the
+        scale was too large. With a loss scale, `params` must not be float16, because unscaled float16 gradients would
+        underflow.
 
     Returns:
-      The loss as `CrossEntropy` (total, labelled, and as a property their `mean`), and the gradients in the dtypes of
-      `params`; sums over the micro-batches are float32.
+      The tuple (loss, gradients). The loss is a `CrossEntropy`: (total, labelled), with their quotient as the property
+      `mean`. The gradients have the structure and dtypes of `params`. Sums over the micro-batches are float32.
 
     Raises:
-      TypeError: `loss_scale` is no `LossScale`, or `params` has an array that is not of floats.
-      ValueError: `batches` has no arrays, or these do not have the same number of micro-batches, at least one; or
-        `loss_fn` does not return two scalars, the second an integer, or has added them up over devices; or there are a
-        `loss_scale` and float16 `params`.
+      TypeError: `loss_scale` is not a `LossScale`, or `params` has an array that is not of floats.
+      ValueError: `batches` has no arrays, or its arrays do not have the same number of micro-batches, at least one.
+        `loss_fn` does not return two scalars with an integer as the second, or has summed them over devices. `params`
+        has float16 arrays and there is a `loss_scale`.
     """
     where = "accumulate_gradients"
     _check_loss_scale(where, loss_scale)
@@ -133,7 +160,9 @@ def accumulate_gradients(
     if len({shape[:1] for shape in shapes}) != 1 or shapes[0][:1] in ((), (0,)):
         raise ValueError(f"{where}: batches must be arrays of the same first axis, the micro-batches, got {shapes}")
     scale = jnp.float32(1) if loss_scale is None else loss_scale.scale
-    # Inside a shard_map: JAX would add up the devices' gradients of each one's mean, which do not count alike.
+    # Inside a shard_map, JAX sums the gradients of parameters that do not vary over the devices. Here they are the
+    # gradients of each device's own mean, which need different weights. So parameters are made to vary, and the
+    # weighted gradients are summed explicitly below.
     own, of_batches = (transforms.varying(*jax.tree.leaves(tree)) for tree in (params, batches))
 
     def scaled_mean(params: Any, batch: Any) -> tuple[Array, CrossEntropy]:
@@ -148,7 +177,8 @@ def accumulate_gradients(
                 f"{where}: inside a shard_map loss_fn must return the device's own sums, got a total that is the same "
                 f"over {sorted(map(str, summed))}; leave out its psum"
             )
-        # Of the mean, whose gradients are in float16's range at scales that do not depend on the batch.
+        # The scale multiplies the mean, not the total: then the scale that fits float16 does not depend on the number
+        # of labels.
         return scale * CrossEntropy(total, labelled).mean, CrossEntropy(total, labelled)
 
     def vary(tree: Any) -> Any:
@@ -180,7 +210,7 @@ def update_if_finite(
     *,
     growth_interval: int = 2000,
 ) -> tuple[State, LossScale | None]:
-    """One step of an optimiser, which with loss scaling is left out where a gradient is not finite.
+    """Applies an optimiser step, or skips it if there is a loss scale and a gradient is not finite.
 
     Equivalent to::
 
@@ -188,18 +218,21 @@ def update_if_finite(
       (update(gradients, state) if finite else state), loss_scale.update(finite)
 
     Args:
-      update: (gradients, state) -> the next state, of the same structure, shapes and dtypes; it is always computed.
-      gradients: as `accumulate_gradients` returns them.
-      state: a pytree of arrays: parameters and state of the optimiser, its count of steps included.
-      loss_scale: None for `update(gradients, state), None`.
-      growth_interval: as for `LossScale.update`.
+      update: a function (gradients, state) -> next state, with the structure, shapes and dtypes of `state`. It is
+        computed in skipped steps too.
+      gradients: the gradients that `accumulate_gradients` returns.
+      state: a pytree of arrays: the parameters and the state of the optimiser, including its step count.
+      loss_scale: the loss scale, or None. Without a loss scale, no step is skipped, and the result is
+        `(update(gradients, state), None)`.
+      growth_interval: number of finite steps after which the scale is doubled, see `LossScale.update`.
 
     Returns:
-      The next state and the next loss scale.
+      The tuple (next state, next loss scale).
 
     Raises:
-      TypeError: `loss_scale` is no `LossScale`.
-      ValueError: as `LossScale.update`; or `update` gives another structure, shape or dtype.
+      TypeError: `loss_scale` is not a `LossScale`.
+      ValueError: `growth_interval` is not an integer above 0, or `update` returns another structure, shape or dtype
+        than `state` has. Both are checked only if there is a loss scale.
     """
     _check_loss_scale("update_if_finite", loss_scale)
     updated = update(gradients, state)
@@ -219,7 +252,14 @@ def _kind(array: Any) -> str:
 
 
 def all_finite(arrays: Any) -> Array:
-    """A boolean scalar, whether a pytree of arrays has no NaN and no infinity; true of one without arrays."""
+    """Returns whether no array of a pytree has a NaN or an infinity.
+
+    Args:
+      arrays: a pytree of arrays.
+
+    Returns:
+      A boolean scalar; true for a pytree without arrays.
+    """
     return jnp.array([jnp.isfinite(array).all() for array in jax.tree.leaves(arrays)], bool).all()
 
 

@@ -1,0 +1,1 @@
+"""Tokenization, batching, and encoders that take texts: `SentenceEncoder` and `CrossEncoder`."""

@@ -1,4 +1,4 @@
-"""Texts of all lengths in batches of few shapes, padded or packed, and how a device is kept busy with them."""
+"""Batching of texts: cuts texts of any length into padded or packed batches of few shapes and keeps a device busy."""
 
 import contextlib
 import dataclasses
@@ -21,27 +21,29 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from tqdm import tqdm
 
-# Texts that are tokenised before the device gets any, and of the largest chunk, packed and padded. Each is a quarter
-# larger than the one before it. An H200, on which BERT-base is hardly slower than tokenising on 16 cores, would wait
-# for one that is twice as large, and nothing overlaps with the last one; less padding, though, comes of large ones.
+# Texts per tokenisation chunk: the first chunk, the largest chunk with packing, the largest chunk with padding. Each
+# chunk is a quarter larger than the chunk before it. If chunks doubled, an H200 would wait for them, because it runs
+# BERT-base about as fast as 16 cores tokenise. Small chunks also shorten the end, where the device works on the last
+# chunk and nothing is left to tokenise. Large chunks need less padding.
 _CHUNKS = (512, 1024, 8192)
-# Chunks on their way, packed and padded: while one waits for the interpreter's lock, the cores have another.
+# Tokenisation threads, with packing and with padding. While one thread waits for the interpreter lock, the tokenizer
+# keeps the cores busy with the chunk of another thread.
 _AHEAD = (3, 1)
-_IN_FLIGHT = 8  # batches given to the device before the oldest result is read back
-_LONG_WORK = 1000  # texts from which a terminal shows a progress bar unasked
-_LEAST_TOKENS, _SHORTEST = 64, 32  # of the smallest packed batch, and of its longest text
+_IN_FLIGHT = 8  # batches queued on the device before the oldest result is read back
+_LONG_WORK = 1000  # a terminal shows a progress bar by default above this number of texts
+_LEAST_TOKENS, _SHORTEST = 64, 32  # smallest `Bucket.capacity` and smallest `Bucket.longest`
 
 _log = logging.getLogger("jaxft")
 
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """The shape of a packed batch, for which a program is compiled.
+    """The shape of a packed batch. A program is compiled for each shape.
 
     Attributes:
-      capacity: rows, of tokens and, after the last of them, of nothing.
-      count: sequences, of which the last may be empty.
-      longest: the most tokens of a sequence.
+      capacity: number of rows. The tokens come first, padding rows fill the rest.
+      count: number of sequences. The last sequences may be empty.
+      longest: maximum number of tokens of a sequence.
     """
 
     capacity: int
@@ -51,11 +53,14 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """Those of texts, back to back: few arrays, with which NumPy does what would take Python longer than the device.
+    """The tokens of several texts, packed into a few arrays.
+
+    NumPy sorts and slices these arrays. Python lists of tokens would take longer than the device needs for the texts.
 
     Attributes:
-      begins: int64 `[texts + 1]`, where each text begins, and the last one ends.
-      ids, type_ids: int32 `[begins[-1]]`; type_ids may be None.
+      begins: int64 `[texts + 1]`, the position of the first token of each text, then the total number of tokens.
+      ids: int32 `[begins[-1]]`, token ids.
+      type_ids: int32 `[begins[-1]]`, token types, or None.
     """
 
     begins: np.ndarray
@@ -64,6 +69,15 @@ class Tokens:
 
     @classmethod
     def of(cls, texts: "Sequence[Encoding]", *, with_types: bool) -> "Tokens":
+        """Concatenates the encodings of texts.
+
+        Args:
+          texts: encodings of the `tokenizers` library.
+          with_types: whether to keep the token types.
+
+        Returns:
+          The tokens of all texts, in the order of `texts`.
+        """
         begins = np.cumsum([0, *map(len, texts)])
 
         def joined(name: str) -> np.ndarray:
@@ -77,6 +91,7 @@ class Tokens:
 
     @property
     def lengths(self) -> np.ndarray:
+        """The number of tokens of each text, int64 `[texts]`."""
         return np.diff(self.begins)
 
     def __getitem__(self, texts: slice) -> "Tokens":
@@ -85,6 +100,7 @@ class Tokens:
         return self._each(begins - begins[0], lambda part: part[begins[0] : begins[-1]])
 
     def in_order(self, order: np.ndarray) -> "Tokens":
+        """Returns the texts in another order: text `i` of the result is text `order[i]`."""
         lengths = self.lengths[order]
         begins = np.append(0, np.cumsum(lengths))
         where = np.arange(begins[-1]) + np.repeat(self.begins[order] - begins[:-1], lengths)
@@ -103,12 +119,14 @@ class Tokens:
 
 
 class Batch(NamedTuple):
-    """Texts of one program.
+    """Model inputs of a padded or packed batch.
 
     Attributes:
-      input_ids, token_type_ids: int32 `[rows, longest]`; packed, `[capacity]`.
-      lengths: int32 `[rows]`, tokens of each sequence; packed, `[count + 1]`, the row at which each begins.
-      longest: the most tokens of a sequence.
+      input_ids: int32 `[rows, longest]`; packed, int32 `[capacity]`.
+      token_type_ids: the token types in the shape of `input_ids`, or None.
+      lengths: int32 `[rows]`, the number of tokens of each sequence; packed, int32 `[count + 1]`, the row at which each
+        sequence begins, then the number of tokens.
+      longest: the length of the padded sequences; packed, the maximum number of tokens of a sequence.
     """
 
     input_ids: np.ndarray
@@ -118,10 +136,21 @@ class Batch(NamedTuple):
 
 
 def buckets(batch_size: int, limit: int) -> list[Bucket]:
-    """All shapes of packed batches of at most `batch_size` texts of `limit` tokens, or as many tokens of shorter ones.
+    """Returns all shapes of packed batches that hold at most `batch_size * limit` tokens.
 
-    Capacities are powers of two and batch_size * limit, lengths powers of two and `limit`. There are sequences for a
-    batch whose texts have a quarter of the length of its longest, which is far from one of sorted texts.
+    Capacities are powers of two from 64 on, and `batch_size * limit`. Maximum lengths are powers of two from 32 on, and
+    `limit`. A shape has enough sequences for texts whose mean length is a quarter of `longest`. The mean length of a
+    batch is usually much closer to `longest`, because texts are sorted by length.
+
+    Args:
+      batch_size: number of texts of `limit` tokens that the largest batch holds.
+      limit: maximum number of tokens of a text.
+
+    Returns:
+      The shapes, ordered by `longest`, then by `capacity`.
+
+    Raises:
+      ValueError: `batch_size` is not a positive integer.
     """
     return [*_buckets(check_batch_size("buckets", batch_size), limit)]
 
@@ -138,12 +167,19 @@ def _buckets(batch_size: int, limit: int) -> tuple[Bucket, ...]:
 
 
 def _powers(first: int, last: int) -> list[int]:
-    """The powers of two from `first` that are below `last`, and `last`."""
+    """Returns the powers of two from `first` on that are below `last`, then `last`."""
     return [2**n for n in range(first.bit_length() - 1, last.bit_length()) if 2**n < last] + [last]
 
 
 class _Work(NamedTuple):
-    """A batch on its way: which texts, how large batches were then, and its result, or why there is none."""
+    """A batch in flight on the device.
+
+    Attributes:
+      positions: position of each text of the batch among all texts.
+      texts: tokens of the texts, kept to retry in smaller batches.
+      batch_size: the `batch_size` that the batch was cut with.
+      result: the result, or the error that starting the computation raised.
+    """
 
     positions: np.ndarray
     texts: Tokens
@@ -152,26 +188,39 @@ class _Work(NamedTuple):
 
 
 class Batcher:
-    """Cuts texts into batches, gives them to a device ahead of reading the results, and survives a lack of memory.
+    """Cuts texts into batches, queues several batches on the device, and retries smaller batches if memory runs out.
 
     Args:
-      limit: the most tokens of a text.
-      padding: the token id where there is no token.
-      packed: without padding, in the shapes of `buckets`; else texts of about the same length, padded to the next of a
-        few lengths.
+      limit: maximum number of tokens of a text.
+      padding: token id of padding.
+      packed: whether batches are packed, in the shapes of `buckets`. If False, texts of similar length form a batch,
+        which is padded to the next of a few lengths.
       with_types: whether batches have token types.
     """
 
     def __init__(self, *, limit: int, padding: int, packed: bool, with_types: bool = False) -> None:
         self.limit, self.padding, self.packed, self.with_types = limit, padding, packed, with_types
         self._lengths = padded_lengths(limit)
-        self._largest: int | None = None  # batch_size, once a larger one did not fit into the memory
+        self._largest: int | None = None  # limit of batch_size, after a larger batch ran out of memory
 
     def compute_all(
         self, texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "list[Encoding]"], batch_size: int,
         compute: Callable[[Batch], jax.Array], *, width: int, unit: str, show_progress_bar: bool | None,
     ) -> np.ndarray:  # fmt: skip
-        """float32 `[texts, width]` in the order of the texts, with `batch_size` and `compute` as for `run`."""
+        """Tokenises texts and computes a result for each of them.
+
+        Args:
+          texts: the texts, or pairs of texts.
+          tokenise: returns the encodings of some of the texts.
+          batch_size: see `run`.
+          compute: see `run`.
+          width: number of values that `compute` returns for each text.
+          unit: name of a text in the progress bar.
+          show_progress_bar: see `progress_bar`.
+
+        Returns:
+          float32 `[len(texts), width]`, in the order of the texts.
+        """
         results = np.empty((len(texts), width), np.float32)
 
         def start(batch: Batch) -> jax.Array:
@@ -179,7 +228,7 @@ class Batcher:
             result.copy_to_host_async()
             return result
 
-        # Closed, so that no thread outlives an error.
+        # `closing` ends the tokenisation threads if an error is raised.
         with (
             contextlib.closing(self.tokenised(texts, tokenise)) as chunks,
             progress_bar(len(texts), unit, show_progress_bar) as bar,
@@ -192,9 +241,18 @@ class Batcher:
     def tokenised(
         self, texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "list[Encoding]"]
     ) -> Generator[tuple[int, Tokens]]:
-        """Yields (start, tokens of texts from there on), threads being `_AHEAD` chunks ahead, and no texts at last.
+        """Tokenises texts in chunks; threads work up to `_AHEAD` chunks ahead of the caller.
 
-        A single chunk has nothing to be ahead of: it is done here, since a thread would take longer to start and end.
+        A single chunk is tokenised in the calling thread. There is no later chunk to overlap with, and starting a
+        thread would cost more.
+
+        Args:
+          texts: the texts, or pairs of texts.
+          tokenise: returns the encodings of some of the texts.
+
+        Yields:
+          The tuple (position of the chunk's first text, tokens of the chunk), in order; at the end
+          (`len(texts)`, no texts).
         """
 
         def tokens(chunk: Sequence[Any]) -> Tokens:
@@ -218,27 +276,35 @@ class Batcher:
     def run(
         self, chunks: Iterator[tuple[int, Tokens]], batch_size: int, compute: Callable[[Batch], jax.Array]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields (positions `[n]`, results `[n, ...]`) of all texts, longer ones first.
+        """Computes the results of all texts, batch by batch. Within a chunk, longer texts come first.
 
         Args:
-          chunks: (position of the first text, texts); the last one is empty.
-          batch_size: how many texts of `limit` tokens a batch may hold. Where the device's memory does not suffice, it
-            is halved, from that batch on and in later calls, which the log says.
-          compute: starts the computation of `[rows, ...]`, packed `[count, ...]`.
+          chunks: tuples (position of the chunk's first text, tokens of the chunk). The last chunk is empty.
+          batch_size: number of texts of `limit` tokens that a batch may hold. If the device runs out of memory,
+            `batch_size` is halved for this batch, for the rest of the call and for later calls, and a warning is
+            logged.
+          compute: starts the computation of a batch. Returns an array `[rows, ...]`; packed, `[count, ...]`.
+
+        Yields:
+          The tuple (positions `[n]`, results `[n, ...]`) of the texts of each batch.
+
+        Raises:
+          jax.errors.JaxRuntimeError: the device failed, or its memory does not suffice for a batch of one text.
         """
         in_flight: deque[_Work] = deque()
         positions, texts = np.empty(0, np.int64), Tokens.of([], with_types=self.with_types)
         for start, chunk in chunks:
             if len(chunk):
-                positions = np.append(positions, start + np.arange(len(chunk)))  # with what was left
+                positions = np.append(positions, start + np.arange(len(chunk)))
                 texts += chunk
                 order = np.argsort(-texts.lengths, kind="stable")
                 positions, texts = positions[order], texts.in_order(order)
-            done = 0
+            done = 0  # texts after the last full batch wait for the next chunk
             for stop, work in self._start(positions, texts, batch_size, compute, last=len(chunk) == 0):
                 done = stop
                 in_flight.append(work)
-                # Where the device has refused one, it gets no other before that one is done, in smaller parts.
+                # If the device has refused a batch, queue nothing more until all work in flight is done and this batch
+                # has been computed in smaller parts.
                 while len(in_flight) > (0 if isinstance(work.result, Exception) else _IN_FLIGHT):
                     yield from self._finish(in_flight.popleft(), compute)
             positions, texts = positions[done:], texts[done:]
@@ -249,8 +315,19 @@ class Batcher:
         self, positions: np.ndarray, texts: Tokens, batch_size: int, compute: Callable[[Batch], jax.Array], *,
         last: bool,
     ) -> Iterator[tuple[int, _Work]]:  # fmt: skip
-        """Cuts texts, the longest first, and yields (how many are done, work). Unless `last`, a rest is left."""
-        # A text without tokens counts as one, or any number of them would be left.
+        """Cuts texts, sorted by decreasing length, into batches and starts their computation.
+
+        Args:
+          positions: position of each text among all texts.
+          texts: tokens of the texts.
+          batch_size: see `run`.
+          compute: see `run`.
+          last: whether to start a last batch that is not full. If False, the texts that do not fill a batch are left.
+
+        Yields:
+          The tuple (number of texts that batches have been started for, the batch).
+        """
+        # A text without tokens counts as one token. Otherwise any number of such texts would never fill a batch.
         lengths = texts.lengths
         ends = np.append(0, np.cumsum(np.maximum(lengths, 1)))
         first = 0
@@ -277,7 +354,18 @@ class Batcher:
             first = stop
 
     def _finish(self, work: _Work, compute: Callable[[Batch], jax.Array]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Reads the result, or computes the texts again in smaller batches where the memory did not suffice."""
+        """Reads the result of a batch. If memory ran out, computes its texts again in smaller batches.
+
+        Args:
+          work: the batch.
+          compute: see `run`.
+
+        Yields:
+          The tuple (positions, results), as `run` does.
+
+        Raises:
+          jax.errors.JaxRuntimeError: an error other than lack of memory, or a batch of one text does not fit.
+        """
         try:
             if isinstance(work.result, jax.errors.JaxRuntimeError):
                 raise work.result
@@ -300,7 +388,7 @@ class Batcher:
 
     def _padded(self, texts: Tokens, batch_size: int) -> Batch:
         rows = min(batch_size, 1 << (len(texts) - 1).bit_length())
-        lengths = np.ones(rows, np.int32)  # rows of padding: one token, to keep their arithmetic finite
+        lengths = np.ones(rows, np.int32)  # a padding row has one token, which keeps its softmax and mean finite
         lengths[: len(texts)] = texts.lengths
         longest = next(length for length in self._lengths if length >= lengths[0])
         taken = np.arange(longest) < lengths[: len(texts), None]
@@ -324,7 +412,17 @@ class Batcher:
 
 
 def _bucket(all_buckets: Sequence[Bucket], longest: int, tokens: int) -> Bucket:
-    """For so many tokens: the largest bucket that they fill, or the next one if they fill three quarters of that."""
+    """Picks the shape of the next packed batch.
+
+    Args:
+      all_buckets: the shapes to choose from, ordered by capacity for each `longest`.
+      longest: number of tokens of the longest text.
+      tokens: number of tokens that are left.
+
+    Returns:
+      The largest bucket that `tokens` fill completely. The next larger bucket instead if `tokens` fill more than three
+      quarters of it, or if they fill no bucket.
+    """
     least = min(bucket.longest for bucket in all_buckets if bucket.longest >= longest)
     fitting = [bucket for bucket in all_buckets if bucket.longest == least]
     filled = [bucket for bucket in fitting if bucket.capacity <= tokens]
@@ -335,13 +433,17 @@ def _bucket(all_buckets: Sequence[Bucket], longest: int, tokens: int) -> Bucket:
 
 
 def packs(implementation: str | None) -> bool:
-    """Whether that pays without being asked for: where attention has a kernel that skips what is not there."""
+    """Returns whether packing is the default: whether variable-length attention runs as a kernel on this device.
+
+    Args:
+      implementation: the implementation that the model's ops were asked for, or None.
+    """
     attention = "varlen_qkv_attention"
     return implementation != "xla" and dispatch.explain(attention, ops.OPS[attention])[0] != "xla"
 
 
 def padded_lengths(limit: int) -> tuple[int, ...]:
-    """The lengths that batches are padded to: 16, 32, 48, 64, 96, 128, 192, ... below `limit`, and `limit`."""
+    """Returns the lengths that batches are padded to: 16, 32, 48, 64, 96, 128, 192, ... below `limit`, then `limit`."""
     lengths, power = [16], 32
     while lengths[-1] < limit:
         lengths += [power, power + power // 2]
@@ -350,14 +452,27 @@ def padded_lengths(limit: int) -> tuple[int, ...]:
 
 
 def is_sequence(value: Any) -> bool:
-    """Of items that are texts or pairs; a text is none."""
+    """Returns whether `value` is a sequence of items: a NumPy array with an axis or a sequence, but no str or bytes."""
     if isinstance(value, np.ndarray):
         return value.ndim > 0
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def as_texts(op: str, name: str, texts: Any) -> list[str]:
-    """The strings of a sequence (or the only one), once each is valid Unicode."""
+    """Converts a text or a sequence of texts to a list, and checks that each text is valid Unicode.
+
+    Args:
+      op: name of the public function, for error messages.
+      name: name of the argument, for error messages.
+      texts: a str or a sequence of str.
+
+    Returns:
+      The texts; `[texts]` for a single str.
+
+    Raises:
+      TypeError: `texts` is neither a str nor a sequence, or an item is not a str.
+      ValueError: a text is not valid Unicode.
+    """
     if isinstance(texts, str):
         texts = [texts]
     if not is_sequence(texts):
@@ -375,17 +490,27 @@ def as_texts(op: str, name: str, texts: Any) -> list[str]:
 
 
 def check_batch_size(op: str, batch_size: Any) -> int:
+    """Returns `batch_size` as a Python integer. Raises a ValueError if it is not a positive integer."""
     if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer) or batch_size < 1:
         raise ValueError(f"{op}: batch_size must be a positive integer, got {batch_size!r}")
     return int(batch_size)
 
 
 def progress_bar(total: int, unit: str, show: bool | None) -> "tqdm":
-    """On stderr; `show` None: for long work on a terminal."""
+    """Creates a progress bar on stderr.
+
+    Args:
+      total: number of texts.
+      unit: name of a text.
+      show: whether to show the bar. None shows it for more than 1,000 texts if stderr is a terminal.
+
+    Returns:
+      The bar, disabled if it is not to be shown.
+    """
     from tqdm import tqdm
 
     terminal = sys.stderr.isatty()
     if show is None:
         show = total > _LONG_WORK and terminal
-    # In a log file every update is a new piece of text, so they come far apart.
+    # In a log file every update appends text, so updates are rare there.
     return tqdm(total=total, unit=unit, disable=not show, mininterval=0.1 if terminal else 10.0)

@@ -1,4 +1,4 @@
-"""Pairs of texts in, scores out: a reranker, with the calls and results of sentence-transformers' CrossEncoder."""
+"""CrossEncoder: scores pairs of texts, for reranking, with the interface of sentence-transformers' CrossEncoder."""
 
 import operator
 import os
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Activation = Callable[[jax.Array], jax.Array]
 
-# The last component of PyTorch's names for them, which sentence-transformers writes into config.json.
+# Activations by the last component of their PyTorch name. sentence-transformers writes the full name into config.json.
 _ACTIVATIONS: dict[str, Activation] = {
     "Identity": lambda x: x,
     "Sigmoid": jax.nn.sigmoid,
@@ -38,14 +38,16 @@ _ACTIVATIONS: dict[str, Activation] = {
 class CrossEncoder:
     """A BERT-type classifier with its tokenizer: scores pairs of texts, and ranks documents for a query.
 
-    Usually made by `from_pretrained`. The constructor takes the parts.
+    Use `from_pretrained` to load a checkpoint. The constructor takes the parts.
 
     Args:
-      model: the classifier. Its parameters are read anew by each call, so it may be trained in between.
-      tokenizer: a `tokenizers.Tokenizer`. A copy without padding and truncated to `max_length` is used.
-      max_length: the most tokens of a pair, special tokens included; the longer text is cut first.
-      activation_fn: from float32 logits `[n, num_labels]` to scores; None is the sigmoid for one label, else none.
-      packed: whether the pairs of a batch lie back to back, without padding; None: on an NVIDIA GPU with kernels.
+      model: the classifier. Each call reads its current parameters, so the model may be trained between calls.
+      tokenizer: a `tokenizers.Tokenizer`. The encoder uses a copy that does not pad and truncates to `max_length`.
+      max_length: maximum number of tokens of a pair, special tokens included. The longer text is truncated first.
+      activation_fn: a function from float32 logits `[n, num_labels]` to scores of the same shape. None applies the
+        sigmoid for a model with one label, and no activation for a model with several labels.
+      packed: whether batches are packed, without padding. None packs if variable-length attention runs as a kernel, as
+        on an NVIDIA GPU.
 
     Raises:
       ValueError: `max_length` leaves no room for a token.
@@ -101,18 +103,25 @@ class CrossEncoder:
         implementation: str | None = None,
         packed: bool | None = None,
     ) -> "CrossEncoder":
-        """Reads a folder with a checkpoint for sequence classification and its tokenizer.
+        """Loads a checkpoint for sequence classification and its tokenizer.
 
-        The activation is the one that sentence-transformers has noted in config.json, else as for the constructor.
+        The activation is the one that sentence-transformers wrote into config.json. Without such an entry, it is the
+        default of the constructor.
 
         Args:
-          folder_or_id: a folder, or a model's id on Hugging Face.
-          revision, cache_dir, local_files_only: for an id, as in `huggingface_hub.snapshot_download`.
-          max_length: the most tokens of a pair; None is the tokenizer's `model_max_length`. Never more than the model
-            has positions.
-          dtype: float32, float16 or bfloat16, of the parameters and of the arithmetic. Scores are always float32.
-          implementation: passed to every op; None picks the fastest for the device.
-          packed: as for the constructor.
+          folder_or_id: a folder, or the id of a model on Hugging Face.
+          revision: for an id: a branch, tag or commit, as in `huggingface_hub.snapshot_download`.
+          cache_dir: for an id: the folder of the download cache, as in `huggingface_hub.snapshot_download`.
+          local_files_only: for an id: whether to use the download cache only, without network access.
+          max_length: maximum number of tokens of a pair. None takes `model_max_length` of the tokenizer. The limit is
+            never larger than the number of positions that the model has.
+          dtype: float32, float16 or bfloat16, the dtype of the parameters and of the computation. Scores are always
+            float32.
+          implementation: passed to every op. None picks the fastest for the device.
+          packed: whether batches are packed, see the constructor.
+
+        Returns:
+          The encoder.
 
         Raises:
           CheckpointError: a file is missing or malformed; the message names it.
@@ -136,11 +145,21 @@ class CrossEncoder:
 
     @property
     def max_length(self) -> int:
-        """The most tokens of a pair that count, special tokens included."""
+        """Maximum number of tokens of a pair, special tokens included. Longer pairs are truncated."""
         return self._max_length
 
     def buckets(self, batch_size: int = 32) -> list[Bucket]:
-        """The shapes of packed batches, each of which is compiled when it first occurs; none if pairs are padded."""
+        """Returns the shapes of packed batches. A program is compiled when a shape first occurs.
+
+        Args:
+          batch_size: the `batch_size` of `predict`.
+
+        Returns:
+          The shapes; an empty list if batches are padded.
+
+        Raises:
+          ValueError: `batch_size` is not a positive integer.
+        """
         return batching.buckets(batch_size, self.max_length) if self._batcher.packed else []
 
     def predict(
@@ -154,25 +173,29 @@ class CrossEncoder:
     ) -> Any:
         """Scores pairs of texts.
 
-        Batches are made as `SentenceEncoder.encode` makes them.
+        Batches are formed in the same way as in `SentenceEncoder.encode`.
 
         Args:
           sentences: a sequence of pairs (text, text), or one pair.
-          batch_size: how many pairs of `max_length` tokens are computed at a time; packed, more of shorter ones.
-          show_progress_bar: whether stderr shows progress; None: for more than 1,000 pairs on a terminal.
-          activation_fn: in place of the model's own, from float32 logits `[n, num_labels]` to that many scores.
-          apply_softmax: whether the softmax of several labels' scores is taken at the end.
-          convert_to_numpy: whether to return a NumPy array; else a JAX array on the default device.
+          batch_size: number of pairs of `max_length` tokens in a batch. A packed batch holds more pairs if they are
+            shorter.
+          show_progress_bar: whether to show progress on stderr. None shows it for more than 1,000 pairs if stderr is a
+            terminal.
+          activation_fn: a function from float32 logits `[n, num_labels]` to scores of the same shape. None applies the
+            encoder's own activation.
+          apply_softmax: whether to apply the softmax over the labels after the activation. It has no effect for a model
+            with one label.
+          convert_to_numpy: whether to return a NumPy array. If False, the result is a JAX array on the default device.
 
         Returns:
-          float32 `[n]` for a model with one label, else `[n, num_labels]`, in the order of `sentences`; of one pair
-          without the first axis.
+          float32 `[n]` for a model with one label, float32 `[n, num_labels]` for a model with several labels, in the
+          order of `sentences`. The result for one pair has no first axis.
 
         Raises:
-          TypeError: `sentences` is no pair and no sequence of pairs of strings (the index is named).
+          TypeError: `sentences` is neither a pair of strings nor a sequence of such pairs; the message names the index.
           ValueError: `batch_size` is not a positive integer, a text is not valid Unicode, or `activation_fn` returns
             another shape.
-          jax.errors.JaxRuntimeError: as `SentenceEncoder.encode`.
+          jax.errors.JaxRuntimeError: the device failed, or its memory does not suffice for one pair.
         """
         batch_size = batching.check_batch_size("predict", batch_size)
         is_pair = batching.is_sequence(sentences) and len(sentences) == 2 and isinstance(sentences[0], str)
@@ -187,7 +210,8 @@ class CrossEncoder:
             show_progress_bar=show_progress_bar,
         )  # fmt: skip
         activation_fn = activation_fn or self.activation_fn
-        # Of each row by itself: with a power of two of rows, else JAX would compile it for every number of pairs.
+        # The built-in activations treat each element by itself, so rows can be padded to a power of two. Without
+        # padding, JAX would compile the activation for every number of pairs.
         count = len(logits)
         if activation_fn in _ACTIVATIONS.values():
             logits = np.pad(logits, ((0, (1 << max(count - 1, 0).bit_length()) - count), (0, 0)))
@@ -196,7 +220,7 @@ class CrossEncoder:
             raise ValueError(f"predict: activation_fn must return the shape {logits.shape}, got {scores.shape}")
         if self.model.num_labels > 1 and apply_softmax:
             scores = jax.nn.softmax(scores, axis=-1)
-        scores = np.array(scores)[:count]  # a copy, since JAX's memory is read-only
+        scores = np.array(scores)[:count]  # a copy, because NumPy views of JAX arrays are read-only
         if self.model.num_labels == 1:
             scores = scores[:, 0]
         scores = scores[0] if is_pair else scores
@@ -212,22 +236,26 @@ class CrossEncoder:
         show_progress_bar: bool | None = None,
         activation_fn: Activation | None = None,
     ) -> list[dict[str, Any]]:
-        """Sorts documents by their score with a query, the best first.
+        """Ranks documents by their score with a query, the best first.
 
         Args:
           query: a text.
           documents: a sequence of texts.
-          top_k: how many to return; None for all.
+          top_k: number of documents to return. None returns all of them.
           return_documents: whether to return the texts too.
-          batch_size, show_progress_bar, activation_fn: as for `predict`.
+          batch_size: number of pairs of `max_length` tokens in a batch, see `predict`.
+          show_progress_bar: whether to show progress on stderr, see `predict`.
+          activation_fn: a function from logits to scores, see `predict`.
 
         Returns:
-          A list of `{"corpus_id": index in documents, "score": float}`, with `return_documents` also `"text"`.
-          Documents of equal scores stay in their order.
+          A list of `{"corpus_id": index in documents, "score": float}`, with the key `"text"` too if `return_documents`
+          is True. Documents with equal scores keep their order.
 
         Raises:
-          TypeError: a text is not a string, or `documents` is one.
-          ValueError: the model has several labels, `top_k` is not a positive integer, or as `predict`.
+          TypeError: `query` or a document is not a string, or `documents` is not a sequence or is a single string.
+          ValueError: the model has several labels, `top_k` or `batch_size` is not a positive integer, a text is not
+            valid Unicode, or `activation_fn` returns another shape.
+          jax.errors.JaxRuntimeError: see `predict`.
         """
         if self.model.num_labels != 1:
             raise ValueError(f"rank: the model must have one label, a score, got {self.model.num_labels} labels")

@@ -1,4 +1,4 @@
-"""Text in, embeddings out: a BERT encoder with its tokenizer and pooling, read from a sentence-transformers folder."""
+"""SentenceEncoder: computes embeddings of texts, and reads checkpoints in the layout of sentence-transformers."""
 
 import dataclasses
 import operator
@@ -26,7 +26,8 @@ from jaxft.text.batching import Batch, Bucket
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
-# The order in which sentence-transformers concatenates the results of several pooling modes.
+# Pooling modes by their field in a Pooling module's config.json, in the order in which sentence-transformers
+# concatenates the results of several modes.
 _POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -36,22 +37,23 @@ _POOLING_FLAGS = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 _POOLING_MODES = ("cls", "max", "mean")
-_SETTINGS_KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")  # of file names
+_SETTINGS_KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")  # in file names
 
 
 class SentenceEncoder:
-    """A BERT encoder, its tokenizer and a pooling: turns texts into vectors, as sentence-transformers does.
+    """A BERT encoder with its tokenizer and pooling: computes embeddings of texts as sentence-transformers does.
 
-    Usually made by `from_pretrained`. The constructor takes the parts.
+    Use `from_pretrained` to load a checkpoint. The constructor takes the parts.
 
     Args:
-      model: the encoder. Its parameters are read anew by each `encode`, so it may be trained in between.
-      tokenizer: a `tokenizers.Tokenizer`. A copy without padding and truncated to `max_seq_length` is used.
-      max_seq_length: the most tokens of a text, special tokens included; the rest is cut off.
-      pooling: one or more of "cls", "max" and "mean"; the results of several are concatenated in the order given.
-      normalize: whether embeddings are always scaled to length 1.
-      prompt: text put before every text, which then loses the white space around it.
-      packed: whether the texts of a batch lie back to back, without padding; None: on an NVIDIA GPU with kernels.
+      model: the encoder. Each `encode` reads its current parameters, so the model may be trained between calls.
+      tokenizer: a `tokenizers.Tokenizer`. The encoder uses a copy that does not pad and truncates to `max_seq_length`.
+      max_seq_length: maximum number of tokens of a text, special tokens included. Longer texts are truncated.
+      pooling: one or more of "cls", "max" and "mean". The results of several modes are concatenated in the given order.
+      normalize: whether `encode` always scales embeddings to length 1.
+      prompt: text that is put before every text. White space at both ends of the result is removed.
+      packed: whether batches are packed, without padding. None packs if variable-length attention runs as a kernel, as
+        on an NVIDIA GPU.
 
     Raises:
       ValueError: a pooling mode is unknown, or `max_seq_length` leaves no room for a token.
@@ -115,20 +117,34 @@ class SentenceEncoder:
         implementation: str | None = None,
         packed: bool | None = None,
     ) -> "SentenceEncoder":
-        """Reads a folder in the layout of sentence-transformers, or of transformers (then with mean pooling).
+        """Loads a checkpoint in the layout of sentence-transformers, or of transformers (with mean pooling).
 
-        Read are modules.json (a Transformer, a Pooling and optionally a Normalize module), the pooling's config.json
-        (cls, max and mean, alone or together), sentence_bert_config.json or that of another type (`max_seq_length`,
-        `do_lower_case`), the default prompt of config_sentence_transformers.json, and tokenizer.json or else a BERT
-        vocab.txt. The number of tokens is limited by `max_seq_length` (or else the tokenizer's `model_max_length`) and
-        by the positions that the model has.
+        These files are read, besides the configuration and the weights of the model:
+
+        - modules.json: a Transformer, a Pooling and optionally a Normalize module.
+        - config.json of the Pooling module: the modes cls, max and mean, alone or together.
+        - sentence_bert_config.json, or the file of another model type such as sentence_roberta_config.json:
+          `max_seq_length` and `do_lower_case`.
+        - config_sentence_transformers.json: the default prompt.
+        - tokenizer.json, or else a BERT vocab.txt.
+        - tokenizer_config.json: `truncation_side`, and `model_max_length` if there is no `max_seq_length`.
+
+        `max_seq_length` of the encoder is the limit from these files, or the number of positions that the model has if
+        that is smaller.
 
         Args:
-          folder_or_id: a folder, or a model's id on Hugging Face.
-          revision, cache_dir, local_files_only: for an id, as in `huggingface_hub.snapshot_download`.
-          dtype: float32, float16 or bfloat16, of the parameters and of the arithmetic. Embeddings are always float32.
-          implementation: passed to every op; None picks the fastest for the device.
-          packed: whether the texts of a batch lie back to back, without padding; None: on an NVIDIA GPU with kernels.
+          folder_or_id: a folder, or the id of a model on Hugging Face.
+          revision: for an id: a branch, tag or commit, as in `huggingface_hub.snapshot_download`.
+          cache_dir: for an id: the folder of the download cache, as in `huggingface_hub.snapshot_download`.
+          local_files_only: for an id: whether to use the download cache only, without network access.
+          dtype: float32, float16 or bfloat16, the dtype of the parameters and of the computation. Embeddings are always
+            float32.
+          implementation: passed to every op. None picks the fastest for the device.
+          packed: whether batches are packed, without padding. None packs if variable-length attention runs as a
+            kernel, as on an NVIDIA GPU.
+
+        Returns:
+          The encoder.
 
         Raises:
           CheckpointError: a file is missing or malformed, or asks for something that is not supported, for example
@@ -158,19 +174,26 @@ class SentenceEncoder:
 
     @property
     def max_seq_length(self) -> int:
-        """The most tokens of a text that count, special tokens included."""
+        """Maximum number of tokens of a text, special tokens included. Longer texts are truncated."""
         return self._max_seq_length
 
     @property
     def embedding_dimension(self) -> int:
-        """The length D of an embedding."""
+        """Length D of an embedding."""
         return self.model.config.hidden_size * len(self.pooling)
 
     def tokenize(self, sentences: str | Sequence[str] | np.ndarray) -> list[list[int]]:
-        """The token ids of each text as the model gets them: with prompt and special tokens, truncated, not padded.
+        """Computes the token ids of each text as the model gets them: with prompt and special tokens, truncated.
+
+        Args:
+          sentences: one text, or a sequence of texts.
+
+        Returns:
+          A list with the token ids of each text, not padded. A single text gives a list of one list.
 
         Raises:
-          TypeError, ValueError: as `encode`.
+          TypeError: `sentences` or one of its items is not a string (the item's index and type are named).
+          ValueError: a text is not valid Unicode.
         """
         return [encoding.ids for encoding in self._encodings(batching.as_texts("encode", "sentences", sentences))]
 
@@ -184,35 +207,39 @@ class SentenceEncoder:
     ) -> np.ndarray | jax.Array:
         """Computes the embeddings of texts.
 
-        Texts are tokenised some hundreds or thousands at a time, in threads ahead of the device, and sorted by length.
+        Threads tokenise hundreds or thousands of texts at a time, ahead of the device. The texts of such a chunk are
+        sorted by length.
 
-        Packed (on an NVIDIA GPU), a batch takes as many texts as have `batch_size * max_seq_length` tokens together,
-        one after the other; only the last ones of a call may be smaller. Each batch has one of the shapes of
-        `buckets(batch_size)`, and a text's embedding does not depend on its neighbours, but for the rounding of
-        products of other shapes.
+        Packed batches (the default on an NVIDIA GPU): a batch holds up to `batch_size * max_seq_length` tokens. The
+        last batches of a call may be smaller. Each batch has one of the shapes of `buckets(batch_size)`. Other texts of
+        the batch do not change the embedding of a text, except for the rounding of matmuls of another shape.
 
-        Padded, texts are cut into batches of `batch_size`. A batch is padded to the next of the lengths 16, 32, 48, 64,
-        96, 128, 192, 256, ... (powers of two and 1.5 times powers of two, and at the end `max_seq_length`); the last
-        batch of a call is padded to a power of two of rows, at most `batch_size`. So for one `batch_size` there are at
-        most (number of lengths) * (2 + log2(batch_size)) compiled programs however many calls are made.
+        Padded batches: a batch holds `batch_size` texts. It is padded to the next of the lengths 16, 32, 48, 64, 96,
+        128, 192, 256, ... (powers of two and 1.5 times powers of two, the largest is `max_seq_length`). The rows of the
+        last batch of a call are padded to a power of two, at most `batch_size`. For one `batch_size`, at most
+        (number of lengths) * (2 + log2(batch_size)) programs are compiled, however many calls are made.
 
-        Where the device's memory does not suffice for a batch, `batch_size` is halved, from there on and in later
-        calls, which the log says, and no text is lost.
+        If the device runs out of memory, `batch_size` is halved for the rest of the call and for later calls, and a
+        warning is logged. The texts of the batch that did not fit are computed in smaller batches.
 
         Args:
-          sentences: one text, or a sequence of texts (a NumPy array of strings is one too).
-          batch_size: how many texts of `max_seq_length` tokens are computed at a time; packed, more of shorter ones.
-          show_progress_bar: whether stderr shows progress; None: for more than 1,000 texts on a terminal.
-          normalize_embeddings: scale each embedding to length 1. Folders with a Normalize module always do.
-          convert_to_numpy: whether to return a NumPy array; else a JAX array on the default device.
+          sentences: one text, or a sequence of texts, for example a NumPy array of strings.
+          batch_size: number of texts of `max_seq_length` tokens in a batch. A packed batch holds more texts if they are
+            shorter.
+          show_progress_bar: whether to show progress on stderr. None shows it for more than 1,000 texts if stderr is a
+            terminal.
+          normalize_embeddings: whether to scale each embedding to length 1. Checkpoints with a Normalize module always
+            do.
+          convert_to_numpy: whether to return a NumPy array. If False, the result is a JAX array on the default device.
 
         Returns:
-          float32 `[len(sentences), D]` in the order of `sentences`; `[D]` for a single text.
+          float32 `[len(sentences), D]` in the order of `sentences`, with D = `embedding_dimension`; float32 `[D]` for a
+          single text.
 
         Raises:
           TypeError: `sentences` or one of its items is not a string (the item's index and type are named).
           ValueError: `batch_size` is not a positive integer, or a text is not valid Unicode.
-          jax.errors.JaxRuntimeError: the device failed, or its memory does not even suffice for one text.
+          jax.errors.JaxRuntimeError: the device failed, or its memory does not suffice for one text.
         """
         batch_size = batching.check_batch_size("encode", batch_size)
         texts = batching.as_texts("encode", "sentences", sentences)
@@ -230,17 +257,27 @@ class SentenceEncoder:
         return result if convert_to_numpy else jnp.asarray(result)
 
     def buckets(self, batch_size: int = 32) -> list[Bucket]:
-        """The shapes of packed batches, each of which is compiled when it first occurs; none if texts are padded."""
+        """Returns the shapes of packed batches. A program is compiled when a shape first occurs.
+
+        Args:
+          batch_size: the `batch_size` of `encode`.
+
+        Returns:
+          The shapes; an empty list if batches are padded.
+
+        Raises:
+          ValueError: `batch_size` is not a positive integer.
+        """
         return batching.buckets(batch_size, self.max_seq_length) if self._batcher.packed else []
 
     def _encodings(self, texts: Sequence[str]) -> "list[Encoding]":
-        # As sentence-transformers does; to a tokenizer of bytes, as RoBERTa's, white space is text.
+        # Strip as sentence-transformers does: for a byte-level tokenizer such as RoBERTa's, white space is text.
         return self._tokenizer.encode_batch_fast([(self.prompt + text).strip() for text in texts])
 
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """What the files of a checkpoint folder say, but for the model itself."""
+    """Settings from the files of a checkpoint folder, except for the model's own."""
 
     transformer: Path
     pooling: tuple[str, ...]
@@ -277,7 +314,7 @@ def _read_layout(folder: Path) -> _Layout:
 
 
 def _read_modules(file: Path) -> dict[str, Path]:
-    """modules.json -> the folder of each module, by the last component of its type."""
+    """Reads the folder of each module from modules.json. The keys are the last components of the modules' types."""
     modules: dict[str, Path] = {}
     entries = checkpoint_files.read_json(file)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
@@ -303,7 +340,7 @@ def _read_modules(file: Path) -> dict[str, Path]:
 
 
 def _read_pooling(file: Path) -> tuple[tuple[str, ...], bool]:
-    """A Pooling module's config.json -> the modes, and whether the tokens of a prompt take part."""
+    """Reads a Pooling module's config.json. Returns the modes, and whether prompt tokens take part in the pooling."""
     if not os.path.exists(file):
         raise CheckpointError(f"{file}: missing, but modules.json names it")
     config = checkpoint_files.read_json_object(file)

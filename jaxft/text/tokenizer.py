@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint folder, and the settings beside it."""
+"""Reads the tokenizer of a checkpoint folder and its settings files."""
 
 import sys
 from pathlib import Path
@@ -12,10 +12,19 @@ if TYPE_CHECKING:
 
 
 def load(folder: Path, do_lower_case: bool) -> "Tokenizer":
-    """From tokenizer.json, or else a BERT vocab.txt.
+    """Loads a tokenizer from tokenizer.json, or else from a BERT vocab.txt.
+
+    The tokenizer truncates at the side that `truncation_side` in tokenizer_config.json names, if it does.
+
+    Args:
+      folder: the checkpoint folder.
+      do_lower_case: whether to convert texts to lower case before the tokenizer's own normalizer.
+
+    Returns:
+      The tokenizer.
 
     Raises:
-      CheckpointError: neither is there, or it is none.
+      CheckpointError: neither file exists, or a file is malformed; the message names it.
     """
     from tokenizers import Tokenizer, normalizers
 
@@ -34,7 +43,7 @@ def load(folder: Path, do_lower_case: bool) -> "Tokenizer":
     if side not in (None, "left", "right"):
         raise CheckpointError(f"{settings_file}: truncation_side must be left or right, got {side!r:.80}")
     if side is not None:
-        tokenizer.enable_truncation(max_length=sys.maxsize, direction=side)  # see `truncating`
+        tokenizer.enable_truncation(max_length=sys.maxsize, direction=side)  # `truncating` keeps the direction
     if do_lower_case:
         rest = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
         tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *rest])
@@ -42,7 +51,7 @@ def load(folder: Path, do_lower_case: bool) -> "Tokenizer":
 
 
 def _bert_tokenizer(vocab: Path) -> "Tokenizer":
-    """BERT's WordPiece tokenizer, for old folders that have only its vocabulary (one token a line)."""
+    """Makes BERT's WordPiece tokenizer from its vocabulary (one token a line). Old folders have no other file."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -81,12 +90,22 @@ def _bert_tokenizer(vocab: Path) -> "Tokenizer":
 def truncating(
     tokenizer: "Tokenizer", max_length: int, *, is_pair: bool = False, owner: str, argument: str
 ) -> "Tokenizer":
-    """A copy without padding that cuts texts off at `max_length` tokens, at the side where the tokenizer does.
+    """Copies a tokenizer; the copy does not pad, and truncates at `max_length` tokens.
 
-    Files often come with padding and a truncation of their own, left from training.
+    Tokenizer files often contain padding and truncation settings that are left over from training.
+
+    Args:
+      tokenizer: the tokenizer. The copy truncates at the same side, by default the right side.
+      max_length: maximum number of tokens, special tokens included.
+      is_pair: whether the copy is for pairs of texts, which have more special tokens.
+      owner: name of the public class or program, for the error message.
+      argument: name of the argument that `max_length` comes from, for the error message.
+
+    Returns:
+      The copy.
 
     Raises:
-      ValueError: no token of a text would be left beside the special ones; the message names owner and argument.
+      ValueError: `max_length` leaves no room for a token besides the special tokens.
     """
     special_tokens = tokenizer.num_special_tokens_to_add(is_pair=is_pair)
     if max_length <= special_tokens:
@@ -101,7 +120,18 @@ def truncating(
 
 
 def check_vocabulary(tokenizer: "Tokenizer", folder: Path, vocab_size: int) -> None:
-    """Raises a CheckpointError if the model lacks ids: their texts would come out as NaN, hours into the work."""
+    """Checks that the model has an embedding for each token id.
+
+    Without this check, texts with a missing id would give NaN, perhaps hours into a long run.
+
+    Args:
+      tokenizer: the tokenizer.
+      folder: the checkpoint folder, for the error message.
+      vocab_size: number of embeddings that the model has.
+
+    Raises:
+      CheckpointError: the tokenizer has an id that is not below `vocab_size`.
+    """
     largest_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if largest_id >= vocab_size:
         raise CheckpointError(
@@ -110,16 +140,28 @@ def check_vocabulary(tokenizer: "Tokenizer", folder: Path, vocab_size: int) -> N
 
 
 def max_length(file: Path, name: str) -> int | None:
-    """The field of a settings file, None where there is none; 10**30, which stands for no limit, as sys.maxsize."""
+    """Reads a maximum length from a settings file.
+
+    Args:
+      file: the settings file, which need not exist.
+      name: the field.
+
+    Returns:
+      The length, at most `sys.maxsize`; files write a huge number such as 10**30 for "no limit". None if the file or
+      the field is missing or null.
+
+    Raises:
+      CheckpointError: the value is not a number of at least 1.
+    """
     value = read_settings(file).get(name)
     if value is None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not value >= 1:  # NaN, which Python reads from JSON, is not
+    if not is_number or not value >= 1:  # `not` also rejects NaN, which Python reads from JSON
         raise CheckpointError(f"{file}: the maximum length must be a number of at least 1, got {value!r:.80}")
     return int(min(value, sys.maxsize))
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """The object in `file`; {} where there is no such file."""
+    """Reads the JSON object in `file`; {} if the file does not exist. Raises a CheckpointError if it is malformed."""
     return checkpoint_files.read_json_object(file) if file.exists() else {}
