@@ -1,7 +1,7 @@
-"""What the examples share: text that is on every machine, and a training loop that can be interrupted and resumed.
+"""Shared code of the examples: text that is on every machine, and a training loop that can be interrupted and resumed.
 
-Everything that a step uses is a function of the run's settings, the step's number and the state before it, so that a
-run that was interrupted and resumed is bitwise the same as one that was not.
+Each step depends only on the run's settings, the number of the step and the state before the step. So a run that was
+interrupted and resumed is bitwise equal to a run that was not.
 """
 
 import argparse
@@ -39,20 +39,20 @@ from jaxft import dispatch, training
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.tuning import cache as tuning_cache
 
-matplotlib.use("Agg")  # which needs no screen
+matplotlib.use("Agg")  # this backend needs no screen
 
-INTERRUPTED = 130  # the exit code of a program that was stopped with Ctrl-C or SIGTERM
-ONE_SIGNAL = 1.0  # seconds
-SCALES = 24  # that a loss scale can be halved to, from the largest: more steps than that are not left out by its fault
-IN_FLIGHT = 2  # steps that the device has been given before the loss of the oldest is read
-CHECKPOINTS = 2  # that are kept
+INTERRUPTED = 130  # exit code after Ctrl-C or SIGTERM
+ONE_SIGNAL = 1.0  # seconds in which further signals count as the same signal
+SCALES = 24  # halvings from the largest loss scale to 1; after more skipped steps in a row, the scale is not the cause
+IN_FLIGHT = 2  # steps queued on the device before the oldest loss is read
+CHECKPOINTS = 2  # number of checkpoints that are kept
 
-# Options of JAX that change numbers.
+# Options of JAX that change numerical results.
 JAX_OPTIONS = (
     "jax_default_matmul_precision", "jax_default_prng_impl", "jax_enable_x64", "jax_random_seed_offset",
     "jax_threefry_partitionable",
 )  # fmt: skip
-# And variables: with NPROC or PJRT_NPROC XLA has so many threads on a CPU.
+# Environment variables that change numerical results. NPROC and PJRT_NPROC set the number of XLA's CPU threads.
 VARIABLES = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "NPROC", "NVIDIA_TF32_OVERRIDE", "PJRT_NPROC", "XLA_FLAGS")
 
 T = TypeVar("T")
@@ -64,9 +64,12 @@ _all_finite = jax.jit(training.all_finite)
 
 
 def paragraphs() -> dict[str, str]:
-    """The paragraphs of the docstrings of Python's standard library -> its module (or package), in a fixed order.
+    """Returns the docstring paragraphs of Python's standard library, in a fixed order.
 
-    Without its tests, and without paragraphs that are in several modules.
+    Tests of the library, and paragraphs that occur in several modules, are left out.
+
+    Returns:
+      A dict from paragraph to the name of its top-level module or package.
     """
     modules: dict[str, set[str]] = {}
     library = Path(sysconfig.get_paths()["stdlib"])
@@ -74,7 +77,7 @@ def paragraphs() -> dict[str, str]:
         parts = file.relative_to(library).with_suffix("").parts
         if {"site-packages", "test", "tests"} & {*parts}:
             continue
-        with warnings.catch_warnings(action="ignore"):  # of escapes in others' strings
+        with warnings.catch_warnings(action="ignore"):  # about invalid escapes in the library's strings
             tree = ast.parse(file.read_bytes())
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -86,12 +89,12 @@ def paragraphs() -> dict[str, str]:
 
 
 def held_out(text: str) -> bool:
-    """Whether it is for evaluation, a tenth of all texts."""
+    """Returns whether a text is held out for evaluation. About a tenth of all texts are."""
     return hashlib.sha256(text.encode()).digest()[0] < 26
 
 
 def fingerprint(*arrays: np.ndarray) -> str:
-    """Of the data of a run, the weights it begins with, or other bytes."""
+    """Computes a short hash of arrays, such as the data or the initial weights of a run."""
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(array.tobytes())
@@ -102,6 +105,7 @@ def fingerprint(*arrays: np.ndarray) -> str:
 
 
 def arguments(description: str | None, name: str, presets: Mapping[str, Any]) -> argparse.ArgumentParser:
+    """Makes a parser for the arguments that the training examples share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", metavar="FOLDER", type=Path, required=True, help="the checkpoint all-MiniLM-L6-v2")
     parser.add_argument(
@@ -136,7 +140,7 @@ def positive_float(text: str) -> float:
 
 
 def seed(text: str) -> int:
-    # Of larger ones, a key of JAX has the lower 32 bits only.
+    # jax.random.key uses only the lower 32 bits of a seed.
     return _number(text, int, lambda number: 0 <= number < 2**32, "a natural number below 2**32")
 
 
@@ -148,14 +152,14 @@ def _number(text: str, kind: Callable[[str], T], accepted: Callable[[T], bool], 
 
 
 def settings(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    """What decides every number of a run, as JSON has it."""
+    """Returns everything that the numbers of a run depend on, as JSON values."""
     fixed = {name: value for name, value in vars(args).items() if name in ("steps", "accumulate", "remat", "seed")}
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")}
     options = {name: getattr(jax.config, name) for name in JAX_OPTIONS}
     options |= {"dtype": args.dtype} | {name: os.environ.get(name, "") for name in VARIABLES}
-    # XLA's CPU programs divide sums among so many threads.
+    # XLA's CPU programs split sums among threads, so the number of cores changes the order of additions.
     cores = _usable_cores() if jax.default_backend() == "cpu" else None
-    # What jaxft.tuning.autotune has found here; kernels with other tiles add up in another order.
+    # Results of jaxft.tuning.autotune on this machine: kernels with other tile sizes add in another order.
     autotuned = json.dumps(tuning_cache.load(dispatch.device_kind()), sort_keys=True)
     machine = {"device": dispatch.device_kind(), "cores": cores, "jaxft": jaxft.__version__}
     machine |= {"autotuned": fingerprint(np.frombuffer(autotuned.encode(), np.uint8))}
@@ -170,7 +174,7 @@ def _usable_cores() -> int | None:
 
 
 class State(NamedTuple):
-    """All that a step changes."""
+    """Everything that a step changes."""
 
     params: Any
     opt_state: Any
@@ -182,8 +186,11 @@ Step = Callable[[State, Any, jax.Array], tuple[State, jax.Array]]  # (state, bat
 
 
 def adamw(learning_rate: float, steps: int) -> optax.GradientTransformation:
-    """10 % warm-up, then along a cosine to 0; no decay of biases and LayerNorms; clipped gradients."""
-    warmup = min(max(1, steps // 10), steps - 1)  # none of a single step, whose rate would be 0
+    """Makes AdamW with clipped gradients, and without weight decay of biases and LayerNorms.
+
+    The learning rate warms up for a tenth of the steps, then decays to 0 along a cosine.
+    """
+    warmup = min(max(1, steps // 10), steps - 1)  # no warm-up of a single step, whose learning rate would be 0
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup, steps)
     matrices = lambda params: jax.tree.map(lambda param: param.ndim > 1, params)  # noqa: E731
     return optax.chain(
@@ -197,7 +204,7 @@ def initial_state(params: Any, optimizer: optax.GradientTransformation, dtype: s
 
 
 def make_step(loss_fn: LossFn, optimizer: optax.GradientTransformation) -> Step:
-    """The step of a batch whose arrays have the micro-batches along their first axis."""
+    """Makes a training step. Its batches have the micro-batches along the first axis of each array."""
 
     def step(state: State, batch: Any, key: jax.Array) -> tuple[State, jax.Array]:
         keys = jax.random.split(key, len(jax.tree.leaves(batch)[0]))
@@ -220,24 +227,26 @@ def make_step(loss_fn: LossFn, optimizer: optax.GradientTransformation) -> Step:
 
 
 class Evaluation(NamedTuple):
-    """What is measured on held-out text."""
+    """A measurement on held-out text."""
 
     name: str
-    measure: Callable[[Any], Any]  # of the parameters: a number
-    form: str  # in which it is printed
+    measure: Callable[[Any], Any]  # parameters -> a number
+    form: str  # format specification for printing the number
 
 
 class Run:
-    """The folder of a run: its checkpoints, its losses and evaluations, and what of it is already done.
+    """A training run and its folder, which holds checkpoints, losses and evaluations.
+
+    The constructor resumes from the latest checkpoint in the folder, if there is one.
 
     Attributes:
-      state: after `step` steps.
-      step: how many are done.
-      step_seconds: the median time of the steps that this process has done, None before there are enough.
+      state: the state after `step` steps.
+      step: number of steps done.
+      step_seconds: median time of the steps that this process has done, or None if it has done too few.
     """
 
     def __init__(self, out: Path, settings: dict[str, Any], state: State) -> None:
-        # On its device for good, as what comes from a checkpoint is: the compiled step is the same for both.
+        # Commit the state to its device. A restored state is committed too, so both use the same compiled step.
         state = jax.device_put(state, jax.devices()[0])
         self.out, self.settings, self.state, self.step = out.resolve(), settings, state, 0
         self.step_seconds: float | None = None
@@ -247,10 +256,10 @@ class Run:
         except OSError as error:
             raise SystemExit(f"--out must name a folder, or where one can be made: {error}") from error
         self._losses: list[float] = []
-        self._evaluated: dict[int, float] = {}  # after so many steps
+        self._evaluated: dict[int, float] = {}  # number of steps done -> evaluation
         if jax.default_backend() == "gpu":
-            # XLA chooses among algorithms by timing them, and another choice may differ in the last bits. A run that
-            # goes on therefore takes the programs that it began with.
+            # XLA chooses among algorithms by timing them, and another choice may differ in the last bits. The
+            # compilation cache lets a resumed run use the programs that it began with.
             if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
                 jax.config.update("jax_compilation_cache_dir", str(self.out / "programs"))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -260,11 +269,11 @@ class Run:
             self._restore(latest)
 
     def _read(self, step: int, **items: Any) -> Any:
-        """What a checkpoint has under these names."""
+        """Reads the named items of a checkpoint."""
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**items))
-        except Exception as error:  # of orbax, of TensorStore, of json, ...
-            time.sleep(0.1)  # TensorStore's other threads fail too, and print that: this is to be the last line
+        except Exception as error:  # from orbax, TensorStore, json, ...
+            time.sleep(0.1)  # let TensorStore's other threads print their errors first
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             others = [other for other in self._manager.all_steps() if other != step]
             then = f"goes on from step {max(others)}" if others else "starts anew"
@@ -310,13 +319,13 @@ class Run:
         print(f"resumed after step {step}")
 
     def _check(self) -> None:
-        """Stops a run that is no longer finite, before its last good checkpoint is replaced."""
+        """Ends the program if loss, gradients or parameters are not finite, before a good checkpoint is replaced."""
         scale = self.state.loss_scale
         if scale is None and not np.isfinite(self._losses[-1:]).all():
             reason = f"the loss is {self._losses[-1]}"
         elif scale is not None and scale.skipped > SCALES:
             reason = f"the gradients of {int(scale.skipped)} steps in a row were not finite, at any loss scale"
-        elif not _all_finite(self.state.params):  # the loss is that before the last update
+        elif not _all_finite(self.state.params):  # the loss is from before the last update
             reason = "the parameters are not finite"
         else:
             return
@@ -330,7 +339,7 @@ class Run:
 
     def _save(self) -> None:
         self._check()
-        # The losses first: those of steps that no checkpoint has are computed again.
+        # Write the losses before the checkpoint. A resumed run drops losses that are newer than its checkpoint.
         self._write("losses.csv", ("step", "loss"), enumerate(self._losses))
         state, about = ocp.args.StandardSave(self.state), ocp.args.JsonSave(self.settings)
         args: Any = ocp.args.Composite(state=state, settings=about)
@@ -351,18 +360,21 @@ class Run:
         tqdm.write(f"step {self.step}: {evaluation.name} {self._evaluated[self.step]:{evaluation.form}}")
 
     def train(self, step: Step, batch_at: Callable[[int], Any], *, save_every: int, evaluation: Evaluation) -> bool:
-        """Does the steps that are left, and saves; False if Ctrl-C or SIGTERM came before the last one.
+        """Runs the remaining steps, and saves checkpoints.
 
         Args:
-          step: see `make_step`.
-          batch_at: the batch of a step, a function of its number only.
-          save_every: after how many steps there is a checkpoint, and an evaluation.
-          evaluation: what is measured then, before the first step and after the last.
+          step: the training step, see `make_step`.
+          batch_at: a function from the number of a step to its batch. It must not depend on anything else.
+          save_every: number of steps between checkpoints.
+          evaluation: the evaluation, done at the start, after each checkpoint, and after the last step.
+
+        Returns:
+          True if the run is finished. False if Ctrl-C or SIGTERM came before the last step.
         """
-        # Not the key itself, which the initial parameters are from.
+        # Use a key split off the seed's key, because the initial parameters derive from the seed's key itself.
         steps, base_key = self.settings["steps"], jax.random.split(jax.random.key(self.settings["seed"]))[1]
         pending: deque[jax.Array] = deque()
-        finished: list[float] = []  # when
+        finished: list[float] = []  # when the loss of each step was read
 
         def read(limit: int) -> None:
             while len(pending) > limit:
@@ -371,7 +383,7 @@ class Run:
                 bar.set_postfix(loss=f"{statistics.fmean(self._losses[-20:]):.3f}", refresh=False)
                 bar.update()
 
-        with closing(self._manager), interrupts() as came:  # closing waits for the checkpoint that is being written
+        with closing(self._manager), interrupts() as came:  # `closing` waits until checkpoints are written
             self._evaluate(evaluation)
             if self.step < steps:
                 lowered = jax.jit(step, donate_argnums=0).lower(self.state, batch_at(self.step), base_key)
@@ -419,11 +431,15 @@ class Run:
 
 @contextmanager
 def interrupts() -> Iterator[list[float]]:
-    """A list that is no longer empty when Ctrl-C or SIGTERM has come; the second one stops the program at once.
+    """Catches the first Ctrl-C or SIGTERM in the block. A second signal stops the program at once.
 
-    What comes within `ONE_SIGNAL` seconds is the same one: `make` passes it on, and a supervisor may send it to all.
+    Signals within `ONE_SIGNAL` seconds of the first signal count as the same signal, because the program may get it
+    more than once: `make` passes it on, and a supervisor may send it to all processes.
+
+    Yields:
+      A list that is empty until the first signal.
     """
-    came: list[float] = []  # when
+    came: list[float] = []  # times of the signals
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def restore() -> None:
@@ -445,14 +461,14 @@ def interrupts() -> Iterator[list[float]]:
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Ends the program with the exit code that `main` returns, or with `INTERRUPTED`; Ctrl-C and SIGTERM are alike."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which raises KeyboardInterrupt
+    """Runs `main` and ends the program with its exit code, or with `INTERRUPTED` after Ctrl-C or SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # raise KeyboardInterrupt, as for Ctrl-C
     try:
         sys.exit(main())
     except CheckpointError as error:
         sys.exit(f"--model: {error}")
-    except KeyboardInterrupt:  # outside of `Run.train`, or the second one in it
-        for number in (signal.SIGINT, signal.SIGTERM):  # the same one once more, see `interrupts`
+    except KeyboardInterrupt:  # a signal outside of `Run.train`, or the second signal in it
+        for number in (signal.SIGINT, signal.SIGTERM):  # ignore repetitions of this signal, see `interrupts`
             signal.signal(number, signal.SIG_IGN)
         print("interrupted: what no checkpoint has is lost; the same command goes on from the last one, if any")
         sys.exit(INTERRUPTED)

@@ -1,4 +1,4 @@
-"""The fused operations in modules of your own, of Flax NNX and of Flax Linen, and both learn to sort digits.
+"""Custom Flax NNX and Flax Linen modules that use the fused operations. Both learn to sort digits.
 
 python examples/custom_modules.py
 """
@@ -18,7 +18,10 @@ DIGITS, LENGTH, WIDTH, HEADS, STEPS = 10, 8, 64, 4, 60
 
 
 class NNXBlock(nnx.Module):
-    """A transformer layer of operations: QKV read in place, GELU in the product, residual and LayerNorm in one pass."""
+    """A transformer layer made of jaxft operations.
+
+    Attention reads Q, K and V in place, GELU runs in the matmul kernel, residual and LayerNorm are one pass.
+    """
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         def normal(*shape: int) -> nnx.Param[jax.Array]:
@@ -40,7 +43,7 @@ class NNXBlock(nnx.Module):
 
 
 class NNXSorter(nnx.Module):
-    """Digits `[B, T]` -> logits `[B, T, DIGITS]` of the same digits in order."""
+    """A model from digits `[B, T]` to logits `[B, T, DIGITS]` of the same digits in ascending order."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.digits, self.places = nnx.Embed(DIGITS, WIDTH, rngs=rngs), nnx.Embed(LENGTH, WIDTH, rngs=rngs)
@@ -55,7 +58,7 @@ class NNXSorter(nnx.Module):
 
 
 class LinenBlock(linen.Module):
-    """The same with Linen's own attention module, whose attention is jaxft's, and a LayerNorm of jaxft's."""
+    """A transformer layer made of Linen modules, with the attention, bias + GELU and LayerNorm operations of jaxft."""
 
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -73,7 +76,7 @@ class LinenBlock(linen.Module):
 
 
 class LinenSorter(linen.Module):
-    """As `NNXSorter`."""
+    """A Linen model with the same task as `NNXSorter`."""
 
     @linen.compact
     def __call__(self, digits: jax.Array) -> jax.Array:
@@ -84,7 +87,7 @@ class LinenSorter(linen.Module):
 
 
 def train(name: str, forward: Callable[[Any, jax.Array], Any], params: Any) -> list[float]:
-    """The losses of so many steps of a pure function (params, digits) -> logits."""
+    """Trains a pure function (params, digits) -> logits for `STEPS` steps, and returns the losses."""
     optimizer = optax.adam(3e-3)
 
     @jax.jit

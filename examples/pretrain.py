@@ -1,9 +1,9 @@
-"""Masked-language-model pretraining of a small BERT, from scratch, on the docstrings of Python's standard library.
+"""Pretrains a BERT from scratch with masked language modelling, on the docstrings of Python's standard library.
 
     python examples/pretrain.py --model FOLDER
 
-FOLDER is a checkpoint whose tokenizer is used, as `make pretrain` installs it. The paragraphs lie back to back, without
-padding. Ctrl-C or SIGTERM saves and ends with exit code 130; the same command goes on.
+FOLDER is a checkpoint, of which only the tokenizer is used (`make pretrain` installs it). Batches are packed, without
+padding. Ctrl-C or SIGTERM saves the run and ends it with exit code 130; the same command resumes it.
 """
 
 import argparse
@@ -24,9 +24,9 @@ from jaxft.text import tokenizer as tokenizer_files
 
 MASKED = 0.15
 SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
-EVALUATED = 8  # batches of held-out text
+EVALUATED = 8  # batches of held-out text in an evaluation
 
-# 10^12 dense operations a second in bfloat16 and float16, by what a device's kind begins with; TF32 has half of it.
+# Peak dense bf16 and fp16 throughput in TFLOP/s, by the beginning of the device kind. The TF32 peak is half of it.
 PEAK_TFLOPS = {
     "NVIDIA H200 NVL": 835.5, "NVIDIA H200": 989.5, "NVIDIA H100 80GB": 989.5, "NVIDIA A100": 312.0,
     "NVIDIA L4": 121.0, "NVIDIA L40": 181.0, "NVIDIA L40S": 362.0,
@@ -35,9 +35,9 @@ PEAK_TFLOPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    config: BertConfig  # but for the vocabulary, which is the tokenizer's
-    length: int  # of a sequence, at most
-    rows: int  # tokens of a micro-batch
+    config: BertConfig  # `vocab_size` is replaced by the tokenizer's
+    length: int  # maximum number of tokens of a sequence
+    rows: int  # rows of a packed micro-batch
     steps: int
     learning_rate: float
 
@@ -52,9 +52,10 @@ PRESETS = {
 
 
 class Documents:
-    """Tokenised texts, and batches of them: sequences back to back, with 15 % of the tokens to be predicted.
+    """Tokenised texts that make packed batches for masked language modelling.
 
-    Of these, 80 % become [MASK], 10 % a random token, and 10 % stay, as in BERT.
+    15 % of the tokens are to be predicted. As in BERT, 80 % of these tokens become [MASK], 10 % become a random token,
+    and 10 % stay.
     """
 
     def __init__(self, texts: Sequence[str], tokenizer: Any, preset: Preset) -> None:
@@ -72,7 +73,15 @@ class Documents:
         self.lengths = np.array([len(sequence) for sequence in self.sequences])
 
     def batch(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """`input_ids` and `labels` `[rows]`, `cu_seqlens` `[sequences + 1]`, of which the last may be empty."""
+        """Makes a batch of random sequences.
+
+        Args:
+          rng: the source of randomness.
+
+        Returns:
+          A dict of int32 arrays: `input_ids` `[rows]`, `labels` `[rows]` and `cu_seqlens` `[rows // 16 + 1]`. The last
+          sequences may be empty.
+        """
         rows = self.preset.rows
         order = rng.permutation(len(self.sequences))[: rows // 16]
         ends = np.cumsum(self.lengths[order])
@@ -92,14 +101,14 @@ class Documents:
 
 
 def batches(documents: Documents, seed: Sequence[int], count: int) -> dict[str, np.ndarray]:
-    """So many, along a first axis."""
+    """Makes `count` batches, stacked along a new first axis."""
     rng = np.random.default_rng(seed)
     parts = [documents.batch(rng) for _ in range(count)]
     return {name: np.stack([part[name] for part in parts]) for name in parts[0]}
 
 
 def flops(config: BertConfig, batch: dict[str, np.ndarray]) -> float:
-    """Of the matrix products of a step, forward and backward: what is computed again with --remat does not count."""
+    """Counts the FLOPs of the matmuls of a step, forward and backward. Recomputation with --remat does not count."""
     width = config.hidden_size
     layer = 2 * (4 * width**2 + 2 * width * config.intermediate_size)
     lengths = np.diff(batch["cu_seqlens"]).astype(float)
@@ -109,17 +118,17 @@ def flops(config: BertConfig, batch: dict[str, np.ndarray]) -> float:
 
 
 def peak_flops(dtype: str, given: float | None) -> float | None:
-    """Of this device; None if it is unknown."""
+    """Returns the peak FLOP/s of this device; None if it is unknown. `given`, in TFLOP/s, takes precedence."""
     if given is not None:
         return given * 1e12
     kind = dispatch.device_kind()
-    # Up to the end of a word: what begins with L40 is no L4.
+    # Match whole words, so that "L4" does not match an L40.
     found = next((tflops for name, tflops in PEAK_TFLOPS.items() if re.match(rf"{name}\b", kind)), None)
     return None if found is None else found * 1e12 / (2 if dtype == "float32" else 1)
 
 
 def speed(config: BertConfig, batches: Sequence[dict[str, np.ndarray]], step_seconds: float) -> dict[str, float]:
-    """Of steps that take so long, with batches such as these."""
+    """Computes tokens per second and FLOP/s from the time of a step and some of its batches."""
     tokens = float(np.mean([batch["cu_seqlens"][:, -1].sum() for batch in batches]))
     work = float(np.mean([flops(config, batch) for batch in batches]))
     return {
@@ -173,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     step = common.make_step(loss_fn, optimizer)
     finished = run.train(step, batch_at, save_every=args.save_every, evaluation=evaluation)
     speed_file = args.out / "speed.json"
-    speed_file.unlink(missing_ok=True)  # of another call
+    speed_file.unlink(missing_ok=True)  # from an earlier call
     if run.step_seconds is not None:
         found = speed(config, [batch_at(step) for step in range(8)], run.step_seconds)
         line = f"{found['tokens_per_s']:,.0f} tokens/s, {found['flops_per_s'] / 1e12:.3g} TFLOP/s"

@@ -1,10 +1,11 @@
-"""jaxft: a fast BERT encoder for JAX. Fused operations, a Flax NNX model on them, and text to embeddings.
+"""jaxft: a fast BERT encoder for JAX. Fused operations, Flax NNX models built on them, and text encoders.
 
-Importing it loads the operations only; the models, which need flax and more, load when they are first used.
+`import jaxft` loads the operations only. The models and encoders, which need Flax, load on first use.
 """
 
 from typing import TYPE_CHECKING
 
+from jaxft._version import __version__ as __version__
 from jaxft.dispatch import EXPORT_DISABLED_CHECKS
 from jaxft.ops.attention import dot_product_attention, qkv_attention, varlen_qkv_attention
 from jaxft.ops.bias_activation import bias_activation
@@ -17,6 +18,7 @@ from jaxft.ops.feed_forward import feed_forward_residual_layer_norm
 from jaxft.ops.layer_norm import bias_residual_layer_norm, layer_norm
 from jaxft.ops.padding import remove_padding, restore_padding
 from jaxft.ops.permute import merge_heads, permute, qkv_bias_split_heads
+from jaxft.ops.plans import explain
 from jaxft.ops.softmax import log_softmax, softmax
 
 if TYPE_CHECKING:
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
     from jaxft.models.masked_lm import BertForMaskedLM
     from jaxft.text.cross_encoder import CrossEncoder
     from jaxft.text.sentence_encoder import SentenceEncoder
-
-__version__ = "0.1.0"
 
 __all__ = [
     "EXPORT_DISABLED_CHECKS",
@@ -47,6 +47,7 @@ __all__ = [
     "dense_residual_layer_norm",
     "dot_product_attention",
     "embeddings_layer_norm",
+    "explain",
     "feed_forward_residual_layer_norm",
     "layer_norm",
     "linear_cross_entropy",

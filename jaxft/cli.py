@@ -1,4 +1,4 @@
-"""The command line: `jaxft encode | similar | bench | info`. Results go to stdout or a file, the rest to stderr."""
+"""Command line `jaxft encode | similar | bench | info`. Results go to stdout or a file, messages to stderr."""
 
 import argparse
 import contextlib
@@ -23,8 +23,8 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 
 from jaxft import dispatch
+from jaxft._version import __version__
 
-_VERSION: str = sys.modules["jaxft"].__version__  # the package, already there, imports from here and not the reverse
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
 _TERMINATED = 143  # 128 + SIGTERM
@@ -32,7 +32,7 @@ _DTYPES = ("float32", "float16", "bfloat16")
 
 
 class _UserError(Exception):
-    """Something the user can put right: shown as one line, without a traceback."""
+    """An error that the user can fix. `main` prints it as one line, without a traceback."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,22 +41,30 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line `argv` (without the program's name; default `sys.argv[1:]`); returns the exit code.
+    """Runs a command line.
 
-    0: done. 2: an error, told in one line on stderr that starts with "jaxft: error:" (wrong arguments raise
-    `SystemExit(2)` instead, as argparse does). 130: interrupted. 141: the reader of stdout went away.
+    Args:
+      argv: the arguments without the program's name. None takes `sys.argv[1:]`.
+
+    Returns:
+      The exit code. 0: done. 2: an error, reported on stderr in one line that starts with "jaxft: error:". 130:
+      interrupted with Ctrl-C. 141: the reader of stdout closed the pipe.
+
+    Raises:
+      SystemExit: code 2 for wrong arguments, code 0 after `--help` or `--version` (both raised by argparse), code 143
+        if SIGTERM arrives while an output file is open.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the shell, as in `jaxft ... >&-`
             setattr(sys, name, open(os.devnull, mode))
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does with what its encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")  # for characters that its encoding lacks, as stderr does
     args = _parser().parse_args(argv)
     try:
         args.run(args)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, `head` for example, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's flush at exit does not fail
         return _BROKEN_PIPE
     except KeyboardInterrupt:
         print("jaxft: interrupted", file=sys.stderr)
@@ -69,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="jaxft", description="A fast BERT encoder for JAX.")
-    parser.add_argument("--version", action="version", version=f"jaxft {_VERSION}")
+    parser.add_argument("--version", action="version", version=f"jaxft {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], None], summary: str, description: str) -> _Parser:
@@ -141,7 +149,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="of parameters and arithmetic (default: float32); embeddings are always float32",
     )  # fmt: skip
     parser.add_argument(
-        "--implementation", choices=("triton", "xla"),  # what every op has
+        "--implementation", choices=("triton", "xla"),  # the implementations that every op has
         help="of every op (default: the fastest for the device; see jaxft info)",
     )  # fmt: skip
 
@@ -166,9 +174,9 @@ def _run_encode(args: argparse.Namespace) -> None:
             np.save(output, embeddings)
         else:
             for record, row in zip(records, embeddings, strict=True):
-                embedding = [float(f"{value:.9g}") for value in row.tolist()]  # 9 digits tell all float32 apart
+                embedding = [float(f"{value:.9g}") for value in row.tolist()]  # 9 digits distinguish all float32
                 line = json.dumps(record | {"embedding": embedding}, ensure_ascii=False)
-                # A lone surrogate, which JSON allows but UTF-8 does not, is written as its \u escape again.
+                # A lone surrogate is valid in JSON but not in UTF-8: write it as a \u escape again.
                 output.write(line.encode("utf-8", "backslashreplace") + b"\n")
 
 
@@ -182,16 +190,21 @@ def _run_similar(args: argparse.Namespace) -> None:
 
 def _run_info(args: argparse.Namespace) -> None:
     device = _device()
-    from jaxft import ops
+    from jaxft.ops import plans, samples
     from jaxft.text import batching
     from jaxft.tuning import table as tuning_table
 
     configs = tuning_table.sources(device["device"]) if device["platform"] == "cuda" else []
-    versions, rows = _versions(), ops.explain()
+    size, dtype = "32x128", "bfloat16" if device["platform"] == "cuda" else "float32"
+    rows = [("op", "forward", "backward", "why not another")]
+    for name, plan in samples.plan_table(size, dtype).items():
+        passes = (plans.describe(plan, direction, with_config=False) for direction in ("forward", "backward"))
+        rows.append((name, *passes, plan.why))
+    versions = _versions()
     buckets = batching.buckets(args.batch_size, args.length)
     if args.json:
-        names = ("op", "implementation", "reason")
-        choices = [dict(zip(names, row, strict=True)) for row in rows]
+        names = ("op", "forward", "backward", "reason")
+        choices = [dict(zip(names, row, strict=True)) for row in rows[1:]]
         shapes = [dataclasses.asdict(bucket) for bucket in buckets]
         info = {"versions": versions, "device": device, "configs": configs, "ops": choices, "buckets": shapes}
         print(json.dumps(info, indent=2))
@@ -200,10 +213,8 @@ def _run_info(args: argparse.Namespace) -> None:
         print(f"{name:<9} {value}")
     if configs:
         print(f"{'configs':<9} {', '.join(configs)}")
-    print()
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    for op, implementation, reason in rows:
-        print(f"{op:<{widths[0]}}  {implementation:<{widths[1]}}  {reason}")
+    print(f"\nwhat each op runs on, {size} tokens of BERT-base, {dtype}:")
+    print("\n".join(plans.table_lines(rows)))
     print(f"\n{len(buckets)} shapes of packed batches (--batch-size {args.batch_size} --length {args.length}):")
     for longest in sorted({bucket.longest for bucket in buckets}):
         line = " ".join(f"{b.capacity}x{b.count}" for b in buckets if b.longest == longest)
@@ -211,7 +222,7 @@ def _run_info(args: argparse.Namespace) -> None:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "jaxft": _VERSION}
+    versions = {"python": platform.python_version(), "jaxft": __version__}
     return versions | {package: importlib.metadata.version(package) for package in ("jax", "jaxlib", "flax")}
 
 
@@ -246,7 +257,7 @@ def _run_bench(args: argparse.Namespace) -> None:
                     try:
                         done[batch, length] = comparison.compare(model, batch, length)
                     except (comparison.ComparisonError, jax.errors.JaxRuntimeError) as error:
-                        # Out of memory, say, which the others need not be.
+                        # The other cases may still succeed, for example if this case ran out of memory.
                         failed.append(f"{batch}x{length}: {error}")
         except (CheckpointError, jax.errors.JaxRuntimeError) as error:
             raise _UserError(str(error)) from error
@@ -272,13 +283,13 @@ def _run_bench(args: argparse.Namespace) -> None:
 def _device() -> dict[str, str]:
     try:
         return {"device": dispatch.device_kind(), "platform": dispatch.platform()}
-    except (RuntimeError, AssertionError) as error:  # what JAX raises when JAX_PLATFORMS names what is not there
+    except (RuntimeError, AssertionError) as error:  # from JAX, if JAX_PLATFORMS names a missing platform
         asked = os.environ.get("JAX_PLATFORMS", "")
         raise _UserError(f"JAX found no device (JAX_PLATFORMS is {asked!r}). {error}") from error
 
 
 def _encode(texts: list[str], args: argparse.Namespace, *, normalize: bool) -> np.ndarray:
-    """Loads the model and encodes; progress and speed go to stderr."""
+    """Loads the model and encodes the texts. Prints progress and speed to stderr."""
     device = _device()
     import jax
 
@@ -303,7 +314,18 @@ def _encode(texts: list[str], args: argparse.Namespace, *, normalize: bool) -> n
 
 
 def _read_records(file: str, jsonl: bool) -> list[dict[str, Any]]:
-    """The lines of `file` as objects with a "text"; they are JSON if `jsonl` or the file's name says so."""
+    """Reads the lines of a file as objects with a field "text".
+
+    Args:
+      file: path of the file, or "-" for stdin.
+      jsonl: whether each line is JSON. If False, each line is a text, unless the name of the file ends in ".jsonl".
+
+    Returns:
+      An object for each line.
+
+    Raises:
+      _UserError: the file cannot be read, is empty, is not valid UTF-8, or has a line that is not valid.
+    """
     name = "stdin" if file == "-" else file
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
@@ -346,8 +368,8 @@ def _checked(text: str, where: str) -> str:
 
 @contextmanager
 def _exit_at_sigterm() -> Iterator[None]:
-    """SIGTERM raises SystemExit in the block, so that it cleans up; a handler that the process already has stays."""
-    in_main_thread = threading.current_thread() is threading.main_thread()  # elsewhere none can be set
+    """Makes SIGTERM raise SystemExit in the block, so that the block cleans up. An existing handler stays."""
+    in_main_thread = threading.current_thread() is threading.main_thread()  # other threads cannot set handlers
     if not in_main_thread or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
@@ -360,12 +382,22 @@ def _exit_at_sigterm() -> Iterator[None]:
 
 @contextmanager
 def _new_file(path: str) -> Iterator[BinaryIO]:
-    """Opens a file that takes the place of `path` when the block succeeds, and of which nothing is left otherwise."""
+    """Opens a temporary file, which replaces `path` if the block succeeds and is removed otherwise.
+
+    Args:
+      path: the file to create or replace. The target of a symbolic link is replaced, not the link.
+
+    Yields:
+      The temporary file, open for writing in binary mode.
+
+    Raises:
+      _UserError: the file cannot be written.
+    """
     target = Path(os.path.realpath(path))
     if target.is_dir():
         raise _UserError(f"cannot write {path}: it is a directory")
     if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
-        # Else the place of a pipe, a device or a file that is not to be written would be taken.
+        # Refuse pipes, devices and read-only files, because os.replace would replace them.
         why = "it may not be written" if target.is_file() else "it is no regular file"
         raise _UserError(f"cannot write {path}: {why}")
     temporary = target.with_name(f".jaxft-{secrets.token_hex(8)}.tmp")
@@ -379,7 +411,7 @@ def _new_file(path: str) -> Iterator[BinaryIO]:
                 temporary.chmod(stat.S_IMODE(target.stat().st_mode))
             yield file
         os.replace(temporary, target)
-    except BaseException:  # Ctrl-C, as soon as there is a file
+    except BaseException:  # Ctrl-C too
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise

@@ -1,4 +1,4 @@
-"""An encoder on this device: jaxft beside plain JAX compiled by XLA, and beside XLA with cuDNN attention."""
+"""Times an encoder on this device: jaxft, plain JAX compiled by XLA, and plain JAX with cuDNN attention."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import functools
 import itertools
 import logging
 import math
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO, Literal
 
@@ -20,6 +18,7 @@ from flax import nnx
 from jaxft import dispatch
 from jaxft.models.bert import BertModel
 from jaxft.ops.bundle import bundle
+from jaxft.tuning import profiler
 
 logger = logging.getLogger("jaxft")
 
@@ -32,18 +31,23 @@ _BLOCKING_CALLS = 20
 
 
 class ComparisonError(RuntimeError):
-    """jaxft's result errs more than plain JAX's accounts for, or plain JAX has none; the case is not timed then."""
+    """jaxft's result is less accurate than plain JAX's result allows, or plain JAX has no result to compare with."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Microseconds a call, medians: `queued` with many calls in a row, `blocking` until one call's result is there."""
+    """Median times of a call, in microseconds.
+
+    Attributes:
+      queued: time per call when many calls are queued before the result is awaited.
+      blocking: time of one call until its result is ready.
+    """
 
     queued: float
     blocking: float
 
 
-# --- The peers: what a good JAX user would write -----------------------------------------------------------------
+# --- Baselines: layers as an experienced JAX user would write them -----------------------------------------------
 
 _PLAIN_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -65,10 +69,22 @@ def plain_layer(
     p: Mapping[str, Array], x: Array, lengths: Array | None, *, heads: int, activation: str, epsilon: float,
     attention: Attention | Callable[[Array, Array, Array], Array], drop: Callable[[Array], Array] = lambda x: x,
 ) -> Array:  # fmt: skip
-    """A `BertLayer` in plain JAX: `p` has its parameters by name, with "qkv_kernel" and "qkv_bias" or those of q, k, v.
+    """Computes a `BertLayer` in plain JAX.
 
-    x `[B, T, D]`, all of its dtype; lengths `[B]` of the sequences, None for all of T. `attention` is an implementation
-    of `jax.nn.dot_product_attention`, or a function in its place; `drop` is dropout of what a residual is added to.
+    Args:
+      p: the parameters by name, in the dtype of `x`. They have either "qkv_kernel" and "qkv_bias", or a kernel and a
+        bias for each of q, k and v ("q_kernel", "q_bias", ...).
+      x: `[B, T, D]`, hidden states.
+      lengths: `[B]`, the number of tokens of each sequence, or None if all have T tokens.
+      heads: number of attention heads.
+      activation: name of the feed-forward activation.
+      epsilon: epsilon of the LayerNorms.
+      attention: an implementation of `jax.nn.dot_product_attention`, or a function (q, k, v) -> context that takes its
+        place.
+      drop: dropout of the two layer outputs that a residual is added to.
+
+    Returns:
+      `[B, T, D]`, the hidden states after the layer.
     """
     batch, length, width = x.shape
     if "qkv_kernel" in p:
@@ -91,7 +107,17 @@ def plain_layer(
 def plain_encoder(
     params: Sequence[Mapping[str, Array]], x: Array, lengths: Array | None = None, **options: Any
 ) -> Array:
-    """`plain_layer` for the parameters of each layer; `options` are its keyword arguments."""
+    """Computes a stack of layers in plain JAX.
+
+    Args:
+      params: the parameters of each layer.
+      x: `[B, T, D]`, hidden states.
+      lengths: `[B]`, the number of tokens of each sequence, or None if all have T tokens.
+      **options: keyword arguments of `plain_layer`.
+
+    Returns:
+      `[B, T, D]`, the hidden states after the last layer.
+    """
     for p in params:
         x = plain_layer(p, x, lengths, **options)
     return x
@@ -101,13 +127,21 @@ def plain_encoder(
 
 
 def compare(model: BertModel, batch: int, length: int) -> dict[str, Times]:
-    """Times of the layers of `model`, which must have been made with implementation=None, by the name of who ran them.
+    """Times the layers of `model` on random inputs `[batch, length, D]` without padding.
 
-    "jaxft", "xla", and on an NVIDIA GPU in 16 bits "xla+cudnn", unless cuDNN cannot do it or errs, which is logged; on
-    random inputs `[batch, length, D]` without padding.
+    The results of jaxft and cuDNN are checked against plain JAX in float64 before the timing.
+
+    Args:
+      model: the model, made with `implementation=None`.
+      batch: number of sequences.
+      length: number of tokens of each sequence.
+
+    Returns:
+      The times of "jaxft" and "xla", and of "xla+cudnn" on an NVIDIA GPU in 16 bits. If cuDNN attention does not
+      support the case or its result is not accurate enough, it is left out and a warning is logged.
 
     Raises:
-      ComparisonError: jaxft's result is wrong, or plain JAX cannot do it on this device.
+      ComparisonError: jaxft's result is not accurate enough, or plain JAX cannot run the case on this device.
     """
     config, options = model.config, model.layers[0].options
     dtype = options.dtype
@@ -135,8 +169,8 @@ def compare(model: BertModel, batch: int, length: int) -> dict[str, Times]:
         variants["xla+cudnn"] = (plain("cudnn"), params)
     x = jax.random.normal(jax.random.key(0), (batch, length, config.hidden_size), dtype)
     calls = {name: functools.partial(f, parameters, x) for name, (f, parameters) in variants.items()}
-    with jax.numpy_dtype_promotion("standard"):  # whatever is set: jax.nn needs it
-        # Each waited for: NumPy ends the process with an array whose computation has failed, for lack of memory, say.
+    with jax.numpy_dtype_promotion("standard"):  # jax.nn needs it, whatever the user has set
+        # Wait for each result: converting an array whose computation failed (out of memory) makes NumPy abort.
         with jax.enable_x64(True):
             exact = jax.block_until_ready(variants["xla"][0](*jax.tree.map(lambda a: a.astype("float64"), (params, x))))
         try:
@@ -164,7 +198,7 @@ def compare(model: BertModel, batch: int, length: int) -> dict[str, Times]:
                 check("its", "xla+cudnn")
             except jax.errors.JaxRuntimeError:  # out of memory
                 raise
-            except (NotImplementedError, RuntimeError, ValueError) as error:  # it errs, or there is none, say
+            except (NotImplementedError, RuntimeError, ValueError) as error:  # inaccurate, unsupported or not installed
                 logger.warning("%dx%d: cuDNN's attention is left out: %s", batch, length, error)
                 del calls["xla+cudnn"]
         return _times(calls)
@@ -175,32 +209,33 @@ def _error(got: Array, truth: np.ndarray) -> float:
 
 
 def _times(calls: Mapping[str, Callable[[], Array]]) -> dict[str, Times]:
-    def queued(call: Callable[[], Array], repeats: int) -> float:
-        start = time.perf_counter()
-        for _ in range(repeats):
-            out = call()
-        jax.block_until_ready(out)
-        return (time.perf_counter() - start) / repeats
-
-    for call in calls.values():  # compiles
-        queued(call, 2)
-    repeats = {n: max(2, min(1000, math.ceil(_ROUND_SECONDS / queued(call, 3)))) for n, call in calls.items()}
-    found: dict[str, list[list[float]]] = {name: [[], []] for name in calls}
-    for turn in range(_ROUNDS):  # in turns, and in both orders, so that a change of clock meets all of them
-        for name, call in list(calls.items())[:: 1 if turn % 2 else -1]:
-            found[name][0].append(queued(call, repeats[name]))
-    for _ in range(_BLOCKING_CALLS):
-        for name, call in calls.items():
-            found[name][1].append(queued(call, 1))
-    return {name: Times(*(statistics.median(seconds) * 1e6 for seconds in lists)) for name, lists in found.items()}
+    for call in calls.values():  # compile
+        profiler.queued_us(call, 2)
+    round_us = _ROUND_SECONDS * 1e6
+    repeats = {n: max(2, min(1000, math.ceil(round_us / profiler.queued_us(call, 3)))) for n, call in calls.items()}
+    names = [*calls]
+    queued = profiler.turns(names, _ROUNDS, lambda name: profiler.queued_us(calls[name], repeats[name]))
+    blocking = profiler.turns(names, _BLOCKING_CALLS, lambda name: profiler.queued_us(calls[name], 1))
+    medians = zip(np.median(queued, axis=0).tolist(), np.median(blocking, axis=0).tolist(), strict=True)
+    return {name: Times(*both) for name, both in zip(names, medians, strict=True)}
 
 
-# --- What comes of it --------------------------------------------------------------------------------------------
+# --- Output ------------------------------------------------------------------------------------------------------
 
 
 def table(cases: Sequence[tuple[int, int]], times: Sequence[Mapping[str, Times]]) -> list[str]:
-    """Lines of text: each case's median times, and how many times as long the fastest of the others takes."""
-    names = list(dict.fromkeys(itertools.chain(*times)))  # a case may lack one
+    """Formats the times as a table with a row for each case.
+
+    The column "speedup" is the queued time of the fastest baseline divided by the queued time of jaxft.
+
+    Args:
+      cases: (batch, length) of each case.
+      times: the result of `compare` for each case.
+
+    Returns:
+      The lines of the table.
+    """
+    names = list(dict.fromkeys(itertools.chain(*times)))  # of all cases, because a case may lack a variant
     lines = [["batch", "length", *names, "speedup", *(f"{name}, blocking" for name in names)]]
     for (batch, length), found in zip(cases, times, strict=True):
         fastest = min(us.queued for name, us in found.items() if name != "jaxft")
@@ -214,7 +249,14 @@ def table(cases: Sequence[tuple[int, int]], times: Sequence[Mapping[str, Times]]
 
 
 def draw(cases: Sequence[tuple[int, int]], times: Sequence[Mapping[str, Times]], title: str, file: BinaryIO) -> None:
-    """A PNG: bars of the queued times relative to plain XLA."""
+    """Draws a bar chart of the queued times relative to plain XLA, and writes it as a PNG.
+
+    Args:
+      cases: (batch, length) of each case.
+      times: the result of `compare` for each case.
+      title: title of the chart.
+      file: binary file to write to.
+    """
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(itertools.chain(*times)))

@@ -1,4 +1,4 @@
-"""Which machine this is, and which implementation of an op it gets. The only file that asks either question."""
+"""Detection of the device, and the choice of an implementation for each op. No other module does either."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import numpy as np
 
 logger = logging.getLogger("jaxft")
 
-#: Every implementation that an op of jaxft may have. "xla" is `jaxft.reference`, compiled by XLA.
+#: All implementations that an op of jaxft may have. "xla" is `jaxft.reference`, compiled by XLA.
 IMPLEMENTATIONS = ("triton", "mosaic_gpu", "cudnn", "xla")
 
 #: `jax.export.export(..., disabled_checks=jaxft.EXPORT_DISABLED_CHECKS)` accepts the custom calls behind the Triton
-#: kernels and cuDNN, which JAX does not promise to keep stable: import such a program with the JAX version that
-#: exported it.
+#: kernels and cuDNN. JAX does not promise to keep these calls stable, so import such a program with the JAX version
+#: that exported it.
 EXPORT_DISABLED_CHECKS = tuple(
     jax.export.DisabledSafetyCheck.custom_call(target)
     for target in ("__gpu$xla.gpu.triton", "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
@@ -28,24 +28,31 @@ EXPORT_DISABLED_CHECKS = tuple(
 
 
 class Device(NamedTuple):
+    """Properties of the device that ops are traced for."""
+
     platform: str  # "cuda", "rocm", "cpu", "tpu", ...
     kind: str  # "NVIDIA H200", "cpu", ...
-    compute_capability: tuple[int, int] | None  # of NVIDIA devices
-    multiprocessors: int = 132  # of an H100 or H200; what a real device says wins
-    shared_memory: int = 99 * 1024  # bytes that a thread block may have
+    compute_capability: tuple[int, int] | None  # None if not an NVIDIA device
+    multiprocessors: int = 132  # number of SMs; the default is an H100 or H200
+    shared_memory: int = 99 * 1024  # bytes that a thread block may use
 
     @property
     def is_hopper(self) -> bool:
+        """Returns whether the device is a Hopper GPU (compute capability 9.0)."""
         return self.compute_capability == (9, 0)
 
     @property
     def is_after_hopper(self) -> bool:
+        """Returns whether the device is an NVIDIA GPU of a generation after Hopper."""
         return self.compute_capability is not None and self.compute_capability >= (10, 0)
 
 
 class Choice(NamedTuple):
+    """Implementation that `choose` picked."""
+
     name: str
     interpret: bool  # run a Pallas kernel in interpret mode
+    why: str = ""  # why other implementations were not chosen, for messages
 
 
 _target: contextvars.ContextVar[Device | None] = contextvars.ContextVar("jaxft_target", default=None)
@@ -58,12 +65,17 @@ def target(
     multiprocessors: int = 132,
     shared_memory: int | None = None,
 ) -> Iterator[None]:
-    """Within this context, ops are traced for that NVIDIA device instead of the one that is attached.
+    """Context in which ops are traced for the given NVIDIA device instead of the attached device.
 
-    For lowering or exporting a program for a GPU on a machine without one. It changes what jaxft chooses, not where
-    JAX runs; trace a new function inside it, since `jax.jit` returns what it traced before. Launch configurations
-    depend on the number of `multiprocessors` and on the `shared_memory` in bytes that a thread block may have (None:
-    the limit that the CUDA programming guide gives for the compute capability).
+    Use it to lower or export a program for a GPU on a machine without one. The context changes what jaxft chooses, but
+    not where JAX runs. Trace a new function inside the context: `jax.jit` reuses what it traced before.
+
+    Args:
+      kind: name of the device.
+      compute_capability: (major, minor).
+      multiprocessors: number of SMs. Launch configurations depend on it.
+      shared_memory: bytes of shared memory that a thread block may use. Launch configurations depend on it. None is the
+        limit that the CUDA programming guide gives for the compute capability.
     """
     if shared_memory is None:
         shared_memory = _shared_memory(compute_capability)
@@ -75,11 +87,11 @@ def target(
 
 
 def device() -> Device:
-    """The device that ops are traced for: the `target`, else JAX's default device."""
+    """Returns the device that ops are traced for: the `target`, else JAX's default device."""
     chosen = _target.get()
     if chosen is not None:
         return chosen
-    # None, a platform's name, or a device.
+    # `default` is None, the name of a platform, or a device.
     default = jax.config.jax_default_device  # type: ignore[attr-defined]
     return _describe(default if hasattr(default, "platform") else jax.devices(default)[0])
 
@@ -97,20 +109,25 @@ def _describe(device: jax.Device) -> Device:
 
 
 def platform() -> str:
+    """Returns the platform of the device that ops are traced for, for example "cuda"."""
     return device().platform
 
 
 def device_kind() -> str:
+    """Returns the name of the device that ops are traced for, for example "NVIDIA H200"."""
     return device().kind
 
 
 def _shared_memory(compute_capability: tuple[int, int]) -> int:
-    """Bytes of shared memory that a thread block may have (CUDA C++ Programming Guide, compute capabilities)."""
+    """Returns the bytes of shared memory that a thread block may use.
+
+    Source: CUDA C++ Programming Guide, compute capabilities.
+    """
     kib = {(7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
     return kib.get(compute_capability, 99) * 1024
 
 
-# Settings of JAX's that ask for more digits than TF32 has.
+# Settings of JAX that request more precision than TF32 has.
 _AS_FLOAT32 = (
     "highest", "float32", "f32_f32_f32", "tf32_tf32_f32_x3", "bf16_bf16_f32_x3", "bf16_bf16_f32_x6", "bf16_bf16_f32_x9",
     "f64_f64_f64",
@@ -118,7 +135,12 @@ _AS_FLOAT32 = (
 
 
 def matmul_precision(precision: Any = None) -> str:
-    """How a Pallas kernel computes float32 matrix products: "tf32", or "float32" where the caller or JAX is told so."""
+    """Returns how a Pallas kernel computes float32 matmuls: "tf32", or "float32" if more precision is requested.
+
+    Args:
+      precision: precision of the call, or a tuple with one for each operand, of which the higher one counts. None is
+        the setting of JAX, `jax.default_matmul_precision`.
+    """
     default = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     settings = precision if type(precision) is tuple else (precision,)  # one for each operand; the higher one counts
     return "float32" if any(_above_tf32(default if s is None else s) for s in settings) else "tf32"
@@ -128,26 +150,32 @@ def _above_tf32(setting: Any) -> bool:
     if isinstance(setting, jax.lax.DotAlgorithm):
         kinds = setting.lhs_precision_type, setting.rhs_precision_type
         return setting.num_primitive_operations > 1 or any(np.dtype(kind).itemsize > 2 for kind in kinds)
-    name = getattr(setting, "name", setting)  # of a jax.lax.Precision or DotAlgorithmPreset
+    name = getattr(setting, "name", setting)  # a jax.lax.Precision or DotAlgorithmPreset has a name
     return str(name).lower() in _AS_FLOAT32
 
 
 def choose(op: str, implementation: str | None, reasons: Mapping[str, str | None]) -> Choice:
-    """The implementation to run.
+    """Chooses the implementation to run.
 
     Args:
       op: the op's name, for messages.
-      implementation: what the user asked for; None for the fastest that this device and this case support.
-      reasons: the implementations that the op has, the preferred first, each with why it cannot do this case (None if
-        it can). "xla" is always there.
+      implementation: the implementation that the user named. None is the fastest that supports this device and this
+        case.
+      reasons: the implementations of the op, the preferred one first, each with the reason why it does not support this
+        case (None if it does). "xla" is always added.
+
+    Returns:
+      The choice.
 
     Raises:
       ValueError: `implementation` is not one of `IMPLEMENTATIONS`.
-      NotImplementedError: it is, but the op has no such implementation, or the device or the case is not supported.
+      NotImplementedError: the op does not have the named implementation, or the implementation does not support the
+        device or the case.
     """
     reasons = {**reasons, "xla": None}
     if implementation is None:
-        return Choice(_fastest(op, reasons)[0], interpret=False)
+        name, why = _fastest(op, reasons)
+        return Choice(name, interpret=False, why=why)
     check_name(op, implementation)
     if implementation not in reasons:
         raise NotImplementedError(f"{op}: there is no {implementation!r} implementation, only {tuple(reasons)}")
@@ -160,20 +188,17 @@ def choose(op: str, implementation: str | None, reasons: Mapping[str, str | None
         _log_once(
             f"{op}: the Triton kernel runs in Pallas' interpret mode on this CPU, which is for tests, not for speed"
         )
-    return Choice(implementation, interpret)
+    return Choice(implementation, interpret, "asked for by name")
 
 
 def check_name(op: str, implementation: Any) -> None:
+    """Raises a ValueError unless `implementation` is None or one of `IMPLEMENTATIONS`."""
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{op}: implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
 
 
-def explain(op: str, reasons: Mapping[str, str | None]) -> tuple[str, str]:
-    """What `choose(op, None, reasons)` gives on this machine, and why."""
-    return _fastest(op, {**reasons, "xla": None}, log=False)
-
-
-def _fastest(op: str, reasons: Mapping[str, str | None], log: bool = True) -> tuple[str, str]:
+def _fastest(op: str, reasons: Mapping[str, str | None]) -> tuple[str, str]:
+    """Returns the first implementation that can be used on this device, and the reasons against those before it."""
     machine = device()
     if reasons.keys() == {"xla"}:
         return "xla", "the only implementation"
@@ -183,12 +208,11 @@ def _fastest(op: str, reasons: Mapping[str, str | None], log: bool = True) -> tu
     for name, reason in reasons.items():
         reason = reason or _machine_reason(name, machine)
         if reason is None and name != "xla":
-            return name, f"the fastest for {machine.kind}"
+            return name, "; ".join(rejected)
         if reason is not None:
             rejected.append(f"{name}: {reason}")
     why = "; ".join(rejected)
-    if log:
-        _log_once(f"{op} falls back to XLA ({why})")
+    _log_once(f"{op} falls back to XLA ({why})")
     return "xla", why
 
 
@@ -199,7 +223,7 @@ def _machine_reason(name: str, machine: Device) -> str | None:
     have = machine.compute_capability
     if have is None:
         return f"it needs an NVIDIA GPU, this is {machine.kind}"
-    only = name == "mosaic_gpu"  # the instructions of Hopper's matrix units are on no other card
+    only = name == "mosaic_gpu"  # no other generation has Hopper's matmul instructions
     if have < needed or (only and have[0] > needed[0]):
         which = f"{needed[0]}.{needed[1]}{' and no later one' if only else ''}"
         return f"it needs compute capability {which}, {machine.kind} has {have[0]}.{have[1]}"

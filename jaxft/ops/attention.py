@@ -6,8 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxft.ops import attention_vjp as implementations
-from jaxft.ops import checks
+from jaxft.ops import attention_vjp, checks, plans
 from jaxft.ops.attention_vjp import Inputs, Options
 
 Array = jax.Array
@@ -194,7 +193,7 @@ def varlen_qkv_attention(
     options = _options(op, scale, is_causal, local_window_size, dropout_rate, dropout_rng, return_residual,
                        qkv.shape[-1], max_seqlen)  # fmt: skip
     rng = dropout_rng if options.dropout_rate > 0.0 else None
-    return implementations.run(op, Inputs(qkv, dropout_rng=rng, cu_seqlens=cu_seqlens), options, implementation)
+    return _run(op, Inputs(qkv, dropout_rng=rng, cu_seqlens=cu_seqlens), options, implementation)
 
 
 def _options(op, scale, is_causal, window, dropout_rate, dropout_rng, return_residual, head_size, max_seqlen=None):
@@ -220,12 +219,18 @@ def _attend(op, inputs, options, implementation, batched):
     inputs = _check_masks(op, inputs, options, batched)
     if options.dropout_rate == 0.0:
         inputs = inputs._replace(dropout_rng=None)
-    out = implementations.run(op, inputs, options, implementation)
+    out = _run(op, inputs, options, implementation)
     return out if batched else jax.tree.map(lambda x: x[0], out)
 
 
+def _run(op: str, inputs: Inputs, options: Options, implementation: str | None) -> Any:
+    plan = attention_vjp.plan_of(op, inputs, options, implementation)
+    plans.record(op, inputs, plan)
+    return attention_vjp.run(inputs, plan)
+
+
 def _check_masks(op: str, inputs: Inputs, options: Options, batched: bool) -> Inputs:
-    b, t, s, n, _ = implementations.sizes(inputs, options)
+    b, t, s, n, _ = attention_vjp.sizes(inputs, options)
     found: dict[str, Array] = {}
     for name, check in (("bias", checks.as_float), ("mask", checks.as_mask)):
         x = getattr(inputs, name)

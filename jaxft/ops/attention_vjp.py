@@ -1,7 +1,4 @@
-"""How the operations of attention are computed: plain jnp, cuDNN, and the Triton kernels with their gradients.
-
-On Hopper some gradients are Mosaic GPU's: `_gradient_by_mosaic`.
-"""
+"""How attention runs: the plan, plain jnp, cuDNN, and the kernels with their gradients."""
 
 from __future__ import annotations
 
@@ -16,11 +13,13 @@ import numpy as np
 
 from jaxft import dispatch, reference
 from jaxft.dropout import dropout_seed
+from jaxft.kernels.cudnn import attention as cudnn
+from jaxft.kernels.mosaic_gpu import support
 from jaxft.kernels.triton import attention as triton
 from jaxft.kernels.triton import attention_backward, attention_delta, attention_problem
-from jaxft.ops import transforms
-from jaxft.tuning import attention as tuning_attention
-from jaxft.tuning import table as tuning_table
+from jaxft.ops import plans, transforms
+from jaxft.ops.plans import Pass
+from jaxft.tuning import attention as tuning
 
 Array = jax.Array
 
@@ -69,34 +68,118 @@ def sizes(inputs: Inputs, options: Options) -> Sizes:
     return Sizes(b, t, t if inputs.key is None else inputs.key.shape[1], n, h)
 
 
-def run(op: str, inputs: Inputs, options: Options, implementation: str | None) -> Any:
-    """The output, or with `return_residual` a pair of it and the log-sum-exp."""
-    reasons = {"triton": _triton_reason(inputs, options)}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(plans.Plan):
+    """How attention runs.
+
+    A `backward` pass by "triton" has two configurations: of the kernel for the gradient of the queries, and of the
+    kernel for the gradients of keys and values.
+    """
+
+    options: Options
+    precision: str  # "tf32" or "float32", of float32 matmuls in kernels
+
+
+def plan_of(op: str, inputs: Inputs, options: Options, implementation: str | None) -> Plan:
+    """Chooses backends and configurations for arrays of these shapes and dtypes."""
+    device, precision = dispatch.device(), dispatch.matmul_precision()
+    plan = functools.partial(Plan, options=options, precision=precision)
+    reasons = {"triton": _triton_unsupported(inputs, options)}
     if implementation is not None:
-        reasons |= {"cudnn": _cudnn_reason(inputs, options), "mosaic_gpu": "its kernel is for gradients only"}
+        reasons |= {"cudnn": _cudnn_unsupported(inputs, options), "mosaic_gpu": "its kernel is for gradients only"}
     choice = dispatch.choose(op, implementation, reasons)
     b, t, s, n, h = sizes(inputs, options)
-    if choice.name == "cudnn" and 0 not in (b, t, s, n, h):
-        return _cudnn(inputs, options)
     if choice.name == "xla" or 0 in (b, t, s, n, h, inputs.query.shape[0]):
-        return _reference(inputs, options)
-    precision = dispatch.matmul_precision()
+        return plan(why=choice.why)
+    if choice.name == "cudnn":
+        return plan(forward=Pass("cudnn"), backward=Pass("cudnn"), why=choice.why)
+
     exact = precision == "float32" and inputs.query.dtype == jnp.float32
     more = exact or any(x is not None for x in (inputs.bias, inputs.mask, inputs.dropout_rng))
-    arguments = (b * n, t, s, h, inputs.query.dtype.itemsize, dispatch.device(), more)
+    arguments = (b * n, t, s, h, inputs.query.dtype.itemsize, device, more)
     average = None if inputs.cu_seqlens is None else max(1, inputs.query.shape[0] // b)
-    static = _Static(
-        options,
-        tuning_attention.attention(*arguments, average),
-        tuning_attention.attention_dq(*arguments, average),
-        tuning_attention.attention_dkv(*arguments, attention_problem.bias_of_pairs(inputs.bias), average),
-        precision,
-        choice.interpret,
-        implementation is None and _faster_by_cudnn(inputs, options),
-        implementation is None and _gradient_by_mosaic(inputs, options),
-        dispatch.device().multiprocessors,
+    forward = Pass("triton", tuning.attention(*arguments, average))
+    backward = Pass(
+        "triton",
+        (
+            tuning.attention_dq(*arguments, average),
+            tuning.attention_dkv(*arguments, attention_problem.bias_of_pairs(inputs.bias), average),
+        ),
     )
-    return _triton_jit(Inputs(*transforms.vary_alike(*inputs)), static)
+    saving, why = None, [choice.why] if choice.why else []
+    if implementation is None:
+        slow = "slower for these sizes"
+        reason = _cudnn_unsupported(inputs, options)
+        if reason is None and not _cudnn_is_faster(inputs, options, device):
+            reason = slow
+        if reason is None and (reason := cudnn.missing()) is None:
+            forward, saving = Pass("cudnn"), forward
+        else:
+            why.append(f"cudnn, forward: {reason}")
+        reason = _mosaic_unsupported(inputs, options, device)
+        if reason is None and not tuning.mosaic_gradient_is_faster(b * n, device):
+            reason = slow
+        if reason is None:
+            backward = Pass("mosaic_gpu", tuning.attention_mosaic_gradient(device))
+        else:
+            why.append(f"mosaic_gpu, backward: {reason}")
+    return plan(
+        forward=forward, saving=saving, backward=backward, interpret=choice.interpret, why="; ".join(why)
+    )  # fmt: skip
+
+
+def _triton_unsupported(inputs: Inputs, options: Options) -> str | None:
+    """Returns why the Triton kernels cannot run this call, or None if they can."""
+    _, t, s, _, h = sizes(inputs, options)
+    positions = max(t, s, 0 if inputs.cu_seqlens is None else inputs.query.shape[0])
+    return attention_problem.unsupported(h, positions, inputs.mask, query=inputs.query, bias=inputs.bias)
+
+
+def _cudnn_unsupported(inputs: Inputs, options: Options) -> str | None:
+    """Returns why cuDNN cannot run this call, or None if it can."""
+    _, t, s, _, _ = sizes(inputs, options)
+    arrays = {name: x for name, x in inputs._asdict().items() if name not in ("query", "key", "value")}
+    lengths = inputs.query_seq_lengths is not None or inputs.key_value_seq_lengths is not None
+    return cudnn.unsupported(
+        inputs.query, s, _cudnn_rules(options), query_length=t, has_lengths=lengths,
+        return_residual=options.return_residual, **arrays,
+    )  # fmt: skip
+
+
+def _cudnn_is_faster(inputs: Inputs, options: Options, device: dispatch.Device) -> bool:
+    """Returns whether cuDNN computes the output sooner. Its gradients are not the same in every run."""
+    if any(x is not None for x in (*inputs[3:], options.local_window_size)) or options.scale <= 0.0:
+        return False  # not measured
+    if inputs.key is not None and inputs.key.shape[2] != inputs.query.shape[2]:
+        return False
+    return tuning.cudnn_is_faster(*sizes(inputs, options), inputs.key is None, device)
+
+
+def _mosaic_unsupported(inputs: Inputs, options: Options, device: dispatch.Device) -> str | None:
+    """Returns why the Mosaic GPU kernel cannot compute the gradient of this call, or None if it can."""
+    if not device.is_hopper:
+        return f"it needs a Hopper GPU, this is {device.kind}"
+    if inputs.key is not None or inputs.cu_seqlens is not None:
+        return "it takes a packed, padded qkv array only"
+    for name, x in inputs._asdict().items():
+        if x is not None and name not in ("query", "mask", "dropout_rng"):
+            return f"it takes no {name}"
+    if options.is_causal or options.local_window_size is not None:
+        return "it has no causal mask and no window"
+    if options.return_residual:
+        return "it takes no gradient of the log-sum-exp"
+    if options.scale <= 0.0:
+        return "it takes positive scales only"
+    return support.attention_backward_unsupported(inputs.query, inputs.mask)
+
+
+def run(inputs: Inputs, plan: Plan) -> Any:
+    """Returns the output, or with `return_residual` a pair of the output and the log-sum-exp."""
+    if plan.forward.backend == "xla":
+        return _reference(inputs, plan.options)
+    if plan.backward.backend == "cudnn":
+        return _cudnn_jit(inputs, plan.options)
+    return _kernels_jit(Inputs(*transforms.vary_alike(*inputs)), plan)
 
 
 # --- Plain jnp ---------------------------------------------------------------------------------------------------
@@ -125,187 +208,25 @@ _reference = jax.jit(_plain, static_argnums=1)
 # --- cuDNN -------------------------------------------------------------------------------------------------------
 
 
-def _cudnn_reason(inputs: Inputs, options: Options) -> str | None:
-    """Why `jax.nn` with cuDNN cannot do all that is asked, a row with nothing to attend to giving 0 included."""
-    if inputs.query.dtype not in (jnp.float16, jnp.bfloat16):
-        return f"query is {inputs.query.dtype}, it takes float16 and bfloat16"
-    _, t, s, _, h = sizes(inputs, options)
-    if h % 8 or h > 128:
-        return f"the head size is {h}, it takes multiples of 8 up to 128"
-    lengths = inputs.query_seq_lengths is not None or inputs.key_value_seq_lengths is not None
-    missing = {
-        "packed sequences": inputs.cu_seqlens is not None,
-        "segment ids": inputs.query_segment_ids is not None,
-        "dropout by this project's mask": inputs.dropout_rng is not None,
-        "float32 log-sum-exp": options.return_residual,
-    }
-    for name, asked in missing.items():
-        if asked:
-            return f"it has no {name}"
-    for name in ("bias", "mask"):
-        if getattr(inputs, name) is not None:
-            return f"a {name} may leave a row with nothing to attend to, for which it does not give 0"
-    if options.local_window_size is not None:
-        if not options.is_causal and options.local_window_size[1] > 0:
-            return "it has no windows to the right"
-        if lengths or t > s:
-            return "a window may leave a row with nothing to attend to, for which it does not give 0"
-    return None
+def _cudnn_rules(options: Options) -> cudnn.Rules:
+    return cudnn.Rules(options.scale, options.is_causal, options.local_window_size)
 
 
-# Head size: (least key length, least number of logits) where cuDNN computes the output sooner. On an H200 (2026-11-21)
-# the kernel takes 1.05-1.2x cuDNN's time at a head size of 64, 1.3-1.8x at 128 and 0.8-0.9x at 32, and XLA 30 us more
-# to launch cuDNN. Lengths that are no multiples of 64 are slower, and packed arrays and lengths cost it copies: from
-# packed ones of 16 heads of 64 it takes 1,194 us where the kernel takes 1,292 at 2x8192, but 360 against 337 at 8x2048.
-_CUDNN_FROM = {64: (1024, 2**29), 128: (512, 2**26)}
-_CUDNN_FROM_PACKED = 8192  # positions, besides
-
-
-def _faster_by_cudnn(inputs: Inputs, options: Options) -> bool:
-    """Whether cuDNN computes the output sooner; its gradients are not the same in every run."""
-    b, t, s, n, h = sizes(inputs, options)
-    if h not in _CUDNN_FROM or not dispatch.device().is_hopper:
-        return False
-    least_length, least_logits = _CUDNN_FROM[h]
-    plain = all(x is None for x in (*inputs[3:], options.local_window_size)) and options.scale > 0.0
-    heads_alike = inputs.key is None or inputs.key.shape[2] == n
-    if inputs.key is None:
-        least_length = max(least_length, _CUDNN_FROM_PACKED)
-    large = t % 64 == s % 64 == 0 and s >= least_length and b * n * t * s >= least_logits
-    return plain and heads_alike and large and _cudnn_reason(inputs, options) is None and _cudnn_is_there()
-
-
-@functools.cache
-def _cudnn_is_there() -> bool:
-    x = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
-    try:
-        jax.eval_shape(functools.partial(jax.nn.dot_product_attention, implementation="cudnn"), x, x, x)
-    except Exception:  # of whatever kind: JAX says so when it traces
-        return False
-    return True
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _cudnn(inputs: Inputs, options: Options) -> Any:
+def _cudnn(inputs: Inputs, options: Options) -> Array:
     query, key, value = _parts_of(inputs.query) if inputs.key is None else inputs[:3]
-    t, s = query.shape[1], key.shape[1]
-    q_lengths, kv_lengths = inputs.query_seq_lengths, inputs.key_value_seq_lengths
-    queries = keys = None
-    if q_lengths is not None or kv_lengths is not None:
-        q_lengths = jnp.full(query.shape[0], t, jnp.int32) if q_lengths is None else jnp.clip(q_lengths, 0, t)
-        kv_lengths = jnp.full(query.shape[0], s, jnp.int32) if kv_lengths is None else jnp.clip(kv_lengths, 0, s)
-        # What takes part in nothing gives and gets nothing, whatever it holds. One key too many where there is none,
-        # since no row may be without.
-        rows = jnp.minimum(q_lengths, jnp.where(kv_lengths > 0, t, 0))
-        columns = jnp.minimum(kv_lengths, jnp.where(q_lengths > 0, s, 0))
-        queries = (jnp.arange(t) < rows[:, None])[:, :, None, None]
-        keys = (jnp.arange(s) < columns[:, None])[:, :, None, None]
-        query, key, value = (
-            jnp.where(use, x, jnp.zeros_like(x)) for use, x in ((queries, query), (keys, key), (keys, value))
-        )
-        q_lengths, kv_lengths = jnp.maximum(q_lengths, 1), jnp.maximum(kv_lengths, 1)
-    out = _cudnn_call(query, key, value, q_lengths, kv_lengths, options)
-    return out if queries is None else jnp.where(queries, out, jnp.zeros_like(out))
+    lengths = inputs.query_seq_lengths, inputs.key_value_seq_lengths
+    return cudnn.forward(query, key, value, *lengths, _cudnn_rules(options))
 
 
-@jax.custom_batching.custom_vmap
-def _batched_alike(*arrays):
-    """The same arrays; under vmap, all of them have its axis, and first: cuDNN's own batching asks for that."""
-    return arrays
+_cudnn_jit = jax.jit(_cudnn, static_argnums=1)
 
 
-@_batched_alike.def_vmap
-def _(size, batched, *arrays):
-    full = (x if own else jnp.broadcast_to(x, (size, *x.shape)) for own, x in zip(batched, arrays, strict=True))
-    return _batched_alike(*full), (True,) * len(arrays)
+# --- Kernels -----------------------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _cudnn_call(query, key, value, q_lengths, kv_lengths, options):
-    attend, arrays = _cudnn_attend(query, key, value, q_lengths, kv_lengths, options)
-    return attend(*arrays)
-
-
-def _cudnn_attend(query, key, value, q_lengths, kv_lengths, options):
-    lengths = () if q_lengths is None else (q_lengths, kv_lengths)
-    query, key, value, *lengths = _batched_alike(query, key, value, *lengths)
-    q_lengths, kv_lengths = lengths or (None, None)
-    window = options.local_window_size
-    causal = options.is_causal or (window is not None and window[1] == 0)  # it has windows with a causal mask only
-    attend = functools.partial(
-        jax.nn.dot_product_attention, scale=options.scale, is_causal=causal, query_seq_lengths=q_lengths,
-        key_value_seq_lengths=kv_lengths, local_window_size=window, implementation="cudnn",
-    )  # fmt: skip
-    return attend, (query, key, value)
-
-
-def _cudnn_call_fwd(*arguments):
-    attend, arrays = _cudnn_attend(*arguments)
-    out, pull_back = jax.vjp(attend, *arrays)
-    return out, pull_back
-
-
-def _cudnn_call_bwd(options, pull_back, dout):
-    saved, structure = jax.tree.flatten(pull_back)
-    dout, *saved = _batched_alike(dout, *saved)
-    return *jax.tree.unflatten(structure, saved)(dout), None, None
-
-
-_cudnn_call.defvjp(_cudnn_call_fwd, _cudnn_call_bwd)
-
-
-# --- Triton ------------------------------------------------------------------------------------------------------
-
-
-class _Static(NamedTuple):
-    """What is compiled into the kernels."""
-
-    options: Options
-    forward: tuning_table.AttentionConfig
-    query_gradient: tuning_table.AttentionConfig
-    key_gradient: tuning_table.AttentionConfig
-    precision: str
-    interpret: bool
-    by_cudnn: bool  # the output, where no gradient is asked for
-    gradient_by_mosaic: bool
-    multiprocessors: int
-
-
-def _triton_reason(inputs: Inputs, options: Options) -> str | None:
-    """Why the kernels cannot run this call, if they cannot."""
-    _, t, s, _, h = sizes(inputs, options)
-    positions = max(t, s, 0 if inputs.cu_seqlens is None else inputs.query.shape[0])
-    return attention_problem.unsupported(h, positions, inputs.mask, query=inputs.query, bias=inputs.bias)
-
-
-_BUSY = 0.72  # the least part of the multiprocessors
-
-
-def _gradient_by_mosaic(inputs: Inputs, options: Options) -> bool:
-    """Whether the kernel of Mosaic GPU computes the gradient: of a packed array, and sooner than those of Triton.
-
-    It has one head of a sequence at a time for each multiprocessor, and takes as long for some of these as for all.
-    With the output, at 512 tokens: 144 heads, which keep 0.55 of 132 multiprocessors busy, 137 us (Triton 120); 192,
-    0.73, 148 (155); 288, 0.73, 222 (224); 384, 0.97, 246 (290) (H100, 2026-11-25).
-    """
-    device, (b, _, _, n, _) = dispatch.device(), sizes(inputs, options)
-    rounds = -(-b * n // device.multiprocessors)
-    if not device.is_hopper or b * n < _BUSY * rounds * device.multiprocessors:
-        return False
-    more = any(x is not None for name, x in inputs._asdict().items() if name not in ("query", "mask", "dropout_rng"))
-    limited = options.is_causal or options.local_window_size is not None
-    if more or limited or options.return_residual or options.scale <= 0.0:
-        return False
-    try:
-        from jaxft.kernels.mosaic_gpu import attention_backward as mosaic
-    except ImportError:  # an older or newer JAX
-        return False
-    return mosaic.unsupported(inputs.query, inputs.mask) is None
-
-
-def _arguments(inputs: Inputs, static: _Static) -> tuple[Any, ...]:
+def _arguments(inputs: Inputs, plan: Plan) -> tuple[Any, ...]:
     """The first arguments of the kernels' entry points."""
-    options = static.options
+    options = plan.options
     before, after = options.local_window_size or (None, None)
     rules = attention_problem.Rules(
         inputs.bias,
@@ -319,21 +240,24 @@ def _arguments(inputs: Inputs, static: _Static) -> tuple[Any, ...]:
     )
     window = (before, 0 if options.is_causal else after)
     kernel_options = attention_problem.Options(
-        options.scale, window, options.dropout_rate, options.max_seqlen or 0, static.precision
+        options.scale, window, options.dropout_rate, options.max_seqlen or 0, plan.precision
     )
     return inputs.query, inputs.key, inputs.value, rules, kernel_options
 
 
-def _forward(inputs: Inputs, static: _Static, save: bool) -> Any:
+def _forward(inputs: Inputs, plan: Plan, save: bool) -> Any:
     """What the op returns, and if `save` also what the backward pass needs: the output, the log-sum-exp in parts."""
-    residual = static.options.return_residual
+    residual = plan.options.return_residual
     out, *parts = triton.forward(
-        *_arguments(inputs, static), return_residual=save or residual, config=static.forward, interpret=static.interpret
+        *_arguments(inputs, plan),
+        return_residual=save or residual,
+        config=plan.differentiated.config,
+        interpret=plan.interpret,
     )
     result: Any = out
     if residual:
         top, *total = (jnp.swapaxes(x, -1, -2) for x in parts)
-        natural = attention_problem.natural_logits(inputs.query.dtype, inputs.bias, static.precision)
+        natural = attention_problem.natural_logits(inputs.query.dtype, inputs.bias, plan.precision)
         result = out, sum(map(_times_log_2, total), top if natural else _times_log_2(top))
     return (result, (out, *parts)) if save else result
 
@@ -344,59 +268,60 @@ def _times_log_2(x: Array) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _triton(inputs, static):
-    if static.by_cudnn:
-        return _cudnn(inputs, static.options)
-    return _forward(inputs, static, save=False)
+def _kernels(inputs, plan):
+    if plan.forward.backend == "cudnn":
+        return _cudnn(inputs, plan.options)
+    return _forward(inputs, plan, save=False)
 
 
-def _fwd(inputs, static):
+def _fwd(inputs, plan):
     def kernel(inputs):
-        return _forward(inputs, static, save=True)
+        return _forward(inputs, plan, save=True)
 
     def plain(inputs):
-        return (_plain(inputs, static.options),)
+        return (_plain(inputs, plan.options),)
 
     result, saved = transforms.with_plain_gradient(kernel, plain, saves=1)(inputs)
     return result, (inputs, saved)
 
 
-def _mosaic_gradient(dout, inputs, saved, static):
+def _mosaic_gradient(dout, inputs, saved, plan):
     from jaxft.kernels.mosaic_gpu import attention_backward as mosaic
 
     qkv, (out, lse) = inputs.query, saved
-    *_, rules, options = _arguments(inputs, static)
-    rows = attention_delta.row_statistics(dout, out, lse, rules.seed, interpret=static.interpret)
+    *_, rules, options = _arguments(inputs, plan)
+    rows = attention_delta.row_statistics(dout, out, lse, rules.seed, interpret=plan.interpret)
     found = mosaic.backward(
         dout, qkv, rows, rules.mask, scale=options.scale, dropout_rate=options.dropout_rate,
-        programs=static.multiprocessors,
+        programs=plan.backward.config.programs,
     )  # fmt: skip
     # Inside a shard_map, results of Mosaic kernels do not say over which axes they vary.
     return transforms.vary_alike(qkv, found)[1]
 
 
-def _bwd(static, saved, d):
+def _bwd(plan, saved, d):
     def kernel(d, inputs, saved):
-        if static.gradient_by_mosaic:
-            return Inputs(_mosaic_gradient(d, inputs, saved, static))
-        dout, dlse = d if static.options.return_residual else (d, None)
+        if plan.backward.backend == "mosaic_gpu":
+            return Inputs(_mosaic_gradient(d, inputs, saved, plan))
+        query_config, key_config = plan.backward.config
+        dout, dlse = d if plan.options.return_residual else (d, None)
         gradients = attention_backward.backward(
             dout,
             None if dlse is None else jnp.swapaxes(dlse, -1, -2),
-            *_arguments(inputs, static),
+            *_arguments(inputs, plan),
             *saved,
-            query_config=static.query_gradient,
-            key_config=static.key_gradient,
-            interpret=static.interpret,
+            query_config=query_config,
+            key_config=key_config,
+            interpret=plan.interpret,
         )
         return Inputs(*gradients)
 
     def plain(d, inputs, saved):
-        (gradients,) = jax.vjp(lambda inputs: _plain(inputs, static.options), inputs)[1](d)
+        (gradients,) = jax.vjp(lambda inputs: _plain(inputs, plan.options), inputs)[1](d)
         return Inputs(*gradients[:4])
 
     return (transforms.with_plain_gradient(kernel, plain)(d, *saved),)
 
 
-_triton.defvjp(_fwd, _bwd)
-_triton_jit = jax.jit(_triton, static_argnums=1)
+_kernels.defvjp(_fwd, _bwd)
+_kernels_jit = jax.jit(_kernels, static_argnums=1)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from typing import NamedTuple
 
 import jax
 
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import bias_activation as triton
-from jaxft.ops import checks, transforms
-from jaxft.tuning import rows as tuning_rows
-from jaxft.tuning import table as tuning_table
+from jaxft.ops import checks, plans, transforms
+from jaxft.ops.plans import Pass
+from jaxft.tuning import rows as tuning
 
 Array = jax.Array
 
@@ -60,24 +60,38 @@ def bias_activation(
     bias = checks.as_vector(op, "bias", bias, x.shape[-1])
     checks.check_activation(op, activation)
     checks.check_flag(op, "in_place", in_place)
-    choice = dispatch.choose(op, implementation, {"triton": triton.unsupported(x, bias)})
-    if choice.name == "xla" or x.size == 0:
+    plan = plan_of(op, x, bias, activation=activation, in_place=in_place, implementation=implementation)
+    plans.record(op, (x, bias), plan)
+    if plan.forward.backend == "xla":
         return _reference(x, bias, activation)
-    rows, width = math.prod(x.shape[:-1]), x.shape[-1]
-    sizes = (rows, width, x.dtype.itemsize, dispatch.device())
-    forward, backward = tuning_rows.bias_activation(*sizes), tuning_rows.bias_activation_backward(*sizes)
-    static = _Static(activation, in_place, forward, backward, choice.interpret)
-    return _triton_jit(*transforms.vary_alike(x.reshape(rows, width), bias), static).reshape(x.shape)
+    flat = x.reshape(-1, x.shape[-1])
+    return _kernels_jit(*transforms.vary_alike(flat, bias), plan).reshape(x.shape)
 
 
-class _Static(NamedTuple):
-    """What is compiled into the kernels."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(plans.Plan):
+    """How bias + activation runs."""
 
     activation: str
     in_place: bool
-    forward: tuning_table.ElementwiseConfig
-    backward: tuning_table.GradientConfig
-    interpret: bool
+
+
+def plan_of(
+    op: str, x: Array, bias: Array | None, *, activation: str, in_place: bool, implementation: str | None
+) -> Plan:
+    """Chooses backend and configurations for arrays of these shapes and dtypes."""
+    choice = dispatch.choose(op, implementation, {"triton": triton.unsupported(x, bias)})
+    if choice.name == "xla" or x.size == 0:
+        return Plan(activation=activation, in_place=in_place, why=choice.why)
+    sizes = math.prod(x.shape[:-1]), x.shape[-1], x.dtype.itemsize, dispatch.device()
+    return Plan(
+        forward=Pass("triton", tuning.bias_activation(*sizes)),
+        backward=Pass("triton", tuning.bias_activation_backward(*sizes)),
+        interpret=choice.interpret,
+        why=choice.why,
+        activation=activation,
+        in_place=in_place,
+    )
 
 
 @functools.partial(jax.jit, static_argnames="activation")
@@ -86,28 +100,28 @@ def _reference(x: Array, bias: Array | None, activation: str) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _triton(x, bias, static):
+def _kernels(x, bias, plan):
     return triton.forward(
-        x, bias, activation=static.activation, config=static.forward, in_place=static.in_place,
-        interpret=static.interpret,
+        x, bias, activation=plan.activation, config=plan.forward.config, in_place=plan.in_place,
+        interpret=plan.interpret,
     )  # fmt: skip
 
 
-def _fwd(x, bias, static):
-    return _triton(x, bias, static._replace(in_place=False)), (x, bias)
+def _fwd(x, bias, plan):
+    return _kernels(x, bias, dataclasses.replace(plan, in_place=False)), (x, bias)
 
 
-def _bwd(static, saved, dy):
+def _bwd(plan, saved, dy):
     def kernel(dy, x, bias):
         return triton.backward(
-            dy, x, bias, activation=static.activation, config=static.backward, interpret=static.interpret
+            dy, x, bias, activation=plan.activation, config=plan.backward.config, interpret=plan.interpret
         )
 
     def plain(dy, *arrays):
-        return jax.vjp(functools.partial(_reference, activation=static.activation), *arrays)[1](dy)
+        return jax.vjp(functools.partial(_reference, activation=plan.activation), *arrays)[1](dy)
 
     return transforms.with_plain_gradient(kernel, plain)(dy, *saved)
 
 
-_triton.defvjp(_fwd, _bwd)
-_triton_jit = jax.jit(_triton, static_argnums=2)
+_kernels.defvjp(_fwd, _bwd)
+_kernels_jit = jax.jit(_kernels, static_argnums=2)

@@ -14,7 +14,8 @@ import numpy as np
 
 from jaxft import dispatch
 from jaxft.kernels.triton import split as triton
-from jaxft.ops import checks
+from jaxft.ops import checks, plans
+from jaxft.ops.plans import Pass
 
 _LONGEST = 2**16  # elements of a vector: with a longer one the host's time counts for nothing, and the copy does
 
@@ -102,20 +103,29 @@ class Rebuild:
         for i, sizes in enumerate(self.sizes, self.whole):
             x = checks.as_array("bundle", f"arrays[{i}]", arrays[i])
             # Here may be another device than where the arrays were joined, and the array another one.
-            by = dispatch.choose("bundle", self.implementation, {"triton": triton.unsupported(x)})
-            parts += _split(x, sizes, by)
+            choice = dispatch.choose("bundle", self.implementation, {"triton": triton.unsupported(x)})
+            plan = Plan(forward=Pass(choice.name), interpret=choice.interpret, why=choice.why, sizes=sizes)
+            plans.record("bundle", (x,), plan)
+            parts += _split(x, plan)
         leaves = [part for _, part in sorted(zip(self.order, parts, strict=True), key=lambda pair: pair[0])]
         return jax.tree.unflatten(self.structure, leaves)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _split(x, sizes, by):
-    if by.name == "xla":
-        return jnp.split(x, list(itertools.accumulate(sizes[:-1])))
-    return triton.split(x, sizes, interpret=by.interpret)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(plans.Plan):
+    """How a joined array is split into parts of these `sizes`."""
+
+    sizes: tuple[int, ...]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _split(x, plan):
+    if plan.forward.backend == "xla":
+        return jnp.split(x, list(itertools.accumulate(plan.sizes[:-1])))
+    return triton.split(x, plan.sizes, interpret=plan.interpret)
 
 
 _split.defvjp(
-    lambda x, sizes, by: (_split(x, sizes, by), None),
-    lambda sizes, by, _, parts: (jnp.concatenate(parts),),
+    lambda x, plan: (_split(x, plan), None),
+    lambda plan, _, parts: (jnp.concatenate(parts),),
 )

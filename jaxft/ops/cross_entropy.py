@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -12,7 +13,9 @@ import numpy as np
 from jax import lax
 
 from jaxft import dispatch, reference
-from jaxft.ops import checks, transforms
+from jaxft.ops import checks, plans, transforms
+from jaxft.ops.plans import Pass
+from jaxft.tuning import rows as tuning
 
 Array = jax.Array
 
@@ -94,18 +97,22 @@ def linear_cross_entropy(
     checks.check_shape(op, "labels", labels, x.shape[:-1])
     bias = checks.as_vector(op, "bias", bias, embedding.shape[0])
     precision = checks.check_precision(op, precision, x.dtype)
-    dispatch.choose(op, implementation, {})
+    choice = dispatch.choose(op, implementation, {})
     rows = math.prod(x.shape[:-1])
     arrays = x.reshape(rows, x.shape[-1]), embedding, bias, labels.reshape(rows)
     if 0 in arrays[0].shape:
         return CrossEntropy(*_reference(*arrays, ignore_index, precision))
-    static = _Static(
+    chunks = Pass("xla", tuning.linear_cross_entropy(rows, *embedding.shape))
+    plan = Plan(
+        forward=chunks,
+        backward=chunks,
+        why=choice.why,
         ignore_index=ignore_index,
         precision=precision,
-        chunk=_chunk_rows(rows, *embedding.shape),
         dtypes=(x.dtype, embedding.dtype, None if bias is None else bias.dtype),
     )
-    return CrossEntropy(*_loss_jit(*transforms.vary_alike(*arrays), static))
+    plans.record(op, arrays, plan)
+    return CrossEntropy(*_loss_jit(*transforms.vary_alike(*arrays), plan))
 
 
 def _as_labels(op: str, labels: Any) -> Array:
@@ -119,24 +126,13 @@ def _as_labels(op: str, labels: Any) -> Array:
     return jnp.asarray(labels, jnp.int32)
 
 
-def _chunk_rows(rows: int, classes: int, width: int) -> int:
-    """How many rows have logits at a time.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(plans.Plan):
+    """How the loss is computed; `dtypes` are those of x, embedding and bias."""
 
-    The logits take 128 MiB, or as much as the embedding's gradient if that is more, which every chunk reads and writes
-    once. A chunk is no more than a quarter of the rows, which the labels of masked language modelling fill well.
-    """
-
-    def whole_tiles(n: int) -> int:
-        return max(128, n // 128 * 128)
-
-    return min(rows, whole_tiles(max(2**25 // classes, width)), whole_tiles(-(-rows // 4) + 127))
-
-
-class _Static(NamedTuple):
     ignore_index: int
     precision: Any
-    chunk: int
-    dtypes: tuple[Any, ...]  # of x, embedding and bias
+    dtypes: tuple[Any, ...]
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5))
@@ -146,11 +142,11 @@ def _reference(x, embedding, bias, labels, ignore_index, precision):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _loss(x, embedding, bias, labels, static):
-    return _by_chunks(static, False, x, embedding, bias, labels)[:2]
+def _loss(x, embedding, bias, labels, plan):
+    return _by_chunks(plan, False, x, embedding, bias, labels)[:2]
 
 
-def _by_chunks(static, with_gradients, x, embedding, bias, labels):
+def _by_chunks(plan, with_gradients, x, embedding, bias, labels):
     """The sum and the number of labels, and with gradients those of x, embedding and bias, in float32."""
     rows, width = x.shape
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
@@ -163,16 +159,16 @@ def _by_chunks(static, with_gradients, x, embedding, bias, labels):
     if added is not None:
         added = jnp.pad(added.astype(wide), (0, none), constant_values=-jnp.inf)
     # Where the rows with a label are, in order, and then `rows`.
-    capacity = -(-rows // static.chunk) * static.chunk
-    indices, (_, labelled) = reference.padding_indices((labels != static.ignore_index)[None], capacity=capacity)
+    capacity = -(-rows // plan.forward.config.rows) * plan.forward.config.rows
+    indices, (_, labelled) = reference.padding_indices((labels != plan.ignore_index)[None], capacity=capacity)
 
     def dot(a, b, contracted):
         numbers = (contracted, ((), ()))
-        return lax.dot_general(a, b, numbers, precision=static.precision, preferred_element_type=wide)
+        return lax.dot_general(a, b, numbers, precision=plan.precision, preferred_element_type=wide)
 
     def chunk(i, carry):
         total, gradients = carry
-        index = lax.dynamic_slice_in_dim(indices, i * static.chunk, static.chunk)
+        index = lax.dynamic_slice_in_dim(indices, i * plan.forward.config.rows, plan.forward.config.rows)
         x_rows = x.at[index].get(mode="fill", fill_value=0)
         label = labels.at[index].get(mode="fill", fill_value=0)[:, None]
         used = index[:, None] < rows
@@ -195,7 +191,7 @@ def _by_chunks(static, with_gradients, x, embedding, bias, labels):
         if bias is not None:
             d_bias = d_bias + jnp.sum(d, axis=0)
         d = (d * scale).astype(x.dtype)
-        nowhere = rows + lax.iota(jnp.int32, static.chunk)
+        nowhere = rows + lax.iota(jnp.int32, plan.forward.config.rows)
         place = jnp.where(used[:, 0], index, nowhere)
         dx = dx.at[place].set(dot(d, table, ((1,), (0,))), mode="drop", unique_indices=True)
         d_embedding = d_embedding + dot(d, x_rows, ((0,), (0,)))
@@ -203,7 +199,7 @@ def _by_chunks(static, with_gradients, x, embedding, bias, labels):
 
     sizes = (x.shape, table.shape, () if bias is None else table.shape[:1]) if with_gradients else ()
     _, *start = transforms.vary_alike(x, *(jnp.zeros(size, wide) for size in ((), *sizes)))
-    chunks = (labelled + static.chunk - 1) // static.chunk
+    chunks = (labelled + plan.forward.config.rows - 1) // plan.forward.config.rows
     total, gradients = lax.fori_loop(0, chunks, chunk, (start[0], tuple(start[1:])))
     if not with_gradients:
         return total, labelled
@@ -212,24 +208,24 @@ def _by_chunks(static, with_gradients, x, embedding, bias, labels):
     return total, labelled, dx / scale, d_embedding, None if bias is None else d_bias[:classes]
 
 
-def _fwd(x, embedding, bias, labels, static):
+def _fwd(x, embedding, bias, labels, plan):
     def plain(x, embedding, bias, labels):
         def loss(*floats):
-            return _reference(*floats, labels, static.ignore_index, static.precision)
+            return _reference(*floats, labels, plan.ignore_index, plan.precision)
 
         total, pull_back, labelled = jax.vjp(loss, x, embedding, bias, has_aux=True)
         gradients = pull_back(jnp.ones_like(total))
         return total, labelled, *(None if d is None else d.astype(total.dtype) for d in gradients)
 
-    fused = functools.partial(_by_chunks, static, True)
+    fused = functools.partial(_by_chunks, plan, True)
     total, labelled, *gradients = transforms.with_plain_gradient(fused, plain)(x, embedding, bias, labels)
-    return (total, labelled), (gradients, labels != static.ignore_index)
+    return (total, labelled), (gradients, labels != plan.ignore_index)
 
 
-def _bwd(static, saved, d):
+def _bwd(plan, saved, d):
     gradients, used = saved
     scaled: list[Any] = [x if x is None else (x * d[0]).astype(dtype)
-                         for x, dtype in zip(gradients, static.dtypes, strict=True)]  # fmt: skip
+                         for x, dtype in zip(gradients, plan.dtypes, strict=True)]  # fmt: skip
     dx, *others = scaled
     return jnp.where(used[:, None], dx, 0), *others, None  # 0 for a cotangent of NaN too
 

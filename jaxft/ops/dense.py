@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxft import dispatch, reference
+from jaxft.kernels.mosaic_gpu import support
 from jaxft.kernels.triton import bias_activation
 from jaxft.kernels.triton import dense as triton
-from jaxft.ops import checks, transforms
-from jaxft.tuning import dense as tuning_dense
+from jaxft.ops import checks, plans, transforms
+from jaxft.ops.plans import Pass
+from jaxft.tuning import dense as tuning
 from jaxft.tuning import rows as tuning_rows
-from jaxft.tuning import table as tuning_table
 
 Array = jax.Array
 
@@ -78,24 +79,28 @@ def dense(
     # In two dimensions, which is where XLA recognises a matrix product with a bias in its epilogue.
     arrays = (x.reshape(rows, x.shape[-1]), kernel, bias, None if residual is None else residual.reshape(rows, width))
     plan = plan_of(op, *arrays, activation, precision, implementation)
-    return run(*arrays, activation, precision, plan).reshape(*x.shape[:-1], width)
+    plans.record(op, arrays, plan)
+    return run(*arrays, plan).reshape(*x.shape[:-1], width)
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What is static: one kernel for all, or (`product` is None) XLA's product and perhaps a kernel after it."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(plans.Plan):
+    """How a dense layer runs.
+
+    A `forward` pass by "triton" or "mosaic_gpu" is one kernel. By "xla+triton" it is XLA's matmul and the kernel of
+    bias_activation. The `backward` pass is the kernel for the gradients of activation and bias; the matmuls of the
+    gradient are XLA's.
+    """
 
     activation: str | None
     precision: Any
-    product: tuning_dense.DenseConfig | tuning_dense.MosaicDenseConfig | None
-    epilogue: tuning_table.ElementwiseConfig | None  # None: XLA's
-    gradient: tuning_table.GradientConfig | None  # of the activation and the bias; None: XLA's
-    kernel_precision: str
-    interpret: bool
+    kernel_precision: str  # "tf32" or "float32", of float32 matmuls in kernels
+    plain: bool = False  # plain jnp, which JAX differentiates
 
     @property
-    def by_mosaic(self) -> bool:
-        return isinstance(self.product, tuning_dense.MosaicDenseConfig)
+    def is_one_kernel(self) -> bool:
+        """Returns whether one kernel computes the result, matmul included."""
+        return self.forward.backend in ("triton", "mosaic_gpu")
 
 
 def plan_of(
@@ -107,78 +112,53 @@ def plan_of(
     activation: str | None,
     precision: Any,
     implementation: str | None,
-) -> Plan | None:
-    """How to compute it, of arrays in two dimensions; None for as the reference does."""
+) -> Plan:
+    """Chooses backends and configurations for arrays of these shapes and dtypes, in two dimensions."""
     sizes = rows, _, width = x.shape[0], x.shape[1], kernel.shape[1]
-    itemsize, kernel_precision = x.dtype.itemsize, dispatch.matmul_precision(precision)
-    reasons, kind, fastest = {"triton": triton.unsupported(x=x, bias=bias)}, dispatch.device(), implementation
-    if implementation is None and dispatch.platform() == "cuda" and reasons["triton"] is None:
-        hopper, full = dispatch.device().is_hopper, itemsize > 2 and kernel_precision == "float32"
-        fastest = tuning_dense.dense_implementation(
-            *sizes, activation, itemsize, kind, hopper, residual is not None, full
-        )
-    # Mosaic GPU is imported, which takes a while, only where it may be the choice.
-    if fastest not in (None, "triton", "xla"):
-        # What Triton refuses, dtypes and arrays of some shardings and shapes, is nothing for it either.
-        mosaic = {"mosaic_gpu": reasons["triton"] or _mosaic_reason(x, kernel, bias, residual, precision)}
-        reasons = mosaic | reasons if implementation is None else reasons | mosaic
-    choice = dispatch.choose(op, implementation, reasons)
-    if implementation is None and fastest == "mosaic_gpu" and choice.name != fastest:
-        fastest = tuning_dense.without_mosaic(*sizes, activation, itemsize, kind)
-    product: tuning_dense.DenseConfig | tuning_dense.MosaicDenseConfig | None = None
-    if choice.name == "mosaic_gpu":
-        product = tuning_dense.dense_mosaic(*sizes, activation, itemsize, kind, residual is not None)
-    elif fastest == "triton":
-        product = tuning_dense.dense(*sizes, itemsize, kind)
-    no_kernel = product is None and (residual is not None if activation else bias is None)
-    if choice.name == "xla" or 0 in sizes or no_kernel:
-        return None
-    # Of few rows XLA splits the depth of the product, and the kernel that adds up the parts takes the activation along.
-    # In TF32 128x768x3072 with GELU 12.0 us for 13.3 with our kernel after it, 256 rows 14.4 for 15.9, 512 rows 20.1
-    # for 20.3; in bfloat16 128x3072x768 7.5 us, and without GELU 7.4 (H200, 2026-11-23 and 24).
-    by_xla = splits_few_rows(rows, itemsize, kernel_precision)
-    epilogue = None if by_xla else tuning_rows.bias_activation(rows, width, itemsize, kind)
-    # It puts the gradient where it adds up parts, too: forward and backward of 128x768x3072 in TF32 with tanh GELU took
-    # 34.8 us for 36.5 with our kernel for it, of 256 rows 50.1 for 51.2, of 512 rows 70.5 for 71.0 (H100, 2026-11-25).
-    gradient = None
-    if product is not None or not by_xla or itemsize == 2 or rows > 128:
-        gradient = tuning_rows.bias_activation_backward(rows, width, itemsize, kind)
-    return Plan(
-        activation=activation,
-        precision=precision,
-        product=product,
-        epilogue=epilogue,
-        gradient=gradient,
-        kernel_precision=kernel_precision,
-        interpret=choice.interpret,
-    )
+    itemsize, kernel_precision, device = x.dtype.itemsize, dispatch.matmul_precision(precision), dispatch.device()
+    plan = functools.partial(Plan, activation=activation, precision=precision, kernel_precision=kernel_precision)
+    reason = triton.unsupported(x=x, bias=bias)
+    # Mosaic GPU takes none of the dtypes, shardings and symbolic shapes that Triton refuses.
+    reasons = {"mosaic_gpu": reason or support.dense_unsupported(x, kernel, bias, residual, kernel_precision)}
+    choice = dispatch.choose(op, implementation, reasons | {"triton": reason})
+    if choice.name == "xla" or 0 in sizes:
+        return plan(plain=True, why=choice.why)
+
+    backend, why = choice.name, choice.why
+    if implementation is None:
+        full = itemsize > 2 and kernel_precision == "float32"
+        backend = tuning.dense_implementation(*sizes, activation, itemsize, device, residual is not None, full)
+        if backend == "mosaic_gpu" != choice.name:
+            # Mosaic GPU would be fastest but does not support these arguments: take the next best.
+            backend = tuning.without_mosaic(*sizes, activation, itemsize, device)
+        legal = ("mosaic_gpu", "triton") if choice.name == "mosaic_gpu" else ("triton",)
+        why = "; ".join([*filter(None, [why]), *(f"{name}: slower at this size" for name in legal if name != backend)])
+    if backend == "xla" and (residual is not None if activation else bias is None):
+        return plan(plain=True, why=why)  # no kernel of ours would take part
+
+    by_xla = tuning.splits_few_rows(rows, itemsize, kernel_precision)
+    config: Any = None
+    if backend == "mosaic_gpu":
+        config = tuning.dense_mosaic(*sizes, activation, itemsize, device, residual is not None)
+    elif backend == "triton":
+        config = tuning.dense(*sizes, itemsize, device)
+    elif activation is not None and not by_xla:
+        backend, config = "xla+triton", tuning_rows.bias_activation(rows, width, itemsize, device)
+    backward = plans.XLA
+    if activation is None and bias is not None:
+        backward = Pass("triton")  # the sum over the rows
+    elif activation is not None and (backend != "xla" or itemsize == 2 or rows > 128):
+        # XLA's split matmul of few rows takes the gradient along, too.
+        # H100, tf32, 128x768x3072 tanh GELU, both directions: 34.8 us (bias_activation's kernel 36.5), 2026-11-25
+        backward = Pass("triton", tuning_rows.bias_activation_backward(rows, width, itemsize, device))
+    return plan(forward=Pass(backend, config), backward=backward, interpret=choice.interpret, why=why)
 
 
-def splits_few_rows(rows: int, itemsize: int, kernel_precision: str) -> bool:
-    """Whether XLA's products of so few rows are such that XLA should do what follows them, in what adds up their parts.
-
-    Not in float32 that is not TF32.
-    """
-    return rows <= 512 and (itemsize <= 2 or kernel_precision == "tf32")
-
-
-def run(
-    x: Array, kernel: Array, bias: Array | None, residual: Array | None, activation: str | None, precision: Any,
-    plan: Plan | None,
-) -> Array:  # fmt: skip
-    if plan is None:
-        return _reference(x, kernel, bias, residual, activation, precision)
+def run(x: Array, kernel: Array, bias: Array | None, residual: Array | None, plan: Plan) -> Array:
+    """Computes the layer of arrays in two dimensions."""
+    if plan.plain:
+        return _reference(x, kernel, bias, residual, plan.activation, plan.precision)
     return _kernels_jit(*transforms.vary_alike(x, kernel, bias, residual), plan)
-
-
-def _mosaic_reason(x: Array, kernel: Array, bias: Array | None, residual: Array | None, precision: Any) -> str | None:
-    try:
-        from jaxft.kernels.mosaic_gpu import dense as mosaic
-    except ImportError as error:
-        return f"this JAX cannot import it: {error}"
-    if x.dtype == jnp.float32 and dispatch.matmul_precision(precision) != "tf32":
-        return "a float32 product was asked for, its products are TF32"
-    return mosaic.unsupported(x, kernel, bias, residual)
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5))
@@ -188,22 +168,28 @@ def _reference(x, kernel, bias, residual, activation, precision):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def kernels(x, kernel, bias, residual, plan):
-    if plan.product is None:
+    """The layer by the plan's kernels, with their gradient."""
+    if not plan.is_one_kernel:
         return _epilogue(jnp.matmul(x, kernel, precision=plan.precision), bias, residual, plan, in_place=True)
     return _one_kernel(x, kernel, bias, residual, plan)[0]
 
 
 def _one_kernel(x, kernel, bias, residual, plan, also=None):
-    """The result, and what a gradient needs: Triton's `also` "product", Mosaic GPU's "sum" or "slope"."""
-    if not plan.by_mosaic:
+    """Returns the result, and with `also` what a gradient needs.
+
+    Triton gives the "product" x @ kernel. Mosaic GPU gives the "sum" of product and bias, or the "slope": the
+    derivatives of the activation.
+    """
+    config = plan.forward.config if also is None else plan.differentiated.config
+    if plan.forward.backend == "triton":
         found = triton.forward(
-            x, kernel, bias, residual, activation=plan.activation, precision=plan.kernel_precision, config=plan.product,
+            x, kernel, bias, residual, activation=plan.activation, precision=plan.kernel_precision, config=config,
             interpret=plan.interpret, also_product=also == "product",
         )  # fmt: skip
         return tuple(found)
     from jaxft.kernels.mosaic_gpu import dense as mosaic
 
-    results = mosaic.forward(x, kernel, bias, residual, activation=plan.activation, config=plan.product, also=also)
+    results = mosaic.forward(x, kernel, bias, residual, activation=plan.activation, config=config, also=also)
     # Inside a shard_map, results of Mosaic kernels do not say over which axes they vary.
     return tuple(transforms.vary_alike(x, kernel, bias, residual, *results)[4:])
 
@@ -220,15 +206,15 @@ def with_slope(x: Array, kernel: Array, bias: Array | None, plan: Plan) -> tuple
 
 def _epilogue(y, bias, residual, plan, in_place):
     """activation(y + bias) + residual of a product `y` in memory, which may end there."""
-    if plan.activation is None or residual is not None or plan.epilogue is None:
+    if plan.forward.backend == "xla":
         return reference.dense_epilogue(y, bias, plan.activation, residual)
     return bias_activation.forward(
-        y, bias, activation=plan.activation, config=plan.epilogue, in_place=in_place, interpret=plan.interpret
+        y, bias, activation=plan.activation, config=plan.forward.config, in_place=in_place, interpret=plan.interpret
     )
 
 
 def _fwd(x, kernel, bias, residual, plan):
-    if plan.product is None:
+    if not plan.is_one_kernel:
         y = jnp.matmul(x, kernel, precision=plan.precision)
         run = transforms.with_plain_gradient(
             functools.partial(_epilogue, plan=plan, in_place=False),
@@ -236,13 +222,14 @@ def _fwd(x, kernel, bias, residual, plan):
         )
         return run(y, bias, residual), (x, kernel, bias, residual, None if plan.activation is None else y)
     if plan.activation is not None:
+        saves_sum = plan.forward.backend == "mosaic_gpu"
 
         def plain(x, kernel, bias, residual):
-            inner, outer = (bias, None) if plan.by_mosaic else (None, bias)
+            inner, outer = (bias, None) if saves_sum else (None, bias)
             y = reference.dense(x, kernel, inner, precision=plan.precision)
             return reference.dense_epilogue(y, outer, plan.activation, residual), y
 
-        fused = functools.partial(_one_kernel, plan=plan, also="sum" if plan.by_mosaic else "product")
+        fused = functools.partial(_one_kernel, plan=plan, also="sum" if saves_sum else "product")
         out, y = transforms.with_plain_gradient(fused, plain)(x, kernel, bias, residual)
         return out, (x, kernel, bias, residual, y)
     return kernels(x, kernel, bias, residual, plan), (x, kernel, bias, residual, None)
@@ -250,7 +237,7 @@ def _fwd(x, kernel, bias, residual, plan):
 
 def _bwd(plan, saved, d_out):
     x, kernel, bias, residual, y = saved
-    if plan.by_mosaic and bias is not None:
+    if plan.forward.backend == "mosaic_gpu" and bias is not None:
         bias = jnp.zeros_like(bias)  # it is in y
 
     dy, d_bias = _epilogue_gradient(d_out, y, bias, plan)
@@ -277,12 +264,12 @@ def _epilogue_gradient(d_out, y, bias, plan):
     def plain(d_out, y, bias):
         return jax.vjp(lambda y, bias: reference.dense_epilogue(y, bias, plan.activation, None), y, bias)[1](d_out)
 
-    if plan.gradient is None:
+    if plan.backward.backend == "xla":
         return plain(d_out, y, bias)
 
     def fused(d_out, y, bias):
         return bias_activation.backward(
-            d_out, y, bias, activation=plan.activation, config=plan.gradient, interpret=plan.interpret
+            d_out, y, bias, activation=plan.activation, config=plan.backward.config, interpret=plan.interpret
         )
 
     return transforms.with_plain_gradient(fused, plain)(d_out, y, bias)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from jaxft import dispatch
+from jaxft import dispatch, reference
 from jaxft.dropout import dropout_seed
-from jaxft.kernels.triton import dense as product
-from jaxft.kernels.triton import layer_norm as norm
-from jaxft.ops import checks, transforms
-from jaxft.ops.dense import dense, plan_of, splits_few_rows
-from jaxft.ops.layer_norm import bias_residual_layer_norm
-from jaxft.tuning import dense as tuning_dense
+from jaxft.kernels.triton import dense as triton_dense
+from jaxft.kernels.triton import layer_norm as triton_norm
+from jaxft.ops import checks, dense, layer_norm, plans, transforms
+from jaxft.ops.plans import Pass
+from jaxft.tuning import dense as tuning
 from jaxft.tuning import rows as tuning_rows
-from jaxft.tuning import table as tuning_table
 
 Array = jax.Array
 
@@ -80,86 +79,125 @@ def dense_residual_layer_norm(
     bias, gamma, beta = (
         checks.as_vector(op, name, vector, width) for name, vector in (("bias", bias), ("gamma", gamma), ("beta", beta))
     )
-    options = _Options(
-        epsilon=checks.check_number(op, "epsilon", epsilon, positive=True),
-        dropout_rate=checks.check_dropout(op, dropout_rate, dropout_rng),
-        precision=checks.check_precision(op, precision, x.dtype),
-        implementation=implementation,
-    )
-    reason = product.unsupported(x=x) or norm.unsupported(residual, bias=bias, gamma=gamma, beta=beta)
-    choice = dispatch.choose(op, implementation, {"triton": reason})
-
+    options = {
+        "epsilon": checks.check_number(op, "epsilon", epsilon, positive=True),
+        "dropout_rate": checks.check_dropout(op, dropout_rate, dropout_rng),
+        "precision": checks.check_precision(op, precision, x.dtype),
+    }
     rows = math.prod(x.shape[:-1])
     arrays = x.reshape(rows, depth), kernel, residual.reshape(rows, width), bias, gamma, beta
-    rng = dropout_rng if options.dropout_rate > 0.0 else None
-    if choice.name == "xla" or 0 in (rows, depth, width):
-        return _two_ops(*arrays, rng, options).reshape(residual.shape)
-    kind, precision = dispatch.device(), dispatch.matmul_precision(options.precision)
-    parts = tuning_dense.dense_split(rows, depth, width, x.dtype.itemsize, kind)
-    if parts.splits > 1:
-        sums = tuning_rows.layer_norm(rows, width, 4, kind, "sums")  # which have 4 bytes
-        split = _Split(parts, sums, precision, choice.interpret)
-    else:
-        # Where XLA's product of few rows is the fastest, it splits the depth, and XLA's LayerNorm adds up the parts. In
-        # TF32 128x768x768 8.4 us for 9.6 with our LayerNorm, 128x3072x768 12.2 for 13.2, 512x3072x768 19.2 for 21.2,
-        # but 1024x768x768 15.1 for 14.1; in bfloat16 512x3072x768 10.9 for 11.6 (H200, 2026-11-23).
-        few = implementation is None and splits_few_rows(rows, x.dtype.itemsize, precision)
-        if not few or plan_of(op, *arrays[:2], None, None, None, options.precision, None) is not None:
-            return _two_ops(*arrays, rng, options).reshape(residual.shape)
-        split = None
-    return _result_jit(*transforms.vary_alike(*arrays, rng), options, split).reshape(residual.shape)
+    plan = plan_of(op, *arrays, **options, implementation=implementation)
+    plans.record(op, arrays, plan)
+    return run(*arrays, dropout_rng if plan.dropout_rate > 0.0 else None, plan).reshape(residual.shape)
 
 
-class _Options(NamedTuple):
-    """What a caller says beside the arrays."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(plans.Plan):
+    """How the two halves run.
+
+    A pass by "ops" has the plans of `dense` and `bias_residual_layer_norm`. A `forward` pass by "triton" is a split-K
+    matmul and a LayerNorm that adds up the partial sums, one by "xla" is plain jnp.
+    """
 
     epsilon: float
     dropout_rate: float
     precision: Any
-    implementation: str | None
+    kernel_precision: str  # "tf32" or "float32", of float32 matmuls in kernels
 
 
-class _Split(NamedTuple):
-    """What is compiled into the two kernels."""
-
-    product: tuning_dense.SplitConfig
-    norm: tuning_table.RowConfig
-    kernel_precision: str
-    interpret: bool
-
-
-def _two_ops(x, kernel, residual, bias, gamma, beta, rng, options):
-    y = dense(x, kernel, precision=options.precision, implementation=options.implementation)
-    return bias_residual_layer_norm(
-        y, bias, residual, gamma, beta, epsilon=options.epsilon, dropout_rate=options.dropout_rate, dropout_rng=rng,
-        in_place=True, implementation=options.implementation,
+def plan_of(
+    op: str,
+    x: Array,
+    kernel: Array,
+    residual: Array,
+    bias: Array | None,
+    gamma: Array | None,
+    beta: Array | None,
+    *,
+    epsilon: float,
+    dropout_rate: float,
+    precision: Any,
+    implementation: str | None,
+) -> Plan:
+    """Chooses backends and configurations for arrays of these shapes and dtypes, in two dimensions."""
+    (rows, depth), width, itemsize = x.shape, kernel.shape[1], x.dtype.itemsize
+    product_reason = triton_dense.unsupported(x=x)
+    reason = product_reason or triton_norm.unsupported(residual, bias=bias, gamma=gamma, beta=beta)
+    choice = dispatch.choose(op, implementation, {"triton": reason})
+    kernel_precision, device = dispatch.matmul_precision(precision), dispatch.device()
+    product = dense.plan_of(op, x, kernel, None, None, None, precision, implementation)
+    # A matmul that no kernel takes, because of its sharding or its size, leaves the LayerNorm to XLA, too.
+    norm = layer_norm.plan_of(
+        op, residual, bias, residual, gamma, beta, epsilon=epsilon, dropout_rate=dropout_rate, in_place=True,
+        implementation="xla" if product_reason else implementation,
     )  # fmt: skip
+    two_ops = Pass("ops", (product, norm))
+    forward, why = two_ops, choice.why
+    if choice.name == "triton" and 0 not in (rows, depth, width):
+        split = tuning.dense_split(rows, depth, width, itemsize, device)
+        if split.splits > 1:
+            forward = Pass("triton", (split, tuning_rows.layer_norm(rows, width, 4, device, "sums")))  # of float32 sums
+        elif implementation is None and tuning.splits_few_rows(rows, itemsize, kernel_precision) and product.plain:
+            # XLA's split matmul takes the LayerNorm along.
+            # H200, tf32, 128x768x768: 8.4 us (our LayerNorm after the matmul 9.6), 2026-11-23
+            forward, why = plans.XLA, "triton: slower at this size"
+    return Plan(
+        forward=forward,
+        saving=two_ops,
+        backward=two_ops,
+        interpret=choice.interpret,
+        why=why,
+        epsilon=epsilon,
+        dropout_rate=dropout_rate,
+        precision=precision,
+        kernel_precision=kernel_precision,
+    )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
-def _result(x, kernel, residual, bias, gamma, beta, rng, options, split):
-    """By the two kernels, or (`split` is None) by XLA."""
-    if split is None:
-        return _two_ops(x, kernel, residual, bias, gamma, beta, rng, options._replace(implementation="xla"))
-    (sums,) = product.forward(
-        x, kernel, None, None, activation=None, precision=split.kernel_precision, config=split.product,
-        interpret=split.interpret, splits=split.product.splits,
+def run(
+    x: Array, kernel: Array, residual: Array, bias: Array | None, gamma: Array | None, beta: Array | None,
+    rng: Array | None, plan: Plan,
+) -> Array:  # fmt: skip
+    """Computes both halves of arrays in two dimensions."""
+    arrays = x, kernel, residual, bias, gamma, beta, rng
+    if plan.forward.backend == "ops":
+        return _two_ops(*arrays, plan)
+    return _result_jit(*transforms.vary_alike(*arrays), plan)
+
+
+def _two_ops(x, kernel, residual, bias, gamma, beta, rng, plan):
+    product, norm = plan.backward.config
+    y = dense.run(x, kernel, None, None, product)
+    return layer_norm.run(y, bias, residual, gamma, beta, rng, norm)[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
+def _result(x, kernel, residual, bias, gamma, beta, rng, plan):
+    if plan.forward.backend == "xla":
+        return reference.dense_residual_layer_norm(
+            x, kernel, bias, residual, gamma, beta, precision=plan.precision, epsilon=plan.epsilon,
+            dropout_rate=plan.dropout_rate, dropout_rng=rng,
+        )  # fmt: skip
+    split, norm = plan.forward.config
+    (sums,) = triton_dense.forward(
+        x, kernel, None, None, activation=None, precision=plan.kernel_precision, config=split,
+        interpret=plan.interpret, splits=split.splits,
     )  # fmt: skip
     seed = None if rng is None else dropout_seed(rng)
-    return norm.forward(
-        sums, bias, residual, gamma, beta, seed, epsilon=options.epsilon, dropout_rate=options.dropout_rate,
-        return_sum=False, save=False, in_place=False, config=split.norm, interpret=split.interpret,
+    return triton_norm.forward(
+        sums, bias, residual, gamma, beta, seed, epsilon=plan.epsilon, dropout_rate=plan.dropout_rate,
+        return_sum=False, save=False, in_place=False, config=norm, interpret=plan.interpret,
     )[0]  # fmt: skip
 
 
-def _fwd(x, kernel, residual, bias, gamma, beta, rng, options, split):
-    run = functools.partial(_two_ops, rng=rng, options=options)
+def _fwd(x, kernel, residual, bias, gamma, beta, rng, plan):
+    run = functools.partial(_two_ops, rng=rng, plan=plan)
     return jax.vjp(run, x, kernel, residual, bias, gamma, beta)
 
 
-def _bwd(options, split, pull_back, d):
+def _bwd(plan, pull_back, d):
     return *pull_back(d), None
 
 
 _result.defvjp(_fwd, _bwd)
-_result_jit = jax.jit(_result, static_argnums=(7, 8))
+_result_jit = jax.jit(_result, static_argnums=7)

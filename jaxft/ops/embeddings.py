@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -12,9 +13,10 @@ from jaxft import dispatch, reference
 from jaxft.dropout import dropout_seed
 from jaxft.kernels.triton import embeddings as triton
 from jaxft.kernels.triton import layer_norm as triton_layer_norm
-from jaxft.ops import checks, transforms
-from jaxft.tuning import rows as tuning_rows
-from jaxft.tuning import table as tuning_table
+from jaxft.ops import checks, plans, transforms
+from jaxft.ops.plans import Pass
+from jaxft.tuning import rows as tuning
+from jaxft.tuning.table import GradientConfig, RowConfig
 
 Array = jax.Array
 
@@ -103,17 +105,72 @@ def embeddings_layer_norm(
     rate = checks.check_dropout(op, dropout_rate, dropout_rng)
     rng = dropout_rng if rate > 0.0 else None
 
-    arrays = word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, rng
+    arrays = word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids
+    plan = plan_of(op, *arrays, epsilon=epsilon, dropout_rate=rate, dtype=dtype, implementation=implementation)
+    plans.record(op, arrays, plan)
+    if plan.forward.backend == "xla":
+        return _reference(*arrays, rng, epsilon, rate, dtype)
+    return _kernels_jit(*transforms.vary_alike(*arrays, rng), plan)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(plans.Plan):
+    """How embeddings and their LayerNorm run."""
+
+    epsilon: float
+    dropout_rate: float
+    dtype: Any
+
+
+class Backward(NamedTuple):
+    """The configurations of the backward pass: LayerNorm's gradient, and the sums by id for each table that has ids."""
+
+    layer_norm: GradientConfig
+    word: RowConfig
+    position: RowConfig | None
+    token_type: RowConfig | None
+
+
+def plan_of(
+    op: str,
+    word: Array,
+    position: Array,
+    token_type: Array | None,
+    gamma: Array | None,
+    beta: Array | None,
+    input_ids: Array,
+    position_ids: Array | None,
+    token_type_ids: Array | None,
+    *,
+    epsilon: float,
+    dropout_rate: float,
+    dtype: Any,
+    implementation: str | None,
+) -> Plan:
+    """Chooses backend and configurations for arrays of these shapes and dtypes."""
+    plan = functools.partial(Plan, epsilon=epsilon, dropout_rate=dropout_rate, dtype=dtype)
     tables = {"word": word, "position": position, "token_type": token_type}
     reason = triton.unsupported(input_ids, dtype, tables, gamma=gamma, beta=beta)
     choice = dispatch.choose(op, implementation, {"triton": reason})
-    if choice.name == "xla" or input_ids.size * width == 0:
-        return _reference(*arrays, epsilon, rate, dtype)
-    sizes, others = (input_ids.size, width), (dispatch.device(), "embeddings")
-    forward = tuning_rows.layer_norm(*sizes, dtype.itemsize, *others)
-    backward = tuning_rows.layer_norm_backward(*sizes, 4, *others)  # of the sum, which is float32
-    return _triton_jit(
-        *transforms.vary_alike(*arrays), _Static(epsilon, rate, dtype, forward, backward, choice.interpret)
+    rows, width = input_ids.size, word.shape[1]
+    if choice.name == "xla" or rows * width == 0:
+        return plan(why=choice.why)
+    others = dispatch.device(), "embeddings"
+
+    def sums(table, ids):
+        return None if table is None or ids is None else tuning.embeddings_sums(*table.shape)
+
+    backward = Backward(
+        tuning.layer_norm_backward(rows, width, 4, *others),  # of the sum, which is float32
+        tuning.embeddings_sums(*word.shape),
+        sums(position, position_ids),
+        sums(token_type, token_type_ids),
+    )
+    return plan(
+        forward=Pass("triton", tuning.layer_norm(rows, width, dtype.itemsize, *others)),
+        backward=Pass("triton", backward),
+        interpret=choice.interpret,
+        why=choice.why,
     )
 
 
@@ -141,17 +198,6 @@ def _as_table(op, name, x, width=None):
     return x
 
 
-class _Static(NamedTuple):
-    """What is compiled into the kernels."""
-
-    epsilon: float
-    dropout_rate: float
-    dtype: Any
-    forward: tuning_table.RowConfig
-    backward: tuning_table.GradientConfig
-    interpret: bool
-
-
 @functools.partial(jax.jit, static_argnums=(9, 10, 11))
 def _reference(
     word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, rng, epsilon, rate, dtype
@@ -163,12 +209,12 @@ def _reference(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(9,))
-def _triton(word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, rng, static):
+def _kernels(word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, rng, plan):
     arrays = word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, rng
-    return _forward(static, False, *arrays)[0]
+    return _forward(plan, False, *arrays)[0]
 
 
-def _forward(static, save, *arrays):
+def _forward(plan, save, *arrays):
     """The result, and with `save` the sum and what its LayerNorm's gradient needs."""
     word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, rng = arrays
 
@@ -186,27 +232,29 @@ def _forward(static, save, *arrays):
         flat(token_type_ids),
         None if rng is None else dropout_seed(rng),
         length=input_ids.shape[-1],
-        epsilon=static.epsilon,
-        dropout_rate=static.dropout_rate,
-        dtype=static.dtype,
+        epsilon=plan.epsilon,
+        dropout_rate=plan.dropout_rate,
+        dtype=plan.dtype,
         save=save,
-        config=static.forward,
-        interpret=static.interpret,
+        config=plan.forward.config,
+        interpret=plan.interpret,
     )
     return y.reshape(*input_ids.shape, -1), *saved
 
 
 def _fwd(*arguments):
-    *arrays, static = arguments
+    *arrays, plan = arguments
 
     def plain(*arrays):
-        return (_plain(static)(*arrays),)
+        return (_plain(plan)(*arrays),)
 
-    y, *saved = transforms.with_plain_gradient(functools.partial(_forward, static, True), plain, saves=2)(*arrays)
+    y, *saved = transforms.with_plain_gradient(functools.partial(_forward, plan, True), plain, saves=2)(*arrays)
     return y, (saved, arrays)
 
 
-def _bwd(static, saved, dy):
+def _bwd(plan, saved, dy):
+    configs = plan.backward.config
+
     def kernel(dy, total, saved, word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, rng):
         of_rows = token_type is not None and token_type_ids is None  # its gradient is that of a bias
         vectors = {"bias": token_type if of_rows else None, "gamma": gamma, "beta": beta}
@@ -219,39 +267,41 @@ def _bwd(static, saved, dy):
             gamma,
             None if rng is None else dropout_seed(rng),
             saved,
-            dropout_rate=static.dropout_rate,
+            dropout_rate=plan.dropout_rate,
             drops_result=rng is not None,
             vectors={name: vector.dtype for name, vector in vectors.items() if vector is not None},
-            config=static.backward,
-            interpret=static.interpret,
+            config=configs.layer_norm,
+            interpret=plan.interpret,
         )
 
-        def by_id(table, ids):
-            config = tuning_rows.embeddings_sums(*table.shape)
-            return triton.sum_by_id(d, ids.reshape(-1), table, config=config, interpret=static.interpret)
+        def by_id(table, ids, config):
+            return triton.sum_by_id(d, ids.reshape(-1), table, config=config, interpret=plan.interpret)
 
         def first_rows(table, rows):
             return jnp.pad(rows.astype(table.dtype), ((0, table.shape[0] - rows.shape[0]), (0, 0)))
 
         if position_ids is not None:
-            dposition = by_id(position, position_ids)
+            dposition = by_id(position, position_ids, configs.position)
         else:
             dposition = first_rows(position, jnp.sum(d.reshape(-1, *dy.shape[-2:]), axis=0))
         dtoken_type = None
         if token_type is not None:
-            dtoken_type = first_rows(token_type, found["bias"][None]) if of_rows else by_id(token_type, token_type_ids)
-        return by_id(word, input_ids), dposition, dtoken_type, found.get("gamma"), found.get("beta")
+            if of_rows:
+                dtoken_type = first_rows(token_type, found["bias"][None])
+            else:
+                dtoken_type = by_id(token_type, token_type_ids, configs.token_type)
+        return by_id(word, input_ids, configs.word), dposition, dtoken_type, found.get("gamma"), found.get("beta")
 
     def plain(dy, total, saved, *arrays):
-        return jax.vjp(_plain(static), *arrays)[1](dy)[:5]
+        return jax.vjp(_plain(plan), *arrays)[1](dy)[:5]
 
     saved, arrays = saved
     return *transforms.with_plain_gradient(kernel, plain)(dy, *saved, *arrays), None, None, None, None
 
 
-def _plain(static):
-    return functools.partial(_reference, epsilon=static.epsilon, rate=static.dropout_rate, dtype=static.dtype)
+def _plain(plan):
+    return functools.partial(_reference, epsilon=plan.epsilon, rate=plan.dropout_rate, dtype=plan.dtype)
 
 
-_triton.defvjp(_fwd, _bwd)
-_triton_jit = jax.jit(_triton, static_argnums=9)
+_kernels.defvjp(_fwd, _bwd)
+_kernels_jit = jax.jit(_kernels, static_argnums=9)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxft import dispatch, reference
+from jaxft.kernels.mosaic_gpu import support
 from jaxft.kernels.triton import dense as triton
-from jaxft.ops import checks, transforms
-from jaxft.ops import dense as dense_op
-from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
-from jaxft.ops.layer_norm import bias_residual_layer_norm
-from jaxft.tuning import dense as tuning_dense
+from jaxft.ops import checks, dense, dense_layer_norm, layer_norm, plans, transforms
+from jaxft.ops.plans import Pass
+from jaxft.tuning import dense as tuning
 
 Array = jax.Array
 
@@ -90,64 +90,111 @@ def feed_forward_residual_layer_norm(
     )
     checks.check_activation(op, activation)
     precision = checks.check_precision(op, precision, x.dtype)
-    options: dict[str, Any] = {
+    options = {
         "epsilon": checks.check_number(op, "epsilon", epsilon, positive=True),
         "dropout_rate": checks.check_dropout(op, dropout_rate, dropout_rng),
-        "dropout_rng": dropout_rng,
-        "implementation": None if implementation == "mosaic_gpu" else implementation,
+        "precision": precision,
     }
-    if implementation is not None:  # the two layers would say it in their arguments' names
+    rows = math.prod(x.shape[:-1])
+    arrays = x.reshape(rows, width), in_kernel, in_bias, out_kernel, out_bias, gamma, beta
+    plan = plan_of(op, *arrays, activation=activation, **options, implementation=implementation)
+    plans.record(op, arrays, plan)
+    return _run(*arrays, dropout_rng if dropout_rate > 0.0 else None, plan).reshape(x.shape)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(plans.Plan):
+    """How the feed-forward network runs.
+
+    The `forward` pass is composed of other ops. A `backward` pass by "mosaic_gpu" multiplies by the derivatives that
+    the first kernel of the `saving` pass kept; its ops are `dense`, `dense` and `bias_residual_layer_norm`. Otherwise
+    the ops are `dense` and `dense_residual_layer_norm`, with their own gradients.
+    """
+
+    precision: Any
+
+
+def plan_of(
+    op: str,
+    x: Array,
+    in_kernel: Array,
+    in_bias: Array | None,
+    out_kernel: Array,
+    out_bias: Array | None,
+    gamma: Array | None,
+    beta: Array | None,
+    *,
+    activation: str,
+    epsilon: float,
+    dropout_rate: float,
+    precision: Any,
+    implementation: str | None,
+) -> Plan:
+    """Chooses backends and configurations for arrays of these shapes and dtypes, in two dimensions."""
+    (rows, width), inner, itemsize, device = x.shape, in_kernel.shape[1], x.dtype.itemsize, dispatch.device()
+    # A named implementation is refused here, with the names of this op's arguments.
+    if implementation is not None:
         reason = triton.unsupported(x=x, in_bias=in_bias, out_bias=out_bias, gamma=gamma, beta=beta)
         dispatch.choose(op, implementation, {"triton": reason, "mosaic_gpu": reason})
-    rows = math.prod(x.shape[:-1])
-    arrays = x.reshape(rows, width), in_kernel, in_bias, out_kernel
-    plan = dense_op.plan_of(op, *arrays[:3], None, activation, precision, implementation)
-    if plan is None or not plan.by_mosaic or x.dtype.itemsize > 2:  # there are no derivatives in float32
-        h = dense_op.run(*arrays[:3], None, activation, precision, plan).reshape(*x.shape[:-1], inner)
-        return dense_residual_layer_norm(h, out_kernel, out_bias, x, gamma, beta, precision=precision, **options)
-    between: Any = jax.ShapeDtypeStruct((rows, inner), x.dtype)
-    static = _Static(
-        plan,
-        dense_op.plan_of(op, between, out_kernel, None, None, None, precision, None),
-        tuning_dense.dense_mosaic_gradient(rows, width, inner, x.dtype.itemsize, dispatch.device()),
+    others = None if implementation == "mosaic_gpu" else implementation
+    first = dense.plan_of(op, x, in_kernel, in_bias, None, activation, precision, implementation)
+    norm = {"epsilon": epsilon, "dropout_rate": dropout_rate, "implementation": others}
+    if first.forward.backend != "mosaic_gpu" or itemsize > 2:  # there are no derivatives in float32
+        h = jax.ShapeDtypeStruct((rows, inner), x.dtype, sharding=jax.typeof(x).sharding)
+        second = dense_layer_norm.plan_of(
+            op, h, out_kernel, x, out_bias, gamma, beta, **norm, precision=precision
+        )  # fmt: skip
+        ops = Pass("ops", (first, second))
+        return Plan(forward=ops, backward=ops, why=first.why, precision=precision)
+    h = jax.ShapeDtypeStruct((rows, inner), x.dtype)
+    second = dense.plan_of(op, h, out_kernel, None, None, None, precision, None)
+    last = layer_norm.plan_of(op, x, out_bias, x, gamma, beta, **norm, in_place=True)
+    saving, backward = tuning.dense_mosaic_derivatives(
+        first.forward.config, rows, width, inner, itemsize, support.derivative_dtype(x.dtype).itemsize, device
     )
-    y = _products_jit(*transforms.vary_alike(*arrays), static).reshape(x.shape)
-    return bias_residual_layer_norm(y, out_bias, x, gamma, beta, in_place=True, **options)
+    return Plan(
+        forward=Pass("ops", (first, second, last)),
+        saving=Pass("ops", (dataclasses.replace(first, saving=Pass("mosaic_gpu", saving)), second, last)),
+        backward=Pass("mosaic_gpu", backward),
+        why=first.why,
+        precision=precision,
+    )
 
 
-class _Static(NamedTuple):
-    """What is compiled into the kernels."""
-
-    plan: dense_op.Plan  # of the first product
-    second: dense_op.Plan | None
-    gradient: tuning_dense.MosaicDenseConfig
+def _run(x, in_kernel, in_bias, out_kernel, out_bias, gamma, beta, rng, plan):
+    if plan.backward.backend == "ops":
+        first, second = plan.forward.config
+        h = dense.run(x, in_kernel, in_bias, None, first)
+        return dense_layer_norm.run(h, out_kernel, x, out_bias, gamma, beta, rng, second)
+    *_, last = plan.forward.config
+    y = _products_jit(*transforms.vary_alike(x, in_kernel, in_bias, out_kernel), plan)
+    return layer_norm.run(y, out_bias, x, gamma, beta, rng, last)[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _products(x, in_kernel, in_bias, out_kernel, static):
-    return _second(dense_op.kernels(x, in_kernel, in_bias, None, static.plan), out_kernel, static)
+def _products(x, in_kernel, in_bias, out_kernel, plan):
+    first, second, _ = plan.forward.config
+    h = dense.kernels(x, in_kernel, in_bias, None, first)
+    return dense.run(h, out_kernel, None, None, second)
 
 
-def _second(h, out_kernel, static):
-    return dense_op.run(h, out_kernel, None, None, None, static.plan.precision, static.second)
+def _fwd(x, in_kernel, in_bias, out_kernel, plan):
+    first, second, _ = plan.saving.config
+    h, slope = dense.with_slope(x, in_kernel, in_bias, first)
+    return dense.run(h, out_kernel, None, None, second), (x, in_kernel, in_bias, out_kernel, h, slope)
 
 
-def _fwd(x, in_kernel, in_bias, out_kernel, static):
-    h, slope = dense_op.with_slope(x, in_kernel, in_bias, static.plan)
-    return _second(h, out_kernel, static), (x, in_kernel, in_bias, out_kernel, h, slope)
-
-
-def _bwd(static, saved, dy):
+def _bwd(plan, saved, dy):
     x, in_kernel, in_bias, out_kernel, h, slope = saved
-    product = functools.partial(jnp.matmul, precision=static.plan.precision)
-    dz, total = _inner_gradient(dy, out_kernel, slope, x, in_kernel, in_bias, static)
+    product = functools.partial(jnp.matmul, precision=plan.precision)
+    dz, total = _inner_gradient(dy, out_kernel, slope, x, in_kernel, in_bias, plan)
     d_in_bias = None if in_bias is None else total.astype(in_bias.dtype)
     (d_out_kernel,) = jax.vjp(functools.partial(product, h), out_kernel)[1](dy)
     dx, d_in_kernel = jax.vjp(product, x, in_kernel)[1](dz)
     return dx, d_in_kernel, d_in_bias, d_out_kernel
 
 
-def _inner_gradient(dy, out_kernel, slope, x, in_kernel, in_bias, static):
+def _inner_gradient(dy, out_kernel, slope, x, in_kernel, in_bias, plan):
     """Of the sum x @ in_kernel + in_bias, and its sum over the rows in float32.
 
     `slope` are the activation's derivatives as the kernel has kept them. For the gradients of this they are computed
@@ -155,15 +202,16 @@ def _inner_gradient(dy, out_kernel, slope, x, in_kernel, in_bias, static):
     """
 
     def plain(dy, out_kernel, slope, x, in_kernel, in_bias):
-        z = reference.dense(x, in_kernel, in_bias, precision=static.plan.precision).astype(jnp.float32)
-        dh = jnp.matmul(dy, out_kernel.T, precision=static.plan.precision, preferred_element_type=jnp.float32)
-        (dz,) = jax.vjp(reference.ACTIVATIONS[static.plan.activation], z)[1](dh)
+        first, *_ = plan.forward.config
+        z = reference.dense(x, in_kernel, in_bias, precision=plan.precision).astype(jnp.float32)
+        dh = jnp.matmul(dy, out_kernel.T, precision=plan.precision, preferred_element_type=jnp.float32)
+        (dz,) = jax.vjp(reference.ACTIVATIONS[first.activation], z)[1](dh)
         return dz.astype(dy.dtype), jnp.sum(dz, axis=0)
 
     def fused(dy, out_kernel, slope, *_):
         from jaxft.kernels.mosaic_gpu import dense_backward as mosaic
 
-        found = mosaic.backward(dy, out_kernel, slope, config=static.gradient)
+        found = mosaic.backward(dy, out_kernel, slope, config=plan.backward.config)
         return tuple(transforms.vary_alike(dy, out_kernel, slope, *found)[3:])  # see `dense`
 
     return transforms.with_plain_gradient(fused, plain)(dy, out_kernel, slope, x, in_kernel, in_bias)

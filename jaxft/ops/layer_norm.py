@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from jaxft import dispatch, reference
 from jaxft.dropout import dropout_seed
 from jaxft.kernels.triton import layer_norm as triton
-from jaxft.ops import checks, transforms
-from jaxft.tuning import rows as tuning_rows
-from jaxft.tuning import table as tuning_table
+from jaxft.ops import checks, plans, transforms
+from jaxft.ops.plans import Pass
+from jaxft.tuning import rows as tuning
 
 Array = jax.Array
 
@@ -56,8 +57,10 @@ def layer_norm(
     op = "layer_norm"
     x, gamma, beta, epsilon = _check(op, x, gamma, beta, epsilon)
     checks.check_flag(op, "in_place", in_place)
-    reason = triton.unsupported(x, gamma=gamma, beta=beta)
-    return _run(op, x, None, None, gamma, beta, None, reason, epsilon, 0.0, False, in_place, implementation)[0]
+    arrays = x, None, None, gamma, beta
+    plan = plan_of(op, *arrays, epsilon=epsilon, in_place=in_place, implementation=implementation)
+    plans.record(op, arrays, plan)
+    return run(*arrays, None, plan)[0]
 
 
 def bias_residual_layer_norm(
@@ -113,9 +116,13 @@ def bias_residual_layer_norm(
     rate = checks.check_dropout(op, dropout_rate, dropout_rng)
     checks.check_flag(op, "return_sum", return_sum)
     checks.check_flag(op, "in_place", in_place)
-    reason = triton.unsupported(x, bias=bias, gamma=gamma, beta=beta)
-    rng = dropout_rng if rate > 0.0 else None
-    out = _run(op, x, bias, residual, gamma, beta, rng, reason, epsilon, rate, return_sum, in_place, implementation)
+    arrays = x, bias, residual, gamma, beta
+    plan = plan_of(
+        op, *arrays, epsilon=epsilon, dropout_rate=rate, return_sum=return_sum, in_place=in_place,
+        implementation=implementation,
+    )  # fmt: skip
+    plans.record(op, arrays, plan)
+    out = run(*arrays, dropout_rng if rate > 0.0 else None, plan)
     return out if return_sum else out[0]
 
 
@@ -128,31 +135,55 @@ def _check(op, x, gamma, beta, epsilon):
     return x, gamma, beta, checks.check_number(op, "epsilon", epsilon, positive=True)
 
 
-class _Static(NamedTuple):
-    """What is compiled into the kernels."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(plans.Plan):
+    """How a LayerNorm runs, with or without what is added first."""
 
     epsilon: float
     dropout_rate: float
     return_sum: bool
     in_place: bool
-    forward: tuning_table.RowConfig
-    backward: tuning_table.GradientConfig
-    interpret: bool
 
 
-def _run(op, x, bias, residual, gamma, beta, rng, reason, epsilon, rate, return_sum, in_place, implementation):
-    """A tuple: the normalised array, and the sum if asked for."""
-    choice = dispatch.choose(op, implementation, {"triton": reason})
+def plan_of(
+    op: str,
+    x: Array,
+    bias: Array | None,
+    residual: Array | None,
+    gamma: Array | None,
+    beta: Array | None,
+    *,
+    epsilon: float,
+    dropout_rate: float = 0.0,
+    return_sum: bool = False,
+    in_place: bool = False,
+    implementation: str | None,
+) -> Plan:
+    """Chooses backend and configurations for arrays of these shapes and dtypes."""
+    plan = functools.partial(Plan, epsilon=epsilon, dropout_rate=dropout_rate, return_sum=return_sum, in_place=in_place)
+    choice = dispatch.choose(op, implementation, {"triton": triton.unsupported(x, bias=bias, gamma=gamma, beta=beta)})
     if choice.name == "xla" or x.size == 0:
-        return _reference(x, bias, residual, gamma, beta, rng, epsilon, rate, return_sum)
-    rows, width = math.prod(x.shape[:-1]), x.shape[-1]
-    sizes = (rows, width, x.dtype.itemsize, dispatch.device())
+        return plan(why=choice.why)
+    sizes = math.prod(x.shape[:-1]), x.shape[-1], x.dtype.itemsize, dispatch.device()
     wide = any(vector is not None and vector.dtype.itemsize > x.dtype.itemsize for vector in (bias, gamma))
-    forward = tuning_rows.layer_norm(*sizes)
-    backward = tuning_rows.layer_norm_backward(*sizes, "", wide and rate > 0.0)
-    static = _Static(epsilon, rate, return_sum, in_place, forward, backward, choice.interpret)
+    return plan(
+        forward=Pass("triton", tuning.layer_norm(*sizes)),
+        backward=Pass("triton", tuning.layer_norm_backward(*sizes, "", wide and dropout_rate > 0.0)),
+        interpret=choice.interpret,
+        why=choice.why,
+    )
+
+
+def run(
+    x: Array, bias: Array | None, residual: Array | None, gamma: Array | None, beta: Array | None, rng: Array | None,
+    plan: Plan,
+) -> tuple[Array, ...]:  # fmt: skip
+    """Returns the normalised array, and the sum if the plan asks for it."""
+    if plan.forward.backend == "xla":
+        return _reference(x, bias, residual, gamma, beta, rng, plan.epsilon, plan.dropout_rate, plan.return_sum)
+    rows, width = math.prod(x.shape[:-1]), x.shape[-1]
     flat = None if residual is None else residual.reshape(rows, width)
-    out = _triton_jit(*transforms.vary_alike(x.reshape(rows, width), bias, flat, gamma, beta, rng), static)
+    out = _kernels_jit(*transforms.vary_alike(x.reshape(rows, width), bias, flat, gamma, beta, rng), plan)
     return tuple(y.reshape(x.shape) for y in out)
 
 
@@ -167,11 +198,11 @@ def _reference(x, bias, residual, gamma, beta, rng, epsilon, rate, return_sum):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _triton(x, bias, residual, gamma, beta, rng, static):
-    return _forward(static, False, x, bias, residual, gamma, beta, rng)
+def _kernels(x, bias, residual, gamma, beta, rng, plan):
+    return _forward(plan, False, x, bias, residual, gamma, beta, rng)
 
 
-def _forward(static, save, x, bias, residual, gamma, beta, rng):
+def _forward(plan, save, x, bias, residual, gamma, beta, rng):
     return tuple(
         triton.forward(
             x,
@@ -180,53 +211,53 @@ def _forward(static, save, x, bias, residual, gamma, beta, rng):
             gamma,
             beta,
             None if rng is None else dropout_seed(rng),
-            epsilon=static.epsilon,
-            dropout_rate=static.dropout_rate,
-            return_sum=static.return_sum,
+            epsilon=plan.epsilon,
+            dropout_rate=plan.dropout_rate,
+            return_sum=plan.return_sum,
             save=save,
-            in_place=static.in_place and not save,
-            config=static.forward,
-            interpret=static.interpret,
+            in_place=plan.in_place and not save,
+            config=plan.forward.config,
+            interpret=plan.interpret,
         )
     )
 
 
 def _fwd(*arguments):
-    *arrays, static = arguments
+    *arrays, plan = arguments
 
-    run = transforms.with_plain_gradient(functools.partial(_forward, static, True), _plain(static), saves=1)
-    *out, saved = run(*arrays)
+    kernel = transforms.with_plain_gradient(functools.partial(_forward, plan, True), _plain(plan), saves=1)
+    *out, saved = kernel(*arrays)
     return tuple(out), (saved, *arrays)
 
 
-def _bwd(static, saved, dy):
+def _bwd(plan, saved, dy):
     def kernel(dy, saved, x, bias, residual, gamma, beta, rng):
         vectors = {"bias": bias, "gamma": gamma, "beta": beta}
         dx, dresidual, found = triton.backward(
             dy[0],
-            dy[1] if static.return_sum else None,
+            dy[1] if plan.return_sum else None,
             x,
             bias,
             residual,
             gamma,
             None if rng is None else dropout_seed(rng),
             saved,
-            dropout_rate=static.dropout_rate,
+            dropout_rate=plan.dropout_rate,
             vectors={name: vector.dtype for name, vector in vectors.items() if vector is not None},
-            config=static.backward,
-            interpret=static.interpret,
+            config=plan.backward.config,
+            interpret=plan.interpret,
         )
         return dx, found.get("bias"), dresidual, found.get("gamma"), found.get("beta"), None
 
     def plain(dy, saved, *arrays):
-        return *jax.vjp(_plain(static), *arrays)[1](dy)[:-1], None
+        return *jax.vjp(_plain(plan), *arrays)[1](dy)[:-1], None
 
     return transforms.with_plain_gradient(kernel, plain)(dy, *saved)
 
 
-def _plain(static):
-    return functools.partial(_reference, epsilon=static.epsilon, rate=static.dropout_rate, return_sum=static.return_sum)
+def _plain(plan):
+    return functools.partial(_reference, epsilon=plan.epsilon, rate=plan.dropout_rate, return_sum=plan.return_sum)
 
 
-_triton.defvjp(_fwd, _bwd)
-_triton_jit = jax.jit(_triton, static_argnums=6)
+_kernels.defvjp(_fwd, _bwd)
+_kernels_jit = jax.jit(_kernels, static_argnums=6)

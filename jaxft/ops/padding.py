@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -10,7 +11,8 @@ import numpy as np
 
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import padding as triton
-from jaxft.ops import checks, transforms
+from jaxft.ops import checks, plans, transforms
+from jaxft.ops.plans import Pass
 
 Array = jax.Array
 
@@ -69,8 +71,9 @@ def remove_padding(x: Array, mask: Array, *, capacity: int, implementation: str 
         tokens = np.count_nonzero(given)
         if tokens > capacity:
             raise ValueError(f"{op}: mask must have at most as many tokens as capacity, {capacity}, got {tokens}")
-    by = _choose(op, implementation, x.reshape(mask.size, *x.shape[2:]), capacity)
-    return PackedTokens(*_remove(*transforms.vary_alike(x, mask), capacity, by))
+    plan = _plan(op, x.reshape(mask.size, *x.shape[2:]), capacity, *mask.shape, implementation)
+    plans.record(op, (x, mask), plan)
+    return PackedTokens(*_remove(*transforms.vary_alike(x, mask), capacity, plan))
 
 
 def restore_padding(x: Array, indices: Array, *, batch: int, length: int, implementation: str | None = None) -> Array:
@@ -107,55 +110,68 @@ def restore_padding(x: Array, indices: Array, *, batch: int, length: int, implem
     for name, size in (("batch", batch), ("length", length)):
         if not checks.is_natural(size):
             raise ValueError(f"{op}: {name} must be a Python integer >= 0, got {size!r}")
-    by = _choose(op, implementation, x, batch * length)
-    return _restore(*transforms.vary_alike(x, indices), batch, length, by)
+    plan = _plan(op, x, batch * length, batch, length, implementation)
+    plans.record(op, (x, indices), plan)
+    return _restore(*transforms.vary_alike(x, indices), plan)
 
 
-def _choose(op, implementation, x, places):
-    """For x [rows, ...] and the number of rows of the result."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(plans.Plan):
+    """How rows move between a padded batch `[batch, length]` and packed rows."""
+
+    batch: int
+    length: int
+
+
+def _plan(op, x, places, batch, length, implementation) -> Plan:
+    """Chooses the backend for x `[rows, ...]`, whose rows move to `places` rows."""
     reason = triton.unsupported(x, places)
-    if implementation is None and reason is not None:  # ids, say: a gather of few bytes is as good
-        return dispatch.choose(op, "xla", {})
-    choice = dispatch.choose(op, implementation, {"triton": reason})
-    return choice if x.size and places else dispatch.choose(op, "xla", {})
+    if implementation is None and reason is not None:  # for few bytes a row, such as ids, XLA's gather is as fast
+        choice = dispatch.choose(op, "xla", {})._replace(why=f"triton: {reason}")
+    else:
+        choice = dispatch.choose(op, implementation, {"triton": reason})
+    kernel = Pass(choice.name) if x.size and places else plans.XLA
+    return Plan(
+        forward=kernel, backward=kernel, interpret=choice.interpret, why=choice.why, batch=batch, length=length
+    )  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _remove(x, mask, capacity, by):
+def _remove(x, mask, capacity, plan):
     indices, cu_seqlens = reference.padding_indices(mask, capacity=capacity)
-    return _pack(x, indices, *mask.shape, by), indices, cu_seqlens
+    return _pack(x, indices, plan), indices, cu_seqlens
 
 
-# Each is the other's gradient: no place has two rows, so that what one moves, the other moves back.
+# `_pack` and `_unpack` are each other's gradient: no place has two rows, so one moves back what the other moves.
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _pack(x, indices, batch, length, by):
-    if by.name == "xla":
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _pack(x, indices, plan):
+    if plan.forward.backend == "xla":
         return reference.take_tokens(x, indices)
-    y = triton.take_rows(x.reshape(batch * length, -1), indices, interpret=by.interpret)
+    y = triton.take_rows(x.reshape(plan.batch * plan.length, -1), indices, interpret=plan.interpret)
     return y.reshape(-1, *x.shape[2:])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _unpack(x, indices, batch, length, by):
-    if by.name == "xla":
-        return reference.restore_padding(x, indices, batch=batch, length=length)
-    source = reference.source_rows(indices, places=batch * length)
-    y = triton.take_rows(x.reshape(x.shape[0], -1), source, interpret=by.interpret)
-    return y.reshape(batch, length, *x.shape[1:])
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _unpack(x, indices, plan):
+    if plan.forward.backend == "xla":
+        return reference.restore_padding(x, indices, batch=plan.batch, length=plan.length)
+    source = reference.source_rows(indices, places=plan.batch * plan.length)
+    y = triton.take_rows(x.reshape(x.shape[0], -1), source, interpret=plan.interpret)
+    return y.reshape(plan.batch, plan.length, *x.shape[1:])
 
 
 def _with_gradient(move, back):
-    def fwd(x, indices, batch, length, by):
-        return move(x, indices, batch, length, by), indices
+    def fwd(x, indices, plan):
+        return move(x, indices, plan), indices
 
-    def bwd(batch, length, by, indices, d):
-        return back(d, indices, batch, length, by), None
+    def bwd(plan, indices, d):
+        return back(d, indices, plan), None
 
     move.defvjp(fwd, bwd)
 
 
 _with_gradient(_pack, _unpack)
 _with_gradient(_unpack, _pack)
-_restore = jax.jit(_unpack, static_argnums=(2, 3, 4))
+_restore = jax.jit(_unpack, static_argnums=2)

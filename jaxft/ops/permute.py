@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import operator
@@ -12,8 +13,9 @@ import jax.numpy as jnp
 
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import permute as triton
-from jaxft.ops import checks, transforms
-from jaxft.tuning import layouts as tuning_layouts
+from jaxft.ops import checks, plans, transforms
+from jaxft.ops.plans import Pass
+from jaxft.tuning import layouts as tuning
 
 Array = jax.Array
 
@@ -55,10 +57,11 @@ def qkv_bias_split_heads(
             f"{op}: the last axis of qkv must be a multiple of 3 * num_heads = {3 * num_heads}, got {qkv.shape}"
         )
     bias = checks.as_vector(op, "bias", bias, qkv.shape[-1])
-    choice = dispatch.choose(op, implementation, {"triton": triton.split_unsupported(qkv, bias)})
-    if choice.name == "xla" or qkv.size == 0:
-        return _split_heads(qkv, bias, num_heads)
-    return _split_triton_jit(*transforms.vary_alike(qkv, bias), num_heads, dispatch.device(), choice.interpret)
+    plan = _split_plan(op, qkv, bias, num_heads, implementation)
+    plans.record(op, (qkv, bias), plan)
+    if plan.forward.backend == "xla":
+        return _split_reference(qkv, bias, num_heads)
+    return _split_jit(*transforms.vary_alike(qkv, bias), plan)
 
 
 def merge_heads(x: Array, *, implementation: str | None = None) -> Array:
@@ -117,89 +120,137 @@ def permute(x: Array, axes: Sequence[int], *, implementation: str | None = None)
     return _move(op, x, order, tuple(x.shape[axis] for axis in order), implementation)
 
 
-def _move(op, x, axes, result, implementation):
-    """x with its axes in this order, as an array of the shape `result`."""
+# --- Any order of axes -------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(plans.Plan):
+    """How a permutation runs: of the axes of an array of the smallest shape that moves the same elements."""
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+
+
+def plan_of(op: str, x: Array, axes: tuple[int, ...], implementation: str | None) -> Plan:
+    """Chooses backend and configurations for an array of this shape and dtype."""
     shape, order = triton.reduce(x.shape, axes)
     moves = len(shape) > 1
     choice = dispatch.choose(op, implementation, {"triton": triton.unsupported(x) if moves else None})
     if choice.name == "xla" or x.size == 0 or not moves:  # XLA only changes the shape where nothing moves
-        return _transpose(x, axes, result)
-    return _triton_jit(x, shape, order, result, dispatch.device(), choice.interpret)
+        return Plan(shape=shape, axes=order, why=choice.why if moves else "no element moves")
+    innermost = shape[order[-1]]
+    kept = innermost if order[-1] == len(order) - 1 else 1
+    aligned = math.gcd(shape[-1], innermost, 16 // x.dtype.itemsize)
+    kernel = Pass("triton", tuning.permute(x.size, kept, aligned, x.dtype.itemsize, dispatch.device()))
+    return Plan(
+        forward=kernel, backward=kernel, interpret=choice.interpret, why=choice.why, shape=shape, axes=order
+    )  # fmt: skip
 
 
-_split_heads = jax.jit(reference.qkv_bias_split_heads, static_argnums=2)
+def _move(op, x, axes, result, implementation):
+    """Returns x with its axes in this order, as an array of the shape `result`."""
+    plan = plan_of(op, x, axes, implementation)
+    plans.record(op, (x,), plan)
+    return _reference(x, axes, result) if plan.forward.backend == "xla" else _permute_jit(x, plan, result)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _transpose(x, axes, result):
+def _reference(x, axes, result):
     return reference.permute(x, axes).reshape(result)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
-def _triton_jit(x, shape, order, result, device, interpret):
-    return _triton(x.reshape(shape), order, device, interpret).reshape(result)
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _permute_jit(x, plan, result):
+    return _permute(x.reshape(plan.shape), plan).reshape(result)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _triton(x, axes, device, interpret):
-    result = tuple(x.shape[axis] for axis in axes)
-    kept = x.shape[-1] if axes[-1] == x.ndim - 1 else 1
-    aligned = math.gcd(x.shape[-1], result[-1], 16 // x.dtype.itemsize)
-    config = tuning_layouts.permute(x.size, kept, aligned, x.dtype.itemsize, device)
-    return triton.forward(x, axes, config=config, interpret=interpret)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _permute(x, plan):
+    return triton.forward(x, plan.axes, config=plan.forward.config, interpret=plan.interpret)
 
 
-def _fwd(x, axes, device, interpret):
-    return _triton(x, axes, device, interpret), None
+def _fwd(x, plan):
+    return _permute(x, plan), None
 
 
-def _bwd(axes, device, interpret, _, dy):
-    if dy.dtype == jax.dtypes.float0:  # of integers, which have no gradient
+def _bwd(plan, _, dy):
+    if dy.dtype == jax.dtypes.float0:  # integers have no gradient
         return (None,)
-    inverse = tuple(sorted(range(len(axes)), key=axes.__getitem__))
-    return (_triton(dy, inverse, device, interpret),)
+    inverse = tuple(sorted(range(len(plan.axes)), key=plan.axes.__getitem__))
+    swapped = dataclasses.replace(plan, axes=inverse, forward=plan.backward, backward=plan.forward)
+    return (_permute(dy, swapped),)
 
 
-_triton.defvjp(_fwd, _bwd)
+_permute.defvjp(_fwd, _bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _split_triton(qkv, bias, num_heads, device, interpret):
+# --- Split heads -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitPlan(plans.Plan):
+    """How `qkv_bias_split_heads` runs."""
+
+    num_heads: int
+    has_bias: bool
+
+
+def _split_plan(op, qkv, bias, num_heads, implementation) -> SplitPlan:
+    options = {"num_heads": num_heads, "has_bias": bias is not None}
+    choice = dispatch.choose(op, implementation, {"triton": triton.split_unsupported(qkv, bias)})
+    if choice.name == "xla" or qkv.size == 0:
+        return SplitPlan(**options, why=choice.why)
     batch, length, width = qkv.shape
-    size = width // (3 * num_heads)
-    config = tuning_layouts.qkv_bias_split_heads(batch * num_heads, length, size, qkv.dtype.itemsize, device)
-    return tuple(triton.split_heads(qkv, bias, num_heads, config=config, interpret=interpret))
+    size, itemsize, device = width // (3 * num_heads), qkv.dtype.itemsize, dispatch.device()
+    forward = tuning.qkv_bias_split_heads(batch * num_heads, length, size, itemsize, device)
+    backward = tuning.qkv_bias_split_heads_backward(batch, length, num_heads, size, itemsize, device)
+    return SplitPlan(
+        forward=Pass("triton", forward),
+        backward=Pass("triton", backward),
+        interpret=choice.interpret,
+        why=choice.why,
+        **options,
+    )
 
 
-def _split_fwd(qkv, bias, num_heads, device, interpret):
-    return _split_triton(qkv, bias, num_heads, device, interpret), bias
+_split_reference = jax.jit(reference.qkv_bias_split_heads, static_argnums=2)
 
 
-def _split_bwd(num_heads, device, interpret, bias, dy):
-    dqkv, total = _join_triton(dy, bias is not None, num_heads, device, interpret)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _split(qkv, bias, plan):
+    return tuple(
+        triton.split_heads(qkv, bias, plan.num_heads, config=plan.forward.config, interpret=plan.interpret)
+    )  # fmt: skip
+
+
+def _split_fwd(qkv, bias, plan):
+    return _split(qkv, bias, plan), bias
+
+
+def _split_bwd(plan, bias, dy):
+    dqkv, total = _join(dy, plan)
     return dqkv, None if bias is None else total.astype(bias.dtype)
 
 
-_split_triton.defvjp(_split_fwd, _split_bwd)
-_split_triton_jit = jax.jit(_split_triton, static_argnums=(2, 3, 4))
+_split.defvjp(_split_fwd, _split_bwd)
+_split_jit = jax.jit(_split, static_argnums=2)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _join_triton(parts, with_sum, num_heads, device, interpret):
-    """The transpose of `_split_triton`: qkv, and its sum over B and T in float32 or None."""
-    batch, _, length, size = parts[0].shape
-    itemsize = parts[0].dtype.itemsize
-    config = tuning_layouts.qkv_bias_split_heads_backward(batch, length, num_heads, size, itemsize, device)
-    qkv, *sums = triton.join_heads(parts, with_sums=with_sum, config=config, interpret=interpret)
-    return qkv, jnp.sum(sums[0], axis=0) if with_sum else None
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _join(parts, plan):
+    """Returns qkv, the transpose of `_split`, and its sum over B and T in float32 (None without a bias)."""
+    qkv, *sums = triton.join_heads(
+        parts, with_sums=plan.has_bias, config=plan.backward.config, interpret=plan.interpret
+    )
+    return qkv, jnp.sum(sums[0], axis=0) if plan.has_bias else None
 
 
-def _join_fwd(parts, with_sum, num_heads, device, interpret):
-    return _join_triton(parts, with_sum, num_heads, device, interpret), None
+def _join_fwd(parts, plan):
+    return _join(parts, plan), None
 
 
-def _join_bwd(with_sum, num_heads, device, interpret, _, dy):
-    return (_split_triton(*dy, num_heads, device, interpret),)
+def _join_bwd(plan, _, dy):
+    return (_split(*dy, plan),)
 
 
-_join_triton.defvjp(_join_fwd, _join_bwd)
+_join.defvjp(_join_fwd, _join_bwd)

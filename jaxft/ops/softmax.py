@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from typing import NamedTuple
 
 import jax
 
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import softmax as triton
-from jaxft.ops import checks, transforms
-from jaxft.tuning import rows as tuning_rows
-from jaxft.tuning import table as tuning_table
+from jaxft.ops import checks, plans, transforms
+from jaxft.ops.plans import Pass
+from jaxft.tuning import rows as tuning
 
 Array = jax.Array
 
@@ -100,24 +100,44 @@ def _run(op, x, scale, bias, mask, in_place, implementation):
         mask = checks.as_mask(op, "mask", mask)
         checks.check_broadcasts(op, "mask", mask, x.shape)
     checks.check_flag(op, "in_place", in_place)
-    choice = dispatch.choose(op, implementation, {"triton": triton.unsupported(x, bias, mask)})
-    if choice.name == "xla" or x.size == 0:
+    plan = plan_of(op, x, bias, mask, scale=scale, in_place=in_place, implementation=implementation)
+    plans.record(op, (x, bias, mask), plan)
+    if plan.forward.backend == "xla":
         return _reference(x, bias, mask, op, scale)
-    sizes = math.prod(x.shape[:-1]), x.shape[-1], x.dtype.itemsize, dispatch.device()
-    forward, backward = tuning_rows.softmax(*sizes), tuning_rows.softmax_backward(*sizes)
-    static = _Static(op == "log_softmax", scale, in_place, forward, backward, choice.interpret)
-    return _triton_jit(*transforms.vary_alike(x, bias, mask), static)
+    return _kernels_jit(*transforms.vary_alike(x, bias, mask), plan)
 
 
-class _Static(NamedTuple):
-    """What is compiled into the kernels."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(plans.Plan):
+    """How a softmax runs. `log`: it is the logarithm that is asked for."""
 
     log: bool
     scale: float | None
     in_place: bool
-    forward: tuning_table.RowConfig
-    backward: tuning_table.RowConfig
-    interpret: bool
+
+
+def plan_of(
+    op: str,
+    x: Array,
+    bias: Array | None,
+    mask: Array | None,
+    *,
+    scale: float | None,
+    in_place: bool,
+    implementation: str | None,
+) -> Plan:
+    """Chooses backend and configurations for arrays of these shapes and dtypes."""
+    plan = functools.partial(Plan, log=op == "log_softmax", scale=scale, in_place=in_place)
+    choice = dispatch.choose(op, implementation, {"triton": triton.unsupported(x, bias, mask)})
+    if choice.name == "xla" or x.size == 0:
+        return plan(why=choice.why)
+    sizes = math.prod(x.shape[:-1]), x.shape[-1], x.dtype.itemsize, dispatch.device()
+    return plan(
+        forward=Pass("triton", tuning.softmax(*sizes)),
+        backward=Pass("triton", tuning.softmax_backward(*sizes)),
+        interpret=choice.interpret,
+        why=choice.why,
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
@@ -126,38 +146,38 @@ def _reference(x, bias, mask, op, scale):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _triton(x, bias, mask, static):
-    return _forward(static, False, x, bias, mask)[0]
+def _kernels(x, bias, mask, plan):
+    return _forward(plan, False, x, bias, mask)[0]
 
 
-def _forward(static, save, x, bias, mask):
+def _forward(plan, save, x, bias, mask):
     return triton.forward(
         x,
         bias,
         mask,
-        log=static.log,
-        scale=static.scale,
-        in_place=static.in_place,
-        config=static.forward,
-        interpret=static.interpret,
+        log=plan.log,
+        scale=plan.scale,
+        in_place=plan.in_place,
+        config=plan.forward.config,
+        interpret=plan.interpret,
         save=save,
     )
 
 
-def _fwd(x, bias, mask, static):
-    static = static._replace(in_place=False)
-    if not static.log or x.shape[-1] <= static.backward.block_width:  # the row is read once in any case
-        return _triton(x, bias, mask, static), (x, bias, mask, None)
+def _fwd(x, bias, mask, plan):
+    plan = dataclasses.replace(plan, in_place=False)
+    if not plan.log or x.shape[-1] <= plan.backward.config.block_width:  # the row is read once in any case
+        return _kernels(x, bias, mask, plan), (x, bias, mask, None)
 
     def plain(x, bias, mask):
-        return [_plain(static)(x, bias, mask=mask)]
+        return [_plain(plan)(x, bias, mask=mask)]
 
-    run = transforms.with_plain_gradient(functools.partial(_forward, static, True), plain, saves=1)
+    run = transforms.with_plain_gradient(functools.partial(_forward, plan, True), plain, saves=1)
     y, saved = run(x, bias, mask)
     return y, (x, bias, mask, saved)
 
 
-def _bwd(static, saved, dy):
+def _bwd(plan, saved, dy):
     def kernel(dy, x, bias, mask, saved):
         return triton.backward(
             dy,
@@ -165,21 +185,21 @@ def _bwd(static, saved, dy):
             bias,
             mask,
             saved,
-            log=static.log,
-            scale=static.scale,
-            config=static.backward,
-            interpret=static.interpret,
+            log=plan.log,
+            scale=plan.scale,
+            config=plan.backward.config,
+            interpret=plan.interpret,
         )
 
     def plain(dy, x, bias, mask, saved):
-        return jax.vjp(functools.partial(_plain(static), mask=mask), x, bias)[1](dy)
+        return jax.vjp(functools.partial(_plain(plan), mask=mask), x, bias)[1](dy)
 
     return *transforms.with_plain_gradient(kernel, plain)(dy, *saved), None
 
 
-def _plain(static):
-    return functools.partial(_reference, op="log_softmax" if static.log else "softmax", scale=static.scale)
+def _plain(plan):
+    return functools.partial(_reference, op="log_softmax" if plan.log else "softmax", scale=plan.scale)
 
 
-_triton.defvjp(_fwd, _bwd)
-_triton_jit = jax.jit(_triton, static_argnums=3)
+_kernels.defvjp(_fwd, _bwd)
+_kernels_jit = jax.jit(_kernels, static_argnums=3)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxft import dispatch, ops
+from jaxft import dispatch
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -438,8 +438,7 @@ def packs(implementation: str | None) -> bool:
     Args:
       implementation: the implementation that the model's ops were asked for, or None.
     """
-    attention = "varlen_qkv_attention"
-    return implementation != "xla" and dispatch.explain(attention, ops.OPS[attention])[0] != "xla"
+    return dispatch.choose("varlen_qkv_attention", implementation, {"triton": None}).name != "xla"
 
 
 def padded_lengths(limit: int) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from jaxft.dispatch import Device
-from jaxft.tuning.table import LARGE, LARGEST, AttentionConfig, lookup, next_power_of_2
+from jaxft.tuning.table import LARGE, LARGEST, AttentionConfig, MosaicGradientConfig, lookup, next_power_of_2
 
 # What the kernels take of shared memory, with bias, mask and dropout, is from Triton 3.9 for compute capability 8.6
 # (2026-11-21).
@@ -169,3 +169,46 @@ def attention_dkv_candidates(
 def _fits(block: tuple[int, ...], query: int, key: int) -> bool:
     """Whether the sequences are as long as the blocks, to the next power of two, but for small blocks."""
     return all(size <= max(64, next_power_of_2(n)) for size, n in zip(block, (query, key), strict=False))
+
+
+# --- Other backends ----------------------------------------------------------------------------------------------
+
+
+# Head size: (least key length, least number of logits) from which cuDNN computes the output sooner. Lengths that are no
+# multiples of 64 are slower there, and packed arrays and sequence lengths cost it copies.
+# H200, bf16, head size 64: Triton takes 1.05 to 1.2 times cuDNN's time; 128: 1.3 to 1.8; 32: 0.8 to 0.9, 2026-11-21
+# See docs/performance-notes.md, "Attention: Triton and cuDNN".
+_CUDNN_FROM = {64: (1024, 2**29), 128: (512, 2**26)}
+_CUDNN_FROM_PACKED = 8192  # least length of packed arrays, besides
+
+
+def cudnn_is_faster(
+    batch: int, query_length: int, key_length: int, heads: int, head_size: int, packed: bool, device: Device
+) -> bool:
+    """Returns whether cuDNN computes the output of attention without masks sooner than the Triton kernel."""
+    if head_size not in _CUDNN_FROM or not device.is_hopper:
+        return False
+    least_length, least_logits = _CUDNN_FROM[head_size]
+    if packed:
+        least_length = max(least_length, _CUDNN_FROM_PACKED)
+    aligned = query_length % 64 == key_length % 64 == 0
+    return aligned and key_length >= least_length and batch * heads * query_length * key_length >= least_logits
+
+
+_BUSY = 0.72  # the least part of the multiprocessors
+
+
+def mosaic_gradient_is_faster(batch_heads: int, device: Device) -> bool:
+    """Returns whether the Mosaic GPU kernel computes the gradient sooner than the Triton kernels.
+
+    The kernel takes one head of a sequence at a time on each multiprocessor. It takes as long for some
+    multiprocessors as for all.
+    """
+    # H100, bf16, 512 tokens, 192 heads (0.73 busy): 148 us (Triton 155), 144 heads (0.55): 137 (120), 2026-11-25
+    rounds = -(-batch_heads // device.multiprocessors)
+    return batch_heads >= _BUSY * rounds * device.multiprocessors
+
+
+def attention_mosaic_gradient(device: Device) -> MosaicGradientConfig:
+    """Returns the configuration of the Mosaic GPU kernel: each multiprocessor has room for one program."""
+    return MosaicGradientConfig(programs=device.multiprocessors)

@@ -16,12 +16,13 @@ import math
 import os
 import re
 import secrets
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import jax
+
+from jaxft._version import __version__
 
 logger = logging.getLogger("jaxft")
 
@@ -61,8 +62,7 @@ def path(device_kind: str) -> Path:
             folder = str(Path.home() / ".cache")
         except RuntimeError as error:
             raise FileNotFoundError(f"{error} Set XDG_CACHE_HOME to a folder for tuned configs") from error
-    version = sys.modules["jaxft"].__version__  # the package, already there, imports from here and not the reverse
-    name = f"{device_kind}-jax_{jax.__version__}-jaxft_{version}"
+    name = f"{device_kind}-jax_{jax.__version__}-jaxft_{__version__}"
     return Path(folder, "jaxft", re.sub(r"[^\w.+-]", "_", name) + ".json")
 
 

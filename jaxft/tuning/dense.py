@@ -63,8 +63,8 @@ class MosaicDenseConfig:
 
 
 def dense_implementation(
-    rows: int, depth: int, width: int, activation: str | None, itemsize: int, device: Device, hopper: bool = True,
-    residual: bool = False, full: bool = False,
+    rows: int, depth: int, width: int, activation: str | None, itemsize: int, device: Device, residual: bool = False,
+    full: bool = False,
 ) -> str:  # fmt: skip
     """The fastest: see `DenseChoice`. `full`: products of float32 that are not TF32.
 
@@ -73,8 +73,8 @@ def dense_implementation(
     no activation XLA has a kernel more, and so there are entries of their own.
     """
     residual = residual and (activation is None or itemsize > 2)
-    apart = {"full": full, "unaligned": hopper and rows % 8 > 0}
-    mosaic = hopper and not (full or apart["unaligned"] or (residual and itemsize > 2))
+    apart = {"full": full, "unaligned": device.is_hopper and rows % 8 > 0}
+    mosaic = device.is_hopper and not (full or apart["unaligned"] or (residual and itemsize > 2))
     by_mosaic = mosaic and _by_mosaic(rows, depth, width, activation, itemsize, residual)
     default = DenseChoice(
         "mosaic_gpu" if by_mosaic else without_mosaic(rows, depth, width, activation, itemsize, device)
@@ -149,6 +149,16 @@ def is_short(rows: int, depth: int, width: int, itemsize: int) -> bool:
     rounded up, as in the keys of a table.
     """
     return rows <= 256 or next_power_of_2(rows) * min(depth, width) * itemsize <= 512 * 768 * 2
+
+
+def splits_few_rows(rows: int, itemsize: int, kernel_precision: str) -> bool:
+    """Returns whether XLA splits the depth of a matmul of so few rows.
+
+    The kernel that adds up the parts then takes what follows along: an activation, its gradient, a LayerNorm. XLA does
+    not do so in float32 that is not TF32.
+    """
+    # H200, tf32, 128x768x3072 with GELU: 12.0 us (bias_activation's kernel after the matmul 13.3), 2026-11-23
+    return rows <= 512 and (itemsize <= 2 or kernel_precision == "tf32")
 
 
 def _by_library(rows: int, depth: int, width: int, activation: str | None, itemsize: int, device: Device) -> bool:
@@ -309,6 +319,27 @@ def dense_mosaic_gradient(rows: int, depth: int, width: int, itemsize: int, devi
     default = _in_rounds(rows, width, itemsize, device.multiprocessors, largest=5)
     sizes = {"rows": rows, "depth": depth, "width": width}
     return _lookup_mosaic("dense_mosaic_gradient", default, device, "", 7, **sizes, itemsize=itemsize)
+
+
+def dense_mosaic_derivatives(
+    forward: MosaicDenseConfig,
+    rows: int,
+    width: int,
+    inner: int,
+    itemsize: int,
+    derivative_itemsize: int,
+    device: Device,
+) -> tuple[MosaicDenseConfig, MosaicDenseConfig]:
+    """Returns the configurations of the kernels that keep the activation's derivatives and that multiply by them.
+
+    `forward` is the configuration of the first kernel where no gradient is taken. `derivative_itemsize` is the size of
+    a derivative in bytes.
+    """
+    saving = with_room(forward, itemsize, 4 + 4 * derivative_itemsize // itemsize, device)
+    gradient = dense_mosaic_gradient(rows, width, inner, itemsize, device)
+    if derivative_itemsize == itemsize:  # they take more room than the table's entries were made for
+        gradient = with_room(gradient, itemsize, 9, device)
+    return saving, gradient
 
 
 def dense_mosaic_gradient_candidates(

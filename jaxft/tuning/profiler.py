@@ -1,27 +1,39 @@
-"""How long kernels run on the GPU, from JAX's profiler."""
+"""Timers: kernel times from JAX's profiler, wall time per call, and variants that take turns."""
 
 from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import numpy as np
+
+T = TypeVar("T")
 
 
 class Kernel(NamedTuple):
+    """A kernel launch on the GPU. `start` and `end` are in microseconds."""
+
     name: str
-    start: float  # us
+    start: float
     end: float
 
 
 def kernel_times(run: Callable[[], Any]) -> list[Kernel]:
-    """The kernels that `run()` launches on the GPU; it returns their results.
+    """Returns the kernels that `run` launches on the GPU. Copies that are no kernel (cudaMemcpy) are left out.
 
-    Without copies that are no kernel (cudaMemcpy). None where there is no NVIDIA GPU, or another profiler has it; if
-    JAX's own is at work already, it raises a RuntimeError.
+    Args:
+      run: launches the work and returns its results.
+
+    Returns:
+      The kernels. The list is empty on other devices, and where another program profiles the GPU.
+
+    Raises:
+      RuntimeError: JAX's profiler is already running.
     """
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0
@@ -39,12 +51,50 @@ def kernel_times(run: Callable[[], Any]) -> list[Kernel]:
 
 
 def busy_us(kernels: Iterable[Kernel]) -> float:
-    """How long one or more of the kernels run.
+    """Returns the time during which at least one of the kernels runs, in microseconds.
 
-    JAX 0.11 launches a kernel before the one ahead of it ends: a sum of their times has its wait for that one twice.
+    JAX 0.11 launches a kernel before the previous one ends, so the sum of kernel times would count the wait twice.
     """
     total, until = 0.0, -math.inf
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
         total += max(0.0, kernel.end - max(kernel.start, until))
         until = max(until, kernel.end)
     return total
+
+
+def device_us(call: Callable[[], Any], calls: int) -> float:
+    """Returns the time that one call keeps the GPU busy: the mean of `calls` calls, whose results are held at once.
+
+    NaN if no kernel was recorded. Raises as `kernel_times`.
+    """
+    kernels = kernel_times(lambda: [call() for _ in range(calls)])
+    return busy_us(kernels) / calls if kernels else math.nan
+
+
+def queued_us(call: Callable[[], Any], calls: int) -> float:
+    """Returns the wall time per call, in microseconds: `calls` calls in a row, then one wait for the last result."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        out = call()
+    jax.block_until_ready(out)
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+def turns(variants: Sequence[T], rounds: int, measure: Callable[[T], float]) -> np.ndarray:
+    """Measures variants in turns, so that a change of clock or temperature affects all of them alike.
+
+    Every other round goes backwards, so that no variant always follows the same one.
+
+    Args:
+      variants: what to compare.
+      rounds: how often each variant is measured.
+      measure: returns one sample of a variant.
+
+    Returns:
+      float64 `[rounds, variants]`, the samples in the order of `variants`.
+    """
+    samples = np.empty((rounds, len(variants)))
+    for i in range(rounds):
+        for j in range(len(variants))[:: -1 if i % 2 else 1]:
+            samples[i, j] = measure(variants[j])
+    return samples

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable
 
 from jaxft.dispatch import Device
-from jaxft.tuning.table import ElementwiseConfig, GradientConfig, RowConfig, lookup, next_power_of_2
+from jaxft.tuning.table import ChunkConfig, ElementwiseConfig, GradientConfig, RowConfig, lookup, next_power_of_2
 
 
 def layer_norm(rows: int, width: int, itemsize: int, device: Device, variant: str = "") -> RowConfig:
@@ -195,3 +195,17 @@ def _block_width(width: int) -> int:
 def _divisors(width: int, *blocks: int) -> list[int]:
     """Blocks without a masked edge, where there are any."""
     return [block for block in blocks if width % block == 0] or [min(next_power_of_2(width), block) for block in blocks]
+
+
+def linear_cross_entropy(rows: int, classes: int, width: int) -> ChunkConfig:
+    """Returns how many rows have logits at a time. Not tuned per device.
+
+    The logits take 128 MiB, or as much as the embedding's gradient if that is more, because every chunk reads and
+    writes that gradient once. A chunk has at most a quarter of the rows, which the labels of masked language modelling
+    fill well.
+    """
+
+    def whole_tiles(n: int) -> int:
+        return max(128, n // 128 * 128)
+
+    return ChunkConfig(min(rows, whole_tiles(max(2**25 // classes, width)), whole_tiles(-(-rows // 4) + 127)))

@@ -1,4 +1,4 @@
-"""The search of `jaxft.tuning.autotune`: trace with other configs, compile, compare the results, time them in turns."""
+"""`autotune`: traces a function with other configurations, compiles, compares the results and times them in turns."""
 
 from __future__ import annotations
 
@@ -31,24 +31,35 @@ logger = logging.getLogger("jaxft")
 Entry = tuple[str, str]  # op, key
 Function = Callable[..., Any]
 
-# A config is taken where it saves more than this part of the time in this share of the rounds.
+# A configuration is taken if it saves more than MARGIN of the time in SHARE of the rounds.
 MARGIN, SHARE = 0.02, 0.8
-LEAST_ROUNDS, ROUNDS, SECONDS = 5, 15, 20.0  # fewer than ROUNDS where they would take longer
-ROUGHLY = 1.15  # what takes longer than so many times the fastest is left out after two rounds
-SAMPLE_US, CALLS, BYTES = 5e3, 20, 2**30  # of a sample: its time, and at most so many calls and bytes of results
-# Results may differ by so many units in the last place of the largest number. That of float32 is TF32's where products
-# are, or anything has 16 bits, and else 8 of its own: sums in another order, with what layers after them make of it.
+LEAST_ROUNDS, ROUNDS, SECONDS = 5, 15, 20.0  # at least LEAST_ROUNDS, at most ROUNDS, about SECONDS
+ROUGHLY = 1.15  # after two rounds, a configuration that takes ROUGHLY times the fastest time is dropped
+SAMPLE_US, CALLS, BYTES = 5e3, 20, 2**30  # limits of one sample: its time, its calls, the bytes of their results
+# Results may differ by ROUNDING units in the last place of the largest number. The unit of float32 is TF32's if the
+# program has matmuls or 16-bit arrays. Else it is 8 units of float32: sums in another order, and the layers after them.
 ROUNDING, COARSE_UNIT, FULL_UNIT = 16, 2.0**-10, 2.0**-20
 
 
 class Program(NamedTuple):
+    """A configuration, and the function compiled with it."""
+
     config: Any
-    call: Function  # compiled
+    call: Function
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuned:
-    """What `autotune` did for one kernel: its config and the time of the whole function, before and after."""
+    """What `autotune` did for one kernel.
+
+    Attributes:
+      op: the kernel's name in the tables.
+      key: the sizes, as the tables have them.
+      before: the configuration that `fn` had.
+      after: the configuration that `fn` has now.
+      us_before: the time of the whole function with `before`, in microseconds.
+      us_after: the time of the whole function with `after`, in microseconds.
+    """
 
     op: str
     key: str
@@ -62,44 +73,48 @@ def autotune(
     fn: Callable[..., Any],
     *args: Any,
     table: str | os.PathLike[str] | None = None,
+    copies: int = 1,
     show_progress_bar: bool | None = None,
 ) -> list[Tuned]:
-    """Finds the fastest launch configuration for each kernel that `fn(*args)` runs on this device, and keeps it.
+    """Finds the fastest launch configuration for each kernel that `fn(*args)` runs on this device, and stores it.
 
     For one kernel after the other, it compiles `fn` with other configurations and times them in turns with the present
-    one. What counts is the time of all of `fn`, so a call of a single operation is the most sensitive and the soonest
+    one. It compares times of the whole of `fn`, so a call of a single operation is the most sensitive and the soonest
     done. A configuration is taken if it saves more than 2 % of that time in most of the rounds, and if its results
-    differ from the present ones by no more than rounding does, beside the largest number of each array; one that does
-    not compile is left out.
+    differ from the present results by no more than rounding. The largest number of each array is the measure of that.
+    A configuration that does not compile is left out.
 
-    Those that are taken are stored at once, for this kind of device and these versions of JAX and jaxft, in
-    `$XDG_CACHE_HOME/jaxft` (`~/.cache/jaxft`). From then on every call with these sizes, rounded up to powers of two
-    (but for depth and width of a dense layer), finds them, in this process (`jax.clear_caches()` is called, so what was
-    compiled before is compiled once more) and in later ones. An interrupt keeps what was taken so far. To undo it all,
-    delete that folder.
+    A configuration that is taken is stored at once, for this kind of device and these versions of JAX and jaxft, in
+    `$XDG_CACHE_HOME/jaxft` (`~/.cache/jaxft`). From then on every call with these sizes uses it, in this process and in
+    later ones. Sizes are rounded up to powers of two, except for depth and width of a dense layer. This process
+    compiles its functions again, because `autotune` calls `jax.clear_caches()`. An interrupt keeps what was taken so
+    far. To undo everything, delete that folder.
 
     Args:
-      fn: what is to be fast: an operation, a gradient of it, or a whole model; with or without `jax.jit`. Bind what is
-        no array with `functools.partial`.
-      *args: arrays, or trees of them (a model, say, as `nnx.jit` takes it), for `fn`.
-      table: the JSON file that stores the configurations; None for the user's cache. Only the cache is read again by
-        later calls, and the tables in `jaxft/tuned`, which `benchmarks/tune.py` writes.
-      show_progress_bar: None for where stderr is a terminal.
+      fn: the function to make faster: an operation, a gradient of it, or a whole model; with or without `jax.jit`. Bind
+        what is no array with `functools.partial`.
+      *args: arrays, or trees of arrays (a model, say, as `nnx.jit` takes it), for `fn`.
+      table: the JSON file that stores the configurations, or None for the user's cache. Later calls read only the cache
+        and the tables in `jaxft/tuned`, which `benchmarks/tune.py` writes.
+      copies: the timed calls take turns with this many copies of `args`. With one, a short kernel finds its inputs in
+        the GPU's L2 cache. If it reads them from memory in your program, let the copies exceed that cache.
+      show_progress_bar: None shows the bar if stderr is a terminal.
 
     Returns:
-      An entry for each kernel; where its `after` is its `before`, nothing was faster.
+      An entry for each kernel. If `after` equals `before`, nothing was faster.
 
     Raises:
-      TypeError: `fn` is no function, there is something else than arrays in `args`, or `show_progress_bar` is neither
-        None nor a bool.
+      TypeError: `fn` is no function, something in `args` is no array, or `show_progress_bar` is no bool and not None.
       RuntimeError: this is no NVIDIA GPU.
-      ValueError: `fn` runs no kernel of jaxft that has a configuration.
+      ValueError: `fn` runs no kernel of jaxft that has a configuration, or `copies` is not a positive integer.
       OSError: the table, or the cache directory, cannot be written.
     """
     if not callable(fn):
         raise TypeError(f"autotune: fn must be a function, got {type(fn).__name__}")
     if not isinstance(show_progress_bar, bool | None):
         raise TypeError(f"autotune: show_progress_bar must be None, True or False, got {show_progress_bar!r}")
+    if isinstance(copies, bool) or not isinstance(copies, int) or copies < 1:
+        raise ValueError(f"autotune: copies must be a positive integer, got {copies!r}")
     for number, arg in enumerate(args):
         for leaf in jax.tree.leaves(arg):
             if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
@@ -123,9 +138,9 @@ def autotune(
     try:
         with tqdm(total=sum(map(len, tried.values())), desc="autotune", unit="config", disable=hidden) as bar:
             present = traced.lower().compile()
-            sample = _sampler(present, args)
-            # Gradients come first: whether that of queries has a kernel of its own depends on the config of the other.
-            # And an implementation before the configs that it asks for.
+            sample = _sampler(present, [args, *(jax.tree.map(jnp.copy, args) for _ in range(1, copies))])
+            # Gradients come first: the configuration for keys decides whether queries have a kernel of their own. An
+            # implementation comes before the configurations that it looks up.
             while waiting := [entry for entry in reversed(asked) if entry in tried]:
                 entry = next((entry for entry in waiting if entry[0] == "dense_implementation"), waiting[0])
                 before = asked[entry][0]
@@ -147,7 +162,7 @@ def autotune(
                 results.append(Tuned(*entry, before, chosen.config, us_before, us_after))
     finally:
         if taken:
-            jax.clear_caches()  # of what was traced with the configs before
+            jax.clear_caches()  # functions that were traced with the earlier configurations
     if not results:
         raise ValueError("autotune: fn runs no kernel of jaxft with a configuration here; `jaxft info` lists them")
     return results
@@ -161,7 +176,7 @@ def _device() -> Device:
 
 
 def _trace(fn: Function, args: Any, configs: Mapping[Entry, Any]) -> tuple[Any, dict[Entry, Any]]:
-    """`fn` traced with these configs, and what it asked `table.lookup` for."""
+    """Traces `fn` with these configurations. Returns it with everything that it looked up."""
     trial = tuning_table.Trial(configs)
     with tuning_table.trial(trial):
         traced = jax.jit(lambda *args: fn(*args)).trace(*args)
@@ -169,53 +184,54 @@ def _trace(fn: Function, args: Any, configs: Mapping[Entry, Any]) -> tuple[Any, 
 
 
 def _candidates(asked: Mapping[Entry, tuple[Any, dict[str, int]]], device: Device) -> dict[Entry, list[Any]]:
+    """Returns the configurations to try for each entry."""
     return {(op, key): candidates(op, config, device, **sizes) for (op, key), (config, sizes) in asked.items()}
 
 
-def _text(traced: Any) -> str:
-    """The program with the code of its kernels, their grids, warps and stages; without addresses of Python objects."""
+def text(traced: Any) -> str:
+    """Returns a traced program as text: kernels, grids, warps and stages, without addresses of Python objects."""
     return re.sub("0x[0-9a-f]+", "", str(traced.jaxpr))
 
 
 def _matters(fn: Function, args: Any, taken: Mapping[Entry, Any], entry: Entry, config: Any) -> bool:
-    """Whether `fn` launches a kernel with this config: ops ask for those of gradients, too, before they know."""
+    """Returns whether `fn` launches a kernel with this configuration. Ops look up those of gradients in any case."""
     if isinstance(config, DenseChoice):
         return True
     if isinstance(config, MosaicDenseConfig):
         changes = {"group": config.group + 1}
     else:
         changes = {"num_warps": config.num_warps // 2 or 2}
-    if isinstance(config, SplitConfig):  # where that is 1, it is not launched
+    if isinstance(config, SplitConfig):  # with one split, the kernel is not launched
         changes["splits"] = config.splits + 1
     other = dataclasses.replace(config, **changes)
     present, changed = (_trace(fn, args, {**taken, entry: choice})[0] for choice in (config, other))
-    return _text(present) != _text(changed)
+    return text(present) != text(changed)
 
 
 def _compile(
     fn: Function, args: Any, taken: Mapping[Entry, Any], entry: Entry, configs: Sequence[Any], done: Callable[[], Any]
 ) -> list[Program]:
-    """`fn` with each of the configs, but for those with which it does not compile or is the same as with another."""
-    seen = {_text(_trace(fn, args, taken)[0])}
+    """Compiles `fn` with each configuration. Leaves out those that fail and those that give the same program."""
+    seen = {text(_trace(fn, args, taken)[0])}
     traced = {}
     for config in configs:
         try:
             program = _trace(fn, args, {**taken, entry: config})[0]
-        except Exception as error:  # of whatever kind: the kernel says that it cannot
+        except Exception as error:  # any kind: the kernel refuses the configuration
             logger.debug("%s with %s: %s", entry, config, error)
             done()
             continue
-        text = _text(program)
-        if text in seen:
+        program_text = text(program)
+        if program_text in seen:
             done()
         else:
-            seen.add(text)
+            seen.add(program_text)
             traced[config] = program
 
     def compiled(config: Any) -> Program | None:
         try:
             return Program(config, traced[config].lower().compile())
-        except Exception as error:  # it needs more shared memory or registers than there are
+        except Exception as error:  # too much shared memory or too many registers
             logger.debug("%s with %s: %s", entry, config, error)
             return None
         finally:
@@ -226,7 +242,7 @@ def _compile(
 
 
 def _is_coarse(jaxpr: Any) -> bool:
-    """Whether anything in the program, its kernels included, is rounded to less than float32."""
+    """Returns whether the program or one of its kernels rounds anything to less than float32."""
     for equation in jaxpr.eqns:
         dtypes = [getattr(x.aval, "dtype", jnp.int32) for x in (*equation.invars, *equation.outvars)]
         if any(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 for dtype in dtypes):
@@ -240,7 +256,7 @@ def _is_coarse(jaxpr: Any) -> bool:
 
 
 def _alike(entry: Entry, programs: Sequence[Program], args: Any, unit: float) -> list[Program]:
-    """Those whose results are those of the first, but for rounding."""
+    """Returns the programs whose results equal those of the first, apart from rounding."""
     wanted, alike = programs[0].call(*args), [programs[0]]
     for program in programs[1:]:
         try:
@@ -260,6 +276,7 @@ def _alike(entry: Entry, programs: Sequence[Program], args: Any, unit: float) ->
 
 @functools.partial(jax.jit, static_argnums=2)
 def _same(wanted: Any, got: Any, unit: float) -> jax.Array:
+    """Returns whether two results are equal, apart from rounding."""
     same = jnp.bool_(True)
     for x, y in zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True):
         if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -272,64 +289,47 @@ def _same(wanted: Any, got: Any, unit: float) -> jax.Array:
     return same
 
 
-def _sampler(present: Function, args: Any) -> Callable[[Program], float]:
-    """What gives the microseconds that a call of a program takes on the device."""
-    nbytes = sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves(present(*args)))
+def _sampler(present: Function, sets: Sequence[Any]) -> Callable[[Program], float]:
+    """Returns the timer: microseconds on the device of a call of a program. The calls take turns with the sets."""
+    turn = itertools.cycle(sets)
+
+    def call(function: Function) -> Callable[[], Any]:
+        return lambda: function(*next(turn))
+
+    nbytes = sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves(jax.block_until_ready(call(present)())))
     measure = _device_us
-    us = _device_us(present, args, 3)
+    us = _device_us(call(present), 3)
     if math.isnan(us):
-        logger.warning(
-            "autotune: no kernel times from JAX's profiler (is one at work already?), so wall time has to do"
-        )
-        measure = _queued_us
-        us = _queued_us(present, args, 3)
+        logger.warning("autotune: JAX's profiler gives no kernel times (is one running already?); using wall time")
+        measure = profiler.queued_us
+        us = profiler.queued_us(call(present), 3)
     calls = max(1, min(CALLS, int(SAMPLE_US / max(us, 1e-3)), BYTES // max(1, nbytes)))
-    return lambda program: measure(program.call, args, calls)
+    return lambda program: measure(call(program.call), calls)
 
 
-def _device_us(call: Function, args: Any, calls: int) -> float:
-    """How long each of so many calls keeps the GPU busy; NaN where JAX's profiler does not say."""
+def _device_us(call: Callable[[], Any], calls: int) -> float:
+    """Returns `profiler.device_us`, or NaN if a profiler is running already."""
     try:
-        kernels = profiler.kernel_times(lambda: [call(*args) for _ in range(calls)])
+        return profiler.device_us(call, calls)
     except RuntimeError as error:
         logger.debug("profiler: %s", error)
-        kernels = []
-    return profiler.busy_us(kernels) / calls if kernels else math.nan
-
-
-def _queued_us(call: Function, args: Any, calls: int) -> float:
-    """Wall time of each of so many calls in a row."""
-    jax.block_until_ready(call(*args))
-    start = time.perf_counter()
-    for _ in range(calls):
-        out = call(*args)
-    jax.block_until_ready(out)
-    return (time.perf_counter() - start) / calls * 1e6
+        return math.nan
 
 
 def _race(programs: Sequence[Program], sample: Callable[[Program], float]) -> tuple[Program, float, float]:
-    """The program to take, the first being the present one, with the time of that and of this."""
+    """Returns the program to take, the time of the first (the present one), and the time of the one to take."""
     start = time.perf_counter()
-    rough = np.min(_turns(programs, 2, sample), axis=0)
+    rough = np.min(profiler.turns(programs, 2, sample), axis=0)
     each = (time.perf_counter() - start) / (2 * len(programs))
     limit = ROUGHLY * np.nanmin(rough, initial=np.inf)
     programs = [p for p, us in zip(programs, rough, strict=True) if p is programs[0] or us <= limit]
     rounds = min(ROUNDS, max(LEAST_ROUNDS, int(SECONDS / (each * len(programs)))))
-    times = _turns(programs, rounds, sample)
-    ratios = times / times[:, :1]  # of neighbours in time, which a change of clock or temperature leaves as they are
+    times = profiler.turns(programs, rounds, sample)
+    ratios = times / times[:, :1]  # of neighbours in time, so that a change of clock or temperature cancels
     saves = np.quantile(ratios, SHARE, axis=0) < 1 - MARGIN
     best = min(np.flatnonzero(saves), key=np.median(ratios, axis=0).__getitem__, default=0)
     us = np.median(times, axis=0)
     return programs[best], float(us[0]), float(us[best])
-
-
-def _turns(programs: Sequence[Program], rounds: int, sample: Callable[[Program], float]) -> np.ndarray:
-    """Microseconds [rounds, programs]; every other round goes backwards, so that nobody always comes after the same."""
-    times = np.empty((rounds, len(programs)))
-    for i in range(rounds):
-        for j in range(len(programs))[:: -1 if i % 2 else 1]:
-            times[i, j] = sample(programs[j])
-    return times
 
 
 _CANDIDATES: dict[str, Callable[..., Iterable[Any]]] = {
@@ -354,13 +354,13 @@ _CANDIDATES: dict[str, Callable[..., Iterable[Any]]] = {
 
 
 def candidates(op: str, present: Any, device: Device, **sizes: int) -> list[Any]:
-    """The configs to compare with `present`, which is not among them."""
+    """Returns the configurations to compare with `present`, which is not among them."""
     found = list(_CANDIDATES[op](device=device, **sizes)) if op in _CANDIDATES else []
     return [config for config in dict.fromkeys(found or _around(present)) if config != present]
 
 
 def _around(present: Any) -> Iterable[Any]:
-    """Where there is no list for the op, or none for these sizes: half and twice of the rows, programs and warps."""
+    """Returns the neighbours of a configuration for which there is no list: half and twice rows, programs, warps."""
     fields = dataclasses.asdict(present)
     names = [name for name in ("block_rows", "programs", "num_warps") if name in fields]
     for factors in itertools.product((1, 2, 0.5), repeat=len(names)):

@@ -95,6 +95,20 @@ class AttentionConfig:
     programs: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class MosaicGradientConfig:
+    """Attention's gradient by Mosaic GPU: `programs` share the heads of all sequences."""
+
+    programs: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkConfig:
+    """A loss over `rows` rows at a time, whose logits are in memory together."""
+
+    rows: int
+
+
 def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 

@@ -1,0 +1,1 @@
+"""The cuDNN backend, through `jax.nn`."""

@@ -1,22 +1,30 @@
-"""The gradient of attention from packed QKV in one kernel of five products, for Hopper.
+"""The gradient of attention from packed QKV in one kernel with five matmuls, for Hopper.
 
-The kernels of Triton take seven: they compute the logits twice, for the gradients of keys and of queries, which are
-sums over the other side. Here a program has one head of a sequence. It takes its keys in passes of 128, and in each
-visits all queries in steps of 64; the gradients of those 128 keys are in registers, that of all queries in shared
-memory, float32. So nothing is added up by several programs, and the same numbers come in every run. With pairs as
-[keys, queries], transposed, every product but one has its operand of 64 x 64 numbers in registers:
+Two Triton kernels take seven matmuls: they compute s and dp (below) twice, because the gradients of queries are sums
+over keys, and the gradients of keys and values are sums over queries.
+
+Here a program computes the gradients of one head of a sequence at a time. It takes the keys in passes of 128 and visits
+all queries in each pass, in steps of 64. The gradients of the 128 keys and values are in registers. The gradients of
+all queries are in shared memory, in float32. No sum is shared by several programs, so the results are deterministic.
+
+Pairs are stored as [keys, queries], transposed. The matmuls for dv and dk therefore have p and ds (64 x 64) in
+registers; only the matmul for dq reads ds from shared memory::
 
     s = k q^T, p = exp2(s - lse), dv += p dout, dp = v dout^T, ds = p (dp - delta), dk += ds q, dq += ds^T k
 
-A program has four warp groups: two have 64 of the keys each, one collects dq from the ds that those leave in shared
-memory, and one copies (TMA). 10 * B * N * T * T * 64 floating-point operations. Bytes: the packed array, dout and the
-result once; queries and dout are read again for every 128 keys, from the L2 cache.
+A program has four warp groups. Two of them have 64 keys each. One collects dq from the ds that those two store in
+shared memory. One copies (TMA). If a mask leaves out all keys from some key on, passes that have only such keys are
+skipped.
 
-Mosaic adds no barriers of its own around what is read and written in shared memory. Barriers and commits order what
-passes from one group to another; the sum of dq is read and written by one thread each, the keys of a mask by one warp.
+Takes 10 * B * N * T * T * 64 floating-point operations. Reads the packed array and dout, and writes the result.
+Queries and dout are read again for every 128 keys, from the L2 cache.
 
-Of 32 sequences of 512 tokens with 12 heads it takes 148 us, with Mosaic's barriers 153, the two kernels of Triton 217
-(bfloat16, H100, 2026-11-26 and 25). A mask of keys leaves out the passes after the last key that takes part.
+Mosaic inserts no barriers around accesses to shared memory (`unsafe_no_auto_barriers`). Barriers and commits order what
+one warp group passes to another. Each element of the sum of dq is read and written by the same thread. The keys that a
+mask clears are read and written by the same warp.
+
+H100, bf16, 32x512, 12 heads: 148 us (two Triton kernels 217), 2026-11-26.
+See docs/performance-notes.md, "Gradient of attention (Mosaic GPU)".
 """
 
 from __future__ import annotations
@@ -33,31 +41,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxft.dropout import keep_threshold, mix
+from jaxft.kernels.mosaic_gpu.support import KEYS, TILE
 
 Array = jax.Array
 
-TILE = 64  # keys of a warp group, queries of a step, and the head size
-KEYS = 2 * TILE  # of a pass
-STAGES = 2  # With three there is no room for the next keys, and the wait for those costs 10 % (H100, 2026-11-25).
-COLLECTING = 2  # the warp group that collects; 0 and 1 have keys, the last one copies
-REGISTERS = {"keys": 192, "collect": 88, "copy": 40}  # for each thread; 512 with both groups of keys
-LENGTHS = (256, 512)  # Of less, Triton's kernel of five products is as fast; of more, dq has no room.
-
-
-def unsupported(qkv: Array, mask: Array | None = None) -> str | None:
-    """Why the kernel cannot run this, if it cannot."""
-    batch, length, _, _, size = qkv.shape
-    if qkv.dtype not in (jnp.float16, jnp.bfloat16):
-        return f"qkv is {qkv.dtype}, the kernel takes float16 and bfloat16"
-    if size != TILE:
-        return f"the head size is {size}, the kernel takes {TILE}"
-    if length % KEYS or not LENGTHS[0] <= length <= LENGTHS[1]:
-        return f"there are {length} positions, the kernel takes multiples of {KEYS} from {LENGTHS[0]} to {LENGTHS[1]}"
-    if mask is not None and mask.shape not in ((batch, 1, 1, length), (1, 1, 1, length)):
-        return f"the mask has shape {mask.shape}, the kernel takes one of keys, {(batch, 1, 1, length)}"
-    if qkv.size >= 2**31:
-        return f"qkv has {qkv.size} elements, the kernel takes fewer than 2^31"
-    return None
+# Buffers for steps of queries. With three, shared memory has no room for the next keys.
+# H100, with three stages: 10 % slower, 2026-11-25
+STAGES = 2
+COLLECTING = 2  # The warp group that collects dq. Groups 0 and 1 have keys, and the last group copies.
+REGISTERS = {"keys": 192, "collect": 88, "copy": 40}  # Per thread. 512 with both groups that have keys.
 
 
 def _kernel(qkv_ref, dout_ref, rows_ref, *refs, length: int, heads: int, scale: float, dropout_rate: float):
@@ -71,11 +63,12 @@ def _kernel(qkv_ref, dout_ref, rows_ref, *refs, length: int, heads: int, scale: 
         warps, program, programs = lax.axis_index("warps"), lax.axis_index("program"), lax.axis_size("program")
 
         def for_each_pass(visit):
-            """visit(c, j, last, work) of all passes of this program.
+            """Calls visit(c, j, last, work) for each pass of this program.
 
-            c counts them through all of its heads, j in one, whose passes end with `last`; the head is the work-th.
+            c counts the passes over all heads of the program. j counts the passes of one head, and `last` is the j of
+            its last pass. `work` is the index of the head.
             """
-            rounds = lax.div(works - 1 - program, programs) + 1  # heads of this program
+            rounds = lax.div(works - 1 - program, programs) + 1  # The number of heads of this program.
             if not masked:
 
                 @pl.loop(0, rounds * passes)
@@ -95,14 +88,14 @@ def _kernel(qkv_ref, dout_ref, rows_ref, *refs, length: int, heads: int, scale: 
             return lax.div(work, heads) if mask_refs[0].shape[0] > 1 else 0
 
         def place(work):
-            """The first row and the first column of a head."""
+            """Returns the first row and the first column of a head."""
             return lax.div(work, heads) * length, lax.rem(work, heads) * TILE
 
         def own_keys(start, j):
             return pl.ds(start + j * KEYS + warps * TILE, TILE)
 
         def columns(part: int, column):
-            """Those of a head's queries (0), keys (1) or values (2)."""
+            """Returns the columns of a head's queries (part 0), keys (1) or values (2)."""
             return pl.ds(part * heads * TILE + column, TILE)
 
         def copy():
@@ -119,14 +112,14 @@ def _kernel(qkv_ref, dout_ref, rows_ref, *refs, length: int, heads: int, scale: 
 
                 @pl.loop(0, steps)
                 def _(i):
-                    at = lax.rem(i, STAGES)  # of which each pass has a multiple of steps
+                    at = lax.rem(i, STAGES)  # The number of steps of a pass is a multiple of STAGES.
                     tile, there = pl.ds(start + i * TILE, TILE), rows_there.at[at]
                     plgpu.barrier_wait(rows_free.at[at])
                     plgpu.copy_gmem_to_smem(qkv_ref.at[tile, columns(0, column)], q_smem.at[at], there)
                     plgpu.copy_gmem_to_smem(dout_ref.at[tile, columns(0, column)], dout_smem.at[at], there)
                     plgpu.copy_gmem_to_smem(rows_ref.at[work, i], rows_smem.at[at], there)
 
-            # A barrier must be waited for as often as it was arrived at.
+            # Each completed phase of a barrier needs a wait.
             for at in range(STAGES):
                 plgpu.barrier_wait(rows_free.at[at])
             for at in range(2):
@@ -169,20 +162,20 @@ def _kernel(qkv_ref, dout_ref, rows_ref, *refs, length: int, heads: int, scale: 
                         def _():
                             dq_smem[i] = acc
 
-                        if masked:  # the first pass may be the last
+                        if masked:  # The first pass may be the last.
                             pl.when(j > 0)(add)
-                            # As acc lies in registers: then threads read what they have written themselves.
+                            # In the layout of acc, so that each thread reads what it has written itself.
                             pl.when(j == last)(lambda: store(plgpu.layout_cast(dq_smem[i], plgpu.Layout.WGMMA)))
                         else:
                             pl.when((j > 0) & (j < last))(add)
                             pl.when(j == last)(lambda: store(dq_smem[i] + acc))
 
                 plgpu.barrier_arrive(k_free.at[at])
-                if masked:  # here, since the groups of keys have no registers left
+                if masked:  # In this group, since the groups with keys have no registers left.
                     pl.when(j == last)(lambda: pl.loop(2 * (j + 1), steps)(functools.partial(clear, start, column)))
 
         def clear(start, column, i):
-            """The gradients of a tile of keys in a pass that is left out."""
+            """Stores zeros as the gradients of a tile of keys and values, in a pass that is skipped."""
             for part in (1, 2):
                 zeros = plgpu.layout_cast(jnp.zeros((TILE, TILE), dtype), plgpu.Layout.WGMMA)
                 store_directly(d_ref.at[pl.ds(start + i * TILE, TILE), columns(part, column)], zeros)
@@ -201,14 +194,14 @@ def _kernel(qkv_ref, dout_ref, rows_ref, *refs, length: int, heads: int, scale: 
                 start, column = place(work)
                 keep = None
                 if masked:
-                    # Not by way of shared memory: with 512 keys and dropout none is left.
+                    # Loaded without shared memory: with 512 keys and dropout none is left.
                     here = mask_refs[0].at[mask_row(work), own_keys(0, j)]
                     mine = load_directly(here, plgpu.Layout.WGMMA.reduce(1))
                     keep = lax.broadcast_in_dim(mine > 0.0, (TILE, TILE), (0,))
                 k = k_smem.at[lax.rem(c, 2), own]
                 plgpu.barrier_wait(k_there.at[lax.rem(c, 2)])
                 plgpu.barrier_wait(v_there)
-                if masked:  # what masked keys hold, NaN included, must not reach dq
+                if masked:  # The values of masked keys, which may be NaN, must not reach dq.
                     k[...] = select(keep, k[...])
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(k_clear)
@@ -234,7 +227,7 @@ def _kernel(qkv_ref, dout_ref, rows_ref, *refs, length: int, heads: int, scale: 
             plgpu.wait_smem_to_gmem(0)
 
         def drop(p, at, j):
-            """-p where dropout drops the pair, else p: of a probability the sign is free, and registers are not."""
+            """Returns -p where dropout drops the pair, else p. The unused sign of p saves registers for a mask."""
             first, second = (lax.bitcast_convert_type(of_queries(rows_smem[at, n]), jnp.uint32) for n in (2, 3))
             keys = plgpu.broadcasted_iota(jnp.uint32, (TILE, TILE), 0, layout=plgpu.Layout.WGMMA)
             keys = keys + (j * KEYS + warps * TILE).astype(jnp.uint32)
@@ -254,7 +247,7 @@ def _kernel(qkv_ref, dout_ref, rows_ref, *refs, length: int, heads: int, scale: 
             def _(s_ref, dp_ref):
                 plgpu.wgmma(s_ref, k, q.transpose((1, 0)))
                 plgpu.wgmma(dp_ref, v_smem.at[own], dout.transpose((1, 0)))
-                # Read while the products are under way.
+                # Read while the matmuls run.
                 lse, delta = (of_queries(rows_smem[at, n]) for n in range(2))
                 s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
                 p = jnp.exp2(s * to_logits - lse)
@@ -272,13 +265,13 @@ def _kernel(qkv_ref, dout_ref, rows_ref, *refs, length: int, heads: int, scale: 
 
                 if dropout_rate > 0.0:
                     dp, p = jnp.where(p > 0.0, dp * kept_scale, 0.0), jnp.abs(p)
-                # Rows of keys do not mix but in dq; those that are masked are left out of dk and dv at the end.
+                # Only dq sums over keys, so masked keys are cleared here. They are cleared in dk and dv at the end.
                 ds = select(keep, p * (dp - delta)).astype(dtype)
-                plgpu.wgmma(dk_ref, ds, q)  # before ds is stored, which takes no time then
+                plgpu.wgmma(dk_ref, ds, q)  # Before ds is stored, so that the store overlaps with it.
                 plgpu.barrier_wait(ds_free.at[warps])
 
                 @pl.when((i == 0) & (c > 0))
-                def _():  # what the last pass has stored by way of the same memory
+                def _():  # Waits for copies of the previous pass's results out of the same shared memory.
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
                 ds_smem[warps] = ds
@@ -287,7 +280,7 @@ def _kernel(qkv_ref, dout_ref, rows_ref, *refs, length: int, heads: int, scale: 
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(rows_free.at[at])
 
-        # Each a side of a branch: the compiler ignores `set_max_registers` elsewhere.
+        # Each group is one side of a branch: the compiler ignores `set_max_registers` elsewhere.
         lax.cond(warps < COLLECTING, work_on_keys, lambda: lax.cond(warps == COLLECTING, collect, copy))
 
     of_mask = {"k_clear": plgpu.Barrier(num_arrivals=2)} if masked else {}
@@ -314,34 +307,65 @@ def _kernel(qkv_ref, dout_ref, rows_ref, *refs, length: int, heads: int, scale: 
 
 
 def _tiles(*shape: int, dtype: Any) -> Any:
-    """[..., rows, 64] in shared memory, in lines of 128 bytes."""
+    """Describes an array [..., rows, 64] in shared memory, with lines of 128 bytes."""
     elements = 128 // jnp.dtype(dtype).itemsize
     lines = plgpu.TilingTransform((8, elements)), plgpu.SwizzleTransform(128)
     return plgpu.SMEM((*shape, TILE), dtype, transforms=lines)
 
 
 def load_directly(ref: Any, layout: Any) -> Array:
-    """From the device memory; some bytes of a sector at a time, which JAX wants to hear."""
+    """Loads from device memory without shared memory.
+
+    Each access takes some bytes of a sector, so that JAX requires `optimized=False`.
+
+    Args:
+      ref: the place in device memory.
+      layout: the layout of the values in registers.
+
+    Returns:
+      The values.
+    """
     index = inspect.signature(plgpu.load).parameters.get("idx")
-    # JAX 0.10 asks for an index besides the ref, 0.11 warns where there is one, and 0.12 takes none.
+    # JAX 0.10 requires an index besides the ref, JAX 0.11 warns if there is one, and JAX 0.12 takes none.
     none: Any = [()] if index is not None and index.default is index.empty else []
     return plgpu.load(ref, *none, layout=layout, optimized=False)
 
 
 def store_directly(ref: Any, x: Array) -> None:
-    if hasattr(plgpu, "store"):  # since JAX 0.12
+    """Stores to device memory without shared memory.
+
+    Args:
+      ref: the place in device memory.
+      x: the values.
+    """
+    if hasattr(plgpu, "store"):  # Since JAX 0.12.
         plgpu.store(ref, x, optimized=False)
     else:
         ref[...] = x
 
 
 def select(keep: Array | None, x: Array) -> Array:
-    """x where `keep`, else 0, whatever x is there."""
+    """Clears elements, even if they are NaN.
+
+    Args:
+      keep: bool, of the shape of `x`, or None for all.
+      x: the values.
+
+    Returns:
+      `x` where `keep` is True, else 0.
+    """
     return x if keep is None else jnp.where(keep, x, jnp.zeros_like(x))
 
 
 def of_queries(x: Array) -> Array:
-    """[queries] -> [keys, queries], as the products lie in registers."""
+    """Broadcasts over keys, in the register layout of the results of wgmma.
+
+    Args:
+      x: `[queries]`.
+
+    Returns:
+      `[keys, queries]`.
+    """
     x = plgpu.layout_cast(x, plgpu.Layout.WGMMA.reduce(0))
     return lax.broadcast_in_dim(x, (TILE, TILE), (1,))
 
@@ -356,10 +380,19 @@ def backward(
     dropout_rate: float = 0.0,
     programs: int,
 ) -> Array:
-    """dout [B,T,N,64], packed [B,T,3,N,64] and what `attention_delta.row_statistics` gives -> the gradient of qkv.
+    """Computes the gradient of attention from packed QKV. Callers ask `support.attention_backward_unsupported` first.
 
-    mask: bool [B|1, 1, 1, T]; `unsupported` has been asked about qkv and it. With dropout, `rows` were made with its
-    seed. `programs` is how many multiprocessors there are: each has room for one.
+    Args:
+      dout: the gradient of the result, `[B, T, N, 64]`.
+      qkv: `[B, T, 3, N, 64]`, float16 or bfloat16.
+      rows: what `attention_delta.row_statistics` returns. With dropout, it must have been given the seed.
+      mask: the keys that take part, bool `[B|1, 1, 1, T]`, or None.
+      scale: the factor of the logits.
+      dropout_rate: the probability that a pair is dropped.
+      programs: the number of SMs. Each has room for one program.
+
+    Returns:
+      The gradient of `qkv`, `[B, T, 3, N, 64]`, of its dtype.
     """
     batch, length, _, heads, _ = qkv.shape
     positions = batch * length
@@ -378,9 +411,9 @@ def backward(
     if mask is not None:
         mask = mask.reshape(-1, length)
         places = lax.broadcasted_iota(jnp.int32, mask.shape, 1)
-        # How many passes have all keys that take part: at least one, which writes the gradients of queries.
+        # The number of passes up to the last key that takes part. At least one, which writes the gradients of queries.
         passes = jnp.max(jnp.where(mask, places, 0), axis=1) // KEYS + 1
         operands += [mask.astype(jnp.float32), passes]
-    with jax.enable_x64(False):  # or its indices are of two kinds
+    with jax.enable_x64(False):  # Otherwise the kernel's indices would have two integer types.
         found = call(*operands)
     return found.reshape(qkv.shape)

@@ -1,7 +1,8 @@
-"""activation(x @ kernel + bias) + residual in one kernel for Hopper: all of it meets the product in registers.
+"""A kernel for activation(x @ kernel + bias) + residual on Hopper: a matmul with its epilogue in registers.
 
-2 * M * K * F floating-point operations. Those of float32 are TF32's: what x has beyond its 10 bits is cut off, kernel
-is rounded to them. Hopper multiplies 32-bit blocks only as they lie for x @ kernel^T, so XLA transposes kernel first.
+Takes 2 * M * K * F floating-point operations. float32 is multiplied in TF32, which has 10 bits: x is truncated, and
+kernel is rounded. Hopper multiplies 32-bit blocks only in the layout of x @ kernel^T, so XLA transposes the kernel
+first.
 """
 
 from __future__ import annotations
@@ -14,35 +15,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxft import dispatch
 from jaxft.kernels.mosaic_gpu import activations as act
 from jaxft.kernels.mosaic_gpu import matmul
 from jaxft.kernels.mosaic_gpu.matmul import PIECE, copy_piece, place_of, store_pieces
-from jaxft.tuning.dense import MosaicDenseConfig, with_room
+from jaxft.kernels.mosaic_gpu.support import derivative_dtype
+from jaxft.tuning.dense import MosaicDenseConfig
 
 Array = jax.Array
-
-
-def unsupported(x: Array, kernel: Array, bias: Array | None, residual: Array | None = None) -> str | None:
-    """Why the kernel cannot take these arrays, if it cannot."""
-    if x.dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
-        return f"x is {x.dtype}, the kernel takes float32, float16 and bfloat16"
-    if bias is not None and bias.dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
-        return f"bias is {bias.dtype}, the kernel takes float32, float16 and bfloat16"
-    if residual is not None and x.dtype == jnp.float32:
-        return "it adds no residual in float32"  # there is no shared memory left for it
-    (rows, depth), width = x.shape, kernel.shape[1]
-    if 0 in (rows, depth, width):
-        return "an array is empty"
-    if max(rows, depth, width) > 2**30:
-        return f"a product of {rows}x{depth} and {depth}x{width} has a size above 2^30"
-    if rows < PIECE or width <= PIECE:
-        # What lies beyond the edge of an array of one line of tiles is stored at its beginning (JAX 0.11.2).
-        return f"M is {rows} and F is {width}: they must be at least {PIECE} and above {PIECE}"
-    if not matmul.line(x.dtype, depth, width):
-        least = 32 // x.dtype.itemsize
-        return f"K is {depth} and F is {width}: above {4 * least} they must be multiples of {least}, below of 8"
-    return None
 
 
 def _fwd_kernel(
@@ -51,7 +30,8 @@ def _fwd_kernel(
     tile_m, tile_n = config.tile_m, config.tile_n
     pieces = [(m, n) for m in range(0, tile_m, PIECE) for n in range(0, tile_n, PIECE)]
 
-    # For each array, of shared memory; of the sum, which may be float32, one, or fewer blocks of the operands fit.
+    # Pieces in shared memory for each result. With "sum", the results may be float32: with two pieces of each, fewer
+    # blocks of the operands would fit.
     places = 1 if also == "sum" else 2
 
     def body(y_smem, also_smem, bias_smem, bias_there, residual_smem, residual_there):
@@ -59,7 +39,7 @@ def _fwd_kernel(
             if residual_ref is not None:
                 copy_piece(residual_ref, residual_smem, residual_there, pieces, i, warps, row, column)
 
-        def begin(warps, row, column):  # what comes while the warps multiply
+        def begin(warps, row, column):  # Starts copies that run during the matmul.
             if bias_ref is not None:
                 here = bias_ref.at[pl.ds(column, tile_n)]
                 plgpu.copy_gmem_to_smem(here, bias_smem.at[warps], bias_there.at[warps])
@@ -85,13 +65,13 @@ def _fwd_kernel(
                 stores = [(y_smem.at[warps, i % places], values, y_ref.at[here])]
                 if also_ref is not None:
                     stores.append((also_smem.at[warps, i % places], other, also_ref.at[here]))
-                store_pieces(min(i, places - 1), *stores)  # at first also the last tile's must be done
-                copy_residual(i + 2, warps, row, column)  # where piece i lay, which all warps have read now
+                store_pieces(min(i, places - 1), *stores)  # The first piece waits for all stores of the last tile.
+                copy_residual(i + 2, warps, row, column)  # To the place of piece i, which all warps have read by now.
 
         matmul.multiply_tiles(
             x_ref, kernel_ref, config, begin, finish,
-            transposed=x_ref.dtype == jnp.float32,  # see `forward`
-            backwards=name is not None,  # usually another dense layer comes next
+            transposed=x_ref.dtype == jnp.float32,  # See `forward`.
+            backwards=name is not None,  # Another dense layer usually comes next.
         )  # fmt: skip
 
     pl.run_scoped(
@@ -116,24 +96,34 @@ def forward(
     config: MosaicDenseConfig,
     also: str | None = None,
 ) -> list[Array]:
-    """x [M, K], kernel [K, F], bias [F], residual [M, F] (16 bits) -> a list of [M, F]: the result, of the dtype of x.
+    """Computes activation(x @ kernel + bias) + residual. Callers ask `support.dense_unsupported` first.
 
-    And where `also` is "sum", x @ kernel + bias of that dtype, or (16 bits) "slope", the activation's derivatives
-    there, of `activation_common.slope_dtype`.
+    Args:
+      x: `[M, K]`, float32, float16 or bfloat16.
+      kernel: `[K, F]`, of the dtype of `x`.
+      bias: `[F]`, or None.
+      residual: `[M, F]`, float16 or bfloat16, or None.
+      activation: the name of the activation, see `activations.activation`, or None.
+      config: the launch configuration.
+      also: what else to return. "sum" is x @ kernel + bias. "slope" is the derivative of the activation at
+        x @ kernel + bias, for float16 and bfloat16 only.
+
+    Returns:
+      A list with the result, `[M, F]` of the dtype of `x`. With `also`, a second array `[M, F]` follows: the sum, of
+      the dtype of `x`, or the derivatives, of `support.derivative_dtype`.
     """
     rows, width = x.shape[0], kernel.shape[1]
     beyond = -rows % 8
-    if beyond:  # see `matmul.line`; rows are copied by eights
+    if beyond:  # Rows are copied in groups of 8, see `matmul.line`.
         x = jnp.pad(x, ((0, beyond), (0, 0)))
         residual = None if residual is None else jnp.pad(residual, ((0, beyond), (0, 0)))
     results = [jax.ShapeDtypeStruct((rows + beyond, width), x.dtype)]
     if also == "sum":
         results *= 2
     elif also == "slope":
-        dtype = act.slope_dtype(x.dtype)
+        dtype = derivative_dtype(x.dtype)
         columns = width + matmul.beyond_lines(dtype, width)
         results.append(jax.ShapeDtypeStruct((rows + beyond, columns), dtype))
-        config = with_room(config, x.dtype.itemsize, 4 + 4 * dtype.itemsize // x.dtype.itemsize, dispatch.device())
     if x.dtype == jnp.float32:
         kernel = lax.reduce_precision(kernel, exponent_bits=8, mantissa_bits=10).T
 

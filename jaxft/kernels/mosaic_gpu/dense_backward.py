@@ -1,9 +1,11 @@
-"""(dy @ kernel^T) * slope in one kernel for Hopper: how a gradient passes a dense layer and the activation before it.
+"""A kernel for (dy @ kernel^T) * slope on Hopper: the gradient through a dense layer and the activation before it.
 
-`slope` are that activation's derivatives. 2 * M * K * F floating-point operations; beside the product's arrays it reads
-`slope`, [M, F], and stores [M, F]. Each warp group has two pieces of `slope` copied while it multiplies, and each of
-the others once one has been read. A sum over the rows, for the gradient of a bias, is a product as well: of each piece,
-while it is stored, with a matrix of one number.
+`slope` holds the derivatives of that activation. Takes 2 * M * K * F floating-point operations. Besides the operands of
+the matmul, the kernel reads `slope`, `[M, F]`. It stores `[M, F]`.
+
+Each warp group starts to copy two pieces of `slope` before it multiplies, and every further piece once an earlier one
+has been read. The sum over the rows, for the gradient of a bias, is a matmul as well: each piece is multiplied with a
+constant matrix while it is stored.
 """
 
 from __future__ import annotations
@@ -17,11 +19,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxft import dispatch
 from jaxft.kernels.mosaic_gpu import matmul
 from jaxft.kernels.mosaic_gpu.activations import kept_slope
 from jaxft.kernels.mosaic_gpu.matmul import PIECE, copy_piece, place_of, store_pieces
-from jaxft.tuning.dense import MosaicDenseConfig, with_room
+from jaxft.tuning.dense import MosaicDenseConfig
 
 Array = jax.Array
 
@@ -47,10 +48,10 @@ def _kernel(dy_ref, kernel_ref, slope_ref, eighths_ref, dx_ref, sums_ref, *, con
                 plgpu.barrier_wait(slope_there.at[2 * warps + i % 2])
                 values = acc[m : m + PIECE, n : n + PIECE] * kept_slope(slope_smem[warps, i % 2])
                 if i > 1:
-                    plgpu.wgmma_wait(1)  # what lies there is added up
+                    plgpu.wgmma_wait(1)  # The sum over the piece in this place is done.
                 store_pieces(min(i, 1), (at, values, dx_ref.at[place_of((m, n), row, column)]))
                 plgpu.wgmma(sums[n // PIECE], at.transpose((1, 0)), eighths_smem.transpose((1, 0)))
-                copy(i + 2, warps, row, column)  # where piece i lay, which all warps have read now
+                copy(i + 2, warps, row, column)  # To the place of piece i, which all warps have read by now.
             plgpu.wgmma_wait(0)
             for n, columns in enumerate(sums):
                 sums_smem[warps, pl.ds(n * PIECE, PIECE)] = jnp.sum(columns[...], axis=1)
@@ -79,23 +80,29 @@ def _kernel(dy_ref, kernel_ref, slope_ref, eighths_ref, dx_ref, sums_ref, *, con
 
 
 def backward(dy: Array, kernel: Array, slope: Array, *, config: MosaicDenseConfig) -> tuple[Array, Array]:
-    """dy [M, K], kernel [F, K], slope [M, F] -> [M, F] of the dtype of dy, and its sum over the rows [F], float32.
+    """Computes (dy @ kernel^T) * slope, and its sum over the rows. Callers ask `support.dense_unsupported` first.
 
-    `slope` is what `dense.forward` has kept. `dense.unsupported` has been asked about the others.
+    Args:
+      dy: `[M, K]`, float16 or bfloat16.
+      kernel: `[F, K]`, of the dtype of `dy`.
+      slope: the derivatives that `dense.forward` has returned, `[M, F]`.
+      config: the launch configuration.
+
+    Returns:
+      (dy @ kernel^T) * slope, `[M, F]` of the dtype of `dy`, and its sum over the rows, `[F]` float32.
     """
     rows, width = slope.shape
     beyond = -rows % 8
-    if beyond:  # see `dense.forward`
+    if beyond:  # See `dense.forward`.
         dy = jnp.pad(dy, ((0, beyond), (0, 0)))
     more = beyond, matmul.beyond_lines(slope.dtype, width)
     if any(more):
         slope = jnp.pad(slope, [(0, n) for n in more])
-    if slope.dtype == dy.dtype:  # in float16, they take more room than `config` was made for
-        config = with_room(config, dy.dtype.itemsize, 9, dispatch.device())
-    # Eight columns are the narrowest operand: each gives an eighth of the sum. A constant, which no kernel fills.
+    # Eight columns are the narrowest operand. Each column gives an eighth of the sum. A numpy array is a constant, so
+    # that no kernel has to fill it.
     eighths = np.full((8, PIECE), 0.125, dy.dtype)
-    # With room for all of the tiles at the edges: of an array that is not swizzled, what a copy has beyond the end of a
-    # row goes to the next one.
+    # The partial sums have room for whole tiles at the edges: they are not swizzled, and what a copy has beyond the end
+    # of a row would overwrite the next row.
     block_m, block_n = config.block[0] * config.cluster_m, config.block[1]
     room = pl.cdiv(rows + beyond, block_m) * (block_m // config.tile_m), pl.cdiv(width, block_n) * block_n
     results = [jax.ShapeDtypeStruct((rows + beyond, width), dy.dtype), jax.ShapeDtypeStruct(room, jnp.float32)]

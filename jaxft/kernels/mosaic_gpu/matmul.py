@@ -1,12 +1,13 @@
-"""A matrix product on Hopper whose tiles are finished in registers: what the Mosaic GPU kernels of dense share.
+"""A matmul for Hopper with an epilogue in registers, shared by the Mosaic GPU kernels of dense layers.
 
-A program has three warp groups: one copies blocks of x and kernel into a ring of buffers in shared memory (TMA), two
-multiply them (wgmma) and finish their tiles. A program works on several tiles, one after the other, and the copies for
-the next begin while the last is finished.
+A program has three warp groups. One copies blocks of x and kernel into a ring of buffers in shared memory (TMA). The
+other two multiply the blocks (wgmma) and finish their tiles. A program works on several tiles in turn. The copies for
+the next tile begin while the last one is finished.
 
-Mosaic adds no barriers of its own around what is read and written in shared memory. Threads commit what they have
-written before it is copied out, and wait for that copy, and for products that read it, before they write there again.
-What was copied in they read before a commit, and the next copy to that place follows it.
+Mosaic inserts no barriers around accesses to shared memory (`unsafe_no_auto_barriers`). Threads commit what they have
+written before it is copied out. They write to the same place again only after that copy, and the matmuls that read the
+place, have ended. Threads read what was copied in before a commit, and the next copy to the same place follows that
+commit.
 """
 
 from __future__ import annotations
@@ -21,44 +22,61 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxft.kernels.mosaic_gpu.support import PIECE, line
 from jaxft.tuning.dense import MosaicDenseConfig
 
 Array = jax.Array
 
-PIECE = 64  # rows and columns of a tile that are finished and stored at a time
-COPYING = 2  # the warp group that copies; 0 and 1 multiply
-# For each thread, of the 65,536 that three groups of 128 have in all. A tile takes 192: the less is left for what
-# finishes it, the longer that waits for its own results. Eight more make the kernel that keeps derivatives 2 % faster.
+COPYING = 2  # The warp group that copies. Groups 0 and 1 multiply.
+# Per thread. Three groups of 128 threads share 65,536 registers. A tile takes 192 per thread, and the rest is for the
+# epilogue: the fewer registers it has, the longer it waits for its own results.
+# Dense layer that keeps derivatives: 2 % faster with 240 than with 232, 2026-11-26
 REGISTERS = {"copy": 24, "multiply": 240}
 
 
-def line(dtype: Any, *widths: int) -> int:
-    """How many elements a line of shared memory holds, at most a piece's; rows of these widths end where a line does.
-
-    Mosaic copies an array as 8 rows x so many elements at a time. What lies beyond the array's edge comes as zeros and
-    is not stored, but only from a multiple of that on.
-    """
-    lines = (min(PIECE, nbytes // dtype.itemsize) for nbytes in (128, 64, 32))
-    return next((n for n in lines if all(w % 8 == 0 and (w < n or w % n == 0) for w in widths)), 0)
-
-
 def beyond_lines(dtype: Any, width: int) -> int:
-    """How many columns an array of 8 bits is wider in memory, for its rows to end where a line does."""
+    """Returns how many columns to add to an array of 8-bit elements, such that its rows end where a line ends.
+
+    Args:
+      dtype: the dtype of the array.
+      width: the size of its rows.
+
+    Returns:
+      The number of columns to add; 0 if `line` finds a length without them.
+    """
     return 0 if line(dtype, width) else -width % 32
 
 
 def transforms(dtype: Any, *widths: int) -> tuple[Any, Any]:
-    """How blocks of arrays with these widths lie in shared memory."""
+    """Returns the layout of blocks of arrays in shared memory.
+
+    Args:
+      dtype: the dtype of the arrays.
+      *widths: the sizes of their rows.
+
+    Returns:
+      The tiling and the swizzle.
+    """
     elements = line(dtype, *widths)
     return plgpu.TilingTransform((8, elements)), plgpu.SwizzleTransform(elements * dtype.itemsize)
 
 
 def block_at(i: Any, blocks: tuple[int, int], config: MosaicDenseConfig, backwards: bool) -> tuple[Any, Any]:
-    """Which of the blocks, [rows, columns], all programs together compute as the i-th.
+    """Returns the index of the block that the programs compute as their i-th in all.
 
-    They begin with the first rows; `backwards` they end with them. So where the result is larger than the L2 cache, and
-    the next kernel usually a product: it begins with the first rows, and finds them there. What that gains, with the
-    order of the Triton kernels, is at their `program_id_from_the_end`.
+    Blocks are ordered from the first rows to the last rows, or with `backwards` from the last to the first. `backwards`
+    is for a result that is larger than the L2 cache, if the next kernel is usually a matmul. The next matmul begins
+    with the first rows, which the L2 cache still holds then. See `program_id_from_the_end` in
+    jaxft/kernels/triton/common.py for the order of the Triton kernels.
+
+    Args:
+      i: the position in the order.
+      blocks: the number of blocks along the rows and along the columns.
+      config: the launch configuration.
+      backwards: whether to end with the first rows.
+
+    Returns:
+      The index of the block along the rows and along the columns.
     """
     i = blocks[0] * blocks[1] - 1 - i if backwards else i
     return plgpu.planar_snake(i, blocks, "mn".index(config.minor), config.group)
@@ -74,13 +92,18 @@ def multiply_tiles(
     transposed: bool = False,
     backwards: bool = False,
 ) -> None:
-    """All tiles of x @ kernel (`transposed`: of x @ kernel^T), shared among the programs.
+    """Computes all tiles of x @ kernel, or of x @ kernel^T, shared among the programs.
 
-    `backwards`: they end with the first rows, see `block_at`.
-
-    The warp group that multiplies a tile, 0 or 1, calls `begin(group, row, column)` before and `finish(group, row,
-    column, tile)` after it, with the place of the tile's first element and the tile in registers, float32. `finish` may
-    store through `store_pieces`.
+    Args:
+      x_ref: `[M, K]`.
+      kernel_ref: `[K, F]`, or `[F, K]` if `transposed`.
+      config: the launch configuration.
+      begin: `begin(group, row, column)` is called before a tile is multiplied, by the warp group that multiplies it (0
+        or 1). `row` and `column` are the place of the tile's first element.
+      finish: `finish(group, row, column, tile)` is called after it, with the tile in registers, float32. It may store
+        results with `store_pieces`.
+      transposed: whether the kernel is `[F, K]`.
+      backwards: whether to end with the first rows, see `block_at`.
     """
     (rows, depth), dtype = x_ref.shape, x_ref.dtype
     width = kernel_ref.shape[0 if transposed else 1]
@@ -91,20 +114,20 @@ def multiply_tiles(
 
     def body(x_smem, kernel_smem, filled, free):
         warps, program, programs = lax.axis_index("warps"), lax.axis_index("program"), lax.axis_size("program")
-        blocks = lax.div(blocks_m * blocks_n - 1 - program, programs) + 1  # of this program
+        blocks = lax.div(blocks_m * blocks_n - 1 - program, programs) + 1  # Of this program.
 
         def first(i):
-            """The row and the column where this program's i-th block begins."""
+            """Returns the row and the column where the i-th block of this program begins."""
             m, n = block_at(program + i * programs, (blocks_m, blocks_n), config, backwards)
             return (m * config.cluster_m + lax.axis_index("cluster")) * block_m, n * block_n
 
         def buffer(i, k):
-            """Where step k of block i lies."""
+            """Returns the buffer of step k of block i."""
             return lax.rem(i * steps + k, stages)
 
         def arrival(i, k):
-            """The barrier that its copies complete."""
-            # A warp group must wait for every phase of a barrier, so those that take turns have one each.
+            """Returns the barrier that the copies of step k of block i complete."""
+            # A warp group must wait for every phase of a barrier, so warp groups that take turns have their own ones.
             return filled.at[buffer(i, k) + (lax.rem(i, 2) * stages if by_turns else 0)]
 
         def copy():
@@ -124,7 +147,8 @@ def multiply_tiles(
                         kernel_smem.at[at], arrival(i, k), collective_axes="cluster" if config.cluster_m > 1 else None,
                     )  # fmt: skip
 
-            @pl.loop(0, stages)  # the other program of a cluster must find this one's barriers until it is done
+            # Waits until the other program of a cluster is done too, which uses the barriers of this program.
+            @pl.loop(0, stages)
             def _(k):
                 plgpu.barrier_wait(free.at[buffer(blocks, k)])
 
@@ -170,11 +194,11 @@ def multiply_tiles(
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        # One branch with two sides: the compiler ignores `set_max_registers` elsewhere.
+        # Each role is one side of a branch: the compiler ignores `set_max_registers` elsewhere.
         lax.cond(warps == COPYING, copy, compute)
 
     free: Any = plgpu.Barrier
-    if config.cluster_m > 1:  # the copies of one program fill buffers of the other
+    if config.cluster_m > 1:  # The copies of one program also fill buffers of the other.
         free = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
     widths = (depth,) if transposed else (depth, width)
     block_of_kernel = (block_n, tile_k) if transposed else (tile_k, block_n)
@@ -189,12 +213,29 @@ def multiply_tiles(
 
 
 def pieces_smem(ref: Any, places: int = 2) -> Any:
-    """For each of the two warp groups so many pieces of an array in memory."""
+    """Describes shared memory for pieces of an array.
+
+    Args:
+      ref: the array in device memory.
+      places: the number of pieces for each of the two warp groups.
+
+    Returns:
+      Shared memory `[2, places, PIECE, PIECE]` of the dtype of the array.
+    """
     return plgpu.SMEM((2, places, PIECE, PIECE), ref.dtype, transforms=transforms(ref.dtype, ref.shape[1]))
 
 
 def place_of(piece: tuple[int, int], row: Any, column: Any) -> tuple[Any, Any]:
-    """Where in an array a piece lies that begins at these rows and columns of the tile at `row`, `column`."""
+    """Returns the place of a piece in an array.
+
+    Args:
+      piece: the row and the column in the tile where the piece begins.
+      row: the row in the array where the tile begins.
+      column: the column in the array where the tile begins.
+
+    Returns:
+      The rows and the columns of the piece in the array.
+    """
     m, n = piece
     return pl.ds(row + m, PIECE), pl.ds(column + n, PIECE)
 
@@ -202,16 +243,30 @@ def place_of(piece: tuple[int, int], row: Any, column: Any) -> tuple[Any, Any]:
 def copy_piece(
     ref: Any, smem: Any, there: Any, pieces: Sequence[Any], i: int, warps: Any, row: Any, column: Any
 ) -> None:
-    """The i-th piece of a tile, if there are so many, from memory to one of the warp group's two places."""
+    """Starts to copy the i-th piece of a tile from device memory to one of the warp group's two places.
+
+    Args:
+      ref: the array in device memory.
+      smem: shared memory for two pieces of each warp group, see `pieces_smem`.
+      there: the barriers that the copies complete, two for each warp group.
+      pieces: where the pieces begin in the tile.
+      i: the index of the piece. If there is no such piece, nothing is copied.
+      warps: the index of the warp group.
+      row: the row in the array where the tile begins.
+      column: the column in the array where the tile begins.
+    """
     if i < len(pieces):
         here = ref.at[place_of(pieces[i], row, column)]
         plgpu.copy_gmem_to_smem(here, smem.at[warps, i % 2], there.at[2 * warps + i % 2])
 
 
 def store_pieces(under_way: int, *stores: tuple[Any, Array, Any]) -> None:
-    """Values into a piece of one or more arrays, each by way of shared memory: (place there, values, piece in memory).
+    """Stores a piece of one or more arrays, each through shared memory.
 
-    So many of a warp group's stores before, of other places, may still be under way.
+    Args:
+      under_way: how many earlier calls of the warp group may still have copies to device memory under way. These calls
+        must have used other places.
+      *stores: (place in shared memory, values, piece in device memory) for each array.
     """
     plgpu.wait_smem_to_gmem(under_way, wait_read_only=True)
     for place, values, piece in stores:
@@ -222,7 +277,17 @@ def store_pieces(under_way: int, *stores: tuple[Any, Array, Any]) -> None:
 
 
 def launch(body: Callable[..., None], inputs: Sequence[Any], results: Any, config: MosaicDenseConfig) -> Any:
-    """The kernel `body` on `inputs`, whose results have the shapes and dtypes of `results`, [M, F]."""
+    """Launches a kernel with three warp groups per program.
+
+    Args:
+      body: the kernel, a function of the refs of the inputs and results.
+      inputs: the arrays that the kernel reads.
+      results: the shapes and dtypes of the results. The first one is `[M, F]`, which determines the grid.
+      config: the launch configuration.
+
+    Returns:
+      The results.
+    """
     rows, width = results[0].shape
     block_m, block_n = config.block
     clusters = pl.cdiv(rows, block_m * config.cluster_m) * pl.cdiv(width, block_n)
@@ -239,5 +304,5 @@ def launch(body: Callable[..., None], inputs: Sequence[Any], results: Any, confi
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup, unsafe_no_auto_barriers=True
         ),
     )
-    with jax.enable_x64(False):  # or its indices are of two kinds
+    with jax.enable_x64(False):  # Otherwise the kernel's indices would have two integer types.
         return call(*inputs)

@@ -1,0 +1,127 @@
+"""The arguments that the Mosaic GPU kernels take.
+
+This module imports no Mosaic, because that import takes half a second: an op asks it on every device, and imports a
+kernel only where the kernel runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+PIECE = 64  # rows and columns of a tile that are finished and stored at a time
+TILE = 64  # attention's gradient: the keys of a warp group, the queries of a step, and the head size
+KEYS = 2 * TILE  # attention's gradient: the keys of a pass
+# The lengths that attention's gradient takes. Below, the Triton kernel with five matmuls is as fast. Above, the
+# gradient of the queries does not fit in shared memory.
+LENGTHS = (256, 512)
+
+
+@functools.cache
+def missing() -> str | None:
+    """Returns why this JAX cannot run Mosaic GPU kernels, or None if it can."""
+    for name in ("jax.experimental.pallas.mosaic_gpu", "jax.experimental.mosaic.gpu"):
+        try:
+            found = importlib.util.find_spec(name)
+        except ImportError:
+            found = None
+        if found is None:
+            return f"this JAX has no {name}"
+    return None
+
+
+def line(dtype: Any, *widths: int) -> int:
+    """Chooses the length of a line in shared memory, such that rows of these widths end where a line ends.
+
+    Mosaic copies an array in blocks of 8 rows x one line. Blocks beyond the edge of the array are read as zeros and are
+    not stored. This does not work for elements beyond the edge inside a block. A row that is shorter than a line must
+    be a multiple of 8.
+
+    Args:
+      dtype: the dtype of the arrays.
+      *widths: the sizes of their rows.
+
+    Returns:
+      The number of elements in a line of 128, 64 or 32 bytes, at most `PIECE`; 0 if no length fits.
+    """
+    lines = (min(PIECE, nbytes // jnp.dtype(dtype).itemsize) for nbytes in (128, 64, 32))
+    return next((n for n in lines if all(w % 8 == 0 and (w < n or w % n == 0) for w in widths)), 0)
+
+
+def dense_unsupported(
+    x: Array, kernel: Array, bias: Array | None, residual: Array | None = None, precision: str = "tf32"
+) -> str | None:
+    """Checks whether the kernel of a dense layer can take these arrays.
+
+    Args:
+      x: `[M, K]`.
+      kernel: `[K, F]`.
+      bias: `[F]`, or None.
+      residual: `[M, F]`, or None.
+      precision: of float32 matmuls, "tf32" or "float32".
+
+    Returns:
+      The reason why the kernel cannot take the arrays, or None if it can.
+    """
+    if x.dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
+        return f"x is {x.dtype}, the kernel takes float32, float16 and bfloat16"
+    if x.dtype == jnp.float32 and precision != "tf32":
+        return "a float32 product was asked for, its products are TF32"
+    if bias is not None and bias.dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
+        return f"bias is {bias.dtype}, the kernel takes float32, float16 and bfloat16"
+    if residual is not None and x.dtype == jnp.float32:
+        return "it adds no residual in float32"  # there is no shared memory left for the residual
+    (rows, depth), width = x.shape, kernel.shape[1]
+    if 0 in (rows, depth, width):
+        return "an array is empty"
+    if max(rows, depth, width) > 2**30:
+        return f"a product of {rows}x{depth} and {depth}x{width} has a size above 2^30"
+    if rows < PIECE or width <= PIECE:
+        # JAX 0.11.2 stores what lies beyond the edge of an array of one line of tiles at the array's beginning.
+        return f"M is {rows} and F is {width}: they must be at least {PIECE} and above {PIECE}"
+    if not line(x.dtype, depth, width):
+        least = 32 // x.dtype.itemsize
+        return f"K is {depth} and F is {width}: above {4 * least} they must be multiples of {least}, below of 8"
+    return missing()
+
+
+def derivative_dtype(dtype: Any) -> Any:
+    """Returns the dtype in which a kernel keeps an activation's derivatives beside results of `dtype`.
+
+    Beside bfloat16, derivatives take 8 bits, with an error of at most 1/400. The derivatives 0 and 1 are exact, and
+    derivatives below 1/400 become 0. A bfloat16 derivative would have an error of 1/256 above 1 and of 1/512 from 1/2
+    on. See docs/performance-notes.md, "Accuracy of 8-bit derivatives".
+
+    A derivative of a sum that is NaN is a number. The result beside it is NaN or infinite, and so is what follows it.
+    """
+    return jnp.dtype(jnp.uint8 if dtype == jnp.bfloat16 else dtype)
+
+
+def attention_backward_unsupported(qkv: Array, mask: Array | None = None) -> str | None:
+    """Checks whether the kernel of attention's gradient can take these arrays.
+
+    Args:
+      qkv: `[B, T, 3, N, H]`.
+      mask: bool, or None.
+
+    Returns:
+      The reason why the kernel cannot take the arrays, or None if it can.
+    """
+    batch, length, _, _, size = qkv.shape
+    if qkv.dtype not in (jnp.float16, jnp.bfloat16):
+        return f"qkv is {qkv.dtype}, the kernel takes float16 and bfloat16"
+    if size != TILE:
+        return f"the head size is {size}, the kernel takes {TILE}"
+    if length % KEYS or not LENGTHS[0] <= length <= LENGTHS[1]:
+        return f"there are {length} positions, the kernel takes multiples of {KEYS} from {LENGTHS[0]} to {LENGTHS[1]}"
+    if mask is not None and mask.shape not in ((batch, 1, 1, length), (1, 1, 1, length)):
+        return f"the mask has shape {mask.shape}, the kernel takes one of keys, {(batch, 1, 1, length)}"
+    if qkv.size >= 2**31:
+        return f"qkv has {qkv.size} elements, the kernel takes fewer than 2^31"
+    return missing()

@@ -1,0 +1,180 @@
+"""Plans: which backend runs each pass of an op, and with which launch configuration; `explain` lists them.
+
+Every op asks its kernels which backends are legal (`unsupported`), asks `jaxft.tuning` which legal one is the fastest,
+and writes the answer into one frozen `Plan`. The plan is chosen outside of traced functions and is the only static
+argument of the op's `custom_vjp`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """The backend that runs one pass of an op.
+
+    Attributes:
+      backend: "triton", "mosaic_gpu", "cudnn", "xla", "xla+triton" for XLA's matmul and a Triton kernel after it, or
+        "ops" for a pass that is composed of other ops.
+      config: the launch configuration; for several kernels a tuple of them, for "ops" the plans of the other ops. None
+        where the backend has nothing to configure.
+    """
+
+    backend: str
+    config: Any = None
+
+
+XLA = Pass("xla")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How one call of an op runs. Each op adds its static arguments as fields.
+
+    Attributes:
+      forward: computes the result where no gradient is taken.
+      saving: computes the result and what `backward` needs, where a gradient is taken. None if `forward` does that too.
+      backward: computes the gradients.
+      interpret: whether Pallas interprets the kernels, for tests on a CPU.
+      why: the reasons against the other backends, for people.
+    """
+
+    forward: Pass = XLA
+    saving: Pass | None = None
+    backward: Pass = XLA
+    interpret: bool = False
+    why: str = dataclasses.field(default="", compare=False)
+
+    @property
+    def differentiated(self) -> Pass:
+        """The pass that computes the result where a gradient is taken."""
+        return self.saving or self.forward
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One call of an op that `explain` met.
+
+    Attributes:
+      op: the name of the public function.
+      shapes: the dtypes and shapes of the arrays, for example "bf16[4096,768]".
+      plan: the plan of the call.
+    """
+
+    op: str
+    shapes: tuple[str, ...]
+    plan: Plan
+
+    @property
+    def forward(self) -> Pass:
+        """The pass that computes the result where no gradient is taken."""
+        return self.plan.forward
+
+    @property
+    def backward(self) -> Pass:
+        """The pass that computes the gradients."""
+        return self.plan.backward
+
+    @property
+    def why(self) -> str:
+        """The reasons against the other backends."""
+        return self.plan.why
+
+
+class Explanation(list[Record]):
+    """The records of `explain`, in the order of the calls. `str` makes a table of it, with equal calls in one row."""
+
+    def __str__(self) -> str:
+        rows = [("calls", "op", "arrays", "forward", "backward", "why not another")]
+        for record in dict.fromkeys(self):
+            passes = describe(record.plan, "forward"), describe(record.plan, "backward")
+            rows.append((str(self.count(record)), record.op, " ".join(record.shapes), *passes, record.why))
+        return "\n".join(table_lines(rows))
+
+
+class _Recorder:
+    """Collects records while `explain` traces. Each recorder is a value of its own in the keys of JAX's caches."""
+
+    def __init__(self) -> None:
+        self.records = Explanation()
+
+
+_recorder = jax.make_user_context(None)
+
+
+def record(op: str, arrays: Sequence[Any], plan: Plan) -> None:
+    """Notes the plan of a call if `explain` is tracing."""
+    if _recorder.value is not None:
+        shapes = tuple(_short(x) for x in arrays if x is not None)
+        _recorder.value.records.append(Record(op, shapes, plan))
+
+
+def _short(x: Any) -> str:
+    names = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "i32"}
+    return f"{names.get(str(x.dtype), x.dtype)}[{','.join(map(str, x.shape))}]"
+
+
+def explain(fn: Callable[..., Any], *args: Any) -> Explanation:
+    """Returns how the ops of jaxft in `fn(*args)` run: backend and launch configuration, forward and backward.
+
+    Traces `fn`, which runs nothing on the device, and returns the plan of each call of an op::
+
+      print(jaxft.explain(lambda x, w, b: jaxft.dense(x, w, b, activation="gelu"), x, w, b))
+
+    The plans are those of the present device. Inside of `jaxft.dispatch.target(...)` they are those of another NVIDIA
+    device, on any machine.
+
+    Args:
+      fn: the function, with or without `jax.jit`: an op, a gradient, a whole model. Bind arguments that are no arrays
+        with `functools.partial`.
+      *args: arrays, `jax.ShapeDtypeStruct`s, or trees of them, such as NNX modules.
+
+    Returns:
+      A list with one `Record` per call of an op, in the order of the calls. A record has the fields `op`, `shapes`,
+      `forward` and `backward` (each with `backend` and `config`) and `why`, the reasons against other backends. The
+      list prints as a table. It is empty if `fn` calls no op.
+
+    Raises:
+      TypeError: `fn` is not a function.
+    """
+    if not callable(fn):
+        raise TypeError(f"explain: fn must be a function, got {type(fn).__name__}")
+    recorder = _Recorder()
+    with _recorder(recorder):
+        jax.eval_shape(lambda *args: fn(*args), *args)
+    return recorder.records
+
+
+def describe(plan: Plan, direction: str, *, with_config: bool = True) -> str:
+    """Writes a pass of a plan as one short text.
+
+    Args:
+      plan: the plan.
+      direction: "forward" or "backward".
+      with_config: whether the numbers of the configuration follow the backend.
+
+    Returns:
+      The backend, for a composed pass the backends of its ops in order.
+    """
+    part = getattr(plan, direction)
+    if part.backend == "ops":
+        parts = [describe(inner, direction, with_config=with_config) for inner in part.config]
+        return " + ".join(parts if len(set(parts)) > 1 else parts[:1])
+    return f"{part.backend} {_numbers(part.config)}" if with_config and part.config is not None else part.backend
+
+
+def _numbers(config: Any) -> str:
+    if isinstance(config, tuple):  # of several kernels
+        return " ".join(_numbers(part) for part in config if part is not None)
+    return f"{type(config).__name__}({', '.join(map(str, dataclasses.astuple(config)))})"
+
+
+def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Aligns rows of texts as the columns of a table, a line per row."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
