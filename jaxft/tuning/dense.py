@@ -75,9 +75,9 @@ def dense_implementation(
     residual = residual and (activation is None or itemsize > 2)
     apart = {"full": full, "unaligned": device.is_hopper and rows % 8 > 0}
     mosaic = device.is_hopper and not (full or apart["unaligned"] or (residual and itemsize > 2))
-    by_mosaic = mosaic and _by_mosaic(rows, depth, width, activation, itemsize, residual)
+    mosaic_is_faster = mosaic and _mosaic_is_faster(rows, depth, width, activation, itemsize, residual)
     default = DenseChoice(
-        "mosaic_gpu" if by_mosaic else without_mosaic(rows, depth, width, activation, itemsize, device)
+        "mosaic_gpu" if mosaic_is_faster else without_mosaic(rows, depth, width, activation, itemsize, device)
     )
     sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
     sizes |= {"itemsize": itemsize} | ({"residual": 1} if residual else {})
@@ -100,16 +100,16 @@ def dense_implementation_candidates(
 
 def without_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsize: int, device: Device) -> str:
     """The faster of the other two."""
-    return "xla" if _by_library(rows, depth, width, activation, itemsize, device) else "triton"
+    return "xla" if _xla_is_faster(rows, depth, width, activation, itemsize, device) else "triton"
 
 
-def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsize: int, residual: bool) -> bool:
+def _mosaic_is_faster(rows: int, depth: int, width: int, activation: str | None, itemsize: int, residual: bool) -> bool:
     """Whether the Mosaic GPU product with its epilogue is the fastest.
 
     On an H200 (2026-11-22), 16-bit: with GELU it takes 1.06-1.12x as long as cuBLAS without, where a second kernel
     makes that 1.3x; without activation 0.87-1.0x, but more of many rows and a depth of 1,024 or more. Up to 512 rows it
     takes 0.7-0.95x the time of the Triton product, where it has at least 60 of its smallest tiles (264x768x768 4.5 us
-    for 4.9; 2026-11-23); deep ones without activation are cuBLAS's then (see `_split_by_library`).
+    for 4.9; 2026-11-23); deep ones without activation are cuBLAS's then (see `_xla_splits_depth`).
 
     In float32 (TF32), with the transposition of the kernel, which takes 2 to 6 us: 4096x768x3072 with GELU 64 us,
     without it XLA's alone 64; without activation 0.8-0.9x XLA's time from 4,096 rows on, at 1,024 rows 1.0-1.6x
@@ -134,7 +134,7 @@ def _by_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsi
         return False
     if itemsize > 2:
         return rows >= (4096 if activation is None else 1024) and depth % 32 == width % 32 == 0
-    if _split_by_library(rows, depth, width, activation):
+    if _xla_splits_depth(rows, depth, width, activation):
         return False
     return activation is not None or residual or rows <= 8192 or depth < 1024
 
@@ -161,7 +161,7 @@ def splits_few_rows(rows: int, itemsize: int, kernel_precision: str) -> bool:
     return rows <= 512 and (itemsize <= 2 or kernel_precision == "tf32")
 
 
-def _by_library(rows: int, depth: int, width: int, activation: str | None, itemsize: int, device: Device) -> bool:
+def _xla_is_faster(rows: int, depth: int, width: int, activation: str | None, itemsize: int, device: Device) -> bool:
     """Whether XLA's product and a kernel after it are faster than the Triton product with its epilogue.
 
     On an H200 (2026-11-20), 16-bit: the Triton product is 1.0-1.7x as fast up to 512 rows, where cuBLAS starts too few
@@ -183,12 +183,12 @@ def _by_library(rows: int, depth: int, width: int, activation: str | None, items
         return True
     if rows > 1024:
         return activation is None or width <= depth or device.is_after_hopper
-    if _split_by_library(rows, depth, width, activation):
+    if _xla_splits_depth(rows, depth, width, activation):
         return True
     return rows > 512 and width > 1024 and activation is None
 
 
-def _split_by_library(rows: int, depth: int, width: int, activation: str | None) -> bool:
+def _xla_splits_depth(rows: int, depth: int, width: int, activation: str | None) -> bool:
     """Whether the product is one of those that XLA is the fastest at, splitting the depth.
 
     128x3072x768 in 7.6 us, by Triton 8.4; 64x3072x768, of weights in the L2 cache, in 5.4, by Triton 7.9; 512x3072x768
