@@ -1,4 +1,4 @@
-"""dot_product_attention, and the same from packed projections: qkv_attention, varlen_qkv_attention."""
+"""Attention: the ops `dot_product_attention`, `qkv_attention` and `varlen_qkv_attention`."""
 
 from __future__ import annotations
 
@@ -31,47 +31,57 @@ def dot_product_attention(
     return_residual: bool = False,
     implementation: str | None = None,
 ) -> Any:
-    """Attention without the [T, S] matrix in memory: softmax(query @ key^T * scale + bias) @ value for each head.
+    """Computes softmax(query @ key^T * scale + bias) @ value for each head. The kernels never hold the [T, S] matrix.
 
-    Equivalent, away from the edges below, to::
+    Equivalent, except for the edge cases under Returns, to::
 
-      jax.nn.dot_product_attention(query, key, value, bias, mask, scale=scale, ...)
+        jax.nn.dot_product_attention(query, key, value, bias, mask, scale=scale, ...)
 
     Args:
-      query: `[B, T, N, H]` (or `[T, N, H]`), float32, float16 or bfloat16; logits, softmax and sums are float32.
-      key, value: `[B, S, K, H]` (or `[S, K, H]`) of the dtype of `query`; N is a multiple of K (grouped-query heads).
+      query: `[B, T, N, H]` (or `[T, N, H]`), float32, float16 or bfloat16. Logits, softmax and sums are float32.
+      key: `[B, S, K, H]` (or `[S, K, H]`) of the dtype of `query`. N is a multiple of K (grouped-query attention).
+      value: the shape and dtype of `key`.
       bias: any float dtype, broadcastable to `[B, N, T, S]`, added to the scaled logits.
       mask: bool, broadcastable to `[B, N, T, S]`, True = attend.
-      scale: of the logits, a Python number; None for 1 / sqrt(H).
-      is_causal: a query attends to no later key (top-left aligned: key <= query).
-      query_seq_lengths, key_value_seq_lengths: integers `[B]` (without a batch `[]` or `[1]`); what lies beyond is
+      scale: factor of the logits, a Python number. None is 1 / sqrt(H).
+      is_causal: whether a query attends to no later key (top-left aligned: key <= query).
+      query_seq_lengths: integers `[B]` (without a batch `[]` or `[1]`). Queries from this length on are padding.
+      key_value_seq_lengths: integers `[B]` (without a batch `[]` or `[1]`). Keys and values from this length on are
         padding.
-      query_segment_ids, key_value_segment_ids: integers `[B, T]` and `[B, S]` (without a batch also `[T]` and `[S]`),
-        both or neither; attention stays within equal ids.
+      query_segment_ids: integers `[B, T]` (without a batch also `[T]`). A query attends only to keys with the same id.
+        Give the ids of both sides or of neither.
+      key_value_segment_ids: integers `[B, S]` (without a batch also `[S]`).
       local_window_size: (left, right), or one number for both: query - left <= key <= query + right.
-      dropout_rate: of the probabilities, in [0, 1). What is kept is a pure function of the key and the element's index.
-      dropout_rng: a JAX random key, needed where the rate is not 0.
-      return_residual: also return the log-sum-exp of the logits, float32 `[B, T, N]`.
-      implementation: None for the fastest, "triton", "xla", or "cudnn" where `jax.nn` with cuDNN can do all of this.
-        None takes cuDNN on Hopper GPUs for large arrays in 16 bits, where no mask, bias, length or window is given and
-        no gradient is asked for; the output then differs in its last bits from that of `jax.value_and_grad`.
+      dropout_rate: probability of dropping an attention probability, in [0, 1). Which elements are kept is a pure
+        function of `dropout_rng` and the index of the element.
+      dropout_rng: a JAX random key. It is required if the rate is not 0.
+      return_residual: whether to also return the log-sum-exp of the logits, float32 `[B, T, N]` (or `[T, N]`).
+      implementation: `None` picks the fastest implementation for the device and shape. `"triton"` runs the Triton
+        kernels, `"cudnn"` the attention of `jax.nn` with cuDNN, and `"xla"` plain jnp. A named implementation that does
+        not support the arguments raises `NotImplementedError`. docs/kernels.md has the selection table.
 
     Returns:
-      An array of the shape and dtype of `query`, with `return_residual` a pair (output, log-sum-exp).
-      A query with nothing to attend to gives exactly 0 and a log-sum-exp of -inf, and its gradients are 0; what is in
-      padding (NaN and Inf included) reaches no valid output or gradient. `jax.nn` differs in both.
+      An array of the shape and dtype of `query`. With `return_residual`, a pair (output, log-sum-exp).
+
+      A query with nothing to attend to gives exactly 0 and a log-sum-exp of -inf, and its gradients are 0. Values in
+      padding, NaN and Inf included, reach no valid output or gradient. `jax.nn` differs in both cases.
 
     Raises:
-      TypeError: an array has the wrong kind of dtype (an integer mask, say), or a number or a bool is not one.
-      ValueError: a shape does not fit, a number is out of its range, or an unknown implementation.
-      NotImplementedError: the named implementation cannot do this; the message says why.
+      TypeError: an array has a dtype of the wrong kind (for example an integer mask), key or value has another dtype
+        than query, or an argument that must be a number or a bool is something else.
+      ValueError: a shape does not fit, a number is out of its range, or the implementation is unknown.
+      NotImplementedError: the named implementation does not support the call. The message says why.
 
-    Gradients: of query, key, value and bias, in memory that grows with T and S, not with their product (but for that
-    of a bias of that size). Deterministic, bit by bit, in both directions. float32 products are TF32 on a GPU unless
-    `jax.default_matmul_precision` says "highest" or "float32". With None, a kernel of Mosaic GPU computes them on
-    Hopper GPUs from packed arrays (`qkv_attention`) in 16 bits, of 256, 384 or 512 positions and heads of 64, with
-    nothing more than a mask of keys and dropout, where there are enough heads in all sequences to keep the card busy;
-    they then differ in their last bits from those of "triton".
+    Gradients: for query, key, value and bias. The kernels need memory that grows with T + S, not with T * S, except for
+    the gradient of a bias that has this size itself.
+
+    Determinism: bitwise, in both directions. The gradients of `"cudnn"` are an exception.
+
+    Accuracy: float32 matmuls are TF32 on a GPU unless `jax.default_matmul_precision` is "highest" or "float32". With
+    `None`, cuDNN may compute the output if no gradient is taken. The output then differs in its last bits from the
+    output of `jax.value_and_grad`. With `None`, Mosaic GPU may compute the gradients of `qkv_attention` in 16 bits on
+    Hopper GPUs. These gradients differ in their last bits from the gradients of `"triton"`.
+
     Source: Dao et al., FlashAttention (2022) and FlashAttention-2 (2023).
     """
     op = "dot_product_attention"
@@ -115,21 +125,42 @@ def qkv_attention(
     return_residual: bool = False,
     implementation: str | None = None,
 ) -> Any:
-    """`dot_product_attention` from the packed projection, read in place: no slice and no copy for the kernels.
+    """Computes `dot_product_attention` from the packed projection.
+
+    The kernels read the packed array in place, without slices or copies.
 
     Equivalent to::
 
-      dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], bias, mask, ...)
+        dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], bias, mask, ...)
 
     Args:
       qkv: `[B, T, 3, N, H]` (or `[T, 3, N, H]`), N >= 1, float32, float16 or bfloat16.
-      implementation: as in `dot_product_attention`; None takes cuDNN, which needs copies, from 8,192 positions on.
-      The other arguments: as in `dot_product_attention`, with S = T and K = N.
+      bias: as in `dot_product_attention`, with S = T.
+      mask: as in `dot_product_attention`, with S = T.
+      scale: as in `dot_product_attention`.
+      is_causal: as in `dot_product_attention`.
+      query_seq_lengths: as in `dot_product_attention`.
+      key_value_seq_lengths: as in `dot_product_attention`.
+      query_segment_ids: as in `dot_product_attention`.
+      key_value_segment_ids: as in `dot_product_attention`, with S = T.
+      local_window_size: as in `dot_product_attention`.
+      dropout_rate: as in `dot_product_attention`.
+      dropout_rng: as in `dot_product_attention`.
+      return_residual: as in `dot_product_attention`.
+      implementation: as in `dot_product_attention`. `"cudnn"` and `"xla"` slice `qkv`, which costs cuDNN copies.
 
     Returns:
-      `[B, T, N, H]` of the dtype of `qkv`, with `return_residual` also the log-sum-exp, float32 `[B, T, N]`.
+      `[B, T, N, H]` (or `[T, N, H]`) of the dtype of `qkv`. With `return_residual`, also the log-sum-exp, float32 `[B,
+      T, N]` (or `[T, N]`). Edge cases are as in `dot_product_attention`.
 
-    Raises, gradients, edges and source: as `dot_product_attention`.
+    Raises:
+      TypeError: as `dot_product_attention`.
+      ValueError: as `dot_product_attention`.
+      NotImplementedError: as `dot_product_attention`.
+
+    Gradients: for qkv and bias.
+
+    Gradients, determinism, accuracy and source are otherwise as in `dot_product_attention`.
     """
     op = "qkv_attention"
     qkv = checks.as_float(op, "qkv", qkv)
@@ -154,28 +185,42 @@ def varlen_qkv_attention(
     return_residual: bool = False,
     implementation: str | None = None,
 ) -> Any:
-    """`qkv_attention` within each of B sequences that lie back to back, without padding.
+    """Computes `qkv_attention` within each of B packed sequences, without padding.
 
-    A sequence's result does not depend, in any bit, on what the others hold, how long they are or where it lies; with
-    another number of sequences or rows the kernels may have other blocks, which round differently.
+    The result of a sequence is bitwise independent of the contents and lengths of the other sequences and of its own
+    place in `qkv`. With another number of sequences or rows, the kernels may use other block sizes, which round
+    differently.
 
     Args:
       qkv: `[M, 3, N, H]`, N >= 1, float32, float16 or bfloat16.
-      cu_seqlens: integers `[B + 1]`, ascending from 0: sequence b is rows cu_seqlens[b] to cu_seqlens[b + 1] of qkv.
-        Rows from cu_seqlens[B] on belong to no sequence and give 0.
-      max_seqlen: a static bound of the sequences' lengths. Where `cu_seqlens` is traced (an argument of `jit`), and
-        nothing can be raised, rows beyond it in a longer one take no part and give 0, and a sequence that goes beyond
-        M is cut there; if `cu_seqlens` does not ascend from 0, the result is undefined.
-      dropout_rate, dropout_rng: an element's index is that in the padded [B, N, max_seqlen, max_seqlen].
-      The other arguments: as in `dot_product_attention`.
+      cu_seqlens: integers `[B + 1]`, ascending from 0. Sequence b is rows `cu_seqlens[b]` to `cu_seqlens[b + 1]` of
+        `qkv`. Rows from `cu_seqlens[B]` on belong to no sequence and give 0.
+      max_seqlen: a static upper bound of the lengths of the sequences. If `cu_seqlens` is traced (an argument of
+        `jit`), its values cannot be checked. In a longer sequence, the rows beyond `max_seqlen` then take no part and
+        give 0. A sequence that goes beyond row M is cut there. If `cu_seqlens` does not ascend from 0, the result is
+        undefined.
+      scale: as in `dot_product_attention`.
+      is_causal: as in `dot_product_attention`.
+      local_window_size: as in `dot_product_attention`.
+      dropout_rate: as in `dot_product_attention`. The index of an element is its index in the padded array `[B, N,
+        max_seqlen, max_seqlen]`.
+      dropout_rng: as in `dot_product_attention`.
+      return_residual: as in `dot_product_attention`.
+      implementation: as in `dot_product_attention`. cuDNN does not support packed sequences.
 
     Returns:
-      `[M, N, H]` of the dtype of `qkv`, with `return_residual` also the log-sum-exp, float32 `[M, N]`.
+      `[M, N, H]` of the dtype of `qkv`. With `return_residual`, also the log-sum-exp, float32 `[M, N]`. Rows that
+      belong to no sequence have a log-sum-exp of -inf. Edge cases are as in `dot_product_attention`.
 
-    Raises: as `dot_product_attention`; ValueError also where `cu_seqlens`, unless it is traced, does not ascend from 0
-      or goes beyond M, or a sequence is longer than `max_seqlen`.
+    Raises:
+      TypeError: as `dot_product_attention`.
+      ValueError: as `dot_product_attention`. Also if `cu_seqlens`, unless it is traced, does not ascend from 0 or goes
+        beyond M, or if a sequence is longer than `max_seqlen`.
+      NotImplementedError: as `dot_product_attention`, or `qkv` has 2^31 rows or more.
 
-    Gradients and edges: as `dot_product_attention`.
+    Gradients: for qkv.
+
+    Gradients, determinism, accuracy and source are otherwise as in `dot_product_attention`.
     """
     op = "varlen_qkv_attention"
     qkv = checks.as_float(op, "qkv", qkv)
@@ -201,7 +246,7 @@ def _options(op, scale, is_causal, window, dropout_rate, dropout_rng, return_res
     pair = tuple(window) if isinstance(window, tuple | list) else (window, window)
     if window is not None and not (len(pair) == 2 and all(checks.is_natural(w) for w in pair)):
         raise ValueError(f"{op}: local_window_size must be an integer >= 0 or a pair of them, got {window!r}")
-    # No array is longer than 2^30, and the positions are 32-bit.
+    # Positions are 32-bit, and no sequence is longer than 2^30: a wider window has no effect.
     window = None if window is None else (min(int(pair[0]), 2**30), min(int(pair[1]), 2**30))
     rate = checks.check_dropout(op, dropout_rate, dropout_rng)
     checks.check_flag(op, "is_causal", is_causal)
@@ -210,7 +255,7 @@ def _options(op, scale, is_causal, window, dropout_rate, dropout_rng, return_res
 
 
 def _attend(op, inputs, options, implementation, batched):
-    """Checks what the entry points share, and runs. Arrays without a batch get one of 1."""
+    """Checks the arguments that the two padded ops share, and runs. Arrays without a batch axis get one of size 1."""
     scale, is_causal, window, dropout_rate, return_residual = options
     options = _options(op, scale, is_causal, window, dropout_rate, inputs.dropout_rng, return_residual,
                        inputs.query.shape[-1])  # fmt: skip
@@ -247,7 +292,7 @@ def _check_masks(op: str, inputs: Inputs, options: Options, batched: bool) -> In
     for name, shape in shapes.items():
         if getattr(inputs, name) is not None:
             x = checks.as_integers(op, name, getattr(inputs, name))
-            if batched or x.shape != shape:  # without a batch, one of 1 is as good as none
+            if batched or x.shape != shape:  # without a batch, a batch axis of size 1 may be given too
                 checks.check_shape(op, name, x, shape if batched else shape[1:])
             found[name] = x.reshape(shape)
     if ("query_segment_ids" in found) != ("key_value_segment_ids" in found):

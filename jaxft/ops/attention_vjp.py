@@ -1,4 +1,4 @@
-"""How attention runs: the plan, plain jnp, cuDNN, and the kernels with their gradients."""
+"""The plan of attention, its implementations (plain jnp, cuDNN, kernels), and the gradients of the kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ Array = jax.Array
 
 
 class Inputs(NamedTuple):
-    """The arrays of a call, checked; key and value are None where query is a packed [B, T, 3, N, H] or [M, 3, N, H]."""
+    """Arrays of a call, after the checks.
+
+    `key` and `value` are None if `query` is a packed array: `[B, T, 3, N, H]`, or `[M, 3, N, H]` with `cu_seqlens`.
+    """
 
     query: Any
     key: Any = None
@@ -42,17 +45,19 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is static in a call."""
+    """Static arguments of a call."""
 
     scale: float
     is_causal: bool
     local_window_size: tuple[int, int] | None
     dropout_rate: float
     return_residual: bool
-    max_seqlen: int | None = None  # with cu_seqlens
+    max_seqlen: int | None = None  # only with cu_seqlens
 
 
 class Sizes(NamedTuple):
+    """Sizes of a call: B, T, S, N and H. For packed sequences, both lengths are `max_seqlen`."""
+
     batch: int
     query_length: int
     key_length: int
@@ -61,6 +66,7 @@ class Sizes(NamedTuple):
 
 
 def sizes(inputs: Inputs, options: Options) -> Sizes:
+    """Returns the sizes of a call."""
     *_, n, h = inputs.query.shape
     if options.max_seqlen is not None:
         return Sizes(inputs.cu_seqlens.shape[0] - 1, options.max_seqlen, options.max_seqlen, n, h)
@@ -70,14 +76,14 @@ def sizes(inputs: Inputs, options: Options) -> Sizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(plans.Plan):
-    """How attention runs.
+    """Plan of a call of attention.
 
-    A `backward` pass by "triton" has two configurations: of the kernel for the gradient of the queries, and of the
-    kernel for the gradients of keys and values.
+    A `backward` pass by "triton" has two configurations. The first is for the kernel that computes the gradient of the
+    queries, the second for the kernel that computes the gradients of keys and values.
     """
 
     options: Options
-    precision: str  # "tf32" or "float32", of float32 matmuls in kernels
+    precision: str  # precision of float32 matmuls in kernels, "tf32" or "float32"
 
 
 def plan_of(op: str, inputs: Inputs, options: Options, implementation: str | None) -> Plan:
@@ -147,7 +153,10 @@ def _cudnn_unsupported(inputs: Inputs, options: Options) -> str | None:
 
 
 def _cudnn_is_faster(inputs: Inputs, options: Options, device: dispatch.Device) -> bool:
-    """Returns whether cuDNN computes the output sooner. Its gradients are not the same in every run."""
+    """Returns whether cuDNN computes the output sooner.
+
+    Without a named implementation, cuDNN computes no gradients, because its gradients differ from run to run.
+    """
     if any(x is not None for x in (*inputs[3:], options.local_window_size)) or options.scale <= 0.0:
         return False  # not measured
     if inputs.key is not None and inputs.key.shape[2] != inputs.query.shape[2]:
@@ -174,7 +183,7 @@ def _mosaic_unsupported(inputs: Inputs, options: Options, device: dispatch.Devic
 
 
 def run(inputs: Inputs, plan: Plan) -> Any:
-    """Returns the output, or with `return_residual` a pair of the output and the log-sum-exp."""
+    """Computes the output. With `return_residual`, returns a pair of the output and the log-sum-exp."""
     if plan.forward.backend == "xla":
         return _reference(inputs, plan.options)
     if plan.backward.backend == "cudnn":
@@ -225,7 +234,7 @@ _cudnn_jit = jax.jit(_cudnn, static_argnums=1)
 
 
 def _arguments(inputs: Inputs, plan: Plan) -> tuple[Any, ...]:
-    """The first arguments of the kernels' entry points."""
+    """Returns the first arguments of the kernels' entry points."""
     options = plan.options
     before, after = options.local_window_size or (None, None)
     rules = attention_problem.Rules(
@@ -246,7 +255,11 @@ def _arguments(inputs: Inputs, plan: Plan) -> tuple[Any, ...]:
 
 
 def _forward(inputs: Inputs, plan: Plan, save: bool) -> Any:
-    """What the op returns, and if `save` also what the backward pass needs: the output, the log-sum-exp in parts."""
+    """Computes the result of the op.
+
+    With `save`, returns a pair: the result, and what the backward pass needs. The latter is the output followed by the
+    parts of the log-sum-exp.
+    """
     residual = plan.options.return_residual
     out, *parts = triton.forward(
         *_arguments(inputs, plan),
@@ -263,8 +276,9 @@ def _forward(inputs: Inputs, plan: Plan, save: bool) -> Any:
 
 
 def _times_log_2(x: Array) -> Array:
+    """Multiplies float32 `x` by log(2). The constant is a sum of two, because float32 has too few digits for it."""
     number = float(np.nextafter(np.float32(math.log(2.0)), np.float32(0.0)))
-    return x * number + x * (math.log(2.0) - number)  # more digits than float32 has; both are positive, as -inf asks
+    return x * number + x * (math.log(2.0) - number)  # both constants are positive, so that -inf does not become NaN
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -295,7 +309,7 @@ def _mosaic_gradient(dout, inputs, saved, plan):
         dout, qkv, rows, rules.mask, scale=options.scale, dropout_rate=options.dropout_rate,
         programs=plan.backward.config.programs,
     )  # fmt: skip
-    # Inside a shard_map, results of Mosaic kernels do not say over which axes they vary.
+    # Inside a shard_map, results of Mosaic kernels lack the mesh axes over which they vary.
     return transforms.vary_alike(qkv, found)[1]
 
 

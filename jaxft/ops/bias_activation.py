@@ -1,4 +1,4 @@
-"""bias_activation: activation(x + bias)."""
+"""Bias and activation: the op `bias_activation`, activation(x + bias)."""
 
 from __future__ import annotations
 
@@ -29,28 +29,33 @@ def bias_activation(
 
     Equivalent to::
 
-      jax.nn.gelu(x + bias, approximate=False)  # activation="gelu"
+        jax.nn.gelu(x + bias, approximate=False)  # activation="gelu"
 
     Args:
-      x: `[..., D]`, float32, float16 or bfloat16; the sum and the activation are computed in float32.
+      x: `[..., D]`, float32, float16 or bfloat16. The sum and the activation are computed in float32.
       bias: `[D]` of any float dtype, or None.
-      activation: "gelu" (BERT's, by the error function), "gelu_tanh" (FasterTransformer's), "relu", "silu" or "tanh".
-      in_place: the kernel writes the result into the memory of `x`. That saves a buffer where nothing else needs `x`,
-        which is donated or was made in the same jit; where something does, XLA copies `x` first. Without effect where
-        a gradient is taken, which needs `x`, and with "xla", which reuses buffers as it finds best.
-      implementation: None for the fastest, "triton" or "xla".
+      activation: "gelu" (BERT's, with the error function), "gelu_tanh" (FasterTransformer's), "relu", "silu" or "tanh".
+      in_place: whether the kernel writes the result into the memory of `x`. This saves a buffer if nothing else needs
+        `x`, because `x` is donated or was made in the same jit. If something else needs `x`, XLA copies `x` first. It
+        has no effect where a gradient is taken, which needs `x`, nor with `"xla"`, which reuses buffers as it sees fit.
+      implementation: `None` picks the fastest implementation for the device and shape. `"triton"` runs a kernel of
+        jaxft, `"xla"` plain jnp. docs/kernels.md has the selection table.
 
     Returns:
       An array of the shape and dtype of `x`.
 
     Raises:
-      TypeError: an array is not of floats.
-      ValueError: `bias` is not `[D]`, or an unknown activation or implementation.
-      NotImplementedError: the named implementation cannot do this; the message says why.
+      TypeError: an array does not have a float dtype, or `in_place` is not a bool.
+      ValueError: `bias` is not `[D]`, `x` is a scalar, or the activation or implementation is unknown.
+      NotImplementedError: the named implementation does not support the call. The message says why.
 
-    Gradients: of x and bias, in one pass too, from x and bias again instead of stored results. Deterministic.
-    Accuracy: the kernel's float32 GELU is within 2 ulp; before it is rounded to 16 bits, it has a relative error of at
-    most 3e-4.
+    Gradients: for x and bias, in one pass. They are computed from x and bias again, not from stored results.
+
+    Determinism: the result and the gradients are deterministic.
+
+    Accuracy: the kernel's float32 GELU is within 2 ulp. For 16-bit results, the GELU has a relative error of at most
+    3e-4 before it is rounded.
+
     Source: `add_bias_act` of FasterTransformer v1.0.
     """
     op = "bias_activation"
@@ -70,7 +75,7 @@ def bias_activation(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(plans.Plan):
-    """How bias + activation runs."""
+    """Plan of a call of `bias_activation`."""
 
     activation: str
     in_place: bool

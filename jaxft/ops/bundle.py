@@ -1,4 +1,4 @@
-"""bundle: the parameters of a call in few arrays, so that a small one does not wait for the host."""
+"""The op `bundle`: concatenates small parameters, so that a small call does not wait for the host."""
 
 from __future__ import annotations
 
@@ -17,44 +17,49 @@ from jaxft.kernels.triton import split as triton
 from jaxft.ops import checks, plans
 from jaxft.ops.plans import Pass
 
-_LONGEST = 2**16  # elements of a vector: with a longer one the host's time counts for nothing, and the copy does
+# Most elements of an array that is concatenated. The copy of a longer array costs more than the host's time for it.
+_LONGEST = 2**16
 
 
 def bundle(tree: Any, *, implementation: str | None = None) -> tuple[list[Any], Rebuild]:
-    """The arrays of a tree, such as a module, its vectors joined to one, and the function that makes the tree of them.
+    """Concatenates the one-dimensional arrays of a tree, such as a module, so that a call has fewer arguments.
 
-    Each array of a call takes the host about a microsecond, on slow ones 1.5, and BERT-base has 151 of them, which is
-    longer than the GPU needs for a short text. 99 of them are vectors. One kernel cuts those apart again::
+    Passing an array to a compiled function costs the host about 1 us (1.5 us on slow machines). BERT-base has 151
+    arrays, so that a short text takes the host longer than the GPU. 99 of these arrays are one-dimensional. `bundle`
+    concatenates them, and one kernel splits them again on the GPU::
 
-      arrays, rebuild = jaxft.bundle(model)  # 53 arrays on an NVIDIA GPU
+        arrays, rebuild = jaxft.bundle(model)  # 53 arrays on an NVIDIA GPU
 
-      @jax.jit
-      def forward(arrays, input_ids, attention_mask):
-          return rebuild(arrays)(input_ids, attention_mask)
+        @jax.jit
+        def forward(arrays, input_ids, attention_mask):
+            return rebuild(arrays)(input_ids, attention_mask)
 
-    Equivalent, but for the number of arrays, to::
+    Equivalent, except for the number of arrays, to::
 
-      arrays, structure = jax.tree.flatten(tree)
-      rebuild = functools.partial(jax.tree.unflatten, structure)
+        arrays, structure = jax.tree.flatten(tree)
+        rebuild = functools.partial(jax.tree.unflatten, structure)
 
-    so that a change of the module afterwards is not seen, and to donate the arrays is to delete the module's.
+    Call `bundle` again after you change the module: `rebuild` does not see the change. Arrays that are not concatenated
+    are the module's own, so that donating `arrays` deletes them in the module.
 
     Args:
-      tree: any pytree. Its JAX arrays of one dimension, of float32, float16 or bfloat16 and of at most 65,536 elements,
-        are joined, those of each dtype and sharding to one array. The others stay as they are, and so do arrays that
-        are divided among devices or traced.
-      implementation: None for the fastest; "triton" joins them, "xla", which would have a kernel for each, does not.
+      tree: any pytree. Its one-dimensional JAX arrays of float32, float16 or bfloat16 with 1 to 65,536 elements are
+        concatenated, to one array for each dtype and sharding. Other arrays stay as they are, and so do arrays that are
+        divided among devices or traced.
+      implementation: `None` picks the fastest implementation for the device. `"triton"` concatenates arrays. `"xla"`
+        does not, because XLA would launch a kernel for each part. docs/kernels.md has the selection table.
 
     Returns:
-      The tuple (arrays, rebuild). `rebuild(arrays)` makes the tree, of these arrays or of others like them (trained,
-      averaged, cast). It can be compared and hashed, as what is static in a `jax.jit`.
+      The tuple (arrays, rebuild). `rebuild(arrays)` makes the tree from these arrays, or from other arrays of the same
+      shapes (trained, averaged, cast). `rebuild` can be compared and hashed, so that it can be a static argument of
+      `jax.jit`.
 
     Raises:
-      TypeError: by `rebuild`, something is no array.
-      ValueError: an unknown implementation; by `rebuild`, another number of arrays or one of another shape.
-      NotImplementedError: the named implementation cannot do this; the message says why.
+      TypeError: raised by `rebuild` if the value for a concatenated array is not an array.
+      ValueError: the implementation is unknown. Also raised by `rebuild` if the number of arrays or a shape is another.
+      NotImplementedError: the named implementation does not support the call. The message says why.
 
-    Gradients: of all arrays through `rebuild`. Nothing is computed, so that nothing is rounded.
+    Gradients: for all arrays, through `rebuild`. Nothing is computed, so nothing is rounded.
     """
     leaves, structure = jax.tree.flatten(tree)
     alike: dict[Any, list[int]] = {}
@@ -72,6 +77,7 @@ def bundle(tree: Any, *, implementation: str | None = None) -> tuple[list[Any], 
 
 
 def _joins(leaf: Any) -> bool:
+    """Returns whether `bundle` concatenates the leaf with others."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or leaf.ndim != 1:
         return False
     return 0 < leaf.size <= _LONGEST and triton.unsupported(leaf) is None and leaf.sharding.is_fully_replicated
@@ -79,20 +85,41 @@ def _joins(leaf: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Rebuild:
-    """What `bundle` returns beside the arrays."""
+    """Function that rebuilds the tree of `bundle` from its arrays.
 
-    structure: Any = dataclasses.field(hash=False)  # that of a module takes long
-    order: tuple[int, ...]  # of each array, and then of each part of those that are joined, the place in the tree
+    Attributes:
+      structure: structure of the tree. It is not part of the hash, because hashing the structure of a module is slow.
+      order: place in the tree of each array that is not concatenated, then of each part of the concatenated arrays.
+      shapes: shape of each array. The concatenated arrays come last.
+      sizes: sizes of the parts of each concatenated array.
+      implementation: the argument of `bundle`.
+    """
+
+    structure: Any = dataclasses.field(hash=False)
+    order: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
-    sizes: tuple[tuple[int, ...], ...]  # of the parts of each joined array; these come last
+    sizes: tuple[tuple[int, ...], ...]
     implementation: str | None
 
     @property
     def whole(self) -> int:
-        """How many arrays, the first ones, are not joined."""
+        """Number of the arrays that are not concatenated. They come first."""
         return len(self.shapes) - len(self.sizes)
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
+        """Makes the tree.
+
+        Args:
+          arrays: the arrays that `bundle` returned, or other arrays of the same shapes, as a list or tuple.
+
+        Returns:
+          A tree of the structure that `bundle` was given.
+
+        Raises:
+          TypeError: the value for a concatenated array is not an array.
+          ValueError: the number of arrays or a shape is another.
+          NotImplementedError: the named implementation does not support the call. The message says why.
+        """
         if not isinstance(arrays, list | tuple) or len(arrays) != len(self.shapes):
             got = len(arrays) if isinstance(arrays, list | tuple) else type(arrays).__name__
             raise ValueError(f"bundle: arrays must be the list of {len(self.shapes)} that bundle gave, got {got}")
@@ -102,7 +129,7 @@ class Rebuild:
         parts = [*arrays[: self.whole]]
         for i, sizes in enumerate(self.sizes, self.whole):
             x = checks.as_array("bundle", f"arrays[{i}]", arrays[i])
-            # Here may be another device than where the arrays were joined, and the array another one.
+            # The device and the array may be others than in the call of `bundle`.
             choice = dispatch.choose("bundle", self.implementation, {"triton": triton.unsupported(x)})
             plan = Plan(forward=Pass(choice.name), interpret=choice.interpret, why=choice.why, sizes=sizes)
             plans.record("bundle", (x,), plan)
@@ -113,7 +140,7 @@ class Rebuild:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(plans.Plan):
-    """How a joined array is split into parts of these `sizes`."""
+    """Plan of the split of a concatenated array into parts of these `sizes`."""
 
     sizes: tuple[int, ...]
 

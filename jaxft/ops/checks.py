@@ -1,4 +1,4 @@
-"""What the public functions share. Messages of checks name the op, the argument, what was expected and what came."""
+"""Argument checks of the public functions. A message names the op, the argument, what was expected and what it got."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ Array = jax.Array
 
 
 def as_array(op: str, name: str, x: Any) -> Array:
+    """Returns `x` as a JAX array. Raises a TypeError if `x` has no dtype or shape."""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise TypeError(f"{op}: {name} must be an array, got {type(x).__name__}")
     return jnp.asarray(x)
 
 
 def as_float(op: str, name: str, x: Any) -> Array:
+    """Returns `x` as a JAX array. Raises a TypeError unless it has a float dtype."""
     x = as_array(op, name, x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{op}: {name} must be an array of floats, got {x.dtype}")
@@ -30,17 +32,17 @@ def as_float(op: str, name: str, x: Any) -> Array:
 
 
 def as_integers(op: str, name: str, x: Any) -> Array:
-    """As int32, once their values, where they are known, are right for that."""
+    """Converts an integer array to int32. Raises if a concrete value does not fit."""
     given, x = x, as_array(op, name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{op}: {name} must be an array of integers, got {x.dtype}")
-    if x.dtype.itemsize > 4 or given.dtype.itemsize > 4:  # which wrap around
+    if x.dtype.itemsize > 4 or given.dtype.itemsize > 4:  # the conversion to int32 would wrap around
         check_fits(op, name, given, jnp.int32)
     return x.astype(jnp.int32)
 
 
 def check_fits(op: str, name: str, x: Any, dtype: Any) -> None:
-    """That the integers, unless they are traced, fit the dtype."""
+    """Raises a ValueError if a value of the integers `x` does not fit `dtype`. Traced values are not checked."""
     if isinstance(x, jax.core.Tracer) or not x.size:
         return
     limits = jnp.iinfo(dtype)
@@ -50,7 +52,10 @@ def check_fits(op: str, name: str, x: Any, dtype: Any) -> None:
 
 
 def check_cu_seqlens(op: str, given: Any, rows: int, max_seqlen: int) -> None:
-    """That sequences back to back, unless they are traced, are in the rows and no longer than they may be."""
+    """Raises a ValueError unless packed sequences lie within the rows and none is longer than `max_seqlen`.
+
+    Traced values are not checked.
+    """
     if isinstance(given, jax.core.Tracer):
         return
     ends = np.asarray(given).astype(np.int64)
@@ -64,7 +69,7 @@ def check_cu_seqlens(op: str, given: Any, rows: int, max_seqlen: int) -> None:
 
 
 def as_vector(op: str, name: str, x: Any, width: int) -> Array | None:
-    """An optional parameter [width] of any float dtype."""
+    """Checks an optional parameter: None, or `[width]` of any float dtype."""
     if x is None:
         return None
     x = as_float(op, name, x)
@@ -73,7 +78,7 @@ def as_vector(op: str, name: str, x: Any, width: int) -> Array | None:
 
 
 def as_factors(op: str, x: Any, kernel: Any, name: str = "kernel") -> tuple[Array, Array]:
-    """Those of a dense layer's product: [..., K] and [K, F]."""
+    """Checks the factors of the matmul of a dense layer: x `[..., K]` and kernel `[K, F]` of the same dtype."""
     x, kernel = as_float(op, "x", x), as_float(op, name, kernel)
     if x.ndim == 0 or kernel.ndim != 2 or kernel.shape[0] != x.shape[-1]:
         raise ValueError(f"{op}: x and {name} must have shapes [..., K] and [K, F], got {x.shape} and {kernel.shape}")
@@ -82,6 +87,17 @@ def as_factors(op: str, x: Any, kernel: Any, name: str = "kernel") -> tuple[Arra
 
 
 def as_mask(op: str, name: str, x: Any, true: str = "attend") -> Array:
+    """Returns a mask as a JAX array. Raises a TypeError unless it is boolean.
+
+    Args:
+      op: name of the op, for messages.
+      name: name of the argument, for messages.
+      x: the mask.
+      true: meaning of True, for messages.
+
+    Returns:
+      The mask.
+    """
     x = as_array(op, name, x)
     if x.dtype != jnp.bool_:
         added = true == "attend" and jnp.issubdtype(x.dtype, jnp.floating)
@@ -91,22 +107,39 @@ def as_mask(op: str, name: str, x: Any, true: str = "attend") -> Array:
 
 
 def check_shape(op: str, name: str, x: Array, expected: tuple[int, ...]) -> None:
+    """Raises a ValueError unless `x` has the expected shape."""
     if x.shape != expected:
         raise ValueError(f"{op}: {name} must have shape {expected}, got {x.shape}")
 
 
 def check_same_dtype(op: str, name: str, x: Array, other_name: str, other: Array) -> None:
+    """Raises a TypeError unless `x` has the dtype of `other`."""
     if x.dtype != other.dtype:
         raise TypeError(f"{op}: {name} must have the dtype of {other_name}, {other.dtype}, got {x.dtype}")
 
 
 def check_broadcasts(op: str, name: str, x: Array, shape: tuple[int, ...]) -> None:
+    """Raises a ValueError unless `x` broadcasts to `shape`."""
     if x.ndim > len(shape) or any(a not in (1, b) for a, b in zip(x.shape[::-1], shape[::-1], strict=False)):
         raise ValueError(f"{op}: {name} must broadcast to {shape}, got shape {x.shape}")
 
 
 def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> float:
-    """A Python or NumPy number (static: it becomes part of the compiled kernel)."""
+    """Converts a Python or NumPy number to a float. It is static: it becomes part of the compiled kernel.
+
+    Args:
+      op: name of the op, for messages.
+      name: name of the argument, for messages.
+      value: the number.
+      positive: whether the number must be above 0.
+
+    Returns:
+      The number.
+
+    Raises:
+      TypeError: `value` is not a real number.
+      ValueError: the number is not finite, or not positive.
+    """
     if not is_number(value):
         raise TypeError(f"{op}: {name} must be a Python number, got {type(value).__name__}")
     number = float(value)
@@ -118,28 +151,30 @@ def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> f
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a real number of Python or NumPy, and no bool."""
+    """Returns whether `value` is a real number of Python or NumPy and not a bool."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def is_natural(value: Any) -> bool:
-    """Whether it is an integer >= 0 of Python or NumPy."""
+    """Returns whether `value` is an integer >= 0 of Python or NumPy and not a bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 0)
 
 
 def check_activation(op: str, activation: Any, *, optional: bool = False) -> None:
+    """Raises a ValueError unless `activation` is the name of one, or None if `optional`."""
     known = tuple(reference.ACTIVATIONS)
     if not (optional and activation is None) and not (isinstance(activation, str) and activation in known):
         raise ValueError(f"{op}: activation must be {'None or ' * optional}one of {known}, got {activation!r}")
 
 
 def check_flag(op: str, name: str, value: Any) -> None:
-    """Static as well."""
+    """Raises a TypeError unless `value` is a bool of Python or NumPy. It is static."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{op}: {name} must be True or False, got {type(value).__name__}")
 
 
 def check_dropout(op: str, rate: Any, rng: Array | None) -> float:
+    """Checks rate and key of dropout, and returns the rate. The key is required if the rate is not 0."""
     rate = check_number(op, "dropout_rate", rate)
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"{op}: dropout_rate must be in [0, 1), got {rate}")
@@ -151,18 +186,21 @@ def check_dropout(op: str, rate: Any, rng: Array | None) -> float:
 
 
 def check_key(op: str, name: str, key: Any, expected: str = "one JAX random key") -> None:
+    """Raises a TypeError unless `key` is one JAX random key, typed or raw."""
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", ())
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
-    raw = dtype == jnp.uint32 and shape == jax.eval_shape(jax.random.PRNGKey, 0).shape  # of JAX's default generator
+    # A raw key must have the shape of the keys of JAX's default generator.
+    raw = dtype == jnp.uint32 and shape == jax.eval_shape(jax.random.PRNGKey, 0).shape
     if not typed and not raw:
         got = type(key).__name__ if dtype is None else f"{dtype}{list(shape)}"
         raise TypeError(f"{op}: {name} must be {expected} (jax.random.key), got {got}")
 
 
 def check_precision(op: str, precision: Any, dtype: Any) -> Any:
-    """One that `jnp.matmul` takes for arrays of `dtype`, as what can be hashed; for None, what JAX is set to now.
+    """Checks a precision of `jnp.matmul` for arrays of `dtype`, and makes it hashable.
 
-    A gradient is traced later, when `jax.default_matmul_precision` may be another.
+    None becomes the present setting of `jax.default_matmul_precision`, because a gradient is traced later, when the
+    setting may be another.
     """
     precision = tuple(precision) if isinstance(precision, list) else precision
     if precision is not None:

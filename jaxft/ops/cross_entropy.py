@@ -1,4 +1,4 @@
-"""linear_cross_entropy: the cross-entropy of a linear classifier's logits, which are never all in memory."""
+"""The op `linear_cross_entropy`: cross-entropy of the logits of a linear classifier, a chunk of logits at a time."""
 
 from __future__ import annotations
 
@@ -21,14 +21,19 @@ Array = jax.Array
 
 
 class CrossEntropy(NamedTuple):
-    """What `linear_cross_entropy` returns: a sum and of how many rows, which add up over parts of a batch."""
+    """Result of `linear_cross_entropy`: a sum and a count, both of which add up over the parts of a batch.
 
-    total: Array  # float32
-    labelled: Array  # int32
+    Attributes:
+      total: the sum of the losses, float32.
+      labelled: the number of rows with a label, int32.
+    """
+
+    total: Array
+    labelled: Array
 
     @property
     def mean(self) -> Array:
-        """total / labelled, the loss of torch and transformers; 0 where no row has a label."""
+        """The loss that torch and transformers return: total / labelled. It is 0 if no row has a label."""
         return self.total / jnp.maximum(self.labelled, 1).astype(self.total.dtype)
 
 
@@ -42,46 +47,54 @@ def linear_cross_entropy(
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> CrossEntropy:
-    """The cross-entropy of logits x @ embedding.T + bias, which are computed a chunk of labelled rows at a time.
+    """Computes the cross-entropy of the logits x @ embedding.T + bias, a chunk of labelled rows at a time.
 
     Equivalent to::
 
-      log_p = jax.nn.log_softmax(x @ embedding.T + bias)
-      picked = jnp.take_along_axis(log_p, labels[..., None], axis=-1)[..., 0]
-      -jnp.sum(jnp.where(labels != ignore_index, picked, 0)), jnp.sum(labels != ignore_index)
+        log_p = jax.nn.log_softmax(x @ embedding.T + bias)
+        picked = jnp.take_along_axis(log_p, labels[..., None], axis=-1)[..., 0]
+        -jnp.sum(jnp.where(labels != ignore_index, picked, 0)), jnp.sum(labels != ignore_index)
 
-    Time follows the number of labels, not that of rows (masked language modelling labels some 15 % of them), and of
-    logits there are no more than a chunk's.
+    The time grows with the number of labels, not with the number of rows. (Masked language modelling labels some 15 %
+    of the rows.) At most one chunk of logits is in memory.
 
     Args:
-      x: `[..., D]`, float32, float16 or bfloat16; products accumulate in float32, and logits are float32.
+      x: `[..., D]`, float32, float16 or bfloat16. Matmuls accumulate in float32, and logits are float32.
       embedding: `[V, D]` of any float dtype, a row for each class: a table of word embeddings as it is, not transposed.
         It is cast to the dtype of `x`.
-      labels: `[...]`, integers. One outside of [0, V) that is not `ignore_index` makes the total NaN, and the gradients
-        that it takes part in too.
+      labels: `[...]`, integers. A label outside of [0, V) that is not `ignore_index` makes the total NaN, and also the
+        gradients that it takes part in.
       bias: `[V]` of any float dtype, or None.
-      ignore_index: a Python integer, the label of rows that have none. They contribute nothing, whatever x holds there.
-      precision: of the products, as in `jnp.matmul`; None follows `jax.default_matmul_precision`.
-      implementation: None or "xla", the only one: cuBLAS does the products.
+      ignore_index: the label of rows without a label, a Python integer. Such rows contribute nothing, whatever `x`
+        holds there.
+      precision: precision of the matmuls, as in `jnp.matmul`. None follows `jax.default_matmul_precision`.
+      implementation: None or "xla", the only implementation. The matmuls are cuBLAS's on a GPU.
 
     Returns:
-      The tuple (total, labelled): the sum of the losses, float32, and the number of rows with a label, int32, both
-      scalars. Its property `mean` is the loss that torch and transformers have, except that it is 0, with gradients of
-      0, where no row has a label. Over the steps of gradient accumulation or the devices of a `jax.shard_map`, add up
-      both before dividing. (Over devices use that: rows are put together by their labels, and outside of it XLA would
-      gather them from all devices.)
+      The tuple (total, labelled): the sum of the losses, float32, and the number of rows with a label, int32. Both are
+      scalars. The property `mean` is the loss that torch and transformers return, except that it is 0, with gradients
+      of 0, if no row has a label.
+
+      Over the steps of gradient accumulation or the devices of a `jax.shard_map`, add up both before you divide. With
+      several devices, use `jax.shard_map`: the op collects the rows that have a label, and outside of a `shard_map` XLA
+      would gather the rows from all devices.
 
     Raises:
-      TypeError: x, embedding or bias is not an array of floats, or labels not one of integers.
-      ValueError: a shape does not fit, ignore_index is no Python integer of 32 bits, or an unknown precision or
-        implementation.
-      NotImplementedError: the named implementation is not there.
+      TypeError: x, embedding or bias does not have a float dtype, or labels does not have an integer dtype.
+      ValueError: a shape does not fit, ignore_index is not a Python integer of 32 bits, or the precision or
+        implementation is unknown.
+      NotImplementedError: there is no such implementation.
 
-    Gradients: of x, embedding and bias (reverse mode only), exactly 0 in rows without a label. They are computed with
-    the loss, while a chunk's logits are there, for a cotangent of 1, kept in float32, and multiplied by the cotangent
-    before they are rounded to the dtypes of the arguments. Within, the gradient of the logits, at most 1, is rounded to
-    the dtype of x, in float16 after a multiplication by 2^15: probabilities far below float16's smallest number count,
-    with loss scaling or without. Deterministic.
+    Gradients: for x, embedding and bias (reverse mode only). They are exactly 0 in rows without a label. The pass that
+    computes the loss also computes them, for a cotangent of 1, because the logits of a chunk exist only there. They are
+    kept in float32 and multiplied by the cotangent before they are rounded to the dtypes of the arguments.
+
+    Accuracy: the gradient of the logits, which is at most 1, is rounded to the dtype of `x`. In float16 it is
+    multiplied by 2^15 before that, so that probabilities far below the smallest number of float16 count, with or
+    without loss scaling.
+
+    Determinism: the result and the gradients are deterministic.
+
     Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024), and the chunked losses of
     Liger-Kernel.
     """
@@ -116,19 +129,23 @@ def linear_cross_entropy(
 
 
 def _as_labels(op: str, labels: Any) -> Array:
-    """As int32; those beyond it stay what no class has."""
+    """Converts labels to int32.
+
+    A label that int32 does not hold is clipped to a number that is neither a class nor `ignore_index`.
+    """
     checks.as_array(op, "labels", labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"{op}: labels must be an array of integers, got {labels.dtype}")
     limits = np.iinfo(labels.dtype)
     if limits.max > 2**31 - 1:
-        labels = labels.clip(max(limits.min, -(2**31)), 2**31 - 1)  # by NumPy where it is NumPy's: JAX lets them wrap
+        # NumPy clips an array of NumPy, because JAX would let its numbers wrap around.
+        labels = labels.clip(max(limits.min, -(2**31)), 2**31 - 1)
     return jnp.asarray(labels, jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(plans.Plan):
-    """How the loss is computed; `dtypes` are those of x, embedding and bias."""
+    """Plan of a call of `linear_cross_entropy`. `dtypes` are the dtypes of x, embedding and bias."""
 
     ignore_index: int
     precision: Any
@@ -147,18 +164,21 @@ def _loss(x, embedding, bias, labels, plan):
 
 
 def _by_chunks(plan, with_gradients, x, embedding, bias, labels):
-    """The sum and the number of labels, and with gradients those of x, embedding and bias, in float32."""
+    """Computes the sum of the losses and the number of labels.
+
+    With `with_gradients`, also returns the gradients of x, embedding and bias, in float32.
+    """
     rows, width = x.shape
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-    scale = 2.0**15 if x.dtype == jnp.float16 else 1.0  # the largest that keeps the gradient of the logits finite
-    # Classes that are none, up to a multiple of 16 bytes: cuBLAS asks for it, and XLA would make a padded copy of the
-    # table and of the logits' gradient in every chunk.
+    scale = 2.0**15 if x.dtype == jnp.float16 else 1.0  # the largest power of 2 that keeps the gradient finite
+    # Pads the classes to a multiple of 8 (16 bytes in 16 bits). cuBLAS needs that, and XLA would otherwise make padded
+    # copies of the table and of the gradient of the logits in every chunk.
     classes, none = embedding.shape[0], -embedding.shape[0] % 8
     table = jnp.pad(embedding.astype(x.dtype), ((0, none), (0, 0)))
     added = bias if bias is not None or none == 0 else jnp.zeros(classes, wide)
     if added is not None:
         added = jnp.pad(added.astype(wide), (0, none), constant_values=-jnp.inf)
-    # Where the rows with a label are, in order, and then `rows`.
+    # The indices of the rows with a label, in order, and then `rows`, which is past the end.
     capacity = -(-rows // plan.forward.config.rows) * plan.forward.config.rows
     indices, (_, labelled) = reference.padding_indices((labels != plan.ignore_index)[None], capacity=capacity)
 
@@ -227,7 +247,7 @@ def _bwd(plan, saved, d):
     scaled: list[Any] = [x if x is None else (x * d[0]).astype(dtype)
                          for x, dtype in zip(gradients, plan.dtypes, strict=True)]  # fmt: skip
     dx, *others = scaled
-    return jnp.where(used[:, None], dx, 0), *others, None  # 0 for a cotangent of NaN too
+    return jnp.where(used[:, None], dx, 0), *others, None  # exactly 0 also if the cotangent is NaN
 
 
 _loss.defvjp(_fwd, _bwd)

@@ -1,4 +1,4 @@
-"""dense: activation(x @ kernel + bias) + residual."""
+"""Dense layers: the op `dense`, activation(x @ kernel + bias) + residual."""
 
 from __future__ import annotations
 
@@ -32,38 +32,42 @@ def dense(
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> Array:
-    """A dense layer with what follows it: bias, activation and residual.
+    """Computes a dense layer with its epilogue: bias, activation and residual.
 
     Equivalent to::
 
-      jax.nn.gelu(x @ kernel + bias, approximate=False) + residual  # activation="gelu"
+        jax.nn.gelu(x @ kernel + bias, approximate=False) + residual  # activation="gelu"
 
     Args:
-      x: `[..., K]`, float32, float16 or bfloat16; products accumulate in float32.
+      x: `[..., K]`, float32, float16 or bfloat16. The matmul accumulates in float32.
       kernel: `[K, F]` of the dtype of `x`.
       bias: `[F]` of any float dtype, or None.
-      activation: None, "gelu" (by the error function), "gelu_tanh", "relu", "silu" or "tanh".
-      residual: `[..., F]` of the dtype of `x`, added last.
-      precision: of the product, as in `jnp.matmul`; None follows `jax.default_matmul_precision`. TF32 by "mosaic_gpu"
-        cuts digits of x off, where XLA rounds: 1.6 times the error, results 0.04 % smaller on average.
-      implementation: None for the fastest; "mosaic_gpu" (on Hopper GPUs; in float32 without a residual, in TF32, and
-        the kernel is transposed first) and "triton" do all in one kernel, "xla" in as many as XLA makes of it. On an
-        NVIDIA GPU, None takes "mosaic_gpu" where it was measured faster, the host's time included, else in 16 bits
-        "triton" for few rows, but for deep ones, and up to Hopper for any number of them where there is an activation
-        and F > K; for others XLA's product (cuBLAS) and for an activation after it the Triton kernel of
-        `bias_activation` (XLA's own for few rows, but not in full float32, and where there is a residual).
+      activation: None, "gelu" (with the error function), "gelu_tanh", "relu", "silu" or "tanh".
+      residual: `[..., F]` of the dtype of `x`, added last, or None.
+      precision: precision of the matmul, as in `jnp.matmul`. None follows `jax.default_matmul_precision`.
+      implementation: `None` picks the fastest implementation for the device and shape. `"triton"` and `"mosaic_gpu"`
+        (Hopper only) run the whole layer as one kernel; `"xla"` leaves fusion to XLA. A named implementation that does
+        not support the arguments raises `NotImplementedError`. In float32, `"mosaic_gpu"` computes in TF32, takes no
+        residual and transposes `kernel` first. docs/kernels.md has the selection table.
 
     Returns:
       `[..., F]` of the dtype of `x`.
 
     Raises:
-      TypeError: an array is not of floats, or kernel or residual has another dtype than x.
-      ValueError: a shape does not fit, or an unknown activation, precision or implementation.
-      NotImplementedError: the named implementation cannot do this; the message says why.
+      TypeError: an array does not have a float dtype, or kernel or residual has another dtype than x.
+      ValueError: a shape does not fit, or the activation, precision or implementation is unknown.
+      NotImplementedError: the named implementation does not support the call. The message says why.
 
-    Gradients: of x, kernel, bias and residual. Deterministic. With neither activation nor residual, XLA adds the bias
-    in the dtype of x, in the epilogue of its product; otherwise the sum is float32. What is saved for the activation's
-    gradient is the product, by "mosaic_gpu" that sum, rounded to the dtype of x.
+    Gradients: for x, kernel, bias and residual. The backward pass of an activation uses the result of the matmul, which
+    is kept in the dtype of `x`. `"mosaic_gpu"` keeps the sum x @ kernel + bias instead, also in the dtype of `x`.
+
+    Determinism: the result and the gradients are deterministic.
+
+    Accuracy: bias and residual are added in float32. There is one exception: if XLA computes the matmul and there is
+    neither an activation nor a residual, XLA adds the bias in its epilogue, in the dtype of `x`. In TF32,
+    `"mosaic_gpu"` truncates `x` where XLA rounds. Its error is 1.6 times as large, and its results are 0.04 % smaller
+    on average.
+
     Source: the GEMMs of FasterTransformer v1.0 with `add_bias_act` in the epilogue.
     """
     op = "dense"
@@ -76,7 +80,7 @@ def dense(
         checks.check_same_dtype(op, "residual", residual, "x", x)
     precision = checks.check_precision(op, precision, x.dtype)
     rows, width = math.prod(x.shape[:-1]), kernel.shape[1]
-    # In two dimensions, which is where XLA recognises a matrix product with a bias in its epilogue.
+    # In two dimensions, because XLA recognises a matmul with a bias in its epilogue only there.
     arrays = (x.reshape(rows, x.shape[-1]), kernel, bias, None if residual is None else residual.reshape(rows, width))
     plan = plan_of(op, *arrays, activation, precision, implementation)
     plans.record(op, arrays, plan)
@@ -85,16 +89,16 @@ def dense(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(plans.Plan):
-    """How a dense layer runs.
+    """Plan of a dense layer.
 
-    A `forward` pass by "triton" or "mosaic_gpu" is one kernel. By "xla+triton" it is XLA's matmul and the kernel of
-    bias_activation. The `backward` pass is the kernel for the gradients of activation and bias; the matmuls of the
-    gradient are XLA's.
+    A `forward` pass by "triton" or "mosaic_gpu" is one kernel. A `forward` pass by "xla+triton" is XLA's matmul and the
+    kernel of `bias_activation`. The `backward` pass is the kernel for the gradients of activation and bias. The matmuls
+    of the gradient are XLA's.
     """
 
     activation: str | None
     precision: Any
-    kernel_precision: str  # "tf32" or "float32", of float32 matmuls in kernels
+    kernel_precision: str  # precision of float32 matmuls in kernels, "tf32" or "float32"
     plain: bool = False  # plain jnp, which JAX differentiates
 
     @property
@@ -134,7 +138,7 @@ def plan_of(
         legal = ("mosaic_gpu", "triton") if choice.name == "mosaic_gpu" else ("triton",)
         why = "; ".join([*filter(None, [why]), *(f"{name}: slower at this size" for name in legal if name != backend)])
     if backend == "xla" and (residual is not None if activation else bias is None):
-        return plan(plain=True, why=why)  # no kernel of ours would take part
+        return plan(plain=True, why=why)  # no kernel of jaxft would take part
 
     by_xla = tuning.splits_few_rows(rows, itemsize, kernel_precision)
     config: Any = None
@@ -148,7 +152,7 @@ def plan_of(
     if activation is None and bias is not None:
         backward = Pass("triton")  # the sum over the rows
     elif activation is not None and (backend != "xla" or itemsize == 2 or rows > 128):
-        # XLA's split matmul of few rows takes the gradient along, too.
+        # With few rows, XLA fuses the gradient into the kernel that adds up the parts of a split-K matmul.
         # H100, tf32, 128x768x3072 tanh GELU, both directions: 34.8 us (bias_activation's kernel 36.5), 2026-11-25
         backward = Pass("triton", tuning_rows.bias_activation_backward(rows, width, itemsize, device))
     return plan(forward=Pass(backend, config), backward=backward, interpret=choice.interpret, why=why)
@@ -168,16 +172,16 @@ def _reference(x, kernel, bias, residual, activation, precision):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def kernels(x, kernel, bias, residual, plan):
-    """The layer by the plan's kernels, with their gradient."""
+    """Computes the layer with the kernels of the plan, and defines its gradient."""
     if not plan.is_one_kernel:
         return _epilogue(jnp.matmul(x, kernel, precision=plan.precision), bias, residual, plan, in_place=True)
     return _one_kernel(x, kernel, bias, residual, plan)[0]
 
 
 def _one_kernel(x, kernel, bias, residual, plan, also=None):
-    """Returns the result, and with `also` what a gradient needs.
+    """Computes the layer by one kernel. With `also`, the kernel also returns what a gradient needs.
 
-    Triton gives the "product" x @ kernel. Mosaic GPU gives the "sum" of product and bias, or the "slope": the
+    From Triton this is the "product" x @ kernel. From Mosaic GPU it is the "sum" x @ kernel + bias, or the "slope": the
     derivatives of the activation.
     """
     config = plan.forward.config if also is None else plan.differentiated.config
@@ -190,12 +194,15 @@ def _one_kernel(x, kernel, bias, residual, plan, also=None):
     from jaxft.kernels.mosaic_gpu import dense as mosaic
 
     results = mosaic.forward(x, kernel, bias, residual, activation=plan.activation, config=config, also=also)
-    # Inside a shard_map, results of Mosaic kernels do not say over which axes they vary.
+    # Inside a shard_map, results of Mosaic kernels lack the mesh axes over which they vary.
     return tuple(transforms.vary_alike(x, kernel, bias, residual, *results)[4:])
 
 
 def with_slope(x: Array, kernel: Array, bias: Array | None, plan: Plan) -> tuple[Array, Array]:
-    """The result of a plan by Mosaic, and the activation's derivatives, rounded, which have no gradient."""
+    """Computes the layer by Mosaic GPU, and the derivatives of the activation.
+
+    The derivatives have the dtype that `support.derivative_dtype` returns. They have no gradient.
+    """
 
     def plain(x, kernel, bias):
         return (reference.dense(x, kernel, bias, activation=plan.activation, precision=plan.precision),)
@@ -205,7 +212,10 @@ def with_slope(x: Array, kernel: Array, bias: Array | None, plan: Plan) -> tuple
 
 
 def _epilogue(y, bias, residual, plan, in_place):
-    """activation(y + bias) + residual of a product `y` in memory, which may end there."""
+    """Computes activation(y + bias) + residual of the result `y` of a matmul.
+
+    With `in_place`, the kernel writes the result into the memory of `y`.
+    """
     if plan.forward.backend == "xla":
         return reference.dense_epilogue(y, bias, plan.activation, residual)
     return bias_activation.forward(
@@ -238,7 +248,7 @@ def _fwd(x, kernel, bias, residual, plan):
 def _bwd(plan, saved, d_out):
     x, kernel, bias, residual, y = saved
     if plan.forward.backend == "mosaic_gpu" and bias is not None:
-        bias = jnp.zeros_like(bias)  # it is in y
+        bias = jnp.zeros_like(bias)  # y includes it
 
     dy, d_bias = _epilogue_gradient(d_out, y, bias, plan)
     _, product_vjp = jax.vjp(functools.partial(jnp.matmul, precision=plan.precision), x, kernel)
@@ -246,7 +256,7 @@ def _bwd(plan, saved, d_out):
 
 
 def sum_of_rows(x: Array, plan: Plan) -> Array:
-    """x [M, F] -> [F], float32."""
+    """Computes the sum over the rows: x `[M, F]` -> `[F]`, float32."""
     total = transforms.with_plain_gradient(
         functools.partial(bias_activation.sum_of_rows, interpret=plan.interpret),
         lambda x: jnp.sum(x, axis=0, dtype=jnp.float32),
@@ -255,7 +265,10 @@ def sum_of_rows(x: Array, plan: Plan) -> Array:
 
 
 def _epilogue_gradient(d_out, y, bias, plan):
-    """Of activation(y + bias): the gradients of y and bias, in one pass if there is an activation."""
+    """Computes the gradients of y and bias through activation(y + bias).
+
+    They take one pass if there is an activation.
+    """
     if plan.activation is None:
         if bias is None:
             return d_out, None

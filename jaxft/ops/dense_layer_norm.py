@@ -1,4 +1,4 @@
-"""dense_residual_layer_norm: LN(dropout(x @ kernel + bias) + residual), how each half of a BERT layer ends."""
+"""The op `dense_residual_layer_norm`: LN(dropout(x @ kernel + bias) + residual)."""
 
 from __future__ import annotations
 
@@ -35,39 +35,45 @@ def dense_residual_layer_norm(
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> Array:
-    """A dense layer, and the normalised sum of its result and a residual: for few rows as two kernels made for it.
+    """Computes a dense layer, adds a residual and normalises the sum.
 
     Equivalent to::
 
-      bias_residual_layer_norm(dense(x, kernel), bias, residual, gamma, beta, epsilon=epsilon)
+        bias_residual_layer_norm(dense(x, kernel), bias, residual, gamma, beta, epsilon=epsilon)
 
-    and as fast as that for many rows. A few rows give work to too few programs; then several share the depth of each
-    tile of the product (split-K), and the kernel of the LayerNorm adds up their partial sums, in float32. XLA does the
-    like, and where its product of few rows is the fastest, in TF32 and for some deep ones, both are XLA's, unless a
-    gradient is taken.
+    With many rows, the op runs as these two ops. With few rows, the tiles of the matmul occupy too few SMs. The matmul
+    may then split the depth of each tile over several programs (split-K), and the LayerNorm kernel adds up the partial
+    sums in float32. If XLA's own split-K matmul is faster, XLA runs the matmul and the LayerNorm.
 
     Args:
-      x: `[..., K]`, float32, float16 or bfloat16; products accumulate in float32.
+      x: `[..., K]`, float32, float16 or bfloat16. The matmul accumulates in float32.
       kernel: `[K, D]` of the dtype of `x`.
       bias: `[D]` of any float dtype, or None.
       residual: `[..., D]` of the dtype of `x`.
-      gamma, beta: `[D]` of any float dtype, or None for 1 and 0.
-      epsilon: added to the variance (FasterTransformer's default; BERT's is 1e-12).
-      dropout_rate: in [0, 1). What is kept is a pure function of the key and the element's index.
-      dropout_rng: a JAX random key, needed where the rate is not 0.
-      precision: of the product, as in `jnp.matmul`; None follows `jax.default_matmul_precision`.
-      implementation: None for the fastest, "triton" or "xla".
+      gamma: `[D]` of any float dtype, or None for 1.
+      beta: `[D]` of any float dtype, or None for 0.
+      epsilon: added to the variance. (The default is FasterTransformer's, BERT's is 1e-12.)
+      dropout_rate: probability of dropping an element, in [0, 1). Which elements are kept is a pure function of
+        `dropout_rng` and the index of the element.
+      dropout_rng: a JAX random key. It is required if the rate is not 0.
+      precision: precision of the matmul, as in `jnp.matmul`. None follows `jax.default_matmul_precision`.
+      implementation: `None` picks the fastest implementation for the device and shape. `"triton"` runs kernels of
+        jaxft, `"xla"` plain jnp. docs/kernels.md has the selection table.
 
     Returns:
       `[..., D]` of the dtype of `x`.
 
     Raises:
-      TypeError: an array is not of floats, kernel or residual has another dtype than x, or a number is not one.
-      ValueError: a shape does not fit, a number is out of its range, or an unknown precision or implementation.
-      NotImplementedError: the named implementation cannot do this; the message says why.
+      TypeError: an array does not have a float dtype, kernel or residual has another dtype than x, or an argument that
+        must be a number is something else.
+      ValueError: a shape does not fit, a number is out of its range, or the precision or implementation is unknown.
+      NotImplementedError: the named implementation does not support the call. The message says why.
 
-    Gradients: of x, kernel, bias, residual, gamma and beta. Where they are taken, the two ops run, also for the result:
-    the product is then rounded to the dtype of x before the sum. Deterministic.
+    Gradients: for x, kernel, bias, residual, gamma and beta. Where a gradient is taken, the two ops run, also for the
+    result. The result of the matmul is then rounded to the dtype of `x` before the sum.
+
+    Determinism: the result and the gradients are deterministic.
+
     Source: a GEMM of FasterTransformer v1.0 and the `add_bias_input_layernorm` after it.
     """
     op = "dense_residual_layer_norm"
@@ -93,16 +99,16 @@ def dense_residual_layer_norm(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(plans.Plan):
-    """How the two halves run.
+    """Plan of a call of `dense_residual_layer_norm`.
 
     A pass by "ops" has the plans of `dense` and `bias_residual_layer_norm`. A `forward` pass by "triton" is a split-K
-    matmul and a LayerNorm that adds up the partial sums, one by "xla" is plain jnp.
+    matmul and a LayerNorm that adds up the partial sums. A `forward` pass by "xla" is plain jnp.
     """
 
     epsilon: float
     dropout_rate: float
     precision: Any
-    kernel_precision: str  # "tf32" or "float32", of float32 matmuls in kernels
+    kernel_precision: str  # precision of float32 matmuls in kernels, "tf32" or "float32"
 
 
 def plan_of(
@@ -126,7 +132,7 @@ def plan_of(
     choice = dispatch.choose(op, implementation, {"triton": reason})
     kernel_precision, device = dispatch.matmul_precision(precision), dispatch.device()
     product = dense.plan_of(op, x, kernel, None, None, None, precision, implementation)
-    # A matmul that no kernel takes, because of its sharding or its size, leaves the LayerNorm to XLA, too.
+    # If the Triton matmul does not support x, because of its sharding or size, XLA runs the LayerNorm, too.
     norm = layer_norm.plan_of(
         op, residual, bias, residual, gamma, beta, epsilon=epsilon, dropout_rate=dropout_rate, in_place=True,
         implementation="xla" if product_reason else implementation,
@@ -136,9 +142,9 @@ def plan_of(
     if choice.name == "triton" and 0 not in (rows, depth, width):
         split = tuning.dense_split(rows, depth, width, itemsize, device)
         if split.splits > 1:
-            forward = Pass("triton", (split, tuning_rows.layer_norm(rows, width, 4, device, "sums")))  # of float32 sums
+            forward = Pass("triton", (split, tuning_rows.layer_norm(rows, width, 4, device, "sums")))  # float32 sums
         elif implementation is None and tuning.splits_few_rows(rows, itemsize, kernel_precision) and product.plain:
-            # XLA's split matmul takes the LayerNorm along.
+            # XLA fuses the LayerNorm into the kernel that adds up the parts of its split-K matmul.
             # H200, tf32, 128x768x768: 8.4 us (our LayerNorm after the matmul 9.6), 2026-11-23
             forward, why = plans.XLA, "triton: slower at this size"
     return Plan(
@@ -158,7 +164,7 @@ def run(
     x: Array, kernel: Array, residual: Array, bias: Array | None, gamma: Array | None, beta: Array | None,
     rng: Array | None, plan: Plan,
 ) -> Array:  # fmt: skip
-    """Computes both halves of arrays in two dimensions."""
+    """Computes the op for arrays in two dimensions."""
     arrays = x, kernel, residual, bias, gamma, beta, rng
     if plan.forward.backend == "ops":
         return _two_ops(*arrays, plan)

@@ -1,4 +1,4 @@
-"""embeddings_layer_norm: the sum of rows of the word, position and token type tables, its LayerNorm and dropout."""
+"""The op `embeddings_layer_norm`: sum of word, position and token type embeddings, LayerNorm and dropout."""
 
 from __future__ import annotations
 
@@ -37,43 +37,50 @@ def embeddings_layer_norm(
     dtype: Any = None,
     implementation: str | None = None,
 ) -> Array:
-    """Looks up the word, position and token type embeddings of tokens, adds and normalises them, in one kernel.
+    """Looks up word, position and token type embeddings, adds them and normalises the sum, in one kernel.
 
     Equivalent to::
 
-      total = word[input_ids] + position[position_ids] + token_type[token_type_ids]
-      dropout(layer_norm(total, gamma, beta, epsilon=epsilon))
+        total = word[input_ids] + position[position_ids] + token_type[token_type_ids]
+        dropout(layer_norm(total, gamma, beta, epsilon=epsilon))
 
-    An id that its table does not have, negative ones included, gives NaN in the row of its token (where that is not
-    dropped), and has no gradient in that table.
+    An id outside of its table (also a negative id) gives NaN in the row of its token, except in elements that dropout
+    drops. Such an id has no gradient in that table.
 
     Args:
       input_ids: `[..., T]`, integers.
-      word: `[V, D]`, float32, float16 or bfloat16; the sum and the statistics are float32.
+      word: `[V, D]`, float32, float16 or bfloat16. The sum and the statistics are float32.
       position: `[P, D]` of any float dtype.
-      token_type: `[C, D]` of any float dtype, or None for none.
-      gamma, beta: `[D]` of any float dtype, or None for 1 and 0.
-      position_ids: the shape of `input_ids`, integers, or None for 0 to T - 1.
-      token_type_ids: the same, None for 0.
-      epsilon: added to the variance (BERT's is 1e-12).
-      dropout_rate: in [0, 1). What is kept is a pure function of the key and the element's index.
-      dropout_rng: a JAX random key, needed where the rate is not 0.
-      dtype: of the result, None for that of `word`.
-      implementation: None for the fastest, "triton" or "xla".
+      token_type: `[C, D]` of any float dtype, or None for no such embedding.
+      gamma: `[D]` of any float dtype, or None for 1.
+      beta: `[D]` of any float dtype, or None for 0.
+      position_ids: integers of the shape of `input_ids`, or None for 0 to T - 1.
+      token_type_ids: integers of the shape of `input_ids`, or None for 0.
+      epsilon: added to the variance. (BERT's is 1e-12.)
+      dropout_rate: probability of dropping an element, in [0, 1). Which elements are kept is a pure function of
+        `dropout_rng` and the index of the element.
+      dropout_rng: a JAX random key. It is required if the rate is not 0.
+      dtype: dtype of the result. None is the dtype of `word`.
+      implementation: `None` picks the fastest implementation for the device and shape. `"triton"` runs a kernel of
+        jaxft, `"xla"` plain jnp. docs/kernels.md has the selection table.
 
     Returns:
       `[..., T, D]` of `dtype`.
 
     Raises:
-      TypeError: ids are not integers, another array or `dtype` is not of floats, or a number is not one.
+      TypeError: ids do not have an integer dtype, another array or `dtype` does not have a float dtype, or an argument
+        that must be a number is something else.
       ValueError: a shape does not fit, T is more than P and there are no position_ids, there are token_type_ids but no
-        token_type, a number is out of its range, or an unknown implementation.
-      NotImplementedError: the named implementation cannot do this; the message says why.
+        token_type, a number is out of its range, or the implementation is unknown.
+      NotImplementedError: the named implementation does not support the call. The message says why.
 
-    Gradients: of word, position, token_type, gamma and beta, those of the tables dense. Deterministic with "triton",
-    which sorts the tokens by id and adds up each run of equal ones in a fixed order. "xla" scatters them, on a GPU with
-    atomics in any order, unless `XLA_FLAGS` has `--xla_gpu_deterministic_ops=true`. In float32 that is faster: 1.4 to
-    1.6 times, forward pass included, up to 4,096 tokens (H200, 2026-11-22).
+    Gradients: for word, position, token_type, gamma and beta. The gradients of the tables are dense arrays.
+
+    Determinism: `"triton"` is deterministic. It sorts the tokens by id and adds up the gradients of equal ids in a
+    fixed order. On a GPU, `"xla"` adds them by atomics in any order, unless `XLA_FLAGS` has
+    `--xla_gpu_deterministic_ops=true`. In float32 with up to 4,096 tokens, `"xla"` is 1.4 to 1.6 times as fast, forward
+    pass included (H200, 2026-11-22).
+
     Source: BERT (Devlin et al., 2019), section 3: the sum of token, segment and position embeddings.
     """
     op = "embeddings_layer_norm"
@@ -115,7 +122,7 @@ def embeddings_layer_norm(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(plans.Plan):
-    """How embeddings and their LayerNorm run."""
+    """Plan of a call of `embeddings_layer_norm`."""
 
     epsilon: float
     dropout_rate: float
@@ -123,7 +130,7 @@ class Plan(plans.Plan):
 
 
 class Backward(NamedTuple):
-    """The configurations of the backward pass: LayerNorm's gradient, and the sums by id for each table that has ids."""
+    """Configurations of the backward pass: of LayerNorm, and of the sums by id for each table that has ids."""
 
     layer_norm: GradientConfig
     word: RowConfig
@@ -161,7 +168,7 @@ def plan_of(
         return None if table is None or ids is None else tuning.embeddings_sums(*table.shape)
 
     backward = Backward(
-        tuning.layer_norm_backward(rows, width, 4, *others),  # of the sum, which is float32
+        tuning.layer_norm_backward(rows, width, 4, *others),  # itemsize of the sum, float32
         tuning.embeddings_sums(*word.shape),
         sums(position, position_ids),
         sums(token_type, token_type_ids),
@@ -175,7 +182,7 @@ def plan_of(
 
 
 def _as_ids(op, name, x, shape=None):
-    """Those beyond int32, which no table has, as others that no table has."""
+    """Converts ids to int32. An id that int32 does not hold is clipped to an id that no table has."""
     checks.as_array(op, name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{op}: {name} must be an array of integers, got {x.dtype}")
@@ -185,7 +192,8 @@ def _as_ids(op, name, x, shape=None):
         raise ValueError(f"{op}: {name} must have at least one dimension, got a scalar")
     limits = jnp.iinfo(x.dtype)
     if limits.max > 2**31 - 1:
-        x = x.clip(max(limits.min, -1), 2**31 - 1)  # by NumPy where it is NumPy's: JAX lets numbers wrap around
+        # NumPy clips an array of NumPy, because JAX would let its numbers wrap around.
+        x = x.clip(max(limits.min, -1), 2**31 - 1)
     return jnp.asarray(x, jnp.int32)
 
 
@@ -215,7 +223,7 @@ def _kernels(word, position, token_type, gamma, beta, input_ids, position_ids, t
 
 
 def _forward(plan, save, *arrays):
-    """The result, and with `save` the sum and what its LayerNorm's gradient needs."""
+    """Computes the result. With `save`, also returns the sum and what the gradient of LayerNorm needs."""
     word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, rng = arrays
 
     def flat(ids):
@@ -256,7 +264,7 @@ def _bwd(plan, saved, dy):
     configs = plan.backward.config
 
     def kernel(dy, total, saved, word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, rng):
-        of_rows = token_type is not None and token_type_ids is None  # its gradient is that of a bias
+        of_rows = token_type is not None and token_type_ids is None  # the gradient of row 0 is a sum over all tokens
         vectors = {"bias": token_type if of_rows else None, "gamma": gamma, "beta": beta}
         d, _, found = triton_layer_norm.backward(
             dy.reshape(total.shape),

@@ -1,4 +1,4 @@
-"""feed_forward_residual_layer_norm: LN(dropout(act(x @ W1 + b1) @ W2 + b2) + x), the second half of a BERT layer."""
+"""The op `feed_forward_residual_layer_norm`: LN(dropout(act(x @ W1 + b1) @ W2 + b2) + x), half of a BERT layer."""
 
 from __future__ import annotations
 
@@ -36,45 +36,56 @@ def feed_forward_residual_layer_norm(
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> Array:
-    """The feed-forward network of a BERT layer: two dense layers, the residual and the LayerNorm.
+    """Computes the feed-forward network of a BERT layer: two dense layers, the residual and the LayerNorm.
 
     Equivalent to::
 
-      h = dense(x, in_kernel, in_bias, activation=activation)
-      dense_residual_layer_norm(h, out_kernel, out_bias, x, gamma, beta, epsilon=epsilon)
+        h = dense(x, in_kernel, in_bias, activation=activation)
+        dense_residual_layer_norm(h, out_kernel, out_bias, x, gamma, beta, epsilon=epsilon)
 
-    and in the forward pass the same kernels. The backward pass is what it is for: where "mosaic_gpu" is the fastest for
-    the first layer, in 16 bits its kernel also gives the derivatives of the activation, beside bfloat16 in 8 bits, and
-    the gradient is multiplied by them in the epilogue of its product with the second kernel.
+    The forward pass runs the kernels of these two ops. The backward pass is faster if `"mosaic_gpu"` runs the first
+    layer in 16 bits. The kernel of that layer then also stores the derivatives of the activation, for bfloat16 in 8
+    bits. The backward pass multiplies by them in the epilogue of its matmul with `out_kernel`.
 
     Args:
-      x: `[..., D]`, float32, float16 or bfloat16; products accumulate in float32.
+      x: `[..., D]`, float32, float16 or bfloat16. The matmuls accumulate in float32.
       in_kernel: `[D, F]` of the dtype of `x`.
       in_bias: `[F]` of any float dtype, or None.
       out_kernel: `[F, D]` of the dtype of `x`.
-      out_bias, gamma, beta: `[D]` of any float dtype, or None for 0, 1 and 0.
-      activation: "gelu" (by the error function), "gelu_tanh", "relu", "silu" or "tanh".
-      epsilon: added to the variance (FasterTransformer's default; BERT's is 1e-12).
-      dropout_rate: in [0, 1). What is kept is a pure function of the key and the element's index.
-      dropout_rng: a JAX random key, needed where the rate is not 0.
-      precision: of the products, as in `jnp.matmul`; None follows `jax.default_matmul_precision`.
-      implementation: None for the fastest, "triton" or "xla"; "mosaic_gpu" for the first layer and, in 16 bits, its
-        gradient, and the fastest for the rest (on Hopper GPUs).
+      out_bias: `[D]` of any float dtype, or None.
+      gamma: `[D]` of any float dtype, or None for 1.
+      beta: `[D]` of any float dtype, or None for 0.
+      activation: "gelu" (with the error function), "gelu_tanh", "relu", "silu" or "tanh".
+      epsilon: added to the variance. (The default is FasterTransformer's, BERT's is 1e-12.)
+      dropout_rate: probability of dropping an element, in [0, 1). Which elements are kept is a pure function of
+        `dropout_rng` and the index of the element.
+      dropout_rng: a JAX random key. It is required if the rate is not 0.
+      precision: precision of the matmuls, as in `jnp.matmul`. None follows `jax.default_matmul_precision`.
+      implementation: `None` picks the fastest implementation for the device and shape. `"triton"` and `"xla"` run all
+        of the op. `"mosaic_gpu"` (Hopper only) runs the first layer and, in 16 bits, its gradient; the rest is picked
+        as for `None`. docs/kernels.md has the selection table.
 
     Returns:
       `[..., D]` of the dtype of `x`.
 
     Raises:
-      TypeError: an array is not of floats, a kernel has another dtype than x, or a number is not one.
-      ValueError: a shape does not fit, a number is out of its range, or an unknown activation, precision or
-        implementation.
-      NotImplementedError: the named implementation cannot do this; the message says why.
+      TypeError: an array does not have a float dtype, a kernel has another dtype than x, or an argument that must be a
+        number is something else.
+      ValueError: a shape does not fit, a number is out of its range, or the activation, precision or implementation is
+        unknown.
+      NotImplementedError: the named implementation does not support the call. The message says why.
 
-    Gradients: of all arrays. Deterministic. The activation's derivatives are rounded where that kernel saves them: in
-    bfloat16 to 8 bits, in steps of 1/200, so that those below 1/400 count for nothing. In a real checkpoint the
-    gradients then err as much as those of plain jnp in bfloat16; that of a unit whose sums are all far in a tail errs
-    more, but is small. In float16 they are float16; there, where a gradient is taken, "gelu_tanh" and "silu" may differ
-    from the values without one by what rounding does.
+    Gradients: for all arrays.
+
+    Determinism: the result and the gradients are deterministic.
+
+    Accuracy: stored derivatives of the activation are rounded. For bfloat16 they have 8 bits in steps of 1/200, so that
+    derivatives below 1/400 become 0. With the weights of a real checkpoint, the errors of the gradients are then as
+    large as with plain jnp in bfloat16. The gradient of a unit whose sums are all far in a tail of the activation has a
+    larger error, but such a gradient is small. For float16 the derivatives are float16, and "gelu_tanh" and "silu" may
+    then differ by rounding from their values where no gradient is taken. See docs/performance-notes.md, "Accuracy of
+    activation derivatives in 8 bits".
+
     Source: the second half of FasterTransformer v1.0's encoder layer.
     """
     op = "feed_forward_residual_layer_norm"
@@ -104,11 +115,11 @@ def feed_forward_residual_layer_norm(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(plans.Plan):
-    """How the feed-forward network runs.
+    """Plan of a call of `feed_forward_residual_layer_norm`.
 
-    The `forward` pass is composed of other ops. A `backward` pass by "mosaic_gpu" multiplies by the derivatives that
-    the first kernel of the `saving` pass kept; its ops are `dense`, `dense` and `bias_residual_layer_norm`. Otherwise
-    the ops are `dense` and `dense_residual_layer_norm`, with their own gradients.
+    The `forward` pass is composed of other ops. If the `backward` pass is "mosaic_gpu", these ops are `dense`, `dense`
+    and `bias_residual_layer_norm`, and the backward pass multiplies by the derivatives that the first kernel of the
+    `saving` pass has stored. Otherwise the ops are `dense` and `dense_residual_layer_norm`, with their own gradients.
     """
 
     precision: Any
@@ -132,14 +143,14 @@ def plan_of(
 ) -> Plan:
     """Chooses backends and configurations for arrays of these shapes and dtypes, in two dimensions."""
     (rows, width), inner, itemsize, device = x.shape, in_kernel.shape[1], x.dtype.itemsize, dispatch.device()
-    # A named implementation is refused here, with the names of this op's arguments.
+    # Checks a named implementation here, so that an error has the names of this op's arguments.
     if implementation is not None:
         reason = triton.unsupported(x=x, in_bias=in_bias, out_bias=out_bias, gamma=gamma, beta=beta)
         dispatch.choose(op, implementation, {"triton": reason, "mosaic_gpu": reason})
     others = None if implementation == "mosaic_gpu" else implementation
     first = dense.plan_of(op, x, in_kernel, in_bias, None, activation, precision, implementation)
     norm = {"epsilon": epsilon, "dropout_rate": dropout_rate, "implementation": others}
-    if first.forward.backend != "mosaic_gpu" or itemsize > 2:  # there are no derivatives in float32
+    if first.forward.backend != "mosaic_gpu" or itemsize > 2:  # kernels store no derivatives in float32
         h = jax.ShapeDtypeStruct((rows, inner), x.dtype, sharding=jax.typeof(x).sharding)
         second = dense_layer_norm.plan_of(
             op, h, out_kernel, x, out_bias, gamma, beta, **norm, precision=precision
@@ -195,10 +206,10 @@ def _bwd(plan, saved, dy):
 
 
 def _inner_gradient(dy, out_kernel, slope, x, in_kernel, in_bias, plan):
-    """Of the sum x @ in_kernel + in_bias, and its sum over the rows in float32.
+    """Computes the gradient of x @ in_kernel + in_bias, and its sum over the rows in float32.
 
-    `slope` are the activation's derivatives as the kernel has kept them. For the gradients of this they are computed
-    again from the sum.
+    `slope` holds the derivatives of the activation as the kernel has stored them. The gradient of this function does
+    not use them: it computes them again from x @ in_kernel + in_bias.
     """
 
     def plain(dy, out_kernel, slope, x, in_kernel, in_bias):
@@ -212,7 +223,7 @@ def _inner_gradient(dy, out_kernel, slope, x, in_kernel, in_bias, plan):
         from jaxft.kernels.mosaic_gpu import dense_backward as mosaic
 
         found = mosaic.backward(dy, out_kernel, slope, config=plan.backward.config)
-        return tuple(transforms.vary_alike(dy, out_kernel, slope, *found)[3:])  # see `dense`
+        return tuple(transforms.vary_alike(dy, out_kernel, slope, *found)[3:])  # see `dense._one_kernel`
 
     return transforms.with_plain_gradient(fused, plain)(dy, out_kernel, slope, x, in_kernel, in_bias)
 

@@ -1,4 +1,4 @@
-"""layer_norm, and bias_residual_layer_norm: LN(dropout(x + bias) + residual)."""
+"""LayerNorm: the ops `layer_norm`, and `bias_residual_layer_norm`, LN(dropout(x + bias) + residual)."""
 
 from __future__ import annotations
 
@@ -32,27 +32,33 @@ def layer_norm(
 
     Equivalent to::
 
-      mean, variance = jnp.mean(x, -1, keepdims=True), jnp.var(x, -1, keepdims=True)
-      (x - mean) * lax.rsqrt(variance + epsilon) * gamma + beta
+        mean, variance = jnp.mean(x, -1, keepdims=True), jnp.var(x, -1, keepdims=True)
+        (x - mean) * lax.rsqrt(variance + epsilon) * gamma + beta
 
     Args:
-      x: `[..., D]`, float32, float16 or bfloat16. Statistics are float32, in two passes (never E[x^2] - E[x]^2).
-      gamma, beta: `[D]` of any float dtype, or None for 1 and 0.
+      x: `[..., D]`, float32, float16 or bfloat16. The statistics are float32: first the mean, then the variance as the
+        mean of (x - mean)^2, never as E[x^2] - E[x]^2.
+      gamma: `[D]` of any float dtype, or None for 1.
+      beta: `[D]` of any float dtype, or None for 0.
       epsilon: added to the variance.
-      in_place: the kernel writes the result into the memory of `x`. That saves a buffer where nothing else needs `x`,
-        which is donated or was made in the same jit; where something does, XLA copies `x` first. Without effect where
-        a gradient is taken, which needs `x`, and with "xla", which reuses buffers as it finds best.
-      implementation: None for the fastest, "triton" or "xla".
+      in_place: whether the kernel writes the result into the memory of `x`. This saves a buffer if nothing else needs
+        `x`, because `x` is donated or was made in the same jit. If something else needs `x`, XLA copies `x` first. It
+        has no effect where a gradient is taken, which needs `x`, nor with `"xla"`, which reuses buffers as it sees fit.
+      implementation: `None` picks the fastest implementation for the device and shape. `"triton"` runs a kernel of
+        jaxft, `"xla"` plain jnp. docs/kernels.md has the selection table.
 
     Returns:
       An array of the shape and dtype of `x`.
 
     Raises:
-      TypeError: an array is not of floats, or epsilon is not a number.
-      ValueError: gamma or beta is not `[D]`, epsilon is not positive, or an unknown implementation.
-      NotImplementedError: the named implementation cannot do this; the message says why.
+      TypeError: an array does not have a float dtype, epsilon is not a number, or `in_place` is not a bool.
+      ValueError: gamma or beta is not `[D]`, `x` is a scalar, epsilon is not positive, or the implementation is
+        unknown.
+      NotImplementedError: the named implementation does not support the call. The message says why.
 
-    Gradients: of x, gamma and beta. Deterministic.
+    Gradients: for x, gamma and beta.
+
+    Determinism: the result and the gradients are deterministic.
     """
     op = "layer_norm"
     x, gamma, beta, epsilon = _check(op, x, gamma, beta, epsilon)
@@ -81,30 +87,37 @@ def bias_residual_layer_norm(
 
     Equivalent to::
 
-      layer_norm(dropout(x + bias) + residual, gamma, beta, epsilon=epsilon)
+        layer_norm(dropout(x + bias) + residual, gamma, beta, epsilon=epsilon)
 
     Args:
-      x: `[..., D]`, float32, float16 or bfloat16; the sum and the statistics are float32.
+      x: `[..., D]`, float32, float16 or bfloat16. The sum and the statistics are float32.
       bias: `[D]` of any float dtype, or None.
       residual: the shape and dtype of `x`.
-      gamma, beta: `[D]` of any float dtype, or None for 1 and 0.
-      epsilon: added to the variance (FasterTransformer's default; BERT's is 1e-12).
-      dropout_rate: in [0, 1). What is kept is a pure function of the key and the element's index.
-      dropout_rng: a JAX random key, needed where the rate is not 0.
-      return_sum: also return the sum before the normalisation, for pre-norm models.
-      in_place: the kernel writes the result into the memory of `x` (see `layer_norm`), and the sum into that of
-        `residual`.
-      implementation: None for the fastest, "triton" or "xla".
+      gamma: `[D]` of any float dtype, or None for 1.
+      beta: `[D]` of any float dtype, or None for 0.
+      epsilon: added to the variance. (The default is FasterTransformer's, BERT's is 1e-12.)
+      dropout_rate: probability of dropping an element, in [0, 1). Which elements are kept is a pure function of
+        `dropout_rng` and the index of the element.
+      dropout_rng: a JAX random key. It is required if the rate is not 0.
+      return_sum: whether to also return the sum before the normalisation, for pre-norm models.
+      in_place: whether the kernel writes the result into the memory of `x` (see `layer_norm`), and the sum into the
+        memory of `residual`.
+      implementation: `None` picks the fastest implementation for the device and shape. `"triton"` runs a kernel of
+        jaxft, `"xla"` plain jnp. docs/kernels.md has the selection table.
 
     Returns:
-      An array of the shape and dtype of `x`, or with `return_sum` a pair of them: (normalised, sum).
+      An array of the shape and dtype of `x`. With `return_sum`, a pair of such arrays: (normalised, sum).
 
     Raises:
-      TypeError: an array is not of floats, residual has another dtype than x, or a number is not one.
-      ValueError: a shape does not fit, a number is out of its range, or an unknown implementation.
-      NotImplementedError: the named implementation cannot do this; the message says why.
+      TypeError: an array does not have a float dtype, residual has another dtype than x, or an argument that must be a
+        number or a bool is something else.
+      ValueError: a shape does not fit, a number is out of its range, or the implementation is unknown.
+      NotImplementedError: the named implementation does not support the call. The message says why.
 
-    Gradients: of x, bias, residual, gamma and beta. Deterministic.
+    Gradients: for x, bias, residual, gamma and beta.
+
+    Determinism: the result and the gradients are deterministic.
+
     Source: `add_bias_input_layernorm` of FasterTransformer v1.0.
     """
     op = "bias_residual_layer_norm"
@@ -137,7 +150,7 @@ def _check(op, x, gamma, beta, epsilon):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(plans.Plan):
-    """How a LayerNorm runs, with or without what is added first."""
+    """Plan of a call of `layer_norm` or `bias_residual_layer_norm`."""
 
     epsilon: float
     dropout_rate: float
@@ -178,7 +191,7 @@ def run(
     x: Array, bias: Array | None, residual: Array | None, gamma: Array | None, beta: Array | None, rng: Array | None,
     plan: Plan,
 ) -> tuple[Array, ...]:  # fmt: skip
-    """Returns the normalised array, and the sum if the plan asks for it."""
+    """Computes the normalised array, and the sum if the plan asks for it."""
     if plan.forward.backend == "xla":
         return _reference(x, bias, residual, gamma, beta, rng, plan.epsilon, plan.dropout_rate, plan.return_sum)
     rows, width = math.prod(x.shape[:-1]), x.shape[-1]

@@ -1,4 +1,4 @@
-"""remove_padding and restore_padding: tokens in a padded batch, and the same tokens back to back."""
+"""Conversion between padded batches and packed sequences: the ops `remove_padding` and `restore_padding`."""
 
 from __future__ import annotations
 
@@ -18,45 +18,63 @@ Array = jax.Array
 
 
 class PackedTokens(NamedTuple):
-    """What `remove_padding` returns."""
+    """Result of `remove_padding`.
 
-    x: Array  # [capacity, ...]
-    indices: Array  # int32 [capacity]
-    cu_seqlens: Array  # int32 [B + 1]
+    Attributes:
+      x: the packed rows, `[capacity, ...]`.
+      indices: the place of each row in the padded batch, int32 `[capacity]`.
+      cu_seqlens: the limits of the sequences, int32 `[B + 1]`.
+    """
+
+    x: Array
+    indices: Array
+    cu_seqlens: Array
 
 
 def remove_padding(x: Array, mask: Array, *, capacity: int, implementation: str | None = None) -> PackedTokens:
-    """Puts the tokens of a padded batch back to back, in an array of a static number of rows.
+    """Packs the tokens of a padded batch into an array with a static number of rows.
 
-    Equivalent, where all tokens fit, to::
+    Equivalent, if all tokens fit, to::
 
-      indices = jnp.nonzero(mask.reshape(-1), size=capacity, fill_value=B * T)[0]
-      x.reshape(B * T, ...).at[indices].get(mode="fill", fill_value=0), indices, [0, *jnp.cumsum(jnp.sum(mask, axis=1))]
+        indices = jnp.nonzero(mask.reshape(-1), size=capacity, fill_value=B * T)[0]
+        packed = x.reshape(B * T, ...).at[indices].get(mode="fill", fill_value=0)
+        packed, indices, [0, *jnp.cumsum(jnp.sum(mask, axis=1))]
 
     Args:
       x: `[B, T, ...]` of any dtype: hidden states, but also token ids.
-      mask: bool `[B, T]`, True for tokens, which need not come first.
-      capacity: a Python integer, the number of rows of the result. B * T is always enough; every other one is compiled
-        anew.
-      implementation: None for the fastest, "triton" (floats of 16 and 32 bits, 32 bytes a token or more) or "xla".
+      mask: bool `[B, T]`, True for tokens. The tokens of a sequence need not come first.
+      capacity: the number of rows of the result, a positive Python integer. B * T is always enough. Each capacity is
+        compiled separately.
+      implementation: `None` picks the fastest implementation for the device and shape. `"triton"` runs a kernel of
+        jaxft. It takes float32, float16 and bfloat16, with 32 bytes per token or more. `"xla"` runs plain jnp.
+        docs/kernels.md has the selection table.
 
     Returns:
-      The tuple (x, indices, cu_seqlens): x `[capacity, ...]`, the tokens in order and then rows of 0; indices int32
-      `[capacity]`, a token's place b * T + t, in unused rows B * T; cu_seqlens int32 `[B + 1]`, as
-      `varlen_qkv_attention` takes it: sequence b is rows cu_seqlens[b] to cu_seqlens[b + 1].
+      The tuple (x, indices, cu_seqlens).
 
-      No token is ever dropped. More of them than `capacity` are an error; where `mask` is traced (an argument of a
-      `jax.jit`, say), and nothing can be raised, every element of x is NaN then: -1 for signed integers (an id that no
-      embedding table has, so that NaN comes of it), the largest number for unsigned ones, True for booleans. All
-      indices are -1, of which `restore_padding` makes the same, and cu_seqlens ends above `capacity`.
+      x, `[capacity, ...]`, has the tokens in order, and then rows of 0.
+
+      indices, int32 `[capacity]`, has the place b * T + t of each token, and B * T in unused rows.
+
+      cu_seqlens, int32 `[B + 1]`, is what `varlen_qkv_attention` takes: sequence b is rows `cu_seqlens[b]` to
+      `cu_seqlens[b + 1]`.
+
+      No token is ever dropped. More tokens than `capacity` are an error. If `mask` is traced (an argument of a
+      `jax.jit`, for example), nothing can be raised. Every element of x is then NaN: for signed integers -1 (an id
+      outside of every embedding table, which gives NaN), for unsigned integers the largest number, and for booleans
+      True. All indices are then -1, which makes `restore_padding` return the same values, and cu_seqlens ends above
+      `capacity`.
 
     Raises:
       TypeError: mask is not boolean, or an argument is not an array.
-      ValueError: a shape does not fit, capacity is not a positive Python integer, mask has more tokens than that, or an
-        unknown implementation.
-      NotImplementedError: the named implementation cannot do this; the message says why.
+      ValueError: a shape does not fit, capacity is not a positive Python integer, mask has more tokens than capacity,
+        or the implementation is unknown.
+      NotImplementedError: the named implementation does not support the call. The message says why.
 
-    Gradients: of x, as a gather (reverse mode only); 0 for what is no token. Deterministic.
+    Gradients: for x, by a gather (reverse mode only). They are 0 at places without a token.
+
+    Determinism: the result and the gradients are deterministic.
+
     Source: `remove_padding` and `rebuild_padding` of FasterTransformer, after the Effective Transformer of ByteDance.
     """
     op = "remove_padding"
@@ -77,30 +95,33 @@ def remove_padding(x: Array, mask: Array, *, capacity: int, implementation: str 
 
 
 def restore_padding(x: Array, indices: Array, *, batch: int, length: int, implementation: str | None = None) -> Array:
-    """Puts packed rows back to where `remove_padding` took them from.
+    """Puts packed rows back to the places from which `remove_padding` took them.
 
     Equivalent to::
 
-      jnp.zeros((B * T, ...), x.dtype).at[indices].set(x, mode="drop").reshape(B, T, ...)
+        jnp.zeros((B * T, ...), x.dtype).at[indices].set(x, mode="drop").reshape(B, T, ...)
 
     Args:
       x: `[M, ...]` of any dtype.
-      indices: integers `[M]`, the places b * T + t of the rows, no place twice; a row from B * T on goes nowhere.
-        Where any is negative, as `remove_padding` says that its capacity was too small, the whole result is NaN (of
-        other dtypes as there).
-      batch, length: B and T, Python integers.
+      indices: integers `[M]`, the place b * T + t of each row. No place may occur twice. A row with an index of B * T
+        or more is dropped. If any index is negative, which is how `remove_padding` reports a capacity that was too
+        small, the whole result is NaN (or what `remove_padding` gives for other dtypes).
+      batch: B, a Python integer.
+      length: T, a Python integer.
       implementation: as for `remove_padding`.
 
     Returns:
-      `[B, T, ...]` of the dtype of `x`, 0 where no row belongs.
+      `[B, T, ...]` of the dtype of `x`, with 0 at places without a row.
 
     Raises:
-      TypeError: indices are not integers, or an argument is not an array.
-      ValueError: a shape does not fit, indices beyond int32, batch or length is not a Python integer >= 0, or an
-        unknown implementation.
-      NotImplementedError: the named implementation cannot do this; the message says why.
+      TypeError: indices do not have an integer dtype, or an argument is not an array.
+      ValueError: a shape does not fit, indices do not fit int32, batch or length is not a Python integer >= 0, or the
+        implementation is unknown.
+      NotImplementedError: the named implementation does not support the call. The message says why.
 
-    Gradients: of x, as a gather (reverse mode only). Deterministic.
+    Gradients: for x, by a gather (reverse mode only).
+
+    Determinism: the result and the gradients are deterministic.
     """
     op = "restore_padding"
     x, indices = checks.as_array(op, "x", x), checks.as_integers(op, "indices", indices)
@@ -117,16 +138,17 @@ def restore_padding(x: Array, indices: Array, *, batch: int, length: int, implem
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(plans.Plan):
-    """How rows move between a padded batch `[batch, length]` and packed rows."""
+    """Plan of the moves of rows between a padded batch `[batch, length]` and packed rows."""
 
     batch: int
     length: int
 
 
 def _plan(op, x, places, batch, length, implementation) -> Plan:
-    """Chooses the backend for x `[rows, ...]`, whose rows move to `places` rows."""
+    """Chooses the backend for `x`, `[rows, ...]`, whose rows move to `places` rows."""
     reason = triton.unsupported(x, places)
-    if implementation is None and reason is not None:  # for few bytes a row, such as ids, XLA's gather is as fast
+    # With few bytes per row, as of ids, XLA's gather is as fast: this choice is not logged as a fallback.
+    if implementation is None and reason is not None:
         choice = dispatch.choose(op, "xla", {})._replace(why=f"triton: {reason}")
     else:
         choice = dispatch.choose(op, implementation, {"triton": reason})
@@ -142,7 +164,7 @@ def _remove(x, mask, capacity, plan):
     return _pack(x, indices, plan), indices, cu_seqlens
 
 
-# `_pack` and `_unpack` are each other's gradient: no place has two rows, so one moves back what the other moves.
+# `_pack` and `_unpack` are each other's gradient: no place has two rows, so each moves back what the other moves.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

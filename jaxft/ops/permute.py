@@ -1,4 +1,4 @@
-"""qkv_bias_split_heads, merge_heads and permute: the layout changes of an encoder, and any other."""
+"""Changes of layout: the ops `qkv_bias_split_heads`, `merge_heads` and `permute`."""
 
 from __future__ import annotations
 
@@ -23,28 +23,34 @@ Array = jax.Array
 def qkv_bias_split_heads(
     qkv: Array, bias: Array | None, num_heads: int, *, implementation: str | None = None
 ) -> tuple[Array, Array, Array]:
-    """Adds the bias of the packed projection and brings queries, keys and values into [B, N, T, H] each.
+    """Adds the bias of the packed projection and splits the sum into queries, keys and values, `[B, N, T, H]` each.
 
     Equivalent to::
 
-      q, k, v = jnp.transpose((qkv + bias).reshape(B, T, 3, N, H), (2, 0, 3, 1, 4))
+        q, k, v = jnp.transpose((qkv + bias).reshape(B, T, 3, N, H), (2, 0, 3, 1, 4))
+
+    `qkv_attention` reads the packed projection itself and does not need this op.
 
     Args:
-      qkv: `[B, T, 3*N*H]`, float32, float16 or bfloat16; for the kernel of up to 2**31 elements.
+      qkv: `[B, T, 3*N*H]`, float32, float16 or bfloat16. The kernel takes up to 2**31 elements.
       bias: `[3*N*H]` of any float dtype, or None.
-      num_heads: N.
-      implementation: None for the fastest, "triton" or "xla".
+      num_heads: N, a Python integer.
+      implementation: `None` picks the fastest implementation for the device and shape. `"triton"` runs a kernel of
+        jaxft, `"xla"` plain jnp. docs/kernels.md has the selection table.
 
     Returns:
       Three arrays `[B, N, T, H]` of the dtype of `qkv`.
 
     Raises:
-      TypeError: an array is not of floats.
-      ValueError: a shape does not fit, or an unknown implementation.
-      NotImplementedError: the named implementation cannot do this; the message says why.
+      TypeError: an array does not have a float dtype.
+      ValueError: a shape does not fit, num_heads is not a positive Python integer, or the implementation is unknown.
+      NotImplementedError: the named implementation does not support the call. The message says why.
 
-    Gradients: of qkv and bias. Deterministic.
-    Source: `add_QKV_bias` of FasterTransformer v1.0. (`qkv_attention` needs no such pass.)
+    Gradients: for qkv and bias.
+
+    Determinism: the result and the gradients are deterministic.
+
+    Source: `add_QKV_bias` of FasterTransformer v1.0.
     """
     op = "qkv_bias_split_heads"
     qkv = checks.as_float(op, "qkv", qkv)
@@ -65,21 +71,30 @@ def qkv_bias_split_heads(
 
 
 def merge_heads(x: Array, *, implementation: str | None = None) -> Array:
-    """[B, N, T, H] -> [B, T, N*H], the inverse of splitting heads.
+    """Merges the heads, `[B, N, T, H]` -> `[B, T, N*H]`, which is the inverse of splitting them.
 
     Equivalent to::
 
-      jnp.transpose(x, (0, 2, 1, 3)).reshape(B, T, N * H)
+        jnp.transpose(x, (0, 2, 1, 3)).reshape(B, T, N * H)
 
     Args:
-      x: `[B, N, T, H]` of any dtype; for the kernel as in `permute`.
-      implementation: None for the fastest, "triton" or "xla".
+      x: `[B, N, T, H]` of any dtype. The kernel takes the dtypes and sizes that it takes in `permute`.
+      implementation: `None` picks the fastest implementation for the device and shape. `"triton"` runs a kernel of
+        jaxft, `"xla"` plain jnp. docs/kernels.md has the selection table.
+
+    Returns:
+      `[B, T, N*H]` of the dtype of `x`.
 
     Raises:
-      ValueError: x does not have four dimensions, or an unknown implementation.
-      NotImplementedError: the named implementation cannot do this; the message says why.
+      TypeError: x is not an array.
+      ValueError: x does not have four dimensions, or the implementation is unknown.
+      NotImplementedError: the named implementation does not support the call. The message says why.
 
-    Gradients: of x. Deterministic. Source: `transpose` of FasterTransformer v1.0.
+    Gradients: for x.
+
+    Determinism: the result and the gradients are deterministic.
+
+    Source: `transpose` of FasterTransformer v1.0.
     """
     op = "merge_heads"
     x = checks.as_array(op, "x", x)
@@ -90,24 +105,32 @@ def merge_heads(x: Array, *, implementation: str | None = None) -> Array:
 
 
 def permute(x: Array, axes: Sequence[int], *, implementation: str | None = None) -> Array:
-    """Reorders the axes of an array of any rank and dtype.
+    """Reorders the axes of an array.
 
     Equivalent to::
 
-      jnp.transpose(x, axes)
+        jnp.transpose(x, axes)
 
     Args:
-      x: an array of any rank and dtype. The kernel takes those of 1, 2, 4 or 8 bytes and up to 2**31 elements, and
-        moves the bits as they are.
-      axes: a permutation of the axes of `x`; negative numbers count from the end.
-      implementation: None for the fastest, "triton" or "xla".
+      x: an array of any rank and dtype. The kernel takes dtypes of 1, 2, 4 or 8 bytes and up to 2**31 elements, and
+        moves their bits unchanged.
+      axes: a permutation of the axes of `x`. Negative numbers count from the end.
+      implementation: `None` picks the fastest implementation for the device and shape. `"triton"` runs a kernel of
+        jaxft, `"xla"` plain jnp. docs/kernels.md has the selection table.
+
+    Returns:
+      The array with its axes in this order, of the dtype of `x`.
 
     Raises:
-      TypeError: axes is not a sequence of integers.
-      ValueError: axes is not a permutation, or an unknown implementation.
-      NotImplementedError: the named implementation cannot do this; the message says why.
+      TypeError: x is not an array, or axes is not a sequence of integers.
+      ValueError: axes is not a permutation, or the implementation is unknown.
+      NotImplementedError: the named implementation does not support the call. The message says why.
 
-    Gradients: of x (the inverse permutation, by the same kernel). Deterministic. Source: OneFlow's permute kernel.
+    Gradients: for x. The gradient is the inverse permutation, by the same kernel.
+
+    Determinism: the result and the gradients are deterministic.
+
+    Source: OneFlow's permute kernel.
     """
     op = "permute"
     x = checks.as_array(op, "x", x)
@@ -125,7 +148,12 @@ def permute(x: Array, axes: Sequence[int], *, implementation: str | None = None)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(plans.Plan):
-    """How a permutation runs: of the axes of an array of the smallest shape that moves the same elements."""
+    """Plan of a permutation.
+
+    Attributes:
+      shape: the smallest shape whose permutation by `axes` moves the same elements.
+      axes: the order of the axes of `shape`.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[int, ...]
@@ -136,7 +164,7 @@ def plan_of(op: str, x: Array, axes: tuple[int, ...], implementation: str | None
     shape, order = triton.reduce(x.shape, axes)
     moves = len(shape) > 1
     choice = dispatch.choose(op, implementation, {"triton": triton.unsupported(x) if moves else None})
-    if choice.name == "xla" or x.size == 0 or not moves:  # XLA only changes the shape where nothing moves
+    if choice.name == "xla" or x.size == 0 or not moves:  # if no element moves, XLA only reshapes
         return Plan(shape=shape, axes=order, why=choice.why if moves else "no element moves")
     innermost = shape[order[-1]]
     kept = innermost if order[-1] == len(order) - 1 else 1
@@ -148,7 +176,7 @@ def plan_of(op: str, x: Array, axes: tuple[int, ...], implementation: str | None
 
 
 def _move(op, x, axes, result, implementation):
-    """Returns x with its axes in this order, as an array of the shape `result`."""
+    """Permutes the axes of `x`, then reshapes it to `result`."""
     plan = plan_of(op, x, axes, implementation)
     plans.record(op, (x,), plan)
     return _reference(x, axes, result) if plan.forward.backend == "xla" else _permute_jit(x, plan, result)
@@ -189,7 +217,7 @@ _permute.defvjp(_fwd, _bwd)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SplitPlan(plans.Plan):
-    """How `qkv_bias_split_heads` runs."""
+    """Plan of a call of `qkv_bias_split_heads`."""
 
     num_heads: int
     has_bias: bool
@@ -238,7 +266,7 @@ _split_jit = jax.jit(_split, static_argnums=2)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _join(parts, plan):
-    """Returns qkv, the transpose of `_split`, and its sum over B and T in float32 (None without a bias)."""
+    """Computes qkv, the transpose of `_split`, and its sum over B and T in float32 (None without a bias)."""
     qkv, *sums = triton.join_heads(
         parts, with_sums=plan.has_bias, config=plan.backward.config, interpret=plan.interpret
     )

@@ -34,7 +34,7 @@ XLA = Pass("xla")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How one call of an op runs. Each op adds its static arguments as fields.
+    """Plan of one call of an op. Each op adds its static arguments as fields.
 
     Attributes:
       forward: computes the result where no gradient is taken.
@@ -58,7 +58,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One call of an op that `explain` met.
+    """One call of an op that `explain` recorded.
 
     Attributes:
       op: the name of the public function.
@@ -87,7 +87,10 @@ class Record:
 
 
 class Explanation(list[Record]):
-    """The records of `explain`, in the order of the calls. `str` makes a table of it, with equal calls in one row."""
+    """The records of `explain`, in the order of the calls.
+
+    `str` formats them as a table, with equal calls in one row.
+    """
 
     def __str__(self) -> str:
         rows = [("calls", "op", "arrays", "forward", "backward", "why not another")]
@@ -98,7 +101,10 @@ class Explanation(list[Record]):
 
 
 class _Recorder:
-    """Collects records while `explain` traces. Each recorder is a value of its own in the keys of JAX's caches."""
+    """Collects records while `explain` traces.
+
+    Each recorder is a distinct value in the keys of JAX's caches, so that `explain` also traces what JAX has cached.
+    """
 
     def __init__(self) -> None:
         self.records = Explanation()
@@ -108,7 +114,7 @@ _recorder = jax.make_user_context(None)
 
 
 def record(op: str, arrays: Sequence[Any], plan: Plan) -> None:
-    """Notes the plan of a call if `explain` is tracing."""
+    """Records the plan of a call if `explain` is tracing."""
     if _recorder.value is not None:
         shapes = tuple(_short(x) for x in arrays if x is not None)
         _recorder.value.records.append(Record(op, shapes, plan))
@@ -124,10 +130,10 @@ def explain(fn: Callable[..., Any], *args: Any) -> Explanation:
 
     Traces `fn`, which runs nothing on the device, and returns the plan of each call of an op::
 
-      print(jaxft.explain(lambda x, w, b: jaxft.dense(x, w, b, activation="gelu"), x, w, b))
+        print(jaxft.explain(lambda x, w, b: jaxft.dense(x, w, b, activation="gelu"), x, w, b))
 
-    The plans are those of the present device. Inside of `jaxft.dispatch.target(...)` they are those of another NVIDIA
-    device, on any machine.
+    The plans are for the present device. Inside of `jaxft.dispatch.target(...)` they are for another NVIDIA device, on
+    any machine.
 
     Args:
       fn: the function, with or without `jax.jit`: an op, a gradient, a whole model. Bind arguments that are no arrays
@@ -169,12 +175,12 @@ def describe(plan: Plan, direction: str, *, with_config: bool = True) -> str:
 
 
 def _numbers(config: Any) -> str:
-    if isinstance(config, tuple):  # of several kernels
+    if isinstance(config, tuple):  # one configuration per kernel
         return " ".join(_numbers(part) for part in config if part is not None)
     return f"{type(config).__name__}({', '.join(map(str, dataclasses.astuple(config)))})"
 
 
 def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligns rows of texts as the columns of a table, a line per row."""
+    """Aligns rows of texts as the columns of a table. Returns one line per row."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,4 +1,4 @@
-"""softmax and log_softmax with scale, additive bias and boolean mask."""
+"""Softmax: the ops `softmax` and `log_softmax` with scale, additive bias and boolean mask."""
 
 from __future__ import annotations
 
@@ -26,32 +26,37 @@ def softmax(
     in_place: bool = False,
     implementation: str | None = None,
 ) -> Array:
-    """Softmax over the last axis of x * scale + bias, where `mask` is True; a row without a True gives 0.
+    """Computes the softmax of x * scale + bias over the last axis, restricted to the elements whose `mask` is True.
 
-    Equivalent, where every row has a True, to::
+    Equivalent, if every row has a True, to::
 
-      jax.nn.softmax(x * scale + bias, where=mask)
+        jax.nn.softmax(x * scale + bias, where=mask)
 
     Args:
-      x: `[..., S]`, float32, float16 or bfloat16, of any width; computed in float32.
-      scale: a Python number, None for 1.
-      bias: floats that broadcast to the shape of `x` (`[B, 1, T, S]`, say).
-      mask: booleans that broadcast to the shape of `x`, True = attend. What is masked (NaN and Inf included) reaches no
-        output and no gradient.
-      in_place: the kernel writes the result into the memory of `x`. That saves a buffer where nothing else needs `x`,
-        which is donated or was made in the same jit; where something does, XLA copies `x` first. Without effect where
-        a gradient is taken, which needs `x`, and with "xla", which reuses buffers as it finds best.
-      implementation: None for the fastest, "triton" or "xla".
+      x: `[..., S]`, float32, float16 or bfloat16, of any width. The computation is in float32.
+      scale: factor of `x`, a Python number. None is 1.
+      bias: floats that broadcast to the shape of `x` (for example `[B, 1, T, S]`), or None.
+      mask: booleans that broadcast to the shape of `x`, True = attend, or None. Masked values, NaN and Inf included,
+        reach no output and no gradient.
+      in_place: whether the kernel writes the result into the memory of `x`. This saves a buffer if nothing else needs
+        `x`, because `x` is donated or was made in the same jit. If something else needs `x`, XLA copies `x` first. It
+        has no effect where a gradient is taken, which needs `x`, nor with `"xla"`, which reuses buffers as it sees fit.
+      implementation: `None` picks the fastest implementation for the device and shape. `"triton"` runs a kernel of
+        jaxft, `"xla"` plain jnp. docs/kernels.md has the selection table.
 
     Returns:
-      An array of the shape and dtype of `x`.
+      An array of the shape and dtype of `x`. Masked elements are 0, and so is a row without a True.
 
     Raises:
-      TypeError: x or bias is not of floats, mask is not boolean, or scale is not a number.
-      ValueError: bias or mask does not broadcast, or an unknown implementation.
-      NotImplementedError: the named implementation cannot do this; the message says why.
+      TypeError: x or bias does not have a float dtype, mask is not boolean, scale is not a number, or `in_place` is not
+        a bool.
+      ValueError: bias or mask does not broadcast, `x` is a scalar, or the implementation is unknown.
+      NotImplementedError: the named implementation does not support the call. The message says why.
 
-    Gradients: of x and bias, from x and bias (the result is not kept). Deterministic.
+    Gradients: for x and bias. They are computed from x and bias, so that the result is not kept.
+
+    Determinism: the result and the gradients are deterministic.
+
     Source: FasterTransformer v1.0's `softmax_kernel` (with `scale` and `mask`); OneFlow's fused softmax.
     """
     return _run("softmax", x, scale, bias, mask, in_place, implementation)
@@ -66,22 +71,33 @@ def log_softmax(
     in_place: bool = False,
     implementation: str | None = None,
 ) -> Array:
-    """The logarithm of softmax over the last axis of x * scale + bias, -inf where `mask` is False.
+    """Computes the logarithm of the softmax of x * scale + bias over the last axis. It is -inf where `mask` is False.
 
-    Equivalent, where every row has a True, to::
+    Equivalent, if every row has a True, to::
 
-      jax.nn.log_softmax(x * scale + bias, where=mask)
+        jax.nn.log_softmax(x * scale + bias, where=mask)
 
     Args:
-      x, scale, bias, mask, in_place, implementation: as in `softmax`; x is `[..., S]`, a vocabulary wide, say.
+      x: `[..., S]`, as in `softmax`, for example as wide as a vocabulary.
+      scale: as in `softmax`.
+      bias: as in `softmax`.
+      mask: as in `softmax`.
+      in_place: as in `softmax`.
+      implementation: as in `softmax`.
 
     Returns:
-      An array of the shape and dtype of `x`; a row without a True is -inf throughout.
+      An array of the shape and dtype of `x`. Masked elements are -inf, and so is a row without a True.
 
-    Raises: as `softmax`.
+    Raises:
+      TypeError: as `softmax`.
+      ValueError: as `softmax`.
+      NotImplementedError: as `softmax`.
 
-    Gradients: of x and bias, from x and bias (the result is not kept), and for long rows two numbers of each; 0 where
-    `mask` is False. Deterministic.
+    Gradients: for x and bias, 0 where `mask` is False. They are computed from x and bias, so that the result is not
+    kept. For long rows, two numbers per row are kept.
+
+    Determinism: the result and the gradients are deterministic.
+
     Source: OneFlow's fused softmax, in its logarithmic form.
     """
     return _run("log_softmax", x, scale, bias, mask, in_place, implementation)
@@ -109,7 +125,7 @@ def _run(op, x, scale, bias, mask, in_place, implementation):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(plans.Plan):
-    """How a softmax runs. `log`: it is the logarithm that is asked for."""
+    """Plan of a call of `softmax`, or of `log_softmax` if `log`."""
 
     log: bool
     scale: float | None
@@ -166,7 +182,7 @@ def _forward(plan, save, x, bias, mask):
 
 def _fwd(x, bias, mask, plan):
     plan = dataclasses.replace(plan, in_place=False)
-    if not plan.log or x.shape[-1] <= plan.backward.config.block_width:  # the row is read once in any case
+    if not plan.log or x.shape[-1] <= plan.backward.config.block_width:  # the backward pass reads the row only once
         return _kernels(x, bias, mask, plan), (x, bias, mask, None)
 
     def plain(x, bias, mask):

@@ -1,4 +1,4 @@
-"""What the ops share around their kernels: gradients of any order, and the types that shard_map asks for."""
+"""Helpers of the ops: gradients of any order, and the varying types of `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,19 @@ Array = jax.Array
 
 
 def with_plain_gradient(kernel: Callable[..., Any], plain: Callable[..., Any], *, saves: int = 0) -> Callable[..., Any]:
-    """`kernel(*arrays)`, whose own gradient is that of `plain(*arrays)`: for second derivatives, and those of them.
+    """Returns a function that computes `kernel(*arrays)` and has the gradient of `plain(*arrays)`.
 
-    The last `saves` of the kernel's results are for a gradient that is defined elsewhere. They have none, since that
-    one is found without them, and `plain` does not give them.
+    Kernels have no derivative rule of their own. The ops use this function around kernels in their forward and backward
+    passes, so that second and higher derivatives exist.
+
+    Args:
+      kernel: computes an array or a tuple of arrays.
+      plain: computes the same results in plain jnp, without the last `saves`.
+      saves: number of the last results of `kernel` that are kept for a gradient that is defined elsewhere. They have no
+        gradient, because second derivatives are computed without them.
+
+    Returns:
+      The function of the arrays.
     """
     run = jax.custom_vjp(kernel)
     run.defvjp(
@@ -25,21 +34,22 @@ def with_plain_gradient(kernel: Callable[..., Any], plain: Callable[..., Any], *
 
 
 def vary_alike(*arrays: Array | None) -> list[Array | None]:
-    """The same arrays; inside a shard_map, all of them vary over the axes of the mesh that any of them varies over.
+    """Returns the arrays. Inside a shard_map, all of them then vary over the mesh axes that any of them varies over.
 
-    Then a gradient of each has the type that JAX asks for, and JAX adds up those of what does not vary by itself.
+    The gradient of each array then has the type that JAX requires, and JAX itself sums the gradients of arrays that did
+    not vary.
     """
     every = varying(*arrays)
     return [None if x is None else vary_over(x, every) for x in arrays]
 
 
 def varying(*arrays: Array | None) -> frozenset[Any]:
-    """The axes of the mesh that any of them varies over, inside a shard_map; else none."""
+    """Returns the mesh axes that any of the arrays varies over, inside a shard_map. Elsewhere there are none."""
     axes = (jax.typeof(x).manual_axis_type.varying for x in arrays if x is not None)
     return frozenset[Any]().union(*axes)
 
 
 def vary_over(x: Array, axes: frozenset[Any]) -> Array:
-    """The same array, which also varies over those axes."""
+    """Returns `x`, which then also varies over the given mesh axes."""
     missing = tuple(axes - varying(x))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
