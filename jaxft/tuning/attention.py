@@ -1,4 +1,4 @@
-"""Attention: the fastest backend, default configurations, and the candidates of `autotune`."""
+"""Attention: default configurations of the kernels, the candidates of `autotune`, and the choice of other backends."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterable
 from jaxft.dispatch import Device
 from jaxft.tuning.table import LARGE, LARGEST, AttentionConfig, MosaicGradientConfig, lookup, next_power_of_2
 
-# What the kernels take of shared memory, with bias, mask and dropout, is from Triton 3.9 for compute capability 8.6
-# (2026-11-21).
+# Amounts of shared memory in this file are for kernels with bias, mask and dropout, compiled by Triton 3.9 for compute
+# capability 8.6, 2026-11-21.
 
 
 def _short(average: int | None, itemsize: int) -> bool:
-    """Whether sequences back to back are so short, on `average`, that small blocks are faster.
+    """Returns whether packed sequences are so short on average that small blocks are faster.
 
-    The gradient of 16,384 rows, 12 heads of 64, bfloat16 (H200, 2026-11-23), of sequences of up to 128, takes by one
-    kernel in blocks of 32 x 128 169 us where they have 50 to 128, but 321 in pretraining (30 on average); by two in
-    blocks of 32 x 32 215 and 243; and by one in blocks of 128 x 128, the fastest without gaps, 279 and 747.
+    The parts of a block beyond the end of its sequence are wasted work.
     """
+    # H200, bf16, gradient of 16,384 tokens, average length 30: 243 us in 32x32 blocks (128x128 747), 2026-11-23
+    # See docs/performance-notes.md, "Attention blocks for short packed sequences".
     return itemsize == 2 and average is not None and average <= 32
 
 
@@ -25,16 +25,26 @@ def attention(
     batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device: Device,
     more: bool = False, average: int | None = None,
 ) -> AttentionConfig:  # fmt: skip
-    """`average`: of sequences back to back, how many rows there are for each; `query_length` is that of the longest.
+    """Returns the launch configuration of the forward kernel: queries and keys of a block, warps, and stages.
 
-    They have keys of their own, for which no table that is shipped has entries.
+    Args:
+      batch_heads: number of sequences times number of heads.
+      query_length: number of queries of a sequence; of the longest one if sequences are packed.
+      key_length: number of keys of a sequence; of the longest one if sequences are packed.
+      head_size: number of elements of a head.
+      itemsize: size of an element in bytes.
+      device: the device that runs the kernel.
+      more: whether there is a bias, a mask or dropout, or float32 matmuls are not TF32. The kernel then takes more
+        shared memory.
+      average: average length of packed sequences, None without packed sequences. Packed sequences have keys of their
+        own. The shipped tables have no such entries.
     """
-    few = batch_heads * min(query_length, average or query_length) < 64 * 64  # tiles of 64 queries, too few for a card
+    few = batch_heads * min(query_length, average or query_length) < 64 * 64  # < 64 tiles of 64: too few for a GPU
     choices = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1))
     if few:
         choices = ((16, 128, 4, 2), *choices[1:])
     elif _short(average, itemsize):
-        choices = ((64, 32, 4, 2), *choices[1:])  # what a tile has beyond its sequence is work for nothing
+        choices = ((64, 32, 4, 2), *choices[1:])
     sizes = (batch_heads, query_length, key_length, head_size, itemsize)
     return _attention("attention", choices, *sizes, device, more, average)
 
@@ -43,11 +53,24 @@ def attention_dq(
     batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device: Device,
     more: bool = False, average: int | None = None,
 ) -> AttentionConfig:  # fmt: skip
-    """Of the kernel for the gradient of queries."""
+    """Returns the launch configuration of the kernel for the gradient of the queries.
+
+    Args:
+      batch_heads: number of sequences times number of heads.
+      query_length: number of queries of a sequence; of the longest one if sequences are packed.
+      key_length: number of keys of a sequence; of the longest one if sequences are packed.
+      head_size: number of elements of a head.
+      itemsize: size of an element in bytes.
+      device: the device that runs the kernel.
+      more: whether there is a bias, a mask or dropout, or float32 matmuls are not TF32. The kernel then takes more
+        shared memory.
+      average: average length of packed sequences, None without packed sequences. Packed sequences have keys of their
+        own. The shipped tables have no such entries.
+    """
     choices = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 8, 1), (32, 16, 4, 1))
     if _short(average, itemsize):
         choices = ((32, 32, 1, 2), *choices[1:])
-    if device.shared_memory < LARGE:  # with a mask of few keys, the others take up to 160 KiB
+    if device.shared_memory < LARGE:  # with a mask and few keys, those above take up to 160 KiB
         medium = (64, 32, 4, 2) if key_length <= 128 else choices[1]
         choices = (choices[0], medium, choices[3] if itemsize == 2 else choices[2], (16, 16, 4, 1))
     sizes = (batch_heads, query_length, key_length, head_size, itemsize)
@@ -58,10 +81,23 @@ def attention_dkv(
     batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device: Device,
     more: bool = False, bias_of_pairs: bool = False, average: int | None = None,
 ) -> AttentionConfig:  # fmt: skip
-    """Of the kernel for the gradients of keys and values.
+    """Returns the launch configuration of the kernel for the gradients of keys and values.
 
-    Where a block holds all keys it is the only one (see `attention_backward.backward`), but with a bias [.., T, S]
-    (`bias_of_pairs`), for which it is not tuned.
+    If a block holds all keys, this kernel computes all three gradients and is the only one, unless there are many more
+    queries than keys or the bias is `[..., T, S]`. See `attention_backward.backward`.
+
+    Args:
+      batch_heads: number of sequences times number of heads.
+      query_length: number of queries of a sequence; of the longest one if sequences are packed.
+      key_length: number of keys of a sequence; of the longest one if sequences are packed.
+      head_size: number of elements of a head.
+      itemsize: size of an element in bytes.
+      device: the device that runs the kernel.
+      more: whether there is a bias, a mask or dropout, or float32 matmuls are not TF32. The kernel then takes more
+        shared memory.
+      bias_of_pairs: whether there is a bias `[..., T, S]`. The kernel is not tuned for it.
+      average: average length of packed sequences, None without packed sequences. Packed sequences have keys of their
+        own. The shipped tables have no such entries.
     """
     choices = ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 8, 1), (16, 32, 4, 1))
     alone = 64 < key_length <= 128 and query_length <= 4 * 128 and not bias_of_pairs
@@ -73,7 +109,7 @@ def attention_dkv(
         else:
             choices = ((32, 128, 4, 1), *choices[1:])
     if device.shared_memory < LARGE:
-        # Those for large heads take 112 KiB, and so does (64, 64) where it is the only kernel.
+        # The choices above for large heads take 112 KiB, as does (64, 64) if this kernel computes all three gradients.
         medium = (32, 64, 4, 2) if key_length <= 64 else choices[1]
         choices = (choices[0], medium, (32, 32, 4, 1), (16, 16, 4, 1))
     sizes = (batch_heads, query_length, key_length, head_size, itemsize)
@@ -93,22 +129,24 @@ def _attention(
     average: int | None,
     tuned: bool = True,
 ) -> AttentionConfig:
-    """Of the `choices` that for heads of up to 128 bytes, 256, 512 or more.
+    """Returns the configuration for the width of a head, in blocks that are no longer than the sequences.
 
-    `more`: with a bias, a mask or dropout, or products in full float32, which take more shared memory.
+    `choices` holds (block_q, block_k, num_warps, num_stages) for heads of up to 128 bytes, 256 bytes, 512 bytes and
+    more. If not `tuned`, the tables are not looked up. See `attention` for the other arguments.
     """
     nbytes = next_power_of_2(head_size) * itemsize
     if itemsize > 2 and device.shared_memory < LARGE:
-        nbytes *= 2  # for products in full float32: with a mask, those of 64 numbers take 117 KiB in blocks of 64
+        nbytes *= 2  # for full float32 matmuls: with a mask and a head size of 64, blocks of 64 take 117 KiB
     given_q, given_k, num_warps, num_stages = choices[sum(nbytes > most for most in (128, 256, 512))]
-    block_q, block_k = (  # a block longer than the sequence is work on padding
+    block_q, block_k = (  # the part of a block beyond the sequence is wasted work
         max(16, min(block, next_power_of_2(length)))
         for block, length in ((given_q, query_length), (given_k, key_length))
     )
     sizes = {"batch_heads": batch_heads, "query": query_length, "key": key_length, "head_size": head_size}
     if average is not None:
         sizes["average"] = average
-    # 512 sequences of 32: 33 us for 35; back to back 59 for 79 (H200, 2026-11-23).
+    # H200, 512 sequences of 32 tokens: 33 us (four warps 35), 2026-11-23
+    # See docs/performance-notes.md, "Attention blocks for short packed sequences".
     if (block_q, block_k) == (32, 32) != (given_q, given_k) and nbytes <= 128:
         num_warps = min(num_warps, 2)
     default = AttentionConfig(block_q, block_k, num_warps, num_stages)
@@ -120,6 +158,17 @@ def _attention(
 def attention_candidates(
     batch_heads: int, query: int, key: int, head_size: int, itemsize: int, device: Device, average: int = 0
 ) -> Iterable[AttentionConfig]:
+    """Yields the configurations that `autotune` tries for the forward kernel.
+
+    Args:
+      batch_heads: number of sequences times number of heads.
+      query: number of queries of a sequence; of the longest one if sequences are packed.
+      key: number of keys of a sequence; of the longest one if sequences are packed.
+      head_size: number of elements of a head.
+      itemsize: size of an element in bytes.
+      device: the device that runs the kernel.
+      average: average length of packed sequences, 0 without packed sequences.
+    """
     blocks = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (64, 128, 4, 3), (128, 64, 4, 2), (128, 64, 4, 3),
               (128, 64, 8, 2), (128, 128, 8, 2), (128, 128, 8, 3), (64, 32, 4, 3), (32, 64, 4, 2), (16, 64, 4, 2),
               (16, 128, 4, 2), (32, 128, 4, 2), (64, 128, 8, 2), (128, 128, 4, 2)]  # fmt: skip
@@ -127,7 +176,7 @@ def attention_candidates(
               (64, 128, 4, 2, 2), (64, 128, 4, 2, 4), (128, 128, 8, 3, 1)]  # fmt: skip
     if itemsize == 4:
         blocks = [(64, 32, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (32, 64, 4, 2), (128, 32, 8, 2), (32, 32, 4, 2)]
-    if average:  # sequences back to back: tiles of short ones
+    if average:  # packed sequences may be short
         blocks += [(16, 16, 1, 2), (32, 32, 1, 2), (32, 32, 2, 2), (64, 32, 4, 2)]
     least = 64 if not average and max(query, key) > 1024 else 16
     for block in (*blocks, *(shared if itemsize == 2 and key <= 128 and not average else ())):
@@ -138,6 +187,17 @@ def attention_candidates(
 def attention_dq_candidates(
     batch_heads: int, query: int, key: int, head_size: int, itemsize: int, device: Device, average: int = 0
 ) -> Iterable[AttentionConfig]:
+    """Returns the configurations that `autotune` tries for the kernel for the gradient of the queries.
+
+    Args:
+      batch_heads: number of sequences times number of heads.
+      query: number of queries of a sequence; of the longest one if sequences are packed.
+      key: number of keys of a sequence; of the longest one if sequences are packed.
+      head_size: number of elements of a head.
+      itemsize: size of an element in bytes.
+      device: the device that runs the kernel.
+      average: average length of packed sequences, 0 without packed sequences.
+    """
     blocks = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2),
               (128, 64, 4, 3), (128, 32, 4, 3), (64, 32, 4, 3), (64, 32, 4, 4), (64, 64, 8, 2),
               (32, 64, 4, 2)]  # fmt: skip
@@ -151,6 +211,17 @@ def attention_dq_candidates(
 def attention_dkv_candidates(
     batch_heads: int, query: int, key: int, head_size: int, itemsize: int, device: Device, average: int = 0
 ) -> Iterable[AttentionConfig]:
+    """Yields the configurations that `autotune` tries for the kernel for the gradients of keys and values.
+
+    Args:
+      batch_heads: number of sequences times number of heads.
+      query: number of queries of a sequence; of the longest one if sequences are packed.
+      key: number of keys of a sequence; of the longest one if sequences are packed.
+      head_size: number of elements of a head.
+      itemsize: size of an element in bytes.
+      device: the device that runs the kernel.
+      average: average length of packed sequences, 0 without packed sequences.
+    """
     blocks = [(64, 128, 8, 1), (64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 2), (32, 128, 4, 2), (64, 128, 4, 1),
               (64, 128, 4, 2), (128, 128, 8, 1), (128, 128, 8, 2), (64, 64, 4, 1), (64, 64, 4, 2), (64, 64, 4, 3),
               (128, 64, 4, 2), (128, 64, 8, 2), (32, 64, 4, 2), (32, 64, 4, 3), (16, 128, 4, 2), (32, 128, 4, 3),
@@ -167,7 +238,7 @@ def attention_dkv_candidates(
 
 
 def _fits(block: tuple[int, ...], query: int, key: int) -> bool:
-    """Whether the sequences are as long as the blocks, to the next power of two, but for small blocks."""
+    """Returns whether each block is at most as long as its sequence, rounded up to a power of two, or at most 64."""
     return all(size <= max(64, next_power_of_2(n)) for size, n in zip(block, (query, key), strict=False))
 
 
@@ -175,17 +246,27 @@ def _fits(block: tuple[int, ...], query: int, key: int) -> bool:
 
 
 # Head size: (least key length, least number of logits) from which cuDNN computes the output sooner. Lengths that are no
-# multiples of 64 are slower there, and packed arrays and sequence lengths cost it copies.
+# multiples of 64 are slower in cuDNN. It needs copies for packed arrays and for sequence lengths.
 # H200, bf16, head size 64: Triton takes 1.05 to 1.2 times cuDNN's time; 128: 1.3 to 1.8; 32: 0.8 to 0.9, 2026-11-21
 # See docs/performance-notes.md, "Attention: Triton and cuDNN".
 _CUDNN_FROM = {64: (1024, 2**29), 128: (512, 2**26)}
-_CUDNN_FROM_PACKED = 8192  # least length of packed arrays, besides
+_CUDNN_FROM_PACKED = 8192  # the least length of packed arrays [B, T, 3, N, H]; both limits apply
 
 
 def cudnn_is_faster(
     batch: int, query_length: int, key_length: int, heads: int, head_size: int, packed: bool, device: Device
 ) -> bool:
-    """Returns whether cuDNN computes the output of attention without masks sooner than the Triton kernel."""
+    """Returns whether cuDNN computes the output of attention without masks sooner than the Triton kernel.
+
+    Args:
+      batch: number of sequences.
+      query_length: number of queries of a sequence.
+      key_length: number of keys of a sequence.
+      heads: number of heads.
+      head_size: number of elements of a head.
+      packed: whether query, key and value are one array `[B, T, 3, N, H]`.
+      device: the device that runs the kernel.
+    """
     if head_size not in _CUDNN_FROM or not device.is_hopper:
         return False
     least_length, least_logits = _CUDNN_FROM[head_size]
@@ -195,20 +276,31 @@ def cudnn_is_faster(
     return aligned and key_length >= least_length and batch * heads * query_length * key_length >= least_logits
 
 
-_BUSY = 0.72  # the least part of the multiprocessors
+_BUSY = 0.72  # the least share of busy SMs, averaged over the rounds
 
 
 def mosaic_gradient_is_faster(batch_heads: int, device: Device) -> bool:
     """Returns whether the Mosaic GPU kernel computes the gradient sooner than the Triton kernels.
 
-    The kernel takes one head of a sequence at a time on each multiprocessor. It takes as long for some
-    multiprocessors as for all.
+    The kernel computes one head of a sequence at a time on each SM. A round with few busy SMs takes as long as a round
+    in which all SMs are busy.
+
+    Args:
+      batch_heads: number of sequences times number of heads.
+      device: the device that runs the kernel.
     """
-    # H100, bf16, 512 tokens, 192 heads (0.73 busy): 148 us (Triton 155), 144 heads (0.55): 137 (120), 2026-11-25
+    # H100, bf16, 512 tokens, 192 heads (0.73 busy): 148 us (Triton 155), 2026-11-25
+    # See docs/performance-notes.md, "Gradient of attention: Triton and Mosaic GPU".
     rounds = -(-batch_heads // device.multiprocessors)
     return batch_heads >= _BUSY * rounds * device.multiprocessors
 
 
 def attention_mosaic_gradient(device: Device) -> MosaicGradientConfig:
-    """Returns the configuration of the Mosaic GPU kernel: each multiprocessor has room for one program."""
+    """Returns the launch configuration of the Mosaic GPU kernel for the gradient.
+
+    There is one program per SM, because an SM has room for one.
+
+    Args:
+      device: the device that runs the kernel.
+    """
     return MosaicGradientConfig(programs=device.multiprocessors)

@@ -1,8 +1,8 @@
-"""What `jaxft.tuning.autotune` found on this machine: a JSON file in the user's cache directory.
+"""The user's cache: the configurations that `jaxft.tuning.autotune` found on this machine, in JSON files.
 
-There is one for each kind of device, version of JAX (and thereby of its compiler) and version of jaxft. It maps op ->
-key -> fields of the config, as the tables that jaxft comes with. It may hold anything by the time it is read: what is
-not as it should be is ignored, and said once.
+There is one file for each kind of device, version of JAX (which includes the version of its compiler) and version of
+jaxft. A file maps op -> key -> fields of the configuration, like the tables that jaxft ships. Anything may have changed
+a file before it is read, so its entries are checked. Damaged entries are ignored, and one warning says so.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ logger = logging.getLogger("jaxft")
 T = TypeVar("T")
 Table = dict[str, dict[str, dict[str, Any]]]
 
+# The values that fields with words may have.
 _WORDS = {
     "split": ("m", "n", "none"),
     "minor": ("m", "n"),
     "implementation": ("mosaic_gpu", "triton", "xla"),
 }
+# Prefixes of fields that must be powers of two.
 _POWERS_OF_TWO = ("block_", "elements", "num_warps", "cluster_")
+# The largest values of fields with numbers; 2^16 for others.
 _MOST = {
     "num_warps": 32,
     "num_stages": 16,
@@ -44,20 +47,27 @@ _MOST = {
     "cluster_m": 2,
     "splits": 16,
 }
-_LEAST = {"stages": 2}  # with one, Mosaic's copies wait for the products and these for the copies
-_TILE = 2**20  # elements, the most that Triton takes
-_TILE_IN_REGISTERS = 128 * 192  # the most that a warp group of Mosaic's has registers for
+# With one stage, the copies of a Mosaic GPU kernel wait for its matmuls, and the matmuls wait for the copies.
+_LEAST = {"stages": 2}
+_TILE = 2**20  # the most elements that a Triton tile may have
+_TILE_IN_REGISTERS = 128 * 192  # the most elements that fit in the registers of a Mosaic GPU warp group
 _warned: set[Path] = set()
 
 
 def path(device_kind: str) -> Path:
-    """`$XDG_CACHE_HOME/jaxft/<device kind>-jax_<version>-jaxft_<version>.json`, by default in `~/.cache`.
+    """Returns the file of a kind of device, for these versions of JAX and jaxft.
+
+    It is `$XDG_CACHE_HOME/jaxft/<device kind>-jax_<version>-jaxft_<version>.json`, by default in `~/.cache`.
+
+    Args:
+      device_kind: name of the device, such as "NVIDIA H200".
 
     Raises:
-      FileNotFoundError: neither is known, as in a container whose user has no name.
+      FileNotFoundError: neither `XDG_CACHE_HOME` nor the home directory is known, as in a container whose user has no
+        name.
     """
     folder = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(folder):  # unset, or (by the specification) to be ignored
+    if not os.path.isabs(folder):  # unset, or a relative path, which the XDG specification ignores
         try:
             folder = str(Path.home() / ".cache")
         except RuntimeError as error:
@@ -68,7 +78,14 @@ def path(device_kind: str) -> Path:
 
 @functools.lru_cache
 def load(device_kind: str) -> Table:
-    """The entries for this device, read once in a process; none where there is no such file, or a damaged one."""
+    """Returns the entries for a kind of device. A process reads the file only once, unless it calls `save`.
+
+    Args:
+      device_kind: name of the device, such as "NVIDIA H200".
+
+    Returns:
+      The entries, op -> key -> fields. Empty if there is no file, or if the file is damaged.
+    """
     try:
         return _read(file := path(device_kind))
     except (FileNotFoundError, NotADirectoryError):
@@ -79,7 +96,12 @@ def load(device_kind: str) -> Table:
 
 
 def _read(file: Path) -> Table:
-    """What `file` has of ops, sizes and fields; ValueError or RecursionError where it is something else."""
+    """Reads a file and returns its entries. Ops whose value is not a table of keys and fields are left out.
+
+    Raises:
+      ValueError: the file is not JSON, or not an object.
+      RecursionError: the JSON is nested too deeply.
+    """
     table = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(table, dict):
         raise ValueError("it is not a table of ops, sizes and fields")
@@ -90,7 +112,17 @@ def _read(file: Path) -> Table:
 
 
 def restore(device_kind: str, op: str, name: str, default: T) -> T | None:
-    """The entry of `op` at the sizes `name`, of the type of `default`; None where there is none, or no sound one."""
+    """Returns the configuration that the user's cache has for `op` at these sizes.
+
+    Args:
+      device_kind: name of the device, such as "NVIDIA H200".
+      op: name of the kernel.
+      name: the key, see `table.key`.
+      default: a configuration of the type to return.
+
+    Returns:
+      The configuration, or None if there is no entry or the entry is damaged.
+    """
     entry = load(device_kind).get(op, {}).get(name)
     if entry is None:
         return None
@@ -101,16 +133,22 @@ def restore(device_kind: str, op: str, name: str, default: T) -> T | None:
 
 
 def save(file: Path, op: str, name: str, config: Any) -> None:
-    """Adds an entry to what the file has by now; a reader sees the file before or after.
+    """Adds an entry to a file. Another process sees the file as it was before or after, never in between.
 
-    A damaged file is kept under another name.
+    A damaged file is kept under another name, which ends in `.damaged`.
+
+    Args:
+      file: the JSON file.
+      op: name of the kernel.
+      name: the key, see `table.key`.
+      config: the configuration, a dataclass.
 
     Raises:
-      OSError: it cannot be read or written.
+      OSError: the file cannot be read or written.
     """
     with _locked(file.parent), _temporary(file) as new:
         try:
-            table = _read(file)  # anew, since another process may have added its own
+            table = _read(file)  # again, since another process may have added entries
         except FileNotFoundError:
             table = {}
         except (ValueError, RecursionError) as error:
@@ -126,7 +164,14 @@ def save(file: Path, op: str, name: str, config: Any) -> None:
 
 
 def check_writable(file: Path) -> None:
-    """Raises an OSError that says what to do if `save` could not read or write."""
+    """Checks that `save` can read and write a file. Creates the directory of the file.
+
+    Args:
+      file: the JSON file.
+
+    Raises:
+      OSError: the file cannot be read or written; the message says what to do.
+    """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with _locked(file.parent), _temporary(file), contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
@@ -144,8 +189,8 @@ def _warn(file: Path, reason: str) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """While no other process is in such a context."""
-    import fcntl  # not everywhere, but wherever JAX has NVIDIA GPUs
+    """Context that only one process at a time can enter for a folder."""
+    import fcntl  # not on every system, but on all where JAX supports NVIDIA GPUs
 
     directory = os.open(folder, os.O_RDONLY)
     try:
@@ -157,31 +202,32 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _temporary(file: Path) -> Iterator[IO[str]]:
-    """A new file beside `file`, removed if it is still there at the end."""
+    """Opens a new file next to `file`, and removes the new file at the end if it is still there."""
     temporary = file.with_name(f"{file.stem}-{secrets.token_hex(8)}.tmp")
     try:
-        with open(temporary, "x", encoding="utf-8") as new:  # others may read it, if the umask says so
+        with open(temporary, "x", encoding="utf-8") as new:  # not tempfile, whose files only their owner may read
             yield new
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def _nested(table: Any, depth: int) -> bool:
+    """Returns whether `table` consists of dictionaries, `depth` levels deep."""
     return isinstance(table, dict) and (depth == 1 or all(_nested(inner, depth - 1) for inner in table.values()))
 
 
 def _unsound(entry: dict[str, Any], default: Any) -> str | None:
-    """Why an entry is no config of the type of `default`, if it is not."""
+    """Returns why an entry is not a valid configuration of the type of `default`, or None if it is valid."""
     fields = dataclasses.fields(default)
     names = {field.name for field in fields}
     if set(entry) != names:
         return f"its fields are {sorted(entry)}, not {sorted(names)}"
-    product = "block_k" in names  # of matrices, whose tiles have at least 16 rows and columns
+    product = "block_k" in names  # a matmul, whose blocks have at least 16 rows and columns
     for field in fields:
         name, value = field.name, entry[field.name]
         if name in _WORDS:
             sound = value in _WORDS[name]
-        elif name == "tile_k":  # a line of 128 bytes, whatever the dtype
+        elif name == "tile_k":  # 128 bytes for every dtype
             sound = value == default.tile_k
         elif type(value) is not int:
             sound = False
@@ -198,5 +244,5 @@ def _unsound(entry: dict[str, Any], default: Any) -> str | None:
     if entry.get("tile_m", 0) * entry.get("tile_n", 0) > _TILE_IN_REGISTERS:
         return f"its tile is of {entry['tile_m']} x {entry['tile_n']} elements"
     if entry.get("programs", 0) < entry.get("cluster_m", 0):
-        return f"its {entry['programs']} programs are no cluster of {entry['cluster_m']}"
+        return f"its {entry['programs']} programs are fewer than its cluster of {entry['cluster_m']}"
     return None

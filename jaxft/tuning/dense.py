@@ -1,4 +1,4 @@
-"""Dense layers: which implementation is the fastest, and the launch configurations of the products."""
+"""Dense layers: the choice of the fastest implementation, and the launch configurations of the matmul kernels."""
 
 from __future__ import annotations
 
@@ -12,14 +12,27 @@ from jaxft.tuning.table import LARGEST, lookup, next_power_of_2
 
 @dataclasses.dataclass(frozen=True)
 class DenseChoice:
-    """What `dense` takes unless one is named: "mosaic_gpu", "triton", or "xla" and then a kernel for the activation."""
+    """The implementation that `dense` uses if the caller names none.
+
+    Attributes:
+      implementation: "mosaic_gpu" or "triton" for one kernel, or "xla" for XLA's matmul, which a kernel for the
+        activation may follow.
+    """
 
     implementation: str
 
 
 @dataclasses.dataclass(frozen=True)
 class DenseConfig:
-    """A matrix product in tiles of `block_m` x `block_n`, `block_k` deep; powers of two, at least 16."""
+    """Launch configuration of a Triton matmul. Block sizes are powers of two, at least 16.
+
+    Attributes:
+      block_m: number of rows of a tile of the result.
+      block_n: number of columns of a tile of the result.
+      block_k: depth that a program multiplies at a time.
+      num_warps: number of warps of a program.
+      num_stages: number of stages of Triton's software pipeline.
+    """
 
     block_m: int
     block_n: int
@@ -30,20 +43,34 @@ class DenseConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SplitConfig(DenseConfig):
-    """`splits` programs share the depth of a tile, and the result is as many partial sums; 1 for no such product."""
+    """Launch configuration of a Triton split-K matmul, which returns partial sums. The next kernel adds them up.
+
+    Attributes:
+      splits: number of programs that share the depth of a tile. 1 means that split-K does not pay, and this
+        configuration is not used.
+    """
 
     splits: int
 
 
 @dataclasses.dataclass(frozen=True)
 class MosaicDenseConfig:
-    """Each of two warp groups multiplies tiles of `tile_m` x `tile_n`, `tile_k` deep at a time.
+    """Launch configuration of a Mosaic GPU matmul. Two warp groups of a program multiply, a third one copies.
 
-    `split` is how the two share the work: "m", one's tile lies below the other's, and they read the same of the kernel;
-    "n", beside it, and they read the same of x; "none", they take turns: one finishes its tile while the other
-    multiplies. Copies for `stages` steps are on the way. `cluster_m`, 1 or 2: so many programs, one's rows below the
-    other's, share copies of the kernel. Tiles are taken in bands of `group` of them along `minor` ("m" or "n"), so that
-    those of the `programs` that run at once share most of what they read.
+    Attributes:
+      tile_m: number of rows of the tile of a warp group.
+      tile_n: number of columns of the tile of a warp group.
+      tile_k: depth that is copied and multiplied at a time.
+      stages: number of steps along the depth whose copies can be under way at the same time. Each has a buffer.
+      split: how the two warp groups share the work. "m": the tile of the second group lies below the tile of the first,
+        and both read the same block of the kernel. "n": the tiles lie next to each other, and both groups read the same
+        block of x. "none": the groups take turns, so that one finishes its tile while the other multiplies.
+      cluster_m: number of programs in a cluster, 1 or 2. The rows of the second program lie below the rows of the
+        first, and the two share the copies of the kernel.
+      minor: dimension along which the tiles of a band are taken first, "m" (rows) or "n" (columns).
+      group: width of a band, in tiles along `minor`. The programs take the tiles band by band, so that tiles that are
+        computed at the same time share much of what they read.
+      programs: number of programs, which take the tiles in turn.
     """
 
     tile_m: int
@@ -58,7 +85,7 @@ class MosaicDenseConfig:
 
     @property
     def block(self) -> tuple[int, int]:
-        """The rows and columns that a program computes at a time."""
+        """Returns the number of rows and columns that a program computes at a time."""
         return self.tile_m * (1 + (self.split == "m")), self.tile_n * (1 + (self.split == "n"))
 
 
@@ -66,11 +93,22 @@ def dense_implementation(
     rows: int, depth: int, width: int, activation: str | None, itemsize: int, device: Device, residual: bool = False,
     full: bool = False,
 ) -> str:  # fmt: skip
-    """The fastest: see `DenseChoice`. `full`: products of float32 that are not TF32.
+    """Returns the fastest implementation: "mosaic_gpu", "triton" or "xla", see `DenseChoice`.
 
-    Mosaic GPU is Hopper's, and has no such products, nor a residual in float32; and where the number of rows is no
-    multiple of 8 it costs copies. The shipped entries, for rows rounded up, do not know of these. With a residual and
-    no activation XLA has a kernel more, and so there are entries of their own.
+    Mosaic GPU runs on Hopper only. It has no full float32 matmuls and no residual in float32. If the number of rows is
+    not a multiple of 8, it needs copies. The shipped entries are for rows that are rounded up, so they say nothing
+    about such numbers. With a residual and no activation, XLA needs one more kernel, so these cases have entries of
+    their own.
+
+    Args:
+      rows: number of rows of the input.
+      depth: number of input features.
+      width: number of output features.
+      activation: name of the activation, or None.
+      itemsize: size of an element in bytes.
+      device: the device that runs the layer.
+      residual: whether a residual is added.
+      full: whether float32 matmuls are not TF32.
     """
     residual = residual and (activation is None or itemsize > 2)
     apart = {"full": full, "unaligned": device.is_hopper and rows % 8 > 0}
@@ -93,44 +131,49 @@ def dense_implementation(
 def dense_implementation_candidates(
     rows: int, depth: int, width: int, activation: int, itemsize: int, device: Device, residual: int = 0
 ) -> Iterable[DenseChoice]:
-    # Times of kernels leave out what a Mosaic one costs the host.
+    """Returns the implementations that `autotune` tries for a dense layer.
+
+    Args:
+      rows: number of rows of the input.
+      depth: number of input features.
+      width: number of output features.
+      activation: 1 without an activation, 2 with one.
+      itemsize: size of an element in bytes.
+      device: the device that runs the layer.
+      residual: 1 for the entries of layers with a residual, see `dense_implementation`, else 0.
+    """
+    # The times that autotune compares do not include what a Mosaic GPU kernel costs the host.
     mosaic = () if is_short(rows, depth, width, itemsize) else ("mosaic_gpu",)
     return map(DenseChoice, (*mosaic, "triton", "xla"))
 
 
 def without_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsize: int, device: Device) -> str:
-    """The faster of the other two."""
+    """Returns the faster one of "triton" and "xla".
+
+    Args:
+      rows: number of rows of the input.
+      depth: number of input features.
+      width: number of output features.
+      activation: name of the activation, or None.
+      itemsize: size of an element in bytes.
+      device: the device that runs the layer.
+    """
     return "xla" if _xla_is_faster(rows, depth, width, activation, itemsize, device) else "triton"
 
 
 def _mosaic_is_faster(rows: int, depth: int, width: int, activation: str | None, itemsize: int, residual: bool) -> bool:
-    """Whether the Mosaic GPU product with its epilogue is the fastest.
+    """Returns whether the Mosaic GPU matmul with its epilogue is the fastest implementation, on Hopper.
 
-    On an H200 (2026-11-22), 16-bit: with GELU it takes 1.06-1.12x as long as cuBLAS without, where a second kernel
-    makes that 1.3x; without activation 0.87-1.0x, but more of many rows and a depth of 1,024 or more. Up to 512 rows it
-    takes 0.7-0.95x the time of the Triton product, where it has at least 60 of its smallest tiles (264x768x768 4.5 us
-    for 4.9; 2026-11-23); deep ones without activation are cuBLAS's then (see `_xla_splits_depth`).
-
-    In float32 (TF32), with the transposition of the kernel, which takes 2 to 6 us: 4096x768x3072 with GELU 64 us,
-    without it XLA's alone 64; without activation 0.8-0.9x XLA's time from 4,096 rows on, at 1,024 rows 1.0-1.6x
-    (2026-11-23).
-
-    With a residual and no activation, where XLA has a kernel more for the sum: 512x768x768 5.2 us (XLA 8.2),
-    1024x3072x768 14.1 (14.5), 4096x768x768 10.8 (14.3), 4096x3072x768 28.8 (31.7), 16384x768x768 36.0 (51.8), with
-    `bias` (H100, 2026-11-25). No layer takes it, though a LayerNorm after it reads an array less. That gains nothing
-    where no gradient is taken; a training step of BERT-base of 32x512 takes 18.65 ms for 18.98, but bias and residual
-    are then rounded along with the product, and the gradient of bias errs 2.4 times as much.
-
-    A kernel for both, the product and the LayerNorm, was slower: the four programs of a cluster have whole rows of 768
-    columns between them, and an H200 has room for 30 such clusters at a time (15 of eight), on 120 of its 132
-    multiprocessors. It was written for 32, and so took two rounds: 16384x768x768 75 us and 16384x3072x768 204, by two
-    kernels 48 and 120. By 30 it would take half as long at best and then 1.1x for the uneven share of the rows, which
-    leaves the latter without a gain (2026-11-24).
-
-    Short ones are not its own in any case, see `is_short`.
+    In 16 bits it is the fastest with an activation or a residual, because cuBLAS needs a second kernel then. With
+    neither, it is the fastest up to 8,192 rows, or if the depth is below 1,024. Exceptions are deep matmuls of few
+    rows, see `_xla_splits_depth`, and short matmuls, see `is_short`. In float32 XLA must first transpose the weights,
+    which takes 2 to 6 us, so that the kernel pays with many rows only.
     """
+    # H200, 16 bits, with GELU: 1.06 to 1.12x cuBLAS's time without GELU (cuBLAS and a kernel for GELU 1.3x), 2026-11-22
+    # See docs/performance-notes.md, "When Mosaic GPU is the fastest for a dense layer".
+    # See also "Residual in the epilogue of a dense layer" and "One kernel for a dense layer and its LayerNorm".
     short = is_short(rows, depth, width, itemsize)
-    if short or min(depth, width) < 256 or depth % 16 or width % 16:  # others it does not take
+    if short or min(depth, width) < 256 or depth % 16 or width % 16:  # the kernel does not take others
         return False
     if itemsize > 2:
         return rows >= (4096 if activation is None else 1024) and depth % 32 == width % 32 == 0
@@ -140,45 +183,50 @@ def _mosaic_is_faster(rows: int, depth: int, width: int, activation: str | None,
 
 
 def is_short(rows: int, depth: int, width: int, itemsize: int) -> bool:
-    """Whether the product takes less time than a Mosaic kernel in a program costs the host.
+    """Returns whether a matmul takes less time than a Mosaic GPU kernel costs the host.
 
-    XLA captures such a kernel anew whenever an address has changed, and launches no kernel next to it ahead of time. Of
-    whole encoders in bfloat16, by Triton and with Mosaic, on the device and queued: BERT-base of 4x128 466 and 481 us,
-    479 and 553, MiniLM-L6 (width 384) of 8x128 179 and 171, 188 and 225, of 2x512 202 and 193, 224 and 285; but of
-    16x128 266 and 208, 279 and 263 (H100, 2026-11-25). BERT-base of 1x128, queued on a slow host, 435 and 582. Rows are
-    rounded up, as in the keys of a table.
+    XLA captures a Mosaic GPU kernel again whenever an address has changed, and it does not launch the kernels next to
+    it ahead of time. Rows are rounded up to a power of two, as in the keys of the tables.
+
+    Args:
+      rows: number of rows of the input.
+      depth: number of input features.
+      width: number of output features.
+      itemsize: size of an element in bytes.
     """
+    # H100, bf16, MiniLM-L6, 8x128, calls queued: 188 us with Triton (Mosaic GPU 225), 2026-11-25
+    # See docs/performance-notes.md, "Short matmuls and the host's time for Mosaic GPU".
     return rows <= 256 or next_power_of_2(rows) * min(depth, width) * itemsize <= 512 * 768 * 2
 
 
 def splits_few_rows(rows: int, itemsize: int, kernel_precision: str) -> bool:
-    """Returns whether XLA splits the depth of a matmul of so few rows.
+    """Returns whether XLA splits the depth of a matmul with this number of rows.
 
-    The kernel that adds up the parts then takes what follows along: an activation, its gradient, a LayerNorm. XLA does
-    not do so in float32 that is not TF32.
+    The kernel that adds up the parts then also computes what follows: an activation, its gradient or a LayerNorm. XLA
+    does not split full float32 matmuls.
+
+    Args:
+      rows: number of rows of the input.
+      itemsize: size of an element in bytes.
+      kernel_precision: "tf32" or "float32", how float32 is multiplied.
     """
     # H200, tf32, 128x768x3072 with GELU: 12.0 us (bias_activation's kernel after the matmul 13.3), 2026-11-23
     return rows <= 512 and (itemsize <= 2 or kernel_precision == "tf32")
 
 
 def _xla_is_faster(rows: int, depth: int, width: int, activation: str | None, itemsize: int, device: Device) -> bool:
-    """Whether XLA's product and a kernel after it are faster than the Triton product with its epilogue.
+    """Returns whether XLA's matmul and a kernel after it are faster than the Triton matmul with its epilogue.
 
-    On an H200 (2026-11-20), 16-bit: the Triton product is 1.0-1.7x as fast up to 512 rows, where cuBLAS starts too few
-    blocks. At 1,024 rows it still pays where it saves the activation's kernel (12.5 us against 9.8 + 4.4), and for
-    narrow outputs (6.1 against 7.1 at depth 768; 15.8 against 12.8 at depth 3,072, where XLA needs two kernels).
-
-    Of more rows it takes as long where it saves that kernel and what it moves, of results that are wider than x, and
-    rounds once instead of twice: 1025x768x3072 with GELU 14.9 us (XLA 15.4), 2047x768x3072 22.6 (23.5), 4097x768x3072
-    44.7 (42.3), 16383x768x3072 172 (171), 16383x1024x4096 274 (266), 16384x128x512 15.2 (17.6); but 4097x768x768 15.6
-    (14.0), 16384x768x200 22.0 (18.4) (H100, bfloat16, 2026-11-25). Cards with less bandwidth for their products, as
-    those of Ada, gain more by what is not moved. Cards after Hopper have other matrix units, which the kernel does not
-    use: there XLA's product stays.
-
-    In TF32 it pays nowhere: of 128 rows it takes as long (768x2304 11.1 us for 11.0; its partial sums and
-    the LayerNorm after them 768x768 7.7 for 7.4), of 256 and more 1.5x and longer (H200, 2026-11-23). Triton turns the
-    weights around in shared memory, which is the limit there; three bfloat16 products instead of one take 20 us.
+    - Up to 512 rows Triton is faster, because cuBLAS starts too few thread blocks, unless XLA splits the depth.
+    - Up to 1,024 rows Triton is faster if it saves the kernel of an activation, or if the result is narrow.
+    - With more rows Triton is as fast as XLA's two kernels if it saves the kernel of an activation and the result is
+      wider than x. It rounds once instead of twice, and cards with little bandwidth for their matmuls, such as Ada,
+      gain more. Cards after Hopper have other tensor cores, which the Triton kernel does not use.
+    - In float32 XLA is always taken. With TF32 Triton is at best as fast, because it transposes the weights in shared
+      memory.
     """
+    # H100, bf16, 16384x128x512 with GELU: 15.2 us (XLA 17.6), 2026-11-25
+    # See docs/performance-notes.md, "Triton or XLA for a dense layer".
     if itemsize > 2:
         return True
     if rows > 1024:
@@ -189,32 +237,40 @@ def _xla_is_faster(rows: int, depth: int, width: int, activation: str | None, it
 
 
 def _xla_splits_depth(rows: int, depth: int, width: int, activation: str | None) -> bool:
-    """Whether the product is one of those that XLA is the fastest at, splitting the depth.
+    """Returns whether the matmul is one of the deep ones that XLA is the fastest at, because it splits the depth.
 
-    128x3072x768 in 7.6 us, by Triton 8.4; 64x3072x768, of weights in the L2 cache, in 5.4, by Triton 7.9; 512x3072x768
-    in 9.0, by Mosaic 10.4; 320x4096x1024 in 8.9, by Mosaic 13.0; but of 256 rows Triton is as fast, and of one row
-    faster (8.1, by XLA 13.6), which in a `vmap` is many. GELU, in the kernel that adds up the parts, costs 0.1 us; with
-    it 384x3072x768 takes 11.7, by Mosaic 10.2, 512x3072x768 10.0 and 10.4, 512x4096x1024 16.1 and 13.0 (H200, bfloat16,
-    2026-11-23 and 24).
+    With one row Triton would be faster. The choice is XLA all the same, because `vmap` may turn one row into many.
     """
+    # H200, bf16, 128x3072x768: 7.6 us (Triton 8.4), 2026-11-23
+    # See docs/performance-notes.md, "Deep matmuls of few rows: split-K by XLA".
     return depth >= max(2048, 4 * width) and (rows <= 128 or activation is None and 256 < rows <= 512)
 
 
 def dense(rows: int, depth: int, width: int, itemsize: int, device: Device) -> DenseConfig:
+    """Returns the launch configuration of the Triton kernel of a dense layer.
+
+    Args:
+      rows: number of rows of the input.
+      depth: number of input features.
+      width: number of output features.
+      itemsize: size of an element in bytes.
+      device: the device that runs the kernel.
+    """
     if rows > 1024 and itemsize <= 2:
-        # With GELU 4097x768x3072 in 44.7 us, in tiles of 64x64 68.9, 16383x768x3072 172 and 250; of 128x256, which take
-        # more shared memory than most cards have, 168 (H100, bfloat16, 2026-11-25). In full float32 it spills.
+        # Not in float32: full float32 matmuls in these tiles spill registers.
+        # H100, bf16, 4097x768x3072 with GELU: 44.7 us (64x64 tiles 68.9), 2026-11-25
+        # See docs/performance-notes.md, "Tiles of the Triton dense kernel".
         default = DenseConfig(128, 128, 64, 8, 3)
     elif rows > 256:
         default = DenseConfig(64, 64, 64, 4, 4)
     elif width >= 2048 and (rows > 64 or width > 4096):
-        # More stages where each tile has a multiprocessor to itself: 128x768x2304 in 4.5 us, with three, of which two
-        # programs fit into one, in 4.8 (H100, 2026-11-24).
+        # More stages if each tile has an SM to itself. With three stages, two programs fit on an SM.
+        # H100, 128x768x2304: 4.5 us (three stages 4.8), 2026-11-24
         alone = _tiles(rows, width) <= device.multiprocessors and device.shared_memory >= LARGEST
         default = DenseConfig(64, 64, 128, 4, 5 if alone else 3)
     else:
-        # Narrow tiles, so that there are enough of them, and many loads in flight: 16x768x2304 in 3.9 us, with the
-        # tiles above 5.0, 64x1024x4096 in 5.7 and 7.3 (H200, bfloat16, 2026-11-24).
+        # Narrow tiles, so that there are enough of them, with many loads in flight.
+        # H200, bf16, 16x768x2304: 3.9 us (the tiles above 5.0), 2026-11-24
         default = DenseConfig(64, 32, 128, 4, 5)
     default = dataclasses.replace(
         default,
@@ -226,6 +282,15 @@ def dense(rows: int, depth: int, width: int, itemsize: int, device: Device) -> D
 
 
 def dense_candidates(rows: int, depth: int, width: int, itemsize: int, device: Device) -> Iterable[DenseConfig]:
+    """Returns the configurations that `autotune` tries for the Triton kernel of a dense layer.
+
+    Args:
+      rows: number of rows of the input.
+      depth: number of input features.
+      width: number of output features.
+      itemsize: size of an element in bytes.
+      device: the device that runs the kernel.
+    """
     deep = 256 // itemsize
     blocks = [(64, 64, deep, 4, 3), (32, 64, deep, 4, 3), (64, 32, deep, 4, 3), (16, 64, deep, 4, 3),
               (32, 32, deep, 4, 5), (64, 32, deep, 4, 5), (32, 32, 2 * deep, 4, 2), (128, 64, deep // 2, 4, 4),
@@ -235,12 +300,21 @@ def dense_candidates(rows: int, depth: int, width: int, itemsize: int, device: D
 
 
 def dense_split(rows: int, depth: int, width: int, itemsize: int, device: Device) -> SplitConfig:
-    """Of a product whose partial sums the next kernel adds up; with one of them where that does not pay.
+    """Returns the launch configuration of a Triton split-K matmul before a LayerNorm, which adds up the partial sums.
 
-    On an H200 (2026-11-24), bfloat16, with the LayerNorm that follows: 16x768x768 3.6 us (XLA 3.4), 32x768x768 3.6
-    (3.9), 128x768x768 4.8 (6.2), 16x3072x768 5.7 (6.3), 32x3072x768 6.1 (6.3), 128x3072x768 7.0 (8.5), 256x768x768 5.7
-    (7.5). At 512 rows the longer LayerNorm takes what the product gains.
+    `splits` is 1 if split-K does not pay: in float32, with more than 256 rows, with a depth below 512, or if the tiles
+    give work to more than half of the SMs without it. At 512 rows the LayerNorm takes longer by as much as the matmul
+    gains.
+
+    Args:
+      rows: number of rows of the input.
+      depth: number of input features.
+      width: number of output features.
+      itemsize: size of an element in bytes.
+      device: the device that runs the kernel.
     """
+    # H200, bf16, 128x768x768 with the LayerNorm: 4.8 us (XLA 6.2), 2026-11-24
+    # See docs/performance-notes.md, "Split-K by Triton before a LayerNorm".
     tiles = _tiles(rows, width)
     splits = min(4, device.multiprocessors // max(1, tiles), depth // 256) if itemsize <= 2 and rows <= 256 else 1
     few = rows <= 64
@@ -256,6 +330,15 @@ def dense_split(rows: int, depth: int, width: int, itemsize: int, device: Device
 
 
 def dense_split_candidates(rows: int, depth: int, width: int, itemsize: int, device: Device) -> Iterable[SplitConfig]:
+    """Yields the configurations that `autotune` tries for the Triton split-K matmul before a LayerNorm.
+
+    Args:
+      rows: number of rows of the input.
+      depth: number of input features.
+      width: number of output features.
+      itemsize: size of an element in bytes.
+      device: the device that runs the kernel.
+    """
     block_m = max(16, min(64, next_power_of_2(rows)))
     blocks = [(64, 128, 4, 3), (64, 128, 4, 4), (64, 64, 4, 5), (32, 128, 4, 5), (128, 64, 4, 4), (32, 128, 4, 4)]
     if block_m == 16:
@@ -267,18 +350,27 @@ def dense_split_candidates(rows: int, depth: int, width: int, itemsize: int, dev
 def dense_mosaic(
     rows: int, depth: int, width: int, activation: str | None, itemsize: int, device: Device, residual: bool = False
 ) -> MosaicDenseConfig:
+    """Returns the launch configuration of the Mosaic GPU kernel of a dense layer.
+
+    Args:
+      rows: number of rows of the input.
+      depth: number of input features.
+      width: number of output features.
+      activation: name of the activation, or None.
+      itemsize: size of an element in bytes.
+      device: the device that runs the kernel.
+      residual: whether the kernel adds a residual, which takes shared memory.
+    """
     programs = device.multiprocessors
     default, most = _in_rounds(rows, width, itemsize, programs), 0
-    # Of 1024x3072x768, tiles of 128x64 that two warp groups share take 10.5 us, those of 64x128 of one group 11.8 (with
-    # six stages instead of eight 12.6 and 11.8), all of BERT-base of 8x128 523 us instead of 538. Tiles of 96 or 160
-    # columns, whose rows in shared memory have 64 bytes instead of 128, take 16 us and more, where they fill more
-    # multiprocessors; two or four parts of the depth, which the LayerNorm adds up, 1 us more (H200, 2026-11-24).
+    # H200, 1024x3072x768: 10.5 us in 128x64 blocks that two warp groups share (64x128 per group 11.8), 2026-11-24
+    # See docs/performance-notes.md, "Tiles of the Mosaic GPU dense kernel".
     small = (
         (64, 64, 8, "none"), (64, 64, 8, "m"), (64, 128, 6, "none"), (64, 192, 4, "none"), (64, 128, 4, "m"),
         (64, 192, 4, "m"),
     )  # fmt: skip
     for m, n, k, split in small:
-        # The tiles that give work to the most multiprocessors, if each gets one.
+        # The tiles that give work to the most SMs, if no SM gets more than one.
         candidate = MosaicDenseConfig(m, n, tile_k_of(itemsize), k, split=split, programs=programs)
         tiles = _tiles(rows, width, *candidate.block)
         if most < tiles <= candidate.programs:
@@ -291,6 +383,16 @@ def dense_mosaic(
 def dense_mosaic_candidates(
     rows: int, depth: int, width: int, activation: int, itemsize: int, device: Device
 ) -> Iterable[MosaicDenseConfig]:
+    """Yields the configurations that `autotune` tries for the Mosaic GPU kernel of a dense layer.
+
+    Args:
+      rows: number of rows of the input.
+      depth: number of input features.
+      width: number of output features.
+      activation: 1 without an activation, 2 with one.
+      itemsize: size of an element in bytes.
+      device: the device that runs the kernel.
+    """
     tiles = [(64, 128, 4, "m"), (64, 192, 4, "m"), (64, 256, 4, "m"), (128, 128, 4, "n"), (128, 192, 4, "none"),
              (192, 128, 4, "none"), (128, 128, 6, "none"), (64, 192, 6, "none"), (64, 128, 6, "none"),
              (64, 64, 8, "none"), (64, 64, 8, "m"), (64, 192, 4, "none")]  # fmt: skip
@@ -302,20 +404,20 @@ def dense_mosaic_candidates(
 
 
 def dense_mosaic_gradient(rows: int, depth: int, width: int, itemsize: int, device: Device) -> MosaicDenseConfig:
-    """Of the kernel that multiplies with the activation's derivatives, `[rows, width]`.
+    """Returns the launch configuration of the Mosaic GPU kernel for (dy @ kernel^T) * derivatives of an activation.
 
-    In bfloat16, in the tiles of the forward kernel, the fastest of seven: 117 us of 16384x768x3072, the sum of the rows
-    for a bias included (H200, 2026-11-26), where XLA's product and the kernel of `bias_activation`'s gradient take 184,
-    and cuBLAS's product alone 99; of 4096x768x3072 34, for 54 (2026-11-23). Without that sum it would be 111 and 31,
-    and a kernel of its own takes 27 and 7.
+    The tiles are those of the forward kernel, which were the fastest of seven in bf16.
 
-    The forward kernel that keeps the derivatives takes 126 us with tanh GELU, 106 without them, and 108 with something
-    in their place that needs no arithmetic.
-
-    All such products draw what the card may (700 W) after a fraction of a second, and take longer then, as their energy
-    says: the forward kernel 116 mJ and 165 us, this one 105 mJ and 153 us, cuBLAS's product 90 mJ and 130 us.
+    Args:
+      rows: number of rows of the derivatives.
+      depth: number of output features of the second dense layer, along which the matmul sums.
+      width: number of columns of the derivatives, the features between the two layers.
+      itemsize: size of an element in bytes.
+      device: the device that runs the kernel.
     """
-    # With a stage less, since pieces of the derivatives take shared memory.
+    # H200, bf16, 16384x768x3072, with the sum for a bias: 117 us (XLA's matmul and bias_activation 184), 2026-11-26
+    # See docs/performance-notes.md, "Dense layers with activation derivatives (Mosaic GPU)".
+    # One stage less, because pieces of the derivatives take shared memory.
     default = _in_rounds(rows, width, itemsize, device.multiprocessors, largest=5)
     sizes = {"rows": rows, "depth": depth, "width": width}
     return _lookup_mosaic("dense_mosaic_gradient", default, device, "", 7, **sizes, itemsize=itemsize)
@@ -332,12 +434,18 @@ def dense_mosaic_derivatives(
 ) -> tuple[MosaicDenseConfig, MosaicDenseConfig]:
     """Returns the configurations of the kernels that keep the activation's derivatives and that multiply by them.
 
-    `forward` is the configuration of the first kernel where no gradient is taken. `derivative_itemsize` is the size of
-    a derivative in bytes.
+    Args:
+      forward: configuration of the first kernel for calls without a gradient.
+      rows: number of rows of the input.
+      width: number of input features of the first dense layer, and of output features of the second.
+      inner: number of features between the two layers, the columns of the derivatives.
+      itemsize: size of an element in bytes.
+      derivative_itemsize: size of a derivative in bytes.
+      device: the device that runs the kernels.
     """
     saving = with_room(forward, itemsize, 4 + 4 * derivative_itemsize // itemsize, device)
     gradient = dense_mosaic_gradient(rows, width, inner, itemsize, device)
-    if derivative_itemsize == itemsize:  # they take more room than the table's entries were made for
+    if derivative_itemsize == itemsize:  # they need more room than entries of the tables are made for
         gradient = with_room(gradient, itemsize, 9, device)
     return saving, gradient
 
@@ -345,6 +453,15 @@ def dense_mosaic_derivatives(
 def dense_mosaic_gradient_candidates(
     rows: int, depth: int, width: int, itemsize: int, device: Device
 ) -> Iterable[MosaicDenseConfig]:
+    """Yields the configurations that `autotune` tries for the Mosaic GPU kernel that multiplies by the derivatives.
+
+    Args:
+      rows: number of rows of the derivatives.
+      depth: number of output features of the second dense layer, along which the matmul sums.
+      width: number of columns of the derivatives, the features between the two layers.
+      itemsize: size of an element in bytes.
+      device: the device that runs the kernel.
+    """
     tiles = [(128, 192, 3), (128, 192, 4), (192, 128, 4), (128, 128, 4), (128, 128, 5), (64, 192, 5), (64, 128, 5)]
     for (m, n, k), minor in itertools.product(tiles, ("m", "n")):
         yield MosaicDenseConfig(m, n, stages=k, split="none", group=16, minor=minor, programs=device.multiprocessors)
@@ -353,9 +470,11 @@ def dense_mosaic_gradient_candidates(
 def _lookup_mosaic(
     op: str, default: MosaicDenseConfig, device: Device, variant: str, pieces: int, *, itemsize: int, **sizes: int
 ) -> MosaicDenseConfig:
-    """Like `lookup`, with stages that fit: an entry may be one of a kernel that takes less shared memory, or a user's.
+    """Calls `lookup`, and reduces the stages so that they fit in shared memory.
 
-    With one stage, Mosaic's copies wait for the products and these for the copies.
+    An entry may have too many stages: it may come from a user, or from a kernel that takes less shared memory. An entry
+    for which only one stage is left is skipped. With one stage, the copies wait for the matmuls, and the matmuls for
+    the copies.
     """
 
     def usable(config: MosaicDenseConfig) -> bool:
@@ -367,20 +486,30 @@ def _lookup_mosaic(
 
 
 def with_room(config: MosaicDenseConfig, itemsize: int, pieces: int, device: Device) -> MosaicDenseConfig:
-    """The same with no more stages than fit into the shared memory beside `pieces` of the results and operands.
+    """Returns the configuration with no more stages than fit in shared memory.
 
-    The product has four of the results and, with a residual, four of that; with the derivatives four of each. Those of
-    8 bits take half. Its gradient has four of both, and eighths.
+    A piece is 64 x 64 elements. These pieces are in shared memory besides the stages: four of the result, four of a
+    residual, and four of derivatives, of which 8-bit ones take half the room of 16-bit ones. The gradient kernel has
+    four pieces of the result, four of derivatives, and a constant of an eighth of a piece for the sum over the rows.
+
+    Args:
+      config: the launch configuration.
+      itemsize: size of an element in bytes.
+      pieces: number of pieces besides the stages.
+      device: the device that runs the kernel.
     """
-    others = pieces * 64 * 64 * itemsize + 2 * config.tile_n * 4 + 512  # two rows of a bias or sums, and barriers
+    others = pieces * 64 * 64 * itemsize + 2 * config.tile_n * 4 + 512  # two rows of a bias or of sums, and barriers
     most = (device.shared_memory - others) // (sum(config.block) * config.tile_k * itemsize)
     return dataclasses.replace(config, stages=min(config.stages, most))
 
 
 def _in_rounds(rows: int, width: int, itemsize: int, programs: int, largest: int = 6) -> MosaicDenseConfig:
-    """Large tiles that take the fewest rounds, with up to `largest` stages."""
+    """Returns the large tiles with the shortest estimated time, with up to `largest` stages.
+
+    In a round, each program computes one tile. The time is the number of rounds times the time of a tile.
+    """
     tile_k = tile_k_of(itemsize)
-    # How fast each is, where its last round is full (H200, 2026-11-22).
+    # Relative speed of each tile if its last round is full, H200, 2026-11-22.
     speed = {(128, 192): 1.0, (192, 128): 0.965, (128, 128): 0.95, (64, 192): 0.9}
     configs = [
         MosaicDenseConfig(m, n, tile_k, 4 if m + n > 256 else largest, split="none", group=16, programs=programs)
@@ -394,10 +523,14 @@ def _in_rounds(rows: int, width: int, itemsize: int, programs: int, largest: int
 
 
 def _tiles(rows: int, width: int, block_m: int = 64, block_n: int = 64) -> int:
-    """How many it takes to cover `[rows, width]`."""
+    """Returns how many tiles cover `[rows, width]`."""
     return -(-rows // block_m) * -(-width // block_n)
 
 
 def tile_k_of(itemsize: int) -> int:
-    """How deep the blocks of the Mosaic kernels are: a line of 128 bytes."""
+    """Returns the depth of the blocks of the Mosaic GPU kernels: the number of elements in 128 bytes.
+
+    Args:
+      itemsize: size of an element in bytes.
+    """
     return 128 // itemsize

@@ -10,23 +10,40 @@ from jaxft.tuning.table import ElementwiseConfig, GradientConfig, PermuteConfig,
 
 
 def permute(size: int, kept: int, aligned: int, itemsize: int, device: Device) -> PermuteConfig:
-    """Of `size` elements. `kept` is the size of the innermost axis where it stays innermost, else 1; lines of the input
-    and of the output start at multiples of `aligned` elements, at most 16 bytes: what a thread can move at once.
+    """Returns the launch configuration of the kernel that permutes axes: the shape of a tile, and warps.
+
+    Args:
+      size: number of elements of the array.
+      kept: size of the innermost axis if it stays innermost, else 1.
+      aligned: number of elements that a thread can move at once, at most 16 bytes. Lines of the input and of the output
+        start at multiples of it.
+      itemsize: size of an element in bytes.
+      device: the device that runs the kernel.
     """
-    # Lines of 128 bytes, for 16 bits, on both sides; small arrays want more programs.
+    # Lines of 64 elements of the input and of the output, 128 bytes in 16 bits. Small arrays need more programs.
     line = 32 if size < 2**20 or itemsize > 4 else 64
     elements = line * line
-    if kept * itemsize >= 64:  # rows move as they are
+    if kept * itemsize >= 64:  # rows move unchanged
         line = min(next_power_of_2(kept), 1024)
         elements = max(line, elements)
-    # A thread has 64 bytes in flight, or 16 elements where each is a load.
+    # A thread has 64 bytes in flight, or 16 elements if each element is a load of its own.
     per_thread = 16 if aligned * itemsize < 4 else max(8, 64 // itemsize)
     default = PermuteConfig(line, elements, num_warps=max(2, elements // (32 * per_thread)))
     return lookup("permute", default, device, size=size, kept=kept, aligned=aligned, itemsize=itemsize)
 
 
 def permute_candidates(size: int, kept: int, aligned: int, itemsize: int, device: Device) -> Iterable[PermuteConfig]:
-    if kept * itemsize >= 64:  # rows as they are
+    """Yields the configurations that `autotune` tries for the kernel that permutes axes.
+
+    Args:
+      size: number of elements of the array.
+      kept: size of the innermost axis if it stays innermost, else 1.
+      aligned: number of elements that a thread can move at once, at most 16 bytes. Lines of the input and of the output
+        start at multiples of it.
+      itemsize: size of an element in bytes.
+      device: the device that runs the kernel.
+    """
+    if kept * itemsize >= 64:  # rows move unchanged
         line = min(next_power_of_2(kept), 1024)
         tiles = [(line, elements) for elements in (1024, 2048, 4096, 8192)]
     else:
@@ -39,8 +56,19 @@ def permute_candidates(size: int, kept: int, aligned: int, itemsize: int, device
 def qkv_bias_split_heads(
     batch_heads: int, length: int, head_size: int, itemsize: int, device: Device
 ) -> ElementwiseConfig:
+    """Returns the launch configuration of the kernel that splits a packed QKV projection into heads.
+
+    A block has `block_rows` tokens and `block_width` elements of a head, for each of q, k and v.
+
+    Args:
+      batch_heads: number of sequences times number of heads.
+      length: number of tokens of a sequence.
+      head_size: number of elements of a head.
+      itemsize: size of an element in bytes.
+      device: the device that runs the kernel.
+    """
     block_width = min(next_power_of_2(head_size), 1024)
-    elements = 1024 if batch_heads * length * head_size < 2**20 else 2048  # three times: of q, k and v
+    elements = 1024 if batch_heads * length * head_size < 2**20 else 2048  # for each of q, k and v
     block_rows = min(max(1, elements // block_width), next_power_of_2(length))
     default = ElementwiseConfig(block_rows, block_width, num_warps=4)
     sizes = {"batch_heads": batch_heads, "length": length, "head_size": head_size, "itemsize": itemsize}
@@ -50,13 +78,33 @@ def qkv_bias_split_heads(
 def qkv_bias_split_heads_candidates(
     batch_heads: int, length: int, head_size: int, itemsize: int, device: Device
 ) -> Iterable[ElementwiseConfig]:
+    """Returns the configurations that `autotune` tries for the kernel that splits a packed QKV projection into heads.
+
+    Args:
+      batch_heads: number of sequences times number of heads.
+      length: number of tokens of a sequence.
+      head_size: number of elements of a head.
+      itemsize: size of an element in bytes.
+      device: the device that runs the kernel.
+    """
     return itertools.starmap(ElementwiseConfig, _head_tiles(head_size, itemsize))
 
 
 def qkv_bias_split_heads_backward(
     batch: int, length: int, heads: int, head_size: int, itemsize: int, device: Device
 ) -> GradientConfig:
-    """`programs` of it for each head."""
+    """Returns the launch configuration of the kernel that joins heads again and sums over the tokens for the bias.
+
+    For each head, `programs` programs share the tokens of all sequences.
+
+    Args:
+      batch: number of sequences.
+      length: number of tokens of a sequence.
+      heads: number of heads.
+      head_size: number of elements of a head.
+      itemsize: size of an element in bytes.
+      device: the device that runs the kernel.
+    """
     programs = 4 * next_power_of_2(device.multiprocessors)
     block_width = min(next_power_of_2(head_size), 1024)
     block_rows = min(max(1, 2048 // block_width), next_power_of_2(length))
@@ -68,6 +116,16 @@ def qkv_bias_split_heads_backward(
 def qkv_bias_split_heads_backward_candidates(
     batch: int, length: int, heads: int, head_size: int, itemsize: int, device: Device
 ) -> Iterable[GradientConfig]:
+    """Yields the configurations that `autotune` tries for the kernel that joins heads again.
+
+    Args:
+      batch: number of sequences.
+      length: number of tokens of a sequence.
+      heads: number of heads.
+      head_size: number of elements of a head.
+      itemsize: size of an element in bytes.
+      device: the device that runs the kernel.
+    """
     most = next_power_of_2(device.multiprocessors) // 2
     for (block_rows, block_width, num_warps), programs in itertools.product(
         _head_tiles(head_size, itemsize), (most // 4, most // 2, most)
@@ -77,6 +135,7 @@ def qkv_bias_split_heads_backward_candidates(
 
 
 def _head_tiles(head_size: int, itemsize: int) -> Iterable[tuple[int, int, int]]:
+    """Yields (block_rows, block_width, num_warps) of tiles of a head, with 16 to 64 bytes per thread."""
     block_width = min(next_power_of_2(head_size), 1024)
     for block_rows, num_warps in itertools.product((8, 16, 32, 64, 128), (1, 2, 4, 8)):
         if 16 <= block_rows * block_width * itemsize // (32 * num_warps) <= 64:

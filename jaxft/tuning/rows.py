@@ -1,4 +1,4 @@
-"""Row ops (LayerNorm, softmax, bias + activation): default configurations and the candidates of `autotune`."""
+"""Row ops (LayerNorm, softmax, bias + activation, losses): default configurations and the candidates of `autotune`."""
 
 from __future__ import annotations
 
@@ -11,20 +11,38 @@ from jaxft.tuning.table import ChunkConfig, ElementwiseConfig, GradientConfig, R
 
 
 def layer_norm(rows: int, width: int, itemsize: int, device: Device, variant: str = "") -> RowConfig:
-    """`variant`: "embeddings" where the kernel reads rows of tables, "sums" where those of a split product."""
-    # A warp for 1,024 elements: each thread has several 16-byte loads in flight and the reductions stay in the warp.
+    """Returns the launch configuration of the LayerNorm kernel: rows and columns of a block, and warps.
+
+    Args:
+      rows: number of rows that are normalised.
+      width: number of elements of a row.
+      itemsize: size of an element in bytes: of the input, of the result for "embeddings", of a partial sum for "sums".
+      device: the device that runs the kernel.
+      variant: what the kernel reads. "" is rows of an array, "embeddings" is rows of embedding tables, "sums" is
+        partial sums of a split-K matmul.
+    """
+    # One warp per 1,024 elements: each thread has several 16-byte loads in flight, and reductions stay in the warp.
     block_width = min(next_power_of_2(width), 8192)
     block_rows = max(1, 1024 // block_width)
     default = RowConfig(block_rows, block_width, num_warps=max(1, block_width // 1024))
-    if itemsize > 2 and rows * width < 2**20 and 512 < width <= 1024:  # small arrays want more warps
+    if itemsize > 2 and rows * width < 2**20 and 512 < width <= 1024:  # small arrays need more warps
         default = RowConfig(2, 1024, num_warps=8)
     if variant == "sums" and block_width >= 512:
-        # Few rows, each of several parts: 32 x 3 x 768 in 1.8 us, with two rows a program 2.5 (H200, 2026-11-24).
+        # Few rows, each with several partial sums: one row per program.
+        # H200, float32, 3 partial sums of 32x768: 1.8 us (two rows per program 2.5), 2026-11-24
         default = RowConfig(1, block_width, num_warps=8)
     return lookup("layer_norm", default, device, variant, rows=rows, width=width, itemsize=itemsize)
 
 
 def layer_norm_candidates(rows: int, width: int, itemsize: int, device: Device) -> Iterable[RowConfig]:
+    """Yields the configurations that `autotune` tries for the LayerNorm kernel.
+
+    Args:
+      rows: number of rows that are normalised.
+      width: number of elements of a row.
+      itemsize: size of an element in bytes, see `layer_norm`.
+      device: the device that runs the kernel.
+    """
     block_width = min(next_power_of_2(width), 8192)
     for block_rows, num_warps in itertools.product((1, 2, 4, 8), (1, 2, 4, 8)):
         if 128 <= block_rows * block_width // num_warps <= 2048:
@@ -34,12 +52,23 @@ def layer_norm_candidates(rows: int, width: int, itemsize: int, device: Device) 
 def layer_norm_backward(
     rows: int, width: int, itemsize: int, device: Device, variant: str = "", wide_dropout: bool = False
 ) -> GradientConfig:
-    """`wide_dropout`: with dropout, rows of 16 bits and vectors of 32, which take the most registers.
+    """Returns the launch configuration of the kernel for the LayerNorm gradient.
 
-    It has keys of its own, for which no table that is shipped has entries.
+    The programs share the rows, and each writes partial sums for the gradients of bias, gamma and beta. A row that is
+    longer than a block is read in chunks, and there is one program for each block of rows, whatever `programs` is.
+
+    Args:
+      rows: number of rows that are normalised.
+      width: number of elements of a row.
+      itemsize: size of an element of the input in bytes.
+      device: the device that runs the kernel.
+      variant: "embeddings" if the rows are sums of rows of embedding tables, else "".
+      wide_dropout: whether there is dropout, the rows have 16-bit elements, and bias or gamma has 32-bit elements. The
+        kernel then takes the most registers. These cases have keys of their own. The shipped tables have no such
+        entries.
     """
     block_width = next_power_of_2(width)
-    if block_width <= 8192:  # with the sums of three vectors in registers
+    if block_width <= 8192:  # the row and the sums for three vectors fit in registers
         programs = (4 if rows * width < 2**23 else 6) * device.multiprocessors
         num_warps = 2 if block_width <= 512 else max(4, block_width // 512)
         default = GradientConfig(max(1, 1024 // block_width), block_width, programs, num_warps)
@@ -48,12 +77,13 @@ def layer_norm_backward(
         elif block_width > 512 and itemsize > 2 and rows * width >= 2**19:
             default = GradientConfig(2, block_width, 2 * device.multiprocessors, 8)
         elif block_width > 512 and rows * width >= 2**19:
-            if wide_dropout:  # 16384 x 768 in 54 us, where 396 programs, of which not all run at once, take 85
+            if wide_dropout:  # 396 programs of the configuration below would not all run at once
+                # H200, bf16, 16384x768: 54 us (396 programs with two rows at a time 85), 2026-11-23
                 default = GradientConfig(1, block_width, 4 * device.multiprocessors, 4)
-            elif rows * width < 2**26:  # fewer programs, fewer partial sums
+            elif rows * width < 2**26:  # fewer programs write fewer partial sums
                 programs = (2 if rows * width < 2**20 else 3) * device.multiprocessors
                 default = GradientConfig(2, block_width, programs, 4)
-    else:  # the more rows in a block, the fewer partial sums
+    else:  # each block writes partial sums, so that larger blocks write fewer
         default = GradientConfig(8, 1024, 2 * device.multiprocessors, 8)
     sizes = {"rows": rows, "width": width, "itemsize": itemsize}
     if wide_dropout:
@@ -64,10 +94,19 @@ def layer_norm_backward(
 def layer_norm_backward_candidates(
     rows: int, width: int, itemsize: int, device: Device, dropout: int = 0
 ) -> Iterable[GradientConfig]:
+    """Yields the configurations that `autotune` tries for the LayerNorm gradient kernel.
+
+    Args:
+      rows: number of rows that are normalised.
+      width: number of elements of a row.
+      itemsize: size of an element of the input in bytes.
+      device: the device that runs the kernel.
+      dropout: 1 for `wide_dropout` of `layer_norm_backward`, else 0.
+    """
     block_width = next_power_of_2(width)
     warps: tuple[int, ...] = (1, 2, 4, 8)
     blocks = [(block_rows, block_width) for block_rows in (1, 2)]
-    if block_width > 8192:  # a chunk of a row
+    if block_width > 8192:  # a block is a chunk of a row
         warps, blocks = (4, 8, 16), [(block_rows, 1024) for block_rows in (2, 4, 8)]
     elif block_width > 2048:
         warps = (4, 8, 16, 32)
@@ -78,17 +117,30 @@ def layer_norm_backward_candidates(
 
 
 def embeddings_sums(table_rows: int, width: int) -> RowConfig:
-    """Of the kernels that add up the rows with the same id: so much at a time. Untuned.
+    """Returns the launch configuration of the kernels that sum rows by id, for the gradient of an embedding table.
 
-    Few ids come often, and their sums want more programs of fewer columns. Of many ids most come never, and their rows
-    of zeros want wide ones.
+    Not tuned. A program sums `block_width` columns, `block_rows` rows at a time. In a table with few ids, each id
+    occurs often: more programs, each with fewer columns, share the long sums. In a table with many ids, most ids do not
+    occur: wide programs write their rows of zeros faster.
+
+    Args:
+      table_rows: number of rows of the table.
+      width: number of elements of a row.
     """
     block_width = min(next_power_of_2(width), 128 if table_rows <= 1024 else 1024)
     return RowConfig(min(4096 // block_width, 32), block_width, num_warps=4)
 
 
 def softmax(rows: int, width: int, itemsize: int, device: Device) -> RowConfig:
-    # As for layer_norm, but rows of up to 64 KiB stay in registers.
+    """Returns the launch configuration of the softmax and log_softmax kernel: rows and columns of a block, and warps.
+
+    Args:
+      rows: number of rows, the product of the sizes of all axes but the last.
+      width: number of elements of a row, over which softmax normalises.
+      itemsize: size of an element of the input in bytes.
+      device: the device that runs the kernel.
+    """
+    # As in layer_norm, but rows of up to 64 KiB stay in registers.
     warp = 1024 if itemsize <= 2 or width <= 1024 else 256
     default = _softmax(rows, width, warp, longest=16384, most_warps=8 * itemsize // 2)
     if width > 16384 and itemsize <= 2:
@@ -97,19 +149,30 @@ def softmax(rows: int, width: int, itemsize: int, device: Device) -> RowConfig:
 
 
 def softmax_backward(rows: int, width: int, itemsize: int, device: Device) -> RowConfig:
-    # Shorter ones, since two arrays are read: 16 KiB of each in 16 bits, where a warp holds fewer bytes, 64 in float32.
+    """Returns the launch configuration of the kernel for the gradient of softmax and log_softmax.
+
+    Args:
+      rows: number of rows, the product of the sizes of all axes but the last.
+      width: number of elements of a row, over which softmax normalises.
+      itemsize: size of an element of the input in bytes.
+      device: the device that runs the kernel.
+    """
+    # The kernel reads two arrays, so only shorter rows stay in registers. In 16 bits a warp has fewer bytes than in
+    # float32, and the limit is 16 KiB of each array instead of 64 KiB.
     default = _softmax(rows, width, 512, 8192 if itemsize <= 2 else 16384, most_warps=8 * itemsize // 2)
     if itemsize <= 2 and 4096 < width <= 16384:
         default = RowConfig(1, 8192, 4) if width <= 8192 else RowConfig(1, 4096, 8)
-    elif itemsize <= 2 and width > 16384 and rows <= 256:  # as many as run at once, two on a multiprocessor
+    elif itemsize <= 2 and width > 16384 and rows <= 256:  # all programs run at once, two per SM
         default = RowConfig(1, 8192, 8)
     return lookup("softmax_backward", default, device, rows=rows, width=width, itemsize=itemsize)
 
 
 def _softmax(rows: int, width: int, warp: int, longest: int, most_warps: int) -> RowConfig:
-    """A warp for `warp` elements, rows up to `longest` in registers.
+    """Returns a configuration with one warp per `warp` elements, at most `most_warps`.
 
-    Small arrays want more: four of 256 elements a program, half of `warp` where rows are very short (H200, 2026-11-21).
+    A row of up to `longest` elements stays in registers. A longer row is processed in chunks of `longest` elements,
+    with 512 elements per warp. Small arrays need more warps: with rows of up to 1,024 elements, a program of four warps
+    has 256 elements per warp, or half of `warp` if rows have up to 64 elements (H200, 2026-11-21).
     """
     block_width = next_power_of_2(width)
     if width > longest:
@@ -122,11 +185,20 @@ def _softmax(rows: int, width: int, warp: int, longest: int, most_warps: int) ->
 
 
 def softmax_candidates(rows: int, width: int, itemsize: int, device: Device, arrays: int = 1) -> Iterable[RowConfig]:
+    """Yields the configurations that `autotune` tries for the softmax kernel.
+
+    Args:
+      rows: number of rows, the product of the sizes of all axes but the last.
+      width: number of elements of a row, over which softmax normalises.
+      itemsize: size of an element of the input in bytes.
+      device: the device that runs the kernel.
+      arrays: number of arrays that the kernel reads. With two, a warp gets fewer elements.
+    """
     full = next_power_of_2(width)
-    if full <= 1024:  # rows in a warp, or in two
+    if full <= 1024:  # several rows or one row per program
         blocks = [(elements, full) for elements in (full, 256, 512, 1024, 2048) if elements >= full]
         warps: tuple[int, ...] = (1, 2, 4)
-    else:  # a row, or a chunk of one
+    else:  # one row or a chunk of it per program
         longest = min(full, 32768)
         blocks = [(chunk, chunk) for chunk in {longest, *(min(longest, n) for n in (4096, 8192, 16384))}]
         warps = (2, 4, 8, 16, 32)
@@ -136,18 +208,42 @@ def softmax_candidates(rows: int, width: int, itemsize: int, device: Device, arr
 
 
 def softmax_backward_candidates(rows: int, width: int, itemsize: int, device: Device) -> Iterable[RowConfig]:
+    """Returns the configurations that `autotune` tries for the kernel of the softmax gradient.
+
+    Args:
+      rows: number of rows, the product of the sizes of all axes but the last.
+      width: number of elements of a row, over which softmax normalises.
+      itemsize: size of an element of the input in bytes.
+      device: the device that runs the kernel.
+    """
     return softmax_candidates(rows, width, itemsize, device, arrays=2)
 
 
 def bias_activation(rows: int, width: int, itemsize: int, device: Device) -> ElementwiseConfig:
+    """Returns the launch configuration of the kernel for activation(x + bias): rows and columns of a block, and warps.
+
+    Args:
+      rows: number of rows.
+      width: number of elements of a row, and of the bias.
+      itemsize: size of an element of the input in bytes.
+      device: the device that runs the kernel.
+    """
     block_width = _block_width(width)
-    # Large arrays want more bytes in flight a program, small ones more programs.
+    # Large arrays need more bytes in flight per program, small arrays need more programs.
     elements = 1024 if rows * width < 2**21 else 2048 if rows * width < 2**23 else 4096
     default = ElementwiseConfig(max(1, elements // block_width), block_width, num_warps=4)
     return lookup("bias_activation", default, device, rows=rows, width=width, itemsize=itemsize)
 
 
 def bias_activation_candidates(rows: int, width: int, itemsize: int, device: Device) -> Iterable[ElementwiseConfig]:
+    """Yields the configurations that `autotune` tries for the kernel for activation(x + bias).
+
+    Args:
+      rows: number of rows.
+      width: number of elements of a row, and of the bias.
+      itemsize: size of an element of the input in bytes.
+      device: the device that runs the kernel.
+    """
     for block_rows, block_width, num_warps in itertools.product(
         (1, 2, 4, 8), _divisors(width, 512, 1024, 2048), (4, 8)
     ):
@@ -156,11 +252,22 @@ def bias_activation_candidates(rows: int, width: int, itemsize: int, device: Dev
 
 
 def bias_activation_backward(rows: int, width: int, itemsize: int, device: Device) -> GradientConfig:
+    """Returns the launch configuration of the kernel for the gradient of activation(x + bias).
+
+    For each block of columns, `programs` programs share the rows, and each writes partial sums for the gradient of the
+    bias. A single program writes that gradient itself.
+
+    Args:
+      rows: number of rows.
+      width: number of elements of a row, and of the bias.
+      itemsize: size of an element of the input in bytes.
+      device: the device that runs the kernel.
+    """
     block_width = min(_block_width(width), 512)
     if rows <= 128:
-        # One program for all rows of a few columns: no partial sums. dense with GELU (of 16 rows its tanh form) and its
-        # gradients, 768x3072 in bfloat16: 16 rows 13.1 us for 14.4, 32 14.1 for 15.5, 64 15.8 for 17.4, 128 19.3 for
-        # 20.3 (H100, 2026-11-25).
+        # One program has all rows of a few columns, so that there are no partial sums.
+        # H100, bf16, dense 32x768x3072 with GELU and gradients: 14.1 us (with partial sums 15.5), 2026-11-25
+        # See docs/performance-notes.md, "Gradient of bias and activation with few rows".
         block_rows = next_power_of_2(rows)
         block_width = min(block_width, max(32, 1024 // block_rows))
         default = GradientConfig(block_rows, block_width, programs=1, num_warps=4 if rows <= 16 else 8)
@@ -175,6 +282,14 @@ def bias_activation_backward(rows: int, width: int, itemsize: int, device: Devic
 def bias_activation_backward_candidates(
     rows: int, width: int, itemsize: int, device: Device
 ) -> Iterable[GradientConfig]:
+    """Yields the configurations that `autotune` tries for the kernel for the gradient of activation(x + bias).
+
+    Args:
+      rows: number of rows.
+      width: number of elements of a row, and of the bias.
+      itemsize: size of an element of the input in bytes.
+      device: the device that runs the kernel.
+    """
     most = 2 * next_power_of_2(device.multiprocessors)
     for block_rows, block_width, programs, num_warps in itertools.product(
         (1, 2, 4), _divisors(width, 512, 1024), (most // 32, most // 8, most // 4, most // 2, most), (4, 8)
@@ -188,21 +303,34 @@ def bias_activation_backward_candidates(
 
 
 def _block_width(width: int) -> int:
-    divisor = width & -width  # the largest power of two in the width: blocks without a masked edge
+    """Returns the number of columns of a block, at most 1,024.
+
+    It is the largest power of two that divides the width, if that is at least 256: no block then has a masked edge.
+    Otherwise it is the width, rounded up to a power of two.
+    """
+    divisor = width & -width  # the largest power of two that divides the width
     return min(divisor if divisor >= 256 else next_power_of_2(width), 1024)
 
 
 def _divisors(width: int, *blocks: int) -> list[int]:
-    """Blocks without a masked edge, where there are any."""
+    """Returns the `blocks` that divide the width and so have no masked edge, or if none does, all of them.
+
+    In the second case a block is at most the width, rounded up to a power of two.
+    """
     return [block for block in blocks if width % block == 0] or [min(next_power_of_2(width), block) for block in blocks]
 
 
 def linear_cross_entropy(rows: int, classes: int, width: int) -> ChunkConfig:
-    """Returns how many rows have logits at a time. Not tuned per device.
+    """Returns the chunk size of `linear_cross_entropy`: how many rows have logits at a time. Not tuned per device.
 
     The logits take 128 MiB, or as much as the embedding's gradient if that is more, because every chunk reads and
-    writes that gradient once. A chunk has at most a quarter of the rows, which the labels of masked language modelling
-    fill well.
+    writes that gradient once. A chunk has at most a quarter of the rows. Masked language modelling has labels in about
+    15 % of the rows, which fill a chunk of this size well.
+
+    Args:
+      rows: number of rows, with and without a label.
+      classes: number of classes, the rows of the embedding.
+      width: number of elements of a row of the embedding.
     """
 
     def whole_tiles(n: int) -> int:

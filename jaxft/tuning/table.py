@@ -1,9 +1,9 @@
-"""Launch configurations: their types, the tuned tables, and `lookup`, which every default goes through.
+"""Types of launch configurations, the tuned tables, and `lookup`, which finds the configuration of a kernel.
 
-`jaxft/tuned/<device kind>.json` (spaces as underscores) maps op -> key -> fields of the configuration. It is written by
-`benchmarks/tune.py`. A key holds the sizes of a case, rounded up to powers of two, so that every shape near a tuned one
-finds its entry; only the depth and the width of a matmul are exact. Entries that `autotune` stored in the user's cache
-(`tuning/cache.py`) come first.
+`jaxft/tuned/<device kind>.json` (spaces in the name become underscores) maps op -> key -> fields of the configuration.
+`benchmarks/tune.py` writes it. A key holds the sizes of a case. Sizes are rounded up to powers of two, so that every
+shape near a tuned shape finds its entry. Only the depth and the width of a matmul are exact. Entries that `autotune`
+stored in the user's cache (`jaxft/tuning/cache.py`) take precedence.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import jax
 from jaxft.dispatch import Device
 from jaxft.tuning import cache
 
-# Shared memory that a thread block may have, in bytes. Compute capability 8.0 has LARGE. Compute capabilities 9.0 and
-# 10.x have LARGEST. Most others have 99 KiB.
+# Shared memory that a thread block may use, in bytes. Compute capabilities 8.0 and 8.7 have LARGE. 9.0, 10.0, 10.3 and
+# 11.0 have LARGEST. Most others have 99 KiB. See `jaxft.dispatch`.
 LARGE, LARGEST = 163 * 1024, 227 * 1024
 
 
@@ -34,7 +34,13 @@ Config = TypeVar("Config", bound=_Dataclass)
 
 @dataclasses.dataclass(frozen=True)
 class RowConfig:
-    """A kernel that reduces rows: `block_rows` rows a program, `block_width` (a power of two) columns at a time."""
+    """Launch configuration of a kernel that reduces rows.
+
+    Attributes:
+      block_rows: number of rows that a program processes at a time, a power of two.
+      block_width: number of columns that a program processes at a time, a power of two.
+      num_warps: number of warps of a program.
+    """
 
     block_rows: int
     block_width: int
@@ -43,11 +49,17 @@ class RowConfig:
 
 @dataclasses.dataclass(frozen=True)
 class GradientConfig:
-    """A kernel that also sums over rows, for the gradients of vectors.
+    """Launch configuration of a kernel that also sums over rows, for the gradients of vectors.
 
-    Each of `programs` programs takes its share of the rows, `block_rows` x `block_width` elements (powers of two) at a
-    time, and writes its partial sums; a small reduction adds those up, but where one program of
-    `bias_activation_backward` has all rows.
+    Each program takes its share of the rows and writes its partial sums. A small reduction adds up the partial sums. In
+    `bias_activation_backward` it is not needed if one program has all rows.
+
+    Attributes:
+      block_rows: number of rows that a program processes at a time, a power of two.
+      block_width: number of columns that a program processes at a time, a power of two.
+      programs: number of programs that share the rows. In `bias_activation_backward` they share the rows of a block of
+        columns, in `qkv_bias_split_heads_backward` the rows of a head.
+      num_warps: number of warps of a program.
     """
 
     block_rows: int
@@ -58,7 +70,13 @@ class GradientConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ElementwiseConfig:
-    """A kernel without reductions: `block_rows` x `block_width` elements a program, both powers of two."""
+    """Launch configuration of a kernel without reductions.
+
+    Attributes:
+      block_rows: number of rows of a program, a power of two.
+      block_width: number of columns of a program, a power of two.
+      num_warps: number of warps of a program.
+    """
 
     block_rows: int
     block_width: int
@@ -67,11 +85,15 @@ class ElementwiseConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PermuteConfig:
-    """A change of layout in tiles of `elements` elements, if the shape has as many.
+    """Launch configuration of a kernel that changes the layout of an array tile by tile.
 
-    `block_inner` of them lie in a line of the input, and as many in a line of the output; what is left of `elements`
-    goes to further axes. Both are powers of two, and `elements` is at least the square of `block_inner`, or
-    `block_inner` where the innermost axis stays and is as long.
+    Attributes:
+      block_inner: number of elements of a tile along a line of the input, and along a line of the output. A power of
+        two.
+      elements: number of elements of a tile, a power of two. It is at least `block_inner` squared, or at least
+        `block_inner` if the innermost axis stays innermost and is at least as long. The part that the two lines do not
+        use goes to further axes. If the shape has fewer elements, the tile is smaller.
+      num_warps: number of warps of a program.
     """
 
     block_inner: int
@@ -81,11 +103,17 @@ class PermuteConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """Flash attention: tiles of `block_q` queries against `block_k` keys, both powers of two and at least 16.
+    """Launch configuration of a flash attention kernel.
 
-    Where a block holds all keys and there is no mask, `programs` share the tiles, so that each reads its next one while
-    it computes; 0 for a program a tile. In the backward pass they do only where it holds all queries too, heads are
-    not grouped, and there is neither bias nor dropout nor a gradient of the log-sum-exp.
+    Attributes:
+      block_q: number of queries in a block, a power of two, at least 16.
+      block_k: number of keys in a block, a power of two, at least 16.
+      num_warps: number of warps of a program.
+      num_stages: number of stages of Triton's software pipeline.
+      programs: number of programs that share all tiles, or 0 for one program per tile. A program that has several tiles
+        reads its next tile while it computes one. Programs share tiles only if one block holds all keys and there is no
+        mask. In the backward pass, one block must also hold all queries, heads must not be grouped, and there must be
+        no bias, no dropout and no gradient of the log-sum-exp.
     """
 
     block_q: int
@@ -97,27 +125,46 @@ class AttentionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MosaicGradientConfig:
-    """Attention's gradient by Mosaic GPU: `programs` share the heads of all sequences."""
+    """Launch configuration of the Mosaic GPU kernel for the gradient of attention.
+
+    Attributes:
+      programs: number of programs, which share the heads of all sequences.
+    """
 
     programs: int
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkConfig:
-    """A loss over `rows` rows at a time, whose logits are in memory together."""
+    """Chunk size of a loss.
+
+    Attributes:
+      rows: number of rows whose logits are in memory at the same time.
+    """
 
     rows: int
 
 
 def next_power_of_2(n: int) -> int:
+    """Returns the smallest power of two that is at least `n`.
+
+    Args:
+      n: a number; for 0 or less the result is 1.
+    """
     return 1 << max(0, n - 1).bit_length()
 
 
 def key(variant: str = "", /, **sizes: int) -> str:
-    """The table's key: `rows=4096,width=1024,itemsize=2` for rows=4000, width=1000, itemsize=2, and then `variant`.
+    """Returns the key of a table entry, the sizes and then the variant.
 
-    `rows=4096,depth=768,width=2304` for rows=4000, depth=768, width=2304: of a matrix product depth and width are a
-    model's, few and fixed, and what is the fastest for 2,304 columns need not be for 3,072 or 4,096.
+    The key is `rows=4096,width=1024,itemsize=2` for rows=4000, width=1000, itemsize=2: sizes are rounded up to powers
+    of two. If `depth` is among the sizes (a matmul), depth and width are exact: the key is
+    `rows=4096,depth=768,width=2304` for rows=4000, depth=768, width=2304. Models have few depths and widths, and the
+    fastest configuration for 2,304 columns may not be the fastest for 3,072 or 4,096.
+
+    Args:
+      variant: text at the end of the key; nothing if empty.
+      **sizes: the sizes of a case by name.
     """
     exact = ("depth", "width") if "depth" in sizes else ()
     parts = [f"{name}={size if name in exact else next_power_of_2(size)}" for name, size in sizes.items()]
@@ -126,14 +173,20 @@ def key(variant: str = "", /, **sizes: int) -> str:
 
 @functools.lru_cache
 def _table(device_kind: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """Reads the table that jaxft ships for a kind of device. It is empty if jaxft ships none."""
     file = resources.files("jaxft") / "tuned" / f"{device_kind.replace(' ', '_')}.json"
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
 class Trial:
-    """What `autotune` traces with: some configs, in place of those that `lookup` finds, and all that it was asked for.
+    """The configurations that `autotune` traces with in place of those that `lookup` finds, and the calls of `lookup`.
 
-    Each is its own value of `trial`, and so part of the keys of JAX's caches: whatever is traced is traced anew.
+    Each trial is another value of `trial`, and that value is part of the keys of JAX's caches. JAX therefore traces
+    everything again for each trial.
+
+    Attributes:
+      configs: maps (op, key) to the configuration to use.
+      asked: maps (op, key) to the configuration that `lookup` returned and the sizes that it was given.
     """
 
     def __init__(self, configs: Mapping[tuple[str, str], Any]):
@@ -148,10 +201,20 @@ def lookup(
     op: str, default: Config, device: Device, variant: str = "", usable: Callable[[Config], bool] = lambda _: True, /,
     **sizes: int,
 ) -> Config:  # fmt: skip
-    """The tuned config of `op` at these sizes on this device, the user's before jaxft's, else `default`.
+    """Returns the configuration of `op` at these sizes on this device.
 
-    `variant`: what else the user's must have been tuned for, since the kernel reads other things, or takes more shared
-    memory or registers; of jaxft's, those that were go first. Entries that are not `usable` do not count.
+    The candidates are, in this order: the configuration of a running `autotune`, the entry in the user's cache, the
+    entry in the table that jaxft ships, and `default`. The first one that is usable is returned.
+
+    Args:
+      op: name of the kernel in the tables.
+      default: configuration for sizes without an entry. It also supplies fields that a shipped entry lacks.
+      device: the device that runs the kernel.
+      variant: what the kernel does differently at these sizes: it reads other arrays, or takes more shared memory or
+        registers. An entry in the user's cache must have the same variant. In the shipped table an entry with the
+        variant comes before an entry without one.
+      usable: returns whether the kernel can use a configuration. Others are skipped.
+      **sizes: the sizes of the case by name.
     """
     table, name = _table(device.kind).get(op, {}), key(variant, **sizes)
     shipped = dataclasses.replace(default, **table.get(name, table.get(key(**sizes), {})))
@@ -165,6 +228,10 @@ def lookup(
 
 
 def sources(device_kind: str) -> list[str]:
-    """Where `lookup` looks on this device, in order, for people."""
+    """Returns where `lookup` finds configurations for a kind of device, in its order, as text for people.
+
+    Args:
+      device_kind: name of the device, such as "NVIDIA H200".
+    """
     own = [str(cache.path(device_kind))] if cache.load(device_kind) else []
     return [*own, *["jaxft's table"] * bool(_table(device_kind)), "heuristics"]
