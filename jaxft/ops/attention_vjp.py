@@ -238,15 +238,10 @@ def _arguments(inputs: Inputs, plan: Plan) -> tuple[Any, ...]:
     options = plan.options
     before, after = options.local_window_size or (None, None)
     rules = attention_problem.Rules(
-        inputs.bias,
-        inputs.mask,
-        inputs.query_seq_lengths,
-        inputs.key_value_seq_lengths,
-        inputs.query_segment_ids,
-        inputs.key_value_segment_ids,
-        None if inputs.dropout_rng is None else dropout_seed(inputs.dropout_rng),
+        inputs.bias, inputs.mask, inputs.query_seq_lengths, inputs.key_value_seq_lengths, inputs.query_segment_ids,
+        inputs.key_value_segment_ids, None if inputs.dropout_rng is None else dropout_seed(inputs.dropout_rng),
         inputs.cu_seqlens,
-    )
+    )  # fmt: skip
     window = (before, 0 if options.is_causal else after)
     kernel_options = attention_problem.Options(
         options.scale, window, options.dropout_rate, options.max_seqlen or 0, plan.precision
@@ -320,14 +315,9 @@ def _bwd(plan, saved, d):
         query_config, key_config = plan.backward.config
         dout, dlse = d if plan.options.return_residual else (d, None)
         gradients = attention_backward.backward(
-            dout,
-            None if dlse is None else jnp.swapaxes(dlse, -1, -2),
-            *_arguments(inputs, plan),
-            *saved,
-            query_config=query_config,
-            key_config=key_config,
-            interpret=plan.interpret,
-        )
+            dout, None if dlse is None else jnp.swapaxes(dlse, -1, -2), *_arguments(inputs, plan), *saved,
+            query_config=query_config, key_config=key_config, interpret=plan.interpret,
+        )  # fmt: skip
         return Inputs(*gradients)
 
     def plain(d, inputs, saved):

@@ -91,12 +91,9 @@ def plan_of(
     sizes = math.prod(x.shape[:-1]), x.shape[-1], x.dtype.itemsize, dispatch.device()
     return Plan(
         forward=Pass("triton", tuning.bias_activation(*sizes)),
-        backward=Pass("triton", tuning.bias_activation_backward(*sizes)),
-        interpret=choice.interpret,
-        why=choice.why,
-        activation=activation,
-        in_place=in_place,
-    )
+        backward=Pass("triton", tuning.bias_activation_backward(*sizes)), interpret=choice.interpret, why=choice.why,
+        activation=activation, in_place=in_place,
+    )  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnames="activation")

@@ -117,13 +117,9 @@ def linear_cross_entropy(
         return CrossEntropy(*_reference(*arrays, ignore_index, precision))
     chunks = Pass("xla", tuning.linear_cross_entropy(rows, *embedding.shape))
     plan = Plan(
-        forward=chunks,
-        backward=chunks,
-        why=choice.why,
-        ignore_index=ignore_index,
-        precision=precision,
+        forward=chunks, backward=chunks, why=choice.why, ignore_index=ignore_index, precision=precision,
         dtypes=(x.dtype, embedding.dtype, None if bias is None else bias.dtype),
-    )
+    )  # fmt: skip
     plans.record(op, arrays, plan)
     return CrossEntropy(*_loss_jit(*transforms.vary_alike(*arrays), plan))
 

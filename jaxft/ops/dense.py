@@ -108,15 +108,9 @@ class Plan(plans.Plan):
 
 
 def plan_of(
-    op: str,
-    x: Array,
-    kernel: Array,
-    bias: Array | None,
-    residual: Array | None,
-    activation: str | None,
-    precision: Any,
-    implementation: str | None,
-) -> Plan:
+    op: str, x: Array, kernel: Array, bias: Array | None, residual: Array | None, activation: str | None,
+    precision: Any, implementation: str | None,
+) -> Plan:  # fmt: skip
     """Chooses backends and configurations for arrays of these shapes and dtypes, in two dimensions."""
     sizes = rows, _, width = x.shape[0], x.shape[1], kernel.shape[1]
     itemsize, kernel_precision, device = x.dtype.itemsize, dispatch.matmul_precision(precision), dispatch.device()

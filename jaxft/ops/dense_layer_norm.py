@@ -112,19 +112,9 @@ class Plan(plans.Plan):
 
 
 def plan_of(
-    op: str,
-    x: Array,
-    kernel: Array,
-    residual: Array,
-    bias: Array | None,
-    gamma: Array | None,
-    beta: Array | None,
-    *,
-    epsilon: float,
-    dropout_rate: float,
-    precision: Any,
-    implementation: str | None,
-) -> Plan:
+    op: str, x: Array, kernel: Array, residual: Array, bias: Array | None, gamma: Array | None, beta: Array | None, *,
+    epsilon: float, dropout_rate: float, precision: Any, implementation: str | None,
+) -> Plan:  # fmt: skip
     """Chooses backends and configurations for arrays of these shapes and dtypes, in two dimensions."""
     (rows, depth), width, itemsize = x.shape, kernel.shape[1], x.dtype.itemsize
     product_reason = triton_dense.unsupported(x=x)
@@ -148,16 +138,9 @@ def plan_of(
             # H200, tf32, 128x768x768: 8.4 us (our LayerNorm after the matmul 9.6), 2026-11-23
             forward, why = plans.XLA, "triton: slower at this size"
     return Plan(
-        forward=forward,
-        saving=two_ops,
-        backward=two_ops,
-        interpret=choice.interpret,
-        why=why,
-        epsilon=epsilon,
-        dropout_rate=dropout_rate,
-        precision=precision,
-        kernel_precision=kernel_precision,
-    )
+        forward=forward, saving=two_ops, backward=two_ops, interpret=choice.interpret, why=why, epsilon=epsilon,
+        dropout_rate=dropout_rate, precision=precision, kernel_precision=kernel_precision,
+    )  # fmt: skip
 
 
 def run(

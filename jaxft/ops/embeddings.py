@@ -139,21 +139,10 @@ class Backward(NamedTuple):
 
 
 def plan_of(
-    op: str,
-    word: Array,
-    position: Array,
-    token_type: Array | None,
-    gamma: Array | None,
-    beta: Array | None,
-    input_ids: Array,
-    position_ids: Array | None,
-    token_type_ids: Array | None,
-    *,
-    epsilon: float,
-    dropout_rate: float,
-    dtype: Any,
-    implementation: str | None,
-) -> Plan:
+    op: str, word: Array, position: Array, token_type: Array | None, gamma: Array | None, beta: Array | None,
+    input_ids: Array, position_ids: Array | None, token_type_ids: Array | None, *, epsilon: float,
+    dropout_rate: float, dtype: Any, implementation: str | None,
+) -> Plan:  # fmt: skip
     """Chooses backend and configurations for arrays of these shapes and dtypes."""
     plan = functools.partial(Plan, epsilon=epsilon, dropout_rate=dropout_rate, dtype=dtype)
     tables = {"word": word, "position": position, "token_type": token_type}
@@ -230,23 +219,11 @@ def _forward(plan, save, *arrays):
         return None if ids is None else ids.reshape(-1)
 
     y, *saved = triton.forward(
-        word,
-        position,
-        token_type,
-        gamma,
-        beta,
-        flat(input_ids),
-        flat(position_ids),
-        flat(token_type_ids),
-        None if rng is None else dropout_seed(rng),
-        length=input_ids.shape[-1],
-        epsilon=plan.epsilon,
-        dropout_rate=plan.dropout_rate,
-        dtype=plan.dtype,
-        save=save,
-        config=plan.forward.config,
+        word, position, token_type, gamma, beta, flat(input_ids), flat(position_ids), flat(token_type_ids),
+        None if rng is None else dropout_seed(rng), length=input_ids.shape[-1], epsilon=plan.epsilon,
+        dropout_rate=plan.dropout_rate, dtype=plan.dtype, save=save, config=plan.forward.config,
         interpret=plan.interpret,
-    )
+    )  # fmt: skip
     return y.reshape(*input_ids.shape, -1), *saved
 
 
@@ -267,20 +244,11 @@ def _bwd(plan, saved, dy):
         of_rows = token_type is not None and token_type_ids is None  # the gradient of row 0 is a sum over all tokens
         vectors = {"bias": token_type if of_rows else None, "gamma": gamma, "beta": beta}
         d, _, found = triton_layer_norm.backward(
-            dy.reshape(total.shape),
-            None,
-            total,
-            None,
-            None,
-            gamma,
-            None if rng is None else dropout_seed(rng),
-            saved,
-            dropout_rate=plan.dropout_rate,
-            drops_result=rng is not None,
+            dy.reshape(total.shape), None, total, None, None, gamma, None if rng is None else dropout_seed(rng),
+            saved, dropout_rate=plan.dropout_rate, drops_result=rng is not None,
             vectors={name: vector.dtype for name, vector in vectors.items() if vector is not None},
-            config=configs.layer_norm,
-            interpret=plan.interpret,
-        )
+            config=configs.layer_norm, interpret=plan.interpret,
+        )  # fmt: skip
 
         def by_id(table, ids, config):
             return triton.sum_by_id(d, ids.reshape(-1), table, config=config, interpret=plan.interpret)

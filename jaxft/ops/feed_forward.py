@@ -126,21 +126,10 @@ class Plan(plans.Plan):
 
 
 def plan_of(
-    op: str,
-    x: Array,
-    in_kernel: Array,
-    in_bias: Array | None,
-    out_kernel: Array,
-    out_bias: Array | None,
-    gamma: Array | None,
-    beta: Array | None,
-    *,
-    activation: str,
-    epsilon: float,
-    dropout_rate: float,
-    precision: Any,
+    op: str, x: Array, in_kernel: Array, in_bias: Array | None, out_kernel: Array, out_bias: Array | None,
+    gamma: Array | None, beta: Array | None, *, activation: str, epsilon: float, dropout_rate: float, precision: Any,
     implementation: str | None,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Chooses backends and configurations for arrays of these shapes and dtypes, in two dimensions."""
     (rows, width), inner, itemsize, device = x.shape, in_kernel.shape[1], x.dtype.itemsize, dispatch.device()
     # Checks a named implementation here, so that an error has the names of this op's arguments.
@@ -166,10 +155,8 @@ def plan_of(
     return Plan(
         forward=Pass("ops", (first, second, last)),
         saving=Pass("ops", (dataclasses.replace(first, saving=Pass("mosaic_gpu", saving)), second, last)),
-        backward=Pass("mosaic_gpu", backward),
-        why=first.why,
-        precision=precision,
-    )
+        backward=Pass("mosaic_gpu", backward), why=first.why, precision=precision,
+    )  # fmt: skip
 
 
 def _run(x, in_kernel, in_bias, out_kernel, out_bias, gamma, beta, rng, plan):

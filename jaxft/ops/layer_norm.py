@@ -159,19 +159,10 @@ class Plan(plans.Plan):
 
 
 def plan_of(
-    op: str,
-    x: Array,
-    bias: Array | None,
-    residual: Array | None,
-    gamma: Array | None,
-    beta: Array | None,
-    *,
-    epsilon: float,
-    dropout_rate: float = 0.0,
-    return_sum: bool = False,
-    in_place: bool = False,
+    op: str, x: Array, bias: Array | None, residual: Array | None, gamma: Array | None, beta: Array | None, *,
+    epsilon: float, dropout_rate: float = 0.0, return_sum: bool = False, in_place: bool = False,
     implementation: str | None,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Chooses backend and configurations for arrays of these shapes and dtypes."""
     plan = functools.partial(Plan, epsilon=epsilon, dropout_rate=dropout_rate, return_sum=return_sum, in_place=in_place)
     choice = dispatch.choose(op, implementation, {"triton": triton.unsupported(x, bias=bias, gamma=gamma, beta=beta)})
@@ -247,19 +238,11 @@ def _bwd(plan, saved, dy):
     def kernel(dy, saved, x, bias, residual, gamma, beta, rng):
         vectors = {"bias": bias, "gamma": gamma, "beta": beta}
         dx, dresidual, found = triton.backward(
-            dy[0],
-            dy[1] if plan.return_sum else None,
-            x,
-            bias,
-            residual,
-            gamma,
-            None if rng is None else dropout_seed(rng),
-            saved,
-            dropout_rate=plan.dropout_rate,
+            dy[0], dy[1] if plan.return_sum else None, x, bias, residual, gamma,
+            None if rng is None else dropout_seed(rng), saved, dropout_rate=plan.dropout_rate,
             vectors={name: vector.dtype for name, vector in vectors.items() if vector is not None},
-            config=plan.backward.config,
-            interpret=plan.interpret,
-        )
+            config=plan.backward.config, interpret=plan.interpret,
+        )  # fmt: skip
         return dx, found.get("bias"), dresidual, found.get("gamma"), found.get("beta"), None
 
     def plain(dy, saved, *arrays):

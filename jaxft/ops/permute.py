@@ -233,12 +233,9 @@ def _split_plan(op, qkv, bias, num_heads, implementation) -> SplitPlan:
     forward = tuning.qkv_bias_split_heads(batch * num_heads, length, size, itemsize, device)
     backward = tuning.qkv_bias_split_heads_backward(batch, length, num_heads, size, itemsize, device)
     return SplitPlan(
-        forward=Pass("triton", forward),
-        backward=Pass("triton", backward),
-        interpret=choice.interpret,
-        why=choice.why,
-        **options,
-    )
+        forward=Pass("triton", forward), backward=Pass("triton", backward), interpret=choice.interpret,
+        why=choice.why, **options,
+    )  # fmt: skip
 
 
 _split_reference = jax.jit(reference.qkv_bias_split_heads, static_argnums=2)

@@ -133,15 +133,9 @@ class Plan(plans.Plan):
 
 
 def plan_of(
-    op: str,
-    x: Array,
-    bias: Array | None,
-    mask: Array | None,
-    *,
-    scale: float | None,
-    in_place: bool,
+    op: str, x: Array, bias: Array | None, mask: Array | None, *, scale: float | None, in_place: bool,
     implementation: str | None,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Chooses backend and configurations for arrays of these shapes and dtypes."""
     plan = functools.partial(Plan, log=op == "log_softmax", scale=scale, in_place=in_place)
     choice = dispatch.choose(op, implementation, {"triton": triton.unsupported(x, bias, mask)})
@@ -168,16 +162,9 @@ def _kernels(x, bias, mask, plan):
 
 def _forward(plan, save, x, bias, mask):
     return triton.forward(
-        x,
-        bias,
-        mask,
-        log=plan.log,
-        scale=plan.scale,
-        in_place=plan.in_place,
-        config=plan.forward.config,
-        interpret=plan.interpret,
-        save=save,
-    )
+        x, bias, mask, log=plan.log, scale=plan.scale, in_place=plan.in_place, config=plan.forward.config,
+        interpret=plan.interpret, save=save,
+    )  # fmt: skip
 
 
 def _fwd(x, bias, mask, plan):
@@ -196,16 +183,9 @@ def _fwd(x, bias, mask, plan):
 def _bwd(plan, saved, dy):
     def kernel(dy, x, bias, mask, saved):
         return triton.backward(
-            dy,
-            x,
-            bias,
-            mask,
-            saved,
-            log=plan.log,
-            scale=plan.scale,
-            config=plan.backward.config,
+            dy, x, bias, mask, saved, log=plan.log, scale=plan.scale, config=plan.backward.config,
             interpret=plan.interpret,
-        )
+        )  # fmt: skip
 
     def plain(dy, x, bias, mask, saved):
         return jax.vjp(functools.partial(_plain(plan), mask=mask), x, bias)[1](dy)
