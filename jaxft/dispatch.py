@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import functools
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -119,10 +120,7 @@ def device_kind() -> str:
 
 
 def _shared_memory(compute_capability: tuple[int, int]) -> int:
-    """Returns the bytes of shared memory that a thread block may use.
-
-    Source: CUDA C++ Programming Guide, compute capabilities.
-    """
+    """Returns the bytes of shared memory that a thread block may use, by the CUDA C++ Programming Guide."""
     kib = {(7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
     return kib.get(compute_capability, 99) * 1024
 
@@ -135,12 +133,7 @@ _AS_FLOAT32 = (
 
 
 def matmul_precision(precision: Any = None) -> str:
-    """Returns how a Pallas kernel computes float32 matmuls: "tf32", or "float32" if more precision is requested.
-
-    Args:
-      precision: precision of the call, or a tuple with one for each operand, of which the higher one counts. None is
-        the setting of JAX, `jax.default_matmul_precision`.
-    """
+    """Returns how a Pallas kernel computes float32 matmuls, "tf32" or "float32". None takes JAX's setting."""
     default = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     settings = precision if type(precision) is tuple else (precision,)  # one for each operand; the higher one counts
     return "float32" if any(_above_tf32(default if s is None else s) for s in settings) else "tf32"
@@ -155,22 +148,16 @@ def _above_tf32(setting: Any) -> bool:
 
 
 def choose(op: str, implementation: str | None, reasons: Mapping[str, str | None]) -> Choice:
-    """Chooses the implementation to run.
+    """Returns the implementation to run.
 
     Args:
       op: the op's name, for messages.
-      implementation: the implementation that the user named. None is the fastest that supports this device and this
-        case.
-      reasons: the implementations of the op, the preferred one first, each with the reason why it does not support this
-        case (None if it does). "xla" is always added.
-
-    Returns:
-      The choice.
+      implementation: the one that the user named, or None for the fastest one that supports the device and the case.
+      reasons: maps implementations of the op, the preferred one first, to why they do not support this case, or None.
 
     Raises:
       ValueError: `implementation` is not one of `IMPLEMENTATIONS`.
-      NotImplementedError: the op does not have the named implementation, or the implementation does not support the
-        device or the case.
+      NotImplementedError: the op lacks the named implementation, or it does not support the device or the case.
     """
     reasons = {**reasons, "xla": None}
     if implementation is None:
@@ -180,7 +167,7 @@ def choose(op: str, implementation: str | None, reasons: Mapping[str, str | None
     if implementation not in reasons:
         raise NotImplementedError(f"{op}: there is no {implementation!r} implementation, only {tuple(reasons)}")
     machine = device()
-    interpret = implementation == "triton" and machine.platform == "cpu"
+    interpret = implementation == "triton" and machine.platform == "cpu" and sys.platform != "win32"  # no Triton there
     reason = reasons[implementation] or (None if interpret else _machine_reason(implementation, machine))
     if reason is not None:
         raise NotImplementedError(f"{op}: implementation {implementation!r} cannot be used: {reason}")

@@ -29,19 +29,9 @@ def unsupported(
     return_residual: bool = False,
     **arrays: Array | None,
 ) -> str | None:
-    """Checks whether cuDNN can do all that a call asks for. A row with nothing to attend to must give 0.
+    """Returns why cuDNN cannot do all that a call asks for, or None. A row with nothing to attend to must give 0.
 
-    Args:
-      query: `[..., N, H]`.
-      key_length: the number of keys.
-      rules: scale, causal mask and window.
-      query_length: the number of queries.
-      has_lengths: whether sequence lengths are given.
-      return_residual: whether the log-sum-exp is asked for.
-      **arrays: the other arguments of the op by name, None where they are not given.
-
-    Returns:
-      The reason why cuDNN cannot, or None if it can.
+    `arrays` are the other arguments of the op by name, None where they are not given.
     """
     if query.dtype not in (jnp.float16, jnp.bfloat16):
         return f"query is {query.dtype}, it takes float16 and bfloat16"
@@ -82,18 +72,9 @@ def missing() -> str | None:
 def forward(
     query: Array, key: Array, value: Array, query_lengths: Array | None, key_lengths: Array | None, rules: Rules
 ) -> Array:
-    """Computes attention of `[B, T, N, H]` with `[B, S, K, H]`. JAX differentiates it through cuDNN's own gradient.
+    """Computes attention of query [B, T, N, H] with key and value [B, S, K, H] -> [B, T, N, H].
 
-    Args:
-      query: `[B, T, N, H]`.
-      key: `[B, S, K, H]`.
-      value: the shape of `key`.
-      query_lengths: int32 `[B]`, or None for T each.
-      key_lengths: int32 `[B]`, or None for S each.
-      rules: scale, causal mask and window.
-
-    Returns:
-      `[B, T, N, H]`.
+    The lengths are int32 [B], or None for T or S each. JAX differentiates the call through cuDNN's own gradient.
     """
     t, s = query.shape[1], key.shape[1]
     queries = keys = None

@@ -26,42 +26,34 @@ _TO_LAST_BYTE = 1024.0 + _BELOW
 
 
 def _sigmoid(x: Array) -> Array:
-    """Computes 1 / (1 + e^-x) with the hardware's exp2 and rsqrt."""
     inverse_root = lax.rsqrt(1.0 + jnp.exp2(x * -math.log2(math.e)))
     return inverse_root * inverse_root
 
 
 def _tanh(x: Array) -> Array:
-    """Computes tanh with a relative error of 1e-6. The hardware's tanh has one of 5e-4 by its documentation."""
+    """Computes tanh with a relative error of 1e-6. The documented error of the hardware's tanh is 5e-4."""
     square = jnp.minimum(x * x, 0.04)
     near_zero = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
     return jnp.where(x * x < 0.04, near_zero, 2.0 * _sigmoid(2.0 * x) - 1.0)
 
 
 def _normal_tail(x: Array, dtype: Any) -> Array:
-    """Computes Phi(-|x|), the lower tail of the normal distribution.
-
-    It is exp(-x^2 / 2) times a minimax fit. For 16-bit dtypes the relative error is 3e-4, with the same fit as in the
-    Triton kernels. For float32 the absolute error is 8e-8 (Abramowitz and Stegun, 7.1.26).
-    """
+    """Computes Phi(-|x|), the lower tail of the normal distribution: exp(-x^2 / 2) times a minimax fit."""
     wide = dtype == jnp.float32
     inverse_root = lax.rsqrt(1.0 + (0.3275911 / math.sqrt(2.0) if wide else 0.49) * jnp.abs(x))
     t = inverse_root * inverse_root
-    if wide:
+    if wide:  # Abramowitz and Stegun, 7.1.26: absolute error 8e-8.
         p = ((0.5307027145 * t - 0.7265760135) * t + 0.7107068705) * t - 0.142248368
         p = p * t + 0.127414796
-    else:
+    else:  # The fit of the Triton kernels: relative error 3e-4.
         p = ((-0.12037462 * t + 0.25018403) * t + 0.17322216) * t + 0.1970786
     return jnp.exp2(x * x * (-0.5 * math.log2(math.e))) * (t * p)
 
 
 def _half_argument(name: str, x: Array) -> Any:
-    """Returns the y with which the activation is x / (1 + e^-2y), or None for activations without such a y.
-
-    For "gelu", y is a minimax fit, with which 1 / (1 + e^-2y) has an absolute error of 2.6e-5.
-    """
+    """Returns the y for which the activation is x / (1 + e^-2y), or None if it has no such form."""
     match name:
-        case "gelu":
+        case "gelu":  # A minimax fit: 1 / (1 + e^-2y) has an absolute error of 2.6e-5.
             square = jnp.minimum(x * x, 16.0)  # For larger x the polynomial decreases; tanh(y) is 1 there.
             return x * (0.79750916 + square * (0.037004681 - 0.00035134242 * square))
         case "gelu_tanh":
@@ -78,25 +70,14 @@ def _by_tanh(x: Array, t: Array) -> Array:
 
 
 def activation(name: str, x: Array, dtype: Any) -> Array:
-    """Computes an activation, as accurately as an array of results that are rounded to `dtype` needs.
+    """Computes an activation of float32 `x`, in float32, as accurately as results that are rounded to `dtype` need.
 
-    Args:
-      name: "gelu", "gelu_tanh", "silu", "relu" or "tanh".
-      x: float32, any shape.
-      dtype: the dtype that the caller rounds the results to.
-
-    Returns:
-      The activation of `x`, float32.
-
-    Raises:
-      ValueError: the kernels do not implement `name`.
-
-    Accuracy: for float32 the absolute error is 2e-6; near 0 this is also the relative error. For bfloat16, small
-    negative results may have the wrong sign. This error is smaller than the rounding errors of the larger results.
+    For float32 the absolute error is 2e-6; near 0 this is also the relative error. For bfloat16, small negative results
+    may have the wrong sign. This error is smaller than the rounding errors of the larger results.
     """
     y = _half_argument(name, x)
     if dtype == jnp.bfloat16 and y is not None:
-        # By the documentation of the hardware's tanh, the error is up to |x| / 4096. That is too much for float16.
+        # By the documentation of the hardware's tanh, the error is up to |x| / 4096, too much for float16.
         return _by_tanh(x, jnp.tanh(y))
     match name:
         case "gelu":
@@ -115,21 +96,10 @@ def activation(name: str, x: Array, dtype: Any) -> Array:
 
 
 def activation_and_slope(name: str, x: Array, dtype: Any) -> tuple[Array, Array]:
-    """Computes an activation and its derivative.
+    """Computes an activation (float32) of float32 `x`, and its derivative in `support.derivative_dtype(dtype)`.
 
-    Args:
-      name: "gelu", "gelu_tanh", "silu", "relu" or "tanh".
-      x: float32, any shape.
-      dtype: the dtype that the caller rounds the results to, float16 or bfloat16. float32 is not supported.
-
-    Returns:
-      The activation of `x`, float32, and its derivative at `x`, of `support.derivative_dtype(dtype)`.
-
-    Raises:
-      ValueError: the kernels do not implement `name`.
-
-    Accuracy: the absolute error of the derivative is 3e-3 for bfloat16, mostly from the rounding to 8 bits. For float16
-    the error is 2e-4 before the derivative is rounded.
+    `dtype` is the dtype of the results, float16 or bfloat16. The absolute error of the derivative is 3e-3 for bfloat16,
+    mostly from the rounding to 8 bits. For float16 it is 2e-4 before the derivative is rounded.
     """
     if dtype == jnp.bfloat16:
         values, steps = _activation_and_steps(name, x)
@@ -155,14 +125,7 @@ def activation_and_slope(name: str, x: Array, dtype: Any) -> tuple[Array, Array]
 
 
 def kept_slope(kept: Array) -> Array:
-    """Converts derivatives from `support.derivative_dtype` to float32.
-
-    Args:
-      kept: derivatives that `activation_and_slope` has returned.
-
-    Returns:
-      The derivatives, float32.
-    """
+    """Converts derivatives that `activation_and_slope` has returned to float32."""
     values = kept.astype(jnp.float32)
     return (values - _BELOW) * (1.0 / _STEPS) if kept.dtype == jnp.uint8 else values
 
@@ -171,8 +134,8 @@ def _activation_and_steps(name: str, x: Array) -> tuple[Array, Array]:
     """Computes an activation for bfloat16, and its derivative in steps of 1 / `_STEPS`, where 0 is `_TO_LAST_BYTE`.
 
     One warp group finishes its tile while the other one multiplies. It issues an instruction every four cycles, so that
-    finishing a tile takes longer than the matmul. Only the hardware's tanh is fast enough. By its documentation it has
-    a relative error of 1/2048, which would be an error of 0.01 in a derivative. The measured error is smaller.
+    finishing a tile takes longer than the matmul. Only the hardware's tanh is fast enough. Its documented relative
+    error of 1/2048 would be an error of 0.01 in a derivative. The measured error is smaller.
     """
     # H200, tanh of a million numbers: relative error 1e-5 (documented 5e-4), and exactly 1 from 8.25 on, 2026-11-26
     # See docs/performance-notes.md, "Dense layers with activation derivatives (Mosaic GPU)".
@@ -192,15 +155,12 @@ def _activation_and_steps(name: str, x: Array) -> tuple[Array, Array]:
 
 
 def _times_density(x: Array, number: float) -> Array:
-    """Computes the density of the normal distribution at `x`, times a number."""
+    """Computes the density of the normal distribution at `x`, times `number`."""
     return jnp.exp2(x * x * (-0.5 * math.log2(math.e)) + math.log2(number / math.sqrt(2.0 * math.pi)))
 
 
 def _times_sigmoid(x: Array, y: Array, slope: Array | float) -> tuple[Array, Array]:
-    """Computes x * sigmoid(y) and its derivative, where `slope` is the derivative of y.
-
-    It does not use the hardware's tanh, whose documented error is too large here.
-    """
+    """Computes x * sigmoid(y) and its derivative; `slope` is dy/dx. The hardware's tanh is too inaccurate here."""
     s = _sigmoid(y)
     result = x * s
     return result, s + result * (slope - s * slope)

@@ -16,15 +16,15 @@ A program has four warp groups. Two of them have 64 keys each. One collects dq f
 shared memory. One copies (TMA). If a mask leaves out all keys from some key on, passes that have only such keys are
 skipped.
 
-Takes 10 * B * N * T * T * 64 floating-point operations. Reads the packed array and dout, and writes the result.
-Queries and dout are read again for every 128 keys, from the L2 cache.
+Takes 10 * B * N * T * T * 64 floating-point operations. Queries and dout are read again for every 128 keys, from the L2
+cache.
 
 Mosaic inserts no barriers around accesses to shared memory (`unsafe_no_auto_barriers`). Barriers and commits order what
 one warp group passes to another. Each element of the sum of dq is read and written by the same thread. The keys that a
 mask clears are read and written by the same warp.
 
-H100, bf16, 32x512, 12 heads: 148 us (two Triton kernels 217), 2026-11-26.
-See docs/performance-notes.md, "Gradient of attention (Mosaic GPU)".
+H100, bf16, 32x512, 12 heads: 148 us (two Triton kernels 217), 2026-11-26. See docs/performance-notes.md, "Gradient of
+attention (Mosaic GPU)".
 """
 
 from __future__ import annotations
@@ -63,11 +63,7 @@ def _kernel(qkv_ref, dout_ref, rows_ref, *refs, length: int, heads: int, scale: 
         warps, program, programs = lax.axis_index("warps"), lax.axis_index("program"), lax.axis_size("program")
 
         def for_each_pass(visit):
-            """Calls visit(c, j, last, work) for each pass of this program.
-
-            c counts the passes over all heads of the program. j counts the passes of one head, and `last` is the j of
-            its last pass. `work` is the index of the head.
-            """
+            """Calls visit(c, j, last, work): pass c of this program is pass j, of 0 to `last`, of head `work`."""
             rounds = lax.div(works - 1 - program, programs) + 1  # The number of heads of this program.
             if not masked:
 
@@ -314,17 +310,7 @@ def _tiles(*shape: int, dtype: Any) -> Any:
 
 
 def load_directly(ref: Any, layout: Any) -> Array:
-    """Loads from device memory without shared memory.
-
-    Each access takes some bytes of a sector, so that JAX requires `optimized=False`.
-
-    Args:
-      ref: the place in device memory.
-      layout: the layout of the values in registers.
-
-    Returns:
-      The values.
-    """
+    """Loads without shared memory. Each access takes a part of a sector: JAX requires `optimized=False`."""
     index = inspect.signature(plgpu.load).parameters.get("idx")
     # JAX 0.10 requires an index besides the ref, JAX 0.11 warns if there is one, and JAX 0.12 takes none.
     none: Any = [()] if index is not None and index.default is index.empty else []
@@ -332,12 +318,7 @@ def load_directly(ref: Any, layout: Any) -> Array:
 
 
 def store_directly(ref: Any, x: Array) -> None:
-    """Stores to device memory without shared memory.
-
-    Args:
-      ref: the place in device memory.
-      x: the values.
-    """
+    """Stores to device memory without shared memory."""
     if hasattr(plgpu, "store"):  # Since JAX 0.12.
         plgpu.store(ref, x, optimized=False)
     else:
@@ -345,27 +326,12 @@ def store_directly(ref: Any, x: Array) -> None:
 
 
 def select(keep: Array | None, x: Array) -> Array:
-    """Clears elements, even if they are NaN.
-
-    Args:
-      keep: bool, of the shape of `x`, or None for all.
-      x: the values.
-
-    Returns:
-      `x` where `keep` is True, else 0.
-    """
+    """Returns x where `keep` is True (None: everywhere), else 0, even where x is NaN."""
     return x if keep is None else jnp.where(keep, x, jnp.zeros_like(x))
 
 
 def of_queries(x: Array) -> Array:
-    """Broadcasts over keys, in the register layout of the results of wgmma.
-
-    Args:
-      x: `[queries]`.
-
-    Returns:
-      `[keys, queries]`.
-    """
+    """Broadcasts [queries] to [keys, queries], in the register layout of the results of wgmma."""
     x = plgpu.layout_cast(x, plgpu.Layout.WGMMA.reduce(0))
     return lax.broadcast_in_dim(x, (TILE, TILE), (1,))
 
@@ -380,19 +346,11 @@ def backward(
     dropout_rate: float = 0.0,
     programs: int,
 ) -> Array:
-    """Computes the gradient of attention from packed QKV. Callers ask `support.attention_backward_unsupported` first.
+    """Computes the gradient of `qkv` [B, T, 3, N, 64] from the gradient of the result, `dout` [B, T, N, 64].
 
-    Args:
-      dout: the gradient of the result, `[B, T, N, 64]`.
-      qkv: `[B, T, 3, N, 64]`, float16 or bfloat16.
-      rows: what `attention_delta.row_statistics` returns. With dropout, it must have been given the seed.
-      mask: the keys that take part, bool `[B|1, 1, 1, T]`, or None.
-      scale: the factor of the logits.
-      dropout_rate: the probability that a pair is dropped.
-      programs: the number of SMs. Each has room for one program.
-
-    Returns:
-      The gradient of `qkv`, `[B, T, 3, N, 64]`, of its dtype.
+    Callers ask `support.attention_backward_unsupported` first. `rows` is the result of
+    `attention_delta.row_statistics`, which with dropout must have been given the seed. `mask` [B|1, 1, 1, T] is True
+    for keys that take part. `programs` is the number of SMs: each SM has room for one program.
     """
     batch, length, _, heads, _ = qkv.shape
     positions = batch * length

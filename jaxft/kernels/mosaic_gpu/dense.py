@@ -96,21 +96,11 @@ def forward(
     config: MosaicDenseConfig,
     also: str | None = None,
 ) -> list[Array]:
-    """Computes activation(x @ kernel + bias) + residual. Callers ask `support.dense_unsupported` first.
+    """Computes activation(x @ kernel + bias) + residual: x [M, K], kernel [K, F] -> a list with the result [M, F].
 
-    Args:
-      x: `[M, K]`, float32, float16 or bfloat16.
-      kernel: `[K, F]`, of the dtype of `x`.
-      bias: `[F]`, or None.
-      residual: `[M, F]`, float16 or bfloat16, or None.
-      activation: the name of the activation, see `activations.activation`, or None.
-      config: the launch configuration.
-      also: what else to return. "sum" is x @ kernel + bias. "slope" is the derivative of the activation at
-        x @ kernel + bias, for float16 and bfloat16 only.
-
-    Returns:
-      A list with the result, `[M, F]` of the dtype of `x`. With `also`, a second array `[M, F]` follows: the sum, of
-      the dtype of `x`, or the derivatives, of `support.derivative_dtype`.
+    Callers ask `support.dense_unsupported` first. With `also`, the list has a second array [M, F]. "sum" is x @ kernel
+    + bias. "slope" is the derivative of the activation at that sum, in `support.derivative_dtype`, for float16 and
+    bfloat16 only.
     """
     rows, width = x.shape[0], kernel.shape[1]
     beyond = -rows % 8

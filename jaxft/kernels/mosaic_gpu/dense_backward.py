@@ -1,7 +1,6 @@
 """A kernel for (dy @ kernel^T) * slope on Hopper: the gradient through a dense layer and the activation before it.
 
-`slope` holds the derivatives of that activation. Takes 2 * M * K * F floating-point operations. Besides the operands of
-the matmul, the kernel reads `slope`, `[M, F]`. It stores `[M, F]`.
+`slope` holds the derivatives of that activation. Takes 2 * M * K * F floating-point operations.
 
 Each warp group starts to copy two pieces of `slope` before it multiplies, and every further piece once an earlier one
 has been read. The sum over the rows, for the gradient of a bias, is a matmul as well: each piece is multiplied with a
@@ -80,16 +79,9 @@ def _kernel(dy_ref, kernel_ref, slope_ref, eighths_ref, dx_ref, sums_ref, *, con
 
 
 def backward(dy: Array, kernel: Array, slope: Array, *, config: MosaicDenseConfig) -> tuple[Array, Array]:
-    """Computes (dy @ kernel^T) * slope, and its sum over the rows. Callers ask `support.dense_unsupported` first.
+    """Computes (dy @ kernel^T) * slope [M, F] from dy [M, K] and kernel [F, K], and its sum over the rows, float32 [F].
 
-    Args:
-      dy: `[M, K]`, float16 or bfloat16.
-      kernel: `[F, K]`, of the dtype of `dy`.
-      slope: the derivatives that `dense.forward` has returned, `[M, F]`.
-      config: the launch configuration.
-
-    Returns:
-      (dy @ kernel^T) * slope, `[M, F]` of the dtype of `dy`, and its sum over the rows, `[F]` float32.
+    Callers ask `support.dense_unsupported` first. `slope` [M, F] are the derivatives that `dense.forward` has returned.
     """
     rows, width = slope.shape
     beyond = -rows % 8

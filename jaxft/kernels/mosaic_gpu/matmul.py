@@ -35,48 +35,22 @@ REGISTERS = {"copy": 24, "multiply": 240}
 
 
 def beyond_lines(dtype: Any, width: int) -> int:
-    """Returns how many columns to add to an array of 8-bit elements, such that its rows end where a line ends.
-
-    Args:
-      dtype: the dtype of the array.
-      width: the size of its rows.
-
-    Returns:
-      The number of columns to add; 0 if `line` finds a length without them.
-    """
+    """Returns how many columns to add to 8-bit rows of this width, so that they end where a `line` ends."""
     return 0 if line(dtype, width) else -width % 32
 
 
 def transforms(dtype: Any, *widths: int) -> tuple[Any, Any]:
-    """Returns the layout of blocks of arrays in shared memory.
-
-    Args:
-      dtype: the dtype of the arrays.
-      *widths: the sizes of their rows.
-
-    Returns:
-      The tiling and the swizzle.
-    """
+    """Returns the tiling and the swizzle of blocks in shared memory, for arrays with rows of these widths."""
     elements = line(dtype, *widths)
     return plgpu.TilingTransform((8, elements)), plgpu.SwizzleTransform(elements * dtype.itemsize)
 
 
 def block_at(i: Any, blocks: tuple[int, int], config: MosaicDenseConfig, backwards: bool) -> tuple[Any, Any]:
-    """Returns the index of the block that the programs compute as their i-th in all.
+    """Returns the index, along the rows and the columns, of the block that the programs compute as their i-th in all.
 
-    Blocks are ordered from the first rows to the last rows, or with `backwards` from the last to the first. `backwards`
-    is for a result that is larger than the L2 cache, if the next kernel is usually a matmul. The next matmul begins
-    with the first rows, which the L2 cache still holds then. See `program_id_from_the_end` in
-    jaxft/kernels/triton/common.py for the order of the Triton kernels.
-
-    Args:
-      i: the position in the order.
-      blocks: the number of blocks along the rows and along the columns.
-      config: the launch configuration.
-      backwards: whether to end with the first rows.
-
-    Returns:
-      The index of the block along the rows and along the columns.
+    With `backwards` the first rows come last. This is for a result that is larger than the L2 cache, if the next kernel
+    is usually a matmul: the next matmul begins with the first rows, which the L2 cache still holds then. See
+    `program_id_from_the_end` in jaxft/kernels/triton/common.py for the order of the Triton kernels.
     """
     i = blocks[0] * blocks[1] - 1 - i if backwards else i
     return plgpu.planar_snake(i, blocks, "mn".index(config.minor), config.group)
@@ -92,18 +66,11 @@ def multiply_tiles(
     transposed: bool = False,
     backwards: bool = False,
 ) -> None:
-    """Computes all tiles of x @ kernel, or of x @ kernel^T, shared among the programs.
+    """Computes all tiles of x [M, K] @ kernel [K, F] (if `transposed`, [F, K]), shared among the programs.
 
-    Args:
-      x_ref: `[M, K]`.
-      kernel_ref: `[K, F]`, or `[F, K]` if `transposed`.
-      config: the launch configuration.
-      begin: `begin(group, row, column)` is called before a tile is multiplied, by the warp group that multiplies it (0
-        or 1). `row` and `column` are the place of the tile's first element.
-      finish: `finish(group, row, column, tile)` is called after it, with the tile in registers, float32. It may store
-        results with `store_pieces`.
-      transposed: whether the kernel is `[F, K]`.
-      backwards: whether to end with the first rows, see `block_at`.
+    A warp group (0 or 1) calls `begin(group, row, column)` before it multiplies the tile that begins there, and
+    `finish(group, row, column, tile)` after it, with the tile in registers, float32. `finish` may store results with
+    `store_pieces`. See `block_at` for `backwards`.
     """
     (rows, depth), dtype = x_ref.shape, x_ref.dtype
     width = kernel_ref.shape[0 if transposed else 1]
@@ -213,29 +180,12 @@ def multiply_tiles(
 
 
 def pieces_smem(ref: Any, places: int = 2) -> Any:
-    """Describes shared memory for pieces of an array.
-
-    Args:
-      ref: the array in device memory.
-      places: the number of pieces for each of the two warp groups.
-
-    Returns:
-      Shared memory `[2, places, PIECE, PIECE]` of the dtype of the array.
-    """
+    """Describes shared memory for `places` pieces of an array per multiplying warp group."""
     return plgpu.SMEM((2, places, PIECE, PIECE), ref.dtype, transforms=transforms(ref.dtype, ref.shape[1]))
 
 
 def place_of(piece: tuple[int, int], row: Any, column: Any) -> tuple[Any, Any]:
-    """Returns the place of a piece in an array.
-
-    Args:
-      piece: the row and the column in the tile where the piece begins.
-      row: the row in the array where the tile begins.
-      column: the column in the array where the tile begins.
-
-    Returns:
-      The rows and the columns of the piece in the array.
-    """
+    """Returns the rows and columns of a piece (its place in the tile) of the tile that begins at (row, column)."""
     m, n = piece
     return pl.ds(row + m, PIECE), pl.ds(column + n, PIECE)
 
@@ -243,30 +193,17 @@ def place_of(piece: tuple[int, int], row: Any, column: Any) -> tuple[Any, Any]:
 def copy_piece(
     ref: Any, smem: Any, there: Any, pieces: Sequence[Any], i: int, warps: Any, row: Any, column: Any
 ) -> None:
-    """Starts to copy the i-th piece of a tile from device memory to one of the warp group's two places.
-
-    Args:
-      ref: the array in device memory.
-      smem: shared memory for two pieces of each warp group, see `pieces_smem`.
-      there: the barriers that the copies complete, two for each warp group.
-      pieces: where the pieces begin in the tile.
-      i: the index of the piece. If there is no such piece, nothing is copied.
-      warps: the index of the warp group.
-      row: the row in the array where the tile begins.
-      column: the column in the array where the tile begins.
-    """
+    """Starts to copy piece i of a tile, if there is one, to the warp group's place i % 2 in shared memory."""
     if i < len(pieces):
         here = ref.at[place_of(pieces[i], row, column)]
         plgpu.copy_gmem_to_smem(here, smem.at[warps, i % 2], there.at[2 * warps + i % 2])
 
 
 def store_pieces(under_way: int, *stores: tuple[Any, Array, Any]) -> None:
-    """Stores a piece of one or more arrays, each through shared memory.
+    """Stores a piece of each array through shared memory: (place in shared memory, values, piece in device memory).
 
-    Args:
-      under_way: how many earlier calls of the warp group may still have copies to device memory under way. These calls
-        must have used other places.
-      *stores: (place in shared memory, values, piece in device memory) for each array.
+    `under_way` earlier calls of the warp group may still have copies to device memory under way. These calls must have
+    used other places.
     """
     plgpu.wait_smem_to_gmem(under_way, wait_read_only=True)
     for place, values, piece in stores:
@@ -277,17 +214,7 @@ def store_pieces(under_way: int, *stores: tuple[Any, Array, Any]) -> None:
 
 
 def launch(body: Callable[..., None], inputs: Sequence[Any], results: Any, config: MosaicDenseConfig) -> Any:
-    """Launches a kernel with three warp groups per program.
-
-    Args:
-      body: the kernel, a function of the refs of the inputs and results.
-      inputs: the arrays that the kernel reads.
-      results: the shapes and dtypes of the results. The first one is `[M, F]`, which determines the grid.
-      config: the launch configuration.
-
-    Returns:
-      The results.
-    """
+    """Launches a kernel with three warp groups per program. The first result, [M, F], determines the grid."""
     rows, width = results[0].shape
     block_m, block_n = config.block
     clusters = pl.cdiv(rows, block_m * config.cluster_m) * pl.cdiv(width, block_n)

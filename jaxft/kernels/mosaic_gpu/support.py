@@ -37,18 +37,11 @@ def missing() -> str | None:
 
 
 def line(dtype: Any, *widths: int) -> int:
-    """Chooses the length of a line in shared memory, such that rows of these widths end where a line ends.
+    """Returns how many elements a line in shared memory has, such that rows of these widths end where a line ends.
 
-    Mosaic copies an array in blocks of 8 rows x one line. Blocks beyond the edge of the array are read as zeros and are
-    not stored. This does not work for elements beyond the edge inside a block. A row that is shorter than a line must
-    be a multiple of 8.
-
-    Args:
-      dtype: the dtype of the arrays.
-      *widths: the sizes of their rows.
-
-    Returns:
-      The number of elements in a line of 128, 64 or 32 bytes, at most `PIECE`; 0 if no length fits.
+    A line has 128, 64 or 32 bytes and at most `PIECE` elements; 0 means that no length fits. Mosaic copies an array in
+    blocks of 8 rows x one line. Blocks beyond the edge of the array are read as zeros and are not stored, which does
+    not work for elements beyond the edge inside a block. A row shorter than a line must be a multiple of 8.
     """
     lines = (min(PIECE, nbytes // jnp.dtype(dtype).itemsize) for nbytes in (128, 64, 32))
     return next((n for n in lines if all(w % 8 == 0 and (w < n or w % n == 0) for w in widths)), 0)
@@ -57,18 +50,7 @@ def line(dtype: Any, *widths: int) -> int:
 def dense_unsupported(
     x: Array, kernel: Array, bias: Array | None, residual: Array | None = None, precision: str = "tf32"
 ) -> str | None:
-    """Checks whether the kernel of a dense layer can take these arrays.
-
-    Args:
-      x: `[M, K]`.
-      kernel: `[K, F]`.
-      bias: `[F]`, or None.
-      residual: `[M, F]`, or None.
-      precision: of float32 matmuls, "tf32" or "float32".
-
-    Returns:
-      The reason why the kernel cannot take the arrays, or None if it can.
-    """
+    """Returns why the kernel cannot take x [M, K], kernel [K, F], bias [F] and residual [M, F], or None."""
     if x.dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
         return f"x is {x.dtype}, the kernel takes float32, float16 and bfloat16"
     if x.dtype == jnp.float32 and precision != "tf32":
@@ -96,7 +78,7 @@ def derivative_dtype(dtype: Any) -> Any:
 
     Beside bfloat16, derivatives take 8 bits, with an error of at most 1/400. The derivatives 0 and 1 are exact, and
     derivatives below 1/400 become 0. A bfloat16 derivative would have an error of 1/256 above 1 and of 1/512 from 1/2
-    on. See docs/performance-notes.md, "Accuracy of 8-bit derivatives".
+    on. See docs/performance-notes.md, "Accuracy of activation derivatives in 8 bits".
 
     A derivative of a sum that is NaN is a number. The result beside it is NaN or infinite, and so is what follows it.
     """
@@ -104,15 +86,7 @@ def derivative_dtype(dtype: Any) -> Any:
 
 
 def attention_backward_unsupported(qkv: Array, mask: Array | None = None) -> str | None:
-    """Checks whether the kernel of attention's gradient can take these arrays.
-
-    Args:
-      qkv: `[B, T, 3, N, H]`.
-      mask: bool, or None.
-
-    Returns:
-      The reason why the kernel cannot take the arrays, or None if it can.
-    """
+    """Returns why the kernel of attention's gradient cannot take qkv [B, T, 3, N, H], or None if it can."""
     batch, length, _, _, size = qkv.shape
     if qkv.dtype not in (jnp.float16, jnp.bfloat16):
         return f"qkv is {qkv.dtype}, the kernel takes float16 and bfloat16"

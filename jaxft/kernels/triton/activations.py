@@ -3,8 +3,8 @@
 gelu, gelu_tanh and silu satisfy g(a) = a + g(-a). Each is computed from its value at -|x|, which is e^-y times a smooth
 function. The derivatives satisfy g'(a) = 1 - g'(-a) and are computed in the same way.
 
-For 16-bit results the hardware's exp2 is accurate enough. For float32 results it is not. A y that is rounded to float32
-is not accurate enough either: its relative error appears in e^-y multiplied by y.
+For 16-bit results the hardware's exp2 is accurate enough. For float32 results neither exp2 nor a y that is rounded to
+float32 is accurate enough: the relative error of y appears in e^-y multiplied by y.
 """
 
 from __future__ import annotations
@@ -73,10 +73,7 @@ def _half_square(a: Array) -> tuple[Array, Array, float]:
 
 
 def _tanh_form(a: Array) -> tuple[Array, Array, float]:
-    """Returns the arguments of `_exp_minus` for e^-y, where y = 2 * sqrt(2 / pi) * (a + 0.044715 * a^3).
-
-    With it, (1 + tanh(y / 2)) / 2 = 1 / (1 + e^-y).
-    """
+    """Returns the arguments of `_exp_minus` for e^-y, where gelu_tanh(a) = a / (1 + e^-y)."""
     # y = rate * a * (a^2 + 1 / 0.044715). The leading bits of the two factors multiply exactly, and the rest is small.
     leading = _leading(a, 10)
     rest = a - leading
@@ -92,18 +89,12 @@ def _tanh_form(a: Array) -> tuple[Array, Array, float]:
 
 
 def _from_below(x: Array, below: Array) -> Array:
-    """Computes g(x) from `below` = g(-|x|).
-
-    Minus infinity gives NaN, as in plain jnp. A NaN in x gives NaN even where a minimum has dropped it from `below`.
-    """
+    """Computes g(x) from `below` = g(-|x|). -inf gives NaN, as in plain jnp; so does a NaN in x that `below` lost."""
     return jnp.where(x < 0.0, 0.0 * x, x) + below
 
 
 def _gelu_erf(x: Array) -> Array:
-    """Computes GELU (erf) within 2 ulp.
-
-    -g(-a) = a * e^(-a^2 / 2) * R(a) with R(a) = (1 + h) / (2 * (1 + a)), where h is a minimax fit.
-    """
+    """Computes GELU (erf) within 2 ulp: -g(-a) = a * e^(-a^2 / 2) * (1 + h) / (2 * (1 + a)), h a minimax fit."""
     a = jnp.minimum(jnp.abs(x), 14.468)
     p, scale = _exp_minus(*_half_square(a))
     first, second = 1.0 + a, common.fma(a, 0.2, 1.0)
@@ -136,19 +127,13 @@ def _gelu_erf_16bit(x: Array) -> Array:
 
 
 def _inverse(e: Array) -> tuple[Array, Array]:
-    """Computes 1 / (1 + e), 0 <= e <= 1, as a pair (t, s), whose value is t * (1 + s).
-
-    s corrects the rounding errors of 1 + e and of t.
-    """
+    """Computes 1 / (1 + e), 0 <= e <= 1, as a pair (t, s) for t * (1 + s). s corrects the errors of 1 + e and t."""
     t = common.reciprocal(1.0 + e)
     return t, common.fma(t, -e, 1.0 - t)
 
 
 def _times_sigmoid(x: Array, a: Array, p: Array, scale: Array) -> Array:
-    """Computes x / (1 + e^-y) from a = |x| and e^-|y|, which (p, scale) represents.
-
-    -g(-a) = a * e^-|y| / (1 + e^-|y|).
-    """
+    """Computes x / (1 + e^-y) from a = |x| and e^-|y| as (p, scale), by -g(-a) = a * e^-|y| / (1 + e^-|y|)."""
     t, s = _inverse(_exp(p, scale))
     q = a * t
     return _from_below(x, common.fma(q, p + s, q) * scale * -(2.0**-24))
@@ -167,19 +152,7 @@ def _slope_of_times_sigmoid(e: Array, y_slope: Array) -> Array:
 
 
 def activation(name: str, x: Array, dtype: Any) -> Array:
-    """Computes an activation, as accurately as results that are rounded to `dtype` need.
-
-    Args:
-      name: "gelu", "gelu_tanh", "silu", "relu" or "tanh".
-      x: float32, any shape.
-      dtype: the dtype that the caller rounds the results to.
-
-    Returns:
-      The activation of `x`, float32.
-
-    Raises:
-      ValueError: the kernels do not implement `name`.
-    """
+    """Computes an activation of `x`, float32, as accurately as results that are rounded to `dtype` need."""
     exact = dtype == jnp.float32
     match name:
         case "gelu":
@@ -203,22 +176,10 @@ def activation(name: str, x: Array, dtype: Any) -> Array:
 
 
 def activation_gradient(name: str, x: Array, dy: Array, dtype: Any) -> Array:
-    """Computes `dy` times the derivative of an activation at `x`.
+    """Computes `dy` times the derivative of an activation at `x`, where `x` was read from an array of `dtype`.
 
-    Args:
-      name: "gelu", "gelu_tanh", "silu", "relu" or "tanh".
-      x: float32, any shape.
-      dy: the gradient of the activation's result, float32, of the same shape.
-      dtype: the dtype of the array that `x` was read from.
-
-    Returns:
-      The gradient of `x`, float32.
-
-    Raises:
-      ValueError: the kernels do not implement `name`.
-
-    Accuracy: the derivatives for 16-bit dtypes are as accurate as the derivatives for float32, except far in the
-    negative tails. The gradient of a bias may be float32 even where x has 16 bits.
+    The derivatives for 16-bit dtypes are as accurate as the derivatives for float32, except far in the negative tails:
+    the gradient of a bias may be float32 even where x has 16 bits.
     """
     if name == "relu":
         return jnp.where(x > 0.0, dy, 0.0)

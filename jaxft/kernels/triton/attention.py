@@ -2,11 +2,8 @@
 
 The kernel replaces five steps of FasterTransformer: split heads, two batched matmuls, masked softmax and merge heads.
 It reads queries, keys and values in place, also from a packed `[B, T, 3, N, H]`, and writes the output as
-`[B, T, N, H]`.
-
-Work: `4 * B * N * T * S * H` floating-point operations.
-
-Memory traffic: q, k, v and the output once. Every tile of queries reads k and v of its head again, from the L2 cache.
+`[B, T, N, H]`. It takes `4 * B * N * T * S * H` floating-point operations and moves q, k, v and the output once. Every
+tile of queries reads k and v of its head again, from the L2 cache.
 
 Source: Dao et al., "FlashAttention" (2022), section 3.1, and Dao, "FlashAttention-2" (2023), section 3.1.
 """
@@ -28,17 +25,10 @@ Array = jax.Array
 
 
 def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, single: bool, programs: int):
-    """Computes the output and optionally the log-sum-exp of tiles of queries.
+    """Computes the output of tiles of queries and, given more output refs, the log-sum-exp.
 
-    Args:
-      *refs: the refs of query, key and value, the refs of `Refs`, and then the output refs.
-      p: the problem.
-      block_q: the number of queries in a tile.
-      block_k: the number of keys in a block.
-      tiles: the number of query tiles per sequence and head.
-      single: whether one block holds all keys.
-      programs: with `single`, the number of programs that share the tiles of all sequences and heads. 0 launches one
-        program for each tile.
+    `tiles` is the number of query tiles per sequence and head. With `single`, one block holds all keys, and `programs`
+    programs share the tiles of all sequences and heads (0: one program for each tile).
     """
     q_ref, k_ref, v_ref, *rest = refs[: 3 + len(Refs._fields)]
     out_ref, top_ref, total_ref = (*refs[3 + len(Refs._fields) :], None, None)[:3]
@@ -60,11 +50,7 @@ def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, singl
             q = -q if p.options.scale < 0.0 else jnp.zeros_like(q)
 
         def visit(j, carry, *, edge, block_k=block_k):
-            """Adds block `j` of the keys to the online softmax.
-
-            `carry` holds three results of the earlier blocks: the weighted sum of values, the sum of weights and the
-            greatest logit. It is None for the first block.
-            """
+            """Adds key block `j` to `carry`: sum of weighted values, sum of weights, greatest logit; None at first."""
             row = jnp.int32(j) * block_k
             columns, in_columns, used = common.positions(row, block_k), None, None
             if edge:
@@ -150,30 +136,14 @@ def forward(
     config: AttentionConfig,
     interpret: bool,
 ) -> list[Array]:
-    """Launches the forward kernel.
+    """Launches the forward kernel for query `[B, T, N, H]` and key and value `[B, S, K, H]`; returns a list of results.
 
-    Args:
-      query: `[B, T, N, H]`; the packed `[B, T, 3, N, H]` if key and value are None; the packed sequences `[M, 3, N, H]`
-        with `rules.cu_seqlens`.
-      key: `[B, S, K, H]`, or None if `query` is packed.
-      value: `[B, S, K, H]`, or None if `query` is packed.
-      rules: the arrays that decide which pairs attend, what is added to the logits, and what dropout drops.
-      options: the static options.
-      return_residual: whether to return the log-sum-exp too.
-      config: the launch configuration.
-      interpret: whether to run the kernel in Pallas' interpreter.
-
-    Returns:
-      A list. It starts with the output, `[B, T, N, H]`, or `[M, N, H]` for packed sequences. With `return_residual`,
-      the log-sum-exp of each row follows as one or two float32 arrays `[B, N, T]` or `[N, M]`.
-
-      `joined_residual` says whether there is one array. It then holds the base-2 log-sum-exp.
-
-      Otherwise there are two arrays, because one number would have too few digits next to large logits. The first
-      holds the greatest logit, natural or base 2 as `natural_logits` says. The second holds the base-2 logarithm of the
-      sum of the exponentials relative to the greatest logit.
-
-      The first array is -inf for a query that attends to no key.
+    Key and value are None for a packed query `[B, T, 3, N, H]`, or `[M, 3, N, H]` with `rules.cu_seqlens`. The list
+    starts with the output, `[B, T, N, H]` or `[M, N, H]`. With `return_residual`, the log-sum-exp of each row follows,
+    float32 `[B, N, T]` or `[N, M]`. With `joined_residual` it is one array, to base 2. Otherwise it is two arrays,
+    because one number would have too few digits next to large logits: the greatest logit, natural or base 2 as
+    `natural_logits` says, and the base-2 logarithm of the sum of the exponentials relative to it. The first array is
+    -inf for a query that attends to no key.
     """
     p = parts.problem(query, key, value, rules, options)
     batch, rows = p.query.shape[:2]

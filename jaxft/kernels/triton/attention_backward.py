@@ -1,7 +1,7 @@
 """Backward pass of flash attention. It computes the probabilities again from the inputs and the log-sum-exp.
 
-Definitions: s are the logits, `p = exp(s - lse)` the probabilities, and delta is the sum of `dout * out` over a row
-minus the gradient of the log-sum-exp of the row. The gradients are::
+The logits are s, the probabilities are `p = exp(s - lse)`, and delta is the sum of `dout * out` over a row minus the
+gradient of the log-sum-exp of the row. The gradients are::
 
   dv = p^T dout
   dp = dout v^T
@@ -9,23 +9,18 @@ minus the gradient of the log-sum-exp of the row. The gradients are::
   dq = scale * ds k
   dk = scale * ds^T q
 
-Kernels: the first one computes the gradient of the queries. Each of its tiles holds queries and sums over the keys. The
-second one computes the gradients of keys and values. Each of its tiles holds keys and sums over the queries and over
-the query heads that share the keys. There are no atomic additions. If one tile holds all keys, the second kernel alone
-computes all three gradients. A third kernel computes the gradient of a bias `[B|1, N|1, T, S]`.
-
-Work: 7 matmuls of the size of the two matmuls of the forward pass, or 5 if one kernel computes all three gradients.
-
-Memory: apart from the gradient of such a bias, nothing of size `[T, S]` is stored.
+The first kernel computes dq: each of its tiles holds queries and sums over the keys. The second kernel computes dk and
+dv: each of its tiles holds keys and sums over the queries and over the query heads that share the keys. There are no
+atomic additions. If one tile holds all keys, the second kernel alone computes all three gradients, which takes 5
+matmuls of the size of the two matmuls of the forward pass instead of 7. A third kernel computes the gradient of a bias
+`[B|1, N|1, T, S]`. Apart from that gradient, nothing of size `[T, S]` is stored.
 
 Accuracy: with float32 and with short rows, the rounding of `out` would be visible in delta. The kernels then compute
-delta as the sum of `p * dp`, which equals delta mathematically. They also divide p by its sum, which is 1 except for
-rounding. The kernel for queries needs 2 more matmuls for this. A single kernel for all three gradients always does
-this, without more matmuls.
+delta as the sum of `p * dp`, and divide p by its sum, which is 1 except for rounding. This takes 2 more matmuls in the
+kernel for queries and none in a single kernel for all three gradients, which always does it.
 
-Packed arrays: the gradient of a packed `[B, T, 3, N, H]` is one array of that layout, and each kernel writes its part
-of the array. On Hopper, the kernel of `jaxft.kernels.mosaic_gpu.attention_backward` computes this gradient with 5
-matmuls for some lengths.
+The gradient of a packed `[B, T, 3, N, H]` is one array of that layout, and each kernel writes its part. On Hopper,
+`jaxft.kernels.mosaic_gpu.attention_backward` computes this gradient with 5 matmuls for some lengths.
 
 Source: Dao, "FlashAttention-2" (2023), section 3.2.
 """
@@ -75,7 +70,6 @@ class _Rows(NamedTuple):
 def _rows(
     p: Problem, refs: Refs, q_ref, dout_ref, top_ref, total_ref, batch, head, tile, span: Span, block: int
 ) -> _Rows:
-    """Loads a tile of queries."""
     batch, start, index, offset, length = parts.load_place(p, refs, batch, tile, block, p.query_length)
     in_rows = None
     if p.query_length % block or p.varlen:
@@ -97,40 +91,27 @@ def _load_rows(ref, index, head, row, block: int, in_rows: Array | None, other: 
 
 
 def _select(allowed: Any, x: Array) -> Array:
-    """Returns `x` with 0 where it is not allowed."""
     return x if allowed is None else jnp.where(allowed, x, 0.0)
 
 
 def _allowed(p: Problem, refs: Refs, pairs: Pairs, attends: Array) -> Any:
-    """Returns which pairs attend to each other, among the queries that attend to any key.
-
-    A key that no such query attends to may hold NaN.
-    """
+    """Returns which pairs attend, for queries that attend to any key. A key that these do not attend to may be NaN."""
     allowed = parts.allowed(p, refs, pairs)
     return attends if allowed is None else allowed & attends
 
 
 def _inverse(p: Problem, total: Array) -> Array:
-    """Computes 1 / total, or 1 where total is 0."""
     return parts.reciprocal(p, jnp.where(total == 0.0, 1.0, total))
 
 
 def _logit_gradient(p: Problem, refs: Refs, k_ref, v_ref, rows: _Rows, delta, j, block_k: int, edge: bool):
-    """Computes the gradient of the logits of a tile of queries and block `j` of the keys.
-
-    Returns:
-      The gradient and the keys of the block.
-    """
+    """Computes the gradient of the logits of a tile of queries and key block `j`. Returns it and the keys."""
     weights, dp, k = _probabilities(p, refs, k_ref, v_ref, rows, j, block_k, edge)
     return weights * (dp - delta[:, None]), k
 
 
 def _probabilities(p: Problem, refs: Refs, k_ref, v_ref, rows: _Rows, j, block_k: int, edge: bool):
-    """Computes the probabilities of a tile of queries and block `j` of the keys.
-
-    Returns:
-      The probabilities, their gradient and the keys of the block.
-    """
+    """Computes the probabilities of a tile of queries and key block `j`. Returns them, their gradient and the keys."""
     row, kv_head = jnp.int32(j) * block_k, rows.head // p.group
     columns, in_columns = common.positions(row, block_k), None
     if edge:
@@ -166,8 +147,8 @@ def _dq_kernel(*refs, p: Problem, **blocks: int):
 def _dq_tile(tile, head, batch, *, refs, p: Problem, block_q: int, block_k: int):
     """Computes the gradient and delta of one tile of queries.
 
-    If the output is not among the operands, a first loop over the keys sums the probabilities and p * dp. The kernel
-    then also stores the factors that make each sum of probabilities 1.
+    Without `out_ref`, a first loop over the keys sums the probabilities and p * dp. The kernel then also stores the
+    factors that make each sum of probabilities 1.
     """
     q_ref, k_ref, v_ref, *rest = refs[:_SHARED]
     dout_ref, top_ref, total_ref, out_ref, dlse_ref, dq_ref, delta_ref, *factor_ref = refs[_SHARED:]
@@ -228,21 +209,10 @@ def _dkv_tile(
 ):  # fmt: skip
     """Computes the gradients of one tile of keys and values.
 
-    Args:
-      tile: the tile, by its place in the grid.
-      kv_head: the head of keys and values.
-      batch: the sequence, by its place in the grid.
-      span: the range of queries of the tile.
-      refs: the refs of the kernel.
-      p: the problem.
-      block_q: the number of queries in a block.
-      block_k: the number of keys at the start of the tile that may take part, either `own_keys` or half of it.
-      own_keys: the number of keys in the tile.
-      packed: whether there is one gradient for queries, keys and values, in the packed layout.
-      with_dq: whether to compute the gradient of the queries too.
-      single: whether one block holds all queries.
-      columns: whether to compute the sums over the queries of the gradient of the logits, for the gradient
-        of a bias that has one element for each key.
+    Of the `own_keys` keys in the tile, only the first `block_k`, all or half of them, may take part. `packed` says that
+    there is one gradient in the packed layout, `with_dq` that the gradient of the queries is computed too, and `single`
+    that one block holds all queries. `columns` asks for the sums over the queries of the gradient of the logits, for a
+    bias that has one element for each key.
     """
     q_ref, k_ref, v_ref, *rest = refs[:_SHARED]
     dout_ref, top_ref, total_ref, factor_ref, delta_ref, dlse_ref, _, *outputs = refs[_SHARED:]
@@ -397,8 +367,7 @@ def _dkv_tile(
 def _dbias_kernel(*refs, p: Problem, block_q: int, block_k: int, key_tiles: int):
     """Computes a tile of the gradient of a bias `[B|1, N|1, T, S]`, summed over the sequences and heads that share it.
 
-    The result is partial sums, `[programs, B|1, N|1, T, S]`. Program i sums over the sequences i, i + programs,
-    i + 2 * programs and so on.
+    The result is partial sums, `[programs, B|1, N|1, T, S]`. Program i sums over every `programs`-th sequence, from i.
     """
     q_ref, k_ref, v_ref, *rest = refs[:_SHARED]
     dout_ref, top_ref, total_ref, factor_ref, delta_ref, dbias_ref = refs[_SHARED:]
@@ -448,29 +417,13 @@ def backward(
     key_config: AttentionConfig,
     interpret: bool,
 ) -> tuple[Array, Array | None, Array | None, Array | None]:
-    """Launches the backward kernels.
+    """Launches the backward kernels. Returns the gradients of query, key, value and bias (None without a bias).
 
-    The kernel for keys and values also computes the gradient of the queries if one of its tiles holds all keys, unless
-    there are many more queries than keys or the bias is `[..., T, S]`.
-
-    Args:
-      dout: the gradient of the output, `[B, T, N, H]` or `[M, N, H]`.
-      dlse: the gradient of the natural log-sum-exp, float32 `[B, N, T]` or `[N, M]`, or None.
-      query: as in `attention.forward`.
-      key: as in `attention.forward`.
-      value: as in `attention.forward`.
-      rules: as in `attention.forward`.
-      options: as in `attention.forward`.
-      out: the output of `attention.forward`.
-      top: the first array of the log-sum-exp from `attention.forward`.
-      total: the second array of the log-sum-exp from `attention.forward`, or None if it returned one.
-      query_config: the launch configuration of the kernels for queries and for a bias `[..., T, S]`.
-      key_config: the launch configuration of the kernel for keys and values.
-      interpret: whether to run the kernels in Pallas' interpreter.
-
-    Returns:
-      The gradients of query, key, value and bias. If `query` is packed, the first is the gradient of the packed array,
-      and the gradients of key and value are None. The gradient of the bias is None without a bias.
+    For a packed query, the first is the gradient of the packed array, and the gradients of key and value are None.
+    `dlse` is the gradient of the natural log-sum-exp, float32 `[B, N, T]` or `[N, M]`. `out`, `top` and `total` come
+    from `attention.forward`. `query_config` is also for the kernel of a bias `[..., T, S]`. The kernel for keys and
+    values computes dq too if one of its tiles holds all keys, unless there are many more queries than keys or the bias
+    is `[..., T, S]`.
     """
     p = parts.problem(query, key, value, rules, options)
     packed, varlen = key is None, rules.cu_seqlens is not None

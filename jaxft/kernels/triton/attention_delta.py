@@ -3,9 +3,7 @@
 Delta is the sum of `dout * out` over a row. The Triton kernels of `attention_backward` compute delta themselves. The
 Mosaic GPU kernel reads it from the array that this kernel writes. A tile of that array holds the log-sum-exp and delta
 of 64 rows, so that one copy fetches both. With dropout, a tile also holds the two random words of each row (see
-`words_of_row`).
-
-Memory traffic: dout and out once.
+`words_of_row`). The kernel reads dout and out once.
 """
 
 from __future__ import annotations
@@ -44,19 +42,11 @@ def _kernel(dout_ref, out_ref, lse_ref, seed_ref, rows_ref):
 
 
 def row_statistics(dout: Array, out: Array, lse: Array, seed: Array | None = None, *, interpret: bool) -> Array:
-    """Computes the row statistics that the Mosaic GPU backward kernel reads.
+    """Computes float32 `[B, N, T/64, 2 or 4, 64]` from dout and out `[B, T, N, H]` and the base-2 lse `[B, N, T]`.
 
-    Args:
-      dout: the gradient of the output, `[B, T, N, H]`. T is a multiple of 64 and H a power of two.
-      out: the output, `[B, T, N, H]`.
-      lse: the base-2 log-sum-exp, float32 `[B, N, T]`.
-      seed: the dropout seed, uint32 `[2]`, or None without dropout.
-      interpret: whether to run the kernel in Pallas' interpreter.
-
-    Returns:
-      A float32 array `[B, N, T/64, 2, 64]`, or `[B, N, T/64, 4, 64]` with a seed. Index 0 of the second to last axis
-      holds the log-sum-exp, with inf in place of -inf. Index 1 holds delta, which is 0 where the log-sum-exp was -inf.
-      Indices 2 and 3 hold the bits of the two random words of each row.
+    T is a multiple of 64 and H a power of two. Index 0 of the second to last axis holds the log-sum-exp, with inf in
+    place of -inf. Index 1 holds delta, which is 0 where the log-sum-exp was -inf. With a seed, indices 2 and 3 hold the
+    bits of the two random words of each row.
     """
     batch, length, heads, _ = out.shape
     tiles, numbers = length // TILE, 2 if seed is None else 4

@@ -1,8 +1,8 @@
 """Parts that the attention kernels share: their operands, their masks, and how they read and write tiles.
 
 A kernel skips the blocks that a mask excludes altogether. The array `spans` says for each tile which blocks to visit,
-and which of these blocks need no mask. Only the other blocks pay for masks. A limit on rows of the tile itself, such as
-the end of its sequence, is applied once at the end, since the rows of a tile are independent.
+and which of these need no mask. Only the other blocks pay for masks. A limit on rows of the tile itself, such as the
+end of its sequence, is applied once at the end, since the rows of a tile are independent.
 """
 
 from __future__ import annotations
@@ -35,17 +35,7 @@ def bias_of_pairs(bias: Array | None) -> bool:
 
 
 def joined_residual(dtype: Any, bias: Array | None) -> bool:
-    """Returns whether the forward pass returns the log-sum-exp as one array, to base 2.
-
-    Otherwise it returns two arrays, which together have more digits. `attention.forward` describes them.
-
-    Args:
-      dtype: the dtype of the query.
-      bias: the bias, or None.
-
-    Returns:
-      True for 16-bit dtypes without a bias.
-    """
+    """Returns whether the forward pass returns the log-sum-exp as one array to base 2, see `attention.forward`."""
     return dtype != jnp.float32 and bias is None
 
 
@@ -74,39 +64,19 @@ class Options:
 
 
 def _in_full(dtype: Any, precision: str) -> bool:
-    """Returns whether matmuls are computed in full float32 precision."""
     return precision == "float32" and dtype == jnp.float32
 
 
 def natural_logits(dtype: Any, bias: Array | None, precision: str) -> bool:
     """Returns whether the logits in the kernels are natural rather than base 2.
 
-    Base-2 logits need fewer operations. They are not used with a bias, where they might overflow, nor in full float32
-    precision, where they would lose digits.
-
-    Args:
-      dtype: the dtype of the query.
-      bias: the bias, or None.
-      precision: `Options.precision`.
-
-    Returns:
-      True for natural logits, False for base-2 logits.
+    Base-2 logits need fewer operations. With a bias they might overflow, and in full precision they would lose digits.
     """
     return bias is not None or _in_full(dtype, precision)
 
 
 def unsupported(head_size: int, positions: int, mask: Array | None, **arrays: Array | None) -> str | None:
-    """Returns the reason why the kernels do not support a call, or None if they do.
-
-    Args:
-      head_size: the size of a head.
-      positions: the greatest number of positions on any side.
-      mask: the mask, or None.
-      **arrays: the floating-point arrays by name. None is skipped.
-
-    Returns:
-      The reason, or None.
-    """
+    """Returns the reason why the kernels do not support a call with up to `positions` positions on a side, or None."""
     reason = common.unsupported_dtype(**arrays) or common.unsupported_array(mask=mask)
     if reason is not None:
         return reason
@@ -213,16 +183,10 @@ class Problem:
         return [self.query, self.key, self.value, r.bias, r.mask, r.query_ids, r.key_ids, r.seed, spans]
 
     def grid(self, length: int, heads: int, block: int) -> tuple[int, int, int]:
-        """Returns the grid with one program for each tile.
+        """Returns the grid (tile, head, sequence) with one program for each tile of `block` rows.
 
-        Args:
-          length: the number of queries, or of keys, in a sequence.
-          heads: the number of heads of the queries, or of the keys.
-          block: the number of rows in a tile.
-
-        Returns:
-          The sizes of the axes (tile, head, sequence). For packed sequences, the first axis has size 1, and the last
-          axis counts the tiles of all sequences, see `attention_spans.Tiles`.
+        For packed sequences, the first axis has size 1, and the last axis counts the tiles of all sequences, see
+        `attention_spans.Tiles`.
         """
         if not self.varlen:
             return pl.cdiv(length, block), heads, self.batch
@@ -234,21 +198,7 @@ class Problem:
 
 
 def problem(query: Array, key: Array | None, value: Array | None, rules: Rules, options: Options) -> Problem:
-    """Returns the `Problem` of a call.
-
-    A window that excludes nothing becomes None. For packed sequences, the problem has one sequence more, and its rules
-    hold the lengths of all sequences.
-
-    Args:
-      query: `[B, T, N, H]`; the packed `[B, T, 3, N, H]` or `[M, 3, N, H]` if key and value are None.
-      key: `[B, S, K, H]`, or None if `query` is packed.
-      value: `[B, S, K, H]`, or None if `query` is packed.
-      rules: the optional arrays of the call.
-      options: the static options.
-
-    Returns:
-      The problem.
-    """
+    """Returns the `Problem` of a call, see `attention.forward`. A window that excludes nothing becomes None."""
     if key is None or value is None:
         heads, size = query.shape[-2:]
         kv_heads, k_head, v_head = heads, heads, 2 * heads  # the packed array has query, key and then value heads
@@ -281,17 +231,8 @@ def for_each_tile(
 ) -> None:
     """Calls `compute(tile, head, sequence)` for each tile of this program.
 
-    If programs share the tiles, a program reads its next tile while it computes one. The last sequence of a batch comes
-    first, see `common.program_id_from_the_end`.
-
-    Args:
-      compute: computes a tile and stores its results.
-      p: the problem.
-      spans_ref: the spans of the tiles. Used for packed sequences only.
-      programs: the number of programs that share all tiles. 0 if each program has one tile, its place in
-        `Problem.grid`.
-      tiles: the number of tiles per sequence and head. Used if programs share tiles, like `heads`.
-      heads: the number of heads.
+    If `programs` is not 0, that many programs share all tiles, `tiles` per sequence and head, and a program reads its
+    next tile while it computes one. Otherwise a program has the tile of its place in `Problem.grid`.
     """
     if not programs:
         tile, head = pl.program_id(0), pl.program_id(1)
@@ -327,19 +268,9 @@ class Span(NamedTuple):
 
 
 def load_span(spans_ref, batch, tile, length: int, other_length: int, other_block: int, full: bool) -> Span:
-    """Loads the span of a tile.
+    """Loads the span of a tile, given by its place in the grid.
 
-    Args:
-      spans_ref: the spans. None if every tile attends to all positions of the other side.
-      batch: the sequence, by its place in the grid.
-      tile: the tile, by its place in the grid.
-      length: the length of the tile's own side.
-      other_length: the length of the other side.
-      other_block: the number of rows in a block of the other side.
-      full: whether blocks may go without a mask. If False, no block counts as full.
-
-    Returns:
-      The span.
+    Without spans, a tile attends to all positions of the other side. If `full` is False, no block counts as full.
     """
     if spans_ref is None:
         return Span(0, other_length, 0, other_length // other_block if full else 0, length)
@@ -352,10 +283,7 @@ def load_span(spans_ref, batch, tile, length: int, other_length: int, other_bloc
 
 
 def in_span(p: Problem, span: Span, positions: Array) -> Array:
-    """Returns which positions of the other side are inside the span.
-
-    If all queries attend to the same keys, the span begins at 0 and needs no check of its start.
-    """
+    """Returns which positions of the other side are in the span, which begins at 0 if `p.by_keys`."""
     inside = positions < span.last
     return inside if p.by_keys else inside & (positions >= span.first)
 
@@ -363,13 +291,7 @@ def in_span(p: Problem, span: Span, positions: Array) -> Array:
 def fewest_keys(compute: Callable[..., Any], last: Any, block_k: int) -> Any:
     """Calls `compute` on a block that holds all keys, or on its first half if no key of the second half takes part.
 
-    Args:
-      compute: `compute(block_k=block_k)` processes the first `block_k` keys of the block.
-      last: one past the last key that takes part. An int if that is known when the kernel is compiled.
-      block_k: the number of keys in the block.
-
-    Returns:
-      The result of `compute`.
+    `last` is one past the last key that takes part, an int if it is known when the kernel is compiled.
     """
     # H200, backward pass, 256 sequences of 128 keys, half of the keys valid: 207 us (whole block 241), 2026-11-23
     if isinstance(last, int) or block_k < 32:  # a matmul needs at least 16 keys
@@ -379,18 +301,9 @@ def fewest_keys(compute: Callable[..., Any], last: Any, block_k: int) -> Any:
 
 
 def visit_all(span: Span, block: int, leading: bool, visit: Callable[..., Any], carry: Any) -> Any:
-    """Visits each block of a span.
+    """Calls `visit(j, carry, edge=edge)` for each block of a span and returns the last carry.
 
-    Args:
-      span: the span.
-      block: the number of rows in a block.
-      leading: whether blocks that need a mask may come before the full blocks.
-      visit: `visit(j, carry, edge=edge)` processes block `j` and returns the next carry. `edge` says whether the block
-        needs a mask.
-      carry: the initial carry.
-
-    Returns:
-      The last carry.
+    `edge` says whether the block needs a mask, and `leading` whether such blocks may come before the full blocks.
     """
     # H200: masks in every block would cost 20-60 %, 2026-11-20
     start, stop = span.blocks(block)
@@ -415,19 +328,7 @@ class Place(NamedTuple):
 
 
 def load_place(p: Problem, refs: Refs, batch, tile, block: int, length: int) -> Place:
-    """Returns the place of a tile.
-
-    Args:
-      p: the problem.
-      refs: the refs of the kernel.
-      batch: the sequence, by its place in the grid.
-      tile: the tile, by its place in the grid.
-      block: the number of rows in a tile.
-      length: the length of the tile's side. Not used for packed sequences.
-
-    Returns:
-      The place.
-    """
+    """Returns the place of a tile from its place in the grid. `length` is not used for packed sequences."""
     if not p.varlen:
         return Place(batch, tile * block, batch, 0, length)
     sequence, start, offset, rows = (common.load(refs.spans.at[batch, tile, jnp.int32(i)]) for i in range(5, 9))
@@ -440,52 +341,20 @@ def in_head(p: Problem) -> Array | None:
 
 
 def load_tile(p: Problem, ref, index, row, block: int, head, in_rows: Array | None):
-    """Loads a tile `[block, width]` from an array `[B, L, heads, H]`.
-
-    Args:
-      p: the problem.
-      ref: the array.
-      index: the index into the first axis.
-      row: the first row.
-      block: the number of rows.
-      head: the head.
-      in_rows: bool `[block]`, the rows to load. The others are 0. None loads all.
-
-    Returns:
-      The tile.
-    """
+    """Loads a tile `[block, width]` from an array `[B, L, heads, H]`, with 0 outside of `in_rows` (None: all rows)."""
     place = index, common.span(row, block), head, common.span(0, p.width)
     return common.load(ref.at[place], mask=tile_mask(p, block, in_rows))
 
 
 def store_tile(p: Problem, ref, index, row, head, tile, in_rows: Array | None) -> None:
-    """Stores a tile `[block, width]` into an array `[B, L, heads, H]`.
-
-    Args:
-      p: the problem.
-      ref: the array.
-      index: the index into the first axis.
-      row: the first row.
-      head: the head.
-      tile: the tile. It is cast to the dtype of the array.
-      in_rows: bool `[block]`, the rows to store. None stores all.
-    """
+    """Stores a tile `[block, width]` into an array `[B, L, heads, H]`, only the rows `in_rows` (None: all rows)."""
     block = tile.shape[0]
     place = index, common.span(row, block), head, common.span(0, p.width)
     common.store(ref.at[place], tile.astype(ref.dtype), mask=tile_mask(p, block, in_rows))
 
 
 def tile_mask(p: Problem, block: int, in_rows: Array | None) -> Array | None:
-    """Returns the mask `[block, width]` of a tile's valid rows and columns, or None if all of them are valid.
-
-    Args:
-      p: the problem.
-      block: the number of rows.
-      in_rows: bool `[block]`, the valid rows. None if all rows are valid.
-
-    Returns:
-      The mask, or None.
-    """
+    """Returns the mask `[block, width]` of a tile's valid rows and columns, or None if all of them are valid."""
     columns = in_head(p)
     if in_rows is None:
         return None if columns is None else jnp.broadcast_to(columns, (block, p.width))
@@ -493,10 +362,7 @@ def tile_mask(p: Problem, block: int, in_rows: Array | None) -> Array | None:
 
 
 class Pairs(NamedTuple):
-    """Positions of the pairs of a query tile and a key tile.
-
-    One of the two sides has the shape `[n, 1]` and the other `[1, n]`, in either order.
-    """
+    """Positions of the pairs of a query tile and a key tile: one side is `[n, 1]`, the other `[1, n]`."""
 
     batch: Any
     head: Any
@@ -506,14 +372,7 @@ class Pairs(NamedTuple):
     in_columns: Array | None  # which of the keys exist or take part; None if all do
 
     def load(self, ref):
-        """Loads the elements of an array `[B|1, N|1, T|1, S|1]` for these pairs.
-
-        Args:
-          ref: the array.
-
-        Returns:
-          The elements, 0 where the query or key does not exist. The shape broadcasts to the shape of the pairs.
-        """
+        """Loads the elements of a `[B|1, N|1, T|1, S|1]` array for these pairs, 0 where query or key does not exist."""
         zero = jnp.int32(0)
         by_row, by_column = ref.shape[2] > 1, ref.shape[3] > 1
         masks: list[Any] = [self.in_rows] * by_row + [self.in_columns] * by_column
@@ -527,16 +386,7 @@ class Pairs(NamedTuple):
 
 
 def allowed(p: Problem, refs: Refs, pairs: Pairs) -> Any:
-    """Returns which pairs attend to each other, given that all queries take part.
-
-    Args:
-      p: the problem.
-      refs: the refs of the kernel.
-      pairs: the pairs. `in_columns` says which keys take part.
-
-    Returns:
-      A bool array that broadcasts to the shape of the pairs, or None if all pairs attend.
-    """
+    """Returns which pairs attend to each other, given that all queries take part, or None if all pairs attend."""
     before, after = p.options.window
     parts = [] if pairs.in_columns is None else [pairs.in_columns]
     if before is not None:
@@ -555,36 +405,16 @@ def allowed(p: Problem, refs: Refs, pairs: Pairs) -> Any:
 
 
 def logits(refs: Refs, pairs: Pairs, products: Array, scale: float) -> Array:
-    """Computes natural logits.
-
-    Args:
-      refs: the refs of the kernel.
-      pairs: the pairs.
-      products: the dot products of queries and keys.
-      scale: the factor of the dot products.
-
-    Returns:
-      The scaled dot products plus the bias.
-    """
+    """Computes natural logits: the dot products of queries and keys times `scale`, plus the bias."""
     if refs.bias is None:
         return products * scale
     return common.fma(products, scale, pairs.load(refs.bias).astype(jnp.float32))
 
 
 def probabilities(p: Problem, refs: Refs, pairs: Pairs, products: Array, top: Array, total: Array | None) -> Array:
-    """Computes the probabilities again from the log-sum-exp.
+    """Computes the probabilities again from the dot products and the log-sum-exp.
 
-    Args:
-      p: the problem.
-      refs: the refs of the kernel.
-      pairs: the pairs.
-      products: the dot products of queries and keys.
-      top: the greatest logit or, if the forward pass returned one array, the log-sum-exp.
-      total: the base-2 logarithm of the sum of exponentials relative to `top`. None if `top` is the log-sum-exp, or if
-        the caller divides the result by its sum.
-
-    Returns:
-      The probabilities.
+    `total` is None if `top` is the log-sum-exp rather than the greatest logit, or if the caller divides by the sum.
     """
     if p.natural:
         return exponentials(p, logits(refs, pairs, products, p.options.scale) - top, total)
@@ -593,17 +423,9 @@ def probabilities(p: Problem, refs: Refs, pairs: Pairs, products: Array, top: Ar
 
 
 def exponentials(p: Problem, x: Array, total: Array | None = None) -> Array:
-    """Computes the exponentials of logits, divided by 2^total.
+    """Computes the exponentials of `x`, natural if `p.natural` and base 2 otherwise, divided by 2^total.
 
     In full precision, the rounding errors of the exponent are estimated and corrected to first order.
-
-    Args:
-      p: the problem.
-      x: differences of logits, natural or base 2 as `p.natural` says.
-      total: the base-2 logarithm of the divisor. None for a divisor of 1.
-
-    Returns:
-      The exponentials.
     """
     high = x * LOG2_E if p.natural else x
     exponent = high if total is None else high - total
@@ -626,18 +448,7 @@ def drop(p: Problem, refs: Refs, pairs: Pairs, x: Array) -> Array:
 
 
 def in_key_mask(p: Problem, refs: Refs, batch, columns: Array, inside: Array) -> Array:
-    """Returns which keys take part according to the key mask.
-
-    Args:
-      p: the problem.
-      refs: the refs of the kernel.
-      batch: the sequence.
-      columns: the positions of the keys, `[block]`.
-      inside: bool `[block]`, the keys inside the span.
-
-    Returns:
-      `inside` without the keys that the key mask excludes.
-    """
+    """Returns `inside`, bool `[block]`, without the keys that the key mask excludes."""
     if not p.key_holes:
         return inside
     zero = jnp.int32(0)
@@ -646,19 +457,9 @@ def in_key_mask(p: Problem, refs: Refs, batch, columns: Array, inside: Array) ->
 
 
 def dot(p: Problem, a: Array, b: Array, *, trans_a: bool = False, trans_b: bool = False) -> Array:
-    """Computes the matmul of two tiles.
+    """Computes the matmul of two tiles in float32.
 
     In full precision, a call in which plain JAX multiplies a matrix and a vector uses `common.dot_in_short_chains`.
-
-    Args:
-      p: the problem.
-      a: the left operand.
-      b: the right operand.
-      trans_a: whether `a` is transposed.
-      trans_b: whether `b` is transposed.
-
-    Returns:
-      The matmul in float32.
     """
     thin = p.precision is not None and min(p.query_length, p.key_length, p.head_size) == 1
     multiply = common.dot_in_short_chains if thin else common.dot
@@ -670,14 +471,6 @@ def add(p: Problem, total: Array, product: Array) -> Array:
 
     In full precision, the opaque addition keeps the sum of the block separate from the total. A single chain of
     additions over all blocks would lose digits.
-
-    Args:
-      p: the problem.
-      total: the sum over the earlier blocks.
-      product: the matmul of the block.
-
-    Returns:
-      The new total.
     """
     return total + product if p.precision is None else common.fma(product, 1.0, total)
 
@@ -689,15 +482,7 @@ def reciprocal(p: Problem, x: Array) -> Array:
 
 
 def clear(tile: Array, used: Array) -> Array:
-    """Sets the unused rows of a tile to 0, even where they hold NaN.
-
-    Args:
-      tile: `[block, width]`.
-      used: bool `[block]`, the rows to keep.
-
-    Returns:
-      The tile.
-    """
+    """Sets the rows of a tile `[block, width]` that `used`, bool `[block]`, excludes to 0, even where they hold NaN."""
     # A bitwise AND instead of `where`. For an operand of a matmul, Triton may pass the condition of `where` through
     # shared memory in the layout of tensor cores, which fails for single bits with the error
     # "'ttg.local_alloc' op element type bit width".

@@ -1,8 +1,8 @@
 """Spans of the attention kernels: the blocks of the other side that each tile visits.
 
-For a tile of queries the other side is the keys, and for a tile of keys it is the queries. XLA computes the spans
-before the kernels start. A kernel skips blocks that a mask excludes altogether. With packed sequences, only tiles that
-have rows are computed.
+For a tile of queries the other side is the keys, and for a tile of keys it is the queries. A kernel skips blocks that a
+mask excludes altogether, and with packed sequences it computes only tiles that have rows. XLA computes the spans before
+the kernels start: a span is a few numbers for each tile, and XLA has the masks at hand.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Side(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The tiles of packed sequences. Each field is int32 `[n, 1]`, where n is `Problem.tiles_back_to_back`.
+    """The tiles of packed sequences, each of one sequence. Each field is int32 `[n, 1]`.
 
-    A tile belongs to one sequence. n is an upper bound, and the surplus tiles have length 0. The tiles of the longest
+    n is `Problem.tiles_back_to_back`, an upper bound; the surplus tiles have length 0. The tiles of the longest
     sequences come first, so that the programs that start last finish soon.
     """
 
@@ -70,36 +70,16 @@ def _sides(p: Problem) -> tuple[Side, Side]:
 
 
 def spans_of_queries(p: Problem, block_q: int, block_k: int) -> Array | None:
-    """Computes the `Span` of each tile of queries.
+    """Computes the `Span` of each tile of queries, int32 `[B|1, tiles, 5]`, or None if every span covers all keys.
 
-    XLA computes the spans, because a span is only a few numbers for each tile, derived from a few numbers for each
-    block, and XLA has the masks at hand.
-
-    Args:
-      p: the problem.
-      block_q: the number of queries in a tile.
-      block_k: the number of keys in a block.
-
-    Returns:
-      An int32 array `[B|1, tiles, 5]` with the fields of `Span`. For packed sequences it is `[tiles, 1, 9]`, and the
-      last four columns are the first four fields of `Tiles`. None if the call has no mask over keys, lengths, segment
-      ids or window, so that every span covers all keys.
+    For packed sequences it is `[tiles, 1, 9]`, and the last four columns are the first four fields of `Tiles`.
     """
     queries, keys = _sides(p)
     return _spans(p, queries, keys, p.options.window, block_q, block_k)
 
 
 def spans_of_keys(p: Problem, block_q: int, block_k: int) -> Array | None:
-    """Computes the `Span` of each tile of keys.
-
-    Args:
-      p: the problem.
-      block_q: the number of queries in a block.
-      block_k: the number of keys in a tile.
-
-    Returns:
-      An array as `spans_of_queries` returns, with one span of queries for each tile of keys, or None.
-    """
+    """Computes the `Span` of queries of each tile of keys, in the layout of `spans_of_queries`."""
     queries, keys = _sides(p)
     return _spans(p, keys, queries, p.options.window[::-1], block_k, block_q)
 

@@ -1,8 +1,7 @@
 """Interface to Pallas' Triton backend, and helpers that several kernels share.
 
 Every kernel is launched through `launch`, and every masked access goes through `load` and `store`. A move to another
-backend therefore changes this file and leaves the kernels alone. (JAX deprecates the Triton backend since 0.11.) The
-mathematics are pure functions of arrays. Activations are in `jaxft.kernels.triton.activations`.
+backend therefore changes this file and leaves the kernels alone. (JAX deprecates the Triton backend since 0.11.)
 """
 
 from __future__ import annotations
@@ -17,13 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from jaxft.dropout import keep_bits, keep_threshold
 
+try:
+    from jax.experimental.pallas import triton as plgpu
+
+    store, dot = plgpu.store, plgpu.dot
+except ImportError:  # JAX for Windows has no Triton, and `dispatch.choose` no kernels there
+    pass
+
 Array = jax.Array
 
-store, dot = plgpu.store, plgpu.dot
 interpreting = contextvars.ContextVar("interpreting", default=False)  # whether the kernel being traced is interpreted
 
 
@@ -39,24 +43,11 @@ def launch(
     aliases: Mapping[int, int] | None = None,
     interpret: bool,
 ) -> list[Array]:
-    """Launches `kernel(*operand_refs, *output_refs)` over a grid.
+    """Launches `kernel(*operand_refs, *output_refs)` over a grid, whose first axis is the fastest. Returns the outputs.
 
-    Refs are whole arrays. A kernel computes its own offsets and masks accesses beyond the edges of an array.
-
-    Args:
-      kernel: the kernel. It writes its results to the output refs.
-      grid: the sizes of the grid axes. The first axis is the fastest.
-      operands: the input arrays. An operand that is None has None for its ref.
-      outputs: the shapes and dtypes of the outputs.
-      name: the name of the kernel in profiles.
-      num_warps: the number of warps in a program.
-      num_stages: the number of stages of Triton's software pipeline.
-      aliases: maps the index of an operand to the index of the output that reuses the memory of the operand. XLA copies
-        the operand first if something else still reads it.
-      interpret: whether to run the kernel in Pallas' interpreter.
-
-    Returns:
-      The outputs.
+    Refs are whole arrays. A kernel computes its own offsets and masks accesses beyond the edges of an array. An operand
+    that is None has None for its ref. `aliases` maps the index of an operand to the output that reuses its memory; XLA
+    copies the operand first if something else still reads it.
     """
     present = [x for x in operands if x is not None]
     place = {i: n for n, i in enumerate(i for i, x in enumerate(operands) if x is not None)}
@@ -89,47 +80,24 @@ def launch(
 
 
 def _varying(operands: Sequence[Array]) -> dict[str, Any]:
-    """Returns the arguments that declare the mesh axes that the outputs vary over, which JAX requires in a shard_map.
-
-    The outputs vary over every axis that an operand varies over.
-    """
+    """Returns the arguments that make the outputs vary over the mesh axes of all operands, as a shard_map requires."""
     axes = [jax.typeof(x).manual_axis_type for x in operands]
     return {"manual_axis_type": type(axes[0])(varying=frozenset().union(*(a.varying for a in axes)))}
 
 
 def load(where: Any, *, mask: Array | None = None, other: float | None = 0) -> Array:
-    """Loads values from memory.
-
-    Args:
-      where: the indexed ref, `ref.at[...]`.
-      mask: bool, the elements to load. None loads all.
-      other: the value of elements that the mask excludes. None leaves them undefined.
-
-    Returns:
-      The values.
-    """
+    """Loads `where`, a `ref.at[...]`. Elements that the mask excludes are `other`, or undefined if that is None."""
     if mask is None or other is None:
         return plgpu.load(where, mask=mask)
     return plgpu.load(where, mask=mask, other=jnp.full((), other, where.dtype))
 
 
 def dot_in_short_chains(a: Array, b: Array, *, trans_a: bool = False, trans_b: bool = False, precision: Any) -> Array:
-    """Computes a matmul in full float32 as a sum of up to four shorter chains of additions.
+    """Computes a float32 matmul as a sum of up to four chains of additions of at least 16 terms each.
 
-    It is for matmuls that plain JAX computes as a matrix times a vector. Plain JAX adds their terms in a tree, and a
-    single chain of additions would lose more digits. Each chain here has at least 16 terms. A chain is computed as a
-    matmul in which the terms of the other chains are 0. A loop adds up the chains, so that only one of them takes
-    shared memory at a time.
-
-    Args:
-      a: the left operand, `[rows, depth]`.
-      b: the right operand, `[depth, columns]`.
-      trans_a: whether `a` is transposed, `[depth, rows]`.
-      trans_b: whether `b` is transposed, `[columns, depth]`.
-      precision: the precision of the matmuls.
-
-    Returns:
-      The matmul, float32 `[rows, columns]`.
+    It is for matmuls that plain JAX computes as a matrix times a vector, where it adds the terms in a tree. A single
+    chain would lose more digits. A chain is a matmul in which the terms of the other chains are 0. A loop adds up the
+    chains, so that only one of them takes shared memory at a time.
     """
     depth = a.shape[0 if trans_a else 1]
     chain = max(16, depth // 4)
@@ -152,10 +120,7 @@ def positions(start: Array | int, size: int) -> Array:
 
 
 def span(start: Array | int, size: int) -> Any:
-    """Returns a slice of `size` indices from `start` on, where `size` is a power of two.
-
-    The slice may extend past the end of the array, so the access needs a mask.
-    """
+    """Returns a slice of `size` indices, a power of two. It may extend past the end of the array: mask the access."""
     return pl.ds(jnp.int32(start), size)  # an int32 array: JAX rejects a Python int whose slice leaves the array
 
 
@@ -200,15 +165,9 @@ class Tile(NamedTuple):
         return load(ref.at[self.place[1]], mask=self.in_width).astype(jnp.float32)[None, :]
 
     def load_rows(self, ref: Any, numbers: Array) -> tuple[Array, Array]:
-        """Loads the columns of the tile from selected rows of an array `[R, D]`.
+        """Loads the columns of the tile from the rows `numbers` of an array `[R, D]`.
 
-        Args:
-          ref: the array.
-          numbers: the numbers of the rows to load, `[rows]`.
-
-        Returns:
-          The values, `[rows, columns]`, with 0 in the rows that the array does not have. And bool `[rows, 1]`, which
-          rows the array has.
+        Rows that the array does not have are 0. Also returns which rows it has, bool `[rows, 1]`.
         """
         there = ((numbers >= 0) & (numbers < ref.shape[0]))[:, None]
         inside = there if self.in_width is None else there & self.in_width[None, :]
@@ -225,15 +184,8 @@ def tile(
 ) -> Tile:
     """Returns a tile of an array `[M, D]`, with masks only for the axes that need them.
 
-    Args:
-      array: the shape of the array, `(M, D)`.
-      row: the first row, a multiple of the number of rows of the tile.
-      column: the first column, a multiple of the number of columns of the tile. It must lie within the array.
-      shape: the numbers of rows and columns of the tile, powers of two.
-      may_be_beyond: whether the first row may lie past the end of the array.
-
-    Returns:
-      The tile.
+    `row` and `column` are multiples of the sizes in `shape`, which are powers of two. The column must lie within the
+    array, and so must the row unless `may_be_beyond`.
     """
     first_row, first_column = jnp.int32(row), jnp.int32(column)
     # Omit masks that are not needed. With narrow rows they would be a large part of the instructions.
@@ -263,16 +215,7 @@ def rounded_reciprocal(x: Array) -> Array:
 
 
 def _instruction(name: str, *args: Array, operands: Sequence[str] = ("$1",)) -> Array:
-    """Applies a PTX instruction to float32 arrays.
-
-    Args:
-      name: the name of the instruction.
-      *args: the arrays.
-      operands: the operands as they appear in the assembly: `$1` for the first array, or a literal.
-
-    Returns:
-      The result, float32 with the shape of the first array.
-    """
+    """Applies a PTX instruction to float32 arrays. `operands` are `$1` for the first array and so on, or literals."""
     # Triton's own exp2 and division take four more instructions, which handle numbers below 2^-126.
     # H200, bf16, bias + GELU 16384x4096: 65 us (Triton's operations 76), 2026-11-20
     # See docs/performance-notes.md, "Single-instruction arithmetic".
@@ -287,18 +230,7 @@ def _instruction(name: str, *args: Array, operands: Sequence[str] = ("$1",)) -> 
 
 
 def fma(x: Array, y: Array | float, z: Array | float) -> Array:
-    """Computes x * y + z of float32 with one instruction and one rounding.
-
-    XLA compiles the expression `x * y + z` in a kernel to two instructions.
-
-    Args:
-      x: float32.
-      y: float32. It broadcasts to the shape of x.
-      z: float32. It broadcasts to the shape of x.
-
-    Returns:
-      The result, float32 with the shape of x.
-    """
+    """Computes x * y + z of float32 with one instruction and one rounding. XLA compiles the expression to two."""
     # H200, fp32, GELU 16384x4096: 167 us (two instructions 195), 2026-11-21
     # See docs/performance-notes.md, "Single-instruction arithmetic".
     if interpreting.get():
@@ -316,8 +248,7 @@ def fma(x: Array, y: Array | float, z: Array | float) -> Array:
 def opaque(x: Array) -> Array:
     """Passes a 16-bit `x` through an opaque move.
 
-    The compiler cannot tell that the result equals `x`. It therefore recomputes values derived from the result instead
-    of keeping those derived from `x` in registers.
+    The compiler then recomputes values derived from the result instead of keeping those derived from `x` in registers.
     """
     if interpreting.get():
         return x
@@ -334,8 +265,7 @@ def opaque(x: Array) -> Array:
 def share(programs: int, blocks: int) -> int:
     """Returns the number of programs that add up `blocks` blocks, where `programs` is the preferred number.
 
-    There are never more programs than blocks. A program adds up at most 128 blocks, since a longer chain of additions
-    would lose digits.
+    A program adds up at most 128 blocks, since a longer chain of additions would lose digits.
     """
     return min(blocks, max(programs, pl.cdiv(blocks, 128)))
 
@@ -343,12 +273,10 @@ def share(programs: int, blocks: int) -> int:
 def program_id_from_the_end(axis: int) -> Array:
     """Returns `pl.program_id` counted from the last program, for kernels whose input a matmul wrote.
 
-    The order keeps rows in the L2 cache from one kernel to the next:
-
-    - A matmul writes its last rows last. The kernel that follows begins with these rows.
-    - That kernel writes its first rows last. Most matmuls begin with the first rows.
-    - Mosaic GPU's matmuls with an activation have the largest results. They end with the first rows (`block_at`), and
-      the matmul that usually follows begins with them.
+    The order keeps rows in the L2 cache. A matmul writes its last rows last, and the kernel that follows begins with
+    them. That kernel writes its first rows last, and most matmuls begin with the first rows. Mosaic GPU's matmuls with
+    an activation, whose results are the largest, end with the first rows (`block_at`), with which the next matmul
+    begins.
     """
     # H200, bf16, BERT-base 32x512, device time: 5.14 ms (programs in order 5.21), 2026-11-24
     # See docs/performance-notes.md, "Order of rows and the L2 cache".
@@ -356,10 +284,9 @@ def program_id_from_the_end(axis: int) -> Array:
 
 
 def block_from_the_end(block: Any, blocks: int) -> Array:
-    """Returns a block number of `read_ahead` counted from the last block.
+    """Returns a block number of `read_ahead` counted from the last block, see `program_id_from_the_end`.
 
-    `program_id_from_the_end` explains the order. A number past the last block stays unchanged, so that the masks still
-    exclude the block that `read_ahead` reads past the end.
+    A number past the last block stays unchanged, so that the masks still exclude the block that is read past the end.
     """
     return jnp.where(block < blocks, blocks - 1 - block, block)
 
@@ -367,20 +294,9 @@ def block_from_the_end(block: Any, blocks: int) -> Array:
 def read_ahead(
     program: Array, programs: int, blocks: int, read: Callable[[Any], Any], work: Callable[..., Any], carry: Any = None
 ) -> Any:
-    """Processes the blocks of one program, and reads each block while the previous one is processed.
+    """Folds `work(block, read(block), carry)` over the blocks of a program, every `programs`-th, and returns the carry.
 
-    The blocks of a program are `program`, `program + programs`, `program + 2 * programs` and so on.
-
-    Args:
-      program: the number of this program.
-      programs: the number of programs that share the blocks.
-      blocks: the number of blocks.
-      read: `read(block)` returns the values of a block. It must also accept numbers past the last block.
-      work: `work(block, values, carry)` returns the next carry.
-      carry: the initial carry.
-
-    Returns:
-      The last carry.
+    Each block is read while the previous one is processed. `read` must also accept numbers past the last block.
     """
     if programs == blocks:
         return work(program, read(program), carry)
@@ -397,14 +313,7 @@ def read_ahead(
 def keep(seed_ref: Any, rate: float, rows: Array, columns: Array) -> Array:
     """Returns whether dropout keeps elements. The decision equals `jaxft.dropout.dropout_mask`.
 
-    Args:
-      seed_ref: the dropout seed, uint32 `[2]`.
-      rate: the dropout rate.
-      rows: the row numbers of the elements: their flat indices into the leading axes.
-      columns: the indices of the elements in the last axis.
-
-    Returns:
-      A bool array in which rows and columns are broadcast.
+    `rows` are flat indices into the leading axes. `rows` and `columns` broadcast.
     """
     seed0, seed1 = (load(seed_ref.at[jnp.int32(i)]) for i in range(2))
     bits = keep_bits(seed0, seed1, rows.astype(jnp.uint32), columns.astype(jnp.uint32))
@@ -412,15 +321,7 @@ def keep(seed_ref: Any, rate: float, rows: Array, columns: Array) -> Array:
 
 
 def unsupported_array(dtypes: Sequence[Any] = (), /, **arrays: Array | None) -> str | None:
-    """Returns the reason why the kernels do not support arrays, or None if they do.
-
-    Args:
-      dtypes: the supported dtypes. An empty sequence allows any dtype.
-      **arrays: the arrays by name. None is skipped.
-
-    Returns:
-      The reason, which names the array, or None.
-    """
+    """Returns the reason why the kernels do not support arrays, or None. An empty `dtypes` allows any dtype."""
     for name, x in ((name, x) for name, x in arrays.items() if x is not None):
         if not all(isinstance(size, int) for size in x.shape):  # symbolic sizes come from jax.export
             return f"{name} has a symbolic shape, {x.shape}"
@@ -432,23 +333,15 @@ def unsupported_array(dtypes: Sequence[Any] = (), /, **arrays: Array | None) -> 
 
 
 def unsupported_dtype(**arrays: Array | None) -> str | None:
-    """Returns the reason why the kernels do not support floating-point arrays, or None if they do.
-
-    Args:
-      **arrays: the arrays by name. None is skipped.
-
-    Returns:
-      The reason, which names the array, or None.
-    """
+    """Returns the reason why the kernels do not support floating-point arrays, or None if they do."""
     return unsupported_array((jnp.float32, jnp.float16, jnp.bfloat16), **arrays)
 
 
 def unsupported_size(x: Array) -> str | None:
     """Returns the reason why the kernels do not support the size of `x` as `[rows, width]`, or None if they do.
 
-    Pallas uses 32-bit offsets into arrays of up to 2^32 bytes and 64-bit offsets into larger ones. The number of
-    elements, which have 2 bytes or more, is therefore not limited. A position in one dimension always has 32 bits, also
-    a position between the end of the array and the end of the last block.
+    The number of elements is not limited: Pallas uses 64-bit offsets into arrays of more than 2^32 bytes. A position in
+    one dimension always has 32 bits, also a position between the end of the array and the end of the last block.
     """
     for what, length in (("rows", math.prod(x.shape[:-1])), ("columns", x.shape[-1])):
         if x.size > 0 and length > 2**30:

@@ -1,8 +1,8 @@
 """A kernel for activation(x @ kernel + bias) + residual: a matmul with an epilogue.
 
-Takes 2 * M * K * F floating-point operations. With few rows, the time to read the weights is the lower bound, and
-enough programs must read them at the same time. cuBLAS starts too few thread blocks for that. With many rows cuBLAS is
-faster, except mostly where an activation needs a second kernel after it. `jaxft.tuning.dense` makes the choice.
+With few rows, the time to read the weights is the lower bound, and enough programs must read them at the same time.
+cuBLAS starts too few thread blocks for that. With many rows cuBLAS is faster, except mostly where an activation needs a
+second kernel after it. `jaxft.tuning.dense` makes the choice.
 
 See docs/performance-notes.md, "Dense layers with few rows (Triton)".
 """
@@ -24,15 +24,7 @@ Array = jax.Array
 
 
 def unsupported(x: Array, **vectors: Array | None) -> str | None:
-    """Checks whether the kernel can take these arrays.
-
-    Args:
-      x: `[..., K]`.
-      **vectors: other floating-point arrays by name, each of which may be None.
-
-    Returns:
-      The reason why the kernel cannot take the arrays, or None if it can.
-    """
+    """Returns the reason why the kernel cannot take x `[..., K]` and the other arrays, or None if it can."""
     return common.unsupported_dtype(x=x, **vectors) or common.unsupported_size(x)
 
 
@@ -40,11 +32,10 @@ BAND = 16  # The height of a band in tiles, see `_tile`.
 
 
 def _tile(rows: int, block_m: int) -> tuple[Any, Any]:
-    """Returns which tile the program computes: the index of the tile along the rows and along the columns.
+    """Returns the index of the tile of this program along the rows and along the columns.
 
-    Consecutive programs compute the tiles of one band of `BAND` rows of tiles, column by column. Programs that run at
-    the same time therefore share much of what they read. With few rows, each block of the weights is read from memory
-    once.
+    Consecutive programs compute one band of `BAND` rows of tiles, column by column. Programs that run at the same time
+    therefore share much of what they read. With few rows, each block of the weights is read from memory once.
     """
     m, n = pl.program_id(0), pl.program_id(1)
     tiles = pl.cdiv(rows, block_m)
@@ -136,26 +127,11 @@ def forward(
     splits: int = 1,
     also_product: bool = False,
 ) -> list[Array]:
-    """Computes activation(x @ kernel + bias) + residual.
+    """Computes activation(x @ kernel + bias) + residual, `[M, F]`, from x `[M, K]` and kernel `[K, F]`; returns a list.
 
-    With `splits` above 1 (split-K), the kernel writes the partial sums of x @ kernel. The caller passes no bias,
-    activation or residual then, and the kernel that reads the partial sums adds them up.
-
-    Args:
-      x: `[M, K]`, float32, float16 or bfloat16.
-      kernel: `[K, F]`, of the dtype of `x`.
-      bias: `[F]`, or None.
-      residual: `[M, F]`, or None.
-      activation: the name of the activation, see `activations.activation`, or None.
-      precision: how float32 is multiplied, "tf32" or "float32".
-      config: the launch configuration.
-      interpret: whether to run in Pallas' interpreter.
-      splits: how many programs share the depth of a tile.
-      also_product: whether to return x @ kernel as well.
-
-    Returns:
-      A list with the result `[M, F]`, of the dtype of `x`. With `also_product`, x @ kernel follows, of the same shape
-      and dtype. With `splits` above 1 the result is `[splits, M, F]`, float32.
+    With `also_product`, x @ kernel follows the result. With `splits` above 1 (split-K) the result is the partial sums
+    of x @ kernel, float32 `[splits, M, F]`. The caller passes no bias, activation or residual then, and the kernel that
+    reads the partial sums adds them up.
     """
     rows, width = x.shape[0], kernel.shape[1]
     y = jax.ShapeDtypeStruct((rows, width), x.dtype)

@@ -1,9 +1,8 @@
 """Kernels for the normalised sum of word, position and token type embeddings, and for the gradients of the tables.
 
-Forward: a program looks up the ids of `block_rows` tokens, reads their rows of the tables, adds the rows, normalises
-the sum as `layer_norm` does, and applies dropout. It reads M * D elements of the word table and writes M * D elements.
-The rows of the other tables come from the caches. For the backward pass, which is the backward pass of `layer_norm`,
-the kernel also writes the sum in float32.
+Forward: a program looks up the ids of `block_rows` tokens, adds their rows of the tables, normalises the sum as
+`layer_norm` does, and applies dropout. It reads and writes M * D elements; the rows of the position and token type
+tables come from the caches. For the backward pass of `layer_norm`, the kernel also writes the sum in float32.
 
 Gradients of the tables: the gradient of a row is the sum of the gradients of the tokens with its id. A scatter would
 add them with atomics, in a different order each time. Here the tokens are sorted by id, so that the tokens of a row are
@@ -36,17 +35,7 @@ CHUNK = 128
 
 
 def unsupported(input_ids: Array, dtype: Any, tables: dict[str, Array | None], **vectors: Array | None) -> str | None:
-    """Checks whether the kernels can take these arrays.
-
-    Args:
-      input_ids: integers, any shape.
-      dtype: the dtype of the result.
-      tables: the embedding tables `[rows, D]` by name, each of which may be None.
-      **vectors: gamma and beta `[D]` by name, each of which may be None.
-
-    Returns:
-      The reason why the kernels cannot take the arrays, or None if they can.
-    """
+    """Returns the reason why the kernels cannot take these arrays and this dtype of the result, or None."""
     reason = common.unsupported_array(input_ids=input_ids) or common.unsupported_dtype(**tables, **vectors)
     if reason is not None:
         return reason
@@ -112,29 +101,11 @@ def forward(
     config: RowConfig,
     interpret: bool,
 ) -> list[Array]:
-    """Computes dropout(layer_norm(word[ids] + position[position_ids] + token_type[token_type_ids])).
+    """Computes dropout(layer_norm(word[ids] + position[position_ids] + token_type[token_type_ids])), `[M, D]`.
 
-    Args:
-      word: `[rows, D]`.
-      position: `[rows, D]`.
-      token_type: `[rows, D]`, or None.
-      gamma: `[D]`, or None.
-      beta: `[D]`, or None.
-      ids: int32 `[M]`, the tokens of sequences of `length`.
-      position_ids: int32 `[M]`. None counts from 0 in each sequence.
-      token_type_ids: int32 `[M]`. None stands for zeros.
-      seed: the seed of dropout, uint32 `[2]`. None disables dropout.
-      length: the length of a sequence.
-      epsilon: added to the variance.
-      dropout_rate: the probability that an element is dropped.
-      dtype: the dtype of the result.
-      save: whether to return what the backward pass needs.
-      config: the launch configuration.
-      interpret: whether to run in Pallas' interpreter.
-
-    Returns:
-      A list with the result, `[M, D]` of `dtype`. With `save` two float32 arrays follow: the sum before normalisation,
-      `[M, D]`, and `[2, M]`, the mean and 1 / sqrt(variance + epsilon) of each row of the sum.
+    If `position_ids` is None, positions count from 0 in each sequence of `length` tokens. If `token_type_ids` is None,
+    all are 0. Returns a list. With `save` two float32 arrays follow the result: the sum before normalisation, `[M, D]`,
+    and `[2, M]`, the mean and 1 / sqrt(variance + epsilon) of each row of the sum.
     """
     shape = (ids.shape[0], word.shape[1])
     outputs = [jax.ShapeDtypeStruct(shape, dtype)]
@@ -206,19 +177,9 @@ def _runs_kernel(rows_ref, order_ref, starts_ref, sums_ref, out_ref, *, block_ro
 
 
 def sum_by_id(rows: Array, ids: Array, table: Array, *, config: RowConfig, interpret: bool) -> Array:
-    """Sums rows by their id: row i of the result is the sum of the rows with id i.
+    """Sums float32 rows `[M, D]` by id, int32 `[M]`, into an array like `table`. The results are bitwise reproducible.
 
-    Args:
-      rows: `[M, D]`, float32.
-      ids: int32 `[M]`. Rows whose id the table does not have are left out.
-      table: the embedding table, of which only the shape and the dtype are used.
-      config: the launch configuration.
-      interpret: whether to run in Pallas' interpreter.
-
-    Returns:
-      The gradient of the table, of its shape and dtype.
-
-    Determinism: the results are bitwise equal each time.
+    Rows whose id the table does not have are left out.
     """
     count, width = rows.shape
     size = table.shape[0]

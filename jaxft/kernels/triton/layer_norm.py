@@ -5,9 +5,8 @@ Bias, residual and dropout are optional, so plain layer normalisation is the sam
 5 * M * D with a residual and dropout). `return_sum` adds M * D to each pass.
 
 Rows that fit in `block_width` are read once and stay in registers. Longer rows are read twice in chunks, the second
-time from the L2 cache if the row fits there. The backward pass of longer rows writes float32 partial sums for every
-`block_rows` rows. The forward pass saves two numbers per row for the backward pass: the mean and
-1 / sqrt(variance + epsilon).
+time from the L2 cache if the row fits there, and their backward pass writes float32 partial sums for every `block_rows`
+rows. The forward pass saves the mean and 1 / sqrt(variance + epsilon) of each row for the backward pass.
 
 Source: FasterTransformer's `add_bias_input_layernorm` kernel.
 """
@@ -36,15 +35,7 @@ _SUM_ROWS, _SUM_COLUMNS = 1024, 32
 
 
 def unsupported(x: Array, **vectors: Array | None) -> str | None:
-    """Checks whether the kernels can take these arrays.
-
-    Args:
-      x: `[..., D]`.
-      **vectors: bias, gamma and beta `[D]` by name, each of which may be None.
-
-    Returns:
-      The reason why the kernels cannot take the arrays, or None if they can.
-    """
+    """Returns the reason why the kernels cannot take x `[..., D]` and the vectors `[D]`, or None if they can."""
     return common.unsupported_dtype(x=x, **vectors) or common.unsupported_size(x)
 
 
@@ -100,27 +91,12 @@ def forward(
     config: RowConfig,
     interpret: bool,
 ) -> list[Array]:
-    """Computes layer_norm(dropout(x + bias) + residual).
+    """Computes layer_norm(dropout(x + bias) + residual), `[M, D]`. Returns a list.
 
-    Args:
-      x: `[M, D]`, or partial sums `[splits, M, D]` in float32, which the kernel adds up.
-      bias: `[D]`, or None.
-      residual: `[M, D]`, or None.
-      gamma: `[D]`, or None.
-      beta: `[D]`, or None.
-      seed: the seed of dropout, uint32 `[2]`. None disables dropout.
-      epsilon: added to the variance.
-      dropout_rate: the probability that an element is dropped.
-      return_sum: whether to return dropout(x + bias) + residual as well.
-      save: whether to return what the backward pass needs.
-      in_place: whether the result takes the memory of `x`, and the sum takes the memory of `residual`.
-      config: the launch configuration.
-      interpret: whether to run in Pallas' interpreter.
-
-    Returns:
-      A list with the result `[M, D]`, of the dtype of `x`; for partial sums, of the dtype of `residual` if there is
-      one. With `return_sum` the sum follows, of the same shape and dtype. With `save` a float32 array `[2, M]` follows:
-      the mean and 1 / sqrt(variance + epsilon) of each row of the sum.
+    x is `[M, D]`, or partial sums `[splits, M, D]` in float32, which the kernel adds up; the result then has the dtype
+    of `residual` if there is one. With `return_sum` dropout(x + bias) + residual follows. With `save` a float32 array
+    `[2, M]` follows: the mean and 1 / sqrt(variance + epsilon) of each row of the sum. With `in_place`, the result
+    takes the memory of `x`, and the sum takes the memory of `residual`.
     """
     rows, width = x.shape[-2:]
     out = jax.ShapeDtypeStruct((rows, width), x.dtype if x.ndim == 2 or residual is None else residual.dtype)
@@ -257,28 +233,12 @@ def backward(
     config: GradientConfig,
     interpret: bool,
 ) -> tuple[Array, Array | None, dict[str, Array]]:
-    """Computes the gradients of `forward`.
+    """Computes the gradients of x and residual, `[M, D]` or None, and of the `vectors` by name, each `[D]`.
 
-    Args:
-      dy: the gradient of the result, `[M, D]`.
-      dsum: the gradient of the returned sum, `[M, D]`, or None.
-      x: `[M, D]`.
-      bias: `[D]`, or None.
-      residual: `[M, D]`, or None.
-      gamma: `[D]`, or None.
-      seed: the seed of dropout, uint32 `[2]`, or None.
-      saved: what `forward` has saved, `[2, M]`.
-      dropout_rate: the probability that an element is dropped.
-      drops_result: whether dropout applies to the result instead of x + bias. There is no residual then.
-      vectors: the names of the vectors that need a gradient ("bias", "gamma", "beta"), and the gradients' dtypes.
-      config: the launch configuration.
-      interpret: whether to run in Pallas' interpreter.
-
-    Returns:
-      The gradient of `x`, `[M, D]`; the gradient of `residual`, `[M, D]` (None without a residual); and the gradients
-      of the `vectors` by name, each `[D]`.
-
-    Determinism: each program sums over its rows in a fixed order, and a second kernel sums over the programs.
+    `dsum` is the gradient of the returned sum, and `vectors` maps "bias", "gamma" and "beta", as far as they need a
+    gradient, to the dtypes of the gradients. With `drops_result`, dropout applies to the result instead of x + bias,
+    and there is no residual. Each program sums over its rows in a fixed order, and a second kernel sums over the
+    programs.
     """
     rows, width = x.shape
     blocks = pl.cdiv(rows, config.block_rows)
@@ -329,10 +289,7 @@ def _sum_kernel(partial_ref, *sum_refs, block_rows: int):
 
 
 def _sum_over_programs(partial: Array, dtypes: Sequence[Any], interpret: bool) -> list[Array]:
-    """Sums `partial`, float32 [programs, vectors, D], over the programs; returns one array [D] for each vector.
-
-    XLA would compute the sum and then copy each vector.
-    """
+    """Sums float32 `[programs, vectors, D]` over the programs. XLA would sum and then copy each vector."""
     programs, vectors, width = partial.shape
     block_rows = min(_SUM_ROWS, next_power_of_2(programs))
     return common.launch(

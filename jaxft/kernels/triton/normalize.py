@@ -35,17 +35,7 @@ def _merge_moments(a: tuple[Array, Array, Array], b: tuple[Array, Array, Array])
 
 
 def drop(tile: common.Tile, x: Array, seed_ref: Ref, rate: float) -> tuple[Array, Array]:
-    """Applies dropout to a tile.
-
-    Args:
-      tile: the place of the tile, which determines the random bits.
-      x: the values of the tile, float32.
-      seed_ref: the seed of dropout, uint32 `[2]`.
-      rate: the probability that an element is dropped.
-
-    Returns:
-      dropout(x), float32, and the boolean mask of the elements that are kept.
-    """
+    """Applies dropout; the tile's place determines the random bits. Also returns the mask of the kept elements."""
     keep = common.keep(seed_ref, rate, tile.rows[:, None], tile.columns[None, :])
     return jnp.where(keep, x * (1.0 / (1.0 - rate)), 0.0), keep
 
@@ -55,28 +45,18 @@ def normalize(
     gamma_ref: Ref, beta_ref: Ref, y_ref: Ref, total_ref: Ref, saved_ref: Ref,
     finish: Callable[[common.Tile, Array], Array] = lambda tile, y: y, *, vectors_first: bool = False,
 ) -> None:  # fmt: skip
-    """Normalises a block of rows `[rows, D]` and writes it.
+    """Normalises a block of rows `[rows, D]` and writes it to `y_ref`, `[M, D]`.
 
-    Args:
-      read: a function of i that returns the tile and the float32 values of the i-th chunk of `block_width` columns,
-        with zeros beyond the edges.
-      block_width: columns in a chunk.
-      epsilon: added to the variance.
-      gamma_ref: `[D]`, or None.
-      beta_ref: `[D]`, or None.
-      y_ref: receives the normalised rows, `[M, D]`.
-      total_ref: receives the rows as they were read, `[M, D]`, or None.
-      saved_ref: receives what a backward pass needs, `[2, M]`: the mean and 1 / sqrt(variance + epsilon) of each row.
-        Or None.
-      finish: a function of the tile and its normalised values that returns the values to write to `y_ref`.
-      vectors_first: whether gamma and beta are loaded before the rows, and then stay in registers. Only applies if one
-        chunk holds a row. It is for few rows, which would otherwise wait for gamma and beta.
+    `read(i)` returns the tile and the float32 values of the i-th chunk of `block_width` columns, with zeros beyond the
+    edges. `total_ref` receives the rows as they were read, and `saved_ref`, `[2, M]`, the mean and
+    1 / sqrt(variance + epsilon) of each row. `finish` maps a tile and its normalised values to the values to write.
+    With `vectors_first`, gamma and beta are loaded before the rows if one chunk holds a row: few rows would otherwise
+    wait for them.
     """
     # H100, partial sums of 128x768: 2.0 us with `vectors_first` (2.3 without), 2026-11-24
     # See docs/performance-notes.md, "Order of loads in LayerNorm with few rows".
 
     def vectors_of(i):
-        """Loads the i-th chunk of gamma and beta."""
         tile = common.tile((1, y_ref.shape[1]), 0, i * block_width, (1, block_width))
         return [None if ref is None else tile.load_vector(ref) for ref in (gamma_ref, beta_ref)]
 

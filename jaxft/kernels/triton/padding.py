@@ -1,8 +1,6 @@
 """A gather of rows by index, the kernel of `remove_padding` and `restore_padding`.
 
-Reads each gathered row and its index once, and writes each row once. It takes as long as a copy of the same bytes.
-
-See docs/performance-notes.md, "Removing and restoring padding".
+It takes as long as a copy of the same bytes. See docs/performance-notes.md, "Removing and restoring padding".
 """
 
 from __future__ import annotations
@@ -25,15 +23,7 @@ _WIDTH = 256
 
 
 def unsupported(x: Array, places: int) -> str | None:
-    """Checks whether the kernel can gather rows of `x`.
-
-    Args:
-      x: `[rows, ...]`.
-      places: the number of rows of the result.
-
-    Returns:
-      The reason why the kernel cannot take `x`, or None if it can.
-    """
+    """Returns the reason why the kernel cannot gather `places` rows of x `[rows, ...]`, or None if it can."""
     if reason := common.unsupported_dtype(x=x):
         return reason
     width = math.prod(x.shape[1:])
@@ -53,16 +43,7 @@ def _kernel(x_ref: Any, indices_ref: Any, y_ref: Any, *, block_rows: int, block_
 
 
 def take_rows(x: Array, indices: Array, *, interpret: bool) -> Array:
-    """Gathers rows: x[indices].
-
-    Args:
-      x: `[R, W]`.
-      indices: int32 `[M]`. An index of `R` or more gives a row of zeros, a negative index gives a row of NaN.
-      interpret: whether to run in Pallas' interpreter.
-
-    Returns:
-      `[M, W]`, of the dtype of `x`.
-    """
+    """Gathers x[indices] from x `[R, W]`. An index of R or more gives a row of zeros, a negative index a row of NaN."""
     rows, width = indices.shape[0], x.shape[1]
     block_width = min(_WIDTH, next_power_of_2(width))
     block_rows = _ELEMENTS // block_width

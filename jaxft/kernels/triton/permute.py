@@ -1,11 +1,10 @@
 """Kernels that permute axes, and that split a packed QKV projection into heads and join the heads again.
 
-Each kernel reads and writes every element once. A program of `permute` moves one tile. The tile is a block along the
-innermost axes of the input, so that the program reads whole lines, by a block along the innermost axes of the output,
-so that the program writes whole lines. Between the read and the write, the tile is transposed through shared memory. If
-the innermost axis stays in place and is long, the two blocks are one, and rows move unchanged through the registers of
-one thread. The rest of a program's budget of elements goes to further axes, so that short axes do not make small
-programs.
+Each kernel reads and writes every element once. A program of `permute` moves one tile: a block along the innermost axes
+of the input, so that the program reads whole lines, by a block along the innermost axes of the output, so that it
+writes whole lines. Between the read and the write, the tile is transposed through shared memory. If the innermost axis
+stays in place and is long, the two blocks are one, and rows move unchanged through the registers of one thread. The
+rest of a program's budget of elements goes to further axes, so that short axes do not make small programs.
 """
 
 from __future__ import annotations
@@ -34,14 +33,7 @@ MAX_TILED_AXES = 4
 
 
 def unsupported(x: Array) -> str | None:
-    """Checks whether the `permute` kernel can take an array.
-
-    Args:
-      x: any shape and dtype.
-
-    Returns:
-      The reason why the kernel cannot take the array, or None if it can.
-    """
+    """Returns the reason why the `permute` kernel cannot take an array, or None if it can."""
     if reason := common.unsupported_array(x=x):
         return reason
     if _width(x.dtype) not in (8, 16, 32, 64):
@@ -65,17 +57,7 @@ def _width(dtype: Any) -> int | None:
 
 
 def reduce(shape: Sequence[int], axes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Computes the smallest shape and axes that move the same elements.
-
-    Drops axes of size 1, and merges axes that stay adjacent.
-
-    Args:
-      shape: the shape of the input.
-      axes: the input's axes in the output's order.
-
-    Returns:
-      The reduced shape and axes. They have fewer than two axes if nothing moves.
-    """
+    """Returns the smallest shape and axes that move the same elements: fewer than two axes if nothing moves."""
     kept = [axis for axis in axes if shape[axis] != 1]
     place = {axis: i for i, axis in enumerate(sorted(kept))}
     groups: list[list[int]] = []  # Merged axes of the input, in the output's order.
@@ -89,16 +71,7 @@ def reduce(shape: Sequence[int], axes: Sequence[int]) -> tuple[tuple[int, ...], 
 
 
 def tile(shape: Sequence[int], axes: Sequence[int], config: PermuteConfig) -> tuple[int, ...]:
-    """Chooses the tile of a program.
-
-    Args:
-      shape: the reduced shape of the input.
-      axes: the reduced axes.
-      config: the launch configuration.
-
-    Returns:
-      The size of the tile along each axis of the input; all sizes are powers of two.
-    """
+    """Chooses a program's tile for a reduced shape and axes: its size, a power of two, along each axis of the input."""
     blocks = [1] * len(shape)
 
     def full(axis):
@@ -128,9 +101,9 @@ def tile(shape: Sequence[int], axes: Sequence[int], config: PermuteConfig) -> tu
 def _in_the_same_order(shape: Sequence[int], axes: Sequence[int]) -> list[int]:
     """Chooses the axes of a tile that reads and writes its rows in the same order.
 
-    No thread then needs what another thread has read. The axes are the innermost axis, the axis before it in the input
-    or in the output (the longer one first), and the other axes from the inside out. Axes that would change the order
-    are left out.
+    No thread then needs what another thread has read. The innermost axis comes first, then the axis before it in the
+    input or in the output (the longer one first), then the others from the inside out, except those that would change
+    the order.
     """
     chosen = [axes[-1]]
     for axis in (*sorted((axes[-2], len(shape) - 2), key=shape.__getitem__, reverse=True), *axes[::-1]):
@@ -149,8 +122,7 @@ def _kernel(x_ref, y_ref, *, axes: tuple[int, ...], blocks: tuple[int, ...]):
     def access(order):
         """Locates the tile in an array whose axes have this order.
 
-        Returns the axes along which the tile has more than one element, the index of the tile, and the mask of the
-        elements inside the array (None: all).
+        Returns the axes along which the tile has more than one element, its index, and the mask of the elements inside.
         """
         tiled = [axis for axis in order if blocks[axis] > 1]
         mask = None
@@ -178,17 +150,7 @@ def _unravel(i: Array, sizes: Sequence[int]) -> list[Array]:
 
 
 def forward(x: Array, axes: tuple[int, ...], *, config: PermuteConfig, interpret: bool) -> Array:
-    """Permutes the axes of an array.
-
-    Args:
-      x: an array whose shape `reduce` has returned.
-      axes: the axes that `reduce` has returned. At least two axes move.
-      config: the launch configuration.
-      interpret: whether to run in Pallas' interpreter.
-
-    Returns:
-      The array with its axes in the order `axes`.
-    """
+    """Permutes the axes of an array whose shape and axes `reduce` has returned. At least two axes move."""
     move = functools.partial(forward, axes=axes, config=config, interpret=interpret)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return lax.complex(move(x.real), move(x.imag))
@@ -211,15 +173,7 @@ def forward(x: Array, axes: tuple[int, ...], *, config: PermuteConfig, interpret
 
 
 def split_unsupported(qkv: Array, bias: Array | None) -> str | None:
-    """Checks whether the kernels of `split_heads` and `join_heads` can take these arrays.
-
-    Args:
-      qkv: `[B, T, 3*N*H]`.
-      bias: `[3*N*H]`, or None.
-
-    Returns:
-      The reason why the kernels cannot take the arrays, or None if they can.
-    """
+    """Returns the reason why `split_heads` and `join_heads` cannot take these arrays, or None if they can."""
     return common.unsupported_dtype(qkv=qkv, bias=bias) or _too_large("qkv", qkv)
 
 
@@ -244,18 +198,7 @@ def _split_kernel(qkv_ref, bias_ref, *part_refs, block_rows: int, block_width: i
 def split_heads(
     qkv: Array, bias: Array | None, num_heads: int, *, config: ElementwiseConfig, interpret: bool
 ) -> list[Array]:
-    """Adds the bias to a packed QKV projection and splits it into heads.
-
-    Args:
-      qkv: `[B, T, 3*N*H]`, float32, float16 or bfloat16.
-      bias: `[3*N*H]`, or None.
-      num_heads: N.
-      config: the launch configuration.
-      interpret: whether to run in Pallas' interpreter.
-
-    Returns:
-      Queries, keys and values, each `[B, N, T, H]` of the dtype of `qkv`.
-    """
+    """Adds bias `[3*N*H]` to qkv `[B, T, 3*N*H]` and splits the sum into q, k and v, each `[B, N, T, H]`."""
     batch, length, width = qkv.shape
     size = width // (3 * num_heads)
     part = jax.ShapeDtypeStruct((batch, num_heads, length, size), qkv.dtype)
@@ -297,17 +240,10 @@ def _join_kernel(q_ref, k_ref, v_ref, qkv_ref, sums_ref=None, *, programs: int, 
 
 
 def join_heads(parts: Sequence[Array], *, with_sums: bool, config: GradientConfig, interpret: bool) -> list[Array]:
-    """Joins queries, keys and values into a packed projection: the inverse of `split_heads`.
+    """Joins q, k and v, each `[B, N, T, H]`, into a packed projection `[B, T, 3*N*H]`: the inverse of `split_heads`.
 
-    Args:
-      parts: queries, keys and values, each `[B, N, T, H]`.
-      with_sums: whether to return partial sums over the rows as well, for the gradient of the bias.
-      config: the launch configuration.
-      interpret: whether to run in Pallas' interpreter.
-
-    Returns:
-      A list with the packed projection `[B, T, 3*N*H]`. With `with_sums`, the partial sums follow, float32
-      `[programs, 3*N*H]`; the caller adds them up.
+    Returns a list. With `with_sums`, partial sums over the rows follow, float32 `[programs, 3*N*H]`, which the caller
+    adds up to the gradient of the bias.
     """
     batch, heads, length, size = parts[0].shape
     programs = common.share(config.programs, batch * pl.cdiv(length, config.block_rows))

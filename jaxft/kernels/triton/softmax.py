@@ -36,16 +36,7 @@ Axes = tuple[tuple[int, int], ...]
 
 
 def unsupported(x: Array, bias: Array | None, mask: Array | None) -> str | None:
-    """Checks whether the kernels can take these arrays.
-
-    Args:
-      x: `[..., S]`.
-      bias: broadcasts to `x`, or None.
-      mask: broadcasts to `x`, or None.
-
-    Returns:
-      The reason why the kernels cannot take the arrays, or None if they can.
-    """
+    """Returns the reason why the kernels cannot take these arrays, or None if they can."""
     reason = common.unsupported_dtype(x=x, bias=bias) or common.unsupported_array(mask=mask)
     if reason is None and mask is not None and mask.size > 2**31:
         return f"mask has {mask.size} elements, the kernel takes at most 2^31"  # Pallas uses signed 32-bit indices.
@@ -73,10 +64,7 @@ def _axes(shape: tuple[int, ...], operand: Array | None) -> Axes:
 
 
 def _load_broadcast(ref, axes: Axes, tile: common.Tile):
-    """Loads the part of a bias or mask [rows, S or 1] that belongs to this tile of x.
-
-    Along each axis of the tile, the result has either the size of the tile or 1.
-    """
+    """Loads the part of a bias or mask [rows, S or 1] for this tile of x; each axis has the size of the tile or 1."""
     block_rows, wide = tile.shape[0], ref.shape[1] > 1
     # A tile starts at a multiple of `block_rows`. A group whose size is a multiple of it is made of whole tiles.
     one_row = block_rows == 1 or not axes or (axes[0][1] == 0 and (len(axes) == 1 or axes[0][0] % block_rows == 0))
@@ -101,7 +89,6 @@ def _load_broadcast(ref, axes: Axes, tile: common.Tile):
 
 
 def _select(allowed, x, otherwise):
-    """Returns x where `allowed` (None: everywhere), else `otherwise`."""
     return x if allowed is None else jnp.where(allowed, x, otherwise)
 
 
@@ -111,10 +98,9 @@ def _shift_of(top):
 
 
 def _maximum(logits, before=None):
-    """Returns the maximum of each row, and the factor that rescales the sums of exponentials of earlier chunks.
+    """Returns the maximum of each row, and the factor for sums of exponentials of earlier chunks, or None.
 
-    `before` is the maximum of the earlier chunks; without it the factor is None. The maximum may drop a NaN, but the
-    exponentials keep it.
+    `before` is the maximum of the earlier chunks. The maximum may drop a NaN, but the exponentials keep it.
     """
     top = jnp.max(logits, axis=1)
     if before is None:
@@ -132,7 +118,6 @@ def _two_sum(total, more):
 
 
 def _times(total, weight):
-    """Multiplies a compensated sum by `weight`."""
     return total[0] * weight, total[1] * weight
 
 
@@ -189,10 +174,7 @@ class _Chunk(NamedTuple):
         return _select(self.allowed(), self.dy.astype(jnp.float32), 0.0)
 
     def again(self, num_warps: int) -> _Chunk:
-        """Returns an equal chunk.
-
-        If values computed from this chunk would take too many registers, the compiler recomputes them from the new one.
-        """
+        """Returns an equal chunk from which the compiler recomputes values that would take too many registers."""
         if self.x.dtype.itemsize > 2 or math.prod(self.tile.shape) < 2048 * num_warps:
             return self
         return self._replace(x=common.opaque(self.x))
@@ -314,8 +296,8 @@ def _bwd_kernel(
     def visit(chunk, before=None):
         """Returns the chunk, and the maximum, the sum of exponentials, `center` and `rest` so far.
 
-        `center` and `rest` are the arguments of `_gradient`, but `rest` of softmax is not yet divided by the sum of
-        exponentials. For log_softmax, a row must be one chunk.
+        `center` and `rest` are as in `_gradient`, but `rest` of softmax is not yet divided by the sum of exponentials.
+        For log_softmax, a row must be one chunk.
         """
         logits, dy = chunk.logits(scale)[0], chunk.allowed_dy()
         top, weight = _maximum(logits, None if before is None else before[0])
@@ -373,22 +355,11 @@ def forward(
     interpret: bool,
     save: bool = False,
 ) -> list[Array]:
-    """Computes softmax or log_softmax of x * scale + bias over the last axis.
+    """Computes softmax or log_softmax of x * scale + bias over the last axis of x `[..., S]`. Returns a list.
 
-    Args:
-      x: `[..., S]`, not empty.
-      bias: broadcasts to `x`, or None.
-      mask: bool, broadcasts to `x`, or None. Elements where it is False do not take part.
-      log: whether to compute log_softmax.
-      scale: the factor of `x`; None stands for 1.
-      in_place: whether the result takes the memory of `x`.
-      config: the launch configuration.
-      interpret: whether to run in Pallas' interpreter.
-      save: whether to return what `backward` needs for log_softmax of rows in several chunks.
-
-    Returns:
-      A list with the result, `[..., S]` of the dtype of `x`. With `save`, a float32 array `[2, M]` follows: the maximum
-      and the inverse of the sum of exponentials of each of the M rows.
+    Elements where the mask is False do not take part. With `save`, a float32 array `[2, M]` follows the result: the
+    maximum and the inverse of the sum of exponentials of each row, which `backward` needs for log_softmax of rows in
+    several chunks. With `in_place`, the result takes the memory of `x`.
     """
     name, aliases = "log_softmax_fwd" if log else "softmax_fwd", {0: 0} if in_place else {}
     outputs = [jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)]
@@ -412,26 +383,12 @@ def backward(
     config: RowConfig,
     interpret: bool,
 ) -> tuple[Array, Array | None]:
-    """Computes the gradients of softmax or log_softmax.
+    """Computes the gradients of x and bias (None without a bias) from dy and x, each `[..., S]`.
 
-    Args:
-      dy: the gradient of the result, `[..., S]`, not empty.
-      x: `[..., S]`.
-      bias: broadcasts to `x`, or None.
-      mask: bool, broadcasts to `x`, or None.
-      saved: what `forward` has saved. Required for log_softmax of rows in several chunks.
-      log: whether the result is the result of log_softmax.
-      scale: the factor of `x`; None stands for 1.
-      config: the launch configuration.
-      interpret: whether to run in Pallas' interpreter.
-
-    Returns:
-      The gradient of `x` and the gradient of `bias` (None without a bias), of their shapes and dtypes.
-
-    Gradient of the bias: the kernel writes it if the bias is as large as x. If the bias broadcasts, the gradient is a
-    float32 sum of the gradients of the logits. XLA recomputes these from x, dy and four numbers per row, which costs
-    one more read of x and dy, and no memory. If the bias is constant along a row, the gradient is 0: such a bias
-    changes no result.
+    `saved` is required for log_softmax of rows in several chunks. The kernel writes the gradient of a bias that is as
+    large as x. If the bias broadcasts, its gradient is a float32 sum of the gradients of the logits. XLA recomputes
+    these from x, dy and four numbers per row, which costs one more read of x and dy, and no memory. A bias that is
+    constant along a row changes no result, so its gradient is 0.
     """
     assert saved is not None or not log or x.shape[-1] <= config.block_width
     name = "log_softmax_bwd" if log else "softmax_bwd"
@@ -467,7 +424,6 @@ def _bias_gradient(dy, x, bias, mask, statistics, log: bool, scale: float | None
 
 
 def _launch(kernel, before, x, bias, mask, outputs, log, scale, config: RowConfig, interpret, **options):
-    """Launches a kernel on the operands `before`, x, bias and mask, each reshaped to two dimensions."""
     body = functools.partial(
         kernel,
         log=log,

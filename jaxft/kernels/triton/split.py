@@ -1,8 +1,6 @@
 """A kernel that splits a vector into separate arrays; XLA would launch one kernel for each.
 
-Reads and writes each element once. The vectors of BERT-base have 0.5 MB in 16 bits, which takes less time to copy than
-a kernel takes to start.
-
+The vectors of BERT-base have 0.5 MB in 16 bits, which takes less time to copy than a kernel takes to start.
 See docs/performance-notes.md, "Bundled vectors".
 """
 
@@ -26,14 +24,7 @@ _MOST = 256  # Parts of one kernel. The arguments of a kernel may take 4 KB.
 
 
 def unsupported(x: Array) -> str | None:
-    """Checks whether the kernel can split `x`.
-
-    Args:
-      x: a vector.
-
-    Returns:
-      The reason why the kernel cannot split `x`, or None if it can.
-    """
+    """Returns the reason why the kernel cannot split a vector `x`, or None if it can."""
     return common.unsupported_dtype(x=x) or common.unsupported_size(x)
 
 
@@ -53,16 +44,7 @@ def _kernel(x_ref: Any, *y_refs: Any, begins: Sequence[int]) -> None:
 
 
 def split(x: Array, sizes: Sequence[int], *, interpret: bool) -> list[Array]:
-    """Splits a vector into arrays of the given sizes.
-
-    Args:
-      x: `[sum(sizes)]`, float32, float16 or bfloat16.
-      sizes: the sizes of the parts, all above 0.
-      interpret: whether to run in Pallas' interpreter.
-
-    Returns:
-      The parts, in order, of the dtype of `x`.
-    """
+    """Splits x `[sum(sizes)]` into arrays of the given sizes, all above 0."""
     parts, begins = [], list(itertools.accumulate(sizes[:-1], initial=0))
     for first in range(0, len(sizes), _MOST):
         some = sizes[first : first + _MOST]
