@@ -32,9 +32,7 @@ def mix(x: Array, word: Array | int = 0) -> Array:
 
 
 def keep_bits(seed0: Array, seed1: Array, row: Array, column: Array) -> Array:
-    """Returns 32 random bits for each (row, column).
-
-    The bits are a pure function of the seed and the index of the element. All arguments and the result are uint32.
+    """Returns 32 random bits for each (row, column), a pure function of the seed and the index. Everything is uint32.
 
     A kernel computes the two words of a row once per row. An element then costs one `mix` with the second word XORed
     in, so that two rows with the same first word still differ.
@@ -67,10 +65,7 @@ def dropout_mask(key: Array, rate: float, shape: tuple[int, ...]) -> Array:
 
 
 def dropout(x: Array, rate: float, key: Array | None) -> Array:
-    """Returns x / (1 - rate) where `dropout_mask` keeps the element, and 0 elsewhere.
-
-    Returns x itself if `rate` is 0 or `key` is None.
-    """
+    """Returns x / (1 - rate) where the mask keeps the element, else 0; x itself if `rate` is 0 or `key` is None."""
     if rate == 0.0 or key is None:
         return x
     return jnp.where(dropout_mask(key, rate, x.shape), x * (1.0 / (1.0 - rate)), jnp.zeros_like(x))

@@ -87,10 +87,7 @@ def embeddings_layer_norm(
     dropout_rng: Array | None = None,
     dtype: Any = None,
 ) -> Array:
-    """Computes dropout(layer_norm(sum)) of the rows selected by the ids.
-
-    An id outside its table gives NaN.
-    """
+    """Computes dropout(layer_norm(sum)) of the rows selected by the ids. An id outside its table gives NaN."""
 
     def rows(table: Array, ids: Array) -> Array:
         return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
@@ -141,11 +138,9 @@ def _logits(x: Array, scale: float | None, bias: Array | None) -> Array:
 
 
 def _exponentials(logits: Array, allowed: Array | None) -> tuple[Array, Array, Array]:
-    """Computes the parts of a softmax over the last axis.
+    """Computes exp(logits - max) with 0 where not allowed, its sum over the last axis, and the max.
 
-    Returns:
-      exp(logits - max) with 0 where not allowed; the sum of the exponentials; and the max, 0 for a row with nothing
-      allowed.
+    The max is 0 for a row with nothing allowed.
     """
     if allowed is not None:
         logits = jnp.where(allowed, logits, -jnp.inf)
@@ -186,19 +181,11 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     precision: PrecisionLike = None,
 ) -> tuple[Array, Array]:
-    """Computes the cross-entropy of the logits x @ embedding.T + bias, summed over the rows that have a label.
+    """Computes the cross-entropy of the logits x [..., D] @ embedding [V, D].T + bias, summed over the labelled rows.
 
-    Args:
-      x: [..., D].
-      embedding: [V, D], a row for each class.
-      labels: [...]. A label that names no class makes the sum and the gradients NaN.
-      bias: [V], or None.
-      ignore_index: label of the rows without a label. Such a row has no effect on the sum or the gradients, whatever it
-        holds.
-      precision: precision of the matmul.
-
-    Returns:
-      The sum of -log_softmax(logits)[label], and the number of rows with a label.
+    The second result is the number of these rows. A row whose label is `ignore_index` is not labelled, and has no
+    effect on the sum or the gradients, whatever it holds. A label that names no class makes the sum and the gradients
+    NaN.
     """
     labelled = labels != ignore_index
     x, table = jnp.where(labelled[..., None], x, 0), embedding.astype(x.dtype)
@@ -251,10 +238,7 @@ def attention_mask(
     key_value_segment_ids: Array | None = None,
     local_window_size: tuple[int, int] | None = None,
 ) -> Array | None:
-    """Combines all masks of an attention into one boolean array that broadcasts to [B, N, T, S].
-
-    Returns None if there is no mask.
-    """
+    """Combines all masks into one boolean array that broadcasts to [B, N, T, S], or None if there is no mask."""
     query = jnp.arange(query_length, dtype=jnp.int32)[:, None]  # [T, 1]
     key = jnp.arange(key_length, dtype=jnp.int32)[None, :]  # [1, S]
     parts = [] if mask is None else [mask]
@@ -273,10 +257,7 @@ def attention_mask(
 
 
 def _used_rows(used: Array, heads: int) -> Array:
-    """Returns which rows of an array [B, L, heads, H] take part in the attention.
-
-    `used` is [B|1, N|1, L]; the result is [B|1, L, heads|1, 1].
-    """
+    """Returns which rows of [B, L, heads, H] take part in attention: [B|1, N|1, L] -> [B|1, L, heads|1, 1]."""
     batch, all_heads, length = used.shape
     if all_heads > 1:
         used = jnp.any(used.reshape(batch, heads, all_heads // heads, length), axis=2)
@@ -297,26 +278,12 @@ def dot_product_attention(
     precision: PrecisionLike = None,
     **masks: Any,
 ) -> Array | tuple[Array, Array]:
-    """Computes softmax(query @ key^T * scale + bias) @ value.
+    """Computes softmax(query @ key^T * scale + bias) @ value: [B, T, N, H] and two [B, S, K, H] -> [B, T, N, H].
 
-    A row with nothing to attend to gives 0, and its log-sum-exp is -inf. A query, key or value that takes part in
-    nothing (padding) has no effect on any output or gradient, whatever it holds.
-
-    Args:
-      query: [B, T, N, H].
-      key: [B, S, K, H].
-      value: [B, S, K, H].
-      bias: broadcastable to [B, N, T, S], added to the scaled logits.
-      mask: broadcastable to [B, N, T, S], True for keys that are attended to.
-      scale: factor of the logits. None is 1 / sqrt(H).
-      dropout_rate: rate of dropout of the probabilities.
-      dropout_rng: random key for dropout.
-      return_residual: whether to return the log-sum-exp too.
-      precision: precision of the matmuls.
-      **masks: other keyword arguments of `attention_mask`.
-
-    Returns:
-      [B, T, N, H]. With `return_residual`, also the log-sum-exp [B, T, N].
+    Bias and mask (True for keys that are attended to) broadcast to [B, N, T, S]. A scale of None is 1 / sqrt(H). A row
+    with nothing to attend to gives 0, and its log-sum-exp is -inf. A query, key or value that takes part in nothing
+    (padding) has no effect on any output or gradient, whatever it holds. With `return_residual`, the second result is
+    the log-sum-exp [B, T, N].
     """
     batch, t, n, h = query.shape
     s, k = key.shape[1:3]
@@ -349,10 +316,9 @@ def dot_product_attention(
 def varlen_qkv_attention(
     qkv: Array, cu_seqlens: Array, *, max_seqlen: int, **kwargs: Any
 ) -> Array | tuple[Array, Array]:
-    """Computes attention within each of B packed sequences in `qkv` [M, 3, N, H].
+    """Computes attention within each of B packed sequences in `qkv` [M, 3, N, H]. Rows of no sequence give 0.
 
-    Rows that belong to no sequence give 0. A sequence that goes beyond the M rows or is longer than `max_seqlen` is
-    cut.
+    A sequence that goes beyond the M rows or is longer than `max_seqlen` is cut.
     """
     rows = qkv.shape[0]
     cu_seqlens = jnp.clip(cu_seqlens, 0, rows)
@@ -378,10 +344,7 @@ def _take_rows(x: Array, indices: Array) -> Array:
 
 
 def _put_rows(x: Array, indices: Array, rows: int, fill: float) -> Array:
-    """Returns an array of `rows` rows, with the rows of x at the indices and `fill` elsewhere.
-
-    An index past the end is dropped.
-    """
+    """Returns `rows` rows with the rows of x at the indices and `fill` elsewhere. Drops an index past the end."""
     return jnp.full((rows, *x.shape[indices.ndim :]), fill, x.dtype).at[indices].set(x, mode="drop")
 
 
@@ -420,7 +383,7 @@ def dense_residual_layer_norm(
     x: Array, kernel: Array, bias: Array | None, residual: Array, gamma: Array | None, beta: Array | None,
     *, precision: PrecisionLike = None, **options: Any,
 ) -> Array:  # fmt: skip
-    """Computes bias_residual_layer_norm of dense(x, kernel). `options` are for bias_residual_layer_norm."""
+    """Computes bias_residual_layer_norm of dense(x, kernel), with `options`."""
     y = dense(x, kernel, precision=precision)
     return bias_residual_layer_norm(y, bias, residual, gamma, beta, **options)  # type: ignore[return-value]
 
@@ -429,10 +392,7 @@ def feed_forward_residual_layer_norm(
     x: Array, in_kernel: Array, in_bias: Array | None, out_kernel: Array, out_bias: Array | None, gamma: Array | None,
     beta: Array | None, *, activation: str = "gelu", precision: PrecisionLike = None, **options: Any,
 ) -> Array:  # fmt: skip
-    """Computes two dense layers with a residual connection and LayerNorm.
-
-    The second layer is dense_residual_layer_norm with `options`.
-    """
+    """Computes dense with an activation, then dense_residual_layer_norm with x as the residual."""
     h = dense(x, in_kernel, in_bias, activation=activation, precision=precision)
     return dense_residual_layer_norm(h, out_kernel, out_bias, x, gamma, beta, precision=precision, **options)
 
@@ -440,19 +400,16 @@ def feed_forward_residual_layer_norm(
 def remove_padding(x: Array, mask: Array, *, capacity: int) -> tuple[Array, Array, Array]:
     """Packs the rows of x [B, T, ...] whose mask [B, T] is True.
 
-    Returns:
-      The packed rows [capacity, ...], and the two arrays of `padding_indices`.
+    Returns the packed rows [capacity, ...], and the two arrays of `padding_indices`.
     """
     indices, cu_seqlens = padding_indices(mask, capacity=capacity)
     return take_tokens(x, indices), indices, cu_seqlens
 
 
 def padding_indices(mask: Array, *, capacity: int) -> tuple[Array, Array]:
-    """Locates the tokens of mask [B, T].
+    """Returns the index in [B*T] of each token of mask [B, T], and the start of each sequence in the packed rows [B+1].
 
-    Returns:
-      The index in [B*T] of each token, int32 [capacity], and the start of each sequence in the packed rows, int32
-      [B+1]. The indices are B*T in the unused tail. All of them are -1 if there are more tokens than `capacity`.
+    The indices are int32 [capacity], and B*T in the unused tail. All are -1 if there are more tokens than `capacity`.
     """
     flat = mask.reshape(-1)
     places = jnp.arange(flat.size, dtype=jnp.int32)
@@ -471,20 +428,18 @@ def take_tokens(x: Array, indices: Array) -> Array:
 
 
 def restore_padding(x: Array, indices: Array, *, batch: int, length: int) -> Array:
-    """Computes the inverse of `take_tokens`: [M, ...] -> [B, T, ...].
+    """Computes the inverse of `take_tokens`: [M, ...] -> [B, T, ...], with 0 in places without a row.
 
-    Places without a row get 0. A negative index spoils the whole result, as in `_take_or_spoil`.
+    A negative index spoils the whole result, as in `_take_or_spoil`.
     """
     source = source_rows(indices, places=batch * length)
     return _take_or_spoil(x, source).reshape(batch, length, *x.shape[1:])
 
 
 def source_rows(indices: Array, *, places: int) -> Array:
-    """Inverts `indices`, so that only integers are scattered.
+    """Inverts `indices`: the row that belongs in each place, int32 [places], so that only integers are scattered.
 
-    Returns:
-      int32 [places]: the row that belongs in each place, or the number of rows (one past the end) for a place without a
-      row. All entries are -1 if any index is negative.
+    A place without a row has the number of rows (one past the end). All entries are -1 if any index is negative.
     """
     rows, lost = indices.shape[0], indices < 0
     source = jnp.full((places,), rows, jnp.int32)

@@ -24,19 +24,9 @@ def resolve(
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
 ) -> Path:
-    """Returns the folder of a checkpoint.
+    """Returns an existing folder as it is, or the folder of a Hugging Face id, downloaded or from the cache.
 
-    An existing folder is returned as it is. A Hugging Face id is downloaded, or taken from the cache.
-
-    Args:
-      folder_or_id: folder, or the id of a model on Hugging Face.
-      revision: branch, tag or commit of the model on Hugging Face.
-      cache_dir: folder for downloads. None is Hugging Face's default.
-      local_files_only: whether to use only files that were downloaded before.
-
-    Raises:
-      CheckpointError: `folder_or_id` is neither a folder nor an id whose files are available. The message gives advice.
-      TypeError: `folder_or_id` is not a string or path.
+    Raises a CheckpointError with advice if there is neither such a folder nor such a model with available files.
     """
     name = os.fspath(folder_or_id) if isinstance(folder_or_id, os.PathLike) else folder_or_id
     if not isinstance(name, str):
@@ -79,11 +69,7 @@ def resolve(
 
 
 def read_json(file: Path) -> Any:
-    """Returns the content of a JSON file.
-
-    Raises:
-      CheckpointError: the file is missing, unreadable or not JSON.
-    """
+    """Returns the content of a JSON file. Raises a CheckpointError if it is missing, unreadable or not JSON."""
     try:
         return json.loads(file.read_bytes())
     except FileNotFoundError as error:
@@ -95,11 +81,7 @@ def read_json(file: Path) -> Any:
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file.
-
-    Raises:
-      CheckpointError: the file is missing, unreadable, not JSON or not an object.
-    """
+    """Returns the object in a JSON file. Raises a CheckpointError as `read_json`, and if it is not an object."""
     value = read_json(file)
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} is not a JSON object, but a {type(value).__name__}")
@@ -107,11 +89,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path, parse: Callable[[dict[str, Any]], T]) -> T:
-    """Applies `parse` to the object in `config.json` and returns the result.
-
-    Raises:
-      CheckpointError: the file is missing, unreadable, not JSON or not an object, or `parse` raises a ValueError.
-    """
+    """Returns `parse` of the object in `config.json`. A ValueError of `parse` becomes a CheckpointError."""
     file = folder / "config.json"
     settings = read_json_object(file)
     try:

@@ -217,10 +217,7 @@ def checkpoint_names(layout: Layout, parameter: str) -> list[str]:
 
 
 def canonical(layout: Layout, name: str) -> str:
-    """Returns the name of a tensor in the layout's table.
-
-    The prefix is removed, and LayerNorm's old names gamma and beta are replaced.
-    """
+    """Returns a tensor's name in the layout's table: without the prefix, and without LayerNorm's old names."""
     name = name.removeprefix(layout.prefix)
     for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
         if name.endswith(old):
@@ -229,10 +226,7 @@ def canonical(layout: Layout, name: str) -> str:
 
 
 def with_prefix(layout: Layout, name: str) -> str:
-    """Returns the name of a tensor in the checkpoint of a model with a head.
-
-    Tensors of the encoder get the prefix; tensors of the head do not.
-    """
+    """Returns a tensor's name in a model with a head: tensors of the encoder get the prefix, others do not."""
     return name if name.startswith(layout.heads) else layout.prefix + name
 
 

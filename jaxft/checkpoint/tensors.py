@@ -28,12 +28,7 @@ _NEW = "rngs=nnx.Rngs(0) to the model's from_pretrained, which initialises it"
 
 
 def _tensor_files(folder: Path) -> tuple[Path, Mapping[str, set[str] | None]]:
-    """Finds the safetensors files of a checkpoint.
-
-    Returns:
-      The file that lists the tensors, and the names of the safetensors files, each with the tensors that it must have
-      (None: any).
-    """
+    """Returns the file that lists the tensors, and which tensors each safetensors file must have (None: any)."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return single, {single.name: None}
@@ -106,10 +101,7 @@ class _Tensor:
 
 
 def _open_file(file: Path, stack: contextlib.ExitStack) -> Any:
-    """Opens a safetensors file for reading.
-
-    safetensors checks that the header is valid and accounts for each byte of the file.
-    """
+    """Opens a safetensors file. safetensors checks the header, which must account for each byte of the file."""
     import safetensors
 
     with file.open("rb") as start:
@@ -121,13 +113,10 @@ def _open_file(file: Path, stack: contextlib.ExitStack) -> Any:
 def _find_tensors(
     folder: Path, layout: layouts.Layout, expected: Mapping[str, Shape], has_new_head: bool, stack: contextlib.ExitStack
 ) -> dict[str, _Tensor]:
-    """Checks the headers of all files.
+    """Checks the headers of all files, and returns the expected tensors by their names in the layout's table.
 
     If a tensor is tied to another expected tensor, the checkpoint may have either one. If it has both, they must be
     equal. With `has_new_head`, tensors of the head that are missing or have another number of labels are left out.
-
-    Returns:
-      The expected tensors by their names in the layout's table.
     """
     import safetensors
 
@@ -193,25 +182,12 @@ def _find_tensors(
 def load(
     folder: Path, model_type: str, shapes: Mapping[str, Shape], dtype: DTypeLike, *, has_new_head: bool = False
 ) -> dict[str, jax.Array]:
-    """Reads the parameters of a checkpoint, one tensor at a time.
+    """Reads the parameters of a checkpoint, one tensor at a time, after the headers of all files have been checked.
 
-    The result has no pooler if the checkpoint has none. This is an error if a head is requested too, because the pooler
-    is part of BERT's classification head.
-
-    Args:
-      folder: folder with `model.safetensors`, or with `model.safetensors.index.json` and its shards.
-      model_type: a key of `LAYOUTS`.
-      shapes: shape of each parameter by name, for example `{"layers.0.qkv_bias": (1152,), ...}`.
-      dtype: dtype of the result. The checkpoint may have float16, bfloat16, float32 or float64.
-      has_new_head: whether to leave out parameters of the head that the checkpoint lacks or has for another number of
-        labels.
-
-    Returns:
-      The parameters by name.
-
-    Raises:
-      CheckpointError: anything is wrong with the files. The message lists all problems. Headers are checked before any
-        tensor is read.
+    The names in `shapes` are as "layers.0.qkv_bias". The result has no pooler if the checkpoint has none. This is an
+    error if a head is requested too, because the pooler is part of BERT's classification head. With `has_new_head`, the
+    result lacks parameters of the head that the checkpoint lacks or has for another number of labels. A CheckpointError
+    lists all problems.
     """
     layout = layouts.LAYOUTS[model_type]
     with contextlib.ExitStack() as stack:
@@ -236,16 +212,6 @@ def save(folder: str | os.PathLike[str], config: Mapping[str, Any], parameters: 
     """Writes `config.json` and `model.safetensors` in the layout of `config["model_type"]`.
 
     If `parameters` includes a head, the tensors of the encoder get the layout's prefix, as in transformers.
-
-    Args:
-      folder: folder of the files. It is created if it does not exist.
-      config: content of `config.json`.
-      parameters: parameters by name.
-
-    Raises:
-      TypeError: `folder` is not a string or path.
-      NotADirectoryError: `folder` is a file.
-      ValueError: the parameters have shapes but no values.
     """
     if not isinstance(folder, str | os.PathLike):
         raise TypeError(f"save_pretrained: folder must be a string or path, got {type(folder).__name__}")
