@@ -14,3 +14,7 @@ returns a tuned configuration if there is one for the sizes and the device.
 
 docs/performance-notes.md has the measurements behind the defaults.
 """
+
+from jaxft.tuning.search import Tuned, autotune
+
+__all__ = ["Tuned", "autotune"]

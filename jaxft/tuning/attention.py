@@ -1,4 +1,10 @@
-"""Attention: default configurations of the kernels, the candidates of `autotune`, and the choice of other backends."""
+"""Attention: default configurations of the kernels, the candidates of `autotune`, and the choice of other backends.
+
+`batch_heads` is the number of sequences times the number of heads. If sequences are packed, lengths are those of the
+longest sequence, and `average` is the average length. Packed sequences have keys of their own, for which the shipped
+tables have no entries. `more` says that there is a bias, a mask or dropout, or that float32 matmuls are not TF32: the
+kernel then takes more shared memory.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +18,7 @@ from jaxft.tuning.table import LARGE, LARGEST, AttentionConfig, MosaicGradientCo
 
 
 def _short(average: int | None, itemsize: int) -> bool:
-    """Returns whether packed sequences are so short on average that small blocks are faster.
-
-    The parts of a block beyond the end of its sequence are wasted work.
-    """
+    """Returns whether packed sequences are so short on average that small blocks, which waste less work, are faster."""
     # H200, bf16, gradient of 16,384 tokens, average length 30: 243 us in 32x32 blocks (128x128 747), 2026-11-23
     # See docs/performance-notes.md, "Attention blocks for short packed sequences".
     return itemsize == 2 and average is not None and average <= 32
@@ -25,20 +28,7 @@ def attention(
     batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device: Device,
     more: bool = False, average: int | None = None,
 ) -> AttentionConfig:  # fmt: skip
-    """Returns the launch configuration of the forward kernel: queries and keys of a block, warps, and stages.
-
-    Args:
-      batch_heads: number of sequences times number of heads.
-      query_length: number of queries of a sequence; of the longest one if sequences are packed.
-      key_length: number of keys of a sequence; of the longest one if sequences are packed.
-      head_size: number of elements of a head.
-      itemsize: size of an element in bytes.
-      device: the device that runs the kernel.
-      more: whether there is a bias, a mask or dropout, or float32 matmuls are not TF32. The kernel then takes more
-        shared memory.
-      average: average length of packed sequences, None without packed sequences. Packed sequences have keys of their
-        own. The shipped tables have no such entries.
-    """
+    """Returns the launch configuration of the forward kernel."""
     few = batch_heads * min(query_length, average or query_length) < 64 * 64  # < 64 tiles of 64: too few for a GPU
     choices = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1))
     if few:
@@ -53,20 +43,7 @@ def attention_dq(
     batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device: Device,
     more: bool = False, average: int | None = None,
 ) -> AttentionConfig:  # fmt: skip
-    """Returns the launch configuration of the kernel for the gradient of the queries.
-
-    Args:
-      batch_heads: number of sequences times number of heads.
-      query_length: number of queries of a sequence; of the longest one if sequences are packed.
-      key_length: number of keys of a sequence; of the longest one if sequences are packed.
-      head_size: number of elements of a head.
-      itemsize: size of an element in bytes.
-      device: the device that runs the kernel.
-      more: whether there is a bias, a mask or dropout, or float32 matmuls are not TF32. The kernel then takes more
-        shared memory.
-      average: average length of packed sequences, None without packed sequences. Packed sequences have keys of their
-        own. The shipped tables have no such entries.
-    """
+    """Returns the launch configuration of the kernel for the gradient of the queries."""
     choices = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 8, 1), (32, 16, 4, 1))
     if _short(average, itemsize):
         choices = ((32, 32, 1, 2), *choices[1:])
@@ -84,20 +61,8 @@ def attention_dkv(
     """Returns the launch configuration of the kernel for the gradients of keys and values.
 
     If a block holds all keys, this kernel computes all three gradients and is the only one, unless there are many more
-    queries than keys or the bias is `[..., T, S]`. See `attention_backward.backward`.
-
-    Args:
-      batch_heads: number of sequences times number of heads.
-      query_length: number of queries of a sequence; of the longest one if sequences are packed.
-      key_length: number of keys of a sequence; of the longest one if sequences are packed.
-      head_size: number of elements of a head.
-      itemsize: size of an element in bytes.
-      device: the device that runs the kernel.
-      more: whether there is a bias, a mask or dropout, or float32 matmuls are not TF32. The kernel then takes more
-        shared memory.
-      bias_of_pairs: whether there is a bias `[..., T, S]`. The kernel is not tuned for it.
-      average: average length of packed sequences, None without packed sequences. Packed sequences have keys of their
-        own. The shipped tables have no such entries.
+    queries than keys or the bias is `[..., T, S]` (`bias_of_pairs`), for which the kernel is not tuned. See
+    `attention_backward.backward`.
     """
     choices = ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 8, 1), (16, 32, 4, 1))
     alone = 64 < key_length <= 128 and query_length <= 4 * 128 and not bias_of_pairs
@@ -132,7 +97,7 @@ def _attention(
     """Returns the configuration for the width of a head, in blocks that are no longer than the sequences.
 
     `choices` holds (block_q, block_k, num_warps, num_stages) for heads of up to 128 bytes, 256 bytes, 512 bytes and
-    more. If not `tuned`, the tables are not looked up. See `attention` for the other arguments.
+    more. If not `tuned`, the tables are not looked up.
     """
     nbytes = next_power_of_2(head_size) * itemsize
     if itemsize > 2 and device.shared_memory < LARGE:
@@ -158,17 +123,7 @@ def _attention(
 def attention_candidates(
     batch_heads: int, query: int, key: int, head_size: int, itemsize: int, device: Device, average: int = 0
 ) -> Iterable[AttentionConfig]:
-    """Yields the configurations that `autotune` tries for the forward kernel.
-
-    Args:
-      batch_heads: number of sequences times number of heads.
-      query: number of queries of a sequence; of the longest one if sequences are packed.
-      key: number of keys of a sequence; of the longest one if sequences are packed.
-      head_size: number of elements of a head.
-      itemsize: size of an element in bytes.
-      device: the device that runs the kernel.
-      average: average length of packed sequences, 0 without packed sequences.
-    """
+    """Yields the configurations that `autotune` tries for the forward kernel."""
     blocks = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (64, 128, 4, 3), (128, 64, 4, 2), (128, 64, 4, 3),
               (128, 64, 8, 2), (128, 128, 8, 2), (128, 128, 8, 3), (64, 32, 4, 3), (32, 64, 4, 2), (16, 64, 4, 2),
               (16, 128, 4, 2), (32, 128, 4, 2), (64, 128, 8, 2), (128, 128, 4, 2)]  # fmt: skip
@@ -187,17 +142,7 @@ def attention_candidates(
 def attention_dq_candidates(
     batch_heads: int, query: int, key: int, head_size: int, itemsize: int, device: Device, average: int = 0
 ) -> Iterable[AttentionConfig]:
-    """Returns the configurations that `autotune` tries for the kernel for the gradient of the queries.
-
-    Args:
-      batch_heads: number of sequences times number of heads.
-      query: number of queries of a sequence; of the longest one if sequences are packed.
-      key: number of keys of a sequence; of the longest one if sequences are packed.
-      head_size: number of elements of a head.
-      itemsize: size of an element in bytes.
-      device: the device that runs the kernel.
-      average: average length of packed sequences, 0 without packed sequences.
-    """
+    """Returns the configurations that `autotune` tries for the kernel of the queries' gradient."""
     blocks = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2),
               (128, 64, 4, 3), (128, 32, 4, 3), (64, 32, 4, 3), (64, 32, 4, 4), (64, 64, 8, 2),
               (32, 64, 4, 2)]  # fmt: skip
@@ -211,17 +156,7 @@ def attention_dq_candidates(
 def attention_dkv_candidates(
     batch_heads: int, query: int, key: int, head_size: int, itemsize: int, device: Device, average: int = 0
 ) -> Iterable[AttentionConfig]:
-    """Yields the configurations that `autotune` tries for the kernel for the gradients of keys and values.
-
-    Args:
-      batch_heads: number of sequences times number of heads.
-      query: number of queries of a sequence; of the longest one if sequences are packed.
-      key: number of keys of a sequence; of the longest one if sequences are packed.
-      head_size: number of elements of a head.
-      itemsize: size of an element in bytes.
-      device: the device that runs the kernel.
-      average: average length of packed sequences, 0 without packed sequences.
-    """
+    """Yields the configurations that `autotune` tries for the kernel of the keys' and values' gradients."""
     blocks = [(64, 128, 8, 1), (64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 2), (32, 128, 4, 2), (64, 128, 4, 1),
               (64, 128, 4, 2), (128, 128, 8, 1), (128, 128, 8, 2), (64, 64, 4, 1), (64, 64, 4, 2), (64, 64, 4, 3),
               (128, 64, 4, 2), (128, 64, 8, 2), (32, 64, 4, 2), (32, 64, 4, 3), (16, 128, 4, 2), (32, 128, 4, 3),
@@ -256,17 +191,7 @@ _CUDNN_FROM_PACKED = 8192  # the least length of packed arrays [B, T, 3, N, H]; 
 def cudnn_is_faster(
     batch: int, query_length: int, key_length: int, heads: int, head_size: int, packed: bool, device: Device
 ) -> bool:
-    """Returns whether cuDNN computes the output of attention without masks sooner than the Triton kernel.
-
-    Args:
-      batch: number of sequences.
-      query_length: number of queries of a sequence.
-      key_length: number of keys of a sequence.
-      heads: number of heads.
-      head_size: number of elements of a head.
-      packed: whether query, key and value are one array `[B, T, 3, N, H]`.
-      device: the device that runs the kernel.
-    """
+    """Returns whether cuDNN computes attention without masks sooner. `packed`: q, k and v are one [B, T, 3, N, H]."""
     if head_size not in _CUDNN_FROM or not device.is_hopper:
         return False
     least_length, least_logits = _CUDNN_FROM[head_size]
@@ -284,10 +209,6 @@ def mosaic_gradient_is_faster(batch_heads: int, device: Device) -> bool:
 
     The kernel computes one head of a sequence at a time on each SM. A round with few busy SMs takes as long as a round
     in which all SMs are busy.
-
-    Args:
-      batch_heads: number of sequences times number of heads.
-      device: the device that runs the kernel.
     """
     # H100, bf16, 512 tokens, 192 heads (0.73 busy): 148 us (Triton 155), 2026-11-25
     # See docs/performance-notes.md, "Gradient of attention: Triton and Mosaic GPU".
@@ -296,11 +217,5 @@ def mosaic_gradient_is_faster(batch_heads: int, device: Device) -> bool:
 
 
 def attention_mosaic_gradient(device: Device) -> MosaicGradientConfig:
-    """Returns the launch configuration of the Mosaic GPU kernel for the gradient.
-
-    There is one program per SM, because an SM has room for one.
-
-    Args:
-      device: the device that runs the kernel.
-    """
+    """Returns the configuration of the Mosaic GPU gradient kernel. An SM has room for one program."""
     return MosaicGradientConfig(programs=device.multiprocessors)

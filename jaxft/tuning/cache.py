@@ -55,16 +55,10 @@ _warned: set[Path] = set()
 
 
 def path(device_kind: str) -> Path:
-    """Returns the file of a kind of device, for these versions of JAX and jaxft.
+    """Returns the file of a kind of device, such as "NVIDIA H200", for these versions of JAX and jaxft.
 
-    It is `$XDG_CACHE_HOME/jaxft/<device kind>-jax_<version>-jaxft_<version>.json`, by default in `~/.cache`.
-
-    Args:
-      device_kind: name of the device, such as "NVIDIA H200".
-
-    Raises:
-      FileNotFoundError: neither `XDG_CACHE_HOME` nor the home directory is known, as in a container whose user has no
-        name.
+    Raises FileNotFoundError if neither `XDG_CACHE_HOME` nor the home directory is known, as in a container whose user
+    has no name.
     """
     folder = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(folder):  # unset, or a relative path, which the XDG specification ignores
@@ -78,14 +72,7 @@ def path(device_kind: str) -> Path:
 
 @functools.lru_cache
 def load(device_kind: str) -> Table:
-    """Returns the entries for a kind of device. A process reads the file only once, unless it calls `save`.
-
-    Args:
-      device_kind: name of the device, such as "NVIDIA H200".
-
-    Returns:
-      The entries, op -> key -> fields. Empty if there is no file, or if the file is damaged.
-    """
+    """Returns the entries for a kind of device, read once per process or after `save`; none if the file is damaged."""
     try:
         return _read(file := path(device_kind))
     except (FileNotFoundError, NotADirectoryError):
@@ -96,11 +83,9 @@ def load(device_kind: str) -> Table:
 
 
 def _read(file: Path) -> Table:
-    """Reads a file and returns its entries. Ops whose value is not a table of keys and fields are left out.
+    """Returns the entries of a file without ops whose value is not a table of keys and fields.
 
-    Raises:
-      ValueError: the file is not JSON, or not an object.
-      RecursionError: the JSON is nested too deeply.
+    Raises ValueError if the file is not a JSON object, and RecursionError if it is nested too deeply.
     """
     table = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(table, dict):
@@ -112,17 +97,7 @@ def _read(file: Path) -> Table:
 
 
 def restore(device_kind: str, op: str, name: str, default: T) -> T | None:
-    """Returns the configuration that the user's cache has for `op` at these sizes.
-
-    Args:
-      device_kind: name of the device, such as "NVIDIA H200".
-      op: name of the kernel.
-      name: the key, see `table.key`.
-      default: a configuration of the type to return.
-
-    Returns:
-      The configuration, or None if there is no entry or the entry is damaged.
-    """
+    """Returns the entry of `op` under a `table.key`, in the type of `default`, or None if it is missing or damaged."""
     entry = load(device_kind).get(op, {}).get(name)
     if entry is None:
         return None
@@ -136,15 +111,6 @@ def save(file: Path, op: str, name: str, config: Any) -> None:
     """Adds an entry to a file. Another process sees the file as it was before or after, never in between.
 
     A damaged file is kept under another name, which ends in `.damaged`.
-
-    Args:
-      file: the JSON file.
-      op: name of the kernel.
-      name: the key, see `table.key`.
-      config: the configuration, a dataclass.
-
-    Raises:
-      OSError: the file cannot be read or written.
     """
     with _locked(file.parent), _temporary(file) as new:
         try:
@@ -164,14 +130,7 @@ def save(file: Path, op: str, name: str, config: Any) -> None:
 
 
 def check_writable(file: Path) -> None:
-    """Checks that `save` can read and write a file. Creates the directory of the file.
-
-    Args:
-      file: the JSON file.
-
-    Raises:
-      OSError: the file cannot be read or written; the message says what to do.
-    """
+    """Checks that `save` can read and write a file, and creates its directory. Raises an OSError with advice."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with _locked(file.parent), _temporary(file), contextlib.suppress(FileNotFoundError, ValueError, RecursionError):

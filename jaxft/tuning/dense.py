@@ -1,4 +1,8 @@
-"""Dense layers: the choice of the fastest implementation, and the launch configurations of the matmul kernels."""
+"""Dense layers: the choice of the fastest implementation, and the launch configurations of the matmul kernels.
+
+A layer multiplies an input `[rows, depth]` with a kernel `[depth, width]`. In the keys of the tables, and thus in the
+arguments of the candidates, `activation` is 1 without an activation and 2 with one, and `residual` is 0 or 1.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,9 @@ from jaxft.tuning.table import LARGEST, lookup, next_power_of_2
 
 @dataclasses.dataclass(frozen=True)
 class DenseChoice:
-    """The implementation that `dense` uses if the caller names none.
+    """The implementation that `dense` uses if the caller names none: "mosaic_gpu", "triton" or "xla".
 
-    Attributes:
-      implementation: "mosaic_gpu" or "triton" for one kernel, or "xla" for XLA's matmul, which a kernel for the
-        activation may follow.
+    "xla" is XLA's matmul, which a kernel for the activation may follow. The others are one kernel.
     """
 
     implementation: str
@@ -24,64 +26,42 @@ class DenseChoice:
 
 @dataclasses.dataclass(frozen=True)
 class DenseConfig:
-    """Launch configuration of a Triton matmul. Block sizes are powers of two, at least 16.
+    """Launch configuration of a Triton matmul. Block sizes are powers of two, at least 16."""
 
-    Attributes:
-      block_m: number of rows of a tile of the result.
-      block_n: number of columns of a tile of the result.
-      block_k: depth that a program multiplies at a time.
-      num_warps: number of warps of a program.
-      num_stages: number of stages of Triton's software pipeline.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
+    block_m: int  # rows of a tile of the result
+    block_n: int  # columns of a tile of the result
+    block_k: int  # depth that a program multiplies at a time
     num_warps: int
-    num_stages: int
+    num_stages: int  # of Triton's software pipeline
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitConfig(DenseConfig):
-    """Launch configuration of a Triton split-K matmul, which returns partial sums. The next kernel adds them up.
+    """Launch configuration of a Triton split-K matmul, which returns partial sums. The next kernel adds them up."""
 
-    Attributes:
-      splits: number of programs that share the depth of a tile. 1 means that split-K does not pay, and this
-        configuration is not used.
-    """
-
-    splits: int
+    splits: int  # programs that share the depth of a tile; 1 if split-K does not pay and is not used
 
 
 @dataclasses.dataclass(frozen=True)
 class MosaicDenseConfig:
-    """Launch configuration of a Mosaic GPU matmul. Two warp groups of a program multiply, a third one copies.
+    """Launch configuration of a Mosaic GPU matmul. Two warp groups of a program multiply, a third one copies."""
 
-    Attributes:
-      tile_m: number of rows of the tile of a warp group.
-      tile_n: number of columns of the tile of a warp group.
-      tile_k: depth that is copied and multiplied at a time.
-      stages: number of steps along the depth whose copies can be under way at the same time. Each has a buffer.
-      split: how the two warp groups share the work. "m": the tile of the second group lies below the tile of the first,
-        and both read the same block of the kernel. "n": the tiles lie next to each other, and both groups read the same
-        block of x. "none": the groups take turns, so that one finishes its tile while the other multiplies.
-      cluster_m: number of programs in a cluster, 1 or 2. The rows of the second program lie below the rows of the
-        first, and the two share the copies of the kernel.
-      minor: dimension along which the tiles of a band are taken first, "m" (rows) or "n" (columns).
-      group: width of a band, in tiles along `minor`. The programs take the tiles band by band, so that tiles that are
-        computed at the same time share much of what they read.
-      programs: number of programs, which take the tiles in turn.
-    """
-
-    tile_m: int
-    tile_n: int
-    tile_k: int = 64
-    stages: int = 4
+    tile_m: int  # rows of the tile of a warp group
+    tile_n: int  # columns of the tile of a warp group
+    tile_k: int = 64  # depth that is copied and multiplied at a time
+    stages: int = 4  # buffers, one for each step along the depth whose copies can be under way at the same time
+    # How the two warp groups share the work. "m": the tile of the second group lies below the tile of the first, and
+    # both read the same block of the kernel. "n": the tiles lie next to each other, and both groups read the same block
+    # of x. "none": the groups take turns, so that one finishes its tile while the other multiplies.
     split: str = "m"
+    # Programs in a cluster, 1 or 2. The rows of the second program lie below the rows of the first, and the two share
+    # the copies of the kernel.
     cluster_m: int = 1
-    minor: str = "n"
+    minor: str = "n"  # dimension along which the tiles of a band are taken first, "m" (rows) or "n" (columns)
+    # Width of a band, in tiles along `minor`. The programs take the tiles band by band, so that tiles that are computed
+    # at the same time share much of what they read.
     group: int = 8
-    programs: int = dataclasses.field(kw_only=True)
+    programs: int = dataclasses.field(kw_only=True)  # they take the tiles in turn
 
     @property
     def block(self) -> tuple[int, int]:
@@ -93,22 +73,12 @@ def dense_implementation(
     rows: int, depth: int, width: int, activation: str | None, itemsize: int, device: Device, residual: bool = False,
     full: bool = False,
 ) -> str:  # fmt: skip
-    """Returns the fastest implementation: "mosaic_gpu", "triton" or "xla", see `DenseChoice`.
+    """Returns the fastest implementation, see `DenseChoice`. `full`: float32 matmuls are not TF32.
 
     Mosaic GPU runs on Hopper only. It has no full float32 matmuls and no residual in float32. If the number of rows is
     not a multiple of 8, it needs copies. The shipped entries are for rows that are rounded up, so they say nothing
     about such numbers. With a residual and no activation, XLA needs one more kernel, so these cases have entries of
     their own.
-
-    Args:
-      rows: number of rows of the input.
-      depth: number of input features.
-      width: number of output features.
-      activation: name of the activation, or None.
-      itemsize: size of an element in bytes.
-      device: the device that runs the layer.
-      residual: whether a residual is added.
-      full: whether float32 matmuls are not TF32.
     """
     residual = residual and (activation is None or itemsize > 2)
     apart = {"full": full, "unaligned": device.is_hopper and rows % 8 > 0}
@@ -131,33 +101,14 @@ def dense_implementation(
 def dense_implementation_candidates(
     rows: int, depth: int, width: int, activation: int, itemsize: int, device: Device, residual: int = 0
 ) -> Iterable[DenseChoice]:
-    """Returns the implementations that `autotune` tries for a dense layer.
-
-    Args:
-      rows: number of rows of the input.
-      depth: number of input features.
-      width: number of output features.
-      activation: 1 without an activation, 2 with one.
-      itemsize: size of an element in bytes.
-      device: the device that runs the layer.
-      residual: 1 for the entries of layers with a residual, see `dense_implementation`, else 0.
-    """
+    """Returns the implementations that `autotune` tries for a dense layer."""
     # The times that autotune compares do not include what a Mosaic GPU kernel costs the host.
     mosaic = () if is_short(rows, depth, width, itemsize) else ("mosaic_gpu",)
     return map(DenseChoice, (*mosaic, "triton", "xla"))
 
 
 def without_mosaic(rows: int, depth: int, width: int, activation: str | None, itemsize: int, device: Device) -> str:
-    """Returns the faster one of "triton" and "xla".
-
-    Args:
-      rows: number of rows of the input.
-      depth: number of input features.
-      width: number of output features.
-      activation: name of the activation, or None.
-      itemsize: size of an element in bytes.
-      device: the device that runs the layer.
-    """
+    """Returns the faster one of "triton" and "xla"."""
     return "xla" if _xla_is_faster(rows, depth, width, activation, itemsize, device) else "triton"
 
 
@@ -187,12 +138,6 @@ def is_short(rows: int, depth: int, width: int, itemsize: int) -> bool:
 
     XLA captures a Mosaic GPU kernel again whenever an address has changed, and it does not launch the kernels next to
     it ahead of time. Rows are rounded up to a power of two, as in the keys of the tables.
-
-    Args:
-      rows: number of rows of the input.
-      depth: number of input features.
-      width: number of output features.
-      itemsize: size of an element in bytes.
     """
     # H100, bf16, MiniLM-L6, 8x128, calls queued: 188 us with Triton (Mosaic GPU 225), 2026-11-25
     # See docs/performance-notes.md, "Short matmuls and the host's time for Mosaic GPU".
@@ -200,15 +145,9 @@ def is_short(rows: int, depth: int, width: int, itemsize: int) -> bool:
 
 
 def splits_few_rows(rows: int, itemsize: int, kernel_precision: str) -> bool:
-    """Returns whether XLA splits the depth of a matmul with this number of rows.
+    """Returns whether XLA splits the depth of a matmul with this number of rows. It never splits full float32 matmuls.
 
-    The kernel that adds up the parts then also computes what follows: an activation, its gradient or a LayerNorm. XLA
-    does not split full float32 matmuls.
-
-    Args:
-      rows: number of rows of the input.
-      itemsize: size of an element in bytes.
-      kernel_precision: "tf32" or "float32", how float32 is multiplied.
+    The kernel that adds up the parts then also computes what follows: an activation, its gradient or a LayerNorm.
     """
     # H200, tf32, 128x768x3072 with GELU: 12.0 us (bias_activation's kernel after the matmul 13.3), 2026-11-23
     return rows <= 512 and (itemsize <= 2 or kernel_precision == "tf32")
@@ -247,15 +186,7 @@ def _xla_splits_depth(rows: int, depth: int, width: int, activation: str | None)
 
 
 def dense(rows: int, depth: int, width: int, itemsize: int, device: Device) -> DenseConfig:
-    """Returns the launch configuration of the Triton kernel of a dense layer.
-
-    Args:
-      rows: number of rows of the input.
-      depth: number of input features.
-      width: number of output features.
-      itemsize: size of an element in bytes.
-      device: the device that runs the kernel.
-    """
+    """Returns the launch configuration of the Triton kernel of a dense layer."""
     if rows > 1024 and itemsize <= 2:
         # Not in float32: full float32 matmuls in these tiles spill registers.
         # H100, bf16, 4097x768x3072 with GELU: 44.7 us (64x64 tiles 68.9), 2026-11-25
@@ -282,15 +213,7 @@ def dense(rows: int, depth: int, width: int, itemsize: int, device: Device) -> D
 
 
 def dense_candidates(rows: int, depth: int, width: int, itemsize: int, device: Device) -> Iterable[DenseConfig]:
-    """Returns the configurations that `autotune` tries for the Triton kernel of a dense layer.
-
-    Args:
-      rows: number of rows of the input.
-      depth: number of input features.
-      width: number of output features.
-      itemsize: size of an element in bytes.
-      device: the device that runs the kernel.
-    """
+    """Returns the configurations that `autotune` tries for the Triton kernel of a dense layer."""
     deep = 256 // itemsize
     blocks = [(64, 64, deep, 4, 3), (32, 64, deep, 4, 3), (64, 32, deep, 4, 3), (16, 64, deep, 4, 3),
               (32, 32, deep, 4, 5), (64, 32, deep, 4, 5), (32, 32, 2 * deep, 4, 2), (128, 64, deep // 2, 4, 4),
@@ -305,13 +228,6 @@ def dense_split(rows: int, depth: int, width: int, itemsize: int, device: Device
     `splits` is 1 if split-K does not pay: in float32, with more than 256 rows, with a depth below 512, or if the tiles
     give work to more than half of the SMs without it. At 512 rows the LayerNorm takes longer by as much as the matmul
     gains.
-
-    Args:
-      rows: number of rows of the input.
-      depth: number of input features.
-      width: number of output features.
-      itemsize: size of an element in bytes.
-      device: the device that runs the kernel.
     """
     # H200, bf16, 128x768x768 with the LayerNorm: 4.8 us (XLA 6.2), 2026-11-24
     # See docs/performance-notes.md, "Split-K by Triton before a LayerNorm".
@@ -330,15 +246,7 @@ def dense_split(rows: int, depth: int, width: int, itemsize: int, device: Device
 
 
 def dense_split_candidates(rows: int, depth: int, width: int, itemsize: int, device: Device) -> Iterable[SplitConfig]:
-    """Yields the configurations that `autotune` tries for the Triton split-K matmul before a LayerNorm.
-
-    Args:
-      rows: number of rows of the input.
-      depth: number of input features.
-      width: number of output features.
-      itemsize: size of an element in bytes.
-      device: the device that runs the kernel.
-    """
+    """Yields the configurations that `autotune` tries for the Triton split-K matmul before a LayerNorm."""
     block_m = max(16, min(64, next_power_of_2(rows)))
     blocks = [(64, 128, 4, 3), (64, 128, 4, 4), (64, 64, 4, 5), (32, 128, 4, 5), (128, 64, 4, 4), (32, 128, 4, 4)]
     if block_m == 16:
@@ -350,17 +258,7 @@ def dense_split_candidates(rows: int, depth: int, width: int, itemsize: int, dev
 def dense_mosaic(
     rows: int, depth: int, width: int, activation: str | None, itemsize: int, device: Device, residual: bool = False
 ) -> MosaicDenseConfig:
-    """Returns the launch configuration of the Mosaic GPU kernel of a dense layer.
-
-    Args:
-      rows: number of rows of the input.
-      depth: number of input features.
-      width: number of output features.
-      activation: name of the activation, or None.
-      itemsize: size of an element in bytes.
-      device: the device that runs the kernel.
-      residual: whether the kernel adds a residual, which takes shared memory.
-    """
+    """Returns the launch configuration of the Mosaic GPU kernel of a dense layer."""
     programs = device.multiprocessors
     default, most = _in_rounds(rows, width, itemsize, programs), 0
     # H200, 1024x3072x768: 10.5 us in 128x64 blocks that two warp groups share (64x128 per group 11.8), 2026-11-24
@@ -383,16 +281,7 @@ def dense_mosaic(
 def dense_mosaic_candidates(
     rows: int, depth: int, width: int, activation: int, itemsize: int, device: Device
 ) -> Iterable[MosaicDenseConfig]:
-    """Yields the configurations that `autotune` tries for the Mosaic GPU kernel of a dense layer.
-
-    Args:
-      rows: number of rows of the input.
-      depth: number of input features.
-      width: number of output features.
-      activation: 1 without an activation, 2 with one.
-      itemsize: size of an element in bytes.
-      device: the device that runs the kernel.
-    """
+    """Yields the configurations that `autotune` tries for the Mosaic GPU kernel of a dense layer."""
     tiles = [(64, 128, 4, "m"), (64, 192, 4, "m"), (64, 256, 4, "m"), (128, 128, 4, "n"), (128, 192, 4, "none"),
              (192, 128, 4, "none"), (128, 128, 6, "none"), (64, 192, 6, "none"), (64, 128, 6, "none"),
              (64, 64, 8, "none"), (64, 64, 8, "m"), (64, 192, 4, "none")]  # fmt: skip
@@ -404,16 +293,9 @@ def dense_mosaic_candidates(
 
 
 def dense_mosaic_gradient(rows: int, depth: int, width: int, itemsize: int, device: Device) -> MosaicDenseConfig:
-    """Returns the launch configuration of the Mosaic GPU kernel for (dy @ kernel^T) * derivatives of an activation.
+    """Returns the configuration of the Mosaic GPU kernel for (dy [rows, depth] @ kernel^T) * derivatives [rows, width].
 
     The tiles are those of the forward kernel, which were the fastest of seven in bf16.
-
-    Args:
-      rows: number of rows of the derivatives.
-      depth: number of output features of the second dense layer, along which the matmul sums.
-      width: number of columns of the derivatives, the features between the two layers.
-      itemsize: size of an element in bytes.
-      device: the device that runs the kernel.
     """
     # H200, bf16, 16384x768x3072, with the sum for a bias: 117 us (XLA's matmul and bias_activation 184), 2026-11-26
     # See docs/performance-notes.md, "Dense layers with activation derivatives (Mosaic GPU)".
@@ -434,14 +316,8 @@ def dense_mosaic_derivatives(
 ) -> tuple[MosaicDenseConfig, MosaicDenseConfig]:
     """Returns the configurations of the kernels that keep the activation's derivatives and that multiply by them.
 
-    Args:
-      forward: configuration of the first kernel for calls without a gradient.
-      rows: number of rows of the input.
-      width: number of input features of the first dense layer, and of output features of the second.
-      inner: number of features between the two layers, the columns of the derivatives.
-      itemsize: size of an element in bytes.
-      derivative_itemsize: size of a derivative in bytes.
-      device: the device that runs the kernels.
+    `forward` is the first kernel's configuration without a gradient. The layers have `width` inputs, `inner` features
+    between them, and `width` outputs.
     """
     saving = with_room(forward, itemsize, 4 + 4 * derivative_itemsize // itemsize, device)
     gradient = dense_mosaic_gradient(rows, width, inner, itemsize, device)
@@ -453,15 +329,7 @@ def dense_mosaic_derivatives(
 def dense_mosaic_gradient_candidates(
     rows: int, depth: int, width: int, itemsize: int, device: Device
 ) -> Iterable[MosaicDenseConfig]:
-    """Yields the configurations that `autotune` tries for the Mosaic GPU kernel that multiplies by the derivatives.
-
-    Args:
-      rows: number of rows of the derivatives.
-      depth: number of output features of the second dense layer, along which the matmul sums.
-      width: number of columns of the derivatives, the features between the two layers.
-      itemsize: size of an element in bytes.
-      device: the device that runs the kernel.
-    """
+    """Yields the configurations that `autotune` tries for the kernel of `dense_mosaic_gradient`."""
     tiles = [(128, 192, 3), (128, 192, 4), (192, 128, 4), (128, 128, 4), (128, 128, 5), (64, 192, 5), (64, 128, 5)]
     for (m, n, k), minor in itertools.product(tiles, ("m", "n")):
         yield MosaicDenseConfig(m, n, stages=k, split="none", group=16, minor=minor, programs=device.multiprocessors)
@@ -473,8 +341,7 @@ def _lookup_mosaic(
     """Calls `lookup`, and reduces the stages so that they fit in shared memory.
 
     An entry may have too many stages: it may come from a user, or from a kernel that takes less shared memory. An entry
-    for which only one stage is left is skipped. With one stage, the copies wait for the matmuls, and the matmuls for
-    the copies.
+    for which only one stage is left is skipped: the copies would wait for the matmuls, and the matmuls for the copies.
     """
 
     def usable(config: MosaicDenseConfig) -> bool:
@@ -486,17 +353,11 @@ def _lookup_mosaic(
 
 
 def with_room(config: MosaicDenseConfig, itemsize: int, pieces: int, device: Device) -> MosaicDenseConfig:
-    """Returns the configuration with no more stages than fit in shared memory.
+    """Returns the configuration with no more stages than fit in shared memory beside pieces of 64 x 64 elements.
 
-    A piece is 64 x 64 elements. These pieces are in shared memory besides the stages: four of the result, four of a
-    residual, and four of derivatives, of which 8-bit ones take half the room of 16-bit ones. The gradient kernel has
-    four pieces of the result, four of derivatives, and a constant of an eighth of a piece for the sum over the rows.
-
-    Args:
-      config: the launch configuration.
-      itemsize: size of an element in bytes.
-      pieces: number of pieces besides the stages.
-      device: the device that runs the kernel.
+    There are four pieces of the result, four of a residual, and four of derivatives, of which 8-bit ones take half the
+    room of 16-bit ones. The gradient kernel has four pieces of the result, four of derivatives, and a constant of an
+    eighth of a piece for the sum over the rows.
     """
     others = pieces * 64 * 64 * itemsize + 2 * config.tile_n * 4 + 512  # two rows of a bias or of sums, and barriers
     most = (device.shared_memory - others) // (sum(config.block) * config.tile_k * itemsize)
@@ -528,9 +389,5 @@ def _tiles(rows: int, width: int, block_m: int = 64, block_n: int = 64) -> int:
 
 
 def tile_k_of(itemsize: int) -> int:
-    """Returns the depth of the blocks of the Mosaic GPU kernels: the number of elements in 128 bytes.
-
-    Args:
-      itemsize: size of an element in bytes.
-    """
+    """Returns the depth of the blocks of the Mosaic GPU kernels: the number of elements in 128 bytes."""
     return 128 // itemsize

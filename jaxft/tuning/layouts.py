@@ -1,4 +1,9 @@
-"""Layout changes (permute, split heads): default configurations and the candidates of `autotune`."""
+"""Layout changes (permute, split heads): default configurations and the candidates of `autotune`.
+
+For `permute`, `kept` is the size of the innermost axis if it stays innermost, else 1. `aligned` is the number of
+elements that a thread can move at once, at most 16 bytes: lines of the input and of the output start at multiples of
+it. `batch_heads` is the number of sequences times the number of heads.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +15,7 @@ from jaxft.tuning.table import ElementwiseConfig, GradientConfig, PermuteConfig,
 
 
 def permute(size: int, kept: int, aligned: int, itemsize: int, device: Device) -> PermuteConfig:
-    """Returns the launch configuration of the kernel that permutes axes: the shape of a tile, and warps.
-
-    Args:
-      size: number of elements of the array.
-      kept: size of the innermost axis if it stays innermost, else 1.
-      aligned: number of elements that a thread can move at once, at most 16 bytes. Lines of the input and of the output
-        start at multiples of it.
-      itemsize: size of an element in bytes.
-      device: the device that runs the kernel.
-    """
+    """Returns the launch configuration of the kernel that permutes axes."""
     # Lines of 64 elements of the input and of the output, 128 bytes in 16 bits. Small arrays need more programs.
     line = 32 if size < 2**20 or itemsize > 4 else 64
     elements = line * line
@@ -33,16 +29,7 @@ def permute(size: int, kept: int, aligned: int, itemsize: int, device: Device) -
 
 
 def permute_candidates(size: int, kept: int, aligned: int, itemsize: int, device: Device) -> Iterable[PermuteConfig]:
-    """Yields the configurations that `autotune` tries for the kernel that permutes axes.
-
-    Args:
-      size: number of elements of the array.
-      kept: size of the innermost axis if it stays innermost, else 1.
-      aligned: number of elements that a thread can move at once, at most 16 bytes. Lines of the input and of the output
-        start at multiples of it.
-      itemsize: size of an element in bytes.
-      device: the device that runs the kernel.
-    """
+    """Yields the configurations that `autotune` tries for the kernel that permutes axes."""
     if kept * itemsize >= 64:  # rows move unchanged
         line = min(next_power_of_2(kept), 1024)
         tiles = [(line, elements) for elements in (1024, 2048, 4096, 8192)]
@@ -56,17 +43,7 @@ def permute_candidates(size: int, kept: int, aligned: int, itemsize: int, device
 def qkv_bias_split_heads(
     batch_heads: int, length: int, head_size: int, itemsize: int, device: Device
 ) -> ElementwiseConfig:
-    """Returns the launch configuration of the kernel that splits a packed QKV projection into heads.
-
-    A block has `block_rows` tokens and `block_width` elements of a head, for each of q, k and v.
-
-    Args:
-      batch_heads: number of sequences times number of heads.
-      length: number of tokens of a sequence.
-      head_size: number of elements of a head.
-      itemsize: size of an element in bytes.
-      device: the device that runs the kernel.
-    """
+    """Returns the configuration of the kernel that splits packed QKV. A tile is for each of q, k and v."""
     block_width = min(next_power_of_2(head_size), 1024)
     elements = 1024 if batch_heads * length * head_size < 2**20 else 2048  # for each of q, k and v
     block_rows = min(max(1, elements // block_width), next_power_of_2(length))
@@ -78,15 +55,7 @@ def qkv_bias_split_heads(
 def qkv_bias_split_heads_candidates(
     batch_heads: int, length: int, head_size: int, itemsize: int, device: Device
 ) -> Iterable[ElementwiseConfig]:
-    """Returns the configurations that `autotune` tries for the kernel that splits a packed QKV projection into heads.
-
-    Args:
-      batch_heads: number of sequences times number of heads.
-      length: number of tokens of a sequence.
-      head_size: number of elements of a head.
-      itemsize: size of an element in bytes.
-      device: the device that runs the kernel.
-    """
+    """Returns the configurations that `autotune` tries for the kernel that splits packed QKV."""
     return itertools.starmap(ElementwiseConfig, _head_tiles(head_size, itemsize))
 
 
@@ -96,14 +65,6 @@ def qkv_bias_split_heads_backward(
     """Returns the launch configuration of the kernel that joins heads again and sums over the tokens for the bias.
 
     For each head, `programs` programs share the tokens of all sequences.
-
-    Args:
-      batch: number of sequences.
-      length: number of tokens of a sequence.
-      heads: number of heads.
-      head_size: number of elements of a head.
-      itemsize: size of an element in bytes.
-      device: the device that runs the kernel.
     """
     programs = 4 * next_power_of_2(device.multiprocessors)
     block_width = min(next_power_of_2(head_size), 1024)
@@ -116,16 +77,7 @@ def qkv_bias_split_heads_backward(
 def qkv_bias_split_heads_backward_candidates(
     batch: int, length: int, heads: int, head_size: int, itemsize: int, device: Device
 ) -> Iterable[GradientConfig]:
-    """Yields the configurations that `autotune` tries for the kernel that joins heads again.
-
-    Args:
-      batch: number of sequences.
-      length: number of tokens of a sequence.
-      heads: number of heads.
-      head_size: number of elements of a head.
-      itemsize: size of an element in bytes.
-      device: the device that runs the kernel.
-    """
+    """Yields the configurations that `autotune` tries for the kernel that joins heads."""
     most = next_power_of_2(device.multiprocessors) // 2
     for (block_rows, block_width, num_warps), programs in itertools.product(
         _head_tiles(head_size, itemsize), (most // 4, most // 2, most)

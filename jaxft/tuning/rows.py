@@ -11,15 +11,11 @@ from jaxft.tuning.table import ChunkConfig, ElementwiseConfig, GradientConfig, R
 
 
 def layer_norm(rows: int, width: int, itemsize: int, device: Device, variant: str = "") -> RowConfig:
-    """Returns the launch configuration of the LayerNorm kernel: rows and columns of a block, and warps.
+    """Returns the launch configuration of the LayerNorm kernel.
 
-    Args:
-      rows: number of rows that are normalised.
-      width: number of elements of a row.
-      itemsize: size of an element in bytes: of the input, of the result for "embeddings", of a partial sum for "sums".
-      device: the device that runs the kernel.
-      variant: what the kernel reads. "" is rows of an array, "embeddings" is rows of embedding tables, "sums" is
-        partial sums of a split-K matmul.
+    `variant` says what the kernel reads: rows of an array (""), rows of embedding tables ("embeddings"), or partial
+    sums of a split-K matmul ("sums"). `itemsize` is the size of an element of the input, the result or a partial sum,
+    respectively.
     """
     # One warp per 1,024 elements: each thread has several 16-byte loads in flight, and reductions stay in the warp.
     block_width = min(next_power_of_2(width), 8192)
@@ -35,14 +31,7 @@ def layer_norm(rows: int, width: int, itemsize: int, device: Device, variant: st
 
 
 def layer_norm_candidates(rows: int, width: int, itemsize: int, device: Device) -> Iterable[RowConfig]:
-    """Yields the configurations that `autotune` tries for the LayerNorm kernel.
-
-    Args:
-      rows: number of rows that are normalised.
-      width: number of elements of a row.
-      itemsize: size of an element in bytes, see `layer_norm`.
-      device: the device that runs the kernel.
-    """
+    """Yields the configurations that `autotune` tries for the LayerNorm kernel."""
     block_width = min(next_power_of_2(width), 8192)
     for block_rows, num_warps in itertools.product((1, 2, 4, 8), (1, 2, 4, 8)):
         if 128 <= block_rows * block_width // num_warps <= 2048:
@@ -56,16 +45,8 @@ def layer_norm_backward(
 
     The programs share the rows, and each writes partial sums for the gradients of bias, gamma and beta. A row that is
     longer than a block is read in chunks, and there is one program for each block of rows, whatever `programs` is.
-
-    Args:
-      rows: number of rows that are normalised.
-      width: number of elements of a row.
-      itemsize: size of an element of the input in bytes.
-      device: the device that runs the kernel.
-      variant: "embeddings" if the rows are sums of rows of embedding tables, else "".
-      wide_dropout: whether there is dropout, the rows have 16-bit elements, and bias or gamma has 32-bit elements. The
-        kernel then takes the most registers. These cases have keys of their own. The shipped tables have no such
-        entries.
+    `wide_dropout` is dropout with 16-bit rows and a 32-bit bias or gamma. The kernel then takes the most registers, and
+    has keys of its own, for which the shipped tables have no entries.
     """
     block_width = next_power_of_2(width)
     if block_width <= 8192:  # the row and the sums for three vectors fit in registers
@@ -94,15 +75,7 @@ def layer_norm_backward(
 def layer_norm_backward_candidates(
     rows: int, width: int, itemsize: int, device: Device, dropout: int = 0
 ) -> Iterable[GradientConfig]:
-    """Yields the configurations that `autotune` tries for the LayerNorm gradient kernel.
-
-    Args:
-      rows: number of rows that are normalised.
-      width: number of elements of a row.
-      itemsize: size of an element of the input in bytes.
-      device: the device that runs the kernel.
-      dropout: 1 for `wide_dropout` of `layer_norm_backward`, else 0.
-    """
+    """Yields the configurations that `autotune` tries for the LayerNorm gradient. `dropout` is 1 for `wide_dropout`."""
     block_width = next_power_of_2(width)
     warps: tuple[int, ...] = (1, 2, 4, 8)
     blocks = [(block_rows, block_width) for block_rows in (1, 2)]
@@ -122,24 +95,13 @@ def embeddings_sums(table_rows: int, width: int) -> RowConfig:
     Not tuned. A program sums `block_width` columns, `block_rows` rows at a time. In a table with few ids, each id
     occurs often: more programs, each with fewer columns, share the long sums. In a table with many ids, most ids do not
     occur: wide programs write their rows of zeros faster.
-
-    Args:
-      table_rows: number of rows of the table.
-      width: number of elements of a row.
     """
     block_width = min(next_power_of_2(width), 128 if table_rows <= 1024 else 1024)
     return RowConfig(min(4096 // block_width, 32), block_width, num_warps=4)
 
 
 def softmax(rows: int, width: int, itemsize: int, device: Device) -> RowConfig:
-    """Returns the launch configuration of the softmax and log_softmax kernel: rows and columns of a block, and warps.
-
-    Args:
-      rows: number of rows, the product of the sizes of all axes but the last.
-      width: number of elements of a row, over which softmax normalises.
-      itemsize: size of an element of the input in bytes.
-      device: the device that runs the kernel.
-    """
+    """Returns the launch configuration of the softmax and log_softmax kernel."""
     # As in layer_norm, but rows of up to 64 KiB stay in registers.
     warp = 1024 if itemsize <= 2 or width <= 1024 else 256
     default = _softmax(rows, width, warp, longest=16384, most_warps=8 * itemsize // 2)
@@ -149,14 +111,7 @@ def softmax(rows: int, width: int, itemsize: int, device: Device) -> RowConfig:
 
 
 def softmax_backward(rows: int, width: int, itemsize: int, device: Device) -> RowConfig:
-    """Returns the launch configuration of the kernel for the gradient of softmax and log_softmax.
-
-    Args:
-      rows: number of rows, the product of the sizes of all axes but the last.
-      width: number of elements of a row, over which softmax normalises.
-      itemsize: size of an element of the input in bytes.
-      device: the device that runs the kernel.
-    """
+    """Returns the launch configuration of the kernel for the gradient of softmax and log_softmax."""
     # The kernel reads two arrays, so only shorter rows stay in registers. In 16 bits a warp has fewer bytes than in
     # float32, and the limit is 16 KiB of each array instead of 64 KiB.
     default = _softmax(rows, width, 512, 8192 if itemsize <= 2 else 16384, most_warps=8 * itemsize // 2)
@@ -171,8 +126,7 @@ def _softmax(rows: int, width: int, warp: int, longest: int, most_warps: int) ->
     """Returns a configuration with one warp per `warp` elements, at most `most_warps`.
 
     A row of up to `longest` elements stays in registers. A longer row is processed in chunks of `longest` elements,
-    with 512 elements per warp. Small arrays need more warps: with rows of up to 1,024 elements, a program of four warps
-    has 256 elements per warp, or half of `warp` if rows have up to 64 elements (H200, 2026-11-21).
+    with 512 elements per warp. Small arrays need more warps (H200, 2026-11-21).
     """
     block_width = next_power_of_2(width)
     if width > longest:
@@ -185,15 +139,7 @@ def _softmax(rows: int, width: int, warp: int, longest: int, most_warps: int) ->
 
 
 def softmax_candidates(rows: int, width: int, itemsize: int, device: Device, arrays: int = 1) -> Iterable[RowConfig]:
-    """Yields the configurations that `autotune` tries for the softmax kernel.
-
-    Args:
-      rows: number of rows, the product of the sizes of all axes but the last.
-      width: number of elements of a row, over which softmax normalises.
-      itemsize: size of an element of the input in bytes.
-      device: the device that runs the kernel.
-      arrays: number of arrays that the kernel reads. With two, a warp gets fewer elements.
-    """
+    """Yields the candidates of `autotune` for softmax. With two input `arrays`, a warp gets fewer elements."""
     full = next_power_of_2(width)
     if full <= 1024:  # several rows or one row per program
         blocks = [(elements, full) for elements in (full, 256, 512, 1024, 2048) if elements >= full]
@@ -208,26 +154,12 @@ def softmax_candidates(rows: int, width: int, itemsize: int, device: Device, arr
 
 
 def softmax_backward_candidates(rows: int, width: int, itemsize: int, device: Device) -> Iterable[RowConfig]:
-    """Returns the configurations that `autotune` tries for the kernel of the softmax gradient.
-
-    Args:
-      rows: number of rows, the product of the sizes of all axes but the last.
-      width: number of elements of a row, over which softmax normalises.
-      itemsize: size of an element of the input in bytes.
-      device: the device that runs the kernel.
-    """
+    """Returns the configurations that `autotune` tries for the kernel of the softmax gradient."""
     return softmax_candidates(rows, width, itemsize, device, arrays=2)
 
 
 def bias_activation(rows: int, width: int, itemsize: int, device: Device) -> ElementwiseConfig:
-    """Returns the launch configuration of the kernel for activation(x + bias): rows and columns of a block, and warps.
-
-    Args:
-      rows: number of rows.
-      width: number of elements of a row, and of the bias.
-      itemsize: size of an element of the input in bytes.
-      device: the device that runs the kernel.
-    """
+    """Returns the launch configuration of the kernel for activation(x + bias)."""
     block_width = _block_width(width)
     # Large arrays need more bytes in flight per program, small arrays need more programs.
     elements = 1024 if rows * width < 2**21 else 2048 if rows * width < 2**23 else 4096
@@ -236,14 +168,7 @@ def bias_activation(rows: int, width: int, itemsize: int, device: Device) -> Ele
 
 
 def bias_activation_candidates(rows: int, width: int, itemsize: int, device: Device) -> Iterable[ElementwiseConfig]:
-    """Yields the configurations that `autotune` tries for the kernel for activation(x + bias).
-
-    Args:
-      rows: number of rows.
-      width: number of elements of a row, and of the bias.
-      itemsize: size of an element of the input in bytes.
-      device: the device that runs the kernel.
-    """
+    """Yields the configurations that `autotune` tries for the kernel for activation(x + bias)."""
     for block_rows, block_width, num_warps in itertools.product(
         (1, 2, 4, 8), _divisors(width, 512, 1024, 2048), (4, 8)
     ):
@@ -256,16 +181,9 @@ def bias_activation_backward(rows: int, width: int, itemsize: int, device: Devic
 
     For each block of columns, `programs` programs share the rows, and each writes partial sums for the gradient of the
     bias. A single program writes that gradient itself.
-
-    Args:
-      rows: number of rows.
-      width: number of elements of a row, and of the bias.
-      itemsize: size of an element of the input in bytes.
-      device: the device that runs the kernel.
     """
     block_width = min(_block_width(width), 512)
-    if rows <= 128:
-        # One program has all rows of a few columns, so that there are no partial sums.
+    if rows <= 128:  # One program has all rows of a few columns, so that there are no partial sums.
         # H100, bf16, dense 32x768x3072 with GELU and gradients: 14.1 us (with partial sums 15.5), 2026-11-25
         # See docs/performance-notes.md, "Gradient of bias and activation with few rows".
         block_rows = next_power_of_2(rows)
@@ -282,14 +200,7 @@ def bias_activation_backward(rows: int, width: int, itemsize: int, device: Devic
 def bias_activation_backward_candidates(
     rows: int, width: int, itemsize: int, device: Device
 ) -> Iterable[GradientConfig]:
-    """Yields the configurations that `autotune` tries for the kernel for the gradient of activation(x + bias).
-
-    Args:
-      rows: number of rows.
-      width: number of elements of a row, and of the bias.
-      itemsize: size of an element of the input in bytes.
-      device: the device that runs the kernel.
-    """
+    """Yields the configurations that `autotune` tries for the gradient of activation(x + bias)."""
     most = 2 * next_power_of_2(device.multiprocessors)
     for block_rows, block_width, programs, num_warps in itertools.product(
         (1, 2, 4), _divisors(width, 512, 1024), (most // 32, most // 8, most // 4, most // 2, most), (4, 8)
@@ -303,20 +214,13 @@ def bias_activation_backward_candidates(
 
 
 def _block_width(width: int) -> int:
-    """Returns the number of columns of a block, at most 1,024.
-
-    It is the largest power of two that divides the width, if that is at least 256: no block then has a masked edge.
-    Otherwise it is the width, rounded up to a power of two.
-    """
+    """Returns the columns of a block: a divisor of the width, which avoids masked edges, or the rounded width."""
     divisor = width & -width  # the largest power of two that divides the width
     return min(divisor if divisor >= 256 else next_power_of_2(width), 1024)
 
 
 def _divisors(width: int, *blocks: int) -> list[int]:
-    """Returns the `blocks` that divide the width and so have no masked edge, or if none does, all of them.
-
-    In the second case a block is at most the width, rounded up to a power of two.
-    """
+    """Returns the `blocks` that divide the width and so have no masked edge, else all, capped at the rounded width."""
     return [block for block in blocks if width % block == 0] or [min(next_power_of_2(width), block) for block in blocks]
 
 
@@ -326,11 +230,6 @@ def linear_cross_entropy(rows: int, classes: int, width: int) -> ChunkConfig:
     The logits take 128 MiB, or as much as the embedding's gradient if that is more, because every chunk reads and
     writes that gradient once. A chunk has at most a quarter of the rows. Masked language modelling has labels in about
     15 % of the rows, which fill a chunk of this size well.
-
-    Args:
-      rows: number of rows, with and without a label.
-      classes: number of classes, the rows of the embedding.
-      width: number of elements of a row of the embedding.
     """
 
     def whole_tiles(n: int) -> int:

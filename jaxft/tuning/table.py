@@ -34,16 +34,10 @@ Config = TypeVar("Config", bound=_Dataclass)
 
 @dataclasses.dataclass(frozen=True)
 class RowConfig:
-    """Launch configuration of a kernel that reduces rows.
+    """Launch configuration of a kernel that reduces rows."""
 
-    Attributes:
-      block_rows: number of rows that a program processes at a time, a power of two.
-      block_width: number of columns that a program processes at a time, a power of two.
-      num_warps: number of warps of a program.
-    """
-
-    block_rows: int
-    block_width: int
+    block_rows: int  # rows that a program processes at a time, a power of two
+    block_width: int  # columns that a program processes at a time, a power of two
     num_warps: int
 
 
@@ -51,120 +45,79 @@ class RowConfig:
 class GradientConfig:
     """Launch configuration of a kernel that also sums over rows, for the gradients of vectors.
 
-    Each program takes its share of the rows and writes its partial sums. A small reduction adds up the partial sums. In
+    Each program takes its share of the rows and writes its partial sums, which a small reduction adds up. In
     `bias_activation_backward` it is not needed if one program has all rows.
-
-    Attributes:
-      block_rows: number of rows that a program processes at a time, a power of two.
-      block_width: number of columns that a program processes at a time, a power of two.
-      programs: number of programs that share the rows. In `bias_activation_backward` they share the rows of a block of
-        columns, in `qkv_bias_split_heads_backward` the rows of a head.
-      num_warps: number of warps of a program.
     """
 
-    block_rows: int
-    block_width: int
+    block_rows: int  # rows that a program processes at a time, a power of two
+    block_width: int  # columns that a program processes at a time, a power of two
+    # Programs that share the rows: in `bias_activation_backward` the rows of a block of columns, in
+    # `qkv_bias_split_heads_backward` the rows of a head.
     programs: int
     num_warps: int
 
 
 @dataclasses.dataclass(frozen=True)
 class ElementwiseConfig:
-    """Launch configuration of a kernel without reductions.
+    """Launch configuration of a kernel without reductions."""
 
-    Attributes:
-      block_rows: number of rows of a program, a power of two.
-      block_width: number of columns of a program, a power of two.
-      num_warps: number of warps of a program.
-    """
-
-    block_rows: int
-    block_width: int
+    block_rows: int  # rows of a program, a power of two
+    block_width: int  # columns of a program, a power of two
     num_warps: int
 
 
 @dataclasses.dataclass(frozen=True)
 class PermuteConfig:
-    """Launch configuration of a kernel that changes the layout of an array tile by tile.
+    """Launch configuration of a kernel that changes the layout of an array tile by tile."""
 
-    Attributes:
-      block_inner: number of elements of a tile along a line of the input, and along a line of the output. A power of
-        two.
-      elements: number of elements of a tile, a power of two. It is at least `block_inner` squared, or at least
-        `block_inner` if the innermost axis stays innermost and is at least as long. The part that the two lines do not
-        use goes to further axes. If the shape has fewer elements, the tile is smaller.
-      num_warps: number of warps of a program.
-    """
-
-    block_inner: int
+    block_inner: int  # elements of a tile along a line of the input, and of the output, a power of two
+    # Elements of a tile, a power of two. It is at least `block_inner` squared, or at least `block_inner` if the
+    # innermost axis stays innermost and is at least as long. The part that the two lines do not use goes to further
+    # axes. If the shape has fewer elements, the tile is smaller.
     elements: int
     num_warps: int
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """Launch configuration of a flash attention kernel.
+    """Launch configuration of a flash attention kernel."""
 
-    Attributes:
-      block_q: number of queries in a block, a power of two, at least 16.
-      block_k: number of keys in a block, a power of two, at least 16.
-      num_warps: number of warps of a program.
-      num_stages: number of stages of Triton's software pipeline.
-      programs: number of programs that share all tiles, or 0 for one program per tile. A program that has several tiles
-        reads its next tile while it computes one. Programs share tiles only if one block holds all keys and there is no
-        mask. In the backward pass, one block must also hold all queries, heads must not be grouped, and there must be
-        no bias, no dropout and no gradient of the log-sum-exp.
-    """
-
-    block_q: int
-    block_k: int
+    block_q: int  # queries in a block, a power of two, at least 16
+    block_k: int  # keys in a block, a power of two, at least 16
     num_warps: int
-    num_stages: int
+    num_stages: int  # of Triton's software pipeline
+    # Programs that share all tiles, or 0 for one program per tile. A program that has several tiles reads its next tile
+    # while it computes one. Programs share tiles only if one block holds all keys and there is no mask. In the backward
+    # pass, one block must also hold all queries, heads must not be grouped, and there must be no bias, no dropout and
+    # no gradient of the log-sum-exp.
     programs: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class MosaicGradientConfig:
-    """Launch configuration of the Mosaic GPU kernel for the gradient of attention.
+    """Launch configuration of the Mosaic GPU kernel for the gradient of attention."""
 
-    Attributes:
-      programs: number of programs, which share the heads of all sequences.
-    """
-
-    programs: int
+    programs: int  # they share the heads of all sequences
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkConfig:
-    """Chunk size of a loss.
+    """Chunk size of a loss."""
 
-    Attributes:
-      rows: number of rows whose logits are in memory at the same time.
-    """
-
-    rows: int
+    rows: int  # rows whose logits are in memory at the same time
 
 
 def next_power_of_2(n: int) -> int:
-    """Returns the smallest power of two that is at least `n`.
-
-    Args:
-      n: a number; for 0 or less the result is 1.
-    """
+    """Returns the smallest power of two that is at least `n`; 1 for 0 or less."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def key(variant: str = "", /, **sizes: int) -> str:
     """Returns the key of a table entry, the sizes and then the variant.
 
-    The key is `rows=4096,width=1024,itemsize=2` for rows=4000, width=1000, itemsize=2: sizes are rounded up to powers
-    of two. If `depth` is among the sizes (a matmul), depth and width are exact: the key is
-    `rows=4096,depth=768,width=2304` for rows=4000, depth=768, width=2304. Models have few depths and widths, and the
-    fastest configuration for 2,304 columns may not be the fastest for 3,072 or 4,096.
-
-    Args:
-      variant: text at the end of the key; nothing if empty.
-      **sizes: the sizes of a case by name.
+    Sizes are rounded up to powers of two: rows=4000, width=1000 gives `rows=4096,width=1024`. If `depth` is among the
+    sizes (a matmul), depth and width are exact: models have few depths and widths, and the fastest configuration for
+    2,304 columns may not be the fastest for 3,072 or 4,096.
     """
     exact = ("depth", "width") if "depth" in sizes else ()
     parts = [f"{name}={size if name in exact else next_power_of_2(size)}" for name, size in sizes.items()]
@@ -183,15 +136,11 @@ class Trial:
 
     Each trial is another value of `trial`, and that value is part of the keys of JAX's caches. JAX therefore traces
     everything again for each trial.
-
-    Attributes:
-      configs: maps (op, key) to the configuration to use.
-      asked: maps (op, key) to the configuration that `lookup` returned and the sizes that it was given.
     """
 
     def __init__(self, configs: Mapping[tuple[str, str], Any]):
-        self.configs = configs
-        self.asked: dict[tuple[str, str], tuple[Any, dict[str, int]]] = {}  # (op, key) -> config, sizes
+        self.configs = configs  # (op, key) -> config to use
+        self.asked: dict[tuple[str, str], tuple[Any, dict[str, int]]] = {}  # (op, key) -> found config, sizes
 
 
 trial = jax.make_user_context(None)
@@ -201,20 +150,13 @@ def lookup(
     op: str, default: Config, device: Device, variant: str = "", usable: Callable[[Config], bool] = lambda _: True, /,
     **sizes: int,
 ) -> Config:  # fmt: skip
-    """Returns the configuration of `op` at these sizes on this device.
+    """Returns the first usable configuration of `op` at these sizes on this device.
 
     The candidates are, in this order: the configuration of a running `autotune`, the entry in the user's cache, the
-    entry in the table that jaxft ships, and `default`. The first one that is usable is returned.
-
-    Args:
-      op: name of the kernel in the tables.
-      default: configuration for sizes without an entry. It also supplies fields that a shipped entry lacks.
-      device: the device that runs the kernel.
-      variant: what the kernel does differently at these sizes: it reads other arrays, or takes more shared memory or
-        registers. An entry in the user's cache must have the same variant. In the shipped table an entry with the
-        variant comes before an entry without one.
-      usable: returns whether the kernel can use a configuration. Others are skipped.
-      **sizes: the sizes of the case by name.
+    entry in the table that jaxft ships (`default` supplies fields that it lacks), and `default`. `variant` says what
+    the kernel does differently at these sizes: it reads other arrays, or takes more shared memory or registers. An
+    entry in the user's cache must have the same variant. In the shipped table an entry with the variant comes before an
+    entry without one.
     """
     table, name = _table(device.kind).get(op, {}), key(variant, **sizes)
     shipped = dataclasses.replace(default, **table.get(name, table.get(key(**sizes), {})))
@@ -228,10 +170,6 @@ def lookup(
 
 
 def sources(device_kind: str) -> list[str]:
-    """Returns where `lookup` finds configurations for a kind of device, in its order, as text for people.
-
-    Args:
-      device_kind: name of the device, such as "NVIDIA H200".
-    """
+    """Returns where `lookup` finds configurations for a kind of device, in its order, as text for people."""
     own = [str(cache.path(device_kind))] if cache.load(device_kind) else []
     return [*own, *["jaxft's table"] * bool(_table(device_kind)), "heuristics"]
