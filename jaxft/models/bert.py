@@ -88,10 +88,7 @@ class BertEmbeddings(nnx.Module):
         max_seqlen: int = 0,
         dropout_rng: Array | None = None,
     ) -> Array:
-        """Computes `[B, T, D]` from ids `[B, T]`, or `[M, D]` from packed ids `[M]`.
-
-        The result has dropout if `dropout_rng` is given.
-        """
+        """Computes `[B, T, D]` from ids `[B, T]`, or `[M, D]` from packed ids `[M]`. `dropout_rng` turns dropout on."""
         config = self.options.config
 
         if position_ids is None and cu_seqlens is not None:
@@ -118,13 +115,7 @@ class BertEmbeddings(nnx.Module):
 
 
 def packed_rows(rows: int, cu_seqlens: Array, max_seqlen: int) -> tuple[Array, Array, Array]:
-    """Locates each of M packed rows in its sequence; M is `rows`.
-
-    Returns:
-      Three arrays `[M]`: the row where the sequence starts (int32), the position of the row in the sequence (int32),
-      and whether the row is used (bool). A row is used if it belongs to a sequence and its position is below
-      `max_seqlen`.
-    """
+    """Returns, for each of M packed rows, the first row of its sequence, its position there, and whether it is used."""
     row = jnp.arange(rows, dtype=jnp.int32)
     # A single reduction, so that XLA does not store the comparisons [M, B + 1].
     start = jnp.max(jnp.where(cu_seqlens <= row[:, None], cu_seqlens, 0), axis=1)
@@ -133,31 +124,25 @@ def packed_rows(rows: int, cu_seqlens: Array, max_seqlen: int) -> tuple[Array, A
 
 
 def _packed_positions(config: BertConfig, input_ids: Array, cu_seqlens: Array, max_seqlen: int) -> Array:
-    """Returns the position ids of packed tokens `[M]`: the ids that each sequence would have on its own.
-
-    Unused rows get 0. All ids are -1 if `cu_seqlens` does not ascend from 0 or ends beyond the M rows, or if a sequence
-    is longer than `max_seqlen`. No table has a row -1, so the result is NaN.
-    """
+    """Returns the position ids `[M]` that each packed sequence would have on its own. Unused rows get 0."""
     start, position, takes_part = packed_rows(input_ids.size, cu_seqlens, max_seqlen)
     if config.position_offset:
         kept = (input_ids != config.pad_token_id).astype(jnp.int32)
         count = jnp.cumsum(kept)
         position = (count - (count - kept)[start]) * kept + config.pad_token_id
     lengths = jnp.diff(cu_seqlens)
+    # Wrong `cu_seqlens` make all ids -1. No table has a row -1, so the result is NaN.
     right = jnp.all((lengths >= 0) & (lengths <= max_seqlen)) & (cu_seqlens[0] == 0) & (cu_seqlens[-1] <= start.size)
     return jnp.where(right, jnp.where(takes_part, position, 0), -1)
 
 
 class BertLayer(nnx.Module):
-    """Self-attention and a feed-forward network, each followed by a residual connection and LayerNorm.
-
-    `qkv_kernel` is `[D, 3*D]` with columns ordered as `[3, N, H]`. Attention can thus read the result of the matmul in
-    place.
-    """
+    """Self-attention and a feed-forward network, each followed by a residual connection and LayerNorm."""
 
     def __init__(self, options: _Options, rngs: nnx.Rngs | None) -> None:
         self.options = options
         width, inner = options.config.hidden_size, options.config.intermediate_size
+        # Columns in the order [3, N, H]: attention reads the result of the matmul in place.
         self.qkv_kernel, self.qkv_bias = options.normal(rngs, width, 3 * width), options.zeros(rngs, 3 * width)
         self.out_kernel, self.out_bias = options.normal(rngs, width, width), options.zeros(rngs, width)
         self.attention_norm_gamma, self.attention_norm_beta = options.ones(rngs, width), options.zeros(rngs, width)
@@ -174,21 +159,7 @@ class BertLayer(nnx.Module):
         max_seqlen: int = 0,
         dropout_rng: Array | None = None,
     ) -> Array:
-        """Applies the layer to a padded batch or to packed sequences.
-
-        Args:
-          x: `[B, T, D]`, or `[M, D]` for packed sequences.
-          mask: `[B, 1, 1, T]`, True for keys that are attended to. None attends to all keys. Packed sequences have no
-            mask.
-          cu_seqlens: `[B + 1]`, as in `varlen_qkv_attention`. None for a padded batch.
-          max_seqlen: as in `varlen_qkv_attention`.
-          dropout_rng: three random keys, such as `jax.random.split(key, 3)`: for dropout of the attention
-            probabilities, of the attention output (not in DistilBERT) and of the feed-forward output. None for no
-            dropout.
-
-        Returns:
-          An array of the shape of `x`.
-        """
+        """Applies the layer to `[B, T, D]` with a mask `[B, 1, 1, T]`, or to packed `[M, D]`."""
         config, dtype, implementation = self.options.config, self.options.dtype, self.options.implementation
         heads = config.num_attention_heads
         of_probabilities, of_attention, of_ffn = (None, None, None) if dropout_rng is None else dropout_rng
@@ -262,20 +233,19 @@ class BertModel(nnx.Module):
     A new model has no dropout, and neither has a model from a checkpoint. `model.train()` turns dropout on at the rates
     of `config`: on the embeddings, on the attention probabilities, and on the two outputs of each layer (the attention
     output, except in DistilBERT, and the feed-forward output). `model.eval()` turns dropout off again. Random keys come
-    with each call (`rngs`), so a module has no state but its parameters. The dropout mask is a pure function of the key
-    of the call, the layer, the place in the layer and the index of the element. The mask is the same under every
-    implementation, with and without `remat`. The mask is not stored for the backward pass.
+    with each call (`rngs`), so a module has no state but its parameters. The dropout mask depends only on the key of
+    the call, the layer, the place in the layer and the index of the element, not on `implementation` or `remat`. The
+    mask is not stored for the backward pass.
 
     Args:
       config: sizes and options of the encoder.
       dtype: dtype of the computation and of the result: float32, float16 or bfloat16. Statistics and sums inside an
         operation are float32.
       param_dtype: dtype of the stored parameters: float32, float16 or bfloat16. Each call casts matrices to `dtype`.
-      implementation: passed to every operation. None picks the fastest implementation for the device; "xla" is plain
-        JAX.
+      implementation: passed to every operation. None picks the fastest for the device; "xla" is plain JAX.
       add_pooling_layer: whether the model has a pooler. DistilBERT never has one.
-      remat: whether the backward pass recomputes each layer from its input. The forward pass then stores nothing else
-        of the layer. Gradients and dropout do not change. On GPUs, training takes much less memory and about a third
+      remat: whether the backward pass recomputes each layer from its input, the only thing that the forward pass then
+        stores of it. Gradients and dropout do not change. On GPUs, training takes much less memory and about a third
         more time. On CPUs, XLA's compiler undoes the recomputation.
       rngs: random numbers for the initial parameters: `config.initializer_range` times a standard normal distribution
         for matrices and tables, 0 for biases, 1 for LayerNorm's gamma. None creates parameters that have shapes only;
@@ -343,22 +313,21 @@ class BertModel(nnx.Module):
           input_ids: integers `[B, T]`, or `[M]` for packed sequences. An id outside the vocabulary makes its sequence
             NaN.
           attention_mask: integers or booleans `[B, T]`, 0 for tokens that are not attended to (padding, or any other
-            tokens). None attends to all tokens. The hidden states of masked tokens have no meaning. Must be None for
-            packed sequences.
+            tokens). Their hidden states have no meaning. None attends to all tokens. Must be None for packed sequences.
           token_type_ids: integers of the shape of `input_ids`. None means all 0.
-          position_ids: integers of the shape of `input_ids`. None counts from 0 in each sequence. In RoBERTa models,
-            None counts from `pad_token_id + 1` and counts only tokens that are not padding. For packed sequences, pass
-            `position_ids` if positions do not count from the start of each sequence, for example because the mask of
-            the padded batch has holes.
+          position_ids: integers of the shape of `input_ids`. None counts from 0 in each sequence; in RoBERTa models
+            from `pad_token_id + 1`, and only tokens that are not padding. Pass them for packed sequences whose
+            positions do not count from the start of each sequence, for example because the mask of the padded batch has
+            holes.
           cu_seqlens: integers `[B + 1]` that ascend from 0, for packed sequences: sequence b is
-            `input_ids[cu_seqlens[b]:cu_seqlens[b + 1]]`. Rows from `cu_seqlens[B]` on belong to no sequence. The hidden
-            states of these rows have no meaning, but their ids must be in the vocabulary (for example 0). The pooler
-            output of a sequence without tokens has no meaning either.
+            `input_ids[cu_seqlens[b]:cu_seqlens[b + 1]]`. Rows from `cu_seqlens[B]` on belong to no sequence. Their
+            hidden states have no meaning, but their ids must be in the vocabulary (for example 0). The pooler output of
+            a sequence without tokens has no meaning either.
           max_seqlen: upper bound on the sequence lengths, a Python integer; required with `cu_seqlens`. If `cu_seqlens`
             is traced, nothing can be raised: all hidden states are NaN if a sequence is longer than `max_seqlen` or
             ends beyond the M rows. With explicit `position_ids`, the tokens beyond these limits are cut off instead.
           output_hidden_states: whether to return the hidden states of all layers.
-          deterministic: True turns dropout off for this call, False turns dropout on. None keeps the setting of
+          deterministic: True turns dropout off for this call, False turns it on. None keeps the setting of
             `model.eval()` or `model.train()`.
           rngs: randomness for dropout: a JAX random key, or an `nnx.Rngs` with a stream `dropout` (or `default`), from
             which the call draws a key. In a function that JAX traces, for example to take a gradient, an `nnx.Rngs`
@@ -373,9 +342,9 @@ class BertModel(nnx.Module):
             wrong type.
           ValueError: an input has a wrong shape, or a list or NumPy array holds an integer beyond int32; T or
             `max_seqlen` exceeds the number of positions of the model and there are no `position_ids`; there are
-            `token_type_ids` but the model has no token types; `attention_mask` is given with `cu_seqlens`; only one of
-            `cu_seqlens` and `max_seqlen` is given; `max_seqlen` is not a Python integer >= 0; there is dropout but
-            `rngs` is None, has no stream for dropout, or comes from outside the traced function.
+            `token_type_ids` but the model has no token types; `cu_seqlens` comes with `attention_mask` or without
+            `max_seqlen`, or `max_seqlen` comes alone or is not a Python integer >= 0; there is dropout but `rngs` is
+            None, has no stream for dropout, or comes from outside the traced function.
         """
         input_ids = inputs.as_ids("BertModel", "input_ids", input_ids)
         shape = input_ids.shape
@@ -500,10 +469,7 @@ class BertModel(nnx.Module):
 
 
 def named_parameters(model: nnx.Module) -> dict[str, nnx.Param[Any]]:
-    """Returns the parameters by name, for example "layers.0.out_bias" or "head.out_bias".
-
-    The encoder of a model with a head has the prefix "bert.", which is removed.
-    """
+    """Returns the parameters by name, such as "head.out_bias" or "layers.0.out_bias" (without the prefix "bert.")."""
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {".".join(map(str, path)).removeprefix("bert."): parameter for path, parameter in state}
 
@@ -516,21 +482,7 @@ def load_parameters(
     *,
     has_new_head: bool = False,
 ) -> set[str]:
-    """Sets the parameters that a checkpoint has.
-
-    Args:
-      parameters: parameters by name, as from `named_parameters`.
-      folder: folder of the checkpoint.
-      model_type: a key of `jaxft.checkpoint.layouts.LAYOUTS`.
-      dtype: dtype of the values that are set.
-      has_new_head: whether the checkpoint may lack parameters of the head, or have them for another number of labels.
-
-    Returns:
-      The names of the parameters that were set.
-
-    Raises:
-      CheckpointError: the checkpoint cannot be read or used. The message lists all problems.
-    """
+    """Sets the parameters that a checkpoint has and returns their names. It may lack the head's if `has_new_head`."""
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
     values = checkpoint_tensors.load(folder, model_type, shapes, dtype, has_new_head=has_new_head)
     for name, value in values.items():

@@ -1,7 +1,4 @@
-"""BERT, RoBERTa and DistilBERT encoders with a classification head.
-
-The heads give classes of a text, a score of a pair of texts, or labels of tokens.
-"""
+"""BERT, RoBERTa and DistilBERT encoders with a head for classes of a text, a score, or labels of tokens."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxft.dropout import dropout
 from jaxft.models import inputs
 from jaxft.models.config import ROBERTA_TYPES, BertConfig
+from jaxft.models.dropout import head_keys
 from jaxft.models.heads import EncoderWithHead, labels_in_use
 from jaxft.models.pooling import first_tokens
 from jaxft.ops import checks
@@ -64,10 +62,7 @@ class _Classifier(EncoderWithHead):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Fields of `config.json` about the head.
-
-        They are the labels, the dropout rate and, for a model from a checkpoint, the meaning of its logits.
-        """
+        """Fields of `config.json` about the head: labels, dropout rate and what a checkpoint says of its logits."""
         labels = {"id2label": self.id2label, "label2id": {label: number for number, label in self.id2label.items()}}
         rate = {_rate_field(self._TASK, self.config.model_type): self.classifier_dropout}
         return labels | (rate if self.classifier_dropout is not None else {}) | json.loads(self._meaning)
@@ -86,7 +81,7 @@ class _Classifier(EncoderWithHead):
         """Returns the hidden states, and two keys for dropout in the head (None without dropout)."""
         key = self.bert._dropout_key(deterministic, rngs, classifier_dropout=self._head_rate)
         hidden = self.bert(*ids, **packing, deterministic=key is None, rngs=key).last_hidden_state
-        return hidden, None if key is None else dropout.head_keys(key)
+        return hidden, None if key is None else head_keys(key)
 
     @classmethod
     def _head_options(cls, settings: dict[str, Any], config: BertConfig, given: dict[str, Any]) -> dict[str, Any]:
@@ -104,11 +99,7 @@ class _Classifier(EncoderWithHead):
 
 
 class ClassificationHead(nnx.Module):
-    """Two dense layers on the first token of a sequence, with tanh (in DistilBERT relu) between them.
-
-    Checkpoints of BERT name the first layer the pooler. Dropout is applied to the input of the second layer. RoBERTa
-    also has dropout on the input of the first layer.
-    """
+    """Two dense layers on the first token. Checkpoints of BERT name the first layer the pooler."""
 
     def __init__(self, options: Any, num_labels: int, rngs: nnx.Rngs | None) -> None:
         self.options, width = options, options.config.hidden_size
@@ -118,16 +109,7 @@ class ClassificationHead(nnx.Module):
         self.out_bias = options.zeros(rngs, num_labels)
 
     def __call__(self, x: Array, *, dropout_rate: float = 0.0, dropout_rng: Array | None = None) -> Array:
-        """Computes the logits.
-
-        Args:
-          x: the first tokens, `[B, D]`.
-          dropout_rate: rate of dropout.
-          dropout_rng: two random keys, or None for no dropout.
-
-        Returns:
-          `[B, num_labels]`.
-        """
+        """Computes the logits `[B, num_labels]` from first tokens `[B, D]`. `dropout_rng` holds two random keys."""
         x = self.features(x, dropout_rate=dropout_rate, dropout_rng=dropout_rng)
         kernel = self.out_kernel[...].astype(self.options.dtype)
         return dense(x, kernel, self.out_bias[...], implementation=self.options.implementation)
@@ -146,7 +128,7 @@ class BertForSequenceClassification(_Classifier):
     """A BERT, RoBERTa or DistilBERT encoder with a head on its first token, for logits of classes or one score.
 
     The network equals transformers' class of the same name (`RobertaForSequenceClassification` and so on for the other
-    types). Use the model in `nnx.jit` and `jax.jit`, and train it with dropout (`train()`, `eval()`), like `BertModel`.
+    types). Call and train the model like `BertModel`.
 
     `from_pretrained` takes the labels from `id2label` in `config.json`. Without `id2label` there are `num_labels`
     unnamed labels, and without both there are two, as in transformers. To start from the checkpoint of an encoder, pass
@@ -159,16 +141,12 @@ class BertForSequenceClassification(_Classifier):
     `config.json`, and `save_pretrained` writes them again. If any parameter of the head is new, these fields are
     dropped.
 
+    The arguments that are not listed are those of `BertModel`. All but `remat` also apply to the head.
+
     Args:
-      config: sizes and options of the encoder.
       num_labels: number of logits, at most 2**20. None is the number of names in `id2label`, or 2 without `id2label`.
       id2label: names of the labels, in order or by number. None is "LABEL_0", "LABEL_1", ...
       classifier_dropout: dropout rate of the head. None is `config.hidden_dropout_prob`, in DistilBERT 0.2.
-      dtype: as for `BertModel`, also for the head.
-      param_dtype: as for `BertModel`, also for the head.
-      implementation: as for `BertModel`, also for the head.
-      remat: as for `BertModel`.
-      rngs: random numbers for the initial parameters of the encoder and of the head, as for `BertModel`.
 
     Attributes:
       bert: the `BertModel`. It has no pooler: the pooler is the first layer of the head.
@@ -199,23 +177,11 @@ class BertForSequenceClassification(_Classifier):
     ) -> Array:
         """Computes the logits.
 
-        Args:
-          input_ids: `[B, T]`, or `[M]` for packed sequences, as for `BertModel`.
-          attention_mask: `[B, T]`, as for `BertModel`.
-          token_type_ids: shape of `input_ids`, as for `BertModel`.
-          position_ids: shape of `input_ids`, as for `BertModel`.
-          cu_seqlens: `[B + 1]` for packed sequences, as for `BertModel`. The first token of sequence b is
-            `input_ids[cu_seqlens[b]]`. The logits of a sequence without tokens have no meaning.
-          max_seqlen: for packed sequences, as for `BertModel`.
-          deterministic: as for `BertModel`.
-          rngs: for dropout, as for `BertModel`.
+        Arguments and errors are those of `BertModel.__call__`, without `output_hidden_states`. The logits of a packed
+        sequence without tokens have no meaning.
 
         Returns:
           `[B, num_labels]` in the model's `dtype`.
-
-        Raises:
-          TypeError: as for `BertModel.__call__`.
-          ValueError: as for `BertModel.__call__`.
 
         Gradients: for all parameters.
         """
@@ -240,21 +206,11 @@ class BertForSequenceClassification(_Classifier):
     ) -> CrossEntropy:
         """Computes the cross-entropy of the labels of the sequences. The logits are float32 in every `dtype`.
 
-        Args:
-          input_ids: `[B, T]`, or `[M]` for packed sequences, as for `BertModel`.
-          labels: integers `[B]`, the number of each sequence's label, or -100 for a sequence without a label.
-          attention_mask: `[B, T]`, as for `BertModel`.
-          token_type_ids: shape of `input_ids`, as for `BertModel`.
-          position_ids: shape of `input_ids`, as for `BertModel`.
-          cu_seqlens: `[B + 1]` for packed sequences, as for `BertModel`. A sequence without tokens should have no
-            label.
-          max_seqlen: for packed sequences, as for `BertModel`.
-          deterministic: as for `BertModel`.
-          rngs: for dropout, as for `BertModel`.
+        The argument `labels` holds integers `[B]`: the number of each sequence's label, or -100 for a sequence without
+        a label. A packed sequence without tokens should have no label. The other arguments are those of `__call__`.
 
         Returns:
-          The result of `jaxft.linear_cross_entropy`: the tuple (total, labelled). Its property `mean` is the loss that
-          transformers returns, or 0 if there is no label.
+          The tuple (total, labelled) with the property `mean`, as for `BertForMaskedLM.loss`.
 
         Raises:
           TypeError: as for `BertModel.__call__`, or `labels` is not an array of integers.
@@ -298,16 +254,7 @@ class TokenClassificationHead(nnx.Module):
         self.bias = options.zeros(rngs, num_labels)
 
     def __call__(self, x: Array, *, dropout_rate: float = 0.0, dropout_rng: Array | None = None) -> Array:
-        """Computes the logits.
-
-        Args:
-          x: `[..., D]`.
-          dropout_rate: rate of dropout.
-          dropout_rng: a random key, or None for no dropout.
-
-        Returns:
-          `[..., num_labels]`.
-        """
+        """Computes the logits `[..., num_labels]` from `x` `[..., D]`."""
         x = self.features(x, dropout_rate=dropout_rate, dropout_rng=dropout_rng)
         kernel = self.kernel[...].astype(self.options.dtype)
         return dense(x, kernel, self.bias[...], implementation=self.options.implementation)
@@ -322,27 +269,15 @@ class BertForTokenClassification(_Classifier):
     """A BERT, RoBERTa or DistilBERT encoder with a dense layer on each token, for logits of each token's labels.
 
     The network equals transformers' class of the same name (`RobertaForTokenClassification` and so on for the other
-    types). Use the model in `nnx.jit` and `jax.jit`, and train it with dropout (`train()`, `eval()`), like `BertModel`.
-    Labels and `settings` are read and written as in `BertForSequenceClassification`.
+    types). Call and train the model like `BertModel`. Labels and `settings` are read and written as in
+    `BertForSequenceClassification`, which also describes the arguments and errors.
 
     Args:
-      config: sizes and options of the encoder.
-      num_labels: as for `BertForSequenceClassification`.
-      id2label: as for `BertForSequenceClassification`.
       classifier_dropout: dropout rate before the dense layer. None is `config.hidden_dropout_prob`.
-      dtype: as for `BertModel`, also for the head.
-      param_dtype: as for `BertModel`, also for the head.
-      implementation: as for `BertModel`, also for the head.
-      remat: as for `BertModel`.
-      rngs: as for `BertForSequenceClassification`.
 
     Attributes:
       bert: the `BertModel`. It has no pooler.
       classifier: `kernel` `[D, num_labels]`, `bias` `[num_labels]`.
-
-    Raises:
-      TypeError: as for `BertForSequenceClassification`.
-      ValueError: as for `BertForSequenceClassification`.
     """
 
     _TASK = "ForTokenClassification"
@@ -364,23 +299,11 @@ class BertForTokenClassification(_Classifier):
     ) -> Array:
         """Computes the logits.
 
-        Args:
-          input_ids: `[B, T]`, or `[M]` for packed sequences, as for `BertModel`.
-          attention_mask: `[B, T]`, as for `BertModel`.
-          token_type_ids: shape of `input_ids`, as for `BertModel`.
-          position_ids: shape of `input_ids`, as for `BertModel`.
-          cu_seqlens: `[B + 1]` for packed sequences, as for `BertModel`.
-          max_seqlen: for packed sequences, as for `BertModel`.
-          deterministic: as for `BertModel`.
-          rngs: for dropout, as for `BertModel`.
+        Arguments and errors are those of `BertModel.__call__`, without `output_hidden_states`.
 
         Returns:
           `[B, T, num_labels]`, or `[M, num_labels]` for packed sequences, in the model's `dtype`. The logits of masked
           tokens and of rows that belong to no sequence have no meaning.
-
-        Raises:
-          TypeError: as for `BertModel.__call__`.
-          ValueError: as for `BertModel.__call__`.
 
         Gradients: for all parameters.
         """
@@ -405,22 +328,12 @@ class BertForTokenClassification(_Classifier):
     ) -> CrossEntropy:
         """Computes the cross-entropy of the labels of the tokens. The logits are float32 in every `dtype`.
 
-        Args:
-          input_ids: `[B, T]`, or `[M]` for packed sequences, as for `BertModel`.
-          labels: integers of the shape of `input_ids`, the number of each token's label, or -100 for a token without a
-            label, such as padding and all but the first token of a word. In packed sequences, rows that belong to no
-            sequence have no label, whatever `labels` holds there.
-          attention_mask: `[B, T]`, as for `BertModel`.
-          token_type_ids: shape of `input_ids`, as for `BertModel`.
-          position_ids: shape of `input_ids`, as for `BertModel`.
-          cu_seqlens: `[B + 1]` for packed sequences, as for `BertModel`.
-          max_seqlen: for packed sequences, as for `BertModel`.
-          deterministic: as for `BertModel`.
-          rngs: for dropout, as for `BertModel`.
+        The argument `labels` holds integers of the shape of `input_ids`: the number of each token's label, or -100 for
+        a token without a label, such as padding and all but the first token of a word. Rows that belong to no packed
+        sequence have no label. The other arguments are those of `__call__`.
 
         Returns:
-          The result of `jaxft.linear_cross_entropy`: the tuple (total, labelled). Its property `mean` is the loss that
-          transformers returns, or 0 if there is no label.
+          The tuple (total, labelled) with the property `mean`, as for `BertForMaskedLM.loss`.
 
         Raises:
           TypeError: as for `BertModel.__call__`, or `labels` is not an array of integers.

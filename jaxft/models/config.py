@@ -70,10 +70,7 @@ class BertConfig:
 
     @property
     def position_offset(self) -> int:
-        """Position id of the first token.
-
-        RoBERTa models reserve position `pad_token_id` for padding and begin after it. The other models begin at 0.
-        """
+        """Position id of the first token. RoBERTa models reserve the ids up to `pad_token_id`."""
         return self.pad_token_id + 1 if self.model_type in ROBERTA_TYPES else 0
 
     @property
@@ -93,9 +90,6 @@ class BertConfig:
         Args:
           config: fields by name. An absent or null field gets transformers' default for the model type. Fields that do
             not concern the encoder are ignored.
-
-        Returns:
-          The config.
 
         Raises:
           ValueError: as for `BertConfig`, or the fields describe a kind of model that is not supported.

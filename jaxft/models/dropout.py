@@ -16,24 +16,10 @@ _OF_LAYER = 3
 
 
 def call_key(where: str, rngs: nnx.Rngs | Array | None, **rates: float) -> Array | None:
-    """Returns the key of a call with dropout: `rngs` itself, or the next key of its dropout stream.
-
-    Args:
-      where: name of the model, for error messages.
-      rngs: an `nnx.Rngs` or a JAX random key.
-      **rates: dropout rates of the call by the name of their field in the config.
-
-    Returns:
-      A key, or None if all rates are 0.
-
-    Raises:
-      TypeError: `rngs` is neither an `nnx.Rngs` nor a single JAX random key.
-      ValueError: `rngs` is None, has no stream for dropout, or comes from outside the function that JAX traces; or a
-        rate is 1, which the config.json of a checkpoint may have.
-    """
+    """Returns the key of a call: `rngs`, or the next key of its dropout stream. None if all rates are 0."""
     if not any(rates.values()):
         return None
-    if all_of_it := [name for name, rate in rates.items() if rate >= 1]:
+    if all_of_it := [name for name, rate in rates.items() if rate >= 1]:  # valid in a config.json
         raise ValueError(f"{where}: for calls with dropout {' and '.join(all_of_it)} must be below 1, got 1")
     if rngs is None:
         found = ", ".join(f"{name} is {rate}" for name, rate in rates.items() if rate)
@@ -61,10 +47,7 @@ def head_keys(key: Array) -> Array:
 
 
 def encoder_keys(key: Array, layers: int) -> tuple[Array, Array]:
-    """Returns the key of the embeddings, and keys `[layers, 3]` for the layers.
-
-    All keys are derived in one operation, which is one kernel on a GPU.
-    """
+    """Returns the key of the embeddings and keys `[layers, 3]`, all derived in one operation: one kernel on a GPU."""
     keys = _fold_in(key, _OF_HEAD, 1 + _OF_LAYER * layers)
     return keys[0], keys[1:].reshape(layers, _OF_LAYER, *keys.shape[1:])
 

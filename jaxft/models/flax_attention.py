@@ -45,8 +45,7 @@ def attention_fn(
 
       nnx.MultiHeadAttention(..., attention_fn=jaxft.models.attention_fn, broadcast_dropout=False)
 
-    Equivalent to `flax.nnx.dot_product_attention` and `flax.linen.dot_product_attention`, except for a query with
-    nothing to attend to.
+    Equivalent to `dot_product_attention` of `flax.nnx` and `flax.linen`, except for a query with nothing to attend to.
 
     Args:
       query: `[batch..., T, N, H]`, with any number of batch dimensions.
@@ -59,8 +58,7 @@ def attention_fn(
       dropout_rate: rate of dropout of the attention probabilities.
       deterministic: True turns dropout off.
       dtype: passed to `promote_dtype`.
-      precision: precision of float32 matmuls: a `jax.lax.Precision` or anything that JAX accepts in its place. None is
-        JAX's default.
+      precision: precision of float32 matmuls, a `jax.lax.Precision` or equivalent. None is JAX's default.
       module: must be None: there are no attention weights to sow.
       promote_dtype: applied to the arrays: `promote_dtype((query, key, value), dtype=dtype)`.
       is_causal: whether a query attends to no later key.
@@ -120,10 +118,7 @@ def attention_fn(
 
 
 def _with_one_batch(x: Array | None, batch: tuple[int, ...]) -> Array | None:
-    """Reshapes [batch..., N, T, S] to [B, N, T, S]; None stays None.
-
-    An array that is the same for all of the batch gets B = 1 or, if it has no batch dimensions, stays as it is.
-    """
+    """Reshapes [batch..., N, T, S] to [B, N, T, S], with B = 1 if every batch dimension is 1."""
     if x is None or x.ndim <= 3:
         return x
     own = x.shape[:-3]

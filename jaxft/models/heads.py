@@ -70,21 +70,14 @@ class EncoderWithHead(nnx.Module):
         the checkpoint, and so do the layers of the head that the checkpoint has. The checkpoint of an encoder alone or
         of a model for another task has at most the pooler. Tensors of other heads are not read.
 
-        Args:
-          folder_or_id: as for `BertModel.from_pretrained`.
-          revision: as for `BertModel.from_pretrained`.
-          cache_dir: as for `BertModel.from_pretrained`.
-          local_files_only: as for `BertModel.from_pretrained`.
-          dtype: as for `BertModel.from_pretrained`.
-          param_dtype: as for `BertModel.from_pretrained`.
-          implementation: as for `BertModel.from_pretrained`.
-          remat: as for `BertModel.from_pretrained`.
-          rngs: random numbers for the layers of the head that the checkpoint lacks or has for another number of labels.
-            These layers are initialised as in a new model; the log "jaxft" lists them at level INFO. All other
-            parameters come from the checkpoint. If `rngs` is None, such layers are an error.
-          **head: arguments of the class for its head, in place of the values in `config.json`. A classifier has
-            `num_labels`, `id2label` and `classifier_dropout`. If the number of labels is the same as in the checkpoint,
-            the checkpoint's last layer is kept, and so are the names of its labels unless `id2label` is given.
+        The arguments up to `remat` are those of `BertModel.from_pretrained`. The others are:
+
+        - `rngs`: random numbers for the layers of the head that the checkpoint lacks or has for another number of
+          labels. These layers are initialised as in a new model; the log "jaxft" lists them at level INFO. All other
+          parameters come from the checkpoint. If `rngs` is None, such layers are an error.
+        - `**head`: arguments of the class for its head, in place of the values in `config.json`. A classifier has
+          `num_labels`, `id2label` and `classifier_dropout`. If the number of labels is the same as in the checkpoint,
+          the checkpoint's last layer is kept, and so are the names of its labels unless `id2label` is given.
 
         Returns:
           The model, with dropout off.
@@ -131,11 +124,7 @@ class EncoderWithHead(nnx.Module):
 
     @classmethod
     def _is_own(cls, architectures: Any, rngs: nnx.Rngs | None) -> bool:
-        """Returns whether the checkpoint is of this task: its config.json names this task or none of the known tasks.
-
-        Raises:
-          ValueError: the config.json names other tasks only, and `rngs` is None.
-        """
+        """Returns whether config.json names this task or none of `_TASKS`. Other tasks require `rngs`."""
         names = architectures if isinstance(architectures, list) else []
         tasks = {task for task in _TASKS for name in names if str(name).endswith(task)}
         is_own = not tasks or cls._TASK in tasks
@@ -148,27 +137,14 @@ class EncoderWithHead(nnx.Module):
 
     @classmethod
     def _head_options(cls, settings: dict[str, Any], config: BertConfig, given: dict[str, Any]) -> dict[str, Any]:
-        """Returns `given`, completed by the arguments for the head in a config.json.
-
-        Raises:
-          ValueError: the config.json has a wrong value for the head.
-        """
+        """Returns `given`, completed by the arguments for the head in a config.json."""
         return {**given}
 
     def _keep_settings(self, settings: dict[str, Any]) -> None:
         """Keeps the fields of a config.json that are neither arguments nor parameters."""
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Writes `config.json` and `model.safetensors`, which transformers can read. Existing files are replaced.
-
-        Args:
-          folder: folder of the files. It is created if it does not exist.
-
-        Raises:
-          TypeError: `folder` is not a string or path.
-          NotADirectoryError: `folder` is a file.
-          ValueError: the parameters have no values yet.
-        """
+        """Writes the files of the encoder and the head, see `BertModel.save_pretrained`."""
         encoder = checkpoint_layouts.LAYOUTS[self.config.model_type].architecture
         architectures = {"architectures": [encoder.removesuffix("Model") + self._TASK]}
         parameters = {name: parameter.get_value() for name, parameter in self._parameters().items()}
@@ -184,10 +160,7 @@ class EncoderWithHead(nnx.Module):
 
 
 def labels_in_use(labels: Array, cu_seqlens: ArrayLike | None, max_seqlen: int | None) -> Array:
-    """Returns `labels` of tokens with -100 in rows that belong to no sequence.
-
-    `remove_padding` fills these rows with 0, which is a valid label.
-    """
+    """Returns token labels with -100 in rows of no sequence, where `remove_padding` puts 0, a valid label."""
     if cu_seqlens is None:
         return labels
     *_, used = packed_rows(labels.size, jnp.asarray(cu_seqlens).astype(jnp.int32), max_seqlen or 0)

@@ -34,22 +34,7 @@ def check_initial(where: str, rngs: Any) -> None:
 def check_packed(
     where: str, input_ids: Array, attention_mask: Any, cu_seqlens: Any, max_seqlen: Any
 ) -> tuple[Array, int]:
-    """Checks the arguments of a call with packed sequences.
-
-    Args:
-      where: name of the model, for error messages.
-      input_ids: must be `[M]`.
-      attention_mask: must be None.
-      cu_seqlens: integers `[B + 1]`; their values are checked unless they are traced.
-      max_seqlen: integer >= 0.
-
-    Returns:
-      `cu_seqlens` as an int32 array, and `max_seqlen` as an int.
-
-    Raises:
-      TypeError: `cu_seqlens` is not an array of integers.
-      ValueError: an argument is missing, superfluous, of a wrong shape or out of range.
-    """
+    """Checks the arguments of a packed call. Returns `cu_seqlens` as int32 and `max_seqlen` as an int."""
     if cu_seqlens is None:
         raise ValueError(f"{where}: max_seqlen goes with cu_seqlens, got only max_seqlen")
     if not checks.is_natural(max_seqlen):
@@ -68,22 +53,7 @@ def check_packed(
 
 
 def as_ids(where: str, name: str, value: Any, shape: tuple[int, ...] | None = None, *, or_bool: bool = False) -> Array:
-    """Converts `value` to an array of integers.
-
-    Args:
-      where: name of the model, for error messages.
-      name: name of the argument, for error messages.
-      value: array, or nested list of numbers.
-      shape: required shape, the shape of `input_ids`. None accepts any shape.
-      or_bool: whether booleans are accepted too.
-
-    Returns:
-      The array.
-
-    Raises:
-      TypeError: `value` is not an array of integers.
-      ValueError: the shape is wrong, or an integer does not fit JAX's dtype.
-    """
+    """Converts an array or nested list to an array of integers (or of booleans if `or_bool`), and checks its shape."""
     expected = f"{where}: {name} must be integers{' or booleans' * or_bool}"
     try:
         if isinstance(value, list | tuple) and not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)):

@@ -16,11 +16,7 @@ from jaxft.ops.layer_norm import layer_norm
 
 
 class MaskedLMHead(nnx.Module):
-    """Dense layer with an activation, a LayerNorm, and the bias of the logits.
-
-    The logits use the word embeddings as their matrix. The activation is the activation of the encoder; RoBERTa models
-    always use GELU.
-    """
+    """Dense layer with an activation, LayerNorm, and the bias of the logits, whose matrix is the word embeddings."""
 
     def __init__(self, encoder: BertModel, rngs: nnx.Rngs | None) -> None:
         self.options, config = encoder.embeddings.options, encoder.config
@@ -45,8 +41,8 @@ class BertForMaskedLM(EncoderWithHead):
     The network equals transformers' class of the same name (`RobertaForMaskedLM` and so on for the other types). The
     output matrix is the table of word embeddings, which `save_pretrained` writes once. `from_pretrained` reads
     checkpoints with and without a second copy of the table, and rejects a checkpoint with a separate output matrix.
-    With `rngs`, `from_pretrained` adds a new head to the checkpoint of an encoder. Use the model in `nnx.jit` and
-    `jax.jit`, like `BertModel`. A training step::
+    With `rngs`, `from_pretrained` adds a new head to the checkpoint of an encoder. Call the model like `BertModel`. A
+    training step::
 
         @nnx.jit
         def train_step(model, optimizer, input_ids, labels, attention_mask):
@@ -55,25 +51,14 @@ class BertForMaskedLM(EncoderWithHead):
             return loss
 
     With dropout (after `model.train()`), the step also takes an `nnx.Rngs`. Draw a key before the function whose
-    gradient is taken, `key = rngs.dropout()`, and pass the key to the loss:
-    `m.loss(input_ids, labels, attention_mask, rngs=key)`.
+    gradient is taken, `key = rngs.dropout()`, and pass `rngs=key` to `loss`.
 
-    Args:
-      config: sizes and options of the encoder.
-      dtype: as for `BertModel`, also for the head.
-      param_dtype: as for `BertModel`, also for the head.
-      implementation: as for `BertModel`, also for the head. XLA computes the matmul with the vocabulary's matrix under
-        every `implementation`.
-      remat: as for `BertModel`.
-      rngs: random numbers for the initial parameters of the encoder and of the head, as for `BertModel`.
+    Arguments and errors are those of `BertModel`, without `add_pooling_layer`. All arguments but `remat` also apply to
+    the head. XLA computes the matmul with the word embeddings under every `implementation`.
 
     Attributes:
       bert: the `BertModel`, without a pooler.
       lm_head: `dense_kernel` `[D, D]`, `dense_bias`, `norm_gamma` and `norm_beta` `[D]`, `out_bias` `[V]`.
-
-    Raises:
-      TypeError: as for `BertModel`.
-      ValueError: as for `BertModel`.
     """
 
     _TASK = "ForMaskedLM"
@@ -95,22 +80,10 @@ class BertForMaskedLM(EncoderWithHead):
     ) -> Array:
         """Computes the logits of all tokens. For training, `loss` needs far less time and memory.
 
-        Args:
-          input_ids: `[B, T]`, or `[M]` for packed sequences, as for `BertModel`.
-          attention_mask: `[B, T]`, as for `BertModel`.
-          token_type_ids: shape of `input_ids`, as for `BertModel`.
-          position_ids: shape of `input_ids`, as for `BertModel`.
-          cu_seqlens: `[B + 1]` for packed sequences, as for `BertModel`.
-          max_seqlen: for packed sequences, as for `BertModel`.
-          deterministic: as for `BertModel`.
-          rngs: for dropout, as for `BertModel`.
+        Arguments and errors are those of `BertModel.__call__`, without `output_hidden_states`.
 
         Returns:
           `[B, T, V]`, or `[M, V]` for packed sequences, in the model's `dtype`.
-
-        Raises:
-          TypeError: as for `BertModel.__call__`.
-          ValueError: as for `BertModel.__call__`.
 
         Gradients: for all parameters.
         """
@@ -135,26 +108,15 @@ class BertForMaskedLM(EncoderWithHead):
     ) -> CrossEntropy:
         """Computes the cross-entropy of the tokens that have a label. No logits are computed for the other tokens.
 
-        Args:
-          input_ids: `[B, T]`, or `[M]` for packed sequences, as for `BertModel`.
-          labels: integers of the shape of `input_ids`: the ids of the tokens that were masked, and -100 elsewhere. In
-            packed sequences, rows that belong to no sequence have no label, whatever `labels` holds there.
-          attention_mask: `[B, T]`, as for `BertModel`.
-          token_type_ids: shape of `input_ids`, as for `BertModel`.
-          position_ids: shape of `input_ids`, as for `BertModel`.
-          cu_seqlens: `[B + 1]` for packed sequences, as for `BertModel`.
-          max_seqlen: for packed sequences, as for `BertModel`.
-          deterministic: as for `BertModel`.
-          rngs: for dropout, as for `BertModel`.
+        The argument `labels` holds integers of the shape of `input_ids`: the ids of the tokens that were masked, and
+        -100 elsewhere. In packed sequences, rows that belong to no sequence have no label, whatever `labels` holds
+        there. The other arguments are those of `__call__`. Errors are those of `__call__` and
+        `jaxft.linear_cross_entropy`.
 
         Returns:
           The result of `jaxft.linear_cross_entropy`: the tuple (total, labelled). Its property `mean` is the loss that
           transformers returns, or 0 if there is no label. For gradient accumulation over steps or for several devices,
           sum `total` and `labelled` before you divide.
-
-        Raises:
-          TypeError: as for `BertModel.__call__` and `jaxft.linear_cross_entropy`.
-          ValueError: as for `BertModel.__call__` and `jaxft.linear_cross_entropy`.
 
         Gradients: for all parameters. A label that is not an id of the vocabulary makes the loss NaN.
         """

@@ -5,16 +5,7 @@ import jax.numpy as jnp
 
 
 def pool(hidden: jax.Array, mask: jax.Array, modes: tuple[str, ...]) -> jax.Array:
-    """Pools the hidden states of a padded batch.
-
-    Args:
-      hidden: float32 `[B, T, D]`.
-      mask: bool `[B, T]`, True for the tokens that take part.
-      modes: any of "cls", "max" and "mean". The results are concatenated in the order of `modes`.
-
-    Returns:
-      float32 `[B, D * len(modes)]`. A sequence without tokens gives 0.
-    """
+    """Pools float32 `[B, T, D]` under a mask `[B, T]` to `[B, D * len(modes)]`. A sequence without tokens gives 0."""
     count = jnp.sum(mask, axis=1, dtype=jnp.int32)[:, None]
     mask = mask[:, :, None]
     pooled = {
@@ -26,53 +17,29 @@ def pool(hidden: jax.Array, mask: jax.Array, modes: tuple[str, ...]) -> jax.Arra
 
 
 def pool_packed(hidden: jax.Array, cu_seqlens: jax.Array, modes: tuple[str, ...], max_seqlen: int) -> jax.Array:
-    """Pools the hidden states of packed sequences, as `pool` does for a padded batch.
+    """Pools the first `max_seqlen` tokens of packed sequences, `[M, D]`, as `pool` does for a padded batch.
 
-    The result of a sequence is bitwise independent of the content of the other sequences and of its own position in
-    `hidden`.
-
-    Args:
-      hidden: float32 `[M, D]`.
-      cu_seqlens: int32 `[B + 1]`.
-      modes: as for `pool`.
-      max_seqlen: the number of tokens of each sequence that take part, counted from its start.
-
-    Returns:
-      float32 `[B, D * len(modes)]`. A sequence that ends beyond the M rows gives NaN ("cls" only if it starts there).
+    The result is bitwise independent of the other sequences and of the sequence's place in `hidden`. A sequence that
+    ends beyond the M rows gives NaN ("cls" only if it starts there).
     """
     mask = jnp.arange(max_seqlen, dtype=jnp.int32) < jnp.diff(cu_seqlens)[:, None]
     return pool(sequence_rows(hidden, cu_seqlens, max_seqlen), mask, modes)
 
 
 def first_tokens(x: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
-    """Returns the first token of each sequence, `[B, D]`.
-
-    Args:
-      x: `[B, T, D]`, or `[M, D]` with `cu_seqlens`.
-      cu_seqlens: `[B + 1]` for packed sequences, in which a sequence without tokens gives 0; otherwise None.
-    """
+    """Returns `[B, D]`, the first tokens of `[B, T, D]` or packed `[M, D]`; 0 for a packed sequence without tokens."""
     return (x if cu_seqlens is None else sequence_rows(x, cu_seqlens, 1))[:, 0]
 
 
 def sequence_rows(x: jax.Array, cu_seqlens: jax.Array, length: int) -> jax.Array:
-    """Returns the first `length` rows of each packed sequence, as a padded array.
-
-    XLA fuses the lookup into the operation that reads the result.
-
-    Args:
-      x: `[M, D]`.
-      cu_seqlens: `[B + 1]`.
-      length: number of rows per sequence.
-
-    Returns:
-      `[B, length, D]`: 0 after the end of a sequence, NaN where a sequence goes beyond the M rows.
-    """
+    """Pads packed `[M, D]` to `[B, length, D]`: 0 after a sequence's end, NaN where it goes beyond the M rows."""
     rows, row = x.shape[0], jnp.arange(length, dtype=jnp.int32)
     used = row < jnp.diff(cu_seqlens)[:, None]
     if rows == 0:  # JAX's gather does not accept an empty axis
         taken = jnp.full((*used.shape, x.shape[1]), jnp.nan, x.dtype)
     else:
         # No row occurs twice (`unique_indices`), so the gradient needs no atomics.
+        # XLA fuses the lookup into the operation that reads the result.
         index = jnp.where(used, cu_seqlens[:-1, None] + row, rows)
         taken = x.at[index].get(mode="fill", fill_value=jnp.nan, unique_indices=True)
     return jnp.where(used[:, :, None], taken, jnp.zeros((), x.dtype))
