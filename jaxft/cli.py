@@ -41,18 +41,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command line.
+    """Runs a command line, by default `sys.argv[1:]`, and returns the exit code.
 
-    Args:
-      argv: the arguments without the program's name. None takes `sys.argv[1:]`.
-
-    Returns:
-      The exit code. 0: done. 2: an error, reported on stderr in one line that starts with "jaxft: error:". 130:
-      interrupted with Ctrl-C. 141: the reader of stdout closed the pipe.
-
-    Raises:
-      SystemExit: code 2 for wrong arguments, code 0 after `--help` or `--version` (both raised by argparse), code 143
-        if SIGTERM arrives while an output file is open.
+    The code is 0, 2 after an error (one line on stderr), 130 after Ctrl-C, or 141 if the reader of stdout closed the
+    pipe. Raises SystemExit for wrong arguments (2), for `--help` and `--version` (0), and if SIGTERM arrives while an
+    output file is open (143).
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the shell, as in `jaxft ... >&-`
@@ -314,18 +307,7 @@ def _encode(texts: list[str], args: argparse.Namespace, *, normalize: bool) -> n
 
 
 def _read_records(file: str, jsonl: bool) -> list[dict[str, Any]]:
-    """Reads the lines of a file as objects with a field "text".
-
-    Args:
-      file: path of the file, or "-" for stdin.
-      jsonl: whether each line is JSON. If False, each line is a text, unless the name of the file ends in ".jsonl".
-
-    Returns:
-      An object for each line.
-
-    Raises:
-      _UserError: the file cannot be read, is empty, is not valid UTF-8, or has a line that is not valid.
-    """
+    """Reads the lines of a file ("-": stdin) as objects with a field "text"."""
     name = "stdin" if file == "-" else file
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
@@ -382,17 +364,7 @@ def _exit_at_sigterm() -> Iterator[None]:
 
 @contextmanager
 def _new_file(path: str) -> Iterator[BinaryIO]:
-    """Opens a temporary file, which replaces `path` if the block succeeds and is removed otherwise.
-
-    Args:
-      path: the file to create or replace. The target of a symbolic link is replaced, not the link.
-
-    Yields:
-      The temporary file, open for writing in binary mode.
-
-    Raises:
-      _UserError: the file cannot be written.
-    """
+    """Opens a temporary file, which replaces `path` (the target of a link) if the block succeeds, else is removed."""
     target = Path(os.path.realpath(path))
     if target.is_dir():
         raise _UserError(f"cannot write {path}: it is a directory")

@@ -36,15 +36,10 @@ class ComparisonError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Median times of a call, in microseconds.
+    """Median times of a call, in microseconds."""
 
-    Attributes:
-      queued: time per call when many calls are queued before the result is awaited.
-      blocking: time of one call until its result is ready.
-    """
-
-    queued: float
-    blocking: float
+    queued: float  # per call, when many calls are queued before the result is awaited
+    blocking: float  # of one call, until its result is ready
 
 
 # --- Baselines: layers as an experienced JAX user would write them -----------------------------------------------
@@ -69,22 +64,10 @@ def plain_layer(
     p: Mapping[str, Array], x: Array, lengths: Array | None, *, heads: int, activation: str, epsilon: float,
     attention: Attention | Callable[[Array, Array, Array], Array], drop: Callable[[Array], Array] = lambda x: x,
 ) -> Array:  # fmt: skip
-    """Computes a `BertLayer` in plain JAX.
+    """Computes a `BertLayer` in plain JAX from `x` `[B, T, D]` and `lengths` `[B]` (None: all T tokens).
 
-    Args:
-      p: the parameters by name, in the dtype of `x`. They have either "qkv_kernel" and "qkv_bias", or a kernel and a
-        bias for each of q, k and v ("q_kernel", "q_bias", ...).
-      x: `[B, T, D]`, hidden states.
-      lengths: `[B]`, the number of tokens of each sequence, or None if all have T tokens.
-      heads: number of attention heads.
-      activation: name of the feed-forward activation.
-      epsilon: epsilon of the LayerNorms.
-      attention: an implementation of `jax.nn.dot_product_attention`, or a function (q, k, v) -> context that takes its
-        place.
-      drop: dropout of the two layer outputs that a residual is added to.
-
-    Returns:
-      `[B, T, D]`, the hidden states after the layer.
+    The parameters `p` have the dtype of `x`, and either one kernel and bias for q, k and v ("qkv_kernel", "qkv_bias"),
+    or one for each ("q_kernel", "q_bias", ...). `drop` is the dropout of the two outputs that a residual is added to.
     """
     batch, length, width = x.shape
     if "qkv_kernel" in p:
@@ -107,17 +90,7 @@ def plain_layer(
 def plain_encoder(
     params: Sequence[Mapping[str, Array]], x: Array, lengths: Array | None = None, **options: Any
 ) -> Array:
-    """Computes a stack of layers in plain JAX.
-
-    Args:
-      params: the parameters of each layer.
-      x: `[B, T, D]`, hidden states.
-      lengths: `[B]`, the number of tokens of each sequence, or None if all have T tokens.
-      **options: keyword arguments of `plain_layer`.
-
-    Returns:
-      `[B, T, D]`, the hidden states after the last layer.
-    """
+    """Computes a stack of layers `[B, T, D]` in plain JAX, with the `options` of `plain_layer`."""
     for p in params:
         x = plain_layer(p, x, lengths, **options)
     return x
@@ -129,19 +102,9 @@ def plain_encoder(
 def compare(model: BertModel, batch: int, length: int) -> dict[str, Times]:
     """Times the layers of `model` on random inputs `[batch, length, D]` without padding.
 
-    The results of jaxft and cuDNN are checked against plain JAX in float64 before the timing.
-
-    Args:
-      model: the model, made with `implementation=None`.
-      batch: number of sequences.
-      length: number of tokens of each sequence.
-
-    Returns:
-      The times of "jaxft" and "xla", and of "xla+cudnn" on an NVIDIA GPU in 16 bits. If cuDNN attention does not
-      support the case or its result is not accurate enough, it is left out and a warning is logged.
-
-    Raises:
-      ComparisonError: jaxft's result is not accurate enough, or plain JAX cannot run the case on this device.
+    `model` must be made with `implementation=None`. The results of jaxft and cuDNN are checked against plain JAX in
+    float64 first. Raises `ComparisonError` if jaxft is not accurate enough or plain JAX cannot run the case. cuDNN
+    attention is left out, with a warning, if it is not accurate enough or does not support the case.
     """
     config, options = model.config, model.layers[0].options
     dtype = options.dtype
@@ -224,17 +187,7 @@ def _times(calls: Mapping[str, Callable[[], Array]]) -> dict[str, Times]:
 
 
 def table(cases: Sequence[tuple[int, int]], times: Sequence[Mapping[str, Times]]) -> list[str]:
-    """Formats the times as a table with a row for each case.
-
-    The column "speedup" is the queued time of the fastest baseline divided by the queued time of jaxft.
-
-    Args:
-      cases: (batch, length) of each case.
-      times: the result of `compare` for each case.
-
-    Returns:
-      The lines of the table.
-    """
+    """Formats a row for each case. "speedup" is the queued time of the fastest baseline divided by jaxft's."""
     names = list(dict.fromkeys(itertools.chain(*times)))  # of all cases, because a case may lack a variant
     lines = [["batch", "length", *names, "speedup", *(f"{name}, blocking" for name in names)]]
     for (batch, length), found in zip(cases, times, strict=True):
@@ -249,14 +202,7 @@ def table(cases: Sequence[tuple[int, int]], times: Sequence[Mapping[str, Times]]
 
 
 def draw(cases: Sequence[tuple[int, int]], times: Sequence[Mapping[str, Times]], title: str, file: BinaryIO) -> None:
-    """Draws a bar chart of the queued times relative to plain XLA, and writes it as a PNG.
-
-    Args:
-      cases: (batch, length) of each case.
-      times: the result of `compare` for each case.
-      title: title of the chart.
-      file: binary file to write to.
-    """
+    """Draws a bar chart of the queued times relative to plain XLA, and writes it as a PNG."""
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(itertools.chain(*times)))

@@ -1,7 +1,4 @@
-"""Parts of a training step: gradient accumulation over micro-batches, loss scaling for float16, compiler options.
-
-Pass `COMPILER_OPTIONS` to `jax.jit(step, compiler_options=...)`.
-"""
+"""Parts of a training step: gradient accumulation over micro-batches, loss scaling for float16, compiler options."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self, TypeVar
@@ -13,7 +10,7 @@ from jax import Array, lax
 from jaxft.ops import checks, transforms
 from jaxft.ops.cross_entropy import CrossEntropy
 
-# Options for the compilation of training steps.
+# Options for training steps: jax.jit(step, compiler_options=COMPILER_OPTIONS).
 # Triton GEMM off: for a matmul followed by an addition XLA generates a Triton kernel, or a separate kernel for the
 # addition. With the option off, cuBLAS does the addition, for example where a gradient joins the gradient of the
 # residual connection. There is also less to compile.
@@ -34,11 +31,9 @@ State = TypeVar("State")
 class LossScale(NamedTuple):
     """Dynamic loss scale: the factor of the loss that keeps float16 gradients from underflowing.
 
-    The loss scale is part of the training state: a pytree of three scalars, to be saved and restored with the rest.
-    Training in bfloat16 or float32 needs no loss scale.
-
-    Stop the training when `skipped` exceeds 24. Then even a scale of 1 does not help: the gradients themselves are not
-    finite.
+    It is part of the training state: a pytree of three scalars, to be saved and restored with the rest. Training in
+    bfloat16 or float32 needs no loss scale. Stop the training when `skipped` exceeds 24: by then the scale is 1, and
+    the gradients themselves are not finite.
 
     Attributes:
       scale: float32 scalar, the factor of the loss.
@@ -52,13 +47,10 @@ class LossScale(NamedTuple):
 
     @classmethod
     def create(cls, scale: float = 2.0**15) -> Self:
-        """Creates the loss scale for the first step.
+        """Creates the loss scale for the first step, with both counters at 0.
 
         Args:
           scale: the initial factor, a Python number from 1 to 2**24.
-
-        Returns:
-          The loss scale, with both counters at 0.
 
         Raises:
           ValueError: `scale` is not a number from 1 to 2**24.
@@ -76,9 +68,6 @@ class LossScale(NamedTuple):
         Args:
           finite: a boolean scalar, whether all gradients of the step were finite.
           growth_interval: number of finite steps after which the scale is doubled.
-
-        Returns:
-          The next loss scale.
 
         Raises:
           TypeError: `finite` is not a boolean scalar (for example the loss).
@@ -104,9 +93,7 @@ def accumulate_gradients(
 ) -> tuple[CrossEntropy, Any]:
     """Computes the mean loss of a batch and its gradients, one micro-batch at a time.
 
-    Activations take the memory of one micro-batch only.
-
-    Equivalent, up to rounding, to::
+    Activations take the memory of one micro-batch only. Equivalent, up to rounding, to::
 
       def mean(params):
         losses = [loss_fn(params, jax.tree.map(lambda x: x[i], batches)) for i in range(micro_batches)]
@@ -114,21 +101,18 @@ def accumulate_gradients(
 
       jax.grad(mean)(params)
 
-    Each label has the same weight, whichever micro-batch it is in.
-
-    Inside a `jax.shard_map`, the results cover the batches of all devices along each mesh axis over which `batches`
-    vary and `params` do not. Each label has the same weight, on whichever device it is. There are two exceptions:
-
-    - With `check_vma=False`, JAX does not report what varies. The results cover the device's own batches only.
-    - If any of the `params` vary over a mesh axis, the results are not summed over that axis. Gather shards that
-      belong together before the call.
+    Each label has the same weight, whichever micro-batch and device it is on. Inside a `jax.shard_map`, the results
+    cover the batches of all devices along each mesh axis over which `batches` vary and `params` do not. With
+    `check_vma=False`, JAX does not report what varies, so the results cover the device's own batches only. If any of
+    the `params` vary over a mesh axis, the results are not summed over that axis. Gather shards that belong together
+    before the call.
 
     Args:
       loss_fn: a function (params, micro_batch) -> (total, labelled) that returns two scalars: the sum of the losses,
         and the number of labels. `BertForMaskedLM.loss` and `jaxft.linear_cross_entropy` return such a pair. Inside a
         `shard_map`, both scalars are the device's own.
-      params: a pytree of float arrays. To train in 16 bits, keep them in float32 (`param_dtype` of a model) and
-        compute in 16 bits (`dtype` of a model).
+      params: a pytree of float arrays. To train in 16 bits, keep them in float32 (`param_dtype` of a model) and compute
+        in 16 bits (`dtype` of a model).
       batches: a pytree of arrays with the micro-batches along their first axis. Dropout keys can be one of the arrays:
         `jax.random.split(key, micro_batches)`.
       loss_scale: the loss scale for float16, or None. The returned gradients are not scaled. They are not finite if the
@@ -222,9 +206,8 @@ def update_if_finite(
         computed in skipped steps too.
       gradients: the gradients that `accumulate_gradients` returns.
       state: a pytree of arrays: the parameters and the state of the optimiser, including its step count.
-      loss_scale: the loss scale, or None. Without a loss scale, no step is skipped, and the result is
-        `(update(gradients, state), None)`.
-      growth_interval: number of finite steps after which the scale is doubled, see `LossScale.update`.
+      loss_scale: the loss scale, or None: then no step is skipped, and the next loss scale is None.
+      growth_interval: see `LossScale.update`.
 
     Returns:
       The tuple (next state, next loss scale).
@@ -252,14 +235,7 @@ def _kind(array: Any) -> str:
 
 
 def all_finite(arrays: Any) -> Array:
-    """Returns whether no array of a pytree has a NaN or an infinity.
-
-    Args:
-      arrays: a pytree of arrays.
-
-    Returns:
-      A boolean scalar; true for a pytree without arrays.
-    """
+    """Returns a boolean scalar: whether no array of the pytree has a NaN or an infinity (true without arrays)."""
     return jnp.array([jnp.isfinite(array).all() for array in jax.tree.leaves(arrays)], bool).all()
 
 

@@ -38,46 +38,24 @@ _log = logging.getLogger("jaxft")
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """The shape of a packed batch. A program is compiled for each shape.
+    """Shape of a packed batch. A program is compiled for each shape."""
 
-    Attributes:
-      capacity: number of rows. The tokens come first, padding rows fill the rest.
-      count: number of sequences. The last sequences may be empty.
-      longest: maximum number of tokens of a sequence.
-    """
-
-    capacity: int
-    count: int
-    longest: int
+    capacity: int  # rows: the tokens, then padding rows
+    count: int  # sequences, of which the last may be empty
+    longest: int  # maximum number of tokens of a sequence
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """The tokens of several texts, packed into a few arrays.
+    """Tokens of several texts in a few arrays. Python lists of tokens would take longer than the device needs."""
 
-    NumPy sorts and slices these arrays. Python lists of tokens would take longer than the device needs for the texts.
-
-    Attributes:
-      begins: int64 `[texts + 1]`, the position of the first token of each text, then the total number of tokens.
-      ids: int32 `[begins[-1]]`, token ids.
-      type_ids: int32 `[begins[-1]]`, token types, or None.
-    """
-
-    begins: np.ndarray
-    ids: np.ndarray
-    type_ids: np.ndarray | None
+    begins: np.ndarray  # int64 [texts + 1]: the first token of each text, then the number of tokens
+    ids: np.ndarray  # int32 [begins[-1]]
+    type_ids: np.ndarray | None  # as ids
 
     @classmethod
     def of(cls, texts: "Sequence[Encoding]", *, with_types: bool) -> "Tokens":
-        """Concatenates the encodings of texts.
-
-        Args:
-          texts: encodings of the `tokenizers` library.
-          with_types: whether to keep the token types.
-
-        Returns:
-          The tokens of all texts, in the order of `texts`.
-        """
+        """Concatenates encodings of the `tokenizers` library."""
         begins = np.cumsum([0, *map(len, texts)])
 
         def joined(name: str) -> np.ndarray:
@@ -119,45 +97,24 @@ class Tokens:
 
 
 class Batch(NamedTuple):
-    """Model inputs of a padded or packed batch.
+    """Model inputs of a padded or packed batch."""
 
-    Attributes:
-      input_ids: int32 `[rows, longest]`; packed, int32 `[capacity]`.
-      token_type_ids: the token types in the shape of `input_ids`, or None.
-      lengths: int32 `[rows]`, the number of tokens of each sequence; packed, int32 `[count + 1]`, the row at which each
-        sequence begins, then the number of tokens.
-      longest: the length of the padded sequences; packed, the maximum number of tokens of a sequence.
-    """
-
-    input_ids: np.ndarray
-    token_type_ids: np.ndarray | None
-    lengths: np.ndarray
-    longest: int
+    input_ids: np.ndarray  # int32 [rows, longest]; packed, [capacity]
+    token_type_ids: np.ndarray | None  # as input_ids
+    lengths: np.ndarray  # int32 [rows], tokens; packed, [count + 1], first row of each sequence, then the last's end
+    longest: int  # length of the padded sequences; packed, maximum number of tokens of a sequence
 
 
 def buckets(batch_size: int, limit: int) -> list[Bucket]:
-    """Returns all shapes of packed batches that hold at most `batch_size * limit` tokens.
-
-    Capacities are powers of two from 64 on, and `batch_size * limit`. Maximum lengths are powers of two from 32 on, and
-    `limit`. A shape has enough sequences for texts whose mean length is a quarter of `longest`. The mean length of a
-    batch is usually much closer to `longest`, because texts are sorted by length.
-
-    Args:
-      batch_size: number of texts of `limit` tokens that the largest batch holds.
-      limit: maximum number of tokens of a text.
-
-    Returns:
-      The shapes, ordered by `longest`, then by `capacity`.
-
-    Raises:
-      ValueError: `batch_size` is not a positive integer.
-    """
+    """Returns the shapes of packed batches of at most `batch_size * limit` tokens, by `longest`, then `capacity`."""
     return [*_buckets(check_batch_size("buckets", batch_size), limit)]
 
 
 @functools.lru_cache
 def _buckets(batch_size: int, limit: int) -> tuple[Bucket, ...]:
     budget = batch_size * limit
+    # Enough sequences for texts with a mean length of longest / 4. The mean of a batch is usually much closer to
+    # longest, because texts are sorted by length.
     return tuple(
         Bucket(capacity, min(4 * capacity // longest, capacity), longest)
         for longest in _powers(_SHORTEST, limit)
@@ -172,30 +129,19 @@ def _powers(first: int, last: int) -> list[int]:
 
 
 class _Work(NamedTuple):
-    """A batch in flight on the device.
+    """A batch in flight on the device."""
 
-    Attributes:
-      positions: position of each text of the batch among all texts.
-      texts: tokens of the texts, kept to retry in smaller batches.
-      batch_size: the `batch_size` that the batch was cut with.
-      result: the result, or the error that starting the computation raised.
-    """
-
-    positions: np.ndarray
-    texts: Tokens
-    batch_size: int
-    result: jax.Array | jax.errors.JaxRuntimeError
+    positions: np.ndarray  # of its texts among all texts
+    texts: Tokens  # to retry in smaller batches
+    batch_size: int  # that the batch was cut with
+    result: jax.Array | jax.errors.JaxRuntimeError  # the error if starting the computation raised one
 
 
 class Batcher:
     """Cuts texts into batches, queues several batches on the device, and retries smaller batches if memory runs out.
 
-    Args:
-      limit: maximum number of tokens of a text.
-      padding: token id of padding.
-      packed: whether batches are packed, in the shapes of `buckets`. If False, texts of similar length form a batch,
-        which is padded to the next of a few lengths.
-      with_types: whether batches have token types.
+    Packed batches have the shapes of `buckets`. Padded batches join texts of similar length, padded to one of a few
+    lengths.
     """
 
     def __init__(self, *, limit: int, padding: int, packed: bool, with_types: bool = False) -> None:
@@ -207,20 +153,7 @@ class Batcher:
         self, texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "list[Encoding]"], batch_size: int,
         compute: Callable[[Batch], jax.Array], *, width: int, unit: str, show_progress_bar: bool | None,
     ) -> np.ndarray:  # fmt: skip
-        """Tokenises texts and computes a result for each of them.
-
-        Args:
-          texts: the texts, or pairs of texts.
-          tokenise: returns the encodings of some of the texts.
-          batch_size: see `run`.
-          compute: see `run`.
-          width: number of values that `compute` returns for each text.
-          unit: name of a text in the progress bar.
-          show_progress_bar: see `progress_bar`.
-
-        Returns:
-          float32 `[len(texts), width]`, in the order of the texts.
-        """
+        """Returns `compute`'s results for texts (or pairs), float32 `[len(texts), width]`, in their order."""
         results = np.empty((len(texts), width), np.float32)
 
         def start(batch: Batch) -> jax.Array:
@@ -241,19 +174,7 @@ class Batcher:
     def tokenised(
         self, texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "list[Encoding]"]
     ) -> Generator[tuple[int, Tokens]]:
-        """Tokenises texts in chunks; threads work up to `_AHEAD` chunks ahead of the caller.
-
-        A single chunk is tokenised in the calling thread. There is no later chunk to overlap with, and starting a
-        thread would cost more.
-
-        Args:
-          texts: the texts, or pairs of texts.
-          tokenise: returns the encodings of some of the texts.
-
-        Yields:
-          The tuple (position of the chunk's first text, tokens of the chunk), in order; at the end
-          (`len(texts)`, no texts).
-        """
+        """Yields (position of the first text, tokens) of each chunk, then (`len(texts)`, no texts)."""
 
         def tokens(chunk: Sequence[Any]) -> Tokens:
             return Tokens.of(tokenise(chunk), with_types=self.with_types)
@@ -261,7 +182,7 @@ class Batcher:
         start, (size, *largest) = 0, _CHUNKS
         most, ahead = largest[not self.packed], _AHEAD[not self.packed]
         coming = deque[tuple[int, Future[Tokens]]]()
-        if 0 < len(texts) <= size:
+        if 0 < len(texts) <= size:  # starting a thread would cost more than there is to overlap
             yield 0, tokens(texts)
             start = len(texts)
         with ThreadPoolExecutor(max_workers=ahead) as threads:
@@ -276,20 +197,11 @@ class Batcher:
     def run(
         self, chunks: Iterator[tuple[int, Tokens]], batch_size: int, compute: Callable[[Batch], jax.Array]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Computes the results of all texts, batch by batch. Within a chunk, longer texts come first.
+        """Yields (positions `[n]`, results `[n, ...]`) of each batch. Within a chunk, longer texts come first.
 
-        Args:
-          chunks: tuples (position of the chunk's first text, tokens of the chunk). The last chunk is empty.
-          batch_size: number of texts of `limit` tokens that a batch may hold. If the device runs out of memory,
-            `batch_size` is halved for this batch, for the rest of the call and for later calls, and a warning is
-            logged.
-          compute: starts the computation of a batch. Returns an array `[rows, ...]`; packed, `[count, ...]`.
-
-        Yields:
-          The tuple (positions `[n]`, results `[n, ...]`) of the texts of each batch.
-
-        Raises:
-          jax.errors.JaxRuntimeError: the device failed, or its memory does not suffice for a batch of one text.
+        The last chunk is empty. `compute` starts a batch and returns `[rows, ...]`, or `[count, ...]` for a packed
+        batch. If the device runs out of memory, `batch_size` is halved for the batch, the rest of the call and later
+        calls.
         """
         in_flight: deque[_Work] = deque()
         positions, texts = np.empty(0, np.int64), Tokens.of([], with_types=self.with_types)
@@ -315,17 +227,9 @@ class Batcher:
         self, positions: np.ndarray, texts: Tokens, batch_size: int, compute: Callable[[Batch], jax.Array], *,
         last: bool,
     ) -> Iterator[tuple[int, _Work]]:  # fmt: skip
-        """Cuts texts, sorted by decreasing length, into batches and starts their computation.
+        """Starts batches of texts, sorted by decreasing length. Yields (number of texts started so far, batch).
 
-        Args:
-          positions: position of each text among all texts.
-          texts: tokens of the texts.
-          batch_size: see `run`.
-          compute: see `run`.
-          last: whether to start a last batch that is not full. If False, the texts that do not fill a batch are left.
-
-        Yields:
-          The tuple (number of texts that batches have been started for, the batch).
+        Unless `last`, the texts that do not fill a batch are left.
         """
         # A text without tokens counts as one token. Otherwise any number of such texts would never fill a batch.
         lengths = texts.lengths
@@ -354,18 +258,7 @@ class Batcher:
             first = stop
 
     def _finish(self, work: _Work, compute: Callable[[Batch], jax.Array]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Reads the result of a batch. If memory ran out, computes its texts again in smaller batches.
-
-        Args:
-          work: the batch.
-          compute: see `run`.
-
-        Yields:
-          The tuple (positions, results), as `run` does.
-
-        Raises:
-          jax.errors.JaxRuntimeError: an error other than lack of memory, or a batch of one text does not fit.
-        """
+        """Yields the result of a batch. If memory ran out, computes its texts again in smaller batches."""
         try:
             if isinstance(work.result, jax.errors.JaxRuntimeError):
                 raise work.result
@@ -412,16 +305,9 @@ class Batcher:
 
 
 def _bucket(all_buckets: Sequence[Bucket], longest: int, tokens: int) -> Bucket:
-    """Picks the shape of the next packed batch.
+    """Returns the largest shape for texts of up to `longest` tokens that the remaining `tokens` fill completely.
 
-    Args:
-      all_buckets: the shapes to choose from, ordered by capacity for each `longest`.
-      longest: number of tokens of the longest text.
-      tokens: number of tokens that are left.
-
-    Returns:
-      The largest bucket that `tokens` fill completely. The next larger bucket instead if `tokens` fill more than three
-      quarters of it, or if they fill no bucket.
+    Returns the next larger shape if `tokens` fill more than three quarters of it, or if they fill no shape.
     """
     least = min(bucket.longest for bucket in all_buckets if bucket.longest >= longest)
     fitting = [bucket for bucket in all_buckets if bucket.longest == least]
@@ -433,11 +319,7 @@ def _bucket(all_buckets: Sequence[Bucket], longest: int, tokens: int) -> Bucket:
 
 
 def packs(implementation: str | None) -> bool:
-    """Returns whether packing is the default: whether variable-length attention runs as a kernel on this device.
-
-    Args:
-      implementation: the implementation that the model's ops were asked for, or None.
-    """
+    """Returns whether packing is the default: whether variable-length attention runs as a kernel on this device."""
     return dispatch.choose("varlen_qkv_attention", implementation, {"triton": None}).name != "xla"
 
 
@@ -458,20 +340,7 @@ def is_sequence(value: Any) -> bool:
 
 
 def as_texts(op: str, name: str, texts: Any) -> list[str]:
-    """Converts a text or a sequence of texts to a list, and checks that each text is valid Unicode.
-
-    Args:
-      op: name of the public function, for error messages.
-      name: name of the argument, for error messages.
-      texts: a str or a sequence of str.
-
-    Returns:
-      The texts; `[texts]` for a single str.
-
-    Raises:
-      TypeError: `texts` is neither a str nor a sequence, or an item is not a str.
-      ValueError: a text is not valid Unicode.
-    """
+    """Converts a str or a sequence of str to a list, and checks that each text is valid Unicode."""
     if isinstance(texts, str):
         texts = [texts]
     if not is_sequence(texts):
@@ -496,16 +365,7 @@ def check_batch_size(op: str, batch_size: Any) -> int:
 
 
 def progress_bar(total: int, unit: str, show: bool | None) -> "tqdm":
-    """Creates a progress bar on stderr.
-
-    Args:
-      total: number of texts.
-      unit: name of a text.
-      show: whether to show the bar. None shows it for more than 1,000 texts if stderr is a terminal.
-
-    Returns:
-      The bar, disabled if it is not to be shown.
-    """
+    """Creates a progress bar on stderr. With `show=None`, a terminal shows it for more than 1,000 texts."""
     from tqdm import tqdm
 
     terminal = sys.stderr.isatty()

@@ -46,8 +46,7 @@ class CrossEncoder:
       max_length: maximum number of tokens of a pair, special tokens included. The longer text is truncated first.
       activation_fn: a function from float32 logits `[n, num_labels]` to scores of the same shape. None applies the
         sigmoid for a model with one label, and no activation for a model with several labels.
-      packed: whether batches are packed, without padding. None packs if variable-length attention runs as a kernel, as
-        on an NVIDIA GPU.
+      packed: whether batches are packed, as for `SentenceEncoder`.
 
     Raises:
       ValueError: `max_length` leaves no room for a token.
@@ -110,15 +109,14 @@ class CrossEncoder:
 
         Args:
           folder_or_id: a folder, or the id of a model on Hugging Face.
-          revision: for an id: a branch, tag or commit, as in `huggingface_hub.snapshot_download`.
-          cache_dir: for an id: the folder of the download cache, as in `huggingface_hub.snapshot_download`.
-          local_files_only: for an id: whether to use the download cache only, without network access.
-          max_length: maximum number of tokens of a pair. None takes `model_max_length` of the tokenizer. The limit is
-            never larger than the number of positions that the model has.
-          dtype: float32, float16 or bfloat16, the dtype of the parameters and of the computation. Scores are always
-            float32.
+          revision: see `BertModel.from_pretrained`.
+          cache_dir: see `BertModel.from_pretrained`.
+          local_files_only: see `BertModel.from_pretrained`.
+          max_length: maximum number of tokens of a pair. None takes `model_max_length` of the tokenizer. Either
+            limit is reduced to the number of positions that the model has.
+          dtype: float32, float16 or bfloat16, the dtype of parameters and computation. Scores are always float32.
           implementation: passed to every op. None picks the fastest for the device.
-          packed: whether batches are packed, see the constructor.
+          packed: whether batches are packed, as for `SentenceEncoder`.
 
         Returns:
           The encoder.
@@ -171,21 +169,17 @@ class CrossEncoder:
         apply_softmax: bool = False,
         convert_to_numpy: bool = True,
     ) -> Any:
-        """Scores pairs of texts.
-
-        Batches are formed in the same way as in `SentenceEncoder.encode`.
+        """Scores pairs of texts. Batches are formed in the same way as in `SentenceEncoder.encode`.
 
         Args:
           sentences: a sequence of pairs (text, text), or one pair.
-          batch_size: number of pairs of `max_length` tokens in a batch. A packed batch holds more pairs if they are
-            shorter.
-          show_progress_bar: whether to show progress on stderr. None shows it for more than 1,000 pairs if stderr is a
-            terminal.
+          batch_size: number of pairs of `max_length` tokens in a batch, see `SentenceEncoder.encode`.
+          show_progress_bar: see `SentenceEncoder.encode`.
           activation_fn: a function from float32 logits `[n, num_labels]` to scores of the same shape. None applies the
             encoder's own activation.
           apply_softmax: whether to apply the softmax over the labels after the activation. It has no effect for a model
             with one label.
-          convert_to_numpy: whether to return a NumPy array. If False, the result is a JAX array on the default device.
+          convert_to_numpy: see `SentenceEncoder.encode`.
 
         Returns:
           float32 `[n]` for a model with one label, float32 `[n, num_labels]` for a model with several labels, in the
@@ -243,9 +237,9 @@ class CrossEncoder:
           documents: a sequence of texts.
           top_k: number of documents to return. None returns all of them.
           return_documents: whether to return the texts too.
-          batch_size: number of pairs of `max_length` tokens in a batch, see `predict`.
-          show_progress_bar: whether to show progress on stderr, see `predict`.
-          activation_fn: a function from logits to scores, see `predict`.
+          batch_size: see `predict`.
+          show_progress_bar: see `predict`.
+          activation_fn: see `predict`.
 
         Returns:
           A list of `{"corpus_id": index in documents, "score": float}`, with the key `"text"` too if `return_documents`
@@ -253,8 +247,7 @@ class CrossEncoder:
 
         Raises:
           TypeError: `query` or a document is not a string, or `documents` is not a sequence or is a single string.
-          ValueError: the model has several labels, `top_k` or `batch_size` is not a positive integer, a text is not
-            valid Unicode, or `activation_fn` returns another shape.
+          ValueError: as for `predict`, or the model has several labels, or `top_k` is not a positive integer.
           jax.errors.JaxRuntimeError: see `predict`.
         """
         if self.model.num_labels != 1:

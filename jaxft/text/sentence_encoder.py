@@ -134,21 +134,19 @@ class SentenceEncoder:
 
         Args:
           folder_or_id: a folder, or the id of a model on Hugging Face.
-          revision: for an id: a branch, tag or commit, as in `huggingface_hub.snapshot_download`.
-          cache_dir: for an id: the folder of the download cache, as in `huggingface_hub.snapshot_download`.
-          local_files_only: for an id: whether to use the download cache only, without network access.
-          dtype: float32, float16 or bfloat16, the dtype of the parameters and of the computation. Embeddings are always
-            float32.
+          revision: see `BertModel.from_pretrained`.
+          cache_dir: see `BertModel.from_pretrained`.
+          local_files_only: see `BertModel.from_pretrained`.
+          dtype: float32, float16 or bfloat16, the dtype of parameters and computation. Embeddings are always float32.
           implementation: passed to every op. None picks the fastest for the device.
-          packed: whether batches are packed, without padding. None packs if variable-length attention runs as a
-            kernel, as on an NVIDIA GPU.
+          packed: whether batches are packed, see the constructor.
 
         Returns:
           The encoder.
 
         Raises:
-          CheckpointError: a file is missing or malformed, or asks for something that is not supported, for example
-            a Dense module; the message names the file.
+          CheckpointError: a file is missing or malformed, or asks for something that is not supported, for example a
+            Dense module; the message names the file.
           TypeError: `folder_or_id` is not a string or path.
         """
         folder = checkpoint_files.resolve(
@@ -192,7 +190,7 @@ class SentenceEncoder:
           A list with the token ids of each text, not padded. A single text gives a list of one list.
 
         Raises:
-          TypeError: `sentences` or one of its items is not a string (the item's index and type are named).
+          TypeError: see `encode`.
           ValueError: a text is not valid Unicode.
         """
         return [encoding.ids for encoding in self._encodings(batching.as_texts("encode", "sentences", sentences))]
@@ -210,14 +208,14 @@ class SentenceEncoder:
         Threads tokenise hundreds or thousands of texts at a time, ahead of the device. The texts of such a chunk are
         sorted by length.
 
-        Packed batches (the default on an NVIDIA GPU): a batch holds up to `batch_size * max_seq_length` tokens. The
-        last batches of a call may be smaller. Each batch has one of the shapes of `buckets(batch_size)`. Other texts of
-        the batch do not change the embedding of a text, except for the rounding of matmuls of another shape.
+        Packed batches (the default on an NVIDIA GPU): a batch holds up to `batch_size * max_seq_length` tokens, fewer
+        at the end of a call, and has one of the shapes of `buckets(batch_size)`. Other texts of the batch do not change
+        the embedding of a text, except for the rounding of matmuls of another shape.
 
         Padded batches: a batch holds `batch_size` texts. It is padded to the next of the lengths 16, 32, 48, 64, 96,
         128, 192, 256, ... (powers of two and 1.5 times powers of two, the largest is `max_seq_length`). The rows of the
-        last batch of a call are padded to a power of two, at most `batch_size`. For one `batch_size`, at most
-        (number of lengths) * (2 + log2(batch_size)) programs are compiled, however many calls are made.
+        last batch of a call are padded to a power of two, at most `batch_size`. For one `batch_size`, at most (number
+        of lengths) * (2 + log2(batch_size)) programs are compiled, however many calls are made.
 
         If the device runs out of memory, `batch_size` is halved for the rest of the call and for later calls, and a
         warning is logged. The texts of the batch that did not fit are computed in smaller batches.
@@ -228,13 +226,12 @@ class SentenceEncoder:
             shorter.
           show_progress_bar: whether to show progress on stderr. None shows it for more than 1,000 texts if stderr is a
             terminal.
-          normalize_embeddings: whether to scale each embedding to length 1. Checkpoints with a Normalize module always
-            do.
+          normalize_embeddings: whether to scale embeddings to length 1. Checkpoints with a Normalize module always do.
           convert_to_numpy: whether to return a NumPy array. If False, the result is a JAX array on the default device.
 
         Returns:
-          float32 `[len(sentences), D]` in the order of `sentences`, with D = `embedding_dimension`; float32 `[D]` for a
-          single text.
+          float32 `[len(sentences), embedding_dimension]` in the order of `sentences`; float32 `[embedding_dimension]`
+          for a single text.
 
         Raises:
           TypeError: `sentences` or one of its items is not a string (the item's index and type are named).

@@ -12,20 +12,7 @@ if TYPE_CHECKING:
 
 
 def load(folder: Path, do_lower_case: bool) -> "Tokenizer":
-    """Loads a tokenizer from tokenizer.json, or else from a BERT vocab.txt.
-
-    The tokenizer truncates at the side that `truncation_side` in tokenizer_config.json names, if it does.
-
-    Args:
-      folder: the checkpoint folder.
-      do_lower_case: whether to convert texts to lower case before the tokenizer's own normalizer.
-
-    Returns:
-      The tokenizer.
-
-    Raises:
-      CheckpointError: neither file exists, or a file is malformed; the message names it.
-    """
+    """Loads tokenizer.json, or else a BERT vocab.txt. `do_lower_case` comes before the tokenizer's own normalizer."""
     from tokenizers import Tokenizer, normalizers
 
     file, vocab = folder / "tokenizer.json", folder / "vocab.txt"
@@ -90,29 +77,14 @@ def _bert_tokenizer(vocab: Path) -> "Tokenizer":
 def truncating(
     tokenizer: "Tokenizer", max_length: int, *, is_pair: bool = False, owner: str, argument: str
 ) -> "Tokenizer":
-    """Copies a tokenizer; the copy does not pad, and truncates at `max_length` tokens.
-
-    Tokenizer files often contain padding and truncation settings that are left over from training.
-
-    Args:
-      tokenizer: the tokenizer. The copy truncates at the same side, by default the right side.
-      max_length: maximum number of tokens, special tokens included.
-      is_pair: whether the copy is for pairs of texts, which have more special tokens.
-      owner: name of the public class or program, for the error message.
-      argument: name of the argument that `max_length` comes from, for the error message.
-
-    Returns:
-      The copy.
-
-    Raises:
-      ValueError: `max_length` leaves no room for a token besides the special tokens.
-    """
+    """Copies a tokenizer; the copy truncates at `max_length` tokens, special tokens included, and does not pad."""
     special_tokens = tokenizer.num_special_tokens_to_add(is_pair=is_pair)
     if max_length <= special_tokens:
         raise ValueError(
             f"{owner}: {argument} must be above {special_tokens}, the number of special tokens that the tokenizer"
             f" adds, got {max_length}"
         )
+    # Files often contain padding and truncation settings that are left over from training.
     copy = type(tokenizer).from_str(tokenizer.to_str())
     copy.no_padding()
     copy.enable_truncation(max_length=max_length, direction=(tokenizer.truncation or {}).get("direction", "right"))
@@ -120,18 +92,7 @@ def truncating(
 
 
 def check_vocabulary(tokenizer: "Tokenizer", folder: Path, vocab_size: int) -> None:
-    """Checks that the model has an embedding for each token id.
-
-    Without this check, texts with a missing id would give NaN, perhaps hours into a long run.
-
-    Args:
-      tokenizer: the tokenizer.
-      folder: the checkpoint folder, for the error message.
-      vocab_size: number of embeddings that the model has.
-
-    Raises:
-      CheckpointError: the tokenizer has an id that is not below `vocab_size`.
-    """
+    """Checks that the model has an embedding for each token id. A missing one gives NaN, perhaps hours into a run."""
     largest_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if largest_id >= vocab_size:
         raise CheckpointError(
@@ -140,19 +101,7 @@ def check_vocabulary(tokenizer: "Tokenizer", folder: Path, vocab_size: int) -> N
 
 
 def max_length(file: Path, name: str) -> int | None:
-    """Reads a maximum length from a settings file.
-
-    Args:
-      file: the settings file, which need not exist.
-      name: the field.
-
-    Returns:
-      The length, at most `sys.maxsize`; files write a huge number such as 10**30 for "no limit". None if the file or
-      the field is missing or null.
-
-    Raises:
-      CheckpointError: the value is not a number of at least 1.
-    """
+    """Reads a maximum length from a settings file; None if absent. Huge ones ("no limit") become `sys.maxsize`."""
     value = read_settings(file).get(name)
     if value is None:
         return None
