@@ -1,4 +1,4 @@
-"""What the three attention functions refuse, and in which words."""
+"""Error messages of the three attention functions."""
 
 import re
 
@@ -15,7 +15,7 @@ QKV = np.ones((2, 6, 3, 4, 8), np.float32)
 HALF = jnp.ones((2, 5, 2, 8), jnp.bfloat16)
 I32 = np.int32
 
-SHARED_ERRORS = [  # for S = 6, that is, if a key has as many rows as a query
+SHARED_ERRORS = [  # the message names S = 6, as for a key with as many rows as the query
     ({"bias": np.ones((2, 4, 6, 6), I32)}, TypeError, "bias must be an array of floats, got int32"),
     ({"bias": np.ones((3, 1, 6, 6), np.float32)}, ValueError,
      "bias must broadcast to (2, 4, 6, 6), got shape (3, 1, 6, 6)"),
@@ -86,7 +86,7 @@ ERRORS = [
     ("dot_product_attention", {"key": HALF}, TypeError, "key must have the dtype of query, float32, got bfloat16"),
     ("dot_product_attention", {"value": HALF}, TypeError, "value must have the dtype of query, float32, got bfloat16"),
     ("dot_product_attention", {"query": Q[:, :, :3]}, ValueError,
-     "the heads of query must be a multiple of those of key, got 3 and 2"),
+     "the number of query heads must be a multiple of the number of key heads, got 3 and 2"),
     ("dot_product_attention", {"mask": np.ones((2, 1, 1, 6), bool)}, ValueError,
      "mask must broadcast to (2, 4, 6, 5), got shape (2, 1, 1, 6)"),
     ("dot_product_attention",
@@ -145,7 +145,7 @@ def test_errors(op, changes, error, message):
         getattr(jaxft, op)(**{**good, **changes})
 
 
-def test_the_kernel_refuses_large_heads_and_float64_and_says_so():
+def test_kernel_refuses_large_heads_and_float64_by_name():
     with pytest.raises(NotImplementedError, match="the head size is 257, the kernel takes at most 256"):
         jaxft.qkv_attention(jnp.ones((1, 2, 3, 1, 257)), implementation="triton")
     with jax.enable_x64(True):
@@ -162,7 +162,7 @@ OF_2_30 = [  # the shapes of queries and keys, or of packed sequences
 
 
 @pytest.mark.parametrize(("shapes", "count"), OF_2_30, ids=["queries", "keys", "packed"])
-def test_the_kernel_refuses_more_positions_than_2_30(shapes, count):
+def test_kernel_refuses_more_than_2_30_positions(shapes, count):
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
 
     def attend(implementation, first, *keys):
@@ -180,14 +180,14 @@ def test_the_kernel_refuses_more_positions_than_2_30(shapes, count):
             run("triton")
 
 
-def test_rows_whose_numbers_do_not_fit():
+def test_packed_rows_beyond_2_31_are_refused():
     qkv = jax.ShapeDtypeStruct((2**31, 3, 1, 8), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match=re.escape("varlen_qkv_attention: qkv must have fewer than 2^31")):
         jax.eval_shape(lambda qkv: jaxft.varlen_qkv_attention(qkv, np.array([0, 5], np.int32), max_seqlen=5), qkv)
 
 
-def test_max_seqlen_of_numpy():
-    """As of the lengths' maximum."""
+def test_max_seqlen_may_be_a_numpy_integer():
+    """The maximum of an array of lengths is a NumPy integer."""
     qkv = jnp.ones((9, 3, 2, 8))
     found = [jaxft.varlen_qkv_attention(qkv, jnp.array([0, 4, 9]), max_seqlen=longest) for longest in (5, np.int64(5))]
     np.testing.assert_array_equal(*found)

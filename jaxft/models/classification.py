@@ -141,7 +141,7 @@ class BertForSequenceClassification(_Classifier):
     `config.json`, and `save_pretrained` writes them again. If any parameter of the head is new, these fields are
     dropped.
 
-    The arguments that are not listed are those of `BertModel`. All but `remat` also apply to the head.
+    `BertModel` describes the other arguments. All but `remat` also apply to the head.
 
     Args:
       num_labels: number of logits, at most 2**20. None is the number of names in `id2label`, or 2 without `id2label`.
@@ -177,8 +177,8 @@ class BertForSequenceClassification(_Classifier):
     ) -> Array:
         """Computes the logits.
 
-        Arguments and errors are those of `BertModel.__call__`, without `output_hidden_states`. The logits of a packed
-        sequence without tokens have no meaning.
+        Takes the arguments of `BertModel.__call__` except `output_hidden_states`, and raises the same errors. The
+        logits of a packed sequence without tokens have no meaning.
 
         Returns:
           `[B, num_labels]` in the model's `dtype`.
@@ -207,7 +207,7 @@ class BertForSequenceClassification(_Classifier):
         """Computes the cross-entropy of the labels of the sequences. The logits are float32 in every `dtype`.
 
         The argument `labels` holds integers `[B]`: the number of each sequence's label, or -100 for a sequence without
-        a label. A packed sequence without tokens should have no label. The other arguments are those of `__call__`.
+        a label. A packed sequence without tokens should have no label. `__call__` describes the other arguments.
 
         Returns:
           The tuple (total, labelled) with the property `mean`, as for `BertForMaskedLM.loss`.
@@ -299,7 +299,7 @@ class BertForTokenClassification(_Classifier):
     ) -> Array:
         """Computes the logits.
 
-        Arguments and errors are those of `BertModel.__call__`, without `output_hidden_states`.
+        Takes the arguments of `BertModel.__call__` except `output_hidden_states`, and raises the same errors.
 
         Returns:
           `[B, T, num_labels]`, or `[M, num_labels]` for packed sequences, in the model's `dtype`. The logits of masked
@@ -330,7 +330,7 @@ class BertForTokenClassification(_Classifier):
 
         The argument `labels` holds integers of the shape of `input_ids`: the number of each token's label, or -100 for
         a token without a label, such as padding and all but the first token of a word. Rows that belong to no packed
-        sequence have no label. The other arguments are those of `__call__`.
+        sequence have no label. `__call__` describes the other arguments.
 
         Returns:
           The tuple (total, labelled) with the property `mean`, as for `BertForMaskedLM.loss`.

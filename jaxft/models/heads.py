@@ -70,7 +70,7 @@ class EncoderWithHead(nnx.Module):
         the checkpoint, and so do the layers of the head that the checkpoint has. The checkpoint of an encoder alone or
         of a model for another task has at most the pooler. Tensors of other heads are not read.
 
-        The arguments up to `remat` are those of `BertModel.from_pretrained`. The others are:
+        `BertModel.from_pretrained` describes the arguments up to `remat`. The others are:
 
         - `rngs`: random numbers for the layers of the head that the checkpoint lacks or has for another number of
           labels. These layers are initialised as in a new model; the log "jaxft" lists them at level INFO. All other

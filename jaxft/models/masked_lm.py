@@ -53,8 +53,8 @@ class BertForMaskedLM(EncoderWithHead):
     With dropout (after `model.train()`), the step also takes an `nnx.Rngs`. Draw a key before the function whose
     gradient is taken, `key = rngs.dropout()`, and pass `rngs=key` to `loss`.
 
-    Arguments and errors are those of `BertModel`, without `add_pooling_layer`. All arguments but `remat` also apply to
-    the head. XLA computes the matmul with the word embeddings under every `implementation`.
+    Takes the arguments of `BertModel` except `add_pooling_layer`, and raises the same errors. All
+    arguments but `remat` also apply to the head. XLA computes the matmul with the word embeddings under every `implementation`.
 
     Attributes:
       bert: the `BertModel`, without a pooler.
@@ -80,7 +80,7 @@ class BertForMaskedLM(EncoderWithHead):
     ) -> Array:
         """Computes the logits of all tokens. For training, `loss` needs far less time and memory.
 
-        Arguments and errors are those of `BertModel.__call__`, without `output_hidden_states`.
+        Takes the arguments of `BertModel.__call__` except `output_hidden_states`, and raises the same errors.
 
         Returns:
           `[B, T, V]`, or `[M, V]` for packed sequences, in the model's `dtype`.
@@ -110,7 +110,7 @@ class BertForMaskedLM(EncoderWithHead):
 
         The argument `labels` holds integers of the shape of `input_ids`: the ids of the tokens that were masked, and
         -100 elsewhere. In packed sequences, rows that belong to no sequence have no label, whatever `labels` holds
-        there. The other arguments are those of `__call__`. Errors are those of `__call__` and
+        there. `__call__` describes the other arguments. Raises the errors of `__call__` and
         `jaxft.linear_cross_entropy`.
 
         Returns:

@@ -100,7 +100,8 @@ def dot_product_attention(
     checks.check_shape(op, "value", value, key.shape)
     if key.shape[-2] == 0 or query.shape[-2] % key.shape[-2]:
         raise ValueError(
-            f"{op}: the heads of query must be a multiple of those of key, got {query.shape[-2]} and {key.shape[-2]}"
+            f"{op}: the number of query heads must be a multiple of the number of key heads, got {query.shape[-2]} and"
+            f" {key.shape[-2]}"
         )
     inputs = Inputs(query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths, query_segment_ids,
                      key_value_segment_ids, dropout_rng)  # fmt: skip
