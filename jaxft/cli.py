@@ -189,7 +189,7 @@ def _run_info(args: argparse.Namespace) -> None:
 
     configs = tuning_table.sources(device["device"]) if device["platform"] == "cuda" else []
     size, dtype = "32x128", "bfloat16" if device["platform"] == "cuda" else "float32"
-    rows = [("op", "forward", "backward", "why not another")]
+    rows: list[tuple[str, ...]] = [("op", "forward", "backward", "why not another")]
     for name, plan in samples.plan_table(size, dtype).items():
         passes = (plans.describe(plan, direction, with_config=False) for direction in ("forward", "backward"))
         rows.append((name, *passes, plan.why))

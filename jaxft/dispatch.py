@@ -191,7 +191,7 @@ def _fastest(op: str, reasons: Mapping[str, str | None]) -> tuple[str, str]:
         return "xla", "the only implementation"
     if machine.platform != "cuda":
         return "xla", f"kernels need an NVIDIA GPU, this is {machine.kind}"
-    rejected = []
+    rejected: list[str] = []
     for name, reason in reasons.items():
         reason = reason or _machine_reason(name, machine)
         if reason is None and name != "xla":

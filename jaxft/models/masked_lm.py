@@ -54,7 +54,8 @@ class BertForMaskedLM(EncoderWithHead):
     gradient is taken, `key = rngs.dropout()`, and pass `rngs=key` to `loss`.
 
     Takes the arguments of `BertModel` except `add_pooling_layer`, and raises the same errors. All
-    arguments but `remat` also apply to the head. XLA computes the matmul with the word embeddings under every `implementation`.
+    arguments but `remat` also apply to the head. XLA computes the matmul with the
+    word embeddings under every `implementation`.
 
     Attributes:
       bert: the `BertModel`, without a pooler.

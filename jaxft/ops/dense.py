@@ -115,10 +115,13 @@ def plan_of(
     sizes = rows, _, width = x.shape[0], x.shape[1], kernel.shape[1]
     itemsize, kernel_precision, device = x.dtype.itemsize, dispatch.matmul_precision(precision), dispatch.device()
     plan = functools.partial(Plan, activation=activation, precision=precision, kernel_precision=kernel_precision)
-    reason = triton.unsupported(x=x, bias=bias)
+    reason = triton.unsupported(x=x, kernel=kernel, bias=bias, residual=residual)
     # Mosaic GPU takes none of the dtypes, shardings and symbolic shapes that Triton refuses.
-    reasons = {"mosaic_gpu": reason or support.dense_unsupported(x, kernel, bias, residual, kernel_precision)}
-    choice = dispatch.choose(op, implementation, reasons | {"triton": reason})
+    reasons = {"triton": reason}
+    if reason is None or implementation is not None:
+        mosaic_reason = reason or support.dense_unsupported(x, kernel, bias, residual, kernel_precision)
+        reasons = {"mosaic_gpu": mosaic_reason} | reasons
+    choice = dispatch.choose(op, implementation, reasons)
     if choice.name == "xla" or 0 in sizes:
         return plan(plain=True, why=choice.why)
 

@@ -101,7 +101,7 @@ def feed_forward_residual_layer_norm(
     )
     checks.check_activation(op, activation)
     precision = checks.check_precision(op, precision, x.dtype)
-    options = {
+    options: dict[str, Any] = {
         "epsilon": checks.check_number(op, "epsilon", epsilon, positive=True),
         "dropout_rate": checks.check_dropout(op, dropout_rate, dropout_rng),
         "precision": precision,
@@ -138,23 +138,20 @@ def plan_of(
         dispatch.choose(op, implementation, {"triton": reason, "mosaic_gpu": reason})
     others = None if implementation == "mosaic_gpu" else implementation
     first = dense.plan_of(op, x, in_kernel, in_bias, None, activation, precision, implementation)
-    norm = {"epsilon": epsilon, "dropout_rate": dropout_rate, "implementation": others}
+    h: Any = jax.eval_shape(jnp.matmul, x, in_kernel)  # with the sharding that the array between the layers has
+    norm: dict[str, Any] = {"epsilon": epsilon, "dropout_rate": dropout_rate, "implementation": others}
     if first.forward.backend != "mosaic_gpu" or itemsize > 2:  # kernels store no derivatives in float32
-        h = jax.ShapeDtypeStruct((rows, inner), x.dtype, sharding=jax.typeof(x).sharding)
-        second = dense_layer_norm.plan_of(
-            op, h, out_kernel, x, out_bias, gamma, beta, **norm, precision=precision
-        )  # fmt: skip
+        second = dense_layer_norm.plan_of(op, h, out_kernel, x, out_bias, gamma, beta, **norm, precision=precision)
         ops = Pass("ops", (first, second))
         return Plan(forward=ops, backward=ops, why=first.why, precision=precision)
-    h = jax.ShapeDtypeStruct((rows, inner), x.dtype)
-    second = dense.plan_of(op, h, out_kernel, None, None, None, precision, None)
+    middle = dense.plan_of(op, h, out_kernel, None, None, None, precision, None)
     last = layer_norm.plan_of(op, x, out_bias, x, gamma, beta, **norm, in_place=True)
     saving, backward = tuning.dense_mosaic_derivatives(
         first.forward.config, rows, width, inner, itemsize, support.derivative_dtype(x.dtype).itemsize, device
     )
     return Plan(
-        forward=Pass("ops", (first, second, last)),
-        saving=Pass("ops", (dataclasses.replace(first, saving=Pass("mosaic_gpu", saving)), second, last)),
+        forward=Pass("ops", (first, middle, last)),
+        saving=Pass("ops", (dataclasses.replace(first, saving=Pass("mosaic_gpu", saving)), middle, last)),
         backward=Pass("mosaic_gpu", backward), why=first.why, precision=precision,
     )  # fmt: skip
 

@@ -165,7 +165,9 @@ def plan_of(
 ) -> Plan:  # fmt: skip
     """Chooses backend and configurations for arrays of these shapes and dtypes."""
     plan = functools.partial(Plan, epsilon=epsilon, dropout_rate=dropout_rate, return_sum=return_sum, in_place=in_place)
-    choice = dispatch.choose(op, implementation, {"triton": triton.unsupported(x, bias=bias, gamma=gamma, beta=beta)})
+    choice = dispatch.choose(
+        op, implementation, {"triton": triton.unsupported(x, bias=bias, residual=residual, gamma=gamma, beta=beta)}
+    )
     if choice.name == "xla" or x.size == 0:
         return plan(why=choice.why)
     sizes = math.prod(x.shape[:-1]), x.shape[-1], x.dtype.itemsize, dispatch.device()

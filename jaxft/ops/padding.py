@@ -89,7 +89,8 @@ def remove_padding(x: Array, mask: Array, *, capacity: int, implementation: str 
         tokens = np.count_nonzero(given)
         if tokens > capacity:
             raise ValueError(f"{op}: mask must have at most as many tokens as capacity, {capacity}, got {tokens}")
-    plan = _plan(op, x.reshape(mask.size, *x.shape[2:]), capacity, *mask.shape, implementation)
+    batch, length = mask.shape
+    plan = _plan(op, x.reshape(mask.size, *x.shape[2:]), capacity, batch, length, implementation)
     plans.record(op, (x, mask), plan)
     return PackedTokens(*_remove(*transforms.vary_alike(x, mask), capacity, plan))
 
@@ -144,7 +145,7 @@ class Plan(plans.Plan):
     length: int
 
 
-def _plan(op, x, places, batch, length, implementation) -> Plan:
+def _plan(op, x, places, batch, length, implementation):
     """Chooses the backend for `x`, `[rows, ...]`, whose rows move to `places` rows."""
     reason = triton.unsupported(x, places)
     # With few bytes per row, as of ids, XLA's gather is as fast: this choice is not logged as a fallback.

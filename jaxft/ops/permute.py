@@ -223,7 +223,7 @@ class SplitPlan(plans.Plan):
     has_bias: bool
 
 
-def _split_plan(op, qkv, bias, num_heads, implementation) -> SplitPlan:
+def _split_plan(op, qkv, bias, num_heads, implementation):
     options = {"num_heads": num_heads, "has_bias": bias is not None}
     choice = dispatch.choose(op, implementation, {"triton": triton.split_unsupported(qkv, bias)})
     if choice.name == "xla" or qkv.size == 0:

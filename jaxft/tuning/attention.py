@@ -1,7 +1,7 @@
 """Attention: default configurations of the kernels, the candidates of `autotune`, and the choice of other backends.
 
-`batch_heads` is the number of sequences times the number of heads. For packed sequences, a length is the length
-of the longest sequence, and `average` is the average length. Packed sequences have keys of their own, for which the shipped
+`batch_heads` is the number of sequences times the number of heads. For packed sequences, a length is the length of the
+longest sequence, and `average` is the average length. Packed sequences have keys of their own, for which the shipped
 tables have no entries. `more` says that there is a bias, a mask or dropout, or that float32 matmuls are not TF32: the
 kernel then takes more shared memory.
 """

@@ -194,7 +194,7 @@ def text(traced: Any) -> str:
 
 
 def _matters(fn: Function, args: Any, taken: Mapping[Entry, Any], entry: Entry, config: Any) -> bool:
-    """Returns whether `fn` launches a kernel with this configuration. Ops look up those of gradients in any case."""
+    """Returns whether `fn` launches a kernel with this configuration. Ops look up gradients' configurations, too."""
     if isinstance(config, DenseChoice):
         return True
     if isinstance(config, MosaicDenseConfig):
@@ -256,7 +256,7 @@ def _is_coarse(jaxpr: Any) -> bool:
 
 
 def _alike(entry: Entry, programs: Sequence[Program], args: Any, unit: float) -> list[Program]:
-    """Returns the programs whose results equal those of the first, apart from rounding."""
+    """Returns the programs whose results equal the results of the first, apart from rounding."""
     wanted, alike = programs[0].call(*args), [programs[0]]
     for program in programs[1:]:
         try:
