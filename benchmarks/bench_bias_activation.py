@@ -1,7 +1,7 @@
-"""bias_activation, both forms of GELU: microseconds, and the share of a same-bytes copy in the same run.
+"""bias_activation with both forms of GELU: microseconds, beside a copy that moves the same bytes.
 
-"backward" is what the gradient adds to a training step: from dy, x and the bias to the gradients of x and the bias, the
-reduction of the latter included.
+"backward" is what the gradient adds to a training step. It computes the gradients of x and the bias from dy, x and the
+bias, with the reduction over rows.
 """
 
 import functools
@@ -11,29 +11,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import shapes
 import timing
 from jaxft import reference
 from jaxft.ops.bias_activation import bias_activation
 
-SHAPES = [(128, 3072), (1024, 3072), (4096, 3072), (16384, 4096)]  # rows, width
-DTYPES = ("bfloat16", "float32")
-
 
 def nbytes(direction: str, rows: int, width: int, itemsize: int) -> int:
-    """x (and dy) are read, the result (or dx) is written; the bias is read once, and its gradient written."""
+    """Returns the bytes of one call: x (and dy) are read, the result (or dx) is written; the bias is read once."""
     arrays, vectors = (2, 1) if direction == "forward" else (3, 2)
     return (arrays * rows * width + vectors * width) * itemsize
 
 
 def inputs(rows: int, width: int, dtype: str, seed: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dy, x and the bias."""
+    """Makes dy, x and the bias."""
     keys = jax.random.split(jax.random.key(seed), 3)
-    shapes = [(rows, width), (rows, width), (width,)]
-    return tuple(jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))  # type: ignore
+    sizes = [(rows, width), (rows, width), (width,)]
+    return tuple(jax.random.normal(key, size, dtype) for key, size in zip(keys, sizes, strict=True))  # type: ignore
 
 
 def directed(op: Callable[..., jax.Array], direction: str) -> Callable[..., Any]:
-    """A function of dy, x and bias: the result of `op`, or the gradients of x and bias."""
+    """Returns a function of dy, x and bias: the result of `op`, or the gradients of x and bias."""
 
     def run(dy: jax.Array, x: jax.Array, bias: jax.Array) -> Any:
         return op(x, bias) if direction == "forward" else jax.vjp(op, x, bias)[1](dy)
@@ -45,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = timing.arguments(__doc__).parse_args(argv)
     results = []
     for direction in ("forward", "backward"):
-        for rows, width in SHAPES[:2] if args.quick else SHAPES:
-            for dtype in DTYPES:
+        for rows, width in shapes.BIAS_ACTIVATION[:2] if args.quick else shapes.BIAS_ACTIVATION:
+            for dtype in shapes.DTYPES:
                 moved = nbytes(direction, rows, width, jnp.dtype(dtype).itemsize)
                 sets = [inputs(rows, width, dtype, seed) for seed in range(timing.rotation(moved))]
                 for form in ("gelu", "gelu_tanh"):

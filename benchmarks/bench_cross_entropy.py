@@ -1,7 +1,7 @@
 """linear_cross_entropy, the mean loss and the gradients of all arrays, beside plain XLA with all logits in memory.
 
-The peers are written the way a good JAX user would, by optax, with logits in float32 as they come from the product, and
-in the dtype of the arrays, turned to float32 for the loss.
+The peers use optax, as a good JAX user would. One has the logits in float32, as they come from the matmul. The other
+has them in the dtype of the arrays and converts them to float32 for the loss.
 """
 
 import argparse
@@ -14,39 +14,40 @@ import jax.numpy as jnp
 import optax
 
 import jaxft
+import shapes
 import timing
 from bench_train import temporary_mib
 from jaxft.training import COMPILER_OPTIONS
 
-SHAPES = [(rows, 768, 30522) for rows in (4096, 16384)]  # rows, width, classes; of BERT-base
-SHARES = (1.0, 0.15)  # of the rows have a label; masked language modelling has some 15 %
 DTYPE = "bfloat16"
 IGNORED = -100
 
 
 def flops(labelled: int, width: int, classes: int) -> int:
-    """The product, and two more for the gradients of hidden and embedding; what is done for other rows is no work."""
+    """Returns the FLOP of the matmul and of two more for the gradients. Only rows with a label count."""
     return 3 * 2 * labelled * width * classes
 
 
 def inputs(rows: int, width: int, classes: int) -> list[jax.Array]:
-    """hidden, embedding and bias."""
+    """Makes hidden, embedding and bias."""
     keys, shapes = jax.random.split(jax.random.key(0), 3), [(rows, width), (classes, width), (classes,)]
     hidden, *others = (jax.random.normal(key, shape, DTYPE) for key, shape in zip(keys, shapes, strict=True))
     return [hidden, *(0.03 * x for x in others)]
 
 
 def random_labels(rows: int, classes: int, labelled: int) -> jax.Array:
+    """Makes labels for `labelled` of the rows."""
     labels = jax.random.randint(jax.random.key(1), (rows,), 0, classes)
     return jnp.where(jax.random.permutation(jax.random.key(2), rows) < labelled, labels, IGNORED)
 
 
 def ours(hidden: jax.Array, embedding: jax.Array, bias: jax.Array, labels: jax.Array) -> jax.Array:
+    """Computes jaxft's loss."""
     return jaxft.linear_cross_entropy(hidden, embedding, labels, bias, ignore_index=IGNORED).mean
 
 
 def plain(hidden: jax.Array, embedding: jax.Array, bias: jax.Array, labels: jax.Array, *, dtype: str) -> jax.Array:
-    """With logits of that dtype."""
+    """Computes optax' loss with logits of that dtype."""
     logits = jnp.einsum("nd,vd->nv", hidden, embedding, preferred_element_type=dtype) + bias.astype(dtype)
     labelled = labels != IGNORED
     losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), jnp.where(labelled, labels, 0))
@@ -54,6 +55,7 @@ def plain(hidden: jax.Array, embedding: jax.Array, bias: jax.Array, labels: jax.
 
 
 def run(shape: tuple[int, int, int], args: argparse.Namespace) -> list[timing.Row]:
+    """Checks and times one shape."""
     rows, width, classes = shape
     arrays = inputs(*shape)
     wide = [x.astype(jnp.float32) for x in arrays]
@@ -67,11 +69,11 @@ def run(shape: tuple[int, int, int], args: argparse.Namespace) -> list[timing.Ro
             yield step.lower(*arrays, labels), None
         with jax.default_matmul_precision("highest"):
             program = in_float32.lower(*wide, labels)
-        yield program, COMPILER_OPTIONS  # it is not timed, and so not searched for the fastest Triton products
+        yield program, COMPILER_OPTIONS  # not timed, so XLA need not search its matmuls
 
     *programs, exact = timing.compile_all(lowered())
     results = []
-    for share in SHARES:
+    for share in shapes.CROSS_ENTROPY_LABELLED:
         labelled = round(share * rows)
         labels = random_labels(rows, classes, labelled)
         variants: dict[str, timing.Variant] = {
@@ -81,7 +83,7 @@ def run(shape: tuple[int, int, int], args: argparse.Namespace) -> list[timing.Ro
         found = [jax.tree.leaves(program(*arrays, labels)) for program in programs[:2]]
         found.append(jax.tree.leaves(exact(*wide, labels)))
         for name, got, *others in zip(("loss", "hidden", "embedding", "bias"), *found, strict=True):
-            # The loss as well in the dtype of the arrays: of sums in float32, one may err less than another by chance.
+            # The loss is compared in the dtype of the arrays: of two float32 sums, one may be closer by chance.
             timing.check(f"{op} {shape}, {name}", got.astype(DTYPE), *others)
         key: dict[str, Any] = {"op": op, "direction": "value and gradient", "shape": shape, "dtype": DTYPE}
         mib = {name: round(temporary_mib(variant)) for name, variant in variants.items()}
@@ -97,7 +99,7 @@ def run(shape: tuple[int, int, int], args: argparse.Namespace) -> list[timing.Ro
 def main(argv: Sequence[str] | None = None) -> None:
     args = timing.arguments(__doc__).parse_args(argv)
     results: list[timing.Row] = []
-    for shape in SHAPES[:1] if args.quick else SHAPES:
+    for shape in shapes.CROSS_ENTROPY[:1] if args.quick else shapes.CROSS_ENTROPY:
         results += run(shape, args)
     timing.print_tables(results)
 

@@ -1,6 +1,6 @@
-"""dense with a bias, GELU and a residual or without, forward and backward, and dense_residual_layer_norm, forward.
+"""dense with a bias, with and without GELU and a residual, forward and backward; dense_residual_layer_norm, forward.
 
-Of few rows in float32 (TF32) as well; of many, dense's implementations by name beside the one it takes by itself.
+Few rows are timed in float32 (TF32) too. For many rows, implementations by name are timed beside the default.
 """
 
 import functools
@@ -9,38 +9,30 @@ from typing import Any
 
 import jax
 
+import shapes
 import timing
 from jaxft import reference
 from jaxft.ops.dense import dense
 from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
 
-SIZES = [(768, 2304), (768, 768), (768, 3072), (3072, 768)]  # depth, width; of BERT-base
-SIZES_LARGE = [(1024, 3072), (1024, 1024), (1024, 4096), (4096, 1024)]  # of BERT-large
-SHAPES = [(rows, *sizes) for rows in (16, 32, 64, 128, 256, 512, 1024) for sizes in SIZES]
-LARGE = [(rows, *sizes) for rows in (4096, 16384) for sizes in SIZES]
-LARGE += [(16384, *sizes) for sizes in SIZES_LARGE]
-LARGE += [(rows, 768, 3072) for rows in (2047, 16383)]  # of no multiple of 8, which Mosaic GPU is not for
-# (op, shape) to be timed by these implementations' names too. What "xla" does is what the peer does.
-NAMED = [("dense", (rows, 3072, 768)) for rows in (4096, 16384)]
-NAMED += [(f"dense with {gelu} GELU", (rows, 768, 3072)) for rows in (4096, 16384) for gelu in ("erf", "tanh")]
-IMPLEMENTATIONS = ("triton", "mosaic_gpu")
-Functions = dict[str, Callable[..., Any]]  # jaxft's, plain jnp's, and perhaps jaxft's by implementation
+IMPLEMENTATIONS = ("triton", "mosaic_gpu")  # "xla" does what the peer does
+Functions = dict[str, Callable[..., Any]]  # jaxft's, plain jnp's, and for some shapes jaxft's by implementation
 
 
 def flops(direction: str, rows: int, depth: int, width: int) -> int:
-    """The products only: one, and two more for the gradients of x and kernel."""
+    """Returns the FLOP of the matmuls: one forward, and two more for the gradients of x and kernel."""
     return 2 * rows * depth * width * (1 if direction == "forward" else 3)
 
 
 def inputs(rows: int, depth: int, width: int, dtype: str, seed: int) -> tuple[jax.Array, ...]:
-    """x, kernel, bias, residual (or the gradient of the result), gamma and beta."""
+    """Makes x, kernel, bias, residual (or the gradient of the result), gamma and beta."""
     keys = jax.random.split(jax.random.key(seed), 6)
-    shapes = [(rows, depth), (depth, width), (width,), (rows, width), (width,), (width,)]
-    return tuple(jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))
+    sizes = [(rows, depth), (depth, width), (width,), (rows, width), (width,), (width,)]
+    return tuple(jax.random.normal(key, size, dtype) for key, size in zip(keys, sizes, strict=True))
 
 
 def usable(f: Callable[..., Any], arrays: Sequence[jax.Array]) -> bool:
-    """Whether the implementation that `f` names is there on this device."""
+    """Returns whether this device has the implementation that `f` names."""
     try:
         jax.eval_shape(f, *arrays)
     except NotImplementedError:
@@ -49,7 +41,7 @@ def usable(f: Callable[..., Any], arrays: Sequence[jax.Array]) -> bool:
 
 
 def cases(rows: int, depth: int, width: int) -> Iterator[tuple[str, str, Functions]]:
-    """(op, direction, functions of `inputs`) that have a use at this shape in a BERT."""
+    """Yields (op, direction, functions of `inputs`) for what a BERT may do with this shape."""
 
     def forward(f: Callable[..., Any], activation: str | None) -> Callable[..., Any]:
         return lambda x, kernel, bias, *_: f(x, kernel, bias, activation=activation)
@@ -62,15 +54,15 @@ def cases(rows: int, depth: int, width: int) -> Iterator[tuple[str, str, Functio
         return run
 
     activations = {"dense": None, "dense with erf GELU": "gelu"}
-    activations |= {"dense with tanh GELU": "gelu_tanh"} if width == 4 * depth else {}
+    activations |= {"dense with tanh GELU": "gelu_tanh"} if shapes.is_ffn_input(depth, width) else {}
     for op, activation in activations.items():
         ops: Functions = {"jaxft": dense, "xla": reference.dense}
-        if (op, (rows, depth, width)) in NAMED:
+        if (op, (rows, depth, width)) in shapes.DENSE_NAMED:
             ops |= {f"jaxft, {name}": functools.partial(dense, implementation=name) for name in IMPLEMENTATIONS}
         yield op, "forward", {name: forward(f, activation) for name, f in ops.items()}
-        if activation and width == 4 * depth:
+        if activation and shapes.is_ffn_input(depth, width):
             yield op, "forward+backward", {name: backward(ops[name], activation) for name in ("jaxft", "xla")}
-    if width <= depth or width == 4 * depth:
+    if width <= depth or shapes.is_ffn_input(depth, width):
 
         def with_residual(f: Callable[..., Any]) -> Callable[..., Any]:
             activation = "gelu" if width > depth else None
@@ -90,9 +82,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     results: list[timing.Row] = []
-    shapes = SHAPES[:4] if args.quick else SHAPES
-    measured = [(shape, dtype) for dtype in ("bfloat16", "float32") for shape in shapes]
-    for shape, dtype in measured + [(shape, "bfloat16") for shape in LARGE if not args.quick]:
+    chosen_shapes = shapes.DENSE[:4] if args.quick else shapes.DENSE
+    for shape, dtype in [(sizes, dtype) for sizes in chosen_shapes for dtype in shapes.dense_dtypes(*sizes)]:
         size = "x".join(map(str, shape))
         chosen = [case for case in cases(*shape) if args.only in f"{case[0]} {case[1]} {size} {dtype}"]
         if not chosen:

@@ -1,15 +1,15 @@
-"""Text to embeddings, tokeniser and all: `SentenceEncoder.encode` on the docstrings of Python's standard library.
+"""`SentenceEncoder.encode` on the docstrings of Python's standard library: text in, embeddings out.
 
-Some times over, in random order. Beside it the same with padding, and with padding in the given order, as loops without
-sorting have it. `device_only_us` is the wall time of the first one's batches, cut beforehand and on the device. And one
-text a call, as a search has its queries.
+The docstrings come several times over, in random order. "jaxft, padded" pads its batches, and "jaxft, padded, not
+sorted" pads batches of texts in the given order, as loops without sorting do. `device_only_us` is the wall time of the
+first variant's batches when they are on the device already. A second case encodes one text per call, as a search does
+with its queries.
 """
 
 import ast
 import functools
 import random
 import sysconfig
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,6 +24,7 @@ from jaxft.models.bert import BertConfig, BertModel
 from jaxft.text import batching
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.sentence_encoder import SentenceEncoder
+from jaxft.tuning import profiler
 
 CONFIGS = {
     "BERT-base": BertConfig(),
@@ -33,18 +34,18 @@ DTYPE = "bfloat16"
 LIMIT = 512
 BATCH_SIZE = 32
 REPEATS = 4
-Ways = dict[tuple[str, str], Callable[[], Any]]  # (implementation, metric): what is timed
+Ways = dict[tuple[str, str], Callable[[], Any]]  # (implementation, metric) -> what is timed
 QUERY = "How many people live in the largest city of the country, and since when?"
 
 
 def docstrings() -> list[str]:
-    """Those of the modules, classes and functions of the standard library, without its tests."""
+    """Returns the docstrings of modules, classes and functions of the standard library, without its tests."""
     found = []
     library = Path(sysconfig.get_paths()["stdlib"])
     for file in sorted(library.rglob("*.py")):
         if {"site-packages", "test", "tests"} & {*file.relative_to(library).parts}:
             continue
-        with warnings.catch_warnings(action="ignore"):  # of escapes in others' strings
+        with warnings.catch_warnings(action="ignore"):  # invalid escapes in others' strings
             tree = ast.parse(file.read_bytes())
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -53,13 +54,12 @@ def docstrings() -> list[str]:
 
 
 def wall_us(f: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    f()
-    return (time.perf_counter() - start) * 1e6
+    """Returns the wall time of one call, in microseconds."""
+    return profiler.queued_us(f, 1)
 
 
 def in_given_order(encoder: SentenceEncoder, texts: Sequence[str]) -> np.ndarray:
-    """Padded batches of texts as they come, several in flight as in `encode`."""
+    """Encodes padded batches of texts in the given order, several in flight as in `encode`."""
     arrays, rebuild = encoder._bundled(encoder.model)
     found = []
     for first in range(0, len(texts), BATCH_SIZE):
@@ -69,7 +69,7 @@ def in_given_order(encoder: SentenceEncoder, texts: Sequence[str]) -> np.ndarray
 
 
 def cut(encoder: SentenceEncoder, texts: Sequence[str]) -> Iterator[batching.Batch]:
-    """The batches of `encode`."""
+    """Yields the batches of `encode`."""
     seen: list[batching.Batch] = []
 
     def keep(batch: batching.Batch) -> Any:
@@ -83,6 +83,7 @@ def cut(encoder: SentenceEncoder, texts: Sequence[str]) -> Iterator[batching.Bat
 
 
 def check(model: str, packed: SentenceEncoder, padded: SentenceEncoder, texts: str | list[str]) -> None:
+    """Exits if packed and padded embeddings differ."""
     expected = padded.encode(texts, batch_size=BATCH_SIZE)
     error, scale = np.abs(packed.encode(texts, batch_size=BATCH_SIZE) - expected).max(), np.abs(expected).max()
     if not error < 0.02 * scale:  # a few roundings of bfloat16; tests compare float32
@@ -90,15 +91,13 @@ def check(model: str, packed: SentenceEncoder, padded: SentenceEncoder, texts: s
 
 
 def samples(ways: Ways, repeats: int) -> dict[tuple[str, str], list[float]]:
-    """Wall times of each, in turns."""
-    found: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
-    for _ in range(repeats):
-        for way, f in ways.items():
-            found[way].append(wall_us(f))
-    return found
+    """Returns wall times of each way, which take turns."""
+    times = profiler.turns([*ways], repeats, lambda way: wall_us(ways[way]))
+    return {way: column.tolist() for way, column in zip(ways, times.T, strict=True)}
 
 
 def run_one(model: str, packed: SentenceEncoder, padded: SentenceEncoder, args: Any) -> list[timing.Row]:
+    """Checks and times one text per call."""
     check(model, packed, padded, QUERY)
     ways: Ways = {
         ("jaxft", "wall_us"): lambda: packed.encode(QUERY),
@@ -111,6 +110,7 @@ def run_one(model: str, packed: SentenceEncoder, padded: SentenceEncoder, args: 
 
 
 def run(model: str, file: Path, texts: list[str], args: Any) -> list[timing.Row]:
+    """Checks and times one model."""
     bert = BertModel(CONFIGS[model], dtype=DTYPE, param_dtype=DTYPE, rngs=nnx.Rngs(0))
     tokenizer = tokenizer_files.load(file.parent, do_lower_case=False)
     make = functools.partial(SentenceEncoder, bert, tokenizer, max_seq_length=LIMIT)

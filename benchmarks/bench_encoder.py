@@ -1,12 +1,11 @@
 """Whole BERT encoders, forward: jaxft beside plain XLA and XLA with cuDNN attention, the same random weights for all.
 
-The peers are written the way a good JAX user would: `jax.nn.dot_product_attention`, `jax.nn.gelu`, a LayerNorm in
-float32, and one jit around everything. Each runs in two forms, with q, k and v from one matrix product and from three.
+The peers are written as a good JAX user would: `jax.nn.dot_product_attention`, `jax.nn.gelu`, a LayerNorm in float32,
+and one jit around everything. Each runs in two forms, with q, k and v from one matmul and from three.
 """
 
 import argparse
 import collections
-import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 import jaxft
+import shapes
 import timing
 from jaxft.comparison import Attention, plain_encoder
 from jaxft.models.bert import BertConfig, BertModel
@@ -26,55 +26,6 @@ from jaxft.training import COMPILER_OPTIONS
 Params = list[dict[str, jax.Array]]  # one dict per layer, named as in jaxft.models.bert
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    model: str
-    batch: int
-    length: int
-    dtype: str = "bfloat16"
-    valid: int | None = None  # tokens that are not padding; None: all
-
-    def op(self, gelu: str) -> str:
-        padding = "" if self.valid is None else f", {self.valid} valid tokens"
-        return f"encoder {self.model} {GELUS[gelu]} GELU{padding}"
-
-    def lengths(self) -> jax.Array | None:
-        """Random lengths of the sequences that add up to the valid tokens."""
-        if self.valid is None:
-            return None
-        share = np.random.default_rng(0).dirichlet(np.full(self.batch, 2.0)) * (self.valid - self.batch)
-        lengths = np.minimum(1 + share.astype(int), self.length)
-        while lengths.sum() < self.valid:
-            lengths[np.flatnonzero(lengths < self.length)[: self.valid - lengths.sum()]] += 1
-        return jnp.asarray(lengths, jnp.int32)
-
-    def keep(self, lengths: jax.Array) -> jax.Array:
-        """bool [B, T]: which tokens are valid."""
-        return jnp.arange(self.length) < lengths[:, None]
-
-    def label(self, gelu: str) -> str:
-        return f"{self.op(gelu)} {self.batch}x{self.length} {self.dtype}"
-
-
-GELUS = {"gelu": "erf", "gelu_new": "tanh"}  # Hugging Face's name: which form that is
-# layers, width, heads, feed-forward width
-MODELS = {"BERT-base": (12, 768, 12, 3072), "BERT-large": (24, 1024, 16, 4096)}
-BFLOAT16 = [
-    Case("BERT-base", 1, 128),
-    Case("BERT-base", 8, 128),
-    Case("BERT-base", 32, 128),
-    Case("BERT-base", 128, 128),
-    Case("BERT-base", 32, 512),
-    Case("BERT-base", 32, 512, valid=9394),
-    Case("BERT-large", 32, 512),
-    *(Case("BERT-base", 1, length) for length in (16, 32)),  # what is searched for
-]
-CASES = [
-    *BFLOAT16,
-    *(dataclasses.replace(case, dtype="float16") for case in BFLOAT16),
-    *(Case("BERT-base", *shape, "float32") for shape in ((1, 128), (8, 128), (32, 128), (32, 512))),
-]
-QUICK_CASES = CASES[:3]
 # implementation: (attention of jax.nn, q, k and v from one matrix product)
 PEERS: dict[str, tuple[Attention, bool]] = {
     "xla": ("xla", True),
@@ -84,17 +35,26 @@ PEERS: dict[str, tuple[Attention, bool]] = {
 }
 
 
-def flops(layers: int, width: int, ff: int, lengths: Sequence[int]) -> int:
-    """Matrix products only: q, k, v and output projections, the two of the feed-forward part, QK^T and PV.
+def random_lengths(case: shapes.Encoder) -> jax.Array | None:
+    """Returns random lengths of the sequences that add up to the valid tokens, or None if all tokens are valid."""
+    if case.valid is None:
+        return None
+    share = np.random.default_rng(0).dirichlet(np.full(case.batch, 2.0)) * (case.valid - case.batch)
+    lengths = np.minimum(1 + share.astype(int), case.length)
+    while lengths.sum() < case.valid:
+        lengths[np.flatnonzero(lengths < case.length)[: case.valid - lengths.sum()]] += 1
+    return jnp.asarray(lengths, jnp.int32)
 
-    Of valid tokens: what is done for padding is no work.
-    """
-    return layers * sum(n * (2 * (4 * width**2 + 2 * width * ff) + 4 * n * width) for n in lengths)
+
+def keep(case: shapes.Encoder, lengths: jax.Array) -> jax.Array:
+    """Returns which tokens are valid: bool `[B, T]`."""
+    return jnp.arange(case.length) < lengths[:, None]
 
 
 def random_params(model: str, dtype: str) -> Params:
-    layers, width, _, ff = MODELS[model]
-    shapes = {
+    """Returns random parameters of each layer."""
+    layers, width, _, ff = shapes.MODELS[model]
+    sizes = {
         "qkv_kernel": (width, 3 * width), "qkv_bias": (3 * width,),
         "out_kernel": (width, width), "out_bias": (width,),
         "attention_norm_gamma": (width,), "attention_norm_beta": (width,),
@@ -109,8 +69,8 @@ def random_params(model: str, dtype: str) -> Params:
 
     params = []
     for key in jax.random.split(jax.random.key(0), layers):
-        keys = jax.random.split(key, len(shapes))
-        values = {name: make(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+        keys = jax.random.split(key, len(sizes))
+        values = {name: make(k, size) for k, (name, size) in zip(keys, sizes.items(), strict=True)}
         params.append({n: (v + 1 if n.endswith("gamma") else v).astype(dtype) for n, v in values.items()})
     return params
 
@@ -119,7 +79,7 @@ def random_params(model: str, dtype: str) -> Params:
 
 
 def separate(params: Params) -> Params:
-    """The same parameters with the q, k and v projections as arrays of their own."""
+    """Returns the same parameters with the q, k and v projections as separate arrays."""
     result = []
     for p in params:
         rest = {name: value for name, value in p.items() if not name.startswith("qkv")}
@@ -134,10 +94,10 @@ def separate(params: Params) -> Params:
 
 
 def jaxft_layers(
-    case: Case, params: Params, gelu: str, *, implementation: str | None = None, dropout: float = 0.0
+    case: shapes.Encoder, params: Params, gelu: str, *, implementation: str | None = None, dropout: float = 0.0
 ) -> tuple[Callable[[list[jax.Array]], Any], list[jax.Array]]:
-    """leaves -> the layers of a BertModel, as many as in `params`, and the leaves: `params` in the order it wants."""
-    _, width, heads, ff = MODELS[case.model]
+    """Returns a function from leaves to the layers of a BertModel, and the leaves: `params` in the model's order."""
+    _, width, heads, ff = shapes.MODELS[case.model]
     config = BertConfig(
         vocab_size=8, hidden_size=width, num_hidden_layers=len(params), num_attention_heads=heads, intermediate_size=ff,
         max_position_embeddings=8, hidden_act=gelu, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
@@ -145,8 +105,8 @@ def jaxft_layers(
     dtype = jnp.dtype(case.dtype)
     options: dict[str, Any] = {"dtype": dtype, "param_dtype": dtype, "implementation": implementation}
     model = nnx.eval_shape(lambda: BertModel(config, **options, rngs=nnx.Rngs(0)))
-    graph, shapes = nnx.split(model.layers)
-    paths, structure = jax.tree_util.tree_flatten_with_path(shapes)
+    graph, state = nnx.split(model.layers)
+    paths, structure = jax.tree_util.tree_flatten_with_path(state)
     leaves = []
     for path, shape in paths:
         index, name = re.findall(r"\w+", jax.tree_util.keystr(path))[:2]
@@ -157,18 +117,19 @@ def jaxft_layers(
 
 
 def jaxft_encoder(
-    case: Case, params: Params, gelu: str, *, packed: bool = False, bundled: bool = True
+    case: shapes.Encoder, params: Params, gelu: str, *, packed: bool = False, bundled: bool = True
 ) -> tuple[jax.stages.Wrapped, list[jax.Array]]:
-    """(arrays, x, lengths) -> y through the layers of BertModel, and the arrays, by `jaxft.bundle` where `bundled`.
+    """Returns a function (arrays, x, lengths) -> y through the layers of BertModel, and the arrays.
 
-    `packed`: padding is removed before the first layer, and put back after the last.
+    `bundled`: the arrays are those of `jaxft.bundle`. `packed`: padding is removed before the first layer and put back
+    after the last.
     """
     layers_of, leaves = jaxft_layers(case, params, gelu)
     arrays, rebuild = jaxft.bundle(leaves, implementation=None if bundled else "xla")
 
     @jax.jit
     def encode(arrays: list[jax.Array], x: jax.Array, lengths: jax.Array | None) -> jax.Array:
-        mask = None if lengths is None else case.keep(lengths)[:, None, None, :]
+        mask = None if lengths is None else keep(case, lengths)[:, None, None, :]
         for layer in layers_of(rebuild(arrays)):
             x = layer(x, mask)
         return x
@@ -176,7 +137,7 @@ def jaxft_encoder(
     @jax.jit
     def encode_packed(arrays: list[jax.Array], x: jax.Array, lengths: jax.Array) -> jax.Array:
         capacity = -(-(case.valid or x[..., 0].size) // 128) * 128
-        rows, indices, cu_seqlens = jaxft.remove_padding(x, case.keep(lengths), capacity=capacity)
+        rows, indices, cu_seqlens = jaxft.remove_padding(x, keep(case, lengths), capacity=capacity)
         for layer in layers_of(rebuild(arrays)):
             rows = layer(rows, None, cu_seqlens=cu_seqlens, max_seqlen=case.length)
         return jaxft.restore_padding(rows, indices, batch=case.batch, length=case.length)
@@ -184,13 +145,13 @@ def jaxft_encoder(
     return encode_packed if packed else encode, arrays
 
 
-def jaxft_scanned(case: Case, params: Params, gelu: str) -> tuple[jax.stages.Wrapped, list[jax.Array]]:
-    """(leaves, x, lengths) -> y by a scan of one layer, and the leaves, stacked: `[layers, ...]`. Padding stays."""
+def jaxft_scanned(case: shapes.Encoder, params: Params, gelu: str) -> tuple[jax.stages.Wrapped, list[jax.Array]]:
+    """Returns a function (leaves, x, lengths) -> y that scans one layer, and the stacked leaves `[layers, ...]`."""
     (layer_of, *_), leaves = zip(*(jaxft_layers(case, [p], gelu) for p in params), strict=True)
 
     @jax.jit
     def encode(leaves: list[jax.Array], x: jax.Array, lengths: jax.Array | None) -> jax.Array:
-        mask = None if lengths is None else case.keep(lengths)[:, None, None, :]
+        mask = None if lengths is None else keep(case, lengths)[:, None, None, :]
 
         def step(x: jax.Array, own: list[jax.Array]) -> tuple[jax.Array, None]:
             (layer,) = layer_of(own)
@@ -205,12 +166,12 @@ def jaxft_scanned(case: Case, params: Params, gelu: str) -> tuple[jax.stages.Wra
 
 
 def kernels(compiled_text: str) -> collections.Counter[str]:
-    """What a compiled program launches: how often each kind of fusion, custom call, copy, transpose, dot, ..."""
+    """Counts what a compiled program launches: fusions, custom calls, copies, transposes, dots, by their kind."""
     free = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "call", "partition-id"}
     found: collections.Counter[str] = collections.Counter()
     launches = False
     for line in compiled_text.splitlines():
-        if line and not line[0].isspace():  # the head of a computation: only these are not inside of a fusion
+        if line and not line[0].isspace():  # the head of a computation; only these two kinds are not inside of a fusion
             launches = line.startswith("ENTRY") or line.startswith("%command_buffer")
         elif launches and (match := re.match(r"\s+(?:ROOT )?%(\S+) = .*?[\])}] ([a-z][\w-]*)\(", line)):
             name, opcode = match.groups()
@@ -222,9 +183,9 @@ def kernels(compiled_text: str) -> collections.Counter[str]:
 
 
 def print_kernels(name: str, variant: timing.Variant, layers: int) -> None:
-    """Lists what one call launches, per layer; on a GPU with each kernel's name and time, its wait for others in it."""
+    """Prints what one call launches, per layer. On a GPU it adds each kernel's name and its time, waits included."""
     f, inputs = variant
-    jax.block_until_ready([f(*inputs[0]) for _ in range(2)])  # so that no compilation is among the kernels
+    jax.block_until_ready([f(*inputs[0]) for _ in range(2)])  # compile first
     print(f"\n{name}: kernels in the compiled program")
     compiled = f if isinstance(f, jax.stages.Compiled) else f.lower(*inputs[0]).compile()
     for kind, count in kernels(compiled.as_text() or "").most_common():
@@ -237,11 +198,12 @@ def print_kernels(name: str, variant: timing.Variant, layers: int) -> None:
             print(f"  {len(each) / layers:6.2f} a layer  {sum(each) / len(each):8.2f} us each  {kernel[:90]}")
 
 
-def run(case: Case, gelu: str, args: argparse.Namespace) -> list[timing.Row]:
-    layers, width, heads, ff = MODELS[case.model]
+def run(case: shapes.Encoder, gelu: str, args: argparse.Namespace) -> list[timing.Row]:
+    """Checks and times one case."""
+    layers, width, heads, ff = shapes.MODELS[case.model]
     params = random_params(case.model, case.dtype)
     x = jax.random.normal(jax.random.key(1), (case.batch, case.length, width), case.dtype)
-    lengths = case.lengths()
+    lengths = random_lengths(case)
     variants: dict[str, timing.Variant] = {}
     ways = {"jaxft": False} if lengths is None else {"jaxft": True, "jaxft, padded": False}
     for name, packed in ways.items():
@@ -258,8 +220,8 @@ def run(case: Case, gelu: str, args: argparse.Namespace) -> list[timing.Row]:
     if latency and case.dtype != "float32":
         scanned, stacked = jaxft_scanned(case, params, gelu)
         variants["jaxft, scanned"] = scanned, [(stacked, x, lengths)]
-        # A small call may wait for the host, which handles each argument. Not in float32: XLA would transpose those
-        # constants, see BertModel, while it compiles.
+        # A small call may wait for the host, which handles each argument. Not in float32: there XLA would transpose the
+        # constants while it compiles.
         unbundled, leaves = jaxft_encoder(case, params, gelu, bundled=False)
         variants["jaxft, not bundled"] = unbundled, [(leaves, x, lengths)]
         variants["jaxft, constants"] = jax.jit(functools.partial(unbundled, leaves)), [(x, lengths)]
@@ -272,11 +234,11 @@ def run(case: Case, gelu: str, args: argparse.Namespace) -> list[timing.Row]:
             yield jitted.lower(*inputs[0]), None
         with jax.default_matmul_precision("highest"):
             program = xla.lower(*wide)
-        yield program, COMPILER_OPTIONS  # it is not timed, and so not searched for the fastest Triton products
+        yield program, COMPILER_OPTIONS  # not timed, so XLA need not search its matmuls
 
     *_, exact_encoder = timing.compile_all(lowered())
     plain, exact = xla(params, x, lengths), exact_encoder(*wide)
-    valid = jnp.ones(x.shape[:2], bool) if lengths is None else case.keep(lengths)
+    valid = jnp.ones(x.shape[:2], bool) if lengths is None else keep(case, lengths)
     for name in [name for name in variants if name.startswith("jaxft")]:
         encode, inputs = variants[name]
         results = (jnp.where(valid[:, :, None], y, jnp.zeros_like(y)) for y in (encode(*inputs[0]), plain, exact))
@@ -286,7 +248,7 @@ def run(case: Case, gelu: str, args: argparse.Namespace) -> list[timing.Row]:
             print_kernels(f"{case.label(gelu)}, {name}", variant, layers)
     counted = [case.length] * case.batch if lengths is None else lengths.tolist()
     return timing.measure(
-        variants, work=flops(layers, width, ff, counted), unit="TFLOP/s", args=args, latency=latency,
+        variants, work=shapes.encoder_flops(case.model, counted), unit="TFLOP/s", args=args, latency=latency,
         op=case.op(gelu), direction="forward", shape=(case.batch, case.length), dtype=case.dtype,
     )  # fmt: skip
 
@@ -299,8 +261,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     results: list[timing.Row] = []
-    for case in QUICK_CASES if args.quick else CASES:
-        for gelu in GELUS:
+    for case in shapes.ENCODER_QUICK if args.quick else shapes.ENCODER:
+        for gelu in shapes.GELUS:
             if args.only in case.label(gelu):
                 results += run(case, gelu, args)
     timing.print_tables(results)

@@ -5,27 +5,25 @@ from typing import Any
 
 import jax
 
+import shapes
 import timing
 from jaxft import reference
 from jaxft.ops.feed_forward import feed_forward_residual_layer_norm
 
-SIZES = [(768, 3072), (1024, 4096)]  # of BERT-base and BERT-large
-SHAPES = [(rows, *sizes) for rows in (512, 4096, 16384) for sizes in SIZES]  # rows, width, inner width
 DTYPE = "bfloat16"
-DIRECTIONS = ("forward", "forward+backward")
 
 
 def inputs(rows: int, width: int, inner: int, seed: int) -> tuple[jax.Array, ...]:
-    """The op's seven arrays, and the gradient of its result."""
-    shapes = [(rows, width), (width, inner), (inner,), (inner, width), (width,), (width,), (width,), (rows, width)]
-    keys = jax.random.split(jax.random.key(seed), len(shapes))
-    arrays = [jax.random.normal(key, shape, DTYPE) for key, shape in zip(keys, shapes, strict=True)]
+    """Makes the op's seven arrays, and the gradient of its result."""
+    sizes = [(rows, width), (width, inner), (inner,), (inner, width), (width,), (width,), (width,), (rows, width)]
+    keys = jax.random.split(jax.random.key(seed), len(sizes))
+    arrays = [jax.random.normal(key, size, DTYPE) for key, size in zip(keys, sizes, strict=True)]
     arrays[1], arrays[3] = arrays[1] * width**-0.5, arrays[3] * inner**-0.5
     return tuple(arrays)
 
 
 def directed(op: Callable[..., jax.Array], direction: str) -> Callable[..., Any]:
-    """A function of the inputs: the result of `op`, or that and the gradients."""
+    """Returns a function of the inputs: the result of `op`, or the result and the gradients."""
 
     def run(*arrays: jax.Array) -> Any:
         if direction == "forward":
@@ -39,10 +37,10 @@ def directed(op: Callable[..., jax.Array], direction: str) -> Callable[..., Any]
 def main(argv: Sequence[str] | None = None) -> None:
     args = timing.arguments(__doc__).parse_args(argv)
     results = []
-    for shape in SHAPES[:1] if args.quick else SHAPES:
+    for shape in shapes.FEED_FORWARD[:1] if args.quick else shapes.FEED_FORWARD:
         rows, width, inner = shape
         sets = [inputs(*shape, seed) for seed in range(timing.rotation(sum(x.nbytes for x in inputs(*shape, 0))))]
-        for direction in DIRECTIONS:
+        for direction in shapes.DIRECTIONS:
             ours = jax.jit(directed(feed_forward_residual_layer_norm, direction))
             xla = jax.jit(directed(reference.feed_forward_residual_layer_norm, direction))
             with jax.default_matmul_precision("highest"):

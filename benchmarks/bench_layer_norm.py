@@ -1,7 +1,7 @@
-"""bias_residual_layer_norm, forward and backward: microseconds, and the share of a same-bytes copy in the same run.
+"""bias_residual_layer_norm, forward and backward: microseconds, beside a copy that moves the same bytes.
 
-"forward+backward" is what a training step does: the result, and from dy the gradients of x, bias, residual, gamma and
-beta, the reductions included, in one program.
+"forward+backward" is what a training step does. One program computes the result, and from dy the gradients of x, bias,
+residual, gamma and beta, with the reductions over rows.
 """
 
 import itertools
@@ -11,35 +11,35 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import shapes
 import timing
 from jaxft import reference
 from jaxft.ops.layer_norm import bias_residual_layer_norm
 
-SHAPES = [(128, 768), (1024, 768), (4096, 768), (16384, 768), (16384, 1024), (65536, 1024)]  # rows, width
-DTYPES = ("bfloat16", "float32")
-DIRECTIONS = ("forward", "forward+backward")
-
 
 def nbytes(direction: str, rows: int, width: int, itemsize: int) -> int:
-    """Forward, x and the residual are read and the result is written; backward they are read with dy, dx is written.
+    """Returns the bytes of one call.
 
-    The gradient of the residual is that of x. Bias, gamma and beta are read once, and their gradients written.
+    Forward, x and the residual are read, and the result is written. Backward, x, the residual and dy are read, and dx
+    is written, which is the gradient of the residual too. Bias, gamma and beta are read once, and their gradients are
+    written.
     """
     arrays, vectors = (3, 3) if direction == "forward" else (7, 8)
     return (arrays * rows * width + vectors * width) * itemsize
 
 
 def inputs(rows: int, width: int, dtype: str, seed: int) -> tuple[jax.Array, ...]:
-    """x, bias, residual, gamma, beta, and dy."""
+    """Makes x, bias, residual, gamma, beta and dy."""
     keys = jax.random.split(jax.random.key(seed), 6)
-    shapes = [(rows, width), (width,), (rows, width), (width,), (width,), (rows, width)]
-    return tuple(jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))
+    sizes = [(rows, width), (width,), (rows, width), (width,), (width,), (rows, width)]
+    return tuple(jax.random.normal(key, size, dtype) for key, size in zip(keys, sizes, strict=True))
 
 
 def directed(op: Callable[..., Any], direction: str) -> Callable[..., Any]:
-    """A function of the inputs: the result of `op`, or that and the gradients.
+    """Returns a function of the inputs: the result of `op`, or the result and the gradients.
 
-    Without that of the residual, which is that of x: as a second result of a program it would be a copy.
+    The gradient of the residual is left out. It equals the gradient of x, and a program returns the same array twice by
+    a copy.
     """
 
     def run(*arrays: jax.Array) -> Any:
@@ -56,10 +56,10 @@ def directed(op: Callable[..., Any], direction: str) -> Callable[..., Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     args = timing.arguments(__doc__).parse_args(argv)
     op = "bias_residual_layer_norm"
-    shapes = SHAPES[:2] if args.quick else SHAPES
-    cases = [(op, *case) for case in itertools.product(DIRECTIONS, shapes, DTYPES)]
-    # In a model x comes from the kernel before, and where it fits the L2 cache it is still there.
-    cases += [(f"{op}, one buffer", "forward", shape, "bfloat16") for shape in shapes[:3]]
+    sizes = shapes.LAYER_NORM[:2] if args.quick else shapes.LAYER_NORM
+    cases = [(op, *case) for case in itertools.product(shapes.DIRECTIONS, sizes, shapes.DTYPES)]
+    # In a model the kernel before writes x, which is still in the L2 cache if it fits.
+    cases += [(f"{op}, one buffer", "forward", size, "bfloat16") for size in sizes[:3]]
     results = []
     for name, direction, (rows, width), dtype in cases:
         ours, xla = (

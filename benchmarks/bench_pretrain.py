@@ -1,6 +1,6 @@
-"""The pretraining example as it runs: the time of a step, tokens a second, and the model FLOPs utilisation.
+"""The pretraining example: the time of a step, tokens per second, and the model FLOPs utilisation.
 
-Data and optimiser included; on a CPU the small preset in float32. Needs the extras `train` and `plot`.
+Data and optimiser are included. On a CPU it runs the small preset in float32. Needs the extras `train` and `plot`.
 """
 
 import csv
@@ -22,7 +22,7 @@ import pretrain  # noqa: E402
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = timing.arguments(__doc__)
-    parser.add_argument("--model", required=True, metavar="FOLDER", help="a checkpoint, whose tokenizer is used")
+    parser.add_argument("--model", required=True, metavar="FOLDER", help="a checkpoint; its tokenizer is used")
     args = parser.parse_args(argv)
     preset, dtype = ("base", "bfloat16") if jax.default_backend() == "gpu" else ("small", "float32")
     steps = 40 if args.quick else 200

@@ -1,11 +1,13 @@
 """A training step of whole BERT encoders, value and gradients: jaxft beside plain XLA and XLA with cuDNN attention.
 
-The value is the sum of the last hidden states times random weights, in float32; the gradients are those of all the
-parameters, which have the dtype of the computation, and of the first hidden states. Each case is timed without dropout
-and with. The peers' masks then come from JAX's "rbg" generator, the faster of its two, and those of cuDNN's attention
-from cuDNN, whose kernels are not in a CUDA graph then: there XLA ends the process ("Check failed:
-local_device_ordinal.has_value()", JAX 0.11.2). All others are. Every program is compiled with XLA's defaults and with
-`jaxft.models.training.COMPILER_OPTIONS`, and the faster one counts.
+The value is the sum of the last hidden states times random weights, in float32. The gradients are those of the first
+hidden states and of all parameters, which have the dtype of the computation.
+
+Each case is timed without and with dropout. The peers' dropout masks come from JAX's "rbg" generator, the faster of its
+two. The masks of cuDNN's attention come from cuDNN. With dropout, cuDNN's kernels are not in a CUDA graph, because XLA
+ends the process otherwise ("Check failed: local_device_ordinal.has_value()", JAX 0.11.2).
+
+Every program is compiled with XLA's defaults and with `jaxft.training.COMPILER_OPTIONS`, and the faster one counts.
 """
 
 import argparse
@@ -19,24 +21,22 @@ import jax
 import jax.numpy as jnp
 
 import bench_encoder
+import shapes
 import timing
-from bench_encoder import GELUS, MODELS, PEERS, Case
+from bench_encoder import PEERS
 from jaxft.comparison import Attention, plain_layer
 from jaxft.models.bert import run_layer
 from jaxft.training import COMPILER_OPTIONS
 
-CASES = [Case("BERT-base", 32, 128), Case("BERT-base", 32, 512)]
-RATES = (0.0, 0.1)
-
 Encoder = Callable[[Any, jax.Array, Any], jax.Array]  # (parameters, x, None or a key) -> y
 
 
-# What is in a CUDA graph by default, but for cuDNN's kernels.
+# What XLA puts into a CUDA graph by default, except for cuDNN's kernels.
 WITHOUT_CUDNN = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL"}
 
 
 def step(encode: Encoder) -> jax.stages.Wrapped:
-    """(parameters, x, key, weights) -> value, (gradients of the parameters, of x)."""
+    """Returns a function (parameters, x, key, weights) -> value, (gradients of the parameters, of x)."""
 
     def value(params: Any, x: jax.Array, key: Any, weights: jax.Array) -> jax.Array:
         return jnp.sum(encode(params, x, key).astype(weights.dtype) * weights)
@@ -45,7 +45,7 @@ def step(encode: Encoder) -> jax.stages.Wrapped:
 
 
 def fastest(name: str, programs: Sequence[jax.stages.Compiled], inputs: tuple[Any, ...]) -> timing.Variant:
-    """Of a step with XLA's defaults and with COMPILER_OPTIONS."""
+    """Returns the faster of a step with XLA's defaults and the same step with COMPILER_OPTIONS."""
     found: list[tuple[float, timing.Variant]] = []
     for program, own in zip(programs, ("defaults", COMPILER_OPTIONS), strict=True):
         variant = program, [inputs]
@@ -56,7 +56,7 @@ def fastest(name: str, programs: Sequence[jax.stages.Compiled], inputs: tuple[An
 
 
 def temporary_mib(variant: timing.Variant) -> float:
-    """What a compiled program takes beside its arguments and results."""
+    """Returns the memory that a compiled program takes beside its arguments and results, in MiB."""
     compiled: Any = variant[0]
     return compiled.memory_analysis().temp_size_in_bytes / 2**20
 
@@ -65,16 +65,19 @@ def temporary_mib(variant: timing.Variant) -> float:
 
 
 def drop(x: jax.Array, key: jax.Array, rate: float) -> jax.Array:
+    """Computes dropout in plain JAX."""
     return jnp.where(jax.random.bernoulli(key, 1.0 - rate, x.shape), x / (1.0 - rate), jnp.zeros((), x.dtype))
 
 
 def xla_attention(q: jax.Array, k: jax.Array, v: jax.Array, key: jax.Array, rate: float) -> jax.Array:
+    """Computes attention with dropout in plain JAX."""
     logits = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(logits / math.sqrt(q.shape[-1]), axis=-1).astype(q.dtype)
     return jnp.einsum("bnts,bsnh->btnh", drop(weights, key, rate), v)
 
 
 def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, seed: int, rate: float) -> jax.Array:
+    """Computes cuDNN's attention with dropout."""
     from jax._src.cudnn.fused_attention_stablehlo import dot_product_attention  # jax.nn's has no dropout
 
     return dot_product_attention(q, k, v, scale=1.0 / math.sqrt(q.shape[-1]), seed=seed, dropout_rate=rate)
@@ -83,6 +86,7 @@ def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, seed: int, rate: f
 def plain_encoder(
     params: bench_encoder.Params, x: jax.Array, key: Any, *, attention: Attention, rate: float, **options: Any
 ) -> jax.Array:
+    """Computes the peer: a stack of layers in plain JAX, with dropout."""
     for i, p in enumerate(params):
         if rate == 0.0:
             x = plain_layer(p, x, None, attention=attention, **options)
@@ -104,6 +108,8 @@ def plain_encoder(
 
 
 def jaxft_encoder(layers_of: Callable[[Any], Any], *, remat: bool) -> Encoder:
+    """Returns the encoder of jaxft's layers."""
+
     def encode(leaves: Any, x: jax.Array, key: Any) -> jax.Array:
         layers = layers_of(leaves)
         keys = [None] * len(layers) if key is None else jax.random.split(key, (len(layers), 3))
@@ -114,8 +120,9 @@ def jaxft_encoder(layers_of: Callable[[Any], Any], *, remat: bool) -> Encoder:
     return encode
 
 
-def run(case: Case, gelu: str, rate: float, args: argparse.Namespace) -> list[timing.Row]:
-    layers, width, heads, ff = MODELS[case.model]
+def run(case: shapes.Encoder, gelu: str, rate: float, args: argparse.Namespace) -> list[timing.Row]:
+    """Checks and times one case."""
+    layers, width, heads, ff = shapes.MODELS[case.model]
     params = bench_encoder.random_params(case.model, case.dtype)
     shape = (case.batch, case.length, width)
     x = jax.random.normal(jax.random.key(1), shape, case.dtype)
@@ -123,7 +130,7 @@ def run(case: Case, gelu: str, rate: float, args: argparse.Namespace) -> list[ti
     key, label = (jax.random.key(3) if rate else None), f"{case.label(gelu)}, dropout {rate}"
 
     def ours(
-        case: Case, params: bench_encoder.Params, implementation: str | None, remat: bool
+        case: shapes.Encoder, params: bench_encoder.Params, implementation: str | None, remat: bool
     ) -> tuple[Encoder, tuple[Any, ...]]:
         options: dict[str, Any] = {"implementation": implementation, "dropout": rate}
         layers_of, leaves = bench_encoder.jaxft_layers(case, params, gelu, **options)
@@ -141,8 +148,7 @@ def run(case: Case, gelu: str, rate: float, args: argparse.Namespace) -> list[ti
         encode: Encoder = functools.partial(plain_encoder, attention=attention, **options)
         own = params if packed else bench_encoder.separate(params)
         steps[name] = encode, (own, x, jax.random.key(3, impl="rbg") if rate else None, weights), in_graph
-    # With dropout the same masks are dropped by jaxft in plain JAX only. It is not timed, and so compiled without a
-    # search for the fastest Triton products, which takes a while.
+    # Only jaxft in plain JAX drops the same elements. It is not timed, so XLA need not search its matmuls.
     wide = jax.tree.map(lambda a: a.astype(jnp.float32), params)
     of_exact = ours(dataclasses.replace(case, dtype="float32"), wide, "xla", False)
     of_plain = ours(case, params, "xla", False)
@@ -180,7 +186,7 @@ def run(case: Case, gelu: str, rate: float, args: argparse.Namespace) -> list[ti
     }  # fmt: skip
     samples = {(name, "temporary_mib"): [float(size)] for name, size in mib.items()}
     rows = timing.as_rows(samples, 0.0, "", args, **key_of_rows) if jax.default_backend() == "gpu" else []
-    work = 3 * bench_encoder.flops(layers, width, ff, [case.length] * case.batch)
+    work = 3 * shapes.encoder_flops(case.model, [case.length] * case.batch)
     return rows + timing.measure(variants, work=work, unit="TFLOP/s", args=args, **key_of_rows)
 
 
@@ -192,9 +198,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     results: list[timing.Row] = []
-    for case in CASES[:1] if args.quick else CASES:
-        for gelu in GELUS:
-            for rate in RATES:
+    for case in shapes.TRAINING[:1] if args.quick else shapes.TRAINING:
+        for gelu in shapes.GELUS:
+            for rate in shapes.TRAINING_DROPOUT:
                 if args.only in f"{case.label(gelu)}, dropout {rate}":
                     results += run(case, gelu, rate, args)
     timing.print_tables(results)

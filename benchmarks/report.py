@@ -1,63 +1,74 @@
-"""Writes the README's results, tables between its markers and a chart, and a page of all others, from the CSV files.
+"""Writes docs/benchmarks/ and the README's table from the CSV files in benchmarks/results/.
 
-Of the rows with the same op, implementation, direction, shape, dtype and metric, the newest counts. Running it twice
-changes nothing.
+Running it twice changes nothing. `--check` writes nothing and exits with 1 if a file is not what it would write.
 """
 
-import csv
+import argparse
+import hashlib
+import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import timing
 
-README = Path(__file__).resolve().parents[1] / "README.md"
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN, END = "<!-- table: peers -->", "<!-- end -->"
+PEERS = "peers, "
+#: Start of an op -> title of its section. An op belongs to the first that fits.
 TITLES = {
-    "encoder": "Encoder, forward (microseconds for the whole stack, embeddings not included)",
-    "training step": "Training step, value and gradients of the whole stack (until commit 8b9c7a7 with XLA's defaults; "
-    "cuDNN with dropout outside of CUDA graphs)",
-    "pretraining example": "Pretraining, data and optimiser included, packed tokens",
-    "encode docstrings": "Texts to embeddings, tokeniser included (microseconds for so many texts)",
-    "encode one text": "One text of so many tokens to its embedding, tokeniser included (microseconds)",
-    "attention, back to back": "Attention of so many rows, sequences and tokens of the longest (microseconds)",
-    "attention": "Attention, from packed QKV (microseconds)",
-    "dense": "Dense layers (microseconds)",
-    "linear_cross_entropy": "Loss and gradients of a linear classifier (microseconds)",
-    "configuration": "Kernels as tuned, and with the heuristic's configuration (microseconds)",
-    "other": "Row and layout kernels (microseconds)",
+    "encoder": "Encoder, forward pass of all layers, without embeddings",
+    "training step": "Training step, value and gradients of all layers",
+    "pretraining example": "Pretraining example with data and optimiser, packed tokens",
+    "encode docstrings": "Texts to embeddings with the tokenizer",
+    "encode one text": "One text to its embedding with the tokenizer",
+    "attention, back to back": "Attention of packed sequences: rows, sequences, longest, heads, head size",
+    "attention": "Attention from packed QKV",
+    "dense": "Dense layers",
+    "linear_cross_entropy": "Loss and gradients of a linear classifier",
+    "configuration": "Kernels with the tuned configuration and with the heuristic's",
+    "other": "Row and layout kernels",
 }
-# What the README itself shows.
-SHORT = ("encoder", "training step", "pretraining example", "encode docstrings", "encode one text",
-         "attention, back to back", "attention")  # fmt: skip
 METRICS = {
-    "queued_us": "wall time per call, calls queued back to back",
-    "blocking_us": "wall time of a call and the wait for its result",
-    "device_us": "how long the call's kernels run on the GPU (until commit a358cbd the sum of their times)",
-    "wall_us": "wall time of one call",
-    "temporary_mib": "MiB of memory beside arguments and results",
+    "queued_us": "wall time per call, microseconds, with calls queued",
+    "blocking_us": "wall time of a call and the wait for its result, microseconds",
+    "device_us": "time that a call keeps the GPU busy, microseconds",
+    "wall_us": "wall time of a call, microseconds",
+    "temporary_mib": "memory beside arguments and results, MiB",
 }
 
 
-def newest(path: Path) -> list[timing.Row]:
-    """The rows of a results file, each key once: the row of the latest date, and of those the last one written."""
-    with path.open(newline="") as file:
-        rows = sorted(csv.DictReader(file), key=lambda row: row["date"])
-    return list({tuple(row[column] for column in timing.KEY): row for row in rows}.values())
+class Figure(NamedTuple):
+    """A PNG file. The file holds a digest of the data, which tells whether it is current."""
+
+    data: Any
+    draw: Callable[[Any], Any]
+
+    def digest(self) -> str:
+        """Returns the digest."""
+        return hashlib.sha256(json.dumps(self.data).encode()).hexdigest()
+
+    def save(self, path: Path) -> None:
+        """Draws the file."""
+        figure = self.draw(self.data)
+        figure.savefig(path, dpi=120, bbox_inches="tight", metadata={"Software": None, "Comment": self.digest()})
 
 
 def by_case(row: timing.Row) -> tuple[str, bool, str, list[int]]:
-    shape = [int(n) for n in row["shape"].split("x")]
-    return row["op"], row["direction"] != "forward", row["dtype"], shape
+    """Returns the sort key of a row."""
+    return row["op"], row["direction"] != "forward", row["dtype"], [int(n) for n in row["shape"].split("x")]
 
 
 def section(row: timing.Row) -> str:
+    """Returns the key of `TITLES` that a row belongs to."""
+    if row["op"].startswith(PEERS):
+        return "peers"
     return next((name for name in TITLES if row["op"].startswith(name)), "other")
 
 
 def metrics_of(name: str) -> tuple[str, ...]:
-    """A whole encoder is what a user waits for, host and all; a single short kernel is measured on the device alone."""
+    """Returns the metrics that a section shows: wall times of what a user waits for, device times of single kernels."""
     metrics = {
         "encoder": ("queued_us", "blocking_us", "device_us"),
         "training step": ("queued_us", "temporary_mib"),
@@ -69,49 +80,50 @@ def metrics_of(name: str) -> tuple[str, ...]:
     return metrics.get(name, ("device_us",))
 
 
-def markdown(lines: Sequence[Sequence[str]]) -> str:
+def markdown(lines: Sequence[Sequence[str]], texts: int = 3) -> str:
+    """Returns a table, of which the first `texts` columns are text and the others numbers."""
     head, *body = lines
-    rule = ["---"] * 3 + ["---:"] * (len(head) - 3)
+    rule = ["---"] * texts + ["---:"] * (len(head) - texts)
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *body))
 
 
-def tables(rows: Sequence[timing.Row], names: Collection[str]) -> str:
+def tables(rows: Sequence[timing.Row]) -> list[str]:
+    """Returns the sections of a device's page, but for other libraries."""
     parts = []
     for name, title in TITLES.items():
-        if name not in names:
+        own = sorted((row for row in rows if section(row) == name), key=by_case)
+        if not own:
             continue
-        if name == "pretraining example" and (found := pretraining(rows)):
-            parts += [f"**{title}**", found]
+        parts.append(f"## {title}")
+        if name == "pretraining example":
+            parts.append(pretraining(own))
         for metric in metrics_of(name):
-            chosen = [row for row in rows if section(row) == name and row["metric"] == metric]
-            if chosen:
-                chosen.sort(key=by_case)
+            if chosen := [row for row in own if row["metric"] == metric]:
                 head, *lines = timing.table(chosen, metric=metric)
                 if metric == "temporary_mib":
                     head = ["saving" if cell == "speedup" else cell for cell in head]
-                parts += [f"**{title}**; {METRICS[metric]}", markdown([head, *lines])]
-        if name == "encode docstrings" and (found := throughput(rows)):
-            parts += ["Packed, in the same runs; beside the device alone, with batches that lie there already:", found]
-    return "\n\n".join(parts)
+                parts += [f"{METRICS[metric][0].upper()}{METRICS[metric][1:]}:", markdown([head, *lines])]
+        if name == "encode docstrings" and (found := throughput(own)):
+            parts += ["Packed, in the same runs; the last column compares with batches on the device already:", found]
+    return parts
 
 
 def pretraining(rows: Sequence[timing.Row]) -> str:
-    """A line for each preset that was timed."""
-    body, values = [], {(row["op"], row["metric"]): row for row in rows if section(row) == "pretraining example"}
+    """Returns a table with a line for each preset."""
+    body, values = [], {(row["op"], row["metric"]): row for row in rows}
     for (op, metric), row in values.items():
         if metric == "step_us":
             tokens, mfu = float(values[op, "tokens_per_s"]["p50"]), values.get((op, "mfu_percent"))
             cells = f"{float(row['p50']) / 1e3:.2f}", f"{tokens:,.0f}", row["rate"], f"{mfu['p50']} %" if mfu else "-"
             body.append([op, row["shape"], row["dtype"], *cells])
-    head = ["op", "tokens a step", "dtype", "ms a step", "tokens/s", "model TFLOP/s", "of the peak (MFU)"]
-    return markdown([head, *body]) if body else ""
+    return markdown([["op", "tokens a step", "dtype", "ms a step", "tokens/s", "model TFLOP/s", "MFU"], *body])
 
 
 def throughput(rows: Sequence[timing.Row]) -> str:
-    """Texts and tokens a second of `SentenceEncoder.encode`, and what the host adds to the device's time."""
+    """Returns a table of texts and tokens per second of `SentenceEncoder.encode`."""
     body = []
     for row in rows:
-        if section(row) != "encode docstrings" or (row["implementation"], row["metric"]) != ("jaxft", "wall_us"):
+        if (row["implementation"], row["metric"]) != ("jaxft", "wall_us"):
             continue
         op, texts, wall = row["op"], math.prod(map(int, row["shape"].split("x"))), float(row["p50"])
         alone = [float(other["p50"]) for other in rows if (other["op"], other["metric"]) == (op, "device_only_us")]
@@ -120,15 +132,107 @@ def throughput(rows: Sequence[timing.Row]) -> str:
     return markdown([["op", "shape", "dtype", "texts/s", "tokens/s", "the host adds"], *body]) if body else ""
 
 
-def chart(rows: Sequence[timing.Row], path: Path, device: str) -> None:
-    """Bars: for each encoder in bfloat16, time relative to plain XLA; of the peers' two forms the faster one."""
-    import matplotlib
+# --- Other libraries -----------------------------------------------------------------------------------------------
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
+def peer_cases(rows: Sequence[timing.Row]) -> dict[str, dict[str, timing.Row]]:
+    """Returns the rows of `bench_peers.py`: case -> library -> row, with jaxft first and texts before layers."""
+    cases: dict[str, dict[str, timing.Row]] = {}
+    order = ("encode docstrings", "encode one query", "rank", "encoder", "training")
+
+    def place(row: timing.Row) -> tuple[Any, ...]:
+        op = row["op"].removeprefix(PEERS)
+        number = next((i for i, start in enumerate(order) if op.startswith(start)), len(order))
+        return number, *by_case(row), row["implementation"] != "jaxft"
+
+    own = [row for row in rows if section(row) == "peers"]
+    # Python's version decides how many docstrings there are. The newest number counts.
+    texts = {row["op"]: row["shape"] for row in sorted(own, key=lambda row: row["date"]) if row["metric"] == "wall_us"}
+    for row in sorted(own, key=place):
+        op = row["op"].removeprefix(PEERS)
+        if row["op"] not in texts:
+            cases.setdefault(f"{op}, {row['shape']}", {})[row["implementation"]] = row
+        elif texts[row["op"]] == row["shape"]:
+            cases.setdefault(op, {})[row["implementation"]] = row
+    return cases
+
+
+def peer_value(row: timing.Row | None) -> str:
+    """Returns the cell of the README's table: texts per second, or milliseconds."""
+    if row is None:
+        return "-"
+    us = float(row["p50"])
+    if math.isnan(us):
+        return "failed"
+    if "docstrings" in row["op"]:
+        return f"{int(row['shape']) / us * 1e6:,.0f} texts/s"
+    return f"{us / 1e3:.3g} ms" if us < 1e6 else f"{us / 1e3:,.0f} ms"
+
+
+def peers_table(rows: Sequence[timing.Row]) -> list[str]:
+    """Returns the table of other libraries, in lines, with where it is from."""
+    cases = peer_cases(rows)
+    names = list(dict.fromkeys(name for case in cases.values() for name in case))
+    names.sort(key=lambda name: name != "jaxft")
+    body, reasons = [], []
+    for label, case in cases.items():
+        times = {name: float(row["p50"]) for name, row in case.items()}
+        best = min((us for name, us in times.items() if name != "jaxft" and us > 0), default=math.nan)
+        speedup = best / times.get("jaxft", math.nan)
+        cells = [peer_value(case.get(name)) for name in names]
+        body.append([label, *cells, "-" if math.isnan(speedup) else f"{speedup:.2f}x"])
+        reasons += [f"{label}, {name}: {row['note']}." for name, row in case.items() if math.isnan(float(row["p50"]))]
+    used = [row for case in cases.values() for row in case.values()]
+    measured = [row for row in used if not row["note"].startswith("failed")]
+    versions = sorted({part for row in measured for part in row["note"].split("; ")[-1].split(", ") if part})
+    dates = sorted({row["date"] for row in used})
+    source = f"Medians, bfloat16, {' and '.join(dates)}: {', '.join(versions)}."
+    return [*markdown([["", *names, "speedup"], *body], texts=1).split("\n"), "", source, *dict.fromkeys(reasons)]
+
+
+def draw_peers(data: Mapping[str, Any]) -> Any:
+    """Draws the time of each library relative to jaxft. `data`: title, and case -> library -> ratio."""
+    figure, axes, pyplot = new_figure((8, 1.2 + 0.28 * sum(map(len, data["cases"].values()))))
+    names = list(dict.fromkeys(name for case in data["cases"].values() for name in case))
+    y, ticks = 0.0, []
+    for case in data["cases"].values():
+        ticks.append(y + (len(case) - 1) / 2)
+        for name, ratio in case.items():
+            axes.barh(y, ratio, 0.9, color=f"C{names.index(name)}")
+            axes.text(ratio, y, f" {ratio:.1f}", va="center", fontsize=8)
+            y += 1
+        y += 0.8
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.set_yticks(ticks, list(data["cases"]))
+    axes.invert_yaxis()
+    axes.margins(x=0.08)
+    axes.set_xlabel("time relative to jaxft (the line; shorter is faster)")
+    axes.set_title(data["title"])
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=f"C{i}") for i in range(len(names))]
+    axes.legend(handles, names, loc="lower right", frameon=False)
+    return figure
+
+
+def peers_figure(rows: Sequence[timing.Row], device: str) -> Figure:
+    """Returns the figure of other libraries."""
+    cases: dict[str, dict[str, float]] = {}
+    for label, case in peer_cases(rows).items():
+        times = {name: float(row["p50"]) for name, row in case.items() if not math.isnan(float(row["p50"]))}
+        if "jaxft" in times and len(times) > 1:
+            ours = times.pop("jaxft")
+            cases[label] = {name: round(us / ours, 3) for name, us in times.items()}
+    return Figure({"title": f"bfloat16, {device}", "cases": cases}, draw_peers)
+
+
+# --- Encoders ------------------------------------------------------------------------------------------------------
+
+
+def encoder_figure(rows: Sequence[timing.Row], device: str) -> Figure | None:
+    """Returns the figure of encoders in bfloat16 beside plain XLA. Of the peers' two forms, the faster one counts."""
     chosen = [row for row in rows if section(row) == "encoder" and row["dtype"] == "bfloat16"]
-    head, *lines = timing.table(sorted(chosen, key=by_case), metric=metrics_of("encoder")[0])
+    if not chosen:
+        return None
+    head, *lines = timing.table(sorted(chosen, key=by_case), metric="queued_us")
     shown = {
         "jaxft": ["jaxft"],
         "XLA": ["xla", "xla, separate qkv"],
@@ -138,62 +242,138 @@ def chart(rows: Sequence[timing.Row], path: Path, device: str) -> None:
     for case in (dict(zip(head, line, strict=True)) for line in lines):
         for gelu, cases in panels.items():
             if gelu in case["op"]:
+                times = {
+                    name: min(found) for name, names in shown.items()
+                    if (found := [float(case[n]) for n in names if case.get(n, "-") != "-"])
+                }  # fmt: skip
                 label = f"{case['op'].removeprefix('encoder ').replace(f' {gelu}', '')}, {case['shape']}"
-                given = {
-                    name: [float(case[n]) for n in names if case.get(n, "-") != "-"] for name, names in shown.items()
-                }
-                cases[label] = {name: min(times) for name, times in given.items() if times}
-    panels = {gelu: cases for gelu, cases in panels.items() if cases}
+                if "XLA" in times:
+                    cases[label] = {name: round(us / times["XLA"], 4) for name, us in times.items()}
+    return Figure({"device": device, "panels": {gelu: cases for gelu, cases in panels.items() if cases}}, draw_encoders)
+
+
+def draw_encoders(data: Mapping[str, Any]) -> Any:
+    """Draws a panel for each form of GELU."""
+    panels = data["panels"]
     labels = list(dict.fromkeys(label for cases in panels.values() for label in cases))
-    height = 0.8 / len(shown)
-    figure: Any
-    figure, ((*axes,),) = pyplot.subplots(
-        1, len(panels), sharex=True, sharey=True, squeeze=False, figsize=(2 + 4.5 * len(panels), 1 + 0.5 * len(labels))
-    )
+    names = list(dict.fromkeys(name for cases in panels.values() for case in cases.values() for name in case))
+    height = 0.8 / len(names)
+    size = (2 + 4.5 * len(panels), 1 + 0.5 * len(labels))
+    figure, all_axes, _ = new_figure(size, ncols=len(panels), sharex=True, sharey=True, squeeze=False)
+    axes = all_axes[0]
     for panel, (gelu, cases) in zip(axes, panels.items(), strict=True):
-        for i, name in enumerate(shown):
-            own = [
-                (y + i * height, cases[label][name] / cases[label]["XLA"])
-                for y, label in enumerate(labels) if {name, "XLA"} <= cases.get(label, {}).keys()
-            ]  # fmt: skip
-            panel.barh([y for y, _ in own], [share for _, share in own], height, label=name)
+        for i, name in enumerate(names):
+            shares = {y: cases[label][name] for y, label in enumerate(labels) if name in cases.get(label, {})}
+            panel.barh([y + i * height for y in shares], list(shares.values()), height, label=name)
         panel.set_title(gelu)
     axes[0].set_yticks([y + 0.4 - height / 2 for y in range(len(labels))])
     axes[0].set_yticklabels(labels)
     axes[0].invert_yaxis()
     axes[-1].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-    figure.supxlabel(f"time of the encoder relative to plain XLA, bfloat16, {device} (shorter is faster)", fontsize=10)
+    title = f"time of the encoder relative to plain XLA, bfloat16, {data['device']} (shorter is faster)"
+    figure.supxlabel(title, fontsize=10)
     figure.tight_layout()
-    figure.savefig(path, dpi=120, bbox_inches="tight", metadata={"Software": None})  # the same bytes every time
-    pyplot.close(figure)
+    return figure
 
 
-def write(readme: Path, results: Path) -> None:
-    text = readme.read_text()
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise SystemExit(f"{readme}: expected one line {BEGIN} and one line {END}")
-    parts = []
-    for path in sorted(results.glob("*.csv"), key=lambda file: (-file.stat().st_size, file)):  # the longest first
-        rows, device = newest(path), path.stem.replace("_", " ")
-        versions = ", ".join(sorted({row["jax"] for row in rows}))
-        dates = sorted({row["date"] for row in rows})
-        measured = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-        parts.append(
-            f"### {device}\n\nMeasured {measured} with JAX {versions}, from `{path.relative_to(readme.parent)}`."
-        )
-        if any(section(row) == "encoder" and row["dtype"] == "bfloat16" for row in rows):
-            image = path.with_suffix(".png")
-            chart(rows, image, device)
-            parts.append(f"![Encoder times on {device}]({image.relative_to(readme.parent)})")
-        parts.append(tables(rows, SHORT))
-        if others := tables(rows, TITLES.keys() - SHORT):
-            page = path.with_suffix(".md")
-            page.write_text(f"# {device}\n\nMeasured {measured} with JAX {versions}, from `{path.name}`.\n\n{others}\n")
-            parts.append(f"The other kernels: [{page.relative_to(readme.parent)}]({page.relative_to(readme.parent)}).")
-    head, rest = text.split(BEGIN)
-    body = "\n\n".join(parts) or "No results yet."
-    readme.write_text(f"{head}{BEGIN}\n\n{body}\n\n{END}{rest.split(END)[1]}")
+def new_figure(size: tuple[float, float], **options: Any) -> tuple[Any, Any, Any]:
+    """Returns a figure, its axes and pyplot."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=size, **options)
+    return figure, axes, pyplot
+
+
+# --- Files ---------------------------------------------------------------------------------------------------------
+
+
+def outputs(root: Path) -> dict[Path, str | Figure]:
+    """Returns what the files must hold."""
+    docs, found, lines = root / "docs" / "benchmarks", dict[Path, str | Figure](), []
+    compared: dict[str, tuple[str, list[timing.Row]]] = {}  # newest date -> device, rows of other libraries
+    for path in sorted((root / "benchmarks" / "results").glob("*.csv")):
+        rows, device = timing.newest(timing.read_rows(path)), path.stem.replace("_", " ")
+        dates, versions = (sorted({row[column] for row in rows}) for column in ("date", "jax"))
+        measured = f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))} with JAX {', '.join(versions)}"
+        parts = [f"# {device}", f"Measured {measured}. `benchmarks/results/{path.name}` has the numbers."]
+        if others := [row for row in rows if section(row) == "peers"]:
+            compared[max(row["date"] for row in others)] = device, others
+            parts += ["## Other libraries", "\n".join(peers_table(others))]
+        if (figure := encoder_figure(rows, device)) is not None:
+            found[docs / f"{path.stem}.png"] = figure
+            parts.append(f"![Time of encoders on {device} relative to plain XLA]({path.stem}.png)")
+        found[docs / f"{path.stem}.md"] = "\n\n".join([*parts, *tables(rows)]) + "\n"
+        lines.append(f"| [{device}]({path.stem}.md) | {len(rows):,} | {measured} |")
+    found[docs / "index.md"] = INDEX + "\n".join(["| device | rows | measured |", "|---|---:|---|", *lines]) + "\n"
+    if compared:
+        device, others = compared[max(compared)]
+        found[docs / "peers.png"] = peers_figure(others, device)
+        readme = root / "README.md"
+        before, begin, rest = readme.read_text().partition(f"{BEGIN}\n")
+        _, end, after = rest.partition(END)
+        if not (begin and end):
+            raise SystemExit(f"{readme}: expected a line {BEGIN} and after it a line {END}")
+        lines = [f"{device}. {line}" if line.startswith("Medians") else line for line in peers_table(others)]
+        found[readme] = "\n".join([f"{before}{BEGIN}", *lines, f"{END}{after}"])
+    return found
+
+
+INDEX = """# Benchmarks
+
+`benchmarks/report.py` writes these pages from `benchmarks/results/`, which keeps the newest row of each case. A script
+for each operation (`benchmarks/bench_<op>.py`) checks the results first. Then it times the variants in turns in one
+process. `bench_peers.py` runs each library in a process of its own and compares their numbers before it times them.
+
+| metric | meaning |
+|---|---|
+"""
+INDEX += "\n".join(f"| `{name}` | {meaning} |" for name, meaning in METRICS.items()) + "\n\n"
+
+
+def stale(root: Path) -> list[Path]:
+    """Returns the files that are not current, and those in docs/benchmarks/ that nothing is written to any more."""
+    wanted = outputs(root)
+    found = []
+    for path, content in wanted.items():
+        if isinstance(content, Figure):
+            current = path.exists() and content.digest().encode() in path.read_bytes()
+        else:
+            current = path.exists() and path.read_text() == content
+        found += [] if current else [path]
+    return found + sorted(set((root / "docs" / "benchmarks").glob("*")) - wanted.keys())
+
+
+def write(root: Path) -> None:
+    """Writes the files that are not current, and removes those that nothing is written to any more."""
+    wanted = outputs(root)
+    (root / "docs" / "benchmarks").mkdir(parents=True, exist_ok=True)
+    for path in stale(root):
+        content = wanted.get(path)
+        if content is None:
+            path.unlink()
+        elif isinstance(content, Figure):
+            content.save(path)
+        else:
+            path.write_text(content)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="only say which files are not current")
+    parser.add_argument("--add", nargs="+", type=Path, default=[], metavar="CSV", help="first add rows of other files")
+    args = parser.parse_args(argv)
+    for path in args.add:
+        timing.write_rows(timing.read_rows(path), ROOT / "benchmarks" / "results", path.stem)
+    if not args.check:
+        return write(ROOT)
+    if found := stale(ROOT):
+        names = [str(path.relative_to(ROOT)) for path in found]
+        raise SystemExit("\n".join(["run `make report`; not current:", *names]))
+    return None
 
 
 if __name__ == "__main__":
-    write(README, timing.RESULTS)
+    main()

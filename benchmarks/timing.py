@@ -1,23 +1,22 @@
-"""What the benchmarks share: correctness before speed, two ways of timing, rows in a CSV, a table on the terminal.
+"""What the benchmarks share: correctness before speed, timers, rows in a CSV file, and a table on the terminal.
 
 Metrics, in microseconds per call:
 
-- `device_us`: how long one or more of the call's kernels are on the GPU, from JAX's profiler. Gaps between kernels, and
-  copies that are no kernel (cudaMemcpy), are not in it. (Rows from before commit a358cbd have the sum of the kernels'
-  times, which counts overlaps twice: 506 us for 429 of XLA's encoder of 1x128, 327 for 312 of jaxft's.)
-- `queued_us`: wall time per call with many calls dispatched back to back, then one wait. This is what a loop sees.
+- `device_us`: the time during which at least one of the call's kernels runs on the GPU, from JAX's profiler. Gaps
+  between kernels, and copies that are no kernel (cudaMemcpy), are not in it.
+- `queued_us`: wall time per call, with many calls queued and then one wait. A loop sees this time.
 - `blocking_us`: wall time of a call and the wait for its result, where `measure` is asked for the latency.
 
-The variants of a case take turns in one process, so that a change of clock or temperature meets all of them.
+The variants of a case take turns in one process, so that a change of clock or temperature affects all of them alike.
 """
 
 import argparse
 import csv
 import datetime
+import itertools
 import math
 import os
 import subprocess
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,19 +28,22 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxft.tuning import profiler as tuning_profiler
+from jaxft.tuning import profiler
 
 RESULTS = Path(__file__).resolve().parent / "results"
 KEY = ("op", "implementation", "direction", "shape", "dtype", "metric")
-COLUMNS = (*KEY, "p20", "p50", "p80", "rate", "unit", "jax", "commit", "date")
-L2_BYTES = 60e6  # of an H100 or H200, the largest of today's cards
+COLUMNS = (*KEY, "p20", "p50", "p80", "rate", "unit", "jax", "commit", "date", "note")
+L2_BYTES = 60e6  # H100 and H200: 50 and 60 MB, the largest of today's cards
+DEVICE_CALLS = 20  # results of one sample of `device_us` that are held at once
 
 Row = dict[str, str]
-# A jitted or compiled function and the argument tuples it is called with in turn.
+# A jitted or compiled function, and the argument tuples that its calls take turns with.
 Variant = tuple[jax.stages.Wrapped | jax.stages.Compiled, Sequence[tuple[Any, ...]]]
+Call = Callable[[], Any]
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
+    """Returns the parser of the options that every benchmark has."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the smaller half of the shapes, fewer repeats")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where the CSV is (%(default)s)")
@@ -49,29 +51,29 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 
 def rotation(nbytes: float) -> int:
-    """How many sets of inputs of `nbytes` to rotate through so that no call finds its inputs in the L2 cache."""
+    """Returns how many sets of inputs of `nbytes` keep every call from finding its inputs in the L2 cache."""
     return max(1, math.ceil(2 * L2_BYTES / nbytes)) if jax.default_backend() == "gpu" else 1
 
 
 def check(name: str, got: jax.Array, plain: jax.Array, exact: jax.Array) -> None:
-    """The error of `got` against `exact`, of a wider dtype, must be within 2x that of `plain` plus 2 ulp."""
+    """Exits if the error of `got` exceeds twice the error of `plain` plus 2 ulp. `exact` has a wider dtype."""
     wide = exact.astype(jnp.float32)
     allowed = 2 * jnp.max(jnp.abs(plain.astype(jnp.float32) - wide))
     allowed += 2 * float(jnp.finfo(got.dtype).eps) * jnp.max(jnp.abs(wide))
     error = jnp.max(jnp.abs(got.astype(jnp.float32) - wide))
     if not error <= allowed:  # also when it is NaN
-        raise SystemExit(f"{name}: error {error:.3g} is above {allowed:.3g}, twice that of plain jnp; nothing is timed")
+        raise SystemExit(f"{name}: error {error:.3g} is above {allowed:.3g}, twice plain jnp's error; nothing is timed")
 
 
 def float64(f: Callable[..., Any], *inputs: Any) -> Any:
-    """What `f` gives for inputs whose float arrays are widened to float64, as float32."""
+    """Returns the result of `f` for inputs whose float arrays are widened to float64, as float32."""
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: x.astype("float64") if jnp.issubdtype(x.dtype, jnp.floating) else x, inputs)
         return jax.tree.map(lambda y: y.astype("float32"), f(*wide))
 
 
 def check_all(name: str, ours: Callable[..., Any], plain: Callable[..., Any], inputs: Sequence[Any]) -> None:
-    """`check` of every array that `ours(*inputs)` gives, against float64: long sums of float32 err too."""
+    """Checks every array of `ours(*inputs)` against float64, because long sums of float32 err too."""
     results = (ours(*inputs), plain(*inputs), float64(plain, *inputs))
     for leaves in zip(*map(jax.tree.leaves, results), strict=True):
         check(name, *leaves)
@@ -80,10 +82,10 @@ def check_all(name: str, ours: Callable[..., Any], plain: Callable[..., Any], in
 def compile_all(
     programs: Iterable[tuple[jax.stages.Lowered, dict[str, Any] | None]],
 ) -> list[jax.stages.Compiled]:
-    """Compiles programs at the same time, each with its options; later ones are lowered meanwhile.
+    """Compiles programs in parallel, each with its options, while later ones are lowered.
 
-    XLA locks the GPU for what its autotuning measures. A jitted function that was lowered, and is called later, finds
-    the program that was compiled without options.
+    XLA locks the GPU while its autotuning measures. A jitted function that was lowered, and is called later, finds the
+    program that was compiled without options.
     """
     with ThreadPoolExecutor() as threads:
         return list(threads.map(lambda program: program[0].compile(program[1]), programs))
@@ -100,46 +102,73 @@ def measure(
 ) -> list[Row]:
     """Times the variants of one case, adds the rows to the CSV at once, and returns them.
 
-    `work` (bytes or FLOP per call) over the median time gives `rate` in `unit`; `args` are the command line's; `key`
-    holds op, direction, shape and dtype.
+    Args:
+      variants: what to time, by the name of the implementation.
+      work: bytes or FLOP of a call. Divided by the median time it gives the rate.
+      unit: unit of the rate, as "TB/s".
+      args: the command line's.
+      latency: whether to measure `blocking_us` too.
+      **key: op, direction, shape and dtype.
+
+    Returns:
+      The rows.
     """
     rounds = 5 if args.quick else 9
-    metrics = {"queued_us": queued_us}
-    metrics |= {"blocking_us": _blocking_us} if latency else {}
-    metrics |= {"device_us": device_us} if jax.default_backend() == "gpu" else {}
-    repeats = {name: _calibrate(variant) for name, variant in variants.items()}
-    samples: dict[tuple[str, str], list[float]] = {}
-    turns = list(variants.items())[::-1]
-    for metric, sample in metrics.items():
-        for _ in range(5 if metric == "device_us" else rounds):  # times of kernels differ little between rounds
-            turns.reverse()  # so that nobody always comes after the same one
-            for name, variant in turns:
-                samples.setdefault((name, metric), []).append(sample(variant, repeats[name]))
+    calls = {name: rotating(*variant) for name, variant in variants.items()}
+    repeats = {name: _calibrate(calls[name], len(sets)) for name, (_, sets) in variants.items()}
+    samplers: dict[str, Callable[[str], float]] = {
+        "queued_us": lambda name: profiler.queued_us(calls[name], repeats[name])
+    }
+    if latency:
+        samplers["blocking_us"] = lambda name: float(
+            np.mean([profiler.queued_us(calls[name], 1) for _ in range(repeats[name])])
+        )
+    if jax.default_backend() == "gpu":
+        samplers["device_us"] = lambda name: profiler.device_us(calls[name], min(repeats[name], DEVICE_CALLS))
+    samples: dict[tuple[str, str], Sequence[float]] = {}
+    for metric, sample in samplers.items():
+        # Kernel times differ little between rounds.
+        times = profiler.turns([*calls], 5 if metric == "device_us" else rounds, sample)
+        samples |= {(name, metric): column.tolist() for name, column in zip(calls, times.T, strict=True)}
     return as_rows(samples, work, unit, args, **key)
+
+
+def rotating(f: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> Call:
+    """Returns a function without arguments. Each call runs `f` with the next of the sets."""
+    turn = itertools.cycle(sets)
+    return lambda: f(*next(turn))
 
 
 def as_rows(
     samples: Mapping[tuple[str, str], Sequence[float]], work: float, unit: str, args: argparse.Namespace,
     **key: str | Sequence[int],
 ) -> list[Row]:  # fmt: skip
-    """Rows of the samples of each (implementation, metric), in microseconds, which are added to the CSV at once."""
-    fixed = {k: v if isinstance(v, str) else "x".join(map(str, v)) for k, v in key.items()}
-    rows, source = [], origin()
-    for (name, metric), values in samples.items():
-        if not any(values):  # a memcpy is no kernel
-            continue
-        p20, p50, p80 = np.percentile(values, (20, 50, 80))
-        times = {"p20": f"{p20:.2f}", "p50": f"{p50:.2f}", "p80": f"{p80:.2f}"}
-        rate = {"rate": f"{work / p50 / 1e6:.4g}", "unit": unit}  # work per us -> 10^12 per s
-        rows.append({**fixed, "implementation": name, "metric": metric, **times, **rate, **source})
+    """Makes rows of the samples of each (implementation, metric), and adds them to the CSV at once."""
+    # A memcpy is no kernel and has no device time.
+    measured = {names: values for names, values in samples.items() if any(values) and np.isfinite(values).all()}
+    source = origin()
+    rows = [as_row(key, *names, values, work, unit) | source for names, values in measured.items()]
     write_rows(rows, args.out)
     return rows
 
 
-def copies(nbytes: float, buffers: int | None = None) -> dict[str, Variant]:
-    """Copies that read and write `nbytes` in all: the ceiling of every kernel that is bound by memory.
+def as_row(
+    key: Mapping[str, str | Sequence[int]], implementation: str, metric: str, values: Sequence[float], work: float,
+    unit: str, note: str = "",
+) -> Row:  # fmt: skip
+    """Makes a row of samples in microseconds, without the columns of `origin`. `key`: op, direction, shape, dtype."""
+    p20, p50, p80 = np.percentile(values, (20, 50, 80))
+    return {
+        **{name: value if isinstance(value, str) else "x".join(map(str, value)) for name, value in key.items()},
+        "implementation": implementation, "metric": metric, "p20": f"{p20:.2f}", "p50": f"{p50:.2f}",
+        "p80": f"{p80:.2f}", "rate": f"{work / p50 / 1e6:.4g}", "unit": unit, "note": note,
+    }  # fmt: skip
 
-    Of so many buffers in turn; None for too many for the L2 cache.
+
+def copies(nbytes: float, buffers: int | None = None) -> dict[str, Variant]:
+    """Returns copies that read and write `nbytes` in all: the ceiling of every kernel that is bound by memory.
+
+    They take turns with that many buffers, or, with None, with as many as exceed the L2 cache.
     """
     block = 4096
     size = max(1, round(nbytes / 8 / block)) * block  # of float32, read once and written once
@@ -158,60 +187,68 @@ def _copy_kernel(x_ref: Any, out_ref: Any) -> None:
     out_ref[...] = x_ref[...]
 
 
-def _calibrate(variant: Variant) -> int:
-    """Compiles, warms up, and returns how many calls take about 20 ms.
+def _calibrate(call: Call, sets: int) -> int:
+    """Compiles, warms up, and returns how many calls take about 20 ms, at least ten and at most 1,000.
 
-    At least ten: the device waits for the first, which for a training step takes the host 5 ms.
+    The device waits for the first call, which takes the host 5 ms for a training step.
     """
-    f, inputs = variant
-    for args in inputs:
-        jax.block_until_ready(f(*args))
-    return max(10, min(1000, math.ceil(2e4 / queued_us(variant, 3))))
+    for _ in range(sets):
+        jax.block_until_ready(call())
+    return max(10, min(1000, math.ceil(2e4 / profiler.queued_us(call, 3))))
 
 
 def queued_us(variant: Variant, repeats: int) -> float:
-    f, inputs = variant
-    start = time.perf_counter()
-    for i in range(repeats):
-        out = f(*inputs[i % len(inputs)])
-    jax.block_until_ready(out)
-    return (time.perf_counter() - start) / repeats * 1e6
+    """Returns the wall time per call of a variant, with calls queued."""
+    return profiler.queued_us(rotating(*variant), repeats)
 
 
-def _blocking_us(variant: Variant, repeats: int) -> float:
-    f, inputs = variant
-    start = time.perf_counter()
-    for i in range(repeats):
-        jax.block_until_ready(f(*inputs[i % len(inputs)]))
-    return (time.perf_counter() - start) / repeats * 1e6
+def kernel_times(variant: Variant, repeats: int = 1) -> list[profiler.Kernel]:
+    """Returns the kernels that `repeats` calls launch on the GPU."""
+    call = rotating(*variant)
+    return profiler.kernel_times(lambda: [call() for _ in range(repeats)])
 
 
-def device_us(variant: Variant, repeats: int) -> float:
-    """How long a call keeps the GPU busy; the mean of `repeats` calls (at most 20, whose results are held at once)."""
-    repeats = min(repeats, 20)
-    return tuning_profiler.busy_us(kernel_times(variant, repeats)) / repeats
+def newest(rows: Iterable[Row]) -> list[Row]:
+    """Returns the newest row of each case, in the place of the case's first row.
+
+    Rows are of the same case if the columns of `KEY` are the same. The newest row has the latest date, and is the last
+    of those.
+    """
+    found: dict[tuple[str, ...], Row] = {}
+    for row in rows:
+        key = tuple(row[column] for column in KEY)
+        if key not in found or row["date"] >= found[key]["date"]:
+            found[key] = row
+    return list(found.values())
 
 
-def kernel_times(variant: Variant, repeats: int = 1) -> list[tuning_profiler.Kernel]:
-    """The kernels that `repeats` calls launch on the GPU."""
-    f, inputs = variant
-    return tuning_profiler.kernel_times(lambda: [f(*inputs[i % len(inputs)]) for i in range(repeats)])
+def read_rows(path: Path) -> list[Row]:
+    """Reads a results file. Columns that it does not have are empty."""
+    with path.open(newline="") as file:
+        return [{**dict.fromkeys(COLUMNS, ""), **row} for row in csv.DictReader(file)]
 
 
-def write_rows(rows: Iterable[Row], folder: Path) -> None:
-    """Appends `rows` to `folder/<device kind>.csv`."""
-    path = folder / f"{jax.devices()[0].device_kind.replace(' ', '_')}.csv"
+def write_rows(rows: Iterable[Row], folder: Path, kind: str | None = None) -> None:
+    """Adds `rows` to `folder/<device kind>.csv`, in place of the rows of the same cases.
+
+    `kind` is the device that was measured, or None for JAX's default device. A reader sees the file before or after.
+    """
+    path = folder / f"{(kind or jax.devices()[0].device_kind).replace(' ', '_')}.csv"
     folder.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
+    rows = newest([*(read_rows(path) if path.exists() else ()), *rows])
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if new:
-            writer.writeheader()
+        writer.writeheader()
         writer.writerows(rows)
+    os.replace(temporary, path)
 
 
 def table(rows: Sequence[Row], *, ours: str = "jaxft", metric: str | None = None) -> list[list[str]]:
-    """A header, then a line per case: median us of each implementation; the best peer's and a copy's over `ours`."""
+    """Returns a header and a line for each case: the median time of each implementation.
+
+    Two more columns divide the time of the fastest peer, and the time of a copy, by the time of `ours`.
+    """
     if metric is None:
         metric = "device_us" if any(row["metric"] == "device_us" for row in rows) else "queued_us"
     rows = [row for row in rows if row["metric"] == metric]
@@ -228,7 +265,7 @@ def table(rows: Sequence[Row], *, ours: str = "jaxft", metric: str | None = None
         p50 = {name: float(row["p50"]) for name, row in by_name.items()}
         copy = min((us for name, us in p50.items() if name.startswith("copy")), default=math.nan)
         peers = {name: us for name, us in p50.items() if name != ours and not name.startswith("copy")}
-        # Where there are no others, jaxft in another way, as "jaxft, padded", is its own peer.
+        # Without peers, jaxft in another way ("jaxft, padded") is its own peer.
         others = [us for name, us in peers.items() if not name.startswith(f"{ours}, ")]
         peer = min(others or peers.values(), default=math.nan)
         own = p50.get(ours, math.nan)
@@ -240,9 +277,9 @@ def table(rows: Sequence[Row], *, ours: str = "jaxft", metric: str | None = None
 
 
 def print_tables(rows: Sequence[Row]) -> None:
-    """One table per metric."""
+    """Prints a table for each metric."""
     if not rows:
-        raise SystemExit("no case was measured: none has in its name what --only says")
+        raise SystemExit("no case was measured: no name contains what --only says")
     for metric in sorted({row["metric"] for row in rows}):
         lines = table(rows, metric=metric)
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -252,12 +289,12 @@ def print_tables(rows: Sequence[Row]) -> None:
 
 
 def origin() -> dict[str, str]:
-    """What the rows of a results file say about where they are from."""
+    """Returns the columns that say where a row is from."""
     return {"jax": jax.__version__, "commit": _commit(), "date": datetime.date.today().isoformat()}
 
 
 def _commit() -> str:
-    """The commit measured: $JAXFT_COMMIT, or git's answer, or "unknown"."""
+    """Returns the measured commit: $JAXFT_COMMIT, or git's answer, or "unknown"."""
     if commit := os.environ.get("JAXFT_COMMIT"):
         return commit
     command = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty", "--exclude=*"]

@@ -1,4 +1,4 @@
-"""`tuning_search.autotune`: what it tries, takes, stores and finds again; on a CPU with a timer that is made up."""
+"""`autotune`: what it tries, takes, stores and finds again, on a CPU with made-up times."""
 
 import dataclasses
 import functools
@@ -26,17 +26,18 @@ from jaxft.tuning import table as tuning_table
 from jaxft.tuning.table import AttentionConfig, RowConfig
 from test_tuning import OPS
 
-KIND = dispatch.device_kind()
+DEVICE = dispatch.device()
+KIND = DEVICE.kind
 SOFTMAX = functools.partial(jaxft.softmax, implementation="triton")
 KEY = "rows=8,width=32,itemsize=4"
-PRESENT = tuning_rows.softmax(6, 24, 4, KIND)
+PRESENT = tuning_rows.softmax(6, 24, 4, DEVICE)
 FAST, SLOW = RowConfig(2, 32, 2), RowConfig(1, 32, 1)
 X = jnp.arange(6 * 24, dtype=jnp.float32).reshape(6, 24) % 7
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """The user's folder, and nothing left of it in this process afterwards."""
+    """The user's cache folder, which this process has forgotten afterwards."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tuning_cache._warned.clear()
     tuning_cache.load.cache_clear()
@@ -47,7 +48,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A device that takes so many microseconds with these configs, and 100 with others; these are the candidates."""
+    """A device that takes these times with these configurations, the candidates, and 100 us with others."""
 
     def use(times, seen=None):
         def sample(program):
@@ -55,12 +56,12 @@ def machine(monkeypatch):
                 seen.append(program.config)
             return times.get(program.config, 100.0)
 
-        def candidates(op, present, **sizes):
+        def candidates(op, present, device, **sizes):
             return [c for c in times if c != present and type(c) is type(present)]
 
-        monkeypatch.setattr(tuning_search, "_device_kind", lambda: KIND)
+        monkeypatch.setattr(tuning_search, "_device", lambda: DEVICE)
         monkeypatch.setattr(tuning_search, "candidates", candidates)
-        monkeypatch.setattr(tuning_search, "_sampler", lambda present, args: sample)
+        monkeypatch.setattr(tuning_search, "_sampler", lambda present, sets: sample)
 
     return use
 
@@ -71,7 +72,7 @@ def entries():
 
 
 def warned(caplog):
-    """What was logged, but for the line about interpret mode that any test may be the first to cause."""
+    """What was logged, except for the line about interpret mode that any test may be the first to cause."""
     return [message for message in caplog.messages if "interpret mode" not in message]
 
 
@@ -85,16 +86,17 @@ def write(text):
 # --- The search ----------------------------------------------------------------------------------------------------
 
 
-def test_the_fastest_is_taken_stored_and_found(machine):
+def test_the_fastest_config_is_stored_and_found(machine):
     machine({SLOW: 120.0, FAST: 50.0, RowConfig(4, 32, 1): 60.0})
     wanted = SOFTMAX(X)
     (found,) = tuning_search.autotune(SOFTMAX, X)
     assert found == tuning_search.Tuned("softmax", KEY, PRESENT, FAST, 100.0, 50.0)
     assert entries() == {"softmax": {KEY: dataclasses.asdict(FAST)}}
-    assert tuning_rows.softmax(6, 24, 4, KIND) == tuning_rows.softmax(5, 30, 4, KIND) == FAST  # the same powers of two
-    assert tuning_rows.softmax(9, 24, 4, KIND) != FAST
+    assert tuning_rows.softmax(6, 24, 4, DEVICE) == FAST
+    assert tuning_rows.softmax(5, 30, 4, DEVICE) == FAST  # the same powers of two
+    assert tuning_rows.softmax(9, 24, 4, DEVICE) != FAST
     np.testing.assert_allclose(SOFTMAX(X), wanted, rtol=1e-6)
-    code = f"import jaxft; from jaxft import tuning; print(tuning_rows.softmax(6, 24, 4, {KIND!r}))"
+    code = "from jaxft import dispatch; from jaxft.tuning import rows; print(rows.softmax(6, 24, 4, dispatch.device()))"
     fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert fresh.stdout.strip() == str(FAST)
 
@@ -106,8 +108,8 @@ def kernels(fn, *args):
 @pytest.mark.parametrize(
     "wrap", [jax.jit, lambda f: jax.jit(lambda x: jax.lax.scan(lambda c, y: (c, f(y)), 0, x[None]))]
 )
-def test_functions_that_are_jitted_and_were_called(wrap, machine):
-    """JAX has traced them already: neither the search nor later calls may find that."""
+def test_jitted_functions_are_traced_again(wrap, machine):
+    """JAX has traced them already. Neither the search nor later calls may use that trace."""
     fn, seen = wrap(SOFTMAX), []
     jax.block_until_ready(fn(X))
     assert "num_warps=4" in kernels(fn, X)
@@ -117,7 +119,7 @@ def test_functions_that_are_jitted_and_were_called(wrap, machine):
     assert "num_warps=2" in kernels(fn, X)
 
 
-def test_a_config_that_is_looked_up_inside_of_a_jitted_op(machine):
+def test_jitted_ops_look_up_configs_again(machine):
     x = jnp.ones((5, 33))
     fast = tuning_table.PermuteConfig(16, 256, 1)
     machine({fast: 10.0})
@@ -128,8 +130,30 @@ def test_a_config_that_is_looked_up_inside_of_a_jitted_op(machine):
     assert "num_warps=1" in kernels(fn, x)
 
 
+def test_a_table_stores_what_is_taken(machine, tmp_path):
+    """In the given file alone, beside what it holds."""
+    machine({FAST: 50.0})
+    table = tmp_path / "somewhere" / "table.json"
+    table.parent.mkdir()
+    table.write_text(json.dumps({"softmax": {"other": {"num_warps": 1}}}))
+    (found,) = tuning_search.autotune(SOFTMAX, X, table=table)
+    assert found.after == FAST and entries() == {}
+    stored = json.loads(table.read_text())
+    assert stored == {"softmax": {"other": {"num_warps": 1}, KEY: dataclasses.asdict(FAST)}}
+    assert tuning_rows.softmax(6, 24, 4, DEVICE) == PRESENT  # another table is not read
+    (again,) = tuning_search.autotune(SOFTMAX, X, table=str(tmp_path / "new" / "table.json"))
+    assert (again.before, again.after) == (PRESENT, FAST)
+
+
+def test_a_table_that_cannot_be_written(machine, tmp_path):
+    machine({FAST: 50.0})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="autotune: cannot read and write .*file/table.json .*; name another table"):
+        tuning_search.autotune(SOFTMAX, X, table=tmp_path / "file" / "table.json")
+
+
 @pytest.mark.parametrize(("us", "taken"), [(98.5, False), (97.0, True)])
-def test_a_gain_below_the_margin_is_none(us, taken, machine):
+def test_a_gain_below_the_margin_is_ignored(us, taken, machine):
     machine({FAST: us})
     (found,) = tuning_search.autotune(SOFTMAX, X)
     assert (found.after == FAST) == taken
@@ -150,7 +174,7 @@ def test_noise_is_no_gain():
     assert taken <= 5
 
 
-def test_what_cannot_be_timed_is_not_taken():
+def test_untimed_configs_are_not_taken():
     programs = [tuning_search.Program(i, None) for i in range(3)]
     times = {0: 10.0, 1: float("nan"), 2: 8.0}
     assert tuning_search._race(programs, lambda p: times[p.config])[0].config == 2
@@ -158,15 +182,15 @@ def test_what_cannot_be_timed_is_not_taken():
 
 
 def test_only_kernels_that_run_are_tuned(machine):
-    """softmax looks up its gradient's config too; dense and attention those of kernels that they do not launch."""
+    """softmax looks up its gradient's config too. dense and attention look up kernels that they do not launch."""
     machine({FAST: 50.0})
     assert [t.op for t in tuning_search.autotune(SOFTMAX, X)] == ["softmax"]
     gradient = jax.grad(lambda x: jnp.sum(SOFTMAX(x) ** 2))
     assert {t.op for t in tuning_search.autotune(gradient, X)} == {"softmax", "softmax_backward"}
 
 
-def test_attention_gets_the_gradient_kernels_that_its_configs_ask_for(machine):
-    """With a block for all keys one kernel does it all; once there is none, that for queries is tuned as well."""
+def test_attention_tunes_gradient_kernels_its_configs_need(machine):
+    """One kernel suffices if a block holds all keys. Once none does, the kernel for queries is tuned as well."""
     small = AttentionConfig(16, 16, 2, 1)
     machine({small: 50.0})
     qkv = jax.random.normal(jax.random.key(0), (1, 32, 3, 1, 16))
@@ -177,14 +201,14 @@ def test_attention_gets_the_gradient_kernels_that_its_configs_ask_for(machine):
     assert "attention_dqkv" not in kernels(loss, qkv)
 
 
-def test_an_implementation_gets_the_configs_that_it_asks_for(machine):
-    """XLA's product has none; that of Triton, once it is the choice, is tuned in the same call."""
+def test_a_new_implementation_is_tuned_too(machine):
+    """XLA's matmul has no config. Triton's matmul is tuned in the same call once it is the choice."""
     sizes, kernel = (6, 24, 24), jnp.eye(24)
 
     def fn(x):
-        if tuning_dense.dense_implementation(*sizes, None, 4, KIND) == "xla":
+        if tuning_dense.dense_implementation(*sizes, None, 4, DEVICE) == "xla":
             return x @ kernel
-        config = tuning_dense.dense(*sizes, 4, KIND)
+        config = tuning_dense.dense(*sizes, 4, DEVICE)
         options = {"activation": None, "precision": "float32", "config": config, "interpret": True}
         return dense.forward(x, kernel, None, None, **options)[0]
 
@@ -210,19 +234,19 @@ def embedded(table):
 
 
 @pytest.mark.parametrize(("fn", "variant"), [(split_dense, "sums"), (embedded, "embeddings")])
-def test_kernels_that_read_other_things_have_entries_of_their_own(fn, variant, machine):
-    present = tuning_rows.layer_norm(6, 24, 4, KIND)
+def test_kernel_variants_have_entries_of_their_own(fn, variant, machine):
+    present = tuning_rows.layer_norm(6, 24, 4, DEVICE)
     machine({FAST: 50.0})
     found = {t.op: t for t in tuning_search.autotune(fn, X)}["layer_norm"]
     assert (found.key, found.before, found.after) == (f"{KEY},{variant}", present, FAST)
-    assert tuning_rows.layer_norm(6, 24, 4, KIND, variant) == FAST
-    assert tuning_rows.layer_norm(6, 24, 4, KIND) == present
+    assert tuning_rows.layer_norm(6, 24, 4, DEVICE, variant) == FAST
+    assert tuning_rows.layer_norm(6, 24, 4, DEVICE) == present
     (other,) = tuning_search.autotune(functools.partial(jaxft.layer_norm, implementation="triton"), X)
     assert (other.key, other.before) == (KEY, present)
 
 
 def change_results(monkeypatch, change):
-    """Of the kernel with the config FAST."""
+    """Changes the results of the kernel with the config FAST."""
     forward = softmax_kernel.forward
 
     def changed(x, *args, config, **options):
@@ -267,8 +291,8 @@ def in_products(precision):
      (in_products("default"), "float32", 2.0**-8, True), (in_products("default"), "float32", 2.0**-4, False),
      (lambda x: SOFTMAX(x.astype("bfloat16")).astype("float32"), "float32", 2.0**-7, True)],
 )  # fmt: skip
-def test_rounding_is_no_wrong_result(fn, dtype, error, taken, machine, monkeypatch):
-    """Of float32, of TF32 in products by default, and of 16 bits wherever there are some."""
+def test_rounding_is_accepted(fn, dtype, error, taken, machine, monkeypatch):
+    """The unit is float32's, TF32's in matmuls by default, and that of 16 bits if there are any."""
     change_results(monkeypatch, lambda y: (y * (1 + error)).astype(y.dtype))
     machine({FAST: 1.0})
     x = X.at[1].set(jnp.nan).astype(dtype)  # NaN where the present one has NaN, too
@@ -296,7 +320,7 @@ def test_an_interrupt_keeps_what_was_found(machine):
         patch.setattr(tuning_search, "_race", interrupted)
         tuning_search.autotune(jax.grad(lambda x: jnp.sum(SOFTMAX(x) ** 2)), X)
     assert list(entries()) == ["softmax_backward"]
-    assert tuning_rows.softmax_backward(6, 24, 4, KIND) == FAST and tuning_rows.softmax(6, 24, 4, KIND) == PRESENT
+    assert tuning_rows.softmax_backward(6, 24, 4, DEVICE) == FAST and tuning_rows.softmax(6, 24, 4, DEVICE) == PRESENT
 
 
 def test_progress(machine, capsys):
@@ -307,19 +331,49 @@ def test_progress(machine, capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("measure", [tuning_search._queued_us, tuning_search._device_us])
+# --- Timers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("measure", [tuning_profiler.queued_us, tuning_profiler.device_us])
 def test_timers(measure):
-    us = measure(jax.jit(lambda x: x + 1).lower(X).compile(), (X,), 3)
-    assert us > 0 or (measure is tuning_search._device_us and jax.default_backend() == "cpu" and np.isnan(us))
+    us = measure(functools.partial(jax.jit(lambda x: x + 1).lower(X).compile(), X), 3)
+    assert us > 0 or (measure is tuning_profiler.device_us and jax.default_backend() == "cpu" and np.isnan(us))
 
 
-def test_no_kernel_times_while_a_profiler_is_at_work(tmp_path):
+def test_a_running_profiler_leaves_no_kernel_times(tmp_path):
     with jax.profiler.trace(tmp_path):
-        assert np.isnan(tuning_search._device_us(jnp.sin, (X,), 3))
+        assert np.isnan(tuning_search._device_us(lambda: jnp.sin(X), 3))
+
+
+def test_variants_take_turns_in_both_orders():
+    order = []
+    times = tuning_profiler.turns("abc", 3, lambda variant: order.append(variant) or len(order))
+    assert "".join(order) == "abccbaabc"
+    np.testing.assert_array_equal(times, [[1, 2, 3], [6, 5, 4], [7, 8, 9]])
+
+
+def test_calls_take_turns_with_copies_of_the_arguments(monkeypatch):
+    """The timer of all programs goes through the copies, and each search sees as many as it asked for."""
+    seen = []
+    sample = tuning_search._sampler(lambda x: seen.append(x) or jnp.zeros(2**28), [("a",), ("b",), ("c",)])
+    first = len(seen)
+    sample(tuning_search.Program("config", lambda x: seen.append(x)))
+    assert "".join(seen) == ("abc" * 9)[: len(seen)] and len(seen) > first
+
+    def sampler(present, sets):
+        found.extend(x for (x,) in sets)
+        return lambda program: 1.0
+
+    found = []
+    monkeypatch.setattr(tuning_search, "_device", lambda: DEVICE)
+    monkeypatch.setattr(tuning_search, "_sampler", sampler)
+    tuning_search.autotune(SOFTMAX, X, copies=3)
+    assert len(found) == 3 and len({x.unsafe_buffer_pointer() for x in found}) == 3
+    assert all((x == X).all() for x in found)
 
 
 def test_time_of_kernels_that_overlap():
-    """One that waits for another on the GPU is not counted twice."""
+    """A kernel that waits for another on the GPU is not counted twice."""
     spans = {"first": (0.0, 3.0), "waits": (2.0, 5.0), "within": (2.5, 4.0), "later": (7.0, 8.0)}
     assert tuning_profiler.busy_us(tuning_profiler.Kernel(name, *span) for name, span in spans.items()) == 6.0
 
@@ -328,12 +382,18 @@ def test_time_of_kernels_that_overlap():
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="it has a GPU")
-def test_it_needs_a_gpu():
+def test_autotune_needs_a_gpu():
     with pytest.raises(RuntimeError, match="autotune: it needs an NVIDIA GPU .* this is cpu"):
         tuning_search.autotune(SOFTMAX, X)
 
 
-def test_it_takes_arrays():
+@pytest.mark.parametrize("copies", [0, -1, 1.0, True, None])
+def test_copies_are_a_positive_integer(copies):
+    with pytest.raises(ValueError, match="autotune: copies must be a positive integer"):
+        tuning_search.autotune(SOFTMAX, X, copies=copies)
+
+
+def test_autotune_takes_arrays():
     with pytest.raises(TypeError, match=r"autotune: args\[1\] must be arrays or trees of them, got 'gelu'; bind"):
         tuning_search.autotune(SOFTMAX, [X], "gelu")
 
@@ -341,13 +401,13 @@ def test_it_takes_arrays():
 @pytest.mark.parametrize(
     "fn", [lambda x: x + 1, lambda x: jaxft.dense(x, x.T, implementation="xla")], ids=["no op", "a config, not used"]
 )
-def test_it_needs_a_kernel(fn, machine):
+def test_autotune_needs_a_kernel(fn, machine):
     machine({FAST: 50.0, SLOW: 60.0})
     with pytest.raises(ValueError, match="autotune: fn runs no kernel of jaxft"):
         tuning_search.autotune(fn, X)
 
 
-def test_a_folder_that_cannot_be_written(machine, tmp_path, monkeypatch):
+def test_an_unwritable_folder_is_reported(machine, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     machine({FAST: 50.0})
@@ -359,7 +419,7 @@ def test_a_folder_that_cannot_be_written(machine, tmp_path, monkeypatch):
 
 
 def test_no_home_directory(machine, monkeypatch):
-    """As in a container whose user has no name: there is nothing to read, and nowhere to write."""
+    """As in a container whose user has no name. There is nothing to read and nowhere to write."""
     monkeypatch.delenv("XDG_CACHE_HOME")
 
     def home():
@@ -378,35 +438,35 @@ def test_no_home_directory(machine, monkeypatch):
 
 def test_the_file_is_named_by_device_and_versions(cache, monkeypatch):
     monkeypatch.setattr(jax, "__version__", "1.2.3")
-    monkeypatch.setattr(jaxft, "__version__", "4.5.6")
+    monkeypatch.setattr(tuning_cache, "__version__", "4.5.6")
     assert tuning_cache.path("NVIDIA RTX/A 6000") == cache / "NVIDIA_RTX_A_6000-jax_1.2.3-jaxft_4.5.6.json"
     for folder in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", folder)
         assert tuning_cache.path("x").parent == Path.home() / ".cache" / "jaxft"
 
 
-def test_entries_of_another_version_or_device_are_not_used(machine, monkeypatch):
+def test_entries_of_other_versions_and_devices_are_ignored(machine, monkeypatch):
     machine({FAST: 50.0})
     tuning_search.autotune(SOFTMAX, X)
-    assert tuning_rows.softmax(6, 24, 4, "another") == PRESENT
+    assert tuning_rows.softmax(6, 24, 4, DEVICE._replace(kind="another")) == PRESENT
     monkeypatch.setattr(jax, "__version__", "1.2.3")
     tuning_cache.load.cache_clear()
-    assert tuning_rows.softmax(6, 24, 4, KIND) == PRESENT
+    assert tuning_rows.softmax(6, 24, 4, DEVICE) == PRESENT
 
 
-def test_the_users_entry_comes_before_that_of_jaxft(monkeypatch):
+def test_the_users_entry_comes_before_jaxfts(monkeypatch):
     monkeypatch.setattr(tuning_table, "_table", lambda kind: {"softmax": {KEY: {"num_warps": 16}}})
-    assert tuning_rows.softmax(6, 24, 4, KIND).num_warps == 16
-    tuning_cache.check_writable(KIND)
-    tuning_cache.save(KIND, "softmax", KEY, FAST)
-    assert tuning_rows.softmax(6, 24, 4, KIND) == FAST
+    assert tuning_rows.softmax(6, 24, 4, DEVICE).num_warps == 16
+    tuning_cache.check_writable(tuning_cache.path(KIND))
+    tuning_cache.save(tuning_cache.path(KIND), "softmax", KEY, FAST)
+    assert tuning_rows.softmax(6, 24, 4, DEVICE) == FAST
 
 
-def test_entries_of_products_with_rounded_sizes_are_not_found(caplog):
-    """As jaxft stored them before it took depth and width as they are."""
-    present, stored = tuning_dense.dense(6, 768, 3072, 2, KIND), tuning_dense.DenseConfig(16, 16, 16, 2, 1)
+def test_matmul_entries_with_rounded_sizes_are_ignored(caplog):
+    """jaxft stored such entries before it kept exact depths and widths."""
+    present, stored = tuning_dense.dense(6, 768, 3072, 2, DEVICE), tuning_dense.DenseConfig(16, 16, 16, 2, 1)
     write(json.dumps({"dense": {"rows=8,depth=1024,width=4096,itemsize=2": dataclasses.asdict(stored)}}))
-    assert tuning_dense.dense(6, 768, 3072, 2, KIND) == present != stored
+    assert tuning_dense.dense(6, 768, 3072, 2, DEVICE) == present != stored
     assert warned(caplog) == []
 
 
@@ -439,7 +499,7 @@ DAMAGED = {
 }
 
 
-def test_what_is_sound_stays_when_a_config_is_added(machine, caplog, monkeypatch):
+def test_sound_entries_stay_when_one_is_added(machine, caplog, monkeypatch):
     machine({FAST: 50.0})
     write(json.dumps({"softmax": {"other": SOUND}, "layer_norm": []}))
     tuning_search.autotune(SOFTMAX, X)
@@ -454,7 +514,7 @@ def test_what_is_sound_stays_when_a_config_is_added(machine, caplog, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_text", fails)
         with pytest.raises(OSError, match="input/output error"):
-            tuning_cache.save(KIND, "softmax", "third", FAST)
+            tuning_cache.save(tuning_cache.path(KIND), "softmax", "third", FAST)
         with pytest.raises(OSError, match="autotune: cannot read and write .*input/output error"):  # before it searches
             tuning_search.autotune(SOFTMAX, X)
     assert file.read_bytes() == before and [*file.parent.iterdir()] == [file]
@@ -471,18 +531,18 @@ def test_a_damaged_file_is_kept_aside(machine):
 def test_a_damaged_file_is_ignored_with_one_warning(text, machine, caplog):
     write(text)
     for _ in range(3):
-        assert tuning_rows.softmax(6, 24, 4, KIND) == PRESENT
+        assert tuning_rows.softmax(6, 24, 4, DEVICE) == PRESENT
         tuning_cache.load.cache_clear()
     (message,) = warned(caplog)
     assert str(tuning_cache.path(KIND)) in message
     machine({FAST: 50.0})
     tuning_search.autotune(SOFTMAX, X)  # and it does not stand in the way of a sound one
-    assert tuning_rows.softmax(6, 24, 4, KIND) == FAST and entries()["softmax"][KEY] == SOUND
+    assert tuning_rows.softmax(6, 24, 4, DEVICE) == FAST and entries()["softmax"][KEY] == SOUND
 
 
 def test_a_folder_in_place_of_the_file(caplog):
     tuning_cache.path(KIND).mkdir(parents=True)
-    assert tuning_rows.softmax(6, 24, 4, KIND) == PRESENT
+    assert tuning_rows.softmax(6, 24, 4, DEVICE) == PRESENT
     assert len(warned(caplog)) == 1
 
 
@@ -494,12 +554,16 @@ def test_a_folder_in_place_of_the_file(caplog):
          {"split": "x"}, {"split": []}, {"tile_n": 100}, {"tile_k": 128}, {"cluster_m": 3}, {"stages": 1},
          {"tile_m": 256, "tile_n": 256}, {"cluster_m": 2, "programs": 1}))],
 )  # fmt: skip
-def test_entries_that_no_kernel_could_run(op, change, caplog):
+def test_entries_no_kernel_can_run_are_ignored(op, change, caplog):
     config, names = OPS[op]
-    defaults = {RowConfig: (1, 32, 1), tuning_table.GradientConfig: (1, 32, 8, 1), tuning_table.PermuteConfig: (32, 1024, 4),
-                AttentionConfig: (64, 64, 4, 2), tuning_dense.DenseConfig: (64, 64, 64, 4, 2),
-                tuning_dense.MosaicDenseConfig: (64, 192)}  # fmt: skip
-    default = config(*defaults[config])
+    default = {
+        RowConfig: RowConfig(1, 32, 1),
+        tuning_table.GradientConfig: tuning_table.GradientConfig(1, 32, 8, 1),
+        tuning_table.PermuteConfig: tuning_table.PermuteConfig(32, 1024, 4),
+        AttentionConfig: AttentionConfig(64, 64, 4, 2),
+        tuning_dense.DenseConfig: tuning_dense.DenseConfig(64, 64, 64, 4, 2),
+        tuning_dense.MosaicDenseConfig: tuning_dense.MosaicDenseConfig(64, 192, programs=132),
+    }[config]
     name = tuning_table.key(**dict.fromkeys(names, 1))
     for entry, found in ((dataclasses.asdict(default), default), (dataclasses.asdict(default) | change, None)):
         write(json.dumps({op: {name: entry}}))
@@ -508,36 +572,36 @@ def test_entries_that_no_kernel_could_run(op, change, caplog):
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_an_entry_of_a_product_by_mosaic_is_found_with_as_many_stages_as_fit(itemsize, caplog):
-    """Of 227 KiB, beside four pieces of 64 x 64 of the result, with a residual eight."""
+def test_an_entry_of_a_mosaic_matmul_gets_the_stages_that_fit(itemsize, caplog):
+    """227 KiB hold them beside four pieces of 64 x 64 results, with a residual beside eight."""
+    card = DEVICE._replace(compute_capability=(9, 0), shared_memory=227 * 1024)
     sizes = {"rows": 512, "depth": 768, "width": 768, "activation": 1, "itemsize": itemsize}
     for split, block, fit in (("none", 192 + 128, {2: 4, 4: 4}), ("m", 384 + 128, {2: 3, 4: 2})):
-        stored = tuning_dense.MosaicDenseConfig(192, 128, 128 // itemsize, 16, split)
+        stored = tuning_dense.MosaicDenseConfig(192, 128, 128 // itemsize, 16, split, programs=132)
         assert 2 * block * 128 < 227 * 1024 < 16 * block * 128
         names = [tuning_table.key(variant, **sizes) for variant in ("", "residual")]
         write(json.dumps({"dense_mosaic": dict.fromkeys(names, dataclasses.asdict(stored))}))
-        config = tuning_dense.dense_mosaic(512, 768, 768, None, itemsize, KIND)
+        config = tuning_dense.dense_mosaic(512, 768, 768, None, itemsize, card)
         assert config == dataclasses.replace(stored, stages=fit[itemsize])
-        with_residual = tuning_dense.dense_mosaic(512, 768, 768, None, itemsize, KIND, residual=True)
-        assert with_residual.stages >= 2  # where not even two fit, the entry is not taken
+        with_residual = tuning_dense.dense_mosaic(512, 768, 768, None, itemsize, card, residual=True)
+        assert with_residual.stages >= 2  # an entry is not taken if not even two fit
         sizes_of_gradient = {name: size for name, size in sizes.items() if name != "activation"}
-        write(
-            json.dumps({"dense_mosaic_gradient": {tuning_table.key(**sizes_of_gradient): dataclasses.asdict(stored)}})
-        )
-        gradient = tuning_dense.dense_mosaic_gradient(512, 768, 768, itemsize, KIND)
-        fitting = tuning_dense.with_room(stored, itemsize, pieces=7)
+        entry = {tuning_table.key(**sizes_of_gradient): dataclasses.asdict(stored)}
+        write(json.dumps({"dense_mosaic_gradient": entry}))
+        gradient = tuning_dense.dense_mosaic_gradient(512, 768, 768, itemsize, card)
+        fitting = tuning_dense.with_room(stored, itemsize, 7, card)
         assert (gradient == fitting) == (fitting.stages > 1) and 2 <= gradient.stages < 16
     assert warned(caplog) == []
 
 
 def test_processes_that_save_at_once_lose_nothing():
     """Four processes, and a reader that always finds a sound file with no fewer entries than before."""
-    tuning_cache.check_writable(KIND)
+    tuning_cache.check_writable(tuning_cache.path(KIND))
     code = f"""if True:
         import sys
-        from jaxft import tuning, tuning_store
+        from jaxft.tuning import cache, table
         for i in range(40):
-            tuning_cache.save({KIND!r}, "softmax", f"{{sys.argv[1]}}/{{i}}", tuning_table.RowConfig(1, 32, 1))"""
+            cache.save(cache.path({KIND!r}), "softmax", f"{{sys.argv[1]}}/{{i}}", table.RowConfig(1, 32, 1))"""
     running = [subprocess.Popen([sys.executable, "-c", code, str(n)]) for n in range(4)]
     found = 0
     while any(process.poll() is None for process in running):
@@ -550,8 +614,8 @@ def test_processes_that_save_at_once_lose_nothing():
 
 
 def test_a_failed_write_leaves_the_file(cache, monkeypatch):
-    tuning_cache.check_writable(KIND)
-    tuning_cache.save(KIND, "softmax", KEY, FAST)
+    tuning_cache.check_writable(tuning_cache.path(KIND))
+    tuning_cache.save(tuning_cache.path(KIND), "softmax", KEY, FAST)
     before = tuning_cache.path(KIND).read_bytes()
 
     def full(*args, **options):
@@ -559,6 +623,6 @@ def test_a_failed_write_leaves_the_file(cache, monkeypatch):
 
     monkeypatch.setattr(json, "dump", full)
     with pytest.raises(OSError, match="no space"):
-        tuning_cache.save(KIND, "softmax", KEY, SLOW)
+        tuning_cache.save(tuning_cache.path(KIND), "softmax", KEY, SLOW)
     assert tuning_cache.path(KIND).read_bytes() == before
     assert len(list(cache.iterdir())) == 1

@@ -1,11 +1,16 @@
 """Each benchmark runs at tiny shapes, writes its rows, and refuses to time a wrong result; the report is repeatable."""
 
+import contextlib
 import csv
+import functools
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import bench_attention
@@ -16,25 +21,25 @@ import bench_embeddings
 import bench_encode
 import bench_encoder
 import bench_feed_forward
-import bench_heuristics
 import bench_layer_norm
+import bench_peers
 import bench_permute
 import bench_pretrain
 import bench_softmax
 import bench_train
+import jaxft
 import report
+import shapes
 import timing
 import tiny
 import tune
-from jaxft import reference
+from jaxft import dispatch, reference
 from jaxft.text.sentence_encoder import SentenceEncoder
+from jaxft.tuning import rows as tuning_rows
+from jaxft.tuning import search as tuning_search
 from jaxft.tuning import table as tuning_table
 
-HEADS = {"HEADS": 2, "HEAD_SIZE": 64}  # what cuDNN supports, for when this runs on a GPU
-TINY_ENCODER = {
-    "MODELS": {"BERT-base": (2, 128, 2, 64)},
-    "QUICK_CASES": [bench_encoder.Case("BERT-base", 2, 64)],
-}
+TINY = [shapes.Encoder("BERT-base", 2, 64)]
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +51,7 @@ def standard_promotion():
 
 @pytest.fixture(autouse=True)
 def small_cache(monkeypatch):
-    """Few sets of such small inputs, where on a GPU it takes 100,000 of them to fill its cache."""
+    """Few sets of inputs, where on a GPU it takes 100,000 such small ones to fill its cache."""
     monkeypatch.setattr(timing, "L2_BYTES", 1e4)
 
 
@@ -57,46 +62,87 @@ def read(folder):
         return list(csv.DictReader(file))
 
 
+def test_shapes_need_neither_jax_nor_jaxft():
+    code = "import sys; import shapes; assert not {'jax', 'jaxft', 'numpy'} & sys.modules.keys()"
+    folder = Path(shapes.__file__).parent
+    subprocess.run([sys.executable, "-c", code], cwd=folder, check=True)
+
+
+def test_shapes_are_listed_once():
+    for name, value in vars(shapes).items():
+        if name.isupper() and isinstance(value, list):
+            assert value and len(set(value)) == len(value), name
+
+
 @pytest.mark.parametrize(
     ("script", "settings", "peers"),
     [
         (
             bench_dense,
-            {"SHAPES": [(5, 24, 16), (5, 8, 32)], "LARGE": [], "NAMED": [("dense with tanh GELU", (5, 8, 32))]},
+            {
+                "DENSE": [(5, 24, 16), (5, 8, 32)],
+                "BERT_BASE": [(24, 16), (8, 32)],
+                "DENSE_NAMED": [("dense with tanh GELU", (5, 8, 32))],
+            },
             {"xla", "jaxft, triton"},
         ),
-        (bench_cross_entropy, {"SHAPES": [(20, 24, 40)]}, {"xla, float32 logits", "xla, bfloat16 logits"}),
-        (bench_layer_norm, {"SHAPES": [(5, 24)]}, {"xla", "copy (memcpy)"}),
-        (bench_feed_forward, {"SHAPES": [(5, 16, 24)]}, {"xla"}),
-        (bench_embeddings, {"SHAPES": [(2, 5)], "TABLES": (40, 9, 2), "WIDTH": 24}, {"xla", "copy (memcpy)"}),
-        (bench_bias_activation, {"SHAPES": [(5, 24)]}, {"xla", "copy (memcpy)"}),
-        (bench_permute, {"CASES": [((2, 5, 3, 8), (0, 2, 1, 3), ("float16",))], "HEADS": [(2, 5, 3, 8)]},
-         {"xla", "copy (memcpy)"}),
+        (bench_cross_entropy, {"CROSS_ENTROPY": [(20, 24, 40)]}, {"xla, float32 logits", "xla, bfloat16 logits"}),
+        (bench_layer_norm, {"LAYER_NORM": [(5, 24)]}, {"xla", "copy (memcpy)"}),
+        (bench_feed_forward, {"FEED_FORWARD": [(5, 16, 24)]}, {"xla"}),
+        (
+            bench_embeddings,
+            {"EMBEDDINGS": [(2, 5)], "EMBEDDINGS_TABLES": (40, 9, 2), "EMBEDDINGS_WIDTH": 24},
+            {"xla", "copy (memcpy)"},
+        ),
+        (bench_bias_activation, {"BIAS_ACTIVATION": [(5, 24)]}, {"xla", "copy (memcpy)"}),
+        (
+            bench_permute,
+            {
+                "PERMUTE": [((2, 5, 3, 8), (0, 2, 1, 3))],
+                "PERMUTE_DTYPES": ("float16",),
+                "SPLIT_HEADS": [(2, 5, 3, 8)],
+            },
+            {"xla", "copy (memcpy)"},
+        ),
         (
             bench_softmax,
             {
-                "QUICK_CASES": [
-                    ("log_softmax", "forward", (5, 24), "float16"),
-                    ("softmax, masked", "forward+backward", (2, 3, 4, 8), "float32"),
+                "SOFTMAX_QUICK": [
+                    shapes.Softmax("log_softmax", (5, 24), "float16", (shapes.FORWARD,)),
+                    shapes.Softmax("softmax, masked", (2, 3, 4, 8), "float32", (shapes.BOTH,)),
                 ]
             },
             {"xla", "copy (memcpy)"},
         ),
-        (bench_attention, {"SHAPES": [(2, 64)], "BACK_TO_BACK": [(64, 8, 24, 2)], **HEADS}, {"xla", "xla, padded"}),
-        (bench_encoder, TINY_ENCODER, {"jaxft, scanned", "xla", "xla, separate qkv"}),
-        (bench_train, {"CASES": TINY_ENCODER["QUICK_CASES"]}, {"jaxft, remat", "xla", "xla, separate qkv"}),
+        (
+            bench_attention,
+            {  # heads of 64, which cuDNN supports when this runs on a GPU
+                "ATTENTION": [shapes.Attention(2, 64, 2, 64)],
+                "ATTENTION_HALF_VALID": [shapes.Attention(2, 64, 2, 64)],
+                "ATTENTION_PACKED": [shapes.PackedAttention(64, 8, 24, 2, 2, 64)],
+            },
+            {"xla", "xla, padded"},
+        ),
+        (
+            bench_encoder,
+            {"MODELS": {"BERT-base": shapes.Model(2, 128, 2, 64)}, "ENCODER_QUICK": TINY},
+            {"jaxft, scanned", "xla", "xla, separate qkv"},
+        ),
+        (
+            bench_train,
+            {"MODELS": {"BERT-base": shapes.Model(1, 128, 2, 64)}, "TRAINING": TINY},
+            {"jaxft, remat", "xla", "xla, separate qkv"},
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )  # fmt: skip
 def test_benchmark_writes_rows(script, settings, peers, tmp_path, monkeypatch, capsys):
     for name, value in settings.items():
-        monkeypatch.setattr(script, name, value)
+        monkeypatch.setattr(shapes, name, value)
     monkeypatch.setenv("JAXFT_COMMIT", "abc1234")
     options = ["--kernels", "--only", "erf GELU 2x64 bfloat16"] if script is bench_encoder else []
     if script is bench_train:
         options = ["--only", "erf GELU 2x64 bfloat16, dropout 0.1"]
-        for module in (bench_encoder, bench_train):
-            monkeypatch.setattr(module, "MODELS", {"BERT-base": (1, 128, 2, 64)})
     script.main(["--quick", "--out", str(tmp_path), *options])
     rows = read(tmp_path)
     assert {row["implementation"] for row in rows} >= {"jaxft", *peers}
@@ -107,7 +153,8 @@ def test_benchmark_writes_rows(script, settings, peers, tmp_path, monkeypatch, c
         assert {row["op"] for row in rows} == {"linear_cross_entropy", "linear_cross_entropy, 15 % labelled"}
     for row in rows:
         assert set(row) == set(timing.COLUMNS), row
-        assert all(row.values()) or row["metric"] == "temporary_mib", row  # which is no rate, and has no unit of one
+        empty = {name for name, value in row.items() if not value}
+        assert empty <= ({"note", "unit"} if row["metric"] == "temporary_mib" else {"note"}), row
         assert 0 < float(row["p20"]) <= float(row["p50"]) <= float(row["p80"])
     printed = capsys.readouterr().out
     assert "jaxft" in printed and "speedup" in printed
@@ -120,93 +167,188 @@ def test_no_case_is_an_error(script, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_heuristics_are_timed_where_they_differ(tmp_path, monkeypatch, capsys):
-    def case(rows):
-        sizes = {"rows": rows, "width": 24, "itemsize": 4}
-        return tune.Case("softmax", sizes, ((rows, 24),), "float32", run, reference.softmax, present=8)
+# --- Launch configurations -----------------------------------------------------------------------------------------
 
-    def run(x, config):
-        return jax.named_call(reference.softmax, name=f"config_{config}")(x)
 
-    def measure(variants, **key):
-        """Which configuration each has been compiled with."""
-        texts = {name: f.as_text() for name, (f, _) in variants.items()}
-        assert "config_8" in texts["jaxft"] and "config_4" in texts["jaxft, heuristic"]
-        return timed(variants, **key)
+SOFTMAX = functools.partial(jaxft.softmax, implementation="triton")
+
+
+def softmax_case(rows, ours=SOFTMAX):
+    sizes = {"rows": rows, "width": 24}
+    return tune.Case("softmax", sizes, "float32", ours, reference.softmax, ((rows, 24),), tune.FORWARD)
+
+
+KEY = "rows=8,width=32,itemsize=4"
+FAST = tuning_table.RowConfig(2, 32, 2)
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """The table that jaxft comes with."""
+    found = {}
+    monkeypatch.setattr(tuning_table, "_table", lambda kind: found)
+    yield found
+    jax.clear_caches()
+
+
+@pytest.fixture
+def machine(monkeypatch, table):
+    """A device on which FAST is the fastest; what `autotune` is called with."""
+    calls, autotune = [], tuning_search.autotune
+
+    def recorded(fn, *args, **options):
+        calls.append((args, options, tuning_rows.softmax(*args[-1].shape, 4, dispatch.device())))
+        return autotune(fn, *args, **options)
+
+    def sample(program):
+        return 50.0 if program.config == FAST else 100.0
+
+    monkeypatch.setattr(tuning_search, "autotune", recorded)
+    monkeypatch.setattr(tuning_search, "_device", dispatch.device)
+    monkeypatch.setattr(tuning_search, "candidates", lambda op, present, device, **sizes: [FAST])
+    monkeypatch.setattr(tuning_search, "_sampler", lambda present, sets: sample)
+    return calls
+
+
+def test_tune_fills_the_table(machine, table, tmp_path, monkeypatch, capsys):
+    """What is taken is stored beside what the file has, and later cases of the same run have it."""
+    kind = jax.devices()[0].device_kind
+    path = tmp_path / f"{kind.replace(' ', '_')}.json"
+    path.write_text('{"permute": {"size=1": {"num_warps": 1}}}')
+    monkeypatch.setattr(tune, "cases", lambda dtypes: [softmax_case(rows) for rows in (5, 100, 6)])
+    tune.main(["--out", str(tmp_path), "--only", "softmax", "--sizes", "rows=(5|6),"])
+    found = {"block_rows": 2, "block_width": 32, "num_warps": 2}
+    assert json.loads(path.read_text()) == {"permute": {"size=1": {"num_warps": 1}}, "softmax": {KEY: found}}
+    assert table == {"softmax": {KEY: found}}
+    (_, options, first), (_, _, second) = machine
+    assert first != FAST and second == FAST
+    assert options == {"table": path, "copies": 1 if jax.default_backend() == "cpu" else 42}
+    assert "softmax rows=5,width=24,float32 forward: softmax" in capsys.readouterr().out
+
+
+def test_tune_ignores_what_the_user_has_tuned(machine, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    mine = tuning_table.RowConfig(4, 32, 1)
+    with contextlib.ExitStack() as stack:
+        stack.callback(tune.cache.load.cache_clear)
+        file = tune.cache.path(dispatch.device().kind)
+        tune.cache.check_writable(file)
+        tune.cache.save(file, "softmax", KEY, mine)
+        assert tuning_rows.softmax(5, 24, 4, dispatch.device()) == mine
+        monkeypatch.setattr(tune, "cases", lambda dtypes: [softmax_case(5)])
+        tune.main(["--out", str(tmp_path)])
+        ((_, _, present),) = machine
+        assert present != mine
+        assert tuning_rows.softmax(5, 24, 4, dispatch.device()) == mine
+
+
+def test_tune_refuses_wrong_results(machine, tmp_path, monkeypatch):
+    case = softmax_case(5, ours=lambda x: 1.1 * jaxft.softmax(x))
+    monkeypatch.setattr(tune, "cases", lambda dtypes: [case])
+    with pytest.raises(SystemExit, match="softmax rows=5,width=24,float32 forward: error .* nothing is timed"):
+        tune.main(["--out", str(tmp_path)])
+    assert machine == [] and not list(tmp_path.iterdir())
+
+
+def test_tune_skips_what_xla_runs(machine, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tune, "cases", lambda dtypes: [softmax_case(5, ours=jax.nn.softmax)])
+    tune.main(["--out", str(tmp_path)])
+    assert capsys.readouterr().out.endswith("forward: XLA runs it\n")
+
+
+def test_tune_needs_a_case(capsys):
+    with pytest.raises(SystemExit):
+        tune.main(["--only", "no_such_op"])
+    assert "no case has what --only, --sizes and --dtypes say" in capsys.readouterr().err
+
+
+def test_tune_compares_where_configs_differ(table, tmp_path, monkeypatch):
+    def ours(x):
+        warps = tuning_rows.softmax(*x.shape, 4, dispatch.device()).num_warps
+        return jax.named_call(reference.softmax, name=f"warps_{warps}")(jnp.where(jnp.isnan(x), warps, x))
+
+    @contextlib.contextmanager
+    def without_table():
+        with monkeypatch.context() as patch:
+            patch.setattr(tuning_table, "_table", lambda kind: {})
+            yield
+
+    def measure(variants, **options):
+        texts = {name: program.as_text() for name, (program, _) in variants.items()}
+        assert "warps_16" in texts["jaxft"] and "warps_4" in texts["jaxft, heuristic"]
+        return timed(variants, **options)
 
     timed = timing.measure
     monkeypatch.setattr(timing, "measure", measure)
-
-    monkeypatch.setattr(tune, "cases", lambda dtypes, kind: [(case(5), 8), (case(6), 4)])
-    bench_heuristics.main(["--quick", "--out", str(tmp_path)])
+    monkeypatch.setattr(tune, "without_table", without_table)
+    monkeypatch.setattr(tune, "cases", lambda dtypes: [softmax_case(rows, ours) for rows in (100, 5)])
+    table["softmax"] = {KEY: {"num_warps": 16}}
+    tune.main(["--compare", "--quick", "--out", str(tmp_path)])
     assert {(row["op"], row["implementation"], row["shape"]) for row in read(tmp_path)} == {
-        ("configuration of softmax", name, "6x24") for name in ("jaxft", "jaxft, heuristic")
+        ("configuration of softmax", name, "5x24") for name in ("jaxft", "jaxft, heuristic")
     }
+    table.clear()
     with pytest.raises(SystemExit, match="no case in which the table of .* and the heuristics differ"):
-        bench_heuristics.main(["--only", "permute", "--out", str(tmp_path)])
+        tune.main(["--compare", "--out", str(tmp_path)])
 
 
-def test_tune_some_ops_and_sizes(tmp_path, monkeypatch):
-    """What is chosen is written beside what the file has, and later cases of the same run find it."""
-    kind, present, table = jax.devices()[0].device_kind, [], {}
-    path = tmp_path / f"{kind.replace(' ', '_')}.json"
-    path.write_text('{"permute": {"size=1": {"num_warps": 1}}}')
-
-    def cases(dtypes, kind):
-        for op, rows, variant in (
-            ("softmax", 5, ""), ("softmax", 100, ""), ("layer_norm", 5, ""), ("softmax", 6, ""), ("softmax", 7, "sums")
-        ):  # fmt: skip
-            sizes = {"rows": rows, "width": 24, "itemsize": 4}
-            config = getattr(tuning, op)(device_kind=kind, **sizes)
-            present.append(config.num_warps)
-            case = tune.Case(
-                op, sizes, ((rows, 24),), "float32", reference.softmax, reference.softmax, config, variant=variant
-            )
-            yield case, config
-
-    monkeypatch.setattr(tuning, "_table", lambda kind: table)
-    monkeypatch.setattr(tune, "cases", cases)
-    monkeypatch.setattr(tune, "best", lambda case, default: tuning_table.RowConfig(2, 32, 16))
-    tune.main(["--out", str(tmp_path), "--only", "softmax", "--sizes", "rows=(4|8),"])
-    found = {"block_rows": 2, "block_width": 32, "num_warps": 16}
-    chosen = {"rows=8,width=32,itemsize=4": found, "rows=8,width=32,itemsize=4,sums": found}
-    assert json.loads(path.read_text()) == {"permute": {"size=1": {"num_warps": 1}}, "softmax": chosen}
-    assert present[0] != 16 and present[3] == 16
+def test_a_device_without_table_keeps_its_facts():
+    with dispatch.target("NVIDIA H200", (9, 0), 114, 200_000), tune.without_table():
+        assert dispatch.device() == dispatch.Device("cuda", "NVIDIA H200 without a table", (9, 0), 114, 200_000)
 
 
-def test_tune_takes_the_fastest(monkeypatch, capsys):
-    """Of those that are right; a second and a third look are for what was among the fastest."""
-
-    def run(x, config):
-        return jax.named_call(reference.softmax, name=f"warps_{config.num_warps}")(x)
-
-    def device_us(variant, repeats):
-        f = variant[0]
-        text = f.as_text() if isinstance(f, jax.stages.Compiled) else ""
-        found = [warps for warps in (1, 2, 4, 8) if f"warps_{warps}/" in text]
-        seen.extend(found)
-        return {1: 10.0, 2: 9.5, 4: 20.0, 8: 9.9}[found[0]] if found else 30.0
-
-    seen = []
-    monkeypatch.setattr(timing, "device_us", device_us)
-    configs = [tuning_table.RowConfig(1, 32, warps) for warps in (1, 2, 4)]
-    monkeypatch.setattr(tune.tuning_candidates, "candidates", lambda *_, **sizes: configs[1:])
-    sizes = {"rows": 5, "width": 24, "itemsize": 4}
-    case = tune.Case("softmax", sizes, ((5, 24),), "float32", run, reference.softmax, present=configs[0])
-    assert tune.best(case, tuning_table.RowConfig(1, 32, 8)) == configs[1]
-    assert sorted(seen) == [1, 1, 1, 2, 2, 2, 4, 8, 8, 8]
-    assert "was 10.00 us, without a table 1.04x, XLA takes 30.00" in capsys.readouterr().out
+def test_tuned_cases_are_those_of_plain_jnp():
+    """Shapes and dtypes of the results; every operation with a configuration is among the cases."""
+    ops, name = set(), None
+    for case in tune.cases(shapes.DTYPES):
+        ops.add(case.op)
+        if name == (name := (case.op, len(case.arguments[0]), case.dtype, case.directions)):
+            continue  # another shape of the same kind
+        for direction in case.directions:
+            inputs = jax.eval_shape(functools.partial(case.inputs, direction, 0))
+            got, wanted = (jax.eval_shape(tune.directed(op, direction), *inputs) for op in (case.ours, case.plain))
+            assert jax.tree.leaves(got) == jax.tree.leaves(wanted), (case.name(), direction)
+    assert ops == {
+        "bias_residual_layer_norm", "bias_activation", "permute", "qkv_bias_split_heads", "qkv_attention", "dense",
+        "dense_residual_layer_norm", "softmax", "log_softmax",
+    }  # fmt: skip
 
 
-def test_rows_are_added_to_those_of_earlier_runs(tmp_path):
-    timing.write_rows([row("jaxft", "1.00")], tmp_path)
+# --- Rows ----------------------------------------------------------------------------------------------------------
+
+
+def test_rows_replace_rows_of_the_same_case(tmp_path):
+    timing.write_rows([row("jaxft", "1.00"), row("cudnn", "5.00")], tmp_path)
     timing.write_rows([row("jaxft", "2.00"), row("xla", "3.00")], tmp_path)
-    assert [line["p50"] for line in read(tmp_path)] == ["1.00", "2.00", "3.00"]
+    found = [(line["implementation"], line["p50"]) for line in read(tmp_path)]
+    assert found == [("jaxft", "2.00"), ("cudnn", "5.00"), ("xla", "3.00")]
+    timing.write_rows([row("jaxft", "4.00")], tmp_path, "Other Card")
+    assert [line["p50"] for line in timing.read_rows(tmp_path / "Other_Card.csv")] == ["4.00"]
+
+
+def test_the_latest_date_counts():
+    rows = [row("jaxft", p50, date=f"2026-01-0{day}") for p50, day in (("1", 1), ("2", 3), ("3", 3), ("4", 2))]
+    assert [line["p50"] for line in timing.newest(rows)] == ["3"]
+
+
+def test_files_without_notes_are_read(tmp_path):
+    columns = [name for name in timing.COLUMNS if name != "note"]
+    (tmp_path / "a.csv").write_text(f"{','.join(columns)}\n{','.join(columns)}\n")
+    assert timing.read_rows(tmp_path / "a.csv") == [dict(zip(columns, columns, strict=True)) | {"note": ""}]
+
+
+def test_calls_go_on_with_the_next_inputs():
+    """Also from one sample to the next, else few of the inputs would be used, and stay in the cache."""
+    seen = []
+    call = timing.rotating(seen.append, [("a",), ("b",), ("c",)])
+    for _ in range(2):
+        [call() for _ in range(4)]
+    assert "".join(seen) == "abcabcab"
 
 
 @pytest.mark.parametrize("wrong", [1.1, jnp.nan])
 def test_a_wrong_result_is_not_timed(wrong, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_layer_norm, "SHAPES", [(5, 24)])
+    monkeypatch.setattr(shapes, "LAYER_NORM", [(5, 24)])
     op = bench_layer_norm.bias_residual_layer_norm
     monkeypatch.setattr(
         bench_layer_norm, "bias_residual_layer_norm", lambda *args: (op(*args) * wrong).astype("bfloat16")
@@ -218,7 +360,7 @@ def test_a_wrong_result_is_not_timed(wrong, tmp_path, monkeypatch):
 
 @pytest.fixture
 def tiny_encode(tmp_path, monkeypatch):
-    """Arguments of bench_encode with a tiny model, a few texts, and float32 so that packed and padded are one."""
+    """Arguments of bench_encode with a tiny model and few texts. In float32 packed and padded batches agree."""
     tiny.write_tokenizer(tmp_path)
     settings = {"CONFIGS": {"tiny": tiny.config()}, "LIMIT": 32, "BATCH_SIZE": 2, "DTYPE": "float32"}
     for name, value in settings.items():
@@ -235,7 +377,7 @@ def test_bench_encode(tiny_encode, tmp_path, capsys):
     assert [row["metric"] for row in rows] == ["wall_us"] * 3 + ["device_only_us"]
     tokens = 5 * 2 + 2 * (1 + 14 + 3 + 0 + 2)
     for row in rows:
-        assert set(row) == set(timing.COLUMNS) and all(row.values()), row
+        assert set(row) == set(timing.COLUMNS) and all(row[name] for name in timing.COLUMNS if name != "note"), row
         assert (row["op"], row["shape"]) == ("encode docstrings tiny", "5")
         assert 0 < float(row["p20"]) <= float(row["p50"]) <= float(row["p80"]) and row["unit"] == "Mtoken/s"
         assert float(row["rate"]) == pytest.approx(tokens / float(row["p50"]), rel=1e-3)
@@ -290,7 +432,7 @@ def test_docstrings(tmp_path, monkeypatch):
 
 
 def test_encoder_peers_agree_with_each_other(monkeypatch):
-    monkeypatch.setattr(bench_encoder, "MODELS", TINY_ENCODER["MODELS"])
+    monkeypatch.setattr(shapes, "MODELS", {"BERT-base": shapes.Model(2, 128, 2, 64)})
     params = bench_encoder.random_params("BERT-base", "float32")
     x = jax.random.normal(jax.random.key(1), (1, 8, 128))
     options = {"heads": 2, "activation": "gelu", "epsilon": 1e-12, "attention": "xla"}
@@ -324,21 +466,32 @@ ENTRY %main (x: f32[8]) -> f32[8] {
     assert bench_encoder.kernels(text) == {"fusion loop_add_fusion": 2, "custom-call __cublas$gemm": 1, "copy": 1}
 
 
-def row(implementation, p50, op="encoder BERT-base erf GELU", metric="queued_us", date="2026-01-02", dtype="bfloat16"):
+def row(implementation, p50, op="encoder BERT-base erf GELU", metric="queued_us", date="2026-01-02", **more):
     return {
-        "op": op, "implementation": implementation, "direction": "forward", "shape": "32x128", "dtype": dtype,
+        "op": op, "implementation": implementation, "direction": "forward", "shape": "32x128", "dtype": "bfloat16",
         "metric": metric, "p20": p50, "p50": p50, "p80": p50, "rate": "1", "unit": "TFLOP/s", "jax": "0.0",
-        "commit": "abc1234", "date": date,
+        "commit": "abc1234", "date": date, "note": "", **more,
     }  # fmt: skip
 
 
-def test_report(tmp_path):
-    readme, results = tmp_path / "README.md", tmp_path / "benchmarks" / "results"
-    readme.write_text(f"before\n\n{report.BEGIN}\nold\n{report.END}\n\nafter\n")
-    results.mkdir(parents=True)
-    report.write(readme, results)
-    assert "No results yet" in readme.read_text()
+# --- Report --------------------------------------------------------------------------------------------------------
 
+
+def test_the_committed_report_is_current():
+    report.main(["--check"])
+
+
+def test_committed_results_have_each_case_once():
+    for path in timing.RESULTS.glob("*.csv"):
+        rows = timing.read_rows(path)
+        assert rows == timing.newest(rows), path
+        assert path.read_text().splitlines()[0] == ",".join(timing.COLUMNS)
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A project with results of two devices."""
+    (tmp_path / "README.md").write_text(f"before\n{report.BEGIN}\nby hand\n{report.END}\nafter\n")
     rows = [
         row("jaxft", "90.00", date="2026-01-01"),
         row("jaxft", "100.00"),
@@ -354,26 +507,246 @@ def test_report(tmp_path):
         row("jaxft", "712345.60", "pretraining example, base", "tokens_per_s"),
         row("jaxft", "38.90", "pretraining example, base", "mfu_percent"),
     ]
-    shorter = [row("jaxft", "30.00", "bias_activation gelu", "device_us")]
-    for name, written in (("NVIDIA_H200", rows), ("NVIDIA_A100", shorter)):
-        with (results / f"{name}.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, timing.COLUMNS)
-            writer.writeheader()
-            writer.writerows(written)
-    report.write(readme, results)
-    text, chart = readme.read_text(), (results / "NVIDIA_H200.png").read_bytes()
-    assert text.startswith("before\n\n") and text.endswith("\n\nafter\n") and "old" not in text
-    assert "| encoder BERT-base erf GELU | 32x128 | bfloat16 | 100.00 | 120.00 | 150.00 | 140.00 | 1.40x |" in text
-    assert "| encode docstrings BERT-base | 32x128 | bfloat16 | 20.00 | 50.00 | 2.50x |" in text
-    assert "| pretraining example, base | 32x128 | bfloat16 | 22.00 | 712,346 | 1 | 38.90 % |" in text
-    assert text.index("### NVIDIA H200") < text.index("### NVIDIA A100")
-    assert "bias_activation" not in text and "(benchmarks/results/NVIDIA_H200.md)" in text
-    assert "| 10.00 | 9.00 | - | 90% |" in (results / "NVIDIA_H200.md").read_text()
-    assert "![Encoder times on NVIDIA H200](benchmarks/results/NVIDIA_H200.png)" in text
+    results = tmp_path / "benchmarks" / "results"
+    timing.write_rows(rows, results, "NVIDIA H200")
+    timing.write_rows([row("jaxft", "30.00", "bias_activation gelu", "device_us")], results, "NVIDIA A100")
+    return tmp_path
 
-    report.write(readme, results)
-    assert readme.read_text() == text and (results / "NVIDIA_H200.png").read_bytes() == chart
 
-    readme.write_text("no markers")
-    with pytest.raises(SystemExit, match="expected one line"):
-        report.write(readme, results)
+def test_report_writes_pages(root):
+    docs = root / "docs" / "benchmarks"
+    docs.mkdir(parents=True)
+    (docs / "NVIDIA_T4.md").write_text("of results that are gone")
+    report.write(root)
+    assert sorted(path.name for path in docs.iterdir()) == [
+        "NVIDIA_A100.md", "NVIDIA_H200.md", "NVIDIA_H200.png", "index.md",
+    ]  # fmt: skip
+    page = (docs / "NVIDIA_H200.md").read_text()
+    assert "| encoder BERT-base erf GELU | 32x128 | bfloat16 | 100.00 | 120.00 | 150.00 | 140.00 | 1.40x |" in page
+    assert "| encode docstrings BERT-base | 32x128 | bfloat16 | 20.00 | 50.00 | 2.50x |" in page
+    assert "| pretraining example, base | 32x128 | bfloat16 | 22.00 | 712,346 | 1 | 38.90 % |" in page
+    assert "| 10.00 | 9.00 | - | 90% |" in page and "Time that a call keeps the GPU busy, microseconds:" in page
+    index = (docs / "index.md").read_text()
+    assert "| [NVIDIA H200](NVIDIA_H200.md) | 12 | 2026-01-02 with JAX 0.0 |" in index
+    assert "by hand" in (root / "README.md").read_text()  # without rows of other libraries
+
+
+def test_report_adds_rows_of_other_files(root, monkeypatch):
+    monkeypatch.setattr(report, "ROOT", root)
+    timing.write_rows([row("jaxft", "75.00")], root / "elsewhere", "NVIDIA H200")
+    report.main(["--add", str(root / "elsewhere" / "NVIDIA_H200.csv")])
+    assert "| 75.00 | 120.00 | 150.00 | 140.00 | 1.87x |" in (root / "docs/benchmarks/NVIDIA_H200.md").read_text()
+
+
+def test_report_finds_what_is_not_current(root):
+    report.write(root)
+    assert report.stale(root) == []
+    before = {path: path.read_bytes() for path in (root / "docs" / "benchmarks").iterdir()}
+    report.write(root)
+    assert {path: path.read_bytes() for path in (root / "docs" / "benchmarks").iterdir()} == before
+    timing.write_rows([row("jaxft", "99.00")], root / "benchmarks" / "results", "NVIDIA H200")
+    docs = root / "docs" / "benchmarks"
+    assert {*report.stale(root)} == {docs / "NVIDIA_H200.png", docs / "NVIDIA_H200.md"}
+    report.write(root)
+    (docs / "index.md").unlink()
+    (docs / "other.md").write_text("")
+    assert report.stale(root) == [docs / "index.md", docs / "other.md"]
+
+
+def peer_row(implementation, p50, what, shape, **more):
+    metric = "queued_us" if "x" in shape else "wall_us"
+    return row(implementation, p50, f"peers, {what}", metric, shape=shape, note="jax 0.0, torch 9", **more)
+
+
+def test_report_fills_the_readme(root):
+    rows = [
+        peer_row("torch.compile", "552.00", "encoder, BERT-base", "1x128"),
+        peer_row("jaxft", "317.00", "encoder, BERT-base", "1x128"),
+        peer_row("jaxft", "500000.00", "encode docstrings, BERT-base", "26000", date="2026-01-01"),
+        peer_row("jaxft", "588000.00", "encode docstrings, BERT-base", "26166"),
+        peer_row("sentence-transformers", "5000000.00", "encode docstrings, BERT-base", "26166"),
+        peer_row("jaxft", "19555.00", "training step, BERT-base", "32x512"),
+        peer_row("torch.compile", "nan", "training step, BERT-base", "32x512") | {"note": "failed: no memory"},
+    ]
+    timing.write_rows(rows, root / "benchmarks" / "results", "NVIDIA H200")
+    report.write(root)
+    assert (
+        (root / "README.md").read_text()
+        == f"""before
+{report.BEGIN}
+|  | jaxft | sentence-transformers | torch.compile | speedup |
+| --- | ---: | ---: | ---: | ---: |
+| encode docstrings, BERT-base | 44,500 texts/s | 5,233 texts/s | - | 8.50x |
+| encoder, BERT-base, 1x128 | 0.317 ms | - | 0.552 ms | 1.74x |
+| training step, BERT-base, 32x512 | 19.6 ms | - | failed | - |
+
+NVIDIA H200. Medians, bfloat16, 2026-01-02: jax 0.0, torch 9.
+training step, BERT-base, 32x512, torch.compile: failed: no memory.
+{report.END}
+after
+"""
+    )
+    assert (root / "docs" / "benchmarks" / "peers.png").read_bytes().startswith(b"\x89PNG")
+    page = (root / "docs" / "benchmarks" / "NVIDIA_H200.md").read_text()
+    assert "## Other libraries\n\n|  | jaxft | sentence-transformers |" in page
+    assert report.stale(root) == []
+    (root / "README.md").write_text("no markers")
+    with pytest.raises(SystemExit, match="expected a line"):
+        report.stale(root)
+
+
+# --- Other libraries -----------------------------------------------------------------------------------------------
+
+FAKES = """
+import os, time
+import numpy as np
+
+class Right:
+    packages = ("numpy",)
+    sign = 1.0
+    def device(self):
+        return "Fake Card"
+    def batch_sizes(self, model):
+        return 8, 16
+    def encoder(self, folder):
+        def encode(texts, size):
+            time.sleep(0.001 if size == 16 else 0.01)
+            texts = [texts] if isinstance(texts, str) else texts
+            return np.array([[self.sign * len(t), 1.0, t.count("a")] for t in texts])
+        return encode
+    def ranker(self, folder):
+        encode = self.encoder(folder)
+        return lambda query, documents, size: encode(documents, size)[:, 0]
+    def layers(self, folder, x, weights):
+        import peers
+        return {"numpy": peers.Layers(lambda: self.sign * x[:2, :2], lambda out: None, lambda out: out)}
+
+class Other(Right):
+    pass
+
+class Wrong(Right):
+    sign = -1.0
+
+class Broken(Right):
+    def encoder(self, folder):
+        raise ValueError("no such model")
+
+class Dies(Right):
+    def encoder(self, folder):
+        os._exit(7)
+
+class Slow(Right):
+    def encoder(self, folder):
+        time.sleep(60)
+
+class Absent(Right):
+    packages = ("numpy", "no-such-package")
+"""
+
+
+@pytest.fixture
+def compare_fakes(tmp_path, monkeypatch, capsys):
+    """Runs bench_peers with libraries of `FAKES`; returns the rows, and what was printed."""
+    (tmp_path / "fakes").mkdir()
+    (tmp_path / "fakes" / "fakes.py").write_text(FAKES)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fakes"))
+    run = bench_peers.run
+
+    def run_or_prepare(command, *rest, **options):
+        if "--prepare" not in command:
+            return run(command, *rest, **options)
+        work = command[command.index("--work") + 1]
+        (work / "texts.json").write_text(json.dumps([f"{'a' * (n % 7)} text {n}" for n in range(300)]))
+        return None
+
+    monkeypatch.setattr(bench_peers, "run", run_or_prepare)
+
+    def compare(case, *names, **limits):
+        monkeypatch.setitem(bench_peers.CASES, case, bench_peers.CASES[case]._replace(limit=limits.get("limit", 30)))
+        options = ["--quick", "--out", str(tmp_path / "out"), "--seconds", str(limits.get("seconds", 60))]
+        bench_peers.main(
+            [*options, "--model", "a folder", "--only", case, "--peers", *(f"fakes:{name}" for name in names)]
+        )
+        (path,) = (tmp_path / "out").glob("*.csv")
+        assert path.stem == "Fake_Card"
+        return timing.read_rows(path), capsys.readouterr().out
+
+    return compare
+
+
+def test_peers_are_measured_and_compared(compare_fakes):
+    rows, printed = compare_fakes("encode-base", "Right", "Wrong", "Other", "Absent", "Broken", "Dies")
+    found = {(line["op"], line["implementation"]): line for line in rows}
+    for what, shape in (("docstrings", "300"), ("one query", "1")):
+        op = f"peers, encode {what}, BERT-base"
+        assert {implementation for name, implementation in found if name == op} == {
+            "fakes:Right", "fakes:Wrong", "fakes:Other", "fakes:Broken", "fakes:Dies",
+        }  # fmt: skip
+        right = found[op, "fakes:Right"]
+        assert (right["shape"], right["metric"], right["unit"]) == (shape, "wall_us", "ktext/s")
+        assert float(right["p50"]) > 0 and f"numpy {np.__version__}" in right["note"] and right["commit"]
+        assert float(right["rate"]) == pytest.approx(int(shape) * 1e3 / float(right["p50"]), rel=1e-2)
+        for name, reason in (
+            ("Wrong", "failed: embeddings: cosine -0."),
+            ("Broken", "failed: ValueError: no such model"),
+            ("Dies", "failed: exit code 7"),
+        ):
+            assert found[op, f"fakes:{name}"]["p50"] == "nan"
+            assert found[op, f"fakes:{name}"]["note"].startswith(reason)
+    assert found["peers, encode docstrings, BERT-base", "fakes:Right"]["note"].startswith("batch size 16; ")
+    assert "encode-base, fakes:Absent: left out, because no-such-package is not installed" in printed
+    assert "| encode docstrings, BERT-base |" in printed
+
+
+def test_peers_that_take_too_long_are_ended(compare_fakes):
+    rows, _ = compare_fakes("encode-minilm", "Right", "Slow", limit=2)
+    notes = {line["implementation"]: line["note"] for line in rows}
+    assert notes["fakes:Slow"] == "failed: not done after 2 s" and "numpy" in notes["fakes:Right"]
+
+
+def test_peers_without_time_left_have_no_rows(compare_fakes, monkeypatch):
+    monkeypatch.setattr(bench_peers, "LEAST_SECONDS", 1)
+    rows, printed = compare_fakes("encode-minilm", "Right", "Slow", "Other", seconds=3)
+    assert {line["implementation"] for line in rows} == {"fakes:Right"}
+    assert "fakes:Slow: no time is left; run the rest with --only and --peers" in printed
+
+
+def test_a_library_that_differs_from_all_fails(compare_fakes):
+    rows, _ = compare_fakes("rank", "Wrong", "Right")
+    notes = {line["implementation"]: line["note"] for line in rows}
+    assert notes["fakes:Wrong"] == "failed: its numbers agree with the numbers of no other library"
+    assert notes["fakes:Right"].startswith("failed: scores: cosine -1.00000 with the numbers of fakes:Wrong")
+
+
+@pytest.mark.parametrize(("case", "direction"), [("forward", "forward"), ("training", "value and gradient")])
+def test_peers_run_layers(case, direction, compare_fakes):
+    rows, _ = compare_fakes(case, "Right")
+    (found,) = rows
+    assert (found["direction"], found["metric"], found["unit"]) == (direction, "queued_us", "TFLOP/s")
+    assert found["note"] == f"numpy {np.__version__}"
+
+
+def test_jaxft_is_a_peer(tmp_path, monkeypatch):
+    """In this process, at tiny sizes, with the folders that `prepare` writes."""
+    (tmp_path / "tokenizer").mkdir()
+    tiny.write_tokenizer(tmp_path / "tokenizer")
+    sizes = shapes.Model(1, 16, 2, 32)
+    monkeypatch.setattr(shapes, "MODELS", {"BERT-base": sizes, "MiniLM-L6": sizes})
+    monkeypatch.setattr(shapes, "PEERS_FORWARD", [(2, 8)])
+    monkeypatch.setattr(shapes, "PEERS_TRAINING", [(2, 8)])
+    monkeypatch.setattr(bench_encode, "docstrings", lambda: ["the river " * (n % 5) for n in range(20)])
+    work = tmp_path / "work"
+    work.mkdir()
+    bench_peers.prepare(work, tmp_path / "tokenizer")
+    for name, case in bench_peers.CASES.items():
+        out = tmp_path / f"{name}.json"
+        bench_peers.measure(bench_peers.Job("jaxft", name, work, True), out)
+        found = json.loads(out.read_text())
+        assert "error" not in found and found["device"] == jax.devices()[0].device_kind
+        assert len(found["lines"]) == len(bench_peers.lines(case, 20, True))
+        assert all(us > 0 for line in found["lines"] for us in line["us"])
+
+
+def test_the_readme_has_ten_rows_at_most():
+    found = [line for case in bench_peers.CASES.values() for line in bench_peers.lines(case, 1, False)]
+    assert len(found) == 10
