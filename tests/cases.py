@@ -1,4 +1,4 @@
-"""What the tests of ops and kernels share: seeds, random arrays, and the check of values and gradients."""
+"""Helpers for tests of ops and kernels: seeds, random arrays, and the check of values and gradients."""
 
 import contextlib
 import functools
@@ -21,19 +21,31 @@ from jaxft import dispatch
 INTERPRET = jax.default_backend() == "cpu"
 
 
+ParameterSet = type(pytest.param())
+
+
+def slow(*values: Any) -> list[Any]:
+    """Parameters that `make test` leaves out. Each is a value of one argument, or a `pytest.param`."""
+    params = [value if isinstance(value, ParameterSet) else pytest.param(value) for value in values]
+    return [pytest.param(*p.values, marks=[*p.marks, pytest.mark.slow], id=p.id) for p in params]
+
+
+def slow_cases(*cases: tuple[Any, ...]) -> list[Any]:
+    """Parameters that `make test` leaves out. Each is a tuple of values of several arguments."""
+    return slow(*(pytest.param(*case) for case in cases))
+
+
 def seeds(count: int) -> list[Any]:
-    """The seeds of a test's random cases: 0 to count - 1, or up to $JAXFT_TEST_CASES."""
-    return [pytest.param(seed, id=f"seed{seed}") for seed in range(int(os.environ.get("JAXFT_TEST_CASES", count)))]
-
-
-def in_full(*values: Any) -> list[Any]:
-    """`values` where $JAXFT_TEST_CASES asks for a full run, as on a GPU, else none: others test much of the same."""
-    return list(values) if "JAXFT_TEST_CASES" in os.environ else []
+    """Seeds of random cases: `count` of them, or $JAXFT_TEST_CASES. `make test` runs the first one only."""
+    first, *others = (
+        pytest.param(seed, id=f"seed{seed}") for seed in range(int(os.environ.get("JAXFT_TEST_CASES", count)))
+    )
+    return [first, *slow(*others)]
 
 
 DTYPES = [pytest.param(dtype, id=dtype.__name__) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16)]
-SOME_DTYPES = [DTYPES[0], DTYPES[2], *in_full(DTYPES[1])]
-ONE_DTYPE = [DTYPES[2], *in_full(*DTYPES[:2])]
+SOME_DTYPES = [DTYPES[0], DTYPES[2], *slow(DTYPES[1])]
+ONE_DTYPE = [DTYPES[2], *slow(*DTYPES[:2])]
 
 
 def some(rng, value, chance=0.5):
@@ -45,17 +57,17 @@ def power_of_two(rng, most: int) -> int:
 
 
 def normal(rng, dtype, **shapes) -> dict[str, jax.Array]:
-    """Random arrays by name, leaving out those whose shape is None."""
+    """Returns random arrays by name, without those whose shape is None."""
     return {n: jnp.asarray(rng.standard_normal(s), dtype) for n, s in shapes.items() if s is not None}
 
 
-# Every rounding to 16 bits that is written happens, in plain jnp and in an op alike. And on a CPU compiling takes half
-# the time, where it takes longer than anything else in these tests, and sums of products are those of a GPU's kernel,
-# the same for blocks of any shape: what the backward pass computes again is what the forward pass had.
+# XLA keeps every rounding to 16 bits that the program has, in plain jnp and in ops alike. On a CPU, the other options
+# halve the compile time, which is the largest part of these tests. They also make the sums of a matmul independent of
+# the shape of a block, as in a GPU kernel: the backward pass recomputes exactly what the forward pass had.
 COMPILER_OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
 if INTERPRET:
     COMPILER_OPTIONS |= {"xla_backend_optimization_level": 0, "xla_cpu_experimental_ynn_fusion_type": ""}
-# For the same numbers, bit for bit, of programs of other shapes: in JAX 0.10 the emitters that `make test` avoids.
+# Options for bitwise equal numbers in programs of different shapes. JAX 0.10 needs emitters that `make test` avoids.
 BITWISE = COMPILER_OPTIONS | ({"xla_cpu_use_fusion_emitters": True} if jaxlib_version < (0, 11) else {})
 
 
@@ -64,7 +76,7 @@ def jit(function: Callable) -> Callable:
 
 
 def value_and_gradients(function: Callable) -> Callable:
-    """(floats, cotangents) -> `function(**floats)`, and what the cotangents of that result give for each argument."""
+    """Returns (floats, cotangents) -> `function(**floats)`, and the gradients of its arguments for the cotangents."""
 
     @jit
     def run(floats, cotangents):
@@ -80,7 +92,7 @@ def random_cotangents(function: Callable, floats: Mapping[str, Any]) -> Any:
 
 
 def in_float64(run: Callable, *trees: Any) -> Any:
-    """`run(*trees)` with every float array as float64, by the CPU."""
+    """Computes `run(*trees)` on the CPU with every float array in float64."""
 
     def widen(leaf):
         return np.asarray(leaf).astype(np.float64) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
@@ -90,24 +102,24 @@ def in_float64(run: Callable, *trees: Any) -> Any:
         return jax.tree.map(np.asarray, run(*jax.tree.map(widen, trees)))
 
 
-DRAWS = 8  # of the numbers of a case that fails with the first
+DRAWS = 8  # draws of the numbers of a case that fails with the first draw
 
 
 def shrunk(floats: Mapping[str, Any], draw: int) -> dict[str, Any]:
-    """Each number up to an eighth smaller, so that all are rounded otherwise."""
+    """Returns the numbers up to an eighth smaller, so that all round differently."""
     rng = np.random.default_rng(draw)
     return {n: x * jnp.asarray(1 - rng.uniform(0, 0.125, x.shape), x.dtype) for n, x in floats.items()}
 
 
 def check(op: Callable, plain: Callable, exact: Callable, floats: Mapping[str, Any], *,
           implementations=("triton",), gradients=True, seed=None) -> None:  # fmt: skip
-    """Values and gradients of `op(implementation, **floats)` err at most twice as much as those of plain jnp.
+    """Asserts that values and gradients of `op(implementation, **floats)` err at most twice as much as plain jnp.
 
-    `plain(**floats)` is `jaxft.reference`, `exact(**floats)` the oracle in NumPy. The exact gradients are those of
-    `plain` in float64, which `test_reference.py` compares with the oracle's differences.
+    `plain(**floats)` is `jaxft.reference`, `exact(**floats)` the oracle in NumPy. The exact gradients are
+    computed by `plain` in float64, which `test_reference.py` compares with the oracle's differences.
 
-    Where few numbers are large, how much plain jnp errs is luck: what fails is judged by the largest errors in several
-    draws of about the same numbers.
+    If few numbers are large, the error of plain jnp is a matter of luck. A case that fails is therefore judged by the
+    largest errors in several draws of about the same numbers.
     """
     cotangents = random_cotangents(plain, floats) if gradients else None
 
@@ -120,7 +132,7 @@ def check(op: Callable, plain: Callable, exact: Callable, floats: Mapping[str, A
 
     run_plain, runs = jitted(plain), {name: jitted(functools.partial(op, name)) for name in implementations}
 
-    @functools.cache  # what has failed is not run again: it might not fail then
+    @functools.cache  # a failed run is not repeated: it might pass then
     def results(draw: int) -> Any:
         x = shrunk(floats, draw) if draw else dict(floats)
         return run_plain(x, cotangents), truth(x), {name: run(x, cotangents) for name, run in runs.items()}
@@ -142,7 +154,7 @@ def stacked(trees: Iterable[Any]) -> Any:
 
 
 def check_padding(function: Callable, clean: Mapping[str, Any], valid: Mapping[str, Any]) -> None:
-    """NaN, infinities and huge numbers where not `valid` change no bit of values and gradients, which are 0 there."""
+    """Asserts that NaN, infinities and huge numbers where not `valid` change no bit, and that gradients are 0 there."""
     poison = np.array([np.nan, np.inf, -np.inf, 3e38])
     poisoned = {n: jnp.where(valid[n], x, np.resize(poison, x.shape).astype(x.dtype)) for n, x in clean.items()}
     run, cotangents = value_and_gradients(function), random_cotangents(function, clean)
@@ -153,11 +165,19 @@ def check_padding(function: Callable, clean: Mapping[str, Any], valid: Mapping[s
         assert (np.asarray(gradient)[~np.broadcast_to(valid[name], gradient.shape)] == 0.0).all(), name
 
 
+def card(
+    kind: str = "NVIDIA H200", capability: tuple[int, int] = (9, 0), multiprocessors: int = 132
+) -> dispatch.Device:
+    """Returns the description of an NVIDIA card, whatever machine this is."""
+    with dispatch.target(kind, capability, multiprocessors):
+        return dispatch.device()
+
+
 @contextlib.contextmanager
 def for_h200(axis: str = "x", kind: AxisType = AxisType.Auto) -> Iterator[AbstractMesh]:
-    """Ops and JAX lower for an H200 in here, whatever machine this is; lower with `lowering_platforms=("cuda",)`.
+    """Context in which ops and JAX lower for an H200 on any machine, with `lowering_platforms=("cuda",)`.
 
-    `axis` is the one of the mesh that a shard_map without a mesh finds, `kind` its kind.
+    A shard_map without a mesh finds a mesh with this axis and this kind of axis.
     """
     device = {}
     if jax.__version_info__ >= (0, 11):
@@ -170,6 +190,6 @@ def for_h200(axis: str = "x", kind: AxisType = AxisType.Auto) -> Iterator[Abstra
 
 
 def lower(function: Callable, *arguments: Any, axis: str = "x") -> str:
-    """The StableHLO text of `function` for an H200. Arguments may be shapes."""
+    """Returns the StableHLO text of `function` for an H200. Arguments may be shapes."""
     with for_h200(axis):
         return jax.jit(lambda *a: function(*a)).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()

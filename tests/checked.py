@@ -12,7 +12,7 @@ from jaxft.kernels.triton import common
 
 
 class Checked:
-    """What a kernel gets for a ref."""
+    """Array that a kernel gets in place of a ref. It records what the kernel writes."""
 
     def __init__(self, array):
         self.array, self.shape, self.dtype, self.at = array, array.shape, array.dtype, self
@@ -23,9 +23,9 @@ class Checked:
 
 
 def _places(access, mask):
-    """The ref, the indices that the mask lets through, the mask with an axis per index, and the tile's shape."""
+    """Returns the ref, the indices that the mask lets through, the mask (one axis per index), and the tile's shape."""
     ref, where = access
-    if any(np.ndim(w) for w in where if not isinstance(w, pl.Slice)):  # a gather: arrays of indices, one an axis
+    if any(np.ndim(w) for w in where if not isinstance(w, pl.Slice)):  # a gather: one array of indices per axis
         lines = np.broadcast_arrays(*map(np.asarray, where))
         tile = full = lines[0].shape
     else:
@@ -55,7 +55,7 @@ def _store(access, value, mask=None):
     ref.array[index] = np.asarray(value).reshape(mask.shape)[mask]
 
 
-_unfinished = []  # arrays that a kernel has not written wholly, which a later one must
+_unfinished = []  # arrays that a kernel has written in part; a later kernel must write the rest
 
 
 def _refs(operands, outputs):
@@ -71,7 +71,7 @@ def _run(kernel, grid, program, refs):
 def _launch(kernel, grid, operands, outputs, *, aliases=None, **_):
     refs, results = _refs(operands, outputs)
     for operand, output in (aliases or {}).items():
-        results[output] = refs[operand]  # one memory
+        results[output] = refs[operand]  # shared memory
         for i in reversed([i for i, (array, _) in enumerate(_unfinished) if array is operands[operand]]):
             results[output].written[...] = _unfinished.pop(i)[1]
     for program in np.ndindex(*grid):
@@ -95,7 +95,7 @@ def checked():
 
 
 def first_stores(run):
-    """The indices of each store to the first result, by the first program of the kernel that `run` launches."""
+    """Returns the indices of each store to the first result by the first program of the kernel that `run` launches."""
     found = []
 
     def launch(kernel, grid, operands, outputs, **_):

@@ -16,7 +16,7 @@ def ulp(magnitude, dtype):
 def errors(name, actual, oracle, seed=None):
     """Absolute errors (0 where both agree on a NaN or infinity); a disagreement about those is a failure."""
     with np.errstate(over="ignore"):
-        expected = oracle.astype(actual.dtype).astype(np.float64)  # what overflows in this dtype may be infinite
+        expected = oracle.astype(actual.dtype).astype(np.float64)  # values that overflow in this dtype may be infinite
     actual = np.asarray(actual).astype(np.float64)
     finite = np.isfinite(expected)
     agree = np.where(finite, np.isfinite(actual), (actual == expected) | (np.isnan(actual) & np.isnan(expected)))
@@ -37,7 +37,7 @@ def magnitude(oracle):
 def assert_matches_oracle(actual, reference, oracle, *, seed=None):
     """Leaf by leaf, `actual` errs at most twice as much as `reference` plus 2 ulp of its dtype.
 
-    `actual` and `reference` are pytrees of arrays of the same shapes and dtypes (a kernel's result and that of plain
+    `actual` and `reference` are pytrees of arrays of the same shapes and dtypes (the results of a kernel and of plain
     jnp), `oracle` has the same structure in float64. NaN and infinities must be where the oracle has them. `seed` goes
     into the message.
     """

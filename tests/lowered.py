@@ -1,4 +1,4 @@
-"""Programs as they are lowered for an H200, and what is in them."""
+"""Helpers for programs that are lowered for an H200."""
 
 import math
 import re
@@ -18,8 +18,8 @@ def of(shape, dtype=jnp.float32):
 
 
 def operations(text):
-    """How often each operation of a StableHLO text runs, with the functions that it calls as often as it does."""
-    # At the beginning of a line: kernels of Mosaic GPU, in strings, have functions too.
+    """Counts how often each operation of a StableHLO text runs. An operation of a function counts once per call."""
+    # Functions start a line. Mosaic GPU kernels, which are strings, have functions as well.
     heads = re.compile(
         r"^ *func\.func (?:public |private )?@([\w.]+)\((.*?)(?=^ *func\.func|\Z)", re.DOTALL | re.MULTILINE
     )
@@ -39,11 +39,11 @@ def operations(text):
 
 
 def sizes(text):
-    """The number of elements of each array in a StableHLO text."""
+    """Returns the number of elements of each array in a StableHLO text."""
     return [math.prod(map(int, shape[:-1].split("x"))) for shape in re.findall(r"tensor<((?:\d+x)+)[a-z]", text)]
 
 
 def assert_one_kernel(op, *arguments, **options):
-    """The op's own choice for an H200 is one Triton kernel."""
+    """Asserts that the op runs as one Triton kernel on an H200."""
     text = lower(lambda *a: op(*a, **options), *arguments)
     assert operations(text)[TRITON] == 1

@@ -16,9 +16,9 @@ import numpy as np
 
 import jaxft
 from cases import normal, some
-from jaxft import tuning
 from jaxft.kernels.triton import attention_spans, common
 from jaxft.ops import attention_vjp
+from jaxft.tuning import attention as tuning_attention
 from jaxft.tuning.table import AttentionConfig
 from test_attention_gradients import attention_case, random_blocks
 
@@ -32,7 +32,7 @@ def small_case(rng):
 
 
 def large_case(rng):
-    """Of several tiles of any size, and with wide heads."""
+    """Random case with several tiles of any size and with wide heads."""
     t, s = (int(n) for n in rng.integers(129, 400, 2))
     b, k, group, h = 2, 1, int(rng.integers(1, 3)), int(rng.choice([33, 80, 100, 128, 160, 256]))
     full = b, k * group, t, s
@@ -66,12 +66,12 @@ def varlen_case(rng):
 
 
 def fault_case(rng):
-    """A row is 512 bytes, so that no rounding of an allocation hides one more."""
+    """Case for planted faults. A row is 512 bytes, so that no rounding of an allocation hides one more row."""
     shape = (1, 37, 4, 64)
     return jaxft.dot_product_attention, normal(rng, "bfloat16", query=shape, key=shape, value=shape), {}
 
 
-# What a kernel does wrong, by what is wrong then in `common`.
+# Planted faults: replacements for functions of `common`.
 FAULTS = {
     "load": {"load": lambda where, **_: common.plgpu.load(where)},
     "store": {"store": lambda where, value, **_: common.plgpu.store(where, value)},
@@ -84,7 +84,7 @@ def run(case, seed):
     op, floats, options = case(rng)
     if rng.random() < 0.3:
         options |= {"dropout_rate": 0.3, "dropout_rng": jax.random.key(seed)}
-    blocks = {name: getattr(tuning, name) for name in KERNELS}
+    blocks = {name: getattr(tuning_attention, name) for name in KERNELS}
     if seed % 2 and next(iter(floats.values())).shape[-1] <= 64:  # wider ones do not fit into shared memory
         configs = [AttentionConfig(q, k, 4, 2, *programs) for q, k, *programs in random_blocks(rng)]
         blocks = {name: lambda *_, c=config: c for name, config in zip(KERNELS, configs, strict=True)}
@@ -92,13 +92,13 @@ def run(case, seed):
     shapes = {name: x.shape for name, x in floats.items()}
     given = [name for name, x in options.items() if x is not None and x is not False]
     print(f"seed {seed}: {shapes}, {given}", flush=True)
-    with mock.patch.multiple(tuning, **blocks), jax.default_matmul_precision(precision):
+    with mock.patch.multiple(tuning_attention, **blocks), jax.default_matmul_precision(precision):
         out, pull_back = jax.vjp(lambda floats: op(**floats, **options, implementation="triton"), floats)
         jax.block_until_ready(pull_back(out))
 
 
 def alone(launch, names):
-    """`launch`, which runs a kernel as a program of its own, as long as no operand is a part of another program."""
+    """Wraps `launch`. The wrapper fails if a kernel is a part of a larger program."""
 
     @functools.wraps(launch)
     def wrapped(kernel, grid, operands, outputs, **options):
@@ -110,7 +110,7 @@ def alone(launch, names):
 
 
 def at_once(function):
-    """As one program, with its arrays in it: there is no kernel in it, and many operations."""
+    """Runs a function without kernels and with many operations as one program that holds its arrays."""
     return lambda *arguments, **static: jax.jit(lambda: function(*arguments, **static))()
 
 
@@ -120,7 +120,7 @@ def main(first, count, fault=None):
     spans = {n: at_once(getattr(attention_spans, n)) for n in ("spans_of_queries", "spans_of_keys")}
     with (
         mock.patch.multiple(attention_spans, **spans),
-        mock.patch.object(attention_vjp, "_triton_jit", attention_vjp._triton),
+        mock.patch.object(attention_vjp, "_kernels_jit", attention_vjp._kernels),
         mock.patch.multiple(common, launch=alone(common.launch, launched), **(FAULTS[fault] if fault else {})),
     ):
         cases = [small_case, small_case, small_case, large_case, varlen_case] if fault is None else [fault_case]

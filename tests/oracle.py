@@ -72,7 +72,7 @@ def bias_activation(x, bias, *, activation="gelu"):
 
 
 def _softmax_row(logits):
-    """Probabilities and log-sum-exp of one row of finite or -inf logits; nothing left gives zeros and -inf."""
+    """Returns probabilities and log-sum-exp of one row of finite or -inf logits. A row of -inf gives zeros and -inf."""
     top = logits.max(initial=-np.inf)
     if top == -np.inf:
         return np.zeros_like(logits), -np.inf
@@ -81,7 +81,7 @@ def _softmax_row(logits):
 
 
 def _row_logits(x, scale, bias, mask):
-    """x * scale + bias and a mask of the same full shape."""
+    """Returns `x * scale + bias`, and a mask of the same full shape."""
     x = f64(x)
     logits = x * (1.0 if scale is None else scale)
     if bias is not None:
@@ -160,7 +160,7 @@ def dot_product_attention(
     key_value_seq_lengths=None, query_segment_ids=None, key_value_segment_ids=None, local_window_size=None,
     keep=None, rate=0.0, return_residual=False,
 ):  # fmt: skip
-    """`query` [B,T,N,H], `key` and `value` [B,S,K,H]; `keep` [B,N,T,S]; the log-sum-exp is [B,T,N]."""
+    """Attention of `query` [B,T,N,H], `key` and `value` [B,S,K,H]. `keep` is [B,N,T,S], the log-sum-exp [B,T,N]."""
     query, key, value = f64(query), f64(key), f64(value)
     batch, rows, heads, size = query.shape
     keys, groups = key.shape[1], heads // key.shape[2]
@@ -190,7 +190,7 @@ def dot_product_attention(
 
 
 def qkv_attention(qkv, bias=None, mask=None, **options):
-    """`qkv` [B,T,3,N,H]."""
+    """Attention of `qkv` [B,T,3,N,H]."""
     qkv = f64(qkv)
     return dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], bias, mask, **options)
 
@@ -234,5 +234,5 @@ def linear_cross_entropy(x, embedding, labels, bias=None, *, ignore_index=-100):
 
 
 def padding_indices(mask):
-    """Flat positions of the tokens kept by `mask` [B,T], in order."""
+    """Returns the flat positions of the tokens that `mask` [B,T] keeps, in order."""
     return [b * np.shape(mask)[1] + t for b, t in np.ndindex(np.shape(mask)) if mask[b][t]]

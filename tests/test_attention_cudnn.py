@@ -1,4 +1,4 @@
-"""Attention by cuDNN: named, and taken where it is faster."""
+"""Attention by cuDNN: named by the caller, and chosen where it is faster."""
 
 import functools
 
@@ -14,7 +14,9 @@ import oracle
 from cases import check, jit, lower, normal
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference
-from jaxft.ops import attention_vjp as implementations
+from jaxft.kernels.cudnn import attention as cudnn
+from jaxft.ops import attention_vjp
+from jaxft.tuning import attention as tuning_attention
 
 needs_hopper = pytest.mark.skipif(not dispatch.device().is_hopper, reason="runs cuDNN, which is taken on Hopper GPUs")
 
@@ -40,8 +42,8 @@ OPTIONS = {
 @needs_hopper
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_named(name, dtype):
-    """Rows with nothing to attend to included."""
+def test_named_cudnn_matches_the_oracle(name, dtype):
+    """The cases include rows without anything to attend to."""
     options = OPTIONS[name]
     check(
         lambda implementation, **f: jaxft.dot_product_attention(**f, **options, implementation=implementation),
@@ -67,15 +69,15 @@ def test_padding():
 
     (got, gradients), (want, _) = (jit(results)(floats) for floats in (poisoned, clean))
     assert np.array_equal(got, want)
-    chex.assert_tree_all_finite(gradients)  # which are not the same in every run
+    chex.assert_tree_all_finite(gradients)  # they differ from run to run
     for name in ("key", "value"):
         assert (np.asarray(gradients[name])[np.broadcast_to(padding, clean[name].shape)] == 0.0).all()
 
 
 @needs_hopper
 @pytest.mark.parametrize("causal", [False, True])
-def test_taken_where_no_gradient_is_asked_for(causal, monkeypatch):
-    monkeypatch.setattr(implementations, "_CUDNN_FROM", {64: (1, 1)})
+def test_cudnn_runs_where_no_gradient_is_taken(causal, monkeypatch):
+    monkeypatch.setattr(tuning_attention, "_CUDNN_FROM", {64: (1, 1)})
     floats = separate(4, 128, 128, 8, 64)
 
     def attend(floats, implementation=None, **masks):
@@ -102,20 +104,20 @@ def test_taken_where_no_gradient_is_asked_for(causal, monkeypatch):
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """jaxft and JAX trace as if there were a Hopper GPU with cuDNN; it is taken whatever the size."""
+    """Makes jaxft and JAX trace for a Hopper GPU with cuDNN, which ops choose at any size."""
     for name in ("check_cudnn_version", "check_compute_capability"):
         monkeypatch.setattr(fused_attention_stablehlo, name, lambda *_, **__: 91000)
-    monkeypatch.setattr(implementations, "_CUDNN_FROM", {64: (1, 1)})
-    implementations._cudnn_is_there.cache_clear()
+    monkeypatch.setattr(tuning_attention, "_CUDNN_FROM", {64: (1, 1)})
+    cudnn.missing.cache_clear()
     yield
-    implementations._cudnn_is_there.cache_clear()
+    cudnn.missing.cache_clear()
 
 
 AXES = [0, 1, (0, None, None), (None, 0, 0), "twice"]
 
 
 def mapped(attend, axes):
-    """`attend` of three arrays (4, 128, 8, 64) under vmap, and the shapes it then takes."""
+    """Returns `attend` of three arrays (4, 128, 8, 64) under vmap, and the shapes that it then takes."""
 
     def shape(axis):
         return (2, 4, 128, 8, 64) if axis == 0 else (4, 2, 128, 8, 64) if axis == 1 else (4, 128, 8, 64)
@@ -130,7 +132,7 @@ def mapped(attend, axes):
 @pytest.mark.parametrize("axes", AXES, ids=str)
 @pytest.mark.parametrize("kind", ["automatic", "named", "lengths", "gradient"])
 def test_vmap_lowers(kind, axes, on_hopper):
-    """Every axis, and some arrays only: cuDNN's own batching takes neither."""
+    """The cases map every axis, or some arrays only. cuDNN's own batching rule supports neither."""
 
     def attend(query, key, value):
         lengths = {} if kind != "lengths" else {"key_value_seq_lengths": jnp.arange(4, dtype=jnp.int32)}
@@ -149,7 +151,7 @@ def test_vmap_lowers(kind, axes, on_hopper):
 
 
 def test_vmap_of_the_gradient_alone_lowers(on_hopper):
-    """As `jax.jacrev` does."""
+    """`jax.jacrev` maps a gradient in this way."""
 
     def run(dout, *arrays):
         pull_back = jax.vjp(functools.partial(jaxft.dot_product_attention, implementation="cudnn"), *arrays)[1]
@@ -161,7 +163,7 @@ def test_vmap_of_the_gradient_alone_lowers(on_hopper):
 
 @pytest.mark.parametrize("length", [4096, 8192])
 def test_long_packed_arrays_lower(length, on_hopper):
-    """To cuDNN from 8,192 positions on, without a gradient; sequences back to back never."""
+    """From 8,192 positions on, an inference takes cuDNN. Packed sequences never do."""
     qkv, boundaries = jax.ShapeDtypeStruct((2, length, 3, 8, 64), jnp.bfloat16), np.array([0, length], np.int32)
     assert ("__cudnn$" in lower(jaxft.qkv_attention, qkv)) == (length == 8192)
     gradient = jax.grad(lambda qkv: jnp.sum(jaxft.qkv_attention(qkv).astype(jnp.float32)))
@@ -172,7 +174,7 @@ def test_long_packed_arrays_lower(length, on_hopper):
 @needs_hopper
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_vmap(axes):
-    """Gradients included."""
+    """vmap of cuDNN attention has the right values and gradients."""
 
     def attend(query, key, value, implementation):
         def run(*floats):
@@ -209,21 +211,25 @@ CHANGES = {
 }
 
 
+def takes_cudnn(inputs, options):
+    return attention_vjp.plan_of("dot_product_attention", inputs, options, None).forward.backend == "cudnn"
+
+
 @pytest.mark.parametrize("name", CHANGES)
-def test_where_it_is_taken(name, monkeypatch):
+def test_selection_follows_device_and_arguments(name, monkeypatch):
     case = {"kv_heads": 8, "dtype": jnp.bfloat16, "head_size": 128, "batch": 64, "length": 512, "scale": 1.0}
     case |= CHANGES[name]
-    monkeypatch.setattr(implementations, "_cudnn_is_there", lambda: True)
+    monkeypatch.setattr(cudnn, "missing", lambda: None)
     query, key = (
         jax.ShapeDtypeStruct((case["batch"], case["length"], heads, case["head_size"]), case["dtype"])
         for heads in (8, case["kv_heads"])
     )
-    inputs = implementations.Inputs(query, key, key, mask=case.get("mask"))
+    inputs = attention_vjp.Inputs(query, key, key, mask=case.get("mask"))
     if "packed" in case:
         qkv = jax.ShapeDtypeStruct((*query.shape[:2], 3, *query.shape[2:]), query.dtype)
-        inputs = implementations.Inputs(qkv, key_value_seq_lengths=case.get("key_lengths"))
-    options = implementations.Options(case["scale"], False, case.get("window"), 0.0, False)
+        inputs = attention_vjp.Inputs(qkv, key_value_seq_lengths=case.get("key_lengths"))
+    options = attention_vjp.Options(case["scale"], False, case.get("window"), 0.0, False)
     with dispatch.target():
-        assert implementations._faster_by_cudnn(inputs, options) == (name in ("none", "heads of 64", "packed"))
+        assert takes_cudnn(inputs, options) == (name in ("none", "heads of 64", "packed"))
     with dispatch.target("NVIDIA A100", (8, 0)):
-        assert not implementations._faster_by_cudnn(inputs, options)
+        assert not takes_cudnn(inputs, options)

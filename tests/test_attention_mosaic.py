@@ -7,7 +7,6 @@ products are done at once and see what was written without `commit_smem`: a wait
 import contextlib
 import functools
 import re
-import sys
 from unittest import mock
 
 import jax
@@ -17,11 +16,11 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jaxft
-from cases import INTERPRET, in_float64, lower, normal
+from cases import INTERPRET, in_float64, lower, normal, slow, slow_cases
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference
 from jaxft.dropout import keep_bits, mix
-from jaxft.kernels.mosaic_gpu import attention_backward
+from jaxft.kernels.mosaic_gpu import attention_backward, support
 from jaxft.kernels.triton import attention, attention_delta
 from test_compiled_cards import CARDS, compiler_for
 from test_dense_mosaic import DTYPES, assert_no_races, finds_races, hopper, of, runs
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def products_of_arrays(wgmma):
-    """The interpreter's product, whose first operand may be an array, as on a GPU; its own is of memory only."""
+    """Extends the interpreter's matmul: its first operand may be an array, as on a GPU, and not only memory."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
 
     @callbacks.fail_on_exception
@@ -55,7 +54,7 @@ def products_of_arrays(wgmma):
 
 @contextlib.contextmanager
 def with_products_of_arrays():
-    """What `products_of_arrays` says, where there is an interpreter."""
+    """Context with `products_of_arrays`, if there is an interpreter."""
     if not INTERPRET:
         yield
         return
@@ -67,7 +66,7 @@ def with_products_of_arrays():
 
 @contextlib.contextmanager
 def interpreted(multiprocessors):
-    """On a CPU: ops take it for a Hopper GPU; the kernels run in Mosaic's interpreter, and Triton's in its own."""
+    """Makes a CPU pass for a Hopper GPU. The kernels run in Mosaic's interpreter, Triton kernels in Pallas'."""
 
     def in_triton(module, name):
         kernel = getattr(module, name)
@@ -93,7 +92,7 @@ def packed(rng, dtype, length, batch=1, heads=1):
 
 
 def plain_gradient(qkv, dout, mask=None, **options):
-    """That of the reference."""
+    """Returns the gradient of the reference."""
 
     def attend(qkv):
         q, k, v = (qkv[:, :, i] for i in range(3))
@@ -107,7 +106,7 @@ def op_gradient(qkv, dout, mask=None, **options):
 
 
 def run(qkv, dout, multiprocessors=None, **options):
-    """The op's gradient, by default with a multiprocessor for each head."""
+    """Returns the gradient of the op, by default with one multiprocessor per head."""
     with interpreted(multiprocessors or qkv.shape[0] * qkv.shape[3]):
         assert kernels(functools.partial(op_gradient, **options), qkv, dout) == MOSAIC
         return jax.jit(functools.partial(op_gradient, **options))(qkv, dout)
@@ -121,7 +120,7 @@ def check(qkv, dout, multiprocessors=None, **options):
 
 
 def key_mask(rng, name, batch, length):
-    """[B|1, 1, 1, T]: of the first sequence all keys, of the third none, of the others' passes the first at least."""
+    """Returns a mask [B|1, 1, 1, T] of sequences with all, 70, no, 129 and 128 keys, or one with holes."""
     lengths = np.array([length, 70, 0, 129, 128])[:batch, None]
     mask = np.arange(length) < lengths
     if name == "holes":
@@ -136,7 +135,7 @@ MOSAIC = ["attention_delta", "attention_fwd", "mosaic"]
 
 
 def kernels(function, *arrays):
-    """The names of Triton's in a traced program, with "mosaic" where there are products of Mosaic GPU's."""
+    """Returns the names of the Triton kernels in a traced program, and "mosaic" if it has Mosaic GPU matmuls."""
     # A new function, or JAX has traced it for another card.
     text = str(jax.make_jaxpr(lambda *a: function(*a))(*arrays))
     return sorted({*re.findall(r"\bname=(attention_\w+)", text), *["mosaic"] * ("wgmma_ref" in text)})
@@ -148,24 +147,26 @@ def kernels(function, *arrays):
 @runs
 @pytest.mark.parametrize(
     ("length", "heads", "multiprocessors", "dtype"),
-    [(256, 1, 1, jnp.float16), (256, 3, 1, jnp.bfloat16), (384, 1, 1, jnp.bfloat16), (512, 3, 4, jnp.bfloat16),
-     (512, 2, 1, jnp.float16)],
+    [(256, 1, 1, jnp.float16), (256, 3, 1, jnp.bfloat16),
+     *slow_cases((384, 1, 1, jnp.bfloat16), (512, 3, 4, jnp.bfloat16), (512, 2, 1, jnp.float16))],
 )  # fmt: skip
 def test_gradient(length, heads, multiprocessors, dtype):
-    """Of one head a program, and of several."""
+    """The cases have one head per program, and several."""
     check(**packed(np.random.default_rng(0), dtype, length, heads=heads), multiprocessors=multiprocessors)
 
 
 @runs
-@pytest.mark.parametrize("scale", [1.0, 1e-3])
+@pytest.mark.parametrize("scale", [1e-3, *slow(1.0)])
 def test_scale(scale):
     check(**packed(np.random.default_rng(5), jnp.bfloat16, 256), scale=scale)
 
 
 @runs
-@pytest.mark.parametrize(("name", "length"), [("padding", 256), ("holes", 256), ("one row", 256), ("padding", 384)])
+@pytest.mark.parametrize(
+    ("name", "length"), [("one row", 256), *slow_cases(("padding", 256), ("holes", 256), ("padding", 384))]
+)
 def test_mask(name, length):
-    """What masked keys hold reaches nothing, and their gradients are 0; all are where no key takes part."""
+    """Masked keys reach nothing, and their gradients are 0. If no key is left, all gradients are 0."""
     rng = np.random.default_rng(1)
     batch = 5 if length == 256 else 4
     floats, mask = packed(rng, jnp.bfloat16, length, batch), key_mask(rng, name, batch, length)
@@ -183,20 +184,21 @@ def test_mask(name, length):
 
 
 @runs
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [DTYPES[1], *slow(DTYPES[0])])
+@pytest.mark.parametrize("masked", [False, *slow(True)])
 def test_dropout(masked, dtype, key):
-    """The same pairs are dropped as by the reference, of each head and sequence."""
+    """The kernel drops the pairs that the reference drops, for each head and sequence."""
     rng = np.random.default_rng(2)
     mask = key_mask(rng, "padding", 2, 256) if masked else None
     floats = packed(rng, dtype, 256, batch=2, heads=2)
     check(**floats, mask=mask, dropout_rate=0.3, dropout_rng=key, multiprocessors=2)
 
 
+@pytest.mark.slow
 @runs
 @pytest.mark.parametrize("masked", [False, True])
 def test_vmap(masked):
-    """Of two, also with a mask for each: the same numbers."""
+    """vmap of two calls, also with a mask for each, gives the same numbers as separate calls."""
     rng = np.random.default_rng(3)
     arrays = list(normal(rng, jnp.bfloat16, qkv=(2, 1, 256, 3, 2, 64), dout=(2, 1, 256, 2, 64)).values())
     arrays += [jnp.asarray(rng.random((2, 1, 1, 1, 256)) < 0.6)] * masked
@@ -223,9 +225,9 @@ def test_large(length, masked, dropout_rate, key):
 
 
 @finds_races
-@pytest.mark.parametrize("masked", [False, True])
-def test_no_races(masked):
-    """Of several heads a program, where passes are left out too."""
+@pytest.mark.parametrize("masked", [False, *slow(True)])
+def test_kernel_has_no_races(masked):
+    """Programs have several heads, and some passes are skipped."""
     rng = np.random.default_rng(6)
     floats = packed(rng, jnp.bfloat16, 256, batch=3, heads=1)
     rows = jnp.asarray(rng.standard_normal((3, 1, 4, 2, 64)), jnp.float32)
@@ -235,9 +237,9 @@ def test_no_races(masked):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("seeded", [False, True])
+@pytest.mark.parametrize("seeded", [True, *slow(False)])
 def test_row_statistics(seeded, dtype):
-    """Those of the rows of a head, 64 at a time; of one with nothing to attend to, inf and 0."""
+    """The statistics of a row without keys are inf and 0. A program computes 64 rows at a time."""
     rng = np.random.default_rng(7)
     floats = normal(rng, dtype, dout=(2, 128, 3, 64), out=(2, 128, 3, 64))
     lse = rng.standard_normal((2, 3, 128)).astype(np.float32)
@@ -289,7 +291,7 @@ KEYS, LENGTHS = of((2, 1, 1, 256), jnp.bool_), of((2,), jnp.int32)
         ((2, 256, 3, 2, 128), {}, {}, TRITON),
     ],
 )  # fmt: skip
-def test_where_it_is_taken(shape, arrays, options, expected, key, caplog):
+def test_selection_follows_shape_and_options(shape, arrays, options, expected, key, caplog):
     if "dropout_rate" in options:
         options = options | {"dropout_rng": key}
 
@@ -310,8 +312,8 @@ def test_where_it_is_taken(shape, arrays, options, expected, key, caplog):
     assert caplog.messages == []
 
 
-def test_where_it_is_not_taken():
-    """Of queries, keys and values apart, with a log-sum-exp, and of sequences back to back."""
+def test_other_cases_take_triton():
+    """The cases are separate queries, keys and values, a log-sum-exp, and packed sequences."""
 
     def apart(x):
         return jaxft.dot_product_attention(x, x, x)
@@ -339,16 +341,14 @@ def test_where_it_is_not_taken():
 @pytest.mark.parametrize(
     ("heads", "taken"), [(12, False), (95, False), (96, True), (132, True), (144, False), (192, True), (384, True)]
 )
-def test_enough_heads_for_all_multiprocessors(heads, taken):
+def test_selection_follows_the_number_of_heads(heads, taken):
     with dispatch.target(multiprocessors=132):
         got = kernels(op_gradient, of((1, 256, 3, heads, 64)), of((1, 256, heads, 64)))
     assert got == (MOSAIC if taken else TRITON)
 
 
-def test_without_mosaic(monkeypatch):
-    """Where this JAX cannot import it."""
-    monkeypatch.setitem(sys.modules, "jaxft.kernels.mosaic_gpu.attention_backward", None)
-    monkeypatch.delattr("jaxft.kernels.mosaic_gpu.attention_backward")
+def test_jax_without_mosaic_takes_triton(monkeypatch):
+    monkeypatch.setattr(support, "missing", lambda: "this JAX has none")
     with dispatch.target(multiprocessors=1):
         assert kernels(op_gradient, of((1, 256, 3, 2, 64)), of((1, 256, 2, 64))) == TRITON
 
@@ -391,8 +391,8 @@ def test_shards():
 @pytest.mark.parametrize("dropout_rate", [0.0, 0.1])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("length", [256, 384, 512])
-def test_no_registers_are_spilled(length, masked, dropout_rate, monkeypatch, capfd):
-    """It fits into shared memory, too. For 12 and 16 heads."""
+def test_kernel_spills_no_registers(length, masked, dropout_rate, monkeypatch, capfd):
+    """The kernel fits into shared memory, too, with 12 and 16 heads."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
 
     def gradient(dout, qkv, rows, mask):

@@ -1,10 +1,10 @@
-"""Which blocks the tiles of attention's kernels visit, and take for whole, compared with the mask of all pairs."""
+"""Blocks that tiles of attention kernels visit, and blocks that need no mask, against the mask of all pairs."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import seeds, some
+from cases import seeds, slow, some
 from jaxft.kernels.triton.attention_problem import Options, Rules, problem
 from jaxft.kernels.triton.attention_spans import spans_of_keys, spans_of_queries
 
@@ -12,7 +12,7 @@ SIZES = [5, 48, 64, 83]
 
 
 def random_window(rng, *lengths):
-    """How far it looks: about whole blocks, or about the length, from which on it excludes nothing."""
+    """Returns a window of about whole blocks, or of about the length, beyond which it excludes nothing."""
     ends = [(16 * rng.integers(5), n) for n in lengths]
     return tuple(some(rng, max(0, int(rng.choice(end) + rng.integers(-2, 1))), 0.8) for end in ends)
 
@@ -39,10 +39,10 @@ def assert_span(span, start, block, other_block, mask, exact=False):
         assert full or not (exact and whole), f"block {i} is whole from {start} on"
 
 
-@pytest.mark.parametrize("rules", ["window", "lengths", "mask", "ids", "sorted ids", "several"])
+@pytest.mark.parametrize("rules", ["window", "lengths", "several", *slow("mask", "ids", "sorted ids")])
 @pytest.mark.parametrize("seed", seeds(4))
-def test_spans(seed, rules):
-    """A window excludes pairs next to blocks' edges, and a causal one is a window of none after."""
+def test_spans_hold_every_allowed_pair(seed, rules):
+    """Windows end next to the edges of blocks. A causal window has no keys after the query."""
     rng = np.random.default_rng([seed, *rules.encode()])
     batch, queries, keys, blocks = 2, *(int(n) for n in rng.choice(SIZES, 2)), [int(n) for n in rng.choice([16, 32], 2)]
     window = random_window(rng, queries, keys)
@@ -77,8 +77,8 @@ def test_spans(seed, rules):
 
 
 @pytest.mark.parametrize("seed", seeds(10))
-def test_spans_of_sequences_back_to_back(seed):
-    """Some of them empty, or longer than is said; the rows after the last are a sequence that attends to nothing."""
+def test_spans_of_packed_sequences_hold_every_pair(seed):
+    """Some sequences are empty or longer than `max_seqlen`. The rows after the last sequence attend to nothing."""
     rng = np.random.default_rng(seed)
     rows, longest, blocks = 150, int(rng.choice(SIZES)), [int(n) for n in rng.choice([16, 32], 2)]
     ends = np.sort(rng.integers(0, rows + 1, 4)).astype(np.int32)

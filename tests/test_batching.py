@@ -1,4 +1,4 @@
-"""How texts become batches: by NumPy in the place of a device, with every text in exactly one, and few shapes."""
+"""Batches of texts, with NumPy in place of a device: every text is in exactly one batch, and there are few shapes."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,7 @@ PACKED = pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded
 
 @dataclasses.dataclass
 class Text:
-    """What a batcher reads of an encoding of the tokenizers library."""
+    """Fields that a batcher reads of an encoding of the tokenizers library."""
 
     ids: list[int]
     type_ids: list[int]
@@ -30,12 +30,12 @@ class Text:
 
 
 def texts_of(lengths):
-    """Text i has the tokens i, i + 1, ..., so that each is found out; and token types of its own."""
+    """Returns texts of these lengths. Text i has the tokens i, i + 1, ..., and its own token types."""
     return [Text([*range(i, i + n)], [j % 2 + i for j in range(n)]) for i, n in enumerate(lengths)]
 
 
 def chunked(texts, *sizes, types=False):
-    """As `tokenised` yields them: of these sizes, the last again and again, and an empty one at the end."""
+    """Yields chunks as `tokenised` does, with these sizes (the last one repeats) and an empty chunk at the end."""
     start = 0
     for size in itertools.chain(sizes, itertools.repeat(sizes[-1])):
         yield start, Tokens.of(texts[start : start + size], with_types=types)
@@ -45,7 +45,7 @@ def chunked(texts, *sizes, types=False):
 
 
 def sequences(batch):
-    """(tokens, types) of each sequence of a batch."""
+    """Returns (tokens, types) of each sequence of a batch."""
     for part in (batch.input_ids, batch.token_type_ids):
         assert part is None or (part.dtype == np.int32 and part.shape == batch.input_ids.shape)
     rows = itertools.pairwise(batch.lengths) if batch.input_ids.ndim == 1 else ((0, n) for n in batch.lengths)
@@ -56,7 +56,7 @@ def sequences(batch):
 
 
 class Device:
-    """`compute`: each sequence's number of tokens, their sum, and that of its types. Keeps the batches."""
+    """Device whose `compute` returns length, sum of tokens and sum of types per sequence. It keeps the batches."""
 
     def __init__(self):
         self.seen = []
@@ -77,7 +77,7 @@ def shape_of(batch):
 
 
 def run(batcher, texts, batch_size, compute=None, sizes=(5, 17)):
-    """The results of all texts in their order, once each has come exactly once."""
+    """Returns the results of all texts in their order. Fails unless each text came exactly once."""
     compute = compute or Device()
     chunks = chunked(texts, *sizes, types=batcher.with_types)
     found = list(batcher.run(chunks, batch_size, compute))
@@ -133,7 +133,7 @@ def test_buckets_are_few_and_within_the_budget(batch_size, limit):
 @pytest.mark.parametrize("types", [True, False])
 @pytest.mark.parametrize("batch_size", [1, 3, 32])
 @pytest.mark.parametrize("limit", [5, 20, 64, 510])
-def test_every_text_once(packed, types, batch_size, limit):
+def test_every_text_is_in_one_batch(packed, types, batch_size, limit):
     lengths = np.random.default_rng(limit).integers(0, limit + 1, 100)
     texts = texts_of(lengths)
     assert run(make(packed, limit, types), texts, batch_size) == expected(texts, types)
@@ -149,7 +149,7 @@ def test_few_and_extreme_texts(packed, lengths):
 
 @pytest.mark.parametrize("seed", seeds(20))
 def test_random_texts(seed):
-    """Everything that is promised of batches, for lengths short, long and of every kind."""
+    """Batches keep all promises for short, long and mixed lengths."""
     rng = np.random.default_rng(seed)
     limit, batch_size = int(rng.choice([1, 7, 32, 48, 100, 510])), int(rng.choice([1, 2, 5, 32, 100]))
     spread = rng.choice([0.02, 0.3, 1.0])
@@ -181,22 +181,22 @@ def test_random_texts(seed):
 @pytest.mark.parametrize(
     ("count", "capacities"), [(1, [64]), (3, [64]), (6, [128]), (9, [128, 64]), (10, [256]), (13, [256, 64])]
 )
-def test_the_last_batches_are_at_most_a_quarter_empty(count, capacities):
-    """But for the smallest, and the token or two by which whole texts miss."""
+def test_last_batches_are_three_quarters_full(count, capacities):
+    """The smallest batch is an exception, and so are a token or two that whole texts leave over."""
     device = Device()
     run(make(True), texts_of([20] * count), 4, device, (count,))
     assert [bucket.capacity for bucket in device.shapes] == capacities
 
 
-def test_longest_first_and_equal_ones_in_their_order():
+def test_longest_texts_come_first_in_stable_order():
     (positions, _), *_ = make(False).run(chunked(texts_of([3, 9, 3, 40, 9]), 5), 8, Device())
     assert positions.tolist() == [3, 1, 4, 0, 2]
 
 
 @PACKED
 @pytest.mark.parametrize("lengths", [[0], [1], [1, 2, 0], [64], [3, 64, 1, 30, 2]], ids=str)
-def test_few_texts_are_left_between_chunks(packed, lengths, monkeypatch):
-    """Less than a batch of them, so that memory does not grow with the number of texts."""
+def test_chunks_leave_few_texts_over(packed, lengths, monkeypatch):
+    """Less than a batch is left, so that memory does not grow with the number of texts."""
     monkeypatch.setattr(batching, "_IN_FLIGHT", 0)
     texts, done, left = texts_of(lengths * 400), [], []
 
@@ -210,7 +210,7 @@ def test_few_texts_are_left_between_chunks(packed, lengths, monkeypatch):
     assert len(left) == len(texts) // 50 + 1 and max(left) < (4 * 64 if packed else 4)
 
 
-def test_only_some_batches_are_in_flight():
+def test_batches_in_flight_are_bounded():
     running = set()
 
     class Result:
@@ -237,7 +237,7 @@ def exhausted():
 
 
 class Unreadable:
-    """A result of a computation that failed after it was started."""
+    """Result of a computation that failed after it was started."""
 
     def __init__(self, error):
         self.error = error
@@ -247,7 +247,7 @@ class Unreadable:
 
 
 class SmallDevice(Device):
-    """Of a memory for so many tokens, padding included; it fails at once, or when a result is read."""
+    """Device with memory for `capacity` tokens, padding included. It fails at once, or when a result is read."""
 
     def __init__(self, memory, when, error=None):
         super().__init__()
@@ -266,7 +266,7 @@ class SmallDevice(Device):
 @pytest.mark.parametrize("when", ["dispatch", "reading"])
 @pytest.mark.parametrize(("batch_size", "fitting"), [(16, 8), (16, 1), (13, 3), (32, 4)])
 def test_too_little_memory(packed, when, batch_size, fitting, caplog):
-    """The size is halved until it fits, each time with a line in the log, and for good."""
+    """The batch size is halved until a batch fits, with one log line each time, and stays at that size."""
     texts, batcher = texts_of([64, 60, 40, 64, 50, 33, 0] * 30), make(packed)
     device = SmallDevice(fitting * 64, when)
     with caplog.at_level(logging.WARNING, "jaxft"):
@@ -288,7 +288,7 @@ def test_too_little_memory(packed, when, batch_size, fitting, caplog):
     assert run(batcher, texts, 1, device) == expected(texts)
 
 
-def test_all_batches_in_flight_fail(caplog):
+def test_failed_batches_in_flight_are_retried(caplog):
     device, texts = SmallDevice(128, "reading"), texts_of([64] * 80)
     assert run(make(True), texts, 4, device, (80,)) == expected(texts)
     assert device.failures == batching._IN_FLIGHT + 1 and len(caplog.messages) == 1
@@ -296,7 +296,7 @@ def test_all_batches_in_flight_fail(caplog):
 
 @PACKED
 @pytest.mark.parametrize("when", ["dispatch", "reading"])
-def test_not_even_memory_for_one(packed, when, caplog):
+def test_no_memory_for_one_text_raises(packed, when, caplog):
     device = SmallDevice(0, when)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         run(make(packed), texts_of([64] * 20), 4, device)
@@ -321,7 +321,7 @@ def threads():
 
 @pytest.mark.parametrize("types", [True, False])
 def test_tokens(types):
-    """Cut, put in another order and back to back, as the lists they are made of."""
+    """The lists of tokens are cut, reordered and packed."""
     texts = texts_of([3, 0, 7, 1, 0])
     tokens = Tokens.of(texts, with_types=types)
     order = np.array([2, 1, 4, 0, 3])
@@ -363,7 +363,7 @@ def test_tokenised(monkeypatch, count):
 
 
 @PACKED
-def test_tokenising_is_some_chunks_ahead(packed, monkeypatch):
+def test_tokenising_runs_ahead_of_the_device(packed, monkeypatch):
     monkeypatch.setattr(batching, "_CHUNKS", (3, 3, 3))
     before, ahead, done = threads(), 3 if packed else 1, []
     chunks = make(packed).tokenised(range(100), lambda texts: done.extend(texts) or of_one_token(texts))
@@ -390,7 +390,7 @@ def test_tokenising_fails(monkeypatch):
 
 @PACKED
 def test_no_thread_outlives_an_error(packed, monkeypatch):
-    """Not even while somebody has the exception, as notebooks do."""
+    """Threads end even while somebody holds the exception, as notebooks do."""
     monkeypatch.setattr(batching, "_CHUNKS", (30, 30, 30))
     before, device = threads(), SmallDevice(0, "dispatch", ValueError("broken"))
     with pytest.raises(ValueError, match="broken") as error:
@@ -408,5 +408,5 @@ def test_packs():
     assert not batching.packs(None) or dispatch.platform() == "cuda"
     with dispatch.target("NVIDIA H200"):
         assert batching.packs(None) and batching.packs("triton") and not batching.packs("xla")
-    with dispatch.target("Tesla T4", (7, 5)):  # which has no kernels
+    with dispatch.target("Tesla T4", (7, 5)):  # a CPU has no kernels
         assert not batching.packs(None)

@@ -1,4 +1,4 @@
-"""The encoder's configuration, inputs, outputs and gradients; what it computes is checked in test_checkpoint."""
+"""Configuration, inputs, outputs and gradients of the encoder. test_checkpoint.py checks its numbers."""
 
 import collections
 import dataclasses
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from cases import in_full, lower
+from cases import lower, slow, slow_cases
 from jaxft import dispatch
 from jaxft.models import bert
 from jaxft.models import config as config_module
@@ -29,7 +29,7 @@ MODEL_TYPES = ["bert", "roberta", "xlm-roberta", "camembert", "distilbert"]
 
 
 def make(config=CONFIG, **options):
-    """A model whose vectors are random too: zero biases would hide that one is left out."""
+    """Returns a model with random vectors: with zero biases, a missing bias would go unnoticed."""
     model = BertModel(config, rngs=nnx.Rngs(0), **{"implementation": "xla"} | options)
     rng = np.random.default_rng(0)
     for _, parameter in nnx.to_flat_state(nnx.state(model)):
@@ -45,7 +45,7 @@ def compiled(graph, params, *args, **inputs):
 
 
 def run(model, *args, **inputs):
-    """Models of the same configuration share what is compiled."""
+    """Calls a model. Models of the same configuration share the compiled program."""
     return compiled(*nnx.split(model), *args, **inputs)
 
 
@@ -129,7 +129,7 @@ def test_roberta_config_needs_positions_after_padding():
         dataclasses.replace(ROBERTA, max_position_embeddings=2)
 
 
-def test_distilbert_config_is_fixed_where_its_file_says_nothing():
+def test_distilbert_config_has_fixed_fields():
     for change in ({"type_vocab_size": 2}, {"layer_norm_eps": 1e-5}):
         with pytest.raises(ValueError, match="type_vocab_size must be 0 and layer_norm_eps 1e-12"):
             dataclasses.replace(DISTILBERT, **change)
@@ -167,7 +167,7 @@ def test_distilbert_names():
         BertConfig.from_dict(theirs | {"dim": -24, "n_heads": 0})
 
 
-def test_config_of_other_kinds_of_models():
+def test_config_refuses_decoders_and_relative_positions():
     config = {"model_type": "bert", "is_decoder": True, "add_cross_attention": True, "hidden_size": 0}
     with pytest.raises(ValueError) as caught:
         BertConfig.from_dict(config | {"position_embedding_type": "relative_key"})
@@ -222,17 +222,17 @@ def test_too_long(config, most):
     assert np.isfinite(run(model, some_ids(1, most)).last_hidden_state).all()
     with pytest.raises(ValueError, match=f"has {most + 1} tokens a sequence, .* positions for at most {most}$"):
         model(some_ids(1, most + 1))
-    # With positions of one's own, for example of packed sequences, any length will do.
+    # Explicit positions, as of packed sequences, allow any length.
     run(model, some_ids(1, most + 1), position_ids=np.full((1, most + 1), 3))
 
 
-def test_token_types_of_a_model_without_any():
+def test_model_without_token_types_refuses_them():
     with pytest.raises(ValueError, match="a distilbert model without token types takes no token_type_ids"):
         make(DISTILBERT)(some_ids(), token_type_ids=np.zeros((3, 7), np.int32))
 
 
 @pytest.mark.parametrize("bad", [-1, 31, 2**31 - 1])
-def test_unknown_id_makes_its_sequence_nan(model, bad):
+def test_unknown_id_makes_one_sequence_nan(model, bad):
     ids = some_ids()
     ids[1, 3] = bad
     out, good = run(model, ids).last_hidden_state, run(model, some_ids()).last_hidden_state
@@ -267,7 +267,7 @@ def test_bad_arguments(changes, error, message):
 # --- What is computed --------------------------------------------------------------------------------------------
 
 
-def test_defaults_are_spelled_out(model):
+def test_explicit_defaults_change_nothing(model):
     ids = some_ids()
     out = run(model, ids)
     same = run(model, ids, np.ones_like(ids), np.zeros_like(ids), np.broadcast_to(np.arange(7), ids.shape))
@@ -293,7 +293,7 @@ def test_each_input_matters(model):
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint8, bool])
 def test_holes_in_the_mask(model, dtype):
-    """A sequence with masked tokens is as the sequence without them, at the positions that it had."""
+    """A sequence with masked tokens equals the sequence without them, with the same positions."""
     keep = np.array([1, 1, 0, 1, 0, 1, 0])
     ids = some_ids(1)
     where = np.flatnonzero(keep)
@@ -307,7 +307,7 @@ def test_holes_in_the_mask(model, dtype):
     )
 
 
-def test_row_without_any_token(model):
+def test_sequence_without_tokens_is_finite(model):
     mask = np.ones((3, 7), np.int32)
     mask[1] = 0
     out, whole = run(model, some_ids(), mask), run(model, some_ids())
@@ -317,8 +317,9 @@ def test_row_without_any_token(model):
 
 @pytest.mark.parametrize(
     ("dtype", "param_dtype"),
-    [(jnp.float16, jnp.float16), (jnp.float16, jnp.float32), (jnp.bfloat16, jnp.float32), (jnp.float32, jnp.bfloat16)],
-)
+    [(jnp.bfloat16, jnp.float32), (jnp.float32, jnp.bfloat16),
+     *slow_cases((jnp.float16, jnp.float16), (jnp.float16, jnp.float32))],
+)  # fmt: skip
 def test_dtypes(dtype, param_dtype):
     model = make(dtype=dtype, param_dtype=param_dtype)
     out = run(model, some_ids(), np.ones((3, 7), np.int32), output_hidden_states=True)
@@ -405,7 +406,7 @@ def test_jit(model):
 
 @pytest.mark.parametrize(
     ("config", "implementation"),
-    [(CONFIG, "xla"), (CONFIG, "triton"), *in_full((ROBERTA, "xla"), (DISTILBERT, "xla"))],
+    [(CONFIG, "xla"), (CONFIG, "triton"), *slow_cases((ROBERTA, "xla"), (DISTILBERT, "xla"))],
 )
 def test_gradients(config, implementation):
     model = make(config, implementation=implementation)
@@ -430,8 +431,8 @@ def test_gradients(config, implementation):
 # --- Implementations ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_triton_is_xla(dtype):
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, *slow(jnp.float32)])
+def test_triton_agrees_with_xla(dtype):
     ids, mask = some_ids(2, 11), np.ones((2, 11), np.int32)
     mask[0, 8:], mask[1, 2] = 0, 0
     plain = run(make(dtype=dtype, implementation="xla"), ids, mask)
@@ -442,7 +443,7 @@ def test_triton_is_xla(dtype):
 
 
 def primitives(jaxpr, dtype):
-    """How often each primitive occurs that gives an array of `dtype`, not counting what is inside of kernels."""
+    """Counts primitives with a result of `dtype`, without those inside of kernels."""
     counts = collections.Counter()
     for equation in jaxpr.eqns:
         counts[equation.primitive.name] += equation.outvars[0].aval.dtype == dtype
@@ -454,22 +455,22 @@ def primitives(jaxpr, dtype):
 
 
 @pytest.mark.parametrize("length", [64, 4096])
-def test_layer_moves_no_data_between_its_kernels(length):
-    """As traced for a GPU: matrix products and kernels, and nothing else that would become a kernel of its own."""
+def test_layer_copies_nothing_between_kernels(length):
+    """A layer that is traced for a GPU has matmuls and kernels, and nothing else that would become a kernel."""
     layer = make(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, implementation=None).layers[0]
     x = jnp.zeros((1, length, 16), jnp.bfloat16)
     mask = jnp.ones((1, 1, 1, length), bool)
     with dispatch.target():
         counts = primitives(jax.make_jaxpr(layer)(x, mask).jaxpr, jnp.bfloat16)
     assert counts.pop("dot_general", 0) + counts.pop("pallas_call") <= 8
-    # `add` is the bias of the packed queries, keys and values, in the epilogue of XLA's product.
+    # `add` is the bias of packed QKV, in the epilogue of XLA's matmul.
     assert counts.keys() <= {"reshape", "jit", "custom_vjp_call", "broadcast_in_dim", "add"}, counts
     assert counts["add"] <= 1
 
 
-@pytest.mark.parametrize("batch", [1, 32])
+@pytest.mark.parametrize("batch", [1, *slow(32)])
 def test_layers_share_their_kernels(batch):
-    """A program for a GPU has each kernel once, however many layers call it."""
+    """A GPU program contains each kernel once, however many layers call it."""
     texts = []
     for layers in (1, 3):
         make_model = functools.partial(

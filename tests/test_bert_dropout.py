@@ -1,4 +1,4 @@
-"""Dropout in the models, in training mode and out of it, and rematerialisation, which changes none of the numbers."""
+"""Dropout in the models, in training and in evaluation, and rematerialisation, which changes no number."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ from flax import nnx
 
 import jaxft
 import oracle
-from cases import INTERPRET, in_full
+from cases import INTERPRET, slow, slow_cases
 from jaxft.dropout import dropout_mask
 from jaxft.models import bert
 from jaxft.models.bert import BertModel
@@ -45,12 +45,12 @@ def hidden(model, *args, **inputs):
 
 
 def keep(key, place, rate, *shape):
-    """The masks of a key must not change with a release: checkpointed training runs rely on them."""
+    """Returns the keep mask of a key. No release may change the masks: checkpointed training relies on them."""
     return {"keep": np.asarray(dropout_mask(jax.random.fold_in(key, place), rate, shape)), "rate": rate}
 
 
 def expected_states(model, ids, mask, key):
-    """In float64, with dropout where BERT has it."""
+    """Computes hidden states in float64, with dropout where BERT has it."""
     p = {name: np.asarray(value[...], np.float64) for name, value in model._parameters().items()}
     rows, inner, eps = (*ids.shape, 16), (ids.shape[0], 2, ids.shape[1], ids.shape[1]), {"epsilon": 1e-12}
     tables = [p["embeddings." + name] for name in ("word", "position", "token_type", "norm_gamma", "norm_beta")]
@@ -74,10 +74,10 @@ def expected_states(model, ids, mask, key):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "remat"), [("xla", False), ("triton", True), *in_full(("xla", True), ("triton", False))]
+    ("implementation", "remat"), [("triton", True), *slow_cases(("xla", False), ("xla", True), ("triton", False))]
 )
-def test_dropout_is_where_bert_has_it(implementation, remat, key):
-    """And its masks are these functions of the call's key."""
+def test_dropout_is_applied_where_bert_applies_it(implementation, remat, key):
+    """The masks are the functions of the call's key that `keep` returns."""
     model, ids = training(implementation=implementation, remat=remat), some_ids()
     got, expected = hidden(model, ids, MASK, rngs=key), expected_states(model, ids, MASK, key)
     assert_close(got[MASK], expected[MASK], 1e-5)
@@ -85,7 +85,7 @@ def test_dropout_is_where_bert_has_it(implementation, remat, key):
 
 
 @pytest.mark.parametrize("config", [ROBERTA, DISTILBERT], ids=lambda config: config.model_type)
-def test_other_types(config):
+def test_other_model_types_drop_too(config):
     model, ids = training(dataclasses.replace(config, **RATES)), some_ids()
     outs = [hidden(model, ids, MASK, rngs=jax.random.key(seed)) for seed in (0, 0, 1)]
     np.testing.assert_array_equal(outs[0], outs[1])
@@ -93,7 +93,7 @@ def test_other_types(config):
 
 
 def recorded(monkeypatch, *names):
-    """The options of each call that the model makes of these operations, in order."""
+    """Returns the options of each call of these operations by the model, in order."""
     seen = []
 
     def recorder(original):
@@ -108,13 +108,13 @@ def recorded(monkeypatch, *names):
     return seen
 
 
-def test_distilbert_has_none_of_the_attention_output(monkeypatch, key):
+def test_distilbert_drops_no_attention_output(monkeypatch, key):
     seen = recorded(monkeypatch, "dense_residual_layer_norm", "feed_forward_residual_layer_norm")
     hidden(training(dataclasses.replace(DISTILBERT, **RATES)), some_ids(), rngs=key)
     assert ["dropout_rng" in options for options in seen] == [False, True] * DISTILBERT.num_hidden_layers
 
 
-def test_each_rate_alone(key):
+def test_each_rate_works_alone(key):
     model, ids = training(), some_ids()
     both = hidden(model, ids, rngs=key)
     for name in RATES:
@@ -125,7 +125,7 @@ def test_each_rate_alone(key):
     np.testing.assert_array_equal(hidden(none, ids), hidden(model, ids, deterministic=True))  # and needs no key
 
 
-def test_every_place_has_a_key_of_its_own(monkeypatch, key):
+def test_every_dropout_has_its_own_key(monkeypatch, key):
     calls = recorded(
         monkeypatch, "embeddings_layer_norm", "qkv_attention", "dense_residual_layer_norm",
         "feed_forward_residual_layer_norm",
@@ -147,7 +147,7 @@ def test_train_and_eval():
     model, ids, key = make(DROPPING), some_ids(), jax.random.key(1)
     assert model.deterministic is True
     plain = hidden(model, ids)
-    np.testing.assert_array_equal(hidden(model, ids, rngs=key), plain)  # which is then not used
+    np.testing.assert_array_equal(hidden(model, ids, rngs=key), plain)  # the key is then unused
     dropped = hidden(model, ids, deterministic=False, rngs=key)
     assert np.abs(dropped - plain).max() > 0.1
     model.train()
@@ -159,7 +159,7 @@ def test_train_and_eval():
     assert jax.tree.structure(nnx.state(model)) == jax.tree.structure(nnx.state(model, nnx.Param))  # nothing else
 
 
-def test_pretrained_models_are_in_evaluation(tmp_path):
+def test_pretrained_models_start_in_evaluation(tmp_path):
     training().save_pretrained(tmp_path)
     model = BertModel.from_pretrained(tmp_path, remat=True)
     assert (model.deterministic, model.remat, model.config) == (True, True, DROPPING)
@@ -167,7 +167,7 @@ def test_pretrained_models_are_in_evaluation(tmp_path):
 
 
 def test_kinds_of_rngs(key):
-    """An `nnx.Rngs` gives one key a call, from its stream for dropout or else the default one."""
+    """An `nnx.Rngs` gives one key per call, from its stream for dropout or from the default stream."""
     model, ids = training(), some_ids()
     for make_rngs in (lambda: nnx.Rngs(dropout=5), lambda: nnx.Rngs(5), lambda: nnx.Rngs(params=1, default=5)):
         rngs, same = make_rngs(), make_rngs()
@@ -204,8 +204,8 @@ def test_errors(inputs, error, message):
 
 
 @pytest.mark.parametrize("trace", [nnx.grad, nnx.jit], ids=["grad", "jit"])
-def test_rngs_from_outside_of_what_is_traced(trace):
-    """Flax cannot count there."""
+def test_rngs_of_an_outer_trace_are_refused(trace):
+    """Flax cannot count calls in an inner trace."""
     model, rngs = training(), nnx.Rngs(dropout=0)
     run = trace(lambda model: model(some_ids(), rngs=rngs).last_hidden_state.sum())
     with pytest.raises(ValueError, match=r"BertModel: rngs must not .* outside .*, key = rngs.dropout\(\), and"):
@@ -217,9 +217,9 @@ def test_remat_is_a_flag():
         BertModel(CONFIG, remat=1, rngs=None)
 
 
-@pytest.mark.parametrize("implementation", ["triton", *in_full("xla")])
-def test_packed(implementation, key):
-    """Of a single sequence the packed elements have the places of the padded ones, so that the same are dropped."""
+@pytest.mark.parametrize("implementation", ["xla", *slow("triton")])
+def test_packed_sequences_drop_the_same_elements(implementation, key):
+    """A single packed sequence has the element numbers of the padded one."""
     model, ids = training(implementation=implementation), some_ids(1)
     packed = jax.jit(lambda key: model(ids[0], cu_seqlens=[0, 7], max_seqlen=7, rngs=key).last_hidden_state)(key)
     assert_close(packed, hidden(model, ids, rngs=key)[0])
@@ -239,7 +239,7 @@ def loss(model, ids, rngs):
 
 
 def test_nnx_transformations():
-    """The mode is part of what is compiled; the stream goes on from call to call."""
+    """The mode is a part of the compiled program. The stream of keys goes on from call to call."""
     model, ids = make(dataclasses.replace(DROPPING, num_hidden_layers=1)), some_ids()
     by_nnx = nnx.jit(nnx.value_and_grad(loss))
     rngs, same = nnx.Rngs(dropout=4), nnx.Rngs(dropout=4)
@@ -262,12 +262,12 @@ def test_nnx_transformations():
 
 def test_remat_changes_no_number(key):
     config = dataclasses.replace(DROPPING, num_hidden_layers=1)
-    implementation = "xla" if INTERPRET else "triton"  # of a GPU's XLA even a second run adds the embeddings otherwise
+    implementation = "xla" if INTERPRET else "triton"  # on a GPU, XLA sums embeddings in another order in each run
 
     def results(remat):
         graph, params = nnx.split(training(config, remat=remat, implementation=implementation))
         call = jax.value_and_grad(lambda params, key: loss(nnx.merge(graph, params), some_ids(), key))
-        # Operation by operation: compiled together, they would be fused in other ways, which changes the last bits.
+        # The operations run one by one: a compiled program would fuse them differently, which changes the last bits.
         return str(jax.make_jaxpr(call)(params, key)), call(params, key)
 
     (plain_text, plain), (text, remat) = results(False), results(True)
@@ -275,7 +275,7 @@ def test_remat_changes_no_number(key):
     jax.tree.map(np.testing.assert_array_equal, remat, plain)
 
 
-def test_remat_in_a_loop_with_parameters_from_outside(key):
+def test_remat_works_in_a_loop(key):
     ids = np.stack([some_ids(), some_ids()[::-1]])
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -286,7 +286,7 @@ def test_remat_in_a_loop_with_parameters_from_outside(key):
 
 
 def gradient_memory(model_class, config, remat):
-    """Bytes that the compiled program of a gradient needs beside its inputs and outputs."""
+    """Returns the bytes that the compiled gradient needs beside its inputs and outputs."""
     model = model_class(config, implementation="xla", remat=remat, rngs=nnx.Rngs(0))
     model.train()
     graph, params = nnx.split(model)
@@ -295,15 +295,13 @@ def gradient_memory(model_class, config, remat):
         return sum(jnp.sum(x**2) for x in jax.tree.leaves(nnx.merge(graph, params)(ids, rngs=key)))
 
     ids = np.zeros((4, 64), np.int32)
-    # On a CPU this pass takes the barriers away before equal computations are made one, which undoes it all.
+    # On a CPU, this pass removes the barriers before XLA merges equal computations, which would undo remat.
     options = {"xla_disable_hlo_passes": "cse_barrier_expander"} if INTERPRET else None
     compiled = jax.jit(jax.grad(total)).lower(params, ids, jax.random.key(0)).compile(compiler_options=options)
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize(
-    "model_class", [BertModel, *in_full(BertForSequenceClassification, BertForTokenClassification)]
-)
+@pytest.mark.parametrize("model_class", [BertModel, *slow(BertForSequenceClassification, BertForTokenClassification)])
 def test_remat_saves_memory(model_class):
     config = dataclasses.replace(DROPPING, num_hidden_layers=4, max_position_embeddings=64)
     plain, remat = (gradient_memory(model_class, config, remat) for remat in (False, True))
@@ -314,7 +312,7 @@ def test_remat_saves_memory(model_class):
 
 
 def head_parts(model, ids, key):
-    """The hidden states of the encoder, and the parameters of the head in float64."""
+    """Returns the hidden states of the encoder and the parameters of the head in float64."""
     x = model.bert(ids, rngs=key).last_hidden_state.astype(jnp.float32)
     return np.asarray(x, np.float64), {n: np.asarray(v[...], np.float64) for n, v in model._parameters().items()}
 
@@ -326,7 +324,7 @@ def drop(x, key, place, rate):
 
 @pytest.mark.parametrize("config", [CONFIG, ROBERTA, DISTILBERT], ids=lambda config: config.model_type)
 @pytest.mark.parametrize("given", [None, HEAD])
-def test_dropout_in_the_head_of_sequences(config, given, key):
+def test_sequence_head_has_dropout(config, given, key):
     config = dataclasses.replace(config, hidden_dropout_prob=HIDDEN)
     model = BertForSequenceClassification(config, num_labels=5, classifier_dropout=given, rngs=nnx.Rngs(0))
     model.train()
@@ -342,7 +340,7 @@ def test_dropout_in_the_head_of_sequences(config, given, key):
 
 @pytest.mark.parametrize("config", [CONFIG, DISTILBERT], ids=lambda config: config.model_type)
 @pytest.mark.parametrize("given", [None, HEAD])
-def test_dropout_in_the_head_of_tokens(config, given, key):
+def test_token_head_has_dropout(config, given, key):
     config = dataclasses.replace(config, hidden_dropout_prob=HIDDEN)
     model = BertForTokenClassification(config, num_labels=5, classifier_dropout=given, rngs=nnx.Rngs(0))
     model.train()
@@ -351,11 +349,11 @@ def test_dropout_in_the_head_of_tokens(config, given, key):
     assert_close(model(some_ids(), rngs=key), expected)
     rngs = nnx.Rngs(dropout=0)
     model(some_ids(), rngs=rngs)
-    assert rngs.dropout.count[...] == 1  # for the encoder and the head
+    assert rngs.dropout.count[...] == 1  # one for the encoder, one for the head
 
 
-def test_a_rate_of_one(key):
-    """As a checkpoint may have it, whose model can be used without dropout."""
+def test_rate_of_one_forbids_dropout_calls(key):
+    """A checkpoint may have such a rate. Its model works without dropout."""
     model = BertModel(dataclasses.replace(CONFIG, attention_probs_dropout_prob=1.0), rngs=nnx.Rngs(0))
     assert np.isfinite(hidden(model, some_ids())).all()
     with pytest.raises(
@@ -364,15 +362,15 @@ def test_a_rate_of_one(key):
         model(some_ids(), deterministic=False, rngs=key)
 
 
-def test_a_head_of_tokens_keeps_no_mask(key):
+def test_token_head_stores_no_dropout_mask(key):
     head = BertForTokenClassification(CONFIG, num_labels=3, rngs=nnx.Rngs(0)).classifier
     x = jnp.ones((4, 6, CONFIG.hidden_size))
     _, pull_back = jax.vjp(lambda x: head(x, dropout_rate=0.5, dropout_rng=key), x)
     assert x.shape not in [kept.shape for kept in jax.tree.leaves(pull_back)]
 
 
-def test_dropout_in_the_head_alone(key):
-    """Also that needs a key."""
+def test_dropout_in_the_head_alone_needs_a_key(key):
+    """Dropout in the head needs a key even if the encoder has none."""
     config = dataclasses.replace(CONFIG, **dict.fromkeys(RATES, 0.0))
     model = BertForSequenceClassification(config, classifier_dropout=0.5, rngs=nnx.Rngs(0))
     model.train()
@@ -382,7 +380,7 @@ def test_dropout_in_the_head_alone(key):
 
 
 @pytest.mark.parametrize("given", [-0.1, 1, 1.5, True, "0.1", float("nan")])
-def test_wrong_rates_of_the_head(given):
+def test_head_refuses_wrong_rates(given):
     message = r"BertForTokenClassification: classifier_dropout must be None or a number in \[0, 1\), got"
     with pytest.raises(ValueError, match=message):
         BertForTokenClassification(CONFIG, classifier_dropout=given, rngs=None)
@@ -397,7 +395,7 @@ def test_wrong_rates_of_the_head(given):
         (BertForTokenClassification, DISTILBERT, "classifier_dropout"),
     ],
 )
-def test_the_rate_of_the_head_is_kept(tmp_path, model_class, config, field):
+def test_saved_config_keeps_the_head_rate(tmp_path, model_class, config, field):
     for rate in (None, 0.0, 0.35):
         model_class(config, classifier_dropout=rate, rngs=nnx.Rngs(0)).save_pretrained(tmp_path)
         settings = model_class.from_pretrained(tmp_path).settings

@@ -12,20 +12,7 @@ import pytest
 
 import jaxft
 import oracle
-from cases import (
-    DTYPES,
-    INTERPRET,
-    ONE_DTYPE,
-    SOME_DTYPES,
-    check,
-    in_float64,
-    in_full,
-    jit,
-    normal,
-    power_of_two,
-    seeds,
-    some,
-)
+from cases import DTYPES, INTERPRET, ONE_DTYPE, card, check, in_float64, jit, normal, power_of_two, seeds, slow, some
 from checked import checked
 from compare import assert_matches_oracle
 from jaxft import reference
@@ -48,11 +35,11 @@ def check_op(floats, seed=None, implementations=("triton",), in_place=False, **o
           implementations=implementations, seed=seed)  # fmt: skip
 
 
-def test_the_activations_are_those():
+def test_activation_names_are_complete():
     assert list(reference.ACTIVATIONS) == ACTIVATIONS
 
 
-@pytest.mark.parametrize("shape", [(1,), (3, 1), (7, 80), (2, 3, 127), (37, 64), (5, 1031)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 1), (2, 3, 127), (5, 1031), *slow((1,), (7, 80), (37, 64))], ids=str)
 def test_shapes(shape):
     check_op(normal(np.random.default_rng(0), jnp.float32, x=shape, bias=shape[-1:]))
 
@@ -68,38 +55,38 @@ def test_empty(shape, implementation):
     chex.assert_trees_all_equal(dbias, jnp.zeros_like(bias))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ONE_DTYPE)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation, dtype):
-    """The bias is float32 whatever x is."""
+    """The bias is float32, whatever the dtype of x."""
     rng = np.random.default_rng(1)
     floats = normal(rng, dtype, x=(7, 80)) | normal(rng, jnp.float32, bias=(80,))
     check_op(floats | {"x": floats["x"] * 3}, activation=activation, implementations=["triton", "xla"])
 
 
-@pytest.mark.parametrize("of_bias", SOME_DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_dtype_of_the_bias_is_free(dtype, of_bias):
-    """A float32 gradient of the bias has float32's accuracy, whatever x is."""
+@pytest.mark.parametrize("of_bias", [DTYPES[0], *slow(*DTYPES[1:])])
+@pytest.mark.parametrize("dtype", [*DTYPES[1:], *slow(DTYPES[0])])
+def test_bias_may_have_another_dtype(dtype, of_bias):
+    """A float32 gradient of the bias has float32's accuracy, whatever the dtype of x."""
     rng = np.random.default_rng(2)
     check_op(normal(rng, dtype, x=(300, 40)) | normal(rng, of_bias, bias=(40,)), activation="gelu")
 
 
-@pytest.mark.parametrize("dtype", SOME_DTYPES)
+@pytest.mark.parametrize("dtype", ONE_DTYPE)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_without_bias(activation, dtype):
     check_op(normal(np.random.default_rng(3), dtype, x=(7, 80)), activation=activation)
 
 
 def every_16bit_value(dtype):
-    """[256, 256]: all finite numbers of float16 or bfloat16, with 0 for those that float32 has as subnormal numbers."""
+    """Returns [256, 256]: all finite numbers of the dtype, with 0 in place of those that are subnormal in float32."""
     x = np.arange(2**16, dtype=np.uint16).view(dtype).reshape(256, 256)
     wide = x.astype(np.float32)
     return np.where(np.isfinite(wide) & (np.abs(wide) >= TINY), x, np.zeros((), dtype))
 
 
 def exact_activation(x, activation):
-    """As the oracle, to float64 accuracy in the negative tails as well."""
+    """Computes the activation to float64 accuracy, also in the negative tails, where the oracle cancels."""
     x = x.astype(np.float64)
     with np.errstate(over="ignore"):
         match activation:
@@ -110,10 +97,10 @@ def exact_activation(x, activation):
     return oracle.bias_activation(x, None, activation=activation)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES[1:], *slow(DTYPES[0])])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_every_value(activation, dtype):
-    """Element by element, over all 16-bit numbers; in float32 over those of bfloat16.
+def test_every_16_bit_value_is_accurate(activation, dtype):
+    """Checks each element for all 16-bit numbers, and in float32 for all bfloat16 numbers.
 
     Granted are 8 ulp of float32, and where the result is x * e^-a, 2 * a more: that is what rounding a to float32 does
     to it. 16-bit results are that, GELU within what is documented, and then rounded.
@@ -139,15 +126,15 @@ def test_every_value(activation, dtype):
 
 
 def ulps(actual, exact):
-    """Errors in units of the last place of float32, 0 where the exact value is no normal number."""
+    """Returns errors in float32 ulp, and 0 where the exact value is not a normal number."""
     size = np.abs(exact)
     spacing = np.exp2(np.floor(np.log2(np.maximum(size, TINY))) - 23)
     return np.where(size >= TINY, np.abs(np.asarray(actual).astype(np.float64) - exact) / spacing, 0.0)
 
 
-# What the largest |x| without underflow is, and ulp granted. Of tanh it is the device's own.
+# The largest |x| without underflow, and the ulp granted. The accuracy of tanh is the device's.
 @pytest.mark.parametrize(("activation", "limit", "granted"), [("gelu", 14, 2), ("gelu_tanh", 11, 3), ("silu", 95, 3)])
-def test_float32_to_the_last_place(activation, limit, granted):
+def test_float32_errs_by_few_ulp(activation, limit, granted):
     tiny = np.logspace(math.log10(2 * TINY), 0, 20_000)
     x = np.concatenate([np.linspace(-limit, limit, 200_001), tiny, -tiny]).astype(np.float32)
     got = jit(lambda x: jaxft.bias_activation(x, None, activation=activation, implementation="triton"))(x[None])[0]
@@ -156,7 +143,7 @@ def test_float32_to_the_last_place(activation, limit, granted):
 
 
 def exact_gradient(x, activation):
-    """To float64 accuracy in the tails as well."""
+    """Computes the derivative to float64 accuracy, also in the tails."""
     x = x.astype(np.float64)
     match activation:
         case "gelu":
@@ -170,17 +157,17 @@ def exact_gradient(x, activation):
     return (1.0 + x * c * (1.0 + 3.0 * cubic * x**2) / (1.0 + np.exp(y))) / (1.0 + np.exp(-y))
 
 
-def test_rounding_as_it_is_compiled():
+def test_nearest_integers_equal_rint():
     x = np.linspace(-160, 160, 100_001, dtype=np.float32)
-    whole, as_integers = activations._nearest(x)  # outside of jit, where nothing is simplified
+    whole, as_integers = activations._nearest(x)  # without jit, XLA simplifies nothing
     np.testing.assert_array_equal(whole, np.rint(x))
     np.testing.assert_array_equal(as_integers, np.rint(x))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, *slow(jnp.bfloat16)])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_derivatives(activation, dtype):
-    """Right in absolute terms everywhere, and but for a zero crossing to a few digits in the tails."""
+    """Derivatives are right in absolute terms everywhere, and to a few digits in the tails but for a zero crossing."""
     x = np.linspace(-20, 20, 200_001).astype(np.float32)
     config = GradientConfig(1, 8192, 1, 4)
     run = jit(functools.partial(kernel.backward, activation=activation, config=config, interpret=INTERPRET))
@@ -210,10 +197,10 @@ def test_nan_and_infinity(activation, implementation):
 EXTREMES = [0.0, -0.0, 1e-30, -1e-30, 9.0, -9.0, 40.0, -40.0, 200.0, -200.0, 6e4, -6e4, np.inf, -np.inf, np.nan]
 
 
-@pytest.mark.parametrize("dtype", SOME_DTYPES)
+@pytest.mark.parametrize("dtype", ONE_DTYPE)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradients_at_extremes(activation, dtype):
-    """NaN where plain jnp in float64 has NaN, as for most activations at infinity, and nowhere else."""
+    """Gradients are NaN exactly where plain jnp in float64 has NaN, as for most activations at infinity."""
     x = np.array(EXTREMES)
     if dtype != jnp.float16:
         x = np.concatenate([x, [1e10, -1e10, 1e18, -1e18]])
@@ -226,7 +213,7 @@ def test_gradients_at_extremes(activation, dtype):
         expected = in_float64(lambda x: run(x, reference.bias_activation), x)  # noqa: B023
         got = run(jnp.asarray(x), functools.partial(jaxft.bias_activation, implementation="triton"))
         finite = np.isfinite(expected)
-        if np.isfinite(dy):  # elsewhere a derivative that underflows decides between infinity and NaN
+        if np.isfinite(dy):  # at others, an underflow of the derivative decides between infinity and NaN
             np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
         else:
             assert not np.isfinite(np.asarray(got, np.float32)[~finite]).any()
@@ -234,7 +221,7 @@ def test_gradients_at_extremes(activation, dtype):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_gradient_of_nan_and_infinity_stays_in_its_row_and_column(activation):
+def test_nan_and_infinity_reach_no_other_gradient(activation):
     rng = np.random.default_rng(6)
     clean = normal(rng, jnp.float32, x=(21, 37), bias=(37,))
     poisoned = clean | {"x": clean["x"].at[3, 5].set(np.nan).at[20, 36].set(-np.inf)}
@@ -252,8 +239,8 @@ def test_the_gradient_of_nan_and_infinity_stays_in_its_row_and_column(activation
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_a_bias_of_nan_or_infinity(activation):
-    """Its gradient is that of plain jnp in blocks with rows beyond the last one, too."""
+def test_bias_gradient_handles_nan_and_infinity(activation):
+    """The gradient equals the one of plain jnp, also in a block with rows beyond the end."""
     bias, dy, x = jnp.array([np.inf, np.nan, 1.0, -np.inf]), jnp.ones((3, 4)), jnp.zeros((3, 4))
     config = GradientConfig(8, 4, 1, 1)
     _, dbias = kernel.backward(dy, x, bias, activation=activation, config=config, interpret=INTERPRET)
@@ -266,7 +253,7 @@ CONFIGS = [ElementwiseConfig(rows, width, warps) for rows, width, warps in
            ((1, 128, 1), (2, 1024, 4), (32, 64, 8), (64, 16, 2), (4, 1, 1))]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", SOME_DTYPES)
+@pytest.mark.parametrize("dtype", ONE_DTYPE)
 def test_any_config_gives_the_same_bits(dtype):
     rng = np.random.default_rng(4)
     floats = normal(rng, dtype, x=(21, 101)) | normal(rng, jnp.float32, bias=(101,))
@@ -280,14 +267,14 @@ def test_any_config_gives_the_same_bits(dtype):
         chex.assert_trees_all_equal(other, first)
 
 
-# One program for all, of one block or of many, several with a ragged end, more programs than blocks, and blocks larger
-# than the array.
+# One program for all rows with one block or many, several programs with a ragged end, more programs than blocks, and
+# blocks larger than the array.
 GRADIENT_CONFIGS = [GradientConfig(*sizes) for sizes in ((1, 128, 1, 1), (2, 64, 4, 4), (4, 16, 5, 1), (8, 32, 100, 2),
                                                          (64, 256, 3, 8), (1, 1, 2, 1), (16, 128, 2, 4),
                                                          (32, 32, 1, 4))]  # fmt: skip
 
 
-@pytest.mark.parametrize("of_bias", [None, jnp.float32, *in_full(jnp.bfloat16)], ids=str)
+@pytest.mark.parametrize("of_bias", [jnp.float32, *slow(None, jnp.bfloat16)], ids=str)
 @pytest.mark.parametrize("dtype", ONE_DTYPE)
 def test_any_gradient_config(dtype, of_bias):
     rng = np.random.default_rng(7)
@@ -309,13 +296,13 @@ def test_any_gradient_config(dtype, of_bias):
         chex.assert_trees_all_equal(run(dy, x, bias), got)
 
 
-@pytest.mark.parametrize("rows", [1, 21, 128])
-@pytest.mark.parametrize("dtype", SOME_DTYPES)
-def test_the_gradient_of_the_bias_is_rounded_once(rows, dtype):
-    """By the kernel that has all rows: it is that of a bias of float32, rounded to the dtype of the bias."""
+@pytest.mark.parametrize("rows", [21, 128, *slow(1)])
+@pytest.mark.parametrize("dtype", ONE_DTYPE)
+def test_bias_gradient_is_rounded_once(rows, dtype):
+    """One program has all rows: its float32 sum is rounded to the dtype of the bias once."""
     width = 100
     x, dy, narrow = normal(np.random.default_rng(13), dtype, x=(rows, width), dy=(rows, width), bias=(width,)).values()
-    config = tuning_rows.bias_activation_backward(rows, width, x.dtype.itemsize, "a device without a table")
+    config = tuning_rows.bias_activation_backward(rows, width, x.dtype.itemsize, card("a card without a table"))
     assert config.programs == 1 and rows <= config.block_rows
     run = jit(functools.partial(kernel.backward, activation="gelu_tanh", config=config, interpret=INTERPRET))
     for of_bias in (jnp.float16, jnp.bfloat16):
@@ -324,7 +311,7 @@ def test_the_gradient_of_the_bias_is_rounded_once(rows, dtype):
         chex.assert_trees_all_equal(run(dy, x, narrow)[1], wide.astype(of_bias))
 
 
-@pytest.mark.parametrize("sizes", [(1, 128, 1), (2, 4, 3), (8, 8, 2), (16, 16, 9)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 4, 3), *slow((1, 128, 1), (8, 8, 2), (16, 16, 9))], ids=str)
 def test_kernels_stay_within_the_arrays(sizes):
     rows, width, programs = sizes
     floats = normal(np.random.default_rng(11), jnp.float32, dy=(11, 13), x=(11, 13), bias=(13,))
@@ -351,18 +338,18 @@ def test_many_rows():
 def test_second_derivatives(activation):
     floats = normal(np.random.default_rng(12), jnp.float32, x=(3, 7), bias=(7,))
 
-    def slope(op):
+    def derivative(op):
         def inner(f):
             return op(**f, activation=activation).sum()
 
         return jit(jax.grad(lambda f: sum(jnp.sum(d * d) for d in jax.tree.leaves(jax.grad(inner)(f)))))(floats)
 
     op = functools.partial(jaxft.bias_activation, implementation="triton")
-    chex.assert_trees_all_close(slope(op), slope(reference.bias_activation), rtol=1e-5, atol=1e-5)
+    chex.assert_trees_all_close(derivative(op), derivative(reference.bias_activation), rtol=1e-5, atol=1e-5)
 
 
 def test_vmap_of_gradients():
-    """Over x, over both, and over the bias alone."""
+    """The cases map x, both arguments, and the bias alone."""
     rng = np.random.default_rng(9)
     x, bias = normal(rng, jnp.float32, x=(3, 5, 12), bias=(3, 12)).values()
 
@@ -380,7 +367,7 @@ def test_vmap_of_gradients():
 
 
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ["gelu", *slow(*(name for name in ACTIVATIONS if name != "gelu"))])
 def test_reruns_are_bitwise_equal(activation, implementation):
     floats = normal(np.random.default_rng(5), jnp.bfloat16, x=(37, 64)) | {"bias": jnp.ones(64)}
 
@@ -401,12 +388,12 @@ def test_in_place_changes_no_value(implementation):
         y, pull_back = jax.vjp(op, *floats.values())
         return jax.jit(op)(*floats.values()), y, pull_back(y)
 
-    chex.assert_trees_all_equal(run(True), run(False))  # and floats are still there
+    chex.assert_trees_all_equal(run(True), run(False))  # the arguments are still there
 
 
 @pytest.mark.skipif(INTERPRET, reason="reads a program compiled for an NVIDIA GPU")
 def test_in_place_saves_a_buffer():
-    """Of a donated argument, and of an array that is dead after the call."""
+    """The buffer is the one of a donated argument, or of an array that is dead after the call."""
     x, nbytes = jax.ShapeDtypeStruct((4096, 3072), jnp.bfloat16), 2 * 4096 * 3072
 
     def donated(in_place):
@@ -429,7 +416,7 @@ def test_in_place_saves_a_buffer():
 
 @pytest.mark.parametrize("seed", seeds(4))
 def test_random(seed, monkeypatch):
-    """With any launch configuration."""
+    """Launch configurations are random, too."""
     rng = np.random.default_rng(seed)
     blocks = [(power_of_two(rng, 8), max(8, power_of_two(rng, 512)), power_of_two(rng, 4)) for _ in range(2)]
     backward = GradientConfig(*blocks[1][:2], int(rng.integers(1, 9)), blocks[1][2])
@@ -472,7 +459,7 @@ def test_errors(changes, error, message):
 
 
 @pytest.mark.parametrize("name", ["x", "bias"])
-def test_the_kernel_refuses_float64_and_says_so(name):
+def test_kernel_refuses_float64_by_name(name):
     with jax.enable_x64(True):
         wide = {name: (X if name == "x" else V).astype(jnp.float64)}
         message = f"'triton' cannot be used: {name} is float64, the kernels take float32, float16 and bfloat16"
@@ -487,7 +474,7 @@ def test_the_kernel_refuses_float64_and_says_so(name):
     ids=str,
 )  # fmt: skip
 def test_sizes_beyond_32_bits(shape, reason):
-    """Refused by name where a position does not fit, before anything is launched; elements may be any number."""
+    """Positions beyond 32 bits are refused by name before a launch. The number of elements has no limit."""
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     run = functools.partial(jaxft.bias_activation, bias=None, implementation="triton")
     if reason is None:

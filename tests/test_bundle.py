@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxft
 import tiny
-from cases import lower, seeds
+from cases import ONE_DTYPE, lower, seeds
 from jaxft import dispatch
 from jaxft.kernels.triton import split
 from jaxft.models import bundled
@@ -26,7 +26,7 @@ DTYPES = [jnp.float32, jnp.float16, jnp.bfloat16]
 
 
 def vectors_of(rng, count, dtypes=DTYPES):
-    """Of one element to more than a program copies."""
+    """Returns vectors of one element to more elements than a program copies."""
     return [jnp.asarray(rng.standard_normal(rng.integers(1, 2500)), dtypes[i % len(dtypes)]) for i in range(count)]
 
 
@@ -41,7 +41,7 @@ def test_random(seed):
     chex.assert_trees_all_equal(jax.jit(rebuild)(arrays), tree)
 
 
-def test_more_parts_than_a_kernel_takes(monkeypatch):
+def test_many_parts_take_several_kernels(monkeypatch):
     monkeypatch.setattr(split, "_MOST", 11)
     tree = vectors_of(np.random.default_rng(0), 27, DTYPES[:1])
     arrays, rebuild = jaxft.bundle(tree, **FORCED)
@@ -50,7 +50,7 @@ def test_more_parts_than_a_kernel_takes(monkeypatch):
 
 
 def test_a_module():
-    """The same result and gradients, those of the joined array in the order of its parts."""
+    """A bundled module has the same result and gradients. The joined gradient has the order of its parts."""
     model = jaxft.BertModel(tiny.config(), rngs=nnx.Rngs(0))
     arrays, rebuild = jaxft.bundle(model, **FORCED)
     leaves = jax.tree.leaves(model)
@@ -100,7 +100,7 @@ def test_transformations(transform, mapped):
     chex.assert_trees_all_close(transform(loss)(given), transform(plainly)(given), rtol=1e-6)
 
 
-def test_it_is_static_in_a_jit():
+def test_bundle_is_static_under_jit():
     tree = [jnp.arange(3.0), jnp.arange(4.0)]
     traced = []
 
@@ -115,13 +115,13 @@ def test_it_is_static_in_a_jit():
     assert len(traced) == 2
 
 
-def test_arrays_of_other_dtypes():
+def test_rebuild_accepts_another_dtype():
     arrays, rebuild = jaxft.bundle([jnp.arange(3.0), jnp.arange(4.0)], **FORCED)
     first, _ = rebuild([x.astype(jnp.bfloat16) for x in arrays])
     assert first.dtype == jnp.bfloat16
 
 
-def test_what_is_not_joined():
+def test_only_small_float_vectors_are_joined():
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,))
     divided = [jax.device_put(jnp.arange(4.0), NamedSharding(mesh, P("x")))] * 2
     numbers = [
@@ -141,7 +141,7 @@ def test_what_is_not_joined():
 
 
 def test_traced_arrays_are_not_joined():
-    """Inside a shard_map one may vary over the devices where another does not."""
+    """In a shard_map, one array may vary over the devices where another one does not."""
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
 
     def there_and_back(*tree):
@@ -154,8 +154,8 @@ def test_traced_arrays_are_not_joined():
     chex.assert_trees_all_equal(run(jnp.arange(3.0), jnp.arange(4.0)), (jnp.arange(3.0), jnp.arange(4.0)))
 
 
-def test_arrays_that_the_kernel_is_not_for():
-    """They come apart by XLA where the choice is automatic."""
+def test_unsupported_arrays_are_split_by_xla():
+    """The automatic choice splits arrays by XLA that the kernel does not support."""
     with dispatch.target():
         arrays, rebuild = jaxft.bundle([jnp.arange(3.0), jnp.arange(4.0)])
     assert len(arrays) == 1
@@ -164,7 +164,7 @@ def test_arrays_that_the_kernel_is_not_for():
         assert (first == x[:3]).all() and (second == x[3:]).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ONE_DTYPE)
 def test_lowering(dtype):
     tree = [jnp.ones(n, dtype) for n in (1, 768, 3072, 5) * 30]
     with dispatch.target():
@@ -196,7 +196,7 @@ def forced(monkeypatch):
 
 
 @pytest.mark.usefixtures("forced")
-def test_joined_again_only_when_an_array_is_another():
+def test_arrays_are_joined_once():
     model, of_model = jaxft.BertModel(tiny.config(), rngs=nnx.Rngs(0)), bundled.Bundled(None)
     arrays, rebuild = of_model(model)
     again, same = of_model(model)
@@ -211,7 +211,7 @@ def test_joined_again_only_when_an_array_is_another():
         arrays, same = of_model(model)
         assert same is rebuild
         chex.assert_trees_all_equal(jax.tree.leaves(rebuild(arrays)), jax.tree.leaves(model))
-    model.train()  # which is in what is static
+    model.train()  # the mode is static
     arrays, other = of_model(model)
     assert other != rebuild and not other(arrays).deterministic
     model.pooler = None
@@ -220,7 +220,7 @@ def test_joined_again_only_when_an_array_is_another():
 
 
 @pytest.mark.usefixtures("forced")
-def test_no_array_is_held_that_the_model_has_no_more():
+def test_replaced_arrays_are_released():
     model, of_model = jaxft.BertModel(tiny.config(), rngs=nnx.Rngs(0)), bundled.Bundled(None)
     of_model(model)
     before = [weakref.ref(x) for x in jax.tree.leaves(model)]
@@ -229,7 +229,7 @@ def test_no_array_is_held_that_the_model_has_no_more():
     assert not any(ref() is not None for ref in before)
 
 
-def test_parameters_of_numpy_that_change_in_place(tmp_path):
+def test_numpy_parameters_changed_in_place_are_noticed(tmp_path):
     encoder = jaxft.SentenceEncoder.from_pretrained(tiny.write_sentence_model(tmp_path))
     bias = encoder.model.layers[0].out_bias
     bias.set_value(np.zeros(tiny.WIDTH, np.float32))
@@ -238,7 +238,7 @@ def test_parameters_of_numpy_that_change_in_place(tmp_path):
     assert np.abs(encoder.encode("rain") - before).max() > 0.01
 
 
-def test_embeddings_have_no_dropout_while_the_model_trains(tmp_path):
+def test_encoding_during_training_drops_nothing(tmp_path):
     encoder = jaxft.SentenceEncoder.from_pretrained(tiny.write_sentence_model(tmp_path))
     before = encoder.encode("rain")
     encoder.model.train()
@@ -246,7 +246,7 @@ def test_embeddings_have_no_dropout_while_the_model_trains(tmp_path):
 
 
 @pytest.mark.usefixtures("forced")
-def test_sentence_encoder_with_few_arrays(tmp_path):
+def test_sentence_encoder_passes_few_arrays(tmp_path):
     encoder = jaxft.SentenceEncoder.from_pretrained(tiny.write_sentence_model(tmp_path))
     texts = ["a bird sings", "rain"]
     for factor in (1.0, 0.5):

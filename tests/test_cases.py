@@ -1,4 +1,4 @@
-"""`cases.check`, by which ops are judged: it passes what is exact, and nothing that errs."""
+"""`cases.check`, which judges the ops, passes exact results and fails wrong ones."""
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +14,17 @@ def judge(op):
     check(lambda implementation, x: op(x), lambda x: jnp.exp(x), lambda x: np.exp(np.float64(x)), X, gradients=False)
 
 
-def test_exact():
+def test_exact_results_pass():
     judge(jnp.exp)
 
 
-def test_one_place_that_errs_a_little():
+def test_one_small_error_fails():
     with pytest.raises(AssertionError, match="is above"):
         judge(lambda x: jnp.exp(x).at[..., 0].multiply(1 + 3e-6))
 
 
-def test_an_error_of_one_run():
-    """As of a race between threads: it does not pass because the next runs are right."""
+def test_error_of_a_single_run_fails():
+    """A race between threads may give one wrong run: right results of later runs do not hide it."""
     runs = []
 
     def sometimes(x):

@@ -1,4 +1,4 @@
-"""Checkpoints of every layout against an independent forward pass in NumPy, and every way in which one can be wrong."""
+"""Checkpoints of every layout against an independent forward pass in NumPy, and all kinds of wrong checkpoints."""
 
 import json
 import math
@@ -24,7 +24,7 @@ VOCAB, WIDTH, LAYERS, HEADS, INNER, POSITIONS = 31, 12, 2, 3, 20, 16
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MODEL_TYPES = ["bert", "roberta", "xlm-roberta", "camembert", "distilbert"]
 
-# Layer, then its parts: as transformers writes them.
+# Names of a layer and its parts, as transformers writes them.
 BERT_NAMES = {
     "layer": "encoder.layer.{}.", "q": "attention.self.query", "k": "attention.self.key", "v": "attention.self.value",
     "o": "attention.output.dense", "norm1": "attention.output.LayerNorm", "up": "intermediate.dense",
@@ -48,7 +48,7 @@ def hf_config(model_type="bert"):
         sizes = {
             "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "hidden_act": "gelu",
             "intermediate_size": INNER, "type_vocab_size": 2 if model_type == "bert" else 1,
-            "layer_norm_eps": 0.05,  # so large that a LayerNorm with another one is noticed
+            "layer_norm_eps": 0.05,  # large, so that another epsilon is noticed
         }  # fmt: skip
     return {"model_type": model_type, "vocab_size": VOCAB, "max_position_embeddings": POSITIONS, **sizes}
 
@@ -110,7 +110,7 @@ def change_json(file, change):
 
 
 def forward(tensors, model_type, ids, mask, types):
-    """The encoder in NumPy, float64: hidden states and pooler output (None without a pooler)."""
+    """Returns hidden states and pooler output (None without a pooler) of the encoder in NumPy, float64."""
     t = {name: value.astype(np.float64) for name, value in tensors.items()}
     names, epsilon = names_of(model_type), hf_config(model_type).get("layer_norm_eps", 1e-12)
 
@@ -189,7 +189,7 @@ def test_layout_matches_numpy(tmp_path, model_type):
         ("distilbert", "distilbert.", "vocab_projector.bias"),
     ],
 )
-def test_prefix_heads_and_buffers(tmp_path, model_type, prefix, head):
+def test_prefixes_heads_and_buffers_are_ignored(tmp_path, model_type, prefix, head):
     tensors, config = hf_tensors(model_type), hf_config(model_type)
     tensors["embeddings.position_ids"] = np.arange(POSITIONS)[None]
     with_head = {prefix + name: value for name, value in tensors.items()}
@@ -243,7 +243,7 @@ def test_dtypes(tmp_path, stored, loaded):
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_save_writes_what_was_read(tmp_path, model_type):
+def test_save_restores_the_file(tmp_path, model_type):
     tensors, config = hf_tensors(model_type), hf_config(model_type)
     model = BertModel.from_pretrained(write(tmp_path / "a", tensors, config))
     model.save_pretrained(tmp_path / "new" / "b")
@@ -257,9 +257,9 @@ def test_save_writes_what_was_read(tmp_path, model_type):
     assert_same(model, BertModel.from_pretrained(tmp_path / "new" / "b"))
 
 
-@pytest.mark.filterwarnings("default")  # of torch and transformers
+@pytest.mark.filterwarnings("default")  # torch and transformers warn
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_transformers_reads_what_was_saved(tmp_path, model_type):
+def test_transformers_reads_saved_checkpoints(tmp_path, model_type):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     model = BertModel.from_pretrained(write(tmp_path / "a", hf_tensors(model_type), hf_config(model_type)))
     model.save_pretrained(tmp_path / "b")
@@ -293,8 +293,8 @@ def test_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
-def test_an_interrupted_save_leaves_no_mixture(tmp_path, monkeypatch):
-    """Weights of one model beside the config.json of another would load."""
+def test_interrupted_save_leaves_no_mixed_files(tmp_path, monkeypatch):
+    """The weights of one model would load with the config.json of another model."""
     replace, model = os.replace, BertModel.from_pretrained(write(tmp_path, hf_tensors()))
     other = BertModel(BertConfig.from_dict(hf_config()), rngs=nnx.Rngs(1))
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
@@ -318,7 +318,7 @@ def test_an_interrupted_save_leaves_no_mixture(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])
-def test_who_may_read_what_was_saved_is_the_umasks_choice(tmp_path, umask):
+def test_saved_files_follow_the_umask(tmp_path, umask):
     model = BertModel(BertConfig.from_dict(hf_config()), rngs=nnx.Rngs(0))
     previous = os.umask(umask)
     try:
@@ -335,7 +335,7 @@ def test_shapes_without_values_are_not_saved(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_where_nothing_can_be_saved(tmp_path):
+def test_save_needs_a_folder(tmp_path):
     model, file = BertModel(BertConfig.from_dict(hf_config()), rngs=nnx.Rngs(0)), tmp_path / "file"
     file.write_text("kept")
     with pytest.raises(TypeError, match=r"save_pretrained: folder must be a string or path, got NoneType"):
@@ -387,13 +387,13 @@ def test_long_lists_are_cut(tmp_path):
     assert len(message) < 50_000
 
 
-def test_tensor_given_twice(tmp_path):
+def test_duplicate_tensor_is_refused(tmp_path):
     tensors = hf_tensors()
     tensors["bert.pooler.dense.bias"] = tensors["pooler.dense.bias"]
     refused(write(tmp_path, tensors), "'pooler.dense.bias': is the same tensor as 'bert.pooler.dense.bias'")
 
 
-def test_nothing_is_read_before_all_is_checked(tmp_path, monkeypatch):
+def test_tensors_are_checked_before_any_is_read(tmp_path, monkeypatch):
     tensors = hf_tensors()
     folder = write_sharded(tmp_path, tensors)
     last = sorted(folder.glob("*.safetensors"))[-1]
@@ -435,7 +435,7 @@ def test_git_lfs_pointer(tmp_path):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_corrupted_bytes(tmp_path, seed):
-    """Damage to the header is noticed or harmless; damage to the values cannot be noticed, but changes no shape."""
+    """Damage to the header is noticed or harmless. Damage to the values cannot be noticed, but changes no shape."""
     rng = np.random.default_rng(seed)
     tensors = hf_tensors()
     file = (write if seed % 2 else write_sharded)(tmp_path, tensors) / WEIGHTS
@@ -462,9 +462,9 @@ def test_corrupted_bytes(tmp_path, seed):
     ["../model.safetensors", "/etc/model.safetensors", "sub/model.safetensors", "..", "", "a\\b.safetensors",
      "C:x.safetensors", "model.bin", "x\0.safetensors", ".hidden.safetensors", 5, None, ["model.safetensors"]],
 )  # fmt: skip
-def test_shard_name_outside_of_the_folder(tmp_path, shard):
+def test_shard_outside_the_folder_is_refused(tmp_path, shard):
     folder = write_sharded(tmp_path / "folder", hf_tensors())
-    safetensors.numpy.save_file(hf_tensors(), tmp_path / WEIGHTS)  # what ".." would find
+    safetensors.numpy.save_file(hf_tensors(), tmp_path / WEIGHTS)  # the file that ".." would find
     change_json(folder / INDEX, lambda index: index["weight_map"].update({"pooler.dense.bias": shard}))
     refused(folder, INDEX, "'pooler.dense.bias'", repr(shard), "no plain name of a safetensors file")
 
@@ -512,7 +512,7 @@ def test_pickles_are_never_opened(tmp_path, name):
     (folder / name).write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
     refused(folder, name, "never opened", "convert with transformers")
     assert not (tmp_path / "sprung").exists()
-    (folder / name).rename(folder / WEIGHTS)  # under the right name it is no better
+    (folder / name).rename(folder / WEIGHTS)  # the right name makes it no better
     refused(folder, WEIGHTS)
     assert not (tmp_path / "sprung").exists()
 
@@ -544,7 +544,7 @@ def test_missing_config(tmp_path):
         (b"{}", "model_type must be one of bert, roberta, xlm-roberta, camembert, distilbert, got None"),
     ],
 )
-def test_config_that_is_none(tmp_path, content, problem):
+def test_invalid_config_is_refused(tmp_path, content, problem):
     write(tmp_path, hf_tensors())
     (tmp_path / "config.json").write_bytes(content)
     refused(tmp_path, "config.json", problem)

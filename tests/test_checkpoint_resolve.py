@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a folder, or an id on Hugging Face of which what is needed is downloaded."""
+"""Locations of checkpoints: a folder, or a Hugging Face id of which the needed files are downloaded."""
 
 import re
 
@@ -10,18 +10,18 @@ from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.bert import BertModel
 
 
-def test_resolve_folder(tmp_path):
+def test_resolve_returns_a_folder(tmp_path):
     assert checkpoint_files.resolve(str(tmp_path)) == tmp_path
 
 
 @pytest.mark.parametrize("name", ["", "./nowhere", "../nowhere", "/nowhere/at/all", "a/b/c", "two words", "a/b\n"])
-def test_resolve_what_cannot_be_an_id(name, monkeypatch):
+def test_resolve_refuses_impossible_ids(name, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     with pytest.raises(CheckpointError, match=re.escape(repr(name)) + " is neither an existing folder nor a Hugging"):
         checkpoint_files.resolve(name)
 
 
-def test_resolve_name_too_long_for_a_file(monkeypatch):
+def test_resolve_refuses_overlong_names(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     with pytest.raises(CheckpointError, match="'aaa.* is neither an existing folder nor a Hugging") as caught:
         checkpoint_files.resolve("a" * 5000)
@@ -29,19 +29,19 @@ def test_resolve_name_too_long_for_a_file(monkeypatch):
 
 
 @pytest.mark.parametrize("name", [None, 3, b"model"])
-def test_resolve_what_is_no_name(name):
+def test_resolve_refuses_values_that_are_no_names(name):
     with pytest.raises(TypeError, match=f"folder_or_id must be a string or a path, got {type(name).__name__}"):
         BertModel.from_pretrained(name)
 
 
-def test_resolve_file(tmp_path):
+def test_resolve_refuses_a_file(tmp_path):
     file = tmp_path / "model.safetensors"
     file.touch()
     with pytest.raises(CheckpointError, match="is a file; expected the folder"):
         checkpoint_files.resolve(file)
 
 
-def test_resolve_id_downloads_what_is_needed(tmp_path, monkeypatch):
+def test_resolve_downloads_only_needed_files(tmp_path, monkeypatch):
     asked = {}
 
     def snapshot_download(name, **options):
@@ -64,7 +64,7 @@ def test_resolve_id_downloads_what_is_needed(tmp_path, monkeypatch):
     assert list(taken) == wanted
 
 
-def test_resolve_id_that_was_not_downloaded(tmp_path):
+def test_resolve_reports_a_missing_download(tmp_path):
     with pytest.raises(
         CheckpointError, match="'no-owner/no-model' at revision 'v1' could not be obtained.*local_files"
     ):
@@ -72,7 +72,7 @@ def test_resolve_id_that_was_not_downloaded(tmp_path):
 
 
 @pytest.mark.parametrize("error", [OSError("offline\nand so on"), ValueError("bad"), RuntimeError("HTTP")])
-def test_resolve_id_that_cannot_be_had(error, monkeypatch):
+def test_resolve_reports_a_failed_download(error, monkeypatch):
     def snapshot_download(name, **options):
         raise error
 

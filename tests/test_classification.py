@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
-from cases import in_full
+from cases import slow
 from jaxft.checkpoint import layouts as checkpoint_layouts
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.models import classification, heads
@@ -86,7 +86,7 @@ def some_inputs(model_type="bert"):
 
 
 def make(config=CONFIG, **options):
-    """A model whose vectors are random too."""
+    """Returns a model with random vectors."""
     model = BertForSequenceClassification(config, rngs=nnx.Rngs(0), **{"implementation": "xla"} | options)
     rng = np.random.default_rng(0)
     for _, parameter in nnx.to_flat_state(nnx.state(model)):
@@ -126,7 +126,7 @@ def test_logits_match_numpy(tmp_path, model_type):
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_save_writes_what_was_read(tmp_path, model_type):
+def test_save_restores_the_file(tmp_path, model_type):
     tensors, config = classifier_tensors(model_type), classifier_config(model_type)
     config |= {"problem_type": "multi_label_classification"}
     model = BertForSequenceClassification.from_pretrained(write(tmp_path / "a", tensors, config))
@@ -141,9 +141,9 @@ def test_save_writes_what_was_read(tmp_path, model_type):
     assert again.id2label == dict(enumerate(LABELS))
 
 
-@pytest.mark.filterwarnings("default")  # of torch and transformers
+@pytest.mark.filterwarnings("default")  # torch and transformers warn
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_transformers_reads_what_was_saved(tmp_path, model_type):
+def test_transformers_reads_saved_checkpoints(tmp_path, model_type):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     folder = write(tmp_path / "a", classifier_tensors(model_type), classifier_config(model_type))
     model = BertForSequenceClassification.from_pretrained(folder)
@@ -160,7 +160,7 @@ def test_transformers_reads_what_was_saved(tmp_path, model_type):
 
 
 def test_encoder_reads_a_classifier(tmp_path):
-    """Whose pooler, in BERT, is that of the head."""
+    """In BERT, the encoder takes the pooler of the classifier."""
     for model_type in FAMILIES:
         folder = write(tmp_path / model_type, classifier_tensors(model_type), classifier_config(model_type))
         encoder, model = BertModel.from_pretrained(folder), BertForSequenceClassification.from_pretrained(folder)
@@ -170,7 +170,7 @@ def test_encoder_reads_a_classifier(tmp_path):
         assert_same(encoder, model.bert)
 
 
-def test_shards_and_names_without_prefix(tmp_path):
+def test_shards_without_prefix_are_read(tmp_path):
     tensors, config = classifier_tensors(), classifier_config()
     single = BertForSequenceClassification.from_pretrained(write(tmp_path / "a", tensors, config))
     plain = {name.removeprefix("bert."): value for name, value in tensors.items()}
@@ -178,7 +178,7 @@ def test_shards_and_names_without_prefix(tmp_path):
     assert_same(single, BertForSequenceClassification.from_pretrained(sharded))
 
 
-def test_pooler_that_a_roberta_classifier_does_not_use(tmp_path):
+def test_roberta_classifier_ignores_the_pooler(tmp_path):
     tensors, config = classifier_tensors("roberta"), classifier_config("roberta")
     plain = BertForSequenceClassification.from_pretrained(write(tmp_path / "a", tensors, config))
     tensors["roberta.pooler.dense.weight"] = np.ones((WIDTH, WIDTH), np.float32)
@@ -186,7 +186,7 @@ def test_pooler_that_a_roberta_classifier_does_not_use(tmp_path):
     assert_same(plain, BertForSequenceClassification.from_pretrained(write(tmp_path / "b", tensors, config)))
 
 
-@pytest.mark.parametrize("loaded", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("loaded", [jnp.bfloat16, *slow(jnp.float16)])
 def test_dtypes(tmp_path, loaded):
     folder = write(tmp_path, classifier_tensors(), classifier_config())
     model = BertForSequenceClassification.from_pretrained(folder, dtype=loaded, implementation="xla")
@@ -232,15 +232,15 @@ def test_settings(tmp_path):
     model.settings.clear()  # a copy
     model.save_pretrained(tmp_path / "b")
     saved = json.loads((tmp_path / "b" / "config.json").read_text())
-    assert not {"dtype", "auto_map"} & saved.keys()  # they need not be true of what was written
+    assert not {"dtype", "auto_map"} & saved.keys()  # they may be wrong for the new model
     again = BertForSequenceClassification.from_pretrained(tmp_path / "b")
     assert again.settings == model.settings
-    assert nnx.split(again)[0] == nnx.split(model)[0]  # whatever the order in the files
+    assert nnx.split(again)[0] == nnx.split(model)[0]  # the order in the files does not matter
 
 
 @pytest.mark.parametrize("model_class", [BertForSequenceClassification, BertForTokenClassification])
-def test_a_loaded_model_is_one_tree_with_a_new_one(tmp_path, model_class):
-    """Whatever its config.json has beside the config."""
+def test_loaded_and_new_models_have_one_tree(tmp_path, model_class):
+    """Other fields of config.json make no difference."""
     options = {"id2label": LABELS, "classifier_dropout": 0.3, "implementation": "xla"}
     model = model_class(CONFIG, **options, rngs=nnx.Rngs(0))
     model.save_pretrained(tmp_path)
@@ -253,7 +253,7 @@ def test_a_loaded_model_is_one_tree_with_a_new_one(tmp_path, model_class):
 def test_labels_of_a_new_model(tmp_path):
     assert BertForSequenceClassification(CONFIG, rngs=None).id2label == {0: "LABEL_0", 1: "LABEL_1"}
     assert BertForSequenceClassification(CONFIG, num_labels=3, rngs=None).num_labels == 3
-    options = {"num_labels": np.int64(3), "classifier_dropout": np.float32(0.5)}  # as of data
+    options = {"num_labels": np.int64(3), "classifier_dropout": np.float32(0.5)}  # labels of a data set
     model = make(DISTILBERT, id2label={0: "no", 1: "maybe", 2: "yes"}, **options)
     model.save_pretrained(tmp_path)
     again = BertForSequenceClassification.from_pretrained(tmp_path, implementation="xla")
@@ -346,7 +346,7 @@ def test_all_problems_at_once(tmp_path):
     assert len(message.splitlines()) == 6
 
 
-def test_another_number_of_labels(tmp_path):
+def test_other_label_counts_are_refused(tmp_path):
     refused(
         write(tmp_path, classifier_tensors(), hf_config()),
         "'classifier.weight': has shape [5, 12], expected [2, 12]",
@@ -359,8 +359,8 @@ def test_wrong_config(tmp_path):
     refused(tmp_path / "nowhere")
 
 
-def test_advice_on_pickles_keeps_the_head(tmp_path):
-    """AutoModel would read, and then save, the encoder alone."""
+def test_advice_on_pickles_names_the_head(tmp_path):
+    """AutoModel would read and then save the encoder alone."""
     write(tmp_path, {}, classifier_config())
     (tmp_path / WEIGHTS).rename(tmp_path / "pytorch_model.bin")
     assert "AutoModel" not in refused(tmp_path, "the class that config.json names under 'architectures'")
@@ -380,9 +380,9 @@ def test_inputs_reach_the_encoder():
         model(np.zeros((3, 7)))
 
 
-@pytest.mark.parametrize("config", [CONFIG, ROBERTA, DISTILBERT], ids=FAMILIES)
+@pytest.mark.parametrize("config", [ROBERTA, *slow(CONFIG, DISTILBERT)], ids=lambda config: config.model_type)
 def test_packed_tokens(config):
-    """The logits of a padded batch, sequence by sequence; the last one here has no token."""
+    """Logits of packed sequences equal the logits of a padded batch. The last sequence has no token."""
     model, (ids, _, types) = make(config), some_inputs(config.model_type)
     lengths = np.array([7, 2, 5, 0])
     mask = np.arange(7) < lengths[:3, None]
@@ -395,7 +395,7 @@ def test_packed_tokens(config):
         model(*packed, cu_seqlens=starts)
 
 
-@pytest.mark.parametrize("config", [CONFIG, DISTILBERT, *in_full(ROBERTA)], ids=lambda config: config.model_type)
+@pytest.mark.parametrize("config", [CONFIG, DISTILBERT, *slow(ROBERTA)], ids=lambda config: config.model_type)
 def test_gradients(config):
     model, (ids, mask, types) = make(config, num_labels=3), some_inputs(config.model_type)
     labels = np.array([2, 0, 1])
@@ -417,7 +417,7 @@ def test_gradients(config):
 # --- The loss ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [CONFIG, ROBERTA, DISTILBERT], ids=FAMILIES)
+@pytest.mark.parametrize("config", [CONFIG, *slow(ROBERTA, DISTILBERT)], ids=lambda config: config.model_type)
 def test_loss(config):
     model, (ids, mask, types) = make(config, num_labels=3), some_inputs(config.model_type)
     log_p = np.asarray(jax.nn.log_softmax(run(model, ids, mask, types)))
@@ -431,9 +431,9 @@ def test_loss(config):
     assert jax.jit(lambda: model.loss(ids.tolist(), [0, 1, 2]).labelled)() == 3
 
 
-@pytest.mark.parametrize("config", [CONFIG, *in_full(ROBERTA, DISTILBERT)], ids=lambda config: config.model_type)
+@pytest.mark.parametrize("config", [CONFIG, *slow(ROBERTA, DISTILBERT)], ids=lambda config: config.model_type)
 def test_loss_with_dropout(config, key):
-    """That of the head too."""
+    """The head has dropout, too."""
     model, (ids, mask, types) = make(config, num_labels=3, classifier_dropout=0.5), some_inputs(config.model_type)
     labels, options = np.array([2, 0, 1]), {"deterministic": False, "rngs": key}
     log_p = np.asarray(jax.nn.log_softmax(jax.jit(lambda: model(ids, mask, types, **options))()))
@@ -458,7 +458,7 @@ def test_loss_over_micro_batches():
     def loss(params, batch):
         return nnx.merge(graph, params).loss(batch["ids"], batch["labels"], batch["mask"])
 
-    parts = jax.tree.map(lambda x: x[:, None], batch)  # one of them without a label
+    parts = jax.tree.map(lambda x: x[:, None], batch)  # one row has no label
     total, gradients = jax.jit(lambda params: accumulate_gradients(loss, params, parts))(params)
     expected, of_all = jax.jit(jax.value_and_grad(lambda params: loss(params, batch).mean))(params)
     np.testing.assert_allclose(total.mean, expected, rtol=1e-5)
@@ -506,9 +506,9 @@ def test_nnx_jit():
     np.testing.assert_allclose(by_nnx, run(model, *inputs), rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("num_labels", [3, *in_full(1)])
-@pytest.mark.parametrize("config", [CONFIG, DISTILBERT], ids=["bert", "distilbert"])
-def test_triton_is_xla(config, num_labels):
+@pytest.mark.parametrize("num_labels", [3, *slow(1)])
+@pytest.mark.parametrize("config", [CONFIG, *slow(DISTILBERT)], ids=["bert", "distilbert"])
+def test_triton_agrees_with_xla(config, num_labels):
     inputs = some_inputs(config.model_type)
     plain, fused = (
         run(make(config, num_labels=num_labels, implementation=name), *inputs) for name in ("xla", "triton")

@@ -1,4 +1,4 @@
-"""The command line: a few cases from end to end in a process of their own, the rest through `main`."""
+"""The command line: a few cases end to end in a separate process, the rest through `main`."""
 
 import dataclasses
 import io
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import tiny
+from cases import slow_cases
 from jaxft import cli, dispatch
 from jaxft.text import batching
 from jaxft.text.sentence_encoder import SentenceEncoder
@@ -50,7 +51,7 @@ def embeddings(model):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The working folder: with texts.txt in it, and nothing left over at the end but what a test names."""
+    """Working folder with texts.txt. At the end it holds no other files than those that a test names."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts.txt").write_text("\n".join(LINES) + "\n")
     return tmp_path
@@ -61,7 +62,7 @@ def names(folder):
 
 
 def start(*arguments):
-    # Where the tests run in the background of a shell, their children would ignore interrupts.
+    # If the tests run in the background of a shell, their children ignore interrupts.
     listen = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     code = f"import sys; {listen}; from jaxft import cli; sys.exit(cli.main())"
     pipe = subprocess.PIPE
@@ -83,7 +84,7 @@ def fails(capsys, *arguments):
     return line.removeprefix("jaxft: error: ").rstrip()
 
 
-def test_where_no_new_file_may_take_the_place(folder, model, capsys, monkeypatch):
+def test_special_files_are_not_replaced(folder, model, capsys, monkeypatch):
     os.mkfifo("pipe.npy")
     message = fails(capsys, "encode", "--model", model, "texts.txt", "-o", "pipe.npy")
     assert message == "cannot write pipe.npy: it is no regular file"
@@ -111,7 +112,7 @@ def test_encode_stdin(folder, model, embeddings):
     np.testing.assert_allclose(np.load("out.npy"), embeddings, rtol=0, atol=1e-6)
 
 
-def test_interrupt(folder, model):
+def test_interrupt_exits_with_130(folder, model):
     process = start("encode", "--model", model, "-o", "out.npy")
     while not any(name.startswith(".jaxft-") for name in names(folder)):  # it now waits for stdin
         assert process.poll() is None
@@ -122,7 +123,7 @@ def test_interrupt(folder, model):
     assert names(folder) == ["texts.txt"]
 
 
-def test_sigterm(folder, model):
+def test_sigterm_exits_with_143(folder, model):
     process = start("encode", "--model", model, "-o", "out.npy")
     while not any(name.startswith(".jaxft-") for name in names(folder)):  # it now waits for stdin
         assert process.poll() is None
@@ -137,19 +138,21 @@ def test_sigterm(folder, model):
     ("streams", "arguments", "code", "message"),
     [
         ("<&-", "encode --model MODEL -o out.npy", 2, b"jaxft: error: stdin is empty\n"),
-        (">&-", "info", 0, b""),
-        ("2>&-", "encode --model MODEL texts.txt -o out.npy", 0, b""),
-        (">&- 2>&-", "encode --model MODEL no.txt -o out.npy", 2, b""),
+        *slow_cases(
+            (">&-", "info", 0, b""),
+            ("2>&-", "encode --model MODEL texts.txt -o out.npy", 0, b""),
+            (">&- 2>&-", "encode --model MODEL no.txt -o out.npy", 2, b""),
+        ),
     ],
 )
-def test_closed_streams(folder, model, streams, arguments, code, message):
+def test_closed_streams_are_survived(folder, model, streams, arguments, code, message):
     script = f'exec "$0" -m jaxft.cli {arguments.replace("MODEL", model)} {streams}'
     done = subprocess.run(["sh", "-c", script, sys.executable], capture_output=True, env=ENVIRONMENT)
     assert (done.returncode, done.stdout, done.stderr) == (code, b"", message)
     assert names(folder) == (["out.npy", "texts.txt"] if "texts.txt" in arguments else ["texts.txt"])
 
 
-def test_broken_pipe():
+def test_broken_pipe_exits_with_141():
     process = start("info", "--json")
     process.stdout.close()
     assert process.stderr.read() == b""
@@ -195,7 +198,7 @@ def test_encode_jsonl(folder, model, embeddings):
     assert rows[1:] == [{"text": line} for line in LINES[1:]]
 
 
-def test_jsonl_from_stdin_and_from_any_file(folder, model, embeddings, monkeypatch):
+def test_jsonl_flag_reads_any_file(folder, model, embeddings, monkeypatch):
     data = "".join(json.dumps({"text": line, "id": 7}) + "\n" for line in LINES).encode()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
     Path("in.ndjson").write_bytes(data)
@@ -206,7 +209,7 @@ def test_jsonl_from_stdin_and_from_any_file(folder, model, embeddings, monkeypat
         assert rows == [{"text": line, "id": 7} for line in LINES]
 
 
-def test_jsonl_has_every_digit(folder, model):
+def test_jsonl_keeps_every_digit(folder, model):
     for output in ("out.npy", "out.jsonl"):
         assert cli.main(["encode", "--model", model, "texts.txt", "-o", output]) == 0
     rows = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
@@ -223,7 +226,7 @@ def test_lines_end_only_at_newlines(folder, model):
 
 
 @pytest.mark.parametrize("exception", [KeyboardInterrupt, OSError(28, "No space left on device"), ZeroDivisionError])
-def test_a_failed_write_leaves_the_older_output(folder, model, monkeypatch, capsys, exception):
+def test_failed_write_keeps_the_old_output(folder, model, monkeypatch, capsys, exception):
     def save(file, array):
         file.write(b"half of it")
         raise exception
@@ -242,7 +245,7 @@ def test_a_failed_write_leaves_the_older_output(folder, model, monkeypatch, caps
     assert names(folder) == ["out.npy", "texts.txt"]
 
 
-def test_output_through_a_link(folder, model):
+def test_output_follows_a_link(folder, model):
     Path("real.npy").write_text("an older result")
     Path("out.npy").symlink_to("real.npy")
     assert cli.main(["encode", "--model", model, "texts.txt", "-o", "out.npy"]) == 0
@@ -259,8 +262,8 @@ def test_output_through_a_link(folder, model):
         ("-", "output '-' must end in .npy or .jsonl"),
     ],
 )
-def test_unwritable_output_is_found_first(folder, capsys, monkeypatch, output, message):
-    monkeypatch.setattr(SentenceEncoder, "from_pretrained", None)  # not to be called
+def test_unwritable_output_fails_before_encoding(folder, capsys, monkeypatch, output, message):
+    monkeypatch.setattr(SentenceEncoder, "from_pretrained", None)  # must not be called
     Path("folder.npy").mkdir()
     assert fails(capsys, "encode", "--model", "m", "texts.txt", "-o", output) == message
     assert names(folder) == ["folder.npy", "texts.txt"]
@@ -370,7 +373,7 @@ def test_similar(folder, model, embeddings, capsys):
     assert "6 texts in" in captured.err
 
 
-def test_similar_where_stdout_is_not_utf8(folder, model, monkeypatch):
+def test_similar_escapes_what_stdout_cannot_encode(folder, model, monkeypatch):
     Path("in.txt").write_text('"the äöü 雨"\n', encoding="utf-8")
     stdout = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     monkeypatch.setattr(sys, "stdout", stdout)
@@ -378,7 +381,7 @@ def test_similar_where_stdout_is_not_utf8(folder, model, monkeypatch):
     assert stdout.buffer.getvalue().decode("latin-1").split("\t")[1:] == ["1", "the äöü \\u96e8\n"]
 
 
-def test_similar_has_a_default_and_no_more_than_there_are(folder, model, capsys):
+def test_similar_shows_at_most_all_texts(folder, model, capsys):
     Path("many.txt").write_text("rain\n" * 9)
     for arguments, count in ((["many.txt", "tree"], 5), (["texts.txt", "tree", "--top", "99"], 4)):
         assert cli.main(["similar", "--model", model, *arguments]) == 0
@@ -404,8 +407,9 @@ def test_info(capsys):
     ops = {"qkv_attention", "bias_residual_layer_norm", "bias_activation", "embeddings_layer_norm"}
     assert ops <= {row["op"] for row in info["ops"]}
     for row in info["ops"]:
-        assert row["implementation"] in dispatch.IMPLEMENTATIONS and row["reason"]
-        assert re.search(rf"^{row['op']} +{row['implementation']} +{re.escape(row['reason'])}$", text, re.MULTILINE)
+        assert row["forward"] and row["backward"]
+        line = " +".join(re.escape(row[name]) for name in ("op", "forward", "backward", "reason"))
+        assert re.search(rf"^{line}$", text, re.MULTILINE), line
     assert info["buckets"] == [dataclasses.asdict(bucket) for bucket in batching.buckets(32, 512)]
 
 
@@ -420,9 +424,10 @@ def test_info_says_where_configs_come_from(capsys, monkeypatch, tmp_path):
 
     assert configs("NVIDIA H200") == "jaxft's table, heuristics"
     assert configs("NVIDIA H100 PCIe") == "heuristics"
-    tuning_cache.check_writable("NVIDIA H200")
-    tuning_cache.save("NVIDIA H200", "softmax", "rows=8,width=32,itemsize=4", tuning_table.RowConfig(1, 32, 1))
-    assert configs("NVIDIA H200") == f"{tuning_cache.path('NVIDIA H200')}, jaxft's table, heuristics"
+    file = tuning_cache.path("NVIDIA H200")
+    tuning_cache.check_writable(file)
+    tuning_cache.save(file, "softmax", "rows=8,width=32,itemsize=4", tuning_table.RowConfig(1, 32, 1))
+    assert configs("NVIDIA H200") == f"{file}, jaxft's table, heuristics"
     tuning_cache.load.cache_clear()
 
 

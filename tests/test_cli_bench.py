@@ -1,4 +1,4 @@
-"""`jaxft bench`: an encoder beside plain JAX."""
+"""`jaxft bench` compares an encoder with plain JAX."""
 
 import importlib.util
 import json
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import tiny
+from cases import slow
 from jaxft import cli, comparison, dispatch
 from jaxft.models import bert
 
@@ -50,18 +51,19 @@ def test_table_json_and_chart(model, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.png"]
 
 
+@pytest.mark.slow
 def test_bfloat16(model, capsys):
     assert cli.main(["bench", "--model", model, "--batch", "2", "--length", "8", "--dtype", "bfloat16"]) == 0
     assert "bfloat16" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(dispatch.platform() != "cpu", reason="plain JAX lacks it on CPUs")
-def test_what_plain_jax_cannot_do(model, capsys):
+def test_dtype_without_plain_jax_is_an_error(model, capsys):
     arguments = ["--batch", "2", "--length", "8", "--dtype", "float16"]
     assert "plain JAX cannot run float16 here" in fails(capsys, "--model", model, *arguments)
 
 
-def test_a_wrong_result_is_not_timed(model, tmp_path, monkeypatch, capsys):
+def test_wrong_result_is_not_timed(model, tmp_path, monkeypatch, capsys):
     layer = bert.BertLayer.__call__
     monkeypatch.setattr(bert.BertLayer, "__call__", lambda *args: layer(*args) * jnp.float32(1.001))
     message = fails(capsys, "--model", model, "--batch", "1", "--length", "8", "--dtype", "float32", "-o", "out.json")
@@ -69,15 +71,15 @@ def test_a_wrong_result_is_not_timed(model, tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_plain_jax_overflows_at(model, monkeypatch, capsys):
+def test_overflow_of_plain_jax_is_reported(model, monkeypatch, capsys):
     plain = comparison.plain_encoder
     monkeypatch.setattr(comparison, "plain_encoder", lambda *args, **options: plain(*args, **options) * jnp.inf)
     message = fails(capsys, "--model", model, "--batch", "1", "1", "--length", "8", "--dtype", "float32")
     assert message == "1x8: plain JAX's hidden states in float32 are not finite: there is nothing to compare with"
 
 
-@pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError, comparison.ComparisonError])
-def test_a_case_that_fails_loses_no_other(error, model, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("error", [comparison.ComparisonError, *slow(jax.errors.JaxRuntimeError)])
+def test_failing_case_loses_no_other(error, model, tmp_path, monkeypatch, capsys):
     compare = comparison.compare
 
     def limited(model, batch, length):
@@ -99,7 +101,7 @@ def test_a_case_that_fails_loses_no_other(error, model, tmp_path, monkeypatch, c
 @pytest.mark.skipif(
     dispatch.platform() != "cpu", reason="a GPU's call fails itself, as in the test above, not the array that it gave"
 )
-def test_a_case_that_no_memory_suffices_for(model, tmp_path, capsys):
+def test_case_without_memory_is_reported(model, tmp_path, capsys):
     arguments = ["--batch", "1", str(10**12), "--length", "8", "--dtype", "float32", "-o", "out.json"]
     assert cli.main(["bench", "--model", model, *arguments]) == 2
     out, err = capsys.readouterr()
@@ -108,8 +110,8 @@ def test_a_case_that_no_memory_suffices_for(model, tmp_path, capsys):
     assert [case["batch"] for case in json.loads((tmp_path / "out.json").read_text())["results"]] == [1]
 
 
-def test_what_cudnn_cannot_do(model, monkeypatch, capsys, caplog):
-    """As on a GPU, but here there is no cuDNN."""
+def test_unsupported_cudnn_is_left_out(model, monkeypatch, capsys, caplog):
+    """A GPU is simulated, and there is no cuDNN."""
     monkeypatch.setattr(comparison, "dispatch", types.SimpleNamespace(platform=lambda: "cuda"))
     assert cli.main(["bench", "--model", model, "--batch", "2", "--length", "8", "--dtype", "bfloat16"]) == 0
     assert capsys.readouterr().out.splitlines()[2].split() == [
@@ -119,7 +121,7 @@ def test_what_cudnn_cannot_do(model, monkeypatch, capsys, caplog):
     assert message.startswith("2x8: cuDNN's attention is left out: ")
 
 
-def test_a_wrong_result_of_cudnn_is_left_out(model, monkeypatch, capsys, caplog):
+def test_wrong_cudnn_result_is_left_out(model, monkeypatch, capsys, caplog):
     def encoder(params, x, attention, **options):
         y = comparison.plain_layer(params[0], x, None, attention="xla", **options)
         return plain(params[1:], y, attention="xla", **options) * (1.0 if attention == "xla" else 1.5)
@@ -133,7 +135,7 @@ def test_a_wrong_result_of_cudnn_is_left_out(model, monkeypatch, capsys, caplog)
     assert "cuDNN's attention is left out: its hidden states err by" in message
 
 
-def test_a_case_without_cudnn(tmp_path):
+def test_table_shows_cases_without_cudnn(tmp_path):
     both = {name: comparison.Times(us, 2 * us) for name, us in (("jaxft", 10.0), ("xla", 30.0))}
     all_three = both | {"xla+cudnn": comparison.Times(20.0, 40.0)}
     cases, times = [(1, 128), (2, 128)], [both, all_three]

@@ -1,4 +1,4 @@
-"""What XLA makes of an encoder, a layer of it and of attention on a GPU: kernels and CUDA graphs. Needs one."""
+"""Kernels and CUDA graphs that XLA makes of an encoder, of a layer and of attention. Needs a GPU."""
 
 import collections
 
@@ -41,24 +41,24 @@ def moved(found):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize(("batch", "length"), [(1, 128), (8, 128), (32, 128), (32, 512)])
-def test_layer_is_at_most_so_many_kernels(batch, length, dtype, masked):
+def test_layer_has_a_bounded_number_of_kernels(batch, length, dtype, masked):
     found, rows = launched(batch, length, dtype, masked), batch * length
     hopper, after_hopper = dispatch.device().is_hopper, dispatch.device().is_after_hopper
-    # In float32, Mosaic GPU multiplies by weights that a kernel has transposed before.
+    # In float32, another kernel transposes the weights for Mosaic GPU.
     transposed = hopper * (4 if rows >= 4096 else int(rows >= 1024)) if dtype == jnp.float32 else 0
     assert all("transpose" in kind for kind in moved(found)), found
     assert sum(found[kind] for kind in moved(found)) <= transposed * LAYERS, found
     if dtype == jnp.float32 and rows <= 1024:
-        return  # XLA splits its products and adds the parts in kernels of their own
-    # Four products, attention and two LayerNorms; one more for the activation where no kernel of ours is the product.
+        return  # XLA splits its matmuls and sums the parts in other kernels
+    # A layer has four matmuls, attention, two LayerNorms, and one more kernel for the activation of an XLA matmul.
     activation = not hopper if dtype == jnp.float32 else after_hopper
-    # The mask is looked at once, before the first layer: where it begins and where it ends.
+    # Two kernels before the first layer find the first and the last key of the mask.
     assert found.total() <= (7 + activation + transposed) * LAYERS + 2 * masked, found
 
 
-@pytest.mark.filterwarnings("ignore:builtin type event_stats has no __module__")  # of jax.profiler.ProfileData
-def test_forward_pass_of_one_sequence_is_one_cuda_graph(tmp_path):
-    """What the driver launches by one call, be it a kernel or a graph of many, has one number in CUPTI's records."""
+@pytest.mark.filterwarnings("ignore:builtin type event_stats has no __module__")  # jax.profiler.ProfileData warns
+def test_one_sequence_runs_as_one_cuda_graph(tmp_path):
+    """CUPTI gives one number to what the driver launches by one call, a kernel or a graph of many."""
     config = BertConfig(num_hidden_layers=LAYERS, vocab_size=100, **SIZES)
     model = BertModel(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     arrays, rebuild = jaxft.bundle(model)
@@ -68,7 +68,7 @@ def test_forward_pass_of_one_sequence_is_one_cuda_graph(tmp_path):
         return output.last_hidden_state, output.pooler_output
 
     arguments = arrays, jnp.zeros((1, 128), jnp.int32), jnp.ones((1, 128), jnp.int32)
-    # Else XLA launches each kernel by itself while a profiler is at work.
+    # By default, XLA launches kernels one by one while a profiler runs.
     options = {"xla_enable_command_buffers_during_profiling": True}
     compiled = jax.jit(forward).lower(*arguments).compile(compiler_options=options)
     for _ in range(3):  # the first call of some kernels is outside of a graph
@@ -91,8 +91,8 @@ def test_forward_pass_of_one_sequence_is_one_cuda_graph(tmp_path):
 @pytest.mark.parametrize("lengths", ["whole", "keys", "packed"])
 @pytest.mark.parametrize("length", [128, 512])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_attention_and_its_gradient_move_nothing(dtype, length, lengths):
-    """Packed QKV is read, and its gradient written, where it lies, by one kernel or by two, one after the other."""
+def test_attention_copies_no_arrays(dtype, length, lengths):
+    """One or two kernels read packed QKV, and write its gradient, in place."""
     batch, heads, size = 8, 12, 64
     shape = (batch, length, 3, heads, size)
     if lengths == "packed":
@@ -112,8 +112,8 @@ def test_attention_and_its_gradient_move_nothing(dtype, length, lengths):
     ends = jnp.arange(batch + 1, dtype=jnp.int32) * length
     compiled = jax.jit(run).lower(qkv, dout, ends).compile()
     found = kernels(compiled.as_text())
-    # Of numbers of blocks and lengths, a slice is a few bytes and in a fusion.
+    # Slices of block counts and lengths are a few bytes, inside of fusions.
     assert not [kind for kind in moved(found) if "fusion" not in kind], found
     assert sum(count for kind, count in found.items() if "triton" in kind) in (2, 3), found
-    # Beside the results there are a few numbers for each row and tile.
+    # The temporary memory has a few numbers per row and tile.
     assert compiled.memory_analysis().temp_size_in_bytes < qkv.nbytes / 4, found

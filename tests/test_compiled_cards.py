@@ -1,4 +1,4 @@
-"""Kernels compiled for cards that are not there: whether a card has the shared memory and the instructions.
+"""Kernels compile for cards that are not there: a card has the shared memory and the instructions.
 
 JAX's CUDA plugin compiles without a GPU. Where it is installed but there is none, it wants to hear
 JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1.
@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, SingleDeviceSharding
 
 import jaxft
 from bench_encoder import kernels as launched
+from cases import slow
 from jaxft import dispatch
 from jaxft.models.bert import BertConfig, BertModel
 
@@ -26,7 +27,7 @@ class Card(NamedTuple):
     kind: str
     capability: tuple[int, int]
     cores: int
-    shared_kib: int  # of a multiprocessor; a program gets one less
+    shared_kib: int  # per multiprocessor; a program gets one less
 
 
 CARDS = [
@@ -52,7 +53,7 @@ device_description_str: "{kind}"
 
 @contextlib.contextmanager
 def compiler_for(card):
-    """(function, *shapes, **options of XLA) -> the program compiled for the card."""
+    """Yields (function, *shapes, **XLA options) -> the program compiled for the card."""
     abstract = {}
     if jax.__version_info__ >= (0, 11):
         from jax.sharding import AbstractDevice
@@ -73,19 +74,19 @@ def compiler_for(card):
     def compiled(function, *shapes, **options):
         arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
         lowered = jax.jit(lambda *a: function(*a)).trace(*arguments).lower(lowering_platforms=("cuda",))
-        return lowered.compile({"xla_gpu_autotune_level": 0, **options})  # to time kernels, it would need a GPU
+        return lowered.compile({"xla_gpu_autotune_level": 0, **options})  # timing kernels would need a GPU
 
     with dispatch.target(card.kind, card.capability, card.cores), jax.sharding.use_abstract_mesh(mesh):
         yield compiled
 
 
 @pytest.fixture(autouse=True)
-def exact_products():
-    """Not in these tests: float32 is TF32, as it is for users."""
+def exact_matmuls():
+    """Leaves TF32 on, as it is for users."""
 
 
 def gradients(function):
-    """Those of the arrays of floats, and the values."""
+    """Returns a function that computes the value and the gradients of all float arrays."""
 
     def run(*arrays):
         places = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
@@ -99,7 +100,7 @@ def of(*shape, dtype="bfloat16"):
 
 
 def one_layer(dtype, **options):
-    """The layers of a BERT-base that has one, as a graph and the shapes of the parameters."""
+    """Returns the layers of a BERT-base with one layer, as a graph and the shapes of the parameters."""
     config = BertConfig(hidden_size=768, num_hidden_layers=1, vocab_size=8, **options)
     model = nnx.eval_shape(lambda: BertModel(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
     return nnx.split(model.layers)
@@ -111,10 +112,10 @@ def kernels(program):
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.kind)
 class TestOfEveryCard:
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    @pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
     @pytest.mark.parametrize(("batch", "length"), [(1, 7), (16, 128)])
-    def test_layer(self, card, batch, length, dtype):
-        """Inference with a mask, and training with dropout."""
+    def test_layer_compiles(self, card, batch, length, dtype):
+        """A layer compiles for inference with a mask, and for training with dropout."""
         graph, leaves = one_layer(dtype)
         x, mask = of(batch, length, 768, dtype=dtype), of(batch, 1, 1, length, dtype=bool)
 
@@ -130,14 +131,14 @@ class TestOfEveryCard:
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 3))
         with compiler_for(card) as compiled:
             program = compiled(infer, leaves, x, mask)
-            if batch == 1:  # products of float32 are XLA's, and of few rows what follows them, too: not the attention
+            if batch == 1:  # in float32, XLA has the matmuls of few rows and what follows; attention is a kernel
                 assert kernels(program) == {"bfloat16": 7, "float32": 1}[dtype]
             else:
                 assert kernels(program) >= 2
             assert kernels(compiled(train, leaves, x, mask, keys)) >= 4
 
     @pytest.mark.parametrize(("batch", "length"), [(1, 7), (16, 128), (9, 123), (41, 123)])
-    def test_layer_in_16_bits_is_at_most_seven_kernels(self, card, batch, length):
+    def test_16_bit_layer_has_at_most_seven_kernels(self, card, batch, length):
         graph, leaves = one_layer("bfloat16")
 
         def infer(leaves, x):
@@ -145,15 +146,15 @@ class TestOfEveryCard:
 
         with compiler_for(card) as compiled:
             found = launched(compiled(infer, leaves, of(batch, length, 768)).as_text())
-        # XLA divides the depth of the last product of 1,107 rows, on cards with many multiprocessors and before it
-        # times anything, and adds up the parts in a kernel more.
+        # On cards with many multiprocessors, XLA splits the depth of the last matmul of 1,107 rows before it times
+        # anything. A further kernel sums the parts.
         adds = sum(count for kind, count in found.items() if "reduce_fusion" in kind)
         assert adds <= ((batch, length) == (9, 123)), found
         assert found.total() - adds <= 7, found
 
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-    @pytest.mark.parametrize("head_size", [33, 64, 256])
-    def test_attention(self, card, head_size, dtype):
+    @pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
+    @pytest.mark.parametrize("head_size", [33, 256, *slow(64)])
+    def test_attention_compiles(self, card, head_size, dtype):
         def attend(q, k, v, mask, bias):
             return jaxft.dot_product_attention(q, k, v, bias, mask)
 
@@ -164,7 +165,7 @@ class TestOfEveryCard:
                 assert kernels(compiled(gradients(attend), q, k, k, mask, bias)) >= 2
                 assert kernels(compiled(gradients(jaxft.dot_product_attention), q, k, k)) >= 2
 
-    def test_products(self, card):
+    def test_dense_compiles(self, card):
         with compiler_for(card) as compiled:
             for rows, depth, width in itertools.product((16, 128, 300), (33, 3072), (768, 3072, 5000)):
                 x, kernel, vector = of(rows, depth), of(depth, width), of(width)
@@ -177,8 +178,8 @@ class TestOfEveryCard:
                     assert kernels(compiled(dense, *arrays)) == 1
 
     @pytest.mark.parametrize(("depth", "width"), [(768, 3072), (100, 5000)])
-    def test_products_of_many_rows_spill_no_registers(self, card, depth, width):
-        """With the activation, and where a gradient is taken also the product as a second result."""
+    def test_dense_with_many_rows_spills_no_registers(self, card, depth, width):
+        """The kernels have an activation, and for a gradient they store the sum before it as well."""
 
         def dense(x, kernel, bias):
             return jaxft.dense(x, kernel, bias, activation="gelu", implementation="triton")
@@ -190,7 +191,7 @@ class TestOfEveryCard:
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
     @pytest.mark.parametrize(("rows", "width"), [(7, 80), (300, 768), (2000, 5000), (3, 100000)])
-    def test_rows(self, card, rows, width, dtype):
+    def test_row_ops_compile(self, card, rows, width, dtype):
         x, vector = of(rows, width, dtype=dtype), of(width, dtype=dtype)
         with compiler_for(card) as compiled:
             assert kernels(compiled(gradients(jaxft.bias_residual_layer_norm), x, vector, x, vector, vector)) >= 2
@@ -210,8 +211,8 @@ class TestOfEveryCard:
     ("dtype", "batch", "length"),
     [("bfloat16", 1, 16), ("bfloat16", 1, 128), ("bfloat16", 8, 128), ("bfloat16", 32, 512), ("float32", 8, 128)],
 )
-def test_no_registers_are_spilled(dtype, batch, length, activation):
-    """By a layer's kernels in inference; those of Mosaic GPU are not XLA's to look at."""
+def test_layer_spills_no_registers(dtype, batch, length, activation):
+    """A layer in inference spills none. XLA cannot look into Mosaic GPU kernels."""
     graph, leaves = one_layer(dtype, hidden_act=activation)
 
     def infer(leaves, x):
@@ -222,8 +223,8 @@ def test_no_registers_are_spilled(dtype, batch, length, activation):
         compiled(infer, leaves, of(batch, length, 768, dtype=dtype), **fail)
 
 
-def test_cross_entropy_makes_no_copies_in_its_loop():
-    """Of 30,522 classes, which cuBLAS does not take as they are: the table is padded once, and not in every chunk."""
+def test_cross_entropy_copies_nothing_in_its_loop():
+    """cuBLAS does not take 30,522 classes as they are: the table is padded once, and not in every chunk."""
 
     def loss(x, embedding, bias, labels):
         return jaxft.linear_cross_entropy(x, embedding, labels, bias).total
@@ -233,4 +234,4 @@ def test_cross_entropy_makes_no_copies_in_its_loop():
         text = compiled(gradients(loss), *arrays).as_text()
     padded = re.findall(r"= (\w+\[[\d,]+\])\S* pad\(", text)
     assert padded.count("bf16[30528,768]") == 1
-    assert not [shape for shape in padded if "1024," in shape]  # the rows of a chunk
+    assert not [shape for shape in padded if "1024," in shape]  # the number of rows in a chunk

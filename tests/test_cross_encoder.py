@@ -1,4 +1,4 @@
-"""CrossEncoder: scores of tiny random classifiers against direct calls of the model on hand-made inputs."""
+"""CrossEncoder: scores of tiny random classifiers against direct calls of the model on inputs made by hand."""
 
 import json
 
@@ -9,13 +9,14 @@ import pytest
 from flax import nnx
 
 import tiny
+from cases import slow
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.classification import BertForSequenceClassification
 from jaxft.text import batching, cross_encoder
 from jaxft.text.cross_encoder import CrossEncoder
 
 FAMILIES = ["bert", "roberta", "distilbert"]
-PAIRS = [  # each of as many words as the others, so that a direct call compiles once
+PAIRS = [  # all pairs have the same number of words, so that a direct call compiles once
     ("a bird sings", "in the old tree ."),
     ("rain", "the old river falls in rain ,"),
     ("the tree in the rain", "rain falls ."),
@@ -36,7 +37,7 @@ def reranker(folders):
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory):
-    """Of three labels."""
+    """CrossEncoder with three labels."""
     return CrossEncoder.from_pretrained(tiny.write_classifier(tmp_path_factory.mktemp("labels"), num_labels=3))
 
 
@@ -46,7 +47,7 @@ def call(model, ids, types):
 
 
 def by_hand(model, first, second):
-    """The logits of a pair of words, from ids that are put together here, without padding."""
+    """Returns the logits of a pair of words from hand-made ids without padding."""
     first, second = ([tiny.VOCAB.index(word) for word in text.split()] for text in (first, second))
     cls, sep = tiny.VOCAB.index("[CLS]"), tiny.VOCAB.index("[SEP]")
     head, tail = [cls, *first, sep], [*second, sep]
@@ -71,7 +72,7 @@ def close(actual, expected):
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_scores_are_those_of_the_model(folders, family, packed):
+def test_scores_equal_the_models_logits(folders, family, packed):
     reranker = CrossEncoder.from_pretrained(folders[family], packed=packed)
     model = BertForSequenceClassification.from_pretrained(folders[family])
     expected = [sigmoid(by_hand(model, *pair)[0]) for pair in PAIRS]
@@ -84,20 +85,20 @@ def test_scores_are_those_of_the_model(folders, family, packed):
 
 
 def test_token_types_matter(reranker):
-    """The same tokens, with the first separator in another place."""
+    """The two pairs have the same tokens, with the first separator in another place."""
     model = reranker.model
     types_of_one_text = by_hand(model, "rain [SEP] falls in", "the tree")
     assert abs(by_hand(model, "rain", "falls in [SEP] the tree") - types_of_one_text) > 1e-2
     close(reranker.predict(("rain [SEP] falls in", "the tree")), sigmoid(types_of_one_text[0]))
 
 
-def test_padding_of_tokenizer_json_is_not_used(reranker):
-    """It would make seven tokens of these five."""
+def test_padding_in_tokenizer_json_is_ignored(reranker):
+    """The padding would make seven tokens of these five."""
     close(reranker.predict([("rain", "falls")]), [sigmoid(by_hand(reranker.model, "rain", "falls")[0])])
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_order(reranker, monkeypatch, batch_size):
+@pytest.mark.parametrize("batch_size", [3, *slow(1)])
+def test_scores_follow_the_callers_order(reranker, monkeypatch, batch_size):
     monkeypatch.setattr(batching, "_CHUNKS", (3, 5, 5))
     texts = ["rain " * (7 * i % 31) for i in range(13)]
     pairs = [(text, "the old river") for text in texts]
@@ -154,12 +155,12 @@ def test_activation_of_a_call(reranker, classifier):
 
     close(reranker.predict(PAIRS, activation_fn=negate), -logits)
     assert seen == [((4, 1), jnp.float32)]
-    close(reranker.predict(PAIRS, apply_softmax=True), sigmoid(logits))  # of one label there is none
+    close(reranker.predict(PAIRS, apply_softmax=True), sigmoid(logits))  # a single label has no axis
     of_negated = jax.nn.softmax(-classifier.predict(PAIRS, convert_to_numpy=False), axis=-1)
     close(classifier.predict(PAIRS, activation_fn=negate, apply_softmax=True), of_negated)  # which comes last
 
 
-def test_results_are_ones_own(reranker):
+def test_result_is_a_writable_copy(reranker):
     scores = reranker.predict(PAIRS)
     scores += 1
     close(scores - 1, reranker.predict(PAIRS))
@@ -219,7 +220,7 @@ def test_progress_bar(reranker, capsys):
         (("rain", None), r"second texts\[0\] must be a str, got NoneType"),
     ],
 )
-def test_not_pairs(reranker, sentences, message):
+def test_inputs_that_are_no_pairs_are_refused(reranker, sentences, message):
     with pytest.raises(TypeError, match=f"^predict: .*{message}"):
         reranker.predict(sentences)
 
@@ -247,7 +248,7 @@ def test_rank(reranker):
         assert abs(entry["score"] - scores[entry["corpus_id"]]) < 1e-6
     assert json.loads(json.dumps(ranked)) == ranked
     places = [entry["corpus_id"] for entry in ranked]
-    assert places.index(3) == places.index(0) + 1  # equal ones stay in their order
+    assert places.index(3) == places.index(0) + 1  # equal scores keep their order
     backwards = reranker.rank("the river", np.array(DOCUMENTS), activation_fn=lambda x: -x)
     assert [DOCUMENTS[e["corpus_id"]] for e in backwards] == [DOCUMENTS[i] for i in reversed(places)]
 
@@ -264,8 +265,8 @@ def test_top_k(reranker, top_k):
     assert [entry["corpus_id"] for entry in reranker.rank("the river", DOCUMENTS, top_k)] == whole[:top_k]
 
 
-def test_few_shapes_reach_the_activation(folders, monkeypatch):
-    """JAX compiles it for each; a user's gets the logits as they are."""
+def test_activation_sees_few_shapes(folders, monkeypatch):
+    """JAX compiles the activation for each shape. A user's activation gets the logits as they are."""
     own, seen = cross_encoder._ACTIVATIONS["Sigmoid"], []
     monkeypatch.setitem(cross_encoder._ACTIVATIONS, "Sigmoid", lambda x: seen.append(x.shape) or own(x))
     encoder = CrossEncoder.from_pretrained(folders["bert"])
@@ -284,7 +285,7 @@ def test_few_shapes_reach_the_activation(folders, monkeypatch):
         encoder.predict(pairs, activation_fn=lambda x: x[:, 0])
 
 
-def test_lengths_of_numpy(reranker):
+def test_max_length_may_be_a_numpy_integer(reranker):
     encoder = CrossEncoder(reranker.model, reranker._tokenizer, max_length=np.int64(20), packed=True)
     close(encoder.predict(PAIRS), reranker.predict(PAIRS))
     assert encoder.buckets(np.int64(4)) == encoder.buckets(4)
@@ -297,7 +298,7 @@ def test_rank_of_nothing(reranker):
     assert reranker.rank("the river", []) == []
 
 
-def test_what_rank_refuses(reranker, classifier):
+def test_rank_refuses_wrong_arguments(reranker, classifier):
     with pytest.raises(ValueError, match="rank: the model must have one label, a score, got 3 labels"):
         classifier.rank("the river", DOCUMENTS)
     for top_k in (0, -1, 2.0, True):
@@ -322,7 +323,7 @@ def test_what_rank_refuses(reranker, classifier):
         (LONG * 10, "rain " * 10, ("the old river the", "rain rain rain rain")),
     ],
 )
-def test_the_longer_text_is_cut(reranker, folders, first, second, kept):
+def test_longer_text_is_truncated(reranker, folders, first, second, kept):
     short = CrossEncoder.from_pretrained(folders["bert"], max_length=11)
     assert short.max_length == 11
     close(short.predict([(first, second)]), [sigmoid(by_hand(reranker.model, *kept)[0])])
@@ -347,7 +348,7 @@ def test_max_length(tmp_path, family, asked, tokenizer_config, expected):
     assert len(reranker._tokenizer.encode("rain " * 100, "river").ids) == expected
 
 
-def test_no_room_for_a_token(folders):
+def test_max_length_must_leave_room(folders):
     with pytest.raises(ValueError, match="CrossEncoder: max_length must be above 3, .* got 3"):
         CrossEncoder.from_pretrained(folders["bert"], max_length=3)
     with pytest.raises(ValueError, match="CrossEncoder: max_length must be above 4, .* got 4"):
@@ -388,7 +389,7 @@ def test_unknown_activation(tmp_path):
 
 
 def test_vocab_txt_alone(tmp_path, reranker):
-    """Its pairs get the special tokens and the token types of BERT."""
+    """Pairs get the special tokens and the token types of BERT."""
     tiny.write_classifier(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     plain = CrossEncoder.from_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel of dense in float32, whose products are TF32's."""
+"""The Mosaic GPU kernel of dense in float32, which multiplies in TF32."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxft.tuning import dense as tuning_dense
 from jaxft.tuning import search as tuning_search
 from jaxft.tuning.dense import MosaicDenseConfig
 from lowered import COPIES, operations
-from test_dense_mosaic import FLOAT32, SPLITS, check, hopper, of, run, runs
+from test_dense_mosaic import CARD, FLOAT32, SPLITS, check, hopper, of, run, runs
 
 
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
@@ -31,19 +31,19 @@ def test_activations_are_accurate_in_float32(activation):
 @pytest.mark.parametrize("config", [*SPLITS.values(), FLOAT32], ids=[*SPLITS, "float32"])
 @pytest.mark.parametrize("bias", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("shape", [(65, 24, 208), (259, 328, 320)], ids=str)
-def test_float32(shape, bias, config):
-    """In blocks that are a line of shared memory deep, and in deeper ones."""
+def test_float32_matches_the_oracle(shape, bias, config):
+    """The depth is one line of shared memory, or more."""
     check(*shape, config, dtype=jnp.float32, bias=bias)
 
 
 @hopper
 @pytest.mark.parametrize("activation", [None, "gelu"])
-def test_real_numbers(activation):
-    """x is cut off to TF32's 10 bits, which makes results smaller by 0.036 % on average; kernel is rounded to them."""
+def test_tf32_errors_are_small_and_reproducible(activation):
+    """x is truncated to TF32's 10 bits, which makes results 0.036 % smaller on average. kernel is rounded."""
     rows, depth, width = shape = (4099, 768, 3072)
     floats = normal(np.random.default_rng(0), jnp.float32, x=(rows, depth), kernel=(depth, width))
     exact = oracle.dense(**floats, activation=activation)
-    config = tuning_dense.dense_mosaic(*shape, activation, 4, "")
+    config = tuning_dense.dense_mosaic(*shape, activation, 4, CARD)
     (y,) = run(**floats, bias=None, activation=activation, config=config)
     error = np.float64(y) - exact
     assert np.sqrt(np.mean(error**2) / np.mean(exact**2)) < 6e-4
@@ -52,7 +52,7 @@ def test_real_numbers(activation):
         assert (run(**floats, bias=None, activation=activation, config=config)[0] == y).all()
 
 
-def test_a_float32_kernel_is_transposed_and_nothing_else():
+def test_float32_copies_only_the_transposed_kernel():
     arrays = of((4096, 768), jnp.float32), of((768, 512), jnp.float32), of((512,), jnp.float32)
     with jax.default_matmul_precision("tensorfloat32"):
         found = operations(lower(lambda *a: jaxft.dense(*a, activation="gelu"), *arrays))
@@ -68,18 +68,18 @@ def test_a_float32_kernel_is_transposed_and_nothing_else():
      jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3],
     ids=str,
 )  # fmt: skip
-def test_no_tf32_where_more_was_asked_for(precision):
+def test_higher_precision_excludes_tf32(precision):
     arrays = of((128, 128), jnp.float32), of((128, 128), jnp.float32)
     with (
         dispatch.target(),
-        pytest.raises(NotImplementedError, match="a float32 product was asked for"),
+        pytest.raises(NotImplementedError, match="a matmul in full float32 was asked for"),
     ):
         jax.eval_shape(lambda *a: jaxft.dense(*a, precision=precision, implementation="mosaic_gpu"), *arrays)
     arrays = of((4096, 768), jnp.float32), of((768, 512), jnp.float32)
     assert "@mosaic_gpu_v2" not in lower(lambda *a: jaxft.dense(*a, precision=precision), *arrays)
 
 
-def test_it_adds_no_residual_in_float32():
+def test_residual_in_float32_is_refused():
     arrays = of((128, 128), jnp.float32), of((128, 128), jnp.float32)
     with (
         dispatch.target(),
@@ -93,7 +93,7 @@ def test_it_adds_no_residual_in_float32():
 @pytest.mark.parametrize("rows", [300, 4096])
 def test_candidates_fit_into_shared_memory(rows, itemsize):
     sizes = {"rows": rows, "depth": 768, "width": 3072, "activation": 2, "itemsize": itemsize}
-    found = list(tuning_search.candidates("dense_mosaic", MosaicDenseConfig(64, 64), **sizes))
+    found = list(tuning_search.candidates("dense_mosaic", MosaicDenseConfig(64, 64, programs=132), CARD, **sizes))
     for config in found:
         pieces = 4 * 64 * 64 * itemsize + 2 * config.tile_n * 4
         assert config.stages >= 3 and config.tile_k * itemsize == 128

@@ -1,6 +1,7 @@
-"""Which implementation an op gets, and what is said about it."""
+"""The choice of an op's implementation, and its log messages."""
 
 import logging
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jaxft import dispatch
 
 AMPERE, TURING = ("NVIDIA A100", (8, 0)), ("NVIDIA T4", (7, 5))
 CPU, TPU = dispatch.Device("cpu", "cpu", None), dispatch.Device("tpu", "TPU v6e", None)
-H200 = dispatch.Device("cuda", "NVIDIA H200", (9, 0))
+H200 = dispatch.Device("cuda", "NVIDIA H200", (9, 0), 132, 227 * 1024)
 
 
 @pytest.fixture(autouse=True)
@@ -33,54 +34,54 @@ def machine(monkeypatch):
 
 
 @pytest.mark.parametrize("other", [CPU, TPU, dispatch.Device("rocm", "MI300X", None)], ids=lambda d: d.kind)
-def test_automatic_elsewhere_is_xla_and_says_nothing(other, machine, caplog):
+def test_other_devices_take_xla_silently(other, machine, caplog):
     machine(other)
-    assert dispatch.choose("softmax", None, {"triton": None}) == ("xla", False)
-    assert dispatch.choose("softmax", None, {"triton": "too wide"}) == ("xla", False)
+    assert dispatch.choose("softmax", None, {"triton": None})[:2] == ("xla", False)
+    assert dispatch.choose("softmax", None, {"triton": "too wide"})[:2] == ("xla", False)
     assert caplog.messages == []
-    assert dispatch.explain("softmax", {"triton": None}) == ("xla", f"kernels need an NVIDIA GPU, this is {other.kind}")
+    assert dispatch.choose("softmax", None, {"triton": None}).why == f"kernels need an NVIDIA GPU, this is {other.kind}"
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
-def test_the_device_that_is_attached():
+def test_attached_gpu_is_described():
     machine = dispatch.device()
     assert (machine.platform, machine.kind) == ("cuda", jax.devices()[0].device_kind)
     assert machine.compute_capability >= (7, 0) and 0 < machine.multiprocessors < 1000
+    assert 48 * 1024 <= machine.shared_memory <= 256 * 1024
     if machine.kind == "NVIDIA H200":
         assert machine == H200
 
 
-def test_automatic_on_nvidia_takes_the_first_that_can(caplog):
+def test_nvidia_takes_the_first_supported_implementation(caplog):
     with dispatch.target():
-        assert dispatch.choose("dense", None, {"mosaic_gpu": None, "triton": None}) == ("mosaic_gpu", False)
-        assert dispatch.choose("dense", None, {"mosaic_gpu": "odd", "triton": None}) == ("triton", False)
-        assert dispatch.choose("dense", None, {}) == ("xla", False)
+        assert dispatch.choose("dense", None, {"mosaic_gpu": None, "triton": None})[:2] == ("mosaic_gpu", False)
+        assert dispatch.choose("dense", None, {"mosaic_gpu": "odd", "triton": None})[:2] == ("triton", False)
+        assert dispatch.choose("dense", None, {})[:2] == ("xla", False)
     assert caplog.messages == []
     with dispatch.target(*AMPERE):
-        assert dispatch.choose("dense", None, {"mosaic_gpu": None, "triton": None}) == ("triton", False)
+        assert dispatch.choose("dense", None, {"mosaic_gpu": None, "triton": None})[:2] == ("triton", False)
 
 
-def test_automatic_falls_back_and_says_so_once_for_each_op_and_reason(caplog):
+def test_fallback_is_logged_once_per_reason(caplog):
     with dispatch.target():
         for _ in range(3):
-            assert dispatch.choose("softmax", None, {"triton": "it is too wide"}) == ("xla", False)
+            assert dispatch.choose("softmax", None, {"triton": "it is too wide"})[:2] == ("xla", False)
         assert caplog.messages == ["softmax falls back to XLA (triton: it is too wide)"]
         dispatch.choose("softmax", None, {"triton": "it is too long"})
         dispatch.choose("dense", None, {"triton": "it is too wide"})
         assert len(caplog.messages) == 3
-        assert dispatch.explain("permute", {"triton": "no"}) == ("xla", "triton: no")
-        assert len(caplog.messages) == 3  # explaining is not falling back
+        assert dispatch.choose("permute", None, {"triton": "no"}).why == "triton: no"
     assert {record.name for record in caplog.records} == {"jaxft"}
 
 
-def test_automatic_falls_back_on_an_old_card(caplog):
+def test_old_card_falls_back_to_xla(caplog):
     with dispatch.target(*TURING):
-        assert dispatch.choose("softmax", None, {"triton": None}) == ("xla", False)
+        assert dispatch.choose("softmax", None, {"triton": None})[:2] == ("xla", False)
     assert caplog.messages == ["softmax falls back to XLA (triton: it needs compute capability 8.0, NVIDIA T4 has 7.5)"]
 
 
 @pytest.mark.parametrize("name", ["Triton", "cuda", "", "pallas"])
-def test_an_unknown_name(name):
+def test_unknown_name_is_refused(name):
     with pytest.raises(ValueError) as error:
         dispatch.choose("softmax", name, {"triton": None})
     for part in ("softmax", repr(name), *dispatch.IMPLEMENTATIONS):
@@ -100,7 +101,7 @@ def test_an_unknown_name(name):
         ("cudnn", {"cudnn": None}, CPU, ["NVIDIA GPU", "cpu"]),
     ],
 )
-def test_a_named_implementation_that_cannot_run(name, reasons, device, parts, machine, caplog):
+def test_unsupported_named_implementation_raises(name, reasons, device, parts, machine, caplog):
     machine(device)
     with pytest.raises(NotImplementedError) as error:
         dispatch.choose("attention", name, reasons)
@@ -109,22 +110,23 @@ def test_a_named_implementation_that_cannot_run(name, reasons, device, parts, ma
     assert caplog.messages == []
 
 
-def test_a_named_implementation_is_used(machine):
-    assert dispatch.choose("softmax", "xla", {"triton": None}) == ("xla", False)
+def test_supported_named_implementation_is_used(machine):
+    assert dispatch.choose("softmax", "xla", {"triton": None})[:2] == ("xla", False)
     machine(H200)
     for name in ("triton", "cudnn", "mosaic_gpu", "xla"):
-        assert dispatch.choose("softmax", name, {"triton": None, "cudnn": None, "mosaic_gpu": None}) == (name, False)
+        reasons = dict.fromkeys(("triton", "cudnn", "mosaic_gpu"))
+        assert dispatch.choose("softmax", name, reasons)[:2] == (name, False)
 
 
-def test_a_named_triton_on_a_cpu_is_interpreted_and_says_so_once(machine, caplog):
+def test_triton_on_a_cpu_is_interpreted(machine, caplog):
     machine(CPU)
     for _ in range(2):
-        assert dispatch.choose("softmax", "triton", {"triton": None}) == ("triton", True)
+        assert dispatch.choose("softmax", "triton", {"triton": None})[:2] == ("triton", True)
     (message,) = caplog.messages
     assert "softmax" in message and "interpret" in message
 
 
-def test_target_replaces_the_device_within_its_context_only():
+def test_target_replaces_the_device_in_its_context():
     before = dispatch.device()
     with dispatch.target():
         assert dispatch.device() == H200
@@ -137,12 +139,35 @@ def test_target_replaces_the_device_within_its_context_only():
     assert dispatch.device() == before
 
 
-def test_the_default_device_counts():
+def test_default_device_is_used():
     cpu = jax.devices("cpu")[0]
     for default in (cpu, "cpu"):
         with jax.default_device(default):
             assert dispatch.device() == CPU
-            assert dispatch.choose("softmax", None, {"triton": None}) == ("xla", False)
+            assert dispatch.choose("softmax", None, {"triton": None})[:2] == ("xla", False)
+
+
+@pytest.mark.parametrize(
+    ("capability", "kib"), [((7, 5), 64), ((8, 0), 163), ((8, 6), 99), ((8, 9), 99), ((9, 0), 227), ((10, 0), 227)]
+)
+def test_compute_capability_gives_shared_memory(capability, kib):
+    with dispatch.target("a card", capability):
+        assert dispatch.device().shared_memory == kib * 1024
+    with dispatch.target("a card", capability, shared_memory=12345):
+        assert dispatch.device().shared_memory == 12345
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [({"shared_memory_per_block_optin": 166912}, 166912), ({}, 99 * 1024)],
+    ids=["told", "untold"],
+)
+def test_attached_card_tells_its_shared_memory(facts, expected):
+    client = types.SimpleNamespace(platform_version="CUDA 13")
+    card = types.SimpleNamespace(
+        platform="gpu", client=client, device_kind="a card", compute_capability="8.6", core_count=28, **facts
+    )
+    assert dispatch._describe.__wrapped__(card) == dispatch.Device("cuda", "a card", (8, 6), 28, expected)
 
 
 @pytest.mark.parametrize("setting", [None, "default", "tensorfloat32", "highest", "float32"])
@@ -152,8 +177,8 @@ def test_matmul_precision_follows_jax(setting):
 
 
 @pytest.mark.parametrize("preset", list(jax.lax.DotAlgorithmPreset), ids=str)
-def test_no_preset_gives_less_than_it_says(preset):
-    """Float32 wherever digits are asked for that TF32 has not."""
+def test_presets_keep_their_digits(preset):
+    """A preset with more digits than TF32 computes in float32."""
     less = ("TF32_TF32_F32", "BF16_BF16_F32", "BF16_BF16_BF16", "DEFAULT")
     less += ("F16_F16_F16", "F16_F16_F32")
     expected = "tf32" if preset.name in less or preset.name.startswith("ANY_F8") else "float32"
@@ -172,7 +197,7 @@ def test_no_preset_gives_less_than_it_says(preset):
     ],
     ids=str,
 )
-def test_the_higher_precision_of_two_operands_counts(precision, expected):
+def test_higher_precision_of_two_operands_wins(precision, expected):
     assert dispatch.matmul_precision(precision) == expected
 
 

@@ -12,7 +12,7 @@ SIGMAS = 5.0  # a fair mask fails one of these statistics less than once in a mi
 
 
 def assert_fair(successes, trials, chance):
-    """Each of `successes` could be the count of `trials` independent draws of `chance`."""
+    """Asserts that each of `successes` could be the count of `trials` independent draws of `chance`."""
     away = np.abs(np.asarray(successes) - trials * chance) / np.sqrt(trials * chance * (1.0 - chance))
     assert away.max() < SIGMAS, f"{away.max():.1f} standard deviations from the expected {trials * chance}"
 
@@ -40,7 +40,7 @@ def test_dropped_elements_are_independent(rate, key):
     pairs += [(first[1:, :-1], first[:-1, 1:])]
     pairs += [(a, b) for i, a in enumerate(masks) for b in masks[:i]]
     for a, b in pairs:
-        # A mask against itself counts each element twice, which makes the variance at most 4 times that of a fair coin.
+        # A mask against itself counts each element twice, so the variance is at most 4 times a fair coin's.
         assert_fair(((a & b).sum() - a.size * both) / 2.0 + a.size * both, a.size, both)
 
 
@@ -56,7 +56,7 @@ def test_dropout_is_a_function_of_key_and_element(key):
     assert dropout_mask(key, 0.3, (0, 5)).shape == (0, 5)
 
 
-def test_dropout_of_every_generator():
+def test_every_key_generator_works():
     for impl in ("threefry2x32", "rbg", "unsafe_rbg"):
         keys = jax.random.split(jax.random.key(0, impl=impl), 3)
         masks = [np.asarray(dropout_mask(key, 0.5, (64, 64))) for key in keys]
@@ -66,7 +66,7 @@ def test_dropout_of_every_generator():
 
 
 def test_dropout_keeps_the_expectation(key):
-    """Over many keys the mean of the result is the input, and so is the mean of the gradient."""
+    """The mean over many keys is the input, and the mean of the gradients is the gradient."""
     keys = jax.random.split(key, 4096)
     masks = jax.vmap(lambda k: dropout_mask(k, 0.25, (3, 5)))(keys)
     assert_fair(np.asarray(masks).sum(axis=0), len(keys), 0.75)
@@ -82,7 +82,7 @@ def test_dropout_keeps_the_expectation(key):
     np.testing.assert_allclose(jax.grad(lambda x: summed(x).sum())(x), scaled, rtol=1e-7)
 
 
-def test_dropout_is_exactly_this_function():
+def test_dropout_mask_is_pinned():
     """Masks of a key must not change with a release: checkpointed training runs rely on them."""
 
     def scramble(x, middle=0):

@@ -13,11 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 import jaxft
 import oracle
-from cases import DTYPES, INTERPRET, ONE_DTYPE, check, in_full, jit, lower, normal, power_of_two, seeds, some
+from cases import DTYPES, INTERPRET, ONE_DTYPE, check, jit, lower, normal, power_of_two, seeds, slow, slow_cases, some
 from checked import checked
-from jaxft import dispatch, reference, tuning
+from jaxft import dispatch, reference
 from jaxft.dropout import dropout_mask, dropout_seed
 from jaxft.kernels.triton import embeddings as kernel
+from jaxft.tuning import rows as tuning_rows
 from jaxft.tuning.table import GradientConfig, RowConfig
 
 BOTH = ("triton", "xla")
@@ -32,7 +33,7 @@ def some_floats(rng, width, dtype=jnp.float32, vectors=jnp.float32, rows=ROWS):
 
 
 def some_ids(rng, shape, rows=ROWS, least=0):
-    """`least` of -1 or less, and ids as far beyond the tables."""
+    """Returns ids that include -1 and less (down to `least`), and ids as far beyond the tables."""
     return {
         name: jnp.asarray(rng.integers(least, rows[table] - least, shape), jnp.int32)
         for name, table in zip(("input_ids", "position_ids", "token_type_ids"), TABLES, strict=True)
@@ -41,7 +42,7 @@ def some_ids(rng, shape, rows=ROWS, least=0):
 
 
 def check_op(floats, ids, seed=None, implementations=("triton",), gradients=True, dtype=None, rate=0.0, **options):
-    """`ids` by name, those that are missing have their defaults."""
+    """Checks the op on `ids` by name. Missing ids have their defaults."""
     key = jax.random.key(3)
     dropout = {"dropout_rate": rate, "dropout_rng": key if rate else None}
     shape = (*ids["input_ids"].shape, floats["word"].shape[1])
@@ -67,7 +68,7 @@ def only(ids, *names):
 
 @pytest.mark.parametrize(
     ("shape", "width"),
-    [((1,), 1), ((2, 1, 3), 64), *in_full(((2, 3), 8209), ((5,), 80), ((2, 7), 127), ((3, 11), 17))], ids=str,
+    [((2, 1, 3), 64), *slow_cases(((1,), 1), ((2, 3), 8209), ((5,), 80), ((2, 7), 127), ((3, 11), 17))], ids=str,
 )  # fmt: skip
 def test_shapes(shape, width):
     rng = np.random.default_rng(0)
@@ -89,10 +90,10 @@ def test_empty(shape, width, implementation):
         chex.assert_trees_all_equal(pull_back(y)[0], jax.tree.map(jnp.zeros_like, floats))
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES[1:], *in_full(DTYPES[0])])
-@pytest.mark.parametrize("tables", [DTYPES[0], *in_full(*DTYPES[1:])])
+@pytest.mark.parametrize("dtype", [DTYPES[2], *slow(*DTYPES[:2])])
+@pytest.mark.parametrize("tables", [DTYPES[0], *slow(*DTYPES[1:])])
 def test_dtypes(tables, dtype):
-    """Those of the tables and of the result are free: float32 parameters of a bfloat16 model, say."""
+    """Tables and result may have different dtypes, such as float32 parameters of a bfloat16 model."""
     rng = np.random.default_rng(1)
     floats, ids = some_floats(rng, 80, tables), only(some_ids(rng, (2, 5)), "token_type_ids")
     check_op(floats, ids, dtype=dtype)
@@ -106,7 +107,7 @@ def test_tables_of_different_dtypes():
     check_op(floats, some_ids(rng, (2, 5)), implementations=BOTH, dtype=jnp.float16)
 
 
-@pytest.mark.parametrize("absent", [["gamma"], ["gamma", "beta", "token_type"], *in_full(["beta"], ["token_type"])],
+@pytest.mark.parametrize("absent", [["gamma", "beta", "token_type"], *slow(["gamma"], ["beta"], ["token_type"])],
                          ids="+".join)  # fmt: skip
 def test_optional_operands(absent):
     rng = np.random.default_rng(2)
@@ -116,7 +117,7 @@ def test_optional_operands(absent):
     check_op(floats, only(ids, *(["token_type_ids"] if "token_type" in floats else []), "position_ids"))
 
 
-@pytest.mark.parametrize("epsilon", [1e-12, 10, *in_full(1e-2)])
+@pytest.mark.parametrize("epsilon", [10, *slow(1e-12, 1e-2)])
 def test_epsilon(epsilon):
     rng = np.random.default_rng(3)
     floats, ids = some_floats(rng, 33), some_ids(rng, (2, 7))
@@ -124,14 +125,14 @@ def test_epsilon(epsilon):
 
 
 def test_large_mean():
-    """Statistics are of the deviations from the mean."""
+    """The variance is computed from the deviations from the mean."""
     rng = np.random.default_rng(4)
     floats = some_floats(rng, 300)
     check_op(floats | {"word": floats["word"] + 1e4}, only(some_ids(rng, (2, 7))))
 
 
 @pytest.mark.parametrize("dtype", ONE_DTYPE)
-@pytest.mark.parametrize(("shape", "width"), [((2, 7), 127), *in_full(((1,), 1), ((2, 3), 8209))], ids=str)
+@pytest.mark.parametrize(("shape", "width"), [((2, 7), 127), *slow_cases(((1,), 1), ((2, 3), 8209))], ids=str)
 def test_dropout(shape, width, dtype):
     rng = np.random.default_rng(16)
     floats, ids = some_floats(rng, width, dtype), some_ids(rng, shape)
@@ -139,12 +140,12 @@ def test_dropout(shape, width, dtype):
     check_op({name: x for name, x in floats.items() if name not in ("gamma", "beta")}, ids, rate=0.9)
 
 
-@pytest.mark.parametrize("sizes", [(4, 64), *in_full((16, 512))], ids=str)
+@pytest.mark.parametrize("sizes", [(4, 64), *slow((16, 512))], ids=str)
 @IMPLEMENTATIONS
-def test_the_kernels_drop_what_the_reference_drops(implementation, sizes, monkeypatch, key):
-    """Bit by bit, forward and backward, and at every block size."""
-    monkeypatch.setattr(tuning, "layer_norm", lambda *_: RowConfig(*sizes, 1))
-    monkeypatch.setattr(tuning, "layer_norm_backward", lambda *_: GradientConfig(*sizes, 3, 1))
+def test_kernels_and_reference_drop_the_same(implementation, sizes, monkeypatch, key):
+    """The masks are bitwise equal, forward and backward, and at every block size."""
+    monkeypatch.setattr(tuning_rows, "layer_norm", lambda *_: RowConfig(*sizes, 1))
+    monkeypatch.setattr(tuning_rows, "layer_norm_backward", lambda *_: GradientConfig(*sizes, 3, 1))
     rng, rate = np.random.default_rng(17), 0.5
     floats, ids = some_floats(rng, 300), some_ids(rng, (2, 9))
     keep = np.asarray(dropout_mask(key, rate, (2, 9, 300)))
@@ -155,7 +156,7 @@ def test_the_kernels_drop_what_the_reference_drops(implementation, sizes, monkey
         y, pull_back = jax.vjp(lambda f: jaxft.embeddings_layer_norm(**ids, **f, **options), floats)
         return y, pull_back(dy)[0]
 
-    # A power of 2 for each token: the sum in beta's gradient, exact, tells which of them are kept.
+    # Each token has a power of 2: the exact sum in beta's gradient tells which tokens are kept.
     weights = 2.0 ** np.arange(18).reshape(2, 9, 1)
     for given in (key, jax.random.key_data(key)):
         y, gradients = run(floats, jnp.broadcast_to(jnp.asarray(weights, jnp.float32), keep.shape), given)
@@ -164,7 +165,7 @@ def test_the_kernels_drop_what_the_reference_drops(implementation, sizes, monkey
 
 
 @IMPLEMENTATIONS
-def test_without_a_rate_there_is_no_dropout(implementation, key):
+def test_rate_of_zero_drops_nothing(implementation, key):
     rng = np.random.default_rng(18)
     floats, ids = some_floats(rng, 24), some_ids(rng, (2, 5))
     run = functools.partial(jaxft.embeddings_layer_norm, **ids, **floats, implementation=implementation)
@@ -190,10 +191,11 @@ def test_vmap_over_keys(implementation, key):
 
 @IMPLEMENTATIONS
 @pytest.mark.parametrize(
-    ("name", "table"), [("input_ids", "word"), ("position_ids", "position"), ("token_type_ids", "token_type")]
+    ("name", "table"),
+    [("input_ids", "word"), *slow_cases(("position_ids", "position"), ("token_type_ids", "token_type"))],
 )
-def test_an_unknown_id_makes_its_row_nan(name, table, implementation):
-    """And no other, and no row of its table has a gradient from it."""
+def test_unknown_id_makes_one_row_nan(name, table, implementation):
+    """No other row is NaN, and the unknown id adds to no row's gradient."""
     rng = np.random.default_rng(5)
     floats, good = some_floats(rng, 24), some_ids(rng, (2, 5))
 
@@ -209,7 +211,7 @@ def test_an_unknown_id_makes_its_row_nan(name, table, implementation):
         np.testing.assert_array_equal(got[kept], expected[kept])
 
 
-def test_gradients_beside_unknown_ids():
+def test_unknown_ids_spoil_no_other_gradient():
     rng = np.random.default_rng(6)
     for shape in ((3, 7), (40,)):
         ids = some_ids(rng, shape, least=-2)
@@ -219,7 +221,7 @@ def test_gradients_beside_unknown_ids():
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32", "int64", "uint64"])
 def test_dtypes_of_ids(dtype, implementation):
-    """Numbers beyond int32 are in no table; they do not wrap around to those that are."""
+    """Numbers beyond int32 are unknown ids: they do not wrap around to known ids."""
     rng = np.random.default_rng(7)
     floats, good = some_floats(rng, 24), some_ids(rng, (2, 5))
     for x64 in (False, True):
@@ -238,9 +240,9 @@ def test_dtypes_of_ids(dtype, implementation):
                     assert np.isnan(got[0, 3]).all() and np.isfinite(got[1]).all()
 
 
-@pytest.mark.parametrize(("count", "kinds"), [(129, 1), (300, 40), *in_full((127, 1), (128, 1), (700, 1), (700, 2))])
-def test_long_runs(count, kinds):
-    """Tokens with the same id in one chunk, in parts of two, and in many."""
+@pytest.mark.parametrize(("count", "kinds"), [(300, 40), *slow_cases((129, 1), (127, 1), (128, 1), (700, 1), (700, 2))])
+def test_repeated_ids_are_summed(count, kinds):
+    """Tokens with the same id lie in one chunk, in parts of two chunks, and in many chunks."""
     rng = np.random.default_rng(8)
     rows = {"word": 40, "position": count, "token_type": 2}
     ids = {"input_ids": jnp.asarray(rng.integers(0, kinds, (count,)), jnp.int32)}
@@ -255,7 +257,7 @@ def test_long_runs(count, kinds):
     ids=str,
 )  # fmt: skip
 def test_sums_by_id(count, width, size, chunk, config, monkeypatch):
-    """Of integers, whose sums are exact in any order."""
+    """Sums of integers are exact in any order."""
     monkeypatch.setattr(kernel, "CHUNK", chunk)
     rng = np.random.default_rng(9)
     rows = rng.integers(-3, 4, (count, width)).astype(np.float32)
@@ -271,7 +273,7 @@ def test_sums_by_id(count, width, size, chunk, config, monkeypatch):
         np.testing.assert_array_equal(got.astype(jnp.float32), expected)
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), *in_full((1, 8), (4, 4))], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 2), *slow((1, 8), (4, 4))], ids=str)
 def test_kernels_stay_within_the_arrays(sizes, monkeypatch, key):
     monkeypatch.setattr(kernel, "CHUNK", 4)
     rng, seed = np.random.default_rng(10), dropout_seed(key)
@@ -309,7 +311,7 @@ def assert_reruns_are_bitwise_equal(implementation):
         chex.assert_trees_all_equal(run(floats, ids), first)
 
 
-# --- Transformations: of ids too, where test_transforms.py has those of floats --------------------------------------
+# --- Transformations of ids (test_transforms.py has the floats) ----------------------------------------------------
 
 
 @IMPLEMENTATIONS
@@ -328,7 +330,8 @@ def test_vmap_over_ids(implementation):
     chex.assert_trees_all_close(got, jax.tree.map(lambda *x: jnp.stack(x), *each), rtol=1e-5, atol=1e-4)
 
 
-@IMPLEMENTATIONS
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
 def test_scan_and_remat_over_ids(implementation):
     rng = np.random.default_rng(13)
     floats, ids = some_floats(rng, 24), some_ids(rng, (3, 2, 5))
@@ -345,7 +348,7 @@ def test_scan_and_remat_over_ids(implementation):
     chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("given", [(), ("position_ids", "token_type_ids")], ids=len)
+@pytest.mark.parametrize("given", [("position_ids", "token_type_ids"), *slow(())], ids=len)
 def test_second_derivatives(given, key):
     rng = np.random.default_rng(14)
     floats, ids = some_floats(rng, 24), only(some_ids(rng, (2, 5)), *given)
@@ -360,9 +363,9 @@ def test_second_derivatives(given, key):
     chex.assert_trees_all_close(second("triton"), second("xla"), rtol=1e-3, atol=1e-2)
 
 
-@pytest.mark.parametrize("given", [(), ("position_ids", "token_type_ids")], ids=len)
+@pytest.mark.parametrize("given", [("position_ids", "token_type_ids"), *slow(())], ids=len)
 def test_shards_for_a_gpu(given):
-    """Tokens over the devices, the tables on each: JAX adds up the tables' gradients."""
+    """Tokens are sharded, tables are replicated: JAX adds up the gradients of the tables."""
     rng = np.random.default_rng(15)
     floats, ids = some_floats(rng, 24), only(some_ids(rng, (2, 5)), *given)
 
@@ -380,7 +383,7 @@ def test_shards_for_a_gpu(given):
 
 @pytest.mark.parametrize("seed", seeds(2))
 def test_random(seed, monkeypatch):
-    """With any launch configuration."""
+    """Launch configurations are random, too."""
     rng = np.random.default_rng(seed)
     width = int(rng.choice([4, 17, 64, 100, 129, 384]))
     shape = tuple(int(n) for n in rng.choice([1, 2, 5, 13, 40], rng.integers(1, 3)))
@@ -398,9 +401,9 @@ def test_random(seed, monkeypatch):
     blocks = [(power_of_two(rng, 8), max(8, power_of_two(rng, 512)), power_of_two(rng, 4)) for _ in range(3)]
     backward = GradientConfig(*blocks[1][:2], int(rng.integers(1, 9)), blocks[1][2])
     monkeypatch.setattr(kernel, "CHUNK", power_of_two(rng, 64))
-    monkeypatch.setattr(tuning, "layer_norm", lambda *_: RowConfig(*blocks[0]))
-    monkeypatch.setattr(tuning, "layer_norm_backward", lambda *_: backward)
-    monkeypatch.setattr(tuning, "embeddings_sums", lambda *_: RowConfig(*blocks[2]))
+    monkeypatch.setattr(tuning_rows, "layer_norm", lambda *_: RowConfig(*blocks[0]))
+    monkeypatch.setattr(tuning_rows, "layer_norm_backward", lambda *_: backward)
+    monkeypatch.setattr(tuning_rows, "embeddings_sums", lambda *_: RowConfig(*blocks[2]))
     dtype = some(rng, jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"]))))
     rate = float(rng.choice([0.0, 0.1, 0.6]))
     check_op(floats, ids, seed, dtype=dtype, epsilon=float(rng.choice([1e-12, 1e-6, 0.3])), rate=rate)
@@ -462,7 +465,7 @@ def test_errors(changes, error, message):
 
 
 @pytest.mark.parametrize("name", ["word", "position", "token_type", "gamma", "beta", "dtype"])
-def test_the_kernel_refuses_float64_and_says_so(name):
+def test_kernel_refuses_float64_by_name(name):
     with jax.enable_x64(True):
         wide = {name: jnp.float64 if name == "dtype" else jnp.ones(GOOD[name].shape, jnp.float64)}
         message = f"'triton' cannot be used: {name} is float64, the kernels take float32, float16 and bfloat16"
@@ -471,7 +474,7 @@ def test_the_kernel_refuses_float64_and_says_so(name):
 
 
 @pytest.mark.parametrize(("name", "shape"), [("input_ids", (2**30 + 1,)), ("word", (2**30 + 1, 8))])
-def test_the_kernel_refuses_sizes_beyond_its_indices(name, shape):
+def test_kernel_refuses_sizes_beyond_32_bits(name, shape):
     given = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in GOOD.items()}
     given |= {name: jax.ShapeDtypeStruct(shape, GOOD[name].dtype)}
     given["position_ids"] = given["input_ids"]
@@ -479,8 +482,8 @@ def test_the_kernel_refuses_sizes_beyond_its_indices(name, shape):
         jax.eval_shape(lambda f: jaxft.embeddings_layer_norm(**f, implementation="triton"), given)
 
 
-def test_choice():
-    """On an NVIDIA GPU the kernel, elsewhere XLA."""
+def test_nvidia_takes_the_kernel():
+    """An NVIDIA GPU takes the kernel, other devices take XLA."""
     for target, expected in ((True, True), (False, not INTERPRET)):
         jaxpr = functools.partial(jax.make_jaxpr(lambda f: jaxft.embeddings_layer_norm(**f)), GOOD)
         if target:

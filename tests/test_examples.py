@@ -1,4 +1,4 @@
-"""The examples run, and a run that is interrupted and resumed is bitwise the one that was not."""
+"""The examples run, and a run that is interrupted and resumed is bitwise equal to an uninterrupted one."""
 
 import csv
 import dataclasses
@@ -25,7 +25,7 @@ import common
 import finetune
 import pretrain
 import tiny
-from cases import INTERPRET
+from cases import INTERPRET, slow_cases
 from jaxft import BertForMaskedLM, BertForSequenceClassification, BertModel, training
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.training import LossScale
@@ -36,7 +36,7 @@ SUBJECTS = {"birds": "bird sings tree", "weather": "rain falls on", "waters": "r
 
 
 def some_texts(count=240):
-    """Made of the words of a subject and some that all of them have -> the subject."""
+    """Returns {text: subject}. A text has words of its subject and words that all texts have."""
     rng = random.Random(0)
     subjects = list(SUBJECTS) * (count // len(SUBJECTS))
     return {" ".join(rng.choices(SUBJECTS[s].split() * 2 + ["a", "in", "the"], k=12)) + " " * 20: s for s in subjects}
@@ -44,14 +44,14 @@ def some_texts(count=240):
 
 @pytest.fixture(autouse=True)
 def standard_promotion():
-    """optax and Flax do not run under strict dtype promotion."""
+    """Turns strict dtype promotion off: optax and Flax do not run under it."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
 
 @pytest.fixture(autouse=True)
 def quick_compiler():
-    """On a CPU: compiling takes longer than anything else here, and half of that is optimisation."""
+    """Turns XLA's optimisations off on a CPU, where they are half of the compile time."""
     jax.config.update("jax_disable_most_optimizations", INTERPRET)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -64,7 +64,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Texts and sizes for seconds."""
+    """Replaces texts and sizes by small ones."""
     monkeypatch.setattr(common, "paragraphs", some_texts)
     preset = pretrain.Preset(CONFIG, length=16, rows=128, steps=STEPS, learning_rate=1e-2)
     monkeypatch.setattr(pretrain, "PRESETS", {"small": preset, "base": preset})
@@ -74,7 +74,7 @@ def small(monkeypatch):
 
 
 def losses(out):
-    """As they are written: of the same digits only if they are bitwise the same."""
+    """Returns the losses as text: equal digits mean bitwise equal losses."""
     with (out / "losses.csv").open(newline="") as file:
         return [row["loss"] for row in csv.DictReader(file)]
 
@@ -108,7 +108,7 @@ NOTHING = common.Evaluation("nothing", lambda params: 0.0, ".1f")
 
 
 def begin(out, **settings):
-    """A run of three steps, or one that goes on."""
+    """Begins a run of three steps, or resumes it."""
     return common.Run(out, {"steps": 3, "seed": 0} | settings, common.State({"w": jnp.ones(2)}, (), None))
 
 
@@ -119,7 +119,7 @@ def finish(run, batch_at=lambda step: jnp.ones(2)):
 
 @pytest.fixture
 def signals():
-    """What `common.run` does with signals is undone after the test; what it does not do with SIGTERM has no effect."""
+    """Restores the signal handlers after the test. A SIGTERM that `common.run` does not handle has no effect."""
     before = [(signal.SIGINT, signal.getsignal(signal.SIGINT))]
     before.append((signal.SIGTERM, signal.signal(signal.SIGTERM, lambda number, frame: None)))
     yield
@@ -128,8 +128,8 @@ def signals():
 
 
 @pytest.mark.usefixtures("signals")
-def test_interrupted_before_the_first_step():
-    """Or after the last, where there is nothing to save: an exit code and no traceback."""
+def test_interrupt_before_the_first_step_exits_cleanly():
+    """Before the first step or after the last one there is nothing to save: an exit code, no traceback."""
 
     def main():
         raise KeyboardInterrupt
@@ -141,7 +141,7 @@ def test_interrupted_before_the_first_step():
 
 @pytest.mark.usefixtures("signals")
 @pytest.mark.parametrize("at", [None, 2])
-def test_terminated_outside_of_the_loop_or_twice_in_it(at, tmp_path, monkeypatch, capsys):
+def test_early_or_second_signal_stops_at_once(at, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(common, "ONE_SIGNAL", 0.0)
 
     def terminate(step):
@@ -164,8 +164,8 @@ def test_terminated_outside_of_the_loop_or_twice_in_it(at, tmp_path, monkeypatch
 
 
 @pytest.mark.usefixtures("signals")
-def test_terminated_twice_at_once(tmp_path):
-    """By `make` and by what ended it and its children, say: the step is saved."""
+def test_simultaneous_signals_count_as_one(tmp_path):
+    """`make` and the program that ends its children may both send a signal. The step is saved."""
 
     def terminate(step):
         for number in (signal.SIGTERM, signal.SIGINT) if step == 1 else ():
@@ -179,14 +179,12 @@ def test_terminated_twice_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("example", "options", "number"),
     [
-        (pretrain, ["--dtype=float16", "--accumulate=2", "--remat", "--peak-tflops=0.5"], signal.SIGINT),
+        *slow_cases((pretrain, ["--dtype=float16", "--accumulate=2", "--remat", "--peak-tflops=0.5"], signal.SIGINT)),
         (finetune, ["--dtype=float32"], signal.SIGTERM),
     ],
     ids=["pretrain", "finetune"],
 )
-def test_interrupted_and_resumed_is_bitwise_the_same(
-    example, options, number, checkpoint, tmp_path, monkeypatch, capsys
-):
+def test_resumed_run_is_bitwise_equal(example, options, number, checkpoint, tmp_path, monkeypatch, capsys):
     def run(name, *more):
         code = example.main(
             ["--model", str(checkpoint), "--out", str(tmp_path / name), "--save-every=10", *options, *more]
@@ -208,7 +206,7 @@ def test_interrupted_and_resumed_is_bitwise_the_same(
         code, printed = run("resumed")
     assert code == common.INTERRUPTED and signal.getsignal(number) is handler
     assert "resumed after step 10\n" in printed
-    # The step that it came in is done.
+    # The interrupted step is completed.
     assert f"interrupted after step 25 of {STEPS}" in printed and len(losses(tmp_path / "resumed")) == 25
     assert not (tmp_path / "resumed" / "model").exists()
     code, printed = run("resumed")
@@ -220,7 +218,7 @@ def test_interrupted_and_resumed_is_bitwise_the_same(
     files = [tmp_path / name / "model" / "model.safetensors" for name in ("whole", "resumed")]
     assert files[0].read_bytes() == files[1].read_bytes()
 
-    run("whole")  # which is done: it times no step, and keeps no speed of another call
+    run("whole")  # the run is complete: it times no step and keeps no speed of another call
     assert not (tmp_path / "whole" / "speed.json").exists()
     with pytest.raises(SystemExit, match="has the checkpoints of another run: seed is 1 and was 0. To go on"):
         run("whole", "--seed=1")
@@ -267,12 +265,12 @@ def check_written(example, out):
         ("float32", "loss", 30, "the loss is nan", "a lower learning rate in the preset may help"),
         ("float32", "update", 30, "the parameters are not finite", "a lower learning rate in the preset may help"),
         ("bfloat16", "update", 30, "the parameters are not finite", "another --dtype or a lower learning rate"),
-        # The first 24 may be the scale's fault.
+        # The loss scale may cause the first 24.
         ("float16", "loss", 50, "of 30 steps in a row were not finite", "another --dtype or a lower learning rate"),
     ],
 )
-def test_a_run_that_is_lost_stops_before_it_replaces_a_good_checkpoint(dtype, bad, stopped, message, advice, tmp_path):
-    """From step 20 on, no loss is finite; or no update is from step 29 on, the last before a checkpoint."""
+def test_diverged_run_keeps_the_good_checkpoint(dtype, bad, stopped, message, advice, tmp_path):
+    """Losses are NaN from step 20 on, or updates from step 29 on, the last one before a checkpoint."""
 
     def step(state, batch, key):
         finite = jnp.isfinite(batch["loss"])
@@ -284,7 +282,7 @@ def test_a_run_that_is_lost_stops_before_it_replaces_a_good_checkpoint(dtype, ba
         lost = step >= {"loss": 20, "update": 29}[bad]
         return {"loss": jnp.float32(0.0), "update": jnp.float32(0.0)} | ({bad: jnp.float32(jnp.nan)} if lost else {})
 
-    def begin():  # with arrays of its own, which the loop donates
+    def begin():  # a new run needs new arrays, since the loop donates them
         scale = LossScale.create(2.0**24) if dtype == "float16" else None
         state = common.State({"w": jnp.ones(2)}, (), scale)
         return common.Run(tmp_path, {"steps": 90, "seed": 0, "dtype": dtype}, state)
@@ -297,7 +295,7 @@ def test_a_run_that_is_lost_stops_before_it_replaces_a_good_checkpoint(dtype, ba
 
 
 @pytest.mark.skipif(INTERPRET, reason="takes a minute; on a CPU, programs are the same in every process")
-def test_processes_that_share_their_programs_are_bitwise_the_same(minilm, tmp_path):
+def test_shared_compilation_cache_keeps_runs_equal(minilm, tmp_path):
     root = Path(__file__).resolve().parents[1]
     environment = os.environ | {"PYTHONPATH": str(root), "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs")}
 
@@ -321,7 +319,7 @@ def test_processes_that_share_their_programs_are_bitwise_the_same(minilm, tmp_pa
 
 @pytest.fixture
 def programs_of_its_own():
-    """What a run sets in JAX is as it was after the test."""
+    """Restores JAX's settings of the compilation cache after the test."""
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = {name: getattr(jax.config, name) for name in names}
     compilation_cache.reset_cache()
@@ -333,7 +331,7 @@ def programs_of_its_own():
 
 @pytest.mark.usefixtures("programs_of_its_own")
 @pytest.mark.parametrize("named", [None, "", "elsewhere"])
-def test_a_run_on_a_gpu_keeps_its_programs(named, tmp_path, monkeypatch):
+def test_gpu_run_caches_its_programs(named, tmp_path, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     if named is not None:
         monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", named)
@@ -346,9 +344,11 @@ def test_a_run_on_a_gpu_keeps_its_programs(named, tmp_path, monkeypatch):
     assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
 
 
-def test_losses_that_do_not_fit_their_checkpoint_are_refused(tmp_path):
+def test_losses_must_match_the_checkpoint(tmp_path):
     run = begin(tmp_path)
-    assert all(leaf.committed for leaf in jax.tree.leaves(run.state))  # as restored ones: the same compiled program
+    assert all(
+        leaf.committed for leaf in jax.tree.leaves(run.state)
+    )  # restored arrays are committed, too, and so take the same compiled program
     assert finish(run)
     path = tmp_path / "losses.csv"
     lines = path.read_text().splitlines()
@@ -366,7 +366,7 @@ def test_losses_that_do_not_fit_their_checkpoint_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["state/manifest.ocdbt", "settings/metadata"])
-def test_a_damaged_checkpoint_is_named(file, tmp_path):
+def test_damaged_checkpoint_is_named(file, tmp_path):
     finish(begin(tmp_path))
     for step, then in ((3, "goes on from step 2"), (2, "starts anew")):
         folder = tmp_path / "checkpoints" / str(step)
@@ -389,7 +389,7 @@ def test_other_settings_are_refused(tmp_path):
     assert begin(tmp_path, **settings).step == 3
 
 
-def test_a_folder_that_cannot_be_made(tmp_path):
+def test_impossible_output_folder_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit, match="--out must name a folder, or where one can be made: .*file"):
         begin(tmp_path / "file")
@@ -432,7 +432,7 @@ def test_biases_do_not_decay():
 
 @pytest.fixture
 def given(checkpoint, tmp_path, monkeypatch):
-    """What an example gives to the loop, of which no step is done: the run, its loss and its batches."""
+    """Returns what an example passes to the training loop (run, loss and batches) without a step."""
 
     def given(example, *options):
         found = []
@@ -447,7 +447,7 @@ def given(checkpoint, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("example", [pretrain, finetune])
-def test_what_is_trained_is_what_the_options_say(example, given):
+def test_options_select_what_is_trained(example, given):
     for options in ([], ["--dtype=bfloat16", "--remat", "--accumulate=2"]):
         run, loss_fn, batch_at = given(example, "--dtype=float32", *options)
         batch, again, other = batch_at(0), batch_at(0), batch_at(1)
@@ -460,19 +460,19 @@ def test_what_is_trained_is_what_the_options_say(example, given):
         assert ("bf16[" in program, "prevent_cse" in program) == (bool(options), bool(options))
         assert {leaf.dtype.name for leaf in jax.tree.leaves(run.state.params)} == {"float32"}
     loss = jax.jit(lambda key: loss_fn(run.state.params, one, key)[0])
-    assert loss(jax.random.key(0)) != loss(jax.random.key(1))  # dropout
+    assert loss(jax.random.key(0)) != loss(jax.random.key(1))  # they differ by dropout
 
 
-def test_the_classifier_begins_with_the_checkpoint(checkpoint, given):
-    run, _, _ = given(finetune, "--seed=1")  # that of the checkpoint is 0
+def test_classifier_starts_from_the_checkpoint(checkpoint, given):
+    run, _, _ = given(finetune, "--seed=1")  # the seed of the checkpoint is 0
     encoder = BertModel.from_pretrained(checkpoint, param_dtype=jnp.float32)
-    encoder.pooler = None  # that of the classifier is new
+    encoder.pooler = None  # the classifier's pooler is new
     jax.tree.map(np.testing.assert_array_equal, run.state.params["bert"], nnx.state(encoder))
 
 
 @pytest.mark.usefixtures("signals")
 @pytest.mark.parametrize(("example", "missing"), [(pretrain, "tokenizer.json"), (finetune, "model.safetensors")])
-def test_a_folder_that_is_no_checkpoint(example, missing, checkpoint, tmp_path):
+def test_folder_without_a_checkpoint_is_named(example, missing, checkpoint, tmp_path):
     shutil.copytree(checkpoint, tmp_path / "model")
     for file in (missing, "vocab.txt"):
         (tmp_path / "model" / file).unlink()

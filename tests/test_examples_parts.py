@@ -1,4 +1,4 @@
-"""Parts of the examples, operations in modules of one's own, and training with kernels and without."""
+"""Parts of the examples, operations in custom modules, and training with and without kernels."""
 
 import csv
 import dataclasses
@@ -7,6 +7,7 @@ import os
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -24,7 +25,7 @@ from test_examples import CONFIG, quick_compiler, small, some_texts, standard_pr
 __all__ = ["quick_compiler", "small", "standard_promotion"]  # fixtures of every test here
 
 
-def test_settings_are_those_that_change_the_bits(monkeypatch):
+def test_settings_cover_everything_that_changes_bits(monkeypatch):
     args = common.arguments(None, "x", {"small": 0, "base": 1}).parse_args(["--model=a", "--out=b"])
     found = common.settings(args, data="c")
 
@@ -59,7 +60,7 @@ def test_settings_are_those_that_change_the_bits(monkeypatch):
     assert not {"model", "out", "save_every"} & found.keys()
 
 
-def test_a_tokenizer_without_a_mask(tmp_path):
+def test_tokenizer_without_mask_token_is_refused(tmp_path):
     with pytest.raises(SystemExit, match=r"pretrain: the tokenizer has no \[MASK\], which masking needs"):
         tokenizer = tiny.bert_tokenizer()
         vocab = json.loads(tokenizer.to_str())
@@ -93,7 +94,7 @@ def test_masked_batches():
 
 
 def test_flops_are_six_a_parameter_and_token():
-    """Those of the matrices of layers and head; of the embeddings only as the last one, for tokens to be predicted."""
+    """The count has the matrices of layers and head. Word embeddings count as the output layer of predicted tokens."""
     model = nnx.eval_shape(lambda: BertForMaskedLM(BertConfig(), rngs=nnx.Rngs(0)))
     sizes = {name: np.prod(parameter.shape) for name, parameter in model._parameters().items()}
     kernels = sum(size for name, size in sizes.items() if name.endswith("kernel"))
@@ -150,14 +151,14 @@ def test_counts_are_positive(value, capsys):
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "x"])
-def test_a_peak_is_positive(value, capsys):
+def test_peak_is_positive(value, capsys):
     with pytest.raises(SystemExit):
         pretrain.main(["--model", "x", "--peak-tflops", value])
     assert f"argument --peak-tflops: must be a positive number, got '{value}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", ["-1", "0.5", "4294967296", "9223372036854775808"])
-def test_seeds_are_those_of_different_keys(value, capsys):
+def test_seeds_fit_32_bits(value, capsys):
     parser = common.arguments(None, "x", {})
     assert parser.parse_args(["--model=x", "--seed=4294967295"]).seed == 2**32 - 1
     with pytest.raises(SystemExit):
@@ -165,7 +166,20 @@ def test_seeds_are_those_of_different_keys(value, capsys):
     assert f"argument --seed: must be a natural number below 2**32, got '{value}'" in capsys.readouterr().err
 
 
-def test_custom_modules(monkeypatch, capsys):
+def test_custom_modules_have_gradients():
+    digits = jnp.zeros((2, custom_modules.LENGTH), jnp.int32)
+    graph, params = nnx.split(nnx.eval_shape(lambda: custom_modules.NNXSorter(nnx.Rngs(0))))
+    sorter = custom_modules.LinenSorter()
+    linen_params = jax.eval_shape(sorter.init, jax.random.key(0), digits)
+    for forward, of in ((lambda params: nnx.merge(graph, params)(digits), params),
+                        (lambda params: sorter.apply(params, digits), linen_params)):  # fmt: skip
+        assert jax.eval_shape(forward, of).shape == (*digits.shape, custom_modules.DIGITS)
+        gradients = jax.eval_shape(jax.grad(lambda params, forward=forward: forward(params).sum()), of)
+        assert jax.tree.structure(gradients) == jax.tree.structure(of)
+
+
+@pytest.mark.slow
+def test_custom_modules_learn(monkeypatch, capsys):
     custom_modules.main()
     assert re.search(r"NNX: the loss falls from .*\nLinen: the loss falls from", capsys.readouterr().out)
     monkeypatch.setattr(custom_modules, "STEPS", 1)
@@ -186,7 +200,8 @@ def small_parity(monkeypatch):
         monkeypatch.setattr(train_parity, name, value)
 
 
-def test_parity(small_parity, tmp_path, capsys):
+@pytest.mark.slow
+def test_kernels_train_as_xla_does(small_parity, tmp_path, capsys):
     """The kernels, in interpret mode where there is no GPU, train as plain XLA does."""
     assert train_parity.main(["--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("PASS") == 3
@@ -203,7 +218,7 @@ def test_parity(small_parity, tmp_path, capsys):
     assert len({rows[5][name] for name in names[::2]}) == 3
 
 
-def test_parity_of_some_cases_at_another_length(small_parity, tmp_path, monkeypatch, capsys):
+def test_parity_runs_selected_cases(small_parity, tmp_path, monkeypatch, capsys):
     lengths = []
 
     def losses(case, implementation, data):
@@ -212,7 +227,7 @@ def test_parity_of_some_cases_at_another_length(small_parity, tmp_path, monkeypa
 
     monkeypatch.setattr(train_parity, "losses", losses)
     assert train_parity.main(["--out", str(tmp_path), "--only", "bfloat16", "--length", "9"]) == 0
-    assert lengths == [9, 9]  # by the kernels and by XLA
+    assert lengths == [9, 9]  # one run by the kernels, one by XLA
     (path,) = tmp_path.glob("*_9_tokens_bfloat16.csv")
     assert "bfloat16" in path.read_text() and "float32" not in path.read_text()
     with pytest.raises(SystemExit):
@@ -220,6 +235,7 @@ def test_parity_of_some_cases_at_another_length(small_parity, tmp_path, monkeypa
     assert "--only: no case has 'float64' in its name, only bfloat16, dropout 0.1; float32" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_parity_notices_another_dropout_mask(small_parity, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train_parity, "CASES", train_parity.CASES[2:])
     losses, accumulate = train_parity.losses, training.accumulate_gradients

@@ -24,7 +24,7 @@ MODELS = (
 
 
 def _loaded(code):
-    """Which of the heavy packages a fresh interpreter has loaded after `code`."""
+    """Returns the heavy packages that a fresh interpreter has loaded after `code`."""
     script = f"{code}\nimport json, sys\nprint(json.dumps([name for name in {HEAVY} if name in sys.modules]))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -55,13 +55,13 @@ def test_public_names(name):
     assert getattr(jaxft, name).__doc__
 
 
-def test_nothing_else_is_listed_that_is_not_there():
+def test_all_lists_existing_names_once():
     for name in jaxft.__all__:
         assert hasattr(jaxft, name), name
     assert len(set(jaxft.__all__)) == len(jaxft.__all__)
 
 
-def test_an_unknown_name():
+def test_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="jaxft.*nonesuch"):
         jaxft.nonesuch  # noqa: B018
     with pytest.raises(ImportError):

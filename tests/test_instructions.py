@@ -1,4 +1,4 @@
-"""What kernels compute by inline assembly, which no interpreter runs: its text is run here, by NumPy."""
+"""Inline assembly of the kernels, which no interpreter runs: NumPy runs its text here."""
 
 import contextlib
 import math
@@ -24,7 +24,7 @@ INSTRUCTIONS = {
 
 
 def run_assembly(asm, *, args, constraints, pack, result_shape_dtypes):
-    """As `plgpu.elementwise_inline_asm`, of which `pack` elements of 4 / `pack` bytes are a register."""
+    """Replaces `plgpu.elementwise_inline_asm`. A register has `pack` elements of 4 / `pack` bytes."""
     name, operands = re.fullmatch(r"(\S+) \$0, (.*);", asm).groups()
     kind = "r" if name.endswith("b32") else "f"
     assert constraints == ",".join([f"={kind}", *[kind] * len(args)])
@@ -50,7 +50,7 @@ def interpreted():
 
 @pytest.fixture
 def assert_same(monkeypatch):
-    """Whether `function(*args)` as it is compiled gives what it gives where a kernel is interpreted."""
+    """Returns a check that the compiled `function(*args)` equals the interpreted one."""
     monkeypatch.setattr(common.plgpu, "elementwise_inline_asm", run_assembly)
 
     def check(function, *args, rtol=1e-5, atol=0.0):
@@ -65,7 +65,7 @@ ROWS = jnp.asarray(np.random.default_rng(0).standard_normal((5, 7)), jnp.float32
 
 
 @pytest.mark.parametrize("function", [common.exp2, common.exp, common.reciprocal])
-def test_functions(function, assert_same):
+def test_functions_match_their_assembly(function, assert_same):
     assert_same(function, 20.0 * ROWS)
 
 
@@ -79,7 +79,7 @@ OPERANDS = {"column": ROWS[:, :1] + 3.0, "row": 2.0 - ROWS[:1], "array": ROWS[::
 @pytest.mark.parametrize("z", OPERANDS)
 @pytest.mark.parametrize("y", OPERANDS)
 def test_fma(y, z, assert_same):
-    """Of numbers as they are written into the instruction, and of arrays, which broadcast."""
+    """Operands are numbers, which are written into the instruction, and arrays, which broadcast."""
     assert_same(common.fma, ROWS, OPERANDS[y], OPERANDS[z], atol=1e-6)
 
 

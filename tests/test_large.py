@@ -1,4 +1,4 @@
-"""Arrays of more than 2^31 elements: the rows at their end are what they are in a small array. Needs a large GPU."""
+"""Arrays of more than 2^31 elements: their last rows equal the same rows in a small array. Needs a large GPU."""
 
 import functools
 
@@ -39,7 +39,7 @@ def test_rows_past_32_bit_offsets(op):
 
 
 def test_embeddings_past_32_bit_offsets():
-    """Of a table's last rows, and their gradients."""
+    """The ids name a table's last rows."""
     small = jax.random.normal(jax.random.key(0), (3, WIDTH), jnp.bfloat16)
 
     @functools.partial(jax.jit, static_argnums=1)

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import pytest
 
 import jaxft
-from cases import ONE_DTYPE, SOME_DTYPES, in_full, lower
+from cases import ONE_DTYPE, lower, slow, slow_cases
 from lowered import COPIES, TRITON, assert_one_kernel, of, operations, sizes
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def with_gradients(function):
-    """The function's result, and what it gives as a cotangent for the first of its arguments."""
+    """Returns a function that computes the result and pulls it back to the first argument."""
 
     def run(x, *arguments):
         out, pull_back = jax.vjp(lambda x: function(x, *arguments), x)
@@ -24,10 +24,10 @@ def with_gradients(function):
     return run
 
 
-@pytest.mark.parametrize("dtype", SOME_DTYPES)
-@pytest.mark.parametrize("head_size", [33, 256, *in_full(1, 8, 16, 40, 64, 80, 128)])
+@pytest.mark.parametrize("dtype", ONE_DTYPE)
+@pytest.mark.parametrize("head_size", [33, 256, *slow(1, 8, 16, 40, 64, 80, 128)])
 def test_attention_head_sizes(head_size, dtype, caplog):
-    """One kernel forward, one or two backward."""
+    """The op has one kernel forward, one or two backward."""
     for length in (37, 1000):
         qkv = of((2, length, 3, 4, head_size), dtype)
         assert_one_kernel(jaxft.qkv_attention, qkv)
@@ -41,7 +41,7 @@ def test_attention_head_sizes(head_size, dtype, caplog):
 
 
 def attention_options(s, key):
-    """Static ones, and arrays for B = 2, T = 37, N = 6."""
+    """Returns {name: (static options, shapes of array options)} for B = 2, T = 37, N = 6."""
     both = {"is_causal": True, "local_window_size": (30, 0), "return_residual": True, "scale": 0.3,
             "dropout_rate": 0.1, "dropout_rng": key}  # fmt: skip
     lengths = {"query_seq_lengths": of((2,), jnp.int32), "key_value_seq_lengths": of((2,), jnp.int32)}
@@ -66,31 +66,35 @@ def attention_options(s, key):
     }
 
 
+OTHERS = ("plain", "negative_scale", "no_scale", "residual", "causal", "window", "lengths", "mask", "column_bias")
+
+
 @pytest.mark.parametrize(
     ("dtype", "precision", "keys", "kernels"),
-    [(jnp.bfloat16, None, 131, 3), *in_full((jnp.float32, "highest", 61, 2), (jnp.bfloat16, None, 61, 2),
+    [(jnp.bfloat16, None, 131, 3), *slow_cases((jnp.float32, "highest", 61, 2), (jnp.bfloat16, None, 61, 2),
      (jnp.float32, "highest", 131, 3), (jnp.float16, None, 61, 2))],
 )  # fmt: skip
-def test_attention_options(dtype, precision, keys, kernels, caplog, key):
-    """Forward and backward; the gradient of a bias for all pairs takes two kernels and its own."""
+@pytest.mark.parametrize("name", ["dropout", "segments", "key_mask", "bias", *slow(*OTHERS)])
+def test_attention_options(name, dtype, precision, keys, kernels, caplog, key):
+    """The gradient of a bias for all pairs takes a kernel of its own beside the two of the backward pass."""
     query, key_value = of((2, 37, 6, 64), dtype), of((2, keys, 2, 64), dtype)  # grouped heads
-    for name, (static, arrays) in attention_options(keys, key).items():
-        others = {k: x for k, x in arrays.items() if k != "bias"}
+    static, arrays = attention_options(keys, key)[name]
+    others = {k: x for k, x in arrays.items() if k != "bias"}
 
-        def attend(floats, others, static=static):
-            query, key_value, bias = floats
-            return jaxft.dot_product_attention(query, key_value, key_value, bias, **others, **static)
+    def attend(floats, others):
+        query, key_value, bias = floats
+        return jaxft.dot_product_attention(query, key_value, key_value, bias, **others, **static)
 
-        with jax.default_matmul_precision(precision):
-            text = lower(with_gradients(attend), (query, key_value, arrays.get("bias")), others)
-        assert operations(text)[TRITON] == (4 if name in ("bias", "everything") else kernels), name
+    with jax.default_matmul_precision(precision):
+        text = lower(with_gradients(attend), (query, key_value, arrays.get("bias")), others)
+    assert operations(text)[TRITON] == (4 if name == "bias" else kernels)
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize("length", [37, 300])  # one kernel backward, and two
+@pytest.mark.parametrize("length", [300, *slow(37)])  # one kernel backward, and two
 @pytest.mark.parametrize("name", ["lengths", "key_mask", "mask", "varlen"])
-def test_masks_move_no_qkv(name, length, caplog):
-    """What finds the blocks to visit is small: queries, keys, values and their gradients stay where they are."""
+def test_masks_copy_no_qkv(name, length, caplog):
+    """The search for blocks works on small arrays: QKV and its gradients stay in place."""
     shape = (4 * length, 3, 4, 64) if name == "varlen" else (4, length, 3, 4, 64)
     function, *arrays = {
         "lengths": (lambda qkv, n: jaxft.qkv_attention(qkv, key_value_seq_lengths=n), of((4,), jnp.int32)),
@@ -106,7 +110,7 @@ def test_masks_move_no_qkv(name, length, caplog):
 
 
 def test_attention_has_no_square_matrices():
-    """Forward and backward, no array is larger than the arguments."""
+    """Neither forward nor backward is an array larger than the arguments."""
     length = 8192
 
     def attend(floats, lengths, ids):

@@ -13,7 +13,7 @@ import safetensors.numpy
 from flax import nnx
 
 import jaxft
-from cases import in_full
+from cases import slow
 from jaxft.checkpoint import layouts as checkpoint_layouts
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.models import masked_lm
@@ -37,7 +37,7 @@ from test_classification import CONFIG, DISTILBERT, ROBERTA
 FAMILIES = ["bert", "roberta", "distilbert"]
 WORDS = "embeddings.word_embeddings.weight"
 
-# The encoder's prefix; the head's dense layer, LayerNorm and bias; copies and what they are of, as transformers has it.
+# Prefix of the encoder; dense layer, LayerNorm and bias of the head; copies with their originals, as in transformers.
 ROBERTA_NAMES = (
     "roberta.", "lm_head.dense", "lm_head.layer_norm", "lm_head.bias",
     {"lm_head.decoder.weight": "roberta." + WORDS, "lm_head.decoder.bias": "lm_head.bias"},
@@ -94,7 +94,7 @@ def some_labels():
 
 
 def make(config=CONFIG, **options):
-    """A model whose vectors are random too."""
+    """Returns a model with random vectors."""
     model = BertForMaskedLM(config, rngs=nnx.Rngs(0), **{"implementation": "xla"} | options)
     rng = np.random.default_rng(0)
     for _, parameter in nnx.to_flat_state(nnx.state(model)):
@@ -115,7 +115,7 @@ def run(model, *args, method="__call__"):
 
 
 def cross_entropy(logits, labels):
-    """The sum over the labels, and their number, in float64."""
+    """Returns the sum over the labels, and the number of labels, in float64."""
     logits = np.asarray(logits, np.float64)[labels != -100]
     picked = logits[np.arange(len(logits)), labels[labels != -100]]
     return np.sum(np.log(np.exp(logits).sum(-1)) - picked), len(logits)
@@ -124,13 +124,13 @@ def cross_entropy(logits, labels):
 # --- Checkpoints -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activation", ["gelu", "relu"])
+@pytest.mark.parametrize("activation", ["gelu", *slow("relu")])
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_logits_match_numpy(tmp_path, model_type, activation):
-    """The head's activation is that of the config, except in RoBERTa."""
+    """The config names the head's activation, except in RoBERTa."""
     tensors, config = lm_tensors(model_type), lm_config(model_type)
     model = BertForMaskedLM.from_pretrained(write(tmp_path / "a", tensors, config), implementation="xla")
-    if activation != "gelu":  # of the head alone: the encoder in NumPy has GELU
+    if activation != "gelu":  # only the head has another activation: the encoder in NumPy has GELU
         config["activation" if model_type == "distilbert" else "hidden_act"] = activation
         other = BertForMaskedLM.from_pretrained(write(tmp_path / "b", tensors, config), implementation="xla")
         model.lm_head = other.lm_head
@@ -149,7 +149,7 @@ def test_logits_match_numpy(tmp_path, model_type, activation):
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_save_writes_what_was_read(tmp_path, model_type):
+def test_save_restores_the_file(tmp_path, model_type):
     tensors, config = lm_tensors(model_type), lm_config(model_type)
     model = BertForMaskedLM.from_pretrained(write(tmp_path / "a", tensors, config))
     model.save_pretrained(tmp_path / "b")
@@ -161,8 +161,8 @@ def test_save_writes_what_was_read(tmp_path, model_type):
     assert_same(model, BertForMaskedLM.from_pretrained(tmp_path / "b"))
 
 
-def test_a_loaded_model_is_one_tree_with_a_new_one(tmp_path):
-    """Whatever its config.json has beside the config."""
+def test_loaded_and_new_models_have_one_tree(tmp_path):
+    """Other fields of config.json make no difference."""
     model = make()
     model.save_pretrained(tmp_path)
     loaded = BertForMaskedLM.from_pretrained(tmp_path, implementation="xla")
@@ -171,9 +171,9 @@ def test_a_loaded_model_is_one_tree_with_a_new_one(tmp_path):
         assert same
 
 
-@pytest.mark.filterwarnings("default")  # of torch and transformers
+@pytest.mark.filterwarnings("default")  # torch and transformers warn
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_transformers_reads_what_was_saved(tmp_path, model_type):
+def test_transformers_reads_saved_checkpoints(tmp_path, model_type):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     model = BertForMaskedLM.from_pretrained(write(tmp_path / "a", lm_tensors(model_type), lm_config(model_type)))
     model.save_pretrained(tmp_path / "b")
@@ -189,8 +189,8 @@ def test_transformers_reads_what_was_saved(tmp_path, model_type):
     np.testing.assert_allclose(loss, expected.loss.numpy(), rtol=1e-5)
 
 
-def test_encoder_reads_it(tmp_path):
-    """Whatever the output layer is like."""
+def test_encoder_reads_the_checkpoint(tmp_path):
+    """The encoder ignores the output layer, whatever it is like."""
     for model_type in FAMILIES:
         tensors = lm_tensors(model_type)
         model = BertForMaskedLM.from_pretrained(write(tmp_path / f"{model_type}-a", tensors, lm_config(model_type)))
@@ -201,7 +201,7 @@ def test_encoder_reads_it(tmp_path):
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_tied_tensors(tmp_path, model_type):
-    """They may be there twice, or only under their other name."""
+    """Tied tensors may appear twice, or only under their other name."""
     tensors, config = lm_tensors(model_type), lm_config(model_type)
     plain = BertForMaskedLM.from_pretrained(write(tmp_path / "a", tensors, config))
     for copy, original in NAMES[model_type][-1].items():
@@ -212,7 +212,7 @@ def test_tied_tensors(tmp_path, model_type):
 
 
 def test_checkpoint_of_pretraining(tmp_path):
-    """With a pooler, the other head, and names without prefix or of old; in shards."""
+    """The checkpoint has a pooler, the other head, shards, and names without prefix or with old ones."""
     tensors, config = lm_tensors(), lm_config()
     plain = BertForMaskedLM.from_pretrained(write(tmp_path / "a", tensors, config))
     tensors = {
@@ -248,8 +248,8 @@ def refused(folder, *fragments):
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_an_output_layer_of_its_own(tmp_path, model_type):
-    """Whether or not config.json says so."""
+def test_untied_output_layer_is_refused(tmp_path, model_type):
+    """It does not matter whether config.json says that the layer is untied."""
     tensors, config = lm_tensors(model_type), lm_config(model_type)
     for copy, original in NAMES[model_type][-1].items():
         other = tensors[original] + np.float32(1e-3)
@@ -285,7 +285,7 @@ def test_plain_encoder(tmp_path, model_type):
     assert nnx.split(model)[0] == nnx.split(again)[0]
 
 
-def test_a_new_head_excuses_nothing_else(tmp_path):
+def test_new_head_excuses_no_other_problem(tmp_path):
     tensors, option = lm_tensors(), {"rngs": nnx.Rngs(0)}
     tensors["cls.predictions.bias"] = np.zeros(VOCAB - 1, np.float32)
     with pytest.raises(CheckpointError, match=r"'cls.predictions.bias': has shape \[30\], expected \[31\]$"):
@@ -332,7 +332,7 @@ def test_inputs_reach_the_encoder():
 
 
 @pytest.mark.parametrize("method", ["__call__", "loss"])
-def test_options_reach_the_encoder_where_they_are_given(method, monkeypatch):
+def test_options_reach_the_encoder(method, monkeypatch):
     model, (ids, mask, types) = make(), some_inputs()
     labels, seen = ([some_labels()] if method == "loss" else []), []
     original = BertModel.__call__
@@ -364,7 +364,7 @@ def test_remat_reaches_the_encoder(tmp_path, monkeypatch):
     assert seen == [False, True, True]
 
 
-@pytest.mark.parametrize("config", [CONFIG, ROBERTA, DISTILBERT], ids=FAMILIES)
+@pytest.mark.parametrize("config", [ROBERTA, *slow(CONFIG, DISTILBERT)], ids=lambda config: config.model_type)
 def test_loss(config):
     model, (ids, mask, types), labels = make(config), some_inputs(config.model_type), some_labels()
     found = run(model, ids, labels, mask, types, method="loss")
@@ -395,9 +395,9 @@ def test_wrong_labels(monkeypatch, labels, error, message):
         model.loss(some_inputs()[0], labels)
 
 
-@pytest.mark.parametrize("config", [ROBERTA, *in_full(CONFIG)], ids=lambda config: config.model_type)
+@pytest.mark.parametrize("config", [ROBERTA, *slow(CONFIG)], ids=lambda config: config.model_type)
 def test_packed_tokens(config):
-    """Logits and loss of a padded batch; unused rows, which remove_padding fills with 0, have no label."""
+    """Logits and loss equal the results of a padded batch. Unused rows, which are 0, have no label."""
     model, (ids, _, types), labels = make(config), some_inputs(config.model_type), some_labels()
     mask = np.arange(7) < np.array([[7], [2], [5]])
     labels = np.where(mask, labels, -100)
@@ -420,9 +420,9 @@ def test_packed_tokens(config):
         model.loss(packed, given, cu_seqlens=starts)
 
 
-@pytest.mark.parametrize("config", [CONFIG, *in_full(ROBERTA, DISTILBERT)], ids=lambda config: config.model_type)
+@pytest.mark.parametrize("config", [CONFIG, *slow(ROBERTA, DISTILBERT)], ids=lambda config: config.model_type)
 def test_gradients(config):
-    """Those of the loss are those of the logits' cross-entropy, through which the word embeddings have two uses."""
+    """The gradients equal the gradients of the logits' cross-entropy, in which the word embeddings have two uses."""
     model, (ids, mask, types), labels = make(config), some_inputs(config.model_type), some_labels()
     graph, params = nnx.split(model)
 
@@ -449,7 +449,7 @@ def test_gradients(config):
 
 
 def test_training():
-    """As the class's docstring shows it, but for the optimizer."""
+    """The example of the class docstring works, with another optimizer."""
     model, (ids, mask, types), labels = make(), some_inputs(), some_labels()
 
     @nnx.jit
@@ -462,7 +462,7 @@ def test_training():
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_loss_has_no_logits_of_all_tokens():
+def test_loss_stores_no_full_logits():
     model = make(dataclasses.replace(CONFIG, vocab_size=5000))
     ids = np.zeros((64, 20), np.int32)
     graph, params = nnx.split(model)
@@ -471,18 +471,18 @@ def test_loss_has_no_logits_of_all_tokens():
         return nnx.merge(graph, params).loss(ids, labels).mean
 
     jaxpr = str(jax.make_jaxpr(jax.grad(loss))(params, ids))
-    assert "[384,5000]" in jaxpr  # a chunk's
+    assert "[384,5000]" in jaxpr  # logits of a chunk
     assert "[1280,5000]" not in jaxpr and "[64,20,5000]" not in jaxpr
 
 
-def test_labels_beyond_max_seqlen_are_none():
-    """Where `cu_seqlens` is traced: otherwise they are refused."""
+def test_labels_beyond_max_seqlen_are_ignored():
+    """Traced `cu_seqlens` cannot be refused."""
     model, ids = make(), some_inputs()[0].reshape(-1)[:12]
     loss = jax.jit(lambda starts: model.loss(ids, np.ones_like(ids), cu_seqlens=starts, max_seqlen=4))
     assert loss(np.array([0, 7, 10])).labelled == 4 + 3
 
 
-def test_triton_is_xla():
+def test_triton_agrees_with_xla():
     (ids, mask, types), labels = some_inputs(), some_labels()
     models = [make(implementation=name) for name in ("xla", "triton")]
     plain, fused = (run(model, ids, mask, types) for model in models)

@@ -1,4 +1,4 @@
-"""The encoder on packed tokens gives what it gives on a padded batch; and the pooling of packed tokens."""
+"""The encoder gives the same results on packed tokens as on a padded batch, and so does pooling."""
 
 import collections
 import dataclasses
@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jaxft
-from cases import BITWISE, INTERPRET, in_full, jit
+from cases import BITWISE, INTERPRET, jit, slow, slow_cases
 from jaxft.models import bert
 from jaxft.models.pooling import pool, pool_packed
 from test_bert import CONFIG, DISTILBERT, ROBERTA, assert_close, make
@@ -22,12 +22,12 @@ MASK = np.arange(LENGTH) < LENGTHS[:, None]
 HOLES = MASK & (np.arange(LENGTH) % 3 != 1)
 TOKENS = int(LENGTHS.sum())
 EMPTY = LENGTHS == 0
-CONFIGS = pytest.mark.parametrize("config", [CONFIG, ROBERTA, DISTILBERT], ids=lambda config: config.model_type)
+CONFIGS = pytest.mark.parametrize("config", [ROBERTA, *slow(CONFIG, DISTILBERT)], ids=lambda config: config.model_type)
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "triton"])
 
 
 def some_ids():
-    """Of the whole vocabulary, with the padding's ids of all models inside of the sequences."""
+    """Returns ids of the whole vocabulary, with the padding ids of all models inside of the sequences."""
     ids = np.random.default_rng(1).integers(0, CONFIG.vocab_size, (BATCH, LENGTH)).astype(np.int32)
     ids[0, 2:4], ids[1, 0], ids[3, 5] = 1, 1, 0
     return ids
@@ -53,7 +53,7 @@ def packed_inputs(ids, mask=MASK, capacity=CAPACITY, **others):
 
 
 def assert_same(actual, expected):
-    """Bit for bit where the products are those of one CPU, for which the number of rows makes no difference."""
+    """Asserts bitwise equality on one CPU, whose matmuls do not depend on the number of rows."""
     if INTERPRET:
         np.testing.assert_array_equal(actual, expected)
     else:
@@ -65,11 +65,12 @@ def assert_same(actual, expected):
 
 @pytest.mark.parametrize(
     ("config", "implementation", "capacity"),
-    [(CONFIG, "xla", TOKENS), (ROBERTA, "xla", TOKENS), (DISTILBERT, "xla", TOKENS), (CONFIG, "triton", CAPACITY),
-     *in_full((ROBERTA, "triton", CAPACITY), (DISTILBERT, "triton", CAPACITY))],
+    [(CONFIG, "triton", CAPACITY),
+     *slow_cases((CONFIG, "xla", TOKENS), (ROBERTA, "xla", TOKENS), (DISTILBERT, "xla", TOKENS),
+                 (ROBERTA, "triton", CAPACITY), (DISTILBERT, "triton", CAPACITY))],
     ids=lambda value: getattr(value, "model_type", str(value)),
 )  # fmt: skip
-def test_packed_is_padded(config, implementation, capacity):
+def test_packed_equals_padded(config, implementation, capacity):
     model, ids = make(config, implementation=implementation), some_ids()
     padded = run(model, None, True, input_ids=ids, attention_mask=MASK)
     packed = run(model, LENGTH, True, **packed_inputs(ids, capacity=capacity))
@@ -87,7 +88,8 @@ def test_packed_is_padded(config, implementation, capacity):
         assert np.isfinite(packed.pooler_output).all()
 
 
-def test_packed_is_padded_in_16_bits():
+@pytest.mark.slow
+def test_packed_equals_padded_in_16_bits():
     model, ids = make(dtype=jnp.bfloat16, implementation="triton"), some_ids()
     padded = run(model, input_ids=ids, attention_mask=MASK).last_hidden_state.astype(jnp.float32)
     packed = run(model, LENGTH, **packed_inputs(ids)).last_hidden_state
@@ -96,8 +98,8 @@ def test_packed_is_padded_in_16_bits():
 
 
 @CONFIGS
-def test_ids_of_ones_own(config):
-    """Positions in any order, and token types."""
+def test_explicit_position_ids_are_used(config):
+    """Positions come in any order, with token types."""
     model, ids, rng = make(config), some_ids(), np.random.default_rng(2)
     others = {"position_ids": rng.integers(0, 20, ids.shape).astype(np.int32)}
     if config is CONFIG:
@@ -111,9 +113,9 @@ def test_ids_of_ones_own(config):
         assert np.abs(other - packed)[:TOKENS].max() > 0.1, name
 
 
-@IMPLEMENTATIONS
+@pytest.mark.parametrize("implementation", ["xla", *slow("triton")])
 def test_masks_with_holes(implementation):
-    """With the positions that the tokens have in the padded batch."""
+    """Tokens keep the positions that they have in the padded batch."""
     model, ids = make(implementation=implementation), some_ids()
     positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), ids.shape)
     padded = run(model, input_ids=ids, attention_mask=HOLES).last_hidden_state
@@ -122,16 +124,16 @@ def test_masks_with_holes(implementation):
 
 
 def test_roberta_positions_are_spelled_out():
-    """Ids of padding inside a sequence have its position and do not count, as in a padded batch."""
+    """Padding ids inside a sequence have the padding position and do not count, as in a padded batch."""
     model = make(ROBERTA)
     ids = np.array([5, 1, 6, 1, 1, 7, 8, 9, 9, 1], np.int32)
-    positions = np.array([2, 1, 3, 1, 1, 2, 3, 4, 0, 0], np.int32)  # sequences of 4 and 4, then no sequence's
+    positions = np.array([2, 1, 3, 1, 1, 2, 3, 4, 0, 0], np.int32)  # two sequences of 4, then an unused row
     inputs = {"input_ids": ids, "cu_seqlens": np.array([0, 4, 8], np.int32)}
     out, same = run(model, 6, **inputs), run(model, 6, **inputs, position_ids=positions)
     np.testing.assert_array_equal(out.last_hidden_state, same.last_hidden_state)
 
 
-@pytest.mark.parametrize(("config", "implementation"), [(CONFIG, "triton"), (ROBERTA, "xla")])
+@pytest.mark.parametrize(("config", "implementation"), [(CONFIG, "triton"), *slow_cases((ROBERTA, "xla"))])
 def test_gradients(config, implementation):
     model, ids = make(dataclasses.replace(config, num_hidden_layers=1), implementation=implementation), some_ids()
     graph, params = nnx.split(model)
@@ -160,9 +162,9 @@ def test_gradients(config, implementation):
 # --- What a sequence does not depend on --------------------------------------------------------------------------
 
 
-@IMPLEMENTATIONS
-def test_rows_of_no_sequence_reach_nothing(implementation):
-    """Not even those of ids that are not in the vocabulary, which are NaN."""
+@pytest.mark.parametrize("implementation", ["triton", *slow("xla")])
+def test_unused_rows_reach_nothing(implementation):
+    """Unused rows with unknown ids are NaN, and reach nothing either."""
     model, inputs = make(implementation=implementation), packed_inputs(some_ids())
     expected = run(model, LENGTH, **inputs)
     for fill in (5, -1):
@@ -173,7 +175,7 @@ def test_rows_of_no_sequence_reach_nothing(implementation):
         assert np.isnan(out.last_hidden_state[TOKENS:]).all() == (fill == -1)
 
 
-def test_neighbours_and_places_change_no_bit():
+def test_neighbours_change_no_bit():
     model, ids = make(implementation="triton"), some_ids()
     inputs = packed_inputs(ids)
     out = run(model, LENGTH, **inputs)
@@ -186,9 +188,9 @@ def test_neighbours_and_places_change_no_bit():
         np.testing.assert_array_equal(got.pooler_output[1], out.pooler_output[b])
 
 
-@IMPLEMENTATIONS
-def test_longer_than_max_seqlen(implementation):
-    """No token is left out in silence: inside of jit, where nothing can be raised, all is NaN."""
+@pytest.mark.parametrize("implementation", ["xla", *slow("triton")])
+def test_overlong_sequences_raise_or_become_nan(implementation):
+    """No token is dropped silently: under jit, which cannot raise, everything is NaN."""
     model = make(implementation=implementation)
     ids = np.random.default_rng(4).integers(2, CONFIG.vocab_size, 30).astype(np.int32)
     for cu_seqlens, message in (
@@ -204,8 +206,8 @@ def test_longer_than_max_seqlen(implementation):
         assert np.isnan(out.last_hidden_state).all() and np.isnan(out.pooler_output[0]).all()
 
 
-@IMPLEMENTATIONS
-def test_nothing_at_all(implementation):
+@pytest.mark.parametrize("implementation", ["xla", *slow("triton")])
+def test_empty_inputs_have_finite_results(implementation):
     model = make(implementation=implementation)
     for ids, cu_seqlens in (([], [0]), ([], [0, 0, 0]), ([3, 4], [0, 0]), ([3, 4], [0])):
         out = run(model, 5, input_ids=np.array(ids, np.int32), cu_seqlens=np.array(cu_seqlens, np.int32))
@@ -214,7 +216,7 @@ def test_nothing_at_all(implementation):
         assert np.isfinite(out.last_hidden_state).all() and np.isfinite(out.pooler_output).all()
 
 
-def test_tokens_that_do_not_fit_make_everything_nan():
+def test_overflowing_tokens_make_everything_nan():
     graph, params = nnx.split(make())
 
     @jax.jit
@@ -259,7 +261,7 @@ def test_wrong_inputs(change, error, message):
         make()(**inputs | change)
 
 
-def test_as_long_as_one_likes_with_positions_of_ones_own():
+def test_explicit_position_ids_lift_the_length_limit():
     model, ids = make(), np.full(30, 3, np.int32)
     positions = np.arange(30, dtype=np.int32) % 20
     packed = run(model, 30, input_ids=ids, cu_seqlens=np.array([0, 30], np.int32), position_ids=positions)
@@ -334,7 +336,7 @@ def test_pooling(hidden, modes):
     np.testing.assert_array_equal(got, same)
 
 
-def test_neighbours_and_places_change_no_bit_of_pooling(hidden):
+def test_neighbours_change_no_bit_of_pooling(hidden):
     packed = pack(hidden)
     out = pooled(packed.x, packed.cu_seqlens)
     for b, length in enumerate(LENGTHS):
@@ -343,7 +345,7 @@ def test_neighbours_and_places_change_no_bit_of_pooling(hidden):
         np.testing.assert_array_equal(got[1], out[b])
 
 
-def test_pooling_of_what_does_not_fit(hidden):
+def test_pooling_of_overlong_sequences(hidden):
     rows = hidden.reshape(-1, 16)[:10]
     out = pooled(rows, jnp.array([0, 4, 12, 15], jnp.int32))
     np.testing.assert_array_equal(out[0], pooled(rows, jnp.array([0, 4, 4, 4], jnp.int32))[0])
@@ -353,7 +355,7 @@ def test_pooling_of_what_does_not_fit(hidden):
     np.testing.assert_array_equal(longer, pooled(rows, jnp.array([0, 4, 4, 4], jnp.int32), MODES, 4))
 
 
-def test_pooling_of_nothing():
+def test_pooling_of_empty_inputs():
     assert (pooled(jnp.zeros((0, 16)), jnp.array([0, 0], jnp.int32)) == 0.0).all()
     assert pooled(jnp.ones((3, 16)), jnp.array([0], jnp.int32)).shape == (0, 48)
     assert (pooled(jnp.full((3, 16), jnp.nan), jnp.array([0, 0, 0], jnp.int32)) == 0.0).all()

@@ -30,7 +30,7 @@ def normal(shape, seed=0):
 
 
 def packed_by_hand(x, mask, capacity):
-    """(x, indices, cu_seqlens) of `remove_padding`, token by token."""
+    """Returns (x, indices, cu_seqlens) of `remove_padding`, token by token."""
     rows, indices, cu_seqlens = [], [], [0]
     for b, t in np.ndindex(mask.shape):
         if mask[b, t]:
@@ -72,7 +72,7 @@ def test_random(seed):
     np.testing.assert_array_equal(restored, np.where(keep, x, np.zeros((), x.dtype)))
 
 
-def test_what_is_in_padding_goes_nowhere():
+def test_padding_reaches_nothing():
     x = jnp.where(MASK[..., None], normal((3, 5, 2)), jnp.nan)
     packed = remove_padding(x, MASK, capacity=TOKENS + 2)
     assert np.isfinite(packed.x).all()
@@ -82,7 +82,7 @@ def test_what_is_in_padding_goes_nowhere():
     )
 
 
-def test_rows_may_come_in_any_order():
+def test_restore_accepts_rows_in_any_order():
     x = normal((3, 2))
     expected = np.zeros((6, 2), np.float32)
     expected[[4, 0]] = x[:2]
@@ -92,7 +92,7 @@ def test_rows_may_come_in_any_order():
 
 @pytest.mark.parametrize("seed", seeds(6))
 def test_kernel(seed):
-    """Bit by bit what the gathers give, and so are its gradients; also where the tokens do not fit."""
+    """Kernel and gathers are bitwise equal, and so are their gradients, also if tokens do not fit."""
     rng = np.random.default_rng(seed)
     batch, length = map(int, rng.integers(1, 9, 2))
     mask = rng.random((batch, length)) < rng.choice([0.0, 0.5, 1.0])
@@ -119,8 +119,8 @@ def test_kernel(seed):
 
 
 @pytest.mark.parametrize("mask", [MASK, jnp.asarray(MASK)], ids=["numpy", "jax"])
-def test_too_many_tokens_are_an_error(mask):
-    def run(x, capacity):  # the mask is no argument of the jit below, and known in it too
+def test_overflow_outside_jit_raises(mask):
+    def run(x, capacity):  # jit below has no mask argument, so its values are known there
         return remove_padding(x, mask, capacity=capacity)
 
     for call in (run, jax.jit(run, static_argnums=1)):
@@ -130,7 +130,7 @@ def test_too_many_tokens_are_an_error(mask):
 
 
 @pytest.mark.parametrize(("dtype", "value"), SPOILT)
-def test_too_many_tokens_in_jit_spoil_everything(dtype, value):
+def test_overflow_under_jit_spoils_everything(dtype, value):
     x = random_array(np.random.default_rng(0), (3, 5, 2), dtype)
 
     @jax.jit
@@ -149,8 +149,8 @@ def test_too_many_tokens_in_jit_spoil_everything(dtype, value):
     np.testing.assert_array_equal(restored[fewer], x[fewer])
 
 
-def test_too_many_tokens_spoil_the_gradient_too():
-    """Also where the result, looked at through a comparison say, would not show it."""
+def test_overflow_spoils_the_gradient():
+    """The gradient is spoilt even if the result does not show it, as behind a comparison."""
 
     def loss(x, mask):
         packed = remove_padding(x, mask, capacity=TOKENS - 1)
@@ -159,7 +159,7 @@ def test_too_many_tokens_spoil_the_gradient_too():
     assert np.isnan(jax.jit(jax.grad(loss))(normal((3, 5, 2)), MASK)).all()
 
 
-def test_one_spoilt_of_a_vmap():
+def test_overflow_in_vmap_spoils_one_row():
     x, masks = normal((2, 3, 5)), jnp.stack([MASK, MASK & (np.arange(5) < 3)])
 
     def run(x, mask):
@@ -201,7 +201,7 @@ def test_second_derivatives():
     np.testing.assert_allclose(jax.jit(jax.grad(directional))(x), np.where(MASK, 15 * x**4, 0), rtol=1e-5)
 
 
-def test_integers_beside_floats_in_a_gradient():
+def test_integers_beside_floats_have_no_gradient():
     def loss(x, ids):
         packed, ids = (remove_padding(a, MASK, capacity=TOKENS) for a in (x, ids))
         back = restore_padding(ids.x, ids.indices, batch=3, length=5)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import oracle
-from cases import in_full
+from cases import slow
 from compare import errors, magnitude, ulp
 from jaxft import reference
 from jaxft.dropout import dropout_mask
@@ -21,7 +21,7 @@ SIZES = (1, 2, 3, 5, 7, 13, 17, 32, 37)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One op on one set of options: the two versions as functions of the same float arguments."""
+    """An op with one set of options: both versions as functions of the same float arguments."""
 
     floats: dict[str, np.ndarray]
     plain: Callable
@@ -41,7 +41,7 @@ def _floats(rng, **shapes):
 
 
 def _mask(rng, shape):
-    """Random, each axis broadcast or whole, with a fully masked row now and then."""
+    """Returns a random mask. Each axis is broadcast or whole, and some rows are fully masked."""
     mask = rng.random([size if rng.random() < 0.7 else 1 for size in shape]) < 0.7
     if mask.size and rng.random() < 0.5:
         mask.reshape(-1, mask.shape[-1])[0] = False
@@ -49,7 +49,7 @@ def _mask(rng, shape):
 
 
 def _dropout(rng, shape) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keyword arguments for plain jnp and for the oracle."""
+    """Returns keyword arguments for plain jnp and for the oracle."""
     rate = float(rng.choice([0.0, 0.1, 0.5, 0.9]))
     key = jax.random.key(int(rng.integers(2**31)))
     plain = {"dropout_rate": rate, "dropout_rng": key}
@@ -65,7 +65,7 @@ def _leading(rng, size):
 def layer_norm(rng, size):
     width = size()
     floats = _floats(rng, x=(*_leading(rng, size), width), gamma=_some(rng, (width,)), beta=_some(rng, (width,)))
-    floats["x"] = floats["x"] * 3.0 + rng.choice([0.0, 10.0])  # a mean that one-pass variances suffer from
+    floats["x"] = floats["x"] * 3.0 + rng.choice([0.0, 10.0])  # a mean that spoils one-pass variances
     epsilon = float(rng.choice([1e-12, 1e-6, 0.3]))
     return Case(floats, *(lambda f, m=m: m.layer_norm(**f, epsilon=epsilon) for m in (reference, oracle)))
 
@@ -221,15 +221,17 @@ softmax, log_softmax = _row_softmax("softmax"), _row_softmax("log_softmax")
 OPS = (layer_norm, bias_residual_layer_norm, embeddings_layer_norm, bias_activation, softmax, log_softmax,
        qkv_bias_split_heads, merge_heads, permute, dense, linear_cross_entropy, dot_product_attention,
        varlen_qkv_attention)  # fmt: skip
-# Seeds are spent where the options are.
+# Ops with many options get more seeds.
 SEEDS = {"dot_product_attention": 20, "merge_heads": 2, "permute": 3, "qkv_bias_split_heads": 3}
 
 
 def seeded(share=1):
-    """(op, seed) pairs, with one `share` of the seeds, and by default a third of those."""
-    share = share if in_full(share) else 3 * share
-    return [pytest.param(op, seed, id=f"{op.__name__}-{seed}")
-            for op in OPS for seed in range(-(-SEEDS.get(op.__name__, 5) // share))]  # fmt: skip
+    """Returns (op, seed) pairs with one `share` of the seeds. `make test` has the first seed only."""
+    return [
+        pytest.param(op, seed, id=f"{op.__name__}-{seed}", marks=[pytest.mark.slow] * (seed > 0))
+        for op in OPS
+        for seed in range(-(-SEEDS.get(op.__name__, 5) // share))
+    ]
 
 
 # --- Values ------------------------------------------------------------------------------------------------------
@@ -271,7 +273,7 @@ def test_random_options(op, seed):
     assert_accurate(op(rng, lambda: int(rng.choice(SIZES))), jnp.float32, seed)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, *slow(jnp.float16)], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
 def test_half_precision(op, dtype):
     rng = np.random.default_rng(1000)
@@ -335,14 +337,14 @@ def test_shapes_of_attention(shape):
     assert_accurate(_attention_case(shape, {"is_causal": True}), jnp.float32, 0)
 
 
-def test_packed_sequences_of_no_rows():
+def test_packed_sequences_may_be_empty():
     qkv, cu_seqlens = jnp.zeros((0, 3, 2, 4)), jnp.zeros((3,), jnp.int32)
     chex.assert_shape(reference.varlen_qkv_attention(qkv, cu_seqlens, max_seqlen=3), (0, 2, 4))
 
 
 @pytest.mark.parametrize("name", ["plain", "scale", "head_mask", "causal", "query_lengths", "window"])
-def test_attention_means_what_jax_nn_means(name):
-    """Where no row is empty, that is: at empty rows jax.nn gives the mean of the values."""
+def test_attention_agrees_with_jax_nn(name):
+    """Empty rows are left out: for them jax.nn returns the mean of the values."""
     floats = {n: jnp.asarray(x, jnp.float32) for n, x in _attention_case((2, 6, 5, 4, 2, 8), {}).floats.items()}
     options: dict[str, Any] = {
         n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in ATTENTION_OPTIONS[name].items()
@@ -361,13 +363,13 @@ def test_attention_means_what_jax_nn_means(name):
 
 
 def _projected(out, weights, xp=jnp):
-    """A scalar that depends on every finite element of the result."""
+    """Returns a scalar that depends on every finite element of the result."""
     leaves = zip(jax.tree.leaves(out), weights, strict=True)
     return sum((xp.where(np.isfinite(w), leaf, 0.0) * np.nan_to_num(w)).sum() for leaf, w in leaves)
 
 
 def assert_gradients(case, seed):
-    """JAX's derivatives of plain jnp in float64 are the central differences of the oracle, for every float argument."""
+    """Asserts that JAX's derivatives in float64 equal central differences of the oracle, for every float argument."""
     step = 1e-5  # leaves an error of about step^2 from the third derivative and eps / step from rounding
     rng = np.random.default_rng(seed)
     weights = [np.where(np.isfinite(leaf), rng.standard_normal(leaf.shape), np.nan)
@@ -397,13 +399,15 @@ def test_random_gradients(op, seed):
     assert_gradients(op(rng, lambda: int(rng.choice((1, 2, 3)))), seed)
 
 
-@pytest.mark.parametrize("name", ATTENTION_OPTIONS)
+@pytest.mark.parametrize(
+    "name", ["head_mask", "segments", *slow(*(n for n in ATTENTION_OPTIONS if n not in ("head_mask", "segments")))]
+)
 def test_gradients_of_one_attention_option(name):
     assert_gradients(_attention_case((2, 6, 5, 4, 2, 2), ATTENTION_OPTIONS[name]), 0)
 
 
 def test_relu_has_no_gradient_at_zero():
-    """As jax.nn.relu and the kernels have it."""
+    """jax.nn.relu and the kernels do the same."""
     grad = jax.grad(lambda x: reference.bias_activation(x, None, activation="relu").sum())(jnp.zeros((2, 3)))
     assert (grad == 0.0).all()
 
@@ -414,7 +418,7 @@ POISON = np.array([np.nan, np.inf, -np.inf, 3e38])
 
 
 def _poisoned(x, valid):
-    """`x` with NaN, infinities and huge numbers where not `valid`."""
+    """Returns `x` with NaN, infinities and huge numbers where it is not `valid`."""
     return np.where(valid, x, np.resize(POISON, x.shape)).astype(np.float32)
 
 
@@ -486,7 +490,7 @@ def test_padding_of_softmax(name):
     )
 
 
-def test_padding_of_packed_sequences():
+def test_padding_reaches_no_packed_sequence():
     clean = {"qkv": np.random.default_rng(0).standard_normal((12, 3, 2, 4)).astype(np.float32)}
     valid = (np.arange(12) < 9)[:, None, None, None]
 
@@ -501,7 +505,7 @@ def test_padding_of_packed_sequences():
     [{"key_value_seq_lengths": np.zeros(2, np.int32)}, {"mask": np.zeros((1, 1, 1, 5), bool)}],
     ids=lambda options: next(iter(options)),
 )
-def test_rows_with_nothing_to_attend_to(options):
+def test_rows_without_keys_are_zero(options):
     floats = {n: jnp.asarray(x, jnp.float32) for n, x in _attention_case((2, 6, 5, 4, 2, 8), {}).floats.items()}
 
     @jax.jit
@@ -571,7 +575,7 @@ def test_gradients_of_removing_and_restoring_padding():
     np.testing.assert_array_equal(grad, np.where(mask[..., None], 2.0 * clean["x"], 0.0).astype(np.float32))
 
 
-def test_nan_cotangent_in_padding_reaches_no_gradient(key):
+def test_nan_cotangents_of_padding_reach_no_gradient(key):
     q, k, v = jax.random.normal(key, (3, 1, 4, 2, 8))
     lengths = jnp.array([3])
 

@@ -1,4 +1,4 @@
-"""SentenceEncoder without padding: the embeddings of padded batches, few programs, and nothing of the neighbours."""
+"""SentenceEncoder without padding: embeddings equal padded ones, programs are few, neighbours have no effect."""
 
 import itertools
 
@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import tiny
-from cases import in_full
+from cases import slow
 from jaxft import dispatch
 from jaxft.models.bert import BertModel
 from jaxft.text import batching
@@ -26,7 +26,7 @@ FAMILIES = {
 
 
 def make(model, packed=True, limit=64):
-    """Its embeddings have length 1, as those of most checkpoints, so that 1e-6 means something."""
+    """Returns an encoder of embeddings of length 1, so that an error of 1e-6 has a meaning."""
     tokenizer = tiny.bert_tokenizer()
     return SentenceEncoder(model, tokenizer, max_seq_length=limit, pooling=MODES, normalize=True, packed=packed)
 
@@ -35,9 +35,9 @@ def model_of(family="bert", **options):
     return BertModel(tiny.config(model_type=family, **FAMILIES[family]), rngs=nnx.Rngs(0), **options)
 
 
-@pytest.fixture(scope="module", params=["bert", *in_full("roberta", "distilbert")])
+@pytest.fixture(scope="module", params=["bert", *slow("roberta", "distilbert")])
 def both(request):
-    """The same model with packed and with padded batches."""
+    """Encoders of the same model with packed and with padded batches."""
     model = model_of(request.param)
     return make(model), make(model, packed=False)
 
@@ -48,7 +48,7 @@ def encoder():
 
 
 def texts_of(*lengths, seed=0):
-    """Of so many random words; with special tokens, a text has two tokens more."""
+    """Returns texts of so many random words. Special tokens add two tokens."""
     rng = np.random.default_rng(seed)
     return [" ".join(rng.choice(WORDS, length)) for length in lengths]
 
@@ -59,7 +59,7 @@ def call(model, ids):
 
 
 def pooled(encoder, text):
-    """The embedding by NumPy in float64, from the hidden states of that text alone and without padding."""
+    """Computes the embedding by NumPy in float64, from the hidden states of that text alone without padding."""
     hidden = np.asarray(call(encoder.model, np.array([encoder.tokenize(text)[0]], np.int32)), np.float64)[0]
     embedding = np.concatenate([hidden[0], hidden.max(axis=0), hidden.mean(axis=0)])
     return embedding / np.linalg.norm(embedding)
@@ -73,7 +73,7 @@ def close(actual, expected, atol=1e-6):
 # --- Packed is padded --------------------------------------------------------------------------------------------
 
 
-def test_packed_is_padded_and_the_text_alone(both):
+def test_packed_texts_equal_padded_and_single_texts(both):
     packed, padded = both
     texts = texts_of(0, 3, 9, 62, 9, 3, 100, 62)
     embeddings = packed.encode(texts, batch_size=4)
@@ -85,7 +85,7 @@ def test_packed_is_padded_and_the_text_alone(both):
     assert packed.encode([]).shape == (0, 3 * tiny.WIDTH)
 
 
-def test_lengths_are_not_normalized_unasked(encoder):
+def test_embeddings_are_normalized_only_on_request(encoder):
     plain = SentenceEncoder(encoder.model, tiny.bert_tokenizer(), max_seq_length=64, pooling=MODES, packed=True)
     texts = texts_of(3, 9)
     embeddings = plain.encode(texts)
@@ -107,7 +107,7 @@ def test_text_without_a_token(encoder):
     assert (embeddings[[0, 2]] == 0).all() and np.isfinite(embeddings).all() and (embeddings[1] != 0).any()
 
 
-def test_what_is_packed_unasked(encoder):
+def test_automatic_packing_follows_the_device(encoder):
     parts = {"max_seq_length": 64}
     assert SentenceEncoder(encoder.model, tiny.bert_tokenizer(), **parts).buckets() == (
         batching.buckets(32, 64) if dispatch.platform() == "cuda" else []
@@ -120,7 +120,7 @@ def test_what_is_packed_unasked(encoder):
 # --- Programs ----------------------------------------------------------------------------------------------------
 
 
-def test_programs_are_those_of_the_buckets(monkeypatch):
+def test_compiled_shapes_equal_the_buckets(monkeypatch):
     traced = []
 
     def counting(self, input_ids, *, cu_seqlens, max_seqlen, **options):
@@ -139,7 +139,7 @@ def test_programs_are_those_of_the_buckets(monkeypatch):
 
 
 def test_too_little_memory(encoder, monkeypatch, caplog):
-    """Of the device, for more than 64 tokens; nothing is lost."""
+    """The device has memory for 64 tokens. No text is lost."""
     embed, texts = encoder._embed, texts_of(*[50, 3, 9, 20] * 5)
     small = make(encoder.model)
 
@@ -157,11 +157,11 @@ def test_too_little_memory(encoder, monkeypatch, caplog):
 
 
 def differences(encoder, batch_sizes):
-    """How much a text's embedding changes with its neighbours, its place among them, and the size of the batch."""
+    """Returns how much embeddings change with their neighbours, their place and the size of the batch."""
     (text,) = texts_of(20)
     alone = encoder.encode(text)
     for seed, batch_size in enumerate(batch_sizes):
-        # Longer, shorter and as long as the text, which is sorted in between.
+        # The neighbours are longer, shorter and as long as the text, which is sorted in between.
         lengths = np.random.default_rng(seed).integers(0, 40, 7)
         texts = texts_of(*lengths, 20, 20, seed=seed + 1)
         texts.insert(seed % 8, text)
@@ -169,21 +169,21 @@ def differences(encoder, batch_sizes):
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_neighbours_do_not_matter(both, packed):
-    """Within 1e-6 in float32, whatever the shapes of the batches."""
+def test_neighbours_change_no_embedding(both, packed):
+    """Float32 embeddings differ by at most 1e-6, whatever the shapes of the batches."""
     assert max(differences(both[0] if packed else both[1], (4, 32))) <= 1e-6
 
 
-def test_neighbours_do_not_matter_to_a_real_checkpoint(minilm):
+def test_neighbours_change_no_minilm_embedding(minilm):
     assert max(differences(SentenceEncoder.from_pretrained(minilm, packed=True), (2,))) <= 1e-6
 
 
-def test_the_measure_sees_neighbours(encoder, monkeypatch):
-    """The test above can fail: here all sequences of a batch are one."""
+def test_leaking_neighbours_are_noticed(encoder, monkeypatch):
+    """The test above can fail: here all sequences of a batch are one sequence."""
 
     def as_one(self, input_ids, *, cu_seqlens, max_seqlen, **options):
         ends = jnp.stack([cu_seqlens[0], cu_seqlens[-1]])
-        positions = jnp.arange(input_ids.size) % 64  # given, or a sequence that is too long is NaN
+        positions = jnp.arange(input_ids.size) % 64  # without it, a sequence that is too long is NaN
         return original(self, input_ids, position_ids=positions, cu_seqlens=ends, max_seqlen=64, **options)
 
     original = BertModel.__call__
@@ -192,7 +192,7 @@ def test_the_measure_sees_neighbours(encoder, monkeypatch):
 
 
 def test_neighbours_change_no_bit_of_the_kernels():
-    """In batches of one shape, and so with one configuration of each kernel."""
+    """The batches have one shape, and so each kernel has one configuration."""
     encoder, seen = make(model_of(implementation="triton"), limit=32), set()
     embed, text = encoder._embed, texts_of(7)[0]
 

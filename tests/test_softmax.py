@@ -13,27 +13,29 @@ import pytest
 import jaxft
 import oracle
 from cases import (
-    DTYPES,
     INTERPRET,
     ONE_DTYPE,
-    SOME_DTYPES,
     check,
     check_padding,
     in_float64,
-    in_full,
     jit,
     normal,
     power_of_two,
     seeds,
+    slow,
+    slow_cases,
     some,
 )
 from checked import checked
 from compare import assert_matches_oracle
-from jaxft import dispatch, reference, tuning
+from jaxft import dispatch, reference
 from jaxft.kernels.triton import softmax as kernel
+from jaxft.tuning import rows as tuning_rows
 from jaxft.tuning.table import RowConfig
 
-pytestmark = pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+names = pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+softmax = pytest.mark.parametrize("name", ["softmax", *slow("log_softmax")])
+log_softmax = pytest.mark.parametrize("name", ["log_softmax", *slow("softmax")])
 both = pytest.mark.parametrize("implementation", ["triton", "xla"])
 
 
@@ -45,7 +47,7 @@ def check_op(name, floats, seed=None, implementations=("triton",), in_place=Fals
 
 
 def run_kernel(name, x, dy, bias, mask, config, scale=None, in_place=False):
-    """The result, and the gradients of x and bias."""
+    """Returns the result and the gradients of x and bias."""
     options = {"log": name == "log_softmax", "scale": scale, "config": config, "interpret": INTERPRET}
     save = name == "log_softmax" and x.shape[-1] > config.block_width
     y, *saved = kernel.forward(x, bias, mask, in_place=in_place, save=save, **options)
@@ -68,18 +70,20 @@ def compiled_kernel(name, config, scale):
 
 
 def check_kernel(name, x, config, scale=None, bias=None, mask=None):
-    """With a config of the test's choice."""
+    """Checks the kernels with a configuration of the test's choice."""
     dy, plain = normal(np.random.default_rng(99), x.dtype, dy=x.shape)["dy"], plain_kernel(name, scale)
     y = getattr(oracle, name)(x, scale=scale, bias=bias, mask=mask)
     got = compiled_kernel(name, config, scale)(x=x, dy=dy, bias=bias, mask=mask)
     assert_matches_oracle(got, plain(x, dy, bias, mask), (y, *in_float64(plain, x, dy, bias, mask)[1:]), seed=config)
 
 
-@pytest.mark.parametrize("shape", [(1,), (7, 3), (2, 3, 127), (3, 1031), *in_full((3, 1), (37, 64))], ids=str)
+@softmax
+@pytest.mark.parametrize("shape", [(1,), (2, 3, 127), (3, 1031), *slow((7, 3), (3, 1), (37, 64))], ids=str)
 def test_shapes(name, shape):
     check_op(name, normal(np.random.default_rng(0), jnp.float32, x=shape))
 
 
+@names
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (4, 0, 8), (3, 0)], ids=str)
 @pytest.mark.parametrize("implementation", ["triton", "xla", None])
 def test_empty(name, shape, implementation):
@@ -91,24 +95,27 @@ def test_empty(name, shape, implementation):
     assert {(a.shape, a.dtype) for a in (y, *pull_back(y))} == {(shape, x.dtype)}
 
 
-# Whole rows in a block, blocks of several rows, and rows in several chunks.
-CONFIGS = [RowConfig(*sizes) for sizes in ((16, 128, 4), (64, 256, 8), (4, 32, 2), (1, 16, 1), (2, 1, 1))]
+# Blocks hold whole rows, several rows, or chunks of rows.
+CONFIGS = [
+    *(RowConfig(*sizes) for sizes in ((16, 128, 4), (4, 32, 2))),
+    *slow(*(RowConfig(*sizes) for sizes in ((64, 256, 8), (1, 16, 1), (2, 1, 1)))),
+]
 
 
-@pytest.mark.parametrize("dtype", DTYPES[2:])
-def test_any_config(name, dtype):
-    """Some chunks are all masked, and some rows."""
-    rng, bias_dtype = np.random.default_rng(6), jnp.bfloat16 if dtype == jnp.float32 else jnp.float32
+@names
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_any_config(name, config):
+    """Some chunks and some rows are fully masked."""
+    rng, dtype, bias_dtype = np.random.default_rng(6), jnp.bfloat16, jnp.float32
     x, bias = normal(rng, dtype, x=(3, 7, 101))["x"], normal(rng, bias_dtype, bias=(7, 101))["bias"]
     mask = np.arange(101) < rng.integers(0, 102, (3, 1, 1))
-    own = name == "softmax"  # the other op has the other half
-    for config in [*CONFIGS[own::2], *in_full(*CONFIGS[1 - own :: 2])]:
-        check_kernel(name, x, config, scale=-0.7, bias=bias, mask=mask)
+    check_kernel(name, x, config, scale=-0.7, bias=bias, mask=mask)
 
 
-@pytest.mark.parametrize("shape", [(24, 64), *in_full((24, 48), (3, 8, 64))], ids=str)
-def test_blocks_that_divide_the_shape(name, shape):
-    """Which need no mask at an edge, or at one only."""
+@softmax
+@pytest.mark.parametrize("shape", [(24, 64), *slow((24, 48), (3, 8, 64))], ids=str)
+def test_blocks_may_divide_the_shape(name, shape):
+    """Such blocks need no mask at any edge, or at one edge only."""
     rng = np.random.default_rng(12)
     floats = normal(rng, jnp.float32, x=shape, bias=shape[-2:])
     mask = rng.random(shape[-1:]) < 0.7
@@ -118,39 +125,44 @@ def test_blocks_that_divide_the_shape(name, shape):
         check_kernel(name, floats["x"], RowConfig(*sizes), bias=floats["bias"], mask=mask)
 
 
-@pytest.mark.parametrize("width", [127, 5000, *in_full(1, 3, 1031)])
-def test_widths_in_chunks(name, width):
+@log_softmax
+@pytest.mark.parametrize("width", [127, 5000, *slow(1, 3, 1031)])
+def test_chunks_cover_any_width(name, width):
     x = normal(np.random.default_rng(7), jnp.float32, x=(3, width))["x"]
     check_kernel(name, 5.0 * x, RowConfig(2, 256, 1))
     check_kernel(name, jnp.sort(x, axis=1), RowConfig(1, 512, 1))  # the maximum grows with every chunk
 
 
-def test_the_longest_rows(name):
-    """More than the widest block holds: the op itself goes by chunks."""
+@log_softmax
+def test_longest_rows_run_in_chunks(name):
+    """The widest block does not hold the row, so the op chooses chunks."""
     x = normal(np.random.default_rng(8), jnp.bfloat16, x=(2, 33000))
     check_op(name, x, mask=np.arange(33000) != 5)
 
 
+@names
 @pytest.mark.skipif(INTERPRET, reason="what the compiler may keep, it does in compiled kernels only")
 @pytest.mark.parametrize("width", [32768, 65536])
-def test_rows_that_are_kept_as_they_were_read(name, width):
+def test_large_rows_may_stay_in_registers(name, width):
     x = normal(np.random.default_rng(8), jnp.bfloat16, x=(3, width))
     check_op(name, x, scale=2.0, in_place=True)
 
 
-@pytest.mark.parametrize("shape", [(4, 8), *in_full((4, 4), (2, 2, 4))], ids=str)
-def test_gradient_of_a_bias_of_four_rows(name, shape):
-    """What the kernel saves for it has four rows too."""
+@softmax
+@pytest.mark.parametrize("shape", [(4, 8), *slow((4, 4), (2, 2, 4))], ids=str)
+def test_bias_gradient_of_four_rows(name, shape):
+    """The array that the kernel saves for the bias has four rows, too."""
     check_op(name, normal(np.random.default_rng(20), jnp.float32, x=shape, bias=shape[-1:]), scale=2.0)
 
 
+@softmax
 def test_broadcasts(name):
-    """Of the mask along every choice of axes, and of the bias along the others."""
+    """The mask broadcasts along every choice of axes, the bias along the other axes."""
     rng, shape = np.random.default_rng(9), (2, 3, 6, 4)
     floats = normal(rng, jnp.float32, x=shape, dy=shape)
     runs = [jit(functools.partial(run_kernel, name, config=RowConfig(rows, 4, 1))) for rows in (1, 2, 8)]
     every = enumerate(itertools.product([False, True], repeat=4))
-    for n, kept in itertools.islice(every, name == "softmax", None, 2):  # the other op has the other half
+    for n, kept in itertools.islice(every, name == "softmax", None, 2):  # each op has one half
         own, other = (tuple(n if k == side else 1 for n, k in zip(shape, kept, strict=True)) for side in (True, False))
         mask, bias = rng.random(own) < 0.7, rng.standard_normal(other).astype(np.float32)
         while mask.ndim and mask.shape[0] == 1:  # dimensions in front may be missing
@@ -162,47 +174,52 @@ def test_broadcasts(name):
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=3e-6, err_msg=f"mask {own}")
 
 
+@softmax
 @pytest.mark.parametrize("dtype", ONE_DTYPE)
 @pytest.mark.parametrize(
     ("shape", "scale"),
-    [((5, 33), 0.0), ((3, 1, 33), -1.5), *in_full(((3, 5, 33), None), ((3, 5, 33), 1e-30),
+    [((3, 1, 33), -1.5), *slow_cases(((5, 33), 0.0), ((3, 5, 33), None), ((3, 5, 33), 1e-30),
      ((3, 5, 33), 0.0), ((3, 5, 1), None))],
     ids=str,
 )  # fmt: skip
-def test_gradient_of_the_bias(name, dtype, shape, scale):
-    """It does not have the factor scale, nor the rounding of the gradient of x, where that is of 16 bits."""
+def test_bias_gradient_has_full_precision(name, dtype, shape, scale):
+    """The bias gradient has no factor `scale`, and is not rounded with a 16-bit gradient of x."""
     floats = normal(np.random.default_rng(13), dtype, x=(3, 5, 33))
     for bias_dtype in {dtype, jnp.float32}:
         check_op(name, floats | normal(np.random.default_rng(18), bias_dtype, bias=shape), scale=scale)
 
 
-@pytest.mark.parametrize("dtype", SOME_DTYPES)
+@names
+@pytest.mark.parametrize("dtype", ONE_DTYPE)
 def test_options(name, dtype):
-    """A float32 bias on any x, and operands that broadcast."""
+    """A float32 bias goes with any dtype of x, and operands broadcast."""
     rng = np.random.default_rng(1)
     floats = normal(rng, dtype, x=(2, 3, 5, 7)) | normal(rng, jnp.float32, bias=(2, 1, 5, 1))
     mask = np.arange(7) < np.array([7, 3, 1, 0, 7])[:, None]
     check_op(name, floats, scale=-1.5, mask=mask)
 
 
+@softmax
 def test_huge_logits(name):
     for config in (RowConfig(1, 64, 1), RowConfig(2, 8, 1)):
         check_kernel(name, normal(np.random.default_rng(2), jnp.float32, x=(5, 33))["x"] * 1e4, config)
 
 
+@log_softmax
 @pytest.mark.parametrize(
     ("dtype", "block_width"),
-    [(jnp.float32, 64), (jnp.float32, 8), (jnp.float16, 8), (jnp.bfloat16, 64),
-     *in_full((jnp.float32, 1), (jnp.bfloat16, 8))],
+    [(jnp.float32, 8), (jnp.bfloat16, 64),
+     *slow_cases((jnp.float32, 1), (jnp.float32, 64), (jnp.float16, 8), (jnp.bfloat16, 8))],
 )  # fmt: skip
 def test_gradients_of_peaked_rows(name, dtype, block_width):
-    """One probability is nearly 1: 16 bits are coarse, and so are 32, beside what is left, and that is the gradient."""
+    """One probability is nearly 1, so the gradient is the small rest that rounding must not hide."""
     rng = np.random.default_rng(10)
     for peak in (4.0, 8.0, 12.0, 16.0):
         x = normal(rng, dtype, x=(5, 33))["x"]
         check_kernel(name, x.at[:, int(rng.integers(33))].set(peak), RowConfig(2, block_width, 1))
 
 
+@names
 @both
 def test_fully_masked_rows(name, implementation):
     mask = np.array([[True, True, False], [False, False, False]])
@@ -214,12 +231,13 @@ def test_fully_masked_rows(name, implementation):
     half, nothing = (0.5, 0.0) if name == "softmax" else (np.float32(np.log(0.5)), -np.inf)
     np.testing.assert_allclose(y, [[half, half, nothing], [nothing] * 3], rtol=1e-6)
     (dx,) = pull_back(jnp.arange(6.0).reshape(2, 3))
-    slope = 0.25 if name == "softmax" else 0.5
-    np.testing.assert_allclose(dx, [[-slope, slope, 0.0], [0.0] * 3], rtol=1e-6)
+    derivative = 0.25 if name == "softmax" else 0.5
+    np.testing.assert_allclose(dx, [[-derivative, derivative, 0.0], [0.0] * 3], rtol=1e-6)
 
 
+@names
 @both
-def test_padding(name, implementation):
+def test_padding_reaches_nothing(name, implementation):
     mask = np.arange(7) < np.array([7, 3, 1, 0])[:, None]
 
     def function(**floats):
@@ -230,10 +248,11 @@ def test_padding(name, implementation):
     check_padding(function, clean, dict.fromkeys(clean, mask))
 
 
-@pytest.mark.parametrize("block_width", [2, *in_full(8)])
-@pytest.mark.parametrize("bias", [(4, 7), (7,)], ids=str)
-def test_padding_in_the_gradient_of_the_result(name, block_width, bias):
-    """The kernels go further than plain jnp: a NaN there reaches nothing either."""
+@log_softmax
+@pytest.mark.parametrize("block_width", [2, *slow(8)])
+@pytest.mark.parametrize("bias", [(7,), *slow((4, 7))], ids=str)
+def test_nan_in_masked_cotangents_reaches_nothing(name, block_width, bias):
+    """In plain jnp such a NaN spoils the row. The kernels ignore it."""
     mask = np.arange(7) < np.array([7, 3, 1, 0])[:, None]
     floats = normal(np.random.default_rng(11), jnp.float32, x=(4, 7), dy=(4, 7), bias=bias)
     run = jit(functools.partial(run_kernel, name, mask=mask, config=RowConfig(2, block_width, 1), scale=0.5))
@@ -242,8 +261,9 @@ def test_padding_in_the_gradient_of_the_result(name, block_width, bias):
     chex.assert_trees_all_equal(poisoned, clean)
 
 
-@pytest.mark.parametrize("block_width", [2, 8])
-def test_what_is_not_finite(name, block_width):
+@softmax
+@pytest.mark.parametrize("block_width", [2, *slow(8)])
+def test_nan_and_infinity_stay_in_their_rows(name, block_width):
     """A NaN or an infinity makes its row what plain jnp makes of it, and reaches no other row."""
     x = np.zeros((8, 7), np.float32)
     x[0, 5], x[1, 0], x[2, 3], x[3, 6], x[4] = np.nan, np.nan, np.inf, -np.inf, -np.inf
@@ -259,9 +279,10 @@ def test_what_is_not_finite(name, block_width):
     np.testing.assert_allclose(dx[finite], pull_back(jnp.ones_like(x))[0][finite], atol=1e-6)
 
 
+@softmax
 @both
 def test_biases_of_minus_infinity(name, implementation):
-    """They are masks to plain jnp, and to the kernels: half of a row, a whole row."""
+    """A bias of -inf masks half of a row, or a whole row, in plain jnp and in the kernels."""
     bias = jnp.zeros((3, 6)).at[0, 3:].set(-jnp.inf).at[1].set(-jnp.inf)
     x = normal(np.random.default_rng(14), jnp.float32, x=(3, 6))["x"]
     y, pull_back = jax.vjp(lambda x: getattr(jaxft, name)(x, bias=bias, implementation=implementation), x)
@@ -270,10 +291,11 @@ def test_biases_of_minus_infinity(name, implementation):
     np.testing.assert_allclose(pull_back(x)[0], plain(x)[0], atol=1e-6)
 
 
+@softmax
 @both
 @pytest.mark.parametrize("dtype", ONE_DTYPE)
 def test_in_place(name, dtype, implementation):
-    """The values are those of a copy, gradients too, and x itself stays what it was where it is not given up."""
+    """Values and gradients equal the results on a copy, and x stays as it was if it is not donated."""
     floats = normal(np.random.default_rng(15), dtype, x=(5, 7, 40), bias=(7, 40))
 
     @functools.partial(jax.jit, static_argnames="in_place")
@@ -289,6 +311,7 @@ def test_in_place(name, dtype, implementation):
     np.testing.assert_array_equal(floats["x"], before)
 
 
+@log_softmax
 def test_in_place_in_chunks(name):
     x = normal(np.random.default_rng(16), jnp.float32, x=(5, 40))["x"]
     config = RowConfig(2, 16, 1)
@@ -299,9 +322,10 @@ def test_in_place_in_chunks(name):
     np.testing.assert_array_equal(got, wanted)
 
 
+@names
 @pytest.mark.skipif(dispatch.platform() != "cuda", reason="reads a program compiled for an NVIDIA GPU")
 def test_in_place_needs_no_second_buffer(name):
-    """Where x is donated, or dead afterwards."""
+    """x is donated, or dead after the call."""
     op, x = functools.partial(getattr(jaxft, name), in_place=True), jnp.zeros((4096, 1024))
     for donated, function in ((0, op), ((), lambda x: op(x + 1.0))):
         memory = jax.jit(function, donate_argnums=donated).lower(x).compile().memory_analysis()
@@ -309,9 +333,10 @@ def test_in_place_needs_no_second_buffer(name):
         assert memory.alias_size_in_bytes == (x.nbytes if donated == 0 else 0), memory
 
 
-@pytest.mark.parametrize("axes", [(0, None), (None, 0), (1, 0)], ids=str)
+@softmax
+@pytest.mark.parametrize("axes", [(0, None), *slow((None, 0), (1, 0))], ids=str)
 def test_vmap_over_one_argument(name, axes):
-    """Of an operand that is not mapped there is one for all, and the memory of x is not enough if x is not."""
+    """An operand that is not mapped is shared. If x is not mapped, its memory does not hold the result."""
     rng, shapes = np.random.default_rng(17), ((3, 5), (3, 5))
     x, bias = (rng.standard_normal((4, *s) if a == 0 else (3, 4, 5) if a else s).astype(np.float32)
                for s, a in zip(shapes, axes, strict=True))  # fmt: skip
@@ -323,6 +348,7 @@ def test_vmap_over_one_argument(name, axes):
     np.testing.assert_allclose(got, each(getattr(reference, name)), rtol=1e-5, atol=1e-6)
 
 
+@softmax
 @both
 def test_reruns_are_bitwise_equal(name, implementation):
     x = normal(np.random.default_rng(4), jnp.bfloat16, x=(37, 64))["x"]
@@ -336,19 +362,20 @@ def test_reruns_are_bitwise_equal(name, implementation):
     chex.assert_trees_all_equal(run(x), run(x))
 
 
+@softmax
 @pytest.mark.parametrize("seed", seeds(3))
 def test_random(name, seed, monkeypatch):
-    """With any launch configuration: rows in chunks, several rows a program."""
+    """Launch configurations are random: rows in chunks, or several rows a program."""
     rng = np.random.default_rng(seed)
     for direction in ("softmax", "softmax_backward"):
         config = RowConfig(power_of_two(rng, 8), power_of_two(rng, 64), power_of_two(rng, 4))
-        monkeypatch.setattr(tuning, direction, lambda *_, config=config: config)
+        monkeypatch.setattr(tuning_rows, direction, lambda *_, config=config: config)
     shape = tuple(int(n) for n in rng.choice([1, 2, 4, 5, 13, 31], rng.integers(1, 4)))
     dtype, bias_dtype = (jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"]))) for _ in range(2))
     peak, scale = int(rng.choice([1, 3])), some(rng, float(rng.uniform(-2.0, 2.0)))
     if jnp.float32 in (dtype, bias_dtype) or shape[-1] < 4:
-        # Rounding to 16 bits hides much that is chance here, but not a 0. Of few numbers plain jnp may by chance have
-        # nearly all exact; and whether x * scale + bias - maximum is rounded two or three times is up to a compiler.
+        # With few float32 numbers, plain jnp may by chance be nearly exact. Rounding to 16 bits hides that, except for
+        # zeros. The compiler decides whether x * scale + bias - maximum is rounded two or three times.
         while np.prod(shape[:-1], dtype=int) < 10:
             shape = (5, *shape)
         peak, scale = 1, None if scale is None else 2.0 ** round(scale)
@@ -365,6 +392,7 @@ def test_random(name, seed, monkeypatch):
 X = np.ones((2, 3, 8), np.float32)
 
 
+@names
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -392,8 +420,9 @@ def test_errors(name, changes, error, message):
         getattr(jaxft, name)(**{"x": X, **changes})
 
 
+@names
 @pytest.mark.parametrize("argument", ["x", "bias"])
-def test_the_kernel_refuses_float64_and_says_so(name, argument):
+def test_kernel_refuses_float64_by_name(name, argument):
     with jax.enable_x64(True):
         arrays = {"x": jnp.ones((2, 8), jnp.float32), "bias": jnp.ones((8,), jnp.float32)}
         arrays[argument] = arrays[argument].astype(jnp.float64)
@@ -401,7 +430,8 @@ def test_the_kernel_refuses_float64_and_says_so(name, argument):
             getattr(jaxft, name)(**arrays, implementation="triton")
 
 
-def test_the_kernel_refuses_what_32_bits_cannot_count(name):
+@names
+def test_kernel_refuses_sizes_beyond_32_bits(name):
     def call(x, mask):
         return getattr(jaxft, name)(x, mask=mask, implementation="triton")
 
@@ -419,7 +449,8 @@ def test_the_kernel_refuses_what_32_bits_cannot_count(name):
             jax.eval_shape(call, x, mask)
 
 
-@pytest.mark.parametrize("config", [RowConfig(4, 8, 1), *in_full(RowConfig(1, 8, 1), RowConfig(2, 4, 1))], ids=str)
+@log_softmax
+@pytest.mark.parametrize("config", [RowConfig(4, 8, 1), *slow(RowConfig(1, 8, 1), RowConfig(2, 4, 1))], ids=str)
 def test_kernels_stay_within_the_arrays(config, name):
     arrays = normal(np.random.default_rng(9), jnp.float32, x=(3, 3, 6), dy=(3, 3, 6), bias=(3, 6))
     x, dy, bias = arrays.values()

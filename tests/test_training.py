@@ -1,4 +1,4 @@
-"""Gradients over micro-batches are those of the whole batch, and float16 trains with a loss scale that adapts."""
+"""Gradients over micro-batches equal the gradients of the whole batch, and float16 trains with a loss scale."""
 
 import functools
 
@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxft
 import tiny
+from cases import slow, slow_cases
 from jaxft.models.masked_lm import BertForMaskedLM
 from jaxft.training import COMPILER_OPTIONS, LossScale, accumulate_gradients, update_if_finite
 
@@ -29,8 +30,10 @@ def classifier_data(dtype=jnp.float32):
     return params, (x, jnp.asarray(labels))
 
 
-@pytest.mark.parametrize(("micro_batches", "loss_scale"), [(1, None), (4, None), (2, LossScale.create(2.0**10))])
-def test_accumulation_is_the_whole_batch(micro_batches, loss_scale):
+@pytest.mark.parametrize(
+    ("micro_batches", "loss_scale"), [(4, None), (2, LossScale.create(2.0**10)), *slow_cases((1, None))]
+)
+def test_accumulation_equals_the_whole_batch(micro_batches, loss_scale):
     params, (x, labels) = classifier_data()
     whole = (x.reshape(-1, 8), labels.reshape(-1))
     expected, gradients = jax.value_and_grad(lambda params: classifier_loss(params, whole).mean)(params)
@@ -44,9 +47,9 @@ def test_accumulation_is_the_whole_batch(micro_batches, loss_scale):
         np.testing.assert_allclose(found[name], gradient, rtol=1e-5, atol=1e-6 * np.abs(gradient).max())
 
 
-@pytest.mark.parametrize("loss_scale", [None, LossScale.create(2.0**10)])
-def test_each_label_counts_the_same_on_whichever_device(loss_scale):
-    """Of two, if there are: one then has 7 labels and the other 6. The result is the same on both."""
+@pytest.mark.parametrize("loss_scale", [LossScale.create(2.0**10), *slow(None)], ids=["scaled", "unscaled"])
+def test_labels_count_equally_on_all_devices(loss_scale):
+    """With two devices, one has 7 labels and the other 6. The result is the same on both."""
     params, (x, labels) = classifier_data()
     expected, gradients = accumulate_gradients(classifier_loss, params, (x, labels))
     mesh = jax.make_mesh((min(2, jax.device_count()),), ("data",), (jax.sharding.AxisType.Auto,))
@@ -61,7 +64,7 @@ def test_each_label_counts_the_same_on_whichever_device(loss_scale):
         np.testing.assert_allclose(found[name], gradient, rtol=1e-5, atol=1e-6 * np.abs(gradient).max())
 
 
-def test_sums_over_devices_are_left_to_it():
+def test_loss_with_its_own_psum_is_refused():
     params, (x, labels) = classifier_data()
     mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
 
@@ -77,7 +80,7 @@ def test_sums_over_devices_are_left_to_it():
 
 
 @pytest.mark.parametrize("finite", [jnp.float32(1), np.array([True]), 1])
-def test_whether_gradients_are_finite_is_a_truth(finite):
+def test_finite_must_be_a_boolean(finite):
     with pytest.raises(TypeError, match="LossScale: finite must be a boolean scalar, got "):
         LossScale.create().update(finite)
 
@@ -102,19 +105,19 @@ def test_gradients_have_the_dtype_of_the_parameters():
 
 
 @pytest.mark.parametrize("batches", [(), (jnp.zeros((2, 3)), jnp.zeros(3)), jnp.zeros((0, 3)), jnp.float32(1)], ids=str)
-def test_batches_without_micro_batches(batches):
+def test_batches_need_a_micro_batch_axis(batches):
     with pytest.raises(ValueError, match=r"accumulate_gradients: batches must be arrays of the same first axis"):
         accumulate_gradients(classifier_loss, {}, batches)
 
 
 @pytest.mark.parametrize("loss", [(1.0, 1.0), (jnp.zeros(2), 2), (1.0,), 1.0], ids=str)
-def test_a_loss_that_is_no_total_and_count(loss):
+def test_loss_must_be_total_and_count(loss):
     with pytest.raises(ValueError, match="accumulate_gradients: loss_fn must return two scalars, total and an integer"):
         accumulate_gradients(lambda params, batch: loss, {"w": jnp.ones(2)}, jnp.zeros((1, 2)))
 
 
 def scaled_by(factor):
-    """A loss whose gradient is `factor` in float16."""
+    """Returns a loss whose gradient is `factor` in float16."""
     return lambda params, x: ((params.astype(jnp.float16) * x).astype(jnp.float32).sum() * jnp.float32(factor), 1)
 
 
@@ -144,13 +147,13 @@ def test_integers_are_no_parameters():
      (lambda _, state: {"a": state["a"].astype(jnp.bfloat16)}, r"float32\[2\], got bfloat16\[2\]"),
      (lambda _, state: state | {"b": 0}, r"PyTreeDef\({'a': \*}\), got PyTreeDef\({'a': \*, 'b': \*}\)")],
 )  # fmt: skip
-def test_an_update_to_another_kind_of_state(update, message):
+def test_update_must_keep_the_state_type(update, message):
     state = {"a": jnp.ones(2)}
     with pytest.raises(ValueError, match=f"update_if_finite: update .*{message}"):
         update_if_finite(update, jnp.ones(2), state, LossScale.create())
 
 
-def test_a_number_is_no_loss_scale():
+def test_loss_scale_must_be_a_loss_scale():
     with pytest.raises(TypeError, match="accumulate_gradients: loss_scale must be a LossScale or None, got 1024.0"):
         accumulate_gradients(scaled_by(1.0), jnp.ones(3), jnp.ones((1, 3), jnp.float16), loss_scale=1024.0)
     with pytest.raises(TypeError, match="update_if_finite: loss_scale must be a LossScale or None, got 1024.0"):
@@ -159,7 +162,7 @@ def test_a_number_is_no_loss_scale():
 
 @pytest.fixture
 def standard_promotion():
-    """optax does not run under strict dtype promotion."""
+    """Turns strict dtype promotion off: optax does not run under it."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -190,7 +193,9 @@ def test_overflow_skips_and_halves_and_recovers():
     for good_steps in (1, 2):
         state, loss_scale = step(state, loss_scale, jnp.float16(10))
         assert (loss_scale.scale, loss_scale.good_steps) == (2.0**12, good_steps)
-    np.testing.assert_allclose(state[0], 0.8, rtol=1e-3)  # Adam's first steps are its rate, and its count was not moved
+    np.testing.assert_allclose(
+        state[0], 0.8, rtol=1e-3
+    )  # Adam's first step has the size of its rate, and the skipped step did not count
     assert state[1][0].count == 2
     state, loss_scale = step(state, loss_scale, jnp.float16(jnp.nan))
     assert loss_scale.scale == 2.0**11 and np.isfinite(state[0]).all()
@@ -212,28 +217,28 @@ def test_the_scale_grows_within_limits():
 
 
 @pytest.mark.parametrize("interval", [0, -5, "2", 2.5])
-def test_an_impossible_growth_interval(interval):
+def test_wrong_growth_interval_is_refused(interval):
     with pytest.raises(ValueError, match=f"LossScale: growth_interval must be an integer above 0, got {interval!r}"):
         LossScale.create().update(jnp.bool(True), growth_interval=interval)
 
 
 @pytest.mark.parametrize("scale", [0.5, 2.0**25, float("nan"), "8", True])
-def test_an_impossible_scale(scale):
+def test_wrong_scale_is_refused(scale):
     with pytest.raises(ValueError, match=r"LossScale: scale must be a number from 1 to 2\*\*24, got"):
         LossScale.create(scale)
 
 
 @pytest.mark.parametrize("kind", [int, np.int32, np.float16])
-def test_scales_of_numpy(kind):
+def test_scale_may_be_a_numpy_number(kind):
     assert LossScale.create(kind(1024)).scale == 1024.0
 
 
-def test_without_a_scale_every_update_counts():
+def test_updates_without_a_scale_always_apply():
     state, scale = update_if_finite(lambda gradients, state: state - gradients, jnp.float32(jnp.nan), jnp.ones(2), None)
     assert scale is None and np.isnan(state).all()
 
 
-def test_no_gradients_are_finite():
+def test_empty_gradients_are_finite():
     state, scale = jax.jit(
         lambda: update_if_finite(lambda gradients, state: state + 1, (), jnp.ones(2), LossScale.create())
     )()
@@ -241,7 +246,7 @@ def test_no_gradients_are_finite():
 
 
 def test_float16_trains():
-    """From a scale that is far too large: it finds its own, and the loss falls."""
+    """The loss scale starts far too large, adapts, and the loss falls."""
     ids = jax.random.randint(jax.random.key(1), (1, 4, 8), 5, 17)
     graph, params = nnx.split(BertForMaskedLM(tiny.config(), dtype="float16", rngs=nnx.Rngs(0)))
 
@@ -268,7 +273,7 @@ def test_float16_trains():
 
 
 def test_compiler_options():
-    """Every JAX that is supported knows these options."""
+    """Every supported JAX knows these options."""
     params, (x, labels) = classifier_data()
 
     def loss(params, batch):

@@ -1,7 +1,7 @@
-"""Every op under every transformation of JAX: errors are compared with those of plain jnp under the same one.
+"""Every op under every transformation of JAX, compared with plain jnp under the same transformation.
 
-A transformation here takes a function of named float arrays and gives another one, so that the same can be done to an
-op, to `jaxft.reference`, and to that in float64.
+A transformation here maps a function of named float arrays to another such function. It applies to an op, to
+`jaxft.reference`, and to the reference in float64.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxft
-from cases import INTERPRET, for_h200, in_float64, in_full, jit, lower, normal
+from cases import INTERPRET, for_h200, in_float64, jit, lower, normal, slow, slow_cases
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference
 from jaxft.tuning import rows as tuning_rows
@@ -38,14 +38,14 @@ MASK = np.arange(LENGTH) < np.array([5, 3])[:, None]  # [B, S]
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    call: Callable  # (functions, the keyword arguments of all of them, **floats)
-    shapes: dict[str, tuple[int, ...]]  # the first argument's first axis is the batch, and so is the result's
+    call: Callable  # arguments: functions, keyword arguments of all functions, **floats
+    shapes: dict[str, tuple[int, ...]]  # the first axis of the first argument and of the result is the batch
     kernel: bool = True
-    split: tuple[str, ...] = ()  # other arguments that have the batch in front
+    split: tuple[str, ...] = ()  # other arguments whose first axis is the batch
 
 
 def in_chunks(call):
-    """With a part of each row at a time in the backward pass."""
+    """Makes the backward pass of softmax process a part of each row at a time."""
 
     def run(functions, options, **floats):
         with mock.patch.object(tuning_rows, "softmax_backward", lambda *sizes: tuning_table.RowConfig(2, 2, 1)):
@@ -70,7 +70,7 @@ OPS = {
         lambda m, o, word, **f: jnp.stack([m.embeddings_layer_norm(**IDS, word=w, **f, **o) for w in word]),
         {"word": (BATCH, 6, WIDTH), "position": (LENGTH, WIDTH), "token_type": (3, WIDTH), **NORM},
     ),
-    # Not the GELU of erf: JAX 0.12.0 cannot differentiate erf within shard_map, jax.nn.gelu's included.
+    # JAX 0.12.0 cannot differentiate the erf of GELU within shard_map, so the activation is GELU with tanh.
     "bias_activation": Op(lambda m, o, **f: m.bias_activation(**f, **o, activation="gelu_tanh"), ROWS),
     "dense": Op(
         lambda m, o, **f: m.dense(**f, **o, activation="gelu_tanh"),
@@ -98,7 +98,7 @@ OPS = {
     "log_softmax": Op(lambda m, o, x: m.log_softmax(x, mask=MASK[1], **o), {"x": (BATCH, LENGTH)}),
     "log_softmax of long rows": Op(
         in_chunks(lambda m, o, x, bias: m.log_softmax(x, scale=-0.7, bias=bias, mask=MASK[1], **o)),
-        # Of ten elements, the greatest error is a matter of chance.
+        # With ten elements, the largest error would be a matter of chance.
         {"x": (BATCH, 16, LENGTH), "bias": (LENGTH,)},
     ),
     "qkv_bias_split_heads": Op(
@@ -128,6 +128,13 @@ OPS = {
 }  # fmt: skip
 
 
+# These ops share the code for transformations with others, so `make test` leaves them out where it can.
+RELATED = ("layer_norm", "embeddings_layer_norm", "dense_residual_layer_norm", "feed_forward_residual_layer_norm",
+           "qkv_attention", "log_softmax of long rows")  # fmt: skip
+KERNELS = [name for name, op in OPS.items() if op.kernel]
+SOME_KERNELS = [*(n for n in KERNELS if n not in RELATED), *slow(*(n for n in KERNELS if n in RELATED))]
+
+
 class Plain:
     """`jaxft.reference` with the signatures of the public ops."""
 
@@ -147,7 +154,7 @@ class Plain:
 
 
 def total(out):
-    """A scalar in which every element has another weight."""
+    """Returns a scalar in which every element has another weight."""
     sums = []
     for x in jax.tree.leaves(out):
         weights = np.random.default_rng(0).standard_normal(x.shape).astype(np.float32).astype(x.dtype)
@@ -164,7 +171,7 @@ def grad_of_remat(function, op):
 
 
 def third_grad(function, op):
-    """Of what is not linear in the result, nor in the gradients."""
+    """Third gradient of a function that is linear neither in the result nor in its gradients."""
 
     def of(function):
         return jax.grad(lambda f: total(jax.tree.map(jnp.sin, function(f))))
@@ -177,7 +184,7 @@ def finite(x):
 
 
 def vmap(function, op):
-    """Over every argument."""
+    """Maps every argument."""
     return lambda **f: jax.vmap(lambda f: function(**f))(jax.tree.map(lambda x: jnp.stack([x, x * 0.5, -x]), f))
 
 
@@ -202,7 +209,7 @@ def grad_of_vmap(function, op):
 
 
 def grad_of_scan(function, op):
-    """As over the layers of a model, each of which is computed again in the backward pass."""
+    """Gradient of a scan over layers that are recomputed in the backward pass."""
     first = next(iter(op.shapes))
 
     def layers(**f):
@@ -215,7 +222,7 @@ def grad_of_scan(function, op):
 
 
 def shard(function, op, check_vma=True):
-    """On as many devices as there are, up to two."""
+    """Shards over the devices that there are, at most two."""
     mesh = jax.make_mesh((min(jax.device_count(), BATCH),), ("data",), axis_types=(AxisType.Auto,))
     return lambda **f: jax.shard_map(
         lambda f: function(**f), mesh=mesh, in_specs=(specs(op),), out_specs=P("data"), check_vma=check_vma
@@ -232,24 +239,31 @@ def grad_of_shard(function, op, check_vma=True):
 
 TRANSFORMS = [grad_of_remat, vmap, vmap_over_the_first, vmap_of_grad, grad_of_vmap, grad_of_scan]
 SHARDED = [shard, grad_of_shard]
-ENOUGH = [grad_of_vmap, shard]  # for a kernel: the others do parts of the same, but scan, which is the same for all
+ENOUGH = [grad_of_vmap, shard]  # the other transformations repeat parts of these
 
 
-def by_default(transform, name, implementation):
-    """All of an op without a kernel and of one with; of the others those that are enough, if on one device."""
-    if name == "bias_residual_layer_norm" or not OPS[name].kernel:
-        return True
-    return jax.device_count() > 1 or (implementation == "triton" and transform in ENOUGH)
+def is_slow(transform, name, implementation):
+    """Returns whether `make test` leaves the case out. It has all transformations of two ops, and few of the others."""
+    if jax.device_count() > 1:
+        return name not in ("bias_residual_layer_norm", "dense", "linear_cross_entropy")
+    if name in ("bias_residual_layer_norm", "linear_cross_entropy"):
+        return OPS[name].kernel and implementation == "xla"
+    if not OPS[name].kernel:
+        return transform != vmap_of_grad
+    return name in RELATED or transform not in ENOUGH
 
 
 def every(transforms):
-    return [
-        pytest.param(transform, name, implementation, id=f"{transform.__name__}-{name}-{implementation}")
+    cases = [
+        (transform, name, implementation)
         for name, op in OPS.items() for implementation in ("triton", "xla")[not op.kernel :] for transform in transforms
-        if (transform != vmap_of_grad if implementation == "triton"  # that of the vmap is as telling
+        if (transform != vmap_of_grad if implementation == "triton"  # grad_of_vmap tests as much
             else transform in (vmap_of_grad, grad_of_scan, grad_of_shard))
-        if by_default(transform, name, implementation) or in_full(name)
     ]  # fmt: skip
+    return [
+        pytest.param(*case, id=f"{case[0].__name__}-{case[1]}-{case[2]}", marks=[pytest.mark.slow] * is_slow(*case))
+        for case in cases
+    ]
 
 
 def assert_composes(transform, name, implementation):
@@ -263,10 +277,11 @@ def assert_composes(transform, name, implementation):
 
 
 @pytest.mark.parametrize(("transform", "name", "implementation"), every(TRANSFORMS))
-def test_composes(transform, name, implementation):
+def test_op_composes_with_transformation(transform, name, implementation):
     assert_composes(transform, name, implementation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["softmax", "log_softmax of long rows", "layer_norm", "dense"])
 def test_third_derivatives(name):
     """The other ops define their gradients in the same ways."""
@@ -274,15 +289,15 @@ def test_third_derivatives(name):
 
 
 @pytest.mark.parametrize(("transform", "name", "implementation"), every(SHARDED))
-def test_shards(transform, name, implementation):
-    """With JAX's checks of what varies over the devices, except where Pallas interprets: it fails those by itself."""
+def test_op_runs_under_shard_map(transform, name, implementation):
+    """JAX's checks of varying axes are on, except for interpreted kernels: Pallas' interpreter fails them."""
     check_vma = not (INTERPRET and implementation == "triton")
     assert_composes(functools.partial(transform, check_vma=check_vma), name, implementation)
 
 
-@pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.kernel])
+@pytest.mark.parametrize("name", SOME_KERNELS)
 def test_shards_for_a_gpu(name):
-    """With the checks: kernels say what their results vary over, in the gradient too."""
+    """The checks are on: kernels declare the axes that their results vary over, in the gradient too."""
     op = OPS[name]
     floats = {n: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for n, shape in op.shapes.items()}
 
@@ -296,20 +311,22 @@ def test_shards_for_a_gpu(name):
 
 
 @pytest.mark.skipif(jax.device_count() > 1, reason="the other tests have two devices already")
-def test_shards_over_two_devices():
+@pytest.mark.parametrize("selected", ["not slow", *slow("slow")])
+def test_shards_over_two_devices(selected):
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-v", "-o", "addopts=", "-k", "grad_of_shard or on_whichever_device", __file__,
-         Path(__file__).with_name("test_training.py")],
+        [sys.executable, "-m", "pytest", "-v", "-o", "addopts=", "-m", selected, "-k",
+         "grad_of_shard or labels_count_equally", __file__, Path(__file__).with_name("test_training.py")],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         cwd=Path(__file__).parents[1], capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "grad_of_shard" in done.stdout and "on_whichever_device" in done.stdout and "passed" in done.stdout
+    assert all(name in done.stdout for name in ("grad_of_shard", "labels_count_equally", "passed"))
 
 
+@pytest.mark.parametrize("derivative", ["value", *slow("gradient")])
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
-def test_vmap_over_masks(implementation):
-    """Lengths, masks and segment ids are arguments like others, and so is a bias."""
+def test_vmap_over_masks(implementation, derivative):
+    """Lengths, masks, segment ids and a bias can be mapped like other arguments."""
     qkv = normal(np.random.default_rng(1), jnp.float32, qkv=(BATCH, LENGTH, 3, HEADS, SIZE))["qkv"]
     lengths = jnp.array([[5, 3], [0, 1], [2, 5]], jnp.int32)
     rng = np.random.default_rng(2)
@@ -317,34 +334,42 @@ def test_vmap_over_masks(implementation):
     ids = jnp.asarray(rng.integers(0, 2, (3, BATCH, LENGTH)), jnp.int32)
     bias = normal(rng, jnp.float32, bias=(3, HEADS, LENGTH, LENGTH))["bias"]
 
-    def gradients(lengths, mask, ids, bias):
+    def run(lengths, mask, ids, bias):
         def attend(qkv, bias):
             return jaxft.qkv_attention(
                 qkv, bias, mask, key_value_seq_lengths=lengths, query_segment_ids=ids, key_value_segment_ids=ids,
                 implementation=implementation,
             )  # fmt: skip
 
+        if derivative == "value":
+            return attend(qkv, bias)
         return jax.grad(lambda *floats: total(attend(*floats)), (0, 1))(qkv, bias)
 
+    one = jit(run)
     with jax.default_matmul_precision("highest"):
-        got = jit(jax.vmap(gradients))(lengths, mask, ids, bias)
-        each = [jit(gradients)(*masks) for masks in zip(lengths, mask, ids, bias, strict=True)]
-    for a, b in zip(got, map(jnp.stack, zip(*each, strict=True)), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6)
+        got = jit(jax.vmap(run))(lengths, mask, ids, bias)
+        each = [one(*masks) for masks in zip(lengths, mask, ids, bias, strict=True)]
+    jax.tree.map(lambda got, *each: np.testing.assert_allclose(got, jnp.stack(each), atol=1e-6), got, *each)
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_jit_is_what_eager_is(name):
+@pytest.mark.parametrize(
+    ("implementation", "name"),
+    [
+        *(("triton", name) for name in KERNELS if name not in RELATED),
+        *(("xla", name) for name, op in OPS.items() if not op.kernel),
+        *slow_cases(*(("triton", name) for name in RELATED), *(("xla", name) for name in KERNELS)),
+    ],
+)
+def test_jit_and_eager_agree(implementation, name):
     op = OPS[name]
     floats = normal(np.random.default_rng(3), jnp.float32, **op.shapes)
     plain = jit(lambda f: op.call(Plain(), {}, **f))
-    for implementation in ("triton", "xla")[not op.kernel :]:
 
-        def call(f, implementation=implementation):
-            return op.call(jaxft, {"implementation": implementation}, **f)
+    def call(f):
+        return op.call(jaxft, {"implementation": implementation}, **f)
 
-        for out in (call(floats), jax.jit(call)(floats)):
-            assert_matches_oracle(out, plain(floats), in_float64(plain, floats))
+    for out in (call(floats), jax.jit(call)(floats)):
+        assert_matches_oracle(out, plain(floats), in_float64(plain, floats))
 
 
 @pytest.mark.parametrize(
@@ -353,7 +378,7 @@ def test_jit_is_what_eager_is(name):
                         (None, "triton")), ("dense", "mosaic_gpu")],
 )  # fmt: skip
 def test_explicit_shardings(name, implementation, caplog):
-    """XLA's part, or an error that says what to do."""
+    """XLA runs the op, or an error says what to do."""
     op = OPS[name]
 
     def function(f):
@@ -377,13 +402,13 @@ def test_explicit_shardings(name, implementation, caplog):
 # --- Export and NNX ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.kernel])
+@pytest.mark.parametrize("name", SOME_KERNELS)
 def test_export_for_a_gpu(name):
-    """With the checks that the constant names disabled, and only with them."""
+    """Export works with the disabled checks that the constant names, and only with them."""
     op = OPS[name]
     floats = {n: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for n, shape in op.shapes.items()}
 
-    def function():  # a new one each time, since jax.jit returns what it has traced before
+    def function():  # jax.jit returns earlier traces of the same function
         return jax.jit(lambda f: op.call(jaxft, TRITON, **f))
 
     with for_h200():
@@ -396,12 +421,10 @@ def test_export_for_a_gpu(name):
     assert exported.platforms == ("cuda",)
 
 
-# But for those whose other arrays have the size of the batch too: ids, and offsets of sequences.
-@pytest.mark.parametrize(
-    "name", [n for n, op in OPS.items() if op.kernel and "embeddings" not in n and "varlen" not in n]
-)
+# Leaves out ops whose ids or sequence offsets depend on the batch, too.
+@pytest.mark.parametrize("name", [name for name in KERNELS if "embeddings" not in name and "varlen" not in name])
 def test_export_of_a_symbolic_batch(name):
-    """By XLA, which is what is taken: kernels have one size."""
+    """XLA runs ops with symbolic sizes. Kernels have fixed sizes."""
     op = OPS[name]
     (batch,) = jax.export.symbolic_shape("b")
     first = next(iter(op.shapes))

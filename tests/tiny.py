@@ -23,7 +23,7 @@ def write_json(file, value):
 
 
 def write_modules(folder, *modules):
-    """modules.json of `(type, path)` pairs."""
+    """Writes modules.json with `(type, path)` pairs."""
     write_json(
         folder / "modules.json",
         [{"idx": i, "name": str(i), "type": t, "path": path} for i, (t, path) in enumerate(modules)],
@@ -48,7 +48,7 @@ def bert_tokenizer():
 
 
 def write_tokenizer(folder, roberta=False):
-    """vocab.txt, and a tokenizer.json with padding and truncation built in."""
+    """Writes vocab.txt, and a tokenizer.json with padding and truncation built in."""
     (folder / "vocab.txt").write_text("".join(token + "\n" for token in VOCAB))
     tokenizer = bert_tokenizer()
     if roberta:
@@ -59,14 +59,14 @@ def write_tokenizer(folder, roberta=False):
 
 
 def write_model(folder, **options):
-    """A transformers folder: the model and its tokenizer."""
+    """Writes a transformers folder with the model and its tokenizer."""
     BertModel(config(**options), rngs=nnx.Rngs(0)).save_pretrained(folder)
     write_tokenizer(folder)
     return folder
 
 
 def write_classifier(folder, model_type="bert", num_labels=1, **settings):
-    """A classifier for pairs with its tokenizer, and these fields more in config.json."""
+    """Writes a classifier for pairs with its tokenizer, and additional fields of config.json."""
     options = {
         "bert": {},
         "roberta": {"pad_token_id": 1, "type_vocab_size": 1, "max_position_embeddings": 66},
@@ -81,7 +81,7 @@ def write_classifier(folder, model_type="bert", num_labels=1, **settings):
 
 
 def write_sentence_model(folder, pooling=None, normalize=False):
-    """`write_model` with mean pooling or the Pooling config given."""
+    """Writes `write_model`'s folder with mean pooling, or with the given Pooling config."""
     write_model(folder)
     write_json(folder / "1_Pooling" / "config.json", pooling or {"pooling_mode_mean_tokens": True})
     modules = [(TYPES + "Transformer", ""), (TYPES + "Pooling", "1_Pooling"), (TYPES + "Normalize", "2_Normalize")]
@@ -90,5 +90,5 @@ def write_sentence_model(folder, pooling=None, normalize=False):
 
 
 def bare_tokenizer():
-    """A tokenizer that adds no special tokens, so that an empty text has no token at all."""
+    """Returns a tokenizer without special tokens, so that an empty text has no token."""
     return Tokenizer(models.WordPiece({token: i for i, token in enumerate(VOCAB)}, unk_token="[UNK]"))
