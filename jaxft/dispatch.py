@@ -58,6 +58,9 @@ class Choice(NamedTuple):
 
 _target: contextvars.ContextVar[Device | None] = contextvars.ContextVar("jaxft_target", default=None)
 
+#: True while `explain` traces: it runs nothing, so it does not log what falls back.
+quiet: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxft_quiet", default=False)
+
 
 @contextlib.contextmanager
 def target(
@@ -168,7 +171,7 @@ def choose(op: str, implementation: str | None, reasons: Mapping[str, str | None
         raise NotImplementedError(f"{op}: there is no {implementation!r} implementation, only {tuple(reasons)}")
     machine = device()
     interpret = implementation == "triton" and machine.platform == "cpu" and sys.platform != "win32"  # no Triton there
-    reason = reasons[implementation] or (None if interpret else _machine_reason(implementation, machine))
+    reason = reasons[implementation] or (None if interpret else machine_reason(implementation, machine))
     if reason is not None:
         raise NotImplementedError(f"{op}: implementation {implementation!r} cannot be used: {reason}")
     if interpret:
@@ -193,17 +196,19 @@ def _fastest(op: str, reasons: Mapping[str, str | None]) -> tuple[str, str]:
         return "xla", f"kernels need an NVIDIA GPU, this is {machine.kind}"
     rejected: list[str] = []
     for name, reason in reasons.items():
-        reason = reason or _machine_reason(name, machine)
+        reason = reason or machine_reason(name, machine)
         if reason is None and name != "xla":
             return name, "; ".join(rejected)
         if reason is not None:
             rejected.append(f"{name}: {reason}")
     why = "; ".join(rejected)
-    _log_once(f"{op} falls back to XLA ({why})")
+    if not quiet.get():
+        _log_once(f"{op} falls back to XLA ({why})")
     return "xla", why
 
 
-def _machine_reason(name: str, machine: Device) -> str | None:
+def machine_reason(name: str, machine: Device) -> str | None:
+    """Returns why an implementation cannot run on this machine, or None if it can."""
     needed = {"triton": (8, 0), "cudnn": (8, 0), "mosaic_gpu": (9, 0)}.get(name)
     if needed is None:
         return None

@@ -114,17 +114,14 @@ def plan_of(op: str, inputs: Inputs, options: Options, implementation: str | Non
     )
     saving, why = None, [choice.why] if choice.why else []
     if implementation is None:
-        slow = "slower for these sizes"
-        reason = _cudnn_unsupported(inputs, options)
-        if reason is None and not _cudnn_is_faster(inputs, options, device):
-            reason = slow
+        reason = _cudnn_unsupported(inputs, options) or _cudnn_is_slower(inputs, options, device)
         if reason is None and (reason := cudnn.missing()) is None:
             forward, saving = Pass("cudnn"), forward
         else:
             why.append(f"cudnn, forward: {reason}")
-        reason = _mosaic_unsupported(inputs, options, device)
+        reason = dispatch.machine_reason("mosaic_gpu", device) or _mosaic_unsupported(inputs, options)
         if reason is None and not tuning.mosaic_gradient_is_faster(b * n, device):
-            reason = slow
+            reason = "slower with this number of heads"
         if reason is None:
             backward = Pass("mosaic_gpu", tuning.attention_mosaic_gradient(device))
         else:
@@ -145,48 +142,38 @@ def _cudnn_unsupported(inputs: Inputs, options: Options) -> str | None:
     """Returns why cuDNN cannot run this call, or None if it can."""
     _, t, s, _, _ = sizes(inputs, options)
     arrays = {name: x for name, x in inputs._asdict().items() if name not in ("query", "key", "value")}
-    lengths = inputs.query_seq_lengths is not None or inputs.key_value_seq_lengths is not None
     return cudnn.unsupported(
-        inputs.query, s, _cudnn_rules(options), query_length=t, has_lengths=lengths,
-        return_residual=options.return_residual, **arrays,
-    )  # fmt: skip
+        inputs.query, t, s, _cudnn_options(options), return_residual=options.return_residual, **arrays
+    )
 
 
-def _cudnn_is_faster(inputs: Inputs, options: Options, device: dispatch.Device) -> bool:
-    """Returns whether cuDNN computes the output sooner.
+def _cudnn_is_slower(inputs: Inputs, options: Options, device: dispatch.Device) -> str | None:
+    """Returns why cuDNN does not compute the output sooner, or None if it does.
 
     Without a named implementation, cuDNN computes no gradients, because its gradients differ from run to run.
     """
     if any(x is not None for x in (*inputs[3:], options.local_window_size)) or options.scale <= 0.0:
-        return False  # not measured
+        return "its speed with masks, lengths, windows and such scales is not measured"
     if inputs.key is not None and inputs.key.shape[2] != inputs.query.shape[2]:
-        return False
-    return tuning.cudnn_is_faster(*sizes(inputs, options), inputs.key is None, device)
+        return "its speed with grouped heads is not measured"
+    is_faster = tuning.cudnn_is_faster(*sizes(inputs, options), inputs.key is None, device)
+    return None if is_faster else "slower for these sizes"
 
 
-def _mosaic_unsupported(inputs: Inputs, options: Options, device: dispatch.Device) -> str | None:
+def _mosaic_unsupported(inputs: Inputs, options: Options) -> str | None:
     """Returns why the Mosaic GPU kernel cannot compute the gradient of this call, or None if it can."""
-    if not device.is_hopper:
-        return f"it needs a Hopper GPU, this is {device.kind}"
-    if inputs.key is not None or inputs.cu_seqlens is not None:
-        return "it takes a packed, padded qkv array only"
-    for name, x in inputs._asdict().items():
-        if x is not None and name not in ("query", "mask", "dropout_rng"):
-            return f"it takes no {name}"
-    if options.is_causal or options.local_window_size is not None:
-        return "it has no causal mask and no window"
-    if options.return_residual:
-        return "it takes no gradient of the log-sum-exp"
-    if options.scale <= 0.0:
-        return "it takes positive scales only"
-    return support.attention_backward_unsupported(inputs.query, inputs.mask)
+    others = {name: x for name, x in inputs._asdict().items() if name not in ("query", "mask", "dropout_rng")}
+    return support.attention_backward_unsupported(
+        inputs.query, inputs.mask, scale=options.scale, return_residual=options.return_residual,
+        limited=options.is_causal or options.local_window_size is not None, **others,
+    )  # fmt: skip
 
 
 def run(inputs: Inputs, plan: Plan) -> Any:
     """Computes the output. With `return_residual`, returns a pair of the output and the log-sum-exp."""
     if plan.forward.backend == "xla":
         return _reference(inputs, plan.options)
-    if plan.backward.backend == "cudnn":
+    if plan.backward.backend == "cudnn":  # asked for by name, with cuDNN's own gradient
         return _cudnn_jit(inputs, plan.options)
     return _kernels_jit(Inputs(*transforms.vary_alike(*inputs)), plan)
 
@@ -217,14 +204,14 @@ _reference = jax.jit(_plain, static_argnums=1)
 # --- cuDNN -------------------------------------------------------------------------------------------------------
 
 
-def _cudnn_rules(options: Options) -> cudnn.Rules:
-    return cudnn.Rules(options.scale, options.is_causal, options.local_window_size)
+def _cudnn_options(options: Options) -> cudnn.Options:
+    return cudnn.Options(options.scale, options.is_causal, options.local_window_size)
 
 
 def _cudnn(inputs: Inputs, options: Options) -> Array:
     query, key, value = _parts_of(inputs.query) if inputs.key is None else inputs[:3]
     lengths = inputs.query_seq_lengths, inputs.key_value_seq_lengths
-    return cudnn.forward(query, key, value, *lengths, _cudnn_rules(options))
+    return cudnn.forward(query, key, value, *lengths, _cudnn_options(options))
 
 
 _cudnn_jit = jax.jit(_cudnn, static_argnums=1)
@@ -259,7 +246,7 @@ def _forward(inputs: Inputs, plan: Plan, save: bool) -> Any:
     out, *parts = triton.forward(
         *_arguments(inputs, plan),
         return_residual=save or residual,
-        config=plan.differentiated.config,
+        config=plan.with_gradient.config,
         interpret=plan.interpret,
     )
     result: Any = out

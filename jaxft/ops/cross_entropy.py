@@ -110,17 +110,12 @@ def linear_cross_entropy(
     checks.check_shape(op, "labels", labels, x.shape[:-1])
     bias = checks.as_vector(op, "bias", bias, embedding.shape[0])
     precision = checks.check_precision(op, precision, x.dtype)
-    choice = dispatch.choose(op, implementation, {})
     rows = math.prod(x.shape[:-1])
     arrays = x.reshape(rows, x.shape[-1]), embedding, bias, labels.reshape(rows)
+    plan = plan_of(op, *arrays[:3], ignore_index=ignore_index, precision=precision, implementation=implementation)
+    plans.record(op, (x, embedding, labels, bias), plan)
     if 0 in arrays[0].shape:
         return CrossEntropy(*_reference(*arrays, ignore_index, precision))
-    chunks = Pass("xla", tuning.linear_cross_entropy(rows, *embedding.shape))
-    plan = Plan(
-        forward=chunks, backward=chunks, why=choice.why, ignore_index=ignore_index, precision=precision,
-        dtypes=(x.dtype, embedding.dtype, None if bias is None else bias.dtype),
-    )  # fmt: skip
-    plans.record(op, arrays, plan)
     return CrossEntropy(*_loss_jit(*transforms.vary_alike(*arrays), plan))
 
 
@@ -146,6 +141,19 @@ class Plan(plans.Plan):
     ignore_index: int
     precision: Any
     dtypes: tuple[Any, ...]
+
+
+def plan_of(
+    op: str, x: Array, embedding: Array, bias: Array | None, *, ignore_index: int, precision: Any,
+    implementation: str | None,
+) -> Plan:  # fmt: skip
+    """Chooses how many rows have logits at a time, for x in two dimensions."""
+    choice = dispatch.choose(op, implementation, {})
+    chunks = Pass("xla", tuning.linear_cross_entropy(x.shape[0], *embedding.shape))
+    return Plan(
+        forward=chunks, backward=chunks, why=choice.why, ignore_index=ignore_index, precision=precision,
+        dtypes=(x.dtype, embedding.dtype, None if bias is None else bias.dtype),
+    )  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5))

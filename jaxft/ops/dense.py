@@ -137,20 +137,17 @@ def plan_of(
     if backend == "xla" and (residual is not None if activation else bias is None):
         return plan(plain=True, why=why)  # no kernel of jaxft would take part
 
-    by_xla = tuning.splits_few_rows(rows, itemsize, kernel_precision)
     config: Any = None
     if backend == "mosaic_gpu":
         config = tuning.dense_mosaic(*sizes, activation, itemsize, device, residual is not None)
     elif backend == "triton":
         config = tuning.dense(*sizes, itemsize, device)
-    elif activation is not None and not by_xla:
+    elif activation is not None and not tuning.splits_few_rows(rows, itemsize, kernel_precision):
         backend, config = "xla+triton", tuning_rows.bias_activation(rows, width, itemsize, device)
     backward = plans.XLA
     if activation is None and bias is not None:
         backward = Pass("triton")  # the sum over the rows
-    elif activation is not None and (backend != "xla" or itemsize == 2 or rows > 128):
-        # With few rows, XLA fuses the gradient into the kernel that adds up the parts of a split-K matmul.
-        # H100, tf32, 128x768x3072 tanh GELU, both directions: 34.8 us (bias_activation's kernel 36.5), 2026-11-25
+    elif activation is not None and tuning.epilogue_gradient_is_faster(backend, rows, itemsize):
         backward = Pass("triton", tuning_rows.bias_activation_backward(rows, width, itemsize, device))
     return plan(forward=Pass(backend, config), backward=backward, interpret=choice.interpret, why=why)
 
@@ -178,14 +175,14 @@ def kernels(x, kernel, bias, residual, plan):
 def _one_kernel(x, kernel, bias, residual, plan, also=None):
     """Computes the layer by one kernel. With `also`, the kernel also returns what a gradient needs.
 
-    From Triton this is the "product" x @ kernel. From Mosaic GPU it is the "sum" x @ kernel + bias, or the "slope": the
-    derivatives of the activation.
+    From Triton this is the "matmul" x @ kernel. From Mosaic GPU it is the "sum" x @ kernel + bias, or the "derivative"
+    of the activation.
     """
-    config = plan.forward.config if also is None else plan.differentiated.config
+    config = plan.forward.config if also is None else plan.with_gradient.config
     if plan.forward.backend == "triton":
         found = triton.forward(
             x, kernel, bias, residual, activation=plan.activation, precision=plan.kernel_precision, config=config,
-            interpret=plan.interpret, also_product=also == "product",
+            interpret=plan.interpret, also_product=also == "matmul",
         )  # fmt: skip
         return tuple(found)
     from jaxft.kernels.mosaic_gpu import dense as mosaic
@@ -195,7 +192,7 @@ def _one_kernel(x, kernel, bias, residual, plan, also=None):
     return tuple(transforms.vary_alike(x, kernel, bias, residual, *results)[4:])
 
 
-def with_slope(x: Array, kernel: Array, bias: Array | None, plan: Plan) -> tuple[Array, Array]:
+def with_derivative(x: Array, kernel: Array, bias: Array | None, plan: Plan) -> tuple[Array, Array]:
     """Computes the layer by Mosaic GPU, and the derivatives of the activation.
 
     The derivatives have the dtype that `support.derivative_dtype` returns. They have no gradient.
@@ -204,7 +201,7 @@ def with_slope(x: Array, kernel: Array, bias: Array | None, plan: Plan) -> tuple
     def plain(x, kernel, bias):
         return (reference.dense(x, kernel, bias, activation=plan.activation, precision=plan.precision),)
 
-    fused = functools.partial(_one_kernel, residual=None, plan=plan, also="slope")
+    fused = functools.partial(_one_kernel, residual=None, plan=plan, also="derivative")
     return transforms.with_plain_gradient(fused, plain, saves=1)(x, kernel, bias)
 
 
@@ -236,7 +233,7 @@ def _fwd(x, kernel, bias, residual, plan):
             y = reference.dense(x, kernel, inner, precision=plan.precision)
             return reference.dense_epilogue(y, outer, plan.activation, residual), y
 
-        fused = functools.partial(_one_kernel, plan=plan, also="sum" if saves_sum else "product")
+        fused = functools.partial(_one_kernel, plan=plan, also="sum" if saves_sum else "matmul")
         out, y = transforms.with_plain_gradient(fused, plain)(x, kernel, bias, residual)
         return out, (x, kernel, bias, residual, y)
     return kernels(x, kernel, bias, residual, plan), (x, kernel, bias, residual, None)

@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxft import dispatch, reference
 from jaxft.dropout import dropout_seed
@@ -93,7 +94,7 @@ def dense_residual_layer_norm(
     rows = math.prod(x.shape[:-1])
     arrays = x.reshape(rows, depth), kernel, residual.reshape(rows, width), bias, gamma, beta
     plan = plan_of(op, *arrays, **options, implementation=implementation)
-    plans.record(op, arrays, plan)
+    plans.record(op, (*arrays[:2], bias, arrays[2], gamma, beta), plan)
     return run(*arrays, dropout_rng if plan.dropout_rate > 0.0 else None, plan).reshape(residual.shape)
 
 
@@ -117,25 +118,23 @@ def plan_of(
 ) -> Plan:  # fmt: skip
     """Chooses backends and configurations for arrays of these shapes and dtypes, in two dimensions."""
     (rows, depth), width, itemsize = x.shape, kernel.shape[1], x.dtype.itemsize
-    product_reason = triton_dense.unsupported(x=x, kernel=kernel)
-    reason = product_reason or triton_norm.unsupported(residual, bias=bias, gamma=gamma, beta=beta)
+    reason = triton_dense.unsupported(x=x, kernel=kernel)
+    reason = reason or triton_norm.unsupported(residual, bias=bias, gamma=gamma, beta=beta)
     choice = dispatch.choose(op, implementation, {"triton": reason})
     kernel_precision, device = dispatch.matmul_precision(precision), dispatch.device()
-    product = dense.plan_of(op, x, kernel, None, None, None, precision, implementation)
-    # If the Triton matmul does not support x, because of its sharding or size, XLA runs the LayerNorm, too.
+    matmul = dense.plan_of(op, x, kernel, None, None, None, precision, implementation)
+    y: Any = jax.eval_shape(jnp.matmul, x, kernel)  # with its sharding
     norm = layer_norm.plan_of(
-        op, residual, bias, residual, gamma, beta, epsilon=epsilon, dropout_rate=dropout_rate, in_place=True,
-        implementation="xla" if product_reason else implementation,
+        op, y, bias, residual, gamma, beta, epsilon=epsilon, dropout_rate=dropout_rate, in_place=True,
+        implementation=implementation,
     )  # fmt: skip
-    two_ops = Pass("ops", (product, norm))
+    two_ops = Pass("ops", (matmul, norm))
     forward, why = two_ops, choice.why
     if choice.name == "triton" and 0 not in (rows, depth, width):
         split = tuning.dense_split(rows, depth, width, itemsize, device)
         if split.splits > 1:
             forward = Pass("triton", (split, tuning_rows.layer_norm(rows, width, 4, device, "sums")))  # float32 sums
-        elif implementation is None and tuning.splits_few_rows(rows, itemsize, kernel_precision) and product.plain:
-            # XLA fuses the LayerNorm into the kernel that adds up the parts of its split-K matmul.
-            # H200, tf32, 128x768x768: 8.4 us (our LayerNorm after the matmul 9.6), 2026-11-23
+        elif implementation is None and tuning.splits_few_rows(rows, itemsize, kernel_precision) and matmul.plain:
             forward, why = plans.XLA, "triton: slower at this size"
     return Plan(
         forward=forward, saving=two_ops, backward=two_ops, interpret=choice.interpret, why=why, epsilon=epsilon,
@@ -155,8 +154,8 @@ def run(
 
 
 def _two_ops(x, kernel, residual, bias, gamma, beta, rng, plan):
-    product, norm = plan.backward.config
-    y = dense.run(x, kernel, None, None, product)
+    matmul, norm = plan.backward.config
+    y = dense.run(x, kernel, None, None, matmul)
     return layer_norm.run(y, bias, residual, gamma, beta, rng, norm)[0]
 
 

@@ -114,7 +114,7 @@ def embeddings_layer_norm(
 
     arrays = word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids
     plan = plan_of(op, *arrays, epsilon=epsilon, dropout_rate=rate, dtype=dtype, implementation=implementation)
-    plans.record(op, arrays, plan)
+    plans.record(op, (input_ids, word, position, token_type, gamma, beta, position_ids, token_type_ids), plan)
     if plan.forward.backend == "xla":
         return _reference(*arrays, rng, epsilon, rate, dtype)
     return _kernels_jit(*transforms.vary_alike(*arrays, rng), plan)

@@ -117,7 +117,7 @@ def feed_forward_residual_layer_norm(
 class Plan(plans.Plan):
     """Plan of a call of `feed_forward_residual_layer_norm`.
 
-    The `forward` pass is composed of other ops. If the `backward` pass is "mosaic_gpu", these ops are `dense`, `dense`
+    The `forward` pass is composed of other ops. If the `backward` pass is not "ops", these ops are `dense`, `dense`
     and `bias_residual_layer_norm`, and the backward pass multiplies by the derivatives that the first kernel of the
     `saving` pass has stored. Otherwise the ops are `dense` and `dense_residual_layer_norm`, with their own gradients.
     """
@@ -143,17 +143,25 @@ def plan_of(
     if first.forward.backend != "mosaic_gpu" or itemsize > 2:  # kernels store no derivatives in float32
         second = dense_layer_norm.plan_of(op, h, out_kernel, x, out_bias, gamma, beta, **norm, precision=precision)
         ops = Pass("ops", (first, second))
-        return Plan(forward=ops, backward=ops, why=first.why, precision=precision)
+        return Plan(forward=ops, backward=ops, precision=precision, **_of_all(first, second))
     middle = dense.plan_of(op, h, out_kernel, None, None, None, precision, None)
     last = layer_norm.plan_of(op, x, out_bias, x, gamma, beta, **norm, in_place=True)
     saving, backward = tuning.dense_mosaic_derivatives(
         first.forward.config, rows, width, inner, itemsize, support.derivative_dtype(x.dtype).itemsize, device
     )
+    # The LayerNorm has its own gradient, after the kernel that multiplies by the derivatives.
+    kernels = "mosaic_gpu" if last.backward.backend == "xla" else f"mosaic_gpu + {last.backward.backend}"
     return Plan(
         forward=Pass("ops", (first, middle, last)),
         saving=Pass("ops", (dataclasses.replace(first, saving=Pass("mosaic_gpu", saving)), middle, last)),
-        backward=Pass("mosaic_gpu", backward), why=first.why, precision=precision,
+        backward=Pass(kernels, (backward, last.backward.config)), precision=precision, **_of_all(first, middle, last),
     )  # fmt: skip
+
+
+def _of_all(*inner: plans.Plan) -> dict[str, Any]:
+    """Returns the fields of a plan that follow from the plans of the ops that it is composed of."""
+    reasons = dict.fromkeys(plan.why for plan in inner if plan.why)
+    return {"interpret": any(plan.interpret for plan in inner), "why": "; ".join(reasons)}
 
 
 def _run(x, in_kernel, in_bias, out_kernel, out_bias, gamma, beta, rng, plan):
@@ -175,41 +183,41 @@ def _products(x, in_kernel, in_bias, out_kernel, plan):
 
 def _fwd(x, in_kernel, in_bias, out_kernel, plan):
     first, second, _ = plan.saving.config
-    h, slope = dense.with_slope(x, in_kernel, in_bias, first)
-    return dense.run(h, out_kernel, None, None, second), (x, in_kernel, in_bias, out_kernel, h, slope)
+    h, derivative = dense.with_derivative(x, in_kernel, in_bias, first)
+    return dense.run(h, out_kernel, None, None, second), (x, in_kernel, in_bias, out_kernel, h, derivative)
 
 
 def _bwd(plan, saved, dy):
-    x, in_kernel, in_bias, out_kernel, h, slope = saved
+    x, in_kernel, in_bias, out_kernel, h, derivative = saved
     product = functools.partial(jnp.matmul, precision=plan.precision)
-    dz, total = _inner_gradient(dy, out_kernel, slope, x, in_kernel, in_bias, plan)
+    dz, total = _inner_gradient(dy, out_kernel, derivative, x, in_kernel, in_bias, plan)
     d_in_bias = None if in_bias is None else total.astype(in_bias.dtype)
     (d_out_kernel,) = jax.vjp(functools.partial(product, h), out_kernel)[1](dy)
     dx, d_in_kernel = jax.vjp(product, x, in_kernel)[1](dz)
     return dx, d_in_kernel, d_in_bias, d_out_kernel
 
 
-def _inner_gradient(dy, out_kernel, slope, x, in_kernel, in_bias, plan):
+def _inner_gradient(dy, out_kernel, derivative, x, in_kernel, in_bias, plan):
     """Computes the gradient of x @ in_kernel + in_bias, and its sum over the rows in float32.
 
-    `slope` holds the derivatives of the activation as the kernel has stored them. The gradient of this function does
-    not use them: it computes them again from x @ in_kernel + in_bias.
+    `derivative` is the derivative of the activation as the kernel has stored it. The gradient of this function does not
+    use it: it computes the derivative again from x @ in_kernel + in_bias.
     """
 
-    def plain(dy, out_kernel, slope, x, in_kernel, in_bias):
+    def plain(dy, out_kernel, derivative, x, in_kernel, in_bias):
         first, *_ = plan.forward.config
         z = reference.dense(x, in_kernel, in_bias, precision=plan.precision).astype(jnp.float32)
         dh = jnp.matmul(dy, out_kernel.T, precision=plan.precision, preferred_element_type=jnp.float32)
         (dz,) = jax.vjp(reference.ACTIVATIONS[first.activation], z)[1](dh)
         return dz.astype(dy.dtype), jnp.sum(dz, axis=0)
 
-    def fused(dy, out_kernel, slope, *_):
+    def fused(dy, out_kernel, derivative, *_):
         from jaxft.kernels.mosaic_gpu import dense_backward as mosaic
 
-        found = mosaic.backward(dy, out_kernel, slope, config=plan.backward.config)
-        return tuple(transforms.vary_alike(dy, out_kernel, slope, *found)[3:])  # see `dense._one_kernel`
+        found = mosaic.backward(dy, out_kernel, derivative, config=plan.backward.config[0])
+        return tuple(transforms.vary_alike(dy, out_kernel, derivative, *found)[3:])  # see `dense._one_kernel`
 
-    return transforms.with_plain_gradient(fused, plain)(dy, out_kernel, slope, x, in_kernel, in_bias)
+    return transforms.with_plain_gradient(fused, plain)(dy, out_kernel, derivative, x, in_kernel, in_bias)
 
 
 _products.defvjp(_fwd, _bwd)

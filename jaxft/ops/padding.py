@@ -90,7 +90,7 @@ def remove_padding(x: Array, mask: Array, *, capacity: int, implementation: str 
         if tokens > capacity:
             raise ValueError(f"{op}: mask must have at most as many tokens as capacity, {capacity}, got {tokens}")
     batch, length = mask.shape
-    plan = _plan(op, x.reshape(mask.size, *x.shape[2:]), capacity, batch, length, implementation)
+    plan = plan_of(op, x.reshape(mask.size, *x.shape[2:]), capacity, batch, length, implementation)
     plans.record(op, (x, mask), plan)
     return PackedTokens(*_remove(*transforms.vary_alike(x, mask), capacity, plan))
 
@@ -132,7 +132,7 @@ def restore_padding(x: Array, indices: Array, *, batch: int, length: int, implem
     for name, size in (("batch", batch), ("length", length)):
         if not checks.is_natural(size):
             raise ValueError(f"{op}: {name} must be a Python integer >= 0, got {size!r}")
-    plan = _plan(op, x, batch * length, batch, length, implementation)
+    plan = plan_of(op, x, batch * length, batch, length, implementation)
     plans.record(op, (x, indices), plan)
     return _restore(*transforms.vary_alike(x, indices), plan)
 
@@ -145,7 +145,7 @@ class Plan(plans.Plan):
     length: int
 
 
-def _plan(op, x, places, batch, length, implementation):
+def plan_of(op, x, places, batch, length, implementation):
     """Chooses the backend for `x`, `[rows, ...]`, whose rows move to `places` rows."""
     reason = triton.unsupported(x, places)
     # With few bytes per row, as of ids, XLA's gather is as fast: this choice is not logged as a fallback.

@@ -63,7 +63,7 @@ def qkv_bias_split_heads(
             f"{op}: the last axis of qkv must be a multiple of 3 * num_heads = {3 * num_heads}, got {qkv.shape}"
         )
     bias = checks.as_vector(op, "bias", bias, qkv.shape[-1])
-    plan = _split_plan(op, qkv, bias, num_heads, implementation)
+    plan = split_plan_of(op, qkv, bias, num_heads, implementation)
     plans.record(op, (qkv, bias), plan)
     if plan.forward.backend == "xla":
         return _split_reference(qkv, bias, num_heads)
@@ -205,8 +205,7 @@ def _bwd(plan, _, dy):
     if dy.dtype == jax.dtypes.float0:  # integers have no gradient
         return (None,)
     inverse = tuple(sorted(range(len(plan.axes)), key=plan.axes.__getitem__))
-    swapped = dataclasses.replace(plan, axes=inverse, forward=plan.backward, backward=plan.forward)
-    return (_permute(dy, swapped),)
+    return (_permute(dy, dataclasses.replace(plan, axes=inverse)),)
 
 
 _permute.defvjp(_fwd, _bwd)
@@ -223,7 +222,7 @@ class SplitPlan(plans.Plan):
     has_bias: bool
 
 
-def _split_plan(op, qkv, bias, num_heads, implementation):
+def split_plan_of(op, qkv, bias, num_heads, implementation):
     options = {"num_heads": num_heads, "has_bias": bias is not None}
     choice = dispatch.choose(op, implementation, {"triton": triton.split_unsupported(qkv, bias)})
     if choice.name == "xla" or qkv.size == 0:

@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 
+from jaxft import dispatch
+
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
@@ -51,7 +53,7 @@ class Plan:
     why: str = dataclasses.field(default="", compare=False)
 
     @property
-    def differentiated(self) -> Pass:
+    def with_gradient(self) -> Pass:
         """The pass that computes the result where a gradient is taken."""
         return self.saving or self.forward
 
@@ -74,6 +76,11 @@ class Record:
     def forward(self) -> Pass:
         """The pass that computes the result where no gradient is taken."""
         return self.plan.forward
+
+    @property
+    def saving(self) -> Pass | None:
+        """The pass that computes the result where a gradient is taken, if that is another pass than `forward`."""
+        return self.plan.saving
 
     @property
     def backward(self) -> Pass:
@@ -128,12 +135,15 @@ def _short(x: Any) -> str:
 def explain(fn: Callable[..., Any], *args: Any) -> Explanation:
     """Returns how the ops of jaxft in `fn(*args)` run: backend and launch configuration, forward and backward.
 
-    Traces `fn`, which runs nothing on the device, and returns the plan of each call of an op::
+    Traces `fn`, which runs nothing on the device, and returns the plan of each call of an op that is traced::
 
         print(jaxft.explain(lambda x, w, b: jaxft.dense(x, w, b, activation="gelu"), x, w, b))
 
     The plans are for the present device. Inside of `jaxft.dispatch.target(...)` they are for another NVIDIA device, on
-    any machine.
+    any machine; there, cuDNN is taken only if JAX finds cuDNN on this machine.
+
+    The body of a `jax.jit`, a `scan` or a `vmap` is traced once, however often it runs. Each call of `explain` traces
+    anew, and the trace stays in JAX's caches until `jax.clear_caches()`.
 
     Args:
       fn: the function, with or without `jax.jit`: an op, a gradient, a whole model. Bind arguments that are no arrays
@@ -141,19 +151,24 @@ def explain(fn: Callable[..., Any], *args: Any) -> Explanation:
       *args: arrays, `jax.ShapeDtypeStruct`s, or trees of them, such as NNX modules.
 
     Returns:
-      A list with one `Record` per call of an op, in the order of the calls. A record has the fields `op`, `shapes`,
-      `forward` and `backward` (each with `backend` and `config`) and `why`, the reasons against other backends. The
-      list prints as a table. It is empty if `fn` calls no op.
+      A list with one `Record` per traced call of an op, in the order of the calls. A record has the fields `op`,
+      `shapes`, `forward` (where no gradient is taken), `saving` (the pass instead of `forward` where a gradient is
+      taken, or None), `backward` (each with `backend` and `config`), and `why`, the reasons against other backends.
+      The list prints as a table. It is empty if `fn` calls no op.
 
     Raises:
       TypeError: `fn` is not a function.
     """
     if not callable(fn):
         raise TypeError(f"explain: fn must be a function, got {type(fn).__name__}")
-    recorder = _Recorder()
-    with _recorder(recorder):
-        jax.eval_shape(lambda *args: fn(*args), *args)
-    return recorder.records
+    recorder, token = _Recorder(), dispatch.quiet.set(True)
+    try:
+        with _recorder(recorder):
+            jax.eval_shape(lambda *args: fn(*args), *args)
+    finally:
+        dispatch.quiet.reset(token)
+    found, recorder.records = recorder.records, Explanation()  # JAX's caches keep the recorder
+    return found
 
 
 def describe(plan: Plan, direction: str, *, with_config: bool = True) -> str:
@@ -165,11 +180,18 @@ def describe(plan: Plan, direction: str, *, with_config: bool = True) -> str:
       with_config: whether the numbers of the configuration follow the backend.
 
     Returns:
-      The backend, for a composed pass the backends of its ops in order.
+      The backend, for a composed pass the backends of its ops in order. A forward pass that is another one where a
+      gradient is taken has both.
     """
-    part = getattr(plan, direction)
+    text = _describe(plan, direction, with_config)
+    other = text if direction != "forward" or plan.saving is None else _describe(plan, "saving", with_config)
+    return text if other == text else f"{text} (with gradient: {other})"
+
+
+def _describe(plan: Plan, direction: str, with_config: bool) -> str:
+    part = plan.with_gradient if direction == "saving" else getattr(plan, direction)
     if part.backend == "ops":
-        parts = [describe(inner, direction, with_config=with_config) for inner in part.config]
+        parts = [_describe(inner, direction, with_config) for inner in part.config]
         return " + ".join(parts if len(set(parts)) > 1 else parts[:1])
     return f"{part.backend} {_numbers(part.config)}" if with_config and part.config is not None else part.backend
 

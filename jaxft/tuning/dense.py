@@ -150,7 +150,18 @@ def splits_few_rows(rows: int, itemsize: int, kernel_precision: str) -> bool:
     The kernel that adds up the parts then also computes what follows: an activation, its gradient or a LayerNorm.
     """
     # H200, tf32, 128x768x3072 with GELU: 12.0 us (bias_activation's kernel after the matmul 13.3), 2026-11-23
+    # H200, tf32, 128x768x768 and a LayerNorm: 8.4 us (our LayerNorm after the matmul 9.6), 2026-11-23
     return rows <= 512 and (itemsize <= 2 or kernel_precision == "tf32")
+
+
+def epilogue_gradient_is_faster(backend: str, rows: int, itemsize: int) -> bool:
+    """Returns whether a kernel computes the gradients of activation and bias sooner than XLA.
+
+    `backend` computes the forward pass. With few rows, XLA fuses these gradients into the kernel that adds up the parts
+    of its split-K matmul.
+    """
+    # H100, tf32, 128x768x3072 tanh GELU, both directions: XLA 34.8 us (the kernel 36.5), 2026-11-25
+    return backend != "xla" or itemsize == 2 or rows > 128
 
 
 def _xla_is_faster(rows: int, depth: int, width: int, activation: str | None, itemsize: int, device: Device) -> bool:

@@ -195,9 +195,10 @@ def text(traced: Any) -> str:
 
 def _matters(fn: Function, args: Any, taken: Mapping[Entry, Any], entry: Entry, config: Any) -> bool:
     """Returns whether `fn` launches a kernel with this configuration. Ops look up gradients' configurations, too."""
+    changes: dict[str, Any]
     if isinstance(config, DenseChoice):
-        return True
-    if isinstance(config, MosaicDenseConfig):
+        changes = {"implementation": "triton" if config.implementation == "xla" else "xla"}
+    elif isinstance(config, MosaicDenseConfig):
         changes = {"group": config.group + 1}
     else:
         changes = {"num_warps": config.num_warps // 2 or 2}

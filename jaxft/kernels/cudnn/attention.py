@@ -11,7 +11,7 @@ import jax.numpy as jnp
 Array = jax.Array
 
 
-class Rules(NamedTuple):
+class Options(NamedTuple):
     """The static arguments of a call."""
 
     scale: float
@@ -20,15 +20,9 @@ class Rules(NamedTuple):
 
 
 def unsupported(
-    query: Array,
-    key_length: int,
-    rules: Rules,
-    *,
-    query_length: int,
-    has_lengths: bool = False,
-    return_residual: bool = False,
+    query: Array, query_length: int, key_length: int, options: Options, *, return_residual: bool = False,
     **arrays: Array | None,
-) -> str | None:
+) -> str | None:  # fmt: skip
     """Returns why cuDNN cannot do all that a call asks for, or None. A row with nothing to attend to must give 0.
 
     `arrays` are the other arguments of the op by name, None where they are not given.
@@ -38,22 +32,23 @@ def unsupported(
     head_size = query.shape[-1]
     if head_size % 8 or head_size > 128:
         return f"the head size is {head_size}, it takes multiples of 8 up to 128"
-    missing = {
+    lacking = {
         "packed sequences": arrays.get("cu_seqlens") is not None,
         "segment ids": arrays.get("query_segment_ids") is not None,
         "dropout by this project's mask": arrays.get("dropout_rng") is not None,
         "float32 log-sum-exp": return_residual,
     }
-    for name, asked in missing.items():
+    for name, asked in lacking.items():
         if asked:
             return f"it has no {name}"
     for name in ("bias", "mask"):
         if arrays.get(name) is not None:
             return f"a {name} may leave a row with nothing to attend to, for which it does not give 0"
-    if rules.local_window_size is not None:
-        if not rules.is_causal and rules.local_window_size[1] > 0:
+    if options.local_window_size is not None:
+        if not options.is_causal and options.local_window_size[1] > 0:
             return "it has no windows to the right"
-        if has_lengths or query_length > key_length:
+        lengths = (arrays.get(name) for name in ("query_seq_lengths", "key_value_seq_lengths"))
+        if any(x is not None for x in lengths) or query_length > key_length:
             return "a window may leave a row with nothing to attend to, for which it does not give 0"
     return None
 
@@ -70,7 +65,7 @@ def missing() -> str | None:
 
 
 def forward(
-    query: Array, key: Array, value: Array, query_lengths: Array | None, key_lengths: Array | None, rules: Rules
+    query: Array, key: Array, value: Array, query_lengths: Array | None, key_lengths: Array | None, options: Options
 ) -> Array:
     """Computes attention of query [B, T, N, H] with key and value [B, S, K, H] -> [B, T, N, H].
 
@@ -92,7 +87,7 @@ def forward(
             jnp.where(use, x, jnp.zeros_like(x)) for use, x in ((queries, query), (keys, key), (keys, value))
         )
         query_lengths, key_lengths = jnp.maximum(query_lengths, 1), jnp.maximum(key_lengths, 1)
-    out = _call(query, key, value, query_lengths, key_lengths, rules)
+    out = _call(query, key, value, query_lengths, key_lengths, options)
     return out if queries is None else jnp.where(queries, out, jnp.zeros_like(out))
 
 
@@ -109,19 +104,19 @@ def _(size, batched, *arrays):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _call(query, key, value, query_lengths, key_lengths, rules):
-    attend, arrays = _attend(query, key, value, query_lengths, key_lengths, rules)
+def _call(query, key, value, query_lengths, key_lengths, options):
+    attend, arrays = _attend(query, key, value, query_lengths, key_lengths, options)
     return attend(*arrays)
 
 
-def _attend(query, key, value, query_lengths, key_lengths, rules) -> tuple[Any, Any]:
+def _attend(query, key, value, query_lengths, key_lengths, options) -> tuple[Any, Any]:
     lengths = () if query_lengths is None else (query_lengths, key_lengths)
     query, key, value, *lengths = _batched_alike(query, key, value, *lengths)
     query_lengths, key_lengths = lengths or (None, None)
-    window = rules.local_window_size
-    causal = rules.is_causal or (window is not None and window[1] == 0)  # it has windows with a causal mask only
+    window = options.local_window_size
+    causal = options.is_causal or (window is not None and window[1] == 0)  # it has windows with a causal mask only
     attend = functools.partial(
-        jax.nn.dot_product_attention, scale=rules.scale, is_causal=causal, query_seq_lengths=query_lengths,
+        jax.nn.dot_product_attention, scale=options.scale, is_causal=causal, query_seq_lengths=query_lengths,
         key_value_seq_lengths=key_lengths, local_window_size=window, implementation="cudnn",
     )  # fmt: skip
     return attend, (query, key, value)
@@ -132,7 +127,7 @@ def _fwd(*arguments):
     return jax.vjp(attend, *arrays)
 
 
-def _bwd(rules, pull_back, dout):
+def _bwd(options, pull_back, dout):
     saved, structure = jax.tree.flatten(pull_back)
     dout, *saved = _batched_alike(dout, *saved)
     return *jax.tree.unflatten(structure, saved)(dout), None, None

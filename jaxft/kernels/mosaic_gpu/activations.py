@@ -95,7 +95,7 @@ def activation(name: str, x: Array, dtype: Any) -> Array:
 # --- Derivatives ---------------------------------------------------------------------------------------------------
 
 
-def activation_and_slope(name: str, x: Array, dtype: Any) -> tuple[Array, Array]:
+def activation_and_derivative(name: str, x: Array, dtype: Any) -> tuple[Array, Array]:
     """Computes an activation (float32) of float32 `x`, and its derivative in `support.derivative_dtype(dtype)`.
 
     `dtype` is the dtype of the results, float16 or bfloat16. The absolute error of the derivative is 3e-3 for bfloat16,
@@ -107,25 +107,27 @@ def activation_and_slope(name: str, x: Array, dtype: Any) -> tuple[Array, Array]
     match name:
         case "gelu":
             tail = _normal_tail(x, dtype)
-            slope = jnp.where(x < 0.0, tail, 1.0 - tail) + x * _times_density(x, 1.0)
+            derivative = jnp.where(x < 0.0, tail, 1.0 - tail) + x * _times_density(x, 1.0)
             values = activation(name, x, dtype)
         case "gelu_tanh":
             a = jnp.maximum(jnp.minimum(x, 11.0), -11.0)
-            values, slope = _times_sigmoid(x, 2.0 * _half_argument(name, a), 2.0 * _LINEAR + 6.0 * _CUBIC * (a * a))
+            values, derivative = _times_sigmoid(
+                x, 2.0 * _half_argument(name, a), 2.0 * _LINEAR + 6.0 * _CUBIC * (a * a)
+            )
         case "silu":
-            values, slope = _times_sigmoid(x, x, 1.0)
+            values, derivative = _times_sigmoid(x, x, 1.0)
         case "relu":
-            values, slope = activation(name, x, dtype), jnp.where(x > 0.0, 1.0, 0.0)
+            values, derivative = activation(name, x, dtype), jnp.where(x > 0.0, 1.0, 0.0)
         case "tanh":
             s = _sigmoid(2.0 * x)
-            values, slope = activation(name, x, dtype), 4.0 * s * (1.0 - s)
+            values, derivative = activation(name, x, dtype), 4.0 * s * (1.0 - s)
         case _:
             raise ValueError(f"no kernel has the activation {name!r}")
-    return values, slope.astype(dtype)
+    return values, derivative.astype(dtype)
 
 
-def kept_slope(kept: Array) -> Array:
-    """Converts derivatives that `activation_and_slope` has returned to float32."""
+def kept_derivative(kept: Array) -> Array:
+    """Converts derivatives that `activation_and_derivative` has returned to float32."""
     values = kept.astype(jnp.float32)
     return (values - _BELOW) * (1.0 / _STEPS) if kept.dtype == jnp.uint8 else values
 
@@ -148,10 +150,10 @@ def _activation_and_steps(name: str, x: Array) -> tuple[Array, Array]:
     values, below = _by_tanh(x, t), 0.5 * _STEPS * t + (0.5 * _STEPS + _TO_LAST_BYTE)
     if name == "gelu":
         return values, x * _times_density(x, _STEPS) + below
-    slope_of_y: Any = 0.5 * _STEPS
+    derivative_of_y: Any = 0.5 * _STEPS
     if name == "gelu_tanh":  # Clamped to stay finite where 1 - t * t is 0.
-        slope_of_y = _STEPS * _LINEAR + (3.0 * _STEPS * _CUBIC) * jnp.minimum(x * x, 121.0)
-    return values, (0.5 * x) * (slope_of_y * (1.0 - t * t)) + below
+        derivative_of_y = _STEPS * _LINEAR + (3.0 * _STEPS * _CUBIC) * jnp.minimum(x * x, 121.0)
+    return values, (0.5 * x) * (derivative_of_y * (1.0 - t * t)) + below
 
 
 def _times_density(x: Array, number: float) -> Array:
@@ -159,8 +161,8 @@ def _times_density(x: Array, number: float) -> Array:
     return jnp.exp2(x * x * (-0.5 * math.log2(math.e)) + math.log2(number / math.sqrt(2.0 * math.pi)))
 
 
-def _times_sigmoid(x: Array, y: Array, slope: Array | float) -> tuple[Array, Array]:
-    """Computes x * sigmoid(y) and its derivative; `slope` is dy/dx. The hardware's tanh is too inaccurate here."""
+def _times_sigmoid(x: Array, y: Array, dy_dx: Array | float) -> tuple[Array, Array]:
+    """Computes x * sigmoid(y) and its derivative. The hardware's tanh is too inaccurate here."""
     s = _sigmoid(y)
     result = x * s
-    return result, s + result * (slope - s * slope)
+    return result, s + result * (dy_dx - s * dy_dx)

@@ -55,8 +55,8 @@ def _fwd_kernel(
                     bias = plgpu.layout_cast(bias_smem[warps, n : n + PIECE], plgpu.Layout.WGMMA.reduce(0))
                     values += lax.broadcast_in_dim(bias.astype(jnp.float32), values.shape, (1,))
                 here, other = place_of((m, n), row, column), values
-                if also == "slope":
-                    values, other = act.activation_and_slope(name, values, y_ref.dtype)
+                if also == "derivative":
+                    values, other = act.activation_and_derivative(name, values, y_ref.dtype)
                 elif name is not None:
                     values = act.activation(name, values, y_ref.dtype)
                 if residual_ref is not None:
@@ -99,7 +99,7 @@ def forward(
     """Computes activation(x @ kernel + bias) + residual: x [M, K], kernel [K, F] -> a list with the result [M, F].
 
     Callers ask `support.dense_unsupported` first. With `also`, the list has a second array [M, F]. "sum" is x @ kernel
-    + bias. "slope" is the derivative of the activation at that sum, in `support.derivative_dtype`, for float16 and
+    + bias. "derivative" is the derivative of the activation at that sum, in `support.derivative_dtype`, for float16 and
     bfloat16 only.
     """
     rows, width = x.shape[0], kernel.shape[1]
@@ -110,7 +110,7 @@ def forward(
     results = [jax.ShapeDtypeStruct((rows + beyond, width), x.dtype)]
     if also == "sum":
         results *= 2
-    elif also == "slope":
+    elif also == "derivative":
         dtype = derivative_dtype(x.dtype)
         columns = width + matmul.beyond_lines(dtype, width)
         results.append(jax.ShapeDtypeStruct((rows + beyond, columns), dtype))

@@ -1,10 +1,10 @@
-"""A kernel for (dy @ kernel^T) * slope on Hopper: the gradient through a dense layer and the activation before it.
+"""A kernel for (dy @ kernel^T) * derivative on Hopper: the gradient through a dense layer and the activation before it.
 
-`slope` holds the derivatives of that activation. Takes 2 * M * K * F floating-point operations.
+`derivative` holds the derivatives of that activation. Takes 2 * M * K * F floating-point operations.
 
-Each warp group starts to copy two pieces of `slope` before it multiplies, and every further piece once an earlier one
-has been read. The sum over the rows, for the gradient of a bias, is a matmul as well: each piece is multiplied with a
-constant matrix while it is stored.
+Each warp group starts to copy two pieces of `derivative` before it multiplies, and every further piece once an earlier
+one has been read. The sum over the rows, for the gradient of a bias, is a matmul as well: each piece is multiplied with
+a constant matrix while it is stored.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxft.kernels.mosaic_gpu import matmul
-from jaxft.kernels.mosaic_gpu.activations import kept_slope
+from jaxft.kernels.mosaic_gpu.activations import kept_derivative
 from jaxft.kernels.mosaic_gpu.matmul import PIECE, copy_piece, place_of, store_pieces
 from jaxft.tuning.dense import MosaicDenseConfig
 
 Array = jax.Array
 
 
-def _kernel(dy_ref, kernel_ref, slope_ref, eighths_ref, dx_ref, sums_ref, *, config: MosaicDenseConfig):
+def _kernel(dy_ref, kernel_ref, derivative_ref, eighths_ref, dx_ref, sums_ref, *, config: MosaicDenseConfig):
     tile_m, tile_n = config.tile_m, config.tile_n
     pieces = [(m, n) for n in range(0, tile_n, PIECE) for m in range(0, tile_m, PIECE)]
 
-    def body(dx_smem, slope_smem, slope_there, eighths_smem, eighths_there, sums_smem):
-        copy = functools.partial(copy_piece, slope_ref, slope_smem, slope_there, pieces)
+    def body(dx_smem, kept_smem, kept_there, eighths_smem, eighths_there, sums_smem):
+        copy = functools.partial(copy_piece, derivative_ref, kept_smem, kept_there, pieces)
 
         def begin(warps, row, column):
             copy(0, warps, row, column)
@@ -44,8 +44,8 @@ def _kernel(dy_ref, kernel_ref, slope_ref, eighths_ref, dx_ref, sums_ref, *, con
         def finish_and_sum(warps, row, column, acc, *sums):
             for i, (m, n) in enumerate(pieces):
                 at = dx_smem.at[warps, i % 2]
-                plgpu.barrier_wait(slope_there.at[2 * warps + i % 2])
-                values = acc[m : m + PIECE, n : n + PIECE] * kept_slope(slope_smem[warps, i % 2])
+                plgpu.barrier_wait(kept_there.at[2 * warps + i % 2])
+                values = acc[m : m + PIECE, n : n + PIECE] * kept_derivative(kept_smem[warps, i % 2])
                 if i > 1:
                     plgpu.wgmma_wait(1)  # The sum over the piece in this place is done.
                 store_pieces(min(i, 1), (at, values, dx_ref.at[place_of((m, n), row, column)]))
@@ -69,8 +69,8 @@ def _kernel(dy_ref, kernel_ref, slope_ref, eighths_ref, dx_ref, sums_ref, *, con
     pl.run_scoped(
         body,
         dx_smem=matmul.pieces_smem(dx_ref),
-        slope_smem=matmul.pieces_smem(slope_ref),
-        slope_there=plgpu.Barrier(num_barriers=4),
+        kept_smem=matmul.pieces_smem(derivative_ref),
+        kept_there=plgpu.Barrier(num_barriers=4),
         eighths_smem=plgpu.SMEM((8, PIECE), dtype, transforms=as_of_a_piece),
         eighths_there=plgpu.Barrier(),
         sums_smem=plgpu.SMEM((2, tile_n), jnp.float32),
@@ -78,18 +78,18 @@ def _kernel(dy_ref, kernel_ref, slope_ref, eighths_ref, dx_ref, sums_ref, *, con
     )
 
 
-def backward(dy: Array, kernel: Array, slope: Array, *, config: MosaicDenseConfig) -> tuple[Array, Array]:
-    """Computes (dy @ kernel^T) * slope [M, F] from dy [M, K] and kernel [F, K], and its sum over the rows, float32 [F].
+def backward(dy: Array, kernel: Array, derivative: Array, *, config: MosaicDenseConfig) -> tuple[Array, Array]:
+    """Computes (dy @ kernel^T) * derivative [M, F] and its sum over the rows, float32 [F]; dy [M, K], kernel [F, K].
 
-    Callers ask `support.dense_unsupported` first. `slope` [M, F] are the derivatives that `dense.forward` has returned.
+    Callers ask `support.dense_unsupported` first. `derivative` [M, F] is what `dense.forward` has returned.
     """
-    rows, width = slope.shape
+    rows, width = derivative.shape
     beyond = -rows % 8
     if beyond:  # See `dense.forward`.
         dy = jnp.pad(dy, ((0, beyond), (0, 0)))
-    more = beyond, matmul.beyond_lines(slope.dtype, width)
+    more = beyond, matmul.beyond_lines(derivative.dtype, width)
     if any(more):
-        slope = jnp.pad(slope, [(0, n) for n in more])
+        derivative = jnp.pad(derivative, [(0, n) for n in more])
     # Eight columns are the narrowest operand. Each column gives an eighth of the sum. A numpy array is a constant, so
     # that no kernel has to fill it.
     eighths = np.full((8, PIECE), 0.125, dy.dtype)
@@ -102,5 +102,5 @@ def backward(dy: Array, kernel: Array, slope: Array, *, config: MosaicDenseConfi
     def body(*refs):  # type: ignore[no-untyped-def]
         _kernel(*refs, config=config)
 
-    dx, partial = matmul.launch(body, (dy, kernel, slope, eighths), results, config)
+    dx, partial = matmul.launch(body, (dy, kernel, derivative, eighths), results, config)
     return dx[:rows] if beyond else dx, jnp.sum(partial, axis=0)[:width]

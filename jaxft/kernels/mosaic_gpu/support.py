@@ -54,7 +54,7 @@ def dense_unsupported(
     if x.dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
         return f"x is {x.dtype}, the kernel takes float32, float16 and bfloat16"
     if x.dtype == jnp.float32 and precision != "tf32":
-        return "a float32 product was asked for, its products are TF32"
+        return "a matmul in full float32 was asked for, the kernel computes TF32"
     if bias is not None and bias.dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
         return f"bias is {bias.dtype}, the kernel takes float32, float16 and bfloat16"
     if residual is not None and x.dtype == jnp.float32:
@@ -63,7 +63,7 @@ def dense_unsupported(
     if 0 in (rows, depth, width):
         return "an array is empty"
     if max(rows, depth, width) > 2**30:
-        return f"a product of {rows}x{depth} and {depth}x{width} has a size above 2^30"
+        return f"a matmul of {rows}x{depth} and {depth}x{width} has a size above 2^30"
     if rows < PIECE or width <= PIECE:
         # JAX 0.11.2 stores what lies beyond the edge of an array of one line of tiles at the array's beginning.
         return f"M is {rows} and F is {width}: they must be at least {PIECE} and above {PIECE}"
@@ -85,8 +85,22 @@ def derivative_dtype(dtype: Any) -> Any:
     return jnp.dtype(jnp.uint8 if dtype == jnp.bfloat16 else dtype)
 
 
-def attention_backward_unsupported(qkv: Array, mask: Array | None = None) -> str | None:
-    """Returns why the kernel of attention's gradient cannot take qkv [B, T, 3, N, H], or None if it can."""
+def attention_backward_unsupported(
+    qkv: Array, mask: Array | None, *, scale: float, return_residual: bool, limited: bool, **others: Array | None
+) -> str | None:
+    """Returns why the kernel of attention's gradient cannot run a call, or None if it can.
+
+    `limited` is whether there is a causal mask or a window. `others` are the op's other arrays by name.
+    """
+    for name, x in others.items():
+        if x is not None:
+            return f"it takes no {name}"
+    if limited:
+        return "it has no causal mask and no window"
+    if return_residual:
+        return "it takes no gradient of the log-sum-exp"
+    if scale <= 0.0:
+        return "it takes positive scales only"
     batch, length, _, _, size = qkv.shape
     if qkv.dtype not in (jnp.float16, jnp.bfloat16):
         return f"qkv is {qkv.dtype}, the kernel takes float16 and bfloat16"

@@ -144,11 +144,11 @@ def _sigmoid(x: Array) -> Array:
     return common.reciprocal(1.0 + common.exp2(x * -math.log2(math.e)))
 
 
-def _slope_of_times_sigmoid(e: Array, y_slope: Array) -> Array:
-    """Computes the derivative of x / (1 + e^-y) at -a, a >= 0, from `e` = e^-|y| and `y_slope` = a * y'(a)."""
+def _derivative_of_times_sigmoid(e: Array, y_derivative: Array) -> Array:
+    """Computes the derivative of x / (1 + e^-y) at -a, a >= 0, from `e` = e^-|y| and `y_derivative` = a * y'(a)."""
     t, s = _inverse(e)
     t = common.fma(t, s, t)
-    return e * (t * common.fma(y_slope, -t, 1.0))
+    return e * (t * common.fma(y_derivative, -t, 1.0))
 
 
 def activation(name: str, x: Array, dtype: Any) -> Array:
@@ -190,8 +190,8 @@ def activation_gradient(name: str, x: Array, dy: Array, dtype: Any) -> Array:
             a = jnp.where(a > 52.33, 52.33, a)  # A minimum that keeps NaN.
             e = _exp(*_exp_minus(a, 0.0, 2.0)) if exact else common.exp2(a * (-2.0 * math.log2(math.e)))
             t, s = _inverse(e)
-            slope = 4.0 * (t * t) * e
-            return dy * common.fma(slope, 2.0 * s, slope)
+            derivative = 4.0 * (t * t) * e
+            return dy * common.fma(derivative, 2.0 * s, derivative)
         case "gelu":
             a = jnp.minimum(a, 14.468)
             e = _exp(*_exp_minus(*_half_square(a))) if exact else common.exp2(a * a * (-0.5 * math.log2(math.e)))
@@ -209,11 +209,11 @@ def activation_gradient(name: str, x: Array, dy: Array, dtype: Any) -> Array:
                 e = _exp(*_exp_minus(*_tanh_form(a)))
             else:
                 e = common.exp2(a * common.fma(square, -cubic * math.log2(math.e), -linear * math.log2(math.e)))
-            below = _slope_of_times_sigmoid(e, a * common.fma(square, 3.0 * cubic, linear))
+            below = _derivative_of_times_sigmoid(e, a * common.fma(square, 3.0 * cubic, linear))
         case "silu":
             a = jnp.minimum(a, 104.66)
             e = _exp(*_exp_minus(a, 0.0, 1.0)) if exact else common.exp2(a * -math.log2(math.e))
-            below = _slope_of_times_sigmoid(e, a)
+            below = _derivative_of_times_sigmoid(e, a)
         case _:
             raise ValueError(f"no kernel has the activation {name!r}")
     # The fma makes infinities give NaN, as in plain jnp.

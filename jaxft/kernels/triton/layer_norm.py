@@ -172,8 +172,8 @@ def _bwd_kernel(
     def write(values, prepared, sums):
         """Writes the gradients of x and the residual; returns the terms of the gradients of the vectors."""
         tile, keep, dy, normal, g = prepared
-        mean, slope = (s[:, None] / width for s in sums)
-        d = common.fma(normal, -slope, g - mean) * values["scale"]
+        mean, projection = (s[:, None] / width for s in sums)
+        d = common.fma(normal, -projection, g - mean) * values["scale"]
         if dsum_ref is not None:
             d = d + values["dsum"].astype(jnp.float32)
         if dresidual_ref is not None:
