@@ -66,7 +66,7 @@ CASES = {
     "encode-minilm": Case("encode", "MiniLM-L6", ("jaxft", "sentence-transformers"), 120),
     "rank": Case("rank", "MiniLM-L6", ("jaxft", "sentence-transformers"), 90),
     "forward": Case("layers", "BERT-base", LAYERS, 240),
-    "training": Case("training", "BERT-base", LAYERS, 300),
+    "training": Case("training", "BERT-base", LAYERS, 540),
 }
 
 

@@ -37,8 +37,11 @@ and bias.
 - `xla+triton`: XLA's matmul, then a Triton kernel for bias and activation.
 - `a + b + ...`: an op that is composed of other ops, in their order.
 
-For your own shapes and arguments, ask `jaxft.explain`; for your own device, `jaxft info` prints this table with the
-reasons against other backends:
+`triton (with gradient: xla + triton)` names two forward passes: one where no gradient is taken, and one that also saves
+what the gradient needs.
+
+`jaxft info` prints the column of {middle} for your device, with the reasons against other backends. For your own shapes
+and arguments, ask `jaxft.explain`:
 
 ```python
 import jax
@@ -49,6 +52,10 @@ x, w, b = (jax.ShapeDtypeStruct(shape, "float16") for shape in ((4096, 768), (76
 with dispatch.target("NVIDIA A100-SXM4-80GB", (8, 0), multiprocessors=108):
     print(jaxft.explain(lambda *arrays: jaxft.dense(*arrays, activation="gelu"), x, w, b))
 ```
+
+On Hopper, `dot_product_attention` and `qkv_attention` without masks, lengths, windows and bias take `cudnn` for long
+sequences, where no gradient is taken: from 1,024 keys with heads of 64, from 512 with heads of 128, and from 8,192 where
+the array is packed, if there is enough work.
 
 On a CPU and on devices that are not NVIDIA's, every op runs as `xla`. A kernel that does not support the arguments
 (float64, symbolic shapes, arrays sharded over Explicit axes) leaves the op to `xla`, which is logged once.
@@ -91,6 +98,7 @@ def page() -> str:
         inner=samples.INNER,
         heads=samples.HEADS,
         head_size=samples.HEAD_SIZE,
+        middle="32x128",
     )
     return head + "\n".join(line for title in DEVICES for line in section(title)) + "\n"
 
