@@ -1,16 +1,23 @@
-# Needs make, Python 3.11 or 3.12 and PyPI; everything else goes into the virtual environment .venv, made once.
+# Needs make, Python 3.11 to 3.14 and PyPI. Everything else goes into the virtual environment .venv, made once.
 #   make demo                        a real checkpoint turns real sentences into embeddings
-#   make test [ARGS="-k attention"]  the tests; JAXFT_TEST_CASES=20 for all of them and so many random cases of each
+#   make test [ARGS="-k attention"]  the tests without the slow ones: at most 10 minutes on two cores
+#   make test-all                    all tests, also those marked slow (more dtypes, shapes, launch configurations and
+#                                    seeds of random cases, third derivatives, trainings, resumed runs);
+#                                    JAXFT_TEST_CASES=20 for so many seeds
+#   make test-gpu                    the tests that compile kernels, on this machine's NVIDIA GPU, without the slow ones
 #   make lint                        ruff and mypy
+#   make wheel                       the wheel and the source archive, in dist/
 #   make finetune [ARGS="--steps 50"]  a classifier from the checkpoint; goes on where it was interrupted
 #   make pretrain                    a small BERT from scratch, by masked language modelling
-#   make bench [ARGS="--quick"]      the benchmarks; adds rows to benchmarks/results/
-#   make report                      the README's tables and chart, from those rows
+#   make bench [ARGS="--quick"]      the benchmarks; writes rows to benchmarks/results/
+#   make report                      docs/benchmarks/ and the README's table, from those rows
+#   make tune [ARGS="--only dense"]  launch configurations for this machine's GPU, in jaxft/tuned/
+#   make docs                        the documentation, in site/
 #   make clean                       removes the virtual environment and caches
-# Another Python: make PYTHON=python3.12 test (with a virtual environment of its own, .venv-python3.12).
+# Another Python: make PYTHON=python3.13 test (with a virtual environment of its own, .venv-python3.13).
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo finetune pretrain test lint bench report clean
+.PHONY: help demo finetune pretrain test test-all test-gpu lint wheel bench report tune docs clean
 
 PYTHON ?=
 VENV := .venv$(if $(PYTHON),-$(notdir $(PYTHON)))
@@ -21,7 +28,7 @@ BENCHMARKS := encoder train attention layer_norm embeddings bias_activation soft
 	cross_entropy permute
 
 help:
-	@sed -n 's/^#   make/make/p' Makefile
+	@sed -n '/^\.NOTPARALLEL/q; s/^#   //p' Makefile
 
 # CUDA 13 needs driver 580 and compute capability 7.5, CUDA 12 driver 525. Without a usable GPU this is empty.
 cuda_extra = $(shell nvidia-smi --query-gpu=driver_version,compute_cap --format=csv,noheader 2>/dev/null | \
@@ -30,12 +37,12 @@ cuda_extra = $(shell nvidia-smi --query-gpu=driver_version,compute_cap --format=
 
 # The interpreter named with PYTHON=, else the first that runs and has the right version.
 $(VENV)/.created:
-	@for python in $(or $(PYTHON),python3 python3.12 python3.11); do \
+	@for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
 		version=$$($$python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue; \
-		case $$version in 3.11|3.12) found=$$python; break;; *) echo "$$python is Python $$version: not used";; esac; \
+		case $$version in 3.11|3.12|3.13|3.14) found=$$python; break;; *) echo "$$python is Python $$version: not used";; esac; \
 	done; \
 	if [ -z "$$found" ]; then \
-		echo "jaxft needs Python 3.11 or 3.12. Install one, or name it: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; \
+		echo "jaxft needs Python 3.11 to 3.14. Install one, or name it: make PYTHON=/path/to/python3.13 ..." >&2; exit 1; \
 	fi; \
 	echo "Creating $(VENV) with $$found (Python $$version)"; \
 	$$found -m venv --clear $(VENV) || { \
@@ -74,23 +81,44 @@ quickly = --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_co
 	print("--xla_cpu_use_fusion_emitters=false" if version.__version_info__ < (0, 11) else "")')
 
 # Several processes share one GPU, so none may take all of its memory.
-test: $(VENV)/.ready-test $(VENV)/.checkpoint
+test test-all: $(VENV)/.ready-test $(VENV)/.checkpoint
 	JAXFT_TEST_CHECKPOINT="$(checkpoint)" XLA_PYTHON_CLIENT_PREALLOCATE=false \
-		$(if $(cuda_extra),,XLA_FLAGS="$(quickly) $$XLA_FLAGS") $(BIN)/python -m pytest $(ARGS)
+		$(if $(cuda_extra),,XLA_FLAGS="$(quickly) $$XLA_FLAGS") \
+		$(BIN)/python -m pytest $(if $(filter test,$@),-m "not slow") $(ARGS)
+
+# Without make, its virtual environment or a network, with JAX, Flax, chex, pytest and pytest-xdist at hand (the plugin
+# pytest-benchmark, where it is installed, does not go with pytest-xdist):
+#   XLA_PYTHON_CLIENT_PREALLOCATE=false python3 -m pytest -n 8 -p no:benchmark -m "not slow and not cpu"
+# tests/conftest.py lists the files that have the marker cpu: they compile no kernels.
+test-gpu: $(VENV)/.ready-test
+	@test -n "$(cuda_extra)" || { echo "make test-gpu needs an NVIDIA GPU" >&2; exit 1; }
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -n 8 -m "not slow and not cpu" $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
+wheel: $(VENV)/.ready-dev
+	rm -rf dist
+	$(BIN)/python -m build
+
 bench: $(VENV)/.ready-train,plot $(VENV)/.checkpoint
 	for name in $(BENCHMARKS); do $(BIN)/python benchmarks/bench_$$name.py $(ARGS) || exit 1; done
 	$(BIN)/python benchmarks/bench_encode.py --tokenizer "$(checkpoint)/tokenizer.json" $(ARGS)
 	$(BIN)/python benchmarks/bench_pretrain.py --model "$(checkpoint)" $(ARGS)
+	$(BIN)/python benchmarks/bench_peers.py --model "$(checkpoint)" $(ARGS)
 
 report: $(VENV)/.ready-plot
 	$(BIN)/python benchmarks/report.py
 
+tune: $(VENV)/.ready-run
+	$(BIN)/python benchmarks/tune.py $(ARGS)
+
+docs: $(VENV)/.ready-docs
+	$(BIN)/python docs/generate_kernels.py
+	$(BIN)/python -m mkdocs build --strict
+
 clean:
-	rm -rf .venv .venv-* .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf .venv .venv-* .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
