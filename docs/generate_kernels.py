@@ -54,8 +54,8 @@ with dispatch.target("NVIDIA A100-SXM4-80GB", (8, 0), multiprocessors=108):
 ```
 
 On Hopper, `dot_product_attention` and `qkv_attention` without masks, lengths, windows and bias take `cudnn` for long
-sequences, where no gradient is taken: from 1,024 keys with heads of 64, from 512 with heads of 128, and from 8,192 where
-the array is packed, if there is enough work.
+sequences, where no gradient is taken: from 1,024 keys with heads of 64, from 512 with heads of 128, and from 8,192
+where the array is packed, if there is enough work.
 
 On a CPU and on devices that are not NVIDIA's, every op runs as `xla`. A kernel that does not support the arguments
 (float64, symbolic shapes, arrays sharded over Explicit axes) leaves the op to `xla`, which is logged once.

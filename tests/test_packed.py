@@ -333,7 +333,10 @@ def test_pooling(hidden, modes):
         by_hand = [expected[mode](rows) if length else np.zeros(16) for mode in modes]
         np.testing.assert_allclose(got[b], np.concatenate(by_hand), rtol=1e-6)
     same = jax.jit(lambda hidden, mask: pool(hidden, mask, modes))(hidden, MASK)
-    np.testing.assert_array_equal(got, same)
+    if INTERPRET:
+        np.testing.assert_array_equal(got, same)
+    else:  # on a GPU, XLA adds up packed and padded rows in different orders
+        np.testing.assert_allclose(got, same, rtol=1e-6)
 
 
 def test_neighbours_change_no_bit_of_pooling(hidden):

@@ -1,7 +1,7 @@
 """Launch configurations: the defaults for each kernel, the tables of tuned ones, and the search for faster ones.
 
-An op asks the tuning module of its family for a configuration. The module computes a default and calls `table.lookup`, which
-returns a tuned configuration if there is one for the sizes and the device.
+An op asks the tuning module of its family for a configuration. The module computes a default and calls
+`table.lookup`, which returns a tuned configuration if there is one for the sizes and the device.
 
 - `table.py`: the types of configurations, the keys of the tables, and `lookup`.
 - `cache.py`: the user's cache, JSON files with what `autotune` found on this machine.
