@@ -22,7 +22,6 @@ LAYERS = (
     ("training",),
     ("text",),
     ("comparison",),
-    ("fusion",),
     ("cli",),
 )
 HEIGHTS = {name: height for height, names in enumerate(LAYERS) for name in names}

@@ -223,6 +223,7 @@ class SplitPlan(plans.Plan):
 
 
 def split_plan_of(op, qkv, bias, num_heads, implementation):
+    """Chooses backend and configurations for arrays of these shapes and dtypes."""
     options = {"num_heads": num_heads, "has_bias": bias is not None}
     choice = dispatch.choose(op, implementation, {"triton": triton.split_unsupported(qkv, bias)})
     if choice.name == "xla" or qkv.size == 0:

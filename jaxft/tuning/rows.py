@@ -117,7 +117,8 @@ def softmax_backward(rows: int, width: int, itemsize: int, device: Device) -> Ro
     default = _softmax(rows, width, 512, 8192 if itemsize <= 2 else 16384, most_warps=8 * itemsize // 2)
     if itemsize <= 2 and 4096 < width <= 16384:
         default = RowConfig(1, 8192, 4) if width <= 8192 else RowConfig(1, 4096, 8)
-    elif itemsize <= 2 and width > 16384 and rows <= 256:  # all programs run at once, two per SM
+    elif itemsize <= 2 and width > 16384 and next_power_of_2(rows) <= 2 * device.multiprocessors:
+        # All programs run at once, two per SM.
         default = RowConfig(1, 8192, 8)
     return lookup("softmax_backward", default, device, rows=rows, width=width, itemsize=itemsize)
 
