@@ -111,7 +111,7 @@ def back_to_back(direction: str, shape: shapes.PackedAttention, args: Any) -> li
     rows, sequences, longest, skew, heads, head_size = shape
     lengths = np.maximum(3, longest * np.random.default_rng(0).random(sequences) ** skew).astype(np.int32)
     begins = np.append(0, np.cumsum(lengths))
-    count = int(np.searchsorted(begins, rows, side="right")) - 1  # as many as have room
+    count = int(np.searchsorted(begins, rows, side="right")) - 1  # the sequences that have room
     lengths, begins = lengths[:count], np.minimum(begins, begins[count])
     place = np.arange(longest)[None, :] < lengths[:, None]  # which padded tokens are valid
 

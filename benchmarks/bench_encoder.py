@@ -121,7 +121,7 @@ def jaxft_encoder(
 ) -> tuple[jax.stages.Wrapped, list[jax.Array]]:
     """Returns a function (arrays, x, lengths) -> y through the layers of BertModel, and the arrays.
 
-    `bundled`: the arrays are those of `jaxft.bundle`. `packed`: padding is removed before the first layer and put back
+    `bundled`: the arrays come from `jaxft.bundle`. `packed`: padding is removed before the first layer and put back
     after the last.
     """
     layers_of, leaves = jaxft_layers(case, params, gelu)

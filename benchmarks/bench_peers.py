@@ -2,8 +2,8 @@
 
 Cases: `encode` of the docstrings of Python's standard library and of one query, ranking 100 documents with a cross
 encoder, and the forward pass and the training step of BERT-base's layers. All run in bfloat16. A library compares its
-numbers with those of the libraries before it, and is timed only if they agree. A library that is not installed is left
-out. One that fails has a row that says why.
+numbers with the numbers of the libraries before it, and is timed only if they agree. A library that is not installed is
+left out. One that fails has a row that says why.
 
 The models have the sizes of BERT-base and MiniLM-L6 and random weights, so that no weights need to be at hand.
 """
@@ -53,7 +53,7 @@ LAYERS = ("jaxft", "transformers", "torch.compile", "tokamax")
 
 
 class Case(NamedTuple):
-    """What one process measures. `limit` is in seconds."""
+    """A case that one process measures. `limit` is in seconds."""
 
     kind: str
     model: str
@@ -105,11 +105,11 @@ def lines(case: Case, texts: int, quick: bool) -> list[Line]:
 
 
 class Mismatch(RuntimeError):
-    """Numbers that differ from those of another library."""
+    """Numbers that differ from the numbers of another library."""
 
 
 class Job(NamedTuple):
-    """What a process works on. `work` is the folder that `prepare` has made."""
+    """The work of one process. `work` is the folder that `prepare` has made."""
 
     peer: str
     name: str
@@ -117,7 +117,7 @@ class Job(NamedTuple):
     quick: bool
 
     def check(self, what: str, numbers: np.ndarray, least: float) -> None:
-        """Compares numbers with those of the libraries before, and leaves them for those that come after.
+        """Compares numbers with the libraries before, and leaves them for the libraries that come after.
 
         Raises:
           Mismatch: the cosine of a row with the same row of another library is below `least`.

@@ -1,7 +1,7 @@
 """A training step of whole BERT encoders, value and gradients: jaxft beside plain XLA and XLA with cuDNN attention.
 
-The value is the sum of the last hidden states times random weights, in float32. The gradients are those of the first
-hidden states and of all parameters, which have the dtype of the computation.
+The value is the sum of the last hidden states times random weights, in float32. The gradients are for the first
+hidden states and all parameters, which have the dtype of the computation.
 
 Each case is timed without and with dropout. The peers' dropout masks come from JAX's "rbg" generator, the faster of its
 two. The masks of cuDNN's attention come from cuDNN. With dropout, cuDNN's kernels are not in a CUDA graph, because XLA

@@ -109,7 +109,7 @@ class Jaxft(Peer):
 
 
 class Tokamax(Peer):
-    """The same layers in plain JAX with tokamax's attention."""
+    """Layers in plain JAX with tokamax's attention."""
 
     packages = ("jax", "tokamax")
 
@@ -180,7 +180,7 @@ def jax_layers(
 
 
 class Torch(Peer):
-    """What libraries on PyTorch share."""
+    """Base of the libraries on PyTorch."""
 
     packages: tuple[str, ...] = ("torch", "transformers")
 

@@ -30,12 +30,12 @@ class Softmax(NamedTuple):
 
     @property
     def masked(self) -> bool:
-        """Whether there are a mask and a scale."""
+        """Returns whether there are a mask and a scale."""
         return self.op.endswith(", masked")
 
     @property
     def one_buffer(self) -> bool:
-        """Whether all calls have the same input, which is in the L2 cache then."""
+        """Returns whether all calls have the same input, which is then in the L2 cache."""
         return self.op.endswith(", one buffer")
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: correctness before speed, timers, rows in a CSV file, and a table on the terminal.
+"""Shared parts of the benchmarks: correctness before speed, timers, rows in a CSV file, and a table on the terminal.
 
 Metrics, in microseconds per call:
 
@@ -168,7 +168,7 @@ def as_row(
 def copies(nbytes: float, buffers: int | None = None) -> dict[str, Variant]:
     """Returns copies that read and write `nbytes` in all: the ceiling of every kernel that is bound by memory.
 
-    They take turns with that many buffers, or, with None, with as many as exceed the L2 cache.
+    They take turns with that many buffers, or, with None, with enough buffers to exceed the L2 cache.
     """
     block = 4096
     size = max(1, round(nbytes / 8 / block)) * block  # of float32, read once and written once

@@ -72,7 +72,7 @@ def entries():
 
 
 def warned(caplog):
-    """What was logged, except for the line about interpret mode that any test may be the first to cause."""
+    """Returns the log, except for the line about interpret mode that any test may be the first to cause."""
     return [message for message in caplog.messages if "interpret mode" not in message]
 
 
@@ -292,7 +292,7 @@ def in_products(precision):
      (lambda x: SOFTMAX(x.astype("bfloat16")).astype("float32"), "float32", 2.0**-7, True)],
 )  # fmt: skip
 def test_rounding_is_accepted(fn, dtype, error, taken, machine, monkeypatch):
-    """The unit is float32's, TF32's in matmuls by default, and that of 16 bits if there are any."""
+    """The unit is float32's, TF32's in matmuls by default, and a 16-bit dtype's if there is one."""
     change_results(monkeypatch, lambda y: (y * (1 + error)).astype(y.dtype))
     machine({FAST: 1.0})
     x = X.at[1].set(jnp.nan).astype(dtype)  # NaN where the present one has NaN, too
@@ -353,7 +353,7 @@ def test_variants_take_turns_in_both_orders():
 
 
 def test_calls_take_turns_with_copies_of_the_arguments(monkeypatch):
-    """The timer of all programs goes through the copies, and each search sees as many as it asked for."""
+    """The timer of all programs goes through the copies, and each search sees the copies that it asked for."""
     seen = []
     sample = tuning_search._sampler(lambda x: seen.append(x) or jnp.zeros(2**28), [("a",), ("b",), ("c",)])
     first = len(seen)
@@ -419,7 +419,7 @@ def test_an_unwritable_folder_is_reported(machine, tmp_path, monkeypatch):
 
 
 def test_no_home_directory(machine, monkeypatch):
-    """As in a container whose user has no name. There is nothing to read and nowhere to write."""
+    """A user without a name, as in a container. There is nothing to read and nowhere to write."""
     monkeypatch.delenv("XDG_CACHE_HOME")
 
     def home():

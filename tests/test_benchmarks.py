@@ -211,7 +211,7 @@ def machine(monkeypatch, table):
 
 
 def test_tune_fills_the_table(machine, table, tmp_path, monkeypatch, capsys):
-    """What is taken is stored beside what the file has, and later cases of the same run have it."""
+    """A choice is stored beside what the file has, and later cases of the same run have it."""
     kind = jax.devices()[0].device_kind
     path = tmp_path / f"{kind.replace(' ', '_')}.json"
     path.write_text('{"permute": {"size=1": {"num_warps": 1}}}')

@@ -127,7 +127,7 @@ def test_any_config(dtype):
 @pytest.mark.parametrize("tiles", [kernel.BAND, kernel.BAND + 1, 2 * kernel.BAND, 3 * kernel.BAND - 1])
 @pytest.mark.parametrize("x64", [True, *slow(False)])
 def test_bands_visit_every_tile_once(tiles, x64):
-    """There are as many programs as tiles. The last row and the last column of tiles are not whole."""
+    """There is a program for each tile. The last row and the last column of tiles are not whole."""
     floats = normal(np.random.default_rng(7), jnp.float32, x=(16 * tiles - 3, 17), kernel=(17, 37))
 
     def run(f):

@@ -48,7 +48,7 @@ def encoder():
 
 
 def texts_of(*lengths, seed=0):
-    """Returns texts of so many random words. Special tokens add two tokens."""
+    """Returns texts with these numbers of random words. Special tokens add two tokens."""
     rng = np.random.default_rng(seed)
     return [" ".join(rng.choice(WORDS, length)) for length in lengths]
 

@@ -81,7 +81,7 @@ def linear_cross_entropy(
 
     Raises:
       TypeError: x, embedding or bias does not have a float dtype, or labels does not have an integer dtype.
-      ValueError: a shape does not fit, ignore_index is not a Python integer of 32 bits, or the precision or
+      ValueError: a shape does not fit, ignore_index is not a Python integer that fits int32, or the precision or
         implementation is unknown.
       NotImplementedError: there is no such implementation.
 

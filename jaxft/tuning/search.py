@@ -50,7 +50,7 @@ class Program(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tuned:
-    """What `autotune` did for one kernel.
+    """Result of `autotune` for one kernel.
 
     Attributes:
       op: the kernel's name in the tables.
