@@ -176,15 +176,15 @@ def _run(x, in_kernel, in_bias, out_kernel, out_bias, gamma, beta, rng, plan):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _products(x, in_kernel, in_bias, out_kernel, plan):
-    first, second, _ = plan.forward.config
+    first, middle, _ = plan.forward.config
     h = dense.kernels(x, in_kernel, in_bias, None, first)
-    return dense.run(h, out_kernel, None, None, second)
+    return dense.run(h, out_kernel, None, None, middle)
 
 
 def _fwd(x, in_kernel, in_bias, out_kernel, plan):
-    first, second, _ = plan.saving.config
+    first, middle, _ = plan.saving.config
     h, derivative = dense.with_derivative(x, in_kernel, in_bias, first)
-    return dense.run(h, out_kernel, None, None, second), (x, in_kernel, in_bias, out_kernel, h, derivative)
+    return dense.run(h, out_kernel, None, None, middle), (x, in_kernel, in_bias, out_kernel, h, derivative)
 
 
 def _bwd(plan, saved, dy):
