@@ -1,7 +1,5 @@
 """Times an encoder on this device: jaxft, plain JAX compiled by XLA, and plain JAX with cuDNN attention."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -14,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 
 from jaxft import dispatch
 from jaxft.models.bert import BertModel
@@ -22,7 +21,6 @@ from jaxft.tuning import profiler
 
 logger = logging.getLogger("jaxft")
 
-Array = jax.Array
 Attention = Literal["xla", "cudnn"]
 
 _ROUNDS = 9

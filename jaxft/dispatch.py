@@ -1,7 +1,5 @@
 """Detection of the device, and the choice of an implementation for each op. No other module does either."""
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import functools

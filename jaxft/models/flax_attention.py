@@ -1,7 +1,5 @@
 """Adapter that lets Flax's attention modules use jaxft's attention."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable
@@ -10,11 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax.nnx.nn import dtypes
+from jax import Array
 
 from jaxft.ops import checks
 from jaxft.ops.attention import dot_product_attention
-
-Array = jax.Array
 
 
 def attention_fn(

@@ -1,15 +1,12 @@
 """Attention: the ops `dot_product_attention`, `qkv_attention` and `varlen_qkv_attention`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
+from jax import Array
 
 from jaxft.ops import attention_vjp, checks, plans
 from jaxft.ops.attention_vjp import Inputs, Options
-
-Array = jax.Array
 
 
 def dot_product_attention(

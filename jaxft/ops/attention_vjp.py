@@ -1,7 +1,5 @@
 """The plan of attention, its implementations (plain jnp, cuDNN, kernels), and the gradients of the kernels."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -10,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jaxft import dispatch, reference
 from jaxft.dropout import dropout_seed
@@ -20,8 +19,6 @@ from jaxft.kernels.triton import attention_backward, attention_delta, attention_
 from jaxft.ops import plans, transforms
 from jaxft.ops.plans import Pass
 from jaxft.tuning import attention as tuning
-
-Array = jax.Array
 
 
 class Inputs(NamedTuple):

@@ -1,20 +1,17 @@
 """Bias and activation: the op `bias_activation`, activation(x + bias)."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
 
 import jax
+from jax import Array
 
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import bias_activation as triton
 from jaxft.ops import checks, plans, transforms
 from jaxft.ops.plans import Pass
 from jaxft.tuning import rows as tuning
-
-Array = jax.Array
 
 
 def bias_activation(

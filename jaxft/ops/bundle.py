@@ -1,7 +1,5 @@
 """The op `bundle`: concatenates small parameters, so that a small call does not wait for the host."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -21,7 +19,7 @@ from jaxft.ops.plans import Pass
 _LONGEST = 2**16
 
 
-def bundle(tree: Any, *, implementation: str | None = None) -> tuple[list[Any], Rebuild]:
+def bundle(tree: Any, *, implementation: str | None = None) -> tuple[list[Any], "Rebuild"]:
     """Concatenates the one-dimensional arrays of a tree, such as a module, so that a call has fewer arguments.
 
     Passing an array to a compiled function costs the host about 1 us (1.5 us on slow machines). BERT-base has 151

@@ -1,7 +1,5 @@
 """Argument checks of the public functions. A message names the op, the argument, what was expected and what it got."""
 
-from __future__ import annotations
-
 import functools
 import math
 import numbers
@@ -10,10 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jaxft import reference
-
-Array = jax.Array
 
 
 def as_array(op: str, name: str, x: Any) -> Array:

@@ -1,7 +1,5 @@
 """The op `linear_cross_entropy`: cross-entropy of the logits of a linear classifier, a chunk of logits at a time."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -10,14 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jaxft import dispatch, reference
 from jaxft.ops import checks, plans, transforms
 from jaxft.ops.plans import Pass
 from jaxft.tuning import rows as tuning
-
-Array = jax.Array
 
 
 class CrossEntropy(NamedTuple):

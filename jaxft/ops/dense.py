@@ -1,7 +1,5 @@
 """Dense layers: the op `dense`, activation(x @ kernel + bias) + residual."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -9,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxft import dispatch, reference
 from jaxft.kernels.mosaic_gpu import support
@@ -18,8 +17,6 @@ from jaxft.ops import checks, plans, transforms
 from jaxft.ops.plans import Pass
 from jaxft.tuning import dense as tuning
 from jaxft.tuning import rows as tuning_rows
-
-Array = jax.Array
 
 
 def dense(

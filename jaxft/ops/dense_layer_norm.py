@@ -1,7 +1,5 @@
 """The op `dense_residual_layer_norm`: LN(dropout(x @ kernel + bias) + residual)."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -9,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxft import dispatch, reference
 from jaxft.dropout import dropout_seed
@@ -18,8 +17,6 @@ from jaxft.ops import checks, dense, layer_norm, plans, transforms
 from jaxft.ops.plans import Pass
 from jaxft.tuning import dense as tuning
 from jaxft.tuning import rows as tuning_rows
-
-Array = jax.Array
 
 
 def dense_residual_layer_norm(

@@ -1,13 +1,12 @@
 """The op `embeddings_layer_norm`: sum of word, position and token type embeddings, LayerNorm and dropout."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxft import dispatch, reference
 from jaxft.dropout import dropout_seed
@@ -17,8 +16,6 @@ from jaxft.ops import checks, plans, transforms
 from jaxft.ops.plans import Pass
 from jaxft.tuning import rows as tuning
 from jaxft.tuning.table import GradientConfig, RowConfig
-
-Array = jax.Array
 
 
 def embeddings_layer_norm(

@@ -1,7 +1,5 @@
 """The op `feed_forward_residual_layer_norm`: LN(dropout(act(x @ W1 + b1) @ W2 + b2) + x), half of a BERT layer."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -9,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxft import dispatch, reference
 from jaxft.kernels.mosaic_gpu import support
@@ -16,8 +15,6 @@ from jaxft.kernels.triton import dense as triton
 from jaxft.ops import checks, dense, dense_layer_norm, layer_norm, plans, transforms
 from jaxft.ops.plans import Pass
 from jaxft.tuning import dense as tuning
-
-Array = jax.Array
 
 
 def feed_forward_residual_layer_norm(

@@ -1,13 +1,12 @@
 """LayerNorm: the ops `layer_norm`, and `bias_residual_layer_norm`, LN(dropout(x + bias) + residual)."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
 from typing import Any
 
 import jax
+from jax import Array
 
 from jaxft import dispatch, reference
 from jaxft.dropout import dropout_seed
@@ -15,8 +14,6 @@ from jaxft.kernels.triton import layer_norm as triton
 from jaxft.ops import checks, plans, transforms
 from jaxft.ops.plans import Pass
 from jaxft.tuning import rows as tuning
-
-Array = jax.Array
 
 
 def layer_norm(

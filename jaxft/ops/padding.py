@@ -1,20 +1,17 @@
 """Conversion between padded batches and packed sequences: the ops `remove_padding` and `restore_padding`."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax import Array
 
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import padding as triton
 from jaxft.ops import checks, plans, transforms
 from jaxft.ops.plans import Pass
-
-Array = jax.Array
 
 
 class PackedTokens(NamedTuple):

@@ -1,7 +1,5 @@
 """Changes of layout: the ops `qkv_bias_split_heads`, `merge_heads` and `permute`."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -10,14 +8,13 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import permute as triton
 from jaxft.ops import checks, plans, transforms
 from jaxft.ops.plans import Pass
 from jaxft.tuning import layouts as tuning
-
-Array = jax.Array
 
 
 def qkv_bias_split_heads(

@@ -5,8 +5,6 @@ and writes the answer into one frozen `Plan`. The plan is chosen outside of trac
 argument of the op's `custom_vjp`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A sample call of every public op, for the tables of `jaxft info` and docs/kernels.md."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

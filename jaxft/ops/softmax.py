@@ -1,20 +1,17 @@
 """Softmax: the ops `softmax` and `log_softmax` with scale, additive bias and boolean mask."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
 
 import jax
+from jax import Array
 
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import softmax as triton
 from jaxft.ops import checks, plans, transforms
 from jaxft.ops.plans import Pass
 from jaxft.tuning import rows as tuning
-
-Array = jax.Array
 
 
 def softmax(

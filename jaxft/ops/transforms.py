@@ -1,13 +1,10 @@
 """Helpers of the ops: gradients of any order, and the varying types of `jax.shard_map`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import jax
-
-Array = jax.Array
+from jax import Array
 
 
 def with_plain_gradient(kernel: Callable[..., Any], plain: Callable[..., Any], *, saves: int = 0) -> Callable[..., Any]:

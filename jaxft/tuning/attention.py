@@ -6,8 +6,6 @@ tables have no entries. `more` says that there is a bias, a mask or dropout, or 
 kernel then takes more shared memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from jaxft.dispatch import Device

@@ -5,8 +5,6 @@ jaxft. A file maps op -> key -> fields of the configuration, like the tables tha
 a file before it is read, so its entries are checked. Damaged entries are ignored, and one warning says so.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

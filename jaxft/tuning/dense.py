@@ -4,8 +4,6 @@ A layer multiplies an input `[rows, depth]` with a kernel `[depth, width]`. In t
 arguments of the candidates, `activation` is 1 without an activation and 2 with one, and `residual` is 0 or 1.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ elements that a thread can move at once, at most 16 bytes: lines of the input an
 it. `batch_heads` is the number of sequences times the number of heads.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Timers: kernel times from JAX's profiler, wall time per call, and variants that take turns."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """Row ops (LayerNorm, softmax, bias + activation, losses): default configurations and the candidates of `autotune`."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterable

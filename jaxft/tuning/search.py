@@ -1,7 +1,5 @@
 """`autotune`: traces a function with other configurations, compiles, compares the results and times them in turns."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import functools

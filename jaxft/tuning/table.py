@@ -6,8 +6,6 @@ shape near a tuned shape finds its entry. Only the depth and the width of a matm
 stored in the user's cache (`jaxft/tuning/cache.py`) take precedence.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

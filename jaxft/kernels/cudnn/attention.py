@@ -1,14 +1,11 @@
 """Attention by cuDNN, through `jax.nn.dot_product_attention`."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-Array = jax.Array
+from jax import Array
 
 
 class Options(NamedTuple):

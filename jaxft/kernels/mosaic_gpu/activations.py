@@ -4,16 +4,11 @@ An exp2, tanh or rsqrt takes as long as eight other instructions. Mosaic's minim
 division is slow, so 1 / a is computed as rsqrt(a)^2.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
-
-Array = jax.Array
+from jax import Array, lax
 
 _LINEAR, _CUBIC = math.sqrt(2.0 / math.pi), math.sqrt(2.0 / math.pi) * 0.044715  # For "gelu_tanh".
 

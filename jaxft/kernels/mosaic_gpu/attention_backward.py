@@ -27,8 +27,6 @@ H100, bf16, 32x512, 12 heads: 148 us (two Triton kernels 217), 2026-11-26. See d
 attention (Mosaic GPU)".
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math
@@ -36,14 +34,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxft.dropout import keep_threshold, mix
 from jaxft.kernels.mosaic_gpu.support import KEYS, TILE
-
-Array = jax.Array
 
 # Buffers for steps of queries. With three, shared memory has no room for the next keys.
 # H100, with three stages: 10 % slower, 2026-11-25

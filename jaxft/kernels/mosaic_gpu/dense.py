@@ -5,13 +5,11 @@ kernel is rounded. Hopper multiplies 32-bit blocks only in the layout of x @ ker
 first.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -20,8 +18,6 @@ from jaxft.kernels.mosaic_gpu import matmul
 from jaxft.kernels.mosaic_gpu.matmul import PIECE, copy_piece, place_of, store_pieces
 from jaxft.kernels.mosaic_gpu.support import derivative_dtype
 from jaxft.tuning.dense import MosaicDenseConfig
-
-Array = jax.Array
 
 
 def _fwd_kernel(

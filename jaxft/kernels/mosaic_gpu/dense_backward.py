@@ -7,14 +7,12 @@ one has been read. The sum over the rows, for the gradient of a bias, is a matmu
 a constant matrix while it is stored.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -22,8 +20,6 @@ from jaxft.kernels.mosaic_gpu import matmul
 from jaxft.kernels.mosaic_gpu.activations import kept_derivative
 from jaxft.kernels.mosaic_gpu.matmul import PIECE, copy_piece, place_of, store_pieces
 from jaxft.tuning.dense import MosaicDenseConfig
-
-Array = jax.Array
 
 
 def _kernel(dy_ref, kernel_ref, derivative_ref, eighths_ref, dx_ref, sums_ref, *, config: MosaicDenseConfig):

@@ -10,22 +10,18 @@ place, have ended. Threads read what was copied in before a commit, and the next
 commit.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxft.kernels.mosaic_gpu.support import PIECE, line
 from jaxft.tuning.dense import MosaicDenseConfig
-
-Array = jax.Array
 
 COPYING = 2  # The warp group that copies. Groups 0 and 1 multiply.
 # Per thread. Three groups of 128 threads share 65,536 registers. A tile takes 192 per thread, and the rest is for the

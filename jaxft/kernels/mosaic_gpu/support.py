@@ -4,16 +4,12 @@ This module imports no Mosaic, because that import takes half a second: an op as
 kernel only where the kernel runs.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-
-Array = jax.Array
+from jax import Array
 
 PIECE = 64  # rows and columns of a tile that are finished and stored at a time
 TILE = 64  # attention's gradient: the keys of a warp group, the queries of a step, and the head size

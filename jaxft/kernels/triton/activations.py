@@ -7,17 +7,14 @@ For 16-bit results the hardware's exp2 is accurate enough. For float32 results n
 float32 is accurate enough: the relative error of y appears in e^-y multiplied by y.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxft.kernels.triton import common
-
-Array = jax.Array
 
 
 def _leading(x: Array, bits: int) -> Array:

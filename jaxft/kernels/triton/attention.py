@@ -8,20 +8,17 @@ tile of queries reads k and v of its head again, from the L2 cache.
 Source: Dao et al., "FlashAttention" (2022), section 3.1, and Dao, "FlashAttention-2" (2023), section 3.1.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import attention_problem as parts
 from jaxft.kernels.triton import attention_spans, common
 from jaxft.kernels.triton.attention_problem import Options, Problem, Refs, Rules
 from jaxft.tuning.table import AttentionConfig
-
-Array = jax.Array
 
 
 def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, single: bool, programs: int):

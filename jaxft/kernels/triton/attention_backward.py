@@ -25,22 +25,18 @@ The gradient of a packed `[B, T, 3, N, H]` is one array of that layout, and each
 Source: Dao, "FlashAttention-2" (2023), section 3.2.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import attention_problem as parts
 from jaxft.kernels.triton import attention_spans, common
 from jaxft.kernels.triton.attention_problem import Options, Pairs, Problem, Refs, Rules, Span
 from jaxft.tuning.table import AttentionConfig
-
-Array = jax.Array
 
 # The greatest number of keys for which delta is the sum of p * dp with 16-bit inputs. With more keys, delta from the
 # 16-bit output is accurate enough: errors are a third of what the tests allow.

@@ -6,17 +6,13 @@ of 64 rows, so that one copy fetches both. With dropout, a tile also holds the t
 `words_of_row`). The kernel reads dout and out once.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jaxft.dropout import words_of_row
 from jaxft.kernels.triton import common
-
-Array = jax.Array
 
 TILE = 64  # rows in a tile of the result
 

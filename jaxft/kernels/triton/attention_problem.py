@@ -5,8 +5,6 @@ and which of these need no mask. Only the other blocks pay for masks. A limit on
 end of its sequence, is applied once at the end, since the rows of a tile are independent.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -14,15 +12,12 @@ import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import common
 from jaxft.tuning.table import next_power_of_2
-
-Array = jax.Array
 
 MAX_HEAD_SIZE = 256
 LOG2_E = math.log2(math.e)

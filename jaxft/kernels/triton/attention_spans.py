@@ -5,16 +5,12 @@ mask excludes altogether, and with packed sequences it computes only tiles that 
 the kernels start: a span is a few numbers for each tile, and XLA has the masks at hand.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxft.kernels.triton.attention_problem import Problem
-
-Array = jax.Array
 
 
 class Side(NamedTuple):

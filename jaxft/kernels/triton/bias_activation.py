@@ -6,18 +6,15 @@ moves 3 * M * D elements: dy, x and dx. It recomputes x + bias, so that only the
 Source: FasterTransformer's `add_bias_act` kernel.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import activations, common
 from jaxft.tuning.table import ElementwiseConfig, GradientConfig
-
-Array = jax.Array
 
 
 def unsupported(x: Array, bias: Array | None) -> str | None:

@@ -4,8 +4,6 @@ Every kernel is launched through `launch`, and every masked access goes through 
 backend therefore changes this file and leaves the kernels alone. (JAX deprecates the Triton backend since 0.11.)
 """
 
-from __future__ import annotations
-
 import contextvars
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jaxft.dropout import keep_bits, keep_threshold
@@ -26,7 +24,6 @@ try:
 except ImportError:  # JAX for Windows has no Triton, and `dispatch.choose` no kernels there
     pass
 
-Array = jax.Array
 
 interpreting = contextvars.ContextVar("interpreting", default=False)  # whether the kernel being traced is interpreted
 

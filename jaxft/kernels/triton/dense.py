@@ -7,20 +7,16 @@ second kernel after it. `jaxft.tuning.dense` makes the choice.
 See docs/performance-notes.md, "Dense layers with few rows (Triton)".
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import activations, common
 from jaxft.tuning.dense import DenseConfig
-
-Array = jax.Array
 
 
 def unsupported(x: Array, **vectors: Array | None) -> str | None:

@@ -13,21 +13,18 @@ long run alone. A first kernel computes the sum of the first run in each chunk, 
 run is then the sum of its tokens in the chunk where it begins, plus the sums of the later chunks that it reaches into.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import common
 from jaxft.kernels.triton.normalize import drop, normalize
 from jaxft.tuning.table import RowConfig
 
-Array = jax.Array
 Ref = Any
 
 # Tokens in a chunk: about the square root of 16,384. A run of 16,384 tokens then has 128 chunks of 128 tokens.

@@ -11,22 +11,19 @@ rows. The forward pass saves the mean and 1 / sqrt(variance + epsilon) of each r
 Source: FasterTransformer's `add_bias_input_layernorm` kernel.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import common
 from jaxft.kernels.triton.normalize import drop, normalize
 from jaxft.tuning.table import GradientConfig, RowConfig, next_power_of_2
 
-Array = jax.Array
 Ref = Any
 
 # The largest block of partial sums that a program of `_sum_kernel` reads at a time.

@@ -1,18 +1,14 @@
 """Normalisation of rows in one pass over memory, shared by the `layer_norm` and `embeddings` kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import common
 
-Array = jax.Array
 Ref = Any
 
 

@@ -3,20 +3,17 @@
 It takes as long as a copy of the same bytes. See docs/performance-notes.md, "Removing and restoring padding".
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import common
 from jaxft.tuning.table import next_power_of_2
-
-Array = jax.Array
 
 _ELEMENTS = 2048  # Elements in the tile of a program. H200, bf16, 9,394x768: 8.4 us (XLA 11.5), 2026-11-22
 _WIDTH = 256

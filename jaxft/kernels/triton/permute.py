@@ -7,8 +7,6 @@ stays in place and is long, the two blocks are one, and rows move unchanged thro
 rest of a program's budget of elements goes to further axes, so that short axes do not make small programs.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence
@@ -16,13 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import common
 from jaxft.tuning.table import ElementwiseConfig, GradientConfig, PermuteConfig, next_power_of_2
-
-Array = jax.Array
 
 # Pallas indexes arrays of up to 4 GiB with signed 32-bit integers.
 MAX_SIZE = 2**31

@@ -15,21 +15,18 @@ chunks, the forward pass saves two numbers per row, and the backward pass reads 
 Source: FasterTransformer's `softmax_kernel`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import common
 from jaxft.tuning.table import RowConfig
 
-Array = jax.Array
 # (size, stride) of each group of leading axes of x, the innermost group first. One step along a group moves by `stride`
 # rows in the operand.
 Axes = tuple[tuple[int, int], ...]
@@ -173,7 +170,7 @@ class _Chunk(NamedTuple):
         """Returns dy, 0 where it is not allowed."""
         return _select(self.allowed(), self.dy.astype(jnp.float32), 0.0)
 
-    def again(self, num_warps: int) -> _Chunk:
+    def again(self, num_warps: int) -> "_Chunk":
         """Returns an equal chunk from which the compiler recomputes values that would take too many registers."""
         if self.x.dtype.itemsize > 2 or math.prod(self.tile.shape) < 2048 * num_warps:
             return self

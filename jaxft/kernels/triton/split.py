@@ -4,19 +4,16 @@ The vectors of BERT-base have 0.5 MB in 16 bits, which takes less time to copy t
 See docs/performance-notes.md, "Bundled vectors".
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax import Array
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import common
-
-Array = jax.Array
 
 _ELEMENTS = 1024  # Elements that a program copies of each of its parts.
 _PARTS = 8  # Parts that a program copies. It starts the reads of all of them before it writes any.
