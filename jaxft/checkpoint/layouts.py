@@ -13,64 +13,54 @@ from typing import Any
 Shape = tuple[int, ...]
 Names = dict[str, list[str]]
 
+
+def _layers(modules: Mapping[str, list[str]]) -> Names:
+    """Returns the tensors of dense layers and LayerNorms.
+
+    A key is what the names of the layer's two parameters begin with. Its value has the modules of the checkpoint.
+    """
+    names: Names = {}
+    for start, found in modules.items():
+        weight, bias = ("gamma", "beta") if start.endswith("norm_") else ("kernel", "bias")
+        names[start + weight] = [f"{module}.weight" for module in found]
+        names[start + bias] = [f"{module}.bias" for module in found]
+    return names
+
+
 # --- Encoders ----------------------------------------------------------------------------------------------------
 
-_BERT = {
+_EMBEDDINGS = {
     "embeddings.word": ["embeddings.word_embeddings.weight"],
     "embeddings.position": ["embeddings.position_embeddings.weight"],
-    "embeddings.token_type": ["embeddings.token_type_embeddings.weight"],
-    "embeddings.norm_gamma": ["embeddings.LayerNorm.weight"],
-    "embeddings.norm_beta": ["embeddings.LayerNorm.bias"],
-    "layers.{i}.qkv_kernel": [
-        "encoder.layer.{i}.attention.self.query.weight",
-        "encoder.layer.{i}.attention.self.key.weight",
-        "encoder.layer.{i}.attention.self.value.weight",
-    ],
-    "layers.{i}.qkv_bias": [
-        "encoder.layer.{i}.attention.self.query.bias",
-        "encoder.layer.{i}.attention.self.key.bias",
-        "encoder.layer.{i}.attention.self.value.bias",
-    ],
-    "layers.{i}.out_kernel": ["encoder.layer.{i}.attention.output.dense.weight"],
-    "layers.{i}.out_bias": ["encoder.layer.{i}.attention.output.dense.bias"],
-    "layers.{i}.attention_norm_gamma": ["encoder.layer.{i}.attention.output.LayerNorm.weight"],
-    "layers.{i}.attention_norm_beta": ["encoder.layer.{i}.attention.output.LayerNorm.bias"],
-    "layers.{i}.ffn_in_kernel": ["encoder.layer.{i}.intermediate.dense.weight"],
-    "layers.{i}.ffn_in_bias": ["encoder.layer.{i}.intermediate.dense.bias"],
-    "layers.{i}.ffn_out_kernel": ["encoder.layer.{i}.output.dense.weight"],
-    "layers.{i}.ffn_out_bias": ["encoder.layer.{i}.output.dense.bias"],
-    "layers.{i}.ffn_norm_gamma": ["encoder.layer.{i}.output.LayerNorm.weight"],
-    "layers.{i}.ffn_norm_beta": ["encoder.layer.{i}.output.LayerNorm.bias"],
-    "pooler.kernel": ["pooler.dense.weight"],
-    "pooler.bias": ["pooler.dense.bias"],
+    **_layers({"embeddings.norm_": ["embeddings.LayerNorm"]}),
 }
 
-_DISTILBERT = {
-    "embeddings.word": ["embeddings.word_embeddings.weight"],
-    "embeddings.position": ["embeddings.position_embeddings.weight"],
-    "embeddings.norm_gamma": ["embeddings.LayerNorm.weight"],
-    "embeddings.norm_beta": ["embeddings.LayerNorm.bias"],
-    "layers.{i}.qkv_kernel": [
-        "transformer.layer.{i}.attention.q_lin.weight",
-        "transformer.layer.{i}.attention.k_lin.weight",
-        "transformer.layer.{i}.attention.v_lin.weight",
-    ],
-    "layers.{i}.qkv_bias": [
-        "transformer.layer.{i}.attention.q_lin.bias",
-        "transformer.layer.{i}.attention.k_lin.bias",
-        "transformer.layer.{i}.attention.v_lin.bias",
-    ],
-    "layers.{i}.out_kernel": ["transformer.layer.{i}.attention.out_lin.weight"],
-    "layers.{i}.out_bias": ["transformer.layer.{i}.attention.out_lin.bias"],
-    "layers.{i}.attention_norm_gamma": ["transformer.layer.{i}.sa_layer_norm.weight"],
-    "layers.{i}.attention_norm_beta": ["transformer.layer.{i}.sa_layer_norm.bias"],
-    "layers.{i}.ffn_in_kernel": ["transformer.layer.{i}.ffn.lin1.weight"],
-    "layers.{i}.ffn_in_bias": ["transformer.layer.{i}.ffn.lin1.bias"],
-    "layers.{i}.ffn_out_kernel": ["transformer.layer.{i}.ffn.lin2.weight"],
-    "layers.{i}.ffn_out_bias": ["transformer.layer.{i}.ffn.lin2.bias"],
-    "layers.{i}.ffn_norm_gamma": ["transformer.layer.{i}.output_layer_norm.weight"],
-    "layers.{i}.ffn_norm_beta": ["transformer.layer.{i}.output_layer_norm.bias"],
+_BERT = {
+    **_EMBEDDINGS,
+    "embeddings.token_type": ["embeddings.token_type_embeddings.weight"],
+    **_layers(
+        {
+            "layers.{i}.qkv_": [f"encoder.layer.{{i}}.attention.self.{name}" for name in ("query", "key", "value")],
+            "layers.{i}.out_": ["encoder.layer.{i}.attention.output.dense"],
+            "layers.{i}.attention_norm_": ["encoder.layer.{i}.attention.output.LayerNorm"],
+            "layers.{i}.ffn_in_": ["encoder.layer.{i}.intermediate.dense"],
+            "layers.{i}.ffn_out_": ["encoder.layer.{i}.output.dense"],
+            "layers.{i}.ffn_norm_": ["encoder.layer.{i}.output.LayerNorm"],
+            "pooler.": ["pooler.dense"],
+        }
+    ),
 }
+
+_DISTILBERT = _EMBEDDINGS | _layers(
+    {
+        "layers.{i}.qkv_": [f"transformer.layer.{{i}}.attention.{name}" for name in ("q_lin", "k_lin", "v_lin")],
+        "layers.{i}.out_": ["transformer.layer.{i}.attention.out_lin"],
+        "layers.{i}.attention_norm_": ["transformer.layer.{i}.sa_layer_norm"],
+        "layers.{i}.ffn_in_": ["transformer.layer.{i}.ffn.lin1"],
+        "layers.{i}.ffn_out_": ["transformer.layer.{i}.ffn.lin2"],
+        "layers.{i}.ffn_norm_": ["transformer.layer.{i}.output_layer_norm"],
+    }
+)
 
 # Field of BertConfig -> its name in a DistilBERT's config.json.
 _DISTILBERT_CONFIG = {
@@ -86,63 +76,31 @@ _DISTILBERT_CONFIG = {
 # --- Heads -------------------------------------------------------------------------------------------------------
 #
 # XLM-RoBERTa and CamemBERT use the names of RoBERTa.
+#
+# - "head" classifies sequences: a dense layer on the first token (in BERT the pooler), and a dense layer to the labels.
+# - "classifier" classifies tokens: only a dense layer to the labels.
+# - "lm_head" is for masked language modelling: a dense layer, a LayerNorm and the bias of the logits. The matrix of the
+#   logits is the table of word embeddings.
 
-# Sequence classification: a dense layer on the first token (in BERT the pooler), and a dense layer to the labels.
-
-_CLASSIFICATION: Mapping[str, Names] = {
+_TRANSFORM = "cls.predictions.transform."
+_HEADS: Mapping[str, Names] = {
     "bert": {
-        "head.dense_kernel": ["pooler.dense.weight"],
-        "head.dense_bias": ["pooler.dense.bias"],
-        "head.out_kernel": ["classifier.weight"],
-        "head.out_bias": ["classifier.bias"],
-    },
-    "roberta": {
-        "head.dense_kernel": ["classifier.dense.weight"],
-        "head.dense_bias": ["classifier.dense.bias"],
-        "head.out_kernel": ["classifier.out_proj.weight"],
-        "head.out_bias": ["classifier.out_proj.bias"],
-    },
-    "distilbert": {
-        "head.dense_kernel": ["pre_classifier.weight"],
-        "head.dense_bias": ["pre_classifier.bias"],
-        "head.out_kernel": ["classifier.weight"],
-        "head.out_bias": ["classifier.bias"],
-    },
-}
-
-# Token classification: only a dense layer to the labels.
-
-_TOKEN_CLASSIFICATION: Names = {"classifier.kernel": ["classifier.weight"], "classifier.bias": ["classifier.bias"]}
-
-# Masked language modelling: a dense layer, a LayerNorm and the bias of the logits. The matrix of the logits is the
-# table of word embeddings.
-
-_MASKED_LM: Mapping[str, Names] = {
-    "bert": {
-        "lm_head.dense_kernel": ["cls.predictions.transform.dense.weight"],
-        "lm_head.dense_bias": ["cls.predictions.transform.dense.bias"],
-        "lm_head.norm_gamma": ["cls.predictions.transform.LayerNorm.weight"],
-        "lm_head.norm_beta": ["cls.predictions.transform.LayerNorm.bias"],
+        **_layers({"head.dense_": ["pooler.dense"], "head.out_": ["classifier"], "classifier.": ["classifier"]}),
+        **_layers({"lm_head.dense_": [_TRANSFORM + "dense"], "lm_head.norm_": [_TRANSFORM + "LayerNorm"]}),
         "lm_head.out_bias": ["cls.predictions.bias"],
     },
     "roberta": {
-        "lm_head.dense_kernel": ["lm_head.dense.weight"],
-        "lm_head.dense_bias": ["lm_head.dense.bias"],
-        "lm_head.norm_gamma": ["lm_head.layer_norm.weight"],
-        "lm_head.norm_beta": ["lm_head.layer_norm.bias"],
+        **_layers(
+            {"head.dense_": ["classifier.dense"], "head.out_": ["classifier.out_proj"], "classifier.": ["classifier"]}
+        ),
+        **_layers({"lm_head.dense_": ["lm_head.dense"], "lm_head.norm_": ["lm_head.layer_norm"]}),
         "lm_head.out_bias": ["lm_head.bias"],
     },
     "distilbert": {
-        "lm_head.dense_kernel": ["vocab_transform.weight"],
-        "lm_head.dense_bias": ["vocab_transform.bias"],
-        "lm_head.norm_gamma": ["vocab_layer_norm.weight"],
-        "lm_head.norm_beta": ["vocab_layer_norm.bias"],
+        **_layers({"head.dense_": ["pre_classifier"], "head.out_": ["classifier"], "classifier.": ["classifier"]}),
+        **_layers({"lm_head.dense_": ["vocab_transform"], "lm_head.norm_": ["vocab_layer_norm"]}),
         "lm_head.out_bias": ["vocab_projector.bias"],
     },
-}
-
-_HEADS: Mapping[str, Names] = {
-    kind: _CLASSIFICATION[kind] | _TOKEN_CLASSIFICATION | _MASKED_LM[kind] for kind in ("bert", "roberta", "distilbert")
 }
 
 # Tensors of the last layer of classifiers. Their first axis is the number of labels.
@@ -173,16 +131,9 @@ class Layout:
 
 
 _CLASSIFIERS = ("classifier.", "qa_outputs.")
-
-
 _ROBERTA = _BERT | _HEADS["roberta"]
-
-
 _ROBERTA_HEADS = "roberta.", ("lm_head.", *_CLASSIFIERS), _TIED["roberta"]
-
-
 _PADDING_1 = {"pad_token_id": 1}
-
 
 LAYOUTS: Mapping[str, Layout] = {
     "bert": Layout(_BERT | _HEADS["bert"], "bert.", ("cls.", *_CLASSIFIERS), _TIED["bert"], "BertModel", {}),
@@ -200,10 +151,7 @@ LAYOUTS: Mapping[str, Layout] = {
     ),
 }
 
-
 BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")  # constants that some versions stored
-
-
 POOLER = ("pooler.dense.weight", "pooler.dense.bias")  # older RoBERTa classifiers have an unused pooler
 
 
