@@ -120,7 +120,7 @@ def main(first, count, fault=None):
     spans = {n: at_once(getattr(attention_spans, n)) for n in ("spans_of_queries", "spans_of_keys")}
     with (
         mock.patch.multiple(attention_spans, **spans),
-        mock.patch.object(attention_vjp, "_kernels_jit", attention_vjp._kernels),
+        mock.patch.object(attention_vjp, "_kernels", attention_vjp._kernels.__wrapped__),
         mock.patch.multiple(common, launch=alone(common.launch, launched), **(FAULTS[fault] if fault else {})),
     ):
         cases = [small_case, small_case, small_case, large_case, varlen_case] if fault is None else [fault_case]

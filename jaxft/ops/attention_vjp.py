@@ -169,10 +169,10 @@ def _mosaic_unsupported(inputs: Inputs, options: Options) -> str | None:
 def run(inputs: Inputs, plan: Plan) -> Any:
     """Computes the output. With `return_residual`, returns a pair of the output and the log-sum-exp."""
     if plan.forward.backend == "xla":
-        return _reference(inputs, plan.options)
+        return _reference(plan, *inputs)
     if plan.backward.backend == "cudnn":  # asked for by name, with cuDNN's own gradient
         return _cudnn_jit(inputs, plan.options)
-    return _kernels_jit(Inputs(*transforms.vary_alike(*inputs)), plan)
+    return _kernels(plan, *transforms.vary_alike(*inputs))
 
 
 # --- Plain jnp ---------------------------------------------------------------------------------------------------
@@ -182,9 +182,9 @@ def _parts_of(qkv: Array) -> tuple[Array, Array, Array]:
     return qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
 
 
-def _plain(inputs: Inputs, options: Options) -> Any:
-    query, key, value, bias, mask, q_lengths, kv_lengths, q_ids, kv_ids, rng, cu_seqlens = inputs
-    static = dataclasses.asdict(options)
+def _plain(plan: Plan, *arrays: Any) -> Any:
+    query, key, value, bias, mask, q_lengths, kv_lengths, q_ids, kv_ids, rng, cu_seqlens = arrays
+    static = dataclasses.asdict(plan.options)
     max_seqlen = static.pop("max_seqlen")
     if max_seqlen is not None:
         return reference.varlen_qkv_attention(query, cu_seqlens, max_seqlen=max_seqlen, dropout_rng=rng, **static)
@@ -195,8 +195,6 @@ def _plain(inputs: Inputs, options: Options) -> Any:
         query_segment_ids=q_ids, key_value_segment_ids=kv_ids, dropout_rng=rng, **static,
     )  # fmt: skip
 
-
-_reference = jax.jit(_plain, static_argnums=1)
 
 # --- cuDNN -------------------------------------------------------------------------------------------------------
 
@@ -233,12 +231,11 @@ def _arguments(inputs: Inputs, plan: Plan) -> tuple[Any, ...]:
     return inputs.query, inputs.key, inputs.value, rules, kernel_options
 
 
-def _forward(inputs: Inputs, plan: Plan, save: bool) -> Any:
-    """Computes the result of the op.
-
-    With `save`, returns a pair: the result, and what the backward pass needs. The latter is the output followed by the
-    parts of the log-sum-exp.
-    """
+def _forward(plan: Plan, save: bool, *arrays: Any) -> Any:
+    """Computes the result of the op. With `save`, also returns the output and the parts of the log-sum-exp."""
+    inputs = Inputs(*arrays)
+    if plan.forward.backend == "cudnn" and not save:
+        return _cudnn(inputs, plan.options)
     residual = plan.options.return_residual
     out, *parts = triton.forward(
         *_arguments(inputs, plan),
@@ -260,24 +257,6 @@ def _times_log_2(x: Array) -> Array:
     return x * number + x * (math.log(2.0) - number)  # both constants are positive, so that -inf does not become NaN
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _kernels(inputs, plan):
-    if plan.forward.backend == "cudnn":
-        return _cudnn(inputs, plan.options)
-    return _forward(inputs, plan, save=False)
-
-
-def _fwd(inputs, plan):
-    def kernel(inputs):
-        return _forward(inputs, plan, save=True)
-
-    def plain(inputs):
-        return (_plain(inputs, plan.options),)
-
-    result, saved = transforms.with_plain_gradient(kernel, plain, saves=1)(inputs)
-    return result, (inputs, saved)
-
-
 def _mosaic_gradient(dout, inputs, saved, plan):
     from jaxft.kernels.mosaic_gpu import attention_backward as mosaic
 
@@ -292,24 +271,16 @@ def _mosaic_gradient(dout, inputs, saved, plan):
     return transforms.vary_alike(qkv, found)[1]
 
 
-def _bwd(plan, saved, d):
-    def kernel(d, inputs, saved):
-        if plan.backward.backend == "mosaic_gpu":
-            return Inputs(_mosaic_gradient(d, inputs, saved, plan))
-        query_config, key_config = plan.backward.config
-        dout, dlse = d if plan.options.return_residual else (d, None)
-        gradients = attention_backward.backward(
-            dout, None if dlse is None else jnp.swapaxes(dlse, -1, -2), *_arguments(inputs, plan), *saved,
-            query_config=query_config, key_config=key_config, interpret=plan.interpret,
-        )  # fmt: skip
-        return Inputs(*gradients)
-
-    def plain(d, inputs, saved):
-        (gradients,) = jax.vjp(lambda inputs: _plain(inputs, plan.options), inputs)[1](d)
-        return Inputs(*gradients[:4])
-
-    return (transforms.with_plain_gradient(kernel, plain)(d, *saved),)
+def _backward(plan, d, saved, *arrays):
+    inputs = Inputs(*arrays)
+    if plan.backward.backend == "mosaic_gpu":
+        return _mosaic_gradient(d, inputs, saved, plan), None, None, None
+    query_config, key_config = plan.backward.config
+    dout, dlse = d if plan.options.return_residual else (d, None)
+    return attention_backward.backward(
+        dout, None if dlse is None else jnp.swapaxes(dlse, -1, -2), *_arguments(inputs, plan), *saved,
+        query_config=query_config, key_config=key_config, interpret=plan.interpret,
+    )  # fmt: skip
 
 
-_kernels.defvjp(_fwd, _bwd)
-_kernels_jit = jax.jit(_kernels, static_argnums=1)
+_reference, _kernels = transforms.implementations(_forward, _backward, _plain, gradients=4)

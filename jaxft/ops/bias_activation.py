@@ -1,10 +1,8 @@
 """Bias and activation: the op `bias_activation`, activation(x + bias)."""
 
 import dataclasses
-import functools
 import math
 
-import jax
 from jax import Array
 
 from jaxft import dispatch, reference
@@ -65,9 +63,9 @@ def bias_activation(
     plan = plan_of(op, x, bias, activation=activation, in_place=in_place, implementation=implementation)
     plans.record(op, (x, bias), plan)
     if plan.forward.backend == "xla":
-        return _reference(x, bias, activation)
+        return _reference(plan, x, bias)
     flat = x.reshape(-1, x.shape[-1])
-    return _kernels_jit(*transforms.vary_alike(flat, bias), plan).reshape(x.shape)
+    return _kernels(plan, *transforms.vary_alike(flat, bias)).reshape(x.shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,34 +91,22 @@ def plan_of(
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames="activation")
-def _reference(x: Array, bias: Array | None, activation: str) -> Array:
-    return reference.bias_activation(x, bias, activation=activation)
+def _plain(plan, x, bias):
+    return reference.bias_activation(x, bias, activation=plan.activation)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _kernels(x, bias, plan):
-    return triton.forward(
-        x, bias, activation=plan.activation, config=plan.forward.config, in_place=plan.in_place,
+def _forward(plan, save, x, bias):
+    y = triton.forward(
+        x, bias, activation=plan.activation, config=plan.forward.config, in_place=plan.in_place and not save,
         interpret=plan.interpret,
     )  # fmt: skip
+    return (y, None) if save else y
 
 
-def _fwd(x, bias, plan):
-    return _kernels(x, bias, dataclasses.replace(plan, in_place=False)), (x, bias)
+def _backward(plan, dy, saved, x, bias):
+    return triton.backward(
+        dy, x, bias, activation=plan.activation, config=plan.backward.config, interpret=plan.interpret
+    )
 
 
-def _bwd(plan, saved, dy):
-    def kernel(dy, x, bias):
-        return triton.backward(
-            dy, x, bias, activation=plan.activation, config=plan.backward.config, interpret=plan.interpret
-        )
-
-    def plain(dy, *arrays):
-        return jax.vjp(functools.partial(_reference, activation=plan.activation), *arrays)[1](dy)
-
-    return transforms.with_plain_gradient(kernel, plain)(dy, *saved)
-
-
-_kernels.defvjp(_fwd, _bwd)
-_kernels_jit = jax.jit(_kernels, static_argnums=2)
+_reference, _kernels = transforms.implementations(_forward, _backward, _plain, gradients=2)

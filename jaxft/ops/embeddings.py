@@ -113,8 +113,8 @@ def embeddings_layer_norm(
     plan = plan_of(op, *arrays, epsilon=epsilon, dropout_rate=rate, dtype=dtype, implementation=implementation)
     plans.record(op, (input_ids, word, position, token_type, gamma, beta, position_ids, token_type_ids), plan)
     if plan.forward.backend == "xla":
-        return _reference(*arrays, rng, epsilon, rate, dtype)
-    return _kernels_jit(*transforms.vary_alike(*arrays, rng), plan)
+        return _reference(plan, *arrays, rng)
+    return _kernels(plan, *transforms.vary_alike(*arrays, rng))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,26 +192,14 @@ def _as_table(op, name, x, width=None):
     return x
 
 
-@functools.partial(jax.jit, static_argnums=(9, 10, 11))
-def _reference(
-    word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, rng, epsilon, rate, dtype
-):
+def _plain(plan, word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, rng):
     return reference.embeddings_layer_norm(
         input_ids, word, position, token_type, gamma, beta, position_ids=position_ids, token_type_ids=token_type_ids,
-        epsilon=epsilon, dropout_rate=rate, dropout_rng=rng, dtype=dtype,
+        epsilon=plan.epsilon, dropout_rate=plan.dropout_rate, dropout_rng=rng, dtype=plan.dtype,
     )  # fmt: skip
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(9,))
-def _kernels(word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, rng, plan):
-    arrays = word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, rng
-    return _forward(plan, False, *arrays)[0]
-
-
-def _forward(plan, save, *arrays):
-    """Computes the result. With `save`, also returns the sum and what the gradient of LayerNorm needs."""
-    word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, rng = arrays
-
+def _forward(plan, save, word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, rng):
     def flat(ids):
         return None if ids is None else ids.reshape(-1)
 
@@ -221,60 +209,38 @@ def _forward(plan, save, *arrays):
         dropout_rate=plan.dropout_rate, dtype=plan.dtype, save=save, config=plan.forward.config,
         interpret=plan.interpret,
     )  # fmt: skip
-    return y.reshape(*input_ids.shape, -1), *saved
+    y = y.reshape(*input_ids.shape, -1)
+    return (y, saved) if save else y
 
 
-def _fwd(*arguments):
-    *arrays, plan = arguments
+def _backward(plan, dy, saved, word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, rng):
+    configs, (total, saved) = plan.backward.config, saved
+    of_rows = token_type is not None and token_type_ids is None  # the gradient of row 0 is a sum over all tokens
+    vectors = {"bias": token_type if of_rows else None, "gamma": gamma, "beta": beta}
+    d, _, found = triton_layer_norm.backward(
+        dy.reshape(total.shape), None, total, None, None, gamma, None if rng is None else dropout_seed(rng),
+        saved, dropout_rate=plan.dropout_rate, drops_result=rng is not None,
+        vectors={name: vector.dtype for name, vector in vectors.items() if vector is not None},
+        config=configs.layer_norm, interpret=plan.interpret,
+    )  # fmt: skip
 
-    def plain(*arrays):
-        return (_plain(plan)(*arrays),)
+    def by_id(table, ids, config):
+        return triton.sum_by_id(d, ids.reshape(-1), table, config=config, interpret=plan.interpret)
 
-    y, *saved = transforms.with_plain_gradient(functools.partial(_forward, plan, True), plain, saves=2)(*arrays)
-    return y, (saved, arrays)
+    def first_rows(table, rows):
+        return jnp.pad(rows.astype(table.dtype), ((0, table.shape[0] - rows.shape[0]), (0, 0)))
 
-
-def _bwd(plan, saved, dy):
-    configs = plan.backward.config
-
-    def kernel(dy, total, saved, word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, rng):
-        of_rows = token_type is not None and token_type_ids is None  # the gradient of row 0 is a sum over all tokens
-        vectors = {"bias": token_type if of_rows else None, "gamma": gamma, "beta": beta}
-        d, _, found = triton_layer_norm.backward(
-            dy.reshape(total.shape), None, total, None, None, gamma, None if rng is None else dropout_seed(rng),
-            saved, dropout_rate=plan.dropout_rate, drops_result=rng is not None,
-            vectors={name: vector.dtype for name, vector in vectors.items() if vector is not None},
-            config=configs.layer_norm, interpret=plan.interpret,
-        )  # fmt: skip
-
-        def by_id(table, ids, config):
-            return triton.sum_by_id(d, ids.reshape(-1), table, config=config, interpret=plan.interpret)
-
-        def first_rows(table, rows):
-            return jnp.pad(rows.astype(table.dtype), ((0, table.shape[0] - rows.shape[0]), (0, 0)))
-
-        if position_ids is not None:
-            dposition = by_id(position, position_ids, configs.position)
+    if position_ids is not None:
+        dposition = by_id(position, position_ids, configs.position)
+    else:
+        dposition = first_rows(position, jnp.sum(d.reshape(-1, *dy.shape[-2:]), axis=0))
+    dtoken_type = None
+    if token_type is not None:
+        if of_rows:
+            dtoken_type = first_rows(token_type, found["bias"][None])
         else:
-            dposition = first_rows(position, jnp.sum(d.reshape(-1, *dy.shape[-2:]), axis=0))
-        dtoken_type = None
-        if token_type is not None:
-            if of_rows:
-                dtoken_type = first_rows(token_type, found["bias"][None])
-            else:
-                dtoken_type = by_id(token_type, token_type_ids, configs.token_type)
-        return by_id(word, input_ids, configs.word), dposition, dtoken_type, found.get("gamma"), found.get("beta")
-
-    def plain(dy, total, saved, *arrays):
-        return jax.vjp(_plain(plan), *arrays)[1](dy)[:5]
-
-    saved, arrays = saved
-    return *transforms.with_plain_gradient(kernel, plain)(dy, *saved, *arrays), None, None, None, None
+            dtoken_type = by_id(token_type, token_type_ids, configs.token_type)
+    return by_id(word, input_ids, configs.word), dposition, dtoken_type, found.get("gamma"), found.get("beta")
 
 
-def _plain(plan):
-    return functools.partial(_reference, epsilon=plan.epsilon, rate=plan.dropout_rate, dtype=plan.dtype)
-
-
-_kernels.defvjp(_fwd, _bwd)
-_kernels_jit = jax.jit(_kernels, static_argnums=9)
+_reference, _kernels = transforms.implementations(_forward, _backward, _plain, gradients=5)

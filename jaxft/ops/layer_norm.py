@@ -5,7 +5,6 @@ import functools
 import math
 from typing import Any
 
-import jax
 from jax import Array
 
 from jaxft import dispatch, reference
@@ -183,76 +182,41 @@ def run(
 ) -> tuple[Array, ...]:  # fmt: skip
     """Computes the normalised array, and the sum if the plan asks for it."""
     if plan.forward.backend == "xla":
-        return _reference(x, bias, residual, gamma, beta, rng, plan.epsilon, plan.dropout_rate, plan.return_sum)
+        return _reference(plan, x, bias, residual, gamma, beta, rng)
     rows, width = math.prod(x.shape[:-1]), x.shape[-1]
     flat = None if residual is None else residual.reshape(rows, width)
-    out = _kernels_jit(*transforms.vary_alike(x.reshape(rows, width), bias, flat, gamma, beta, rng), plan)
+    out = _kernels(plan, *transforms.vary_alike(x.reshape(rows, width), bias, flat, gamma, beta, rng))
     return tuple(y.reshape(x.shape) for y in out)
 
 
-@functools.partial(jax.jit, static_argnums=(6, 7, 8))
-def _reference(x, bias, residual, gamma, beta, rng, epsilon, rate, return_sum):
+def _plain(plan, x, bias, residual, gamma, beta, rng):
     if residual is None:
-        return (reference.layer_norm(x, gamma, beta, epsilon=epsilon),)
+        return (reference.layer_norm(x, gamma, beta, epsilon=plan.epsilon),)
     out = reference.bias_residual_layer_norm(
-        x, bias, residual, gamma, beta, epsilon=epsilon, dropout_rate=rate, dropout_rng=rng, return_sum=return_sum
-    )
-    return out if return_sum else (out,)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _kernels(x, bias, residual, gamma, beta, rng, plan):
-    return _forward(plan, False, x, bias, residual, gamma, beta, rng)
+        x, bias, residual, gamma, beta, epsilon=plan.epsilon, dropout_rate=plan.dropout_rate, dropout_rng=rng,
+        return_sum=plan.return_sum,
+    )  # fmt: skip
+    return out if plan.return_sum else (out,)
 
 
 def _forward(plan, save, x, bias, residual, gamma, beta, rng):
-    return tuple(
-        triton.forward(
-            x,
-            bias,
-            residual,
-            gamma,
-            beta,
-            None if rng is None else dropout_seed(rng),
-            epsilon=plan.epsilon,
-            dropout_rate=plan.dropout_rate,
-            return_sum=plan.return_sum,
-            save=save,
-            in_place=plan.in_place and not save,
-            config=plan.forward.config,
-            interpret=plan.interpret,
-        )
-    )
+    out = triton.forward(
+        x, bias, residual, gamma, beta, None if rng is None else dropout_seed(rng), epsilon=plan.epsilon,
+        dropout_rate=plan.dropout_rate, return_sum=plan.return_sum, save=save, in_place=plan.in_place and not save,
+        config=plan.forward.config, interpret=plan.interpret,
+    )  # fmt: skip
+    return (tuple(out[:-1]), out[-1]) if save else tuple(out)
 
 
-def _fwd(*arguments):
-    *arrays, plan = arguments
-
-    kernel = transforms.with_plain_gradient(functools.partial(_forward, plan, True), _plain(plan), saves=1)
-    *out, saved = kernel(*arrays)
-    return tuple(out), (saved, *arrays)
-
-
-def _bwd(plan, saved, dy):
-    def kernel(dy, saved, x, bias, residual, gamma, beta, rng):
-        vectors = {"bias": bias, "gamma": gamma, "beta": beta}
-        dx, dresidual, found = triton.backward(
-            dy[0], dy[1] if plan.return_sum else None, x, bias, residual, gamma,
-            None if rng is None else dropout_seed(rng), saved, dropout_rate=plan.dropout_rate,
-            vectors={name: vector.dtype for name, vector in vectors.items() if vector is not None},
-            config=plan.backward.config, interpret=plan.interpret,
-        )  # fmt: skip
-        return dx, found.get("bias"), dresidual, found.get("gamma"), found.get("beta"), None
-
-    def plain(dy, saved, *arrays):
-        return *jax.vjp(_plain(plan), *arrays)[1](dy)[:-1], None
-
-    return transforms.with_plain_gradient(kernel, plain)(dy, *saved)
+def _backward(plan, dy, saved, x, bias, residual, gamma, beta, rng):
+    vectors = {"bias": bias, "gamma": gamma, "beta": beta}
+    dx, dresidual, found = triton.backward(
+        dy[0], dy[1] if plan.return_sum else None, x, bias, residual, gamma,
+        None if rng is None else dropout_seed(rng), saved, dropout_rate=plan.dropout_rate,
+        vectors={name: vector.dtype for name, vector in vectors.items() if vector is not None},
+        config=plan.backward.config, interpret=plan.interpret,
+    )  # fmt: skip
+    return dx, found.get("bias"), dresidual, found.get("gamma"), found.get("beta")
 
 
-def _plain(plan):
-    return functools.partial(_reference, epsilon=plan.epsilon, rate=plan.dropout_rate, return_sum=plan.return_sum)
-
-
-_kernels.defvjp(_fwd, _bwd)
-_kernels_jit = jax.jit(_kernels, static_argnums=6)
+_reference, _kernels = transforms.implementations(_forward, _backward, _plain, gradients=5)

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 
-import jax
 from jax import Array
 
 from jaxft import dispatch, reference
@@ -116,8 +115,8 @@ def _run(op, x, scale, bias, mask, in_place, implementation):
     plan = plan_of(op, x, bias, mask, scale=scale, in_place=in_place, implementation=implementation)
     plans.record(op, (x, bias, mask), plan)
     if plan.forward.backend == "xla":
-        return _reference(x, bias, mask, op, scale)
-    return _kernels_jit(*transforms.vary_alike(x, bias, mask), plan)
+        return _reference(plan, x, bias, mask)
+    return _kernels(plan, *transforms.vary_alike(x, bias, mask))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,52 +146,24 @@ def plan_of(
     )
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def _reference(x, bias, mask, op, scale):
-    return getattr(reference, op)(x, scale=scale, bias=bias, mask=mask)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _kernels(x, bias, mask, plan):
-    return _forward(plan, False, x, bias, mask)[0]
+def _plain(plan, x, bias, mask):
+    op = reference.log_softmax if plan.log else reference.softmax
+    return op(x, scale=plan.scale, bias=bias, mask=mask)
 
 
 def _forward(plan, save, x, bias, mask):
-    return triton.forward(
-        x, bias, mask, log=plan.log, scale=plan.scale, in_place=plan.in_place, config=plan.forward.config,
-        interpret=plan.interpret, save=save,
+    saves = save and plan.log and x.shape[-1] > plan.backward.config.block_width  # else `backward` reads the row once
+    y, *saved = triton.forward(
+        x, bias, mask, log=plan.log, scale=plan.scale, in_place=plan.in_place and not save, config=plan.forward.config,
+        interpret=plan.interpret, save=saves,
     )  # fmt: skip
+    return (y, saved[0] if saves else None) if save else y
 
 
-def _fwd(x, bias, mask, plan):
-    plan = dataclasses.replace(plan, in_place=False)
-    if not plan.log or x.shape[-1] <= plan.backward.config.block_width:  # the backward pass reads the row only once
-        return _kernels(x, bias, mask, plan), (x, bias, mask, None)
-
-    def plain(x, bias, mask):
-        return [_plain(plan)(x, bias, mask=mask)]
-
-    run = transforms.with_plain_gradient(functools.partial(_forward, plan, True), plain, saves=1)
-    y, saved = run(x, bias, mask)
-    return y, (x, bias, mask, saved)
+def _backward(plan, dy, saved, x, bias, mask):
+    return triton.backward(
+        dy, x, bias, mask, saved, log=plan.log, scale=plan.scale, config=plan.backward.config, interpret=plan.interpret
+    )
 
 
-def _bwd(plan, saved, dy):
-    def kernel(dy, x, bias, mask, saved):
-        return triton.backward(
-            dy, x, bias, mask, saved, log=plan.log, scale=plan.scale, config=plan.backward.config,
-            interpret=plan.interpret,
-        )  # fmt: skip
-
-    def plain(dy, x, bias, mask, saved):
-        return jax.vjp(functools.partial(_plain(plan), mask=mask), x, bias)[1](dy)
-
-    return *transforms.with_plain_gradient(kernel, plain)(dy, *saved), None
-
-
-def _plain(plan):
-    return functools.partial(_reference, op="log_softmax" if plan.log else "softmax", scale=plan.scale)
-
-
-_kernels.defvjp(_fwd, _bwd)
-_kernels_jit = jax.jit(_kernels, static_argnums=3)
+_reference, _kernels = transforms.implementations(_forward, _backward, _plain, gradients=2)

@@ -1,5 +1,6 @@
 """Helpers of the ops: gradients of any order, and the varying types of `jax.shard_map`."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,42 @@ def with_plain_gradient(kernel: Callable[..., Any], plain: Callable[..., Any], *
         lambda arrays, d: jax.vjp(plain, *arrays)[1](d[: len(d) - saves] if saves else d),
     )
     return run
+
+
+def implementations(
+    forward: Callable[..., Any], backward: Callable[..., Any], plain: Callable[..., Any], gradients: int
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns two jitted functions of a plan and the arrays of an op: plain jnp, and the kernels with their gradient.
+
+    Args:
+      forward: `(plan, save, *arrays)`, computes the result by kernels. If `save`, it returns a pair: the result, and
+        what `backward` needs besides the arrays.
+      backward: `(plan, d, saved, *arrays)`, computes the gradients of the first arrays by kernels.
+      plain: `(plan, *arrays)`, computes the result in plain jnp.
+      gradients: number of the first arrays, which have a gradient.
+    """
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def kernels(plan, *arrays):
+        return forward(plan, False, *arrays)
+
+    def fwd(plan, *arrays):
+        run = with_plain_gradient(
+            functools.partial(forward, plan, True), lambda *arrays: (plain(plan, *arrays),), saves=1
+        )
+        result, saved = run(*arrays)
+        return result, (saved, arrays)
+
+    def bwd(plan, kept, d):
+        def plain_gradients(d, saved, *arrays):
+            return jax.vjp(functools.partial(plain, plan), *arrays)[1](d)[:gradients]
+
+        saved, arrays = kept
+        found = with_plain_gradient(functools.partial(backward, plan), plain_gradients)(d, saved, *arrays)
+        return *found, *[None] * (len(arrays) - gradients)
+
+    kernels.defvjp(fwd, bwd)
+    return jax.jit(plain, static_argnums=0), jax.jit(kernels, static_argnums=0)
 
 
 def vary_alike(*arrays: Array | None) -> list[Array | None]:
