@@ -49,13 +49,10 @@ def dot_product_attention(
         Give the ids of both sides or of neither.
       key_value_segment_ids: integers `[B, S]` (without a batch also `[S]`).
       local_window_size: (left, right), or one number for both: query - left <= key <= query + right.
-      dropout_rate: probability of dropping an attention probability, in [0, 1). Which elements are kept is a pure
-        function of `dropout_rng` and the index of the element.
-      dropout_rng: a JAX random key. It is required if the rate is not 0.
+      dropout_rate: probability of dropping an attention probability, in [0, 1).
+      dropout_rng: a JAX random key, required if the rate is not 0 (see `jaxft.ops`).
       return_residual: whether to also return the log-sum-exp of the logits, float32 `[B, T, N]` (or `[T, N]`).
-      implementation: `None` picks the fastest implementation for the device and shape. `"triton"` runs the Triton
-        kernels, `"cudnn"` the attention of `jax.nn` with cuDNN, and `"xla"` plain jnp. A named implementation that does
-        not support the arguments raises `NotImplementedError`. docs/kernels.md has the selection table.
+      implementation: None, "triton", "xla" (see `jaxft.ops`), or "cudnn" for the attention of `jax.nn` with cuDNN.
 
     Returns:
       An array of the shape and dtype of `query`. With `return_residual`, a pair (output, log-sum-exp).
@@ -63,16 +60,11 @@ def dot_product_attention(
       A query with nothing to attend to gives exactly 0 and a log-sum-exp of -inf, and its gradients are 0. Values in
       padding, NaN and Inf included, reach no valid output or gradient. `jax.nn` differs in both cases.
 
-    Raises:
-      TypeError: an array has a dtype of the wrong kind (for example an integer mask), key or value has another dtype
-        than query, or an argument that must be a number or a bool is something else.
-      ValueError: a shape does not fit, a number is out of its range, or the implementation is unknown.
-      NotImplementedError: the named implementation does not support the call. The message says why.
-
     Gradients: for query, key, value and bias. The kernels need memory that grows with T + S, not with T * S, except for
     the gradient of a bias that has this size itself.
 
-    Determinism: bitwise, in both directions. The gradients of `"cudnn"` are an exception.
+    Determinism: bitwise, in both directions. The gradients of `"cudnn"` are an exception. Errors: as for all ops (see
+    `jaxft.ops`). An integer mask is a `TypeError`.
 
     Accuracy: float32 matmuls are TF32 on a GPU unless `jax.default_matmul_precision` is "highest" or "float32". With
     `None`, cuDNN may compute the output if no gradient is taken. The output then differs in its last bits from the
@@ -151,14 +143,7 @@ def qkv_attention(
       `[B, T, N, H]` (or `[T, N, H]`) of the dtype of `qkv`. With `return_residual`, also the log-sum-exp, float32 `[B,
       T, N]` (or `[T, N]`). Edge cases are as in `dot_product_attention`.
 
-    Raises:
-      TypeError: as `dot_product_attention`.
-      ValueError: as `dot_product_attention`.
-      NotImplementedError: as `dot_product_attention`.
-
-    Gradients: for qkv and bias.
-
-    Gradients, determinism, accuracy and source are otherwise as in `dot_product_attention`.
+    Gradients: for qkv and bias. Errors, determinism, accuracy and source are as in `dot_product_attention`.
     """
     op = "qkv_attention"
     qkv = checks.as_float(op, "qkv", qkv)
@@ -211,14 +196,11 @@ def varlen_qkv_attention(
       belong to no sequence have a log-sum-exp of -inf. Edge cases are as in `dot_product_attention`.
 
     Raises:
-      TypeError: as `dot_product_attention`.
-      ValueError: as `dot_product_attention`. Also if `cu_seqlens`, unless it is traced, does not ascend from 0 or goes
-        beyond M, or if a sequence is longer than `max_seqlen`.
-      NotImplementedError: as `dot_product_attention`, or `qkv` has 2^31 rows or more.
+      ValueError: `cu_seqlens`, unless it is traced, does not ascend from 0 or goes beyond M, or a sequence is longer
+        than `max_seqlen`. See `jaxft.ops` for the other errors.
+      NotImplementedError: `qkv` has 2^31 rows or more.
 
-    Gradients: for qkv.
-
-    Gradients, determinism, accuracy and source are otherwise as in `dot_product_attention`.
+    Gradients: for qkv. Determinism, accuracy and source are as in `dot_product_attention`.
     """
     op = "varlen_qkv_attention"
     qkv = checks.as_float(op, "qkv", qkv)

@@ -30,23 +30,15 @@ def bias_activation(
       x: `[..., D]`, float32, float16 or bfloat16. The sum and the activation are computed in float32.
       bias: `[D]` of any float dtype, or None.
       activation: "gelu" (BERT's, with the error function), "gelu_tanh" (FasterTransformer's), "relu", "silu" or "tanh".
-      in_place: whether the kernel writes the result into the memory of `x`. This saves a buffer if nothing else needs
-        `x`, because `x` is donated or was made in the same jit. If something else needs `x`, XLA copies `x` first. It
-        has no effect where a gradient is taken, which needs `x`, nor with `"xla"`, which reuses buffers as it sees fit.
-      implementation: `None` picks the fastest implementation for the device and shape. `"triton"` runs a kernel of
-        jaxft, `"xla"` plain jnp. docs/kernels.md has the selection table.
+      in_place: whether the kernel writes the result into the memory of `x` (see `jaxft.ops`).
+      implementation: None, "triton" or "xla" (see `jaxft.ops`).
 
     Returns:
       An array of the shape and dtype of `x`.
 
-    Raises:
-      TypeError: an array does not have a float dtype, or `in_place` is not a bool.
-      ValueError: `bias` is not `[D]`, `x` is a scalar, or the activation or implementation is unknown.
-      NotImplementedError: the named implementation does not support the call. The message says why.
-
     Gradients: for x and bias, in one pass. They are computed from x and bias again, not from stored results.
 
-    Determinism: the result and the gradients are deterministic.
+    Determinism and errors: as for all ops (see `jaxft.ops`).
 
     Accuracy: the kernel's float32 GELU is within 2 ulp. For 16-bit results, the GELU has a relative error of at most
     3e-4 before it is rounded.

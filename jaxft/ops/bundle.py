@@ -105,19 +105,7 @@ class Rebuild:
         return len(self.shapes) - len(self.sizes)
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
-        """Makes the tree.
-
-        Args:
-          arrays: the arrays that `bundle` returned, or other arrays of the same shapes, as a list or tuple.
-
-        Returns:
-          A tree of the structure that `bundle` was given.
-
-        Raises:
-          TypeError: the value for a concatenated array is not an array.
-          ValueError: the number of arrays or a shape is another.
-          NotImplementedError: the named implementation does not support the call. The message says why.
-        """
+        """Makes the tree from the arrays that `bundle` returned, or from other arrays of the same shapes."""
         if not isinstance(arrays, list | tuple) or len(arrays) != len(self.shapes):
             got = len(arrays) if isinstance(arrays, list | tuple) else type(arrays).__name__
             raise ValueError(f"bundle: arrays must be the list of {len(self.shapes)} that bundle gave, got {got}")

@@ -49,10 +49,7 @@ def check_fits(op: str, name: str, x: Any, dtype: Any) -> None:
 
 
 def check_cu_seqlens(op: str, given: Any, rows: int, max_seqlen: int) -> None:
-    """Raises a ValueError unless packed sequences lie within the rows and none is longer than `max_seqlen`.
-
-    Traced values are not checked.
-    """
+    """Raises a ValueError unless packed sequences, if not traced, lie within the rows and fit into `max_seqlen`."""
     if isinstance(given, jax.core.Tracer):
         return
     ends = np.asarray(given).astype(np.int64)
@@ -84,17 +81,7 @@ def as_factors(op: str, x: Any, kernel: Any, name: str = "kernel") -> tuple[Arra
 
 
 def as_mask(op: str, name: str, x: Any, true: str = "attend") -> Array:
-    """Returns a mask as a JAX array. Raises a TypeError unless it is boolean.
-
-    Args:
-      op: name of the op, for messages.
-      name: name of the argument, for messages.
-      x: the mask.
-      true: meaning of True, for messages.
-
-    Returns:
-      The mask.
-    """
+    """Returns a mask as a JAX array. Raises a TypeError unless it is boolean. `true` is what True means, for messages."""
     x = as_array(op, name, x)
     if x.dtype != jnp.bool_:
         added = true == "attend" and jnp.issubdtype(x.dtype, jnp.floating)
@@ -122,21 +109,7 @@ def check_broadcasts(op: str, name: str, x: Array, shape: tuple[int, ...]) -> No
 
 
 def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> float:
-    """Converts a Python or NumPy number to a float. It is static: it becomes part of the compiled kernel.
-
-    Args:
-      op: name of the op, for messages.
-      name: name of the argument, for messages.
-      value: the number.
-      positive: whether the number must be above 0.
-
-    Returns:
-      The number.
-
-    Raises:
-      TypeError: `value` is not a real number.
-      ValueError: the number is not finite, or not positive.
-    """
+    """Converts a finite Python or NumPy number to a float. It is static: it becomes part of the compiled kernel."""
     if not is_number(value):
         raise TypeError(f"{op}: {name} must be a Python number, got {type(value).__name__}")
     number = float(value)

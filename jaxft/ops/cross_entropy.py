@@ -76,10 +76,7 @@ def linear_cross_entropy(
       would gather the rows from all devices.
 
     Raises:
-      TypeError: x, embedding or bias does not have a float dtype, or labels does not have an integer dtype.
-      ValueError: a shape does not fit, ignore_index is not a Python integer that fits int32, or the precision or
-        implementation is unknown.
-      NotImplementedError: there is no such implementation.
+      ValueError: ignore_index is not a Python integer that fits int32. See `jaxft.ops` for the other errors.
 
     Gradients: for x, embedding and bias (reverse mode only). They are exactly 0 in rows without a label. The pass that
     computes the loss also computes them, for a cotangent of 1, because the logits of a chunk exist only there. They are

@@ -42,23 +42,17 @@ def dense(
       activation: None, "gelu" (with the error function), "gelu_tanh", "relu", "silu" or "tanh".
       residual: `[..., F]` of the dtype of `x`, added last, or None.
       precision: precision of the matmul, as in `jnp.matmul`. None follows `jax.default_matmul_precision`.
-      implementation: `None` picks the fastest implementation for the device and shape. `"triton"` and `"mosaic_gpu"`
-        (Hopper only) run the whole layer as one kernel; `"xla"` leaves fusion to XLA. A named implementation that does
-        not support the arguments raises `NotImplementedError`. In float32, `"mosaic_gpu"` computes in TF32, takes no
-        residual and transposes `kernel` first. docs/kernels.md has the selection table.
+      implementation: None picks the fastest (see `jaxft.ops`). `"triton"` and `"mosaic_gpu"` (Hopper only) run the
+        whole layer as one kernel; `"xla"` leaves fusion to XLA. In float32, `"mosaic_gpu"` computes in TF32, takes no
+        residual and transposes `kernel` first.
 
     Returns:
       `[..., F]` of the dtype of `x`.
 
-    Raises:
-      TypeError: an array does not have a float dtype, or kernel or residual has another dtype than x.
-      ValueError: a shape does not fit, or the activation, precision or implementation is unknown.
-      NotImplementedError: the named implementation does not support the call. The message says why.
-
     Gradients: for x, kernel, bias and residual. The backward pass of an activation uses the result of the matmul, which
     is kept in the dtype of `x`. `"mosaic_gpu"` keeps the sum x @ kernel + bias instead, also in the dtype of `x`.
 
-    Determinism: the result and the gradients are deterministic.
+    Determinism and errors: as for all ops (see `jaxft.ops`).
 
     Accuracy: bias and residual are added in float32. There is one exception: if XLA computes the matmul and there is
     neither an activation nor a residual, XLA adds the bias in its epilogue, in the dtype of `x`. In TF32,

@@ -51,26 +51,18 @@ def dense_residual_layer_norm(
       gamma: `[D]` of any float dtype, or None for 1.
       beta: `[D]` of any float dtype, or None for 0.
       epsilon: added to the variance. (The default is FasterTransformer's, BERT's is 1e-12.)
-      dropout_rate: probability of dropping an element, in [0, 1). Which elements are kept is a pure function of
-        `dropout_rng` and the index of the element.
-      dropout_rng: a JAX random key. It is required if the rate is not 0.
+      dropout_rate: probability of dropping an element, in [0, 1).
+      dropout_rng: a JAX random key, required if the rate is not 0 (see `jaxft.ops`).
       precision: precision of the matmul, as in `jnp.matmul`. None follows `jax.default_matmul_precision`.
-      implementation: `None` picks the fastest implementation for the device and shape. `"triton"` runs kernels of
-        jaxft, `"xla"` plain jnp. docs/kernels.md has the selection table.
+      implementation: None, "triton" or "xla" (see `jaxft.ops`).
 
     Returns:
       `[..., D]` of the dtype of `x`.
 
-    Raises:
-      TypeError: an array does not have a float dtype, kernel or residual has another dtype than x, or an argument that
-        must be a number is something else.
-      ValueError: a shape does not fit, a number is out of its range, or the precision or implementation is unknown.
-      NotImplementedError: the named implementation does not support the call. The message says why.
-
     Gradients: for x, kernel, bias, residual, gamma and beta. Where a gradient is taken, the two ops run, also for the
     result. The result of the matmul is then rounded to the dtype of `x` before the sum.
 
-    Determinism: the result and the gradients are deterministic.
+    Determinism and errors: as for all ops (see `jaxft.ops`).
 
     Source: a GEMM of FasterTransformer v1.0 and the `add_bias_input_layernorm` after it.
     """

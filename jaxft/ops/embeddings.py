@@ -54,22 +54,17 @@ def embeddings_layer_norm(
       position_ids: integers of the shape of `input_ids`, or None for 0 to T - 1.
       token_type_ids: integers of the shape of `input_ids`, or None for 0.
       epsilon: added to the variance. (BERT's is 1e-12.)
-      dropout_rate: probability of dropping an element, in [0, 1). Which elements are kept is a pure function of
-        `dropout_rng` and the index of the element.
-      dropout_rng: a JAX random key. It is required if the rate is not 0.
+      dropout_rate: probability of dropping an element, in [0, 1).
+      dropout_rng: a JAX random key, required if the rate is not 0 (see `jaxft.ops`).
       dtype: dtype of the result. None is the dtype of `word`.
-      implementation: `None` picks the fastest implementation for the device and shape. `"triton"` runs a kernel of
-        jaxft, `"xla"` plain jnp. docs/kernels.md has the selection table.
+      implementation: None, "triton" or "xla" (see `jaxft.ops`).
 
     Returns:
       `[..., T, D]` of `dtype`.
 
     Raises:
-      TypeError: ids do not have an integer dtype, another array or `dtype` does not have a float dtype, or an argument
-        that must be a number is something else.
-      ValueError: a shape does not fit, T is more than P and there are no position_ids, there are token_type_ids but no
-        token_type, a number is out of its range, or the implementation is unknown.
-      NotImplementedError: the named implementation does not support the call. The message says why.
+      ValueError: T is more than P and there are no position_ids, or there are token_type_ids but no token_type. See
+        `jaxft.ops` for the other errors.
 
     Gradients: for word, position, token_type, gamma and beta. The gradients of the tables are dense arrays.
 

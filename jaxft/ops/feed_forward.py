@@ -54,27 +54,18 @@ def feed_forward_residual_layer_norm(
       beta: `[D]` of any float dtype, or None for 0.
       activation: "gelu" (with the error function), "gelu_tanh", "relu", "silu" or "tanh".
       epsilon: added to the variance. (The default is FasterTransformer's, BERT's is 1e-12.)
-      dropout_rate: probability of dropping an element, in [0, 1). Which elements are kept is a pure function of
-        `dropout_rng` and the index of the element.
-      dropout_rng: a JAX random key. It is required if the rate is not 0.
+      dropout_rate: probability of dropping an element, in [0, 1).
+      dropout_rng: a JAX random key, required if the rate is not 0 (see `jaxft.ops`).
       precision: precision of the matmuls, as in `jnp.matmul`. None follows `jax.default_matmul_precision`.
-      implementation: `None` picks the fastest implementation for the device and shape. `"triton"` and `"xla"` run all
-        of the op. `"mosaic_gpu"` (Hopper only) runs the first layer and, in 16 bits, its gradient; the rest is picked
-        as for `None`. docs/kernels.md has the selection table.
+      implementation: None picks the fastest (see `jaxft.ops`). `"triton"` and `"xla"` run all of the op.
+        `"mosaic_gpu"` (Hopper only) runs the first layer and, in 16 bits, its gradient; the rest is picked as for None.
 
     Returns:
       `[..., D]` of the dtype of `x`.
 
-    Raises:
-      TypeError: an array does not have a float dtype, a kernel has another dtype than x, or an argument that must be a
-        number is something else.
-      ValueError: a shape does not fit, a number is out of its range, or the activation, precision or implementation is
-        unknown.
-      NotImplementedError: the named implementation does not support the call. The message says why.
-
     Gradients: for all arrays.
 
-    Determinism: the result and the gradients are deterministic.
+    Determinism and errors: as for all ops (see `jaxft.ops`).
 
     Accuracy: stored derivatives of the activation are rounded. For bfloat16 they have 8 bits in steps of 1/200, so that
     derivatives below 1/400 become 0. With the weights of a real checkpoint, the errors of the gradients are then as

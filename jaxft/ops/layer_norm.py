@@ -37,20 +37,11 @@ def layer_norm(
       gamma: `[D]` of any float dtype, or None for 1.
       beta: `[D]` of any float dtype, or None for 0.
       epsilon: added to the variance.
-      in_place: whether the kernel writes the result into the memory of `x`. This saves a buffer if nothing else needs
-        `x`, because `x` is donated or was made in the same jit. If something else needs `x`, XLA copies `x` first. It
-        has no effect where a gradient is taken, which needs `x`, nor with `"xla"`, which reuses buffers as it sees fit.
-      implementation: `None` picks the fastest implementation for the device and shape. `"triton"` runs a kernel of
-        jaxft, `"xla"` plain jnp. docs/kernels.md has the selection table.
+      in_place: whether the kernel writes the result into the memory of `x` (see `jaxft.ops`).
+      implementation: None, "triton" or "xla" (see `jaxft.ops`).
 
     Returns:
       An array of the shape and dtype of `x`.
-
-    Raises:
-      TypeError: an array does not have a float dtype, epsilon is not a number, or `in_place` is not a bool.
-      ValueError: gamma or beta is not `[D]`, `x` is a scalar, epsilon is not positive, or the implementation is
-        unknown.
-      NotImplementedError: the named implementation does not support the call. The message says why.
 
     Gradients: for x, gamma and beta.
 
@@ -92,27 +83,19 @@ def bias_residual_layer_norm(
       gamma: `[D]` of any float dtype, or None for 1.
       beta: `[D]` of any float dtype, or None for 0.
       epsilon: added to the variance. (The default is FasterTransformer's, BERT's is 1e-12.)
-      dropout_rate: probability of dropping an element, in [0, 1). Which elements are kept is a pure function of
-        `dropout_rng` and the index of the element.
-      dropout_rng: a JAX random key. It is required if the rate is not 0.
+      dropout_rate: probability of dropping an element, in [0, 1).
+      dropout_rng: a JAX random key, required if the rate is not 0 (see `jaxft.ops`).
       return_sum: whether to also return the sum before the normalisation, for pre-norm models.
       in_place: whether the kernel writes the result into the memory of `x` (see `layer_norm`), and the sum into the
         memory of `residual`.
-      implementation: `None` picks the fastest implementation for the device and shape. `"triton"` runs a kernel of
-        jaxft, `"xla"` plain jnp. docs/kernels.md has the selection table.
+      implementation: None, "triton" or "xla" (see `jaxft.ops`).
 
     Returns:
       An array of the shape and dtype of `x`. With `return_sum`, a pair of such arrays: (normalised, sum).
 
-    Raises:
-      TypeError: an array does not have a float dtype, residual has another dtype than x, or an argument that must be a
-        number or a bool is something else.
-      ValueError: a shape does not fit, a number is out of its range, or the implementation is unknown.
-      NotImplementedError: the named implementation does not support the call. The message says why.
-
     Gradients: for x, bias, residual, gamma and beta.
 
-    Determinism: the result and the gradients are deterministic.
+    Determinism and errors: as for all ops (see `jaxft.ops`).
 
     Source: `add_bias_input_layernorm` of FasterTransformer v1.0.
     """

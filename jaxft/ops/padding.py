@@ -42,9 +42,8 @@ def remove_padding(x: Array, mask: Array, *, capacity: int, implementation: str 
       mask: bool `[B, T]`, True for tokens. The tokens of a sequence need not come first.
       capacity: the number of rows of the result, a positive Python integer. B * T is always enough. Each capacity is
         compiled separately.
-      implementation: `None` picks the fastest implementation for the device and shape. `"triton"` runs a kernel of
-        jaxft. It takes float32, float16 and bfloat16, with 32 bytes per token or more. `"xla"` runs plain jnp.
-        docs/kernels.md has the selection table.
+      implementation: None, "triton" or "xla" (see `jaxft.ops`). The kernel takes float32, float16 and bfloat16, with
+        32 bytes per token or more.
 
     Returns:
       The tuple (x, indices, cu_seqlens).
@@ -63,10 +62,8 @@ def remove_padding(x: Array, mask: Array, *, capacity: int, implementation: str 
       `capacity`.
 
     Raises:
-      TypeError: mask is not boolean, or an argument is not an array.
-      ValueError: a shape does not fit, capacity is not a positive Python integer, mask has more tokens than capacity,
-        or the implementation is unknown.
-      NotImplementedError: the named implementation does not support the call. The message says why.
+      ValueError: capacity is not a positive Python integer, or mask has more tokens than capacity. See `jaxft.ops` for
+        the other errors.
 
     Gradients: for x, by a gather (reverse mode only). They are 0 at places without a token.
 
@@ -112,10 +109,8 @@ def restore_padding(x: Array, indices: Array, *, batch: int, length: int, implem
       `[B, T, ...]` of the dtype of `x`, with 0 at places without a row.
 
     Raises:
-      TypeError: indices do not have an integer dtype, or an argument is not an array.
-      ValueError: a shape does not fit, indices do not fit int32, batch or length is not a Python integer >= 0, or the
-        implementation is unknown.
-      NotImplementedError: the named implementation does not support the call. The message says why.
+      ValueError: indices do not fit int32, or batch or length is not a Python integer >= 0. See `jaxft.ops` for the
+        other errors.
 
     Gradients: for x, by a gather (reverse mode only).
 

@@ -32,20 +32,14 @@ def qkv_bias_split_heads(
       qkv: `[B, T, 3*N*H]`, float32, float16 or bfloat16. The kernel takes up to 2**31 elements.
       bias: `[3*N*H]` of any float dtype, or None.
       num_heads: N, a Python integer.
-      implementation: `None` picks the fastest implementation for the device and shape. `"triton"` runs a kernel of
-        jaxft, `"xla"` plain jnp. docs/kernels.md has the selection table.
+      implementation: None, "triton" or "xla" (see `jaxft.ops`).
 
     Returns:
       Three arrays `[B, N, T, H]` of the dtype of `qkv`.
 
-    Raises:
-      TypeError: an array does not have a float dtype.
-      ValueError: a shape does not fit, num_heads is not a positive Python integer, or the implementation is unknown.
-      NotImplementedError: the named implementation does not support the call. The message says why.
-
     Gradients: for qkv and bias.
 
-    Determinism: the result and the gradients are deterministic.
+    Determinism and errors: as for all ops (see `jaxft.ops`).
 
     Source: `add_QKV_bias` of FasterTransformer v1.0.
     """
@@ -76,20 +70,14 @@ def merge_heads(x: Array, *, implementation: str | None = None) -> Array:
 
     Args:
       x: `[B, N, T, H]` of any dtype. The kernel takes the dtypes and sizes that it takes in `permute`.
-      implementation: `None` picks the fastest implementation for the device and shape. `"triton"` runs a kernel of
-        jaxft, `"xla"` plain jnp. docs/kernels.md has the selection table.
+      implementation: None, "triton" or "xla" (see `jaxft.ops`).
 
     Returns:
       `[B, T, N*H]` of the dtype of `x`.
 
-    Raises:
-      TypeError: x is not an array.
-      ValueError: x does not have four dimensions, or the implementation is unknown.
-      NotImplementedError: the named implementation does not support the call. The message says why.
-
     Gradients: for x.
 
-    Determinism: the result and the gradients are deterministic.
+    Determinism and errors: as for all ops (see `jaxft.ops`).
 
     Source: `transpose` of FasterTransformer v1.0.
     """
@@ -112,16 +100,13 @@ def permute(x: Array, axes: Sequence[int], *, implementation: str | None = None)
       x: an array of any rank and dtype. The kernel takes dtypes of 1, 2, 4 or 8 bytes and up to 2**31 elements, and
         moves their bits unchanged.
       axes: a permutation of the axes of `x`. Negative numbers count from the end.
-      implementation: `None` picks the fastest implementation for the device and shape. `"triton"` runs a kernel of
-        jaxft, `"xla"` plain jnp. docs/kernels.md has the selection table.
+      implementation: None, "triton" or "xla" (see `jaxft.ops`).
 
     Returns:
       The array with its axes in this order, of the dtype of `x`.
 
     Raises:
-      TypeError: x is not an array, or axes is not a sequence of integers.
-      ValueError: axes is not a permutation, or the implementation is unknown.
-      NotImplementedError: the named implementation does not support the call. The message says why.
+      ValueError: axes is not a permutation. See `jaxft.ops` for the other errors.
 
     Gradients: for x. The gradient is the inverse permutation, by the same kernel.
 

@@ -170,16 +170,10 @@ def explain(fn: Callable[..., Any], *args: Any) -> Explanation:
 
 
 def describe(plan: Plan, direction: str, *, with_config: bool = True) -> str:
-    """Writes a pass of a plan as one short text.
+    """Writes the "forward" or "backward" pass of a plan as one short text: backend and numbers of the configuration.
 
-    Args:
-      plan: the plan.
-      direction: "forward" or "backward".
-      with_config: whether the numbers of the configuration follow the backend.
-
-    Returns:
-      The backend, for a composed pass the backends of its ops in order. A forward pass that is another one where a
-      gradient is taken has both.
+    A composed pass has the backends of its ops in order. A forward pass that is another one where a gradient is taken
+    has both.
     """
     text = _describe(plan, direction, with_config)
     other = text if direction != "forward" or plan.saving is None else _describe(plan, "saving", with_config)

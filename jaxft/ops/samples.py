@@ -30,15 +30,9 @@ Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def calls(batch: int, length: int, dtype: Any) -> dict[str, Call]:
-    """Returns a function and its arguments, as shapes, for every public op in an encoder like BERT-base.
+    """Returns a function and its arguments, as shapes, for every public op in an encoder like BERT-base, by name.
 
-    Args:
-      batch: the number of sequences.
-      length: the number of tokens of each sequence.
-      dtype: the dtype of the floats.
-
-    Returns:
-      The calls by name. A name begins with the op's name; what is in parentheses tells apart calls of one op.
+    A name begins with the op's name; what is in parentheses tells apart calls of one op.
     """
 
     def of(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:

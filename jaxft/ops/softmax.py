@@ -34,24 +34,15 @@ def softmax(
       bias: floats that broadcast to the shape of `x` (for example `[B, 1, T, S]`), or None.
       mask: booleans that broadcast to the shape of `x`, True = attend, or None. Masked values, NaN and Inf included,
         reach no output and no gradient.
-      in_place: whether the kernel writes the result into the memory of `x`. This saves a buffer if nothing else needs
-        `x`, because `x` is donated or was made in the same jit. If something else needs `x`, XLA copies `x` first. It
-        has no effect where a gradient is taken, which needs `x`, nor with `"xla"`, which reuses buffers as it sees fit.
-      implementation: `None` picks the fastest implementation for the device and shape. `"triton"` runs a kernel of
-        jaxft, `"xla"` plain jnp. docs/kernels.md has the selection table.
+      in_place: whether the kernel writes the result into the memory of `x` (see `jaxft.ops`).
+      implementation: None, "triton" or "xla" (see `jaxft.ops`).
 
     Returns:
       An array of the shape and dtype of `x`. Masked elements are 0, and so is a row without a True.
 
-    Raises:
-      TypeError: x or bias does not have a float dtype, mask is not boolean, scale is not a number, or `in_place` is not
-        a bool.
-      ValueError: bias or mask does not broadcast, `x` is a scalar, or the implementation is unknown.
-      NotImplementedError: the named implementation does not support the call. The message says why.
-
     Gradients: for x and bias. They are computed from x and bias, so that the result is not kept.
 
-    Determinism: the result and the gradients are deterministic.
+    Determinism and errors: as for all ops (see `jaxft.ops`).
 
     Source: FasterTransformer v1.0's `softmax_kernel` (with `scale` and `mask`); OneFlow's fused softmax.
     """
@@ -84,15 +75,10 @@ def log_softmax(
     Returns:
       An array of the shape and dtype of `x`. Masked elements are -inf, and so is a row without a True.
 
-    Raises:
-      TypeError: as `softmax`.
-      ValueError: as `softmax`.
-      NotImplementedError: as `softmax`.
-
     Gradients: for x and bias, 0 where `mask` is False. They are computed from x and bias, so that the result is not
     kept. For long rows, two numbers per row are kept.
 
-    Determinism: the result and the gradients are deterministic.
+    Determinism and errors: as for all ops (see `jaxft.ops`).
 
     Source: OneFlow's fused softmax, in its logarithmic form.
     """

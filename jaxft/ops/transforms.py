@@ -12,16 +12,8 @@ def with_plain_gradient(kernel: Callable[..., Any], plain: Callable[..., Any], *
     """Returns a function that computes `kernel(*arrays)` and has the gradient of `plain(*arrays)`.
 
     Kernels have no derivative rule of their own. The ops use this function around kernels in their forward and backward
-    passes, so that second and higher derivatives exist.
-
-    Args:
-      kernel: computes an array or a tuple of arrays.
-      plain: computes the same results in plain jnp, without the last `saves`.
-      saves: number of the last results of `kernel` that are kept for a gradient that is defined elsewhere. They have no
-        gradient, because second derivatives are computed without them.
-
-    Returns:
-      The function of the arrays.
+    passes, so that second and higher derivatives exist. The last `saves` results of `kernel` are kept for a gradient that
+    is defined elsewhere. `plain` does not compute them, and they have no gradient.
     """
     run = jax.custom_vjp(kernel)
     run.defvjp(
@@ -36,12 +28,9 @@ def implementations(
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Returns two jitted functions of a plan and the arrays of an op: plain jnp, and the kernels with their gradient.
 
-    Args:
-      forward: `(plan, save, *arrays)`, computes the result by kernels. If `save`, it returns a pair: the result, and
-        what `backward` needs besides the arrays.
-      backward: `(plan, d, saved, *arrays)`, computes the gradients of the first arrays by kernels.
-      plain: `(plan, *arrays)`, computes the result in plain jnp.
-      gradients: number of the first arrays, which have a gradient.
+    `forward(plan, save, *arrays)` computes the result by kernels. With `save`, it returns a pair: the result, and what
+    `backward` needs besides the arrays. `backward(plan, d, saved, *arrays)` computes the gradients of the first arrays,
+    `gradients` in number. `plain(plan, *arrays)` computes the result in plain jnp.
     """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -70,8 +59,7 @@ def implementations(
 def vary_alike(*arrays: Array | None) -> list[Array | None]:
     """Returns the arrays. Inside a shard_map, all of them then vary over the mesh axes that any of them varies over.
 
-    The gradient of each array then has the type that JAX requires, and JAX itself sums the gradients of arrays that did
-    not vary.
+    Each gradient then has the type that JAX requires, and JAX itself sums the gradients of arrays that did not vary.
     """
     every = varying(*arrays)
     return [None if x is None else vary_over(x, every) for x in arrays]
