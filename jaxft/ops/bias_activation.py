@@ -46,9 +46,7 @@ def bias_activation(
     Source: `add_bias_act` of FasterTransformer v1.0.
     """
     op = "bias_activation"
-    x = checks.as_float(op, "x", x)
-    if x.ndim == 0:
-        raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
+    x = checks.as_rows(op, x)
     bias = checks.as_vector(op, "bias", bias, x.shape[-1])
     checks.check_activation(op, activation)
     checks.check_flag(op, "in_place", in_place)

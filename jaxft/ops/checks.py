@@ -28,6 +28,14 @@ def as_float(op: str, name: str, x: Any) -> Array:
     return x
 
 
+def as_rows(op: str, x: Any) -> Array:
+    """Returns the argument `x` as a JAX array. Raises unless it has a float dtype and a last axis."""
+    x = as_float(op, "x", x)
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
+    return x
+
+
 def as_integers(op: str, name: str, x: Any) -> Array:
     """Converts an integer array to int32. Raises if a concrete value does not fit."""
     given, x = x, as_array(op, name, x)
@@ -36,6 +44,18 @@ def as_integers(op: str, name: str, x: Any) -> Array:
     if x.dtype.itemsize > 4 or given.dtype.itemsize > 4:  # the conversion to int32 would wrap around
         check_fits(op, name, given, jnp.int32)
     return x.astype(jnp.int32)
+
+
+def as_clipped_integers(op: str, name: str, x: Any, least: int) -> Array:
+    """Converts an integer array to int32. A number that int32 does not hold becomes `least` or 2^31 - 1."""
+    as_array(op, name, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{op}: {name} must be an array of integers, got {x.dtype}")
+    limits = jnp.iinfo(x.dtype)
+    if limits.max > 2**31 - 1:
+        # NumPy clips an array of NumPy, because JAX would let its numbers wrap around.
+        x = x.clip(max(limits.min, least), 2**31 - 1)
+    return jnp.asarray(x, jnp.int32)
 
 
 def check_fits(op: str, name: str, x: Any, dtype: Any) -> None:
@@ -71,6 +91,19 @@ def as_vector(op: str, name: str, x: Any, width: int) -> Array | None:
     return x
 
 
+def as_vectors(op: str, width: int, **vectors: Any) -> list[Array | None]:
+    """Checks several optional parameters by name, see `as_vector`."""
+    return [as_vector(op, name, x, width) for name, x in vectors.items()]
+
+
+def as_term(op: str, name: str, x: Any, shape: tuple[int, ...], other: Array) -> Array:
+    """Checks an array of this shape and of the dtype of the argument x, `other`."""
+    x = as_float(op, name, x)
+    check_shape(op, name, x, shape)
+    check_same_dtype(op, name, x, "x", other)
+    return x
+
+
 def as_factors(op: str, x: Any, kernel: Any, name: str = "kernel") -> tuple[Array, Array]:
     """Checks the factors of the matmul of a dense layer: x `[..., K]` and kernel `[K, F]` of the same dtype."""
     x, kernel = as_float(op, "x", x), as_float(op, name, kernel)
@@ -81,7 +114,7 @@ def as_factors(op: str, x: Any, kernel: Any, name: str = "kernel") -> tuple[Arra
 
 
 def as_mask(op: str, name: str, x: Any, true: str = "attend") -> Array:
-    """Returns a mask as a JAX array. Raises a TypeError unless it is boolean. `true` is what True means, for messages."""
+    """Returns a mask as a JAX array. Raises a TypeError, which says what True means, unless the mask is boolean."""
     x = as_array(op, name, x)
     if x.dtype != jnp.bool_:
         added = true == "attend" and jnp.issubdtype(x.dtype, jnp.floating)

@@ -66,9 +66,7 @@ def dense(
     bias = checks.as_vector(op, "bias", bias, kernel.shape[1])
     checks.check_activation(op, activation, optional=True)
     if residual is not None:
-        residual = checks.as_float(op, "residual", residual)
-        checks.check_shape(op, "residual", residual, (*x.shape[:-1], kernel.shape[1]))
-        checks.check_same_dtype(op, "residual", residual, "x", x)
+        residual = checks.as_term(op, "residual", residual, (*x.shape[:-1], kernel.shape[1]), x)
     precision = checks.check_precision(op, precision, x.dtype)
     rows, width = math.prod(x.shape[:-1]), kernel.shape[1]
     # In two dimensions, because XLA recognises a matmul with a bias in its epilogue only there.

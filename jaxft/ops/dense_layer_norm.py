@@ -69,12 +69,8 @@ def dense_residual_layer_norm(
     op = "dense_residual_layer_norm"
     x, kernel = checks.as_factors(op, x, kernel)
     depth, width = kernel.shape
-    residual = checks.as_float(op, "residual", residual)
-    checks.check_shape(op, "residual", residual, (*x.shape[:-1], width))
-    checks.check_same_dtype(op, "residual", residual, "x", x)
-    bias, gamma, beta = (
-        checks.as_vector(op, name, vector, width) for name, vector in (("bias", bias), ("gamma", gamma), ("beta", beta))
-    )
+    residual = checks.as_term(op, "residual", residual, (*x.shape[:-1], width), x)
+    bias, gamma, beta = checks.as_vectors(op, width, bias=bias, gamma=gamma, beta=beta)
     options = {
         "epsilon": checks.check_number(op, "epsilon", epsilon, positive=True),
         "dropout_rate": checks.check_dropout(op, dropout_rate, dropout_rng),

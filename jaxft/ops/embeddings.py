@@ -81,7 +81,7 @@ def embeddings_layer_norm(
     width = word.shape[1]
     position = _as_table(op, "position", position, width)
     token_type = None if token_type is None else _as_table(op, "token_type", token_type, width)
-    gamma, beta = (checks.as_vector(op, n, x, width) for n, x in (("gamma", gamma), ("beta", beta)))
+    gamma, beta = checks.as_vectors(op, width, gamma=gamma, beta=beta)
     if position_ids is not None:
         position_ids = _as_ids(op, "position_ids", position_ids, input_ids.shape)
     elif input_ids.shape[-1] > position.shape[0]:
@@ -163,19 +163,12 @@ def plan_of(
 
 
 def _as_ids(op, name, x, shape=None):
-    """Converts ids to int32. An id that int32 does not hold is clipped to an id that no table has."""
-    checks.as_array(op, name, x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{op}: {name} must be an array of integers, got {x.dtype}")
+    x = checks.as_clipped_integers(op, name, x, least=-1)  # no table has these ids
     if shape is not None:
         checks.check_shape(op, name, x, shape)
     elif x.ndim == 0:
         raise ValueError(f"{op}: {name} must have at least one dimension, got a scalar")
-    limits = jnp.iinfo(x.dtype)
-    if limits.max > 2**31 - 1:
-        # NumPy clips an array of NumPy, because JAX would let its numbers wrap around.
-        x = x.clip(max(limits.min, -1), 2**31 - 1)
-    return jnp.asarray(x, jnp.int32)
+    return x
 
 
 def _as_table(op, name, x, width=None):

@@ -79,14 +79,9 @@ def feed_forward_residual_layer_norm(
     op = "feed_forward_residual_layer_norm"
     x, in_kernel = checks.as_factors(op, x, in_kernel, name="in_kernel")
     width, inner = in_kernel.shape
-    out_kernel = checks.as_float(op, "out_kernel", out_kernel)
-    checks.check_shape(op, "out_kernel", out_kernel, (inner, width))
-    checks.check_same_dtype(op, "out_kernel", out_kernel, "x", x)
+    out_kernel = checks.as_term(op, "out_kernel", out_kernel, (inner, width), x)
     in_bias = checks.as_vector(op, "in_bias", in_bias, inner)
-    out_bias, gamma, beta = (
-        checks.as_vector(op, name, vector, width)
-        for name, vector in (("out_bias", out_bias), ("gamma", gamma), ("beta", beta))
-    )
+    out_bias, gamma, beta = checks.as_vectors(op, width, out_bias=out_bias, gamma=gamma, beta=beta)
     checks.check_activation(op, activation)
     precision = checks.check_precision(op, precision, x.dtype)
     options: dict[str, Any] = {

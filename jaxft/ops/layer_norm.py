@@ -102,9 +102,7 @@ def bias_residual_layer_norm(
     op = "bias_residual_layer_norm"
     x, gamma, beta, epsilon = _check(op, x, gamma, beta, epsilon)
     bias = checks.as_vector(op, "bias", bias, x.shape[-1])
-    residual = checks.as_float(op, "residual", residual)
-    checks.check_shape(op, "residual", residual, x.shape)
-    checks.check_same_dtype(op, "residual", residual, "x", x)
+    residual = checks.as_term(op, "residual", residual, x.shape, x)
     rate = checks.check_dropout(op, dropout_rate, dropout_rng)
     checks.check_flag(op, "return_sum", return_sum)
     checks.check_flag(op, "in_place", in_place)
@@ -119,11 +117,8 @@ def bias_residual_layer_norm(
 
 
 def _check(op, x, gamma, beta, epsilon):
-    x = checks.as_float(op, "x", x)
-    if x.ndim == 0:
-        raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
-    gamma = checks.as_vector(op, "gamma", gamma, x.shape[-1])
-    beta = checks.as_vector(op, "beta", beta, x.shape[-1])
+    x = checks.as_rows(op, x)
+    gamma, beta = checks.as_vectors(op, x.shape[-1], gamma=gamma, beta=beta)
     return x, gamma, beta, checks.check_number(op, "epsilon", epsilon, positive=True)
 
 

@@ -63,32 +63,20 @@ class Record:
     Attributes:
       op: the name of the public function.
       shapes: the dtypes and shapes of the arrays, for example "bf16[4096,768]".
-      plan: the plan of the call.
+      forward: the pass that computes the result where no gradient is taken.
+      saving: the pass that computes the result where a gradient is taken, if that is another pass than `forward`.
+      backward: the pass that computes the gradients.
+      why: the reasons against the other backends.
+      plan: the plan of the call, which has these passes.
     """
 
     op: str
     shapes: tuple[str, ...]
+    forward: Pass
+    saving: Pass | None
+    backward: Pass
+    why: str = dataclasses.field(compare=False)
     plan: Plan
-
-    @property
-    def forward(self) -> Pass:
-        """The pass that computes the result where no gradient is taken."""
-        return self.plan.forward
-
-    @property
-    def saving(self) -> Pass | None:
-        """The pass that computes the result where a gradient is taken, if that is another pass than `forward`."""
-        return self.plan.saving
-
-    @property
-    def backward(self) -> Pass:
-        """The pass that computes the gradients."""
-        return self.plan.backward
-
-    @property
-    def why(self) -> str:
-        """The reasons against the other backends."""
-        return self.plan.why
 
 
 class Explanation(list[Record]):
@@ -122,7 +110,8 @@ def record(op: str, arrays: Sequence[Any], plan: Plan) -> None:
     """Records the plan of a call if `explain` is tracing."""
     if _recorder.value is not None:
         shapes = tuple(_short(x) for x in arrays if x is not None)
-        _recorder.value.records.append(Record(op, shapes, plan))
+        passes = plan.forward, plan.saving, plan.backward
+        _recorder.value.records.append(Record(op, shapes, *passes, plan.why, plan))
 
 
 def _short(x: Any) -> str:

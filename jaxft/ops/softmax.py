@@ -86,9 +86,7 @@ def log_softmax(
 
 
 def _run(op, x, scale, bias, mask, in_place, implementation):
-    x = checks.as_float(op, "x", x)
-    if x.ndim == 0:
-        raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
+    x = checks.as_rows(op, x)
     if scale is not None:
         scale = checks.check_number(op, "scale", scale)
     if bias is not None:

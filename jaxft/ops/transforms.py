@@ -12,8 +12,8 @@ def with_plain_gradient(kernel: Callable[..., Any], plain: Callable[..., Any], *
     """Returns a function that computes `kernel(*arrays)` and has the gradient of `plain(*arrays)`.
 
     Kernels have no derivative rule of their own. The ops use this function around kernels in their forward and backward
-    passes, so that second and higher derivatives exist. The last `saves` results of `kernel` are kept for a gradient that
-    is defined elsewhere. `plain` does not compute them, and they have no gradient.
+    passes, so that second and higher derivatives exist. The last `saves` results of `kernel` are kept for a gradient
+    that is defined elsewhere. `plain` does not compute them, and they have no gradient.
     """
     run = jax.custom_vjp(kernel)
     run.defvjp(
