@@ -14,7 +14,7 @@ import oracle
 from cases import INTERPRET, slow, slow_cases
 from jaxft.dropout import dropout_mask
 from jaxft.models import bert
-from jaxft.models.bert import BertModel
+from jaxft.models.bert import BertModel, named_parameters
 from jaxft.models.classification import BertForSequenceClassification, BertForTokenClassification
 from test_bert import CONFIG, DISTILBERT, ROBERTA, assert_close, make, some_ids
 
@@ -51,7 +51,7 @@ def keep(key, place, rate, *shape):
 
 def expected_states(model, ids, mask, key):
     """Computes hidden states in float64, with dropout where BERT has it."""
-    p = {name: np.asarray(value[...], np.float64) for name, value in model._parameters().items()}
+    p = {name: np.asarray(value[...], np.float64) for name, value in named_parameters(model).items()}
     rows, inner, eps = (*ids.shape, 16), (ids.shape[0], 2, ids.shape[1], ids.shape[1]), {"epsilon": 1e-12}
     tables = [p["embeddings." + name] for name in ("word", "position", "token_type", "norm_gamma", "norm_beta")]
     first = keep(key, 2, HIDDEN, *rows)
@@ -314,7 +314,7 @@ def test_remat_saves_memory(model_class):
 def head_parts(model, ids, key):
     """Returns the hidden states of the encoder and the parameters of the head in float64."""
     x = model.bert(ids, rngs=key).last_hidden_state.astype(jnp.float32)
-    return np.asarray(x, np.float64), {n: np.asarray(v[...], np.float64) for n, v in model._parameters().items()}
+    return np.asarray(x, np.float64), {n: np.asarray(v[...], np.float64) for n, v in named_parameters(model).items()}
 
 
 def drop(x, key, place, rate):

@@ -20,6 +20,7 @@ import pretrain
 import tiny
 import train_parity
 from jaxft import BertConfig, BertForMaskedLM, training
+from jaxft.models.bert import named_parameters
 from test_examples import CONFIG, quick_compiler, small, some_texts, standard_promotion
 
 __all__ = ["quick_compiler", "small", "standard_promotion"]  # fixtures of every test here
@@ -96,7 +97,7 @@ def test_masked_batches():
 def test_flops_are_six_a_parameter_and_token():
     """The count has the matrices of layers and head. Word embeddings count as the output layer of predicted tokens."""
     model = nnx.eval_shape(lambda: BertForMaskedLM(BertConfig(), rngs=nnx.Rngs(0)))
-    sizes = {name: np.prod(parameter.shape) for name, parameter in model._parameters().items()}
+    sizes = {name: np.prod(parameter.shape) for name, parameter in named_parameters(model).items()}
     kernels = sum(size for name, size in sizes.items() if name.endswith("kernel"))
     labels = np.full((2, 256), -100)
     labels[0, :30] = 5

@@ -52,6 +52,10 @@ class _Options:
     param_dtype: np.dtype
     implementation: str | None
 
+    def dense(self, x: Array, kernel: nnx.Param[Any], bias: nnx.Param[Any], activation: str | None = None) -> Array:
+        matrix = kernel[...].astype(self.dtype)
+        return dense(x, matrix, bias[...], activation=activation, implementation=self.implementation)
+
     def normal(self, rngs: nnx.Rngs | None, *shape: int) -> nnx.Param[Any]:
         return self._parameter(rngs, jax.nn.initializers.normal(self.config.initializer_range), shape)
 
@@ -167,7 +171,7 @@ class BertLayer(nnx.Module):
             of_attention = None
         hidden_rate = config.hidden_dropout_prob
 
-        qkv = dense(x, self.qkv_kernel[...].astype(dtype), self.qkv_bias[...], implementation=implementation)
+        qkv = self.options.dense(x, self.qkv_kernel, self.qkv_bias)
         qkv = qkv.reshape(*x.shape[:-1], 3, heads, x.shape[-1] // heads)
         options: dict[str, Any] = {"implementation": implementation}
         options |= dropout.options(config.attention_probs_dropout_prob, of_probabilities)
@@ -211,10 +215,7 @@ class BertPooler(nnx.Module):
 
     def __call__(self, x: Array, cu_seqlens: Array | None = None) -> Array:
         """Computes `[B, D]` from `x` `[B, T, D]`, or from packed `x` `[M, D]` and `cu_seqlens`."""
-        kernel = self.kernel[...].astype(self.options.dtype)
-        implementation = self.options.implementation
-        first = first_tokens(x, cu_seqlens)
-        return dense(first, kernel, self.bias[...], activation="tanh", implementation=implementation)
+        return self.options.dense(first_tokens(x, cu_seqlens), self.kernel, self.bias, "tanh")
 
 
 class BertModel(nnx.Module):
@@ -433,7 +434,7 @@ class BertModel(nnx.Module):
         config = checkpoint_files.read_config(folder, BertConfig.from_dict)
         options: dict[str, Any] = {"implementation": implementation, "remat": remat}
         model = cls(config, dtype=dtype, param_dtype=param_dtype, **options, rngs=None)
-        if "pooler.kernel" not in load_parameters(model._parameters(), folder, config.model_type, param_dtype):
+        if "pooler.kernel" not in load_parameters(named_parameters(model), folder, config.model_type, param_dtype):
             model.pooler = None
         return model
 
@@ -449,7 +450,7 @@ class BertModel(nnx.Module):
           ValueError: the parameters have no values yet.
         """
         checkpoint_tensors.save(
-            folder, self.config.to_dict(), {name: p.get_value() for name, p in self._parameters().items()}
+            folder, self.config.to_dict(), {name: p.get_value() for name, p in named_parameters(self).items()}
         )
 
     def _dropout_key(
@@ -463,9 +464,6 @@ class BertModel(nnx.Module):
         names = ("hidden_dropout_prob", "attention_probs_dropout_prob")
         rates = {name: getattr(self.config, name) for name in names}
         return dropout.call_key("BertModel", rngs, **rates, **more_rates)
-
-    def _parameters(self) -> dict[str, nnx.Param[Any]]:
-        return named_parameters(self)
 
 
 def named_parameters(model: nnx.Module) -> dict[str, nnx.Param[Any]]:

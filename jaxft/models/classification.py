@@ -14,11 +14,9 @@ from jaxft.dropout import dropout
 from jaxft.models import inputs
 from jaxft.models.config import ROBERTA_TYPES, BertConfig
 from jaxft.models.dropout import head_keys
-from jaxft.models.heads import EncoderWithHead, labels_in_use
+from jaxft.models.heads import EncoderWithHead
 from jaxft.models.pooling import first_tokens
 from jaxft.ops import checks
-from jaxft.ops.cross_entropy import CrossEntropy, linear_cross_entropy
-from jaxft.ops.dense import dense
 
 _MAX_LABELS = 2**20
 _SEQ_CLASSIF_DROPOUT = 0.2  # transformers' default for DistilBERT
@@ -111,16 +109,14 @@ class ClassificationHead(nnx.Module):
     def __call__(self, x: Array, *, dropout_rate: float = 0.0, dropout_rng: Array | None = None) -> Array:
         """Computes the logits `[B, num_labels]` from first tokens `[B, D]`. `dropout_rng` holds two random keys."""
         x = self.features(x, dropout_rate=dropout_rate, dropout_rng=dropout_rng)
-        kernel = self.out_kernel[...].astype(self.options.dtype)
-        return dense(x, kernel, self.out_bias[...], implementation=self.options.implementation)
+        return self.options.dense(x, self.out_kernel, self.out_bias)
 
     def features(self, x: Array, *, dropout_rate: float = 0.0, dropout_rng: Array | None = None) -> Array:
         """Computes the input of the second layer, `[B, D]`, from the same arguments as the logits."""
         of_input, of_inner = (None, None) if dropout_rng is None else dropout_rng
         if self.options.config.model_type in ROBERTA_TYPES:
             x = dropout(x, dropout_rate, of_input)
-        kernel, implementation = self.dense_kernel[...].astype(self.options.dtype), self.options.implementation
-        x = dense(x, kernel, self.dense_bias[...], activation=self.activation, implementation=implementation)
+        x = self.options.dense(x, self.dense_kernel, self.dense_bias, self.activation)
         return dropout(x, dropout_rate, of_inner)
 
 
@@ -141,6 +137,9 @@ class BertForSequenceClassification(_Classifier):
     `config.json`, and `save_pretrained` writes them again. If any parameter of the head is new, these fields are
     dropped.
 
+    A call returns the logits, `[B, num_labels]`. The `labels` of `loss` are `[B]`: the number of each sequence's label.
+    A packed sequence without tokens should have no label.
+
     `BertModel` describes the other arguments. All but `remat` also apply to the head.
 
     Args:
@@ -159,68 +158,24 @@ class BertForSequenceClassification(_Classifier):
     """
 
     _TASK = "ForSequenceClassification"
+    _LABELS_TOKENS = False
 
     def _add_head(self, rngs: nnx.Rngs | None) -> None:
         self.head = ClassificationHead(self.bert.embeddings.options, self.num_labels, rngs)
 
-    def __call__(
-        self,
-        input_ids: ArrayLike,
-        attention_mask: ArrayLike | None = None,
-        token_type_ids: ArrayLike | None = None,
-        position_ids: ArrayLike | None = None,
-        *,
-        cu_seqlens: ArrayLike | None = None,
-        max_seqlen: int | None = None,
-        deterministic: bool | None = None,
-        rngs: nnx.Rngs | Array | None = None,
-    ) -> Array:
-        """Computes the logits.
+    def _features(self, *ids: Any, cu_seqlens: ArrayLike | None, **call: Any) -> Array:
+        hidden, keys = self._encode(*ids, cu_seqlens=cu_seqlens, **call)
+        first = first_tokens(hidden, None if cu_seqlens is None else jnp.asarray(cu_seqlens))
+        return self.head.features(first, dropout_rate=self._head_rate, dropout_rng=keys)
 
-        Takes the arguments of `BertModel.__call__` except `output_hidden_states`, and raises the same errors. The
-        logits of a packed sequence without tokens have no meaning.
+    def _logits(self, x: Array) -> Array:
+        return self.bert.embeddings.options.dense(x, self.head.out_kernel, self.head.out_bias)
 
-        Returns:
-          `[B, num_labels]` in the model's `dtype`.
+    def _classes(self) -> tuple[Array, Array]:
+        return self.head.out_kernel[...].T, self.head.out_bias[...]
 
-        Gradients: for all parameters.
-        """
-        first, dropped = self._first(
-            input_ids, attention_mask, token_type_ids, position_ids,
-            cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, deterministic=deterministic, rngs=rngs,
-        )  # fmt: skip
-        return self.head(first, **dropped)
-
-    def loss(
-        self,
-        input_ids: ArrayLike,
-        labels: ArrayLike,
-        attention_mask: ArrayLike | None = None,
-        token_type_ids: ArrayLike | None = None,
-        position_ids: ArrayLike | None = None,
-        *,
-        cu_seqlens: ArrayLike | None = None,
-        max_seqlen: int | None = None,
-        deterministic: bool | None = None,
-        rngs: nnx.Rngs | Array | None = None,
-    ) -> CrossEntropy:
-        """Computes the cross-entropy of the labels of the sequences. The logits are float32 in every `dtype`.
-
-        The argument `labels` holds integers `[B]`: the number of each sequence's label, or -100 for a sequence without
-        a label. A packed sequence without tokens should have no label. `__call__` describes the other arguments.
-
-        Returns:
-          The tuple (total, labelled) with the property `mean`, as for `BertForMaskedLM.loss`.
-
-        Raises:
-          TypeError: as for `BertModel.__call__`, or `labels` is not an array of integers.
-          ValueError: as for `BertModel.__call__`, or `labels` has a wrong shape, or the model does not distinguish
-            classes: it has only one label (a score), or the `problem_type` of its checkpoint is another one. Apply
-            another loss to the logits then.
-
-        Gradients: for all parameters. A label that the model does not have makes the loss NaN.
-        """
-        where = "BertForSequenceClassification"
+    def _check_labels(self, input_ids: ArrayLike, labels: ArrayLike, cu_seqlens: ArrayLike | None) -> Array:
+        where = type(self).__name__
         problem_type = self.settings.get("problem_type", "single_label_classification")
         if self.num_labels == 1 or problem_type != "single_label_classification":
             raise ValueError(
@@ -231,18 +186,7 @@ class BertForSequenceClassification(_Classifier):
         starts = None if cu_seqlens is None else inputs.as_ids("BertModel", "cu_seqlens", cu_seqlens)
         if starts is None or starts.shape[:1] > (0,):  # BertModel rejects other shapes
             checks.check_shape(where, "labels", labels, ids.shape[:1] if starts is None else (starts.size - 1,))
-        first, dropped = self._first(
-            input_ids, attention_mask, token_type_ids, position_ids,
-            cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, deterministic=deterministic, rngs=rngs,
-        )  # fmt: skip
-        x = self.head.features(first, **dropped)
-        return linear_cross_entropy(x, self.head.out_kernel[...].T, labels, self.head.out_bias[...])
-
-    def _first(self, *ids: Any, cu_seqlens: ArrayLike | None, **options: Any) -> tuple[Array, dict[str, Any]]:
-        """Returns the hidden states of the first tokens, and the arguments for dropout in the head."""
-        hidden, keys = self._encode(*ids, cu_seqlens=cu_seqlens, **options)
-        first = first_tokens(hidden, None if cu_seqlens is None else jnp.asarray(cu_seqlens))
-        return first, {"dropout_rate": self._head_rate, "dropout_rng": keys}
+        return labels
 
 
 class TokenClassificationHead(nnx.Module):
@@ -256,8 +200,7 @@ class TokenClassificationHead(nnx.Module):
     def __call__(self, x: Array, *, dropout_rate: float = 0.0, dropout_rng: Array | None = None) -> Array:
         """Computes the logits `[..., num_labels]` from `x` `[..., D]`."""
         x = self.features(x, dropout_rate=dropout_rate, dropout_rng=dropout_rng)
-        kernel = self.kernel[...].astype(self.options.dtype)
-        return dense(x, kernel, self.bias[...], implementation=self.options.implementation)
+        return self.options.dense(x, self.kernel, self.bias)
 
     def features(self, x: Array, *, dropout_rate: float = 0.0, dropout_rng: Array | None = None) -> Array:
         """Computes the input of the dense layer, `[..., D]`: `x` after dropout."""
@@ -272,6 +215,10 @@ class BertForTokenClassification(_Classifier):
     types). Call and train the model like `BertModel`. Labels and `settings` are read and written as in
     `BertForSequenceClassification`, which also describes the arguments and errors.
 
+    A call returns the logits, `[B, T, num_labels]`, or `[M, num_labels]` for packed sequences. The `labels` of `loss`
+    have the shape of `input_ids`: the number of each token's label, or -100 for a token without a label (padding, and
+    all but the first token of a word). Rows that belong to no packed sequence have no label.
+
     Args:
       classifier_dropout: dropout rate before the dense layer. None is `config.hidden_dropout_prob`.
 
@@ -285,75 +232,22 @@ class BertForTokenClassification(_Classifier):
     def _add_head(self, rngs: nnx.Rngs | None) -> None:
         self.classifier = TokenClassificationHead(self.bert.embeddings.options, self.num_labels, rngs)
 
-    def __call__(
-        self,
-        input_ids: ArrayLike,
-        attention_mask: ArrayLike | None = None,
-        token_type_ids: ArrayLike | None = None,
-        position_ids: ArrayLike | None = None,
-        *,
-        cu_seqlens: ArrayLike | None = None,
-        max_seqlen: int | None = None,
-        deterministic: bool | None = None,
-        rngs: nnx.Rngs | Array | None = None,
-    ) -> Array:
-        """Computes the logits.
-
-        Takes the arguments of `BertModel.__call__` except `output_hidden_states`, and raises the same errors.
-
-        Returns:
-          `[B, T, num_labels]`, or `[M, num_labels]` for packed sequences, in the model's `dtype`. The logits of masked
-          tokens and of rows that belong to no sequence have no meaning.
-
-        Gradients: for all parameters.
-        """
-        hidden, keys = self._encode(
-            input_ids, attention_mask, token_type_ids, position_ids,
-            cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, deterministic=deterministic, rngs=rngs,
-        )  # fmt: skip
-        return self.classifier(hidden, dropout_rate=self._head_rate, dropout_rng=None if keys is None else keys[0])
-
-    def loss(
-        self,
-        input_ids: ArrayLike,
-        labels: ArrayLike,
-        attention_mask: ArrayLike | None = None,
-        token_type_ids: ArrayLike | None = None,
-        position_ids: ArrayLike | None = None,
-        *,
-        cu_seqlens: ArrayLike | None = None,
-        max_seqlen: int | None = None,
-        deterministic: bool | None = None,
-        rngs: nnx.Rngs | Array | None = None,
-    ) -> CrossEntropy:
-        """Computes the cross-entropy of the labels of the tokens. The logits are float32 in every `dtype`.
-
-        The argument `labels` holds integers of the shape of `input_ids`: the number of each token's label, or -100 for
-        a token without a label, such as padding and all but the first token of a word. Rows that belong to no packed
-        sequence have no label. `__call__` describes the other arguments.
-
-        Returns:
-          The tuple (total, labelled) with the property `mean`, as for `BertForMaskedLM.loss`.
-
-        Raises:
-          TypeError: as for `BertModel.__call__`, or `labels` is not an array of integers.
-          ValueError: as for `BertModel.__call__`, or `labels` has a wrong shape, or the model has only one label.
-
-        Gradients: for all parameters. A label that the model does not have makes the loss NaN.
-        """
-        where = "BertForTokenClassification"
-        if self.num_labels == 1:
-            raise ValueError(f"{where}: loss is for num_labels above 1, got 1; take another loss of the logits")
-        shape = inputs.as_ids("BertModel", "input_ids", input_ids).shape
-        labels_of_all = inputs.as_ids(where, "labels", labels, shape)
-        hidden, keys = self._encode(
-            input_ids, attention_mask, token_type_ids, position_ids,
-            cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, deterministic=deterministic, rngs=rngs,
-        )  # fmt: skip
+    def _features(self, *ids: Any, **call: Any) -> Array:
+        hidden, keys = self._encode(*ids, **call)
         key = None if keys is None else keys[0]
-        x = self.classifier.features(hidden, dropout_rate=self._head_rate, dropout_rng=key)
-        used = labels_in_use(labels_of_all, cu_seqlens, max_seqlen)
-        return linear_cross_entropy(x, self.classifier.kernel[...].T, used, self.classifier.bias[...])
+        return self.classifier.features(hidden, dropout_rate=self._head_rate, dropout_rng=key)
+
+    def _logits(self, x: Array) -> Array:
+        return self.bert.embeddings.options.dense(x, self.classifier.kernel, self.classifier.bias)
+
+    def _classes(self) -> tuple[Array, Array]:
+        return self.classifier.kernel[...].T, self.classifier.bias[...]
+
+    def _check_labels(self, input_ids: ArrayLike, labels: ArrayLike, cu_seqlens: ArrayLike | None) -> Array:
+        if self.num_labels == 1:
+            where = type(self).__name__
+            raise ValueError(f"{where}: loss is for num_labels above 1, got 1; take another loss of the logits")
+        return super()._check_labels(input_ids, labels, cu_seqlens)
 
 
 def _rate_field(task: str, model_type: str) -> str:

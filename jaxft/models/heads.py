@@ -15,6 +15,7 @@ from jaxft.checkpoint import tensors as checkpoint_tensors
 from jaxft.models import inputs
 from jaxft.models.bert import BertModel, load_parameters, named_parameters, packed_rows
 from jaxft.models.config import BertConfig
+from jaxft.ops.cross_entropy import CrossEntropy, linear_cross_entropy
 
 logger = logging.getLogger("jaxft")
 
@@ -26,6 +27,7 @@ class EncoderWithHead(nnx.Module):
     """An encoder to which a subclass adds its head."""
 
     _TASK: ClassVar[str]  # one of _TASKS
+    _LABELS_TOKENS: ClassVar[bool] = True  # else sequences
 
     def __init__(
         self,
@@ -41,13 +43,94 @@ class EncoderWithHead(nnx.Module):
         self.bert = BertModel(config, **options, add_pooling_layer=False, remat=remat, rngs=rngs)
         self._add_head(rngs)
 
+    # A subclass has these four methods, and another `_check_labels` if its labels are not those of tokens.
+
     def _add_head(self, rngs: nnx.Rngs | None) -> None:
         raise NotImplementedError
+
+    def _features(self, *ids: Any, **call: Any) -> Array:
+        """Returns the input of the head's last matmul, from the arguments of `__call__`."""
+        raise NotImplementedError
+
+    def _logits(self, x: Array) -> Array:
+        """Returns the logits from what `_features` has returned."""
+        raise NotImplementedError
+
+    def _classes(self) -> tuple[Array, Array]:
+        """Returns the matrix `[V, D]` and the bias `[V]` of the last matmul."""
+        raise NotImplementedError
+
+    def _check_labels(self, input_ids: ArrayLike, labels: ArrayLike, cu_seqlens: ArrayLike | None) -> Array:
+        shape = inputs.as_ids("BertModel", "input_ids", input_ids).shape
+        return inputs.as_ids(type(self).__name__, "labels", labels, shape)
 
     @property
     def config(self) -> BertConfig:
         """Sizes and options of the encoder."""
         return self.bert.config
+
+    def __call__(
+        self,
+        input_ids: ArrayLike,
+        attention_mask: ArrayLike | None = None,
+        token_type_ids: ArrayLike | None = None,
+        position_ids: ArrayLike | None = None,
+        *,
+        cu_seqlens: ArrayLike | None = None,
+        max_seqlen: int | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | Array | None = None,
+    ) -> Array:
+        """Computes the logits, whose shape the class describes, in the model's `dtype`.
+
+        Takes the arguments of `BertModel.__call__` except `output_hidden_states`, and raises the same errors. The
+        logits of masked tokens, of rows of no packed sequence and of packed sequences without tokens have no meaning.
+
+        Gradients: for all parameters.
+        """
+        call = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "deterministic": deterministic, "rngs": rngs}
+        return self._logits(self._features(input_ids, attention_mask, token_type_ids, position_ids, **call))
+
+    def loss(
+        self,
+        input_ids: ArrayLike,
+        labels: ArrayLike,
+        attention_mask: ArrayLike | None = None,
+        token_type_ids: ArrayLike | None = None,
+        position_ids: ArrayLike | None = None,
+        *,
+        cu_seqlens: ArrayLike | None = None,
+        max_seqlen: int | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | Array | None = None,
+    ) -> CrossEntropy:
+        """Computes the cross-entropy of the labels. No logits are computed where there is no label.
+
+        The argument `labels` holds integers, -100 where there is no label. The class describes their shape and meaning.
+        `__call__` describes the other arguments. The logits are float32 in every `dtype`.
+
+        Returns:
+          The result of `jaxft.linear_cross_entropy`: the tuple (total, labelled). Its property `mean` is the loss that
+          transformers returns, or 0 if there is no label. For gradient accumulation over steps or for several devices,
+          sum `total` and `labelled` before you divide.
+
+        Raises:
+          TypeError: as for `BertModel.__call__`, or `labels` is not an array of integers.
+          ValueError: as for `BertModel.__call__`, or `labels` has a wrong shape, or a classifier does not distinguish
+            classes: it has only one label (a score), or the `problem_type` of its checkpoint is another one. Apply
+            another loss to the logits then.
+
+        Gradients: for all parameters. A label that the model does not have makes the loss NaN.
+        """
+        call = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "deterministic": deterministic, "rngs": rngs}
+        checked = self._check_labels(input_ids, labels, cu_seqlens)
+        x = self._features(input_ids, attention_mask, token_type_ids, position_ids, **call)
+        if cu_seqlens is not None and self._LABELS_TOKENS:
+            # `remove_padding` puts 0, a valid label, in rows of no sequence.
+            *_, used = packed_rows(checked.size, jnp.asarray(cu_seqlens).astype(jnp.int32), max_seqlen or 0)
+            checked = jnp.where(used, checked.astype(jnp.int32), -100)
+        table, bias = self._classes()
+        return linear_cross_entropy(x, table, checked, bias)
 
     @classmethod
     def from_pretrained(
@@ -107,7 +190,7 @@ class EncoderWithHead(nnx.Module):
         model = cls(config, **options, rngs=None)
         if rngs is not None:
             model._add_head(rngs)  # its values stay unless the checkpoint has others
-        parameters, layout = model._parameters(), checkpoint_layouts.LAYOUTS[config.model_type]
+        parameters, layout = named_parameters(model), checkpoint_layouts.LAYOUTS[config.model_type]
         wanted = {
             name: parameter
             for name, parameter in parameters.items()
@@ -147,21 +230,10 @@ class EncoderWithHead(nnx.Module):
         """Writes the files of the encoder and the head, see `BertModel.save_pretrained`."""
         encoder = checkpoint_layouts.LAYOUTS[self.config.model_type].architecture
         architectures = {"architectures": [encoder.removesuffix("Model") + self._TASK]}
-        parameters = {name: parameter.get_value() for name, parameter in self._parameters().items()}
+        parameters = {name: parameter.get_value() for name, parameter in named_parameters(self).items()}
         checkpoint_tensors.save(folder, self.config.to_dict() | architectures | self.settings, parameters)
 
     @property
     def settings(self) -> dict[str, Any]:
         """Fields of `config.json` about the head."""
         return {}
-
-    def _parameters(self) -> dict[str, nnx.Param[Any]]:
-        return named_parameters(self)
-
-
-def labels_in_use(labels: Array, cu_seqlens: ArrayLike | None, max_seqlen: int | None) -> Array:
-    """Returns token labels with -100 in rows of no sequence, where `remove_padding` puts 0, a valid label."""
-    if cu_seqlens is None:
-        return labels
-    *_, used = packed_rows(labels.size, jnp.asarray(cu_seqlens).astype(jnp.int32), max_seqlen or 0)
-    return jnp.where(used, labels.astype(jnp.int32), -100)

@@ -4,13 +4,10 @@ from typing import Any
 
 from flax import nnx
 from jax import Array
-from jax.typing import ArrayLike
 
-from jaxft.models import inputs
 from jaxft.models.bert import BertModel
 from jaxft.models.config import BertConfig
-from jaxft.models.heads import EncoderWithHead, labels_in_use
-from jaxft.ops.cross_entropy import CrossEntropy, linear_cross_entropy
+from jaxft.models.heads import EncoderWithHead
 from jaxft.ops.dense import dense
 from jaxft.ops.layer_norm import layer_norm
 
@@ -28,11 +25,9 @@ class MaskedLMHead(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         """Computes `[..., D]` from `x` `[..., D]`, the input of the matmul with the word embeddings."""
-        kernel, bias = self.dense_kernel[...].astype(self.options.dtype), self.dense_bias[...]
-        gamma, beta, epsilon = self.norm_gamma[...], self.norm_beta[...], self.options.config.layer_norm_eps
-        implementation = self.options.implementation
-        x = dense(x, kernel, bias, activation=self.activation, implementation=implementation)
-        return layer_norm(x, gamma, beta, epsilon=epsilon, implementation=implementation)
+        x = self.options.dense(x, self.dense_kernel, self.dense_bias, self.activation)
+        epsilon, implementation = self.options.config.layer_norm_eps, self.options.implementation
+        return layer_norm(x, self.norm_gamma[...], self.norm_beta[...], epsilon=epsilon, implementation=implementation)
 
 
 class BertForMaskedLM(EncoderWithHead):
@@ -53,9 +48,12 @@ class BertForMaskedLM(EncoderWithHead):
     With dropout (after `model.train()`), the step also takes an `nnx.Rngs`. Draw a key before the function whose
     gradient is taken, `key = rngs.dropout()`, and pass `rngs=key` to `loss`.
 
-    Takes the arguments of `BertModel` except `add_pooling_layer`, and raises the same errors. All
-    arguments but `remat` also apply to the head. XLA computes the matmul with the
-    word embeddings under every `implementation`.
+    A call returns the logits of all tokens, `[B, T, V]`, or `[M, V]` for packed sequences. For training, `loss` needs
+    far less time and memory. Its `labels` have the shape of `input_ids`: the ids of the tokens that were masked, and
+    -100 elsewhere. Rows that belong to no packed sequence have no label, whatever `labels` holds there.
+
+    Takes the arguments of `BertModel` except `add_pooling_layer`, and raises the same errors. All arguments but `remat`
+    also apply to the head. XLA computes the matmul with the word embeddings under every `implementation`.
 
     Attributes:
       bert: the `BertModel`, without a pooler.
@@ -67,70 +65,16 @@ class BertForMaskedLM(EncoderWithHead):
     def _add_head(self, rngs: nnx.Rngs | None) -> None:
         self.lm_head = MaskedLMHead(self.bert, rngs)
 
-    def __call__(
-        self,
-        input_ids: ArrayLike,
-        attention_mask: ArrayLike | None = None,
-        token_type_ids: ArrayLike | None = None,
-        position_ids: ArrayLike | None = None,
-        *,
-        cu_seqlens: ArrayLike | None = None,
-        max_seqlen: int | None = None,
-        deterministic: bool | None = None,
-        rngs: nnx.Rngs | Array | None = None,
-    ) -> Array:
-        """Computes the logits of all tokens. For training, `loss` needs far less time and memory.
+    def _features(self, *ids: Any, **call: Any) -> Array:
+        return self.lm_head(self.bert(*ids, **call).last_hidden_state)
 
-        Takes the arguments of `BertModel.__call__` except `output_hidden_states`, and raises the same errors.
-
-        Returns:
-          `[B, T, V]`, or `[M, V]` for packed sequences, in the model's `dtype`.
-
-        Gradients: for all parameters.
-        """
-        options = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "deterministic": deterministic, "rngs": rngs}
-        x = self._hidden(input_ids, attention_mask, token_type_ids, position_ids, **options)
+    def _logits(self, x: Array) -> Array:
         # XLA's matmul reads the table without a transposed copy, which the kernels of `dense` would need.
         table = self.bert.embeddings.word[...].astype(x.dtype).T
         return dense(x, table, self.lm_head.out_bias[...], implementation="xla")
 
-    def loss(
-        self,
-        input_ids: ArrayLike,
-        labels: ArrayLike,
-        attention_mask: ArrayLike | None = None,
-        token_type_ids: ArrayLike | None = None,
-        position_ids: ArrayLike | None = None,
-        *,
-        cu_seqlens: ArrayLike | None = None,
-        max_seqlen: int | None = None,
-        deterministic: bool | None = None,
-        rngs: nnx.Rngs | Array | None = None,
-    ) -> CrossEntropy:
-        """Computes the cross-entropy of the tokens that have a label. No logits are computed for the other tokens.
-
-        The argument `labels` holds integers of the shape of `input_ids`: the ids of the tokens that were masked, and
-        -100 elsewhere. In packed sequences, rows that belong to no sequence have no label, whatever `labels` holds
-        there. `__call__` describes the other arguments. Raises the errors of `__call__` and
-        `jaxft.linear_cross_entropy`.
-
-        Returns:
-          The result of `jaxft.linear_cross_entropy`: the tuple (total, labelled). Its property `mean` is the loss that
-          transformers returns, or 0 if there is no label. For gradient accumulation over steps or for several devices,
-          sum `total` and `labelled` before you divide.
-
-        Gradients: for all parameters. A label that is not an id of the vocabulary makes the loss NaN.
-        """
-        options = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "deterministic": deterministic, "rngs": rngs}
-        shape = inputs.as_ids("BertModel", "input_ids", input_ids).shape
-        labels_of_all = inputs.as_ids("BertForMaskedLM", "labels", labels, shape)
-        x = self._hidden(input_ids, attention_mask, token_type_ids, position_ids, **options)
-        used = labels_in_use(labels_of_all, cu_seqlens, max_seqlen)
-        return linear_cross_entropy(x, self.bert.embeddings.word[...], used, self.lm_head.out_bias[...])
-
-    def _hidden(self, *ids: Any, **options: Any) -> Array:
-        """Returns the input of the matmul with the word embeddings."""
-        return self.lm_head(self.bert(*ids, **options).last_hidden_state)
+    def _classes(self) -> tuple[Array, Array]:
+        return self.bert.embeddings.word[...], self.lm_head.out_bias[...]
 
     @classmethod
     def _head_options(cls, settings: dict[str, Any], config: BertConfig, given: dict[str, Any]) -> dict[str, Any]:
