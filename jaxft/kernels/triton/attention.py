@@ -21,12 +21,13 @@ from jaxft.kernels.triton.attention_problem import Options, Problem, Refs, Rules
 from jaxft.tuning.table import AttentionConfig
 
 
-def _fwd_kernel(*refs, p: Problem, block_q: int, block_k: int, tiles: int, single: bool, programs: int):
+def _fwd_kernel(*refs, p: Problem, config: AttentionConfig, tiles: int, single: bool, programs: int):
     """Computes the output of tiles of queries and, given more output refs, the log-sum-exp.
 
     `tiles` is the number of query tiles per sequence and head. With `single`, one block holds all keys, and `programs`
     programs share the tiles of all sequences and heads (0: one program for each tile).
     """
+    block_q, block_k = config.block_q, config.block_k
     q_ref, k_ref, v_ref, *rest = refs[: 3 + len(Refs._fields)]
     out_ref, top_ref, total_ref = (*refs[3 + len(Refs._fields) :], None, None)[:3]
     refs = Refs(*rest)
@@ -155,15 +156,7 @@ def forward(
     # H200: sharing with masks takes 1.4x as long as one program for each tile, 2026-11-21
     programs = min(config.programs, tiles * p.heads * p.batch) if single and spans is None else 0
     found = common.launch(
-        functools.partial(
-            _fwd_kernel,
-            p=p,
-            block_q=config.block_q,
-            block_k=config.block_k,
-            tiles=tiles,
-            single=single,
-            programs=programs,
-        ),  # fmt: skip
+        functools.partial(_fwd_kernel, p=p, config=config, tiles=tiles, single=single, programs=programs),
         (programs,) if programs else p.grid(p.query_length, p.heads, config.block_q),
         p.operands(spans),
         outputs,

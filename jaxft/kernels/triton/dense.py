@@ -45,8 +45,9 @@ def _tile(rows: int, block_m: int) -> tuple[Any, Any]:
 
 def _fwd_kernel(
     x_ref, kernel_ref, bias_ref, residual_ref, y_ref, product_ref=None,
-    *, activation: str | None, splits: int, block_m: int, block_n: int, block_k: int, precision,
+    *, activation: str | None, splits: int, precision: str, config: DenseConfig,
 ):  # fmt: skip
+    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     rows, depth = x_ref.shape
     width = kernel_ref.shape[1]
     (m, n), split = _tile(rows, block_m), pl.program_id(2)
@@ -55,8 +56,11 @@ def _fwd_kernel(
     in_width = common.positions(column, block_n) < width
     in_columns = in_width[None, :]
 
-    in_full = precision is not None and x_ref.dtype == jnp.float32
-    multiply = common.dot_in_short_chains if in_full and min(rows, width) == 1 else common.dot
+    in_full = precision == "float32" and x_ref.dtype == jnp.float32
+    multiply = functools.partial(
+        common.dot_in_short_chains if in_full and min(rows, width) == 1 else common.dot,
+        precision=lax.Precision.HIGHEST if precision == "float32" else None,
+    )
 
     def add_block(k, acc, *, masked):
         start = jnp.int32(k) * block_k
@@ -73,7 +77,7 @@ def _fwd_kernel(
             kernel_ref.at[common.span(start, block_k), common.span(column, block_n)], mask=in_kernel, other=0.0
         )
         a = common.load(x_ref.at[common.span(row, block_m), common.span(start, block_k)], mask=in_x, other=0.0)
-        return acc + multiply(a, b, precision=precision)  # [block_m, block_n]
+        return acc + multiply(a, b)  # [block_m, block_n]
 
     bias = None  # Loaded before the loop, so that the load overlaps with the loads of the matmul.
     if bias_ref is not None:
@@ -133,17 +137,8 @@ def forward(
     y = jax.ShapeDtypeStruct((rows, width), x.dtype)
     if splits > 1:
         y = jax.ShapeDtypeStruct((splits, rows, width), jnp.float32)
-    body = functools.partial(
-        _fwd_kernel,
-        activation=activation,
-        splits=splits,
-        block_m=config.block_m,
-        block_n=config.block_n,
-        block_k=config.block_k,
-        precision=lax.Precision.HIGHEST if precision == "float32" else None,
-    )
     return common.launch(
-        body,
+        functools.partial(_fwd_kernel, activation=activation, splits=splits, precision=precision, config=config),
         (pl.cdiv(rows, config.block_m), pl.cdiv(width, config.block_n), splits),
         [x, kernel, bias, residual],
         [y, y] if also_product else [y],

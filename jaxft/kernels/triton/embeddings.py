@@ -51,8 +51,9 @@ def unsupported(input_ids: Array, dtype: Any, tables: dict[str, Array | None], *
 def _fwd_kernel(
     word_ref, position_ref, token_type_ref, gamma_ref, beta_ref, ids_ref, position_ids_ref, token_type_ids_ref,
     seed_ref, y_ref, total_ref=None, saved_ref=None, *,
-    length: int, epsilon: float, dropout_rate: float, block_rows: int, block_width: int,
+    length: int, epsilon: float, dropout_rate: float, config: RowConfig,
 ):  # fmt: skip
+    block_rows, block_width = config.block_rows, config.block_width
     row = pl.program_id(0) * block_rows  # Not inside the loops: JAX's interpreter has no program ids there.
 
     def look_up(tile, table_ref, ids):
@@ -108,16 +109,8 @@ def forward(
     outputs = [jax.ShapeDtypeStruct(shape, dtype)]
     if save:
         outputs += [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, (2, shape[0]))]
-    kernel = functools.partial(
-        _fwd_kernel,
-        length=length,
-        epsilon=epsilon,
-        dropout_rate=dropout_rate,
-        block_rows=config.block_rows,
-        block_width=config.block_width,
-    )
     return common.launch(
-        kernel,
+        functools.partial(_fwd_kernel, length=length, epsilon=epsilon, dropout_rate=dropout_rate, config=config),
         (pl.cdiv(shape[0], config.block_rows),),
         [word, position, token_type, gamma, beta, ids, position_ids, token_type_ids, seed],
         outputs,
@@ -154,22 +147,22 @@ def _sum(rows_ref: Ref, order_ref: Ref, begin: Array, end: Array, columns: Array
     return jnp.sum(lax.fori_loop(0, steps, add, jnp.zeros(shape, jnp.float32)), axis=0)
 
 
-def _chunks_kernel(rows_ref, order_ref, ids_ref, starts_ref, sums_ref, *, block_rows: int, block_width: int):
+def _chunks_kernel(rows_ref, order_ref, ids_ref, starts_ref, sums_ref, *, config: RowConfig):
     """Sums the first run in each chunk of `CHUNK` sorted rows, up to the end of the chunk."""
-    chunk, columns, in_width = _place(rows_ref.shape[1], block_width)
+    chunk, columns, in_width = _place(rows_ref.shape[1], config.block_width)
     begin = chunk * CHUNK
     end = common.load(starts_ref.at[common.load(ids_ref.at[begin]) + 1])
-    total = _sum(rows_ref, order_ref, begin, jnp.minimum(end, begin + CHUNK), columns, in_width, block_rows)
+    total = _sum(rows_ref, order_ref, begin, jnp.minimum(end, begin + CHUNK), columns, in_width, config.block_rows)
     common.store(sums_ref.at[chunk, columns], total, mask=in_width)
 
 
-def _runs_kernel(rows_ref, order_ref, starts_ref, sums_ref, out_ref, *, block_rows: int, block_width: int):
-    row, columns, in_width = _place(rows_ref.shape[1], block_width)
+def _runs_kernel(rows_ref, order_ref, starts_ref, sums_ref, out_ref, *, config: RowConfig):
+    row, columns, in_width = _place(rows_ref.shape[1], config.block_width)
     begin, end = common.load(starts_ref.at[row]), common.load(starts_ref.at[row + 1])
     chunk = lax.div(begin, jnp.int32(CHUNK)) + 1  # The chunk after the one where the run begins.
-    total = _sum(rows_ref, order_ref, begin, jnp.minimum(end, chunk * CHUNK), columns, in_width, block_rows)
+    total = _sum(rows_ref, order_ref, begin, jnp.minimum(end, chunk * CHUNK), columns, in_width, config.block_rows)
     chunks = lax.div(end + (CHUNK - 1), jnp.int32(CHUNK))
-    total = total + _sum(sums_ref, None, chunk, chunks, columns, in_width, block_rows)
+    total = total + _sum(sums_ref, None, chunk, chunks, columns, in_width, config.block_rows)
     common.store(out_ref.at[row, columns], total.astype(out_ref.dtype), mask=in_width)
 
 
@@ -184,11 +177,10 @@ def sum_by_id(rows: Array, ids: Array, table: Array, *, config: RowConfig, inter
     ids, order = lax.sort_key_val(ids, jnp.arange(count, dtype=jnp.int32))  # A stable sort.
     starts = jnp.searchsorted(ids, jnp.arange(size + 2, dtype=jnp.int32), method="scan_unrolled").astype(jnp.int32)
     blocks = pl.cdiv(width, config.block_width)
-    block = {"block_rows": config.block_rows, "block_width": config.block_width}
     options: dict[str, Any] = {"num_warps": config.num_warps, "interpret": interpret}
     chunks = pl.cdiv(count, CHUNK)
     (sums,) = common.launch(
-        functools.partial(_chunks_kernel, **block),
+        functools.partial(_chunks_kernel, config=config),
         (chunks * blocks,),
         [rows, order, ids, starts],
         [jax.ShapeDtypeStruct((chunks, width), jnp.float32)],
@@ -196,7 +188,7 @@ def sum_by_id(rows: Array, ids: Array, table: Array, *, config: RowConfig, inter
         **options,
     )
     (found,) = common.launch(
-        functools.partial(_runs_kernel, **block),
+        functools.partial(_runs_kernel, config=config),
         (size * blocks,),
         [rows, order, starts, sums],
         [jax.ShapeDtypeStruct(table.shape, table.dtype)],

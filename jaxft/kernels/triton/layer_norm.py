@@ -53,8 +53,9 @@ def _add(
 
 def _fwd_kernel(
     x_ref, bias_ref, residual_ref, gamma_ref, beta_ref, seed_ref, y_ref, *more_refs,
-    epsilon: float, dropout_rate: float, return_sum: bool, save: bool, block_rows: int, block_width: int,
+    epsilon: float, dropout_rate: float, return_sum: bool, save: bool, config: RowConfig,
 ):  # fmt: skip
+    block_rows, block_width = config.block_rows, config.block_width
     *splits, rows, width = x_ref.shape
     # Not inside the loops: JAX's interpreter has no program ids there.
     row = common.program_id_from_the_end(0) * block_rows
@@ -101,13 +102,7 @@ def forward(
     if save:
         outputs.append(jax.ShapeDtypeStruct((2, rows), jnp.float32))
     kernel = functools.partial(
-        _fwd_kernel,
-        epsilon=epsilon,
-        dropout_rate=dropout_rate,
-        return_sum=return_sum,
-        save=save,
-        block_rows=config.block_rows,
-        block_width=config.block_width,
+        _fwd_kernel, epsilon=epsilon, dropout_rate=dropout_rate, return_sum=return_sum, save=save, config=config
     )
     return common.launch(
         kernel,
@@ -126,8 +121,9 @@ def forward(
 
 def _bwd_kernel(
     dy_ref, dsum_ref, x_ref, bias_ref, residual_ref, gamma_ref, seed_ref, saved_ref, dx_ref, *more_refs,
-    dropout_rate: float, drops_result: bool, vectors: tuple[str, ...], programs: int, block_rows: int, block_width: int,
+    dropout_rate: float, drops_result: bool, vectors: tuple[str, ...], programs: int, config: GradientConfig,
 ):  # fmt: skip
+    block_rows, block_width = config.block_rows, config.block_width
     rows, width = x_ref.shape
     chunks, blocks = pl.cdiv(width, block_width), pl.cdiv(rows, block_rows)
     program = pl.program_id(0)  # Not inside the loops: JAX's interpreter has no program ids there.
@@ -250,8 +246,7 @@ def backward(
         drops_result=drops_result,
         vectors=tuple(vectors),
         programs=programs,
-        block_rows=config.block_rows,
-        block_width=config.block_width,
+        config=config,
     )
     found = common.launch(
         kernel,

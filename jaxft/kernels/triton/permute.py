@@ -173,7 +173,8 @@ def split_unsupported(qkv: Array, bias: Array | None) -> str | None:
     return common.unsupported_dtype(qkv=qkv, bias=bias) or _too_large("qkv", qkv)
 
 
-def _split_kernel(qkv_ref, bias_ref, *part_refs, block_rows: int, block_width: int):
+def _split_kernel(qkv_ref, bias_ref, *part_refs, config: ElementwiseConfig):
+    block_rows, block_width = config.block_rows, config.block_width
     batch, length, _, heads, size = qkv_ref.shape
     sizes = (batch, pl.cdiv(length, block_rows), heads, pl.cdiv(size, block_width))
     b, row, head, column = _unravel(pl.program_id(0), sizes)
@@ -199,7 +200,7 @@ def split_heads(
     size = width // (3 * num_heads)
     part = jax.ShapeDtypeStruct((batch, num_heads, length, size), qkv.dtype)
     return common.launch(
-        functools.partial(_split_kernel, block_rows=config.block_rows, block_width=config.block_width),
+        functools.partial(_split_kernel, config=config),
         (batch * pl.cdiv(length, config.block_rows) * num_heads * pl.cdiv(size, config.block_width),),
         [qkv.reshape(batch, length, 3, num_heads, size), None if bias is None else bias.reshape(3, num_heads, size)],
         [part, part, part],
@@ -209,7 +210,8 @@ def split_heads(
     )
 
 
-def _join_kernel(q_ref, k_ref, v_ref, qkv_ref, sums_ref=None, *, programs: int, block_rows: int, block_width: int):
+def _join_kernel(q_ref, k_ref, v_ref, qkv_ref, sums_ref=None, *, programs: int, config: GradientConfig):
+    block_rows, block_width = config.block_rows, config.block_width
     batch, length, _, heads, size = qkv_ref.shape
     program, head, column = _unravel(pl.program_id(0), (programs, heads, pl.cdiv(size, block_width)))
     columns = common.span(column * block_width, block_width)
@@ -246,9 +248,7 @@ def join_heads(parts: Sequence[Array], *, with_sums: bool, config: GradientConfi
     qkv = jax.ShapeDtypeStruct((batch, length, 3, heads, size), parts[0].dtype)
     sums = jax.ShapeDtypeStruct((programs, 3, heads, size), jnp.float32)
     found = common.launch(
-        functools.partial(
-            _join_kernel, programs=programs, block_rows=config.block_rows, block_width=config.block_width
-        ),
+        functools.partial(_join_kernel, programs=programs, config=config),
         (programs * heads * pl.cdiv(size, config.block_width),),
         parts,
         [qkv, sums] if with_sums else [qkv],
