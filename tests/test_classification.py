@@ -15,7 +15,7 @@ from flax import nnx
 from cases import slow
 from jaxft.checkpoint import layouts as checkpoint_layouts
 from jaxft.checkpoint.files import CheckpointError
-from jaxft.models import classification, heads
+from jaxft.models import bert, heads
 from jaxft.models.bert import BertConfig, BertModel
 from jaxft.models.classification import BertForSequenceClassification, BertForTokenClassification
 from jaxft.training import accumulate_gradients
@@ -524,8 +524,8 @@ def test_implementation_reaches_the_head(monkeypatch):
         used.append(implementation)
         return original(*args, implementation="xla", **options)
 
-    original = classification.dense
-    monkeypatch.setattr(classification, "dense", dense)
+    original = bert.dense
+    monkeypatch.setattr(bert, "dense", dense)
     make(implementation="mosaic_gpu").head(jnp.ones((2, 16)))
     assert used == ["mosaic_gpu", "mosaic_gpu"]
 

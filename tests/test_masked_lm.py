@@ -16,7 +16,7 @@ import jaxft
 from cases import slow
 from jaxft.checkpoint import layouts as checkpoint_layouts
 from jaxft.checkpoint.files import CheckpointError
-from jaxft.models import masked_lm
+from jaxft.models import bert, masked_lm
 from jaxft.models.bert import BertModel
 from jaxft.models.masked_lm import BertForMaskedLM
 from oracle import _activate, layer_norm
@@ -491,18 +491,18 @@ def test_triton_agrees_with_xla():
     np.testing.assert_allclose(fused, plain, rtol=1e-5)
 
 
-@pytest.mark.parametrize("op", ["dense", "layer_norm"])
-def test_implementation_reaches_the_head(op, monkeypatch):
+@pytest.mark.parametrize(("module", "op"), [(bert, "dense"), (masked_lm, "layer_norm")])
+def test_implementation_reaches_the_head(module, op, monkeypatch):
     used = []
 
     def spy(*args, implementation, **options):
         used.append(implementation)
         return original(*args, implementation="xla", **options)
 
-    original = getattr(masked_lm, op)
+    original = getattr(module, op)
     model = make()
     model.lm_head.options = dataclasses.replace(model.lm_head.options, implementation="triton")
-    monkeypatch.setattr(masked_lm, op, spy)
+    monkeypatch.setattr(module, op, spy)
     model.lm_head(jnp.ones((2, 16)))
     assert used == ["triton"]
 

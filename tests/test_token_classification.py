@@ -16,7 +16,7 @@ import jaxft
 from cases import slow
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.checkpoint.layouts import LAYOUTS
-from jaxft.models import classification
+from jaxft.models import bert
 from jaxft.models.bert import BertModel
 from jaxft.models.classification import BertForSequenceClassification, BertForTokenClassification
 from test_checkpoint import MODEL_TYPES, WEIGHTS, WIDTH, assert_same, forward, hf_config, hf_tensors, write
@@ -237,12 +237,12 @@ def test_gradients(implementation, key):
 def test_dtype_and_implementation_reach_the_head(monkeypatch):
     used = []
 
-    def dense(x, kernel, bias, *, implementation):
+    def dense(x, kernel, bias, *, activation, implementation):
         used.append((implementation, x.dtype, kernel.dtype))
         return original(x, kernel, bias, implementation="xla")
 
-    original = classification.dense
-    monkeypatch.setattr(classification, "dense", dense)
+    original = bert.dense
+    monkeypatch.setattr(bert, "dense", dense)
     make(implementation="mosaic_gpu", dtype=jnp.bfloat16).classifier(jnp.ones((2, 3, 16), jnp.bfloat16))
     assert used == [("mosaic_gpu", jnp.bfloat16, jnp.bfloat16)]
 
