@@ -76,8 +76,9 @@ def heuristics(device=UNKNOWN):
                     tuning_attention.attention_dq,
                     tuning_attention.attention_dkv,
                 ):
-                    yield attention(16, length, length, head_size, itemsize, device)
-                    yield attention(4096, length, length, head_size, itemsize, device, average=max(1, length // 4))
+                    sizes = length, length, head_size, itemsize, device
+                    yield attention(tuning_attention.Call(16, *sizes))
+                    yield attention(tuning_attention.Call(4096, *sizes, average=max(1, length // 4)))
 
 
 @pytest.fixture
@@ -126,7 +127,7 @@ def test_heuristics_are_launchable():
 def test_attention_blocks_do_not_outgrow_the_sequence():
     for rows, keys in ((17, 5), (5, 40), (1, 1)):
         for batch_heads in (1, 4096):
-            config = tuning_attention.attention(batch_heads, rows, keys, 64, 2, UNKNOWN)
+            config = tuning_attention.attention(tuning_attention.Call(batch_heads, rows, keys, 64, 2, UNKNOWN))
             assert config.block_q <= max(16, tuning_table.next_power_of_2(rows)), config
             assert config.block_k <= max(16, tuning_table.next_power_of_2(keys)), config
 
@@ -207,7 +208,8 @@ def test_triton_dense_picks_its_tile(rows, itemsize, expected):
 )  # fmt: skip
 def test_large_heads_use_all_shared_memory(capability, large):
     device = card("a card", capability)
-    blocks = [tuning_attention.attention_dkv(64, 512, 512, 256, itemsize, device) for itemsize in (2, 4)]
+    calls = [tuning_attention.Call(64, 512, 512, 256, itemsize, device) for itemsize in (2, 4)]
+    blocks = [tuning_attention.attention_dkv(call) for call in calls]
     expected = [(32, 64, 8, 1), (16, 32, 4, 1)] if large else [(32, 32, 4, 1), (16, 16, 4, 1)]
     assert blocks == [tuning_table.AttentionConfig(*block) for block in expected]
 
@@ -221,8 +223,8 @@ def test_gradients_of_attention_fit_into_registers(device):
     for length, size, itemsize, average in itertools.product(
         (16, 32, 64, 128, 512), (16, 64, 128, 256), (2, 4), (None, 16, 64)
     ):
-        dkv = tuning_attention.attention_dkv(4096, length, length, size, itemsize, device, average=average)
-        dq = tuning_attention.attention_dq(4096, length, length, size, itemsize, device, average=average)
+        call = tuning_attention.Call(4096, length, length, size, itemsize, device, average=average)
+        dkv, dq = tuning_attention.attention_dkv(call), tuning_attention.attention_dq(call)
         assert 2 * dkv.block_k * size <= 128 * 32 * dkv.num_warps, (length, size, itemsize, average, dkv)
         assert dq.block_q * size <= 128 * 32 * dq.num_warps, (length, size, itemsize, average, dq)
 
@@ -240,10 +242,9 @@ def test_gradients_of_attention_fit_into_registers(device):
 )
 def test_blocks_follow_the_average_packed_length(longest, average, expected):
     """A block that holds the longest sequence would be idle for most sequences."""
-    sizes = (12 * 1024, longest, longest, 64, 2, H100)  # a card without a table
+    call = tuning_attention.Call(12 * 1024, longest, longest, 64, 2, H100, average=average)  # a card without a table
     found = [
-        f(*sizes, average=average)
-        for f in (tuning_attention.attention, tuning_attention.attention_dq, tuning_attention.attention_dkv)
+        f(call) for f in (tuning_attention.attention, tuning_attention.attention_dq, tuning_attention.attention_dkv)
     ]
     assert found == [tuning_table.AttentionConfig(*block) for block in expected]
 

@@ -99,16 +99,11 @@ def plan_of(op: str, inputs: Inputs, options: Options, implementation: str | Non
 
     exact = precision == "float32" and inputs.query.dtype == jnp.float32
     more = exact or any(x is not None for x in (inputs.bias, inputs.mask, inputs.dropout_rng))
-    arguments = (b * n, t, s, h, inputs.query.dtype.itemsize, device, more)
     average = None if inputs.cu_seqlens is None else max(1, inputs.query.shape[0] // b)
-    forward = Pass("triton", tuning.attention(*arguments, average))
-    backward = Pass(
-        "triton",
-        (
-            tuning.attention_dq(*arguments, average),
-            tuning.attention_dkv(*arguments, attention_problem.bias_of_pairs(inputs.bias), average),
-        ),
-    )
+    call = tuning.Call(b * n, t, s, h, inputs.query.dtype.itemsize, device, more, average)
+    forward = Pass("triton", tuning.attention(call))
+    dkv = tuning.attention_dkv(call, attention_problem.bias_of_pairs(inputs.bias))
+    backward = Pass("triton", (tuning.attention_dq(call), dkv))
     saving, why = None, [choice.why] if choice.why else []
     if implementation is None:
         reason = _cudnn_unsupported(inputs, options) or _cudnn_is_slower(inputs, options, device)

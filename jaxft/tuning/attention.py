@@ -7,6 +7,7 @@ kernel then takes more shared memory.
 """
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from jaxft.dispatch import Device
 from jaxft.tuning.table import LARGE, LARGEST, AttentionConfig, MosaicGradientConfig, lookup, next_power_of_2
@@ -15,47 +16,49 @@ from jaxft.tuning.table import LARGE, LARGEST, AttentionConfig, MosaicGradientCo
 # capability 8.6, 2026-11-21.
 
 
-def _short(average: int | None, itemsize: int) -> bool:
-    """Returns whether packed sequences are so short on average that small blocks, which waste less work, are faster."""
-    # H200, bf16, gradient of 16,384 tokens, average length 30: 243 us in 32x32 blocks (128x128 747), 2026-11-23
-    # See docs/performance-notes.md, "Attention blocks for short packed sequences".
-    return itemsize == 2 and average is not None and average <= 32
+class Call(NamedTuple):
+    """What the configurations of a call of attention depend on, see above."""
+
+    batch_heads: int
+    query_length: int
+    key_length: int
+    head_size: int
+    itemsize: int
+    device: Device
+    more: bool = False
+    average: int | None = None
+
+    @property
+    def is_short(self) -> bool:
+        """Whether packed sequences are so short on average that small blocks, which waste less work, are faster."""
+        # H200, bf16, gradient of 16,384 tokens, average length 30: 243 us in 32x32 blocks (128x128 747), 2026-11-23
+        # See docs/performance-notes.md, "Attention blocks for short packed sequences".
+        return self.itemsize == 2 and self.average is not None and self.average <= 32
 
 
-def attention(
-    batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device: Device,
-    more: bool = False, average: int | None = None,
-) -> AttentionConfig:  # fmt: skip
+def attention(call: Call) -> AttentionConfig:
     """Returns the launch configuration of the forward kernel."""
-    few = batch_heads * min(query_length, average or query_length) < 64 * 64  # < 64 tiles of 64: too few for a GPU
+    rows = call.batch_heads * min(call.query_length, call.average or call.query_length)
     choices = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1))
-    if few:
+    if rows < 64 * 64:  # < 64 tiles of 64: too few for a GPU
         choices = ((16, 128, 4, 2), *choices[1:])
-    elif _short(average, itemsize):
+    elif call.is_short:
         choices = ((64, 32, 4, 2), *choices[1:])
-    sizes = (batch_heads, query_length, key_length, head_size, itemsize)
-    return _attention("attention", choices, *sizes, device, more, average)
+    return _attention("attention", choices, call)
 
 
-def attention_dq(
-    batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device: Device,
-    more: bool = False, average: int | None = None,
-) -> AttentionConfig:  # fmt: skip
+def attention_dq(call: Call) -> AttentionConfig:
     """Returns the launch configuration of the kernel for the gradient of the queries."""
     choices = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 8, 1), (32, 16, 4, 1))
-    if _short(average, itemsize):
+    if call.is_short:
         choices = ((32, 32, 1, 2), *choices[1:])
-    if device.shared_memory < LARGE:  # with a mask and few keys, those above take up to 160 KiB
-        medium = (64, 32, 4, 2) if key_length <= 128 else choices[1]
-        choices = (choices[0], medium, choices[3] if itemsize == 2 else choices[2], (16, 16, 4, 1))
-    sizes = (batch_heads, query_length, key_length, head_size, itemsize)
-    return _attention("attention_dq", choices, *sizes, device, more, average)
+    if call.device.shared_memory < LARGE:  # with a mask and few keys, those above take up to 160 KiB
+        medium = (64, 32, 4, 2) if call.key_length <= 128 else choices[1]
+        choices = (choices[0], medium, choices[3] if call.itemsize == 2 else choices[2], (16, 16, 4, 1))
+    return _attention("attention_dq", choices, call)
 
 
-def attention_dkv(
-    batch_heads: int, query_length: int, key_length: int, head_size: int, itemsize: int, device: Device,
-    more: bool = False, bias_of_pairs: bool = False, average: int | None = None,
-) -> AttentionConfig:  # fmt: skip
+def attention_dkv(call: Call, bias_of_pairs: bool = False) -> AttentionConfig:
     """Returns the launch configuration of the kernel for the gradients of keys and values.
 
     If a block holds all keys, this kernel computes all three gradients and is the only one, unless there are many more
@@ -63,40 +66,30 @@ def attention_dkv(
     `attention_backward.backward`.
     """
     choices = ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 8, 1), (16, 32, 4, 1))
-    alone = 64 < key_length <= 128 and query_length <= 4 * 128 and not bias_of_pairs
-    if _short(average, itemsize) and key_length > 64:
+    alone = 64 < call.key_length <= 128 and call.query_length <= 4 * 128 and not bias_of_pairs
+    if call.is_short and call.key_length > 64:
         choices = ((32, 32, 2, 2), *choices[1:])
-    elif alone and itemsize == 2 and device.shared_memory >= LARGEST:
-        if average is None:
+    elif alone and call.itemsize == 2 and call.device.shared_memory >= LARGEST:
+        if call.average is None:
             choices = ((128, 128, 8, 1), (128, 128, 8, 1), *choices[2:])
         else:
             choices = ((32, 128, 4, 1), *choices[1:])
-    if device.shared_memory < LARGE:
+    if call.device.shared_memory < LARGE:
         # The choices above for large heads take 112 KiB, as does (64, 64) if this kernel computes all three gradients.
-        medium = (32, 64, 4, 2) if key_length <= 64 else choices[1]
+        medium = (32, 64, 4, 2) if call.key_length <= 64 else choices[1]
         choices = (choices[0], medium, (32, 32, 4, 1), (16, 16, 4, 1))
-    sizes = (batch_heads, query_length, key_length, head_size, itemsize)
-    return _attention("attention_dkv", choices, *sizes, device, more, average, tuned=not bias_of_pairs)
+    return _attention("attention_dkv", choices, call, tuned=not bias_of_pairs)
 
 
 def _attention(
-    op: str,
-    choices: tuple[tuple[int, int, int, int], ...],
-    batch_heads: int,
-    query_length: int,
-    key_length: int,
-    head_size: int,
-    itemsize: int,
-    device: Device,
-    more: bool,
-    average: int | None,
-    tuned: bool = True,
+    op: str, choices: tuple[tuple[int, int, int, int], ...], call: Call, tuned: bool = True
 ) -> AttentionConfig:
     """Returns the configuration for the width of a head, in blocks that are no longer than the sequences.
 
     `choices` holds (block_q, block_k, num_warps, num_stages) for heads of up to 128 bytes, 256 bytes, 512 bytes and
     more. If not `tuned`, the tables are not looked up.
     """
+    batch_heads, query_length, key_length, head_size, itemsize, device, more, average = call
     nbytes = next_power_of_2(head_size) * itemsize
     if itemsize > 2 and device.shared_memory < LARGE:
         nbytes *= 2  # for full float32 matmuls: with a mask and a head size of 64, blocks of 64 take 117 KiB

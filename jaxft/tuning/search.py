@@ -130,7 +130,7 @@ def autotune(
     taken: dict[Entry, Any] = {}
     traced, asked = _trace(fn, args, taken)
     unit = COARSE_UNIT if _is_coarse(traced.jaxpr.jaxpr) else FULL_UNIT
-    tried = _candidates(asked, device)
+    tried = {entry: candidates(entry[0], config, device, **sizes) for entry, (config, sizes) in asked.items()}
     results: list[Tuned] = []
     hidden = None if show_progress_bar is None else not show_progress_bar  # None: where stderr is no terminal
     try:
@@ -155,7 +155,9 @@ def autotune(
                     cache.save(file, *entry, chosen.config)
                     if entry[0] == "dense_implementation":
                         known, asked = asked, _trace(fn, args, taken)[1]
-                        tried |= _candidates({entry: asked[entry] for entry in asked.keys() - known.keys()}, device)
+                        for op, key in asked.keys() - known.keys():
+                            config, sizes = asked[op, key]
+                            tried[op, key] = candidates(op, config, device, **sizes)
                         bar.total = bar.n + sum(map(len, tried.values()))
                 results.append(Tuned(*entry, before, chosen.config, us_before, us_after))
     finally:
@@ -179,11 +181,6 @@ def _trace(fn: Function, args: Any, configs: Mapping[Entry, Any]) -> tuple[Any, 
     with tuning_table.trial(trial):
         traced = jax.jit(lambda *args: fn(*args)).trace(*args)
     return traced, trial.asked
-
-
-def _candidates(asked: Mapping[Entry, tuple[Any, dict[str, int]]], device: Device) -> dict[Entry, list[Any]]:
-    """Returns the configurations to try for each entry."""
-    return {(op, key): candidates(op, config, device, **sizes) for (op, key), (config, sizes) in asked.items()}
 
 
 def text(traced: Any) -> str:
@@ -331,30 +328,11 @@ def _race(programs: Sequence[Program], sample: Callable[[Program], float]) -> tu
     return programs[best], float(us[0]), float(us[best])
 
 
-_CANDIDATES: dict[str, Callable[..., Iterable[Any]]] = {
-    "layer_norm": rows.layer_norm_candidates,
-    "layer_norm_backward": rows.layer_norm_backward_candidates,
-    "softmax": rows.softmax_candidates,
-    "softmax_backward": rows.softmax_backward_candidates,
-    "bias_activation": rows.bias_activation_candidates,
-    "bias_activation_backward": rows.bias_activation_backward_candidates,
-    "permute": layouts.permute_candidates,
-    "qkv_bias_split_heads": layouts.qkv_bias_split_heads_candidates,
-    "qkv_bias_split_heads_backward": layouts.qkv_bias_split_heads_backward_candidates,
-    "attention": attention.attention_candidates,
-    "attention_dq": attention.attention_dq_candidates,
-    "attention_dkv": attention.attention_dkv_candidates,
-    "dense_implementation": dense.dense_implementation_candidates,
-    "dense": dense.dense_candidates,
-    "dense_split": dense.dense_split_candidates,
-    "dense_mosaic": dense.dense_mosaic_candidates,
-    "dense_mosaic_gradient": dense.dense_mosaic_gradient_candidates,
-}
-
-
 def candidates(op: str, present: Any, device: Device, **sizes: int) -> list[Any]:
     """Returns the configurations to compare with `present`, which is not among them."""
-    found = list(_CANDIDATES[op](device=device, **sizes)) if op in _CANDIDATES else []
+    families = rows, layouts, attention, dense
+    listed = next((getattr(m, f"{op}_candidates") for m in families if hasattr(m, f"{op}_candidates")), None)
+    found = [] if listed is None else list(listed(device=device, **sizes))
     return [config for config in dict.fromkeys(found or _around(present)) if config != present]
 
 
