@@ -98,11 +98,10 @@ def plain_encoder(
 
 
 def compare(model: BertModel, batch: int, length: int) -> dict[str, Times]:
-    """Times the layers of `model` on random inputs `[batch, length, D]` without padding.
+    """Times the layers of `model` (`implementation=None`) on random inputs `[batch, length, D]` without padding.
 
-    `model` must be made with `implementation=None`. The results of jaxft and cuDNN are checked against plain JAX in
-    float64 first. Raises `ComparisonError` if jaxft is not accurate enough or plain JAX cannot run the case. cuDNN
-    attention is left out, with a warning, if it is not accurate enough or does not support the case.
+    The results of jaxft and cuDNN are checked against plain JAX in float64 first. Raises `ComparisonError` if jaxft is
+    not accurate enough or plain JAX cannot run the case. In these cases, cuDNN is left out, with a warning.
     """
     config, options = model.config, model.layers[0].options
     dtype = options.dtype

@@ -15,10 +15,7 @@ Names = dict[str, list[str]]
 
 
 def _layers(modules: Mapping[str, list[str]]) -> Names:
-    """Returns the tensors of dense layers and LayerNorms.
-
-    A key is what the names of the layer's two parameters begin with. Its value has the modules of the checkpoint.
-    """
+    """Returns the tensors of dense layers and LayerNorms, by the start of their parameters' names and their modules."""
     names: Names = {}
     for start, found in modules.items():
         weight, bias = ("gamma", "beta") if start.endswith("norm_") else ("kernel", "bias")

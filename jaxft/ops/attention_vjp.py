@@ -22,10 +22,7 @@ from jaxft.tuning import attention as tuning
 
 
 class Inputs(NamedTuple):
-    """Arrays of a call, after the checks.
-
-    `key` and `value` are None if `query` is a packed array: `[B, T, 3, N, H]`, or `[M, 3, N, H]` with `cu_seqlens`.
-    """
+    """Arrays of a call, after the checks. `key` and `value` are None if `query` is a packed array."""
 
     query: Any
     key: Any = None
@@ -140,10 +137,7 @@ def _cudnn_unsupported(inputs: Inputs, options: Options) -> str | None:
 
 
 def _cudnn_is_slower(inputs: Inputs, options: Options, device: dispatch.Device) -> str | None:
-    """Returns why cuDNN does not compute the output sooner, or None if it does.
-
-    Without a named implementation, cuDNN computes no gradients, because its gradients differ from run to run.
-    """
+    """Returns why cuDNN does not compute the output sooner, or None. Its gradients differ from run to run."""
     if any(x is not None for x in (*inputs[3:], options.local_window_size)) or options.scale <= 0.0:
         return "its speed with masks, lengths, windows and such scales is not measured"
     if inputs.key is not None and inputs.key.shape[2] != inputs.query.shape[2]:

@@ -202,8 +202,7 @@ def check_key(op: str, name: str, key: Any, expected: str = "one JAX random key"
 def check_precision(op: str, precision: Any, dtype: Any) -> Any:
     """Checks a precision of `jnp.matmul` for arrays of `dtype`, and makes it hashable.
 
-    None becomes the present setting of `jax.default_matmul_precision`, because a gradient is traced later, when the
-    setting may be another.
+    None becomes JAX's present setting, which may be another one when a gradient is traced.
     """
     precision = tuple(precision) if isinstance(precision, list) else precision
     if precision is not None:

@@ -145,10 +145,7 @@ def _loss(x, embedding, bias, labels, plan):
 
 
 def _by_chunks(plan, with_gradients, x, embedding, bias, labels):
-    """Computes the sum of the losses and the number of labels.
-
-    With `with_gradients`, also returns the gradients of x, embedding and bias, in float32.
-    """
+    """Computes the sum of the losses, the number of labels and, if asked, the gradients of the floats, in float32."""
     rows, width = x.shape
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     scale = 2.0**15 if x.dtype == jnp.float16 else 1.0  # the largest power of 2 that keeps the gradient finite

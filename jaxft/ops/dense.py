@@ -182,10 +182,7 @@ def _one_kernel(x, kernel, bias, residual, plan, also=None):
 
 
 def with_derivative(x: Array, kernel: Array, bias: Array | None, plan: Plan) -> tuple[Array, Array]:
-    """Computes the layer by Mosaic GPU, and the derivatives of the activation.
-
-    The derivatives have the dtype that `support.derivative_dtype` returns. They have no gradient.
-    """
+    """Computes the layer by Mosaic GPU, and the derivatives of the activation, which have no gradient themselves."""
 
     def plain(x, kernel, bias):
         return (reference.dense(x, kernel, bias, activation=plan.activation, precision=plan.precision),)
@@ -195,10 +192,7 @@ def with_derivative(x: Array, kernel: Array, bias: Array | None, plan: Plan) -> 
 
 
 def _epilogue(y, bias, residual, plan, in_place):
-    """Computes activation(y + bias) + residual of the result `y` of a matmul.
-
-    With `in_place`, the kernel writes the result into the memory of `y`.
-    """
+    """Computes activation(y + bias) + residual of the result `y` of a matmul, `in_place` in the memory of `y`."""
     if plan.forward.backend == "xla":
         return reference.dense_epilogue(y, bias, plan.activation, residual)
     return bias_activation.forward(
@@ -248,10 +242,7 @@ def sum_of_rows(x: Array, plan: Plan) -> Array:
 
 
 def _epilogue_gradient(d_out, y, bias, plan):
-    """Computes the gradients of y and bias through activation(y + bias).
-
-    They take one pass if there is an activation.
-    """
+    """Computes the gradients of y and bias through activation(y + bias), with an activation in one pass."""
     if plan.activation is None:
         if bias is None:
             return d_out, None

@@ -80,10 +80,7 @@ class Record:
 
 
 class Explanation(list[Record]):
-    """The records of `explain`, in the order of the calls.
-
-    `str` formats them as a table, with equal calls in one row.
-    """
+    """The records of `explain`, in the order of the calls. Printed, they are a table with equal calls in one row."""
 
     def __str__(self) -> str:
         rows = [("calls", "op", "arrays", "forward", "backward", "why not another")]
@@ -94,10 +91,7 @@ class Explanation(list[Record]):
 
 
 class _Recorder:
-    """Collects records while `explain` traces.
-
-    Each recorder is a distinct value in the keys of JAX's caches, so that `explain` also traces what JAX has cached.
-    """
+    """Collects records. As a new value in the keys of JAX's caches, it makes `explain` trace what JAX has cached."""
 
     def __init__(self) -> None:
         self.records = Explanation()

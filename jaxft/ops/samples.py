@@ -30,10 +30,7 @@ Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def calls(batch: int, length: int, dtype: Any) -> dict[str, Call]:
-    """Returns a function and its arguments, as shapes, for every public op in an encoder like BERT-base, by name.
-
-    A name begins with the op's name; what is in parentheses tells apart calls of one op.
-    """
+    """Returns functions and arguments, as shapes, for the ops of BERT-base. Names begin with the op's name."""
 
     def of(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)

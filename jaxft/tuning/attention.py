@@ -198,8 +198,7 @@ _BUSY = 0.72  # the least share of busy SMs, averaged over the rounds
 def mosaic_gradient_is_faster(batch_heads: int, device: Device) -> bool:
     """Returns whether the Mosaic GPU kernel computes the gradient sooner than the Triton kernels.
 
-    The kernel computes one head of a sequence at a time on each SM. A round with few busy SMs takes as long as a round
-    in which all SMs are busy.
+    An SM computes one head of a sequence at a time, and a round with few busy SMs takes as long as any other.
     """
     # H100, bf16, 512 tokens, 192 heads (0.73 busy): 148 us (Triton 155), 2026-11-25
     # See docs/performance-notes.md, "Gradient of attention: Triton and Mosaic GPU".

@@ -14,10 +14,7 @@ from jaxft.tuning.table import LARGEST, lookup, next_power_of_2
 
 @dataclasses.dataclass(frozen=True)
 class DenseChoice:
-    """The implementation that `dense` uses if the caller names none: "mosaic_gpu", "triton" or "xla".
-
-    "xla" is XLA's matmul, which a kernel for the activation may follow. The others are one kernel.
-    """
+    """The implementation of `dense`: "mosaic_gpu" or "triton" in one kernel, "xla" with an activation in two."""
 
     implementation: str
 
@@ -143,20 +140,16 @@ def is_short(rows: int, depth: int, width: int, itemsize: int) -> bool:
 
 
 def splits_few_rows(rows: int, itemsize: int, kernel_precision: str) -> bool:
-    """Returns whether XLA splits the depth of a matmul with this number of rows. It never splits full float32 matmuls.
-
-    The kernel that adds up the parts then also computes what follows: an activation, its gradient or a LayerNorm.
-    """
+    """Returns whether XLA splits the depth of a matmul, and adds up the parts in the kernel of what follows."""
     # H200, tf32, 128x768x3072 with GELU: 12.0 us (bias_activation's kernel after the matmul 13.3), 2026-11-23
     # H200, tf32, 128x768x768 and a LayerNorm: 8.4 us (our LayerNorm after the matmul 9.6), 2026-11-23
     return rows <= 512 and (itemsize <= 2 or kernel_precision == "tf32")
 
 
 def epilogue_gradient_is_faster(backend: str, rows: int, itemsize: int) -> bool:
-    """Returns whether a kernel computes the gradients of activation and bias sooner than XLA.
+    """Returns whether a kernel computes the gradients of activation and bias sooner than XLA. `backend` ran forward.
 
-    `backend` computes the forward pass. With few rows, XLA fuses these gradients into the kernel that adds up the parts
-    of its split-K matmul.
+    With few rows, XLA fuses these gradients into the kernel that adds up the parts of its split-K matmul.
     """
     # H100, tf32, 128x768x3072 tanh GELU, both directions: XLA 34.8 us (the kernel 36.5), 2026-11-25
     return backend != "xla" or itemsize == 2 or rows > 128
@@ -302,10 +295,7 @@ def dense_mosaic_candidates(
 
 
 def dense_mosaic_gradient(rows: int, depth: int, width: int, itemsize: int, device: Device) -> MosaicDenseConfig:
-    """Returns the configuration of the Mosaic GPU kernel for (dy [rows, depth] @ kernel^T) * derivatives [rows, width].
-
-    The forward kernel has the same tiles, the fastest of seven in bf16.
-    """
+    """Returns the configuration of the Mosaic kernel for (dy [rows, depth] @ kernel^T) * derivatives [rows, width]."""
     # H200, bf16, 16384x768x3072, with the sum for a bias: 117 us (XLA's matmul and bias_activation 184), 2026-11-26
     # See docs/performance-notes.md, "Dense layers with activation derivatives (Mosaic GPU)".
     # One stage less, because pieces of the derivatives take shared memory.
@@ -325,8 +315,7 @@ def dense_mosaic_derivatives(
 ) -> tuple[MosaicDenseConfig, MosaicDenseConfig]:
     """Returns the configurations of the kernels that keep the activation's derivatives and that multiply by them.
 
-    `forward` is the first kernel's configuration without a gradient. The layers have `width` inputs, `inner` features
-    between them, and `width` outputs.
+    `forward` is the first kernel's configuration without a gradient, `inner` the number of features between the layers.
     """
     saving = with_room(forward, itemsize, 4 + 4 * derivative_itemsize // itemsize, device)
     gradient = dense_mosaic_gradient(rows, width, inner, itemsize, device)
@@ -374,10 +363,7 @@ def with_room(config: MosaicDenseConfig, itemsize: int, pieces: int, device: Dev
 
 
 def _in_rounds(rows: int, width: int, itemsize: int, programs: int, largest: int = 6) -> MosaicDenseConfig:
-    """Returns the large tiles with the shortest estimated time, with up to `largest` stages.
-
-    In a round, each program computes one tile. The time is the number of rounds times the time of a tile.
-    """
+    """Returns the tiles with the shortest estimated time: rounds, of one tile per program, times the time of a tile."""
     tile_k = tile_k_of(itemsize)
     # Relative speed of each tile if its last round is full, H200, 2026-11-22.
     speed = {(128, 192): 1.0, (192, 128): 0.965, (128, 128): 0.95, (64, 192): 0.9}

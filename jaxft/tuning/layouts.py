@@ -60,10 +60,7 @@ def qkv_bias_split_heads_candidates(
 def qkv_bias_split_heads_backward(
     batch: int, length: int, heads: int, head_size: int, itemsize: int, device: Device
 ) -> GradientConfig:
-    """Returns the launch configuration of the kernel that joins heads again and sums over the tokens for the bias.
-
-    For each head, `programs` programs share the tokens of all sequences.
-    """
+    """Returns the configuration of the kernel that joins heads and sums over tokens. `programs` are for each head."""
     programs = 4 * next_power_of_2(device.multiprocessors)
     block_width = min(next_power_of_2(head_size), 1024)
     block_rows = min(max(1, 2048 // block_width), next_power_of_2(length))

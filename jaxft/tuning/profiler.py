@@ -22,16 +22,10 @@ class Kernel(NamedTuple):
 
 
 def kernel_times(run: Callable[[], Any]) -> list[Kernel]:
-    """Returns the kernels that `run` launches on the GPU. Copies that are no kernel (cudaMemcpy) are left out.
+    """Returns the kernels that `run` launches on the GPU, without copies (cudaMemcpy).
 
-    Args:
-      run: launches the work and returns its results.
-
-    Returns:
-      The kernels. The list is empty on other devices, and where another program profiles the GPU.
-
-    Raises:
-      RuntimeError: JAX's profiler is already running.
+    There are none on other devices, and where another program profiles the GPU. Raises a RuntimeError if JAX's profiler
+    is running already.
     """
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0
@@ -49,10 +43,7 @@ def kernel_times(run: Callable[[], Any]) -> list[Kernel]:
 
 
 def busy_us(kernels: Iterable[Kernel]) -> float:
-    """Returns the time during which at least one of the kernels runs, in microseconds.
-
-    JAX 0.11 launches a kernel before the previous one ends, so the sum of kernel times would count the wait twice.
-    """
+    """Returns how long at least one kernel runs, in microseconds. JAX 0.11 starts one before the previous one ends."""
     total, until = 0.0, -math.inf
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
         total += max(0.0, kernel.end - max(kernel.start, until))
@@ -61,10 +52,7 @@ def busy_us(kernels: Iterable[Kernel]) -> float:
 
 
 def device_us(call: Callable[[], Any], calls: int) -> float:
-    """Returns the time that one call keeps the GPU busy: the mean of `calls` calls, whose results are held at once.
-
-    NaN if no kernel was recorded. Raises as `kernel_times`.
-    """
+    """Returns how long a call keeps the GPU busy: the mean of `calls` calls, or NaN if no kernel was recorded."""
     kernels = kernel_times(lambda: [call() for _ in range(calls)])
     return busy_us(kernels) / calls if kernels else math.nan
 
@@ -79,17 +67,10 @@ def queued_us(call: Callable[[], Any], calls: int) -> float:
 
 
 def turns(variants: Sequence[T], rounds: int, measure: Callable[[T], float]) -> np.ndarray:
-    """Measures variants in turns, so that a change of clock or temperature affects all of them alike.
+    """Measures variants in turns and returns the samples `[rounds, variants]`.
 
-    Every other round goes backwards, so that no variant always follows the same one.
-
-    Args:
-      variants: what to compare.
-      rounds: how often each variant is measured.
-      measure: returns one sample of a variant.
-
-    Returns:
-      float64 `[rounds, variants]`, the samples in the order of `variants`.
+    A change of clock or temperature affects all of them alike. Every other round goes backwards, so that no variant
+    always follows the same one.
     """
     samples = np.empty((rounds, len(variants)))
     for i in range(rounds):

@@ -41,11 +41,7 @@ class RowConfig:
 
 @dataclasses.dataclass(frozen=True)
 class GradientConfig:
-    """Launch configuration of a kernel that also sums over rows, for the gradients of vectors.
-
-    Each program takes its share of the rows and writes its partial sums, which a small reduction adds up. In
-    `bias_activation_backward` it is not needed if one program has all rows.
-    """
+    """Launch configuration of a kernel that also sums over rows. Its programs write partial sums, added up later."""
 
     block_rows: int  # rows that a program processes at a time, a power of two
     block_width: int  # columns that a program processes at a time, a power of two

@@ -20,10 +20,7 @@ def unsupported(
     query: Array, query_length: int, key_length: int, options: Options, *, return_residual: bool = False,
     **arrays: Array | None,
 ) -> str | None:  # fmt: skip
-    """Returns why cuDNN cannot do all that a call asks for, or None. A row with nothing to attend to must give 0.
-
-    `arrays` are the other arguments of the op by name, None where they are not given.
-    """
+    """Returns why cuDNN cannot do all that a call with these other `arrays` (or None) asks for, or None if it can."""
     if query.dtype not in (jnp.float16, jnp.bfloat16):
         return f"query is {query.dtype}, it takes float16 and bfloat16"
     head_size = query.shape[-1]
@@ -64,10 +61,7 @@ def missing() -> str | None:
 def forward(
     query: Array, key: Array, value: Array, query_lengths: Array | None, key_lengths: Array | None, options: Options
 ) -> Array:
-    """Computes attention of query [B, T, N, H] with key and value [B, S, K, H] -> [B, T, N, H].
-
-    The lengths are int32 [B], or None for T or S each. JAX differentiates the call through cuDNN's own gradient.
-    """
+    """Computes attention: query `[B, T, N, H]`, key and value `[B, S, K, H]`, lengths int32 `[B]` or None for all."""
     t, s = query.shape[1], key.shape[1]
     queries = keys = None
     if query_lengths is not None or key_lengths is not None:

@@ -75,10 +75,7 @@ def _kernel(dy_ref, kernel_ref, derivative_ref, eighths_ref, dx_ref, sums_ref, *
 
 
 def backward(dy: Array, kernel: Array, derivative: Array, *, config: MosaicDenseConfig) -> tuple[Array, Array]:
-    """Computes (dy @ kernel^T) * derivative [M, F] and its sum over the rows, float32 [F]; dy [M, K], kernel [F, K].
-
-    Callers ask `support.dense_unsupported` first. `derivative` [M, F] is what `dense.forward` has returned.
-    """
+    """Computes (dy @ kernel^T) * derivative [M, F] and its sum over the rows, float32 [F]; dy [M, K], kernel [F, K]."""
     rows, width = derivative.shape
     beyond = -rows % 8
     if beyond:  # See `dense.forward`.

@@ -84,10 +84,7 @@ def derivative_dtype(dtype: Any) -> Any:
 def attention_backward_unsupported(
     qkv: Array, mask: Array | None, *, scale: float, return_residual: bool, limited: bool, **others: Array | None
 ) -> str | None:
-    """Returns why the kernel of attention's gradient cannot run a call, or None if it can.
-
-    `limited` is whether there is a causal mask or a window. `others` are the op's other arrays by name.
-    """
+    """Returns why the kernel of attention's gradient cannot run, or None. `limited`: by a causal mask or a window."""
     for name, x in others.items():
         if x is not None:
             return f"it takes no {name}"

@@ -63,10 +63,7 @@ def _in_full(dtype: Any, precision: str) -> bool:
 
 
 def natural_logits(dtype: Any, bias: Array | None, precision: str) -> bool:
-    """Returns whether the logits in the kernels are natural rather than base 2.
-
-    Base-2 logits need fewer operations. With a bias they might overflow, and in full precision they would lose digits.
-    """
+    """Returns whether logits are natural: base-2 ones would overflow with a bias and lose digits in full precision."""
     return bias is not None or _in_full(dtype, precision)
 
 
@@ -284,10 +281,7 @@ def in_span(p: Problem, span: Span, positions: Array) -> Array:
 
 
 def fewest_keys(compute: Callable[..., Any], last: Any, block_k: int) -> Any:
-    """Calls `compute` on a block that holds all keys, or on its first half if no key of the second half takes part.
-
-    `last` is one past the last key that takes part, an int if it is known when the kernel is compiled.
-    """
+    """Calls `compute` on a block of all keys, or on its first half if the last key that takes part is there."""
     # H200, backward pass, 256 sequences of 128 keys, half of the keys valid: 207 us (whole block 241), 2026-11-23
     if isinstance(last, int) or block_k < 32:  # a matmul needs at least 16 keys
         return compute(block_k=block_k)
@@ -296,10 +290,7 @@ def fewest_keys(compute: Callable[..., Any], last: Any, block_k: int) -> Any:
 
 
 def visit_all(span: Span, block: int, leading: bool, visit: Callable[..., Any], carry: Any) -> Any:
-    """Calls `visit(j, carry, edge=edge)` for each block of a span and returns the last carry.
-
-    `edge` says whether the block needs a mask, and `leading` whether such blocks may come before the full blocks.
-    """
+    """Folds `visit(j, carry, edge=needs_mask)` over a span's blocks. `leading`: edges may come before full blocks."""
     # H200: masks in every block would cost 20-60 %, 2026-11-20
     start, stop = span.blocks(block)
     edge = functools.partial(visit, edge=True)
@@ -407,10 +398,7 @@ def logits(refs: Refs, pairs: Pairs, products: Array, scale: float) -> Array:
 
 
 def probabilities(p: Problem, refs: Refs, pairs: Pairs, products: Array, top: Array, total: Array | None) -> Array:
-    """Computes the probabilities again from the dot products and the log-sum-exp.
-
-    `total` is None if `top` is the log-sum-exp rather than the greatest logit, or if the caller divides by the sum.
-    """
+    """Computes the probabilities again. `total` is None if `top` is the log-sum-exp or the caller normalises."""
     if p.natural:
         return exponentials(p, logits(refs, pairs, products, p.options.scale) - top, total)
     exponent = common.fma(products, p.options.scale * LOG2_E, -top)
@@ -418,15 +406,13 @@ def probabilities(p: Problem, refs: Refs, pairs: Pairs, products: Array, top: Ar
 
 
 def exponentials(p: Problem, x: Array, total: Array | None = None) -> Array:
-    """Computes the exponentials of `x`, natural if `p.natural` and base 2 otherwise, divided by 2^total.
-
-    In full precision, the rounding errors of the exponent are estimated and corrected to first order.
-    """
+    """Computes the exponentials of `x`, natural if `p.natural` and base 2 otherwise, divided by 2^total."""
     high = x * LOG2_E if p.natural else x
     exponent = high if total is None else high - total
     y = common.exp2(exponent)
     if p.precision is None:
         return y
+    # Rounding errors of the exponent, corrected to first order.
     rest = common.fma(x, LOG2_E, -high) + x * _LOG2_E_REST  # NaN where x is -inf; y is 0 there
     if total is not None:  # add the rounding error of the difference, by Knuth's two-sum
         part = exponent - high
@@ -452,21 +438,16 @@ def in_key_mask(p: Problem, refs: Refs, batch, columns: Array, inside: Array) ->
 
 
 def dot(p: Problem, a: Array, b: Array, *, trans_a: bool = False, trans_b: bool = False) -> Array:
-    """Computes the matmul of two tiles in float32.
-
-    In full precision, a call in which plain JAX multiplies a matrix and a vector uses `common.dot_in_short_chains`.
-    """
+    """Computes the matmul of two tiles in float32."""
+    # Plain JAX multiplies a matrix and a vector in a more accurate order than a matmul.
     thin = p.precision is not None and min(p.query_length, p.key_length, p.head_size) == 1
     multiply = common.dot_in_short_chains if thin else common.dot
     return multiply(a, b, trans_a=trans_a, trans_b=trans_b, precision=p.precision)
 
 
 def add(p: Problem, total: Array, product: Array) -> Array:
-    """Adds the matmul of a block to the total.
-
-    In full precision, the opaque addition keeps the sum of the block separate from the total. A single chain of
-    additions over all blocks would lose digits.
-    """
+    """Adds the matmul of a block to the total."""
+    # In full precision by an opaque addition: a single chain of additions over all blocks would lose digits.
     return total + product if p.precision is None else common.fma(product, 1.0, total)
 
 

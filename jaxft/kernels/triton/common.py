@@ -243,10 +243,7 @@ def fma(x: Array, y: Array | float, z: Array | float) -> Array:
 
 
 def opaque(x: Array) -> Array:
-    """Passes a 16-bit `x` through an opaque move.
-
-    The compiler then recomputes values derived from the result instead of keeping those derived from `x` in registers.
-    """
+    """Passes a 16-bit `x` through an opaque move: the compiler recomputes what depends on it, which saves registers."""
     if interpreting.get():
         return x
     (y,) = plgpu.elementwise_inline_asm(
@@ -260,10 +257,8 @@ def opaque(x: Array) -> Array:
 
 
 def share(programs: int, blocks: int) -> int:
-    """Returns the number of programs that add up `blocks` blocks, where `programs` is the preferred number.
-
-    A program adds up at most 128 blocks, since a longer chain of additions would lose digits.
-    """
+    """Returns how many programs add up `blocks` blocks: `programs`, or more, so that each adds up at most 128."""
+    # A longer chain of additions would lose digits.
     return min(blocks, max(programs, pl.cdiv(blocks, 128)))
 
 
@@ -281,10 +276,7 @@ def program_id_from_the_end(axis: int) -> Array:
 
 
 def block_from_the_end(block: Any, blocks: int) -> Array:
-    """Returns a block number of `read_ahead` counted from the last block, see `program_id_from_the_end`.
-
-    A number past the last block stays unchanged, so that the masks still exclude the block that is read past the end.
-    """
+    """Returns a block number counted from the last block. A number past the end stays, so that it is masked."""
     return jnp.where(block < blocks, blocks - 1 - block, block)
 
 
@@ -308,10 +300,7 @@ def read_ahead(
 
 
 def keep(seed_ref: Any, rate: float, rows: Array, columns: Array) -> Array:
-    """Returns whether dropout keeps elements. The decision equals `jaxft.dropout.dropout_mask`.
-
-    `rows` are flat indices into the leading axes. `rows` and `columns` broadcast.
-    """
+    """Returns whether dropout keeps elements, as `jaxft.dropout.dropout_mask`. `rows` index all leading axes."""
     seed0, seed1 = (load(seed_ref.at[jnp.int32(i)]) for i in range(2))
     bits = keep_bits(seed0, seed1, rows.astype(jnp.uint32), columns.astype(jnp.uint32))
     return bits >= jnp.uint32(keep_threshold(rate))
@@ -335,11 +324,8 @@ def unsupported_dtype(**arrays: Array | None) -> str | None:
 
 
 def unsupported_size(x: Array) -> str | None:
-    """Returns the reason why the kernels do not support the size of `x` as `[rows, width]`, or None if they do.
-
-    The number of elements is not limited: Pallas uses 64-bit offsets into arrays of more than 2^32 bytes. A position in
-    one dimension always has 32 bits, also a position between the end of the array and the end of the last block.
-    """
+    """Returns why the kernels do not support the size of `x` as `[rows, width]`, or None. A position has 32 bits."""
+    # So has one beyond the array's end, in its last block. Offsets have 64 bits in arrays of more than 2^32 bytes.
     for what, length in (("rows", math.prod(x.shape[:-1])), ("columns", x.shape[-1])):
         if x.size > 0 and length > 2**30:
             return f"x has {length} {what}, the kernels take at most 2^30"

@@ -95,11 +95,8 @@ def _shift_of(top):
 
 
 def _maximum(logits, before=None):
-    """Returns the maximum of each row, and the factor for sums of exponentials of earlier chunks, or None.
-
-    `before` is the maximum of the earlier chunks. The maximum may drop a NaN, but the exponentials keep it.
-    """
-    top = jnp.max(logits, axis=1)
+    """Returns the maximum of each row, and the factor for sums of exponentials of the chunks `before`, or None."""
+    top = jnp.max(logits, axis=1)  # may drop a NaN, but the exponentials keep it
     if before is None:
         return top, None
     top = jnp.maximum(before, top)
