@@ -167,7 +167,8 @@ def test_heuristics_fit_into_99_kib(device):
         ("attention", "attention_dq", "attention_dkv"), (8, 33, 64, 80, 128, 192, 256), (2, 4), lengths, (1, 4096),
         (None, 16, 64),
     ):  # fmt: skip
-        config = getattr(tuning_attention, op)(batch_heads, queries, keys, head_size, itemsize, device, average=average)
+        call = tuning_attention.Call(batch_heads, queries, keys, head_size, itemsize, device, average=average)
+        config = getattr(tuning_attention, op)(call)
         taken = shared_memory(op, config, queries, keys, head_size, itemsize)
         if itemsize == 4 and config.num_stages > 1:
             taken *= 1.5
