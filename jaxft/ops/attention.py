@@ -117,27 +117,13 @@ def qkv_attention(
 ) -> Any:
     """Computes `dot_product_attention` from the packed projection.
 
-    The kernels read the packed array in place, without slices or copies.
-
     Equivalent to::
 
         dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], bias, mask, ...)
 
-    Args:
-      qkv: `[B, T, 3, N, H]` (or `[T, 3, N, H]`), N >= 1, float32, float16 or bfloat16.
-      bias: as in `dot_product_attention`, with S = T.
-      mask: as in `dot_product_attention`, with S = T.
-      scale: as in `dot_product_attention`.
-      is_causal: as in `dot_product_attention`.
-      query_seq_lengths: as in `dot_product_attention`.
-      key_value_seq_lengths: as in `dot_product_attention`.
-      query_segment_ids: as in `dot_product_attention`.
-      key_value_segment_ids: as in `dot_product_attention`, with S = T.
-      local_window_size: as in `dot_product_attention`.
-      dropout_rate: as in `dot_product_attention`.
-      dropout_rng: as in `dot_product_attention`.
-      return_residual: as in `dot_product_attention`.
-      implementation: as in `dot_product_attention`. `"cudnn"` and `"xla"` slice `qkv`, which costs cuDNN copies.
+    `qkv` is `[B, T, 3, N, H]` (or `[T, 3, N, H]`), N >= 1, float32, float16 or bfloat16. The other arguments are those
+    of `dot_product_attention`, with S = T. The kernels read the packed array in place, without slices or copies.
+    `"cudnn"` and `"xla"` slice `qkv`, which costs cuDNN copies.
 
     Returns:
       `[B, T, N, H]` (or `[T, N, H]`) of the dtype of `qkv`. With `return_residual`, also the log-sum-exp, float32 `[B,
@@ -174,22 +160,15 @@ def varlen_qkv_attention(
     place in `qkv`. With another number of sequences or rows, the kernels may use other block sizes, which round
     differently.
 
-    Args:
-      qkv: `[M, 3, N, H]`, N >= 1, float32, float16 or bfloat16.
-      cu_seqlens: integers `[B + 1]`, ascending from 0. Sequence b is rows `cu_seqlens[b]` to `cu_seqlens[b + 1]` of
-        `qkv`. Rows from `cu_seqlens[B]` on belong to no sequence and give 0.
-      max_seqlen: a static upper bound of the lengths of the sequences. If `cu_seqlens` is traced (an argument of
-        `jit`), its values cannot be checked. In a longer sequence, the rows beyond `max_seqlen` then take no part and
-        give 0. A sequence that goes beyond row M is cut there. If `cu_seqlens` does not ascend from 0, the result is
-        undefined.
-      scale: as in `dot_product_attention`.
-      is_causal: as in `dot_product_attention`.
-      local_window_size: as in `dot_product_attention`.
-      dropout_rate: as in `dot_product_attention`. The index of an element is its index in the padded array `[B, N,
-        max_seqlen, max_seqlen]`.
-      dropout_rng: as in `dot_product_attention`.
-      return_residual: as in `dot_product_attention`.
-      implementation: as in `dot_product_attention`. cuDNN does not support packed sequences.
+    - `qkv`: `[M, 3, N, H]`, N >= 1, float32, float16 or bfloat16.
+    - `cu_seqlens`: integers `[B + 1]`, ascending from 0. Sequence b is rows `cu_seqlens[b]` to `cu_seqlens[b + 1]` of
+      `qkv`. Rows from `cu_seqlens[B]` on belong to no sequence and give 0.
+    - `max_seqlen`: a static upper bound of the lengths of the sequences. If `cu_seqlens` is traced (an argument of
+      `jit`), its values cannot be checked. In a longer sequence, the rows beyond `max_seqlen` then take no part and
+      give 0. A sequence that goes beyond row M is cut there. If `cu_seqlens` does not ascend from 0, the result is
+      undefined.
+    - The other arguments are those of `dot_product_attention`. For dropout, the index of an element is its index in the
+      padded array `[B, N, max_seqlen, max_seqlen]`. cuDNN does not support packed sequences.
 
     Returns:
       `[M, N, H]` of the dtype of `qkv`. With `return_residual`, also the log-sum-exp, float32 `[M, N]`. Rows that

@@ -64,13 +64,7 @@ def log_softmax(
 
         jax.nn.log_softmax(x * scale + bias, where=mask)
 
-    Args:
-      x: `[..., S]`, as in `softmax`, for example as wide as a vocabulary.
-      scale: as in `softmax`.
-      bias: as in `softmax`.
-      mask: as in `softmax`.
-      in_place: as in `softmax`.
-      implementation: as in `softmax`.
+    The arguments are those of `softmax`. A row may be as wide as a vocabulary.
 
     Returns:
       An array of the shape and dtype of `x`. Masked elements are -inf, and so is a row without a True.
