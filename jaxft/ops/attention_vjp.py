@@ -99,8 +99,9 @@ def plan_of(op: str, inputs: Inputs, options: Options, implementation: str | Non
     average = None if inputs.cu_seqlens is None else max(1, inputs.query.shape[0] // b)
     call = tuning.Call(b * n, t, s, h, inputs.query.dtype.itemsize, device, more, average)
     forward = Pass("triton", tuning.attention(call))
-    dkv = tuning.attention_dkv(call, attention_problem.bias_of_pairs(inputs.bias))
-    backward = Pass("triton", (tuning.attention_dq(call), dkv))
+    dq = tuning.attention_dq(call)
+    dkv = tuning.attention_dkv(call, attention_problem.bias_of_pairs(inputs.bias))  # the last, see `autotune`
+    backward = Pass("triton", (dq, dkv))
     saving, why = None, [choice.why] if choice.why else []
     if implementation is None:
         reason = _cudnn_unsupported(inputs, options) or _cudnn_is_slower(inputs, options, device)
