@@ -478,7 +478,7 @@ def test_sizes_beyond_32_bits(shape, reason):
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     run = functools.partial(jaxft.bias_activation, bias=None, implementation="triton")
     if reason is None:
-        assert kernel.unsupported(x, None) is None
+        assert kernel.unsupported(x, bias=None) is None
         assert jax.eval_shape(run, x).shape == shape
     else:
         with pytest.raises(NotImplementedError, match=f"{reason}, the kernels take at most"):

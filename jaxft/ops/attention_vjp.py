@@ -49,23 +49,13 @@ class Options:
     max_seqlen: int | None = None  # only with cu_seqlens
 
 
-class Sizes(NamedTuple):
-    """Sizes of a call: B, T, S, N and H. For packed sequences, both lengths are `max_seqlen`."""
-
-    batch: int
-    query_length: int
-    key_length: int
-    heads: int
-    head_size: int
-
-
-def sizes(inputs: Inputs, options: Options) -> Sizes:
-    """Returns the sizes of a call."""
+def sizes(inputs: Inputs, options: Options) -> tuple[int, int, int, int, int]:
+    """Returns the sizes of a call: B, T, S, N and H. For packed sequences, both lengths are `max_seqlen`."""
     *_, n, h = inputs.query.shape
     if options.max_seqlen is not None:
-        return Sizes(inputs.cu_seqlens.shape[0] - 1, options.max_seqlen, options.max_seqlen, n, h)
+        return inputs.cu_seqlens.shape[0] - 1, options.max_seqlen, options.max_seqlen, n, h
     b, t = inputs.query.shape[:2]
-    return Sizes(b, t, t if inputs.key is None else inputs.key.shape[1], n, h)
+    return b, t, t if inputs.key is None else inputs.key.shape[1], n, h
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -70,7 +70,7 @@ def plan_of(
     op: str, x: Array, bias: Array | None, *, activation: str, in_place: bool, implementation: str | None
 ) -> Plan:
     """Chooses backend and configurations for arrays of these shapes and dtypes."""
-    choice = dispatch.choose(op, implementation, {"triton": triton.unsupported(x, bias)})
+    choice = dispatch.choose(op, implementation, {"triton": triton.unsupported(x, bias=bias)})
     if choice.name == "xla" or x.size == 0:
         return Plan(activation=activation, in_place=in_place, why=choice.why)
     sizes = math.prod(x.shape[:-1]), x.shape[-1], x.dtype.itemsize, dispatch.device()

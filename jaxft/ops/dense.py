@@ -232,21 +232,14 @@ def _bwd(plan, saved, d_out):
     return *product_vjp(dy), d_bias, None if residual is None else d_out
 
 
-def sum_of_rows(x: Array, plan: Plan) -> Array:
-    """Computes the sum over the rows: x `[M, F]` -> `[F]`, float32."""
-    total = transforms.with_plain_gradient(
-        functools.partial(bias_activation.sum_of_rows, interpret=plan.interpret),
-        lambda x: jnp.sum(x, axis=0, dtype=jnp.float32),
-    )
-    return total(x)
-
-
 def _epilogue_gradient(d_out, y, bias, plan):
     """Computes the gradients of y and bias through activation(y + bias), with an activation in one pass."""
     if plan.activation is None:
         if bias is None:
             return d_out, None
-        return d_out, sum_of_rows(d_out, plan).astype(bias.dtype)
+        sum_of_rows = functools.partial(bias_activation.sum_of_rows, interpret=plan.interpret)
+        total = transforms.with_plain_gradient(sum_of_rows, lambda x: jnp.sum(x, axis=0, dtype=jnp.float32))
+        return d_out, total(d_out).astype(bias.dtype)
 
     def plain(d_out, y, bias):
         return jax.vjp(lambda y, bias: reference.dense_epilogue(y, bias, plan.activation, None), y, bias)[1](d_out)

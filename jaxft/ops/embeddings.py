@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from jaxft.kernels.triton import layer_norm as triton_layer_norm
 from jaxft.ops import checks, plans, transforms
 from jaxft.ops.plans import Pass
 from jaxft.tuning import rows as tuning
-from jaxft.tuning.table import GradientConfig, RowConfig
 
 
 def embeddings_layer_norm(
@@ -114,20 +113,14 @@ def embeddings_layer_norm(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(plans.Plan):
-    """Plan of a call of `embeddings_layer_norm`."""
+    """Plan of a call of `embeddings_layer_norm`.
+
+    The backward pass has the configurations of LayerNorm and of the sums by id, None for a table without ids.
+    """
 
     epsilon: float
     dropout_rate: float
     dtype: Any
-
-
-class Backward(NamedTuple):
-    """Configurations of the backward pass: of LayerNorm, and of the sums by id for each table that has ids."""
-
-    layer_norm: GradientConfig
-    word: RowConfig
-    position: RowConfig | None
-    token_type: RowConfig | None
 
 
 def plan_of(
@@ -148,7 +141,7 @@ def plan_of(
     def sums(table, ids):
         return None if table is None or ids is None else tuning.embeddings_sums(*table.shape)
 
-    backward = Backward(
+    backward = (
         tuning.layer_norm_backward(rows, width, 4, *others),  # itemsize of the sum, float32
         tuning.embeddings_sums(*word.shape),
         sums(position, position_ids),
@@ -202,14 +195,15 @@ def _forward(plan, save, word, position, token_type, gamma, beta, input_ids, pos
 
 
 def _backward(plan, dy, saved, word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, rng):
-    configs, (total, saved) = plan.backward.config, saved
+    norm, of_word, of_position, of_token_type = plan.backward.config
+    total, saved = saved
     of_rows = token_type is not None and token_type_ids is None  # the gradient of row 0 is a sum over all tokens
     vectors = {"bias": token_type if of_rows else None, "gamma": gamma, "beta": beta}
     d, _, found = triton_layer_norm.backward(
         dy.reshape(total.shape), None, total, None, None, gamma, None if rng is None else dropout_seed(rng),
         saved, dropout_rate=plan.dropout_rate, drops_result=rng is not None,
         vectors={name: vector.dtype for name, vector in vectors.items() if vector is not None},
-        config=configs.layer_norm, interpret=plan.interpret,
+        config=norm, interpret=plan.interpret,
     )  # fmt: skip
 
     def by_id(table, ids, config):
@@ -219,7 +213,7 @@ def _backward(plan, dy, saved, word, position, token_type, gamma, beta, input_id
         return jnp.pad(rows.astype(table.dtype), ((0, table.shape[0] - rows.shape[0]), (0, 0)))
 
     if position_ids is not None:
-        dposition = by_id(position, position_ids, configs.position)
+        dposition = by_id(position, position_ids, of_position)
     else:
         dposition = first_rows(position, jnp.sum(d.reshape(-1, *dy.shape[-2:]), axis=0))
     dtoken_type = None
@@ -227,8 +221,8 @@ def _backward(plan, dy, saved, word, position, token_type, gamma, beta, input_id
         if of_rows:
             dtoken_type = first_rows(token_type, found["bias"][None])
         else:
-            dtoken_type = by_id(token_type, token_type_ids, configs.token_type)
-    return by_id(word, input_ids, configs.word), dposition, dtoken_type, found.get("gamma"), found.get("beta")
+            dtoken_type = by_id(token_type, token_type_ids, of_token_type)
+    return by_id(word, input_ids, of_word), dposition, dtoken_type, found.get("gamma"), found.get("beta")
 
 
 _reference, _kernels = transforms.implementations(_forward, _backward, _plain, gradients=5)

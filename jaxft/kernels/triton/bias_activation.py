@@ -16,10 +16,7 @@ from jax.experimental import pallas as pl
 from jaxft.kernels.triton import activations, common
 from jaxft.tuning.table import ElementwiseConfig, GradientConfig
 
-
-def unsupported(x: Array, bias: Array | None) -> str | None:
-    """Returns the reason why the kernels cannot take x `[..., D]` and bias `[D]`, or None if they can."""
-    return common.unsupported_dtype(x=x, bias=bias) or common.unsupported_size(x)
+unsupported = common.unsupported_rows
 
 
 def _add_bias(x, bias):

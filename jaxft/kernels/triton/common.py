@@ -323,6 +323,11 @@ def unsupported_dtype(**arrays: Array | None) -> str | None:
     return unsupported_array((jnp.float32, jnp.float16, jnp.bfloat16), **arrays)
 
 
+def unsupported_rows(x: Array, **arrays: Array | None) -> str | None:
+    """Returns the reason why the kernels do not support rows x `[..., D]` and the other arrays, or None if they do."""
+    return unsupported_dtype(x=x, **arrays) or unsupported_size(x)
+
+
 def unsupported_size(x: Array) -> str | None:
     """Returns why the kernels do not support the size of `x` as `[rows, width]`, or None. A position has 32 bits."""
     # So has one beyond the array's end, in its last block. Offsets have 64 bits in arrays of more than 2^32 bytes.

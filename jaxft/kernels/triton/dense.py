@@ -18,10 +18,7 @@ from jax.experimental import pallas as pl
 from jaxft.kernels.triton import activations, common
 from jaxft.tuning.dense import DenseConfig
 
-
-def unsupported(x: Array, **vectors: Array | None) -> str | None:
-    """Returns the reason why the kernel cannot take x `[..., K]` and the other arrays, or None if it can."""
-    return common.unsupported_dtype(x=x, **vectors) or common.unsupported_size(x)
+unsupported = common.unsupported_rows
 
 
 BAND = 16  # The height of a band in tiles, see `_tile`.

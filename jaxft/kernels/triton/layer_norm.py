@@ -31,9 +31,7 @@ Ref = Any
 _SUM_ROWS, _SUM_COLUMNS = 1024, 32
 
 
-def unsupported(x: Array, **vectors: Array | None) -> str | None:
-    """Returns the reason why the kernels cannot take x `[..., D]` and the vectors `[D]`, or None if they can."""
-    return common.unsupported_dtype(x=x, **vectors) or common.unsupported_size(x)
+unsupported = common.unsupported_rows
 
 
 def _add(
