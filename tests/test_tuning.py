@@ -468,7 +468,7 @@ def test_few_rows_sum_in_one_program(device):
         assert config.block_rows * config.block_width <= 16 * 32 * config.num_warps
         assert rows < 16 or config.block_width <= 64
     assert tuning_rows.bias_activation_backward(129, 3072, 2, device).programs > 1
-    tried = [c for c in tuning_rows.bias_activation_backward_candidates(100, 3072, 2, device) if c.programs == 1]
+    tried = [c for c in tuning_rows.bias_activation_backward_candidates(100, 3072, device) if c.programs == 1]
     assert {(c.block_rows, c.block_width) for c in tried} == {(128, 32), (128, 64)}
 
 

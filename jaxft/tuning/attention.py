@@ -7,7 +7,7 @@ kernel then takes more shared memory.
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxft.dispatch import Device
 from jaxft.tuning.table import LARGE, LARGEST, AttentionConfig, MosaicGradientConfig, lookup, next_power_of_2
@@ -112,7 +112,7 @@ def _attention(
 
 
 def attention_candidates(
-    batch_heads: int, query: int, key: int, head_size: int, itemsize: int, device: Device, average: int = 0
+    query: int, key: int, itemsize: int, device: Device, average: int = 0, **_: Any
 ) -> Iterable[AttentionConfig]:
     """Yields the configurations that `autotune` tries for the forward kernel."""
     blocks = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (64, 128, 4, 3), (128, 64, 4, 2), (128, 64, 4, 3),
@@ -131,7 +131,7 @@ def attention_candidates(
 
 
 def attention_dq_candidates(
-    batch_heads: int, query: int, key: int, head_size: int, itemsize: int, device: Device, average: int = 0
+    query: int, key: int, itemsize: int, average: int = 0, **_: Any
 ) -> Iterable[AttentionConfig]:
     """Returns the configurations that `autotune` tries for the kernel of the queries' gradient."""
     blocks = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2),
@@ -145,7 +145,7 @@ def attention_dq_candidates(
 
 
 def attention_dkv_candidates(
-    batch_heads: int, query: int, key: int, head_size: int, itemsize: int, device: Device, average: int = 0
+    query: int, key: int, itemsize: int, device: Device, average: int = 0, **_: Any
 ) -> Iterable[AttentionConfig]:
     """Yields the configurations that `autotune` tries for the kernel of the keys' and values' gradients."""
     blocks = [(64, 128, 8, 1), (64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 2), (32, 128, 4, 2), (64, 128, 4, 1),

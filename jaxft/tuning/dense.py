@@ -7,6 +7,7 @@ arguments of the candidates, `activation` is 1 without an activation and 2 with 
 import dataclasses
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
 from jaxft.dispatch import Device
 from jaxft.tuning.table import LARGEST, lookup, next_power_of_2
@@ -94,7 +95,7 @@ def dense_implementation(
 
 
 def dense_implementation_candidates(
-    rows: int, depth: int, width: int, activation: int, itemsize: int, device: Device, residual: int = 0
+    rows: int, depth: int, width: int, itemsize: int, **_: Any
 ) -> Iterable[DenseChoice]:
     """Returns the implementations that `autotune` tries for a dense layer."""
     # The times that autotune compares do not include what a Mosaic GPU kernel costs the host.
@@ -184,6 +185,7 @@ def _xla_splits_depth(rows: int, depth: int, width: int, activation: str | None)
     """
     # H200, bf16, 128x3072x768: 7.6 us (Triton 8.4), 2026-11-23
     # See docs/performance-notes.md, "Deep matmuls of few rows: split-K by XLA".
+    # With one row Triton would be faster, but `vmap` may turn one row into many.
     return depth >= max(2048, 4 * width) and (rows <= 128 or activation is None and 256 < rows <= 512)
 
 
@@ -214,7 +216,7 @@ def dense(rows: int, depth: int, width: int, itemsize: int, device: Device) -> D
     return lookup("dense", default, device, rows=rows, depth=depth, width=width, itemsize=itemsize)
 
 
-def dense_candidates(rows: int, depth: int, width: int, itemsize: int, device: Device) -> Iterable[DenseConfig]:
+def dense_candidates(itemsize: int, **_: Any) -> Iterable[DenseConfig]:
     """Returns the configurations that `autotune` tries for the Triton kernel of a dense layer."""
     deep = 256 // itemsize
     blocks = [(64, 64, deep, 4, 3), (32, 64, deep, 4, 3), (64, 32, deep, 4, 3), (16, 64, deep, 4, 3),
@@ -247,7 +249,7 @@ def dense_split(rows: int, depth: int, width: int, itemsize: int, device: Device
     return lookup("dense_split", default, device, rows=rows, depth=depth, width=width, itemsize=itemsize)
 
 
-def dense_split_candidates(rows: int, depth: int, width: int, itemsize: int, device: Device) -> Iterable[SplitConfig]:
+def dense_split_candidates(rows: int, **_: Any) -> Iterable[SplitConfig]:
     """Yields the configurations that `autotune` tries for the Triton split-K matmul before a LayerNorm."""
     block_m = max(16, min(64, next_power_of_2(rows)))
     blocks = [(64, 128, 4, 3), (64, 128, 4, 4), (64, 64, 4, 5), (32, 128, 4, 5), (128, 64, 4, 4), (32, 128, 4, 4)]
@@ -280,9 +282,7 @@ def dense_mosaic(
     return _lookup_mosaic("dense_mosaic", default, device, variant, pieces, **sizes, itemsize=itemsize)
 
 
-def dense_mosaic_candidates(
-    rows: int, depth: int, width: int, activation: int, itemsize: int, device: Device
-) -> Iterable[MosaicDenseConfig]:
+def dense_mosaic_candidates(rows: int, itemsize: int, device: Device, **_: Any) -> Iterable[MosaicDenseConfig]:
     """Yields the configurations that `autotune` tries for the Mosaic GPU kernel of a dense layer."""
     tiles = [(64, 128, 4, "m"), (64, 192, 4, "m"), (64, 256, 4, "m"), (128, 128, 4, "n"), (128, 192, 4, "none"),
              (192, 128, 4, "none"), (128, 128, 6, "none"), (64, 192, 6, "none"), (64, 128, 6, "none"),
@@ -324,9 +324,7 @@ def dense_mosaic_derivatives(
     return saving, gradient
 
 
-def dense_mosaic_gradient_candidates(
-    rows: int, depth: int, width: int, itemsize: int, device: Device
-) -> Iterable[MosaicDenseConfig]:
+def dense_mosaic_gradient_candidates(device: Device, **_: Any) -> Iterable[MosaicDenseConfig]:
     """Yields the configurations that `autotune` tries for the kernel of `dense_mosaic_gradient`."""
     tiles = [(128, 192, 3), (128, 192, 4), (192, 128, 4), (128, 128, 4), (128, 128, 5), (64, 192, 5), (64, 128, 5)]
     for (m, n, k), minor in itertools.product(tiles, ("m", "n")):

@@ -7,6 +7,7 @@ it. `batch_heads` is the number of sequences times the number of heads.
 
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
 from jaxft.dispatch import Device
 from jaxft.tuning.table import ElementwiseConfig, GradientConfig, PermuteConfig, lookup, next_power_of_2
@@ -26,7 +27,7 @@ def permute(size: int, kept: int, aligned: int, itemsize: int, device: Device) -
     return lookup("permute", default, device, size=size, kept=kept, aligned=aligned, itemsize=itemsize)
 
 
-def permute_candidates(size: int, kept: int, aligned: int, itemsize: int, device: Device) -> Iterable[PermuteConfig]:
+def permute_candidates(kept: int, aligned: int, itemsize: int, **_: Any) -> Iterable[PermuteConfig]:
     """Yields the configurations that `autotune` tries for the kernel that permutes axes."""
     if kept * itemsize >= 64:  # rows move unchanged
         line = min(next_power_of_2(kept), 1024)
@@ -50,9 +51,7 @@ def qkv_bias_split_heads(
     return lookup("qkv_bias_split_heads", default, device, **sizes)
 
 
-def qkv_bias_split_heads_candidates(
-    batch_heads: int, length: int, head_size: int, itemsize: int, device: Device
-) -> Iterable[ElementwiseConfig]:
+def qkv_bias_split_heads_candidates(head_size: int, itemsize: int, **_: Any) -> Iterable[ElementwiseConfig]:
     """Returns the configurations that `autotune` tries for the kernel that splits packed QKV."""
     return itertools.starmap(ElementwiseConfig, _head_tiles(head_size, itemsize))
 

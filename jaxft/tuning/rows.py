@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
 from jaxft.dispatch import Device
 from jaxft.tuning.table import ChunkConfig, ElementwiseConfig, GradientConfig, RowConfig, lookup, next_power_of_2
@@ -28,7 +29,7 @@ def layer_norm(rows: int, width: int, itemsize: int, device: Device, variant: st
     return lookup("layer_norm", default, device, variant, rows=rows, width=width, itemsize=itemsize)
 
 
-def layer_norm_candidates(rows: int, width: int, itemsize: int, device: Device) -> Iterable[RowConfig]:
+def layer_norm_candidates(width: int, **_: Any) -> Iterable[RowConfig]:
     """Yields the configurations that `autotune` tries for the LayerNorm kernel."""
     block_width = min(next_power_of_2(width), 8192)
     for block_rows, num_warps in itertools.product((1, 2, 4, 8), (1, 2, 4, 8)):
@@ -70,10 +71,8 @@ def layer_norm_backward(
     return lookup("layer_norm_backward", default, device, variant, **sizes)
 
 
-def layer_norm_backward_candidates(
-    rows: int, width: int, itemsize: int, device: Device, dropout: int = 0
-) -> Iterable[GradientConfig]:
-    """Yields the configurations that `autotune` tries for the LayerNorm gradient. `dropout` is 1 for `wide_dropout`."""
+def layer_norm_backward_candidates(rows: int, width: int, device: Device, **_: Any) -> Iterable[GradientConfig]:
+    """Yields the configurations that `autotune` tries for the LayerNorm gradient."""
     block_width = next_power_of_2(width)
     warps: tuple[int, ...] = (1, 2, 4, 8)
     blocks = [(block_rows, block_width) for block_rows in (1, 2)]
@@ -137,7 +136,7 @@ def _softmax(rows: int, width: int, warp: int, longest: int, most_warps: int) ->
     return RowConfig(max(1, warp // block_width), block_width, min(max(1, block_width // warp), most_warps))
 
 
-def softmax_candidates(rows: int, width: int, itemsize: int, device: Device, arrays: int = 1) -> Iterable[RowConfig]:
+def softmax_candidates(width: int, arrays: int = 1, **_: Any) -> Iterable[RowConfig]:
     """Yields the candidates of `autotune` for softmax. With two input `arrays`, a warp gets fewer elements."""
     full = next_power_of_2(width)
     if full <= 1024:  # several rows or one row per program
@@ -152,9 +151,9 @@ def softmax_candidates(rows: int, width: int, itemsize: int, device: Device, arr
             yield RowConfig(elements // block_width, block_width, num_warps)
 
 
-def softmax_backward_candidates(rows: int, width: int, itemsize: int, device: Device) -> Iterable[RowConfig]:
+def softmax_backward_candidates(width: int, **_: Any) -> Iterable[RowConfig]:
     """Returns the configurations that `autotune` tries for the kernel of the softmax gradient."""
-    return softmax_candidates(rows, width, itemsize, device, arrays=2)
+    return softmax_candidates(width, arrays=2)
 
 
 def bias_activation(rows: int, width: int, itemsize: int, device: Device) -> ElementwiseConfig:
@@ -166,7 +165,7 @@ def bias_activation(rows: int, width: int, itemsize: int, device: Device) -> Ele
     return lookup("bias_activation", default, device, rows=rows, width=width, itemsize=itemsize)
 
 
-def bias_activation_candidates(rows: int, width: int, itemsize: int, device: Device) -> Iterable[ElementwiseConfig]:
+def bias_activation_candidates(width: int, **_: Any) -> Iterable[ElementwiseConfig]:
     """Yields the configurations that `autotune` tries for the kernel for activation(x + bias)."""
     for block_rows, block_width, num_warps in itertools.product(
         (1, 2, 4, 8), _divisors(width, 512, 1024, 2048), (4, 8)
@@ -196,9 +195,7 @@ def bias_activation_backward(rows: int, width: int, itemsize: int, device: Devic
     return lookup("bias_activation_backward", default, device, rows=rows, width=width, itemsize=itemsize)
 
 
-def bias_activation_backward_candidates(
-    rows: int, width: int, itemsize: int, device: Device
-) -> Iterable[GradientConfig]:
+def bias_activation_backward_candidates(rows: int, width: int, device: Device, **_: Any) -> Iterable[GradientConfig]:
     """Yields the configurations that `autotune` tries for the gradient of activation(x + bias)."""
     most = 2 * next_power_of_2(device.multiprocessors)
     for block_rows, block_width, programs, num_warps in itertools.product(

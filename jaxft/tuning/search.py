@@ -329,7 +329,10 @@ def _race(programs: Sequence[Program], sample: Callable[[Program], float]) -> tu
 
 
 def candidates(op: str, present: Any, device: Device, **sizes: int) -> list[Any]:
-    """Returns the configurations to compare with `present`, which is not among them."""
+    """Returns the configurations to compare with `present`, which is not among them.
+
+    A family's list is the function `<op>_candidates`. It takes what it needs of the sizes in the key, and the device.
+    """
     families = rows, layouts, attention, dense
     listed = next((getattr(m, f"{op}_candidates") for m in families if hasattr(m, f"{op}_candidates")), None)
     found = [] if listed is None else list(listed(device=device, **sizes))

@@ -145,10 +145,8 @@ class _Chunk(NamedTuple):
     dy: Any
 
     def allowed(self) -> Array | None:
-        """Returns which elements take part (None: all).
-
-        Masked elements are read all the same: a load under a mask that is not known in advance is not vectorised.
-        """
+        """Returns which elements take part (None: all)."""
+        # Masked elements are read all the same: a load under a mask that is not known in advance is not vectorised.
         allowed = self.tile.inside
         if self.mask is not None:
             keep = jnp.broadcast_to(self.mask, self.tile.shape)
