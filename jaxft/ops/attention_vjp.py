@@ -60,11 +60,7 @@ def sizes(inputs: Inputs, options: Options) -> tuple[int, int, int, int, int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(plans.Plan):
-    """Plan of a call of attention.
-
-    A `backward` pass by "triton" has two configurations. The first is for the kernel that computes the gradient of the
-    queries, the second for the kernel that computes the gradients of keys and values.
-    """
+    """Plan of a call of attention. A `backward` pass by "triton" has a configuration for dq and one for dk and dv."""
 
     options: Options
     precision: str  # precision of float32 matmuls in kernels, "tf32" or "float32"

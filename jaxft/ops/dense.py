@@ -78,11 +78,9 @@ def dense(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(plans.Plan):
-    """Plan of a dense layer.
+    """Plan of a dense layer. "triton" and "mosaic_gpu" are one kernel, "xla+triton" XLA's matmul and `bias_activation`.
 
-    A `forward` pass by "triton" or "mosaic_gpu" is one kernel. A `forward` pass by "xla+triton" is XLA's matmul and the
-    kernel of `bias_activation`. The `backward` pass is the kernel for the gradients of activation and bias. The matmuls
-    of the gradient are XLA's.
+    The `backward` pass is the kernel for the gradients of activation and bias. The matmuls of the gradient are XLA's.
     """
 
     activation: str | None

@@ -113,10 +113,7 @@ def embeddings_layer_norm(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(plans.Plan):
-    """Plan of a call of `embeddings_layer_norm`.
-
-    The backward pass has the configurations of LayerNorm and of the sums by id, None for a table without ids.
-    """
+    """Plan of a call of `embeddings_layer_norm`. `backward` has configurations of LayerNorm and of the sums by id."""
 
     epsilon: float
     dropout_rate: float

@@ -183,8 +183,7 @@ def _bwd(plan, saved, dy):
 def _inner_gradient(dy, out_kernel, derivative, x, in_kernel, in_bias, plan):
     """Computes the gradient of x @ in_kernel + in_bias, and its sum over the rows in float32.
 
-    `derivative` is the derivative of the activation as the kernel has stored it. The gradient of this function does not
-    use it: it computes the derivative again from x @ in_kernel + in_bias.
+    The gradient of this function does not use the stored `derivative` of the activation, but computes it again.
     """
 
     def plain(dy, out_kernel, derivative, x, in_kernel, in_bias):

@@ -86,8 +86,7 @@ def _attention(
 ) -> AttentionConfig:
     """Returns the configuration for the width of a head, in blocks that are no longer than the sequences.
 
-    `choices` holds (block_q, block_k, num_warps, num_stages) for heads of up to 128 bytes, 256 bytes, 512 bytes and
-    more. If not `tuned`, the tables are not looked up.
+    `choices` are for heads of up to 128, 256, 512 and more bytes. If not `tuned`, the tables are not looked up.
     """
     batch_heads, query_length, key_length, head_size, itemsize, device, more, average = call
     nbytes = next_power_of_2(head_size) * itemsize

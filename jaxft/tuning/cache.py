@@ -53,11 +53,7 @@ _warned: set[Path] = set()
 
 
 def path(device_kind: str) -> Path:
-    """Returns the file of a kind of device, such as "NVIDIA H200", for these versions of JAX and jaxft.
-
-    Raises FileNotFoundError if neither `XDG_CACHE_HOME` nor the home directory is known, as in a container whose user
-    has no name.
-    """
+    """Returns the file of a kind of device for these versions. Raises FileNotFoundError if there is no known home."""
     folder = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(folder):  # unset, or a relative path, which the XDG specification ignores
         try:

@@ -179,10 +179,7 @@ def _xla_is_faster(rows: int, depth: int, width: int, activation: str | None, it
 
 
 def _xla_splits_depth(rows: int, depth: int, width: int, activation: str | None) -> bool:
-    """Returns whether the matmul is one of the deep ones that XLA is the fastest at, because it splits the depth.
-
-    With one row Triton would be faster. The choice is XLA all the same, because `vmap` may turn one row into many.
-    """
+    """Returns whether XLA is the fastest because the matmul is deep and it splits the depth."""
     # H200, bf16, 128x3072x768: 7.6 us (Triton 8.4), 2026-11-23
     # See docs/performance-notes.md, "Deep matmuls of few rows: split-K by XLA".
     # With one row Triton would be faster, but `vmap` may turn one row into many.

@@ -342,11 +342,10 @@ def backward(
     dropout_rate: float = 0.0,
     programs: int,
 ) -> Array:
-    """Computes the gradient of `qkv` [B, T, 3, N, 64] from the gradient of the result, `dout` [B, T, N, 64].
+    """Computes the gradient of `qkv` [B, T, 3, N, 64] from `dout` [B, T, N, 64], by one of the `programs` on each SM.
 
-    Callers ask `support.attention_backward_unsupported` first. `rows` is the result of
-    `attention_delta.row_statistics`, which with dropout must have been given the seed. `mask` [B|1, 1, 1, T] is True
-    for keys that take part. `programs` is the number of SMs: each SM has room for one program.
+    `rows` is the result of `attention_delta.row_statistics` (with dropout, of the seed). `mask` [B|1, 1, 1, T] is True
+    for keys that take part.
     """
     batch, length, _, heads, _ = qkv.shape
     positions = batch * length

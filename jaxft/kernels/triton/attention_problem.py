@@ -177,8 +177,7 @@ class Problem:
     def grid(self, length: int, heads: int, block: int) -> tuple[int, int, int]:
         """Returns the grid (tile, head, sequence) with one program for each tile of `block` rows.
 
-        For packed sequences, the first axis has size 1, and the last axis counts the tiles of all sequences, see
-        `attention_spans.Tiles`.
+        For packed sequences it is (1, head, tile of any sequence), see `attention_spans.Tiles`.
         """
         if not self.varlen:
             return pl.cdiv(length, block), heads, self.batch

@@ -116,10 +116,7 @@ def _kernel(x_ref, y_ref, *, axes: tuple[int, ...], blocks: tuple[int, ...]):
     start = {axis: place * blocks[axis] for axis, place in zip(axes, places, strict=True)}
 
     def access(order):
-        """Locates the tile in an array whose axes have this order.
-
-        Returns the axes along which the tile has more than one element, its index, and the mask of the elements inside.
-        """
+        """Returns the axes along which the tile has more than one element, its index, and the mask of the inside."""
         tiled = [axis for axis in order if blocks[axis] > 1]
         mask = None
         for place, axis in enumerate(tiled):
@@ -238,11 +235,7 @@ def _join_kernel(q_ref, k_ref, v_ref, qkv_ref, sums_ref=None, *, programs: int, 
 
 
 def join_heads(parts: Sequence[Array], *, with_sums: bool, config: GradientConfig, interpret: bool) -> list[Array]:
-    """Joins q, k and v, each `[B, N, T, H]`, into a packed projection `[B, T, 3*N*H]`: the inverse of `split_heads`.
-
-    Returns a list. With `with_sums`, partial sums over the rows follow, float32 `[programs, 3*N*H]`, which the caller
-    adds up to the gradient of the bias.
-    """
+    """Joins q, k and v, `[B, N, T, H]` each, to `[B, T, 3*N*H]`, `with_sums` of float32 `[programs, 3*N*H]`."""
     batch, heads, length, size = parts[0].shape
     programs = common.share(config.programs, batch * pl.cdiv(length, config.block_rows))
     qkv = jax.ShapeDtypeStruct((batch, length, 3, heads, size), parts[0].dtype)

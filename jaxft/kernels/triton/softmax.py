@@ -272,11 +272,7 @@ def _bwd_kernel(
     dy_ref, saved_ref, x_ref, bias_ref, mask_ref, dx_ref, *more_refs,
     log: bool, scale: float, bias_axes: Axes, mask_axes: Axes, config: RowConfig, save: str | None,
 ):  # fmt: skip
-    """Computes the gradient of x.
-
-    For the gradient of a bias, `save` asks for the "gradients" of the logits, or for four "numbers" of each row from
-    which the gradients of the logits can be recomputed.
-    """
+    """Computes the gradient of x, and as `save` asks the "gradients" of the logits or four "numbers" of each row."""
     first = pl.program_id(0) * config.block_rows
     row = _Row(first, (x_ref, bias_ref, mask_ref, dy_ref), (bias_axes, mask_axes), config, x_ref.shape)
 
