@@ -21,5 +21,5 @@ Errors. The message names the op, the argument, what was expected and what came:
   unknown.
 - `NotImplementedError`: the named implementation does not exist, or it does not support the call.
 
-Determinism: the result and the gradients are deterministic.
+Results have the shape and dtype of the first array. Results and gradients are deterministic.
 """

@@ -8,7 +8,6 @@ from jax import Array
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import bias_activation as triton
 from jaxft.ops import checks, plans, transforms
-from jaxft.ops.plans import Pass
 from jaxft.tuning import rows as tuning
 
 
@@ -32,9 +31,6 @@ def bias_activation(
       activation: "gelu" (BERT's, with the error function), "gelu_tanh" (FasterTransformer's), "relu", "silu" or "tanh".
       in_place: whether the kernel writes the result into the memory of `x` (see `jaxft.ops`).
       implementation: None, "triton" or "xla" (see `jaxft.ops`).
-
-    Returns:
-      An array of the shape and dtype of `x`.
 
     Gradients: for x and bias, in one pass. They are computed from x and bias again, not from stored results.
 
@@ -74,11 +70,8 @@ def plan_of(
     if choice.name == "xla" or x.size == 0:
         return Plan(activation=activation, in_place=in_place, why=choice.why)
     sizes = math.prod(x.shape[:-1]), x.shape[-1], x.dtype.itemsize, dispatch.device()
-    return Plan(
-        forward=Pass("triton", tuning.bias_activation(*sizes)),
-        backward=Pass("triton", tuning.bias_activation_backward(*sizes)), interpret=choice.interpret, why=choice.why,
-        activation=activation, in_place=in_place,
-    )  # fmt: skip
+    kernels = plans.by_triton(choice, tuning.bias_activation(*sizes), tuning.bias_activation_backward(*sizes))
+    return Plan(**kernels, activation=activation, in_place=in_place)
 
 
 def _plain(plan, x, bias):

@@ -13,7 +13,6 @@ from jaxft.dropout import dropout_seed
 from jaxft.kernels.triton import embeddings as triton
 from jaxft.kernels.triton import layer_norm as triton_layer_norm
 from jaxft.ops import checks, plans, transforms
-from jaxft.ops.plans import Pass
 from jaxft.tuning import rows as tuning
 
 
@@ -144,12 +143,8 @@ def plan_of(
         sums(position, position_ids),
         sums(token_type, token_type_ids),
     )
-    return plan(
-        forward=Pass("triton", tuning.layer_norm(rows, width, dtype.itemsize, *others)),
-        backward=Pass("triton", backward),
-        interpret=choice.interpret,
-        why=choice.why,
-    )
+    forward = tuning.layer_norm(rows, width, dtype.itemsize, *others)
+    return plan(**plans.by_triton(choice, forward, backward))
 
 
 def _as_ids(op, name, x, shape=None):

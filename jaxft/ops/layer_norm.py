@@ -11,7 +11,6 @@ from jaxft import dispatch, reference
 from jaxft.dropout import dropout_seed
 from jaxft.kernels.triton import layer_norm as triton
 from jaxft.ops import checks, plans, transforms
-from jaxft.ops.plans import Pass
 from jaxft.tuning import rows as tuning
 
 
@@ -39,9 +38,6 @@ def layer_norm(
       epsilon: added to the variance.
       in_place: whether the kernel writes the result into the memory of `x` (see `jaxft.ops`).
       implementation: None, "triton" or "xla" (see `jaxft.ops`).
-
-    Returns:
-      An array of the shape and dtype of `x`.
 
     Gradients: for x, gamma and beta.
 
@@ -146,12 +142,9 @@ def plan_of(
         return plan(why=choice.why)
     sizes = math.prod(x.shape[:-1]), x.shape[-1], x.dtype.itemsize, dispatch.device()
     wide = any(vector is not None and vector.dtype.itemsize > x.dtype.itemsize for vector in (bias, gamma))
-    return plan(
-        forward=Pass("triton", tuning.layer_norm(*sizes)),
-        backward=Pass("triton", tuning.layer_norm_backward(*sizes, "", wide and dropout_rate > 0.0)),
-        interpret=choice.interpret,
-        why=choice.why,
-    )
+    forward = tuning.layer_norm(*sizes)
+    backward = tuning.layer_norm_backward(*sizes, "", wide and dropout_rate > 0.0)
+    return plan(**plans.by_triton(choice, forward, backward))
 
 
 def run(

@@ -13,7 +13,6 @@ from jax import Array
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import permute as triton
 from jaxft.ops import checks, plans, transforms
-from jaxft.ops.plans import Pass
 from jaxft.tuning import layouts as tuning
 
 
@@ -33,9 +32,6 @@ def qkv_bias_split_heads(
       bias: `[3*N*H]` of any float dtype, or None.
       num_heads: N, a Python integer.
       implementation: None, "triton" or "xla" (see `jaxft.ops`).
-
-    Returns:
-      Three arrays `[B, N, T, H]` of the dtype of `qkv`.
 
     Gradients: for qkv and bias.
 
@@ -72,9 +68,6 @@ def merge_heads(x: Array, *, implementation: str | None = None) -> Array:
       x: `[B, N, T, H]` of any dtype. The kernel takes the dtypes and sizes that it takes in `permute`.
       implementation: None, "triton" or "xla" (see `jaxft.ops`).
 
-    Returns:
-      `[B, T, N*H]` of the dtype of `x`.
-
     Gradients: for x.
 
     Determinism and errors: as for all ops (see `jaxft.ops`).
@@ -101,9 +94,6 @@ def permute(x: Array, axes: Sequence[int], *, implementation: str | None = None)
         moves their bits unchanged.
       axes: a permutation of the axes of `x`. Negative numbers count from the end.
       implementation: None, "triton" or "xla" (see `jaxft.ops`).
-
-    Returns:
-      The array with its axes in this order, of the dtype of `x`.
 
     Raises:
       ValueError: axes is not a permutation. See `jaxft.ops` for the other errors.
@@ -151,10 +141,8 @@ def plan_of(op: str, x: Array, axes: tuple[int, ...], implementation: str | None
     innermost = shape[order[-1]]
     kept = innermost if order[-1] == len(order) - 1 else 1
     aligned = math.gcd(shape[-1], innermost, 16 // x.dtype.itemsize)
-    kernel = Pass("triton", tuning.permute(x.size, kept, aligned, x.dtype.itemsize, dispatch.device()))
-    return Plan(
-        forward=kernel, backward=kernel, interpret=choice.interpret, why=choice.why, shape=shape, axes=order
-    )  # fmt: skip
+    config = tuning.permute(x.size, kept, aligned, x.dtype.itemsize, dispatch.device())
+    return Plan(**plans.by_triton(choice, config, config), shape=shape, axes=order)
 
 
 def _move(op, x, axes, result, implementation):
@@ -214,10 +202,7 @@ def split_plan_of(op, qkv, bias, num_heads, implementation):
     size, itemsize, device = width // (3 * num_heads), qkv.dtype.itemsize, dispatch.device()
     forward = tuning.qkv_bias_split_heads(batch * num_heads, length, size, itemsize, device)
     backward = tuning.qkv_bias_split_heads_backward(batch, length, num_heads, size, itemsize, device)
-    return SplitPlan(
-        forward=Pass("triton", forward), backward=Pass("triton", backward), interpret=choice.interpret,
-        why=choice.why, **options,
-    )  # fmt: skip
+    return SplitPlan(**plans.by_triton(choice, forward, backward), **options)
 
 
 _split_reference = jax.jit(reference.qkv_bias_split_heads, static_argnums=2)

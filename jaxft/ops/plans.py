@@ -32,6 +32,12 @@ class Pass:
 XLA = Pass("xla")
 
 
+def by_triton(choice: dispatch.Choice, forward: Any, backward: Any) -> dict[str, Any]:
+    """Returns the fields of a plan whose passes are Triton kernels with these configurations."""
+    passes = {"forward": Pass("triton", forward), "backward": Pass("triton", backward)}
+    return {**passes, "interpret": choice.interpret, "why": choice.why}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """Plan of one call of an op. Each op adds its static arguments as fields.

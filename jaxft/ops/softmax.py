@@ -9,7 +9,6 @@ from jax import Array
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import softmax as triton
 from jaxft.ops import checks, plans, transforms
-from jaxft.ops.plans import Pass
 from jaxft.tuning import rows as tuning
 
 
@@ -116,12 +115,7 @@ def plan_of(
     if choice.name == "xla" or x.size == 0:
         return plan(why=choice.why)
     sizes = math.prod(x.shape[:-1]), x.shape[-1], x.dtype.itemsize, dispatch.device()
-    return plan(
-        forward=Pass("triton", tuning.softmax(*sizes)),
-        backward=Pass("triton", tuning.softmax_backward(*sizes)),
-        interpret=choice.interpret,
-        why=choice.why,
-    )
+    return plan(**plans.by_triton(choice, tuning.softmax(*sizes), tuning.softmax_backward(*sizes)))
 
 
 def _plain(plan, x, bias, mask):

@@ -5,6 +5,7 @@ kernel is rounded. Hopper multiplies 32-bit blocks only in the layout of x @ ker
 first.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from jaxft.tuning.dense import MosaicDenseConfig
 
 
 def _fwd_kernel(
-    x_ref, kernel_ref, bias_ref, residual_ref, y_ref, also_ref, *, name: Any, also: Any, config: MosaicDenseConfig
+    x_ref, kernel_ref, bias_ref, residual_ref, y_ref, also_ref=None, *, name: Any, also: Any, config: MosaicDenseConfig
 ):
     tile_m, tile_n = config.tile_m, config.tile_n
     pieces = [(m, n) for m in range(0, tile_m, PIECE) for n in range(0, tile_n, PIECE)]
@@ -113,16 +114,6 @@ def forward(
     if x.dtype == jnp.float32:
         kernel = lax.reduce_precision(kernel, exponent_bits=8, mantissa_bits=10).T
 
-    def body(*refs):  # type: ignore[no-untyped-def]
-        given = iter(refs)
-        x_ref, kernel_ref = next(given), next(given)
-        bias_ref = None if bias is None else next(given)
-        residual_ref = None if residual is None else next(given)
-        y_ref, also_ref = next(given), next(given, None)
-        _fwd_kernel(
-            x_ref, kernel_ref, bias_ref, residual_ref, y_ref, also_ref, name=activation, also=also, config=config
-        )
-
-    inputs = [a for a in (x, kernel, bias, residual) if a is not None]
-    found = matmul.launch(body, inputs, results, config)
+    body = functools.partial(_fwd_kernel, name=activation, also=also, config=config)
+    found = matmul.launch(body, (x, kernel, bias, residual), results, config)
     return [r if r.shape == (rows, width) else r[:rows, :width] for r in found]

@@ -92,8 +92,6 @@ def backward(dy: Array, kernel: Array, derivative: Array, *, config: MosaicDense
     room = pl.cdiv(rows + beyond, block_m) * (block_m // config.tile_m), pl.cdiv(width, block_n) * block_n
     results = [jax.ShapeDtypeStruct((rows + beyond, width), dy.dtype), jax.ShapeDtypeStruct(room, jnp.float32)]
 
-    def body(*refs):  # type: ignore[no-untyped-def]
-        _kernel(*refs, config=config)
-
+    body = functools.partial(_kernel, config=config)
     dx, partial = matmul.launch(body, (dy, kernel, derivative, eighths), results, config)
     return dx[:rows] if beyond else dx, jnp.sum(partial, axis=0)[:width]

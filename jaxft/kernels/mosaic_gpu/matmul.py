@@ -209,8 +209,16 @@ def store_pieces(under_way: int, *stores: tuple[Any, Array, Any]) -> None:
         plgpu.copy_smem_to_gmem(place, piece, commit_group=n == len(stores))
 
 
-def launch(body: Callable[..., None], inputs: Sequence[Any], results: Any, config: MosaicDenseConfig) -> Any:
-    """Launches a kernel with three warp groups per program. The first result, [M, F], determines the grid."""
+def launch(kernel: Callable[..., None], inputs: Sequence[Any], results: Any, config: MosaicDenseConfig) -> Any:
+    """Launches a kernel with three warp groups per program. The first result, [M, F], determines the grid.
+
+    An input that is None has None for its ref.
+    """
+
+    def body(*refs: Any) -> None:
+        given = iter(refs)
+        kernel(*[None if x is None else next(given) for x in inputs], *given)
+
     rows, width = results[0].shape
     block_m, block_n = config.block
     clusters = pl.cdiv(rows, block_m * config.cluster_m) * pl.cdiv(width, block_n)
@@ -228,4 +236,4 @@ def launch(body: Callable[..., None], inputs: Sequence[Any], results: Any, confi
         ),
     )
     with jax.enable_x64(False):  # Otherwise the kernel's indices would have two integer types.
-        return call(*inputs)
+        return call(*(x for x in inputs if x is not None))
