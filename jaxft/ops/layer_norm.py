@@ -163,19 +163,27 @@ def run(
 def _plain(plan, x, bias, residual, gamma, beta, rng):
     if residual is None:
         return (reference.layer_norm(x, gamma, beta, epsilon=plan.epsilon),)
-    out = reference.bias_residual_layer_norm(
-        x, bias, residual, gamma, beta, epsilon=plan.epsilon, dropout_rate=plan.dropout_rate, dropout_rng=rng,
-        return_sum=plan.return_sum,
-    )  # fmt: skip
+    options = {"epsilon": plan.epsilon, "dropout_rate": plan.dropout_rate, "return_sum": plan.return_sum}
+    out = reference.bias_residual_layer_norm(x, bias, residual, gamma, beta, dropout_rng=rng, **options)
     return out if plan.return_sum else (out,)
 
 
 def _forward(plan, save, x, bias, residual, gamma, beta, rng):
     out = triton.forward(
-        x, bias, residual, gamma, beta, None if rng is None else dropout_seed(rng), epsilon=plan.epsilon,
-        dropout_rate=plan.dropout_rate, return_sum=plan.return_sum, save=save, in_place=plan.in_place and not save,
-        config=plan.forward.config, interpret=plan.interpret,
-    )  # fmt: skip
+        x,
+        bias,
+        residual,
+        gamma,
+        beta,
+        None if rng is None else dropout_seed(rng),
+        epsilon=plan.epsilon,
+        dropout_rate=plan.dropout_rate,
+        return_sum=plan.return_sum,
+        save=save,
+        in_place=plan.in_place and not save,
+        config=plan.forward.config,
+        interpret=plan.interpret,
+    )
     return (tuple(out[:-1]), out[-1]) if save else tuple(out)
 
 
