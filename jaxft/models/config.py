@@ -34,6 +34,15 @@ _LIMITS = {
 }
 _MAX_PARAMETERS = 2**36
 
+# Fields of config.json that transformers applies and jaxft refuses, with what a field would mean.
+REFUSED = {
+    "is_decoder": "a decoder",
+    "add_cross_attention": "cross-attention",
+    "quantization_config": "quantised weights",
+    "per_layer_config": "layers of different sizes",
+    "auto_map": "code of its own",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class BertConfig:
@@ -88,8 +97,8 @@ class BertConfig:
         """Creates a config from the content of a Hugging Face `config.json`.
 
         Args:
-          config: fields by name. An absent or null field gets transformers' default for the model type. Fields that do
-            not concern the encoder are ignored.
+          config: fields by name. An absent or null field gets transformers' default for the model type.
+            docs/checkpoints.md lists the fields that are applied, refused and harmless.
 
         Raises:
           ValueError: as for `BertConfig`, or the fields describe a kind of model that is not supported.
@@ -101,10 +110,12 @@ class BertConfig:
         values: dict[str, Any] = {**dataclasses.asdict(cls()), **layout.config_defaults}
         for name in values:
             given = config.get(layout.config_names.get(name, name))
+            if name in layout.config_aliases and config.get(name) is not None:
+                given = config[name]
             values[name] = values[name] if given is None else given
         problems = [
-            f"{option} is {config[option]!r}; only encoders without it are supported"
-            for option in ("is_decoder", "add_cross_attention")
+            f"{option} is {config[option]!r:.100}; {meaning} is not supported"
+            for option, meaning in REFUSED.items()
             if config.get(option)
         ]
         if config.get("position_embedding_type") not in (None, "absolute"):
