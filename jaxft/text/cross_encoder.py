@@ -298,7 +298,7 @@ def _noted_activation(settings: dict[str, Any], folder: Path) -> Activation | No
     activation = _ACTIVATIONS.get(str(name).rpartition(".")[2]) if str(name).startswith("torch.") else None
     if activation is None:
         raise CheckpointError(
-            f"{folder}: the activation function {name!r:.80} is not supported; supported are {', '.join(_ACTIVATIONS)}"
-            " of PyTorch"
+            f"{folder}: config_sentence_transformers.json or config.json: the activation function {name!r:.80} is not"
+            f" supported; supported are {', '.join(_ACTIVATIONS)} of PyTorch"
         )
     return activation

@@ -59,7 +59,7 @@ class Settings:
     """Settings of a folder's tokenizer: tokenizer_config.json, and special_tokens_map.json if transformers reads it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.file, config = folder, folder / "tokenizer_config.json", folder / "config.json"
+        self.folder, self.file, file = folder, folder / "tokenizer_config.json", folder / "config.json"
         self.values = values = read_settings(self.file)
         for name in REFUSED:
             if values.get(name):
@@ -73,15 +73,17 @@ class Settings:
                 elif isinstance(value, dict):
                     value |= {"special": True}
                 values[name] = value
-        source = self.file if values.get("tokenizer_class") else config
-        named = values.get("tokenizer_class") or read_settings(config).get("tokenizer_class")
-        name = named or _OF_MODEL_TYPE.get(str(read_settings(config).get("model_type")), "TokenizersBackend")
+        source, config = self.file if values.get("tokenizer_class") else file, read_settings(file)
+        named = values.get("tokenizer_class") or config.get("tokenizer_class")
+        name = named or _OF_MODEL_TYPE.get(str(config.get("model_type")), "TokenizersBackend")
         if str(name).removesuffix("Fast") not in CLASSES:
             raise CheckpointError(
                 f"{source}: tokenizer_class {name!r:.80} is not supported; supported are {', '.join(CLASSES)}."
                 " PreTrainedTokenizer takes tokenizer.json as it is"
             )
         self.is_named, self.kind = named is not None, CLASSES[str(name).removesuffix("Fast")]
+        size = config.get("vocab_size")
+        self.vocab_size = size if isinstance(size, int) else sys.maxsize
 
     def option(self, name: str, default: bool | None) -> Any:
         """Returns a setting that is true, false or null."""
@@ -117,8 +119,8 @@ class Settings:
         tokens = dict.fromkeys(_NAMES) | self.kind.named | given | (extra if isinstance(extra, dict) else {})
         return {name: _added(token, special=True) for name, token in tokens.items() if isinstance(token, str | dict)}
 
-    def tokens(self, saved: "dict[int, AddedToken]", present: "dict[int, AddedToken]") -> "list[AddedToken]":
-        """Returns the tokens to add, in order, given those of tokenizer.json and those `present` in the tokenizer."""
+    def tokens(self, saved: "dict[int, AddedToken]", tokenizer: "Tokenizer") -> "list[AddedToken]":
+        """Returns the tokens to add to a tokenizer, in order. `saved` are the tokens that tokenizer.json adds."""
         named, extra = self.named_tokens(), self.values.get("extra_special_tokens")
         extra = self.values.get("additional_special_tokens", self.kind.extra) if extra is None else extra
         extra = [_added(token) for token in extra] if isinstance(extra, list | tuple) else []
@@ -134,9 +136,18 @@ class Settings:
         special = {token.content for token in named.values()}
         for token in by_id.values():
             token.special = token.special or token.content in special
-        known = {token.content for token in (*present.values(), *by_id.values())}
-        new = [token for token in (*named.values(), *extra) if token.content not in known]
-        return [by_id[number] for number in sorted(by_id)] + new
+        known = {token.content for token in (*tokenizer.get_added_tokens_decoder().values(), *by_id.values())}
+        # Defaults that neither the files nor the vocabulary has are only added if the model has a row for them.
+        has_room = tokenizer.get_vocab_size() < self.vocab_size
+        new = [
+            *(
+                t
+                for n, t in named.items()
+                if has_room or n in self.values or tokenizer.token_to_id(t.content) is not None
+            ),
+            *extra,
+        ]
+        return [by_id[number] for number in sorted(by_id)] + [token for token in new if token.content not in known]
 
 
 def _added(token: str | dict[str, Any], *, special: bool = False) -> "AddedToken":
@@ -161,14 +172,16 @@ def load(folder: Path, do_lower_case: bool) -> "Tokenizer":
             raise CheckpointError(f"{file}: not a tokenizer of the tokenizers library: {error}") from error
     model = saved.model if saved else _vocabulary(folder, settings)
     found, expected = type(model).__name__, settings.kind.model
-    if found != expected and expected and settings.is_named:
+    if found != expected and settings.is_named and expected:
         raise CheckpointError(f"{file}: the folder's tokenizer_class needs a {expected} vocabulary, got {found}")
+    if found != expected:
+        settings.kind = CLASSES["TokenizersBackend"]
     tokenizer = saved if saved and found != expected else Tokenizer(model)
     try:
         if tokenizer is not saved:
             _set_up(tokenizer, settings, saved)
         added = saved.get_added_tokens_decoder() if saved else {}
-        tokenizer.add_tokens(settings.tokens(added, tokenizer.get_added_tokens_decoder()))
+        tokenizer.add_tokens(settings.tokens(added, tokenizer))
         if tokenizer is not saved:
             tokenizer.post_processor = _post_processor(tokenizer, settings)
     except CheckpointError:
@@ -200,7 +213,8 @@ def _vocabulary(folder: Path, settings: Settings) -> Any:
         vocabulary = models.WordPiece.from_file(str(files[0]), unk_token="[UNK]")
     except Exception as error:  # the library raises plain Exception
         raise CheckpointError(f"{files[0]}: not a vocabulary of one token a line: {error}") from error
-    defaults = [token for name, token in kind.named.items() if token and name not in settings.values]
+    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    defaults = [kind.named[name] for name in names if name not in settings.values]
     if missing := [token for token in defaults if vocabulary.token_to_id(token) is None]:
         raise CheckpointError(f"{files[0]}: not a BERT vocabulary: {', '.join(missing)} missing")
     return vocabulary
