@@ -1,6 +1,7 @@
 """`BertConfig`: the validated sizes and options of an encoder, converted from and to Hugging Face's config.json."""
 
 import dataclasses
+import logging
 import sys
 from collections.abc import Mapping
 from typing import Any, Self
@@ -40,8 +41,9 @@ REFUSED = {
     "add_cross_attention": "cross-attention",
     "quantization_config": "quantised weights",
     "per_layer_config": "layers of different sizes",
-    "auto_map": "code of its own",
 }
+
+_log = logging.getLogger("jaxft")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +124,10 @@ class BertConfig:
             problems.append(_one_of("position_embedding_type", config["position_embedding_type"], ["absolute"]))
         if problems := problems + _problems(values):
             raise ValueError("BertConfig: " + "; ".join(problems))
+        if config.get("auto_map"):  # as with trust_remote_code=False
+            _log.warning(
+                "the checkpoint has code of its own, which is not run (auto_map is %.100r)", config["auto_map"]
+            )
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
