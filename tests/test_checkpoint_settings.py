@@ -69,6 +69,8 @@ TABLES = {
         "vocab.json": ("vocab.json", tokenizer_folders.FOLDERS["roberta, files"]["vocab.json"] | {"r": 80, "n": 80}),
         "merges.txt": ("vocab.json", "#version: 0.2\nr a\n"),
         "added_tokens.json": {"[Q]": len(tiny.VOCAB)}, "adapter_config.json": {"peft_type": "LORA"},
+        "processor_config.json": {"processor_class": "CLIPProcessor"},
+        "preprocessor_config.json": {"processor_class": "CLIPProcessor"},
     },
     FAMILY: {
         "type": {"modules.json": [{"type": "own.Transformer", "path": ""}]},
@@ -393,6 +395,14 @@ def test_prompt_comes_before_the_first_text_of_a_pair(tmp_path):
     scorer = CrossEncoder.from_pretrained(tmp_path / "prompt")
     expected = plain.predict([("the old " + first, second) for first, second in PAIRS])
     np.testing.assert_array_equal(scorer.predict(PAIRS), expected)
+
+
+def test_scorer_without_architecture_has_one_label(tmp_path):
+    """sentence-transformers assumes one label, transformers two."""
+    tiny.write_classifier(tmp_path, architectures=None, id2label=None)
+    assert CrossEncoder.from_pretrained(tmp_path).predict(PAIRS).shape == (len(PAIRS),)
+    tiny.write_classifier(tmp_path, num_labels=2, architectures=None)
+    assert CrossEncoder.from_pretrained(tmp_path).predict(PAIRS).shape == (len(PAIRS), 2)
 
 
 def test_names_of_labels_may_be_integers(tmp_path):

@@ -134,7 +134,9 @@ class CrossEncoder:
             folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
         )
         layout = module_files.read_cross_encoder(folder)
-        model = BertForSequenceClassification.from_pretrained(folder, dtype=dtype, implementation=implementation)
+        model = BertForSequenceClassification.from_pretrained(
+            folder, dtype=dtype, implementation=implementation, num_labels=layout.num_labels
+        )
         settings = tokenizer_files.Settings(folder)
         limit = layout.max_seq_length or settings.max_length or sys.maxsize
         tokenizer = tokenizer_files.load(folder, layout.do_lower_case)

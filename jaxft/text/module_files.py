@@ -49,6 +49,7 @@ class Layout:
     do_lower_case: bool = False
     prompt: str = ""
     truncate_dim: int | None = None
+    num_labels: int | None = None  # of a classifier whose config.json does not say it
 
 
 def read_sentence_encoder(folder: Path) -> Layout:
@@ -90,9 +91,13 @@ def read_sentence_encoder(folder: Path) -> Layout:
 def read_cross_encoder(folder: Path) -> Layout:
     """Reads the layout of a CrossEncoder."""
     file = folder / "modules.json"
+    # sentence-transformers takes one label for a model that is not saved as a classifier; transformers takes two.
+    config = read_settings(folder / "config.json")
+    is_classifier = "ForSequenceClassification'" in str(config.get("architectures"))
+    num_labels = None if is_classifier or config.get("id2label") or config.get("num_labels") else 1
     if not file.exists():
         _check_bare(folder)
-        return Layout(folder)
+        return Layout(folder, num_labels=num_labels)
     settings = _family_settings(folder, "CrossEncoder")
     modules = [(_kind(entry), entry.get("path")) for entry in _module_list(file)]
     if modules != [("Transformer", "")]:
@@ -105,7 +110,9 @@ def read_cross_encoder(folder: Path) -> Layout:
         raise CheckpointError(f"{settings_file}: keep_in_fp32_modules is not supported")
     prompt = _default_prompt(settings_file, settings, {})
     max_seq_length, do_lower_case = _transformer_settings(folder, "sequence-classification", "logits", "scores")
-    return Layout(folder, max_seq_length=max_seq_length, do_lower_case=do_lower_case, prompt=prompt)
+    return Layout(
+        folder, max_seq_length=max_seq_length, do_lower_case=do_lower_case, prompt=prompt, num_labels=num_labels
+    )
 
 
 def _check_bare(folder: Path) -> None:
@@ -214,6 +221,7 @@ def _transformer_settings(folder: Path, task: str, output: str, feature: str) ->
             raise CheckpointError(f"{file}: {name} {settings[name]!r:.80} is not supported, only {value}")
     for name, harmless in ARGUMENTS.items():
         values = settings.get(name) or {}
+        values = values if isinstance(values, dict) else {str(values): None}
         if refused := [argument for argument in values if argument not in harmless]:
             raise CheckpointError(f"{file}: {refused[0]!r:.80} in {name} is not supported")
     modes = settings.get("modality_config", {"text": {"method": "forward", "method_output_name": output}})

@@ -53,6 +53,7 @@ _OF_MODEL_TYPE = {
     "camembert": "CamembertTokenizer",
 }
 REFUSED = ("auto_map", "fast_tokenizer_files", "init_inputs", "processor_class")  # fields of tokenizer_config.json
+PROCESSORS = ("processor_config.json", "preprocessor_config.json", "config.json")  # these may name a processor_class
 
 
 class Settings:
@@ -61,17 +62,19 @@ class Settings:
     def __init__(self, folder: Path) -> None:
         self.folder, self.file, file = folder, folder / "tokenizer_config.json", folder / "config.json"
         self.values = values = read_settings(self.file)
-        for name in REFUSED:
-            if values.get(name):
-                raise CheckpointError(f"{self.file}: {name} is not supported, got {values[name]!r:.80}")
+        refused = [(self.file, name) for name in REFUSED]
+        for source, name in refused + [(folder / other, "processor_class") for other in PROCESSORS]:
+            if value := read_settings(source).get(name):
+                raise CheckpointError(f"{source}: {name} is not supported, got {value!r:.80}")
         if "additional_special_tokens" in values and not values.get("extra_special_tokens"):
             values["extra_special_tokens"] = values.pop("additional_special_tokens")  # the new name
         if "added_tokens_decoder" not in values:
             for name, value in read_settings(folder / "special_tokens_map.json").items():
-                if name == "extra_special_tokens":
-                    value = [*(values.get(name) or []), *value] if isinstance(value, list) else value
-                elif isinstance(value, dict):
-                    value |= {"special": True}
+                earlier = values.get(name)
+                if name != "extra_special_tokens":
+                    value = value | {"special": True} if isinstance(value, dict) else value
+                elif isinstance(value, list) and isinstance(earlier, list):
+                    value = earlier + value
                 values[name] = value
         source, config = self.file if values.get("tokenizer_class") else file, read_settings(file)
         named = values.get("tokenizer_class") or config.get("tokenizer_class")
