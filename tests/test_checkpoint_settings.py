@@ -307,6 +307,24 @@ def test_folder_without_modules_is_logged_and_has_no_other_settings(tmp_path, ca
     assert (encoder.truncate_dim, encoder.max_seq_length) == (None, 64)
 
 
+@pytest.mark.parametrize(
+    "name", ["options 1, tokenizer.json", "options 4, vocab.txt", "roberta, prefix True", "map, vocab.txt"]
+)
+def test_saved_tokenizer_is_taken_as_it_is(tmp_path, name):
+    """Without its tokenizer_config.json, a cased tokenizer would become BertTokenizer, which lower-cases."""
+    source, again = tmp_path / "source", tmp_path / "again"
+    source.mkdir(), again.mkdir()
+    tokenizer_folders.write(source, tokenizer_folders.FOLDERS[name])
+    tokenizer_folders.write(again, {CONFIG: tokenizer_folders.FOLDERS[name][CONFIG]})
+    saved = tokenizer.load(source, do_lower_case=False)
+    tokenizer.save(saved, again, source)
+    found = tokenizer.load(again, do_lower_case=False)
+    texts = [*tokenizer_folders.TEXTS, tokenizer_folders.PAIR]
+    assert [e.ids for e in found.encode_batch(texts)] == [e.ids for e in saved.encode_batch(texts)]
+    assert tokenizer.Settings(again).token_types == tokenizer.Settings(source).token_types
+    assert tokenizer.Settings(again).kind.model is None
+
+
 def test_split_words_of_special_tokens(tmp_path):
     """A copy of the tokenizer keeps the setting, which its JSON does not have."""
     write_files(write_folder(tmp_path, "no prompt"), {TOKENIZER: {"split_special_tokens": True}})

@@ -195,11 +195,26 @@ def load(folder: Path, do_lower_case: bool) -> "Tokenizer":
     if settings.side("padding_side", saved and saved.padding) == "left":
         raise CheckpointError(f"{settings.file}: padding_side left is not supported")
     side = settings.side("truncation_side", saved and saved.truncation)
-    tokenizer.enable_truncation(max_length=sys.maxsize, direction=side)  # `truncating` keeps the direction
+    if side != (tokenizer.truncation or {}).get("direction", "right"):
+        tokenizer.enable_truncation(max_length=sys.maxsize, direction=side)  # `truncating` keeps the direction
     if do_lower_case:
         rest = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
         tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *rest])
     return tokenizer
+
+
+def save(tokenizer: "Tokenizer", folder: Path, source: Path) -> None:
+    """Writes a tokenizer that was loaded from `source`, with settings that make transformers take it as it is."""
+    settings = Settings(source)
+    values = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": ["input_ids", *["token_type_ids"] * settings.token_types, "attention_mask"],
+        "split_special_tokens": tokenizer.encode_special_tokens,
+        **({} if settings.max_length is None else {"model_max_length": settings.max_length}),
+        **{name: token.content for name, token in settings.named_tokens().items()},
+    }
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(values, indent=2) + "\n")
 
 
 def _vocabulary(folder: Path, settings: Settings) -> Any:
