@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not finished:
         return common.INTERRUPTED
     nnx.merge(graph, run.state.params).save_pretrained(args.out / "model")
-    whole.save(str(args.out / "model" / "tokenizer.json"))
+    tokenizer_files.save(whole, args.out / "model", args.model)
     print(f"{args.out}: model/, loss.png, losses.csv, held_out.csv, checkpoints/")
     return 0
 
