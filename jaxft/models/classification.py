@@ -241,7 +241,8 @@ class BertForSequenceClassification(_Classifier):
     def _first(self, *ids: Any, cu_seqlens: ArrayLike | None, **options: Any) -> tuple[Array, dict[str, Any]]:
         """Returns the hidden states of the first tokens, and the arguments for dropout in the head."""
         hidden, keys = self._encode(*ids, cu_seqlens=cu_seqlens, **options)
-        first = first_tokens(hidden, None if cu_seqlens is None else jnp.asarray(cu_seqlens))
+        starts = None if cu_seqlens is None else inputs.as_ids("BertModel", "cu_seqlens", cu_seqlens)
+        first = first_tokens(hidden, starts)
         return first, {"dropout_rate": self._head_rate, "dropout_rng": keys}
 
 

@@ -163,5 +163,5 @@ def labels_in_use(labels: Array, cu_seqlens: ArrayLike | None, max_seqlen: int |
     """Returns token labels with -100 in rows of no sequence, where `remove_padding` puts 0, a valid label."""
     if cu_seqlens is None:
         return labels
-    *_, used = packed_rows(labels.size, jnp.asarray(cu_seqlens).astype(jnp.int32), max_seqlen or 0)
-    return jnp.where(used, labels.astype(jnp.int32), -100)
+    *_, used = packed_rows(labels.size, inputs.as_ids("BertModel", "cu_seqlens", cu_seqlens), int(max_seqlen or 0))
+    return jnp.where(used, labels, -100)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxft import dispatch, reference
@@ -106,7 +105,8 @@ def linear_cross_entropy(
         )
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int) or abs(ignore_index) >= 2**31 - 1:
         raise ValueError(f"{op}: ignore_index must be a Python integer of 32 bits, got {ignore_index!r:.100}")
-    labels = _as_labels(op, labels)
+    # A label that int32 does not hold becomes a number that is neither a class nor `ignore_index`.
+    labels = checks.as_integers(op, "labels", labels, saturate=True)
     checks.check_shape(op, "labels", labels, x.shape[:-1])
     bias = checks.as_vector(op, "bias", bias, embedding.shape[0])
     precision = checks.check_precision(op, precision, x.dtype)
@@ -117,21 +117,6 @@ def linear_cross_entropy(
     if 0 in arrays[0].shape:
         return CrossEntropy(*_reference(*arrays, ignore_index, precision))
     return CrossEntropy(*_loss_jit(*transforms.vary_alike(*arrays), plan))
-
-
-def _as_labels(op: str, labels: Any) -> Array:
-    """Converts labels to int32.
-
-    A label that int32 does not hold is clipped to a number that is neither a class nor `ignore_index`.
-    """
-    checks.as_array(op, "labels", labels)
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"{op}: labels must be an array of integers, got {labels.dtype}")
-    limits = np.iinfo(labels.dtype)
-    if limits.max > 2**31 - 1:
-        # NumPy clips an array of NumPy, because JAX would let its numbers wrap around.
-        labels = labels.clip(max(limits.min, -(2**31)), 2**31 - 1)
-    return jnp.asarray(labels, jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,7 +173,8 @@ def _by_chunks(plan, with_gradients, x, embedding, bias, labels):
 
     def dot(a, b, contracted):
         numbers = (contracted, ((), ()))
-        return lax.dot_general(a, b, numbers, precision=plan.precision, preferred_element_type=wide)
+        factors = reference.matmul_factors(a, b)
+        return lax.dot_general(*factors, numbers, precision=plan.precision, preferred_element_type=wide)
 
     def chunk(i, carry):
         total, gradients = carry

@@ -171,19 +171,13 @@ def plan_of(
 
 
 def _as_ids(op, name, x, shape=None):
-    """Converts ids to int32. An id that int32 does not hold is clipped to an id that no table has."""
-    checks.as_array(op, name, x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{op}: {name} must be an array of integers, got {x.dtype}")
+    """Converts ids to int32. An id that int32 does not hold becomes an id that no table has."""
+    x = checks.as_integers(op, name, x, saturate=True)
     if shape is not None:
         checks.check_shape(op, name, x, shape)
     elif x.ndim == 0:
         raise ValueError(f"{op}: {name} must have at least one dimension, got a scalar")
-    limits = jnp.iinfo(x.dtype)
-    if limits.max > 2**31 - 1:
-        # NumPy clips an array of NumPy, because JAX would let its numbers wrap around.
-        x = x.clip(max(limits.min, -1), 2**31 - 1)
-    return jnp.asarray(x, jnp.int32)
+    return x
 
 
 def _as_table(op, name, x, width=None):
