@@ -60,7 +60,7 @@ def _with_wide_sums(linear: Callable[..., Array], xs: tuple[Array, ...], *indice
 @_with_wide_sums.defjvp
 def _(linear: Callable[..., Array], primals: Any, tangents: Any) -> tuple[Array, Array]:
     xs, *indices = primals
-    y = linear(*xs, *indices)
+    y = _with_wide_sums(linear, xs, *indices)  # not `linear`: second derivatives go through it
     return y, linear(*map(_wide, tangents[0]), *indices).astype(y.dtype)
 
 
@@ -318,9 +318,8 @@ def _weighted_sum(p: Array, value: Array, subscripts: str, precision: PrecisionL
 @_weighted_sum.defjvp
 def _(subscripts: str, precision: PrecisionLike, primals: Any, tangents: Any) -> tuple[Array, Array]:
     (p, value), (dp, dvalue) = primals, tangents
-    product = functools.partial(_product, subscripts=subscripts, precision=precision)
-    rounded = p.astype(value.dtype)
-    return product(rounded, value), product(rounded, dvalue) + product(dp, value)
+    weigh = functools.partial(_weighted_sum, p, subscripts=subscripts, precision=precision)
+    return weigh(value), weigh(dvalue) + _product(dp, value, subscripts, precision)
 
 
 def dot_product_attention(
