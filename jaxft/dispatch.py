@@ -54,7 +54,8 @@ class Choice(NamedTuple):
     why: str = ""  # why other implementations were not chosen, for messages
 
 
-_target: contextvars.ContextVar[Device | None] = contextvars.ContextVar("jaxft_target", default=None)
+# JAX's caches of traces depend on it, as they depend on the default device.
+_target = jax.make_user_context(None)
 
 #: True while `explain` traces: it runs nothing, so it does not log what falls back.
 quiet: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxft_quiet", default=False)
@@ -70,7 +71,7 @@ def target(
     """Context in which ops are traced for the given NVIDIA device instead of the attached device.
 
     Use it to lower or export a program for a GPU on a machine without one. The context changes what jaxft chooses, but
-    not where JAX runs. Trace a new function inside the context: `jax.jit` reuses what it traced before.
+    not where JAX runs.
 
     Args:
       kind: name of the device.
@@ -81,18 +82,14 @@ def target(
     """
     if shared_memory is None:
         shared_memory = _shared_memory(compute_capability)
-    token = _target.set(Device("cuda", kind, compute_capability, multiprocessors, shared_memory))
-    try:
+    with _target(Device("cuda", kind, compute_capability, multiprocessors, shared_memory)):
         yield
-    finally:
-        _target.reset(token)
 
 
 def device() -> Device:
     """Returns the device that ops are traced for: the `target`, else JAX's default device."""
-    chosen = _target.get()
-    if chosen is not None:
-        return chosen
+    if _target.value is not None:
+        return _target.value
     # `default` is None, the name of a platform, or a device.
     default = jax.config.jax_default_device  # type: ignore[attr-defined]
     return _describe(default if hasattr(default, "platform") else jax.devices(default)[0])

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxft import dispatch
 from jaxft.dropout import dropout
 
 Array = jax.Array
@@ -34,6 +35,33 @@ def _wide_dtype(x: Array) -> Any:
 
 def _wide(x: Array) -> Array:
     return x.astype(_wide_dtype(x))
+
+
+def matmul_factors(x: Array, y: Array) -> tuple[Array, Array]:
+    """Returns the factors of a matmul with a float32 result in dtypes that the device multiplies.
+
+    XLA's CPU backend cannot run batched bfloat16 matmuls in some layouts, so a CPU multiplies in float32. The barrier
+    keeps XLA from moving the conversion into the matmul.
+    """
+    if x.dtype != jnp.bfloat16 or dispatch.platform() != "cpu":
+        return x, y
+    return lax.optimization_barrier(_wide(x)), lax.optimization_barrier(_wide(y))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _with_wide_sums(linear: Callable[..., Array], xs: tuple[Array, ...], *indices: Array) -> Array:
+    """Computes linear(*xs, *indices), which may use an element of `xs` many times.
+
+    The gradient of such an element is added up in float32 and rounded once, also where `linear` computes in 16 bits.
+    """
+    return linear(*xs, *indices)
+
+
+@_with_wide_sums.defjvp
+def _(linear: Callable[..., Array], primals: Any, tangents: Any) -> tuple[Array, Array]:
+    xs, *indices = primals
+    y = _with_wide_sums(linear, xs, *indices)  # not `linear`: second derivatives go through it
+    return y, linear(*map(_wide, tangents[0]), *indices).astype(y.dtype)
 
 
 def layer_norm(x: Array, gamma: Array | None = None, beta: Array | None = None, *, epsilon: float = 1e-6) -> Array:
@@ -88,12 +116,15 @@ def embeddings_layer_norm(
     dtype: Any = None,
 ) -> Array:
     """Computes dropout(layer_norm(sum)) of the rows selected by the ids. An id outside its table gives NaN."""
+    wide = _wide_dtype(word)
+
+    def take(table: Array, ids: Array) -> Array:
+        return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False).astype(wide)
 
     def rows(table: Array, ids: Array) -> Array:
-        return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        return _with_wide_sums(take, (table,), ids)
 
-    wide = _wide_dtype(word)
-    total = rows(word, input_ids).astype(wide)
+    total = rows(word, input_ids)
     position = position[: input_ids.shape[-1]] if position_ids is None else rows(position, position_ids)
     total = total + position.astype(wide)
     if token_type is not None:
@@ -103,8 +134,17 @@ def embeddings_layer_norm(
     return y.astype(word.dtype if dtype is None else dtype)
 
 
+@jax.custom_jvp
+def _erfc(x: Array) -> Array:
+    return lax.erfc(x)
+
+
+# JAX 0.12's own derivative of erfc raises inside of a shard_map.
+_erfc.defjvps(lambda dx, _, x: dx * (-2.0 / math.sqrt(math.pi) * jnp.exp(-x * x)))
+
+
 def _gelu(x: Array) -> Array:
-    return 0.5 * x * lax.erfc(x * -math.sqrt(0.5))  # erfc is accurate for the small values of the negative tail
+    return 0.5 * x * _erfc(x * -math.sqrt(0.5))  # erfc is accurate for the small values of the negative tail
 
 
 def _gelu_tanh(x: Array) -> Array:
@@ -189,7 +229,7 @@ def linear_cross_entropy(
     """
     labelled = labels != ignore_index
     x, table = jnp.where(labelled[..., None], x, 0), embedding.astype(x.dtype)
-    logits = jnp.einsum("...d,vd->...v", x, table, precision=precision, preferred_element_type=_wide_dtype(x))
+    logits = _product(x, table, "...d,vd->...v", precision)
     log_p = log_softmax(_logits(logits, None, bias))
     is_label = jnp.arange(table.shape[0], dtype=labels.dtype) == labels[..., None]
     unknown = labelled & ((labels < 0) | (labels >= table.shape[0]))
@@ -264,6 +304,24 @@ def _used_rows(used: Array, heads: int) -> Array:
     return jnp.swapaxes(used, 1, 2)[..., None]
 
 
+def _product(x: Array, y: Array, subscripts: str, precision: PrecisionLike) -> Array:
+    wide = _wide_dtype(x)
+    return jnp.einsum(subscripts, *matmul_factors(x, y), precision=precision, preferred_element_type=wide)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _weighted_sum(p: Array, value: Array, subscripts: str, precision: PrecisionLike) -> Array:
+    """Computes _product(p, value) of p in the dtype of `value`. The gradient of p is float32 and is not rounded."""
+    return _product(p.astype(value.dtype), value, subscripts, precision)
+
+
+@_weighted_sum.defjvp
+def _(subscripts: str, precision: PrecisionLike, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    (p, value), (dp, dvalue) = primals, tangents
+    weigh = functools.partial(_weighted_sum, p, subscripts=subscripts, precision=precision)
+    return weigh(value), weigh(dvalue) + _product(dp, value, subscripts, precision)
+
+
 def dot_product_attention(
     query: Array,
     key: Array,
@@ -294,16 +352,15 @@ def dot_product_attention(
         query = jnp.where(used_queries, query, 0)
         key = jnp.where(used_keys, key, 0)
         value = jnp.where(used_keys, value, 0)
-    product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=_wide_dtype(query))
     own, shared = ("n", "n") if n == k else ("kg", "k")  # a group axis of size 1 doubles the CPU's time
     grouped = query if n == k else query.reshape(batch, t, k, n // k, h)
-    scores = product(f"bt{own}h,bs{shared}h->b{own}ts", grouped, key)
+    scores = _product(grouped, key, f"bt{own}h,bs{shared}h->b{own}ts", precision)
     logits = _logits(scores.reshape(batch, n, t, s), 1.0 / math.sqrt(h) if scale is None else scale, bias)
     e, total, top = _exponentials(logits, allowed)
     empty = _row_is_empty(total)
-    p = dropout(e / jnp.where(empty, 1.0, total), dropout_rate, dropout_rng).astype(value.dtype)
+    p = dropout(e / jnp.where(empty, 1.0, total), dropout_rate, dropout_rng)
     p = p if n == k else p.reshape(batch, k, n // k, t, s)
-    out = product(f"b{own}ts,bs{shared}h->bt{own}h", p, value)
+    out = _weighted_sum(p, value, f"b{own}ts,bs{shared}h->bt{own}h", precision)
     out = out.reshape(batch, t, n, h).astype(query.dtype)
     if allowed is not None:
         out = jnp.where(used_queries, out, 0)  # already 0; this stops a NaN cotangent in padding
@@ -368,7 +425,7 @@ def dense_epilogue(y: Array, bias: Array | None, activation: str | None, residua
     """Computes activation(y + bias) + residual."""
     if activation is None and residual is None:
         # In the dtype of y, so that XLA fuses the bias into the epilogue of the GEMM.
-        return y if bias is None else y + bias.astype(y.dtype)
+        return y if bias is None else _with_wide_sums(lambda y, bias: y + bias.astype(y.dtype), (y, bias))
     out = _wide(y)
     if bias is not None:
         out = out + bias.astype(out.dtype)

@@ -78,7 +78,7 @@ class LossScale(NamedTuple):
         if not checks.is_natural(growth_interval) or growth_interval == 0:
             raise ValueError(f"LossScale: growth_interval must be an integer above 0, got {growth_interval!r:.100}")
         good_steps = jnp.where(finite, self.good_steps + 1, 0)
-        grows = good_steps >= growth_interval
+        grows = good_steps >= min(int(growth_interval), 2**31 - 1)
         scale = self.scale * jnp.where(finite, jnp.where(grows, 2.0, 1.0), 0.5).astype(jnp.float32)
         skipped = jnp.where(finite, 0, self.skipped + 1)
         return LossScale(scale.clip(_LEAST, _LARGEST), jnp.where(grows, 0, good_steps), skipped)

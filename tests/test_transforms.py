@@ -455,3 +455,21 @@ def test_nnx(implementation):
     plain = jit(jax.grad(lambda params, x: total(nnx.merge(graph, params)(x, reference))))
     expected, exact = plain(params, x), in_float64(plain, params, x)
     assert_matches_oracle(*(nnx.to_pure_dict(state) for state in (got, expected, exact)))
+
+
+def test_gelu_is_differentiable_twice_inside_shard_map():
+    """JAX 0.12's own derivative of erfc raises there."""
+    x, mesh = jnp.linspace(-3.0, 3.0, 16), jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+
+    def derivatives(x):
+        def gelu(x):
+            return jaxft.bias_activation(x[None], None, implementation="xla")[0]
+
+        return [jax.vmap(f)(x) for f in (gelu, jax.grad(gelu), jax.grad(jax.grad(gelu)), jax.jacfwd(jax.grad(gelu)))]
+
+    spec = P("data")
+    got = jax.jit(jax.shard_map(derivatives, mesh=mesh, in_specs=spec, out_specs=spec))(x)
+    density = jnp.exp(-(x**2) / 2) / np.sqrt(2 * np.pi)
+    cdf = jax.scipy.stats.norm.cdf(x)
+    for found, exact in zip(got, (x * cdf, cdf + x * density, *[density * (2 - x**2)] * 2), strict=True):
+        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-6)

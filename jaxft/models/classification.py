@@ -174,7 +174,8 @@ class BertForSequenceClassification(_Classifier):
 
     def _features(self, *ids: Any, cu_seqlens: ArrayLike | None, **call: Any) -> Array:
         hidden, keys = self._encode(*ids, cu_seqlens=cu_seqlens, **call)
-        first = first_tokens(hidden, None if cu_seqlens is None else jnp.asarray(cu_seqlens))
+        starts = None if cu_seqlens is None else inputs.as_ids("BertModel", "cu_seqlens", cu_seqlens)
+        first = first_tokens(hidden, starts)
         return self.head.features(first, dropout_rate=self._head_rate, dropout_rng=keys)
 
     def _logits(self, x: Array) -> Array:

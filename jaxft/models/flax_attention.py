@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.nnx.nn import dtypes
 from jax import Array
 
@@ -84,13 +85,14 @@ def attention_fn(
     for name, x in (("key", key), ("value", value)):
         if x.ndim != query.ndim or x.shape[:-3] != batch:
             raise ValueError(f"attention_fn: {name} must have the batch dimensions of query, {batch}, got {x.shape}")
-    bias, mask = (None if x is None else jnp.asarray(x) for x in (bias, mask))
+    bias = None if bias is None else jnp.asarray(bias)
+    if mask is not None:
+        mask = mask if hasattr(mask, "dtype") else np.asarray(mask)
+        mask = jnp.asarray(mask if mask.dtype == jnp.bool else mask != 0)  # JAX may drop bits of the numbers
     pairs = (*batch, query.shape[-2], query.shape[-3], key.shape[-3])
     for name, given in (("bias", bias), ("mask", mask)):
         if given is not None:
             checks.check_broadcasts("attention_fn", name, given, pairs)
-    if mask is not None and mask.dtype != jnp.bool:
-        mask = mask != 0
     if len(batch) > 1:
         query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
         bias, mask = (_with_one_batch(x, batch) for x in (bias, mask))

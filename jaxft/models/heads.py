@@ -128,8 +128,9 @@ class EncoderWithHead(nnx.Module):
         x = self._features(input_ids, attention_mask, token_type_ids, position_ids, **call)
         if cu_seqlens is not None and self._LABELS_TOKENS:
             # `remove_padding` puts 0, a valid label, in rows of no sequence.
-            *_, used = packed_rows(checked.size, jnp.asarray(cu_seqlens).astype(jnp.int32), max_seqlen or 0)
-            checked = jnp.where(used, checked.astype(jnp.int32), -100)
+            starts = inputs.as_ids("BertModel", "cu_seqlens", cu_seqlens)
+            *_, used = packed_rows(checked.size, starts, int(max_seqlen or 0))
+            checked = jnp.where(used, checked, -100)
         table, bias = self._classes()
         return linear_cross_entropy(x, table, checked, bias)
 

@@ -1,5 +1,6 @@
 """Checks of the arguments of models."""
 
+import functools
 from typing import Any
 
 import jax
@@ -44,7 +45,7 @@ def check_packed(
         raise ValueError(f"{where}: attention_mask must be None with cu_seqlens, which leave padding out, got {kind}")
     if input_ids.ndim != 1:
         raise ValueError(f"{where}: input_ids must have a shape [tokens] with cu_seqlens, got {list(input_ids.shape)}")
-    cu_seqlens = as_ids(where, "cu_seqlens", cu_seqlens).astype(jnp.int32)
+    cu_seqlens = as_ids(where, "cu_seqlens", cu_seqlens)
     if cu_seqlens.ndim != 1 or cu_seqlens.size == 0:
         raise ValueError(f"{where}: cu_seqlens must have a shape [sequences + 1], got {list(cu_seqlens.shape)}")
     most = int(max_seqlen)
@@ -53,18 +54,23 @@ def check_packed(
 
 
 def as_ids(where: str, name: str, value: Any, shape: tuple[int, ...] | None = None, *, or_bool: bool = False) -> Array:
-    """Converts an array or nested list to an array of integers (or of booleans if `or_bool`), and checks its shape."""
+    """Converts an array or nested list to an int32 array (booleans stay if `or_bool`), and checks its shape."""
     expected = f"{where}: {name} must be integers{' or booleans' * or_bool}"
     try:
-        if isinstance(value, list | tuple) and not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)):
+        if isinstance(value, list | tuple) and any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)):
+            value = jnp.asarray(jax.tree.map(functools.partial(as_ids, where, name, or_bool=or_bool), value))
+        elif isinstance(value, list | tuple | int):  # JAX would not keep integers of 64 bits
             value = np.asarray(value)
-        array = jnp.asarray(value)
+        elif not hasattr(value, "dtype"):
+            value = jnp.asarray(value)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{expected}, got {getattr(value, 'dtype', type(value).__name__)}") from error
-    if not (jnp.issubdtype(array.dtype, jnp.integer) or (or_bool and array.dtype == jnp.bool)):
-        raise TypeError(f"{expected}, got {array.dtype}")
-    if isinstance(value, np.ndarray) and value.dtype != array.dtype:  # JAX wraps numbers that do not fit
-        checks.check_fits(where, name, value, array.dtype)
+        raise TypeError(f"{expected}, got {type(value).__name__}") from error
+    if or_bool and value.dtype == jnp.bool:
+        array = jnp.asarray(value)
+    elif jnp.issubdtype(value.dtype, jnp.integer):
+        array = checks.as_integers(where, name, value)
+    else:
+        raise TypeError(f"{expected}, got {value.dtype}")
     if shape is not None and array.shape != shape:
         raise ValueError(f"{where}: {name} must have the shape of input_ids, {list(shape)}, got {list(array.shape)}")
     return array

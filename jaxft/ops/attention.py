@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from jaxft.ops import attention_vjp, checks, plans
@@ -257,4 +258,18 @@ def _check_masks(op: str, inputs: Inputs, options: Options, batched: bool) -> In
     if ("query_segment_ids" in found) != ("key_value_segment_ids" in found):
         given = next(name for name in found if name.endswith("segment_ids"))
         raise ValueError(f"{op}: query_segment_ids and key_value_segment_ids go together, got only {given}")
+    if inputs.query_segment_ids is not None:
+        found |= _ranks_of_wide_ids(op, inputs, {name: shapes[name] for name in shapes if name.endswith("segment_ids")})
     return inputs._replace(**found)
+
+
+def _ranks_of_wide_ids(op: str, inputs: Inputs, shapes: dict[str, tuple[int, int]]) -> dict[str, Array]:
+    """Returns int32 ids that are equal where the segment ids are, for traced ids that int32 may not hold; else none."""
+    ids = {name: getattr(inputs, name) for name in shapes}
+    if not any(isinstance(x, jax.core.Tracer) and checks.may_wrap(x) for x in ids.values()):
+        return {}
+    query, key = (checks.as_array(op, name, x).reshape(shapes[name]) for name, x in ids.items())
+    checks.check_same_dtype(op, "key_value_segment_ids", key, "query_segment_ids", query)
+    every = jnp.sort(jnp.concatenate([query, key], axis=1), axis=1)
+    ranks = (jax.vmap(jnp.searchsorted)(every, x).astype(jnp.int32) for x in (query, key))
+    return dict(zip(shapes, ranks, strict=True))

@@ -14,10 +14,17 @@ from jaxft import reference
 
 
 def as_array(op: str, name: str, x: Any) -> Array:
-    """Returns `x` as a JAX array. Raises a TypeError if `x` has no dtype or shape."""
+    """Returns `x` as a JAX array. Raises if `x` has no dtype or shape, or an integer that JAX's dtype does not hold."""
+    _check_array(op, name, x)
+    array = jnp.asarray(x)
+    if array.dtype != x.dtype and jnp.issubdtype(array.dtype, jnp.integer):  # without x64, JAX drops half of the bits
+        check_fits(op, name, x, array.dtype)
+    return array
+
+
+def _check_array(op: str, name: str, x: Any) -> None:
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise TypeError(f"{op}: {name} must be an array, got {type(x).__name__}")
-    return jnp.asarray(x)
 
 
 def as_float(op: str, name: str, x: Any) -> Array:
@@ -36,26 +43,26 @@ def as_rows(op: str, x: Any) -> Array:
     return x
 
 
-def as_integers(op: str, name: str, x: Any) -> Array:
-    """Converts an integer array to int32. Raises if a concrete value does not fit."""
-    given, x = x, as_array(op, name, x)
+def as_integers(op: str, name: str, x: Any, *, saturate: bool = False) -> Array:
+    """Converts an integer array to int32.
+
+    A concrete value that does not fit raises a ValueError, unless `saturate`. Otherwise a value that does not fit
+    becomes the nearest one that does.
+    """
+    _check_array(op, name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{op}: {name} must be an array of integers, got {x.dtype}")
-    if x.dtype.itemsize > 4 or given.dtype.itemsize > 4:  # the conversion to int32 would wrap around
-        check_fits(op, name, given, jnp.int32)
-    return x.astype(jnp.int32)
-
-
-def as_clipped_integers(op: str, name: str, x: Any, least: int) -> Array:
-    """Converts an integer array to int32. A number that int32 does not hold becomes `least` or 2^31 - 1."""
-    as_array(op, name, x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{op}: {name} must be an array of integers, got {x.dtype}")
-    limits = jnp.iinfo(x.dtype)
-    if limits.max > 2**31 - 1:
+    if may_wrap(x):
+        if not saturate:
+            check_fits(op, name, x, jnp.int32)
         # NumPy clips an array of NumPy, because JAX would let its numbers wrap around.
-        x = x.clip(max(limits.min, least), 2**31 - 1)
+        x = x.clip(max(jnp.iinfo(x.dtype).min, -(2**31)), 2**31 - 1)
     return jnp.asarray(x, jnp.int32)
+
+
+def may_wrap(x: Any) -> bool:
+    """Returns whether int32 does not hold all values of the dtype of the integers `x`."""
+    return jnp.iinfo(x.dtype).max > 2**31 - 1
 
 
 def check_fits(op: str, name: str, x: Any, dtype: Any) -> None:

@@ -98,7 +98,8 @@ def linear_cross_entropy(
         )
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int) or abs(ignore_index) >= 2**31 - 1:
         raise ValueError(f"{op}: ignore_index must be a Python integer of 32 bits, got {ignore_index!r:.100}")
-    labels = checks.as_clipped_integers(op, "labels", labels, least=-(2**31))  # neither classes nor `ignore_index`
+    # A label that int32 does not hold becomes a number that is neither a class nor `ignore_index`.
+    labels = checks.as_integers(op, "labels", labels, saturate=True)
     checks.check_shape(op, "labels", labels, x.shape[:-1])
     bias = checks.as_vector(op, "bias", bias, embedding.shape[0])
     precision = checks.check_precision(op, precision, x.dtype)
@@ -162,7 +163,8 @@ def _by_chunks(plan, with_gradients, x, embedding, bias, labels):
 
     def dot(a, b, contracted):
         numbers = (contracted, ((), ()))
-        return lax.dot_general(a, b, numbers, precision=plan.precision, preferred_element_type=wide)
+        factors = reference.matmul_factors(a, b)
+        return lax.dot_general(*factors, numbers, precision=plan.precision, preferred_element_type=wide)
 
     def chunk(i, carry):
         total, gradients = carry

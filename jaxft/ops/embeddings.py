@@ -148,7 +148,8 @@ def plan_of(
 
 
 def _as_ids(op, name, x, shape=None):
-    x = checks.as_clipped_integers(op, name, x, least=-1)  # no table has these ids
+    """Converts ids to int32. An id that int32 does not hold becomes an id that no table has."""
+    x = checks.as_integers(op, name, x, saturate=True)
     if shape is not None:
         checks.check_shape(op, name, x, shape)
     elif x.ndim == 0:

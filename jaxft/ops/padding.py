@@ -74,6 +74,7 @@ def remove_padding(x: Array, mask: Array, *, capacity: int, implementation: str 
     op = "remove_padding"
     if not checks.is_natural(capacity) or capacity < 1:
         raise ValueError(f"{op}: capacity must be a positive Python integer, got {capacity!r}")
+    capacity = int(capacity)
     x, given, mask = checks.as_array(op, "x", x), mask, checks.as_mask(op, "mask", mask, "a token")
     if mask.ndim != 2:
         raise ValueError(f"{op}: mask must have shape [B, T], got {mask.shape}")
@@ -124,6 +125,7 @@ def restore_padding(x: Array, indices: Array, *, batch: int, length: int, implem
     for name, size in (("batch", batch), ("length", length)):
         if not checks.is_natural(size):
             raise ValueError(f"{op}: {name} must be a Python integer >= 0, got {size!r}")
+    batch, length = int(batch), int(length)  # NumPy's integers may wrap around in their product
     plan = plan_of(op, x, batch * length, batch, length, implementation)
     plans.record(op, (x, indices), plan)
     return _restore(*transforms.vary_alike(x, indices), plan)

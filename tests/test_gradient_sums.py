@@ -1,0 +1,169 @@
+"""Gradients that are sums over many rows are added up in float32 and rounded once: every op, every shared argument."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import cases
+import jaxft
+from compare import errors, magnitude, ulp
+
+ROWS, D = 10_000, 8
+ROW, KERNEL, VECTOR = (ROWS, D), (D, D), (D,)
+NORM = {"gamma": VECTOR, "beta": VECTOR}
+LAYER = {"x": ROW, "kernel": KERNEL, "bias": VECTOR}
+RESIDUAL = {"x": ROW, "bias": VECTOR, "residual": ROW}
+TABLES = {"word": (4, D), "position": (10, D), "token_type": (2, D)}
+IDS = jnp.zeros((1000, 10), jnp.int32)  # one token, 10,000 times
+LABELS = jnp.zeros(ROWS, jnp.int32)
+
+partial = functools.partial
+CASES = {
+    "layer_norm": (jaxft.layer_norm, {"x": ROW, **NORM}),
+    "residual": (partial(jaxft.bias_residual_layer_norm, return_sum=True), RESIDUAL | NORM),
+    "embeddings": (partial(jaxft.embeddings_layer_norm, IDS), TABLES | NORM),
+    "embeddings_ids": (
+        partial(jaxft.embeddings_layer_norm, IDS, position_ids=IDS + 3, token_type_ids=IDS + 1),
+        TABLES,
+    ),
+    "bias_activation": (jaxft.bias_activation, {"x": ROW, "bias": VECTOR}),
+    "softmax": (jaxft.softmax, {"x": ROW, "bias": VECTOR}),
+    "log_softmax": (jaxft.log_softmax, {"x": (10, 1000, D), "bias": (10, 1, D)}),
+    "split": (partial(jaxft.qkv_bias_split_heads, num_heads=2), {"qkv": (10, 1000, 3 * D), "bias": (3 * D,)}),
+    "dense": (jaxft.dense, LAYER),
+    "dense_gelu": (partial(jaxft.dense, activation="gelu"), LAYER | {"residual": ROW}),
+    "dense_residual": (jaxft.dense_residual_layer_norm, LAYER | RESIDUAL | NORM),
+    "feed_forward": (
+        jaxft.feed_forward_residual_layer_norm,
+        {"x": ROW, "in_kernel": KERNEL, "in_bias": VECTOR, "out_kernel": KERNEL, "out_bias": VECTOR, **NORM},
+    ),
+    "cross_entropy": (
+        lambda **floats: jaxft.linear_cross_entropy(labels=LABELS, **floats).total,
+        {"x": ROW, "embedding": (5, D), "bias": (5,)},
+    ),
+    "attention": (
+        jaxft.dot_product_attention,
+        {"query": (1, ROWS // 2, 2, D), "key": (1, 5, 1, D), "value": (1, 5, 1, D), "bias": (1, 1, 1, 5)},
+    ),
+}
+
+
+def alike(rng, shape):
+    """Returns rows that are alike, because gradients that cancel would hide an error."""
+    width = shape[-1] if shape else 1
+    row = rng.uniform(0.5, 1.5, width) * np.where(np.arange(width) % 3, -1.0, 1.0)
+    return row.reshape(shape[-1:]) * (1.0 + 0.2 * rng.standard_normal(shape))
+
+
+def cotangents(out, scale):
+    """Returns cotangents whose sum over the first rows is larger than the whole sum, so that float16 would overflow."""
+
+    def one(leaf):
+        x = alike(np.random.default_rng(1), leaf.shape)
+        rows = x.reshape(-1, leaf.shape[-1] if leaf.shape else 1)
+        rows[3 * len(rows) // 4 :] *= -1.0
+        return jnp.asarray(x * scale, leaf.dtype)
+
+    return jax.tree.map(one, out)
+
+
+@pytest.mark.parametrize("dtype", [cases.DTYPES[1], *cases.slow(cases.DTYPES[2])])
+@pytest.mark.parametrize("implementation", ["xla", *cases.slow("triton")])
+@pytest.mark.parametrize("name", CASES)
+def test_sums_over_rows_are_float32(name, implementation, dtype):
+    (op, shapes), rng = CASES[name], np.random.default_rng(0)
+    if name == "cross_entropy" and implementation == "triton":
+        pytest.skip("linear_cross_entropy has no kernel")
+    floats = {n: jnp.asarray(alike(rng, shape), dtype) for n, shape in shapes.items()}
+    shared = [n for n, x in floats.items() if x.size < ROWS]
+    out = jax.eval_shape(lambda floats: op(**floats, implementation="xla"), floats)
+
+    def gradients(implementation):
+        def run(floats, cotangents):
+            return jax.vjp(lambda floats: op(**floats, implementation=implementation), floats)[1](cotangents)[0]
+
+        return cases.jit(run)
+
+    exact = cases.in_float64(gradients("xla"), floats, cotangents(out, 1.0))
+    scale = 2.0 ** np.floor(np.log2(2.0**15.9 / max(magnitude(exact[n]) for n in shared)))
+    got = gradients(implementation)(floats, cotangents(out, scale))
+    for n in shared:
+        assert errors(n, got[n], exact[n] * scale).max() <= ulp(magnitude(exact[n] * scale), dtype), n
+
+
+def test_vmapped_rows_of_dense_are_summed_in_float32():
+    """Without a batch axis of its own, the op adds no rows: JAX adds up the gradients of the examples."""
+    x, kernel, bias = jnp.zeros((ROWS, 1, D)), jnp.eye(D), jnp.zeros(D)
+    x, kernel, bias = (a.astype(jnp.bfloat16) for a in (x, kernel, bias))
+    f = jax.vmap(functools.partial(jaxft.dense, implementation="xla"), in_axes=(0, None, None))
+    out, pull_back = jax.vjp(lambda bias: f(x, kernel, bias), bias)
+    np.testing.assert_array_equal(pull_back(jnp.ones_like(out))[0], jnp.bfloat16(ROWS))
+
+
+def test_hessian_of_embeddings_is_summed_in_float32():
+    """The gradient of a gradient also goes through the table."""
+
+    def squared_gradient(word):
+        y, pull_back = jax.vjp(
+            lambda word: jaxft.embeddings_layer_norm(IDS, word, position, implementation="xla"), word
+        )
+        (d,) = pull_back(jnp.broadcast_to(weights.astype(y.dtype), y.shape))
+        return jnp.sum(d.astype(jnp.float32) ** 2) / ROWS**2
+
+    position, weights = jnp.zeros((10, D), jnp.bfloat16), jnp.arange(D) % 3
+    word = jnp.asarray(np.random.default_rng(0).standard_normal((4, D)), jnp.bfloat16)
+    got = jax.grad(squared_gradient)(word)
+    position = position.astype(jnp.float32)
+    exact = np.asarray(jax.grad(squared_gradient)(word.astype(jnp.float32)), np.float64)
+    assert errors("word", got, exact).max() <= 0.02 * magnitude(exact)
+
+
+def test_attention_gradients_do_not_overflow_inside():
+    """A product of 2^15 and values summed over a head exceeds float16; the gradients themselves do not."""
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.standard_normal((1, 8, 1, 64)), jnp.float16) for _ in range(3)]
+    arrays[0] *= jnp.float16(0.01)
+
+    def gradients(dtype):
+        def attend(q, k, v):
+            return jaxft.dot_product_attention(q, k, v, scale=2.0**-9, implementation="xla")
+
+        return jax.vjp(attend, *(x.astype(dtype) for x in arrays))[1](jnp.full((1, 8, 1, 64), 2.0**13, dtype))
+
+    for got, exact in zip(gradients(jnp.float16), gradients(jnp.float32), strict=True):
+        exact = np.asarray(exact, np.float64)
+        assert errors("gradient", got, exact).max() <= 4 * ulp(magnitude(exact), jnp.float16)
+
+
+@pytest.mark.parametrize("packed", [False, *cases.slow(True)])
+def test_models_sum_gradients_in_float32(packed):
+    """All parameters of an encoder with a head, 16 bits against float32 of the same numbers."""
+    config = jaxft.BertConfig(
+        vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=4,
+    )  # fmt: skip
+    batch, length = ROWS // 4, 4
+    ids, labels = jnp.full((batch, length), 5), jnp.full((batch, length), 7)
+    options = {}
+    if packed:
+        ids, labels = ids.reshape(-1), labels.reshape(-1)
+        options = {"cu_seqlens": jnp.arange(batch + 1) * length, "max_seqlen": length}
+
+    def gradients(dtype, like=None):
+        model = jaxft.BertForMaskedLM(config, dtype=dtype, param_dtype=dtype, implementation="xla", rngs=nnx.Rngs(0))
+        graph, params = nnx.split(model)
+        if like is not None:
+            params = jax.tree.map(lambda x: x.astype(dtype), like)
+        grad = cases.jit(jax.grad(lambda params: nnx.merge(graph, params).loss(ids, labels, **options).mean))
+        return params, grad(params)
+
+    params, got = gradients(jnp.bfloat16)
+    _, exact = gradients(jnp.float32, params)
+    for (path, x), wanted in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(exact), strict=True):
+        wanted = np.asarray(wanted, np.float64)
+        error = np.linalg.norm(np.asarray(x, np.float64) - wanted)
+        assert error <= 0.01 * np.linalg.norm(wanted), jax.tree_util.keystr(path)

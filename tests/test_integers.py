@@ -1,0 +1,106 @@
+"""Integers of every dtype: right, or refused by the name of the argument; they never wrap around."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import cases
+import jaxft
+from jaxft import training
+from jaxft.models import attention_fn
+
+Q = np.random.default_rng(0).standard_normal((2, 5, 1, 8)).astype(np.float32)
+X = Q.reshape(10, 8)
+TABLE = X[:6]
+CONFIG = jaxft.BertConfig(
+    vocab_size=6, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8,
+    max_position_embeddings=8,
+)  # fmt: skip
+
+
+def attend(**options):
+    return jaxft.dot_product_attention(Q, Q, Q, **options)
+
+
+def model_loss(labels, **options):
+    model = jaxft.BertForMaskedLM(CONFIG, rngs=nnx.Rngs(0))
+    return model.loss(jnp.ones(labels.shape, jnp.int32), labels, **options)
+
+
+def packed_loss(labels):
+    return model_loss(labels, cu_seqlens=jnp.array([0, 4]), max_seqlen=4)
+
+
+def model(**options):
+    return jaxft.BertModel(CONFIG, rngs=nnx.Rngs(0))(**options).last_hidden_state
+
+
+IDS = np.array([[1, 2, 3, 4, 0]])
+# A function of integers, the integers, the place of a number beyond int32 in the last axis, and the number there that
+# has the same effect.
+CASES = {
+    "query_seq_lengths": (lambda x: attend(query_seq_lengths=x), [3, 5], 1, 5),
+    "key_value_seq_lengths": (lambda x: attend(key_value_seq_lengths=x), [3, 5], 1, 5),
+    "query_segment_ids": (lambda x: attend(query_segment_ids=x, key_value_segment_ids=x), [[1, 1, 0, 9, 1]] * 2, 3, 9),
+    "cu_seqlens": (
+        lambda x: jaxft.varlen_qkv_attention(jnp.stack([X[:, None]] * 3, 1), x, max_seqlen=10), [0, 4, 10], 2, 10,
+    ),
+    "indices": (lambda x: jaxft.restore_padding(X, x, batch=3, length=4), [*range(9), 12], 9, 12),
+    "input_ids": (lambda x: jaxft.embeddings_layer_norm(x, TABLE, TABLE), [[1, 2, 3, 4, 6]], 4, 6),
+    "labels": (lambda x: jaxft.linear_cross_entropy(X, TABLE, x), [0, 1, 2, 3, 4, 5, 0, 1, 2, 6], 9, 6),
+    "labels of a model": (model_loss, [[1, 2, 3, 6]], 3, 6),
+    "labels of a packed model": (packed_loss, [1, 2, 3, 6], 3, 6),
+    "input_ids of a model": (lambda x: model(input_ids=x), [[1, 2, 3, 4, 6]], 4, 6),
+    "position_ids of a model": (lambda x: model(input_ids=IDS, position_ids=x), [[0, 1, 2, 3, 8]], 4, 8),
+    "attention_mask of a model": (lambda x: model(input_ids=IDS, attention_mask=x), [[1, 1, 1, 0, 1]], 4, 1),
+    "mask of attention_fn": (
+        lambda x: attention_fn(Q, Q, Q, mask=x.reshape(2, 1, 1, 5)), [[1, 1, 1, 0, 1]] * 2, 4, 1,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["int64", *cases.slow("uint8", "int16", "uint32", "uint64")])
+@pytest.mark.parametrize("name", CASES)
+def test_integers_do_not_wrap_around(name, dtype):
+    """2^32 is added to a number: a conversion to 32 bits would drop it. uint32 gets the bits of -100, "no label"."""
+    function, numbers, place, counts_as = CASES[name]
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    expected = jax.tree.map(np.asarray, function(jnp.asarray(numbers, jnp.int32)))
+    given = np.array(numbers, dtype)
+    if np.iinfo(dtype).max > 2**31:
+        given[..., place] = 2**32 - 100 if dtype == "uint32" else 2**32 + counts_as - 1
+    try:
+        jax.tree.map(close, function(given), expected)
+    except ValueError as error:  # a number that is known can be refused
+        assert f"{name.split()[0]} must fit int32, got 42949" in str(error)
+    with jax.enable_x64(True):
+        jax.tree.map(close, jax.jit(function)(jnp.asarray(given)), expected)
+
+
+@pytest.mark.parametrize("name", ["permute", "merge_heads", "remove_padding", "restore_padding"])
+def test_moved_integers_do_not_lose_bits(name):
+    """Without x64, JAX drops the upper half of NumPy's 64-bit integers."""
+    x = np.full((1, 1, 1, 1), 2**32 + 5)
+    call = {
+        "permute": lambda: jaxft.permute(x, (1, 0, 2, 3)),
+        "merge_heads": lambda: jaxft.merge_heads(x),
+        "remove_padding": lambda: jaxft.remove_padding(x, np.ones((1, 1), bool), capacity=1),
+        "restore_padding": lambda: jaxft.restore_padding(x, np.zeros(1, np.int32), batch=1, length=1),
+    }[name]
+    with pytest.raises(ValueError, match=f"{name}: x must fit int32, got 4294967301"):
+        call()
+    with jax.enable_x64(True):
+        assert int(jax.tree.leaves(call())[0].reshape(())) == 2**32 + 5
+
+
+def test_sizes_of_numpy_do_not_wrap_around():
+    twenty, x = np.uint8(20), jnp.ones((400, 8))
+    assert jaxft.restore_padding(x, jnp.arange(400), batch=twenty, length=twenty).shape == (20, 20, 8)
+    q, *_ = jaxft.qkv_bias_split_heads(jnp.ones((1, 2, 300)), None, num_heads=np.uint8(100))
+    assert q.shape == (1, 100, 2, 1)
+    scale = training.LossScale.create().update(jnp.array(True), growth_interval=np.int64(2**32 + 1))
+    assert scale.scale == 2.0**15
