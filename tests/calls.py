@@ -150,3 +150,10 @@ CALLS = {
     ),
     "bundle": Call(_bundle, {"x": "4", "y": "4"}),
 }  # fmt: skip
+
+
+def public_ops() -> set[str]:
+    """Returns the names of all public functions of `jaxft.ops`, but `explain`, which runs no op."""
+    return {
+        name for name in jaxft.__all__ if getattr(getattr(jaxft, name), "__module__", "").startswith("jaxft.ops")
+    } - {"explain"}

@@ -55,7 +55,8 @@ def embeddings_layer_norm(
       token_type: `[C, D]` of any float dtype, or None for no such embedding.
       gamma: `[D]` of any float dtype, or None for 1.
       beta: `[D]` of any float dtype, or None for 0.
-      position_ids: integers of the shape of `input_ids`, or None for 0 to T - 1.
+      position_ids: integers of the shape of `input_ids`, or None for 0 to T - 1. A symbolic T may exceed P; tokens
+        beyond P then give NaN.
       token_type_ids: integers of the shape of `input_ids`, or None for 0.
       epsilon: added to the variance. (BERT's is 1e-12.)
       dropout_rate: probability of dropping an element, in [0, 1). Which elements are kept is a pure function of

@@ -122,7 +122,9 @@ def _spans(p: Problem, own: Side, other: Side, window, block: int, other_block: 
     columns = [first, last, full_start, full_stop, own.end, *(tiles or ())[:4]]
     spans = jnp.zeros((*last.shape, len(columns)), jnp.int32)
     for i, part in enumerate(columns):  # elementwise operations, which XLA fuses into one kernel
-        spans = jnp.where(jnp.arange(len(columns))[None, None] == i, jnp.broadcast_to(part, last.shape)[:, :, None], spans)
+        spans = jnp.where(
+            jnp.arange(len(columns))[None, None] == i, jnp.broadcast_to(part, last.shape)[:, :, None], spans
+        )
     return spans.astype(jnp.int32)
 
 

@@ -329,7 +329,9 @@ def unsupported_array(dtypes: Sequence[Any] = (), /, **arrays: Array | None) -> 
         if axes := _explicit_axes(x):
             return f"{name} is sharded over Explicit axes, {axes}; a kernel runs on each device inside of jax.shard_map"
         if (axes := jax.typeof(x).sharding.mesh.explicit_axes) and dispatch.platform() == "cpu":
-            return f"{name} is in a mesh with Explicit axes, {axes}; Pallas' interpreter runs inside of jax.shard_map only"
+            return (
+                f"{name} is in a mesh with Explicit axes, {axes}; Pallas' interpreter runs inside of jax.shard_map only"
+            )
         if dtypes and x.dtype not in dtypes:
             return f"{name} is {x.dtype}, the kernels take float32, float16 and bfloat16"
     return None
