@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -58,10 +56,11 @@ def dropout_mask(key: Array, rate: float, shape: tuple[int, ...]) -> Array:
     The index of an element is (flat index of the leading axes, index in the last axis).
     """
     seed = dropout_seed(key)
-    rows = math.prod(shape[:-1])
-    row = lax.broadcasted_iota(jnp.uint32, (rows, shape[-1]), 0)
-    column = lax.broadcasted_iota(jnp.uint32, (rows, shape[-1]), 1)
-    return (keep_bits(seed[0], seed[1], row, column) >= jnp.uint32(keep_threshold(rate))).reshape(shape)
+    *leading, column = (lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in range(len(shape)))
+    row = jnp.zeros(shape, jnp.uint32)
+    for size, index in zip(shape, leading, strict=False):
+        row = row * jnp.asarray(size, jnp.uint32) + index
+    return keep_bits(seed[0], seed[1], row, column) >= jnp.uint32(keep_threshold(rate))
 
 
 def dropout(x: Array, rate: float, key: Array | None) -> Array:

@@ -64,6 +64,17 @@ def _(linear: Callable[..., Array], primals: Any, tangents: Any) -> tuple[Array,
     return y, linear(*map(_wide, tangents[0]), *indices).astype(y.dtype)
 
 
+def one_or_nan(condition: Array, dtype: Any) -> Array:
+    """Returns 1 where the condition is true, else NaN, without a NaN in between that `jax.debug_nans` would report."""
+    one = condition.astype(dtype)
+    return one / one
+
+
+def _like(x: Array, y: Array) -> Array:
+    """Returns `x` in the dtype of `y`, with axes of size 1 in front up to the rank of `y`."""
+    return lax.expand_dims(x.astype(y.dtype), range(y.ndim - x.ndim))
+
+
 def layer_norm(x: Array, gamma: Array | None = None, beta: Array | None = None, *, epsilon: float = 1e-6) -> Array:
     """Computes (x - mean) / sqrt(variance + epsilon) * gamma + beta over the last axis, in two passes."""
     return _normalize(_wide(x), gamma, beta, epsilon).astype(x.dtype)
@@ -73,9 +84,9 @@ def _normalize(x: Array, gamma: Array | None, beta: Array | None, epsilon: float
     centered = x - jnp.mean(x, axis=-1, keepdims=True)
     y = centered * lax.rsqrt(jnp.mean(centered * centered, axis=-1, keepdims=True) + epsilon)
     if gamma is not None:
-        y = y * gamma.astype(y.dtype)
+        y = y * _like(gamma, y)
     if beta is not None:
-        y = y + beta.astype(y.dtype)
+        y = y + _like(beta, y)
     return y
 
 
@@ -94,7 +105,7 @@ def bias_residual_layer_norm(
     """Computes layer_norm(dropout(x + bias) + residual). With `return_sum`, also returns the normalised sum."""
     total = _wide(x)
     if bias is not None:
-        total = total + bias.astype(total.dtype)
+        total = total + _like(bias, total)
     total = dropout(total, dropout_rate, dropout_rng) + residual.astype(total.dtype)
     y = _normalize(total, gamma, beta, epsilon).astype(x.dtype)
     return (y, total.astype(x.dtype)) if return_sum else y
@@ -126,10 +137,10 @@ def embeddings_layer_norm(
 
     total = rows(word, input_ids)
     position = position[: input_ids.shape[-1]] if position_ids is None else rows(position, position_ids)
-    total = total + position.astype(wide)
+    total = total + _like(position, total)
     if token_type is not None:
         token_type = token_type[0] if token_type_ids is None else rows(token_type, token_type_ids)
-        total = total + token_type.astype(wide)
+        total = total + _like(token_type, total)
     y = dropout(_normalize(total, gamma, beta, epsilon), dropout_rate, dropout_rng)
     return y.astype(word.dtype if dtype is None else dtype)
 
@@ -164,7 +175,7 @@ def bias_activation(x: Array, bias: Array | None, *, activation: str = "gelu") -
     """Computes activation(x + bias)."""
     y = _wide(x)
     if bias is not None:
-        y = y + bias.astype(y.dtype)
+        y = y + _like(bias, y)
     return ACTIVATIONS[activation](y).astype(x.dtype)
 
 
@@ -173,7 +184,7 @@ def _logits(x: Array, scale: float | None, bias: Array | None) -> Array:
     if scale is not None:
         logits = logits * scale
     if bias is not None:
-        logits = logits + bias.astype(logits.dtype)
+        logits = logits + _like(bias, logits)
     return logits
 
 
@@ -231,10 +242,11 @@ def linear_cross_entropy(
     x, table = jnp.where(labelled[..., None], x, 0), embedding.astype(x.dtype)
     logits = _product(x, table, "...d,vd->...v", precision)
     log_p = log_softmax(_logits(logits, None, bias))
-    is_label = jnp.arange(table.shape[0], dtype=labels.dtype) == labels[..., None]
+    label = labels[..., None]
+    is_label = _like(jnp.arange(table.shape[0]), label) == label
     unknown = labelled & ((labels < 0) | (labels >= table.shape[0]))
     loss = -jnp.sum(jnp.where(is_label | unknown[..., None], log_p, 0.0), axis=-1)
-    loss = loss * jnp.where(unknown, jnp.nan, 1.0).astype(loss.dtype)
+    loss = loss * one_or_nan(~unknown, loss.dtype)
     return jnp.sum(jnp.where(labelled, loss, 0.0)), jnp.sum(labelled, dtype=jnp.int32)
 
 
@@ -245,7 +257,7 @@ def qkv_bias_split_heads(qkv: Array, bias: Array | None, num_heads: int) -> tupl
     """Adds bias [3*N*H] to qkv [B, T, 3*N*H] and splits the sum into three arrays [B, N, T, H]."""
     y = _wide(qkv)
     if bias is not None:
-        y = y + bias.astype(y.dtype)
+        y = y + _like(bias, y)
     batch, length, width = qkv.shape
     y = y.astype(qkv.dtype).reshape(batch, length, 3, num_heads, width // (3 * num_heads))
     q, k, v = jnp.transpose(y, (2, 0, 3, 1, 4))
@@ -279,14 +291,14 @@ def attention_mask(
     local_window_size: tuple[int, int] | None = None,
 ) -> Array | None:
     """Combines all masks into one boolean array that broadcasts to [B, N, T, S], or None if there is no mask."""
-    query = jnp.arange(query_length, dtype=jnp.int32)[:, None]  # [T, 1]
-    key = jnp.arange(key_length, dtype=jnp.int32)[None, :]  # [1, S]
+    query = jnp.arange(query_length, dtype=jnp.int32)[None, None, :, None]
+    key = jnp.arange(key_length, dtype=jnp.int32)[None, None, None, :]
     parts = [] if mask is None else [mask]
     if is_causal:
-        parts.append((key <= query)[None, None])
+        parts.append(key <= query)
     if local_window_size is not None:
         left, right = local_window_size
-        parts.append(((key >= query - left) & (key <= query + right))[None, None])
+        parts.append((key >= query - left) & (key <= query + right))
     if query_seq_lengths is not None:
         parts.append(query < query_seq_lengths[:, None, None, None])
     if key_value_seq_lengths is not None:
@@ -425,10 +437,10 @@ def dense_epilogue(y: Array, bias: Array | None, activation: str | None, residua
     """Computes activation(y + bias) + residual."""
     if activation is None and residual is None:
         # In the dtype of y, so that XLA fuses the bias into the epilogue of the GEMM.
-        return y if bias is None else _with_wide_sums(lambda y, bias: y + bias.astype(y.dtype), (y, bias))
+        return y if bias is None else _with_wide_sums(lambda y, bias: y + _like(bias, y), (y, bias))
     out = _wide(y)
     if bias is not None:
-        out = out + bias.astype(out.dtype)
+        out = out + _like(bias, out)
     if activation is not None:
         out = ACTIVATIONS[activation](out)
     if residual is not None:
@@ -511,8 +523,8 @@ def _take_or_spoil(x: Array, indices: Array) -> Array:
     The spoilt value is NaN for float dtypes, -1 for signed integers, the largest number for unsigned integers, and True
     for booleans.
     """
-    spoilt: Any = jnp.nan
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        spoilt = -1 if jnp.issubdtype(x.dtype, jnp.signedinteger) else x.dtype == jnp.bool or jnp.iinfo(x.dtype).max
-    lost = (indices < 0).reshape(-1, *(1,) * (x.ndim - 1))
-    return jnp.where(lost, jnp.array(spoilt, x.dtype), _take_rows(x, indices))
+    lost, rows = (indices < 0).reshape(-1, *(1,) * (x.ndim - 1)), _take_rows(x, indices)
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return rows * one_or_nan(~lost, x.dtype)
+    spoilt = -1 if jnp.issubdtype(x.dtype, jnp.signedinteger) else x.dtype == jnp.bool or jnp.iinfo(x.dtype).max
+    return jnp.where(lost, jnp.array(spoilt, x.dtype), rows)

@@ -102,6 +102,22 @@ def test_unsupported_options_are_refused(options, error, message):
 
 
 @pytest.mark.parametrize(
+    ("module", "options", "call", "argument"),
+    [(nnx.MultiHeadAttention, {"in_features": WIDTH, "decode": False}, {"sow_weights": True}, "sow_weights"),
+     (nn.MultiHeadDotProductAttention, {}, {"sow_weights": True}, "sow_weights"),
+     *((nn.MultiHeadDotProductAttention, {name: lambda: jnp.einsum}, {}, name)
+       for name in ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls"))],
+)  # fmt: skip
+def test_refusal_names_the_argument_of_the_module(module, options, call, argument):
+    x, _, _ = arrays(B)
+    with jax.numpy_dtype_promotion("standard"), pytest.raises(NotImplementedError, match=f"the argument {argument} "):
+        if module is nnx.MultiHeadAttention:
+            module(num_heads=HEADS, attention_fn=attention_fn, rngs=nnx.Rngs(0), **options)(x, **call)
+        else:
+            module(num_heads=HEADS, attention_fn=attention_fn, **options).init(jax.random.key(0), x, **call)
+
+
+@pytest.mark.parametrize(
     ("shapes", "message"),
     [
         ({"value": (3, 2, 5, 2, 8)}, "value must have the batch dimensions of query, (2, 3), got (3, 2, 5, 2, 8)"),

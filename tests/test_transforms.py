@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,10 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxft
+from calls import CALLS
 from cases import INTERPRET, for_h200, in_float64, jit, lower, normal, slow, slow_cases
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference
@@ -399,6 +401,56 @@ def test_explicit_shardings(name, implementation, caplog):
                 traced(floats)
 
 
+VMAPS = {
+    "vmap": (lambda f: jax.vmap(f), P("d")),
+    "grad of vmap": (lambda f: jax.grad(lambda x: jnp.sum(jax.vmap(f)(x))), P("d")),
+    "vmap of grad": (lambda f: jax.vmap(jax.grad(lambda x: jnp.sum(f(x)))), P("d")),
+    "vmap of jit": (lambda f: jax.vmap(jax.jit(f)), P("d")),
+    "vmap of remat": (lambda f: jax.vmap(jax.checkpoint(f)), P("d")),
+    "nested": (lambda f: jax.vmap(jax.vmap(f)), P("d", "e")),
+    "inner of nested": (lambda f: jax.vmap(jax.vmap(f)), P(None, "d")),
+    "two axes": (lambda f: jax.vmap(f), P(("d", "e"))),
+    "spmd_axis_name": (lambda f: jax.vmap(f, spmd_axis_name="d"), P("d")),
+    "another axis": (lambda f: jax.vmap(f), P(None, None, "d")),
+}
+
+
+@pytest.mark.parametrize("name", VMAPS)
+def test_vmap_over_explicit_axes_is_seen(name):
+    """XLA runs the op, or an error says what to do: Mosaic GPU kernels and Pallas' interpreter do not run there."""
+    transform, spec = VMAPS[name]
+    mesh = AbstractMesh((4, 2), ("d", "e"), axis_types=(AxisType.Explicit,) * 2)
+    x = jax.ShapeDtypeStruct((8, 4, 4, 8), jnp.float32, sharding=NamedSharding(mesh, spec))
+    with dispatch.target(), jax.sharding.use_abstract_mesh(mesh):
+        text = str(jax.jit(transform(jaxft.layer_norm)).trace(x).jaxpr)
+        assert "pallas_call" not in text
+        with pytest.raises(NotImplementedError, match="x is sharded over Explicit axes, .* inside of jax.shard_map"):
+            jax.jit(transform(functools.partial(jaxft.layer_norm, **TRITON))).trace(x)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, call in CALLS.items() if call.kernel and not name.startswith("bundle")]
+)
+def test_refusal_names_the_sharded_argument(name):
+    call = CALLS[name]
+    arrays = call.arrays()
+    with for_h200("data", AxisType.Explicit) as mesh:
+        for sharded in arrays:
+            shapes = {
+                n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P(*["data"] * (n == sharded))))
+                for n, x in arrays.items()
+            }
+            with pytest.raises(NotImplementedError, match=f": {sharded} is sharded over Explicit axes"):
+                jax.jit(functools.partial(call.function, **TRITON)).trace(**shapes)
+
+
+@pytest.mark.skipif(not INTERPRET, reason="the kernels run on a GPU")
+def test_interpreter_refuses_a_mesh_of_explicit_axes():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="x is in a mesh with Explicit axes"):
+        jax.jit(functools.partial(jaxft.layer_norm, **TRITON))(jnp.ones((3, 8)))
+
+
 # --- Export and NNX ------------------------------------------------------------------------------------------------
 
 
@@ -421,20 +473,67 @@ def test_export_for_a_gpu(name):
     assert exported.platforms == ("cuda",)
 
 
-# Leaves out ops whose ids or sequence offsets depend on the batch, too.
-@pytest.mark.parametrize("name", [name for name in KERNELS if "embeddings" not in name and "varlen" not in name])
-def test_export_of_a_symbolic_batch(name):
-    """XLA runs ops with symbolic sizes. Kernels have fixed sizes."""
-    op = OPS[name]
-    (batch,) = jax.export.symbolic_shape("b")
-    first = next(iter(op.shapes))
-    floats = {
-        n: jax.ShapeDtypeStruct((batch, *shape[1:]) if n in (first, *op.split) else shape, jnp.float32)
-        for n, shape in op.shapes.items()
-    }
+def symbolic(call, names):
+    """Returns arrays of the call's shapes with symbolic sizes, each replaced by `names` where it has one there."""
+    replace = functools.partial(re.sub, r"\b[a-z]\b", lambda size: names.get(size[0], size[0]))
+    structs = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in call.arrays().items()}
+    return jax.export.symbolic_args_specs(structs, {name: replace(shape) for name, shape in call.shapes.items()})
+
+
+@pytest.mark.parametrize("names", [{}, *slow({"b": "2*b", "m": "3*m"}, {"t": "5", "s": "6"}, {"s": "t"})], ids=str)
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("bundle", "layer_norm (a row)")])
+def test_export_of_symbolic_sizes(name, names):
+    """XLA runs ops with symbolic sizes, also on a GPU: forward and gradient. Kernels have fixed sizes."""
     with dispatch.target():
-        exported = jax.export.export(jax.jit(lambda f: op.call(jaxft, {}, **f)), platforms=["cpu"])(floats)
-    assert str(batch) in str(exported.out_avals[0].shape)
+        function = jax.jit(functools.partial(CALLS[name].run, None))
+        exported = jax.export.export(function, platforms=["cuda"])(symbolic(CALLS[name], names))
+    assert any(not isinstance(size, int) for aval in exported.out_avals for size in aval.shape)
+
+
+@pytest.mark.parametrize("name", [
+    "embeddings_layer_norm", "varlen_qkv_attention",
+    *slow(*(name for name in CALLS if name not in ("bundle", "layer_norm (a row)", "embeddings_layer_norm",
+                                                   "varlen_qkv_attention"))),
+])  # fmt: skip
+def test_exported_op_runs_with_any_size(name):
+    call = CALLS[name]
+    run = jax.jit(functools.partial(call.run, "xla"))
+    exported = jax.export.export(run, platforms=["cpu"])(symbolic(call, {}))
+    sizes = {"b": 3, "t": 5} if name == "restore_padding" else {"b": 2, "t": 3, "s": 4, "m": 7}
+    arrays = call.arrays(**sizes)
+    got, expected = exported.call(arrays), run(arrays)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
+
+
+def test_static_arguments_may_be_symbolic():
+    """Capacity, batch, length and max_seqlen may be sizes of other arrays, in programs of several scopes."""
+
+    def attend(x, mask):
+        packed = jaxft.remove_padding(x, mask, capacity=mask.size)
+        key = jax.random.key(0)
+        options = {"max_seqlen": mask.shape[1], "dropout_rate": 0.1, "dropout_rng": key}
+        out = jaxft.varlen_qkv_attention(packed.x, packed.cu_seqlens, **options)
+        return jaxft.restore_padding(out, packed.indices, batch=mask.shape[0], length=mask.shape[1])
+
+    for _ in range(2):
+        structs = [jax.ShapeDtypeStruct((2, 3, 3, 2, 8), jnp.float32), jax.ShapeDtypeStruct((2, 3), jnp.bool_)]
+        shapes = jax.export.symbolic_args_specs(structs, ["b, t, 3, 2, 8", "b, t"])
+        (out,) = jax.export.export(jax.jit(attend), platforms=["cpu"])(*shapes).out_avals
+        assert str(out.shape) == "(b, t, 2, 8)"
+
+
+def test_symbolic_tokens_beyond_the_positions_give_nan():
+    call = functools.partial(jaxft.embeddings_layer_norm, word=jnp.ones((4, 8)), position=jnp.ones((3, 8)))
+    shapes = jax.export.symbolic_args_specs(jax.ShapeDtypeStruct((1, 2), jnp.int32), "b, t")
+    exported = jax.export.export(jax.jit(lambda ids: call(ids)), platforms=["cpu"])(shapes)
+    got = exported.call(jnp.zeros((2, 5), jnp.int32))
+    np.testing.assert_array_equal(jnp.isnan(got).any(axis=-1), np.arange(5) >= [[3], [3]])
+
+
+def test_symbolic_head_size_needs_a_scale():
+    shapes = jax.export.symbolic_args_specs(jax.ShapeDtypeStruct((2, 3, 2, 8), jnp.float32), "b, t, 2, h")
+    with pytest.raises(ValueError, match="scale must be a number where the head size is symbolic, h, got None"):
+        jax.export.export(jax.jit(lambda x: jaxft.dot_product_attention(x, x, x)))(shapes)
 
 
 @pytest.mark.parametrize("implementation", ["triton", "xla"])

@@ -122,7 +122,7 @@ def packed_rows(rows: int, cu_seqlens: Array, max_seqlen: int) -> tuple[Array, A
     """Returns, for each of M packed rows, the first row of its sequence, its position there, and whether it is used."""
     row = jnp.arange(rows, dtype=jnp.int32)
     # A single reduction, so that XLA does not store the comparisons [M, B + 1].
-    start = jnp.max(jnp.where(cu_seqlens <= row[:, None], cu_seqlens, 0), axis=1)
+    start = jnp.max(jnp.where(cu_seqlens[None] <= row[:, None], cu_seqlens[None], 0), axis=1)
     position = row - start
     return start, position, (row < cu_seqlens[-1]) & (position < max_seqlen)
 
@@ -365,7 +365,7 @@ class BertModel(nnx.Module):
         position_ids = None if position_ids is None else inputs.as_ids("BertModel", "position_ids", position_ids, shape)
         if token_type_ids is not None and not self.config.type_vocab_size:
             raise ValueError(f"BertModel: a {self.config.model_type} model without token types takes no token_type_ids")
-        if position_ids is None and most > self.config.max_sequence_length:
+        if position_ids is None and checks.exceeds(most, self.config.max_sequence_length):
             raise ValueError(
                 f"BertModel: {given}, but the model has positions for at most {self.config.max_sequence_length}"
             )

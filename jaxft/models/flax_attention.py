@@ -64,15 +64,16 @@ def attention_fn(
 
     Gradients: for query, key, value and bias.
     """
-    impossible = {
-        "module": module,
-        "einsum_dot_general": einsum_dot_general,
-        "qk_attn_weights_einsum": qk_attn_weights_einsum,
-        "attn_weights_value_einsum": attn_weights_value_einsum,
+    impossible = {  # with the argument of Flax's modules that sets it
+        "module": (module, "sow_weights"),
+        "einsum_dot_general": (einsum_dot_general, ""),
+        "qk_attn_weights_einsum": (qk_attn_weights_einsum, "qk_attn_weights_einsum_cls"),
+        "attn_weights_value_einsum": (attn_weights_value_einsum, "attn_weights_value_einsum_cls"),
     }
-    for name, asked in impossible.items():
+    for name, (asked, source) in impossible.items():
         if asked is not None:
-            raise NotImplementedError(f"attention_fn: {name} must be None, got {type(asked).__name__}")
+            hint = source and f"; it comes from the argument {source} of a Flax module"
+            raise NotImplementedError(f"attention_fn: {name} must be None, got {type(asked).__name__}{hint}")
     rate = 0.0 if deterministic else dropout_rate
     if rate > 0.0 and broadcast_dropout:
         raise NotImplementedError(
@@ -87,12 +88,13 @@ def attention_fn(
             raise ValueError(f"attention_fn: {name} must have the batch dimensions of query, {batch}, got {x.shape}")
     bias = None if bias is None else jnp.asarray(bias)
     if mask is not None:
-        mask = mask if hasattr(mask, "dtype") else np.asarray(mask)
-        mask = jnp.asarray(mask if mask.dtype == jnp.bool else mask != 0)  # JAX may drop bits of the numbers
+        given: Any = mask if hasattr(mask, "dtype") else np.asarray(mask)  # JAX may drop bits of the numbers
+        mask = jnp.asarray(given if given.dtype == jnp.bool else given != 0)
     pairs = (*batch, query.shape[-2], query.shape[-3], key.shape[-3])
-    for name, given in (("bias", bias), ("mask", mask)):
-        if given is not None:
-            checks.check_broadcasts("attention_fn", name, given, pairs)
+    bias, mask = (
+        None if x is None else checks.as_broadcast("attention_fn", name, x, pairs)
+        for name, x in (("bias", bias), ("mask", mask))
+    )
     if len(batch) > 1:
         query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
         bias, mask = (_with_one_batch(x, batch) for x in (bias, mask))
@@ -106,7 +108,7 @@ def attention_fn(
 
 def _with_one_batch(x: Array | None, batch: tuple[int, ...]) -> Array | None:
     """Reshapes [batch..., N, T, S] to [B, N, T, S], with B = 1 if every batch dimension is 1."""
-    if x is None or x.ndim <= 3:
+    if x is None:
         return x
     own = x.shape[:-3]
     if all(n == 1 for n in own):

@@ -34,12 +34,11 @@ def check_initial(where: str, rngs: Any) -> None:
 
 def check_packed(
     where: str, input_ids: Array, attention_mask: Any, cu_seqlens: Any, max_seqlen: Any
-) -> tuple[Array, int]:
-    """Checks the arguments of a packed call. Returns `cu_seqlens` as int32 and `max_seqlen` as an int."""
+) -> tuple[Array, Any]:
+    """Checks the arguments of a packed call. Returns `cu_seqlens` as int32, and `max_seqlen`."""
     if cu_seqlens is None:
         raise ValueError(f"{where}: max_seqlen goes with cu_seqlens, got only max_seqlen")
-    if not checks.is_natural(max_seqlen):
-        raise ValueError(f"{where}: max_seqlen must be a Python integer >= 0 with cu_seqlens, got {max_seqlen!r}")
+    max_seqlen = checks.as_size(where, "max_seqlen", max_seqlen)
     if attention_mask is not None:
         kind = type(attention_mask).__name__
         raise ValueError(f"{where}: attention_mask must be None with cu_seqlens, which leave padding out, got {kind}")
@@ -48,9 +47,8 @@ def check_packed(
     cu_seqlens = as_ids(where, "cu_seqlens", cu_seqlens)
     if cu_seqlens.ndim != 1 or cu_seqlens.size == 0:
         raise ValueError(f"{where}: cu_seqlens must have a shape [sequences + 1], got {list(cu_seqlens.shape)}")
-    most = int(max_seqlen)
-    checks.check_cu_seqlens(where, cu_seqlens, input_ids.size, most)
-    return cu_seqlens, most
+    checks.check_cu_seqlens(where, cu_seqlens, input_ids.size, max_seqlen)
+    return cu_seqlens, max_seqlen
 
 
 def as_ids(where: str, name: str, value: Any, shape: tuple[int, ...] | None = None, *, or_bool: bool = False) -> Array:

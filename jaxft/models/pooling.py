@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from jaxft import reference
+
 
 def pool(hidden: jax.Array, mask: jax.Array, modes: tuple[str, ...]) -> jax.Array:
     """Pools float32 `[B, T, D]` under a mask `[B, T]` to `[B, D * len(modes)]`. A sequence without tokens gives 0."""
@@ -21,7 +23,7 @@ def pool_packed(hidden: jax.Array, cu_seqlens: jax.Array, modes: tuple[str, ...]
 
     A result is bitwise independent of other sequences and of its place, and NaN if the sequence ends beyond the M rows.
     """
-    mask = jnp.arange(max_seqlen, dtype=jnp.int32) < jnp.diff(cu_seqlens)[:, None]
+    mask = jnp.arange(max_seqlen, dtype=jnp.int32)[None] < jnp.diff(cu_seqlens)[:, None]
     return pool(sequence_rows(hidden, cu_seqlens, max_seqlen), mask, modes)
 
 
@@ -32,18 +34,18 @@ def first_tokens(x: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
 
 def sequence_rows(x: jax.Array, cu_seqlens: jax.Array, length: int) -> jax.Array:
     """Pads packed `[M, D]` to `[B, length, D]`: 0 after a sequence's end, NaN where it goes beyond the M rows."""
-    rows, row = x.shape[0], jnp.arange(length, dtype=jnp.int32)
+    rows, row = x.shape[0], jnp.arange(length, dtype=jnp.int32)[None]
     used = row < jnp.diff(cu_seqlens)[:, None]
+    index = jnp.where(used, cu_seqlens[:-1, None] + row, rows)
     if rows == 0:  # JAX's gather does not accept an empty axis
-        taken = jnp.full((*used.shape, x.shape[1]), jnp.nan, x.dtype)
+        taken = jnp.zeros((*used.shape, x.shape[1]), x.dtype)
     else:
         # No row occurs twice (`unique_indices`), so the gradient needs no atomics.
         # XLA fuses the lookup into the operation that reads the result.
-        index = jnp.where(used, cu_seqlens[:-1, None] + row, rows)
-        taken = x.at[index].get(mode="fill", fill_value=jnp.nan, unique_indices=True)
-    return jnp.where(used[:, :, None], taken, jnp.zeros((), x.dtype))
+        taken = x.at[index].get(mode="fill", fill_value=0, unique_indices=True)
+    return taken * reference.one_or_nan(~used | (index < rows), x.dtype)[:, :, None]
 
 
 def l2_normalize(x: jax.Array) -> jax.Array:
     """Divides `x` by its L2 norm along the last axis, or by 1e-12 if the norm is smaller."""
-    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
+    return x / jnp.sqrt(jnp.maximum(jnp.sum(x * x, axis=-1, keepdims=True), 1e-24))  # 0 has a gradient, too

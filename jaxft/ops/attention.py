@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from jax import Array
 
@@ -186,14 +187,12 @@ def varlen_qkv_attention(
     qkv = checks.as_float(op, "qkv", qkv)
     if qkv.ndim != 4 or qkv.shape[1] != 3 or qkv.shape[2] < 1:
         raise ValueError(f"{op}: qkv must have shape [M, 3, N, H] with N >= 1, got {qkv.shape}")
-    if qkv.shape[0] >= 2**31:
+    if checks.exceeds(qkv.shape[0], 2**31 - 1):
         raise NotImplementedError(f"{op}: qkv must have fewer than 2^31 rows, whose numbers fit int32, got {qkv.shape}")
     given, cu_seqlens = cu_seqlens, checks.as_integers(op, "cu_seqlens", cu_seqlens)
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"{op}: cu_seqlens must have shape [B + 1], got {cu_seqlens.shape}")
-    if not checks.is_natural(max_seqlen):
-        raise ValueError(f"{op}: max_seqlen must be a Python integer >= 0, got {max_seqlen!r}")
-    max_seqlen = int(max_seqlen)
+    max_seqlen = checks.as_size(op, "max_seqlen", max_seqlen)
     checks.check_cu_seqlens(op, given, qkv.shape[0], max_seqlen)
     options = _options(op, scale, is_causal, local_window_size, dropout_rate, dropout_rng, return_residual,
                        qkv.shape[-1], max_seqlen)  # fmt: skip
@@ -202,6 +201,8 @@ def varlen_qkv_attention(
 
 
 def _options(op, scale, is_causal, window, dropout_rate, dropout_rng, return_residual, head_size, max_seqlen=None):
+    if scale is None and jax.export.is_symbolic_dim(head_size):
+        raise ValueError(f"{op}: scale must be a number where the head size is symbolic, {head_size}, got None")
     scale = max(head_size, 1) ** -0.5 if scale is None else checks.check_number(op, "scale", scale)
     pair = tuple(window) if isinstance(window, tuple | list) else (window, window)
     if window is not None and not (len(pair) == 2 and all(checks.is_natural(w) for w in pair)):
@@ -241,8 +242,7 @@ def _check_masks(op: str, inputs: Inputs, options: Options, batched: bool) -> In
         x = getattr(inputs, name)
         if x is not None:
             x = check(op, name, x)
-            checks.check_broadcasts(op, name, x, (b, n, t, s))
-            found[name] = x.reshape((1,) * (4 - x.ndim) + x.shape)
+            found[name] = checks.as_broadcast(op, name, x, (b, n, t, s))
     shapes = {
         "query_seq_lengths": (b,),
         "key_value_seq_lengths": (b,),
@@ -263,7 +263,7 @@ def _check_masks(op: str, inputs: Inputs, options: Options, batched: bool) -> In
     return inputs._replace(**found)
 
 
-def _ranks_of_wide_ids(op: str, inputs: Inputs, shapes: dict[str, tuple[int, int]]) -> dict[str, Array]:
+def _ranks_of_wide_ids(op: str, inputs: Inputs, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
     """Returns int32 ids that are equal where the segment ids are, for traced ids that int32 may not hold; else none."""
     ids = {name: getattr(inputs, name) for name in shapes}
     if not any(isinstance(x, jax.core.Tracer) and checks.may_wrap(x) for x in ids.values()):

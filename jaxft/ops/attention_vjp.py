@@ -107,20 +107,26 @@ def plan_of(op: str, inputs: Inputs, options: Options, implementation: str | Non
     )  # fmt: skip
 
 
+def _by_name(inputs: Inputs) -> dict[str, Any]:
+    """Returns the arrays by the names that the user knows, without the random key."""
+    arrays = {name: x for name, x in inputs._asdict().items() if name != "dropout_rng"}
+    return arrays if inputs.key is not None else {"qkv": arrays.pop("query")} | arrays
+
+
 def _triton_unsupported(inputs: Inputs, options: Options) -> str | None:
     """Returns why the Triton kernels cannot run this call, or None if they can."""
     _, t, s, _, h = sizes(inputs, options)
-    positions = max(t, s, 0 if inputs.cu_seqlens is None else inputs.query.shape[0])
-    return attention_problem.unsupported(h, positions, inputs.mask, query=inputs.query, bias=inputs.bias)
+    rows = 0 if inputs.cu_seqlens is None else inputs.query.shape[0]
+    return attention_problem.unsupported(h, (t, s, rows), **_by_name(inputs))
 
 
 def _cudnn_unsupported(inputs: Inputs, options: Options) -> str | None:
     """Returns why cuDNN cannot run this call, or None if it can."""
     _, t, s, _, _ = sizes(inputs, options)
-    arrays = {name: x for name, x in inputs._asdict().items() if name not in ("query", "key", "value")}
     return cudnn.unsupported(
-        inputs.query, t, s, _cudnn_options(options), return_residual=options.return_residual, **arrays
-    )
+        t, s, _cudnn_options(options), return_residual=options.return_residual, **_by_name(inputs),
+        dropout_rng=inputs.dropout_rng,
+    )  # fmt: skip
 
 
 def _cudnn_is_slower(inputs: Inputs, options: Options, device: dispatch.Device) -> str | None:
@@ -160,7 +166,7 @@ def _parts_of(qkv: Array) -> tuple[Array, Array, Array]:
 
 def _plain(plan: Plan, *arrays: Any) -> Any:
     query, key, value, bias, mask, q_lengths, kv_lengths, q_ids, kv_ids, rng, cu_seqlens = arrays
-    static = dataclasses.asdict(plan.options)
+    static = dict(vars(plan.options))
     max_seqlen = static.pop("max_seqlen")
     if max_seqlen is not None:
         return reference.varlen_qkv_attention(query, cu_seqlens, max_seqlen=max_seqlen, dropout_rng=rng, **static)

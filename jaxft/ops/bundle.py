@@ -116,7 +116,7 @@ class Rebuild:
         for i, sizes in enumerate(self.sizes, self.whole):
             x = checks.as_array("bundle", f"arrays[{i}]", arrays[i])
             # The device and the array may be others than in the call of `bundle`.
-            choice = dispatch.choose("bundle", self.implementation, {"triton": triton.unsupported(x)})
+            choice = dispatch.choose("bundle", self.implementation, {"triton": triton.unsupported(x, f"arrays[{i}]")})
             plan = Plan(forward=Pass(choice.name), interpret=choice.interpret, why=choice.why, sizes=sizes)
             plans.record("bundle", (x,), plan)
             parts += _split(x, plan)

@@ -6,6 +6,7 @@ import numbers
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -83,9 +84,9 @@ def check_cu_seqlens(op: str, given: Any, rows: int, max_seqlen: int) -> None:
     lengths = np.diff(ends)
     if ends[0] != 0 or (lengths < 0).any():
         raise ValueError(f"{op}: cu_seqlens must ascend from 0, got {ends.tolist()!s:.100}")
-    if ends[-1] > rows:
+    if exceeds(ends[-1], rows):
         raise ValueError(f"{op}: cu_seqlens must not go beyond the {rows} rows, got {ends[-1]}")
-    if lengths.max(initial=0) > max_seqlen:
+    if exceeds(lengths.max(initial=0), max_seqlen):
         raise ValueError(f"{op}: max_seqlen must not be below the longest sequence's {lengths.max()}, got {max_seqlen}")
 
 
@@ -142,10 +143,11 @@ def check_same_dtype(op: str, name: str, x: Array, other_name: str, other: Array
         raise TypeError(f"{op}: {name} must have the dtype of {other_name}, {other.dtype}, got {x.dtype}")
 
 
-def check_broadcasts(op: str, name: str, x: Array, shape: tuple[int, ...]) -> None:
-    """Raises a ValueError unless `x` broadcasts to `shape`."""
+def as_broadcast(op: str, name: str, x: Array, shape: tuple[int, ...]) -> Array:
+    """Returns `x` with axes of size 1 in front up to the rank of `shape`. Raises a ValueError unless it broadcasts."""
     if x.ndim > len(shape) or any(a not in (1, b) for a, b in zip(x.shape[::-1], shape[::-1], strict=False)):
         raise ValueError(f"{op}: {name} must broadcast to {shape}, got shape {x.shape}")
+    return x.reshape((1,) * (len(shape) - x.ndim) + x.shape)
 
 
 def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> float:
@@ -168,6 +170,24 @@ def is_number(value: Any) -> bool:
 def is_natural(value: Any) -> bool:
     """Returns whether `value` is an integer >= 0 of Python or NumPy and not a bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 0)
+
+
+def as_size(op: str, name: str, value: Any, *, positive: bool = False) -> Any:
+    """Returns a size as a Python integer, whose products do not wrap around. A symbolic size of `jax.export` stays."""
+    if jax.export.is_symbolic_dim(value):
+        return value
+    if not is_natural(value) or (positive and value == 0):
+        expected = "a positive Python integer" if positive else "a Python integer >= 0"
+        raise ValueError(f"{op}: {name} must be {expected}, got {value!r}")
+    return int(value)
+
+
+def exceeds(size: Any, limit: Any) -> bool:
+    """Returns whether a size is above a limit. A symbolic size that may be is taken not to be."""
+    try:
+        return bool(size > limit)
+    except jax.errors.InconclusiveDimensionOperation:
+        return False
 
 
 def check_activation(op: str, activation: Any, *, optional: bool = False) -> None:

@@ -172,11 +172,11 @@ def _by_chunks(plan, with_gradients, x, embedding, bias, labels):
         x_rows = x.at[index].get(mode="fill", fill_value=0)
         label = labels.at[index].get(mode="fill", fill_value=0)[:, None]
         used = index[:, None] < rows
-        weight = jnp.where((label >= 0) & (label < classes), 1.0, jnp.nan).astype(wide)  # [chunk, 1]
+        weight = reference.one_or_nan((label >= 0) & (label < classes), wide)  # [chunk, 1]
 
         logits = dot(x_rows, table, ((1,), (1,)))
         if added is not None:
-            logits = logits + added
+            logits = logits + added[None]
         logits = logits - jnp.max(logits, axis=1, keepdims=True)
         e = jnp.exp(logits)
         normalizer = jnp.sum(e, axis=1, keepdims=True)

@@ -103,8 +103,7 @@ def plan_of(
 ) -> Plan:  # fmt: skip
     """Chooses backends and configurations for arrays of these shapes and dtypes, in two dimensions."""
     (rows, depth), width, itemsize = x.shape, kernel.shape[1], x.dtype.itemsize
-    reason = triton_dense.unsupported(x=x, kernel=kernel)
-    reason = reason or triton_norm.unsupported(residual, bias=bias, gamma=gamma, beta=beta)
+    reason = triton_dense.unsupported(x, kernel=kernel, bias=bias, residual=residual, gamma=gamma, beta=beta)
     choice = dispatch.choose(op, implementation, {"triton": reason})
     kernel_precision, device = dispatch.matmul_precision(precision), dispatch.device()
     matmul = dense.plan_of(op, x, kernel, None, None, None, precision, implementation)

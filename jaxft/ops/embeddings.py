@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jaxft import dispatch, reference
 from jaxft.dropout import dropout_seed
@@ -49,7 +49,8 @@ def embeddings_layer_norm(
       token_type: `[C, D]` of any float dtype, or None for no such embedding.
       gamma: `[D]` of any float dtype, or None for 1.
       beta: `[D]` of any float dtype, or None for 0.
-      position_ids: integers of the shape of `input_ids`, or None for 0 to T - 1.
+      position_ids: integers of the shape of `input_ids`, or None for 0 to T - 1. A symbolic T may exceed P; tokens
+        beyond P then give NaN.
       token_type_ids: integers of the shape of `input_ids`, or None for 0.
       epsilon: added to the variance. (BERT's is 1e-12.)
       dropout_rate: probability of dropping an element, in [0, 1).
@@ -82,6 +83,8 @@ def embeddings_layer_norm(
     gamma, beta = checks.as_vectors(op, width, gamma=gamma, beta=beta)
     if position_ids is not None:
         position_ids = _as_ids(op, "position_ids", position_ids, input_ids.shape)
+    elif not all(isinstance(size, int) for size in (input_ids.shape[-1], position.shape[0])):  # NaN beyond the table
+        position_ids = lax.broadcasted_iota(jnp.int32, input_ids.shape, input_ids.ndim - 1)
     elif input_ids.shape[-1] > position.shape[0]:
         raise ValueError(
             f"{op}: position must have a row for each of the {input_ids.shape[-1]} tokens of a sequence where there "
@@ -127,7 +130,8 @@ def plan_of(
     """Chooses backend and configurations for arrays of these shapes and dtypes."""
     plan = functools.partial(Plan, epsilon=epsilon, dropout_rate=dropout_rate, dtype=dtype)
     tables = {"word": word, "position": position, "token_type": token_type}
-    reason = triton.unsupported(input_ids, dtype, tables, gamma=gamma, beta=beta)
+    ids = {"input_ids": input_ids, "position_ids": position_ids, "token_type_ids": token_type_ids}
+    reason = triton.unsupported(dtype, ids, tables, gamma=gamma, beta=beta)
     choice = dispatch.choose(op, implementation, {"triton": reason})
     rows, width = input_ids.size, word.shape[1]
     if choice.name == "xla" or rows * width == 0:

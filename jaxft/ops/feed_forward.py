@@ -117,7 +117,8 @@ def plan_of(
     (rows, width), inner, itemsize, device = x.shape, in_kernel.shape[1], x.dtype.itemsize, dispatch.device()
     # Checks a named implementation here, so that an error has the names of this op's arguments.
     if implementation is not None:
-        reason = triton.unsupported(x=x, in_bias=in_bias, out_bias=out_bias, gamma=gamma, beta=beta)
+        layers = {"in_kernel": in_kernel, "in_bias": in_bias, "out_kernel": out_kernel, "out_bias": out_bias}
+        reason = triton.unsupported(x, **layers, gamma=gamma, beta=beta)
         dispatch.choose(op, implementation, {"triton": reason, "mosaic_gpu": reason})
     others = None if implementation == "mosaic_gpu" else implementation
     first = dense.plan_of(op, x, in_kernel, in_bias, None, activation, precision, implementation)

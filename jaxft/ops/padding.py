@@ -72,20 +72,18 @@ def remove_padding(x: Array, mask: Array, *, capacity: int, implementation: str 
     Source: `remove_padding` and `rebuild_padding` of FasterTransformer, after the Effective Transformer of ByteDance.
     """
     op = "remove_padding"
-    if not checks.is_natural(capacity) or capacity < 1:
-        raise ValueError(f"{op}: capacity must be a positive Python integer, got {capacity!r}")
-    capacity = int(capacity)
+    capacity = checks.as_size(op, "capacity", capacity, positive=True)
     x, given, mask = checks.as_array(op, "x", x), mask, checks.as_mask(op, "mask", mask, "a token")
     if mask.ndim != 2:
         raise ValueError(f"{op}: mask must have shape [B, T], got {mask.shape}")
     if x.shape[:2] != mask.shape:
         raise ValueError(f"{op}: x must have shape [B, T, ...] with the [B, T] of mask, {mask.shape}, got {x.shape}")
-    if capacity < mask.size and not isinstance(given, jax.core.Tracer):
+    if not isinstance(given, jax.core.Tracer):
         tokens = np.count_nonzero(given)
-        if tokens > capacity:
+        if checks.exceeds(tokens, capacity):
             raise ValueError(f"{op}: mask must have at most as many tokens as capacity, {capacity}, got {tokens}")
     batch, length = mask.shape
-    plan = plan_of(op, x.reshape(mask.size, *x.shape[2:]), capacity, batch, length, implementation)
+    plan = plan_of(op, x.reshape(mask.size, *x.shape[2:]), capacity, batch, length, implementation, mask=mask)
     plans.record(op, (x, mask), plan)
     return PackedTokens(*_remove(*transforms.vary_alike(x, mask), capacity, plan))
 
@@ -122,11 +120,8 @@ def restore_padding(x: Array, indices: Array, *, batch: int, length: int, implem
     if x.ndim == 0:
         raise ValueError(f"{op}: x must have shape [M, ...], got a scalar")
     checks.check_shape(op, "indices", indices, x.shape[:1])
-    for name, size in (("batch", batch), ("length", length)):
-        if not checks.is_natural(size):
-            raise ValueError(f"{op}: {name} must be a Python integer >= 0, got {size!r}")
-    batch, length = int(batch), int(length)  # NumPy's integers may wrap around in their product
-    plan = plan_of(op, x, batch * length, batch, length, implementation)
+    batch, length = checks.as_size(op, "batch", batch), checks.as_size(op, "length", length)
+    plan = plan_of(op, x, batch * length, batch, length, implementation, indices=indices)
     plans.record(op, (x, indices), plan)
     return _restore(*transforms.vary_alike(x, indices), plan)
 
@@ -139,15 +134,15 @@ class Plan(plans.Plan):
     length: int
 
 
-def plan_of(op, x, places, batch, length, implementation):
+def plan_of(op, x, places, batch, length, implementation, **others):
     """Chooses the backend for `x`, `[rows, ...]`, whose rows move to `places` rows."""
-    reason = triton.unsupported(x, places)
+    reason = triton.unsupported(x, places, **others)
     # With few bytes per row, as of ids, XLA's gather is as fast: this choice is not logged as a fallback.
     if implementation is None and reason is not None:
         choice = dispatch.choose(op, "xla", {})._replace(why=f"triton: {reason}")
     else:
         choice = dispatch.choose(op, implementation, {"triton": reason})
-    kernel = Pass(choice.name) if x.size and places else plans.XLA
+    kernel = plans.XLA if 0 in (x.size, places) else Pass(choice.name)
     return Plan(
         forward=kernel, backward=kernel, interpret=choice.interpret, why=choice.why, batch=batch, length=length
     )  # fmt: skip

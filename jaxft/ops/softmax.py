@@ -84,10 +84,10 @@ def _run(op, x, scale, bias, mask, in_place, implementation):
         scale = checks.check_number(op, "scale", scale)
     if bias is not None:
         bias = checks.as_float(op, "bias", bias)
-        checks.check_broadcasts(op, "bias", bias, x.shape)
+        bias = checks.as_broadcast(op, "bias", bias, x.shape)
     if mask is not None:
         mask = checks.as_mask(op, "mask", mask)
-        checks.check_broadcasts(op, "mask", mask, x.shape)
+        mask = checks.as_broadcast(op, "mask", mask, x.shape)
     checks.check_flag(op, "in_place", in_place)
     plan = plan_of(op, x, bias, mask, scale=scale, in_place=in_place, implementation=implementation)
     plans.record(op, (x, bias, mask), plan)

@@ -86,7 +86,7 @@ class CrossEncoder:
             if input_ids.ndim == 1:
                 logits = module(input_ids, None, types, cu_seqlens=lengths, max_seqlen=longest, deterministic=True)
             else:
-                mask = jnp.arange(longest, dtype=lengths.dtype) < lengths[:, None]
+                mask = jnp.arange(longest, dtype=lengths.dtype)[None] < lengths[:, None]
                 logits = module(input_ids, mask, types, deterministic=True)
             return logits.astype(jnp.float32)
 

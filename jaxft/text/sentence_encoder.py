@@ -93,7 +93,7 @@ class SentenceEncoder:
                 hidden = module(input_ids, cu_seqlens=lengths, max_seqlen=longest, deterministic=True).last_hidden_state
                 pooled = pool_packed(hidden.astype(jnp.float32), lengths, self.pooling, longest)
             else:
-                mask = jnp.arange(longest, dtype=lengths.dtype) < lengths[:, None]
+                mask = jnp.arange(longest, dtype=lengths.dtype)[None] < lengths[:, None]
                 hidden = module(input_ids, mask, deterministic=True).last_hidden_state
                 pooled = pool(hidden.astype(jnp.float32), mask, self.pooling)
             normalize, width, normalize_again = last_steps

@@ -225,8 +225,10 @@ def linear_cross_entropy(rows: int, classes: int, width: int) -> ChunkConfig:
 
     The logits take 128 MiB, or as much as the embedding's gradient if that is more, because every chunk reads and
     writes that gradient once. A chunk has at most a quarter of the rows. Masked language modelling has labels in about
-    15 % of the rows, which fill a chunk of this size well.
+    15 % of the rows, which fill a chunk of this size well. If a size is symbolic, a chunk has 512 rows.
     """
+    if not all(isinstance(size, int) for size in (rows, classes, width)):
+        return ChunkConfig(512)
 
     def whole_tiles(n: int) -> int:
         return max(128, n // 128 * 128)

@@ -17,12 +17,16 @@ class Options(NamedTuple):
 
 
 def unsupported(
-    query: Array, query_length: int, key_length: int, options: Options, *, return_residual: bool = False,
-    **arrays: Array | None,
-) -> str | None:  # fmt: skip
-    """Returns why cuDNN cannot do all that a call with these other `arrays` (or None) asks for, or None if it can."""
+    query_length: int, key_length: int, options: Options, *, return_residual: bool = False, **arrays: Array | None
+) -> str | None:
+    """Returns why cuDNN cannot do all that a call asks for, or None. A row with nothing to attend to must give 0.
+
+    `arrays` are the arrays of the op by name, the query or the packed array first, None where they are not given.
+    """
+    name, query = next(iter(arrays.items()))
+    assert query is not None
     if query.dtype not in (jnp.float16, jnp.bfloat16):
-        return f"query is {query.dtype}, it takes float16 and bfloat16"
+        return f"{name} is {query.dtype}, it takes float16 and bfloat16"
     head_size = query.shape[-1]
     if head_size % 8 or head_size > 128:
         return f"the head size is {head_size}, it takes multiples of 8 up to 128"
@@ -72,8 +76,8 @@ def forward(
         # is told of one key where there is none, because it has no rows without keys.
         rows = jnp.minimum(query_lengths, jnp.where(key_lengths > 0, t, 0))
         columns = jnp.minimum(key_lengths, jnp.where(query_lengths > 0, s, 0))
-        queries = (jnp.arange(t) < rows[:, None])[:, :, None, None]
-        keys = (jnp.arange(s) < columns[:, None])[:, :, None, None]
+        queries = (jnp.arange(t)[None] < rows[:, None])[:, :, None, None]
+        keys = (jnp.arange(s)[None] < columns[:, None])[:, :, None, None]
         query, key, value = (
             jnp.where(use, x, jnp.zeros_like(x)) for use, x in ((queries, query), (keys, key), (keys, value))
         )

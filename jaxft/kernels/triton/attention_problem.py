@@ -9,9 +9,11 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.export
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -67,15 +69,23 @@ def natural_logits(dtype: Any, bias: Array | None, precision: str) -> bool:
     return bias is not None or _in_full(dtype, precision)
 
 
-def unsupported(head_size: int, positions: int, mask: Array | None, **arrays: Array | None) -> str | None:
-    """Returns the reason why the kernels do not support a call with up to `positions` positions on a side, or None."""
-    reason = common.unsupported_dtype(**arrays) or common.unsupported_array(mask=mask)
-    if reason is not None:
+def unsupported(
+    head_size: int, positions: Sequence[int], bias: Array | None, mask: Array | None, **arrays: Array | None
+) -> str | None:
+    """Returns the reason why the kernels do not support a call with these positions, or None.
+
+    `arrays` are the other arrays by name, the query or the packed array first.
+    """
+    reason = common.unsupported_array(**arrays, mask=mask)
+    name = next(iter(arrays))
+    if reason := reason or common.unsupported_dtype(**{name: arrays[name]}, bias=bias):
         return reason
     if head_size > MAX_HEAD_SIZE:
         return f"the head size is {head_size}, the kernel takes at most {MAX_HEAD_SIZE}"
-    if positions > 2**30:  # positions have 32 bits, also those between the end and the end of the last block
-        return f"there are {positions} positions, the kernel takes at most 2^30"
+    if symbolic := next(filter(jax.export.is_symbolic_dim, positions), None):
+        return f"the number of positions is symbolic, {symbolic}"
+    if max(positions) > 2**30:  # positions have 32 bits, also those between the end and the end of the last block
+        return f"there are {max(positions)} positions, the kernel takes at most 2^30"
     if mask is not None and mask.size > 2**31:
         return f"mask has {mask.size} elements, the kernel takes at most 2^31"  # offsets are signed 32-bit integers
     return None

@@ -40,12 +40,12 @@ class Tiles(NamedTuple):
 def _tiles_back_to_back(p: Problem, block: int) -> Tiles:
     offsets, ends = p.rules.cu_seqlens, p.rules.query_lengths
     assert offsets is not None and ends is not None
-    lengths, index = jnp.maximum(offsets[1:] - offsets[:-1], 0), jnp.arange(p.batch, dtype=jnp.int32)
-    count = (lengths + (block - 1)) // block
-    sooner = (ends > ends[:, None]) | ((ends == ends[:, None]) & (index < index[:, None]))
+    lengths, index = jnp.maximum(offsets[1:] - offsets[:-1], 0), jnp.arange(p.batch, dtype=jnp.int32)[None]
+    count = ((lengths + (block - 1)) // block)[None]
+    sooner = (ends[None] > ends[:, None]) | ((ends[None] == ends[:, None]) & (index < index.T))
     first = jnp.sum(jnp.where(sooner, count, 0), axis=1, dtype=jnp.int32)
     tile = jnp.arange(p.tiles_back_to_back(block), dtype=jnp.int32)
-    mine = (first <= tile[:, None]) & (tile[:, None] < first + count)
+    mine = (first[None] <= tile[:, None]) & (tile[:, None] < first[None] + count)
     batch = jnp.max(jnp.where(mine, index, -1), axis=1)
     found = [jnp.where(batch < 0, 0, x[batch]) for x in (offsets[:-1], lengths, ends)]
     start = jnp.where(batch < 0, 0, (tile - first[batch]) * block)
@@ -101,7 +101,7 @@ def _spans(p: Problem, own: Side, other: Side, window, block: int, other_block: 
     if own.ids is not None and other.ids is not None:
         low, high = (x[:, :, None] for x in _range_of_ids(own, block))
         other_low, other_high = (x[:, None, :] for x in _range_of_ids(other, other_block))
-        index = jnp.arange(other_low.shape[2], dtype=jnp.int32)
+        index = jnp.arange(other_low.shape[2], dtype=jnp.int32)[None, None]
         near = (other_low <= high) & (low <= other_high)  # [B, tiles, blocks]
         same = near & (low == high) & (other_low == other_high)
         first = jnp.maximum(first, jnp.min(jnp.where(near, index, other.length), axis=2) * other_block)
@@ -118,7 +118,9 @@ def _spans(p: Problem, own: Side, other: Side, window, block: int, other_block: 
     columns = [first, last, full_start, full_stop, own.end, *(tiles or ())[:4]]
     spans = jnp.zeros((*last.shape, len(columns)), jnp.int32)
     for i, part in enumerate(columns):  # elementwise operations, which XLA fuses into one kernel
-        spans = jnp.where(jnp.arange(len(columns)) == i, jnp.broadcast_to(part, last.shape)[:, :, None], spans)
+        spans = jnp.where(
+            jnp.arange(len(columns))[None, None] == i, jnp.broadcast_to(part, last.shape)[:, :, None], spans
+        )
     return spans.astype(jnp.int32)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from jaxft import dispatch
 from jaxft.dropout import keep_bits, keep_threshold
 
 try:
@@ -311,11 +312,30 @@ def unsupported_array(dtypes: Sequence[Any] = (), /, **arrays: Array | None) -> 
     for name, x in ((name, x) for name, x in arrays.items() if x is not None):
         if not all(isinstance(size, int) for size in x.shape):  # symbolic sizes come from jax.export
             return f"{name} has a symbolic shape, {x.shape}"
-        if any(spec := jax.typeof(x).sharding.spec):
-            return f"{name} is sharded over Explicit axes, {spec}; a kernel runs on each device inside of jax.shard_map"
+        if axes := _explicit_axes(x):
+            return f"{name} is sharded over Explicit axes, {axes}; a kernel runs on each device inside of jax.shard_map"
+        if (axes := jax.typeof(x).sharding.mesh.explicit_axes) and dispatch.platform() == "cpu":
+            return (
+                f"{name} is in a mesh with Explicit axes, {axes}; Pallas' interpreter runs inside of jax.shard_map only"
+            )
         if dtypes and x.dtype not in dtypes:
             return f"{name} is {x.dtype}, the kernels take float32, float16 and bfloat16"
     return None
+
+
+def _explicit_axes(x: Array) -> Any:
+    """Returns the Explicit axes of a mesh over which `x`, or the axis of a `jax.vmap` around it, is sharded."""
+    sharding = jax.typeof(x).sharding
+
+    def is_mapped(axis: Any) -> bool:  # the type of an array does not tell, but jax.shard_map refuses such an axis
+        probe = jax.shard_map(lambda: None, mesh=sharding.mesh, in_specs=(), out_specs=None, axis_names={axis})
+        try:
+            jax.eval_shape(probe)
+        except ValueError:
+            return True
+        return False
+
+    return sharding.spec if any(sharding.spec) else tuple(filter(is_mapped, sharding.mesh.explicit_axes))
 
 
 def unsupported_dtype(**arrays: Array | None) -> str | None:
@@ -328,10 +348,10 @@ def unsupported_rows(x: Array, **arrays: Array | None) -> str | None:
     return unsupported_dtype(x=x, **arrays) or unsupported_size(x)
 
 
-def unsupported_size(x: Array) -> str | None:
+def unsupported_size(x: Array, name: str = "x") -> str | None:
     """Returns why the kernels do not support the size of `x` as `[rows, width]`, or None. A position has 32 bits."""
     # So has one beyond the array's end, in its last block. Offsets have 64 bits in arrays of more than 2^32 bytes.
     for what, length in (("rows", math.prod(x.shape[:-1])), ("columns", x.shape[-1])):
         if x.size > 0 and length > 2**30:
-            return f"x has {length} {what}, the kernels take at most 2^30"
+            return f"{name} has {length} {what}, the kernels take at most 2^30"
     return None

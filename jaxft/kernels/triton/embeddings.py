@@ -31,14 +31,17 @@ Ref = Any
 CHUNK = 128
 
 
-def unsupported(input_ids: Array, dtype: Any, tables: dict[str, Array | None], **vectors: Array | None) -> str | None:
+def unsupported(
+    dtype: Any, ids: dict[str, Array | None], tables: dict[str, Array | None], **vectors: Array | None
+) -> str | None:
     """Returns the reason why the kernels cannot take these arrays and this dtype of the result, or None."""
-    reason = common.unsupported_array(input_ids=input_ids) or common.unsupported_dtype(**tables, **vectors)
+    reason = common.unsupported_array(**ids) or common.unsupported_dtype(**tables, **vectors)
     if reason is not None:
         return reason
     if dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
         return f"dtype is {dtype}, the kernels take float32, float16 and bfloat16"
-    sizes = {"input_ids": input_ids.size} | {name: max(x.shape) for name, x in tables.items() if x is not None}
+    sizes = {name: x.size for name, x in ids.items() if x is not None}
+    sizes |= {name: max(x.shape) for name, x in tables.items() if x is not None}
     for name, size in sizes.items():
         if size > 2**30:
             return f"{name} has {size} rows or columns, the kernels take at most 2^30"

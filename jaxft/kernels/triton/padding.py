@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
@@ -19,10 +20,12 @@ _ELEMENTS = 2048  # Elements in the tile of a program. H200, bf16, 9,394x768: 8.
 _WIDTH = 256
 
 
-def unsupported(x: Array, places: int) -> str | None:
+def unsupported(x: Array, places: int, **others: Array) -> str | None:
     """Returns the reason why the kernel cannot gather `places` rows of x `[rows, ...]`, or None if it can."""
-    if reason := common.unsupported_dtype(x=x):
+    if reason := common.unsupported_dtype(x=x) or common.unsupported_array(**others):
         return reason
+    if jax.export.is_symbolic_dim(places):
+        return f"the number of rows of the result is symbolic, {places}"
     width = math.prod(x.shape[1:])
     if width * x.dtype.itemsize < 32:
         return f"a row of x has {width * x.dtype.itemsize} bytes, the kernel is for rows of at least 32"

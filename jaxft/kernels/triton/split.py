@@ -20,7 +20,9 @@ _PARTS = 8  # Parts that a program copies. It starts the reads of all of them be
 _MOST = 256  # Parts of one kernel. The arguments of a kernel may take 4 KB.
 
 
-unsupported = common.unsupported_rows
+def unsupported(x: Array, name: str = "x") -> str | None:
+    """Returns the reason why the kernel cannot split the vector `x`, which messages call `name`, or None if it can."""
+    return common.unsupported_dtype(**{name: x}) or common.unsupported_size(x, name)
 
 
 def _kernel(x_ref: Any, *y_refs: Any, begins: Sequence[int]) -> None:

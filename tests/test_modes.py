@@ -1,0 +1,219 @@
+"""Ops, models, text encoders and training under JAX's modes: rank promotion, dtype promotion, x64, leaks, NaN, jit.
+
+Also models with symbolic sizes. `test_transforms.py` has the ops.
+"""
+
+import contextlib
+import functools
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxft
+import tiny
+from calls import CALLS, public_ops
+from cases import slow, slow_cases
+from jaxft import training
+from jaxft.models.bert import BertModel
+from jaxft.models.classification import BertForSequenceClassification, BertForTokenClassification
+from jaxft.models.masked_lm import BertForMaskedLM
+from jaxft.models.pooling import l2_normalize, pool, pool_packed
+
+
+@contextlib.contextmanager
+def strict(x64=False):
+    """The modes that matter to a trace, all at once."""
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"), jax.enable_x64(x64):
+        with jax.checking_leaks():
+            yield
+
+
+@contextlib.contextmanager
+def debug_nans(disable_jit=False):
+    """Checks every compiled program for NaN or, without jit, every single operation."""
+    with jax.debug_nans(True), jax.disable_jit(disable_jit):
+        yield
+
+
+def run(function, *arguments):
+    return jax.block_until_ready(function(*jax.tree.map(jnp.asarray, arguments)))
+
+
+def trace(function, *arguments):
+    return jax.eval_shape(lambda *a: function(*a), *jax.tree.map(jnp.asarray, arguments))
+
+
+MODES = {
+    "strict": (strict, trace),
+    "x64": (functools.partial(strict, x64=True), trace),
+    "debug_nans": (debug_nans, run),
+    "disable_jit": (functools.partial(debug_nans, disable_jit=True), run),
+}
+# Pallas' interpreter fills memory with NaN, which is reported without jit.
+CASES = [
+    (mode, name, implementation)
+    for mode in MODES for name, call in CALLS.items() for implementation in ("triton", "xla")[not call.kernel :]
+    if (mode, implementation) != ("disable_jit", "triton")
+]  # fmt: skip
+# Ops that make values NaN on purpose where an argument is wrong.
+SPOILING = ("linear_cross_entropy", "remove_padding", "restore_padding")
+
+
+def is_slow(mode, name, implementation):
+    if mode == "x64":
+        return implementation == "triton"
+    return mode != "strict" and not (implementation == "xla" and name in SPOILING)
+
+
+def test_calls_cover_every_public_op():
+    assert {name.partition(" ")[0] for name in CALLS} == public_ops()
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "implementation"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * is_slow(*case), id="-".join(case)) for case in CASES],
+)
+def test_op_works_under_mode(mode, name, implementation):
+    """Forward and gradient, with rows that have nothing to attend to and with padding."""
+    context, apply = MODES[mode]
+    with context():
+        apply(functools.partial(CALLS[name].run, implementation), CALLS[name].arrays())
+
+
+# --- Models, pooling, text and training --------------------------------------------------------------------------
+
+KEY = jax.random.key(0)
+IDS, TOKENS = np.ones((3, 5), np.int32), np.ones(9, np.int32)
+PADDED = {"attention_mask": np.array([[1, 1, 1, 0, 0], [0] * 5, [1] * 5], np.int32)}  # the second has no token
+PACKED = {"cu_seqlens": np.array([0, 3, 3, 7], np.int32)}
+LABELS = {
+    BertForMaskedLM: (np.where(IDS == 1, 2, 0), TOKENS * 2),
+    BertForTokenClassification: (np.where(IDS == 1, 1, 0), TOKENS),
+    BertForSequenceClassification: (np.array([0, -100, 1]),) * 2,
+}
+
+
+def with_gradients(function, params, *arguments):
+    """Computes the sum of all results and its gradients."""
+
+    def total(params):
+        return sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(function(params, *arguments)))
+
+    return jax.value_and_grad(total)(params)
+
+
+@pytest.mark.parametrize("mode", ["strict", *slow("x64", "debug_nans", "disable_jit")])
+@pytest.mark.parametrize(
+    ("model", "packed"),
+    [(BertForMaskedLM, True), (BertForSequenceClassification, False),
+     *slow_cases((BertModel, False), (BertModel, True), (BertForMaskedLM, False), (BertForSequenceClassification, True),
+                 (BertForTokenClassification, False), (BertForTokenClassification, True))],
+)  # fmt: skip
+def test_model_works_under_mode(model, packed, mode):
+    context, apply = MODES[mode]
+    with context():
+        rates = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+        graph, params = nnx.split(model(tiny.config(**rates), rngs=nnx.Rngs(0)))
+        options = {"deterministic": False, "rngs": KEY} | ({"max_seqlen": 5} if packed else {})
+
+        def call(params, ids, others):
+            return nnx.merge(graph, params)(ids, **others, **options)
+
+        def loss(params, ids, others, labels):
+            return nnx.merge(graph, params).loss(ids, labels, **others, **options).mean
+
+        arguments = (TOKENS, PACKED) if packed else (IDS, PADDED)
+        apply(functools.partial(with_gradients, call), params, *arguments)
+        if model in LABELS:
+            labels = LABELS[model][packed].astype(np.int32)
+            apply(functools.partial(with_gradients, loss), params, *arguments, labels)
+
+
+@pytest.mark.parametrize("mode", ["strict", "disable_jit", *slow("x64", "debug_nans")])
+def test_pooling_works_under_mode(mode):
+    """A sequence without tokens has no NaN, and a normalised vector of zeros has a gradient."""
+    context, apply = MODES[mode]
+    modes = ("cls", "max", "mean")
+
+    def pooled(x, mask, tokens, limits):
+        parts = pool(x, mask, modes), pool_packed(tokens, limits, modes, 5)
+        return [*parts, *map(l2_normalize, parts)]
+
+    arguments = np.ones((3, 5, 4), np.float32), PADDED["attention_mask"] != 0
+    with context():
+        apply(functools.partial(with_gradients, pooled), *arguments, np.ones((9, 4), np.float32), PACKED["cu_seqlens"])
+
+
+def test_pooling_of_an_empty_sequence_has_gradient_zero():
+    x, mask = jnp.ones((1, 3, 4)), jnp.zeros((1, 3), bool)
+    gradient = jax.grad(lambda x: jnp.sum(l2_normalize(pool(x, mask, ("mean",)))))(x)
+    np.testing.assert_array_equal(gradient, jnp.zeros_like(x))
+
+
+@pytest.mark.parametrize("mode", ["strict", *slow("x64", "debug_nans", "disable_jit")])
+def test_text_encoders_work_under_mode(mode, tmp_path):
+    modes = {f"pooling_mode_{name}_token{s}": True for name, s in (("cls", ""), ("max", "s"), ("mean", "s"))}
+    with MODES[mode][0]():
+        encoder = jaxft.SentenceEncoder.from_pretrained(
+            tiny.write_sentence_model(tmp_path / "s", modes, normalize=True)
+        )
+        assert np.isfinite(encoder.encode(["a bird", "rain falls on the old tree .", ""])).all()
+        ranker = jaxft.CrossEncoder.from_pretrained(tiny.write_classifier(tmp_path / "c"))
+        assert np.isfinite(ranker.predict([("a bird", "rain"), ("the", "tree")])).all()
+
+
+@pytest.mark.parametrize("mode", ["strict", *slow("x64", "debug_nans", "disable_jit")])
+def test_training_works_under_mode(mode):
+    context, apply = MODES[mode]
+
+    def step(params, batches, loss_scale):
+        def loss(params, batch):
+            return jaxft.linear_cross_entropy(batch["x"], params, batch["labels"])
+
+        def update(gradients, params):
+            return params - jnp.float32(0.1) * gradients
+
+        _, gradients = training.accumulate_gradients(loss, params, batches, loss_scale=loss_scale)
+        return training.update_if_finite(update, gradients, params, loss_scale)
+
+    labels = np.array([[1, -100, 2, 3], [-100] * 4], np.int32)
+    with context():
+        apply(step, jnp.ones((5, 8), jnp.float32), {"x": np.ones((2, 4, 8), np.float32), "labels": labels}, None)
+        apply(
+            step, jnp.ones((5, 8), jnp.float32), {"x": np.ones((2, 4, 8), np.float32), "labels": labels},
+            training.LossScale.create(),
+        )  # fmt: skip
+
+
+# --- Symbolic sizes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "packed"),
+    [(BertForMaskedLM, True), (BertForSequenceClassification, False),
+     *slow_cases((BertForMaskedLM, False), (BertForSequenceClassification, True),
+                 (BertForTokenClassification, False), (BertForTokenClassification, True))],
+)  # fmt: skip
+def test_model_exports_with_symbolic_sizes(model, packed):
+    """The length is neither bounded by the number of positions nor known in a packed call."""
+    graph, params = nnx.split(model(tiny.config(), rngs=nnx.Rngs(0)))
+    each = model is BertForSequenceClassification
+    shapes = {"ids": "m" if packed else "b, t", "other": "b + 1" if packed else "b, t", "long": "t"}
+    shapes["labels"] = "b" if each else shapes["ids"]
+
+    def call(ids, other, long, labels):
+        options = {"cu_seqlens": other, "max_seqlen": long.size} if packed else {"attention_mask": other}
+
+        def loss(params):
+            return nnx.merge(graph, params).loss(ids, labels, **options).mean
+
+        return nnx.merge(graph, params)(ids, **options), jax.grad(loss)(params)
+
+    structs = {name: jax.ShapeDtypeStruct((1,) * (shape.count(",") + 1), jnp.int32) for name, shape in shapes.items()}
+    exported = jax.export.export(jax.jit(call))(**jax.export.symbolic_args_specs(structs, shapes))
+    rows = "b" if each else shapes["ids"]
+    assert str(exported.out_avals[0].shape) == f"({rows}, {len(tiny.VOCAB) if model is BertForMaskedLM else 2})"
