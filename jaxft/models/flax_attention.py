@@ -102,8 +102,8 @@ def attention_fn(
             raise ValueError(f"attention_fn: {name} must have the batch dimensions of query, {batch}, got {x.shape}")
     bias = None if bias is None else jnp.asarray(bias)
     if mask is not None:
-        mask = mask if hasattr(mask, "dtype") else np.asarray(mask)
-        mask = jnp.asarray(mask if mask.dtype == jnp.bool else mask != 0)  # JAX may drop bits of the numbers
+        given: Any = mask if hasattr(mask, "dtype") else np.asarray(mask)
+        mask = jnp.asarray(given if given.dtype == jnp.bool else given != 0)  # JAX may drop bits of the numbers
     pairs = (*batch, query.shape[-2], query.shape[-3], key.shape[-3])
     for name, given in (("bias", bias), ("mask", mask)):
         if given is not None:

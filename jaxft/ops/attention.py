@@ -305,7 +305,7 @@ def _check_masks(op: str, inputs: Inputs, options: Options, batched: bool) -> In
     return inputs._replace(**found)
 
 
-def _ranks_of_wide_ids(op: str, inputs: Inputs, shapes: dict[str, tuple[int, int]]) -> dict[str, Array]:
+def _ranks_of_wide_ids(op: str, inputs: Inputs, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
     """Returns int32 ids that are equal where the segment ids are, for traced ids that int32 may not hold; else none."""
     ids = {name: getattr(inputs, name) for name in shapes}
     if not any(isinstance(x, jax.core.Tracer) and checks.may_wrap(x) for x in ids.values()):
