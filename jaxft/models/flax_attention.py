@@ -88,8 +88,8 @@ def attention_fn(
             raise ValueError(f"attention_fn: {name} must have the batch dimensions of query, {batch}, got {x.shape}")
     bias = None if bias is None else jnp.asarray(bias)
     if mask is not None:
-        given: Any = mask if hasattr(mask, "dtype") else np.asarray(mask)  # JAX may drop bits of the numbers
-        mask = jnp.asarray(given if given.dtype == jnp.bool else given != 0)
+        given: Any = mask if hasattr(mask, "dtype") else np.asarray(mask)
+        mask = jnp.asarray(given if given.dtype == jnp.bool else given != 0)  # JAX may drop bits of the numbers
     pairs = (*batch, query.shape[-2], query.shape[-3], key.shape[-3])
     bias, mask = (
         None if x is None else checks.as_broadcast("attention_fn", name, x, pairs)
