@@ -63,11 +63,13 @@ SHARED_ERRORS = [  # the message names S = 6, as for a key with as many rows as 
     ({"dropout_rate": "0.1"}, TypeError, "dropout_rate must be a Python number, got str"),
     ({"implementation": "flash"}, ValueError,
      "implementation must be None or one of ('triton', 'mosaic_gpu', 'cudnn', 'xla'), got 'flash'"),
-    ({"implementation": "cudnn"}, NotImplementedError, "implementation 'cudnn' cannot be used: q"),
     ({"implementation": "mosaic_gpu"}, NotImplementedError,
      "implementation 'mosaic_gpu' cannot be used: its kernel is for gradients only"),
 ]  # fmt: skip
 ERRORS = [
+    *((op, {"implementation": "cudnn"}, NotImplementedError,
+       f"implementation 'cudnn' cannot be used: {name} is float32, it takes float16 and bfloat16")
+      for op, name in (("dot_product_attention", "query"), ("qkv_attention", "qkv"))),
     ("dot_product_attention", {"query": 1.0}, TypeError, "query must be an array, got float"),
     ("dot_product_attention", {"query": Q.astype(I32)}, TypeError, "query must be an array of floats, got int32"),
     ("dot_product_attention", {"value": [KV]}, TypeError, "value must be an array, got list"),
