@@ -28,22 +28,7 @@ from jaxft.dropout import dropout_mask
 from jaxft.kernels.triton import attention_backward
 from jaxft.kernels.triton.attention import forward
 from jaxft.kernels.triton.attention_problem import Options, Rules
-from jaxft.tuning import attention as tuning_attention
 from jaxft.tuning.table import AttentionConfig
-
-
-@pytest.fixture
-def blocks(monkeypatch):
-    """Sets the blocks of the forward kernel, of the kernel for queries and of the kernel for keys, for all sizes."""
-
-    def use(*configs):
-        for name, (block_q, block_k, *programs) in zip(
-            ("attention", "attention_dq", "attention_dkv"), configs, strict=True
-        ):
-            config = AttentionConfig(block_q, block_k, 4, 2, *programs)
-            monkeypatch.setattr(tuning_attention, name, lambda *_, config=config: config)
-
-    return use
 
 
 def attention_case(rng, head_sizes=(1, 8, 16, 24, 40, 64)):

@@ -1,0 +1,96 @@
+"""Sums over rows: more programs than one pass adds up, and partial sums in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxft
+from cases import INTERPRET, jit, normal
+from jaxft.kernels.triton import bias_activation, common, layer_norm, permute
+from jaxft.tuning.table import GradientConfig
+
+
+def test_a_program_adds_up_at_most_128_blocks():
+    """A longer chain of additions would lose digits."""
+    for blocks in (1, 100, 128, 129, 10_000):
+        for programs in (1, 4, 1000):
+            count = common.share(programs, blocks)
+            assert 1 <= count <= blocks and -(-blocks // count) <= 128 and count >= min(programs, blocks)
+
+
+def integers(rng, *shape):
+    """Returns float32 integers, whose sums are exact in any order."""
+    return jnp.asarray(rng.integers(-3, 4, shape), jnp.float32)
+
+
+def test_sums_of_more_rows_than_one_pass_adds():
+    """Rows and width above 8,192 give more partial sums than a program reads at a time, as do short chunks here."""
+    rng = np.random.default_rng(0)
+    partial = integers(rng, 2 * layer_norm._SUM_ROWS + 77, 2, 40)
+    sums = jit(lambda x: layer_norm._sum_over_programs(x, [jnp.float32, jnp.bfloat16], INTERPRET))(partial)
+    expected = np.asarray(partial).sum(axis=0)
+    np.testing.assert_array_equal(sums[0], expected[0])
+    np.testing.assert_array_equal(sums[1], expected[1].astype(jnp.bfloat16))
+
+    rows = layer_norm._SUM_ROWS + 100  # each row is a block and has two chunks
+    dy, x, saved = integers(rng, rows, 20), integers(rng, rows, 20), jnp.stack([jnp.zeros(rows), jnp.ones(rows)])
+
+    def gradient(dy, x, saved):
+        vectors = dict.fromkeys(("gamma", "beta"), jnp.float32)
+        options = {"dropout_rate": 0.0, "config": GradientConfig(1, 16, 1, 1), "interpret": INTERPRET}
+        return layer_norm.backward(dy, None, x, None, None, jnp.ones(20), None, saved, vectors=vectors, **options)[2]
+
+    found = jit(gradient)(dy, x, saved)
+    np.testing.assert_array_equal(found["gamma"], np.sum(dy * x, axis=0))
+    np.testing.assert_array_equal(found["beta"], np.sum(dy, axis=0))
+
+    for rows in (1, 20, 70_000):
+        x = integers(rng, rows, 5)
+        got = jit(lambda x: bias_activation.sum_of_rows(x, interpret=INTERPRET))(x)
+        np.testing.assert_array_equal(got, np.asarray(x).sum(axis=0))
+
+
+def of_bias_activation(ones, programs):
+    config = GradientConfig(1, 4, programs, 1)
+    options = {"activation": "relu", "config": config, "interpret": INTERPRET}
+    return bias_activation.backward(ones, ones, jnp.zeros(4, ones.dtype), **options)[1]
+
+
+def of_layer_norm(ones, programs):
+    rows = len(ones)
+    saved, config = jnp.zeros((2, rows)), GradientConfig(1, 4, programs, 1)
+    options = {"dropout_rate": 0.0, "config": config, "interpret": INTERPRET}
+    vectors = {"beta": ones.dtype}
+    return layer_norm.backward(ones, None, ones, None, None, None, None, saved, vectors=vectors, **options)[2]["beta"]
+
+
+def of_split_heads(ones, programs):
+    parts, config = [ones[None, None]] * 3, GradientConfig(1, 4, programs, 1)
+    _, sums = permute.join_heads(parts, with_sums=True, config=config, interpret=INTERPRET)
+    return jnp.sum(sums, axis=0)[:4].astype(ones.dtype)
+
+
+@pytest.mark.parametrize("gradient", [of_bias_activation, of_layer_norm, of_split_heads])
+def test_partial_sums_are_float32(gradient):
+    """Three programs sum 257 ones each. In bfloat16 each sum would be 256, and all of them 768 instead of 772."""
+    ones = jnp.ones((3 * 257, 4), jnp.bfloat16)
+    np.testing.assert_array_equal(jit(lambda x: gradient(x, 3))(ones), jnp.full(4, 3 * 257, jnp.bfloat16))
+
+
+def test_partial_sums_of_a_shared_bias_are_float32():
+    """The gradients of two sequences nearly cancel, so the rest shows how their sum was rounded."""
+    rng = np.random.default_rng(1)
+    one = normal(rng, jnp.bfloat16, query=(1, 16, 1, 16), key=(1, 16, 1, 16), value=(1, 16, 1, 16), dout=(1, 16, 1, 16))
+    floats = {name: jnp.concatenate([x, -x * 1.0078125 if name == "dout" else x]) for name, x in one.items()}
+    dout = floats.pop("dout")
+
+    def gradient(bias, implementation):
+        def attend(bias):
+            return jaxft.dot_product_attention(**floats, bias=bias, implementation=implementation)
+
+        return jax.vjp(attend, bias)[1](dout)[0]
+
+    got = jit(lambda bias: gradient(bias, "triton"))(jnp.zeros((1, 1, 16, 16), jnp.bfloat16))
+    wide = jit(lambda bias: gradient(bias, "triton"))(jnp.zeros((1, 1, 16, 16), jnp.float32))
+    np.testing.assert_allclose(got.astype(jnp.float32), wide, rtol=2**-7, atol=1e-6)
