@@ -89,7 +89,7 @@ test test-all: $(VENV)/.ready-test $(VENV)/.checkpoint
 		$(BIN)/python -m pytest $(if $(filter test,$@),-m "not slow") $(ARGS)
 
 test-mutants: $(VENV)/.ready-test $(VENV)/.checkpoint
-	JAXFT_TEST_CHECKPOINT="$(checkpoint)" XLA_FLAGS="$(quickly) $$XLA_FLAGS" $(BIN)/python tests/mutants/run.py $(ARGS)
+	JAXFT_TEST_CHECKPOINT="$(checkpoint)" $(BIN)/python tests/mutants/run.py $(ARGS)
 
 # Without make, its virtual environment or a network, with JAX, Flax, chex, pytest and pytest-xdist at hand (the plugin
 # pytest-benchmark, where it is installed, does not go with pytest-xdist):

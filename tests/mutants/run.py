@@ -14,7 +14,6 @@ the tree as it is, where they must pass, then with one fault at a time. The summ
 import argparse
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -23,10 +22,14 @@ import time
 import tomllib
 import xml.etree.ElementTree
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
+
+from jaxlib.version import __version_info__ as jaxlib_version
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("jaxft", "tests", "benchmarks", "examples", "docs", "pyproject.toml", "README.md", "CHANGELOG.md", "Makefile",
@@ -34,6 +37,10 @@ COPIED = ("jaxft", "tests", "benchmarks", "examples", "docs", "pyproject.toml", 
 NOTICED, MISSED, ERROR = ("noticed", "noticed by a timeout"), "NOT NOTICED", "ERROR"
 LEFT_OUT, EQUIVALENT = "left out", "changes nothing"
 LEAST = 0.95  # of the entries that ran
+PART = 5  # tests that run in one process without a fault
+# As `make test` compiles.
+QUICKLY = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+QUICKLY += " --xla_cpu_use_fusion_emitters=false" if jaxlib_version < (0, 11) else ""
 
 
 @dataclass(frozen=True)
@@ -94,8 +101,9 @@ class Result:
 class Runner:
     """Runs tests in copies of the tree, at most one run in a copy at a time."""
 
-    def __init__(self, folder: Path, jobs: int, timeout: float, gpu: bool) -> None:
-        self.timeout, self.gpu, self.copies = timeout, gpu, SimpleQueue()
+    def __init__(self, folder: Path, jobs: int, timeout: float, until: float, gpu: bool) -> None:
+        self.timeout, self.until, self.gpu = timeout, until, gpu
+        self.copies: SimpleQueue[Path] = SimpleQueue()
         for i in range(jobs):
             copy = folder / str(i)
             for name in COPIED:
@@ -110,7 +118,9 @@ class Runner:
         """Runs tests in a copy. Returns the exit code, None after the timeout, and the end of the output."""
         environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
         environment |= {"JAXFT_TEST_CASES": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        environment |= {} if self.gpu else {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+        if not self.gpu:
+            environment |= {"JAX_PLATFORMS": "cpu"}
+            environment.setdefault("XLA_FLAGS", QUICKLY)
         options = ["-o", "addopts=", "--strict-markers", "-p", "no:cacheprovider", "-p", "no:benchmark", "-m",
                    "not slow", "-q", "-x", "--tb=line", "--no-header"]  # fmt: skip
         command = [sys.executable, "-m", "pytest", *options, *more, *(f"tests/{name}" for name in tests)]
@@ -131,61 +141,61 @@ class Runner:
             code, output = self.pytest(copy, tests, *arguments, timeout=10 * self.timeout)
             if code not in (0, 1, 5) or not report.is_file():
                 return dict.fromkeys(tests, "failed"), f"exit code {code}: {output}"
-            found: dict[str, str] = {}
+            found = dict.fromkeys(tests, "left out")
             for case in xml.etree.ElementTree.parse(report).iter("testcase"):
                 tags = {child.tag for child in case}
                 state = "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
                 name = f"{file}::{case.get('name', '').partition('[')[0]}"
-                found[name] = max(found.get(name, state), state, key=("skipped", "passed", "failed").index)
+                found[name] = max(found.get(name, state), state, key=("left out", "skipped", "passed", "failed").index)
             return found, output
         finally:
             self.copies.put(copy)
 
     def planted(self, mutant: Mutant) -> Result:
         """Runs the tests of a mutant."""
+        timeout = min(self.timeout, self.until - time.monotonic())
+        if timeout < 10.0:
+            return Result(mutant.name, LEFT_OUT, detail="no time left")
         copy = self.copies.get()
         path = copy / "jaxft" / mutant.file
         text, start = path.read_text(), time.perf_counter()
         try:
             path.write_text(text.replace(mutant.old, mutant.new))
-            code, output = self.pytest(copy, list(mutant.tests), timeout=self.timeout)
+            code, output = self.pytest(copy, list(mutant.tests), timeout=timeout)
         finally:
             path.write_text(text)
             self.copies.put(copy)
-        outcome = {0: MISSED, None: NOTICED[1], 1: NOTICED[0], 2: ERROR, 4: ERROR, 5: ERROR}.get(code, NOTICED[0])
-        result = Result(mutant.name, outcome, round(time.perf_counter() - start, 1), output if outcome == ERROR else "")
-        print(f"{outcome:<12} {result.seconds:6.1f} s  {mutant.name}", flush=True)
-        return result
+        outcomes = {0: MISSED, None: NOTICED[1] if timeout == self.timeout else LEFT_OUT, 2: ERROR, 4: ERROR, 5: ERROR}
+        outcome = outcomes.get(code, NOTICED[0])  # also where a fault ends the process
+        detail = output if outcome == ERROR else "no time left" if outcome == LEFT_OUT else ""
+        return Result(mutant.name, outcome, round(time.perf_counter() - start, 1), detail)
 
 
-def run(mutants: list[Mutant], runner: Runner, jobs: int) -> list[Result]:
-    """Runs the tests without a fault, then with each of the faults."""
-    by_file: dict[str, set[str]] = {}
-    for test in {test for mutant in mutants for test in mutant.tests}:
-        by_file.setdefault(test.partition("::")[0], set()).add(test)
+def run(mutants: list[Mutant], runner: Runner, jobs: int) -> Iterator[Result]:
+    """Runs the tests without a fault, then with each of the faults. Yields the results as they come."""
+    names: dict[str, list[str]] = {}
+    for test in sorted({test for mutant in mutants for test in mutant.tests}):
+        names.setdefault(test.partition("::")[0], []).append(test)
+    parts = [(file, tests[i : i + PART]) for file, tests in names.items() for i in range(0, len(tests), PART)]
+    states: dict[str, str] = {}
+    waiting = list(mutants)
     with ThreadPoolExecutor(jobs) as pool:
-        runs = {file: pool.submit(runner.unchanged, file, sorted(tests)) for file, tests in by_file.items()}
-        states, outputs = {}, {}
-        for file, future in runs.items():
-            found, outputs[file] = future.result()
-            states |= found
-        results, sound = [], []
-        for mutant in mutants:
-            own = {test: states.get(test.partition("[")[0], "left out") for test in mutant.tests}
-            bad = {test: state for test, state in own.items() if state == "failed"}
-            if bad or "passed" not in own.values():
-                file = next(iter(bad or own)).partition("::")[0]
-                results.append(Result(mutant.name, ERROR, 0.0, f"without the fault: {own}\n{outputs[file]}"))
-                print(f"{ERROR:<12} without the fault: {own}  {mutant.name}", flush=True)
-            else:
-                sound.append(mutant)
-        return results + [*pool.map(runner.planted, sound)]
-
-
-def _older(jax: str) -> bool:
-    import jax as installed
-
-    return bool(jax) and installed.__version_info__[:2] < tuple(map(int, jax.split(".")))
+        running: dict[Future[Any], bool] = {pool.submit(runner.unchanged, *part): False for part in parts}
+        while running:
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                if running.pop(future):
+                    yield future.result()
+                    continue
+                found, output = future.result()
+                states |= found
+                for mutant in [m for m in waiting if states.keys() >= {*m.tests}]:
+                    waiting.remove(mutant)
+                    own = {test: states[test] for test in mutant.tests}
+                    if "failed" in own.values() or "passed" not in own.values():
+                        yield Result(mutant.name, ERROR, detail=f"without the fault: {own}\n{output}")
+                    else:
+                        running[pool.submit(runner.planted, mutant)] = True
 
 
 def main() -> int:
@@ -194,40 +204,55 @@ def main() -> int:
     parser.add_argument("only", nargs="*", help="texts, one of which must occur in the file's name or the old text")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="runs at a time")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for the tests of one fault")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no run begins or goes on")
     parser.add_argument("--gpu", action="store_true", help="run the entries with gpu = true on this machine's GPU")
-    parser.add_argument("--out", type=Path, help="folder for mutants.json")
+    parser.add_argument("--out", type=Path, help="folder for mutants.json, written after every run")
     args = parser.parse_args()
-    chosen = [m for m in read() if not args.only or any(text in m.file or text in m.old for text in args.only)]
-    results, waiting, start = [], [], time.perf_counter()
-    for mutant in chosen:
+    start, results, waiting = time.monotonic(), [], []
+
+    def add(result: Result) -> None:
+        results.append(result)
+        print(
+            f"{result.outcome:<12} {result.seconds:6.1f} s  {result.name}  {result.detail[-300:]}".rstrip(), flush=True
+        )
+        if args.out is not None:
+            args.out.mkdir(parents=True, exist_ok=True)
+            report = {"summary": summary(), "results": [asdict(result) for result in results]}
+            (args.out / "mutants.json").write_text(json.dumps(report, indent=1) + "\n")
+
+    def summary() -> str:
+        counts = Counter(result.outcome for result in results)
+        noticed = sum(counts[outcome] for outcome in NOTICED)
+        others = ", ".join(f"{n} {outcome}" for outcome, n in counts.items() if outcome != NOTICED[0])
+        return f"{noticed} of {noticed + counts[MISSED]} faults noticed; {others or 'nothing else'}"
+
+    for mutant in read():
+        if args.only and not any(text in mutant.file or text in mutant.old for text in args.only):
+            continue
         if reason := mutant.problem():
-            results.append(Result(mutant.name, ERROR, detail=reason))
+            add(Result(mutant.name, ERROR, detail=reason))
         elif mutant.equivalent:
-            results.append(Result(mutant.name, EQUIVALENT, detail=mutant.equivalent))
+            add(Result(mutant.name, EQUIVALENT, detail=mutant.equivalent))
         elif mutant.gpu != args.gpu:
-            results.append(Result(mutant.name, LEFT_OUT, detail="needs a GPU" if mutant.gpu else "needs no GPU"))
-        elif _older(mutant.jax):
-            results.append(Result(mutant.name, LEFT_OUT, detail=f"needs JAX {mutant.jax}"))
+            add(Result(mutant.name, LEFT_OUT, detail="needs a GPU" if mutant.gpu else "needs no GPU"))
+        elif mutant.jax and jaxlib_version[:2] < tuple(map(int, mutant.jax.split("."))):
+            add(Result(mutant.name, LEFT_OUT, detail=f"needs JAX {mutant.jax}"))
         else:
             waiting.append(mutant)
-    with tempfile.TemporaryDirectory(prefix="jaxft-mutants-") as folder:
-        jobs = max(1, min(args.jobs, len(waiting)))
-        results += run(waiting, Runner(Path(folder), jobs, args.timeout, args.gpu), jobs) if waiting else []
-    counts = Counter(result.outcome for result in results)
-    noticed = sum(counts[outcome] for outcome in NOTICED)
-    ran = noticed + counts[MISSED]
+    if waiting:
+        with tempfile.TemporaryDirectory(prefix="jaxft-mutants-") as folder:
+            jobs = max(1, min(args.jobs, len(waiting)))
+            runner = Runner(Path(folder), jobs, args.timeout, start + args.seconds, args.gpu)
+            for result in run(waiting, runner, jobs):
+                add(result)
     print()
     for result in results:
         if result.outcome in (MISSED, ERROR, EQUIVALENT):
-            print(f"{result.outcome}: {result.name}\n    {result.detail}" if result.detail else
-                  f"{result.outcome}: {result.name}")  # fmt: skip
-    summary = f"{noticed} of {ran} faults noticed; " + ", ".join(f"{n} {outcome}" for outcome, n in counts.items())
-    print(f"{summary}; {time.perf_counter() - start:.0f} s")
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        report = {"summary": summary, "command": shlex.join(sys.argv), "results": [asdict(r) for r in results]}
-        (args.out / "mutants.json").write_text(json.dumps(report, indent=1) + "\n")
-    return int(counts[ERROR] > 0 or (ran > 0 and noticed < LEAST * ran))
+            print(f"{result.outcome}: {result.name}", *filter(None, [result.detail]), sep="\n    ")
+    print(f"{summary()}; {time.monotonic() - start:.0f} s")
+    counts = Counter(result.outcome for result in results)
+    noticed = sum(counts[outcome] for outcome in NOTICED)
+    return int(counts[ERROR] > 0 or noticed < LEAST * (noticed + counts[MISSED]))
 
 
 if __name__ == "__main__":
