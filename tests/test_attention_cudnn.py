@@ -55,13 +55,16 @@ def test_named_cudnn_matches_the_oracle(name, dtype):
 
 @pytest.fixture
 def by_xla(monkeypatch):
-    """Makes a CPU pass for a Hopper GPU, where XLA computes what cuDNN is asked for."""
+    """Makes a CPU pass for a Hopper GPU, where XLA computes what cuDNN is asked for.
+
+    As in cuDNN, rows beyond the query lengths hold anything.
+    """
 
     def attend(*arrays, implementation, **options):
         assert implementation == "cudnn"
         asked.append(options)
         wide = (x.astype(jnp.float32) for x in arrays)  # on a CPU, jax.nn lacks some 16-bit matmuls
-        return plainly(*wide, **options, implementation="xla").astype(arrays[0].dtype)
+        return plainly(*wide, **options | {"query_seq_lengths": None}, implementation="xla").astype(arrays[0].dtype)
 
     plainly, asked = jax.nn.dot_product_attention, []
     monkeypatch.setattr(jax.nn, "dot_product_attention", attend)

@@ -51,7 +51,7 @@ def test_many_parts_take_several_kernels(monkeypatch):
 
 def test_long_parts_take_several_programs():
     """The first part is the shortest, and others end where a program ends or one element later."""
-    tree = [jnp.arange(size, dtype=jnp.float32) + i for i, size in enumerate((5, 2500, 1024, 1025, 2048, 3000))]
+    tree = [jnp.arange(size, dtype=jnp.float32) + i for i, size in enumerate((5, 2500, 1024, 1025, 2048, 3072))]
     arrays, rebuild = jaxft.bundle(tree, **FORCED)
     chex.assert_trees_all_equal(rebuild(arrays), tree)
 

@@ -118,8 +118,8 @@ def test_kernel(seed):
 
 
 def test_kernel_stays_within_the_arrays():
-    """Rows have two blocks of columns, and the last block of rows is not full."""
-    x, indices = normal((9, 300)), jnp.array([3, 8, 9, 0, -1, 5, 2**31 - 1, 1, 1, 7, -5], jnp.int32)
+    """There are two blocks of columns and three of rows, of which the last are not full."""
+    x, indices = normal((9, 300)), jnp.array([3, 8, 9, 0, -1, 5, 2**31 - 1, 1, 1, 7, -5, *range(8)], jnp.int32)
     with checked():
         got = kernel.take_rows(x, indices, interpret=True)
     expected = np.where(indices[:, None] < 0, np.nan, 0.0) + np.zeros((1, 300), np.float32)

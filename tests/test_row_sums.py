@@ -7,6 +7,7 @@ import pytest
 
 import jaxft
 from cases import INTERPRET, jit, normal
+from checked import checked
 from jaxft.kernels.triton import bias_activation, common, layer_norm, permute
 from jaxft.tuning.table import GradientConfig
 
@@ -24,8 +25,8 @@ def integers(rng, *shape):
     return jnp.asarray(rng.integers(-3, 4, shape), jnp.float32)
 
 
-def test_sums_of_more_rows_than_one_pass_adds():
-    """Rows and width above 8,192 give more partial sums than a program reads at a time, as do short chunks here."""
+def test_sums_of_more_rows_than_one_pass_adds(monkeypatch):
+    """Rows and width above 8,192 give more partial sums than a program reads at a time."""
     rng = np.random.default_rng(0)
     partial = integers(rng, 2 * layer_norm._SUM_ROWS + 77, 2, 40)
     sums = jit(lambda x: layer_norm._sum_over_programs(x, [jnp.float32, jnp.bfloat16], INTERPRET))(partial)
@@ -33,7 +34,11 @@ def test_sums_of_more_rows_than_one_pass_adds():
     np.testing.assert_array_equal(sums[0], expected[0])
     np.testing.assert_array_equal(sums[1], expected[1].astype(jnp.bfloat16))
 
-    rows = layer_norm._SUM_ROWS + 100  # each row is a block and has two chunks
+    with checked():  # three programs, of a block of four
+        layer_norm._sum_over_programs(jnp.ones((3, 2, 5)), [jnp.float32] * 2, interpret=True)
+
+    monkeypatch.setattr(layer_norm, "_SUM_ROWS", 8)
+    rows = 21  # each row is a block and has two chunks
     dy, x, saved = integers(rng, rows, 20), integers(rng, rows, 20), jnp.stack([jnp.zeros(rows), jnp.ones(rows)])
 
     def gradient(dy, x, saved):

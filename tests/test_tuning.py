@@ -123,6 +123,12 @@ def test_heuristics_are_launchable():
             assert config.block_rows * config.block_width // config.num_warps <= 2048, config
 
 
+def test_many_heads_have_a_program_each():
+    for heads in (1, 12, 1024, 5000):
+        config = tuning_layouts.qkv_bias_split_heads_backward(2, 128, heads, 8, 2, UNKNOWN)
+        assert config.programs == max(1, 1024 // tuning_table.next_power_of_2(heads))
+
+
 def test_attention_blocks_do_not_outgrow_the_sequence():
     for rows, keys in ((17, 5), (5, 40), (1, 1)):
         for batch_heads in (1, 4096):
