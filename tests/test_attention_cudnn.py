@@ -280,7 +280,7 @@ CHANGES = {
     "small heads": {"head_size": 32},
     "short heads of 64": {"head_size": 64},
     "little work": {"batch": 1},
-    "ragged length": {"length": 500},
+    "ragged length": {"length": 1000},
     "packed": {"packed": True, "head_size": 64, "batch": 4, "length": 8192},
     "short packed": {"packed": True, "head_size": 64, "batch": 64, "length": 4096},
     "packed with lengths": {"packed": True, "batch": 4, "length": 8192, "key_lengths": np.ones((4,), np.int32)},

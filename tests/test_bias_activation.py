@@ -194,7 +194,7 @@ def test_nan_and_infinity(activation, implementation):
     assert len(np.unique(y[np.isfinite(x)])) == 1
 
 
-@pytest.mark.parametrize("dtype", ONE_DTYPE)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_minus_infinity_gives_what_plain_jnp_gives(activation, dtype):
     """In GELU and SiLU it is a product of infinity and 0, NaN."""

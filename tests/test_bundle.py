@@ -235,6 +235,16 @@ def test_xla_models_are_not_bundled():
 
 
 @pytest.mark.usefixtures("forced")
+def test_replaced_arrays_that_live_on_are_noticed():
+    model, of_model = jaxft.BertModel(tiny.config(), rngs=nnx.Rngs(0)), bundled.Bundled(None)
+    of_model(model)
+    before = jax.tree.leaves(model)  # as of a copy that is kept for an average
+    nnx.update(model, jax.tree.map(lambda x: x * 0.5 + 1.0, nnx.state(model, nnx.Param)))
+    arrays, rebuild = of_model(model)
+    chex.assert_trees_all_equal(jax.tree.leaves(rebuild(arrays)), [x * 0.5 + 1.0 for x in before])
+
+
+@pytest.mark.usefixtures("forced")
 def test_replaced_arrays_are_released():
     model, of_model = jaxft.BertModel(tiny.config(), rngs=nnx.Rngs(0)), bundled.Bundled(None)
     of_model(model)

@@ -56,31 +56,31 @@ def test_sums_of_more_rows_than_one_pass_adds(monkeypatch):
         np.testing.assert_array_equal(got, np.asarray(x).sum(axis=0))
 
 
-def of_bias_activation(ones, programs):
+def of_bias_activation(dy, programs):
     config = GradientConfig(1, 4, programs, 1)
     options = {"activation": "relu", "config": config, "interpret": INTERPRET}
-    return bias_activation.backward(ones, ones, jnp.zeros(4, ones.dtype), **options)[1]
+    return bias_activation.backward(dy, jnp.ones_like(dy), jnp.zeros(4, dy.dtype), **options)[1]
 
 
-def of_layer_norm(ones, programs):
-    rows = len(ones)
-    saved, config = jnp.zeros((2, rows)), GradientConfig(1, 4, programs, 1)
+def of_layer_norm(dy, programs):
+    saved, config = jnp.zeros((2, len(dy))), GradientConfig(1, 4, programs, 1)
     options = {"dropout_rate": 0.0, "config": config, "interpret": INTERPRET}
-    vectors = {"beta": ones.dtype}
-    return layer_norm.backward(ones, None, ones, None, None, None, None, saved, vectors=vectors, **options)[2]["beta"]
+    vectors = {"beta": dy.dtype}
+    return layer_norm.backward(dy, None, dy, None, None, None, None, saved, vectors=vectors, **options)[2]["beta"]
 
 
-def of_split_heads(ones, programs):
-    parts, config = [ones[None, None]] * 3, GradientConfig(1, 4, programs, 1)
+def of_split_heads(dy, programs):
+    parts, config = [dy[None, None]] * 3, GradientConfig(1, 4, programs, 1)
     _, sums = permute.join_heads(parts, with_sums=True, config=config, interpret=INTERPRET)
-    return jnp.sum(sums, axis=0)[:4].astype(ones.dtype)
+    return jnp.sum(sums, axis=0)[:4].astype(dy.dtype)
 
 
 @pytest.mark.parametrize("gradient", [of_bias_activation, of_layer_norm, of_split_heads])
 def test_partial_sums_are_float32(gradient):
-    """Three programs sum 257 ones each. In bfloat16 each sum would be 256, and all of them 768 instead of 772."""
-    ones = jnp.ones((3 * 257, 4), jnp.bfloat16)
-    np.testing.assert_array_equal(jit(lambda x: gradient(x, 3))(ones), jnp.full(4, 3 * 257, jnp.bfloat16))
+    """Two programs share the rows. Their sums are 100.78125, which bfloat16 does not have, and -100."""
+    rows = jnp.where(jnp.arange(200) % 2 == 0, 1.0078125, -1.0).astype(jnp.bfloat16)
+    got = jit(lambda dy: gradient(dy, 2))(jnp.broadcast_to(rows[:, None], (200, 4)))
+    np.testing.assert_array_equal(got, jnp.full(4, 0.78125, jnp.bfloat16))
 
 
 def test_partial_sums_of_a_shared_bias_are_float32():
