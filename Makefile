@@ -4,6 +4,8 @@
 #   make test-all                    all tests, also those marked slow (more dtypes, shapes, launch configurations and
 #                                    seeds of random cases, third derivatives, trainings, resumed runs);
 #                                    JAXFT_TEST_CASES=20 for so many seeds
+#   make test-mutants [ARGS=softmax] plants each fault of tests/mutants in a copy and expects a failing test: half an hour
+#                                    on two cores; ARGS=--gpu for the faults that only a GPU notices
 #   make test-gpu                    the tests that compile kernels, on this machine's NVIDIA GPU, without the slow ones
 #   make lint                        ruff and mypy
 #   make wheel                       the wheel and the source archive, in dist/
@@ -17,7 +19,7 @@
 # Another Python: make PYTHON=python3.13 test (with a virtual environment of its own, .venv-python3.13).
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo finetune pretrain test test-all test-gpu lint wheel bench report tune docs clean
+.PHONY: help demo finetune pretrain test test-all test-mutants test-gpu lint wheel bench report tune docs clean
 
 PYTHON ?=
 VENV := .venv$(if $(PYTHON),-$(notdir $(PYTHON)))
@@ -85,6 +87,9 @@ test test-all: $(VENV)/.ready-test $(VENV)/.checkpoint
 	JAXFT_TEST_CHECKPOINT="$(checkpoint)" XLA_PYTHON_CLIENT_PREALLOCATE=false \
 		$(if $(cuda_extra),,XLA_FLAGS="$(quickly) $$XLA_FLAGS") \
 		$(BIN)/python -m pytest $(if $(filter test,$@),-m "not slow") $(ARGS)
+
+test-mutants: $(VENV)/.ready-test $(VENV)/.checkpoint
+	JAXFT_TEST_CHECKPOINT="$(checkpoint)" $(BIN)/python tests/mutants/run.py $(ARGS)
 
 # Without make, its virtual environment or a network, with JAX, Flax, chex, pytest and pytest-xdist at hand (the plugin
 # pytest-benchmark, where it is installed, does not go with pytest-xdist):

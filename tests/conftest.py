@@ -16,6 +16,8 @@ import jax
 import pytest
 
 from jaxft import dispatch
+from jaxft.tuning import attention as tuning_attention
+from jaxft.tuning.table import AttentionConfig
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # JAX writes into each operation which lines it comes from. That takes a twentieth of the tests' time.
@@ -36,8 +38,8 @@ WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9
 CPU = (
     "attention_errors", "autotune", "batching", "benchmarks", "cases", "checkpoint", "checkpoint_resolve", "cli",
     "cli_bench", "cross_encoder", "docs", "examples", "examples_parts", "import", "instructions", "layers", "lowering",
-    "lowering_attention", "minilm", "order", "other_systems", "plans", "sentence_encoder", "sentence_encoder_packed",
-    "tuning",
+    "lowering_attention", "minilm", "mutants", "order", "other_systems", "passed_options", "plans", "sentence_encoder",
+    "sentence_encoder_packed", "tuning",
 )  # fmt: skip
 
 
@@ -57,6 +59,20 @@ def exact_matmuls():
     """Turns TF32 off, which XLA uses on a GPU for some shapes only. Tests of TF32 turn it on."""
     with jax.default_matmul_precision("highest"):
         yield
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """Sets the blocks of the forward kernel, of the kernel for queries and of the kernel for keys, for all sizes."""
+
+    def use(*configs):
+        for name, (block_q, block_k, *programs) in zip(
+            ("attention", "attention_dq", "attention_dkv"), configs, strict=True
+        ):
+            config = AttentionConfig(block_q, block_k, 4, 2, *programs)
+            monkeypatch.setattr(tuning_attention, name, lambda *_, config=config: config)
+
+    return use
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 import jaxft
 import oracle
-from cases import check, jit, lower, normal
+from cases import check, check_padding, jit, lower, normal
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference
 from jaxft.kernels.cudnn import attention as cudnn
@@ -51,6 +51,82 @@ def test_named_cudnn_matches_the_oracle(name, dtype):
         lambda **f: oracle.dot_product_attention(**f, **options),
         separate(3, 128, 128, 2, 64, dtype), implementations=("cudnn",), gradients=True,
     )  # fmt: skip
+
+
+@pytest.fixture
+def by_xla(monkeypatch):
+    """Makes a CPU pass for a Hopper GPU, where XLA computes what cuDNN is asked for.
+
+    As in cuDNN, rows beyond the query lengths hold anything.
+    """
+
+    def attend(*arrays, implementation, **options):
+        assert implementation == "cudnn"
+        asked.append(options)
+        wide = (x.astype(jnp.float32) for x in arrays)  # on a CPU, jax.nn lacks some 16-bit matmuls
+        return plainly(*wide, **options | {"query_seq_lengths": None}, implementation="xla").astype(arrays[0].dtype)
+
+    plainly, asked = jax.nn.dot_product_attention, []
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
+    with dispatch.target(), jax.numpy_dtype_promotion("standard"):
+        yield asked
+    jax.clear_caches()  # drops what was traced with the other function
+
+
+BY_XLA = {
+    "scale": {"scale": 0.3, "is_causal": True},
+    "window": {"local_window_size": (5, 0)},
+    "lengths": {
+        "query_seq_lengths": np.array([20, 0, 24, 9], np.int32),
+        "key_value_seq_lengths": np.array([24, 13, 0, 1], np.int32),
+    },
+    "key lengths": {"key_value_seq_lengths": np.array([24, 13, 0, 1], np.int32)},
+}
+
+
+@pytest.mark.parametrize("name", BY_XLA)
+def test_arguments_reach_cudnn(name, by_xla):
+    """The numbers are right if cuDNN is. NaN and infinities in padding reach nothing."""
+    options = BY_XLA[name]
+    floats = separate(4, 24, 24, 2, 16)
+
+    def attend(implementation="cudnn", **floats):
+        return jaxft.dot_product_attention(**floats, **options, implementation=implementation)
+
+    check(attend, lambda **f: reference.dot_product_attention(**f, **options),
+          lambda **f: oracle.dot_product_attention(**f, **options), floats, implementations=("cudnn",))  # fmt: skip
+    assert all(("is_causal", True) in asked.items() for asked in by_xla) == (name in ("scale", "window"))
+    if "lengths" in name:
+        attends = np.asarray(reference.attention_mask(24, 24, **options))[:, 0]
+        attends = np.broadcast_to(attends, (4, 24, 24))
+        queries, keys = attends.any(axis=2)[:, :, None, None], attends.any(axis=1)[:, :, None, None]
+        check_padding(attend, floats, {"query": queries, "key": keys, "value": keys})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"query": jax.ShapeDtypeStruct((1, 8, 2, 136), jnp.bfloat16)}, "head size is 136"),
+        ({"query": jax.ShapeDtypeStruct((1, 8, 2, 12), jnp.bfloat16)}, "head size is 12"),
+        ({"query": jax.ShapeDtypeStruct((1, 8, 2, 16), jnp.float32)}, "query is float32"),
+        ({"return_residual": True}, "no float32 log-sum-exp"),
+        ({"cu_seqlens": 1}, "no packed sequences"),
+        ({"query_segment_ids": 1}, "no segment ids"),
+        ({"dropout_rng": 1}, "no dropout"),
+        ({"bias": 1}, "a bias may leave a row"),
+        ({"mask": 1}, "a mask may leave a row"),
+        ({"window": (3, 1)}, "no windows to the right"),
+        ({"window": (3, 0), "query_seq_lengths": 1}, "a window may leave a row"),
+        ({"window": (3, 0), "query_length": 9}, "a window may leave a row"),
+        ({"window": (3, 0)}, None),
+        ({}, None),
+    ],
+)
+def test_what_cudnn_lacks_is_refused(change, reason):
+    case = {"query": jax.ShapeDtypeStruct((1, 8, 2, 128), jnp.bfloat16), "query_length": 8, "window": None} | change
+    query, length, window = (case.pop(name) for name in ("query", "query_length", "window"))
+    found = cudnn.unsupported(query, length, 8, cudnn.Options(1.0, False, window), **case)
+    assert found is None if reason is None else reason in found
 
 
 @needs_hopper
@@ -204,7 +280,7 @@ CHANGES = {
     "small heads": {"head_size": 32},
     "short heads of 64": {"head_size": 64},
     "little work": {"batch": 1},
-    "ragged length": {"length": 500},
+    "ragged length": {"length": 1000},
     "packed": {"packed": True, "head_size": 64, "batch": 4, "length": 8192},
     "short packed": {"packed": True, "head_size": 64, "batch": 64, "length": 4096},
     "packed with lengths": {"packed": True, "batch": 4, "length": 8192, "key_lengths": np.ones((4,), np.int32)},

@@ -1,5 +1,7 @@
 """Blocks that tiles of attention kernels visit, and blocks that need no mask, against the mask of all pairs."""
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -74,6 +76,32 @@ def test_spans_hold_every_allowed_pair(seed, rules):
         for sequence in range(batch):
             for tile, span in enumerate(spans[sequence % len(spans)]):
                 assert_span(span, tile * block, block, other_block, pairs[sequence], exact=not given)
+
+
+def check_spans(mask, blocks, window=(None, None), exact=True, **rules):
+    """Checks the spans of one sequence with this mask `[T, S]` of its pairs."""
+    (queries, keys), rules = mask.shape, {name: jnp.asarray(x)[None] for name, x in rules.items()}
+    arrays = jnp.zeros((1, queries, 1, 8)), *[jnp.zeros((1, keys, 1, 8))] * 2
+    p = problem(*arrays, Rules(**rules), Options(1.0, window))
+    for spans_of, pairs, (block, other) in ((spans_of_queries, mask, blocks), (spans_of_keys, mask.T, blocks[::-1])):
+        spans = spans_of(p, *blocks)
+        assert spans is not None or mask.all()
+        for tile, span in enumerate([] if spans is None else np.asarray(spans)[0]):
+            assert_span(span, tile * block, block, other, pairs, exact)
+
+
+@pytest.mark.parametrize("blocks", [(16, 16), *slow((32, 16), (16, 32))], ids=str)
+def test_windows_around_the_edges_of_blocks(blocks):
+    sides = (None, 0, 1, 14, 15, 16, 17)
+    for window in itertools.product(sides, sides):
+        check_spans(in_window(48, 40, window), blocks, window)
+
+
+def test_ids_of_whole_blocks():
+    """Each block has one id, and ids are in any order."""
+    for ids in itertools.product(range(2), repeat=5):
+        q, k = np.repeat(ids[:3], 16).astype(np.int32), np.repeat(ids[3:], 16).astype(np.int32)
+        check_spans(q[:, None] == k, (16, 16), exact=False, query_ids=q, key_ids=k)
 
 
 @pytest.mark.parametrize("seed", seeds(10))

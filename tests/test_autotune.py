@@ -549,7 +549,7 @@ def test_a_folder_in_place_of_the_file(caplog):
 @pytest.mark.parametrize(
     ("op", "change"),
     [("attention", {"block_q": 8}), ("dense", {"block_n": 8}), ("dense", {"num_stages": 99}),
-     ("permute", {"elements": 16}), ("layer_norm_backward", {"programs": 0}),
+     ("permute", {"elements": 16}), ("layer_norm_backward", {"programs": 0}), ("layer_norm", {"block_rows": 2**16}),
      *(("dense_mosaic", change) for change in (
          {"split": "x"}, {"split": []}, {"tile_n": 100}, {"tile_k": 128}, {"cluster_m": 3}, {"stages": 1},
          {"tile_m": 256, "tile_n": 256}, {"cluster_m": 2, "programs": 1}))],

@@ -13,7 +13,7 @@ import jaxft
 import oracle
 from cases import INTERPRET, slow, slow_cases
 from jaxft.dropout import dropout_mask
-from jaxft.models import bert
+from jaxft.models import bert, dropout
 from jaxft.models.bert import BertModel, named_parameters
 from jaxft.models.classification import BertForSequenceClassification, BertForTokenClassification
 from test_bert import CONFIG, DISTILBERT, ROBERTA, assert_close, make, some_ids
@@ -141,6 +141,12 @@ def test_every_dropout_has_its_own_key(monkeypatch, key):
     calls.clear()
     model(some_ids(), deterministic=True)
     assert seen() == [(None, None)] * 7
+
+
+def test_head_and_encoder_share_no_key(key):
+    first, layers = dropout.encoder_keys(key, 3)
+    keys = [*dropout.head_keys(key), first, *layers.reshape(-1)]
+    assert len({tuple(jax.random.key_data(key).tolist()) for key in keys}) == 2 + 1 + 9
 
 
 def test_train_and_eval():

@@ -194,6 +194,18 @@ def test_nan_and_infinity(activation, implementation):
     assert len(np.unique(y[np.isfinite(x)])) == 1
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_minus_infinity_gives_what_plain_jnp_gives(activation, dtype):
+    """In GELU and SiLU it is a product of infinity and 0, NaN."""
+    x = jnp.array([[-jnp.inf, -1.0]], dtype)
+    got, plain = (
+        jaxft.bias_activation(x, None, activation=activation, implementation=name) for name in ("triton", "xla")
+    )
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(plain))
+    assert np.isnan(got).any() == (activation in ("gelu", "gelu_tanh", "silu"))
+
+
 EXTREMES = [0.0, -0.0, 1e-30, -1e-30, 9.0, -9.0, 40.0, -40.0, 200.0, -200.0, 6e4, -6e4, np.inf, -np.inf, np.nan]
 
 

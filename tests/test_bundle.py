@@ -49,6 +49,13 @@ def test_many_parts_take_several_kernels(monkeypatch):
     chex.assert_trees_all_equal(rebuild(arrays), tree)
 
 
+def test_long_parts_take_several_programs():
+    """The first part is the shortest, and others end where a program ends or one element later."""
+    tree = [jnp.arange(size, dtype=jnp.float32) + i for i, size in enumerate((5, 2500, 1024, 1025, 2048, 3072))]
+    arrays, rebuild = jaxft.bundle(tree, **FORCED)
+    chex.assert_trees_all_equal(rebuild(arrays), tree)
+
+
 def test_a_module():
     """A bundled module has the same result and gradients. The joined gradient has the order of its parts."""
     model = jaxft.BertModel(tiny.config(), rngs=nnx.Rngs(0))
@@ -217,6 +224,24 @@ def test_arrays_are_joined_once():
     model.pooler = None
     arrays, other = of_model(model)
     assert len(jax.tree.leaves(other(arrays))) == len(jax.tree.leaves(model))
+
+
+def test_xla_models_are_not_bundled():
+    """XLA would launch a kernel for each part on a GPU."""
+    model = jaxft.BertModel(tiny.config(), rngs=nnx.Rngs(0))
+    with dispatch.target():
+        counts = [len(bundled.Bundled(implementation)(model)[0]) for implementation in ("xla", "triton", None)]
+    assert counts[0] == len(jax.tree.leaves(model)) > counts[1] == counts[2]
+
+
+@pytest.mark.usefixtures("forced")
+def test_replaced_arrays_that_live_on_are_noticed():
+    model, of_model = jaxft.BertModel(tiny.config(), rngs=nnx.Rngs(0)), bundled.Bundled(None)
+    of_model(model)
+    before = jax.tree.leaves(model)  # as of a copy that is kept for an average
+    nnx.update(model, jax.tree.map(lambda x: x * 0.5 + 1.0, nnx.state(model, nnx.Param)))
+    arrays, rebuild = of_model(model)
+    chex.assert_trees_all_equal(jax.tree.leaves(rebuild(arrays)), [x * 0.5 + 1.0 for x in before])
 
 
 @pytest.mark.usefixtures("forced")

@@ -71,6 +71,15 @@ def test_wrong_result_is_not_timed(model, tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_result_that_is_not_finite_is_not_timed(value, model, tmp_path, monkeypatch, capsys):
+    layer = bert.BertLayer.__call__
+    monkeypatch.setattr(bert.BertLayer, "__call__", lambda *args: layer(*args).at[0, 0, 0].set(value))
+    message = fails(capsys, "--model", model, "--batch", "1", "--length", "8", "--dtype", "float32", "-o", "out.json")
+    assert message.startswith("1x8: jaxft's hidden states") and "it was not timed" in message
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_overflow_of_plain_jax_is_reported(model, monkeypatch, capsys):
     plain = comparison.plain_encoder
     monkeypatch.setattr(comparison, "plain_encoder", lambda *args, **options: plain(*args, **options) * jnp.inf)

@@ -65,6 +65,15 @@ def test_every_key_generator_works():
             assert_fair((mask == masks[i - 1]).sum(), mask.size, 0.5)
 
 
+def test_every_word_of_a_key_counts():
+    """A key of the generator "rbg" has four words."""
+    words = np.arange(1, 5, dtype=np.uint32)
+    key = jax.random.wrap_key_data(words, impl="rbg")
+    for i in range(4):
+        other = jax.random.wrap_key_data(np.where(np.arange(4) == i, words + 8, words), impl="rbg")
+        assert (dropout_mask(key, 0.5, (16, 16)) != dropout_mask(other, 0.5, (16, 16))).mean() > 0.3, i
+
+
 def test_dropout_keeps_the_expectation(key):
     """The mean over many keys is the input, and the mean of the gradients is the gradient."""
     keys = jax.random.split(key, 4096)

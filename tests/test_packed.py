@@ -13,7 +13,7 @@ from flax import nnx
 import jaxft
 from cases import BITWISE, INTERPRET, jit, slow, slow_cases
 from jaxft.models import bert
-from jaxft.models.pooling import pool, pool_packed
+from jaxft.models.pooling import l2_normalize, pool, pool_packed
 from test_bert import CONFIG, DISTILBERT, ROBERTA, assert_close, make
 
 BATCH, LENGTH, CAPACITY = 4, 7, 23
@@ -373,3 +373,9 @@ def test_gradient_of_pooling(hidden):
     assert_close(got, pack(expected).x)
     text = str(jax.make_jaxpr(jax.grad(lambda x: jnp.sum(pool_packed(x, packed.cu_seqlens, MODES, 7))))(packed.x))
     assert "unique_indices=True" in text and "unique_indices=False" not in text  # no atomics on a GPU
+
+
+def test_short_embeddings_are_scaled_to_length_1():
+    """A length below 1e-12 counts as 1e-12, as in sentence-transformers."""
+    x = jnp.array([[3e-5, 4e-5], [3.0, 4.0], [0.0, 0.0], [3e-14, 4e-14]])
+    np.testing.assert_allclose(l2_normalize(x), [[0.6, 0.8], [0.6, 0.8], [0.0, 0.0], [0.03, 0.04]], rtol=1e-5)

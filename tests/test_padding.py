@@ -12,7 +12,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from cases import seeds
+from checked import checked
 from jaxft import remove_padding, restore_padding
+from jaxft.kernels.triton import padding as kernel
 
 DTYPES = ["float32", "float16", "bfloat16", "int32", "int8", "uint16", "bool", "complex64"]
 SPOILT = [("float32", np.nan), ("bfloat16", np.nan), ("complex64", np.nan), ("int32", -1), ("int8", -1),
@@ -115,6 +117,24 @@ def test_kernel(seed):
     chex.assert_trees_all_equal(got, expected)
 
 
+def test_kernel_stays_within_the_arrays():
+    """There are two blocks of columns and three of rows, of which the last are not full."""
+    x, indices = normal((9, 300)), jnp.array([3, 8, 9, 0, -1, 5, 2**31 - 1, 1, 1, 7, -5, *range(8)], jnp.int32)
+    with checked():
+        got = kernel.take_rows(x, indices, interpret=True)
+    expected = np.where(indices[:, None] < 0, np.nan, 0.0) + np.zeros((1, 300), np.float32)
+    known = (np.asarray(indices) >= 0) & (np.asarray(indices) < 9)
+    expected[known] = np.asarray(x)[np.asarray(indices)[known]]
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_kernel_takes_rows_of_32_bytes_and_2_30_places():
+    for dtype, width, accepted in ((jnp.bfloat16, 16, True), (jnp.float32, 8, True), (jnp.float32, 7, False)):
+        assert (kernel.unsupported(jax.ShapeDtypeStruct((5, width), dtype), 4) is None) == accepted
+    for rows, places, accepted in ((2**30, 2**30, True), (2**30 + 1, 1, False), (1, 2**30 + 1, False)):
+        assert (kernel.unsupported(jax.ShapeDtypeStruct((rows, 16), jnp.float32), places) is None) == accepted
+
+
 # --- More tokens than fit ----------------------------------------------------------------------------------------
 
 
@@ -147,6 +167,27 @@ def test_overflow_under_jit_spoils_everything(dtype, value):
     packed, restored = there_and_back(x, fewer)
     np.testing.assert_array_equal(packed.x, x[fewer])
     np.testing.assert_array_equal(restored[fewer], x[fewer])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kernel_beyond_the_capacity(dtype):
+    """One token too many spoils every row, there and back, and every gradient."""
+    x = normal((3, 5, 16)).astype(dtype)
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def run(x, mask, capacity):
+        def there_and_back(x):
+            packed = remove_padding(x, mask, capacity=capacity, implementation="triton")
+            return packed.x, restore_padding(packed.x, packed.indices, batch=3, length=5, implementation="triton")
+
+        out, pull_back = jax.vjp(there_and_back, x)
+        return *out, *pull_back(out)
+
+    assert all(np.isnan(y.astype(jnp.float32)).all() for y in run(x, MASK, TOKENS - 1))
+    packed, restored, gradient = run(x, MASK, TOKENS)
+    np.testing.assert_array_equal(packed, x[MASK])
+    np.testing.assert_array_equal(restored, jnp.where(MASK[..., None], x, 0))
+    assert np.isfinite(gradient.astype(jnp.float32)).all()
 
 
 def test_overflow_spoils_the_gradient():

@@ -83,6 +83,18 @@ def test_sample_calls_cover_every_public_op():
     assert named == {name for name in jaxft.__all__ if name not in models and not name.startswith("Bert")}
 
 
+def test_sample_calls_are_what_their_names_say():
+    for size, (batch, length) in samples.SIZES.items():
+        assert size == f"{batch}x{length}"
+        table = samples.plan_table(size, jnp.float32)
+        for name in table:
+            assert getattr(table[name], "activation", None) in (None, "gelu")
+            if name.startswith("dense ("):
+                assert (table[name].activation == "gelu") == ("gelu" in name)
+                rows, depth = samples.calls(batch, length, jnp.float32)[name][1][0].shape
+                assert rows == batch * length and name.startswith(f"dense ({depth}x")
+
+
 def test_explain_reads_configurations_of_the_target():
     with dispatch.target("NVIDIA A100-SXM4-80GB", (8, 0), multiprocessors=108):
         (record,) = jaxft.explain(jaxft.layer_norm, jax.ShapeDtypeStruct((4096, 768), jnp.bfloat16))

@@ -287,6 +287,14 @@ VECTORS = {"layer_norm": ("gamma", "beta"), "bias_residual_layer_norm": ("bias",
            "bias_activation": ("bias",), "softmax": (), "log_softmax": ()}  # fmt: skip
 
 
+@pytest.mark.parametrize("epsilon", [1e-12, 1e-3, 10.0])
+def test_epsilon_is_added_to_the_variance(epsilon):
+    x = np.random.default_rng(0).standard_normal((4, 9)) * np.array([[1e-6], [0.1], [1.0], [0.0]])
+    with jax.enable_x64(True):
+        got = reference.layer_norm(jnp.asarray(x), epsilon=epsilon)
+    np.testing.assert_allclose(got, oracle.layer_norm(x, epsilon=epsilon), rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("shape", [(1,), (1, 1), (3, 1), (0, 5), (4, 0, 8), (1, 769), (2, 3, 127)], ids=str)
 @pytest.mark.parametrize("name", VECTORS)
 def test_shapes_of_row_ops(name, shape):

@@ -311,6 +311,25 @@ def test_in_place(name, dtype, implementation):
     np.testing.assert_array_equal(floats["x"], before)
 
 
+@names
+@pytest.mark.parametrize("block_width", [None, *slow(4)])
+def test_second_derivatives(name, block_width, monkeypatch):
+    """Rows fit into a block, or are read in chunks, for which the forward pass of log_softmax saves numbers."""
+    if block_width is not None:
+        monkeypatch.setattr(tuning_rows, "softmax_backward", lambda *_: RowConfig(2, block_width, 1))
+    floats = normal(np.random.default_rng(21), jnp.float32, x=(5, 7), bias=(7,))
+    mask = np.arange(7) < np.array([7, 3, 1, 6, 2])[:, None]
+
+    def twice(op, **options):
+        def loss(f):
+            return jnp.sum(jnp.sin(jnp.where(mask, op(**f, scale=-0.7, mask=mask, **options), 0.0)))
+
+        return jit(jax.grad(lambda f: sum(jnp.sum(g * g) for g in jax.tree.leaves(jax.grad(loss)(f)))))(floats)
+
+    got, plain = twice(getattr(jaxft, name), implementation="triton"), twice(getattr(reference, name))
+    chex.assert_trees_all_close(got, plain, rtol=1e-4, atol=1e-5)
+
+
 @log_softmax
 def test_in_place_in_chunks(name):
     x = normal(np.random.default_rng(16), jnp.float32, x=(5, 40))["x"]

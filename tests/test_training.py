@@ -210,6 +210,8 @@ def test_the_scale_grows_within_limits():
         seen.append((float(scale.scale), int(scale.good_steps)))
     assert seen == [(8, 1), (8, 2), (16, 0), (16, 1), (16, 2), (32, 0)]
     assert LossScale.create(1).update(bad).scale == 1
+    ended = LossScale.create(8).update(good).update(good).update(bad)  # which ends the row of good steps
+    assert (ended.scale, ended.good_steps) == (4, 0)
     skipped = [int((scale := scale.update(finite)).skipped) for finite in (bad, bad, good, bad)]
     assert skipped == [1, 2, 0, 1]
     assert LossScale.create(2.0**24).update(good, growth_interval=1).scale == 2.0**24

@@ -124,6 +124,12 @@ def test_heuristics_are_launchable():
             assert config.block_rows * config.block_width // config.num_warps <= 2048, config
 
 
+def test_many_heads_have_a_program_each():
+    for heads in (1, 12, 1024, 5000):
+        config = tuning_layouts.qkv_bias_split_heads_backward(2, 128, heads, 8, 2, UNKNOWN)
+        assert config.programs == max(1, 1024 // tuning_table.next_power_of_2(heads))
+
+
 def test_attention_blocks_do_not_outgrow_the_sequence():
     for rows, keys in ((17, 5), (5, 40), (1, 1)):
         for batch_heads in (1, 4096):
@@ -235,6 +241,7 @@ def test_gradients_of_attention_fit_into_registers(device):
     [
         (128, None, [(64, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 1)]),
         (128, 16, [(64, 32, 4, 2), (32, 32, 1, 2), (32, 32, 2, 2)]),
+        (128, 32, [(64, 32, 4, 2), (32, 32, 1, 2), (32, 32, 2, 2)]),
         (128, 33, [(64, 64, 4, 3), (64, 64, 4, 3), (32, 128, 4, 1)]),
         (64, 16, [(64, 32, 4, 2), (32, 32, 1, 2), (64, 64, 4, 3)]),
         (32, 8, [(32, 32, 2, 2), (32, 32, 1, 2), (32, 32, 2, 3)]),

@@ -1,0 +1,116 @@
+"""Options that a function only passes on: what they are for must happen."""
+
+from typing import NamedTuple
+
+import huggingface_hub
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import tiny
+from jaxft import (
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    BertModel,
+    CrossEncoder,
+    SentenceEncoder,
+    cli,
+)
+from jaxft.checkpoint.files import CheckpointError
+from jaxft.models import bert
+
+
+class Call(NamedTuple):
+    """A program of the encoder: rows of the token ids, and options of the model."""
+
+    rows: int
+    implementation: str | None
+    dtype: str
+
+
+TEXTS = [*(["a bird sings"] * 5), "the old tree"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(tiny.write_sentence_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def calls(monkeypatch, tmp_path):
+    """Records each program of the encoder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts.txt").write_text("".join(text + "\n" for text in TEXTS))
+    call, seen = bert.BertModel.__call__, []
+
+    def record(self, input_ids, *args, **options):
+        options_of = self.embeddings.options
+        seen.append(Call(input_ids.shape[0], options_of.implementation, options_of.dtype.name))
+        return call(self, input_ids, *args, **options)
+
+    monkeypatch.setattr(bert.BertModel, "__call__", record)
+    return seen
+
+
+COMMANDS = {"encode": ["texts.txt", "-o", "out.npy"], "similar": ["texts.txt", "a bird"]}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_options_of_the_command_line_reach_the_encoder(command, model, calls):
+    options = ["--batch-size", "2", "--implementation", "xla", "--dtype", "bfloat16"]
+    assert cli.main([command, "--model", model, *options, *COMMANDS[command]]) == 0
+    assert max(call.rows for call in calls) == 2
+    assert {(call.implementation, call.dtype) for call in calls} == {("xla", "bfloat16")}
+    calls.clear()
+    assert cli.main([command, "--model", model, *COMMANDS[command]]) == 0
+    assert max(call.rows for call in calls) > 2
+    assert {(call.implementation, call.dtype) for call in calls} == {(None, "float32")}
+
+
+LOADERS = [BertModel, BertForMaskedLM, BertForSequenceClassification, BertForTokenClassification, SentenceEncoder,
+           CrossEncoder]  # fmt: skip
+
+
+@pytest.mark.parametrize("loader", LOADERS, ids=lambda loader: loader.__name__)
+def test_options_of_a_download_reach_the_hub(loader, monkeypatch, tmp_path):
+    def download(name, **options):
+        seen.append((name, options["revision"], str(options["cache_dir"]), options["local_files_only"]))
+        raise OSError("no such model")
+
+    seen = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    for local in (True, False):
+        with pytest.raises(CheckpointError, match="could not be obtained") as error:
+            loader.from_pretrained("owner/name", revision="v1", cache_dir=tmp_path, local_files_only=local)
+        assert ("without local_files_only" in str(error.value)) == local
+    assert seen == [("owner/name", "v1", str(tmp_path), True), ("owner/name", "v1", str(tmp_path), False)]
+
+
+@pytest.mark.parametrize("loader", LOADERS[:4], ids=lambda loader: loader.__name__)
+def test_options_of_a_folder_reach_the_model(loader, model):
+    options = {"dtype": "bfloat16", "param_dtype": "float16", "implementation": "triton", "remat": True}
+    head = {} if loader is BertModel else {"rngs": nnx.Rngs(0)}
+    found = loader.from_pretrained(model, **options, **head)
+    encoder = found if loader is BertModel else found.bert
+    own = encoder.embeddings.options
+    assert (own.dtype.name, own.param_dtype.name, own.implementation, encoder.remat) == (*options.values(),)
+    assert {p.dtype.name for p in jax.tree.leaves(nnx.state(found, nnx.Param))} == {"float16"}
+
+
+def test_options_of_the_encoders_reach_their_parts(model, tmp_path, calls):
+    encoder = SentenceEncoder.from_pretrained(model, implementation="xla", dtype="bfloat16", packed=True)
+    assert len(encoder.buckets(2)) > 0
+    padded = SentenceEncoder.from_pretrained(model, packed=False)
+    assert padded.buckets(2) == []
+    np.testing.assert_allclose(np.linalg.norm(padded.encode(TEXTS, normalize_embeddings=True), axis=1), 1.0, rtol=1e-5)
+    encoder.encode(TEXTS, batch_size=1)
+    assert {(call.implementation, call.dtype) for call in calls} == {(None, "float32"), ("xla", "bfloat16")}
+    folder = tmp_path / "cross"
+    folder.mkdir()
+    scorer = CrossEncoder.from_pretrained(tiny.write_classifier(folder), implementation="xla", max_length=9)
+    assert scorer.max_length == 9 and scorer.model.bert.embeddings.options.implementation == "xla"
+    calls.clear()
+    scorer.rank("a bird", TEXTS, batch_size=2)
+    assert max(call.rows for call in calls) == 2
