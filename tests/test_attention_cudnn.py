@@ -125,7 +125,7 @@ def test_arguments_reach_cudnn(name, by_xla):
 def test_what_cudnn_lacks_is_refused(change, reason):
     case = {"query": jax.ShapeDtypeStruct((1, 8, 2, 128), jnp.bfloat16), "query_length": 8, "window": None} | change
     query, length, window = (case.pop(name) for name in ("query", "query_length", "window"))
-    found = cudnn.unsupported(query, length, 8, cudnn.Options(1.0, False, window), **case)
+    found = cudnn.unsupported(length, 8, cudnn.Options(1.0, False, window), query=query, **case)
     assert found is None if reason is None else reason in found
 
 

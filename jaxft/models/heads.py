@@ -16,6 +16,7 @@ from jaxft.checkpoint import tensors as checkpoint_tensors
 from jaxft.models import inputs
 from jaxft.models.bert import BertModel, load_parameters, named_parameters, packed_rows
 from jaxft.models.config import BertConfig
+from jaxft.ops import checks
 from jaxft.ops.cross_entropy import CrossEntropy, linear_cross_entropy
 
 logger = logging.getLogger("jaxft")
@@ -129,7 +130,7 @@ class EncoderWithHead(nnx.Module):
         if cu_seqlens is not None and self._LABELS_TOKENS:
             # `remove_padding` puts 0, a valid label, in rows of no sequence.
             starts = inputs.as_ids("BertModel", "cu_seqlens", cu_seqlens)
-            *_, used = packed_rows(checked.size, starts, int(max_seqlen or 0))
+            *_, used = packed_rows(checked.size, starts, checks.as_size("BertModel", "max_seqlen", max_seqlen))
             checked = jnp.where(used, checked, -100)
         table, bias = self._classes()
         return linear_cross_entropy(x, table, checked, bias)
