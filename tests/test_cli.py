@@ -240,7 +240,7 @@ def test_failed_write_keeps_the_old_output(folder, model, monkeypatch, capsys, e
     else:
         assert cli.main(arguments) == (130 if exception is KeyboardInterrupt else 2)
         last = capsys.readouterr().err.splitlines()[-1]
-        assert last in ("jaxft: interrupted", "jaxft: error: [Errno 28] No space left on device")
+        assert last in ("jaxft: interrupted", "jaxft: error: cannot write out.npy: No space left on device")
     assert Path("out.npy").read_text() == "an older result"
     assert names(folder) == ["out.npy", "texts.txt"]
 
