@@ -88,6 +88,7 @@ _MODULES = {
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
+
 def __getattr__(name: str) -> object:
     import importlib
 
