@@ -219,7 +219,9 @@ def _end(number: int, message: str) -> NoReturn:
 
     def say() -> None:
         if message:
-            print("\n" * sys.stderr.isatty() + message, file=sys.stderr, flush=True)
+            # On a line of its own: a terminal shows ^C where the cursor is, and a progress bar has no end of line.
+            started = sys.stderr.isatty() or getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "_instances", ())
+            print("\n" * bool(started) + message, file=sys.stderr, flush=True)
         with contextlib.suppress(OSError):
             sys.stdout.flush()
 
