@@ -494,8 +494,8 @@ def interrupts() -> Iterator[list[int]]:
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Runs `main` and ends the program with its exit code. Outside of `Run.train`, a signal ends the program at once."""
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs the tracebacks of errors that it raises, too
+    """Ends the program with the exit code of `main`. Outside of `Run.train`, a signal ends it at once."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs errors that it raises as well
     restore = atomic.end_at_signals(_message)
     try:
         sys.exit(main())
