@@ -56,10 +56,12 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # for characters that its encoding lacks, as stderr does
     if argv is None and threading.current_thread() is threading.main_thread():
         atomic.end_at_signals(lambda number: "jaxft: interrupted" if number == signal.SIGINT else "")
-    args = _parser().parse_args(argv)
     try:
-        args.run(args)
-        sys.stdout.flush()
+        try:
+            args = _parser().parse_args(argv)
+            args.run(args)
+        finally:
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         _discard_stdout()
         return _BROKEN_PIPE
@@ -67,12 +69,12 @@ def main(argv: list[str] | None = None) -> int:
         print("jaxft: interrupted", file=sys.stderr)
         return _INTERRUPTED
     except (_UserError, OSError) as error:
-        message = (isinstance(error, OSError) and not error.filename and error.strerror) or str(error)
-        try:
-            sys.stdout.flush()
-        except OSError as of_stdout:  # it has caused the error
-            message = f"cannot write stdout: {of_stdout.strerror}"
-            _discard_stdout()
+        message = str(error)
+        if isinstance(error, OSError) and error.strerror and not error.filename:
+            message = error.strerror
+            if error.__cause__ is None:  # `atomic.writing` has named no file: it is stdout
+                message = f"cannot write stdout: {message}"
+                _discard_stdout()
         print("jaxft: error:", " ".join(message.split()), file=sys.stderr)
         return 2
     return 0
