@@ -290,11 +290,12 @@ def test_allocated_npy_is_what_numpy_writes(folder, model, embeddings, monkeypat
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize("argument", ["--version", *slow("info")])
-def test_stdout_on_a_full_disk_gives_one_line(argument):
+@pytest.mark.parametrize(("argument", "unbuffered"), [("--version", ""), *slow_cases(("info", ""), ("info", "1"))])
+def test_stdout_on_a_full_disk_gives_one_line(argument, unbuffered):
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "jaxft.cli", argument]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+        environment = ENVIRONMENT | {"PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
     assert (done.returncode, done.stderr) == (2, "jaxft: error: cannot write stdout: No space left on device\n")
 
 
