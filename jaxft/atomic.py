@@ -94,18 +94,21 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _rename(pairs: list[tuple[Path, Path]], work: Path) -> None:
-    """Gives files their final names. After an error, the targets have their earlier content again."""
-    before = [(target, work / f"before-{number}") for number, (_, target) in enumerate(pairs[:-1])]
-    for target, link in before:
-        with contextlib.suppress(OSError):  # no earlier file, or no hard links in this file system
-            os.link(target, link)
+    """Gives files their final names. After an error, the targets are as they were."""
+    before = [(target, work / f"before-{number}", target.exists()) for number, (_, target) in enumerate(pairs[:-1])]
+    for target, link, existed in before:
+        with contextlib.suppress(OSError):  # no hard links in this file system
+            if existed:
+                os.link(target, link)
     try:
         for file, target in pairs:
             os.replace(file, target)
     except BaseException:
-        for target, link in before:
+        for target, link, existed in before:
             if link.exists():
                 os.replace(link, target)
+            elif not existed:
+                target.unlink(missing_ok=True)
         raise
 
 

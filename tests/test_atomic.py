@@ -91,9 +91,11 @@ def test_failed_block_changes_nothing(tmp_path, error):
     assert names(tmp_path) == ["a"] and (tmp_path / "a").read_text() == "old"
 
 
+@pytest.mark.parametrize("old", [{}, {"a": "old"}, {"b": "old"}, {"a": "old", "b": "old"}])
 @pytest.mark.parametrize("failing", ["fsync", "replace"])
-def test_error_at_the_end_changes_nothing_and_names_the_target(tmp_path, monkeypatch, failing):
-    (tmp_path / "a").write_text("old")
+def test_error_at_the_end_changes_nothing_and_names_the_target(tmp_path, monkeypatch, failing, old):
+    for name, text in old.items():
+        (tmp_path / name).write_text(text)
     real, calls = getattr(os, failing), []
 
     def fail(*arguments):
@@ -108,7 +110,7 @@ def test_error_at_the_end_changes_nothing_and_names_the_target(tmp_path, monkeyp
             for new in pair:
                 new.write_text("new")
     assert raised.value.errno == errno.EIO
-    assert names(tmp_path) == ["a"] and (tmp_path / "a").read_text() == "old"
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == old
 
 
 @pytest.mark.parametrize(
