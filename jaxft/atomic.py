@@ -2,7 +2,8 @@
 
 A file is written into a temporary folder beside it, and renamed when it is complete. The process holds a lock in the
 temporary folder. A lock that nobody holds shows that the process was killed: the next process that writes beside it
-removes the temporary folder.
+removes the temporary folder. A lock may be unknown on other hosts of a shared file system. So a folder that another
+host has made must be a week old as well.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ if sys.platform != "win32":
     import fcntl
 
 _ONE_SIGNAL = 1.0  # seconds in which further signals count as the same signal
+_WEEK = 7 * 24 * 3600.0
 _PATIENCE = 0.5  # seconds that the end of the process waits for what another thread does
 
 _unfinished: dict[Path, int] = {}  # temporary folders of this process, and the descriptors of their locks
@@ -124,8 +126,9 @@ def _claim(folder: Path) -> Path:
             work = Path(tempfile.mkdtemp(prefix=".jaxft-", suffix=".tmp", dir=folder))
             try:
                 _unfinished[work] = os.open(work / "lock", os.O_CREAT | os.O_RDWR)
+                os.write(_unfinished[work], socket.gethostname().encode())
             except OSError as error:
-                shutil.rmtree(work, ignore_errors=True)
+                _remove(work)
                 if isinstance(error, FileNotFoundError):
                     continue
                 raise
@@ -152,13 +155,16 @@ def _remove_abandoned(folder: Path) -> None:
                 lock = os.open(work / "lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW)
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(work)
+                    here = os.read(lock, 1000) in (b"", socket.gethostname().encode())
+                    if here or time.time() - os.fstat(lock).st_mtime > _WEEK:
+                        shutil.rmtree(work)
                 finally:
                     os.close(lock)
 
 
 def _remove(work: Path) -> None:
-    os.close(_unfinished.pop(work))
+    if (lock := _unfinished.pop(work, None)) is not None:
+        os.close(lock)
     shutil.rmtree(work, ignore_errors=True)
     deadline = time.monotonic() + _PATIENCE
     while work.exists() and time.monotonic() < deadline:  # another thread still writes there, after a signal
@@ -190,7 +196,8 @@ def end_at_signals(
             time.sleep(2 * _PATIENCE)  # until the thread ends the process, which may not end in another way meanwhile
 
     names = [name for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    numbers = [number for name in names if signal.getsignal(number := getattr(signal, name)) != signal.SIG_IGN]
+    numbers = [getattr(signal, name) for name in names]
+    numbers = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
     descriptor = sender.detach()

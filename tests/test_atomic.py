@@ -168,6 +168,18 @@ def test_nothing_is_removed_where_there_are_no_locks(tmp_path, monkeypatch):
     assert (tmp_path / "a").read_text() == "new" and unfinished(tmp_path) == [".jaxft-x.tmp"]
 
 
+@pytest.mark.parametrize(("age", "stays"), [(3600, True), (8 * 24 * 3600, False)])
+def test_folder_of_another_host_stays_for_a_week(tmp_path, age, stays):
+    """Its lock may be unknown here."""
+    with holding(tmp_path / "a"):
+        pass
+    (work,) = (tmp_path / name for name in unfinished(tmp_path))
+    (work / "lock").write_text("elsewhere")
+    os.utime(work / "lock", (time.time() - age,) * 2)
+    write(tmp_path / "b")
+    assert work.exists() == stays
+
+
 @pytest.mark.parametrize("step", ["open", "flock"])
 def test_folder_that_is_taken_for_abandoned_is_made_anew(tmp_path, monkeypatch, step):
     """Another process may find a new temporary folder before its lock is held."""
