@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -196,6 +197,42 @@ def test_folder_that_is_taken_for_abandoned_is_made_anew(tmp_path, monkeypatch, 
     monkeypatch.setattr({"open": os, "flock": fcntl}[step], step, late)
     write(tmp_path / "a")
     assert len(seen[0]) == 1 and names(tmp_path) == ["a"] and (tmp_path / "a").read_text() == "new"
+
+
+def test_folder_whose_lock_another_process_has_is_not_used(tmp_path, monkeypatch):
+    flock = fcntl.flock
+    held = []
+
+    def second(descriptor, operation):
+        if not held:
+            held.append(tmp_path / unfinished(tmp_path)[0])
+            lock = os.open(held[0] / "lock", os.O_RDWR)
+            flock(lock, fcntl.LOCK_EX)
+            try:
+                flock(descriptor, operation)
+            finally:
+                os.close(lock)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", second)
+    with atomic.replacing(tmp_path / "a") as (new,):
+        assert new.parent != held[0] and unfinished(tmp_path) == [new.parent.name]
+
+
+def test_files_that_belong_together_wait_for_other_writers(tmp_path):
+    def write_both():
+        with atomic.replacing(tmp_path / "a", tmp_path / "b") as pair:
+            for new in pair:
+                new.write_text("new")
+
+    writer = threading.Thread(target=write_both)
+    with atomic.locked(tmp_path):  # as while another process renames its files
+        writer.start()
+        writer.join(0.3)
+        assert writer.is_alive() and len(unfinished(tmp_path)) == len(names(tmp_path)) == 1
+        write(tmp_path / "c")  # a single file never waits
+    writer.join()
+    assert names(tmp_path) == ["a", "b", "c"]
 
 
 def test_concurrent_writers_do_not_mix_their_files(tmp_path):

@@ -87,6 +87,16 @@ with atomic.replacing(Path("out")) as (new,):
     sys.stderr.write("x" * 1_000_000)
 """
 )
+# A progress bar has no end of line.
+PROGRESS = (
+    HEAD
+    + """
+from tqdm import tqdm
+with atomic.replacing(Path("out")), tqdm(total=10):
+    print("ready", flush=True)
+    time.sleep(30)
+"""
+)
 # The main thread gives two files their names, slowly, when the signal comes: both have them, or neither.
 RENAMING = (
     HEAD
@@ -160,6 +170,7 @@ def end(process, number=None):
         pytest.param(COMPILING, signal.SIGTERM, id="compiling"),
         pytest.param(WRITING, signal.SIGHUP, id="writing"),
         pytest.param(BLOCKED, signal.SIGINT, id="blocked"),
+        pytest.param(PROGRESS, signal.SIGINT, id="progress"),
         *slow_cases((COMPILING, signal.SIGINT), (COMPILING, signal.SIGHUP)),
     ],
 )
@@ -167,8 +178,8 @@ def test_signal_ends_a_busy_process(code, number, tmp_path):
     process = start(tmp_path, code, int(number))
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.3)
-    printed = end(process, number)
-    assert printed == "ended\n" or code is BLOCKED and not printed.strip("x")
+    *_, last = end(process, number).splitlines()
+    assert last == "ended" or code is BLOCKED and not last.strip("x")
     assert process.returncode == 128 + number and [*tmp_path.iterdir()] == []
 
 
@@ -177,6 +188,12 @@ def test_signal_in_a_callback_of_the_garbage_collector_is_not_lost(tmp_path):
     process.stdout.readline()
     assert end(process) == "ended\n"
     assert process.returncode == 143 and [*tmp_path.iterdir()] == []
+
+
+def test_signal_decides_the_exit_code(tmp_path):
+    """The main thread does not come to its own end meanwhile."""
+    process = start(tmp_path, HEAD + "os.kill(os.getpid(), number); os._exit(3)", int(signal.SIGTERM))
+    assert end(process) == "ended\n" and process.returncode == 143
 
 
 def test_signal_does_not_separate_files_that_belong_together(tmp_path):
