@@ -3,7 +3,8 @@
     python examples/finetune.py --model FOLDER
 
 FOLDER is the checkpoint (`make finetune` installs it). The classes are the modules with the most paragraphs. A tenth of
-the paragraphs is held out. Ctrl-C or SIGTERM saves the run and ends it with exit code 130; the same command resumes it.
+the paragraphs is held out. Ctrl-C, SIGTERM or SIGHUP saves the run and ends it with exit code 130; the same command
+resumes it.
 """
 
 import collections
@@ -110,8 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{args.accumulate * preset.batch / run.step_seconds:,.0f} texts/s")
     if not finished:
         return common.INTERRUPTED
-    nnx.merge(graph, run.state.params).save_pretrained(args.out / "model")
-    whole.save(str(args.out / "model" / "tokenizer.json"))
+    run.save_model(nnx.merge(graph, run.state.params), whole)
     print(f"{args.out}: model/, loss.png, losses.csv, held_out.csv, checkpoints/")
     return 0
 

@@ -1,33 +1,35 @@
 """Command line `jaxft encode | similar | bench | info`. Results go to stdout or a file, messages to stderr."""
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import dataclasses
-import importlib.metadata
-import importlib.util
+import errno
 import io
 import json
 import os
-import platform
-import secrets
 import signal
 import stat
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
-
-from jaxft import dispatch
+from jaxft import atomic
 from jaxft._version import __version__
 
+if TYPE_CHECKING:
+    import numpy as np
+
+# Modules that take long to load, NumPy and JAX above all, are imported by the functions that need them: signals are
+# handled from the start.
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
-_TERMINATED = 143  # 128 + SIGTERM
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -44,28 +46,42 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a command line, by default `sys.argv[1:]`, and returns the exit code.
 
     The code is 0, 2 after an error (one line on stderr), 130 after Ctrl-C, or 141 if the reader of stdout closed the
-    pipe. Raises SystemExit for wrong arguments (2), for `--help` and `--version` (0), and if SIGTERM arrives while an
-    output file is open (143).
+    pipe. Raises SystemExit for wrong arguments (2), and for `--help` and `--version` (0). Without `argv` it is the
+    program: until the process ends, Ctrl-C, SIGTERM and SIGHUP end it at once, with 130, 143 and 129.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the shell, as in `jaxft ... >&-`
             setattr(sys, name, open(os.devnull, mode))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for characters that its encoding lacks, as stderr does
-    args = _parser().parse_args(argv)
+    if argv is None and threading.current_thread() is threading.main_thread():
+        atomic.end_at_signals(lambda number: "jaxft: interrupted" if number == signal.SIGINT else "")
     try:
-        args.run(args)
-        sys.stdout.flush()
+        try:
+            args = _parser().parse_args(argv)
+            args.run(args)
+        finally:
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's flush at exit does not fail
+        _discard_stdout()
         return _BROKEN_PIPE
     except KeyboardInterrupt:
         print("jaxft: interrupted", file=sys.stderr)
         return _INTERRUPTED
     except (_UserError, OSError) as error:
-        print("jaxft: error:", " ".join(str(error).split()), file=sys.stderr)
+        message = str(error)
+        if isinstance(error, OSError) and error.strerror and not error.filename:
+            message = error.strerror
+            if error.__cause__ is None:  # `atomic.writing` has named no file: it is stdout
+                message = f"cannot write stdout: {message}"
+                _discard_stdout()
+        print("jaxft: error:", " ".join(message.split()), file=sys.stderr)
         return 2
     return 0
+
+
+def _discard_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's flush at exit does not fail
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -160,22 +176,47 @@ def _positive(value: str) -> int:
 def _run_encode(args: argparse.Namespace) -> None:
     if Path(args.output).suffix not in (".npy", ".jsonl"):
         raise _UserError(f"output {args.output!r} must end in .npy or .jsonl")
-    with _exit_at_sigterm(), _new_file(args.output) as output:
+    import numpy as np
+
+    with _new_file(args.output) as output:
         records = _read_records(args.file, args.jsonl)
-        embeddings = _encode([record["text"] for record in records], args, normalize=args.normalize)
-        if Path(args.output).suffix == ".npy":
-            np.save(output, embeddings)
-        else:
-            for record, row in zip(records, embeddings, strict=True):
-                embedding = [float(f"{value:.9g}") for value in row.tolist()]  # 9 digits distinguish all float32
-                line = json.dumps(record | {"embedding": embedding}, ensure_ascii=False)
-                # A lone surrogate is valid in JSON but not in UTF-8: write it as a \u escape again.
-                output.write(line.encode("utf-8", "backslashreplace") + b"\n")
+
+        def allocate(width: int) -> None:
+            if output.suffix == ".npy":
+                with atomic.writing(args.output):
+                    _allocate(output, 128 + len(records) * width * 4)  # header and float32 values
+
+        texts = [record["text"] for record in records]
+        embeddings = _encode(texts, args, normalize=args.normalize, before=allocate)
+        with atomic.writing(args.output), output.open("r+b" if output.exists() else "wb") as file:
+            if output.suffix == ".npy":
+                # Not the file itself, for which NumPy leaves out why an error has occurred.
+                np.save(types.SimpleNamespace(write=file.write), embeddings)
+                file.truncate()
+            else:
+                for record, row in zip(records, embeddings, strict=True):
+                    embedding = [float(f"{value:.9g}") for value in row.tolist()]  # 9 digits distinguish all float32
+                    line = json.dumps(record | {"embedding": embedding}, ensure_ascii=False)
+                    # A lone surrogate is valid in JSON but not in UTF-8: write it as a \u escape again.
+                    file.write(line.encode("utf-8", "backslashreplace") + b"\n")
+
+
+def _allocate(file: Path, size: int) -> None:
+    """Makes a file of `size` bytes, so that a disk without room for it is known before the work."""
+    with file.open("wb") as new:
+        if hasattr(os, "posix_fallocate"):
+            try:
+                os.posix_fallocate(new.fileno(), 0, size)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # this file system cannot
+                    raise
 
 
 def _run_similar(args: argparse.Namespace) -> None:
     texts = [record["text"] for record in _read_records(args.file, args.jsonl)]
     *embeddings, query = _encode([*texts, _checked(args.query, "the query")], args, normalize=True)
+    import numpy as np
+
     cosines = np.stack(embeddings) @ query
     for index in np.argsort(-cosines, kind="stable")[: args.top]:
         print(f"{cosines[index]:.4f}", index + 1, " ".join(texts[index].split()), sep="\t")
@@ -215,11 +256,16 @@ def _run_info(args: argparse.Namespace) -> None:
 
 
 def _versions() -> dict[str, str]:
+    import importlib.metadata
+    import platform
+
     versions = {"python": platform.python_version(), "jaxft": __version__}
     return versions | {package: importlib.metadata.version(package) for package in ("jax", "jaxlib", "flax")}
 
 
 def _run_bench(args: argparse.Namespace) -> None:
+    import importlib.util
+
     for name, suffix in (("output", ".json"), ("chart", ".png")):
         path = getattr(args, name)
         if path is not None and Path(path).suffix != suffix:
@@ -236,7 +282,6 @@ def _run_bench(args: argparse.Namespace) -> None:
     from jaxft.models.bert import BertModel
 
     with contextlib.ExitStack() as files:
-        files.enter_context(_exit_at_sigterm())
         output, chart = (path and files.enter_context(_new_file(path)) for path in (args.output, args.chart))
         try:
             model = BertModel.from_pretrained(args.model, dtype=dtype)
@@ -266,14 +311,18 @@ def _run_bench(args: argparse.Namespace) -> None:
                 for (batch, length), found in done.items()
             ]
             head = {"versions": _versions(), **device, "model": args.model, "dtype": dtype}
-            output.write((json.dumps(head | {"results": results}, indent=2) + "\n").encode())
+            with atomic.writing(args.output):
+                output.write_text(json.dumps(head | {"results": results}, indent=2) + "\n", encoding="utf-8")
         if chart:
-            comparison.draw(cases, times, f"{dtype}, {device['device']}", chart)
+            with atomic.writing(args.chart), chart.open("wb") as file:
+                comparison.draw(cases, times, f"{dtype}, {device['device']}", file)
     if failed:
         raise _UserError("\n".join(failed))
 
 
 def _device() -> dict[str, str]:
+    from jaxft import dispatch
+
     try:
         return {"device": dispatch.device_kind(), "platform": dispatch.platform()}
     except (RuntimeError, AssertionError) as error:  # from JAX, if JAX_PLATFORMS names a missing platform
@@ -281,16 +330,20 @@ def _device() -> dict[str, str]:
         raise _UserError(f"JAX found no device (JAX_PLATFORMS is {asked!r}). {error}") from error
 
 
-def _encode(texts: list[str], args: argparse.Namespace, *, normalize: bool) -> np.ndarray:
-    """Loads the model and encodes the texts. Prints progress and speed to stderr."""
+def _encode(
+    texts: list[str], args: argparse.Namespace, *, normalize: bool, before: Callable[[int], None] = lambda width: None
+) -> np.ndarray:
+    """Loads the model, calls `before` with the embeddings' width, and encodes. Prints progress and speed to stderr."""
     device = _device()
     import jax
+    import numpy as np
 
     from jaxft.checkpoint.files import CheckpointError
     from jaxft.text.sentence_encoder import SentenceEncoder
 
     try:
         encoder = SentenceEncoder.from_pretrained(args.model, dtype=args.dtype, implementation=args.implementation)
+        before(encoder.embedding_dimension)
         start = time.perf_counter()
         embeddings = encoder.encode(
             texts, batch_size=args.batch_size, show_progress_bar=True, normalize_embeddings=normalize
@@ -349,44 +402,19 @@ def _checked(text: str, where: str) -> str:
 
 
 @contextmanager
-def _exit_at_sigterm() -> Iterator[None]:
-    """Makes SIGTERM raise SystemExit in the block, so that the block cleans up. An existing handler stays."""
-    in_main_thread = threading.current_thread() is threading.main_thread()  # other threads cannot set handlers
-    if not in_main_thread or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-@contextmanager
-def _new_file(path: str) -> Iterator[BinaryIO]:
-    """Opens a temporary file, which replaces `path` (the target of a link) if the block succeeds, else is removed."""
-    target = Path(os.path.realpath(path))
+def _new_file(path: str) -> Iterator[Path]:
+    """Yields a temporary path. What the block writes there replaces `path` (the target of a link) if it succeeds."""
+    target = Path(os.path.realpath(path) if os.path.islink(path) else path)
     if target.is_dir():
         raise _UserError(f"cannot write {path}: it is a directory")
     if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
         # Refuse pipes, devices and read-only files, because os.replace would replace them.
         why = "it may not be written" if target.is_file() else "it is no regular file"
         raise _UserError(f"cannot write {path}: {why}")
-    temporary = target.with_name(f".jaxft-{secrets.token_hex(8)}.tmp")
-    try:
-        try:
-            file = open(temporary, "xb")
-        except OSError as error:
-            raise _UserError(f"cannot write {path}: {error.strerror}") from error
-        with file:
-            if target.exists():
-                temporary.chmod(stat.S_IMODE(target.stat().st_mode))
-            yield file
-        os.replace(temporary, target)
-    except BaseException:  # Ctrl-C too
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    with atomic.replacing(target) as (temporary,):
+        yield temporary
+        if target.exists() and temporary.exists():
+            temporary.chmod(stat.S_IMODE(target.stat().st_mode))
 
 
 if __name__ == "__main__":

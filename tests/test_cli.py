@@ -1,6 +1,7 @@
 """The command line: a few cases end to end in a separate process, the rest through `main`."""
 
 import dataclasses
+import errno
 import io
 import json
 import os
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 import tiny
-from cases import slow_cases
+from cases import slow, slow_cases
 from jaxft import cli, dispatch
 from jaxft.text import batching
 from jaxft.text.sentence_encoder import SentenceEncoder
@@ -240,9 +241,74 @@ def test_failed_write_keeps_the_old_output(folder, model, monkeypatch, capsys, e
     else:
         assert cli.main(arguments) == (130 if exception is KeyboardInterrupt else 2)
         last = capsys.readouterr().err.splitlines()[-1]
-        assert last in ("jaxft: interrupted", "jaxft: error: [Errno 28] No space left on device")
+        assert last in ("jaxft: interrupted", "jaxft: error: cannot write out.npy: No space left on device")
     assert Path("out.npy").read_text() == "an older result"
     assert names(folder) == ["out.npy", "texts.txt"]
+
+
+def run_limited(size, *arguments):
+    """Runs a command that can write no larger files, as on a full disk, and returns its line of error."""
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))"
+    code = f"{limit}; import sys; from jaxft import cli; sys.exit(cli.main())"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 2
+    return done.stderr.splitlines()
+
+
+@pytest.mark.parametrize("output", ["out.npy", *slow("out.jsonl")])
+def test_full_disk_gives_one_line(folder, model, output):
+    Path("many.txt").write_text("rain\n" * 1000)
+    lines = run_limited(16384, "encode", "--model", model, "many.txt", "-o", output)
+    assert lines[-1] == f"jaxft: error: cannot write {output}: File too large"
+    assert len(lines) == 1 or output == "out.jsonl"  # progress: its size is not known before
+    assert names(folder) == ["many.txt", "texts.txt"]
+
+
+def test_npy_is_allocated_before_encoding(folder, model, monkeypatch, capsys):
+    def full(descriptor, offset, size):
+        sizes.append(size)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    sizes = []
+    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+    monkeypatch.setattr(SentenceEncoder, "encode", None)  # must not be called
+    message = fails(capsys, "encode", "--model", model, "texts.txt", "-o", "out.npy")
+    assert message == "cannot write out.npy: No space left on device"
+    assert sizes == [128 + 4 * tiny.WIDTH * 4] and names(folder) == ["texts.txt"]
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_allocated_npy_is_what_numpy_writes(folder, model, embeddings, monkeypatch, supported):
+    def unsupported(descriptor, offset, size):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    if not supported:
+        monkeypatch.setattr(os, "posix_fallocate", unsupported, raising=False)
+    assert cli.main(["encode", "--model", model, "texts.txt", "-o", "out.npy"]) == 0
+    np.save("expected.npy", np.load("out.npy"))
+    assert Path("out.npy").read_bytes() == Path("expected.npy").read_bytes()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize(("argument", "unbuffered"), [("--version", ""), *slow_cases(("info", ""), ("info", "1"))])
+def test_stdout_on_a_full_disk_gives_one_line(argument, unbuffered):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "jaxft.cli", argument]
+        environment = ENVIRONMENT | {"PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (2, "jaxft: error: cannot write stdout: No space left on device\n")
+
+
+def test_encode_removes_what_a_killed_process_left(folder, model):
+    process = start("encode", "--model", model, "-o", "out.npy")
+    while not any(name.startswith(".jaxft-") for name in names(folder)):  # it now waits for stdin
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    assert len(names(folder)) == 2
+    assert cli.main(["encode", "--model", model, "texts.txt", "-o", "other.npy"]) == 0
+    assert names(folder) == ["other.npy", "texts.txt"]
 
 
 def test_output_follows_a_link(folder, model):

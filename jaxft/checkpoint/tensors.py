@@ -6,6 +6,7 @@ files are never opened.
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxft import atomic
 from jaxft.checkpoint import layouts
 from jaxft.checkpoint.files import CheckpointError, read_json_object
 from jaxft.checkpoint.layouts import Shape
@@ -237,24 +239,17 @@ def write(folder: Path, config: Mapping[str, Any], tensors: dict[str, np.ndarray
     """
     import safetensors.numpy
 
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / "model.safetensors"
-    files = target.name, "config.json", "before"
-    weights, settings, before = (folder / f".{file}.{os.getpid()}.part" for file in files)
-    try:
-        # transformers expects this metadata, which says that the tensors follow PyTorch's conventions.
-        safetensors.numpy.save_file(tensors, weights, metadata={"format": "pt"})
-        settings.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        weights.chmod(stat.S_IMODE(settings.stat().st_mode))  # safetensors makes the file readable by its owner only
-        with contextlib.suppress(OSError):  # no earlier file, or no hard links in this file system
-            os.link(target, before)
-        try:
-            os.replace(weights, target)
-            os.replace(settings, folder / "config.json")
-        except BaseException:  # new weights with an old config.json could load
-            if before.exists():
-                os.replace(before, target)
-            raise
-    finally:
-        for unfinished in (weights, settings, before):
-            unfinished.unlink(missing_ok=True)
+    target, config_target = folder / "model.safetensors", folder / "config.json"
+    with atomic.writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with atomic.replacing(target, config_target) as (weights, settings):
+        with atomic.writing(config_target):
+            settings.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        with atomic.writing(target):
+            try:
+                # transformers expects this metadata, which says that the tensors follow PyTorch's conventions.
+                safetensors.numpy.save_file(tensors, weights, metadata={"format": "pt"})
+            except safetensors.SafetensorError as error:  # of the disk, for example a full one
+                number = re.search(r"os error (\d+)", str(error))
+                raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
+            weights.chmod(stat.S_IMODE(settings.stat().st_mode))  # safetensors lets only the owner read the file
