@@ -70,12 +70,9 @@ class Settings:
             values["extra_special_tokens"] = values.pop("additional_special_tokens")  # the new name
         if "added_tokens_decoder" not in values:
             for name, value in read_settings(folder / "special_tokens_map.json").items():
-                earlier = values.get(name)
-                if name != "extra_special_tokens":
-                    value = value | {"special": True} if isinstance(value, dict) else value
-                elif isinstance(value, list) and isinstance(earlier, list):
-                    value = earlier + value
-                values[name] = value
+                earlier = values.get(name) if name == "extra_special_tokens" else None
+                both = isinstance(earlier, list) and isinstance(value, list)
+                values[name] = earlier + value if both else value
         source, config = self.file if values.get("tokenizer_class") else file, read_settings(file)
         named = values.get("tokenizer_class") or config.get("tokenizer_class")
         name = named or _OF_MODEL_TYPE.get(str(config.get("model_type")), "TokenizersBackend")
