@@ -37,6 +37,7 @@ from tqdm import tqdm
 import jaxft
 from jaxft import atomic, dispatch, training
 from jaxft.checkpoint.files import CheckpointError
+from jaxft.text import tokenizer as tokenizer_files
 from jaxft.tuning import cache as tuning_cache
 
 matplotlib.use("Agg")  # this backend needs no screen
@@ -366,13 +367,11 @@ class Run:
             then = f"step {max(saved)} is saved; the same command goes on from there" if saved else "nothing is saved"
             raise SaveError(f"stopped after step {self.step}: {_reason(error)}; {then}") from error
 
-    def save_model(self, model: Any, tokenizer: Any) -> None:
-        """Writes the trained model and its tokenizer."""
-        path = self.out / "model" / "tokenizer.json"
+    def save_model(self, model: Any, tokenizer: Any, source: Path) -> None:
+        """Writes the trained model and its tokenizer, which was loaded from `source`."""
         with self._saving():
-            model.save_pretrained(path.parent)
-            with atomic.replacing(path) as (new,), atomic.writing(path):
-                new.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+            model.save_pretrained(self.out / "model")
+            tokenizer_files.save(tokenizer, self.out / "model", source)
 
     def _close(self) -> None:
         with self._saving():

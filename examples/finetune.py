@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{args.accumulate * preset.batch / run.step_seconds:,.0f} texts/s")
     if not finished:
         return common.INTERRUPTED
-    run.save_model(nnx.merge(graph, run.state.params), whole)
+    run.save_model(nnx.merge(graph, run.state.params), whole, args.model)
     print(f"{args.out}: model/, loss.png, losses.csv, held_out.csv, checkpoints/")
     return 0
 

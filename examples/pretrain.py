@@ -194,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             new.write_text(json.dumps(found, indent=1) + "\n")
     if not finished:
         return common.INTERRUPTED
-    run.save_model(nnx.merge(graph, run.state.params), tokenizer)
+    run.save_model(nnx.merge(graph, run.state.params), tokenizer, args.model)
     print(f"{args.out}: model/, loss.png, losses.csv, held_out.csv, checkpoints/")
     return 0
 

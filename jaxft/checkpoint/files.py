@@ -90,7 +90,9 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 def read_config(folder: Path, parse: Callable[[dict[str, Any]], T]) -> T:
     """Returns `parse` of the object in `config.json`. A ValueError of `parse` becomes a CheckpointError."""
-    file = folder / "config.json"
+    file, adapter = folder / "config.json", folder / "adapter_config.json"
+    if adapter.exists():
+        raise CheckpointError(f"{adapter}: adapters are not supported; merge it and save the whole model")
     settings = read_json_object(file)
     try:
         return parse(settings)

@@ -125,6 +125,7 @@ class Layout:
     architecture: str  # name of the encoder class in transformers
     config_defaults: Mapping[str, Any]  # defaults that differ from BertConfig
     config_names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # BertConfig's names -> others
+    config_aliases: tuple[str, ...] = ()  # names of BertConfig that transformers reads too, and that win
 
 
 _CLASSIFIERS = ("classifier.", "qa_outputs.")
@@ -145,6 +146,7 @@ LAYOUTS: Mapping[str, Layout] = {
         "DistilBertModel",
         {"num_hidden_layers": 6, "type_vocab_size": 0},
         _DISTILBERT_CONFIG,
+        ("hidden_size", "num_hidden_layers", "num_attention_heads"),
     ),
 }
 

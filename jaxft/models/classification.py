@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxft.checkpoint import files as checkpoint_files
 from jaxft.dropout import dropout
 from jaxft.models import inputs
 from jaxft.models.config import ROBERTA_TYPES, BertConfig
@@ -85,14 +87,21 @@ class _Classifier(EncoderWithHead):
     def _head_options(cls, settings: dict[str, Any], config: BertConfig, given: dict[str, Any]) -> dict[str, Any]:
         # As in transformers: the labels of `id2label`, else `num_labels` unnamed labels, else two.
         id2label = settings.get("id2label")
+        if isinstance(id2label, dict):  # in files, names may be integers
+            id2label = {number: str(name) if isinstance(name, int) else name for number, name in id2label.items()}
         labels = _label_names(cls.__name__, settings.get("num_labels") if id2label is None else None, id2label)
         field = _rate_field(cls._TASK, config.model_type)
         rate = _rate(cls.__name__, field, settings.get(field))
         has_other_labels = given.get("id2label") is not None or given.get("num_labels") not in (None, len(labels))
         return {"classifier_dropout": rate} | given | ({} if has_other_labels else {"id2label": labels})
 
-    def _keep_settings(self, settings: dict[str, Any]) -> None:
+    def _keep_settings(self, settings: dict[str, Any], folder: Path) -> None:
         meaning = {name: settings[name] for name in _MEANING if settings.get(name) is not None}
+        # sentence-transformers prefers the activation in its own file. Here it goes to config.json, the older place.
+        file = folder / "config_sentence_transformers.json"
+        saved = checkpoint_files.read_json_object(file) if (folder / "modules.json").exists() and file.exists() else {}
+        if saved.get("model_type") == "CrossEncoder" and saved.get("activation_fn") is not None:
+            meaning["sentence_transformers"] = {"activation_fn": saved["activation_fn"]}
         self._meaning = json.dumps(meaning, sort_keys=True)  # sorted: equal settings make equal models
 
 

@@ -1,6 +1,7 @@
 """`BertConfig`: the validated sizes and options of an encoder, converted from and to Hugging Face's config.json."""
 
 import dataclasses
+import logging
 import sys
 from collections.abc import Mapping
 from typing import Any, Self
@@ -33,6 +34,16 @@ _LIMITS = {
     "pad_token_id": (0, 2**24),
 }
 _MAX_PARAMETERS = 2**36
+
+# Fields of config.json that transformers applies and jaxft refuses, with what a field would mean.
+REFUSED = {
+    "is_decoder": "a decoder",
+    "add_cross_attention": "cross-attention",
+    "quantization_config": "quantised weights",
+    "per_layer_config": "layers of different sizes",
+}
+
+_log = logging.getLogger("jaxft")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +99,8 @@ class BertConfig:
         """Creates a config from the content of a Hugging Face `config.json`.
 
         Args:
-          config: fields by name. An absent or null field gets transformers' default for the model type. Fields that do
-            not concern the encoder are ignored.
+          config: fields by name. An absent or null field gets transformers' default for the model type.
+            docs/checkpoints.md lists the fields that are applied, refused and harmless.
 
         Raises:
           ValueError: as for `BertConfig`, or the fields describe a kind of model that is not supported.
@@ -101,16 +112,22 @@ class BertConfig:
         values: dict[str, Any] = {**dataclasses.asdict(cls()), **layout.config_defaults}
         for name in values:
             given = config.get(layout.config_names.get(name, name))
+            if name in layout.config_aliases and config.get(name) is not None:
+                given = config[name]
             values[name] = values[name] if given is None else given
         problems = [
-            f"{option} is {config[option]!r}; only encoders without it are supported"
-            for option in ("is_decoder", "add_cross_attention")
+            f"{option} is {config[option]!r:.100}; {meaning} is not supported"
+            for option, meaning in REFUSED.items()
             if config.get(option)
         ]
         if config.get("position_embedding_type") not in (None, "absolute"):
             problems.append(_one_of("position_embedding_type", config["position_embedding_type"], ["absolute"]))
         if problems := problems + _problems(values):
             raise ValueError("BertConfig: " + "; ".join(problems))
+        if config.get("auto_map"):  # as with trust_remote_code=False
+            _log.warning(
+                "the checkpoint has code of its own, which is not run (auto_map is %.100r)", config["auto_map"]
+            )
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
@@ -202,7 +203,7 @@ class EncoderWithHead(nnx.Module):
         if new := sorted(parameters.keys() - found):
             logger.info("%s: new, and not of %s: %s", cls.__name__, folder, ", ".join(new))
         else:  # the settings are valid only for the checkpoint's own head
-            model._keep_settings(settings)
+            model._keep_settings(settings, folder)
         return model
 
     @classmethod
@@ -223,7 +224,7 @@ class EncoderWithHead(nnx.Module):
         """Returns `given`, completed by the arguments for the head in a config.json."""
         return {**given}
 
-    def _keep_settings(self, settings: dict[str, Any]) -> None:
+    def _keep_settings(self, settings: dict[str, Any], folder: Path) -> None:
         """Keeps the fields of a config.json that are neither arguments nor parameters."""
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:

@@ -17,7 +17,7 @@ from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.bundled import Bundled
 from jaxft.models.classification import BertForSequenceClassification
 from jaxft.ops.bundle import Rebuild
-from jaxft.text import batching
+from jaxft.text import batching, module_files
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import Batch, Bucket
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Activation = Callable[[jax.Array], jax.Array]
 
-# Activations by the last component of their PyTorch name. sentence-transformers writes the full name into config.json.
+# Activations by the last component of their PyTorch name. sentence-transformers writes the full name into its files.
 _ACTIVATIONS: dict[str, Activation] = {
     "Identity": lambda x: x,
     "Sigmoid": jax.nn.sigmoid,
@@ -46,6 +46,7 @@ class CrossEncoder:
       max_length: maximum number of tokens of a pair, special tokens included. The longer text is truncated first.
       activation_fn: a function from float32 logits `[n, num_labels]` to scores of the same shape. None applies the
         sigmoid for a model with one label, and no activation for a model with several labels.
+      prompt: text that is put before the first text of every pair.
       packed: whether batches are packed, as for `SentenceEncoder`.
 
     Raises:
@@ -59,9 +60,11 @@ class CrossEncoder:
         *,
         max_length: int,
         activation_fn: Activation | None = None,
+        prompt: str = "",
         packed: bool | None = None,
     ) -> None:
         self.model = model
+        self.prompt = prompt
         self.activation_fn = activation_fn or _ACTIVATIONS["Sigmoid" if model.num_labels == 1 else "Identity"]
         self._max_length = max_length = operator.index(max_length)
         self._tokenizer = tokenizer_files.truncating(
@@ -104,16 +107,17 @@ class CrossEncoder:
     ) -> "CrossEncoder":
         """Loads a checkpoint for sequence classification and its tokenizer.
 
-        The activation is the one that sentence-transformers wrote into config.json. Without such an entry, it is the
-        default of the constructor.
+        The activation is the one in config_sentence_transformers.json or else, from older versions, in config.json.
+        Without such an entry, it is the default of the constructor. docs/checkpoints.md lists each field of the files
+        that is read. A setting that would change scores and is not supported is an error.
 
         Args:
           folder_or_id: a folder, or the id of a model on Hugging Face.
           revision: see `BertModel.from_pretrained`.
           cache_dir: see `BertModel.from_pretrained`.
           local_files_only: see `BertModel.from_pretrained`.
-          max_length: maximum number of tokens of a pair. None takes `model_max_length` of the tokenizer. Either
-            limit is reduced to the number of positions that the model has.
+          max_length: maximum number of tokens of a pair. None takes `max_seq_length` or else `model_max_length` of the
+            files. Either limit is reduced to the number of positions that the model has.
           dtype: float32, float16 or bfloat16, the dtype of parameters and computation. Scores are always float32.
           implementation: passed to every op. None picks the fastest for the device.
           packed: whether batches are packed, as for `SentenceEncoder`.
@@ -129,17 +133,24 @@ class CrossEncoder:
         folder = checkpoint_files.resolve(
             folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
         )
-        model = BertForSequenceClassification.from_pretrained(folder, dtype=dtype, implementation=implementation)
-        tokenizer = tokenizer_files.load(folder, do_lower_case=False)
+        layout = module_files.read_cross_encoder(folder)
+        model = BertForSequenceClassification.from_pretrained(
+            folder, dtype=dtype, implementation=implementation, num_labels=layout.num_labels
+        )
+        settings = tokenizer_files.Settings(folder)
+        limit = layout.max_seq_length or settings.max_length or sys.maxsize
+        tokenizer = tokenizer_files.load(folder, layout.do_lower_case)
         tokenizer_files.check_vocabulary(tokenizer, folder, model.config.vocab_size)
-        limit = tokenizer_files.max_length(folder / "tokenizer_config.json", "model_max_length") or sys.maxsize
-        return cls(
+        encoder = cls(
             model,
             tokenizer,
             max_length=min(limit if max_length is None else max_length, model.config.max_sequence_length),
-            activation_fn=_noted_activation(model.settings, folder / "config.json"),
+            activation_fn=_noted_activation(model.settings, folder),
+            prompt=layout.prompt,
             packed=packed,
         )
+        encoder._batcher.with_types &= settings.token_types
+        return encoder
 
     @property
     def max_length(self) -> int:
@@ -194,6 +205,7 @@ class CrossEncoder:
         batch_size = batching.check_batch_size("predict", batch_size)
         is_pair = batching.is_sequence(sentences) and len(sentences) == 2 and isinstance(sentences[0], str)
         pairs = _as_pairs([sentences] if is_pair else sentences)
+        pairs = [(self.prompt + first, second) for first, second in pairs]
         arrays, rebuild = self._bundled(self.model)
 
         def compute(batch: Batch) -> jax.Array:
@@ -279,15 +291,16 @@ def _as_pairs(sentences: Any) -> list[tuple[str, str]]:
     return list(zip(firsts, seconds, strict=True))
 
 
-def _noted_activation(settings: dict[str, Any], file: Path) -> Activation | None:
+def _noted_activation(settings: dict[str, Any], folder: Path) -> Activation | None:
     noted = settings.get("sentence_transformers")
-    name = noted.get("activation_fn") if isinstance(noted, dict) else None
-    name = settings.get("sbert_ce_default_activation_function") if name is None else name
+    noted = noted if isinstance(noted, dict) else {}
+    name = noted.get("activation_fn", settings.get("sbert_ce_default_activation_function"))
     if name is None:
         return None
-    activation = _ACTIVATIONS.get(str(name).rpartition(".")[2])
+    activation = _ACTIVATIONS.get(str(name).rpartition(".")[2]) if str(name).startswith("torch.") else None
     if activation is None:
         raise CheckpointError(
-            f"{file}: the activation function {name!r:.80} is not supported; supported are {', '.join(_ACTIVATIONS)}"
+            f"{folder}: config_sentence_transformers.json or config.json: the activation function {name!r:.80} is not"
+            f" supported; supported are {', '.join(_ACTIVATIONS)} of PyTorch"
         )
     return activation

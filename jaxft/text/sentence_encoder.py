@@ -1,11 +1,9 @@
 """SentenceEncoder: computes embeddings of texts, and reads checkpoints in the layout of sentence-transformers."""
 
-import dataclasses
 import operator
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
@@ -18,26 +16,14 @@ from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.bert import BertModel
 from jaxft.models.bundled import Bundled
 from jaxft.models.pooling import l2_normalize, pool, pool_packed
+from jaxft.ops import checks
 from jaxft.ops.bundle import Rebuild
-from jaxft.text import batching
+from jaxft.text import batching, module_files
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import Batch, Bucket
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
-
-# Pooling modes by their field in a Pooling module's config.json, in the order in which sentence-transformers
-# concatenates the results of several modes.
-_POOLING_FLAGS = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-    "pooling_mode_lasttoken": "lasttoken",
-}
-_POOLING_MODES = ("cls", "max", "mean")
-_SETTINGS_KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")  # in file names
 
 
 class SentenceEncoder:
@@ -51,12 +37,15 @@ class SentenceEncoder:
       max_seq_length: maximum number of tokens of a text, special tokens included. Longer texts are truncated.
       pooling: one or more of "cls", "max" and "mean". The results of several modes are concatenated in the given order.
       normalize: whether `encode` always scales embeddings to length 1.
-      prompt: text that is put before every text. White space at both ends of the result is removed.
+      prompt: text that is put before every text.
+      truncate_dim: number of components of an embedding to keep, from the first on. None keeps all. `normalize` comes
+        before, `normalize_embeddings` of `encode` after.
       packed: whether batches are packed, without padding. None packs if variable-length attention runs as a kernel, as
         on an NVIDIA GPU.
 
     Raises:
-      ValueError: a pooling mode is unknown, or `max_seq_length` leaves no room for a token.
+      ValueError: a pooling mode is unknown, `max_seq_length` leaves no room for a token, or `truncate_dim` is not a
+        positive integer.
     """
 
     def __init__(
@@ -68,15 +57,21 @@ class SentenceEncoder:
         pooling: Sequence[str] = ("mean",),
         normalize: bool = False,
         prompt: str = "",
+        truncate_dim: int | None = None,
         packed: bool | None = None,
     ) -> None:
-        unknown = [mode for mode in pooling if mode not in _POOLING_MODES]
+        if truncate_dim is not None and not (checks.is_natural(truncate_dim) and truncate_dim > 0):
+            raise ValueError(f"SentenceEncoder: truncate_dim must be None or a positive integer, got {truncate_dim!r}")
+        unknown = [mode for mode in pooling if mode not in module_files.POOLING_MODES]
         if unknown or not pooling:
-            raise ValueError(f"SentenceEncoder: pooling must name some of {_POOLING_MODES}, got {tuple(pooling)}")
+            raise ValueError(
+                f"SentenceEncoder: pooling must name some of {module_files.POOLING_MODES}, got {tuple(pooling)}"
+            )
         self.model = model
         self.pooling = tuple(pooling)
         self.normalize = normalize
         self.prompt = prompt
+        self.truncate_dim = truncate_dim
         self._max_seq_length = max_seq_length = operator.index(max_seq_length)
         self._tokenizer = tokenizer_files.truncating(
             tokenizer, max_seq_length, owner="SentenceEncoder", argument="max_seq_length"
@@ -90,8 +85,8 @@ class SentenceEncoder:
         self._bundled = Bundled(model.embeddings.options.implementation)
 
         def embed(
-            arrays: list[jax.Array], input_ids: jax.Array, lengths: jax.Array, longest: int, normalize: bool,
-            rebuild: Rebuild,
+            arrays: list[jax.Array], input_ids: jax.Array, lengths: jax.Array, longest: int,
+            last_steps: tuple[bool, int | None, bool], rebuild: Rebuild,
         ) -> jax.Array:  # fmt: skip
             module = rebuild(arrays)
             if input_ids.ndim == 1:
@@ -101,7 +96,9 @@ class SentenceEncoder:
                 mask = jnp.arange(longest, dtype=lengths.dtype) < lengths[:, None]
                 hidden = module(input_ids, mask, deterministic=True).last_hidden_state
                 pooled = pool(hidden.astype(jnp.float32), mask, self.pooling)
-            return l2_normalize(pooled) if normalize else pooled
+            normalize, width, normalize_again = last_steps
+            pooled = (l2_normalize(pooled) if normalize else pooled)[:, :width]
+            return l2_normalize(pooled) if normalize_again else pooled
 
         self._embed = jax.jit(embed, static_argnums=(3, 4, 5))
 
@@ -119,15 +116,9 @@ class SentenceEncoder:
     ) -> "SentenceEncoder":
         """Loads a checkpoint in the layout of sentence-transformers, or of transformers (with mean pooling).
 
-        These files are read, besides the configuration and the weights of the model:
-
-        - modules.json: a Transformer, a Pooling and optionally a Normalize module.
-        - config.json of the Pooling module: the modes cls, max and mean, alone or together.
-        - sentence_bert_config.json, or the file of another model type such as sentence_roberta_config.json:
-          `max_seq_length` and `do_lower_case`.
-        - config_sentence_transformers.json: the default prompt.
-        - tokenizer.json, or else a BERT vocab.txt.
-        - tokenizer_config.json: `truncation_side`, and `model_max_length` if there is no `max_seq_length`.
+        The files of both libraries are read as they read them; docs/checkpoints.md lists each field. A setting that
+        would change embeddings and is not supported is an error. A folder without modules.json gets mean pooling, which
+        the log "jaxft" says.
 
         `max_seq_length` of the encoder is the limit from these files, or the number of positions that the model has if
         that is smaller.
@@ -152,19 +143,25 @@ class SentenceEncoder:
         folder = checkpoint_files.resolve(
             folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
         )
-        layout = _read_layout(folder)
+        layout = module_files.read_sentence_encoder(folder)
         model = BertModel.from_pretrained(layout.transformer, dtype=dtype, implementation=implementation)
-        limit = min(layout.max_seq_length or sys.maxsize, model.config.max_sequence_length)
+        settings = tokenizer_files.Settings(layout.transformer)
+        limit = layout.max_seq_length or settings.max_length or sys.maxsize
         tokenizer = tokenizer_files.load(layout.transformer, layout.do_lower_case)
         tokenizer_files.check_vocabulary(tokenizer, layout.transformer, model.config.vocab_size)
+        if settings.token_types and any(tokenizer.encode("a").type_ids):
+            raise CheckpointError(
+                f"{layout.transformer}: token type ids other than 0 for single texts are not supported"
+            )
         try:
             return cls(
                 model,
                 tokenizer,
-                max_seq_length=limit,
+                max_seq_length=min(limit, model.config.max_sequence_length),
                 pooling=layout.pooling,
                 normalize=layout.normalize,
                 prompt=layout.prompt,
+                truncate_dim=layout.truncate_dim,
                 packed=packed,
             )
         except ValueError as error:
@@ -178,7 +175,8 @@ class SentenceEncoder:
     @property
     def embedding_dimension(self) -> int:
         """Length D of an embedding."""
-        return self.model.config.hidden_size * len(self.pooling)
+        width = self.model.config.hidden_size * len(self.pooling)
+        return width if self.truncate_dim is None else min(width, self.truncate_dim)
 
     def tokenize(self, sentences: str | Sequence[str] | np.ndarray) -> list[list[int]]:
         """Computes the token ids of each text as the model gets them: with prompt and special tokens, truncated.
@@ -240,11 +238,13 @@ class SentenceEncoder:
         """
         batch_size = batching.check_batch_size("encode", batch_size)
         texts = batching.as_texts("encode", "sentences", sentences)
-        normalize = self.normalize or normalize_embeddings
+        # Normalising twice changes nothing but the rounding.
+        again = normalize_embeddings and (self.truncate_dim is not None or not self.normalize)
+        last_steps = self.normalize, self.truncate_dim, again
         arrays, rebuild = self._bundled(self.model)
 
         def compute(batch: Batch) -> jax.Array:
-            return self._embed(arrays, batch.input_ids, batch.lengths, batch.longest, normalize, rebuild)
+            return self._embed(arrays, batch.input_ids, batch.lengths, batch.longest, last_steps, rebuild)
 
         embeddings = self._batcher.compute_all(
             texts, self._encodings, batch_size, compute, width=self.embedding_dimension, unit="text",
@@ -268,102 +268,4 @@ class SentenceEncoder:
         return batching.buckets(batch_size, self.max_seq_length) if self._batcher.packed else []
 
     def _encodings(self, texts: Sequence[str]) -> "list[Encoding]":
-        # Strip as sentence-transformers does: for a byte-level tokenizer such as RoBERTa's, white space is text.
-        return self._tokenizer.encode_batch_fast([(self.prompt + text).strip() for text in texts])
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layout:
-    """Settings from the files of a checkpoint folder, except for the model's own."""
-
-    transformer: Path
-    pooling: tuple[str, ...]
-    normalize: bool
-    max_seq_length: int | None
-    do_lower_case: bool
-    prompt: str
-
-
-def _read_layout(folder: Path) -> _Layout:
-    transformer, normalize, include_prompt = folder, False, True
-    pooling: tuple[str, ...] = ("mean",)
-    modules_file = folder / "modules.json"
-    if modules_file.exists():
-        modules = _read_modules(modules_file)
-        transformer = modules["Transformer"]
-        if not os.path.isdir(transformer):
-            raise CheckpointError(f"{modules_file}: the folder of module Transformer, {transformer}, does not exist")
-        pooling, include_prompt = _read_pooling(modules["Pooling"] / "config.json")
-        normalize = "Normalize" in modules
-    files = [transformer / f"sentence_{kind}_config.json" for kind in _SETTINGS_KINDS]
-    settings_file = next(filter(Path.exists, files), files[0])
-    max_seq_length = tokenizer_files.max_length(settings_file, "max_seq_length")
-    if max_seq_length is None:  # newer sentence-transformers keep the limit here
-        max_seq_length = tokenizer_files.max_length(transformer / "tokenizer_config.json", "model_max_length")
-    return _Layout(
-        transformer=transformer,
-        pooling=pooling,
-        normalize=normalize,
-        max_seq_length=max_seq_length,
-        do_lower_case=bool(tokenizer_files.read_settings(settings_file).get("do_lower_case", False)),
-        prompt=_read_default_prompt(folder / "config_sentence_transformers.json", include_prompt),
-    )
-
-
-def _read_modules(file: Path) -> dict[str, Path]:
-    """Reads the folder of each module from modules.json. The keys are the last components of the modules' types."""
-    modules: dict[str, Path] = {}
-    entries = checkpoint_files.read_json(file)
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise CheckpointError(f"{file}: expected a list of modules, got {entries!r:.80}")
-    for entry in entries:
-        kind = str(entry.get("type")).rpartition(".")[2]
-        path = entry.get("path")
-        if kind not in ("Transformer", "Pooling", "Normalize") or kind in modules:
-            what = "appears twice" if kind in modules else "is not supported"
-            raise CheckpointError(
-                f"{file}: module {entry.get('type')!r} {what}; supported are one Transformer, one Pooling and"
-                " optionally one Normalize"
-            )
-        if not isinstance(path, str) or Path(path).is_absolute() or ".." in Path(path).parts:
-            raise CheckpointError(f"{file}: module {kind} must have a path inside the folder, got {path!r}")
-        modules[kind] = file.parent / path
-    if list(modules)[:2] != ["Transformer", "Pooling"]:
-        raise CheckpointError(
-            f"{file}: expected a Transformer, a Pooling and optionally a Normalize module in this order, got"
-            f" {list(modules)}"
-        )
-    return modules
-
-
-def _read_pooling(file: Path) -> tuple[tuple[str, ...], bool]:
-    """Reads a Pooling module's config.json. Returns the modes, and whether prompt tokens take part in the pooling."""
-    if not os.path.exists(file):
-        raise CheckpointError(f"{file}: missing, but modules.json names it")
-    config = checkpoint_files.read_json_object(file)
-    modes = config.get("pooling_mode")
-    if modes is None:
-        modes = [mode for flag, mode in _POOLING_FLAGS.items() if config.get(flag)] or ["mean"]
-    elif isinstance(modes, str):
-        modes = [modes]
-    unsupported = [mode for mode in modes if mode not in _POOLING_MODES] if isinstance(modes, list) else [modes]
-    if unsupported or not modes:
-        raise CheckpointError(
-            f"{file}: pooling mode {', '.join(map(repr, unsupported))} is not supported; supported are"
-            f" {', '.join(_POOLING_MODES)} and their concatenation"
-        )
-    return tuple(modes), bool(config.get("include_prompt", True))
-
-
-def _read_default_prompt(file: Path, include_prompt: bool) -> str:
-    config = tokenizer_files.read_settings(file)
-    name = config.get("default_prompt_name")
-    if name is None:
-        return ""
-    prompts = config.get("prompts")
-    prompt = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
-    if not isinstance(prompt, str):
-        raise CheckpointError(f"{file}: default_prompt_name is {name!r:.80}, but prompts has no text of that name")
-    if prompt and not include_prompt:
-        raise CheckpointError(f"{file}: a default prompt together with include_prompt=false in the pooling's config")
-    return prompt
+        return self._tokenizer.encode_batch_fast([self.prompt + text for text in texts])

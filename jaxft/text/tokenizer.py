@@ -1,35 +1,199 @@
-"""Reads the tokenizer of a checkpoint folder and its settings files."""
+"""Reads the tokenizer of a checkpoint folder as transformers 5 does: its class, settings files and added tokens."""
 
+import base64
+import dataclasses
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxft import atomic
 from jaxft.checkpoint import files as checkpoint_files
 from jaxft.checkpoint.files import CheckpointError
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import AddedToken, Tokenizer
+
+_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_BERT = dict(zip(_NAMES, (None, None, "[UNK]", "[SEP]", "[PAD]", "[CLS]", "[MASK]"), strict=True))
+_ROBERTA = dict(zip(_NAMES, ("<s>", "</s>", "<unk>", "</s>", "<pad>", "<s>", "<mask>"), strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Class:
+    """Tokenizer class of transformers. It builds everything but the vocabulary from settings and its defaults."""
+
+    model: str | None  # class of the vocabulary in the tokenizers library; None takes tokenizer.json as it is
+    vocabulary: tuple[str, ...] = ()  # files that may hold the vocabulary in place of tokenizer.json
+    named: dict[str, Any] = dataclasses.field(default_factory=dict)  # default of each special token that has a name
+    extra: tuple[str, ...] = ()  # default of the additional special tokens
+    token_types: bool = False  # whether models get its token type ids by default
+
+
+# By name, without the suffix "Fast".
+CLASSES = {
+    "BertTokenizer": _Class("WordPiece", ("vocab.txt",), _BERT, token_types=True),
+    "ElectraTokenizer": _Class("WordPiece", ("vocab.txt",), _BERT, token_types=True),
+    "DistilBertTokenizer": _Class("WordPiece", ("vocab.txt",), _BERT),
+    "RobertaTokenizer": _Class("BPE", ("vocab.json", "merges.txt"), _ROBERTA),
+    "XLMRobertaTokenizer": _Class("Unigram", (), _ROBERTA),
+    "CamembertTokenizer": _Class(
+        "Unigram",
+        (),
+        _ROBERTA | {"mask_token": {"content": "<mask>", "lstrip": True, "special": True}},
+        ("<s>NOTUSED", "</s>NOTUSED", "<unk>NOTUSED"),
+    ),
+    "PreTrainedTokenizer": _Class(None),
+    "TokenizersBackend": _Class(None),
+}
+_OF_MODEL_TYPE = {
+    "bert": "BertTokenizer",
+    "distilbert": "BertTokenizer",
+    "roberta": "RobertaTokenizer",
+    "xlm-roberta": "XLMRobertaTokenizer",
+    "camembert": "CamembertTokenizer",
+}
+REFUSED = ("auto_map", "fast_tokenizer_files", "init_inputs", "processor_class")  # fields of tokenizer_config.json
+PROCESSORS = ("processor_config.json", "preprocessor_config.json", "config.json")  # these may name a processor_class
+
+
+class Settings:
+    """Settings of a folder's tokenizer: tokenizer_config.json, and special_tokens_map.json if transformers reads it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.file, file = folder, folder / "tokenizer_config.json", folder / "config.json"
+        self.values = values = read_settings(self.file)
+        refused = [(self.file, name) for name in REFUSED]
+        for source, name in refused + [(folder / other, "processor_class") for other in PROCESSORS]:
+            if value := read_settings(source).get(name):
+                raise CheckpointError(f"{source}: {name} is not supported, got {value!r:.80}")
+        if "additional_special_tokens" in values and not values.get("extra_special_tokens"):
+            values["extra_special_tokens"] = values.pop("additional_special_tokens")  # the new name
+        if "added_tokens_decoder" not in values:
+            for name, value in read_settings(folder / "special_tokens_map.json").items():
+                earlier = values.get(name) if name == "extra_special_tokens" else None
+                both = isinstance(earlier, list) and isinstance(value, list)
+                values[name] = earlier + value if both else value
+        source, config = self.file if values.get("tokenizer_class") else file, read_settings(file)
+        named = values.get("tokenizer_class") or config.get("tokenizer_class")
+        name = named or _OF_MODEL_TYPE.get(str(config.get("model_type")), "TokenizersBackend")
+        if str(name).removesuffix("Fast") not in CLASSES:
+            raise CheckpointError(
+                f"{source}: tokenizer_class {name!r:.80} is not supported; supported are {', '.join(CLASSES)}."
+                " PreTrainedTokenizer takes tokenizer.json as it is"
+            )
+        self.is_named, self.kind = named is not None, CLASSES[str(name).removesuffix("Fast")]
+        size = config.get("vocab_size")
+        self.vocab_size = size if isinstance(size, int) else sys.maxsize
+
+    def option(self, name: str, default: bool | None) -> Any:
+        """Returns a setting that is true, false or null."""
+        value = self.values.get(name)
+        if not isinstance(value, bool | None):
+            raise CheckpointError(f"{self.file}: {name} must be true, false or null, got {value!r:.80}")
+        return default if value is None else value
+
+    def side(self, name: str, saved: dict[str, Any] | None) -> str:
+        """Returns a setting that is left or right; its default is the direction in tokenizer.json."""
+        side = self.values.get(name) or (saved or {}).get("direction", "right")
+        if side not in ("left", "right"):
+            raise CheckpointError(f"{self.file}: {name} must be left or right, got {side!r:.80}")
+        return side
+
+    @property
+    def max_length(self) -> int | None:
+        """Maximum number of tokens of a text; None if there is no limit."""
+        return check_length(self.file, self.values.get("model_max_length", self.values.get("max_len")))
+
+    @property
+    def token_types(self) -> bool:
+        """Whether the model gets the token type ids of the tokenizer."""
+        names = self.values.get("model_input_names")
+        if not isinstance(names, list | None):
+            raise CheckpointError(f"{self.file}: model_input_names must be a list, got {names!r:.80}")
+        return self.kind.token_types if names is None else "token_type_ids" in names
+
+    def named_tokens(self) -> "dict[str, AddedToken]":
+        """Returns the special tokens that have a name, in the order in which transformers adds them."""
+        extra = self.values.get("extra_special_tokens")
+        given = {name: token for name, token in self.values.items() if name.endswith("_token")}
+        tokens = dict.fromkeys(_NAMES) | self.kind.named | given | (extra if isinstance(extra, dict) else {})
+        return {name: _added(token, special=True) for name, token in tokens.items() if isinstance(token, str | dict)}
+
+    def tokens(self, saved: "dict[int, AddedToken]", tokenizer: "Tokenizer") -> "list[AddedToken]":
+        """Returns the tokens to add to a tokenizer, in order. `saved` are the tokens that tokenizer.json adds."""
+        named, extra = self.named_tokens(), self.values.get("extra_special_tokens")
+        extra = self.values.get("additional_special_tokens", self.kind.extra) if extra is None else extra
+        extra = [_added(token) for token in extra] if isinstance(extra, list | tuple) else []
+        if "added_tokens_decoder" in self.values:
+            by_id = {int(number): _added(token) for number, token in self.values["added_tokens_decoder"].items()}
+        else:
+            given = {token.content for name, token in named.items() if name in self.values}
+            given |= {token.content for token in extra} if "extra_special_tokens" in self.values else set()
+            by_id = {
+                number: _added({"content": text, "normalized": text not in given}, special=text in given)
+                for text, number in read_settings(self.folder / "added_tokens.json").items()
+            } | saved
+        special = {token.content for token in named.values()}
+        for token in by_id.values():
+            token.special = token.special or token.content in special
+        known = {token.content for token in (*tokenizer.get_added_tokens_decoder().values(), *by_id.values())}
+        # Defaults that neither the files nor the vocabulary has are only added if the model has a row for them.
+        has_room = tokenizer.get_vocab_size() < self.vocab_size
+        new = [
+            *(
+                t
+                for n, t in named.items()
+                if has_room or n in self.values or tokenizer.token_to_id(t.content) is not None
+            ),
+            *extra,
+        ]
+        return [by_id[number] for number in sorted(by_id)] + [token for token in new if token.content not in known]
+
+
+def _added(token: str | dict[str, Any], *, special: bool = False) -> "AddedToken":
+    from tokenizers import AddedToken
+
+    if isinstance(token, str):
+        return AddedToken(token, special=True)
+    added = AddedToken(**{name: value for name, value in token.items() if name != "__type"})
+    added.special = added.special or special
+    return added
 
 
 def load(folder: Path, do_lower_case: bool) -> "Tokenizer":
-    """Loads tokenizer.json, or else a BERT vocab.txt. `do_lower_case` comes before the tokenizer's own normalizer."""
+    """Loads the tokenizer of a folder. `do_lower_case` comes before the tokenizer's own normalizer."""
     from tokenizers import Tokenizer, normalizers
 
-    file, vocab = folder / "tokenizer.json", folder / "vocab.txt"
+    settings, file, saved = Settings(folder), folder / "tokenizer.json", None
     if file.exists():
         try:
-            tokenizer = Tokenizer.from_file(str(file))
+            saved = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception
             raise CheckpointError(f"{file}: not a tokenizer of the tokenizers library: {error}") from error
-    elif vocab.exists():
-        tokenizer = _bert_tokenizer(vocab)
-    else:
-        raise CheckpointError(f"{folder}: no tokenizer: neither tokenizer.json nor vocab.txt is there")
-    settings_file = folder / "tokenizer_config.json"
-    side = read_settings(settings_file).get("truncation_side")
-    if side not in (None, "left", "right"):
-        raise CheckpointError(f"{settings_file}: truncation_side must be left or right, got {side!r:.80}")
-    if side is not None:
+    model = saved.model if saved else _vocabulary(folder, settings)
+    found, expected = type(model).__name__, settings.kind.model
+    if found != expected and settings.is_named and expected:
+        raise CheckpointError(f"{file}: the folder's tokenizer_class needs a {expected} vocabulary, got {found}")
+    if found != expected:
+        settings.kind = CLASSES["TokenizersBackend"]
+    tokenizer = saved if saved and found != expected else Tokenizer(model)
+    try:
+        if tokenizer is not saved:
+            _set_up(tokenizer, settings, saved)
+        added = saved.get_added_tokens_decoder() if saved else {}
+        tokenizer.add_tokens(settings.tokens(added, tokenizer))
+        if tokenizer is not saved:
+            tokenizer.post_processor = _post_processor(tokenizer, settings)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{folder}: the tokenizer's files do not fit together: {error}") from error
+    tokenizer.encode_special_tokens = settings.option("split_special_tokens", False)
+    if settings.side("padding_side", saved and saved.padding) == "left":
+        raise CheckpointError(f"{settings.file}: padding_side left is not supported")
+    side = settings.side("truncation_side", saved and saved.truncation)
+    if side != (tokenizer.truncation or {}).get("direction", "right"):
         tokenizer.enable_truncation(max_length=sys.maxsize, direction=side)  # `truncating` keeps the direction
     if do_lower_case:
         rest = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
@@ -37,41 +201,91 @@ def load(folder: Path, do_lower_case: bool) -> "Tokenizer":
     return tokenizer
 
 
-def _bert_tokenizer(vocab: Path) -> "Tokenizer":
-    """Makes BERT's WordPiece tokenizer from its vocabulary (one token a line). Old folders have no other file."""
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+def save(tokenizer: "Tokenizer", folder: Path, source: Path) -> None:
+    """Writes a tokenizer that was loaded from `source`, with settings that make transformers take it as it is."""
+    settings = Settings(source)
+    values = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": ["input_ids", *["token_type_ids"] * settings.token_types, "attention_mask"],
+        "split_special_tokens": tokenizer.encode_special_tokens,
+        **({} if settings.max_length is None else {"model_max_length": settings.max_length}),
+        **{name: token.content for name, token in settings.named_tokens().items()},
+    }
+    files = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    with atomic.replacing(*files) as (file, settings_file), atomic.writing(files[0]):
+        file.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+        settings_file.write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+def _vocabulary(folder: Path, settings: Settings) -> Any:
+    """Reads the vocabulary of a folder without tokenizer.json."""
+    from tokenizers import models
+
+    kind, files = settings.kind, [folder / name for name in settings.kind.vocabulary]
+    if not files or not all(file.exists() for file in files):
+        others = "".join(f" nor {name}" for name in kind.vocabulary)
+        raise CheckpointError(f"{folder}: no tokenizer: {'neither' if files else 'no'} tokenizer.json{others} is there")
     try:
-        tokenizer = Tokenizer(models.WordPiece.from_file(str(vocab), unk_token="[UNK]"))
+        if kind.model == "BPE":
+            return models.BPE.from_file(*map(str, files))
+        vocabulary = models.WordPiece.from_file(str(files[0]), unk_token="[UNK]")
     except Exception as error:  # the library raises plain Exception
-        raise CheckpointError(f"{vocab}: not a vocabulary of one token a line: {error}") from error
-    missing = [token for token in special if tokenizer.token_to_id(token) is None]
-    if missing:
-        raise CheckpointError(f"{vocab}: not a BERT vocabulary: {', '.join(missing)} missing")
-    config_file = vocab.with_name("tokenizer_config.json")
-    config = read_settings(config_file)
+        raise CheckpointError(f"{files[0]}: not a vocabulary of one token a line: {error}") from error
+    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    defaults = [kind.named[name] for name in names if name not in settings.values]
+    if missing := [token for token in defaults if vocabulary.token_to_id(token) is None]:
+        raise CheckpointError(f"{files[0]}: not a BERT vocabulary: {', '.join(missing)} missing")
+    return vocabulary
 
-    def option(name: str, default: bool | None) -> Any:
-        value = config.get(name)
-        if not isinstance(value, bool | None):
-            raise CheckpointError(f"{config_file}: {name} must be true, false or null, got {value!r:.80}")
-        return default if value is None else value
 
-    tokenizer.normalizer = normalizers.BertNormalizer(
-        clean_text=True,
-        handle_chinese_chars=option("tokenize_chinese_chars", True),
-        strip_accents=option("strip_accents", None),
-        lowercase=option("do_lower_case", True),
+def _set_up(tokenizer: "Tokenizer", settings: Settings, saved: "Tokenizer | None") -> None:
+    """Sets everything that comes before the post-processor, as the tokenizer's class does."""
+    from tokenizers import normalizers, pre_tokenizers
+
+    if settings.kind.model == "WordPiece":
+        options = {
+            "unk_token": settings.named_tokens()["unk_token"].content,
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+        }
+        tokenizer.normalizer = normalizers.BertNormalizer(
+            clean_text=True,
+            handle_chinese_chars=settings.option("tokenize_chinese_chars", True),
+            strip_accents=settings.option("strip_accents", None),
+            lowercase=settings.option("do_lower_case", True),
+        )
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    elif settings.kind.model == "BPE":
+        options = {"dropout": None, "unk_token": None, "continuing_subword_prefix": "", "end_of_word_suffix": ""}
+        options |= {"fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=settings.option("add_prefix_space", False))
+    else:
+        options = {}
+        rules = json.loads(saved.normalizer.__getstate__()) if saved and saved.normalizer else {}
+        for rule in rules.get("normalizers", [rules]):
+            if rule.get("type") == "Precompiled":
+                charsmap = base64.b64decode(rule["precompiled_charsmap"])
+                tokenizer.normalizer = normalizers.Precompiled(charsmap)
+        scheme = "always" if settings.option("add_prefix_space", True) else "never"
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(prepend_scheme=scheme)]
+        )
+    for name, value in options.items():
+        setattr(tokenizer.model, name, value)
+
+
+def _post_processor(tokenizer: "Tokenizer", settings: Settings) -> Any:
+    from tokenizers import processors
+
+    is_bert, named = settings.kind.model == "WordPiece", settings.named_tokens()
+    ends = ("bos_token", "eos_token") if settings.kind.model == "Unigram" else ("cls_token", "sep_token")
+    first, last = (named[name].content for name in ends)
+    single = [f"{first}:0", "$A:0", f"{last}:0"]
+    return processors.TemplateProcessing(
+        single=single,
+        pair=[*single, "$B:1", f"{last}:1"] if is_bert else [*single, f"{last}:0", "$B:0", f"{last}:0"],
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in (first, last)],
     )
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")],
-    )
-    tokenizer.add_special_tokens(special)
-    return tokenizer
 
 
 def truncating(
@@ -88,6 +302,7 @@ def truncating(
     copy = type(tokenizer).from_str(tokenizer.to_str())
     copy.no_padding()
     copy.enable_truncation(max_length=max_length, direction=(tokenizer.truncation or {}).get("direction", "right"))
+    copy.encode_special_tokens = tokenizer.encode_special_tokens  # not part of the JSON
     return copy
 
 
@@ -100,9 +315,8 @@ def check_vocabulary(tokenizer: "Tokenizer", folder: Path, vocab_size: int) -> N
         )
 
 
-def max_length(file: Path, name: str) -> int | None:
-    """Reads a maximum length from a settings file; None if absent. Huge ones ("no limit") become `sys.maxsize`."""
-    value = read_settings(file).get(name)
+def check_length(file: Path, value: Any) -> int | None:
+    """Checks a maximum length from a settings file. Huge ones ("no limit") become `sys.maxsize`."""
     if value is None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
