@@ -24,6 +24,7 @@ import numpy as np
 
 from jaxft import dispatch
 from jaxft._version import __version__
+from jaxft.checkpoint.files import parse_json
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -168,7 +169,7 @@ def _run_encode(args: argparse.Namespace) -> None:
         else:
             for record, row in zip(records, embeddings, strict=True):
                 embedding = [float(f"{value:.9g}") for value in row.tolist()]  # 9 digits distinguish all float32
-                line = json.dumps(record | {"embedding": embedding}, ensure_ascii=False)
+                line = json.dumps(record | {"embedding": embedding}, ensure_ascii=False, allow_nan=False)
                 # A lone surrogate is valid in JSON but not in UTF-8: write it as a \u escape again.
                 output.write(line.encode("utf-8", "backslashreplace") + b"\n")
 
@@ -200,7 +201,7 @@ def _run_info(args: argparse.Namespace) -> None:
         choices = [dict(zip(names, row, strict=True)) for row in rows[1:]]
         shapes = [dataclasses.asdict(bucket) for bucket in buckets]
         info = {"versions": versions, "device": device, "configs": configs, "ops": choices, "buckets": shapes}
-        print(json.dumps(info, indent=2))
+        print(json.dumps(info, indent=2, allow_nan=False))
         return
     for name, value in (versions | device).items():
         print(f"{name:<9} {value}")
@@ -266,7 +267,7 @@ def _run_bench(args: argparse.Namespace) -> None:
                 for (batch, length), found in done.items()
             ]
             head = {"versions": _versions(), **device, "model": args.model, "dtype": dtype}
-            output.write((json.dumps(head | {"results": results}, indent=2) + "\n").encode())
+            output.write((json.dumps(head | {"results": results}, indent=2, allow_nan=False) + "\n").encode())
         if chart:
             comparison.draw(cases, times, f"{dtype}, {device['device']}", chart)
     if failed:
@@ -287,6 +288,7 @@ def _encode(texts: list[str], args: argparse.Namespace, *, normalize: bool) -> n
     import jax
 
     from jaxft.checkpoint.files import CheckpointError
+    from jaxft.text.batching import TextError
     from jaxft.text.sentence_encoder import SentenceEncoder
 
     try:
@@ -295,7 +297,7 @@ def _encode(texts: list[str], args: argparse.Namespace, *, normalize: bool) -> n
         embeddings = encoder.encode(
             texts, batch_size=args.batch_size, show_progress_bar=True, normalize_embeddings=normalize
         )
-    except (CheckpointError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+    except (CheckpointError, TextError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         raise _UserError(str(error)) from error
     seconds = time.perf_counter() - start
     print(
@@ -329,7 +331,7 @@ def _read_records(file: str, jsonl: bool) -> list[dict[str, Any]]:
 
 def _record(line: str, where: str) -> dict[str, Any]:
     try:
-        value = json.loads(line)
+        value = parse_json(line)
     except (ValueError, RecursionError) as error:
         raise _UserError(f"{where}: not valid JSON: {error}") from error
     if isinstance(value, str):

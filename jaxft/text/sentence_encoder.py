@@ -56,7 +56,8 @@ class SentenceEncoder:
         on an NVIDIA GPU.
 
     Raises:
-      ValueError: a pooling mode is unknown, or `max_seq_length` leaves no room for a token.
+      ValueError: a pooling mode is unknown, `max_seq_length` leaves no room for a token, or the model lacks a token id
+        or type id of the tokenizer.
     """
 
     def __init__(
@@ -76,10 +77,10 @@ class SentenceEncoder:
         self.model = model
         self.pooling = tuple(pooling)
         self.normalize = normalize
-        self.prompt = prompt
+        (self.prompt,) = batching.as_texts("SentenceEncoder", "prompt", [prompt])
         self._max_seq_length = max_seq_length = operator.index(max_seq_length)
         self._tokenizer = tokenizer_files.truncating(
-            tokenizer, max_seq_length, owner="SentenceEncoder", argument="max_seq_length"
+            tokenizer, max_seq_length, model.config, owner="SentenceEncoder", argument="max_seq_length"
         )
         self._batcher = batching.Batcher(
             limit=max_seq_length,
@@ -156,7 +157,6 @@ class SentenceEncoder:
         model = BertModel.from_pretrained(layout.transformer, dtype=dtype, implementation=implementation)
         limit = min(layout.max_seq_length or sys.maxsize, model.config.max_sequence_length)
         tokenizer = tokenizer_files.load(layout.transformer, layout.do_lower_case)
-        tokenizer_files.check_vocabulary(tokenizer, layout.transformer, model.config.vocab_size)
         try:
             return cls(
                 model,
@@ -191,7 +191,7 @@ class SentenceEncoder:
 
         Raises:
           TypeError: see `encode`.
-          ValueError: a text is not valid Unicode.
+          ValueError: a text is not valid Unicode or cannot be tokenised.
         """
         return [encoding.ids for encoding in self._encodings(batching.as_texts("encode", "sentences", sentences))]
 
@@ -235,7 +235,8 @@ class SentenceEncoder:
 
         Raises:
           TypeError: `sentences` or one of its items is not a string (the item's index and type are named).
-          ValueError: `batch_size` is not a positive integer, or a text is not valid Unicode.
+          ValueError: `batch_size` is not a positive integer, a text is not valid Unicode or cannot be tokenised, or an
+            embedding is not finite. The message names the text and the reason.
           jax.errors.JaxRuntimeError: the device failed, or its memory does not suffice for one text.
         """
         batch_size = batching.check_batch_size("encode", batch_size)
@@ -247,7 +248,7 @@ class SentenceEncoder:
             return self._embed(arrays, batch.input_ids, batch.lengths, batch.longest, normalize, rebuild)
 
         embeddings = self._batcher.compute_all(
-            texts, self._encodings, batch_size, compute, width=self.embedding_dimension, unit="text",
+            texts, self._encodings, batch_size, compute, model=self.model, width=self.embedding_dimension, unit="text",
             show_progress_bar=show_progress_bar,
         )  # fmt: skip
         result = embeddings[0] if isinstance(sentences, str) else embeddings
@@ -269,7 +270,7 @@ class SentenceEncoder:
 
     def _encodings(self, texts: Sequence[str]) -> "list[Encoding]":
         # Strip as sentence-transformers does: for a byte-level tokenizer such as RoBERTa's, white space is text.
-        return self._tokenizer.encode_batch_fast([(self.prompt + text).strip() for text in texts])
+        return tokenizer_files.encode(self._tokenizer, [(self.prompt + text).strip() for text in texts])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,7 +289,7 @@ def _read_layout(folder: Path) -> _Layout:
     transformer, normalize, include_prompt = folder, False, True
     pooling: tuple[str, ...] = ("mean",)
     modules_file = folder / "modules.json"
-    if modules_file.exists():
+    if os.path.lexists(modules_file):
         modules = _read_modules(modules_file)
         transformer = modules["Transformer"]
         if not os.path.isdir(transformer):
@@ -296,7 +297,7 @@ def _read_layout(folder: Path) -> _Layout:
         pooling, include_prompt = _read_pooling(modules["Pooling"] / "config.json")
         normalize = "Normalize" in modules
     files = [transformer / f"sentence_{kind}_config.json" for kind in _SETTINGS_KINDS]
-    settings_file = next(filter(Path.exists, files), files[0])
+    settings_file = next(filter(os.path.lexists, files), files[0])
     max_seq_length = tokenizer_files.max_length(settings_file, "max_seq_length")
     if max_seq_length is None:  # newer sentence-transformers keep the limit here
         max_seq_length = tokenizer_files.max_length(transformer / "tokenizer_config.json", "model_max_length")
@@ -322,11 +323,11 @@ def _read_modules(file: Path) -> dict[str, Path]:
         if kind not in ("Transformer", "Pooling", "Normalize") or kind in modules:
             what = "appears twice" if kind in modules else "is not supported"
             raise CheckpointError(
-                f"{file}: module {entry.get('type')!r} {what}; supported are one Transformer, one Pooling and"
+                f"{file}: module {entry.get('type')!r:.80} {what}; supported are one Transformer, one Pooling and"
                 " optionally one Normalize"
             )
         if not isinstance(path, str) or Path(path).is_absolute() or ".." in Path(path).parts:
-            raise CheckpointError(f"{file}: module {kind} must have a path inside the folder, got {path!r}")
+            raise CheckpointError(f"{file}: module {kind} must have a path inside the folder, got {path!r:.80}")
         modules[kind] = file.parent / path
     if list(modules)[:2] != ["Transformer", "Pooling"]:
         raise CheckpointError(
@@ -347,9 +348,9 @@ def _read_pooling(file: Path) -> tuple[tuple[str, ...], bool]:
     elif isinstance(modes, str):
         modes = [modes]
     unsupported = [mode for mode in modes if mode not in _POOLING_MODES] if isinstance(modes, list) else [modes]
-    if unsupported or not modes:
+    if unsupported or not modes or len(modes) > len(_POOLING_MODES):
         raise CheckpointError(
-            f"{file}: pooling mode {', '.join(map(repr, unsupported))} is not supported; supported are"
+            f"{file}: pooling mode {', '.join(map(repr, unsupported or modes)):.200} is not supported; supported are"
             f" {', '.join(_POOLING_MODES)} and their concatenation"
         )
     return tuple(modes), bool(config.get("include_prompt", True))
