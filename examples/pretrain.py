@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found["mfu"] = found["flops_per_s"] / peak
             line += f": {found['mfu']:.1%} of the device's peak (MFU)"
         print(line)
-        speed_file.write_text(json.dumps(found, indent=1) + "\n")
+        speed_file.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
     if not finished:
         return common.INTERRUPTED
     nnx.merge(graph, run.state.params).save_pretrained(args.out / "model")

@@ -122,7 +122,7 @@ def save(file: Path, op: str, name: str, config: Any) -> None:
             os.replace(file, file.with_suffix(".damaged"))
             table = {}
         table.setdefault(op, {})[name] = dataclasses.asdict(config)
-        json.dump(table, new, indent=1, sort_keys=True)
+        json.dump(table, new, indent=1, sort_keys=True, allow_nan=False)
         new.write("\n")
         new.flush()
         os.replace(new.name, file)
