@@ -5,6 +5,7 @@
 #                                    seeds of random cases, third derivatives, trainings, resumed runs);
 #                                    JAXFT_TEST_CASES=20 for so many seeds
 #   make test-gpu                    the tests that compile kernels, on this machine's NVIDIA GPU, without the slow ones
+#   make test-fuzz [ARGS="--count 500"]  10,000 randomly damaged checkpoints: none gives anything but documented errors
 #   make lint                        ruff and mypy
 #   make wheel                       the wheel and the source archive, in dist/
 #   make finetune [ARGS="--steps 50"]  a classifier from the checkpoint; goes on where it was interrupted
@@ -17,7 +18,7 @@
 # Another Python: make PYTHON=python3.13 test (with a virtual environment of its own, .venv-python3.13).
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo finetune pretrain test test-all test-gpu lint wheel bench report tune docs clean
+.PHONY: help demo finetune pretrain test test-all test-gpu test-fuzz lint wheel bench report tune docs clean
 
 PYTHON ?=
 VENV := .venv$(if $(PYTHON),-$(notdir $(PYTHON)))
@@ -93,6 +94,9 @@ test test-all: $(VENV)/.ready-test $(VENV)/.checkpoint
 test-gpu: $(VENV)/.ready-test
 	@test -n "$(cuda_extra)" || { echo "make test-gpu needs an NVIDIA GPU" >&2; exit 1; }
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -n 8 -m "not slow and not cpu" $(ARGS)
+
+test-fuzz: $(VENV)/.ready-test
+	JAX_PLATFORMS=cpu $(BIN)/python tests/fuzz_checkpoints.py $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/python -m ruff check .
