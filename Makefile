@@ -6,6 +6,7 @@
 #                                    JAXFT_TEST_CASES=20 for so many seeds
 #   make test-gpu                    the tests that compile kernels, on this machine's NVIDIA GPU, without the slow ones
 #   make test-signals                Ctrl-C, SIGTERM and SIGHUP at 100 random moments of the command line
+#   make test-fuzz [ARGS="--count 500"]  10,000 randomly damaged checkpoints: none gives anything but documented errors
 #   make lint                        ruff and mypy
 #   make wheel                       the wheel and the source archive, in dist/
 #   make finetune [ARGS="--steps 50"]  a classifier from the checkpoint; goes on where it was interrupted
@@ -18,7 +19,7 @@
 # Another Python: make PYTHON=python3.13 test (with a virtual environment of its own, .venv-python3.13).
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo finetune pretrain test test-all test-gpu test-signals lint wheel bench report tune docs clean
+.PHONY: help demo finetune pretrain test test-all test-gpu test-signals test-fuzz lint wheel bench report tune docs clean
 
 PYTHON ?=
 VENV := .venv$(if $(PYTHON),-$(notdir $(PYTHON)))
@@ -97,6 +98,9 @@ test-gpu: $(VENV)/.ready-test
 
 test-signals: $(VENV)/.ready-test
 	JAXFT_TEST_MOMENTS=100 $(BIN)/python -m pytest -n 1 tests/test_signals.py $(ARGS)
+
+test-fuzz: $(VENV)/.ready-test
+	JAX_PLATFORMS=cpu $(BIN)/python tests/fuzz_checkpoints.py $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/python -m ruff check .

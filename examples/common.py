@@ -161,10 +161,10 @@ def settings(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
     # XLA's CPU programs split sums among threads, so the number of cores changes the order of additions.
     cores = _usable_cores() if jax.default_backend() == "cpu" else None
     # Results of jaxft.tuning.autotune on this machine: kernels with other tile sizes add in another order.
-    autotuned = json.dumps(tuning_cache.load(dispatch.device_kind()), sort_keys=True)
+    autotuned = json.dumps(tuning_cache.load(dispatch.device_kind()), sort_keys=True, allow_nan=False)
     machine = {"device": dispatch.device_kind(), "cores": cores, "jaxft": jaxft.__version__}
     machine |= {"autotuned": fingerprint(np.frombuffer(autotuned.encode(), np.uint8))}
-    return json.loads(json.dumps(fixed | options | machine | versions | more))
+    return json.loads(json.dumps(fixed | options | machine | versions | more, allow_nan=False))
 
 
 def _usable_cores() -> int | None:

@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             line += f": {found['mfu']:.1%} of the device's peak (MFU)"
         print(line)
         with atomic.replacing(speed_file) as (new,), atomic.writing(speed_file):
-            new.write_text(json.dumps(found, indent=1) + "\n")
+            new.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
     if not finished:
         return common.INTERRUPTED
     run.save_model(nnx.merge(graph, run.state.params), tokenizer, args.model)

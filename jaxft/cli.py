@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxft import atomic
 from jaxft._version import __version__
+from jaxft.checkpoint.files import parse_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -196,7 +197,7 @@ def _run_encode(args: argparse.Namespace) -> None:
             else:
                 for record, row in zip(records, embeddings, strict=True):
                     embedding = [float(f"{value:.9g}") for value in row.tolist()]  # 9 digits distinguish all float32
-                    line = json.dumps(record | {"embedding": embedding}, ensure_ascii=False)
+                    line = json.dumps(record | {"embedding": embedding}, ensure_ascii=False, allow_nan=False)
                     # A lone surrogate is valid in JSON but not in UTF-8: write it as a \u escape again.
                     file.write(line.encode("utf-8", "backslashreplace") + b"\n")
 
@@ -241,7 +242,7 @@ def _run_info(args: argparse.Namespace) -> None:
         choices = [dict(zip(names, row, strict=True)) for row in rows[1:]]
         shapes = [dataclasses.asdict(bucket) for bucket in buckets]
         info = {"versions": versions, "device": device, "configs": configs, "ops": choices, "buckets": shapes}
-        print(json.dumps(info, indent=2))
+        print(json.dumps(info, indent=2, allow_nan=False))
         return
     for name, value in (versions | device).items():
         print(f"{name:<9} {value}")
@@ -312,7 +313,7 @@ def _run_bench(args: argparse.Namespace) -> None:
             ]
             head = {"versions": _versions(), **device, "model": args.model, "dtype": dtype}
             with atomic.writing(args.output):
-                output.write_text(json.dumps(head | {"results": results}, indent=2) + "\n", encoding="utf-8")
+                output.write_text(json.dumps(head | {"results": results}, indent=2, allow_nan=False) + "\n", "utf-8")
         if chart:
             with atomic.writing(args.chart), chart.open("wb") as file:
                 comparison.draw(cases, times, f"{dtype}, {device['device']}", file)
@@ -339,6 +340,7 @@ def _encode(
     import numpy as np
 
     from jaxft.checkpoint.files import CheckpointError
+    from jaxft.text.batching import TextError
     from jaxft.text.sentence_encoder import SentenceEncoder
 
     try:
@@ -348,7 +350,7 @@ def _encode(
         embeddings = encoder.encode(
             texts, batch_size=args.batch_size, show_progress_bar=True, normalize_embeddings=normalize
         )
-    except (CheckpointError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+    except (CheckpointError, TextError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         raise _UserError(str(error)) from error
     seconds = time.perf_counter() - start
     print(
@@ -382,7 +384,7 @@ def _read_records(file: str, jsonl: bool) -> list[dict[str, Any]]:
 
 def _record(line: str, where: str) -> dict[str, Any]:
     try:
-        value = json.loads(line)
+        value = parse_json(line)
     except (ValueError, RecursionError) as error:
         raise _UserError(f"{where}: not valid JSON: {error}") from error
     if isinstance(value, str):

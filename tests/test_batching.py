@@ -395,7 +395,7 @@ def test_no_thread_outlives_an_error(packed, monkeypatch):
     before, device = threads(), SmallDevice(0, "dispatch", ValueError("broken"))
     with pytest.raises(ValueError, match="broken") as error:
         make(packed).compute_all(
-            range(1000), lambda texts: texts_of([9] * len(texts)), 4, device, width=3, unit="text",
+            range(1000), lambda texts: texts_of([9] * len(texts)), 4, device, model=None, width=3, unit="text",
             show_progress_bar=False,
         )  # fmt: skip
     assert error.traceback and threads() == before

@@ -13,9 +13,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxft import dispatch
+from jaxft.models.bert import BertModel, named_parameters
+from jaxft.models.heads import EncoderWithHead
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -96,6 +99,14 @@ class Tokens:
         return Tokens(begins, change(self.ids), None if self.type_ids is None else change(self.type_ids))
 
 
+class TextError(ValueError):
+    """Error about one of several texts (or pairs): it cannot be tokenised, or its result is not finite."""
+
+    def __init__(self, index: int, text: Any, reason: str) -> None:
+        super().__init__(f"texts[{index}] ({text!r:.80}) {reason}")
+        self.index, self.text, self.reason = index, text, reason
+
+
 class Batch(NamedTuple):
     """Model inputs of a padded or packed batch."""
 
@@ -151,9 +162,13 @@ class Batcher:
 
     def compute_all(
         self, texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "list[Encoding]"], batch_size: int,
-        compute: Callable[[Batch], jax.Array], *, width: int, unit: str, show_progress_bar: bool | None,
+        compute: Callable[[Batch], jax.Array], *, model: BertModel | EncoderWithHead, width: int, unit: str,
+        show_progress_bar: bool | None,
     ) -> np.ndarray:  # fmt: skip
-        """Returns `compute`'s results for texts (or pairs), float32 `[len(texts), width]`, in their order."""
+        """Returns `compute`'s results for texts (or pairs), float32 `[len(texts), width]`, in their order.
+
+        Raises a TextError for a text whose result is not finite, with the reason that is found in `model`.
+        """
         results = np.empty((len(texts), width), np.float32)
 
         def start(batch: Batch) -> jax.Array:
@@ -167,6 +182,9 @@ class Batcher:
             progress_bar(len(texts), unit, show_progress_bar) as bar,
         ):
             for positions, found in self.run(chunks, batch_size, start):
+                if not (finite := np.isfinite(found)).all():
+                    index = int(positions[~finite.all(axis=1)].min())
+                    raise TextError(index, texts[index], f"has a result that is not finite: {_cause(model)}")
                 results[positions] = found
                 bar.update(len(positions))
         return results
@@ -176,19 +194,23 @@ class Batcher:
     ) -> Generator[tuple[int, Tokens]]:
         """Yields (position of the first text, tokens) of each chunk, then (`len(texts)`, no texts)."""
 
-        def tokens(chunk: Sequence[Any]) -> Tokens:
-            return Tokens.of(tokenise(chunk), with_types=self.with_types)
+        def tokens(first: int, stop: int) -> Tokens:
+            try:
+                return Tokens.of(tokenise(texts[first:stop]), with_types=self.with_types)
+            except TextError as error:
+                index = first + error.index
+                raise TextError(index, texts[index], error.reason) from error
 
         start, (size, *largest) = 0, _CHUNKS
         most, ahead = largest[not self.packed], _AHEAD[not self.packed]
         coming = deque[tuple[int, Future[Tokens]]]()
         if 0 < len(texts) <= size:  # starting a thread would cost more than there is to overlap
-            yield 0, tokens(texts)
+            yield 0, tokens(0, size)
             start = len(texts)
         with ThreadPoolExecutor(max_workers=ahead) as threads:
             while start < len(texts) or coming:
                 while start < len(texts) and len(coming) <= ahead:
-                    coming.append((start, threads.submit(tokens, texts[start : start + size])))
+                    coming.append((start, threads.submit(tokens, start, start + size)))
                     start, size = start + size, min(size + size // 4, most)
                 first, chunk = coming.popleft()
                 yield first, chunk.result()
@@ -302,6 +324,15 @@ class Batcher:
         begins[: len(texts) + 1] = texts.begins
         types = None if texts.type_ids is None else packed(texts.type_ids, 0)
         return Batch(packed(texts.ids, self.padding), types, begins, bucket.longest)
+
+
+def _cause(model: BertModel | EncoderWithHead) -> str:
+    """Returns why results of a model are not finite."""
+    for name, parameter in named_parameters(model).items():
+        if not jnp.isfinite(parameter.get_value()).all():
+            return f"the model's parameter {name} has NaN or infinite values"
+    dtype = (model if isinstance(model, BertModel) else model.bert).embeddings.options.dtype
+    return f"numbers overflow in {dtype}" + "; bfloat16 and float32 have a larger range" * (dtype == jnp.float16)
 
 
 def _bucket(all_buckets: Sequence[Bucket], longest: int, tokens: int) -> Bucket:

@@ -40,12 +40,13 @@ class SentenceEncoder:
       prompt: text that is put before every text.
       truncate_dim: number of components of an embedding to keep, from the first on. None keeps all. `normalize` comes
         before, `normalize_embeddings` of `encode` after.
+      token_types: whether the type ids of the tokenizer count. If so, an id other than 0 is not supported.
       packed: whether batches are packed, without padding. None packs if variable-length attention runs as a kernel, as
         on an NVIDIA GPU.
 
     Raises:
-      ValueError: a pooling mode is unknown, `max_seq_length` leaves no room for a token, or `truncate_dim` is not a
-        positive integer.
+      ValueError: a pooling mode is unknown, `max_seq_length` leaves no room for a token, `truncate_dim` is not a
+        positive integer, or the model lacks a token id or type id of the tokenizer.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class SentenceEncoder:
         normalize: bool = False,
         prompt: str = "",
         truncate_dim: int | None = None,
+        token_types: bool = True,
         packed: bool | None = None,
     ) -> None:
         if truncate_dim is not None and not (checks.is_natural(truncate_dim) and truncate_dim > 0):
@@ -70,12 +72,13 @@ class SentenceEncoder:
         self.model = model
         self.pooling = tuple(pooling)
         self.normalize = normalize
-        self.prompt = prompt
+        (self.prompt,) = batching.as_texts("SentenceEncoder", "prompt", [prompt])
         self.truncate_dim = truncate_dim
         self._max_seq_length = max_seq_length = operator.index(max_seq_length)
         self._tokenizer = tokenizer_files.truncating(
-            tokenizer, max_seq_length, owner="SentenceEncoder", argument="max_seq_length"
-        )
+            tokenizer, max_seq_length, model.config, token_types=token_types, owner="SentenceEncoder",
+            argument="max_seq_length",
+        )  # fmt: skip
         self._batcher = batching.Batcher(
             limit=max_seq_length,
             padding=model.config.pad_token_id,
@@ -148,11 +151,6 @@ class SentenceEncoder:
         settings = tokenizer_files.Settings(layout.transformer)
         limit = layout.max_seq_length or settings.max_length or sys.maxsize
         tokenizer = tokenizer_files.load(layout.transformer, layout.do_lower_case)
-        tokenizer_files.check_vocabulary(tokenizer, layout.transformer, model.config.vocab_size)
-        if settings.token_types and any(tokenizer.encode("a").type_ids):
-            raise CheckpointError(
-                f"{layout.transformer}: token type ids other than 0 for single texts are not supported"
-            )
         try:
             return cls(
                 model,
@@ -162,6 +160,7 @@ class SentenceEncoder:
                 normalize=layout.normalize,
                 prompt=layout.prompt,
                 truncate_dim=layout.truncate_dim,
+                token_types=settings.token_types,
                 packed=packed,
             )
         except ValueError as error:
@@ -189,7 +188,7 @@ class SentenceEncoder:
 
         Raises:
           TypeError: see `encode`.
-          ValueError: a text is not valid Unicode.
+          ValueError: a text is not valid Unicode or cannot be tokenised.
         """
         return [encoding.ids for encoding in self._encodings(batching.as_texts("encode", "sentences", sentences))]
 
@@ -233,7 +232,8 @@ class SentenceEncoder:
 
         Raises:
           TypeError: `sentences` or one of its items is not a string (the item's index and type are named).
-          ValueError: `batch_size` is not a positive integer, or a text is not valid Unicode.
+          ValueError: `batch_size` is not a positive integer, a text is not valid Unicode or cannot be tokenised, or an
+            embedding is not finite. The message names the text and the reason.
           jax.errors.JaxRuntimeError: the device failed, or its memory does not suffice for one text.
         """
         batch_size = batching.check_batch_size("encode", batch_size)
@@ -247,7 +247,7 @@ class SentenceEncoder:
             return self._embed(arrays, batch.input_ids, batch.lengths, batch.longest, last_steps, rebuild)
 
         embeddings = self._batcher.compute_all(
-            texts, self._encodings, batch_size, compute, width=self.embedding_dimension, unit="text",
+            texts, self._encodings, batch_size, compute, model=self.model, width=self.embedding_dimension, unit="text",
             show_progress_bar=show_progress_bar,
         )  # fmt: skip
         result = embeddings[0] if isinstance(sentences, str) else embeddings
@@ -268,4 +268,4 @@ class SentenceEncoder:
         return batching.buckets(batch_size, self.max_seq_length) if self._batcher.packed else []
 
     def _encodings(self, texts: Sequence[str]) -> "list[Encoding]":
-        return self._tokenizer.encode_batch_fast([self.prompt + text for text in texts])
+        return tokenizer_files.encode(self._tokenizer, [self.prompt + text for text in texts])

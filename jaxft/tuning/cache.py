@@ -110,7 +110,7 @@ def save(file: Path, op: str, name: str, config: Any) -> None:
             table = {}
         table.setdefault(op, {})[name] = dataclasses.asdict(config)
         with atomic.writing(file), new.open("w", encoding="utf-8") as lines:
-            json.dump(table, lines, indent=1, sort_keys=True)
+            json.dump(table, lines, indent=1, sort_keys=True, allow_nan=False)
             lines.write("\n")
     load.cache_clear()
 
