@@ -20,9 +20,10 @@ from jaxft.ops.bundle import Rebuild
 from jaxft.text import batching
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import Batch, Bucket
+from jaxft.text.long_texts import LongTexts
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -67,11 +68,13 @@ class CrossEncoder:
         self._tokenizer = tokenizer_files.truncating(
             tokenizer, max_length, is_pair=True, owner="CrossEncoder", argument="max_length"
         )
+        self._long_texts = LongTexts(self._tokenizer, is_pair=True)
         self._batcher = batching.Batcher(
             limit=max_length,
             padding=model.config.pad_token_id,
             packed=batching.packs(model.bert.embeddings.options.implementation) if packed is None else packed,
             with_types=model.config.type_vocab_size > 1,
+            characters=lambda pair: sum(map(len, pair)),
         )
         self._bundled = Bundled(model.bert.embeddings.options.implementation)
 
@@ -200,7 +203,7 @@ class CrossEncoder:
             return self._score(arrays, batch.input_ids, batch.token_type_ids, batch.lengths, batch.longest, rebuild)
 
         logits = self._batcher.compute_all(
-            pairs, self._tokenizer.encode_batch_fast, batch_size, compute, width=self.model.num_labels, unit="pair",
+            pairs, self._encodings, batch_size, compute, width=self.model.num_labels, unit="pair",
             show_progress_bar=show_progress_bar,
         )  # fmt: skip
         activation_fn = activation_fn or self.activation_fn
@@ -265,6 +268,9 @@ class CrossEncoder:
             for entry in found:
                 entry["text"] = documents[entry["corpus_id"]]
         return found
+
+    def _encodings(self, pairs: Sequence[tuple[str, str]]) -> "list[Encoding]":
+        return self._tokenizer.encode_batch_fast(self._long_texts.cut_pairs(pairs))
 
 
 def _as_pairs(sentences: Any) -> list[tuple[str, str]]:

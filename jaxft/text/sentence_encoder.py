@@ -1,6 +1,7 @@
 """SentenceEncoder: computes embeddings of texts, and reads checkpoints in the layout of sentence-transformers."""
 
 import dataclasses
+import itertools
 import operator
 import os
 import sys
@@ -22,6 +23,7 @@ from jaxft.ops.bundle import Rebuild
 from jaxft.text import batching
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import Batch, Bucket
+from jaxft.text.long_texts import LongTexts
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -81,10 +83,12 @@ class SentenceEncoder:
         self._tokenizer = tokenizer_files.truncating(
             tokenizer, max_seq_length, owner="SentenceEncoder", argument="max_seq_length"
         )
+        self._long_texts = LongTexts(self._tokenizer)
         self._batcher = batching.Batcher(
             limit=max_seq_length,
             padding=model.config.pad_token_id,
             packed=batching.packs(model.embeddings.options.implementation) if packed is None else packed,
+            characters=len,
         )
 
         self._bundled = Bundled(model.embeddings.options.implementation)
@@ -193,7 +197,12 @@ class SentenceEncoder:
           TypeError: see `encode`.
           ValueError: a text is not valid Unicode.
         """
-        return [encoding.ids for encoding in self._encodings(batching.as_texts("encode", "sentences", sentences))]
+        texts = batching.as_texts("encode", "sentences", sentences)
+        return [
+            chunk.ids[begin:end].tolist()
+            for _, chunk in self._batcher.tokenised(texts, self._encodings)
+            for begin, end in itertools.pairwise(chunk.begins)
+        ]
 
     def encode(
         self,
@@ -269,7 +278,7 @@ class SentenceEncoder:
 
     def _encodings(self, texts: Sequence[str]) -> "list[Encoding]":
         # Strip as sentence-transformers does: for a byte-level tokenizer such as RoBERTa's, white space is text.
-        return self._tokenizer.encode_batch_fast([(self.prompt + text).strip() for text in texts])
+        return self._tokenizer.encode_batch_fast(self._long_texts.cut([(self.prompt + text).strip() for text in texts]))
 
 
 @dataclasses.dataclass(frozen=True)
