@@ -44,8 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a command line, by default `sys.argv[1:]`, and returns the exit code.
 
     The code is 0, 2 after an error (one line on stderr), 130 after Ctrl-C, or 141 if the reader of stdout closed the
-    pipe. Raises SystemExit for wrong arguments (2), for `--help` and `--version` (0), and if SIGTERM arrives while an
-    output file is open (143).
+    pipe. Raises SystemExit for wrong arguments (2), without arguments (2, with the help on stderr), for `--help` and
+    `--version` (0), and if SIGTERM arrives while an output file is open (143).
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the shell, as in `jaxft ... >&-`
@@ -71,7 +71,8 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="jaxft", description="A fast BERT encoder for JAX.")
     parser.add_argument("--version", action="version", version=f"jaxft {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.set_defaults(run=lambda _: parser.exit(2, parser.format_help()))  # without a command
+    commands = parser.add_subparsers(metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], None], summary: str, description: str) -> _Parser:
         added = commands.add_parser(name, help=summary, description=description)
@@ -92,7 +93,8 @@ def _parser() -> argparse.ArgumentParser:
 
     similar = command(
         "similar", _run_similar, "show the texts nearest to a query",
-        "Prints the texts of FILE that are most similar to QUERY: cosine, line number and text, separated by tabs.",
+        "Prints the texts of FILE that are most similar to QUERY: cosine, line number and text, separated by tabs. "
+        "Empty lines are skipped.",
     )  # fmt: skip
     _add_model_arguments(similar)
     similar.add_argument("file", metavar="FILE", help="the texts, as for encode")
@@ -161,24 +163,33 @@ def _run_encode(args: argparse.Namespace) -> None:
     if Path(args.output).suffix not in (".npy", ".jsonl"):
         raise _UserError(f"output {args.output!r} must end in .npy or .jsonl")
     with _exit_at_sigterm(), _new_file(args.output) as output:
-        records = _read_records(args.file, args.jsonl)
-        embeddings = _encode([record["text"] for record in records], args, normalize=args.normalize)
+        records = [*_read_records(args.file, args.jsonl)]
+        embeddings = _encode([*map(_text, records)], args, normalize=args.normalize)
         if Path(args.output).suffix == ".npy":
             np.save(output, embeddings)
         else:
             for record, row in zip(records, embeddings, strict=True):
                 embedding = [float(f"{value:.9g}") for value in row.tolist()]  # 9 digits distinguish all float32
-                line = json.dumps(record | {"embedding": embedding}, ensure_ascii=False)
+                fields = {"text": record} if isinstance(record, str) else record
+                line = json.dumps(fields | {"embedding": embedding}, ensure_ascii=False)
                 # A lone surrogate is valid in JSON but not in UTF-8: write it as a \u escape again.
                 output.write(line.encode("utf-8", "backslashreplace") + b"\n")
 
 
 def _run_similar(args: argparse.Namespace) -> None:
-    texts = [record["text"] for record in _read_records(args.file, args.jsonl)]
-    *embeddings, query = _encode([*texts, _checked(args.query, "the query")], args, normalize=True)
-    cosines = np.stack(embeddings) @ query
+    if not _checked(args.query, "the query").strip():
+        raise _UserError("the query is empty")
+    lines = [*map(_text, _read_records(args.file, args.jsonl))]
+    numbers = [number for number, text in enumerate(lines, 1) if text.strip()]
+    if len(numbers) < len(lines):
+        print(f"jaxft: {len(lines) - len(numbers):,} of {len(lines):,} texts are empty and skipped", file=sys.stderr)
+    if not numbers:
+        raise _UserError("all texts are empty")
+    embeddings = _encode([*(lines[number - 1] for number in numbers), args.query], args, normalize=True)
+    cosines = embeddings[:-1] @ embeddings[-1]
     for index in np.argsort(-cosines, kind="stable")[: args.top]:
-        print(f"{cosines[index]:.4f}", index + 1, " ".join(texts[index].split()), sep="\t")
+        number = numbers[index]
+        print(f"{cosines[index]:.4f}", number, " ".join(lines[number - 1].split()), sep="\t")
 
 
 def _run_info(args: argparse.Namespace) -> None:
@@ -226,6 +237,7 @@ def _run_bench(args: argparse.Namespace) -> None:
             raise _UserError(f"{name} {path!r} must end in {suffix}")
     if args.chart is not None and importlib.util.find_spec("matplotlib") is None:
         raise _UserError("--chart needs matplotlib: pip install 'jaxft[plot]'")
+    _say_loading(args.model)
     device = _device()
     dtype = args.dtype or ("bfloat16" if device["platform"] == "cuda" else "float32")
     import jax
@@ -281,8 +293,14 @@ def _device() -> dict[str, str]:
         raise _UserError(f"JAX found no device (JAX_PLATFORMS is {asked!r}). {error}") from error
 
 
+def _say_loading(model: str) -> None:
+    if sys.stderr.isatty():
+        print(f"jaxft: loading {model}", file=sys.stderr, flush=True)
+
+
 def _encode(texts: list[str], args: argparse.Namespace, *, normalize: bool) -> np.ndarray:
     """Loads the model and encodes the texts. Prints progress and speed to stderr."""
+    _say_loading(args.model)
     device = _device()
     import jax
 
@@ -306,25 +324,28 @@ def _encode(texts: list[str], args: argparse.Namespace, *, normalize: bool) -> n
     return np.asarray(embeddings)
 
 
-def _read_records(file: str, jsonl: bool) -> list[dict[str, Any]]:
-    """Reads the lines of a file ("-": stdin) as objects with a field "text"."""
+def _read_records(file: str, jsonl: bool) -> Iterator[str | dict[str, Any]]:
+    """Reads a file ("-": stdin) line by line: yields plain lines, and objects with a field "text" from JSON lines."""
     name = "stdin" if file == "-" else file
+    jsonl = jsonl or Path(file).suffix == ".jsonl"
+    number = 0
     try:
-        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        with contextlib.nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb") as lines:
+            # Lines end at newlines only. str.splitlines also splits at form feeds and other characters inside a text.
+            for number, data in enumerate(lines, 1):
+                try:
+                    line = data.removesuffix(b"\n").decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    raise _UserError(f"{name}, line {number}: not valid UTF-8") from error
+                yield _record(line, f"{name}, line {number}") if jsonl else line.removesuffix("\r")
     except OSError as error:
         raise _UserError(f"cannot read {name}: {error.strerror}") from error
-    if not data:
+    if not number:
         raise _UserError(f"{name} is empty")
-    try:
-        content = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise _UserError(f"{name}, line {line}: not valid UTF-8") from error
-    # Not splitlines(): it also splits at form feeds and other characters inside a text.
-    lines = content.removesuffix("\n").split("\n")
-    if jsonl or Path(file).suffix == ".jsonl":
-        return [_record(line, f"{name}, line {number}") for number, line in enumerate(lines, 1)]
-    return [{"text": line.removesuffix("\r")} for line in lines]
+
+
+def _text(record: str | dict[str, Any]) -> str:
+    return record if isinstance(record, str) else record["text"]
 
 
 def _record(line: str, where: str) -> dict[str, Any]:
