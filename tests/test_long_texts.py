@@ -36,10 +36,17 @@ def random_text(rng):
     return "".join(parts)
 
 
+def soup(rng):
+    """Returns a text of few different parts, so that each of them is often beside a cut."""
+    parts = rng.sample([*WORDS, *GAPS, *RUNS], rng.randint(1, 4))
+    parts += rng.sample(["a", "é", " ", "ﾞ", "ͺ", "\u0d4e", ",", "\u0301", "ß" * 9], rng.randint(0, 2))
+    return "".join(rng.choices([part for part in parts if part] or ["a"], k=rng.randint(60, 200)))[:400]
+
+
 @functools.cache
 def text_sample(seed):
     rng = random.Random(seed)
-    return [random_text(rng) for _ in range(30)]
+    return [random_text(rng) for _ in range(20)] + [soup(rng) for _ in range(150)]
 
 
 def bert(**options):
@@ -59,7 +66,7 @@ def byte_level(add_prefix_space=False, normalizer=None, mask=True):
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("a", "a"), ("aa", "aa"), ("Ġ", "Ġ"), ("t", "h"), ("th", "e"), ("Ġ", "the"), ("-", "-"), ("'", "'"),
               ("l", "l"), ("'", "ll"), ("1", "2"), ("ä", "¸"), ("ä¸", "Ń"), ("Ċ", "Ċ"), ("h", "t"), ("a", "b"),
-              ("ab", "ab"), ("Ġ", "a"), (".", "."), ("'", "l"), ("Ġ", "-")]  # fmt: skip
+              ("ab", "ab"), ("abab", "abab"), ("Ġ", "a"), ("ģ", ","), (".", "."), ("'", "l"), ("Ġ", "-")]  # fmt: skip
     vocab = {token: i for i, token in enumerate(dict.fromkeys([*alphabet, *map("".join, merges)]))}
     tokenizer = Tokenizer(models.BPE(vocab, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
@@ -80,7 +87,7 @@ def unigram(normalizer=None, pre_tokenizer=None, byte_fallback=False):
     ]
     pieces += [("▁the", -2.0), ("▁old", -2.1), ("ee", -3.0), ("aa", -9.0), ("aaa", -14.5), ("ab", -7.0), ("ba", -7.0),
                ("abab", -15.0), ("中文", -3.0), ("文中", -3.01), ("▁▁", -3.5), ("--", -4.0), ("-", -3.0),
-               ("▁tree", -4.0), ("...", -4.0)]  # fmt: skip
+               ("▁tree", -4.0), ("...", -4.0), ("xa", -3.0)]  # fmt: skip
     if byte_fallback:
         pieces += [(f"<0x{i:02X}>", -8.0) for i in range(256)]
     tokenizer = Tokenizer(models.Unigram(pieces, 0, byte_fallback))
@@ -210,6 +217,24 @@ def test_tokens_are_those_of_the_whole_text(name, side, seed):
         cut = LongTexts(tokenizer).cut(texts)
         same_tokens(tokenizer, texts, cut, seed)
         assert all(len(part) == len(text) for text, part in zip(texts, cut, strict=True)) == (name in KEPT)
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "parts"),
+    [
+        ("byte-level, NFD", "right", [*["abababab"] * 9, "é,"]),  # the accent of a word joins the punctuation
+        ("unigram, precompiled", "right", [*["ß" * 14] * 3, "\u0d4e a"]),  # a letter and a space are one grapheme
+        ("byte-level, prefix", "left", ["abababab", ",abababab"]),  # a space comes before every text
+    ],
+)
+def test_last_token_that_counts_is_at_the_cut(name, side, parts):
+    """The tokens are so long, and special tokens so few, that a part has just the tokens that count."""
+    rng = random.Random(0)
+    texts = ["".join(rng.choices(parts, k=120)) for _ in range(300)]
+    tokenizer = truncating(name, 12, side)
+    tokenizer.post_processor = processors.Sequence([])
+    cut = LongTexts(tokenizer).cut(texts)
+    same_tokens(tokenizer, texts, cut, parts)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
