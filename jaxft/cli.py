@@ -47,8 +47,9 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a command line, by default `sys.argv[1:]`, and returns the exit code.
 
     The code is 0, 2 after an error (one line on stderr), 130 after Ctrl-C, or 141 if the reader of stdout closed the
-    pipe. Raises SystemExit for wrong arguments (2), and for `--help` and `--version` (0). Without `argv` it is the
-    program: until the process ends, Ctrl-C, SIGTERM and SIGHUP end it at once, with 130, 143 and 129.
+    pipe. Raises SystemExit for wrong arguments (2), without arguments (2, with the help on stderr), and for `--help`
+    and `--version` (0). Without `argv` it is the program: until the process ends, Ctrl-C, SIGTERM and SIGHUP end it at
+    once, with 130, 143 and 129.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the shell, as in `jaxft ... >&-`
@@ -88,7 +89,8 @@ def _discard_stdout() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="jaxft", description="A fast BERT encoder for JAX.")
     parser.add_argument("--version", action="version", version=f"jaxft {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.set_defaults(run=lambda _: parser.exit(2, parser.format_help()))  # without a command
+    commands = parser.add_subparsers(metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], None], summary: str, description: str) -> _Parser:
         added = commands.add_parser(name, help=summary, description=description)
@@ -109,7 +111,8 @@ def _parser() -> argparse.ArgumentParser:
 
     similar = command(
         "similar", _run_similar, "show the texts nearest to a query",
-        "Prints the texts of FILE that are most similar to QUERY: cosine, line number and text, separated by tabs.",
+        "Prints the texts of FILE that are most similar to QUERY: cosine, line number and text, separated by tabs. "
+        "Empty lines are skipped.",
     )  # fmt: skip
     _add_model_arguments(similar)
     similar.add_argument("file", metavar="FILE", help="the texts, as for encode")
@@ -180,15 +183,14 @@ def _run_encode(args: argparse.Namespace) -> None:
     import numpy as np
 
     with _new_file(args.output) as output:
-        records = _read_records(args.file, args.jsonl)
+        records = [*_read_records(args.file, args.jsonl)]
 
         def allocate(width: int) -> None:
             if output.suffix == ".npy":
                 with atomic.writing(args.output):
                     _allocate(output, 128 + len(records) * width * 4)  # header and float32 values
 
-        texts = [record["text"] for record in records]
-        embeddings = _encode(texts, args, normalize=args.normalize, before=allocate)
+        embeddings = _encode([*map(_text, records)], args, normalize=args.normalize, before=allocate)
         with atomic.writing(args.output), output.open("r+b" if output.exists() else "wb") as file:
             if output.suffix == ".npy":
                 # Not the file itself, for which NumPy leaves out why an error has occurred.
@@ -197,7 +199,8 @@ def _run_encode(args: argparse.Namespace) -> None:
             else:
                 for record, row in zip(records, embeddings, strict=True):
                     embedding = [float(f"{value:.9g}") for value in row.tolist()]  # 9 digits distinguish all float32
-                    line = json.dumps(record | {"embedding": embedding}, ensure_ascii=False, allow_nan=False)
+                    fields = {"text": record} if isinstance(record, str) else record
+                    line = json.dumps(fields | {"embedding": embedding}, ensure_ascii=False, allow_nan=False)
                     # A lone surrogate is valid in JSON but not in UTF-8: write it as a \u escape again.
                     file.write(line.encode("utf-8", "backslashreplace") + b"\n")
 
@@ -214,13 +217,21 @@ def _allocate(file: Path, size: int) -> None:
 
 
 def _run_similar(args: argparse.Namespace) -> None:
-    texts = [record["text"] for record in _read_records(args.file, args.jsonl)]
-    *embeddings, query = _encode([*texts, _checked(args.query, "the query")], args, normalize=True)
+    if not _checked(args.query, "the query").strip():
+        raise _UserError("the query is empty")
+    lines = [*map(_text, _read_records(args.file, args.jsonl))]
+    numbers = [number for number, text in enumerate(lines, 1) if text.strip()]
+    if len(numbers) < len(lines):
+        print(f"jaxft: {len(lines) - len(numbers):,} of {len(lines):,} texts are empty and skipped", file=sys.stderr)
+    if not numbers:
+        raise _UserError("all texts are empty")
+    embeddings = _encode([*(lines[number - 1] for number in numbers), args.query], args, normalize=True)
     import numpy as np
 
-    cosines = np.stack(embeddings) @ query
+    cosines = embeddings[:-1] @ embeddings[-1]
     for index in np.argsort(-cosines, kind="stable")[: args.top]:
-        print(f"{cosines[index]:.4f}", index + 1, " ".join(texts[index].split()), sep="\t")
+        number = numbers[index]
+        print(f"{cosines[index]:.4f}", number, " ".join(lines[number - 1].split()), sep="\t")
 
 
 def _run_info(args: argparse.Namespace) -> None:
@@ -273,6 +284,7 @@ def _run_bench(args: argparse.Namespace) -> None:
             raise _UserError(f"{name} {path!r} must end in {suffix}")
     if args.chart is not None and importlib.util.find_spec("matplotlib") is None:
         raise _UserError("--chart needs matplotlib: pip install 'jaxft[plot]'")
+    _say_loading(args.model)
     device = _device()
     dtype = args.dtype or ("bfloat16" if device["platform"] == "cuda" else "float32")
     import jax
@@ -331,10 +343,16 @@ def _device() -> dict[str, str]:
         raise _UserError(f"JAX found no device (JAX_PLATFORMS is {asked!r}). {error}") from error
 
 
+def _say_loading(model: str) -> None:
+    if sys.stderr.isatty():
+        print(f"jaxft: loading {model}", file=sys.stderr, flush=True)
+
+
 def _encode(
     texts: list[str], args: argparse.Namespace, *, normalize: bool, before: Callable[[int], None] = lambda width: None
 ) -> np.ndarray:
     """Loads the model, calls `before` with the embeddings' width, and encodes. Prints progress and speed to stderr."""
+    _say_loading(args.model)
     device = _device()
     import jax
     import numpy as np
@@ -361,25 +379,28 @@ def _encode(
     return np.asarray(embeddings)
 
 
-def _read_records(file: str, jsonl: bool) -> list[dict[str, Any]]:
-    """Reads the lines of a file ("-": stdin) as objects with a field "text"."""
+def _read_records(file: str, jsonl: bool) -> Iterator[str | dict[str, Any]]:
+    """Reads a file ("-": stdin) line by line: yields plain lines, and objects with a field "text" from JSON lines."""
     name = "stdin" if file == "-" else file
+    jsonl = jsonl or Path(file).suffix == ".jsonl"
+    number = 0
     try:
-        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        with contextlib.nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb") as lines:
+            # Lines end at newlines only. str.splitlines also splits at form feeds and other characters inside a text.
+            for number, data in enumerate(lines, 1):
+                try:
+                    line = data.removesuffix(b"\n").decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    raise _UserError(f"{name}, line {number}: not valid UTF-8") from error
+                yield _record(line, f"{name}, line {number}") if jsonl else line.removesuffix("\r")
     except OSError as error:
         raise _UserError(f"cannot read {name}: {error.strerror}") from error
-    if not data:
+    if not number:
         raise _UserError(f"{name} is empty")
-    try:
-        content = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise _UserError(f"{name}, line {line}: not valid UTF-8") from error
-    # Not splitlines(): it also splits at form feeds and other characters inside a text.
-    lines = content.removesuffix("\n").split("\n")
-    if jsonl or Path(file).suffix == ".jsonl":
-        return [_record(line, f"{name}, line {number}") for number, line in enumerate(lines, 1)]
-    return [{"text": line.removesuffix("\r")} for line in lines]
+
+
+def _text(record: str | dict[str, Any]) -> str:
+    return record if isinstance(record, str) else record["text"]
 
 
 def _record(line: str, where: str) -> dict[str, Any]:

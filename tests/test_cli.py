@@ -19,6 +19,8 @@ import pytest
 import tiny
 from cases import slow, slow_cases
 from jaxft import cli, dispatch
+from jaxft.checkpoint.files import CheckpointError
+from jaxft.models.bert import BertModel
 from jaxft.text import batching
 from jaxft.text.sentence_encoder import SentenceEncoder
 from jaxft.tuning import cache as tuning_cache
@@ -401,7 +403,6 @@ def test_no_device(folder, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: COMMAND"),
         (["train"], "argument COMMAND: invalid choice: 'train' .*"),
         (["encode", "-o", "out.npy"], "the following arguments are required: --model"),
         (["encode", "--model", "m"], "the following arguments are required: -o/--output"),
@@ -422,6 +423,53 @@ def test_bad_arguments(folder, capsys, arguments, message):
     assert re.fullmatch(message, fails(capsys, *arguments))
 
 
+def test_help_is_shown_without_a_command(capsys):
+    with pytest.raises(SystemExit) as exit:
+        cli.main([])
+    captured = capsys.readouterr()
+    assert exit.value.code == 2 and captured.out == ""
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    assert captured.err == capsys.readouterr().out and "encode" in captured.err
+
+
+def test_terminals_say_that_the_model_loads(folder, model, capsys, monkeypatch):
+    def from_pretrained(*args, **kwargs):
+        said.append(capsys.readouterr().err)
+        raise CheckpointError("no model")
+
+    said = []
+    for owner in (SentenceEncoder, BertModel):
+        monkeypatch.setattr(owner, "from_pretrained", from_pretrained)
+    commands = (["encode", "texts.txt", "-o", "out.npy"], ["similar", "texts.txt", "rain"], ["bench"])
+    for terminal in (True, False):
+        for command, *arguments in commands:
+            monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal, raising=False)
+            fails(capsys, command, "--model", model, *arguments)
+    assert all(text.endswith(f"jaxft: loading {model}\n") for text in said[:3]) and len(said) == 6
+    assert not any("loading" in text for text in said[3:])
+
+
+def test_input_is_read_line_by_line(folder, model):
+    """Only the line that is read is in memory."""
+    lines = 0
+
+    class Lines(io.BytesIO):
+        def read(self, size=-1):
+            raise AssertionError
+
+        def __next__(self):
+            nonlocal lines
+            lines += 1
+            return super().__next__()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", io.TextIOWrapper(Lines(b"\xef\xbb\xbfone\r\n\xef\xbb\xbftwo\n\nlast")))
+        for number, text in enumerate(cli._read_records("-", jsonl=False), 1):
+            assert lines == number and text == ["one", "\ufefftwo", "", "last"][number - 1]
+    assert lines == 5
+
+
 # --- similar and info --------------------------------------------------------------------------------------------
 
 
@@ -433,10 +481,22 @@ def test_similar(folder, model, embeddings, capsys):
     unit = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
     cosines = unit @ unit[3]
     assert rows[:2] == [["1.0000", "4", LINES[3]], ["1.0000", "5", LINES[3]]]
-    best = np.argsort(-cosines[:3])[:2]
+    best = [i for i in np.argsort(-cosines[:3]) if LINES[i]]
     assert [(int(number), text) for _, number, text in rows[2:]] == [(i + 1, LINES[i]) for i in best]
     np.testing.assert_allclose([float(row[0]) for row in rows[2:]], cosines[best], rtol=0, atol=1e-4)
-    assert "6 texts in" in captured.err
+    assert "5 texts in" in captured.err and "1 of 5 texts are empty and skipped" in captured.err
+
+
+def test_similar_skips_empty_texts(folder, model, capsys):
+    Path("in.txt").write_text("\nrain\n \t\nthe old tree\n\n")
+    assert cli.main(["similar", "--model", model, "in.txt", "tree", "--top", "9"]) == 0
+    captured = capsys.readouterr()
+    assert sorted(line.split("\t")[1:] for line in captured.out.splitlines()) == [["2", "rain"], ["4", "the old tree"]]
+    assert "jaxft: 3 of 5 texts are empty and skipped\n" in captured.err
+    Path("in.txt").write_text("\n\n")
+    with pytest.raises(AssertionError, match="jaxft: 2 of 2 texts are empty and skipped"):
+        fails(capsys, "similar", "--model", "m", "in.txt", "tree")
+    assert fails(capsys, "similar", "--model", "m", "texts.txt", " ") == "the query is empty"
 
 
 def test_similar_escapes_what_stdout_cannot_encode(folder, model, monkeypatch):
@@ -449,7 +509,7 @@ def test_similar_escapes_what_stdout_cannot_encode(folder, model, monkeypatch):
 
 def test_similar_shows_at_most_all_texts(folder, model, capsys):
     Path("many.txt").write_text("rain\n" * 9)
-    for arguments, count in ((["many.txt", "tree"], 5), (["texts.txt", "tree", "--top", "99"], 4)):
+    for arguments, count in ((["many.txt", "tree"], 5), (["texts.txt", "tree", "--top", "99"], 3)):
         assert cli.main(["similar", "--model", model, *arguments]) == 0
         assert len(capsys.readouterr().out.splitlines()) == count
 

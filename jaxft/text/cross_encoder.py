@@ -1,6 +1,5 @@
 """CrossEncoder: scores pairs of texts, for reranking, with the interface of sentence-transformers' CrossEncoder."""
 
-import functools
 import operator
 import os
 import sys
@@ -21,9 +20,10 @@ from jaxft.ops.bundle import Rebuild
 from jaxft.text import batching, module_files
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import Batch, Bucket
+from jaxft.text.long_texts import LongTexts
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -74,11 +74,13 @@ class CrossEncoder:
             tokenizer, max_length, model.config, is_pair=True, token_types=token_types, owner="CrossEncoder",
             argument="max_length",
         )  # fmt: skip
+        self._long_texts = LongTexts(self._tokenizer, is_pair=True)
         self._batcher = batching.Batcher(
             limit=max_length,
             padding=model.config.pad_token_id,
             packed=batching.packs(model.bert.embeddings.options.implementation) if packed is None else packed,
             with_types=token_types and model.config.type_vocab_size > 1,
+            characters=lambda pair: sum(map(len, pair)),
         )
         self._bundled = Bundled(model.bert.embeddings.options.implementation)
 
@@ -218,8 +220,8 @@ class CrossEncoder:
             return self._score(arrays, batch.input_ids, batch.token_type_ids, batch.lengths, batch.longest, rebuild)
 
         logits = self._batcher.compute_all(
-            pairs, functools.partial(tokenizer_files.encode, self._tokenizer), batch_size, compute, model=self.model,
-            width=self.model.num_labels, unit="pair", show_progress_bar=show_progress_bar,
+            pairs, self._encodings, batch_size, compute, model=self.model, width=self.model.num_labels, unit="pair",
+            show_progress_bar=show_progress_bar,
         )  # fmt: skip
         activation_fn = activation_fn or self.activation_fn
         # The built-in activations treat each element by itself, so rows can be padded to a power of two. Without
@@ -283,6 +285,9 @@ class CrossEncoder:
             for entry in found:
                 entry["text"] = documents[entry["corpus_id"]]
         return found
+
+    def _encodings(self, pairs: Sequence[tuple[str, str]]) -> "list[Encoding]":
+        return tokenizer_files.encode(self._tokenizer, pairs, self._long_texts.cut_pairs)
 
 
 def _as_pairs(sentences: Any) -> list[tuple[str, str]]:

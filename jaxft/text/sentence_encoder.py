@@ -1,5 +1,6 @@
 """SentenceEncoder: computes embeddings of texts, and reads checkpoints in the layout of sentence-transformers."""
 
+import itertools
 import operator
 import os
 import sys
@@ -21,6 +22,7 @@ from jaxft.ops.bundle import Rebuild
 from jaxft.text import batching, module_files
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import Batch, Bucket
+from jaxft.text.long_texts import LongTexts
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -79,10 +81,12 @@ class SentenceEncoder:
             tokenizer, max_seq_length, model.config, token_types=token_types, owner="SentenceEncoder",
             argument="max_seq_length",
         )  # fmt: skip
+        self._long_texts = LongTexts(self._tokenizer)
         self._batcher = batching.Batcher(
             limit=max_seq_length,
             padding=model.config.pad_token_id,
             packed=batching.packs(model.embeddings.options.implementation) if packed is None else packed,
+            characters=len,
         )
 
         self._bundled = Bundled(model.embeddings.options.implementation)
@@ -190,7 +194,12 @@ class SentenceEncoder:
           TypeError: see `encode`.
           ValueError: a text is not valid Unicode or cannot be tokenised.
         """
-        return [encoding.ids for encoding in self._encodings(batching.as_texts("encode", "sentences", sentences))]
+        texts = batching.as_texts("encode", "sentences", sentences)
+        return [
+            chunk.ids[begin:end].tolist()
+            for _, chunk in self._batcher.tokenised(texts, self._encodings)
+            for begin, end in itertools.pairwise(chunk.begins)
+        ]
 
     def encode(
         self,
@@ -203,7 +212,8 @@ class SentenceEncoder:
         """Computes the embeddings of texts.
 
         Threads tokenise hundreds or thousands of texts at a time, ahead of the device. The texts of such a chunk are
-        sorted by length.
+        sorted by length. Of a very long text, only a part is tokenised, if the tokens that count certainly are those of
+        the whole text.
 
         Packed batches (the default on an NVIDIA GPU): a batch holds up to `batch_size * max_seq_length` tokens, fewer
         at the end of a call, and has one of the shapes of `buckets(batch_size)`. Other texts of the batch do not change
@@ -268,4 +278,5 @@ class SentenceEncoder:
         return batching.buckets(batch_size, self.max_seq_length) if self._batcher.packed else []
 
     def _encodings(self, texts: Sequence[str]) -> "list[Encoding]":
-        return tokenizer_files.encode(self._tokenizer, [self.prompt + text for text in texts])
+        texts = [self.prompt + text for text in texts]
+        return tokenizer_files.encode(self._tokenizer, texts, self._long_texts.cut)

@@ -6,9 +6,9 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxft import atomic
 from jaxft.checkpoint import files as checkpoint_files
@@ -18,6 +18,8 @@ from jaxft.text.batching import TextError
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Encoding, Tokenizer
+
+T = TypeVar("T", str, tuple[str, str])
 
 _LONGEST_TOKEN = 1000  # characters of a token of a Unigram model; its tree is freed recursively
 _LONGEST_REGEX = 10_000  # characters of all regular expressions; a class such as \\p{L} compiles to 16 kB
@@ -331,10 +333,15 @@ def library_errors(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: {error}") from error
 
 
-def encode(tokenizer: "Tokenizer", texts: "Sequence[str | tuple[str, str]]") -> "list[Encoding]":
-    """Tokenises texts or pairs. Raises a TextError for the first one that the tokenizers library cannot tokenise."""
+def encode(
+    tokenizer: "Tokenizer", texts: Sequence[T], cut: Callable[[Sequence[T]], Sequence[T]] = lambda texts: texts
+) -> "list[Encoding]":
+    """Tokenises `cut(texts)`, which are texts or pairs.
+
+    Raises a TextError for the first text or pair that the tokenizers library cannot tokenise.
+    """
     try:
-        return tokenizer.encode_batch_fast(texts)
+        return tokenizer.encode_batch_fast(cut(texts))
     except BaseException as error:
         if not checkpoint_files.is_library_error(error):
             raise
@@ -343,7 +350,7 @@ def encode(tokenizer: "Tokenizer", texts: "Sequence[str | tuple[str, str]]") -> 
     found: list[Encoding] = []
     for index, text in enumerate(texts):
         try:
-            found += encode(tokenizer, [text])
+            found += encode(tokenizer, [text], cut)
         except TextError as error:
             raise TextError(index, text, error.reason) from error.__cause__
     return found
