@@ -367,11 +367,11 @@ class Run:
             then = f"step {max(saved)} is saved; the same command goes on from there" if saved else "nothing is saved"
             raise SaveError(f"stopped after step {self.step}: {_reason(error)}; {then}") from error
 
-    def save_model(self, model: Any, tokenizer: Any, source: Path) -> None:
-        """Writes the trained model and its tokenizer, which was loaded from `source`."""
+    def save_model(self, model: Any, tokenizer: Any, settings: tokenizer_files.Settings) -> None:
+        """Writes the trained model and its tokenizer, which was loaded with `settings`."""
         with self._saving():
             model.save_pretrained(self.out / "model")
-            tokenizer_files.save(tokenizer, self.out / "model", source)
+            tokenizer_files.save(tokenizer, self.out / "model", settings)
 
     def _close(self) -> None:
         with self._saving():

@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     texts = {text: module for text, module in texts.items() if module in names}
     options: dict[str, Any] = {"dtype": args.dtype, "param_dtype": jnp.float32, "remat": args.remat}
     encoder = BertModel.from_pretrained(args.model, **options)
-    whole = tokenizer_files.load(args.model, do_lower_case=False)
+    tokenizer_settings = tokenizer_files.Settings(args.model)
+    whole = tokenizer_files.load(tokenizer_settings)
     tokenizer = tokenizer_files.truncating(whole, preset.length, encoder.config, owner="finetune", argument="length")
     parts = [{t: module for t, module in texts.items() if common.held_out(t) == held_out} for held_out in (False, True)]
     train_set, test_set = (Texts(part, names, tokenizer, preset.length) for part in parts)
@@ -111,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{args.accumulate * preset.batch / run.step_seconds:,.0f} texts/s")
     if not finished:
         return common.INTERRUPTED
-    run.save_model(nnx.merge(graph, run.state.params), whole, args.model)
+    run.save_model(nnx.merge(graph, run.state.params), whole, tokenizer_settings)
     print(f"{args.out}: model/, loss.png, losses.csv, held_out.csv, checkpoints/")
     return 0
 

@@ -148,7 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     preset = PRESETS[args.preset]
     args.steps = args.steps or preset.steps
-    tokenizer = tokenizer_files.load(args.model, do_lower_case=False)
+    tokenizer_settings = tokenizer_files.Settings(args.model)
+    tokenizer = tokenizer_files.load(tokenizer_settings)
     tokenizer.no_padding()
     tokenizer.no_truncation()
     texts = common.paragraphs()
@@ -194,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             new.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
     if not finished:
         return common.INTERRUPTED
-    run.save_model(nnx.merge(graph, run.state.params), tokenizer, args.model)
+    run.save_model(nnx.merge(graph, run.state.params), tokenizer, tokenizer_settings)
     print(f"{args.out}: model/, loss.png, losses.csv, held_out.csv, checkpoints/")
     return 0
 

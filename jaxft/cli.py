@@ -1,7 +1,5 @@
 """Command line `jaxft encode | similar | bench | info`. Results go to stdout or a file, messages to stderr."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -350,7 +348,7 @@ def _say_loading(model: str) -> None:
 
 def _encode(
     texts: list[str], args: argparse.Namespace, *, normalize: bool, before: Callable[[int], None] = lambda width: None
-) -> np.ndarray:
+) -> "np.ndarray":
     """Loads the model, calls `before` with the embeddings' width, and encodes. Prints progress and speed to stderr."""
     _say_loading(args.model)
     device = _device()

@@ -410,8 +410,8 @@ def test_bar_moves_while_texts_are_tokenised(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     batcher = Batcher(limit=64, padding=PADDING, packed=False, characters=lambda _: 9)
     batcher.compute_all(
-        ["text"] * 5, tokenise, 4, lambda batch: jax.numpy.zeros((len(batch.lengths), 1)), width=1, unit="text",
-        show_progress_bar=True,
+        ["text"] * 5, tokenise, 4, lambda batch: jax.numpy.zeros((len(batch.lengths), 1)), model=None, width=1,
+        unit="text", show_progress_bar=True,
     )  # fmt: skip
     shown = capsys.readouterr().err
     assert all(f"0/5 [00:00<?, ?text/s, {n} tokenised]" in shown for n in (1, 2, 3)), shown

@@ -248,8 +248,9 @@ def test_tokenizer_gives_the_ids_of_transformers(tmp_path, name):
     tokenizer_folders.write(tmp_path, tokenizer_folders.FOLDERS[name])
     *expected, pair, types = json.loads(tokenizer_folders.DATA.read_text())[name]
     settings = tokenizer.Settings(tmp_path)
-    found = tokenizer.load(tmp_path, do_lower_case=False)
-    found = tokenizer.truncating(found, min(settings.max_length or 64, 64), owner="", argument="")
+    found = tokenizer.load(settings)
+    limit = min(settings.max_length or 64, 64)
+    found = tokenizer.truncating(found, limit, BertConfig(), token_types=settings.token_types, owner="", argument="")
     assert [encoding.ids for encoding in found.encode_batch([*tokenizer_folders.TEXTS])] == expected
     encoding = found.encode(*tokenizer_folders.PAIR)
     assert (encoding.ids, encoding.type_ids if settings.token_types else None) == (pair, types)
@@ -269,7 +270,7 @@ def test_tokenizer_gives_the_ids_of_transformers(tmp_path, name):
         ("bert", {TOKENIZER: {"padding_side": "up"}}, "padding_side must be left or right, got 'up'"),
         ("bert", {TOKENIZER: {"model_input_names": "input_ids"}}, "model_input_names must be a list, got 'input_ids'"),
         ("bert", {TOKENIZER: {"added_tokens_decoder": {"x": {}}}}, "the tokenizer's files do not fit together"),
-        ("bert", {MAP: {"model_max_length": "long"}}, "the maximum length must be a number of at least 1, got 'long'"),
+        ("bert", {MAP: {"model_max_length": "long"}}, "must be an integer of at least 1, got 'long'"),
         ("bert", {FAMILY: {"truncate_dim": 0}}, "truncate_dim must be a positive integer, got 0"),
         ("bert", {FAMILY: {"truncate_dim": -3}}, "truncate_dim must be a positive integer, got -3"),
         ("bert", {FAMILY: {"truncate_dim": True}}, "truncate_dim must be a positive integer, got True"),
@@ -328,12 +329,13 @@ def test_saved_tokenizer_is_taken_as_it_is(tmp_path, name):
     source.mkdir(), again.mkdir()
     tokenizer_folders.write(source, tokenizer_folders.FOLDERS[name])
     tokenizer_folders.write(again, {CONFIG: tokenizer_folders.FOLDERS[name][CONFIG]})
-    saved = tokenizer.load(source, do_lower_case=False)
-    tokenizer.save(saved, again, source)
-    found = tokenizer.load(again, do_lower_case=False)
+    settings = tokenizer.Settings(source)
+    saved = tokenizer.load(settings)
+    tokenizer.save(saved, again, settings)
+    found = tokenizer.load(tokenizer.Settings(again))
     texts = [*tokenizer_folders.TEXTS, tokenizer_folders.PAIR]
     assert [e.ids for e in found.encode_batch(texts)] == [e.ids for e in saved.encode_batch(texts)]
-    assert tokenizer.Settings(again).token_types == tokenizer.Settings(source).token_types
+    assert tokenizer.Settings(again).token_types == settings.token_types
     assert tokenizer.Settings(again).kind.model is None
 
 
@@ -349,9 +351,9 @@ def test_missing_default_tokens_need_no_row(tmp_path):
     words = [*tiny.VOCAB[:4], *tiny.VOCAB[5:]]
     saved = tiny.BertWordPieceTokenizer(vocab={token: i for i, token in enumerate(words)})
     saved.save(str(tiny.write_model(tmp_path, vocab_size=len(words)) / "tokenizer.json"))
-    assert tokenizer.load(tmp_path, do_lower_case=False).token_to_id("[MASK]") is None
+    assert tokenizer.load(tokenizer.Settings(tmp_path)).token_to_id("[MASK]") is None
     write_files(tmp_path, {CONFIG: {"vocab_size": len(words) + 1}})
-    assert tokenizer.load(tmp_path, do_lower_case=False).token_to_id("[MASK]") == len(words)
+    assert tokenizer.load(tokenizer.Settings(tmp_path)).token_to_id("[MASK]") == len(words)
 
 
 @pytest.mark.parametrize("normalize", [False, True])

@@ -320,7 +320,7 @@ def check_written(example, out):
     assert {step.name for step in (out / "checkpoints").iterdir()} == {"30", "40"}  # the last one may be damaged
     assert [*evaluations(out)] == ["0", "10", "20", "30", "40"]
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    tokenizer_files.load(out / "model", do_lower_case=False)
+    tokenizer_files.load(tokenizer_files.Settings(out / "model"))
     if example is finetune:
         model = BertForSequenceClassification.from_pretrained(out / "model")
         assert set(model.id2label.values()) == set(SUBJECTS)

@@ -31,6 +31,13 @@ def change(file, **fields):
     tiny.write_json(file, json.loads(file.read_text()) | fields)
 
 
+def change_tokenizer(folder, **fields):
+    """Changes tokenizer.json, and makes it count as it is, with its token types."""
+    change(folder / "tokenizer.json", **fields)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "token_type_ids"]}
+    tiny.write_json(folder / "tokenizer_config.json", settings)
+
+
 def change_weights(folder, name, value):
     tensors = safetensors.numpy.load_file(folder / WEIGHTS)
     tensors[name] = np.array(tensors[name])
@@ -80,7 +87,7 @@ POST_PROCESSORS = [
 @pytest.mark.parametrize(("post_processor", "reason"), POST_PROCESSORS)
 def test_post_processor_must_fit_the_model(tmp_path, post_processor, reason):
     tiny.write_sentence_model(tmp_path)
-    change(tmp_path / "tokenizer.json", post_processor=post_processor)
+    change_tokenizer(tmp_path, post_processor=post_processor)
     refused(SentenceEncoder.from_pretrained, tmp_path, reason)
 
 
@@ -95,7 +102,7 @@ def test_post_processor_must_fit_the_model(tmp_path, post_processor, reason):
 )
 def test_pair_template_must_fit_the_model(tmp_path, model_type, post_processor, reason):
     tiny.write_classifier(tmp_path, model_type)
-    change(tmp_path / "tokenizer.json", post_processor=post_processor)
+    change_tokenizer(tmp_path, post_processor=post_processor)
     refused(CrossEncoder.from_pretrained, tmp_path, reason)
 
 
@@ -110,8 +117,19 @@ def test_added_token_must_fit_the_model(tmp_path):
 
 def test_token_types_of_a_model_without_any_are_ignored(tmp_path):
     tiny.write_classifier(tmp_path, "distilbert")
-    change(tmp_path / "tokenizer.json", post_processor=template(("A", 0), ("B", 1)))
+    change_tokenizer(tmp_path, post_processor=template(("A", 0), ("B", 1)))
     assert np.isfinite(CrossEncoder.from_pretrained(tmp_path).predict([("a", "bird")])).all()
+
+
+def test_token_types_that_no_model_gets_are_ignored(tmp_path):
+    tiny.write_sentence_model(tmp_path / "sentence")
+    tiny.write_classifier(tmp_path / "cross")
+    change_tokenizer(tmp_path / "sentence", post_processor=template(("A", 1)))
+    change_tokenizer(tmp_path / "cross", post_processor=template(("A", 1), ("B", 2)))
+    for folder in tmp_path.iterdir():
+        change(folder / "tokenizer_config.json", model_input_names=["input_ids"])
+    assert np.isfinite(SentenceEncoder.from_pretrained(tmp_path / "sentence").encode("a bird")).all()
+    assert np.isfinite(CrossEncoder.from_pretrained(tmp_path / "cross").predict([("a", "bird")])).all()
 
 
 def test_constructor_checks_the_tokenizer(tmp_path):
@@ -245,12 +263,13 @@ def test_text_that_cannot_be_tokenised_is_named(tmp_path, monkeypatch, spoil, te
     tiny.write_classifier(tmp_path)
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
     spoil(tokenizer)
-    tiny.write_json(tmp_path / "tokenizer.json", tokenizer)
+    change_tokenizer(tmp_path, **tokenizer)
     cross = CrossEncoder.from_pretrained(tmp_path)
     shown = rf"texts\[3\] \(\('a', '{text[:20]}.* cannot be tokenised: .*{reason}"
     with pytest.raises(ValueError, match=shown):
         cross.predict([("a", "bird"), ("a", "b"), ("a", "c"), ("a", text)])
-    encoder = SentenceEncoder(cross.model.bert, tokenizer_files.load(tmp_path, False), max_seq_length=32, prompt="a ")
+    made = tokenizer_files.load(tokenizer_files.Settings(tmp_path))
+    encoder = SentenceEncoder(cross.model.bert, made, max_seq_length=32, prompt="a ")
     shown = rf"texts\[3\] \('{text[:20]}.* cannot be tokenised: .*{reason}"
     with pytest.raises(ValueError, match=shown):
         encoder.encode(["bird", "b", "c", text])
@@ -261,7 +280,8 @@ def test_text_that_cannot_be_tokenised_is_named(tmp_path, monkeypatch, spoil, te
 
 FILES = [
     "config.json", "modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "tokenizer_config.json",
-    "config_sentence_transformers.json", "tokenizer.json",
+    "config_sentence_transformers.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json",
+    "preprocessor_config.json",
 ]  # fmt: skip
 
 
@@ -345,10 +365,12 @@ def replace(content, **pattern):
         ("tokenizer.json", {"model": unigram(*(f"{i}" * 200 for i in range(1300)))}, "or of 24 on average"),
         ("1_Pooling/config.json", {"pooling_mode": ["mean"] * 100_000}, "pooling mode 'mean', 'mean', "),
         ("modules.json", [{"type": "x", "path": "y"}] * 30_000, "module 'x' is not supported"),
-        ("modules.json", [{"type": "x.Transformer", "path": "../" * 300_000}], "must have a path inside the folder"),
-        ("modules.json", [{"type": f"x.{kind}", "path": "a" * 400_000} for kind in ("Transformer", "Pooling")],
+        ("modules.json", [{"type": tiny.TYPES + "Transformer", "path": "../" * 300_000}],
+         "must have a path inside the folder"),
+        ("modules.json", [{"type": tiny.TYPES + kind, "path": "a" * 400_000} for kind in ("Transformer", "Pooling")],
          "the folder of module Transformer, "),
-        ("modules.json", [{"type": "x.Transformer", "path": "/etc"}], "must have a path inside the folder, got '/etc'"),
+        ("modules.json", [{"type": tiny.TYPES + "Transformer", "path": "/etc"}],
+         "must have a path inside the folder, got '/etc'"),
         ("config.json", {"num_hidden_layers": 10**9}, "num_hidden_layers must be an integer from 1 to 1024"),
         ("config.json", {"vocab_size": 10**400}, "vocab_size must be an integer from 1 to 16777216"),
         ("sentence_bert_config.json", {"max_seq_length": 12.5}, "must be an integer of at least 1, got 12.5"),

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 import tiny
 from cases import seeds
+from jaxft import BertConfig
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.long_texts import LongTexts
 
@@ -198,7 +199,7 @@ KEPT = {"bert, added word", "bert, added with spaces", "bert, single word", "uni
 def truncating(name, length, side="right", **options):
     tokenizer = TOKENIZERS[name]()
     tokenizer.enable_truncation(max_length=99, direction=side)
-    return tokenizer_files.truncating(tokenizer, length, owner="", argument="", **options)
+    return tokenizer_files.truncating(tokenizer, length, BertConfig(), owner="", argument="", **options)
 
 
 def same_tokens(tokenizer, texts, cut, seed):

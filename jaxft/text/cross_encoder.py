@@ -145,7 +145,7 @@ class CrossEncoder:
         )
         settings = tokenizer_files.Settings(folder)
         limit = layout.max_seq_length or settings.max_length or sys.maxsize
-        tokenizer = tokenizer_files.load(folder, layout.do_lower_case)
+        tokenizer = tokenizer_files.load(settings, layout.do_lower_case)
         activation_fn = _noted_activation(model.settings, folder)
         try:
             return cls(

@@ -117,7 +117,7 @@ def read_cross_encoder(folder: Path) -> Layout:
 def _check_bare(folder: Path) -> None:
     """Refuses a chat template in a folder without modules.json, where sentence-transformers applies it to texts."""
     file = folder / "chat_template.jinja"
-    if os.path.lexists(file) or tokenizer_files.Settings(folder).values.get("chat_template"):
+    if os.path.lexists(file) or read_settings(folder / "tokenizer_config.json").get("chat_template"):
         raise CheckpointError(f"{folder}: without modules.json, a chat_template is not supported")
 
 

@@ -154,7 +154,7 @@ class SentenceEncoder:
         model = BertModel.from_pretrained(layout.transformer, dtype=dtype, implementation=implementation)
         settings = tokenizer_files.Settings(layout.transformer)
         limit = layout.max_seq_length or settings.max_length or sys.maxsize
-        tokenizer = tokenizer_files.load(layout.transformer, layout.do_lower_case)
+        tokenizer = tokenizer_files.load(settings, layout.do_lower_case)
         try:
             return cls(
                 model,

@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import copy
 import dataclasses
 import json
 import os
@@ -172,11 +173,11 @@ def _added(token: str | dict[str, Any], *, special: bool = False) -> "AddedToken
     return added
 
 
-def load(folder: Path, do_lower_case: bool) -> "Tokenizer":
-    """Loads the tokenizer of a folder. `do_lower_case` comes before the tokenizer's own normalizer."""
+def load(settings: Settings, do_lower_case: bool = False) -> "Tokenizer":
+    """Loads the tokenizer of the settings' folder. `do_lower_case` comes before the tokenizer's own normalizer."""
     from tokenizers import Tokenizer, normalizers
 
-    settings, file, saved = Settings(folder), folder / "tokenizer.json", None
+    folder, file, saved = settings.folder, settings.folder / "tokenizer.json", None
     if os.path.lexists(file):
         _check_cost(file)
         with library_errors(f"{file}: not a tokenizer of the tokenizers library"):
@@ -186,6 +187,7 @@ def load(folder: Path, do_lower_case: bool) -> "Tokenizer":
     if found != expected and settings.is_named and expected:
         raise CheckpointError(f"{file}: the folder's tokenizer_class needs a {expected} vocabulary, got {found}")
     if found != expected:
+        settings = copy.copy(settings)
         settings.kind = CLASSES["TokenizersBackend"]
     tokenizer = saved if saved and found != expected else Tokenizer(model)
     with library_errors(f"{folder}: the tokenizer's files do not fit together"):
@@ -207,9 +209,8 @@ def load(folder: Path, do_lower_case: bool) -> "Tokenizer":
     return tokenizer
 
 
-def save(tokenizer: "Tokenizer", folder: Path, source: Path) -> None:
-    """Writes a tokenizer that was loaded from `source`, with settings that make transformers take it as it is."""
-    settings = Settings(source)
+def save(tokenizer: "Tokenizer", folder: Path, settings: Settings) -> None:
+    """Writes a tokenizer that was loaded with `settings`, so that transformers takes it as it is."""
     values = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_input_names": ["input_ids", *["token_type_ids"] * settings.token_types, "attention_mask"],
