@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 import safetensors.numpy
+from tokenizers import Tokenizer, models
 
 import jaxft
 import tiny
@@ -45,8 +46,18 @@ MARK = "\0mark"
 
 def make(folder: Path, kind: str) -> Path:
     """Writes a sentence encoder, one with shards and without a tokenizer.json, or a cross-encoder."""
-    if kind == "cross":
-        return tiny.write_classifier(folder, "roberta")
+    if kind.startswith("cross"):
+        tiny.write_classifier(folder, "roberta")
+        words = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", *"abcdefghijklmnopqrstuvwxyz\u0120", "\u0120a"]
+        if kind == "cross, BPE":
+            (folder / "tokenizer.json").unlink()
+            tiny.write_json(folder / "vocab.json", {word: number for number, word in enumerate(words)})
+            (folder / "merges.txt").write_text("#version: 0.2\n\u0120 a\n", "utf-8")
+        elif kind == "cross, Unigram":
+            config = json.loads((folder / "config.json").read_text())
+            tiny.write_json(folder / "config.json", config | {"model_type": "xlm-roberta"})
+            Tokenizer(models.Unigram([(word, -1.0) for word in words], 3)).save(str(folder / "tokenizer.json"))
+        return folder
     tiny.write_sentence_model(folder, normalize=True)
     tiny.write_json(folder / "sentence_bert_config.json", {"max_seq_length": 32, "do_lower_case": False})
     token = {"content": "[UNK]", "lstrip": False, "normalized": False, "single_word": False, "special": True}
@@ -72,7 +83,9 @@ def make(folder: Path, kind: str) -> Path:
     return folder
 
 
-KINDS = {"sentence": jaxft.SentenceEncoder, "shards": jaxft.SentenceEncoder, "cross": jaxft.CrossEncoder}
+KINDS = dict.fromkeys(("sentence", "shards"), jaxft.SentenceEncoder) | dict.fromkeys(
+    ("cross", "cross, BPE", "cross, Unigram"), jaxft.CrossEncoder
+)
 
 
 def damage(rng: random.Random, folder: Path) -> str:
@@ -159,10 +172,10 @@ def run(case: int, folder: Path, *, compute: bool = True) -> str:
         encoder = KINDS[kind].from_pretrained(folder)
         seconds = time.process_time() - start
         texts: list[Any] = ["a bird sings", "Ünïcode \u4e2d \U0001f600 in the old tree, zzz" * 3]
-        texts = [(text, "rain") for text in texts] if kind == "cross" else texts
+        texts = [(text, "rain") for text in texts] if kind.startswith("cross") else texts
         with jax.disable_jit():  # compilation would take longer than anything else
             if compute:
-                result = getattr(encoder, "predict" if kind == "cross" else "encode")(texts)
+                result = getattr(encoder, "predict" if kind.startswith("cross") else "encode")(texts)
             else:
                 result = [max([0, *found.ids]) for found in tokenizer_files.encode(encoder._tokenizer, texts)]
                 assert max(result) < encoder.model.config.vocab_size, told

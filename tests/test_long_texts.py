@@ -57,6 +57,12 @@ def bert(**options):
     return tokenizer
 
 
+def bert_split_special_tokens():
+    tokenizer = bert()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
 def bert_do_lower_case():
     tokenizer = bert(lowercase=False)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), tokenizer.normalizer])
@@ -185,6 +191,7 @@ TOKENIZERS = {
     "unigram, replace": lambda: unigram(sequence(normalizers.Replace("e t", "x"), normalizers.Replace("a", ""))),
     "unigram, regex": lambda: unigram(normalizers.Replace(Regex(r"l(?=.*1)"), "t")),
     "unigram, punctuation": lambda: unigram(None, words(pre_tokenizers.Punctuation())),
+    "bert, split": bert_split_special_tokens,
     "wordpiece, words": lambda: changed("pre_tokenizer", pre_tokenizers.Whitespace()),
     "wordpiece, NFKC": lambda: changed("normalizer", normalizers.NFKC()),
     "wordpiece, split": lambda: changed("pre_tokenizer", pre_tokenizers.Split(" ", "merged_with_previous")),

@@ -213,7 +213,6 @@ class CrossEncoder:
         batch_size = batching.check_batch_size("predict", batch_size)
         is_pair = batching.is_sequence(sentences) and len(sentences) == 2 and isinstance(sentences[0], str)
         pairs = _as_pairs([sentences] if is_pair else sentences)
-        pairs = [(self.prompt + first, second) for first, second in pairs]
         arrays, rebuild = self._bundled(self.model)
 
         def compute(batch: Batch) -> jax.Array:
@@ -287,6 +286,7 @@ class CrossEncoder:
         return found
 
     def _encodings(self, pairs: Sequence[tuple[str, str]]) -> "list[Encoding]":
+        pairs = [(self.prompt + first, second) for first, second in pairs]
         return tokenizer_files.encode(self._tokenizer, pairs, self._long_texts.cut_pairs)
 
 
