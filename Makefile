@@ -7,6 +7,8 @@
 #   make test-mutants [ARGS=softmax] plants each fault of tests/mutants in a copy and expects a failing test: half an hour
 #                                    on two cores; ARGS=--gpu for the faults that only a GPU notices
 #   make test-gpu                    the tests that compile kernels, on this machine's NVIDIA GPU, without the slow ones
+#   make test-signals                Ctrl-C, SIGTERM and SIGHUP at 100 random moments of the command line
+#   make test-fuzz [ARGS="--count 500"]  10,000 randomly damaged checkpoints: none gives anything but documented errors
 #   make lint                        ruff and mypy
 #   make wheel                       the wheel and the source archive, in dist/
 #   make finetune [ARGS="--steps 50"]  a classifier from the checkpoint; goes on where it was interrupted
@@ -19,7 +21,8 @@
 # Another Python: make PYTHON=python3.13 test (with a virtual environment of its own, .venv-python3.13).
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo finetune pretrain test test-all test-mutants test-gpu lint wheel bench report tune docs clean
+.PHONY: help demo finetune pretrain test test-all test-mutants test-gpu test-signals test-fuzz lint wheel bench report \
+	tune docs clean
 
 PYTHON ?=
 VENV := .venv$(if $(PYTHON),-$(notdir $(PYTHON)))
@@ -98,6 +101,12 @@ test-mutants: $(VENV)/.ready-test $(VENV)/.checkpoint
 test-gpu: $(VENV)/.ready-test
 	@test -n "$(cuda_extra)" || { echo "make test-gpu needs an NVIDIA GPU" >&2; exit 1; }
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -n 8 -m "not slow and not cpu" $(ARGS)
+
+test-signals: $(VENV)/.ready-test
+	JAXFT_TEST_MOMENTS=100 $(BIN)/python -m pytest -n 1 tests/test_signals.py $(ARGS)
+
+test-fuzz: $(VENV)/.ready-test
+	JAX_PLATFORMS=cpu $(BIN)/python tests/fuzz_checkpoints.py $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/python -m ruff check .

@@ -34,6 +34,7 @@ DTYPE = "bfloat16"
 LIMIT = 512
 BATCH_SIZE = 32
 REPEATS = 4
+LAST_STEPS = (False, None, False)  # no normalisation and no truncation
 Ways = dict[tuple[str, str], Callable[[], Any]]  # (implementation, metric) -> what is timed
 QUERY = "How many people live in the largest city of the country, and since when?"
 
@@ -64,7 +65,7 @@ def in_given_order(encoder: SentenceEncoder, texts: Sequence[str]) -> np.ndarray
     found = []
     for first in range(0, len(texts), BATCH_SIZE):
         (batch,) = cut(encoder, texts[first : first + BATCH_SIZE])
-        found.append(encoder._embed(arrays, batch.input_ids, batch.lengths, batch.longest, False, rebuild))
+        found.append(encoder._embed(arrays, batch.input_ids, batch.lengths, batch.longest, LAST_STEPS, rebuild))
     return np.concatenate([np.asarray(x) for x in found])
 
 
@@ -112,7 +113,7 @@ def run_one(model: str, packed: SentenceEncoder, padded: SentenceEncoder, args: 
 def run(model: str, file: Path, texts: list[str], args: Any) -> list[timing.Row]:
     """Checks and times one model."""
     bert = BertModel(CONFIGS[model], dtype=DTYPE, param_dtype=DTYPE, rngs=nnx.Rngs(0))
-    tokenizer = tokenizer_files.load(file.parent, do_lower_case=False)
+    tokenizer = tokenizer_files.load(tokenizer_files.Settings(file.parent))
     make = functools.partial(SentenceEncoder, bert, tokenizer, max_seq_length=LIMIT)
     packed, padded = make(packed=True), make(packed=False)
     arrays, rebuild = packed._bundled(bert)
@@ -120,7 +121,7 @@ def run(model: str, file: Path, texts: list[str], args: Any) -> list[timing.Row]
     tokens = sum(map(len, packed.tokenize(texts)))
 
     def device_only() -> None:
-        jax.block_until_ready([packed._embed(arrays, *batch, False, rebuild) for batch in on_device])
+        jax.block_until_ready([packed._embed(arrays, *batch, LAST_STEPS, rebuild) for batch in on_device])
 
     check(model, packed, padded, texts)
     ways: Ways = {

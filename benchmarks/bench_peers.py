@@ -144,7 +144,7 @@ def measure(job: Job, out: Path) -> None:
     def write(**more: Any) -> None:
         found.update(more)
         temporary = out.with_suffix(".tmp")
-        temporary.write_text(json.dumps(found))
+        temporary.write_text(json.dumps(found, allow_nan=False))
         os.replace(temporary, out)
 
     if missing := [name for name in library.packages if importlib.util.find_spec(name.replace("-", "_")) is None]:
@@ -260,7 +260,7 @@ def prepare(work: Path, tokenizer: Path) -> None:
             "sentence_bert_config.json": {"max_seq_length": 512, "do_lower_case": False},
         }  # fmt: skip
         for file, content in files.items():
-            (work / name / file).write_text(json.dumps(content))
+            (work / name / file).write_text(json.dumps(content, allow_nan=False))
     # With the default range, scores hardly differ.
     reranker = BertForSequenceClassification(config("MiniLM-L6", initializer_range=0.05), num_labels=1, rngs=rngs)
     reranker.save_pretrained(work / "cross-encoder")
@@ -270,7 +270,7 @@ def prepare(work: Path, tokenizer: Path) -> None:
                 shutil.copy(tokenizer / file, work / name)
     texts = docstrings()
     random.Random(0).shuffle(texts)
-    (work / "texts.json").write_text(json.dumps(texts))
+    (work / "texts.json").write_text(json.dumps(texts, allow_nan=False))
 
 
 # --- The process that starts the others ----------------------------------------------------------------------------

@@ -47,7 +47,7 @@ class Figure(NamedTuple):
 
     def digest(self) -> str:
         """Returns the digest."""
-        return hashlib.sha256(json.dumps(self.data).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self.data, allow_nan=False).encode()).hexdigest()
 
     def save(self, path: Path) -> None:
         """Draws the file."""

@@ -28,6 +28,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxft import atomic
 from jaxft.tuning import profiler
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -236,12 +237,10 @@ def write_rows(rows: Iterable[Row], folder: Path, kind: str | None = None) -> No
     path = folder / f"{(kind or jax.devices()[0].device_kind).replace(' ', '_')}.csv"
     folder.mkdir(parents=True, exist_ok=True)
     rows = newest([*(read_rows(path) if path.exists() else ()), *rows])
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w", newline="") as file:
+    with atomic.replacing(path) as (new,), new.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    os.replace(temporary, path)
 
 
 def table(rows: Sequence[Row], *, ours: str = "jaxft", metric: str | None = None) -> list[list[str]]:

@@ -9,10 +9,11 @@ import ast
 import csv
 import hashlib
 import json
+import logging
 import math
 import os
 import re
-import signal
+import shutil
 import statistics
 import sys
 import sysconfig
@@ -20,10 +21,9 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
@@ -35,14 +35,15 @@ from matplotlib import pyplot
 from tqdm import tqdm
 
 import jaxft
-from jaxft import dispatch, training
+from jaxft import atomic, dispatch, training
 from jaxft.checkpoint.files import CheckpointError
+from jaxft.text import tokenizer as tokenizer_files
 from jaxft.tuning import cache as tuning_cache
 
 matplotlib.use("Agg")  # this backend needs no screen
 
-INTERRUPTED = 130  # exit code after Ctrl-C or SIGTERM
-ONE_SIGNAL = 1.0  # seconds in which further signals count as the same signal
+INTERRUPTED = 130  # exit code after Ctrl-C, SIGTERM or SIGHUP
+UNWRITTEN = 2  # exit code after a file could not be written
 SCALES = 24  # halvings from the largest loss scale to 1; after more skipped steps in a row, the scale is not the cause
 IN_FLIGHT = 2  # steps queued on the device before the oldest loss is read
 CHECKPOINTS = 2  # number of checkpoints that are kept
@@ -160,10 +161,10 @@ def settings(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
     # XLA's CPU programs split sums among threads, so the number of cores changes the order of additions.
     cores = _usable_cores() if jax.default_backend() == "cpu" else None
     # Results of jaxft.tuning.autotune on this machine: kernels with other tile sizes add in another order.
-    autotuned = json.dumps(tuning_cache.load(dispatch.device_kind()), sort_keys=True)
+    autotuned = json.dumps(tuning_cache.load(dispatch.device_kind()), sort_keys=True, allow_nan=False)
     machine = {"device": dispatch.device_kind(), "cores": cores, "jaxft": jaxft.__version__}
     machine |= {"autotuned": fingerprint(np.frombuffer(autotuned.encode(), np.uint8))}
-    return json.loads(json.dumps(fixed | options | machine | versions | more))
+    return json.loads(json.dumps(fixed | options | machine | versions | more, allow_nan=False))
 
 
 def _usable_cores() -> int | None:
@@ -234,6 +235,15 @@ class Evaluation(NamedTuple):
     form: str  # format specification for printing the number
 
 
+class SaveError(Exception):
+    """Error for a file that cannot be written, for example because the disk is full."""
+
+
+def _reason(error: Exception) -> str:
+    reason = (isinstance(error, OSError) and not error.filename and error.strerror) or str(error)
+    return " ".join(reason.split())
+
+
 class Run:
     """A training run and its folder, which holds checkpoints, losses and evaluations.
 
@@ -264,6 +274,7 @@ class Run:
                 jax.config.update("jax_compilation_cache_dir", str(self.out / "programs"))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         options = ocp.CheckpointManagerOptions(max_to_keep=CHECKPOINTS)
+        self._remove_unfinished()  # checkpoints of a process that was killed
         self._manager = ocp.CheckpointManager(self._checkpoints, options=options)
         if (latest := self._manager.latest_step()) is not None:
             self._restore(latest)
@@ -343,15 +354,42 @@ class Run:
         self._write("losses.csv", ("step", "loss"), enumerate(self._losses))
         state, about = ocp.args.StandardSave(self.state), ocp.args.JsonSave(self.settings)
         args: Any = ocp.args.Composite(state=state, settings=about)
-        self._manager.save(self.step, args=args)
+        with self._saving():
+            self._manager.save(self.step, args=args)
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Makes any error of the block a SaveError. Orbax reports the errors of a checkpoint at the next one."""
+        try:
+            yield
+        except Exception as error:  # from orbax, TensorStore, the operating system, ...
+            saved = [int(folder.name) for folder in self._checkpoints.iterdir() if folder.name.isdecimal()]
+            then = f"step {max(saved)} is saved; the same command goes on from there" if saved else "nothing is saved"
+            raise SaveError(f"stopped after step {self.step}: {_reason(error)}; {then}") from error
+
+    def save_model(self, model: Any, tokenizer: Any, settings: tokenizer_files.Settings) -> None:
+        """Writes the trained model and its tokenizer, which was loaded with `settings`."""
+        with self._saving():
+            model.save_pretrained(self.out / "model")
+            tokenizer_files.save(tokenizer, self.out / "model", settings)
+
+    def _close(self) -> None:
+        with self._saving():
+            try:
+                self._manager.close()  # waits until checkpoints are written
+            finally:
+                self._remove_unfinished()
+
+    def _remove_unfinished(self) -> None:
+        for folder in self._checkpoints.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _write(self, name: str, head: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> None:
-        unfinished = self.out / f"{name}.part"
-        with unfinished.open("w", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(head)
-            writer.writerows(rows)
-        unfinished.replace(self.out / name)
+        with self._saving(), atomic.replacing(self.out / name) as (new,), atomic.writing(self.out / name):
+            with new.open("w", newline="") as file:
+                writer = csv.writer(file, lineterminator="\n")
+                writer.writerow(head)
+                writer.writerows(rows)
 
     def _evaluate(self, evaluation: Evaluation) -> None:
         if self.step not in self._evaluated:
@@ -383,7 +421,8 @@ class Run:
                 bar.set_postfix(loss=f"{statistics.fmean(self._losses[-20:]):.3f}", refresh=False)
                 bar.update()
 
-        with closing(self._manager), interrupts() as came:  # `closing` waits until checkpoints are written
+        with interrupts() as came, ExitStack() as stack:
+            stack.callback(self._close)
             self._evaluate(evaluation)
             if self.step < steps:
                 lowered = jax.jit(step, donate_argnums=0).lower(self.state, batch_at(self.step), base_key)
@@ -425,35 +464,28 @@ class Run:
         lines += other.plot(*zip(*sorted(self._evaluated.items()), strict=True), "o--", color="tab:orange")
         other.set(ylabel=evaluated)
         axes.legend(lines, [*labels, evaluated], frameon=False)
-        figure.savefig(self.out / "loss.png", dpi=120, bbox_inches="tight")
+        path = self.out / "loss.png"
+        with self._saving(), atomic.replacing(path) as (new,), atomic.writing(path):
+            figure.savefig(new, dpi=120, bbox_inches="tight")
         pyplot.close(figure)
 
 
-@contextmanager
-def interrupts() -> Iterator[list[float]]:
-    """Catches the first Ctrl-C or SIGTERM in the block. A second signal stops the program at once.
+def _message(number: int) -> str:
+    return "interrupted: what no checkpoint has is lost; the same command goes on from the last one, if any"
 
-    Signals within `ONE_SIGNAL` seconds of the first signal count as the same signal, because the program may get it
-    more than once: `make` passes it on, and a supervisor may send it to all processes.
+
+@contextmanager
+def interrupts() -> Iterator[list[int]]:
+    """Catches the first Ctrl-C, SIGTERM or SIGHUP in the block. A second signal stops the program at once.
+
+    Signals within a second of the first signal count as the same signal, because the program may get it more than once:
+    `make` passes it on, and a supervisor may send it to all processes.
 
     Yields:
       A list that is empty until the first signal.
     """
-    came: list[float] = []  # times of the signals
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    def note(number: int, frame: FrameType | None) -> None:
-        came.append(time.monotonic())
-        if came[-1] - came[0] > ONE_SIGNAL:
-            restore()
-            signal.raise_signal(number)
-
-    for number in before:
-        signal.signal(number, note)
+    came: list[int] = []
+    restore = atomic.end_at_signals(_message, note=lambda number, frame: came.append(number))
     try:
         yield came
     finally:
@@ -461,14 +493,15 @@ def interrupts() -> Iterator[list[float]]:
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Runs `main` and ends the program with its exit code, or with `INTERRUPTED` after Ctrl-C or SIGTERM."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # raise KeyboardInterrupt, as for Ctrl-C
+    """Ends the program with the exit code of `main`. Outside of `Run.train`, a signal ends it at once."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs errors that it raises as well
+    restore = atomic.end_at_signals(_message)
     try:
         sys.exit(main())
     except CheckpointError as error:
         sys.exit(f"--model: {error}")
-    except KeyboardInterrupt:  # a signal outside of `Run.train`, or the second signal in it
-        for number in (signal.SIGINT, signal.SIGTERM):  # ignore repetitions of this signal, see `interrupts`
-            signal.signal(number, signal.SIG_IGN)
-        print("interrupted: what no checkpoint has is lost; the same command goes on from the last one, if any")
-        sys.exit(INTERRUPTED)
+    except (SaveError, OSError) as error:
+        print(_reason(error), file=sys.stderr)
+        sys.exit(UNWRITTEN)
+    finally:
+        restore()

@@ -3,7 +3,8 @@
     python examples/finetune.py --model FOLDER
 
 FOLDER is the checkpoint (`make finetune` installs it). The classes are the modules with the most paragraphs. A tenth of
-the paragraphs is held out. Ctrl-C or SIGTERM saves the run and ends it with exit code 130; the same command resumes it.
+the paragraphs is held out. Ctrl-C, SIGTERM or SIGHUP saves the run and ends it with exit code 130; the same command
+resumes it.
 """
 
 import collections
@@ -42,7 +43,7 @@ class Texts:
     """Tokenised and padded texts with labels."""
 
     def __init__(self, texts: dict[str, str], names: Sequence[str], tokenizer: Any, length: int) -> None:
-        encodings = tokenizer.encode_batch(list(texts))
+        encodings = tokenizer_files.encode(tokenizer, list(texts))
         self.input_ids = np.zeros((len(texts), length), np.int32)
         self.mask = np.arange(length) < np.array([len(encoding.ids) for encoding in encodings])[:, None]
         self.input_ids[self.mask] = np.concatenate([encoding.ids for encoding in encodings])
@@ -59,14 +60,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     texts = {text: module for text, module in common.paragraphs().items() if len(text) >= LEAST_CHARACTERS}
     names = [module for module, _ in collections.Counter(texts.values()).most_common(preset.labels)]
     texts = {text: module for text, module in texts.items() if module in names}
-    whole = tokenizer_files.load(args.model, do_lower_case=False)
-    tokenizer = tokenizer_files.truncating(whole, preset.length, owner="finetune", argument="length")
+    options: dict[str, Any] = {"dtype": args.dtype, "param_dtype": jnp.float32, "remat": args.remat}
+    encoder = BertModel.from_pretrained(args.model, **options)
+    tokenizer_settings = tokenizer_files.Settings(args.model)
+    whole = tokenizer_files.load(tokenizer_settings)
+    tokenizer = tokenizer_files.truncating(whole, preset.length, encoder.config, owner="finetune", argument="length")
     parts = [{t: module for t, module in texts.items() if common.held_out(t) == held_out} for held_out in (False, True)]
     train_set, test_set = (Texts(part, names, tokenizer, preset.length) for part in parts)
     print(f"{len(train_set.labels)} paragraphs to learn from, {len(test_set.labels)} held out: {', '.join(names)}")
 
-    options: dict[str, Any] = {"dtype": args.dtype, "param_dtype": jnp.float32, "remat": args.remat}
-    encoder = BertModel.from_pretrained(args.model, **options)
     # Start with a new pooler. BertForSequenceClassification.from_pretrained(..., rngs=...) would take the checkpoint's
     # pooler, which the checkpoint itself never uses.
     # Small preset, accuracy on held-out paragraphs: new pooler 71 % (checkpoint's pooler 68 %), one run each
@@ -110,8 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{args.accumulate * preset.batch / run.step_seconds:,.0f} texts/s")
     if not finished:
         return common.INTERRUPTED
-    nnx.merge(graph, run.state.params).save_pretrained(args.out / "model")
-    tokenizer_files.save(whole, args.out / "model", args.model)
+    run.save_model(nnx.merge(graph, run.state.params), whole, tokenizer_settings)
     print(f"{args.out}: model/, loss.png, losses.csv, held_out.csv, checkpoints/")
     return 0
 

@@ -3,7 +3,7 @@
     python examples/pretrain.py --model FOLDER
 
 FOLDER is a checkpoint, of which only the tokenizer is used (`make pretrain` installs it). Batches are packed, without
-padding. Ctrl-C or SIGTERM saves the run and ends it with exit code 130; the same command resumes it.
+padding. Ctrl-C, SIGTERM or SIGHUP saves the run and ends it with exit code 130; the same command resumes it.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 
 import common
-from jaxft import BertConfig, BertForMaskedLM, dispatch
+from jaxft import BertConfig, BertForMaskedLM, atomic, dispatch
 from jaxft.text import tokenizer as tokenizer_files
 
 MASKED = 0.15
@@ -148,7 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     preset = PRESETS[args.preset]
     args.steps = args.steps or preset.steps
-    tokenizer = tokenizer_files.load(args.model, do_lower_case=False)
+    tokenizer_settings = tokenizer_files.Settings(args.model)
+    tokenizer = tokenizer_files.load(tokenizer_settings)
     tokenizer.no_padding()
     tokenizer.no_truncation()
     texts = common.paragraphs()
@@ -190,11 +191,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             found["mfu"] = found["flops_per_s"] / peak
             line += f": {found['mfu']:.1%} of the device's peak (MFU)"
         print(line)
-        speed_file.write_text(json.dumps(found, indent=1) + "\n")
+        with atomic.replacing(speed_file) as (new,), atomic.writing(speed_file):
+            new.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
     if not finished:
         return common.INTERRUPTED
-    nnx.merge(graph, run.state.params).save_pretrained(args.out / "model")
-    tokenizer_files.save(tokenizer, args.out / "model", args.model)
+    run.save_model(nnx.merge(graph, run.state.params), tokenizer, tokenizer_settings)
     print(f"{args.out}: model/, loss.png, losses.csv, held_out.csv, checkpoints/")
     return 0
 

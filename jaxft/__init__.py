@@ -1,32 +1,32 @@
 """jaxft: a fast BERT encoder for JAX. Fused operations, Flax NNX models built on them, and text encoders.
 
-`import jaxft` loads the operations only. The models and encoders, which need Flax, load on first use.
+`import jaxft` loads nothing: each name loads its module on first use. The models and encoders need Flax.
 """
 
 from typing import TYPE_CHECKING
 
 from jaxft._version import __version__ as __version__
-from jaxft.dispatch import EXPORT_DISABLED_CHECKS
-from jaxft.ops.attention import dot_product_attention, qkv_attention, varlen_qkv_attention
-from jaxft.ops.bias_activation import bias_activation
-from jaxft.ops.bundle import bundle
-from jaxft.ops.cross_entropy import linear_cross_entropy
-from jaxft.ops.dense import dense
-from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
-from jaxft.ops.embeddings import embeddings_layer_norm
-from jaxft.ops.feed_forward import feed_forward_residual_layer_norm
-from jaxft.ops.layer_norm import bias_residual_layer_norm, layer_norm
-from jaxft.ops.padding import remove_padding, restore_padding
-from jaxft.ops.permute import merge_heads, permute, qkv_bias_split_heads
-from jaxft.ops.plans import explain
-from jaxft.ops.softmax import log_softmax, softmax
 
 if TYPE_CHECKING:
     from jaxft.checkpoint.files import CheckpointError
+    from jaxft.dispatch import EXPORT_DISABLED_CHECKS
     from jaxft.models.bert import BertModel
     from jaxft.models.classification import BertForSequenceClassification, BertForTokenClassification
     from jaxft.models.config import BertConfig
     from jaxft.models.masked_lm import BertForMaskedLM
+    from jaxft.ops.attention import dot_product_attention, qkv_attention, varlen_qkv_attention
+    from jaxft.ops.bias_activation import bias_activation
+    from jaxft.ops.bundle import bundle
+    from jaxft.ops.cross_entropy import linear_cross_entropy
+    from jaxft.ops.dense import dense
+    from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
+    from jaxft.ops.embeddings import embeddings_layer_norm
+    from jaxft.ops.feed_forward import feed_forward_residual_layer_norm
+    from jaxft.ops.layer_norm import bias_residual_layer_norm, layer_norm
+    from jaxft.ops.padding import remove_padding, restore_padding
+    from jaxft.ops.permute import merge_heads, permute, qkv_bias_split_heads
+    from jaxft.ops.plans import explain
+    from jaxft.ops.softmax import log_softmax, softmax
     from jaxft.text.cross_encoder import CrossEncoder
     from jaxft.text.sentence_encoder import SentenceEncoder
 
@@ -62,24 +62,42 @@ __all__ = [
     "varlen_qkv_attention",
 ]
 
-_LAZY = {
-    "BertConfig": "jaxft.models.config",
-    "BertForMaskedLM": "jaxft.models.masked_lm",
-    "BertForSequenceClassification": "jaxft.models.classification",
-    "BertForTokenClassification": "jaxft.models.classification",
-    "BertModel": "jaxft.models.bert",
-    "CheckpointError": "jaxft.checkpoint.files",
-    "CrossEncoder": "jaxft.text.cross_encoder",
-    "SentenceEncoder": "jaxft.text.sentence_encoder",
+# The public names of each module.
+_MODULES = {
+    "jaxft.checkpoint.files": "CheckpointError",
+    "jaxft.dispatch": "EXPORT_DISABLED_CHECKS",
+    "jaxft.models.bert": "BertModel",
+    "jaxft.models.classification": "BertForSequenceClassification BertForTokenClassification",
+    "jaxft.models.config": "BertConfig",
+    "jaxft.models.masked_lm": "BertForMaskedLM",
+    "jaxft.ops.attention": "dot_product_attention qkv_attention varlen_qkv_attention",
+    "jaxft.ops.bias_activation": "bias_activation",
+    "jaxft.ops.bundle": "bundle",
+    "jaxft.ops.cross_entropy": "linear_cross_entropy",
+    "jaxft.ops.dense": "dense",
+    "jaxft.ops.dense_layer_norm": "dense_residual_layer_norm",
+    "jaxft.ops.embeddings": "embeddings_layer_norm",
+    "jaxft.ops.feed_forward": "feed_forward_residual_layer_norm",
+    "jaxft.ops.layer_norm": "bias_residual_layer_norm layer_norm",
+    "jaxft.ops.padding": "remove_padding restore_padding",
+    "jaxft.ops.permute": "merge_heads permute qkv_bias_split_heads",
+    "jaxft.ops.plans": "explain",
+    "jaxft.ops.softmax": "log_softmax softmax",
+    "jaxft.text.cross_encoder": "CrossEncoder",
+    "jaxft.text.sentence_encoder": "SentenceEncoder",
 }
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in ("dispatch", "dropout", "kernels", "ops", "reference", "tuning"):
+        return importlib.import_module(f"jaxft.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value
 
 
 def __dir__() -> list[str]:

@@ -3,31 +3,32 @@
 import argparse
 import contextlib
 import dataclasses
-import importlib.metadata
-import importlib.util
+import errno
 import io
 import json
 import os
-import platform
-import secrets
 import signal
 import stat
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
-
-from jaxft import dispatch
+from jaxft import atomic
 from jaxft._version import __version__
+from jaxft.checkpoint.files import parse_json
 
+if TYPE_CHECKING:
+    import numpy as np
+
+# Modules that take long to load, NumPy and JAX above all, are imported by the functions that need them: signals are
+# handled from the start.
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
-_TERMINATED = 143  # 128 + SIGTERM
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -44,34 +45,50 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a command line, by default `sys.argv[1:]`, and returns the exit code.
 
     The code is 0, 2 after an error (one line on stderr), 130 after Ctrl-C, or 141 if the reader of stdout closed the
-    pipe. Raises SystemExit for wrong arguments (2), for `--help` and `--version` (0), and if SIGTERM arrives while an
-    output file is open (143).
+    pipe. Raises SystemExit for wrong arguments (2), without arguments (2, with the help on stderr), and for `--help`
+    and `--version` (0). Without `argv` it is the program: until the process ends, Ctrl-C, SIGTERM and SIGHUP end it at
+    once, with 130, 143 and 129.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the shell, as in `jaxft ... >&-`
             setattr(sys, name, open(os.devnull, mode))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for characters that its encoding lacks, as stderr does
-    args = _parser().parse_args(argv)
+    if argv is None and threading.current_thread() is threading.main_thread():
+        atomic.end_at_signals(lambda number: "jaxft: interrupted" if number == signal.SIGINT else "")
     try:
-        args.run(args)
-        sys.stdout.flush()
+        try:
+            args = _parser().parse_args(argv)
+            args.run(args)
+        finally:
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's flush at exit does not fail
+        _discard_stdout()
         return _BROKEN_PIPE
     except KeyboardInterrupt:
         print("jaxft: interrupted", file=sys.stderr)
         return _INTERRUPTED
     except (_UserError, OSError) as error:
-        print("jaxft: error:", " ".join(str(error).split()), file=sys.stderr)
+        message = str(error)
+        if isinstance(error, OSError) and error.strerror and not error.filename:
+            message = error.strerror
+            if error.__cause__ is None:  # `atomic.writing` has named no file: it is stdout
+                message = f"cannot write stdout: {message}"
+                _discard_stdout()
+        print("jaxft: error:", " ".join(message.split()), file=sys.stderr)
         return 2
     return 0
+
+
+def _discard_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's flush at exit does not fail
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="jaxft", description="A fast BERT encoder for JAX.")
     parser.add_argument("--version", action="version", version=f"jaxft {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.set_defaults(run=lambda _: parser.exit(2, parser.format_help()))  # without a command
+    commands = parser.add_subparsers(metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], None], summary: str, description: str) -> _Parser:
         added = commands.add_parser(name, help=summary, description=description)
@@ -92,7 +109,8 @@ def _parser() -> argparse.ArgumentParser:
 
     similar = command(
         "similar", _run_similar, "show the texts nearest to a query",
-        "Prints the texts of FILE that are most similar to QUERY: cosine, line number and text, separated by tabs.",
+        "Prints the texts of FILE that are most similar to QUERY: cosine, line number and text, separated by tabs. "
+        "Empty lines are skipped.",
     )  # fmt: skip
     _add_model_arguments(similar)
     similar.add_argument("file", metavar="FILE", help="the texts, as for encode")
@@ -160,25 +178,58 @@ def _positive(value: str) -> int:
 def _run_encode(args: argparse.Namespace) -> None:
     if Path(args.output).suffix not in (".npy", ".jsonl"):
         raise _UserError(f"output {args.output!r} must end in .npy or .jsonl")
-    with _exit_at_sigterm(), _new_file(args.output) as output:
-        records = _read_records(args.file, args.jsonl)
-        embeddings = _encode([record["text"] for record in records], args, normalize=args.normalize)
-        if Path(args.output).suffix == ".npy":
-            np.save(output, embeddings)
-        else:
-            for record, row in zip(records, embeddings, strict=True):
-                embedding = [float(f"{value:.9g}") for value in row.tolist()]  # 9 digits distinguish all float32
-                line = json.dumps(record | {"embedding": embedding}, ensure_ascii=False)
-                # A lone surrogate is valid in JSON but not in UTF-8: write it as a \u escape again.
-                output.write(line.encode("utf-8", "backslashreplace") + b"\n")
+    import numpy as np
+
+    with _new_file(args.output) as output:
+        records = [*_read_records(args.file, args.jsonl)]
+
+        def allocate(width: int) -> None:
+            if output.suffix == ".npy":
+                with atomic.writing(args.output):
+                    _allocate(output, 128 + len(records) * width * 4)  # header and float32 values
+
+        embeddings = _encode([*map(_text, records)], args, normalize=args.normalize, before=allocate)
+        with atomic.writing(args.output), output.open("r+b" if output.exists() else "wb") as file:
+            if output.suffix == ".npy":
+                # Not the file itself, for which NumPy leaves out why an error has occurred.
+                np.save(types.SimpleNamespace(write=file.write), embeddings)
+                file.truncate()
+            else:
+                for record, row in zip(records, embeddings, strict=True):
+                    embedding = [float(f"{value:.9g}") for value in row.tolist()]  # 9 digits distinguish all float32
+                    fields = {"text": record} if isinstance(record, str) else record
+                    line = json.dumps(fields | {"embedding": embedding}, ensure_ascii=False, allow_nan=False)
+                    # A lone surrogate is valid in JSON but not in UTF-8: write it as a \u escape again.
+                    file.write(line.encode("utf-8", "backslashreplace") + b"\n")
+
+
+def _allocate(file: Path, size: int) -> None:
+    """Makes a file of `size` bytes, so that a disk without room for it is known before the work."""
+    with file.open("wb") as new:
+        if hasattr(os, "posix_fallocate"):
+            try:
+                os.posix_fallocate(new.fileno(), 0, size)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # this file system cannot
+                    raise
 
 
 def _run_similar(args: argparse.Namespace) -> None:
-    texts = [record["text"] for record in _read_records(args.file, args.jsonl)]
-    *embeddings, query = _encode([*texts, _checked(args.query, "the query")], args, normalize=True)
-    cosines = np.stack(embeddings) @ query
+    if not _checked(args.query, "the query").strip():
+        raise _UserError("the query is empty")
+    lines = [*map(_text, _read_records(args.file, args.jsonl))]
+    numbers = [number for number, text in enumerate(lines, 1) if text.strip()]
+    if len(numbers) < len(lines):
+        print(f"jaxft: {len(lines) - len(numbers):,} of {len(lines):,} texts are empty and skipped", file=sys.stderr)
+    if not numbers:
+        raise _UserError("all texts are empty")
+    embeddings = _encode([*(lines[number - 1] for number in numbers), args.query], args, normalize=True)
+    import numpy as np
+
+    cosines = embeddings[:-1] @ embeddings[-1]
     for index in np.argsort(-cosines, kind="stable")[: args.top]:
-        print(f"{cosines[index]:.4f}", index + 1, " ".join(texts[index].split()), sep="\t")
+        number = numbers[index]
+        print(f"{cosines[index]:.4f}", number, " ".join(lines[number - 1].split()), sep="\t")
 
 
 def _run_info(args: argparse.Namespace) -> None:
@@ -200,7 +251,7 @@ def _run_info(args: argparse.Namespace) -> None:
         choices = [dict(zip(names, row, strict=True)) for row in rows[1:]]
         shapes = [dataclasses.asdict(bucket) for bucket in buckets]
         info = {"versions": versions, "device": device, "configs": configs, "ops": choices, "buckets": shapes}
-        print(json.dumps(info, indent=2))
+        print(json.dumps(info, indent=2, allow_nan=False))
         return
     for name, value in (versions | device).items():
         print(f"{name:<9} {value}")
@@ -215,17 +266,23 @@ def _run_info(args: argparse.Namespace) -> None:
 
 
 def _versions() -> dict[str, str]:
+    import importlib.metadata
+    import platform
+
     versions = {"python": platform.python_version(), "jaxft": __version__}
     return versions | {package: importlib.metadata.version(package) for package in ("jax", "jaxlib", "flax")}
 
 
 def _run_bench(args: argparse.Namespace) -> None:
+    import importlib.util
+
     for name, suffix in (("output", ".json"), ("chart", ".png")):
         path = getattr(args, name)
         if path is not None and Path(path).suffix != suffix:
             raise _UserError(f"{name} {path!r} must end in {suffix}")
     if args.chart is not None and importlib.util.find_spec("matplotlib") is None:
         raise _UserError("--chart needs matplotlib: pip install 'jaxft[plot]'")
+    _say_loading(args.model)
     device = _device()
     dtype = args.dtype or ("bfloat16" if device["platform"] == "cuda" else "float32")
     import jax
@@ -236,7 +293,6 @@ def _run_bench(args: argparse.Namespace) -> None:
     from jaxft.models.bert import BertModel
 
     with contextlib.ExitStack() as files:
-        files.enter_context(_exit_at_sigterm())
         output, chart = (path and files.enter_context(_new_file(path)) for path in (args.output, args.chart))
         try:
             model = BertModel.from_pretrained(args.model, dtype=dtype)
@@ -266,14 +322,18 @@ def _run_bench(args: argparse.Namespace) -> None:
                 for (batch, length), found in done.items()
             ]
             head = {"versions": _versions(), **device, "model": args.model, "dtype": dtype}
-            output.write((json.dumps(head | {"results": results}, indent=2) + "\n").encode())
+            with atomic.writing(args.output):
+                output.write_text(json.dumps(head | {"results": results}, indent=2, allow_nan=False) + "\n", "utf-8")
         if chart:
-            comparison.draw(cases, times, f"{dtype}, {device['device']}", chart)
+            with atomic.writing(args.chart), chart.open("wb") as file:
+                comparison.draw(cases, times, f"{dtype}, {device['device']}", file)
     if failed:
         raise _UserError("\n".join(failed))
 
 
 def _device() -> dict[str, str]:
+    from jaxft import dispatch
+
     try:
         return {"device": dispatch.device_kind(), "platform": dispatch.platform()}
     except (RuntimeError, AssertionError) as error:  # from JAX, if JAX_PLATFORMS names a missing platform
@@ -281,21 +341,32 @@ def _device() -> dict[str, str]:
         raise _UserError(f"JAX found no device (JAX_PLATFORMS is {asked!r}). {error}") from error
 
 
-def _encode(texts: list[str], args: argparse.Namespace, *, normalize: bool) -> np.ndarray:
-    """Loads the model and encodes the texts. Prints progress and speed to stderr."""
+def _say_loading(model: str) -> None:
+    if sys.stderr.isatty():
+        print(f"jaxft: loading {model}", file=sys.stderr, flush=True)
+
+
+def _encode(
+    texts: list[str], args: argparse.Namespace, *, normalize: bool, before: Callable[[int], None] = lambda width: None
+) -> "np.ndarray":
+    """Loads the model, calls `before` with the embeddings' width, and encodes. Prints progress and speed to stderr."""
+    _say_loading(args.model)
     device = _device()
     import jax
+    import numpy as np
 
     from jaxft.checkpoint.files import CheckpointError
+    from jaxft.text.batching import TextError
     from jaxft.text.sentence_encoder import SentenceEncoder
 
     try:
         encoder = SentenceEncoder.from_pretrained(args.model, dtype=args.dtype, implementation=args.implementation)
+        before(encoder.embedding_dimension)
         start = time.perf_counter()
         embeddings = encoder.encode(
             texts, batch_size=args.batch_size, show_progress_bar=True, normalize_embeddings=normalize
         )
-    except (CheckpointError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+    except (CheckpointError, TextError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         raise _UserError(str(error)) from error
     seconds = time.perf_counter() - start
     print(
@@ -306,30 +377,33 @@ def _encode(texts: list[str], args: argparse.Namespace, *, normalize: bool) -> n
     return np.asarray(embeddings)
 
 
-def _read_records(file: str, jsonl: bool) -> list[dict[str, Any]]:
-    """Reads the lines of a file ("-": stdin) as objects with a field "text"."""
+def _read_records(file: str, jsonl: bool) -> Iterator[str | dict[str, Any]]:
+    """Reads a file ("-": stdin) line by line: yields plain lines, and objects with a field "text" from JSON lines."""
     name = "stdin" if file == "-" else file
+    jsonl = jsonl or Path(file).suffix == ".jsonl"
+    number = 0
     try:
-        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        with contextlib.nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb") as lines:
+            # Lines end at newlines only. str.splitlines also splits at form feeds and other characters inside a text.
+            for number, data in enumerate(lines, 1):
+                try:
+                    line = data.removesuffix(b"\n").decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    raise _UserError(f"{name}, line {number}: not valid UTF-8") from error
+                yield _record(line, f"{name}, line {number}") if jsonl else line.removesuffix("\r")
     except OSError as error:
         raise _UserError(f"cannot read {name}: {error.strerror}") from error
-    if not data:
+    if not number:
         raise _UserError(f"{name} is empty")
-    try:
-        content = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise _UserError(f"{name}, line {line}: not valid UTF-8") from error
-    # Not splitlines(): it also splits at form feeds and other characters inside a text.
-    lines = content.removesuffix("\n").split("\n")
-    if jsonl or Path(file).suffix == ".jsonl":
-        return [_record(line, f"{name}, line {number}") for number, line in enumerate(lines, 1)]
-    return [{"text": line.removesuffix("\r")} for line in lines]
+
+
+def _text(record: str | dict[str, Any]) -> str:
+    return record if isinstance(record, str) else record["text"]
 
 
 def _record(line: str, where: str) -> dict[str, Any]:
     try:
-        value = json.loads(line)
+        value = parse_json(line)
     except (ValueError, RecursionError) as error:
         raise _UserError(f"{where}: not valid JSON: {error}") from error
     if isinstance(value, str):
@@ -349,44 +423,19 @@ def _checked(text: str, where: str) -> str:
 
 
 @contextmanager
-def _exit_at_sigterm() -> Iterator[None]:
-    """Makes SIGTERM raise SystemExit in the block, so that the block cleans up. An existing handler stays."""
-    in_main_thread = threading.current_thread() is threading.main_thread()  # other threads cannot set handlers
-    if not in_main_thread or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-@contextmanager
-def _new_file(path: str) -> Iterator[BinaryIO]:
-    """Opens a temporary file, which replaces `path` (the target of a link) if the block succeeds, else is removed."""
-    target = Path(os.path.realpath(path))
+def _new_file(path: str) -> Iterator[Path]:
+    """Yields a temporary path. What the block writes there replaces `path` (the target of a link) if it succeeds."""
+    target = Path(os.path.realpath(path) if os.path.islink(path) else path)
     if target.is_dir():
         raise _UserError(f"cannot write {path}: it is a directory")
     if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
         # Refuse pipes, devices and read-only files, because os.replace would replace them.
         why = "it may not be written" if target.is_file() else "it is no regular file"
         raise _UserError(f"cannot write {path}: {why}")
-    temporary = target.with_name(f".jaxft-{secrets.token_hex(8)}.tmp")
-    try:
-        try:
-            file = open(temporary, "xb")
-        except OSError as error:
-            raise _UserError(f"cannot write {path}: {error.strerror}") from error
-        with file:
-            if target.exists():
-                temporary.chmod(stat.S_IMODE(target.stat().st_mode))
-            yield file
-        os.replace(temporary, target)
-    except BaseException:  # Ctrl-C too
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    with atomic.replacing(target) as (temporary,):
+        yield temporary
+        if target.exists() and temporary.exists():
+            temporary.chmod(stat.S_IMODE(target.stat().st_mode))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 import dataclasses
 import itertools
 import logging
+import sys
 import threading
+import time
 
 import jax
 import numpy as np
@@ -374,6 +376,47 @@ def test_tokenising_runs_ahead_of_the_device(packed, monkeypatch):
     assert len(done) <= 3 * (5 + ahead) and threads() == before
 
 
+@PACKED
+def test_chunks_are_bounded_in_characters(packed, monkeypatch):
+    """A text above the bound is a chunk of its own, and no two of them are tokenised at the same time."""
+    monkeypatch.setattr(batching, "_CHARACTERS", 100)
+    monkeypatch.setattr(batching, "_CHUNKS", (8, 8, 8))
+    texts, chunks, running, most = ["a" * n for n in [10, 80, 20, 1, *[500] * 6, 99, 1, 1, *[3] * 20]], [], [], []
+
+    def tokenise(chunk):
+        if len(chunk[0]) > 100:
+            running.append(chunk)
+            most.append(len(running))
+            time.sleep(0.01)
+            running.pop()
+        return texts_of([len(text) for text in chunk])
+
+    batcher = Batcher(limit=500, padding=PADDING, packed=packed, characters=len)
+    for start, chunk in batcher.tokenised(texts, tokenise):
+        chunks.append(chunk.lengths.tolist())
+        assert start + len(chunk) == sum(map(len, chunks))
+    assert chunks == [[10, 80], [20, 1], *[[500]] * 6, [99, 1], [1, *[3] * 7], [3] * 8, [3] * 5, []]
+    assert most == [1] * 6
+
+
+def test_bar_moves_while_texts_are_tokenised(monkeypatch, capsys):
+    monkeypatch.setattr(batching, "_CHARACTERS", 10)
+    monkeypatch.setattr(batching, "_IN_FLIGHT", 1000)  # no batch is done before all texts are tokenised
+
+    def tokenise(chunk):
+        time.sleep(0.15)  # the bar is drawn ten times a second
+        return texts_of([1] * len(chunk))
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    batcher = Batcher(limit=64, padding=PADDING, packed=False, characters=lambda _: 9)
+    batcher.compute_all(
+        ["text"] * 5, tokenise, 4, lambda batch: jax.numpy.zeros((len(batch.lengths), 1)), model=None, width=1,
+        unit="text", show_progress_bar=True,
+    )  # fmt: skip
+    shown = capsys.readouterr().err
+    assert all(f"0/5 [00:00<?, ?text/s, {n} tokenised]" in shown for n in (1, 2, 3)), shown
+
+
 def test_tokenising_fails(monkeypatch):
     monkeypatch.setattr(batching, "_CHUNKS", (3, 3, 3))
     before = threads()
@@ -395,7 +438,7 @@ def test_no_thread_outlives_an_error(packed, monkeypatch):
     before, device = threads(), SmallDevice(0, "dispatch", ValueError("broken"))
     with pytest.raises(ValueError, match="broken") as error:
         make(packed).compute_all(
-            range(1000), lambda texts: texts_of([9] * len(texts)), 4, device, width=3, unit="text",
+            range(1000), lambda texts: texts_of([9] * len(texts)), 4, device, model=None, width=3, unit="text",
             show_progress_bar=False,
         )  # fmt: skip
     assert error.traceback and threads() == before

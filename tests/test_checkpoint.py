@@ -1,9 +1,14 @@
 """Checkpoints of every layout against an independent forward pass in NumPy, and all kinds of wrong checkpoints."""
 
+import errno
 import json
 import math
 import os
 import pickle
+import resource
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -291,6 +296,41 @@ def test_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space left"):
         model.save_pretrained(tmp_path)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_save_on_a_full_disk_names_the_file(tmp_path):
+    """A limit on the size of files stands for the full disk."""
+    model = BertModel.from_pretrained(write(tmp_path, hf_tensors()))
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for size, name in ((1000, WEIGHTS), (10, "config.json")):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            with pytest.raises(OSError, match=rf"cannot write {tmp_path / name}: .*File too large") as raised:
+                model.save_pretrained(tmp_path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert raised.value.errno == errno.EFBIG
+        assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_killed_saves_leave_nothing_after_the_next_one(tmp_path):
+    code = """
+import os, pathlib, signal, sys
+import numpy as np, safetensors.numpy
+from jaxft.checkpoint import tensors
+save = safetensors.numpy.save_file
+def killed(*arguments, **options):
+    save(*arguments, **options)
+    os.kill(os.getpid(), signal.SIGKILL)
+safetensors.numpy.save_file = killed
+tensors.write(pathlib.Path(sys.argv[1]), {}, {"a": np.zeros(1000)})
+"""
+    root = str(Path(__file__).resolve().parents[1])
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], env=os.environ | {"PYTHONPATH": root})
+    assert done.returncode == -signal.SIGKILL and len(list(tmp_path.iterdir())) == 1
+    BertModel(BertConfig.from_dict(hf_config()), rngs=nnx.Rngs(0)).save_pretrained(tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", WEIGHTS]
 
 
 def test_interrupted_save_leaves_no_mixed_files(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """The command line: a few cases end to end in a separate process, the rest through `main`."""
 
 import dataclasses
+import errno
 import io
 import json
 import os
@@ -16,8 +17,10 @@ import numpy as np
 import pytest
 
 import tiny
-from cases import slow_cases
+from cases import slow, slow_cases
 from jaxft import cli, dispatch
+from jaxft.checkpoint.files import CheckpointError
+from jaxft.models.bert import BertModel
 from jaxft.text import batching
 from jaxft.text.sentence_encoder import SentenceEncoder
 from jaxft.tuning import cache as tuning_cache
@@ -240,9 +243,74 @@ def test_failed_write_keeps_the_old_output(folder, model, monkeypatch, capsys, e
     else:
         assert cli.main(arguments) == (130 if exception is KeyboardInterrupt else 2)
         last = capsys.readouterr().err.splitlines()[-1]
-        assert last in ("jaxft: interrupted", "jaxft: error: [Errno 28] No space left on device")
+        assert last in ("jaxft: interrupted", "jaxft: error: cannot write out.npy: No space left on device")
     assert Path("out.npy").read_text() == "an older result"
     assert names(folder) == ["out.npy", "texts.txt"]
+
+
+def run_limited(size, *arguments):
+    """Runs a command that can write no larger files, as on a full disk, and returns its line of error."""
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))"
+    code = f"{limit}; import sys; from jaxft import cli; sys.exit(cli.main())"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 2
+    return done.stderr.splitlines()
+
+
+@pytest.mark.parametrize("output", ["out.npy", *slow("out.jsonl")])
+def test_full_disk_gives_one_line(folder, model, output):
+    Path("many.txt").write_text("rain\n" * 1000)
+    lines = run_limited(16384, "encode", "--model", model, "many.txt", "-o", output)
+    assert lines[-1] == f"jaxft: error: cannot write {output}: File too large"
+    assert len(lines) == 1 or output == "out.jsonl"  # progress: its size is not known before
+    assert names(folder) == ["many.txt", "texts.txt"]
+
+
+def test_npy_is_allocated_before_encoding(folder, model, monkeypatch, capsys):
+    def full(descriptor, offset, size):
+        sizes.append(size)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    sizes = []
+    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+    monkeypatch.setattr(SentenceEncoder, "encode", None)  # must not be called
+    message = fails(capsys, "encode", "--model", model, "texts.txt", "-o", "out.npy")
+    assert message == "cannot write out.npy: No space left on device"
+    assert sizes == [128 + 4 * tiny.WIDTH * 4] and names(folder) == ["texts.txt"]
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_allocated_npy_is_what_numpy_writes(folder, model, embeddings, monkeypatch, supported):
+    def unsupported(descriptor, offset, size):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    if not supported:
+        monkeypatch.setattr(os, "posix_fallocate", unsupported, raising=False)
+    assert cli.main(["encode", "--model", model, "texts.txt", "-o", "out.npy"]) == 0
+    np.save("expected.npy", np.load("out.npy"))
+    assert Path("out.npy").read_bytes() == Path("expected.npy").read_bytes()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize(("argument", "unbuffered"), [("--version", ""), *slow_cases(("info", ""), ("info", "1"))])
+def test_stdout_on_a_full_disk_gives_one_line(argument, unbuffered):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "jaxft.cli", argument]
+        environment = ENVIRONMENT | {"PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (2, "jaxft: error: cannot write stdout: No space left on device\n")
+
+
+def test_encode_removes_what_a_killed_process_left(folder, model):
+    process = start("encode", "--model", model, "-o", "out.npy")
+    while not any(name.startswith(".jaxft-") for name in names(folder)):  # it now waits for stdin
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    assert len(names(folder)) == 2
+    assert cli.main(["encode", "--model", model, "texts.txt", "-o", "other.npy"]) == 0
+    assert names(folder) == ["other.npy", "texts.txt"]
 
 
 def test_output_follows_a_link(folder, model):
@@ -335,7 +403,6 @@ def test_no_device(folder, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: COMMAND"),
         (["train"], "argument COMMAND: invalid choice: 'train' .*"),
         (["encode", "-o", "out.npy"], "the following arguments are required: --model"),
         (["encode", "--model", "m"], "the following arguments are required: -o/--output"),
@@ -356,6 +423,53 @@ def test_bad_arguments(folder, capsys, arguments, message):
     assert re.fullmatch(message, fails(capsys, *arguments))
 
 
+def test_help_is_shown_without_a_command(capsys):
+    with pytest.raises(SystemExit) as exit:
+        cli.main([])
+    captured = capsys.readouterr()
+    assert exit.value.code == 2 and captured.out == ""
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    assert captured.err == capsys.readouterr().out and "encode" in captured.err
+
+
+def test_terminals_say_that_the_model_loads(folder, model, capsys, monkeypatch):
+    def from_pretrained(*args, **kwargs):
+        said.append(capsys.readouterr().err)
+        raise CheckpointError("no model")
+
+    said = []
+    for owner in (SentenceEncoder, BertModel):
+        monkeypatch.setattr(owner, "from_pretrained", from_pretrained)
+    commands = (["encode", "texts.txt", "-o", "out.npy"], ["similar", "texts.txt", "rain"], ["bench"])
+    for terminal in (True, False):
+        for command, *arguments in commands:
+            monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal, raising=False)
+            fails(capsys, command, "--model", model, *arguments)
+    assert all(text.endswith(f"jaxft: loading {model}\n") for text in said[:3]) and len(said) == 6
+    assert not any("loading" in text for text in said[3:])
+
+
+def test_input_is_read_line_by_line(folder, model):
+    """Only the line that is read is in memory."""
+    lines = 0
+
+    class Lines(io.BytesIO):
+        def read(self, size=-1):
+            raise AssertionError
+
+        def __next__(self):
+            nonlocal lines
+            lines += 1
+            return super().__next__()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", io.TextIOWrapper(Lines(b"\xef\xbb\xbfone\r\n\xef\xbb\xbftwo\n\nlast")))
+        for number, text in enumerate(cli._read_records("-", jsonl=False), 1):
+            assert lines == number and text == ["one", "\ufefftwo", "", "last"][number - 1]
+    assert lines == 5
+
+
 # --- similar and info --------------------------------------------------------------------------------------------
 
 
@@ -367,10 +481,22 @@ def test_similar(folder, model, embeddings, capsys):
     unit = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
     cosines = unit @ unit[3]
     assert rows[:2] == [["1.0000", "4", LINES[3]], ["1.0000", "5", LINES[3]]]
-    best = np.argsort(-cosines[:3])[:2]
+    best = [i for i in np.argsort(-cosines[:3]) if LINES[i]]
     assert [(int(number), text) for _, number, text in rows[2:]] == [(i + 1, LINES[i]) for i in best]
     np.testing.assert_allclose([float(row[0]) for row in rows[2:]], cosines[best], rtol=0, atol=1e-4)
-    assert "6 texts in" in captured.err
+    assert "5 texts in" in captured.err and "1 of 5 texts are empty and skipped" in captured.err
+
+
+def test_similar_skips_empty_texts(folder, model, capsys):
+    Path("in.txt").write_text("\nrain\n \t\nthe old tree\n\n")
+    assert cli.main(["similar", "--model", model, "in.txt", "tree", "--top", "9"]) == 0
+    captured = capsys.readouterr()
+    assert sorted(line.split("\t")[1:] for line in captured.out.splitlines()) == [["2", "rain"], ["4", "the old tree"]]
+    assert "jaxft: 3 of 5 texts are empty and skipped\n" in captured.err
+    Path("in.txt").write_text("\n\n")
+    with pytest.raises(AssertionError, match="jaxft: 2 of 2 texts are empty and skipped"):
+        fails(capsys, "similar", "--model", "m", "in.txt", "tree")
+    assert fails(capsys, "similar", "--model", "m", "texts.txt", " ") == "the query is empty"
 
 
 def test_similar_escapes_what_stdout_cannot_encode(folder, model, monkeypatch):
@@ -383,7 +509,7 @@ def test_similar_escapes_what_stdout_cannot_encode(folder, model, monkeypatch):
 
 def test_similar_shows_at_most_all_texts(folder, model, capsys):
     Path("many.txt").write_text("rain\n" * 9)
-    for arguments, count in ((["many.txt", "tree"], 5), (["texts.txt", "tree", "--top", "99"], 4)):
+    for arguments, count in ((["many.txt", "tree"], 5), (["texts.txt", "tree", "--top", "99"], 3)):
         assert cli.main(["similar", "--model", model, *arguments]) == 0
         assert len(capsys.readouterr().out.splitlines()) == count
 

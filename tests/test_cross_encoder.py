@@ -84,6 +84,16 @@ def test_scores_equal_the_models_logits(folders, family, packed):
     assert reranker.buckets(4) == (batching.buckets(4, 64) if packed else [])
 
 
+def test_long_texts_have_the_scores_of_their_tokens(reranker, monkeypatch):
+    long, longer, word = LONG * 200, "rain falls , " * 400, "x" * 9000 + " bird"
+    pairs = [(long, longer), (longer, long), (long, long), ("rain", long), (word, longer), (long, word)]
+    cut = reranker._long_texts.cut_pairs(pairs)
+    assert sum(map(len, [text for pair in cut for text in pair])) < 20_000
+    found = reranker.predict(pairs)
+    monkeypatch.setattr(reranker._long_texts, "cut_pairs", lambda pairs: pairs)
+    np.testing.assert_array_equal(found, reranker.predict(pairs))
+
+
 def test_token_types_matter(reranker):
     """The two pairs have the same tokens, with the first separator in another place."""
     model = reranker.model

@@ -117,53 +117,53 @@ def finish(run, batch_at=lambda step: jnp.ones(2)):
     return run.train(step, batch_at, save_every=1, evaluation=NOTHING)
 
 
-@pytest.fixture
-def signals():
-    """Restores the signal handlers after the test. A SIGTERM that `common.run` does not handle has no effect."""
-    before = [(signal.SIGINT, signal.getsignal(signal.SIGINT))]
-    before.append((signal.SIGTERM, signal.signal(signal.SIGTERM, lambda number, frame: None)))
-    yield
-    for number, handler in before:
-        signal.signal(number, handler)
+SIGNALLED = """
+import os, sys
+from pathlib import Path
+import jax.numpy as jnp
+import common
+from jaxft import atomic
+
+at, number = map(int, sys.argv[1:3])
+atomic._ONE_SIGNAL = 0.0
+
+def batch_at(step):
+    for _ in range(2 if step == at else 0):
+        os.kill(os.getpid(), number)
+    return jnp.ones(2)
+
+def main():
+    if at < 0:
+        os.kill(os.getpid(), number)
+    run = common.Run(Path(sys.argv[3]), {"steps": 3, "seed": 0}, common.State({"w": jnp.ones(2)}, (), None))
+    step = lambda state, batch, key: (state, jnp.sum(batch))
+    run.train(step, batch_at, save_every=1, evaluation=common.Evaluation("nothing", lambda params: 0.0, ".1f"))
+    return 0
+
+common.run(main)
+"""
 
 
-@pytest.mark.usefixtures("signals")
-def test_interrupt_before_the_first_step_exits_cleanly():
-    """Before the first step or after the last one there is nothing to save: an exit code, no traceback."""
-
-    def main():
-        raise KeyboardInterrupt
-
-    with pytest.raises(SystemExit) as stopped:
-        common.run(main)
-    assert stopped.value.code == common.INTERRUPTED
+def run_in_process(code, *arguments, **options):
+    root = Path(__file__).resolve().parents[1]
+    environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'examples'}"}
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment,
+                          timeout=300, **options)  # fmt: skip
 
 
-@pytest.mark.usefixtures("signals")
-@pytest.mark.parametrize("at", [None, 2])
-def test_early_or_second_signal_stops_at_once(at, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(common, "ONE_SIGNAL", 0.0)
-
-    def terminate(step):
-        for _ in range(2 if step == at else 0):
-            signal.raise_signal(signal.SIGTERM)
-        return jnp.ones(2)
-
-    def main():
-        if at is None:
-            signal.raise_signal(signal.SIGTERM)
-        finish(begin(tmp_path), terminate)
-        return 0
-
-    with pytest.raises(SystemExit) as stopped:
-        common.run(main)
-    assert stopped.value.code == common.INTERRUPTED
-    expected = "interrupted: what no checkpoint has is lost; the same command goes on from the last one, if any\n"
-    assert capsys.readouterr().out.endswith(expected)
-    assert begin(tmp_path).step == (at or 0)
+@pytest.mark.parametrize(
+    ("at", "number"), [(-1, signal.SIGTERM), (2, signal.SIGINT), *slow_cases((2, signal.SIGHUP), (-1, signal.SIGINT))]
+)
+def test_early_or_second_signal_stops_at_once(at, number, tmp_path):
+    done = run_in_process(SIGNALLED, str(at), str(int(number)), str(tmp_path))
+    assert done.returncode == 128 + number
+    lines = [line for line in done.stderr.splitlines() if "step/s" not in line and line.strip()]
+    assert lines == ["interrupted: what no checkpoint has is lost; the same command goes on from the last one, if any"]
+    run = begin(tmp_path)
+    assert run.step in ((0,) if at < 0 else (1, 2))  # the checkpoint of step 2 may not be complete
+    assert all(name.name.isdecimal() for name in (tmp_path / "checkpoints").iterdir())
 
 
-@pytest.mark.usefixtures("signals")
 def test_simultaneous_signals_count_as_one(tmp_path):
     """`make` and the program that ends its children may both send a signal. The step is saved."""
 
@@ -174,6 +174,77 @@ def test_simultaneous_signals_count_as_one(tmp_path):
 
     assert not finish(begin(tmp_path), terminate)
     assert begin(tmp_path).step == 2
+
+
+@pytest.mark.parametrize("killed_at", [1, 2])
+def test_run_killed_before_its_checkpoint_repeats_no_step(killed_at, tmp_path, monkeypatch):
+    """The losses and evaluations on the disk may be newer than the latest checkpoint."""
+    batch_at = lambda step: jnp.full(2, 1.0 + step)  # noqa: E731
+    assert finish(begin(tmp_path / "whole"), batch_at)
+    save = common.ocp.CheckpointManager.save
+
+    def killed(self, step, **options):
+        if step > killed_at:
+            raise KeyboardInterrupt
+        save(self, step, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(common.ocp.CheckpointManager, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            finish(begin(tmp_path / "killed"), batch_at)
+    assert len(losses(tmp_path / "killed")) == killed_at + 1
+    with (tmp_path / "killed" / "held_out.csv").open("a") as file:
+        file.write(f"{killed_at + 1},7.0\n")
+    run = begin(tmp_path / "killed")
+    assert run.step == killed_at
+    assert finish(run, batch_at)
+    for name in ("losses.csv", "held_out.csv"):
+        assert (tmp_path / "killed" / name).read_text() == (tmp_path / "whole" / name).read_text()
+
+
+def test_checkpoints_of_killed_processes_are_removed(tmp_path):
+    (tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp" / "state" / "half").write_text("x")
+    assert finish(begin(tmp_path))
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"2", "3"}
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+import jax, jax.numpy as jnp
+import common
+
+def main():
+    params = {"w": jax.random.normal(jax.random.key(0), 20_000)}
+    run = common.Run(Path(sys.argv[1]), {"steps": 3, "seed": 0}, common.State(params, (), None))
+    step = lambda state, batch, key: (state, jnp.sum(batch))
+    def batch_at(step):
+        if step == run.step == 2:
+            run._manager.wait_until_finished()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), -1))
+        return jnp.ones(2)
+    run.train(step, batch_at, save_every=1, evaluation=common.Evaluation("nothing", lambda params: 0.0, ".1f"))
+    return 0
+
+common.run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "what"), [("30000", r".*checkpoints/3.*"), *slow_cases(("10", r"cannot write .*losses\.csv: "))]
+)
+def test_full_disk_ends_a_run_with_one_line(limit, what, tmp_path):
+    """A limit on the size of files stands for the full disk."""
+    done = run_in_process(FULL_DISK, str(tmp_path), limit)
+    assert done.returncode == common.UNWRITTEN and "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "step/s" not in line and line.strip()]
+    then = "; step 2 is saved; the same command goes on from there"
+    assert re.fullmatch(rf"stopped after step 3: {what}File too large.*{then}", line)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"1", "2"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "held_out.csv", "losses.csv"]
+    run = common.Run(tmp_path, {"steps": 3, "seed": 0}, common.State({"w": jnp.ones(20_000)}, (), None))
+    assert run.step == 2 and finish(run)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +320,7 @@ def check_written(example, out):
     assert {step.name for step in (out / "checkpoints").iterdir()} == {"30", "40"}  # the last one may be damaged
     assert [*evaluations(out)] == ["0", "10", "20", "30", "40"]
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    tokenizer_files.load(out / "model", do_lower_case=False)
+    tokenizer_files.load(tokenizer_files.Settings(out / "model"))
     if example is finetune:
         model = BertForSequenceClassification.from_pretrained(out / "model")
         assert set(model.id2label.values()) == set(SUBJECTS)
@@ -470,7 +541,6 @@ def test_classifier_starts_from_the_checkpoint(checkpoint, given):
     jax.tree.map(np.testing.assert_array_equal, run.state.params["bert"], nnx.state(encoder))
 
 
-@pytest.mark.usefixtures("signals")
 @pytest.mark.parametrize(("example", "missing"), [(pretrain, "tokenizer.json"), (finetune, "model.safetensors")])
 def test_folder_without_a_checkpoint_is_named(example, missing, checkpoint, tmp_path):
     shutil.copytree(checkpoint, tmp_path / "model")

@@ -8,6 +8,7 @@ import pytest
 
 import jaxft
 
+SLOW = ("jax", "numpy", "ml_dtypes")
 HEAVY = ("flax", "tokenizers", "huggingface_hub", "safetensors", "tqdm", "matplotlib", "optax", "torch", "transformers")
 OPS = ("layer_norm", "bias_residual_layer_norm", "embeddings_layer_norm", "bias_activation", "softmax", "log_softmax",
        "qkv_bias_split_heads", "merge_heads", "permute", "dot_product_attention", "qkv_attention",
@@ -25,18 +26,39 @@ MODELS = (
 
 def _loaded(code):
     """Returns the heavy packages that a fresh interpreter has loaded after `code`."""
-    script = f"{code}\nimport json, sys\nprint(json.dumps([name for name in {HEAVY} if name in sys.modules]))"
+    script = f"{code}\nimport json, sys\nprint(json.dumps([name for name in {SLOW + HEAVY} if name in sys.modules]))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def test_import_is_light():
-    assert _loaded("import jaxft") == []
+@pytest.mark.parametrize("module", ["jaxft", "jaxft.cli"])
+def test_import_is_light(module):
+    """Otherwise Ctrl-C would give a traceback until the command line handles it."""
+    assert _loaded(f"import {module}") == []
 
 
 def test_ops_need_no_model_packages():
-    assert _loaded("import jax.numpy as jnp, jaxft; jaxft.layer_norm(jnp.ones((2, 3)))") == []
+    found = _loaded("import jax.numpy as jnp, jaxft; jaxft.layer_norm(jnp.ones((2, 3)))")
+    assert sorted(found) == sorted(SLOW)
+
+
+def test_names_may_load_while_jax_traces():
+    """A module that loads inside of a trace makes no arrays that belong to the trace."""
+    code = """
+import jax, jax.numpy as jnp, jaxft
+with jax.checking_leaks():
+    jax.jit(lambda x: [getattr(jaxft, name) for name in jaxft.__all__] and jaxft.softmax(x) + 1)(jnp.ones((2, 3)))
+x = jnp.ones((2, 8))
+jaxft.layer_norm(x), jaxft.softmax(x), jaxft.dispatch.platform(), jaxft.tuning.autotune
+jaxft.BertModel(jaxft.BertConfig(num_hidden_layers=1), rngs=None)
+"""
+    assert "flax" in _loaded(code)
+
+
+@pytest.mark.parametrize("name", ["dispatch", "dropout", "kernels", "ops", "reference", "tuning"])
+def test_modules_of_the_ops_are_attributes(name):
+    _loaded(f"import jaxft; jaxft.{name}")
 
 
 def test_models_load_when_used():

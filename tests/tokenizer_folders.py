@@ -115,6 +115,11 @@ MAPS = {
         "special_tokens_map.json": {"additional_special_tokens": ["[DOC]"], "do_lower_case": False},
         "tokenizer_config.json": BERT | {"additional_special_tokens": ["[Q]"], "do_lower_case": True},
     },
+    "map and more tokens": {
+        "special_tokens_map.json": {"extra_special_tokens": ["[DOC]"]},
+        "tokenizer_config.json": BERT | {"extra_special_tokens": ["[Q]"]},
+    },
+    "map with a token in parts": {"special_tokens_map.json": {"mask_token": {"content": "[DOC]", "lstrip": False}}},
     "map without effect": {
         "special_tokens_map.json": {"additional_special_tokens": ["[DOC]"], "cls_token": "<s>"},
         "tokenizer_config.json": BERT | {"added_tokens_decoder": {"4": added("[MASK]")}},
@@ -125,6 +130,9 @@ for name, files in MAPS.items():
     folder(f"{name}, vocab.txt", **{"vocab.txt": TEXT_WORDS}, **files)
     own = {"tokenizer_config.json": files.get("tokenizer_config.json", {}) | SAVED}
     folder(f"{name}, as saved", **{"tokenizer.json": word_piece()} | files | own)
+folder("named tokens are special", **{"tokenizer.json": word_piece(), "tokenizer_config.json": BERT | {
+    "added_tokens_decoder": {"4": added("[MASK]", special=False)}, "split_special_tokens": True,
+}})  # fmt: skip
 for name in ("BertTokenizerFast", "DistilBertTokenizer", "ElectraTokenizerFast", "TokenizersBackend"):
     cased = {"tokenizer.json": word_piece(lowercase=False)}
     folder(name, **cased, **{"tokenizer_config.json": {"tokenizer_class": name}})

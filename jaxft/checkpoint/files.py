@@ -1,8 +1,10 @@
 """Folder of a checkpoint, local or from Hugging Face, and its JSON files."""
 
 import json
+import math
 import os
 import re
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +17,7 @@ class CheckpointError(ValueError):
 
 
 _LONGEST_ID = 96  # the limit of Hugging Face
+_MOST_BYTES = 100_000_000  # of a file that is read as a whole; the tokenizer.json of XLM-RoBERTa has 17 MB
 
 
 def resolve(
@@ -68,16 +71,64 @@ def resolve(
         ) from error
 
 
-def read_json(file: Path) -> Any:
-    """Returns the content of a JSON file. Raises a CheckpointError if it is missing, unreadable or not JSON."""
+def check_file(file: Path, most_bytes: float = _MOST_BYTES) -> None:
+    """Raises a CheckpointError unless `file` is a regular file that can be read, of at most `most_bytes`."""
     try:
-        return json.loads(file.read_bytes())
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode):  # opening a FIFO could wait for ever
+            raise CheckpointError(f"{file} is not a regular file, but {_kind(status.st_mode)}")
+        if status.st_size > most_bytes:
+            raise CheckpointError(f"{file} has {status.st_size:,} bytes, at most {most_bytes:,} are supported")
+        file.open("rb").close()
     except FileNotFoundError as error:
         raise CheckpointError(f"{file} does not exist; the folder of a checkpoint has one") from error
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def is_library_error(error: BaseException) -> bool:
+    """Returns whether an error is an Exception or a panic of a library in Rust, whose type cannot be imported."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def parse_json(text: str) -> Any:
+    """Parses strict JSON. Raises a ValueError for NaN, numbers beyond float64 and repeated names, which Python takes.
+
+    JSON that is nested too deeply raises a RecursionError.
+    """
+
+    def number(digits: str) -> float:
+        if not math.isfinite(value := float(digits)):
+            raise ValueError(f"the number {digits:.20} is not finite")
+        return value
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(fields := dict(pairs)) < len(pairs):
+            names = iter(fields)  # in the order of their first occurrence
+            repeated = next(name for name, _ in pairs if name != next(names, None))
+            raise ValueError(f"the name {repeated!r:.80} occurs twice in an object")
+        return fields
+
+    return json.loads(text, parse_float=number, parse_constant=number, object_pairs_hook=unique)
+
+
+def read_json(file: Path) -> Any:
+    """Returns the content of a JSON file. Raises a CheckpointError if it is missing, unreadable or not JSON."""
+    check_file(file)
+    try:
+        value = parse_json(text := file.read_text("utf-8"))
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # raises for half of a surrogate pair
+        return value
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not valid JSON: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
@@ -88,10 +139,15 @@ def read_json_object(file: Path) -> dict[str, Any]:
     return value
 
 
+def read_settings(file: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file, {} if the file does not exist."""
+    return read_json_object(file) if os.path.lexists(file) else {}
+
+
 def read_config(folder: Path, parse: Callable[[dict[str, Any]], T]) -> T:
     """Returns `parse` of the object in `config.json`. A ValueError of `parse` becomes a CheckpointError."""
     file, adapter = folder / "config.json", folder / "adapter_config.json"
-    if adapter.exists():
+    if os.path.lexists(adapter):
         raise CheckpointError(f"{adapter}: adapters are not supported; merge it and save the whole model")
     settings = read_json_object(file)
     try:

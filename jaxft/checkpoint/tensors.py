@@ -6,7 +6,9 @@ files are never opened.
 
 import contextlib
 import dataclasses
+import errno
 import json
+import math
 import os
 import re
 import stat
@@ -19,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxft import atomic
 from jaxft.checkpoint import layouts
-from jaxft.checkpoint.files import CheckpointError, read_json_object
+from jaxft.checkpoint.files import CheckpointError, check_file, is_library_error, read_json_object
 from jaxft.checkpoint.layouts import Shape
 
 _DTYPES = ("F32", "F16", "BF16", "F64")
@@ -30,14 +33,14 @@ _NEW = "rngs=nnx.Rngs(0) to the model's from_pretrained, which initialises it"
 def _tensor_files(folder: Path) -> tuple[Path, Mapping[str, set[str] | None]]:
     """Returns the file that lists the tensors, and which tensors each safetensors file must have (None: any)."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
+    if os.path.lexists(single):
         return single, {single.name: None}
-    if not index.is_file():
-        others = sorted(
-            file.name
-            for file in folder.iterdir()
-            if file.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack")
-        )
+    if not os.path.lexists(index):
+        try:
+            names = sorted(os.listdir(folder))
+        except OSError as error:
+            raise CheckpointError(f"{folder} cannot be read: {error}") from error
+        others = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack"))]
         hint = f" (there is {', '.join(others)})" if others else ""
         raise CheckpointError(
             f"{folder} has neither model.safetensors nor model.safetensors.index.json{hint}. Pickle checkpoints are "
@@ -55,7 +58,7 @@ def _tensor_files(folder: Path) -> tuple[Path, Mapping[str, set[str] | None]]:
             problems.append(f"{index.name}: {name!r} is said to be in {shard!r}, no plain name of a safetensors file")
         else:
             shards.setdefault(shard, set()).add(name)
-    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    missing = [shard for shard in shards if not os.path.lexists(folder / shard)]
     problems += [f"{index.name}: names the file {shard!r}, which does not exist" for shard in missing]
     if problems:
         raise _error(folder, problems)
@@ -104,6 +107,7 @@ def _open_file(file: Path, stack: contextlib.ExitStack) -> Any:
     """Opens a safetensors file. safetensors checks the header, which must account for each byte of the file."""
     import safetensors
 
+    check_file(file, most_bytes=math.inf)
     with file.open("rb") as start:
         if start.read(19) == b"version https://git":
             raise CheckpointError("is a Git LFS pointer, not the file itself; fetch it with `git lfs pull`")
@@ -118,8 +122,6 @@ def _find_tensors(
     If a tensor is tied to another expected tensor, the checkpoint may have either one. If it has both, they must be
     equal. With `has_new_head`, tensors of the head that are missing or have another number of labels are left out.
     """
-    import safetensors
-
     modules = {name.partition(".")[0] for name in expected}  # modules that were requested
     tied = {name: original for name, original in layout.tied.items() if name.partition(".")[0] in modules}
     shapes = {**expected, **{name: expected[original] for name, original in tied.items()}}
@@ -130,7 +132,9 @@ def _find_tensors(
     for file, listed in files.items():
         try:
             reader = _open_file(folder / file, stack)
-        except (safetensors.SafetensorError, OSError, CheckpointError) as error:
+        except BaseException as error:
+            if not is_library_error(error):
+                raise
             problems.append(f"{file}: {error}")
             unread = True
             continue
@@ -187,10 +191,10 @@ def load(
     The names in `shapes` are as "layers.0.qkv_bias". The result has no pooler if the checkpoint has none. This is an
     error if a head is requested too, because the pooler is part of BERT's classification head. With `has_new_head`, the
     result lacks parameters of the head that the checkpoint lacks or has for another number of labels. A CheckpointError
-    lists all problems.
+    lists all problems, tensors that are not finite in `dtype` included.
     """
-    layout = layouts.LAYOUTS[model_type]
-    with contextlib.ExitStack() as stack:
+    layout, problems = layouts.LAYOUTS[model_type], []
+    with contextlib.ExitStack() as stack, np.errstate(over="ignore"):
         tensors = _find_tensors(folder, layout, layouts.expected_tensors(layout, shapes), has_new_head, stack)
         parameters = {}
         for parameter, shape in shapes.items():
@@ -201,7 +205,15 @@ def load(
             for name, part in zip(names, np.split(value, len(names), axis=-1), strict=True):
                 tensor = tensors[name].value()
                 part[...] = tensor.T if layouts.is_kernel(parameter) else tensor
-            parameters[parameter] = jnp.asarray(value)
+            if np.isfinite(value).all():
+                parameters[parameter] = jnp.asarray(value)
+                continue
+            wrong = [tensors[name] for name in names if not np.isfinite(tensors[name].value()).all()]
+            problems += [f"{tensor}: has NaN or infinite values" for tensor in wrong] or [
+                f"{tensors[names[0]]}: has values beyond the range of {jnp.dtype(dtype)}; pass a dtype with more range"
+            ]
+    if problems:
+        raise _error(folder, problems)
     return parameters
 
 
@@ -237,24 +249,17 @@ def write(folder: Path, config: Mapping[str, Any], tensors: dict[str, np.ndarray
     """
     import safetensors.numpy
 
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / "model.safetensors"
-    files = target.name, "config.json", "before"
-    weights, settings, before = (folder / f".{file}.{os.getpid()}.part" for file in files)
-    try:
-        # transformers expects this metadata, which says that the tensors follow PyTorch's conventions.
-        safetensors.numpy.save_file(tensors, weights, metadata={"format": "pt"})
-        settings.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        weights.chmod(stat.S_IMODE(settings.stat().st_mode))  # safetensors makes the file readable by its owner only
-        with contextlib.suppress(OSError):  # no earlier file, or no hard links in this file system
-            os.link(target, before)
-        try:
-            os.replace(weights, target)
-            os.replace(settings, folder / "config.json")
-        except BaseException:  # new weights with an old config.json could load
-            if before.exists():
-                os.replace(before, target)
-            raise
-    finally:
-        for unfinished in (weights, settings, before):
-            unfinished.unlink(missing_ok=True)
+    target, config_target = folder / "model.safetensors", folder / "config.json"
+    with atomic.writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with atomic.replacing(target, config_target) as (weights, settings):
+        with atomic.writing(config_target):
+            settings.write_text(json.dumps(config, indent=2, sort_keys=True, allow_nan=False) + "\n")
+        with atomic.writing(target):
+            try:
+                # transformers expects this metadata, which says that the tensors follow PyTorch's conventions.
+                safetensors.numpy.save_file(tensors, weights, metadata={"format": "pt"})
+            except safetensors.SafetensorError as error:  # of the disk, for example a full one
+                number = re.search(r"os error (\d+)", str(error))
+                raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
+            weights.chmod(stat.S_IMODE(settings.stat().st_mode))  # safetensors lets only the owner read the file

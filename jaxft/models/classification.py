@@ -1,6 +1,8 @@
 """BERT, RoBERTa and DistilBERT encoders with a head for classes of a text, a score, or labels of tokens."""
 
+import dataclasses
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,13 @@ _SEQ_CLASSIF_DROPOUT = 0.2  # transformers' default for DistilBERT
 _MEANING = ("problem_type", "sentence_transformers", "sbert_ce_default_activation_function")
 
 
+@dataclasses.dataclass(frozen=True)
+class _Labels:
+    """Names of labels. Flax would look at each item of a tuple that is an attribute: 2 s for 66,000 labels."""
+
+    names: tuple[str, ...]
+
+
 class _Classifier(EncoderWithHead):
     """Base class of models with labels: names of the labels, dropout of the head, reading and writing."""
 
@@ -44,7 +53,7 @@ class _Classifier(EncoderWithHead):
         rngs: nnx.Rngs | None,
     ) -> None:
         # Checked before the encoder is initialised, so that a wrong argument costs no time and memory.
-        self._labels = _label_names(type(self).__name__, num_labels, id2label)
+        self._labels = _Labels(_label_names(type(self).__name__, num_labels, id2label))
         self.classifier_dropout = _rate(type(self).__name__, "classifier_dropout", classifier_dropout)
         self._meaning = "{}"  # JSON, since static attributes of a module must be hashable
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation}
@@ -53,12 +62,12 @@ class _Classifier(EncoderWithHead):
     @property
     def num_labels(self) -> int:
         """Number of labels."""
-        return len(self._labels)
+        return len(self._labels.names)
 
     @property
     def id2label(self) -> dict[int, str]:
         """Name of each label by its number."""
-        return dict(enumerate(self._labels))
+        return dict(enumerate(self._labels.names))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -99,10 +108,10 @@ class _Classifier(EncoderWithHead):
         meaning = {name: settings[name] for name in _MEANING if settings.get(name) is not None}
         # sentence-transformers prefers the activation in its own file. Here it goes to config.json, the older place.
         file = folder / "config_sentence_transformers.json"
-        saved = checkpoint_files.read_json_object(file) if (folder / "modules.json").exists() and file.exists() else {}
+        saved = checkpoint_files.read_settings(file) if os.path.lexists(folder / "modules.json") else {}
         if saved.get("model_type") == "CrossEncoder" and saved.get("activation_fn") is not None:
             meaning["sentence_transformers"] = {"activation_fn": saved["activation_fn"]}
-        self._meaning = json.dumps(meaning, sort_keys=True)  # sorted: equal settings make equal models
+        self._meaning = json.dumps(meaning, sort_keys=True, allow_nan=False)  # sorted: equal settings make equal models
 
 
 class ClassificationHead(nnx.Module):
@@ -282,11 +291,13 @@ def _label_names(where: str, num_labels: Any, id2label: Any) -> tuple[str, ...]:
         raise ValueError(f"{where}: num_labels must be an integer from 1 to {_MAX_LABELS}, got {count!r:.100}")
     if id2label is None:
         return tuple(f"LABEL_{number}" for number in range(count))
-    id2label = dict(enumerate(id2label)) if isinstance(id2label, list | tuple) else id2label
-    names = {str(number): name for number, name in id2label.items()} if isinstance(id2label, Mapping) else {}
-    numbers = [str(number) for number in range(len(names))]  # a config.json has strings as keys
-    if not names or names.keys() != set(numbers) or not all(isinstance(name, str) for name in names.values()):
+    names = tuple(id2label) if isinstance(id2label, list | tuple) else ()
+    if isinstance(id2label, Mapping):
+        given = {str(number): name for number, name in id2label.items()}  # a config.json has strings as keys
+        names = tuple(given.get(str(number)) for number in range(len(given)))
+    if not names or not all(isinstance(name, str) for name in names):
+        id2label = dict(enumerate(id2label)) if isinstance(id2label, list | tuple) else id2label
         raise ValueError(f"{where}: id2label must name the labels from 0 on, each by a string, got {id2label!r:.100}")
     if num_labels not in (None, len(names)):
         raise ValueError(f"{where}: num_labels is {num_labels!r:.100}, but id2label names {len(names)} labels")
-    return tuple(names[number] for number in numbers)
+    return names

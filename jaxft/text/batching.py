@@ -7,15 +7,19 @@ import itertools
 import logging
 import operator
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxft import dispatch
+from jaxft.models.bert import BertModel, named_parameters
+from jaxft.models.heads import EncoderWithHead
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -29,6 +33,7 @@ _CHUNKS = (512, 1024, 8192)
 # Tokenisation threads, with packing and with padding. While one thread waits for the interpreter lock, the tokenizer
 # keeps the cores busy with the chunk of another thread.
 _AHEAD = (3, 1)
+_CHARACTERS = 1 << 20  # maximum of a chunk of several texts; the tokenizer needs about 100 bytes for a character
 _IN_FLIGHT = 8  # batches queued on the device before the oldest result is read back
 _LONG_WORK = 1000  # a terminal shows a progress bar by default above this number of texts
 _LEAST_TOKENS, _SHORTEST = 64, 32  # smallest `Bucket.capacity` and smallest `Bucket.longest`
@@ -96,6 +101,14 @@ class Tokens:
         return Tokens(begins, change(self.ids), None if self.type_ids is None else change(self.type_ids))
 
 
+class TextError(ValueError):
+    """Error about one of several texts (or pairs): it cannot be tokenised, or its result is not finite."""
+
+    def __init__(self, index: int, text: Any, reason: str) -> None:
+        super().__init__(f"texts[{index}] ({text!r:.80}) {reason}")
+        self.index, self.text, self.reason = index, text, reason
+
+
 class Batch(NamedTuple):
     """Model inputs of a padded or packed batch."""
 
@@ -141,19 +154,27 @@ class Batcher:
     """Cuts texts into batches, queues several batches on the device, and retries smaller batches if memory runs out.
 
     Packed batches have the shapes of `buckets`. Padded batches join texts of similar length, padded to one of a few
-    lengths.
+    lengths. `characters` counts the characters of a text or pair; tokenisation chunks are bounded by their sum.
     """
 
-    def __init__(self, *, limit: int, padding: int, packed: bool, with_types: bool = False) -> None:
+    def __init__(
+        self, *, limit: int, padding: int, packed: bool, with_types: bool = False,
+        characters: Callable[[Any], int] = lambda _: 0,
+    ) -> None:  # fmt: skip
         self.limit, self.padding, self.packed, self.with_types = limit, padding, packed, with_types
+        self.characters = characters
         self._lengths = padded_lengths(limit)
         self._largest: int | None = None  # limit of batch_size, after a larger batch ran out of memory
 
     def compute_all(
         self, texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "list[Encoding]"], batch_size: int,
-        compute: Callable[[Batch], jax.Array], *, width: int, unit: str, show_progress_bar: bool | None,
+        compute: Callable[[Batch], jax.Array], *, model: BertModel | EncoderWithHead, width: int, unit: str,
+        show_progress_bar: bool | None,
     ) -> np.ndarray:  # fmt: skip
-        """Returns `compute`'s results for texts (or pairs), float32 `[len(texts), width]`, in their order."""
+        """Returns `compute`'s results for texts (or pairs), float32 `[len(texts), width]`, in their order.
+
+        Raises a TextError for a text whose result is not finite, with the reason that is found in `model`.
+        """
         results = np.empty((len(texts), width), np.float32)
 
         def start(batch: Batch) -> jax.Array:
@@ -166,7 +187,17 @@ class Batcher:
             contextlib.closing(self.tokenised(texts, tokenise)) as chunks,
             progress_bar(len(texts), unit, show_progress_bar) as bar,
         ):
-            for positions, found in self.run(chunks, batch_size, start):
+
+            def watched() -> Iterator[tuple[int, Tokens]]:
+                for first, chunk in chunks:
+                    bar.set_postfix_str(f"{first + len(chunk)} tokenised", refresh=False)
+                    bar.update(0)
+                    yield first, chunk
+
+            for positions, found in self.run(watched(), batch_size, start):
+                if not (finite := np.isfinite(found)).all():
+                    index = int(positions[~finite.all(axis=1)].min())
+                    raise TextError(index, texts[index], f"has a result that is not finite: {_cause(model)}")
                 results[positions] = found
                 bar.update(len(positions))
         return results
@@ -175,21 +206,33 @@ class Batcher:
         self, texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "list[Encoding]"]
     ) -> Generator[tuple[int, Tokens]]:
         """Yields (position of the first text, tokens) of each chunk, then (`len(texts)`, no texts)."""
+        ends = np.append(0, np.cumsum(np.fromiter(map(self.characters, texts), np.int64, len(texts))))
+        alone = threading.Lock()  # for texts of megabytes, of which several might take more memory than there is
 
-        def tokens(chunk: Sequence[Any]) -> Tokens:
-            return Tokens.of(tokenise(chunk), with_types=self.with_types)
+        def tokens(first: int, stop: int) -> Tokens:
+            with alone if ends[stop] - ends[first] > _CHARACTERS else contextlib.nullcontext():
+                try:
+                    return Tokens.of(tokenise(texts[first:stop]), with_types=self.with_types)
+                except TextError as error:
+                    index = first + error.index
+                    raise TextError(index, texts[index], error.reason) from error
+
+        def stop_of(first: int, size: int) -> int:
+            fitting = int(np.searchsorted(ends, ends[first] + _CHARACTERS, side="right")) - 1
+            return min(max(fitting, first + 1), first + size, len(texts))
 
         start, (size, *largest) = 0, _CHUNKS
         most, ahead = largest[not self.packed], _AHEAD[not self.packed]
         coming = deque[tuple[int, Future[Tokens]]]()
-        if 0 < len(texts) <= size:  # starting a thread would cost more than there is to overlap
-            yield 0, tokens(texts)
+        if 0 < len(texts) == stop_of(0, size):  # starting a thread would cost more than there is to overlap
+            yield 0, tokens(0, len(texts))
             start = len(texts)
         with ThreadPoolExecutor(max_workers=ahead) as threads:
             while start < len(texts) or coming:
                 while start < len(texts) and len(coming) <= ahead:
-                    coming.append((start, threads.submit(tokens, texts[start : start + size])))
-                    start, size = start + size, min(size + size // 4, most)
+                    stop = stop_of(start, size)
+                    coming.append((start, threads.submit(tokens, start, stop)))
+                    start, size = stop, min(size + size // 4, most)
                 first, chunk = coming.popleft()
                 yield first, chunk.result()
         yield len(texts), Tokens.of([], with_types=self.with_types)
@@ -304,6 +347,15 @@ class Batcher:
         return Batch(packed(texts.ids, self.padding), types, begins, bucket.longest)
 
 
+def _cause(model: BertModel | EncoderWithHead) -> str:
+    """Returns why results of a model are not finite."""
+    for name, parameter in named_parameters(model).items():
+        if not jnp.isfinite(parameter.get_value()).all():
+            return f"the model's parameter {name} has NaN or infinite values"
+    dtype = (model if isinstance(model, BertModel) else model.bert).embeddings.options.dtype
+    return f"numbers overflow in {dtype}" + "; bfloat16 and float32 have a larger range" * (dtype == jnp.float16)
+
+
 def _bucket(all_buckets: Sequence[Bucket], longest: int, tokens: int) -> Bucket:
     """Returns the largest shape for texts of up to `longest` tokens that the remaining `tokens` fill completely.
 
@@ -372,4 +424,4 @@ def progress_bar(total: int, unit: str, show: bool | None) -> "tqdm":
     if show is None:
         show = total > _LONG_WORK and terminal
     # In a log file every update appends text, so updates are rare there.
-    return tqdm(total=total, unit=unit, disable=not show, mininterval=0.1 if terminal else 10.0)
+    return tqdm(total=total, unit=unit, disable=not show, mininterval=0.1 if terminal else 10.0, miniters=0)

@@ -20,9 +20,10 @@ from jaxft.ops.bundle import Rebuild
 from jaxft.text import batching, module_files
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import Batch, Bucket
+from jaxft.text.long_texts import LongTexts
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -47,10 +48,11 @@ class CrossEncoder:
       activation_fn: a function from float32 logits `[n, num_labels]` to scores of the same shape. None applies the
         sigmoid for a model with one label, and no activation for a model with several labels.
       prompt: text that is put before the first text of every pair.
+      token_types: whether the model gets the token type ids of the tokenizer. Otherwise, all are 0.
       packed: whether batches are packed, as for `SentenceEncoder`.
 
     Raises:
-      ValueError: `max_length` leaves no room for a token.
+      ValueError: `max_length` leaves no room for a token, or the model lacks a token id or type id of the tokenizer.
     """
 
     def __init__(
@@ -61,20 +63,24 @@ class CrossEncoder:
         max_length: int,
         activation_fn: Activation | None = None,
         prompt: str = "",
+        token_types: bool = True,
         packed: bool | None = None,
     ) -> None:
         self.model = model
-        self.prompt = prompt
+        (self.prompt,) = batching.as_texts("CrossEncoder", "prompt", [prompt])
         self.activation_fn = activation_fn or _ACTIVATIONS["Sigmoid" if model.num_labels == 1 else "Identity"]
         self._max_length = max_length = operator.index(max_length)
         self._tokenizer = tokenizer_files.truncating(
-            tokenizer, max_length, is_pair=True, owner="CrossEncoder", argument="max_length"
-        )
+            tokenizer, max_length, model.config, is_pair=True, token_types=token_types, owner="CrossEncoder",
+            argument="max_length",
+        )  # fmt: skip
+        self._long_texts = LongTexts(self._tokenizer, is_pair=True)
         self._batcher = batching.Batcher(
             limit=max_length,
             padding=model.config.pad_token_id,
             packed=batching.packs(model.bert.embeddings.options.implementation) if packed is None else packed,
-            with_types=model.config.type_vocab_size > 1,
+            with_types=token_types and model.config.type_vocab_size > 1,
+            characters=lambda pair: sum(map(len, pair)),
         )
         self._bundled = Bundled(model.bert.embeddings.options.implementation)
 
@@ -126,9 +132,9 @@ class CrossEncoder:
           The encoder.
 
         Raises:
-          CheckpointError: a file is missing or malformed; the message names it.
+          CheckpointError: a file is missing or malformed, the message names it; or `max_length` leaves no room for a
+            token.
           TypeError: `folder_or_id` is not a string or path.
-          ValueError: `max_length` leaves no room for a token.
         """
         folder = checkpoint_files.resolve(
             folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
@@ -139,18 +145,20 @@ class CrossEncoder:
         )
         settings = tokenizer_files.Settings(folder)
         limit = layout.max_seq_length or settings.max_length or sys.maxsize
-        tokenizer = tokenizer_files.load(folder, layout.do_lower_case)
-        tokenizer_files.check_vocabulary(tokenizer, folder, model.config.vocab_size)
-        encoder = cls(
-            model,
-            tokenizer,
-            max_length=min(limit if max_length is None else max_length, model.config.max_sequence_length),
-            activation_fn=_noted_activation(model.settings, folder),
-            prompt=layout.prompt,
-            packed=packed,
-        )
-        encoder._batcher.with_types &= settings.token_types
-        return encoder
+        tokenizer = tokenizer_files.load(settings, layout.do_lower_case)
+        activation_fn = _noted_activation(model.settings, folder)
+        try:
+            return cls(
+                model,
+                tokenizer,
+                max_length=min(limit if max_length is None else max_length, model.config.max_sequence_length),
+                activation_fn=activation_fn,
+                prompt=layout.prompt,
+                token_types=settings.token_types,
+                packed=packed,
+            )
+        except ValueError as error:
+            raise CheckpointError(f"{folder}: {error}") from error
 
     @property
     def max_length(self) -> int:
@@ -198,21 +206,20 @@ class CrossEncoder:
 
         Raises:
           TypeError: `sentences` is neither a pair of strings nor a sequence of such pairs; the message names the index.
-          ValueError: `batch_size` is not a positive integer, a text is not valid Unicode, or `activation_fn` returns
-            another shape.
+          ValueError: `batch_size` is not a positive integer, a text is not valid Unicode or cannot be tokenised, a
+            logit is not finite (the message names the pair and the reason), or `activation_fn` returns another shape.
           jax.errors.JaxRuntimeError: the device failed, or its memory does not suffice for one pair.
         """
         batch_size = batching.check_batch_size("predict", batch_size)
         is_pair = batching.is_sequence(sentences) and len(sentences) == 2 and isinstance(sentences[0], str)
         pairs = _as_pairs([sentences] if is_pair else sentences)
-        pairs = [(self.prompt + first, second) for first, second in pairs]
         arrays, rebuild = self._bundled(self.model)
 
         def compute(batch: Batch) -> jax.Array:
             return self._score(arrays, batch.input_ids, batch.token_type_ids, batch.lengths, batch.longest, rebuild)
 
         logits = self._batcher.compute_all(
-            pairs, self._tokenizer.encode_batch_fast, batch_size, compute, width=self.model.num_labels, unit="pair",
+            pairs, self._encodings, batch_size, compute, model=self.model, width=self.model.num_labels, unit="pair",
             show_progress_bar=show_progress_bar,
         )  # fmt: skip
         activation_fn = activation_fn or self.activation_fn
@@ -277,6 +284,10 @@ class CrossEncoder:
             for entry in found:
                 entry["text"] = documents[entry["corpus_id"]]
         return found
+
+    def _encodings(self, pairs: Sequence[tuple[str, str]]) -> "list[Encoding]":
+        pairs = [(self.prompt + first, second) for first, second in pairs]
+        return tokenizer_files.encode(self._tokenizer, pairs, self._long_texts.cut_pairs)
 
 
 def _as_pairs(sentences: Any) -> list[tuple[str, str]]:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxft.checkpoint import files as checkpoint_files
-from jaxft.checkpoint.files import CheckpointError
+from jaxft.checkpoint.files import CheckpointError, read_settings
 from jaxft.text import tokenizer as tokenizer_files
-from jaxft.text.tokenizer import read_settings
 
 # Pooling modes by their field in a Pooling module's config.json, in the order in which sentence-transformers
 # concatenates the results of several modes.
@@ -55,13 +54,13 @@ class Layout:
 def read_sentence_encoder(folder: Path) -> Layout:
     """Reads the layout of a SentenceTransformer. A folder without modules.json gets mean pooling."""
     file = folder / "modules.json"
-    if not file.exists():
+    if not os.path.lexists(file):
         _check_bare(folder)
         config = read_settings(folder / "config.json")
         architectures = config.get("architectures")
         first = architectures[0] if isinstance(architectures, list) and architectures else None
         if str(first).endswith("ForCausalLM") and config.get("is_causal", True):
-            raise CheckpointError(f"{folder}: without modules.json, {first} needs pooling of the last token")
+            raise CheckpointError(f"{folder}: without modules.json, {first:.80} needs pooling of the last token")
         _log.warning(
             "%s has no modules.json: embeddings get mean pooling and no normalisation. If the model was made for"
             " sentence-transformers, the folder is not complete.", folder,
@@ -95,7 +94,7 @@ def read_cross_encoder(folder: Path) -> Layout:
     config = read_settings(folder / "config.json")
     is_classifier = "ForSequenceClassification'" in str(config.get("architectures"))
     num_labels = None if is_classifier or config.get("id2label") or config.get("num_labels") else 1
-    if not file.exists():
+    if not os.path.lexists(file):
         _check_bare(folder)
         return Layout(folder, num_labels=num_labels)
     settings = _family_settings(folder, "CrossEncoder")
@@ -103,7 +102,7 @@ def read_cross_encoder(folder: Path) -> Layout:
     if modules != [("Transformer", "")]:
         kinds = ", ".join(str(kind) for kind, _ in modules)
         raise CheckpointError(
-            f"{file}: a CrossEncoder must be one Transformer module in the folder itself; {kinds} is not supported"
+            f"{file}: a CrossEncoder must be one Transformer module in the folder itself; {kinds:.200} is not supported"
         )
     settings_file = folder / "config_sentence_transformers.json"
     if settings.get("keep_in_fp32_modules"):
@@ -118,7 +117,7 @@ def read_cross_encoder(folder: Path) -> Layout:
 def _check_bare(folder: Path) -> None:
     """Refuses a chat template in a folder without modules.json, where sentence-transformers applies it to texts."""
     file = folder / "chat_template.jinja"
-    if file.exists() or tokenizer_files.Settings(folder).values.get("chat_template"):
+    if os.path.lexists(file) or read_settings(folder / "tokenizer_config.json").get("chat_template"):
         raise CheckpointError(f"{folder}: without modules.json, a chat_template is not supported")
 
 
@@ -155,11 +154,11 @@ def _read_modules(file: Path) -> dict[str, Path]:
         if kind not in ("Transformer", "Pooling", "Normalize") or kind in modules:
             what = "appears twice" if kind in modules else "is not supported"
             raise CheckpointError(
-                f"{file}: module {entry.get('type')!r} {what}; supported are one Transformer, one Pooling and"
+                f"{file}: module {entry.get('type')!r:.80} {what}; supported are one Transformer, one Pooling and"
                 " optionally one Normalize"
             )
         if not isinstance(path, str) or Path(path).is_absolute() or ".." in Path(path).parts:
-            raise CheckpointError(f"{file}: module {kind} must have a path inside the folder, got {path!r}")
+            raise CheckpointError(f"{file}: module {kind} must have a path inside the folder, got {path!r:.80}")
         modules[kind] = file.parent / path
     if list(modules)[:2] != ["Transformer", "Pooling"]:
         raise CheckpointError(
@@ -171,7 +170,7 @@ def _read_modules(file: Path) -> dict[str, Path]:
 
 def _read_pooling(file: Path) -> tuple[tuple[str, ...], bool]:
     """Reads a Pooling module's config.json. Returns the modes, and whether prompt tokens take part in the pooling."""
-    if not os.path.exists(file):
+    if not os.path.lexists(file):
         raise CheckpointError(f"{file}: missing, but modules.json names it")
     config = checkpoint_files.read_json_object(file)
     _check_known(file, config, POOLING_FIELDS)
@@ -181,9 +180,9 @@ def _read_pooling(file: Path) -> tuple[tuple[str, ...], bool]:
     elif isinstance(modes, str):
         modes = [modes]
     unsupported = [mode for mode in modes if mode not in POOLING_MODES] if isinstance(modes, list) else [modes]
-    if unsupported or not modes:
+    if unsupported or not modes or len(modes) > len(POOLING_MODES):
         raise CheckpointError(
-            f"{file}: pooling mode {', '.join(map(repr, unsupported))} is not supported; supported are"
+            f"{file}: pooling mode {', '.join(map(repr, unsupported or modes)):.200} is not supported; supported are"
             f" {', '.join(POOLING_MODES)} and their concatenation"
         )
     return tuple(modes), bool(config.get("include_prompt", True))

@@ -1,5 +1,6 @@
 """SentenceEncoder: computes embeddings of texts, and reads checkpoints in the layout of sentence-transformers."""
 
+import itertools
 import operator
 import os
 import sys
@@ -21,6 +22,7 @@ from jaxft.ops.bundle import Rebuild
 from jaxft.text import batching, module_files
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import Batch, Bucket
+from jaxft.text.long_texts import LongTexts
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -40,12 +42,13 @@ class SentenceEncoder:
       prompt: text that is put before every text.
       truncate_dim: number of components of an embedding to keep, from the first on. None keeps all. `normalize` comes
         before, `normalize_embeddings` of `encode` after.
+      token_types: whether the type ids of the tokenizer count. If so, an id other than 0 is not supported.
       packed: whether batches are packed, without padding. None packs if variable-length attention runs as a kernel, as
         on an NVIDIA GPU.
 
     Raises:
-      ValueError: a pooling mode is unknown, `max_seq_length` leaves no room for a token, or `truncate_dim` is not a
-        positive integer.
+      ValueError: a pooling mode is unknown, `max_seq_length` leaves no room for a token, `truncate_dim` is not a
+        positive integer, or the model lacks a token id or type id of the tokenizer.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class SentenceEncoder:
         normalize: bool = False,
         prompt: str = "",
         truncate_dim: int | None = None,
+        token_types: bool = True,
         packed: bool | None = None,
     ) -> None:
         if truncate_dim is not None and not (checks.is_natural(truncate_dim) and truncate_dim > 0):
@@ -70,16 +74,19 @@ class SentenceEncoder:
         self.model = model
         self.pooling = tuple(pooling)
         self.normalize = normalize
-        self.prompt = prompt
+        (self.prompt,) = batching.as_texts("SentenceEncoder", "prompt", [prompt])
         self.truncate_dim = truncate_dim
         self._max_seq_length = max_seq_length = operator.index(max_seq_length)
         self._tokenizer = tokenizer_files.truncating(
-            tokenizer, max_seq_length, owner="SentenceEncoder", argument="max_seq_length"
-        )
+            tokenizer, max_seq_length, model.config, token_types=token_types, owner="SentenceEncoder",
+            argument="max_seq_length",
+        )  # fmt: skip
+        self._long_texts = LongTexts(self._tokenizer)
         self._batcher = batching.Batcher(
             limit=max_seq_length,
             padding=model.config.pad_token_id,
             packed=batching.packs(model.embeddings.options.implementation) if packed is None else packed,
+            characters=len,
         )
 
         self._bundled = Bundled(model.embeddings.options.implementation)
@@ -147,12 +154,7 @@ class SentenceEncoder:
         model = BertModel.from_pretrained(layout.transformer, dtype=dtype, implementation=implementation)
         settings = tokenizer_files.Settings(layout.transformer)
         limit = layout.max_seq_length or settings.max_length or sys.maxsize
-        tokenizer = tokenizer_files.load(layout.transformer, layout.do_lower_case)
-        tokenizer_files.check_vocabulary(tokenizer, layout.transformer, model.config.vocab_size)
-        if settings.token_types and any(tokenizer.encode("a").type_ids):
-            raise CheckpointError(
-                f"{layout.transformer}: token type ids other than 0 for single texts are not supported"
-            )
+        tokenizer = tokenizer_files.load(settings, layout.do_lower_case)
         try:
             return cls(
                 model,
@@ -162,6 +164,7 @@ class SentenceEncoder:
                 normalize=layout.normalize,
                 prompt=layout.prompt,
                 truncate_dim=layout.truncate_dim,
+                token_types=settings.token_types,
                 packed=packed,
             )
         except ValueError as error:
@@ -189,9 +192,14 @@ class SentenceEncoder:
 
         Raises:
           TypeError: see `encode`.
-          ValueError: a text is not valid Unicode.
+          ValueError: a text is not valid Unicode or cannot be tokenised.
         """
-        return [encoding.ids for encoding in self._encodings(batching.as_texts("encode", "sentences", sentences))]
+        texts = batching.as_texts("encode", "sentences", sentences)
+        return [
+            chunk.ids[begin:end].tolist()
+            for _, chunk in self._batcher.tokenised(texts, self._encodings)
+            for begin, end in itertools.pairwise(chunk.begins)
+        ]
 
     def encode(
         self,
@@ -204,7 +212,8 @@ class SentenceEncoder:
         """Computes the embeddings of texts.
 
         Threads tokenise hundreds or thousands of texts at a time, ahead of the device. The texts of such a chunk are
-        sorted by length.
+        sorted by length. Of a very long text, only a part is tokenised, if the tokens that count certainly are those of
+        the whole text.
 
         Packed batches (the default on an NVIDIA GPU): a batch holds up to `batch_size * max_seq_length` tokens, fewer
         at the end of a call, and has one of the shapes of `buckets(batch_size)`. Other texts of the batch do not change
@@ -233,7 +242,8 @@ class SentenceEncoder:
 
         Raises:
           TypeError: `sentences` or one of its items is not a string (the item's index and type are named).
-          ValueError: `batch_size` is not a positive integer, or a text is not valid Unicode.
+          ValueError: `batch_size` is not a positive integer, a text is not valid Unicode or cannot be tokenised, or an
+            embedding is not finite. The message names the text and the reason.
           jax.errors.JaxRuntimeError: the device failed, or its memory does not suffice for one text.
         """
         batch_size = batching.check_batch_size("encode", batch_size)
@@ -247,7 +257,7 @@ class SentenceEncoder:
             return self._embed(arrays, batch.input_ids, batch.lengths, batch.longest, last_steps, rebuild)
 
         embeddings = self._batcher.compute_all(
-            texts, self._encodings, batch_size, compute, width=self.embedding_dimension, unit="text",
+            texts, self._encodings, batch_size, compute, model=self.model, width=self.embedding_dimension, unit="text",
             show_progress_bar=show_progress_bar,
         )  # fmt: skip
         result = embeddings[0] if isinstance(sentences, str) else embeddings
@@ -268,4 +278,5 @@ class SentenceEncoder:
         return batching.buckets(batch_size, self.max_seq_length) if self._batcher.packed else []
 
     def _encodings(self, texts: Sequence[str]) -> "list[Encoding]":
-        return self._tokenizer.encode_batch_fast([self.prompt + text for text in texts])
+        texts = [self.prompt + text for text in texts]
+        return tokenizer_files.encode(self._tokenizer, texts, self._long_texts.cut)

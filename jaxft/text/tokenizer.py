@@ -1,17 +1,30 @@
 """Reads the tokenizer of a checkpoint folder as transformers 5 does: its class, settings files and added tokens."""
 
 import base64
+import contextlib
+import copy
 import dataclasses
 import json
+import os
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from jaxft import atomic
 from jaxft.checkpoint import files as checkpoint_files
-from jaxft.checkpoint.files import CheckpointError
+from jaxft.checkpoint.files import CheckpointError, read_settings
+from jaxft.models.config import BertConfig
+from jaxft.text.batching import TextError
 
 if TYPE_CHECKING:
-    from tokenizers import AddedToken, Tokenizer
+    from tokenizers import AddedToken, Encoding, Tokenizer
+
+T = TypeVar("T", str, tuple[str, str])
+
+_LONGEST_TOKEN = 1000  # characters of a token of a Unigram model; its tree is freed recursively
+_LONGEST_REGEX = 10_000  # characters of all regular expressions; a class such as \\p{L} compiles to 16 kB
+_MOST_GROWTH = 10_000  # times that the replacements of normalizers may lengthen a text
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BERT = dict(zip(_NAMES, (None, None, "[UNK]", "[SEP]", "[PAD]", "[CLS]", "[MASK]"), strict=True))
@@ -70,12 +83,9 @@ class Settings:
             values["extra_special_tokens"] = values.pop("additional_special_tokens")  # the new name
         if "added_tokens_decoder" not in values:
             for name, value in read_settings(folder / "special_tokens_map.json").items():
-                earlier = values.get(name)
-                if name != "extra_special_tokens":
-                    value = value | {"special": True} if isinstance(value, dict) else value
-                elif isinstance(value, list) and isinstance(earlier, list):
-                    value = earlier + value
-                values[name] = value
+                earlier = values.get(name) if name == "extra_special_tokens" else None
+                both = isinstance(earlier, list) and isinstance(value, list)
+                values[name] = earlier + value if both else value
         source, config = self.file if values.get("tokenizer_class") else file, read_settings(file)
         named = values.get("tokenizer_class") or config.get("tokenizer_class")
         name = named or _OF_MODEL_TYPE.get(str(config.get("model_type")), "TokenizersBackend")
@@ -163,34 +173,30 @@ def _added(token: str | dict[str, Any], *, special: bool = False) -> "AddedToken
     return added
 
 
-def load(folder: Path, do_lower_case: bool) -> "Tokenizer":
-    """Loads the tokenizer of a folder. `do_lower_case` comes before the tokenizer's own normalizer."""
+def load(settings: Settings, do_lower_case: bool = False) -> "Tokenizer":
+    """Loads the tokenizer of the settings' folder. `do_lower_case` comes before the tokenizer's own normalizer."""
     from tokenizers import Tokenizer, normalizers
 
-    settings, file, saved = Settings(folder), folder / "tokenizer.json", None
-    if file.exists():
-        try:
+    folder, file, saved = settings.folder, settings.folder / "tokenizer.json", None
+    if os.path.lexists(file):
+        _check_cost(file)
+        with library_errors(f"{file}: not a tokenizer of the tokenizers library"):
             saved = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises plain Exception
-            raise CheckpointError(f"{file}: not a tokenizer of the tokenizers library: {error}") from error
     model = saved.model if saved else _vocabulary(folder, settings)
     found, expected = type(model).__name__, settings.kind.model
     if found != expected and settings.is_named and expected:
         raise CheckpointError(f"{file}: the folder's tokenizer_class needs a {expected} vocabulary, got {found}")
     if found != expected:
+        settings = copy.copy(settings)
         settings.kind = CLASSES["TokenizersBackend"]
     tokenizer = saved if saved and found != expected else Tokenizer(model)
-    try:
+    with library_errors(f"{folder}: the tokenizer's files do not fit together"):
         if tokenizer is not saved:
             _set_up(tokenizer, settings, saved)
         added = saved.get_added_tokens_decoder() if saved else {}
         tokenizer.add_tokens(settings.tokens(added, tokenizer))
         if tokenizer is not saved:
             tokenizer.post_processor = _post_processor(tokenizer, settings)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{folder}: the tokenizer's files do not fit together: {error}") from error
     tokenizer.encode_special_tokens = settings.option("split_special_tokens", False)
     if settings.side("padding_side", saved and saved.padding) == "left":
         raise CheckpointError(f"{settings.file}: padding_side left is not supported")
@@ -203,9 +209,8 @@ def load(folder: Path, do_lower_case: bool) -> "Tokenizer":
     return tokenizer
 
 
-def save(tokenizer: "Tokenizer", folder: Path, source: Path) -> None:
-    """Writes a tokenizer that was loaded from `source`, with settings that make transformers take it as it is."""
-    settings = Settings(source)
+def save(tokenizer: "Tokenizer", folder: Path, settings: Settings) -> None:
+    """Writes a tokenizer that was loaded with `settings`, so that transformers takes it as it is."""
     values = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_input_names": ["input_ids", *["token_type_ids"] * settings.token_types, "attention_mask"],
@@ -213,8 +218,10 @@ def save(tokenizer: "Tokenizer", folder: Path, source: Path) -> None:
         **({} if settings.max_length is None else {"model_max_length": settings.max_length}),
         **{name: token.content for name, token in settings.named_tokens().items()},
     }
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(values, indent=2) + "\n")
+    files = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    with atomic.replacing(*files) as (file, settings_file), atomic.writing(files[0]):
+        file.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+        settings_file.write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _vocabulary(folder: Path, settings: Settings) -> Any:
@@ -222,15 +229,15 @@ def _vocabulary(folder: Path, settings: Settings) -> Any:
     from tokenizers import models
 
     kind, files = settings.kind, [folder / name for name in settings.kind.vocabulary]
-    if not files or not all(file.exists() for file in files):
+    if not files or not all(map(os.path.lexists, files)):
         others = "".join(f" nor {name}" for name in kind.vocabulary)
         raise CheckpointError(f"{folder}: no tokenizer: {'neither' if files else 'no'} tokenizer.json{others} is there")
-    try:
+    for file in files:
+        checkpoint_files.check_file(file)
+    with library_errors(f"{files[0]}: not a vocabulary" + " of one token a line" * (kind.model == "WordPiece")):
         if kind.model == "BPE":
             return models.BPE.from_file(*map(str, files))
         vocabulary = models.WordPiece.from_file(str(files[0]), unk_token="[UNK]")
-    except Exception as error:  # the library raises plain Exception
-        raise CheckpointError(f"{files[0]}: not a vocabulary of one token a line: {error}") from error
     names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
     defaults = [kind.named[name] for name in names if name not in settings.values]
     if missing := [token for token in defaults if vocabulary.token_to_id(token) is None]:
@@ -288,43 +295,117 @@ def _post_processor(tokenizer: "Tokenizer", settings: Settings) -> Any:
     )
 
 
+def _check_cost(file: Path) -> None:
+    """Checks the parts of a tokenizer.json from which a small file can take gigabytes, before they are made."""
+    content = checkpoint_files.read_json_object(file)
+    model = content.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    entries = vocabulary if isinstance(vocabulary, list) else []  # [token, score] of a Unigram model
+    tokens = [entry[0] for entry in entries if isinstance(entry, list) and entry and isinstance(entry[0], str)]
+    # Each character of a token may take 300 bytes, twice.
+    if max(map(len, tokens), default=0) > _LONGEST_TOKEN or sum(map(len, tokens)) > 24 * len(tokens) + 200_000:
+        raise CheckpointError(f"{file}: has tokens of more than {_LONGEST_TOKEN} characters, or of 24 on average")
+    parts, characters, growth = [value for name, value in content.items() if name != "model"], 0, 1.0
+    while parts:
+        part = parts.pop()
+        if isinstance(part, list):
+            parts += part
+        elif isinstance(part, dict):
+            parts += part.values()
+            pattern, text = part.get("pattern"), part.get("content")
+            regex, plain = (pattern.get(k) if isinstance(pattern, dict) else None for k in ("Regex", "String"))
+            characters += len(regex) if isinstance(regex, str) else 0
+            if part.get("type") == "Replace" and isinstance(text, str):  # a regex may match the empty string
+                growth *= max(1, len(text) / len(plain) if isinstance(plain, str) and plain else 1 + len(text))
+    if characters > _LONGEST_REGEX:
+        raise CheckpointError(f"{file}: has {characters} characters of regular expressions, at most {_LONGEST_REGEX}")
+    if not growth <= _MOST_GROWTH:
+        raise CheckpointError(f"{file}: the normalizers may make a text more than {_MOST_GROWTH} times as long")
+
+
+@contextlib.contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """Turns errors and panics of the tokenizers library in the block into a CheckpointError that starts with `what`."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, CheckpointError) or not checkpoint_files.is_library_error(error):
+            raise
+        raise CheckpointError(f"{what}: {error}") from error
+
+
+def encode(
+    tokenizer: "Tokenizer", texts: Sequence[T], cut: Callable[[Sequence[T]], Sequence[T]] = lambda texts: texts
+) -> "list[Encoding]":
+    """Tokenises `cut(texts)`, which are texts or pairs.
+
+    Raises a TextError for the first text or pair that the tokenizers library cannot tokenise.
+    """
+    try:
+        return tokenizer.encode_batch_fast(cut(texts))
+    except BaseException as error:
+        if not checkpoint_files.is_library_error(error):
+            raise
+        if len(texts) == 1:
+            raise TextError(0, texts[0], f"cannot be tokenised: {error}") from error
+    found: list[Encoding] = []
+    for index, text in enumerate(texts):
+        try:
+            found += encode(tokenizer, [text], cut)
+        except TextError as error:
+            raise TextError(index, text, error.reason) from error.__cause__
+    return found
+
+
 def truncating(
-    tokenizer: "Tokenizer", max_length: int, *, is_pair: bool = False, owner: str, argument: str
-) -> "Tokenizer":
-    """Copies a tokenizer; the copy truncates at `max_length` tokens, special tokens included, and does not pad."""
-    special_tokens = tokenizer.num_special_tokens_to_add(is_pair=is_pair)
+    tokenizer: "Tokenizer", max_length: int, config: BertConfig, *, is_pair: bool = False, token_types: bool = True,
+    owner: str, argument: str,
+) -> "Tokenizer":  # fmt: skip
+    """Copies a tokenizer; the copy truncates at `max_length` tokens, special tokens included, and does not pad.
+
+    Raises a ValueError if there is no room for a token, or if the model lacks a token id or (with `token_types`) a type
+    id of the tokenizer, which would give NaN, perhaps hours into a run.
+    """
+    from tokenizers import Tokenizer, models
+
+    with library_errors(f"{owner}: the tokenizer cannot be used"):
+        special_tokens = tokenizer.num_special_tokens_to_add(is_pair=is_pair)
     if max_length <= special_tokens:
         raise ValueError(
             f"{owner}: {argument} must be above {special_tokens}, the number of special tokens that the tokenizer"
             f" adds, got {max_length}"
         )
-    # Files often contain padding and truncation settings that are left over from training.
-    copy = type(tokenizer).from_str(tokenizer.to_str())
-    copy.no_padding()
-    copy.enable_truncation(max_length=max_length, direction=(tokenizer.truncation or {}).get("direction", "right"))
-    copy.encode_special_tokens = tokenizer.encode_special_tokens  # not part of the JSON
-    return copy
-
-
-def check_vocabulary(tokenizer: "Tokenizer", folder: Path, vocab_size: int) -> None:
-    """Checks that the model has an embedding for each token id. A missing one gives NaN, perhaps hours into a run."""
-    largest_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-    if largest_id >= vocab_size:
-        raise CheckpointError(
-            f"{folder}: the tokenizer has ids up to {largest_id}, the model's vocab_size is only {vocab_size}"
+    with library_errors(f"{owner}: the tokenizer cannot be used"):
+        tokens = {number: token for token, number in tokenizer.get_vocab(with_added_tokens=True).items()}
+        # Files often contain padding and truncation settings that are left over from training.
+        copy = type(tokenizer).from_str(tokenizer.to_str())
+        copy.no_padding()
+        copy.no_truncation()
+        # The post-processor has ids of its own. It runs on texts of one token to show them.
+        token = Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).encode("a")
+        processed = copy.post_process(token, token if is_pair else None)
+        copy.enable_truncation(max_length=max_length, direction=(tokenizer.truncation or {}).get("direction", "right"))
+        copy.encode_special_tokens = tokenizer.encode_special_tokens  # not part of the JSON
+    tokens |= zip(processed.ids, processed.tokens, strict=True)
+    if (largest_id := max(tokens, default=0)) >= config.vocab_size:
+        raise ValueError(
+            f"{owner}: the tokenizer has ids up to {largest_id}, {tokens[largest_id]!r:.80}, but the model's"
+            f" vocab_size is only {config.vocab_size}"
         )
+    if len(processed) != special_tokens + 1 + is_pair:
+        raise ValueError(f"{owner}: the tokenizer's post-processor must keep each text, once")
+    # A model without token types gets none, and one text gets type 0 only.
+    types = config.type_vocab_size if is_pair else min(config.type_vocab_size, 1)
+    if token_types and types and (largest_type := max(processed.type_ids)) >= types:
+        raise ValueError(f"{owner}: the tokenizer has type ids up to {largest_type}; supported are those below {types}")
+    return copy
 
 
 def check_length(file: Path, value: Any) -> int | None:
     """Checks a maximum length from a settings file. Huge ones ("no limit") become `sys.maxsize`."""
     if value is None:
         return None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not value >= 1:  # `not` also rejects NaN, which Python reads from JSON
-        raise CheckpointError(f"{file}: the maximum length must be a number of at least 1, got {value!r:.80}")
+    is_integer = isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
+    if not is_integer or value < 1:
+        raise CheckpointError(f"{file}: the maximum length must be an integer of at least 1, got {value!r:.80}")
     return int(min(value, sys.maxsize))
-
-
-def read_settings(file: Path) -> dict[str, Any]:
-    """Reads the JSON object in `file`; {} if the file does not exist. Raises a CheckpointError if it is malformed."""
-    return checkpoint_files.read_json_object(file) if file.exists() else {}

@@ -13,13 +13,12 @@ import logging
 import math
 import os
 import re
-import secrets
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
+from jaxft import atomic
 from jaxft._version import __version__
 
 logger = logging.getLogger("jaxft")
@@ -100,7 +99,7 @@ def restore(device_kind: str, op: str, name: str, default: T) -> T | None:
 
 def save(file: Path, op: str, name: str, config: Any) -> None:
     """Adds an entry to a file, which no process sees half-written. A damaged file is kept, with suffix `.damaged`."""
-    with _locked(file.parent), _temporary(file) as new:
+    with atomic.locked(file.parent), atomic.replacing(file) as (new,):
         try:
             table = _read(file)  # again, since another process may have added entries
         except FileNotFoundError:
@@ -110,10 +109,9 @@ def save(file: Path, op: str, name: str, config: Any) -> None:
             os.replace(file, file.with_suffix(".damaged"))
             table = {}
         table.setdefault(op, {})[name] = dataclasses.asdict(config)
-        json.dump(table, new, indent=1, sort_keys=True)
-        new.write("\n")
-        new.flush()
-        os.replace(new.name, file)
+        with atomic.writing(file), new.open("w", encoding="utf-8") as lines:
+            json.dump(table, lines, indent=1, sort_keys=True, allow_nan=False)
+            lines.write("\n")
     load.cache_clear()
 
 
@@ -121,7 +119,8 @@ def check_writable(file: Path) -> None:
     """Checks that `save` can read and write a file, and creates its directory. Raises an OSError with advice."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(file.parent), _temporary(file), contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
+        missing_or_damaged = FileNotFoundError, ValueError, RecursionError
+        with atomic.locked(file.parent), atomic.replacing(file), contextlib.suppress(*missing_or_damaged):
             _read(file)
     except OSError as error:
         advice = "name another table, or set XDG_CACHE_HOME to a folder that can be written"
@@ -132,30 +131,6 @@ def _warn(file: Path, reason: str) -> None:
     if file not in _warned:
         _warned.add(file)
         logger.warning("ignoring tuned configs in %s, which is damaged: %s", file, reason)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Context that only one process at a time can enter for a folder."""
-    import fcntl  # not on every system, but on all where JAX supports NVIDIA GPUs
-
-    directory = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(directory, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(directory)
-
-
-@contextlib.contextmanager
-def _temporary(file: Path) -> Iterator[IO[str]]:
-    """Opens a new file next to `file`, and removes the new file at the end if it is still there."""
-    temporary = file.with_name(f"{file.stem}-{secrets.token_hex(8)}.tmp")
-    try:
-        with open(temporary, "x", encoding="utf-8") as new:  # not tempfile, whose files only their owner may read
-            yield new
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _nested(table: Any, depth: int) -> bool:

@@ -1,0 +1,306 @@
+"""Long texts are cut before they are tokenised: the tokens are those of the whole text, for every kind of tokenizer."""
+
+import functools
+import itertools
+import random
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+
+import tiny
+from cases import seeds
+from jaxft import BertConfig
+from jaxft.text import tokenizer as tokenizer_files
+from jaxft.text.long_texts import LongTexts
+
+WORDS = ["the", "old", "tree", "sings", "Bird", "café", "cafe\u0301", "don't", "we'll", "x'lll", "1234", "naïve", "éa",
+         "Straße", "中文", "雨が", "か\u3099", "ｶﾞ", "각", "\u1100\u1161\u11a8", "าำ", "İ", "ﬁ", "ͺ", "ﾞ", "²",
+         "๓", "a_b", "_",
+         "\u0d4e", "😀", "👍🏽", "\u200b", "\xad", "\0", "\ufffd", "\u0301", "\u0345", "<mask>", "<MASK>", "[MASK]",
+         "new york", "[NEW]", "foo>", "tail", "▁", "▁▁", "…", "...", ",", "。", "，", "!", "''", "'", "-", "---", "a,b",
+         ";\u0338", "s", "ll", "''s"]  # fmt: skip
+GAPS = [" ", " ", " ", " ", "", "", "  ", "\n", "\t", "\u3000", "\xa0", "   \n ", ", ", ". ", "\u2028", "\x1c"]
+RUNS = ["a", "ab", "th", "1", "a1", " ", "  \n", "\t", "中文", "中", "é", "\u0301", "\u200b", "\0", "-", "'", ".",
+        "'l", "▁", "ſ", "A", " a", "\u200b\0", "=", "#!", "가", "е", "the", "…"]  # fmt: skip
+
+
+def random_text(rng):
+    parts = []
+    for _ in range(rng.randint(1, 4)):
+        if rng.random() < 0.4:
+            run = rng.choice(RUNS)
+            parts.append(run * rng.choice([3, 30, 300, 900]) + rng.choice(["", "<mask>", " ", "x", "\u0301"]))
+        few = rng.sample(WORDS, 4) if rng.random() < 0.5 else WORDS
+        for _ in range(rng.choice([3, 30, 200])):
+            parts += [rng.choice(few), rng.choice(GAPS)]
+    return "".join(parts)
+
+
+def soup(rng):
+    """Returns a text of few different parts, so that each of them is often beside a cut."""
+    parts = rng.sample([*WORDS, *GAPS, *RUNS], rng.randint(1, 4))
+    parts += rng.sample(["a", "é", " ", "ﾞ", "ͺ", "\u0d4e", ",", "\u0301", "ß" * 9], rng.randint(0, 2))
+    return "".join(rng.choices([part for part in parts if part] or ["a"], k=rng.randint(60, 200)))[:400]
+
+
+@functools.cache
+def text_sample(seed):
+    rng = random.Random(seed)
+    return [random_text(rng) for _ in range(20)] + [soup(rng) for _ in range(150)]
+
+
+def bert(**options):
+    tokenizer = tiny.bert_tokenizer()
+    tokenizer.normalizer = normalizers.BertNormalizer(**options)
+    tokenizer.model.max_input_chars_per_word = 20
+    return tokenizer
+
+
+def bert_split_special_tokens():
+    tokenizer = bert()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def bert_do_lower_case():
+    tokenizer = bert(lowercase=False)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), tokenizer.normalizer])
+    return tokenizer
+
+
+def byte_level(add_prefix_space=False, normalizer=None, mask=True):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("a", "a"), ("aa", "aa"), ("Ġ", "Ġ"), ("t", "h"), ("th", "e"), ("Ġ", "the"), ("-", "-"), ("'", "'"),
+              ("l", "l"), ("'", "ll"), ("1", "2"), ("ä", "¸"), ("ä¸", "Ń"), ("Ċ", "Ċ"), ("h", "t"), ("a", "b"),
+              ("ab", "ab"), ("abab", "abab"), ("Ġ", "a"), ("ģ", ","), (".", "."), ("'", "l"), ("Ġ", "-")]  # fmt: skip
+    vocab = {token: i for i, token in enumerate(dict.fromkeys([*alphabet, *map("".join, merges)]))}
+    tokenizer = Tokenizer(models.BPE(vocab, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    tokenizer.normalizer = normalizer
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    if mask:
+        tokenizer.add_special_tokens([AddedToken("<mask>", lstrip=True)])
+    ends = [(token, tokenizer.token_to_id(token)) for token in ("</s>", "<s>")]
+    tokenizer.post_processor = processors.RobertaProcessing(*ends, add_prefix_space=add_prefix_space)
+    return tokenizer
+
+
+def unigram(normalizer=None, pre_tokenizer=None, byte_fallback=False):
+    pieces = [
+        ("<unk>", 0.0),
+        ("▁", -2.0),
+        *((c, -5.0 - ord(c) % 7 / 10) for c in "abcdefghijklmnopqrstuvwxyz,.'1234中文é"),
+    ]
+    pieces += [("▁the", -2.0), ("▁old", -2.1), ("ee", -3.0), ("aa", -9.0), ("aaa", -14.5), ("ab", -7.0), ("ba", -7.0),
+               ("abab", -15.0), ("中文", -3.0), ("文中", -3.01), ("▁▁", -3.5), ("--", -4.0), ("-", -3.0),
+               ("▁tree", -4.0), ("...", -4.0), ("xa", -3.0)]  # fmt: skip
+    if byte_fallback:
+        pieces += [(f"<0x{i:02X}>", -8.0) for i in range(256)]
+    tokenizer = Tokenizer(models.Unigram(pieces, 0, byte_fallback))
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizer or pre_tokenizers.Metaspace()
+    tokenizer.add_special_tokens(["<s>", "</s>", AddedToken("<mask>", lstrip=True)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>",
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in ("<s>", "</s>")],
+    )  # fmt: skip
+    return tokenizer
+
+
+def precompiled(rules):
+    """Returns SentencePiece's normalizer with these rules: a double array of bytes, then the replacements."""
+    units, outputs, nodes = {}, b"", {b""}
+    for key in rules:
+        nodes |= {key.encode()[:n] for n in range(1, len(key.encode()) + 1)}
+    base = {}
+    for node in sorted(nodes, key=len):  # parents first
+        labels = [key[-1] for key in nodes if len(key) == len(node) + 1 and key.startswith(node)]
+        base[node] = next(o for o in range(256, 1 << 20) if not any(o ^ label in units for label in (0, *labels)))
+        units[base[node]] = 0  # of a node's value
+        units |= {base[node] ^ label: 0 for label in labels}
+    for node in nodes:
+        place = base[node[:-1]] ^ node[-1] if node else 0
+        units[place] = (
+            (node[-1] if node else 0) | (place ^ base[node]) << 10 | (node.decode(errors="replace") in rules) << 8
+        )
+    for key, value in rules.items():
+        units[base[key.encode()]] = 1 << 31 | len(outputs)
+        outputs += value.encode() + b"\0"
+    array = np.zeros((max(units) | 255) + 1, "<u4")
+    array[[*units]] = [*units.values()]
+    return normalizers.Precompiled(len(array.tobytes()).to_bytes(4, "little") + array.tobytes() + outputs)
+
+
+CHARS = {"，": ",", "\t": " ", "\n": " ", "\u3000": " ", "\u200b": "", "ﬁ": "fi", "\xad": "", "ｶﾞ": "ガ", "²": "2",
+         "ﾞ": "\u3099", "e\u0301": "é", "…": "...", "\u0d4e": "x"}  # fmt: skip
+
+
+def with_added(tokenizer, *tokens):
+    tokenizer.add_tokens([*tokens])
+    return tokenizer
+
+
+def sequence(*steps):
+    return (normalizers if isinstance(steps[0], normalizers.Normalizer) else pre_tokenizers).Sequence([*steps])
+
+
+def joined(content):
+    return normalizers.Replace(Regex(" {2,}"), content)
+
+
+def words(*others):
+    return sequence(pre_tokenizers.WhitespaceSplit(), *others, pre_tokenizers.Metaspace())
+
+
+def changed(name, value):
+    tokenizer = bert()
+    setattr(tokenizer, name, value)
+    return tokenizer
+
+
+TOKENIZERS = {
+    "bert": bert,
+    "bert, cased": lambda: bert(lowercase=False),
+    "bert, uncleaned": lambda: bert(clean_text=False, handle_chinese_chars=False, strip_accents=False),
+    "bert, do_lower_case": bert_do_lower_case,
+    "bert, added": lambda: with_added(
+        bert(), "[NEW]", AddedToken("foo>"), AddedToken("<mask>", lstrip=True, rstrip=True)
+    ),
+    "bert, added word": lambda: with_added(bert(), "tail", "中", AddedToken("s", normalized=False)),
+    "bert, added with spaces": lambda: with_added(bert(), "new york", "a,b"),
+    "bert, single word": lambda: with_added(bert(), AddedToken("th", single_word=True)),
+    "byte-level": byte_level,
+    "byte-level, prefix": lambda: byte_level(add_prefix_space=True),
+    "byte-level, NFC": lambda: byte_level(normalizer=normalizers.NFC()),
+    "byte-level, NFD": lambda: byte_level(normalizer=normalizers.NFD(), mask=False),
+    "byte-level, added": lambda: with_added(byte_level(mask=False), AddedToken("foo>", rstrip=True), "<MASK>", "ll"),
+    "unigram": unigram,
+    "unigram, NFKC": lambda: unigram(normalizers.NFKC(), byte_fallback=True),
+    "unigram, lower, accents": lambda: unigram(
+        sequence(normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase())
+    ),
+    "unigram, XLM-R": lambda: unigram(sequence(normalizers.Nmt(), normalizers.NFKC(), joined(" ")), words()),
+    "unigram, precompiled": lambda: unigram(sequence(precompiled(CHARS), joined(" ")), words()),
+    "unigram, odd rules": lambda: unigram(precompiled(CHARS | {" ": "e"})),
+    "unigram, T5": lambda: unigram(sequence(normalizers.Strip(left=False), joined("▁"))),
+    "unigram, strip, prepend": lambda: unigram(sequence(normalizers.Strip(), normalizers.Prepend("▁"))),
+    "unigram, first": lambda: unigram(None, pre_tokenizers.Metaspace(prepend_scheme="first")),
+    "unigram, never": lambda: unigram(None, pre_tokenizers.Metaspace(prepend_scheme="never")),
+    "unigram, one piece": lambda: unigram(None, pre_tokenizers.Metaspace(split=False)),
+    "unigram, replace": lambda: unigram(sequence(normalizers.Replace("e t", "x"), normalizers.Replace("a", ""))),
+    "unigram, regex": lambda: unigram(normalizers.Replace(Regex(r"l(?=.*1)"), "t")),
+    "unigram, punctuation": lambda: unigram(None, words(pre_tokenizers.Punctuation())),
+    "bert, split": bert_split_special_tokens,
+    "wordpiece, words": lambda: changed("pre_tokenizer", pre_tokenizers.Whitespace()),
+    "wordpiece, NFKC": lambda: changed("normalizer", normalizers.NFKC()),
+    "wordpiece, split": lambda: changed("pre_tokenizer", pre_tokenizers.Split(" ", "merged_with_previous")),
+}  # fmt: skip
+
+
+# Nothing is certain with these, or they are not known.
+KEPT = {"bert, added word", "bert, added with spaces", "bert, single word", "unigram, one piece", "unigram, replace",
+        "unigram, regex", "unigram, odd rules", "wordpiece, split"}  # fmt: skip
+
+
+def truncating(name, length, side="right", **options):
+    tokenizer = TOKENIZERS[name]()
+    tokenizer.enable_truncation(max_length=99, direction=side)
+    return tokenizer_files.truncating(tokenizer, length, BertConfig(), owner="", argument="", **options)
+
+
+def same_tokens(tokenizer, texts, cut, seed):
+    for text, part in zip(texts, cut, strict=True):
+        expected, found = tokenizer.encode_batch_fast([text])[0], tokenizer.encode_batch_fast([part])[0]
+        assert (found.ids, found.type_ids) == (expected.ids, expected.type_ids), (seed, text, part)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("seed", seeds(5))
+def test_tokens_are_those_of_the_whole_text(name, side, seed):
+    texts = text_sample(seed)
+    for length in (6, 9):
+        tokenizer = truncating(name, length, side)
+        cut = LongTexts(tokenizer).cut(texts)
+        same_tokens(tokenizer, texts, cut, seed)
+        assert all(len(part) == len(text) for text, part in zip(texts, cut, strict=True)) == (name in KEPT)
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "parts"),
+    [
+        ("byte-level, NFD", "right", [*["abababab"] * 9, "é,"]),  # the accent of a word joins the punctuation
+        ("unigram, precompiled", "right", [*["ß" * 14] * 3, "\u0d4e a"]),  # a letter and a space are one grapheme
+        ("byte-level, prefix", "left", ["abababab", ",abababab"]),  # a space comes before every text
+    ],
+)
+def test_last_token_that_counts_is_at_the_cut(name, side, parts):
+    """The tokens are so long, and special tokens so few, that a part has just the tokens that count."""
+    rng = random.Random(0)
+    texts = ["".join(rng.choices(parts, k=120)) for _ in range(300)]
+    tokenizer = truncating(name, 12, side)
+    tokenizer.post_processor = processors.Sequence([])
+    cut = LongTexts(tokenizer).cut(texts)
+    same_tokens(tokenizer, texts, cut, parts)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("length", [9, 10])
+@pytest.mark.parametrize("name", ["bert", "byte-level", "unigram, T5"])
+@pytest.mark.parametrize("seed", seeds(5))
+def test_pairs_have_the_tokens_of_the_whole_texts(name, length, side, seed):
+    """The longest text is truncated first. Of an odd number of tokens, the text with more tokens gets one more."""
+    rng = random.Random(seed)
+    # Not longer, because the tokenizer joins every truncated part of one text with every part of the other.
+    texts = [text[: rng.choice([5, 30, 200])] for text in text_sample(seed)[:8]]
+    pairs = [*itertools.permutations(texts[:5], 2), *((text, text) for text in texts)]
+    pairs += [("the old tree " * 20, "rain"), ("rain on", "the river " * 30)]
+    pairs += [pair for text in texts for pair in ((text, text + " a"), (text + " a", text))]
+    tokenizer = truncating(name, length, side, is_pair=True)
+    cut = LongTexts(tokenizer, is_pair=True).cut_pairs(pairs)
+    same_tokens(tokenizer, pairs, cut, seed)
+    assert sum(map(len, itertools.chain(*cut))) < sum(map(len, itertools.chain(*pairs)))
+
+
+class Counting:
+    """A tokenizer that adds up the characters that it is given."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.characters = tokenizer, 0
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+    def encode_batch_fast(self, texts, **options):
+        self.characters += sum(map(len, texts))
+        return self.tokenizer.encode_batch_fast(texts, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "side"),
+    [
+        *itertools.product(
+            ["bert"], ["the old tree, ", "a", " ", "\n ", "中文", "-,", "\u0301", "\0\u200b", "1a"], ["right", "left"]
+        ),
+        *itertools.product(["byte-level"], ["the old tree, ", "a", " ", "中文，", "-", "1a,"], ["right"]),
+        *itertools.product(["byte-level"], ["the old tree, ", "中文，"], ["left"]),
+        *itertools.product(["unigram, precompiled"], ["the old tree, ", "中文", "the", "1234"], ["right"]),
+        ("unigram, precompiled", "the old tree, ", "left"),
+    ],
+)
+def test_work_does_not_grow_with_the_text(name, text, side):
+    text = text * (200_000 // len(text))
+    tokenizer = Counting(truncating(name, 32, side))
+    (cut,) = LongTexts(tokenizer).cut([text])
+    assert len(cut) + tokenizer.characters < 50_000
+    assert tokenizer.encode_batch_fast([cut])[0].ids == tokenizer.encode_batch_fast([text])[0].ids
+
+
+def test_short_texts_are_not_touched():
+    tokenizer = Counting(truncating("bert", 32))
+    texts = ["a" * 512, "", "rain " * 100]
+    pairs = [(text, text) for text in texts]
+    assert LongTexts(tokenizer).cut(texts) is texts and LongTexts(tokenizer).cut([]) == []
+    assert LongTexts(tokenizer, is_pair=True).cut_pairs(pairs) is pairs
+    assert tokenizer.characters == 0

@@ -1,0 +1,269 @@
+"""Ctrl-C, SIGTERM and SIGHUP end the command line at once, whenever they come, and leave nothing behind.
+
+`make test-signals` tries 100 random moments (JAXFT_TEST_MOMENTS); the ordinary tests try a few.
+"""
+
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tiny
+from cases import slow_cases
+from jaxft import atomic, cli
+from test_atomic import names
+
+ROOT = Path(__file__).resolve().parents[1]
+MOMENTS = int(os.environ.get("JAXFT_TEST_MOMENTS", 3))
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SECONDS = 2.0
+
+HEAD = """
+import os, signal, sys, time
+from pathlib import Path
+from jaxft import atomic
+atomic.end_at_signals(lambda number: "ended")
+number = int(sys.argv[1])
+"""
+# 12 s in which no bytecode runs in the main thread.
+COMPILING = (
+    HEAD
+    + """
+import jax, jax.numpy as jnp
+def f(x):
+    for i in range(400):
+        x = jnp.sin(x @ x) + jnp.cos(x) * i
+    return x
+lowered = jax.jit(f).lower(jnp.ones((64, 64)))
+with atomic.replacing(Path("out")) as (new,):
+    new.write_text("half")
+    print("ready", flush=True)
+    lowered.compile()
+    time.sleep(30)
+"""
+)
+# An exception that a handler raises would be dropped here.
+COLLECTING = (
+    HEAD
+    + """
+import gc
+gc.callbacks.append(lambda phase, info: os.kill(os.getpid(), number))
+with atomic.replacing(Path("out")) as (new,):
+    new.write_text("half")
+    print("ready", flush=True)
+    gc.collect()
+    time.sleep(30)
+"""
+)
+# Another thread, as of C++ code, writes into the temporary folder until the end.
+WRITING = (
+    HEAD
+    + """
+import threading
+with atomic.replacing(Path("out")) as (new,):
+    def write():
+        for i in range(100_000):
+            with open(new.parent / str(i), "w") as file:
+                file.write("x")
+    threading.Thread(target=write, daemon=True).start()
+    print("ready", flush=True)
+    time.sleep(30)
+"""
+)
+# Nobody reads what the process prints.
+BLOCKED = (
+    HEAD
+    + """
+with atomic.replacing(Path("out")) as (new,):
+    print("ready", flush=True)
+    sys.stderr.write("x" * 1_000_000)
+"""
+)
+# A progress bar has no end of line.
+PROGRESS = (
+    HEAD
+    + """
+from tqdm import tqdm
+with atomic.replacing(Path("out")), tqdm(total=10):
+    print("ready", flush=True)
+    time.sleep(30)
+"""
+)
+# The main thread gives two files their names, slowly, when the signal comes: both have them, or neither.
+RENAMING = (
+    HEAD
+    + """
+replace = os.replace
+def slow(source, target):
+    replace(source, target)
+    print("ready", flush=True)
+    time.sleep(0.1)
+os.replace = slow
+with atomic.replacing(Path("a"), Path("b")) as pair:
+    for new in pair:
+        new.write_text("whole")
+time.sleep(30)
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(tiny.write_sentence_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """More texts than a process encodes before the signal."""
+    file = tmp_path_factory.mktemp("texts") / "texts.txt"
+    file.write_text("a bird sings in the old tree\n" * 300_000)
+    return str(file)
+
+
+def start(folder, code, *arguments, ignored=()):
+    # If the tests run in the background of a shell, their children ignore interrupts.
+    lines = ["import signal", "signal.signal(signal.SIGINT, signal.default_int_handler)"]
+    lines += [f"signal.signal({int(number)}, signal.SIG_IGN)" for number in ignored]
+    return subprocess.Popen(
+        [sys.executable, "-c", "\n".join([*lines, code]), *map(str, arguments)], cwd=folder, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": ""},
+    )  # fmt: skip
+
+
+def wait_until_handled(process, number=signal.SIGTERM):
+    """Waits until the process has a handler for the signal. Without /proc, for a tenth of a second."""
+    try:
+        while process.poll() is None:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            if int(re.search(r"^SigCgt:\s*(\w+)", status, re.MULTILINE)[1], 16) >> (number - 1) & 1:
+                return
+            time.sleep(0.005)
+    except FileNotFoundError:
+        time.sleep(0.1)
+
+
+def end(process, number=None):
+    """Sends the signal and returns what the process prints to stderr. It must end in time."""
+    begin = time.monotonic()
+    if number is not None:
+        process.send_signal(number)
+    try:
+        process.wait(20)
+    finally:
+        process.kill()
+    assert time.monotonic() - begin < SECONDS
+    return process.communicate()[1]
+
+
+@pytest.mark.parametrize(
+    ("code", "number"),
+    [
+        pytest.param(COMPILING, signal.SIGTERM, id="compiling"),
+        pytest.param(WRITING, signal.SIGHUP, id="writing"),
+        pytest.param(BLOCKED, signal.SIGINT, id="blocked"),
+        pytest.param(PROGRESS, signal.SIGINT, id="progress"),
+        *slow_cases((COMPILING, signal.SIGINT), (COMPILING, signal.SIGHUP)),
+    ],
+)
+def test_signal_ends_a_busy_process(code, number, tmp_path):
+    process = start(tmp_path, code, int(number))
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.3)
+    *_, last = end(process, number).splitlines()
+    assert last == "ended" or code is BLOCKED and not last.strip("x")
+    assert process.returncode == 128 + number and [*tmp_path.iterdir()] == []
+
+
+def test_signal_in_a_callback_of_the_garbage_collector_is_not_lost(tmp_path):
+    process = start(tmp_path, COLLECTING, int(signal.SIGTERM))
+    process.stdout.readline()
+    assert end(process) == "ended\n"
+    assert process.returncode == 143 and [*tmp_path.iterdir()] == []
+
+
+def test_signal_decides_the_exit_code(tmp_path):
+    """The main thread does not come to its own end meanwhile."""
+    process = start(tmp_path, HEAD + "os.kill(os.getpid(), number); os._exit(3)", int(signal.SIGTERM))
+    assert end(process) == "ended\n" and process.returncode == 143
+
+
+def test_signal_does_not_separate_files_that_belong_together(tmp_path):
+    process = start(tmp_path, RENAMING, int(signal.SIGTERM))
+    assert process.stdout.readline() == "ready\n"  # the first of two files has its name
+    assert end(process, signal.SIGTERM) == "ended\n"
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "whole", "b": "whole"}
+
+
+def test_ignored_signals_stay_ignored(tmp_path):
+    """As under nohup, or for Ctrl-C in the background of a script."""
+    process = start(tmp_path, WRITING, int(signal.SIGTERM), ignored=(signal.SIGHUP, signal.SIGINT))
+    assert process.stdout.readline() == "ready\n"
+    for number in (signal.SIGHUP, signal.SIGINT):
+        process.send_signal(number)
+    time.sleep(0.3)
+    assert process.poll() is None
+    end(process, signal.SIGTERM)
+    assert process.returncode == 143
+
+
+def test_library_leaves_signals_alone(tmp_path):
+    def handlers():
+        wakeup = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(wakeup)
+        return wakeup, [signal.getsignal(number) for number in SIGNALS]
+
+    before = handlers()
+    with atomic.replacing(tmp_path / "a") as (new,):
+        new.touch()
+        assert handlers() == before
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert handlers() == before
+    restore = atomic.end_at_signals(lambda number: "")
+    assert handlers() != before
+    restore()
+    assert handlers() == before
+
+
+def check_moment(command, number, seconds, folder):
+    """Sends a signal so many seconds after the command has begun. The command may have succeeded by then."""
+    process = start(folder, "import sys; from jaxft import cli; sys.exit(cli.main())", *command)
+    wait_until_handled(process)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    if process.poll() is None:
+        printed = end(process, number)
+        assert process.returncode in (0, 128 + number), printed
+        lines = [line for line in printed.splitlines() if "text/s" not in line and line.strip()]
+        expected = ["jaxft: interrupted"] if number == signal.SIGINT else []
+        assert process.returncode == 0 or lines == expected
+    else:
+        assert process.returncode == 0, process.communicate()
+    process.communicate()
+    assert names(folder) == (["out.npy"] if process.returncode == 0 and "out.npy" in command else [])
+    if "out.npy" in command and process.returncode == 0:
+        assert np.load(folder / "out.npy").shape == (300_000, tiny.WIDTH)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.3])
+def test_early_ctrl_c_gives_one_line(seconds, tmp_path):
+    check_moment(["info"], signal.SIGINT, seconds, tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(MOMENTS))
+def test_signal_at_a_random_moment(seed, model, texts, tmp_path):
+    rng = random.Random(seed)
+    commands = [["encode", "--model", model, texts, "-o", "out.npy"], ["similar", "--model", model, texts, "a tree"],
+                ["bench", "--model", model, "--length", "16", "-o", "out.json"], ["info"]]  # fmt: skip
+    command, number, seconds = rng.choices(commands, (6, 1, 2, 1))[0], rng.choice(SIGNALS), rng.uniform(0, 6)
+    print(f"{command[0]}, {number.name} after {seconds:.3f} s")
+    check_moment(command, number, seconds, tmp_path)
