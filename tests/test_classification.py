@@ -450,6 +450,15 @@ def test_loss_of_packed_tokens_in_16_bits():
     np.testing.assert_allclose(found.total, jax.jit(model.loss)(ids, labels, mask, types).total, rtol=0.05)
 
 
+def test_empty_packed_sequences_hide_no_label():
+    """With more sequences than tokens, a sequence has a label where there is no row of that number."""
+    model, ids = make(num_labels=3), np.array([7])
+    loss = jax.jit(functools.partial(model.loss, max_seqlen=1))
+    found = loss(ids, np.array([-100, -100, 1]), cu_seqlens=np.array([0, 0, 0, 1]))
+    assert found.labelled == 1
+    np.testing.assert_allclose(found.total, jax.jit(model.loss)(ids[None], np.array([1])).total, rtol=1e-5)
+
+
 def test_loss_over_micro_batches():
     model, (ids, mask, _) = make(num_labels=3), some_inputs()
     graph, params = nnx.split(model)

@@ -46,6 +46,9 @@ CASES = {
     "query_seq_lengths": (lambda x: attend(query_seq_lengths=x), [3, 5], 1, 5),
     "key_value_seq_lengths": (lambda x: attend(key_value_seq_lengths=x), [3, 5], 1, 5),
     "query_segment_ids": (lambda x: attend(query_segment_ids=x, key_value_segment_ids=x), [[1, 1, 0, 9, 1]] * 2, 3, 9),
+    "query_segment_ids of other keys": (
+        lambda x: attend(query_segment_ids=x, key_value_segment_ids=x[:, ::-1] + 1), [[1, 1, 0, 9, 2]] * 2, 3, 9,
+    ),
     "cu_seqlens": (
         lambda x: jaxft.varlen_qkv_attention(jnp.stack([X[:, None]] * 3, 1), x, max_seqlen=10), [0, 4, 10], 2, 10,
     ),
@@ -79,6 +82,14 @@ def test_integers_do_not_wrap_around(name, dtype):
         assert f"{name.split()[0]} must fit int32, got 42949" in str(error)
     with jax.enable_x64(True):
         jax.tree.map(close, jax.jit(function)(jnp.asarray(given)), expected)
+
+
+def test_wide_segment_ids_have_one_dtype():
+    """No integer dtype holds all values of int64 and uint64."""
+    with jax.enable_x64(True):
+        query, key = jnp.ones((2, 5), jnp.int64), jnp.ones((2, 5), jnp.uint64)
+        with pytest.raises(TypeError, match="key_value_segment_ids must have the dtype of query_segment_ids, int64"):
+            jax.jit(lambda q, k: attend(query_segment_ids=q, key_value_segment_ids=k))(query, key)
 
 
 @pytest.mark.parametrize("name", ["permute", "merge_heads", "remove_padding", "restore_padding"])

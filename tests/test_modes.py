@@ -86,6 +86,18 @@ def test_op_works_under_mode(mode, name, implementation):
         apply(functools.partial(CALLS[name].run, implementation), CALLS[name].arrays())
 
 
+FEW = ("layer_norm", "bias_activation", "softmax")
+
+
+@pytest.mark.parametrize("name", [*FEW, *slow(*(name for name in CALLS if name not in FEW))])
+def test_16_bit_op_works_under_strict_promotion(name):
+    """Sums in float32 meet parameters of 16 bits."""
+    arrays = CALLS[name].arrays()
+    arrays = {n: x.astype(jnp.bfloat16) if x.dtype == np.float32 else x for n, x in arrays.items()}
+    with strict():
+        trace(functools.partial(CALLS[name].run, "xla"), arrays)
+
+
 # --- Models, pooling, text and training --------------------------------------------------------------------------
 
 KEY = jax.random.key(0)
