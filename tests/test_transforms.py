@@ -498,7 +498,7 @@ def test_export_of_symbolic_sizes(name, names):
 def test_exported_op_runs_with_any_size(name):
     call = CALLS[name]
     run = jax.jit(functools.partial(call.run, "xla"))
-    exported = jax.export.export(run, platforms=[jax.default_backend()])(symbolic(call, {}))
+    exported = jax.export.export(run)(symbolic(call, {}))
     sizes = {"b": 3, "t": 5} if name == "restore_padding" else {"b": 2, "t": 3, "s": 4, "m": 7}
     arrays = call.arrays(**sizes)
     got, expected = exported.call(arrays), run(arrays)
@@ -518,14 +518,14 @@ def test_static_arguments_may_be_symbolic():
     for _ in range(2):
         structs = [jax.ShapeDtypeStruct((2, 3, 3, 2, 8), jnp.float32), jax.ShapeDtypeStruct((2, 3), jnp.bool_)]
         shapes = jax.export.symbolic_args_specs(structs, ["b, t, 3, 2, 8", "b, t"])
-        (out,) = jax.export.export(jax.jit(attend), platforms=[jax.default_backend()])(*shapes).out_avals
+        (out,) = jax.export.export(jax.jit(attend))(*shapes).out_avals
         assert str(out.shape) == "(b, t, 2, 8)"
 
 
 def test_symbolic_tokens_beyond_the_positions_give_nan():
     call = functools.partial(jaxft.embeddings_layer_norm, word=jnp.ones((4, 8)), position=jnp.ones((3, 8)))
     shapes = jax.export.symbolic_args_specs(jax.ShapeDtypeStruct((1, 2), jnp.int32), "b, t")
-    exported = jax.export.export(jax.jit(lambda ids: call(ids)), platforms=[jax.default_backend()])(shapes)
+    exported = jax.export.export(jax.jit(lambda ids: call(ids)))(shapes)
     got = exported.call(jnp.zeros((2, 5), jnp.int32))
     np.testing.assert_array_equal(jnp.isnan(got).any(axis=-1), np.arange(5) >= [[3], [3]])
 
