@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from tokenizers import processors
+from tokenizers import Tokenizer, models, processors
 
 import fuzz_checkpoints
 import tiny
@@ -381,6 +381,20 @@ def test_bombs_are_refused_at_once(tmp_path, file, fields, reason):
     old = json.loads((tmp_path / file).read_text()) if (tmp_path / file).exists() else {}
     tiny.write_json(tmp_path / file, fields if isinstance(fields, list) else old | fields)
     refused(SentenceEncoder.from_pretrained, tmp_path, reason)
+
+
+@pytest.mark.parametrize("kind", ["BPE", "WordPiece", "WordLevel"])
+def test_huge_token_ids_are_refused_at_once(kind):
+    """The tokenizers library takes a second to copy a tokenizer with an id of 10^8."""
+    vocabulary = {"[UNK]": 0, "a": 2**31}
+    options = {"merges": []} if kind == "BPE" else {"unk_token": "[UNK]"}
+    model = getattr(models, kind)(vocab=vocabulary, **options)
+    start = time.process_time()
+    with pytest.raises(ValueError, match="the tokenizer has ids up to 2147483648, 'a', but the model's vocab_size is"):
+        tokenizer_files.truncating(
+            Tokenizer(model), 8, tiny.config(), owner="SentenceEncoder", argument="max_seq_length"
+        )
+    assert time.process_time() - start < 2
 
 
 def test_many_labels_are_refused_at_once(tmp_path):

@@ -377,6 +377,8 @@ def truncating(
         )
     with library_errors(f"{owner}: the tokenizer cannot be used"):
         tokens = {number: token for token, number in tokenizer.get_vocab(with_added_tokens=True).items()}
+    _check_ids(tokens, config.vocab_size, owner)  # before the copy, which takes as long as there are smaller numbers
+    with library_errors(f"{owner}: the tokenizer cannot be used"):
         # Files often contain padding and truncation settings that are left over from training.
         copy = type(tokenizer).from_str(tokenizer.to_str())
         copy.no_padding()
@@ -386,12 +388,7 @@ def truncating(
         processed = copy.post_process(token, token if is_pair else None)
         copy.enable_truncation(max_length=max_length, direction=(tokenizer.truncation or {}).get("direction", "right"))
         copy.encode_special_tokens = tokenizer.encode_special_tokens  # not part of the JSON
-    tokens |= zip(processed.ids, processed.tokens, strict=True)
-    if (largest_id := max(tokens, default=0)) >= config.vocab_size:
-        raise ValueError(
-            f"{owner}: the tokenizer has ids up to {largest_id}, {tokens[largest_id]!r:.80}, but the model's"
-            f" vocab_size is only {config.vocab_size}"
-        )
+    _check_ids(dict(zip(processed.ids, processed.tokens, strict=True)), config.vocab_size, owner)
     if len(processed) != special_tokens + 1 + is_pair:
         raise ValueError(f"{owner}: the tokenizer's post-processor must keep each text, once")
     # A model without token types gets none, and one text gets type 0 only.
@@ -399,6 +396,15 @@ def truncating(
     if token_types and types and (largest_type := max(processed.type_ids)) >= types:
         raise ValueError(f"{owner}: the tokenizer has type ids up to {largest_type}; supported are those below {types}")
     return copy
+
+
+def _check_ids(tokens: dict[int, str], vocab_size: int, owner: str) -> None:
+    """Raises a ValueError if the model has no row for one of the token ids."""
+    if (largest_id := max(tokens, default=0)) >= vocab_size:
+        raise ValueError(
+            f"{owner}: the tokenizer has ids up to {largest_id}, {tokens[largest_id]!r:.80}, but the model's"
+            f" vocab_size is only {vocab_size}"
+        )
 
 
 def check_length(file: Path, value: Any) -> int | None:
