@@ -102,9 +102,14 @@ def test_token_types_matter(reranker):
     close(reranker.predict(("rain [SEP] falls in", "the tree")), sigmoid(types_of_one_text[0]))
 
 
-def test_padding_in_tokenizer_json_is_ignored(reranker):
+def test_padding_of_the_tokenizer_is_ignored(reranker):
     """The padding would make seven tokens of these five."""
-    close(reranker.predict([("rain", "falls")]), [sigmoid(by_hand(reranker.model, "rain", "falls")[0])])
+    tokenizer = tiny.bert_tokenizer()
+    tokenizer.enable_padding(length=7)
+    encoder = CrossEncoder(reranker.model, tokenizer, max_length=16, packed=True)
+    for each in (reranker, encoder):
+        close(each.predict([("rain", "falls")]), [sigmoid(by_hand(reranker.model, "rain", "falls")[0])])
+    assert len(encoder._encodings([("rain", "falls")])[0].ids) == 5
 
 
 @pytest.mark.parametrize("batch_size", [3, *slow(1)])

@@ -296,7 +296,6 @@ def _label_names(where: str, num_labels: Any, id2label: Any) -> tuple[str, ...]:
         given = {str(number): name for number, name in id2label.items()}  # a config.json has strings as keys
         names = tuple(given.get(str(number)) for number in range(len(given)))
     if not names or not all(isinstance(name, str) for name in names):
-        id2label = dict(enumerate(id2label)) if isinstance(id2label, list | tuple) else id2label
         raise ValueError(f"{where}: id2label must name the labels from 0 on, each by a string, got {id2label!r:.100}")
     if num_labels not in (None, len(names)):
         raise ValueError(f"{where}: num_labels is {num_labels!r:.100}, but id2label names {len(names)} labels")
