@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -68,8 +68,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("jaxft: interrupted", file=sys.stderr)
         return _INTERRUPTED
-    except (_UserError, OSError) as error:
-        message = str(error)
+    except (_UserError, OSError, MemoryError) as error:
+        message = str(error) or "out of memory"
         if isinstance(error, OSError) and error.strerror and not error.filename:
             message = error.strerror
             if error.__cause__ is None:  # `atomic.writing` has named no file: it is stdout
@@ -188,7 +188,8 @@ def _run_encode(args: argparse.Namespace) -> None:
                 with atomic.writing(args.output):
                     _allocate(output, 128 + len(records) * width * 4)  # header and float32 values
 
-        embeddings = _encode([*map(_text, records)], args, normalize=args.normalize, before=allocate)
+        texts = [*map(_text, records)]
+        embeddings = _encode(texts, range(1, len(texts) + 1), args, normalize=args.normalize, before=allocate)
         with atomic.writing(args.output), output.open("r+b" if output.exists() else "wb") as file:
             if output.suffix == ".npy":
                 # Not the file itself, for which NumPy leaves out why an error has occurred.
@@ -223,7 +224,8 @@ def _run_similar(args: argparse.Namespace) -> None:
         print(f"jaxft: {len(lines) - len(numbers):,} of {len(lines):,} texts are empty and skipped", file=sys.stderr)
     if not numbers:
         raise _UserError("all texts are empty")
-    embeddings = _encode([*(lines[number - 1] for number in numbers), args.query], args, normalize=True)
+    texts = [*(lines[number - 1] for number in numbers), args.query]
+    embeddings = _encode(texts, numbers, args, normalize=True)
     import numpy as np
 
     cosines = embeddings[:-1] @ embeddings[-1]
@@ -347,9 +349,13 @@ def _say_loading(model: str) -> None:
 
 
 def _encode(
-    texts: list[str], args: argparse.Namespace, *, normalize: bool, before: Callable[[int], None] = lambda width: None
-) -> "np.ndarray":
-    """Loads the model, calls `before` with the embeddings' width, and encodes. Prints progress and speed to stderr."""
+    texts: list[str], numbers: Sequence[int], args: argparse.Namespace, *, normalize: bool,
+    before: Callable[[int], None] = lambda width: None,
+) -> "np.ndarray":  # fmt: skip
+    """Loads the model, calls `before` with the embeddings' width, and encodes. Prints progress and speed to stderr.
+
+    `numbers` are the lines of the texts in `args.file`. A text after them is the query.
+    """
     _say_loading(args.model)
     device = _device()
     import jax
@@ -366,7 +372,11 @@ def _encode(
         embeddings = encoder.encode(
             texts, batch_size=args.batch_size, show_progress_bar=True, normalize_embeddings=normalize
         )
-    except (CheckpointError, TextError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+    except TextError as error:
+        index = error.index
+        place = f"{_name(args.file)}, line {numbers[index]}:" if index < len(numbers) else "the query"
+        raise _UserError(f"{place} {error.text!r:.80} {error.reason}") from error
+    except (CheckpointError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         raise _UserError(str(error)) from error
     seconds = time.perf_counter() - start
     print(
@@ -379,7 +389,7 @@ def _encode(
 
 def _read_records(file: str, jsonl: bool) -> Iterator[str | dict[str, Any]]:
     """Reads a file ("-": stdin) line by line: yields plain lines, and objects with a field "text" from JSON lines."""
-    name = "stdin" if file == "-" else file
+    name = _name(file)
     jsonl = jsonl or Path(file).suffix == ".jsonl"
     number = 0
     try:
@@ -395,6 +405,10 @@ def _read_records(file: str, jsonl: bool) -> Iterator[str | dict[str, Any]]:
         raise _UserError(f"cannot read {name}: {error.strerror}") from error
     if not number:
         raise _UserError(f"{name} is empty")
+
+
+def _name(file: str) -> str:
+    return "stdin" if file == "-" else file
 
 
 def _text(record: str | dict[str, Any]) -> str:
@@ -426,11 +440,14 @@ def _checked(text: str, where: str) -> str:
 def _new_file(path: str) -> Iterator[Path]:
     """Yields a temporary path. What the block writes there replaces `path` (the target of a link) if it succeeds."""
     target = Path(os.path.realpath(path) if os.path.islink(path) else path)
-    if target.is_dir():
+    mode = None
+    with atomic.writing(path), contextlib.suppress(FileNotFoundError):
+        mode = target.stat().st_mode
+    if mode is not None and stat.S_ISDIR(mode):
         raise _UserError(f"cannot write {path}: it is a directory")
-    if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
+    if mode is not None and not (stat.S_ISREG(mode) and os.access(target, os.W_OK)):
         # Refuse pipes, devices and read-only files, because os.replace would replace them.
-        why = "it may not be written" if target.is_file() else "it is no regular file"
+        why = "it may not be written" if stat.S_ISREG(mode) else "it is no regular file"
         raise _UserError(f"cannot write {path}: {why}")
     with atomic.replacing(target) as (temporary,):
         yield temporary

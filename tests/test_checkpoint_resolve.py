@@ -55,7 +55,7 @@ def test_resolve_downloads_only_needed_files(tmp_path, monkeypatch):
         "owner/model", "main", "cache", True,
     )  # fmt: skip
     wanted = ["config.json", "model-00001-of-00002.safetensors", "vocab.txt", "tokenizer.json",
-              "sentencepiece.bpe.model", "1_Pooling/config.json", "modules.json"]  # fmt: skip
+              "sentencepiece.bpe.model", "1_Pooling/config.json", "modules.json", "chat_template.jinja"]  # fmt: skip
     taken = huggingface_hub.utils.filter_repo_objects(
         [*wanted, "pytorch_model.bin", "onnx/config.json", "model.pkl"],
         allow_patterns=asked["allow_patterns"],

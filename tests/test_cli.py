@@ -326,6 +326,7 @@ def test_output_follows_a_link(folder, model):
         ("no/such/out.npy", "cannot write no/such/out.npy: No such file or directory"),
         ("texts.txt/out.npy", "cannot write texts.txt/out.npy: Not a directory"),
         ("folder.npy", "cannot write folder.npy: it is a directory"),
+        ("x" * 300 + ".jsonl", f"cannot write {'x' * 300}.jsonl: File name too long"),
         ("out.txt", "output 'out.txt' must end in .npy or .jsonl"),
         ("-", "output '-' must end in .npy or .jsonl"),
     ],
@@ -386,6 +387,12 @@ def test_errors_while_encoding(folder, model, capsys, monkeypatch):
         monkeypatch.setattr(SentenceEncoder, "encode", encode)
         line = fails(capsys, "encode", "--model", model, "texts.txt", "-o", "out.npy")
         assert line == str(error).replace("\n", " ")
+    assert names(folder) == ["texts.txt"]
+
+
+def test_lack_of_memory_gives_one_line(folder, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "_read_records", lambda *_: bytearray(1 << 60))  # as an endless line
+    assert fails(capsys, "encode", "--model", "m", "texts.txt", "-o", "out.npy") == "out of memory"
     assert names(folder) == ["texts.txt"]
 
 

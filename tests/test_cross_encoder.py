@@ -104,12 +104,11 @@ def test_token_types_matter(reranker):
 
 def test_padding_of_the_tokenizer_is_ignored(reranker):
     """The padding would make seven tokens of these five."""
-    tokenizer = tiny.bert_tokenizer()
-    tokenizer.enable_padding(length=7)
-    encoder = CrossEncoder(reranker.model, tokenizer, max_length=16, packed=True)
-    for each in (reranker, encoder):
-        close(each.predict([("rain", "falls")]), [sigmoid(by_hand(reranker.model, "rain", "falls")[0])])
-    assert len(encoder._encodings([("rain", "falls")])[0].ids) == 5
+    close(reranker.predict([("rain", "falls")]), [sigmoid(by_hand(reranker.model, "rain", "falls")[0])])
+    padding = tiny.bert_tokenizer()
+    padding.enable_padding(length=7)
+    encoder = CrossEncoder(reranker.model, padding, max_length=20)  # from_pretrained builds a tokenizer anew
+    close(encoder.predict([("rain", "falls")]), reranker.predict([("rain", "falls")]))
 
 
 @pytest.mark.parametrize("batch_size", [3, *slow(1)])

@@ -200,10 +200,22 @@ def test_cli_writes_nothing_that_is_not_finite(tmp_path, capsys, name):
     (tmp_path / "in.txt").write_text("\n".join(TEXTS))
     model = ["--model", str(tmp_path / "m"), str(tmp_path / "in.txt")]
     assert cli.main(["encode", *model, "-o", str(tmp_path / name)]) == 2
-    assert "texts[0] ('a bird sings') has a result that is not finite: numbers overflow" in capsys.readouterr().err
+    assert "in.txt, line 1: 'a bird sings' has a result that is not finite: numbers overflow" in capsys.readouterr().err
     assert not (tmp_path / name).exists()
+    (tmp_path / "in.txt").write_text("\n \n" + TEXTS[0])
     assert cli.main(["similar", *model, "bird"]) == 2
-    assert capsys.readouterr().out == ""
+    captured = capsys.readouterr()
+    assert captured.out == "" and "in.txt, line 3: 'a bird sings' has a result that is not" in captured.err
+
+
+def test_cli_names_a_query_that_cannot_be_tokenised(tmp_path, capsys):
+    tiny.write_sentence_model(tmp_path)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    without_unk(tokenizer)
+    change_tokenizer(tmp_path, **tokenizer)
+    (tmp_path / "in.txt").write_text("\nrain\n")
+    assert cli.main(["similar", "--model", str(tmp_path), str(tmp_path / "in.txt"), "bird \u4e2d"]) == 2
+    assert "jaxft: error: the query 'bird \u4e2d' cannot be tokenised: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("field", ["NaN", "-Infinity", "1e999", '[{"b": NaN}]'])

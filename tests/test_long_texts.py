@@ -19,7 +19,7 @@ WORDS = ["the", "old", "tree", "sings", "Bird", "café", "cafe\u0301", "don't", 
          "๓", "a_b", "_",
          "\u0d4e", "😀", "👍🏽", "\u200b", "\xad", "\0", "\ufffd", "\u0301", "\u0345", "<mask>", "<MASK>", "[MASK]",
          "new york", "[NEW]", "foo>", "tail", "▁", "▁▁", "…", "...", ",", "。", "，", "!", "''", "'", "-", "---", "a,b",
-         ";\u0338", "s", "ll", "''s"]  # fmt: skip
+         ";\u0338", "s", "ll", "''s", "a+b/c", "=\u0338", "x[y]", "#a#", "e^~`", "\\n"]  # fmt: skip
 GAPS = [" ", " ", " ", " ", "", "", "  ", "\n", "\t", "\u3000", "\xa0", "   \n ", ", ", ". ", "\u2028", "\x1c"]
 RUNS = ["a", "ab", "th", "1", "a1", " ", "  \n", "\t", "中文", "中", "é", "\u0301", "\u200b", "\0", "-", "'", ".",
         "'l", "▁", "ſ", "A", " a", "\u200b\0", "=", "#!", "가", "е", "the", "…"]  # fmt: skip
@@ -281,9 +281,11 @@ class Counting:
     ("name", "text", "side"),
     [
         *itertools.product(
-            ["bert"], ["the old tree, ", "a", " ", "\n ", "中文", "-,", "\u0301", "\0\u200b", "1a"], ["right", "left"]
+            ["bert"],
+            ["the old tree, ", "a", " ", "\n ", "中文", "-,", "\u0301", "\0\u200b", "1a", "aB3+x/", "##a"],
+            ["right", "left"],
         ),
-        *itertools.product(["byte-level"], ["the old tree, ", "a", " ", "中文，", "-", "1a,"], ["right"]),
+        *itertools.product(["byte-level"], ["the old tree, ", "a", " ", "中文，", "-", "1a,", "aB3+"], ["right"]),
         *itertools.product(["byte-level"], ["the old tree, ", "中文，"], ["left"]),
         *itertools.product(["unigram, precompiled"], ["the old tree, ", "中文", "the", "1234"], ["right"]),
         ("unigram, precompiled", "the old tree, ", "left"),

@@ -337,6 +337,7 @@ def test_transformer_may_be_in_a_subfolder(tmp_path):
     ("settings", "tokenizer_config", "expected"),
     [
         ({"max_seq_length": 20}, {"model_max_length": 40}, 20),
+        ({"max_seq_length": 20}, {"model_max_length": 12}, 20),
         ({"max_seq_length": None}, {"model_max_length": 40}, 40),
         ({}, {"model_max_length": 1e30}, 64),
         ({"max_seq_length": 512}, {}, 64),
@@ -352,7 +353,7 @@ def test_max_seq_length(tmp_path, settings, tokenizer_config, expected):
     assert encoder.encode("rain " * 100).shape == (tiny.WIDTH,)
 
 
-def test_settings_of_wrong_types_are_refused(tmp_path):
+def test_settings_file_may_be_named_after_another_model(tmp_path):
     tiny.write_sentence_model(tmp_path)
     tiny.write_json(tmp_path / "sentence_roberta_config.json", {"max_seq_length": 8})
     assert SentenceEncoder.from_pretrained(tmp_path).max_seq_length == 8
@@ -414,6 +415,10 @@ def test_default_prompt(tmp_path):
     assert SentenceEncoder.from_pretrained(tmp_path).tokenize("rain") == plain.tokenize("rain")
     tiny.write_json(tmp_path / "config_sentence_transformers.json", prompts | {"default_prompt_name": "search"})
     assert SentenceEncoder.from_pretrained(tmp_path).tokenize("rain") == plain.tokenize("the river rain")
+    for name, prompt in (("query", "old "), ("document", "")):  # these two names have empty prompts by default
+        prompts = {"prompts": {"query": "old "}, "default_prompt_name": name}
+        tiny.write_json(tmp_path / "config_sentence_transformers.json", prompts)
+        assert SentenceEncoder.from_pretrained(tmp_path).tokenize("rain") == plain.tokenize(prompt + "rain")
 
 
 TRANSFORMER, POOLING = (tiny.TYPES + "Transformer", ""), (tiny.TYPES + "Pooling", "1_Pooling")

@@ -51,7 +51,7 @@ def resolve(
                 revision=revision,
                 cache_dir=None if cache_dir is None else Path(cache_dir),
                 local_files_only=local_files_only,
-                allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "1_Pooling/*"],
+                allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "1_Pooling/*"],
                 ignore_patterns=["onnx/*", "openvino/*", "coreml/*"],
             )
         )

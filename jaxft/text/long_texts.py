@@ -20,6 +20,7 @@ _LONG, _FIRST, _GROWTH = 16, 6, 4
 _NORMALIZERS = {"BertNormalizer", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Prepend", "Strip",
                 "StripAccents"}  # fmt: skip
 _SPACES, _PUNCTUATION, _IDEOGRAPHS = " \t\n\r", ",.;:!?，。、；：！？", "\u3400-\u4dbf\u4e00-\u9fff"  # noqa: RUF001
+_SYMBOLS = '"#$%&()*+-/<=>@[\\]^`{|}~'  # as punctuation, except for the symbols in added tokens such as [MASK]
 # Letters and digits, except for those that Unicode joins with the next character to one grapheme.
 _ALPHANUMERIC = r"[^\W_\u0d4e\U00010000-\U0010ffff]"
 # Characters that BERT's normalizer may remove, and of which texts may have millions.
@@ -191,15 +192,17 @@ class LongTexts:
                 return nothing
         if not pre_tokenizers or any(token["single_word"] for token in settings["added_tokens"]):
             return nothing
+        inside = {character for token in added for character in token[1:]}
+        punctuation = _PUNCTUATION + "".join(symbol for symbol in _SYMBOLS if symbol not in inside)
         before, after, runs = f"(?<={_ALPHANUMERIC})", _SPACES, []
         bert = byte_level = False
         match pre_tokenizers[0]:
             case {"type": "BertPreTokenizer"} if "Precompiled" not in kinds:
-                bert, before, after = True, "", _SPACES + _PUNCTUATION
+                bert, before, after = True, "", _SPACES + punctuation
             case {"type": "Whitespace"}:
-                after = _SPACES + _PUNCTUATION
+                after = _SPACES + punctuation
             case {"type": "ByteLevel", "use_regex": True}:
-                byte_level, after = True, _SPACES + _PUNCTUATION
+                byte_level, after = True, _SPACES + punctuation
             case {"type": "WhitespaceSplit"}:
                 pass
             case {"type": "Metaspace", "split": True}:
@@ -208,6 +211,7 @@ class LongTexts:
                 return nothing
         if not all(re.search(r"a\s+a$" if c.isspace() else r"a[^\w\s]+a$", normalized(f"a{c}a")) for c in after):
             return nothing
+        after = re.escape(after)
         if bert and any(step.get("handle_chinese_chars") for step in normalizers):
             after += _IDEOGRAPHS
         if any(re.search(f"(?s).[{after}]", token) for token in added):

@@ -132,13 +132,25 @@ class Settings:
         tokens = dict.fromkeys(_NAMES) | self.kind.named | given | (extra if isinstance(extra, dict) else {})
         return {name: _added(token, special=True) for name, token in tokens.items() if isinstance(token, str | dict)}
 
+    def content(self, name: str) -> str:
+        """Returns the text of a special token that the tokenizer's class needs."""
+        token = self.named_tokens().get(name)
+        if token is None:
+            raise CheckpointError(f"{self.file}: {name} must be a token, got {self.values.get(name)!r:.80}")
+        return token.content
+
     def tokens(self, saved: "dict[int, AddedToken]", tokenizer: "Tokenizer") -> "list[AddedToken]":
         """Returns the tokens to add to a tokenizer, in order. `saved` are the tokens that tokenizer.json adds."""
         named, extra = self.named_tokens(), self.values.get("extra_special_tokens")
         extra = self.values.get("additional_special_tokens", self.kind.extra) if extra is None else extra
         extra = [_added(token) for token in extra] if isinstance(extra, list | tuple) else []
         if "added_tokens_decoder" in self.values:
-            by_id = {int(number): _added(token) for number, token in self.values["added_tokens_decoder"].items()}
+            decoder = self.values["added_tokens_decoder"]
+            if not isinstance(decoder, dict) or not all(map(str.isdecimal, decoder)):
+                raise CheckpointError(
+                    f"{self.file}: added_tokens_decoder must map token ids to tokens, got {decoder!r:.80}"
+                )
+            by_id = {int(number): _added(token) for number, token in decoder.items()}
         else:
             given = {token.content for name, token in named.items() if name in self.values}
             given |= {token.content for token in extra} if "extra_special_tokens" in self.values else set()
@@ -251,7 +263,7 @@ def _set_up(tokenizer: "Tokenizer", settings: Settings, saved: "Tokenizer | None
 
     if settings.kind.model == "WordPiece":
         options = {
-            "unk_token": settings.named_tokens()["unk_token"].content,
+            "unk_token": settings.content("unk_token"),
             "continuing_subword_prefix": "##",
             "max_input_chars_per_word": 100,
         }
@@ -284,9 +296,9 @@ def _set_up(tokenizer: "Tokenizer", settings: Settings, saved: "Tokenizer | None
 def _post_processor(tokenizer: "Tokenizer", settings: Settings) -> Any:
     from tokenizers import processors
 
-    is_bert, named = settings.kind.model == "WordPiece", settings.named_tokens()
+    is_bert = settings.kind.model == "WordPiece"
     ends = ("bos_token", "eos_token") if settings.kind.model == "Unigram" else ("cls_token", "sep_token")
-    first, last = (named[name].content for name in ends)
+    first, last = map(settings.content, ends)
     single = [f"{first}:0", "$A:0", f"{last}:0"]
     return processors.TemplateProcessing(
         single=single,
