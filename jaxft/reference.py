@@ -8,8 +8,6 @@ Letters in shapes: B batch, T query length, S key length, N heads, K key/value h
 width, M rows.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable
@@ -17,12 +15,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from jaxft import dispatch
 from jaxft.dropout import dropout
 
-Array = jax.Array
 PrecisionLike = Any
 
 # --- Rows: layer norm, activations, softmax ----------------------------------------------------------------------
@@ -38,14 +35,19 @@ def _wide(x: Array) -> Array:
 
 
 def matmul_factors(x: Array, y: Array) -> tuple[Array, Array]:
-    """Returns the factors of a matmul with a float32 result in dtypes that the device multiplies.
+    """Returns the factors of a matmul in dtypes whose products the device adds up in float32, also in gradients.
 
-    XLA's CPU backend cannot run batched bfloat16 matmuls in some layouts, so a CPU multiplies in float32. The barrier
-    keeps XLA from moving the conversion into the matmul.
+    XLA's CPU backend cannot run batched bfloat16 matmuls in some layouts, and adds up in bfloat16 in others, so a CPU
+    multiplies in float32. The barrier keeps XLA from moving the conversion into the matmul.
     """
     if x.dtype != jnp.bfloat16 or dispatch.platform() != "cpu":
         return x, y
     return lax.optimization_barrier(_wide(x)), lax.optimization_barrier(_wide(y))
+
+
+def matmul(x: Array, y: Array, precision: PrecisionLike) -> Array:
+    """Computes x @ y in the dtype of x."""
+    return jnp.matmul(*matmul_factors(x, y), precision=precision).astype(x.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -430,7 +432,7 @@ def dense(
     precision: PrecisionLike = None,
 ) -> Array:
     """Computes activation(x @ kernel + bias) + residual: x [..., K], kernel [K, N] -> [..., N]."""
-    return dense_epilogue(jnp.matmul(x, kernel, precision=precision), bias, activation, residual)
+    return dense_epilogue(matmul(x, kernel, precision), bias, activation, residual)
 
 
 def dense_epilogue(y: Array, bias: Array | None, activation: str | None, residual: Array | None) -> Array:
