@@ -11,6 +11,7 @@ from flax import nnx
 import cases
 import jaxft
 from compare import errors, magnitude, ulp
+from jaxft.models import attention_fn
 
 ROWS, D = 10_000, 8
 ROW, KERNEL, VECTOR = (ROWS, D), (D, D), (D,)
@@ -48,6 +49,10 @@ CASES = {
     "attention": (
         jaxft.dot_product_attention,
         {"query": (1, ROWS // 2, 2, D), "key": (1, 5, 1, D), "value": (1, 5, 1, D), "bias": (1, 1, 1, 5)},
+    ),
+    "attention_fn": (
+        attention_fn,
+        {"query": (300, 2, 17, 1, D), "key": (300, 2, 5, 1, D), "value": (300, 2, 5, 1, D), "bias": (1, 2, 1, 1, 5)},
     ),
 }
 

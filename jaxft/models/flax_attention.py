@@ -11,6 +11,7 @@ import numpy as np
 from flax.nnx.nn import dtypes
 from jax import Array
 
+from jaxft import reference
 from jaxft.ops import checks
 from jaxft.ops.attention import dot_product_attention
 
@@ -113,6 +114,8 @@ def _with_one_batch(x: Array | None, batch: tuple[int, ...]) -> Array | None:
     own = x.shape[:-3]
     if all(n == 1 for n in own):
         return x.reshape(1, *x.shape[-3:])
+    if own != batch and jnp.issubdtype(x.dtype, jnp.floating):
+        x = reference.wide(x)  # so that the gradient of a bias is added up over the batch before it is rounded
     return jnp.broadcast_to(x, (*batch, *x.shape[-3:])).reshape(math.prod(batch), *x.shape[-3:])
 
 
