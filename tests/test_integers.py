@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -84,12 +85,45 @@ def test_integers_do_not_wrap_around(name, dtype):
         jax.tree.map(close, jax.jit(function)(jnp.asarray(given)), expected)
 
 
-def test_wide_segment_ids_have_one_dtype():
-    """No integer dtype holds all values of int64 and uint64."""
-    with jax.enable_x64(True):
-        query, key = jnp.ones((2, 5), jnp.int64), jnp.ones((2, 5), jnp.uint64)
-        with pytest.raises(TypeError, match="key_value_segment_ids must have the dtype of query_segment_ids, int64"):
-            jax.jit(lambda q, k: attend(query_segment_ids=q, key_value_segment_ids=k))(query, key)
+WIDE = [-3, 5, 2**31 + 5, 2**31 - 1, 2**32 - 3, 2**63 + 5, 2**64 - 3, -(2**31)]
+PAIRS = [("uint32", "uint32"), ("uint32", "int32"), *cases.slow_cases(
+    ("int32", "uint32"), ("uint32", "uint8"), ("int16", "uint32"), ("uint32", "int64"), ("int64", "uint64"),
+    ("uint64", "int32"), ("uint32", "uint64"),
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("query_dtype", "key_dtype"), PAIRS)
+@pytest.mark.parametrize("both_traced", [True, False])
+def test_segment_ids_of_two_dtypes_are_compared_exactly(query_dtype, key_dtype, both_traced):
+    """Otherwise one side is a constant with numbers that int32 does not hold."""
+
+    def ids(dtype, start):
+        limits = np.iinfo(dtype)
+        fit = [x for x in WIDE if limits.min <= x <= limits.max] * 6
+        return np.array([fit[start : start + 5], fit[:5]], dtype)
+
+    query, key = ids(query_dtype, 0), ids(key_dtype, 1)
+    same = (query[:, :, None].astype(object) == key[:, None].astype(object)).astype(bool)
+    with jax.enable_x64("64" in query_dtype + key_dtype):
+        if both_traced:
+            got = jax.jit(lambda q, k: attend(query_segment_ids=q, key_value_segment_ids=k))(query, key)
+        elif query_dtype in ("uint32", "int64", "uint64"):
+            got = jax.jit(lambda q: attend(query_segment_ids=q, key_value_segment_ids=key))(query)
+        else:
+            got = jax.jit(lambda k: attend(query_segment_ids=query, key_value_segment_ids=k))(key)
+        np.testing.assert_allclose(got, attend(mask=same[:, None]), rtol=1e-5, atol=1e-6)
+
+
+def test_wide_segment_ids_may_have_symbolic_sizes():
+    def attend(q, ids):
+        return jaxft.dot_product_attention(q, q, q, query_segment_ids=ids, key_value_segment_ids=ids)
+
+    shapes = jax.ShapeDtypeStruct((1, 1, 1, 8), jnp.float32), jax.ShapeDtypeStruct((1, 1), jnp.uint32)
+    shapes = jax.export.symbolic_args_specs(shapes, ("b, t, 1, 8", "b, t"))
+    ids = jnp.array([[1, 2**31, 2**31, 1, 2**31 + 1]] * 2, jnp.uint32)
+    got = jax.export.export(jax.jit(attend))(*shapes).call(Q, ids)
+    same = ids[:, None, :, None] == ids[:, None, None, :]
+    np.testing.assert_allclose(got, jaxft.dot_product_attention(Q, Q, Q, mask=same), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["permute", "merge_heads", "remove_padding", "restore_padding"])

@@ -249,27 +249,32 @@ def _check_masks(op: str, inputs: Inputs, options: Options, batched: bool) -> In
         "query_segment_ids": (b, t),
         "key_value_segment_ids": (b, s),
     }
+    ids = {name: getattr(inputs, name) for name in shapes if name.endswith("segment_ids")}
+    wide = [x.dtype for x in ids.values() if isinstance(x, jax.core.Tracer) and checks.may_wrap(x)]
     for name, shape in shapes.items():
         if getattr(inputs, name) is not None:
-            x = checks.as_integers(op, name, getattr(inputs, name))
+            x = checks.as_integers(op, name, getattr(inputs, name), saturate=bool(wide) and name in ids)
             if batched or x.shape != shape:  # without a batch, a batch axis of size 1 may be given too
                 checks.check_shape(op, name, x, shape if batched else shape[1:])
             found[name] = x.reshape(shape)
     if ("query_segment_ids" in found) != ("key_value_segment_ids" in found):
         given = next(name for name in found if name.endswith("segment_ids"))
         raise ValueError(f"{op}: query_segment_ids and key_value_segment_ids go together, got only {given}")
-    if inputs.query_segment_ids is not None:
-        found |= _ranks_of_wide_ids(op, inputs, {name: shapes[name] for name in shapes if name.endswith("segment_ids")})
+    if wide:
+        query, key = (x.reshape(found[name].shape) for name, x in ids.items())
+        found |= zip(ids, _ranks(query, key, wide[0]), strict=True)
     return inputs._replace(**found)
 
 
-def _ranks_of_wide_ids(op: str, inputs: Inputs, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
-    """Returns int32 ids that are equal where the segment ids are, for traced ids that int32 may not hold; else none."""
-    ids = {name: getattr(inputs, name) for name in shapes}
-    if not any(isinstance(x, jax.core.Tracer) and checks.may_wrap(x) for x in ids.values()):
-        return {}
-    query, key = (checks.as_array(op, name, x).reshape(shapes[name]) for name, x in ids.items())
-    checks.check_same_dtype(op, "key_value_segment_ids", key, "query_segment_ids", query)
-    every = jnp.sort(jnp.concatenate([query, key], axis=1), axis=1)
-    ranks = (jax.vmap(jnp.searchsorted)(every, x).astype(jnp.int32) for x in (query, key))
-    return dict(zip(shapes, ranks, strict=True))
+def _ranks(query: Any, key: Any, dtype: Any) -> list[Array]:
+    """Returns int32 ids that are equal where the ids [B, T] and [B, S] are. `dtype` is the dtype of one of the two."""
+    limits = [jnp.iinfo(x.dtype) for x in (query, key)]
+    low, high = max(int(limit.min) for limit in limits), min(int(limit.max) for limit in limits)
+    common = [x.clip(x.dtype.type(low), x.dtype.type(high)) for x in (query, key)]
+    fitting = [jnp.asarray(x.astype(dtype)) for x in common]
+    every = jnp.concatenate(fitting, axis=1)
+    # The rank of an id is the count of smaller ones. A number that the other dtype does not have equals no other id.
+    return [
+        jnp.where(x == y, jnp.sum(every[:, None] < z[:, :, None], axis=2, dtype=jnp.int32), none)
+        for x, y, z, none in zip((query, key), common, fitting, (-1, -2), strict=True)
+    ]

@@ -63,7 +63,7 @@ def as_integers(op: str, name: str, x: Any, *, saturate: bool = False) -> Array:
 
 def may_wrap(x: Any) -> bool:
     """Returns whether int32 does not hold all values of the dtype of the integers `x`."""
-    return jnp.iinfo(x.dtype).max > 2**31 - 1
+    return jnp.issubdtype(x.dtype, jnp.integer) and bool(jnp.iinfo(x.dtype).max > 2**31 - 1)
 
 
 def check_fits(op: str, name: str, x: Any, dtype: Any) -> None:
