@@ -393,6 +393,8 @@ def varlen_qkv_attention(
     A sequence that goes beyond the M rows or is longer than `max_seqlen` is cut.
     """
     rows = qkv.shape[0]
+    if isinstance(rows, int) and isinstance(max_seqlen, int) and not kwargs.get("dropout_rate"):
+        max_seqlen = min(max_seqlen, rows)  # saves memory; dropout depends on the place in the padded array
     cu_seqlens = jnp.clip(cu_seqlens, 0, rows)
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     position = jnp.arange(max_seqlen, dtype=jnp.int32)[None, :]
@@ -528,6 +530,6 @@ def _take_or_spoil(x: Array, indices: Array) -> Array:
     """
     lost, rows = (indices < 0).reshape(-1, *(1,) * (x.ndim - 1)), _take_rows(x, indices)
     if jnp.issubdtype(x.dtype, jnp.inexact):
-        return rows * one_or_nan(~lost, x.dtype)
+        return jnp.where(lost, one_or_nan(~lost, x.dtype), rows)  # a product would spoil a complex infinity
     spoilt = -1 if jnp.issubdtype(x.dtype, jnp.signedinteger) else x.dtype == jnp.bool or jnp.iinfo(x.dtype).max
     return jnp.where(lost, jnp.array(spoilt, x.dtype), rows)

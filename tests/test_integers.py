@@ -1,6 +1,7 @@
 """Integers of every dtype: right, or refused by the name of the argument; they never wrap around."""
 
 import functools
+import re
 
 import jax
 import jax.export
@@ -149,3 +150,32 @@ def test_sizes_of_numpy_do_not_wrap_around():
     assert q.shape == (1, 100, 2, 1)
     scale = training.LossScale.create().update(jnp.array(True), growth_interval=np.int64(2**32 + 1))
     assert scale.scale == 2.0**15
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    {
+        "max_seqlen": lambda: jaxft.varlen_qkv_attention(jnp.ones((6, 3, 2, 8)), np.array([0, 6]), max_seqlen=2**40),
+        "max_seqlen of a model": lambda: model(input_ids=IDS[0], cu_seqlens=np.array([0, 5]), max_seqlen=2**40),
+        "capacity": lambda: jaxft.remove_padding(X[None], np.ones((1, 10), bool), capacity=2**40),
+        "batch": lambda: jaxft.restore_padding(X, np.arange(10), batch=2**40, length=1),
+        "length": lambda: jaxft.restore_padding(X, np.arange(10), batch=1, length=2**31),
+        "batch * length": lambda: jaxft.restore_padding(X, np.arange(10), batch=2**20, length=2**20),
+        "num_heads": lambda: jaxft.qkv_bias_split_heads(jnp.ones((1, 2, 0)), None, num_heads=2**40),
+    }.items(),
+)
+def test_sizes_beyond_int32_are_refused(name, call):
+    with pytest.raises(ValueError, match=rf"{re.escape(name.split(' of ')[0])} must be below 2\^31, got \d{{10,}}"):
+        call()
+
+
+@pytest.mark.parametrize("big", [2**31, 2**63, 2**64, 2**80, -(2**63) - 1])
+def test_big_integers_in_lists_are_named(big):
+    with pytest.raises(ValueError, match=f"BertModel: input_ids must fit int32, got {big}"):
+        model(input_ids=[[1, 2, big]])
+
+
+def test_largest_max_seqlen_needs_no_memory():
+    qkv, ends = jnp.stack([X[:, None]] * 3, 1), np.array([0, 4, 10])
+    got, expected = (jaxft.varlen_qkv_attention(qkv, ends, max_seqlen=n, implementation="xla") for n in (2**31 - 1, 6))
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)

@@ -179,6 +179,8 @@ def as_size(op: str, name: str, value: Any, *, positive: bool = False) -> Any:
     if not is_natural(value) or (positive and value == 0):
         expected = "a positive Python integer" if positive else "a Python integer >= 0"
         raise ValueError(f"{op}: {name} must be {expected}, got {value!r}")
+    if value >= 2**31:
+        raise ValueError(f"{op}: {name} must be below 2^31, got {value}")
     return int(value)
 
 
