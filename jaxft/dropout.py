@@ -1,12 +1,8 @@
 """Dropout mask: a pure function of a random key and the index of each element, equal in all implementations."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
-from jax import lax
-
-Array = jax.Array
+from jax import Array, lax
 
 
 def dropout_seed(key: Array) -> Array:

@@ -8,8 +8,6 @@ Letters in shapes: B batch, T query length, S key length, N heads, K key/value h
 width, M rows.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable
@@ -17,35 +15,40 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from jaxft import dispatch
 from jaxft.dropout import dropout
 
-Array = jax.Array
 PrecisionLike = Any
 
 # --- Rows: layer norm, activations, softmax ----------------------------------------------------------------------
 
 
-def _wide_dtype(x: Array) -> Any:
+def wide_dtype(x: Array) -> Any:
     """Returns the dtype of statistics and accumulation."""
     return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
 
 
-def _wide(x: Array) -> Array:
-    return x.astype(_wide_dtype(x))
+def wide(x: Array) -> Array:
+    """Returns `x` in the dtype of statistics and accumulation."""
+    return x.astype(wide_dtype(x))
 
 
 def matmul_factors(x: Array, y: Array) -> tuple[Array, Array]:
-    """Returns the factors of a matmul with a float32 result in dtypes that the device multiplies.
+    """Returns the factors of a matmul in dtypes whose products the device adds up in float32, also in gradients.
 
-    XLA's CPU backend cannot run batched bfloat16 matmuls in some layouts, so a CPU multiplies in float32. The barrier
-    keeps XLA from moving the conversion into the matmul.
+    XLA's CPU backend cannot run batched bfloat16 matmuls in some layouts, and adds up in bfloat16 in others, so a CPU
+    multiplies in float32. The barrier keeps XLA from moving the conversion into the matmul.
     """
     if x.dtype != jnp.bfloat16 or dispatch.platform() != "cpu":
         return x, y
-    return lax.optimization_barrier(_wide(x)), lax.optimization_barrier(_wide(y))
+    return lax.optimization_barrier(wide(x)), lax.optimization_barrier(wide(y))
+
+
+def matmul(x: Array, y: Array, precision: PrecisionLike) -> Array:
+    """Computes x @ y in the dtype of x."""
+    return jnp.matmul(*matmul_factors(x, y), precision=precision).astype(x.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -61,7 +64,7 @@ def _with_wide_sums(linear: Callable[..., Array], xs: tuple[Array, ...], *indice
 def _(linear: Callable[..., Array], primals: Any, tangents: Any) -> tuple[Array, Array]:
     xs, *indices = primals
     y = _with_wide_sums(linear, xs, *indices)  # not `linear`: second derivatives go through it
-    return y, linear(*map(_wide, tangents[0]), *indices).astype(y.dtype)
+    return y, linear(*map(wide, tangents[0]), *indices).astype(y.dtype)
 
 
 def one_or_nan(condition: Array, dtype: Any) -> Array:
@@ -77,7 +80,7 @@ def _like(x: Array, y: Array) -> Array:
 
 def layer_norm(x: Array, gamma: Array | None = None, beta: Array | None = None, *, epsilon: float = 1e-6) -> Array:
     """Computes (x - mean) / sqrt(variance + epsilon) * gamma + beta over the last axis, in two passes."""
-    return _normalize(_wide(x), gamma, beta, epsilon).astype(x.dtype)
+    return _normalize(wide(x), gamma, beta, epsilon).astype(x.dtype)
 
 
 def _normalize(x: Array, gamma: Array | None, beta: Array | None, epsilon: float) -> Array:
@@ -103,7 +106,7 @@ def bias_residual_layer_norm(
     return_sum: bool = False,
 ) -> Array | tuple[Array, Array]:
     """Computes layer_norm(dropout(x + bias) + residual). With `return_sum`, also returns the normalised sum."""
-    total = _wide(x)
+    total = wide(x)
     if bias is not None:
         total = total + _like(bias, total)
     total = dropout(total, dropout_rate, dropout_rng) + residual.astype(total.dtype)
@@ -127,10 +130,10 @@ def embeddings_layer_norm(
     dtype: Any = None,
 ) -> Array:
     """Computes dropout(layer_norm(sum)) of the rows selected by the ids. An id outside its table gives NaN."""
-    wide = _wide_dtype(word)
+    dtype_of_sum = wide_dtype(word)
 
     def take(table: Array, ids: Array) -> Array:
-        return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False).astype(wide)
+        return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False).astype(dtype_of_sum)
 
     def rows(table: Array, ids: Array) -> Array:
         return _with_wide_sums(take, (table,), ids)
@@ -173,14 +176,14 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 def bias_activation(x: Array, bias: Array | None, *, activation: str = "gelu") -> Array:
     """Computes activation(x + bias)."""
-    y = _wide(x)
+    y = wide(x)
     if bias is not None:
         y = y + _like(bias, y)
     return ACTIVATIONS[activation](y).astype(x.dtype)
 
 
 def _logits(x: Array, scale: float | None, bias: Array | None) -> Array:
-    logits = _wide(x)
+    logits = wide(x)
     if scale is not None:
         logits = logits * scale
     if bias is not None:
@@ -255,7 +258,7 @@ def linear_cross_entropy(
 
 def qkv_bias_split_heads(qkv: Array, bias: Array | None, num_heads: int) -> tuple[Array, Array, Array]:
     """Adds bias [3*N*H] to qkv [B, T, 3*N*H] and splits the sum into three arrays [B, N, T, H]."""
-    y = _wide(qkv)
+    y = wide(qkv)
     if bias is not None:
         y = y + _like(bias, y)
     batch, length, width = qkv.shape
@@ -317,8 +320,8 @@ def _used_rows(used: Array, heads: int) -> Array:
 
 
 def _product(x: Array, y: Array, subscripts: str, precision: PrecisionLike) -> Array:
-    wide = _wide_dtype(x)
-    return jnp.einsum(subscripts, *matmul_factors(x, y), precision=precision, preferred_element_type=wide)
+    factors = matmul_factors(x, y)
+    return jnp.einsum(subscripts, *factors, precision=precision, preferred_element_type=wide_dtype(x))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
@@ -390,6 +393,8 @@ def varlen_qkv_attention(
     A sequence that goes beyond the M rows or is longer than `max_seqlen` is cut.
     """
     rows = qkv.shape[0]
+    if isinstance(rows, int) and isinstance(max_seqlen, int) and not kwargs.get("dropout_rate"):
+        max_seqlen = min(max_seqlen, rows)  # saves memory; dropout depends on the place in the padded array
     cu_seqlens = jnp.clip(cu_seqlens, 0, rows)
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     position = jnp.arange(max_seqlen, dtype=jnp.int32)[None, :]
@@ -430,7 +435,7 @@ def dense(
     precision: PrecisionLike = None,
 ) -> Array:
     """Computes activation(x @ kernel + bias) + residual: x [..., K], kernel [K, N] -> [..., N]."""
-    return dense_epilogue(jnp.matmul(x, kernel, precision=precision), bias, activation, residual)
+    return dense_epilogue(matmul(x, kernel, precision), bias, activation, residual)
 
 
 def dense_epilogue(y: Array, bias: Array | None, activation: str | None, residual: Array | None) -> Array:
@@ -438,7 +443,7 @@ def dense_epilogue(y: Array, bias: Array | None, activation: str | None, residua
     if activation is None and residual is None:
         # In the dtype of y, so that XLA fuses the bias into the epilogue of the GEMM.
         return y if bias is None else _with_wide_sums(lambda y, bias: y + _like(bias, y), (y, bias))
-    out = _wide(y)
+    out = wide(y)
     if bias is not None:
         out = out + _like(bias, out)
     if activation is not None:
@@ -525,6 +530,6 @@ def _take_or_spoil(x: Array, indices: Array) -> Array:
     """
     lost, rows = (indices < 0).reshape(-1, *(1,) * (x.ndim - 1)), _take_rows(x, indices)
     if jnp.issubdtype(x.dtype, jnp.inexact):
-        return rows * one_or_nan(~lost, x.dtype)
+        return jnp.where(lost, one_or_nan(~lost, x.dtype), rows)  # a product would spoil a complex infinity
     spoilt = -1 if jnp.issubdtype(x.dtype, jnp.signedinteger) else x.dtype == jnp.bool or jnp.iinfo(x.dtype).max
     return jnp.where(lost, jnp.array(spoilt, x.dtype), rows)

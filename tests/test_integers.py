@@ -1,8 +1,10 @@
 """Integers of every dtype: right, or refused by the name of the argument; they never wrap around."""
 
 import functools
+import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -84,12 +86,45 @@ def test_integers_do_not_wrap_around(name, dtype):
         jax.tree.map(close, jax.jit(function)(jnp.asarray(given)), expected)
 
 
-def test_wide_segment_ids_have_one_dtype():
-    """No integer dtype holds all values of int64 and uint64."""
-    with jax.enable_x64(True):
-        query, key = jnp.ones((2, 5), jnp.int64), jnp.ones((2, 5), jnp.uint64)
-        with pytest.raises(TypeError, match="key_value_segment_ids must have the dtype of query_segment_ids, int64"):
-            jax.jit(lambda q, k: attend(query_segment_ids=q, key_value_segment_ids=k))(query, key)
+WIDE = [-3, 5, 2**31 + 5, 2**31 - 1, 2**32 - 3, 2**63 + 5, 2**64 - 3, -(2**31)]
+PAIRS = [("uint32", "uint32"), ("uint32", "int32"), *cases.slow_cases(
+    ("int32", "uint32"), ("uint32", "uint8"), ("int16", "uint32"), ("uint32", "int64"), ("int64", "uint64"),
+    ("uint64", "int32"), ("uint32", "uint64"),
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("query_dtype", "key_dtype"), PAIRS)
+@pytest.mark.parametrize("both_traced", [True, False])
+def test_segment_ids_of_two_dtypes_are_compared_exactly(query_dtype, key_dtype, both_traced):
+    """Otherwise one side is a constant with numbers that int32 does not hold."""
+
+    def ids(dtype, start):
+        limits = np.iinfo(dtype)
+        fit = [x for x in WIDE if limits.min <= x <= limits.max] * 6
+        return np.array([fit[start : start + 5], fit[:5]], dtype)
+
+    query, key = ids(query_dtype, 0), ids(key_dtype, 1)
+    same = (query[:, :, None].astype(object) == key[:, None].astype(object)).astype(bool)
+    with jax.enable_x64("64" in query_dtype + key_dtype):
+        if both_traced:
+            got = jax.jit(lambda q, k: attend(query_segment_ids=q, key_value_segment_ids=k))(query, key)
+        elif query_dtype in ("uint32", "int64", "uint64"):
+            got = jax.jit(lambda q: attend(query_segment_ids=q, key_value_segment_ids=key))(query)
+        else:
+            got = jax.jit(lambda k: attend(query_segment_ids=query, key_value_segment_ids=k))(key)
+        np.testing.assert_allclose(got, attend(mask=same[:, None]), rtol=1e-5, atol=1e-6)
+
+
+def test_wide_segment_ids_may_have_symbolic_sizes():
+    def attend(q, ids):
+        return jaxft.dot_product_attention(q, q, q, query_segment_ids=ids, key_value_segment_ids=ids)
+
+    shapes = jax.ShapeDtypeStruct((1, 1, 1, 8), jnp.float32), jax.ShapeDtypeStruct((1, 1), jnp.uint32)
+    shapes = jax.export.symbolic_args_specs(shapes, ("b, t, 1, 8", "b, t"))
+    ids = jnp.array([[1, 2**31, 2**31, 1, 2**31 + 1]] * 2, jnp.uint32)
+    got = jax.export.export(jax.jit(attend))(*shapes).call(Q, ids)
+    same = ids[:, None, :, None] == ids[:, None, None, :]
+    np.testing.assert_allclose(got, jaxft.dot_product_attention(Q, Q, Q, mask=same), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["permute", "merge_heads", "remove_padding", "restore_padding"])
@@ -115,3 +150,32 @@ def test_sizes_of_numpy_do_not_wrap_around():
     assert q.shape == (1, 100, 2, 1)
     scale = training.LossScale.create().update(jnp.array(True), growth_interval=np.int64(2**32 + 1))
     assert scale.scale == 2.0**15
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    {
+        "max_seqlen": lambda: jaxft.varlen_qkv_attention(jnp.ones((6, 3, 2, 8)), np.array([0, 6]), max_seqlen=2**40),
+        "max_seqlen of a model": lambda: model(input_ids=IDS[0], cu_seqlens=np.array([0, 5]), max_seqlen=2**40),
+        "capacity": lambda: jaxft.remove_padding(X[None], np.ones((1, 10), bool), capacity=2**40),
+        "batch": lambda: jaxft.restore_padding(X, np.arange(10), batch=2**40, length=1),
+        "length": lambda: jaxft.restore_padding(X, np.arange(10), batch=1, length=2**31),
+        "batch * length": lambda: jaxft.restore_padding(X, np.arange(10), batch=2**20, length=2**20),
+        "num_heads": lambda: jaxft.qkv_bias_split_heads(jnp.ones((1, 2, 0)), None, num_heads=2**40),
+    }.items(),
+)
+def test_sizes_beyond_int32_are_refused(name, call):
+    with pytest.raises(ValueError, match=rf"{re.escape(name.split(' of ')[0])} must be below 2\^31, got \d{{10,}}"):
+        call()
+
+
+@pytest.mark.parametrize("big", [2**31, 2**63, 2**64, 2**80, -(2**63) - 1])
+def test_big_integers_in_lists_are_named(big):
+    with pytest.raises(ValueError, match=f"BertModel: input_ids must fit int32, got {big}"):
+        model(input_ids=[[1, 2, big]])
+
+
+def test_largest_max_seqlen_needs_no_memory():
+    qkv, ends = jnp.stack([X[:, None]] * 3, 1), np.array([0, 4, 10])
+    got, expected = (jaxft.varlen_qkv_attention(qkv, ends, max_seqlen=n, implementation="xla") for n in (2**31 - 1, 6))
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)

@@ -319,3 +319,9 @@ def test_wrong_arguments_of_restore_padding(change, error, message):
     arguments = {"x": np.zeros((4, 2), np.float32), "indices": np.arange(4), "batch": 3, "length": 5} | change
     with pytest.raises(error, match=f"restore_padding: {message}"):
         restore_padding(**arguments)
+
+
+def test_complex_infinities_are_moved_as_they_are():
+    x = jnp.full((1, 2), complex(np.inf, 1))
+    with jax.debug_nans(True):
+        np.testing.assert_array_equal(remove_padding(x, np.array([[True, False]]), capacity=1).x, x[0, :1])

@@ -539,3 +539,10 @@ def test_autotune_checks_its_arguments():
         tuning_search.autotune(3)
     with pytest.raises(TypeError, match="autotune: show_progress_bar must be None, True or False, got 'yes'"):
         tuning_search.autotune(abs, 3, show_progress_bar="yes")
+
+
+def test_every_tuned_op_has_candidates():
+    """`search.candidates` finds a list by its name, and would take the neighbours if one side were renamed."""
+    modules = tuning_rows, tuning_layouts, tuning_attention, tuning_dense
+    listed = {name.removesuffix("_candidates") for m in modules for name in vars(m) if name.endswith("_candidates")}
+    assert listed == set(OPS)

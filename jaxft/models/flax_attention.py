@@ -11,6 +11,7 @@ import numpy as np
 from flax.nnx.nn import dtypes
 from jax import Array
 
+from jaxft import reference
 from jaxft.ops import checks
 from jaxft.ops.attention import dot_product_attention
 
@@ -43,16 +44,28 @@ def attention_fn(
 
       nnx.MultiHeadAttention(..., attention_fn=jaxft.models.attention_fn, broadcast_dropout=False)
 
-    Equivalent to `dot_product_attention` of `flax.nnx` and `flax.linen`, which describe the arguments, except for a
-    query with nothing to attend to, and for these arguments:
+    Equivalent to `dot_product_attention` of `flax.nnx` and `flax.linen`, except for a query with nothing to attend to.
 
-    - `query` is `[batch..., T, N, H]`. `key` and `value`, `[batch..., S, K, H]`, may have fewer heads: N is a multiple
-      of K. `bias` and `mask` broadcast to `[batch..., N, T, S]`.
-    - `broadcast_dropout` must be False if there is dropout, because each element has its own dropout.
-    - `module` must be None, because there are no attention weights to sow. `einsum_dot_general`,
-      `qk_attn_weights_einsum` and `attn_weights_value_einsum` must be None, because the kernel computes the matmuls.
-    - `force_fp32_for_softmax` has no effect: logits and softmax are always float32.
-    - `implementation` is as for `jaxft.dot_product_attention`. Set it with `functools.partial`.
+    Args:
+      query: `[batch..., T, N, H]`, with any number of batch dimensions.
+      key: `[batch..., S, K, H]`. N is a multiple of K.
+      value: `[batch..., S, K, H]`.
+      bias: broadcastable to `[batch..., N, T, S]`, added to the scaled logits.
+      mask: broadcastable to `[batch..., N, T, S]`. A query attends to the keys whose mask is not 0.
+      broadcast_dropout: must be False if there is dropout, because each element has its own dropout.
+      dropout_rng: as for `jaxft.dot_product_attention`.
+      dropout_rate: as for `jaxft.dot_product_attention`.
+      deterministic: True turns dropout off.
+      dtype: passed to `promote_dtype`.
+      precision: precision of float32 matmuls, a `jax.lax.Precision` or equivalent. None is JAX's default.
+      module: must be None, because there are no attention weights to sow.
+      promote_dtype: applied to the arrays, `promote_dtype((query, key, value), dtype=dtype)`.
+      is_causal: as for `jaxft.dot_product_attention`.
+      force_fp32_for_softmax: has no effect, because logits and softmax are always float32.
+      einsum_dot_general: must be None, because the kernel computes the matmuls.
+      qk_attn_weights_einsum: as `einsum_dot_general`.
+      attn_weights_value_einsum: as `einsum_dot_general`.
+      implementation: as for `jaxft.dot_product_attention`. Set it with `functools.partial`.
 
     Returns:
       `[batch..., T, N, H]`. A query with nothing to attend to gives 0 (in Flax, the mean of all values).
@@ -113,6 +126,8 @@ def _with_one_batch(x: Array | None, batch: tuple[int, ...]) -> Array | None:
     own = x.shape[:-3]
     if all(n == 1 for n in own):
         return x.reshape(1, *x.shape[-3:])
+    if own != batch and jnp.issubdtype(x.dtype, jnp.floating):
+        x = reference.wide(x)  # so that the gradient of a bias is added up over the batch before it is rounded
     return jnp.broadcast_to(x, (*batch, *x.shape[-3:])).reshape(math.prod(batch), *x.shape[-3:])
 
 

@@ -54,6 +54,9 @@ def check_packed(
 def as_ids(where: str, name: str, value: Any, shape: tuple[int, ...] | None = None, *, or_bool: bool = False) -> Array:
     """Converts an array or nested list to an int32 array (booleans stay if `or_bool`), and checks its shape."""
     expected = f"{where}: {name} must be integers{' or booleans' * or_bool}"
+    for number in jax.tree.leaves(value) if isinstance(value, list | tuple | int) else ():
+        if isinstance(number, int) and abs(number) >= 2**63:  # NumPy would make floats or objects of all
+            raise ValueError(f"{where}: {name} must fit int32, got {number}")
     try:
         if isinstance(value, list | tuple) and any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)):
             value = jnp.asarray(jax.tree.map(functools.partial(as_ids, where, name, or_bool=or_bool), value))

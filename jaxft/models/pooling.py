@@ -21,7 +21,8 @@ def pool(hidden: jax.Array, mask: jax.Array, modes: tuple[str, ...]) -> jax.Arra
 def pool_packed(hidden: jax.Array, cu_seqlens: jax.Array, modes: tuple[str, ...], max_seqlen: int) -> jax.Array:
     """Pools the first `max_seqlen` tokens of packed sequences, `[M, D]`, as `pool` does for a padded batch.
 
-    A result is bitwise independent of other sequences and of its place, and NaN if the sequence ends beyond the M rows.
+    The result is bitwise independent of the other sequences and of the sequence's place in `hidden`. A sequence that
+    ends beyond the M rows gives NaN ("cls" only if it starts there).
     """
     mask = jnp.arange(max_seqlen, dtype=jnp.int32)[None] < jnp.diff(cu_seqlens)[:, None]
     return pool(sequence_rows(hidden, cu_seqlens, max_seqlen), mask, modes)

@@ -62,6 +62,12 @@ def dot_product_attention(
       A query with nothing to attend to gives exactly 0 and a log-sum-exp of -inf, and its gradients are 0. Values in
       padding, NaN and Inf included, reach no valid output or gradient. `jax.nn` differs in both cases.
 
+    Raises:
+      TypeError: `mask` is not boolean, or another dtype or type does not fit (see `jaxft.ops`).
+      ValueError: a shape does not fit, a number is out of its range, segment ids are given for one side only, or the
+        implementation is unknown.
+      NotImplementedError: the named implementation does not support the call.
+
     Gradients: for query, key, value and bias. The kernels need memory that grows with T + S, not with T * S, except for
     the gradient of a bias that has this size itself.
 
@@ -123,9 +129,24 @@ def qkv_attention(
 
         dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], bias, mask, ...)
 
-    `qkv` is `[B, T, 3, N, H]` (or `[T, 3, N, H]`), N >= 1, float32, float16 or bfloat16. The other arguments are those
-    of `dot_product_attention`, with S = T. The kernels read the packed array in place, without slices or copies.
-    `"cudnn"` and `"xla"` slice `qkv`, which costs cuDNN copies.
+    The kernels read the packed array in place, without slices or copies. `"cudnn"` and `"xla"` slice `qkv`, which costs
+    cuDNN copies.
+
+    Args:
+      qkv: `[B, T, 3, N, H]` (or `[T, 3, N, H]`), N >= 1, float32, float16 or bfloat16. S = T in what follows.
+      bias: as for `dot_product_attention`.
+      mask: as for `dot_product_attention`.
+      scale: as for `dot_product_attention`.
+      is_causal: as for `dot_product_attention`.
+      query_seq_lengths: as for `dot_product_attention`.
+      key_value_seq_lengths: as for `dot_product_attention`.
+      query_segment_ids: as for `dot_product_attention`.
+      key_value_segment_ids: as for `dot_product_attention`.
+      local_window_size: as for `dot_product_attention`.
+      dropout_rate: as for `dot_product_attention`.
+      dropout_rng: as for `dot_product_attention`.
+      return_residual: as for `dot_product_attention`.
+      implementation: as for `dot_product_attention`.
 
     Returns:
       `[B, T, N, H]` (or `[T, N, H]`) of the dtype of `qkv`. With `return_residual`, also the log-sum-exp, float32 `[B,
@@ -162,15 +183,22 @@ def varlen_qkv_attention(
     place in `qkv`. With another number of sequences or rows, the kernels may use other block sizes, which round
     differently.
 
-    - `qkv`: `[M, 3, N, H]`, N >= 1, float32, float16 or bfloat16.
-    - `cu_seqlens`: integers `[B + 1]`, ascending from 0. Sequence b is rows `cu_seqlens[b]` to `cu_seqlens[b + 1]` of
-      `qkv`. Rows from `cu_seqlens[B]` on belong to no sequence and give 0.
-    - `max_seqlen`: a static upper bound of the lengths of the sequences. If `cu_seqlens` is traced (an argument of
-      `jit`), its values cannot be checked. In a longer sequence, the rows beyond `max_seqlen` then take no part and
-      give 0. A sequence that goes beyond row M is cut there. If `cu_seqlens` does not ascend from 0, the result is
-      undefined.
-    - The other arguments are those of `dot_product_attention`. For dropout, the index of an element is its index in the
-      padded array `[B, N, max_seqlen, max_seqlen]`. cuDNN does not support packed sequences.
+    Args:
+      qkv: `[M, 3, N, H]`, N >= 1, float32, float16 or bfloat16.
+      cu_seqlens: integers `[B + 1]`, ascending from 0. Sequence b is rows `cu_seqlens[b]` to `cu_seqlens[b + 1]` of
+        `qkv`. Rows from `cu_seqlens[B]` on belong to no sequence and give 0.
+      max_seqlen: a static upper bound of the lengths of the sequences, below 2^31. If `cu_seqlens` is traced (an
+        argument of `jit`), its values cannot be checked. In a longer sequence, the rows beyond `max_seqlen` then take
+        no part and give 0. A sequence that goes beyond row M is cut there. If `cu_seqlens` does not ascend from 0, the
+        result is undefined.
+      scale: as for `dot_product_attention`.
+      is_causal: as for `dot_product_attention`.
+      local_window_size: as for `dot_product_attention`.
+      dropout_rate: as for `dot_product_attention`. The index of an element is its index in the padded array `[B, N,
+        max_seqlen, max_seqlen]`.
+      dropout_rng: as for `dot_product_attention`.
+      return_residual: as for `dot_product_attention`.
+      implementation: None, "triton" or "xla" (see `jaxft.ops`). cuDNN does not support packed sequences.
 
     Returns:
       `[M, N, H]` of the dtype of `qkv`. With `return_residual`, also the log-sum-exp, float32 `[M, N]`. Rows that
@@ -249,27 +277,32 @@ def _check_masks(op: str, inputs: Inputs, options: Options, batched: bool) -> In
         "query_segment_ids": (b, t),
         "key_value_segment_ids": (b, s),
     }
+    ids = {name: getattr(inputs, name) for name in shapes if name.endswith("segment_ids")}
+    wide = [x.dtype for x in ids.values() if isinstance(x, jax.core.Tracer) and checks.may_wrap(x)]
     for name, shape in shapes.items():
         if getattr(inputs, name) is not None:
-            x = checks.as_integers(op, name, getattr(inputs, name))
+            x = checks.as_integers(op, name, getattr(inputs, name), saturate=bool(wide) and name in ids)
             if batched or x.shape != shape:  # without a batch, a batch axis of size 1 may be given too
                 checks.check_shape(op, name, x, shape if batched else shape[1:])
             found[name] = x.reshape(shape)
     if ("query_segment_ids" in found) != ("key_value_segment_ids" in found):
         given = next(name for name in found if name.endswith("segment_ids"))
         raise ValueError(f"{op}: query_segment_ids and key_value_segment_ids go together, got only {given}")
-    if inputs.query_segment_ids is not None:
-        found |= _ranks_of_wide_ids(op, inputs, {name: shapes[name] for name in shapes if name.endswith("segment_ids")})
+    if wide:
+        query, key = (x.reshape(found[name].shape) for name, x in ids.items())
+        found |= zip(ids, _ranks(query, key, wide[0]), strict=True)
     return inputs._replace(**found)
 
 
-def _ranks_of_wide_ids(op: str, inputs: Inputs, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
-    """Returns int32 ids that are equal where the segment ids are, for traced ids that int32 may not hold; else none."""
-    ids = {name: getattr(inputs, name) for name in shapes}
-    if not any(isinstance(x, jax.core.Tracer) and checks.may_wrap(x) for x in ids.values()):
-        return {}
-    query, key = (checks.as_array(op, name, x).reshape(shapes[name]) for name, x in ids.items())
-    checks.check_same_dtype(op, "key_value_segment_ids", key, "query_segment_ids", query)
-    every = jnp.sort(jnp.concatenate([query, key], axis=1), axis=1)
-    ranks = (jax.vmap(jnp.searchsorted)(every, x).astype(jnp.int32) for x in (query, key))
-    return dict(zip(shapes, ranks, strict=True))
+def _ranks(query: Any, key: Any, dtype: Any) -> list[Array]:
+    """Returns int32 ids that are equal where the ids [B, T] and [B, S] are. `dtype` is the dtype of one of the two."""
+    limits = [jnp.iinfo(x.dtype) for x in (query, key)]
+    low, high = max(int(limit.min) for limit in limits), min(int(limit.max) for limit in limits)
+    common = [x.clip(x.dtype.type(low), x.dtype.type(high)) for x in (query, key)]
+    fitting = [jnp.asarray(x.astype(dtype)) for x in common]
+    every = jnp.concatenate(fitting, axis=1)
+    # The rank of an id is the count of smaller ones. A number that the other dtype does not have equals no other id.
+    return [
+        jnp.where(x == y, jnp.sum(every[:, None] < z[:, :, None], axis=2, dtype=jnp.int32), none)
+        for x, y, z, none in zip((query, key), common, fitting, (-1, -2), strict=True)
+    ]

@@ -130,7 +130,10 @@ def _cudnn_unsupported(inputs: Inputs, options: Options) -> str | None:
 
 
 def _cudnn_is_slower(inputs: Inputs, options: Options, device: dispatch.Device) -> str | None:
-    """Returns why cuDNN does not compute the output sooner, or None. Its gradients differ from run to run."""
+    """Returns the reason why cuDNN does not compute the output sooner, or None if it does.
+
+    Unless it is named, cuDNN computes no gradients, because its gradients differ from run to run.
+    """
     if any(x is not None for x in (*inputs[3:], options.local_window_size)) or options.scale <= 0.0:
         return "its speed with masks, lengths, windows and such scales is not measured"
     if inputs.key is not None and inputs.key.shape[2] != inputs.query.shape[2]:

@@ -63,7 +63,7 @@ def as_integers(op: str, name: str, x: Any, *, saturate: bool = False) -> Array:
 
 def may_wrap(x: Any) -> bool:
     """Returns whether int32 does not hold all values of the dtype of the integers `x`."""
-    return jnp.iinfo(x.dtype).max > 2**31 - 1
+    return jnp.issubdtype(x.dtype, jnp.integer) and bool(jnp.iinfo(x.dtype).max > 2**31 - 1)
 
 
 def check_fits(op: str, name: str, x: Any, dtype: Any) -> None:
@@ -179,6 +179,8 @@ def as_size(op: str, name: str, value: Any, *, positive: bool = False) -> Any:
     if not is_natural(value) or (positive and value == 0):
         expected = "a positive Python integer" if positive else "a Python integer >= 0"
         raise ValueError(f"{op}: {name} must be {expected}, got {value!r}")
+    if value >= 2**31:
+        raise ValueError(f"{op}: {name} must be below 2^31, got {value}")
     return int(value)
 
 

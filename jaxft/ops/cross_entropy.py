@@ -148,7 +148,7 @@ def _loss(x, embedding, bias, labels, plan):
 def _by_chunks(plan, with_gradients, x, embedding, bias, labels):
     """Computes the sum of the losses, the number of labels and, if asked, the gradients of the floats, in float32."""
     rows, width = x.shape
-    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    wide = reference.wide_dtype(x)
     scale = 2.0**15 if x.dtype == jnp.float16 else 1.0  # the largest power of 2 that keeps the gradient finite
     # Pads the classes to a multiple of 8 (16 bytes in 16 bits). cuBLAS needs that, and XLA would otherwise make padded
     # copies of the table and of the gradient of the logits in every chunk.

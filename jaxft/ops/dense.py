@@ -155,7 +155,7 @@ def _reference(x, kernel, bias, residual, activation, precision):
 def kernels(x, kernel, bias, residual, plan):
     """Computes the layer with the kernels of the plan, and defines its gradient."""
     if not plan.is_one_kernel:
-        return _epilogue(jnp.matmul(x, kernel, precision=plan.precision), bias, residual, plan, in_place=True)
+        return _epilogue(reference.matmul(x, kernel, plan.precision), bias, residual, plan, in_place=True)
     return _one_kernel(x, kernel, bias, residual, plan)[0]
 
 
@@ -200,7 +200,7 @@ def _epilogue(y, bias, residual, plan, in_place):
 
 def _fwd(x, kernel, bias, residual, plan):
     if not plan.is_one_kernel:
-        y = jnp.matmul(x, kernel, precision=plan.precision)
+        y = reference.matmul(x, kernel, plan.precision)
         run = transforms.with_plain_gradient(
             functools.partial(_epilogue, plan=plan, in_place=False),
             lambda y, bias, residual: reference.dense_epilogue(y, bias, plan.activation, residual),
@@ -226,7 +226,7 @@ def _bwd(plan, saved, d_out):
         bias = jnp.zeros_like(bias)  # y includes it
 
     dy, d_bias = _epilogue_gradient(d_out, y, bias, plan)
-    _, product_vjp = jax.vjp(functools.partial(jnp.matmul, precision=plan.precision), x, kernel)
+    _, product_vjp = jax.vjp(functools.partial(reference.matmul, precision=plan.precision), x, kernel)
     return *product_vjp(dy), d_bias, None if residual is None else d_out
 
 

@@ -121,7 +121,8 @@ def restore_padding(x: Array, indices: Array, *, batch: int, length: int, implem
         raise ValueError(f"{op}: x must have shape [M, ...], got a scalar")
     checks.check_shape(op, "indices", indices, x.shape[:1])
     batch, length = checks.as_size(op, "batch", batch), checks.as_size(op, "length", length)
-    plan = plan_of(op, x, batch * length, batch, length, implementation, indices=indices)
+    places = checks.as_size(op, "batch * length", batch * length)
+    plan = plan_of(op, x, places, batch, length, implementation, indices=indices)
     plans.record(op, (x, indices), plan)
     return _restore(*transforms.vary_alike(x, indices), plan)
 

@@ -43,9 +43,7 @@ def qkv_bias_split_heads(
     qkv = checks.as_float(op, "qkv", qkv)
     if qkv.ndim != 3:
         raise ValueError(f"{op}: qkv must have shape [B, T, 3*N*H], got {qkv.shape}")
-    if not checks.is_natural(num_heads) or num_heads < 1:
-        raise ValueError(f"{op}: num_heads must be a positive Python integer, got {num_heads!r}")
-    num_heads = int(num_heads)
+    num_heads = checks.as_size(op, "num_heads", num_heads, positive=True)
     if qkv.shape[-1] % (3 * num_heads):
         raise ValueError(
             f"{op}: the last axis of qkv must be a multiple of 3 * num_heads = {3 * num_heads}, got {qkv.shape}"

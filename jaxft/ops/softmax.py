@@ -63,7 +63,13 @@ def log_softmax(
 
         jax.nn.log_softmax(x * scale + bias, where=mask)
 
-    The arguments are those of `softmax`. A row may be as wide as a vocabulary.
+    Args:
+      x: as for `softmax`. A row may be as wide as a vocabulary.
+      scale: as for `softmax`.
+      bias: as for `softmax`.
+      mask: as for `softmax`.
+      in_place: as for `softmax`.
+      implementation: as for `softmax`.
 
     Returns:
       An array of the shape and dtype of `x`. Masked elements are -inf, and so is a row without a True.

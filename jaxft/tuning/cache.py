@@ -76,7 +76,10 @@ def load(device_kind: str) -> Table:
 
 
 def _read(file: Path) -> Table:
-    """Returns the sound entries of a file. Raises ValueError for other JSON, RecursionError if it is too nested."""
+    """Returns the entries of a file without ops whose value is not a table of keys and fields.
+
+    Raises ValueError if the file is not a JSON object, and RecursionError if it is nested too deeply.
+    """
     table = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(table, dict):
         raise ValueError("it is not a table of ops, sizes and fields")
@@ -98,7 +101,10 @@ def restore(device_kind: str, op: str, name: str, default: T) -> T | None:
 
 
 def save(file: Path, op: str, name: str, config: Any) -> None:
-    """Adds an entry to a file, which no process sees half-written. A damaged file is kept, with suffix `.damaged`."""
+    """Adds an entry to a file. Another process sees the file as it was before or after, never in between.
+
+    A damaged file is kept under another name, which ends in `.damaged`.
+    """
     with atomic.locked(file.parent), atomic.replacing(file) as (new,):
         try:
             table = _read(file)  # again, since another process may have added entries

@@ -141,7 +141,10 @@ def is_short(rows: int, depth: int, width: int, itemsize: int) -> bool:
 
 
 def splits_few_rows(rows: int, itemsize: int, kernel_precision: str) -> bool:
-    """Returns whether XLA splits the depth of a matmul, and adds up the parts in the kernel of what follows."""
+    """Returns whether XLA splits the depth of a matmul with this number of rows. It never splits full float32 matmuls.
+
+    The kernel that adds up the parts then also computes what follows: an activation, its gradient or a LayerNorm.
+    """
     # H200, tf32, 128x768x3072 with GELU: 12.0 us (bias_activation's kernel after the matmul 13.3), 2026-11-23
     # H200, tf32, 128x768x768 and a LayerNorm: 8.4 us (our LayerNorm after the matmul 9.6), 2026-11-23
     return rows <= 512 and (itemsize <= 2 or kernel_precision == "tf32")
@@ -179,7 +182,7 @@ def _xla_is_faster(rows: int, depth: int, width: int, activation: str | None, it
 
 
 def _xla_splits_depth(rows: int, depth: int, width: int, activation: str | None) -> bool:
-    """Returns whether XLA is the fastest because the matmul is deep and it splits the depth."""
+    """Returns whether the matmul is one of the deep ones that XLA is the fastest at, because it splits the depth."""
     # H200, bf16, 128x3072x768: 7.6 us (Triton 8.4), 2026-11-23
     # See docs/performance-notes.md, "Deep matmuls of few rows: split-K by XLA".
     # With one row Triton would be faster, but `vmap` may turn one row into many.

@@ -349,8 +349,11 @@ def unsupported_rows(x: Array, **arrays: Array | None) -> str | None:
 
 
 def unsupported_size(x: Array, name: str = "x") -> str | None:
-    """Returns why the kernels do not support the size of `x` as `[rows, width]`, or None. A position has 32 bits."""
-    # So has one beyond the array's end, in its last block. Offsets have 64 bits in arrays of more than 2^32 bytes.
+    """Returns the reason why the kernels do not support the size of `x` as `[rows, width]`, or None.
+
+    The number of elements is not limited: Pallas uses 64-bit offsets into arrays of more than 2^32 bytes. A position in
+    one dimension always has 32 bits, also a position between the end of the array and the end of the last block.
+    """
     for what, length in (("rows", math.prod(x.shape[:-1])), ("columns", x.shape[-1])):
         if x.size > 0 and length > 2**30:
             return f"{name} has {length} {what}, the kernels take at most 2^30"
