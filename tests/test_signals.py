@@ -67,12 +67,13 @@ with atomic.replacing(Path("out")) as (new,):
 WRITING = (
     HEAD
     + """
-import threading
+import contextlib, threading
 with atomic.replacing(Path("out")) as (new,):
     def write():
-        for i in range(100_000):
-            with open(new.parent / str(i), "w") as file:
-                file.write("x")
+        with contextlib.suppress(FileNotFoundError):  # once the folder is removed
+            for i in range(100_000):
+                with open(new.parent / str(i), "w") as file:
+                    file.write("x")
     threading.Thread(target=write, daemon=True).start()
     print("ready", flush=True)
     time.sleep(30)

@@ -226,7 +226,9 @@ def _bwd(plan, saved, d_out):
         bias = jnp.zeros_like(bias)  # y includes it
 
     dy, d_bias = _epilogue_gradient(d_out, y, bias, plan)
-    _, product_vjp = jax.vjp(functools.partial(reference.matmul, precision=plan.precision), x, kernel)
+    # The plan knows whether this is a CPU. The device is not asked: a gradient may be traced where it is not known.
+    product = functools.partial(reference.matmul if plan.interpret else jnp.matmul, precision=plan.precision)
+    _, product_vjp = jax.vjp(product, x, kernel)
     return *product_vjp(dy), d_bias, None if residual is None else d_out
 
 

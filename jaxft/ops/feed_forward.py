@@ -173,7 +173,7 @@ def _fwd(x, in_kernel, in_bias, out_kernel, plan):
 
 def _bwd(plan, saved, dy):
     x, in_kernel, in_bias, out_kernel, h, derivative = saved
-    product = functools.partial(reference.matmul, precision=plan.precision)
+    product = functools.partial(jnp.matmul, precision=plan.precision)
     dz, total = _inner_gradient(dy, out_kernel, derivative, x, in_kernel, in_bias, plan)
     d_in_bias = None if in_bias is None else total.astype(in_bias.dtype)
     (d_out_kernel,) = jax.vjp(functools.partial(product, h), out_kernel)[1](dy)
@@ -190,8 +190,7 @@ def _inner_gradient(dy, out_kernel, derivative, x, in_kernel, in_bias, plan):
     def plain(dy, out_kernel, derivative, x, in_kernel, in_bias):
         first, *_ = plan.forward.config
         z = reference.dense(x, in_kernel, in_bias, precision=plan.precision).astype(jnp.float32)
-        factors = reference.matmul_factors(dy, out_kernel.T)
-        dh = jnp.matmul(*factors, precision=plan.precision, preferred_element_type=jnp.float32)
+        dh = jnp.matmul(dy, out_kernel.T, precision=plan.precision, preferred_element_type=jnp.float32)
         (dz,) = jax.vjp(reference.ACTIVATIONS[first.activation], z)[1](dh)
         return dz.astype(dy.dtype), jnp.sum(dz, axis=0)
 
