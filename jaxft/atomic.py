@@ -165,11 +165,12 @@ def _remove_abandoned(folder: Path) -> None:
 def _remove(work: Path) -> None:
     if (lock := _unfinished.pop(work, None)) is not None:
         os.close(lock)
-    shutil.rmtree(work, ignore_errors=True)
-    deadline = time.monotonic() + _PATIENCE
-    while work.exists() and time.monotonic() < deadline:  # another thread still writes there, after a signal
-        time.sleep(0.01)
-        shutil.rmtree(work, ignore_errors=True)
+    # After a signal, another thread may still write there. It finds no folder of the old name.
+    renamed = work.with_name(f"{work.stem}-.tmp")
+    with contextlib.suppress(OSError):
+        work.rename(renamed)
+    for folder in (renamed, work):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 # --- Signals -----------------------------------------------------------------------------------------------------
