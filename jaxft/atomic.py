@@ -181,8 +181,8 @@ def end_at_signals(
 ) -> Callable[[], None]:
     """Makes SIGINT, SIGTERM and SIGHUP end the process within a second, without its temporary folders.
 
-    Only programs call this, never the library. A thread of its own receives the signals. An exception would come too
-    late while C++ code compiles a program, and would be lost in a callback such as those of the garbage collector.
+    Only programs call this, never the library. A thread of its own receives the signals. While C++ code
+    compiles a program, an exception would come too late. In a callback of the garbage collector, it would be lost.
 
     Args:
       message: a function from the signal to the line for stderr, or "".

@@ -45,7 +45,7 @@ class EncoderWithHead(nnx.Module):
         self.bert = BertModel(config, **options, add_pooling_layer=False, remat=remat, rngs=rngs)
         self._add_head(rngs)
 
-    # A subclass has these four methods, and another `_check_labels` if its labels are not those of tokens.
+    # A subclass defines these four methods. It also overrides `_check_labels` if texts, not tokens, have its labels.
 
     def _add_head(self, rngs: nnx.Rngs | None) -> None:
         raise NotImplementedError

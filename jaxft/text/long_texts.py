@@ -30,7 +30,7 @@ _REMOVABLE = (
 
 
 class _Rules(NamedTuple):
-    """Where the texts of a tokenizer may be cut."""
+    """Rules that say where the texts of a tokenizer may be cut."""
 
     between_words: re.Pattern[str] | None  # empty matches, where the tokens on either side ignore the other side
     needs_letter: bool  # whether the character before must be a letter or digit, also after normalization
@@ -88,7 +88,7 @@ class LongTexts:
         return [*zip(cut[::2], cut[1::2], strict=True)]
 
     def _cut(self, texts: Sequence[str], counts: Sequence[int]) -> list[str]:
-        """Returns texts whose first (or last) `counts` tokens are those of the given texts."""
+        """Cuts texts so that the tokens that count stay the same: the first `counts` tokens, or the last ones."""
         texts, size = [*texts], _FIRST * self._count
         waiting = [i for i, text in enumerate(texts) if len(text) > _LONG * self._count]
         while waiting:

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxft.checkpoint import files as checkpoint_files
 from jaxft.checkpoint.files import CheckpointError, read_settings
+from jaxft.ops import checks
 from jaxft.text import tokenizer as tokenizer_files
 
 # Pooling modes by their field in a Pooling module's config.json, in the order in which sentence-transformers
@@ -79,7 +80,7 @@ def read_sentence_encoder(folder: Path) -> Layout:
     if prompt and not include_prompt:
         raise CheckpointError(f"{file}: a default prompt together with include_prompt=false in the pooling's config")
     width = settings.get("truncate_dim")
-    if width is not None and (not isinstance(width, int) or isinstance(width, bool) or width < 1):
+    if width is not None and not (checks.is_natural(width) and width > 0):
         raise CheckpointError(f"{file}: truncate_dim must be a positive integer, got {width!r:.80}")
     max_seq_length, do_lower_case = _transformer_settings(
         transformer, "feature-extraction", "last_hidden_state", "token_embeddings"

@@ -212,8 +212,8 @@ class SentenceEncoder:
         """Computes the embeddings of texts.
 
         Threads tokenise hundreds or thousands of texts at a time, ahead of the device. The texts of such a chunk are
-        sorted by length. Of a very long text, only a part is tokenised, if the tokens that count certainly are those of
-        the whole text.
+        sorted by length. A very long text is cut before it is tokenised, where the tokens that count are certain to
+        stay the same.
 
         Packed batches (the default on an NVIDIA GPU): a batch holds up to `batch_size * max_seq_length` tokens, fewer
         at the end of a call, and has one of the shapes of `buckets(batch_size)`. Other texts of the batch do not change

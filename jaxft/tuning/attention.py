@@ -17,7 +17,7 @@ from jaxft.tuning.table import LARGE, LARGEST, AttentionConfig, MosaicGradientCo
 
 
 class Call(NamedTuple):
-    """What the configurations of a call of attention depend on, see above."""
+    """Sizes, device and kind of a call of attention. The docstring of this module describes them."""
 
     batch_heads: int
     query_length: int
