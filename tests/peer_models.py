@@ -1,0 +1,504 @@
+"""Tiny models in the layout of sentence-transformers, and calls whose results must agree with that library.
+
+Only NumPy's frozen generator, safetensors and tokenizers write the folders, so that any machine makes the same ones.
+`python tests/peer_models.py`, in an environment with sentence-transformers 6.2 and transformers 5, writes its results
+for all calls to tests/data/sentence_transformers.npz. tests/test_peer_values.py compares jaxft with these numbers, and
+tests/peers_sentence_transformers.py (`make test-peers`) with the library itself.
+"""
+
+import contextlib
+import itertools
+import json
+import string
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
+
+DATA = Path(__file__).parent / "data" / "sentence_transformers.npz"
+TOLERANCE = 2e-6  # of an embedding's largest component, or of 1 if that is larger
+
+TEXTS = (
+    "The old river", "A bird sings in the old tree.", "rain", "Rain falls on the river, and a bird sings in a tree.",
+    "", "  x  of  Y ", "CAF\u00c9 by the river; query: who sings?", "the old tree " * 12,
+)  # fmt: skip
+QUERY = "where does the bird sing?"
+PAIRS = [
+    (QUERY, TEXTS[1]),
+    (QUERY, TEXTS[3]),
+    ("rain", "Rain falls."),
+    ("the old", ""),
+    ("", "tree"),
+    (QUERY, TEXTS[7]),
+]
+
+WIDTH, LAYERS, HEADS, INNER, POSITIONS, LENGTH = 16, 2, 2, 32, 48, 24
+SPECIAL = {
+    "bert": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
+    "roberta": ("<s>", "<pad>", "</s>", "<unk>", "<mask>"),
+}
+WORDS = ("the", "old", "river", "a", "bird", "sings", "in", "tree", "rain", "falls", "on", "and", "query", "who", "by")
+
+
+# --- Tokenizers ---------------------------------------------------------------------------------------------------
+
+
+def word_piece():
+    letters = [*string.ascii_lowercase, *string.punctuation]
+    words = dict.fromkeys([*SPECIAL["bert"], *WORDS, *letters, *(f"##{letter}" for letter in letters)])
+    tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    tokenizer.add_special_tokens([*SPECIAL["bert"]])
+    return tokenizer
+
+
+def byte_level():
+    words = dict.fromkeys([*SPECIAL["roberta"][:4], *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    merges = [("t", "h"), ("th", "e"), ("\u0120", "the"), ("r", "i"), ("ri", "v"), ("e", "r"), ("riv", "er")]
+    words |= dict.fromkeys([first + second for first, second in merges] + ["<mask>"])
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
+    tokenizer.add_special_tokens([*SPECIAL["roberta"][:4], AddedToken("<mask>", lstrip=True)])
+    return tokenizer
+
+
+def unigram():
+    pieces = [(token, 0.0) for token in SPECIAL["roberta"][:4]]
+    pieces += [("\u2581" + word, -3.0) for word in WORDS if len(word) > 1]
+    pieces += [(letter, -6.0) for letter in ("\u2581", *string.ascii_letters, *".,;?:")] + [("<mask>", 0.0)]
+    tokenizer = Tokenizer(models.Unigram(pieces, 3))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    tokenizer.add_special_tokens([*SPECIAL["roberta"][:4], AddedToken("<mask>", lstrip=True)])
+    return tokenizer
+
+
+TOKENIZERS = {
+    "bert": (word_piece, "BertTokenizer"),
+    "distilbert": (word_piece, "DistilBertTokenizer"),
+    "roberta": (byte_level, "RobertaTokenizer"),
+    "xlm-roberta": (unigram, "XLMRobertaTokenizer"),
+}
+
+
+def write_tokenizer(folder, kind, **settings):
+    make, name = TOKENIZERS[kind]
+    tokenizer = make()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    special = "bert" if name.endswith("BertTokenizer") else "roberta"
+    named = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL["bert"], strict=True))
+    if special == "roberta":
+        named = dict(zip(("cls_token", "pad_token", "sep_token", "unk_token"), SPECIAL["roberta"], strict=False))
+        named |= {"bos_token": "<s>", "eos_token": "</s>", "mask_token": "<mask>"}
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": name, "model_max_length": 40} | named | settings)
+    return tokenizer.get_vocab_size()
+
+
+# --- Models -------------------------------------------------------------------------------------------------------
+
+
+def write_json(file, value):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(value, indent=1))
+
+
+def random_of(name):
+    """Returns NumPy's frozen generator: its numbers for a seed never change."""
+    return np.random.RandomState(zlib.crc32(name.encode()))
+
+
+def tensors_of(seed, shapes):
+    """Returns float32 tensors by name. Vectors named `*.weight` are those of a LayerNorm."""
+    rng, found = random_of(seed), {}
+    for name, shape in shapes.items():
+        scale = (
+            1.0 if "embeddings" in name else 0.5 / np.sqrt(shape[-1]) if len(shape) == 1 else 1.5 / np.sqrt(shape[-1])
+        )
+        values = scale * rng.standard_normal(shape)
+        found[name] = (values + (len(shape) == 1 and name.endswith("weight"))).astype(np.float32)
+    return found
+
+
+def linear(name, rows, columns):
+    return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+
+
+def norm(name, width=WIDTH):
+    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+
+def encoder_shapes(kind, words):
+    distilled = kind == "distilbert"
+    positions = POSITIONS + 2 * ("roberta" in kind)
+    shapes: dict[str, Any] = {
+        "embeddings.word_embeddings.weight": (words, WIDTH),
+        "embeddings.position_embeddings.weight": (positions, WIDTH),
+        **norm("embeddings.LayerNorm"),
+    }
+    if not distilled:
+        shapes["embeddings.token_type_embeddings.weight"] = (1 if "roberta" in kind else 2, WIDTH)
+        shapes |= linear("pooler.dense", WIDTH, WIDTH)
+    for i in range(LAYERS):
+        layer = f"transformer.layer.{i}." if distilled else f"encoder.layer.{i}."
+        attention = (
+            ("attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin", "sa_layer_norm")
+            if distilled
+            else tuple(f"attention.{n}" for n in ("self.query", "self.key", "self.value", "output.dense",
+                                                  "output.LayerNorm"))
+        )  # fmt: skip
+        ffn = ("ffn.lin1", "ffn.lin2", "output_layer_norm") if distilled else (
+            "intermediate.dense", "output.dense", "output.LayerNorm")  # fmt: skip
+        for name in attention[:4]:
+            shapes |= linear(layer + name, WIDTH, WIDTH)
+        shapes |= norm(layer + attention[4])
+        shapes |= linear(layer + ffn[0], INNER, WIDTH) | linear(layer + ffn[1], WIDTH, INNER) | norm(layer + ffn[2])
+    return shapes
+
+
+ARCHITECTURES = {"bert": "Bert", "roberta": "Roberta", "xlm-roberta": "XLMRoberta", "distilbert": "DistilBert"}
+
+
+def write_transformer(folder, kind, num_labels=None, tokenizer=None, **config):
+    """Writes an encoder, or a classifier if `num_labels` is given, with its tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = write_tokenizer(folder, kind, **(tokenizer or {}))
+    roberta, distilled = "roberta" in kind, kind == "distilbert"
+    shapes = encoder_shapes(kind, words)
+    if num_labels is not None:
+        prefix = {"bert": "bert.", "distilbert": "distilbert."}.get(kind, "roberta.")
+        shapes = {prefix + name: shape for name, shape in shapes.items() if not (roberta and "pooler" in name)}
+        shapes |= linear("classifier.out_proj" if roberta else "classifier", num_labels, WIDTH)
+        if kind != "bert":
+            shapes |= linear("classifier.dense" if roberta else "pre_classifier", WIDTH, WIDTH)
+        config["id2label"] = {str(i): f"LABEL_{i}" for i in range(num_labels)}
+    tensors = tensors_of(kind, shapes)
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    sizes = {
+        "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "intermediate_size": INNER,
+        "type_vocab_size": 1 if roberta else 2, "layer_norm_eps": 1e-5 if roberta else 1e-12,
+        "pad_token_id": 1 if roberta else 0, "hidden_act": "gelu",
+    }  # fmt: skip
+    if distilled:
+        sizes = {"dim": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "hidden_dim": INNER, "activation": "gelu",
+                 "pad_token_id": 0}  # fmt: skip
+    task = "Model" if num_labels is None else "ForSequenceClassification"
+    write_json(folder / "config.json", {
+        "model_type": kind, "architectures": [ARCHITECTURES[kind] + task], "vocab_size": words,
+        "max_position_embeddings": POSITIONS + 2 * roberta,
+    } | sizes | config)  # fmt: skip
+
+
+# Settings of the Transformer module of a cross-encoder that is a classifier.
+CLASSIFIER = {
+    "transformer_task": "sequence-classification", "module_output_name": "scores",
+    "modality_config": {"text": {"method": "forward", "method_output_name": "logits"}},
+}  # fmt: skip
+OLD = "sentence_transformers.models."
+NEW = {
+    "Transformer": "sentence_transformers.base.modules.transformer.",
+    "Pooling": "sentence_transformers.sentence_transformer.modules.pooling.",
+    "Dense": "sentence_transformers.base.modules.dense.",
+    "LayerNorm": "sentence_transformers.sentence_transformer.modules.layer_norm.",
+    "Dropout": "sentence_transformers.sentence_transformer.modules.dropout.",
+    "Normalize": "sentence_transformers.base.modules.normalize.",
+}
+ACTIVATIONS = {
+    "Identity": "torch.nn.modules.linear.Identity",
+    "Tanh": "torch.nn.modules.activation.Tanh",
+    "GELU": "torch.nn.modules.activation.GELU",
+    "ReLU": "torch.nn.modules.activation.ReLU",
+    "SiLU": "torch.nn.modules.activation.SiLU",
+    "Sigmoid": "torch.nn.modules.activation.Sigmoid",
+}
+
+
+def pooling(*modes, width=WIDTH, **settings):
+    return "Pooling", {"embedding_dimension": width, "pooling_mode": modes[0] if len(modes) == 1 else modes} | settings
+
+
+def old_pooling(*modes, **settings):
+    """Returns the settings of versions before 5.7: a flag per mode."""
+    flags = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
+    found = {f"pooling_mode_{flag}": flag in modes for flag in flags}
+    return "Pooling", {"word_embedding_dimension": WIDTH} | found | settings
+
+
+def dense(rows, columns, activation="Tanh", bias=True, **settings):
+    names = {"in_features": rows, "out_features": columns, "bias": bias}
+    return "Dense", names | {"activation_function": ACTIVATIONS[activation]} | settings
+
+
+NORMALIZE = "Normalize", {}
+MEAN = pooling("mean")
+PROMPTS = {"query": "query: ", "document": "", "passage": "the old ", "long": "who sings in the old tree by the river "}
+
+
+def recipe(kind, *modules, calls=("encode",), family="SentenceTransformer", types=None, transformer=None, settings=None,
+           **model):  # fmt: skip
+    return {
+        "kind": kind, "modules": modules, "calls": calls, "family": family, "types": types, "transformer": transformer,
+        "settings": settings, "model": model,
+    }  # fmt: skip
+
+
+def write(folder, name):
+    """Writes the folder of a model to `folder`, which must not exist."""
+    made = (MODELS | RERANKERS)[name]
+    write_transformer(folder, made["kind"], **made["model"])
+    if made["modules"] is None:
+        return folder
+    settings = {"max_seq_length": LENGTH} | (CLASSIFIER if "num_labels" in made["model"] else {})
+    write_json(folder / "sentence_bert_config.json", settings | (made["transformer"] or {}))
+    entries = [("Transformer", "")]
+    for i, (kind, config) in enumerate(made["modules"], 1):
+        path = f"{i}_{kind}"
+        entries.append((kind, path))
+        write_json(folder / path / "config.json", config)
+        shapes: dict[str, Any] = {}
+        if kind == "Dense":
+            shapes["linear.weight"] = config["out_features"], config["in_features"]
+            if config["bias"]:
+                shapes["linear.bias"] = (config["out_features"],)
+            if config.get("use_residual") and config["in_features"] != config["out_features"]:
+                shapes["residual.weight"] = shapes["linear.weight"]
+        elif kind == "LayerNorm":
+            shapes = norm("norm", config["dimension"])
+        if shapes:
+            tensors = tensors_of(f"{i} {kind}", shapes)
+            safetensors.numpy.save_file(tensors, folder / path / "model.safetensors", {"format": "pt"})
+    types = [(made["types"] or NEW[kind]) + kind for kind, _ in entries]
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": kind}
+        for i, (kind, (_, path)) in enumerate(zip(types, entries, strict=True))
+    ]
+    write_json(folder / "modules.json", modules)
+    write_json(folder / "config_sentence_transformers.json", {"model_type": made["family"]} | (made["settings"] or {}))
+    return folder
+
+
+# --- Recipes ------------------------------------------------------------------------------------------------------
+
+POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+PROMPT_CALLS = ("encode", "prompt", "prompt_name", "query", "document", "prompt, truncated")
+MODELS: dict[str, Any] = {
+    "all options": recipe(
+        "bert", MEAN, calls=(
+            "encode", "one text", "batches", "normalize", "truncate_dim", "truncate_dim, normalize", "prompt",
+            "int8", "uint8", "binary", "ubinary", "token_embeddings", "one text, token_embeddings", "everything",
+            "similarity", "similarity_pairwise",
+        ),
+    ),
+    "modules": recipe(
+        "bert", pooling("cls", "mean"), dense(2 * WIDTH, 20), NORMALIZE, dense(20, 12, "GELU", bias=False),
+        ("LayerNorm", {"dimension": 12}), ("Dropout", {"dropout": 0.3}), dense(12, 12, "Identity", use_residual=True),
+        dense(12, 6, "SiLU", use_residual=True), NORMALIZE, settings={"truncate_dim": 5, "similarity_fn_name": "dot"},
+        calls=("encode", "normalize", "truncate_dim", "int8", "token_embeddings", "similarity", "similarity_pairwise"),
+    ),
+    "all poolings": recipe("roberta", pooling(*POOLING_MODES[::-1]), settings={"prompts": PROMPTS}, calls=PROMPT_CALLS),
+    "all poolings without the prompt": recipe(
+        "bert", pooling(*POOLING_MODES, include_prompt=False),
+        settings={"prompts": PROMPTS, "default_prompt_name": "passage"}, calls=PROMPT_CALLS,
+    ),
+    "one text, and prompts of queries only": recipe(
+        "xlm-roberta", old_pooling("mean_tokens", "lasttoken", include_prompt=False), types=OLD,
+        settings={"prompts": {"query": "query: "}, "similarity_fn_name": "euclidean"},
+        calls=("one text", "prompt", "query", "document", "similarity", "similarity_pairwise"),
+    ),
+    "two Normalize": recipe("distilbert", MEAN, NORMALIZE, dense(WIDTH, 8, "ReLU"), NORMALIZE, types=OLD),
+    "lower case": recipe(
+        "xlm-roberta", MEAN, transformer={"do_lower_case": True, "max_seq_length": 10},
+        settings={"similarity_fn_name": "manhattan"}, calls=("encode", "similarity", "similarity_pairwise"),
+    ),
+}  # fmt: skip
+STORED = (*MODELS,)
+for kind, mode in itertools.product(TOKENIZERS, POOLING_MODES):
+    MODELS[f"{kind}, {mode}"] = recipe(kind, pooling(mode))
+for mode in POOLING_MODES:
+    excluded = pooling(mode, include_prompt=False)
+    MODELS[f"{mode}, without the prompt"] = recipe("bert", excluded, settings={"prompts": PROMPTS}, calls=PROMPT_CALLS)
+    flag = mode if mode in ("mean_sqrt_len_tokens", "lasttoken") else f"{mode}_token{'s' * (mode != 'cls')}"
+    MODELS[f"old settings, {mode}"] = recipe("distilbert", old_pooling(flag), types=OLD)
+for activation in ACTIVATIONS:
+    MODELS[f"Dense, {activation}"] = recipe("bert", MEAN, dense(WIDTH, 24, activation))
+MODELS |= {
+    "Dense without activation": recipe("bert", MEAN, ("Dense", {"in_features": WIDTH, "out_features": 4, "bias": True})),
+    "Dense before Normalize": recipe("xlm-roberta", MEAN, dense(WIDTH, 24), NORMALIZE),
+    "LayerNorm alone": recipe("roberta", pooling("cls"), ("LayerNorm", {"dimension": WIDTH})),
+    "no pooling module's fields": recipe("bert", ("Pooling", {"word_embedding_dimension": WIDTH}), types=OLD),
+    "a default prompt": recipe("bert", MEAN, settings={"prompts": PROMPTS, "default_prompt_name": "query"},
+                               calls=PROMPT_CALLS),
+    "a prompt that is cut off": recipe(
+        "bert", pooling("mean", "lasttoken", "weightedmean", include_prompt=False), settings={"prompts": PROMPTS},
+        transformer={"max_seq_length": 6}, calls=("encode", "prompt, truncated"),
+    ),
+    "length of the tokenizer": recipe("bert", MEAN, transformer={"max_seq_length": None}),
+}  # fmt: skip
+
+SIGMOID = {"activation_fn": ACTIVATIONS["Sigmoid"]}
+SCORES = ("predict", "one pair", "batches", "prompt", "softmax", "logits")
+SCORES_OUT = {"module_output_name": "scores"}
+RERANKERS: dict[str, Any] = {
+    "one label": recipe("bert", family="CrossEncoder", num_labels=1, calls=(*SCORES, "rank", "rank, prompt"),
+                        settings={"prompts": PROMPTS, "activation_fn": ACTIVATIONS["Identity"]}),
+    "several labels": recipe("roberta", family="CrossEncoder", num_labels=3, calls=SCORES,
+                             settings={"prompts": PROMPTS, "default_prompt_name": "query"} | SIGMOID),
+    "from modules": recipe(
+        "bert", pooling("cls", "mean"), dense(2 * WIDTH, 8, "GELU"), ("LayerNorm", {"dimension": 8}),
+        dense(8, 1, "Identity", **SCORES_OUT), family="CrossEncoder", calls=(*SCORES, "rank"), settings=SIGMOID,
+    ),
+}  # fmt: skip
+STORED_RERANKERS = (*RERANKERS,)
+for kind in TOKENIZERS:
+    RERANKERS[f"{kind}, 1"] = recipe(kind, family="CrossEncoder", num_labels=1, calls=("predict",))
+    RERANKERS[f"{kind}, 2"] = recipe(kind, family="CrossEncoder", num_labels=2, calls=("predict", "softmax"))
+for activation in ("Identity", "Tanh", "ReLU", "Sigmoid"):
+    RERANKERS[f"activation {activation}"] = recipe(
+        "bert", family="CrossEncoder", num_labels=1, settings={"activation_fn": ACTIVATIONS[activation]},
+        calls=("predict",),
+    )  # fmt: skip
+RERANKERS |= {
+    "from modules, several labels": recipe(
+        "xlm-roberta", pooling("mean"), dense(WIDTH, 4, "Identity", **SCORES_OUT), family="CrossEncoder",
+        calls=("predict", "softmax"),
+    ),
+    "from modules, activated": recipe(
+        "distilbert", pooling("mean", include_prompt=False), dense(WIDTH, 1, "Tanh", **SCORES_OUT),
+        family="CrossEncoder", settings={"prompts": PROMPTS}, calls=("predict", "prompt"),
+    ),
+    "without modules.json": recipe("bert", family="CrossEncoder", num_labels=1, calls=("predict", "rank"))
+    | {"modules": None},
+}  # fmt: skip
+
+
+# --- Calls: the same for both libraries ---------------------------------------------------------------------------
+
+
+def arrays(value):
+    """Returns NumPy arrays in place of arrays of PyTorch and JAX, lists of them included."""
+    if isinstance(value, list | tuple):
+        return [arrays(item) for item in value]
+    return {k: arrays(v) for k, v in value.items()} if isinstance(value, dict) else np.asarray(value)
+
+
+def flat(value):
+    """Returns one array for a list of arrays `[length, D]`, after the lengths."""
+    found = arrays(value)
+    return np.concatenate([np.float32([len(x) / 1024 for x in found]), np.concatenate(found).ravel()])
+
+
+def everything(encoder):
+    """Returns what `output_value=None` returns, without padding."""
+    found = arrays(encoder.encode([*TEXTS], output_value=None))
+    valid = [x["attention_mask"].astype(bool) for x in found]
+    tokens = [x["token_embeddings"][mask] for x, mask in zip(found, valid, strict=True)]
+    ids = [x["input_ids"][mask] for x, mask in zip(found, valid, strict=True)]
+    return np.concatenate([
+        np.concatenate([x["sentence_embedding"] for x in found]), np.concatenate(tokens).ravel(),
+        np.concatenate(ids).astype(np.float32) / 1024,
+    ])  # fmt: skip
+
+
+def encode(**options):
+    return lambda encoder: encoder.encode([*TEXTS], **options)
+
+
+def ranked(found):
+    return np.array([[x["corpus_id"], x["score"]] for x in found], np.float32)
+
+
+CALLS = {
+    "encode": encode(),
+    "one text": lambda encoder: encoder.encode(TEXTS[1]),
+    "batches": encode(batch_size=3),
+    "normalize": encode(normalize_embeddings=True),
+    "truncate_dim": encode(truncate_dim=3),
+    "truncate_dim, normalize": encode(truncate_dim=7, normalize_embeddings=True),
+    "prompt": encode(prompt="the old "),
+    "prompt_name": encode(prompt_name="passage"),
+    "prompt, truncated": encode(prompt_name="long"),
+    "query": lambda encoder: encoder.encode_query([*TEXTS]),
+    "document": lambda encoder: encoder.encode_document([*TEXTS]),
+    **{name: encode(precision=name) for name in ("int8", "uint8", "binary", "ubinary")},
+    "token_embeddings": lambda encoder: flat(encoder.encode([*TEXTS], output_value="token_embeddings")),
+    "one text, token_embeddings": lambda encoder: encoder.encode(TEXTS[3], output_value="token_embeddings"),
+    "everything": everything,
+    "similarity": lambda encoder: encoder.similarity(encoder.encode([*TEXTS]), encoder.encode([*TEXTS[:3]])),
+    "similarity_pairwise": lambda encoder: encoder.similarity_pairwise(
+        encoder.encode([*TEXTS[1:]]), encoder.encode([*TEXTS[:-1]])
+    ),
+}
+RERANKER_CALLS = {
+    "predict": lambda encoder: encoder.predict(PAIRS),
+    "one pair": lambda encoder: encoder.predict(PAIRS[0]),
+    "batches": lambda encoder: encoder.predict(PAIRS, batch_size=2),
+    "prompt": lambda encoder: encoder.predict(PAIRS, prompt="the old "),
+    "softmax": lambda encoder: encoder.predict(PAIRS, apply_softmax=True),
+    "logits": lambda encoder: encoder.predict(PAIRS, activation_fn=lambda x: x),
+    "rank": lambda encoder: ranked(encoder.rank(QUERY, [*TEXTS], top_k=4)),
+    "rank, prompt": lambda encoder: ranked(encoder.rank(QUERY, [*TEXTS], prompt_name="passage", return_documents=True)),
+}
+
+
+def assert_close(got, expected, values=None, what=""):
+    """Asserts equal shapes and dtypes, and numbers that agree to `TOLERANCE`.
+
+    Integers may differ by one step (bits: by one bit) where `values`, the floats that they were made of, lie on the
+    edge of two steps.
+    """
+    got = np.asarray(got)
+    assert got.shape == expected.shape, what
+    assert got.dtype == expected.dtype, what
+    if not np.issubdtype(got.dtype, np.integer):
+        scale = max(1.0, np.abs(expected).max(initial=0))
+        assert np.abs(got - expected).max(initial=0) <= TOLERANCE * scale, f"{what}: {np.abs(got - expected).max()}"
+        return
+    if got.shape == values.shape:
+        low, high = values.min(axis=0), values.max(axis=0)
+        position = (values.astype(np.float64) - low) / np.maximum((high - low) / 255, 1e-30)
+        near = np.abs(position - np.round(position)) <= 1e-3
+        different = got.astype(int) - expected.astype(int)
+        assert (np.abs(different) <= near).all(), what
+    else:
+        shift = 128 if got.dtype == np.int8 else 0
+        bits = [np.unpackbits((x.astype(int) + shift).astype(np.uint8), axis=-1) for x in (got, expected)]
+        different = (bits[0] != bits[1])[..., : values.shape[-1]]
+        assert (np.abs(values)[different] <= TOLERANCE).all(), what
+
+
+def results(encoder, made):
+    """Yields the results of all calls of a recipe by name."""
+    calls = CALLS if made["family"] == "SentenceTransformer" else RERANKER_CALLS
+    for name in made["calls"]:
+        yield name, arrays(calls[name](encoder))
+
+
+def main():
+    import sentence_transformers
+
+    found = {}
+    with contextlib.chdir(tempfile.mkdtemp()):
+        for name in STORED + STORED_RERANKERS:
+            made = (MODELS | RERANKERS)[name]
+            load = getattr(sentence_transformers, made["family"])
+            folder = write(Path(f"{len(found)}").resolve(), name)
+            with contextlib.redirect_stdout(sys.stderr):
+                encoder = load(str(folder), device="cpu")
+            found |= {f"{name}: {call}": value for call, value in results(encoder, made)}
+    np.savez_compressed(DATA, **found)
+    print(f"{len(found)} results, {DATA.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,380 @@
+"""jaxft beside sentence-transformers 6.2 and transformers 5, on tiny models made on the spot: the same numbers.
+
+`make test-peers` runs these tests in an environment of its own. In an environment that has both libraries, PyTorch and
+jaxft, `python -m pytest tests/peers_sentence_transformers.py` does. The ordinary tests do not collect this file.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sentence_transformers
+import torch
+import transformers
+from sentence_transformers import util
+
+import jaxft
+import peer_models
+from peer_models import PAIRS, QUERY, TEXTS, assert_close
+
+pytestmark = pytest.mark.filterwarnings("default")
+ALL = peer_models.MODELS | peer_models.RERANKERS
+PACKED = pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+
+
+def test_versions_are_those_that_jaxft_follows():
+    assert sentence_transformers.__version__.startswith("6.2.")
+    assert transformers.__version__.startswith("5.")
+
+
+def theirs(folder, family="SentenceTransformer", **options):
+    return getattr(sentence_transformers, family)(str(folder), device="cpu", **options)
+
+
+def ours(folder, family="SentenceTransformer", **options):
+    names = {"SentenceTransformer": jaxft.SentenceEncoder, "CrossEncoder": jaxft.CrossEncoder}
+    return names[family].from_pretrained(folder, **options)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Returns a function from the name of a model to its folder."""
+    return lambda name: peer_models.write(tmp_path / name.replace(" ", "_"), name)
+
+
+@pytest.fixture
+def pair(folder):
+    """Returns a function from the name of a model to both libraries' encoders of it."""
+
+    def load(name, their_options=None, **options):
+        path, family = folder(name), ALL[name]["family"]
+        return theirs(path, family, **(options if their_options is None else their_options)), ours(
+            path, family, **options
+        )
+
+    return load
+
+
+def compare(got, expected, made):
+    """Compares the results of a model's calls."""
+    expected = dict(peer_models.results(expected, made))
+    for call, value in peer_models.results(got, made):
+        assert_close(value, expected[call], expected.get("encode"), call)
+
+
+# --- Models, and both directions of saving ------------------------------------------------------------------------
+
+
+@PACKED
+@pytest.mark.parametrize("name", ALL)
+def test_results_are_the_same(name, packed, folder):
+    path, made = folder(name), ALL[name]
+    compare(ours(path, made["family"], packed=packed), theirs(path, made["family"]), made)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_saved_folders_load_in_both_libraries(name, folder, tmp_path):
+    path, made = folder(name), ALL[name]
+    original = theirs(path, made["family"])
+    ours(path, made["family"]).save_pretrained(tmp_path / "ours")
+    read = theirs(tmp_path / "ours", made["family"])
+    compare(read, original, made)
+    compare(ours(tmp_path / "ours", made["family"]), original, made)
+    assert settings(read) == settings(original)
+
+    original.save_pretrained(str(tmp_path / "theirs"))
+    compare(ours(tmp_path / "theirs", made["family"]), original, made)
+    # And once around: what they wrote, read and written here, read there.
+    ours(tmp_path / "theirs", made["family"]).save_pretrained(tmp_path / "again")
+    compare(theirs(tmp_path / "again", made["family"]), original, made)
+    assert settings(theirs(tmp_path / "again", made["family"])) == settings(original)
+
+
+def settings(encoder):
+    """Returns what a sentence-transformers model knows besides its weights."""
+    names = ("prompts", "default_prompt_name", "max_seq_length", "truncate_dim", "similarity_fn_name", "activation_fn")
+    found = {name: str(getattr(encoder, name, None)) for name in names}
+    found["modules"] = [(type(m).__name__, m.get_config_dict()) for m in list(encoder)[1:]]
+    ids = [encoder.tokenizer(text)["input_ids"] for text in TEXTS]
+    return found | {"ids": ids, "special": encoder.tokenizer.special_tokens_map}
+
+
+def test_model_card_keeps_licence_and_base_model(folder, tmp_path):
+    path = folder("bert, mean")
+    (path / "README.md").write_text("---\nlicense: mit\nbase_model: someone/some-model\n---\n# A card\n\nText.\n")
+    ours(path).save_pretrained(tmp_path / "ours")
+    card = (tmp_path / "ours" / "README.md").read_text()
+    assert "license: mit" in card and "base_model: someone/some-model" in card
+
+
+def test_trained_weights_are_saved(folder, tmp_path):
+    encoder = ours(folder("modules"))
+    word = encoder.model.embeddings.word
+    word[...] = word[...] * 2 + 0.1
+    expected = encoder.encode([*TEXTS])
+    encoder.save_pretrained(tmp_path / "trained")
+    assert_close(theirs(tmp_path / "trained").encode([*TEXTS]), expected)
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+def test_weights_in_16_bits_round_trip(kind, folder, tmp_path):
+    encoder = ours(folder("modules"), dtype=kind)
+    encoder.save_pretrained(tmp_path / "half")
+    read = theirs(tmp_path / "half", model_kwargs={"dtype": "float32"})
+    again = ours(tmp_path / "half")
+    assert_close(again.encode([*TEXTS]), read.encode([*TEXTS]))
+
+
+# --- encode -------------------------------------------------------------------------------------------------------
+
+COMBINED = [
+    {"prompt_name": name, "truncate_dim": dim, "normalize_embeddings": normalize, "precision": precision}
+    for name, dim, normalize, precision in itertools.product(
+        (None, "long"), (None, 5), (False, True), ("float32", "int8", "ubinary")
+    )
+]
+
+
+@pytest.mark.parametrize("name", ["all poolings without the prompt", "modules"])
+def test_options_of_encode_combine(name, pair):
+    them, us = pair(name, prompts=peer_models.PROMPTS)
+    for options in COMBINED:
+        values = them.encode([*TEXTS], **options | {"precision": "float32"})
+        assert_close(us.encode([*TEXTS], **options), them.encode([*TEXTS], **options), values, str(options))
+
+
+def test_float16_is_the_rounded_embedding(pair):
+    them, us = pair("modules")
+    got = us.encode([*TEXTS], precision="float16")
+    np.testing.assert_allclose(got, them.encode([*TEXTS]).astype(np.float16), rtol=1e-3)
+    assert got.dtype == np.float16
+
+
+@pytest.mark.parametrize("precision", ["int8", "uint8"])
+def test_ranges_and_calibration_of_encode(precision, pair):
+    them, us = pair("all options")
+    values, other = them.encode([*TEXTS]), them.encode([QUERY, "the river", "a tree", "rain falls"])
+    ranges = np.stack([other.min(axis=0), other.max(axis=0)])
+    expected = util.quantize_embeddings(values, precision=precision, ranges=ranges)
+    scaled = np.clip((values - ranges[0]) / ((ranges[1] - ranges[0]) / 255), 0, 255)
+    near = np.abs(scaled - np.round(scaled)) <= 1e-3
+    texts = [QUERY, "the river", "a tree", "rain falls"]
+    for options in ({"ranges": ranges}, {"calibration": other}, {"calibration": texts}):
+        got = us.encode([*TEXTS], precision=precision, **options)
+        assert got.dtype == expected.dtype
+        assert (np.abs(got.astype(int) - expected.astype(int)) <= near).all(), [*options]
+
+
+def test_iterables_of_texts(pair):
+    datasets, pyarrow = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
+    them, us = pair("bert, mean")
+    expected = them.encode([*TEXTS])
+    column = datasets.Dataset.from_dict({"text": [*TEXTS]})["text"]
+    assert_close(them.encode(column), expected)
+    for inputs in (
+        TEXTS, np.array(TEXTS), np.array(TEXTS, object), (text for text in TEXTS), dict.fromkeys(TEXTS), column,
+        pyarrow.array(TEXTS), pyarrow.chunked_array([TEXTS[:3], TEXTS[3:]]), iter(TEXTS),
+    ):  # fmt: skip
+        assert_close(us.encode(inputs), expected, what=type(inputs).__name__)
+    assert_close(us.encode(sentences=TEXTS), expected)
+    assert_close(us.encode_query(t for t in TEXTS), expected)
+
+
+def test_results_for_the_device(pair):
+    them, us = pair("modules")
+    got = us.encode([*TEXTS], convert_to_numpy=False)
+    assert isinstance(got, jax.Array)
+    assert_close(got, them.encode([*TEXTS]))
+    assert isinstance(us.encode(TEXTS[0], convert_to_numpy=False), jax.Array)
+    for value in us.encode([*TEXTS], output_value="token_embeddings"):
+        assert value.shape[1] == peer_models.WIDTH
+
+
+def test_settings_of_the_constructor_win(pair):
+    options = {"prompts": {"query": "rain ", "new": "by "}, "default_prompt_name": "new", "truncate_dim": 7,
+               "similarity_fn_name": "dot"}  # fmt: skip
+    them, us = pair("all poolings without the prompt", **options)
+    for name in ("prompts", "default_prompt_name", "truncate_dim", "similarity_fn_name"):
+        assert getattr(us, name) == getattr(them, name), name
+    compare(us, them, {"family": "SentenceTransformer", "calls": ("encode", "query", "document", "similarity")})
+    assert us.get_embedding_dimension() == them.get_embedding_dimension()
+
+
+def test_settings_change_after_loading(pair):
+    them, us = pair("all poolings without the prompt")
+    for encoder in (them, us):
+        encoder.max_seq_length = 9
+        encoder.prompts["passage"] = "rain on the "
+        encoder.default_prompt_name = "passage"
+        encoder.truncate_dim = 11
+        encoder.similarity_fn_name = "manhattan"
+    calls = ("encode", "query", "document", "similarity", "similarity_pairwise", "everything")
+    compare(us, them, {"family": "SentenceTransformer", "calls": calls})
+
+
+@pytest.mark.parametrize("length", [3, 4, 7, 16, 40, 400])
+def test_max_seq_length(length, folder):
+    path = folder("all poolings without the prompt")
+    them = theirs(path)
+    us = ours(path, max_seq_length=length)
+    them.max_seq_length = min(length, peer_models.POSITIONS)  # beyond, they raise an IndexError
+    for options in ({}, {"prompt_name": "long"}, {"prompt": "a "}):
+        assert_close(us.encode([*TEXTS], **options), them.encode([*TEXTS], **options), what=str(options))
+
+
+def test_wrong_arguments_are_refused_as_there(pair):
+    them, us = pair("all poolings")
+    for options in ({"prompt_name": "absent"}, {"precision": "int4"}, {"batch_size": 0}):
+        for encoder in (them, us):
+            with pytest.raises(ValueError):
+                encoder.encode([*TEXTS], **options)
+
+
+@pytest.mark.parametrize("name", ["bert, mean", "roberta, mean"])
+def test_prompts_of_every_kind_of_dictionary(name, folder):
+    path = folder(name)
+    for prompts, default in itertools.product(
+        ({}, {"query": "the old "}, {"passage": "by ", "corpus": "rain "}, {"corpus": "rain ", "query": ""},
+         {"document": "in ", "passage": "by "}), (None, "query", "passage"),
+    ):  # fmt: skip
+        if default == "passage" and "passage" not in prompts:
+            continue
+        them, us = (load(path, prompts=prompts, default_prompt_name=default) for load in (theirs, ours))
+        compare(us, them, {"family": "SentenceTransformer", "calls": ("encode", "query", "document")})
+
+
+# --- CrossEncoder -------------------------------------------------------------------------------------------------
+
+
+def test_options_of_the_reranker(pair):
+    them, us = pair("one label", {"prompts": {"query": "rain "}, "default_prompt_name": "query", "max_length": 12},
+                    prompts={"query": "rain "}, default_prompt_name="query", max_length=12)  # fmt: skip
+    compare(us, them, {"family": "CrossEncoder", "calls": (*peer_models.SCORES, "rank")})
+    assert us.prompts == them.prompts
+
+
+@pytest.mark.parametrize("name", ["several labels", "from modules"])
+def test_activations_of_predict(name, pair):
+    them, us = pair(name)
+    for function, torch_function in (
+        (jax.nn.sigmoid, torch.sigmoid), (jnp.tanh, torch.tanh), (lambda x: x * 2, lambda x: x * 2),
+        (lambda x: jax.nn.softmax(x, axis=-1), lambda x: torch.softmax(x, dim=-1)),
+    ):  # fmt: skip
+        assert_close(us.predict(PAIRS, activation_fn=function), them.predict(PAIRS, activation_fn=torch_function))
+
+
+def test_inputs_of_predict(pair):
+    them, us = pair("several labels")
+    expected = them.predict(PAIRS)
+    for inputs in (tuple(PAIRS), [list(p) for p in PAIRS], np.array(PAIRS), (p for p in PAIRS)):
+        assert_close(us.predict(inputs), expected)
+    assert_close(us.predict([*PAIRS[0]]), them.predict([*PAIRS[0]]))
+
+
+def test_rank_returns_the_same_lists(pair):
+    them, us = pair("one label")
+    for options in ({}, {"top_k": 3}, {"return_documents": True}, {"prompt": "the old "}, {"batch_size": 2}):
+        expected = them.rank(QUERY, [*TEXTS], **options)
+        found = us.rank(QUERY, [*TEXTS], **options)
+        assert [x["corpus_id"] for x in found] == [x["corpus_id"] for x in expected]
+        assert [x.get("text") for x in found] == [x.get("text") for x in expected]
+        assert_close(np.float32([x["score"] for x in found]), np.float32([x["score"] for x in expected]))
+    with pytest.raises(ValueError):
+        pair("several labels")[1].rank(QUERY, [*TEXTS])
+
+
+# --- Functions of embeddings --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def embeddings():
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((61, 20)).astype(np.float32)
+    values[:, 3] = 0.5  # a constant component
+    values[7] = 0
+    values[9] = values[8]
+    return values, rng.standard_normal((13, 20)).astype(np.float32)
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8", "uint8", "binary", "ubinary"])
+def test_quantize_embeddings(precision, embeddings):
+    values, other = embeddings
+    ranges = np.stack([other.min(axis=0), other.max(axis=0)])
+    for options in ({}, {"ranges": ranges}, {"calibration_embeddings": other}):
+        expected = util.quantize_embeddings(values, precision=precision, **options)
+        for inputs in (values, [*values], jnp.asarray(values)):
+            got = jaxft.quantize_embeddings(inputs, precision, **options)
+            assert np.asarray(got).dtype == expected.dtype
+            np.testing.assert_array_equal(np.asarray(got), expected)
+    expected = util.quantize_embeddings(values[:0], precision=precision)
+    got = np.asarray(jaxft.quantize_embeddings(values[:0], precision))
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+
+
+def same_hits(got, expected):
+    assert len(got) == len(expected)
+    for mine, peer in zip(got, expected, strict=True):
+        np.testing.assert_allclose([x["score"] for x in mine], [x["score"] for x in peer], rtol=0, atol=2e-6)
+        assert len({x["corpus_id"] for x in mine}) == len(mine)
+        # Hits with the same score may come in any order.
+        different = [(x, y) for x, y in zip(mine, peer, strict=True) if x["corpus_id"] != y["corpus_id"]]
+        assert all(abs(x["score"] - y["score"]) <= 2e-6 for x, y in different)
+        assert all(isinstance(x["corpus_id"], int) and isinstance(x["score"], float) for x in mine)
+
+
+@pytest.mark.parametrize(("query_chunk", "corpus_chunk"), [(100, 500_000), (4, 16), (1, 7)])
+def test_semantic_search(query_chunk, corpus_chunk, embeddings):
+    corpus, queries = embeddings
+    chunks = {"query_chunk_size": query_chunk, "corpus_chunk_size": corpus_chunk}
+    for top_k in (1, 10, 100):
+        same_hits(
+            jaxft.semantic_search(queries, corpus, top_k=top_k, **chunks),
+            util.semantic_search(torch.tensor(queries), torch.tensor(corpus), top_k=top_k, **chunks),
+        )
+    same_hits(jaxft.semantic_search(queries[0], corpus), util.semantic_search(queries[0], corpus))
+    same_hits(
+        jaxft.semantic_search(jnp.asarray(queries), jnp.asarray(corpus), score_function="dot"),
+        util.semantic_search(queries, corpus, score_function=util.dot_score),
+    )
+
+
+@pytest.mark.parametrize("chunk", [5000, 3])
+def test_paraphrase_mining(chunk, pair):
+    them, us = pair("all options")
+    texts = [*TEXTS, QUERY, "the river", "The old river", "rain in the old tree"]
+    for options in ({}, {"max_pairs": 5}, {"top_k": 2}, {"truncate_dim": 6}, {"prompt": "the old "}):
+        options = options | {"query_chunk_size": chunk}
+        got, expected = jaxft.paraphrase_mining(us, texts, **options), util.paraphrase_mining(them, texts, **options)
+        assert len(got) == len(expected), options
+        np.testing.assert_allclose([x[0] for x in got], [x[0] for x in expected], rtol=0, atol=2e-6)
+        assert [x[1:] for x in got] == [x[1:] for x in expected]
+
+
+@pytest.mark.parametrize("name", ["cosine", "dot", "euclidean", "manhattan"])
+def test_similarities(name, pair, embeddings):
+    values, other = embeddings
+    them, us = pair("bert, mean", similarity_fn_name=name)
+    for first, second in ((values, other), (values[0], other), (values[:1], other[0])):
+        assert_close(us.similarity(first, second), np.asarray(them.similarity(first, second)))
+    for first, second in ((values[:13], other), (values[0], other[0])):
+        assert_close(us.similarity_pairwise(first, second), np.asarray(them.similarity_pairwise(first, second)))
+    codes = [util.quantize_embeddings(x, precision="int8") for x in (values, other)]
+    assert_close(us.similarity(*codes), np.asarray(them.similarity(*(c.astype(np.float32) for c in codes))))
+
+
+# --- transformers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", peer_models.TOKENIZERS)
+def test_encoders_equal_those_of_transformers(kind, folder):
+    path = folder(f"{kind}, mean")
+    them = transformers.AutoModel.from_pretrained(path).eval()
+    ids = np.random.default_rng(1).integers(5, 60, (3, 11))
+    mask = np.arange(11) < np.array([11, 4, 7])[:, None]
+    ids = np.where(mask, ids, 1 if "roberta" in kind else 0)
+    with torch.no_grad():
+        expected = them(torch.tensor(ids), attention_mask=torch.tensor(mask.astype(int))).last_hidden_state.numpy()
+    got = jaxft.BertModel.from_pretrained(path)(jnp.asarray(ids), jnp.asarray(mask), deterministic=True)
+    assert_close(np.asarray(got.last_hidden_state)[mask], expected[mask])
