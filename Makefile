@@ -9,6 +9,8 @@
 #   make test-gpu                    the tests that compile kernels, on this machine's NVIDIA GPU, without the slow ones
 #   make test-signals                Ctrl-C, SIGTERM and SIGHUP at 100 random moments of the command line
 #   make test-fuzz [ARGS="--count 500"]  10,000 randomly damaged checkpoints: none gives anything but documented errors
+#   make test-peers                  the results of sentence-transformers 6.2 and transformers 5 on tiny models, side by
+#                                    side; installs both, with PyTorch, in an environment of its own: .venv-peers
 #   make lint                        ruff and mypy
 #   make wheel                       the wheel and the source archive, in dist/
 #   make finetune [ARGS="--steps 50"]  a classifier from the checkpoint; goes on where it was interrupted
@@ -21,8 +23,8 @@
 # Another Python: make PYTHON=python3.13 test (with a virtual environment of its own, .venv-python3.13).
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo finetune pretrain test test-all test-mutants test-gpu test-signals test-fuzz lint wheel bench report \
-	tune docs clean
+.PHONY: help demo finetune pretrain test test-all test-mutants test-gpu test-signals test-fuzz test-peers run-peers lint \
+	wheel bench report tune docs clean
 
 PYTHON ?=
 VENV := .venv$(if $(PYTHON),-$(notdir $(PYTHON)))
@@ -107,6 +109,14 @@ test-signals: $(VENV)/.ready-test
 
 test-fuzz: $(VENV)/.ready-test
 	JAX_PLATFORMS=cpu $(BIN)/python tests/fuzz_checkpoints.py $(ARGS)
+
+# PIP_EXTRA_INDEX_URL may name an index with PyTorch's wheels for the CPU, which are smaller.
+test-peers:
+	@$(MAKE) --no-print-directory VENV=$(VENV)-peers run-peers
+
+run-peers: $(VENV)/.ready-test,peers $(VENV)/.checkpoint
+	JAXFT_TEST_CHECKPOINT="$(checkpoint)" JAX_PLATFORMS=cpu XLA_FLAGS="$(quickly) $$XLA_FLAGS" \
+		$(BIN)/python -m pytest tests/peers_sentence_transformers.py $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/python -m ruff check .

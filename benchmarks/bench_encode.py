@@ -3,7 +3,8 @@
 The docstrings come several times over, in random order. "jaxft, padded" pads its batches, and "jaxft, padded, not
 sorted" pads batches of texts in the given order, as loops without sorting do. `device_only_us` is the wall time of the
 first variant's batches when they are on the device already. A second case encodes one text per call, as a search does
-with its queries.
+with its queries. A third case times what options of `encode` and a Dense module cost: all of its variants compute the
+same tokens, because the plain call gets texts that start with the prompt. `--only options` runs this case alone.
 """
 
 import ast
@@ -21,6 +22,7 @@ from flax import nnx
 
 import timing
 from jaxft.models.bert import BertConfig, BertModel
+from jaxft.models.embedding import Dense
 from jaxft.text import batching
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.sentence_encoder import SentenceEncoder
@@ -36,6 +38,7 @@ BATCH_SIZE = 32
 REPEATS = 4
 LAST_STEPS = (False, None, False)  # no normalisation and no truncation
 Ways = dict[tuple[str, str], Callable[[], Any]]  # (implementation, metric) -> what is timed
+PROMPT = "query: "
 QUERY = "How many people live in the largest city of the country, and since when?"
 
 
@@ -110,11 +113,47 @@ def run_one(model: str, packed: SentenceEncoder, padded: SentenceEncoder, args: 
     )  # fmt: skip
 
 
+def run_options(model: str, make: Callable[..., SentenceEncoder], texts: list[str], args: Any) -> list[timing.Row]:
+    """Checks and times options of `encode` and a Dense module, and prints what each costs beside the plain call."""
+    plain, apart = make(packed=True), make(packed=True, include_prompt=False)
+    width = plain.embedding_dimension
+    with_dense = make(packed=True, modules=[Dense(width, width, activation="Tanh", rngs=nnx.Rngs(0))])
+    prompted = [PROMPT + text for text in texts]
+    ranges = np.stack([np.full(width, -1.0, np.float32), np.full(width, 1.0, np.float32)])
+    options: dict[str, Callable[[], np.ndarray | jax.Array]] = {
+        "jaxft": lambda: plain.encode(prompted, batch_size=BATCH_SIZE),
+        "jaxft, prompt": lambda: plain.encode(texts, batch_size=BATCH_SIZE, prompt=PROMPT),
+        "jaxft, prompt not pooled": lambda: apart.encode(texts, batch_size=BATCH_SIZE, prompt=PROMPT),
+        "jaxft, truncate_dim": lambda: plain.encode(
+            prompted, batch_size=BATCH_SIZE, truncate_dim=width // 2, normalize_embeddings=True
+        ),
+        "jaxft, int8": lambda: plain.encode(prompted, batch_size=BATCH_SIZE, precision="int8", ranges=ranges),
+        "jaxft, ubinary": lambda: plain.encode(prompted, batch_size=BATCH_SIZE, precision="ubinary"),
+        "jaxft, Dense": lambda: with_dense.encode(prompted, batch_size=BATCH_SIZE),
+    }
+    found = {name: np.asarray(f()) for name, f in options.items()}  # compiles
+    if not (found["jaxft"] == found["jaxft, prompt"]).all():
+        raise SystemExit(f"{model}: the prompt changes embeddings of the same tokens; nothing is timed")
+    tokens = sum(map(len, plain.tokenize(prompted)))
+    ways: Ways = {(name, "wall_us"): f for name, f in options.items()}
+    times = samples(ways, 5 if args.quick else 11)
+    rows = timing.as_rows(
+        times, tokens * 1e6, "Mtoken/s", args,
+        op=f"encode options {model}", direction="forward", shape=[len(texts)], dtype=DTYPE,
+    )  # fmt: skip
+    base = np.array(times["jaxft", "wall_us"])
+    for (name, _), sample in times.items():
+        print(f"{model}, {name}: {100 * (np.median(sample / base) - 1):+.2f} % time beside the plain call")
+    return rows
+
+
 def run(model: str, file: Path, texts: list[str], args: Any) -> list[timing.Row]:
     """Checks and times one model."""
     bert = BertModel(CONFIGS[model], dtype=DTYPE, param_dtype=DTYPE, rngs=nnx.Rngs(0))
     tokenizer = tokenizer_files.load(tokenizer_files.Settings(file.parent))
     make = functools.partial(SentenceEncoder, bert, tokenizer, max_seq_length=LIMIT)
+    if args.only == "options":
+        return run_options(model, make, texts, args)
     packed, padded = make(packed=True), make(packed=False)
     arrays, rebuild = packed._bundled(bert)
     on_device = [jax.device_put((b.input_ids, b.lengths)) + (b.longest,) for b in cut(packed, texts)]
@@ -136,12 +175,13 @@ def run(model: str, file: Path, texts: list[str], args: Any) -> list[timing.Row]
         samples(ways, 3 if args.quick else 5), tokens * 1e6, "Mtoken/s", args,
         op=f"encode docstrings {model}", direction="forward", shape=[len(texts)], dtype=DTYPE,
     )  # fmt: skip
-    return rows + run_one(model, packed, padded, args)
+    return rows + run_one(model, packed, padded, args) + run_options(model, make, texts, args)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = timing.arguments(__doc__)
     parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json or vocab.txt of an uncased BERT")
+    parser.add_argument("--only", choices=["options"], help="time the options of encode alone")
     args = parser.parse_args(argv)
     texts = docstrings() * (1 if args.quick else REPEATS)
     random.Random(0).shuffle(texts)

@@ -22,6 +22,7 @@ TITLES = {
     "training step": "Training step, value and gradients of all layers",
     "pretraining example": "Pretraining example with data and optimiser, packed tokens",
     "encode docstrings": "Texts to embeddings with the tokenizer",
+    "encode options": "Options of encode beside the plain call, for the same tokens",
     "encode one text": "One text to its embedding with the tokenizer",
     "attention, back to back": "Attention of packed sequences: rows, sequences, longest, heads, head size",
     "attention": "Attention from packed QKV",
@@ -74,6 +75,7 @@ def metrics_of(name: str) -> tuple[str, ...]:
         "training step": ("queued_us", "temporary_mib"),
         "pretraining example": (),  # see `pretraining`
         "encode docstrings": ("wall_us",),
+        "encode options": ("wall_us",),
         "encode one text": ("wall_us",),
         "linear_cross_entropy": ("device_us", "temporary_mib"),
     }

@@ -214,14 +214,13 @@ NEW = {
     "Dropout": "sentence_transformers.sentence_transformer.modules.dropout.",
     "Normalize": "sentence_transformers.base.modules.normalize.",
 }
-ACTIVATIONS = {
-    "Identity": "torch.nn.modules.linear.Identity",
-    "Tanh": "torch.nn.modules.activation.Tanh",
-    "GELU": "torch.nn.modules.activation.GELU",
-    "ReLU": "torch.nn.modules.activation.ReLU",
-    "SiLU": "torch.nn.modules.activation.SiLU",
-    "Sigmoid": "torch.nn.modules.activation.Sigmoid",
-}
+ACTIVATIONS = {"Identity": "torch.nn.modules.linear.Identity"} | {
+    name: f"torch.nn.modules.activation.{name}"
+    for name in (
+        "Tanh", "GELU", "ReLU", "SiLU", "Sigmoid", "LeakyReLU", "ELU", "CELU", "SELU", "ReLU6", "Hardtanh",
+        "Hardsigmoid", "Hardswish", "Mish", "Softplus", "Softsign", "LogSigmoid", "Tanhshrink",
+    )
+}  # fmt: skip
 
 
 def pooling(*modes, width=WIDTH, **settings):
@@ -333,7 +332,9 @@ for mode in POOLING_MODES:
 for activation in ACTIVATIONS:
     MODELS[f"Dense, {activation}"] = recipe("bert", MEAN, dense(WIDTH, 24, activation))
 MODELS |= {
-    "Dense without activation": recipe("bert", MEAN, ("Dense", {"in_features": WIDTH, "out_features": 4, "bias": True})),
+    "Dense without an activation": recipe(
+        "bert", MEAN, ("Dense", {"in_features": WIDTH, "out_features": 4, "bias": True})
+    ),
     "Dense before Normalize": recipe("xlm-roberta", MEAN, dense(WIDTH, 24), NORMALIZE),
     "LayerNorm alone": recipe("roberta", pooling("cls"), ("LayerNorm", {"dimension": WIDTH})),
     "no pooling module's fields": recipe("bert", ("Pooling", {"word_embedding_dimension": WIDTH}), types=OLD),
