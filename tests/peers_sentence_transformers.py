@@ -13,7 +13,9 @@ import pytest
 import sentence_transformers
 import torch
 import transformers
+from flax import nnx
 from sentence_transformers import util
+from sentence_transformers.sentence_transformer import losses
 
 import jaxft
 import peer_models
@@ -378,3 +380,82 @@ def test_encoders_equal_those_of_transformers(kind, folder):
         expected = them(torch.tensor(ids), attention_mask=torch.tensor(mask.astype(int))).last_hidden_state.numpy()
     got = jaxft.BertModel.from_pretrained(path)(jnp.asarray(ids), jnp.asarray(mask), deterministic=True)
     assert_close(np.asarray(got.last_hidden_state)[mask], expected[mask])
+
+
+# --- Losses -------------------------------------------------------------------------------------------------------
+
+LOSSES = [
+    {},
+    {"similarity": "dot", "temperature": 1.0},
+    {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"},
+    {"directions": ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")},
+    {"hardness_mode": "in_batch_negatives", "hardness_strength": 3.0},
+    {"hardness_mode": "hard_negatives", "hardness_strength": 3.0, "directions": ("query_to_doc", "doc_to_query")},
+    {"hardness_mode": "all_negatives", "hardness_strength": 3.0, "temperature": 0.02},
+]
+
+
+def their_loss(options):
+    options = dict(options)
+    scale = 1 / options.pop("temperature", 0.05)
+    function = util.dot_score if options.pop("similarity", "cosine") == "dot" else util.cos_sim
+    return losses.MultipleNegativesRankingLoss(None, scale=scale, similarity_fct=function, **options)
+
+
+@pytest.mark.parametrize("hard", [0, 1, 3])
+@pytest.mark.parametrize("options", LOSSES, ids=str)
+def test_contrastive_loss_and_gradients(options, hard):
+    rng = np.random.default_rng(hard)
+    arrays = [rng.standard_normal((11, 16)).astype(np.float32) for _ in range(2 + hard)]
+    tensors = [torch.tensor(x, requires_grad=True) for x in arrays]
+    expected = their_loss(options).compute_loss_from_embeddings(tensors, None)
+    expected.backward()
+
+    def loss(queries, documents, *negatives):
+        negatives = jnp.stack(negatives, axis=1) if negatives else None
+        return jaxft.training.contrastive_loss(queries, documents, negatives, **options).mean
+
+    got, gradients = jax.value_and_grad(loss, argnums=tuple(range(len(arrays))))(*map(jnp.asarray, arrays))
+    assert_close(got, expected.detach().numpy())
+    for gradient, tensor in zip(gradients, tensors, strict=True):
+        assert_close(gradient, tensor.grad.numpy())
+
+
+def test_symmetric_loss(pair):
+    them, us = pair("bert, mean")
+    features = [them.preprocess([*texts]) for texts in (TEXTS[:4], TEXTS[4:])]
+    with torch.no_grad():
+        expected = losses.MultipleNegativesSymmetricRankingLoss(them)(features, None)
+    got = jaxft.training.contrastive_loss(
+        *(jnp.asarray(us.encode(texts)) for texts in (TEXTS[:4], TEXTS[4:])),
+        directions=("query_to_doc", "doc_to_query"), partition_mode="per_direction",
+    )  # fmt: skip
+    assert_close(got.mean, expected.numpy())
+
+
+@pytest.mark.parametrize("name", ["modules without a limit", "all poolings, trained"])
+def test_matryoshka_loss_and_gradients_of_the_model(name, folder):
+    """A whole step: encoder, pooling, modules, loss, and the gradients of the tables and of Dense."""
+    path = folder("all poolings" if "poolings" in name else "Dense, Tanh")
+    them, us = theirs(path).eval(), ours(path)
+    dims = [20, 7, 3]
+    features = [them.preprocess([*texts]) for texts in (TEXTS[:4], TEXTS[4:])]
+    inputs = [(jnp.asarray(f["input_ids"].numpy()), jnp.asarray(f["attention_mask"].numpy())) for f in features]
+    expected = losses.MatryoshkaLoss(them, losses.MultipleNegativesRankingLoss(them), dims, [1.0, 0.5, 0.25])(
+        features, None
+    )
+    expected.backward()
+    matryoshka = jaxft.training.matryoshka_loss(jaxft.training.contrastive_loss, dims, weights=[1.0, 0.5, 0.25])
+
+    def loss(model):
+        embeddings = [model(ids, mask, deterministic=True) for ids, mask in inputs]
+        return matryoshka(*embeddings).mean
+
+    got, gradients = nnx.value_and_grad(loss)(us.embedder)
+    assert_close(got, expected.detach().numpy())
+    assert_close(
+        gradients["encoder"]["embeddings"]["word"][...],
+        them.transformers_model.get_input_embeddings().weight.grad.numpy(),
+    )
+    if "modules" in name:
+        assert_close(gradients["modules"][0]["kernel"][...].T, list(them)[2].linear.weight.grad.numpy())
