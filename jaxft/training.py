@@ -1,12 +1,16 @@
-"""Parts of a training step: gradient accumulation over micro-batches, loss scaling for float16, compiler options."""
+"""Parts of a training step: micro-batches, losses of embeddings, loss scaling for float16, compiler options."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxft import reference
+from jaxft.contrastive import contrastive_loss as contrastive_loss
+from jaxft.contrastive import unit
 from jaxft.ops import checks, transforms
 from jaxft.ops.cross_entropy import CrossEntropy
 
@@ -130,6 +134,115 @@ def accumulate_gradients(
         has float16 arrays and there is a `loss_scale`.
     """
     where = "accumulate_gradients"
+    own, of_batches = _checked_axes(where, params, batches, loss_scale)
+    scale = jnp.float32(1) if loss_scale is None else loss_scale.scale
+
+    def scaled_mean(params: Any, batch: Any) -> tuple[Array, CrossEntropy]:
+        loss = _own_sums(where, loss_fn(params, batch), of_batches - own)
+        # The scale multiplies the mean, not the total: then the scale that fits float16 does not depend on the number
+        # of labels.
+        return scale * loss.mean, loss
+
+    # Inside a shard_map, JAX sums the gradients of parameters that do not vary over the devices. Here they are the
+    # gradients of each device's own mean, which need different weights. So parameters are made to vary, and the
+    # weighted gradients are summed explicitly below.
+    vary = functools.partial(_vary, own | of_batches)
+    varied = vary(params)
+
+    def add(carry: tuple[CrossEntropy, Any], batch: Any) -> tuple[tuple[CrossEntropy, Any], None]:
+        loss, sums = carry
+        gradients, part = jax.grad(scaled_mean, has_aux=True)(varied, batch)
+        factor = part.labelled.astype(jnp.float32) / scale
+        sums = jax.tree.map(lambda total, gradient: total + factor * gradient.astype(jnp.float32), sums, gradients)
+        return vary((jax.tree.map(jnp.add, loss, part), sums)), None
+
+    start = vary((CrossEntropy(jnp.float32(0), jnp.int32(0)), _zeros(params)))
+    (loss, sums), _ = lax.scan(add, start, batches)
+    if over := tuple(of_batches - own):
+        loss, sums = lax.psum((loss, sums), over)
+    labelled = jnp.maximum(loss.labelled, 1).astype(jnp.float32)
+    return loss, jax.tree.map(lambda total, param: (total / labelled).astype(param.dtype), sums, params)
+
+
+def cached_gradients(
+    embed_fn: Callable[[Any, Any], Any],
+    loss_fn: Callable[..., tuple[Array, Array]],
+    params: Any,
+    batches: Any,
+    *,
+    loss_scale: LossScale | None = None,
+) -> tuple[CrossEntropy, Any]:
+    """Computes the mean loss of a batch of embeddings and its gradients, encoding one micro-batch at a time.
+
+    The loss compares all texts of the batch with each other, as `contrastive_loss` does, but activations take the
+    memory of one micro-batch only. The encoder runs once without gradients, for the embeddings of the whole batch, and
+    once with gradients, a micro-batch at a time. Equivalent, up to rounding, to::
+
+      def mean(params):
+        parts = [embed_fn(params, jax.tree.map(lambda x: x[i], batches)) for i in range(micro_batches)]
+        return loss_fn(*(jnp.concatenate(part) for part in zip(*parts))).mean
+
+      jax.grad(mean)(params)
+
+    Inside a `jax.shard_map`, the results cover all devices, as those of `accumulate_gradients` do.
+
+    Args:
+      embed_fn: a function (params, micro_batch) -> a tuple of float arrays `[B, ...]`, for example the embeddings of
+        the queries and of the documents. A single array counts as a tuple of one. It must not depend on anything else,
+        because it is called twice: a dropout key comes from `batches`, and is then the same in both passes.
+      loss_fn: a function of the arrays of all micro-batches, `[micro_batches * B, ...]` each, that returns two scalars:
+        the sum of the losses, and the number of rows. `contrastive_loss` and the results of `matryoshka_loss` are such
+        functions. Inside a `shard_map`, both scalars are the device's own.
+      params: see `accumulate_gradients`.
+      batches: see `accumulate_gradients`.
+      loss_scale: see `accumulate_gradients`.
+
+    Returns:
+      The tuple (loss, gradients), see `accumulate_gradients`.
+
+    Raises:
+      TypeError: `loss_scale` is not a `LossScale`, or `params` or the result of `embed_fn` has an array that is not of
+        floats.
+      ValueError: a result of `embed_fn` has no axis. Otherwise as `accumulate_gradients`.
+
+    Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (2021).
+    """
+    where = "cached_gradients"
+    own, of_batches = _checked_axes(where, params, batches, loss_scale)
+    scale = jnp.float32(1) if loss_scale is None else loss_scale.scale
+    vary = functools.partial(_vary, own | of_batches)
+    varied = vary(params)
+
+    def embed(params: Any, batch: Any) -> tuple[Array, ...]:
+        found = embed_fn(params, batch)
+        arrays = tuple(found) if isinstance(found, tuple | list) else (found,)
+        for array in arrays:
+            if checks.as_float(where, "the result of embed_fn", array).ndim == 0:
+                raise ValueError(f"{where}: the result of embed_fn must be arrays [B, ...], got a scalar")
+        return arrays
+
+    def total_of(embeddings: tuple[Array, ...]) -> tuple[Array, Array]:
+        return _own_sums(where, loss_fn(*(x.reshape(-1, *x.shape[2:]) for x in embeddings)), of_batches - own)
+
+    embeddings = lax.map(lambda batch: embed(varied, batch), batches)
+    total, pull_back, labelled = jax.vjp(total_of, embeddings, has_aux=True)
+    loss, over = vary(CrossEntropy(total, labelled)), tuple(of_batches - own)
+    loss = lax.psum(loss, over) if over else loss
+    factor = scale / jnp.maximum(loss.labelled, 1).astype(jnp.float32)
+    (cotangents,) = pull_back(transforms.vary_over(factor, transforms.varying(total)))
+
+    def add(sums: Any, part: tuple[Any, Any]) -> tuple[Any, None]:
+        batch, cotangent = part
+        (gradients,) = jax.vjp(lambda params: embed(params, batch), varied)[1](cotangent)
+        return vary(jax.tree.map(lambda total, x: total + x.astype(jnp.float32), sums, gradients)), None
+
+    sums, _ = lax.scan(add, vary(_zeros(params)), (batches, cotangents))
+    sums = lax.psum(sums, over) if over else sums
+    return loss, jax.tree.map(lambda total, param: (total / scale).astype(param.dtype), sums, params)
+
+
+def _checked_axes(where: str, params: Any, batches: Any, loss_scale: Any) -> tuple[frozenset[Any], frozenset[Any]]:
+    """Checks the arguments, and returns the mesh axes over which `params` and `batches` vary."""
     _check_loss_scale(where, loss_scale)
     dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(params)]
     for dtype in dtypes:
@@ -143,47 +256,98 @@ def accumulate_gradients(
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batches)]
     if len({shape[:1] for shape in shapes}) != 1 or shapes[0][:1] in ((), (0,)):
         raise ValueError(f"{where}: batches must be arrays of the same first axis, the micro-batches, got {shapes}")
-    scale = jnp.float32(1) if loss_scale is None else loss_scale.scale
-    # Inside a shard_map, JAX sums the gradients of parameters that do not vary over the devices. Here they are the
-    # gradients of each device's own mean, which need different weights. So parameters are made to vary, and the
-    # weighted gradients are summed explicitly below.
     own, of_batches = (transforms.varying(*jax.tree.leaves(tree)) for tree in (params, batches))
+    return own, of_batches
 
-    def scaled_mean(params: Any, batch: Any) -> tuple[Array, CrossEntropy]:
-        loss = loss_fn(params, batch)
-        parts = [jax.typeof(part) for part in jax.tree.leaves(loss)]
-        if [part.shape for part in parts] != [(), ()] or not jnp.issubdtype(parts[1].dtype, jnp.integer):
-            found = ", ".join(map(str, parts))
-            raise ValueError(f"{where}: loss_fn must return two scalars, total and an integer labelled, got {found}")
-        total, labelled = jnp.asarray(loss[0], jnp.float32), jnp.asarray(loss[1], jnp.int32)
-        if summed := of_batches - own - transforms.varying(total):
-            raise ValueError(
-                f"{where}: inside a shard_map loss_fn must return the device's own sums, got a total that is the same "
-                f"over {sorted(map(str, summed))}; leave out its psum"
-            )
-        # The scale multiplies the mean, not the total: then the scale that fits float16 does not depend on the number
-        # of labels.
-        return scale * CrossEntropy(total, labelled).mean, CrossEntropy(total, labelled)
 
-    def vary(tree: Any) -> Any:
-        return jax.tree.map(lambda x: transforms.vary_over(x, own | of_batches), tree)
+def _own_sums(where: str, loss: Any, over: frozenset[Any]) -> CrossEntropy:
+    """Checks the result of a loss function, which must be the device's own along the mesh axes `over`."""
+    parts = [jax.typeof(part) for part in jax.tree.leaves(loss)]
+    if [part.shape for part in parts] != [(), ()] or not jnp.issubdtype(parts[1].dtype, jnp.integer):
+        found = ", ".join(map(str, parts))
+        raise ValueError(f"{where}: loss_fn must return two scalars, total and an integer labelled, got {found}")
+    total, labelled = jnp.asarray(loss[0], jnp.float32), jnp.asarray(loss[1], jnp.int32)
+    if summed := over - transforms.varying(total):
+        raise ValueError(
+            f"{where}: inside a shard_map loss_fn must return the device's own sums, got a total that is the same "
+            f"over {sorted(map(str, summed))}; leave out its psum"
+        )
+    return CrossEntropy(total, labelled)
 
-    varied = vary(params)
 
-    def add(carry: tuple[CrossEntropy, Any], batch: Any) -> tuple[tuple[CrossEntropy, Any], None]:
-        loss, sums = carry
-        gradients, part = jax.grad(scaled_mean, has_aux=True)(varied, batch)
-        factor = part.labelled.astype(jnp.float32) / scale
-        sums = jax.tree.map(lambda total, gradient: total + factor * gradient.astype(jnp.float32), sums, gradients)
-        return vary((jax.tree.map(jnp.add, loss, part), sums)), None
+def _vary(axes: frozenset[Any], tree: Any) -> Any:
+    return jax.tree.map(lambda x: transforms.vary_over(x, axes), tree)
 
-    zeros = jax.tree.map(lambda param: jnp.zeros(jnp.shape(param), jnp.float32), params)
-    start = vary((CrossEntropy(jnp.float32(0), jnp.int32(0)), zeros))
-    (loss, sums), _ = lax.scan(add, start, batches)
-    if over := tuple(of_batches - own):
-        loss, sums = lax.psum((loss, sums), over)
-    labelled = jnp.maximum(loss.labelled, 1).astype(jnp.float32)
-    return loss, jax.tree.map(lambda total, param: (total / labelled).astype(param.dtype), sums, params)
+
+def _zeros(params: Any) -> Any:
+    return jax.tree.map(lambda param: jnp.zeros(jnp.shape(param), jnp.float32), params)
+
+
+def matryoshka_loss(
+    loss_fn: Callable[..., tuple[Array, Array]],
+    dims: Sequence[int],
+    *,
+    weights: Sequence[float] | None = None,
+    n_dims_per_step: int | None = None,
+) -> Callable[..., CrossEntropy]:
+    """Makes a loss of truncated embeddings: the weighted sum of a loss over several numbers of dimensions.
+
+    The first components of such embeddings are embeddings, too. Equivalent, without `n_dims_per_step`, to::
+
+        total = sum(w * loss_fn(*(unit(x[..., :d]) for x in embeddings)).total for d, w in zip(dims, weights))
+
+    The `mean` of its result is the loss `MatryoshkaLoss` of sentence-transformers. Components that no loss has seen are
+    not trained: the largest of `dims` should be the width of the embeddings.
+
+    Args:
+      loss_fn: a function of arrays of embeddings that returns two scalars, the sum of the losses and the number of
+        rows, such as `contrastive_loss` or a `functools.partial` of it.
+      dims: numbers of leading components to keep.
+      weights: a factor of the loss for each of `dims`. None is 1 for all.
+      n_dims_per_step: how many of `dims`, at random, count in a call. None counts all.
+
+    Returns:
+      A function (*embeddings, key=None) -> `CrossEntropy`. Each of the embeddings is a float array `[..., D]` or None,
+      which is passed on. `key` is the JAX random key that chooses dimensions, with `n_dims_per_step` only. Inside a
+      `shard_map`, it must be the same on all devices.
+
+    Raises:
+      ValueError: `dims` are not positive integers, at least one, or there are not as many finite `weights`, or
+        `n_dims_per_step` is not a positive integer.
+
+    Source: Kusupati et al., "Matryoshka Representation Learning" (2022).
+    """
+    where = "matryoshka_loss"
+    dims = tuple(dims)
+    if not dims or not all(checks.is_natural(dim) and dim > 0 for dim in dims):
+        raise ValueError(f"{where}: dims must be positive integers, at least one, got {dims!r:.100}")
+    factors = [
+        checks.check_number(where, "weights", weight) for weight in ([1] * len(dims) if weights is None else weights)
+    ]
+    if len(factors) != len(dims):
+        raise ValueError(f"{where}: weights must be {len(dims)} numbers, as many as dims, got {len(factors)}")
+    if n_dims_per_step is not None and not (checks.is_natural(n_dims_per_step) and n_dims_per_step > 0):
+        raise ValueError(f"{where}: n_dims_per_step must be None or a positive integer, got {n_dims_per_step!r:.100}")
+
+    def loss(*embeddings: Array | None, key: Array | None = None) -> CrossEntropy:
+        if (key is None) != (n_dims_per_step is None):
+            raise ValueError(f"{where}: a key is needed with n_dims_per_step, and only then")
+        counts = jnp.ones(len(dims), bool)
+        if key is not None and n_dims_per_step is not None:
+            checks.check_key(where, "key", key)
+            counts = jax.random.permutation(key, len(dims)) < n_dims_per_step
+        arrays = [None if x is None else reference.wide(checks.as_float(where, "embeddings", x)) for x in embeddings]
+        for x in arrays:
+            if x is not None and (x.ndim == 0 or x.shape[-1] < max(dims)):
+                raise ValueError(f"{where}: embeddings must have at least {max(dims)} components, got {x.shape}")
+        total: Any = 0.0
+        for place, (dim, factor) in enumerate(zip(dims, factors, strict=True)):
+            part = loss_fn(*(None if x is None else unit(x[..., :dim]) for x in arrays))
+            _own_sums(where, part, frozenset())
+            total = total + jnp.where(counts[place], factor * part[0], 0.0)
+        return CrossEntropy(total, part[1])
+
+    return loss
 
 
 def update_if_finite(

@@ -20,6 +20,7 @@ LAYERS = (
     ("ops",),
     ("checkpoint",),
     ("models",),
+    ("contrastive",),
     ("training",),
     ("text",),
     ("comparison",),
