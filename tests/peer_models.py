@@ -335,6 +335,11 @@ MODELS |= {
     "Dense without an activation": recipe(
         "bert", MEAN, ("Dense", {"in_features": WIDTH, "out_features": 4, "bias": True})
     ),
+    "modules before the pooling": recipe(
+        "bert", dense(WIDTH, 12, "GELU", module_input_name="token_embeddings"),
+        ("Normalize", {"module_input_name": "token_embeddings", "module_output_name": "token_embeddings"}),
+        pooling("mean", "lasttoken", width=12), dense(24, 5), calls=("encode", "token_embeddings", "everything"),
+    ),
     "Dense before Normalize": recipe("xlm-roberta", MEAN, dense(WIDTH, 24), NORMALIZE),
     "LayerNorm alone": recipe("roberta", pooling("cls"), ("LayerNorm", {"dimension": WIDTH})),
     "no pooling module's fields": recipe("bert", ("Pooling", {"word_embedding_dimension": WIDTH}), types=OLD),

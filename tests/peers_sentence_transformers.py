@@ -19,6 +19,7 @@ from sentence_transformers.sentence_transformer import losses
 
 import jaxft
 import peer_models
+from jaxft import training
 from peer_models import PAIRS, QUERY, TEXTS, assert_close
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -413,7 +414,7 @@ def test_contrastive_loss_and_gradients(options, hard):
 
     def loss(queries, documents, *negatives):
         negatives = jnp.stack(negatives, axis=1) if negatives else None
-        return jaxft.training.contrastive_loss(queries, documents, negatives, **options).mean
+        return training.contrastive_loss(queries, documents, negatives, **options).mean
 
     got, gradients = jax.value_and_grad(loss, argnums=tuple(range(len(arrays))))(*map(jnp.asarray, arrays))
     assert_close(got, expected.detach().numpy())
@@ -426,7 +427,7 @@ def test_symmetric_loss(pair):
     features = [them.preprocess([*texts]) for texts in (TEXTS[:4], TEXTS[4:])]
     with torch.no_grad():
         expected = losses.MultipleNegativesSymmetricRankingLoss(them)(features, None)
-    got = jaxft.training.contrastive_loss(
+    got = training.contrastive_loss(
         *(jnp.asarray(us.encode(texts)) for texts in (TEXTS[:4], TEXTS[4:])),
         directions=("query_to_doc", "doc_to_query"), partition_mode="per_direction",
     )  # fmt: skip
@@ -445,7 +446,7 @@ def test_matryoshka_loss_and_gradients_of_the_model(name, folder):
         features, None
     )
     expected.backward()
-    matryoshka = jaxft.training.matryoshka_loss(jaxft.training.contrastive_loss, dims, weights=[1.0, 0.5, 0.25])
+    matryoshka = training.matryoshka_loss(training.contrastive_loss, dims, weights=[1.0, 0.5, 0.25])
 
     def loss(model):
         embeddings = [model(ids, mask, deterministic=True) for ids, mask in inputs]
