@@ -275,7 +275,7 @@ def named_tensors(config: Mapping[str, Any], parameters: Mapping[str, jax.Array]
 
 
 def write(folder: str | os.PathLike[str], contents: Mapping[str, Any], without: Iterable[str] = ()) -> None:
-    """Writes files by their path in the folder, JSON files first: arrays by name, a text, or the content of a JSON file.
+    """Writes files by their path in the folder. Their content is arrays by name, a text, or of a JSON file.
 
     All files are complete before one of them gets its final name. The files `without` are removed then, too. If an
     exception occurs, KeyboardInterrupt included, an earlier checkpoint in the folder stays as it was.

@@ -376,6 +376,14 @@ def encode(
     return found
 
 
+def prompt_length(tokenizer: "Tokenizer", prompt: str) -> int:
+    """Returns the number of tokens of a prompt, special tokens before it included."""
+    (encoding,) = encode(tokenizer, [prompt])
+    added = tokenizer.get_added_tokens_decoder()
+    ends_special = bool(encoding.ids) and encoding.ids[-1] in added and added[encoding.ids[-1]].special
+    return len(encoding.ids) - ends_special
+
+
 def truncating(
     tokenizer: "Tokenizer", max_length: int, config: BertConfig, *, is_pair: bool = False, token_types: bool = True,
     owner: str, argument: str,
