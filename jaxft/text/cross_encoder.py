@@ -14,10 +14,11 @@ from jax.typing import DTypeLike
 
 from jaxft.checkpoint import files as checkpoint_files
 from jaxft.checkpoint.files import CheckpointError, read_settings
+from jaxft.models import embedding
 from jaxft.models.bert import BertModel
 from jaxft.models.bundled import Bundled
 from jaxft.models.classification import BertForSequenceClassification
-from jaxft.models.embedding import ACTIVATIONS, EmbeddingModel
+from jaxft.models.embedding import EmbeddingModel
 from jaxft.ops.bundle import Rebuild
 from jaxft.text import arguments, batching, module_files, writing
 from jaxft.text import tokenizer as tokenizer_files
@@ -28,6 +29,13 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 Activation = Callable[[jax.Array], jax.Array]
+
+# Activations of scores `[n, num_labels]` by the names of PyTorch's classes, which files contain.
+ACTIVATIONS: dict[str, Activation] = embedding.ACTIVATIONS | {
+    "Softmax": jax.nn.softmax,
+    "LogSoftmax": jax.nn.log_softmax,
+    "Softmin": lambda x: jax.nn.softmax(-x),
+}
 
 
 class CrossEncoder:
@@ -203,7 +211,7 @@ class CrossEncoder:
         if not names:
             raise ValueError(
                 f"save_pretrained: activation_fn must be a function that files can name, got "
-                f"{self.activation_fn!r:.80}; set activation_fn to one of jaxft.models.embedding.ACTIVATIONS, "
+                f"{self.activation_fn!r:.80}; set activation_fn to one of jaxft.text.cross_encoder.ACTIVATIONS, "
                 "and pass another function to predict"
             )
         settings = {
@@ -243,8 +251,8 @@ class CrossEncoder:
         length, config = operator.index(length), self._encoder.config
         if length > config.max_sequence_length:
             raise ValueError(
-                f"CrossEncoder: {argument} must be at most {config.max_sequence_length}, the number of positions of the "
-                f"model, got {length}"
+                f"CrossEncoder: {argument} must be at most {config.max_sequence_length}, the positions of the model, "
+                f"got {length}"
             )
         self._tokenizer = tokenizer_files.truncating(
             tokenizer, length, config, is_pair=True, token_types=self._token_types, owner="CrossEncoder",
@@ -426,7 +434,9 @@ def _checked_activation(where: str, function: Any) -> Activation | None:
     kind = type(function)
     if function is None or (callable(function) and not kind.__module__.startswith("torch.")):
         return function
-    equivalent = f", for example jaxft.models.embedding.ACTIVATIONS[{kind.__name__!r}]" * (kind.__name__ in ACTIVATIONS)
+    equivalent = f", for example jaxft.text.cross_encoder.ACTIVATIONS[{kind.__name__!r}]" * (
+        kind.__name__ in ACTIVATIONS
+    )
     raise TypeError(
         f"{where}: activation_fn must be a function of a JAX array{equivalent}, got {kind.__module__}.{kind.__name__}"
     )
