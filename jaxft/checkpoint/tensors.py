@@ -242,7 +242,9 @@ def load_exact(folder: Path, shapes: Mapping[str, Shape]) -> dict[str, np.ndarra
         problems += [f"{present[name]}: is unexpected" for name in present.keys() - shapes.keys()]
         problems += filter(None, (present[name].problem(shapes[name]) for name in shapes.keys() & present.keys()))
         values = {} if problems else {name: present[name].value().astype(np.float32) for name in shapes}
-    problems += [f"{file.name}: {n!r}: has values that are not finite" for n in values if not np.isfinite(values[n]).all()]
+    problems += [
+        f"{file.name}: {n!r}: has values that are not finite" for n in values if not np.isfinite(values[n]).all()
+    ]
     if problems:
         raise _error(folder, sorted(problems))
     return values

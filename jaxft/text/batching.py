@@ -261,8 +261,8 @@ class Batcher:
 
         The last chunk is empty. `compute` starts a batch and returns `[rows, ...]`, or `[count, ...]` for a packed
         batch. If it returns a pair of token embeddings, `[rows, longest, D]` or packed `[capacity, D]`, and such an
-        array, then the results are a list of `Features`. If the device runs out of memory, `batch_size` is halved for the batch, the rest of the call and later
-        calls.
+        array, then the results are a list of `Features`. If the device runs out of memory, `batch_size` is halved for
+        the batch, the rest of the call and later calls.
         """
         in_flight: deque[_Work] = deque()
         positions, texts = np.empty(0, np.int64), Tokens.of([], with_types=self.with_types)

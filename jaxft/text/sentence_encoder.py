@@ -26,7 +26,7 @@ from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import Batch, Bucket
 from jaxft.text.long_texts import LongTexts
 from jaxft.text.quantization import PRECISIONS, quantize_embeddings
-from jaxft.text.similarities import SIMILARITIES
+from jaxft.text.similarities import SIMILARITIES, similarity_name
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -128,7 +128,7 @@ class SentenceEncoder:
         implementation = model.embeddings.options.implementation
         self._packed = batching.packs(implementation) if packed is None else packed
         self._origin = writing.Origin()
-        self._task_lengths: dict[str, int] = {}  # maximum lengths of queries and documents, where they are smaller
+        self._task_lengths: dict[str, int] = {}  # maximum numbers of tokens of queries and documents, from a checkpoint
         self.max_seq_length = max_seq_length
         self._bundled = Bundled(implementation)
 
@@ -304,12 +304,9 @@ class SentenceEncoder:
 
     @similarity_fn_name.setter
     def similarity_fn_name(self, value: str | None) -> None:
-        value = "cosine" if value is None else value
-        if value not in SIMILARITIES:
-            raise ValueError(
-                f"SentenceEncoder: similarity_fn_name must be one of {', '.join(SIMILARITIES)}, got {value!r}"
-            )
-        self._similarity_fn_name = value
+        self._similarity_fn_name = similarity_name(
+            "SentenceEncoder", "similarity_fn_name", "cosine" if value is None else value
+        )
 
     @property
     def embedding_dimension(self) -> int:
@@ -443,7 +440,7 @@ class SentenceEncoder:
             raise ValueError(f"encode: precision {precision!r} needs output_value 'sentence_embedding'")
         if width is not None and width >= self.embedder.embedding_dimension:
             width = None
-        limit = min(self._task_lengths.get(str(task), sys.maxsize), self.max_seq_length)
+        limit = min(self._task_lengths.get(str(task), self.max_seq_length), self.model.config.max_sequence_length)
         of_texts = self._by_length.get(limit) or self._by_length.setdefault(limit, self._texts_of(limit))
         prompt_length = None
         if prompt and not (is_embedding and self.embedder.include_prompt):
@@ -532,7 +529,7 @@ class SentenceEncoder:
         Raises:
           ValueError: the shapes do not fit.
         """
-        return SIMILARITIES[self.similarity_fn_name][0](embeddings1, embeddings2)
+        return SIMILARITIES[self.similarity_fn_name].full(embeddings1, embeddings2)
 
     def similarity_pairwise(self, embeddings1: ArrayLike, embeddings2: ArrayLike) -> Any:
         """Computes the similarity of the first embeddings of two arrays, of the second ones, and so on.
@@ -547,7 +544,7 @@ class SentenceEncoder:
         Raises:
           ValueError: the shapes do not fit.
         """
-        return SIMILARITIES[self.similarity_fn_name][1](embeddings1, embeddings2)
+        return SIMILARITIES[self.similarity_fn_name].pairwise(embeddings1, embeddings2)
 
     def buckets(self, batch_size: int = 32) -> list[Bucket]:
         """Returns the shapes of packed batches. A program is compiled when a shape first occurs.

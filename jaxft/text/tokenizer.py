@@ -210,8 +210,7 @@ def load(settings: Settings, do_lower_case: bool = False) -> "Tokenizer":
         if tokenizer is not saved:
             tokenizer.post_processor = _post_processor(tokenizer, settings)
     tokenizer.encode_special_tokens = settings.option("split_special_tokens", False)
-    if settings.side("padding_side", saved and saved.padding) == "left":
-        raise CheckpointError(f"{settings.file}: padding_side left is not supported")
+    settings.side("padding_side", saved and saved.padding)  # checked only: no text is padded in the tokenizer
     side = settings.side("truncation_side", saved and saved.truncation)
     if side != (tokenizer.truncation or {}).get("direction", "right"):
         tokenizer.enable_truncation(max_length=sys.maxsize, direction=side)  # `truncating` keeps the direction
