@@ -50,9 +50,9 @@ def _uninterrupted() -> Iterator[None]:
 def replacing(*targets: Path, without: Iterable[Path] = ()) -> Iterator[list[Path]]:
     """Yields a temporary path for each target. The files that the block writes there replace the targets at its end.
 
-    All targets are in the folder of the last one or in its subfolders. If the block raises, no target changes. A target stays as
-    it is if the block writes no file for it. If several processes write the same targets, all of them are from one
-    process at the end. The files `without` are removed when the targets are replaced, and folders that become empty.
+    All targets are in the folder of the last one or in its subfolders. If the block raises, no target changes. A target
+    stays as it is if the block writes no file for it. If several processes write the same targets, all of them are from
+    one process at the end. The files `without` are removed when the targets are replaced, and folders that get empty.
     """
     folder = targets[-1].parent
     with writing(targets[0]):

@@ -242,7 +242,9 @@ def load_exact(folder: Path, shapes: Mapping[str, Shape]) -> dict[str, np.ndarra
         problems += [f"{present[name]}: is unexpected" for name in present.keys() - shapes.keys()]
         problems += filter(None, (present[name].problem(shapes[name]) for name in shapes.keys() & present.keys()))
         values = {} if problems else {name: present[name].value().astype(np.float32) for name in shapes}
-    problems += [f"{file.name}: {n!r}: has values that are not finite" for n in values if not np.isfinite(values[n]).all()]
+    problems += [
+        f"{file.name}: {n!r}: has values that are not finite" for n in values if not np.isfinite(values[n]).all()
+    ]
     if problems:
         raise _error(folder, sorted(problems))
     return values
@@ -275,7 +277,7 @@ def named_tensors(config: Mapping[str, Any], parameters: Mapping[str, jax.Array]
 
 
 def write(folder: str | os.PathLike[str], contents: Mapping[str, Any], without: Iterable[str] = ()) -> None:
-    """Writes files by their path in the folder, JSON files first: arrays by name, a text, or the content of a JSON file.
+    """Writes files by their path in the folder. Their content is arrays by name, a text, or of a JSON file.
 
     All files are complete before one of them gets its final name. The files `without` are removed then, too. If an
     exception occurs, KeyboardInterrupt included, an earlier checkpoint in the folder stays as it was.

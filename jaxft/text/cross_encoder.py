@@ -14,10 +14,11 @@ from jax.typing import DTypeLike
 
 from jaxft.checkpoint import files as checkpoint_files
 from jaxft.checkpoint.files import CheckpointError, read_settings
+from jaxft.models import embedding
 from jaxft.models.bert import BertModel
 from jaxft.models.bundled import Bundled
 from jaxft.models.classification import BertForSequenceClassification
-from jaxft.models.embedding import ACTIVATIONS, EmbeddingModel
+from jaxft.models.embedding import EmbeddingModel
 from jaxft.ops.bundle import Rebuild
 from jaxft.text import arguments, batching, module_files, writing
 from jaxft.text import tokenizer as tokenizer_files
@@ -28,6 +29,13 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 Activation = Callable[[jax.Array], jax.Array]
+
+# Activations of scores `[n, num_labels]` by the names of PyTorch's classes, which files contain.
+ACTIVATIONS: dict[str, Activation] = embedding.ACTIVATIONS | {
+    "Softmax": jax.nn.softmax,
+    "LogSoftmax": jax.nn.log_softmax,
+    "Softmin": lambda x: jax.nn.softmax(-x),
+}
 
 
 class CrossEncoder:
@@ -65,9 +73,9 @@ class CrossEncoder:
         default_prompt_name: str | None = None,
         token_types: bool = True,
         packed: bool | None = None,
-        **unsupported: Any,
+        **others: Any,
     ) -> None:
-        arguments.refuse("CrossEncoder", unsupported)
+        arguments.refuse("CrossEncoder", others)
         self.model, self._token_types, self._origin = model, token_types, writing.Origin()
         self.prompts, self.default_prompt_name = {**(prompts or {})}, default_prompt_name
         arguments.check_prompts("CrossEncoder", self.prompts, default_prompt_name)
@@ -79,7 +87,7 @@ class CrossEncoder:
 
         def score(
             arrays: list[jax.Array], input_ids: jax.Array, types: jax.Array | None, lengths: jax.Array, longest: int,
-            prompt_length: jax.Array, rebuild: Rebuild,
+            prompt_length: jax.Array | None, rebuild: Rebuild,
         ) -> jax.Array:  # fmt: skip
             module = rebuild(arrays)
             call: dict[str, Any] = {"deterministic": True}
@@ -110,7 +118,7 @@ class CrossEncoder:
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
         packed: bool | None = None,
-        **unsupported: Any,
+        **others: Any,
     ) -> "CrossEncoder":
         """Loads a checkpoint for sequence classification, or one with modules that give scores, and its tokenizer.
 
@@ -132,6 +140,7 @@ class CrossEncoder:
           dtype: float32, float16 or bfloat16, the dtype of parameters and computation. Scores are always float32.
           implementation: passed to every op. None picks the fastest for the device.
           packed: whether batches are packed, as for `SentenceEncoder`.
+          **others: none. An argument of sentence-transformers raises a TypeError, which names the equivalent.
 
         Returns:
           The encoder.
@@ -141,7 +150,7 @@ class CrossEncoder:
             token.
           TypeError: as for the constructor, or `folder_or_id` is not a string or path.
         """
-        arguments.refuse("CrossEncoder.from_pretrained", unsupported)
+        arguments.refuse("CrossEncoder.from_pretrained", others)
         folder = checkpoint_files.resolve(
             folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
         )
@@ -149,9 +158,14 @@ class CrossEncoder:
         options: dict[str, Any] = {"dtype": dtype, "implementation": implementation}
         model: BertForSequenceClassification | EmbeddingModel
         if layout.pooling:
-            model = module_files.embedding_model(layout, **options)
+            model = EmbeddingModel(
+                BertModel.from_pretrained(layout.transformer, **options), pooling=layout.pooling,
+                include_prompt=layout.include_prompt, token_modules=layout.token_modules, modules=layout.modules,
+            )  # fmt: skip
             if num_labels not in (None, model.embedding_dimension):
-                raise CheckpointError(f"{folder}: has {model.embedding_dimension} labels, not num_labels={num_labels!r}")
+                raise CheckpointError(
+                    f"{folder}: has {model.embedding_dimension} labels, not num_labels={num_labels!r}"
+                )
         else:
             given = layout.num_labels if num_labels is None else num_labels
             model = BertForSequenceClassification.from_pretrained(folder, num_labels=given, **options)
@@ -196,8 +210,9 @@ class CrossEncoder:
         names = [name for name, function in ACTIVATIONS.items() if function is self.activation_fn]
         if not names:
             raise ValueError(
-                f"save_pretrained: activation_fn must be a function that files can name, got {self.activation_fn!r:.80}; "
-                "set activation_fn to one of jaxft.models.embedding.ACTIVATIONS, and apply another function in predict"
+                f"save_pretrained: activation_fn must be a function that files can name, got "
+                f"{self.activation_fn!r:.80}; set activation_fn to one of jaxft.text.cross_encoder.ACTIVATIONS, "
+                "and pass another function to predict"
             )
         settings = {
             "model_type": "CrossEncoder",
@@ -234,6 +249,11 @@ class CrossEncoder:
 
     def _set_length(self, tokenizer: "Tokenizer", length: int, argument: str) -> None:
         length, config = operator.index(length), self._encoder.config
+        if length > config.max_sequence_length:
+            raise ValueError(
+                f"CrossEncoder: {argument} must be at most {config.max_sequence_length}, the positions of the model, "
+                f"got {length}"
+            )
         self._tokenizer = tokenizer_files.truncating(
             tokenizer, length, config, is_pair=True, token_types=self._token_types, owner="CrossEncoder",
             argument=argument,
@@ -272,7 +292,7 @@ class CrossEncoder:
         activation_fn: Activation | None = None,
         apply_softmax: bool = False,
         convert_to_numpy: bool = True,
-        **unsupported: Any,
+        **others: Any,
     ) -> Any:
         """Scores pairs of texts. Batches are formed in the same way as in `SentenceEncoder.encode`.
 
@@ -287,6 +307,7 @@ class CrossEncoder:
           apply_softmax: whether to apply the softmax over the labels after the activation. It has no effect for a model
             with one label.
           convert_to_numpy: see `SentenceEncoder.encode`.
+          **others: none. An argument of sentence-transformers raises a TypeError, which names the equivalent.
 
         Returns:
           float32 `[n]` for a model with one label, float32 `[n, num_labels]` for a model with several labels, in the
@@ -300,15 +321,17 @@ class CrossEncoder:
             returns another shape.
           jax.errors.JaxRuntimeError: the device failed, or its memory does not suffice for one pair.
         """
-        arguments.refuse("predict", unsupported)
+        arguments.refuse("predict", others)
         batch_size = batching.check_batch_size("predict", batch_size)
         activation_fn = _checked_activation("predict", activation_fn) or self.activation_fn
         prompt = arguments.chosen_prompt("predict", self.prompts, self.default_prompt_name, prompt, prompt_name)
-        inputs = _as_list(inputs)
-        is_pair = len(inputs) == 2 and isinstance(inputs[0], str)
-        pairs = _as_pairs([inputs] if is_pair else inputs)
+        items = batching.as_list("predict", "inputs", inputs, "a pair of str or an iterable of such pairs")
+        is_pair = len(items) == 2 and isinstance(items[0], str)
+        pairs = _as_pairs([items] if is_pair else items)
         arrays, rebuild = self._bundled(self.model)
-        prompt_length = jnp.int32(self._prompt_length(prompt))
+        prompt_length = None
+        if prompt and isinstance(self.model, EmbeddingModel) and not self.model.include_prompt:
+            prompt_length = jnp.int32(tokenizer_files.prompt_length(self._tokenizer, prompt))
 
         def encodings(pairs: Sequence[tuple[str, str]]) -> "list[Encoding]":
             pairs = [(prompt + first, second) for first, second in pairs]
@@ -351,7 +374,7 @@ class CrossEncoder:
         batch_size: int = 32,
         show_progress_bar: bool | None = None,
         activation_fn: Activation | None = None,
-        **unsupported: Any,
+        **others: Any,
     ) -> list[dict[str, Any]]:
         """Ranks documents by their score with a query, the best first.
 
@@ -365,6 +388,7 @@ class CrossEncoder:
           batch_size: see `predict`.
           show_progress_bar: see `predict`.
           activation_fn: see `predict`.
+          **others: see `predict`.
 
         Returns:
           A list of `{"corpus_id": index in documents, "score": float}`, with the key `"text"` too if `return_documents`
@@ -376,7 +400,7 @@ class CrossEncoder:
           ValueError: as for `predict`, or the model has several labels, or `top_k` is not a positive integer.
           jax.errors.JaxRuntimeError: see `predict`.
         """
-        arguments.refuse("rank", unsupported)
+        arguments.refuse("rank", others)
         if self.num_labels != 1:
             raise ValueError(f"rank: the model must have one label, a score, got {self.num_labels} labels")
         if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int | np.integer) or top_k < 1):
@@ -397,15 +421,12 @@ class CrossEncoder:
         return found
 
 
-def _as_pairs(sentences: Any) -> list[tuple[str, str]]:
-    expected = "predict: inputs must be a pair of str or a sequence of such pairs"
-    if not batching.is_sequence(sentences):
-        raise TypeError(f"{expected}, got {type(sentences).__name__}")
-    for index, pair in enumerate(sentences):
+def _as_pairs(items: list[Any]) -> list[tuple[str, str]]:
+    for index, pair in enumerate(items):
         if not batching.is_sequence(pair) or len(pair) != 2:
-            raise TypeError(f"{expected}, got {pair!r:.80} at index {index}")
-    firsts = batching.as_texts("predict", "first texts", [pair[0] for pair in sentences])
-    seconds = batching.as_texts("predict", "second texts", [pair[1] for pair in sentences])
+            raise TypeError(f"predict: inputs must be pairs of str, got {pair!r:.80} at index {index}")
+    firsts = batching.as_texts("predict", "first texts", [pair[0] for pair in items])
+    seconds = batching.as_texts("predict", "second texts", [pair[1] for pair in items])
     return list(zip(firsts, seconds, strict=True))
 
 
@@ -413,7 +434,9 @@ def _checked_activation(where: str, function: Any) -> Activation | None:
     kind = type(function)
     if function is None or (callable(function) and not kind.__module__.startswith("torch.")):
         return function
-    equivalent = f", for example jaxft.models.embedding.ACTIVATIONS[{kind.__name__!r}]" * (kind.__name__ in ACTIVATIONS)
+    equivalent = f", for example jaxft.text.cross_encoder.ACTIVATIONS[{kind.__name__!r}]" * (
+        kind.__name__ in ACTIVATIONS
+    )
     raise TypeError(
         f"{where}: activation_fn must be a function of a JAX array{equivalent}, got {kind.__module__}.{kind.__name__}"
     )

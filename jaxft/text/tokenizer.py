@@ -210,8 +210,7 @@ def load(settings: Settings, do_lower_case: bool = False) -> "Tokenizer":
         if tokenizer is not saved:
             tokenizer.post_processor = _post_processor(tokenizer, settings)
     tokenizer.encode_special_tokens = settings.option("split_special_tokens", False)
-    if settings.side("padding_side", saved and saved.padding) == "left":
-        raise CheckpointError(f"{settings.file}: padding_side left is not supported")
+    settings.side("padding_side", saved and saved.padding)  # checked only: no text is padded in the tokenizer
     side = settings.side("truncation_side", saved and saved.truncation)
     if side != (tokenizer.truncation or {}).get("direction", "right"):
         tokenizer.enable_truncation(max_length=sys.maxsize, direction=side)  # `truncating` keeps the direction
@@ -374,6 +373,14 @@ def encode(
         except TextError as error:
             raise TextError(index, text, error.reason) from error.__cause__
     return found
+
+
+def prompt_length(tokenizer: "Tokenizer", prompt: str) -> int:
+    """Returns the number of tokens of a prompt, special tokens before it included."""
+    (encoding,) = encode(tokenizer, [prompt])
+    added = tokenizer.get_added_tokens_decoder()
+    ends_special = bool(encoding.ids) and encoding.ids[-1] in added and added[encoding.ids[-1]].special
+    return len(encoding.ids) - ends_special
 
 
 def truncating(

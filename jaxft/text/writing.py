@@ -4,7 +4,8 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,7 @@ def save(
     token_types: bool,
     max_length: int,
     origin: Origin,
+    task_lengths: Mapping[str, int] = types.MappingProxyType({}),
 ) -> None:
     """Writes a folder that sentence-transformers and jaxft load. `settings` go to config_sentence_transformers.json.
 
@@ -74,6 +76,7 @@ def save(
     encoder = model.encoder if isinstance(model, EmbeddingModel) else model
     config, parameters = encoder._checkpoint()
     transformer: dict[str, Any] = {"max_seq_length": max_length, "do_lower_case": False}
+    transformer |= {f"{task}_length": length for task, length in task_lengths.items()}
     if not is_modular:
         transformer["transformer_task"] = "sequence-classification"
         config.pop("sbert_ce_default_activation_function", None)
@@ -158,7 +161,9 @@ def _stale(folder: str | os.PathLike[str]) -> list[str]:
         entries = checkpoint_files.read_json(Path(folder) / "modules.json")
     except CheckpointError:  # no earlier save, or none that could be loaded
         entries = []
-    paths = [str(entry.get("path")) for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    paths = (
+        [str(entry.get("path")) for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    )
     modules = [path for path in paths if re.fullmatch(r"\d+_(Pooling|Dense|LayerNorm|Dropout|Normalize)", path)]
     files = ("config.json", "model.safetensors", "pytorch_model.bin")
     return [*_STALE, *(f"{path}/{file}" for path in modules for file in files)]
@@ -198,7 +203,12 @@ def _model_card(
         tags = ["sentence-transformers", "sentence-similarity", "feature-extraction"]
         task, use, ours = "sentence-similarity", _ENCODER_USE, "SentenceEncoder"
         what = f"maps texts to vectors of {min(settings.get('truncate_dim') or size, size)} numbers"
-    fields = {**kept, "library_name": "sentence-transformers", "pipeline_tag": task, "tags": [*tags, "jaxft"]}
+    fields: dict[str, Any] = {
+        **kept,
+        "library_name": "sentence-transformers",
+        "pipeline_tag": task,
+        "tags": [*tags, "jaxft"],
+    }
     base = kept.get("base_model", [])
     bases = [f"[{name}](https://huggingface.co/{name})" for name in ([base] if isinstance(base, str) else base)]
     theirs = settings["model_type"]
@@ -229,8 +239,8 @@ def _kept_fields(origin: Origin) -> dict[str, str | list[str]]:
         _log.warning("the metadata of the loaded model card are not kept: %s", error)
     kept: dict[str, str | list[str]] = {} if origin.name is None else {"base_model": origin.name}
     for name in _KEPT:
-        value = fields.get(name)
-        is_list = isinstance(value, list) and value and all(isinstance(item, str) for item in value)
-        if is_list or (isinstance(value, str) and value):
+        value: Any = fields.get(name)
+        items = value if isinstance(value, list) else [value]
+        if items and all(isinstance(item, str) and item for item in items):
             kept[name] = value
     return kept
