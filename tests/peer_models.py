@@ -37,7 +37,7 @@ PAIRS = [
     (QUERY, TEXTS[7]),
 ]
 
-WIDTH, LAYERS, HEADS, INNER, POSITIONS, LENGTH = 16, 2, 2, 32, 48, 24
+WIDTH, LAYERS, HEADS, INNER, POSITIONS, LENGTH = 16, 1, 2, 32, 48, 24
 SPECIAL = {
     "bert": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
     "roberta": ("<s>", "<pad>", "</s>", "<unk>", "<mask>"),
@@ -123,9 +123,8 @@ def tensors_of(seed, shapes):
     """Returns float32 tensors by name. Vectors named `*.weight` are those of a LayerNorm."""
     rng, found = random_of(seed), {}
     for name, shape in shapes.items():
-        scale = (
-            1.0 if "embeddings" in name else 0.5 / np.sqrt(shape[-1]) if len(shape) == 1 else 1.5 / np.sqrt(shape[-1])
-        )
+        # Larger weights magnify the rounding of float32.
+        scale = 1.0 if "embeddings" in name else (0.4 if len(shape) == 1 else 0.8) / np.sqrt(shape[-1])
         values = scale * rng.standard_normal(shape)
         found[name] = (values + (len(shape) == 1 and name.endswith("weight"))).astype(np.float32)
     return found

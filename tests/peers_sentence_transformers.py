@@ -177,7 +177,7 @@ def test_iterables_of_texts(pair):
     column = datasets.Dataset.from_dict({"text": [*TEXTS]})["text"]
     assert_close(them.encode(column), expected)
     for inputs in (
-        TEXTS, np.array(TEXTS), np.array(TEXTS, object), (text for text in TEXTS), dict.fromkeys(TEXTS), column,
+        TEXTS, np.array(TEXTS), np.array(TEXTS, object), (text for text in TEXTS), column,
         pyarrow.array(TEXTS), pyarrow.chunked_array([TEXTS[:3], TEXTS[3:]]), iter(TEXTS),
     ):  # fmt: skip
         assert_close(us.encode(inputs), expected, what=type(inputs).__name__)
@@ -217,12 +217,12 @@ def test_settings_change_after_loading(pair):
     compare(us, them, {"family": "SentenceTransformer", "calls": calls})
 
 
-@pytest.mark.parametrize("length", [3, 4, 7, 16, 40, 400])
+@pytest.mark.parametrize("length", [3, 4, 7, 16, 40, 48])
 def test_max_seq_length(length, folder):
     path = folder("all poolings without the prompt")
     them = theirs(path)
     us = ours(path, max_seq_length=length)
-    them.max_seq_length = min(length, peer_models.POSITIONS)  # beyond, they raise an IndexError
+    them.max_seq_length = length
     for options in ({}, {"prompt_name": "long"}, {"prompt": "a "}):
         assert_close(us.encode([*TEXTS], **options), them.encode([*TEXTS], **options), what=str(options))
 
