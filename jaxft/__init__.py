@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from jaxft.ops.plans import explain
     from jaxft.ops.softmax import log_softmax, softmax
     from jaxft.text.cross_encoder import CrossEncoder
+    from jaxft.text.quantization import quantize_embeddings
+    from jaxft.text.search import paraphrase_mining, paraphrase_mining_embeddings, semantic_search
     from jaxft.text.sentence_encoder import SentenceEncoder
 
 __all__ = [
@@ -55,11 +57,15 @@ __all__ = [
     "linear_cross_entropy",
     "log_softmax",
     "merge_heads",
+    "paraphrase_mining",
+    "paraphrase_mining_embeddings",
     "permute",
     "qkv_attention",
     "qkv_bias_split_heads",
+    "quantize_embeddings",
     "remove_padding",
     "restore_padding",
+    "semantic_search",
     "softmax",
     "varlen_qkv_attention",
 ]
@@ -87,6 +93,8 @@ _MODULES = {
     "jaxft.ops.plans": "explain",
     "jaxft.ops.softmax": "log_softmax softmax",
     "jaxft.text.cross_encoder": "CrossEncoder",
+    "jaxft.text.quantization": "quantize_embeddings",
+    "jaxft.text.search": "paraphrase_mining paraphrase_mining_embeddings semantic_search",
     "jaxft.text.sentence_encoder": "SentenceEncoder",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
