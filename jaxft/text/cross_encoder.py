@@ -17,7 +17,7 @@ from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.bundled import Bundled
 from jaxft.models.classification import BertForSequenceClassification
 from jaxft.ops.bundle import Rebuild
-from jaxft.text import batching, module_files
+from jaxft.text import arguments, batching, module_files
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import Batch, Bucket
 from jaxft.text.long_texts import LongTexts
@@ -147,13 +147,15 @@ class CrossEncoder:
         limit = layout.max_seq_length or settings.max_length or sys.maxsize
         tokenizer = tokenizer_files.load(settings, layout.do_lower_case)
         activation_fn = _noted_activation(model.settings, folder)
+        prompts = arguments.merged_prompts({}, None, layout.prompts)
         try:
+            arguments.check_prompts("CrossEncoder", prompts, layout.default_prompt_name)
             return cls(
                 model,
                 tokenizer,
                 max_length=min(limit if max_length is None else max_length, model.config.max_sequence_length),
                 activation_fn=activation_fn,
-                prompt=layout.prompt,
+                prompt=prompts.get(str(layout.default_prompt_name), ""),
                 token_types=settings.token_types,
                 packed=packed,
             )
