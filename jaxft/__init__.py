@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jaxft.models.bert import BertModel
     from jaxft.models.classification import BertForSequenceClassification, BertForTokenClassification
     from jaxft.models.config import BertConfig
+    from jaxft.models.embedding import EmbeddingModel
     from jaxft.models.masked_lm import BertForMaskedLM
     from jaxft.ops.attention import dot_product_attention, qkv_attention, varlen_qkv_attention
     from jaxft.ops.bias_activation import bias_activation
@@ -39,6 +40,7 @@ __all__ = [
     "BertModel",
     "CheckpointError",
     "CrossEncoder",
+    "EmbeddingModel",
     "SentenceEncoder",
     "bias_activation",
     "bias_residual_layer_norm",
@@ -69,6 +71,7 @@ _MODULES = {
     "jaxft.models.bert": "BertModel",
     "jaxft.models.classification": "BertForSequenceClassification BertForTokenClassification",
     "jaxft.models.config": "BertConfig",
+    "jaxft.models.embedding": "EmbeddingModel",
     "jaxft.models.masked_lm": "BertForMaskedLM",
     "jaxft.ops.attention": "dot_product_attention qkv_attention varlen_qkv_attention",
     "jaxft.ops.bias_activation": "bias_activation",

@@ -217,6 +217,37 @@ def load(
     return parameters
 
 
+def load_exact(folder: Path, shapes: Mapping[str, Shape]) -> dict[str, np.ndarray]:
+    """Reads the tensors of a small module from model.safetensors, in float32. It must have these tensors and no others.
+
+    A CheckpointError lists all problems.
+    """
+    file = folder / "model.safetensors"
+    if not os.path.lexists(file):
+        pickle = folder / "pytorch_model.bin"
+        found = f", only {pickle.name}, a pickle, which is never opened" if os.path.lexists(pickle) else ""
+        raise CheckpointError(
+            f"{folder} has no model.safetensors{found}. To convert the whole checkpoint, load it with"
+            " sentence-transformers and save it: SentenceTransformer(folder).save_pretrained(new_folder)"
+        )
+    with contextlib.ExitStack() as stack, np.errstate(over="ignore"):
+        try:
+            reader = _open_file(file, stack)
+        except BaseException as error:
+            if not is_library_error(error):
+                raise
+            raise _error(folder, [f"{file.name}: {error}"]) from error
+        present = {name: _Tensor(file.name, name, reader) for name in reader.keys()}  # noqa: SIM118
+        problems = [f"{file.name}: {name!r} is missing" for name in shapes.keys() - present.keys()]
+        problems += [f"{present[name]}: is unexpected" for name in present.keys() - shapes.keys()]
+        problems += filter(None, (present[name].problem(shapes[name]) for name in shapes.keys() & present.keys()))
+        values = {} if problems else {name: present[name].value().astype(np.float32) for name in shapes}
+    problems += [f"{file.name}: {n!r}: has values that are not finite" for n in values if not np.isfinite(values[n]).all()]
+    if problems:
+        raise _error(folder, sorted(problems))
+    return values
+
+
 # --- Writing -----------------------------------------------------------------------------------------------------
 
 

@@ -46,6 +46,11 @@ def head_keys(key: Array) -> Array:
     return _fold_in(key, 0, _OF_HEAD)
 
 
+def module_keys(key: Array, count: int) -> Array:
+    """Returns `[count]`: the keys of the modules after an encoder, which take the place of a head."""
+    return _fold_in(head_keys(key)[0], 0, count)
+
+
 def encoder_keys(key: Array, layers: int) -> tuple[Array, Array]:
     """Returns the key of the embeddings and keys `[layers, 3]`, all derived in one operation: one kernel on a GPU."""
     keys = _fold_in(key, _OF_HEAD, 1 + _OF_LAYER * layers)

@@ -1,50 +1,109 @@
 """Pooling of the hidden states of tokens to one vector per sequence, for padded and for packed sequences."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 from jaxft import reference
 
-
-def pool(hidden: jax.Array, mask: jax.Array, modes: tuple[str, ...]) -> jax.Array:
-    """Pools float32 `[B, T, D]` under a mask `[B, T]` to `[B, D * len(modes)]`. A sequence without tokens gives 0."""
-    count = jnp.sum(mask, axis=1, dtype=jnp.int32)[:, None]
-    mask = mask[:, :, None]
-    pooled = {
-        "cls": lambda: hidden[:, 0],
-        "max": lambda: jnp.max(hidden, axis=1, where=mask, initial=-jnp.inf),
-        "mean": lambda: jnp.sum(hidden, axis=1, where=mask) / jnp.maximum(count, 1).astype(hidden.dtype),
-    }
-    return jnp.concatenate([jnp.where(count > 0, pooled[mode](), 0.0) for mode in modes], axis=-1)
+# By their names in the files of sentence-transformers, in the order in which it concatenates old boolean settings.
+MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 
 
-def pool_packed(hidden: jax.Array, cu_seqlens: jax.Array, modes: tuple[str, ...], max_seqlen: int) -> jax.Array:
+def pool(
+    hidden: jax.Array, mask: jax.Array, modes: tuple[str, ...], prompt_lengths: jax.Array | None = None
+) -> jax.Array:
+    """Pools float32 `[B, T, D]` under a mask `[B, T]` to `[B, D * len(modes)]`. A sequence without tokens gives 0.
+
+    `prompt_lengths`, a scalar or `[B]`, is the number of tokens that are left out, counted from a sequence's first token
+    under the mask. The weight of a token in "weightedmean" is its number, counted from that first token, prompt
+    included. A sequence that has no other tokens gives 0, and its first token for "cls".
+    """
+
+    def take(index: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(hidden, index[:, None, None], axis=1)[:, 0]
+
+    return _pool(hidden, mask, modes, prompt_lengths, take)
+
+
+def pool_packed(
+    hidden: jax.Array, cu_seqlens: jax.Array, modes: tuple[str, ...], max_seqlen: int,
+    prompt_lengths: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
     """Pools the first `max_seqlen` tokens of packed sequences, `[M, D]`, as `pool` does for a padded batch.
 
     The result is bitwise independent of the other sequences and of the sequence's place in `hidden`. A sequence that
-    ends beyond the M rows gives NaN ("cls" only if it starts there).
+    ends beyond the M rows gives NaN ("cls" and "lasttoken" only if that token lies there).
     """
-    mask = jnp.arange(max_seqlen, dtype=jnp.int32)[None] < jnp.diff(cu_seqlens)[:, None]
-    return pool(sequence_rows(hidden, cu_seqlens, max_seqlen), mask, modes)
+    lengths = jnp.diff(cu_seqlens)
+    mask = jnp.arange(max_seqlen, dtype=jnp.int32)[None] < lengths[:, None]
+
+    def take(index: jax.Array) -> jax.Array:
+        return _rows(hidden, cu_seqlens[:-1] + index, lengths > 0)
+
+    return _pool(sequence_rows(hidden, cu_seqlens, max_seqlen), mask, modes, prompt_lengths, take)
+
+
+def _pool(
+    hidden: jax.Array, mask: jax.Array, modes: tuple[str, ...], prompt_lengths: jax.Array | None,
+    take: Callable[[jax.Array], jax.Array],
+) -> jax.Array:  # fmt: skip
+    """Pools `[B, T, D]`. `take` looks up one token of each sequence by its index in T."""
+    index, every = jnp.arange(hidden.shape[1], dtype=jnp.int32)[None], mask
+
+    def number() -> jax.Array:
+        return index - jnp.argmax(every, axis=1).astype(jnp.int32)[:, None]
+
+    if prompt_lengths is not None:
+        mask = mask & (number() >= jnp.reshape(prompt_lengths, (-1, 1)))
+    count = jnp.sum(mask, axis=1, dtype=jnp.int32)[:, None]
+    size = jnp.maximum(count, 1).astype(hidden.dtype)
+    kept = mask[:, :, None]
+
+    def first() -> jax.Array:
+        found = jnp.argmax(mask, axis=1)
+        return take(found if prompt_lengths is None else jnp.where(count[:, 0] > 0, found, jnp.argmax(every, axis=1)))
+
+    def weighted_mean() -> jax.Array:
+        weights = (number() + 1).astype(hidden.dtype)
+        total = jnp.sum(weights, axis=1, where=mask)[:, None]
+        return jnp.sum(hidden * weights[:, :, None], axis=1, where=kept) / jnp.maximum(total, 1)
+
+    pooled = {
+        "cls": first,
+        "max": lambda: jnp.max(hidden, axis=1, where=kept, initial=-jnp.inf),
+        "mean": lambda: jnp.sum(hidden, axis=1, where=kept) / size,
+        "mean_sqrt_len_tokens": lambda: jnp.sum(hidden, axis=1, where=kept) / jnp.sqrt(size),
+        "weightedmean": weighted_mean,
+        "lasttoken": lambda: take(jnp.max(jnp.where(mask, index, 0), axis=1)),
+    }
+    found = {mode: jnp.any(every, axis=1)[:, None] if mode == "cls" else count > 0 for mode in modes}
+    return jnp.concatenate([jnp.where(found[mode], pooled[mode](), 0.0) for mode in modes], axis=-1)
 
 
 def first_tokens(x: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
     """Returns `[B, D]`, the first tokens of `[B, T, D]` or packed `[M, D]`; 0 for a packed sequence without tokens."""
-    return (x if cu_seqlens is None else sequence_rows(x, cu_seqlens, 1))[:, 0]
+    return x[:, 0] if cu_seqlens is None else _rows(x, cu_seqlens[:-1], jnp.diff(cu_seqlens) > 0)
 
 
 def sequence_rows(x: jax.Array, cu_seqlens: jax.Array, length: int) -> jax.Array:
     """Pads packed `[M, D]` to `[B, length, D]`: 0 after a sequence's end, NaN where it goes beyond the M rows."""
-    rows, row = x.shape[0], jnp.arange(length, dtype=jnp.int32)[None]
-    used = row < jnp.diff(cu_seqlens)[:, None]
-    index = jnp.where(used, cu_seqlens[:-1, None] + row, rows)
+    row = jnp.arange(length, dtype=jnp.int32)[None]
+    return _rows(x, cu_seqlens[:-1, None] + row, row < jnp.diff(cu_seqlens)[:, None])
+
+
+def _rows(x: jax.Array, index: jax.Array, used: jax.Array) -> jax.Array:
+    """Looks up rows of `[M, D]`: 0 where `used` is False, NaN beyond the M rows. No row may be used twice."""
+    rows = x.shape[0]
+    index = jnp.where(used, index, rows)
     if rows == 0:  # JAX's gather does not accept an empty axis
         taken = jnp.zeros((*used.shape, x.shape[1]), x.dtype)
     else:
         # No row occurs twice (`unique_indices`), so the gradient needs no atomics.
         # XLA fuses the lookup into the operation that reads the result.
         taken = x.at[index].get(mode="fill", fill_value=0, unique_indices=True)
-    return taken * reference.one_or_nan(~used | (index < rows), x.dtype)[:, :, None]
+    return taken * reference.one_or_nan(~used | (index < rows), x.dtype)[..., None]
 
 
 def l2_normalize(x: jax.Array) -> jax.Array:

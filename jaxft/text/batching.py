@@ -9,17 +9,17 @@ import operator
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jaxft import dispatch
 from jaxft.models.bert import BertModel, named_parameters
-from jaxft.models.heads import EncoderWithHead
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -109,6 +109,14 @@ class TextError(ValueError):
         self.index, self.text, self.reason = index, text, reason
 
 
+class Features(NamedTuple):
+    """Token embeddings of a text, with its tokens and its embedding."""
+
+    ids: np.ndarray  # int32 [tokens]
+    tokens: np.ndarray  # float32 [tokens, D]
+    pooled: np.ndarray  # float32 [width]
+
+
 class Batch(NamedTuple):
     """Model inputs of a padded or packed batch."""
 
@@ -147,7 +155,7 @@ class _Work(NamedTuple):
     positions: np.ndarray  # of its texts among all texts
     texts: Tokens  # to retry in smaller batches
     batch_size: int  # that the batch was cut with
-    result: jax.Array | jax.errors.JaxRuntimeError  # the error if starting the computation raised one
+    result: Any  # of `compute`; the error if starting the computation raised one
 
 
 class Batcher:
@@ -168,18 +176,21 @@ class Batcher:
 
     def compute_all(
         self, texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "list[Encoding]"], batch_size: int,
-        compute: Callable[[Batch], jax.Array], *, model: BertModel | EncoderWithHead, width: int, unit: str,
+        compute: Callable[[Batch], Any], *, model: nnx.Module, width: int | None, unit: str,
         show_progress_bar: bool | None,
-    ) -> np.ndarray:  # fmt: skip
+    ) -> Any:  # fmt: skip
         """Returns `compute`'s results for texts (or pairs), float32 `[len(texts), width]`, in their order.
+
+        With `width=None`, `compute` returns token embeddings too, and the result is a list of `Features`.
 
         Raises a TextError for a text whose result is not finite, with the reason that is found in `model`.
         """
-        results = np.empty((len(texts), width), np.float32)
+        results: Any = [None] * len(texts) if width is None else np.empty((len(texts), width), np.float32)
 
-        def start(batch: Batch) -> jax.Array:
+        def start(batch: Batch) -> Any:
             result = compute(batch)
-            result.copy_to_host_async()
+            for array in jax.tree.leaves(result):
+                array.copy_to_host_async()
             return result
 
         # `closing` ends the tokenisation threads if an error is raised.
@@ -195,10 +206,16 @@ class Batcher:
                     yield first, chunk
 
             for positions, found in self.run(watched(), batch_size, start):
-                if not (finite := np.isfinite(found)).all():
-                    index = int(positions[~finite.all(axis=1)].min())
+                if isinstance(found, list):
+                    finite = np.array([np.isfinite(x.tokens).all() and np.isfinite(x.pooled).all() for x in found])
+                    for position, features in zip(positions, found, strict=True):
+                        results[position] = features
+                else:
+                    finite = np.isfinite(found).all(axis=1)
+                    results[positions] = found
+                if not finite.all():
+                    index = int(positions[~finite].min())
                     raise TextError(index, texts[index], f"has a result that is not finite: {_cause(model)}")
-                results[positions] = found
                 bar.update(len(positions))
         return results
 
@@ -238,12 +255,13 @@ class Batcher:
         yield len(texts), Tokens.of([], with_types=self.with_types)
 
     def run(
-        self, chunks: Iterator[tuple[int, Tokens]], batch_size: int, compute: Callable[[Batch], jax.Array]
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        self, chunks: Iterator[tuple[int, Tokens]], batch_size: int, compute: Callable[[Batch], Any]
+    ) -> Iterator[tuple[np.ndarray, Any]]:
         """Yields (positions `[n]`, results `[n, ...]`) of each batch. Within a chunk, longer texts come first.
 
         The last chunk is empty. `compute` starts a batch and returns `[rows, ...]`, or `[count, ...]` for a packed
-        batch. If the device runs out of memory, `batch_size` is halved for the batch, the rest of the call and later
+        batch. If it returns a pair of token embeddings, `[rows, longest, D]` or packed `[capacity, D]`, and such an
+        array, then the results are a list of `Features`. If the device runs out of memory, `batch_size` is halved for the batch, the rest of the call and later
         calls.
         """
         in_flight: deque[_Work] = deque()
@@ -267,7 +285,7 @@ class Batcher:
             yield from self._finish(in_flight.popleft(), compute)
 
     def _start(
-        self, positions: np.ndarray, texts: Tokens, batch_size: int, compute: Callable[[Batch], jax.Array], *,
+        self, positions: np.ndarray, texts: Tokens, batch_size: int, compute: Callable[[Batch], Any], *,
         last: bool,
     ) -> Iterator[tuple[int, _Work]]:  # fmt: skip
         """Starts batches of texts, sorted by decreasing length. Yields (number of texts started so far, batch).
@@ -300,12 +318,15 @@ class Batcher:
             yield stop, _Work(positions[first:stop], part, size, result)
             first = stop
 
-    def _finish(self, work: _Work, compute: Callable[[Batch], jax.Array]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def _finish(self, work: _Work, compute: Callable[[Batch], Any]) -> Iterator[tuple[np.ndarray, Any]]:
         """Yields the result of a batch. If memory ran out, computes its texts again in smaller batches."""
         try:
             if isinstance(work.result, jax.errors.JaxRuntimeError):
                 raise work.result
-            result = np.asarray(work.result)[: len(work.positions)]
+            if isinstance(work.result, tuple):
+                result: Any = self._features(work.texts, *map(np.asarray, work.result))
+            else:
+                result = np.asarray(work.result)[: len(work.positions)]
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error) or work.batch_size == 1:
                 raise
@@ -321,6 +342,15 @@ class Batcher:
             )  # fmt: skip
         for _, part in self._start(work.positions, work.texts, half, compute, last=True):
             yield from self._finish(part, compute)
+
+    def _features(self, texts: Tokens, tokens: np.ndarray, pooled: np.ndarray) -> list[Features]:
+        """Cuts the results of a batch into texts. The arrays are copies, which are small and can be written to."""
+        if self.packed:
+            of_texts = [tokens[begin:end].copy() for begin, end in itertools.pairwise(texts.begins)]
+        else:
+            of_texts = [row[:length].copy() for row, length in zip(tokens, texts.lengths, strict=False)]
+        ids = [texts.ids[begin:end].copy() for begin, end in itertools.pairwise(texts.begins)]
+        return [*map(Features, ids, of_texts, pooled.copy())]
 
     def _padded(self, texts: Tokens, batch_size: int) -> Batch:
         rows = min(batch_size, 1 << (len(texts) - 1).bit_length())
@@ -347,12 +377,13 @@ class Batcher:
         return Batch(packed(texts.ids, self.padding), types, begins, bucket.longest)
 
 
-def _cause(model: BertModel | EncoderWithHead) -> str:
+def _cause(model: nnx.Module) -> str:
     """Returns why results of a model are not finite."""
     for name, parameter in named_parameters(model).items():
         if not jnp.isfinite(parameter.get_value()).all():
-            return f"the model's parameter {name} has NaN or infinite values"
-    dtype = (model if isinstance(model, BertModel) else model.bert).embeddings.options.dtype
+            return f"the model's parameter {name.removeprefix('encoder.')} has NaN or infinite values"
+    bert = next(module for _, module in nnx.iter_modules(model) if isinstance(module, BertModel))
+    dtype = bert.embeddings.options.dtype
     return f"numbers overflow in {dtype}" + "; bfloat16 and float32 have a larger range" * (dtype == jnp.float16)
 
 
@@ -392,11 +423,14 @@ def is_sequence(value: Any) -> bool:
 
 
 def as_texts(op: str, name: str, texts: Any) -> list[str]:
-    """Converts a str or a sequence of str to a list, and checks that each text is valid Unicode."""
+    """Converts a str or an iterable of str to a list, and checks that each text is valid Unicode."""
     if isinstance(texts, str):
         texts = [texts]
-    if not is_sequence(texts):
-        raise TypeError(f"{op}: {name} must be a str or a sequence of str, got {type(texts).__name__}")
+    elif hasattr(texts, "to_pylist"):  # an Arrow array, whose items are no str
+        texts = texts.to_pylist()
+    is_scalar = isinstance(texts, bytes | bytearray | memoryview | Mapping) or getattr(texts, "ndim", 1) == 0
+    if is_scalar or not isinstance(texts, Iterable):
+        raise TypeError(f"{op}: {name} must be a str or an iterable of str, got {type(texts).__name__}")
     texts = list(texts)
     for index, text in enumerate(texts):
         if not isinstance(text, str):

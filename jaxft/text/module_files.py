@@ -6,12 +6,17 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxft.checkpoint import files as checkpoint_files
+from jaxft.checkpoint import tensors as checkpoint_tensors
 from jaxft.checkpoint.files import CheckpointError, read_settings
+from jaxft.models.embedding import ACTIVATIONS, Dense, Dropout, LayerNorm, Module, Normalize
+from jaxft.models.pooling import MODES
 from jaxft.ops import checks
 from jaxft.text import tokenizer as tokenizer_files
 
-# Pooling modes by their field in a Pooling module's config.json, in the order in which sentence-transformers
+# Pooling modes by their field in old config.json files of a Pooling module, in the order in which sentence-transformers
 # concatenates the results of several modes.
 POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",
@@ -21,8 +26,13 @@ POOLING_FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-POOLING_MODES = ("cls", "max", "mean")
 POOLING_FIELDS = (*POOLING_FLAGS, "pooling_mode", "include_prompt", "embedding_dimension", "word_embedding_dimension")
+DENSE_FIELDS = ("in_features", "out_features", "bias", "activation_function", "module_input_name", "module_output_name",
+                "use_residual")  # fmt: skip
+LAYER_NORM_FIELDS, DROPOUT_FIELDS = ("dimension",), ("dropout",)
+_NORM = ("norm.weight", "norm.bias")
+_TOKENS, _SENTENCE, _SCORES = "token_embeddings", "sentence_embedding", "scores"
+_MODULES = ("Transformer", "Pooling", "Dense", "LayerNorm", "Dropout", "Normalize")
 
 # File of a Transformer module's settings: the first that is not empty. The names end in kinds of models.
 _KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -43,12 +53,17 @@ class Layout:
     """Settings from the files of a checkpoint folder, except for the model's and the tokenizer's own."""
 
     transformer: Path  # folder of the model and the tokenizer
-    pooling: tuple[str, ...] = ("mean",)
-    normalize: bool = False
+    pooling: tuple[str, ...] = ("mean",)  # () for a classifier, which has a head of its own
+    include_prompt: bool = True
+    token_modules: tuple[Module, ...] = ()  # before the pooling, with parameters
+    modules: tuple[Module, ...] = ()  # after the pooling
     max_seq_length: int | None = None
     do_lower_case: bool = False
-    prompt: str = ""
+    prompts: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    default_prompt_name: str | None = None
     truncate_dim: int | None = None
+    similarity_fn_name: str | None = None
+    task_lengths: dict[str, int] = dataclasses.field(default_factory=dict)  # maximum lengths of queries and documents
     num_labels: int | None = None  # of a classifier whose config.json does not say it
 
 
@@ -68,28 +83,21 @@ def read_sentence_encoder(folder: Path) -> Layout:
         )  # fmt: skip
         return Layout(folder)
     settings = _family_settings(folder, "SentenceTransformer")
-    modules = _read_modules(file)
-    transformer = modules["Transformer"]
-    if not os.path.isdir(transformer):
-        raise CheckpointError(f"{file}: the folder of module Transformer, {transformer}, does not exist")
-    pooling, include_prompt = _read_pooling(modules["Pooling"] / "config.json")
-    if "Normalize" in modules:
-        _check_normalize(modules["Normalize"] / "config.json")
+    layout = _read_modules(file, _SENTENCE)
     file = folder / "config_sentence_transformers.json"
-    prompt = _default_prompt(file, settings, {"query": "", "document": ""})
-    if prompt and not include_prompt:
-        raise CheckpointError(f"{file}: a default prompt together with include_prompt=false in the pooling's config")
     width = settings.get("truncate_dim")
     if width is not None and not (checks.is_natural(width) and width > 0):
         raise CheckpointError(f"{file}: truncate_dim must be a positive integer, got {width!r:.80}")
-    max_seq_length, do_lower_case = _transformer_settings(
-        transformer, "feature-extraction", "last_hidden_state", "token_embeddings"
-    )
-    return Layout(transformer, pooling, "Normalize" in modules, max_seq_length, do_lower_case, prompt, width)
+    prompts, default = _prompts(file, settings)
+    similarity = settings.get("similarity_fn_name")
+    return dataclasses.replace(
+        layout, prompts=prompts, default_prompt_name=default, truncate_dim=width,
+        similarity_fn_name=similarity if isinstance(similarity, str) else None,
+    )  # fmt: skip
 
 
 def read_cross_encoder(folder: Path) -> Layout:
-    """Reads the layout of a CrossEncoder."""
+    """Reads the layout of a CrossEncoder: a classifier, or an encoder with modules of which the last gives scores."""
     file = folder / "modules.json"
     # sentence-transformers takes one label for a model that is not saved as a classifier; transformers takes two.
     config = read_settings(folder / "config.json")
@@ -97,22 +105,21 @@ def read_cross_encoder(folder: Path) -> Layout:
     num_labels = None if is_classifier or config.get("id2label") or config.get("num_labels") else 1
     if not os.path.lexists(file):
         _check_bare(folder)
-        return Layout(folder, num_labels=num_labels)
+        return Layout(folder, (), num_labels=num_labels)
     settings = _family_settings(folder, "CrossEncoder")
     modules = [(_kind(entry), entry.get("path")) for entry in _module_list(file)]
-    if modules != [("Transformer", "")]:
-        kinds = ", ".join(str(kind) for kind, _ in modules)
-        raise CheckpointError(
-            f"{file}: a CrossEncoder must be one Transformer module in the folder itself; {kinds:.200} is not supported"
-        )
     settings_file = folder / "config_sentence_transformers.json"
     if settings.get("keep_in_fp32_modules"):
         raise CheckpointError(f"{settings_file}: keep_in_fp32_modules is not supported")
-    prompt = _default_prompt(settings_file, settings, {})
-    max_seq_length, do_lower_case = _transformer_settings(folder, "sequence-classification", "logits", "scores")
-    return Layout(
-        folder, max_seq_length=max_seq_length, do_lower_case=do_lower_case, prompt=prompt, num_labels=num_labels
-    )
+    if modules == [("Transformer", "")]:
+        max_seq_length, do_lower_case = _transformer_settings(folder, "sequence-classification", "logits", _SCORES)
+        layout = Layout(
+            folder, (), max_seq_length=max_seq_length, do_lower_case=do_lower_case, num_labels=num_labels
+        )
+    else:
+        layout = _read_modules(file, _SCORES)
+    prompts, default = _prompts(settings_file, settings)
+    return dataclasses.replace(layout, prompts=prompts, default_prompt_name=default)
 
 
 def _check_bare(folder: Path) -> None:
@@ -147,26 +154,98 @@ def _kind(entry: dict[str, Any]) -> str:
     return kind.rpartition(".")[2] if kind.startswith("sentence_transformers.") else kind
 
 
-def _read_modules(file: Path) -> dict[str, Path]:
-    """Reads the folder of each module of a SentenceTransformer. The keys are the names of the modules' classes."""
-    modules: dict[str, Path] = {}
+def _read_modules(file: Path, result: str) -> Layout:
+    """Reads all modules that modules.json lists. The last module gives the feature `result`."""
+    entries = []
     for entry in _module_list(file):
         kind, path = _kind(entry), entry.get("path")
-        if kind not in ("Transformer", "Pooling", "Normalize") or kind in modules:
-            what = "appears twice" if kind in modules else "is not supported"
+        if kind not in _MODULES:
             raise CheckpointError(
-                f"{file}: module {entry.get('type')!r:.80} {what}; supported are one Transformer, one Pooling and"
-                " optionally one Normalize"
+                f"{file}: module {entry.get('type')!r:.80} is not supported; supported are {', '.join(_MODULES)}"
             )
         if not isinstance(path, str) or Path(path).is_absolute() or ".." in Path(path).parts:
             raise CheckpointError(f"{file}: module {kind} must have a path inside the folder, got {path!r:.80}")
-        modules[kind] = file.parent / path
-    if list(modules)[:2] != ["Transformer", "Pooling"]:
+        entries.append((kind, file.parent / path))
+    kinds = [kind for kind, _ in entries]
+    if kinds[:1] != ["Transformer"] or kinds.count("Transformer") != 1 or kinds.count("Pooling") != 1:
         raise CheckpointError(
-            f"{file}: expected a Transformer, a Pooling and optionally a Normalize module in this order, got"
-            f" {list(modules)}"
+            f"{file}: expected a Transformer module, then one Pooling module and any number of others, got"
+            f" {', '.join(kinds):.200}"
         )
-    return modules
+    transformer = entries[0][1]
+    if not os.path.isdir(transformer):
+        raise CheckpointError(f"{file}: the folder of module Transformer, {transformer}, does not exist")
+    pooling, include_prompt = _read_pooling(entries[kinds.index("Pooling")][1] / "config.json")
+    parts: dict[str, list[Module]] = {_TOKENS: [], _SENTENCE: []}
+    for index, (kind, folder) in enumerate(entries):
+        if kind in ("Transformer", "Pooling"):
+            continue
+        is_last = index == len(entries) - 1
+        module, source, target = _read_module(kind, folder)
+        is_pooled = index > kinds.index("Pooling")
+        if kind == "Normalize" and source == target == _SENTENCE and not is_pooled:
+            continue  # there is nothing yet that it could normalise
+        if source != (_SENTENCE if is_pooled else _TOKENS) or target != (result if is_last else source):
+            raise CheckpointError(
+                f"{folder / 'config.json'}: module {kind} takes {source!r:.80} to {target!r:.80}, which is not supported"
+                f" {'after' if is_pooled else 'before'} the Pooling module"
+            )
+        parts[source].append(module)
+    if result == _SCORES and kinds[-1] != "Dense":
+        raise CheckpointError(f"{file}: the last module of a CrossEncoder must be a Dense module, got {kinds[-1]}")
+    max_seq_length, do_lower_case = _transformer_settings(
+        transformer, "feature-extraction", "last_hidden_state", _TOKENS
+    )
+    return Layout(
+        transformer, pooling, include_prompt, tuple(parts[_TOKENS]), tuple(parts[_SENTENCE]), max_seq_length,
+        do_lower_case,
+    )  # fmt: skip
+
+
+def _read_module(kind: str, folder: Path) -> tuple[Module, Any, Any]:
+    """Reads a module with its parameters. Returns the module and the names of the features that it reads and writes."""
+    file = folder / "config.json"
+    config = read_settings(file)
+    source = target = _SENTENCE
+    if kind in ("Dense", "Normalize"):
+        source = config.get("module_input_name", _SENTENCE)
+        target = source if config.get("module_output_name") is None else config["module_output_name"]
+    known = {"LayerNorm": LAYER_NORM_FIELDS, "Dropout": DROPOUT_FIELDS}
+    if kind in known:
+        _check_known(file, config, known[kind])
+    try:
+        if kind == "Dense":
+            return _read_dense(folder, config), source, target
+        if kind == "LayerNorm":
+            layer_norm = LayerNorm(config.get("dimension"))  # type: ignore[arg-type]
+            values = checkpoint_tensors.load_exact(folder, dict.fromkeys(_NORM, (layer_norm.in_features,)))
+            for parameter, name in zip((layer_norm.gamma, layer_norm.beta), _NORM, strict=True):
+                parameter.set_value(jnp.asarray(values[name]))
+            return layer_norm, source, target
+        return (Dropout(config.get("dropout", 0.2)) if kind == "Dropout" else Normalize()), source, target
+    except (TypeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def _read_dense(folder: Path, config: dict[str, Any]) -> Dense:
+    name = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
+    activation = name.rpartition(".")[2] if name.startswith("torch.") else None
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"activation_function {name!r:.80} is not supported; supported are {', '.join(ACTIVATIONS)} of PyTorch"
+        )
+    module = Dense(
+        config.get("in_features"), config.get("out_features"), bias=config.get("bias", True), activation=activation,
+        use_residual=config.get("use_residual", False), rngs=None,
+    )  # type: ignore[arg-type]  # fmt: skip
+    named = {"linear.weight": module.kernel, "linear.bias": module.bias, "residual.weight": module.residual_kernel}
+    parameters = {name: parameter for name, parameter in named.items() if parameter is not None}
+    shapes = {name: parameter.shape[::-1] for name, parameter in parameters.items()}
+    for name, value in checkpoint_tensors.load_exact(folder, shapes).items():
+        parameters[name].set_value(jnp.asarray(value.T))
+    return module
 
 
 def _read_pooling(file: Path) -> tuple[tuple[str, ...], bool]:
@@ -180,33 +259,27 @@ def _read_pooling(file: Path) -> tuple[tuple[str, ...], bool]:
         modes = [mode for flag, mode in POOLING_FLAGS.items() if config.get(flag)] or ["mean"]
     elif isinstance(modes, str):
         modes = [modes]
-    unsupported = [mode for mode in modes if mode not in POOLING_MODES] if isinstance(modes, list) else [modes]
-    if unsupported or not modes or len(modes) > len(POOLING_MODES):
+    unsupported = [mode for mode in modes if mode not in MODES] if isinstance(modes, list) else [modes]
+    if unsupported or not modes or len(modes) > len(MODES):
         raise CheckpointError(
             f"{file}: pooling mode {', '.join(map(repr, unsupported or modes)):.200} is not supported; supported are"
-            f" {', '.join(POOLING_MODES)} and their concatenation"
+            f" {', '.join(MODES)} and their concatenation"
         )
     return tuple(modes), bool(config.get("include_prompt", True))
 
 
-def _check_normalize(file: Path) -> None:
-    """Refuses a Normalize module of anything but the embeddings of texts."""
-    config = read_settings(file)
-    for name in ("module_input_name", "module_output_name"):
-        if config.get(name) not in (None, "sentence_embedding"):
-            raise CheckpointError(f"{file}: {name} must be sentence_embedding, got {config[name]!r:.80}")
-
-
-def _default_prompt(file: Path, settings: dict[str, Any], prompts: dict[str, str]) -> str:
-    """Returns the text of the default prompt. `prompts` are the prompts that a model has by default."""
-    name, given = settings.get("default_prompt_name"), settings.get("prompts")
-    if name is None:
-        return ""
-    prompts = prompts | (given if isinstance(given, dict) else {})
-    prompt = prompts[name] or "" if isinstance(name, str) and name in prompts else None
-    if not isinstance(prompt, str):
-        raise CheckpointError(f"{file}: default_prompt_name is {name!r:.80}, but prompts has no text of that name")
-    return prompt
+def _prompts(file: Path, settings: dict[str, Any]) -> tuple[dict[str, str | None], str | None]:
+    """Returns the prompts by name, and the name of the default prompt."""
+    name, prompts = settings.get("default_prompt_name"), settings.get("prompts")
+    prompts = {} if prompts is None else prompts
+    if not isinstance(prompts, dict):
+        raise CheckpointError(f"{file}: prompts must be an object from names to texts, got {prompts!r:.80}")
+    for key, prompt in prompts.items():
+        if not isinstance(prompt, str | None):
+            raise CheckpointError(f"{file}: prompts has no text of the name {key!r:.80}, but {prompt!r:.80}")
+    if not isinstance(name, str | None):
+        raise CheckpointError(f"{file}: default_prompt_name must be a name, got {name!r:.80}")
+    return prompts, name
 
 
 def _transformer_settings(folder: Path, task: str, output: str, feature: str) -> tuple[int | None, bool]:

@@ -1,0 +1,165 @@
+"""Quantization of embeddings to fewer bits, with the numbers of sentence-transformers."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.typing import ArrayLike
+
+# NumPy dtype of the result of each precision.
+PRECISIONS: dict[str, type[np.generic]] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "int8": np.int8,
+    "uint8": np.uint8,
+    "binary": np.int8,
+    "ubinary": np.uint8,
+}
+_FEW_ROWS = 100  # ranges of fewer embeddings are reported as unreliable
+_BLOCK = 1 << 18  # values that are quantized at a time, so that intermediate results stay in the cache
+
+_log = logging.getLogger("jaxft")
+
+
+def quantize_embeddings(
+    embeddings: ArrayLike | Sequence[ArrayLike],
+    precision: str,
+    *,
+    ranges: ArrayLike | None = None,
+    calibration_embeddings: ArrayLike | None = None,
+) -> Any:
+    """Quantizes float embeddings to fewer bits, as `sentence_transformers.quantize_embeddings` does.
+
+    `"int8"` and `"uint8"` divide the range of each component into 255 equal steps. Values outside of the range get the
+    nearest end of it. A component whose range is empty gives 0 (`"uint8"`) or -128 (`"int8"`). `"binary"` and
+    `"ubinary"` keep one bit per component, which says whether the component is positive. Eight components share a byte,
+    the first one in the highest bit; zero bits fill the last byte. `"binary"` stores the byte minus 128.
+
+    Args:
+      embeddings: float `[n, D]` or `[D]`, a NumPy or JAX array; a list of such rows; or a list of float `[n_i, D]`, for
+        example the token embeddings of several texts, which then share their ranges.
+      precision: `"float32"`, `"float16"`, `"int8"`, `"uint8"`, `"binary"` or `"ubinary"`.
+      ranges: `[2, D]`, the smallest and the largest value of each component. Used for `"int8"` and `"uint8"`.
+      calibration_embeddings: float `[m, D]` from which the ranges are computed if `ranges` is None. Used for `"int8"`
+        and `"uint8"`. If both are None, the ranges are computed from `embeddings`; fewer than 100 rows log a warning.
+
+    Returns:
+      A NumPy array `[n, D]` or `[D]` of float32, float16, int8 or uint8; `[n, ceil(D / 8)]` or `[ceil(D / 8)]` of int8
+      for `"binary"` and of uint8 for `"ubinary"`. A list of arrays for a list of `[n_i, D]`.
+
+    Raises:
+      TypeError: `embeddings`, `ranges` or `calibration_embeddings` are not floats.
+      ValueError: `precision` is unknown, a shape is wrong, ranges would have to be computed from a single embedding, a
+        lower end of `ranges` is above its upper end, or a value is not finite (except for `"float32"` and
+        `"float16"`) or too large for float16.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(
+            f"quantize_embeddings: precision must be one of {', '.join(PRECISIONS)}, got {precision!r:.80}"
+        )
+    several = isinstance(embeddings, list | tuple) and len(embeddings) > 0 and np.ndim(embeddings[0]) == 2
+    if isinstance(embeddings, list | tuple) and not embeddings:
+        return []
+    parts = [_as_floats("embeddings", part) for part in (embeddings if several else [embeddings])]  # type: ignore[union-attr]
+    if len(widths := {part.shape[-1] for part in parts}) > 1:
+        raise ValueError(f"quantize_embeddings: embeddings must have one width, got {sorted(widths)}")
+    if precision not in ("float32", "float16"):
+        for part in parts:
+            _check_finite("embeddings", part)
+    limits = None
+    if precision in ("int8", "uint8") and any(part.size for part in parts):
+        limits = _limits(parts, precision, ranges, calibration_embeddings)
+    results = [_quantized(part, precision, limits) for part in parts]
+    return results if several else results[0]
+
+
+def steps_of(limits: np.ndarray) -> np.ndarray:
+    """Returns the size of a step of each component, float32 `[D]`, for ranges `[2, D]`. An empty range has 1."""
+    steps = (limits[1] - limits[0]) / np.float32(255)
+    return np.where(steps == 0, np.float32(1), steps)
+
+
+def as_ranges(op: str, ranges: Any, width: int) -> np.ndarray:
+    """Checks ranges of int8 and uint8: finite float32 `[2, width]`, the lower ends first."""
+    limits = _as_floats("ranges", ranges, op).astype(np.float32)
+    if limits.shape != (2, width):
+        raise ValueError(f"{op}: ranges must have the shape (2, {width}), got {limits.shape}")
+    _check_finite("ranges", limits, op)
+    if (wrong := limits[0] > limits[1]).any():
+        index = int(wrong.argmax())
+        low, high = limits[:, index].tolist()
+        raise ValueError(f"{op}: ranges[0] must not exceed ranges[1], got {low} and {high} for component {index}")
+    return limits
+
+
+def _limits(parts: list[np.ndarray], precision: str, ranges: Any, calibration: Any) -> np.ndarray:
+    """Returns the ranges of the components, float32 `[2, D]`."""
+    width = parts[0].shape[-1]
+    if ranges is None:
+        rows = sum(part.shape[0] for part in parts) if parts[0].ndim == 2 else 1
+        if calibration is not None:
+            parts = [_as_floats("calibration_embeddings", calibration)]
+            _check_finite("calibration_embeddings", parts[0])
+            if parts[0].ndim != 2 or parts[0].shape[-1] != width or not parts[0].size:
+                shape = parts[0].shape
+                raise ValueError(f"quantize_embeddings: calibration_embeddings must be [n, {width}], got {shape}")
+        elif rows == 1:
+            raise ValueError(
+                f"quantize_embeddings: {precision} ranges of a single embedding say nothing: pass ranges or"
+                " calibration_embeddings"
+            )
+        elif rows < _FEW_ROWS:
+            _log.warning(
+                "%s ranges are computed from only %d embeddings: pass ranges, or calibration_embeddings of more texts",
+                precision, rows,
+            )  # fmt: skip
+        joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        ranges = np.stack([joined.min(axis=0), joined.max(axis=0)])
+    return as_ranges("quantize_embeddings", ranges, width)
+
+
+def _quantized(values: np.ndarray, precision: str, limits: np.ndarray | None) -> np.ndarray:
+    dtype = PRECISIONS[precision]
+    if precision.endswith("binary"):
+        bits = np.packbits(values > 0, axis=-1)
+        return bits if precision == "ubinary" else (bits ^ 0x80).view(np.int8)
+    if limits is None:
+        with np.errstate(over="ignore"):
+            result = values.astype(dtype)
+        if precision == "float16" and (over := np.isinf(result) & np.isfinite(values)).any():
+            raise ValueError(f"quantize_embeddings: embeddings must fit float16, got {values[over][0]}")
+        return result
+    result = np.empty(values.shape, dtype)
+    rows, out = values.reshape(-1, values.shape[-1]), result.reshape(-1, values.shape[-1])
+    steps, count = steps_of(limits), max(_BLOCK // values.shape[-1], 1)
+    for first in range(0, len(rows), count):
+        block = rows[first : first + count] - limits[0]
+        block /= steps
+        np.floor(block, out=block)
+        np.clip(block, 0, 255, out=block)
+        if precision == "int8":
+            block -= 128
+        out[first : first + count] = block
+    return result
+
+
+def _as_floats(name: str, values: Any, op: str = "quantize_embeddings") -> np.ndarray:
+    """Converts to NumPy: float32 `[n, D]` or `[D]`, or float64 if the values are. Raises unless they are floats."""
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # rows of different lengths
+        raise ValueError(f"{op}: {name} must be rows of one width: {error}") from error
+    if array.dtype != np.float64:
+        if array.dtype.kind not in "fV" or not np.can_cast(array.dtype, np.float32):
+            raise TypeError(f"{op}: {name} must be floats, got {array.dtype}")
+        array = array.astype(np.float32, copy=False)
+    if array.ndim not in (1, 2):
+        raise ValueError(f"{op}: {name} must have one or two axes, got the shape {array.shape}")
+    return array
+
+
+def _check_finite(name: str, values: np.ndarray, op: str = "quantize_embeddings") -> None:
+    if not (finite := np.isfinite(values)).all():
+        index = ", ".join(map(str, np.argwhere(~finite)[0]))
+        raise ValueError(f"{op}: {name} must be finite, got {values[~finite][0]} at [{index}]")
