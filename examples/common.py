@@ -64,17 +64,21 @@ _all_finite = jax.jit(training.all_finite)
 # --- Text --------------------------------------------------------------------------------------------------------
 
 
-def paragraphs() -> dict[str, str]:
-    """Returns the docstring paragraphs of Python's standard library, in a fixed order.
+class Docstring(NamedTuple):
+    """A docstring of Python's standard library."""
 
-    Tests of the library, and paragraphs that occur in several modules, are left out.
+    owner: str  # name of the top-level module or package
+    name: str | None  # of the class or function, or None for a module
+    paragraphs: list[str]
 
-    Returns:
-      A dict from paragraph to the name of its top-level module or package.
-    """
-    modules: dict[str, set[str]] = {}
+
+def docstrings() -> Iterator[Docstring]:
+    """Finds the docstrings of Python's standard library, in a fixed order. Tests of the library are left out."""
     library = Path(sysconfig.get_paths()["stdlib"])
-    for file in sorted(library.rglob("*.py")):
+    files = sorted(library.rglob("*.py"))
+    if not files:
+        raise SystemExit(f"{library} has no sources of Python's standard library, whose docstrings are the text")
+    for file in files:
         parts = file.relative_to(library).with_suffix("").parts
         if {"site-packages", "test", "tests"} & {*parts}:
             continue
@@ -82,10 +86,22 @@ def paragraphs() -> dict[str, str]:
             tree = ast.parse(file.read_bytes())
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                for paragraph in re.split(r"\n\s*\n", ast.get_docstring(node) or ""):
-                    modules.setdefault(" ".join(paragraph.split()), set()).add(parts[0])
-    if not modules:
-        raise SystemExit(f"{library} has no sources of Python's standard library, whose docstrings are the text")
+                text = re.split(r"\n\s*\n", ast.get_docstring(node) or "")
+                yield Docstring(parts[0], getattr(node, "name", None), [" ".join(part.split()) for part in text])
+
+
+def paragraphs() -> dict[str, str]:
+    """Returns the docstring paragraphs of Python's standard library, in a fixed order.
+
+    Paragraphs that occur in several modules are left out.
+
+    Returns:
+      A dict from paragraph to the name of its top-level module or package.
+    """
+    modules: dict[str, set[str]] = {}
+    for docstring in docstrings():
+        for paragraph in docstring.paragraphs:
+            modules.setdefault(paragraph, set()).add(docstring.owner)
     return {text: owners.pop() for text, owners in modules.items() if text and len(owners) == 1}
 
 
@@ -204,12 +220,19 @@ def initial_state(params: Any, optimizer: optax.GradientTransformation, dtype: s
     return State(params, optimizer.init(params), training.LossScale.create() if dtype == "float16" else None)
 
 
-def make_step(loss_fn: LossFn, optimizer: optax.GradientTransformation) -> Step:
-    """Makes a training step. Its batches have the micro-batches along the first axis of each array."""
+def make_step(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    gradients_of: Callable[..., Any] = training.accumulate_gradients,
+) -> Step:
+    """Makes a training step. Its batches have the micro-batches along the first axis of each array.
+
+    `gradients_of` has the arguments of `training.accumulate_gradients`, and gets `loss_fn`.
+    """
 
     def step(state: State, batch: Any, key: jax.Array) -> tuple[State, jax.Array]:
         keys = jax.random.split(key, len(jax.tree.leaves(batch)[0]))
-        loss, gradients = training.accumulate_gradients(
+        loss, gradients = gradients_of(
             lambda params, one: loss_fn(params, *one), state.params, (batch, keys), loss_scale=state.loss_scale
         )
 
@@ -354,11 +377,11 @@ class Run:
         self._write("losses.csv", ("step", "loss"), enumerate(self._losses))
         state, about = ocp.args.StandardSave(self.state), ocp.args.JsonSave(self.settings)
         args: Any = ocp.args.Composite(state=state, settings=about)
-        with self._saving():
+        with self.saving():
             self._manager.save(self.step, args=args)
 
     @contextmanager
-    def _saving(self) -> Iterator[None]:
+    def saving(self) -> Iterator[None]:
         """Makes any error of the block a SaveError. Orbax reports the errors of a checkpoint at the next one."""
         try:
             yield
@@ -369,12 +392,12 @@ class Run:
 
     def save_model(self, model: Any, tokenizer: Any, settings: tokenizer_files.Settings) -> None:
         """Writes the trained model and its tokenizer, which was loaded with `settings`."""
-        with self._saving():
+        with self.saving():
             model.save_pretrained(self.out / "model")
             tokenizer_files.save(tokenizer, self.out / "model", settings)
 
     def _close(self) -> None:
-        with self._saving():
+        with self.saving():
             try:
                 self._manager.close()  # waits until checkpoints are written
             finally:
@@ -385,7 +408,7 @@ class Run:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _write(self, name: str, head: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> None:
-        with self._saving(), atomic.replacing(self.out / name) as (new,), atomic.writing(self.out / name):
+        with self.saving(), atomic.replacing(self.out / name) as (new,), atomic.writing(self.out / name):
             with new.open("w", newline="") as file:
                 writer = csv.writer(file, lineterminator="\n")
                 writer.writerow(head)
@@ -465,7 +488,7 @@ class Run:
         other.set(ylabel=evaluated)
         axes.legend(lines, [*labels, evaluated], frameon=False)
         path = self.out / "loss.png"
-        with self._saving(), atomic.replacing(path) as (new,), atomic.writing(path):
+        with self.saving(), atomic.replacing(path) as (new,), atomic.writing(path):
             figure.savefig(new, dpi=120, bbox_inches="tight")
         pyplot.close(figure)
 

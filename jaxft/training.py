@@ -176,7 +176,7 @@ def cached_gradients(
 
     The loss compares all texts of the batch with each other, as `contrastive_loss` does, but activations take the
     memory of one micro-batch only. The encoder runs once without gradients, for the embeddings of the whole batch, and
-    once with gradients, a micro-batch at a time. Equivalent, up to rounding, to::
+    once with gradients, a micro-batch at a time. (A single micro-batch runs once.) Equivalent, up to rounding, to::
 
       def mean(params):
         parts = [embed_fn(params, jax.tree.map(lambda x: x[i], batches)) for i in range(micro_batches)]
@@ -209,9 +209,6 @@ def cached_gradients(
     """
     where = "cached_gradients"
     own, of_batches = _checked_axes(where, params, batches, loss_scale)
-    scale = jnp.float32(1) if loss_scale is None else loss_scale.scale
-    vary = functools.partial(_vary, own | of_batches)
-    varied = vary(params)
 
     def embed(params: Any, batch: Any) -> tuple[Array, ...]:
         found = embed_fn(params, batch)
@@ -224,6 +221,15 @@ def cached_gradients(
     def total_of(embeddings: tuple[Array, ...]) -> tuple[Array, Array]:
         return _own_sums(where, loss_fn(*(x.reshape(-1, *x.shape[2:]) for x in embeddings)), of_batches - own)
 
+    if jax.tree.leaves(batches)[0].shape[0] == 1:  # no need to run the encoder twice
+
+        def loss_of(params: Any, batch: Any) -> CrossEntropy:
+            return _own_sums(where, loss_fn(*embed(params, batch)), of_batches - own)
+
+        return accumulate_gradients(loss_of, params, batches, loss_scale=loss_scale)
+    scale = jnp.float32(1) if loss_scale is None else loss_scale.scale
+    vary = functools.partial(_vary, own | of_batches)
+    varied = vary(params)
     embeddings = lax.map(lambda batch: embed(varied, batch), batches)
     total, pull_back, labelled = jax.vjp(total_of, embeddings, has_aux=True)
     loss, over = vary(CrossEntropy(total, labelled)), tuple(of_batches - own)
