@@ -362,7 +362,7 @@ def test_a_wrong_result_is_not_timed(wrong, tmp_path, monkeypatch):
 def tiny_encode(tmp_path, monkeypatch):
     """Arguments of bench_encode with a tiny model and few texts. In float32 packed and padded batches agree."""
     tiny.write_tokenizer(tmp_path)
-    settings = {"CONFIGS": {"tiny": tiny.config()}, "LIMIT": 32, "BATCH_SIZE": 2, "DTYPE": "float32"}
+    settings = {"CONFIGS": {"tiny": tiny.config()}, "LIMIT": 32, "BATCH_SIZE": 2, "DTYPE": "float32", "PROMPT": "the "}
     for name, value in settings.items():
         monkeypatch.setattr(bench_encode, name, value)
     monkeypatch.setattr(bench_encode, "docstrings", lambda: ["the river " * n for n in (1, 14, 3, 0, 2)])
@@ -371,7 +371,8 @@ def tiny_encode(tmp_path, monkeypatch):
 
 def test_bench_encode(tiny_encode, tmp_path, capsys):
     bench_encode.main(tiny_encode)
-    *rows, one, padded = read(tmp_path / "results")
+    every = read(tmp_path / "results")
+    *rows, one, padded = (row for row in every if "options" not in row["op"])
     names = ["jaxft", "jaxft, padded", "jaxft, padded, not sorted", "jaxft"]
     assert [row["implementation"] for row in rows] == names
     assert [row["metric"] for row in rows] == ["wall_us"] * 3 + ["device_only_us"]
@@ -385,6 +386,18 @@ def test_bench_encode(tiny_encode, tmp_path, capsys):
     for row, name in ((one, "jaxft"), (padded, "jaxft, padded")):
         assert (row["op"], row["implementation"], row["metric"]) == ("encode one text tiny", name, "wall_us")
         assert row["unit"] == "ktext/s" and float(row["rate"]) == pytest.approx(1e3 / float(row["p50"]), rel=1e-3)
+    options = [row for row in every if row["op"] == "encode options tiny"]
+    names = ["prompt", "prompt not pooled", "truncate_dim", "int8", "ubinary", "Dense"]
+    assert [row["implementation"] for row in options] == ["jaxft", *(f"jaxft, {name}" for name in names)]
+    tokens += 5  # of the prompt
+    for row in options:
+        assert float(row["rate"]) == pytest.approx(tokens / float(row["p50"]), rel=1e-3)
+
+
+def test_bench_encode_times_options_alone(tiny_encode, tmp_path, capsys):
+    bench_encode.main([*tiny_encode, "--only", "options"])
+    assert {row["op"] for row in read(tmp_path / "results")} == {"encode options tiny"}
+    assert "tiny, jaxft, Dense: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("after", "code"), [(9.5, 0), (10.5, 0), (jnp.nan, 0), (9.5, 130)])
