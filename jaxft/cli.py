@@ -284,10 +284,10 @@ def _run_similar(args: argparse.Namespace) -> None:
     with _model_errors(args.file, numbers):
         encoder, device = _load_encoder(args)
         with _timed(len(numbers) + 1, "texts", device):
-            documents = [lines[number - 1] for number in numbers]
-            embeddings = encoder.encode_document(documents, show_progress_bar=True, **options)
             with _model_errors(None, ()):
                 query = encoder.encode_query(args.query, prompt=args.prompt, prompt_name=args.prompt_name, **options)
+            documents = [lines[number - 1] for number in numbers]
+            embeddings = encoder.encode_document(documents, show_progress_bar=True, **options)
     import numpy as np
 
     cosines = embeddings @ query
