@@ -244,9 +244,10 @@ def test_encode_precisions(folder, model, monkeypatch, precision):
     assert tuple(PRECISIONS) == cli._PRECISIONS
     sizes = []
     monkeypatch.setattr(cli, "_allocate", lambda file, size: sizes.append(size))
-    expected = SentenceEncoder.from_pretrained(model).encode(LINES, precision=precision)
+    expected = SentenceEncoder.from_pretrained(model).encode(LINES, precision=precision, truncate_dim=9)
+    options = ["--precision", precision, "--truncate-dim", "9"]
     for output in ("out.npy", "out.jsonl"):
-        assert cli.main(["encode", "--model", model, "texts.txt", "-o", output, "--precision", precision]) == 0
+        assert cli.main(["encode", "--model", model, "texts.txt", "-o", output, *options]) == 0
     result = np.load("out.npy")
     assert result.dtype == PRECISIONS[precision] and sizes == [Path("out.npy").stat().st_size]
     np.testing.assert_allclose(result, expected, rtol=0, atol=1 if "int8" in precision else 1e-3)
