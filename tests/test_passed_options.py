@@ -110,7 +110,7 @@ def test_options_of_the_encoders_reach_their_parts(model, tmp_path, calls):
     folder = tmp_path / "cross"
     folder.mkdir()
     scorer = CrossEncoder.from_pretrained(tiny.write_classifier(folder), implementation="xla", max_length=9)
-    assert scorer.max_length == 9 and scorer.model.bert.embeddings.options.implementation == "xla"
+    assert scorer.max_seq_length == 9 and scorer.model.bert.embeddings.options.implementation == "xla"
     calls.clear()
     scorer.rank("a bird", TEXTS, batch_size=2)
     assert max(call.rows for call in calls) == 2
