@@ -28,6 +28,7 @@ TITLES = {
     "attention": "Attention from packed QKV",
     "dense": "Dense layers",
     "linear_cross_entropy": "Loss and gradients of a linear classifier",
+    "semantic_search": "Search in a corpus on the device: queries, entries, components",
     "configuration": "Kernels with the tuned configuration and with the heuristic's",
     "other": "Row and layout kernels",
 }
@@ -78,6 +79,7 @@ def metrics_of(name: str) -> tuple[str, ...]:
         "encode options": ("wall_us",),
         "encode one text": ("wall_us",),
         "linear_cross_entropy": ("device_us", "temporary_mib"),
+        "semantic_search": ("wall_us",),
     }
     return metrics.get(name, ("device_us",))
 

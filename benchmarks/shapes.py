@@ -147,6 +147,9 @@ CROSS_ENTROPY = [(rows, 768, 30522) for rows in (4096, 16384)]
 #: The share of rows that have a label; masked language modelling has about 15 %.
 CROSS_ENTROPY_LABELLED = (1.0, 0.15)
 
+#: queries, entries of the corpus, components
+SEARCH = [(1, 100_000, 384), (100, 100_000, 384), (100, 1_000_000, 384)]
+
 
 def is_ffn_input(depth: int, width: int) -> bool:
     """Returns whether a dense layer of these sizes is the first one of a feed-forward network, before the GELU."""

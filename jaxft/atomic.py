@@ -122,8 +122,8 @@ def _rename(pairs: list[tuple[Path | None, Path]], work: Path) -> None:
         for target, link, existed in before:
             if link.exists():
                 os.replace(link, target)
-            elif not existed:
-                target.unlink(missing_ok=True)
+            elif not existed and os.path.lexists(target):
+                target.unlink()
         _remove_empty(new_folders)
         raise
     _remove_empty(target.parent for file, target in pairs if file is None)

@@ -1,4 +1,4 @@
-"""Command line `jaxft encode | similar | bench | info`. Results go to stdout or a file, messages to stderr."""
+"""Command line `jaxft encode | similar | rerank | bench | info`. Results go to stdout or a file, messages to stderr."""
 
 import argparse
 import contextlib
@@ -13,10 +13,10 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from jaxft import atomic
 from jaxft._version import __version__
@@ -25,11 +25,14 @@ from jaxft.checkpoint.files import parse_json
 if TYPE_CHECKING:
     import numpy as np
 
+    from jaxft.text.sentence_encoder import SentenceEncoder
+
 # Modules that take long to load, NumPy and JAX above all, are imported by the functions that need them: signals are
 # handled from the start.
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
 _DTYPES = ("float32", "float16", "bfloat16")
+_PRECISIONS = ("float32", "float16", "int8", "uint8", "binary", "ubinary")  # of jaxft.text.quantization
 
 
 class _UserError(Exception):
@@ -99,23 +102,52 @@ def _parser() -> argparse.ArgumentParser:
         "encode", _run_encode, "turn texts into embeddings",
         "Writes the embedding of each text. An empty line is an empty text, so that rows match lines. FILE.jsonl, and "
         'with --jsonl any FILE, holds on each line a JSON string or an object with a "text" field; any other FILE '
-        "holds one text a line. OUT.npy gets a float32 array [texts, width]; OUT.jsonl gets the fields of each input "
-        'object (of a plain line: "text") and "embedding". The output file appears whole or not at all.',
+        "holds one text a line. OUT.npy gets an array [texts, width], float32 or as --precision says; OUT.jsonl, and "
+        'stdout for -, gets the fields of each input object (of a plain line: "text") and "embedding". The output file '
+        "appears whole or not at all.",
     )  # fmt: skip
     _add_model_arguments(encode)
     encode.add_argument("file", metavar="FILE", nargs="?", default="-", help="the texts; -, the default, is stdin")
-    encode.add_argument("-o", "--output", metavar="OUT", required=True, help="file to write, ending in .npy or .jsonl")
+    encode.add_argument(
+        "-o", "--output", metavar="OUT", required=True,
+        help="file to write, ending in .npy or .jsonl; - writes JSON lines to stdout",
+    )  # fmt: skip
     encode.add_argument("--normalize", action="store_true", help="scale every embedding to length 1")
+    encode.add_argument(
+        "--precision", choices=_PRECISIONS, default="float32",
+        help="of the embeddings (default: float32); int8 and uint8 take their ranges from the texts, binary and "
+        "ubinary keep one bit of each component, eight in a byte",
+    )  # fmt: skip
+    _add_prompt_arguments(encode, "every text", "the model's default prompt, if it has one")
 
     similar = command(
         "similar", _run_similar, "show the texts nearest to a query",
         "Prints the texts of FILE that are most similar to QUERY: cosine, line number and text, separated by tabs. "
-        "Empty lines are skipped.",
+        "Empty lines are skipped. QUERY gets the model's prompt for queries, and the texts its prompt for documents, "
+        "where the model has such prompts.",
     )  # fmt: skip
     _add_model_arguments(similar)
     similar.add_argument("file", metavar="FILE", help="the texts, as for encode")
     similar.add_argument("query", metavar="QUERY")
-    similar.add_argument("--top", metavar="K", type=_positive, default=5, help="how many to show (default: 5)")
+    _add_prompt_arguments(similar, "QUERY", "the model's prompt for queries")
+
+    rerank = command(
+        "rerank", _run_rerank, "show the texts that a cross-encoder scores highest for a query",
+        "Scores each text of FILE together with QUERY and prints the best: score, line number and text, separated by "
+        "tabs. Empty lines are skipped. The model must be a cross-encoder with one score.",
+    )  # fmt: skip
+    _add_model_arguments(rerank)
+    rerank.add_argument("query", metavar="QUERY")
+    rerank.add_argument("file", metavar="FILE", help="the texts, as for encode")
+    _add_prompt_arguments(rerank, "QUERY", "the model's default prompt, if it has one")
+
+    for embeds in (encode, similar):
+        embeds.add_argument(
+            "--truncate-dim", metavar="D", type=_positive,
+            help="keep the first D components of every embedding (default: as many as the model's files say)",
+        )  # fmt: skip
+    for ranks in (similar, rerank):
+        ranks.add_argument("--top", metavar="K", type=_positive, default=5, help="how many to show (default: 5)")
 
     bench = command(
         "bench", _run_bench, "time the encoder on this device beside plain JAX",
@@ -127,13 +159,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_checkpoint_argument(bench)
     bench.add_argument("--batch", metavar="B", type=_positive, nargs="+", default=[1, 8, 32], help="(default: 1 8 32)")
     bench.add_argument("--length", metavar="T", type=_positive, nargs="+", default=[128], help="(default: 128)")
-    bench.add_argument(
-        "--dtype", choices=_DTYPES, help="(default: bfloat16 on an NVIDIA GPU, float32 on other devices)"
-    )
+    _add_dtype_argument(bench, "of parameters and arithmetic")
     bench.add_argument("-o", "--output", metavar="OUT.json", help="file to write the times to as well")
     bench.add_argument("--chart", metavar="OUT.png", help="file to draw them to; needs jaxft[plot]")
 
-    for reads_texts in (encode, similar):
+    for reads_texts in (encode, similar, rerank):
         reads_texts.add_argument("--jsonl", action="store_true", help="FILE's lines are JSON, whatever its name")
 
     info = command(
@@ -152,17 +182,32 @@ def _add_checkpoint_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="M", required=True, help="a checkpoint folder or an id on Hugging Face")
 
 
+def _add_dtype_argument(parser: argparse.ArgumentParser, what: str) -> None:
+    default = "(default: bfloat16 on an NVIDIA GPU, float32 on other devices)"
+    parser.add_argument("--dtype", choices=_DTYPES, help=f"{what} {default}")
+
+
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     _add_checkpoint_argument(parser)
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a model on Hugging Face")
     parser.add_argument("--batch-size", metavar="N", type=_positive, default=32, help="texts at a time (default: 32)")
     parser.add_argument(
-        "--dtype", choices=_DTYPES, default="float32",
-        help="of parameters and arithmetic (default: float32); embeddings are always float32",
+        "--max-seq-length", metavar="T", type=_positive,
+        help="most tokens of a text, or of a pair for rerank; longer ones are cut (default: as the model's files say)",
     )  # fmt: skip
+    _add_dtype_argument(parser, "of parameters and arithmetic; results are float32")
     parser.add_argument(
         "--implementation", choices=("triton", "xla"),  # the implementations that every op has
         help="of every op (default: the fastest for the device; see jaxft info)",
     )  # fmt: skip
+
+
+def _add_prompt_arguments(parser: argparse.ArgumentParser, before: str, default: str) -> None:
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--prompt", metavar="TEXT", help=f"text to put before {before} (default: {default})")
+    group.add_argument(
+        "--prompt-name", metavar="NAME", help=f"name of one of the model's prompts to put before {before}"
+    )
 
 
 def _positive(value: str) -> int:
@@ -176,32 +221,50 @@ def _positive(value: str) -> int:
 
 
 def _run_encode(args: argparse.Namespace) -> None:
-    if Path(args.output).suffix not in (".npy", ".jsonl"):
-        raise _UserError(f"output {args.output!r} must end in .npy or .jsonl")
+    if args.output != "-" and Path(args.output).suffix not in (".npy", ".jsonl"):
+        raise _UserError(f"output {args.output!r} must end in .npy or .jsonl, or be - for stdout")
     import numpy as np
 
-    with _new_file(args.output) as output:
+    with contextlib.nullcontext() if args.output == "-" else _new_file(args.output) as output:
         records = [*_read_records(args.file, args.jsonl)]
-
-        def allocate(width: int) -> None:
-            if output.suffix == ".npy":
-                with atomic.writing(args.output):
-                    _allocate(output, 128 + len(records) * width * 4)  # header and float32 values
-
         texts = [*map(_text, records)]
-        embeddings = _encode(texts, range(1, len(texts) + 1), args, normalize=args.normalize, before=allocate)
+        if len(texts) == 1 and args.precision in ("int8", "uint8"):
+            raise _UserError(f"--precision {args.precision} takes its ranges from the texts and needs more than one")
+        with _model_errors(args.file, range(1, len(texts) + 1)):
+            encoder, device = _load_encoder(args)
+            if output and output.suffix == ".npy":
+                from jaxft.text.quantization import PRECISIONS
+
+                width = encoder.embedding_dimension
+                width = -(-width // 8) if args.precision.endswith("binary") else width
+                with atomic.writing(args.output):  # room for header and values
+                    _allocate(output, 128 + len(records) * width * np.dtype(PRECISIONS[args.precision]).itemsize)
+            with _timed(len(texts), "texts", device):
+                embeddings = encoder.encode(
+                    texts, batch_size=args.batch_size, show_progress_bar=True, normalize_embeddings=args.normalize,
+                    precision=args.precision, prompt=args.prompt, prompt_name=args.prompt_name,
+                )  # fmt: skip
+        if output is None:
+            _write_lines(sys.stdout.buffer, records, embeddings)
+            return
         with atomic.writing(args.output), output.open("r+b" if output.exists() else "wb") as file:
             if output.suffix == ".npy":
                 # Not the file itself, for which NumPy leaves out why an error has occurred.
                 np.save(types.SimpleNamespace(write=file.write), embeddings)
                 file.truncate()
             else:
-                for record, row in zip(records, embeddings, strict=True):
-                    embedding = [float(f"{value:.9g}") for value in row.tolist()]  # 9 digits distinguish all float32
-                    fields = {"text": record} if isinstance(record, str) else record
-                    line = json.dumps(fields | {"embedding": embedding}, ensure_ascii=False, allow_nan=False)
-                    # A lone surrogate is valid in JSON but not in UTF-8: write it as a \u escape again.
-                    file.write(line.encode("utf-8", "backslashreplace") + b"\n")
+                _write_lines(file, records, embeddings)
+
+
+def _write_lines(file: IO[bytes], records: Sequence[str | dict[str, Any]], embeddings: "np.ndarray") -> None:
+    """Writes JSON lines: the fields of each record and its embedding, with the digits that distinguish all values."""
+    digits = {4: 9, 2: 5}.get(embeddings.dtype.itemsize)  # float32, float16
+    for record, row in zip(records, embeddings.tolist(), strict=True):
+        embedding = row if digits is None else [float(f"{value:.{digits}g}") for value in row]
+        fields = {"text": record} if isinstance(record, str) else record
+        line = json.dumps(fields | {"embedding": embedding}, ensure_ascii=False, allow_nan=False)
+        # A lone surrogate is valid in JSON but not in UTF-8: write it as a \u escape again.
+        file.write(line.encode("utf-8", "backslashreplace") + b"\n")
 
 
 def _allocate(file: Path, size: int) -> None:
@@ -216,6 +279,38 @@ def _allocate(file: Path, size: int) -> None:
 
 
 def _run_similar(args: argparse.Namespace) -> None:
+    lines, numbers = _read_documents(args)
+    options = {"batch_size": args.batch_size, "normalize_embeddings": True}
+    with _model_errors(args.file, numbers):
+        encoder, device = _load_encoder(args)
+        with _timed(len(numbers) + 1, "texts", device):
+            with _model_errors(None, ()):
+                query = encoder.encode_query(args.query, prompt=args.prompt, prompt_name=args.prompt_name, **options)
+            documents = [lines[number - 1] for number in numbers]
+            embeddings = encoder.encode_document(documents, show_progress_bar=True, **options)
+    import numpy as np
+
+    cosines = embeddings @ query
+    best = np.argsort(-cosines, kind="stable")[: args.top]
+    _print_ranking(((cosines[index], numbers[index]) for index in best), lines)
+
+
+def _run_rerank(args: argparse.Namespace) -> None:
+    lines, numbers = _read_documents(args)
+    with _model_errors(args.file, numbers):
+        from jaxft.text.cross_encoder import CrossEncoder
+
+        encoder, device = _load(args, CrossEncoder.from_pretrained, max_length=args.max_seq_length)
+        with _timed(len(numbers), "texts", device):
+            found = encoder.rank(
+                args.query, [lines[number - 1] for number in numbers], top_k=args.top, batch_size=args.batch_size,
+                show_progress_bar=True, prompt=args.prompt, prompt_name=args.prompt_name,
+            )  # fmt: skip
+    _print_ranking(((entry["score"], numbers[entry["corpus_id"]]) for entry in found), lines)
+
+
+def _read_documents(args: argparse.Namespace) -> tuple[list[str], list[int]]:
+    """Reads the texts to rank for a query. Returns the texts of all lines, and the numbers of the lines to rank."""
     if not _checked(args.query, "the query").strip():
         raise _UserError("the query is empty")
     lines = [*map(_text, _read_records(args.file, args.jsonl))]
@@ -224,14 +319,12 @@ def _run_similar(args: argparse.Namespace) -> None:
         print(f"jaxft: {len(lines) - len(numbers):,} of {len(lines):,} texts are empty and skipped", file=sys.stderr)
     if not numbers:
         raise _UserError("all texts are empty")
-    texts = [*(lines[number - 1] for number in numbers), args.query]
-    embeddings = _encode(texts, numbers, args, normalize=True)
-    import numpy as np
+    return lines, numbers
 
-    cosines = embeddings[:-1] @ embeddings[-1]
-    for index in np.argsort(-cosines, kind="stable")[: args.top]:
-        number = numbers[index]
-        print(f"{cosines[index]:.4f}", number, " ".join(lines[number - 1].split()), sep="\t")
+
+def _print_ranking(found: Iterable[tuple[float, int]], lines: Sequence[str]) -> None:
+    for score, number in found:
+        print(f"{score:.4f}", number, " ".join(lines[number - 1].split()), sep="\t")
 
 
 def _run_info(args: argparse.Namespace) -> None:
@@ -286,7 +379,7 @@ def _run_bench(args: argparse.Namespace) -> None:
         raise _UserError("--chart needs matplotlib: pip install 'jaxft[plot]'")
     _say_loading(args.model)
     device = _device()
-    dtype = args.dtype or ("bfloat16" if device["platform"] == "cuda" else "float32")
+    dtype = _dtype(args, device["platform"])
     import jax
     from tqdm import tqdm
 
@@ -348,43 +441,57 @@ def _say_loading(model: str) -> None:
         print(f"jaxft: loading {model}", file=sys.stderr, flush=True)
 
 
-def _encode(
-    texts: list[str], numbers: Sequence[int], args: argparse.Namespace, *, normalize: bool,
-    before: Callable[[int], None] = lambda width: None,
-) -> "np.ndarray":  # fmt: skip
-    """Loads the model, calls `before` with the embeddings' width, and encodes. Prints progress and speed to stderr.
+def _dtype(args: argparse.Namespace, platform: str) -> str:
+    return args.dtype or ("bfloat16" if platform == "cuda" else "float32")
 
-    `numbers` are the lines of the texts in `args.file`. A text after them is the query.
-    """
+
+def _load(args: argparse.Namespace, from_pretrained: Callable[..., Any], **options: Any) -> tuple[Any, str]:
+    """Loads an encoder. Returns it and, for the summary, the device and the dtype."""
     _say_loading(args.model)
     device = _device()
+    dtype = _dtype(args, device["platform"])
+    encoder = from_pretrained(
+        args.model, revision=args.revision, dtype=dtype, implementation=args.implementation, **options
+    )
+    by_default = "" if args.dtype or dtype == "float32" else " by default"
+    return encoder, f"{device['device']}, {dtype}{by_default}"
+
+
+def _load_encoder(args: argparse.Namespace) -> tuple["SentenceEncoder", str]:
+    from jaxft.text.sentence_encoder import SentenceEncoder
+
+    limits = {"max_seq_length": args.max_seq_length, "truncate_dim": args.truncate_dim}
+    return _load(args, SentenceEncoder.from_pretrained, **limits)
+
+
+@contextmanager
+def _timed(count: int, unit: str, device: str) -> Iterator[None]:
+    """Prints the speed of the block to stderr, if the block succeeds."""
+    start = time.perf_counter()
+    yield
+    seconds = time.perf_counter() - start
+    speed = f"{count:,} {unit} in {seconds:.1f} s: {count / seconds:,.0f} {unit}/s, compilation included"
+    print(f"{speed} ({device})", file=sys.stderr)
+
+
+@contextmanager
+def _model_errors(file: str | None, numbers: Sequence[int]) -> Iterator[None]:
+    """Turns errors of a model and its arguments into a `_UserError`.
+
+    `numbers` are the lines of the texts in `file`. Without a file, the text is the query.
+    """
     import jax
-    import numpy as np
 
     from jaxft.checkpoint.files import CheckpointError
     from jaxft.text.batching import TextError
-    from jaxft.text.sentence_encoder import SentenceEncoder
 
     try:
-        encoder = SentenceEncoder.from_pretrained(args.model, dtype=args.dtype, implementation=args.implementation)
-        before(encoder.embedding_dimension)
-        start = time.perf_counter()
-        embeddings = encoder.encode(
-            texts, batch_size=args.batch_size, show_progress_bar=True, normalize_embeddings=normalize
-        )
+        yield
     except TextError as error:
-        index = error.index
-        place = f"{_name(args.file)}, line {numbers[index]}:" if index < len(numbers) else "the query"
+        place = "the query" if file is None else f"{_name(file)}, line {numbers[error.index]}:"
         raise _UserError(f"{place} {error.text!r:.80} {error.reason}") from error
-    except (CheckpointError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+    except (CheckpointError, NotImplementedError, ValueError, jax.errors.JaxRuntimeError) as error:
         raise _UserError(str(error)) from error
-    seconds = time.perf_counter() - start
-    print(
-        f"{len(texts):,} texts in {seconds:.1f} s: {len(texts) / seconds:,.0f} texts/s, compilation included"
-        f" ({device['device']}, {args.dtype})",
-        file=sys.stderr,
-    )
-    return np.asarray(embeddings)
 
 
 def _read_records(file: str, jsonl: bool) -> Iterator[str | dict[str, Any]]:

@@ -82,6 +82,53 @@ def test_files_appear_together_at_the_end(tmp_path):
     assert names(tmp_path) == ["a", "b", "c"]
 
 
+def tree(folder):
+    """Returns the text of all files below a folder by their path, and its folders."""
+    return {str(path.relative_to(folder)): path.read_text() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def write_tree(folder, **texts):
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def test_targets_in_subfolders_and_removed_files(tmp_path):
+    write_tree(tmp_path, **{"1/a": "old", "2/a": "stale", "3/a": "stale", "3/b": "kept", "c": "stale", "a": "old"})
+    targets = [tmp_path / name for name in ("new/a", "1/a", "a")]
+    without = [tmp_path / name for name in ("2/a", "3/a", "c", "4/a")]
+    with atomic.replacing(*targets, without=without) as files:
+        for file, target in zip(files, targets, strict=True):
+            file.write_text(f"new {target.name}")
+    assert tree(tmp_path) == {
+        "new": None, "new/a": "new a", "1": None, "1/a": "new a", "a": "new a", "3": None, "3/b": "kept",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("failing", ["new/a", "1/a", "a", "2/a", "c"])
+def test_failed_renaming_restores_subfolders_and_removed_files(tmp_path, monkeypatch, failing):
+    write_tree(tmp_path, **{"1/a": "old", "2/a": "stale", "c": "stale", "a": "old"})
+    before, failed = tree(tmp_path), []
+
+    def fail(own):
+        def run(*paths, **options):
+            if Path(paths[-1]) == tmp_path / failing and not failed:
+                failed.append(own)
+                raise KeyboardInterrupt
+            return own(*paths, **options)
+
+        return run
+
+    monkeypatch.setattr(os, "replace", fail(os.replace))
+    monkeypatch.setattr(os, "unlink", fail(os.unlink))
+    with pytest.raises(KeyboardInterrupt):
+        targets = [tmp_path / name for name in ("new/a", "1/a", "a")]
+        with atomic.replacing(*targets, without=[tmp_path / "2" / "a", tmp_path / "c"]) as files:
+            for file in files:
+                file.write_text("new")
+    assert failed and tree(tmp_path) == before
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, OSError(errno.ENOSPC, "full")])
 def test_failed_block_changes_nothing(tmp_path, error):
     (tmp_path / "a").write_text("old")

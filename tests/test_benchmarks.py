@@ -25,6 +25,7 @@ import bench_layer_norm
 import bench_peers
 import bench_permute
 import bench_pretrain
+import bench_search
 import bench_softmax
 import bench_train
 import jaxft
@@ -86,6 +87,7 @@ def test_shapes_are_listed_once():
             },
             {"xla", "jaxft, triton"},
         ),
+        (bench_search, {"SEARCH": [(3, 200, 8), (1, 20, 8)]}, {"xla"}),
         (bench_cross_entropy, {"CROSS_ENTROPY": [(20, 24, 40)]}, {"xla, float32 logits", "xla, bfloat16 logits"}),
         (bench_layer_norm, {"LAYER_NORM": [(5, 24)]}, {"xla", "copy (memcpy)"}),
         (bench_feed_forward, {"FEED_FORWARD": [(5, 16, 24)]}, {"xla"}),

@@ -22,6 +22,8 @@ from jaxft import cli, dispatch
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.bert import BertModel
 from jaxft.text import batching
+from jaxft.text.cross_encoder import CrossEncoder
+from jaxft.text.quantization import PRECISIONS
 from jaxft.text.sentence_encoder import SentenceEncoder
 from jaxft.tuning import cache as tuning_cache
 from jaxft.tuning import table as tuning_table
@@ -44,6 +46,21 @@ def exact_float32():
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return str(tiny.write_sentence_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def prompted(tmp_path_factory):
+    """A model with prompts for queries and documents, and one that is the default."""
+    folder = tiny.write_sentence_model(tmp_path_factory.mktemp("prompted"))
+    prompts = {"query": "the bird ", "document": "rain ", "other": "the old tree "}
+    settings = {"prompts": prompts, "default_prompt_name": "other"}
+    tiny.write_json(folder / "config_sentence_transformers.json", settings)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def ranker(tmp_path_factory):
+    return str(tiny.write_classifier(tmp_path_factory.mktemp("ranker")))
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +181,15 @@ def test_broken_pipe_exits_with_141():
     process.stderr.close()
 
 
+def test_closed_stdout_of_encode_exits_with_141(folder, model):
+    process = start("encode", "--model", model, "texts.txt", "-o", "-")
+    process.stdout.close()
+    assert process.stderr.read().splitlines()[-1].startswith(b"4 texts in")
+    assert process.wait() == 141
+    process.stdin.close()
+    process.stderr.close()
+
+
 # --- encode ------------------------------------------------------------------------------------------------------
 
 
@@ -199,6 +225,58 @@ def test_encode_jsonl(folder, model, embeddings):
     np.testing.assert_allclose([row.pop("embedding") for row in rows], embeddings, rtol=0, atol=1e-6)
     assert rows[0] == {"text": LINES[0], "id": 7, "note": "Ä\ud800"}
     assert rows[1:] == [{"text": line} for line in LINES[1:]]
+
+
+def test_stdout_gets_the_lines_of_a_jsonl_file(folder, model, capfdbinary):
+    Path("in.jsonl").write_text('{"text": "rain", "note": "Ä\\ud800"}\n""\n', encoding="utf-8")
+    assert cli.main(["encode", "--model", model, "in.jsonl", "-o", "out.jsonl"]) == 0
+    assert capfdbinary.readouterr().out == b""
+    assert cli.main(["encode", "--model", model, "in.jsonl", "-o", "-"]) == 0
+    captured = capfdbinary.readouterr()
+    assert captured.out == Path("out.jsonl").read_bytes() and "Ä\\ud800".encode() in captured.out
+    assert b"2 texts in" in captured.err
+    assert names(folder) == ["in.jsonl", "out.jsonl", "texts.txt"]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_encode_precisions(folder, model, monkeypatch, precision):
+    """The .npy file has the dtype of the precision and is allocated in its final size."""
+    assert tuple(PRECISIONS) == cli._PRECISIONS
+    sizes = []
+    monkeypatch.setattr(cli, "_allocate", lambda file, size: sizes.append(size))
+    expected = SentenceEncoder.from_pretrained(model).encode(LINES, precision=precision, truncate_dim=9)
+    options = ["--precision", precision, "--truncate-dim", "9"]
+    for output in ("out.npy", "out.jsonl"):
+        assert cli.main(["encode", "--model", model, "texts.txt", "-o", output, *options]) == 0
+    result = np.load("out.npy")
+    assert result.dtype == PRECISIONS[precision] and sizes == [Path("out.npy").stat().st_size]
+    np.testing.assert_allclose(result, expected, rtol=0, atol=1 if "int8" in precision else 1e-3)
+    rows = [json.loads(line)["embedding"] for line in Path("out.jsonl").read_text().splitlines()]
+    assert np.array_equal(np.array(rows, result.dtype), result)
+    kind = float if "float" in precision else int
+    assert all(type(value) is kind and len(str(abs(value))) <= 13 for row in rows for value in row)
+
+
+def test_encode_options_reach_the_encoder(folder, prompted):
+    encoder = SentenceEncoder.from_pretrained(prompted)
+    for arguments, options in (
+        ([], {"prompt_name": "other"}),
+        (["--prompt", "rain "], {"prompt_name": "document"}),
+        (["--prompt", ""], {"prompt": ""}),
+        (["--prompt-name", "query"], {"prompt": "the bird "}),
+        (["--truncate-dim", "3", "--normalize"], {"truncate_dim": 3, "normalize_embeddings": True}),
+    ):
+        assert cli.main(["encode", "--model", prompted, "texts.txt", "-o", "out.npy", *arguments]) == 0
+        np.testing.assert_allclose(np.load("out.npy"), encoder.encode(LINES, **options), rtol=0, atol=1e-6)
+    encoder.max_seq_length = 4
+    assert cli.main(["encode", "--model", prompted, "texts.txt", "-o", "out.npy", "--max-seq-length", "4"]) == 0
+    np.testing.assert_allclose(np.load("out.npy"), encoder.encode(LINES), rtol=0, atol=1e-6)
+
+
+def test_ranges_of_one_text_are_refused(folder, capsys):
+    Path("one.txt").write_text("rain\n")
+    message = fails(capsys, "encode", "--model", "m", "one.txt", "-o", "-", "--precision", "uint8")
+    assert message == "--precision uint8 takes its ranges from the texts and needs more than one"
 
 
 def test_jsonl_flag_reads_any_file(folder, model, embeddings, monkeypatch):
@@ -327,8 +405,7 @@ def test_output_follows_a_link(folder, model):
         ("texts.txt/out.npy", "cannot write texts.txt/out.npy: Not a directory"),
         ("folder.npy", "cannot write folder.npy: it is a directory"),
         ("x" * 300 + ".jsonl", f"cannot write {'x' * 300}.jsonl: File name too long"),
-        ("out.txt", "output 'out.txt' must end in .npy or .jsonl"),
-        ("-", "output '-' must end in .npy or .jsonl"),
+        ("out.txt", "output 'out.txt' must end in .npy or .jsonl, or be - for stdout"),
     ],
 )
 def test_unwritable_output_fails_before_encoding(folder, capsys, monkeypatch, output, message):
@@ -390,6 +467,21 @@ def test_errors_while_encoding(folder, model, capsys, monkeypatch):
     assert names(folder) == ["texts.txt"]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompt-name", "none"], "encode: prompt_name must be the name of one of the prompts, .*, got 'none'"),
+        (["--max-seq-length", "1"], ".*: max_seq_length must be above 2, .*, got 1"),
+        (["--max-seq-length", "999"], ".*: max_seq_length must be at most 64, .*, got 999"),
+    ],
+)
+def test_options_that_do_not_fit_the_model(folder, model, capsys, options, message):
+    Path("texts.txt").write_text("rain\n")
+    for command in ("encode", "similar"):
+        assert re.fullmatch(message, fails(capsys, command, "--model", model, *COMMANDS[command], *options))
+    assert names(folder) == ["texts.txt"]
+
+
 def test_lack_of_memory_gives_one_line(folder, capsys, monkeypatch):
     monkeypatch.setattr(cli, "_read_records", lambda *_: bytearray(1 << 60))  # as an endless line
     assert fails(capsys, "encode", "--model", "m", "texts.txt", "-o", "out.npy") == "out of memory"
@@ -420,6 +512,18 @@ def test_no_device(folder, capsys, monkeypatch):
         (["encode", "--model", "m", "-o", "o.npy", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8' .*"),
         (["encode", "--model", "m", "-o", "o.npy", "--implementation", "cudnn"],
          "argument --implementation: invalid choice: 'cudnn' .*"),
+        (["encode", "--model", "m", "-o", "o.npy", "--precision", "int4"], "argument --precision: invalid choice: .*"),
+        (["encode", "--model", "m", "-o", "o.npy", "--truncate-dim", "0"],
+         "argument --truncate-dim: expected a positive integer, got '0'"),
+        (["encode", "--model", "m", "-o", "o.npy", "--prompt", "a", "--prompt-name", "b"],
+         "argument --prompt-name: not allowed with argument --prompt"),
+        (["similar", "--model", "m", "texts.txt", "q", "--prompt", "a", "--prompt-name", "b"],
+         "argument --prompt-name: not allowed with argument --prompt"),
+        (["rerank", "--model", "m", "q", "texts.txt", "--max-seq-length", "x"],
+         "argument --max-seq-length: expected a positive integer, got 'x'"),
+        (["rerank", "--model", "m", "q"], "the following arguments are required: FILE"),
+        (["similar", "--model", "m", "texts.txt", "--precision", "int8", "q"],
+         "unrecognized arguments: --precision .*"),
         (["similar", "--model", "m", "texts.txt"], "the following arguments are required: QUERY"),
         (["info", "--length", "0"], "argument --length: expected a positive integer, got '0'"),
         (["similar", "--model", "m", "texts.txt", "q", "--top", "-1"],
@@ -446,15 +550,16 @@ def test_terminals_say_that_the_model_loads(folder, model, capsys, monkeypatch):
         raise CheckpointError("no model")
 
     said = []
-    for owner in (SentenceEncoder, BertModel):
+    for owner in (SentenceEncoder, CrossEncoder, BertModel):
         monkeypatch.setattr(owner, "from_pretrained", from_pretrained)
-    commands = (["encode", "texts.txt", "-o", "out.npy"], ["similar", "texts.txt", "rain"], ["bench"])
+    Path("texts.txt").write_text("rain\n")
+    commands = [*([name, *arguments] for name, arguments in COMMANDS.items()), ["bench"]]
     for terminal in (True, False):
         for command, *arguments in commands:
             monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal, raising=False)
             fails(capsys, command, "--model", model, *arguments)
-    assert all(text.endswith(f"jaxft: loading {model}\n") for text in said[:3]) and len(said) == 6
-    assert not any("loading" in text for text in said[3:])
+    assert all(text.endswith(f"jaxft: loading {model}\n") for text in said[:4]) and len(said) == 8
+    assert not any("loading" in text for text in said[4:])
 
 
 def test_input_is_read_line_by_line(folder, model):
@@ -494,6 +599,21 @@ def test_similar(folder, model, embeddings, capsys):
     assert "5 texts in" in captured.err and "1 of 5 texts are empty and skipped" in captured.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "prompt"),
+    [([], "the bird "), (["--prompt", "rain "], "rain "), (["--prompt-name", "other"], "the old tree ")],
+)
+def test_similar_uses_prompts_of_queries_and_documents(folder, prompted, capsys, arguments, prompt):
+    options = [*arguments, "--truncate-dim", "4", "--max-seq-length", "5"]
+    assert cli.main(["similar", "--model", prompted, "texts.txt", "the river", *options]) == 0
+    found = {int(row.split("\t")[1]): float(row.split("\t")[0]) for row in capsys.readouterr().out.splitlines()}
+    encoder = SentenceEncoder.from_pretrained(prompted, truncate_dim=4, max_seq_length=5)
+    query = encoder.encode("the river", prompt=prompt)
+    texts = encoder.encode([line for line in LINES if line], prompt="rain ")
+    cosines = encoder.similarity(query, texts)[0]
+    np.testing.assert_allclose([found[1], found[3], found[4]], cosines, rtol=0, atol=1e-4)
+
+
 def test_similar_skips_empty_texts(folder, model, capsys):
     Path("in.txt").write_text("\nrain\n \t\nthe old tree\n\n")
     assert cli.main(["similar", "--model", model, "in.txt", "tree", "--top", "9"]) == 0
@@ -524,6 +644,89 @@ def test_similar_shows_at_most_all_texts(folder, model, capsys):
 def test_similar_query_must_be_unicode(folder, capsys):
     line = fails(capsys, "similar", "--model", "m", "texts.txt", "\udcff")
     assert line.startswith("the query: the text is not valid Unicode")
+
+
+# --- rerank ------------------------------------------------------------------------------------------------------
+
+
+def test_rerank(folder, ranker, capsys):
+    assert cli.main(["rerank", "--model", ranker, "the old tree", "texts.txt", "--top", "2"]) == 0
+    captured = capsys.readouterr()
+    documents = [line for line in LINES if line]
+    best = CrossEncoder.from_pretrained(ranker).rank("the old tree", documents, return_documents=True)
+    rows = [line.split("\t") for line in captured.out.splitlines()]
+    assert [row[2] for row in rows] == [entry["text"] for entry in best[:2]]
+    assert [LINES[int(row[1]) - 1] for row in rows] == [row[2] for row in rows]
+    np.testing.assert_allclose([float(row[0]) for row in rows], [entry["score"] for entry in best[:2]], atol=1e-4)
+    assert "3 texts in" in captured.err and "1 of 4 texts are empty and skipped" in captured.err
+
+
+def test_rerank_reads_json_lines(folder, ranker, capsys, monkeypatch):
+    data = "".join(json.dumps({"text": line, "id": 7}) + "\n" for line in LINES).encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    Path("in.jsonl").write_bytes(data)
+    outputs = []
+    for file in (["texts.txt"], ["in.jsonl"], ["-", "--jsonl"]):
+        assert cli.main(["rerank", "--model", ranker, "rain", *file]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0].count("\n") == 3 and len(set(outputs)) == 1
+
+
+def test_rerank_passes_its_options_on(folder, ranker, monkeypatch):
+    loaded, ranked = {}, {}
+    from_pretrained = CrossEncoder.from_pretrained
+
+    def load(model, **options):
+        loaded.update(options)
+        return from_pretrained(model, max_length=options["max_length"])
+
+    def rank(self, query, documents, **options):
+        ranked.update(options)
+        return []
+
+    monkeypatch.setattr(CrossEncoder, "from_pretrained", load)
+    monkeypatch.setattr(CrossEncoder, "rank", rank)
+    given = ["--revision", "v1", "--dtype", "bfloat16", "--implementation", "xla", "--max-seq-length", "9"]
+    given += ["--batch-size", "2", "--top", "3", "--prompt-name", "p"]
+    assert cli.main(["rerank", "--model", ranker, "rain", "texts.txt", *given]) == 0
+    assert loaded == {"revision": "v1", "dtype": "bfloat16", "implementation": "xla", "max_length": 9}
+    assert ranked == {
+        "batch_size": 2, "top_k": 3, "show_progress_bar": True, "prompt": None, "prompt_name": "p"
+    }  # fmt: skip
+    assert cli.main(["rerank", "--model", ranker, "rain", "texts.txt", "--prompt", "x"]) == 0
+    assert ranked["prompt"] == "x" and loaded["dtype"] == "float32"
+
+
+def test_rerank_errors_take_one_line(folder, model, ranker, tmp_path, capsys):
+    Path("texts.txt").write_text("rain\n")
+    assert "SentenceEncoder" in fails(capsys, "rerank", "--model", model, "rain", "texts.txt")
+    assert fails(capsys, "rerank", "--model", "m", " ", "texts.txt") == "the query is empty"
+    assert fails(capsys, "rerank", "--model", "m", "rain", "no.txt") == "cannot read no.txt: No such file or directory"
+    (tmp_path / "labels").mkdir()
+    several = str(tiny.write_classifier(tmp_path / "labels", num_labels=3))
+    message = fails(capsys, "rerank", "--model", several, "rain", "texts.txt")
+    assert message == "rank: the model must have one label, a score, got 3 labels"
+    Path("in.txt").write_text("\n\n")
+    with pytest.raises(AssertionError, match="jaxft: 2 of 2 texts are empty and skipped"):
+        fails(capsys, "rerank", "--model", ranker, "rain", "in.txt")
+
+
+# --- All commands ------------------------------------------------------------------------------------------------
+
+COMMANDS = {
+    "encode": ["texts.txt", "-o", "out.npy"], "similar": ["texts.txt", "rain"], "rerank": ["rain", "texts.txt"]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("platform", ["cuda", "cpu"])
+def test_dtype_is_bfloat16_on_a_gpu_by_default(folder, model, ranker, capsys, monkeypatch, command, platform):
+    monkeypatch.setattr(cli, "_device", lambda: {"device": "card", "platform": platform})
+    name = ranker if command == "rerank" else model
+    default = "bfloat16 by default" if platform == "cuda" else "float32"
+    for options, summary in (([], default), (["--dtype", "float16"], "float16")):
+        assert cli.main([command, "--model", name, *COMMANDS[command], *options]) == 0
+        assert capsys.readouterr().err.endswith(f", compilation included (card, {summary})\n")
 
 
 def test_info(capsys):

@@ -11,7 +11,9 @@ from flax import nnx
 import tiny
 from cases import slow
 from jaxft.checkpoint.files import CheckpointError
+from jaxft.models.bert import BertModel
 from jaxft.models.classification import BertForSequenceClassification
+from jaxft.models.embedding import Dense, EmbeddingModel
 from jaxft.text import batching, cross_encoder
 from jaxft.text.cross_encoder import CrossEncoder
 
@@ -252,6 +254,181 @@ def test_wrong_values(reranker):
     for batch_size in (0, True, 2.0, None):
         with pytest.raises(ValueError, match="predict: batch_size must be a positive integer, got"):
             reranker.predict(PAIRS, batch_size=batch_size)
+
+
+# --- Prompts, arguments and modules ------------------------------------------------------------------------------
+
+
+def test_prompts_come_before_the_first_text(folders, reranker, monkeypatch):
+    prompts = {"tree": "the tree ", "none": ""}
+    prompted = CrossEncoder.from_pretrained(folders["bert"], prompts=prompts, default_prompt_name="tree")
+    assert (prompted.prompts, prompted.default_prompt_name) == (prompts, "tree")
+    plain = reranker.predict(PAIRS)
+    expected = reranker.predict([("the tree " + first, second) for first, second in PAIRS])
+    assert np.abs(expected - plain).max() > 1e-3
+    close(prompted.predict(PAIRS), expected)
+    close(prompted.predict(PAIRS, prompt_name="tree"), expected)
+    close(reranker.predict(PAIRS, prompt="the tree "), expected)
+    close(prompted.predict(PAIRS, prompt_name="none"), plain)
+    close(prompted.predict(PAIRS, prompt=""), plain)
+    prompted.default_prompt_name = None
+    close(prompted.predict(PAIRS), plain)
+    query, texts = PAIRS[0]
+    documents = [text for _, text in PAIRS]
+    expected = reranker.rank("the tree " + query, documents)
+    for encoder, options in ((prompted, {"prompt_name": "tree"}), (reranker, {"prompt": "the tree "})):
+        assert encoder.rank(query, documents, **options) == expected
+
+
+def test_prompts_of_a_folder(tmp_path):
+    tiny.write_classifier(tmp_path)
+    tiny.write_modules(tmp_path, (tiny.TYPES + "Transformer", ""))
+    saved = {"a": "rain ", "b": "tree ", "c": None}
+    family = {"model_type": "CrossEncoder", "prompts": saved, "default_prompt_name": "a"}
+    tiny.write_json(tmp_path / "config_sentence_transformers.json", family)
+    encoder = CrossEncoder.from_pretrained(tmp_path)
+    assert (encoder.prompts, encoder.default_prompt_name) == (saved | {"c": ""}, "a")
+    encoder = CrossEncoder.from_pretrained(tmp_path, prompts={"b": "", "d": "old "}, default_prompt_name="d")
+    assert encoder.prompts == {"a": "rain ", "b": "", "c": "", "d": "old "} and encoder.default_prompt_name == "d"
+    with pytest.raises(CheckpointError, match="default_prompt_name is 'e', but prompts has no text of that name"):
+        CrossEncoder.from_pretrained(tmp_path, default_prompt_name="e")
+
+
+def test_wrong_prompts(reranker):
+    for call in (reranker.predict, lambda _, **options: reranker.rank("rain", DOCUMENTS, **options)):
+        with pytest.raises(ValueError, match="predict: prompt_name must be the name of one of the prompts.*got 'x'"):
+            call(PAIRS, prompt_name="x")
+        with pytest.raises(TypeError, match="prompt"):
+            call(PAIRS, prompt=3)
+    for prompts, message in (({"a": 3}, "must be a str, got int"), ({3: "a"}, "names of prompts must be str")):
+        with pytest.raises(TypeError, match=message):
+            CrossEncoder(reranker.model, reranker._tokenizer, max_length=9, prompts=prompts)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"convert_to_tensor": True}, "predict: convert_to_tensor .*: convert_to_numpy=False"),
+        ({"device": "cuda"}, "predict: device .* JAX"),
+        ({"pool": None}, "predict: pool "),
+        ({"chunk_size": 3}, "predict: chunk_size "),
+        ({"num_workers": 3}, "predict: num_workers "),
+        ({"sentences": PAIRS}, "predict: sentences .*: pass inputs"),
+        ({"activation_fct": None}, "predict: activation_fct .*: pass activation_fn"),
+        ({"batchsize": 3}, "predict: unexpected argument 'batchsize'"),
+    ],
+)
+def test_arguments_of_sentence_transformers_are_refused(reranker, options, message):
+    with pytest.raises(TypeError, match=message):
+        reranker.predict(PAIRS, **options)
+
+
+def test_arguments_of_other_calls_are_refused(reranker, folders):
+    for options, message in (
+        ({"apply_softmax": True}, "rank: apply_softmax .*call predict"), ({"device": "cpu"}, "rank: device "),
+        ({"convert_to_numpy": True}, "rank: convert_to_numpy .*floats"),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=message):
+            reranker.rank("rain", DOCUMENTS, **options)
+    for options in ({"trust_remote_code": True}, {"model_kwargs": {}}, {"device": "cuda"}, {"backend": "onnx"}):
+        with pytest.raises(TypeError, match=f"CrossEncoder: {[*options][0]} .*sentence-transformers only: "):
+            CrossEncoder(reranker.model, reranker._tokenizer, max_length=9, **options)
+        with pytest.raises(TypeError, match=f"CrossEncoder.from_pretrained: {[*options][0]} .*-transformers only: "):
+            CrossEncoder.from_pretrained(folders["bert"], **options)
+    for call in (reranker.predict, reranker.rank):
+        with pytest.raises(TypeError, match="positional argument"):
+            call(PAIRS, DOCUMENTS, 3)
+
+
+def test_activation_must_be_a_function_of_jax(reranker, folders):
+    sigmoid_of_torch = type("Sigmoid", (), {"__module__": "torch.nn.modules.activation", "__call__": lambda self: 0})()
+    for call in (reranker.predict, lambda _, **given: CrossEncoder.from_pretrained(folders["bert"], **given)):
+        with pytest.raises(
+            TypeError, match=r"function of a JAX array, for example .*ACTIVATIONS\['Sigmoid'\], got torch"
+        ):
+            call(PAIRS, activation_fn=sigmoid_of_torch)
+        with pytest.raises(TypeError, match="activation_fn must be a function of a JAX array, got builtins.str"):
+            call(PAIRS, activation_fn="Sigmoid")
+
+
+def test_activation_of_from_pretrained_wins(tmp_path):
+    tiny.write_classifier(tmp_path, **noted("torch.nn.modules.activation.Threshold"))
+    encoder = CrossEncoder.from_pretrained(tmp_path, activation_fn=jnp.tanh)
+    close(encoder.predict(PAIRS), np.tanh([by_hand(encoder.model, *pair)[0] for pair in PAIRS]))
+
+
+def test_max_seq_length_may_be_set(folders, reranker):
+    encoder = CrossEncoder.from_pretrained(folders["bert"], packed=True)
+    encoder.max_seq_length = np.int64(11)
+    assert encoder.max_seq_length == 11 and encoder.buckets(4) == batching.buckets(4, 11)
+    close(encoder.predict((LONG * 10, "rain falls")), sigmoid(by_hand(reranker.model, LONG * 2, "rain falls")[0]))
+    encoder.max_seq_length = 64
+    close(encoder.predict((LONG * 10, "rain falls")), reranker.predict((LONG * 10, "rain falls")))
+    for wrong, message in ((3, "must be above 3"), (65, "must be at most 64, the positions of the model, got 65")):
+        with pytest.raises(ValueError, match=f"CrossEncoder: max_seq_length {message}"):
+            encoder.max_seq_length = wrong
+    assert encoder.max_seq_length == 64
+    with pytest.raises(ValueError, match="CrossEncoder: max_length must be at most 64"):
+        CrossEncoder(reranker.model, tiny.bert_tokenizer(), max_length=65)
+
+
+def test_number_of_labels_must_be_the_checkpoints(folders, tmp_path):
+    assert CrossEncoder.from_pretrained(folders["bert"], num_labels=1).num_labels == 1
+    with pytest.raises(CheckpointError, match="num_labels=1"):
+        CrossEncoder.from_pretrained(folders["bert"], num_labels=3)
+    modular(3).save_pretrained(tmp_path)
+    assert CrossEncoder.from_pretrained(tmp_path, num_labels=3).num_labels == 3
+    with pytest.raises(CheckpointError, match="has 3 labels, not num_labels=1"):
+        CrossEncoder.from_pretrained(tmp_path, num_labels=1)
+
+
+def modular(labels=1, model_type="bert", packed=None, **options):
+    """Returns a CrossEncoder of an encoder, pooling and a Dense module."""
+    special = {"type_vocab_size": 0} if model_type == "distilbert" else {}
+    encoder = BertModel(tiny.config(model_type=model_type, **special), rngs=nnx.Rngs(0))
+    dense = Dense(2 * tiny.WIDTH, labels, activation="Identity", rngs=nnx.Rngs(1))
+    model = EmbeddingModel(encoder, pooling=("cls", "mean"), modules=[dense], **options)
+    return CrossEncoder(model, tiny.bert_tokenizer(), max_length=64, packed=packed)
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize(("labels", "model_type"), [(1, "bert"), (3, "distilbert")])
+def test_modules_give_the_scores(labels, model_type, packed):
+    encoder = modular(labels, model_type, packed)
+    logits = np.array([by_hand_modular(encoder.model, *pair) for pair in PAIRS])
+    assert np.ptp(logits, axis=0).min() > 0.02
+    scores = encoder.predict(PAIRS)
+    close(scores, sigmoid(logits[:, 0]) if labels == 1 else logits)
+    close(encoder.predict(PAIRS[1]), scores[1])
+    if labels == 1:
+        ranked = encoder.rank("rain", DOCUMENTS)
+        assert [entry["score"] for entry in ranked] == sorted((e["score"] for e in ranked), reverse=True)
+    else:
+        softmax = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+        close(encoder.predict(PAIRS, apply_softmax=True), softmax)
+
+
+def by_hand_modular(model, first, second, prompt_length=None):
+    """Returns the logits of a pair of words from hand-made hidden states."""
+    first, second = ([tiny.VOCAB.index(word) for word in text.split()] for text in (first, second))
+    cls, sep = tiny.VOCAB.index("[CLS]"), tiny.VOCAB.index("[SEP]")
+    ids = np.array([[cls, *first, sep, *second, sep]], np.int32)
+    types = np.repeat(np.array([0, 1], np.int32), [len(first) + 2, len(second) + 1])[None]
+    has_types = model.encoder.config.type_vocab_size > 0
+    hidden = np.asarray(model.encoder(ids, None, types if has_types else None).last_hidden_state, np.float64)[0]
+    kept = hidden[prompt_length or 0 :]
+    dense = model.modules[0]
+    pooled = np.concatenate([kept[0], kept.mean(axis=0)])
+    return pooled @ np.asarray(dense.kernel[...], np.float64) + np.asarray(dense.bias[...])
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_prompt_may_be_left_out_of_the_pooling(packed):
+    pairs = [("the tree " + first, second) for first, second in PAIRS]
+    for include, length in ((True, None), (False, 3)):  # [CLS] and two words
+        encoder = modular(2, packed=packed, include_prompt=include)
+        close(encoder.predict(PAIRS, prompt="the tree "), [by_hand_modular(encoder.model, *p, length) for p in pairs])
+        close(encoder.predict(pairs), [by_hand_modular(encoder.model, *p) for p in pairs])
 
 
 # --- rank --------------------------------------------------------------------------------------------------------

@@ -205,10 +205,10 @@ def test_cli_writes_nothing_that_is_not_finite(tmp_path, capsys, name):
     (tmp_path / "in.txt").write_text("\n \n" + TEXTS[0])
     assert cli.main(["similar", *model, "bird"]) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and "in.txt, line 3: 'a bird sings' has a result that is not" in captured.err
+    assert captured.out == "" and "the query 'bird' has a result that is not finite" in captured.err
 
 
-def test_cli_names_a_query_that_cannot_be_tokenised(tmp_path, capsys):
+def test_cli_names_what_cannot_be_tokenised(tmp_path, capsys):
     tiny.write_sentence_model(tmp_path)
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
     without_unk(tokenizer)
@@ -216,6 +216,9 @@ def test_cli_names_a_query_that_cannot_be_tokenised(tmp_path, capsys):
     (tmp_path / "in.txt").write_text("\nrain\n")
     assert cli.main(["similar", "--model", str(tmp_path), str(tmp_path / "in.txt"), "bird \u4e2d"]) == 2
     assert "jaxft: error: the query 'bird \u4e2d' cannot be tokenised: " in capsys.readouterr().err
+    (tmp_path / "in.txt").write_text("\n \nrain \u4e2d\n")
+    assert cli.main(["similar", "--model", str(tmp_path), str(tmp_path / "in.txt"), "bird"]) == 2
+    assert "in.txt, line 3: 'rain \u4e2d' cannot be tokenised: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("field", ["NaN", "-Infinity", "1e999", '[{"b": NaN}]'])

@@ -1,5 +1,7 @@
 """Options that a function only passes on: what they are for must happen."""
 
+import io
+import sys
 from typing import NamedTuple
 
 import huggingface_hub
@@ -88,6 +90,21 @@ def test_options_of_a_download_reach_the_hub(loader, monkeypatch, tmp_path):
     assert seen == [("owner/name", "v1", str(tmp_path), True), ("owner/name", "v1", str(tmp_path), False)]
 
 
+@pytest.mark.parametrize("command", ["encode - -o out.npy", "similar texts.txt rain", "rerank rain texts.txt"])
+def test_revision_of_the_command_line_reaches_the_hub(command, monkeypatch, tmp_path, capsys):
+    def download(name, **options):
+        seen.append((name, options["revision"]))
+        raise OSError("no such model")
+
+    seen = []
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts.txt").write_text("rain\n")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"rain\n")))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert cli.main([*command.split(), "--model", "owner/name", "--revision", "v1"]) == 2
+    assert seen == [("owner/name", "v1")] and "could not be obtained" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("loader", LOADERS[:4], ids=lambda loader: loader.__name__)
 def test_options_of_a_folder_reach_the_model(loader, model):
     options = {"dtype": "bfloat16", "param_dtype": "float16", "implementation": "triton", "remat": True}
@@ -110,7 +127,7 @@ def test_options_of_the_encoders_reach_their_parts(model, tmp_path, calls):
     folder = tmp_path / "cross"
     folder.mkdir()
     scorer = CrossEncoder.from_pretrained(tiny.write_classifier(folder), implementation="xla", max_length=9)
-    assert scorer.max_length == 9 and scorer.model.bert.embeddings.options.implementation == "xla"
+    assert scorer.max_seq_length == 9 and scorer.model.bert.embeddings.options.implementation == "xla"
     calls.clear()
     scorer.rank("a bird", TEXTS, batch_size=2)
     assert max(call.rows for call in calls) == 2

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxft
+import tiny
 from jaxft.text import search
 from jaxft.text.similarities import SIMILARITIES
 
@@ -141,7 +142,8 @@ def test_scores_have_highest_precision():
             text = jax.jit(step).lower(QUERIES, CORPUS).as_text()
             assert text.count("precision = [HIGHEST, HIGHEST]") == 1
         best = jnp.zeros((21, 3)), jnp.zeros((21, 3), jnp.int32)
-        assert "[HIGHEST, HIGHEST]" in search._merge.lower(best, QUERIES, CORPUS, 0, 0, score="dot").as_text()
+        for score in ("dot", lambda queries, corpus: queries @ corpus.T):
+            assert "[HIGHEST, HIGHEST]" in search._merge.lower(best, QUERIES, CORPUS, 0, 0, score=score).as_text()
 
 
 def test_score_functions_of_users():
@@ -283,6 +285,27 @@ def test_mining_of_equal_texts_leaves_out_the_text_itself():
     found = jaxft.paraphrase_mining_embeddings(np.ones((6, 4), np.float32), top_k=2, score_function="dot")
     # Each one is paired with the first two others, which are 0 and 1, or 1 and 2.
     assert [pair[1:] for pair in found] == [[0, 1], [0, 2], [0, 3], [0, 4], [0, 5], [1, 2], [1, 3], [1, 4], [1, 5]]
+
+
+def test_mining_passes_its_options_on():
+    class Encoder:
+        def encode(self, texts, **options):
+            seen.append((texts, options))
+            return jnp.asarray(CORPUS)
+
+    seen = []
+    texts, options = ["a", "b"], {"batch_size": 7, "truncate_dim": 3, "prompt_name": "p", "prompt": "q"}
+    mining = {"query_chunk_size": 20, "corpus_chunk_size": 64, "max_pairs": 9, "top_k": 3, "score_function": "dot"}
+    found = jaxft.paraphrase_mining(Encoder(), texts, show_progress_bar=True, **options, **mining)
+    assert seen == [(texts, options | {"show_progress_bar": True, "convert_to_numpy": False})]
+    assert found == jaxft.paraphrase_mining_embeddings(CORPUS, **mining)
+
+
+def test_mining_of_texts(tmp_path):
+    encoder = jaxft.SentenceEncoder.from_pretrained(tiny.write_sentence_model(tmp_path))
+    texts = ["a bird sings", "rain falls on the river", "a bird sings in the old tree", "a bird sings"]
+    (score, *pair), *others = jaxft.paraphrase_mining(encoder, texts)
+    assert pair == [0, 3] and score == pytest.approx(1.0, abs=1e-6) and len(others) == 5
 
 
 def test_nothing_to_mine():

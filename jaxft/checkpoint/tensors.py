@@ -255,7 +255,17 @@ def load_exact(folder: Path, shapes: Mapping[str, Shape]) -> dict[str, np.ndarra
 
 def save(folder: str | os.PathLike[str], config: Mapping[str, Any], parameters: Mapping[str, jax.Array]) -> None:
     """Writes `config.json` and `model.safetensors` in the layout of `config["model_type"]`."""
+    folder = checked_folder(folder)
     write(folder, {"config.json": config, "model.safetensors": named_tensors(config, parameters)})
+
+
+def checked_folder(folder: str | os.PathLike[str]) -> Path:
+    """Returns the folder of a call of save_pretrained. Raises if it is of a wrong type, or a file."""
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"save_pretrained: folder must be a string or path, got {type(folder).__name__}")
+    if os.path.isfile(folder):
+        raise NotADirectoryError(f"save_pretrained: folder must not be a file, got {folder}")
+    return Path(folder)
 
 
 def named_tensors(config: Mapping[str, Any], parameters: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
@@ -276,7 +286,7 @@ def named_tensors(config: Mapping[str, Any], parameters: Mapping[str, jax.Array]
     return tensors
 
 
-def write(folder: str | os.PathLike[str], contents: Mapping[str, Any], without: Iterable[str] = ()) -> None:
+def write(folder: Path, contents: Mapping[str, Any], without: Iterable[str] = ()) -> None:
     """Writes files by their path in the folder. Their content is arrays by name, a text, or of a JSON file.
 
     All files are complete before one of them gets its final name. The files `without` are removed then, too. If an
@@ -284,11 +294,6 @@ def write(folder: str | os.PathLike[str], contents: Mapping[str, Any], without: 
     """
     import safetensors.numpy
 
-    if not isinstance(folder, str | os.PathLike):
-        raise TypeError(f"save_pretrained: folder must be a string or path, got {type(folder).__name__}")
-    if os.path.isfile(folder):
-        raise NotADirectoryError(f"save_pretrained: folder must not be a file, got {folder}")
-    folder = Path(folder)
     with atomic.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     contents = dict(sorted(contents.items(), key=lambda item: item[0].endswith(".safetensors")))

@@ -36,6 +36,11 @@ _EQUIVALENTS = {
     "backend": "JAX computes everything; leave the argument out",
     "model_card_data": "edit README.md in the folder",
     "torch_dtype": "pass dtype",
+    "keep_in_fp32_modules": "scores and embeddings are always float32; leave the argument out",
+    "sentences": "pass inputs",
+    "activation_fct": "pass activation_fn",
+    "apply_softmax": "rank needs one score for each pair; call predict for several labels",
+    "convert_to_numpy": "rank returns Python floats; leave the argument out",
 }
 
 

@@ -54,7 +54,7 @@ def semantic_search(
       corpus_chunk_size: most entries of the corpus that are compared at a time.
       top_k: number of entries to return for each query. A smaller corpus gives fewer.
       score_function: `"cosine"`, `"dot"`, `"euclidean"` or `"manhattan"` (the last two are negative distances), or a
-        function from JAX arrays `[a, D]` and `[b, D]`, float32, to scores `[a, b]`. It is traced by `jax.jit`.
+        function from JAX arrays `[a, D]` and `[b, D]`, float32, to scores `[a, b]`. `jax.jit` traces it.
       corpus_precision: `"float32"` for a corpus of floats, or the `precision` with which it was quantized.
       ranges: `[2, D]`, the ranges with which an int8 or uint8 corpus was quantized.
 
@@ -104,16 +104,16 @@ def paraphrase_mining(
     Args:
       model: the encoder of the texts.
       sentences: a sequence of texts.
-      show_progress_bar: see `SentenceEncoder.encode`, as are `batch_size`, `truncate_dim`, `prompt_name` and `prompt`.
+      show_progress_bar: see `SentenceEncoder.encode`.
       batch_size: see `SentenceEncoder.encode`.
-      query_chunk_size: see `paraphrase_mining_embeddings`, as are the next four arguments.
-      corpus_chunk_size: see there.
-      max_pairs: see there.
-      top_k: see there.
-      score_function: see there.
-      truncate_dim: number of components of an embedding to keep. None keeps those that the encoder keeps.
-      prompt_name: name of a prompt of the encoder.
-      prompt: text that is put before every text.
+      query_chunk_size: see `paraphrase_mining_embeddings`.
+      corpus_chunk_size: see `paraphrase_mining_embeddings`.
+      max_pairs: see `paraphrase_mining_embeddings`.
+      top_k: see `paraphrase_mining_embeddings`.
+      score_function: see `paraphrase_mining_embeddings`.
+      truncate_dim: see `SentenceEncoder.encode`.
+      prompt_name: see `SentenceEncoder.encode`.
+      prompt: see `SentenceEncoder.encode`.
 
     Returns:
       See `paraphrase_mining_embeddings`.
@@ -252,7 +252,8 @@ def _merge(
     score: ScoreFunction,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Updates the best scores and positions with the entries from `begin` on. Those before `first` are known."""
-    scores = (SIMILARITIES[score].full if isinstance(score, str) else score)(queries, entries)
+    with jax.default_matmul_precision("highest"):
+        scores = (SIMILARITIES[score].full if isinstance(score, str) else score)(queries, entries)
     if jnp.shape(scores) != (len(queries), len(entries)):
         shapes = f"({len(queries)}, {len(entries)}), got {jnp.shape(scores)}"
         raise ValueError(f"score_function must return the shape {shapes}")

@@ -378,9 +378,11 @@ def encode(
 def prompt_length(tokenizer: "Tokenizer", prompt: str) -> int:
     """Returns the number of tokens of a prompt, special tokens before it included."""
     (encoding,) = encode(tokenizer, [prompt])
-    added = tokenizer.get_added_tokens_decoder()
-    ends_special = bool(encoding.ids) and encoding.ids[-1] in added and added[encoding.ids[-1]].special
-    return len(encoding.ids) - ends_special
+    if not encoding.ids:
+        return 0
+    added = tokenizer.get_added_tokens_decoder().get(encoding.ids[-1])
+    ends_special = encoding.special_tokens_mask[-1] or (added is not None and added.special)
+    return len(encoding.ids) - bool(ends_special)
 
 
 def truncating(

@@ -71,7 +71,7 @@ def save(
     All files are complete before one of them gets its final name. Files of an earlier save that do not belong to the
     new model are removed. Other files in the folder stay.
     """
-    is_scorer = settings["model_type"] == "CrossEncoder"
+    folder, is_scorer = tensors.checked_folder(folder), settings["model_type"] == "CrossEncoder"
     is_modular = isinstance(model, EmbeddingModel)
     encoder = model.encoder if isinstance(model, EmbeddingModel) else model
     config, parameters = encoder._checkpoint()
@@ -155,10 +155,10 @@ def activation_name(name: str) -> str:
     return f"torch.nn.modules.{'linear' if name == 'Identity' else 'activation'}.{name}"
 
 
-def _stale(folder: str | os.PathLike[str]) -> list[str]:
+def _stale(folder: Path) -> list[str]:
     """Returns the files of an earlier save that would be applied to a new model, or that only the old one has."""
     try:
-        entries = checkpoint_files.read_json(Path(folder) / "modules.json")
+        entries = checkpoint_files.read_json(folder / "modules.json")
     except CheckpointError:  # no earlier save, or none that could be loaded
         entries = []
     paths = (
