@@ -475,7 +475,9 @@ def test_bad_modules(tmp_path, modules, message):
         ("tokenizer.json", "{}", "tokenizer.json: not a tokenizer of the tokenizers library"),
         ("tokenizer.json", None, "no tokenizer: neither tokenizer.json nor vocab.txt is there"),
         ("config_sentence_transformers.json", '{"default_prompt_name": "q"}', "'q', but prompts has no text of that"),
-        ("config_sentence_transformers.json", '{"default_prompt_name": [], "prompts": {}}', r"default_prompt_name must be a name, got \[\]"),
+        ("config_sentence_transformers.json", '{"default_prompt_name": []}', r"must be a name, got \[\]"),
+        ("config_sentence_transformers.json", '{"prompts": ["x"]}', "prompts must be an object .* got .'x'."),
+        ("config_sentence_transformers.json", '{"prompts": {"q": 3}}', "prompts has no text of the name 'q', but 3"),
     ],
 )  # fmt: skip
 def test_bad_files(tmp_path, file, content, message):

@@ -186,8 +186,8 @@ def _read_modules(file: Path, result: str) -> Layout:
             continue  # there is nothing yet that it could normalise
         if source != (_SENTENCE if is_pooled else _TOKENS) or target != (result if is_last else source):
             raise CheckpointError(
-                f"{folder / 'config.json'}: module {kind} takes {source!r:.80} to {target!r:.80}, not supported"
-                f" {'after' if is_pooled else 'before'} the Pooling module"
+                f"{folder / 'config.json'}: module_input_name and module_output_name of module {kind}, {source!r:.80}"
+                f" and {target!r:.80}, are not supported {'after' if is_pooled else 'before'} the Pooling module"
             )
         parts[source].append(module)
     if result == _SCORES and kinds[-1] != "Dense":

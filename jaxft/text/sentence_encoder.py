@@ -115,6 +115,8 @@ class SentenceEncoder:
         **others: Any,
     ) -> None:
         arguments.refuse("SentenceEncoder", others)
+        self.truncate_dim = truncate_dim
+        self.similarity_fn_name = similarity_fn_name
         self.embedder = EmbeddingModel(
             model, pooling=pooling, include_prompt=include_prompt, token_modules=token_modules,
             modules=[*modules, *[Normalize()] * normalize],
@@ -123,8 +125,6 @@ class SentenceEncoder:
         self.prompts = arguments.merged_prompts(_OWN_PROMPTS, prompts, {})
         self.default_prompt_name = default_prompt_name
         arguments.check_prompts("SentenceEncoder", self.prompts, default_prompt_name)
-        self.truncate_dim = truncate_dim
-        self.similarity_fn_name = similarity_fn_name
         self._token_types = token_types
         implementation = model.embeddings.options.implementation
         self._packed = batching.packs(implementation) if packed is None else packed
