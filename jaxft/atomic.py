@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -47,23 +47,30 @@ def _uninterrupted() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replacing(*targets: Path) -> Iterator[list[Path]]:
+def replacing(*targets: Path, without: Iterable[Path] = ()) -> Iterator[list[Path]]:
     """Yields a temporary path for each target. The files that the block writes there replace the targets at its end.
 
-    All targets are in one folder. If the block raises, no target changes. A target stays as it is if the block writes
-    no file for it. If several processes write the same targets, all of them are from one process at the end.
+    All targets are in the folder of the last one or in its subfolders. If the block raises, no target changes. A target
+    stays as it is if the block writes no file for it. If several processes write the same targets, all of them are from
+    one process at the end. The files `without` are removed when the targets are replaced, and folders that get empty.
     """
+    folder = targets[-1].parent
     with writing(targets[0]):
-        _remove_abandoned(targets[0].parent)
-        work = _claim(targets[0].parent)
+        _remove_abandoned(folder)
+        work = _claim(folder)
     try:
-        files = [work / target.name for target in targets]
+        files = [work / target.relative_to(folder) for target in targets]
+        for file in files:
+            file.parent.mkdir(parents=True, exist_ok=True)
         yield files
-        pairs = [(file, target) for file, target in zip(files, targets, strict=True) if file.exists()]
-        for file, target in pairs:
-            with writing(target), file.open("r+b") as written:
-                os.fsync(written.fileno())  # otherwise a power cut after the renaming may leave an empty file
-        several = locked(targets[0].parent) if len(pairs) > 1 else contextlib.nullcontext()
+        pairs: list[tuple[Path | None, Path]] = []
+        for file, target in zip(files, targets, strict=True):
+            if file.exists():
+                pairs.append((file, target))
+                with writing(target), file.open("r+b") as written:
+                    os.fsync(written.fileno())  # otherwise a power cut after the renaming may leave an empty file
+        pairs += [(None, file) for file in without if os.path.lexists(file)]
+        several = locked(folder) if len(pairs) > 1 else contextlib.nullcontext()
         with writing(targets[0]), several, _uninterrupted():
             _rename(pairs, work)
     finally:
@@ -95,23 +102,37 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(directory)
 
 
-def _rename(pairs: list[tuple[Path, Path]], work: Path) -> None:
-    """Gives files their final names. After an error, the targets are as they were."""
+def _rename(pairs: list[tuple[Path | None, Path]], work: Path) -> None:
+    """Gives files their final names, and removes targets without a file. After an error, all are as they were."""
     before = [(target, work / f"before-{number}", target.exists()) for number, (_, target) in enumerate(pairs[:-1])]
     for target, link, existed in before:
         with contextlib.suppress(OSError):  # no hard links in this file system
             if existed:
                 os.link(target, link)
+    new_folders = {target.parent for _, target in pairs if not target.parent.exists()}
     try:
+        for new_folder in new_folders:
+            new_folder.mkdir(exist_ok=True)
         for file, target in pairs:
-            os.replace(file, target)
+            if file is None:
+                target.unlink()
+            else:
+                os.replace(file, target)
     except BaseException:
         for target, link, existed in before:
             if link.exists():
                 os.replace(link, target)
             elif not existed:
                 target.unlink(missing_ok=True)
+        _remove_empty(new_folders)
         raise
+    _remove_empty(target.parent for file, target in pairs if file is None)
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 # --- Temporary folders -------------------------------------------------------------------------------------------

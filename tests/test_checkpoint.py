@@ -324,7 +324,7 @@ def killed(*arguments, **options):
     save(*arguments, **options)
     os.kill(os.getpid(), signal.SIGKILL)
 safetensors.numpy.save_file = killed
-tensors.write(pathlib.Path(sys.argv[1]), {}, {"a": np.zeros(1000)})
+tensors.write(pathlib.Path(sys.argv[1]), {"config.json": {}, "model.safetensors": {"a": np.zeros(1000)}})
 """
     root = str(Path(__file__).resolve().parents[1])
     done = subprocess.run([sys.executable, "-c", code, tmp_path], env=os.environ | {"PYTHONPATH": root})

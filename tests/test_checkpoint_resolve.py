@@ -1,5 +1,7 @@
 """Locations of checkpoints: a folder, or a Hugging Face id of which the needed files are downloaded."""
 
+import datetime
+import json
 import re
 
 import huggingface_hub
@@ -8,6 +10,7 @@ import pytest
 from jaxft.checkpoint import files as checkpoint_files
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.bert import BertModel
+from jaxft.models.config import BertConfig
 
 
 def test_resolve_returns_a_folder(tmp_path):
@@ -55,9 +58,10 @@ def test_resolve_downloads_only_needed_files(tmp_path, monkeypatch):
         "owner/model", "main", "cache", True,
     )  # fmt: skip
     wanted = ["config.json", "model-00001-of-00002.safetensors", "vocab.txt", "tokenizer.json",
-              "sentencepiece.bpe.model", "1_Pooling/config.json", "modules.json", "chat_template.jinja"]  # fmt: skip
+              "sentencepiece.bpe.model", "1_Pooling/config.json", "modules.json", "chat_template.jinja", "README.md",
+              "2_Dense/config.json", "2_Dense/model.safetensors"]  # fmt: skip
     taken = huggingface_hub.utils.filter_repo_objects(
-        [*wanted, "pytorch_model.bin", "onnx/config.json", "model.pkl"],
+        [*wanted, "pytorch_model.bin", "2_Dense/pytorch_model.bin", "onnx/config.json", "model.pkl"],
         allow_patterns=asked["allow_patterns"],
         ignore_patterns=asked["ignore_patterns"],
     )
@@ -81,3 +85,66 @@ def test_resolve_reports_a_failed_download(error, monkeypatch):
         checkpoint_files.resolve("owner/model")
     assert caught.value.__cause__ is error
     assert "\n" not in str(caught.value)
+
+
+def request(number, **changes):
+    """Returns a pull request as the Hub describes it, by default one of its conversion to safetensors."""
+    fields = {
+        "title": "Adding `safetensors` variant of this model", "status": "open", "num": number,
+        "repo_id": "owner/model", "repo_type": "model", "author": "SFconvertbot", "is_pull_request": True,
+        "created_at": datetime.datetime(2024, 3, 1), "endpoint": "https://hub",
+    }  # fmt: skip
+    return huggingface_hub.Discussion(**fields | changes)
+
+
+@pytest.fixture
+def pickle_repository(tmp_path, monkeypatch):
+    """Makes owner/model a repository without safetensors; returns a function that sets its requests."""
+    (tmp_path / "config.json").write_text(json.dumps(BertConfig().to_dict()))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(tmp_path))
+    asked = []
+
+    def set_requests(requests):
+        def get_repo_discussions(name, **options):
+            asked.append((name, options))
+            if isinstance(requests, Exception):
+                raise requests
+            yield from requests
+
+        monkeypatch.setattr(huggingface_hub, "get_repo_discussions", get_repo_discussions)
+        return asked
+
+    return set_requests
+
+
+def test_conversion_request_is_named(pickle_repository):
+    others = [
+        request(30, author="somebody"), request(31, title="Update README.md"), request(32, status="closed"),
+    ]  # fmt: skip
+    asked = pickle_repository([request(3), request(7), *others])
+    with pytest.raises(CheckpointError, match="has no safetensors files, and pickle checkpoints are never") as caught:
+        BertModel.from_pretrained("owner/model", revision="main")
+    message = str(caught.value)
+    assert "'owner/model' at revision 'main'" in message and message.endswith('pass revision="refs/pr/7"')
+    assert "https://hub/owner/model/discussions/7" in message
+    ((name, options),) = asked
+    assert name == "owner/model" and options["author"] == "SFconvertbot"
+
+
+@pytest.mark.parametrize("requests", [[], [request(3, author="somebody")], OSError("offline"), RuntimeError("HTTP")])
+def test_without_conversion_request_the_folder_is_named(pickle_repository, requests, tmp_path):
+    asked = pickle_repository(requests)
+    for resolved in ("owner/model", tmp_path):
+        with pytest.raises(CheckpointError, match=f"{tmp_path} has neither model.safetensors nor .*convert with"):
+            BertModel.from_pretrained(resolved)
+    assert len(asked) == 1
+    with pytest.raises(CheckpointError, match="neither model.safetensors nor"):
+        BertModel.from_pretrained("owner/model", local_files_only=True)
+    assert len(asked) == 1
+
+
+def test_a_repository_with_safetensors_is_not_asked_for_requests(pickle_repository, tmp_path):
+    asked = pickle_repository([request(3)])
+    (tmp_path / "0_Transformer").mkdir()
+    (tmp_path / "0_Transformer" / "model.safetensors").touch()
+    assert checkpoint_files.resolve("owner/model") == tmp_path and not asked

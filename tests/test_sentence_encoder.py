@@ -137,11 +137,13 @@ def test_long_texts_have_the_embeddings_of_their_tokens(folder, side, monkeypatc
     tokenizer = tiny.bert_tokenizer()
     tokenizer.enable_truncation(max_length=64, direction=side)
     model = BertModel.from_pretrained(folder)
-    encoder = SentenceEncoder(model, tokenizer, max_seq_length=64, prompt="rain on the river: ")
+    encoder = SentenceEncoder(
+        model, tokenizer, max_seq_length=64, prompts={"q": "rain on the river: "}, default_prompt_name="q"
+    )
     texts = [TEXTS[4] * 500, "x" * 50_000 + " bird", "\0" * 50_000 + "tree", "old", ("a bird, " * 40 + "tree ") * 300]
     found, tokens = encoder.encode(texts), encoder.tokenize(texts)
-    assert tokens == [tokenizer.encode(encoder.prompt + text).ids for text in texts]
-    monkeypatch.setattr(encoder._long_texts, "cut", lambda texts: texts)
+    assert tokens == [tokenizer.encode(encoder.prompts["q"] + text).ids for text in texts]
+    monkeypatch.setattr(encoder._by_length[64].long_texts, "cut", lambda texts: texts)
     np.testing.assert_array_equal(found, encoder.encode(texts))
 
 
@@ -244,15 +246,15 @@ def test_progress_bar(encoder, capsys, monkeypatch, count, show, terminal, expec
 @pytest.mark.parametrize(
     ("sentences", "message"),
     [
-        (["rain", 3], r"sentences\[1\] must be a str, got int"),
-        ([None], r"sentences\[0\] must be a str, got NoneType"),
-        (["rain", b"rain"], r"sentences\[1\] must be a str, got bytes"),
-        (np.array([["rain"]]), r"sentences\[0\] must be a str, got ndarray"),
-        (np.array([1.0]), r"sentences\[0\] must be a str, got float64"),
-        (b"rain", "must be a str or a sequence of str, got bytes"),
-        (None, "must be a str or a sequence of str, got NoneType"),
-        (np.array("rain"), "must be a str or a sequence of str, got ndarray"),
-        ({"rain": 1}, "must be a str or a sequence of str, got dict"),
+        (["rain", 3], r"inputs\[1\] must be a str, got int"),
+        ([None], r"inputs\[0\] must be a str, got NoneType"),
+        (["rain", b"rain"], r"inputs\[1\] must be a str, got bytes"),
+        (np.array([["rain"]]), r"inputs\[0\] must be a str, got ndarray"),
+        (np.array([1.0]), r"inputs\[0\] must be a str, got float64"),
+        (b"rain", "must be a str or an iterable of str, got bytes"),
+        (None, "must be a str or an iterable of str, got NoneType"),
+        (np.array("rain"), "must be a str or an iterable of str, got ndarray"),
+        ({"rain": 1}, "must be a str or an iterable of str, got dict"),
     ],
 )
 def test_inputs_must_be_strings(encoder, sentences, message):
@@ -262,7 +264,7 @@ def test_inputs_must_be_strings(encoder, sentences, message):
 
 
 def test_lone_surrogate(encoder):
-    with pytest.raises(ValueError, match=r"sentences\[1\] is not valid Unicode"):
+    with pytest.raises(ValueError, match=r"inputs\[1\] is not valid Unicode"):
         encoder.encode(["rain", "\ud800"])
 
 
@@ -273,7 +275,7 @@ def test_batch_size(encoder, batch_size):
 
 
 def test_constructor_checks(encoder):
-    parts = (encoder.model, encoder._tokenizer)
+    parts = (encoder.model, encoder.tokenizer)
     with pytest.raises(ValueError, match="pooling must name some of .*got .'median',."):
         SentenceEncoder(*parts, max_seq_length=64, pooling=("median",))
     with pytest.raises(ValueError, match="pooling must name some of"):

@@ -7,7 +7,10 @@ import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import huggingface_hub
 
 T = TypeVar("T")
 
@@ -19,6 +22,9 @@ class CheckpointError(ValueError):
 _LONGEST_ID = 96  # the limit of Hugging Face
 _MOST_BYTES = 100_000_000  # of a file that is read as a whole; the tokenizer.json of XLM-RoBERTa has 17 MB
 
+# Author and title of the pull requests in which the Hub offers a model's pickle as safetensors.
+_CONVERTER, _CONVERSION = "SFconvertbot", "Adding `safetensors` variant of this model"
+
 
 def resolve(
     folder_or_id: str | os.PathLike[str],
@@ -29,7 +35,8 @@ def resolve(
 ) -> Path:
     """Returns an existing folder as it is, or the folder of a Hugging Face id, downloaded or from the cache.
 
-    Raises a CheckpointError with advice if there is neither such a folder nor such a model with available files.
+    Raises a CheckpointError with advice if there is neither such a folder nor such a model with available files, or if
+    the model has safetensors only in a conversion request of the Hub.
     """
     name = os.fspath(folder_or_id) if isinstance(folder_or_id, os.PathLike) else folder_or_id
     if not isinstance(name, str):
@@ -44,19 +51,19 @@ def resolve(
 
     import huggingface_hub
 
+    wanted = f"{name!r}" + (f" at revision {revision!r}" if revision else "")
     try:
-        return Path(
+        folder = Path(
             huggingface_hub.snapshot_download(
                 name,
                 revision=revision,
                 cache_dir=None if cache_dir is None else Path(cache_dir),
                 local_files_only=local_files_only,
-                allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "1_Pooling/*"],
+                allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "1_Pooling/*", "README.md"],
                 ignore_patterns=["onnx/*", "openvino/*", "coreml/*"],
             )
         )
     except Exception as error:  # errors of huggingface_hub, the operating system or the HTTP library
-        wanted = f"{name!r}" + (f" at revision {revision!r}" if revision else "")
         if local_files_only:
             advice = "It is not in the local cache: download it once without local_files_only, or give its folder."
         else:
@@ -69,6 +76,29 @@ def resolve(
             f"no folder {name!r} exists, and the Hugging Face model {wanted} could not be obtained. {advice} "
             f"({type(error).__name__}: {reason})"
         ) from error
+    if not local_files_only and next(folder.rglob("*.safetensors"), None) is None:
+        if request := _conversion_request(name):
+            raise CheckpointError(
+                f"the Hugging Face model {wanted} has no safetensors files, and pickle checkpoints are never opened. "
+                f"The Hub has converted its main branch in {request.url}, which is not merged: pass "
+                f'revision="{request.git_reference}"'
+            )
+    return folder
+
+
+def _conversion_request(name: str) -> "huggingface_hub.Discussion | None":
+    """Returns the newest open request of the Hub's conversion to safetensors; None without network or request."""
+    import huggingface_hub
+
+    try:
+        requests = huggingface_hub.get_repo_discussions(
+            name, author=_CONVERTER, discussion_type="pull_request", discussion_status="open"
+        )
+        # The Hub filters already. But a request of anybody else could hold other weights.
+        found = [r for r in requests if (r.author, r.title, r.status) == (_CONVERTER, _CONVERSION, "open")]
+        return max(found, key=lambda request: request.num, default=None)
+    except Exception:  # errors of huggingface_hub, the operating system or the HTTP library
+        return None
 
 
 def check_file(file: Path, most_bytes: float = _MOST_BYTES) -> None:

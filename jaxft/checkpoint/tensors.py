@@ -242,7 +242,9 @@ def load_exact(folder: Path, shapes: Mapping[str, Shape]) -> dict[str, np.ndarra
         problems += [f"{present[name]}: is unexpected" for name in present.keys() - shapes.keys()]
         problems += filter(None, (present[name].problem(shapes[name]) for name in shapes.keys() & present.keys()))
         values = {} if problems else {name: present[name].value().astype(np.float32) for name in shapes}
-    problems += [f"{file.name}: {n!r}: has values that are not finite" for n in values if not np.isfinite(values[n]).all()]
+    problems += [
+        f"{file.name}: {n!r}: has values that are not finite" for n in values if not np.isfinite(values[n]).all()
+    ]
     if problems:
         raise _error(folder, sorted(problems))
     return values
@@ -252,14 +254,15 @@ def load_exact(folder: Path, shapes: Mapping[str, Shape]) -> dict[str, np.ndarra
 
 
 def save(folder: str | os.PathLike[str], config: Mapping[str, Any], parameters: Mapping[str, jax.Array]) -> None:
-    """Writes `config.json` and `model.safetensors` in the layout of `config["model_type"]`.
+    """Writes `config.json` and `model.safetensors` in the layout of `config["model_type"]`."""
+    write(folder, {"config.json": config, "model.safetensors": named_tensors(config, parameters)})
+
+
+def named_tensors(config: Mapping[str, Any], parameters: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
+    """Returns the tensors of a checkpoint in the layout of `config["model_type"]`, by name.
 
     If `parameters` includes a head, the tensors of the encoder get the layout's prefix, as in transformers.
     """
-    if not isinstance(folder, str | os.PathLike):
-        raise TypeError(f"save_pretrained: folder must be a string or path, got {type(folder).__name__}")
-    if os.path.isfile(folder):
-        raise NotADirectoryError(f"save_pretrained: folder must not be a file, got {folder}")
     if shapes := [name for name, value in parameters.items() if isinstance(value, jax.ShapeDtypeStruct)]:
         raise ValueError(f"save_pretrained: the model's parameters have no values yet, only shapes, as {shapes[0]}")
     layout = layouts.LAYOUTS[config["model_type"]]
@@ -270,27 +273,37 @@ def save(folder: str | os.PathLike[str], config: Mapping[str, Any], parameters: 
             tensors[name] = np.ascontiguousarray(part.T if layouts.is_kernel(parameter) else part)
     if any(name.startswith(layout.heads) for name in tensors):
         tensors = {layouts.with_prefix(layout, name): tensor for name, tensor in tensors.items()}
-    write(Path(folder), config, tensors)
+    return tensors
 
 
-def write(folder: Path, config: Mapping[str, Any], tensors: dict[str, np.ndarray]) -> None:
-    """Writes `config.json` and `model.safetensors`. Both are complete before either gets its final name.
+def write(folder: str | os.PathLike[str], contents: Mapping[str, Any], without: Iterable[str] = ()) -> None:
+    """Writes files by their path in the folder. Their content is arrays by name, a text, or of a JSON file.
 
-    If an exception occurs, KeyboardInterrupt included, an earlier checkpoint in the folder stays as it was.
+    All files are complete before one of them gets its final name. The files `without` are removed then, too. If an
+    exception occurs, KeyboardInterrupt included, an earlier checkpoint in the folder stays as it was.
     """
     import safetensors.numpy
 
-    target, config_target = folder / "model.safetensors", folder / "config.json"
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"save_pretrained: folder must be a string or path, got {type(folder).__name__}")
+    if os.path.isfile(folder):
+        raise NotADirectoryError(f"save_pretrained: folder must not be a file, got {folder}")
+    folder = Path(folder)
     with atomic.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with atomic.replacing(target, config_target) as (weights, settings):
-        with atomic.writing(config_target):
-            settings.write_text(json.dumps(config, indent=2, sort_keys=True, allow_nan=False) + "\n")
-        with atomic.writing(target):
-            try:
-                # transformers expects this metadata, which says that the tensors follow PyTorch's conventions.
-                safetensors.numpy.save_file(tensors, weights, metadata={"format": "pt"})
-            except safetensors.SafetensorError as error:  # of the disk, for example a full one
-                number = re.search(r"os error (\d+)", str(error))
-                raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
-            weights.chmod(stat.S_IMODE(settings.stat().st_mode))  # safetensors lets only the owner read the file
+    contents = dict(sorted(contents.items(), key=lambda item: item[0].endswith(".safetensors")))
+    targets = [folder / name for name in reversed(contents)]
+    with atomic.replacing(*targets, without=[folder / name for name in without]) as files:
+        for file, target, content in zip(files[::-1], targets[::-1], contents.values(), strict=True):
+            with atomic.writing(target):
+                if target.suffix != ".safetensors":
+                    text = json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n"
+                    file.write_text(content if isinstance(content, str) else text, encoding="utf-8")
+                    continue
+                try:
+                    # transformers expects this metadata, which says that the tensors follow PyTorch's conventions.
+                    safetensors.numpy.save_file(content, file, metadata={"format": "pt"})
+                except safetensors.SafetensorError as error:  # of the disk, for example a full one
+                    number = re.search(r"os error (\d+)", str(error))
+                    raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
+                file.chmod(stat.S_IMODE(files[-1].stat().st_mode))  # safetensors lets only the owner read the file

@@ -449,9 +449,11 @@ class BertModel(nnx.Module):
           NotADirectoryError: `folder` is a file.
           ValueError: the parameters have no values yet.
         """
-        checkpoint_tensors.save(
-            folder, self.config.to_dict(), {name: p.get_value() for name, p in named_parameters(self).items()}
-        )
+        checkpoint_tensors.save(folder, *self._checkpoint())
+
+    def _checkpoint(self) -> tuple[dict[str, Any], dict[str, Array]]:
+        """Returns the content of config.json, and the parameters by name."""
+        return self.config.to_dict(), {name: p.get_value() for name, p in named_parameters(self).items()}
 
     def _dropout_key(
         self, deterministic: bool | None, rngs: nnx.Rngs | Array | None, **more_rates: float

@@ -38,6 +38,8 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "Softsign": jax.nn.soft_sign,
     "LogSigmoid": jax.nn.log_sigmoid,
     "Tanhshrink": lambda x: x - jnp.tanh(x),
+    "Hardshrink": lambda x: jnp.where(jnp.abs(x) > 0.5, x, 0),
+    "Softshrink": lambda x: x - jnp.clip(x, -0.5, 0.5),
 }
 
 

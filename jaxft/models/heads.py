@@ -231,10 +231,13 @@ class EncoderWithHead(nnx.Module):
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Writes the files of the encoder and the head, see `BertModel.save_pretrained`."""
+        checkpoint_tensors.save(folder, *self._checkpoint())
+
+    def _checkpoint(self) -> tuple[dict[str, Any], dict[str, Array]]:
         encoder = checkpoint_layouts.LAYOUTS[self.config.model_type].architecture
         architectures = {"architectures": [encoder.removesuffix("Model") + self._TASK]}
         parameters = {name: parameter.get_value() for name, parameter in named_parameters(self).items()}
-        checkpoint_tensors.save(folder, self.config.to_dict() | architectures | self.settings, parameters)
+        return self.config.to_dict() | architectures | self.settings, parameters
 
     @property
     def settings(self) -> dict[str, Any]:

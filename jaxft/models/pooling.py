@@ -16,8 +16,8 @@ def pool(
 ) -> jax.Array:
     """Pools float32 `[B, T, D]` under a mask `[B, T]` to `[B, D * len(modes)]`. A sequence without tokens gives 0.
 
-    `prompt_lengths`, a scalar or `[B]`, is the number of tokens that are left out, counted from a sequence's first token
-    under the mask. The weight of a token in "weightedmean" is its number, counted from that first token, prompt
+    `prompt_lengths`, a scalar or `[B]`, is the number of tokens that are left out at the start of each sequence, which
+    is its first token under the mask. "weightedmean" weights a token by its number, counted from the start, prompt
     included. A sequence that has no other tokens gives 0, and its first token for "cls".
     """
 

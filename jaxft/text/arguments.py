@@ -94,5 +94,7 @@ def chosen_prompt(
         return prompts.get(default_prompt_name, "") if default_prompt_name is not None else ""
     if prompt_name not in prompts:
         names = ", ".join(map(repr, prompts)) or "none"
-        raise ValueError(f"{where}: prompt_name must be the name of one of the prompts, {names}, got {prompt_name!r:.80}")
+        raise ValueError(
+            f"{where}: prompt_name must be the name of one of the prompts, {names}, got {prompt_name!r:.80}"
+        )
     return prompts[prompt_name]

@@ -261,8 +261,8 @@ class Batcher:
 
         The last chunk is empty. `compute` starts a batch and returns `[rows, ...]`, or `[count, ...]` for a packed
         batch. If it returns a pair of token embeddings, `[rows, longest, D]` or packed `[capacity, D]`, and such an
-        array, then the results are a list of `Features`. If the device runs out of memory, `batch_size` is halved for the batch, the rest of the call and later
-        calls.
+        array, then the results are a list of `Features`. If the device runs out of memory, `batch_size` is halved for
+        the batch, the rest of the call and later calls.
         """
         in_flight: deque[_Work] = deque()
         positions, texts = np.empty(0, np.int64), Tokens.of([], with_types=self.with_types)
@@ -422,16 +422,19 @@ def is_sequence(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
+def as_list(op: str, name: str, values: Any, expected: str) -> list[Any]:
+    """Converts an iterable to a list. Raises a TypeError, which says what is `expected`, for a scalar or a mapping."""
+    if hasattr(values, "to_pylist"):  # an Arrow array, whose items are no str
+        return values.to_pylist()
+    is_scalar = isinstance(values, str | bytes | bytearray | memoryview | Mapping) or getattr(values, "ndim", 1) == 0
+    if is_scalar or not isinstance(values, Iterable):
+        raise TypeError(f"{op}: {name} must be {expected}, got {type(values).__name__}")
+    return list(values)
+
+
 def as_texts(op: str, name: str, texts: Any) -> list[str]:
     """Converts a str or an iterable of str to a list, and checks that each text is valid Unicode."""
-    if isinstance(texts, str):
-        texts = [texts]
-    elif hasattr(texts, "to_pylist"):  # an Arrow array, whose items are no str
-        texts = texts.to_pylist()
-    is_scalar = isinstance(texts, bytes | bytearray | memoryview | Mapping) or getattr(texts, "ndim", 1) == 0
-    if is_scalar or not isinstance(texts, Iterable):
-        raise TypeError(f"{op}: {name} must be a str or an iterable of str, got {type(texts).__name__}")
-    texts = list(texts)
+    texts = [texts] if isinstance(texts, str) else as_list(op, name, texts, "a str or an iterable of str")
     for index, text in enumerate(texts):
         if not isinstance(text, str):
             raise TypeError(f"{op}: {name}[{index}] must be a str, got {type(text).__name__}")

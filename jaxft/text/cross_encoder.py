@@ -3,7 +3,7 @@
 import operator
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +13,14 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxft.checkpoint import files as checkpoint_files
-from jaxft.checkpoint.files import CheckpointError
+from jaxft.checkpoint.files import CheckpointError, read_settings
+from jaxft.models import embedding
+from jaxft.models.bert import BertModel
 from jaxft.models.bundled import Bundled
 from jaxft.models.classification import BertForSequenceClassification
+from jaxft.models.embedding import EmbeddingModel
 from jaxft.ops.bundle import Rebuild
-from jaxft.text import batching, module_files
+from jaxft.text import arguments, batching, module_files, writing
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import Batch, Bucket
 from jaxft.text.long_texts import LongTexts
@@ -27,76 +30,77 @@ if TYPE_CHECKING:
 
 Activation = Callable[[jax.Array], jax.Array]
 
-# Activations by the last component of their PyTorch name. sentence-transformers writes the full name into its files.
-_ACTIVATIONS: dict[str, Activation] = {
-    "Identity": lambda x: x,
-    "Sigmoid": jax.nn.sigmoid,
-    "Tanh": jnp.tanh,
-    "ReLU": jax.nn.relu,
+# Activations of scores `[n, num_labels]` by the names of PyTorch's classes, which files contain.
+ACTIVATIONS: dict[str, Activation] = embedding.ACTIVATIONS | {
+    "Softmax": jax.nn.softmax,
+    "LogSoftmax": jax.nn.log_softmax,
+    "Softmin": lambda x: jax.nn.softmax(-x),
 }
 
 
 class CrossEncoder:
-    """A BERT-type classifier with its tokenizer: scores pairs of texts, and ranks documents for a query.
+    """A BERT-type model with its tokenizer: scores pairs of texts, and ranks documents for a query.
 
     Use `from_pretrained` to load a checkpoint. The constructor takes the parts.
 
     Args:
-      model: the classifier. Each call reads its current parameters, so the model may be trained between calls.
+      model: a classifier, or an `EmbeddingModel` whose vectors are the logits, for example with a `Dense` module at the
+        end. Each call reads its current parameters, so the model may be trained between calls.
       tokenizer: a `tokenizers.Tokenizer`. The encoder uses a copy that does not pad and truncates to `max_length`.
       max_length: maximum number of tokens of a pair, special tokens included. The longer text is truncated first.
       activation_fn: a function from float32 logits `[n, num_labels]` to scores of the same shape. None applies the
         sigmoid for a model with one label, and no activation for a model with several labels.
-      prompt: text that is put before the first text of every pair.
+      prompts: texts by name, to be put before the first text of every pair.
+      default_prompt_name: name of the prompt for calls without `prompt` and `prompt_name`. None is no prompt.
       token_types: whether the model gets the token type ids of the tokenizer. Otherwise, all are 0.
       packed: whether batches are packed, as for `SentenceEncoder`.
 
     Raises:
-      ValueError: `max_length` leaves no room for a token, or the model lacks a token id or type id of the tokenizer.
+      TypeError: `activation_fn` is no function, `prompts` is no dict of texts, or an argument of sentence-transformers
+        has no meaning here; the message names the equivalent.
+      ValueError: `max_length` leaves no room for a token, the model lacks a token id or type id of the tokenizer, or
+        `prompts` has no text of the name `default_prompt_name`.
     """
 
     def __init__(
         self,
-        model: BertForSequenceClassification,
+        model: BertForSequenceClassification | EmbeddingModel,
         tokenizer: "Tokenizer",
         *,
         max_length: int,
         activation_fn: Activation | None = None,
-        prompt: str = "",
+        prompts: Mapping[str, str] | None = None,
+        default_prompt_name: str | None = None,
         token_types: bool = True,
         packed: bool | None = None,
+        **others: Any,
     ) -> None:
-        self.model = model
-        (self.prompt,) = batching.as_texts("CrossEncoder", "prompt", [prompt])
-        self.activation_fn = activation_fn or _ACTIVATIONS["Sigmoid" if model.num_labels == 1 else "Identity"]
-        self._max_length = max_length = operator.index(max_length)
-        self._tokenizer = tokenizer_files.truncating(
-            tokenizer, max_length, model.config, is_pair=True, token_types=token_types, owner="CrossEncoder",
-            argument="max_length",
-        )  # fmt: skip
-        self._long_texts = LongTexts(self._tokenizer, is_pair=True)
-        self._batcher = batching.Batcher(
-            limit=max_length,
-            padding=model.config.pad_token_id,
-            packed=batching.packs(model.bert.embeddings.options.implementation) if packed is None else packed,
-            with_types=token_types and model.config.type_vocab_size > 1,
-            characters=lambda pair: sum(map(len, pair)),
-        )
-        self._bundled = Bundled(model.bert.embeddings.options.implementation)
+        arguments.refuse("CrossEncoder", others)
+        self.model, self._token_types, self._origin = model, token_types, writing.Origin()
+        self.prompts, self.default_prompt_name = {**(prompts or {})}, default_prompt_name
+        arguments.check_prompts("CrossEncoder", self.prompts, default_prompt_name)
+        own = ACTIVATIONS["Sigmoid" if self.num_labels == 1 else "Identity"]
+        self.activation_fn = _checked_activation("CrossEncoder", activation_fn) or own
+        self._packed = batching.packs(self._encoder.embeddings.options.implementation) if packed is None else packed
+        self._set_length(tokenizer, max_length, "max_length")
+        self._bundled = Bundled(self._encoder.embeddings.options.implementation)
 
         def score(
             arrays: list[jax.Array], input_ids: jax.Array, types: jax.Array | None, lengths: jax.Array, longest: int,
-            rebuild: Rebuild,
+            prompt_length: jax.Array | None, rebuild: Rebuild,
         ) -> jax.Array:  # fmt: skip
             module = rebuild(arrays)
+            call: dict[str, Any] = {"deterministic": True}
+            if isinstance(module, EmbeddingModel):
+                call["prompt_lengths"] = prompt_length
             if input_ids.ndim == 1:
-                logits = module(input_ids, None, types, cu_seqlens=lengths, max_seqlen=longest, deterministic=True)
+                logits = module(input_ids, None, types, cu_seqlens=lengths, max_seqlen=longest, **call)
             else:
                 mask = jnp.arange(longest, dtype=lengths.dtype)[None] < lengths[:, None]
-                logits = module(input_ids, mask, types, deterministic=True)
+                logits = module(input_ids, mask, types, **call)
             return logits.astype(jnp.float32)
 
-        self._score = jax.jit(score, static_argnums=(4, 5))
+        self._score = jax.jit(score, static_argnums=(4, 6))
 
     @classmethod
     def from_pretrained(
@@ -106,27 +110,37 @@ class CrossEncoder:
         revision: str | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         local_files_only: bool = False,
+        num_labels: int | None = None,
         max_length: int | None = None,
+        activation_fn: Activation | None = None,
+        prompts: Mapping[str, str] | None = None,
+        default_prompt_name: str | None = None,
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
         packed: bool | None = None,
+        **others: Any,
     ) -> "CrossEncoder":
-        """Loads a checkpoint for sequence classification and its tokenizer.
+        """Loads a checkpoint for sequence classification, or one with modules that give scores, and its tokenizer.
 
-        The activation is the one in config_sentence_transformers.json or else, from older versions, in config.json.
-        Without such an entry, it is the default of the constructor. docs/checkpoints.md lists each field of the files
-        that is read. A setting that would change scores and is not supported is an error.
+        docs/checkpoints.md lists each field of the files that is read. A setting that would change scores and is not
+        supported is an error.
 
         Args:
           folder_or_id: a folder, or the id of a model on Hugging Face.
           revision: see `BertModel.from_pretrained`.
           cache_dir: see `BertModel.from_pretrained`.
           local_files_only: see `BertModel.from_pretrained`.
+          num_labels: number of labels, which the checkpoint must have. None takes the number in the files.
           max_length: maximum number of tokens of a pair. None takes `max_seq_length` or else `model_max_length` of the
             files. Either limit is reduced to the number of positions that the model has.
+          activation_fn: as for the constructor. None takes the activation in config_sentence_transformers.json or else,
+            from older versions, in config.json. Without such an entry, it is the default of the constructor.
+          prompts: as for the constructor. They win over prompts of the same name in the files, which are kept.
+          default_prompt_name: as for the constructor. None takes the name in the files.
           dtype: float32, float16 or bfloat16, the dtype of parameters and computation. Scores are always float32.
           implementation: passed to every op. None picks the fastest for the device.
           packed: whether batches are packed, as for `SentenceEncoder`.
+          **others: none. An argument of sentence-transformers raises a TypeError, which names the equivalent.
 
         Returns:
           The encoder.
@@ -134,36 +148,124 @@ class CrossEncoder:
         Raises:
           CheckpointError: a file is missing or malformed, the message names it; or `max_length` leaves no room for a
             token.
-          TypeError: `folder_or_id` is not a string or path.
+          TypeError: as for the constructor, or `folder_or_id` is not a string or path.
         """
+        arguments.refuse("CrossEncoder.from_pretrained", others)
         folder = checkpoint_files.resolve(
             folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
         )
         layout = module_files.read_cross_encoder(folder)
-        model = BertForSequenceClassification.from_pretrained(
-            folder, dtype=dtype, implementation=implementation, num_labels=layout.num_labels
-        )
-        settings = tokenizer_files.Settings(folder)
+        options: dict[str, Any] = {"dtype": dtype, "implementation": implementation}
+        model: BertForSequenceClassification | EmbeddingModel
+        if layout.pooling:
+            model = EmbeddingModel(
+                BertModel.from_pretrained(layout.transformer, **options), pooling=layout.pooling,
+                include_prompt=layout.include_prompt, token_modules=layout.token_modules, modules=layout.modules,
+            )  # fmt: skip
+            if num_labels not in (None, model.embedding_dimension):
+                raise CheckpointError(
+                    f"{folder}: has {model.embedding_dimension} labels, not num_labels={num_labels!r}"
+                )
+        else:
+            given = layout.num_labels if num_labels is None else num_labels
+            model = BertForSequenceClassification.from_pretrained(folder, num_labels=given, **options)
+        if activation_fn is None:
+            activation_fn = _saved_activation(folder, layout.transformer)
+        settings = tokenizer_files.Settings(layout.transformer)
         limit = layout.max_seq_length or settings.max_length or sys.maxsize
         tokenizer = tokenizer_files.load(settings, layout.do_lower_case)
-        activation_fn = _noted_activation(model.settings, folder)
+        positions = (model.encoder if isinstance(model, EmbeddingModel) else model).config.max_sequence_length
         try:
-            return cls(
+            encoder = cls(
                 model,
                 tokenizer,
-                max_length=min(limit if max_length is None else max_length, model.config.max_sequence_length),
+                max_length=min(limit if max_length is None else max_length, positions),
                 activation_fn=activation_fn,
-                prompt=layout.prompt,
+                prompts=arguments.merged_prompts({}, prompts, layout.prompts),
+                default_prompt_name=layout.default_prompt_name if default_prompt_name is None else default_prompt_name,
                 token_types=settings.token_types,
                 packed=packed,
             )
         except ValueError as error:
             raise CheckpointError(f"{folder}: {error}") from error
+        encoder._origin = writing.read_origin(folder_or_id, folder, settings)
+        return encoder
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Writes a folder that `from_pretrained` and sentence-transformers load, with the same scores.
+
+        The folder gets the files of the model and of the tokenizer, prompts, `max_seq_length`, the activation, and a
+        model card, README.md. The card keeps licence, language and base model of the folder that this encoder was
+        loaded from. All files are complete before one of them gets its final name. Modules and tokenizer files of an
+        earlier save are removed; other files in the folder stay.
+
+        Args:
+          folder: folder of the files. It is created if it does not exist.
+
+        Raises:
+          TypeError: `folder` is not a string or path.
+          NotADirectoryError: `folder` is a file.
+          ValueError: the parameters have no values yet, or `activation_fn` has no name in PyTorch.
+        """
+        names = [name for name, function in ACTIVATIONS.items() if function is self.activation_fn]
+        if not names:
+            raise ValueError(
+                f"save_pretrained: activation_fn must be a function that files can name, got "
+                f"{self.activation_fn!r:.80}; set activation_fn to one of jaxft.text.cross_encoder.ACTIVATIONS, "
+                "and pass another function to predict"
+            )
+        settings = {
+            "model_type": "CrossEncoder",
+            "activation_fn": writing.activation_name(names[0]),
+            "prompts": self.prompts,
+            "default_prompt_name": self.default_prompt_name,
+        }
+        writing.save(
+            folder, self.model, self._tokenizer, settings, token_types=self._token_types,
+            max_length=self.max_seq_length, origin=self._origin,
+        )  # fmt: skip
 
     @property
-    def max_length(self) -> int:
-        """Maximum number of tokens of a pair, special tokens included. Longer pairs are truncated."""
-        return self._max_length
+    def num_labels(self) -> int:
+        """Number of scores of a pair."""
+        return self.model.embedding_dimension if isinstance(self.model, EmbeddingModel) else self.model.num_labels
+
+    @property
+    def max_seq_length(self) -> int:
+        """Maximum number of tokens of a pair, special tokens included. Longer pairs are truncated. It can be set.
+
+        Raises:
+          ValueError: the new value leaves no room for a token, or exceeds the number of positions of the model.
+        """
+        return self._max_seq_length
+
+    @max_seq_length.setter
+    def max_seq_length(self, value: int) -> None:
+        self._set_length(self._tokenizer, value, "max_seq_length")
+
+    @property
+    def _encoder(self) -> BertModel:
+        return self.model.encoder if isinstance(self.model, EmbeddingModel) else self.model.bert
+
+    def _set_length(self, tokenizer: "Tokenizer", length: int, argument: str) -> None:
+        length, config = operator.index(length), self._encoder.config
+        if length > config.max_sequence_length:
+            raise ValueError(
+                f"CrossEncoder: {argument} must be at most {config.max_sequence_length}, the positions of the model, "
+                f"got {length}"
+            )
+        self._tokenizer = tokenizer_files.truncating(
+            tokenizer, length, config, is_pair=True, token_types=self._token_types, owner="CrossEncoder",
+            argument=argument,
+        )  # fmt: skip
+        self._max_seq_length, self._long_texts = length, LongTexts(self._tokenizer, is_pair=True)
+        self._batcher = batching.Batcher(
+            limit=length,
+            padding=config.pad_token_id,
+            packed=self._packed,
+            with_types=self._token_types and config.type_vocab_size > 1,
+            characters=lambda pair: sum(map(len, pair)),
+        )
 
     def buckets(self, batch_size: int = 32) -> list[Bucket]:
         """Returns the shapes of packed batches. A program is compiled when a shape first occurs.
@@ -177,64 +279,85 @@ class CrossEncoder:
         Raises:
           ValueError: `batch_size` is not a positive integer.
         """
-        return batching.buckets(batch_size, self.max_length) if self._batcher.packed else []
+        return batching.buckets(batch_size, self.max_seq_length) if self._batcher.packed else []
 
     def predict(
         self,
-        sentences: Sequence[Sequence[str]] | Sequence[str],
+        inputs: Iterable[Sequence[str]] | Sequence[str],
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
         batch_size: int = 32,
         show_progress_bar: bool | None = None,
         activation_fn: Activation | None = None,
         apply_softmax: bool = False,
         convert_to_numpy: bool = True,
+        **others: Any,
     ) -> Any:
         """Scores pairs of texts. Batches are formed in the same way as in `SentenceEncoder.encode`.
 
         Args:
-          sentences: a sequence of pairs (text, text), or one pair.
-          batch_size: number of pairs of `max_length` tokens in a batch, see `SentenceEncoder.encode`.
+          inputs: pairs (text, text), or one pair. Any iterable of pairs is accepted, for example a generator.
+          prompt_name: name of the prompt to put before the first text of every pair. None takes `default_prompt_name`.
+          prompt: text to put before the first text of every pair, in place of a named prompt. "" is no prompt.
+          batch_size: number of pairs of `max_seq_length` tokens in a batch, see `SentenceEncoder.encode`.
           show_progress_bar: see `SentenceEncoder.encode`.
           activation_fn: a function from float32 logits `[n, num_labels]` to scores of the same shape. None applies the
             encoder's own activation.
           apply_softmax: whether to apply the softmax over the labels after the activation. It has no effect for a model
             with one label.
           convert_to_numpy: see `SentenceEncoder.encode`.
+          **others: none. An argument of sentence-transformers raises a TypeError, which names the equivalent.
 
         Returns:
           float32 `[n]` for a model with one label, float32 `[n, num_labels]` for a model with several labels, in the
-          order of `sentences`. The result for one pair has no first axis.
+          order of `inputs`. The result for one pair has no first axis.
 
         Raises:
-          TypeError: `sentences` is neither a pair of strings nor a sequence of such pairs; the message names the index.
-          ValueError: `batch_size` is not a positive integer, a text is not valid Unicode or cannot be tokenised, a
-            logit is not finite (the message names the pair and the reason), or `activation_fn` returns another shape.
+          TypeError: `inputs` is neither a pair of strings nor an iterable of such pairs, the message names the index;
+            or an argument of sentence-transformers has no meaning here, the message names the equivalent.
+          ValueError: `batch_size` is not a positive integer, `prompt_name` is unknown, a text is not valid Unicode or
+            cannot be tokenised, a logit is not finite (the message names the pair and the reason), or `activation_fn`
+            returns another shape.
           jax.errors.JaxRuntimeError: the device failed, or its memory does not suffice for one pair.
         """
+        arguments.refuse("predict", others)
         batch_size = batching.check_batch_size("predict", batch_size)
-        is_pair = batching.is_sequence(sentences) and len(sentences) == 2 and isinstance(sentences[0], str)
-        pairs = _as_pairs([sentences] if is_pair else sentences)
+        activation_fn = _checked_activation("predict", activation_fn) or self.activation_fn
+        prompt = arguments.chosen_prompt("predict", self.prompts, self.default_prompt_name, prompt, prompt_name)
+        items = batching.as_list("predict", "inputs", inputs, "a pair of str or an iterable of such pairs")
+        is_pair = len(items) == 2 and isinstance(items[0], str)
+        pairs = _as_pairs([items] if is_pair else items)
         arrays, rebuild = self._bundled(self.model)
+        prompt_length = None
+        if prompt and isinstance(self.model, EmbeddingModel) and not self.model.include_prompt:
+            prompt_length = jnp.int32(tokenizer_files.prompt_length(self._tokenizer, prompt))
+
+        def encodings(pairs: Sequence[tuple[str, str]]) -> "list[Encoding]":
+            pairs = [(prompt + first, second) for first, second in pairs]
+            return tokenizer_files.encode(self._tokenizer, pairs, self._long_texts.cut_pairs)
 
         def compute(batch: Batch) -> jax.Array:
-            return self._score(arrays, batch.input_ids, batch.token_type_ids, batch.lengths, batch.longest, rebuild)
+            return self._score(
+                arrays, batch.input_ids, batch.token_type_ids, batch.lengths, batch.longest, prompt_length, rebuild
+            )
 
         logits = self._batcher.compute_all(
-            pairs, self._encodings, batch_size, compute, model=self.model, width=self.model.num_labels, unit="pair",
+            pairs, encodings, batch_size, compute, model=self.model, width=self.num_labels, unit="pair",
             show_progress_bar=show_progress_bar,
         )  # fmt: skip
-        activation_fn = activation_fn or self.activation_fn
-        # The built-in activations treat each element by itself, so rows can be padded to a power of two. Without
-        # padding, JAX would compile the activation for every number of pairs.
+        # The built-in activations treat each row by itself, so rows can be padded to a power of two. Without padding,
+        # JAX would compile the activation for every number of pairs.
         count = len(logits)
-        if activation_fn in _ACTIVATIONS.values():
+        if activation_fn in ACTIVATIONS.values():
             logits = np.pad(logits, ((0, (1 << max(count - 1, 0).bit_length()) - count), (0, 0)))
         scores: Any = jnp.asarray(activation_fn(jnp.asarray(logits)), jnp.float32)
         if scores.shape != logits.shape:
             raise ValueError(f"predict: activation_fn must return the shape {logits.shape}, got {scores.shape}")
-        if self.model.num_labels > 1 and apply_softmax:
+        if self.num_labels > 1 and apply_softmax:
             scores = jax.nn.softmax(scores, axis=-1)
         scores = np.array(scores)[:count]  # a copy, because NumPy views of JAX arrays are read-only
-        if self.model.num_labels == 1:
+        if self.num_labels == 1:
             scores = scores[:, 0]
         scores = scores[0] if is_pair else scores
         return scores if convert_to_numpy else jnp.asarray(scores)
@@ -242,42 +365,54 @@ class CrossEncoder:
     def rank(
         self,
         query: str,
-        documents: Sequence[str],
+        documents: Iterable[str],
+        *,
         top_k: int | None = None,
         return_documents: bool = False,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
         batch_size: int = 32,
         show_progress_bar: bool | None = None,
         activation_fn: Activation | None = None,
+        **others: Any,
     ) -> list[dict[str, Any]]:
         """Ranks documents by their score with a query, the best first.
 
         Args:
           query: a text.
-          documents: a sequence of texts.
+          documents: texts. Any iterable of strings is accepted.
           top_k: number of documents to return. None returns all of them.
           return_documents: whether to return the texts too.
+          prompt_name: see `predict`. The prompt comes before the query.
+          prompt: see `predict`.
           batch_size: see `predict`.
           show_progress_bar: see `predict`.
           activation_fn: see `predict`.
+          **others: see `predict`.
 
         Returns:
           A list of `{"corpus_id": index in documents, "score": float}`, with the key `"text"` too if `return_documents`
           is True. Documents with equal scores keep their order.
 
         Raises:
-          TypeError: `query` or a document is not a string, or `documents` is not a sequence or is a single string.
+          TypeError: `query` or a document is not a string, `documents` is not iterable or is a single string, or an
+            argument of sentence-transformers has no meaning here.
           ValueError: as for `predict`, or the model has several labels, or `top_k` is not a positive integer.
           jax.errors.JaxRuntimeError: see `predict`.
         """
-        if self.model.num_labels != 1:
-            raise ValueError(f"rank: the model must have one label, a score, got {self.model.num_labels} labels")
+        arguments.refuse("rank", others)
+        if self.num_labels != 1:
+            raise ValueError(f"rank: the model must have one label, a score, got {self.num_labels} labels")
         if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int | np.integer) or top_k < 1):
             raise ValueError(f"rank: top_k must be None or a positive integer, got {top_k!r}")
         if isinstance(documents, str):
             raise TypeError("rank: documents must be a sequence of str, got one str")
         documents = batching.as_texts("rank", "documents", documents)
         (query,) = batching.as_texts("rank", "query", [query])
-        scores = self.predict([(query, text) for text in documents], batch_size, show_progress_bar, activation_fn)
+        scores = self.predict(
+            [(query, text) for text in documents], prompt_name=prompt_name, prompt=prompt, batch_size=batch_size,
+            show_progress_bar=show_progress_bar, activation_fn=activation_fn,
+        )  # fmt: skip
         best = np.argsort(-scores, kind="stable")[:top_k]
         found: list[dict[str, Any]] = [{"corpus_id": int(i), "score": float(scores[i])} for i in best]
         if return_documents:
@@ -285,33 +420,42 @@ class CrossEncoder:
                 entry["text"] = documents[entry["corpus_id"]]
         return found
 
-    def _encodings(self, pairs: Sequence[tuple[str, str]]) -> "list[Encoding]":
-        pairs = [(self.prompt + first, second) for first, second in pairs]
-        return tokenizer_files.encode(self._tokenizer, pairs, self._long_texts.cut_pairs)
 
-
-def _as_pairs(sentences: Any) -> list[tuple[str, str]]:
-    expected = "predict: sentences must be a pair of str or a sequence of such pairs"
-    if not batching.is_sequence(sentences):
-        raise TypeError(f"{expected}, got {type(sentences).__name__}")
-    for index, pair in enumerate(sentences):
+def _as_pairs(items: list[Any]) -> list[tuple[str, str]]:
+    for index, pair in enumerate(items):
         if not batching.is_sequence(pair) or len(pair) != 2:
-            raise TypeError(f"{expected}, got {pair!r:.80} at index {index}")
-    firsts = batching.as_texts("predict", "first texts", [pair[0] for pair in sentences])
-    seconds = batching.as_texts("predict", "second texts", [pair[1] for pair in sentences])
+            raise TypeError(f"predict: inputs must be pairs of str, got {pair!r:.80} at index {index}")
+    firsts = batching.as_texts("predict", "first texts", [pair[0] for pair in items])
+    seconds = batching.as_texts("predict", "second texts", [pair[1] for pair in items])
     return list(zip(firsts, seconds, strict=True))
 
 
-def _noted_activation(settings: dict[str, Any], folder: Path) -> Activation | None:
-    noted = settings.get("sentence_transformers")
-    noted = noted if isinstance(noted, dict) else {}
-    name = noted.get("activation_fn", settings.get("sbert_ce_default_activation_function"))
+def _checked_activation(where: str, function: Any) -> Activation | None:
+    kind = type(function)
+    if function is None or (callable(function) and not kind.__module__.startswith("torch.")):
+        return function
+    equivalent = f", for example jaxft.text.cross_encoder.ACTIVATIONS[{kind.__name__!r}]" * (
+        kind.__name__ in ACTIVATIONS
+    )
+    raise TypeError(
+        f"{where}: activation_fn must be a function of a JAX array{equivalent}, got {kind.__module__}.{kind.__name__}"
+    )
+
+
+def _saved_activation(folder: Path, transformer: Path) -> Activation | None:
+    """Returns the activation in a folder's files, None if there is none."""
+    family, config = folder / "config_sentence_transformers.json", read_settings(transformer / "config.json")
+    name = read_settings(family).get("activation_fn") if os.path.lexists(folder / "modules.json") else None
+    if name is None:
+        older = config.get("sentence_transformers")
+        older = older if isinstance(older, dict) else {}
+        name = older.get("activation_fn", config.get("sbert_ce_default_activation_function"))
     if name is None:
         return None
-    activation = _ACTIVATIONS.get(str(name).rpartition(".")[2]) if str(name).startswith("torch.") else None
+    activation = ACTIVATIONS.get(str(name).rpartition(".")[2]) if str(name).startswith("torch.") else None
     if activation is None:
         raise CheckpointError(
             f"{folder}: config_sentence_transformers.json or config.json: the activation function {name!r:.80} is not"
-            f" supported; supported are {', '.join(_ACTIVATIONS)} of PyTorch"
+            f" supported; supported are {', '.join(ACTIVATIONS)} of PyTorch"
         )
     return activation

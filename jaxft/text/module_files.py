@@ -36,9 +36,9 @@ _MODULES = ("Transformer", "Pooling", "Dense", "LayerNorm", "Dropout", "Normaliz
 
 # File of a Transformer module's settings: the first that is not empty. The names end in kinds of models.
 _KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
-# Settings of a Transformer module that jaxft applies, or that matter only for methods that jaxft does not have.
-TRANSFORMER_FIELDS = ("max_seq_length", "do_lower_case", "unpad_inputs", "query_length", "document_length",
-                      "query_expansion")  # fmt: skip
+# Settings of a Transformer module that jaxft applies, or that do not change embeddings.
+_LENGTHS = {"query": "query_length", "document": "document_length"}
+TRANSFORMER_FIELDS = ("max_seq_length", "do_lower_case", "unpad_inputs", *_LENGTHS.values())
 # Settings of a Transformer module that hold arguments, and the arguments that do not change embeddings.
 _OPTIONS = ("trust_remote_code", "dtype", "torch_dtype", "attn_implementation")
 ARGUMENTS = dict.fromkeys(
@@ -112,10 +112,8 @@ def read_cross_encoder(folder: Path) -> Layout:
     if settings.get("keep_in_fp32_modules"):
         raise CheckpointError(f"{settings_file}: keep_in_fp32_modules is not supported")
     if modules == [("Transformer", "")]:
-        max_seq_length, do_lower_case = _transformer_settings(folder, "sequence-classification", "logits", _SCORES)
-        layout = Layout(
-            folder, (), max_seq_length=max_seq_length, do_lower_case=do_lower_case, num_labels=num_labels
-        )
+        options = _transformer_settings(folder, "sequence-classification", "logits", _SCORES)
+        layout = Layout(folder, (), **options, num_labels=num_labels)
     else:
         layout = _read_modules(file, _SCORES)
     prompts, default = _prompts(settings_file, settings)
@@ -193,13 +191,8 @@ def _read_modules(file: Path, result: str) -> Layout:
         parts[source].append(module)
     if result == _SCORES and kinds[-1] != "Dense":
         raise CheckpointError(f"{file}: the last module of a CrossEncoder must be a Dense module, got {kinds[-1]}")
-    max_seq_length, do_lower_case = _transformer_settings(
-        transformer, "feature-extraction", "last_hidden_state", _TOKENS
-    )
-    return Layout(
-        transformer, pooling, include_prompt, tuple(parts[_TOKENS]), tuple(parts[_SENTENCE]), max_seq_length,
-        do_lower_case,
-    )  # fmt: skip
+    options = _transformer_settings(transformer, "feature-extraction", "last_hidden_state", _TOKENS)
+    return Layout(transformer, pooling, include_prompt, tuple(parts[_TOKENS]), tuple(parts[_SENTENCE]), **options)
 
 
 def _read_module(kind: str, folder: Path) -> tuple[Module, Any, Any]:
@@ -282,12 +275,13 @@ def _prompts(file: Path, settings: dict[str, Any]) -> tuple[dict[str, str | None
     return prompts, name
 
 
-def _transformer_settings(folder: Path, task: str, output: str, feature: str) -> tuple[int | None, bool]:
-    """Returns the maximum length and whether texts are lower-cased first, and refuses what would change embeddings."""
+def _transformer_settings(folder: Path, task: str, output: str, feature: str) -> dict[str, Any]:
+    """Returns the fields of `Layout` that a Transformer module has, and refuses what would change embeddings."""
     files = [folder / f"sentence_{kind}_config.json" for kind in _KINDS]
     file = next(filter(read_settings, files), files[0])
     settings = read_settings(file)
-    expected: dict[str, Any] = {"transformer_task": task, "module_output_name": feature, "tokenizer_name_or_path": None}
+    expected: dict[str, Any] = {"transformer_task": task, "module_output_name": feature, "tokenizer_name_or_path": None,
+                                "query_expansion": None}  # fmt: skip
     _check_known(file, settings, (*TRANSFORMER_FIELDS, *ARGUMENTS, *expected, "modality_config"))
     for name, value in expected.items():
         if settings.get(name) not in (None, value):
@@ -301,8 +295,12 @@ def _transformer_settings(folder: Path, task: str, output: str, feature: str) ->
     text = modes.get("text") if isinstance(modes, dict) and "message" not in modes else None
     if not isinstance(text, dict) or (text.get("method"), text.get("method_output_name")) != ("forward", output):
         raise CheckpointError(f"{file}: modality_config must take texts to {output} by forward, got {modes!r:.80}")
-    length = tokenizer_files.check_length(file, settings.get("max_seq_length"))
-    return length, bool(settings.get("do_lower_case", False))
+    lengths = {name: tokenizer_files.check_length(file, settings.get(field)) for name, field in _LENGTHS.items()}
+    return {
+        "max_seq_length": tokenizer_files.check_length(file, settings.get("max_seq_length")),
+        "do_lower_case": bool(settings.get("do_lower_case", False)),
+        "task_lengths": {name: length for name, length in lengths.items() if length is not None},
+    }
 
 
 def _check_known(file: Path, config: dict[str, Any], fields: tuple[str, ...]) -> None:

@@ -21,12 +21,12 @@ from jaxft.models.embedding import EmbeddingModel, Module, Normalize
 from jaxft.models.pooling import l2_normalize
 from jaxft.ops import checks
 from jaxft.ops.bundle import Rebuild
-from jaxft.text import arguments, batching, module_files
+from jaxft.text import arguments, batching, module_files, writing
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import Batch, Bucket
 from jaxft.text.long_texts import LongTexts
 from jaxft.text.quantization import PRECISIONS, quantize_embeddings
-from jaxft.text.similarities import SIMILARITIES
+from jaxft.text.similarities import SIMILARITIES, similarity_name
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -47,21 +47,12 @@ class _Texts:
             argument="max_seq_length",
         )  # fmt: skip
         self.long_texts = LongTexts(self.tokenizer)
-        self.batcher = batching.Batcher(
-            limit=limit, padding=model.config.pad_token_id, packed=packed, characters=len
-        )
+        self.batcher = batching.Batcher(limit=limit, padding=model.config.pad_token_id, packed=packed, characters=len)
 
     def encodings(self, prompt: str, texts: Sequence[str]) -> "list[Encoding]":
         if prompt:
             texts = [prompt + text for text in texts]
         return tokenizer_files.encode(self.tokenizer, texts, self.long_texts.cut)
-
-    def prompt_length(self, prompt: str) -> int:
-        """Returns the number of tokens of a prompt, special tokens before it included."""
-        (encoding,) = tokenizer_files.encode(self.tokenizer, [prompt])
-        added = self.tokenizer.get_added_tokens_decoder()
-        ends_special = bool(encoding.ids) and encoding.ids[-1] in added and added[encoding.ids[-1]].special
-        return len(encoding.ids) - ends_special
 
 
 class SentenceEncoder:
@@ -136,7 +127,8 @@ class SentenceEncoder:
         self._token_types = token_types
         implementation = model.embeddings.options.implementation
         self._packed = batching.packs(implementation) if packed is None else packed
-        self._task_lengths: dict[str, int] = {}  # maximum lengths of queries and documents, where they are smaller
+        self._origin = writing.Origin()
+        self._task_lengths: dict[str, int] = {}  # maximum numbers of tokens of queries and documents, from a checkpoint
         self.max_seq_length = max_seq_length
         self._bundled = Bundled(implementation)
 
@@ -237,7 +229,38 @@ class SentenceEncoder:
         except ValueError as error:
             raise CheckpointError(f"{folder}: {error}") from error
         encoder._task_lengths = layout.task_lengths
+        encoder._origin = writing.read_origin(folder_or_id, folder, settings)
         return encoder
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Writes a folder that `from_pretrained` and sentence-transformers load, with the same embeddings.
+
+        The folder gets the files of the encoder, of the modules and of the tokenizer, prompts, `similarity_fn_name`,
+        `truncate_dim`, `max_seq_length`, and a model card, README.md. The card keeps licence, language and base model
+        of the folder that this encoder was loaded from. Parameters are saved in their dtype. All files are complete
+        before one of them gets its final name. Modules and tokenizer files of an earlier save are removed; other files
+        in the folder stay.
+
+        Args:
+          folder: folder of the files. It is created if it does not exist.
+
+        Raises:
+          TypeError: `folder` is not a string or path.
+          NotADirectoryError: `folder` is a file.
+          ValueError: the parameters have no values yet.
+        """
+        settings = {
+            "model_type": "SentenceTransformer",
+            "prompts": self.prompts,
+            "default_prompt_name": self.default_prompt_name,
+            "similarity_fn_name": self.similarity_fn_name,
+            **({} if self.truncate_dim is None else {"truncate_dim": self.truncate_dim}),
+        }
+        writing.save(
+            folder, self.embedder, self._by_length[self.max_seq_length].tokenizer, settings,
+            token_types=self._token_types, max_length=self.max_seq_length, origin=self._origin,
+            task_lengths=self._task_lengths,
+        )  # fmt: skip
 
     @property
     def model(self) -> BertModel:
@@ -281,12 +304,9 @@ class SentenceEncoder:
 
     @similarity_fn_name.setter
     def similarity_fn_name(self, value: str | None) -> None:
-        value = "cosine" if value is None else value
-        if value not in SIMILARITIES:
-            raise ValueError(
-                f"SentenceEncoder: similarity_fn_name must be one of {', '.join(SIMILARITIES)}, got {value!r}"
-            )
-        self._similarity_fn_name = value
+        self._similarity_fn_name = similarity_name(
+            "SentenceEncoder", "similarity_fn_name", "cosine" if value is None else value
+        )
 
     @property
     def embedding_dimension(self) -> int:
@@ -420,11 +440,13 @@ class SentenceEncoder:
             raise ValueError(f"encode: precision {precision!r} needs output_value 'sentence_embedding'")
         if width is not None and width >= self.embedder.embedding_dimension:
             width = None
-        limit = min(self._task_lengths.get(str(task), sys.maxsize), self.max_seq_length)
+        limit = min(self._task_lengths.get(str(task), self.max_seq_length), self.model.config.max_sequence_length)
         of_texts = self._by_length.get(limit) or self._by_length.setdefault(limit, self._texts_of(limit))
         prompt_length = None
         if prompt and not (is_embedding and self.embedder.include_prompt):
-            prompt_length = np.int32(self._by_length[self.max_seq_length].prompt_length(prompt))
+            prompt_length = np.int32(
+                tokenizer_files.prompt_length(self._by_length[self.max_seq_length].tokenizer, prompt)
+            )
         # Normalising twice changes nothing but the rounding.
         modules = self.embedder.modules
         again = normalize_embeddings and not (width is None and modules and isinstance(modules[-1], Normalize))
@@ -507,7 +529,7 @@ class SentenceEncoder:
         Raises:
           ValueError: the shapes do not fit.
         """
-        return SIMILARITIES[self.similarity_fn_name][0](embeddings1, embeddings2)
+        return SIMILARITIES[self.similarity_fn_name].full(embeddings1, embeddings2)
 
     def similarity_pairwise(self, embeddings1: ArrayLike, embeddings2: ArrayLike) -> Any:
         """Computes the similarity of the first embeddings of two arrays, of the second ones, and so on.
@@ -522,7 +544,7 @@ class SentenceEncoder:
         Raises:
           ValueError: the shapes do not fit.
         """
-        return SIMILARITIES[self.similarity_fn_name][1](embeddings1, embeddings2)
+        return SIMILARITIES[self.similarity_fn_name].pairwise(embeddings1, embeddings2)
 
     def buckets(self, batch_size: int = 32) -> list[Bucket]:
         """Returns the shapes of packed batches. A program is compiled when a shape first occurs.

@@ -7,12 +7,12 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jaxft import atomic
 from jaxft.checkpoint import files as checkpoint_files
+from jaxft.checkpoint import tensors
 from jaxft.checkpoint.files import CheckpointError, read_settings
 from jaxft.models.config import BertConfig
 from jaxft.text.batching import TextError
@@ -210,8 +210,7 @@ def load(settings: Settings, do_lower_case: bool = False) -> "Tokenizer":
         if tokenizer is not saved:
             tokenizer.post_processor = _post_processor(tokenizer, settings)
     tokenizer.encode_special_tokens = settings.option("split_special_tokens", False)
-    if settings.side("padding_side", saved and saved.padding) == "left":
-        raise CheckpointError(f"{settings.file}: padding_side left is not supported")
+    settings.side("padding_side", saved and saved.padding)  # checked only: no text is padded in the tokenizer
     side = settings.side("truncation_side", saved and saved.truncation)
     if side != (tokenizer.truncation or {}).get("direction", "right"):
         tokenizer.enable_truncation(max_length=sys.maxsize, direction=side)  # `truncating` keeps the direction
@@ -223,17 +222,24 @@ def load(settings: Settings, do_lower_case: bool = False) -> "Tokenizer":
 
 def save(tokenizer: "Tokenizer", folder: Path, settings: Settings) -> None:
     """Writes a tokenizer that was loaded with `settings`, so that transformers takes it as it is."""
+    special_tokens = {name: token.content for name, token in settings.named_tokens().items()}
+    tensors.write(folder, files(tokenizer, special_tokens, settings.token_types, settings.max_length))
+
+
+def files(
+    tokenizer: "Tokenizer", special_tokens: Mapping[str, str], token_types: bool, max_length: int | None
+) -> dict[str, Any]:
+    """Returns the files of a tokenizer by name, for `tensors.write`. transformers takes the tokenizer as it is."""
+    direction = (tokenizer.truncation or {}).get("direction", "right")
     values = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_input_names": ["input_ids", *["token_type_ids"] * settings.token_types, "attention_mask"],
+        "model_input_names": ["input_ids", *["token_type_ids"] * token_types, "attention_mask"],
         "split_special_tokens": tokenizer.encode_special_tokens,
-        **({} if settings.max_length is None else {"model_max_length": settings.max_length}),
-        **{name: token.content for name, token in settings.named_tokens().items()},
+        **({} if direction == "right" else {"truncation_side": direction}),
+        **({} if max_length is None else {"model_max_length": max_length}),
+        **special_tokens,
     }
-    files = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    with atomic.replacing(*files) as (file, settings_file), atomic.writing(files[0]):
-        file.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-        settings_file.write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    return {"tokenizer.json": tokenizer.to_str(pretty=True), "tokenizer_config.json": values}
 
 
 def _vocabulary(folder: Path, settings: Settings) -> Any:
@@ -367,6 +373,14 @@ def encode(
         except TextError as error:
             raise TextError(index, text, error.reason) from error.__cause__
     return found
+
+
+def prompt_length(tokenizer: "Tokenizer", prompt: str) -> int:
+    """Returns the number of tokens of a prompt, special tokens before it included."""
+    (encoding,) = encode(tokenizer, [prompt])
+    added = tokenizer.get_added_tokens_decoder()
+    ends_special = bool(encoding.ids) and encoding.ids[-1] in added and added[encoding.ids[-1]].special
+    return len(encoding.ids) - ends_special
 
 
 def truncating(

@@ -1,0 +1,246 @@
+"""Writes the folder of a SentenceEncoder or CrossEncoder as sentence-transformers lays it out, with a model card."""
+
+import dataclasses
+import logging
+import os
+import re
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxft._version import __version__
+from jaxft.checkpoint import files as checkpoint_files
+from jaxft.checkpoint import tensors
+from jaxft.checkpoint.files import CheckpointError
+from jaxft.models.classification import BertForSequenceClassification
+from jaxft.models.embedding import Dense, Dropout, EmbeddingModel, LayerNorm, Module
+from jaxft.text import module_files
+from jaxft.text import tokenizer as tokenizer_files
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+# Fields of a model card that a saved model has in common with the model that was loaded.
+_KEPT = ("base_model", "base_model_relation", "language", "license", "license_link", "license_name")
+
+# Files of an earlier save that would be applied to the new files.
+_STALE = ("added_tokens.json", "special_tokens_map.json", "adapter_config.json", "processor_config.json",
+          "preprocessor_config.json")  # fmt: skip
+
+_log = logging.getLogger("jaxft")
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """What a saved encoder keeps from the folder that it was loaded from."""
+
+    name: str | None = None  # the Hugging Face id
+    card: str = ""  # README.md
+    special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by name, as "mask_token"
+
+
+def read_origin(folder_or_id: str | os.PathLike[str], folder: Path, settings: tokenizer_files.Settings) -> Origin:
+    """Reads what a saved encoder keeps from a folder, which was resolved from `folder_or_id`."""
+    file, card = folder / "README.md", ""
+    if os.path.lexists(file):
+        try:  # the model does not depend on its card
+            checkpoint_files.check_file(file)
+            card = file.read_text("utf-8")
+        except (ValueError, OSError) as error:
+            _log.warning("the model card is not kept: %s", error)
+    tokens = {name: token.content for name, token in settings.named_tokens().items()}
+    return Origin(None if os.path.isdir(folder_or_id) else str(folder_or_id), card, tokens)
+
+
+def save(
+    folder: str | os.PathLike[str],
+    model: EmbeddingModel | BertForSequenceClassification,
+    tokenizer: "Tokenizer",
+    settings: dict[str, Any],
+    *,
+    token_types: bool,
+    max_length: int,
+    origin: Origin,
+    task_lengths: Mapping[str, int] = types.MappingProxyType({}),
+) -> None:
+    """Writes a folder that sentence-transformers and jaxft load. `settings` go to config_sentence_transformers.json.
+
+    All files are complete before one of them gets its final name. Files of an earlier save that do not belong to the
+    new model are removed. Other files in the folder stay.
+    """
+    is_scorer = settings["model_type"] == "CrossEncoder"
+    is_modular = isinstance(model, EmbeddingModel)
+    encoder = model.encoder if isinstance(model, EmbeddingModel) else model
+    config, parameters = encoder._checkpoint()
+    transformer: dict[str, Any] = {"max_seq_length": max_length, "do_lower_case": False}
+    transformer |= {f"{task}_length": length for task, length in task_lengths.items()}
+    if not is_modular:
+        transformer["transformer_task"] = "sequence-classification"
+        config.pop("sbert_ce_default_activation_function", None)
+        config["sentence_transformers"] = {"activation_fn": settings["activation_fn"]}  # for older versions
+    padding = tokenizer.id_to_token(encoder.config.pad_token_id)
+    special_tokens = ({} if padding is None else {"pad_token": padding}) | {**origin.special_tokens}
+    contents = {
+        "config.json": config,
+        "model.safetensors": tensors.named_tensors(config, parameters),
+        "sentence_bert_config.json": transformer,
+        "config_sentence_transformers.json": settings | {"__version__": {"jaxft": __version__}},
+        "README.md": _model_card(settings, model, max_length, origin),
+        **tokenizer_files.files(tokenizer, special_tokens, token_types, max_length),
+    }
+    kinds = ["Transformer"]
+    for kind, fields, arrays in _modules(model, is_scorer) if isinstance(model, EmbeddingModel) else []:
+        path = f"{len(kinds)}_{kind}"
+        kinds.append(kind)
+        contents[f"{path}/config.json"] = fields
+        if arrays:
+            contents[f"{path}/model.safetensors"] = arrays
+    contents["modules.json"] = [
+        {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"}
+        for i, kind in enumerate(kinds)
+    ]
+    tensors.write(folder, contents, [name for name in _stale(folder) if name not in contents])
+
+
+def _modules(model: EmbeddingModel, is_scorer: bool) -> list[tuple[str, dict[str, Any], dict[str, np.ndarray]]]:
+    """Returns class, config.json and tensors of each module after the Transformer."""
+    modules = [_module(module, "token_embeddings") for module in model.token_modules]
+    modules.append(("Pooling", _pooling(model), {}))
+    modules += [_module(module, "sentence_embedding") for module in model.modules]
+    if is_scorer:
+        modules[-1][1]["module_output_name"] = "scores"
+    return modules
+
+
+def _pooling(model: EmbeddingModel) -> dict[str, Any]:
+    """Returns the config of the Pooling module, if possible with the fields that all its readers know."""
+    modes, width = model.pooling, model.encoder.config.hidden_size
+    for module in model.token_modules:
+        width = module.out_features if isinstance(module, Dense) else width
+    flags = {flag: mode in modes for flag, mode in module_files.POOLING_FLAGS.items()}
+    if modes == tuple(mode for flag, mode in module_files.POOLING_FLAGS.items() if flags[flag]):
+        return {"word_embedding_dimension": width, **flags, "include_prompt": model.include_prompt}
+    return {"embedding_dimension": width, "pooling_mode": modes, "include_prompt": model.include_prompt}
+
+
+def _module(module: Module, name: str) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
+    kind = type(module).__name__
+    place = {} if name == "sentence_embedding" else {"module_input_name": name}
+    if isinstance(module, Dense):
+        arrays = {"linear.weight": module.kernel[...].T}
+        if module.bias is not None:
+            arrays["linear.bias"] = module.bias[...]
+        if module.residual_kernel is not None:
+            arrays["residual.weight"] = module.residual_kernel[...].T
+        config = {
+            "in_features": module.in_features,
+            "out_features": module.out_features,
+            "bias": module.bias is not None,
+            "activation_function": activation_name(module.activation),
+            **({"use_residual": True} if module.use_residual else {}),
+        }
+    elif isinstance(module, LayerNorm):
+        arrays, config = {"norm.weight": module.gamma[...], "norm.bias": module.beta[...]}, {}
+        config = {"dimension": module.out_features}
+    else:
+        arrays, config = {}, {"dropout": module.rate} if isinstance(module, Dropout) else {}
+    return kind, config | place, {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+
+
+def activation_name(name: str) -> str:
+    """Returns PyTorch's full name of an activation, as files contain it."""
+    return f"torch.nn.modules.{'linear' if name == 'Identity' else 'activation'}.{name}"
+
+
+def _stale(folder: str | os.PathLike[str]) -> list[str]:
+    """Returns the files of an earlier save that would be applied to a new model, or that only the old one has."""
+    try:
+        entries = checkpoint_files.read_json(Path(folder) / "modules.json")
+    except CheckpointError:  # no earlier save, or none that could be loaded
+        entries = []
+    paths = (
+        [str(entry.get("path")) for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    )
+    modules = [path for path in paths if re.fullmatch(r"\d+_(Pooling|Dense|LayerNorm|Dropout|Normalize)", path)]
+    files = ("config.json", "model.safetensors", "pytorch_model.bin")
+    return [*_STALE, *(f"{path}/{file}" for path in modules for file in files)]
+
+
+# --- Model card --------------------------------------------------------------------------------------------------
+
+_ENCODER_USE = """\
+from {package} import {name}
+
+model = {call}
+queries = model.encode_query(["Where is the cat?"])
+documents = model.encode_document(["There is a cat on a rug.", "Shares fell sharply on Monday."])
+print(model.similarity(queries, documents))
+"""
+_SCORER_USE = """\
+from {package} import {name}
+
+model = {call}
+print(model.predict([("Where is the cat?", "There is a cat on a rug."), ("Where is the cat?", "Shares fell.")]))
+"""
+
+
+def _model_card(
+    settings: Mapping[str, Any], model: EmbeddingModel | BertForSequenceClassification, max_length: int, origin: Origin
+) -> str:
+    """Returns the content of README.md. Licence, language and base model are from the card of the origin."""
+    import huggingface_hub
+
+    kept = _kept_fields(origin)
+    size = model.num_labels if isinstance(model, BertForSequenceClassification) else model.embedding_dimension
+    if settings["model_type"] == "CrossEncoder":
+        tags = ["sentence-transformers", "cross-encoder", "reranker"]
+        task, use, ours = "text-ranking" if size == 1 else "text-classification", _SCORER_USE, "CrossEncoder"
+        what = f"scores pairs of texts. A pair gets {size} score{'s' * (size > 1)}"
+    else:
+        tags = ["sentence-transformers", "sentence-similarity", "feature-extraction"]
+        task, use, ours = "sentence-similarity", _ENCODER_USE, "SentenceEncoder"
+        what = f"maps texts to vectors of {min(settings.get('truncate_dim') or size, size)} numbers"
+    fields: dict[str, Any] = {
+        **kept,
+        "library_name": "sentence-transformers",
+        "pipeline_tag": task,
+        "tags": [*tags, "jaxft"],
+    }
+    base = kept.get("base_model", [])
+    bases = [f"[{name}](https://huggingface.co/{name})" for name in ([base] if isinstance(base, str) else base)]
+    theirs = settings["model_type"]
+    lines = [
+        "---", huggingface_hub.CardData(**dict(sorted(fields.items()))).to_yaml(), "---", "", f"# {theirs}", "",
+        f"This model {what}. It was saved by jaxft {__version__}.", "",
+        *([f"- Base model: {', '.join(bases)}"] if bases else []),
+        f"- Maximum length: {max_length} tokens",
+        *(f"- Similarity: {name}" for name in [settings.get("similarity_fn_name")] if name),
+        *(f"- Prompt {name!r}: {text!r}" for name, text in settings["prompts"].items() if text), "",
+        "## Usage", "", "With [sentence-transformers](https://www.sbert.net):", "", "```python",
+        use.format(package="sentence_transformers", name=theirs, call=f'{theirs}("path/to/this/folder")') + "```", "",
+        "With jaxft, on JAX:", "", "```python",
+        use.format(package="jaxft", name=ours, call=f'{ours}.from_pretrained("path/to/this/folder")') + "```", "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _kept_fields(origin: Origin) -> dict[str, str | list[str]]:
+    """Returns the fields of the loaded model's card that hold for a model made from it, too."""
+    import huggingface_hub
+
+    fields: dict[str, Any] = {}
+    try:
+        if origin.card:
+            fields = huggingface_hub.RepoCard(origin.card, ignore_metadata_errors=True).data.to_dict()
+    except Exception as error:  # of the YAML library
+        _log.warning("the metadata of the loaded model card are not kept: %s", error)
+    kept: dict[str, str | list[str]] = {} if origin.name is None else {"base_model": origin.name}
+    for name in _KEPT:
+        value: Any = fields.get(name)
+        items = value if isinstance(value, list) else [value]
+        if items and all(isinstance(item, str) and item for item in items):
+            kept[name] = value
+    return kept
