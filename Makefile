@@ -14,6 +14,7 @@
 #   make lint                        ruff and mypy
 #   make wheel                       the wheel and the source archive, in dist/
 #   make finetune [ARGS="--steps 50"]  a classifier from the checkpoint; goes on where it was interrupted
+#   make train-embedder [ARGS="--steps 20"]  an embedding model from the checkpoint, for search in docstrings
 #   make pretrain                    a small BERT from scratch, by masked language modelling
 #   make bench [ARGS="--quick"]      the benchmarks; writes rows to benchmarks/results/
 #   make report                      docs/benchmarks/ and the README's table, from those rows
@@ -23,15 +24,15 @@
 # Another Python: make PYTHON=python3.13 test (with a virtual environment of its own, .venv-python3.13).
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo finetune pretrain test test-all test-mutants test-gpu test-signals test-fuzz test-peers run-peers lint \
-	wheel bench report tune docs clean
+.PHONY: help demo finetune pretrain train-embedder test test-all test-mutants test-gpu test-signals test-fuzz test-peers \
+	run-peers lint wheel bench report tune docs clean
 
 PYTHON ?=
 VENV := .venv$(if $(PYTHON),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 ARGS :=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-BENCHMARKS := encoder train attention layer_norm embeddings bias_activation softmax dense feed_forward \
+BENCHMARKS := encoder train contrastive attention layer_norm embeddings bias_activation softmax dense feed_forward \
 	cross_entropy permute search
 
 help:
@@ -79,8 +80,8 @@ demo: $(VENV)/.ready-run $(VENV)/.checkpoint
 	@$(BIN)/python examples/demo.py --model "$(checkpoint)" $(ARGS)
 
 # By exec, so that a SIGTERM for make ends it: a shell in between would end alone.
-finetune pretrain: $(VENV)/.ready-train,plot $(VENV)/.checkpoint
-	@exec $(BIN)/python examples/$@.py --model "$(checkpoint)" $(ARGS)
+finetune pretrain train-embedder: $(VENV)/.ready-train,plot $(VENV)/.checkpoint
+	@exec $(BIN)/python examples/$(subst -,_,$@).py --model "$(checkpoint)" $(ARGS)
 
 # On a CPU most of the tests' time goes to compiling what runs once: it is optimised less there (pytest by itself does
 # optimise), in one piece, and by the emitters that compile twice as fast, which JAX 0.10 still has.

@@ -20,6 +20,7 @@ PEERS = "peers, "
 TITLES = {
     "encoder": "Encoder, forward pass of all layers, without embeddings",
     "training step": "Training step, value and gradients of all layers",
+    "contrastive step": "Contrastive training step with embeddings, pooling and loss: pairs, tokens of a text",
     "pretraining example": "Pretraining example with data and optimiser, packed tokens",
     "encode docstrings": "Texts to embeddings with the tokenizer",
     "encode options": "Options of encode beside the plain call, for the same tokens",
@@ -74,6 +75,7 @@ def metrics_of(name: str) -> tuple[str, ...]:
     metrics = {
         "encoder": ("queued_us", "blocking_us", "device_us"),
         "training step": ("queued_us", "temporary_mib"),
+        "contrastive step": ("queued_us", "temporary_mib"),
         "pretraining example": (),  # see `pretraining`
         "encode docstrings": ("wall_us",),
         "encode options": ("wall_us",),

@@ -237,6 +237,37 @@ ENCODER_QUICK = ENCODER[:3]
 TRAINING = [Encoder("BERT-base", 32, 128), Encoder("BERT-base", 32, 512)]
 TRAINING_DROPOUT = (0.0, 0.1)
 
+
+class Contrastive(NamedTuple):
+    """A contrastive training step in bfloat16. `valid` tokens of the texts are no padding; None is all of them."""
+
+    model: str
+    pairs: int
+    length: int
+    valid: int | None = None
+    dropout: float = 0.0
+    adamw: bool = False
+
+    @property
+    def op(self) -> str:
+        """Returns the name in the results."""
+        padding = "" if self.valid is None else f", {self.valid} valid tokens"
+        dropout = f", dropout {self.dropout}" if self.dropout else ""
+        return f"contrastive step {self.model}{padding}{dropout}{' with AdamW' * self.adamw}"
+
+    @property
+    def texts(self) -> Encoder:
+        """Returns the batch of queries and documents."""
+        return Encoder(self.model, 2 * self.pairs, self.length, valid=self.valid)
+
+
+CONTRASTIVE = [
+    Contrastive("BERT-base", 256, 128),
+    Contrastive("BERT-base", 256, 128, adamw=True),
+    Contrastive("BERT-base", 256, 128, dropout=0.1),
+    Contrastive("BERT-base", 256, 128, valid=32768),
+]
+
 # --- Other libraries -----------------------------------------------------------------------------------------------
 
 #: batch, length of `bench_peers.py`

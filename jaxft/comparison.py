@@ -50,7 +50,8 @@ _PLAIN_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-def _plain_layer_norm(x: Array, gamma: Array, beta: Array, epsilon: float) -> Array:
+def plain_layer_norm(x: Array, gamma: Array, beta: Array, epsilon: float) -> Array:
+    """Computes LayerNorm in plain JAX, in float32."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     mean = jnp.mean(wide, -1, keepdims=True)
     variance = jnp.mean(jnp.square(wide - mean), -1, keepdims=True)
@@ -79,10 +80,10 @@ def plain_layer(
     else:
         context = jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths, implementation=attention)
     context = context.reshape(x.shape) @ p["out_kernel"] + p["out_bias"]
-    x = _plain_layer_norm(x + drop(context), p["attention_norm_gamma"], p["attention_norm_beta"], epsilon)
+    x = plain_layer_norm(x + drop(context), p["attention_norm_gamma"], p["attention_norm_beta"], epsilon)
     y = _PLAIN_ACTIVATIONS[activation](x @ p["ffn_in_kernel"] + p["ffn_in_bias"])
     y = y @ p["ffn_out_kernel"] + p["ffn_out_bias"]
-    return _plain_layer_norm(x + drop(y), p["ffn_norm_gamma"], p["ffn_norm_beta"], epsilon)
+    return plain_layer_norm(x + drop(y), p["ffn_norm_gamma"], p["ffn_norm_beta"], epsilon)
 
 
 def plain_encoder(

@@ -15,6 +15,7 @@ import pytest
 
 import bench_attention
 import bench_bias_activation
+import bench_contrastive
 import bench_cross_entropy
 import bench_dense
 import bench_embeddings
@@ -135,6 +136,26 @@ def test_shapes_are_listed_once():
             {"MODELS": {"BERT-base": shapes.Model(1, 128, 2, 64)}, "TRAINING": TINY},
             {"jaxft, remat", "xla", "xla, separate qkv"},
         ),
+        (
+            bench_contrastive,
+            {
+                "MODELS": {"BERT-base": shapes.Model(1, 128, 2, 64)},
+                "CONTRASTIVE": [shapes.Contrastive("BERT-base", 4, 16)],
+                "EMBEDDINGS_TABLES": (40, 16, 2),
+            },
+            {"jaxft, packed", "jaxft, cached", "xla", "xla, separate qkv"},
+        ),
+        *(
+            pytest.param(bench_contrastive, settings, {"xla", "xla, separate qkv"}, marks=pytest.mark.slow)
+            for case in ({"adamw": True}, {"dropout": 0.1}, {"valid": 70})
+            for settings in [
+                {
+                    "MODELS": {"BERT-base": shapes.Model(1, 128, 2, 64)},
+                    "CONTRASTIVE": [shapes.Contrastive("BERT-base", 4, 16, **case)],
+                    "EMBEDDINGS_TABLES": (40, 16, 2),
+                }
+            ]
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )  # fmt: skip
@@ -162,7 +183,7 @@ def test_benchmark_writes_rows(script, settings, peers, tmp_path, monkeypatch, c
     assert "jaxft" in printed and "speedup" in printed
 
 
-@pytest.mark.parametrize("script", [bench_dense, bench_encoder, bench_train])
+@pytest.mark.parametrize("script", [bench_contrastive, bench_dense, bench_encoder, bench_train])
 def test_no_case_is_an_error(script, tmp_path):
     with pytest.raises(SystemExit, match="no case was measured"):
         script.main(["--quick", "--out", str(tmp_path), "--only", "99x99"])

@@ -25,8 +25,9 @@ import common
 import finetune
 import pretrain
 import tiny
+import train_embedder
 from cases import INTERPRET, slow_cases
-from jaxft import BertForMaskedLM, BertForSequenceClassification, BertModel, training
+from jaxft import BertForMaskedLM, BertForSequenceClassification, BertModel, SentenceEncoder, training
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.training import LossScale
 
@@ -40,6 +41,15 @@ def some_texts(count=240):
     rng = random.Random(0)
     subjects = list(SUBJECTS) * (count // len(SUBJECTS))
     return {" ".join(rng.choices(SUBJECTS[s].split() * 2 + ["a", "in", "the"], k=12)) + " " * 20: s for s in subjects}
+
+
+def some_docstrings(count=240):
+    """Returns docstrings of 40 modules. A summary and the rest have some letters in common, and other words."""
+    rng = random.Random(0)
+    for place in range(count):
+        letters = rng.sample("bcdefghijklmno", 5)
+        parts = (letters + rng.choices(tiny.WORDS, k=4) for _ in range(2))
+        yield common.Docstring(f"module{place % 40}", "f", [" ".join(rng.sample(part, 9)) for part in parts])
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +72,13 @@ def checkpoint(tmp_path_factory):
     return tiny.write_model(tmp_path_factory.mktemp("checkpoint"), hidden_dropout_prob=0.1)
 
 
+@pytest.fixture(scope="module")
+def embedder_checkpoint(tmp_path_factory):
+    folder = tiny.write_sentence_model(tmp_path_factory.mktemp("embedder"), normalize=True)
+    BertModel(tiny.config(initializer_range=0.02), rngs=nnx.Rngs(0)).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Replaces texts and sizes by small ones."""
@@ -71,6 +88,10 @@ def small(monkeypatch):
     monkeypatch.setattr(pretrain, "EVALUATED", 1)
     labelled = finetune.Preset(length=16, batch=8, steps=STEPS, learning_rate=1e-2, labels=3)
     monkeypatch.setattr(finetune, "PRESETS", {"small": labelled, "base": labelled})
+    paired = train_embedder.Preset(length=16, pairs=24, steps=STEPS, learning_rate=1e-2)
+    monkeypatch.setattr(train_embedder, "PRESETS", {"small": paired, "base": paired})
+    monkeypatch.setattr(train_embedder, "LEAST_CHARACTERS", 1)
+    monkeypatch.setattr(common, "docstrings", some_docstrings)
 
 
 def losses(out):
@@ -532,6 +553,42 @@ def test_options_select_what_is_trained(example, given):
         assert {leaf.dtype.name for leaf in jax.tree.leaves(run.state.params)} == {"float32"}
     loss = jax.jit(lambda key: loss_fn(run.state.params, one, key)[0])
     assert loss(jax.random.key(0)) != loss(jax.random.key(1))  # they differ by dropout
+
+
+@pytest.mark.parametrize(
+    ("packed", "options"),
+    [(True, ["--accumulate=2", "--dims", "8", "4"]), *slow_cases((False, []), (True, ["--dtype=float16", "--remat"]))],
+)
+def test_embedder_learns_and_resumes(packed, options, embedder_checkpoint, tmp_path, monkeypatch, capsys):
+    """The pairs of two micro-batches are compared with each other: the loss begins near log(48), not near log(24)."""
+    monkeypatch.setattr(train_embedder.batching, "packs", lambda implementation: packed)
+
+    def run(name):
+        paths = [f"--model={embedder_checkpoint}", f"--out={tmp_path / name}"]
+        return train_embedder.main([*paths, "--save-every=10", *options]), capsys.readouterr().out
+
+    with monkeypatch.context() as patch:
+        at_step(patch, 14, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        code, printed = run("resumed")
+    assert code == common.INTERRUPTED and "interrupted after step 15" in printed
+    code, printed = run("resumed")
+    assert code == 0 and "resumed after step 15" in printed
+    found = dict(re.findall(r"(.*): from 0\.\d+ to (\d\.\d+)", printed))
+    metrics = [f"{name}{cut}" for cut in ("", ", 8 dimensions", ", 4 dimensions")
+               for name in ("recall@1", "recall@10", "nDCG@10")]  # fmt: skip
+    assert [*found] == metrics[: 9 if "--dims" in options else 3]
+    results = json.loads((tmp_path / "resumed" / "retrieval.json").read_text())
+    assert {name: f"{value:.3f}" for name, value in results[str(STEPS)].items()} == found
+    assert results["0"]["nDCG@10"] < 0.5 < 0.7 < results[str(STEPS)]["nDCG@10"]
+    (tmp_path / "whole").mkdir()
+    assert run("whole")[0] == 0
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")
+    encoder = SentenceEncoder.from_pretrained(tmp_path / "resumed" / "model")
+    _, held_out = train_embedder.docstring_pairs()
+    sides = [encoder.encode(texts) for texts in zip(*held_out, strict=True)]
+    again = train_embedder.retrieval(*sides, [tiny.WIDTH])
+    np.testing.assert_allclose(again["nDCG@10"], results[str(STEPS)]["nDCG@10"], atol=0.02)
+    assert encoder.max_seq_length == SentenceEncoder.from_pretrained(embedder_checkpoint).max_seq_length
 
 
 def test_classifier_starts_from_the_checkpoint(checkpoint, given):

@@ -18,6 +18,7 @@ import custom_modules
 import finetune
 import pretrain
 import tiny
+import train_embedder
 import train_parity
 from jaxft import BertConfig, BertForMaskedLM, training
 from jaxft.models.bert import named_parameters
@@ -141,6 +142,72 @@ def test_paragraphs(tmp_path, monkeypatch):
     monkeypatch.setattr(common.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "nowhere")})
     with pytest.raises(SystemExit, match="nowhere has no sources of Python's standard library"):
         common.paragraphs()
+
+
+def test_pairs_are_unique_and_from_other_modules(monkeypatch):
+    docstrings = [common.Docstring(owner, name, paragraphs) for owner, name, paragraphs in (
+        ("json", "dump", ["Write.", "As JSON.", "To a file."]),  # json is held out, os is not
+        ("json", None, ["A module.", "With a description."]),
+        ("os", "walk", ["Walk.", "Goes down the tree."]),
+        ("os", "short", ["Short.", "x"]),
+        ("os", "alone", ["Has no more."]),
+        ("os", "first", ["Same.", "Text that occurs twice."]),
+        ("sys", "second", ["Same too.", "Text that occurs twice."]),
+    )]  # fmt: skip
+    monkeypatch.setattr(common, "docstrings", lambda: docstrings)
+    monkeypatch.setattr(train_embedder, "LEAST_CHARACTERS", 10)
+    learned, held_out = train_embedder.docstring_pairs()
+    assert held_out == [("dump: Write.", "As JSON. To a file.")]
+    assert learned == [("walk: Walk.", "Goes down the tree.")]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_batches_of_pairs(packed):
+    class Encoder:
+        model = BertForMaskedLM  # only its config is read
+        tokenize = staticmethod(lambda texts: [[2, *map(int, text.split()), 3] for text in texts])
+
+    encoder = Encoder()
+    encoder.model = type("Model", (), {"config": BertConfig(pad_token_id=0)})
+    pairs = [(" ".join(["7"] * (1 + i % 3)), " ".join([str(10 + i)] * (1 + i % 9))) for i in range(40)]
+    preset = train_embedder.Preset(length=12, pairs=20, steps=1, learning_rate=1.0)
+    some = train_embedder.Pairs(pairs, encoder, preset, packed)
+    some.rows = 256 if packed else 0
+    for seed in range(20):
+        batch = some.batch(np.random.default_rng(seed))
+        if packed:
+            ends = batch["cu_seqlens"]
+            assert (
+                batch["input_ids"].shape == (256,) and ends.shape == (41,) and not batch["input_ids"][ends[-1] :].any()
+            )
+            texts = [batch["input_ids"][a:b].tolist() for a, b in zip(ends, ends[1:], strict=False)]
+        else:
+            assert batch["input_ids"].shape == batch["attention_mask"].shape == (40, 12)
+            texts = [ids[mask].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+            assert not batch["input_ids"][~batch["attention_mask"]].any()
+        found = [
+            (" ".join(map(str, q[1:-1])), " ".join(map(str, d[1:-1])))
+            for q, d in zip(texts[:20], texts[20:], strict=True)
+        ]
+        assert len(set(found)) == 20 and set(found) <= set(pairs)
+    whole = some.tokens.sum()
+    some.rows = int(some.tokens.mean() * 20 * 0.8)  # too few for most batches: longer pairs are replaced
+    assert whole > some.rows
+    if packed:
+        ends = [some.batch(np.random.default_rng(seed))["cu_seqlens"][-1] for seed in range(20)]
+        assert max(ends) <= some.rows and min(ends) > some.rows / 2
+
+
+def test_retrieval_metrics():
+    documents = np.eye(13, dtype=np.float32)[:12]
+    queries = documents.copy()
+    queries[0] = documents[0] + 2 * documents[1]  # the second best
+    queries[1] = -documents[1]  # the last one
+    found = train_embedder.retrieval(queries, documents, [13, 12])
+    assert found["recall@1"] == 10 / 12 and found["recall@10"] == 11 / 12
+    np.testing.assert_allclose(found["nDCG@10"], (10 + 1 / np.log2(3)) / 12)
+    names = ["recall@1, 12 dimensions", "recall@10, 12 dimensions", "nDCG@10, 12 dimensions"]
+    assert [*found][3:] == names and [*found.values()][:3] == [*found.values()][3:]
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "x", "2147483648"])
