@@ -276,7 +276,7 @@ def test_sentence_encoder_passes_few_arrays(tmp_path):
     texts = ["a bird sings", "rain"]
     for factor in (1.0, 0.5):
         nnx.update(encoder.model, jax.tree.map(lambda x: x * factor, nnx.state(encoder.model, nnx.Param)))  # noqa: B023
-        arrays, _ = encoder._bundled(encoder.model)
+        arrays, _ = encoder._bundled(encoder.embedder)
         assert len(arrays) < 15
         found, ids = encoder.encode(texts[0]), jnp.array(encoder.tokenize(texts[:1]))
         np.testing.assert_allclose(found, encoder.model(ids).last_hidden_state[0].mean(0), atol=1e-5)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import tiny
 import tokenizer_folders
@@ -17,13 +18,14 @@ from jaxft import BertForMaskedLM, BertForSequenceClassification, BertModel, Cro
 from jaxft.checkpoint import files as checkpoint_files
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.checkpoint.layouts import LAYOUTS
-from jaxft.models import classification, config
+from jaxft.models import classification, config, embedding, pooling
 from jaxft.models.config import BertConfig
 from jaxft.text import module_files, sentence_encoder, tokenizer
 
 CONFIG, TOKENIZER, MAP = "config.json", "tokenizer_config.json", "special_tokens_map.json"
 FAMILY, MODULE = "config_sentence_transformers.json", "sentence_bert_config.json"
 POOLING, NORMALIZE = "1_Pooling/config.json", "2_Normalize/config.json"
+DENSE, NORM, DROPOUT = "3_Dense/config.json", "4_LayerNorm/config.json", "5_Dropout/config.json"
 IDENTITY, TANH = "torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Tanh"
 TEXTS = ["The RAIN", "Äffin", "雨x", " old\n", "[Q] rain", "[MASK] rain", "rain " * 90 + "bird"]
 PAIRS = [("The RAIN", "old"), ("rain " * 50, "[Q] bird " * 20)]
@@ -99,9 +101,15 @@ TABLES = {
         "pooling_mode": "max", "pooling_mode_cls_token": True, "pooling_mode_max_tokens": True,
         "pooling_mode_mean_tokens": ("cls", True), "pooling_mode_mean_sqrt_len_tokens": True,
         "pooling_mode_weightedmean_tokens": True, "pooling_mode_lasttoken": True,
-        "include_prompt": ("no prompt", False), "embedding_dimension": 7, "word_embedding_dimension": 7,
+        "include_prompt": False, "embedding_dimension": 7, "word_embedding_dimension": 7,
     },
     NORMALIZE: {"module_input_name": "token_embeddings", "module_output_name": "token_embeddings"},
+    DENSE: {name: ("modules", value) for name, value in {
+        "in_features": 7, "out_features": 7, "bias": False, "use_residual": True,
+        "activation_function": "torch.nn.modules.activation.ReLU", "module_input_name": "token_embeddings",
+        "module_output_name": "token_embeddings",
+    }.items()},
+    NORM: {"dimension": ("modules", 7), "dropout": ("modules", {DROPOUT: {"dropout": 0.5}})},
 }  # fmt: skip
 TABLES[FAMILY] |= {name: TABLES[FAMILY]["idx"] for name in ("name", "kwargs")}
 
@@ -157,11 +165,18 @@ def write_folder(folder, kind):
         (folder / "tokenizer.json").unlink()
     write_files(folder, {
         "modules.json": [{"type": tiny.TYPES + name, "path": path} for name, path in (
-            ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize"))],
+            ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize"), ("Dense", "3_Dense"),
+            ("LayerNorm", "4_LayerNorm"), ("Dropout", "5_Dropout"))[: None if kind == "modules" else 3]],
         POOLING: {"pooling_mode_cls_token": True} if kind == "cls" else {},
+        DENSE: {"in_features": tiny.WIDTH, "out_features": tiny.WIDTH}, NORM: {"dimension": tiny.WIDTH}, DROPOUT: {},
         NORMALIZE: {}, MODULE: {}, TOKENIZER: {},
-        FAMILY: {} if kind == "no prompt" else {"prompts": {"q": "the old "}, "default_prompt_name": "q"},
+        FAMILY: {} if kind in ("no prompt", "modules") else {"prompts": {"q": "the old "}, "default_prompt_name": "q"},
     })  # fmt: skip
+    ones = np.ones(tiny.WIDTH, np.float32)
+    for file, tensors in (
+        (DENSE, {"linear.weight": np.diag(ones), "linear.bias": ones}), (NORM, {"norm.weight": ones, "norm.bias": ones})
+    ):  # fmt: skip
+        safetensors.numpy.save_file(tensors, (folder / file).with_name("model.safetensors"))
     return folder
 
 
@@ -174,7 +189,14 @@ def outcome(folder, kind):
         parts = scorer.prompt, scorer.max_length, scorer.activation_fn
         return tokens, parts, scorer.model.settings, scorer.model.config
     encoder = SentenceEncoder.from_pretrained(folder, implementation="xla")
-    parts = encoder.pooling, encoder.normalize, encoder.prompt, encoder.truncate_dim, encoder.max_seq_length
+    embedder, prompts = encoder.embedder, (encoder.prompts, encoder.default_prompt_name)
+    names = ("in_features", "out_features", "activation", "use_residual", "rate")
+    modules = [
+        (type(module).__name__, *(getattr(module, name, None) for name in names))
+        for module in (*embedder.token_modules, *embedder.modules)
+    ]
+    parts = embedder.pooling, embedder.include_prompt, prompts, encoder.truncate_dim, encoder.max_seq_length, modules
+    parts += encoder.similarity_fn_name, encoder._task_lengths
     return encoder.tokenize(TEXTS), parts, encoder.model.config
 
 
@@ -193,12 +215,13 @@ def test_table_lists_the_fields_of_the_code():
         TOKENIZER: {*tokenizer.REFUSED, *tokenizer._NAMES},
         "": {name for kind in tokenizer.CLASSES.values() for name in kind.vocabulary},
         MODULE: {*module_files.TRANSFORMER_FIELDS, *module_files.ARGUMENTS}, POOLING: {*module_files.POOLING_FIELDS},
+        NORM: {name for fields in module_files._FIELDS.values() for name in fields},
     }  # fmt: skip
     assert {name: fields - DOCUMENTED[name].keys() for name, fields in of_code.items()} == dict.fromkeys(of_code, set())
     assert all(DOCUMENTED[CONFIG][name] == "refused" for name in config.REFUSED)
     assert all(DOCUMENTED[TOKENIZER][name] == "refused" for name in tokenizer.REFUSED)
     page = (Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text()
-    assert all(name in page for name in tokenizer.CLASSES)
+    assert all(name in page for name in (*tokenizer.CLASSES, *pooling.MODES, *embedding.ACTIVATIONS))
 
 
 @pytest.fixture(scope="module")
@@ -280,14 +303,13 @@ def test_tokenizer_gives_the_ids_of_transformers(tmp_path, name):
         ("bert", {FAMILY: {"model_type": "SparseEncoder"}}, "model_type is 'SparseEncoder', expected Sentence"),
         ("bert", {FAMILY: {"model_type": "CrossEncoder"}}, "load it with jaxft.CrossEncoder"),
         ("bert", {FAMILY: {"default_prompt_name": "none"}}, "default_prompt_name is 'none', but prompts has no text"),
-        ("bert", {POOLING: {"include_prompt": False}}, "a default prompt together with include_prompt=false"),
         ("bert", {MODULE: {"pooling": "cls"}}, "sentence_bert_config.json: unknown field 'pooling'; known are"),
         ("bert", {POOLING: {"weights": 1}}, "1_Pooling/config.json: unknown field 'weights'; known are"),
         ("bert", {MODULE: {"modality_config": {"message": {}, "text": {}}}}, "modality_config must take texts to"),
         ("pairs", {FAMILY: {"model_type": "SentenceTransformer"}}, "load it with jaxft.SentenceEncoder"),
         ("pairs", {FAMILY: {"activation_fn": "own.Tanh"}}, "the activation function 'own.Tanh' is not supported"),
         ("pairs", {"modules.json": [{"type": tiny.TYPES + name, "path": ""} for name in ("Transformer", "Dense")]},
-         "modules.json: a CrossEncoder must be one Transformer module .*; Transformer, Dense is not supported"),
+         "modules.json: expected a Transformer module, then one Pooling module .*, got Transformer, Dense"),
     ],
 )  # fmt: skip
 def test_unsupported_settings_are_refused_by_name(tmp_path, kind, files, message):
@@ -319,7 +341,7 @@ def test_folder_without_modules_is_logged_and_has_no_other_settings(tmp_path, ca
         f"{tmp_path} has no modules.json: embeddings get mean pooling and no normalisation. If the model was made for"
         " sentence-transformers, the folder is not complete."
     ]
-    assert (encoder.pooling, encoder.normalize) == (("mean",), False)
+    assert encoder.embedder.pooling == ("mean",) and not encoder.embedder.modules
     assert (encoder.truncate_dim, encoder.max_seq_length) == (None, 64)
 
 

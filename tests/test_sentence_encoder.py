@@ -430,11 +430,12 @@ NORMALIZE = (tiny.TYPES + "Normalize", "2_Normalize")
 @pytest.mark.parametrize(
     ("modules", "message"),
     [
-        ([TRANSFORMER, POOLING, (tiny.TYPES + "Dense", "2_Dense")],
-         "modules.json: module 'sentence_transformers.models.Dense' is not supported; supported are"),
-        ([TRANSFORMER, POOLING, POOLING], "module 'sentence_transformers.models.Pooling' appears twice"),
-        ([TRANSFORMER], r"expected a Transformer, a Pooling .* got \['Transformer'\]"),
-        ([TRANSFORMER, NORMALIZE, POOLING], r"in this order, got \['Transformer', 'Normalize', 'Pooling'\]"),
+        ([TRANSFORMER, POOLING, (tiny.TYPES + "LSTM", "2_LSTM")],
+         "modules.json: module 'sentence_transformers.models.LSTM' is not supported; supported are"),
+        ([TRANSFORMER, POOLING, POOLING], "module Pooling appears twice"),
+        ([TRANSFORMER, TRANSFORMER, POOLING], "module Transformer appears twice"),
+        ([TRANSFORMER], "expected a Transformer module, then one Pooling module .* got Transformer$"),
+        ([NORMALIZE, TRANSFORMER, POOLING], "expected a Transformer .* got Normalize, Transformer, Pooling"),
         ([(TRANSFORMER[0], "../other"), POOLING], "Transformer must have a path inside the folder, got '../other'"),
         ([(TRANSFORMER[0], "/etc"), POOLING], "Transformer must have a path inside the folder, got '/etc'"),
         ([(TRANSFORMER[0], None), POOLING], "Transformer must have a path inside the folder, got None"),
@@ -459,9 +460,7 @@ def test_bad_modules(tmp_path, modules, message):
         ("modules.json", "{}", "modules.json: expected a list of modules, got {}"),
         ("modules.json", "[1]", "modules.json: expected a list of modules"),
         ("1_Pooling/config.json", "[]", "config.json is not a JSON object, but a list"),
-        ("1_Pooling/config.json", '{"pooling_mode_mean_sqrt_len_tokens": true}', "'mean_sqrt_len_tokens' is not supp"),
-        ("1_Pooling/config.json", '{"pooling_mode_weightedmean_tokens": true}', "'weightedmean' is not supported"),
-        ("1_Pooling/config.json", '{"pooling_mode": "lasttoken"}', "pooling mode 'lasttoken' is not supported"),
+        ("1_Pooling/config.json", '{"pooling_mode": "median"}', "pooling mode 'median' is not supported"),
         ("1_Pooling/config.json", '{"pooling_mode": 3}', "pooling mode 3 is not supported"),
         ("1_Pooling/config.json", '{"pooling_mode": []}', "is not supported; supported are cls, max, mean"),
         ("sentence_bert_config.json", '{"max_seq_length": "x"}', "length must be an integer of at least 1, got 'x'"),
@@ -476,7 +475,9 @@ def test_bad_modules(tmp_path, modules, message):
         ("tokenizer.json", "{}", "tokenizer.json: not a tokenizer of the tokenizers library"),
         ("tokenizer.json", None, "no tokenizer: neither tokenizer.json nor vocab.txt is there"),
         ("config_sentence_transformers.json", '{"default_prompt_name": "q"}', "'q', but prompts has no text of that"),
-        ("config_sentence_transformers.json", '{"default_prompt_name": [], "prompts": {}}', r"is \[\], but prompts"),
+        ("config_sentence_transformers.json", '{"default_prompt_name": []}', r"must be a name, got \[\]"),
+        ("config_sentence_transformers.json", '{"prompts": ["x"]}', "prompts must be an object .* got .'x'."),
+        ("config_sentence_transformers.json", '{"prompts": {"q": 3}}', "prompts has no text of the name 'q', but 3"),
     ],
 )  # fmt: skip
 def test_bad_files(tmp_path, file, content, message):
@@ -519,15 +520,6 @@ def test_null_options_of_vocab_txt(tmp_path):
     options = dict.fromkeys(("strip_accents", "tokenize_chinese_chars", "do_lower_case"))
     tiny.write_json(tmp_path / "tokenizer_config.json", options)
     assert SentenceEncoder.from_pretrained(tmp_path).tokenize("The 雨 Ärain") == expected
-
-
-def test_pooling_without_the_prompt_is_refused(tmp_path):
-    tiny.write_sentence_model(tmp_path, {"pooling_mode": "mean", "include_prompt": False})
-    SentenceEncoder.from_pretrained(tmp_path)
-    config = {"prompts": {"q": "query: "}, "default_prompt_name": "q"}
-    tiny.write_json(tmp_path / "config_sentence_transformers.json", config)
-    with pytest.raises(CheckpointError, match="default prompt together with include_prompt=false"):
-        SentenceEncoder.from_pretrained(tmp_path)
 
 
 def test_tokenizer_must_fit_the_model(tmp_path):

@@ -123,7 +123,7 @@ def test_automatic_packing_follows_the_device(encoder):
 def test_compiled_shapes_equal_the_buckets(monkeypatch):
     traced = []
 
-    def counting(self, input_ids, *, cu_seqlens, max_seqlen, **options):
+    def counting(self, input_ids, mask, *, cu_seqlens, max_seqlen, **options):
         traced.append(Bucket(len(input_ids), len(cu_seqlens) - 1, max_seqlen))
         return original(self, input_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, **options)
 
@@ -181,7 +181,7 @@ def test_neighbours_change_no_minilm_embedding(minilm):
 def test_leaking_neighbours_are_noticed(encoder, monkeypatch):
     """The test above can fail: here all sequences of a batch are one sequence."""
 
-    def as_one(self, input_ids, *, cu_seqlens, max_seqlen, **options):
+    def as_one(self, input_ids, mask, *, cu_seqlens, max_seqlen, **options):
         ends = jnp.stack([cu_seqlens[0], cu_seqlens[-1]])
         positions = jnp.arange(input_ids.size) % 64  # without it, a sequence that is too long is NaN
         return original(self, input_ids, position_ids=positions, cu_seqlens=ends, max_seqlen=64, **options)

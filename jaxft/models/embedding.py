@@ -97,7 +97,7 @@ class Dense(nnx.Module):
         """Computes float32 `[..., out_features]` from `[..., in_features]`."""
         y = x @ self.kernel[...].astype(x.dtype)
         if self.bias is not None:
-            y = y + self.bias[...]
+            y = y + jnp.expand_dims(self.bias[...], range(x.ndim - 1))
         y = ACTIVATIONS[self.activation](y)
         if not self.use_residual:
             return y

@@ -22,7 +22,7 @@ def pool(
     """
 
     def take(index: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(hidden, index[:, None, None], axis=1)[:, 0]
+        return hidden.at[jnp.arange(index.shape[0]), index].get(mode="promise_in_bounds", unique_indices=True)
 
     return _pool(hidden, mask, modes, prompt_lengths, take)
 

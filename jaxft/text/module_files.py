@@ -27,9 +27,7 @@ POOLING_FLAGS = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 POOLING_FIELDS = (*POOLING_FLAGS, "pooling_mode", "include_prompt", "embedding_dimension", "word_embedding_dimension")
-DENSE_FIELDS = ("in_features", "out_features", "bias", "activation_function", "module_input_name", "module_output_name",
-                "use_residual")  # fmt: skip
-LAYER_NORM_FIELDS, DROPOUT_FIELDS = ("dimension",), ("dropout",)
+_FIELDS = {"LayerNorm": ("dimension",), "Dropout": ("dropout",)}
 _NORM = ("norm.weight", "norm.bias")
 _TOKENS, _SENTENCE, _SCORES = "token_embeddings", "sentence_embedding", "scores"
 _MODULES = ("Transformer", "Pooling", "Dense", "LayerNorm", "Dropout", "Normalize")
@@ -165,7 +163,10 @@ def _read_modules(file: Path, result: str) -> Layout:
             raise CheckpointError(f"{file}: module {kind} must have a path inside the folder, got {path!r:.80}")
         entries.append((kind, file.parent / path))
     kinds = [kind for kind, _ in entries]
-    if kinds[:1] != ["Transformer"] or kinds.count("Transformer") != 1 or kinds.count("Pooling") != 1:
+    for kind in ("Transformer", "Pooling"):
+        if kinds.count(kind) > 1:
+            raise CheckpointError(f"{file}: module {kind} appears twice, which is not supported")
+    if kinds[:1] != ["Transformer"] or "Pooling" not in kinds:
         raise CheckpointError(
             f"{file}: expected a Transformer module, then one Pooling module and any number of others, got"
             f" {', '.join(kinds):.200}"
@@ -185,8 +186,8 @@ def _read_modules(file: Path, result: str) -> Layout:
             continue  # there is nothing yet that it could normalise
         if source != (_SENTENCE if is_pooled else _TOKENS) or target != (result if is_last else source):
             raise CheckpointError(
-                f"{folder / 'config.json'}: module {kind} takes {source!r:.80} to {target!r:.80}, which is not supported"
-                f" {'after' if is_pooled else 'before'} the Pooling module"
+                f"{folder / 'config.json'}: module_input_name and module_output_name of module {kind}, {source!r:.80}"
+                f" and {target!r:.80}, are not supported {'after' if is_pooled else 'before'} the Pooling module"
             )
         parts[source].append(module)
     if result == _SCORES and kinds[-1] != "Dense":
@@ -203,9 +204,8 @@ def _read_module(kind: str, folder: Path) -> tuple[Module, Any, Any]:
     if kind in ("Dense", "Normalize"):
         source = config.get("module_input_name", _SENTENCE)
         target = source if config.get("module_output_name") is None else config["module_output_name"]
-    known = {"LayerNorm": LAYER_NORM_FIELDS, "Dropout": DROPOUT_FIELDS}
-    if kind in known:
-        _check_known(file, config, known[kind])
+    elif kind in _FIELDS:
+        _check_known(file, config, _FIELDS[kind])
     try:
         if kind == "Dense":
             return _read_dense(folder, config), source, target
@@ -229,10 +229,9 @@ def _read_dense(folder: Path, config: dict[str, Any]) -> Dense:
         raise ValueError(
             f"activation_function {name!r:.80} is not supported; supported are {', '.join(ACTIVATIONS)} of PyTorch"
         )
-    module = Dense(
-        config.get("in_features"), config.get("out_features"), bias=config.get("bias", True), activation=activation,
-        use_residual=config.get("use_residual", False), rngs=None,
-    )  # type: ignore[arg-type]  # fmt: skip
+    sizes: Any = (config.get("in_features"), config.get("out_features"))
+    flags = {"bias": config.get("bias", True), "use_residual": config.get("use_residual", False)}
+    module = Dense(*sizes, **flags, activation=activation, rngs=None)
     named = {"linear.weight": module.kernel, "linear.bias": module.bias, "residual.weight": module.residual_kernel}
     parameters = {name: parameter for name, parameter in named.items() if parameter is not None}
     shapes = {name: parameter.shape[::-1] for name, parameter in parameters.items()}

@@ -63,8 +63,8 @@ class SentenceEncoder:
     Args:
       model: the encoder. Each `encode` reads its current parameters, so the model may be trained between calls.
       tokenizer: a `tokenizers.Tokenizer`. The encoder uses a copy that does not pad and truncates to `max_seq_length`.
-      max_seq_length: maximum number of tokens of a text, special tokens included. Longer texts are truncated. None takes
-        the number of positions of the model.
+      max_seq_length: maximum number of tokens of a text, special tokens included. Longer texts are truncated. None
+        takes the number of positions of the model.
       pooling: see `EmbeddingModel`.
       include_prompt: see `EmbeddingModel`.
       token_modules: see `EmbeddingModel`.
@@ -79,6 +79,7 @@ class SentenceEncoder:
       token_types: whether the type ids of the tokenizer count. If so, an id other than 0 is not supported.
       packed: whether batches are packed, without padding. None packs if variable-length attention runs as a kernel, as
         on an NVIDIA GPU.
+      **others: none. An argument of sentence-transformers raises a TypeError that names the equivalent.
 
     Attributes:
       embedder: the `EmbeddingModel`.
@@ -114,6 +115,8 @@ class SentenceEncoder:
         **others: Any,
     ) -> None:
         arguments.refuse("SentenceEncoder", others)
+        self.truncate_dim = truncate_dim
+        self.similarity_fn_name = similarity_fn_name
         self.embedder = EmbeddingModel(
             model, pooling=pooling, include_prompt=include_prompt, token_modules=token_modules,
             modules=[*modules, *[Normalize()] * normalize],
@@ -122,8 +125,6 @@ class SentenceEncoder:
         self.prompts = arguments.merged_prompts(_OWN_PROMPTS, prompts, {})
         self.default_prompt_name = default_prompt_name
         arguments.check_prompts("SentenceEncoder", self.prompts, default_prompt_name)
-        self.truncate_dim = truncate_dim
-        self.similarity_fn_name = similarity_fn_name
         self._token_types = token_types
         implementation = model.embeddings.options.implementation
         self._packed = batching.packs(implementation) if packed is None else packed
@@ -188,6 +189,7 @@ class SentenceEncoder:
             modules after it compute in float32, and embeddings are always float32.
           implementation: passed to every op. None picks the fastest for the device.
           packed: whether batches are packed, see the constructor.
+          **others: none. An argument of sentence-transformers raises a TypeError that names the equivalent.
 
         Returns:
           The encoder.
@@ -282,8 +284,8 @@ class SentenceEncoder:
         value = positions if value is None else operator.index(value)
         if value > positions:
             raise ValueError(
-                f"SentenceEncoder: max_seq_length must be at most {positions}, the number of positions of the model, got"
-                f" {value}"
+                f"SentenceEncoder: max_seq_length must be at most {positions}, the number of positions of the model,"
+                f" got {value}"
             )
         self._by_length = {value: self._texts_of(value)}
         self._max_seq_length = value
@@ -403,17 +405,19 @@ class SentenceEncoder:
           truncate_dim: number of components of an embedding to keep. None takes the encoder's own `truncate_dim`.
           task: "query" or "document" applies the limit of the number of tokens that a checkpoint may have for them.
             `encode_query` and `encode_document` pass it.
+          **others: none. An argument of sentence-transformers raises a TypeError that names the equivalent.
 
         Returns:
           `[n, embedding_dimension]` in the order of the n `inputs`, for a single text `[embedding_dimension]`: float32,
           or as `quantize_embeddings` says for another `precision`.
 
-          With `output_value="token_embeddings"`, a list of float32 `[tokens, D]`, without padding; for a single text one
-          array. `truncate_dim` and `normalize_embeddings` do not concern them.
+          With `output_value="token_embeddings"`, a list of float32 `[tokens, D]`, without padding; for a single text
+          one array. `truncate_dim` and `normalize_embeddings` do not concern them.
 
           With `output_value=None`, a list of dicts, for a single text one dict: `"input_ids"`, `"token_type_ids"` (if
-          the model gets them) and `"attention_mask"`, int32 `[tokens]`; `"modality"`, which is "text"; `"prompt_length"`
-          (if there is a prompt), the number of its tokens; `"token_embeddings"` and `"sentence_embedding"`.
+          the model gets them) and `"attention_mask"`, int32 `[tokens]`; `"modality"`, which is "text";
+          `"prompt_length"` (if there is a prompt), the number of its tokens; `"token_embeddings"`; and
+          `"sentence_embedding"`, which `normalize_embeddings` does not concern.
 
         Raises:
           TypeError: `inputs` or one of its items is not a string (the item's index and type are named), or an argument
