@@ -194,6 +194,13 @@ def test_files_of_an_embedder(tmp_path):
     np.testing.assert_array_equal(saved["norm.weight"], jnp.linspace(0.5, 2, 8))
 
 
+def test_pooling_modes_keep_their_order(tmp_path):
+    embedder(pooling=("max", "cls"), modules=()).save_pretrained(tmp_path)
+    expected = {"embedding_dimension": tiny.WIDTH, "pooling_mode": ["max", "cls"], "include_prompt": True}
+    assert read(tmp_path, "1_Pooling/config.json") == expected
+    assert SentenceEncoder.from_pretrained(tmp_path).embedder.pooling == ("max", "cls")
+
+
 def test_files_of_a_classifier(tmp_path):
     names = ["no", "maybe", "yes"]
     model = BertForSequenceClassification(tiny.config(), id2label=names, rngs=nnx.Rngs(0))
