@@ -39,7 +39,8 @@ CPU = (
     "atomic", "attention_errors", "autotune", "batching", "benchmarks", "cases", "checkpoint", "checkpoint_resolve",
     "checkpoint_settings", "cli", "cli_bench", "cross_encoder", "docs", "examples", "examples_parts", "hostile_files",
     "import", "instructions", "layers", "long_texts", "lowering", "lowering_attention", "minilm", "mutants", "order",
-    "other_systems", "passed_options", "plans", "quantization", "sentence_encoder", "sentence_encoder_packed", "signals", "tuning",
+    "other_systems", "passed_options", "peer_values", "plans", "quantization", "sentence_encoder",
+    "sentence_encoder_packed", "signals", "tuning",
 )  # fmt: skip
 
 
