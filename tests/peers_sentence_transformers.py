@@ -15,8 +15,10 @@ import torch
 import transformers
 from flax import nnx
 from sentence_transformers import util
+from sentence_transformers.cross_encoder.evaluation import CrossEncoderRerankingEvaluator
 from sentence_transformers.sentence_transformer import losses
 
+import evaluate
 import jaxft
 import peer_models
 from jaxft import training
@@ -474,3 +476,25 @@ def test_matryoshka_loss_and_gradients_of_the_model(name, folder):
     )
     if "modules" in name:
         assert_close(gradients["modules"][0]["kernel"][...].T, list(them)[2].linear.weight.grad.numpy())
+
+
+# --- Evaluators ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a default prompt", "modules"])
+def test_evaluators_give_the_same_scores(name, folder):
+    path = folder(name)
+    adapted, them = evaluate.Evaluated(ours(path)), theirs(path)
+    for mine, peer in zip(evaluate.evaluators(30).items(), evaluate.evaluators(30).values(), strict=True):
+        got, expected = mine[1](adapted), peer(them)
+        assert got.keys() == expected.keys()
+        for metric, value in expected.items():
+            assert abs(got[metric] - value) < evaluate.SAME, (mine[0], metric)
+        assert got.items() <= adapted.metrics.items()
+
+
+def test_evaluator_of_rerankers_gives_the_same_score(pair):
+    them, us = pair("one label")
+    samples = [{"query": QUERY, "positive": [TEXTS[1]], "negative": [TEXTS[0], TEXTS[2], TEXTS[3]]}]
+    evaluators = [CrossEncoderRerankingEvaluator(samples, write_csv=False) for _ in range(2)]
+    assert evaluators[0](evaluate.Evaluated(us)) == evaluators[1](them)
