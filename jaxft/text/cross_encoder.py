@@ -147,7 +147,7 @@ class CrossEncoder:
         limit = layout.max_seq_length or settings.max_length or sys.maxsize
         tokenizer = tokenizer_files.load(settings, layout.do_lower_case)
         activation_fn = _noted_activation(model.settings, folder)
-        prompts = arguments.merged_prompts({}, None, layout.prompts)
+        prompts = arguments.merged_prompts("from_pretrained", {}, None, layout.prompts)
         try:
             arguments.check_prompts("CrossEncoder", prompts, layout.default_prompt_name)
             return cls(
