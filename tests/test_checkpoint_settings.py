@@ -18,9 +18,9 @@ from jaxft import BertForMaskedLM, BertForSequenceClassification, BertModel, Cro
 from jaxft.checkpoint import files as checkpoint_files
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.checkpoint.layouts import LAYOUTS
-from jaxft.models import classification, config, embedding, pooling
+from jaxft.models import classification, config, pooling
 from jaxft.models.config import BertConfig
-from jaxft.text import module_files, sentence_encoder, tokenizer
+from jaxft.text import cross_encoder, module_files, sentence_encoder, tokenizer
 
 CONFIG, TOKENIZER, MAP = "config.json", "tokenizer_config.json", "special_tokens_map.json"
 FAMILY, MODULE = "config_sentence_transformers.json", "sentence_bert_config.json"
@@ -186,7 +186,7 @@ def outcome(folder, kind):
         scorer = CrossEncoder.from_pretrained(folder, implementation="xla")
         types, encodings = scorer._batcher.with_types, scorer._tokenizer.encode_batch([*PAIRS])
         tokens = [(encoding.ids, encoding.type_ids if types else None) for encoding in encodings]
-        parts = scorer.prompt, scorer.max_length, scorer.activation_fn
+        parts = (scorer.prompts, scorer.default_prompt_name), scorer.max_seq_length, scorer.activation_fn
         return tokens, parts, scorer.model.settings, scorer.model.config
     encoder = SentenceEncoder.from_pretrained(folder, implementation="xla")
     embedder, prompts = encoder.embedder, (encoder.prompts, encoder.default_prompt_name)
@@ -221,7 +221,7 @@ def test_table_lists_the_fields_of_the_code():
     assert all(DOCUMENTED[CONFIG][name] == "refused" for name in config.REFUSED)
     assert all(DOCUMENTED[TOKENIZER][name] == "refused" for name in tokenizer.REFUSED)
     page = (Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text()
-    assert all(name in page for name in (*tokenizer.CLASSES, *pooling.MODES, *embedding.ACTIVATIONS))
+    assert all(name in page for name in (*tokenizer.CLASSES, *pooling.MODES, *cross_encoder.ACTIVATIONS))
 
 
 @pytest.fixture(scope="module")

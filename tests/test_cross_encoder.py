@@ -300,7 +300,11 @@ def test_wrong_prompts(reranker):
             call(PAIRS, prompt_name="x")
         with pytest.raises(TypeError, match="prompt"):
             call(PAIRS, prompt=3)
-    for prompts, message in (({"a": 3}, "must be a str, got int"), ({3: "a"}, "names of prompts must be str")):
+    for prompts, message in (
+        (["a"], "prompts must be a dict"),
+        ({"a": 3}, "must be a str, got int"),
+        ({3: "a"}, "names of prompts must be str"),
+    ):
         with pytest.raises(TypeError, match=message):
             CrossEncoder(reranker.model, reranker._tokenizer, max_length=9, prompts=prompts)
 
@@ -333,7 +337,7 @@ def test_arguments_of_other_calls_are_refused(reranker, folders):
     for options in ({"trust_remote_code": True}, {"model_kwargs": {}}, {"device": "cuda"}, {"backend": "onnx"}):
         with pytest.raises(TypeError, match=f"CrossEncoder: {[*options][0]} .*sentence-transformers only: "):
             CrossEncoder(reranker.model, reranker._tokenizer, max_length=9, **options)
-        with pytest.raises(TypeError, match=f"CrossEncoder.from_pretrained: {[*options][0]} .*-transformers only: "):
+        with pytest.raises(TypeError, match=f"from_pretrained: {[*options][0]} .*-transformers only: "):
             CrossEncoder.from_pretrained(folders["bert"], **options)
     for call in (reranker.predict, reranker.rank):
         with pytest.raises(TypeError, match="positional argument"):

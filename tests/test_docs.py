@@ -51,7 +51,8 @@ def reranker(tmp_path):
 
 @pytest.mark.parametrize("page", EXECUTED, ids=name_of)
 @pytest.mark.filterwarnings("default")  # An example that sets a filter must not change the filters of other tests.
-def test_examples_run(page, minilm, reranker, capsys):
+def test_examples_run(page, minilm, reranker, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where examples write files
     namespace = {"__name__": "__main__"}
     for number, code in enumerate(blocks(page, "python")):
         code = code.replace('"sentence-transformers/all-MiniLM-L6-v2"', repr(str(minilm)))

@@ -41,7 +41,8 @@ VALUES = {
     "Softplus": [9.357623e-14, 0.02975042, 0.3132617, 0.5759394, 0.6931472, 0.974077, 1.313262, 2.57889, 7.000911, 40],
     "Softsign": [-0.96774194, -0.77777778, -0.5, -0.2, 0.0, 0.33333333, 0.5, 0.71428571, 0.875, 0.97560976],
     "LogSigmoid": [
-        -30.0, -3.5297504, -1.3132617, -0.82593942, -0.69314718, -0.47407698, -0.31326169, -0.078889734, -0.00091146645, -4.2483543e-18
+        -30.0, -3.5297504, -1.3132617, -0.82593942, -0.69314718, -0.47407698, -0.31326169, -0.078889734,
+        -0.00091146645, -4.2483543e-18,
     ],
     "Tanhshrink": [-29, -2.501822, -0.2384058, -0.005081338, 0, 0.03788284, 0.2384058, 1.513386, 6.000002, 39],
 }  # fmt: skip
@@ -146,8 +147,8 @@ def test_packed_equals_padded_and_so_do_the_gradients():
 
     padded_call = functools.partial(loss, input_ids=IDS, attention_mask=MASK)
     packed_call = functools.partial(loss, input_ids=PACKED_IDS, **PACKED)
-    (_, padded), gradients = nnx.value_and_grad(padded_call, has_aux=True)(embedder)
-    (_, packed), of_packed = nnx.value_and_grad(packed_call, has_aux=True)(embedder)
+    (_, padded), gradients = nnx.jit(nnx.value_and_grad(padded_call, has_aux=True))(embedder)
+    (_, packed), of_packed = nnx.jit(nnx.value_and_grad(packed_call, has_aux=True))(embedder)
     assert padded.shape == (3, 4)
     close(packed, padded)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), gradients, of_packed)
@@ -195,22 +196,20 @@ def test_two_dropout_modules_drop_other_elements():
 
 
 def test_training_moves_pairs_together():
-    embedder = model(modules=[*modules(0.1), Normalize()])
-    embedder.train()
+    embedder = model(modules=[Dense(WIDTH, 8, rngs=nnx.Rngs(1)), Normalize()])
 
     @nnx.jit
-    def step(embedder, key):
+    def step(embedder):
         def loss(embedder):
-            keys = jax.random.split(key)
-            first, second = (embedder(IDS[:, i : i + 3], rngs=k) for i, k in zip((0, 3), keys, strict=True))
-            return jnp.mean(-jax.nn.log_softmax(first @ second.T / 0.1)[jnp.arange(3), jnp.arange(3)])
+            first, second = embedder(IDS[:, :3]), embedder(IDS[:, 3:])
+            return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(first @ second.T / 0.1)))
 
         value, gradients = nnx.value_and_grad(loss)(embedder)
-        nnx.update(embedder, jax.tree.map(lambda p, g: p - 0.05 * g, nnx.state(embedder, nnx.Param), gradients))
+        nnx.update(embedder, jax.tree.map(lambda p, g: p - 0.01 * g, nnx.state(embedder, nnx.Param), gradients))
         return value
 
-    losses = [float(step(embedder, jax.random.key(i))) for i in range(12)]
-    assert np.mean(losses[-3:]) < 0.6 * np.mean(losses[:3])
+    losses = [float(step(embedder)) for _ in range(10)]
+    assert losses[-1] < 0.5 * losses[0]
 
 
 @pytest.mark.parametrize(

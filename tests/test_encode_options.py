@@ -277,7 +277,8 @@ def test_result_that_is_not_finite_is_refused_for_tokens(folder):
 
 def test_too_little_memory_for_tokens(folder, monkeypatch, caplog):
     encoder = SentenceEncoder.from_pretrained(folder, packed=True)
-    expected, embed = encoder.encode(TEXTS, output_value="token_embeddings"), encoder._embed
+    texts = TEXTS * 4
+    expected, embed = encoder.encode(texts, output_value="token_embeddings"), encoder._embed
 
     def refusing(arrays, input_ids, *others):
         if input_ids.size > 64:
@@ -285,7 +286,7 @@ def test_too_little_memory_for_tokens(folder, monkeypatch, caplog):
         return embed(arrays, input_ids, *others)
 
     monkeypatch.setattr(encoder, "_embed", refusing)
-    for found, tokens in zip(encoder.encode(TEXTS, output_value="token_embeddings"), expected, strict=True):
+    for found, tokens in zip(encoder.encode(texts, output_value="token_embeddings"), expected, strict=True):
         close(found, tokens)
     assert "too little memory" in caplog.text
 

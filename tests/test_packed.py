@@ -306,7 +306,7 @@ def test_implementation_reaches_every_operation(monkeypatch):
 
 # --- Pooling -----------------------------------------------------------------------------------------------------
 
-MODES = ("cls", "max", "mean")
+MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 
 
 @pytest.fixture(scope="module")
@@ -315,24 +315,33 @@ def hidden():
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def pooled(hidden, cu_seqlens, modes=MODES, max_seqlen=LENGTH):
-    return pool_packed(hidden, cu_seqlens, modes, max_seqlen)
+def pooled(hidden, cu_seqlens, modes=MODES, max_seqlen=LENGTH, prompt_lengths=None):
+    return pool_packed(hidden, cu_seqlens, modes, max_seqlen, prompt_lengths)
 
 
-@pytest.mark.parametrize("modes", [*((mode,) for mode in MODES), MODES], ids="-".join)
-def test_pooling(hidden, modes):
-    packed = pack(hidden)
-    got = pooled(packed.x.at[TOKENS:].set(jnp.nan), packed.cu_seqlens, modes)
+@pytest.mark.parametrize("prompts", [None, 1, [0, 2, 1, 3, 1000]], ids=["all", "same", "each"])
+@pytest.mark.parametrize("modes", [MODES, *slow(*((mode,) for mode in MODES))], ids="-".join)
+def test_pooling(hidden, modes, prompts):
+    packed, of_each = pack(hidden), np.broadcast_to(np.resize(0 if prompts is None else prompts, BATCH), BATCH)
+    prompts = None if prompts is None else jnp.asarray(prompts if np.ndim(prompts) == 0 else of_each, jnp.int32)
+    got = pooled(packed.x.at[TOKENS:].set(jnp.nan), packed.cu_seqlens, modes, LENGTH, prompts)
     expected = {
-        "cls": lambda x: x[0],
-        "max": lambda x: x.max(axis=0),
-        "mean": lambda x: x.mean(axis=0),
+        "cls": lambda x, _: x[0],
+        "max": lambda x, _: x.max(axis=0),
+        "mean": lambda x, _: x.mean(axis=0),
+        "mean_sqrt_len_tokens": lambda x, _: x.sum(axis=0) / len(x) ** 0.5,
+        "weightedmean": lambda x, start: np.average(x, axis=0, weights=start + 1 + np.arange(len(x))),
+        "lasttoken": lambda x, _: x[-1],
     }
-    for b, length in enumerate(LENGTHS):
+    for b, (length, start) in enumerate(zip(LENGTHS, of_each, strict=True)):
         rows = np.asarray(hidden[b, :length], np.float64)
-        by_hand = [expected[mode](rows) if length else np.zeros(16) for mode in modes]
+        kept = rows[start:]
+        by_hand = [
+            expected[mode](kept, start) if len(kept) else rows[0] if mode == "cls" and length else np.zeros(16)
+            for mode in modes
+        ]
         np.testing.assert_allclose(got[b], np.concatenate(by_hand), rtol=1e-6)
-    same = jax.jit(lambda hidden, mask: pool(hidden, mask, modes))(hidden, MASK)
+    same = jax.jit(lambda hidden, mask: pool(hidden, mask, modes, prompts))(hidden, MASK)
     if INTERPRET:
         np.testing.assert_array_equal(got, same)
     else:  # on a GPU, XLA adds up packed and padded rows in different orders
@@ -360,12 +369,12 @@ def test_pooling_of_overlong_sequences(hidden):
 
 def test_pooling_of_empty_inputs():
     assert (pooled(jnp.zeros((0, 16)), jnp.array([0, 0], jnp.int32)) == 0.0).all()
-    assert pooled(jnp.ones((3, 16)), jnp.array([0], jnp.int32)).shape == (0, 48)
+    assert pooled(jnp.ones((3, 16)), jnp.array([0], jnp.int32)).shape == (0, 16 * len(MODES))
     assert (pooled(jnp.full((3, 16), jnp.nan), jnp.array([0, 0, 0], jnp.int32)) == 0.0).all()
 
 
 def test_gradient_of_pooling(hidden):
-    packed, weights = pack(hidden), np.random.default_rng(6).standard_normal((BATCH, 48)).astype(np.float32)
+    packed, weights = pack(hidden), np.random.default_rng(6).standard_normal((BATCH, 16 * len(MODES))).astype(np.float32)
     got = jax.jit(jax.grad(lambda x: jnp.sum(pool_packed(x, packed.cu_seqlens, MODES, LENGTH) * weights)))(
         packed.x.at[TOKENS:].set(jnp.nan)
     )

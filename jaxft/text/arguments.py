@@ -61,9 +61,14 @@ def one_of(where: str, **given: Any) -> Any:
 
 
 def merged_prompts(
-    own: Mapping[str, str | None], given: Mapping[str, str] | None, saved: Mapping[str, str | None]
+    where: str, own: Mapping[str, str | None], given: Any, saved: Mapping[str, str | None]
 ) -> dict[str, str]:
-    """Returns prompts by name: the `given` ones, else the ones `saved` in a folder, else a class's `own`."""
+    """Returns prompts by name: the `given` ones, else the ones `saved` in a folder, else a class's `own`.
+
+    Raises a TypeError if `given` is neither None nor a mapping.
+    """
+    if not isinstance(given, Mapping | None):
+        raise TypeError(f"{where}: prompts must be a dict from names to texts, got {type(given).__name__}")
     prompts = {**own, **(given or {})}
     for name, prompt in saved.items():
         if prompts.get(name) is None:
@@ -73,8 +78,6 @@ def merged_prompts(
 
 def check_prompts(where: str, prompts: Mapping[str, str], default_prompt_name: str | None) -> None:
     """Raises a TypeError unless prompts are texts by name, and a ValueError unless the default is one of them."""
-    if not isinstance(prompts, Mapping):
-        raise TypeError(f"{where}: prompts must be a dict from names to texts, got {type(prompts).__name__}")
     for name, prompt in prompts.items():
         if not isinstance(name, str):
             raise TypeError(f"{where}: names of prompts must be str, got {name!r:.80}")

@@ -77,7 +77,8 @@ class CrossEncoder:
     ) -> None:
         arguments.refuse("CrossEncoder", others)
         self.model, self._token_types, self._origin = model, token_types, writing.Origin()
-        self.prompts, self.default_prompt_name = {**(prompts or {})}, default_prompt_name
+        self.prompts = arguments.merged_prompts("CrossEncoder", {}, prompts, {})
+        self.default_prompt_name = default_prompt_name
         arguments.check_prompts("CrossEncoder", self.prompts, default_prompt_name)
         own = ACTIVATIONS["Sigmoid" if self.num_labels == 1 else "Identity"]
         self.activation_fn = _checked_activation("CrossEncoder", activation_fn) or own
@@ -150,7 +151,7 @@ class CrossEncoder:
             token.
           TypeError: as for the constructor, or `folder_or_id` is not a string or path.
         """
-        arguments.refuse("CrossEncoder.from_pretrained", others)
+        arguments.refuse("from_pretrained", others)
         folder = checkpoint_files.resolve(
             folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
         )
@@ -181,7 +182,7 @@ class CrossEncoder:
                 tokenizer,
                 max_length=min(limit if max_length is None else max_length, positions),
                 activation_fn=activation_fn,
-                prompts=arguments.merged_prompts({}, prompts, layout.prompts),
+                prompts=arguments.merged_prompts("from_pretrained", {}, prompts, layout.prompts),
                 default_prompt_name=layout.default_prompt_name if default_prompt_name is None else default_prompt_name,
                 token_types=settings.token_types,
                 packed=packed,

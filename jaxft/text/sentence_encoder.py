@@ -122,7 +122,7 @@ class SentenceEncoder:
             modules=[*modules, *[Normalize()] * normalize],
         )  # fmt: skip
         self.tokenizer = tokenizer
-        self.prompts = arguments.merged_prompts(_OWN_PROMPTS, prompts, {})
+        self.prompts = arguments.merged_prompts("SentenceEncoder", _OWN_PROMPTS, prompts, {})
         self.default_prompt_name = default_prompt_name
         arguments.check_prompts("SentenceEncoder", self.prompts, default_prompt_name)
         self._token_types = token_types
@@ -221,7 +221,7 @@ class SentenceEncoder:
                 include_prompt=layout.include_prompt,
                 token_modules=layout.token_modules,
                 modules=layout.modules,
-                prompts=arguments.merged_prompts(_OWN_PROMPTS, prompts, layout.prompts),
+                prompts=arguments.merged_prompts("from_pretrained", _OWN_PROMPTS, prompts, layout.prompts),
                 default_prompt_name=layout.default_prompt_name if default_prompt_name is None else default_prompt_name,
                 truncate_dim=layout.truncate_dim if truncate_dim is None else truncate_dim,
                 similarity_fn_name=similarity_fn_name,
