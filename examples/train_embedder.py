@@ -113,7 +113,7 @@ def retrieval(queries: np.ndarray, documents: np.ndarray, dims: Sequence[int]) -
       documents: embeddings of the documents.
       dims: numbers of leading components to compare. The metrics of all but the first one have it in their name.
     """
-    metrics = {}
+    metrics: dict[str, float] = {}
     for dim in dims:
         unit = [x[:, :dim] / np.linalg.norm(x[:, :dim], axis=1, keepdims=True) for x in (queries, documents)]
         scores = unit[0] @ unit[1].T
@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = common.Run(args.out, common.settings(args, **about), state)
 
     def embed(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        packing = {"max_seqlen": preset.length} if train_set.packed else {}
+        packing: dict[str, Any] = {"max_seqlen": preset.length} if train_set.packed else {}
         embeddings = nnx.merge(graph, params)(**batch, **packing, rngs=key)
         return embeddings[: train_set.count], embeddings[train_set.count :]
 

@@ -1,5 +1,6 @@
 """The contrastive loss of embeddings, computed in chunks of rows. `jaxft.training` exports it."""
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +30,7 @@ def contrastive_loss(
     partition_mode: str = "joint",
     hardness_mode: str | None = None,
     hardness_strength: float = 0.0,
-    axis_name: Any = None,
+    axis_name: str | tuple[str, ...] | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> CrossEntropy:
     """Computes the contrastive loss of pairs: each query is to find its document among all documents of the batch.
@@ -120,12 +121,11 @@ def contrastive_loss(
             f"{where}: hardness_strength must be a number >= 0, and 0 without a hardness_mode, got {hardness_strength}"
         )
     if axis_name is not None:
-        try:
-            lax.axis_size(axis_name)
-        except NameError as error:
-            raise ValueError(
-                f"{where}: axis_name must be an axis of the surrounding shard_map, got {axis_name!r}"
-            ) from error
+        names, bound = axis_name if isinstance(axis_name, tuple) else (axis_name,), False
+        with contextlib.suppress(NameError):
+            bound = all(isinstance(name, str) and lax.axis_size(name) > 0 for name in names)
+        if not bound:
+            raise ValueError(f"{where}: axis_name must be an axis of the surrounding shard_map, got {axis_name!r:.100}")
     precision = checks.check_precision(where, precision, jnp.float32)
     if rows == 0:
         return CrossEntropy(jnp.float32(0), jnp.int32(0))

@@ -200,6 +200,11 @@ def test_no_pairs_have_the_loss_0():
         ({"hardness_strength": 1.0}, ValueError, "hardness_strength must be .* 0 without a hardness_mode, got 1.0"),
         ({"hardness_strength": -1.0, "hardness_mode": "all_negatives"}, ValueError, "hardness_strength .* got -1.0"),
         ({"axis_name": "data"}, ValueError, "axis_name must be an axis of the surrounding shard_map, got 'data'"),
+        (
+            {"axis_name": ["data"]},
+            ValueError,
+            r"axis_name must be an axis of the surrounding shard_map, got \['data'\]",
+        ),
         ({"precision": "best"}, ValueError, "precision must be one that jnp.matmul takes, got 'best'"),
     ],
     ids=str,
