@@ -319,7 +319,7 @@ def pooled(hidden, cu_seqlens, modes=MODES, max_seqlen=LENGTH, prompt_lengths=No
     return pool_packed(hidden, cu_seqlens, modes, max_seqlen, prompt_lengths)
 
 
-@pytest.mark.parametrize("prompts", [None, 1, [0, 2, 1, 3, 1000]], ids=["all", "same", "each"])
+@pytest.mark.parametrize("prompts", [None, 1, [0, 2, 1, 1000]], ids=["all", "same", "each"])
 @pytest.mark.parametrize("modes", [MODES, *slow(*((mode,) for mode in MODES))], ids="-".join)
 def test_pooling(hidden, modes, prompts):
     packed, of_each = pack(hidden), np.broadcast_to(np.resize(0 if prompts is None else prompts, BATCH), BATCH)
