@@ -374,7 +374,10 @@ def test_pooling_of_empty_inputs():
 
 
 def test_gradient_of_pooling(hidden):
-    packed, weights = pack(hidden), np.random.default_rng(6).standard_normal((BATCH, 16 * len(MODES))).astype(np.float32)
+    packed, weights = (
+        pack(hidden),
+        np.random.default_rng(6).standard_normal((BATCH, 16 * len(MODES))).astype(np.float32),
+    )
     got = jax.jit(jax.grad(lambda x: jnp.sum(pool_packed(x, packed.cu_seqlens, MODES, LENGTH) * weights)))(
         packed.x.at[TOKENS:].set(jnp.nan)
     )
