@@ -84,6 +84,12 @@ def test_blockwise_top_k_equals_top_k(shape):
             np.testing.assert_array_equal(values, expected)
 
 
+def test_equal_scores_of_different_blocks_keep_their_order():
+    scores = np.zeros((1, 1024), np.float32)
+    scores[0, [0, 1, 1000, 1001]] = 5, 3, 9, 3
+    assert search._top_k(jnp.asarray(scores), 3)[1].tolist() == [[1000, 0, 1]]
+
+
 def test_few_programs_are_compiled():
     shapes = set()
 
