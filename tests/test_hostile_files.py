@@ -138,8 +138,8 @@ def test_constructor_checks_the_tokenizer(tmp_path):
     tokenizer.post_processor = processors.BertProcessing(("X", BEYOND), ("[CLS]", 2))
     with pytest.raises(ValueError, match=f"SentenceEncoder: the tokenizer has ids up to {BEYOND}, 'X'"):
         SentenceEncoder(model, tokenizer, max_seq_length=8)
-    with pytest.raises(ValueError, match=r"SentenceEncoder: prompt\[0\] is not valid Unicode"):
-        SentenceEncoder(model, tiny.bert_tokenizer(), max_seq_length=8, prompt="\ud800")
+    with pytest.raises(ValueError, match=r"SentenceEncoder: prompts\['q'\]\[0\] is not valid"):
+        SentenceEncoder(model, tiny.bert_tokenizer(), max_seq_length=8, prompts={"q": "\ud800"})
 
 
 # --- Results that are not finite ---------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def test_text_that_cannot_be_tokenised_is_named(tmp_path, monkeypatch, spoil, te
     with pytest.raises(ValueError, match=shown):
         cross.predict([("a", "bird"), ("a", "b"), ("a", "c"), ("a", text)])
     made = tokenizer_files.load(tokenizer_files.Settings(tmp_path))
-    encoder = SentenceEncoder(cross.model.bert, made, max_seq_length=32, prompt="a ")
+    encoder = SentenceEncoder(cross.model.bert, made, max_seq_length=32, prompts={"q": "a "}, default_prompt_name="q")
     shown = rf"texts\[3\] \('{text[:20]}.* cannot be tokenised: .*{reason}"
     with pytest.raises(ValueError, match=shown):
         encoder.encode(["bird", "b", "c", text])

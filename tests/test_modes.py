@@ -151,10 +151,12 @@ def test_model_works_under_mode(model, packed, mode):
 def test_pooling_works_under_mode(mode):
     """A sequence without tokens has no NaN, and a normalised vector of zeros has a gradient."""
     context, apply = MODES[mode]
-    modes = ("cls", "max", "mean")
+    modes = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 
     def pooled(x, mask, tokens, limits):
-        parts = pool(x, mask, modes), pool_packed(tokens, limits, modes, 5)
+        prompts = jnp.array([1, 0, 9], jnp.int32)
+        parts = [pool(x, mask, modes), pool_packed(tokens, limits, modes, 5)]
+        parts += [pool(x, mask, modes, prompts), pool_packed(tokens, limits, modes, 5, prompts)]
         return [*parts, *map(l2_normalize, parts)]
 
     arguments = np.ones((3, 5, 4), np.float32), PADDED["attention_mask"] != 0

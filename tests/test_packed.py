@@ -319,7 +319,7 @@ def pooled(hidden, cu_seqlens, modes=MODES, max_seqlen=LENGTH, prompt_lengths=No
     return pool_packed(hidden, cu_seqlens, modes, max_seqlen, prompt_lengths)
 
 
-@pytest.mark.parametrize("prompts", [None, 1, [0, 2, 1, 3, 1000]], ids=["all", "same", "each"])
+@pytest.mark.parametrize("prompts", [None, 1, [0, 2, 1, 1000]], ids=["all", "same", "each"])
 @pytest.mark.parametrize("modes", [MODES, *slow(*((mode,) for mode in MODES))], ids="-".join)
 def test_pooling(hidden, modes, prompts):
     packed, of_each = pack(hidden), np.broadcast_to(np.resize(0 if prompts is None else prompts, BATCH), BATCH)
@@ -374,7 +374,10 @@ def test_pooling_of_empty_inputs():
 
 
 def test_gradient_of_pooling(hidden):
-    packed, weights = pack(hidden), np.random.default_rng(6).standard_normal((BATCH, 16 * len(MODES))).astype(np.float32)
+    packed, weights = (
+        pack(hidden),
+        np.random.default_rng(6).standard_normal((BATCH, 16 * len(MODES))).astype(np.float32),
+    )
     got = jax.jit(jax.grad(lambda x: jnp.sum(pool_packed(x, packed.cu_seqlens, MODES, LENGTH) * weights)))(
         packed.x.at[TOKENS:].set(jnp.nan)
     )

@@ -210,8 +210,10 @@ def _read_module(kind: str, folder: Path) -> tuple[Module, Any, Any]:
         if kind == "Dense":
             return _read_dense(folder, config), source, target
         if kind == "LayerNorm":
-            layer_norm = LayerNorm(config.get("dimension"))  # type: ignore[arg-type]
-            values = checkpoint_tensors.load_exact(folder, dict.fromkeys(_NORM, (layer_norm.in_features,)))
+            # The size is compared with the file before anything of that size is made.
+            width = checks.as_size(kind, "dimension", config.get("dimension"), positive=True)
+            values = checkpoint_tensors.load_exact(folder, dict.fromkeys(_NORM, (width,)))
+            layer_norm = LayerNorm(width)
             for parameter, name in zip((layer_norm.gamma, layer_norm.beta), _NORM, strict=True):
                 parameter.set_value(jnp.asarray(values[name]))
             return layer_norm, source, target
