@@ -357,18 +357,13 @@ def test_semantic_search(query_chunk, corpus_chunk, embeddings):
 @pytest.mark.parametrize("chunk", [5000, 3])
 def test_paraphrase_mining(chunk, pair):
     them, us = pair("all options")
-    texts = [*TEXTS, QUERY, "the river", "The old river", "rain in the old tree"]
+    texts = [*TEXTS, QUERY, "the river", "rain in the old tree"]
     for options in ({}, {"max_pairs": 5}, {"top_k": 2}, {"truncate_dim": 6}, {"prompt": "the old "}):
         options = options | {"query_chunk_size": chunk}
         got, expected = jaxft.paraphrase_mining(us, texts, **options), util.paraphrase_mining(them, texts, **options)
         assert len(got) == len(expected), options
         np.testing.assert_allclose([x[0] for x in got], [x[0] for x in expected], rtol=0, atol=2e-6)
-        # Pairs with the same score, as those of a text that is there twice, may come in any order.
-        scores = [{(i, j): score for score, i, j in found} for found in (got, expected)]
-        for i, j in scores[0].keys() ^ scores[1].keys():
-            assert abs((scores[0] | scores[1])[i, j] - expected[-1][0]) <= 2e-6, options
-        for i, j in scores[0].keys() & scores[1].keys():
-            assert abs(scores[0][i, j] - scores[1][i, j]) <= 2e-6, options
+        assert [x[1:] for x in got] == [x[1:] for x in expected]
 
 
 @pytest.mark.parametrize("name", ["cosine", "dot", "euclidean", "manhattan"])
