@@ -65,7 +65,8 @@ class BertConfig:
     config.json (`dim` of DistilBERT, `norm_eps` of ModernBERT) have BERT's names here; `from_dict` and `to_dict`
     translate them. The dropout rates apply to a model in training (`BertModel.train`).
 
-    The fields after `pad_token_id` say how an encoder differs from BERT. Most of them are fixed by `model_type`.
+    The fields after `pad_token_id` say how an encoder differs from BERT. `model_type` fixes most of them: they may be
+    left out, and another value is an error.
 
     Attributes:
       model_type: a key of `jaxft.checkpoint.layouts.LAYOUTS`: "bert", "roberta", "xlm-roberta", "camembert",
@@ -138,6 +139,11 @@ class BertConfig:
     classifier_norm: bool = False
 
     def __post_init__(self) -> None:
+        layout = checkpoint_layouts.LAYOUTS.get(self.model_type) if isinstance(self.model_type, str) else None
+        for field in dataclasses.fields(self) if layout else ():
+            is_default = getattr(self, field.name) == field.default
+            if is_default and field.name in layout.facts and field.name not in _BERT_FIELDS:
+                object.__setattr__(self, field.name, layout.facts[field.name])
         if problems := _problems(dataclasses.asdict(self)):
             raise ValueError("BertConfig: " + "; ".join(problems))
 
