@@ -25,10 +25,7 @@ _MORE = {"attention_bias": True, "mlp_bias": True, "norm_bias": True, "classifie
 CASES = {
     "mpnet": ("MPNet", {}),
     "modernbert": ("ModernBert", _TOKENS | {"local_attention": 16}),
-    "modernbert with biases": (
-        "ModernBert",
-        _TOKENS | _ALL_BIASES | {"local_attention": 6, "classifier_pooling": "mean"},
-    ),
+    "modernbert with biases": ("ModernBert", _TOKENS | _MORE | {"local_attention": 6}),
     "nomic_bert": ("NomicBert", {}),
     "gte": ("Gte", {}),
     "gte without types": ("Gte", {"type_vocab_size": 0}),
