@@ -14,6 +14,7 @@ from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.bert import BertConfig, BertModel
 from jaxft.models.classification import BertForSequenceClassification, BertForTokenClassification
 from jaxft.models.masked_lm import BertForMaskedLM
+from jaxft.models.pooling import packed_rows_of, sequence_rows
 from jaxft.models.positions import alibi_bias, log_buckets, rotary_angles
 
 STORED = np.load(encoders.DATA)
@@ -133,6 +134,23 @@ def test_training_in_16_bits(kind):
     ids = jnp.arange(12).reshape(1, 12) % config.vocab_size
     loss, gradients = nnx.value_and_grad(lambda m: m.loss(ids, ids, rngs=jax.random.key(0)).mean)(model)
     assert jnp.isfinite(loss) and all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+
+
+def test_hidden_states():
+    """Where norms come first, the states between layers are the sums before the norms, as in transformers."""
+    config = BertConfig.from_dict(MODERN)
+    model = BertModel(config, rngs=nnx.Rngs(0))
+    states = model(jnp.arange(6)[None], output_hidden_states=True).hidden_states
+    assert len(states) == config.num_hidden_layers + 1
+    for state in states[1:-1]:
+        assert float(jnp.abs(state.mean(axis=-1)).max()) > 1e-4  # not normalised
+    np.testing.assert_allclose(states[-1].mean(axis=-1), 0, atol=1e-6)
+
+
+def test_packing_is_undone():
+    starts, rows = jnp.asarray([0, 3, 3, 8]), jnp.arange(1, 23, dtype=jnp.float32).reshape(11, 2)
+    padded = sequence_rows(rows, starts, 6)
+    np.testing.assert_array_equal(packed_rows_of(padded, starts, 11), rows.at[8:].set(0))
 
 
 def plain_jina(params, ids, config):

@@ -229,9 +229,9 @@ class BertLayer(nnx.Module):
         """Returns gamma and beta of the norm of the feed-forward network."""
         return value(self.ffn_norm_gamma), value(self.ffn_norm_beta)
 
-    def __call__(self, x: Array, mask: Array | None = None) -> Array:
-        """Applies a layer whose norms do not come first to `[B, T, D]`, with a mask `[B, 1, 1, T]`."""
-        return self.step(x, x, Places(mask), (self.attention_norm(), self.ffn_norm()))[0]
+    def __call__(self, x: Array, mask: Array | None = None, *, dropout_rng: Array | None = None) -> Array:
+        """Applies a layer of BERT to `[B, T, D]`, with a mask `[B, 1, 1, T]`. Three random keys turn dropout on."""
+        return self.step(x, x, Places(mask), (self.attention_norm(), self.ffn_norm()), dropout_rng)[0]
 
     def step(
         self, x: Array, residual: Array, places: Places, norms: tuple[_Norm, _Norm], dropout_rng: Array | None = None

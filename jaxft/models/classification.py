@@ -239,7 +239,7 @@ def _mean(hidden: Array, mask: ArrayLike | None, starts: Array | None, max_seqle
     wide = hidden.astype(jnp.float32)
     if starts is not None:
         return pool_packed(wide, starts, ("mean",), max_seqlen).astype(hidden.dtype)
-    keep = jnp.ones(hidden.shape[:2], bool) if mask is None else jnp.asarray(mask) != 0
+    keep = jnp.ones(hidden.shape[:2], bool) if mask is None else jnp.asarray(mask).astype(bool)
     return pool(wide, keep, ("mean",)).astype(hidden.dtype)
 
 
