@@ -63,9 +63,12 @@ class _Options:
         matrix = kernel[...].astype(self.dtype)
         return dense(x, matrix, value(bias), activation=activation, implementation=self.implementation)
 
-    def norm(self, rngs: nnx.Rngs | None, width: int) -> tuple[nnx.Param[Any], nnx.Param[Any] | None]:
-        """Creates gamma and beta of a LayerNorm."""
-        return self.ones(rngs, width), self.zeros(rngs, width) if self.config.norm_bias else None
+    def norm(
+        self, rngs: nnx.Rngs | None, width: int, *, exists: bool = True
+    ) -> tuple[nnx.Param[Any] | None, nnx.Param[Any] | None]:
+        """Creates gamma and beta of a LayerNorm, or None for what does not exist."""
+        gamma = self.ones(rngs, width) if exists else None
+        return gamma, self.zeros(rngs, width) if exists and self.config.norm_bias else None
 
     def normal(self, rngs: nnx.Rngs | None, *shape: int) -> nnx.Param[Any]:
         return self._parameter(rngs, jax.nn.initializers.normal(self.config.initializer_range), shape)
@@ -132,7 +135,7 @@ class BertEmbeddings(nnx.Module):
             self.word[...],
             table,
             self.token_type[...] if config.type_vocab_size else None,
-            self.norm_gamma[...],
+            value(self.norm_gamma),
             value(self.norm_beta),
             position_ids=position_ids,
             token_type_ids=token_type_ids,
@@ -214,7 +217,7 @@ class BertLayer(nnx.Module):
         self.out_kernel, self.out_bias = options.normal(rngs, width, width), bias(config.out_bias, width)
         # Where norms come first, the norm of the embeddings is the first layer's.
         has_own = not (config.norm_first and first)
-        self.attention_norm_gamma, self.attention_norm_beta = options.norm(rngs, width) if has_own else (None, None)
+        self.attention_norm_gamma, self.attention_norm_beta = options.norm(rngs, width, exists=has_own)
         columns = inner if config.activated_half is None else 2 * inner
         self.ffn_in_kernel = options.normal(rngs, width, columns)
         self.ffn_in_bias = bias(config.ffn_in_bias, columns)
@@ -414,9 +417,8 @@ class BertModel(nnx.Module):
         self.embeddings = BertEmbeddings(options, rngs)
         sets = 1 if config.shared_layers else config.num_hidden_layers
         self.layers = nnx.List([BertLayer(options, rngs, first=i == 0) for i in range(sets)])
-        self.final_norm_gamma, self.final_norm_beta = (
-            options.norm(rngs, config.hidden_size) if config.norm_first else (None, None)
-        )
+        width = config.hidden_size
+        self.final_norm_gamma, self.final_norm_beta = options.norm(rngs, width, exists=config.norm_first)
         if config.relative_bias:
             self.relative_bias = options.normal(rngs, config.relative_attention_num_buckets, config.num_attention_heads)
         if config.positions == "disentangled":
@@ -618,7 +620,7 @@ class BertModel(nnx.Module):
             shared["bias"] = alibi_bias(heads, longest)
         elif config.positions == "disentangled":
             shared["relative"] = layer_norm(
-                self.relative_embeddings[...].astype(self.embeddings.options.dtype), self.relative_norm_gamma[...],
+                self.relative_embeddings[...].astype(self.embeddings.options.dtype), value(self.relative_norm_gamma),
                 value(self.relative_norm_beta), epsilon=config.layer_norm_eps,
                 implementation=self.embeddings.options.implementation,
             )  # fmt: skip
@@ -630,6 +632,7 @@ class BertModel(nnx.Module):
         for window in {config.window(i) for i in range(config.num_hidden_layers)}:
             angles = None
             if config.positions == "rotary":
+                assert position_ids is not None
                 theta = config.rope_theta if window is None else config.local_rope_theta
                 angles = rotary_angles(position_ids, config.hidden_size // heads, theta, config.rope_factor)
             found[window] = Places(**shared, angles=angles, window=window)

@@ -128,7 +128,7 @@ class HiddenHead(nnx.Module):
         width = config.hidden_size
         self.dense_kernel = options.normal(rngs, width, width)
         self.dense_bias = options.zeros(rngs, width) if config.classifier_bias else None
-        self.norm_gamma, self.norm_beta = options.norm(rngs, width) if config.classifier_norm else (None, None)
+        self.norm_gamma, self.norm_beta = options.norm(rngs, width, exists=config.classifier_norm)
 
     def hidden(self, x: Array) -> Array:
         """Computes `[..., D]` from `x` `[..., D]`."""
