@@ -30,7 +30,7 @@ BIN := $(VENV)/bin
 ARGS :=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 BENCHMARKS := encoder train attention layer_norm embeddings bias_activation softmax dense feed_forward \
-	cross_entropy permute
+	cross_entropy permute rotary
 
 help:
 	@sed -n '/^\.NOTPARALLEL/q; s/^#   //p' Makefile

@@ -94,6 +94,10 @@ def cases(dtypes: Sequence[str]) -> Iterator[Case]:
             sizes = {"batch": batch, "length": length, "heads": heads, "head_size": size}
             width = 3 * heads * size
             yield make("qkv_bias_split_heads", sizes, dtype, (batch, length, width), (width,), num_heads=heads)
+        for batch, length, heads, size in shapes.ROTARY:
+            sizes = {"batch": batch, "length": length, "heads": heads, "head_size": size}
+            options = {"positions": jnp.arange(length), "directions": FORWARD}
+            yield make("rotary", sizes, dtype, (batch, length, 3, heads, size), **options)
         for batch, length, heads, size in shapes.ATTENTION:
             sizes = {"batch": batch, "length": length, "heads": heads, "head_size": size}
             directions = BOTH if length <= shapes.ATTENTION_LONGEST_GRADIENT else FORWARD

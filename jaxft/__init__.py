@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jaxft.ops.padding import remove_padding, restore_padding
     from jaxft.ops.permute import merge_heads, permute, qkv_bias_split_heads
     from jaxft.ops.plans import explain
+    from jaxft.ops.rotary import rotary
     from jaxft.ops.softmax import log_softmax, softmax
     from jaxft.text.cross_encoder import CrossEncoder
     from jaxft.text.sentence_encoder import SentenceEncoder
@@ -58,6 +59,7 @@ __all__ = [
     "qkv_bias_split_heads",
     "remove_padding",
     "restore_padding",
+    "rotary",
     "softmax",
     "varlen_qkv_attention",
 ]
@@ -82,6 +84,7 @@ _MODULES = {
     "jaxft.ops.padding": "remove_padding restore_padding",
     "jaxft.ops.permute": "merge_heads permute qkv_bias_split_heads",
     "jaxft.ops.plans": "explain",
+    "jaxft.ops.rotary": "rotary",
     "jaxft.ops.softmax": "log_softmax softmax",
     "jaxft.text.cross_encoder": "CrossEncoder",
     "jaxft.text.sentence_encoder": "SentenceEncoder",

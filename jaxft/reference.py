@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from jaxft import dispatch
@@ -276,6 +277,37 @@ def merge_heads(x: Array) -> Array:
 def permute(x: Array, axes: tuple[int, ...]) -> Array:
     """Computes jnp.transpose(x, axes)."""
     return jnp.transpose(x, axes)
+
+
+def rotary_frequencies(head_size: int, theta: float, scale: float, dtype: Any) -> np.ndarray:
+    """Computes the angle per position of each pair, scale * theta^(-2i / H), [H // 2].
+
+    The powers are rounded to `dtype` before the division, as in PyTorch: at long positions, frequencies that differ in
+    the last bit give other angles.
+    """
+    exponents = np.arange(0, head_size, 2, dtype=dtype) / np.asarray(head_size, dtype)
+    return np.asarray(scale, dtype) / (theta ** exponents.astype(np.float64)).astype(dtype)
+
+
+def rotary(qkv: Any, positions: Array, theta: float = 10000.0, *, frequency_scale: float = 1.0) -> Any:
+    """Rotates queries and keys by their positions: qkv [..., 3, N, H], or a tuple of arrays [..., N, H].
+
+    Element i of the first half of a head and element i of the second half are one pair. `positions` broadcast to the
+    leading axes.
+    """
+    rotate = functools.partial(_rotate, theta=theta, frequency_scale=frequency_scale)
+    if isinstance(qkv, tuple):
+        return tuple(rotate(x, positions) for x in qkv)
+    return jnp.concatenate([rotate(qkv[..., :2, :, :], positions[..., None]), qkv[..., 2:, :, :]], axis=-3)
+
+
+def _rotate(x: Array, positions: Array, theta: float, frequency_scale: float) -> Array:
+    first, second = jnp.split(wide(x), 2, axis=-1)
+    positions = lax.expand_dims(positions.astype(first.dtype), range(x.ndim - 2 - positions.ndim))
+    frequencies = rotary_frequencies(x.shape[-1], theta, frequency_scale, first.dtype)
+    angles = positions[..., None, None] * _like(jnp.asarray(frequencies), first)
+    sin, cos = jnp.sin(angles), jnp.cos(angles)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 # --- Attention ---------------------------------------------------------------------------------------------------

@@ -54,6 +54,8 @@ def _values(rng: np.random.Generator, name: str, shape: tuple[int, ...], sizes: 
         return (np.arange(shape[0], dtype=np.int32) * 3 - 3).clip(0, sizes["m"] - 1)
     if name == "indices":
         return np.arange(shape[0], dtype=np.int32)[::-1] + 1
+    if name == "positions":
+        return rng.integers(0, 100, shape, dtype=np.int32)
     if "ids" in name or name == "labels":
         ids = rng.integers(0, 3, shape, dtype=np.int32)
         return np.where(rng.random(shape) < 0.5, -100, ids).astype(np.int32) if name == "labels" else ids
@@ -99,6 +101,11 @@ CALLS = {
     ),
     "merge_heads": Call(jaxft.merge_heads, {"x": "b, 2, t, 4"}),
     "permute": Call(functools.partial(jaxft.permute, axes=(1, 0, -1)), {"x": "b, t, 8"}),
+    "rotary": Call(functools.partial(jaxft.rotary, theta=1000.0), {"qkv": QKV, "positions": "b, t"}),
+    "rotary (pair)": Call(
+        lambda query, key, **options: jaxft.rotary((query, key), **options),
+        {"query": "m, 4, 4", "key": "m, 2, 4", "positions": "m"},
+    ),
     "dot_product_attention": Call(
         functools.partial(jaxft.dot_product_attention, **DROPOUT, return_residual=True), {**ATTENTION, **PAIRS}
     ),

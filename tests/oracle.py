@@ -139,6 +139,29 @@ def permute(x, axes):
     return out
 
 
+def _turned(x, angles):
+    """Turns each pair of `x` [N, H], as a complex number, by its angle [H // 2]."""
+    first, second = np.split(x, 2, axis=-1)
+    turned = (first + 1j * second) * np.exp(1j * angles)
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def rotary(qkv, positions, theta=10000.0, *, frequency_scale=1.0):
+    packed = not isinstance(qkv, tuple)
+    outs = []
+    for x in (qkv,) if packed else qkv:
+        out = f64(x).copy()
+        tokens = out.shape[: -3 if packed else -2]
+        where = np.broadcast_to(positions, tokens)
+        size = out.shape[-1]
+        frequencies = np.array([frequency_scale * theta ** (-2.0 * i / size) for i in range(size // 2)])
+        for token in np.ndindex(tokens):
+            for part in [(0,), (1,)] if packed else [()]:
+                out[(*token, *part)] = _turned(out[(*token, *part)], int(where[token]) * frequencies)
+        outs.append(out)
+    return outs[0] if packed else tuple(outs)
+
+
 def _attends(b, i, j, *, is_causal, query_seq_lengths, key_value_seq_lengths, query_segment_ids,
              key_value_segment_ids, local_window_size):  # fmt: skip
     if is_causal and j > i:

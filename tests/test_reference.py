@@ -140,6 +140,18 @@ def permute(rng, size):
     return Case(_floats(rng, x=small), *(lambda f, m=m: m.permute(**f, axes=axes) for m in (reference, oracle)))
 
 
+def rotary(rng, size):
+    tokens, heads, head_size = _leading(rng, size), size(), 2 * min(size(), 17)
+    positions = rng.integers(-3, 4, tokens[int(rng.integers(0, 2)) :], np.int32)
+    options = {"theta": float(rng.choice([100.0, 1e4])), "frequency_scale": float(rng.choice([1.0, 0.5]))}
+    if rng.random() < 0.5:
+        floats = _floats(rng, qkv=(*tokens, 3, heads, head_size))
+        return Case(floats, *(lambda f, m=m: m.rotary(f["qkv"], positions, **options) for m in (reference, oracle)))
+    floats = _floats(rng, query=(*tokens, heads, head_size), key=(*tokens, 1, head_size))
+    return Case(floats, *(lambda f, m=m: m.rotary((f["query"], f["key"]), positions, **options)
+                          for m in (reference, oracle)))  # fmt: skip
+
+
 def dense(rng, size):
     rows, inner, outer = _leading(rng, size), size(), size()
     floats = _floats(rng, x=(*rows, inner), kernel=(inner, outer), bias=_some(rng, (outer,)),
@@ -219,7 +231,7 @@ def varlen_qkv_attention(rng, size):
 
 softmax, log_softmax = _row_softmax("softmax"), _row_softmax("log_softmax")
 OPS = (layer_norm, bias_residual_layer_norm, embeddings_layer_norm, bias_activation, softmax, log_softmax,
-       qkv_bias_split_heads, merge_heads, permute, dense, linear_cross_entropy, dot_product_attention,
+       qkv_bias_split_heads, merge_heads, permute, rotary, dense, linear_cross_entropy, dot_product_attention,
        varlen_qkv_attention)  # fmt: skip
 # Ops with many options get more seeds.
 SEEDS = {"dot_product_attention": 20, "merge_heads": 2, "permute": 3, "qkv_bias_split_heads": 3}

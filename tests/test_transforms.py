@@ -109,6 +109,10 @@ OPS = {
     ),
     "merge_heads": Op(lambda m, o, x: m.merge_heads(x, **o), {"x": QKV}),
     "permute": Op(lambda m, o, x: m.permute(x, (0, 2, 1), **o), {"x": ROWS["x"]}),
+    "rotary": Op(
+        lambda m, o, qkv: m.rotary(qkv, np.arange(LENGTH, dtype=np.int32), **o),
+        {"qkv": (BATCH, LENGTH, 3, HEADS, SIZE)},
+    ),
     "varlen_qkv_attention": Op(
         # Sequences of one row, so that each device has whole ones.
         lambda m, o, qkv: m.varlen_qkv_attention(qkv, np.arange(len(qkv) + 1, dtype=np.int32), max_seqlen=2, **o),

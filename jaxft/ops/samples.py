@@ -19,6 +19,7 @@ from jaxft.ops.layer_norm import bias_residual_layer_norm, layer_norm
 from jaxft.ops.padding import remove_padding, restore_padding
 from jaxft.ops.permute import merge_heads, permute, qkv_bias_split_heads
 from jaxft.ops.plans import Plan, explain
+from jaxft.ops.rotary import rotary
 from jaxft.ops.softmax import log_softmax, softmax
 
 WIDTH, INNER, HEADS, HEAD_SIZE, CLASSES = 768, 3072, 12, 64, 30522  # BERT-base
@@ -65,6 +66,7 @@ def calls(batch: int, length: int, dtype: Any) -> dict[str, Call]:
         ),
         "merge_heads": (merge_heads, (of(batch, HEADS, length, HEAD_SIZE),)),
         "permute": (functools.partial(permute, axes=(0, 2, 1, 3)), (heads,)),
+        "rotary": (rotary, (qkv, as_ids(length))),
         "dot_product_attention": (dot_product_attention, (heads, heads, heads)),
         "qkv_attention": (qkv_attention, (qkv,)),
         "varlen_qkv_attention": (functools.partial(varlen_qkv_attention, max_seqlen=length), (packed, ends)),
