@@ -87,6 +87,8 @@ def cases(dtypes: Sequence[str]) -> Iterator[Case]:
             yield make("bias_residual_layer_norm", {"rows": rows, "width": width}, dtype, x, vector, x, vector, vector)
         for rows, width in shapes.BIAS_ACTIVATION:
             yield make("bias_activation", {"rows": rows, "width": width}, dtype, (rows, width), (width,))
+        for rows, width in shapes.GATED_ACTIVATION:
+            yield make("gated_activation", {"rows": rows, "width": width}, dtype, (rows, 2 * width), (2 * width,))
         for shape, axes in shapes.PERMUTE:
             sizes = {f"axis{axis}": shape[axis] for axis in axes}
             yield make("permute", sizes, dtype, shape, axes=axes, directions=FORWARD)

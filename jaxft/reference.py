@@ -183,6 +183,18 @@ def bias_activation(x: Array, bias: Array | None, *, activation: str = "gelu") -
     return ACTIVATIONS[activation](y).astype(x.dtype)
 
 
+def gated_activation(
+    x: Array, bias: Array | None = None, *, activation: str = "gelu", gate: str = "first"
+) -> Array:  # fmt: skip
+    """Computes activation(gate) * other of the halves of x + bias, [..., 2F] -> [..., F]."""
+    y = wide(x)
+    if bias is not None:
+        y = y + _like(bias, y)
+    first, second = jnp.split(y, 2, axis=-1)
+    gated, other = (first, second) if gate == "first" else (second, first)
+    return (ACTIVATIONS[activation](gated) * other).astype(x.dtype)
+
+
 def _logits(x: Array, scale: float | None, bias: Array | None) -> Array:
     logits = wide(x)
     if scale is not None:

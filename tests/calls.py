@@ -91,6 +91,7 @@ CALLS = {
          "position_ids": "b, t", "token_type_ids": "b, t"},
     ),
     "bias_activation": Call(jaxft.bias_activation, {"x": "b, t, 8", "bias": "8"}),
+    "gated_activation": Call(functools.partial(jaxft.gated_activation, gate="second"), {"x": "b, t, 8", "bias": "8"}),
     "softmax": Call(jaxft.softmax, {"x": "b, 2, t, s", "bias": "t, s", "mask": "b, 1, 1, s"}),
     "log_softmax": Call(
         functools.partial(jaxft.log_softmax, scale=0.5), {"x": "b, 2, t, s", "bias": "s", "mask": "b, 1, t, s"}

@@ -71,6 +71,14 @@ def bias_activation(x, bias, *, activation="gelu"):
     return _activate(f64(x) if bias is None else f64(x) + f64(bias), activation)
 
 
+def gated_activation(x, bias=None, *, activation="gelu", gate="first"):
+    x = f64(x) if bias is None else f64(x) + f64(bias)
+    width = x.shape[-1] // 2
+    halves = {"first": x[..., :width], "second": x[..., width:]}
+    gated = _activate(halves.pop(gate), activation)
+    return gated * next(iter(halves.values()))
+
+
 def _softmax_row(logits):
     """Returns probabilities and log-sum-exp of one row of finite or -inf logits. A row of -inf gives zeros and -inf."""
     top = logits.max(initial=-np.inf)

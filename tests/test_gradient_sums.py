@@ -32,6 +32,7 @@ CASES = {
         TABLES,
     ),
     "bias_activation": (jaxft.bias_activation, {"x": ROW, "bias": VECTOR}),
+    "gated_activation": (jaxft.gated_activation, {"x": ROW, "bias": VECTOR}),
     "softmax": (jaxft.softmax, {"x": ROW, "bias": VECTOR}),
     "log_softmax": (jaxft.log_softmax, {"x": (10, 1000, D), "bias": (10, 1, D)}),
     "split": (partial(jaxft.qkv_bias_split_heads, num_heads=2), {"qkv": (10, 1000, 3 * D), "bias": (3 * D,)}),

@@ -109,6 +109,13 @@ def bias_activation(rng, size):
     )
 
 
+def gated_activation(rng, size):
+    width = 2 * size()
+    options = {"activation": str(rng.choice(["gelu", "silu"])), "gate": str(rng.choice(["first", "second"]))}
+    floats = _floats(rng, x=(*_leading(rng, size), width), bias=_some(rng, (width,), 0.5))
+    return Case(floats, *(lambda f, m=m: m.gated_activation(**f, **options) for m in (reference, oracle)))
+
+
 def _row_softmax(name):
     def case(rng, size):
         shape = (*_leading(rng, size), size())
@@ -230,9 +237,9 @@ def varlen_qkv_attention(rng, size):
 
 
 softmax, log_softmax = _row_softmax("softmax"), _row_softmax("log_softmax")
-OPS = (layer_norm, bias_residual_layer_norm, embeddings_layer_norm, bias_activation, softmax, log_softmax,
-       qkv_bias_split_heads, merge_heads, permute, rotary, dense, linear_cross_entropy, dot_product_attention,
-       varlen_qkv_attention)  # fmt: skip
+OPS = (layer_norm, bias_residual_layer_norm, embeddings_layer_norm, bias_activation, gated_activation, softmax,
+       log_softmax, qkv_bias_split_heads, merge_heads, permute, rotary, dense, linear_cross_entropy,
+       dot_product_attention, varlen_qkv_attention)  # fmt: skip
 # Ops with many options get more seeds.
 SEEDS = {"dot_product_attention": 20, "merge_heads": 2, "permute": 3, "qkv_bias_split_heads": 3}
 

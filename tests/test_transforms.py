@@ -74,6 +74,7 @@ OPS = {
     ),
     # JAX 0.12.0 cannot differentiate the erf of GELU within shard_map, so the activation is GELU with tanh.
     "bias_activation": Op(lambda m, o, **f: m.bias_activation(**f, **o, activation="gelu_tanh"), ROWS),
+    "gated_activation": Op(lambda m, o, **f: m.gated_activation(**f, **o, activation="silu"), ROWS),
     "dense": Op(
         lambda m, o, **f: m.dense(**f, **o, activation="gelu_tanh"),
         {"x": ROWS["x"], "kernel": (WIDTH, WIDTH), "bias": (WIDTH,), "residual": ROWS["x"]}, split=("residual",),
@@ -136,7 +137,7 @@ OPS = {
 
 # These ops share the code for transformations with others, so `make test` leaves them out where it can.
 RELATED = ("layer_norm", "embeddings_layer_norm", "dense_residual_layer_norm", "feed_forward_residual_layer_norm",
-           "qkv_attention", "log_softmax of long rows")  # fmt: skip
+           "gated_activation", "qkv_attention", "log_softmax of long rows")  # fmt: skip
 KERNELS = [name for name, op in OPS.items() if op.kernel]
 SOME_KERNELS = [*(n for n in KERNELS if n not in RELATED), *slow(*(n for n in KERNELS if n in RELATED))]
 

@@ -33,6 +33,8 @@ OPS = {
     "bias_activation": (tuning_table.ElementwiseConfig, ("rows", "width", "itemsize")),
     "permute": (tuning_table.PermuteConfig, ("size", "kept", "aligned", "itemsize")),
     "bias_activation_backward": (tuning_table.GradientConfig, ("rows", "width", "itemsize")),
+    "gated_activation": (tuning_table.ElementwiseConfig, ("rows", "width", "itemsize")),
+    "gated_activation_backward": (tuning_table.GradientConfig, ("rows", "width", "itemsize")),
     "qkv_bias_split_heads": (tuning_table.ElementwiseConfig, ("batch_heads", "length", "head_size", "itemsize")),
     "qkv_bias_split_heads_backward": (
         tuning_table.GradientConfig, ("batch", "length", "heads", "head_size", "itemsize"),
@@ -62,6 +64,8 @@ def heuristics(device=UNKNOWN):
                 yield tuning_rows.softmax(rows, size, itemsize, device)
                 yield tuning_rows.softmax_backward(rows, size, itemsize, device)
                 yield tuning_rows.bias_activation(rows, size, itemsize, device)
+                yield tuning_rows.gated_activation(rows, size, itemsize, device)
+                yield tuning_rows.gated_activation_backward(rows, size, itemsize, device)
                 for aligned in (1, 16 // itemsize):
                     yield tuning_layouts.permute(rows * size, size, aligned, itemsize, device)
                 yield tuning_rows.bias_activation_backward(rows, size, itemsize, device)

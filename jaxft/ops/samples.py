@@ -15,6 +15,7 @@ from jaxft.ops.dense import dense
 from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
 from jaxft.ops.embeddings import embeddings_layer_norm
 from jaxft.ops.feed_forward import feed_forward_residual_layer_norm
+from jaxft.ops.gated_activation import gated_activation
 from jaxft.ops.layer_norm import bias_residual_layer_norm, layer_norm
 from jaxft.ops.padding import remove_padding, restore_padding
 from jaxft.ops.permute import merge_heads, permute, qkv_bias_split_heads
@@ -58,6 +59,7 @@ def calls(batch: int, length: int, dtype: Any) -> dict[str, Call]:
             (as_ids(*tokens), of(CLASSES, WIDTH), of(512, WIDTH), of(2, WIDTH), vector, vector),
         ),
         "bias_activation": (bias_activation, (of(rows, INNER), of(INNER))),
+        "gated_activation": (gated_activation, (of(rows, 2 * INNER), of(2 * INNER))),
         "softmax": (softmax, (logits,)),
         "log_softmax": (log_softmax, (logits,)),
         "qkv_bias_split_heads": (
