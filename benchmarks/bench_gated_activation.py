@@ -15,7 +15,6 @@ import timing
 from jaxft import reference
 from jaxft.ops.gated_activation import gated_activation
 
-
 DTYPE = "bfloat16"
 
 

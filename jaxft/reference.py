@@ -500,19 +500,21 @@ def dense_epilogue(y: Array, bias: Array | None, activation: str | None, residua
 def dense_residual_layer_norm(
     x: Array, kernel: Array, bias: Array | None, residual: Array, gamma: Array | None, beta: Array | None,
     *, precision: PrecisionLike = None, **options: Any,
-) -> Array:  # fmt: skip
+) -> Any:  # fmt: skip
     """Computes bias_residual_layer_norm of dense(x, kernel), with `options`."""
     y = dense(x, kernel, precision=precision)
-    return bias_residual_layer_norm(y, bias, residual, gamma, beta, **options)  # type: ignore[return-value]
+    return bias_residual_layer_norm(y, bias, residual, gamma, beta, **options)
 
 
 def feed_forward_residual_layer_norm(
     x: Array, in_kernel: Array, in_bias: Array | None, out_kernel: Array, out_bias: Array | None, gamma: Array | None,
-    beta: Array | None, *, activation: str = "gelu", precision: PrecisionLike = None, **options: Any,
-) -> Array:  # fmt: skip
-    """Computes dense with an activation, then dense_residual_layer_norm with x as the residual."""
+    beta: Array | None, *, activation: str = "gelu", residual: Array | None = None, precision: PrecisionLike = None,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """Computes dense with an activation, then dense_residual_layer_norm with x as the residual if there is no other."""
     h = dense(x, in_kernel, in_bias, activation=activation, precision=precision)
-    return dense_residual_layer_norm(h, out_kernel, out_bias, x, gamma, beta, precision=precision, **options)
+    residual = x if residual is None else residual
+    return dense_residual_layer_norm(h, out_kernel, out_bias, residual, gamma, beta, precision=precision, **options)
 
 
 def remove_padding(x: Array, mask: Array, *, capacity: int) -> tuple[Array, Array, Array]:

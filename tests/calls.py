@@ -142,6 +142,12 @@ CALLS = {
         functools.partial(jaxft.feed_forward_residual_layer_norm, **DROPOUT),
         {"x": "b, t, 8", "in_kernel": "8, 16", "in_bias": "16", "out_kernel": "16, 8", "out_bias": "8", **NORM},
     ),
+    "feed_forward_residual_layer_norm (pre-norm)": Call(
+        functools.partial(
+            jaxft.feed_forward_residual_layer_norm, in_bias=None, out_bias=None, beta=None, return_sum=True
+        ),
+        {"x": "b, t, 8", "in_kernel": "8, 16", "out_kernel": "16, 8", "residual": "b, t, 8", "gamma": "8"},
+    ),
     "linear_cross_entropy": Call(
         lambda **arrays: jaxft.linear_cross_entropy(**arrays).mean,
         {"x": "b, t, 8", "embedding": "11, 8", "labels": "b, t", "bias": "11"}, kernel=False,
