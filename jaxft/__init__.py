@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jaxft.ops.embeddings import embeddings_layer_norm
     from jaxft.ops.feed_forward import feed_forward_residual_layer_norm
     from jaxft.ops.gated_activation import gated_activation
-    from jaxft.ops.layer_norm import bias_residual_layer_norm, layer_norm
+    from jaxft.ops.layer_norm import bias_residual_layer_norm, layer_norm, rms_norm
     from jaxft.ops.padding import remove_padding, restore_padding
     from jaxft.ops.permute import merge_heads, permute, qkv_bias_split_heads
     from jaxft.ops.plans import explain
@@ -61,6 +61,7 @@ __all__ = [
     "qkv_bias_split_heads",
     "remove_padding",
     "restore_padding",
+    "rms_norm",
     "rotary",
     "softmax",
     "varlen_qkv_attention",
@@ -83,7 +84,7 @@ _MODULES = {
     "jaxft.ops.embeddings": "embeddings_layer_norm",
     "jaxft.ops.feed_forward": "feed_forward_residual_layer_norm",
     "jaxft.ops.gated_activation": "gated_activation",
-    "jaxft.ops.layer_norm": "bias_residual_layer_norm layer_norm",
+    "jaxft.ops.layer_norm": "bias_residual_layer_norm layer_norm rms_norm",
     "jaxft.ops.padding": "remove_padding restore_padding",
     "jaxft.ops.permute": "merge_heads permute qkv_bias_split_heads",
     "jaxft.ops.plans": "explain",

@@ -84,8 +84,8 @@ def layer_norm(x: Array, gamma: Array | None = None, beta: Array | None = None, 
     return _normalize(wide(x), gamma, beta, epsilon).astype(x.dtype)
 
 
-def _normalize(x: Array, gamma: Array | None, beta: Array | None, epsilon: float) -> Array:
-    centered = x - jnp.mean(x, axis=-1, keepdims=True)
+def _normalize(x: Array, gamma: Array | None, beta: Array | None, epsilon: float, center: bool = True) -> Array:
+    centered = x - jnp.mean(x, axis=-1, keepdims=True) if center else x
     y = centered * lax.rsqrt(jnp.mean(centered * centered, axis=-1, keepdims=True) + epsilon)
     if gamma is not None:
         y = y * _like(gamma, y)
@@ -112,6 +112,20 @@ def bias_residual_layer_norm(
         total = total + _like(bias, total)
     total = dropout(total, dropout_rate, dropout_rng) + residual.astype(total.dtype)
     y = _normalize(total, gamma, beta, epsilon).astype(x.dtype)
+    return (y, total.astype(x.dtype)) if return_sum else y
+
+
+def rms_norm(
+    x: Array,
+    gamma: Array | None = None,
+    *,
+    residual: Array | None = None,
+    epsilon: float = 1e-6,
+    return_sum: bool = False,
+) -> Array | tuple[Array, Array]:
+    """Computes (x + residual) / sqrt(mean square + epsilon) * gamma. With `return_sum`, also returns the sum."""
+    total = wide(x) if residual is None else wide(x) + wide(residual)
+    y = _normalize(total, gamma, None, epsilon, center=False).astype(x.dtype)
     return (y, total.astype(x.dtype)) if return_sum else y
 
 

@@ -81,6 +81,10 @@ CALLS = {
         functools.partial(jaxft.bias_residual_layer_norm, **DROPOUT, return_sum=True),
         {"x": "b, t, 8", "bias": "8", "residual": "b, t, 8", **NORM},
     ),
+    "rms_norm": Call(jaxft.rms_norm, {"x": "b, t, 8", "gamma": "8"}),
+    "rms_norm (residual)": Call(
+        functools.partial(jaxft.rms_norm, return_sum=True), {"x": "b, t, 8", "gamma": "8", "residual": "b, t, 8"}
+    ),
     "embeddings_layer_norm": Call(
         functools.partial(jaxft.embeddings_layer_norm, **DROPOUT),
         {"input_ids": "b, t", "word": "4, 8", "position": "7, 8", "token_type": "3, 8", **NORM},

@@ -55,6 +55,15 @@ def bias_residual_layer_norm(x, bias, residual, gamma, beta, *, epsilon=1e-6, ke
     return (out, total) if return_sum else out
 
 
+def rms_norm(x, gamma=None, *, residual=None, epsilon=1e-6, return_sum=False):
+    total = f64(x) if residual is None else f64(x) + f64(residual)
+    out = np.zeros_like(total)
+    for row in np.ndindex(total.shape[:-1]):
+        out[row] = total[row] / math.sqrt((total[row] ** 2).mean() + epsilon)
+    out = out if gamma is None else out * f64(gamma)
+    return (out, total) if return_sum else out
+
+
 def embeddings_layer_norm(input_ids, word, position, token_type=None, gamma=None, beta=None, *, position_ids=None,
                           token_type_ids=None, epsilon=1e-6, keep=None, rate=0.0):  # fmt: skip
     total = np.zeros((*input_ids.shape, word.shape[1]))

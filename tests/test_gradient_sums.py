@@ -26,6 +26,7 @@ partial = functools.partial
 CASES = {
     "layer_norm": (jaxft.layer_norm, {"x": ROW, **NORM}),
     "residual": (partial(jaxft.bias_residual_layer_norm, return_sum=True), RESIDUAL | NORM),
+    "rms_norm": (jaxft.rms_norm, {"x": ROW, "gamma": VECTOR, "residual": ROW}),
     "embeddings": (partial(jaxft.embeddings_layer_norm, IDS), TABLES | NORM),
     "embeddings_ids": (
         partial(jaxft.embeddings_layer_norm, IDS, position_ids=IDS + 3, token_type_ids=IDS + 1),

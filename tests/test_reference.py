@@ -85,6 +85,15 @@ def bias_residual_layer_norm(rng, size):
     )
 
 
+def rms_norm(rng, size):
+    shape = (*_leading(rng, size), size())
+    floats = _floats(rng, x=shape, gamma=_some(rng, shape[-1:], 0.8), residual=_some(rng, shape))
+    floats["x"] = floats["x"] * 3.0 + rng.choice([0.0, 10.0])
+    options: dict[str, Any] = {"epsilon": float(rng.choice([1e-12, 1e-6, 0.3]))}
+    options["return_sum"] = "residual" in floats and bool(rng.random() < 0.5)
+    return Case(floats, *(lambda f, m=m: m.rms_norm(**f, **options) for m in (reference, oracle)))
+
+
 def embeddings_layer_norm(rng, size):
     width, shape = size(), (*_leading(rng, size), size())
     rows = {"word": size(), "position": shape[-1] + int(rng.integers(0, 3)), "token_type": _some(rng, size(), 0.8)}
@@ -237,8 +246,8 @@ def varlen_qkv_attention(rng, size):
 
 
 softmax, log_softmax = _row_softmax("softmax"), _row_softmax("log_softmax")
-OPS = (layer_norm, bias_residual_layer_norm, embeddings_layer_norm, bias_activation, gated_activation, softmax,
-       log_softmax, qkv_bias_split_heads, merge_heads, permute, rotary, dense, linear_cross_entropy,
+OPS = (layer_norm, bias_residual_layer_norm, rms_norm, embeddings_layer_norm, bias_activation, gated_activation,
+       softmax, log_softmax, qkv_bias_split_heads, merge_heads, permute, rotary, dense, linear_cross_entropy,
        dot_product_attention, varlen_qkv_attention)  # fmt: skip
 # Ops with many options get more seeds.
 SEEDS = {"dot_product_attention": 20, "merge_heads": 2, "permute": 3, "qkv_bias_split_heads": 3}

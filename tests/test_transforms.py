@@ -67,6 +67,10 @@ OPS = {
         lambda m, o, **f: m.bias_residual_layer_norm(**f, **o, return_sum=True),
         {**ROWS, "residual": ROWS["x"], **NORM}, split=("residual",),
     ),
+    "rms_norm": Op(
+        lambda m, o, **f: m.rms_norm(**f, **o, return_sum=True),
+        {"x": ROWS["x"], "residual": ROWS["x"], "gamma": (WIDTH,)}, split=("residual",),
+    ),
     # A table for each sequence, so that the first argument has the batch in front.
     "embeddings_layer_norm": Op(
         lambda m, o, word, **f: jnp.stack([m.embeddings_layer_norm(**IDS, word=w, **f, **o) for w in word]),
@@ -136,8 +140,9 @@ OPS = {
 
 
 # These ops share the code for transformations with others, so `make test` leaves them out where it can.
-RELATED = ("layer_norm", "embeddings_layer_norm", "dense_residual_layer_norm", "feed_forward_residual_layer_norm",
-           "gated_activation", "qkv_attention", "log_softmax of long rows")  # fmt: skip
+RELATED = ("layer_norm", "rms_norm", "embeddings_layer_norm", "dense_residual_layer_norm",
+           "feed_forward_residual_layer_norm", "gated_activation", "qkv_attention",
+           "log_softmax of long rows")  # fmt: skip
 KERNELS = [name for name, op in OPS.items() if op.kernel]
 SOME_KERNELS = [*(n for n in KERNELS if n not in RELATED), *slow(*(n for n in KERNELS if n in RELATED))]
 

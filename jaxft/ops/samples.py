@@ -16,7 +16,7 @@ from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
 from jaxft.ops.embeddings import embeddings_layer_norm
 from jaxft.ops.feed_forward import feed_forward_residual_layer_norm
 from jaxft.ops.gated_activation import gated_activation
-from jaxft.ops.layer_norm import bias_residual_layer_norm, layer_norm
+from jaxft.ops.layer_norm import bias_residual_layer_norm, layer_norm, rms_norm
 from jaxft.ops.padding import remove_padding, restore_padding
 from jaxft.ops.permute import merge_heads, permute, qkv_bias_split_heads
 from jaxft.ops.plans import Plan, explain
@@ -54,6 +54,7 @@ def calls(batch: int, length: int, dtype: Any) -> dict[str, Call]:
     return {
         "layer_norm": (layer_norm, (x, vector, vector)),
         "bias_residual_layer_norm": (bias_residual_layer_norm, (x, vector, x, vector, vector)),
+        "rms_norm": (rms_norm, (x, vector)),
         "embeddings_layer_norm": (
             embeddings_layer_norm,
             (as_ids(*tokens), of(CLASSES, WIDTH), of(512, WIDTH), of(2, WIDTH), vector, vector),
