@@ -11,11 +11,13 @@ from flax import nnx
 
 import encoders
 from jaxft.checkpoint.files import CheckpointError
-from jaxft.models.bert import BertConfig, BertModel
+from jaxft.models import bert
+from jaxft.models.bert import BertConfig, BertModel, Places
 from jaxft.models.classification import BertForSequenceClassification, BertForTokenClassification
 from jaxft.models.masked_lm import BertForMaskedLM
 from jaxft.models.pooling import packed_rows_of, sequence_rows
-from jaxft.models.positions import alibi_bias, log_buckets, rotary_angles
+from jaxft.models.positions import alibi_bias, log_buckets
+from jaxft.ops.rotary import rotary
 
 STORED = np.load(encoders.DATA)
 CLASSES = {
@@ -230,15 +232,26 @@ def test_old_names_of_nomic_bert():
     assert (config.layer_norm_eps, config.rope_theta, config.activation) == (1e-6, 500, "silu")
 
 
-def test_old_names_of_gte():
+def test_old_names_of_gte(monkeypatch):
     old = {"model_type": "new", "position_embedding_type": "rope", "rope_theta": 1e4, "type_vocab_size": 0,
            "rope_scaling": {"type": "ntk", "factor": 2.0}, "layer_norm_type": "layer_norm"} | SMALL  # fmt: skip
     config = BertConfig.from_dict(old)
     assert (config.model_type, config.rope_theta, config.rope_factor) == ("gte", 1e4, 2.0)
     assert BertConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     # NTK scaling: the base times the factor, and all frequencies divided by factor ** (2 / H).
-    frequencies = 1 / (2e4 ** (np.arange(0, 8, 2) / 8)) / 2 ** (2 / 8)
-    np.testing.assert_allclose(rotary_angles(jnp.asarray([3]), 8, 1e4, 2.0)[0], 3 * frequencies, rtol=1e-6)
+    layer = BertModel(config, implementation="xla", rngs=nnx.Rngs(0)).layers[0]
+    rotated, given = [], jax.random.normal(jax.random.key(0), (1, 4, 3, 2, 8))
+
+    def keep(qkv, *args, **kwargs):
+        rotated.append(rotary(given, *args, **kwargs))
+        return rotated[0]
+
+    monkeypatch.setattr(bert, "rotary", keep)
+    layer.step(*[jnp.ones((1, 4, 16))] * 2, Places(positions=jnp.arange(4), theta=2e4), [(None, None)] * 2)
+    angle = 3 / (2e4 ** (np.arange(0, 8, 2) / 8)) / 2 ** (2 / 8)
+    first, second = np.split(np.asarray(given[0, 3, 0, 0]), 2)
+    expected = [first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)]
+    np.testing.assert_allclose(rotated[0][0, 3, 0, 0], np.concatenate(expected), atol=1e-6)
 
 
 def test_log_buckets():

@@ -12,20 +12,22 @@ from flax import nnx
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxft import dispatch, reference
+from jaxft import dispatch
 from jaxft.checkpoint import files as checkpoint_files
 from jaxft.checkpoint import tensors as checkpoint_tensors
 from jaxft.models import dropout, inputs
 from jaxft.models.config import BertConfig
 from jaxft.models.pooling import first_tokens, packed_rows_of, sequence_rows
-from jaxft.models.positions import alibi_bias, bucket_bias, disentangled_attention, rotary_angles, rotate
+from jaxft.models.positions import alibi_bias, bucket_bias, disentangled_attention
 from jaxft.ops import checks
 from jaxft.ops.attention import qkv_attention, varlen_qkv_attention
 from jaxft.ops.dense import dense
 from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
 from jaxft.ops.embeddings import embeddings_layer_norm
 from jaxft.ops.feed_forward import feed_forward_residual_layer_norm
-from jaxft.ops.layer_norm import bias_residual_layer_norm, layer_norm
+from jaxft.ops.gated_activation import gated_activation
+from jaxft.ops.layer_norm import layer_norm
+from jaxft.ops.rotary import rotary
 
 # Types whose encoder has no pooler in transformers.
 _WITHOUT_POOLER = ("distilbert", "modernbert", "deberta-v2", "electra")
@@ -182,20 +184,22 @@ class Places:
     Attributes:
       mask: boolean `[B, 1, 1, T]`, or None.
       cu_seqlens: int32 `[B + 1]` of packed sequences, or None.
-      angles: rotary angles, float32 `[..., H / 2]`, or None.
+      positions: of rotary angles, int32 `[T]`, `[B, T]` or packed `[M]`, or None.
       bias: bias of attention by relative position, `[1, N, T, T]`, or None.
       relative: DeBERTa's embeddings of relative positions, `[2 * R, D]`, or None.
       max_seqlen: upper bound on the lengths of packed sequences.
       window: number of tokens on each side that a token attends to, or None for all.
+      theta: base of the rotary angles.
     """
 
     mask: Array | None = None
     cu_seqlens: Array | None = None
-    angles: Array | None = None
+    positions: Array | None = None
     bias: Array | None = None
     relative: Array | None = None
     max_seqlen: int = dataclasses.field(default=0, metadata={"static": True})
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
+    theta: float = dataclasses.field(default=0.0, metadata={"static": True})
 
 
 class BertLayer(nnx.Module):
@@ -262,22 +266,19 @@ class BertLayer(nnx.Module):
             attended, self.out_kernel, self.out_bias, residual, norms[0], dropout.options(rate, of_attention)
         )
         of_output = dropout.options(rate, of_ffn)
-        if config.activated_half is None and not config.norm_first:
-            gamma, beta = norms[1]
-            x = feed_forward_residual_layer_norm(
+        norm = {"epsilon": config.layer_norm_eps, "implementation": self.options.implementation}
+        if config.activated_half is None:
+            out = feed_forward_residual_layer_norm(
                 x, self.ffn_in_kernel[...].astype(x.dtype), value(self.ffn_in_bias),
-                self.ffn_out_kernel[...].astype(x.dtype), value(self.ffn_out_bias), gamma, beta,
-                activation=config.activation, epsilon=config.layer_norm_eps,
-                implementation=self.options.implementation, **of_output,
+                self.ffn_out_kernel[...].astype(x.dtype), value(self.ffn_out_bias), *norms[1],
+                activation=config.activation, residual=residual if config.norm_first else None,
+                return_sum=config.norm_first, **norm, **of_output,
             )  # fmt: skip
-            return x, x
-        plain = config.activated_half is None
-        inner = self.options.dense(x, self.ffn_in_kernel, self.ffn_in_bias, config.activation if plain else None)
-        if not plain:
-            first, second = jnp.split(inner, 2, axis=-1)
-            activated, gate = (first, second) if config.activated_half == "first" else (second, first)
-            activate = reference.ACTIVATIONS[config.activation]
-            inner = (activate(activated.astype(jnp.float32)) * gate.astype(jnp.float32)).astype(inner.dtype)
+            return out if config.norm_first else (out, out)
+        inner = gated_activation(
+            self.options.dense(x, self.ffn_in_kernel, None), value(self.ffn_in_bias), activation=config.activation,
+            gate=config.activated_half, implementation=self.options.implementation,
+        )  # fmt: skip
         return self._add_and_norm(inner, self.ffn_out_kernel, self.ffn_out_bias, residual, norms[1], of_output)
 
     def _add_and_norm(
@@ -285,20 +286,23 @@ class BertLayer(nnx.Module):
         options: dict[str, Any],
     ) -> tuple[Array, Array]:  # fmt: skip
         """Returns the pair (normalised, residual of what follows) of a dense layer's sum with the residual."""
-        matrix, (gamma, beta) = kernel[...].astype(x.dtype), norm
-        options |= {"epsilon": self.options.config.layer_norm_eps, "implementation": self.options.implementation}
-        if not self.options.config.norm_first:
-            x = dense_residual_layer_norm(x, matrix, value(bias), residual, gamma, beta, **options)
-            return x, x
-        y = dense(x, matrix, implementation=self.options.implementation)
-        return bias_residual_layer_norm(y, value(bias), residual, gamma, beta, return_sum=True, **options)
+        config = self.options.config
+        out = dense_residual_layer_norm(
+            x, kernel[...].astype(x.dtype), value(bias), residual, *norm, epsilon=config.layer_norm_eps,
+            return_sum=config.norm_first, implementation=self.options.implementation, **options,
+        )  # fmt: skip
+        return out if config.norm_first else (out, out)
 
     def _attend(self, x: Array, places: Places, options: dict[str, Any]) -> Array:
         heads = self.options.config.num_attention_heads
         qkv = self.options.dense(x, self.qkv_kernel, self.qkv_bias)
         qkv = qkv.reshape(*x.shape[:-1], 3, heads, x.shape[-1] // heads)
-        if places.angles is not None:
-            qkv = rotate(qkv, places.angles)
+        if places.positions is not None:
+            scale = self.options.config.rope_factor ** (-2 / qkv.shape[-1])  # NTK scaling
+            qkv = rotary(
+                qkv, places.positions, places.theta, frequency_scale=scale, in_place=True,
+                implementation=self.options.implementation,
+            )  # fmt: skip
         options |= {"implementation": self.options.implementation}
         if places.window is not None:
             options |= {"local_window_size": places.window}
@@ -630,12 +634,9 @@ class BertModel(nnx.Module):
             else:
                 position_ids = packed_rows(input_ids.size, cu_seqlens, max_seqlen)[1]
         for window in {config.window(i) for i in range(config.num_hidden_layers)}:
-            angles = None
-            if config.positions == "rotary":
-                assert position_ids is not None
-                theta = config.rope_theta if window is None else config.local_rope_theta
-                angles = rotary_angles(position_ids, config.hidden_size // heads, theta, config.rope_factor)
-            found[window] = Places(**shared, angles=angles, window=window)
+            theta = config.rope_theta if window is None else config.local_rope_theta
+            positions = position_ids if config.positions == "rotary" else None
+            found[window] = Places(**shared, positions=positions, window=window, theta=theta * config.rope_factor)
         return found
 
     def _dropout_key(
