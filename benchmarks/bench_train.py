@@ -25,7 +25,7 @@ import shapes
 import timing
 from bench_encoder import PEERS
 from jaxft.comparison import Attention, plain_layer
-from jaxft.models.bert import run_layer
+from jaxft.models.bert import Places, run_layer
 from jaxft.training import COMPILER_OPTIONS
 
 Encoder = Callable[[Any, jax.Array, Any], jax.Array]  # (parameters, x, None or a key) -> y
@@ -114,7 +114,8 @@ def jaxft_encoder(layers_of: Callable[[Any], Any], *, remat: bool) -> Encoder:
         layers = layers_of(leaves)
         keys = [None] * len(layers) if key is None else jax.random.split(key, (len(layers), 3))
         for layer, own in zip(layers, keys, strict=True):
-            x = run_layer(layer, x, None, dropout_rng=own, remat=remat)
+            norms = layer.attention_norm(), layer.ffn_norm()
+            x, _ = run_layer(layer, x, x, Places(), norms, own, remat=remat)
         return x
 
     return encode

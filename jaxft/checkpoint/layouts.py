@@ -59,6 +59,123 @@ _DISTILBERT = _EMBEDDINGS | _layers(
     }
 )
 
+# MPNet has no token types; one table of relative positions serves all layers.
+_MPNET = {
+    **_EMBEDDINGS,
+    "relative_bias": ["encoder.relative_attention_bias.weight"],
+    **_layers(
+        {
+            "layers.{i}.qkv_": [f"encoder.layer.{{i}}.attention.attn.{name}" for name in "qkv"],
+            "layers.{i}.out_": ["encoder.layer.{i}.attention.attn.o"],
+            "layers.{i}.attention_norm_": ["encoder.layer.{i}.attention.LayerNorm"],
+            "layers.{i}.ffn_in_": ["encoder.layer.{i}.intermediate.dense"],
+            "layers.{i}.ffn_out_": ["encoder.layer.{i}.output.dense"],
+            "layers.{i}.ffn_norm_": ["encoder.layer.{i}.output.LayerNorm"],
+            "pooler.": ["pooler.dense"],
+        }
+    ),
+}
+
+_MODERNBERT = {
+    "embeddings.word": ["embeddings.tok_embeddings.weight"],
+    **_layers(
+        {
+            "embeddings.norm_": ["embeddings.norm"],
+            "layers.{i}.attention_norm_": ["layers.{i}.attn_norm"],
+            "layers.{i}.qkv_": ["layers.{i}.attn.Wqkv"],
+            "layers.{i}.out_": ["layers.{i}.attn.Wo"],
+            "layers.{i}.ffn_norm_": ["layers.{i}.mlp_norm"],
+            "layers.{i}.ffn_in_": ["layers.{i}.mlp.Wi"],
+            "layers.{i}.ffn_out_": ["layers.{i}.mlp.Wo"],
+            "final_norm_": ["final_norm"],
+        }
+    ),
+}
+
+_NOMIC_BERT = {
+    "embeddings.word": ["embeddings.word_embeddings.weight"],
+    "embeddings.token_type": ["embeddings.token_type_embeddings.weight"],
+    **_layers(
+        {
+            "embeddings.norm_": ["emb_ln"],
+            "layers.{i}.qkv_": ["encoder.layers.{i}.attn.Wqkv"],
+            "layers.{i}.out_": ["encoder.layers.{i}.attn.out_proj"],
+            "layers.{i}.attention_norm_": ["encoder.layers.{i}.norm1"],
+            "layers.{i}.ffn_in_": ["encoder.layers.{i}.mlp.fc12", "encoder.layers.{i}.mlp.fc11"],
+            "layers.{i}.ffn_out_": ["encoder.layers.{i}.mlp.fc2"],
+            "layers.{i}.ffn_norm_": ["encoder.layers.{i}.norm2"],
+            "pooler.": ["pooler.dense"],
+        }
+    ),
+}
+
+_GTE = {
+    **{name: tensors for name, tensors in _BERT.items() if name.startswith(("embeddings.", "pooler."))},
+    **_layers(
+        {
+            "layers.{i}.qkv_": ["encoder.layer.{i}.attention.qkv_proj"],
+            "layers.{i}.out_": ["encoder.layer.{i}.attention.o_proj"],
+            "layers.{i}.attention_norm_": ["encoder.layer.{i}.attn_ln"],
+            "layers.{i}.ffn_in_": ["encoder.layer.{i}.mlp.up_gate_proj"],
+            "layers.{i}.ffn_out_": ["encoder.layer.{i}.mlp.down_proj"],
+            "layers.{i}.ffn_norm_": ["encoder.layer.{i}.mlp_ln"],
+        }
+    ),
+}
+
+_JINA_V3 = {
+    **_NOMIC_BERT,
+    **_layers(
+        {
+            "layers.{i}.qkv_": ["encoder.layers.{i}.mixer.Wqkv"],
+            "layers.{i}.out_": ["encoder.layers.{i}.mixer.out_proj"],
+            "layers.{i}.ffn_in_": ["encoder.layers.{i}.mlp.fc1"],
+            "layers.{i}.ffn_out_": ["encoder.layers.{i}.mlp.fc2"],
+        }
+    ),
+}
+
+# Jina v2: a BERT with ALiBi and a gated feed-forward network.
+_JINA_BERT = _BERT | _layers(
+    {
+        "layers.{i}.ffn_in_": ["encoder.layer.{i}.mlp.gated_layers"],
+        "layers.{i}.ffn_out_": ["encoder.layer.{i}.mlp.wo"],
+        "layers.{i}.ffn_norm_": ["encoder.layer.{i}.mlp.layernorm"],
+    }
+)
+
+_DEBERTA = {
+    **_BERT,
+    **_layers(
+        {
+            "layers.{i}.qkv_": [
+                f"encoder.layer.{{i}}.attention.self.{name}_proj" for name in ("query", "key", "value")
+            ],
+            "relative_norm_": ["encoder.LayerNorm"],
+        }
+    ),
+    "relative_embeddings": ["encoder.rel_embeddings.weight"],
+}
+
+_ELECTRA = _BERT | _layers({"embeddings.projection_": ["embeddings_project"]})
+
+_ALBERT_LAYER = "encoder.albert_layer_groups.0.albert_layers.0."
+_ALBERT = {
+    **{name: tensors for name, tensors in _BERT.items() if name.startswith("embeddings.")},
+    **_layers(
+        {
+            "embeddings.projection_": ["encoder.embedding_hidden_mapping_in"],
+            "layers.{i}.qkv_": [f"{_ALBERT_LAYER}attention.{name}" for name in ("query", "key", "value")],
+            "layers.{i}.out_": [_ALBERT_LAYER + "attention.dense"],
+            "layers.{i}.attention_norm_": [_ALBERT_LAYER + "attention.LayerNorm"],
+            "layers.{i}.ffn_in_": [_ALBERT_LAYER + "ffn"],
+            "layers.{i}.ffn_out_": [_ALBERT_LAYER + "ffn_output"],
+            "layers.{i}.ffn_norm_": [_ALBERT_LAYER + "full_layer_layer_norm"],
+            "pooler.": ["pooler"],
+        }
+    ),
+}
+
 # Field of BertConfig -> its name in a DistilBERT's config.json.
 _DISTILBERT_CONFIG = {
     "hidden_size": "dim",
@@ -100,12 +217,48 @@ _HEADS: Mapping[str, Names] = {
     },
 }
 
+_HEADS = {
+    **_HEADS,
+    "modernbert": {
+        **_layers({"head.dense_": ["head.dense"], "head.norm_": ["head.norm"], "head.out_": ["classifier"]}),
+        **_layers({"classifier.dense_": ["head.dense"], "classifier.norm_": ["head.norm"]}),
+        **_layers({"classifier.": ["classifier"]}),
+        **_layers({"lm_head.dense_": ["head.dense"], "lm_head.norm_": ["head.norm"]}),
+        "lm_head.out_bias": ["decoder.bias"],
+    },
+    "nomic_bert": _HEADS["bert"] | _layers({"lm_head.norm_": [_TRANSFORM + "layer_norm"]}),
+    "gte": {
+        **_HEADS["bert"],
+        **_layers({"lm_head.dense_": ["lm_head.dense"], "lm_head.norm_": ["lm_head.norm"]}),
+        "lm_head.out_bias": ["lm_head.decoder.bias"],
+    },
+    "electra": {
+        **_HEADS["roberta"],
+        **_layers(
+            {
+                "lm_head.dense_": ["generator_predictions.dense"],
+                "lm_head.norm_": ["generator_predictions.LayerNorm"],
+            }
+        ),
+        "lm_head.out_bias": ["generator_lm_head.bias"],
+    },
+    "albert": {
+        **_layers({"head.dense_": ["pooler"], "head.out_": ["classifier"], "classifier.": ["classifier"]}),
+        **_layers({"lm_head.dense_": ["predictions.dense"], "lm_head.norm_": ["predictions.LayerNorm"]}),
+        "lm_head.out_bias": ["predictions.bias"],
+    },
+}
+
 # Tensors of the last layer of classifiers. Their first axis is the number of labels.
 LABELS = ("classifier.weight", "classifier.bias", "classifier.out_proj.weight", "classifier.out_proj.bias")
 
 # Copy of a tensor that a checkpoint of a masked language model may hold -> name of the original.
 _WORDS = "embeddings.word_embeddings.weight"
 _TIED: Mapping[str, Mapping[str, str]] = {
+    "modernbert": {"decoder.weight": "embeddings.tok_embeddings.weight"},
+    "gte": {"lm_head.decoder.weight": _WORDS},
+    "electra": {"generator_lm_head.weight": _WORDS},
+    "albert": {"predictions.decoder.weight": _WORDS, "predictions.decoder.bias": "predictions.bias"},
     "bert": {"cls.predictions.decoder.weight": _WORDS, "cls.predictions.decoder.bias": "cls.predictions.bias"},
     "roberta": {"lm_head.decoder.weight": _WORDS, "lm_head.decoder.bias": "lm_head.bias"},
     "distilbert": {"vocab_projector.weight": _WORDS},
@@ -114,44 +267,253 @@ _TIED: Mapping[str, Mapping[str, str]] = {
 # --- Layouts -----------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Names in the checkpoints of one `model_type`."""
+    """What the checkpoints of one `model_type` have in common: names of tensors, and fields of config.json."""
 
     names: Mapping[str, list[str]]
     prefix: str  # of the encoder's tensors if the checkpoint was saved from a model with a head
+    other_prefixes: tuple[str, ...] = ()  # that older or newer checkpoints have in its place
     heads: tuple[str, ...]  # prefixes of the tensors of heads, which are read only on request
     tied: Mapping[str, str]  # tensor of a head -> tensor that it must equal
     architecture: str  # name of the encoder class in transformers
-    config_defaults: Mapping[str, Any]  # defaults that differ from BertConfig
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # values that differ from BertConfig, fixed
+    config_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # defaults that differ from it
     config_names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # BertConfig's names -> others
     config_aliases: tuple[str, ...] = ()  # names of BertConfig that transformers reads too, and that win
+    config_fields: tuple[str, ...] = ()  # fields of BertConfig that are not fixed, beyond a BERT's
 
 
 _CLASSIFIERS = ("classifier.", "qa_outputs.")
-_ROBERTA = _BERT | _HEADS["roberta"]
-_ROBERTA_HEADS = "roberta.", ("lm_head.", *_CLASSIFIERS), _TIED["roberta"]
 _PADDING_1 = {"pad_token_id": 1}
 
+
+def _roberta(architecture: str, **defaults: Any) -> Layout:
+    return Layout(
+        names=_BERT | _HEADS["roberta"], prefix="roberta.", heads=("lm_head.", *_CLASSIFIERS), tied=_TIED["roberta"],
+        architecture=architecture, config_defaults=_PADDING_1 | defaults,
+    )  # fmt: skip
+
+
 LAYOUTS: Mapping[str, Layout] = {
-    "bert": Layout(_BERT | _HEADS["bert"], "bert.", ("cls.", *_CLASSIFIERS), _TIED["bert"], "BertModel", {}),
-    "roberta": Layout(_ROBERTA, *_ROBERTA_HEADS, "RobertaModel", _PADDING_1 | {"vocab_size": 50265}),
-    "xlm-roberta": Layout(_ROBERTA, *_ROBERTA_HEADS, "XLMRobertaModel", _PADDING_1),
-    "camembert": Layout(_ROBERTA, *_ROBERTA_HEADS, "CamembertModel", _PADDING_1),
+    "bert": Layout(
+        names=_BERT | _HEADS["bert"],
+        prefix="bert.",
+        heads=("cls.", *_CLASSIFIERS),
+        tied=_TIED["bert"],
+        architecture="BertModel",
+    ),
+    "roberta": _roberta("RobertaModel", vocab_size=50265),
+    "xlm-roberta": _roberta("XLMRobertaModel"),
+    "camembert": _roberta("CamembertModel"),
     "distilbert": Layout(
-        _DISTILBERT | _HEADS["distilbert"],
-        "distilbert.",
-        ("vocab_transform.", "vocab_layer_norm.", "vocab_projector.", "pre_classifier.", *_CLASSIFIERS),
-        _TIED["distilbert"],
-        "DistilBertModel",
-        {"num_hidden_layers": 6, "type_vocab_size": 0},
-        _DISTILBERT_CONFIG,
-        ("hidden_size", "num_hidden_layers", "num_attention_heads"),
+        names=_DISTILBERT | _HEADS["distilbert"],
+        prefix="distilbert.",
+        heads=("vocab_transform.", "vocab_layer_norm.", "vocab_projector.", "pre_classifier.", *_CLASSIFIERS),
+        tied=_TIED["distilbert"],
+        architecture="DistilBertModel",
+        facts={"type_vocab_size": 0, "layer_norm_eps": 1e-12, "classifier_activation": "relu"},
+        config_defaults={"num_hidden_layers": 6},
+        config_names=_DISTILBERT_CONFIG,
+        config_aliases=("hidden_size", "num_hidden_layers", "num_attention_heads"),
+    ),
+    "mpnet": Layout(
+        names=_MPNET | _HEADS["roberta"],
+        prefix="mpnet.",
+        heads=("lm_head.", *_CLASSIFIERS),
+        tied=_TIED["roberta"],
+        architecture="MPNetModel",
+        facts={"type_vocab_size": 0, "pad_token_id": 1, "relative_bias": True},
+        config_defaults={"vocab_size": 30527},
+        config_fields=("relative_attention_num_buckets",),
+    ),
+    "modernbert": Layout(
+        names=_MODERNBERT | _HEADS["modernbert"],
+        prefix="model.",
+        heads=("head.", "decoder.", *_CLASSIFIERS),
+        tied=_TIED["modernbert"],
+        architecture="ModernBertModel",
+        facts={
+            "type_vocab_size": 0,
+            "norm_first": True,
+            "positions": "rotary",
+            "activated_half": "first",
+            "hidden_dropout_prob": 0.0,
+            "classifier_norm": True,
+        },
+        config_defaults={
+            "vocab_size": 50368,
+            "intermediate_size": 1152,
+            "num_hidden_layers": 22,
+            "max_position_embeddings": 8192,
+            "layer_norm_eps": 1e-5,
+            "pad_token_id": 50283,
+            "attention_probs_dropout_prob": 0.0,
+            "qkv_bias": False,
+            "out_bias": False,
+            "ffn_in_bias": False,
+            "ffn_out_bias": False,
+            "norm_bias": False,
+            "rope_theta": 160_000.0,
+            "local_rope_theta": 10_000.0,
+            "local_attention": 128,
+            "classifier_activation": "gelu",
+            "classifier_bias": False,
+        },
+        config_names={
+            "layer_norm_eps": "norm_eps",
+            "hidden_act": "hidden_activation",
+            "attention_probs_dropout_prob": "attention_dropout",
+            "qkv_bias": "attention_bias",
+            "out_bias": "attention_bias",
+            "ffn_in_bias": "mlp_bias",
+            "ffn_out_bias": "mlp_bias",
+        },
+        config_fields=(
+            "qkv_bias",
+            "out_bias",
+            "ffn_in_bias",
+            "ffn_out_bias",
+            "norm_bias",
+            "rope_theta",
+            "local_rope_theta",
+            "local_attention",
+            "layer_types",
+            "classifier_pooling",
+            "classifier_activation",
+            "classifier_bias",
+        ),
+    ),
+    "nomic_bert": Layout(
+        names=_NOMIC_BERT | _HEADS["nomic_bert"],
+        prefix="nomic_bert.",
+        heads=("cls.", *_CLASSIFIERS),
+        tied=_TIED["bert"],
+        architecture="NomicBertModel",
+        facts={
+            "positions": "rotary",
+            "activated_half": "first",
+            "qkv_bias": False,
+            "out_bias": False,
+            "ffn_in_bias": False,
+            "ffn_out_bias": False,
+        },
+        config_defaults={
+            "vocab_size": 30528,
+            "hidden_act": "silu",
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+            "max_position_embeddings": 2048,
+            "rope_theta": 1000.0,
+        },
+        config_fields=("rope_theta",),
+    ),
+    "gte": Layout(
+        names=_GTE | _HEADS["gte"],
+        prefix="new.",
+        other_prefixes=("gte.",),
+        heads=("lm_head.", *_CLASSIFIERS),
+        tied=_TIED["gte"],
+        architecture="GteModel",
+        facts={"positions": "rotary", "activated_half": "second", "ffn_in_bias": False},
+        config_defaults={
+            "vocab_size": 250048,
+            "attention_probs_dropout_prob": 0.0,
+            "max_position_embeddings": 8192,
+            "type_vocab_size": 1,
+            "pad_token_id": 1,
+            "rope_theta": 160_000.0,
+        },
+        config_fields=("rope_theta", "rope_factor"),
+    ),
+    "jina_embeddings_v3": Layout(
+        names=_JINA_V3 | _HEADS["roberta"],
+        prefix="roberta.",
+        heads=("lm_head.", *_CLASSIFIERS),
+        tied=_TIED["roberta"],
+        architecture="JinaEmbeddingsV3Model",
+        facts={"positions": "rotary"},
+        config_defaults={
+            "vocab_size": 250002,
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+            "max_position_embeddings": 8194,
+            "type_vocab_size": 1,
+            "layer_norm_eps": 1e-5,
+            "pad_token_id": 1,
+            "rope_theta": 20_000.0,
+        },
+        config_fields=("rope_theta",),
+    ),
+    "jina_bert": Layout(
+        names=_JINA_BERT | _HEADS["bert"],
+        prefix="bert.",
+        heads=("cls.", *_CLASSIFIERS),
+        tied=_TIED["bert"],
+        architecture="JinaBertModel",
+        facts={"positions": "alibi", "activated_half": "first", "ffn_in_bias": False},
+    ),
+    "deberta-v2": Layout(
+        names=_DEBERTA | _HEADS["bert"],
+        prefix="deberta.",
+        heads=("cls.", "lm_predictions.", "mask_predictions.", "pooler.", *_CLASSIFIERS),
+        tied=_TIED["bert"],
+        architecture="DebertaV2Model",
+        facts={"positions": "disentangled", "type_vocab_size": 0},
+        config_defaults={
+            "vocab_size": 128100,
+            "hidden_size": 1536,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 24,
+            "intermediate_size": 6144,
+            "layer_norm_eps": 1e-7,
+            "classifier_activation": "gelu",
+        },
+        config_names={"classifier_activation": "pooler_hidden_act"},
+        config_fields=("position_buckets", "max_relative_positions", "classifier_activation"),
+    ),
+    "electra": Layout(
+        names=_ELECTRA | _HEADS["electra"],
+        prefix="electra.",
+        heads=("generator_predictions.", "generator_lm_head.", "discriminator_predictions.", *_CLASSIFIERS),
+        tied=_TIED["electra"],
+        architecture="ElectraModel",
+        facts={"classifier_activation": "gelu"},
+        config_defaults={
+            "hidden_size": 256,
+            "num_attention_heads": 4,
+            "intermediate_size": 1024,
+            "embedding_size": 128,
+        },
+        config_fields=("embedding_size",),
+    ),
+    "albert": Layout(
+        names=_ALBERT | _HEADS["albert"],
+        prefix="albert.",
+        heads=("predictions.", "sop_classifier.", *_CLASSIFIERS),
+        tied=_TIED["albert"],
+        architecture="AlbertModel",
+        facts={"shared_layers": True},
+        config_defaults={
+            "vocab_size": 30000,
+            "hidden_size": 4096,
+            "num_attention_heads": 64,
+            "intermediate_size": 16384,
+            "hidden_act": "gelu_new",
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+            "embedding_size": 128,
+        },
+        config_fields=("embedding_size",),
     ),
 }
 
-BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")  # constants that some versions stored
-POOLER = ("pooler.dense.weight", "pooler.dense.bias")  # older RoBERTa classifiers have an unused pooler
+# Endings of constants that some versions stored.
+BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids", "rotary_emb.inv_freq")
+# Older RoBERTa classifiers have an unused pooler. ALBERT's pooler is one dense layer without a name of its own.
+POOLER = ("pooler.dense.weight", "pooler.dense.bias", "pooler.weight", "pooler.bias")
 
 
 def checkpoint_names(layout: Layout, parameter: str) -> list[str]:
@@ -165,7 +527,8 @@ def checkpoint_names(layout: Layout, parameter: str) -> list[str]:
 
 def canonical(layout: Layout, name: str) -> str:
     """Returns a tensor's name in the layout's table: without the prefix, and without LayerNorm's old names."""
-    name = name.removeprefix(layout.prefix)
+    for prefix in (layout.prefix, *layout.other_prefixes):
+        name = name.removeprefix(prefix)
     for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
         if name.endswith(old):
             return name.removesuffix(old) + new

@@ -153,7 +153,9 @@ def _find_tensors(
                     advice = f"{problem}; pass num_labels={tensor.shape[0]} or {_NEW}"
                     problem = tensor.problem(tensor.shape) if has_new_head else advice
                 problems += filter(None, [problem])
-            elif canonical not in layouts.BUFFERS + layouts.POOLER and not canonical.startswith(layout.heads):
+            elif canonical not in layouts.POOLER and not (
+                canonical.startswith(layout.heads) or canonical.endswith(layouts.BUFFERS)
+            ):
                 problems.append(f"{tensor}: is unexpected")
     copies = [(found.pop(name), original) for name, original in tied.items() if name in found]
     pairs = [(copy, found.setdefault(original, copy)) for copy, original in copies]
@@ -161,9 +163,9 @@ def _find_tensors(
     if not unread:  # otherwise the file that could not be read may have the missing tensors
         needed = expected.keys() - found.keys()
         if head:
-            head |= {*layouts.POOLER}  # part of BERT's classification head
-        elif needed.issuperset(layouts.POOLER):  # masked language models are saved without a pooler
-            needed -= {*layouts.POOLER}
+            head |= expected.keys() & layouts.POOLER  # part of BERT's classification head
+        elif needed.issuperset(pooler := expected.keys() & layouts.POOLER):  # masked language models are saved without
+            needed -= pooler
         prefixed = any(tensor.name.startswith(layout.prefix) for tensor in found.values())
         for name in needed - head if has_new_head else needed:
             shown = layouts.with_prefix(layout, name) if prefixed else name

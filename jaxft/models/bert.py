@@ -1,4 +1,4 @@
-"""BERT, RoBERTa and DistilBERT encoders as Flax NNX modules, built from the fused operations."""
+"""Encoders as Flax NNX modules, built from the fused operations: BERT and its successors (see `BertConfig`)."""
 
 import dataclasses
 import os
@@ -17,13 +17,20 @@ from jaxft.checkpoint import files as checkpoint_files
 from jaxft.checkpoint import tensors as checkpoint_tensors
 from jaxft.models import dropout, inputs
 from jaxft.models.config import BertConfig
-from jaxft.models.pooling import first_tokens
+from jaxft.models.pooling import first_tokens, packed_rows_of, sequence_rows
+from jaxft.models.positions import alibi_bias, bucket_bias, disentangled_attention
 from jaxft.ops import checks
 from jaxft.ops.attention import qkv_attention, varlen_qkv_attention
 from jaxft.ops.dense import dense
 from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
 from jaxft.ops.embeddings import embeddings_layer_norm
 from jaxft.ops.feed_forward import feed_forward_residual_layer_norm
+from jaxft.ops.gated_activation import gated_activation
+from jaxft.ops.layer_norm import layer_norm
+from jaxft.ops.rotary import rotary
+
+# Types whose encoder has no pooler in transformers.
+_WITHOUT_POOLER = ("distilbert", "modernbert", "deberta-v2", "electra")
 
 
 @jax.tree_util.register_dataclass
@@ -52,9 +59,18 @@ class _Options:
     param_dtype: np.dtype
     implementation: str | None
 
-    def dense(self, x: Array, kernel: nnx.Param[Any], bias: nnx.Param[Any], activation: str | None = None) -> Array:
+    def dense(
+        self, x: Array, kernel: nnx.Param[Any], bias: nnx.Param[Any] | None, activation: str | None = None
+    ) -> Array:
         matrix = kernel[...].astype(self.dtype)
-        return dense(x, matrix, bias[...], activation=activation, implementation=self.implementation)
+        return dense(x, matrix, value(bias), activation=activation, implementation=self.implementation)
+
+    def norm(
+        self, rngs: nnx.Rngs | None, width: int, *, exists: bool = True
+    ) -> tuple[nnx.Param[Any] | None, nnx.Param[Any] | None]:
+        """Creates gamma and beta of a LayerNorm, or None for what does not exist."""
+        gamma = self.ones(rngs, width) if exists else None
+        return gamma, self.zeros(rngs, width) if exists and self.config.norm_bias else None
 
     def normal(self, rngs: nnx.Rngs | None, *shape: int) -> nnx.Param[Any]:
         return self._parameter(rngs, jax.nn.initializers.normal(self.config.initializer_range), shape)
@@ -71,16 +87,25 @@ class _Options:
         return nnx.Param(init(rngs.params(), shape, self.param_dtype))
 
 
+def value(parameter: nnx.Param[Any] | None) -> Array | None:
+    """Returns the array of a parameter that may be absent."""
+    return None if parameter is None else parameter[...]
+
+
 class BertEmbeddings(nnx.Module):
-    """Sum of the word, position and token type embeddings, followed by LayerNorm."""
+    """Sum of the embeddings of words, positions and token types, LayerNorm, and a projection to the hidden size."""
 
     def __init__(self, options: _Options, rngs: nnx.Rngs | None) -> None:
-        self.options, config, width = options, options.config, options.config.hidden_size
+        self.options, config, width = options, options.config, options.config.width_of_tables
         self.word = options.normal(rngs, config.vocab_size, width)
-        self.position = options.normal(rngs, config.max_position_embeddings, width)
+        if config.positions == "learned":
+            self.position = options.normal(rngs, config.max_position_embeddings, width)
         if config.type_vocab_size:
             self.token_type = options.normal(rngs, config.type_vocab_size, width)
-        self.norm_gamma, self.norm_beta = options.ones(rngs, width), options.zeros(rngs, width)
+        self.norm_gamma, self.norm_beta = options.norm(rngs, width)
+        projects = width != config.hidden_size or config.shared_layers
+        self.projection_kernel = options.normal(rngs, width, config.hidden_size) if projects else None
+        self.projection_bias = options.zeros(rngs, config.hidden_size) if projects else None
 
     def __call__(
         self,
@@ -100,15 +125,20 @@ class BertEmbeddings(nnx.Module):
         elif position_ids is None and config.position_offset:
             kept = (input_ids != config.pad_token_id).astype(jnp.int32)
             position_ids = jnp.cumsum(kept, axis=1) * kept + config.pad_token_id
+        if config.positions == "learned":
+            table = self.position[...]
+        else:  # a row of zeros; -1, the positions of wrong `cu_seqlens`, still gives NaN
+            table = jnp.zeros((1, config.width_of_tables), self.options.param_dtype)
+            position_ids = jnp.zeros_like(input_ids) if position_ids is None else jnp.minimum(position_ids, 0)
         # An id outside its table gives NaN. Nothing can be raised inside jit, and JAX's default, the nearest row, would
         # hide the error.
-        return embeddings_layer_norm(
+        x = embeddings_layer_norm(
             input_ids,
             self.word[...],
-            self.position[...],
+            table,
             self.token_type[...] if config.type_vocab_size else None,
-            self.norm_gamma[...],
-            self.norm_beta[...],
+            value(self.norm_gamma),
+            value(self.norm_beta),
             position_ids=position_ids,
             token_type_ids=token_type_ids,
             epsilon=config.layer_norm_eps,
@@ -116,6 +146,9 @@ class BertEmbeddings(nnx.Module):
             implementation=self.options.implementation,
             **dropout.options(config.hidden_dropout_prob, dropout_rng),
         )
+        if self.projection_kernel is None:
+            return x
+        return self.options.dense(x, self.projection_kernel, self.projection_bias)
 
 
 def packed_rows(rows: int, cu_seqlens: Array, max_seqlen: int) -> tuple[Array, Array, Array]:
@@ -140,70 +173,172 @@ def _packed_positions(config: BertConfig, input_ids: Array, cu_seqlens: Array, m
     return jnp.where(right, jnp.where(takes_part, position, 0), -1)
 
 
+_Norm = tuple[Array | None, Array | None]  # gamma and beta
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """What the attention of a layer needs to know of the places of the tokens.
+
+    Attributes:
+      mask: boolean `[B, 1, 1, T]`, or None.
+      cu_seqlens: int32 `[B + 1]` of packed sequences, or None.
+      positions: of rotary angles, int32 `[T]`, `[B, T]` or packed `[M]`, or None.
+      bias: bias of attention by relative position, `[1, N, T, T]`, or None.
+      relative: DeBERTa's embeddings of relative positions, `[2 * R, D]`, or None.
+      max_seqlen: upper bound on the lengths of packed sequences.
+      window: number of tokens on each side that a token attends to, or None for all.
+      theta: base of the rotary angles.
+    """
+
+    mask: Array | None = None
+    cu_seqlens: Array | None = None
+    positions: Array | None = None
+    bias: Array | None = None
+    relative: Array | None = None
+    max_seqlen: int = dataclasses.field(default=0, metadata={"static": True})
+    window: int | None = dataclasses.field(default=None, metadata={"static": True})
+    theta: float = dataclasses.field(default=0.0, metadata={"static": True})
+
+
 class BertLayer(nnx.Module):
-    """Self-attention and a feed-forward network, each followed by a residual connection and LayerNorm."""
+    """Self-attention and a feed-forward network, each with a residual connection and a LayerNorm.
 
-    def __init__(self, options: _Options, rngs: nnx.Rngs | None) -> None:
-        self.options = options
-        width, inner = options.config.hidden_size, options.config.intermediate_size
+    The LayerNorms follow the additions in all kinds of encoders. Where norms come first (`norm_first`), each of them
+    belongs to what follows it: `__call__` gets the two norms that follow, and the residual is the sum before the norm.
+    """
+
+    def __init__(self, options: _Options, rngs: nnx.Rngs | None, *, first: bool = True) -> None:
+        self.options, config = options, options.config
+        width, inner = config.hidden_size, config.intermediate_size
+
+        def bias(has: bool, size: int) -> nnx.Param[Any] | None:
+            return options.zeros(rngs, size) if has else None
+
         # Columns in the order [3, N, H]: attention reads the result of the matmul in place.
-        self.qkv_kernel, self.qkv_bias = options.normal(rngs, width, 3 * width), options.zeros(rngs, 3 * width)
-        self.out_kernel, self.out_bias = options.normal(rngs, width, width), options.zeros(rngs, width)
-        self.attention_norm_gamma, self.attention_norm_beta = options.ones(rngs, width), options.zeros(rngs, width)
-        self.ffn_in_kernel, self.ffn_in_bias = options.normal(rngs, width, inner), options.zeros(rngs, inner)
-        self.ffn_out_kernel, self.ffn_out_bias = options.normal(rngs, inner, width), options.zeros(rngs, width)
-        self.ffn_norm_gamma, self.ffn_norm_beta = options.ones(rngs, width), options.zeros(rngs, width)
+        self.qkv_kernel, self.qkv_bias = options.normal(rngs, width, 3 * width), bias(config.qkv_bias, 3 * width)
+        self.out_kernel, self.out_bias = options.normal(rngs, width, width), bias(config.out_bias, width)
+        # Where norms come first, the norm of the embeddings is the first layer's.
+        has_own = not (config.norm_first and first)
+        self.attention_norm_gamma, self.attention_norm_beta = options.norm(rngs, width, exists=has_own)
+        columns = inner if config.activated_half is None else 2 * inner
+        self.ffn_in_kernel = options.normal(rngs, width, columns)
+        self.ffn_in_bias = bias(config.ffn_in_bias, columns)
+        self.ffn_out_kernel, self.ffn_out_bias = options.normal(rngs, inner, width), bias(config.ffn_out_bias, width)
+        self.ffn_norm_gamma, self.ffn_norm_beta = options.norm(rngs, width)
 
-    def __call__(
-        self,
-        x: Array,
-        mask: Array | None,
-        *,
-        cu_seqlens: Array | None = None,
-        max_seqlen: int = 0,
-        dropout_rng: Array | None = None,
-    ) -> Array:
-        """Applies the layer to `[B, T, D]` with a mask `[B, 1, 1, T]`, or to packed `[M, D]`."""
-        config, dtype, implementation = self.options.config, self.options.dtype, self.options.implementation
-        heads = config.num_attention_heads
+    def attention_norm(self) -> _Norm:
+        """Returns gamma and beta of the norm of attention."""
+        return value(self.attention_norm_gamma), value(self.attention_norm_beta)
+
+    def ffn_norm(self) -> _Norm:
+        """Returns gamma and beta of the norm of the feed-forward network."""
+        return value(self.ffn_norm_gamma), value(self.ffn_norm_beta)
+
+    def __call__(self, x: Array, mask: Array | None = None, *, dropout_rng: Array | None = None) -> Array:
+        """Applies a layer of BERT to `[B, T, D]`, with a mask `[B, 1, 1, T]`. Three random keys turn dropout on."""
+        return self.step(x, x, Places(mask), (self.attention_norm(), self.ffn_norm()), dropout_rng)[0]
+
+    def step(
+        self, x: Array, residual: Array, places: Places, norms: tuple[_Norm, _Norm], dropout_rng: Array | None = None
+    ) -> tuple[Array, Array]:
+        """Applies the layer to `[B, T, D]`, or to packed `[M, D]`.
+
+        Args:
+          x: the input of attention.
+          residual: the first residual: `x` itself, or the sum before the norm where norms come first.
+          places: the places of the tokens.
+          norms: gamma and beta of the norms after attention and after the feed-forward network.
+          dropout_rng: three random keys, which turn dropout on.
+
+        Returns:
+          The pair (x, residual) of the next layer.
+        """
+        config = self.options.config
         of_probabilities, of_attention, of_ffn = (None, None, None) if dropout_rng is None else dropout_rng
         if config.model_type == "distilbert":  # it has no dropout there
             of_attention = None
-        hidden_rate = config.hidden_dropout_prob
+        rate = config.hidden_dropout_prob
 
+        attended = self._attend(x, places, dropout.options(config.attention_probs_dropout_prob, of_probabilities))
+        x, residual = self._add_and_norm(
+            attended, self.out_kernel, self.out_bias, residual, norms[0], dropout.options(rate, of_attention)
+        )
+        of_output = dropout.options(rate, of_ffn)
+        norm = {"epsilon": config.layer_norm_eps, "implementation": self.options.implementation}
+        if config.activated_half is None:
+            out = feed_forward_residual_layer_norm(
+                x, self.ffn_in_kernel[...].astype(x.dtype), value(self.ffn_in_bias),
+                self.ffn_out_kernel[...].astype(x.dtype), value(self.ffn_out_bias), *norms[1],
+                activation=config.activation, residual=residual if config.norm_first else None,
+                return_sum=config.norm_first, **norm, **of_output,
+            )  # fmt: skip
+            return out if config.norm_first else (out, out)
+        inner = gated_activation(
+            self.options.dense(x, self.ffn_in_kernel, None), value(self.ffn_in_bias), activation=config.activation,
+            gate=config.activated_half, implementation=self.options.implementation,
+        )  # fmt: skip
+        return self._add_and_norm(inner, self.ffn_out_kernel, self.ffn_out_bias, residual, norms[1], of_output)
+
+    def _add_and_norm(
+        self, x: Array, kernel: nnx.Param[Any], bias: nnx.Param[Any] | None, residual: Array, norm: _Norm,
+        options: dict[str, Any],
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """Returns the pair (normalised, residual of what follows) of a dense layer's sum with the residual."""
+        config = self.options.config
+        out = dense_residual_layer_norm(
+            x, kernel[...].astype(x.dtype), value(bias), residual, *norm, epsilon=config.layer_norm_eps,
+            return_sum=config.norm_first, implementation=self.options.implementation, **options,
+        )  # fmt: skip
+        return out if config.norm_first else (out, out)
+
+    def _attend(self, x: Array, places: Places, options: dict[str, Any]) -> Array:
+        heads = self.options.config.num_attention_heads
         qkv = self.options.dense(x, self.qkv_kernel, self.qkv_bias)
         qkv = qkv.reshape(*x.shape[:-1], 3, heads, x.shape[-1] // heads)
-        options: dict[str, Any] = {"implementation": implementation}
-        options |= dropout.options(config.attention_probs_dropout_prob, of_probabilities)
-        if cu_seqlens is None:
-            attended = qkv_attention(qkv, mask=mask, **options)
-        else:
-            attended = varlen_qkv_attention(qkv, cu_seqlens, max_seqlen=max_seqlen, **options)
-        options = {"epsilon": config.layer_norm_eps, "implementation": implementation}
-        kernel, bias = self.out_kernel[...].astype(dtype), self.out_bias[...]
-        gamma, beta = self.attention_norm_gamma[...], self.attention_norm_beta[...]
-        options |= dropout.options(hidden_rate, of_attention)
-        x = dense_residual_layer_norm(attended.reshape(x.shape), kernel, bias, x, gamma, beta, **options)
-        options |= dropout.options(hidden_rate, of_ffn)
-        return feed_forward_residual_layer_norm(
-            x, self.ffn_in_kernel[...].astype(dtype), self.ffn_in_bias[...], self.ffn_out_kernel[...].astype(dtype),
-            self.ffn_out_bias[...], self.ffn_norm_gamma[...], self.ffn_norm_beta[...], activation=config.activation,
-            **options,
+        if places.positions is not None:
+            scale = self.options.config.rope_factor ** (-2 / qkv.shape[-1])  # NTK scaling
+            qkv = rotary(
+                qkv, places.positions, places.theta, frequency_scale=scale, in_place=True,
+                implementation=self.options.implementation,
+            )  # fmt: skip
+        options |= {"implementation": self.options.implementation}
+        if places.window is not None:
+            options |= {"local_window_size": places.window}
+        if places.cu_seqlens is None:
+            return self._attend_padded(qkv, places, places.mask, options).reshape(x.shape)
+        starts, length = places.cu_seqlens, places.max_seqlen
+        if places.bias is None and places.relative is None:
+            return varlen_qkv_attention(qkv, starts, max_seqlen=length, **options).reshape(x.shape)
+        # Packed sequences have no kernel with a bias: attention, and nothing else, gets padded sequences.
+        padded = sequence_rows(qkv.reshape(x.shape[0], -1), starts, length)
+        used = jnp.arange(length, dtype=jnp.int32)[None] < jnp.diff(starts)[:, None]
+        padded = padded.reshape(*used.shape, *qkv.shape[1:])
+        attended = self._attend_padded(padded, places, used[:, None, None, :], options)
+        return packed_rows_of(attended.reshape(*used.shape, -1), starts, x.shape[0])
+
+    def _attend_padded(self, qkv: Array, places: Places, mask: Array | None, options: dict[str, Any]) -> Array:
+        if places.relative is None:
+            return qkv_attention(qkv, places.bias, mask, **options)
+        config = self.options.config
+        two = 2 * config.hidden_size
+        matrix, bias = self.qkv_kernel[...][:, :two].astype(qkv.dtype), value(self.qkv_bias)
+        bias = None if bias is None else bias[:two]
+        relative = dense(places.relative, matrix, bias, implementation=self.options.implementation)
+        return disentangled_attention(
+            qkv, relative.reshape(-1, 2, *qkv.shape[-2:]), mask, config.position_buckets,
+            config.max_relative_positions, options.get("dropout_rate", 0.0), options.get("dropout_rng"),
         )  # fmt: skip
 
 
-def run_layer(layer: BertLayer, x: Array, mask: Array | None, *, remat: bool, **options: Any) -> Array:
-    """Returns `layer(x, mask, **options)`. With `remat`, the backward pass recomputes the layer from `x`."""
+def run_layer(layer: BertLayer, *args: Any, remat: bool) -> tuple[Array, Array]:
+    """Returns `layer.step(*args)`. With `remat`, the backward pass recomputes the layer from its input."""
     if not remat:
-        return layer(x, mask, **options)
+        return layer.step(*args)
     # Not nnx.remat: it writes parameters back, which is an error in a scan whose body closes over them.
     graph, params = nnx.split(layer)
-    static = {"max_seqlen": options.pop("max_seqlen", 0)}
-
-    def run(params: Any, x: Array, mask: Array | None, options: dict[str, Any]) -> Array:
-        return nnx.merge(graph, params)(x, mask, **options, **static)
-
-    return jax.checkpoint(run)(params, x, mask, options)
+    return jax.checkpoint(lambda params, *args: nnx.merge(graph, params).step(*args))(params, *args)
 
 
 class BertPooler(nnx.Module):
@@ -284,8 +419,17 @@ class BertModel(nnx.Module):
         )
         options = _Options(config, dtype, param_dtype, implementation)
         self.embeddings = BertEmbeddings(options, rngs)
-        self.layers = nnx.List([BertLayer(options, rngs) for _ in range(config.num_hidden_layers)])
-        has_pooler = add_pooling_layer and config.model_type != "distilbert"
+        sets = 1 if config.shared_layers else config.num_hidden_layers
+        self.layers = nnx.List([BertLayer(options, rngs, first=i == 0) for i in range(sets)])
+        width = config.hidden_size
+        self.final_norm_gamma, self.final_norm_beta = options.norm(rngs, width, exists=config.norm_first)
+        if config.relative_bias:
+            self.relative_bias = options.normal(rngs, config.relative_attention_num_buckets, config.num_attention_heads)
+        if config.positions == "disentangled":
+            rows = 2 * (config.position_buckets or config.max_relative_positions)
+            self.relative_embeddings = options.normal(rngs, rows, config.hidden_size)
+            self.relative_norm_gamma, self.relative_norm_beta = options.norm(rngs, config.hidden_size)
+        has_pooler = add_pooling_layer and config.model_type not in _WITHOUT_POOLER
         self.pooler = BertPooler(options, rngs) if has_pooler else None
 
     def __call__(
@@ -375,17 +519,21 @@ class BertModel(nnx.Module):
             mask = keep[:, None, None, :]
 
         key = self._dropout_key(deterministic, rngs)
-        first_key, keys = (None, None) if key is None else dropout.encoder_keys(key, len(self.layers))
+        first_key, keys = (None, None) if key is None else dropout.encoder_keys(key, self.config.num_hidden_layers)
 
         x = self.embeddings(input_ids, token_type_ids, position_ids, **packed, dropout_rng=first_key)
-        hidden_states = [x]
+        residual, hidden_states = x, [x]
+        places = self._places(input_ids, mask, position_ids, most, **packed)
+        norms = self._norms()
         # A loop over separate parameters is faster than a scan over stacked ones.
         # H200, 1x128 tokens: 321 us (scan 598), 2026-11-24
         # See docs/performance-notes.md, "Encoder: loop, scan or one kernel per layer" and "Encoder: kernels per layer".
-        for i, layer in enumerate(self.layers):
+        for i in range(self.config.num_hidden_layers):
+            layer, window = self.layers[i % len(self.layers)], self.config.window(i)
             layer_keys = None if keys is None else keys[i]
-            x = run_layer(layer, x, mask, dropout_rng=layer_keys, remat=self.remat, **packed)
-            hidden_states.append(x)
+            x, residual = run_layer(layer, x, residual, places[window], norms[i], layer_keys, remat=self.remat)
+            is_last = i + 1 == self.config.num_hidden_layers
+            hidden_states.append(x if is_last or not self.config.norm_first else residual)
         return BertOutput(
             last_hidden_state=x,
             pooler_output=None if self.pooler is None else self.pooler(x, packed.get("cu_seqlens")),
@@ -454,6 +602,44 @@ class BertModel(nnx.Module):
     def _checkpoint(self) -> tuple[dict[str, Any], dict[str, Array]]:
         """Returns the content of config.json, and the parameters by name."""
         return self.config.to_dict(), {name: p.get_value() for name, p in named_parameters(self).items()}
+
+    def _norms(self) -> list[tuple[_Norm, _Norm]]:
+        """Returns, for each layer, the norms after attention and after the feed-forward network."""
+        layers = [self.layers[i % len(self.layers)] for i in range(self.config.num_hidden_layers)]
+        if not self.config.norm_first:
+            return [(layer.attention_norm(), layer.ffn_norm()) for layer in layers]
+        following = [layer.attention_norm() for layer in layers[1:]]
+        following.append((value(self.final_norm_gamma), value(self.final_norm_beta)))
+        return [(layer.ffn_norm(), norm) for layer, norm in zip(layers, following, strict=True)]
+
+    def _places(
+        self, input_ids: Array, mask: Array | None, position_ids: Array | None, longest: Any,
+        cu_seqlens: Array | None = None, max_seqlen: int = 0,
+    ) -> dict[int | None, Places]:  # fmt: skip
+        """Returns the places of the tokens for each window of attention that layers have."""
+        config, found = self.config, {}
+        heads = config.num_attention_heads
+        shared: dict[str, Any] = {"mask": mask, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        if config.relative_bias:
+            shared["bias"] = bucket_bias(self.relative_bias[...], longest)
+        elif config.positions == "alibi":
+            shared["bias"] = alibi_bias(heads, longest)
+        elif config.positions == "disentangled":
+            shared["relative"] = layer_norm(
+                self.relative_embeddings[...].astype(self.embeddings.options.dtype), value(self.relative_norm_gamma),
+                value(self.relative_norm_beta), epsilon=config.layer_norm_eps,
+                implementation=self.embeddings.options.implementation,
+            )  # fmt: skip
+        if config.positions == "rotary" and position_ids is None:
+            if cu_seqlens is None:
+                position_ids = jnp.arange(input_ids.shape[1], dtype=jnp.int32)
+            else:
+                position_ids = packed_rows(input_ids.size, cu_seqlens, max_seqlen)[1]
+        for window in {config.window(i) for i in range(config.num_hidden_layers)}:
+            theta = config.rope_theta if window is None else config.local_rope_theta
+            positions = position_ids if config.positions == "rotary" else None
+            found[window] = Places(**shared, positions=positions, window=window, theta=theta * config.rope_factor)
+        return found
 
     def _dropout_key(
         self, deterministic: bool | None, rngs: nnx.Rngs | Array | None, **more_rates: float

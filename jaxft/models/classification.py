@@ -16,11 +16,13 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxft.checkpoint import files as checkpoint_files
 from jaxft.dropout import dropout
 from jaxft.models import inputs
+from jaxft.models.bert import value
 from jaxft.models.config import ROBERTA_TYPES, BertConfig
 from jaxft.models.dropout import head_keys
 from jaxft.models.heads import EncoderWithHead
-from jaxft.models.pooling import first_tokens
+from jaxft.models.pooling import first_tokens, pool, pool_packed
 from jaxft.ops import checks
+from jaxft.ops.layer_norm import layer_norm
 
 _MAX_LABELS = 2**20
 _SEQ_CLASSIF_DROPOUT = 0.2  # transformers' default for DistilBERT
@@ -114,28 +116,49 @@ class _Classifier(EncoderWithHead):
         self._meaning = json.dumps(meaning, sort_keys=True, allow_nan=False)  # sorted: equal settings make equal models
 
 
-class ClassificationHead(nnx.Module):
-    """Two dense layers on the first token. Checkpoints of BERT name the first layer the pooler."""
+# Types whose classifiers of texts have dropout on the input of the head too.
+_DROPS_INPUT = (*ROBERTA_TYPES, "mpnet", "electra", "jina_embeddings_v3")
+
+
+class HiddenHead(nnx.Module):
+    """Dense layer with an activation and, in ModernBERT, a LayerNorm: all of a head but its last layer."""
+
+    def __init__(self, options: Any, rngs: nnx.Rngs | None) -> None:
+        self.options, config = options, options.config
+        width = config.hidden_size
+        self.dense_kernel = options.normal(rngs, width, width)
+        self.dense_bias = options.zeros(rngs, width) if config.classifier_bias else None
+        self.norm_gamma, self.norm_beta = options.norm(rngs, width, exists=config.classifier_norm)
+
+    def hidden(self, x: Array) -> Array:
+        """Computes `[..., D]` from `x` `[..., D]`."""
+        config, implementation = self.options.config, self.options.implementation
+        x = self.options.dense(x, self.dense_kernel, self.dense_bias, config.head_activation)
+        if self.norm_gamma is None:
+            return x
+        gamma, beta = self.norm_gamma[...], value(self.norm_beta)
+        return layer_norm(x, gamma, beta, epsilon=config.layer_norm_eps, implementation=implementation)
+
+
+class ClassificationHead(HiddenHead):
+    """Two dense layers on one vector of a text. Checkpoints of BERT name the first layer the pooler."""
 
     def __init__(self, options: Any, num_labels: int, rngs: nnx.Rngs | None) -> None:
-        self.options, width = options, options.config.hidden_size
-        self.activation = "relu" if options.config.model_type == "distilbert" else "tanh"
-        self.dense_kernel, self.dense_bias = options.normal(rngs, width, width), options.zeros(rngs, width)
-        self.out_kernel = options.normal(rngs, width, num_labels)
+        super().__init__(options, rngs)
+        self.out_kernel = options.normal(rngs, options.config.hidden_size, num_labels)
         self.out_bias = options.zeros(rngs, num_labels)
 
     def __call__(self, x: Array, *, dropout_rate: float = 0.0, dropout_rng: Array | None = None) -> Array:
-        """Computes the logits `[B, num_labels]` from first tokens `[B, D]`. `dropout_rng` holds two random keys."""
+        """Computes the logits `[B, num_labels]` from vectors `[B, D]`. `dropout_rng` holds two random keys."""
         x = self.features(x, dropout_rate=dropout_rate, dropout_rng=dropout_rng)
         return self.options.dense(x, self.out_kernel, self.out_bias)
 
     def features(self, x: Array, *, dropout_rate: float = 0.0, dropout_rng: Array | None = None) -> Array:
         """Computes the input of the second layer, `[B, D]`, from the same arguments as the logits."""
         of_input, of_inner = (None, None) if dropout_rng is None else dropout_rng
-        if self.options.config.model_type in ROBERTA_TYPES:
+        if self.options.config.model_type in _DROPS_INPUT:
             x = dropout(x, dropout_rate, of_input)
-        x = self.options.dense(x, self.dense_kernel, self.dense_bias, self.activation)
-        return dropout(x, dropout_rate, of_inner)
+        return dropout(self.hidden(x), dropout_rate, of_inner)
 
 
 class BertForSequenceClassification(_Classifier):
@@ -184,8 +207,11 @@ class BertForSequenceClassification(_Classifier):
     def _features(self, *ids: Any, cu_seqlens: ArrayLike | None, **call: Any) -> Array:
         hidden, keys = self._encode(*ids, cu_seqlens=cu_seqlens, **call)
         starts = None if cu_seqlens is None else inputs.as_ids("BertModel", "cu_seqlens", cu_seqlens)
-        first = first_tokens(hidden, starts)
-        return self.head.features(first, dropout_rate=self._head_rate, dropout_rng=keys)
+        if self.config.classifier_pooling == "cls":
+            vectors = first_tokens(hidden, starts)
+        else:
+            vectors = _mean(hidden, ids[1] if len(ids) > 1 else None, starts, call.get("max_seqlen"))
+        return self.head.features(vectors, dropout_rate=self._head_rate, dropout_rng=keys)
 
     def _logits(self, x: Array) -> Array:
         return self.bert.embeddings.options.dense(x, self.head.out_kernel, self.head.out_bias)
@@ -208,11 +234,22 @@ class BertForSequenceClassification(_Classifier):
         return labels
 
 
-class TokenClassificationHead(nnx.Module):
-    """Dense layer on each token, with dropout on its input."""
+def _mean(hidden: Array, mask: ArrayLike | None, starts: Array | None, max_seqlen: Any) -> Array:
+    """Returns the mean `[B, D]` of the hidden states of each text, in their dtype."""
+    wide = hidden.astype(jnp.float32)
+    if starts is not None:
+        return pool_packed(wide, starts, ("mean",), max_seqlen).astype(hidden.dtype)
+    keep = jnp.ones(hidden.shape[:2], bool) if mask is None else jnp.asarray(mask).astype(bool)
+    return pool(wide, keep, ("mean",)).astype(hidden.dtype)
+
+
+class TokenClassificationHead(HiddenHead):
+    """Dense layer on each token, with dropout on its input. In ModernBERT, the layers of `HiddenHead` come before."""
 
     def __init__(self, options: Any, num_labels: int, rngs: nnx.Rngs | None) -> None:
         self.options = options
+        if options.config.classifier_norm:
+            super().__init__(options, rngs)
         self.kernel = options.normal(rngs, options.config.hidden_size, num_labels)
         self.bias = options.zeros(rngs, num_labels)
 
@@ -223,6 +260,8 @@ class TokenClassificationHead(nnx.Module):
 
     def features(self, x: Array, *, dropout_rate: float = 0.0, dropout_rng: Array | None = None) -> Array:
         """Computes the input of the dense layer, `[..., D]`: `x` after dropout."""
+        if self.options.config.classifier_norm:
+            x = self.hidden(x)
         # The backward pass recomputes the dropout mask, so that the mask is not stored.
         return jax.checkpoint(lambda x: dropout(x, dropout_rate, dropout_rng))(x)
 

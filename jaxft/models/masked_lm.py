@@ -5,11 +5,14 @@ from typing import Any
 from flax import nnx
 from jax import Array
 
-from jaxft.models.bert import BertModel
+from jaxft.models.bert import BertModel, value
 from jaxft.models.config import BertConfig
 from jaxft.models.heads import EncoderWithHead
 from jaxft.ops.dense import dense
 from jaxft.ops.layer_norm import layer_norm
+
+# Types whose head has the activation of the encoder; others have "gelu".
+_OWN_ACTIVATION = ("bert", "distilbert", "nomic_bert", "albert", "deberta-v2", "jina_bert")
 
 
 class MaskedLMHead(nnx.Module):
@@ -17,17 +20,21 @@ class MaskedLMHead(nnx.Module):
 
     def __init__(self, encoder: BertModel, rngs: nnx.Rngs | None) -> None:
         self.options, config = encoder.embeddings.options, encoder.config
-        width = config.hidden_size
-        self.activation = config.activation if config.model_type in ("bert", "distilbert") else "gelu"
-        self.dense_kernel, self.dense_bias = self.options.normal(rngs, width, width), self.options.zeros(rngs, width)
-        self.norm_gamma, self.norm_beta = self.options.ones(rngs, width), self.options.zeros(rngs, width)
+        width = config.width_of_tables
+        self.activation = config.activation if config.model_type in _OWN_ACTIVATION else "gelu"
+        if config.classifier_norm:  # the head of classifiers
+            self.activation = config.head_activation
+        self.dense_kernel = self.options.normal(rngs, config.hidden_size, width)
+        self.dense_bias = self.options.zeros(rngs, width) if config.classifier_bias else None
+        self.norm_gamma, self.norm_beta = self.options.norm(rngs, width)
         self.out_bias = self.options.zeros(rngs, config.vocab_size)
 
     def __call__(self, x: Array) -> Array:
-        """Computes `[..., D]` from `x` `[..., D]`, the input of the matmul with the word embeddings."""
+        """Computes the input of the matmul with the word embeddings, `[..., E]`, from `x` `[..., D]`."""
         x = self.options.dense(x, self.dense_kernel, self.dense_bias, self.activation)
         epsilon, implementation = self.options.config.layer_norm_eps, self.options.implementation
-        return layer_norm(x, self.norm_gamma[...], self.norm_beta[...], epsilon=epsilon, implementation=implementation)
+        gamma, beta = value(self.norm_gamma), value(self.norm_beta)
+        return layer_norm(x, gamma, beta, epsilon=epsilon, implementation=implementation)
 
 
 class BertForMaskedLM(EncoderWithHead):

@@ -106,6 +106,16 @@ def _rows(x: jax.Array, index: jax.Array, used: jax.Array) -> jax.Array:
     return taken * reference.one_or_nan(~used | (index < rows), x.dtype)[..., None]
 
 
+def packed_rows_of(x: jax.Array, cu_seqlens: jax.Array, rows: int) -> jax.Array:
+    """Packs padded `[B, length, D]` to `[rows, D]`, the inverse of `sequence_rows`. Rows of no sequence are 0."""
+    row = jnp.arange(rows, dtype=cu_seqlens.dtype)
+    sequence = jnp.searchsorted(cu_seqlens, row, side="right") - 1  # the last of those that start there: not empty
+    place = row - cu_seqlens[jnp.maximum(sequence, 0)]
+    used = (row < cu_seqlens[-1]) & (place < x.shape[1])
+    index = jnp.where(used, sequence * x.shape[1] + place, x.shape[0] * x.shape[1])
+    return x.reshape(-1, x.shape[2]).at[index].get(mode="fill", fill_value=0)
+
+
 def l2_normalize(x: jax.Array) -> jax.Array:
     """Divides `x` by its L2 norm along the last axis, or by 1e-12 if the norm is smaller."""
     return x / jnp.sqrt(jnp.maximum(jnp.sum(x * x, axis=-1, keepdims=True), 1e-24))  # 0 has a gradient, too

@@ -1,0 +1,92 @@
+"""Attention by relative positions: biases (T5's buckets, ALiBi), and DeBERTa's disentangled attention."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxft.dropout import dropout
+
+_BUCKETS, _FARTHEST = 32, 128  # MPNet's, which its config.json does not change
+
+
+def _offsets(length: int) -> np.ndarray:
+    """Returns key minus query, int32 `[length, length]`."""
+    row = np.arange(length, dtype=np.int32)
+    return row[None, :] - row[:, None]
+
+
+def bucket_bias(table: Array, length: int) -> Array:
+    """Returns the bias `[1, N, length, length]` that T5's buckets take from `table` `[buckets, N]`."""
+    half = _BUCKETS // 2
+    exact = half // 2
+    distance = np.abs(_offsets(length))
+    with np.errstate(divide="ignore"):
+        logs = np.log(distance.astype(np.float32) / np.float32(exact)) / np.float32(math.log(_FARTHEST / exact))
+    far = np.minimum(exact + np.maximum(logs * np.float32(half - exact), 0).astype(np.int32), half - 1)
+    bucket = np.where(distance < exact, distance, far) + half * (_offsets(length) > 0)
+    return jnp.moveaxis(table[bucket], -1, 0)[None]
+
+
+def alibi_bias(heads: int, length: int) -> Array:
+    """Returns the bias `[1, N, length, length]` of symmetric ALiBi: minus a slope times the distance."""
+    return jnp.asarray(-_slopes(heads)[None, :, None, None] * np.abs(_offsets(length)).astype(np.float32))
+
+
+def _slopes(heads: int) -> np.ndarray:
+    power = 2 ** math.floor(math.log2(heads))
+    first = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
+    between = [2.0 ** (-8 * (i + 0.5) / power) for i in range(heads - power)]
+    return np.asarray(first + between, np.float32)
+
+
+def disentangled_attention(
+    qkv: Array, relative: Array, mask: Array | None, buckets: int, farthest: int, dropout_rate: float = 0.0,
+    dropout_rng: Array | None = None,
+) -> Array:  # fmt: skip
+    """Computes DeBERTa's attention by XLA.
+
+    Args:
+      qkv: `[B, T, 3, N, H]`.
+      relative: queries and keys of the relative positions, `[2 * R, 2, N, H]`.
+      mask: `[B, 1, 1, T]`, True where a key takes part, or None.
+      buckets: number of buckets R on each side, 0 for one per position up to R.
+      farthest: distance of the last bucket.
+      dropout_rate: probability of dropping an attention probability.
+      dropout_rng: a JAX random key, which turns dropout on.
+
+    Returns:
+      `[B, T, N, H]`.
+    """
+    query, key, value = (qkv[:, :, i] for i in range(3))
+    length, size, span = qkv.shape[1], qkv.shape[-1], relative.shape[0] // 2
+    scale = 1.0 / math.sqrt(3 * size)
+    wide = {"preferred_element_type": jnp.float32}
+    scores = jnp.einsum("bqnh,bknh->bnqk", query, key, **wide)
+    # `index` is of query minus key; both parts look up the same bucket.
+    index = jnp.asarray(np.clip(log_buckets(-_offsets(length), buckets, farthest) + span, 0, 2 * span - 1))
+    by_key = jnp.einsum("bqnh,rnh->bnqr", query, relative[:, 1], **wide)
+    by_query = jnp.einsum("bknh,rnh->bnkr", key, relative[:, 0], **wide)
+    scores += jnp.take_along_axis(by_key, index[None, None], axis=-1)
+    # Of key and query exchanged: the bucket of key minus query.
+    other = jnp.asarray(np.clip(-log_buckets(-_offsets(length), buckets, farthest) + span, 0, 2 * span - 1))
+    scores += jnp.take_along_axis(by_query, other[None, None], axis=-1).mT
+    scores *= scale
+    if mask is not None:
+        scores = jnp.where(mask, scores, -jnp.inf)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0))
+    weights /= jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    return jnp.einsum("bnqk,bknh->bqnh", dropout(weights, dropout_rate, dropout_rng).astype(value.dtype), value)
+
+
+def log_buckets(offsets: np.ndarray, buckets: int, farthest: int) -> np.ndarray:
+    """Returns the bucket of each offset: itself near 0, logarithmic up to `farthest`. Without buckets, the offset."""
+    if buckets <= 0:
+        return offsets
+    middle = buckets // 2
+    distance = np.where(np.abs(offsets) < middle, middle - 1, np.abs(offsets)).astype(np.float32)
+    logs = np.log(distance / np.float32(middle)) / np.log(np.float32((farthest - 1) / middle))
+    far = np.ceil(logs * np.float32(middle - 1)).astype(np.int32) + middle
+    return np.where(distance <= middle, offsets, far * np.sign(offsets)).astype(np.int32)

@@ -1,0 +1,131 @@
+"""Tiny encoders of each model type, with weights that transformers' models and jaxft's can both be given.
+
+As a program it computes `data/encoders.npz` with transformers (`make test-encoders` installs it), and with --check it
+also loads what jaxft has saved: `python tests/encoders.py [--check FOLDER]`.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+DATA = Path(__file__).parent / "data" / "encoders.npz"
+TASKS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+LENGTHS = (70, 7, 23)
+VOCABULARY = 61
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2,
+         "intermediate_size": 40, "max_position_embeddings": 130}  # fmt: skip
+_DEBERTA = {"relative_attention": True, "position_buckets": 8, "pos_att_type": ["p2c", "c2p"], "share_att_key": True,
+            "norm_rel_ebd": "layer_norm", "position_biased_input": False, "type_vocab_size": 0}  # fmt: skip
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+_MORE = {"attention_bias": True, "mlp_bias": True, "norm_bias": True, "classifier_bias": True,
+         "classifier_pooling": "mean"}  # fmt: skip
+# Case -> start of the classes' names in transformers, and arguments of the config's class.
+CASES = {
+    "mpnet": ("MPNet", {}),
+    "modernbert": ("ModernBert", _TOKENS | {"local_attention": 16}),
+    "modernbert with biases": ("ModernBert", _TOKENS | _MORE | {"local_attention": 6}),
+    "nomic_bert": ("NomicBert", {}),
+    "gte": ("Gte", {}),
+    "gte without types": ("Gte", {"type_vocab_size": 0}),
+    "jina_embeddings_v3": ("JinaEmbeddingsV3", {}),
+    "electra": ("Electra", {"embedding_size": 16}),
+    "electra without projection": ("Electra", {"embedding_size": 24}),
+    "albert": ("Albert", {"embedding_size": 16}),
+    "deberta-v2": ("DebertaV2", _DEBERTA),
+}
+
+
+def weights(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
+    """Returns random tensors by their names in the checkpoint."""
+    found = {}
+    for number, (name, shape) in enumerate(sorted(shapes.items())):
+        values = np.random.RandomState(number).standard_normal(shape).astype(np.float32)
+        is_gamma = len(shape) == 1 and name.endswith("weight")
+        found[name] = 1 + 0.3 * values if is_gamma else values * (0.2 if "embed" not in name else 1.0)
+    return found
+
+
+def batch(padding: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns ids and mask of three texts, padded."""
+    ids = np.random.RandomState(0).randint(5, VOCABULARY, (3, max(LENGTHS)))
+    mask = np.arange(max(LENGTHS))[None] < np.asarray(LENGTHS)[:, None]
+    return np.where(mask, ids, padding), mask
+
+
+def used(task: str, result: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Returns the part of a result that is stored: not the padding, and of logits of tokens only the second text."""
+    if task == "ForSequenceClassification":
+        return result
+    return result[mask] if task == "Model" else result[1][mask[1]]
+
+
+def write(folder: Path, stored, case: str, task: str) -> None:
+    """Writes the checkpoint of a case."""
+    import safetensors.numpy
+
+    about = json.loads(str(stored[f"{case} {task}"]))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(about["config"]))
+    safetensors.numpy.save_file(weights(about["shapes"]), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def main() -> None:
+    """Computes the stored values with transformers."""
+    import tempfile
+
+    import safetensors.torch
+    import torch
+    import transformers
+
+    stored = {"versions": f"transformers {transformers.__version__}, torch {torch.__version__}"}
+    for case, (start, options) in CASES.items():
+        for task in TASKS:
+            labels = {"ForSequenceClassification": {"num_labels": 3}, "ForTokenClassification": {"num_labels": 5}}
+            config = getattr(transformers, start + "Config")(**SIZES | options | labels.get(task, {}))
+            kind = getattr(transformers, start + task)
+            with tempfile.TemporaryDirectory() as folder:
+                kind(config).save_pretrained(folder)
+                file = Path(folder) / "model.safetensors"
+                shapes = {name: [*tensor.shape] for name, tensor in safetensors.torch.load_file(file).items()}
+                about = {"config": json.loads((Path(folder) / "config.json").read_text()), "shapes": shapes}
+                stored[f"{case} {task}"] = json.dumps(about)
+                write(Path(folder), stored, case, task)
+                model = kind.from_pretrained(folder).eval()
+            ids, mask = batch(config.pad_token_id)
+            for dtype in (torch.float32, torch.float64):
+                with torch.no_grad():
+                    found = model.to(dtype)(input_ids=torch.tensor(ids), attention_mask=torch.tensor(mask).long())
+                result = (found.last_hidden_state if task == "Model" else found.logits).double().numpy()
+                name = str(dtype).removeprefix("torch.")
+                stored[f"{case} {task} {name}"] = used(task, result, mask)
+            exact, own = stored.pop(f"{case} {task} float64"), stored.pop(f"{case} {task} float32")
+            stored[f"{case} {task} result"] = exact.astype(np.float32)
+            stored[f"{case} {task} error"] = np.abs(own - exact).max()
+        print(case, flush=True)
+    if sys.argv[1:2] == ["--check"]:
+        check(Path(sys.argv[2]), stored)
+    np.savez_compressed(DATA, **stored)
+
+
+def check(saved: Path, stored) -> None:
+    """Compares the models that jaxft has saved in `saved/<case> <task>`, as transformers loads them."""
+    import torch
+    import transformers
+
+    for case, (start, _) in CASES.items():
+        for task in TASKS:
+            model = getattr(transformers, start + task).from_pretrained(saved / f"{case} {task}").eval().double()
+            ids, mask = batch(model.config.pad_token_id)
+            with torch.no_grad():
+                found = model(input_ids=torch.tensor(ids), attention_mask=torch.tensor(mask).long())
+            result = used(task, (found.last_hidden_state if task == "Model" else found.logits).numpy(), mask)
+            error = np.abs(result - stored[f"{case} {task} result"]).max()
+            if not error <= 1e-6 * np.abs(result).max():
+                raise SystemExit(f"{case} {task}: transformers computes another result from jaxft's file, by {error}")
+    print(f"transformers {transformers.__version__} computes the same from all files in {saved}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""Encoders that followed BERT, beside transformers' results of the same weights (see `encoders.py`)."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+import encoders
+from jaxft.checkpoint.files import CheckpointError
+from jaxft.models import bert
+from jaxft.models.bert import BertConfig, BertModel, Places
+from jaxft.models.classification import BertForSequenceClassification, BertForTokenClassification
+from jaxft.models.masked_lm import BertForMaskedLM
+from jaxft.models.pooling import packed_rows_of, sequence_rows
+from jaxft.models.positions import alibi_bias, log_buckets
+from jaxft.ops.rotary import rotary
+
+STORED = np.load(encoders.DATA)
+CLASSES = {
+    "Model": BertModel,
+    "ForMaskedLM": BertForMaskedLM,
+    "ForSequenceClassification": BertForSequenceClassification,
+    "ForTokenClassification": BertForTokenClassification,
+}
+SMALL = {"vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24,
+         "max_position_embeddings": 64}  # fmt: skip
+MODERN = {"model_type": "modernbert", "pad_token_id": 0, "local_attention": 6} | SMALL
+DEBERTA = {"model_type": "deberta-v2", "relative_attention": True, "position_buckets": 8, "pos_att_type": "p2c|c2p",
+           "share_att_key": True, "norm_rel_ebd": "layer_norm", "position_biased_input": False} | SMALL  # fmt: skip
+JINA = {"model_type": "bert", "position_embedding_type": "alibi", "feed_forward_type": "geglu"} | SMALL
+KINDS = {
+    "modernbert": MODERN,
+    "deberta-v2": DEBERTA,
+    "jina_bert": JINA,
+    **{kind: {"model_type": kind, "pad_token_id": 1} | SMALL for kind in ("mpnet", "gte", "jina_embeddings_v3")},
+    **{kind: {"model_type": kind} | SMALL for kind in ("nomic_bert", "electra", "albert")},
+}
+
+
+@pytest.fixture(autouse=True)
+def exact():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def results(model, ids, mask):
+    """Returns the results of a padded and of a packed batch, without the padding."""
+    lengths = mask.sum(axis=1)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    rows = np.concatenate([ids[mask], np.full(5, ids[0, 0])])  # the last five belong to no text
+    padded, packed = model(ids, mask), model(rows, cu_seqlens=starts, max_seqlen=int(lengths.max()))
+    if isinstance(model, BertModel):
+        padded, packed = padded.last_hidden_state, packed.last_hidden_state
+    if isinstance(model, BertForSequenceClassification):
+        return np.asarray(padded), np.asarray(packed)
+    return np.asarray(padded)[mask], np.asarray(packed)[: starts[-1]]
+
+
+@pytest.mark.parametrize("task", encoders.TASKS)
+@pytest.mark.parametrize("case", encoders.CASES)
+def test_transformers_results(tmp_path, case, task):
+    encoders.write(tmp_path, STORED, case, task)
+    model = CLASSES[task].from_pretrained(tmp_path)
+    ids, mask = encoders.batch(model.config.pad_token_id)
+    expected = STORED[f"{case} {task} result"]
+    bound = 2 * STORED[f"{case} {task} error"] + 2e-6 * np.abs(expected).max()
+    for found in results(model, ids, mask):
+        if task in ("ForMaskedLM", "ForTokenClassification"):
+            found = found[encoders.LENGTHS[0] :][: encoders.LENGTHS[1]]
+        np.testing.assert_allclose(found, expected, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("task", encoders.TASKS)
+@pytest.mark.parametrize("case", encoders.CASES)
+def test_saved_files(tmp_path, case, task):
+    """The same tensors are written under the same names, and the fields of config.json keep their meaning."""
+    encoders.write(tmp_path, STORED, case, task)
+    model = CLASSES[task].from_pretrained(tmp_path)
+    model.save_pretrained(tmp_path / "saved")
+    before, after = (
+        safetensors.numpy.load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "saved")
+    )
+    layout = {"gte.": "new."}  # the older prefix is written
+    before = {layout.get(name[:4], name[:4]) + name[4:]: tensor for name, tensor in before.items()}
+    assert {*before} == {*after} and all(np.array_equal(before[name], after[name]) for name in before)
+    again = CLASSES[task].from_pretrained(tmp_path / "saved")
+    assert again.config == model.config
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padded_and_packed_gradients(kind):
+    """Padding takes no part. Layers are recomputed with `remat`, and windows, biases and angles come along."""
+    config = BertConfig.from_dict(KINDS[kind])
+    ids, mask = encoders.batch(config.pad_token_id)
+    ids, mask = ids[:, :40] % config.vocab_size, mask[:, :40]
+    starts, weight = np.concatenate([[0], np.cumsum(mask.sum(axis=1))]), jnp.linspace(-1, 1, config.hidden_size)
+
+    def gradients(**options):
+        graph, params = nnx.split(BertModel(config, rngs=nnx.Rngs(0), **options))
+
+        @jax.jit
+        @jax.grad
+        def both(params, is_packed):
+            model = nnx.merge(graph, params)
+            padded = jnp.sum(jnp.tanh(model(ids, mask).last_hidden_state @ weight), where=mask)
+            packed = model(ids[mask], cu_seqlens=starts, max_seqlen=40).last_hidden_state
+            return jnp.where(is_packed, jnp.sum(jnp.tanh(packed @ weight)), padded)
+
+        return [both(params, flag) for flag in (False, True)]
+
+    padded, packed = gradients()
+    again, _ = gradients(remat=True)
+    for other in (packed, again):
+        for a, b in zip(jax.tree.leaves(padded), jax.tree.leaves(other), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1e-3, float(jnp.abs(a).max())))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_wrong_packing_gives_nan(kind):
+    config = BertConfig.from_dict(KINDS[kind])
+    model = BertModel(config, rngs=nnx.Rngs(0))
+    starts = jnp.asarray([0, 3, 99])
+    call = jax.jit(lambda starts: model(jnp.full(8, 5), cu_seqlens=starts, max_seqlen=8).last_hidden_state)
+    assert np.isnan(call(starts)).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_in_16_bits(kind):
+    config = BertConfig.from_dict(KINDS[kind])
+    model = BertForMaskedLM(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    model.train()
+    ids = jnp.arange(12).reshape(1, 12) % config.vocab_size
+    loss, gradients = nnx.value_and_grad(lambda m: m.loss(ids, ids, rngs=jax.random.key(0)).mean)(model)
+    assert jnp.isfinite(loss) and all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+
+
+def test_hidden_states():
+    """Where norms come first, the states between layers are the sums before the norms, as in transformers."""
+    config = BertConfig.from_dict(MODERN)
+    model = BertModel(config, rngs=nnx.Rngs(0))
+    states = model(jnp.arange(6)[None], output_hidden_states=True).hidden_states
+    assert len(states) == config.num_hidden_layers + 1
+    for state in states[1:-1]:
+        assert float(jnp.abs(state.mean(axis=-1)).max()) > 1e-4  # not normalised
+    np.testing.assert_allclose(states[-1].mean(axis=-1), 0, atol=1e-6)
+
+
+def test_packing_is_undone():
+    starts, rows = jnp.asarray([0, 3, 3, 8]), jnp.arange(1, 23, dtype=jnp.float32).reshape(11, 2)
+    padded = sequence_rows(rows, starts, 6)
+    np.testing.assert_array_equal(packed_rows_of(padded, starts, 11), rows.at[8:].set(0))
+
+
+def plain_jina(params, ids, config):
+    """Computes Jina v2 as its paper describes it: BERT with ALiBi, and a gated feed-forward network."""
+
+    def norm(x, name):
+        mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
+        gamma, beta = params[name + "_gamma"], params[name + "_beta"]
+        return (x - mean) / np.sqrt(variance + config.layer_norm_eps) * gamma + beta
+
+    heads, size = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+    x = norm(params["embeddings.word"][ids] + params["embeddings.token_type"][0], "embeddings.norm")
+    distance = np.abs(np.arange(len(ids))[:, None] - np.arange(len(ids))[None])
+    slopes = [2.0 ** (-8 * (i + 1) / heads) for i in range(heads)]
+    for i in range(config.num_hidden_layers):
+        start = f"layers.{i}."
+        qkv = (x @ params[start + "qkv_kernel"] + params[start + "qkv_bias"]).reshape(len(ids), 3, heads, size)
+        parts = []
+        for head in range(heads):
+            q, k, v = (qkv[:, part, head] for part in range(3))
+            scores = np.exp(q @ k.T / np.sqrt(size) - slopes[head] * distance)
+            parts.append(scores / scores.sum(-1, keepdims=True) @ v)
+        y = np.concatenate(parts, -1) @ params[start + "out_kernel"] + params[start + "out_bias"]
+        x = norm(x + y, start + "attention_norm")
+        first, second = np.split(x @ params[start + "ffn_in_kernel"], 2, axis=-1)
+        y = np.asarray(jax.nn.gelu(first, approximate=False)) * second
+        x = norm(x + y @ params[start + "ffn_out_kernel"] + params[start + "ffn_out_bias"], start + "ffn_norm")
+    return x
+
+
+def test_jina_v2():
+    config = BertConfig.from_dict(JINA)
+    model = BertModel(config, rngs=nnx.Rngs(0))
+    state = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    params = {".".join(map(str, path)): np.asarray(value.get_value(), np.float64) for path, value in state}
+    ids = np.arange(20) % 31
+    found = model(ids[None]).last_hidden_state[0]
+    np.testing.assert_allclose(found, plain_jina(params, ids, config), atol=2e-6)
+
+
+def test_jina_v2_survives_json():
+    for activation in ("geglu", "reglu"):
+        config = BertConfig.from_dict(JINA | {"feed_forward_type": activation})
+        assert config.hidden_act == {"geglu": "gelu", "reglu": "relu"}[activation]
+        saved = config.to_dict()
+        assert saved["model_type"] == "bert" and BertConfig.from_dict(json.loads(json.dumps(saved))) == config
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8, 12, 16, 6])
+def test_alibi_slopes(heads):
+    """With a number of heads that is no power of two, every other slope of twice that power follows."""
+    power = 2 ** int(np.log2(heads))
+    first = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
+    more = [2.0 ** (-8 * (i + 1) / (2 * power)) for i in range(0, 2 * power, 2)][: heads - power]
+    np.testing.assert_allclose(-np.asarray(alibi_bias(heads, 2))[0, :, 0, 1], first + more, rtol=1e-6)
+
+
+def test_old_names_of_modernbert():
+    old = {"model_type": "modernbert", "global_rope_theta": 5e4, "local_rope_theta": 2e4,
+           "global_attn_every_n_layers": 2, "num_hidden_layers": 5, "local_attention": 10}  # fmt: skip
+    config = BertConfig.from_dict(old)
+    assert (config.rope_theta, config.local_rope_theta) == (5e4, 2e4)
+    assert [config.window(i) for i in range(5)] == [None, 5, None, 5, None]
+    assert BertConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    default = BertConfig.from_dict({"model_type": "modernbert"})
+    assert (default.rope_theta, default.local_rope_theta) == (160_000, 10_000)
+    assert [default.window(i) for i in range(5)] == [None, 64, 64, None, 64]
+
+
+def test_old_names_of_nomic_bert():
+    old = {"model_type": "nomic_bert", "n_embd": 32, "n_head": 4, "n_layer": 2, "n_inner": 48, "n_positions": 99,
+           "layer_norm_epsilon": 1e-6, "rotary_emb_base": 500, "activation_function": "swiglu", "prenorm": False,
+           "rotary_emb_fraction": 1.0, "rotary_emb_interleaved": False, "qkv_proj_bias": False}  # fmt: skip
+    config = BertConfig.from_dict(old)
+    sizes = config.hidden_size, config.num_attention_heads, config.num_hidden_layers, config.intermediate_size
+    assert sizes == (32, 4, 2, 48) and config.max_sequence_length == 99
+    assert (config.layer_norm_eps, config.rope_theta, config.activation) == (1e-6, 500, "silu")
+
+
+def test_old_names_of_gte(monkeypatch):
+    old = {"model_type": "new", "position_embedding_type": "rope", "rope_theta": 1e4, "type_vocab_size": 0,
+           "rope_scaling": {"type": "ntk", "factor": 2.0}, "layer_norm_type": "layer_norm"} | SMALL  # fmt: skip
+    config = BertConfig.from_dict(old)
+    assert (config.model_type, config.rope_theta, config.rope_factor) == ("gte", 1e4, 2.0)
+    assert BertConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    # NTK scaling: the base times the factor, and all frequencies divided by factor ** (2 / H).
+    layer = BertModel(config, implementation="xla", rngs=nnx.Rngs(0)).layers[0]
+    rotated, given = [], jax.random.normal(jax.random.key(0), (1, 4, 3, 2, 8))
+
+    def keep(qkv, *args, **kwargs):
+        rotated.append(rotary(given, *args, **kwargs))
+        return rotated[0]
+
+    monkeypatch.setattr(bert, "rotary", keep)
+    layer.step(*[jnp.ones((1, 4, 16))] * 2, Places(positions=jnp.arange(4), theta=2e4), [(None, None)] * 2)
+    angle = 3 / (2e4 ** (np.arange(0, 8, 2) / 8)) / 2 ** (2 / 8)
+    first, second = np.split(np.asarray(given[0, 3, 0, 0]), 2)
+    expected = [first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)]
+    np.testing.assert_allclose(rotated[0][0, 3, 0, 0], np.concatenate(expected), atol=1e-6)
+
+
+def test_log_buckets():
+    """Distances below half of the buckets have their own, the farthest has the last but one."""
+    found = log_buckets(np.arange(-600, 601), 256, 512)
+    assert (found[600 - 127 : 600 + 128] == np.arange(-127, 128)).all()
+    assert found[600 + 511] == 255 and found[600 - 511] == -255 and (np.diff(found) >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (MODERN | {"mlp_dropout": 0.1}, "mlp_dropout"),
+        (MODERN | {"decoder_bias": False}, "decoder_bias"),
+        (MODERN | {"layer_types": ["full_attention"]}, "layer_types"),
+        (MODERN | {"layer_types": ["full_attention", "x", "x"]}, "layer_types"),
+        (MODERN | {"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "yarn"),
+        (MODERN | {"rope_parameters": {"full_attention": {"rope_type": "linear"}}}, "linear"),
+        (MODERN | {"rope_parameters": {"full_attention": {"partial_rotary_factor": 0.5}}}, "partial_rotary_factor"),
+        (MODERN | {"global_rope_theta": -1}, "rope_theta"),
+        (MODERN | {"attention_bias": "yes"}, "attention_bias"),
+        (MODERN | {"local_attention": 0}, "local_attention"),
+        (MODERN | {"num_attention_heads": 16}, "even head size"),
+        (KINDS["nomic_bert"] | {"prenorm": True}, "prenorm"),
+        (KINDS["nomic_bert"] | {"rotary_emb_interleaved": True}, "rotary_emb_interleaved"),
+        (KINDS["nomic_bert"] | {"rotary_emb_fraction": 0.5}, "rotary_emb_fraction"),
+        (KINDS["nomic_bert"] | {"activation_function": "gelu"}, "activation_function"),
+        (KINDS["nomic_bert"] | {"num_experts": 8}, "num_experts"),
+        (KINDS["gte"] | {"logn_attention_scale": True}, "logn_attention_scale"),
+        (KINDS["gte"] | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+        (KINDS["albert"] | {"num_hidden_groups": 2}, "num_hidden_groups"),
+        (KINDS["albert"] | {"inner_group_num": 2}, "inner_group_num"),
+        (DEBERTA | {"share_att_key": False}, "share_att_key"),
+        (DEBERTA | {"share_att_key": None}, "share_att_key"),
+        (DEBERTA | {"pos_att_type": ["p2c"]}, "pos_att_type"),
+        (DEBERTA | {"conv_kernel_size": 3}, "conv_kernel_size"),
+        (DEBERTA | {"position_biased_input": True}, "position_biased_input"),
+        (DEBERTA | {"norm_rel_ebd": "none"}, "norm_rel_ebd"),
+        (JINA | {"feed_forward_type": "original"}, "feed_forward_type"),
+        (KINDS["mpnet"] | {"relative_attention_num_buckets": 8}, "relative_attention_num_buckets"),
+        (KINDS["electra"] | {"embedding_size": 0}, "embedding_size"),
+    ],
+)
+def test_refused_fields(tmp_path, config, field):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=field):
+        BertModel.from_pretrained(tmp_path)
