@@ -266,13 +266,14 @@ class BertLayer(nnx.Module):
             attended, self.out_kernel, self.out_bias, residual, norms[0], dropout.options(rate, of_attention)
         )
         of_output = dropout.options(rate, of_ffn)
-        norm = {"epsilon": config.layer_norm_eps, "implementation": self.options.implementation}
         if config.activated_half is None:
+            gamma, beta = norms[1]
             out = feed_forward_residual_layer_norm(
                 x, self.ffn_in_kernel[...].astype(x.dtype), value(self.ffn_in_bias),
-                self.ffn_out_kernel[...].astype(x.dtype), value(self.ffn_out_bias), *norms[1],
-                activation=config.activation, residual=residual if config.norm_first else None,
-                return_sum=config.norm_first, **norm, **of_output,
+                self.ffn_out_kernel[...].astype(x.dtype), value(self.ffn_out_bias), gamma, beta,
+                activation=config.activation, epsilon=config.layer_norm_eps,
+                residual=residual if config.norm_first else None, return_sum=config.norm_first,
+                implementation=self.options.implementation, **of_output,
             )  # fmt: skip
             return out if config.norm_first else (out, out)
         inner = gated_activation(
