@@ -52,6 +52,9 @@ def replacing(*targets: Path) -> Iterator[list[Path]]:
 
     All targets are in one folder. If the block raises, no target changes. A target stays as it is if the block writes
     no file for it. If several processes write the same targets, all of them are from one process at the end.
+
+    If the process is killed while it renames the files, the first target is missing. So the first target must be the
+    one without which no reader takes the others.
     """
     with writing(targets[0]):
         _remove_abandoned(targets[0].parent)
@@ -96,21 +99,30 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _rename(pairs: list[tuple[Path, Path]], work: Path) -> None:
-    """Gives files their final names. After an error, the targets are as they were."""
-    before = [(target, work / f"before-{number}", target.exists()) for number, (_, target) in enumerate(pairs[:-1])]
-    for target, link, existed in before:
+    """Gives files their final names. After an error, the targets are as they were.
+
+    The first target is away while the others are replaced.
+    """
+    before = [(target, work / f"before-{number}", target.exists()) for number, (_, target) in enumerate(pairs)]
+    for target, link, existed in before[1:]:
         with contextlib.suppress(OSError):  # no hard links in this file system
             if existed:
                 os.link(target, link)
     try:
-        for file, target in pairs:
+        for target, link, existed in before[:1]:
+            if existed and len(pairs) > 1:
+                os.rename(target, link)
+        for file, target in [*pairs[1:], *pairs[:1]]:
             os.replace(file, target)
     except BaseException:
-        for target, link, existed in before:
+        for target, link, existed in before[1:]:
             if link.exists():
                 os.replace(link, target)
             elif not existed:
                 target.unlink(missing_ok=True)
+        for target, link, _ in before[:1]:
+            if link.exists():
+                os.rename(link, target)
         raise
 
 

@@ -31,7 +31,7 @@ def operations(text):
 
     def round_trips(body):
         """Counts conversions to float32 whose results are only converted back, and the conversions back."""
-        pattern = r"(%\d+) = stablehlo\.convert (%[\w]+) : \((tensor<[^>]+>)\) -> (tensor<[^>]+>)"
+        pattern = r"(%\d+) = stablehlo\.convert (%[\w#]+) : \((tensor<[^>]+>)\) -> (tensor<[^>]+>)"
         converted = {result: found for result, *found in re.findall(pattern, body)}
         found = 0
         for result, (x, _, dtype) in converted.items():

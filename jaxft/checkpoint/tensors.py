@@ -252,7 +252,7 @@ def write(folder: Path, config: Mapping[str, Any], tensors: dict[str, np.ndarray
     target, config_target = folder / "model.safetensors", folder / "config.json"
     with atomic.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with atomic.replacing(target, config_target) as (weights, settings):
+    with atomic.replacing(config_target, target) as (settings, weights):
         with atomic.writing(config_target):
             settings.write_text(json.dumps(config, indent=2, sort_keys=True, allow_nan=False) + "\n")
         with atomic.writing(target):

@@ -155,7 +155,7 @@ def product_carrier(x: Array, kernel: Array, plan: plans.Plan) -> Array:
     """Returns a carrier of x @ kernel, to which a float32 gradient can be given."""
     # The plan knows whether this is a CPU. The device is not asked: a gradient may be traced where it is not known.
     product = functools.partial(reference.matmul if plan.interpret else jnp.matmul, precision=plan.precision)
-    return transforms.carrier(lambda x, kernel: reference.wide(product(x, kernel)), x, kernel)
+    return transforms.carrier(reference.wide, transforms.carrier(product, x, kernel))
 
 
 @functools.partial(jax.jit, static_argnums=4)
