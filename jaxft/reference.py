@@ -376,6 +376,7 @@ def dot_product_attention(
     scale: float | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: Array | None = None,
+    dropout_length: int | None = None,
     return_residual: bool = False,
     precision: PrecisionLike = None,
     **masks: Any,
@@ -385,7 +386,8 @@ def dot_product_attention(
     Bias and mask (True for keys that are attended to) broadcast to [B, N, T, S]. A scale of None is 1 / sqrt(H). A row
     with nothing to attend to gives 0, and its log-sum-exp is -inf. A query, key or value that takes part in nothing
     (padding) has no effect on any output or gradient, whatever it holds. With `return_residual`, the second result is
-    the log-sum-exp [B, T, N].
+    the log-sum-exp [B, T, N]. Dropout counts elements as in [B, N, dropout_length, dropout_length], by default as in
+    [B, N, T, S].
     """
     batch, t, n, h = query.shape
     s, k = key.shape[1:3]
@@ -399,7 +401,8 @@ def dot_product_attention(
     logits = _logits(scores.reshape(batch, n, t, s), 1.0 / math.sqrt(h) if scale is None else scale, bias)
     e, total, top = _exponentials(logits, allowed)
     empty = _row_is_empty(total)
-    p = dropout(e / jnp.where(empty, 1.0, total), dropout_rate, dropout_rng)
+    within = None if dropout_length is None else (batch, n, dropout_length, dropout_length)
+    p = dropout(e / jnp.where(empty, 1.0, total), dropout_rate, dropout_rng, within)
     p = p if n == k else p.reshape(batch, k, n // k, t, s)
     out = _weighted_sum(p, value, used_keys, value.dtype, f"b{own}ts,bs{shared}h->bt{own}h", precision)
     out = _cleared(out.reshape(batch, t, n, h).astype(query.dtype), used_queries)  # stops a NaN cotangent in padding
@@ -416,9 +419,9 @@ def varlen_qkv_attention(
 
     A sequence that goes beyond the M rows or is longer than `max_seqlen` is cut.
     """
-    rows = qkv.shape[0]
-    if isinstance(rows, int) and isinstance(max_seqlen, int) and not kwargs.get("dropout_rate"):
-        max_seqlen = min(max_seqlen, rows)  # saves memory; dropout depends on the place in the padded array
+    rows, dropout_length = qkv.shape[0], max_seqlen
+    if isinstance(rows, int) and isinstance(max_seqlen, int):
+        max_seqlen = min(max_seqlen, rows)  # saves memory
     cu_seqlens = jnp.clip(cu_seqlens, 0, rows)
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     position = jnp.arange(max_seqlen, dtype=jnp.int32)[None, :]
@@ -426,7 +429,7 @@ def varlen_qkv_attention(
     padded = _with_wide_sums(_take_rows, (qkv,), source)
     out = dot_product_attention(
         padded[:, :, 0], padded[:, :, 1], padded[:, :, 2],
-        query_seq_lengths=lengths, key_value_seq_lengths=lengths, **kwargs,
+        query_seq_lengths=lengths, key_value_seq_lengths=lengths, dropout_length=dropout_length, **kwargs,
     )  # fmt: skip
 
     if isinstance(out, tuple):

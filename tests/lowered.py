@@ -34,7 +34,7 @@ def operations(text):
         pattern = r"(%\d+) = stablehlo\.convert (%[\w#]+) : \((tensor<[^>]+>)\) -> (tensor<[^>]+>)"
         converted = {result: found for result, *found in re.findall(pattern, body)}
         found = 0
-        for result, (x, _, dtype) in converted.items():
+        for x, _, dtype in converted.values():
             if re.search(r"x?(bf16|f16)>", dtype) and x in converted and converted[x][1] == dtype:
                 found += 1 + (len(re.findall(rf"{x}\b", body)) == 2)
         return found

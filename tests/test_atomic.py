@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import random
 import signal

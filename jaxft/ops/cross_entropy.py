@@ -229,7 +229,7 @@ def _fwd(x, embedding, bias, labels, carriers, plan):
 
 def _bwd(plan, saved, d):
     gradients, used = saved
-    dx, *others = [x if x is None else x * d[0] for x in gradients]
+    dx, *others = jax.tree.map(lambda x: x * d[0], gradients)
     dx = jnp.where(used[:, None], dx, 0)  # exactly 0 also if the cotangent is NaN
     return None, None, None, None, (dx, *others)
 

@@ -151,7 +151,7 @@ def _reference(x, kernel, bias, residual, activation, precision):
     return reference.dense(x, kernel, bias, activation=activation, residual=residual, precision=precision)
 
 
-def product_carrier(x: Array, kernel: Array, plan: plans.Plan) -> Array:
+def product_carrier(x: Array, kernel: Array, plan: Any) -> Array:
     """Returns a carrier of x @ kernel, to which a float32 gradient can be given."""
     # The plan knows whether this is a CPU. The device is not asked: a gradient may be traced where it is not known.
     product = functools.partial(reference.matmul if plan.interpret else jnp.matmul, precision=plan.precision)
@@ -210,8 +210,8 @@ def with_derivative(x: Array, kernel: Array, bias: Array | None, plan: Plan) -> 
     def plain(x, kernel, bias):
         return (reference.dense(x, kernel, bias, activation=plan.activation, precision=plan.precision),)
 
-    def fused(_, *arrays):
-        return _one_kernel(*arrays, residual=None, plan=plan, also="derivative")
+    def fused(_, x, kernel, bias):
+        return _one_kernel(x, kernel, bias, None, plan, also="derivative")
 
     return transforms.with_plain_gradient(fused, plain, plan, saves=1)(x, kernel, bias)
 
@@ -229,7 +229,7 @@ def _fwd(x, kernel, bias, residual, carriers, plan):
     if not plan.is_one_kernel:
         y = reference.matmul(x, kernel, plan.precision)
         run = transforms.with_plain_gradient(
-            lambda _, *arrays: _epilogue(*arrays, plan, in_place=False),
+            lambda _, y, bias, residual: _epilogue(y, bias, residual, plan, in_place=False),
             lambda y, bias, residual: reference.dense_epilogue(y, bias, plan.activation, residual),
             plan,
         )
@@ -242,8 +242,8 @@ def _fwd(x, kernel, bias, residual, carriers, plan):
             y = reference.dense(x, kernel, inner, precision=plan.precision)
             return reference.dense_epilogue(y, outer, plan.activation, residual), y
 
-        def fused(_, *arrays):
-            return _one_kernel(*arrays, plan=plan, also="sum" if saves_sum else "matmul")
+        def fused(_, x, kernel, bias, residual):
+            return _one_kernel(x, kernel, bias, residual, plan, also="sum" if saves_sum else "matmul")
 
         out, y = transforms.with_plain_gradient(fused, plain, plan)(x, kernel, bias, residual)
         return out, (x, kernel, bias, residual, y)
@@ -261,7 +261,7 @@ def _bwd(plan, saved, d_out):
 
 
 def _epilogue_gradient(d_out, y, bias, x, kernel, plan):
-    """Computes the gradients of y = x @ kernel and bias through activation(y + bias), with an activation in one pass."""
+    """Computes the gradients of y = x @ kernel and bias through activation(y + bias)."""
     if plan.activation is None:
         if bias is None:
             return d_out, None
@@ -284,7 +284,7 @@ def _epilogue_gradient(d_out, y, bias, x, kernel, plan):
             d_out, y, bias, activation=plan.activation, config=plan.backward.config, interpret=plan.interpret,
             dtypes=[transforms.gradient_dtype(*of_one) for of_one in ((y, shared[3] and shared[4]), (bias, shared[2]))],
         )  # fmt: skip
-        return reference.wide(dy), None if bias is None else reference.wide(d_bias)
+        return jax.tree.map(reference.wide, (dy, d_bias))
 
     return transforms.with_plain_gradient(fused, plain, plan)(d_out, y, bias, x, kernel)
 

@@ -160,13 +160,11 @@ def _result(x, kernel, residual, bias, gamma, beta, rng, carriers, plan):
             dropout_rate=plan.dropout_rate, dropout_rng=rng,
         )  # fmt: skip
 
-    run = plain if plan.forward.backend == "xla" else transforms.mappable(
-        lambda _, *arrays: _split(*arrays, plan), plain, plan
-    )  # fmt: skip
+    run = plain if plan.forward.backend == "xla" else transforms.mappable(functools.partial(_split, plan), plain, plan)
     return run(x, kernel, residual, bias, gamma, beta, rng)
 
 
-def _split(x, kernel, residual, bias, gamma, beta, rng, plan):
+def _split(plan, _, x, kernel, residual, bias, gamma, beta, rng):
     split, norm = plan.forward.config
     (sums,) = triton_dense.forward(
         x, kernel, None, None, activation=None, precision=plan.kernel_precision, config=split,

@@ -259,7 +259,8 @@ def _join_fwd(parts, plan):
 
 
 def _join_bwd(plan, _, dy):
-    return (_split_run(*dy, plan),)
+    dqkv, total = dy
+    return (_split_run(dqkv, total, plan),)
 
 
 _join.defvjp(_join_fwd, _join_bwd)

@@ -156,10 +156,8 @@ def mappable(
             out = again(*arrays)
         else:
             if plan.by_name:
-                raise NotImplementedError(
-                    f"implementation {plan.forward.backend!r} cannot be used: a vmap maps over an axis of symbolic size,"
-                    f" {size}"
-                )
+                name = plan.forward.backend
+                raise NotImplementedError(f"implementation {name!r} cannot be used: a vmap has a symbolic size, {size}")
             out = mapped(plain)(*arrays)
             if saves:
                 one = jax.tree.map(_without_axis, arrays, tuple(batched))

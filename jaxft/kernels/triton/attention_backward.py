@@ -418,11 +418,11 @@ def backward(
     """Launches the backward kernels. Returns the gradients of query, key, value and bias (None without a bias).
 
     The gradients of query, key and value have the first of the `dtypes`, or the dtype of the query. The gradient of the
-    bias has the second one, or the dtype of the bias. For a packed query, the first is the gradient of the packed array, and the gradients of key and value are None.
-    `dlse` is the gradient of the natural log-sum-exp, float32 `[B, N, T]` or `[N, M]`. `out`, `top` and `total` come
-    from `attention.forward`. `query_config` is also for the kernel of a bias `[..., T, S]`. The kernel for keys and
-    values computes dq too if one of its tiles holds all keys, unless there are many more queries than keys or the bias
-    is `[..., T, S]`.
+    bias has the second one, or the dtype of the bias. For a packed query, the first is the gradient of the packed
+    array, and the gradients of key and value are None. `dlse` is the gradient of the natural log-sum-exp, float32 `[B,
+    N, T]` or `[N, M]`. `out`, `top` and `total` come from `attention.forward`. `query_config` is also for the kernel of
+    a bias `[..., T, S]`. The kernel for keys and values computes dq too if one of its tiles holds all keys, unless
+    there are many more queries than keys or the bias is `[..., T, S]`.
     """
     p = parts.problem(query, key, value, rules, options)
     packed, varlen = key is None, rules.cu_seqlens is not None
@@ -450,7 +450,8 @@ def backward(
             interpret=interpret,
         )
 
-    of_rows, of_bias = dtypes[0] or query.dtype, dtypes[1] or (rules.bias is not None and rules.bias.dtype)
+    of_rows: Any = dtypes[0] or query.dtype
+    of_bias: Any = dtypes[1] or (rules.bias is not None and rules.bias.dtype)
     of_query, of_key = (p.query.shape, of_rows), (p.key.shape, of_rows)
     dq: Array | None = None
     delta: Array | None = None

@@ -102,7 +102,8 @@ def backward(
     of the programs.
     """
     rows, width = x.shape
-    of_x, of_bias = dtypes[0] or x.dtype, dtypes[1] or (bias is not None and bias.dtype)
+    of_x: Any = dtypes[0] or x.dtype
+    of_bias: Any = dtypes[1] or (bias is not None and bias.dtype)
     programs = common.share(config.programs, pl.cdiv(rows, config.block_rows))
     outputs = [jax.ShapeDtypeStruct(x.shape, of_x)]
     if bias is not None:

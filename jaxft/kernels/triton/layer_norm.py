@@ -228,9 +228,9 @@ def backward(
     """Computes the gradients of x and residual, `[M, D]` or None, and of the `vectors` by name, each `[D]`.
 
     `dsum` is the gradient of the returned sum, and `vectors` maps "bias", "gamma" and "beta", as far as they need a
-    gradient, to the dtypes of the gradients. `dtype` is the dtype of the others, None for the dtype of x. With `drops_result`, dropout applies to the result instead of x + bias,
-    and there is no residual. Each program sums over its rows in a fixed order, and a second kernel sums over the
-    programs.
+    gradient, to the dtypes of the gradients. `dtype` is the dtype of the others, None for the dtype of x. With
+    `drops_result`, dropout applies to the result instead of x + bias, and there is no residual. Each program sums over
+    its rows in a fixed order, and a second kernel sums over the programs.
     """
     rows, width = x.shape
     blocks = pl.cdiv(rows, config.block_rows)

@@ -384,7 +384,8 @@ def backward(
     """
     assert saved is not None or not log or x.shape[-1] <= config.block_width
     name = "log_softmax_bwd" if log else "softmax_bwd"
-    of_x, of_bias = dtypes[0] or x.dtype, dtypes[1] or (bias is not None and bias.dtype)
+    of_x: Any = dtypes[0] or x.dtype
+    of_bias: Any = dtypes[1] or (bias is not None and bias.dtype)
     flat = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), of_x)
     outputs, save = [flat], None
     if bias is not None and bias.shape[-1:] not in ((), (1,)):
@@ -407,7 +408,7 @@ def backward(
 
 
 def _bias_gradient(dy, x, bias, mask, statistics, log: bool, scale: float | None) -> Array:
-    """Computes the float32 gradient of a bias that broadcasts, from the four numbers of each row that the kernel has saved."""
+    """Computes the float32 gradient of a bias that broadcasts, from the four numbers of each row that were saved."""
     logits = x.astype(jnp.float32) * (1.0 if scale is None else scale) + bias.astype(jnp.float32)
     shift, *numbers = statistics.reshape(4, *x.shape[:-1], 1)
     gradient = _gradient(jnp.exp(logits - shift), mask, dy.astype(jnp.float32), *numbers, log=log)
