@@ -169,8 +169,8 @@ def vmapped_gradients(call, floats, mapped, others=()):
 def assert_examples_are_summed(run, floats, cotangents, *, rounds=False, kernel=True):
     """Asserts that gradients err by few ulp of the sum, although the gradients of the examples are much larger.
 
-    If the op `rounds` a gradient in between to 16 bits, plain jnp may err more. A kernel errs at most twice as much. The
-    kernels of attention, and no others, round the gradient of the logits, so queries and keys are not compared.
+    If the op `rounds` a gradient in between to 16 bits, plain jnp may err more. A kernel errs at most twice as much.
+    The kernels of attention, and no others, round the gradient of the logits, so queries and keys are not compared.
     """
     exact = cases.in_float64(partial(run, "xla"), floats, cotangents)
     plain = cases.jit(partial(run, "xla"))(floats, cotangents)
