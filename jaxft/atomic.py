@@ -50,11 +50,15 @@ def _uninterrupted() -> Iterator[None]:
 def replacing(*targets: Path, without: Iterable[Path] = ()) -> Iterator[list[Path]]:
     """Yields a temporary path for each target. The files that the block writes there replace the targets at its end.
 
-    All targets are in the folder of the last one or in its subfolders. If the block raises, no target changes. A target
-    stays as it is if the block writes no file for it. If several processes write the same targets, all of them are from
-    one process at the end. The files `without` are removed when the targets are replaced, and folders that get empty.
+    All targets are in the folder of the first one or in its subfolders. If the block raises, no target changes. A
+    target stays as it is if the block writes no file for it. If several processes write the same targets, all of them
+    are from one process at the end. The files `without` are removed when the targets are replaced, and folders that get
+    empty.
+
+    If the process is killed while it renames the files, the first target is missing. So the first target must be the
+    one without which no reader takes the others.
     """
-    folder = targets[-1].parent
+    folder = targets[0].parent
     with writing(targets[0]):
         _remove_abandoned(folder)
         work = _claim(folder)
@@ -103,9 +107,12 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _rename(pairs: list[tuple[Path | None, Path]], work: Path) -> None:
-    """Gives files their final names, and removes targets without a file. After an error, all are as they were."""
-    before = [(target, work / f"before-{number}", target.exists()) for number, (_, target) in enumerate(pairs[:-1])]
-    for target, link, existed in before:
+    """Gives files their final names, and removes targets without a file. After an error, all are as they were.
+
+    The first target is away while the others are replaced.
+    """
+    before = [(target, work / f"before-{number}", target.exists()) for number, (_, target) in enumerate(pairs)]
+    for target, link, existed in before[1:]:
         with contextlib.suppress(OSError):  # no hard links in this file system
             if existed:
                 os.link(target, link)
@@ -113,17 +120,23 @@ def _rename(pairs: list[tuple[Path | None, Path]], work: Path) -> None:
     try:
         for new_folder in new_folders:
             new_folder.mkdir(exist_ok=True)
-        for file, target in pairs:
+        for target, link, existed in before[:1]:
+            if existed and len(pairs) > 1:
+                os.rename(target, link)
+        for file, target in [*pairs[1:], *pairs[:1]]:
             if file is None:
                 target.unlink()
             else:
                 os.replace(file, target)
     except BaseException:
-        for target, link, existed in before:
+        for target, link, existed in before[1:]:
             if link.exists():
                 os.replace(link, target)
             elif not existed and os.path.lexists(target):
                 target.unlink()
+        for target, link, _ in before[:1]:
+            if link.exists():
+                os.rename(link, target)
         _remove_empty(new_folders)
         raise
     _remove_empty(target.parent for file, target in pairs if file is None)

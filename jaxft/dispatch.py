@@ -52,6 +52,7 @@ class Choice(NamedTuple):
     name: str
     interpret: bool  # run a Pallas kernel in interpret mode
     why: str = ""  # why other implementations were not chosen, for messages
+    by_name: bool = False  # whether the user named it
 
 
 # JAX's caches of traces depend on it, as they depend on the default device.
@@ -173,7 +174,7 @@ def choose(op: str, implementation: str | None, reasons: Mapping[str, str | None
         _log_once(
             f"{op}: the Triton kernel runs in Pallas' interpret mode on this CPU, which is for tests, not for speed"
         )
-    return Choice(implementation, interpret, "asked for by name")
+    return Choice(implementation, interpret, "asked for by name", by_name=True)
 
 
 def check_name(op: str, implementation: Any) -> None:

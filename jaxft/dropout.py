@@ -46,21 +46,22 @@ def keep_threshold(rate: float) -> int:
     return min(round(rate * 2**32), 2**32 - 1)
 
 
-def dropout_mask(key: Array, rate: float, shape: tuple[int, ...]) -> Array:
+def dropout_mask(key: Array, rate: float, shape: tuple[int, ...], within: tuple[int, ...] | None = None) -> Array:
     """Returns the mask of the elements that are kept.
 
-    The index of an element is (flat index of the leading axes, index in the last axis).
+    The index of an element is (flat index of the leading axes, index in the last axis). If the elements are the first
+    ones of a larger array along each axis, `within` is the shape of the larger array, whose indices count.
     """
     seed = dropout_seed(key)
     *leading, column = (lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in range(len(shape)))
     row = jnp.zeros(shape, jnp.uint32)
-    for size, index in zip(shape, leading, strict=False):
+    for size, index in zip(within or shape, leading, strict=False):
         row = row * jnp.asarray(size, jnp.uint32) + index
     return keep_bits(seed[0], seed[1], row, column) >= jnp.uint32(keep_threshold(rate))
 
 
-def dropout(x: Array, rate: float, key: Array | None) -> Array:
+def dropout(x: Array, rate: float, key: Array | None, within: tuple[int, ...] | None = None) -> Array:
     """Returns x / (1 - rate) where the mask keeps the element, else 0; x itself if `rate` is 0 or `key` is None."""
     if rate == 0.0 or key is None:
         return x
-    return jnp.where(dropout_mask(key, rate, x.shape), x * (1.0 / (1.0 - rate)), jnp.zeros_like(x))
+    return jnp.where(dropout_mask(key, rate, x.shape, within), x * (1.0 / (1.0 - rate)), jnp.zeros_like(x))

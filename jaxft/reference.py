@@ -42,7 +42,7 @@ def matmul_factors(x: Array, y: Array) -> tuple[Array, Array]:
     XLA's CPU backend cannot run batched bfloat16 matmuls in some layouts, and adds up in bfloat16 in others, so a CPU
     multiplies in float32. The barrier keeps XLA from moving the conversion into the matmul.
     """
-    if x.dtype != jnp.bfloat16 or dispatch.platform() != "cpu":
+    if jnp.bfloat16 not in (x.dtype, y.dtype) or dispatch.platform() != "cpu":
         return x, y
     return lax.optimization_barrier(wide(x)), lax.optimization_barrier(wide(y))
 
@@ -382,17 +382,46 @@ def _product(x: Array, y: Array, subscripts: str, precision: PrecisionLike) -> A
     return jnp.einsum(subscripts, *factors, precision=precision, preferred_element_type=wide_dtype(x))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def _weighted_sum(p: Array, value: Array, subscripts: str, precision: PrecisionLike) -> Array:
-    """Computes _product(p, value) of p in the dtype of `value`. The gradient of p is float32 and is not rounded."""
-    return _product(p.astype(value.dtype), value, subscripts, precision)
+def _cleared(x: Array, used: Array | None) -> Array:
+    return x if used is None else jnp.where(used, x, 0)
+
+
+# The gradients of queries, keys and values are float32 until those of the examples of a `vmap` are added up, also where
+# the examples share an array and differ in what is used of it.
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5))
+def _scores(
+    query: Array, key: Array, used_queries: Array | None, used_keys: Array | None, subscripts: str,
+    precision: PrecisionLike,
+) -> Array:  # fmt: skip
+    """Computes _product(query, key) of the rows that are used."""
+    query, key = _cleared(query, used_queries), _cleared(key, used_keys)
+    if query.shape[2] != key.shape[2]:
+        query = query.reshape(*query.shape[:2], key.shape[2], query.shape[2] // key.shape[2], query.shape[3])
+    return _product(query, key, subscripts, precision)
+
+
+@_scores.defjvp
+def _(subscripts: str, precision: PrecisionLike, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    (query, key, *used), (dquery, dkey, *_) = primals, tangents
+    scores = functools.partial(_scores, subscripts=subscripts, precision=precision)
+    return scores(query, key, *used), scores(wide(dquery), key, *used) + scores(query, wide(dkey), *used)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
+def _weighted_sum(
+    p: Array, value: Array, used: Array | None, dtype: Any, subscripts: str, precision: PrecisionLike
+) -> Array:
+    """Computes _product(p, value) of p in `dtype` and the values that are used. The gradient of p is not rounded."""
+    return _product(p.astype(dtype), _cleared(value, used), subscripts, precision)
 
 
 @_weighted_sum.defjvp
-def _(subscripts: str, precision: PrecisionLike, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    (p, value), (dp, dvalue) = primals, tangents
-    weigh = functools.partial(_weighted_sum, p, subscripts=subscripts, precision=precision)
-    return weigh(value), weigh(dvalue) + _product(dp, value, subscripts, precision)
+def _(dtype: Any, subscripts: str, precision: PrecisionLike, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    (p, value, used), (dp, dvalue, _) = primals, tangents
+    weigh = functools.partial(_weighted_sum, p, used=used, dtype=dtype, subscripts=subscripts, precision=precision)
+    return weigh(value), weigh(wide(dvalue)) + _product(dp, _cleared(value, used), subscripts, precision)
 
 
 def dot_product_attention(
@@ -405,6 +434,7 @@ def dot_product_attention(
     scale: float | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: Array | None = None,
+    dropout_length: int | None = None,
     return_residual: bool = False,
     precision: PrecisionLike = None,
     **masks: Any,
@@ -414,29 +444,26 @@ def dot_product_attention(
     Bias and mask (True for keys that are attended to) broadcast to [B, N, T, S]. A scale of None is 1 / sqrt(H). A row
     with nothing to attend to gives 0, and its log-sum-exp is -inf. A query, key or value that takes part in nothing
     (padding) has no effect on any output or gradient, whatever it holds. With `return_residual`, the second result is
-    the log-sum-exp [B, T, N].
+    the log-sum-exp [B, T, N]. Dropout counts elements as in [B, N, dropout_length, dropout_length], by default as in
+    [B, N, T, S].
     """
     batch, t, n, h = query.shape
     s, k = key.shape[1:3]
     allowed = attention_mask(t, s, mask=mask, **masks)
+    used_queries = used_keys = None
     if allowed is not None:
         used_keys = _used_rows(jnp.any(allowed, axis=2), k)
         used_queries = _used_rows(jnp.any(allowed, axis=3), n)
-        query = jnp.where(used_queries, query, 0)
-        key = jnp.where(used_keys, key, 0)
-        value = jnp.where(used_keys, value, 0)
     own, shared = ("n", "n") if n == k else ("kg", "k")  # a group axis of size 1 doubles the CPU's time
-    grouped = query if n == k else query.reshape(batch, t, k, n // k, h)
-    scores = _product(grouped, key, f"bt{own}h,bs{shared}h->b{own}ts", precision)
+    scores = _scores(query, key, used_queries, used_keys, f"bt{own}h,bs{shared}h->b{own}ts", precision)
     logits = _logits(scores.reshape(batch, n, t, s), 1.0 / math.sqrt(h) if scale is None else scale, bias)
     e, total, top = _exponentials(logits, allowed)
     empty = _row_is_empty(total)
-    p = dropout(e / jnp.where(empty, 1.0, total), dropout_rate, dropout_rng)
+    within = None if dropout_length is None else (batch, n, dropout_length, dropout_length)
+    p = dropout(e / jnp.where(empty, 1.0, total), dropout_rate, dropout_rng, within)
     p = p if n == k else p.reshape(batch, k, n // k, t, s)
-    out = _weighted_sum(p, value, f"b{own}ts,bs{shared}h->bt{own}h", precision)
-    out = out.reshape(batch, t, n, h).astype(query.dtype)
-    if allowed is not None:
-        out = jnp.where(used_queries, out, 0)  # already 0; this stops a NaN cotangent in padding
+    out = _weighted_sum(p, value, used_keys, value.dtype, f"b{own}ts,bs{shared}h->bt{own}h", precision)
+    out = _cleared(out.reshape(batch, t, n, h).astype(query.dtype), used_queries)  # stops a NaN cotangent in padding
     if not return_residual:
         return out
     lse = jnp.where(empty, -jnp.inf, jnp.log(jnp.where(empty, 1.0, total)) + top)
@@ -450,17 +477,17 @@ def varlen_qkv_attention(
 
     A sequence that goes beyond the M rows or is longer than `max_seqlen` is cut.
     """
-    rows = qkv.shape[0]
-    if isinstance(rows, int) and isinstance(max_seqlen, int) and not kwargs.get("dropout_rate"):
-        max_seqlen = min(max_seqlen, rows)  # saves memory; dropout depends on the place in the padded array
+    rows, dropout_length = qkv.shape[0], max_seqlen
+    if isinstance(rows, int) and isinstance(max_seqlen, int):
+        max_seqlen = min(max_seqlen, rows)  # saves memory
     cu_seqlens = jnp.clip(cu_seqlens, 0, rows)
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     position = jnp.arange(max_seqlen, dtype=jnp.int32)[None, :]
     source = jnp.where(position < lengths[:, None], cu_seqlens[:-1, None] + position, rows)  # [B, max_seqlen]
-    padded = _take_rows(qkv, source)
+    padded = _with_wide_sums(_take_rows, (qkv,), source)
     out = dot_product_attention(
         padded[:, :, 0], padded[:, :, 1], padded[:, :, 2],
-        query_seq_lengths=lengths, key_value_seq_lengths=lengths, **kwargs,
+        query_seq_lengths=lengths, key_value_seq_lengths=lengths, dropout_length=dropout_length, **kwargs,
     )  # fmt: skip
 
     if isinstance(out, tuple):

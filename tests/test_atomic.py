@@ -12,9 +12,12 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import jaxft
 from jaxft import atomic
+from jaxft.checkpoint import tensors
 
 ROOT = Path(__file__).resolve().parents[1]
 HOLD = """
@@ -159,6 +162,39 @@ def test_error_at_the_end_changes_nothing_and_names_the_target(tmp_path, monkeyp
                 new.write_text("new")
     assert raised.value.errno == errno.EIO
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == old
+
+
+# Writes a checkpoint, and kills itself before it renames a file for the time of the given number.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+from jaxft.checkpoint import tensors
+folder, text, left = Path(sys.argv[1]), sys.argv[2], [int(sys.argv[3])]
+def wrap(real):
+    def rename(source, target):
+        left[0] -= 1
+        if left[0] < 0 and not str(target).endswith("-.tmp"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(source, target)
+    return rename
+os.rename, os.replace = wrap(os.rename), wrap(os.replace)
+tensors.write(folder, {"text": text}, {text: np.zeros(2, np.float32)})
+"""
+
+
+@pytest.mark.parametrize(("number", "complete"), [(0, True), (1, False), (2, False)])
+def test_killed_writer_leaves_no_old_and_new_files_together(tmp_path, number, complete):
+    """Weights of one model and the settings of another would load and compute wrong numbers."""
+    tensors.write(tmp_path, {"text": "old"}, {"old": np.zeros(2, np.float32)})
+    process = start(KILLED, tmp_path, "new", number)
+    assert process.wait() == -signal.SIGKILL, process.communicate()
+    process.communicate()
+    assert (tmp_path / "config.json").exists() == complete
+    assert (b"old" in (tmp_path / "model.safetensors").read_bytes()) == (number < 2)
+    if not complete:
+        with pytest.raises(jaxft.CheckpointError, match="config.json"):
+            jaxft.BertModel.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """dot_product_attention, qkv_attention and varlen_qkv_attention: ops and kernel."""
 
+import itertools
+import math
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -11,7 +14,7 @@ import oracle
 from cases import DTYPES, INTERPRET, ONE_DTYPE, check, check_padding, jit, normal, slow, slow_cases
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference
-from jaxft.dropout import dropout_mask
+from jaxft.dropout import dropout_mask, dropout_seed, keep_bits, keep_threshold
 from jaxft.kernels.triton import attention as kernel
 from jaxft.kernels.triton.attention_problem import Options, Rules, natural_logits
 from jaxft.tuning.table import AttentionConfig
@@ -449,6 +452,30 @@ def test_packed_sequences(options):
         normal(np.random.default_rng(19), jnp.float32, qkv=(12, 3, 2, 8)),
         implementations=["triton", "xla"],
     )  # fmt: skip
+
+
+def test_packed_dropout_with_a_huge_bound(key):
+    """The bound of the lengths counts for the index of an element, but takes no memory. The indices have 32 bits."""
+    boundaries, length, (heads, size) = np.array([0, 4, 9], np.int32), 2**31 - 1, (2, 8)
+    qkv = normal(np.random.default_rng(22), jnp.float32, qkv=(9, 3, heads, size))["qkv"]
+    options = {"dropout_rate": 0.5, "dropout_rng": key}
+    got = jaxft.varlen_qkv_attention(qkv, boundaries, max_seqlen=length, **options, implementation="xla")
+    seed = dropout_seed(key)
+    for b, (start, stop) in enumerate(itertools.pairwise(boundaries)):
+        q, k, v = np.moveaxis(np.asarray(qkv[start:stop], np.float64), 1, 0)
+        p = np.exp(np.einsum("tnh,snh->nts", q, k) / math.sqrt(size))
+        p /= p.sum(axis=-1, keepdims=True)
+        t = np.arange(stop - start)
+        rows = [[((b * heads + n) * length + int(i)) % 2**32 for i in t] for n in range(heads)]
+        bits = keep_bits(seed[0], seed[1], jnp.asarray(rows, jnp.uint32)[:, :, None], jnp.asarray(t, jnp.uint32))
+        p = np.where(bits >= jnp.uint32(keep_threshold(0.5)), 2 * p, 0)
+        np.testing.assert_allclose(got[start:stop], np.einsum("nts,snh->tnh", p, v), atol=1e-5)
+
+    some = [
+        jaxft.varlen_qkv_attention(qkv, boundaries, max_seqlen=23, **options, implementation=implementation)
+        for implementation in ("xla", "triton")
+    ]
+    np.testing.assert_allclose(*some, atol=1e-5)
 
 
 @pytest.mark.parametrize("boundaries", [[0, 8, 20], *slow([0, 9], [0, 12, 12])], ids=str)

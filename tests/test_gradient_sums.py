@@ -132,6 +132,164 @@ def test_vmapped_matmuls_are_summed_in_float32(name, implementation):
         assert errors(n, got[n], exact[n]).max() <= ulp(magnitude(exact[n]), jnp.bfloat16), n
 
 
+SMALL = {ROWS: 6, ROWS // 2: 3, 1000: 3, 300: 3, 17: 2}
+
+
+def over_examples(count, shapes):
+    """Returns random arrays of few rows. The names in `mapped` have an axis of examples in front, with equal halves."""
+
+    def one(rng, shape, mapped, dtype):
+        shape = tuple(SMALL.get(size, size) for size in shape)
+        x = rng.standard_normal((count // 2,) * mapped + shape)
+        return jnp.asarray(np.concatenate([x, x]) if mapped else x, dtype)
+
+    return lambda rng, mapped, dtype: {n: one(rng, shape, n in mapped, dtype) for n, shape in shapes.items()}
+
+
+def cancelling(rng, shape, dtype):
+    """Returns random cotangents of examples. Those of the second half nearly cancel those of the first half."""
+    half = shape[0] // 2
+    x = 1.0 + 0.3 * rng.standard_normal(shape)
+    x[half:] = 0.01 * rng.standard_normal(x[half:].shape) - x[:half]
+    return jnp.asarray(x, dtype)
+
+
+def vmapped_gradients(call, floats, mapped, others=()):
+    """Returns a function that computes the gradients of the `floats` that the examples share."""
+    axes = {n: 0 if n in mapped else None for n in floats}
+
+    def run(implementation, floats, cotangents):
+        def every(shared):
+            f = jax.vmap(lambda f, *masks: call(*masks, **f, implementation=implementation), (axes, *[0] * len(others)))
+            return f({n: shared.get(n, x) for n, x in floats.items()}, *others)
+
+        return jax.vjp(every, {n: x for n, x in floats.items() if n not in mapped})[1](cotangents)[0]
+
+    return run
+
+
+def assert_examples_are_summed(run, floats, cotangents, *, rounds=False, kernel=True):
+    """Asserts that gradients err by few ulp of the sum, although the gradients of the examples are much larger.
+
+    If the op `rounds` a gradient in between to 16 bits, plain jnp may err more. A kernel errs at most twice as much.
+    The kernels of attention, and no others, round the gradient of the logits, so queries and keys are not compared.
+    """
+    exact = cases.in_float64(partial(run, "xla"), floats, cotangents)
+    plain = cases.jit(partial(run, "xla"))(floats, cotangents)
+    got = cases.jit(partial(run, "triton"))(floats, cotangents) if kernel else plain
+    for n, x in plain.items():
+        unit, error = ulp(magnitude(exact[n]), x.dtype), errors(n, x, exact[n]).max()
+        assert rounds or error <= 2 * unit, n
+        assert n in ("query", "key", "qkv") or errors(n, got[n], exact[n]).max() <= 2 * error + 2 * unit, n
+
+
+SPLIT_K = {"x": (ROWS, 512), "kernel": (512, D), "bias": VECTOR, "residual": ROW, **NORM}
+EXAMPLES = CASES | {
+    "residual": (jaxft.bias_residual_layer_norm, CASES["residual"][1]),
+    "softmax": (jaxft.softmax, {"x": ROW, "bias": (1, D)}),
+    "full_softmax": (partial(jaxft.softmax, scale=0.5), {"x": ROW, "bias": ROW}),
+    "log_softmax": (jaxft.log_softmax, {"x": ROW, "bias": VECTOR}),
+    "split_k": (jaxft.dense_residual_layer_norm, SPLIT_K),
+    "embeddings": (partial(jaxft.embeddings_layer_norm, IDS[:2, :3]), TABLES | NORM),
+    "embeddings_ids": (
+        partial(jaxft.embeddings_layer_norm, IDS[:2, :3], position_ids=IDS[:2, :3] + 3, token_type_ids=IDS[:2, :3] + 1),
+        TABLES | NORM,
+    ),
+    "cross_entropy": (
+        lambda **floats: jaxft.linear_cross_entropy(labels=LABELS[:6], **floats).total, CASES["cross_entropy"][1]
+    ),
+    "attention_bias": (jaxft.dot_product_attention, CASES["attention"][1] | {"bias": (1, 1, 3, 5)}),
+}  # fmt: skip
+del EXAMPLES["attention_fn"]
+QUICK = ("residual", "embeddings_ids", "bias_activation", "softmax", "split", "dense_gelu", "split_k", "attention")
+
+
+@pytest.mark.parametrize("dtype", [cases.DTYPES[1], *cases.slow(cases.DTYPES[2])])
+@pytest.mark.parametrize("last", [False, *cases.slow(True)])
+@pytest.mark.parametrize("name", [*QUICK, *cases.slow(*(n for n in EXAMPLES if n not in QUICK))])
+def test_examples_that_share_an_array_are_summed_in_float32(name, last, dtype):
+    """JAX adds up the gradients of the examples of a vmap. A kernel gives them to JAX in float32."""
+    (op, shapes), rng = EXAMPLES[name], np.random.default_rng(0)
+    mapped = [list(shapes)[-1 if last or name.startswith("embeddings") else 0]]
+    floats = over_examples(32, shapes)(rng, mapped, dtype)
+    run = vmapped_gradients(op, floats, mapped)
+    axes = {n: 0 if n in mapped else None for n in floats}
+    out = jax.eval_shape(jax.vmap(lambda f: op(**f, implementation="xla"), (axes,)), floats)
+    cotangents = jax.tree.map(lambda leaf: cancelling(rng, leaf.shape, leaf.dtype), out)
+    rounds = any(matmul in name for matmul in ("dense", "split_k", "feed_forward", "cross_entropy"))
+    assert_examples_are_summed(run, floats, cotangents, rounds=rounds, kernel=name != "cross_entropy")
+
+
+def masked(op, name="mask"):
+    """Returns the op as a function whose first argument is the given one."""
+    return lambda mask, **floats: op(**{name: mask}, **floats)
+
+
+@pytest.mark.parametrize("dtype", [cases.DTYPES[1], *cases.slow(cases.DTYPES[2])])
+@pytest.mark.parametrize("name", ["key and value", *cases.slow("qkv", "packed")])
+def test_attention_of_examples_with_their_own_masks(name, dtype):
+    """The examples share keys and values, but not which keys they attend to."""
+    rng = np.random.default_rng(0)
+    mask = jnp.asarray(np.tile(rng.random((16, 1, 1, 1, 5)) < 0.7, (2, 1, 1, 1, 1)))
+    ends = np.stack([np.zeros(32), np.tile(rng.integers(1, 5, 16), 2), np.full(32, 5)], axis=1)
+    if name == "key and value":
+        shapes = {"query": (1, 6, 2, D), "key": (1, 5, 1, D), "value": (1, 5, 1, D)}
+        mapped, out, masks = ["query"], (32, 1, 6, 2, D), mask
+        call = masked(jaxft.dot_product_attention)
+    elif name == "qkv":
+        shapes, mapped, out, masks = {"qkv": (1, 5, 3, 2, D)}, [], (32, 1, 5, 2, D), mask
+        call = masked(jaxft.qkv_attention)
+    else:
+        shapes, mapped, out, masks = {"qkv": (5, 3, 2, D)}, [], (32, 5, 2, D), jnp.asarray(ends, jnp.int32)
+        call = masked(partial(jaxft.varlen_qkv_attention, max_seqlen=5), "cu_seqlens")
+    floats = over_examples(32, shapes)(rng, mapped, dtype)
+    run = vmapped_gradients(call, floats, mapped, (masks,))
+    assert_examples_are_summed(run, floats, cancelling(rng, out, dtype), rounds=name == "packed")
+
+
+def test_nested_vmaps_sum_in_float32():
+    """The inner vmap maps the bias, and the outer one shares it."""
+    rng = np.random.default_rng(0)
+    floats = over_examples(32, {"x": (3, 6, D), "bias": (3, D)})(rng, ["x"], jnp.float16)
+    cotangents = cancelling(rng, (32, 3, 6, D), jnp.float16)
+
+    def run(implementation, floats, cotangents):
+        f = partial(jaxft.bias_activation, implementation=implementation)
+        every = jax.vmap(jax.vmap(f), (0, None))
+        return {"bias": jax.vjp(lambda bias: every(floats["x"], bias), floats["bias"])[1](cotangents)[0]}
+
+    assert_examples_are_summed(run, floats, cotangents)
+
+
+def test_examples_overflow_only_together():
+    """With a loss scale of 2^15, the gradient of one example exceeds float16, and the sum does not."""
+    x, bias = jnp.zeros((2, 64, D), jnp.float16), jnp.zeros(D, jnp.float16)
+    cotangent = jnp.stack([jnp.full((64, D), 2.0**15), jnp.full((64, D), 32 - 2.0**15)]).astype(jnp.float16)
+    for implementation in ("xla", "triton"):
+        f = jax.vmap(partial(jaxft.bias_activation, activation="relu", implementation=implementation), (0, None))
+        got = jax.vjp(lambda bias, f=f: f(x + 1, bias), bias)[1](cotangent)[0]
+        np.testing.assert_array_equal(got, np.full(D, 64 * 32.0))
+
+
+def test_second_derivatives_of_cross_entropy_are_not_nan():
+    """With a loss scale, the cotangent of an unscaled gradient exceeds float16. Too large derivatives are inf."""
+    rng = np.random.default_rng(0)
+    floats = {"x": (6, D), "embedding": (5, D), "bias": (5,)}
+    floats = {n: jnp.asarray(0.5 * rng.standard_normal(shape), jnp.float16) for n, shape in floats.items()}
+
+    def penalty(floats):
+        def loss(floats):
+            return jaxft.linear_cross_entropy(labels=LABELS[:6], **floats).total * 2.0**12
+
+        gradients = jax.grad(loss)(floats)
+        return sum(jnp.sum(jnp.square(d.astype(jnp.float32))) for d in gradients.values()) * 2.0**-9
+
+    got, exact = jax.grad(penalty)(floats), jax.grad(penalty)({n: x.astype(jnp.float32) for n, x in floats.items()})
+    for n, x in got.items():
+        expected = np.asarray(exact[n], np.float64)
+        assert errors(n, x, expected).max() <= 0.01 * magnitude(expected), n
+
+
 def test_hessian_of_embeddings_is_summed_in_float32():
     """The gradient of a gradient also goes through the table."""
 

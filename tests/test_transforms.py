@@ -515,6 +515,36 @@ def test_exported_op_runs_with_any_size(name):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
 
 
+MAPPED = ("bias_residual_layer_norm", "dense", "dense_residual_layer_norm", "qkv_bias_split_heads", "remove_padding")
+
+
+@pytest.mark.parametrize("name", [*MAPPED, *slow(*(name for name, call in CALLS.items() if name not in MAPPED))])
+def test_vmap_over_a_symbolic_axis(name):
+    """XLA runs the op, also on a GPU: forward and gradient. A named kernel is refused."""
+    call = CALLS[name]
+    arrays = {n: jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for n, x in call.arrays().items()}
+    shapes = {n: f"v, {', '.join(map(str, x.shape[1:]))}" for n, x in arrays.items()}
+    symbols = jax.export.symbolic_args_specs(arrays, shapes)
+
+    def run(floats, others, implementation):
+        out = call.function(**floats, **others, implementation=implementation)
+        return sum(jnp.sum(x * x) for x in jax.tree.leaves(out)), out
+
+    def export(implementation):
+        def both(arrays):
+            floats = {n: x for n, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+            others = {n: x for n, x in arrays.items() if n not in floats}
+            return jax.grad(functools.partial(run, implementation=implementation), has_aux=True)(floats, others)
+
+        return jax.export.export(jax.jit(jax.vmap(jax.jit(both))), platforms=["cuda"])
+
+    with dispatch.target():
+        assert "triton" not in export(None)(symbols).mlir_module()
+        if call.kernel and name != "bundle":
+            with pytest.raises(NotImplementedError, match="'triton' cannot be used: a vmap has a symbolic size, v"):
+                export("triton")(symbols)
+
+
 def test_static_arguments_may_be_symbolic():
     """Capacity, batch, length and max_seqlen may be sizes of other arrays, in programs of several scopes."""
 

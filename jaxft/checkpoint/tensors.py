@@ -298,10 +298,11 @@ def write(folder: Path, contents: Mapping[str, Any], without: Iterable[str] = ()
 
     with atomic.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    contents = dict(sorted(contents.items(), key=lambda item: item[0].endswith(".safetensors")))
-    targets = [folder / name for name in reversed(contents)]
+    # config.json first: no reader takes a folder without it, if the process is killed while it renames the files.
+    order = sorted(contents, key=lambda name: (name != "config.json", name.endswith(".safetensors")))
+    targets = [folder / name for name in order]
     with atomic.replacing(*targets, without=[folder / name for name in without]) as files:
-        for file, target, content in zip(files[::-1], targets[::-1], contents.values(), strict=True):
+        for file, target, content in zip(files, targets, map(contents.__getitem__, order), strict=True):
             with atomic.writing(target):
                 if target.suffix != ".safetensors":
                     text = json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n"
@@ -313,4 +314,4 @@ def write(folder: Path, contents: Mapping[str, Any], without: Iterable[str] = ()
                 except safetensors.SafetensorError as error:  # of the disk, for example a full one
                     number = re.search(r"os error (\d+)", str(error))
                     raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
-                file.chmod(stat.S_IMODE(files[-1].stat().st_mode))  # safetensors lets only the owner read the file
+                file.chmod(stat.S_IMODE(files[0].stat().st_mode))  # safetensors lets only the owner read the file

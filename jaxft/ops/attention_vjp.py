@@ -80,14 +80,9 @@ def plan_of(op: str, inputs: Inputs, options: Options, implementation: str | Non
     if choice.name == "cudnn":
         return plan(forward=Pass("cudnn"), backward=Pass("cudnn"), why=choice.why)
 
-    exact = precision == "float32" and inputs.query.dtype == jnp.float32
-    more = exact or any(x is not None for x in (inputs.bias, inputs.mask, inputs.dropout_rng))
-    average = None if inputs.cu_seqlens is None else max(1, inputs.query.shape[0] // b)
-    call = tuning.Call(b * n, t, s, h, inputs.query.dtype.itemsize, device, more, average)
+    call = _call(inputs, options, precision)
     forward = Pass("triton", tuning.attention(call))
-    dq = tuning.attention_dq(call)
-    dkv = tuning.attention_dkv(call, attention_problem.bias_of_pairs(inputs.bias))  # the last, see `autotune`
-    backward = Pass("triton", (dq, dkv))
+    backward = Pass("triton", _triton_gradient(call, inputs))
     saving, why = None, [choice.why] if choice.why else []
     if implementation is None:
         reason = _cudnn_unsupported(inputs, options) or _cudnn_is_slower(inputs, options, device)
@@ -102,9 +97,23 @@ def plan_of(op: str, inputs: Inputs, options: Options, implementation: str | Non
             backward = Pass("mosaic_gpu", tuning.attention_mosaic_gradient(device))
         else:
             why.append(f"mosaic_gpu, backward: {reason}")
-    return plan(
-        forward=forward, saving=saving, backward=backward, interpret=choice.interpret, why="; ".join(why)
-    )  # fmt: skip
+    choice = choice._replace(why="; ".join(why))
+    return plan(forward=forward, saving=saving, backward=backward, **plans.of_choice(choice))
+
+
+def _call(inputs: Inputs, options: Options, precision: str) -> tuning.Call:
+    """Returns what the configurations of the Triton kernels depend on."""
+    b, t, s, n, h = sizes(inputs, options)
+    exact = precision == "float32" and inputs.query.dtype == jnp.float32
+    more = exact or any(x is not None for x in (inputs.bias, inputs.mask, inputs.dropout_rng))
+    average = None if inputs.cu_seqlens is None else max(1, inputs.query.shape[0] // b)
+    return tuning.Call(b * n, t, s, h, inputs.query.dtype.itemsize, dispatch.device(), more, average)
+
+
+def _triton_gradient(call: tuning.Call, inputs: Inputs) -> tuple[Any, Any]:
+    """Returns the configurations of the Triton kernels for dq, and for dk and dv."""
+    dq = tuning.attention_dq(call)
+    return dq, tuning.attention_dkv(call, attention_problem.bias_of_pairs(inputs.bias))  # the last, see `autotune`
 
 
 def _by_name(inputs: Inputs) -> dict[str, Any]:
@@ -157,7 +166,7 @@ def run(inputs: Inputs, plan: Plan) -> Any:
         return _reference(plan, *inputs)
     if plan.backward.backend == "cudnn":  # asked for by name, with cuDNN's own gradient
         return _cudnn_jit(inputs, plan.options)
-    return _kernels(plan, *transforms.vary_alike(*inputs))
+    return _kernels(plan, *inputs)
 
 
 # --- Plain jnp ---------------------------------------------------------------------------------------------------
@@ -256,15 +265,20 @@ def _mosaic_gradient(dout, inputs, saved, plan):
     return transforms.vary_alike(qkv, found)[1]
 
 
-def _backward(plan, d, saved, *arrays):
+def _backward(plan, dtypes, d, saved, *arrays):
     inputs = Inputs(*arrays)
+    *of_rows, of_bias = dtypes
+    of_rows = next((dtype for dtype in of_rows if dtype == jnp.float32), inputs.query.dtype)
+    configs = plan.backward.config
     if plan.backward.backend == "mosaic_gpu":
-        return _mosaic_gradient(d, inputs, saved, plan), None, None, None
-    query_config, key_config = plan.backward.config
+        if of_rows == inputs.query.dtype:
+            return _mosaic_gradient(d, inputs, saved, plan), None, None, None
+        configs = _triton_gradient(_call(inputs, plan.options, plan.precision), inputs)  # that kernel sums in 16 bits
+    query_config, key_config = configs
     dout, dlse = d if plan.options.return_residual else (d, None)
     return attention_backward.backward(
         dout, None if dlse is None else jnp.swapaxes(dlse, -1, -2), *_arguments(inputs, plan), *saved,
-        query_config=query_config, key_config=key_config, interpret=plan.interpret,
+        query_config=query_config, key_config=key_config, interpret=plan.interpret, dtypes=(of_rows, of_bias),
     )  # fmt: skip
 
 

@@ -50,8 +50,7 @@ def bias_activation(
     plans.record(op, (x, bias), plan)
     if plan.forward.backend == "xla":
         return _reference(plan, x, bias)
-    flat = x.reshape(-1, x.shape[-1])
-    return _kernels(plan, *transforms.vary_alike(flat, bias)).reshape(x.shape)
+    return _kernels(plan, x.reshape(-1, x.shape[-1]), bias).reshape(x.shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,9 +85,9 @@ def _forward(plan, save, x, bias):
     return (y, None) if save else y
 
 
-def _backward(plan, dy, saved, x, bias):
+def _backward(plan, dtypes, dy, saved, x, bias):
     return triton.backward(
-        dy, x, bias, activation=plan.activation, config=plan.backward.config, interpret=plan.interpret
+        dy, x, bias, activation=plan.activation, dtypes=dtypes, config=plan.backward.config, interpret=plan.interpret
     )
 
 

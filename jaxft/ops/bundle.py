@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxft import dispatch
 from jaxft.kernels.triton import split as triton
-from jaxft.ops import checks, plans
+from jaxft.ops import checks, plans, transforms
 from jaxft.ops.plans import Pass
 
 # Most elements of an array that is concatenated. The copy of a longer array costs more than the host's time for it.
@@ -117,7 +117,7 @@ class Rebuild:
             x = checks.as_array("bundle", f"arrays[{i}]", arrays[i])
             # The device and the array may be others than in the call of `bundle`.
             choice = dispatch.choose("bundle", self.implementation, {"triton": triton.unsupported(x, f"arrays[{i}]")})
-            plan = Plan(forward=Pass(choice.name), interpret=choice.interpret, why=choice.why, sizes=sizes)
+            plan = Plan(forward=Pass(choice.name), **plans.of_choice(choice), sizes=sizes)
             plans.record("bundle", (x,), plan)
             parts += _split(x, plan)
         leaves = [part for _, part in sorted(zip(self.order, parts, strict=True), key=lambda pair: pair[0])]
@@ -134,8 +134,14 @@ class Plan(plans.Plan):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _split(x, plan):
     if plan.forward.backend == "xla":
-        return jnp.split(x, list(itertools.accumulate(plan.sizes[:-1])))
-    return triton.split(x, plan.sizes, interpret=plan.interpret)
+        return _plain(plan, x)
+    return transforms.mappable(
+        lambda _, x: triton.split(x, plan.sizes, interpret=plan.interpret), functools.partial(_plain, plan), plan
+    )(x)
+
+
+def _plain(plan, x):
+    return jnp.split(x, list(itertools.accumulate(plan.sizes[:-1])))
 
 
 _split.defvjp(

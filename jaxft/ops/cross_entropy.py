@@ -109,16 +109,15 @@ def linear_cross_entropy(
     plans.record(op, (x, embedding, labels, bias), plan)
     if 0 in arrays[0].shape:
         return CrossEntropy(*_reference(*arrays, ignore_index, precision))
-    return CrossEntropy(*_loss_jit(*transforms.vary_alike(*arrays), plan))
+    return CrossEntropy(*_loss_jit(*arrays, plan))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(plans.Plan):
-    """Plan of a call of `linear_cross_entropy`. `dtypes` are the dtypes of x, embedding and bias."""
+    """Plan of a call of `linear_cross_entropy`."""
 
     ignore_index: int
     precision: Any
-    dtypes: tuple[Any, ...]
 
 
 def plan_of(
@@ -128,10 +127,7 @@ def plan_of(
     """Chooses how many rows have logits at a time, for x in two dimensions."""
     choice = dispatch.choose(op, implementation, {})
     chunks = Pass("xla", tuning.linear_cross_entropy(x.shape[0], *embedding.shape))
-    return Plan(
-        forward=chunks, backward=chunks, why=choice.why, ignore_index=ignore_index, precision=precision,
-        dtypes=(x.dtype, embedding.dtype, None if bias is None else bias.dtype),
-    )  # fmt: skip
+    return Plan(forward=chunks, backward=chunks, why=choice.why, ignore_index=ignore_index, precision=precision)
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5))
@@ -140,8 +136,16 @@ def _reference(x, embedding, bias, labels, ignore_index, precision):
     return reference.linear_cross_entropy(x, embedding, labels, bias, **options)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _loss(x, embedding, bias, labels, plan):
+@functools.partial(jax.jit, static_argnums=4)
+def _loss_jit(x, embedding, bias, labels, plan):
+    carriers = transforms.wide_carriers(x, embedding, bias)
+    *arrays, of_x, of_embedding, of_bias = transforms.vary_alike(x, embedding, bias, labels, *carriers)
+    return _loss(*arrays, (of_x, of_embedding, of_bias), plan)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _loss(x, embedding, bias, labels, carriers, plan):
+    del carriers
     return _by_chunks(plan, False, x, embedding, bias, labels)[:2]
 
 
@@ -208,27 +212,26 @@ def _by_chunks(plan, with_gradients, x, embedding, bias, labels):
     return total, labelled, dx / scale, d_embedding, None if bias is None else d_bias[:classes]
 
 
-def _fwd(x, embedding, bias, labels, plan):
+def _fwd(x, embedding, bias, labels, carriers, plan):
     def plain(x, embedding, bias, labels):
         def loss(*floats):
             return _reference(*floats, labels, plan.ignore_index, plan.precision)
 
-        total, pull_back, labelled = jax.vjp(loss, x, embedding, bias, has_aux=True)
-        gradients = pull_back(jnp.ones_like(total))
-        return total, labelled, *(None if d is None else d.astype(total.dtype) for d in gradients)
+        # In float32: a cotangent of these gradients may be above or below the numbers that float16 has.
+        floats = jax.tree.map(reference.wide, (x, embedding.astype(x.dtype), bias))
+        total, pull_back, labelled = jax.vjp(loss, *floats, has_aux=True)
+        return total, labelled, *pull_back(jnp.ones_like(total))
 
-    fused = functools.partial(_by_chunks, plan, True)
-    total, labelled, *gradients = transforms.with_plain_gradient(fused, plain)(x, embedding, bias, labels)
+    fused = transforms.with_plain_gradient(lambda _, *arrays: _by_chunks(plan, True, *arrays), plain, plan)
+    total, labelled, *gradients = fused(x, embedding, bias, labels)
     return (total, labelled), (gradients, labels != plan.ignore_index)
 
 
 def _bwd(plan, saved, d):
     gradients, used = saved
-    scaled: list[Any] = [x if x is None else (x * d[0]).astype(dtype)
-                         for x, dtype in zip(gradients, plan.dtypes, strict=True)]  # fmt: skip
-    dx, *others = scaled
-    return jnp.where(used[:, None], dx, 0), *others, None  # exactly 0 also if the cotangent is NaN
+    dx, *others = jax.tree.map(lambda x: x * d[0], gradients)
+    dx = jnp.where(used[:, None], dx, 0)  # exactly 0 also if the cotangent is NaN
+    return None, None, None, None, (dx, *others)
 
 
 _loss.defvjp(_fwd, _bwd)
-_loss_jit = jax.jit(_loss, static_argnums=4)

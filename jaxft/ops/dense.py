@@ -136,14 +136,14 @@ def plan_of(
         backward = Pass("triton")  # the sum over the rows
     elif activation is not None and tuning.epilogue_gradient_is_faster(backend, rows, itemsize):
         backward = Pass("triton", tuning_rows.bias_activation_backward(rows, width, itemsize, device))
-    return plan(forward=Pass(backend, config), backward=backward, interpret=choice.interpret, why=why)
+    return plan(forward=Pass(backend, config), backward=backward, **plans.of_choice(choice) | {"why": why})
 
 
 def run(x: Array, kernel: Array, bias: Array | None, residual: Array | None, plan: Plan) -> Array:
     """Computes the layer of arrays in two dimensions."""
     if plan.plain:
         return _reference(x, kernel, bias, residual, plan.activation, plan.precision)
-    return _kernels_jit(*transforms.vary_alike(x, kernel, bias, residual), plan)
+    return _kernels_jit(x, kernel, bias, residual, plan)
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5))
@@ -151,12 +151,37 @@ def _reference(x, kernel, bias, residual, activation, precision):
     return reference.dense(x, kernel, bias, activation=activation, residual=residual, precision=precision)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def kernels(x, kernel, bias, residual, plan):
-    """Computes the layer with the kernels of the plan, and defines its gradient."""
-    if not plan.is_one_kernel:
-        return _epilogue(reference.matmul(x, kernel, plan.precision), bias, residual, plan, in_place=True)
-    return _one_kernel(x, kernel, bias, residual, plan)[0]
+def product_carrier(x: Array, kernel: Array, plan: Any) -> Array:
+    """Returns a carrier of x @ kernel, to which a float32 gradient can be given."""
+    # The plan knows whether this is a CPU. The device is not asked: a gradient may be traced where it is not known.
+    product = functools.partial(reference.matmul if plan.interpret else jnp.matmul, precision=plan.precision)
+    return transforms.carrier(reference.wide, transforms.carrier(product, x, kernel))
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def _kernels_jit(x, kernel, bias, residual, plan):
+    carriers = product_carrier(x, kernel, plan), *transforms.wide_carriers(bias, residual)
+    *arrays, of_product, of_bias, of_residual = transforms.vary_alike(x, kernel, bias, residual, *carriers)
+    return kernels(*arrays, (of_product, of_bias, of_residual), plan)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def kernels(x, kernel, bias, residual, carriers, plan):
+    """Computes the layer with the kernels of the plan, and defines its gradient.
+
+    The gradient goes to the `carriers` (see `transforms.carrier`) of the matmul, the bias and the residual.
+    """
+    del carriers
+
+    def by_kernels(_, x, kernel, bias, residual):
+        if not plan.is_one_kernel:
+            return _epilogue(reference.matmul(x, kernel, plan.precision), bias, residual, plan, in_place=True)
+        return _one_kernel(x, kernel, bias, residual, plan)[0]
+
+    def plain(x, kernel, bias, residual):
+        return _reference(x, kernel, bias, residual, plan.activation, plan.precision)
+
+    return transforms.mappable(by_kernels, plain, plan)(x, kernel, bias, residual)
 
 
 def _one_kernel(x, kernel, bias, residual, plan, also=None):
@@ -185,8 +210,10 @@ def with_derivative(x: Array, kernel: Array, bias: Array | None, plan: Plan) -> 
     def plain(x, kernel, bias):
         return (reference.dense(x, kernel, bias, activation=plan.activation, precision=plan.precision),)
 
-    fused = functools.partial(_one_kernel, residual=None, plan=plan, also="derivative")
-    return transforms.with_plain_gradient(fused, plain, saves=1)(x, kernel, bias)
+    def fused(_, x, kernel, bias):
+        return _one_kernel(x, kernel, bias, None, plan, also="derivative")
+
+    return transforms.with_plain_gradient(fused, plain, plan, saves=1)(x, kernel, bias)
 
 
 def _epilogue(y, bias, residual, plan, in_place):
@@ -198,12 +225,13 @@ def _epilogue(y, bias, residual, plan, in_place):
     )
 
 
-def _fwd(x, kernel, bias, residual, plan):
+def _fwd(x, kernel, bias, residual, carriers, plan):
     if not plan.is_one_kernel:
         y = reference.matmul(x, kernel, plan.precision)
         run = transforms.with_plain_gradient(
-            functools.partial(_epilogue, plan=plan, in_place=False),
+            lambda _, y, bias, residual: _epilogue(y, bias, residual, plan, in_place=False),
             lambda y, bias, residual: reference.dense_epilogue(y, bias, plan.activation, residual),
+            plan,
         )
         return run(y, bias, residual), (x, kernel, bias, residual, None if plan.activation is None else y)
     if plan.activation is not None:
@@ -214,10 +242,12 @@ def _fwd(x, kernel, bias, residual, plan):
             y = reference.dense(x, kernel, inner, precision=plan.precision)
             return reference.dense_epilogue(y, outer, plan.activation, residual), y
 
-        fused = functools.partial(_one_kernel, plan=plan, also="sum" if saves_sum else "matmul")
-        out, y = transforms.with_plain_gradient(fused, plain)(x, kernel, bias, residual)
+        def fused(_, x, kernel, bias, residual):
+            return _one_kernel(x, kernel, bias, residual, plan, also="sum" if saves_sum else "matmul")
+
+        out, y = transforms.with_plain_gradient(fused, plain, plan)(x, kernel, bias, residual)
         return out, (x, kernel, bias, residual, y)
-    return kernels(x, kernel, bias, residual, plan), (x, kernel, bias, residual, None)
+    return kernels(x, kernel, bias, residual, carriers, plan), (x, kernel, bias, residual, None)
 
 
 def _bwd(plan, saved, d_out):
@@ -225,35 +255,38 @@ def _bwd(plan, saved, d_out):
     if plan.forward.backend == "mosaic_gpu" and bias is not None:
         bias = jnp.zeros_like(bias)  # y includes it
 
-    dy, d_bias = _epilogue_gradient(d_out, y, bias, plan)
-    # The plan knows whether this is a CPU. The device is not asked: a gradient may be traced where it is not known.
-    product = functools.partial(reference.matmul if plan.interpret else jnp.matmul, precision=plan.precision)
-    _, product_vjp = jax.vjp(product, x, kernel)
-    return *product_vjp(dy), d_bias, None if residual is None else d_out
+    dy, d_bias = _epilogue_gradient(d_out, y, bias, x, kernel, plan)
+    d_residual = None if residual is None else reference.wide(d_out)
+    return None, None, None, None, (reference.wide(dy), d_bias, d_residual)
 
 
-def _epilogue_gradient(d_out, y, bias, plan):
-    """Computes the gradients of y and bias through activation(y + bias), with an activation in one pass."""
+def _epilogue_gradient(d_out, y, bias, x, kernel, plan):
+    """Computes the gradients of y = x @ kernel and bias through activation(y + bias)."""
     if plan.activation is None:
         if bias is None:
             return d_out, None
-        sum_of_rows = functools.partial(bias_activation.sum_of_rows, interpret=plan.interpret)
-        total = transforms.with_plain_gradient(sum_of_rows, lambda x: jnp.sum(x, axis=0, dtype=jnp.float32))
-        return d_out, total(d_out).astype(bias.dtype)
+        total = transforms.with_plain_gradient(
+            lambda _, x: bias_activation.sum_of_rows(x, interpret=plan.interpret),
+            lambda x: jnp.sum(x, axis=0, dtype=jnp.float32),
+            plan,
+        )
+        return d_out, total(d_out)
 
-    def plain(d_out, y, bias):
-        return jax.vjp(lambda y, bias: reference.dense_epilogue(y, bias, plan.activation, None), y, bias)[1](d_out)
+    def plain(d_out, y, bias, *_):
+        d_out, *floats = jax.tree.map(reference.wide, (d_out, y, bias))
+        return jax.vjp(lambda y, bias: reference.dense_epilogue(y, bias, plan.activation, None), *floats)[1](d_out)
 
     if plan.backward.backend == "xla":
         return plain(d_out, y, bias)
 
-    def fused(d_out, y, bias):
-        return bias_activation.backward(
-            d_out, y, bias, activation=plan.activation, config=plan.backward.config, interpret=plan.interpret
-        )
+    def fused(shared, d_out, y, bias, *_):
+        dy, d_bias = bias_activation.backward(
+            d_out, y, bias, activation=plan.activation, config=plan.backward.config, interpret=plan.interpret,
+            dtypes=[transforms.gradient_dtype(*of_one) for of_one in ((y, shared[3] and shared[4]), (bias, shared[2]))],
+        )  # fmt: skip
+        return jax.tree.map(reference.wide, (dy, d_bias))
 
-    return transforms.with_plain_gradient(fused, plain)(d_out, y, bias)
+    return transforms.with_plain_gradient(fused, plain, plan)(d_out, y, bias, x, kernel)
 
 
 kernels.defvjp(_fwd, _bwd)
-_kernels_jit = jax.jit(kernels, static_argnums=4)

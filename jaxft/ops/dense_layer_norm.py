@@ -121,14 +121,14 @@ def plan_of(
     )  # fmt: skip
     two_ops = Pass("ops", (matmul, norm))
     forward, why = two_ops, choice.why
-    if choice.name == "triton" and 0 not in (rows, depth, width):
+    if choice.name == norm.forward.backend == "triton" and 0 not in (rows, depth, width):
         split = tuning.dense_split(rows, depth, width, itemsize, device)
         if split.splits > 1:
             forward = Pass("triton", (split, tuning_rows.layer_norm(rows, width, 4, device, "sums")))  # float32 sums
         elif implementation is None and tuning.splits_few_rows(rows, itemsize, kernel_precision) and matmul.plain:
             forward, why = plans.XLA, "triton: slower at this size"
     return Plan(
-        forward=forward, saving=two_ops, backward=two_ops, interpret=choice.interpret, why=why, epsilon=epsilon,
+        forward=forward, saving=two_ops, backward=two_ops, **plans.of_choice(choice) | {"why": why}, epsilon=epsilon,
         dropout_rate=dropout_rate, return_sum=return_sum, precision=precision, kernel_precision=kernel_precision,
     )  # fmt: skip
 
@@ -141,7 +141,7 @@ def run(
     arrays = x, kernel, residual, bias, gamma, beta, rng
     if plan.forward.backend == "ops":
         return _two_ops(*arrays, plan)
-    return _result_jit(*transforms.vary_alike(*arrays), plan)
+    return _result_jit(*arrays, plan)
 
 
 def _two_ops(x, kernel, residual, bias, gamma, beta, rng, plan):
@@ -150,14 +150,29 @@ def _two_ops(x, kernel, residual, bias, gamma, beta, rng, plan):
     return layer_norm.run(y, bias, residual, gamma, beta, rng, norm)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
-def _result(x, kernel, residual, bias, gamma, beta, rng, plan):
-    if plan.forward.backend == "xla":
+@functools.partial(jax.jit, static_argnums=7)
+def _result_jit(x, kernel, residual, bias, gamma, beta, rng, plan):
+    carriers = dense.product_carrier(x, kernel, plan), *transforms.wide_carriers(bias, residual, gamma, beta)
+    every = transforms.vary_alike(x, kernel, residual, bias, gamma, beta, rng, *carriers)
+    return _result(*every[:7], tuple(every[7:]), plan)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(8,))
+def _result(x, kernel, residual, bias, gamma, beta, rng, carriers, plan):
+    del carriers
+
+    def plain(x, kernel, residual, bias, gamma, beta, rng):
         out = reference.dense_residual_layer_norm(
             x, kernel, bias, residual, gamma, beta, precision=plan.precision, epsilon=plan.epsilon,
             dropout_rate=plan.dropout_rate, dropout_rng=rng, return_sum=plan.return_sum,
         )  # fmt: skip
         return out if plan.return_sum else (out,)
+
+    run = plain if plan.forward.backend == "xla" else transforms.mappable(functools.partial(_split, plan), plain, plan)
+    return run(x, kernel, residual, bias, gamma, beta, rng)
+
+
+def _split(plan, _, x, kernel, residual, bias, gamma, beta, rng):
     split, norm = plan.forward.config
     (sums,) = triton_dense.forward(
         x, kernel, None, None, activation=None, precision=plan.kernel_precision, config=split,
@@ -171,14 +186,15 @@ def _result(x, kernel, residual, bias, gamma, beta, rng, plan):
     return tuple(out)
 
 
-def _fwd(x, kernel, residual, bias, gamma, beta, rng, plan):
-    run = functools.partial(_two_ops, rng=rng, plan=plan)
-    return jax.vjp(run, x, kernel, residual, bias, gamma, beta)
+def _fwd(x, kernel, residual, bias, gamma, beta, rng, carriers, plan):
+    matmul, norm = plan.backward.config
+
+    y = dense.run(x, kernel, None, None, matmul)
+    return jax.vjp(lambda *carriers: layer_norm.run(y, bias, residual, gamma, beta, rng, norm, carriers), *carriers)
 
 
 def _bwd(plan, pull_back, d):
-    return *pull_back(d), None
+    return *[None] * 7, pull_back(d)
 
 
 _result.defvjp(_fwd, _bwd)
-_result_jit = jax.jit(_result, static_argnums=7)

@@ -110,7 +110,7 @@ def embeddings_layer_norm(
     plans.record(op, (input_ids, word, position, token_type, gamma, beta, position_ids, token_type_ids), plan)
     if plan.forward.backend == "xla":
         return _reference(plan, *arrays, rng)
-    return _kernels(plan, *transforms.vary_alike(*arrays, rng))
+    return _kernels(plan, *arrays, rng)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,35 +191,39 @@ def _forward(plan, save, word, position, token_type, gamma, beta, input_ids, pos
     return (y, saved) if save else y
 
 
-def _backward(plan, dy, saved, word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, rng):
-    norm, of_word, of_position, of_token_type = plan.backward.config
+def _backward(
+    plan, dtypes, dy, saved, word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, rng
+):
+    norm, *configs = plan.backward.config
     total, saved = saved
     of_rows = token_type is not None and token_type_ids is None  # the gradient of row 0 is a sum over all tokens
-    vectors = {"bias": token_type if of_rows else None, "gamma": gamma, "beta": beta}
+    of_word, of_position, of_token_type, of_gamma, of_beta = dtypes
+    vectors = {"bias": of_token_type if of_rows else None, "gamma": of_gamma, "beta": of_beta}
     d, _, found = triton_layer_norm.backward(
         dy.reshape(total.shape), None, total, None, None, gamma, None if rng is None else dropout_seed(rng),
         saved, dropout_rate=plan.dropout_rate, drops_result=rng is not None,
-        vectors={name: vector.dtype for name, vector in vectors.items() if vector is not None},
+        vectors={name: dtype for name, dtype in vectors.items() if dtype is not None}, dtype=total.dtype,
         config=norm, interpret=plan.interpret,
     )  # fmt: skip
 
-    def by_id(table, ids, config):
-        return triton.sum_by_id(d, ids.reshape(-1), table, config=config, interpret=plan.interpret)
+    def by_id(table, dtype, ids, config):
+        like = jax.ShapeDtypeStruct(table.shape, dtype)
+        return triton.sum_by_id(d, ids.reshape(-1), like, config=config, interpret=plan.interpret)
 
-    def first_rows(table, rows):
-        return jnp.pad(rows.astype(table.dtype), ((0, table.shape[0] - rows.shape[0]), (0, 0)))
+    def first_rows(table, dtype, rows):
+        return jnp.pad(rows.astype(dtype), ((0, table.shape[0] - rows.shape[0]), (0, 0)))
 
     if position_ids is not None:
-        dposition = by_id(position, position_ids, of_position)
+        dposition = by_id(position, of_position, position_ids, configs[1])
     else:
-        dposition = first_rows(position, jnp.sum(d.reshape(-1, *dy.shape[-2:]), axis=0))
+        dposition = first_rows(position, of_position, jnp.sum(d.reshape(-1, *dy.shape[-2:]), axis=0))
     dtoken_type = None
     if token_type is not None:
         if of_rows:
-            dtoken_type = first_rows(token_type, found["bias"][None])
+            dtoken_type = first_rows(token_type, of_token_type, found["bias"][None])
         else:
-            dtoken_type = by_id(token_type, token_type_ids, of_token_type)
-    return by_id(word, input_ids, of_word), dposition, dtoken_type, found.get("gamma"), found.get("beta")
+            dtoken_type = by_id(token_type, of_token_type, token_type_ids, configs[2])
+    return by_id(word, of_word, input_ids, configs[0]), dposition, dtoken_type, found.get("gamma"), found.get("beta")
 
 
 _reference, _kernels = transforms.implementations(_forward, _backward, _plain, gradients=5)

@@ -160,7 +160,8 @@ def plan_of(
 def _of_all(*inner: plans.Plan) -> dict[str, Any]:
     """Returns the fields of a plan that follow from the plans of the ops that it is composed of."""
     reasons = dict.fromkeys(plan.why for plan in inner if plan.why)
-    return {"interpret": any(plan.interpret for plan in inner), "why": "; ".join(reasons)}
+    by_name = any(plan.by_name for plan in inner)
+    return {"interpret": any(plan.interpret for plan in inner), "by_name": by_name, "why": "; ".join(reasons)}
 
 
 def _run(x, in_kernel, in_bias, out_kernel, out_bias, residual, gamma, beta, rng, plan):
@@ -170,18 +171,26 @@ def _run(x, in_kernel, in_bias, out_kernel, out_bias, residual, gamma, beta, rng
         h = dense.run(x, in_kernel, in_bias, None, first)
         return dense_layer_norm.run(h, out_kernel, residual, out_bias, gamma, beta, rng, second)
     *_, last = plan.forward.config
-    y = _products_jit(*transforms.vary_alike(x, in_kernel, in_bias, out_kernel), plan)
+    y = _products_jit(x, in_kernel, in_bias, out_kernel, plan)
     return layer_norm.run(y, out_bias, residual, gamma, beta, rng, last)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _products(x, in_kernel, in_bias, out_kernel, plan):
+@functools.partial(jax.jit, static_argnums=4)
+def _products_jit(x, in_kernel, in_bias, out_kernel, plan):
+    carriers = dense.product_carrier(x, in_kernel, plan), *transforms.wide_carriers(in_bias, out_kernel)
+    every = transforms.vary_alike(x, in_kernel, in_bias, out_kernel, *carriers)
+    return _products(*every[:4], tuple(every[4:]), plan)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _products(x, in_kernel, in_bias, out_kernel, carriers, plan):
+    del carriers
     first, middle, _ = plan.forward.config
-    h = dense.kernels(x, in_kernel, in_bias, None, first)
+    h = dense.kernels(x, in_kernel, in_bias, None, None, first)
     return dense.run(h, out_kernel, None, None, middle)
 
 
-def _fwd(x, in_kernel, in_bias, out_kernel, plan):
+def _fwd(x, in_kernel, in_bias, out_kernel, carriers, plan):
     first, middle, _ = plan.saving.config
     h, derivative = dense.with_derivative(x, in_kernel, in_bias, first)
     return dense.run(h, out_kernel, None, None, middle), (x, in_kernel, in_bias, out_kernel, h, derivative)
@@ -189,12 +198,22 @@ def _fwd(x, in_kernel, in_bias, out_kernel, plan):
 
 def _bwd(plan, saved, dy):
     x, in_kernel, in_bias, out_kernel, h, derivative = saved
-    product = functools.partial(jnp.matmul, precision=plan.precision)
     dz, total = _inner_gradient(dy, out_kernel, derivative, x, in_kernel, in_bias, plan)
-    d_in_bias = None if in_bias is None else total.astype(in_bias.dtype)
-    (d_out_kernel,) = jax.vjp(functools.partial(product, h), out_kernel)[1](dy)
-    dx, d_in_kernel = jax.vjp(product, x, in_kernel)[1](dz)
-    return dx, d_in_kernel, d_in_bias, d_out_kernel
+    d_in_bias = None if in_bias is None else total
+    return None, None, None, None, (reference.wide(dz), d_in_bias, _outer_gradient(dy, h, out_kernel, plan))
+
+
+def _outer_gradient(dy, h, out_kernel, plan):
+    """Computes the gradient of the kernel of h @ out_kernel, in float32 if JAX adds up those of examples."""
+
+    def gradient(shared, dy, h, out_kernel):
+        product = functools.partial(
+            jnp.matmul, precision=plan.precision, preferred_element_type=jnp.float32 if shared[2] else None
+        )
+        out, pull_back = jax.vjp(functools.partial(product, h), reference.wide(out_kernel) if shared[2] else out_kernel)
+        return reference.wide(pull_back(dy.astype(out.dtype))[0])
+
+    return transforms.with_plain_gradient(gradient, functools.partial(gradient, (False,) * 3), plan)(dy, h, out_kernel)
 
 
 def _inner_gradient(dy, out_kernel, derivative, x, in_kernel, in_bias, plan):
@@ -210,14 +229,13 @@ def _inner_gradient(dy, out_kernel, derivative, x, in_kernel, in_bias, plan):
         (dz,) = jax.vjp(reference.ACTIVATIONS[first.activation], z)[1](dh)
         return dz.astype(dy.dtype), jnp.sum(dz, axis=0)
 
-    def fused(dy, out_kernel, derivative, *_):
+    def fused(_, dy, out_kernel, derivative, *others):
         from jaxft.kernels.mosaic_gpu import dense_backward as mosaic
 
         found = mosaic.backward(dy, out_kernel, derivative, config=plan.backward.config[0])
         return tuple(transforms.vary_alike(dy, out_kernel, derivative, *found)[3:])  # see `dense._one_kernel`
 
-    return transforms.with_plain_gradient(fused, plain)(dy, out_kernel, derivative, x, in_kernel, in_bias)
+    return transforms.with_plain_gradient(fused, plain, plan)(dy, out_kernel, derivative, x, in_kernel, in_bias)
 
 
 _products.defvjp(_fwd, _bwd)
-_products_jit = jax.jit(_products, static_argnums=4)

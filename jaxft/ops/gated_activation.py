@@ -90,10 +90,11 @@ def _forward(plan, save, x, bias):
     return (y, None) if save else y
 
 
-def _backward(plan, dy, saved, x, bias):
+def _backward(plan, dtypes, dy, saved, x, bias):
     return triton.backward(
-        dy, x, bias, activation=plan.activation, gate=plan.gate, config=plan.backward.config, interpret=plan.interpret
-    )
+        dy, x, bias, activation=plan.activation, gate=plan.gate, dtypes=dtypes, config=plan.backward.config,
+        interpret=plan.interpret,
+    )  # fmt: skip
 
 
 _reference, _kernels = transforms.implementations(_forward, _backward, _plain, gradients=2)

@@ -3,8 +3,10 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from jax import Array
 
 from jaxft import dispatch, reference
@@ -206,14 +208,17 @@ def plan_of(
 
 def run(
     x: Array, bias: Array | None, residual: Array | None, gamma: Array | None, beta: Array | None, rng: Array | None,
-    plan: Plan,
+    plan: Plan, carriers: Sequence[Array | None] | None = None,
 ) -> tuple[Array, ...]:  # fmt: skip
-    """Computes the normalised array, and the sum if the plan asks for it."""
+    """Computes the normalised array, and the sum if the plan asks for it.
+
+    `carriers`, which only kernels take, are those of the first five arrays (see `transforms.carrier`).
+    """
     if plan.forward.backend == "xla":
         return _reference(plan, x, bias, residual, gamma, beta, rng)
     rows, width = math.prod(x.shape[:-1]), x.shape[-1]
     flat = None if residual is None else residual.reshape(rows, width)
-    out = _kernels(plan, *transforms.vary_alike(x.reshape(rows, width), bias, flat, gamma, beta, rng))
+    out = _kernels(plan, x.reshape(rows, width), bias, flat, gamma, beta, rng, carriers=carriers)
     return tuple(y.reshape(x.shape) for y in out)
 
 
@@ -249,12 +254,14 @@ def _forward(plan, save, x, bias, residual, gamma, beta, rng):
     return (tuple(out[:-1]), out[-1]) if save else tuple(out)
 
 
-def _backward(plan, dy, saved, x, bias, residual, gamma, beta, rng):
-    vectors = {"bias": bias, "gamma": gamma, "beta": beta}
+def _backward(plan, dtypes, dy, saved, x, bias, residual, gamma, beta, rng):
+    of_x, of_bias, of_residual, of_gamma, of_beta = dtypes
+    vectors = {"bias": of_bias, "gamma": of_gamma, "beta": of_beta}
     dx, dresidual, found = triton.backward(
         dy[0], dy[1] if plan.return_sum else None, x, bias, residual, gamma,
         None if rng is None else dropout_seed(rng), saved, dropout_rate=plan.dropout_rate,
-        vectors={name: vector.dtype for name, vector in vectors.items() if vector is not None},
+        vectors={name: dtype for name, dtype in vectors.items() if dtype is not None},
+        dtype=of_x if of_residual is None else np.promote_types(of_x, of_residual),
         center=plan.center, config=plan.backward.config, interpret=plan.interpret,
     )  # fmt: skip
     return dx, found.get("bias"), dresidual, found.get("gamma"), found.get("beta")

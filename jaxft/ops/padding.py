@@ -144,9 +144,7 @@ def plan_of(op, x, places, batch, length, implementation, **others):
     else:
         choice = dispatch.choose(op, implementation, {"triton": reason})
     kernel = plans.XLA if 0 in (x.size, places) else Pass(choice.name)
-    return Plan(
-        forward=kernel, backward=kernel, interpret=choice.interpret, why=choice.why, batch=batch, length=length
-    )  # fmt: skip
+    return Plan(forward=kernel, backward=kernel, **plans.of_choice(choice), batch=batch, length=length)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -162,17 +160,26 @@ def _remove(x, mask, capacity, plan):
 def _pack(x, indices, plan):
     if plan.forward.backend == "xla":
         return reference.take_tokens(x, indices)
-    y = triton.take_rows(x.reshape(plan.batch * plan.length, -1), indices, interpret=plan.interpret)
-    return y.reshape(-1, *x.shape[2:])
+
+    def kernel(_, x, indices):
+        y = triton.take_rows(x.reshape(plan.batch * plan.length, -1), indices, interpret=plan.interpret)
+        return y.reshape(-1, *x.shape[2:])
+
+    return transforms.mappable(kernel, reference.take_tokens, plan)(x, indices)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _unpack(x, indices, plan):
+    plain = functools.partial(reference.restore_padding, batch=plan.batch, length=plan.length)
     if plan.forward.backend == "xla":
-        return reference.restore_padding(x, indices, batch=plan.batch, length=plan.length)
-    source = reference.source_rows(indices, places=plan.batch * plan.length)
-    y = triton.take_rows(x.reshape(x.shape[0], -1), source, interpret=plan.interpret)
-    return y.reshape(plan.batch, plan.length, *x.shape[1:])
+        return plain(x, indices)
+
+    def kernel(_, x, indices):
+        source = reference.source_rows(indices, places=plan.batch * plan.length)
+        y = triton.take_rows(x.reshape(x.shape[0], -1), source, interpret=plan.interpret)
+        return y.reshape(plan.batch, plan.length, *x.shape[1:])
+
+    return transforms.mappable(kernel, plain, plan)(x, indices)
 
 
 def _with_gradient(move, back):

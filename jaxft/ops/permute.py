@@ -53,7 +53,7 @@ def qkv_bias_split_heads(
     plans.record(op, (qkv, bias), plan)
     if plan.forward.backend == "xla":
         return _split_reference(qkv, bias, num_heads)
-    return _split_jit(*transforms.vary_alike(qkv, bias), plan)
+    return _split_jit(qkv, bias, plan)
 
 
 def merge_heads(x: Array, *, implementation: str | None = None) -> Array:
@@ -163,7 +163,10 @@ def _permute_jit(x, plan, result):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _permute(x, plan):
-    return triton.forward(x, plan.axes, config=plan.forward.config, interpret=plan.interpret)
+    return transforms.mappable(
+        lambda _, x: triton.forward(x, plan.axes, config=plan.forward.config, interpret=plan.interpret),
+        functools.partial(reference.permute, axes=plan.axes), plan,
+    )(x)  # fmt: skip
 
 
 def _fwd(x, plan):
@@ -207,33 +210,48 @@ def split_plan_of(op, qkv, bias, num_heads, implementation):
 _split_reference = jax.jit(reference.qkv_bias_split_heads, static_argnums=2)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _split(qkv, bias, plan):
-    return tuple(
-        triton.split_heads(qkv, bias, plan.num_heads, config=plan.forward.config, interpret=plan.interpret)
-    )  # fmt: skip
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _split(qkv, bias, bias_carrier, plan):
+    def kernel(_, qkv, bias):
+        config = plan.forward.config
+        return tuple(triton.split_heads(qkv, bias, plan.num_heads, config=config, interpret=plan.interpret))
+
+    plain = functools.partial(reference.qkv_bias_split_heads, num_heads=plan.num_heads)
+    return transforms.mappable(kernel, plain, plan)(qkv, bias)
 
 
-def _split_fwd(qkv, bias, plan):
-    return _split(qkv, bias, plan), bias
+def _split_fwd(qkv, bias, bias_carrier, plan):
+    return _split(qkv, bias, bias_carrier, plan), None
 
 
-def _split_bwd(plan, bias, dy):
+def _split_bwd(plan, _, dy):
     dqkv, total = _join(dy, plan)
-    return dqkv, None if bias is None else total.astype(bias.dtype)
+    return dqkv, None, total
+
+
+def _split_run(qkv, bias, plan):
+    return _split(*transforms.vary_alike(qkv, bias, *transforms.wide_carriers(bias)), plan)
 
 
 _split.defvjp(_split_fwd, _split_bwd)
-_split_jit = jax.jit(_split, static_argnums=2)
+_split_jit = jax.jit(_split_run, static_argnums=2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _join(parts, plan):
     """Computes qkv, the transpose of `_split`, and its sum over B and T in float32 (None without a bias)."""
-    qkv, *sums = triton.join_heads(
-        parts, with_sums=plan.has_bias, config=plan.backward.config, interpret=plan.interpret
-    )
-    return qkv, jnp.sum(sums[0], axis=0) if plan.has_bias else None
+
+    def kernel(_, *parts):
+        config = plan.backward.config
+        qkv, *sums = triton.join_heads(parts, with_sums=plan.has_bias, config=config, interpret=plan.interpret)
+        return qkv, jnp.sum(sums[0], axis=0) if plan.has_bias else None
+
+    def plain(*parts):
+        qkv = jnp.stack(parts).transpose(1, 3, 0, 2, 4)
+        qkv = qkv.reshape(*qkv.shape[:2], -1)
+        return qkv, jnp.sum(qkv, axis=(0, 1), dtype=jnp.float32) if plan.has_bias else None
+
+    return transforms.mappable(kernel, plain, plan)(*parts)
 
 
 def _join_fwd(parts, plan):
@@ -241,7 +259,8 @@ def _join_fwd(parts, plan):
 
 
 def _join_bwd(plan, _, dy):
-    return (_split(*dy, plan),)
+    dqkv, total = dy
+    return (_split_run(dqkv, total, plan),)
 
 
 _join.defvjp(_join_fwd, _join_bwd)

@@ -35,7 +35,12 @@ XLA = Pass("xla")
 def by_triton(choice: dispatch.Choice, forward: Any, backward: Any) -> dict[str, Any]:
     """Returns the fields of a plan whose passes are Triton kernels with these configurations."""
     passes = {"forward": Pass("triton", forward), "backward": Pass("triton", backward)}
-    return {**passes, "interpret": choice.interpret, "why": choice.why}
+    return {**passes, **of_choice(choice)}
+
+
+def of_choice(choice: dispatch.Choice) -> dict[str, Any]:
+    """Returns the fields of a plan that are the same whatever the passes are."""
+    return {"interpret": choice.interpret, "by_name": choice.by_name, "why": choice.why}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +52,7 @@ class Plan:
       saving: computes the result and what `backward` needs, where a gradient is taken. None if `forward` does that too.
       backward: computes the gradients.
       interpret: whether Pallas interprets the kernels, for tests on a CPU.
+      by_name: whether the user named the implementation, so that no other may replace it.
       why: the reasons against the other backends, for people.
     """
 
@@ -54,6 +60,7 @@ class Plan:
     saving: Pass | None = None
     backward: Pass = XLA
     interpret: bool = False
+    by_name: bool = False
     why: str = dataclasses.field(default="", compare=False)
 
     @property

@@ -99,7 +99,7 @@ def _run(op, x, scale, bias, mask, in_place, implementation):
     plans.record(op, (x, bias, mask), plan)
     if plan.forward.backend == "xla":
         return _reference(plan, x, bias, mask)
-    return _kernels(plan, *transforms.vary_alike(x, bias, mask))
+    return _kernels(plan, x, bias, mask)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,10 +138,11 @@ def _forward(plan, save, x, bias, mask):
     return (y, saved[0] if saves else None) if save else y
 
 
-def _backward(plan, dy, saved, x, bias, mask):
+def _backward(plan, dtypes, dy, saved, x, bias, mask):
     return triton.backward(
-        dy, x, bias, mask, saved, log=plan.log, scale=plan.scale, config=plan.backward.config, interpret=plan.interpret
-    )
+        dy, x, bias, mask, saved, log=plan.log, scale=plan.scale, dtypes=dtypes, config=plan.backward.config,
+        interpret=plan.interpret,
+    )  # fmt: skip
 
 
 _reference, _kernels = transforms.implementations(_forward, _backward, _plain, gradients=2)

@@ -1,21 +1,30 @@
-"""Helpers of the ops: gradients of any order, and the varying types of `jax.shard_map`."""
+"""Helpers of the ops: gradients of any order, sums over mapped axes, and the varying types of `jax.shard_map`."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
+from jax.custom_derivatives import SymbolicZero
+
+from jaxft import reference
+from jaxft.ops.plans import Plan
+
+# --- Gradients ---------------------------------------------------------------------------------------------------
 
 
-def with_plain_gradient(kernel: Callable[..., Any], plain: Callable[..., Any], *, saves: int = 0) -> Callable[..., Any]:
-    """Returns a function that computes `kernel(*arrays)` and has the gradient of `plain(*arrays)`.
+def with_plain_gradient(
+    kernel: Callable[..., Any], plain: Callable[..., Any], plan: Plan, *, saves: int = 0
+) -> Callable[..., Any]:
+    """Returns a function of arrays that runs a kernel and has the gradient of `plain(*arrays)`.
 
     Kernels have no derivative rule of their own. The ops use this function around kernels in their forward and backward
-    passes, so that second and higher derivatives exist. The last `saves` results of `kernel` are kept for a gradient
-    that is defined elsewhere. `plain` does not compute them, and they have no gradient.
+    passes, so that second and higher derivatives exist. The last `saves` results of the kernel are kept for a gradient
+    that is defined elsewhere. `plain` does not compute them, and they have no gradient. `kernel` is as in `mappable`.
     """
-    run = jax.custom_vjp(kernel)
+    run = jax.custom_vjp(mappable(kernel, plain, plan, saves=saves))
     run.defvjp(
         lambda *arrays: (run(*arrays), arrays),
         lambda arrays, d: jax.vjp(plain, *arrays)[1](d[: len(d) - saves] if saves else d),
@@ -29,31 +38,141 @@ def implementations(
     """Returns two jitted functions of a plan and the arrays of an op: plain jnp, and the kernels with their gradient.
 
     `forward(plan, save, *arrays)` computes the result by kernels. With `save`, it returns a pair: the result, and what
-    `backward` needs besides the arrays. `backward(plan, d, saved, *arrays)` computes the gradients of the first arrays,
-    `gradients` in number. `plain(plan, *arrays)` computes the result in plain jnp.
+    `backward` needs besides the arrays. `backward(plan, dtypes, d, saved, *arrays)` computes the gradients of the first
+    arrays, `gradients` in number, in these dtypes. `plain(plan, *arrays)` computes the result in plain jnp. The second
+    function also takes the carriers of the first arrays, None for new ones.
     """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-    def kernels(plan, *arrays):
-        return forward(plan, False, *arrays)
+    def kernels(plan, carriers, *arrays):
+        del carriers
+        run = mappable(lambda _, *arrays: forward(plan, False, *arrays), functools.partial(plain, plan), plan)
+        return run(*arrays)
 
-    def fwd(plan, *arrays):
+    def fwd(plan, carriers, *arrays):
+        del carriers
         run = with_plain_gradient(
-            functools.partial(forward, plan, True), lambda *arrays: (plain(plan, *arrays),), saves=1
+            lambda _, *arrays: forward(plan, True, *arrays), lambda *arrays: (plain(plan, *arrays),), plan, saves=1
         )
         result, saved = run(*arrays)
         return result, (saved, arrays)
 
     def bwd(plan, kept, d):
         def plain_gradients(d, saved, *arrays):
-            return jax.vjp(functools.partial(plain, plan), *arrays)[1](d)[:gradients]
+            found = jax.vjp(functools.partial(plain, plan), *arrays)[1](d)[:gradients]
+            return jax.tree.map(reference.wide, found)
+
+        def by_kernels(shared, d, saved, *arrays):
+            dtypes = [gradient_dtype(*of_one) for of_one in zip(arrays, shared[2:], strict=True)]
+            return jax.tree.map(reference.wide, tuple(backward(plan, dtypes[:gradients], d, saved, *arrays)))
 
         saved, arrays = kept
-        found = with_plain_gradient(functools.partial(backward, plan), plain_gradients)(d, saved, *arrays)
-        return *found, *[None] * (len(arrays) - gradients)
+        found = with_plain_gradient(by_kernels, plain_gradients, plan)(d, saved, *arrays)
+        return found, *[None] * len(arrays)
 
     kernels.defvjp(fwd, bwd)
-    return jax.jit(plain, static_argnums=0), jax.jit(kernels, static_argnums=0)
+
+    def run(plan, *arrays, carriers=None):
+        every = vary_alike(*(carriers or wide_carriers(*arrays[:gradients])), *arrays)
+        return kernels(plan, tuple(every[:gradients]), *every[gradients:])
+
+    return jax.jit(plain, static_argnums=0), jax.jit(run, static_argnums=0)
+
+
+# --- Sums of the gradients of shared arrays ----------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def carrier(multilinear: Callable[..., Array], *xs: Array) -> Array:
+    """Returns zeros like `multilinear(*xs)`, with the derivative of `multilinear`.
+
+    A `custom_vjp` takes a carrier as an argument that it does not use, and gives a gradient to it instead of to `xs`.
+    JAX then derives the gradients of `xs`. If the examples of a `vmap` or the devices of a `shard_map` share an array,
+    JAX sums its gradient before the transpose of `multilinear` rounds it to the dtype of the array.
+    """
+    return _zeros(jax.eval_shape(multilinear, *xs), *xs)
+
+
+def _zeros(out: Any, *xs: Array) -> Array:
+    """Returns zeros that are mapped or vary where one of the `xs` does: the derivative of a carrier is so too."""
+
+    @jax.custom_batching.custom_vmap
+    def zeros(*xs):
+        return vary_over(jnp.zeros(out.shape, out.dtype), varying(*xs))
+
+    @zeros.def_vmap
+    def _(size, batched, *xs):
+        return _zeros(jax.ShapeDtypeStruct((size, *out.shape), out.dtype), *xs), True
+
+    return zeros(*xs)
+
+
+@functools.partial(carrier.defjvp, symbolic_zeros=True)
+def _(multilinear: Callable[..., Array], xs: tuple[Array, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+    moving = [i for i, dx in enumerate(tangents) if not isinstance(dx, SymbolicZero)]
+    terms = [multilinear(*xs[:i], tangents[i], *xs[i + 1 :]) for i in moving]
+    zeros = carrier(multilinear, *xs)
+    return zeros, functools.reduce(jnp.add, terms) if terms else jnp.zeros_like(zeros)
+
+
+def wide_carriers(*arrays: Array | None) -> list[Array | None]:
+    """Returns a carrier of each array, to which a float32 gradient can be given."""
+    return [None if x is None else carrier(reference.wide, x) for x in arrays]
+
+
+def gradient_dtype(x: Array | None, shared: bool) -> Any:
+    """Returns the dtype in which a kernel gives the gradient of `x`: float32 if JAX adds up those of examples."""
+    return None if x is None else reference.wide_dtype(x) if shared else x.dtype
+
+
+def mappable(
+    kernel: Callable[..., Any], plain: Callable[..., Any], plan: Plan, *, saves: int = 0, shared: Any = None
+) -> Callable[..., Any]:
+    """Returns a function of arrays that computes `kernel(shared, *arrays)`, also under `vmap`.
+
+    `shared` tells of each argument whether a `vmap` around the call maps others, but not this one. Over an axis of
+    symbolic size, for which kernels cannot be compiled, the function computes `plain(*arrays)` instead, and 0 for the
+    last `saves` results, which `plain` lacks. If the user has named the kernel, it raises a NotImplementedError.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def run(*arrays):
+        return kernel(shared or (False,) * len(arrays), *arrays)
+
+    @run.def_vmap
+    def _(size, batched, *arrays):
+        axes = [jax.tree.map(lambda own: 0 if own else None, of_one) for of_one in batched]
+
+        def mapped(function):
+            return lambda *arrays: jax.vmap(function, in_axes=axes, axis_size=size)(*arrays)
+
+        if isinstance(size, int):
+            alone = [not any(jax.tree.leaves(of_one)) for of_one in batched]
+            known = [a or b for a, b in zip(alone, shared or alone, strict=True)]
+            again = mappable(
+                lambda shared, *arrays: mapped(functools.partial(kernel, shared))(*arrays), mapped(plain), plan,
+                saves=saves, shared=known,
+            )  # fmt: skip
+            out = again(*arrays)
+        else:
+            if plan.by_name:
+                name = plan.forward.backend
+                raise NotImplementedError(f"implementation {name!r} cannot be used: a vmap has a symbolic size, {size}")
+            out = mapped(plain)(*arrays)
+            if saves:
+                one = jax.tree.map(_without_axis, arrays, tuple(batched))
+                kept = jax.eval_shape(run, *one)[-saves:]
+                out = *out, *jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), kept)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return run
+
+
+def _without_axis(x: Array, mapped: bool) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape[1:] if mapped else x.shape, x.dtype)
+
+
+# --- Varying types of shard_map ----------------------------------------------------------------------------------
 
 
 def vary_alike(*arrays: Array | None) -> list[Array | None]:

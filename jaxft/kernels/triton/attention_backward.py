@@ -26,6 +26,7 @@ Source: Dao, "FlashAttention-2" (2023), section 3.2.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -412,14 +413,16 @@ def backward(
     query_config: AttentionConfig,
     key_config: AttentionConfig,
     interpret: bool,
+    dtypes: Sequence[Any] = (None, None),
 ) -> tuple[Array, Array | None, Array | None, Array | None]:
     """Launches the backward kernels. Returns the gradients of query, key, value and bias (None without a bias).
 
-    For a packed query, the first is the gradient of the packed array, and the gradients of key and value are None.
-    `dlse` is the gradient of the natural log-sum-exp, float32 `[B, N, T]` or `[N, M]`. `out`, `top` and `total` come
-    from `attention.forward`. `query_config` is also for the kernel of a bias `[..., T, S]`. The kernel for keys and
-    values computes dq too if one of its tiles holds all keys, unless there are many more queries than keys or the bias
-    is `[..., T, S]`.
+    The gradients of query, key and value have the first of the `dtypes`, or the dtype of the query. The gradient of the
+    bias has the second one, or the dtype of the bias. For a packed query, the first is the gradient of the packed
+    array, and the gradients of key and value are None. `dlse` is the gradient of the natural log-sum-exp, float32 `[B,
+    N, T]` or `[N, M]`. `out`, `top` and `total` come from `attention.forward`. `query_config` is also for the kernel of
+    a bias `[..., T, S]`. The kernel for keys and values computes dq too if one of its tiles holds all keys, unless
+    there are many more queries than keys or the bias is `[..., T, S]`.
     """
     p = parts.problem(query, key, value, rules, options)
     packed, varlen = key is None, rules.cu_seqlens is not None
@@ -447,7 +450,9 @@ def backward(
             interpret=interpret,
         )
 
-    of_query, of_key = (p.query.shape, query.dtype), (p.key.shape, query.dtype)
+    of_rows: Any = dtypes[0] or query.dtype
+    of_bias: Any = dtypes[1] or (rules.bias is not None and rules.bias.dtype)
+    of_query, of_key = (p.query.shape, of_rows), (p.key.shape, of_rows)
     dq: Array | None = None
     delta: Array | None = None
     dbias: Array | None = None
@@ -488,22 +493,23 @@ def backward(
             programs = min(p.batch // bias_batches, pl.cdiv(_PROGRAMS, tiles * key_tiles * bias_batches * bias_heads))
             grid = (tiles * key_tiles, bias_heads, bias_batches * programs)
             operands = [dout, top, total, *(factor or [None]), delta]
-            outputs = [((programs, *rules.bias.shape), rules.bias.dtype if programs == 1 else jnp.float32)]
+            outputs = [((programs, *rules.bias.shape), of_bias if programs == 1 else jnp.float32)]
             (dbias,) = launch(
                 _dbias_kernel, query_config, grid, query_spans, operands, outputs, "dbias", key_tiles=key_tiles
             )
-            dbias = jnp.sum(dbias, axis=0).astype(rules.bias.dtype)
+            dbias = jnp.sum(dbias, axis=0)
         elif columns:
             dbias = _sum_to(found.pop()[:, :, None, :], rules.bias)
         else:  # the bias is constant along a row, so it affects the log-sum-exp only
             shift = jnp.zeros_like(top) if dlse is None else jnp.where(jnp.isneginf(top), 0.0, dlse)
             dbias = _sum_to(shift[..., None], rules.bias)
+        dbias = dbias.astype(of_bias)
     if packed:
         return found[0].reshape(query.shape), None, None, dbias
     return (dq, *found, dbias) if dq is not None else (*found, dbias)
 
 
 def _sum_to(x: Array, bias: Array) -> Array:
-    """Sums `x` over the axes in which the bias has size 1, and casts it to the dtype of the bias."""
+    """Sums `x` over the axes in which the bias has size 1."""
     axes = tuple(axis for axis in range(4) if bias.shape[axis] == 1)
-    return jnp.sum(x, axis=axes, keepdims=True).astype(bias.dtype)
+    return jnp.sum(x, axis=axes, keepdims=True)

@@ -7,6 +7,8 @@ Source: FasterTransformer's `add_bias_act` kernel.
 """
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,18 +92,22 @@ def forward(
 
 
 def backward(
-    dy: Array, x: Array, bias: Array | None, *, activation: str, config: GradientConfig, interpret: bool
-) -> tuple[Array, Array | None]:
+    dy: Array, x: Array, bias: Array | None, *, activation: str, config: GradientConfig, interpret: bool,
+    dtypes: Sequence[Any] = (None, None),
+) -> tuple[Array, Array | None]:  # fmt: skip
     """Computes the gradients of x, `[M, D]`, and of the bias, `[D]` or None, from dy, `[M, D]`.
 
-    The gradient of the bias is summed in float32. If one program has all rows of its columns, the kernel writes the
-    gradient itself. Otherwise XLA adds up the partial sums of the programs.
+    They have the given `dtypes`, or the dtypes of x and bias. The gradient of the bias is summed in float32. If one
+    program has all rows of its columns, the kernel writes the gradient itself. Otherwise XLA adds up the partial sums
+    of the programs.
     """
     rows, width = x.shape
+    of_x: Any = dtypes[0] or x.dtype
+    of_bias: Any = dtypes[1] or (bias is not None and bias.dtype)
     programs = common.share(config.programs, pl.cdiv(rows, config.block_rows))
-    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
+    outputs = [jax.ShapeDtypeStruct(x.shape, of_x)]
     if bias is not None:
-        outputs.append(jax.ShapeDtypeStruct((programs, width), bias.dtype if programs == 1 else jnp.float32))
+        outputs.append(jax.ShapeDtypeStruct((programs, width), of_bias if programs == 1 else jnp.float32))
     dx, *sums = common.launch(
         functools.partial(_bwd_kernel, activation=activation, programs=programs, config=config),
         (pl.cdiv(width, config.block_width), programs),
@@ -113,7 +119,7 @@ def backward(
     )
     if bias is None:
         return dx, None
-    return dx, sums[0].reshape(width) if programs == 1 else jnp.sum(sums[0], axis=0).astype(bias.dtype)
+    return dx, sums[0].reshape(width) if programs == 1 else jnp.sum(sums[0], axis=0).astype(of_bias)
 
 
 def _sum_kernel(x_ref, partial_ref, *, block_rows: int, block_width: int, programs: int):

@@ -169,7 +169,7 @@ def _runs_kernel(rows_ref, order_ref, starts_ref, sums_ref, out_ref, *, config: 
     common.store(out_ref.at[row, columns], total.astype(out_ref.dtype), mask=in_width)
 
 
-def sum_by_id(rows: Array, ids: Array, table: Array, *, config: RowConfig, interpret: bool) -> Array:
+def sum_by_id(rows: Array, ids: Array, table: jax.ShapeDtypeStruct, *, config: RowConfig, interpret: bool) -> Array:
     """Sums float32 rows `[M, D]` by id, int32 `[M]`, into an array like `table`. The results are bitwise reproducible.
 
     Rows whose id the table does not have are left out.

@@ -5,6 +5,7 @@ The backward kernel moves 5 * M * F elements: dy, x and dx. It computes both hal
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -114,18 +115,21 @@ def forward(
 
 
 def backward(
-    dy: Array, x: Array, bias: Array | None, *, activation: str, gate: str, config: GradientConfig, interpret: bool
-) -> tuple[Array, Array | None]:
+    dy: Array, x: Array, bias: Array | None, *, activation: str, gate: str, config: GradientConfig, interpret: bool,
+    dtypes: Sequence[Any] = (None, None),
+) -> tuple[Array, Array | None]:  # fmt: skip
     """Computes the gradients of x, `[M, 2 * F]`, and of the bias, `[2 * F]` or None, from dy, `[M, F]`.
 
-    The gradient of the bias is summed in float32. If one program has all rows of its columns, the kernel writes the
+    They have the given `dtypes`, or the dtypes of x and bias. The gradient of the bias is summed in float32. If one program has all rows of its columns, the kernel writes the
     gradient itself. Otherwise XLA adds up the partial sums of the programs.
     """
     rows, width = dy.shape
     programs = common.share(config.programs, pl.cdiv(rows, config.block_rows))
-    outputs = [jax.ShapeDtypeStruct((rows, 2, width), x.dtype)]
+    of_x: Any = dtypes[0] or x.dtype
+    of_bias: Any = dtypes[1] or (bias is not None and bias.dtype)
+    outputs = [jax.ShapeDtypeStruct((rows, 2, width), of_x)]
     if bias is not None:
-        outputs.append(jax.ShapeDtypeStruct((programs, 2, width), bias.dtype if programs == 1 else jnp.float32))
+        outputs.append(jax.ShapeDtypeStruct((programs, 2, width), of_bias if programs == 1 else jnp.float32))
     dx, *sums = common.launch(
         functools.partial(
             _bwd_kernel, activation=activation, halves=_halves(gate), programs=programs, config=config
@@ -140,5 +144,5 @@ def backward(
     dx = dx.reshape(x.shape)
     if bias is None:
         return dx, None
-    total = sums[0][0] if programs == 1 else jnp.sum(sums[0], axis=0).astype(bias.dtype)
+    total = sums[0][0] if programs == 1 else jnp.sum(sums[0], axis=0).astype(of_bias)
     return dx, total.reshape(bias.shape)

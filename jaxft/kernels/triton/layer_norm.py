@@ -230,18 +230,19 @@ def backward(
     vectors: Mapping[str, Any],
     config: GradientConfig,
     interpret: bool,
+    dtype: Any = None,
 ) -> tuple[Array, Array | None, dict[str, Array]]:
     """Computes the gradients of x and residual, `[M, D]` or None, and of the `vectors` by name, each `[D]`.
 
     `dsum` is the gradient of the returned sum, and `vectors` maps "bias", "gamma" and "beta", as far as they need a
-    gradient, to the dtypes of the gradients. With `drops_result`, dropout applies to the result instead of x + bias,
-    and there is no residual. Without `center`, the forward pass had none. Each program sums over its rows in a fixed
-    order, and a second kernel sums over the programs.
+    gradient, to the dtypes of the gradients. `dtype` is the dtype of the others, None for the dtype of x. With
+    `drops_result`, dropout applies to the result instead of x + bias, and there is no residual. Without `center`, the
+    forward pass had none. Each program sums over its rows in a fixed order, and a second kernel sums over the programs.
     """
     rows, width = x.shape
     blocks = pl.cdiv(rows, config.block_rows)
     programs = common.share(config.programs, blocks) if width <= config.block_width else blocks
-    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    out = jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)
     outputs = [out, out] if residual is not None and seed is not None else [out]
     if vectors:
         outputs.append(jax.ShapeDtypeStruct((programs, len(vectors), width), jnp.float32))

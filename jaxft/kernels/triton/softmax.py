@@ -17,6 +17,7 @@ Source: FasterTransformer's `softmax_kernel`.
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -370,8 +371,11 @@ def backward(
     scale: float | None,
     config: RowConfig,
     interpret: bool,
+    dtypes: Sequence[Any] = (None, None),
 ) -> tuple[Array, Array | None]:
     """Computes the gradients of x and bias (None without a bias) from dy and x, each `[..., S]`.
+
+    They have the given `dtypes`, or the dtypes of x and bias.
 
     `saved` is required for log_softmax of rows in several chunks. The kernel writes the gradient of a bias that is as
     large as x. If the bias broadcasts, its gradient is a float32 sum of the gradients of the logits. XLA recomputes
@@ -380,35 +384,37 @@ def backward(
     """
     assert saved is not None or not log or x.shape[-1] <= config.block_width
     name = "log_softmax_bwd" if log else "softmax_bwd"
-    flat = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
+    of_x: Any = dtypes[0] or x.dtype
+    of_bias: Any = dtypes[1] or (bias is not None and bias.dtype)
+    flat = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), of_x)
     outputs, save = [flat], None
     if bias is not None and bias.shape[-1:] not in ((), (1,)):
         if bias.size < x.size:
             save = "numbers"
             outputs.append(jax.ShapeDtypeStruct((4, flat.shape[0]), jnp.float32))
-        elif bias.dtype != x.dtype or scale not in (None, 1.0):  # Otherwise the gradient is dx.
+        elif of_bias != of_x or scale not in (None, 1.0):  # Otherwise the gradient is dx.
             save = "gradients"
-            outputs.append(jax.ShapeDtypeStruct(flat.shape, bias.dtype))
+            outputs.append(jax.ShapeDtypeStruct(flat.shape, of_bias))
     kernel = functools.partial(_bwd_kernel, save=save)
     dx, *more = _launch(kernel, [dy, saved], x, bias, mask, outputs, log, scale, config, interpret, name=name)
     dx = dx.reshape(x.shape)
     if bias is None:
         return dx, None
     if bias.shape[-1:] in ((), (1,)):
-        return dx, jnp.zeros_like(bias)
+        return dx, jnp.zeros_like(bias, of_bias)
     if bias.size == x.size:
         return dx, (more[0] if more else dx).reshape(bias.shape)
-    return dx, _bias_gradient(dy, x, bias, mask, more[0], log, scale)
+    return dx, _bias_gradient(dy, x, bias, mask, more[0], log, scale).astype(of_bias)
 
 
 def _bias_gradient(dy, x, bias, mask, statistics, log: bool, scale: float | None) -> Array:
-    """Computes the gradient of a bias that broadcasts, from the four numbers of each row that the kernel has saved."""
+    """Computes the float32 gradient of a bias that broadcasts, from the four numbers of each row that were saved."""
     logits = x.astype(jnp.float32) * (1.0 if scale is None else scale) + bias.astype(jnp.float32)
     shift, *numbers = statistics.reshape(4, *x.shape[:-1], 1)
     gradient = _gradient(jnp.exp(logits - shift), mask, dy.astype(jnp.float32), *numbers, log=log)
     own_shape = (1,) * (x.ndim - bias.ndim) + bias.shape
     axes = tuple(axis for axis, size in enumerate(own_shape) if size < x.shape[axis])
-    return jnp.sum(gradient, axis=axes).reshape(bias.shape).astype(bias.dtype)
+    return jnp.sum(gradient, axis=axes).reshape(bias.shape)
 
 
 def _launch(kernel, before, x, bias, mask, outputs, log, scale, config: RowConfig, interpret, **options):
