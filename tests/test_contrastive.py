@@ -252,7 +252,7 @@ def test_matryoshka_passes_none_on():
         ({"dims": (4,), "n_dims_per_step": 1}, "a key is needed with n_dims_per_step, and only then"),
         ({"dims": (4,), "loss_fn": lambda *x: 1.0}, "loss_fn must return two scalars, total and an integer labelled"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else ",".join(value),
 )
 def test_bad_matryoshka_is_named(options, message):
     with pytest.raises(ValueError, match=f"matryoshka_loss: {message}"):
