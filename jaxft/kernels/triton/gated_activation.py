@@ -120,8 +120,9 @@ def backward(
 ) -> tuple[Array, Array | None]:  # fmt: skip
     """Computes the gradients of x, `[M, 2 * F]`, and of the bias, `[2 * F]` or None, from dy, `[M, F]`.
 
-    They have the given `dtypes`, or the dtypes of x and bias. The gradient of the bias is summed in float32. If one program has all rows of its columns, the kernel writes the
-    gradient itself. Otherwise XLA adds up the partial sums of the programs.
+    They have the given `dtypes`, or the dtypes of x and bias. The gradient of the bias is summed in float32. If one
+    program has all rows of its columns, the kernel writes the gradient itself. Otherwise XLA adds up the partial sums
+    of the programs.
     """
     rows, width = dy.shape
     programs = common.share(config.programs, pl.cdiv(rows, config.block_rows))
