@@ -6,7 +6,7 @@ import json
 import re
 import threading
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxft.text.batching import TextError
@@ -17,21 +17,20 @@ if TYPE_CHECKING:
 # In characters per token that counts: the length above which a text is long, and the length of the first part that is
 # tried. Each further part is `_GROWTH` times as long.
 _LONG, _FIRST, _GROWTH = 16, 6, 4
-_MOST = 1 << 20  # characters that are tokenised at once; each may take 400 bytes
+_MOST = 400_000  # characters of one text that are tokenised at once; each may take a kilobyte
 _PIECE = 1 << 16  # characters of the pieces in which tokens are counted
+_END = 32  # characters at either end of a run that is shortened
 _TRIES = 1000  # places between characters of a part that are tried
 _ALONE = threading.Lock()  # for texts of which nothing is certain before they are tokenised
 
 # Normalizers that change characters one by one or together with the characters beside them.
 _NORMALIZERS = {"BertNormalizer", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Prepend", "Strip",
                 "StripAccents"}  # fmt: skip
-# Pre-tokenizers that split two characters whatever is around them, unless the first one is white space or an apostrophe.
+# Pre-tokenizers that split two characters whatever is around them, unless the first is white space or an apostrophe.
 _PRE_TOKENIZERS = {"BertPreTokenizer", "ByteLevel", "Digits", "Metaspace", "Punctuation", "Whitespace",
                    "WhitespaceSplit"}  # fmt: skip
 # Places that are not between two letters. Ideographs count as words.
 _PLACES = re.compile(r"(?<![^\W\d_])|(?![^\W\d_])|(?=[\u2e80-\ufaff\U00020000-\U0003ffff])")
-# Letters that may be joined with a character beside them by composition or in a grapheme.
-_JOINING = re.compile("[\u0d4e\u1100-\u11ff\ua960-\ua97f\ud7b0-\ud7ff\uff9e\uff9f]")
 
 
 class _Rules(NamedTuple):
@@ -47,15 +46,6 @@ class _Rules(NamedTuple):
 
 
 _NOTHING = _Rules(False, False, 0, None, None, set(), set())
-
-
-class _Tokens(NamedTuple):
-    """Tokens of a text in its order."""
-
-    ids: list[int]
-    texts: list[str]
-    words: list[int | None]
-    offsets: list[tuple[int, int]]
 
 
 class LongTexts:
@@ -136,8 +126,7 @@ class LongTexts:
                 for index in waiting:
                     texts[index] = self._shorten(texts[index])
             size *= _GROWTH
-            # A part of the whole text is no gain, unless there are two: their truncated parts are joined with each other.
-            waiting = [index for index in waiting if len(texts[index]) > min(size, _LONG * self._count)]
+            waiting = [index for index in waiting if len(texts[index]) > _LONG * self._count]
         for index in waiting:
             texts[index] = self._cut_tokenised(index, texts[index], count)
         return texts
@@ -198,7 +187,7 @@ class LongTexts:
             not before
             or not after
             or not both.startswith(before)
-            or unicodedata.category(after[0])[0] == "M"
+            or (self._tokenizer.normalizer is not None and unicodedata.category(after[0])[0] == "M")
             or (len(before) < longest and place > around)
             or (len(after) < longest and place + around < len(text))
         ):
@@ -233,16 +222,18 @@ class LongTexts:
         ):
             return None
         part = text[place:] if self._left else text[:place]
-        found, step = self._tokens(part), -1 if self._left else 1
-        ids, tokens, words = (values[::step] for values in found[:3])
-        if len(ids) < count:
+        step = -1 if self._left else 1
+        found = self._tokenizer.encode_batch([part], add_special_tokens=False)[0]
+        parts = [found, *found.overflowing]  # for a tokenizer that truncates from the left, from right to left
+        if not count <= sum(map(len, parts)) < _GROWTH**3 * count:
             return None
+        names = ("ids", "tokens", "word_ids")
+        ids, tokens, words = ([item for one in parts for item in getattr(one, name)[::step]] for name in names)
         first = words.index(words[-1])
         needed = max(count - first, 0)
-        last = first + needed + rules.longest
-        word = "".join(tokens[first:last][::step])
         # The last characters may be in another word of the text: a space before a word, or a contraction such as 'll.
         margin = rules.longest + 4
+        word = "".join(tokens[first : first + needed + margin][::step])
         if len(word) <= margin:
             return None
         model = self._tokenizer.model
@@ -252,79 +243,101 @@ class LongTexts:
                 return None
         return part
 
-    def _tokens(self, text: str) -> _Tokens:
-        """Returns the tokens of a text without special tokens and before truncation."""
-        found = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
-        parts = [found, *found.overflowing][:: -1 if self._left else 1]
-        names = ("ids", "tokens", "word_ids", "offsets")
-        return _Tokens(*([*itertools.chain.from_iterable(getattr(part, name) for part in parts)] for name in names))
-
     def _cut_tokenised(self, index: int, text: str, count: int) -> str:
         """Cuts a text of which nothing is certain. It is tokenised to see which of its parts have the same tokens."""
         if len(text) > _MOST:
             raise _CannotCutError(index, text)
         with _ALONE:
-            found = self._tokens(text)
-            ids = found.ids[-count:] if self._left else found.ids[:count]
-            if len(found.ids) <= count:
+            whole = self._tokens(text, count)
+            if len(whole) < count:
                 return text
+            (first, stop) = whole[-1][1]
             for more in (count, _GROWTH * count):
-                if self._left:
-                    part = text[max(found.offsets[-count][0] - more, 0) :]
-                    same = self._tokens(part).ids[-count:] == ids
-                else:
-                    part = text[: found.offsets[count - 1][1] + more]
-                    same = self._tokens(part).ids[:count] == ids
-                if same:
+                part = text[max(first - more, 0) :] if self._left else text[: stop + more]
+                if [token for token, _ in self._tokens(part, count)] == [token for token, _ in whole]:
                     return part
         if self._is_pair and len(text) > 2 * _LONG * self._count:
             raise _CannotCutError(index, text)
         return text
+
+    def _tokens(self, text: str, count: int) -> list[tuple[int, tuple[int, int]]]:
+        """Returns the ids and places of the first `count` tokens of a text, or of the last ones from right to left."""
+        found = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
+        tokens = (
+            token
+            for part in (found, *found.overflowing)
+            for token in [*zip(part.ids, part.offsets, strict=True)][:: -1 if self._left else 1]
+        )
+        return [*itertools.islice(tokens, count)]
 
     def _shorten(self, text: str) -> str:
         """Shortens long runs of characters that have no token, or one token for all of them."""
         rules = self._rules
         if not rules.between_words:
             return text
-        inside = {*"".join(rules.added)}
+        spaces, removed, words, unknown = self._classes({*text})
+        longest = max(map(len, rules.added), default=0)
+
+        def gap(found: re.Match[str]) -> str:
+            run = found[0]
+            return run[0] + next((character for character in run if character in spaces), "") + run[-1]
+
+        def word(found: re.Match[str]) -> str:
+            run = found[0]
+            ends = run[:size], run[-size:]
+            return "".join(ends) if min(map(len, map(self._normalized, ends))) > least else run
+
+        def unknown_word(found: re.Match[str]) -> str:
+            run = found[0]
+            # Scores add up along a word, and are rounded: the tokens after the run might change.
+            if text[found.end() : found.end() + 1] not in ("", " "):
+                return run
+            short = run[:_END] + run[-_END:]
+            parts = [short, *(run[max(first - _END, 0) : first + _PIECE] for first in range(0, len(run), _PIECE))]
+            return short if all(map(self._is_unknown, parts)) else run
+
+        text = _shorten_runs(text, spaces + removed, 4, gap)
+        if rules.limit is not None and not any({*token} <= {*words} for token in rules.added):
+            least = rules.limit + longest
+            size = 3 * (least + 1)
+            text = _shorten_runs(text, words, 2 * size + 1, word)
+        if self._splits("a "):
+            text = _shorten_runs(text, unknown, 2 * _END + 1, unknown_word)
+        return text
+
+    def _classes(self, characters: set[str]) -> tuple[str, str, str, str]:
+        """Returns the spaces, removed characters, characters of words and unknown characters among some.
+
+        Removed characters of words are among both. There are only words and removed characters if the normalizer
+        changes characters one by one, except for the order of marks.
+        """
+        rules, inside, space = self._rules, {*"".join(self._rules.added)}, self._pieces("a a")
         spaces, removed, words, unknown = "", "", "", ""
-        space = self._pieces("a a")
-        for character in {*text}:
+        for character in characters:
             normalized, pieces = self._normalized(f"a{character}a"), self._pieces(f"a{character}a")
-            category = unicodedata.category(character)
-            is_space = rules.is_bert or category[0] == "Z" or character in "\t\n"
-            if rules.is_bert and len(pieces) == 1:
+            if len(pieces) == 1 and rules.is_bert:
                 words += character
             if not inside.isdisjoint(character + normalized[1:-1]):
                 continue
-            if pieces == space and is_space and len({*map(len, map(self._pieces, (f"a{character * 2}a", f"a{character * 3}a")))}) == 1:
+            same = "\r\n" if character == "\r" else character  # these two are one grapheme
+            others = (self._pieces(f"a{run}a") for run in (same, character * 2, character * 3))
+            if pieces == space and all(map(pieces.__eq__, others)) and (rules.is_bert or _is_space(character)):
                 spaces += character
-            elif rules.is_bert and normalized == "aa":
+            elif normalized == "aa" and rules.is_bert:
                 removed += character
-            elif rules.known is not None and category[0] not in "MCZ" and not _JOINING.match(character):
-                own = self._normalized(f"a{character}a").removeprefix(self._normalized("a"))[:-1]
-                if own and rules.known.isdisjoint(own):
-                    unknown += character
-        if gaps := spaces + removed:
+            elif self._is_unknown(character):
+                unknown += character
+        return spaces, removed, words, unknown
 
-            def gap(found: re.Match[str]) -> str:
-                run = found[0]
-                return run[0] + next((character for character in run if character in spaces), "") + run[-1]
-
-            text = re.sub(f"[{re.escape(gaps)}]{{4,}}", gap, text)
-        longest = max(map(len, rules.added), default=0)
-        if words and rules.limit is not None and not any({*token} <= {*words} for token in rules.added):
-            least = rules.limit + longest
-            size = 3 * (least + 1)
-
-            def word(found: re.Match[str]) -> str:
-                first, last = found[0][:size], found[0][-size:]
-                return first + last if min(len(self._normalized(part)) for part in (first, last)) > least else found[0]
-
-            text = re.sub(f"[{re.escape(words)}]{{{2 * size + 1},}}", word, text)
-        if unknown and self._splits("a "):
-            text = re.sub(f"([{re.escape(unknown)}])[{re.escape(unknown)}]+([{re.escape(unknown)}])(?= |\\Z)", r"\1\2", text)
-        return text
+    def _is_unknown(self, text: str) -> bool:
+        """Returns whether a text is in one word, in which no token has a character of it."""
+        known, start, text = self._rules.known, self._normalized("a"), self._normalized(f"a{text}a")
+        return (
+            known is not None
+            and text.startswith(start)
+            and known.isdisjoint(text[len(start) : -1])
+            and len(self._tokenizer.pre_tokenizer.pre_tokenize_str(text)) == 1
+        )
 
     def _normalized(self, text: str) -> str:
         normalizer = self._tokenizer.normalizer
@@ -354,7 +367,10 @@ class LongTexts:
         )
         model = settings["model"]
         # A normalizer that composes characters could join what BERT's pre-tokenizer isolates.
-        is_bert = kinds == {"BertPreTokenizer"} and {step["type"] for step in normalizers} <= {"BertNormalizer", "Lowercase"}
+        is_bert = kinds == {"BertPreTokenizer"} and {step["type"] for step in normalizers} <= {
+            "BertNormalizer",
+            "Lowercase",
+        }
         limit = {"WordPiece": model.get("max_input_chars_per_word")}.get(model["type"]) if is_bert else None
         if is_bert and model["type"] == "WordLevel":
             limit = max(map(len, model["vocab"]), default=0)
@@ -377,6 +393,16 @@ class _CannotCutError(Exception):
             " or shorten the text: only as many tokens as max_seq_length count"
         )
         self.index = index
+
+
+def _is_space(character: str) -> bool:
+    """Returns whether a character is white space also to added tokens, and in no grapheme with the one before it."""
+    return unicodedata.category(character)[0] == "Z" or character in "\t\n\r"
+
+
+def _shorten_runs(text: str, characters: str, least: int, shorten: Callable[[re.Match[str]], str]) -> str:
+    """Applies a function to each run of at least `least` of some characters."""
+    return re.sub(f"[{re.escape(characters)}]{{{least},}}", shorten, text) if characters else text
 
 
 def _longest(model: dict[str, Any]) -> int:
