@@ -187,6 +187,7 @@ class LongTexts:
             not before
             or not after
             or not both.startswith(before)
+            or self._normalized(f"{left}a") != f"{before}a"  # white space before the place is stripped from a part
             or (self._tokenizer.normalizer is not None and unicodedata.category(after[0])[0] == "M")
             or (len(before) < longest and place > around)
             or (len(after) < longest and place + around < len(text))
