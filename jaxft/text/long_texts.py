@@ -324,9 +324,9 @@ class LongTexts:
             others = (self._pieces(f"a{run}a") for run in (same, character * 2, character * 3))
             if pieces == space and all(map(pieces.__eq__, others)) and (rules.is_bert or _is_space(character)):
                 spaces += character
-            elif normalized == "aa" and rules.is_bert:
-                removed += character
-            elif self._is_unknown(character):
+            elif normalized == self._normalized("aa"):
+                removed += character if rules.is_bert else ""
+            elif not character.isspace() and self._is_unknown(character):
                 unknown += character
         return spaces, removed, words, unknown
 
