@@ -258,6 +258,7 @@ def test_tokens_are_those_of_the_whole_text(name, side, seed):
         ("byte-level, NFD", "right", [*["abababab"] * 9, "é,"]),  # the accent of a word joins the punctuation
         ("unigram, precompiled", "right", [*["ß" * 14] * 3, "\u0d4e a"]),  # a letter and a space are one grapheme
         ("byte-level, prefix", "left", ["abababab", ",abababab"]),  # a space comes before every text
+        ("bert", "right", [*["[MASK]"] * 9, " "]),  # an added token is split where words end
     ],
 )
 def test_last_token_that_counts_is_at_the_cut(name, side, parts):
@@ -279,6 +280,14 @@ def test_texts_that_are_not_certain_are_cut_after_tokenisation(name, side, seed)
     cut = LongTexts(tokenizer).cut(texts)
     same_tokens(tokenizer, texts, cut, seed)
     assert sum(map(len, cut)) < sum(map(len, texts))
+
+
+def test_unknown_run_before_other_characters_of_its_word_is_kept():
+    """The scores of a word add up, and rounding may decide between two ways to split what follows."""
+    long_texts = LongTexts(truncating("unigram", 9))
+    text = "the " + "ж" * 500
+    assert long_texts._shorten(text + "aaa") == text + "aaa"
+    assert len(long_texts._shorten(text + " aaa")) < 100
 
 
 def test_text_that_is_too_long_to_be_tokenised_is_refused(monkeypatch):
