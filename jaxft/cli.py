@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # handled from the start.
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
+_LONGEST_LINE = 1 << 28  # bytes; endless devices such as /dev/zero have more
 _DTYPES = ("float32", "float16", "bfloat16")
 _PRECISIONS = ("float32", "float16", "int8", "uint8", "binary", "ubinary")  # of jaxft.text.quantization
 
@@ -502,7 +503,9 @@ def _read_records(file: str, jsonl: bool) -> Iterator[str | dict[str, Any]]:
     try:
         with contextlib.nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb") as lines:
             # Lines end at newlines only. str.splitlines also splits at form feeds and other characters inside a text.
-            for number, data in enumerate(lines, 1):
+            for number, data in enumerate(iter(lambda: lines.readline(_LONGEST_LINE + 1), b""), 1):
+                if len(data) > _LONGEST_LINE:
+                    raise _UserError(f"{name}, line {number}: has more than {_LONGEST_LINE} bytes")
                 try:
                     line = data.removesuffix(b"\n").decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:

@@ -2,16 +2,22 @@
 
 import functools
 import itertools
+import json
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 import tiny
-from cases import seeds
-from jaxft import BertConfig
+from cases import seeds, slow
+from jaxft import BertConfig, cli
+from jaxft.text import long_texts
 from jaxft.text import tokenizer as tokenizer_files
+from jaxft.text.batching import TextError
 from jaxft.text.long_texts import LongTexts
 
 WORDS = ["the", "old", "tree", "sings", "Bird", "café", "cafe\u0301", "don't", "we'll", "x'lll", "1234", "naïve", "éa",
@@ -44,10 +50,29 @@ def soup(rng):
     return "".join(rng.choices([part for part in parts if part] or ["a"], k=rng.randint(60, 200)))[:400]
 
 
+# Characters that normalizers, pre-tokenizers, graphemes and added tokens join with those beside them.
+HOSTILE = ["a", "é", "ж", "中", "가", "\u1100", "\u1161", "\u11a8", "か", "ﾞ", "\u3099", "ｶ", "ก", "ั", "ﬁ", "①", "İ",
+           "ſ", "\u0345", "ͺ", "\u0301", "\u0338", "😀", "👩", "\u200d", "🏽", "🇩", "🇪", "❤", "\ufe0f", "\u200b", "\0",
+           "\x1c", "\x85", " ", "\t", "\n", "\r", "\r\n", "\xa0", "\u3000", "\u180e", "_", "'", "'ll", "'s", "-", "‿",
+           "，", "。", "≠", "<mask>", "[MASK]", "]", "foo>", "tail", "\u0d4e", "▁", "1", "٣", "Ⅷ", "क", "्", "\ue000",
+           "𓀀", "𐤀", "¨", "ﷺ", "abab", "the", "\u3164", "’", "\u0600", "\u2060"]  # fmt: skip
+
+
+def hostile(rng):
+    few = rng.sample(HOSTILE, rng.choice([1, 2, 2, 3, 4, 6, 20]))
+    return "".join(rng.choice(few) * rng.choice([1, 1, 1, 5, 120]) for _ in range(90))[: rng.choice([200, 600])]
+
+
 @functools.cache
 def text_sample(seed):
     rng = random.Random(seed)
-    return [random_text(rng) for _ in range(20)] + [soup(rng) for _ in range(150)]
+    return [make(rng) for make, count in ((random_text, 12), (soup, 50), (hostile, 60)) for _ in range(count)]
+
+
+@pytest.fixture
+def only_proofs(monkeypatch):
+    """Keeps texts that cannot be cut before they are tokenised."""
+    monkeypatch.setattr(LongTexts, "_cut_tokenised", lambda self, index, text, count: text)
 
 
 def bert(**options):
@@ -199,8 +224,7 @@ TOKENIZERS = {
 
 
 # Nothing is certain with these, or they are not known.
-KEPT = {"bert, added word", "bert, added with spaces", "bert, single word", "unigram, one piece", "unigram, replace",
-        "unigram, regex", "unigram, odd rules", "wordpiece, split"}  # fmt: skip
+KEPT = {"bert, single word", "unigram, one piece", "unigram, replace", "unigram, regex", "wordpiece, split"}
 
 
 def truncating(name, length, side="right", **options):
@@ -218,6 +242,7 @@ def same_tokens(tokenizer, texts, cut, seed):
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("seed", seeds(5))
+@pytest.mark.usefixtures("only_proofs")
 def test_tokens_are_those_of_the_whole_text(name, side, seed):
     texts = text_sample(seed)
     for length in (6, 9):
@@ -233,6 +258,7 @@ def test_tokens_are_those_of_the_whole_text(name, side, seed):
         ("byte-level, NFD", "right", [*["abababab"] * 9, "é,"]),  # the accent of a word joins the punctuation
         ("unigram, precompiled", "right", [*["ß" * 14] * 3, "\u0d4e a"]),  # a letter and a space are one grapheme
         ("byte-level, prefix", "left", ["abababab", ",abababab"]),  # a space comes before every text
+        ("bert", "right", [*["[MASK]"] * 9, " "]),  # an added token is split where words end
     ],
 )
 def test_last_token_that_counts_is_at_the_cut(name, side, parts):
@@ -246,10 +272,54 @@ def test_last_token_that_counts_is_at_the_cut(name, side, parts):
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", sorted(KEPT))
+@pytest.mark.parametrize("seed", seeds(5))
+def test_texts_that_are_not_certain_are_cut_after_tokenisation(name, side, seed):
+    texts = text_sample(seed)
+    tokenizer = truncating(name, 9, side)
+    cut = LongTexts(tokenizer).cut(texts)
+    same_tokens(tokenizer, texts, cut, seed)
+    assert sum(map(len, cut)) < sum(map(len, texts))
+
+
+def test_unknown_run_before_other_characters_of_its_word_is_kept():
+    """The scores of a word add up, and rounding may decide between two ways to split what follows."""
+    long_texts = LongTexts(truncating("unigram", 9))
+    text = "the " + "ж" * 500
+    assert long_texts._shorten(text + "aaa") == text + "aaa"
+    assert len(long_texts._shorten(text + " aaa")) < 100
+
+
+def test_text_that_is_too_long_to_be_tokenised_is_refused(monkeypatch):
+    monkeypatch.setattr(long_texts, "_MOST", 1000)
+    tokenizer, text = truncating("unigram, replace", 9), "rain " * 201
+    pairs = LongTexts(truncating("unigram, replace", 9, is_pair=True), is_pair=True)
+    assert len(LongTexts(tokenizer).cut(["the tree", text[:1000]])[1]) < 1000
+    for cut, texts in ((LongTexts(tokenizer).cut, ["the tree", text]), (pairs.cut_pairs, [("a", "b"), ("a", text)])):
+        with pytest.raises(TextError, match="1005 characters .* at most 1000 can be tokenised. Split") as error:
+            tokenizer_files.encode(tokenizer, texts, cut)
+        assert error.value.index == 1 and error.value.text == texts[1]
+
+
+def test_pair_of_texts_whose_tokens_depend_on_their_ends_is_refused():
+    """The parts of both, of as many tokens as count, would be joined with each other."""
+    tokenizer = truncating("unigram, regex", 9, is_pair=True)
+    text = "all " * 200 + "1"
+    with pytest.raises(TextError, match="has 801 characters"):
+        LongTexts(tokenizer, is_pair=True).cut_pairs([(text, text)])
+
+
+def test_endless_line_of_a_device_is_refused(monkeypatch):
+    monkeypatch.setattr(cli, "_LONGEST_LINE", 1000)
+    with pytest.raises(cli._UserError, match="^/dev/zero, line 1: has more than 1000 bytes$"):
+        next(cli._read_records("/dev/zero", False))
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("length", [9, 10])
 @pytest.mark.parametrize("name", ["bert", "byte-level", "unigram, T5"])
 @pytest.mark.parametrize("seed", seeds(5))
-def test_pairs_have_the_tokens_of_the_whole_texts(name, length, side, seed):
+def test_pairs_have_the_tokens_of_the_whole_texts(name, length, side, seed, monkeypatch):
     """The longest text is truncated first. Of an odd number of tokens, the text with more tokens gets one more."""
     rng = random.Random(seed)
     # Not longer, because the tokenizer joins every truncated part of one text with every part of the other.
@@ -258,9 +328,23 @@ def test_pairs_have_the_tokens_of_the_whole_texts(name, length, side, seed):
     pairs += [("the old tree " * 20, "rain"), ("rain on", "the river " * 30)]
     pairs += [pair for text in texts for pair in ((text, text + " a"), (text + " a", text))]
     tokenizer = truncating(name, length, side, is_pair=True)
+    monkeypatch.setattr(long_texts, "_PIECE", 20)  # in which tokens are counted
     cut = LongTexts(tokenizer, is_pair=True).cut_pairs(pairs)
     same_tokens(tokenizer, pairs, cut, seed)
     assert sum(map(len, itertools.chain(*cut))) < sum(map(len, itertools.chain(*pairs)))
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("seed", seeds(5))
+def test_tokens_are_counted_in_pieces(name, side, seed, monkeypatch):
+    monkeypatch.setattr(long_texts, "_PIECE", 20)
+    tokenizer = truncating(name, 9, side, is_pair=True)
+    counter = LongTexts(tokenizer, is_pair=True)
+    tokenizer.no_truncation()
+    for text in text_sample(seed)[10:40]:
+        expected = len(tokenizer.encode(text, add_special_tokens=False))
+        assert counter._total(text) == expected, text
 
 
 class Counting:
@@ -276,18 +360,67 @@ class Counting:
         self.characters += sum(map(len, texts))
         return self.tokenizer.encode_batch_fast(texts, **options)
 
+    def encode_batch(self, texts, **options):
+        self.characters += sum(map(len, texts))
+        return self.tokenizer.encode_batch(texts, **options)
+
 
 @pytest.mark.parametrize(
     ("name", "text", "side"),
     [
         *itertools.product(
             ["bert"],
-            ["the old tree, ", "a", " ", "\n ", "中文", "-,", "\u0301", "\0\u200b", "1a", "aB3+x/", "##a"],
+            [
+                "the old tree, ",
+                "a",
+                " ",
+                "\n ",
+                "中文",
+                "-,",
+                "\u0301",
+                "\0\u200b",
+                "1a",
+                "aB3+x/",
+                "##a",
+                "the_",
+                "a'",
+                "the\xa0",
+                " \u200b",
+                "👩\u200d👩\u200d❤\ufe0f",
+                "]",
+                "[MASK]",
+                "абвг",
+                "≠a",
+                "हिन्दी",
+            ],
             ["right", "left"],
         ),
-        *itertools.product(["byte-level"], ["the old tree, ", "a", " ", "中文，", "-", "1a,", "aB3+"], ["right"]),
-        *itertools.product(["byte-level"], ["the old tree, ", "中文，"], ["left"]),
-        *itertools.product(["unigram, precompiled"], ["the old tree, ", "中文", "the", "1234"], ["right"]),
+        *itertools.product(
+            ["byte-level"],
+            [
+                "the old tree, ",
+                "a",
+                " ",
+                "中文，",
+                "-",
+                "1a,",
+                "aB3+",
+                "a1",
+                "中文字",
+                "ภาษาไทย",
+                "👩\u200d👩",
+                "- ",
+                "'",
+                "\u0301",
+                "हिन्दी",
+            ],
+            ["right"],
+        ),
+        *itertools.product(["byte-level"], ["the old tree, ", "中文，", "中文字", "👩\u200d👩"], ["left"]),
+        *itertools.product(
+            ["unigram, precompiled"], ["the old tree, ", "中文", "the", "1234", "中文，", "a_"], ["right"]
+        ),
+        *itertools.product(["unigram, precompiled"], ["ж", "ж😀𓀀", "👩\u200d👩", " ", "  \n", "- "], ["right", "left"]),
         ("unigram, precompiled", "the old tree, ", "left"),
     ],
 )
@@ -306,3 +439,59 @@ def test_short_texts_are_not_touched():
     assert LongTexts(tokenizer).cut(texts) is texts and LongTexts(tokenizer).cut([]) == []
     assert LongTexts(tokenizer, is_pair=True).cut_pairs(pairs) is pairs
     assert tokenizer.characters == 0
+
+
+# Prints the megabytes that a long text, or a pair of two, takes beyond the text itself.
+MEASURE = """
+import json, resource, sys
+from test_long_texts import LongTexts, TextError, tokenizer_files, truncating
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+name, side, text, size, is_pair = json.loads(sys.argv[1])
+options = {"is_pair": True} if is_pair else {}
+tokenizer = truncating(name, 512, side, **options)
+long_texts, text = LongTexts(tokenizer, **options), text * (size // len(text))
+before = peak()
+try:
+    if is_pair:
+        tokenizer_files.encode(tokenizer, [(text, text + " a")], long_texts.cut_pairs)
+    else:
+        tokenizer_files.encode(tokenizer, [text], long_texts.cut)
+    print("encoded", peak() - before)
+except TextError:
+    print("refused", peak() - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "text", "size", "is_pair", "expected"),
+    [
+        ("bert", "right", "the_", 2_000_000, False, "encoded"),
+        *slow(
+            *(
+                pytest.param(name, side, text, 10_000_000, is_pair, expected)
+                for name, side, text, is_pair, expected in [
+                    ("bert", "right", "the'", False, "encoded"),
+                    ("bert", "left", "the_", True, "encoded"),
+                    ("bert", "right", "👩\u200d👩\u200d👧", False, "encoded"),
+                    ("byte-level", "right", "中文字雨木", False, "encoded"),
+                    ("byte-level", "left", "ภาษาไทย", True, "encoded"),
+                    ("unigram, XLM-R", "right", "😀", False, "encoded"),
+                    ("unigram, XLM-R", "left", "中文", False, "refused"),
+                    ("unigram, replace", "right", "a b", False, "refused"),
+                    ("unigram, one piece", "right", "a b", True, "refused"),
+                ]
+            ),
+            pytest.param("unigram, one piece", "right", "a b", 390_000, True, "encoded"),
+            pytest.param("wordpiece, split", "right", "中文 ", 400_000, False, "encoded"),
+        ),
+    ],
+)
+def test_memory_does_not_grow_with_the_text(name, side, text, size, is_pair, expected):
+    command = [sys.executable, "-c", MEASURE, json.dumps([name, side, text, size, is_pair])]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, timeout=600)
+    found, megabytes = result.stdout.split()
+    assert found == expected
+    assert int(megabytes) < (100 if name == "bert" else 500)

@@ -4,9 +4,12 @@ import functools
 import itertools
 import json
 import re
+import threading
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jaxft.text.batching import TextError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -14,31 +17,35 @@ if TYPE_CHECKING:
 # In characters per token that counts: the length above which a text is long, and the length of the first part that is
 # tried. Each further part is `_GROWTH` times as long.
 _LONG, _FIRST, _GROWTH = 16, 6, 4
+_MOST = 400_000  # characters of one text that are tokenised at once; each may take a kilobyte
+_PIECE = 1 << 16  # characters of the pieces in which tokens are counted
+_END = 32  # characters at either end of a run that is shortened
+_TRIES = 1000  # places between characters of a part that are tried
+_ALONE = threading.Lock()  # for texts of which nothing is certain before they are tokenised
 
-# Normalizers that change characters one by one or together with the marks after them. They keep white space and the
-# punctuation below apart from the characters before it.
+# Normalizers that change characters one by one or together with the characters beside them.
 _NORMALIZERS = {"BertNormalizer", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Prepend", "Strip",
                 "StripAccents"}  # fmt: skip
-_SPACES, _PUNCTUATION, _IDEOGRAPHS = " \t\n\r", ",.;:!?，。、；：！？", "\u3400-\u4dbf\u4e00-\u9fff"  # noqa: RUF001
-_SYMBOLS = '"#$%&()*+-/<=>@[\\]^`{|}~'  # as punctuation, except for the symbols in added tokens such as [MASK]
-# Letters and digits, except for those that Unicode joins with the next character to one grapheme.
-_ALPHANUMERIC = r"[^\W_\u0d4e\U00010000-\U0010ffff]"
-# Characters that BERT's normalizer may remove, and of which texts may have millions.
-_REMOVABLE = (
-    "\0\x01\x02\x07\x08\x1b\x7f\xad\u0300\u0301\u0302\u0303\u0308\u200b\u200c\u200d\u200e\u200f\u2060\ufeff\ufffd"
-)
+# Pre-tokenizers that split two characters whatever is around them, unless the first is white space or an apostrophe.
+_PRE_TOKENIZERS = {"BertPreTokenizer", "ByteLevel", "Digits", "Metaspace", "Punctuation", "Whitespace",
+                   "WhitespaceSplit"}  # fmt: skip
+# Places that are not between two letters. Ideographs count as words.
+_PLACES = re.compile(r"(?<![^\W\d_])|(?![^\W\d_])|(?=[\u2e80-\ufaff\U00020000-\U0003ffff])")
 
 
 class _Rules(NamedTuple):
-    """Rules that say where the texts of a tokenizer may be cut."""
+    """Facts about a tokenizer that allow to cut its texts."""
 
-    between_words: re.Pattern[str] | None  # empty matches, where the tokens on either side ignore the other side
-    needs_letter: bool  # whether the character before must be a letter or digit, also after normalization
-    runs: list[re.Pattern[str]]  # long runs that have the tokens of their two groups
-    longest: int  # characters of the longest token, if words may be cut; otherwise 0
-    only_ascii: bool  # whether only words of ASCII characters may be cut, because tokens consist of bytes
+    between_words: bool  # whether words are tokenised one by one, and end where two characters are split
+    is_bert: bool  # whether the tokens of a character, other than letters of words, ignore all characters beside it
+    longest: int  # characters (with byte-level tokens, bytes) of the longest token, if words may be cut; otherwise 0
+    limit: int | None  # a word with more characters is one unknown token
+    known: set[str] | None  # the characters of tokens; a run of others is one unknown token
     added: set[str]  # texts of added tokens, also after normalization
     stripping: set[str]  # texts of the added tokens that take white space beside them
+
+
+_NOTHING = _Rules(False, False, 0, None, None, set(), set())
 
 
 class LongTexts:
@@ -46,7 +53,9 @@ class LongTexts:
 
     A text is cut between two words, so that the tokens of the part are tokens of the text. The part grows until it has
     all tokens that count. A long word is cut if the tokens that count are the same wherever a token of it ends near
-    the cut. The whole text is kept where neither is certain, for example with an unknown normalizer.
+    the cut. Long runs of characters without tokens of their own are shortened. Where nothing is certain, for example
+    with an unknown normalizer, the whole text is tokenised once, and cut if the part has the same tokens. A text that
+    is too long for that is refused, because the tokenizers library would take gigabytes.
 
     Args:
       tokenizer: a tokenizer that truncates the longer text of a pair first, and does not pad.
@@ -58,57 +67,68 @@ class LongTexts:
         self._tokenizer = tokenizer
         self._count: int = tokenizer.truncation["max_length"]  # the tokens that count, or a few more
         self._left: bool = tokenizer.truncation["direction"] == "left"
+        self._is_pair = is_pair
         # With an odd number of tokens for two long texts, the longer one (the second of equal ones) gets one more.
         self._odd = is_pair and (self._count - tokenizer.num_special_tokens_to_add(is_pair=True)) % 2 == 1
 
     def cut(self, texts: Sequence[str]) -> Sequence[str]:
-        """Returns texts that have the same tokens after truncation. Long texts are cut where that is safe."""
+        """Returns texts that have the same tokens after truncation. Long texts are cut where that is safe.
+
+        Raises a TextError for a text of millions of characters that cannot be cut.
+        """
         if max(map(len, texts), default=0) <= _LONG * self._count:
             return texts
-        return self._cut(texts, [self._count] * len(texts))
+        try:
+            return self._cut(texts, self._count)
+        except _CannotCutError as error:
+            raise TextError(error.index, texts[error.index], str(error)) from None
 
     def cut_pairs(self, pairs: Sequence[tuple[str, str]]) -> Sequence[tuple[str, str]]:
-        """Returns pairs that have the same tokens after truncation. Long texts are cut where that is safe."""
+        """Returns pairs that have the same tokens after truncation, as `cut` does."""
         texts = [*itertools.chain.from_iterable(pairs)]
         if max(map(len, texts), default=0) <= _LONG * self._count:
             return pairs
-        cut = self._cut(texts, [self._count] * len(texts))
-        changed = [first for first in range(0, len(texts), 2) if cut[first : first + 2] != texts[first : first + 2]]
-        if self._odd and changed:
+        first = 0
+        try:
+            cut = self._cut(texts, self._count)
+            changed = [i for i in range(0, len(texts), 2) if cut[i : i + 2] != texts[i : i + 2]] if self._odd else []
             lengths = self._lengths([cut[first + second] for first in changed for second in (0, 1)])
             for first, one, two in zip(changed, lengths[::2], lengths[1::2], strict=True):
                 if min(one, two) < self._count // 2:
                     continue
-                # Both may be truncated: keep their order. This is rare, so that counting the tokens of both is no harm.
-                total_one, total_two = (self._lengths([text])[0] for text in texts[first : first + 2])
+                # Both may be truncated: keep their order.
+                total_one, total_two = map(self._total, texts[first : first + 2])
                 if total_one > total_two and one <= two:
-                    cut[first : first + 1] = self._cut(texts[first : first + 1], [two + 1])
+                    cut[first : first + 1] = self._cut(texts[first : first + 1], two + 1)
                 elif total_one <= total_two and one > two:
-                    cut[first + 1 : first + 2] = self._cut(texts[first + 1 : first + 2], [one])
+                    cut[first + 1 : first + 2] = self._cut(texts[first + 1 : first + 2], one)
+        except _CannotCutError as error:
+            index = (first + error.index) // 2
+            raise TextError(index, pairs[index], str(error)) from None
         return [*zip(cut[::2], cut[1::2], strict=True)]
 
-    def _cut(self, texts: Sequence[str], counts: Sequence[int]) -> list[str]:
-        """Cuts texts so that the tokens that count stay the same: the first `counts` tokens, or the last ones."""
-        texts, size = [*texts], _FIRST * self._count
+    def _cut(self, texts: Sequence[str], count: int) -> list[str]:
+        """Cuts texts so that the tokens that count stay the same: the first `count` tokens, or the last ones."""
+        texts, size = [*texts], _FIRST * count
         waiting = [i for i, text in enumerate(texts) if len(text) > _LONG * self._count]
-        while waiting:
+        while waiting and size <= _MOST and self._rules.between_words:
             parts = {index: self._part(texts[index], size) for index in waiting}
             lengths = self._lengths([part for part, _ in parts.values()])
             unsure = self._lengths([start for _, start in parts.values()])
             for index, length, start in zip(waiting, lengths, unsure, strict=True):
-                part: str | None = parts[index][0]
-                if length - start < counts[index]:
-                    part = self._part_in_word(texts[index], size) if counts[index] == self._count else None
-                if part is not None:
-                    texts[index] = part
-                else:
+                part = parts[index][0] if length - start >= count else self._part_in_word(texts[index], size, count)
+                if part is None:
                     del parts[index]
+                else:
+                    texts[index] = part
             waiting = [index for index in waiting if index not in parts]
-            for index in waiting if size == _FIRST * self._count else ():
-                for run in self._rules.runs:
-                    texts[index] = run.sub(r"\1\2", texts[index])
+            if size == _FIRST * count:
+                for index in waiting:
+                    texts[index] = self._shorten(texts[index])
             size *= _GROWTH
-            waiting = [index for index in waiting if len(texts[index]) > size]
+            waiting = [index for index in waiting if len(texts[index]) > _LONG * self._count]
+        for index in waiting:
+            texts[index] = self._cut_tokenised(index, texts[index], count)
         return texts
 
     def _lengths(self, texts: list[str]) -> list[int]:
@@ -116,150 +136,292 @@ class LongTexts:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [len(encoding) + sum(map(len, encoding.overflowing)) for encoding in encodings]
 
+    def _total(self, text: str) -> int:
+        """Returns the number of tokens of a text, which is tokenised in pieces if it is long."""
+        text = self._shorten(text)
+        total = first = second = 0  # the text from `first` on has its own tokens from `second` on
+        while True:
+            begin, end = first + _PIECE, first + _MOST
+            stop = self._between_words(text, begin, end)
+            after = stop and self._between_words(text, stop + 1, end)
+            if not after and len(text) > end:
+                raise _CannotCutError(0, text)
+            length, start = self._lengths([text[first : after or None], text[first:second]])
+            total += length - start
+            if not stop or not after:
+                return total
+            first, second = stop, after
+
     def _part(self, text: str, size: int) -> tuple[str, str]:
         """Returns a part between words of about `size` characters, and its start if that may have other tokens."""
         if not self._left:
-            stop = self._between_words(text, size, _GROWTH * size)
+            stop = self._between_words(text, size, min(_GROWTH * size, _MOST))
             return text[: stop or 0], ""
-        first = self._between_words(text, len(text) - size, len(text))
+        first = self._between_words(text, max(len(text) - size, 1), len(text))
         # The first word of a part may get another prefix than within the text, for example a space.
         second = first and self._between_words(text, first + 1, len(text))
         return (text[first:], text[first:second]) if second else ("", "")
 
     def _between_words(self, text: str, start: int, stop: int) -> int | None:
-        """Returns the first place between words; None if there is none, or none among the first 50 is certain."""
-        rules, normalizer = self._rules, self._tokenizer.normalizer
-        if rules.between_words is None:
+        """Returns the first place between words; None if there is none, or none among the first ones is certain."""
+        if not self._rules.between_words:
             return None
-        for found in itertools.islice(rules.between_words.finditer(text, start, stop), 50):
-            place = found.start()
-            before = text[max(place - 32, 0) : place]
-            if not rules.needs_letter or normalizer is None or normalizer.normalize_str(before)[-1:].isalnum():
-                return place
+        for found in itertools.islice(_PLACES.finditer(text, start, stop), _TRIES):
+            sides = self._sides(text, found.start())
+            if sides is not None and self._splits(sides):
+                return found.start()
         return None
 
-    def _part_in_word(self, text: str, size: int) -> str | None:
-        """Returns a part of about `size` characters that is cut in a word, or None if its tokens are not certain.
+    def _sides(self, text: str, place: int) -> str | None:
+        """Returns the normalized characters on either side of a place; None if they depend on each other.
 
-        A token ends at one of any `longest` places in a row. Before (or after) that place, the tokens of the text are
-        the tokens of the part: no merge and no best path there looks further.
+        They do if normalization joins them, or if the text of an added token has both.
         """
-        rules = self._rules
-        margin = max(4, *map(len, rules.added), 0)  # 4: contractions such as 'll
-        if not rules.longest or size > _GROWTH * _FIRST * self._count or size < rules.longest + margin:
-            return None
-        first = len(text) - size if self._left else size - rules.longest
-        word = text[max(first - margin, 0) : first + rules.longest + margin]
-        kinds, normalizer = {*map(_kind, word)}, self._tokenizer.normalizer
+        added = self._rules.added
+        longest = max(map(len, added), default=0)
+        around = 32 + 2 * longest
+        left, right = text[max(place - around, 0) : place], text[place : place + around]
+        before, both = self._normalized(left), self._normalized(left + right)
+        after = both[len(before) :]
         if (
-            len(kinds) > 1
-            or None in kinds
-            or (rules.only_ascii and not word.isascii())
-            or (normalizer is not None and not normalizer.normalize_str(word).endswith(word))
-            or any({*map(_kind, token)} == kinds for token in rules.added)
+            not before
+            or not after
+            or not both.startswith(before)
+            or self._normalized(f"{left}a") != f"{before}a"  # white space before the place is stripped from a part
+            or (self._tokenizer.normalizer is not None and unicodedata.category(after[0])[0] == "M")
+            or (len(before) < longest and place > around)
+            or (len(after) < longest and place + around < len(text))
         ):
             return None
-        if kinds == {"space"} and (normalizer or any(token in text for token in rules.stripping)):
+        for one, two in ((left, right), (before, after)):
+            for token in added:
+                if token in one[max(len(one) - len(token) + 1, 0) :] + two[: len(token) - 1]:
+                    return None
+        return before[-1] + after[0]
+
+    def _splits(self, sides: str) -> bool:
+        """Returns whether words end between two normalized characters, whatever is around them."""
+        if not self._rules.is_bert and (sides[0].isspace() or (sides[0] == "'" and not sides[1].isspace())):
+            return False
+        pieces = self._tokenizer.pre_tokenizer.pre_tokenize_str(sides)
+        return not any(first < 1 < stop for _, (first, stop) in pieces)
+
+    def _part_in_word(self, text: str, size: int, count: int) -> str | None:
+        """Returns a part of about `size` characters that is cut in a word, or None if its tokens are not certain.
+
+        A token ends at one of any `longest` places in a row. Before (or after) that place, the tokens of the word are
+        the tokens of its part: no merge and no best path there looks further.
+        """
+        rules = self._rules
+        if not rules.longest:
             return None
-        places = range(first, first + rules.longest)
-        parts = [text[place:] if self._left else text[:place] for place in places]
-        ids = [found.ids for found in self._tokenizer.encode_batch_fast(parts, add_special_tokens=False)]
-        return parts[-1] if len(ids[0]) == self._count and ids.count(ids[0]) == len(ids) else None
+        begin = max(len(text) - size, 1) if self._left else size
+        place = next((place for place in range(begin, min(begin + 50, len(text))) if self._sides(text, place)), None)
+        # An added token may take all white space up to it.
+        if place is None or (
+            any(map(str.isspace, text[place - 1 : place + 1])) and any(token in text for token in rules.stripping)
+        ):
+            return None
+        part = text[place:] if self._left else text[:place]
+        step = -1 if self._left else 1
+        found = self._tokenizer.encode_batch([part], add_special_tokens=False)[0]
+        parts = [found, *found.overflowing]  # for a tokenizer that truncates from the left, from right to left
+        if not count <= sum(map(len, parts)) < _GROWTH**3 * count:
+            return None
+        names = ("ids", "tokens", "word_ids")
+        ids, tokens, words = ([item for one in parts for item in getattr(one, name)[::step]] for name in names)
+        first = words.index(words[-1])
+        needed = max(count - first, 0)
+        # The last characters may be in another word of the text: a space before a word, or a contraction such as 'll.
+        margin = rules.longest + 4
+        word = "".join(tokens[first : first + needed + margin][::step])
+        if len(word) <= margin:
+            return None
+        model = self._tokenizer.model
+        for length in range(len(word) - margin, len(word) + 1):
+            piece = word[-length:] if self._left else word[:length]
+            if [token.id for token in model.tokenize(piece)][::step][:needed] != ids[first : first + needed]:
+                return None
+        return part
+
+    def _cut_tokenised(self, index: int, text: str, count: int) -> str:
+        """Cuts a text of which nothing is certain. It is tokenised to see which of its parts have the same tokens."""
+        if len(text) > _MOST:
+            raise _CannotCutError(index, text)
+        with _ALONE:
+            whole = self._tokens(text, count)
+            if len(whole) < count:
+                return text
+            (first, stop) = whole[-1][1]
+            for more in (count, _GROWTH * count):
+                part = text[max(first - more, 0) :] if self._left else text[: stop + more]
+                if [token for token, _ in self._tokens(part, count)] == [token for token, _ in whole]:
+                    return part
+        if self._is_pair and len(text) > 2 * _LONG * self._count:
+            raise _CannotCutError(index, text)
+        return text
+
+    def _tokens(self, text: str, count: int) -> list[tuple[int, tuple[int, int]]]:
+        """Returns the ids and places of the first `count` tokens of a text, or of the last ones from right to left."""
+        found = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
+        tokens = (
+            token
+            for part in (found, *found.overflowing)
+            for token in [*zip(part.ids, part.offsets, strict=True)][:: -1 if self._left else 1]
+        )
+        return [*itertools.islice(tokens, count)]
+
+    def _shorten(self, text: str) -> str:
+        """Shortens long runs of characters that have no token, or one token for all of them."""
+        rules = self._rules
+        if not rules.between_words:
+            return text
+        spaces, removed, words, unknown = self._classes({*text})
+        longest = max(map(len, rules.added), default=0)
+
+        def gap(found: re.Match[str]) -> str:
+            run = found[0]
+            return run[0] + next((character for character in run if character in spaces), "") + run[-1]
+
+        def word(found: re.Match[str]) -> str:
+            run = found[0]
+            ends = run[:size], run[-size:]
+            return "".join(ends) if min(map(len, map(self._normalized, ends))) > least else run
+
+        def unknown_word(found: re.Match[str]) -> str:
+            run = found[0]
+            # Scores add up along a word, and are rounded: the tokens after the run might change.
+            if text[found.end() : found.end() + 1] not in ("", " "):
+                return run
+            short = run[:_END] + run[-_END:]
+            parts = [short, *(run[max(first - _END, 0) : first + _PIECE] for first in range(0, len(run), _PIECE))]
+            return short if all(map(self._is_unknown, parts)) else run
+
+        text = _shorten_runs(text, spaces + removed, 4, gap)
+        if rules.limit is not None and not any({*token} <= {*words} for token in rules.added):
+            least = rules.limit + longest
+            size = 3 * (least + 1)
+            text = _shorten_runs(text, words, 2 * size + 1, word)
+        if self._splits("a "):
+            text = _shorten_runs(text, unknown, 2 * _END + 1, unknown_word)
+        return text
+
+    def _classes(self, characters: set[str]) -> tuple[str, str, str, str]:
+        """Returns the spaces, removed characters, characters of words and unknown characters among some.
+
+        Removed characters of words are among both. There are only words and removed characters if the normalizer
+        changes characters one by one, except for the order of marks.
+        """
+        rules, inside, space = self._rules, {*"".join(self._rules.added)}, self._pieces("a a")
+        spaces, removed, words, unknown = "", "", "", ""
+        for character in characters:
+            normalized, pieces = self._normalized(f"a{character}a"), self._pieces(f"a{character}a")
+            if len(pieces) == 1 and rules.is_bert:
+                words += character
+            if not inside.isdisjoint(character + normalized[1:-1]):
+                continue
+            same = "\r\n" if character == "\r" else character  # these two are one grapheme
+            others = (self._pieces(f"a{run}a") for run in (same, character * 2, character * 3))
+            if pieces == space and all(map(pieces.__eq__, others)) and (rules.is_bert or _is_space(character)):
+                spaces += character
+            elif normalized == self._normalized("aa"):
+                removed += character if rules.is_bert else ""
+            elif not character.isspace() and self._is_unknown(character):
+                unknown += character
+        return spaces, removed, words, unknown
+
+    def _is_unknown(self, text: str) -> bool:
+        """Returns whether a text is in one word, in which no token has a character of it."""
+        known, start, text = self._rules.known, self._normalized("a"), self._normalized(f"a{text}a")
+        return (
+            known is not None
+            and text.startswith(start)
+            and known.isdisjoint(text[len(start) : -1])
+            and len(self._tokenizer.pre_tokenizer.pre_tokenize_str(text)) == 1
+        )
+
+    def _normalized(self, text: str) -> str:
+        normalizer = self._tokenizer.normalizer
+        return text if normalizer is None else normalizer.normalize_str(text)
+
+    def _pieces(self, text: str) -> list[str]:
+        """Returns the words of a text."""
+        return [piece for piece, _ in self._tokenizer.pre_tokenizer.pre_tokenize_str(self._normalized(text))]
 
     @functools.cached_property
     def _rules(self) -> _Rules:
         settings = json.loads(self._tokenizer.to_str())
-        model, normalizer = settings["model"], self._tokenizer.normalizer
-        normalizers, pre_tokenizers = _steps(settings["normalizer"]), _steps(settings["pre_tokenizer"])
-        kinds = {step["type"] for step in normalizers}
-
-        def normalized(text: str) -> str:
-            return text if normalizer is None else normalizer.normalize_str(text)
-
-        added, stripping = (
-            {form for token in tokens for form in (token["content"], normalized(token["content"]))}
-            for tokens in (
-                settings["added_tokens"],
-                [token for token in settings["added_tokens"] if token["lstrip"] or token["rstrip"]],
-            )
-        )
-        nothing = _Rules(None, False, [], 0, False, added, stripping)
-        # The tokenizers that come from SentencePiece join spaces.
-        joined = [" ", "▁"] if any(step["type"] == "Metaspace" for step in pre_tokenizers) else [" "]
-        for step in normalizers:
-            joins = step["type"] == "Replace" and step["pattern"] == {"Regex": " {2,}"} and step["content"] in joined
-            if step["type"] not in _NORMALIZERS and not joins:
-                return nothing
-        if not pre_tokenizers or any(token["single_word"] for token in settings["added_tokens"]):
-            return nothing
-        inside = {character for token in added for character in token[1:]}
-        punctuation = _PUNCTUATION + "".join(symbol for symbol in _SYMBOLS if symbol not in inside)
-        before, after, runs = f"(?<={_ALPHANUMERIC})", _SPACES, []
-        bert = byte_level = False
-        match pre_tokenizers[0]:
-            case {"type": "BertPreTokenizer"} if "Precompiled" not in kinds:
-                bert, before, after = True, "", _SPACES + punctuation
-            case {"type": "Whitespace"}:
-                after = _SPACES + punctuation
-            case {"type": "ByteLevel", "use_regex": True}:
-                byte_level, after = True, _SPACES + punctuation
-            case {"type": "WhitespaceSplit"}:
-                pass
-            case {"type": "Metaspace", "split": True}:
-                after = " "
-            case _:
-                return nothing
-        if not all(re.search(r"a\s+a$" if c.isspace() else r"a[^\w\s]+a$", normalized(f"a{c}a")) for c in after):
-            return nothing
-        after = re.escape(after)
-        if bert and any(step.get("handle_chinese_chars") for step in normalizers):
-            after += _IDEOGRAPHS
-        if any(re.search(f"(?s).[{after}]", token) for token in added):
-            return nothing
-        removed = "".join(c for c in _REMOVABLE if normalized(f"a{c}a") == "aa")
+        normalizers, splitters = _steps(settings["normalizer"]), _steps(settings["pre_tokenizer"])
+        tokens = settings["added_tokens"]
+        kinds = {step["type"] for step in splitters}
         if (
-            bert
-            and model["type"] == "WordPiece"
-            and kinds - {"Lowercase"} == {"BertNormalizer"}
-            and not any(re.search(f"^[A-Za-z0-9]+$|[{_SPACES}{removed}]", token) for token in added)
+            not all(step["type"] in _NORMALIZERS or _joins_spaces(step, kinds) for step in normalizers)
+            or not splitters
+            or not kinds <= _PRE_TOKENIZERS
+            or any(step.get("split") is False for step in splitters)
+            or any(token["single_word"] for token in tokens)
         ):
-            # A word above the model's limit is one unknown token.
-            end = f"[A-Za-z0-9]{{{max(model['max_input_chars_per_word'] + 1, *map(len, added))}}}"
-            runs = [re.compile(f"({end})[A-Za-z0-9]+({end})")]
-            runs += [re.compile(f"([{one}])[{one}]+([{one}])") for one in (_SPACES, removed) if one]
-        longest = 0
-        if model["type"] == "BPE" and not any(
-            model[name]
-            for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
-        ):
-            longest = max(map(len, model["vocab"]))
-        elif model["type"] == "Unigram" and not self._left:  # from the right, sums of scores are rounded differently
-            longest = max(len(token) for token, _ in model["vocab"])
-        if byte_level:
-            prefixed = self._left and pre_tokenizers[0]["add_prefix_space"]
-            cuts_words = len(pre_tokenizers) == 1 and not normalizers and not prefixed
-        else:
-            cuts_words = not self._left and {step["type"] for step in pre_tokenizers} <= {
-                "WhitespaceSplit",
-                "Metaspace",
-            }
-        return _Rules(
-            re.compile(f"{before}(?=[{after}])"),
-            bool(before),
-            runs,
-            longest if cuts_words else 0,
-            byte_level,
-            added,
-            stripping,
+            return _NOTHING
+        added, stripping = (
+            {form for token in some for form in (token["content"], self._normalized(token["content"])) if form}
+            for some in (tokens, [token for token in tokens if token["lstrip"] or token["rstrip"]])
         )
+        model = settings["model"]
+        # A normalizer that composes characters could join what BERT's pre-tokenizer isolates.
+        is_bert = kinds == {"BertPreTokenizer"} and {step["type"] for step in normalizers} <= {
+            "BertNormalizer",
+            "Lowercase",
+        }
+        limit = {"WordPiece": model.get("max_input_chars_per_word")}.get(model["type"]) if is_bert else None
+        if is_bert and model["type"] == "WordLevel":
+            limit = max(map(len, model["vocab"]), default=0)
+        known = None
+        if model["type"] == "Unigram" and not model["byte_fallback"]:
+            known = {character for token, _ in model["vocab"] for character in token}
+        prefixed = self._left and any(step.get("add_prefix_space") for step in splitters)
+        cuts_words = (kinds == {"ByteLevel"} and len(splitters) == 1 and not normalizers and not prefixed) or (
+            not self._left and kinds <= {"WhitespaceSplit", "Metaspace"}
+        )
+        return _Rules(True, is_bert, _longest(model) if cuts_words else 0, limit, known, added, stripping)
 
 
-def _kind(character: str) -> str | None:
-    """Returns the class of a character in GPT-2's regular expression; None for characters that are special there."""
-    if character in _SPACES:
-        return "space"
-    kind = unicodedata.category(character)
-    return None if kind[0] in "CZ" or character == "'" else kind[0] if kind[0] in "LN" else "other"
+class _CannotCutError(Exception):
+    """Error about a text that is too long to be tokenised whole and cannot be cut."""
+
+    def __init__(self, index: int, text: str) -> None:
+        super().__init__(
+            f"has {len(text)} characters in which no place to cut is certain; at most {_MOST} can be tokenised. Split"
+            " or shorten the text: only as many tokens as max_seq_length count"
+        )
+        self.index = index
+
+
+def _is_space(character: str) -> bool:
+    """Returns whether a character is white space also to added tokens, and in no grapheme with the one before it."""
+    return unicodedata.category(character)[0] == "Z" or character in "\t\n\r"
+
+
+def _shorten_runs(text: str, characters: str, least: int, shorten: Callable[[re.Match[str]], str]) -> str:
+    """Applies a function to each run of at least `least` of some characters."""
+    return re.sub(f"[{re.escape(characters)}]{{{least},}}", shorten, text) if characters else text
+
+
+def _longest(model: dict[str, Any]) -> int:
+    """Returns the length of the longest token, or 0 if tokens of a word depend on more than merges or scores."""
+    if model["type"] == "Unigram":
+        return max(len(token) for token, _ in model["vocab"])
+    names = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
+    return max(map(len, model["vocab"])) if model["type"] == "BPE" and not any(map(model.get, names)) else 0
+
+
+def _joins_spaces(normalizer: dict[str, Any], pre_tokenizers: set[str]) -> bool:
+    """Returns whether a normalizer joins spaces, as the tokenizers that come from SentencePiece do."""
+    contents = [" ", "▁"] if "Metaspace" in pre_tokenizers else [" "]
+    return (
+        normalizer["type"] == "Replace"
+        and normalizer["pattern"] == {"Regex": " {2,}"}
+        and normalizer["content"] in contents
+    )
 
 
 def _steps(settings: dict[str, Any] | None) -> list[dict[str, Any]]:

@@ -362,7 +362,7 @@ def encode(
     try:
         return tokenizer.encode_batch_fast(cut(texts))
     except BaseException as error:
-        if not checkpoint_files.is_library_error(error):
+        if isinstance(error, TextError) or not checkpoint_files.is_library_error(error):
             raise
         if len(texts) == 1:
             raise TextError(0, texts[0], f"cannot be tokenised: {error}") from error
