@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         queries, documents = (encoder.encode(texts, show_progress_bar=False) for texts in zip(*test_pairs, strict=True))
         results[str(run.step)] = found = retrieval(queries, documents, dims)
         with atomic.replacing(report) as (new,), atomic.writing(report):
-            new.write_text(json.dumps(results, indent=1) + "\n")
+            new.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
         return found["nDCG@10"]
 
     if run.step and report.exists():

@@ -50,15 +50,14 @@ def _uninterrupted() -> Iterator[None]:
 def replacing(*targets: Path, without: Iterable[Path] = ()) -> Iterator[list[Path]]:
     """Yields a temporary path for each target. The files that the block writes there replace the targets at its end.
 
-    All targets are in the folder of the first one or in its subfolders. If the block raises, no target changes. A
-    target stays as it is if the block writes no file for it. If several processes write the same targets, all of them
-    are from one process at the end. The files `without` are removed when the targets are replaced, and folders that get
-    empty.
+    If the block raises, no target changes. A target stays as it is if the block writes no file for it. If several
+    processes write the same targets, all of them are from one process at the end. The files `without` are removed when
+    the targets are replaced, and so are folders that get empty.
 
     If the process is killed while it renames the files, the first target is missing. So the first target must be the
     one without which no reader takes the others.
     """
-    folder = targets[0].parent
+    folder = Path(os.path.commonpath([target.parent for target in targets]))
     with writing(targets[0]):
         _remove_abandoned(folder)
         work = _claim(folder)

@@ -179,14 +179,14 @@ def wrap(real):
         real(source, target)
     return rename
 os.rename, os.replace = wrap(os.rename), wrap(os.replace)
-tensors.write(folder, {"text": text}, {text: np.zeros(2, np.float32)})
+tensors.write(folder, {"config.json": {"text": text}, "model.safetensors": {text: np.zeros(2, np.float32)}})
 """
 
 
 @pytest.mark.parametrize(("number", "complete"), [(0, True), (1, False), (2, False)])
 def test_killed_writer_leaves_no_old_and_new_files_together(tmp_path, number, complete):
     """Weights of one model and the settings of another would load and compute wrong numbers."""
-    tensors.write(tmp_path, {"text": "old"}, {"old": np.zeros(2, np.float32)})
+    tensors.write(tmp_path, {"config.json": {"text": "old"}, "model.safetensors": {"old": np.zeros(2, np.float32)}})
     process = start(KILLED, tmp_path, "new", number)
     assert process.wait() == -signal.SIGKILL, process.communicate()
     process.communicate()
