@@ -29,8 +29,8 @@ VENV := .venv$(if $(PYTHON),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 ARGS :=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-BENCHMARKS := encoder train attention layer_norm embeddings bias_activation softmax dense feed_forward \
-	cross_entropy permute
+BENCHMARKS := encoder train attention layer_norm embeddings bias_activation gated_activation softmax dense feed_forward \
+	cross_entropy permute rotary
 
 help:
 	@sed -n '/^\.NOTPARALLEL/q; s/^#   //p' Makefile

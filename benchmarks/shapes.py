@@ -20,6 +20,10 @@ LAYER_NORM = [(128, 768), (1024, 768), (4096, 768), (16384, 768), (16384, 1024),
 BIAS_ACTIVATION = [(128, 3072), (1024, 3072), (4096, 3072), (16384, 4096), (4096, 1536)]
 
 
+#: rows, width of the result of a gated feed-forward layer: ModernBERT-base, ModernBERT-large, GTE-base and NomicBERT
+GATED_ACTIVATION = [(128, 1152), (4096, 1152), (16384, 1152), (16384, 2624), (16384, 3072)]
+
+
 class Softmax(NamedTuple):
     """A softmax over the last axis. `op` is "softmax" or "log_softmax"; what follows a comma says how it is called."""
 
@@ -74,6 +78,9 @@ PERMUTE: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
 ]
 #: batch, length, heads, head size
 SPLIT_HEADS = [(8, 128, 12, 64), (32, 128, 12, 64), (32, 512, 12, 64)]
+
+#: batch, length, heads, head size
+ROTARY = [(1, 128, 12, 64), (32, 128, 12, 64), (32, 512, 12, 64), (2, 8192, 12, 64)]
 
 # --- Attention -----------------------------------------------------------------------------------------------------
 

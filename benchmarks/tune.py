@@ -87,6 +87,8 @@ def cases(dtypes: Sequence[str]) -> Iterator[Case]:
             yield make("bias_residual_layer_norm", {"rows": rows, "width": width}, dtype, x, vector, x, vector, vector)
         for rows, width in shapes.BIAS_ACTIVATION:
             yield make("bias_activation", {"rows": rows, "width": width}, dtype, (rows, width), (width,))
+        for rows, width in shapes.GATED_ACTIVATION:
+            yield make("gated_activation", {"rows": rows, "width": width}, dtype, (rows, 2 * width), (2 * width,))
         for shape, axes in shapes.PERMUTE:
             sizes = {f"axis{axis}": shape[axis] for axis in axes}
             yield make("permute", sizes, dtype, shape, axes=axes, directions=FORWARD)
@@ -94,6 +96,10 @@ def cases(dtypes: Sequence[str]) -> Iterator[Case]:
             sizes = {"batch": batch, "length": length, "heads": heads, "head_size": size}
             width = 3 * heads * size
             yield make("qkv_bias_split_heads", sizes, dtype, (batch, length, width), (width,), num_heads=heads)
+        for batch, length, heads, size in shapes.ROTARY:
+            sizes = {"batch": batch, "length": length, "heads": heads, "head_size": size}
+            options = {"positions": jnp.arange(length), "directions": FORWARD}
+            yield make("rotary", sizes, dtype, (batch, length, 3, heads, size), **options)
         for batch, length, heads, size in shapes.ATTENTION:
             sizes = {"batch": batch, "length": length, "heads": heads, "head_size": size}
             directions = BOTH if length <= shapes.ATTENTION_LONGEST_GRADIENT else FORWARD

@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
     from jaxft.ops.embeddings import embeddings_layer_norm
     from jaxft.ops.feed_forward import feed_forward_residual_layer_norm
-    from jaxft.ops.layer_norm import bias_residual_layer_norm, layer_norm
+    from jaxft.ops.gated_activation import gated_activation
+    from jaxft.ops.layer_norm import bias_residual_layer_norm, layer_norm, rms_norm
     from jaxft.ops.padding import remove_padding, restore_padding
     from jaxft.ops.permute import merge_heads, permute, qkv_bias_split_heads
     from jaxft.ops.plans import explain
+    from jaxft.ops.rotary import rotary
     from jaxft.ops.softmax import log_softmax, softmax
     from jaxft.text.cross_encoder import CrossEncoder
     from jaxft.text.sentence_encoder import SentenceEncoder
@@ -49,6 +51,7 @@ __all__ = [
     "embeddings_layer_norm",
     "explain",
     "feed_forward_residual_layer_norm",
+    "gated_activation",
     "layer_norm",
     "linear_cross_entropy",
     "log_softmax",
@@ -58,6 +61,8 @@ __all__ = [
     "qkv_bias_split_heads",
     "remove_padding",
     "restore_padding",
+    "rms_norm",
+    "rotary",
     "softmax",
     "varlen_qkv_attention",
 ]
@@ -78,10 +83,12 @@ _MODULES = {
     "jaxft.ops.dense_layer_norm": "dense_residual_layer_norm",
     "jaxft.ops.embeddings": "embeddings_layer_norm",
     "jaxft.ops.feed_forward": "feed_forward_residual_layer_norm",
-    "jaxft.ops.layer_norm": "bias_residual_layer_norm layer_norm",
+    "jaxft.ops.gated_activation": "gated_activation",
+    "jaxft.ops.layer_norm": "bias_residual_layer_norm layer_norm rms_norm",
     "jaxft.ops.padding": "remove_padding restore_padding",
     "jaxft.ops.permute": "merge_heads permute qkv_bias_split_heads",
     "jaxft.ops.plans": "explain",
+    "jaxft.ops.rotary": "rotary",
     "jaxft.ops.softmax": "log_softmax softmax",
     "jaxft.text.cross_encoder": "CrossEncoder",
     "jaxft.text.sentence_encoder": "SentenceEncoder",

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from jaxft import dispatch
@@ -83,8 +84,8 @@ def layer_norm(x: Array, gamma: Array | None = None, beta: Array | None = None, 
     return _normalize(wide(x), gamma, beta, epsilon).astype(x.dtype)
 
 
-def _normalize(x: Array, gamma: Array | None, beta: Array | None, epsilon: float) -> Array:
-    centered = x - jnp.mean(x, axis=-1, keepdims=True)
+def _normalize(x: Array, gamma: Array | None, beta: Array | None, epsilon: float, center: bool = True) -> Array:
+    centered = x - jnp.mean(x, axis=-1, keepdims=True) if center else x
     y = centered * lax.rsqrt(jnp.mean(centered * centered, axis=-1, keepdims=True) + epsilon)
     if gamma is not None:
         y = y * _like(gamma, y)
@@ -111,6 +112,20 @@ def bias_residual_layer_norm(
         total = total + _like(bias, total)
     total = dropout(total, dropout_rate, dropout_rng) + residual.astype(total.dtype)
     y = _normalize(total, gamma, beta, epsilon).astype(x.dtype)
+    return (y, total.astype(x.dtype)) if return_sum else y
+
+
+def rms_norm(
+    x: Array,
+    gamma: Array | None = None,
+    *,
+    residual: Array | None = None,
+    epsilon: float = 1e-6,
+    return_sum: bool = False,
+) -> Array | tuple[Array, Array]:
+    """Computes (x + residual) / sqrt(mean square + epsilon) * gamma. With `return_sum`, also returns the sum."""
+    total = wide(x) if residual is None else wide(x) + wide(residual)
+    y = _normalize(total, gamma, None, epsilon, center=False).astype(x.dtype)
     return (y, total.astype(x.dtype)) if return_sum else y
 
 
@@ -180,6 +195,18 @@ def bias_activation(x: Array, bias: Array | None, *, activation: str = "gelu") -
     if bias is not None:
         y = y + _like(bias, y)
     return ACTIVATIONS[activation](y).astype(x.dtype)
+
+
+def gated_activation(
+    x: Array, bias: Array | None = None, *, activation: str = "gelu", gate: str = "first"
+) -> Array:  # fmt: skip
+    """Computes activation(gate) * other of the halves of x + bias, [..., 2F] -> [..., F]."""
+    y = wide(x)
+    if bias is not None:
+        y = y + _like(bias, y)
+    first, second = jnp.split(y, 2, axis=-1)
+    gated, other = (first, second) if gate == "first" else (second, first)
+    return (ACTIVATIONS[activation](gated) * other).astype(x.dtype)
 
 
 def _logits(x: Array, scale: float | None, bias: Array | None) -> Array:
@@ -276,6 +303,37 @@ def merge_heads(x: Array) -> Array:
 def permute(x: Array, axes: tuple[int, ...]) -> Array:
     """Computes jnp.transpose(x, axes)."""
     return jnp.transpose(x, axes)
+
+
+def rotary_frequencies(head_size: int, theta: float, scale: float, dtype: Any) -> np.ndarray:
+    """Computes the angle per position of each pair, scale * theta^(-2i / H), [H // 2].
+
+    The powers are rounded to `dtype` before the division, as in PyTorch: at long positions, frequencies that differ in
+    the last bit give other angles.
+    """
+    exponents = np.arange(0, head_size, 2, dtype=dtype) / np.asarray(head_size, dtype)
+    return np.asarray(scale, dtype) / (theta ** exponents.astype(np.float64)).astype(dtype)
+
+
+def rotary(qkv: Any, positions: Array, theta: float = 10000.0, *, frequency_scale: float = 1.0) -> Any:
+    """Rotates queries and keys by their positions: qkv [..., 3, N, H], or a tuple of arrays [..., N, H].
+
+    Element i of the first half of a head and element i of the second half are one pair. `positions` broadcast to the
+    leading axes.
+    """
+    rotate = functools.partial(_rotate, theta=theta, frequency_scale=frequency_scale)
+    if isinstance(qkv, tuple):
+        return tuple(rotate(x, positions) for x in qkv)
+    return jnp.concatenate([rotate(qkv[..., :2, :, :], positions[..., None]), qkv[..., 2:, :, :]], axis=-3)
+
+
+def _rotate(x: Array, positions: Array, theta: float, frequency_scale: float) -> Array:
+    first, second = jnp.split(wide(x), 2, axis=-1)
+    positions = lax.expand_dims(positions.astype(first.dtype), range(x.ndim - 2 - positions.ndim))
+    frequencies = rotary_frequencies(x.shape[-1], theta, frequency_scale, first.dtype)
+    angles = positions[..., None, None] * _like(jnp.asarray(frequencies), first)
+    sin, cos = jnp.sin(angles), jnp.cos(angles)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 # --- Attention ---------------------------------------------------------------------------------------------------
@@ -456,19 +514,21 @@ def dense_epilogue(y: Array, bias: Array | None, activation: str | None, residua
 def dense_residual_layer_norm(
     x: Array, kernel: Array, bias: Array | None, residual: Array, gamma: Array | None, beta: Array | None,
     *, precision: PrecisionLike = None, **options: Any,
-) -> Array:  # fmt: skip
+) -> Any:  # fmt: skip
     """Computes bias_residual_layer_norm of dense(x, kernel), with `options`."""
     y = dense(x, kernel, precision=precision)
-    return bias_residual_layer_norm(y, bias, residual, gamma, beta, **options)  # type: ignore[return-value]
+    return bias_residual_layer_norm(y, bias, residual, gamma, beta, **options)
 
 
 def feed_forward_residual_layer_norm(
     x: Array, in_kernel: Array, in_bias: Array | None, out_kernel: Array, out_bias: Array | None, gamma: Array | None,
-    beta: Array | None, *, activation: str = "gelu", precision: PrecisionLike = None, **options: Any,
-) -> Array:  # fmt: skip
-    """Computes dense with an activation, then dense_residual_layer_norm with x as the residual."""
+    beta: Array | None, *, activation: str = "gelu", residual: Array | None = None, precision: PrecisionLike = None,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """Computes dense with an activation, then dense_residual_layer_norm with x as the residual if there is no other."""
     h = dense(x, in_kernel, in_bias, activation=activation, precision=precision)
-    return dense_residual_layer_norm(h, out_kernel, out_bias, x, gamma, beta, precision=precision, **options)
+    residual = x if residual is None else residual
+    return dense_residual_layer_norm(h, out_kernel, out_bias, residual, gamma, beta, precision=precision, **options)
 
 
 def remove_padding(x: Array, mask: Array, *, capacity: int) -> tuple[Array, Array, Array]:

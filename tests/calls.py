@@ -54,6 +54,8 @@ def _values(rng: np.random.Generator, name: str, shape: tuple[int, ...], sizes: 
         return (np.arange(shape[0], dtype=np.int32) * 3 - 3).clip(0, sizes["m"] - 1)
     if name == "indices":
         return np.arange(shape[0], dtype=np.int32)[::-1] + 1
+    if name == "positions":
+        return rng.integers(0, 100, shape, dtype=np.int32)
     if "ids" in name or name == "labels":
         ids = rng.integers(0, 3, shape, dtype=np.int32)
         return np.where(rng.random(shape) < 0.5, -100, ids).astype(np.int32) if name == "labels" else ids
@@ -79,6 +81,10 @@ CALLS = {
         functools.partial(jaxft.bias_residual_layer_norm, **DROPOUT, return_sum=True),
         {"x": "b, t, 8", "bias": "8", "residual": "b, t, 8", **NORM},
     ),
+    "rms_norm": Call(jaxft.rms_norm, {"x": "b, t, 8", "gamma": "8"}),
+    "rms_norm (residual)": Call(
+        functools.partial(jaxft.rms_norm, return_sum=True), {"x": "b, t, 8", "gamma": "8", "residual": "b, t, 8"}
+    ),
     "embeddings_layer_norm": Call(
         functools.partial(jaxft.embeddings_layer_norm, **DROPOUT),
         {"input_ids": "b, t", "word": "4, 8", "position": "7, 8", "token_type": "3, 8", **NORM},
@@ -89,6 +95,7 @@ CALLS = {
          "position_ids": "b, t", "token_type_ids": "b, t"},
     ),
     "bias_activation": Call(jaxft.bias_activation, {"x": "b, t, 8", "bias": "8"}),
+    "gated_activation": Call(functools.partial(jaxft.gated_activation, gate="second"), {"x": "b, t, 8", "bias": "8"}),
     "softmax": Call(jaxft.softmax, {"x": "b, 2, t, s", "bias": "t, s", "mask": "b, 1, 1, s"}),
     "log_softmax": Call(
         functools.partial(jaxft.log_softmax, scale=0.5), {"x": "b, 2, t, s", "bias": "s", "mask": "b, 1, t, s"}
@@ -99,6 +106,11 @@ CALLS = {
     ),
     "merge_heads": Call(jaxft.merge_heads, {"x": "b, 2, t, 4"}),
     "permute": Call(functools.partial(jaxft.permute, axes=(1, 0, -1)), {"x": "b, t, 8"}),
+    "rotary": Call(functools.partial(jaxft.rotary, theta=1000.0), {"qkv": QKV, "positions": "b, t"}),
+    "rotary (pair)": Call(
+        lambda query, key, **options: jaxft.rotary((query, key), **options),
+        {"query": "m, 4, 4", "key": "m, 2, 4", "positions": "m"},
+    ),
     "dot_product_attention": Call(
         functools.partial(jaxft.dot_product_attention, **DROPOUT, return_residual=True), {**ATTENTION, **PAIRS}
     ),
@@ -133,6 +145,12 @@ CALLS = {
     "feed_forward_residual_layer_norm": Call(
         functools.partial(jaxft.feed_forward_residual_layer_norm, **DROPOUT),
         {"x": "b, t, 8", "in_kernel": "8, 16", "in_bias": "16", "out_kernel": "16, 8", "out_bias": "8", **NORM},
+    ),
+    "feed_forward_residual_layer_norm (pre-norm)": Call(
+        functools.partial(
+            jaxft.feed_forward_residual_layer_norm, in_bias=None, out_bias=None, beta=None, return_sum=True
+        ),
+        {"x": "b, t, 8", "in_kernel": "8, 16", "out_kernel": "16, 8", "residual": "b, t, 8", "gamma": "8"},
     ),
     "linear_cross_entropy": Call(
         lambda **arrays: jaxft.linear_cross_entropy(**arrays).mean,

@@ -55,6 +55,15 @@ def bias_residual_layer_norm(x, bias, residual, gamma, beta, *, epsilon=1e-6, ke
     return (out, total) if return_sum else out
 
 
+def rms_norm(x, gamma=None, *, residual=None, epsilon=1e-6, return_sum=False):
+    total = f64(x) if residual is None else f64(x) + f64(residual)
+    out = np.zeros_like(total)
+    for row in np.ndindex(total.shape[:-1]):
+        out[row] = total[row] / math.sqrt((total[row] ** 2).mean() + epsilon)
+    out = out if gamma is None else out * f64(gamma)
+    return (out, total) if return_sum else out
+
+
 def embeddings_layer_norm(input_ids, word, position, token_type=None, gamma=None, beta=None, *, position_ids=None,
                           token_type_ids=None, epsilon=1e-6, keep=None, rate=0.0):  # fmt: skip
     total = np.zeros((*input_ids.shape, word.shape[1]))
@@ -69,6 +78,14 @@ def embeddings_layer_norm(input_ids, word, position, token_type=None, gamma=None
 
 def bias_activation(x, bias, *, activation="gelu"):
     return _activate(f64(x) if bias is None else f64(x) + f64(bias), activation)
+
+
+def gated_activation(x, bias=None, *, activation="gelu", gate="first"):
+    x = f64(x) if bias is None else f64(x) + f64(bias)
+    width = x.shape[-1] // 2
+    halves = {"first": x[..., :width], "second": x[..., width:]}
+    gated = _activate(halves.pop(gate), activation)
+    return gated * next(iter(halves.values()))
 
 
 def _softmax_row(logits):
@@ -137,6 +154,29 @@ def permute(x, axes):
             source[axis] = index[position]
         out[index] = x[tuple(source)]
     return out
+
+
+def _turned(x, angles):
+    """Turns each pair of `x` [N, H], as a complex number, by its angle [H // 2]."""
+    first, second = np.split(x, 2, axis=-1)
+    turned = (first + 1j * second) * np.exp(1j * angles)
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def rotary(qkv, positions, theta=10000.0, *, frequency_scale=1.0):
+    packed = not isinstance(qkv, tuple)
+    outs = []
+    for x in (qkv,) if packed else qkv:
+        out = f64(x).copy()
+        tokens = out.shape[: -3 if packed else -2]
+        where = np.broadcast_to(positions, tokens)
+        size = out.shape[-1]
+        frequencies = np.array([frequency_scale * theta ** (-2.0 * i / size) for i in range(size // 2)])
+        for token in np.ndindex(tokens):
+            for part in [(0,), (1,)] if packed else [()]:
+                out[(*token, *part)] = _turned(out[(*token, *part)], int(where[token]) * frequencies)
+        outs.append(out)
+    return outs[0] if packed else tuple(outs)
 
 
 def _attends(b, i, j, *, is_causal, query_seq_lengths, key_value_seq_lengths, query_segment_ids,

@@ -21,10 +21,12 @@ import bench_embeddings
 import bench_encode
 import bench_encoder
 import bench_feed_forward
+import bench_gated_activation
 import bench_layer_norm
 import bench_peers
 import bench_permute
 import bench_pretrain
+import bench_rotary
 import bench_softmax
 import bench_train
 import jaxft
@@ -95,6 +97,7 @@ def test_shapes_are_listed_once():
             {"xla", "copy (memcpy)"},
         ),
         (bench_bias_activation, {"BIAS_ACTIVATION": [(5, 24)]}, {"xla", "copy (memcpy)"}),
+        (bench_gated_activation, {"GATED_ACTIVATION": [(5, 24)]}, {"xla", "copy (memcpy)"}),
         (
             bench_permute,
             {
@@ -104,6 +107,7 @@ def test_shapes_are_listed_once():
             },
             {"xla", "copy (memcpy)"},
         ),
+        (bench_rotary, {"ROTARY": [(2, 5, 3, 8)]}, {"xla", "copy (memcpy)"}),
         (
             bench_softmax,
             {
@@ -309,7 +313,9 @@ def test_tuned_cases_are_those_of_plain_jnp():
             got, wanted = (jax.eval_shape(tune.directed(op, direction), *inputs) for op in (case.ours, case.plain))
             assert jax.tree.leaves(got) == jax.tree.leaves(wanted), (case.name(), direction)
     assert ops == {
-        "bias_residual_layer_norm", "bias_activation", "permute", "qkv_bias_split_heads", "qkv_attention", "dense",
+        "bias_residual_layer_norm", "bias_activation", "gated_activation", "permute", "qkv_bias_split_heads", "rotary",
+        "qkv_attention",
+        "dense",
         "dense_residual_layer_norm", "softmax", "log_softmax",
     }  # fmt: skip
 

@@ -175,7 +175,7 @@ def test_config_refuses_decoders_and_relative_positions():
     config = {"model_type": "bert", "is_decoder": True, "add_cross_attention": True, "hidden_size": 0}
     with pytest.raises(ValueError) as caught:
         BertConfig.from_dict(config | {"position_embedding_type": "relative_key"})
-    for part in ("is_decoder is True", "add_cross_attention is True", "position_embedding_type must be one of absolute",
+    for part in ("is_decoder is True", "add_cross_attention is True", "position_embedding_type must be 'absolute'",
                  "'relative_key'", "hidden_size"):  # fmt: skip
         assert part in str(caught.value)
     BertConfig.from_dict({"model_type": "bert", "is_decoder": False, "position_embedding_type": "absolute"})

@@ -61,6 +61,31 @@ def test_optional_vectors(missing):
     check_op(floats_of(np.random.default_rng(1), (5,), 520, 17, missing=missing))
 
 
+@pytest.mark.parametrize(("depth", "parts"), [(1100, 4), *slow_cases((40, 1))])
+def test_sum_is_returned(depth, parts):
+    """The sum is the residual of the next half of a pre-norm layer, without beta as in ModernBERT."""
+    floats = floats_of(np.random.default_rng(6), (2, 3), depth, 129, missing=("bias", "beta"))
+    assert splits(6, depth, 129) == parts
+    check_op(floats, implementations=("triton", "xla"), return_sum=True)
+    y, total = jaxft.dense_residual_layer_norm(**floats, bias=None, beta=None, return_sum=True)
+    assert y.shape == total.shape == (2, 3, 129)
+
+
+def test_sum_changes_no_number_of_kernels():
+    for rows, depth in ((128, 3072), (4096, 768)):
+        arrays = [of(shape, jnp.bfloat16) for shape in ((rows, depth), (depth, 768), (768,), (rows, 768), (768,))]
+        counts = []
+        for return_sum in (False, True):
+
+            def run(x, kernel, bias, residual, gamma, return_sum=return_sum):
+                options = {"return_sum": return_sum}
+                return jaxft.dense_residual_layer_norm(x, kernel, bias, residual, gamma, None, **options)
+
+            found = operations(lower(run, *arrays))
+            counts.append([found[name] for name in (TRITON, "custom_call @mosaic_gpu_v2", "dot_general", "add")])
+        assert counts[0] == counts[1]
+
+
 @pytest.mark.parametrize("seed", seeds(3))
 def test_random(seed):
     rng = np.random.default_rng(seed)
@@ -68,7 +93,8 @@ def test_random(seed):
     depth, width = int(rng.choice([3, 512, 601, 1030])), int(rng.choice([1, 3, 17, 64, 100]))
     dtype, vectors = (jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"]))) for _ in range(2))
     missing = [name for name in ("bias", "gamma", "beta") if rng.random() < 0.2]
-    check_op(floats_of(rng, rows, depth, width, dtype, vectors, missing), seed)
+    floats = floats_of(rng, rows, depth, width, dtype, vectors, missing)
+    check_op(floats, seed, return_sum=bool(rng.random() < 0.5))
 
 
 @pytest.mark.parametrize("dtype", ONE_DTYPE)
@@ -217,13 +243,13 @@ def test_tuned_entries_override_xla(entry):
 @pytest.mark.parametrize("rate", [0.0, 0.3])
 def test_xla_path_matches_the_oracle(rate, key):
     floats = floats_of(np.random.default_rng(5), (37,), 96, 40, jnp.float32)
-    options = {"epsilon": 1e-3, "dropout_rate": rate, "dropout_rng": key if rate else None}
+    options = {"epsilon": 1e-3, "dropout_rate": rate, "dropout_rng": key if rate else None, "return_sum": True}
     keep = np.asarray(dropout_mask(key, rate, (37, 40))) if rate else None
     with dispatch.target(), jax.default_matmul_precision(None):  # no kernel, so that a CPU can run it
         got = jax.jit(lambda f: jaxft.dense_residual_layer_norm(**f, **options))(floats)
         wanted = jax.jit(lambda f: reference.dense_residual_layer_norm(**f, **options))(floats)
     y = oracle.dense(floats.pop("x"), floats.pop("kernel"))
-    exact = oracle.bias_residual_layer_norm(y, **floats, epsilon=1e-3, keep=keep, rate=rate)
+    exact = oracle.bias_residual_layer_norm(y, **floats, epsilon=1e-3, keep=keep, rate=rate, return_sum=True)
     assert_matches_oracle(got, wanted, exact)
 
 
@@ -248,6 +274,7 @@ GOOD = {"x": X, "kernel": KERNEL, "bias": KERNEL[0], "residual": X[:, :4], "gamm
         ({"residual": KERNEL[:2].astype(np.float16)}, TypeError, "residual must have the dtype of x, float32, got"),
         ({"bias": np.ones(8, np.float32)}, ValueError, "bias must have shape (4,), got (8,)"),
         ({"gamma": [1.0] * 4}, TypeError, "gamma must be an array, got list"),
+        ({"return_sum": 1}, TypeError, "return_sum must be True or False, got int"),
         ({"epsilon": 0.0}, ValueError, "epsilon must be positive, got 0.0"),
         ({"dropout_rate": 1.0}, ValueError, "dropout_rate must be in [0, 1), got 1.0"),
         ({"dropout_rate": 0.1}, ValueError, "dropout_rate is 0.1, so dropout_rng must be a JAX random key, got None"),

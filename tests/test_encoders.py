@@ -11,10 +11,13 @@ from flax import nnx
 
 import encoders
 from jaxft.checkpoint.files import CheckpointError
-from jaxft.models.bert import BertConfig, BertModel
+from jaxft.models import bert
+from jaxft.models.bert import BertConfig, BertModel, Places
 from jaxft.models.classification import BertForSequenceClassification, BertForTokenClassification
 from jaxft.models.masked_lm import BertForMaskedLM
-from jaxft.models.positions import alibi_bias, log_buckets, rotary_angles
+from jaxft.models.pooling import packed_rows_of, sequence_rows
+from jaxft.models.positions import alibi_bias, log_buckets
+from jaxft.ops.rotary import rotary
 
 STORED = np.load(encoders.DATA)
 CLASSES = {
@@ -135,6 +138,23 @@ def test_training_in_16_bits(kind):
     assert jnp.isfinite(loss) and all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
 
 
+def test_hidden_states():
+    """Where norms come first, the states between layers are the sums before the norms, as in transformers."""
+    config = BertConfig.from_dict(MODERN)
+    model = BertModel(config, rngs=nnx.Rngs(0))
+    states = model(jnp.arange(6)[None], output_hidden_states=True).hidden_states
+    assert len(states) == config.num_hidden_layers + 1
+    for state in states[1:-1]:
+        assert float(jnp.abs(state.mean(axis=-1)).max()) > 1e-4  # not normalised
+    np.testing.assert_allclose(states[-1].mean(axis=-1), 0, atol=1e-6)
+
+
+def test_packing_is_undone():
+    starts, rows = jnp.asarray([0, 3, 3, 8]), jnp.arange(1, 23, dtype=jnp.float32).reshape(11, 2)
+    padded = sequence_rows(rows, starts, 6)
+    np.testing.assert_array_equal(packed_rows_of(padded, starts, 11), rows.at[8:].set(0))
+
+
 def plain_jina(params, ids, config):
     """Computes Jina v2 as its paper describes it: BERT with ALiBi, and a gated feed-forward network."""
 
@@ -212,15 +232,26 @@ def test_old_names_of_nomic_bert():
     assert (config.layer_norm_eps, config.rope_theta, config.activation) == (1e-6, 500, "silu")
 
 
-def test_old_names_of_gte():
+def test_old_names_of_gte(monkeypatch):
     old = {"model_type": "new", "position_embedding_type": "rope", "rope_theta": 1e4, "type_vocab_size": 0,
            "rope_scaling": {"type": "ntk", "factor": 2.0}, "layer_norm_type": "layer_norm"} | SMALL  # fmt: skip
     config = BertConfig.from_dict(old)
     assert (config.model_type, config.rope_theta, config.rope_factor) == ("gte", 1e4, 2.0)
     assert BertConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     # NTK scaling: the base times the factor, and all frequencies divided by factor ** (2 / H).
-    frequencies = 1 / (2e4 ** (np.arange(0, 8, 2) / 8)) / 2 ** (2 / 8)
-    np.testing.assert_allclose(rotary_angles(jnp.asarray([3]), 8, 1e4, 2.0)[0], 3 * frequencies, rtol=1e-6)
+    layer = BertModel(config, implementation="xla", rngs=nnx.Rngs(0)).layers[0]
+    rotated, given = [], jax.random.normal(jax.random.key(0), (1, 4, 3, 2, 8))
+
+    def keep(qkv, *args, **kwargs):
+        rotated.append(rotary(given, *args, **kwargs))
+        return rotated[0]
+
+    monkeypatch.setattr(bert, "rotary", keep)
+    layer.step(*[jnp.ones((1, 4, 16))] * 2, Places(positions=jnp.arange(4), theta=2e4), [(None, None)] * 2)
+    angle = 3 / (2e4 ** (np.arange(0, 8, 2) / 8)) / 2 ** (2 / 8)
+    first, second = np.split(np.asarray(given[0, 3, 0, 0]), 2)
+    expected = [first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)]
+    np.testing.assert_allclose(rotated[0][0, 3, 0, 0], np.concatenate(expected), atol=1e-6)
 
 
 def test_log_buckets():

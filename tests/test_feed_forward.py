@@ -32,9 +32,10 @@ def floats_of(rng, rows, width, inner, dtype=jnp.bfloat16, vectors=jnp.float32, 
     }  # fmt: skip
 
 
-def exact(x, in_kernel, in_bias, out_kernel, out_bias, gamma, beta, *, activation="gelu", **options):
+def exact(x, in_kernel, in_bias, out_kernel, out_bias, gamma, beta, *, activation="gelu", residual=None, **options):
     h = oracle.dense(x, in_kernel, in_bias, activation=activation)
-    return oracle.bias_residual_layer_norm(oracle.dense(h, out_kernel), out_bias, x, gamma, beta, **options)
+    residual = x if residual is None else residual
+    return oracle.bias_residual_layer_norm(oracle.dense(h, out_kernel), out_bias, residual, gamma, beta, **options)
 
 
 def check_op(floats, implementations=("triton",), seed=None, **options):
@@ -59,6 +60,14 @@ def test_optional_vectors(missing):
     check_op(floats_of(np.random.default_rng(1), (5,), 17, 40, missing=missing))
 
 
+def test_half_of_a_pre_norm_layer():
+    """The residual is not the input, the sum is returned, and the LayerNorm has no beta."""
+    rng = np.random.default_rng(2)
+    floats = floats_of(rng, (2, 5), 17, 40, missing=("in_bias", "out_bias", "beta"))
+    floats |= normal(rng, jnp.bfloat16, residual=(2, 5, 17))
+    check_op(floats, implementations=("triton", "xla"), return_sum=True)
+
+
 @pytest.mark.parametrize("seed", seeds(2))
 def test_random(seed):
     rng = np.random.default_rng(seed)
@@ -67,7 +76,10 @@ def test_random(seed):
     dtype, vectors = (jnp.dtype(str(rng.choice(["float32", "float16", "bfloat16"]))) for _ in range(2))
     missing = [name for name in VECTORS if rng.random() < 0.2]
     activation = str(rng.choice(list(reference.ACTIVATIONS)))
-    check_op(floats_of(rng, rows, width, inner, dtype, vectors, missing), activation=activation, seed=seed)
+    floats = floats_of(rng, rows, width, inner, dtype, vectors, missing)
+    if rng.random() < 0.5:
+        floats |= normal(rng, dtype, residual=(*rows, width))
+    check_op(floats, activation=activation, seed=seed, return_sum=bool(rng.random() < 0.5))
 
 
 @pytest.mark.parametrize("rows", [(0,), (2, 0)], ids=str)
@@ -129,8 +141,12 @@ def mosaic(monkeypatch):
                  ("gelu", jnp.float16, ("out_bias",)), ("gelu", jnp.float16, ("in_bias",)))],
 )  # fmt: skip
 def test_mosaic_gradient_matches_the_oracle(activation, dtype, missing, mosaic):
-    floats = floats_of(np.random.default_rng(4), (3, 66), 64, 208, dtype, missing=missing)
+    rng = np.random.default_rng(4)
+    floats = floats_of(rng, (3, 66), 64, 208, dtype, missing=missing)
     check_op(floats, ("mosaic_gpu",), activation=activation)
+    if missing:
+        floats |= normal(rng, dtype, residual=(3, 66, 64))
+        check_op(floats, ("mosaic_gpu",), activation=activation, return_sum=True)
 
 
 @runs
@@ -287,6 +303,9 @@ GOOD = {
         ({"activation": "swish"}, ValueError,
          "activation must be one of ('gelu', 'gelu_tanh', 'relu', 'silu', 'tanh'), got 'swish'"),
         ({"activation": None}, ValueError, "activation must be one of ('gelu',"),
+        ({"residual": np.ones((2, 5), np.float32)}, ValueError, "residual must have shape (2, 4), got (2, 5)"),
+        ({"residual": np.ones((2, 4), np.float16)}, TypeError, "residual must have the dtype of x, float32"),
+        ({"return_sum": None}, TypeError, "return_sum must be True or False, got NoneType"),
         ({"epsilon": 0}, ValueError, "epsilon must be positive, got 0"),
         ({"dropout_rate": 1.0}, ValueError, "dropout_rate must be in [0, 1), got 1.0"),
         ({"precision": "most"}, ValueError, "precision must be one that jnp.matmul takes, got 'most'"),

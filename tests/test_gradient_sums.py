@@ -26,12 +26,14 @@ partial = functools.partial
 CASES = {
     "layer_norm": (jaxft.layer_norm, {"x": ROW, **NORM}),
     "residual": (partial(jaxft.bias_residual_layer_norm, return_sum=True), RESIDUAL | NORM),
+    "rms_norm": (jaxft.rms_norm, {"x": ROW, "gamma": VECTOR, "residual": ROW}),
     "embeddings": (partial(jaxft.embeddings_layer_norm, IDS), TABLES | NORM),
     "embeddings_ids": (
         partial(jaxft.embeddings_layer_norm, IDS, position_ids=IDS + 3, token_type_ids=IDS + 1),
         TABLES,
     ),
     "bias_activation": (jaxft.bias_activation, {"x": ROW, "bias": VECTOR}),
+    "gated_activation": (jaxft.gated_activation, {"x": ROW, "bias": VECTOR}),
     "softmax": (jaxft.softmax, {"x": ROW, "bias": VECTOR}),
     "log_softmax": (jaxft.log_softmax, {"x": (10, 1000, D), "bias": (10, 1, D)}),
     "split": (partial(jaxft.qkv_bias_split_heads, num_heads=2), {"qkv": (10, 1000, 3 * D), "bias": (3 * D,)}),

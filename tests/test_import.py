@@ -10,8 +10,9 @@ import jaxft
 
 SLOW = ("jax", "numpy", "ml_dtypes")
 HEAVY = ("flax", "tokenizers", "huggingface_hub", "safetensors", "tqdm", "matplotlib", "optax", "torch", "transformers")
-OPS = ("layer_norm", "bias_residual_layer_norm", "embeddings_layer_norm", "bias_activation", "softmax", "log_softmax",
-       "qkv_bias_split_heads", "merge_heads", "permute", "dot_product_attention", "qkv_attention",
+OPS = ("layer_norm", "bias_residual_layer_norm", "rms_norm", "embeddings_layer_norm", "bias_activation",
+       "gated_activation", "softmax", "log_softmax",
+       "qkv_bias_split_heads", "merge_heads", "permute", "rotary", "dot_product_attention", "qkv_attention",
        "varlen_qkv_attention", "dense", "dense_residual_layer_norm", "feed_forward_residual_layer_norm",
        "linear_cross_entropy", "remove_padding", "restore_padding", "bundle")  # fmt: skip
 MODELS = (

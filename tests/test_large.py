@@ -16,7 +16,9 @@ ROWS, WIDTH = 2**21 + 3, 1024
 VECTOR = np.linspace(-1.0, 1.0, WIDTH, dtype=np.float32)
 OPS = {
     "layer_norm": lambda x: jaxft.layer_norm(x, VECTOR, VECTOR),
+    "rms_norm": lambda x: jaxft.rms_norm(x, VECTOR),
     "bias_activation": lambda x: jaxft.bias_activation(x, VECTOR),
+    "gated_activation": lambda x: jaxft.gated_activation(x, VECTOR),
     "softmax": lambda x: jaxft.softmax(x, bias=VECTOR),
 }
 

@@ -510,4 +510,4 @@ def test_implementation_reaches_the_head(module, op, monkeypatch):
 def test_signature_follows_bert_model():
     ours, theirs = (inspect.signature(cls.from_pretrained).parameters for cls in (BertForMaskedLM, BertModel))
     assert theirs.items() <= ours.items()
-    assert checkpoint_layouts.LAYOUTS.keys() == ARCHITECTURES.keys()
+    assert ARCHITECTURES.keys() <= checkpoint_layouts.LAYOUTS.keys()

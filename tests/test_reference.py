@@ -85,6 +85,15 @@ def bias_residual_layer_norm(rng, size):
     )
 
 
+def rms_norm(rng, size):
+    shape = (*_leading(rng, size), size())
+    floats = _floats(rng, x=shape, gamma=_some(rng, shape[-1:], 0.8), residual=_some(rng, shape))
+    floats["x"] = floats["x"] * 3.0 + rng.choice([0.0, 10.0])
+    options: dict[str, Any] = {"epsilon": float(rng.choice([1e-12, 1e-6, 0.3]))}
+    options["return_sum"] = "residual" in floats and bool(rng.random() < 0.5)
+    return Case(floats, *(lambda f, m=m: m.rms_norm(**f, **options) for m in (reference, oracle)))
+
+
 def embeddings_layer_norm(rng, size):
     width, shape = size(), (*_leading(rng, size), size())
     rows = {"word": size(), "position": shape[-1] + int(rng.integers(0, 3)), "token_type": _some(rng, size(), 0.8)}
@@ -107,6 +116,13 @@ def bias_activation(rng, size):
         floats,
         *(lambda f, m=m: m.bias_activation(f["x"], f.get("bias"), activation=activation) for m in (reference, oracle)),
     )
+
+
+def gated_activation(rng, size):
+    width = 2 * size()
+    options = {"activation": str(rng.choice(["gelu", "silu"])), "gate": str(rng.choice(["first", "second"]))}
+    floats = _floats(rng, x=(*_leading(rng, size), width), bias=_some(rng, (width,), 0.5))
+    return Case(floats, *(lambda f, m=m: m.gated_activation(**f, **options) for m in (reference, oracle)))
 
 
 def _row_softmax(name):
@@ -138,6 +154,18 @@ def permute(rng, size):
     small = [min(size(), 7) for _ in range(rng.integers(1, 6))]
     axes = tuple(int(axis) for axis in rng.permutation(len(small)))
     return Case(_floats(rng, x=small), *(lambda f, m=m: m.permute(**f, axes=axes) for m in (reference, oracle)))
+
+
+def rotary(rng, size):
+    tokens, heads, head_size = _leading(rng, size), size(), 2 * min(size(), 17)
+    positions = rng.integers(-3, 4, tokens[int(rng.integers(0, 2)) :], np.int32)
+    options = {"theta": float(rng.choice([100.0, 1e4])), "frequency_scale": float(rng.choice([1.0, 0.5]))}
+    if rng.random() < 0.5:
+        floats = _floats(rng, qkv=(*tokens, 3, heads, head_size))
+        return Case(floats, *(lambda f, m=m: m.rotary(f["qkv"], positions, **options) for m in (reference, oracle)))
+    floats = _floats(rng, query=(*tokens, heads, head_size), key=(*tokens, 1, head_size))
+    return Case(floats, *(lambda f, m=m: m.rotary((f["query"], f["key"]), positions, **options)
+                          for m in (reference, oracle)))  # fmt: skip
 
 
 def dense(rng, size):
@@ -218,9 +246,9 @@ def varlen_qkv_attention(rng, size):
 
 
 softmax, log_softmax = _row_softmax("softmax"), _row_softmax("log_softmax")
-OPS = (layer_norm, bias_residual_layer_norm, embeddings_layer_norm, bias_activation, softmax, log_softmax,
-       qkv_bias_split_heads, merge_heads, permute, dense, linear_cross_entropy, dot_product_attention,
-       varlen_qkv_attention)  # fmt: skip
+OPS = (layer_norm, bias_residual_layer_norm, rms_norm, embeddings_layer_norm, bias_activation, gated_activation,
+       softmax, log_softmax, qkv_bias_split_heads, merge_heads, permute, rotary, dense, linear_cross_entropy,
+       dot_product_attention, varlen_qkv_attention)  # fmt: skip
 # Ops with many options get more seeds.
 SEEDS = {"dot_product_attention": 20, "merge_heads": 2, "permute": 3, "qkv_bias_split_heads": 3}
 

@@ -8,7 +8,7 @@ import pytest
 import jaxft
 from cases import INTERPRET, jit, normal
 from checked import checked
-from jaxft.kernels.triton import bias_activation, common, layer_norm, permute
+from jaxft.kernels.triton import bias_activation, common, gated_activation, layer_norm, permute
 from jaxft.tuning.table import GradientConfig
 
 
@@ -62,6 +62,13 @@ def of_bias_activation(dy, programs):
     return bias_activation.backward(dy, jnp.ones_like(dy), jnp.zeros(4, dy.dtype), **options)[1]
 
 
+def of_gated_activation(dy, programs):
+    """The gate is 1, so that the gradient of the other half is dy."""
+    x, config = jnp.ones((len(dy), 8), dy.dtype), GradientConfig(1, 4, programs, 1)
+    options = {"activation": "relu", "gate": "first", "config": config, "interpret": INTERPRET}
+    return gated_activation.backward(dy, x, jnp.zeros(8, dy.dtype), **options)[1][4:]
+
+
 def of_layer_norm(dy, programs):
     saved, config = jnp.zeros((2, len(dy))), GradientConfig(1, 4, programs, 1)
     options = {"dropout_rate": 0.0, "config": config, "interpret": INTERPRET}
@@ -75,7 +82,7 @@ def of_split_heads(dy, programs):
     return jnp.sum(sums, axis=0)[:4].astype(dy.dtype)
 
 
-@pytest.mark.parametrize("gradient", [of_bias_activation, of_layer_norm, of_split_heads])
+@pytest.mark.parametrize("gradient", [of_bias_activation, of_gated_activation, of_layer_norm, of_split_heads])
 def test_partial_sums_are_float32(gradient):
     """Two programs share the rows. Their sums are 100.78125, which bfloat16 does not have, and -100."""
     rows = jnp.where(jnp.arange(200) % 2 == 0, 1.0078125, -1.0).astype(jnp.bfloat16)

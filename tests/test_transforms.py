@@ -67,6 +67,10 @@ OPS = {
         lambda m, o, **f: m.bias_residual_layer_norm(**f, **o, return_sum=True),
         {**ROWS, "residual": ROWS["x"], **NORM}, split=("residual",),
     ),
+    "rms_norm": Op(
+        lambda m, o, **f: m.rms_norm(**f, **o, return_sum=True),
+        {"x": ROWS["x"], "residual": ROWS["x"], "gamma": (WIDTH,)}, split=("residual",),
+    ),
     # A table for each sequence, so that the first argument has the batch in front.
     "embeddings_layer_norm": Op(
         lambda m, o, word, **f: jnp.stack([m.embeddings_layer_norm(**IDS, word=w, **f, **o) for w in word]),
@@ -74,6 +78,7 @@ OPS = {
     ),
     # JAX 0.12.0 cannot differentiate the erf of GELU within shard_map, so the activation is GELU with tanh.
     "bias_activation": Op(lambda m, o, **f: m.bias_activation(**f, **o, activation="gelu_tanh"), ROWS),
+    "gated_activation": Op(lambda m, o, **f: m.gated_activation(**f, **o, activation="silu"), ROWS),
     "dense": Op(
         lambda m, o, **f: m.dense(**f, **o, activation="gelu_tanh"),
         {"x": ROWS["x"], "kernel": (WIDTH, WIDTH), "bias": (WIDTH,), "residual": ROWS["x"]}, split=("residual",),
@@ -109,6 +114,10 @@ OPS = {
     ),
     "merge_heads": Op(lambda m, o, x: m.merge_heads(x, **o), {"x": QKV}),
     "permute": Op(lambda m, o, x: m.permute(x, (0, 2, 1), **o), {"x": ROWS["x"]}),
+    "rotary": Op(
+        lambda m, o, qkv: m.rotary(qkv, np.arange(LENGTH, dtype=np.int32), **o),
+        {"qkv": (BATCH, LENGTH, 3, HEADS, SIZE)},
+    ),
     "varlen_qkv_attention": Op(
         # Sequences of one row, so that each device has whole ones.
         lambda m, o, qkv: m.varlen_qkv_attention(qkv, np.arange(len(qkv) + 1, dtype=np.int32), max_seqlen=2, **o),
@@ -131,8 +140,9 @@ OPS = {
 
 
 # These ops share the code for transformations with others, so `make test` leaves them out where it can.
-RELATED = ("layer_norm", "embeddings_layer_norm", "dense_residual_layer_norm", "feed_forward_residual_layer_norm",
-           "qkv_attention", "log_softmax of long rows")  # fmt: skip
+RELATED = ("layer_norm", "rms_norm", "embeddings_layer_norm", "dense_residual_layer_norm",
+           "feed_forward_residual_layer_norm", "gated_activation", "qkv_attention",
+           "log_softmax of long rows")  # fmt: skip
 KERNELS = [name for name, op in OPS.items() if op.kernel]
 SOME_KERNELS = [*(n for n in KERNELS if n not in RELATED), *slow(*(n for n in KERNELS if n in RELATED))]
 

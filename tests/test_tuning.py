@@ -33,10 +33,13 @@ OPS = {
     "bias_activation": (tuning_table.ElementwiseConfig, ("rows", "width", "itemsize")),
     "permute": (tuning_table.PermuteConfig, ("size", "kept", "aligned", "itemsize")),
     "bias_activation_backward": (tuning_table.GradientConfig, ("rows", "width", "itemsize")),
+    "gated_activation": (tuning_table.ElementwiseConfig, ("rows", "width", "itemsize")),
+    "gated_activation_backward": (tuning_table.GradientConfig, ("rows", "width", "itemsize")),
     "qkv_bias_split_heads": (tuning_table.ElementwiseConfig, ("batch_heads", "length", "head_size", "itemsize")),
     "qkv_bias_split_heads_backward": (
         tuning_table.GradientConfig, ("batch", "length", "heads", "head_size", "itemsize"),
     ),
+    "rotary": (tuning_table.ElementwiseConfig, ("rows", "heads", "head_size", "itemsize")),
     **dict.fromkeys(
         ("attention", "attention_dq", "attention_dkv"),
         (tuning_table.AttentionConfig, ("batch_heads", "query", "key", "head_size", "itemsize")),
@@ -61,11 +64,15 @@ def heuristics(device=UNKNOWN):
                 yield tuning_rows.softmax(rows, size, itemsize, device)
                 yield tuning_rows.softmax_backward(rows, size, itemsize, device)
                 yield tuning_rows.bias_activation(rows, size, itemsize, device)
+                yield tuning_rows.gated_activation(rows, size, itemsize, device)
+                yield tuning_rows.gated_activation_backward(rows, size, itemsize, device)
                 for aligned in (1, 16 // itemsize):
                     yield tuning_layouts.permute(rows * size, size, aligned, itemsize, device)
                 yield tuning_rows.bias_activation_backward(rows, size, itemsize, device)
                 yield tuning_layouts.qkv_bias_split_heads(48, rows, size, itemsize, device)
                 yield tuning_layouts.qkv_bias_split_heads_backward(4, rows, 12, size, itemsize, device)
+                yield tuning_layouts.rotary(rows, size, 64, itemsize, device)
+                yield tuning_layouts.rotary(rows, 24, 2 * min(size, 1024), itemsize, device)
                 yield tuning_dense.dense(rows, size, 768, itemsize, device)
                 yield tuning_dense.dense(rows, 768, size, itemsize, device)
                 yield tuning_dense.dense_split(rows, size, 768, itemsize, device)

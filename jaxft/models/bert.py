@@ -12,20 +12,22 @@ from flax import nnx
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxft import dispatch, reference
+from jaxft import dispatch
 from jaxft.checkpoint import files as checkpoint_files
 from jaxft.checkpoint import tensors as checkpoint_tensors
 from jaxft.models import dropout, inputs
 from jaxft.models.config import BertConfig
 from jaxft.models.pooling import first_tokens, packed_rows_of, sequence_rows
-from jaxft.models.positions import alibi_bias, bucket_bias, disentangled_attention, rotary_angles, rotate
+from jaxft.models.positions import alibi_bias, bucket_bias, disentangled_attention
 from jaxft.ops import checks
 from jaxft.ops.attention import qkv_attention, varlen_qkv_attention
 from jaxft.ops.dense import dense
 from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
 from jaxft.ops.embeddings import embeddings_layer_norm
 from jaxft.ops.feed_forward import feed_forward_residual_layer_norm
-from jaxft.ops.layer_norm import bias_residual_layer_norm, layer_norm
+from jaxft.ops.gated_activation import gated_activation
+from jaxft.ops.layer_norm import layer_norm
+from jaxft.ops.rotary import rotary
 
 # Types whose encoder has no pooler in transformers.
 _WITHOUT_POOLER = ("distilbert", "modernbert", "deberta-v2", "electra")
@@ -63,9 +65,12 @@ class _Options:
         matrix = kernel[...].astype(self.dtype)
         return dense(x, matrix, value(bias), activation=activation, implementation=self.implementation)
 
-    def norm(self, rngs: nnx.Rngs | None, width: int) -> tuple[nnx.Param[Any], nnx.Param[Any] | None]:
-        """Creates gamma and beta of a LayerNorm."""
-        return self.ones(rngs, width), self.zeros(rngs, width) if self.config.norm_bias else None
+    def norm(
+        self, rngs: nnx.Rngs | None, width: int, *, exists: bool = True
+    ) -> tuple[nnx.Param[Any] | None, nnx.Param[Any] | None]:
+        """Creates gamma and beta of a LayerNorm, or None for what does not exist."""
+        gamma = self.ones(rngs, width) if exists else None
+        return gamma, self.zeros(rngs, width) if exists and self.config.norm_bias else None
 
     def normal(self, rngs: nnx.Rngs | None, *shape: int) -> nnx.Param[Any]:
         return self._parameter(rngs, jax.nn.initializers.normal(self.config.initializer_range), shape)
@@ -132,7 +137,7 @@ class BertEmbeddings(nnx.Module):
             self.word[...],
             table,
             self.token_type[...] if config.type_vocab_size else None,
-            self.norm_gamma[...],
+            value(self.norm_gamma),
             value(self.norm_beta),
             position_ids=position_ids,
             token_type_ids=token_type_ids,
@@ -179,20 +184,22 @@ class Places:
     Attributes:
       mask: boolean `[B, 1, 1, T]`, or None.
       cu_seqlens: int32 `[B + 1]` of packed sequences, or None.
-      angles: rotary angles, float32 `[..., H / 2]`, or None.
+      positions: of rotary angles, int32 `[T]`, `[B, T]` or packed `[M]`, or None.
       bias: bias of attention by relative position, `[1, N, T, T]`, or None.
       relative: DeBERTa's embeddings of relative positions, `[2 * R, D]`, or None.
       max_seqlen: upper bound on the lengths of packed sequences.
       window: number of tokens on each side that a token attends to, or None for all.
+      theta: base of the rotary angles.
     """
 
     mask: Array | None = None
     cu_seqlens: Array | None = None
-    angles: Array | None = None
+    positions: Array | None = None
     bias: Array | None = None
     relative: Array | None = None
     max_seqlen: int = dataclasses.field(default=0, metadata={"static": True})
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
+    theta: float = dataclasses.field(default=0.0, metadata={"static": True})
 
 
 class BertLayer(nnx.Module):
@@ -214,7 +221,7 @@ class BertLayer(nnx.Module):
         self.out_kernel, self.out_bias = options.normal(rngs, width, width), bias(config.out_bias, width)
         # Where norms come first, the norm of the embeddings is the first layer's.
         has_own = not (config.norm_first and first)
-        self.attention_norm_gamma, self.attention_norm_beta = options.norm(rngs, width) if has_own else (None, None)
+        self.attention_norm_gamma, self.attention_norm_beta = options.norm(rngs, width, exists=has_own)
         columns = inner if config.activated_half is None else 2 * inner
         self.ffn_in_kernel = options.normal(rngs, width, columns)
         self.ffn_in_bias = bias(config.ffn_in_bias, columns)
@@ -229,9 +236,9 @@ class BertLayer(nnx.Module):
         """Returns gamma and beta of the norm of the feed-forward network."""
         return value(self.ffn_norm_gamma), value(self.ffn_norm_beta)
 
-    def __call__(self, x: Array, mask: Array | None = None) -> Array:
-        """Applies a layer whose norms do not come first to `[B, T, D]`, with a mask `[B, 1, 1, T]`."""
-        return self.step(x, x, Places(mask), (self.attention_norm(), self.ffn_norm()))[0]
+    def __call__(self, x: Array, mask: Array | None = None, *, dropout_rng: Array | None = None) -> Array:
+        """Applies a layer of BERT to `[B, T, D]`, with a mask `[B, 1, 1, T]`. Three random keys turn dropout on."""
+        return self.step(x, x, Places(mask), (self.attention_norm(), self.ffn_norm()), dropout_rng)[0]
 
     def step(
         self, x: Array, residual: Array, places: Places, norms: tuple[_Norm, _Norm], dropout_rng: Array | None = None
@@ -259,22 +266,19 @@ class BertLayer(nnx.Module):
             attended, self.out_kernel, self.out_bias, residual, norms[0], dropout.options(rate, of_attention)
         )
         of_output = dropout.options(rate, of_ffn)
-        if config.activated_half is None and not config.norm_first:
-            gamma, beta = norms[1]
-            x = feed_forward_residual_layer_norm(
+        norm = {"epsilon": config.layer_norm_eps, "implementation": self.options.implementation}
+        if config.activated_half is None:
+            out = feed_forward_residual_layer_norm(
                 x, self.ffn_in_kernel[...].astype(x.dtype), value(self.ffn_in_bias),
-                self.ffn_out_kernel[...].astype(x.dtype), value(self.ffn_out_bias), gamma, beta,
-                activation=config.activation, epsilon=config.layer_norm_eps,
-                implementation=self.options.implementation, **of_output,
+                self.ffn_out_kernel[...].astype(x.dtype), value(self.ffn_out_bias), *norms[1],
+                activation=config.activation, residual=residual if config.norm_first else None,
+                return_sum=config.norm_first, **norm, **of_output,
             )  # fmt: skip
-            return x, x
-        plain = config.activated_half is None
-        inner = self.options.dense(x, self.ffn_in_kernel, self.ffn_in_bias, config.activation if plain else None)
-        if not plain:
-            first, second = jnp.split(inner, 2, axis=-1)
-            activated, gate = (first, second) if config.activated_half == "first" else (second, first)
-            activate = reference.ACTIVATIONS[config.activation]
-            inner = (activate(activated.astype(jnp.float32)) * gate.astype(jnp.float32)).astype(inner.dtype)
+            return out if config.norm_first else (out, out)
+        inner = gated_activation(
+            self.options.dense(x, self.ffn_in_kernel, None), value(self.ffn_in_bias), activation=config.activation,
+            gate=config.activated_half, implementation=self.options.implementation,
+        )  # fmt: skip
         return self._add_and_norm(inner, self.ffn_out_kernel, self.ffn_out_bias, residual, norms[1], of_output)
 
     def _add_and_norm(
@@ -282,20 +286,23 @@ class BertLayer(nnx.Module):
         options: dict[str, Any],
     ) -> tuple[Array, Array]:  # fmt: skip
         """Returns the pair (normalised, residual of what follows) of a dense layer's sum with the residual."""
-        matrix, (gamma, beta) = kernel[...].astype(x.dtype), norm
-        options |= {"epsilon": self.options.config.layer_norm_eps, "implementation": self.options.implementation}
-        if not self.options.config.norm_first:
-            x = dense_residual_layer_norm(x, matrix, value(bias), residual, gamma, beta, **options)
-            return x, x
-        y = dense(x, matrix, implementation=self.options.implementation)
-        return bias_residual_layer_norm(y, value(bias), residual, gamma, beta, return_sum=True, **options)
+        config = self.options.config
+        out = dense_residual_layer_norm(
+            x, kernel[...].astype(x.dtype), value(bias), residual, *norm, epsilon=config.layer_norm_eps,
+            return_sum=config.norm_first, implementation=self.options.implementation, **options,
+        )  # fmt: skip
+        return out if config.norm_first else (out, out)
 
     def _attend(self, x: Array, places: Places, options: dict[str, Any]) -> Array:
         heads = self.options.config.num_attention_heads
         qkv = self.options.dense(x, self.qkv_kernel, self.qkv_bias)
         qkv = qkv.reshape(*x.shape[:-1], 3, heads, x.shape[-1] // heads)
-        if places.angles is not None:
-            qkv = rotate(qkv, places.angles)
+        if places.positions is not None:
+            scale = self.options.config.rope_factor ** (-2 / qkv.shape[-1])  # NTK scaling
+            qkv = rotary(
+                qkv, places.positions, places.theta, frequency_scale=scale, in_place=True,
+                implementation=self.options.implementation,
+            )  # fmt: skip
         options |= {"implementation": self.options.implementation}
         if places.window is not None:
             options |= {"local_window_size": places.window}
@@ -414,9 +421,8 @@ class BertModel(nnx.Module):
         self.embeddings = BertEmbeddings(options, rngs)
         sets = 1 if config.shared_layers else config.num_hidden_layers
         self.layers = nnx.List([BertLayer(options, rngs, first=i == 0) for i in range(sets)])
-        self.final_norm_gamma, self.final_norm_beta = (
-            options.norm(rngs, config.hidden_size) if config.norm_first else (None, None)
-        )
+        width = config.hidden_size
+        self.final_norm_gamma, self.final_norm_beta = options.norm(rngs, width, exists=config.norm_first)
         if config.relative_bias:
             self.relative_bias = options.normal(rngs, config.relative_attention_num_buckets, config.num_attention_heads)
         if config.positions == "disentangled":
@@ -618,7 +624,7 @@ class BertModel(nnx.Module):
             shared["bias"] = alibi_bias(heads, longest)
         elif config.positions == "disentangled":
             shared["relative"] = layer_norm(
-                self.relative_embeddings[...].astype(self.embeddings.options.dtype), self.relative_norm_gamma[...],
+                self.relative_embeddings[...].astype(self.embeddings.options.dtype), value(self.relative_norm_gamma),
                 value(self.relative_norm_beta), epsilon=config.layer_norm_eps,
                 implementation=self.embeddings.options.implementation,
             )  # fmt: skip
@@ -628,11 +634,9 @@ class BertModel(nnx.Module):
             else:
                 position_ids = packed_rows(input_ids.size, cu_seqlens, max_seqlen)[1]
         for window in {config.window(i) for i in range(config.num_hidden_layers)}:
-            angles = None
-            if config.positions == "rotary":
-                theta = config.rope_theta if window is None else config.local_rope_theta
-                angles = rotary_angles(position_ids, config.hidden_size // heads, theta, config.rope_factor)
-            found[window] = Places(**shared, angles=angles, window=window)
+            theta = config.rope_theta if window is None else config.local_rope_theta
+            positions = position_ids if config.positions == "rotary" else None
+            found[window] = Places(**shared, positions=positions, window=window, theta=theta * config.rope_factor)
         return found
 
     def _dropout_key(

@@ -128,7 +128,7 @@ class HiddenHead(nnx.Module):
         width = config.hidden_size
         self.dense_kernel = options.normal(rngs, width, width)
         self.dense_bias = options.zeros(rngs, width) if config.classifier_bias else None
-        self.norm_gamma, self.norm_beta = options.norm(rngs, width) if config.classifier_norm else (None, None)
+        self.norm_gamma, self.norm_beta = options.norm(rngs, width, exists=config.classifier_norm)
 
     def hidden(self, x: Array) -> Array:
         """Computes `[..., D]` from `x` `[..., D]`."""
@@ -239,7 +239,7 @@ def _mean(hidden: Array, mask: ArrayLike | None, starts: Array | None, max_seqle
     wide = hidden.astype(jnp.float32)
     if starts is not None:
         return pool_packed(wide, starts, ("mean",), max_seqlen).astype(hidden.dtype)
-    keep = jnp.ones(hidden.shape[:2], bool) if mask is None else jnp.asarray(mask) != 0
+    keep = jnp.ones(hidden.shape[:2], bool) if mask is None else jnp.asarray(mask).astype(bool)
     return pool(wide, keep, ("mean",)).astype(hidden.dtype)
 
 

@@ -139,11 +139,11 @@ class BertConfig:
     classifier_norm: bool = False
 
     def __post_init__(self) -> None:
-        layout = checkpoint_layouts.LAYOUTS.get(self.model_type) if isinstance(self.model_type, str) else None
-        for field in dataclasses.fields(self) if layout else ():
-            is_default = getattr(self, field.name) == field.default
-            if is_default and field.name in layout.facts and field.name not in _BERT_FIELDS:
-                object.__setattr__(self, field.name, layout.facts[field.name])
+        layout = checkpoint_layouts.LAYOUTS.get(str(self.model_type))
+        facts = {} if layout is None else layout.facts
+        for field in dataclasses.fields(self)[len(_BERT_FIELDS) :]:
+            if field.name in facts and getattr(self, field.name) == field.default:
+                object.__setattr__(self, field.name, facts[field.name])
         if problems := _problems(dataclasses.asdict(self)):
             raise ValueError("BertConfig: " + "; ".join(problems))
 
@@ -192,7 +192,7 @@ class BertConfig:
         if not isinstance(model_type, str) or model_type not in checkpoint_layouts.LAYOUTS:
             raise ValueError(f"BertConfig: {_one_of('model_type', model_type, checkpoint_layouts.LAYOUTS)}")
         layout = checkpoint_layouts.LAYOUTS[model_type]
-        values: dict[str, Any] = dataclasses.asdict(cls()) | layout.config_defaults | layout.facts
+        values: dict[str, Any] = dataclasses.asdict(cls()) | {**layout.config_defaults, **layout.facts}
         values["model_type"] = model_type
         for name in (*_BERT_FIELDS, *layout.config_fields):
             given = config.get(layout.config_names.get(name, name))
@@ -303,7 +303,7 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
     layout = checkpoint_layouts.LAYOUTS[values["model_type"]]
     defaults = {field.name: field.default for field in dataclasses.fields(BertConfig)}
     fixed = {name: value for name, value in defaults.items() if name not in (*_BERT_FIELDS, *layout.config_fields)}
-    for name, value in (fixed | layout.facts).items():
+    for name, value in {**fixed, **layout.facts}.items():
         if values[name] != value:
             problems.append(f"of a {values['model_type']} model {name} is always {value}, got {values[name]!r:.100}")
     for name, on_disk in layout.config_names.items():

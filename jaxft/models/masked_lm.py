@@ -33,8 +33,8 @@ class MaskedLMHead(nnx.Module):
         """Computes the input of the matmul with the word embeddings, `[..., E]`, from `x` `[..., D]`."""
         x = self.options.dense(x, self.dense_kernel, self.dense_bias, self.activation)
         epsilon, implementation = self.options.config.layer_norm_eps, self.options.implementation
-        beta = value(self.norm_beta)
-        return layer_norm(x, self.norm_gamma[...], beta, epsilon=epsilon, implementation=implementation)
+        gamma, beta = value(self.norm_gamma), value(self.norm_beta)
+        return layer_norm(x, gamma, beta, epsilon=epsilon, implementation=implementation)
 
 
 class BertForMaskedLM(EncoderWithHead):

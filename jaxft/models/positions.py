@@ -1,4 +1,4 @@
-"""Positions in attention: rotary angles, and biases by relative position (T5's buckets, ALiBi, DeBERTa's)."""
+"""Attention by relative positions: biases (T5's buckets, ALiBi), and DeBERTa's disentangled attention."""
 
 import math
 
@@ -9,22 +9,6 @@ from jax import Array
 from jaxft.dropout import dropout
 
 _BUCKETS, _FARTHEST = 32, 128  # MPNet's, which its config.json does not change
-
-
-def rotary_angles(positions: Array, head_size: int, theta: float, factor: float = 1.0) -> Array:
-    """Returns float32 angles `[..., H / 2]` for integer positions `[...]`; `factor` stretches them (NTK scaling)."""
-    exponents = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
-    frequencies = 1.0 / (np.float32(theta * factor) ** exponents) / np.float32(factor ** (2 / head_size))
-    return positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
-
-
-def rotate(qkv: Array, angles: Array) -> Array:
-    """Rotates queries and keys of `[..., 3, N, H]` by `angles` `[..., H / 2]`. Element i is paired with i + H / 2."""
-    cos, sin = (f(angles)[..., None, None, :] for f in (jnp.cos, jnp.sin))
-    wide = qkv[..., :2, :, :].astype(jnp.float32)
-    first, second = jnp.split(wide, 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return jnp.concatenate([rotated.astype(qkv.dtype), qkv[..., 2:, :, :]], axis=-3)
 
 
 def _offsets(length: int) -> np.ndarray:

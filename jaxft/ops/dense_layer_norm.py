@@ -30,9 +30,10 @@ def dense_residual_layer_norm(
     epsilon: float = 1e-6,
     dropout_rate: float = 0.0,
     dropout_rng: Array | None = None,
+    return_sum: bool = False,
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
-) -> Array:
+) -> Any:
     """Computes a dense layer, adds a residual and normalises the sum.
 
     Equivalent to::
@@ -53,11 +54,12 @@ def dense_residual_layer_norm(
       epsilon: added to the variance. (The default is FasterTransformer's, BERT's is 1e-12.)
       dropout_rate: probability of dropping an element, in [0, 1).
       dropout_rng: a JAX random key, required if the rate is not 0 (see `jaxft.ops`).
+      return_sum: whether to also return the sum before the normalisation, for pre-norm models.
       precision: precision of the matmul, as in `jnp.matmul`. None follows `jax.default_matmul_precision`.
       implementation: None, "triton" or "xla" (see `jaxft.ops`).
 
     Returns:
-      `[..., D]` of the dtype of `x`.
+      `[..., D]` of the dtype of `x`. With `return_sum`, a pair of such arrays: (normalised, sum).
 
     Gradients: for x, kernel, bias, residual, gamma and beta. Where a gradient is taken, the two ops run, also for the
     result. The result of the matmul is then rounded to the dtype of `x` before the sum.
@@ -71,16 +73,20 @@ def dense_residual_layer_norm(
     depth, width = kernel.shape
     residual = checks.as_term(op, "residual", residual, (*x.shape[:-1], width), x)
     bias, gamma, beta = checks.as_vectors(op, width, bias=bias, gamma=gamma, beta=beta)
-    options = {
+    checks.check_flag(op, "return_sum", return_sum)
+    options: dict[str, Any] = {
         "epsilon": checks.check_number(op, "epsilon", epsilon, positive=True),
         "dropout_rate": checks.check_dropout(op, dropout_rate, dropout_rng),
+        "return_sum": bool(return_sum),
         "precision": checks.check_precision(op, precision, x.dtype),
     }
     rows = math.prod(x.shape[:-1])
     arrays = x.reshape(rows, depth), kernel, residual.reshape(rows, width), bias, gamma, beta
     plan = plan_of(op, *arrays, **options, implementation=implementation)
     plans.record(op, (*arrays[:2], bias, arrays[2], gamma, beta), plan)
-    return run(*arrays, dropout_rng if plan.dropout_rate > 0.0 else None, plan).reshape(residual.shape)
+    out = run(*arrays, dropout_rng if plan.dropout_rate > 0.0 else None, plan)
+    y, *total = (part.reshape(residual.shape) for part in out)
+    return (y, *total) if return_sum else y
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,13 +99,14 @@ class Plan(plans.Plan):
 
     epsilon: float
     dropout_rate: float
+    return_sum: bool
     precision: Any
     kernel_precision: str  # precision of float32 matmuls in kernels, "tf32" or "float32"
 
 
 def plan_of(
     op: str, x: Array, kernel: Array, residual: Array, bias: Array | None, gamma: Array | None, beta: Array | None, *,
-    epsilon: float, dropout_rate: float, precision: Any, implementation: str | None,
+    epsilon: float, dropout_rate: float, return_sum: bool, precision: Any, implementation: str | None,
 ) -> Plan:  # fmt: skip
     """Chooses backends and configurations for arrays of these shapes and dtypes, in two dimensions."""
     (rows, depth), width, itemsize = x.shape, kernel.shape[1], x.dtype.itemsize
@@ -109,8 +116,8 @@ def plan_of(
     matmul = dense.plan_of(op, x, kernel, None, None, None, precision, implementation)
     y: Any = jax.eval_shape(jnp.matmul, x, kernel)  # with its sharding
     norm = layer_norm.plan_of(
-        op, y, bias, residual, gamma, beta, epsilon=epsilon, dropout_rate=dropout_rate, in_place=True,
-        implementation=implementation,
+        op, y, bias, residual, gamma, beta, epsilon=epsilon, dropout_rate=dropout_rate,
+        return_sum=return_sum, in_place=True, implementation=implementation,
     )  # fmt: skip
     two_ops = Pass("ops", (matmul, norm))
     forward, why = two_ops, choice.why
@@ -122,15 +129,15 @@ def plan_of(
             forward, why = plans.XLA, "triton: slower at this size"
     return Plan(
         forward=forward, saving=two_ops, backward=two_ops, interpret=choice.interpret, why=why, epsilon=epsilon,
-        dropout_rate=dropout_rate, precision=precision, kernel_precision=kernel_precision,
+        dropout_rate=dropout_rate, return_sum=return_sum, precision=precision, kernel_precision=kernel_precision,
     )  # fmt: skip
 
 
 def run(
     x: Array, kernel: Array, residual: Array, bias: Array | None, gamma: Array | None, beta: Array | None,
     rng: Array | None, plan: Plan,
-) -> Array:  # fmt: skip
-    """Computes the op for arrays in two dimensions."""
+) -> tuple[Array, ...]:  # fmt: skip
+    """Computes the normalised array of arrays in two dimensions, and the sum if the plan asks for it."""
     arrays = x, kernel, residual, bias, gamma, beta, rng
     if plan.forward.backend == "ops":
         return _two_ops(*arrays, plan)
@@ -140,26 +147,28 @@ def run(
 def _two_ops(x, kernel, residual, bias, gamma, beta, rng, plan):
     matmul, norm = plan.backward.config
     y = dense.run(x, kernel, None, None, matmul)
-    return layer_norm.run(y, bias, residual, gamma, beta, rng, norm)[0]
+    return layer_norm.run(y, bias, residual, gamma, beta, rng, norm)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
 def _result(x, kernel, residual, bias, gamma, beta, rng, plan):
     if plan.forward.backend == "xla":
-        return reference.dense_residual_layer_norm(
+        out = reference.dense_residual_layer_norm(
             x, kernel, bias, residual, gamma, beta, precision=plan.precision, epsilon=plan.epsilon,
-            dropout_rate=plan.dropout_rate, dropout_rng=rng,
+            dropout_rate=plan.dropout_rate, dropout_rng=rng, return_sum=plan.return_sum,
         )  # fmt: skip
+        return out if plan.return_sum else (out,)
     split, norm = plan.forward.config
     (sums,) = triton_dense.forward(
         x, kernel, None, None, activation=None, precision=plan.kernel_precision, config=split,
         interpret=plan.interpret, splits=split.splits,
     )  # fmt: skip
     seed = None if rng is None else dropout_seed(rng)
-    return triton_norm.forward(
+    out = triton_norm.forward(
         sums, bias, residual, gamma, beta, seed, epsilon=plan.epsilon, dropout_rate=plan.dropout_rate,
-        return_sum=False, save=False, in_place=False, config=norm, interpret=plan.interpret,
-    )[0]  # fmt: skip
+        return_sum=plan.return_sum, save=False, in_place=False, config=norm, interpret=plan.interpret,
+    )  # fmt: skip
+    return tuple(out)
 
 
 def _fwd(x, kernel, residual, bias, gamma, beta, rng, plan):

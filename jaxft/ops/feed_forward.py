@@ -27,18 +27,20 @@ def feed_forward_residual_layer_norm(
     beta: Array | None,
     *,
     activation: str = "gelu",
+    residual: Array | None = None,
     epsilon: float = 1e-6,
     dropout_rate: float = 0.0,
     dropout_rng: Array | None = None,
+    return_sum: bool = False,
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
-) -> Array:
+) -> Any:
     """Computes the feed-forward network of a BERT layer: two dense layers, the residual and the LayerNorm.
 
     Equivalent to::
 
         h = dense(x, in_kernel, in_bias, activation=activation)
-        dense_residual_layer_norm(h, out_kernel, out_bias, x, gamma, beta, epsilon=epsilon)
+        dense_residual_layer_norm(h, out_kernel, out_bias, x, gamma, beta, epsilon=epsilon)  # or `residual` for x
 
     The forward pass runs the kernels of these two ops. The backward pass is faster if `"mosaic_gpu"` runs the first
     layer in 16 bits. The kernel of that layer then also stores the derivatives of the activation, for bfloat16 in 8
@@ -53,15 +55,17 @@ def feed_forward_residual_layer_norm(
       gamma: `[D]` of any float dtype, or None for 1.
       beta: `[D]` of any float dtype, or None for 0.
       activation: "gelu" (with the error function), "gelu_tanh", "relu", "silu" or "tanh".
+      residual: the shape and dtype of `x`, or None for `x`. A pre-norm model passes the sum whose normalisation is `x`.
       epsilon: added to the variance. (The default is FasterTransformer's, BERT's is 1e-12.)
       dropout_rate: probability of dropping an element, in [0, 1).
       dropout_rng: a JAX random key, required if the rate is not 0 (see `jaxft.ops`).
+      return_sum: whether to also return the sum before the normalisation, for pre-norm models.
       precision: precision of the matmuls, as in `jnp.matmul`. None follows `jax.default_matmul_precision`.
       implementation: None picks the fastest (see `jaxft.ops`). `"triton"` and `"xla"` run all of the op.
         `"mosaic_gpu"` (Hopper only) runs the first layer and, in 16 bits, its gradient; the rest is picked as for None.
 
     Returns:
-      `[..., D]` of the dtype of `x`.
+      `[..., D]` of the dtype of `x`. With `return_sum`, a pair of such arrays: (normalised, sum).
 
     Gradients: for all arrays.
 
@@ -83,17 +87,23 @@ def feed_forward_residual_layer_norm(
     in_bias = checks.as_vector(op, "in_bias", in_bias, inner)
     out_bias, gamma, beta = checks.as_vectors(op, width, out_bias=out_bias, gamma=gamma, beta=beta)
     checks.check_activation(op, activation)
+    checks.check_flag(op, "return_sum", return_sum)
+    if residual is not None:
+        residual = checks.as_term(op, "residual", residual, x.shape, x)
     precision = checks.check_precision(op, precision, x.dtype)
     options: dict[str, Any] = {
         "epsilon": checks.check_number(op, "epsilon", epsilon, positive=True),
         "dropout_rate": checks.check_dropout(op, dropout_rate, dropout_rng),
+        "return_sum": bool(return_sum),
         "precision": precision,
     }
     rows = math.prod(x.shape[:-1])
-    arrays = x.reshape(rows, width), in_kernel, in_bias, out_kernel, out_bias, gamma, beta
+    flat = None if residual is None else residual.reshape(rows, width)
+    arrays = x.reshape(rows, width), in_kernel, in_bias, out_kernel, out_bias, flat, gamma, beta
     plan = plan_of(op, *arrays, activation=activation, **options, implementation=implementation)
     plans.record(op, arrays, plan)
-    return _run(*arrays, dropout_rng if dropout_rate > 0.0 else None, plan).reshape(x.shape)
+    y, *total = (part.reshape(x.shape) for part in _run(*arrays, dropout_rng if dropout_rate > 0.0 else None, plan))
+    return (y, *total) if return_sum else y
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,26 +120,31 @@ class Plan(plans.Plan):
 
 def plan_of(
     op: str, x: Array, in_kernel: Array, in_bias: Array | None, out_kernel: Array, out_bias: Array | None,
-    gamma: Array | None, beta: Array | None, *, activation: str, epsilon: float, dropout_rate: float, precision: Any,
-    implementation: str | None,
+    residual: Array | None, gamma: Array | None, beta: Array | None, *, activation: str, epsilon: float,
+    dropout_rate: float, return_sum: bool, precision: Any, implementation: str | None,
 ) -> Plan:  # fmt: skip
     """Chooses backends and configurations for arrays of these shapes and dtypes, in two dimensions."""
     (rows, width), inner, itemsize, device = x.shape, in_kernel.shape[1], x.dtype.itemsize, dispatch.device()
     # Checks a named implementation here, so that an error has the names of this op's arguments.
     if implementation is not None:
         layers = {"in_kernel": in_kernel, "in_bias": in_bias, "out_kernel": out_kernel, "out_bias": out_bias}
-        reason = triton.unsupported(x, **layers, gamma=gamma, beta=beta)
+        reason = triton.unsupported(x, **layers, residual=residual, gamma=gamma, beta=beta)
         dispatch.choose(op, implementation, {"triton": reason, "mosaic_gpu": reason})
     others = None if implementation == "mosaic_gpu" else implementation
     first = dense.plan_of(op, x, in_kernel, in_bias, None, activation, precision, implementation)
     h: Any = jax.eval_shape(jnp.matmul, x, in_kernel)  # with the sharding that the array between the layers has
-    norm: dict[str, Any] = {"epsilon": epsilon, "dropout_rate": dropout_rate, "implementation": others}
+    residual = x if residual is None else residual
+    norm: dict[str, Any] = {
+        "epsilon": epsilon, "dropout_rate": dropout_rate, "return_sum": return_sum, "implementation": others
+    }  # fmt: skip
     if first.forward.backend != "mosaic_gpu" or itemsize > 2:  # kernels store no derivatives in float32
-        second = dense_layer_norm.plan_of(op, h, out_kernel, x, out_bias, gamma, beta, **norm, precision=precision)
+        second = dense_layer_norm.plan_of(
+            op, h, out_kernel, residual, out_bias, gamma, beta, **norm, precision=precision
+        )
         ops = Pass("ops", (first, second))
         return Plan(forward=ops, backward=ops, precision=precision, **_of_all(first, second))
     middle = dense.plan_of(op, h, out_kernel, None, None, None, precision, None)
-    last = layer_norm.plan_of(op, x, out_bias, x, gamma, beta, **norm, in_place=True)
+    last = layer_norm.plan_of(op, x, out_bias, residual, gamma, beta, **norm, in_place=True)
     saving, backward = tuning.dense_mosaic_derivatives(
         first.forward.config, rows, width, inner, itemsize, support.derivative_dtype(x.dtype).itemsize, device
     )
@@ -148,14 +163,15 @@ def _of_all(*inner: plans.Plan) -> dict[str, Any]:
     return {"interpret": any(plan.interpret for plan in inner), "why": "; ".join(reasons)}
 
 
-def _run(x, in_kernel, in_bias, out_kernel, out_bias, gamma, beta, rng, plan):
+def _run(x, in_kernel, in_bias, out_kernel, out_bias, residual, gamma, beta, rng, plan):
+    residual = x if residual is None else residual
     if plan.backward.backend == "ops":
         first, second = plan.forward.config
         h = dense.run(x, in_kernel, in_bias, None, first)
-        return dense_layer_norm.run(h, out_kernel, x, out_bias, gamma, beta, rng, second)
+        return dense_layer_norm.run(h, out_kernel, residual, out_bias, gamma, beta, rng, second)
     *_, last = plan.forward.config
     y = _products_jit(*transforms.vary_alike(x, in_kernel, in_bias, out_kernel), plan)
-    return layer_norm.run(y, out_bias, x, gamma, beta, rng, last)[0]
+    return layer_norm.run(y, out_bias, residual, gamma, beta, rng, last)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

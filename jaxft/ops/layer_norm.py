@@ -1,4 +1,4 @@
-"""LayerNorm: the ops `layer_norm`, and `bias_residual_layer_norm`, LN(dropout(x + bias) + residual)."""
+"""The ops `layer_norm`, `bias_residual_layer_norm`, LN(dropout(x + bias) + residual), and `rms_norm`."""
 
 import dataclasses
 import functools
@@ -112,6 +112,60 @@ def bias_residual_layer_norm(
     return out if return_sum else out[0]
 
 
+def rms_norm(
+    x: Array,
+    gamma: Array | None = None,
+    *,
+    residual: Array | None = None,
+    epsilon: float = 1e-6,
+    return_sum: bool = False,
+    in_place: bool = False,
+    implementation: str | None = None,
+) -> Any:
+    """Divides the last axis by its root mean square, after adding a residual if there is one, in one pass over memory.
+
+    Equivalent to::
+
+        total = x + residual
+        total * lax.rsqrt(jnp.mean(total**2, -1, keepdims=True) + epsilon) * gamma
+
+    Args:
+      x: `[..., D]`, float32, float16 or bfloat16. The sum and the mean square are float32.
+      gamma: `[D]` of any float dtype, or None for 1.
+      residual: the shape and dtype of `x`, or None for 0.
+      epsilon: added to the mean square.
+      return_sum: whether to also return the sum before the normalisation, for pre-norm models. It needs a residual.
+      in_place: whether the kernel writes the result into the memory of `x` (see `jaxft.ops`), and the sum into the
+        memory of `residual`.
+      implementation: None, "triton" or "xla" (see `jaxft.ops`).
+
+    Returns:
+      An array of the shape and dtype of `x`. With `return_sum`, a pair of such arrays: (normalised, sum).
+
+    Gradients: for x, gamma and residual.
+
+    Determinism and errors: as for all ops (see `jaxft.ops`).
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+    """
+    op = "rms_norm"
+    x, gamma, _, epsilon = _check(op, x, gamma, None, epsilon)
+    if residual is not None:
+        residual = checks.as_term(op, "residual", residual, x.shape, x)
+    checks.check_flag(op, "return_sum", return_sum)
+    checks.check_flag(op, "in_place", in_place)
+    if return_sum and residual is None:
+        raise ValueError(f"{op}: return_sum needs a residual, got None")
+    arrays = x, None, residual, gamma, None
+    plan = plan_of(
+        op, *arrays, epsilon=epsilon, return_sum=return_sum, in_place=in_place, center=False,
+        implementation=implementation,
+    )  # fmt: skip
+    plans.record(op, arrays, plan)
+    out = run(*arrays, None, plan)
+    return out if return_sum else out[0]
+
+
 def _check(op, x, gamma, beta, epsilon):
     x = checks.as_rows(op, x)
     gamma, beta = checks.as_vectors(op, x.shape[-1], gamma=gamma, beta=beta)
@@ -120,21 +174,24 @@ def _check(op, x, gamma, beta, epsilon):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(plans.Plan):
-    """Plan of a call of `layer_norm` or `bias_residual_layer_norm`."""
+    """Plan of a call of `layer_norm`, `bias_residual_layer_norm` or, without `center`, `rms_norm`."""
 
     epsilon: float
     dropout_rate: float
     return_sum: bool
     in_place: bool
+    center: bool
 
 
 def plan_of(
     op: str, x: Array, bias: Array | None, residual: Array | None, gamma: Array | None, beta: Array | None, *,
-    epsilon: float, dropout_rate: float = 0.0, return_sum: bool = False, in_place: bool = False,
+    epsilon: float, dropout_rate: float = 0.0, return_sum: bool = False, in_place: bool = False, center: bool = True,
     implementation: str | None,
 ) -> Plan:  # fmt: skip
     """Chooses backend and configurations for arrays of these shapes and dtypes."""
-    plan = functools.partial(Plan, epsilon=epsilon, dropout_rate=dropout_rate, return_sum=return_sum, in_place=in_place)
+    plan = functools.partial(
+        Plan, epsilon=epsilon, dropout_rate=dropout_rate, return_sum=return_sum, in_place=in_place, center=center
+    )
     choice = dispatch.choose(
         op, implementation, {"triton": triton.unsupported(x, bias=bias, residual=residual, gamma=gamma, beta=beta)}
     )
@@ -161,6 +218,10 @@ def run(
 
 
 def _plain(plan, x, bias, residual, gamma, beta, rng):
+    if not plan.center:
+        options = {"epsilon": plan.epsilon, "return_sum": plan.return_sum}
+        out = reference.rms_norm(x, gamma, residual=residual, **options)
+        return out if plan.return_sum else (out,)
     if residual is None:
         return (reference.layer_norm(x, gamma, beta, epsilon=plan.epsilon),)
     options = {"epsilon": plan.epsilon, "dropout_rate": plan.dropout_rate, "return_sum": plan.return_sum}
@@ -181,6 +242,7 @@ def _forward(plan, save, x, bias, residual, gamma, beta, rng):
         return_sum=plan.return_sum,
         save=save,
         in_place=plan.in_place and not save,
+        center=plan.center,
         config=plan.forward.config,
         interpret=plan.interpret,
     )
@@ -193,7 +255,7 @@ def _backward(plan, dy, saved, x, bias, residual, gamma, beta, rng):
         dy[0], dy[1] if plan.return_sum else None, x, bias, residual, gamma,
         None if rng is None else dropout_seed(rng), saved, dropout_rate=plan.dropout_rate,
         vectors={name: vector.dtype for name, vector in vectors.items() if vector is not None},
-        config=plan.backward.config, interpret=plan.interpret,
+        center=plan.center, config=plan.backward.config, interpret=plan.interpret,
     )  # fmt: skip
     return dx, found.get("bias"), dresidual, found.get("gamma"), found.get("beta")
 

@@ -15,10 +15,12 @@ from jaxft.ops.dense import dense
 from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
 from jaxft.ops.embeddings import embeddings_layer_norm
 from jaxft.ops.feed_forward import feed_forward_residual_layer_norm
-from jaxft.ops.layer_norm import bias_residual_layer_norm, layer_norm
+from jaxft.ops.gated_activation import gated_activation
+from jaxft.ops.layer_norm import bias_residual_layer_norm, layer_norm, rms_norm
 from jaxft.ops.padding import remove_padding, restore_padding
 from jaxft.ops.permute import merge_heads, permute, qkv_bias_split_heads
 from jaxft.ops.plans import Plan, explain
+from jaxft.ops.rotary import rotary
 from jaxft.ops.softmax import log_softmax, softmax
 
 WIDTH, INNER, HEADS, HEAD_SIZE, CLASSES = 768, 3072, 12, 64, 30522  # BERT-base
@@ -52,11 +54,13 @@ def calls(batch: int, length: int, dtype: Any) -> dict[str, Call]:
     return {
         "layer_norm": (layer_norm, (x, vector, vector)),
         "bias_residual_layer_norm": (bias_residual_layer_norm, (x, vector, x, vector, vector)),
+        "rms_norm": (rms_norm, (x, vector)),
         "embeddings_layer_norm": (
             embeddings_layer_norm,
             (as_ids(*tokens), of(CLASSES, WIDTH), of(512, WIDTH), of(2, WIDTH), vector, vector),
         ),
         "bias_activation": (bias_activation, (of(rows, INNER), of(INNER))),
+        "gated_activation": (gated_activation, (of(rows, 2 * INNER), of(2 * INNER))),
         "softmax": (softmax, (logits,)),
         "log_softmax": (log_softmax, (logits,)),
         "qkv_bias_split_heads": (
@@ -65,6 +69,7 @@ def calls(batch: int, length: int, dtype: Any) -> dict[str, Call]:
         ),
         "merge_heads": (merge_heads, (of(batch, HEADS, length, HEAD_SIZE),)),
         "permute": (functools.partial(permute, axes=(0, 2, 1, 3)), (heads,)),
+        "rotary": (rotary, (qkv, as_ids(length))),
         "dot_product_attention": (dot_product_attention, (heads, heads, heads)),
         "qkv_attention": (qkv_attention, (qkv,)),
         "varlen_qkv_attention": (functools.partial(varlen_qkv_attention, max_seqlen=length), (packed, ends)),

@@ -1,4 +1,4 @@
-"""Layout changes (permute, split heads): default configurations and the candidates of `autotune`.
+"""Layout changes (permute, split heads) and rotary positions: default configurations and the candidates of `autotune`.
 
 For `permute`, `kept` is the size of the innermost axis if it stays innermost, else 1. `aligned` is the number of
 elements that a thread can move at once, at most 16 bytes: lines of the input and of the output start at multiples of
@@ -86,3 +86,26 @@ def _head_tiles(head_size: int, itemsize: int) -> Iterable[tuple[int, int, int]]
     for block_rows, num_warps in itertools.product((8, 16, 32, 64, 128), (1, 2, 4, 8)):
         if 16 <= block_rows * block_width * itemsize // (32 * num_warps) <= 64:
             yield block_rows, block_width, num_warps
+
+
+def rotary(rows: int, heads: int, head_size: int, itemsize: int, device: Device) -> ElementwiseConfig:
+    """Returns the configuration of the kernel that rotates pairs of elements of `heads` heads in each row.
+
+    `block_width` counts pairs: half of a head, rounded up to a power of two, times the heads of a tile. Not tuned.
+    """
+    half = next_power_of_2(head_size // 2)
+    divisor = heads & -heads  # the largest power of two that divides the heads: tiles without masked heads
+    block_heads = min(divisor if divisor >= 4 else next_power_of_2(heads), max(1, 1024 // half), 8)
+    elements = 1024 if rows * heads * head_size < 2**21 else 2048
+    block_rows = min(max(1, elements // (block_heads * half)), next_power_of_2(rows))
+    default = ElementwiseConfig(block_rows, block_heads * half, num_warps=4)
+    return lookup("rotary", default, device, rows=rows, heads=heads, head_size=head_size, itemsize=itemsize)
+
+
+def rotary_candidates(heads: int, head_size: int, **_: Any) -> Iterable[ElementwiseConfig]:
+    """Yields the configurations that `autotune` tries for the kernel of rotary positions."""
+    half = next_power_of_2(head_size // 2)
+    for block_rows, block_heads, num_warps in itertools.product((1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16), (1, 2, 4, 8)):
+        pairs = block_rows * block_heads * half
+        if block_heads < 2 * heads and 4 <= pairs // (32 * num_warps) <= 32:
+            yield ElementwiseConfig(block_rows, block_heads * half, num_warps)

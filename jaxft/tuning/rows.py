@@ -180,18 +180,7 @@ def bias_activation_backward(rows: int, width: int, itemsize: int, device: Devic
     For each block of columns, `programs` programs share the rows, and each writes partial sums for the gradient of the
     bias. A single program writes that gradient itself.
     """
-    block_width = min(_block_width(width), 512)
-    if rows <= 128:  # One program has all rows of a few columns, so that there are no partial sums.
-        # H100, bf16, dense 32x768x3072 with GELU and gradients: 14.1 us (with partial sums 15.5), 2026-11-25
-        # See docs/performance-notes.md, "Gradient of bias and activation with few rows".
-        block_rows = next_power_of_2(rows)
-        block_width = min(block_width, max(32, 1024 // block_rows))
-        default = GradientConfig(block_rows, block_width, programs=1, num_warps=4 if rows <= 16 else 8)
-    else:
-        programs = next_power_of_2(device.multiprocessors)
-        if rows * width >= (2**22 if itemsize <= 2 else 2**23):
-            programs *= 2
-        default = GradientConfig(1024 // block_width, block_width, programs, num_warps=4)
+    default = _elementwise_gradient(rows, width, min(_block_width(width), 512), 1024, itemsize, device)
     return lookup("bias_activation_backward", default, device, rows=rows, width=width, itemsize=itemsize)
 
 
@@ -207,6 +196,65 @@ def bias_activation_backward_candidates(rows: int, width: int, device: Device, *
     for block_width, num_warps in itertools.product(_divisors(width, 32, 64, 128), (4, 8)):  # no partial sums
         if 4 <= block_rows * block_width // (32 * num_warps) <= 32:
             yield GradientConfig(block_rows, block_width, 1, num_warps)
+
+
+def _elementwise_gradient(
+    rows: int, width: int, block_width: int, elements: int, itemsize: int, device: Device
+) -> GradientConfig:
+    """Returns the configuration of a kernel that also sums over rows, with tiles of about this many `elements`."""
+    if rows <= 128:  # One program has all rows of a few columns, so that there are no partial sums.
+        # H100, bf16, dense 32x768x3072 with GELU and gradients: 14.1 us (with partial sums 15.5), 2026-11-25
+        # See docs/performance-notes.md, "Gradient of bias and activation with few rows".
+        block_rows = next_power_of_2(rows)
+        block_width = min(block_width, max(32, elements // block_rows))
+        return GradientConfig(block_rows, block_width, programs=1, num_warps=4 if rows <= 16 else 8)
+    programs = next_power_of_2(device.multiprocessors)
+    if rows * width >= (2**22 if itemsize <= 2 else 2**23):
+        programs *= 2
+    return GradientConfig(elements // block_width, block_width, programs, num_warps=4)
+
+
+def gated_activation(rows: int, width: int, itemsize: int, device: Device) -> ElementwiseConfig:
+    """Returns the launch configuration of the kernel for a gated activation, with results of `width`. Not tuned."""
+    block_width = _gated_block_width(width)
+    elements = 512 if rows * width < 2**21 else 1024  # of each half
+    default = ElementwiseConfig(max(1, elements // block_width), block_width, num_warps=4)
+    return lookup("gated_activation", default, device, rows=rows, width=width, itemsize=itemsize)
+
+
+def gated_activation_candidates(width: int, **_: Any) -> Iterable[ElementwiseConfig]:
+    """Yields the configurations that `autotune` tries for the kernel for a gated activation."""
+    for block_rows, block_width, num_warps in itertools.product(
+        (1, 2, 4, 8, 16, 32), _divisors(width, 64, 128, 256, 512, 1024), (2, 4, 8)
+    ):
+        if 4 <= block_rows * block_width // (32 * num_warps) <= 16:
+            yield ElementwiseConfig(block_rows, block_width, num_warps)
+
+
+def gated_activation_backward(rows: int, width: int, itemsize: int, device: Device) -> GradientConfig:
+    """Returns the launch configuration of the kernel for the gradient of a gated activation. Not tuned.
+
+    `programs` share the rows of a block of columns, as in `bias_activation_backward`.
+    """
+    default = _elementwise_gradient(rows, width, min(_gated_block_width(width), 256), 512, itemsize, device)
+    return lookup("gated_activation_backward", default, device, rows=rows, width=width, itemsize=itemsize)
+
+
+def gated_activation_backward_candidates(rows: int, width: int, device: Device, **_: Any) -> Iterable[GradientConfig]:
+    """Yields the configurations that `autotune` tries for the gradient of a gated activation."""
+    most = 2 * next_power_of_2(device.multiprocessors)
+    for block_rows, block_width, programs, num_warps in itertools.product(
+        (1, 2, 4, 8), _divisors(width, 64, 128, 256, 512), (most // 8, most // 4, most // 2, most), (4, 8)
+    ):
+        if block_rows * block_width // (32 * num_warps) in (2, 4, 8) and programs * block_rows <= rows:
+            yield GradientConfig(block_rows, block_width, programs, num_warps)
+
+
+def _gated_block_width(width: int) -> int:
+    """Returns the columns of a block: a divisor of the width, at least 64, or else the rounded width."""
+    # Widths of gated layers have small powers of two, 1152 = 9 * 128 and 2624 = 41 * 64, and 64 columns are a line.
+    divisor = width & -width
+    return min(divisor if divisor >= 64 else next_power_of_2(width), 512)
 
 
 def _block_width(width: int) -> int:

@@ -1,4 +1,4 @@
-"""Kernels for layer_norm(dropout(x + bias) + residual) in one pass, forward and backward.
+"""Kernels for layer_norm(dropout(x + bias) + residual) in one pass, forward and backward, and the same for RMSNorm.
 
 Bias, residual and dropout are optional, so plain layer normalisation is the same kernel. The forward pass moves
 2 * M * D elements (3 * M * D with a residual). The backward pass moves 3 * M * D elements (4 * M * D with a residual,
@@ -51,7 +51,7 @@ def _add(
 
 def _fwd_kernel(
     x_ref, bias_ref, residual_ref, gamma_ref, beta_ref, seed_ref, y_ref, *more_refs,
-    epsilon: float, dropout_rate: float, return_sum: bool, save: bool, config: RowConfig,
+    epsilon: float, dropout_rate: float, return_sum: bool, save: bool, center: bool, config: RowConfig,
 ):  # fmt: skip
     block_rows, block_width = config.block_rows, config.block_width
     *splits, rows, width = x_ref.shape
@@ -68,7 +68,10 @@ def _fwd_kernel(
         return tile, _add(tile, x, bias_ref, residual, seed_ref, dropout_rate)[0]
 
     total_ref, saved_ref = more_refs[0] if return_sum else None, more_refs[-1] if save else None
-    normalize(read, block_width, epsilon, gamma_ref, beta_ref, y_ref, total_ref, saved_ref, vectors_first=bool(splits))
+    normalize(
+        read, block_width, epsilon, gamma_ref, beta_ref, y_ref, total_ref, saved_ref, center=center,
+        vectors_first=bool(splits),
+    )  # fmt: skip
 
 
 def forward(
@@ -84,6 +87,7 @@ def forward(
     return_sum: bool,
     save: bool,
     in_place: bool,
+    center: bool = True,
     config: RowConfig,
     interpret: bool,
 ) -> list[Array]:
@@ -92,7 +96,7 @@ def forward(
     x is `[M, D]`, or partial sums `[splits, M, D]` in float32, which the kernel adds up; the result then has the dtype
     of `residual` if there is one. With `return_sum` dropout(x + bias) + residual follows. With `save` a float32 array
     `[2, M]` follows: the mean and 1 / sqrt(variance + epsilon) of each row of the sum. With `in_place`, the result
-    takes the memory of `x`, and the sum takes the memory of `residual`.
+    takes the memory of `x`, and the sum takes the memory of `residual`. Without `center`, the mean is taken to be 0.
     """
     rows, width = x.shape[-2:]
     out = jax.ShapeDtypeStruct((rows, width), x.dtype if x.ndim == 2 or residual is None else residual.dtype)
@@ -100,8 +104,9 @@ def forward(
     if save:
         outputs.append(jax.ShapeDtypeStruct((2, rows), jnp.float32))
     kernel = functools.partial(
-        _fwd_kernel, epsilon=epsilon, dropout_rate=dropout_rate, return_sum=return_sum, save=save, config=config
-    )
+        _fwd_kernel, epsilon=epsilon, dropout_rate=dropout_rate, return_sum=return_sum, save=save, center=center,
+        config=config,
+    )  # fmt: skip
     return common.launch(
         kernel,
         (pl.cdiv(rows, config.block_rows),),
@@ -119,7 +124,8 @@ def forward(
 
 def _bwd_kernel(
     dy_ref, dsum_ref, x_ref, bias_ref, residual_ref, gamma_ref, seed_ref, saved_ref, dx_ref, *more_refs,
-    dropout_rate: float, drops_result: bool, vectors: tuple[str, ...], programs: int, config: GradientConfig,
+    dropout_rate: float, drops_result: bool, center: bool, vectors: tuple[str, ...], programs: int,
+    config: GradientConfig,
 ):  # fmt: skip
     block_rows, block_width = config.block_rows, config.block_width
     rows, width = x_ref.shape
@@ -164,7 +170,7 @@ def _bwd_kernel(
         """Writes the gradients of x and the residual; returns the terms of the gradients of the vectors."""
         tile, keep, dy, normal, g = prepared
         mean, projection = (s[:, None] / width for s in sums)
-        d = common.fma(normal, -projection, g - mean) * values["scale"]
+        d = common.fma(normal, -projection, g - mean if center else g) * values["scale"]
         if dsum_ref is not None:
             d = d + values["dsum"].astype(jnp.float32)
         if dresidual_ref is not None:
@@ -220,6 +226,7 @@ def backward(
     *,
     dropout_rate: float,
     drops_result: bool = False,
+    center: bool = True,
     vectors: Mapping[str, Any],
     config: GradientConfig,
     interpret: bool,
@@ -228,8 +235,8 @@ def backward(
 
     `dsum` is the gradient of the returned sum, and `vectors` maps "bias", "gamma" and "beta", as far as they need a
     gradient, to the dtypes of the gradients. With `drops_result`, dropout applies to the result instead of x + bias,
-    and there is no residual. Each program sums over its rows in a fixed order, and a second kernel sums over the
-    programs.
+    and there is no residual. Without `center`, the forward pass had none. Each program sums over its rows in a fixed
+    order, and a second kernel sums over the programs.
     """
     rows, width = x.shape
     blocks = pl.cdiv(rows, config.block_rows)
@@ -242,6 +249,7 @@ def backward(
         _bwd_kernel,
         dropout_rate=dropout_rate,
         drops_result=drops_result,
+        center=center,
         vectors=tuple(vectors),
         programs=programs,
         config=config,

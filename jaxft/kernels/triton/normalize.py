@@ -12,9 +12,14 @@ from jaxft.kernels.triton import common
 Ref = Any
 
 
-def _moments(tile: common.Tile, total: Array) -> tuple[Array, Array, Array]:
-    """Returns the count, the mean and the sum of squared deviations of each row of a tile."""
+def _moments(tile: common.Tile, total: Array, center: bool) -> tuple[Array, Array, Array]:
+    """Returns the count, the mean and the sum of squared deviations of each row of a tile.
+
+    Without `center`, the mean is taken to be 0.
+    """
     whole = jnp.full((), tile.shape[1], jnp.float32)
+    if not center:
+        return whole, jnp.zeros((tile.shape[0],), jnp.float32), jnp.sum(total * total, axis=1)
     count = whole if tile.in_width is None else jnp.sum(tile.in_width.astype(jnp.float32))
     mean = jnp.sum(total, axis=1) / count
     centered = total - mean[:, None]
@@ -39,15 +44,16 @@ def drop(tile: common.Tile, x: Array, seed_ref: Ref, rate: float) -> tuple[Array
 def normalize(
     read: Callable[[Any], tuple[common.Tile, Array]], block_width: int, epsilon: float,
     gamma_ref: Ref, beta_ref: Ref, y_ref: Ref, total_ref: Ref, saved_ref: Ref,
-    finish: Callable[[common.Tile, Array], Array] = lambda tile, y: y, *, vectors_first: bool = False,
+    finish: Callable[[common.Tile, Array], Array] = lambda tile, y: y, *,
+    center: bool = True, vectors_first: bool = False,
 ) -> None:  # fmt: skip
     """Normalises a block of rows `[rows, D]` and writes it to `y_ref`, `[M, D]`.
 
     `read(i)` returns the tile and the float32 values of the i-th chunk of `block_width` columns, with zeros beyond the
     edges. `total_ref` receives the rows as they were read, and `saved_ref`, `[2, M]`, the mean and
-    1 / sqrt(variance + epsilon) of each row. `finish` maps a tile and its normalised values to the values to write.
-    With `vectors_first`, gamma and beta are loaded before the rows if one chunk holds a row: few rows would otherwise
-    wait for them.
+    1 / sqrt(variance + epsilon) of each row. Without `center`, the mean is taken to be 0 (RMSNorm). `finish` maps a
+    tile and its normalised values to the values to write. With `vectors_first`, gamma and beta are loaded before the
+    rows if one chunk holds a row: few rows would otherwise wait for them.
     """
     # H100, partial sums of 128x768: 2.0 us with `vectors_first` (2.3 without), 2026-11-24
     # See docs/performance-notes.md, "Order of loads in LayerNorm with few rows".
@@ -71,7 +77,7 @@ def normalize(
     early = vectors_of(0) if vectors_first and chunks == 1 else None
     first = read(0)
     _, mean, square = lax.fori_loop(
-        1, chunks, lambda i, found: _merge_moments(found, _moments(*read(i))), _moments(*first)
+        1, chunks, lambda i, found: _merge_moments(found, _moments(*read(i), center)), _moments(*first, center)
     )
     scale = lax.rsqrt(square / y_ref.shape[1] + epsilon)
     if saved_ref is not None:
