@@ -222,10 +222,12 @@ def load(
 # --- Writing -----------------------------------------------------------------------------------------------------
 
 
-def save(folder: str | os.PathLike[str], config: Mapping[str, Any], parameters: Mapping[str, jax.Array]) -> None:
-    """Writes `config.json` and `model.safetensors` in the layout of `config["model_type"]`.
+def save(
+    folder: str | os.PathLike[str], model_type: str, config: Mapping[str, Any], parameters: Mapping[str, jax.Array]
+) -> None:
+    """Writes `config.json` and `model.safetensors` in the layout of `model_type`, a key of `LAYOUTS`.
 
-    If `parameters` includes a head, the tensors of the encoder get the layout's prefix, as in transformers.
+    `config["model_type"]` may be another name of the type. If `parameters` includes a head, the tensors of the encoder get the layout's prefix, as in transformers.
     """
     if not isinstance(folder, str | os.PathLike):
         raise TypeError(f"save_pretrained: folder must be a string or path, got {type(folder).__name__}")
@@ -233,7 +235,7 @@ def save(folder: str | os.PathLike[str], config: Mapping[str, Any], parameters: 
         raise NotADirectoryError(f"save_pretrained: folder must not be a file, got {folder}")
     if shapes := [name for name, value in parameters.items() if isinstance(value, jax.ShapeDtypeStruct)]:
         raise ValueError(f"save_pretrained: the model's parameters have no values yet, only shapes, as {shapes[0]}")
-    layout = layouts.LAYOUTS[config["model_type"]]
+    layout = layouts.LAYOUTS[model_type]
     tensors = {}
     for parameter, value in parameters.items():
         names = layouts.checkpoint_names(layout, parameter)

@@ -597,9 +597,8 @@ class BertModel(nnx.Module):
           NotADirectoryError: `folder` is a file.
           ValueError: the parameters have no values yet.
         """
-        checkpoint_tensors.save(
-            folder, self.config.to_dict(), {name: p.get_value() for name, p in named_parameters(self).items()}
-        )
+        parameters = {name: parameter.get_value() for name, parameter in named_parameters(self).items()}
+        checkpoint_tensors.save(folder, self.config.model_type, self.config.to_dict(), parameters)
 
     def _norms(self) -> list[tuple[_Norm, _Norm]]:
         """Returns, for each layer, the norms after attention and after the feed-forward network."""

@@ -234,7 +234,8 @@ class EncoderWithHead(nnx.Module):
         encoder = checkpoint_layouts.LAYOUTS[self.config.model_type].architecture
         architectures = {"architectures": [encoder.removesuffix("Model") + self._TASK]}
         parameters = {name: parameter.get_value() for name, parameter in named_parameters(self).items()}
-        checkpoint_tensors.save(folder, self.config.to_dict() | architectures | self.settings, parameters)
+        config = self.config.to_dict() | architectures | self.settings
+        checkpoint_tensors.save(folder, self.config.model_type, config, parameters)
 
     @property
     def settings(self) -> dict[str, Any]:

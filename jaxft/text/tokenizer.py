@@ -342,7 +342,7 @@ def _vocabulary(folder: Path, settings: Settings) -> Any:
     names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
     defaults = [kind.named[name] for name in names if name not in settings.values]
     if missing := [token for token in defaults if vocabulary.token_to_id(token) is None]:
-        raise CheckpointError(f"{files[0]}: not a BERT vocabulary: {', '.join(missing)} missing")
+        raise CheckpointError(f"{files[0]}: not a vocabulary of {settings.name}: {', '.join(missing)} missing")
     return vocabulary
 
 
