@@ -9,6 +9,8 @@
 #   make test-gpu                    the tests that compile kernels, on this machine's NVIDIA GPU, without the slow ones
 #   make test-signals                Ctrl-C, SIGTERM and SIGHUP at 100 random moments of the command line
 #   make test-fuzz [ARGS="--count 500"]  10,000 randomly damaged checkpoints: none gives anything but documented errors
+#   make test-encoders               tiny models of each type, beside transformers in an environment of its own (torch:
+#                                    gigabytes); writes tests/data/encoders.npz, tokenizer_ids.json and a table
 #   make lint                        ruff and mypy
 #   make wheel                       the wheel and the source archive, in dist/
 #   make finetune [ARGS="--steps 50"]  a classifier from the checkpoint; goes on where it was interrupted
@@ -21,8 +23,8 @@
 # Another Python: make PYTHON=python3.13 test (with a virtual environment of its own, .venv-python3.13).
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo finetune pretrain test test-all test-mutants test-gpu test-signals test-fuzz lint wheel bench report \
-	tune docs clean
+.PHONY: help demo finetune pretrain test test-all test-mutants test-gpu test-signals test-fuzz \
+	test-encoders lint wheel bench report tune docs clean
 
 PYTHON ?=
 VENV := .venv$(if $(PYTHON),-$(notdir $(PYTHON)))
@@ -107,6 +109,22 @@ test-signals: $(VENV)/.ready-test
 
 test-fuzz: $(VENV)/.ready-test
 	JAX_PLATFORMS=cpu $(BIN)/python tests/fuzz_checkpoints.py $(ARGS)
+
+$(VENV)-transformers/.ready: pyproject.toml | $(VENV)/.created
+	@echo "Installing transformers and torch into $(VENV)-transformers"
+	@$(BIN)/python -m venv --clear $(VENV)-transformers
+	@$(VENV)-transformers/bin/python -m pip --disable-pip-version-check install --quiet --upgrade \
+		"transformers>=5" torch safetensors sentencepiece protobuf
+	@touch $@
+
+# The values that the ordinary tests compare with come from the newest transformers. `git diff` shows what it changed.
+test-encoders: $(VENV)/.ready-test $(VENV)-transformers/.ready
+	$(VENV)-transformers/bin/python tests/encoders.py
+	$(VENV)-transformers/bin/python tests/tokenizer_folders.py
+	JAX_PLATFORMS=cpu $(BIN)/python tests/encoders.py --save .cache/encoders
+	$(VENV)-transformers/bin/python tests/encoders.py --check .cache/encoders
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/test_encoders.py tests/test_text_types.py \
+		tests/test_checkpoint_settings.py $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/python -m ruff check .

@@ -1,7 +1,11 @@
 """Tiny encoders of each model type, with weights that transformers' models and jaxft's can both be given.
 
-As a program it computes `data/encoders.npz` with transformers (`make test-encoders` installs it), and with --check it
-also loads what jaxft has saved: `python tests/encoders.py [--check FOLDER]`.
+`make test-encoders` runs it as a program, in three steps:
+
+- `python tests/encoders.py` computes `data/encoders.npz` with transformers.
+- `python tests/encoders.py --save FOLDER` loads the same weights with jaxft, saves them again, and writes the errors
+  into the table of `docs/models.md`.
+- `python tests/encoders.py --check FOLDER` loads with transformers what jaxft has saved.
 """
 
 import json
@@ -11,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 DATA = Path(__file__).parent / "data" / "encoders.npz"
+PAGE, BEGIN, END = Path(__file__).parents[1] / "docs" / "models.md", "<!-- table: encoders -->\n", "<!-- end -->"
 TASKS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 LENGTHS = (70, 7, 23)
 VOCABULARY = 61
@@ -71,7 +76,7 @@ def write(folder: Path, stored, case: str, task: str) -> None:
     safetensors.numpy.save_file(weights(about["shapes"]), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def main() -> None:
+def compute() -> None:
     """Computes the stored values with transformers."""
     import tempfile
 
@@ -104,16 +109,44 @@ def main() -> None:
             stored[f"{case} {task} result"] = exact.astype(np.float32)
             stored[f"{case} {task} error"] = np.abs(own - exact).max()
         print(case, flush=True)
-    if sys.argv[1:2] == ["--check"]:
-        check(Path(sys.argv[2]), stored)
     np.savez_compressed(DATA, **stored)
 
 
-def check(saved: Path, stored) -> None:
+def save(saved: Path) -> None:
+    """Saves each model with jaxft in `saved/<case> <task>`, and writes the table of its errors."""
+    import tempfile
+
+    import jax
+
+    import test_encoders
+
+    stored = np.load(DATA)
+    rows = [f"| model | {' | '.join(TASKS)} |", "| --- " + "| ---: " * len(TASKS) + "|"]
+    for case in CASES:
+        cells = []
+        for task in TASKS:
+            with tempfile.TemporaryDirectory() as folder, jax.default_matmul_precision("highest"):
+                write(Path(folder), stored, case, task)
+                model = test_encoders.CLASSES[task].from_pretrained(folder)
+                found = test_encoders.results(model, *batch(model.config.pad_token_id))
+            model.save_pretrained(saved / f"{case} {task}")
+            expected = stored[f"{case} {task} result"]
+            if task in ("ForMaskedLM", "ForTokenClassification"):
+                found = [tokens[LENGTHS[0] :][: LENGTHS[1]] for tokens in found]
+            errors = [*(np.abs(own - expected).max() for own in found), stored[f"{case} {task} error"]]
+            cells.append(" / ".join(f"{error / np.abs(expected).max():.1e}" for error in errors))
+        rows.append(f"| {case} | {' | '.join(cells)} |")
+    rows.append(f"\nfloat32 on a CPU; {stored['versions']}, jax {jax.__version__}.")
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(before + BEGIN + "\n".join(rows) + "\n" + END + rest.partition(END)[2])
+
+
+def check(saved: Path) -> None:
     """Compares the models that jaxft has saved in `saved/<case> <task>`, as transformers loads them."""
     import torch
     import transformers
 
+    stored = np.load(DATA)
     for case, (start, _) in CASES.items():
         for task in TASKS:
             model = getattr(transformers, start + task).from_pretrained(saved / f"{case} {task}").eval().double()
@@ -128,4 +161,12 @@ def check(saved: Path, stored) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    match sys.argv[1:]:
+        case []:
+            compute()
+        case ["--save", folder]:
+            save(Path(folder))
+        case ["--check", folder]:
+            check(Path(folder))
+        case _:
+            sys.exit(__doc__)
