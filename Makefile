@@ -114,7 +114,7 @@ $(VENV)-transformers/.ready: pyproject.toml | $(VENV)/.created
 	@echo "Installing transformers and torch into $(VENV)-transformers"
 	@$(BIN)/python -m venv --clear $(VENV)-transformers
 	@$(VENV)-transformers/bin/python -m pip --disable-pip-version-check install --quiet --upgrade \
-		"transformers>=5" torch safetensors sentencepiece protobuf
+		"transformers>=5" sentence-transformers torch safetensors sentencepiece protobuf
 	@touch $@
 
 # The values that the ordinary tests compare with come from the newest transformers. `git diff` shows what it changed.

@@ -5,7 +5,8 @@
 - `python tests/encoders.py` computes `data/encoders.npz` with transformers.
 - `python tests/encoders.py --save FOLDER` loads the same weights with jaxft, saves them again, and writes the errors
   into the table of `docs/models.md`.
-- `python tests/encoders.py --check FOLDER` loads with transformers what jaxft has saved.
+- `python tests/encoders.py --check FOLDER` loads with transformers what jaxft has saved, and compares embeddings and
+  scores of texts with sentence-transformers.
 """
 
 import json
@@ -139,6 +140,41 @@ def save(saved: Path) -> None:
     rows.append(f"\nfloat32 on a CPU; {stored['versions']}, jax {jax.__version__}.")
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(before + BEGIN + "\n".join(rows) + "\n" + END + rest.partition(END)[2])
+    save_texts(saved)
+
+
+def save_texts(saved: Path) -> None:
+    """Saves encoders of texts and of pairs, and their results."""
+    import test_text_types
+    from jaxft import CrossEncoder, SentenceEncoder
+    from jaxft.models.classification import BertForSequenceClassification
+
+    results = {}
+    for kind in test_text_types.KINDS.keys() - {"new", "bert"}:  # transformers has no "new" and no Jina v2
+        texts, pairs = (saved / f"{kind} {name}" for name in ("texts", "pairs"))
+        test_text_types.write(texts, kind, longest=18)
+        results[texts.name] = SentenceEncoder.from_pretrained(texts).encode(test_text_types.TEXTS)
+        test_text_types.write(pairs, kind, BertForSequenceClassification, longest=18, num_labels=1)
+        results[pairs.name] = CrossEncoder.from_pretrained(pairs).predict(test_text_types.PAIRS)
+    about = {"TEXTS": json.dumps(test_text_types.TEXTS), "PAIRS": json.dumps(test_text_types.PAIRS)}
+    np.savez(saved / "texts.npz", **results, **about)
+
+
+def check_texts(saved: Path) -> None:
+    """Compares what `save_texts` has saved."""
+    import sentence_transformers
+
+    results = np.load(saved / "texts.npz")
+    for name in results.keys() - {"TEXTS", "PAIRS"}:
+        folder = str(saved / name)
+        if name.endswith("texts"):
+            found = sentence_transformers.SentenceTransformer(folder).encode(json.loads(str(results["TEXTS"])))
+        else:
+            found = sentence_transformers.CrossEncoder(folder).predict(json.loads(str(results["PAIRS"])))
+        error = np.abs(found - results[name]).max() / np.abs(found).max()
+        if not error <= 1e-5:
+            raise SystemExit(f"{name}: sentence-transformers computes another result, by {error}")
+    print(f"sentence-transformers {sentence_transformers.__version__} computes the same from all texts in {saved}")
 
 
 def check(saved: Path) -> None:
@@ -158,6 +194,7 @@ def check(saved: Path) -> None:
             if not error <= 1e-6 * np.abs(result).max():
                 raise SystemExit(f"{case} {task}: transformers computes another result from jaxft's file, by {error}")
     print(f"transformers {transformers.__version__} computes the same from all files in {saved}")
+    check_texts(saved)
 
 
 if __name__ == "__main__":

@@ -65,8 +65,8 @@ TABLES = {
         "keep_accents": ("albert", True), "split_by_punct": ("deberta", True),
         "unk_id": ("deberta", {TOKENIZER: {"unk_id": 5, "unk_token": "▁cat"}}),
         "sp_model_kwargs": ("deberta", {"enable_sampling": True}), "vocab_type": ("deberta", "spm"),
-        "remove_space": ("albert", False), "do_basic_tokenize": False, "never_split": ["rain"], "add_bos_token": True, "add_eos_token": True,
-        "max_length": 4, "stride": 2, "legacy": False,
+        "remove_space": ("albert", False), "do_basic_tokenize": False, "never_split": ["rain"], "add_bos_token": True,
+        "add_eos_token": True, "max_length": 4, "stride": 2, "legacy": False,
     },
     "": {
         "tokenizer.json": ("bert", json.loads(tiny.bert_tokenizer().to_str().replace('"rain"', '"RAIN"'))),

@@ -26,7 +26,12 @@ KINDS = {
     "mpnet": ({}, tokenizer_folders.word_piece(tokenizer_folders.MPNET), "MPNetTokenizer", 0),
     "modernbert": ({"local_attention": 6}, tokenizer_folders.byte_level(), "PreTrainedTokenizerFast", 0),
     "nomic_bert": ({}, tokenizer_folders.word_piece(), "BertTokenizer", 2),
-    "new": ({"type_vocab_size": 0, "rope_scaling": {"type": "ntk", "factor": 2.0}}, tokenizer_folders.word_piece(), "BertTokenizer", 0),
+    "new": (
+        {"type_vocab_size": 0, "rope_scaling": {"type": "ntk", "factor": 2.0}},
+        tokenizer_folders.word_piece(),
+        "BertTokenizer",
+        0,
+    ),
     "gte": ({"type_vocab_size": 1}, tokenizer_folders.unigram(), "XLMRobertaTokenizerFast", 1),
     "jina_embeddings_v3": ({}, tokenizer_folders.unigram(), "XLMRobertaTokenizer", 1),
     "bert": (JINA, tokenizer_folders.word_piece(), "BertTokenizer", 2),
@@ -38,13 +43,15 @@ TEXTS = ["the cat sat", "the cat, a cat and the cat", "cat", "the cat sat " * 30
 PAIRS = [("the cat", "a cat sat"), ("cat", "the"), ("the cat sat " * 9, "cat " * 20)]
 
 
-def write(folder, kind, task=BertModel, **options):
+def write(folder, kind, task=BertModel, longest=512, **options):
+    """Writes the folder of a checkpoint, with its tokenizer."""
     fields, tokenizer, name, _ = KINDS[kind]
     config = BertConfig.from_dict({"model_type": kind, "pad_token_id": 1} | SIZES | fields)
     task(config, rngs=nnx.Rngs(0), **options).save_pretrained(folder)
-    tokenizer_folders.write(folder, {
-        "tokenizer.json": tokenizer, "tokenizer_config.json": {"tokenizer_class": name, "model_max_length": 512},
-    })  # fmt: skip
+    settings = {"tokenizer_class": name, "model_max_length": longest}
+    if name.startswith("PreTrained"):  # the class has no defaults
+        settings["pad_token"] = "<pad>"
+    tokenizer_folders.write(folder, {"tokenizer.json": tokenizer, "tokenizer_config.json": settings})
     return folder
 
 

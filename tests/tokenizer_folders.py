@@ -12,8 +12,8 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 DATA = Path(__file__).parent / "data" / "tokenizer_ids.json"
 TEXTS = (
-    "The Cat sat", "CAFÉ café", "[DOC] cat[doc]", "x猫が y", "  the  cat \n", "[MASK] [mask] <mask>", "<s> [Q] acat", "",
-    "``cat'' THE,\tcafé\n cat. <S> [cls]",
+    "The Cat sat", "CAFÉ café", "[DOC] cat[doc]", "x猫が y", "  the  cat \n", "[MASK] [mask] <mask>", "<s> [Q] acat",
+    "", "``cat'' THE,\tcafé\n cat. <S> [cls]",
 )  # fmt: skip
 PAIR = "the cat", "[DOC] café"
 

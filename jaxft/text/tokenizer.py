@@ -4,7 +4,6 @@ import base64
 import contextlib
 import copy
 import dataclasses
-import importlib
 import json
 import os
 import sys
@@ -293,13 +292,13 @@ def _from_transformers(settings: Settings, reason: str) -> "Tokenizer":
             checkpoint_files.check_file(settings.folder / name)
     extra = "The extra jaxft[hf] (transformers, sentencepiece and protobuf) reads such folders"
     try:
-        for name in ("google.protobuf", "sentencepiece"):
-            importlib.import_module(name)
-        transformers: Any = importlib.import_module("transformers")
+        import google.protobuf  # noqa: F401
+        import sentencepiece  # noqa: F401
+        import transformers
     except ImportError as error:
         raise CheckpointError(f"{reason}. {extra}, but is not installed: {error}") from error
     with library_errors(f"{reason}. {extra}, but transformers refuses this one"):
-        # By itself, transformers asks Hugging Face about large vocabularies.
+        # `local_files_only`, because transformers would ask Hugging Face about a large vocabulary.
         found = transformers.AutoTokenizer.from_pretrained(
             settings.folder, trust_remote_code=False, local_files_only=True
         )
@@ -379,44 +378,43 @@ def _set_up_unigram(
 ) -> None:
     from tokenizers import Regex, models, normalizers, pre_tokenizers
 
-    rules, prefix, unknown = settings.kind.rules, settings.option("add_prefix_space", True), 3
-    steps: list[Any] = []
+    rules, steps, scheme = settings.kind.rules, list[Any](), "never"
+    words: list[Any] = [pre_tokenizers.WhitespaceSplit()]
     if rules == "deberta":
-        steps += [normalizers.Lowercase()] * settings.option("do_lower_case", False)
+        words = [pre_tokenizers.Punctuation("isolated")] if settings.option("split_by_punct", False) else []
+        scheme = "first"
+        if settings.option("do_lower_case", False):
+            steps.append(normalizers.Lowercase())
         steps += [normalizers.Replace(Regex(r"\s{2,}|[\n\r\t]"), " "), normalizers.NFC()]
-        steps += [normalizers.Strip(left=False, right=True)]
+        steps.append(normalizers.Strip(left=False, right=True))
     elif rules == "albert":
         steps += [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
-        steps += [normalizers.NFKD(), normalizers.StripAccents()] * (not settings.option("keep_accents", False))
-        steps += [normalizers.Lowercase()] * settings.option("do_lower_case", True)
-    found = json.loads(saved.normalizer.__getstate__()) if saved and saved.normalizer and rules != "deberta" else {}
-    for rule in found.get("normalizers", [found]):
-        if rule.get("type") == "Precompiled":
-            steps.append(normalizers.Precompiled(base64.b64decode(rule["precompiled_charsmap"])))
-            break
+        if not settings.option("keep_accents", False):
+            steps += [normalizers.NFKD(), normalizers.StripAccents()]
+        if settings.option("do_lower_case", True):
+            steps.append(normalizers.Lowercase())
+    found = json.loads(saved.normalizer.__getstate__()) if saved and saved.normalizer else {}
+    maps = [rule for rule in found.get("normalizers", [found]) if rule.get("type") == "Precompiled"]
+    if maps and rules != "deberta":
+        steps.append(normalizers.Precompiled(base64.b64decode(maps[0]["precompiled_charsmap"])))
     if steps:
         tokenizer.normalizer = normalizers.Sequence(steps)
-    words: Any = pre_tokenizers.WhitespaceSplit()
-    if rules == "deberta":
-        words = pre_tokenizers.Punctuation("isolated") if settings.option("split_by_punct", False) else None
-    scheme = "always" if prefix else "first" if rules == "deberta" else "never"
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [*[words] * (words is not None), pre_tokenizers.Metaspace(prepend_scheme=scheme)]
-    )
-    # The id of the unknown token belongs to the class, not to the vocabulary.
-    model, unk_token = content["model"], settings.named_tokens().get("unk_token")
-    vocabulary = [(token, score) for token, score in model["vocab"]]
-    if rules == "albert":
-        unknown = 1
-    elif rules == "camembert":
-        unknown = next((i for i, (token, _) in enumerate(vocabulary) if unk_token and token == unk_token.content), 0)
+    if settings.option("add_prefix_space", True):
+        scheme = "always"
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*words, pre_tokenizers.Metaspace(prepend_scheme=scheme)])
+
+    # The class says which token is the unknown one, whatever tokenizer.json says.
+    model, entries = content["model"], content["model"]["vocab"]
+    token = getattr(settings.named_tokens().get("unk_token"), "content", "None")
+    unknown: Any = {"": 3, "albert": 1}.get(rules)
+    if rules == "camembert":
+        unknown = next((index for index, entry in enumerate(entries) if entry[0] == token), 0)
     elif rules == "deberta":
-        entry = (unk_token.content if unk_token else "None", 0)
-        unknown = vocabulary.index(entry) if entry in vocabulary else settings.values.get("unk_id", 1)
+        unknown = entries.index([token, 0]) if [token, 0] in entries else settings.values.get("unk_id", 1)
     if not checks.is_natural(unknown):
         raise CheckpointError(f"{settings.file}: unk_id must be the id of a token, got {unknown!r:.80}")
     if unknown != model.get("unk_id") or model.get("byte_fallback"):
-        tokenizer.model = models.Unigram(vocabulary, unknown, False)
+        tokenizer.model = models.Unigram([(text, score) for text, score in entries], unknown, False)
 
 
 def _post_processor(tokenizer: "Tokenizer", settings: Settings) -> Any:
