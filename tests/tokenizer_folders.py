@@ -212,6 +212,7 @@ NEW_OPTIONS = (
     {"unk_token": "cat"}, {"cls_token": "cat"}, {"sep_token": "cat"}, {"mask_token": "[Q]"}, {"bos_token": "[Q]"},
     {"cls_token": added("cat", __type="AddedToken", lstrip=True, normalized=True)}, {"pad_token": None},
     {"additional_special_tokens": ["[DOC]", "[Q]"]}, {"extra_special_tokens": {"image_token": "[DOC]"}},
+    {"additional_special_tokens": ["[DOC]"], "extra_special_tokens": {"image_token": "[Q]"}},
     {"added_tokens_decoder": {"30": added("[DOC]"), "31": added("[Q]", special=False, normalized=True)}},
     {"add_bos_token": True}, {"vocab_type": "spm"}, {"remove_space": False},
 )  # fmt: skip

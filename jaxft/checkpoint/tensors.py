@@ -227,7 +227,8 @@ def save(
 ) -> None:
     """Writes `config.json` and `model.safetensors` in the layout of `model_type`, a key of `LAYOUTS`.
 
-    `config["model_type"]` may be another name of the type. If `parameters` includes a head, the tensors of the encoder get the layout's prefix, as in transformers.
+    `config["model_type"]` may be another name of the type. If `parameters` includes a head, the tensors of the encoder
+    get the layout's prefix, as in transformers.
     """
     if not isinstance(folder, str | os.PathLike):
         raise TypeError(f"save_pretrained: folder must be a string or path, got {type(folder).__name__}")

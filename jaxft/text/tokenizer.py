@@ -172,7 +172,8 @@ class Settings:
     def tokens(self, saved: "dict[int, AddedToken]", tokenizer: "Tokenizer") -> "list[AddedToken]":
         """Returns the tokens to add to a tokenizer, in order. `saved` are the tokens that tokenizer.json adds."""
         named, extra = self.named_tokens(), self.values.get("extra_special_tokens")
-        extra = self.values.get("additional_special_tokens", self.kind.extra) if extra is None else extra
+        is_list = extra is not None and not isinstance(extra, dict)  # an object has names, see `named_tokens`
+        extra = extra if is_list else self.values.get("additional_special_tokens", self.kind.extra)
         extra = [_added(token) for token in extra] if isinstance(extra, list | tuple) else []
         if "added_tokens_decoder" in self.values:
             decoder = self.values["added_tokens_decoder"]
@@ -183,7 +184,7 @@ class Settings:
             by_id = {int(number): _added(token) for number, token in decoder.items()}
         else:
             given = {token.content for name, token in named.items() if name in self.values}
-            given |= {token.content for token in extra} if "extra_special_tokens" in self.values else set()
+            given |= {token.content for token in extra} if is_list else set()
             by_id = {
                 number: _added({"content": text, "normalized": text not in given}, special=text in given)
                 for text, number in read_settings(self.folder / "added_tokens.json").items()
