@@ -49,7 +49,7 @@ def weights(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
     for number, (name, shape) in enumerate(sorted(shapes.items())):
         values = np.random.RandomState(number).standard_normal(shape).astype(np.float32)
         is_gamma = len(shape) == 1 and name.endswith("weight")
-        found[name] = 1 + 0.3 * values if is_gamma else values * (0.3 if "embed" not in name else 1.0)
+        found[name] = 1 + 0.3 * values if is_gamma else values * (0.2 if "embed" not in name else 1.0)
     return found
 
 
