@@ -18,7 +18,7 @@ from jaxft.models.classification import BertForSequenceClassification
 from jaxft.text import tokenizer as tokenizer_files
 
 SIZES = {"vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-         "intermediate_size": 24, "max_position_embeddings": 20, "initializer_range": 0.5}  # fmt: skip
+         "intermediate_size": 24, "max_position_embeddings": 20, "initializer_range": 0.2}  # fmt: skip
 DEBERTA = {"relative_attention": True, "position_buckets": 8, "pos_att_type": "p2c|c2p", "share_att_key": True,
            "norm_rel_ebd": "layer_norm", "position_biased_input": False}  # fmt: skip
 JINA = {"position_embedding_type": "alibi", "feed_forward_type": "geglu"}

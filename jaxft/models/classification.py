@@ -1,4 +1,4 @@
-"""BERT, RoBERTa and DistilBERT encoders with a head for classes of a text, a score, or labels of tokens."""
+"""Encoders of all model types with a head for classes of a text, a score, or labels of tokens."""
 
 import dataclasses
 import json
@@ -169,7 +169,7 @@ class ClassificationHead(HiddenHead):
 
 
 class BertForSequenceClassification(_Classifier):
-    """A BERT, RoBERTa or DistilBERT encoder with a head on its first token, for logits of classes or one score.
+    """An encoder with a head on its first token (or on the mean), for logits of classes of a text, or one score.
 
     The network equals transformers' class of the same name (`RobertaForSequenceClassification` and so on for the other
     types). Call and train the model like `BertModel`.
@@ -275,7 +275,7 @@ class TokenClassificationHead(HiddenHead):
 
 
 class BertForTokenClassification(_Classifier):
-    """A BERT, RoBERTa or DistilBERT encoder with a dense layer on each token, for logits of each token's labels.
+    """An encoder with a dense layer on each token, for logits of each token's labels.
 
     The network equals transformers' class of the same name (`RobertaForTokenClassification` and so on for the other
     types). Call and train the model like `BertModel`. Labels and `settings` are read and written as in
