@@ -266,13 +266,13 @@ class BertLayer(nnx.Module):
             attended, self.out_kernel, self.out_bias, residual, norms[0], dropout.options(rate, of_attention)
         )
         of_output = dropout.options(rate, of_ffn)
-        norm = {"epsilon": config.layer_norm_eps, "implementation": self.options.implementation}
         if config.activated_half is None:
             out = feed_forward_residual_layer_norm(
                 x, self.ffn_in_kernel[...].astype(x.dtype), value(self.ffn_in_bias),
-                self.ffn_out_kernel[...].astype(x.dtype), value(self.ffn_out_bias), *norms[1],
-                activation=config.activation, residual=residual if config.norm_first else None,
-                return_sum=config.norm_first, **norm, **of_output,
+                self.ffn_out_kernel[...].astype(x.dtype), value(self.ffn_out_bias), gamma=norms[1][0],
+                beta=norms[1][1], activation=config.activation, residual=residual if config.norm_first else None,
+                return_sum=config.norm_first, epsilon=config.layer_norm_eps,
+                implementation=self.options.implementation, **of_output,
             )  # fmt: skip
             return out if config.norm_first else (out, out)
         inner = gated_activation(
