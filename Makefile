@@ -11,6 +11,8 @@
 #   make test-fuzz [ARGS="--count 500"]  10,000 randomly damaged checkpoints: none gives anything but documented errors
 #   make test-peers                  the results of sentence-transformers 6.2 and transformers 5 on tiny models, side by
 #                                    side; installs both, with PyTorch, in an environment of its own: .venv-peers
+#   make test-encoders               tiny models of each type, beside transformers in an environment of its own (torch:
+#                                    gigabytes); writes tests/data/encoders.npz, tokenizer_ids.json and a table
 #   make lint                        ruff and mypy
 #   make wheel                       the wheel and the source archive, in dist/
 #   make finetune [ARGS="--steps 50"]  a classifier from the checkpoint; goes on where it was interrupted
@@ -25,7 +27,7 @@
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 .PHONY: help demo finetune pretrain train-embedder test test-all test-mutants test-gpu test-signals test-fuzz test-peers \
-	run-peers lint wheel bench report tune docs clean
+	run-peers test-encoders lint wheel bench report tune docs clean
 
 PYTHON ?=
 VENV := .venv$(if $(PYTHON),-$(notdir $(PYTHON)))
@@ -118,6 +120,22 @@ test-peers:
 run-peers: $(VENV)/.ready-test,peers $(VENV)/.checkpoint
 	JAXFT_TEST_CHECKPOINT="$(checkpoint)" JAX_PLATFORMS=cpu XLA_FLAGS="$(quickly) $$XLA_FLAGS" \
 		$(BIN)/python -m pytest tests/peers_sentence_transformers.py $(ARGS)
+
+$(VENV)-transformers/.ready: pyproject.toml | $(VENV)/.created
+	@echo "Installing transformers and torch into $(VENV)-transformers"
+	@$(BIN)/python -m venv --clear $(VENV)-transformers
+	@$(VENV)-transformers/bin/python -m pip --disable-pip-version-check install --quiet --upgrade \
+		"transformers>=5" sentence-transformers torch safetensors sentencepiece protobuf
+	@touch $@
+
+# The values that the ordinary tests compare with come from the newest transformers. `git diff` shows what it changed.
+test-encoders: $(VENV)/.ready-test $(VENV)-transformers/.ready
+	$(VENV)-transformers/bin/python tests/encoders.py
+	$(VENV)-transformers/bin/python tests/tokenizer_folders.py
+	JAX_PLATFORMS=cpu $(BIN)/python tests/encoders.py --save .cache/encoders
+	$(VENV)-transformers/bin/python tests/encoders.py --check .cache/encoders
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/test_encoders.py tests/test_text_types.py \
+		tests/test_checkpoint_settings.py $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/python -m ruff check .

@@ -1,7 +1,12 @@
 """Tiny encoders of each model type, with weights that transformers' models and jaxft's can both be given.
 
-As a program it computes `data/encoders.npz` with transformers (`make test-encoders` installs it), and with --check it
-also loads what jaxft has saved: `python tests/encoders.py [--check FOLDER]`.
+`make test-encoders` runs it as a program, in three steps:
+
+- `python tests/encoders.py` computes `data/encoders.npz` with transformers.
+- `python tests/encoders.py --save FOLDER` loads the same weights with jaxft, saves them again, and writes the errors
+  into the table of `docs/models.md`.
+- `python tests/encoders.py --check FOLDER` loads with transformers what jaxft has saved, and compares embeddings and
+  scores of texts with sentence-transformers.
 """
 
 import json
@@ -11,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 DATA = Path(__file__).parent / "data" / "encoders.npz"
+PAGE, BEGIN, END = Path(__file__).parents[1] / "docs" / "models.md", "<!-- table: encoders -->\n", "<!-- end -->"
 TASKS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 LENGTHS = (70, 7, 23)
 VOCABULARY = 61
@@ -71,7 +77,7 @@ def write(folder: Path, stored, case: str, task: str) -> None:
     safetensors.numpy.save_file(weights(about["shapes"]), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def main() -> None:
+def compute() -> None:
     """Computes the stored values with transformers."""
     import tempfile
 
@@ -104,16 +110,79 @@ def main() -> None:
             stored[f"{case} {task} result"] = exact.astype(np.float32)
             stored[f"{case} {task} error"] = np.abs(own - exact).max()
         print(case, flush=True)
-    if sys.argv[1:2] == ["--check"]:
-        check(Path(sys.argv[2]), stored)
     np.savez_compressed(DATA, **stored)
 
 
-def check(saved: Path, stored) -> None:
+def save(saved: Path) -> None:
+    """Saves each model with jaxft in `saved/<case> <task>`, and writes the table of its errors."""
+    import tempfile
+
+    import jax
+
+    import test_encoders
+
+    stored = np.load(DATA)
+    rows = [f"| model | {' | '.join(TASKS)} |", "| --- " + "| ---: " * len(TASKS) + "|"]
+    for case in CASES:
+        cells = []
+        for task in TASKS:
+            with tempfile.TemporaryDirectory() as folder, jax.default_matmul_precision("highest"):
+                write(Path(folder), stored, case, task)
+                model = test_encoders.CLASSES[task].from_pretrained(folder)
+                found = test_encoders.results(model, *batch(model.config.pad_token_id))
+            model.save_pretrained(saved / f"{case} {task}")
+            expected = stored[f"{case} {task} result"]
+            if task in ("ForMaskedLM", "ForTokenClassification"):
+                found = [tokens[LENGTHS[0] :][: LENGTHS[1]] for tokens in found]
+            errors = [*(np.abs(own - expected).max() for own in found), stored[f"{case} {task} error"]]
+            cells.append(" / ".join(f"{error / np.abs(expected).max():.1e}" for error in errors))
+        rows.append(f"| {case} | {' | '.join(cells)} |")
+    rows.append(f"\nfloat32 on a CPU; {stored['versions']}, jax {jax.__version__}.")
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(before + BEGIN + "\n".join(rows) + "\n" + END + rest.partition(END)[2])
+    save_texts(saved)
+
+
+def save_texts(saved: Path) -> None:
+    """Saves encoders of texts and of pairs, and their results."""
+    import test_text_types
+    from jaxft import CrossEncoder, SentenceEncoder
+    from jaxft.models.classification import BertForSequenceClassification
+
+    results = {}
+    for kind in test_text_types.KINDS.keys() - {"new", "bert"}:  # transformers has no "new" and no Jina v2
+        texts, pairs = (saved / f"{kind} {name}" for name in ("texts", "pairs"))
+        test_text_types.write(texts, kind, longest=18)
+        results[texts.name] = SentenceEncoder.from_pretrained(texts).encode(test_text_types.TEXTS)
+        test_text_types.write(pairs, kind, BertForSequenceClassification, longest=18, num_labels=1)
+        results[pairs.name] = CrossEncoder.from_pretrained(pairs).predict(test_text_types.PAIRS)
+    about = {"TEXTS": json.dumps(test_text_types.TEXTS), "PAIRS": json.dumps(test_text_types.PAIRS)}
+    np.savez(saved / "texts.npz", **results, **about)
+
+
+def check_texts(saved: Path) -> None:
+    """Compares what `save_texts` has saved."""
+    import sentence_transformers
+
+    results = np.load(saved / "texts.npz")
+    for name in results.keys() - {"TEXTS", "PAIRS"}:
+        folder = str(saved / name)
+        if name.endswith("texts"):
+            found = sentence_transformers.SentenceTransformer(folder).encode(json.loads(str(results["TEXTS"])))
+        else:
+            found = sentence_transformers.CrossEncoder(folder).predict(json.loads(str(results["PAIRS"])))
+        error = np.abs(found - results[name]).max() / np.abs(found).max()
+        if not error <= 1e-5:
+            raise SystemExit(f"{name}: sentence-transformers computes another result, by {error}")
+    print(f"sentence-transformers {sentence_transformers.__version__} computes the same from all texts in {saved}")
+
+
+def check(saved: Path) -> None:
     """Compares the models that jaxft has saved in `saved/<case> <task>`, as transformers loads them."""
     import torch
     import transformers
 
+    stored = np.load(DATA)
     for case, (start, _) in CASES.items():
         for task in TASKS:
             model = getattr(transformers, start + task).from_pretrained(saved / f"{case} {task}").eval().double()
@@ -125,7 +194,16 @@ def check(saved: Path, stored) -> None:
             if not error <= 1e-6 * np.abs(result).max():
                 raise SystemExit(f"{case} {task}: transformers computes another result from jaxft's file, by {error}")
     print(f"transformers {transformers.__version__} computes the same from all files in {saved}")
+    check_texts(saved)
 
 
 if __name__ == "__main__":
-    main()
+    match sys.argv[1:]:
+        case []:
+            compute()
+        case ["--save", folder]:
+            save(Path(folder))
+        case ["--check", folder]:
+            check(Path(folder))
+        case _:
+            sys.exit(__doc__)

@@ -64,8 +64,11 @@ TABLES = {
         "padding_side": "left", "auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}, "processor_class": "CLIP",
         "fast_tokenizer_files": ["tokenizer.4.0.0.json"], "init_inputs": ["x"], "chat_template": "{{ messages }}",
         "clean_up_tokenization_spaces": True, "name_or_path": "x", "backend": "tokenizers", "trim_offsets": False,
-        "do_basic_tokenize": False, "never_split": ["rain"], "add_bos_token": True, "add_eos_token": True,
-        "max_length": 4, "stride": 2, "legacy": False,
+        "keep_accents": ("albert", True), "split_by_punct": ("deberta", True),
+        "unk_id": ("deberta", {TOKENIZER: {"unk_id": 5, "unk_token": "▁cat"}}),
+        "sp_model_kwargs": ("deberta", {"enable_sampling": True}), "vocab_type": ("deberta", "spm"),
+        "remove_space": ("albert", False), "do_basic_tokenize": False, "never_split": ["rain"], "add_bos_token": True,
+        "add_eos_token": True, "max_length": 4, "stride": 2, "legacy": False,
     },
     "": {
         "tokenizer.json": ("bert", json.loads(tiny.bert_tokenizer().to_str().replace('"rain"', '"RAIN"'))),
@@ -152,10 +155,14 @@ def write_folder(folder, kind):
         sizes |= {"model_type": "distilbert", "type_vocab_size": 0}
     if kind in ("roberta", "vocab.json"):
         sizes = {"model_type": "roberta", "type_vocab_size": 1, "pad_token_id": 1, "vocab_size": 300}
+    if kind in ("albert", "deberta"):
+        sizes = {"model_type": "albert"} if kind == "albert" else {"model_type": "deberta-v2", "type_vocab_size": 0}
     tiny.write_model(folder, **sizes)
     tiny.bert_tokenizer().save(str(folder / "tokenizer.json"))
     files = {
         "roberta": {"tokenizer.json": tokenizer_folders.byte_level().to_str()},
+        "albert": {"tokenizer.json": tokenizer_folders.albert().to_str()},
+        "deberta": {"tokenizer.json": tokenizer_folders.deberta().to_str()},
         "vocab.json": tokenizer_folders.FOLDERS["roberta, files"] | {CONFIG: {}},
         "cased": {TOKENIZER: {"do_lower_case": False}},
     }

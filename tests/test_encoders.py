@@ -290,6 +290,7 @@ def test_log_buckets():
         (DEBERTA | {"conv_kernel_size": 3}, "conv_kernel_size"),
         (DEBERTA | {"position_biased_input": True}, "position_biased_input"),
         (DEBERTA | {"norm_rel_ebd": "none"}, "norm_rel_ebd"),
+        (DEBERTA | {"pooler_dropout": 0.1}, "pooler_dropout"),
         (JINA | {"feed_forward_type": "original"}, "feed_forward_type"),
         (KINDS["mpnet"] | {"relative_attention_num_buckets": 8}, "relative_attention_num_buckets"),
         (KINDS["electra"] | {"embedding_size": 0}, "embedding_size"),
@@ -299,3 +300,21 @@ def test_refused_fields(tmp_path, config, field):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=field):
         BertModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "model_class", "field", "default"),
+    [
+        ("albert", BertForSequenceClassification, "classifier_dropout_prob", 0.1),
+        ("albert", BertForTokenClassification, "classifier_dropout_prob", 0.1),
+        ("deberta-v2", BertForSequenceClassification, "cls_dropout", 0.4),
+        ("deberta-v2", BertForTokenClassification, "classifier_dropout", 0.4),
+        ("modernbert", BertForSequenceClassification, "classifier_dropout", 0.0),
+    ],
+)
+def test_dropout_of_heads(tmp_path, kind, model_class, field, default):
+    config = BertConfig.from_dict(KINDS[kind] | {"hidden_dropout_prob": 0.4})
+    assert model_class(config, rngs=None)._head_rate == default
+    model_class(config, classifier_dropout=0.3, rngs=nnx.Rngs(0)).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())[field] == 0.3
+    assert model_class.from_pretrained(tmp_path).classifier_dropout == 0.3

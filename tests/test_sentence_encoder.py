@@ -495,7 +495,9 @@ def test_bad_vocabulary(tmp_path):
     tiny.write_sentence_model(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\nrain\n")
-    with pytest.raises(CheckpointError, match=r"vocab.txt: not a BERT vocabulary: \[CLS\], \[SEP\], \[MASK\] missing"):
+    with pytest.raises(
+        CheckpointError, match=r"vocab.txt: not a vocabulary of BertTokenizer: \[CLS\], \[SEP\], \[MASK\] missing"
+    ):
         SentenceEncoder.from_pretrained(tmp_path)
     (tmp_path / "vocab.txt").write_bytes(b"\xff\xfe\n")
     with pytest.raises(CheckpointError, match="vocab.txt: not a"):

@@ -12,7 +12,8 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 DATA = Path(__file__).parent / "data" / "tokenizer_ids.json"
 TEXTS = (
-    "The Cat sat", "CAFÉ café", "[DOC] cat[doc]", "x猫が y", "  the  cat \n", "[MASK] [mask] <mask>", "<s> [Q] acat", ""
+    "The Cat sat", "CAFÉ café", "[DOC] cat[doc]", "x猫が y", "  the  cat \n", "[MASK] [mask] <mask>", "<s> [Q] acat",
+    "", "``cat'' THE,\tcafé\n cat. <S> [cls]",
 )  # fmt: skip
 PAIR = "the cat", "[DOC] café"
 
@@ -28,19 +29,26 @@ CAMEMBERT = (("<s>NOTUSED", 0), ("<pad>", 0), ("</s>NOTUSED", 0), ("<unk>", 0), 
              ("<s>", 0), ("</s>", 0))  # fmt: skip
 
 
+ALBERT = (("<pad>", 0), ("<unk>", 0), ("[CLS]", 0), ("[SEP]", 0), ("[MASK]", 0), *PIECES[4:11], ('"', -4), ("▁T", -6),
+          ("e", -5), ("f", -5), ("é", -6))  # fmt: skip
+DEBERTA = (("[PAD]", 0), ("[CLS]", 0), ("[SEP]", 0), ("[UNK]", 0), *PIECES[4:11], (",", -4), ("▁,", -4), (".", -4),
+           ("'", -4), ("▁T", -6), ("é", -6), ("f", -6), ("e", -6), ("[MASK]", 0))  # fmt: skip
+MPNET = ("<s>", "<pad>", "</s>", "<unk>", "[UNK]", *WORDS[5:18], "<mask>")
+
+
 def added(content, **options):
     plain = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
     return {"content": content, "special": True} | plain | options
 
 
-def word_piece(*, lowercase=True, template="[CLS] $A [SEP]", **model):
-    tokenizer = Tokenizer(models.WordPiece({token: i for i, token in enumerate(WORDS)}, unk_token="[UNK]", **model))
+def word_piece(words=WORDS, *, lowercase=True, template="[CLS] $A [SEP]", **model):
+    tokenizer = Tokenizer(models.WordPiece({token: i for i, token in enumerate(words)}, unk_token="[UNK]", **model))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.post_processor = processors.TemplateProcessing(
         single=template, pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
-    tokenizer.add_special_tokens([*SPECIAL])
+    tokenizer.add_special_tokens([token for token in SPECIAL if token in words])
     return tokenizer
 
 
@@ -52,10 +60,27 @@ def byte_level(*, add_prefix_space=False):
     return tokenizer
 
 
-def unigram(pieces=PIECES):
-    tokenizer = Tokenizer(models.Unigram([*pieces], 3))
+def unigram(pieces=PIECES, unknown=3, special=BYTES[:4], mask="<mask>"):
+    tokenizer = Tokenizer(models.Unigram([*pieces], unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.add_special_tokens([*BYTES[:4], AddedToken("<mask>", lstrip=True)])
+    tokenizer.add_special_tokens([*special, AddedToken(mask, lstrip=True)])
+    return tokenizer
+
+
+def albert(**options):
+    return unigram(ALBERT, **{"unknown": 1, "special": [token for token, _ in ALBERT[:4]], "mask": "[MASK]"} | options)
+
+
+def deberta(**options):
+    return unigram(DEBERTA, **{"special": [token for token, _ in DEBERTA[:4]], "mask": "[MASK]"} | options)
+
+
+def ends(tokenizer, first, last, numbers):
+    """Gives a tokenizer a post-processor that differs from its class's own: the last token comes twice."""
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A {last} {last}", pair=f"{first} $A {last} $B:1 {last}:1",
+        special_tokens=[*zip((first, last), numbers, strict=True)],
+    )  # fmt: skip
     return tokenizer
 
 
@@ -177,6 +202,65 @@ folder("xlm-roberta, added", "xlm-roberta", **{"tokenizer.json": unigram(), "tok
 folder("camembert", "camembert", **{"tokenizer.json": unigram(CAMEMBERT)})
 folder("camembert, added", "camembert", **{
     "tokenizer.json": unigram(CAMEMBERT), "tokenizer_config.json": {"additional_special_tokens": ["[DOC]"]},
+})  # fmt: skip
+
+NEW_OPTIONS = (
+    {}, {"do_lower_case": False}, {"do_lower_case": True}, {"strip_accents": False},
+    {"tokenize_chinese_chars": False}, {"keep_accents": True}, {"split_by_punct": True}, {"add_prefix_space": False},
+    {"unk_id": 2}, {"trim_offsets": False}, {"split_special_tokens": True},
+    {"truncation_side": "left", "model_max_length": 4}, {"model_input_names": ["input_ids", "token_type_ids"]},
+    {"unk_token": "cat"}, {"cls_token": "cat"}, {"sep_token": "cat"}, {"mask_token": "[Q]"}, {"bos_token": "[Q]"},
+    {"cls_token": added("cat", __type="AddedToken", lstrip=True, normalized=True)}, {"pad_token": None},
+    {"additional_special_tokens": ["[DOC]", "[Q]"]}, {"extra_special_tokens": {"image_token": "[DOC]"}},
+    {"additional_special_tokens": ["[DOC]"], "extra_special_tokens": {"image_token": "[Q]"}},
+    {"added_tokens_decoder": {"30": added("[DOC]"), "31": added("[Q]", special=False, normalized=True)}},
+    {"add_bos_token": True}, {"vocab_type": "spm"}, {"remove_space": False},
+)  # fmt: skip
+NEW = {
+    "mpnet": ("MPNetTokenizer", word_piece(MPNET)),
+    "albert": ("AlbertTokenizer", albert()),
+    "deberta-v2": ("DebertaV2Tokenizer", deberta()),
+}
+for kind, (name, tokenizer) in NEW.items():
+    for number, options in enumerate(NEW_OPTIONS):
+        folder(f"{kind}, options {number}", kind, **{
+            "tokenizer.json": tokenizer, "tokenizer_config.json": {"tokenizer_class": name} | options,
+        })  # fmt: skip
+        if kind == "mpnet":
+            folder(f"{kind}, vocab.txt, options {number}", kind, **{
+                "vocab.txt": "\n".join(MPNET) + "\n", "tokenizer_config.json": {"tokenizer_class": name} | options,
+            })  # fmt: skip
+folder("albert, own ends", "albert", **{"tokenizer.json": ends(albert(), "[CLS]", "[SEP]", (2, 3))})
+folder("albert, own ends, add_bos_token", "albert", **{
+    "tokenizer.json": ends(albert(), "[CLS]", "[SEP]", (2, 3)), "tokenizer_config.json": {"add_eos_token": True},
+})  # fmt: skip
+folder("deberta-v2, own ends", "deberta-v2", **{"tokenizer.json": ends(deberta(), "[CLS]", "[SEP]", (1, 2))})
+folder("mpnet, own ends", "mpnet", **{"tokenizer.json": ends(word_piece(MPNET), "<s>", "</s>", (0, 2))})
+folder("albert, another unknown", "albert", **{"tokenizer.json": albert(unknown=3)})
+folder("xlm-roberta, another unknown", "xlm-roberta", **{"tokenizer.json": unigram(unknown=1)})
+folder("camembert, another unknown", "camembert", **{"tokenizer.json": unigram(CAMEMBERT, unknown=1)})
+folder("camembert, mask given", "camembert", **{
+    "tokenizer.json": unigram(CAMEMBERT), "tokenizer_config.json": {"mask_token": "[Q]"},
+})  # fmt: skip
+folder("deberta-v2, another unknown", "deberta-v2", **{"tokenizer.json": deberta(unknown=1)})
+folder("deberta-v2, unknown with a score", "deberta-v2", **{
+    "tokenizer.json": unigram((*DEBERTA[:3], ("[UNK]", -9), *DEBERTA[4:]), special=["[CLS]"], mask="[MASK]"),
+    "tokenizer_config.json": {"unk_id": 3},
+})  # fmt: skip
+for kind in ("modernbert", "nomic_bert", "new", "gte", "electra", "jina_embeddings_v3"):
+    tokenizer = unigram() if kind in ("gte", "jina_embeddings_v3") else word_piece(lowercase=False)
+    folder(f"{kind}, no class", kind, **{"tokenizer.json": tokenizer})
+for kind in ("modernbert", "nomic_bert", "new", "gte", "electra"):
+    for name in ("BertTokenizer", "PreTrainedTokenizerFast"):
+        folder(f"{kind}, {name}", kind, **{
+            "tokenizer.json": word_piece(lowercase=False), "tokenizer_config.json": {"tokenizer_class": name},
+        })  # fmt: skip
+for kind in ("new", "gte", "jina_embeddings_v3"):
+    folder(f"{kind}, XLMRobertaTokenizerFast", kind, **{
+        "tokenizer.json": unigram(), "tokenizer_config.json": {"tokenizer_class": "XLMRobertaTokenizerFast"},
+    })  # fmt: skip
+folder("modernbert, RobertaTokenizer", "modernbert", **{
+    "tokenizer.json": byte_level(), "tokenizer_config.json": {"tokenizer_class": "RobertaTokenizer"},
 })  # fmt: skip
 
 

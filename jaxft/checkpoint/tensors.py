@@ -255,10 +255,12 @@ def load_exact(folder: Path, shapes: Mapping[str, Shape]) -> dict[str, np.ndarra
 # --- Writing -----------------------------------------------------------------------------------------------------
 
 
-def save(folder: str | os.PathLike[str], config: Mapping[str, Any], parameters: Mapping[str, jax.Array]) -> None:
-    """Writes `config.json` and `model.safetensors` in the layout of `config["model_type"]`."""
+def save(
+    folder: str | os.PathLike[str], model_type: str, config: Mapping[str, Any], parameters: Mapping[str, jax.Array]
+) -> None:
+    """Writes `config.json` and `model.safetensors` in the layout of `model_type`, a key of `LAYOUTS`."""
     folder = checked_folder(folder)
-    write(folder, {"config.json": config, "model.safetensors": named_tensors(config, parameters)})
+    write(folder, {"config.json": config, "model.safetensors": named_tensors(model_type, parameters)})
 
 
 def checked_folder(folder: str | os.PathLike[str]) -> Path:
@@ -270,14 +272,14 @@ def checked_folder(folder: str | os.PathLike[str]) -> Path:
     return Path(folder)
 
 
-def named_tensors(config: Mapping[str, Any], parameters: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
-    """Returns the tensors of a checkpoint in the layout of `config["model_type"]`, by name.
+def named_tensors(model_type: str, parameters: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
+    """Returns the tensors of a checkpoint in the layout of `model_type`, by name.
 
     If `parameters` includes a head, the tensors of the encoder get the layout's prefix, as in transformers.
     """
     if shapes := [name for name, value in parameters.items() if isinstance(value, jax.ShapeDtypeStruct)]:
         raise ValueError(f"save_pretrained: the model's parameters have no values yet, only shapes, as {shapes[0]}")
-    layout = layouts.LAYOUTS[config["model_type"]]
+    layout = layouts.LAYOUTS[model_type]
     tensors = {}
     for parameter, value in parameters.items():
         names = layouts.checkpoint_names(layout, parameter)

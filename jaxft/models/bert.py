@@ -355,7 +355,7 @@ class BertPooler(nnx.Module):
 
 
 class BertModel(nnx.Module):
-    """A BERT, RoBERTa or DistilBERT encoder.
+    """A BERT encoder, or one of its successors: RoBERTa, MPNet, ModernBERT and others that `BertConfig` lists.
 
     Call the model inside `nnx.jit`. For `jax.jit`, `jax.grad` and other transformations of JAX, make a pure function of
     parameters and inputs. The pure function costs the host much less per call, because `nnx.jit` walks the module in
@@ -380,7 +380,7 @@ class BertModel(nnx.Module):
         operation are float32.
       param_dtype: dtype of the stored parameters: float32, float16 or bfloat16. Each call casts matrices to `dtype`.
       implementation: passed to every operation. None picks the fastest for the device; "xla" is plain JAX.
-      add_pooling_layer: whether the model has a pooler. DistilBERT never has one.
+      add_pooling_layer: whether the model has a pooler. DistilBERT, ModernBERT, DeBERTa and ELECTRA never have one.
       remat: whether the backward pass recomputes each layer from its input, the only thing that the forward pass then
         stores of it. Gradients and dropout do not change. On GPUs, training takes much less memory and about a third
         more time. On CPUs, XLA's compiler undoes the recomputation.
@@ -598,7 +598,7 @@ class BertModel(nnx.Module):
           NotADirectoryError: `folder` is a file.
           ValueError: the parameters have no values yet.
         """
-        checkpoint_tensors.save(folder, *self._checkpoint())
+        checkpoint_tensors.save(folder, self.config.model_type, *self._checkpoint())
 
     def _checkpoint(self) -> tuple[dict[str, Any], dict[str, Array]]:
         """Returns the content of config.json, and the parameters by name."""

@@ -1,4 +1,4 @@
-"""BERT, RoBERTa and DistilBERT encoders with a head for classes of a text, a score, or labels of tokens."""
+"""Encoders of all model types with a head for classes of a text, a score, or labels of tokens."""
 
 import dataclasses
 import json
@@ -25,7 +25,14 @@ from jaxft.ops import checks
 from jaxft.ops.layer_norm import layer_norm
 
 _MAX_LABELS = 2**20
-_SEQ_CLASSIF_DROPOUT = 0.2  # transformers' default for DistilBERT
+# Task and type -> the field of config.json that holds the dropout rate of the head, if it is not `classifier_dropout`,
+# and transformers' default, if it is not `hidden_dropout_prob`.
+_RATES: Mapping[tuple[str, str], tuple[str, float | None]] = {
+    ("ForSequenceClassification", "distilbert"): ("seq_classif_dropout", 0.2),
+    ("ForSequenceClassification", "deberta-v2"): ("cls_dropout", None),
+    ("ForSequenceClassification", "albert"): ("classifier_dropout_prob", 0.1),
+    ("ForTokenClassification", "albert"): ("classifier_dropout_prob", 0.1),
+}
 
 # Fields of config.json that give the logits their meaning. They are saved as they were read.
 _MEANING = ("problem_type", "sentence_transformers", "sbert_ce_default_activation_function")
@@ -75,7 +82,7 @@ class _Classifier(EncoderWithHead):
     def settings(self) -> dict[str, Any]:
         """Fields of `config.json` about the head: labels, dropout rate and what a checkpoint says of its logits."""
         labels = {"id2label": self.id2label, "label2id": {label: number for number, label in self.id2label.items()}}
-        rate = {_rate_field(self._TASK, self.config.model_type): self.classifier_dropout}
+        rate = {_rate_field(self._TASK, self.config.model_type)[0]: self.classifier_dropout}
         return labels | (rate if self.classifier_dropout is not None else {}) | json.loads(self._meaning)
 
     @property
@@ -83,8 +90,8 @@ class _Classifier(EncoderWithHead):
         """Dropout rate of the head, with the defaults of transformers."""
         if self.classifier_dropout is not None:
             return self.classifier_dropout
-        own_default = _rate_field(self._TASK, self.config.model_type) == "seq_classif_dropout"
-        return _SEQ_CLASSIF_DROPOUT if own_default else self.config.hidden_dropout_prob
+        default = _rate_field(self._TASK, self.config.model_type)[1]
+        return self.config.hidden_dropout_prob if default is None else default
 
     def _encode(
         self, *ids: Any, deterministic: bool | None, rngs: nnx.Rngs | Array | None, **packing: Any
@@ -101,7 +108,7 @@ class _Classifier(EncoderWithHead):
         if isinstance(id2label, dict):  # in files, names may be integers
             id2label = {number: str(name) if isinstance(name, int) else name for number, name in id2label.items()}
         labels = _label_names(cls.__name__, settings.get("num_labels") if id2label is None else None, id2label)
-        field = _rate_field(cls._TASK, config.model_type)
+        field, _ = _rate_field(cls._TASK, config.model_type)
         rate = _rate(cls.__name__, field, settings.get(field))
         has_other_labels = given.get("id2label") is not None or given.get("num_labels") not in (None, len(labels))
         return {"classifier_dropout": rate} | given | ({} if has_other_labels else {"id2label": labels})
@@ -162,7 +169,7 @@ class ClassificationHead(HiddenHead):
 
 
 class BertForSequenceClassification(_Classifier):
-    """A BERT, RoBERTa or DistilBERT encoder with a head on its first token, for logits of classes or one score.
+    """An encoder with a head on its first token (or on the mean), for logits of classes of a text, or one score.
 
     The network equals transformers' class of the same name (`RobertaForSequenceClassification` and so on for the other
     types). Call and train the model like `BertModel`.
@@ -186,7 +193,8 @@ class BertForSequenceClassification(_Classifier):
     Args:
       num_labels: number of logits, at most 2**20. None is the number of names in `id2label`, or 2 without `id2label`.
       id2label: names of the labels, in order or by number. None is "LABEL_0", "LABEL_1", ...
-      classifier_dropout: dropout rate of the head. None is `config.hidden_dropout_prob`, in DistilBERT 0.2.
+      classifier_dropout: dropout rate of the head. None is `config.hidden_dropout_prob`; 0.2 in DistilBERT, 0.1 in
+        ALBERT.
 
     Attributes:
       bert: the `BertModel`. It has no pooler: the pooler is the first layer of the head.
@@ -267,7 +275,7 @@ class TokenClassificationHead(HiddenHead):
 
 
 class BertForTokenClassification(_Classifier):
-    """A BERT, RoBERTa or DistilBERT encoder with a dense layer on each token, for logits of each token's labels.
+    """An encoder with a dense layer on each token, for logits of each token's labels.
 
     The network equals transformers' class of the same name (`RobertaForTokenClassification` and so on for the other
     types). Call and train the model like `BertModel`. Labels and `settings` are read and written as in
@@ -278,7 +286,7 @@ class BertForTokenClassification(_Classifier):
     all but the first token of a word). Rows that belong to no packed sequence have no label.
 
     Args:
-      classifier_dropout: dropout rate before the dense layer. None is `config.hidden_dropout_prob`.
+      classifier_dropout: dropout rate before the dense layer. None is `config.hidden_dropout_prob`; 0.1 in ALBERT.
 
     Attributes:
       bert: the `BertModel`. It has no pooler.
@@ -308,10 +316,9 @@ class BertForTokenClassification(_Classifier):
         return super()._check_labels(input_ids, labels, cu_seqlens)
 
 
-def _rate_field(task: str, model_type: str) -> str:
-    """Returns the name of the field of config.json that holds the dropout rate of the head."""
-    own_field = (task, model_type) == ("ForSequenceClassification", "distilbert")
-    return "seq_classif_dropout" if own_field else "classifier_dropout"
+def _rate_field(task: str, model_type: str) -> tuple[str, float | None]:
+    """Returns the field of config.json that holds the dropout rate of the head, and its own default if it has one."""
+    return _RATES.get((task, model_type), ("classifier_dropout", None))
 
 
 def _rate(where: str, name: str, rate: Any) -> float | None:

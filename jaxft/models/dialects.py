@@ -24,6 +24,7 @@ _ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "deberta-v2": {
         "relative_attention": (True,), "share_att_key": (True,), "position_biased_input": (False,),
         "norm_rel_ebd": ("layer_norm",), "conv_kernel_size": (0,), "attention_head_size": (),
+        "pooler_dropout": (0,),
     },
 }  # fmt: skip
 _ABSOLUTE = {"position_embedding_type": ("absolute",)}

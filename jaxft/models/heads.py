@@ -231,7 +231,7 @@ class EncoderWithHead(nnx.Module):
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Writes the files of the encoder and the head, see `BertModel.save_pretrained`."""
-        checkpoint_tensors.save(folder, *self._checkpoint())
+        checkpoint_tensors.save(folder, self.config.model_type, *self._checkpoint())
 
     def _checkpoint(self) -> tuple[dict[str, Any], dict[str, Array]]:
         encoder = checkpoint_layouts.LAYOUTS[self.config.model_type].architecture

@@ -1,4 +1,4 @@
-"""BERT, RoBERTa and DistilBERT encoders with a head for masked language modelling, and its loss."""
+"""Encoders of all model types with a head for masked language modelling, and its loss."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ class MaskedLMHead(nnx.Module):
 
 
 class BertForMaskedLM(EncoderWithHead):
-    """A BERT, RoBERTa or DistilBERT encoder with a head for masked language modelling, for logits or the loss.
+    """An encoder with a head for masked language modelling, for logits or the loss.
 
     The network equals transformers' class of the same name (`RobertaForMaskedLM` and so on for the other types). The
     output matrix is the table of word embeddings, which `save_pretrained` writes once. `from_pretrained` reads

@@ -15,6 +15,7 @@ from jaxft.checkpoint import files as checkpoint_files
 from jaxft.checkpoint import tensors
 from jaxft.checkpoint.files import CheckpointError, read_settings
 from jaxft.models.config import BertConfig
+from jaxft.ops import checks
 from jaxft.text.batching import TextError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ _MOST_GROWTH = 10_000  # times that the replacements of normalizers may lengthen
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BERT = dict(zip(_NAMES, (None, None, "[UNK]", "[SEP]", "[PAD]", "[CLS]", "[MASK]"), strict=True))
 _ROBERTA = dict(zip(_NAMES, ("<s>", "</s>", "<unk>", "</s>", "<pad>", "<s>", "<mask>"), strict=True))
+_DEBERTA = _BERT | {"bos_token": "[CLS]", "eos_token": "[SEP]"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,11 @@ class _Class:
     named: dict[str, Any] = dataclasses.field(default_factory=dict)  # default of each special token that has a name
     extra: tuple[str, ...] = ()  # default of the additional special tokens
     token_types: bool = False  # whether models get its token type ids by default
+    rules: str = ""  # of what comes before a Unigram vocabulary: a case of `_set_up`
+    ends: tuple[str, str] = ("cls_token", "sep_token")  # names of the tokens around a text
+    two_ends: bool = False  # whether two end tokens separate a pair, and its second text has the type 0
+    keeps_ends: bool = False  # whether the post-processor of tokenizer.json, if it has one, wins
+    strips_mask: bool = False  # whether a mask token that is given as text takes the spaces before it
 
 
 # By name, without the suffix "Fast".
@@ -47,24 +54,47 @@ CLASSES = {
     "BertTokenizer": _Class("WordPiece", ("vocab.txt",), _BERT, token_types=True),
     "ElectraTokenizer": _Class("WordPiece", ("vocab.txt",), _BERT, token_types=True),
     "DistilBertTokenizer": _Class("WordPiece", ("vocab.txt",), _BERT),
-    "RobertaTokenizer": _Class("BPE", ("vocab.json", "merges.txt"), _ROBERTA),
-    "XLMRobertaTokenizer": _Class("Unigram", (), _ROBERTA),
+    "MPNetTokenizer": _Class(
+        "WordPiece", ("vocab.txt",), _ROBERTA | {"unk_token": "[UNK]"}, two_ends=True, strips_mask=True
+    ),
+    "RobertaTokenizer": _Class("BPE", ("vocab.json", "merges.txt"), _ROBERTA, two_ends=True),
+    "XLMRobertaTokenizer": _Class("Unigram", (), _ROBERTA, ends=("bos_token", "eos_token"), two_ends=True),
     "CamembertTokenizer": _Class(
         "Unigram",
         (),
-        _ROBERTA | {"mask_token": {"content": "<mask>", "lstrip": True, "special": True}},
+        _ROBERTA,
         ("<s>NOTUSED", "</s>NOTUSED", "<unk>NOTUSED"),
+        rules="camembert",
+        ends=("bos_token", "eos_token"),
+        two_ends=True,
+        strips_mask=True,
     ),
+    "AlbertTokenizer": _Class(
+        "Unigram", (), _DEBERTA | {"unk_token": "<unk>", "pad_token": "<pad>"}, rules="albert", keeps_ends=True
+    ),
+    "DebertaV2Tokenizer": _Class("Unigram", (), _DEBERTA, token_types=True, rules="deberta"),
     "PreTrainedTokenizer": _Class(None),
     "TokenizersBackend": _Class(None),
 }
+_OTHER = _Class(None)  # a class that only transformers can build
 _OF_MODEL_TYPE = {
     "bert": "BertTokenizer",
     "distilbert": "BertTokenizer",
+    "electra": "BertTokenizer",
+    "nomic_bert": "BertTokenizer",
+    "mpnet": "MPNetTokenizer",
     "roberta": "RobertaTokenizer",
     "xlm-roberta": "XLMRobertaTokenizer",
+    "gte": "XLMRobertaTokenizer",
+    "jina_embeddings_v3": "XLMRobertaTokenizer",
     "camembert": "CamembertTokenizer",
+    "albert": "AlbertTokenizer",
+    "deberta-v2": "DebertaV2Tokenizer",
 }
+_IGNORES_CLASS = ("modernbert",)  # model types of which transformers takes tokenizer.json as it is, in any case
+# Vocabularies that only transformers reads, each of one file or more.
+_FOREIGN = (("spm.model",), ("sentencepiece.bpe.model",), ("spiece.model",), ("tokenizer.model",),
+            ("vocab.json", "merges.txt"))  # fmt: skip
 REFUSED = ("auto_map", "fast_tokenizer_files", "init_inputs", "processor_class")  # fields of tokenizer_config.json
 PROCESSORS = ("processor_config.json", "preprocessor_config.json", "config.json")  # these may name a processor_class
 
@@ -86,15 +116,12 @@ class Settings:
                 earlier = values.get(name) if name == "extra_special_tokens" else None
                 both = isinstance(earlier, list) and isinstance(value, list)
                 values[name] = earlier + value if both else value
-        source, config = self.file if values.get("tokenizer_class") else file, read_settings(file)
+        self.source, config = self.file if values.get("tokenizer_class") else file, read_settings(file)
         named = values.get("tokenizer_class") or config.get("tokenizer_class")
-        name = named or _OF_MODEL_TYPE.get(str(config.get("model_type")), "TokenizersBackend")
-        if str(name).removesuffix("Fast") not in CLASSES:
-            raise CheckpointError(
-                f"{source}: tokenizer_class {name!r:.80} is not supported; supported are {', '.join(CLASSES)}."
-                " PreTrainedTokenizer takes tokenizer.json as it is"
-            )
-        self.is_named, self.kind = named is not None, CLASSES[str(name).removesuffix("Fast")]
+        if config.get("model_type") in _IGNORES_CLASS:
+            named = "TokenizersBackend"
+        self.name = named or _OF_MODEL_TYPE.get(str(config.get("model_type")), "TokenizersBackend")
+        self.is_named, self.kind = named is not None, CLASSES.get(str(self.name).removesuffix("Fast"), _OTHER)
         size = config.get("vocab_size")
         self.vocab_size = size if isinstance(size, int) else sys.maxsize
 
@@ -130,6 +157,9 @@ class Settings:
         extra = self.values.get("extra_special_tokens")
         given = {name: token for name, token in self.values.items() if name.endswith("_token")}
         tokens = dict.fromkeys(_NAMES) | self.kind.named | given | (extra if isinstance(extra, dict) else {})
+        mask = tokens["mask_token"]
+        if self.kind.strips_mask and isinstance(mask, str):
+            tokens["mask_token"] = {"content": mask, "lstrip": True, "special": True}
         return {name: _added(token, special=True) for name, token in tokens.items() if isinstance(token, str | dict)}
 
     def content(self, name: str) -> str:
@@ -142,7 +172,8 @@ class Settings:
     def tokens(self, saved: "dict[int, AddedToken]", tokenizer: "Tokenizer") -> "list[AddedToken]":
         """Returns the tokens to add to a tokenizer, in order. `saved` are the tokens that tokenizer.json adds."""
         named, extra = self.named_tokens(), self.values.get("extra_special_tokens")
-        extra = self.values.get("additional_special_tokens", self.kind.extra) if extra is None else extra
+        is_list = extra is not None and not isinstance(extra, dict)  # an object has names, see `named_tokens`
+        extra = extra if is_list else self.values.get("additional_special_tokens", self.kind.extra)
         extra = [_added(token) for token in extra] if isinstance(extra, list | tuple) else []
         if "added_tokens_decoder" in self.values:
             decoder = self.values["added_tokens_decoder"]
@@ -153,7 +184,7 @@ class Settings:
             by_id = {int(number): _added(token) for number, token in decoder.items()}
         else:
             given = {token.content for name, token in named.items() if name in self.values}
-            given |= {token.content for token in extra} if "extra_special_tokens" in self.values else set()
+            given |= {token.content for token in extra} if is_list else set()
             by_id = {
                 number: _added({"content": text, "normalized": text not in given}, special=text in given)
                 for text, number in read_settings(self.folder / "added_tokens.json").items()
@@ -189,11 +220,32 @@ def load(settings: Settings, do_lower_case: bool = False) -> "Tokenizer":
     """Loads the tokenizer of the settings' folder. `do_lower_case` comes before the tokenizer's own normalizer."""
     from tokenizers import Tokenizer, normalizers
 
-    folder, file, saved = settings.folder, settings.folder / "tokenizer.json", None
+    file, saved = settings.folder / "tokenizer.json", None
+    content: dict[str, Any] = {}
     if os.path.lexists(file):
-        _check_cost(file)
+        content = _check_cost(file)
         with library_errors(f"{file}: not a tokenizer of the tokenizers library"):
             saved = Tokenizer.from_file(str(file))
+    if reason := _why_foreign(settings, saved):
+        tokenizer = saved = _from_transformers(settings, reason)
+    else:
+        tokenizer = _build(settings, saved, content)
+    tokenizer.encode_special_tokens = settings.option("split_special_tokens", False)
+    settings.side("padding_side", saved and saved.padding)  # checked only: no text is padded in the tokenizer
+    side = settings.side("truncation_side", saved and saved.truncation)
+    if side != (tokenizer.truncation or {}).get("direction", "right"):
+        tokenizer.enable_truncation(max_length=sys.maxsize, direction=side)  # `truncating` keeps the direction
+    if do_lower_case:
+        rest = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *rest])
+    return tokenizer
+
+
+def _build(settings: Settings, saved: "Tokenizer | None", content: dict[str, Any]) -> "Tokenizer":
+    """Builds a tokenizer as its class does. `saved` is the tokenizer of tokenizer.json, whose content is `content`."""
+    from tokenizers import Tokenizer
+
+    folder, file = settings.folder, settings.folder / "tokenizer.json"
     model = saved.model if saved else _vocabulary(folder, settings)
     found, expected = type(model).__name__, settings.kind.model
     if found != expected and settings.is_named and expected:
@@ -204,19 +256,56 @@ def load(settings: Settings, do_lower_case: bool = False) -> "Tokenizer":
     tokenizer = saved if saved and found != expected else Tokenizer(model)
     with library_errors(f"{folder}: the tokenizer's files do not fit together"):
         if tokenizer is not saved:
-            _set_up(tokenizer, settings, saved)
+            _set_up(tokenizer, settings, saved, content)
         added = saved.get_added_tokens_decoder() if saved else {}
         tokenizer.add_tokens(settings.tokens(added, tokenizer))
-        if tokenizer is not saved:
+        if saved and saved.post_processor and settings.kind.keeps_ends:
+            tokenizer.post_processor = saved.post_processor
+        elif tokenizer is not saved:
             tokenizer.post_processor = _post_processor(tokenizer, settings)
-    tokenizer.encode_special_tokens = settings.option("split_special_tokens", False)
-    settings.side("padding_side", saved and saved.padding)  # checked only: no text is padded in the tokenizer
-    side = settings.side("truncation_side", saved and saved.truncation)
-    if side != (tokenizer.truncation or {}).get("direction", "right"):
-        tokenizer.enable_truncation(max_length=sys.maxsize, direction=side)  # `truncating` keeps the direction
-    if do_lower_case:
-        rest = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *rest])
+    return tokenizer
+
+
+def _why_foreign(settings: Settings, saved: "Tokenizer | None") -> str | None:
+    """Returns why only transformers can build a folder's tokenizer, or None."""
+    folder, kind = settings.folder, settings.kind
+    if kind is _OTHER:
+        return (
+            f"{settings.source}: tokenizer_class {settings.name!r:.80} is not supported; supported are"
+            f" {', '.join(CLASSES)}. PreTrainedTokenizer takes tokenizer.json as it is"
+        )
+    if saved is None and not _are_there(folder, kind.vocabulary):
+        for files in _FOREIGN:
+            if _are_there(folder, files):
+                return f"{folder}: there is no tokenizer.json, and jaxft makes no {settings.name} from {files[0]}"
+    return None
+
+
+def _are_there(folder: Path, names: Sequence[str]) -> bool:
+    return len(names) > 0 and all(os.path.lexists(folder / name) for name in names)
+
+
+def _from_transformers(settings: Settings, reason: str) -> "Tokenizer":
+    """Loads a tokenizer with transformers, if it is installed. The settings get what its class decides."""
+    for name in {name for files in _FOREIGN for name in files}:
+        if os.path.lexists(settings.folder / name):
+            checkpoint_files.check_file(settings.folder / name)
+    extra = "The extra jaxft[hf] (transformers, sentencepiece and protobuf) reads such folders"
+    try:
+        import google.protobuf  # noqa: F401
+        import sentencepiece  # noqa: F401
+        import transformers
+    except ImportError as error:
+        raise CheckpointError(f"{reason}. {extra}, but is not installed: {error}") from error
+    with library_errors(f"{reason}. {extra}, but transformers refuses this one"):
+        # `local_files_only`, because transformers would ask Hugging Face about a large vocabulary.
+        found = transformers.AutoTokenizer.from_pretrained(
+            settings.folder, trust_remote_code=False, local_files_only=True
+        )
+    tokenizer = getattr(found, "backend_tokenizer", None)
+    if tokenizer is None:
+        raise CheckpointError(f"{reason}. {extra}, but transformers' {type(found).__name__} runs in Python only")
+    settings.values = {"model_input_names": found.model_input_names, **found.special_tokens_map, **settings.values}
     return tokenizer
 
 
@@ -247,7 +336,7 @@ def _vocabulary(folder: Path, settings: Settings) -> Any:
     from tokenizers import models
 
     kind, files = settings.kind, [folder / name for name in settings.kind.vocabulary]
-    if not files or not all(map(os.path.lexists, files)):
+    if not _are_there(folder, kind.vocabulary):
         others = "".join(f" nor {name}" for name in kind.vocabulary)
         raise CheckpointError(f"{folder}: no tokenizer: {'neither' if files else 'no'} tokenizer.json{others} is there")
     for file in files:
@@ -259,11 +348,11 @@ def _vocabulary(folder: Path, settings: Settings) -> Any:
     names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
     defaults = [kind.named[name] for name in names if name not in settings.values]
     if missing := [token for token in defaults if vocabulary.token_to_id(token) is None]:
-        raise CheckpointError(f"{files[0]}: not a BERT vocabulary: {', '.join(missing)} missing")
+        raise CheckpointError(f"{files[0]}: not a vocabulary of {settings.name}: {', '.join(missing)} missing")
     return vocabulary
 
 
-def _set_up(tokenizer: "Tokenizer", settings: Settings, saved: "Tokenizer | None") -> None:
+def _set_up(tokenizer: "Tokenizer", settings: Settings, saved: "Tokenizer | None", content: dict[str, Any]) -> None:
     """Sets everything that comes before the post-processor, as the tokenizer's class does."""
     from tokenizers import normalizers, pre_tokenizers
 
@@ -286,35 +375,73 @@ def _set_up(tokenizer: "Tokenizer", settings: Settings, saved: "Tokenizer | None
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=settings.option("add_prefix_space", False))
     else:
         options = {}
-        rules = json.loads(saved.normalizer.__getstate__()) if saved and saved.normalizer else {}
-        for rule in rules.get("normalizers", [rules]):
-            if rule.get("type") == "Precompiled":
-                charsmap = base64.b64decode(rule["precompiled_charsmap"])
-                tokenizer.normalizer = normalizers.Precompiled(charsmap)
-        scheme = "always" if settings.option("add_prefix_space", True) else "never"
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(prepend_scheme=scheme)]
-        )
+        _set_up_unigram(tokenizer, settings, saved, content)
     for name, value in options.items():
         setattr(tokenizer.model, name, value)
+
+
+def _set_up_unigram(
+    tokenizer: "Tokenizer", settings: Settings, saved: "Tokenizer | None", content: dict[str, Any]
+) -> None:
+    from tokenizers import Regex, models, normalizers, pre_tokenizers
+
+    rules, steps, scheme = settings.kind.rules, list[Any](), "never"
+    words: list[Any] = [pre_tokenizers.WhitespaceSplit()]
+    if rules == "deberta":
+        words = [pre_tokenizers.Punctuation("isolated")] if settings.option("split_by_punct", False) else []
+        scheme = "first"
+        if settings.option("do_lower_case", False):
+            steps.append(normalizers.Lowercase())
+        steps += [normalizers.Replace(Regex(r"\s{2,}|[\n\r\t]"), " "), normalizers.NFC()]
+        steps.append(normalizers.Strip(left=False, right=True))
+    elif rules == "albert":
+        steps += [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
+        if not settings.option("keep_accents", False):
+            steps += [normalizers.NFKD(), normalizers.StripAccents()]
+        if settings.option("do_lower_case", True):
+            steps.append(normalizers.Lowercase())
+    found = json.loads(saved.normalizer.__getstate__()) if saved and saved.normalizer else {}
+    maps = [rule for rule in found.get("normalizers", [found]) if rule.get("type") == "Precompiled"]
+    if maps and rules != "deberta":
+        steps.append(normalizers.Precompiled(base64.b64decode(maps[0]["precompiled_charsmap"])))
+    if steps:
+        tokenizer.normalizer = normalizers.Sequence(steps)
+    if settings.option("add_prefix_space", True):
+        scheme = "always"
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*words, pre_tokenizers.Metaspace(prepend_scheme=scheme)])
+
+    # The class says which token is the unknown one, whatever tokenizer.json says.
+    model, entries = content["model"], content["model"]["vocab"]
+    token = getattr(settings.named_tokens().get("unk_token"), "content", "None")
+    unknown: Any = {"": 3, "albert": 1}.get(rules)
+    if rules == "camembert":
+        unknown = next((index for index, entry in enumerate(entries) if entry[0] == token), 0)
+    elif rules == "deberta":
+        unknown = entries.index([token, 0]) if [token, 0] in entries else settings.values.get("unk_id", 1)
+    if not checks.is_natural(unknown):
+        raise CheckpointError(f"{settings.file}: unk_id must be the id of a token, got {unknown!r:.80}")
+    if unknown != model.get("unk_id") or model.get("byte_fallback"):
+        tokenizer.model = models.Unigram([(text, score) for text, score in entries], unknown, False)
 
 
 def _post_processor(tokenizer: "Tokenizer", settings: Settings) -> Any:
     from tokenizers import processors
 
-    is_bert = settings.kind.model == "WordPiece"
-    ends = ("bos_token", "eos_token") if settings.kind.model == "Unigram" else ("cls_token", "sep_token")
-    first, last = map(settings.content, ends)
+    kind = settings.kind
+    first, last = map(settings.content, kind.ends)
     single = [f"{first}:0", "$A:0", f"{last}:0"]
     return processors.TemplateProcessing(
         single=single,
-        pair=[*single, "$B:1", f"{last}:1"] if is_bert else [*single, f"{last}:0", "$B:0", f"{last}:0"],
+        pair=[*single, f"{last}:0", "$B:0", f"{last}:0"] if kind.two_ends else [*single, "$B:1", f"{last}:1"],
         special_tokens=[(token, tokenizer.token_to_id(token)) for token in (first, last)],
     )
 
 
-def _check_cost(file: Path) -> None:
-    """Checks the parts of a tokenizer.json from which a small file can take gigabytes, before they are made."""
+def _check_cost(file: Path) -> dict[str, Any]:
+    """Checks the parts of a tokenizer.json from which a small file can take gigabytes, before they are made.
+
+    Returns the content of the file.
+    """
     content = checkpoint_files.read_json_object(file)
     model = content.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -339,6 +466,7 @@ def _check_cost(file: Path) -> None:
         raise CheckpointError(f"{file}: has {characters} characters of regular expressions, at most {_LONGEST_REGEX}")
     if not growth <= _MOST_GROWTH:
         raise CheckpointError(f"{file}: the normalizers may make a text more than {_MOST_GROWTH} times as long")
+    return content
 
 
 @contextlib.contextmanager

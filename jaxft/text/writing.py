@@ -85,7 +85,7 @@ def save(
     special_tokens = ({} if padding is None else {"pad_token": padding}) | {**origin.special_tokens}
     contents = {
         "config.json": config,
-        "model.safetensors": tensors.named_tensors(config, parameters),
+        "model.safetensors": tensors.named_tensors(encoder.config.model_type, parameters),
         "sentence_bert_config.json": transformer,
         "config_sentence_transformers.json": settings | {"__version__": {"jaxft": __version__}},
         "README.md": _model_card(settings, model, max_length, origin),
