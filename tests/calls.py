@@ -137,6 +137,10 @@ CALLS = {
         functools.partial(jaxft.dense, activation="gelu_tanh"),
         {"x": "b, t, 8", "kernel": "8, 16", "bias": "16", "residual": "b, t, 16"},
     ),
+    "dense (gate)": Call(
+        functools.partial(jaxft.dense, activation="silu", gate="second"),
+        {"x": "b, t, 8", "kernel": "8, 16", "bias": "16", "residual": "b, t, 8"},
+    ),
     "dense (no activation)": Call(jaxft.dense, {"x": "b, t, 8", "kernel": "8, 16", "bias": "16"}),
     "dense_residual_layer_norm": Call(
         functools.partial(jaxft.dense_residual_layer_norm, **DROPOUT),
