@@ -532,11 +532,11 @@ def dense_residual_layer_norm(
 
 def feed_forward_residual_layer_norm(
     x: Array, in_kernel: Array, in_bias: Array | None, out_kernel: Array, out_bias: Array | None, gamma: Array | None,
-    beta: Array | None, *, activation: str = "gelu", residual: Array | None = None, precision: PrecisionLike = None,
-    **options: Any,
+    beta: Array | None, *, activation: str = "gelu", gate: str | None = None, residual: Array | None = None,
+    precision: PrecisionLike = None, **options: Any,
 ) -> Any:  # fmt: skip
     """Computes dense with an activation, then dense_residual_layer_norm with x as the residual if there is no other."""
-    h = dense(x, in_kernel, in_bias, activation=activation, precision=precision)
+    h = dense(x, in_kernel, in_bias, activation=activation, gate=gate, precision=precision)
     residual = x if residual is None else residual
     return dense_residual_layer_norm(h, out_kernel, out_bias, residual, gamma, beta, precision=precision, **options)
 

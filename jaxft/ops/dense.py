@@ -69,14 +69,9 @@ def dense(
     x, kernel = checks.as_factors(op, x, kernel)
     bias = checks.as_vector(op, "bias", bias, kernel.shape[1])
     checks.check_activation(op, activation, optional=True)
-    checks.check_gate(op, gate, optional=True)
-    rows, width = math.prod(x.shape[:-1]), kernel.shape[1]
-    if gate is not None:
-        if activation is None:
-            raise ValueError(f"{op}: a gate needs an activation, got None")
-        if width % 2:
-            raise ValueError(f"{op}: with a gate, the columns of kernel must have two halves, got {kernel.shape}")
-        width = width // 2
+    rows, width = math.prod(x.shape[:-1]), checks.gated_width(op, gate, kernel)
+    if gate is not None and activation is None:
+        raise ValueError(f"{op}: a gate needs an activation, got None")
     if residual is not None:
         residual = checks.as_term(op, "residual", residual, (*x.shape[:-1], width), x)
     precision = checks.check_precision(op, precision, x.dtype)
