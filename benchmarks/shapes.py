@@ -24,6 +24,10 @@ BIAS_ACTIVATION = [(128, 3072), (1024, 3072), (4096, 3072), (16384, 4096), (4096
 GATED_ACTIVATION = [(128, 1152), (4096, 1152), (16384, 1152), (16384, 2624), (16384, 3072)]
 
 
+#: rows, depth, width of the result of a gated matmul
+GATED_DENSE = [(32, 768, 1152), (128, 768, 1152), (4096, 768, 1152), (16384, 768, 1152), (16384, 1024, 2624)]
+
+
 class Softmax(NamedTuple):
     """A softmax over the last axis. `op` is "softmax" or "log_softmax"; what follows a comma says how it is called."""
 

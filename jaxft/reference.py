@@ -204,9 +204,16 @@ def gated_activation(
     y = wide(x)
     if bias is not None:
         y = y + _like(bias, y)
+    return _activate(y, activation, gate).astype(x.dtype)
+
+
+def _activate(y: Array, activation: str, gate: str | None) -> Array:
+    """Computes activation(y) or, with a gate, activation(gate) * other of the halves of y."""
+    if gate is None:
+        return ACTIVATIONS[activation](y)
     first, second = jnp.split(y, 2, axis=-1)
     gated, other = (first, second) if gate == "first" else (second, first)
-    return (ACTIVATIONS[activation](gated) * other).astype(x.dtype)
+    return ACTIVATIONS[activation](gated) * other
 
 
 def _logits(x: Array, scale: float | None, bias: Array | None) -> Array:
@@ -516,15 +523,18 @@ def dense(
     bias: Array | None = None,
     *,
     activation: str | None = None,
+    gate: str | None = None,
     residual: Array | None = None,
     precision: PrecisionLike = None,
 ) -> Array:
-    """Computes activation(x @ kernel + bias) + residual: x [..., K], kernel [K, N] -> [..., N]."""
-    return dense_epilogue(matmul(x, kernel, precision), bias, activation, residual)
+    """Computes activation(x @ kernel + bias) + residual: x [..., K], kernel [K, N] -> [..., N] (gated: N / 2)."""
+    return dense_epilogue(matmul(x, kernel, precision), bias, activation, residual, gate)
 
 
-def dense_epilogue(y: Array, bias: Array | None, activation: str | None, residual: Array | None) -> Array:
-    """Computes activation(y + bias) + residual."""
+def dense_epilogue(
+    y: Array, bias: Array | None, activation: str | None, residual: Array | None, gate: str | None = None
+) -> Array:
+    """Computes activation(y + bias) + residual; with a gate, the activation as in `gated_activation`."""
     if activation is None and residual is None:
         # In the dtype of y, so that XLA fuses the bias into the epilogue of the GEMM.
         return y if bias is None else _with_wide_sums(lambda y, bias: y + _like(bias, y), (y, bias))
@@ -532,7 +542,7 @@ def dense_epilogue(y: Array, bias: Array | None, activation: str | None, residua
     if bias is not None:
         out = out + _like(bias, out)
     if activation is not None:
-        out = ACTIVATIONS[activation](out)
+        out = _activate(out, activation, gate)
     if residual is not None:
         out = out + residual.astype(out.dtype)
     return out.astype(y.dtype)
@@ -549,11 +559,11 @@ def dense_residual_layer_norm(
 
 def feed_forward_residual_layer_norm(
     x: Array, in_kernel: Array, in_bias: Array | None, out_kernel: Array, out_bias: Array | None, gamma: Array | None,
-    beta: Array | None, *, activation: str = "gelu", residual: Array | None = None, precision: PrecisionLike = None,
-    **options: Any,
+    beta: Array | None, *, activation: str = "gelu", gate: str | None = None, residual: Array | None = None,
+    precision: PrecisionLike = None, **options: Any,
 ) -> Any:  # fmt: skip
     """Computes dense with an activation, then dense_residual_layer_norm with x as the residual if there is no other."""
-    h = dense(x, in_kernel, in_bias, activation=activation, precision=precision)
+    h = dense(x, in_kernel, in_bias, activation=activation, gate=gate, precision=precision)
     residual = x if residual is None else residual
     return dense_residual_layer_norm(h, out_kernel, out_bias, residual, gamma, beta, precision=precision, **options)
 

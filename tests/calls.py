@@ -137,6 +137,10 @@ CALLS = {
         functools.partial(jaxft.dense, activation="gelu_tanh"),
         {"x": "b, t, 8", "kernel": "8, 16", "bias": "16", "residual": "b, t, 16"},
     ),
+    "dense (gate)": Call(
+        functools.partial(jaxft.dense, activation="silu", gate="second"),
+        {"x": "b, t, 8", "kernel": "8, 16", "bias": "16", "residual": "b, t, 8"},
+    ),
     "dense (no activation)": Call(jaxft.dense, {"x": "b, t, 8", "kernel": "8, 16", "bias": "16"}),
     "dense_residual_layer_norm": Call(
         functools.partial(jaxft.dense_residual_layer_norm, **DROPOUT),
@@ -148,9 +152,10 @@ CALLS = {
     ),
     "feed_forward_residual_layer_norm (pre-norm)": Call(
         functools.partial(
-            jaxft.feed_forward_residual_layer_norm, in_bias=None, out_bias=None, beta=None, return_sum=True
+            jaxft.feed_forward_residual_layer_norm, in_bias=None, out_bias=None, beta=None, gate="first",
+            return_sum=True,
         ),
-        {"x": "b, t, 8", "in_kernel": "8, 16", "out_kernel": "16, 8", "residual": "b, t, 8", "gamma": "8"},
+        {"x": "b, t, 8", "in_kernel": "8, 32", "out_kernel": "16, 8", "residual": "b, t, 8", "gamma": "8"},
     ),
     "linear_cross_entropy": Call(
         lambda **arrays: jaxft.linear_cross_entropy(**arrays).mean,

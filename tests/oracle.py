@@ -251,12 +251,12 @@ def varlen_qkv_attention(qkv, cu_seqlens, *, keep=None, return_residual=False, *
     return (out, residual) if return_residual else out
 
 
-def dense(x, kernel, bias=None, *, activation=None, residual=None):
+def dense(x, kernel, bias=None, *, activation=None, gate=None, residual=None):
     x, kernel = f64(x), f64(kernel)
     out = np.einsum("...k,kn->...n", x, kernel)
     if bias is not None:
         out = out + f64(bias)
-    out = _activate(out, activation)
+    out = _activate(out, activation) if gate is None else gated_activation(out, activation=activation, gate=gate)
     return out if residual is None else out + f64(residual)
 
 

@@ -100,7 +100,8 @@ def test_shapes_are_listed_once():
             {"xla", "copy (memcpy)"},
         ),
         (bench_bias_activation, {"BIAS_ACTIVATION": [(5, 24)]}, {"xla", "copy (memcpy)"}),
-        (bench_gated_activation, {"GATED_ACTIVATION": [(5, 24)]}, {"xla", "copy (memcpy)"}),
+        (bench_gated_activation, {"GATED_ACTIVATION": [(5, 24)], "GATED_DENSE": [(5, 16, 24)]},
+         {"xla", "copy (memcpy)", "jaxft, triton"}),
         (
             bench_permute,
             {

@@ -5,6 +5,7 @@ JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1.
 """
 
 import contextlib
+import functools
 import itertools
 import re
 from typing import NamedTuple
@@ -204,6 +205,34 @@ class TestOfEveryCard:
                 >= 2
             )
             assert kernels(compiled(lambda x: jaxft.permute(x, (1, 0)), x)) == 1
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    def test_ops_of_modern_encoders_spill_no_registers(self, card, dtype):
+        fail = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+        with compiler_for(card) as compiled:
+            for rows in (100, 16384):
+                x, vector, positions = of(rows, 2304, dtype=dtype), of(2304, dtype="float32"), of(rows, dtype="int32")
+                for activation in ("gelu", "silu"):
+                    gated = functools.partial(jaxft.gated_activation, activation=activation)
+                    assert kernels(compiled(gradients(gated), x, vector, **fail)) == 2
+                rms = gradients(lambda x, gamma: jaxft.rms_norm(x, gamma, residual=x))
+                assert kernels(compiled(rms, of(rows, 768, dtype=dtype), of(768), **fail)) == 3
+                for in_place in (False, True):
+                    rotate = gradients(functools.partial(jaxft.rotary, in_place=in_place))
+                    for heads, size in ((12, 64), (7, 80)):
+                        qkv = of(rows, 3, heads, size, dtype=dtype)
+                        assert kernels(compiled(rotate, qkv, positions, **fail)) == 2
+
+    def test_gated_matmul_spills_no_registers(self, card):
+        fail = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+
+        def dense(x, kernel):
+            return jaxft.dense(x, kernel, activation="gelu", gate="first", implementation="triton")
+
+        with compiler_for(card) as compiled:
+            for rows in (16, 128, 4097):
+                for function, count in ((dense, 1), (gradients(dense), 2)):
+                    assert kernels(compiled(function, of(rows, 768), of(768, 2304), **fail)) == count
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_new"])

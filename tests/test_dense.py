@@ -88,6 +88,63 @@ def test_optional_operands(bias, residual, dtype):
     check_op(dense_floats(np.random.default_rng(2), (5,), 33, 17, dtype, bias=bias, residual=residual))
 
 
+@pytest.mark.parametrize("dtype", ONE_DTYPE)
+@pytest.mark.parametrize(
+    ("gate", "activation", "bias", "residual"),
+    [("first", "gelu", False, False), ("second", "silu", True, True),
+     *slow_cases(("first", "relu", True, False), ("second", "gelu_tanh", False, True))],
+)  # fmt: skip
+def test_gates(gate, activation, bias, residual, dtype):
+    """The result has half of the columns of the kernel, and the bias is float32."""
+    floats = dense_floats(np.random.default_rng(5), (2, 5), 33, 34, dtype, bias=bias, residual=False)
+    floats |= normal(np.random.default_rng(6), dtype, residual=(2, 5, 17) if residual else None)
+    check_op(floats, gate=gate, activation=activation, implementations=["triton", "xla"])
+
+
+@pytest.mark.parametrize("config", range(4))
+def test_gate_with_any_config(config):
+    """A block has columns of both halves. With few columns, the least block of a matmul is wider than a half."""
+    floats = dense_floats(np.random.default_rng(7), (21,), 101, 66, residual=False)
+    options = {"activation": "tanh", "gate": "second", "precision": "float32", "config": CONFIGS[config]}
+
+    def run(x, kernel_, bias, interpret=INTERPRET):
+        return kernel.forward(x, kernel_, bias, None, **options, interpret=interpret, also_product=True)
+
+    got = jit(run)(*floats.values())
+    expected = jit(lambda f: [reference.dense(**f, activation="tanh", gate="second"),
+                              reference.dense(f["x"], f["kernel"])])(floats)  # fmt: skip
+    exact = [oracle.dense(**floats, activation="tanh", gate="second"), oracle.dense(floats["x"], floats["kernel"])]
+    assert_matches_oracle(got, expected, exact)
+    arrays = [of(x.shape, jnp.bfloat16) for x in floats.values()]
+    assert operations(lower(lambda *a: run(*a, interpret=False), *arrays))[TRITON] == 1
+
+
+def test_gate_has_one_kernel_beside_a_matmul_or_in_it():
+    """With few rows one kernel has the matmul; with many, XLA has it and one kernel the rest; one for the gradient."""
+    for rows, products in ((32, 0), (16384, 1)):
+        arrays = [of(shape, jnp.bfloat16) for shape in ((rows, 768), (768, 2304))]
+
+        def run(x, kernel_):
+            return jaxft.dense(x, kernel_, activation="gelu", gate="first")
+
+        def gradients(x, kernel_):
+            out, pull_back = jax.vjp(run, x, kernel_)
+            return out, pull_back(out)
+
+        with jax.default_matmul_precision(None):
+            found, back = (operations(lower(f, *arrays)) for f in (run, gradients))
+        assert (found[TRITON], found["dot_general"], back[TRITON], back["dot_general"]) == (
+            1,
+            products,
+            2,
+            products + 2,
+        )
+        assert not any(found[name] or back[name] for name in ("slice", "concatenate", "custom_call @mosaic_gpu_v2"))
+        with dispatch.target(), pytest.raises(NotImplementedError, match="it has no gate"):
+            options = {"activation": "gelu", "gate": "first", "implementation": "mosaic_gpu"}
+            jax.eval_shape(lambda x, k: jaxft.dense(x, k, **options), *arrays)  # noqa: B023
+
+
 def test_float32_at_the_default_precision():
     """On a GPU the default is TF32, at this size in plain jnp as well."""
     with jax.default_matmul_precision(None):
@@ -289,6 +346,12 @@ X, KERNEL = np.ones((2, 8), np.float32), np.ones((8, 4), np.float32)
         ({"activation": "swish"}, ValueError,
          "activation must be None or one of ('gelu', 'gelu_tanh', 'relu', 'silu', 'tanh'), got 'swish'"),
         ({"activation": np.array(["gelu", "relu"])}, ValueError, "activation must be None or one of ('gelu',"),
+        ({"gate": "third", "activation": "gelu"}, ValueError, "gate must be None, 'first' or 'second', got 'third'"),
+        ({"gate": "first"}, ValueError, "a gate needs an activation, got None"),
+        ({"gate": "first", "activation": "gelu", "kernel": KERNEL[:, :3]}, ValueError,
+         "with a gate, the columns of kernel must have two halves, got (8, 3)"),
+        ({"gate": "first", "activation": "gelu", "residual": X[:, :4]}, ValueError,
+         "residual must have shape (2, 2), got (2, 4)"),
         ({"residual": np.ones((4,), np.float32)}, ValueError, "residual must have shape (2, 4), got (4,)"),
         ({"residual": np.ones((2, 4), np.float16)}, TypeError,
          "residual must have the dtype of x, float32, got float16"),

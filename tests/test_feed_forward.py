@@ -32,8 +32,9 @@ def floats_of(rng, rows, width, inner, dtype=jnp.bfloat16, vectors=jnp.float32, 
     }  # fmt: skip
 
 
-def exact(x, in_kernel, in_bias, out_kernel, out_bias, gamma, beta, *, activation="gelu", residual=None, **options):
-    h = oracle.dense(x, in_kernel, in_bias, activation=activation)
+def exact(x, in_kernel, in_bias, out_kernel, out_bias, gamma, beta, *, activation="gelu", gate=None, residual=None,
+          **options):  # fmt: skip
+    h = oracle.dense(x, in_kernel, in_bias, activation=activation, gate=gate)
     residual = x if residual is None else residual
     return oracle.bias_residual_layer_norm(oracle.dense(h, out_kernel), out_bias, residual, gamma, beta, **options)
 
@@ -66,6 +67,22 @@ def test_half_of_a_pre_norm_layer():
     floats = floats_of(rng, (2, 5), 17, 40, missing=("in_bias", "out_bias", "beta"))
     floats |= normal(rng, jnp.bfloat16, residual=(2, 5, 17))
     check_op(floats, implementations=("triton", "xla"), return_sum=True)
+
+
+@pytest.mark.parametrize("gate", ["first", *slow("second")])
+def test_gate(gate):
+    """The second layer of ModernBERT's half has half of the columns of the first."""
+    rng = np.random.default_rng(3)
+    floats = floats_of(rng, (2, 5), 17, 80, missing=("in_bias", "out_bias", "beta"))
+    floats["out_kernel"] = floats["out_kernel"][:40]
+    floats |= normal(rng, jnp.bfloat16, residual=(2, 5, 17))
+    check_op(floats, implementations=("triton", "xla"), gate=gate, return_sum=True)
+    with dispatch.target():
+        (record,) = jaxft.explain(
+            lambda x, w, v: FEED_FORWARD(x, w, None, v, None, None, None, gate=gate),
+            *(of(shape, jnp.bfloat16) for shape in ((4096, 768), (768, 2304), (1152, 768))),
+        )  # fmt: skip
+    assert [plan.forward.backend for plan in record.forward.config] == ["xla+triton", "ops"]
 
 
 @pytest.mark.parametrize("seed", seeds(2))
@@ -124,9 +141,9 @@ def mosaic(monkeypatch):
             def norm_by_xla(*arrays, **options):
                 return plan_of_norm(*arrays, **options | {"implementation": "xla"})
 
-            def second_by_xla(*arguments):
+            def second_by_xla(*arguments, **more):
                 *others, activation, precision, implementation = arguments
-                return plan_of_dense(*others, activation, precision, implementation if activation else "xla")
+                return plan_of_dense(*others, activation, precision, implementation if activation else "xla", **more)
 
             monkeypatch.setattr(layer_norm, "plan_of", norm_by_xla)
             monkeypatch.setattr(dense_op, "plan_of", second_by_xla)
@@ -296,6 +313,10 @@ GOOD = {
         ({"in_kernel": np.ones((4, 6), np.float16)}, TypeError, "in_kernel must have the dtype of x, float32"),
         ({"out_kernel": np.ones((6, 5), np.float32)}, ValueError, "out_kernel must have shape (6, 4), got (6, 5)"),
         ({"out_kernel": np.ones((6, 4), np.float16)}, TypeError, "out_kernel must have the dtype of x, float32"),
+        ({"gate": "both"}, ValueError, "gate must be None, 'first' or 'second', got 'both'"),
+        ({"gate": "first"}, ValueError, "out_kernel must have shape (3, 4), got (6, 4)"),
+        ({"gate": "first", "in_kernel": np.ones((4, 5), np.float32)}, ValueError,
+         "with a gate, the columns of in_kernel must have two halves, got (4, 5)"),
         ({"in_bias": np.ones(4, np.float32)}, ValueError, "in_bias must have shape (6,), got (4,)"),
         ({"out_bias": np.ones(6, np.float32)}, ValueError, "out_bias must have shape (4,), got (6,)"),
         ({"gamma": np.ones(6, np.float32)}, ValueError, "gamma must have shape (4,), got (6,)"),
@@ -330,9 +351,9 @@ def test_implementation_reaches_both_layers(monkeypatch):
     seen = []
     original = dense_op.plan_of
 
-    def plan_of(*arguments):
+    def plan_of(*arguments, **more):
         seen.append(arguments[-1])
-        return original(*arguments)
+        return original(*arguments, **more)
 
     monkeypatch.setattr(dense_op, "plan_of", plan_of)
     jit(functools.partial(FEED_FORWARD, implementation="triton"))(**GOOD)

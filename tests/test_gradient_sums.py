@@ -39,6 +39,7 @@ CASES = {
     "split": (partial(jaxft.qkv_bias_split_heads, num_heads=2), {"qkv": (10, 1000, 3 * D), "bias": (3 * D,)}),
     "dense": (jaxft.dense, LAYER),
     "dense_gelu": (partial(jaxft.dense, activation="gelu"), LAYER | {"residual": ROW}),
+    "dense_gate": (partial(jaxft.dense, activation="gelu", gate="first"), LAYER),
     "dense_residual": (jaxft.dense_residual_layer_norm, LAYER | RESIDUAL | NORM),
     "feed_forward": (
         jaxft.feed_forward_residual_layer_norm,

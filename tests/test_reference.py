@@ -170,13 +170,15 @@ def rotary(rng, size):
 
 def dense(rng, size):
     rows, inner, outer = _leading(rng, size), size(), size()
-    floats = _floats(rng, x=(*rows, inner), kernel=(inner, outer), bias=_some(rng, (outer,)),
-                     residual=_some(rng, (*rows, outer)))  # fmt: skip
     activation = _some(rng, str(rng.choice(["gelu", "gelu_tanh", "relu", "silu", "tanh"])))
+    gate = None if activation is None else _some(rng, str(rng.choice(["first", "second"])))
+    halves = 1 if gate is None else 2
+    floats = _floats(rng, x=(*rows, inner), kernel=(inner, halves * outer), bias=_some(rng, (halves * outer,)),
+                     residual=_some(rng, (*rows, outer)))  # fmt: skip
     return Case(
         floats,
-        lambda f: reference.dense(**f, activation=activation),
-        lambda f: oracle.dense(**f, activation=activation),
+        lambda f: reference.dense(**f, activation=activation, gate=gate),
+        lambda f: oracle.dense(**f, activation=activation, gate=gate),
         keeps_half=True,
     )
 

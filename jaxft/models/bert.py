@@ -25,7 +25,6 @@ from jaxft.ops.dense import dense
 from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
 from jaxft.ops.embeddings import embeddings_layer_norm
 from jaxft.ops.feed_forward import feed_forward_residual_layer_norm
-from jaxft.ops.gated_activation import gated_activation
 from jaxft.ops.layer_norm import layer_norm
 from jaxft.ops.rotary import rotary
 
@@ -262,35 +261,20 @@ class BertLayer(nnx.Module):
         rate = config.hidden_dropout_prob
 
         attended = self._attend(x, places, dropout.options(config.attention_probs_dropout_prob, of_probabilities))
-        x, residual = self._add_and_norm(
-            attended, self.out_kernel, self.out_bias, residual, norms[0], dropout.options(rate, of_attention)
-        )
-        of_output = dropout.options(rate, of_ffn)
-        if config.activated_half is None:
-            gamma, beta = norms[1]
-            out = feed_forward_residual_layer_norm(
-                x, self.ffn_in_kernel[...].astype(x.dtype), value(self.ffn_in_bias),
-                self.ffn_out_kernel[...].astype(x.dtype), value(self.ffn_out_bias), gamma, beta,
-                activation=config.activation, epsilon=config.layer_norm_eps,
-                residual=residual if config.norm_first else None, return_sum=config.norm_first,
-                implementation=self.options.implementation, **of_output,
-            )  # fmt: skip
-            return out if config.norm_first else (out, out)
-        inner = gated_activation(
-            self.options.dense(x, self.ffn_in_kernel, None), value(self.ffn_in_bias), activation=config.activation,
-            gate=config.activated_half, implementation=self.options.implementation,
-        )  # fmt: skip
-        return self._add_and_norm(inner, self.ffn_out_kernel, self.ffn_out_bias, residual, norms[1], of_output)
-
-    def _add_and_norm(
-        self, x: Array, kernel: nnx.Param[Any], bias: nnx.Param[Any] | None, residual: Array, norm: _Norm,
-        options: dict[str, Any],
-    ) -> tuple[Array, Array]:  # fmt: skip
-        """Returns the pair (normalised, residual of what follows) of a dense layer's sum with the residual."""
-        config = self.options.config
+        gamma, beta = norms[0]
         out = dense_residual_layer_norm(
-            x, kernel[...].astype(x.dtype), value(bias), residual, *norm, epsilon=config.layer_norm_eps,
-            return_sum=config.norm_first, implementation=self.options.implementation, **options,
+            attended, self.out_kernel[...].astype(x.dtype), value(self.out_bias), residual, gamma, beta,
+            epsilon=config.layer_norm_eps, return_sum=config.norm_first, implementation=self.options.implementation,
+            **dropout.options(rate, of_attention),
+        )  # fmt: skip
+        x, residual = out if config.norm_first else (out, out)
+        gamma, beta = norms[1]
+        out = feed_forward_residual_layer_norm(
+            x, self.ffn_in_kernel[...].astype(x.dtype), value(self.ffn_in_bias),
+            self.ffn_out_kernel[...].astype(x.dtype), value(self.ffn_out_bias), gamma, beta,
+            activation=config.activation, gate=config.activated_half, epsilon=config.layer_norm_eps,
+            residual=residual if config.norm_first else None, return_sum=config.norm_first,
+            implementation=self.options.implementation, **dropout.options(rate, of_ffn),
         )  # fmt: skip
         return out if config.norm_first else (out, out)
 

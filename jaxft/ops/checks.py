@@ -199,6 +199,21 @@ def check_activation(op: str, activation: Any, *, optional: bool = False) -> Non
         raise ValueError(f"{op}: activation must be {'None or ' * optional}one of {known}, got {activation!r}")
 
 
+def check_gate(op: str, gate: Any, *, optional: bool = False) -> None:
+    """Raises a ValueError unless `gate` names a half, or is None if `optional`."""
+    if not (optional and gate is None) and not (isinstance(gate, str) and gate in ("first", "second")):
+        raise ValueError(f"{op}: gate must be {'None, ' * optional}'first' or 'second', got {gate!r}")
+
+
+def gated_width(op: str, gate: Any, kernel: Array, name: str = "kernel") -> int:
+    """Checks an optional gate of a dense layer, and returns how many columns the result of the layer has."""
+    check_gate(op, gate, optional=True)
+    width = kernel.shape[1]
+    if gate is not None and width % 2:
+        raise ValueError(f"{op}: with a gate, the columns of {name} must have two halves, got {kernel.shape}")
+    return width if gate is None else width // 2
+
+
 def check_flag(op: str, name: str, value: Any) -> None:
     """Raises a TypeError unless `value` is a bool of Python or NumPy. It is static."""
     if not isinstance(value, bool | np.bool_):

@@ -11,7 +11,7 @@ from jax import Array
 
 from jaxft import dispatch, reference
 from jaxft.kernels.mosaic_gpu import support
-from jaxft.kernels.triton import bias_activation
+from jaxft.kernels.triton import bias_activation, gated_activation
 from jaxft.kernels.triton import dense as triton
 from jaxft.ops import checks, plans, transforms
 from jaxft.ops.plans import Pass
@@ -25,6 +25,7 @@ def dense(
     bias: Array | None = None,
     *,
     activation: str | None = None,
+    gate: str | None = None,
     residual: Array | None = None,
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
@@ -34,20 +35,23 @@ def dense(
     Equivalent to::
 
         jax.nn.gelu(x @ kernel + bias, approximate=False) + residual  # activation="gelu"
+        gated_activation(x @ kernel, bias, activation=activation, gate=gate) + residual  # with a gate
 
     Args:
       x: `[..., K]`, float32, float16 or bfloat16. The matmul accumulates in float32.
       kernel: `[K, F]` of the dtype of `x`.
       bias: `[F]` of any float dtype, or None.
       activation: None, "gelu" (with the error function), "gelu_tanh", "relu", "silu" or "tanh".
-      residual: `[..., F]` of the dtype of `x`, added last, or None.
+      gate: None, or the half of the columns of `kernel`, "first" or "second", to which the activation is applied. The
+        other half multiplies the result, which has `F / 2` columns then. A gate needs an activation.
+      residual: the shape of the result and the dtype of `x`, added last, or None.
       precision: precision of the matmul, as in `jnp.matmul`. None follows `jax.default_matmul_precision`.
       implementation: None picks the fastest (see `jaxft.ops`). `"triton"` and `"mosaic_gpu"` (Hopper only) run the
         whole layer as one kernel; `"xla"` leaves fusion to XLA. In float32, `"mosaic_gpu"` computes in TF32, takes no
-        residual and transposes `kernel` first.
+        residual and transposes `kernel` first. It has no gate.
 
     Returns:
-      `[..., F]` of the dtype of `x`.
+      `[..., F]` of the dtype of `x`; `[..., F / 2]` with a gate.
 
     Gradients: for x, kernel, bias and residual. The backward pass of an activation uses the result of the matmul, which
     is kept in the dtype of `x`. `"mosaic_gpu"` keeps the sum x @ kernel + bias instead, also in the dtype of `x`.
@@ -65,27 +69,31 @@ def dense(
     x, kernel = checks.as_factors(op, x, kernel)
     bias = checks.as_vector(op, "bias", bias, kernel.shape[1])
     checks.check_activation(op, activation, optional=True)
+    rows, width = math.prod(x.shape[:-1]), checks.gated_width(op, gate, kernel)
+    if gate is not None and activation is None:
+        raise ValueError(f"{op}: a gate needs an activation, got None")
     if residual is not None:
-        residual = checks.as_term(op, "residual", residual, (*x.shape[:-1], kernel.shape[1]), x)
+        residual = checks.as_term(op, "residual", residual, (*x.shape[:-1], width), x)
     precision = checks.check_precision(op, precision, x.dtype)
-    rows, width = math.prod(x.shape[:-1]), kernel.shape[1]
     # In two dimensions, because XLA recognises a matmul with a bias in its epilogue only there.
     arrays = (x.reshape(rows, x.shape[-1]), kernel, bias, None if residual is None else residual.reshape(rows, width))
-    plan = plan_of(op, *arrays, activation, precision, implementation)
+    plan = plan_of(op, *arrays, activation, precision, implementation, gate)
     plans.record(op, arrays, plan)
     return run(*arrays, plan).reshape(*x.shape[:-1], width)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(plans.Plan):
-    """Plan of a dense layer. "triton" and "mosaic_gpu" are one kernel, "xla+triton" XLA's matmul and `bias_activation`.
+    """Plan of a dense layer. "triton" and "mosaic_gpu" are one kernel, "xla+triton" XLA's matmul and another kernel.
 
-    The `backward` pass is the kernel for the gradients of activation and bias. The matmuls of the gradient are XLA's.
+    The other kernel is the one of `bias_activation` or, with a gate, of `gated_activation`. The `backward` pass is the
+    kernel for the gradients of activation and bias. The matmuls of the gradient are XLA's.
     """
 
     activation: str | None
     precision: Any
     kernel_precision: str  # precision of float32 matmuls in kernels, "tf32" or "float32"
+    gate: str | None = None
     plain: bool = False  # plain jnp, which JAX differentiates
 
     @property
@@ -96,17 +104,21 @@ class Plan(plans.Plan):
 
 def plan_of(
     op: str, x: Array, kernel: Array, bias: Array | None, residual: Array | None, activation: str | None,
-    precision: Any, implementation: str | None,
+    precision: Any, implementation: str | None, gate: str | None = None,
 ) -> Plan:  # fmt: skip
     """Chooses backends and configurations for arrays of these shapes and dtypes, in two dimensions."""
     sizes = rows, _, width = x.shape[0], x.shape[1], kernel.shape[1]
     itemsize, kernel_precision, device = x.dtype.itemsize, dispatch.matmul_precision(precision), dispatch.device()
-    plan = functools.partial(Plan, activation=activation, precision=precision, kernel_precision=kernel_precision)
+    plan = functools.partial(
+        Plan, activation=activation, precision=precision, kernel_precision=kernel_precision, gate=gate
+    )
     reason = triton.unsupported(x=x, kernel=kernel, bias=bias, residual=residual)
     # Mosaic GPU takes none of the dtypes, shardings and symbolic shapes that Triton refuses.
     reasons = {"triton": reason}
     if reason is None or implementation is not None:
         mosaic_reason = reason or support.dense_unsupported(x, kernel, bias, residual, kernel_precision)
+        if gate is not None:
+            mosaic_reason = reason or "it has no gate"
         reasons = {"mosaic_gpu": mosaic_reason} | reasons
     choice = dispatch.choose(op, implementation, reasons)
     if choice.name == "xla" or 0 in sizes:
@@ -115,7 +127,12 @@ def plan_of(
     backend, why = choice.name, choice.why
     if implementation is None:
         full = itemsize > 2 and kernel_precision == "float32"
-        backend = tuning.dense_implementation(*sizes, activation, itemsize, device, residual is not None, full)
+        if (
+            gate is not None
+        ):  # the kernel after XLA's matmul costs little: it writes half of what it reads (not measured)
+            backend = tuning.without_mosaic(*sizes, None, itemsize, device)
+        else:
+            backend = tuning.dense_implementation(*sizes, activation, itemsize, device, residual is not None, full)
         if backend == "mosaic_gpu" != choice.name:
             # Mosaic GPU would be fastest but does not support these arguments: take the next best.
             backend = tuning.without_mosaic(*sizes, activation, itemsize, device)
@@ -124,31 +141,34 @@ def plan_of(
     if backend == "xla" and (residual is not None if activation else bias is None):
         return plan(plain=True, why=why)  # no kernel of jaxft would take part
 
+    after, after_backward = tuning_rows.bias_activation, tuning_rows.bias_activation_backward
+    if gate is not None:
+        after, after_backward, width = tuning_rows.gated_activation, tuning_rows.gated_activation_backward, width // 2
     config: Any = None
     if backend == "mosaic_gpu":
         config = tuning.dense_mosaic(*sizes, activation, itemsize, device, residual is not None)
     elif backend == "triton":
         config = tuning.dense(*sizes, itemsize, device)
     elif activation is not None and not tuning.splits_few_rows(rows, itemsize, kernel_precision):
-        backend, config = "xla+triton", tuning_rows.bias_activation(rows, width, itemsize, device)
+        backend, config = "xla+triton", after(rows, width, itemsize, device)
     backward = plans.XLA
     if activation is None and bias is not None:
         backward = Pass("triton")  # the sum over the rows
     elif activation is not None and tuning.epilogue_gradient_is_faster(backend, rows, itemsize):
-        backward = Pass("triton", tuning_rows.bias_activation_backward(rows, width, itemsize, device))
+        backward = Pass("triton", after_backward(rows, width, itemsize, device))
     return plan(forward=Pass(backend, config), backward=backward, **plans.of_choice(choice) | {"why": why})
 
 
 def run(x: Array, kernel: Array, bias: Array | None, residual: Array | None, plan: Plan) -> Array:
     """Computes the layer of arrays in two dimensions."""
     if plan.plain:
-        return _reference(x, kernel, bias, residual, plan.activation, plan.precision)
+        return _reference(x, kernel, bias, residual, plan.activation, plan.gate, plan.precision)
     return _kernels_jit(x, kernel, bias, residual, plan)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5))
-def _reference(x, kernel, bias, residual, activation, precision):
-    return reference.dense(x, kernel, bias, activation=activation, residual=residual, precision=precision)
+@functools.partial(jax.jit, static_argnums=(4, 5, 6))
+def _reference(x, kernel, bias, residual, activation, gate, precision):
+    return reference.dense(x, kernel, bias, activation=activation, gate=gate, residual=residual, precision=precision)
 
 
 def product_carrier(x: Array, kernel: Array, plan: Any) -> Array:
@@ -179,7 +199,7 @@ def kernels(x, kernel, bias, residual, carriers, plan):
         return _one_kernel(x, kernel, bias, residual, plan)[0]
 
     def plain(x, kernel, bias, residual):
-        return _reference(x, kernel, bias, residual, plan.activation, plan.precision)
+        return _reference(x, kernel, bias, residual, plan.activation, plan.gate, plan.precision)
 
     return transforms.mappable(by_kernels, plain, plan)(x, kernel, bias, residual)
 
@@ -193,8 +213,8 @@ def _one_kernel(x, kernel, bias, residual, plan, also=None):
     config = plan.forward.config if also is None else plan.with_gradient.config
     if plan.forward.backend == "triton":
         found = triton.forward(
-            x, kernel, bias, residual, activation=plan.activation, precision=plan.kernel_precision, config=config,
-            interpret=plan.interpret, also_product=also == "matmul",
+            x, kernel, bias, residual, activation=plan.activation, gate=plan.gate, precision=plan.kernel_precision,
+            config=config, interpret=plan.interpret, also_product=also == "matmul",
         )  # fmt: skip
         return tuple(found)
     from jaxft.kernels.mosaic_gpu import dense as mosaic
@@ -217,12 +237,16 @@ def with_derivative(x: Array, kernel: Array, bias: Array | None, plan: Plan) -> 
 
 
 def _epilogue(y, bias, residual, plan, in_place):
-    """Computes activation(y + bias) + residual of the result `y` of a matmul, `in_place` in the memory of `y`."""
+    """Computes activation(y + bias) + residual of the result `y` of a matmul.
+
+    With `in_place` and without a gate, the result takes the memory of `y`.
+    """
     if plan.forward.backend == "xla":
-        return reference.dense_epilogue(y, bias, plan.activation, residual)
-    return bias_activation.forward(
-        y, bias, activation=plan.activation, config=plan.forward.config, in_place=in_place, interpret=plan.interpret
-    )
+        return reference.dense_epilogue(y, bias, plan.activation, residual, plan.gate)
+    options = {"activation": plan.activation, "config": plan.forward.config, "interpret": plan.interpret}
+    if plan.gate is not None:
+        return gated_activation.forward(y, bias, gate=plan.gate, **options)
+    return bias_activation.forward(y, bias, in_place=in_place, **options)
 
 
 def _fwd(x, kernel, bias, residual, carriers, plan):
@@ -230,7 +254,7 @@ def _fwd(x, kernel, bias, residual, carriers, plan):
         y = reference.matmul(x, kernel, plan.precision)
         run = transforms.with_plain_gradient(
             lambda _, y, bias, residual: _epilogue(y, bias, residual, plan, in_place=False),
-            lambda y, bias, residual: reference.dense_epilogue(y, bias, plan.activation, residual),
+            lambda y, bias, residual: reference.dense_epilogue(y, bias, plan.activation, residual, plan.gate),
             plan,
         )
         return run(y, bias, residual), (x, kernel, bias, residual, None if plan.activation is None else y)
@@ -240,7 +264,7 @@ def _fwd(x, kernel, bias, residual, carriers, plan):
         def plain(x, kernel, bias, residual):
             inner, outer = (bias, None) if saves_sum else (None, bias)
             y = reference.dense(x, kernel, inner, precision=plan.precision)
-            return reference.dense_epilogue(y, outer, plan.activation, residual), y
+            return reference.dense_epilogue(y, outer, plan.activation, residual, plan.gate), y
 
         def fused(_, x, kernel, bias, residual):
             return _one_kernel(x, kernel, bias, residual, plan, also="sum" if saves_sum else "matmul")
@@ -273,18 +297,25 @@ def _epilogue_gradient(d_out, y, bias, x, kernel, plan):
         return d_out, total(d_out)
 
     def plain(d_out, y, bias, *_):
+        def run(y, bias):
+            return reference.dense_epilogue(y, bias, plan.activation, None, plan.gate)
+
         d_out, *floats = jax.tree.map(reference.wide, (d_out, y, bias))
-        return jax.vjp(lambda y, bias: reference.dense_epilogue(y, bias, plan.activation, None), *floats)[1](d_out)
+        return jax.vjp(run, *floats)[1](d_out)
 
     if plan.backward.backend == "xla":
         return plain(d_out, y, bias)
 
     def fused(shared, d_out, y, bias, *_):
-        dy, d_bias = bias_activation.backward(
-            d_out, y, bias, activation=plan.activation, config=plan.backward.config, interpret=plan.interpret,
-            dtypes=[transforms.gradient_dtype(*of_one) for of_one in ((y, shared[3] and shared[4]), (bias, shared[2]))],
-        )  # fmt: skip
-        return jax.tree.map(reference.wide, (dy, d_bias))
+        options = {
+            "activation": plan.activation, "config": plan.backward.config, "interpret": plan.interpret,
+            "dtypes": [transforms.gradient_dtype(*of_one) for of_one in ((y, shared[3] and shared[4]), (bias, shared[2]))],
+        }  # fmt: skip
+        if plan.gate is not None:
+            found = gated_activation.backward(d_out, y, bias, gate=plan.gate, **options)
+        else:
+            found = bias_activation.backward(d_out, y, bias, **options)
+        return jax.tree.map(reference.wide, found)
 
     return transforms.with_plain_gradient(fused, plain, plan)(d_out, y, bias, x, kernel)
 

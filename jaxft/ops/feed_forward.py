@@ -27,6 +27,7 @@ def feed_forward_residual_layer_norm(
     beta: Array | None,
     *,
     activation: str = "gelu",
+    gate: str | None = None,
     residual: Array | None = None,
     epsilon: float = 1e-6,
     dropout_rate: float = 0.0,
@@ -39,7 +40,7 @@ def feed_forward_residual_layer_norm(
 
     Equivalent to::
 
-        h = dense(x, in_kernel, in_bias, activation=activation)
+        h = dense(x, in_kernel, in_bias, activation=activation, gate=gate)
         dense_residual_layer_norm(h, out_kernel, out_bias, x, gamma, beta, epsilon=epsilon)  # or `residual` for x
 
     The forward pass runs the kernels of these two ops. The backward pass is faster if `"mosaic_gpu"` runs the first
@@ -50,11 +51,13 @@ def feed_forward_residual_layer_norm(
       x: `[..., D]`, float32, float16 or bfloat16. The matmuls accumulate in float32.
       in_kernel: `[D, F]` of the dtype of `x`.
       in_bias: `[F]` of any float dtype, or None.
-      out_kernel: `[F, D]` of the dtype of `x`.
+      out_kernel: `[F, D]` of the dtype of `x`; `[F / 2, D]` with a gate.
       out_bias: `[D]` of any float dtype, or None.
       gamma: `[D]` of any float dtype, or None for 1.
       beta: `[D]` of any float dtype, or None for 0.
       activation: "gelu" (with the error function), "gelu_tanh", "relu", "silu" or "tanh".
+      gate: None, "first" or "second": the half of the columns of `in_kernel` to which the activation is applied, see
+        `dense`.
       residual: the shape and dtype of `x`, or None for `x`. A pre-norm model passes the sum whose normalisation is `x`.
       epsilon: added to the variance. (The default is FasterTransformer's, BERT's is 1e-12.)
       dropout_rate: probability of dropping an element, in [0, 1).
@@ -83,7 +86,9 @@ def feed_forward_residual_layer_norm(
     op = "feed_forward_residual_layer_norm"
     x, in_kernel = checks.as_factors(op, x, in_kernel, name="in_kernel")
     width, inner = in_kernel.shape
-    out_kernel = checks.as_term(op, "out_kernel", out_kernel, (inner, width), x)
+    out_kernel = checks.as_term(
+        op, "out_kernel", out_kernel, (checks.gated_width(op, gate, in_kernel, "in_kernel"), width), x
+    )
     in_bias = checks.as_vector(op, "in_bias", in_bias, inner)
     out_bias, gamma, beta = checks.as_vectors(op, width, out_bias=out_bias, gamma=gamma, beta=beta)
     checks.check_activation(op, activation)
@@ -100,7 +105,7 @@ def feed_forward_residual_layer_norm(
     rows = math.prod(x.shape[:-1])
     flat = None if residual is None else residual.reshape(rows, width)
     arrays = x.reshape(rows, width), in_kernel, in_bias, out_kernel, out_bias, flat, gamma, beta
-    plan = plan_of(op, *arrays, activation=activation, **options, implementation=implementation)
+    plan = plan_of(op, *arrays, activation=activation, gate=gate, **options, implementation=implementation)
     plans.record(op, arrays, plan)
     y, *total = (part.reshape(x.shape) for part in _run(*arrays, dropout_rng if dropout_rate > 0.0 else None, plan))
     return (y, *total) if return_sum else y
@@ -120,8 +125,8 @@ class Plan(plans.Plan):
 
 def plan_of(
     op: str, x: Array, in_kernel: Array, in_bias: Array | None, out_kernel: Array, out_bias: Array | None,
-    residual: Array | None, gamma: Array | None, beta: Array | None, *, activation: str, epsilon: float,
-    dropout_rate: float, return_sum: bool, precision: Any, implementation: str | None,
+    residual: Array | None, gamma: Array | None, beta: Array | None, *, activation: str, gate: str | None,
+    epsilon: float, dropout_rate: float, return_sum: bool, precision: Any, implementation: str | None,
 ) -> Plan:  # fmt: skip
     """Chooses backends and configurations for arrays of these shapes and dtypes, in two dimensions."""
     (rows, width), inner, itemsize, device = x.shape, in_kernel.shape[1], x.dtype.itemsize, dispatch.device()
@@ -131,8 +136,9 @@ def plan_of(
         reason = triton.unsupported(x, **layers, residual=residual, gamma=gamma, beta=beta)
         dispatch.choose(op, implementation, {"triton": reason, "mosaic_gpu": reason})
     others = None if implementation == "mosaic_gpu" else implementation
-    first = dense.plan_of(op, x, in_kernel, in_bias, None, activation, precision, implementation)
-    h: Any = jax.eval_shape(jnp.matmul, x, in_kernel)  # with the sharding that the array between the layers has
+    first = dense.plan_of(op, x, in_kernel, in_bias, None, activation, precision, implementation, gate=gate)
+    # With the sharding that the array between the layers has.
+    h: Any = jax.eval_shape(functools.partial(reference.dense, activation=activation, gate=gate), x, in_kernel)
     residual = x if residual is None else residual
     norm: dict[str, Any] = {
         "epsilon": epsilon, "dropout_rate": dropout_rate, "return_sum": return_sum, "implementation": others

@@ -49,8 +49,7 @@ def gated_activation(
         raise ValueError(f"{op}: the last axis of x must have two halves, got {x.shape}")
     bias = checks.as_vector(op, "bias", bias, x.shape[-1])
     checks.check_activation(op, activation)
-    if gate not in ("first", "second"):
-        raise ValueError(f'{op}: gate must be "first" or "second", got {gate!r}')
+    checks.check_gate(op, gate)
     plan = plan_of(op, x, bias, activation=activation, gate=gate, implementation=implementation)
     plans.record(op, (x, bias), plan)
     if plan.forward.backend == "xla":

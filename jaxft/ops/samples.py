@@ -46,8 +46,9 @@ def calls(batch: int, length: int, dtype: Any) -> dict[str, Call]:
     packed, ends = of(rows, 3, HEADS, HEAD_SIZE), as_ids(batch + 1)
     logits = of(batch, HEADS, length, length)
 
-    def layer(depth: int, width: int, activation: str | None) -> Call:
-        return functools.partial(dense, activation=activation), (of(rows, depth), of(depth, width), of(width))
+    def layer(depth: int, width: int, activation: str | None, gate: str | None = None) -> Call:
+        fn = functools.partial(dense, activation=activation, gate=gate)
+        return fn, (of(rows, depth), of(depth, width), of(width))
 
     rebuild = Rebuild(jax.tree.structure([0, 0]), (0, 1), ((2 * WIDTH,),), ((WIDTH, WIDTH),), None)
     ffn = (x, of(WIDTH, INNER), of(INNER), of(INNER, WIDTH), vector, vector, vector)
@@ -76,6 +77,7 @@ def calls(batch: int, length: int, dtype: Any) -> dict[str, Call]:
         f"dense ({WIDTH}x{3 * WIDTH})": layer(WIDTH, 3 * WIDTH, None),
         f"dense ({WIDTH}x{WIDTH}, gelu)": layer(WIDTH, WIDTH, "gelu"),
         f"dense ({WIDTH}x{INNER}, gelu)": layer(WIDTH, INNER, "gelu"),
+        f"dense ({WIDTH}x{INNER}, gelu, gate)": layer(WIDTH, INNER, "gelu", "first"),
         f"dense ({INNER}x{WIDTH})": layer(INNER, WIDTH, None),
         f"dense_residual_layer_norm ({WIDTH}x{WIDTH})": (
             dense_residual_layer_norm,

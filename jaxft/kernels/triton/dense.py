@@ -1,5 +1,8 @@
 """A kernel for activation(x @ kernel + bias) + residual: a matmul with an epilogue.
 
+With a gate, a program computes the same columns of both halves of x @ kernel + bias, and multiplies the activation of
+one half by the other half.
+
 With few rows, the time to read the weights is the lower bound, and enough programs must read them at the same time.
 cuBLAS starts too few thread blocks for that. With many rows cuBLAS is faster, except mostly where an activation needs a
 second kernel after it. `jaxft.tuning.dense` makes the choice.
@@ -7,6 +10,7 @@ second kernel after it. `jaxft.tuning.dense` makes the choice.
 See docs/performance-notes.md, "Dense layers with few rows (Triton)".
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -16,6 +20,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jaxft.kernels.triton import activations, common
+from jaxft.kernels.triton.gated_activation import halves_of
 from jaxft.tuning.dense import DenseConfig
 
 unsupported = common.unsupported_rows
@@ -42,13 +47,15 @@ def _tile(rows: int, block_m: int) -> tuple[Any, Any]:
 
 def _fwd_kernel(
     x_ref, kernel_ref, bias_ref, residual_ref, y_ref, product_ref=None,
-    *, activation: str | None, splits: int, precision: str, config: DenseConfig,
+    *, activation: str | None, gate: str | None, splits: int, precision: str, config: DenseConfig,
 ):  # fmt: skip
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     rows, depth = x_ref.shape
-    width = kernel_ref.shape[1]
+    width = y_ref.shape[-1]
     (m, n), split = _tile(rows, block_m), pl.program_id(2)
     row, column = m * block_m, n * block_n
+    # Columns of the kernel: with a gate those of the gate, then those of the other half.
+    columns = [column] if gate is None else [column + half * width for half in halves_of(gate)]
     in_rows = (common.positions(row, block_m) < rows)[:, None]
     in_width = common.positions(column, block_n) < width
     in_columns = in_width[None, :]
@@ -59,7 +66,7 @@ def _fwd_kernel(
         precision=lax.Precision.HIGHEST if precision == "float32" else None,
     )
 
-    def add_block(k, acc, *, masked):
+    def add_block(k, accs, *, masked):
         start = jnp.int32(k) * block_k
         in_x, in_kernel = (
             jnp.broadcast_to(in_rows, (block_m, block_k)),
@@ -70,42 +77,49 @@ def _fwd_kernel(
             in_x, in_kernel = in_x & in_depth[None, :], in_kernel & in_depth[:, None]
         # Loads the weights first, which takes longest: they are in memory, and x is still in the L2 cache.
         # See docs/performance-notes.md, "Order of loads in dense layers with few rows".
-        b = common.load(
-            kernel_ref.at[common.span(start, block_k), common.span(column, block_n)], mask=in_kernel, other=0.0
-        )
+        weights = [
+            common.load(kernel_ref.at[common.span(start, block_k), common.span(at, block_n)], mask=in_kernel, other=0.0)
+            for at in columns
+        ]
         a = common.load(x_ref.at[common.span(row, block_m), common.span(start, block_k)], mask=in_x, other=0.0)
-        return acc + multiply(a, b)  # [block_m, block_n]
+        return [acc + multiply(a, b) for acc, b in zip(accs, weights, strict=True)]  # [block_m, block_n] each
 
-    bias = None  # Loaded before the loop, so that the load overlaps with the loads of the matmul.
+    biases = []  # Loaded before the loop, so that the loads overlap with those of the matmul.
     if bias_ref is not None:
-        bias = common.load(bias_ref.at[common.span(column, block_n)], mask=in_width, other=0.0)
-    zeros = jnp.zeros((block_m, block_n), jnp.float32)
+        biases = [common.load(bias_ref.at[common.span(at, block_n)], mask=in_width, other=0.0) for at in columns]
+    zeros = [jnp.zeros((block_m, block_n), jnp.float32)] * len(columns)
     whole = depth // block_k
     share = pl.cdiv(whole, splits)
     begin, end = (split * share, jnp.minimum((split + 1) * share, whole)) if splits > 1 else (0, whole)
     add = functools.partial(add_block, masked=False)
     if not in_full:
-        acc = lax.fori_loop(begin, end, add, zeros)
+        accs = lax.fori_loop(begin, end, add, zeros)
     else:  # Sums groups of 128 terms, then the groups: one long chain of additions would be less accurate than cuBLAS.
         group = pl.cdiv(128, block_k)
 
-        def add_group(i, acc):
+        def add_group(i, accs):
             first = begin + i * group
-            return acc + lax.fori_loop(first, jnp.minimum(first + group, end), add, zeros)
+            sums = lax.fori_loop(first, jnp.minimum(first + group, end), add, zeros)
+            return [acc + part for acc, part in zip(accs, sums, strict=True)]
 
-        acc = lax.fori_loop(0, lax.div(jnp.int32(end - begin + (group - 1)), jnp.int32(group)), add_group, zeros)
+        accs = lax.fori_loop(0, lax.div(jnp.int32(end - begin + (group - 1)), jnp.int32(group)), add_group, zeros)
     if depth % block_k:
-        acc = add_block(whole, acc, masked=True)
+        accs = add_block(whole, accs, masked=True)
     inside = in_rows & in_columns
     tile: tuple[Any, ...] = common.span(row, block_m), common.span(column, block_n)
     if splits > 1:
         tile = (split, *tile)
     if product_ref is not None:
-        common.store(product_ref.at[tile], acc.astype(product_ref.dtype), mask=inside)
-    if bias is not None:
-        acc = acc + bias.astype(jnp.float32)[None, :]
+        for at, acc in zip(columns, accs, strict=True):
+            where = (*tile[:-1], common.span(at, block_n))
+            common.store(product_ref.at[where], acc.astype(product_ref.dtype), mask=inside)
+    if bias_ref is not None:
+        accs = [acc + bias.astype(jnp.float32)[None, :] for acc, bias in zip(accs, biases, strict=True)]
+    acc, *other = accs
     if activation is not None:
         acc = activations.activation(activation, acc, y_ref.dtype)
+    if other:
+        acc = acc * other[0]
     if residual_ref is not None:
         acc = acc + common.load(residual_ref.at[tile], mask=inside, other=0.0).astype(jnp.float32)
     common.store(y_ref.at[tile], acc.astype(y_ref.dtype), mask=inside)
@@ -118,6 +132,7 @@ def forward(
     residual: Array | None,
     *,
     activation: str | None,
+    gate: str | None = None,
     precision: str,
     config: DenseConfig,
     interpret: bool,
@@ -126,19 +141,25 @@ def forward(
 ) -> list[Array]:
     """Computes activation(x @ kernel + bias) + residual, `[M, F]`, from x `[M, K]` and kernel `[K, F]`; returns a list.
 
-    With `also_product`, x @ kernel follows the result. With `splits` above 1 (split-K) the result is the partial sums
+    With a `gate`, "first" or "second", the result is activation(gate) * other + residual, `[M, F // 2]`. With
+    `also_product`, x @ kernel follows the result. With `splits` above 1 (split-K) the result is the partial sums
     of x @ kernel, float32 `[splits, M, F]`. The caller passes no bias, activation or residual then, and the kernel that
     reads the partial sums adds them up.
     """
     rows, width = x.shape[0], kernel.shape[1]
+    product = jax.ShapeDtypeStruct((rows, width), x.dtype)
+    if gate is not None:  # two blocks of columns instead of one that is twice as wide
+        width, config = width // 2, dataclasses.replace(config, block_n=max(16, config.block_n // 2))
     y = jax.ShapeDtypeStruct((rows, width), x.dtype)
     if splits > 1:
         y = jax.ShapeDtypeStruct((splits, rows, width), jnp.float32)
     return common.launch(
-        functools.partial(_fwd_kernel, activation=activation, splits=splits, precision=precision, config=config),
+        functools.partial(
+            _fwd_kernel, activation=activation, gate=gate, splits=splits, precision=precision, config=config
+        ),
         (pl.cdiv(rows, config.block_m), pl.cdiv(width, config.block_n), splits),
         [x, kernel, bias, residual],
-        [y, y] if also_product else [y],
+        [y, product] if also_product else [y],
         name="dense_fwd",
         num_warps=config.num_warps,
         num_stages=config.num_stages,

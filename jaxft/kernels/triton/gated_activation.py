@@ -92,7 +92,7 @@ def _bwd_kernel(
             common.store(where, jnp.sum(total, axis=0).astype(sums_ref.dtype), mask=first.in_width)
 
 
-def _halves(gate: str) -> tuple[int, int]:
+def halves_of(gate: str) -> tuple[int, int]:
     """Returns the number of the half that is the gate, then of the other."""
     return (0, 1) if gate == "first" else (1, 0)
 
@@ -103,7 +103,7 @@ def forward(
     """Computes activation(gate) * other, `[M, F]`, of x `[M, 2 * F]` and bias `[2 * F]` or None."""
     rows, width = x.shape[0], x.shape[1] // 2
     (y,) = common.launch(
-        functools.partial(_fwd_kernel, activation=activation, halves=_halves(gate), config=config),
+        functools.partial(_fwd_kernel, activation=activation, halves=halves_of(gate), config=config),
         (pl.cdiv(width, config.block_width), pl.cdiv(rows, config.block_rows)),
         [x.reshape(rows, 2, width), None if bias is None else bias.reshape(2, width)],
         [jax.ShapeDtypeStruct((rows, width), x.dtype)],
@@ -133,7 +133,7 @@ def backward(
         outputs.append(jax.ShapeDtypeStruct((programs, 2, width), of_bias if programs == 1 else jnp.float32))
     dx, *sums = common.launch(
         functools.partial(
-            _bwd_kernel, activation=activation, halves=_halves(gate), programs=programs, config=config
+            _bwd_kernel, activation=activation, halves=halves_of(gate), programs=programs, config=config
         ),
         (pl.cdiv(width, config.block_width), programs),
         [dy, x.reshape(rows, 2, width), None if bias is None else bias.reshape(2, width)],
