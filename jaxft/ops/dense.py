@@ -307,9 +307,10 @@ def _epilogue_gradient(d_out, y, bias, x, kernel, plan):
         return plain(d_out, y, bias)
 
     def fused(shared, d_out, y, bias, *_):
+        both = (y, shared[3] and shared[4]), (bias, shared[2])
         options = {
             "activation": plan.activation, "config": plan.backward.config, "interpret": plan.interpret,
-            "dtypes": [transforms.gradient_dtype(*of_one) for of_one in ((y, shared[3] and shared[4]), (bias, shared[2]))],
+            "dtypes": [transforms.gradient_dtype(*of_one) for of_one in both],
         }  # fmt: skip
         if plan.gate is not None:
             found = gated_activation.backward(d_out, y, bias, gate=plan.gate, **options)
