@@ -255,7 +255,8 @@ def test_xla_path_matches_the_oracle(rate, key):
 
 def test_split_k_is_for_few_rows():
     """With few 16-bit rows, an unsplit matmul would leave most of a card idle."""
-    assert [splits(128, 768, 768), splits(128, 3072, 768), splits(256, 768, 768)] == [3, 4, 2]
+    with dispatch.target("NVIDIA H100 80GB HBM3"):
+        assert [splits(128, 768, 768), splits(128, 3072, 768), splits(256, 768, 768)] == [3, 4, 2]
     assert splits(512, 3072, 768) == splits(128, 768, 3072) == splits(128, 200, 768) == splits(128, 3072, 768, 4) == 1
     assert dispatch.platform() != "cuda" or splits(1, 4096, 16) == 4
 
