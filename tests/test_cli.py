@@ -570,10 +570,10 @@ def test_input_is_read_line_by_line(folder, model):
         def read(self, size=-1):
             raise AssertionError
 
-        def __next__(self):
+        def readline(self, size=-1):
             nonlocal lines
             lines += 1
-            return super().__next__()
+            return super().readline(size)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdin", io.TextIOWrapper(Lines(b"\xef\xbb\xbfone\r\n\xef\xbb\xbftwo\n\nlast")))
