@@ -327,6 +327,11 @@ def test_arguments_of_sentence_transformers_are_refused(reranker, options, messa
         reranker.predict(PAIRS, **options)
 
 
+def test_sentences_alone_are_refused_with_the_equivalent(reranker):
+    with pytest.raises(TypeError, match="predict: sentences .*: pass inputs"):
+        reranker.predict(sentences=PAIRS)
+
+
 def test_arguments_of_other_calls_are_refused(reranker, folders):
     for options, message in (
         ({"apply_softmax": True}, "rank: apply_softmax .*call predict"), ({"device": "cpu"}, "rank: device "),
@@ -510,7 +515,7 @@ def test_rank_refuses_wrong_arguments(reranker, classifier):
         reranker.rank("the river", ["rain", 3])
     with pytest.raises(TypeError, match="rank: documents must be a sequence of str, got one str"):
         reranker.rank("the river", "rain")
-    with pytest.raises(TypeError, match=r"rank: query\[0\] must be a str, got list"):
+    with pytest.raises(TypeError, match="rank: query must be a str, got list"):
         reranker.rank(["the river"], DOCUMENTS)
 
 
@@ -555,6 +560,8 @@ def test_max_length_must_leave_room(folders):
         CrossEncoder.from_pretrained(folders["bert"], max_length=3)
     with pytest.raises(ValueError, match="CrossEncoder: max_length must be above 4, .* got 4"):
         CrossEncoder.from_pretrained(folders["roberta"], max_length=4)
+    with pytest.raises(ValueError, match="CrossEncoder: max_length must be a positive integer, got '9'"):
+        CrossEncoder.from_pretrained(folders["bert"], max_length="9")
 
 
 def noted(name):

@@ -143,8 +143,9 @@ def test_text_of_a_prompt_alone_keeps_its_first_token(shared):
     ("options", "error", "message"),
     [
         ({"prompt_name": "other"}, ValueError, "prompt_name must be .* 'query', .* got 'other'"),
-        ({"prompt": 3}, TypeError, r"prompt\[0\] must be a str, got int"),
-        ({"prompt": "\ud800"}, ValueError, r"prompt\[0\] is not valid Unicode"),
+        ({"prompt_name": ["query"]}, ValueError, "prompt_name must be .* 'query', .* got \\['query'\\]"),
+        ({"prompt": 3}, TypeError, "prompt must be a str, got int"),
+        ({"prompt": "\ud800"}, ValueError, "prompt is not valid Unicode"),
     ],
 )
 def test_bad_prompts_are_refused(encoder, options, error, message):
@@ -157,7 +158,7 @@ def test_bad_prompts_are_refused(encoder, options, error, message):
     ("options", "error", "message"),
     [
         ({"prompts": ["a"]}, TypeError, "prompts must be a dict from names to texts, got list"),
-        ({"prompts": {"a": 3}}, TypeError, r"prompts\['a'\]\[0\] must be a str, got int"),
+        ({"prompts": {"a": 3}}, TypeError, r"prompts\['a'\] must be a str, got int"),
         ({"prompts": {3: "a"}}, TypeError, "names of prompts must be str, got 3"),
         ({"default_prompt_name": "a"}, ValueError, "default_prompt_name is 'a', but prompts has no text of that name"),
     ],
@@ -167,6 +168,15 @@ def test_bad_prompts_of_an_encoder_are_refused(shared, folder, options, error, m
         SentenceEncoder(shared.model, tiny.bert_tokenizer(), max_seq_length=8, **options)
     with pytest.raises(error, match=message):
         SentenceEncoder.from_pretrained(folder, **options)
+
+
+def test_prompts_that_were_changed_are_checked(encoder):
+    encoder.prompts = {"query": 3}
+    with pytest.raises(TypeError, match=r"encode: prompts\['query'\] must be a str, got int"):
+        encoder.encode(TEXTS, prompt_name="query")
+    encoder.default_prompt_name = "other"
+    with pytest.raises(ValueError, match="encode: default_prompt_name must be .* 'query', got 'other'"):
+        encoder.encode(TEXTS)
 
 
 # --- Lengths and dimensions --------------------------------------------------------------------------------------
@@ -184,7 +194,11 @@ def test_max_seq_length_may_be_set(encoder, folder):
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [(2, "max_seq_length must be above 2"), (65, "max_seq_length must be at most 64, .* got 65")],
+    [
+        (2, "max_seq_length must be above 2"),
+        (65, "max_seq_length must be at most 64, .* got 65"),
+        ("9", "max_seq_length must be a positive integer, got '9'"),
+    ],
 )
 def test_max_seq_length_must_fit_the_model(encoder, folder, value, message):
     with pytest.raises(ValueError, match=message):
@@ -331,6 +345,28 @@ def test_ranges_come_from_an_array_or_from_texts(encoder):
 def test_unknown_values_are_refused_before_the_work(encoder, options, message):
     with pytest.raises(ValueError, match=message):
         encoder.encode([3], **{"prompt": ""} | options) if "batch_size" in options else encoder.encode(TEXTS, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"ranges": np.zeros((2, 3), np.float32)}, ValueError, r"encode: ranges must have the shape \(2, 16\)"),
+        ({"calibration": "a text"}, TypeError, "encode: calibration must be an iterable of str or an array of floats"),
+        ({"calibration": ["a", 3]}, TypeError, r"encode: calibration\[1\] must be a str, got int"),
+        ({"calibration": np.zeros((3, 16), int)}, TypeError, "calibration_embeddings must be floats, got int64"),
+        ({}, ValueError, "encode: int8 ranges of a single text say nothing: pass ranges or calibration"),
+    ],
+)
+def test_bad_ranges_are_refused(encoder, options, error, message):
+    with pytest.raises(error, match=message):
+        encoder.encode(TEXTS[:1], precision="int8", **options)
+
+
+def test_calibration_may_be_a_list_of_embeddings(encoder):
+    rows = encoder.encode(TEXTS)
+    expected = encoder.encode(TEXTS[:1], precision="int8", calibration=rows)
+    for calibration in (list(rows), rows.tolist()):
+        same(encoder.encode(TEXTS[:1], precision="int8", calibration=calibration), expected)
 
 
 # --- Similarities ------------------------------------------------------------------------------------------------

@@ -226,9 +226,9 @@ def test_bad_similarities_are_refused():
     for function, a, b, error, message in (
         (full, EMBEDDINGS, EMBEDDINGS[:, :4], ValueError, r"the same width, got \(3, 9\) and \(3, 4\)"),
         (pairwise, EMBEDDINGS, EMBEDDINGS[:2], ValueError, r"the same shape, got \(3, 9\) and \(2, 9\)"),
-        (full, EMBEDDINGS[None], EMBEDDINGS, ValueError, r"a must have one or two axes, got the shape \(1, 3, 9\)"),
-        (full, EMBEDDINGS, ["a text"], TypeError, "b must be an array of numbers, got list"),
-        (full, None, EMBEDDINGS, ValueError, "a must have one or two axes"),
+        (full, EMBEDDINGS[None], EMBEDDINGS, ValueError, r"embeddings1 must have .* axes, got the shape \(1, 3, 9\)"),
+        (full, EMBEDDINGS, ["a text"], TypeError, "embeddings2 must be an array of numbers, got list"),
+        (full, None, EMBEDDINGS, ValueError, "embeddings1 must have one or two axes"),
     ):
         with pytest.raises(error, match=message):
             function(a, b)

@@ -345,6 +345,8 @@ def test_failed_save_changes_nothing(tmp_path, monkeypatch, name):
 def test_wrong_places(tmp_path):
     (tmp_path / "file").touch()
     for make in (embedder, scorer):
+        with pytest.raises(TypeError, match="save_pretrained: safe_serialization is .* always saved as safetensors"):
+            make().save_pretrained(tmp_path, safe_serialization=True)
         with pytest.raises(TypeError, match="save_pretrained: folder must be a string or path, got int"):
             make().save_pretrained(3)
         with pytest.raises(NotADirectoryError, match="save_pretrained: folder must not be a file"):

@@ -320,6 +320,8 @@ def test_nothing_to_mine():
 
 
 def test_bad_mining_is_refused():
+    with pytest.raises(TypeError, match="paraphrase_mining: sentences must be a sequence of str, got one str"):
+        jaxft.paraphrase_mining(None, "a text")
     for options, message in (
         ({"max_pairs": 0}, "max_pairs must be a positive integer, got 0"),
         ({"top_k": 0}, "top_k must be a positive integer, got 0"),

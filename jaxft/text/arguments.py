@@ -12,7 +12,7 @@ _FILES = "edit tokenizer_config.json or config.json of the folder"
 _ONE_DEVICE = "a process computes on one device; for several devices, run one process on each with a part of the texts"
 # What to do in place of arguments of sentence-transformers' classes and methods.
 _EQUIVALENTS = {
-    "convert_to_tensor": "convert_to_numpy=False returns a JAX array",
+    "convert_to_tensor": "convert_to_numpy=False of encode and predict returns a JAX array",
     "device": "the computation runs on JAX's default device; choose one with jax.default_device or JAX_PLATFORMS",
     "pool": _ONE_DEVICE,
     "chunk_size": f"texts are cut into batches by batch_size alone; {_ONE_DEVICE}",
@@ -36,6 +36,9 @@ _EQUIVALENTS = {
     "backend": "JAX computes everything; leave the argument out",
     "model_card_data": "edit README.md in the folder",
     "torch_dtype": "pass dtype",
+    "safe_serialization": "weights are always saved as safetensors; leave the argument out",
+    "create_model_card": "a model card is always written; leave the argument out",
+    "train_datasets": "edit README.md in the folder",
     "keep_in_fp32_modules": "scores and embeddings are always float32; leave the argument out",
     "sentences": "pass inputs",
     "activation_fct": "pass activation_fn",
@@ -81,7 +84,7 @@ def check_prompts(where: str, prompts: Mapping[str, str], default_prompt_name: s
     for name, prompt in prompts.items():
         if not isinstance(name, str):
             raise TypeError(f"{where}: names of prompts must be str, got {name!r:.80}")
-        batching.as_texts(where, f"prompts[{name!r}]", [prompt])
+        batching.as_text(where, f"prompts[{name!r:.80}]", prompt)
     if default_prompt_name is not None and default_prompt_name not in prompts:
         raise ValueError(
             f"{where}: default_prompt_name is {default_prompt_name!r:.80}, but prompts has no text of that name; it has"
@@ -96,13 +99,13 @@ def chosen_prompt(
     if prompt is not None:
         if prompt_name is not None:
             _log.warning("%s: prompt_name has no effect, because prompt is given", where)
-        (prompt,) = batching.as_texts(where, "prompt", [prompt])
-        return prompt
-    if prompt_name is None:
-        return prompts.get(default_prompt_name, "") if default_prompt_name is not None else ""
-    if prompt_name not in prompts:
+        return batching.as_text(where, "prompt", prompt)
+    argument, name = "prompt_name", prompt_name
+    if name is None:
+        argument, name = "default_prompt_name", default_prompt_name
+    if name is None:
+        return ""
+    if not isinstance(name, str) or name not in prompts:
         names = ", ".join(map(repr, prompts)) or "none"
-        raise ValueError(
-            f"{where}: prompt_name must be the name of one of the prompts, {names}, got {prompt_name!r:.80}"
-        )
-    return prompts[prompt_name]
+        raise ValueError(f"{where}: {argument} must be the name of one of the prompts, {names}, got {name!r:.80}")
+    return batching.as_text(where, f"prompts[{name!r:.80}]", prompts[name])

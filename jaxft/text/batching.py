@@ -436,14 +436,20 @@ def as_texts(op: str, name: str, texts: Any) -> list[str]:
     """Converts a str or an iterable of str to a list, and checks that each text is valid Unicode."""
     texts = [texts] if isinstance(texts, str) else as_list(op, name, texts, "a str or an iterable of str")
     for index, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise TypeError(f"{op}: {name}[{index}] must be a str, got {type(text).__name__}")
-        if not text.isascii():
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(f"{op}: {name}[{index}] is not valid Unicode: {error.reason}") from error
+        if not (isinstance(text, str) and text.isascii()):
+            as_text(op, f"{name}[{index}]", text)
     return texts
+
+
+def as_text(op: str, name: str, text: Any) -> str:
+    """Checks that a text is a str of valid Unicode."""
+    if not isinstance(text, str):
+        raise TypeError(f"{op}: {name} must be a str, got {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{op}: {name} is not valid Unicode: {error.reason}") from error
+    return text
 
 
 def check_batch_size(op: str, batch_size: Any) -> int:

@@ -1,6 +1,5 @@
 """CrossEncoder: scores pairs of texts, for reranking, with the interface of sentence-transformers' CrossEncoder."""
 
-import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from jaxft.models.bert import BertModel
 from jaxft.models.bundled import Bundled
 from jaxft.models.classification import BertForSequenceClassification
 from jaxft.models.embedding import EmbeddingModel
+from jaxft.ops import checks
 from jaxft.ops.bundle import Rebuild
 from jaxft.text import arguments, batching, module_files, writing
 from jaxft.text import tokenizer as tokenizer_files
@@ -174,13 +174,14 @@ class CrossEncoder:
             activation_fn = _saved_activation(folder, layout.transformer)
         settings = tokenizer_files.Settings(layout.transformer)
         limit = layout.max_seq_length or settings.max_length or sys.maxsize
+        limit = limit if max_length is None else max_length
         tokenizer = tokenizer_files.load(settings, layout.do_lower_case)
         positions = (model.encoder if isinstance(model, EmbeddingModel) else model).config.max_sequence_length
         try:
             encoder = cls(
                 model,
                 tokenizer,
-                max_length=min(limit if max_length is None else max_length, positions),
+                max_length=min(limit, positions) if checks.is_natural(limit) else limit,
                 activation_fn=activation_fn,
                 prompts=arguments.merged_prompts("from_pretrained", {}, prompts, layout.prompts),
                 default_prompt_name=layout.default_prompt_name if default_prompt_name is None else default_prompt_name,
@@ -192,7 +193,7 @@ class CrossEncoder:
         encoder._origin = writing.read_origin(folder_or_id, folder, settings)
         return encoder
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+    def save_pretrained(self, folder: str | os.PathLike[str], **others: Any) -> None:
         """Writes a folder that `from_pretrained` and sentence-transformers load, with the same scores.
 
         The folder gets the files of the model and of the tokenizer, prompts, `max_seq_length`, the activation, and a
@@ -202,12 +203,14 @@ class CrossEncoder:
 
         Args:
           folder: folder of the files. It is created if it does not exist.
+          **others: none. An argument of sentence-transformers raises a TypeError that names the equivalent.
 
         Raises:
-          TypeError: `folder` is not a string or path.
+          TypeError: `folder` is not a string or path, or an argument is one of sentence-transformers only.
           NotADirectoryError: `folder` is a file.
           ValueError: the parameters have no values yet, or `activation_fn` has no name in PyTorch.
         """
+        arguments.refuse("save_pretrained", others)
         names = [name for name, function in ACTIVATIONS.items() if function is self.activation_fn]
         if not names:
             raise ValueError(
@@ -249,12 +252,8 @@ class CrossEncoder:
         return self.model.encoder if isinstance(self.model, EmbeddingModel) else self.model.bert
 
     def _set_length(self, tokenizer: "Tokenizer", length: int, argument: str) -> None:
-        length, config = operator.index(length), self._encoder.config
-        if length > config.max_sequence_length:
-            raise ValueError(
-                f"CrossEncoder: {argument} must be at most {config.max_sequence_length}, the positions of the model, "
-                f"got {length}"
-            )
+        config = self._encoder.config
+        length = tokenizer_files.checked_limit("CrossEncoder", argument, length, config)
         self._tokenizer = tokenizer_files.truncating(
             tokenizer, length, config, is_pair=True, token_types=self._token_types, owner="CrossEncoder",
             argument=argument,
@@ -284,7 +283,7 @@ class CrossEncoder:
 
     def predict(
         self,
-        inputs: Iterable[Sequence[str]] | Sequence[str],
+        inputs: Iterable[Sequence[str]] | Sequence[str] | None = None,
         *,
         prompt_name: str | None = None,
         prompt: str | None = None,
@@ -404,12 +403,12 @@ class CrossEncoder:
         arguments.refuse("rank", others)
         if self.num_labels != 1:
             raise ValueError(f"rank: the model must have one label, a score, got {self.num_labels} labels")
-        if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int | np.integer) or top_k < 1):
+        if top_k is not None and not (checks.is_natural(top_k) and top_k > 0):
             raise ValueError(f"rank: top_k must be None or a positive integer, got {top_k!r}")
         if isinstance(documents, str):
             raise TypeError("rank: documents must be a sequence of str, got one str")
         documents = batching.as_texts("rank", "documents", documents)
-        (query,) = batching.as_texts("rank", "query", [query])
+        query = batching.as_text("rank", "query", query)
         scores = self.predict(
             [(query, text) for text in documents], prompt_name=prompt_name, prompt=prompt, batch_size=batch_size,
             show_progress_bar=show_progress_bar, activation_fn=activation_fn,

@@ -54,7 +54,7 @@ def quantize_embeddings(
         lower end of `ranges` is above its upper end, or a value is not finite (except for `"float32"` and
         `"float16"`) or too large for float16.
     """
-    if precision not in PRECISIONS:
+    if precision not in (*PRECISIONS,):
         raise ValueError(
             f"quantize_embeddings: precision must be one of {', '.join(PRECISIONS)}, got {precision!r:.80}"
         )

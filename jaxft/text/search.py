@@ -119,9 +119,11 @@ def paraphrase_mining(
       See `paraphrase_mining_embeddings`.
 
     Raises:
-      TypeError: see `SentenceEncoder.encode` and `semantic_search`.
+      TypeError: `sentences` is a single string. Otherwise see `SentenceEncoder.encode` and `semantic_search`.
       ValueError: see `SentenceEncoder.encode` and `semantic_search`.
     """
+    if isinstance(sentences, str):
+        raise TypeError("paraphrase_mining: sentences must be a sequence of str, got one str")
     embeddings = model.encode(
         sentences, show_progress_bar=show_progress_bar, batch_size=batch_size, convert_to_numpy=False,
         truncate_dim=truncate_dim, prompt_name=prompt_name, prompt=prompt,
@@ -303,7 +305,7 @@ def _check_positive(op: str, **given: Any) -> None:
 
 def _check_rows(op: str, queries: Any, corpus: Any, precision: str, ranges: Any) -> np.ndarray | None:
     """Checks shapes and dtypes. Returns start and step of each component of int8 and uint8, float32 `[2, D]`."""
-    if precision not in PRECISIONS:
+    if precision not in (*PRECISIONS,):
         names = ", ".join(PRECISIONS)
         raise ValueError(f"{op}: corpus_precision must be one of {names}, got {precision!r:.80}")
     for name, rows in (("corpus_embeddings", corpus), ("query_embeddings", queries)):

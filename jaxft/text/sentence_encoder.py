@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import operator
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +24,7 @@ from jaxft.text import arguments, batching, module_files, writing
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import Batch, Bucket
 from jaxft.text.long_texts import LongTexts
-from jaxft.text.quantization import PRECISIONS, quantize_embeddings
+from jaxft.text.quantization import PRECISIONS, as_ranges, quantize_embeddings
 from jaxft.text.similarities import SIMILARITIES, similarity_name
 
 if TYPE_CHECKING:
@@ -234,7 +233,7 @@ class SentenceEncoder:
         encoder._origin = writing.read_origin(folder_or_id, folder, settings)
         return encoder
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+    def save_pretrained(self, folder: str | os.PathLike[str], **others: Any) -> None:
         """Writes a folder that `from_pretrained` and sentence-transformers load, with the same embeddings.
 
         The folder gets the files of the encoder, of the modules and of the tokenizer, prompts, `similarity_fn_name`,
@@ -245,12 +244,14 @@ class SentenceEncoder:
 
         Args:
           folder: folder of the files. It is created if it does not exist.
+          **others: none. An argument of sentence-transformers raises a TypeError that names the equivalent.
 
         Raises:
-          TypeError: `folder` is not a string or path.
+          TypeError: `folder` is not a string or path, or an argument is one of sentence-transformers only.
           NotADirectoryError: `folder` is a file.
           ValueError: the parameters have no values yet.
         """
+        arguments.refuse("save_pretrained", others)
         settings = {
             "model_type": "SentenceTransformer",
             "prompts": self.prompts,
@@ -280,13 +281,9 @@ class SentenceEncoder:
 
     @max_seq_length.setter
     def max_seq_length(self, value: int | None) -> None:
-        positions = self.model.config.max_sequence_length
-        value = positions if value is None else operator.index(value)
-        if value > positions:
-            raise ValueError(
-                f"SentenceEncoder: max_seq_length must be at most {positions}, the number of positions of the model,"
-                f" got {value}"
-            )
+        config = self.model.config
+        value = config.max_sequence_length if value is None else value
+        value = tokenizer_files.checked_limit("SentenceEncoder", "max_seq_length", value, config)
         self._by_length = {value: self._texts_of(value)}
         self._max_seq_length = value
 
@@ -397,9 +394,9 @@ class SentenceEncoder:
             pooling gets; None for both, with the inputs of the model.
           precision: "float32", "float16", "int8", "uint8", "binary" or "ubinary", see `quantize_embeddings`.
           ranges: smallest and largest value of each component, `[2, embedding_dimension]`, for "int8" and "uint8".
-          calibration: texts, or float embeddings `[m, embedding_dimension]`, that the ranges are taken from. Texts are
-            encoded with the prompt and the options of this call. Without `ranges` and `calibration`, the ranges are
-            those of the result.
+          calibration: texts, or float embeddings `[m, embedding_dimension]`, from which the ranges are computed. Texts
+            are encoded with the prompt and the options of this call. `ranges` win over `calibration`. Without both, the
+            ranges are computed from the result, which needs more than one text.
           convert_to_numpy: whether to return NumPy arrays. If False, the result has JAX arrays on the default device.
           normalize_embeddings: whether to scale embeddings to length 1. Checkpoints with a Normalize module always do.
           truncate_dim: number of components of an embedding to keep. None takes the encoder's own `truncate_dim`.
@@ -434,7 +431,7 @@ class SentenceEncoder:
         prompt = arguments.chosen_prompt("encode", self.prompts, self.default_prompt_name, prompt, prompt_name)
         width = self.truncate_dim if truncate_dim is None else _checked_width("encode", truncate_dim)
         for name, value, known in (
-            ("output_value", output_value, _OUTPUT_VALUES), ("precision", precision, PRECISIONS),
+            ("output_value", output_value, _OUTPUT_VALUES), ("precision", precision, (*PRECISIONS,)),
             ("task", task, (None, *_TASKS)),
         ):  # fmt: skip
             if value not in known:
@@ -455,6 +452,17 @@ class SentenceEncoder:
         modules = self.embedder.modules
         again = normalize_embeddings and not (width is None and modules and isinstance(modules[-1], Normalize))
         last_steps = width, again and is_embedding, not is_embedding
+        # Before the texts, which may take hours, so that mistakes are found at once.
+        if precision in ("int8", "uint8"):
+            if ranges is not None:
+                ranges = as_ranges("encode", ranges, width or self.embedder.embedding_dimension)
+            elif calibration is not None:
+                calibration = self._calibration(
+                    calibration, prompt=prompt, batch_size=batch_size, show_progress_bar=show_progress_bar,
+                    normalize_embeddings=normalize_embeddings, truncate_dim=truncate_dim, task=task,
+                )  # fmt: skip
+            elif len(texts) == 1:
+                raise ValueError(f"encode: {precision} ranges of a single text say nothing: pass ranges or calibration")
         arrays, rebuild = self._bundled(self.embedder)
 
         def compute(batch: Batch) -> Any:
@@ -473,11 +481,6 @@ class SentenceEncoder:
             chosen = found if output_value is None else [x[output_value] for x in found]
             return chosen[0] if isinstance(inputs, str) else chosen
         if precision != "float32":
-            if calibration is not None and not _is_float_array(calibration):
-                calibration = self.encode(
-                    calibration, prompt=prompt, batch_size=batch_size, show_progress_bar=show_progress_bar,
-                    normalize_embeddings=normalize_embeddings, truncate_dim=truncate_dim, task=task,
-                )  # fmt: skip
             results = quantize_embeddings(results, precision, ranges=ranges, calibration_embeddings=calibration)
         result = results[0] if isinstance(inputs, str) else results
         return result if convert_to_numpy else jnp.asarray(result)
@@ -567,6 +570,15 @@ class SentenceEncoder:
     def _texts_of(self, limit: int) -> _Texts:
         return _Texts(self.tokenizer, self.model, limit, token_types=self._token_types, packed=self._packed)
 
+    def _calibration(self, calibration: Any, **options: Any) -> Any:
+        """Returns the embeddings of `calibration` if it has texts, else `calibration`."""
+        if isinstance(calibration, np.ndarray | jax.Array) and jnp.issubdtype(calibration.dtype, jnp.floating):
+            return calibration
+        rows = batching.as_list("encode", "calibration", calibration, "an iterable of str or an array of floats")
+        if not any(isinstance(row, str) for row in rows):
+            return rows
+        return self.encode(batching.as_texts("encode", "calibration", rows), **options)
+
     def _task_options(self, task: str, options: dict[str, Any]) -> dict[str, Any]:
         """Adds the task, and the prompt of the task if `options` has none."""
         if options.get("prompt") is None and options.get("prompt_name") is None:
@@ -588,7 +600,3 @@ def _checked_width(where: str, value: Any) -> int | None:
     if value is not None and not (checks.is_natural(value) and value > 0):
         raise ValueError(f"{where}: truncate_dim must be None or a positive integer, got {value!r}")
     return value
-
-
-def _is_float_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray | jax.Array) and jnp.issubdtype(value.dtype, jnp.floating)

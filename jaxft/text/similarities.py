@@ -63,12 +63,12 @@ def _distances(of_difference: Callable[[Any], Any]) -> Similarity:
 def _checked(function: Callable[[Any, Any], Any], *, pairwise: bool) -> Callable[[Rows, Rows], Any]:
     def similarity(a: Any, b: Any) -> Any:
         on_device = any(isinstance(x, jax.Array) for rows in (a, b) for x in (rows, *_items(rows)))
-        a, b = (_as_floats(name, rows, on_device) for name, rows in (("a", a), ("b", b)))
+        a, b = (_as_floats(name, rows, on_device) for name, rows in (("embeddings1", a), ("embeddings2", b)))
         if not pairwise:
             a, b = (x[None] if x.ndim == 1 else x for x in (a, b))
         if a.shape[-1] != b.shape[-1] or (pairwise and a.ndim == b.ndim == 2 and len(a) != len(b)):
             what = "the same shape" if pairwise else "the same width"
-            raise ValueError(f"similarity: a and b must have {what}, got {a.shape} and {b.shape}")
+            raise ValueError(f"similarity: embeddings1 and embeddings2 must have {what}, got {a.shape} and {b.shape}")
         return function(a, b)
 
     return similarity

@@ -513,6 +513,17 @@ def prompt_length(tokenizer: "Tokenizer", prompt: str) -> int:
     return len(encoding.ids) - bool(ends_special)
 
 
+def checked_limit(owner: str, argument: str, value: Any, config: BertConfig) -> int:
+    """Returns a maximum number of tokens as an integer. Raises a ValueError if the model has fewer positions."""
+    if not checks.is_natural(value):
+        raise ValueError(f"{owner}: {argument} must be a positive integer, got {value!r:.80}")
+    if value > config.max_sequence_length:
+        raise ValueError(
+            f"{owner}: {argument} must be at most {config.max_sequence_length}, the positions of the model, got {value}"
+        )
+    return int(value)
+
+
 def truncating(
     tokenizer: "Tokenizer", max_length: int, config: BertConfig, *, is_pair: bool = False, token_types: bool = True,
     owner: str, argument: str,
