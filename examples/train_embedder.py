@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = common.arguments(__doc__, "train_embedder", PRESETS)
     parser.add_argument(
         "--dims", type=common.positive, nargs="+", metavar="D",
-        help="train embeddings that can be cut to so many dimensions (Matryoshka), besides the whole embeddings",
+        help="numbers of dimensions to which the trained embeddings can be cut (Matryoshka)",
     )  # fmt: skip
     args = parser.parse_args(argv)
     preset = PRESETS[args.preset]

@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     for embeds in (encode, similar):
         embeds.add_argument(
             "--truncate-dim", metavar="D", type=_positive,
-            help="keep the first D components of every embedding (default: as many as the model's files say)",
+            help="keep the first D components of every embedding (default: the number in the model's files, else all)",
         )  # fmt: skip
     for ranks in (similar, rerank):
         ranks.add_argument("--top", metavar="K", type=_positive, default=5, help="how many to show (default: 5)")

@@ -1,7 +1,7 @@
 """Parts of a training step: micro-batches, losses of embeddings, loss scaling for float16, compiler options."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
@@ -184,7 +184,7 @@ def cached_gradients(
 
       jax.grad(mean)(params)
 
-    Inside a `jax.shard_map`, the results cover all devices, as those of `accumulate_gradients` do.
+    Inside a `jax.shard_map`, the results cover all devices, as for `accumulate_gradients`.
 
     Args:
       embed_fn: a function (params, micro_batch) -> a tuple of float arrays `[B, ...]`, for example the embeddings of
@@ -318,20 +318,20 @@ def matryoshka_loss(
       `shard_map`, it must be the same on all devices.
 
     Raises:
-      ValueError: `dims` are not positive integers, at least one, or there are not as many finite `weights`, or
+      ValueError: `dims` are not positive integers, at least one, or the number of finite `weights` differs from it, or
         `n_dims_per_step` is not a positive integer.
 
     Source: Kusupati et al., "Matryoshka Representation Learning" (2022).
     """
     where = "matryoshka_loss"
-    dims = tuple(dims)
-    if not dims or not all(checks.is_natural(dim) and dim > 0 for dim in dims):
+    dims = tuple(dims) if isinstance(dims, Iterable) else dims
+    if not isinstance(dims, tuple) or not dims or not all(checks.is_natural(dim) and dim > 0 for dim in dims):
         raise ValueError(f"{where}: dims must be positive integers, at least one, got {dims!r:.100}")
     factors = [
         checks.check_number(where, "weights", weight) for weight in ([1] * len(dims) if weights is None else weights)
     ]
     if len(factors) != len(dims):
-        raise ValueError(f"{where}: weights must be {len(dims)} numbers, as many as dims, got {len(factors)}")
+        raise ValueError(f"{where}: weights must have one number for each of the {len(dims)} dims, got {len(factors)}")
     if n_dims_per_step is not None and not (checks.is_natural(n_dims_per_step) and n_dims_per_step > 0):
         raise ValueError(f"{where}: n_dims_per_step must be None or a positive integer, got {n_dims_per_step!r:.100}")
 

@@ -245,7 +245,8 @@ def test_matryoshka_passes_none_on():
     [
         ({"dims": ()}, r"dims must be positive integers, at least one, got \(\)"),
         ({"dims": (4, 0)}, r"dims must be positive integers.* got \(4, 0\)"),
-        ({"dims": (4, 2), "weights": [1.0]}, "weights must be 2 numbers, as many as dims, got 1"),
+        ({"dims": (4, 2), "weights": [1.0]}, "weights must have one number for each of the 2 dims, got 1"),
+        ({"dims": 4}, "dims must be positive integers, at least one, got 4"),
         ({"dims": (4, 2), "weights": [1.0, float("nan")]}, "weights must be finite, got nan"),
         ({"dims": (4, 2), "n_dims_per_step": 0}, "n_dims_per_step must be None or a positive integer, got 0"),
         ({"dims": (9,)}, r"embeddings must have at least 9 components, got \(6, 8\)"),

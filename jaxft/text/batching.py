@@ -126,6 +126,13 @@ class Batch(NamedTuple):
     longest: int  # length of the padded sequences; packed, maximum number of tokens of a sequence
 
 
+def sequences(input_ids: jax.Array, lengths: jax.Array, longest: int) -> dict[str, Any]:
+    """Returns the arguments of a model that say where the sequences of a padded or packed `Batch` are."""
+    if input_ids.ndim == 1:
+        return {"cu_seqlens": lengths, "max_seqlen": longest}
+    return {"attention_mask": jnp.arange(longest, dtype=lengths.dtype)[None] < lengths[:, None]}
+
+
 def buckets(batch_size: int, limit: int) -> list[Bucket]:
     """Returns the shapes of packed batches of at most `batch_size * limit` tokens, by `longest`, then `capacity`."""
     return [*_buckets(check_batch_size("buckets", batch_size), limit)]

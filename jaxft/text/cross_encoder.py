@@ -91,15 +91,10 @@ class CrossEncoder:
             prompt_length: jax.Array | None, rebuild: Rebuild,
         ) -> jax.Array:  # fmt: skip
             module = rebuild(arrays)
-            call: dict[str, Any] = {"deterministic": True}
+            call = batching.sequences(input_ids, lengths, longest)
             if isinstance(module, EmbeddingModel):
                 call["prompt_lengths"] = prompt_length
-            if input_ids.ndim == 1:
-                logits = module(input_ids, None, types, cu_seqlens=lengths, max_seqlen=longest, **call)
-            else:
-                mask = jnp.arange(longest, dtype=lengths.dtype)[None] < lengths[:, None]
-                logits = module(input_ids, mask, types, **call)
-            return logits.astype(jnp.float32)
+            return module(input_ids, token_type_ids=types, deterministic=True, **call).astype(jnp.float32)
 
         self._score = jax.jit(score, static_argnums=(4, 6))
 

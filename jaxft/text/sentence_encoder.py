@@ -136,12 +136,10 @@ class SentenceEncoder:
             arrays: list[jax.Array], input_ids: jax.Array, lengths: jax.Array, longest: int,
             last_steps: tuple[int | None, bool, bool], rebuild: Rebuild, prompt_length: jax.Array | None = None,
         ) -> Any:  # fmt: skip
-            packing: dict[str, Any] = {"cu_seqlens": lengths, "max_seqlen": longest}
-            if input_ids.ndim == 2:
-                packing = {"attention_mask": jnp.arange(longest, dtype=lengths.dtype)[None] < lengths[:, None]}
             tokens, pooled = rebuild(arrays).with_tokens(
-                input_ids, **packing, prompt_lengths=prompt_length, deterministic=True
-            )
+                input_ids, **batching.sequences(input_ids, lengths, longest), prompt_lengths=prompt_length,
+                deterministic=True,
+            )  # fmt: skip
             width, normalizes, with_tokens = last_steps
             pooled = pooled[:, :width]
             pooled = l2_normalize(pooled) if normalizes else pooled

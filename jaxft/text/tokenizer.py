@@ -146,7 +146,7 @@ class Settings:
 
     @property
     def token_types(self) -> bool:
-        """Whether the model gets the token type ids of the tokenizer."""
+        """True if the model gets the token type ids of the tokenizer."""
         names = self.values.get("model_input_names")
         if not isinstance(names, list | None):
             raise CheckpointError(f"{self.file}: model_input_names must be a list, got {names!r:.80}")

@@ -35,7 +35,7 @@ _log = logging.getLogger("jaxft")
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """What a saved encoder keeps from the folder that it was loaded from."""
+    """Facts about the loaded folder that a saved encoder keeps."""
 
     name: str | None = None  # the Hugging Face id
     card: str = ""  # README.md
