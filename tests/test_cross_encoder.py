@@ -551,8 +551,14 @@ def test_max_length(tmp_path, family, asked, tokenizer_config, expected):
     tiny.write_classifier(tmp_path, family)
     tiny.write_json(tmp_path / "tokenizer_config.json", tokenizer_config)
     reranker = CrossEncoder.from_pretrained(tmp_path, max_length=asked)
-    assert reranker.max_seq_length == expected
+    assert reranker.max_seq_length == reranker.max_length == expected
     assert len(reranker._tokenizer.encode("rain " * 100, "river").ids) == expected
+
+
+def test_max_length_can_be_set(reranker):
+    encoder = CrossEncoder(reranker.model, reranker._tokenizer, max_length=20)
+    encoder.max_length = 12
+    assert encoder.max_seq_length == 12 and len(encoder._tokenizer.encode("rain " * 100, "river").ids) == 12
 
 
 def test_max_length_must_leave_room(folders):

@@ -435,3 +435,9 @@ def test_usage_of_the_card_runs(tmp_path, kind, task, capsys):
     assert f"from sentence_transformers import {family}\n" in theirs
     exec(ours.replace("path/to/this/folder", str(tmp_path)))
     assert "0" in capsys.readouterr().out
+
+
+def test_empty_folder_name_is_refused():
+    model = BertModel(tiny.config(), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="save_pretrained: folder must not be empty, got ''"):
+        model.save_pretrained("")

@@ -267,6 +267,8 @@ def checked_folder(folder: str | os.PathLike[str]) -> Path:
     """Returns the folder of a call of save_pretrained. Raises if it is of a wrong type, or a file."""
     if not isinstance(folder, str | os.PathLike):
         raise TypeError(f"save_pretrained: folder must be a string or path, got {type(folder).__name__}")
+    if not os.fspath(folder):
+        raise ValueError("save_pretrained: folder must not be empty, got ''")
     if os.path.isfile(folder):
         raise NotADirectoryError(f"save_pretrained: folder must not be a file, got {folder}")
     return Path(folder)

@@ -242,6 +242,8 @@ class CrossEncoder:
     def max_seq_length(self, value: int) -> None:
         self._set_length(self._tokenizer, value, "max_seq_length")
 
+    max_length = max_seq_length  # the name in versions of sentence-transformers before 6
+
     @property
     def _encoder(self) -> BertModel:
         return self.model.encoder if isinstance(self.model, EmbeddingModel) else self.model.bert

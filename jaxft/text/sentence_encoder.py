@@ -581,7 +581,7 @@ class SentenceEncoder:
         """Adds the task, and the prompt of the task if `options` has none."""
         if options.get("prompt") is None and options.get("prompt_name") is None:
             options["prompt_name"] = next((name for name in _TASKS[task] if name in self.prompts), None)
-        return {"task": task} | options
+        return options | {"task": task}
 
     def _features(self, found: batching.Features, prompt_length: Any, convert: Any) -> dict[str, Any]:
         """Returns the features of a text under the names of sentence-transformers."""
