@@ -138,7 +138,7 @@ def test_constructor_checks_the_tokenizer(tmp_path):
     tokenizer.post_processor = processors.BertProcessing(("X", BEYOND), ("[CLS]", 2))
     with pytest.raises(ValueError, match=f"SentenceEncoder: the tokenizer has ids up to {BEYOND}, 'X'"):
         SentenceEncoder(model, tokenizer, max_seq_length=8)
-    with pytest.raises(ValueError, match=r"SentenceEncoder: prompts\['q'\]\[0\] is not valid"):
+    with pytest.raises(ValueError, match=r"SentenceEncoder: prompts\['q'\] is not valid"):
         SentenceEncoder(model, tiny.bert_tokenizer(), max_seq_length=8, prompts={"q": "\ud800"})
 
 
