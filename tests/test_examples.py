@@ -139,7 +139,9 @@ def finish(run, batch_at=lambda step: jnp.ones(2)):
 
 
 SIGNALLED = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup
 from pathlib import Path
 import jax.numpy as jnp
 import common

@@ -130,8 +130,9 @@ def texts(tmp_path_factory):
 
 
 def start(folder, code, *arguments, ignored=()):
-    # If the tests run in the background of a shell, their children ignore interrupts.
+    # If the tests run in the background of a shell, or by nohup, their children ignore interrupts or hang-ups.
     lines = ["import signal", "signal.signal(signal.SIGINT, signal.default_int_handler)"]
+    lines += ["signal.signal(signal.SIGHUP, signal.SIG_DFL)"]
     lines += [f"signal.signal({int(number)}, signal.SIG_IGN)" for number in ignored]
     return subprocess.Popen(
         [sys.executable, "-c", "\n".join([*lines, code]), *map(str, arguments)], cwd=folder, text=True,
