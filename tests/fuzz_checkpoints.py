@@ -165,7 +165,9 @@ def _changed_json(rng: random.Random, data: bytes) -> tuple[bytes, str]:
         elif how == "raw":
             part[key] = MARK
         elif how == "number" and isinstance(part[key], int | float):
-            part[key] = rng.choice((part[key] + 1, -part[key], part[key] * 2, float(part[key]), *NUMBERS))
+            number = part[key]
+            as_float = float(number) if abs(number) < 2**63 else 0.5  # an earlier change may have made it huge
+            part[key] = rng.choice((number + 1, -number, number * 2, as_float, *NUMBERS))
         else:
             part[key] = copy.deepcopy(rng.choice(VALUES))
     text = json.dumps(box[0]).replace(json.dumps(MARK), rng.choice(RAW))
