@@ -269,7 +269,7 @@ _TIED: Mapping[str, Mapping[str, str]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What the checkpoints of one `model_type` have in common: names of tensors, and fields of config.json."""
+    """Names of tensors and fields of config.json that all checkpoints of one `model_type` share."""
 
     names: Mapping[str, list[str]]
     prefix: str  # of the encoder's tensors if the checkpoint was saved from a model with a head

@@ -178,7 +178,7 @@ _Norm = tuple[Array | None, Array | None]  # gamma and beta
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """What the attention of a layer needs to know of the places of the tokens.
+    """Places of the tokens, for the attention of a layer.
 
     Attributes:
       mask: boolean `[B, 1, 1, T]`, or None.

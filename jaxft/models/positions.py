@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxft import reference
 from jaxft.dropout import dropout
 
 _BUCKETS, _FARTHEST = 32, 128  # MPNet's, which its config.json does not change
@@ -64,20 +65,14 @@ def disentangled_attention(
     scale = 1.0 / math.sqrt(3 * size)
     wide = {"preferred_element_type": jnp.float32}
     scores = jnp.einsum("bqnh,bknh->bnqk", query, key, **wide)
-    # `index` is of query minus key; both parts look up the same bucket.
-    index = jnp.asarray(np.clip(log_buckets(-_offsets(length), buckets, farthest) + span, 0, 2 * span - 1))
+    bucket = log_buckets(-_offsets(length), buckets, farthest)  # of query minus key
     by_key = jnp.einsum("bqnh,rnh->bnqr", query, relative[:, 1], **wide)
     by_query = jnp.einsum("bknh,rnh->bnkr", key, relative[:, 0], **wide)
-    scores += jnp.take_along_axis(by_key, index[None, None], axis=-1)
-    # Of key and query exchanged: the bucket of key minus query.
-    other = jnp.asarray(np.clip(-log_buckets(-_offsets(length), buckets, farthest) + span, 0, 2 * span - 1))
-    scores += jnp.take_along_axis(by_query, other[None, None], axis=-1).mT
-    scores *= scale
-    if mask is not None:
-        scores = jnp.where(mask, scores, -jnp.inf)
-    top = jnp.max(scores, axis=-1, keepdims=True)
-    weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0))
-    weights /= jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    for found, of_row in ((by_key, bucket), (by_query, -bucket)):  # rows are queries, then keys
+        index = jnp.asarray(np.clip(of_row + span, 0, 2 * span - 1))
+        part = jnp.take_along_axis(found, index[None, None], axis=-1)
+        scores += part if found is by_key else part.mT
+    weights = reference.softmax(scores, scale=scale, mask=mask)
     return jnp.einsum("bnqk,bknh->bqnh", dropout(weights, dropout_rate, dropout_rng).astype(value.dtype), value)
 
 

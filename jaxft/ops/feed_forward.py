@@ -210,7 +210,7 @@ def _bwd(plan, saved, dy):
 
 
 def _outer_gradient(dy, h, out_kernel, plan):
-    """Computes the gradient of the kernel of h @ out_kernel, in float32 if JAX adds up those of examples."""
+    """Computes the gradient of the kernel of h @ out_kernel, in float32 if JAX adds up gradients of examples."""
 
     def gradient(shared, dy, h, out_kernel):
         product = functools.partial(

@@ -121,7 +121,7 @@ def wide_carriers(*arrays: Array | None) -> list[Array | None]:
 
 
 def gradient_dtype(x: Array | None, shared: bool) -> Any:
-    """Returns the dtype in which a kernel gives the gradient of `x`: float32 if JAX adds up those of examples."""
+    """Returns the dtype in which a kernel gives the gradient of `x`: float32 if JAX adds up gradients of examples."""
     return None if x is None else reference.wide_dtype(x) if shared else x.dtype
 
 
