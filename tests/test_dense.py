@@ -36,7 +36,8 @@ def dense_floats(rng, rows, inner, outer, dtype=jnp.float32, vectors=jnp.float32
 
 
 @pytest.mark.parametrize("op", ["dense", "feed_forward_residual_layer_norm", "dense_residual_layer_norm"])
-def test_gradient_has_the_precision_of_the_call(op):
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", ""])
+def test_gradient_has_the_precision_of_the_call(op, jit):
     """The gradient is traced later, when the context that set the precision has ended."""
     x, kernel = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2000, 64), (64, 64)))
 
@@ -49,7 +50,7 @@ def test_gradient_has_the_precision_of_the_call(op):
             return jaxft.feed_forward_residual_layer_norm(x, kernel, None, kernel, None, None, None).sum()
 
     with dispatch.target(), jax.default_matmul_precision(None):
-        program = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, kernel))
+        program = str(jax.make_jaxpr(jax.grad(jit(loss), argnums=(0, 1)))(x, kernel))
     assert program.count("dot_general[") == program.count("precision=(Precision.HIGHEST") >= 3
 
 

@@ -200,9 +200,10 @@ EXAMPLES = CASES | {
         lambda **floats: jaxft.linear_cross_entropy(labels=LABELS[:6], **floats).total, CASES["cross_entropy"][1]
     ),
     "attention_bias": (jaxft.dot_product_attention, CASES["attention"][1] | {"bias": (1, 1, 3, 5)}),
+    "own_bias": (partial(jaxft.dense, activation="gelu"), {"bias": VECTOR, "x": ROW, "kernel": KERNEL}),
 }  # fmt: skip
 del EXAMPLES["attention_fn"]
-QUICK = ("residual", "embeddings_ids", "bias_activation", "softmax", "split", "dense_gelu", "split_k", "attention")
+QUICK = ("residual", "embeddings_ids", "bias_activation", "softmax", "split", "dense_gelu", "own_bias", "split_k", "attention")
 
 
 @pytest.mark.parametrize("dtype", [cases.DTYPES[1], *cases.slow(cases.DTYPES[2])])
@@ -217,7 +218,7 @@ def test_examples_that_share_an_array_are_summed_in_float32(name, last, dtype):
     axes = {n: 0 if n in mapped else None for n in floats}
     out = jax.eval_shape(jax.vmap(lambda f: op(**f, implementation="xla"), (axes,)), floats)
     cotangents = jax.tree.map(lambda leaf: cancelling(rng, leaf.shape, leaf.dtype), out)
-    rounds = any(matmul in name for matmul in ("dense", "split_k", "feed_forward", "cross_entropy"))
+    rounds = any(matmul in name for matmul in ("dense", "own_bias", "split_k", "feed_forward", "cross_entropy"))
     assert_examples_are_summed(run, floats, cotangents, rounds=rounds, kernel=name != "cross_entropy")
 
 
@@ -248,15 +249,18 @@ def test_attention_of_examples_with_their_own_masks(name, dtype):
     assert_examples_are_summed(run, floats, cancelling(rng, out, dtype), rounds=name == "packed")
 
 
-def test_nested_vmaps_sum_in_float32():
-    """The inner vmap maps the bias, and the outer one shares it."""
+@pytest.mark.parametrize("mapping", ["inner", "outer"])
+def test_nested_vmaps_sum_in_float32(mapping):
+    """One vmap maps the bias, and the other one, over the 32 examples, shares it."""
     rng = np.random.default_rng(0)
     floats = over_examples(32, {"x": (3, 6, D), "bias": (3, D)})(rng, ["x"], jnp.float16)
     cotangents = cancelling(rng, (32, 3, 6, D), jnp.float16)
 
     def run(implementation, floats, cotangents):
         f = partial(jaxft.bias_activation, implementation=implementation)
-        every = jax.vmap(jax.vmap(f), (0, None))
+        inner = jax.vmap(jax.vmap(f), (0, None))
+        outer = jax.vmap(jax.vmap(f, (0, None)), (1, 0), 1)
+        every = inner if mapping == "inner" else outer
         return {"bias": jax.vjp(lambda bias: every(floats["x"], bias), floats["bias"])[1](cotangents)[0]}
 
     assert_examples_are_summed(run, floats, cotangents)

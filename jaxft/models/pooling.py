@@ -111,8 +111,8 @@ def packed_rows_of(x: jax.Array, cu_seqlens: jax.Array, rows: int) -> jax.Array:
     row = jnp.arange(rows, dtype=cu_seqlens.dtype)
     sequence = jnp.searchsorted(cu_seqlens, row, side="right") - 1  # the last of those that start there: not empty
     place = row - cu_seqlens[jnp.maximum(sequence, 0)]
-    used = (row < cu_seqlens[-1]) & (place < x.shape[1])
-    index = jnp.where(used, sequence * x.shape[1] + place, x.shape[0] * x.shape[1])
+    # The rows after the last sequence count as rows of one more, and so lie beyond the array.
+    index = jnp.where(place < x.shape[1], sequence * x.shape[1] + place, x.shape[0] * x.shape[1])
     return x.reshape(-1, x.shape[2]).at[index].get(mode="fill", fill_value=0)
 
 
