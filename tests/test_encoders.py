@@ -150,7 +150,7 @@ def test_hidden_states():
 
 
 def test_packing_is_undone():
-    starts, rows = jnp.asarray([0, 5, 5, 8]), jnp.arange(1, 23, dtype=jnp.float32).reshape(11, 2)
+    starts, rows = jnp.asarray([0, 5, 8, 8]), jnp.arange(1, 23, dtype=jnp.float32).reshape(11, 2)
     padded = sequence_rows(rows, starts, 6)
     np.testing.assert_array_equal(packed_rows_of(padded, starts, 11), rows.at[8:].set(0))
     np.testing.assert_array_equal(packed_rows_of(padded[:, :4], starts, 11), rows.at[8:].set(0).at[4].set(0))
