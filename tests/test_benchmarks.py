@@ -392,7 +392,10 @@ def test_a_wrong_result_is_not_timed(wrong, tmp_path, monkeypatch):
 def tiny_encode(tmp_path, monkeypatch):
     """Arguments of bench_encode with a tiny model and few texts. In float32 packed and padded batches agree."""
     tiny.write_tokenizer(tmp_path)
-    settings = {"CONFIGS": {"tiny": tiny.config()}, "LIMIT": 32, "BATCH_SIZE": 2, "DTYPE": "float32", "PROMPT": "the "}
+    settings = {
+        "CONFIGS": {"tiny": tiny.config()}, "LIMIT": 32, "BATCH_SIZE": 2, "DTYPE": "float32", "PROMPT": "the ",
+        "OPTIONS_TEXTS": 6, "OPTIONS_TOKENS": (4, 10),
+    }  # fmt: skip
     for name, value in settings.items():
         monkeypatch.setattr(bench_encode, name, value)
     monkeypatch.setattr(bench_encode, "docstrings", lambda: ["the river " * n for n in (1, 14, 3, 0, 2)])
@@ -419,9 +422,9 @@ def test_bench_encode(tiny_encode, tmp_path, capsys):
     options = [row for row in every if row["op"] == "encode options tiny"]
     names = ["prompt", "prompt not pooled", "truncate_dim", "int8", "ubinary", "Dense"]
     assert [row["implementation"] for row in options] == ["jaxft", *(f"jaxft, {name}" for name in names)]
-    tokens += 5  # of the prompt
+    tokens = 2 * (5 + 9 + 7)  # texts of 1, 3 and 2 times two tokens, twice, with the prompt and the special tokens
     for row in options:
-        assert float(row["rate"]) == pytest.approx(tokens / float(row["p50"]), rel=1e-3)
+        assert row["shape"] == "6" and float(row["rate"]) == pytest.approx(tokens / float(row["p50"]), rel=1e-3)
 
 
 def test_bench_encode_times_options_alone(tiny_encode, tmp_path, capsys):
