@@ -4,11 +4,13 @@ The docstrings come several times over, in random order. "jaxft, padded" pads it
 sorted" pads batches of texts in the given order, as loops without sorting do. `device_only_us` is the wall time of the
 first variant's batches when they are on the device already. A second case encodes one text per call, as a search does
 with its queries. A third case times what options of `encode` and a Dense module cost: all of its variants compute the
-same tokens, because the plain call gets texts that start with the prompt. `--only options` runs this case alone.
+same tokens, because the plain call gets texts that start with the prompt. `--only options` runs this case alone. Its
+texts have similar lengths, so that each variant compiles one or two programs and the time goes into rounds of calls.
 """
 
 import ast
 import functools
+import itertools
 import random
 import sysconfig
 import warnings
@@ -39,6 +41,8 @@ REPEATS = 4
 LAST_STEPS = (None, False, False)  # no truncation, no normalisation, no token embeddings
 Ways = dict[tuple[str, str], Callable[[], Any]]  # (implementation, metric) -> what is timed
 PROMPT = "query: "
+# Texts of the case of options, and their least and largest number of tokens. Packed batches of them have one shape.
+OPTIONS_TEXTS, OPTIONS_TOKENS = 4096, (33, 64)
 QUERY = "How many people live in the largest city of the country, and since when?"
 
 
@@ -118,7 +122,10 @@ def run_one(model: str, packed: SentenceEncoder, padded: SentenceEncoder, args: 
 def run_options(model: str, make: Callable[..., SentenceEncoder], texts: list[str], args: Any) -> list[timing.Row]:
     """Checks and times options of `encode` and a Dense module, and prints what each costs beside the plain call."""
     plain, apart = make(packed=True), make(packed=True, include_prompt=False)
-    width = plain.embedding_dimension
+    width, (least, most) = plain.embedding_dimension, OPTIONS_TOKENS
+    lengths = map(len, plain.tokenize([PROMPT + text for text in texts]))
+    chosen = [text for text, length in zip(texts, lengths, strict=True) if least <= length <= most]
+    texts = [*itertools.islice(itertools.cycle(chosen), OPTIONS_TEXTS)]
     with_dense = make(packed=True, modules=[Dense(width, width, activation="Tanh", rngs=nnx.Rngs(0))])
     prompted = [PROMPT + text for text in texts]
     ranges = np.stack([np.full(width, -1.0, np.float32), np.full(width, 1.0, np.float32)])
@@ -138,14 +145,15 @@ def run_options(model: str, make: Callable[..., SentenceEncoder], texts: list[st
         raise SystemExit(f"{model}: the prompt changes embeddings of the same tokens; nothing is timed")
     tokens = sum(map(len, plain.tokenize(prompted)))
     ways: Ways = {(name, "wall_us"): f for name, f in options.items()}
-    times = samples(ways, 5 if args.quick else 11)
+    times = samples(ways, 15 if args.quick else 31)
     rows = timing.as_rows(
         times, tokens * 1e6, "Mtoken/s", args,
         op=f"encode options {model}", direction="forward", shape=[len(texts)], dtype=DTYPE,
     )  # fmt: skip
     base = np.array(times["jaxft", "wall_us"])
     for (name, _), sample in times.items():
-        print(f"{model}, {name}: {100 * (np.median(sample / base) - 1):+.2f} % time beside the plain call")
+        low, middle, high = 100 * (np.percentile(sample / base, (25, 50, 75)) - 1)
+        print(f"{model}, {name}: {middle:+.2f} % time beside the plain call (quartiles {low:+.2f} and {high:+.2f} %)")
     return rows
 
 
@@ -185,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json or vocab.txt of an uncased BERT")
     parser.add_argument("--only", choices=["options"], help="time the options of encode alone")
     args = parser.parse_args(argv)
-    texts = docstrings() * (1 if args.quick else REPEATS)
+    texts = docstrings() * (1 if args.quick or args.only else REPEATS)
     random.Random(0).shuffle(texts)
     timing.print_tables([row for model in CONFIGS for row in run(model, args.tokenizer, texts, args)])
 

@@ -147,10 +147,9 @@ def measure(job: Job, out: Path) -> None:
         temporary.write_text(json.dumps(found, allow_nan=False))
         os.replace(temporary, out)
 
-    if missing := [name for name in library.packages if importlib.util.find_spec(name.replace("-", "_")) is None]:
-        return write(absent=", ".join(missing))
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in library.packages)
-    write(device=library.device(), versions=versions)
+    if absent := missing(library.packages):
+        return write(absent=", ".join(absent))
+    write(device=library.device(), versions=versions(library.packages))
     case, texts = CASES[job.name], json.loads((job.work / "texts.json").read_text())
     kinds = {"encode": encode_lines, "rank": rank_lines, "layers": layer_lines, "training": layer_lines}
     try:
@@ -162,6 +161,16 @@ def measure(job: Job, out: Path) -> None:
         write(error=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
         raise
     return None
+
+
+def missing(packages: Sequence[str]) -> list[str]:
+    """Returns the packages that are not installed."""
+    return [name for name in packages if importlib.util.find_spec(name.replace("-", "_")) is None]
+
+
+def versions(packages: Sequence[str]) -> str:
+    """Returns the packages with their versions."""
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
 
 
 def encode_lines(library: Any, job: Job, case: Case, texts: list[str]) -> Iterator[tuple[list[float], str]]:
@@ -192,12 +201,6 @@ def layer_lines(library: Any, job: Job, case: Case, texts: list[str]) -> Iterato
         x = rng.standard_normal((*line.shape, shapes.MODELS[case.model].width), np.float32)
         weights = rng.standard_normal(x.shape, np.float32) if case.kind == "training" else None
         ways = library.layers(job.work / case.model, x, weights)
-
-        def queued(layers: Any, calls: int) -> None:
-            for _ in range(calls):
-                out = layers.call()
-            layers.wait(out)
-
         for layers in ways.values():  # torch.compile records its CUDA graphs in the second call
             queued(layers, 3)
         name = fastest({name: functools.partial(queued, layers, 10) for name, layers in ways.items()})
@@ -205,9 +208,21 @@ def layer_lines(library: Any, job: Job, case: Case, texts: list[str]) -> Iterato
         what = "x".join(map(str, line.shape))
         least = 0.999 if weights is None else 0.99  # bfloat16 rounds gradients more often than hidden states
         job.check(what, layers.numbers(layers.call())[:1].reshape(1, -1), least)
-        calls = max(10, min(1000, math.ceil(2e6 / wall_us(functools.partial(queued, layers, 10)))))
-        many = functools.partial(queued, layers, calls)
-        yield [wall_us(many) / calls for _ in range(5 if job.quick else 9)], name if len(ways) > 1 else ""
+        yield queued_us(layers, 5 if job.quick else 9, 2e5), name if len(ways) > 1 else ""
+
+
+def queued(layers: Any, calls: int) -> None:
+    """Queues calls of `peers.Layers`, and waits for the last result."""
+    for _ in range(calls):
+        out = layers.call()
+    layers.wait(out)
+
+
+def queued_us(layers: Any, rounds: int, round_us: float) -> list[float]:
+    """Returns the wall time per call in each round of about `round_us` microseconds, with calls queued."""
+    calls = max(10, min(1000, math.ceil(round_us / wall_us(functools.partial(queued, layers, 10)) * 10)))
+    many = functools.partial(queued, layers, calls)
+    return [wall_us(many) / calls for _ in range(rounds)]
 
 
 def wall_us(call: Callable[[], Any]) -> float:
@@ -276,12 +291,12 @@ def prepare(work: Path, tokenizer: Path) -> None:
 # --- The process that starts the others ----------------------------------------------------------------------------
 
 
-def run(command: Sequence[Any], log: Path, limit: float, **environment: str) -> str | None:
-    """Runs this file in a process of its own. Returns why it failed, or None. Its children end with it."""
+def run(command: Sequence[Any], log: Path, limit: float, *, script: str = __file__, **environment: str) -> str | None:
+    """Runs a script in a process of its own. Returns why it failed, or None. Its children end with it."""
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, __file__, *map(str, command)], stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            [sys.executable, script, *map(str, command)], stdin=subprocess.DEVNULL, stdout=file, stderr=file,
             start_new_session=True, env={**os.environ, **offline, **environment},
         )  # fmt: skip
         try:

@@ -256,6 +256,48 @@ class Transformers(Torch):
         return {"torch": Layers(forward if weights is None else step, wait, numbers)}
 
 
+class TransformersModel(Torch):
+    """transformers' models with their embeddings, in each kind of attention, without and with torch.compile."""
+
+    def models(self, folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
+        """Loads the model of a folder with each kind of attention that it has, without a pooler.
+
+        Returns:
+          The models by kind, and why other kinds are left out. "eager" is there only if there is no other.
+        """
+        auto, found, refused = importlib.import_module("transformers").AutoModel, {}, {}
+        for kind in ("flash_attention_2", "sdpa", "eager"):
+            if kind == "eager" and found:
+                break
+            try:
+                model = auto.from_pretrained(folder, dtype=self.torch.bfloat16, attn_implementation=kind)
+            except (ImportError, ValueError, NotImplementedError) as error:
+                refused[kind] = str(error)
+                continue
+            if hasattr(model, "pooler"):
+                model.pooler = None
+            found[kind] = model.to(self.place).eval()
+        return found, refused
+
+    def forward(self, model: Any, ids: np.ndarray, lengths: np.ndarray | None) -> Layers:
+        """Returns the forward pass of a model, compiled or not."""
+        torch, place = self.torch, self.place
+        inputs = {"input_ids": torch.tensor(ids.astype(np.int64), device=place)}
+        if lengths is not None:
+            mask = (np.arange(ids.shape[1]) < lengths[:, None]).astype(np.int64)
+            inputs["attention_mask"] = torch.tensor(mask, device=place)
+
+        def call() -> Any:
+            with torch.inference_mode():
+                return model(**inputs).last_hidden_state
+
+        def wait(_: Any) -> None:
+            if place == "cuda":
+                torch.cuda.synchronize()
+
+        return Layers(call, wait, lambda out: out.float().cpu().numpy())
+
+
 class TorchCompile(Transformers):
     """transformers' encoder compiled as a whole."""
 

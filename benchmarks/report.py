@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import shapes
 import timing
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,6 +19,7 @@ BEGIN, END = "<!-- table: peers -->", "<!-- end -->"
 PEERS = "peers, "
 #: Start of an op -> title of its section. An op belongs to the first that fits.
 TITLES = {
+    "modern": "Modern encoders with embeddings, beside plain JAX and transformers",
     "encoder": "Encoder, forward pass of all layers, without embeddings",
     "training step": "Training step, value and gradients of all layers",
     "contrastive step": "Contrastive training step with embeddings, pooling and loss: pairs, tokens of a text",
@@ -101,6 +103,9 @@ def tables(rows: Sequence[timing.Row]) -> list[str]:
         if not own:
             continue
         parts.append(f"## {title}")
+        if name == "modern":
+            parts += modern_tables(own)
+            continue
         if name == "pretraining example":
             parts.append(pretraining(own))
         for metric in metrics_of(name):
@@ -112,6 +117,34 @@ def tables(rows: Sequence[timing.Row]) -> list[str]:
         if name == "encode docstrings" and (found := throughput(own)):
             parts += ["Packed, in the same runs; the last column compares with batches on the device already:", found]
     return parts
+
+
+def modern_tables(rows: Sequence[timing.Row]) -> list[str]:
+    """Returns tables of `bench_modern_encoders.py`: times, speedups over each kind of peer, and their targets."""
+    parts = []
+    for metric in ("queued_us", "device_us"):
+        chosen = [row for row in rows if row["metric"] == metric]
+        if not chosen:
+            continue
+        head, *lines = timing.table(chosen, metric=metric)
+        names = head[3:-1]
+        head = [*head[:-1], "over plain JAX", "over transformers", "targets"]
+        body = []
+        for line in lines:
+            times = {name: float(cell) for name, cell in zip(names, line[3:], strict=False) if cell[0].isdigit()}
+            kinds = {
+                kind: [us for name, us in times.items() if name.startswith(kind)]
+                for kind in ("xla", ("transf", "torch"))
+            }
+            ours = times.get("jaxft", math.nan)
+            over = [f"{min(found) / ours:.2f}x" if found and ours > 0 else "-" for found in kinds.values()]
+            aims = [f"{aim:.1f}x" if aim else "-" for aim in shapes.modern_targets(line[0])]
+            body.append([*line[:-1], *over, ", ".join(aims)])
+        parts += [f"{METRICS[metric][0].upper()}{METRICS[metric][1:]}:", markdown([head, *body])]
+    failures = {
+        f"{row['op']} {row['shape']}, {row['implementation']}: {row['note']}." for row in rows if "fail" in row["note"]
+    }
+    return [*parts, "\n".join(f"- {line}" for line in sorted(failures))] if failures else parts
 
 
 def pretraining(rows: Sequence[timing.Row]) -> str:

@@ -6,7 +6,7 @@ This file is plain data with a few small functions. It imports neither JAX nor j
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 DTYPES = ("bfloat16", "float32")
 FORWARD, BOTH = "forward", "forward+backward"
@@ -284,3 +284,84 @@ CONTRASTIVE = [
 #: batch, length of `bench_peers.py`
 PEERS_FORWARD = [(1, 128), (32, 128), (32, 512)]
 PEERS_TRAINING = [(32, 128), (32, 512)]
+
+# --- Modern encoders -----------------------------------------------------------------------------------------------
+
+#: Name -> fields of config.json that differ from the defaults of the model type.
+MODERN_CONFIGS: dict[str, dict[str, Any]] = {
+    "ModernBERT-base": {"model_type": "modernbert"},
+    "MPNet-base": {"model_type": "mpnet", "max_position_embeddings": 514},
+    "GTE-v1.5-base": {"model_type": "gte", "vocab_size": 30528, "type_vocab_size": 0, "pad_token_id": 0},
+    "NomicBERT-base": {"model_type": "nomic_bert"},
+    "DeBERTa-v3-base": {
+        "model_type": "deberta-v2", "vocab_size": 128100, "hidden_size": 768, "num_hidden_layers": 12,
+        "num_attention_heads": 12, "intermediate_size": 3072, "type_vocab_size": 0, "layer_norm_eps": 1e-7,
+        "max_position_embeddings": 512, "relative_attention": True, "share_att_key": True, "position_buckets": 256,
+        "max_relative_positions": -1, "position_biased_input": False, "norm_rel_ebd": "layer_norm",
+        "pos_att_type": "p2c|c2p",
+    },
+    "ELECTRA-base": {
+        "model_type": "electra", "embedding_size": 768, "hidden_size": 768, "num_hidden_layers": 12,
+        "num_attention_heads": 12, "intermediate_size": 3072,
+    },
+    "ALBERT-base": {
+        "model_type": "albert", "embedding_size": 128, "hidden_size": 768, "num_hidden_layers": 12,
+        "num_attention_heads": 12, "intermediate_size": 3072, "hidden_act": "gelu_new",
+    },
+}  # fmt: skip
+
+
+#: Model -> the least speedup over (plain JAX, transformers) that is aimed at.
+MODERN_TARGETS = {
+    "ModernBERT-base": (1.4, 1.4), "MPNet-base": (1.4, 2.0), "GTE-v1.5-base": (1.4, 1.4), "NomicBERT-base": (1.4, 1.4),
+    "DeBERTa-v3-base": (1.0, 0.0), "ELECTRA-base": (1.0, 0.0), "ALBERT-base": (1.0, 0.0),
+}  # fmt: skip
+MODERN_RAGGED_TARGET = 2.0
+_MODERN_TRAINING = "modern training step"
+
+
+def modern_targets(op: str) -> tuple[float, float]:
+    """Returns the least speedups over plain JAX and transformers that rows with this op aim at, 0 for none."""
+    model = next((name for name in MODERN_TARGETS if name in op), None)
+    if model is None or op.startswith(_MODERN_TRAINING):
+        return 0.0, 0.0
+    least = MODERN_RAGGED_TARGET if "valid tokens" in op else 0.0
+    over_jax, over_torch = MODERN_TARGETS[model]
+    return max(least, over_jax), max(least, over_torch)
+
+
+class Modern(NamedTuple):
+    """A batch for an encoder with its embeddings, in bfloat16. `valid` tokens are no padding; None is all of them."""
+
+    model: str
+    batch: int
+    length: int
+    valid: int | None = None
+    training: bool = False
+
+    @property
+    def op(self) -> str:
+        """Returns the name in the results."""
+        padding = "" if self.valid is None else f", {self.valid} valid tokens"
+        return f"{_MODERN_TRAINING if self.training else 'modern encoder'} {self.model}{padding}"
+
+    @property
+    def label(self) -> str:
+        """Returns the name with the sizes, which `--only` searches."""
+        return f"{self.op} {self.batch}x{self.length}"
+
+
+#: The most important ones come first.
+MODERN = [
+    *(Modern("ModernBERT-base", *shape) for shape in ((32, 512), (8, 2048), (32, 128), (1, 128), (2, 8192))),
+    Modern("ModernBERT-base", 32, 512, valid=9394),
+    Modern("ModernBERT-base", 8, 2048, valid=6554),
+    *(Modern("MPNet-base", *shape) for shape in ((32, 512), (32, 128), (1, 128))),
+    *(Modern("ModernBERT-base", *shape, training=True) for shape in ((32, 512), (32, 128), (8, 2048))),
+    *(Modern("MPNet-base", *shape, training=True) for shape in ((32, 512), (32, 128))),
+    *(
+        Modern(model, 32, length)
+        for model in ("GTE-v1.5-base", "NomicBERT-base", "DeBERTa-v3-base", "ELECTRA-base", "ALBERT-base")
+        for length in (512, 128)
+    ),
+]

@@ -261,14 +261,14 @@ def table(rows: Sequence[Row], *, ours: str = "jaxft", metric: str | None = None
     copied = any(name.startswith("copy") for name in names)
     lines = [["op", "shape", "dtype", *names, "speedup", *["share of copy"] * copied]]
     for case, by_name in cases.items():
-        p50 = {name: float(row["p50"]) for name, row in by_name.items()}
+        p50 = {name: us for name, row in by_name.items() if not math.isnan(us := float(row["p50"]))}
         copy = min((us for name, us in p50.items() if name.startswith("copy")), default=math.nan)
         peers = {name: us for name, us in p50.items() if name != ours and not name.startswith("copy")}
         # Without peers, jaxft in another way ("jaxft, padded") is its own peer.
         others = [us for name, us in peers.items() if not name.startswith(f"{ours}, ")]
         peer = min(others or peers.values(), default=math.nan)
         own = p50.get(ours, math.nan)
-        cells = [by_name[name]["p50"] if name in by_name else "-" for name in names]
+        cells = [by_name[n]["p50"] if n in p50 else "failed" if n in by_name else "-" for n in names]
         speedup = "-" if math.isnan(peer / own) else f"{peer / own:.2f}x"
         share = "-" if math.isnan(copy / own) else f"{copy / own:.0%}"
         lines.append([*case, *cells, speedup, *[share] * copied])

@@ -42,7 +42,7 @@ class Times:
 
 # --- Baselines: layers as an experienced JAX user would write them -----------------------------------------------
 
-_PLAIN_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+PLAIN_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
@@ -81,7 +81,7 @@ def plain_layer(
         context = jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths, implementation=attention)
     context = context.reshape(x.shape) @ p["out_kernel"] + p["out_bias"]
     x = plain_layer_norm(x + drop(context), p["attention_norm_gamma"], p["attention_norm_beta"], epsilon)
-    y = _PLAIN_ACTIVATIONS[activation](x @ p["ffn_in_kernel"] + p["ffn_in_bias"])
+    y = PLAIN_ACTIVATIONS[activation](x @ p["ffn_in_kernel"] + p["ffn_in_bias"])
     y = y @ p["ffn_out_kernel"] + p["ffn_out_bias"]
     return plain_layer_norm(x + drop(y), p["ffn_norm_gamma"], p["ffn_norm_beta"], epsilon)
 

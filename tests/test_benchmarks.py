@@ -1,5 +1,6 @@
 """Each benchmark runs at tiny shapes, writes its rows, and refuses to time a wrong result; the report is repeatable."""
 
+import argparse
 import contextlib
 import csv
 import functools
@@ -24,6 +25,7 @@ import bench_encoder
 import bench_feed_forward
 import bench_gated_activation
 import bench_layer_norm
+import bench_modern_encoders
 import bench_peers
 import bench_permute
 import bench_pretrain
@@ -32,6 +34,7 @@ import bench_search
 import bench_softmax
 import bench_train
 import jaxft
+import plain_encoders
 import report
 import shapes
 import timing
@@ -392,7 +395,10 @@ def test_a_wrong_result_is_not_timed(wrong, tmp_path, monkeypatch):
 def tiny_encode(tmp_path, monkeypatch):
     """Arguments of bench_encode with a tiny model and few texts. In float32 packed and padded batches agree."""
     tiny.write_tokenizer(tmp_path)
-    settings = {"CONFIGS": {"tiny": tiny.config()}, "LIMIT": 32, "BATCH_SIZE": 2, "DTYPE": "float32", "PROMPT": "the "}
+    settings = {
+        "CONFIGS": {"tiny": tiny.config()}, "LIMIT": 32, "BATCH_SIZE": 2, "DTYPE": "float32", "PROMPT": "the ",
+        "OPTIONS_TEXTS": 6, "OPTIONS_TOKENS": (4, 10),
+    }  # fmt: skip
     for name, value in settings.items():
         monkeypatch.setattr(bench_encode, name, value)
     monkeypatch.setattr(bench_encode, "docstrings", lambda: ["the river " * n for n in (1, 14, 3, 0, 2)])
@@ -419,9 +425,9 @@ def test_bench_encode(tiny_encode, tmp_path, capsys):
     options = [row for row in every if row["op"] == "encode options tiny"]
     names = ["prompt", "prompt not pooled", "truncate_dim", "int8", "ubinary", "Dense"]
     assert [row["implementation"] for row in options] == ["jaxft", *(f"jaxft, {name}" for name in names)]
-    tokens += 5  # of the prompt
+    tokens = 2 * (5 + 9 + 7)  # texts of 1, 3 and 2 times two tokens, twice, with the prompt and the special tokens
     for row in options:
-        assert float(row["rate"]) == pytest.approx(tokens / float(row["p50"]), rel=1e-3)
+        assert row["shape"] == "6" and float(row["rate"]) == pytest.approx(tokens / float(row["p50"]), rel=1e-3)
 
 
 def test_bench_encode_times_options_alone(tiny_encode, tmp_path, capsys):
@@ -788,6 +794,131 @@ def test_jaxft_is_a_peer(tmp_path, monkeypatch):
         assert "error" not in found and found["device"] == jax.devices()[0].device_kind
         assert len(found["lines"]) == len(bench_peers.lines(case, 20, True))
         assert all(us > 0 for line in found["lines"] for us in line["us"])
+
+
+# --- Modern encoders -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny_modern(monkeypatch):
+    """Models of each type with four layers at most, and cases of ModernBERT."""
+    sizes = {
+        "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 64,
+        "pad_token_id": 1, "max_position_embeddings": 40,
+    }  # fmt: skip
+    more = {
+        "ModernBERT-base": {"local_attention": 8}, "ELECTRA-base": {"embedding_size": 32},
+        "ALBERT-base": {"embedding_size": 16},
+    }  # fmt: skip
+    configs = {name: config | sizes | more.get(name, {}) for name, config in shapes.MODERN_CONFIGS.items()}
+    monkeypatch.setattr(shapes, "MODERN_CONFIGS", configs)
+    cases = [
+        shapes.Modern("ModernBERT-base", 2, 32),
+        shapes.Modern("ModernBERT-base", 2, 32, valid=40),
+        shapes.Modern("ModernBERT-base", 2, 16, training=True),
+    ]
+    monkeypatch.setattr(shapes, "MODERN", cases)
+
+
+@pytest.mark.parametrize("name", shapes.MODERN_CONFIGS)
+def test_plain_encoder_equals_the_model(name, tiny_modern):
+    model = plain_encoders.random_model(name)
+    ids, lengths = plain_encoders.inputs(shapes.Modern(name, 2, 32, valid=40))
+    keep = np.arange(32) < lengths[:, None]
+    expected = np.asarray(model(ids, keep).last_hidden_state)[keep]
+    params = plain_encoders.nnx.to_pure_dict(plain_encoders.nnx.state(model))
+    for blocks in (False, True):
+        got = plain_encoders.encode(
+            params, jnp.asarray(ids), jnp.asarray(lengths), config=model.config, attention="xla", blocks=blocks
+        )
+        np.testing.assert_allclose(np.asarray(got)[keep], expected, rtol=0, atol=2e-5)
+
+
+def test_plain_blocks_attend_to_the_window():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 32, 2, 8))
+    expected = jax.nn.dot_product_attention(q, k, v, local_window_size=4)
+    np.testing.assert_allclose(plain_encoders.attend_in_blocks(q, k, v, None, 4, "xla"), expected, atol=1e-6)
+
+
+def modern_process(tmp_path, process, *options):
+    options = ["--out", str(tmp_path / "out"), "--work", str(tmp_path), *options]
+    bench_modern_encoders.main(
+        [*options, "--process", process, "--model", "ModernBERT-base", "--json", str(tmp_path / f"{process}.json")]
+    )
+
+
+def test_bench_modern_encoders_times_jax(tiny_modern, tmp_path, monkeypatch):
+    encode = plain_encoders.encode
+
+    def without_blocks(*args, blocks=False, **options):
+        if blocks and args[2] is None:
+            raise NotImplementedError("no blocks today")
+        return encode(*args, blocks=blocks, **options)
+
+    monkeypatch.setattr(plain_encoders, "encode", without_blocks)
+    modern_process(tmp_path, "jax")
+    assert json.loads((tmp_path / "jax.json").read_text()) == {
+        "device": jax.devices()[0].device_kind, "done": [case.label for case in shapes.MODERN[:2]],
+    }  # fmt: skip
+    modern_process(tmp_path, "training", "--quick")
+    rows = read(tmp_path / "out")
+    found = {(row["op"], row["shape"], row["implementation"]): row for row in rows}
+    encoder, step = "modern encoder ModernBERT-base", "modern training step ModernBERT-base"
+    assert {*found} == {
+        *((encoder, "2x32", name) for name in ("jaxft", "xla", "xla, blocks")),
+        *((f"{encoder}, 40 valid tokens", "2x32", name) for name in ("jaxft", "jaxft, padded", "xla", "xla, blocks")),
+        *((step, "2x16", name) for name in ("jaxft", "xla")),
+    }
+    failure = found.pop((encoder, "2x32", "xla, blocks"))
+    assert failure["p50"] == "nan" and failure["note"] == "failed: NotImplementedError: no blocks today"
+    assert all(float(row["p50"]) > 0 and row["unit"] == "TFLOP/s" for row in found.values())
+    assert (tmp_path / "ModernBERT-base" / "model.safetensors").exists()
+    lines = report.modern_tables(rows)
+    assert any("| failed |" in line for line in lines[1].split("\n"))
+    assert lines[-1] == f"- {encoder} 2x32, xla, blocks: {failure['note']}."
+
+
+def test_bench_modern_encoders_times_no_wrong_result(tiny_modern, tmp_path, monkeypatch):
+    forward = plain_encoders.jaxft_forward
+    monkeypatch.setattr(
+        plain_encoders, "jaxft_forward",
+        lambda *args, **options: lambda *inputs: forward(*args, **options)(*inputs) * 1.1,
+    )  # fmt: skip
+    modern_process(tmp_path, "jax", "--quick", "--only", "ModernBERT-base 2x32")
+    found = {row["implementation"]: row for row in read(tmp_path / "out")}
+    assert found["jaxft"]["p50"] == "nan" and "twice plain jnp's error" in found["jaxft"]["note"]
+    assert {*found} == {"jaxft", "xla, blocks"} and float(found["xla, blocks"]["p50"]) > 0
+
+
+def test_rows_of_transformers(tiny_modern, tmp_path):
+    args = argparse.Namespace(out=tmp_path)
+    cases = shapes.MODERN[:2]
+    found = {
+        "device": "Fake Card", "versions": "torch 9",
+        "lines": [
+            {"label": cases[0].label, "name": "transformers", "us": [2.0, 3.0, 4.0], "setting": "sdpa"},
+            {"label": cases[0].label, "name": "torch.compile", "error": "RuntimeError: no compiler"},
+        ],
+    }  # fmt: skip
+    bench_modern_encoders.torch_rows(cases, found, "not done after 5 s", args)
+    rows = timing.read_rows(tmp_path / "Fake_Card.csv")
+    rows = [(row["op"], row["implementation"], row["p50"], row["note"]) for row in rows]
+    assert sorted(rows) == [
+        (cases[0].op, "torch.compile", "nan", "failed: RuntimeError: no compiler"),
+        (cases[0].op, "transformers", "3.00", "sdpa; torch 9"),
+        (cases[1].op, "transformers", "nan", "failed: not done after 5 s"),
+    ]
+
+
+def test_modern_rows_have_targets(root):
+    op = "modern encoder MPNet-base"
+    rows = [row(name, us, op) for name, us in (("jaxft", "10.00"), ("xla", "15.00"), ("transformers", "25.00"))]
+    rows.append(row("torch.compile", "nan", op) | {"note": "failed: no compiler"})
+    timing.write_rows(rows, root / "benchmarks" / "results", "NVIDIA H200")
+    report.write(root)
+    page = (root / "docs" / "benchmarks" / "NVIDIA_H200.md").read_text()
+    assert f"| {op} | 32x128 | bfloat16 | 10.00 | 15.00 | 25.00 | failed | 1.50x | 2.50x | 1.4x, 2.0x |" in page
+    assert f"- {op} 32x128, torch.compile: failed: no compiler." in page
 
 
 def test_the_readme_has_ten_rows_at_most():
