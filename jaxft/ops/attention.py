@@ -104,8 +104,8 @@ def dot_product_attention(
             f"{op}: the number of query heads must be a multiple of the number of key heads, got {query.shape[-2]} and"
             f" {key.shape[-2]}"
         )
-    inputs = Inputs(query, key, value, bias, relative_bias, mask, query_seq_lengths, key_value_seq_lengths, query_segment_ids,
-                     key_value_segment_ids, dropout_rng)  # fmt: skip
+    inputs = Inputs(query, key, value, bias, relative_bias, mask, query_seq_lengths, key_value_seq_lengths,
+                    query_segment_ids, key_value_segment_ids, dropout_rng)  # fmt: skip
     options = (scale, is_causal, local_window_size, dropout_rate, return_residual)
     return _attend(op, inputs, options, implementation, batched)
 
@@ -158,14 +158,15 @@ def qkv_attention(
       `[B, T, N, H]` (or `[T, N, H]`) of the dtype of `qkv`. With `return_residual`, also the log-sum-exp, float32 `[B,
       T, N]` (or `[T, N]`). Edge cases are as in `dot_product_attention`.
 
-    Gradients: for qkv, bias and relative_bias. Errors, determinism, accuracy and source are as in `dot_product_attention`.
+    Gradients: for qkv, bias and relative_bias. Errors, determinism, accuracy and source are as in
+    `dot_product_attention`.
     """
     op = "qkv_attention"
     qkv = checks.as_float(op, "qkv", qkv)
     if qkv.ndim not in (4, 5) or qkv.shape[-3] != 3 or qkv.shape[-2] < 1:
         raise ValueError(f"{op}: qkv must have shape [B, T, 3, N, H] or [T, 3, N, H] with N >= 1, got {qkv.shape}")
-    inputs = Inputs(qkv, None, None, bias, relative_bias, mask, query_seq_lengths, key_value_seq_lengths, query_segment_ids,
-                     key_value_segment_ids, dropout_rng)  # fmt: skip
+    inputs = Inputs(qkv, None, None, bias, relative_bias, mask, query_seq_lengths, key_value_seq_lengths,
+                    query_segment_ids, key_value_segment_ids, dropout_rng)  # fmt: skip
     options = (scale, is_causal, local_window_size, dropout_rate, return_residual)
     return _attend(op, inputs, options, implementation, batched=qkv.ndim == 5)
 

@@ -188,8 +188,9 @@ def _plain(plan: Plan, *arrays: Any) -> Any:
     if key is None:
         query, key, value = _parts_of(query)
     return reference.dot_product_attention(
-        query, key, value, bias, mask, relative_bias=relative_bias, query_seq_lengths=q_lengths, key_value_seq_lengths=kv_lengths,
-        query_segment_ids=q_ids, key_value_segment_ids=kv_ids, dropout_rng=rng, **static,
+        query, key, value, bias, mask, relative_bias=relative_bias, query_seq_lengths=q_lengths,
+        key_value_seq_lengths=kv_lengths, query_segment_ids=q_ids, key_value_segment_ids=kv_ids, dropout_rng=rng,
+        **static,
     )  # fmt: skip
 
 
@@ -217,8 +218,9 @@ def _arguments(inputs: Inputs, plan: Plan) -> tuple[Any, ...]:
     options = plan.options
     before, after = options.local_window_size or (None, None)
     table = inputs.relative_bias
+    bias = inputs.bias if table is None else table[None, :, None]
     rules = attention_problem.Rules(
-        inputs.bias if table is None else table[None, :, None], inputs.mask, inputs.query_seq_lengths, inputs.key_value_seq_lengths, inputs.query_segment_ids,
+        bias, inputs.mask, inputs.query_seq_lengths, inputs.key_value_seq_lengths, inputs.query_segment_ids,
         inputs.key_value_segment_ids, None if inputs.dropout_rng is None else dropout_seed(inputs.dropout_rng),
         inputs.cu_seqlens,
     )  # fmt: skip
