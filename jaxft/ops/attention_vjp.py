@@ -274,7 +274,7 @@ def _mosaic_gradient(dout, inputs, saved, plan):
 
 def _backward(plan, dtypes, d, saved, *arrays):
     inputs = Inputs(*arrays)
-    *of_rows, of_bias, of_table = dtypes
+    *of_rows, of_bias, of_relative = dtypes
     of_rows = next((dtype for dtype in of_rows if dtype == jnp.float32), inputs.query.dtype)
     configs = plan.backward.config
     if plan.backward.backend == "mosaic_gpu":
@@ -286,9 +286,10 @@ def _backward(plan, dtypes, d, saved, *arrays):
     *found, dbias = attention_backward.backward(
         dout, None if dlse is None else jnp.swapaxes(dlse, -1, -2), *_arguments(inputs, plan), *saved,
         query_config=query_config, key_config=key_config, interpret=plan.interpret,
-        dtypes=(of_rows, of_bias if inputs.relative_bias is None else of_table),
+        dtypes=(of_rows, of_bias if inputs.relative_bias is None else of_relative),
     )  # fmt: skip
-    return (*found, dbias, None) if inputs.relative_bias is None else (*found, None, dbias[0, :, 0])
+    of_pairs, of_table = (dbias, None) if inputs.relative_bias is None or dbias is None else (None, dbias[0, :, 0])
+    return *found, of_pairs, of_table
 
 
 _reference, _kernels = transforms.implementations(_forward, _backward, _plain, gradients=5)
