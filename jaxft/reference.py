@@ -431,6 +431,23 @@ def _(dtype: Any, subscripts: str, precision: PrecisionLike, primals: Any, tange
     return weigh(value), weigh(wide(dvalue)) + _product(dp, _cleared(value, used), subscripts, precision)
 
 
+def relative_bias_of_pairs(table: Array, query_length: int, key_length: int) -> Array:
+    """Returns the elements of table [N, 2R+1] at clip(key - query, -R, R) + R for all pairs: [N, T, S].
+
+    The gradient of the table has neither atomics nor rounded sums: no element is read twice but by a broadcast.
+    """
+    heads, width = table.shape
+    period = query_length + key_length + 1
+    place = jnp.arange(period, dtype=jnp.int32) - query_length + width // 2
+    inner = wide(table).at[:, place].get(mode="fill", fill_value=0, wrap_negative_indices=False, unique_indices=True)
+    low, high = wide(table[:, :1]), wide(table[:, -1:])
+    row = jnp.where(place < 0, low, jnp.where(place >= width, high, inner))  # [N, period], by key - query
+    # Rows that are one element shorter than the period: each one begins one element further to the left.
+    rows = jnp.broadcast_to(row[:, None], (heads, query_length, period)).reshape(heads, query_length * period)
+    rows = rows[:, : query_length * (period - 1)].reshape(heads, query_length, period - 1)
+    return rows[:, :, query_length:]
+
+
 def dot_product_attention(
     query: Array,
     key: Array,
@@ -438,6 +455,7 @@ def dot_product_attention(
     bias: Array | None = None,
     mask: Array | None = None,
     *,
+    relative_bias: Array | None = None,
     scale: float | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: Array | None = None,
@@ -448,7 +466,8 @@ def dot_product_attention(
 ) -> Array | tuple[Array, Array]:
     """Computes softmax(query @ key^T * scale + bias) @ value: [B, T, N, H] and two [B, S, K, H] -> [B, T, N, H].
 
-    Bias and mask (True for keys that are attended to) broadcast to [B, N, T, S]. A scale of None is 1 / sqrt(H). A row
+    Bias and mask (True for keys that are attended to) broadcast to [B, N, T, S]. `relative_bias` is a table as in
+    `relative_bias_of_pairs`, which is added too. A scale of None is 1 / sqrt(H). A row
     with nothing to attend to gives 0, and its log-sum-exp is -inf. A query, key or value that takes part in nothing
     (padding) has no effect on any output or gradient, whatever it holds. With `return_residual`, the second result is
     the log-sum-exp [B, T, N]. Dropout counts elements as in [B, N, dropout_length, dropout_length], by default as in
@@ -464,6 +483,8 @@ def dot_product_attention(
     own, shared = ("n", "n") if n == k else ("kg", "k")  # a group axis of size 1 doubles the CPU's time
     scores = _scores(query, key, used_queries, used_keys, f"bt{own}h,bs{shared}h->b{own}ts", precision)
     logits = _logits(scores.reshape(batch, n, t, s), 1.0 / math.sqrt(h) if scale is None else scale, bias)
+    if relative_bias is not None:
+        logits = logits + relative_bias_of_pairs(relative_bias, t, s).astype(logits.dtype)
     e, total, top = _exponentials(logits, allowed)
     empty = _row_is_empty(total)
     within = None if dropout_length is None else (batch, n, dropout_length, dropout_length)

@@ -198,9 +198,12 @@ def _attends(b, i, j, *, is_causal, query_seq_lengths, key_value_seq_lengths, qu
 def dot_product_attention(
     query, key, value, bias=None, mask=None, *, scale=None, is_causal=False, query_seq_lengths=None,
     key_value_seq_lengths=None, query_segment_ids=None, key_value_segment_ids=None, local_window_size=None,
-    keep=None, rate=0.0, return_residual=False,
+    relative_bias=None, keep=None, rate=0.0, return_residual=False,
 ):  # fmt: skip
-    """Attention of `query` [B,T,N,H], `key` and `value` [B,S,K,H]. `keep` is [B,N,T,S], the log-sum-exp [B,T,N]."""
+    """Attention of `query` [B,T,N,H], `key` and `value` [B,S,K,H], with a table [N|1,2R+1] of biases.
+
+    `keep` is [B,N,T,S], the log-sum-exp [B,T,N].
+    """
     query, key, value = f64(query), f64(key), f64(value)
     batch, rows, heads, size = query.shape
     keys, groups = key.shape[1], heads // key.shape[2]
@@ -222,6 +225,10 @@ def dot_product_attention(
         if not picked:
             continue
         logits = key[b, picked, n // groups] @ query[b, i, n] * scale + bias[b, n, i, picked]
+        if relative_bias is not None:
+            table = f64(relative_bias)[n % len(relative_bias)]
+            reach = len(table) // 2
+            logits = logits + [table[max(-reach, min(j - i, reach)) + reach] for j in picked]
         weights, residual[b, i, n] = _softmax_row(logits)
         if keep is not None:
             weights = _drop(weights, keep[b, n, i, picked], rate)

@@ -18,7 +18,7 @@ from jaxft.checkpoint import tensors as checkpoint_tensors
 from jaxft.models import dropout, inputs
 from jaxft.models.config import BertConfig
 from jaxft.models.pooling import first_tokens, packed_rows_of, sequence_rows
-from jaxft.models.positions import alibi_bias, bucket_bias, disentangled_attention
+from jaxft.models.positions import alibi_table, bucket_table, disentangled_attention
 from jaxft.ops import checks
 from jaxft.ops.attention import qkv_attention, varlen_qkv_attention
 from jaxft.ops.dense import dense
@@ -184,7 +184,7 @@ class Places:
       mask: boolean `[B, 1, 1, T]`, or None.
       cu_seqlens: int32 `[B + 1]` of packed sequences, or None.
       positions: of rotary angles, int32 `[T]`, `[B, T]` or packed `[M]`, or None.
-      bias: bias of attention by relative position, `[1, N, T, T]`, or None.
+      bias: table of attention's bias by relative position, `[N, 2R+1]`, or None.
       relative: DeBERTa's embeddings of relative positions, `[2 * R, D]`, or None.
       max_seqlen: upper bound on the lengths of packed sequences.
       window: number of tokens on each side that a token attends to, or None for all.
@@ -288,29 +288,32 @@ class BertLayer(nnx.Module):
                 qkv, places.positions, places.theta, frequency_scale=scale, in_place=True,
                 implementation=self.options.implementation,
             )  # fmt: skip
-        options |= {"implementation": self.options.implementation}
-        if places.window is not None:
-            options |= {"local_window_size": places.window}
-        if places.cu_seqlens is None:
-            return self._attend_padded(qkv, places, places.mask, options).reshape(x.shape)
         starts, length = places.cu_seqlens, places.max_seqlen
-        if places.bias is None and places.relative is None:
+        if places.relative is None:
+            options |= {"relative_bias": places.bias, "implementation": self.options.implementation}
+            if places.window is not None:
+                options |= {"local_window_size": places.window}
+            if starts is None:
+                return qkv_attention(qkv, None, places.mask, **options).reshape(x.shape)
             return varlen_qkv_attention(qkv, starts, max_seqlen=length, **options).reshape(x.shape)
-        # Packed sequences have no kernel with a bias: attention, and nothing else, gets padded sequences.
+        if starts is None:
+            return self._attend_disentangled(qkv, places.relative, places.mask, options).reshape(x.shape)
+        # DeBERTa's attention, and nothing else, gets padded sequences.
         padded = sequence_rows(qkv.reshape(x.shape[0], -1), starts, length)
         used = jnp.arange(length, dtype=jnp.int32)[None] < jnp.diff(starts)[:, None]
         padded = padded.reshape(*used.shape, *qkv.shape[1:])
-        attended = self._attend_padded(padded, places, used[:, None, None, :], options)
+        attended = self._attend_disentangled(padded, places.relative, used[:, None, None, :], options)
         return packed_rows_of(attended.reshape(*used.shape, -1), starts, x.shape[0])
 
-    def _attend_padded(self, qkv: Array, places: Places, mask: Array | None, options: dict[str, Any]) -> Array:
-        if places.relative is None:
-            return qkv_attention(qkv, places.bias, mask, **options)
+    def _attend_disentangled(
+        self, qkv: Array, relative: Array, mask: Array | None, options: dict[str, Any]
+    ) -> Array:  # fmt: skip
+        """Computes DeBERTa's attention of `qkv` `[B, T, 3, N, H]` and the embeddings of relative positions."""
         config = self.options.config
         two = 2 * config.hidden_size
         matrix, bias = self.qkv_kernel[...][:, :two].astype(qkv.dtype), value(self.qkv_bias)
         bias = None if bias is None else bias[:two]
-        relative = dense(places.relative, matrix, bias, implementation=self.options.implementation)
+        relative = dense(relative, matrix, bias, implementation=self.options.implementation)
         return disentangled_attention(
             qkv, relative.reshape(-1, 2, *qkv.shape[-2:]), mask, config.position_buckets,
             config.max_relative_positions, options.get("dropout_rate", 0.0), options.get("dropout_rng"),
@@ -603,12 +606,11 @@ class BertModel(nnx.Module):
     ) -> dict[int | None, Places]:  # fmt: skip
         """Returns the places of the tokens for each window of attention that layers have."""
         config, found = self.config, {}
-        heads = config.num_attention_heads
         shared: dict[str, Any] = {"mask": mask, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         if config.relative_bias:
-            shared["bias"] = bucket_bias(self.relative_bias[...], longest)
+            shared["bias"] = bucket_table(self.relative_bias[...])
         elif config.positions == "alibi":
-            shared["bias"] = alibi_bias(heads, longest)
+            shared["bias"] = alibi_table(config.num_attention_heads, longest)
         elif config.positions == "disentangled":
             shared["relative"] = layer_norm(
                 self.relative_embeddings[...].astype(self.embeddings.options.dtype), value(self.relative_norm_gamma),

@@ -36,6 +36,7 @@ def attention_fn(
     qk_attn_weights_einsum: Any = None,
     attn_weights_value_einsum: Any = None,
     *,
+    relative_bias: Array | None = None,
     implementation: str | None = None,
 ) -> Array:
     """Computes `jaxft.dot_product_attention` from the arguments of Flax's attention functions.
@@ -65,6 +66,7 @@ def attention_fn(
       einsum_dot_general: must be None, because the kernel computes the matmuls.
       qk_attn_weights_einsum: as `einsum_dot_general`.
       attn_weights_value_einsum: as `einsum_dot_general`.
+      relative_bias: as for `jaxft.dot_product_attention`. Set it with `functools.partial`.
       implementation: as for `jaxft.dot_product_attention`. Set it with `functools.partial`.
 
     Returns:
@@ -75,7 +77,7 @@ def attention_fn(
       TypeError: as for `jaxft.dot_product_attention`.
       ValueError: as for `jaxft.dot_product_attention`, or batch dimensions or shapes do not fit.
 
-    Gradients: for query, key, value and bias.
+    Gradients: for query, key, value, bias and relative_bias.
     """
     impossible = {  # with the argument of Flax's modules that sets it
         "module": (module, "sow_weights"),
@@ -113,7 +115,7 @@ def attention_fn(
         bias, mask = (_with_one_batch(x, batch) for x in (bias, mask))
     with _matmul_precision(precision):
         out = dot_product_attention(
-            query, key, value, bias, mask, is_causal=is_causal, dropout_rate=rate,
+            query, key, value, bias, mask, is_causal=is_causal, relative_bias=relative_bias, dropout_rate=rate,
             dropout_rng=dropout_rng if rate > 0.0 else None, implementation=implementation,
         )  # fmt: skip
     return out.reshape(*batch, *out.shape[-3:])

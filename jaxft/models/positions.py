@@ -1,6 +1,7 @@
-"""Attention by relative positions: biases (T5's buckets, ALiBi), and DeBERTa's disentangled attention."""
+"""Attention by relative positions: tables of biases (T5's buckets, ALiBi), and DeBERTa's disentangled attention."""
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,21 +19,31 @@ def _offsets(length: int) -> np.ndarray:
     return row[None, :] - row[:, None]
 
 
-def bucket_bias(table: Array, length: int) -> Array:
-    """Returns the bias `[1, N, length, length]` that T5's buckets take from `table` `[buckets, N]`."""
-    half = _BUCKETS // 2
+def bucket_table(weights: Array) -> Array:
+    """Returns the table of biases that T5's buckets take from `weights` `[buckets, N]`, float32 `[N, 2R+1]`.
+
+    It is the argument `relative_bias` of attention. All keys at a distance of R or more are in one bucket.
+    """
+    half, offsets = _BUCKETS // 2, np.arange(-_FARTHEST, _FARTHEST + 1)
     exact = half // 2
-    distance = np.abs(_offsets(length))
+    distance = np.abs(offsets)
     with np.errstate(divide="ignore"):
         logs = np.log(distance.astype(np.float32) / np.float32(exact)) / np.float32(math.log(_FARTHEST / exact))
     far = np.minimum(exact + np.maximum(logs * np.float32(half - exact), 0).astype(np.int32), half - 1)
-    bucket = np.where(distance < exact, distance, far) + half * (_offsets(length) > 0)
-    return jnp.moveaxis(table[bucket], -1, 0)[None]
+    bucket = np.where(distance < exact, distance, far) + half * (offsets > 0)
+    # A matmul that copies numbers, because the gradient of a gather would add up in any order.
+    chosen = np.arange(_BUCKETS)[:, None] == bucket[None]
+    weights = reference.wide(weights[:_BUCKETS])
+    return jnp.matmul(weights.T, jnp.asarray(chosen, weights.dtype), precision="highest")
 
 
-def alibi_bias(heads: int, length: int) -> Array:
-    """Returns the bias `[1, N, length, length]` of symmetric ALiBi: minus a slope times the distance."""
-    return jnp.asarray(-_slopes(heads)[None, :, None, None] * np.abs(_offsets(length)).astype(np.float32))
+def alibi_table(heads: int, length: Any) -> Array:
+    """Returns the table of biases of symmetric ALiBi, minus a slope times the distance, float32 `[N, 2 * length + 1]`.
+
+    It is the argument `relative_bias` of attention. `length` is the length of the longest sequence.
+    """
+    distance = jnp.abs(jnp.arange(2 * length + 1, dtype=jnp.int32) - length)
+    return -jnp.asarray(_slopes(heads))[:, None] * distance.astype(jnp.float32)
 
 
 def _slopes(heads: int) -> np.ndarray:

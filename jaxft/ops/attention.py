@@ -25,6 +25,7 @@ def dot_product_attention(
     query_segment_ids: Array | None = None,
     key_value_segment_ids: Array | None = None,
     local_window_size: int | tuple[int, int] | None = None,
+    relative_bias: Array | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: Array | None = None,
     return_residual: bool = False,
@@ -51,6 +52,9 @@ def dot_product_attention(
         Give the ids of both sides or of neither.
       key_value_segment_ids: integers `[B, S]` (without a batch also `[S]`).
       local_window_size: (left, right), or one number for both: query - left <= key <= query + right.
+      relative_bias: a table `[N, 2R+1]` of any float dtype, or `[1, 2R+1]` for all heads, R >= 0. The element at
+        clip(key - query, -R, R) + R is added to the scaled logits, where key and query are positions in the sequence.
+        It may come with a bias, which the kernels then leave to `"xla"`.
       dropout_rate: probability of dropping an attention probability, in [0, 1).
       dropout_rng: a JAX random key, required if the rate is not 0 (see `jaxft.ops`).
       return_residual: whether to also return the log-sum-exp of the logits, float32 `[B, T, N]` (or `[T, N]`).
@@ -68,8 +72,8 @@ def dot_product_attention(
         implementation is unknown.
       NotImplementedError: the named implementation does not support the call.
 
-    Gradients: for query, key, value and bias. The kernels need memory that grows with T + S, not with T * S, except for
-    the gradient of a bias that has this size itself.
+    Gradients: for query, key, value, bias and relative_bias. The kernels need memory that grows with T + S, not with
+    T * S, except for the gradient of a bias that has this size itself.
 
     Determinism: bitwise, in both directions. The gradients of `"cudnn"` are an exception. Errors: as for all ops (see
     `jaxft.ops`). An integer mask is a `TypeError`.
@@ -100,8 +104,8 @@ def dot_product_attention(
             f"{op}: the number of query heads must be a multiple of the number of key heads, got {query.shape[-2]} and"
             f" {key.shape[-2]}"
         )
-    inputs = Inputs(query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths, query_segment_ids,
-                     key_value_segment_ids, dropout_rng)  # fmt: skip
+    inputs = Inputs(query, key, value, bias, relative_bias, mask, query_seq_lengths, key_value_seq_lengths,
+                    query_segment_ids, key_value_segment_ids, dropout_rng)  # fmt: skip
     options = (scale, is_causal, local_window_size, dropout_rate, return_residual)
     return _attend(op, inputs, options, implementation, batched)
 
@@ -118,6 +122,7 @@ def qkv_attention(
     query_segment_ids: Array | None = None,
     key_value_segment_ids: Array | None = None,
     local_window_size: int | tuple[int, int] | None = None,
+    relative_bias: Array | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: Array | None = None,
     return_residual: bool = False,
@@ -143,6 +148,7 @@ def qkv_attention(
       query_segment_ids: as for `dot_product_attention`.
       key_value_segment_ids: as for `dot_product_attention`.
       local_window_size: as for `dot_product_attention`.
+      relative_bias: as for `dot_product_attention`.
       dropout_rate: as for `dot_product_attention`.
       dropout_rng: as for `dot_product_attention`.
       return_residual: as for `dot_product_attention`.
@@ -152,14 +158,15 @@ def qkv_attention(
       `[B, T, N, H]` (or `[T, N, H]`) of the dtype of `qkv`. With `return_residual`, also the log-sum-exp, float32 `[B,
       T, N]` (or `[T, N]`). Edge cases are as in `dot_product_attention`.
 
-    Gradients: for qkv and bias. Errors, determinism, accuracy and source are as in `dot_product_attention`.
+    Gradients: for qkv, bias and relative_bias. Errors, determinism, accuracy and source are as in
+    `dot_product_attention`.
     """
     op = "qkv_attention"
     qkv = checks.as_float(op, "qkv", qkv)
     if qkv.ndim not in (4, 5) or qkv.shape[-3] != 3 or qkv.shape[-2] < 1:
         raise ValueError(f"{op}: qkv must have shape [B, T, 3, N, H] or [T, 3, N, H] with N >= 1, got {qkv.shape}")
-    inputs = Inputs(qkv, None, None, bias, mask, query_seq_lengths, key_value_seq_lengths, query_segment_ids,
-                     key_value_segment_ids, dropout_rng)  # fmt: skip
+    inputs = Inputs(qkv, None, None, bias, relative_bias, mask, query_seq_lengths, key_value_seq_lengths,
+                    query_segment_ids, key_value_segment_ids, dropout_rng)  # fmt: skip
     options = (scale, is_causal, local_window_size, dropout_rate, return_residual)
     return _attend(op, inputs, options, implementation, batched=qkv.ndim == 5)
 
@@ -172,6 +179,7 @@ def varlen_qkv_attention(
     scale: float | None = None,
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
+    relative_bias: Array | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: Array | None = None,
     return_residual: bool = False,
@@ -194,6 +202,7 @@ def varlen_qkv_attention(
       scale: as for `dot_product_attention`.
       is_causal: as for `dot_product_attention`.
       local_window_size: as for `dot_product_attention`.
+      relative_bias: as for `dot_product_attention`.
       dropout_rate: as for `dot_product_attention`. The index of an element is its index in the padded array `[B, N,
         max_seqlen, max_seqlen]`.
       dropout_rng: as for `dot_product_attention`.
@@ -209,7 +218,7 @@ def varlen_qkv_attention(
         than `max_seqlen`. See `jaxft.ops` for the other errors.
       NotImplementedError: `qkv` has 2^31 rows or more.
 
-    Gradients: for qkv. Determinism, accuracy and source are as in `dot_product_attention`.
+    Gradients: for qkv and relative_bias. Determinism, accuracy and source are as in `dot_product_attention`.
     """
     op = "varlen_qkv_attention"
     qkv = checks.as_float(op, "qkv", qkv)
@@ -225,7 +234,9 @@ def varlen_qkv_attention(
     options = _options(op, scale, is_causal, local_window_size, dropout_rate, dropout_rng, return_residual,
                        qkv.shape[-1], max_seqlen)  # fmt: skip
     rng = dropout_rng if options.dropout_rate > 0.0 else None
-    return _run(op, Inputs(qkv, dropout_rng=rng, cu_seqlens=cu_seqlens), options, implementation)
+    table = _check_table(op, relative_bias, qkv.shape[2])
+    inputs = Inputs(qkv, relative_bias=table, dropout_rng=rng, cu_seqlens=cu_seqlens)
+    return _run(op, inputs, options, implementation)
 
 
 def _options(op, scale, is_causal, window, dropout_rate, dropout_rng, return_residual, head_size, max_seqlen=None):
@@ -251,6 +262,7 @@ def _attend(op, inputs, options, implementation, batched):
     if not batched:
         inputs = Inputs(*jax.tree.map(lambda x: x[None], inputs[:3]), *inputs[3:])
     inputs = _check_masks(op, inputs, options, batched)
+    inputs = inputs._replace(relative_bias=_check_table(op, inputs.relative_bias, inputs.query.shape[-2]))
     if options.dropout_rate == 0.0:
         inputs = inputs._replace(dropout_rng=None)
     out = _run(op, inputs, options, implementation)
@@ -261,6 +273,19 @@ def _run(op: str, inputs: Inputs, options: Options, implementation: str | None) 
     plan = attention_vjp.plan_of(op, inputs, options, implementation)
     plans.record(op, inputs, plan)
     return attention_vjp.run(inputs, plan)
+
+
+def _check_table(op: str, table: Any, heads: int) -> Array | None:
+    """Checks the argument `relative_bias`: None, or floats `[N, 2R+1]` or `[1, 2R+1]`."""
+    if table is None:
+        return None
+    table = checks.as_float(op, "relative_bias", table)
+    if table.ndim != 2 or table.shape[0] not in (1, heads) or table.shape[1] % 2 != 1:
+        raise ValueError(
+            f"{op}: relative_bias must have shape [N, 2R+1] or [1, 2R+1], with N={heads} heads and an odd number of"
+            f" columns, got {table.shape}"
+        )
+    return table
 
 
 def _check_masks(op: str, inputs: Inputs, options: Options, batched: bool) -> Inputs:

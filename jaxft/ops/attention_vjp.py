@@ -28,6 +28,7 @@ class Inputs(NamedTuple):
     key: Any = None
     value: Any = None
     bias: Any = None
+    relative_bias: Any = None
     mask: Any = None
     query_seq_lengths: Any = None
     key_value_seq_lengths: Any = None
@@ -105,7 +106,7 @@ def _call(inputs: Inputs, options: Options, precision: str) -> tuning.Call:
     """Returns what the configurations of the Triton kernels depend on."""
     b, t, s, n, h = sizes(inputs, options)
     exact = precision == "float32" and inputs.query.dtype == jnp.float32
-    more = exact or any(x is not None for x in (inputs.bias, inputs.mask, inputs.dropout_rng))
+    more = exact or any(x is not None for x in (*inputs[3:6], inputs.dropout_rng))
     average = None if inputs.cu_seqlens is None else max(1, inputs.query.shape[0] // b)
     return tuning.Call(b * n, t, s, h, inputs.query.dtype.itemsize, dispatch.device(), more, average)
 
@@ -177,16 +178,19 @@ def _parts_of(qkv: Array) -> tuple[Array, Array, Array]:
 
 
 def _plain(plan: Plan, *arrays: Any) -> Any:
-    query, key, value, bias, mask, q_lengths, kv_lengths, q_ids, kv_ids, rng, cu_seqlens = arrays
+    query, key, value, bias, relative_bias, mask, q_lengths, kv_lengths, q_ids, kv_ids, rng, cu_seqlens = arrays
     static = dict(vars(plan.options))
     max_seqlen = static.pop("max_seqlen")
     if max_seqlen is not None:
-        return reference.varlen_qkv_attention(query, cu_seqlens, max_seqlen=max_seqlen, dropout_rng=rng, **static)
+        return reference.varlen_qkv_attention(
+            query, cu_seqlens, max_seqlen=max_seqlen, relative_bias=relative_bias, dropout_rng=rng, **static
+        )
     if key is None:
         query, key, value = _parts_of(query)
     return reference.dot_product_attention(
-        query, key, value, bias, mask, query_seq_lengths=q_lengths, key_value_seq_lengths=kv_lengths,
-        query_segment_ids=q_ids, key_value_segment_ids=kv_ids, dropout_rng=rng, **static,
+        query, key, value, bias, mask, relative_bias=relative_bias, query_seq_lengths=q_lengths,
+        key_value_seq_lengths=kv_lengths, query_segment_ids=q_ids, key_value_segment_ids=kv_ids, dropout_rng=rng,
+        **static,
     )  # fmt: skip
 
 
@@ -213,14 +217,16 @@ def _arguments(inputs: Inputs, plan: Plan) -> tuple[Any, ...]:
     """Returns the first arguments of the kernels' entry points."""
     options = plan.options
     before, after = options.local_window_size or (None, None)
+    table = inputs.relative_bias
+    bias = inputs.bias if table is None else table[None, :, None]
     rules = attention_problem.Rules(
-        inputs.bias, inputs.mask, inputs.query_seq_lengths, inputs.key_value_seq_lengths, inputs.query_segment_ids,
+        bias, inputs.mask, inputs.query_seq_lengths, inputs.key_value_seq_lengths, inputs.query_segment_ids,
         inputs.key_value_segment_ids, None if inputs.dropout_rng is None else dropout_seed(inputs.dropout_rng),
         inputs.cu_seqlens,
     )  # fmt: skip
     window = (before, 0 if options.is_causal else after)
     kernel_options = attention_problem.Options(
-        options.scale, window, options.dropout_rate, options.max_seqlen or 0, plan.precision
+        options.scale, window, options.dropout_rate, options.max_seqlen or 0, plan.precision, table is not None
     )
     return inputs.query, inputs.key, inputs.value, rules, kernel_options
 
@@ -240,7 +246,8 @@ def _forward(plan: Plan, save: bool, *arrays: Any) -> Any:
     result: Any = out
     if residual:
         top, *total = (jnp.swapaxes(x, -1, -2) for x in parts)
-        natural = attention_problem.natural_logits(inputs.query.dtype, inputs.bias, plan.precision)
+        any_bias = inputs.bias if inputs.relative_bias is None else inputs.relative_bias
+        natural = attention_problem.natural_logits(inputs.query.dtype, any_bias, plan.precision)
         result = out, sum(map(_times_log_2, total), top if natural else _times_log_2(top))
     return (result, (out, *parts)) if save else result
 
@@ -267,19 +274,22 @@ def _mosaic_gradient(dout, inputs, saved, plan):
 
 def _backward(plan, dtypes, d, saved, *arrays):
     inputs = Inputs(*arrays)
-    *of_rows, of_bias = dtypes
+    *of_rows, of_bias, of_relative = dtypes
     of_rows = next((dtype for dtype in of_rows if dtype == jnp.float32), inputs.query.dtype)
     configs = plan.backward.config
     if plan.backward.backend == "mosaic_gpu":
         if of_rows == inputs.query.dtype:
-            return _mosaic_gradient(d, inputs, saved, plan), None, None, None
+            return _mosaic_gradient(d, inputs, saved, plan), None, None, None, None
         configs = _triton_gradient(_call(inputs, plan.options, plan.precision), inputs)  # that kernel sums in 16 bits
     query_config, key_config = configs
     dout, dlse = d if plan.options.return_residual else (d, None)
-    return attention_backward.backward(
+    *found, dbias = attention_backward.backward(
         dout, None if dlse is None else jnp.swapaxes(dlse, -1, -2), *_arguments(inputs, plan), *saved,
-        query_config=query_config, key_config=key_config, interpret=plan.interpret, dtypes=(of_rows, of_bias),
+        query_config=query_config, key_config=key_config, interpret=plan.interpret,
+        dtypes=(of_rows, of_bias if inputs.relative_bias is None else of_relative),
     )  # fmt: skip
+    of_pairs, of_table = (dbias, None) if inputs.relative_bias is None or dbias is None else (None, dbias[0, :, 0])
+    return *found, of_pairs, of_table
 
 
-_reference, _kernels = transforms.implementations(_forward, _backward, _plain, gradients=4)
+_reference, _kernels = transforms.implementations(_forward, _backward, _plain, gradients=5)

@@ -31,6 +31,7 @@ def unsupported(
     if head_size % 8 or head_size > 128:
         return f"the head size is {head_size}, it takes multiples of 8 up to 128"
     lacking = {
+        "table of biases by relative position": arrays.get("relative_bias") is not None,
         "packed sequences": arrays.get("cu_seqlens") is not None,
         "segment ids": arrays.get("query_segment_ids") is not None,
         "dropout by this project's mask": arrays.get("dropout_rng") is not None,

@@ -65,7 +65,7 @@ def _fwd_kernel(*refs, p: Problem, config: AttentionConfig, tiles: int, single: 
             k = parts.load_tile(p, k_ref, index, offset + row, block_k, p.k_head + kv_head, in_columns)
             logits = parts.dot(p, q, k, trans_b=True)  # [block_q, block_k], not yet scaled
             if p.natural:
-                logits = parts.logits(refs, pairs, logits, scale)
+                logits = parts.logits(p, refs, pairs, logits, scale)
             if edge:
                 keep = parts.allowed(p, refs, pairs)
                 logits = jnp.where(keep, logits, -jnp.inf)

@@ -13,7 +13,8 @@ The first kernel computes dq: each of its tiles holds queries and sums over the 
 dv: each of its tiles holds keys and sums over the queries and over the query heads that share the keys. There are no
 atomic additions. If one tile holds all keys, the second kernel alone computes all three gradients, which takes 5
 matmuls of the size of the two matmuls of the forward pass instead of 7. A third kernel computes the gradient of a bias
-`[B|1, N|1, T, S]`. Apart from that gradient, nothing of size `[T, S]` is stored.
+`[B|1, N|1, T, S]`. Apart from that gradient, nothing of size `[T, S]` is stored. For a bias by relative position, a
+kernel sums ds over the blocks of each diagonal of blocks, and XLA sums the diagonals of these sums.
 
 Accuracy: with float32 and with short rows, the rounding of `out` would be visible in delta. The kernels then compute
 delta as the sum of `p * dp`, and divide p by its sum, which is 1 except for rounding. This takes 2 more matmuls in the
@@ -25,6 +26,7 @@ The gradient of a packed `[B, T, 3, N, H]` is one array of that layout, and each
 Source: Dao, "FlashAttention-2" (2023), section 3.2.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -361,14 +363,27 @@ def _dkv_tile(
             parts.store_tile(p, ref, index, offset + start + block_k, first_head + kv_head, zeros, unused)
 
 
+def _bias_gradient(p: Problem, refs, batch, head, tile, span: Span, j, block_q: int, block_k: int) -> Array:
+    """Computes the gradient of the logits of a tile of queries and key block `j`. `refs` are those of the kernel."""
+    q_ref, k_ref, v_ref, *rest = refs[:_SHARED]
+    dout_ref, top_ref, total_ref, factor_ref, delta_ref, _ = refs[_SHARED:]
+    refs = Refs(*rest)
+    rows = _rows(p, refs, q_ref, dout_ref, top_ref, total_ref, batch, head, tile, span, block_q)
+    rows = rows._replace(q=parts.clear(rows.q, rows.attends), dout=parts.clear(rows.dout, rows.attends))
+    row = rows.offset + rows.start
+    delta = _load_rows(delta_ref, rows.index, head, row, block_q, rows.in_rows, 0.0)
+    if factor_ref is not None:
+        factor = _load_rows(factor_ref, rows.index, head, row, block_q, rows.in_rows, 1.0)
+        rows = rows._replace(factor=factor)
+    return _logit_gradient(p, refs, k_ref, v_ref, rows, delta, j, block_k, edge=True)[0]
+
+
 def _dbias_kernel(*refs, p: Problem, block_q: int, block_k: int, key_tiles: int):
     """Computes a tile of the gradient of a bias `[B|1, N|1, T, S]`, summed over the sequences and heads that share it.
 
     The result is partial sums, `[programs, B|1, N|1, T, S]`. Program i sums over every `programs`-th sequence, from i.
     """
-    q_ref, k_ref, v_ref, *rest = refs[:_SHARED]
-    dout_ref, top_ref, total_ref, factor_ref, delta_ref, dbias_ref = refs[_SHARED:]
-    refs = Refs(*rest)
+    dbias_ref, spans_ref = refs[-1], refs[_SHARED - 1]
     tile, j = lax.div(pl.program_id(0), jnp.int32(key_tiles)), lax.rem(pl.program_id(0), jnp.int32(key_tiles))
     programs, bias_batches, bias_heads, _, _ = dbias_ref.shape
     bias_head, program = pl.program_id(1), lax.rem(pl.program_id(2), jnp.int32(programs))
@@ -377,17 +392,11 @@ def _dbias_kernel(*refs, p: Problem, block_q: int, block_k: int, key_tiles: int)
 
     def of_sequence(b, total):
         batch = bias_batch + program + jnp.int32(b) * programs
-        span = parts.load_span(refs.spans, batch, tile, p.query_length, p.key_length, block_k, full=False)
+        span = parts.load_span(spans_ref, batch, tile, p.query_length, p.key_length, block_k, full=False)
         begin, end = span.blocks(block_k)
 
         def of_head(n, total):
-            rows = _rows(p, refs, q_ref, dout_ref, top_ref, total_ref, batch, bias_head + n, tile, span, block_q)
-            rows = rows._replace(q=parts.clear(rows.q, rows.attends), dout=parts.clear(rows.dout, rows.attends))
-            delta = _load_rows(delta_ref, batch, rows.head, rows.start, block_q, rows.in_rows, 0.0)
-            if factor_ref is not None:
-                factor = _load_rows(factor_ref, batch, rows.head, rows.start, block_q, rows.in_rows, 1.0)
-                rows = rows._replace(factor=factor)
-            return total + _logit_gradient(p, refs, k_ref, v_ref, rows, delta, j, block_k, edge=True)[0]
+            return total + _bias_gradient(p, refs, batch, bias_head + n, tile, span, j, block_q, block_k)
 
         return lax.fori_loop(0, jnp.where((begin <= j) & (j < end), jnp.int32(heads), 0), of_head, total)
 
@@ -396,6 +405,59 @@ def _dbias_kernel(*refs, p: Problem, block_q: int, block_k: int, key_tiles: int)
     own = common.tile((p.query_length, p.key_length), tile * block_q, j * block_k, (block_q, block_k))
     place = program, bias_batch, bias_head, *own.place
     common.store(dbias_ref.at[place], total.astype(dbias_ref.dtype), mask=own.inside)
+
+
+def _diagonals_kernel(*refs, p: Problem, block_q: int, block_k: int, first: int, tiles: int):
+    """Sums the gradient of the logits over the square blocks of one diagonal, for a bias by relative position.
+
+    The result is partial sums, `[programs, N, diagonals, block, block]`. The key block of a tile of queries is its own
+    number plus `first` plus the number of the diagonal. Program i sums over every `programs`-th tile, from i; `tiles`
+    is the number of all tiles of queries.
+    """
+    out_ref, spans_ref = refs[-1], refs[_SHARED - 1]
+    diagonal, head, program = (pl.program_id(axis) for axis in range(3))
+    programs, of_sequence = jnp.int32(out_ref.shape[0]), jnp.int32(pl.cdiv(p.query_length, block_q))
+
+    def add(i, total):
+        item = program + jnp.int32(i) * programs
+        batch, tile = (item, jnp.int32(0)) if p.varlen else (lax.div(item, of_sequence), lax.rem(item, of_sequence))
+        span = parts.load_span(spans_ref, batch, tile, p.query_length, p.key_length, block_k, full=False)
+        start = parts.load_place(p, Refs(*refs[3:_SHARED]), batch, tile, block_q, p.query_length).start
+        j = lax.div(start, jnp.int32(block_q)) + diagonal + first
+        begin, end = span.blocks(block_k)
+
+        def of_block(_, total):
+            return total + _bias_gradient(p, refs, batch, head, tile, span, j, block_q, block_k)
+
+        return lax.fori_loop(0, jnp.where((begin <= j) & (j < end), jnp.int32(1), 0), of_block, total)
+
+    share = lax.div(jnp.int32(tiles - 1) + programs - program, programs)
+    total = lax.fori_loop(0, share, add, jnp.zeros((block_q, block_k), jnp.float32))
+    place = program, head, diagonal, common.span(0, block_q), common.span(0, block_k)
+    common.store(out_ref.at[place], total)
+
+
+def _table_gradient(sums: Array, first: int, width: int) -> Array:
+    """Sums float32 `[N, diagonals, block, block]` from `_diagonals_kernel` by key minus query: `[N, width]`."""
+    heads, diagonals, block, _ = sums.shape
+    # Rows of twice the block's length, read with one element less, move to the right one by one: columns then hold the
+    # diagonals of a block, from the last row's first element on.
+    moved = jnp.pad(sums[:, :, ::-1], ((0, 0), (0, 0), (0, 0), (0, block))).reshape(heads, diagonals, -1)
+    moved = moved[:, :, : block * (2 * block - 1)].reshape(heads, diagonals, block, 2 * block - 1)
+    halves = jnp.pad(jnp.sum(moved, axis=2), ((0, 0), (0, 0), (0, 1))).reshape(heads, diagonals, 2, block)
+    # The second half of a diagonal of blocks has the same distances as the first half of the next one.
+    early, late = (halves[:, :, i].reshape(heads, -1) for i in range(2))
+    found = jnp.pad(early, ((0, 0), (0, block))) + jnp.pad(late, ((0, 0), (block, 0)))
+    reach, nearest = width // 2, first * block - (block - 1)  # `nearest`: key minus query of the first column
+    start = min(max(1 - reach - nearest, 0), found.shape[1])
+    stop = min(max(reach - nearest, start), found.shape[1])
+    low, high = (jnp.sum(x, axis=1, keepdims=True) for x in (found[:, :start], found[:, stop:]))
+    if reach == 0:
+        return low + high
+    inner = found[:, start:stop]
+    before = nearest + start + reach - 1
+    inner = jnp.pad(inner, ((0, 0), (before, width - 2 - before - inner.shape[1])))
+    return jnp.concatenate([low, inner, high], axis=1)
 
 
 def backward(
@@ -430,11 +492,11 @@ def backward(
         dout, out, top = dout[None], out[None], top[None]
         total, dlse = (None if x is None else x[None] for x in (total, dlse))
     matrix = parts.bias_of_pairs(rules.bias)
-    columns = rules.bias is not None and not matrix and rules.bias.shape[3] > 1
+    columns = rules.bias is not None and not matrix and not options.relative and rules.bias.shape[3] > 1
     # With many queries, two kernels are faster: a single one has only one program for each head of a sequence. With
     # wide float32 heads, a single kernel would need more shared memory than most GPUs have.
     most = key_config.block_k * (4 if p.width * query.dtype.itemsize <= 512 else 1)
-    alone = p.key_length <= key_config.block_k and p.query_length <= most and not matrix
+    alone = p.key_length <= key_config.block_k and p.query_length <= most and not matrix and not options.relative
     exact = query.dtype == jnp.float32 or p.key_length <= _SHORT
 
     def launch(kernel, config: AttentionConfig, grid, spans, operands, outputs, name, aliases=None, **static) -> Any:
@@ -498,6 +560,24 @@ def backward(
                 _dbias_kernel, query_config, grid, query_spans, operands, outputs, "dbias", key_tiles=key_tiles
             )
             dbias = jnp.sum(dbias, axis=0)
+        elif options.relative:
+            block = min(query_config.block_q, query_config.block_k)
+            square = dataclasses.replace(query_config, block_q=block, block_k=block)
+            before, after = p.options.window  # limits which diagonals any pair is on
+            tiles, key_tiles = pl.cdiv(p.query_length, block), pl.cdiv(p.key_length, block)
+            first = 1 - tiles if before is None else max(1 - tiles, -pl.cdiv(before, block))
+            last = key_tiles - 1 if after is None else min(key_tiles - 1, pl.cdiv(after, block))
+            count = last - first + 1
+            every = p.tiles_back_to_back(block) if varlen else tiles * p.batch
+            programs = min(every, pl.cdiv(_PROGRAMS, p.heads * count))
+            (sums_of_diagonals,) = launch(
+                _diagonals_kernel, square, (count, p.heads, programs),
+                attention_spans.spans_of_queries(p, block, block),
+                [dout, top, total, *(factor or [None]), delta],
+                [((programs, p.heads, count, block, block), jnp.float32)], "dtable", first=first, tiles=every,
+            )  # fmt: skip
+            dbias = _table_gradient(jnp.sum(sums_of_diagonals, axis=0), first, rules.bias.shape[3])
+            dbias = _sum_to(dbias[None, :, None], rules.bias)
         elif columns:
             dbias = _sum_to(found.pop()[:, :, None, :], rules.bias)
         else:  # the bias is constant along a row, so it affects the log-sum-exp only

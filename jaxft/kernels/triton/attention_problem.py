@@ -39,7 +39,7 @@ def joined_residual(dtype: Any, bias: Array | None) -> bool:
 class Rules(NamedTuple):
     """Optional arrays that decide which pairs attend, what is added to the logits, and what dropout drops."""
 
-    bias: Array | None = None  # [B|1, N|1, T|1, S|1]
+    bias: Array | None = None  # [B|1, N|1, T|1, S|1]; a table [1, N|1, 1, 2R+1] if `Options.relative`
     mask: Array | None = None  # bool [B|1, N|1, T|1, S|1]
     query_lengths: Array | None = None  # int32 [B]
     key_lengths: Array | None = None  # int32 [B]
@@ -58,6 +58,7 @@ class Options:
     dropout_rate: float = 0.0
     max_seqlen: int = 0  # used with cu_seqlens only
     precision: str = "tf32"  # precision of float32 matmuls, "tf32" or "float32"
+    relative: bool = False  # whether the bias depends on key minus query, limited to -R and R
 
 
 def _in_full(dtype: Any, precision: str) -> bool:
@@ -78,16 +79,20 @@ def unsupported(
     """
     reason = common.unsupported_array(**arrays, mask=mask)
     name = next(iter(arrays))
-    if reason := reason or common.unsupported_dtype(**{name: arrays[name]}, bias=bias):
+    relative = arrays.get("relative_bias")
+    if reason := reason or common.unsupported_dtype(**{name: arrays[name]}, bias=bias, relative_bias=relative):
         return reason
+    if bias is not None and relative is not None:
+        return "the kernel takes bias or relative_bias, not both"
     if head_size > MAX_HEAD_SIZE:
         return f"the head size is {head_size}, the kernel takes at most {MAX_HEAD_SIZE}"
     if symbolic := next(filter(jax.export.is_symbolic_dim, positions), None):
         return f"the number of positions is symbolic, {symbolic}"
     if max(positions) > 2**30:  # positions have 32 bits, also those between the end and the end of the last block
         return f"there are {max(positions)} positions, the kernel takes at most 2^30"
-    if mask is not None and mask.size > 2**31:
-        return f"mask has {mask.size} elements, the kernel takes at most 2^31"  # offsets are signed 32-bit integers
+    for name, x in (("mask", mask), ("relative_bias", relative)):
+        if x is not None and x.size > 2**31:  # offsets are signed 32-bit integers
+            return f"{name} has {x.size} elements, the kernel takes at most 2^31"
     return None
 
 
@@ -379,6 +384,12 @@ class Pairs(NamedTuple):
         inside = jnp.broadcast_to(functools.reduce(operator.and_, masks), shape) if masks else None
         return common.load(ref.at[tuple(index)], mask=inside)
 
+    def load_relative(self, ref):
+        """Loads the elements of a table `[1, N|1, 1, 2R+1]` at key minus query, limited to -R and R, plus R."""
+        zero, reach = jnp.int32(0), ref.shape[3] // 2
+        place = jnp.clip(self.columns - self.rows, -reach, reach) + jnp.int32(reach)
+        return common.load(ref.at[zero, self.head if ref.shape[1] > 1 else zero, zero, place])
+
 
 def allowed(p: Problem, refs: Refs, pairs: Pairs) -> Any:
     """Returns which pairs attend to each other, given that all queries take part, or None if all pairs attend."""
@@ -399,17 +410,18 @@ def allowed(p: Problem, refs: Refs, pairs: Pairs) -> Any:
     return functools.reduce(operator.and_, parts) if parts else None
 
 
-def logits(refs: Refs, pairs: Pairs, products: Array, scale: float) -> Array:
+def logits(p: Problem, refs: Refs, pairs: Pairs, products: Array, scale: float) -> Array:
     """Computes natural logits: the dot products of queries and keys times `scale`, plus the bias."""
     if refs.bias is None:
         return products * scale
-    return common.fma(products, scale, pairs.load(refs.bias).astype(jnp.float32))
+    bias = pairs.load_relative(refs.bias) if p.options.relative else pairs.load(refs.bias)
+    return common.fma(products, scale, bias.astype(jnp.float32))
 
 
 def probabilities(p: Problem, refs: Refs, pairs: Pairs, products: Array, top: Array, total: Array | None) -> Array:
     """Computes the probabilities again. `total` is None if `top` is the log-sum-exp or the caller normalises."""
     if p.natural:
-        return exponentials(p, logits(refs, pairs, products, p.options.scale) - top, total)
+        return exponentials(p, logits(p, refs, pairs, products, p.options.scale) - top, total)
     exponent = common.fma(products, p.options.scale * LOG2_E, -top)
     return common.exp2(exponent if total is None else exponent - total)
 
