@@ -116,9 +116,7 @@ def plan_of(
     # Mosaic GPU takes none of the dtypes, shardings and symbolic shapes that Triton refuses.
     reasons = {"triton": reason}
     if reason is None or implementation is not None:
-        mosaic_reason = reason or support.dense_unsupported(x, kernel, bias, residual, kernel_precision)
-        if gate is not None:
-            mosaic_reason = reason or "it has no gate"
+        mosaic_reason = reason or support.dense_unsupported(x, kernel, bias, residual, kernel_precision, gate)
         reasons = {"mosaic_gpu": mosaic_reason} | reasons
     choice = dispatch.choose(op, implementation, reasons)
     if choice.name == "xla" or 0 in sizes:
@@ -127,15 +125,13 @@ def plan_of(
     backend, why = choice.name, choice.why
     if implementation is None:
         full = itemsize > 2 and kernel_precision == "float32"
-        if (
-            gate is not None
-        ):  # the kernel after XLA's matmul costs little: it writes half of what it reads (not measured)
-            backend = tuning.without_mosaic(*sizes, None, itemsize, device)
+        if gate is not None:
+            backend = tuning.gated_implementation(*sizes, itemsize, device)
         else:
             backend = tuning.dense_implementation(*sizes, activation, itemsize, device, residual is not None, full)
         if backend == "mosaic_gpu" != choice.name:
             # Mosaic GPU would be fastest but does not support these arguments: take the next best.
-            backend = tuning.without_mosaic(*sizes, activation, itemsize, device)
+            backend = tuning.without_mosaic(*sizes, None if gate else activation, itemsize, device)
         legal = ("mosaic_gpu", "triton") if choice.name == "mosaic_gpu" else ("triton",)
         why = "; ".join([*filter(None, [why]), *(f"{name}: slower at this size" for name in legal if name != backend)])
     if backend == "xla" and (residual is not None if activation else bias is None):
@@ -146,7 +142,7 @@ def plan_of(
         after, after_backward, width = tuning_rows.gated_activation, tuning_rows.gated_activation_backward, width // 2
     config: Any = None
     if backend == "mosaic_gpu":
-        config = tuning.dense_mosaic(*sizes, activation, itemsize, device, residual is not None)
+        config = tuning.dense_mosaic(*sizes, activation, itemsize, device, residual is not None, gate is not None)
     elif backend == "triton":
         config = tuning.dense(*sizes, itemsize, device)
     elif activation is not None and not tuning.splits_few_rows(rows, itemsize, kernel_precision):
@@ -219,7 +215,9 @@ def _one_kernel(x, kernel, bias, residual, plan, also=None):
         return tuple(found)
     from jaxft.kernels.mosaic_gpu import dense as mosaic
 
-    results = mosaic.forward(x, kernel, bias, residual, activation=plan.activation, config=config, also=also)
+    results = mosaic.forward(
+        x, kernel, bias, residual, activation=plan.activation, config=config, also=also, gate=plan.gate
+    )
     # Inside a shard_map, results of Mosaic kernels lack the mesh axes over which they vary.
     return tuple(transforms.vary_alike(x, kernel, bias, residual, *results)[4:])
 

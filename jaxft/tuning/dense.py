@@ -94,6 +94,15 @@ def dense_implementation(
     return config.implementation
 
 
+def gated_implementation(rows: int, depth: int, width: int, itemsize: int, device: Device) -> str:
+    """Returns the fastest implementation of a layer with a gate, see `DenseChoice`. The kernel has `width` columns."""
+    # The kernel after XLA's matmul costs little, because it writes half of what it reads.
+    short = is_short(rows, depth, width, itemsize) or rows % 8 > 0 or min(depth, width) < 256
+    if device.is_hopper and itemsize == 2 and not short:
+        return "mosaic_gpu"
+    return without_mosaic(rows, depth, width, None, itemsize, device)
+
+
 def dense_implementation_candidates(
     rows: int, depth: int, width: int, itemsize: int, **_: Any
 ) -> Iterable[DenseChoice]:
@@ -259,10 +268,17 @@ def dense_split_candidates(rows: int, **_: Any) -> Iterable[SplitConfig]:
         yield SplitConfig(block_m, *block, splits=splits)
 
 
+GATE_TILES = (64, 256, 4, "m")
+
+
 def dense_mosaic(
-    rows: int, depth: int, width: int, activation: str | None, itemsize: int, device: Device, residual: bool = False
-) -> MosaicDenseConfig:
-    """Returns the launch configuration of the Mosaic GPU kernel of a dense layer."""
+    rows: int, depth: int, width: int, activation: str | None, itemsize: int, device: Device, residual: bool = False,
+    gated: bool = False,
+) -> MosaicDenseConfig:  # fmt: skip
+    """Returns the launch configuration of the Mosaic GPU kernel of a dense layer.
+
+    If `gated`, the kernel has `width` columns in two halves. A tile has 64 columns of each, and the sums may be kept.
+    """
     programs = device.multiprocessors
     default, most = _in_rounds(rows, width, itemsize, programs), 0
     # H200, 1024x3072x768: 10.5 us in 128x64 blocks that two warp groups share (64x128 per group 11.8), 2026-11-24
@@ -279,6 +295,10 @@ def dense_mosaic(
             most, default = tiles, candidate
     sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
     variant, pieces = ("residual", 8) if residual else ("", 4)
+    if gated:  # TODO measure
+        m, n, k, split = GATE_TILES
+        config = MosaicDenseConfig(m, n, stages=k, split=split, group=16, programs=programs)
+        return with_room(config, itemsize, pieces + 2, device)
     return _lookup_mosaic("dense_mosaic", default, device, variant, pieces, **sizes, itemsize=itemsize)
 
 

@@ -22,9 +22,11 @@ from jaxft.tuning.dense import MosaicDenseConfig
 
 
 def _fwd_kernel(
-    x_ref, kernel_ref, bias_ref, residual_ref, y_ref, also_ref=None, *, name: Any, also: Any, config: MosaicDenseConfig
-):
-    tile_m, tile_n = config.tile_m, config.tile_n
+    x_ref, kernel_ref, bias_ref, residual_ref, y_ref, also_ref=None, *, name: Any, also: Any, gate: str | None,
+    config: MosaicDenseConfig,
+):  # fmt: skip
+    halves, width = 1 if gate is None else 2, y_ref.shape[1]
+    tile_m, tile_n = config.tile_m, config.tile_n // halves
     pieces = [(m, n) for m in range(0, tile_m, PIECE) for n in range(0, tile_n, PIECE)]
 
     # Pieces in shared memory for each result. With "sum", the results may be float32: with two pieces of each, fewer
@@ -38,22 +40,30 @@ def _fwd_kernel(
 
         def begin(warps, row, column):  # Starts copies that run during the matmul.
             if bias_ref is not None:
-                here = bias_ref.at[pl.ds(column, tile_n)]
-                plgpu.copy_gmem_to_smem(here, bias_smem.at[warps], bias_there.at[warps])
+                for half in range(halves):
+                    here = bias_ref.at[pl.ds(column + half * width, tile_n)]
+                    there = bias_smem.at[warps, pl.ds(half * tile_n, tile_n)]
+                    plgpu.copy_gmem_to_smem(here, there, bias_there.at[warps])
             copy_residual(0, warps, row, column)
             copy_residual(1, warps, row, column)
 
-        def finish(warps, row, column, acc):
+        def finish(warps, row, column, *tile):
             if bias_ref is not None:
                 plgpu.barrier_wait(bias_there.at[warps])
             for i, (m, n) in enumerate(pieces):
-                values = acc[m : m + PIECE, n : n + PIECE]
-                if bias_ref is not None:
-                    bias = plgpu.layout_cast(bias_smem[warps, n : n + PIECE], plgpu.Layout.WGMMA.reduce(0))
-                    values += lax.broadcast_in_dim(bias.astype(jnp.float32), values.shape, (1,))
-                here, other = place_of((m, n), row, column), values
-                if also == "derivative":
-                    values, other = act.activation_and_derivative(name, values, y_ref.dtype)
+                here, sums = place_of((m, n), row, column), []
+                for half, acc in enumerate(tile):
+                    values, at = acc[m : m + PIECE, n : n + PIECE], half * tile_n + n
+                    if bias_ref is not None:
+                        bias = plgpu.layout_cast(bias_smem[warps, at : at + PIECE], plgpu.Layout.WGMMA.reduce(0))
+                        values += lax.broadcast_in_dim(bias.astype(jnp.float32), values.shape, (1,))
+                    sums.append(values)
+                kept = sums
+                if gate is not None:
+                    gated, factor = sums if gate == "first" else sums[::-1]
+                    values = act.activation(name, gated, y_ref.dtype) * factor
+                elif also == "derivative":
+                    values, *kept = act.activation_and_derivative(name, values, y_ref.dtype)
                 elif name is not None:
                     values = act.activation(name, values, y_ref.dtype)
                 if residual_ref is not None:
@@ -61,7 +71,9 @@ def _fwd_kernel(
                     values += residual_smem[warps, i % 2].astype(jnp.float32)
                 stores = [(y_smem.at[warps, i % places], values, y_ref.at[here])]
                 if also_ref is not None:
-                    stores.append((also_smem.at[warps, i % places], other, also_ref.at[here]))
+                    for half, other in enumerate(kept):
+                        here = place_of((m, n), row, column + half * width)
+                        stores.append((also_smem.at[warps, i % places * halves + half], other, also_ref.at[here]))
                 store_pieces(min(i, places - 1), *stores)  # The first piece waits for all stores of the last tile.
                 copy_residual(i + 2, warps, row, column)  # To the place of piece i, which all warps have read by now.
 
@@ -69,14 +81,15 @@ def _fwd_kernel(
             x_ref, kernel_ref, config, begin, finish,
             transposed=x_ref.dtype == jnp.float32,  # See `forward`.
             backwards=name is not None,  # Another dense layer usually comes next.
+            halves=halves,
         )  # fmt: skip
 
     pl.run_scoped(
         body,
         y_smem=matmul.pieces_smem(y_ref, places),
-        also_smem=None if also_ref is None else matmul.pieces_smem(also_ref, places),
-        bias_smem=None if bias_ref is None else plgpu.SMEM((2, tile_n), bias_ref.dtype),
-        bias_there=None if bias_ref is None else plgpu.Barrier(num_barriers=2),
+        also_smem=None if also_ref is None else matmul.pieces_smem(also_ref, places * halves),
+        bias_smem=None if bias_ref is None else plgpu.SMEM((2, config.tile_n), bias_ref.dtype),
+        bias_there=None if bias_ref is None else plgpu.Barrier(num_arrivals=halves, num_barriers=2),
         residual_smem=None if residual_ref is None else matmul.pieces_smem(residual_ref),
         residual_there=None if residual_ref is None else plgpu.Barrier(num_barriers=4),
         collective_axes="warps",
@@ -92,21 +105,26 @@ def forward(
     activation: str | None,
     config: MosaicDenseConfig,
     also: str | None = None,
+    gate: str | None = None,
 ) -> list[Array]:
     """Computes activation(x @ kernel + bias) + residual: x [M, K], kernel [K, F] -> a list with the result [M, F].
+
+    With a `gate`, kernel is [K, 2 * F] and bias [2 * F]. The activation is applied to the "first" or the "second" half
+    of the sum, and the result is multiplied by the other half. The sum is [M, 2 * F]. There is no derivative then.
 
     Callers ask `support.dense_unsupported` first. With `also`, the list has a second array [M, F]. "sum" is x @ kernel
     + bias. "derivative" is the derivative of the activation at that sum, in `support.derivative_dtype`, for float16 and
     bfloat16 only.
     """
-    rows, width = x.shape[0], kernel.shape[1]
+    halves = 1 if gate is None else 2
+    rows, width = x.shape[0], kernel.shape[1] // halves
     beyond = -rows % 8
     if beyond:  # Rows are copied in groups of 8, see `matmul.line`.
         x = jnp.pad(x, ((0, beyond), (0, 0)))
         residual = None if residual is None else jnp.pad(residual, ((0, beyond), (0, 0)))
     results = [jax.ShapeDtypeStruct((rows + beyond, width), x.dtype)]
     if also == "sum":
-        results *= 2
+        results.append(jax.ShapeDtypeStruct((rows + beyond, halves * width), x.dtype))
     elif also == "derivative":
         dtype = derivative_dtype(x.dtype)
         columns = width + matmul.beyond_lines(dtype, width)
@@ -114,6 +132,7 @@ def forward(
     if x.dtype == jnp.float32:
         kernel = lax.reduce_precision(kernel, exponent_bits=8, mantissa_bits=10).T
 
-    body = functools.partial(_fwd_kernel, name=activation, also=also, config=config)
-    found = matmul.launch(body, (x, kernel, bias, residual), results, config)
-    return [r if r.shape == (rows, width) else r[:rows, :width] for r in found]
+    body = functools.partial(_fwd_kernel, name=activation, also=also, gate=gate, config=config)
+    found = matmul.launch(body, (x, kernel, bias, residual), results, config, halves)
+    widths = width, halves * width if also == "sum" else width
+    return [r if r.shape == (rows, w) else r[:rows, :w] for r, w in zip(found, widths, strict=False)]

@@ -57,23 +57,28 @@ def multiply_tiles(
     kernel_ref: Any,
     config: MosaicDenseConfig,
     begin: Callable[[Any, Any, Any], None],
-    finish: Callable[[Any, Any, Any, Array], None],
+    finish: Callable[..., None],
     *,
     transposed: bool = False,
     backwards: bool = False,
+    halves: int = 1,
 ) -> None:
     """Computes all tiles of x [M, K] @ kernel [K, F] (if `transposed`, [F, K]), shared among the programs.
 
+    With `halves` of 2, the kernel is [K, 2 * F]. A tile then is two arrays: `tile_n // 2` columns of the first half of
+    the kernel, and the same columns of the second half. `split` must not be "n".
+
     A warp group (0 or 1) calls `begin(group, row, column)` before it multiplies the tile that begins there, and
-    `finish(group, row, column, tile)` after it, with the tile in registers, float32. `finish` may store results with
+    `finish(group, row, column, *tile)` after it, with the tile in registers, float32. `finish` may store results with
     `store_pieces`. See `block_at` for `backwards`.
     """
     (rows, depth), dtype = x_ref.shape, x_ref.dtype
-    width = kernel_ref.shape[0 if transposed else 1]
+    width = kernel_ref.shape[0 if transposed else 1] // halves
     tile_m, tile_n, tile_k, stages = config.tile_m, config.tile_n, config.tile_k, config.stages
     block_m, block_n = config.block
+    columns = block_n // halves  # of a half
     by_turns, steps = config.split == "none", pl.cdiv(depth, tile_k)
-    blocks_m, blocks_n = pl.cdiv(rows, block_m * config.cluster_m), pl.cdiv(width, block_n)
+    blocks_m, blocks_n = pl.cdiv(rows, block_m * config.cluster_m), pl.cdiv(width, columns)
 
     def body(x_smem, kernel_smem, filled, free):
         warps, program, programs = lax.axis_index("warps"), lax.axis_index("program"), lax.axis_size("program")
@@ -82,7 +87,7 @@ def multiply_tiles(
         def first(i):
             """Returns the row and the column where the i-th block of this program begins."""
             m, n = block_at(program + i * programs, (blocks_m, blocks_n), config, backwards)
-            return (m * config.cluster_m + lax.axis_index("cluster")) * block_m, n * block_n
+            return (m * config.cluster_m + lax.axis_index("cluster")) * block_m, n * columns
 
         def buffer(i, k):
             """Returns the buffer of step k of block i."""
@@ -102,20 +107,23 @@ def multiply_tiles(
 
                 @pl.loop(0, steps)
                 def _(k):
-                    at, deep, wide = buffer(i, k), pl.ds(k * tile_k, tile_k), pl.ds(column, block_n)
+                    at, deep = buffer(i, k), pl.ds(k * tile_k, tile_k)
                     plgpu.barrier_wait(free.at[at])
                     plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(row, block_m), deep], x_smem.at[at], arrival(i, k))
-                    plgpu.copy_gmem_to_smem(
-                        kernel_ref.at[wide, deep] if transposed else kernel_ref.at[deep, wide],
-                        kernel_smem.at[at], arrival(i, k), collective_axes="cluster" if config.cluster_m > 1 else None,
-                    )  # fmt: skip
+                    for half in range(halves):
+                        wide = pl.ds(column + half * width, columns)
+                        plgpu.copy_gmem_to_smem(
+                            kernel_ref.at[wide, deep] if transposed else kernel_ref.at[deep, wide],
+                            kernel_smem.at[at, half], arrival(i, k),
+                            collective_axes="cluster" if config.cluster_m > 1 else None,
+                        )  # fmt: skip
 
             # Waits until the other program of a cluster is done too, which uses the barriers of this program.
             @pl.loop(0, stages)
             def _(k):
                 plgpu.barrier_wait(free.at[buffer(blocks, k)])
 
-        def multiply(i, acc_ref):
+        def multiply(i, *acc_refs):
             own_m = pl.ds(warps * tile_m, tile_m) if config.split == "m" else slice(None)
             own_n = pl.ds(warps * tile_n, tile_n) if config.split == "n" else slice(None)
 
@@ -123,9 +131,11 @@ def multiply_tiles(
             def _(k):
                 at = buffer(i, k)
                 plgpu.barrier_wait(arrival(i, k))
-                kernel = kernel_smem.at[at, own_n].transpose((1, 0)) if transposed else kernel_smem.at[at, :, own_n]
-                plgpu.wgmma(acc_ref, x_smem.at[at, own_m], kernel)
-                plgpu.wgmma_wait(1)
+                for half, acc_ref in enumerate(acc_refs):
+                    kernel = kernel_smem.at[at, half]
+                    kernel = kernel.at[own_n].transpose((1, 0)) if transposed else kernel.at[:, own_n]
+                    plgpu.wgmma(acc_ref, x_smem.at[at, own_m], kernel)
+                plgpu.wgmma_wait(halves)
 
                 @pl.when(k > 0)
                 def _():
@@ -150,10 +160,11 @@ def multiply_tiles(
                 column += warps * tile_n if config.split == "n" else 0
                 begin(warps, row, column)
 
-                @functools.partial(pl.run_scoped, acc_ref=plgpu.ACC((tile_m, tile_n), jnp.float32))
-                def _(acc_ref):
-                    multiply(i, acc_ref)
-                    finish(warps, row, column, acc_ref[...])
+                def tile(*acc_refs):
+                    multiply(i, *acc_refs)
+                    finish(warps, row, column, *(acc_ref[...] for acc_ref in acc_refs))
+
+                pl.run_scoped(tile, *[plgpu.ACC((tile_m, tile_n // halves), jnp.float32)] * halves)
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -164,12 +175,12 @@ def multiply_tiles(
     if config.cluster_m > 1:  # The copies of one program also fill buffers of the other.
         free = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
     widths = (depth,) if transposed else (depth, width)
-    block_of_kernel = (block_n, tile_k) if transposed else (tile_k, block_n)
+    block_of_kernel = (columns, tile_k) if transposed else (tile_k, columns)
     pl.run_scoped(
         body,
         x_smem=plgpu.SMEM((stages, block_m, tile_k), dtype, transforms=transforms(dtype, *widths)),
-        kernel_smem=plgpu.SMEM((stages, *block_of_kernel), dtype, transforms=transforms(dtype, *widths)),
-        filled=plgpu.Barrier(num_arrivals=2, num_barriers=stages * (1 + by_turns)),
+        kernel_smem=plgpu.SMEM((stages, halves, *block_of_kernel), dtype, transforms=transforms(dtype, *widths)),
+        filled=plgpu.Barrier(num_arrivals=1 + halves, num_barriers=stages * (1 + by_turns)),
         free=free(num_arrivals=1 if by_turns else 2, num_barriers=stages),
         collective_axes="warps",
     )
@@ -209,8 +220,12 @@ def store_pieces(under_way: int, *stores: tuple[Any, Array, Any]) -> None:
         plgpu.copy_smem_to_gmem(place, piece, commit_group=n == len(stores))
 
 
-def launch(kernel: Callable[..., None], inputs: Sequence[Any], results: Any, config: MosaicDenseConfig) -> Any:
+def launch(
+    kernel: Callable[..., None], inputs: Sequence[Any], results: Any, config: MosaicDenseConfig, halves: int = 1
+) -> Any:
     """Launches a kernel with three warp groups per program. The first result, [M, F], determines the grid.
+
+    See `multiply_tiles` for `halves`.
 
     An input that is None has None for its ref.
     """
@@ -221,7 +236,7 @@ def launch(kernel: Callable[..., None], inputs: Sequence[Any], results: Any, con
 
     rows, width = results[0].shape
     block_m, block_n = config.block
-    clusters = pl.cdiv(rows, block_m * config.cluster_m) * pl.cdiv(width, block_n)
+    clusters = pl.cdiv(rows, block_m * config.cluster_m) * pl.cdiv(width, block_n // halves)
     call = plgpu.kernel(
         body,
         out_type=results,

@@ -44,9 +44,13 @@ def line(dtype: Any, *widths: int) -> int:
 
 
 def dense_unsupported(
-    x: Array, kernel: Array, bias: Array | None, residual: Array | None = None, precision: str = "tf32"
-) -> str | None:
-    """Returns why the kernel cannot take x [M, K], kernel [K, F], bias [F] and residual [M, F], or None."""
+    x: Array, kernel: Array, bias: Array | None, residual: Array | None = None, precision: str = "tf32",
+    gate: str | None = None,
+) -> str | None:  # fmt: skip
+    """Returns why the kernel cannot take x [M, K], kernel [K, F], bias [F] and residual [M, F], or None.
+
+    With a `gate`, kernel is [K, 2 * F] and bias [2 * F].
+    """
     if x.dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
         return f"x is {x.dtype}, the kernel takes float32, float16 and bfloat16"
     if x.dtype == jnp.float32 and precision != "tf32":
@@ -55,6 +59,8 @@ def dense_unsupported(
         return f"bias is {bias.dtype}, the kernel takes float32, float16 and bfloat16"
     if residual is not None and x.dtype == jnp.float32:
         return "it adds no residual in float32"  # there is no shared memory left for the residual
+    if gate is not None and x.dtype == jnp.float32:
+        return "it has no gate in float32"
     (rows, depth), width = x.shape, kernel.shape[1]
     if 0 in (rows, depth, width):
         return "an array is empty"
@@ -63,6 +69,9 @@ def dense_unsupported(
     if rows < PIECE or width <= PIECE:
         # JAX 0.11.2 stores what lies beyond the edge of an array of one line of tiles at the array's beginning.
         return f"M is {rows} and F is {width}: they must be at least {PIECE} and above {PIECE}"
+    if gate is not None and width % (2 * PIECE):
+        # A tile that goes beyond the first half would store its sums in the second one.
+        return f"F is {width // 2}: with a gate it must be a multiple of {PIECE}"
     if not line(x.dtype, depth, width):
         least = 32 // x.dtype.itemsize
         return f"K is {depth} and F is {width}: above {4 * least} they must be multiples of {least}, below of 8"
