@@ -43,9 +43,9 @@ def directed(op: Callable[..., Any], direction: str) -> Callable[..., Any]:
     return run
 
 
-def peers(direction: str, arrays: Sequence[jax.Array]) -> dict[str, Callable[..., Any]]:
+def peers(direction: str, arrays: Sequence[jax.Array]) -> dict[str, jax.stages.Wrapped]:
     """Returns the peers that can run this case."""
-    found = {}
+    found: dict[str, jax.stages.Wrapped] = {}
     for name in ("xla", "cudnn") if jax.default_backend() == "gpu" else ("xla",):
         run = jax.jit(directed(functools.partial(peer, implementation=name), direction))
         try:
