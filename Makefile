@@ -34,8 +34,8 @@ VENV := .venv$(if $(PYTHON),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 ARGS :=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-BENCHMARKS := encoder train contrastive attention layer_norm embeddings bias_activation gated_activation softmax dense \
-	feed_forward cross_entropy permute rotary search
+BENCHMARKS := encoder train contrastive attention relative_bias layer_norm embeddings bias_activation gated_activation \
+	softmax dense feed_forward cross_entropy permute rotary search
 
 help:
 	@sed -n '/^\.NOTPARALLEL/q; s/^#   //p' Makefile

@@ -30,7 +30,7 @@ from bench_peers import Job
 from jaxft.comparison import PLAIN_ACTIVATIONS, Attention, plain_layer_norm
 from jaxft.models.bert import BertModel
 from jaxft.models.config import BertConfig
-from jaxft.models.positions import bucket_bias, disentangled_attention
+from jaxft.models.positions import bucket_table, disentangled_attention
 from jaxft.training import COMPILER_OPTIONS
 
 DTYPE = "bfloat16"
@@ -161,7 +161,10 @@ def encode(
         x = linear(x, tables, "projection")
     bias = relative = None
     if config.relative_bias:
-        bias = bucket_bias(params["relative_bias"], length).astype(x.dtype)
+        table, place = bucket_table(params["relative_bias"]), np.arange(length)
+        reach = table.shape[1] // 2
+        index = np.clip(place[None] - place[:, None], -reach, reach) + reach
+        bias = table[:, index][None].astype(x.dtype)
     if config.positions == "disentangled":
         relative = norm(params["relative_embeddings"], params, "relative_norm", epsilon)
     layers = [params["layers"][i % len(params["layers"])] for i in range(config.num_hidden_layers)]

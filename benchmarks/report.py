@@ -28,6 +28,7 @@ TITLES = {
     "encode options": "Options of encode beside the plain call, for the same tokens",
     "encode one text": "One text to its embedding with the tokenizer",
     "attention, back to back": "Attention of packed sequences: rows, sequences, longest, heads, head size",
+    "attention, relative bias": "Attention with a table of biases by relative position",
     "attention": "Attention from packed QKV",
     "dense": "Dense layers",
     "linear_cross_entropy": "Loss and gradients of a linear classifier",

@@ -114,6 +114,9 @@ ATTENTION = [
 ]
 #: Shapes that are also timed with random lengths of keys, half of which are valid.
 ATTENTION_HALF_VALID = ATTENTION[:4]
+#: Attention with a table of biases by relative position, of this reach on each side, as MPNet has it.
+RELATIVE_BIAS = [Attention(32, 512, 12, 64), Attention(32, 128, 12, 64), Attention(8, 2048, 12, 64)]
+RELATIVE_BIAS_REACH = 128
 #: In float64 the gradient of plain jnp does not fit into a card's memory for longer sequences.
 ATTENTION_LONGEST_GRADIENT = 2048
 

@@ -438,8 +438,8 @@ def relative_bias_of_pairs(table: Array, query_length: int, key_length: int) -> 
     """
     heads, width = table.shape
     period = query_length + key_length + 1
-    place = jnp.arange(period, dtype=jnp.int32) - query_length + width // 2
-    inner = wide(table).at[:, place].get(mode="fill", fill_value=0, wrap_negative_indices=False, unique_indices=True)
+    place = (jnp.arange(period, dtype=jnp.int32) - query_length + width // 2)[None]
+    inner = wide(table).at[:, place[0]].get(mode="fill", fill_value=0, wrap_negative_indices=False, unique_indices=True)
     low, high = wide(table[:, :1]), wide(table[:, -1:])
     row = jnp.where(place < 0, low, jnp.where(place >= width, high, inner))  # [N, period], by key - query
     # Rows that are one element shorter than the period: each one begins one element further to the left.
@@ -484,7 +484,7 @@ def dot_product_attention(
     scores = _scores(query, key, used_queries, used_keys, f"bt{own}h,bs{shared}h->b{own}ts", precision)
     logits = _logits(scores.reshape(batch, n, t, s), 1.0 / math.sqrt(h) if scale is None else scale, bias)
     if relative_bias is not None:
-        logits = logits + relative_bias_of_pairs(relative_bias, t, s).astype(logits.dtype)
+        logits = logits + relative_bias_of_pairs(relative_bias, t, s)[None].astype(logits.dtype)
     e, total, top = _exponentials(logits, allowed)
     empty = _row_is_empty(total)
     within = None if dropout_length is None else (batch, n, dropout_length, dropout_length)

@@ -129,6 +129,14 @@ CALLS = {
         functools.partial(jaxft.qkv_attention, **DROPOUT),
         {"qkv": QKV, "bias": "t", "mask": "b, 1, 1, t", **dict.fromkeys(IDS, "b, t")},
     ),
+    "qkv_attention (relative_bias)": Call(
+        functools.partial(jaxft.qkv_attention, is_causal=True, **DROPOUT),
+        {"qkv": QKV, "relative_bias": "2, 5", "mask": "b, 1, 1, t"},
+    ),
+    "varlen_qkv_attention (relative_bias)": Call(
+        functools.partial(jaxft.varlen_qkv_attention, max_seqlen=4),
+        {"qkv": "m, 3, 2, 4", "cu_seqlens": "b + 1", "relative_bias": "1, 3"},
+    ),
     "varlen_qkv_attention": Call(
         functools.partial(jaxft.varlen_qkv_attention, max_seqlen=4, return_residual=True, **DROPOUT),
         {"qkv": "m, 3, 2, 4", "cu_seqlens": "b + 1"},

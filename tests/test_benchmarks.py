@@ -29,6 +29,7 @@ import bench_modern_encoders
 import bench_peers
 import bench_permute
 import bench_pretrain
+import bench_relative_bias
 import bench_rotary
 import bench_search
 import bench_softmax
@@ -132,6 +133,11 @@ def test_shapes_are_listed_once():
                 "ATTENTION_HALF_VALID": [shapes.Attention(2, 64, 2, 64)],
                 "ATTENTION_PACKED": [shapes.PackedAttention(64, 8, 24, 2, 2, 64)],
             },
+            {"xla", "xla, padded"},
+        ),
+        (
+            bench_relative_bias,
+            {"RELATIVE_BIAS": [shapes.Attention(2, 64, 2, 64)], "RELATIVE_BIAS_REACH": 7},
             {"xla", "xla, padded"},
         ),
         (

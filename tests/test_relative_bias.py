@@ -65,6 +65,23 @@ def test_shapes(shape):
     check_op(floats_of(0, *shape), return_residual=True)
 
 
+def test_reach_of_zero():
+    """A table of one element has the sum of all gradients, which the log-sum-exp alone makes other than 0."""
+    floats = floats_of(13, 2, 19, 35, 2, 2, 8, 0, 2)
+
+    def gradient(implementation):
+        def lse(table):
+            arrays = floats | {"relative_bias": table}
+            return jnp.sum(
+                jaxft.dot_product_attention(**arrays, return_residual=True, implementation=implementation)[1]
+            )
+
+        return jit(jax.grad(lse))(floats["relative_bias"])
+
+    for implementation in ("triton", "xla"):
+        np.testing.assert_allclose(gradient(implementation), np.full((2, 1), 2 * 19), rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [DTYPES[2], *slow(DTYPES[1])])
 @pytest.mark.parametrize("table", [jnp.float32, *slow(jnp.bfloat16)])
 def test_dtypes(dtype, table):

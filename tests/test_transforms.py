@@ -101,6 +101,10 @@ OPS = {
         lambda m, o, qkv: m.qkv_attention(qkv, mask=MASK[:1, None, None], **o),
         {"qkv": (BATCH, LENGTH, 3, HEADS, SIZE)},
     ),
+    "qkv_attention with relative_bias": Op(
+        lambda m, o, **f: m.qkv_attention(**f, **o),
+        {"qkv": (BATCH, LENGTH, 3, HEADS, SIZE), "relative_bias": (HEADS, 5)},
+    ),
     "softmax": Op(lambda m, o, **f: m.softmax(**f, **o), {"x": (BATCH, LENGTH), "bias": (LENGTH,)}),
     "log_softmax": Op(lambda m, o, x: m.log_softmax(x, mask=MASK[1], **o), {"x": (BATCH, LENGTH)}),
     "log_softmax of long rows": Op(
@@ -141,7 +145,7 @@ OPS = {
 
 # These ops share the code for transformations with others, so `make test` leaves them out where it can.
 RELATED = ("layer_norm", "rms_norm", "embeddings_layer_norm", "dense_residual_layer_norm",
-           "feed_forward_residual_layer_norm", "gated_activation", "qkv_attention",
+           "feed_forward_residual_layer_norm", "gated_activation", "qkv_attention", "qkv_attention with relative_bias",
            "log_softmax of long rows")  # fmt: skip
 KERNELS = [name for name, op in OPS.items() if op.kernel]
 SOME_KERNELS = [*(n for n in KERNELS if n not in RELATED), *slow(*(n for n in KERNELS if n in RELATED))]
