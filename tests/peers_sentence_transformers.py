@@ -25,7 +25,7 @@ from jaxft import training
 from peer_models import PAIRS, QUERY, TEXTS, assert_close
 
 pytestmark = pytest.mark.filterwarnings("default")
-ALL = peer_models.MODELS | peer_models.RERANKERS
+ALL = peer_models.ALL
 PACKED = pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 
 
@@ -39,7 +39,10 @@ def theirs(folder, family="SentenceTransformer", **options):
 
 
 def ours(folder, family="SentenceTransformer", **options):
-    names = {"SentenceTransformer": jaxft.SentenceEncoder, "CrossEncoder": jaxft.CrossEncoder}
+    names = {
+        "SentenceTransformer": jaxft.SentenceEncoder, "CrossEncoder": jaxft.CrossEncoder,
+        "SparseEncoder": jaxft.SparseEncoder, "MultiVectorEncoder": jaxft.MultiVectorEncoder,
+    }  # fmt: skip
     return names[family].from_pretrained(folder, **options)
 
 
@@ -54,7 +57,7 @@ def pair(folder):
     """Returns a function from the name of a model to both libraries' encoders of it."""
 
     def load(name, their_options=None, **options):
-        path, family = folder(name), ALL[name]["family"]
+        path, family = folder(name), peer_models.class_of(ALL[name])
         return theirs(path, family, **(options if their_options is None else their_options)), ours(
             path, family, **options
         )
@@ -76,34 +79,34 @@ def compare(got, expected, made):
 @pytest.mark.parametrize("name", ALL)
 def test_results_are_the_same(name, packed, folder):
     path, made = folder(name), ALL[name]
-    compare(ours(path, made["family"], packed=packed), theirs(path, made["family"]), made)
+    compare(ours(path, peer_models.class_of(made), packed=packed), theirs(path, peer_models.class_of(made)), made)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_saved_folders_load_in_both_libraries(name, folder, tmp_path):
     path, made = folder(name), ALL[name]
-    original = theirs(path, made["family"])
-    ours(path, made["family"]).save_pretrained(tmp_path / "ours")
-    read = theirs(tmp_path / "ours", made["family"])
+    original = theirs(path, peer_models.class_of(made))
+    ours(path, peer_models.class_of(made)).save_pretrained(tmp_path / "ours")
+    read = theirs(tmp_path / "ours", peer_models.class_of(made))
     compare(read, original, made)
     assert settings(read) == settings(original)
 
     # And once around: what they wrote, read and written here, read there.
     original.save_pretrained(str(tmp_path / "theirs"))
-    again = ours(tmp_path / "theirs", made["family"])
+    again = ours(tmp_path / "theirs", peer_models.class_of(made))
     compare(again, original, made | {"calls": made["calls"][:1]})
     again.save_pretrained(tmp_path / "again")
-    read = theirs(tmp_path / "again", made["family"])
+    read = theirs(tmp_path / "again", peer_models.class_of(made))
     compare(read, original, made)
     assert settings(read) == settings(original)
 
 
-@pytest.mark.parametrize("name", peer_models.STORED + peer_models.STORED_RERANKERS)
+@pytest.mark.parametrize("name", peer_models.STORED_ALL)
 def test_saved_folders_load_here(name, folder, tmp_path):
     path, made = folder(name), ALL[name]
-    encoder = ours(path, made["family"])
+    encoder = ours(path, peer_models.class_of(made))
     encoder.save_pretrained(tmp_path / "ours")
-    compare(ours(tmp_path / "ours", made["family"]), encoder, made)
+    compare(ours(tmp_path / "ours", peer_models.class_of(made)), encoder, made)
 
 
 def settings(encoder):
