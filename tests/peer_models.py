@@ -212,6 +212,20 @@ def write_transformer(folder, kind, num_labels=None, mlm=False, tokenizer=None, 
     } | sizes | config)  # fmt: skip
 
 
+def write_stanford(folder, metadata):
+    """Writes a ColBERT model as Stanford's code does."""
+    write_transformer(folder, "bert")
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    tensors = {f"bert.{name}": value for name, value in tensors.items()}
+    tensors |= tensors_of("stanford", {"linear.weight": ((metadata or {}).get("dim", 128), WIDTH)})
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    write_json(folder / "config.json", config | {"architectures": ["HF_ColBERT"]})
+    if metadata is not None:
+        write_json(folder / "artifact.metadata", metadata)
+    return folder
+
+
 # Settings of the Transformer module of a cross-encoder that is a classifier.
 CLASSIFIER = {
     "transformer_task": "sequence-classification", "module_output_name": "scores",
@@ -469,7 +483,7 @@ MULTI_VECTOR: dict[str, Any] = {
 STORED_MULTI_VECTOR = (*MULTI_VECTOR,)
 for kind, attend, strategy in itertools.product(TOKENIZERS, (False, True), ("fixed", "min")):
     MULTI_VECTOR[f"colbert, {kind}, {strategy}{', attending' * attend}"] = colbert(
-        kind, PROJECTION, NORMALIZED, SKIP, expansion={"strategy": strategy, "attend": attend, "length": 9}
+        kind, PROJECTION, SKIP, NORMALIZED, expansion={"strategy": strategy, "attend": attend, "length": 9}
     )
 MULTI_VECTOR |= {
     "colbert with another token": colbert("bert", PROJECTION, SKIP, expansion=FIXED | {"token": "rain"}),
@@ -629,7 +643,8 @@ def assert_close(got, expected, values=None, what=""):
 
 def class_of(made):
     """Returns the class that loads a recipe's folder, by its name in sentence-transformers."""
-    return "MultiVectorEncoder" if made in MULTI_VECTOR.values() else made["family"]
+    is_late = made["family"] == "ColBERT" or any(made is other for other in MULTI_VECTOR.values())
+    return "MultiVectorEncoder" if is_late else made["family"]
 
 
 def results(encoder, made):

@@ -18,6 +18,7 @@ from sentence_transformers import util
 from sentence_transformers.cross_encoder.evaluation import CrossEncoderRerankingEvaluator
 from sentence_transformers.sentence_transformer import losses
 
+import encoders
 import evaluate
 import jaxft
 import peer_models
@@ -300,6 +301,58 @@ def test_rank_returns_the_same_lists(pair):
         assert_close(np.float32([x["score"] for x in found]), np.float32([x["score"] for x in expected]))
     with pytest.raises(ValueError):
         pair("several labels")[1].rank(QUERY, [*TEXTS])
+
+
+# --- SparseEncoder and MultiVectorEncoder -------------------------------------------------------------------------
+
+
+def write_type(folder, case, task):
+    """Writes a tiny model of a type of transformers, without modules.json."""
+    start, options = encoders.CASES[case]
+    folder.mkdir()
+    sizes = encoders.SIZES | options | {"vocab_size": peer_models.write_tokenizer(folder, "bert")}
+    torch.manual_seed(0)
+    model = getattr(transformers, start + task)(getattr(transformers, start + "Config")(**sizes, initializer_range=0.1))
+    model.save_pretrained(folder)
+    return folder
+
+
+@PACKED
+@pytest.mark.parametrize("case", encoders.CASES)
+def test_splade_of_every_type(case, packed, tmp_path):
+    path = write_type(tmp_path / "model", case, "ForMaskedLM")
+    them, us = theirs(path, "SparseEncoder"), ours(path, "SparseEncoder", packed=packed)
+    expected = them.encode([*TEXTS], convert_to_sparse_tensor=False).numpy()
+    assert_close(us.encode([*TEXTS], convert_to_sparse_tensor=False), expected)
+    us.save_pretrained(tmp_path / "ours")
+    read = theirs(tmp_path / "ours", "SparseEncoder")
+    assert_close(read.encode([*TEXTS], convert_to_sparse_tensor=False).numpy(), expected)
+
+
+@PACKED
+@pytest.mark.parametrize("attend", [False, True], ids=["not attending", "attending"])
+@pytest.mark.parametrize("case", ["modernbert", "modernbert with biases", "mpnet", "nomic_bert", "albert", "electra"])
+def test_colbert_of_other_types(case, attend, packed, tmp_path):
+    path = write_type(tmp_path / "model", case, "Model")
+    them = theirs(path, "MultiVectorEncoder", prompts={"query": "[Q] ", "document": "[D] "})
+    them[0].query_expansion = {"strategy": "fixed", "attend": attend, "length": 21}
+    them.save_pretrained(str(tmp_path / "theirs"))
+    us = ours(tmp_path / "theirs", "MultiVectorEncoder", packed=packed)
+    made = {"calls": peer_models.COLBERT_CALLS, "family": "MultiVectorEncoder"}
+    compare(us, them, made)
+    us.save_pretrained(tmp_path / "ours")
+    compare(theirs(tmp_path / "ours", "MultiVectorEncoder"), them, made)
+
+
+@pytest.mark.parametrize("metadata", [None, {"query_maxlen": 9, "doc_maxlen": 15, "dim": 8}], ids=str)
+def test_colbert_of_stanford(metadata, tmp_path):
+    path = peer_models.write_stanford(tmp_path / "model", metadata)
+    them, us = theirs(path, "MultiVectorEncoder"), ours(path, "MultiVectorEncoder")
+    made = {"calls": peer_models.COLBERT_CALLS, "family": "MultiVectorEncoder"}
+    assert us.prompts == them.prompts
+    compare(us, them, made)
+    us.save_pretrained(tmp_path / "ours")
+    compare(theirs(tmp_path / "ours", "MultiVectorEncoder"), them, made)
 
 
 # --- Functions of embeddings --------------------------------------------------------------------------------------

@@ -83,7 +83,8 @@ class SpladeModel(nnx.Module):
         Gradients: for all parameters. Tokens with the same largest logit share the gradient of a maximum.
 
         Returns:
-          float32 `[B, V]`, not negative. A sequence without tokens has the weights 0.
+          float32 `[B, V]`, not negative. A sequence without tokens has the weights 0. Logits that are NaN give infinite
+          weights.
         """
         call = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "deterministic": deterministic, "rngs": rngs}
         x = self.mlm._features(input_ids, attention_mask, token_type_ids, position_ids, **call)
@@ -102,6 +103,7 @@ class SpladeModel(nnx.Module):
             logits = logits + bias.astype(jnp.float32)
             if cu_seqlens is not None:
                 logits = sequence_rows(logits, starts, longest)  # XLA fuses the lookup into the reduction
+            logits = jnp.where(jnp.isnan(logits), jnp.inf, logits)  # XLA's maximum may ignore NaN on a CPU
             # relu and log1p keep the order: the largest logit has the largest weight.
             if self.pooling_strategy == "max":
                 return self._activated(jnp.max(logits, axis=1, where=mask[:, :, None], initial=0.0))
@@ -120,5 +122,5 @@ class SpladeModel(nnx.Module):
         return jnp.moveaxis(found, 0, 1).reshape(found.shape[1], -1)[:, : table.shape[0]]
 
     def _activated(self, logits: Array) -> Array:
-        weights = jnp.log1p(jnp.maximum(logits, 0))  # NaN stays NaN
+        weights = jnp.log1p(jnp.maximum(logits, 0))
         return jnp.log1p(weights) if self.activation_function == "log1p_relu" else weights

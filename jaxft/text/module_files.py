@@ -516,9 +516,8 @@ def _transformer_settings(
     if expands:
         del expected["query_expansion"]
     for name, value in expected.items():
-        if settings.get(name) not in (None, value) or (
-            needs_task and name == "transformer_task" and name not in settings
-        ):
+        required = needs_task and name == "transformer_task"
+        if settings.get(name) not in ((value,) if required else (None, value)):
             raise CheckpointError(f"{file}: {name} {settings.get(name)!r:.80} is not supported, only {value}")
     for name, harmless in ARGUMENTS.items():
         values = settings.get(name) or {}

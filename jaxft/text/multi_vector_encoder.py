@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.bert import BertModel
 from jaxft.models.embedding import Module
 from jaxft.models.multi_vector import MultiVectorModel, StanfordColbert
@@ -163,7 +164,10 @@ class MultiVectorEncoder(TextEncoder):
             else:
                 colbert = StanfordColbert.from_pretrained(layout.transformer, dim=layout.projection, **load)
                 model, modules = colbert.bert, (colbert.projection(), *modules)
-            named = tokenizer_files.Settings(layout.transformer).named_tokens()
+            settings = tokenizer_files.Settings(layout.transformer)
+            if layout.query_expansion is not None and settings.side("padding_side", None) == "left":
+                raise CheckpointError(f"{settings.file}: padding_side 'left' is not supported with query_expansion")
+            named = settings.named_tokens()
             mask = named.get("mask_token") or named.get("eos_token")
             return {
                 "model": model,
@@ -215,6 +219,9 @@ class MultiVectorEncoder(TextEncoder):
         found = module_files.checked_expansion("MultiVectorEncoder", value)
         if found is not None:
             self._expansion_token(found)
+            tokenizer_files.checked_limit(
+                "MultiVectorEncoder", "length of query_expansion", found["length"], self.model.config
+            )
         if found is not None and not found["attend"] and self.model.config.positions == "disentangled":
             raise ValueError("MultiVectorEncoder: query_expansion of DeBERTa must have attend=True")
         self._query_expansion, self._expanding = found, None
@@ -238,9 +245,6 @@ class MultiVectorEncoder(TextEncoder):
         if expansion["strategy"] == "min":
             limit = max(length, super()._texts(task).batcher.limit)
         if self._expanding is None or self._expanding.batcher.limit != limit:
-            limit = tokenizer_files.checked_limit(
-                "MultiVectorEncoder", "length of query_expansion", limit, self.model.config
-            )
             self._expanding = Texts(
                 self.tokenizer, self.model, limit, token_types=self._token_types,
                 packed=self._packed and expansion["attend"], owner="MultiVectorEncoder",

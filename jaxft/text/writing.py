@@ -141,7 +141,9 @@ def _modules(
         return [("SpladePooling", settings, {})]
     if isinstance(model, MultiVectorModel):
         modules = [_module(module, "token_embeddings") for module in model.token_modules]
-        return [*modules, ("MultiVectorMask", dict(mask or {}), {})]
+        # In the order of sentence-transformers: before a Normalize module at the end.
+        place = len(modules) - (modules[-1:] != [] and modules[-1][0] == "Normalize")
+        return [*modules[:place], ("MultiVectorMask", dict(mask or {}), {}), *modules[place:]]
     modules = [_module(module, "token_embeddings") for module in model.token_modules]
     modules.append(("Pooling", _pooling(model), {}))
     modules += [_module(module, "sentence_embedding") for module in model.modules]
