@@ -79,6 +79,16 @@ def test_no_token_attends_to_the_expansion(folder):
     assert len(encoder.encode_query("rain")) < 12
 
 
+def test_expansions_are_padded_if_no_token_attends(folder):
+    for attend in (False, True):
+        plain, packed = (MultiVectorEncoder.from_pretrained(folder, packed=packed) for packed in (False, True))
+        for encoder in (plain, packed):
+            encoder.query_expansion = {"strategy": "min", "length": 9, "attend": attend}
+        assert packed._texts("query").batcher.packed == attend
+        for x, y in zip(packed.encode_query(TEXTS), plain.encode_query(TEXTS), strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-5)
+
+
 def test_strategy_min_keeps_long_queries(folder):
     encoder = MultiVectorEncoder.from_pretrained(folder)
     encoder.query_expansion = {"strategy": "min", "length": 6}
