@@ -462,7 +462,7 @@ MARKERS = {"query": "[Q] ", "document": "[D] "}
 
 def colbert(kind, *modules, expansion=None, calls=("query", "document"), transformer=None, **options):
     expansion = {} if expansion is None else {"query_expansion": {"token": None} | expansion}
-    return recipe(
+    return {"colbert": True} | recipe(
         kind, *modules, calls=calls, family=options.pop("family", "MultiVectorEncoder"),
         transformer=expansion | (transformer or {}), **options,
     )  # fmt: skip
@@ -643,8 +643,7 @@ def assert_close(got, expected, values=None, what=""):
 
 def class_of(made):
     """Returns the class that loads a recipe's folder, by its name in sentence-transformers."""
-    is_late = made["family"] == "ColBERT" or any(made is other for other in MULTI_VECTOR.values())
-    return "MultiVectorEncoder" if is_late else made["family"]
+    return "MultiVectorEncoder" if made.get("colbert") else made["family"]
 
 
 def results(encoder, made):
