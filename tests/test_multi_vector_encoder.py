@@ -89,6 +89,13 @@ def test_expansions_are_padded_if_no_token_attends(folder):
             np.testing.assert_allclose(x, y, atol=1e-5)
 
 
+def test_kernels_compute_the_tokens_that_nothing_attends_to(folder, encoder):
+    kernels = MultiVectorEncoder.from_pretrained(folder, implementation="triton", packed=True)
+    for call in ("encode_query", "encode_document"):
+        for x, y in zip(getattr(kernels, call)(TEXTS[:3]), getattr(encoder, call)(TEXTS[:3]), strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-5)
+
+
 def test_strategy_min_keeps_long_queries(folder):
     encoder = MultiVectorEncoder.from_pretrained(folder)
     encoder.query_expansion = {"strategy": "min", "length": 6}
