@@ -219,6 +219,10 @@ def write_stanford(folder, metadata):
     tensors = {f"bert.{name}": value for name, value in tensors.items()}
     tensors |= tensors_of("stanford", {"linear.weight": ((metadata or {}).get("dim", 128), WIDTH)})
     safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    words |= {marker: words.pop(word) for marker, word in (("[unused0]", "##~"), ("[unused1]", "##`"))}
+    write_json(folder / "tokenizer.json", tokenizer)
     config = json.loads((folder / "config.json").read_text())
     write_json(folder / "config.json", config | {"architectures": ["HF_ColBERT"]})
     if metadata is not None:

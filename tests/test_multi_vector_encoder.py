@@ -173,6 +173,8 @@ def test_max_sim_has_gradients():
     np.testing.assert_allclose(scores, expected, rtol=1e-5)
     assert np.isfinite(grads[0]).all() and (np.asarray(grads[1])[~np.asarray(mask)] == 0).all()
     assert (np.asarray(max_sim(queries, documents, None, mask))[:, 2] == -1e9).all()
+    first = jnp.array([[True, False, False]] * 2)
+    np.testing.assert_allclose(max_sim(queries, documents, first), max_sim(queries[:, :1], documents), rtol=1e-5)
 
 
 def test_model_is_the_same_padded_and_packed():
@@ -193,6 +195,8 @@ def test_folders_of_stanford_load(metadata, tmp_path):
     encoder = MultiVectorEncoder.from_pretrained(peer_models.write_stanford(tmp_path / "model", metadata))
     assert encoder.prompts == {"query": "[unused0] ", "document": "[unused1] "}
     assert encoder.encode_query("rain").shape == ((9, 8) if metadata else (32, 128))
+    ids = encoder.encode_query("rain", output_value=None)["input_ids"]
+    assert encoder.tokenizer.id_to_token(int(ids[1])) == "[unused0]"
     found = encoder.encode_document("the old " * 30)
     assert len(found) == 15 if metadata else len(found) > 20
     encoder.save_pretrained(tmp_path / "ours")
