@@ -102,7 +102,7 @@ class SpladeModel(nnx.Module):
             logits = jnp.matmul(x, table.astype(x.dtype).T, preferred_element_type=jnp.float32)
             logits = logits + bias.astype(jnp.float32)
             if cu_seqlens is not None:
-                logits = sequence_rows(logits, starts, longest)  # XLA fuses the lookup into the reduction
+                logits = sequence_rows(logits, starts, longest)
             logits = jnp.where(jnp.isnan(logits), jnp.inf, logits)  # XLA's maximum may ignore NaN on a CPU
             # relu and log1p keep the order: the largest logit has the largest weight.
             if self.pooling_strategy == "max":
