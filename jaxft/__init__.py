@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from jaxft.models.config import BertConfig
     from jaxft.models.embedding import EmbeddingModel
     from jaxft.models.masked_lm import BertForMaskedLM
+    from jaxft.models.multi_vector import MultiVectorModel, max_sim
+    from jaxft.models.splade import SpladeModel
     from jaxft.ops.attention import dot_product_attention, qkv_attention, varlen_qkv_attention
     from jaxft.ops.bias_activation import bias_activation
     from jaxft.ops.bundle import bundle
@@ -31,9 +33,11 @@ if TYPE_CHECKING:
     from jaxft.ops.rotary import rotary
     from jaxft.ops.softmax import log_softmax, softmax
     from jaxft.text.cross_encoder import CrossEncoder
+    from jaxft.text.multi_vector_encoder import MultiVectorEncoder
     from jaxft.text.quantization import quantize_embeddings
     from jaxft.text.search import paraphrase_mining, paraphrase_mining_embeddings, semantic_search
     from jaxft.text.sentence_encoder import SentenceEncoder
+    from jaxft.text.sparse_encoder import SparseEncoder
 
 __all__ = [
     "EXPORT_DISABLED_CHECKS",
@@ -45,7 +49,11 @@ __all__ = [
     "CheckpointError",
     "CrossEncoder",
     "EmbeddingModel",
+    "MultiVectorEncoder",
+    "MultiVectorModel",
     "SentenceEncoder",
+    "SparseEncoder",
+    "SpladeModel",
     "bias_activation",
     "bias_residual_layer_norm",
     "bundle",
@@ -59,6 +67,7 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "log_softmax",
+    "max_sim",
     "merge_heads",
     "paraphrase_mining",
     "paraphrase_mining_embeddings",
@@ -84,6 +93,8 @@ _MODULES = {
     "jaxft.models.config": "BertConfig",
     "jaxft.models.embedding": "EmbeddingModel",
     "jaxft.models.masked_lm": "BertForMaskedLM",
+    "jaxft.models.multi_vector": "MultiVectorModel max_sim",
+    "jaxft.models.splade": "SpladeModel",
     "jaxft.ops.attention": "dot_product_attention qkv_attention varlen_qkv_attention",
     "jaxft.ops.bias_activation": "bias_activation",
     "jaxft.ops.bundle": "bundle",
@@ -100,9 +111,11 @@ _MODULES = {
     "jaxft.ops.rotary": "rotary",
     "jaxft.ops.softmax": "log_softmax softmax",
     "jaxft.text.cross_encoder": "CrossEncoder",
+    "jaxft.text.multi_vector_encoder": "MultiVectorEncoder",
     "jaxft.text.quantization": "quantize_embeddings",
     "jaxft.text.search": "paraphrase_mining paraphrase_mining_embeddings semantic_search",
     "jaxft.text.sentence_encoder": "SentenceEncoder",
+    "jaxft.text.sparse_encoder": "SparseEncoder",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 

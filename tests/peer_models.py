@@ -169,8 +169,17 @@ def encoder_shapes(kind, words):
 ARCHITECTURES = {"bert": "Bert", "roberta": "Roberta", "xlm-roberta": "XLMRoberta", "distilbert": "DistilBert"}
 
 
-def write_transformer(folder, kind, num_labels=None, tokenizer=None, **config):
-    """Writes an encoder, or a classifier if `num_labels` is given, with its tokenizer."""
+# Kind -> start of the names of the encoder's tensors, names of the dense layer, the LayerNorm and the bias of the head.
+MLM = {
+    "bert": ("bert.", "cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.bias"),
+    "roberta": ("roberta.", "lm_head.dense", "lm_head.layer_norm", "lm_head.bias"),
+    "xlm-roberta": ("roberta.", "lm_head.dense", "lm_head.layer_norm", "lm_head.bias"),
+    "distilbert": ("distilbert.", "vocab_transform", "vocab_layer_norm", "vocab_projector.bias"),
+}
+
+
+def write_transformer(folder, kind, num_labels=None, mlm=False, tokenizer=None, **config):
+    """Writes an encoder, a classifier if `num_labels` is given, or a masked language model, with its tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     words = write_tokenizer(folder, kind, **(tokenizer or {}))
     roberta, distilled = "roberta" in kind, kind == "distilbert"
@@ -182,6 +191,10 @@ def write_transformer(folder, kind, num_labels=None, tokenizer=None, **config):
         if kind != "bert":
             shapes |= linear("classifier.dense" if roberta else "pre_classifier", WIDTH, WIDTH)
         config["id2label"] = {str(i): f"LABEL_{i}" for i in range(num_labels)}
+    if mlm:
+        prefix, layer, normed, bias = MLM[kind]
+        shapes = {prefix + name: shape for name, shape in shapes.items() if "pooler" not in name}
+        shapes |= linear(layer, WIDTH, WIDTH) | norm(normed) | {bias: (words,)}
     tensors = tensors_of(kind, shapes)
     safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     sizes = {
@@ -192,11 +205,29 @@ def write_transformer(folder, kind, num_labels=None, tokenizer=None, **config):
     if distilled:
         sizes = {"dim": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "hidden_dim": INNER, "activation": "gelu",
                  "pad_token_id": 0}  # fmt: skip
-    task = "Model" if num_labels is None else "ForSequenceClassification"
+    task = "ForMaskedLM" if mlm else "Model" if num_labels is None else "ForSequenceClassification"
     write_json(folder / "config.json", {
         "model_type": kind, "architectures": [ARCHITECTURES[kind] + task], "vocab_size": words,
         "max_position_embeddings": POSITIONS + 2 * roberta,
     } | sizes | config)  # fmt: skip
+
+
+def write_stanford(folder, metadata):
+    """Writes a ColBERT model as Stanford's code does."""
+    write_transformer(folder, "bert")
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    tensors = {f"bert.{name}": value for name, value in tensors.items()}
+    tensors |= tensors_of("stanford", {"linear.weight": ((metadata or {}).get("dim", 128), WIDTH)})
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    words |= {marker: words.pop(word) for marker, word in (("[unused0]", "##~"), ("[unused1]", "##`"))}
+    write_json(folder / "tokenizer.json", tokenizer)
+    config = json.loads((folder / "config.json").read_text())
+    write_json(folder / "config.json", config | {"architectures": ["HF_ColBERT"]})
+    if metadata is not None:
+        write_json(folder / "artifact.metadata", metadata)
+    return folder
 
 
 # Settings of the Transformer module of a cross-encoder that is a classifier.
@@ -204,6 +235,8 @@ CLASSIFIER = {
     "transformer_task": "sequence-classification", "module_output_name": "scores",
     "modality_config": {"text": {"method": "forward", "method_output_name": "logits"}},
 }  # fmt: skip
+FILL_MASK = {"transformer_task": "fill-mask", "module_output_name": "token_embeddings",
+             "modality_config": CLASSIFIER["modality_config"]}  # fmt: skip
 OLD = "sentence_transformers.models."
 NEW = {
     "Transformer": "sentence_transformers.base.modules.transformer.",
@@ -212,6 +245,9 @@ NEW = {
     "LayerNorm": "sentence_transformers.sentence_transformer.modules.layer_norm.",
     "Dropout": "sentence_transformers.sentence_transformer.modules.dropout.",
     "Normalize": "sentence_transformers.base.modules.normalize.",
+    "MLMTransformer": "sentence_transformers.sparse_encoder.models.",
+    "SpladePooling": "sentence_transformers.sparse_encoder.modules.splade_pooling.",
+    "MultiVectorMask": "sentence_transformers.multi_vector_encoder.modules.multi_vector_mask.",
 }
 ACTIVATIONS = {"Identity": "torch.nn.modules.linear.Identity"} | {
     name: f"torch.nn.modules.activation.{name}"
@@ -253,13 +289,15 @@ def recipe(kind, *modules, calls=("encode",), family="SentenceTransformer", type
 
 def write(folder, name):
     """Writes the folder of a model to `folder`, which must not exist."""
-    made = (MODELS | RERANKERS)[name]
+    made = ALL[name]
     write_transformer(folder, made["kind"], **made["model"])
     if made["modules"] is None:
         return folder
+    is_old_mlm = made["types"] == OLD and "mlm" in made["model"]
     settings = {"max_seq_length": LENGTH} | (CLASSIFIER if "num_labels" in made["model"] else {})
+    settings |= FILL_MASK if "mlm" in made["model"] and not is_old_mlm else {}
     write_json(folder / "sentence_bert_config.json", settings | (made["transformer"] or {}))
-    entries = [("Transformer", "")]
+    entries = [("MLMTransformer" if is_old_mlm else "Transformer", "")]
     for i, (kind, config) in enumerate(made["modules"], 1):
         path = f"{i}_{kind}"
         entries.append((kind, path))
@@ -276,7 +314,9 @@ def write(folder, name):
         if shapes:
             tensors = tensors_of(f"{i} {kind}", shapes)
             safetensors.numpy.save_file(tensors, folder / path / "model.safetensors", {"format": "pt"})
-    types = [(made["types"] or NEW[kind]) + kind for kind, _ in entries]
+    types = [(NEW[kind] if is_old_mlm else made["types"] or NEW[kind]) + kind for kind, _ in entries]
+    if made["types"] == "pylate":
+        types = [{"Dense": "pylate.models.Dense."}.get(kind, NEW[kind]) + kind for kind, _ in entries]
     modules = [
         {"idx": i, "name": str(i), "path": path, "type": kind}
         for i, (kind, (_, path)) in enumerate(zip(types, entries, strict=True))
@@ -387,6 +427,87 @@ RERANKERS |= {
 }  # fmt: skip
 
 
+SPLADE_CALLS = ("encode", "query", "document", "batches", "max_active_dims", "similarity", "similarity_pairwise",
+                "decode", "sparsity", "intersection")  # fmt: skip
+
+
+def splade(kind, pooling="max", activation="relu", calls=("encode",), **options):
+    settings = {"pooling_strategy": pooling, "activation_function": activation, "embedding_dimension": None}
+    return recipe(
+        kind, ("SpladePooling", settings), calls=calls, family="SparseEncoder", mlm=True, **options
+    )  # fmt: skip
+
+
+SPARSE: dict[str, Any] = {
+    "splade": splade("bert", calls=SPLADE_CALLS, settings={"prompts": PROMPTS}),
+    "splade, sum": splade("distilbert", "sum", "log1p_relu", calls=SPLADE_CALLS, types=OLD,
+                          settings={"similarity_fn_name": "cosine", "max_active_dims": 7}),
+    "splade without modules.json": splade("roberta") | {"modules": None},
+}  # fmt: skip
+STORED_SPARSE = (*SPARSE,)
+for kind, strategy in itertools.product(TOKENIZERS, ("max", "sum")):
+    SPARSE[f"splade, {kind}, {strategy}"] = splade(kind, strategy)
+SPARSE["splade, manhattan"] = splade(
+    "xlm-roberta", settings={"similarity_fn_name": "manhattan"}, calls=("similarity", "similarity_pairwise")
+)
+# Euclidean distances of equal embeddings are not 0 there.
+SPARSE["splade, euclidean"] = splade(
+    "xlm-roberta", settings={"similarity_fn_name": "euclidean"}, calls=("similarity_pairwise",)
+)
+
+COLBERT_CALLS = ("encode", "query", "document", "one text", "batches", "normalize", "similarity", "similarity_pairwise")
+OF_TOKENS = {"module_input_name": "token_embeddings", "module_output_name": "token_embeddings"}
+PROJECTION = dense(WIDTH, 8, "Identity", bias=False, **OF_TOKENS)
+SKIP = "MultiVectorMask", {"skiplist_words": [*string.punctuation], "skiplist_tasks": ["document"]}
+UNSKIPPED = "MultiVectorMask", {"skiplist_words": [], "skiplist_tasks": ["document"], "keep_only_token_ids": None}
+NORMALIZED = "Normalize", OF_TOKENS
+MARKERS = {"query": "[Q] ", "document": "[D] "}
+
+
+def colbert(kind, *modules, expansion=None, calls=("query", "document"), transformer=None, **options):
+    expansion = {} if expansion is None else {"query_expansion": {"token": None} | expansion}
+    return {"colbert": True} | recipe(
+        kind, *modules, calls=calls, family=options.pop("family", "MultiVectorEncoder"),
+        transformer=expansion | (transformer or {}), **options,
+    )  # fmt: skip
+
+
+FIXED = {"strategy": "fixed", "attend": False, "length": 12}
+MULTI_VECTOR: dict[str, Any] = {
+    "colbert": colbert("bert", PROJECTION, SKIP, NORMALIZED, expansion=FIXED, calls=COLBERT_CALLS,
+                       transformer={"document_length": 20}, settings={"prompts": MARKERS}),
+    "colbert of pylate": colbert(
+        "bert", dense(WIDTH, 8, "Identity", bias=False), family="ColBERT", types="pylate", calls=COLBERT_CALLS,
+        settings={"query_prefix": "[unused0] ", "document_prefix": "the old ", "query_length": 10,
+                  "document_length": 18, "attend_to_expansion_tokens": True, "similarity_fn_name": "MaxSim"},
+    ),
+    "colbert without expansion": colbert("roberta", PROJECTION, UNSKIPPED, calls=COLBERT_CALLS,
+                                         settings={"similarity_fn_name": "meanmaxsim"}),
+}  # fmt: skip
+STORED_MULTI_VECTOR = (*MULTI_VECTOR,)
+for kind, attend, strategy in itertools.product(TOKENIZERS, (False, True), ("fixed", "min")):
+    MULTI_VECTOR[f"colbert, {kind}, {strategy}{', attending' * attend}"] = colbert(
+        kind, PROJECTION, SKIP, NORMALIZED, expansion={"strategy": strategy, "attend": attend, "length": 9}
+    )
+MULTI_VECTOR |= {
+    "colbert with another token": colbert("bert", PROJECTION, SKIP, expansion=FIXED | {"token": "rain"}),
+    "colbert that keeps few tokens": colbert(
+        "bert", PROJECTION, ("MultiVectorMask", {"keep_only_token_ids": [5, 6, 7], "skiplist_words": ["the"],
+                                                 "skiplist_tasks": ["query", "document"]}), calls=COLBERT_CALLS,
+    ),
+    "colbert of pylate, as a SentenceTransformer": colbert(
+        "distilbert", dense(WIDTH, 8, "Identity", bias=False), family="SentenceTransformer", types="pylate",
+        settings={"query_prefix": "[Q] ", "document_prefix": "[D] ", "query_length": 8, "skiplist_words": ["the"]},
+    ),
+    "colbert of pylate, not expanding": colbert(
+        "bert", dense(WIDTH, 8, "Identity", bias=False), family="ColBERT", types="pylate",
+        settings={"query_prefix": "", "do_query_expansion": False, "query_length": 6},
+    ),
+}  # fmt: skip
+ALL = MODELS | RERANKERS | SPARSE | MULTI_VECTOR
+STORED_ALL = STORED + STORED_RERANKERS + STORED_SPARSE + STORED_MULTI_VECTOR
+
+
 # --- Calls: the same for both libraries ---------------------------------------------------------------------------
 
 
@@ -417,6 +538,48 @@ def everything(encoder):
 
 def encode(**options):
     return lambda encoder: encoder.encode([*TEXTS], **options)
+
+
+def filled(value):
+    """Returns an array with the zeros of a sparse one."""
+    return value.toarray() if hasattr(value, "toarray") else value.to_dense() if hasattr(value, "to_dense") else value
+
+
+def decoded(encoder):
+    """Returns the weights of the decoded tokens, and the tokens as numbers."""
+    found = encoder.decode(encoder.encode([*TEXTS]), top_k=5) + [encoder.decode(encoder.encode(TEXTS[1]))]
+    ids = [zlib.crc32(token.encode()) % 1000 / 1000 for row in found for token, _ in row]
+    return np.float32([*ids, *(weight for row in found for _, weight in row), *map(len, found)])
+
+
+SPARSE_CALLS = {
+    "encode": lambda encoder: filled(encoder.encode([*TEXTS])),
+    "query": lambda encoder: filled(encoder.encode_query([*TEXTS])),
+    "document": lambda encoder: encoder.encode_document([*TEXTS], convert_to_sparse_tensor=False),
+    "batches": lambda encoder: filled(encoder.encode([*TEXTS], batch_size=3)),
+    "max_active_dims": lambda encoder: filled(encoder.encode([*TEXTS], max_active_dims=5)),
+    "similarity": lambda encoder: filled(encoder.similarity(encoder.encode([*TEXTS]), encoder.encode([*TEXTS[:3]]))),
+    "similarity_pairwise": lambda encoder: filled(
+        encoder.similarity_pairwise(encoder.encode([*TEXTS[1:]]), encoder.encode([*TEXTS[:-1]]))
+    ),
+    "decode": decoded,
+    "sparsity": lambda encoder: np.float32([*encoder.sparsity(encoder.encode([*TEXTS])).values()]),
+    "intersection": lambda encoder: filled(encoder.intersection(encoder.encode(TEXTS[1]), encoder.encode([*TEXTS]))),
+}
+MULTI_VECTOR_CALLS = {
+    "encode": lambda encoder: flat(encoder.encode([*TEXTS])),
+    "query": lambda encoder: flat(encoder.encode_query([*TEXTS])),
+    "document": lambda encoder: flat(encoder.encode_document([*TEXTS])),
+    "one text": lambda encoder: encoder.encode_query(TEXTS[1]),
+    "batches": lambda encoder: flat(encoder.encode_query([*TEXTS], batch_size=3)),
+    "normalize": lambda encoder: flat(encoder.encode_document([*TEXTS], normalize_embeddings=True)),
+    "similarity": lambda encoder: encoder.similarity(
+        encoder.encode_query([*TEXTS[:3]]), encoder.encode_document([*TEXTS])
+    ),
+    "similarity_pairwise": lambda encoder: encoder.similarity_pairwise(
+        encoder.encode_query([*TEXTS[1:]]), encoder.encode_document([*TEXTS[:-1]])
+    ),
+}
 
 
 def ranked(found):
@@ -482,9 +645,17 @@ def assert_close(got, expected, values=None, what=""):
         assert (np.abs(values)[different] <= TOLERANCE).all(), what
 
 
+def class_of(made):
+    """Returns the class that loads a recipe's folder, by its name in sentence-transformers."""
+    return "MultiVectorEncoder" if made.get("colbert") else made["family"]
+
+
 def results(encoder, made):
     """Yields the results of all calls of a recipe by name."""
-    calls = CALLS if made["family"] == "SentenceTransformer" else RERANKER_CALLS
+    calls = {
+        "SentenceTransformer": CALLS, "CrossEncoder": RERANKER_CALLS, "SparseEncoder": SPARSE_CALLS,
+        "MultiVectorEncoder": MULTI_VECTOR_CALLS,
+    }[class_of(made)]  # fmt: skip
     for name in made["calls"]:
         yield name, arrays(calls[name](encoder))
 
@@ -494,9 +665,9 @@ def main():
 
     found = {}
     with contextlib.chdir(tempfile.mkdtemp()):
-        for name in STORED + STORED_RERANKERS:
-            made = (MODELS | RERANKERS)[name]
-            load = getattr(sentence_transformers, made["family"])
+        for name in STORED_ALL:
+            made = ALL[name]
+            load = getattr(sentence_transformers, class_of(made))
             folder = write(Path(f"{len(found)}").resolve(), name)
             with contextlib.redirect_stdout(sys.stderr):
                 encoder = load(str(folder), device="cpu")

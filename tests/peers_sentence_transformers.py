@@ -18,6 +18,7 @@ from sentence_transformers import util
 from sentence_transformers.cross_encoder.evaluation import CrossEncoderRerankingEvaluator
 from sentence_transformers.sentence_transformer import losses
 
+import encoders
 import evaluate
 import jaxft
 import peer_models
@@ -25,7 +26,7 @@ from jaxft import training
 from peer_models import PAIRS, QUERY, TEXTS, assert_close
 
 pytestmark = pytest.mark.filterwarnings("default")
-ALL = peer_models.MODELS | peer_models.RERANKERS
+ALL = peer_models.ALL
 PACKED = pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 
 
@@ -39,7 +40,10 @@ def theirs(folder, family="SentenceTransformer", **options):
 
 
 def ours(folder, family="SentenceTransformer", **options):
-    names = {"SentenceTransformer": jaxft.SentenceEncoder, "CrossEncoder": jaxft.CrossEncoder}
+    names = {
+        "SentenceTransformer": jaxft.SentenceEncoder, "CrossEncoder": jaxft.CrossEncoder,
+        "SparseEncoder": jaxft.SparseEncoder, "MultiVectorEncoder": jaxft.MultiVectorEncoder,
+    }  # fmt: skip
     return names[family].from_pretrained(folder, **options)
 
 
@@ -54,7 +58,7 @@ def pair(folder):
     """Returns a function from the name of a model to both libraries' encoders of it."""
 
     def load(name, their_options=None, **options):
-        path, family = folder(name), ALL[name]["family"]
+        path, family = folder(name), peer_models.class_of(ALL[name])
         return theirs(path, family, **(options if their_options is None else their_options)), ours(
             path, family, **options
         )
@@ -76,34 +80,34 @@ def compare(got, expected, made):
 @pytest.mark.parametrize("name", ALL)
 def test_results_are_the_same(name, packed, folder):
     path, made = folder(name), ALL[name]
-    compare(ours(path, made["family"], packed=packed), theirs(path, made["family"]), made)
+    compare(ours(path, peer_models.class_of(made), packed=packed), theirs(path, peer_models.class_of(made)), made)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_saved_folders_load_in_both_libraries(name, folder, tmp_path):
     path, made = folder(name), ALL[name]
-    original = theirs(path, made["family"])
-    ours(path, made["family"]).save_pretrained(tmp_path / "ours")
-    read = theirs(tmp_path / "ours", made["family"])
+    original = theirs(path, peer_models.class_of(made))
+    ours(path, peer_models.class_of(made)).save_pretrained(tmp_path / "ours")
+    read = theirs(tmp_path / "ours", peer_models.class_of(made))
     compare(read, original, made)
     assert settings(read) == settings(original)
 
     # And once around: what they wrote, read and written here, read there.
     original.save_pretrained(str(tmp_path / "theirs"))
-    again = ours(tmp_path / "theirs", made["family"])
+    again = ours(tmp_path / "theirs", peer_models.class_of(made))
     compare(again, original, made | {"calls": made["calls"][:1]})
     again.save_pretrained(tmp_path / "again")
-    read = theirs(tmp_path / "again", made["family"])
+    read = theirs(tmp_path / "again", peer_models.class_of(made))
     compare(read, original, made)
     assert settings(read) == settings(original)
 
 
-@pytest.mark.parametrize("name", peer_models.STORED + peer_models.STORED_RERANKERS)
+@pytest.mark.parametrize("name", peer_models.STORED_ALL)
 def test_saved_folders_load_here(name, folder, tmp_path):
     path, made = folder(name), ALL[name]
-    encoder = ours(path, made["family"])
+    encoder = ours(path, peer_models.class_of(made))
     encoder.save_pretrained(tmp_path / "ours")
-    compare(ours(tmp_path / "ours", made["family"]), encoder, made)
+    compare(ours(tmp_path / "ours", peer_models.class_of(made)), encoder, made)
 
 
 def settings(encoder):
@@ -297,6 +301,58 @@ def test_rank_returns_the_same_lists(pair):
         assert_close(np.float32([x["score"] for x in found]), np.float32([x["score"] for x in expected]))
     with pytest.raises(ValueError):
         pair("several labels")[1].rank(QUERY, [*TEXTS])
+
+
+# --- SparseEncoder and MultiVectorEncoder -------------------------------------------------------------------------
+
+
+def write_type(folder, case, task):
+    """Writes a tiny model of a type of transformers, without modules.json."""
+    start, options = encoders.CASES[case]
+    folder.mkdir()
+    sizes = encoders.SIZES | options | {"vocab_size": peer_models.write_tokenizer(folder, "bert")}
+    torch.manual_seed(0)
+    model = getattr(transformers, start + task)(getattr(transformers, start + "Config")(**sizes, initializer_range=0.1))
+    model.save_pretrained(folder)
+    return folder
+
+
+@PACKED
+@pytest.mark.parametrize("case", encoders.CASES)
+def test_splade_of_every_type(case, packed, tmp_path):
+    path = write_type(tmp_path / "model", case, "ForMaskedLM")
+    them, us = theirs(path, "SparseEncoder"), ours(path, "SparseEncoder", packed=packed)
+    expected = them.encode([*TEXTS], convert_to_sparse_tensor=False).numpy()
+    assert_close(us.encode([*TEXTS], convert_to_sparse_tensor=False), expected)
+    us.save_pretrained(tmp_path / "ours")
+    read = theirs(tmp_path / "ours", "SparseEncoder")
+    assert_close(read.encode([*TEXTS], convert_to_sparse_tensor=False).numpy(), expected)
+
+
+@PACKED
+@pytest.mark.parametrize("attend", [False, True], ids=["not attending", "attending"])
+@pytest.mark.parametrize("case", ["modernbert", "modernbert with biases", "mpnet", "nomic_bert", "albert", "electra"])
+def test_colbert_of_other_types(case, attend, packed, tmp_path):
+    path = write_type(tmp_path / "model", case, "Model")
+    them = theirs(path, "MultiVectorEncoder", prompts={"query": "[Q] ", "document": "[D] "})
+    them[0].query_expansion = {"strategy": "fixed", "attend": attend, "length": 21}
+    them.save_pretrained(str(tmp_path / "theirs"))
+    us = ours(tmp_path / "theirs", "MultiVectorEncoder", packed=packed)
+    made = {"calls": peer_models.COLBERT_CALLS, "family": "MultiVectorEncoder"}
+    compare(us, them, made)
+    us.save_pretrained(tmp_path / "ours")
+    compare(theirs(tmp_path / "ours", "MultiVectorEncoder"), them, made)
+
+
+@pytest.mark.parametrize("metadata", [None, {"query_maxlen": 9, "doc_maxlen": 15, "dim": 8}], ids=str)
+def test_colbert_of_stanford(metadata, tmp_path):
+    path = peer_models.write_stanford(tmp_path / "model", metadata)
+    them, us = theirs(path, "MultiVectorEncoder"), ours(path, "MultiVectorEncoder")
+    made = {"calls": peer_models.COLBERT_CALLS, "family": "MultiVectorEncoder"}
+    assert us.prompts == them.prompts
+    compare(us, them, made)
+    us.save_pretrained(tmp_path / "ours")
+    compare(theirs(tmp_path / "ours", "MultiVectorEncoder"), them, made)
 
 
 # --- Functions of embeddings --------------------------------------------------------------------------------------

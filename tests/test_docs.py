@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
+import peer_models
 import tiny
 from jaxft import cli
 
@@ -49,14 +50,24 @@ def reranker(tmp_path):
     return tiny.write_classifier(tmp_path)
 
 
+@pytest.fixture
+def late(tmp_path):
+    """Tiny SPLADE and ColBERT models, in the places of the ones that the documents name."""
+    peer_models.write(tmp_path / "splade", "splade")
+    peer_models.write_stanford(tmp_path / "colbert", None)
+    return tmp_path
+
+
 @pytest.mark.parametrize("page", EXECUTED, ids=name_of)
 @pytest.mark.filterwarnings("default")  # An example that sets a filter must not change the filters of other tests.
-def test_examples_run(page, minilm, reranker, capsys, tmp_path, monkeypatch):
+def test_examples_run(page, minilm, reranker, late, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where examples write files
     namespace = {"__name__": "__main__"}
     for number, code in enumerate(blocks(page, "python")):
         code = code.replace('"sentence-transformers/all-MiniLM-L6-v2"', repr(str(minilm)))
         code = code.replace('"cross-encoder/ms-marco-MiniLM-L6-v2"', repr(str(reranker)))
+        code = code.replace('"naver/splade-cocondenser-ensembledistil"', repr(str(late / "splade")))
+        code = code.replace('"colbert-ir/colbertv2.0"', repr(str(late / "colbert")))
         with jax.numpy_dtype_promotion("standard"):  # JAX's default, without which optax does not run
             exec(compile(code, f"{name_of(page)}, Python example {number}", "exec"), namespace)
         printed = capsys.readouterr().out

@@ -21,7 +21,11 @@ MODELS = (
     "BertForSequenceClassification",
     "BertModel",
     "CrossEncoder",
+    "MultiVectorEncoder",
+    "MultiVectorModel",
     "SentenceEncoder",
+    "SparseEncoder",
+    "SpladeModel",
 )
 
 

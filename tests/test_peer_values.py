@@ -7,9 +7,17 @@ import cases
 import jaxft
 import peer_models
 
-MODELS = peer_models.MODELS | peer_models.RERANKERS
-NAMES = peer_models.STORED + peer_models.STORED_RERANKERS
-PACKED = ("all poolings without the prompt", "one label")  # the others are slow: packed batches differ in the pooling
+MODELS, NAMES = peer_models.ALL, peer_models.STORED_ALL
+CLASSES = {
+    "SentenceTransformer": jaxft.SentenceEncoder, "CrossEncoder": jaxft.CrossEncoder,
+    "SparseEncoder": jaxft.SparseEncoder, "MultiVectorEncoder": jaxft.MultiVectorEncoder,
+}  # fmt: skip
+PACKED = (
+    "all poolings without the prompt",
+    "one label",
+    "splade",
+    "colbert of pylate",
+)  # the others are slow: packed batches differ in the pooling
 CASES = [
     *(pytest.param(name, False, id=name) for name in NAMES),
     *(pytest.param(name, True, id=f"{name}, packed") for name in PACKED),
@@ -29,7 +37,7 @@ def test_every_stored_result_is_compared(stored):
 
 @pytest.mark.parametrize(("name", "packed"), CASES)
 def test_results_equal_those_of_sentence_transformers(name, packed, stored, tmp_path):
-    family = {"SentenceTransformer": jaxft.SentenceEncoder, "CrossEncoder": jaxft.CrossEncoder}[MODELS[name]["family"]]
+    family = CLASSES[peer_models.class_of(MODELS[name])]
     encoder = family.from_pretrained(peer_models.write(tmp_path / "model", name), packed=packed)
     for call, got in peer_models.results(encoder, MODELS[name]):
         peer_models.assert_close(got, stored[f"{name}: {call}"], stored.get(f"{name}: encode"), call)

@@ -297,9 +297,9 @@ def _roberta(architecture: str, **defaults: Any) -> Layout:
 
 LAYOUTS: Mapping[str, Layout] = {
     "bert": Layout(
-        names=_BERT | _HEADS["bert"],
+        names=_BERT | _HEADS["bert"] | {"linear_kernel": ["linear.weight"]},  # Stanford's ColBERT
         prefix="bert.",
-        heads=("cls.", *_CLASSIFIERS),
+        heads=("cls.", "linear.", *_CLASSIFIERS),
         tied=_TIED["bert"],
         architecture="BertModel",
     ),

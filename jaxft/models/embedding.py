@@ -195,8 +195,10 @@ class EmbeddingModel(nnx.Module):
             raise ValueError(f"EmbeddingModel: pooling must name some of {MODES}, got {self.pooling}")
         self.encoder, self.include_prompt = encoder, bool(include_prompt)
         self.token_modules, self.modules = nnx.List([*token_modules]), nnx.List([*modules])
-        width = _width("token_modules", Dense | Normalize, token_modules, encoder.config.hidden_size)
-        self.embedding_dimension = _width("modules", Module, modules, width * len(self.pooling))
+        width = encoder.config.hidden_size
+        width = check_modules("EmbeddingModel", "token_modules", Dense | Normalize, token_modules, width)
+        width *= len(self.pooling)
+        self.embedding_dimension = check_modules("EmbeddingModel", "modules", Module, modules, width)
 
     def __call__(
         self,
@@ -280,16 +282,16 @@ class EmbeddingModel(nnx.Module):
         return tokens, x
 
 
-def _width(name: str, kinds: Any, modules: Sequence[Module], width: int) -> int:
+def check_modules(owner: str, name: str, kinds: Any, modules: Sequence[Module], width: int) -> int:
     """Returns the width after the modules. Raises if a module is of another kind or takes another width."""
     for index, module in enumerate(modules):
         if not isinstance(module, kinds):
             expected = ", ".join(kind.__name__ for kind in kinds.__args__)
-            raise TypeError(f"EmbeddingModel: {name}[{index}] must be one of {expected}, got {type(module).__name__}")
+            raise TypeError(f"{owner}: {name}[{index}] must be one of {expected}, got {type(module).__name__}")
         if isinstance(module, Dense | LayerNorm):
             if module.in_features != width:
                 raise ValueError(
-                    f"EmbeddingModel: {name}[{index}], a {type(module).__name__} module, takes vectors of"
+                    f"{owner}: {name}[{index}], a {type(module).__name__} module, takes vectors of"
                     f" {module.in_features} components, but gets {width}"
                 )
             width = module.out_features

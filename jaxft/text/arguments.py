@@ -13,6 +13,8 @@ _ONE_DEVICE = "a process computes on one device; for several devices, run one pr
 # What to do in place of arguments of sentence-transformers' classes and methods.
 _EQUIVALENTS = {
     "convert_to_tensor": "convert_to_numpy=False of encode and predict returns a JAX array",
+    "save_to_cpu": "convert_to_numpy=True, the default, returns arrays in the memory of the host",
+    "token_pooling": "pool the arrays that encode returns",
     "device": "the computation runs on JAX's default device; choose one with jax.default_device or JAX_PLATFORMS",
     "pool": _ONE_DEVICE,
     "chunk_size": f"texts are cut into batches by batch_size alone; {_ONE_DEVICE}",

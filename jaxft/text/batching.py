@@ -114,7 +114,7 @@ class Features(NamedTuple):
 
     ids: np.ndarray  # int32 [tokens]
     tokens: np.ndarray  # float32 [tokens, D]
-    pooled: np.ndarray  # float32 [width]
+    pooled: np.ndarray | None = None  # float32 [width]
 
 
 class Batch(NamedTuple):
@@ -184,11 +184,12 @@ class Batcher:
     def compute_all(
         self, texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "list[Encoding]"], batch_size: int,
         compute: Callable[[Batch], Any], *, model: nnx.Module, width: int | None, unit: str,
-        show_progress_bar: bool | None,
+        show_progress_bar: bool | None, convert: Callable[[np.ndarray], Any] | None = None,
     ) -> Any:  # fmt: skip
         """Returns `compute`'s results for texts (or pairs), float32 `[len(texts), width]`, in their order.
 
-        With `width=None`, `compute` returns token embeddings too, and the result is a list of `Features`.
+        With `width=None`, the result is a list: of `Features` if `compute` returns a tuple of token embeddings and,
+        perhaps, embeddings; otherwise of what `convert` makes of each row.
 
         Raises a TextError for a text whose result is not finite, with the reason that is found in `model`.
         """
@@ -214,11 +215,16 @@ class Batcher:
 
             for positions, found in self.run(watched(), batch_size, start):
                 if isinstance(found, list):
-                    finite = np.array([np.isfinite(x.tokens).all() and np.isfinite(x.pooled).all() for x in found])
-                    for position, features in zip(positions, found, strict=True):
-                        results[position] = features
+                    finite = np.array(
+                        [all(np.isfinite(part).all() for part in x[1:] if part is not None) for x in found]
+                    )
                 else:
                     finite = np.isfinite(found).all(axis=1)
+                    found = found if convert is None else [*map(convert, found)]
+                if isinstance(found, list):
+                    for position, of_text in zip(positions, found, strict=True):
+                        results[position] = of_text
+                else:
                     results[positions] = found
                 if not finite.all():
                     index = int(positions[~finite].min())
@@ -267,9 +273,9 @@ class Batcher:
         """Yields (positions `[n]`, results `[n, ...]`) of each batch. Within a chunk, longer texts come first.
 
         The last chunk is empty. `compute` starts a batch and returns `[rows, ...]`, or `[count, ...]` for a packed
-        batch. If it returns a pair of token embeddings, `[rows, longest, D]` or packed `[capacity, D]`, and such an
-        array, then the results are a list of `Features`. If the device runs out of memory, `batch_size` is halved for
-        the batch, the rest of the call and later calls.
+        batch. If it returns a tuple of token embeddings, `[rows, longest, D]` or packed `[capacity, D]`, and perhaps
+        such an array, then the results are a list of `Features`. If the device runs out of memory, `batch_size` is
+        halved for the batch, the rest of the call and later calls.
         """
         in_flight: deque[_Work] = deque()
         positions, texts = np.empty(0, np.int64), Tokens.of([], with_types=self.with_types)
@@ -350,14 +356,14 @@ class Batcher:
         for _, part in self._start(work.positions, work.texts, half, compute, last=True):
             yield from self._finish(part, compute)
 
-    def _features(self, texts: Tokens, tokens: np.ndarray, pooled: np.ndarray) -> list[Features]:
+    def _features(self, texts: Tokens, tokens: np.ndarray, *pooled: np.ndarray) -> list[Features]:
         """Cuts the results of a batch into texts. The arrays are copies, which are small and can be written to."""
         if self.packed:
             of_texts = [tokens[begin:end].copy() for begin, end in itertools.pairwise(texts.begins)]
         else:
             of_texts = [row[:length].copy() for row, length in zip(tokens, texts.lengths, strict=False)]
         ids = [texts.ids[begin:end].copy() for begin, end in itertools.pairwise(texts.begins)]
-        return [*map(Features, ids, of_texts, pooled.copy())]
+        return [*map(Features, ids, of_texts, *(array.copy() for array in pooled))]
 
     def _padded(self, texts: Tokens, batch_size: int) -> Batch:
         rows = min(batch_size, 1 << (len(texts) - 1).bit_length())

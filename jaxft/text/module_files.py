@@ -3,6 +3,8 @@
 import dataclasses
 import logging
 import os
+import string
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,11 @@ from jaxft.checkpoint import tensors as checkpoint_tensors
 from jaxft.checkpoint.files import CheckpointError, read_settings
 from jaxft.models.embedding import ACTIVATIONS, Dense, Dropout, LayerNorm, Module, Normalize
 from jaxft.models.pooling import MODES
+from jaxft.models.splade import ACTIVATIONS as SPLADE_ACTIVATIONS
+from jaxft.models.splade import POOLINGS
 from jaxft.ops import checks
 from jaxft.text import tokenizer as tokenizer_files
+from jaxft.text.similarities import MAX_SIMS, SIMILARITIES
 
 # Pooling modes by their field in old config.json files of a Pooling module, in the order in which sentence-transformers
 # concatenates the results of several modes.
@@ -28,9 +33,25 @@ POOLING_FLAGS = {
 }
 POOLING_FIELDS = (*POOLING_FLAGS, "pooling_mode", "include_prompt", "embedding_dimension", "word_embedding_dimension")
 _FIELDS = {"LayerNorm": ("dimension",), "Dropout": ("dropout",)}
+SPLADE_FIELDS = (
+    "pooling_strategy",
+    "activation_function",
+    "embedding_dimension",
+    "word_embedding_dimension",
+    "chunk_size",
+)
+MASK_FIELDS = ("skiplist_words", "skiplist_tasks", "keep_only_token_ids")
+EXPANSION_FIELDS = ("strategy", "attend", "token", "length")
+# Fields of config_sentence_transformers.json in PyLate's folders.
+_PYLATE = ("query_length", "document_length", "query_expansion", "do_query_expansion", "attend_to_expansion_tokens",
+           "attend_to_mask_tokens", "query_prefix", "document_prefix", "skiplist_words")  # fmt: skip
 _NORM = ("norm.weight", "norm.bias")
 _TOKENS, _SENTENCE, _SCORES = "token_embeddings", "sentence_embedding", "scores"
 _MODULES = ("Transformer", "Pooling", "Dense", "LayerNorm", "Dropout", "Normalize")
+_SPLADE_MODULES = ("MLMTransformer", "Transformer", "SpladePooling")
+_MULTI_VECTOR_MODULES = ("Transformer", "Dense", "Normalize", "MultiVectorMask")
+_CLASSES = {"SentenceTransformer": "SentenceEncoder", "CrossEncoder": "CrossEncoder", "SparseEncoder": "SparseEncoder",
+            "MultiVectorEncoder": "MultiVectorEncoder", "ColBERT": "MultiVectorEncoder"}  # fmt: skip
 
 # File of a Transformer module's settings: the first that is not empty. The names end in kinds of models.
 _KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -63,6 +84,12 @@ class Layout:
     similarity_fn_name: str | None = None
     task_lengths: dict[str, int] = dataclasses.field(default_factory=dict)  # maximum lengths of queries and documents
     num_labels: int | None = None  # of a classifier whose config.json does not say it
+    splade: Mapping[str, str] = dataclasses.field(default_factory=dict)  # settings of `SpladeModel`
+    max_active_dims: int | None = None
+    markers: tuple[str, ...] = ()  # prefixes that are one token each if the vocabulary has them
+    query_expansion: Mapping[str, Any] | None = None
+    mask: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # settings of the tokens that count
+    projection: int | None = None  # width of the projection that is in the file of the encoder
 
 
 def read_sentence_encoder(folder: Path) -> Layout:
@@ -83,15 +110,197 @@ def read_sentence_encoder(folder: Path) -> Layout:
     settings = _family_settings(folder, "SentenceTransformer")
     layout = _read_modules(file, _SENTENCE)
     file = folder / "config_sentence_transformers.json"
-    width = settings.get("truncate_dim")
-    if width is not None and not (checks.is_natural(width) and width > 0):
-        raise CheckpointError(f"{file}: truncate_dim must be a positive integer, got {width!r:.80}")
-    prompts, default = _prompts(file, settings)
-    similarity = settings.get("similarity_fn_name")
-    return dataclasses.replace(
-        layout, prompts=prompts, default_prompt_name=default, truncate_dim=width,
-        similarity_fn_name=similarity if isinstance(similarity, str) else None,
+    width = _positive(file, "truncate_dim", settings.get("truncate_dim"))
+    return dataclasses.replace(layout, **_shared(file, settings, SIMILARITIES), truncate_dim=width)
+
+
+def read_sparse_encoder(folder: Path) -> Layout:
+    """Reads the layout of a SparseEncoder with SPLADE. Without modules.json, the pooling is "max"."""
+    file = folder / "modules.json"
+    if not os.path.lexists(file):
+        _check_bare(folder)
+        architectures = read_settings(folder / "config.json").get("architectures")
+        names = architectures if isinstance(architectures, list) else []
+        if not any(str(name).endswith("ForMaskedLM") for name in names):
+            raise CheckpointError(
+                f"{folder}: without modules.json, a SparseEncoder needs a masked language model, whose class in"
+                f" architectures of config.json ends in ForMaskedLM, got {architectures!r:.80}"
+            )
+        return Layout(folder)
+    settings = _family_settings(folder, "SparseEncoder")
+    entries = _entries(file, _SPLADE_MODULES)
+    kinds = [kind for kind, _ in entries]
+    if len(kinds) != 2 or kinds[0] == "SpladePooling" or kinds[1] != "SpladePooling":
+        raise CheckpointError(
+            f"{file}: expected a Transformer module for fill-mask and a SpladePooling module, got"
+            f" {', '.join(kinds):.200}"
+        )
+    transformer, pooling = (path for _, path in entries)
+    task = "fill-mask" if kinds[0] == "Transformer" else None  # which an MLMTransformer need not say
+    options = _transformer_settings(transformer, "fill-mask", "logits", _TOKENS, needs_task=task is not None)
+    config = checkpoint_files.read_json_object(pooling / "config.json")
+    _check_known(pooling / "config.json", config, SPLADE_FIELDS)
+    splade = {}
+    for name, known in (("pooling_strategy", POOLINGS), ("activation_function", SPLADE_ACTIVATIONS)):
+        splade[name] = config.get(name, known[0])
+        if splade[name] not in known:
+            raise CheckpointError(
+                f"{pooling / 'config.json'}: {name} must be one of {', '.join(known)}, got {splade[name]!r:.80}"
+            )
+    file = folder / "config_sentence_transformers.json"
+    most = _positive(file, "max_active_dims", settings.get("max_active_dims"))
+    return Layout(
+        transformer, (), **options, **_shared(file, settings, SIMILARITIES), splade=splade, max_active_dims=most
+    )
+
+
+def read_multi_vector_encoder(folder: Path) -> Layout:
+    """Reads the layout of a MultiVectorEncoder, or of a ColBERT model of PyLate or Stanford."""
+    file = folder / "modules.json"
+    if not os.path.lexists(file):
+        return _read_stanford(folder)
+    family = folder / "config_sentence_transformers.json"
+    settings = read_settings(family)
+    is_pylate = settings.get("model_type", "SentenceTransformer") == "ColBERT"
+    # Older versions of PyLate do not name another type of model.
+    if not is_pylate and any(name in settings for name in ("query_prefix", "document_prefix")):
+        is_pylate = settings.get("model_type", "SentenceTransformer") == "SentenceTransformer"
+    if not is_pylate:
+        _family_settings(folder, "MultiVectorEncoder")
+    entries = _entries(file, _MULTI_VECTOR_MODULES)
+    kinds = [kind for kind, _ in entries]
+    if kinds[0] != "Transformer" or kinds.count("Transformer") > 1 or kinds.count("MultiVectorMask") > 1:
+        raise CheckpointError(
+            f"{file}: expected a Transformer module, then any number of Dense and Normalize modules and one"
+            f" MultiVectorMask module, got {', '.join(kinds):.200}"
+        )
+    modules: list[Module] = []
+    mask: dict[str, Any] = {}
+    for kind, path in entries[1:]:
+        if kind == "MultiVectorMask":
+            mask = _read_mask(path / "config.json")
+            continue
+        module, source, target = _read_module(kind, path, _TOKENS if kind == "Dense" else _SENTENCE)
+        if kind == "Normalize" and source == target == _SENTENCE:
+            continue  # there is no sentence embedding that it could normalise
+        if (source, target) != (_TOKENS, _TOKENS):
+            raise CheckpointError(
+                f"{path / 'config.json'}: module_input_name and module_output_name of module {kind} must be {_TOKENS},"
+                f" got {source!r:.80} and {target!r:.80}"
+            )
+        modules.append(module)
+    prompts, markers, defaults = _read_pylate(family, settings)
+    if is_pylate:
+        words = settings.get("skiplist_words")
+        mask = _checked_mask(family, {"skiplist_words": [*string.punctuation] if words is None else words})
+        modules.append(Normalize())
+    options = _transformer_settings(
+        entries[0][1], "feature-extraction", "last_hidden_state", _TOKENS, defaults=defaults, expands=True
+    )
+    expansion = options["query_expansion"]
+    if expansion is not None and not expansion["attend"] and not is_pylate and "MultiVectorMask" not in kinds:
+        raise CheckpointError(f"{file}: query_expansion needs a MultiVectorMask module, which counts its tokens")
+    shared = _shared(family, settings | {"prompts": prompts}, MAX_SIMS)
+    return Layout(entries[0][1], (), token_modules=tuple(modules), **options, **shared, markers=markers, mask=mask)
+
+
+def _read_stanford(folder: Path) -> Layout:
+    """Reads the layout of a folder of Stanford's ColBERT, whose projection is in the file of the encoder."""
+    architectures = read_settings(folder / "config.json").get("architectures")
+    if not isinstance(architectures, list) or "HF_ColBERT" not in architectures:
+        raise CheckpointError(
+            f"{folder}: has no modules.json, and architectures in config.json does not name HF_ColBERT. A new"
+            " projection needs training: make a jaxft.MultiVectorEncoder of a BertModel and a Dense module"
+        )
+    file = folder / "artifact.metadata"
+    settings = read_settings(file)
+    names = {"query": ("query_token_id", "[unused0]"), "document": ("doc_token_id", "[unused1]")}
+    prompts: dict[str, str | None] = {}
+    for name, (field, default) in names.items():
+        prompts[name] = f"{settings.get(field) or default} "
+    length = _positive(file, "query_maxlen", settings.get("query_maxlen")) or 32
+    expansion = {"strategy": "fixed", "attend": bool(settings.get("attend_to_mask_tokens")), "length": length}
+    document_length = _positive(file, "doc_maxlen", settings.get("doc_maxlen"))
+    words = [*string.punctuation] if settings.get("mask_punctuation", True) else []
+    return Layout(
+        folder, (), token_modules=(Normalize(),), prompts=prompts, markers=tuple(filter(None, prompts.values())),
+        task_lengths={} if document_length is None else {"document": document_length},
+        query_expansion=checked_expansion(str(file), expansion), mask=_checked_mask(file, {"skiplist_words": words}),
+        projection=_positive(file, "dim", settings.get("dim")) or 128,
     )  # fmt: skip
+
+
+def _read_pylate(file: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]:
+    """Returns the prompts, the markers and the settings of the Transformer module in PyLate's fields."""
+    prompts, _ = _prompts(file, settings)
+    markers = []
+    for field, name in (("query_prefix", "query"), ("document_prefix", "document")):
+        if field in settings:
+            prefix = settings[field] or ""
+            if not isinstance(prefix, str):
+                raise CheckpointError(f"{file}: {field} must be a text, got {prefix!r:.80}")
+            markers.append(prefix)
+            prompts[name] = prefix + (prompts.get(name) or "").removeprefix(prefix)
+    found = {name: settings[name] for name in ("query_length", "document_length") if settings.get(name) is not None}
+    if "query_expansion" in settings:
+        found["query_expansion"] = settings["query_expansion"]
+    elif any(name in settings for name in _PYLATE) and settings.get("do_query_expansion") is not False:
+        attend = settings.get("attend_to_expansion_tokens", settings.get("attend_to_mask_tokens"))
+        length = found.pop("query_length", None) or 32
+        found["query_expansion"] = {"strategy": "fixed", "attend": bool(attend), "length": length}
+    return prompts, tuple(markers), found
+
+
+def _read_mask(file: Path) -> dict[str, Any]:
+    config = read_settings(file)
+    _check_known(file, config, MASK_FIELDS)
+    return _checked_mask(file, config)
+
+
+def _checked_mask(file: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a MultiVectorMask module."""
+    tasks = config.get("skiplist_tasks")
+    found = {
+        "skiplist_words": config.get("skiplist_words") or [],
+        "skiplist_tasks": ["document"] if tasks is None else [tasks] if isinstance(tasks, str) else tasks,
+        "keep_only_token_ids": config.get("keep_only_token_ids") or [],
+    }
+    for name, kind in (("skiplist_words", str), ("skiplist_tasks", str), ("keep_only_token_ids", int)):
+        if not isinstance(found[name], list) or not all(isinstance(item, kind) for item in found[name]):
+            raise CheckpointError(f"{file}: {name} must be a list of {kind.__name__}, got {found[name]!r:.80}")
+    return found
+
+
+def checked_expansion(where: str, value: Any) -> dict[str, Any] | None:
+    """Returns settings of query expansion with their defaults. Raises a ValueError that starts with `where`."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not all(name in EXPANSION_FIELDS for name in value):
+        raise ValueError(f"{where}: query_expansion must have some of {', '.join(EXPANSION_FIELDS)}, got {value!r:.80}")
+    found = {"attend": False, "token": None} | dict(value)
+    for name, is_right, expected in (
+        ("strategy", found.get("strategy") in ("fixed", "min"), "fixed or min"),
+        ("attend", isinstance(found["attend"], bool), "a boolean"),
+        ("token", isinstance(found["token"], str | None), "a token or None"),
+        ("length", checks.is_natural(found.get("length")) and found["length"] > 0, "a positive integer"),
+    ):
+        if not is_right:
+            raise ValueError(f"{where}: {name} of query_expansion must be {expected}, got {found.get(name)!r:.80}")
+    return found
+
+
+def _shared(file: Path, settings: dict[str, Any], similarities: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of `Layout` that config_sentence_transformers.json has for every encoder of texts."""
+    prompts, default = _prompts(file, settings)
+    name = settings.get("similarity_fn_name")
+    known = isinstance(name, str) and name in similarities  # sentence-transformers ignores other names, too
+    return {"prompts": prompts, "default_prompt_name": default, "similarity_fn_name": name if known else None}
+
+
+def _positive(file: Path, name: str, value: Any) -> int | None:
+    if value is not None and not (checks.is_natural(value) and value > 0):
+        raise CheckpointError(f"{file}: {name} must be a positive integer, got {value!r:.80}")
+    return value
 
 
 def read_cross_encoder(folder: Path) -> Layout:
@@ -131,7 +340,7 @@ def _family_settings(folder: Path, family: str) -> dict[str, Any]:
     settings = read_settings(file)
     found = settings.get("model_type", "SentenceTransformer")
     if found != family:
-        other = {"SentenceTransformer": "SentenceEncoder", "CrossEncoder": "CrossEncoder"}.get(str(found))
+        other = _CLASSES.get(str(found))
         advice = f"load it with jaxft.{other}" if other else "it is not supported"
         raise CheckpointError(f"{file}: model_type is {found!r:.80}, expected {family}; {advice}")
     return settings
@@ -147,21 +356,33 @@ def _module_list(file: Path) -> list[dict[str, Any]]:
 def _kind(entry: dict[str, Any]) -> str:
     """Returns the name of a module's class if it is one of sentence-transformers, else the full type."""
     kind = str(entry.get("type"))
+    if kind == "pylate.models.Dense.Dense":
+        return "Dense"
     return kind.rpartition(".")[2] if kind.startswith("sentence_transformers.") else kind
 
 
-def _read_modules(file: Path, result: str) -> Layout:
-    """Reads all modules that modules.json lists. The last module gives the feature `result`."""
+def _entries(file: Path, supported: Sequence[str]) -> list[tuple[str, Path]]:
+    """Returns kind and folder of the modules that modules.json lists. The first one must have a folder."""
     entries = []
     for entry in _module_list(file):
         kind, path = _kind(entry), entry.get("path")
-        if kind not in _MODULES:
+        if kind not in supported:
             raise CheckpointError(
-                f"{file}: module {entry.get('type')!r:.80} is not supported; supported are {', '.join(_MODULES)}"
+                f"{file}: module {entry.get('type')!r:.80} is not supported; supported are {', '.join(supported)}"
             )
         if not isinstance(path, str) or Path(path).is_absolute() or ".." in Path(path).parts:
             raise CheckpointError(f"{file}: module {kind} must have a path inside the folder, got {path!r:.80}")
         entries.append((kind, file.parent / path))
+    if not entries:
+        raise CheckpointError(f"{file}: expected a list of modules, got none")
+    if entries[0][0].endswith("Transformer") and not os.path.isdir(entries[0][1]):
+        raise CheckpointError(f"{file}: the folder of module {entries[0][0]}, {entries[0][1]}, does not exist")
+    return entries
+
+
+def _read_modules(file: Path, result: str) -> Layout:
+    """Reads all modules that modules.json lists. The last module gives the feature `result`."""
+    entries = _entries(file, _MODULES)
     kinds = [kind for kind, _ in entries]
     for kind in ("Transformer", "Pooling"):
         if kinds.count(kind) > 1:
@@ -172,8 +393,6 @@ def _read_modules(file: Path, result: str) -> Layout:
             f" {', '.join(kinds):.200}"
         )
     transformer = entries[0][1]
-    if not os.path.isdir(transformer):
-        raise CheckpointError(f"{file}: the folder of module Transformer, {transformer}, does not exist")
     pooling, include_prompt = _read_pooling(entries[kinds.index("Pooling")][1] / "config.json")
     parts: dict[str, list[Module]] = {_TOKENS: [], _SENTENCE: []}
     for index, (kind, folder) in enumerate(entries):
@@ -196,13 +415,16 @@ def _read_modules(file: Path, result: str) -> Layout:
     return Layout(transformer, pooling, include_prompt, tuple(parts[_TOKENS]), tuple(parts[_SENTENCE]), **options)
 
 
-def _read_module(kind: str, folder: Path) -> tuple[Module, Any, Any]:
-    """Reads a module with its parameters. Returns the module and the names of the features that it reads and writes."""
+def _read_module(kind: str, folder: Path, default: str = _SENTENCE) -> tuple[Module, Any, Any]:
+    """Reads a module with its parameters. Returns the module and the names of the features that it reads and writes.
+
+    `default` is the name of the feature that it reads if its settings do not say it.
+    """
     file = folder / "config.json"
     config = read_settings(file)
-    source = target = _SENTENCE
+    source = target = default
     if kind in ("Dense", "Normalize"):
-        source = config.get("module_input_name", _SENTENCE)
+        source = config.get("module_input_name", default)
         target = source if config.get("module_output_name") is None else config["module_output_name"]
     elif kind in _FIELDS:
         _check_known(file, config, _FIELDS[kind])
@@ -276,17 +498,27 @@ def _prompts(file: Path, settings: dict[str, Any]) -> tuple[dict[str, str | None
     return prompts, name
 
 
-def _transformer_settings(folder: Path, task: str, output: str, feature: str) -> dict[str, Any]:
-    """Returns the fields of `Layout` that a Transformer module has, and refuses what would change embeddings."""
+def _transformer_settings(
+    folder: Path, task: str, output: str, feature: str, *, needs_task: bool = False,
+    defaults: Mapping[str, Any] | None = None, expands: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Returns the fields of `Layout` that a Transformer module has, and refuses what would change embeddings.
+
+    With `needs_task`, the settings must name the task. `defaults` are settings for what the file does not have. With
+    `expands`, queries may be expanded.
+    """
     files = [folder / f"sentence_{kind}_config.json" for kind in _KINDS]
     file = next(filter(read_settings, files), files[0])
-    settings = read_settings(file)
+    settings = {**(defaults or {}), **read_settings(file)}
     expected: dict[str, Any] = {"transformer_task": task, "module_output_name": feature, "tokenizer_name_or_path": None,
                                 "query_expansion": None}  # fmt: skip
     _check_known(file, settings, (*TRANSFORMER_FIELDS, *ARGUMENTS, *expected, "modality_config"))
+    if expands:
+        del expected["query_expansion"]
     for name, value in expected.items():
-        if settings.get(name) not in (None, value):
-            raise CheckpointError(f"{file}: {name} {settings[name]!r:.80} is not supported, only {value}")
+        required = needs_task and name == "transformer_task"
+        if settings.get(name) not in ((value,) if required else (None, value)):
+            raise CheckpointError(f"{file}: {name} {settings.get(name)!r:.80} is not supported, only {value}")
     for name, harmless in ARGUMENTS.items():
         values = settings.get(name) or {}
         values = values if isinstance(values, dict) else {str(values): None}
@@ -297,7 +529,19 @@ def _transformer_settings(folder: Path, task: str, output: str, feature: str) ->
     if not isinstance(text, dict) or (text.get("method"), text.get("method_output_name")) != ("forward", output):
         raise CheckpointError(f"{file}: modality_config must take texts to {output} by forward, got {modes!r:.80}")
     lengths = {name: tokenizer_files.check_length(file, settings.get(field)) for name, field in _LENGTHS.items()}
+    expansion = None
+    if expands:
+        try:
+            expansion = checked_expansion(str(file), settings.get("query_expansion"))
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        if expansion is not None and (lengths["query"] or expansion["length"]) < expansion["length"]:
+            raise CheckpointError(
+                f"{file}: query_length must be at least the length of query_expansion, {expansion['length']}, got"
+                f" {lengths['query']}"
+            )
     return {
+        "query_expansion": expansion,
         "max_seq_length": tokenizer_files.check_length(file, settings.get("max_seq_length")),
         "do_lower_case": bool(settings.get("do_lower_case", False)),
         "task_lengths": {name: length for name, length in lengths.items() if length is not None},

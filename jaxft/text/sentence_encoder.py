@@ -1,9 +1,6 @@
 """SentenceEncoder: computes embeddings of texts, and reads checkpoints in the layout of sentence-transformers."""
 
-import functools
-import itertools
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,49 +9,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxft.checkpoint import files as checkpoint_files
-from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.bert import BertModel
-from jaxft.models.bundled import Bundled
 from jaxft.models.embedding import EmbeddingModel, Module, Normalize
 from jaxft.models.pooling import l2_normalize
 from jaxft.ops import checks
 from jaxft.ops.bundle import Rebuild
-from jaxft.text import arguments, batching, module_files, writing
+from jaxft.text import arguments, batching, module_files
 from jaxft.text import tokenizer as tokenizer_files
-from jaxft.text.batching import Batch, Bucket
-from jaxft.text.long_texts import LongTexts
+from jaxft.text.batching import Batch
 from jaxft.text.quantization import PRECISIONS, as_ranges, quantize_embeddings
 from jaxft.text.similarities import SIMILARITIES, similarity_name
+from jaxft.text.text_encoder import TextEncoder
 
 if TYPE_CHECKING:
-    from tokenizers import Encoding, Tokenizer
+    from tokenizers import Tokenizer
 
 _OUTPUT_VALUES = ("sentence_embedding", "token_embeddings", None)
-_OWN_PROMPTS = {"query": None, "document": None}
-_TASKS = {"query": ("query",), "document": ("document", "passage", "corpus")}  # the names of their prompts
 
 
-class _Texts:
-    """Tokenises and batches texts of at most `limit` tokens."""
-
-    def __init__(
-        self, tokenizer: "Tokenizer", model: BertModel, limit: int, *, token_types: bool, packed: bool
-    ) -> None:
-        self.tokenizer = tokenizer_files.truncating(
-            tokenizer, limit, model.config, token_types=token_types, owner="SentenceEncoder",
-            argument="max_seq_length",
-        )  # fmt: skip
-        self.long_texts = LongTexts(self.tokenizer)
-        self.batcher = batching.Batcher(limit=limit, padding=model.config.pad_token_id, packed=packed, characters=len)
-
-    def encodings(self, prompt: str, texts: Sequence[str]) -> "list[Encoding]":
-        if prompt:
-            texts = [prompt + text for text in texts]
-        return tokenizer_files.encode(self.tokenizer, texts, self.long_texts.cut)
-
-
-class SentenceEncoder:
+class SentenceEncoder(TextEncoder):
     """A BERT encoder with its tokenizer and modules: computes embeddings of texts as sentence-transformers does.
 
     Use `from_pretrained` to load a checkpoint. The constructor takes the parts.
@@ -94,6 +67,8 @@ class SentenceEncoder:
         `similarity_fn_name` is unknown, or the model lacks a token id or type id of the tokenizer.
     """
 
+    _SIMILARITY = "cosine"
+
     def __init__(
         self,
         model: BertModel,
@@ -115,22 +90,15 @@ class SentenceEncoder:
     ) -> None:
         arguments.refuse("SentenceEncoder", others)
         self.truncate_dim = truncate_dim
-        self.similarity_fn_name = similarity_fn_name
-        self.embedder = EmbeddingModel(
+        embedder = EmbeddingModel(
             model, pooling=pooling, include_prompt=include_prompt, token_modules=token_modules,
             modules=[*modules, *[Normalize()] * normalize],
         )  # fmt: skip
-        self.tokenizer = tokenizer
-        self.prompts = arguments.merged_prompts("SentenceEncoder", _OWN_PROMPTS, prompts, {})
-        self.default_prompt_name = default_prompt_name
-        arguments.check_prompts("SentenceEncoder", self.prompts, default_prompt_name)
-        self._token_types = token_types
-        implementation = model.embeddings.options.implementation
-        self._packed = batching.packs(implementation) if packed is None else packed
-        self._origin = writing.Origin()
-        self._task_lengths: dict[str, int] = {}  # maximum numbers of tokens of queries and documents, from a checkpoint
-        self.max_seq_length = max_seq_length
-        self._bundled = Bundled(implementation)
+        super().__init__(
+            embedder, tokenizer, max_seq_length=max_seq_length, prompts=prompts,
+            default_prompt_name=default_prompt_name, similarity_fn_name=similarity_fn_name, token_types=token_types,
+            packed=packed,
+        )  # fmt: skip
 
         def embed(
             arrays: list[jax.Array], input_ids: jax.Array, lengths: jax.Array, longest: int,
@@ -198,38 +166,22 @@ class SentenceEncoder:
             message names its equivalent.
         """
         arguments.refuse("from_pretrained", others)
-        folder = checkpoint_files.resolve(
-            folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
-        )
-        layout = module_files.read_sentence_encoder(folder)
-        model = BertModel.from_pretrained(layout.transformer, dtype=dtype, implementation=implementation)
-        settings = tokenizer_files.Settings(layout.transformer)
-        limit = layout.max_seq_length or settings.max_length or sys.maxsize
-        limit = min(limit, model.config.max_sequence_length)
-        tokenizer = tokenizer_files.load(settings, layout.do_lower_case)
-        if similarity_fn_name is None and layout.similarity_fn_name in SIMILARITIES:
-            similarity_fn_name = layout.similarity_fn_name  # sentence-transformers ignores other names, too
-        try:
-            encoder = cls(
-                model,
-                tokenizer,
-                max_seq_length=limit if max_seq_length is None else max_seq_length,
-                pooling=layout.pooling,
-                include_prompt=layout.include_prompt,
-                token_modules=layout.token_modules,
-                modules=layout.modules,
-                prompts=arguments.merged_prompts("from_pretrained", _OWN_PROMPTS, prompts, layout.prompts),
-                default_prompt_name=layout.default_prompt_name if default_prompt_name is None else default_prompt_name,
-                truncate_dim=layout.truncate_dim if truncate_dim is None else truncate_dim,
-                similarity_fn_name=similarity_fn_name,
-                token_types=settings.token_types,
-                packed=packed,
-            )
-        except ValueError as error:
-            raise CheckpointError(f"{folder}: {error}") from error
-        encoder._task_lengths = layout.task_lengths
-        encoder._origin = writing.read_origin(folder_or_id, folder, settings)
-        return encoder
+
+        def parts(layout: module_files.Layout) -> dict[str, Any]:
+            return {
+                "model": BertModel.from_pretrained(layout.transformer, dtype=dtype, implementation=implementation),
+                "pooling": layout.pooling,
+                "include_prompt": layout.include_prompt,
+                "token_modules": layout.token_modules,
+                "modules": layout.modules,
+                "truncate_dim": layout.truncate_dim if truncate_dim is None else truncate_dim,
+            }
+
+        return cls._load(
+            folder_or_id, module_files.read_sentence_encoder, parts, revision=revision, cache_dir=cache_dir,
+            local_files_only=local_files_only, max_seq_length=max_seq_length, prompts=prompts,
+            default_prompt_name=default_prompt_name, similarity_fn_name=similarity_fn_name, packed=packed,
+        )  # fmt: skip
 
     def save_pretrained(self, folder: str | os.PathLike[str], **others: Any) -> None:
         """Writes a folder that `from_pretrained` and sentence-transformers load, with the same embeddings.
@@ -250,40 +202,8 @@ class SentenceEncoder:
           ValueError: the parameters have no values yet.
         """
         arguments.refuse("save_pretrained", others)
-        settings = {
-            "model_type": "SentenceTransformer",
-            "prompts": self.prompts,
-            "default_prompt_name": self.default_prompt_name,
-            "similarity_fn_name": self.similarity_fn_name,
-            **({} if self.truncate_dim is None else {"truncate_dim": self.truncate_dim}),
-        }
-        writing.save(
-            folder, self.embedder, self._by_length[self.max_seq_length].tokenizer, settings,
-            token_types=self._token_types, max_length=self.max_seq_length, origin=self._origin,
-            task_lengths=self._task_lengths,
-        )  # fmt: skip
-
-    @property
-    def model(self) -> BertModel:
-        """The encoder, `embedder.encoder`."""
-        return self.embedder.encoder
-
-    @property
-    def max_seq_length(self) -> int:
-        """Maximum number of tokens of a text, special tokens included. Longer texts are truncated. It may be set.
-
-        Setting it raises a ValueError if it leaves no room for a token or exceeds the number of positions of the model.
-        None sets the number of positions.
-        """
-        return self._max_seq_length
-
-    @max_seq_length.setter
-    def max_seq_length(self, value: int | None) -> None:
-        config = self.model.config
-        value = config.max_sequence_length if value is None else value
-        value = tokenizer_files.checked_limit("SentenceEncoder", "max_seq_length", value, config)
-        self._by_length = {value: self._texts_of(value)}
-        self._max_seq_length = value
+        settings = {"model_type": "SentenceTransformer", **self._settings()}
+        self._save(folder, settings | ({} if self.truncate_dim is None else {"truncate_dim": self.truncate_dim}))
 
     @property
     def truncate_dim(self) -> int | None:
@@ -294,52 +214,14 @@ class SentenceEncoder:
     def truncate_dim(self, value: int | None) -> None:
         self._truncate_dim = _checked_width("SentenceEncoder", value)
 
-    @property
-    def similarity_fn_name(self) -> str:
-        """Name of the function of `similarity` and `similarity_pairwise`. It may be set; None sets "cosine"."""
-        return self._similarity_fn_name
-
-    @similarity_fn_name.setter
-    def similarity_fn_name(self, value: str | None) -> None:
-        self._similarity_fn_name = similarity_name(
-            "SentenceEncoder", "similarity_fn_name", "cosine" if value is None else value
-        )
+    def _similarity_name(self, name: Any) -> str:
+        return similarity_name("SentenceEncoder", "similarity_fn_name", name)
 
     @property
     def embedding_dimension(self) -> int:
         """Length D of an embedding, after truncation to `truncate_dim`."""
         width = self.embedder.embedding_dimension
         return width if self.truncate_dim is None else min(width, self.truncate_dim)
-
-    def get_embedding_dimension(self) -> int:
-        """Returns `embedding_dimension`, as the method of sentence-transformers."""
-        return self.embedding_dimension
-
-    def tokenize(
-        self, inputs: str | Iterable[str], *, prompt_name: str | None = None, prompt: str | None = None
-    ) -> list[list[int]]:
-        """Computes the token ids of each text as the model gets them: with prompt and special tokens, truncated.
-
-        Args:
-          inputs: one text, or an iterable of texts.
-          prompt_name: see `encode`.
-          prompt: see `encode`.
-
-        Returns:
-          A list with the token ids of each text, not padded. A single text gives a list of one list.
-
-        Raises:
-          TypeError: see `encode`.
-          ValueError: a text is not valid Unicode or cannot be tokenised, or there is no prompt of that name.
-        """
-        texts = batching.as_texts("tokenize", "inputs", inputs)
-        prompt = arguments.chosen_prompt("tokenize", self.prompts, self.default_prompt_name, prompt, prompt_name)
-        of_texts = self._by_length[self.max_seq_length]
-        return [
-            chunk.ids[begin:end].tolist()
-            for _, chunk in of_texts.batcher.tokenised(texts, functools.partial(of_texts.encodings, prompt))
-            for begin, end in itertools.pairwise(chunk.begins)
-        ]
 
     def encode(
         self,
@@ -424,23 +306,14 @@ class SentenceEncoder:
         """
         arguments.refuse("encode", others)
         inputs = arguments.one_of("encode", inputs=inputs, sentences=sentences)
-        batch_size = batching.check_batch_size("encode", batch_size)
-        texts = batching.as_texts("encode", "inputs", inputs)
-        prompt = arguments.chosen_prompt("encode", self.prompts, self.default_prompt_name, prompt, prompt_name)
+        known = ("output_value", output_value, _OUTPUT_VALUES), ("precision", precision, (*PRECISIONS,))
+        texts, prompt, batch_size = self._start(inputs, prompt, prompt_name, batch_size, task, known)
         width = self.truncate_dim if truncate_dim is None else _checked_width("encode", truncate_dim)
-        for name, value, known in (
-            ("output_value", output_value, _OUTPUT_VALUES), ("precision", precision, (*PRECISIONS,)),
-            ("task", task, (None, *_TASKS)),
-        ):  # fmt: skip
-            if value not in known:
-                raise ValueError(f"encode: {name} must be one of {', '.join(map(repr, known))}, got {value!r}")
         is_embedding = output_value == "sentence_embedding"
         if precision != "float32" and not is_embedding:
             raise ValueError(f"encode: precision {precision!r} needs output_value 'sentence_embedding'")
         if width is not None and width >= self.embedder.embedding_dimension:
             width = None
-        limit = min(self._task_lengths.get(str(task), self.max_seq_length), self.model.config.max_sequence_length)
-        of_texts = self._by_length.get(limit) or self._by_length.setdefault(limit, self._texts_of(limit))
         prompt_length = None
         if prompt and not (is_embedding and self.embedder.include_prompt):
             prompt_length = np.int32(
@@ -468,57 +341,20 @@ class SentenceEncoder:
                 arrays, batch.input_ids, batch.lengths, batch.longest, last_steps, rebuild, prompt_length
             )
 
-        results = of_texts.batcher.compute_all(
-            texts, functools.partial(of_texts.encodings, prompt), batch_size, compute, model=self.embedder,
-            width=(width or self.embedder.embedding_dimension) if is_embedding else None, unit="text",
-            show_progress_bar=show_progress_bar,
+        results = self._compute(
+            texts, prompt, task, batch_size, compute, show_progress_bar,
+            width=(width or self.embedder.embedding_dimension) if is_embedding else None,
         )  # fmt: skip
         if not is_embedding:
             convert = (lambda x: x) if convert_to_numpy else jnp.asarray
-            found = [self._features(x, prompt_length if prompt else None, convert) for x in results]
+            length = None if prompt_length is None else int(prompt_length)
+            found = [self._features(x, length, convert) for x in results]
             chosen = found if output_value is None else [x[output_value] for x in found]
             return chosen[0] if isinstance(inputs, str) else chosen
         if precision != "float32":
             results = quantize_embeddings(results, precision, ranges=ranges, calibration_embeddings=calibration)
         result = results[0] if isinstance(inputs, str) else results
         return result if convert_to_numpy else jnp.asarray(result)
-
-    def encode_query(self, inputs: str | Iterable[str] | None = None, **options: Any) -> Any:
-        """Computes the embeddings of queries: `encode` with the prompt "query", if the call names no prompt.
-
-        Args:
-          inputs: see `encode`.
-          **options: the keyword arguments of `encode`.
-
-        Returns:
-          See `encode`.
-
-        Raises:
-          TypeError: see `encode`.
-          ValueError: see `encode`.
-          jax.errors.JaxRuntimeError: see `encode`.
-        """
-        return self.encode(inputs, **self._task_options("query", options))
-
-    def encode_document(self, inputs: str | Iterable[str] | None = None, **options: Any) -> Any:
-        """Computes the embeddings of documents: `encode` with the first of the prompts "document", "passage", "corpus".
-
-        As in sentence-transformers, every encoder has a prompt "document", which is "" unless something sets it. A
-        prompt that the call names comes first.
-
-        Args:
-          inputs: see `encode`.
-          **options: the keyword arguments of `encode`.
-
-        Returns:
-          See `encode`.
-
-        Raises:
-          TypeError: see `encode`.
-          ValueError: see `encode`.
-          jax.errors.JaxRuntimeError: see `encode`.
-        """
-        return self.encode(inputs, **self._task_options("document", options))
 
     def similarity(self, embeddings1: ArrayLike, embeddings2: ArrayLike) -> Any:
         """Computes the similarity of every embedding of one array with every embedding of another one.
@@ -551,23 +387,6 @@ class SentenceEncoder:
         """
         return SIMILARITIES[self.similarity_fn_name].pairwise(embeddings1, embeddings2)
 
-    def buckets(self, batch_size: int = 32) -> list[Bucket]:
-        """Returns the shapes of packed batches. A program is compiled when a shape first occurs.
-
-        Args:
-          batch_size: the `batch_size` of `encode`.
-
-        Returns:
-          The shapes; an empty list if batches are padded.
-
-        Raises:
-          ValueError: `batch_size` is not a positive integer.
-        """
-        return batching.buckets(batch_size, self.max_seq_length) if self._packed else []
-
-    def _texts_of(self, limit: int) -> _Texts:
-        return _Texts(self.tokenizer, self.model, limit, token_types=self._token_types, packed=self._packed)
-
     def _calibration(self, calibration: Any, **options: Any) -> Any:
         """Returns the embeddings of `calibration` if it has texts, else `calibration`."""
         if isinstance(calibration, np.ndarray | jax.Array) and jnp.issubdtype(calibration.dtype, jnp.floating):
@@ -577,20 +396,14 @@ class SentenceEncoder:
             return rows
         return self.encode(batching.as_texts("encode", "calibration", rows), **options)
 
-    def _task_options(self, task: str, options: dict[str, Any]) -> dict[str, Any]:
-        """Adds the task, and the prompt of the task if `options` has none."""
-        if options.get("prompt") is None and options.get("prompt_name") is None:
-            options["prompt_name"] = next((name for name in _TASKS[task] if name in self.prompts), None)
-        return options | {"task": task}
-
-    def _features(self, found: batching.Features, prompt_length: Any, convert: Any) -> dict[str, Any]:
+    def _features(self, found: batching.Features, prompt_length: int | None, convert: Any) -> dict[str, Any]:
         """Returns the features of a text under the names of sentence-transformers."""
         features: dict[str, Any] = {"input_ids": convert(found.ids)}
         if self._token_types:
             features["token_type_ids"] = convert(np.zeros_like(found.ids))
         features |= {"attention_mask": convert(np.ones_like(found.ids)), "modality": "text"}
         if prompt_length is not None:
-            features["prompt_length"] = int(prompt_length)
+            features["prompt_length"] = prompt_length
         return features | {"token_embeddings": convert(found.tokens), "sentence_embedding": convert(found.pooled)}
 
 

@@ -1,6 +1,6 @@
 """Similarities of embeddings: cosine, dot product, and negative Euclidean and Manhattan distance."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jaxft.models.multi_vector import max_sim
 from jaxft.models.pooling import l2_normalize
+
+# Names of the similarities of texts with several vectors. "meanmaxsim" divides by the number of query tokens.
+MAX_SIMS = ("maxsim", "meanmaxsim")
+_PRODUCTS = 1 << 26  # dot products of tokens that are in memory at a time
 
 Rows = ArrayLike | Sequence[ArrayLike]
 
@@ -102,14 +107,101 @@ SIMILARITIES: dict[str, Similarity] = {
 }
 
 
-def similarity_name(op: str, argument: str, name: Any) -> str:
-    """Returns the name in `SIMILARITIES` for a name, or for a member of sentence-transformers' `SimilarityFunction`.
+def similarity_name(op: str, argument: str, name: Any, known: Iterable[str] = SIMILARITIES) -> str:
+    """Returns the name among `known` for a name, or for a member of sentence-transformers' `SimilarityFunction`.
 
     "dot_product" is an alias of "dot". Raises a ValueError for another name.
     """
     name = getattr(name, "value", name)
     found = "dot" if name == "dot_product" else name
-    if not isinstance(found, str) or found not in SIMILARITIES:
-        why = " (only models with several vectors per text have it)" if found in ("maxsim", "meanmaxsim") else ""
-        raise ValueError(f"{op}: {argument} must be one of {', '.join(SIMILARITIES)}, got {name!r:.80}{why}")
+    if not isinstance(found, str) or found not in known:
+        which = "several vectors" if found in MAX_SIMS else "one vector" if found in SIMILARITIES else ""
+        why = f" (only models with {which} per text have it)" if isinstance(found, str) and which else ""
+        raise ValueError(f"{op}: {argument} must be one of {', '.join(known)}, got {name!r:.80}{why}")
+    return found
+
+
+_max_sim = jax.jit(max_sim)
+_max_sim_pairs = jax.jit(jax.vmap(lambda *of_pair: max_sim(*(x[None] for x in of_pair))[0, 0]))
+
+
+def max_sims(queries: Any, documents: Any, *, mean: bool, pairwise: bool = False) -> Any:
+    """Computes MaxSim of all queries with all documents, or of the first with the first, and so on.
+
+    Args:
+      queries: a list of floats `[tokens, D]`, one array `[n, tokens, D]`, or one query `[tokens, D]`.
+      documents: the same of documents.
+      mean: whether to divide by the number of tokens of the query.
+      pairwise: whether to compare pairs.
+
+    Returns:
+      float32 `[n, m]`, or `[n]` for pairs; a JAX array if an argument has a JAX array. Documents of similar length are
+      compared at a time, padded to a power of two.
+
+    Raises a TypeError for arguments that are no numbers, and a ValueError for shapes that do not match.
+    """
+    on_device = any(isinstance(x, jax.Array) for texts in (queries, documents) for x in (texts, *_items(texts)))
+    queries, documents = _as_matrices("embeddings1", queries), _as_matrices("embeddings2", documents)
+    widths = {x.shape[1] for x in (*queries, *documents)}
+    if len(widths) > 1 or (pairwise and len(queries) != len(documents)):
+        what = "the same number of texts" if len(widths) < 2 else "the same width"
+        raise ValueError(
+            f"similarity: embeddings1 and embeddings2 must have {what}, got {len(queries)} and {len(documents)} texts"
+            f" of the widths {sorted(widths)}"
+        )
+    scores = np.zeros(len(queries) if pairwise else (len(queries), len(documents)), np.float32)
+    if pairwise:
+        # Longest pairs first, so that pairs of similar length are in the same chunk.
+        order = np.argsort([-len(query) * len(document) for query, document in zip(queries, documents, strict=True)])
+        for chosen in _chunks(order, [max(len(a), len(b)) ** 2 for a, b in zip(queries, documents, strict=True)]):
+            of_queries, of_documents = (_padded([x[i] for i in chosen]) for x in (queries, documents))
+            found = _max_sim_pairs(of_queries[0], of_documents[0], of_queries[1], of_documents[1])
+            scores[chosen] = np.asarray(found)[: len(chosen)]
+    else:
+        lengths = [len(document) for document in documents]
+        longest = max(lengths, default=1)
+        for rows in _chunks(np.argsort([-len(query) for query in queries]), [len(x) * longest for x in queries]):
+            of_queries = _padded([queries[i] for i in rows])
+            size = of_queries[0].shape[0] * of_queries[0].shape[1]
+            for columns in _chunks(np.argsort([-length for length in lengths]), [size * max(x, 1) for x in lengths]):
+                of_documents = _padded([documents[i] for i in columns])
+                found = _max_sim(of_queries[0], of_documents[0], of_queries[1], of_documents[1])
+                scores[np.ix_(rows, columns)] = np.asarray(found)[: len(rows), : len(columns)]
+    if mean:
+        counts = np.array([max(len(query), 1) for query in queries], np.float32)
+        scores = scores / (counts if pairwise else counts[:, None])
+    return jnp.asarray(scores) if on_device else scores
+
+
+def _chunks(order: np.ndarray, costs: Sequence[int]) -> list[np.ndarray]:
+    """Cuts an order of texts into chunks that cost at most `_PRODUCTS`, counted with the padding to the first text."""
+    chunks, start = [], 0
+    while start < len(order):
+        size = max(_PRODUCTS // max(2 * costs[order[start]], 1), 1)
+        size = 1 << (size.bit_length() - 1)
+        chunks.append(order[start : start + size])
+        start += size
+    return chunks
+
+
+def _padded(texts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Pads matrices `[tokens, D]` to powers of two: `[n, longest, D]`, and the mask `[n, longest]`."""
+    n, longest = (1 << max(size - 1, 0).bit_length() for size in (len(texts), max(map(len, texts))))
+    padded, mask = np.zeros((n, longest, texts[0].shape[1]), np.float32), np.zeros((n, longest), bool)
+    for row, text in enumerate(texts):
+        padded[row, : len(text)], mask[row, : len(text)] = text, True
+    return padded, mask
+
+
+def _as_matrices(name: str, texts: Any) -> list[np.ndarray]:
+    """Converts embeddings of texts to a list of float32 `[tokens, D]`."""
+    single = getattr(texts, "ndim", None) == 2
+    if not single and getattr(texts, "ndim", None) != 3 and not isinstance(texts, list | tuple):
+        raise TypeError(
+            f"similarity: {name} must be a list of arrays [tokens, D] or an array of two or three axes, got"
+            f" {type(texts).__name__}"
+        )
+    found = [_as_floats(name, text, on_device=False) for text in ([texts] if single else texts)]
+    if wrong := [x.shape for x in found if x.ndim != 2]:
+        raise ValueError(f"similarity: {name} must have arrays of the shape [tokens, D], got the shape {wrong[0]}")
     return found

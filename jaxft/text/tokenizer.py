@@ -565,6 +565,25 @@ def truncating(
     return copy
 
 
+def keep_whole(tokenizer: "Tokenizer", prefixes: Sequence[str]) -> None:
+    """Makes the prefixes that the vocabulary has special tokens, so that each stays one token.
+
+    A prefix is in the vocabulary as it is, "[Q] ", or without what follows its first word, "[unused0]".
+    """
+    from tokenizers import AddedToken
+
+    new = []
+    for prefix in prefixes:
+        known = [
+            token
+            for token in (prefix, *prefix.split(None, 1)[:1])
+            if token and tokenizer.token_to_id(token) is not None
+        ]
+        if known and prefix.split() and tokenizer.encode(known[0], add_special_tokens=False).tokens != known[:1]:
+            new.append(AddedToken(known[0], normalized=False, special=True))
+    tokenizer.add_special_tokens(new)
+
+
 def _check_ids(tokens: dict[int, str], vocab_size: int, owner: str) -> None:
     """Raises a ValueError if the model has no row for one of the token ids."""
     if (largest_id := max(tokens, default=0)) >= vocab_size:

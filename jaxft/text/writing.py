@@ -1,4 +1,4 @@
-"""Writes the folder of a SentenceEncoder or CrossEncoder as sentence-transformers lays it out, with a model card."""
+"""Writes the folder of an encoder as sentence-transformers lays it out, with a model card."""
 
 import dataclasses
 import logging
@@ -17,6 +17,8 @@ from jaxft.checkpoint import tensors
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.classification import BertForSequenceClassification
 from jaxft.models.embedding import Dense, Dropout, EmbeddingModel, LayerNorm, Module
+from jaxft.models.multi_vector import MultiVectorModel
+from jaxft.models.splade import SpladeModel
 from jaxft.text import module_files
 from jaxft.text import tokenizer as tokenizer_files
 
@@ -29,6 +31,15 @@ _KEPT = ("base_model", "base_model_relation", "language", "license", "license_li
 # Files of an earlier save that would be applied to the new files.
 _STALE = ("added_tokens.json", "special_tokens_map.json", "adapter_config.json", "processor_config.json",
           "preprocessor_config.json")  # fmt: skip
+
+# Packages of sentence-transformers' modules, where they are not in `models`.
+_PACKAGES = {
+    "MLMTransformer": "sparse_encoder.models",
+    "SpladePooling": "sparse_encoder.models",
+    "MultiVectorMask": "multi_vector_encoder.modules",
+}
+
+Model = EmbeddingModel | BertForSequenceClassification | SpladeModel | MultiVectorModel
 
 _log = logging.getLogger("jaxft")
 
@@ -57,7 +68,7 @@ def read_origin(folder_or_id: str | os.PathLike[str], folder: Path, settings: to
 
 def save(
     folder: str | os.PathLike[str],
-    model: EmbeddingModel | BertForSequenceClassification,
+    model: Model,
     tokenizer: "Tokenizer",
     settings: dict[str, Any],
     *,
@@ -65,19 +76,24 @@ def save(
     max_length: int,
     origin: Origin,
     task_lengths: Mapping[str, int] = types.MappingProxyType({}),
+    mask: Mapping[str, Any] | None = None,
+    query_expansion: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a folder that sentence-transformers and jaxft load. `settings` go to config_sentence_transformers.json.
+
+    `mask` has the settings of a MultiVectorMask module.
 
     All files are complete before one of them gets its final name. Files of an earlier save that do not belong to the
     new model are removed. Other files in the folder stay.
     """
     folder, is_scorer = tensors.checked_folder(folder), settings["model_type"] == "CrossEncoder"
-    is_modular = isinstance(model, EmbeddingModel)
-    encoder = model.encoder if isinstance(model, EmbeddingModel) else model
+    encoder: Any = model.mlm if isinstance(model, SpladeModel) else getattr(model, "encoder", model)
     config, parameters = encoder._checkpoint()
     transformer: dict[str, Any] = {"max_seq_length": max_length, "do_lower_case": False}
     transformer |= {f"{task}_length": length for task, length in task_lengths.items()}
-    if not is_modular:
+    if query_expansion is not None:
+        transformer["query_expansion"] = dict(query_expansion)
+    if isinstance(model, BertForSequenceClassification):
         transformer["transformer_task"] = "sequence-classification"
         config.pop("sbert_ce_default_activation_function", None)
         config["sentence_transformers"] = {"activation_fn": settings["activation_fn"]}  # for older versions
@@ -91,22 +107,43 @@ def save(
         "README.md": _model_card(settings, model, max_length, origin),
         **tokenizer_files.files(tokenizer, special_tokens, token_types, max_length),
     }
-    kinds = ["Transformer"]
-    for kind, fields, arrays in _modules(model, is_scorer) if isinstance(model, EmbeddingModel) else []:
+    kinds = ["MLMTransformer" if isinstance(model, SpladeModel) else "Transformer"]
+    for kind, fields, arrays in _modules(model, is_scorer, mask):
         path = f"{len(kinds)}_{kind}"
         kinds.append(kind)
         contents[f"{path}/config.json"] = fields
         if arrays:
             contents[f"{path}/model.safetensors"] = arrays
     contents["modules.json"] = [
-        {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"}
+        {
+            "idx": i,
+            "name": str(i),
+            "path": f"{i}_{kind}" if i else "",
+            "type": f"sentence_transformers.{_PACKAGES.get(kind, 'models')}.{kind}",
+        }
         for i, kind in enumerate(kinds)
     ]
     tensors.write(folder, contents, [name for name in _stale(folder) if name not in contents])
 
 
-def _modules(model: EmbeddingModel, is_scorer: bool) -> list[tuple[str, dict[str, Any], dict[str, np.ndarray]]]:
+def _modules(
+    model: Model, is_scorer: bool, mask: Mapping[str, Any] | None
+) -> list[tuple[str, dict[str, Any], dict[str, np.ndarray]]]:
     """Returns class, config.json and tensors of each module after the Transformer."""
+    if isinstance(model, BertForSequenceClassification):
+        return []
+    if isinstance(model, SpladeModel):
+        settings = {
+            "pooling_strategy": model.pooling_strategy,
+            "activation_function": model.activation_function,
+            "word_embedding_dimension": model.embedding_dimension,
+        }
+        return [("SpladePooling", settings, {})]
+    if isinstance(model, MultiVectorModel):
+        modules = [_module(module, "token_embeddings") for module in model.token_modules]
+        # In the order of sentence-transformers: before a Normalize module at the end.
+        place = len(modules) - (modules[-1:] != [] and modules[-1][0] == "Normalize")
+        return [*modules[:place], ("MultiVectorMask", dict(mask or {}), {}), *modules[place:]]
     modules = [_module(module, "token_embeddings") for module in model.token_modules]
     modules.append(("Pooling", _pooling(model), {}))
     modules += [_module(module, "sentence_embedding") for module in model.modules]
@@ -164,7 +201,11 @@ def _stale(folder: Path) -> list[str]:
     paths = (
         [str(entry.get("path")) for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
     )
-    modules = [path for path in paths if re.fullmatch(r"\d+_(Pooling|Dense|LayerNorm|Dropout|Normalize)", path)]
+    modules = [
+        path
+        for path in paths
+        if re.fullmatch(r"\d+_(Pooling|SpladePooling|MultiVectorMask|Dense|LayerNorm|Dropout|Normalize)", path)
+    ]
     files = ("config.json", "model.safetensors", "pytorch_model.bin")
     return [*_STALE, *(f"{path}/{file}" for path in modules for file in files)]
 
@@ -187,9 +228,7 @@ print(model.predict([("Where is the cat?", "There is a cat on a rug."), ("Where 
 """
 
 
-def _model_card(
-    settings: Mapping[str, Any], model: EmbeddingModel | BertForSequenceClassification, max_length: int, origin: Origin
-) -> str:
+def _model_card(settings: Mapping[str, Any], model: Model, max_length: int, origin: Origin) -> str:
     """Returns the content of README.md. Licence, language and base model are from the card of the origin."""
     import huggingface_hub
 
@@ -199,6 +238,14 @@ def _model_card(
         tags = ["sentence-transformers", "cross-encoder", "reranker"]
         task, use, ours = "text-ranking" if size == 1 else "text-classification", _SCORER_USE, "CrossEncoder"
         what = f"scores pairs of texts. A pair gets {size} score{'s' * (size > 1)}"
+    elif isinstance(model, SpladeModel):
+        tags = ["sentence-transformers", "sparse-encoder", "sparse", "splade"]
+        task, use, ours = "feature-extraction", _ENCODER_USE, "SparseEncoder"
+        what = f"maps texts to weights of {size} tokens, of which most are 0"
+    elif isinstance(model, MultiVectorModel):
+        tags = ["sentence-transformers", "multi-vector", "late-interaction", "ColBERT"]
+        task, use, ours = "sentence-similarity", _ENCODER_USE, "MultiVectorEncoder"
+        what = f"maps each token of a text to a vector of {size} numbers"
     else:
         tags = ["sentence-transformers", "sentence-similarity", "feature-extraction"]
         task, use, ours = "sentence-similarity", _ENCODER_USE, "SentenceEncoder"

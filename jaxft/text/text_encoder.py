@@ -1,0 +1,315 @@
+"""Base class of the encoders of single texts: loading, prompts, lengths and batches, which all of them share."""
+
+import functools
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+
+from jaxft.checkpoint import files as checkpoint_files
+from jaxft.checkpoint.files import CheckpointError
+from jaxft.models.bert import BertModel
+from jaxft.models.bundled import Bundled
+from jaxft.text import arguments, batching, module_files, writing
+from jaxft.text import tokenizer as tokenizer_files
+from jaxft.text.batching import Batch, Bucket
+from jaxft.text.long_texts import LongTexts
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
+
+_OWN_PROMPTS = {"query": None, "document": None}
+TASKS = {"query": ("query",), "document": ("document", "passage", "corpus")}  # the names of their prompts
+
+
+class Texts:
+    """Tokenises and batches texts of at most `limit` tokens."""
+
+    def __init__(
+        self, tokenizer: "Tokenizer", model: BertModel, limit: int, *, token_types: bool, packed: bool, owner: str,
+        argument: str = "max_seq_length",
+    ) -> None:  # fmt: skip
+        self.tokenizer = tokenizer_files.truncating(
+            tokenizer, limit, model.config, token_types=token_types, owner=owner, argument=argument
+        )
+        self.long_texts = LongTexts(self.tokenizer)
+        self.batcher = batching.Batcher(limit=limit, padding=model.config.pad_token_id, packed=packed, characters=len)
+
+    def pad(self, length: int, token: str, type_id: int | None) -> None:
+        """Adds a token to texts of fewer than `length` tokens. With `type_id`, batches get type ids, which mark it."""
+        padded = type(self.tokenizer).from_str(self.tokenizer.to_str())  # `long_texts` keeps the one that does not pad
+        padded.encode_special_tokens = self.tokenizer.encode_special_tokens
+        padded.enable_padding(
+            length=length, pad_id=padded.token_to_id(token), pad_token=token, pad_type_id=type_id or 0
+        )
+        self.tokenizer, self.batcher.with_types = padded, type_id is not None
+
+    def encodings(self, prompt: str, texts: Sequence[str]) -> "list[Encoding]":
+        """Tokenises texts after a prompt."""
+        if prompt:
+            texts = [prompt + text for text in texts]
+        return tokenizer_files.encode(self.tokenizer, texts, self.long_texts.cut)
+
+
+class TextEncoder:
+    """A model with its tokenizer and prompts. A subclass adds `encode` and the model, which has an `encoder`."""
+
+    _SIMILARITY: ClassVar[str]  # name of the default function
+
+    def __init__(
+        self,
+        embedder: Any,
+        tokenizer: "Tokenizer",
+        *,
+        max_seq_length: int | None,
+        prompts: Mapping[str, str] | None,
+        default_prompt_name: str | None,
+        similarity_fn_name: str | None,
+        token_types: bool,
+        packed: bool | None,
+    ) -> None:
+        owner = type(self).__name__
+        self.embedder, self.tokenizer = embedder, tokenizer
+        self.similarity_fn_name = similarity_fn_name
+        self.prompts = arguments.merged_prompts(owner, _OWN_PROMPTS, prompts, {})
+        self.default_prompt_name = default_prompt_name
+        arguments.check_prompts(owner, self.prompts, default_prompt_name)
+        self._token_types = token_types
+        implementation = self.model.embeddings.options.implementation
+        self._packed = batching.packs(implementation) if packed is None else packed
+        self._origin = writing.Origin()
+        self._task_lengths: dict[str, int] = {}  # maximum numbers of tokens of queries and documents, from a checkpoint
+        self.max_seq_length = max_seq_length
+        self._bundled = Bundled(implementation)
+
+    @classmethod
+    def _load(
+        cls,
+        folder_or_id: str | os.PathLike[str],
+        read: Callable[[Path], module_files.Layout],
+        parts: Callable[[module_files.Layout], dict[str, Any]],
+        *,
+        revision: str | None,
+        cache_dir: str | os.PathLike[str] | None,
+        local_files_only: bool,
+        max_seq_length: int | None,
+        prompts: Mapping[str, str] | None,
+        default_prompt_name: str | None,
+        similarity_fn_name: str | None,
+        packed: bool | None,
+    ) -> Self:
+        """Loads an encoder. `read` reads the folder's layout; `parts` returns the constructor's other arguments."""
+        folder = checkpoint_files.resolve(
+            folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
+        )
+        layout = read(folder)
+        own = parts(layout)
+        settings = tokenizer_files.Settings(layout.transformer)
+        limit = layout.max_seq_length or settings.max_length or sys.maxsize
+        if max_seq_length is None:
+            max_seq_length = min(limit, own["model"].config.max_sequence_length)
+        tokenizer = tokenizer_files.load(settings, layout.do_lower_case)
+        tokenizer_files.keep_whole(tokenizer, layout.markers)
+        try:
+            encoder = cls(
+                tokenizer=tokenizer,
+                max_seq_length=max_seq_length,
+                prompts=arguments.merged_prompts("from_pretrained", _OWN_PROMPTS, prompts, layout.prompts),
+                default_prompt_name=layout.default_prompt_name if default_prompt_name is None else default_prompt_name,
+                similarity_fn_name=layout.similarity_fn_name if similarity_fn_name is None else similarity_fn_name,
+                token_types=settings.token_types,
+                packed=packed,
+                **own,
+            )
+            encoder._task_lengths = layout.task_lengths
+            encoder._origin = writing.read_origin(folder_or_id, folder, settings)
+        except ValueError as error:
+            raise CheckpointError(f"{folder}: {error}") from error
+        return encoder
+
+    @property
+    def model(self) -> BertModel:
+        """The encoder, `embedder.encoder`."""
+        return self.embedder.encoder
+
+    @property
+    def max_seq_length(self) -> int:
+        """Maximum number of tokens of a text, special tokens included. Longer texts are truncated. It may be set.
+
+        Setting it raises a ValueError if it leaves no room for a token or exceeds the number of positions of the model.
+        None sets the number of positions.
+        """
+        return self._max_seq_length
+
+    @max_seq_length.setter
+    def max_seq_length(self, value: int | None) -> None:
+        config = self.model.config
+        value = config.max_sequence_length if value is None else value
+        value = tokenizer_files.checked_limit(type(self).__name__, "max_seq_length", value, config)
+        self._by_length = {value: self._texts_of(value)}
+        self._max_seq_length = value
+
+    @property
+    def similarity_fn_name(self) -> str:
+        """Name of the function of `similarity` and `similarity_pairwise`. It may be set; None sets the default."""
+        return self._similarity_fn_name
+
+    @similarity_fn_name.setter
+    def similarity_fn_name(self, value: str | None) -> None:
+        self._similarity_fn_name = self._similarity_name(self._SIMILARITY if value is None else value)
+
+    def _similarity_name(self, name: Any) -> str:
+        """Returns the name of a similarity that this class has. Raises a ValueError for others."""
+        raise NotImplementedError
+
+    def get_embedding_dimension(self) -> int:
+        """Returns `embedding_dimension`, as the method of sentence-transformers."""
+        return self.embedding_dimension
+
+    @property
+    def embedding_dimension(self) -> int:
+        """Length of an embedding."""
+        return self.embedder.embedding_dimension
+
+    def tokenize(
+        self, inputs: str | Iterable[str], *, prompt_name: str | None = None, prompt: str | None = None
+    ) -> list[list[int]]:
+        """Computes the token ids of each text as the model gets them: with prompt and special tokens, truncated.
+
+        Args:
+          inputs: one text, or an iterable of texts.
+          prompt_name: see `encode`.
+          prompt: see `encode`.
+
+        Returns:
+          A list with the token ids of each text, not padded. A single text gives a list of one list.
+
+        Raises:
+          TypeError: see `encode`.
+          ValueError: a text is not valid Unicode or cannot be tokenised, or there is no prompt of that name.
+        """
+        texts = batching.as_texts("tokenize", "inputs", inputs)
+        prompt = arguments.chosen_prompt("tokenize", self.prompts, self.default_prompt_name, prompt, prompt_name)
+        of_texts = self._by_length[self.max_seq_length]
+        return [
+            chunk.ids[begin:end].tolist()
+            for _, chunk in of_texts.batcher.tokenised(texts, functools.partial(of_texts.encodings, prompt))
+            for begin, end in itertools.pairwise(chunk.begins)
+        ]
+
+    def encode(self, inputs: str | Iterable[str] | None = None, **options: Any) -> Any:
+        """Computes the embeddings of texts."""
+        raise NotImplementedError
+
+    def encode_query(self, inputs: str | Iterable[str] | None = None, **options: Any) -> Any:
+        """Computes the embeddings of queries: `encode` for the task "query".
+
+        If the call names no prompt, queries get the prompt "query".
+
+        Args:
+          inputs: see `encode`.
+          **options: the keyword arguments of `encode`.
+
+        Returns:
+          See `encode`.
+
+        Raises:
+          TypeError: see `encode`.
+          ValueError: see `encode`.
+          jax.errors.JaxRuntimeError: see `encode`.
+        """
+        return self.encode(inputs, **self._task_options("query", options))
+
+    def encode_document(self, inputs: str | Iterable[str] | None = None, **options: Any) -> Any:
+        """Computes the embeddings of documents: `encode` for the task "document".
+
+        If the call names no prompt, documents get the first of the prompts "document", "passage", "corpus". As in
+        sentence-transformers, every encoder has a prompt "document", which is "" unless something sets it.
+
+        Args:
+          inputs: see `encode`.
+          **options: the keyword arguments of `encode`.
+
+        Returns:
+          See `encode`.
+
+        Raises:
+          TypeError: see `encode`.
+          ValueError: see `encode`.
+          jax.errors.JaxRuntimeError: see `encode`.
+        """
+        return self.encode(inputs, **self._task_options("document", options))
+
+    def buckets(self, batch_size: int = 32) -> list[Bucket]:
+        """Returns the shapes of packed batches. A program is compiled when a shape first occurs.
+
+        Args:
+          batch_size: the `batch_size` of `encode`.
+
+        Returns:
+          The shapes; an empty list if batches are padded.
+
+        Raises:
+          ValueError: `batch_size` is not a positive integer.
+        """
+        return batching.buckets(batch_size, self.max_seq_length) if self._packed else []
+
+    def _start(
+        self, inputs: Any, prompt: str | None, prompt_name: str | None, batch_size: Any, task: Any,
+        options: Sequence[tuple[str, Any, Sequence[Any]]] = (),
+    ) -> tuple[list[str], str, int]:  # fmt: skip
+        """Checks arguments of `encode`. Returns the texts, the prompt and the batch size."""
+        batch_size = batching.check_batch_size("encode", batch_size)
+        texts = batching.as_texts("encode", "inputs", inputs)
+        prompt = arguments.chosen_prompt("encode", self.prompts, self.default_prompt_name, prompt, prompt_name)
+        for name, value, known in (*options, ("task", task, (None, *TASKS))):
+            if value not in known:
+                raise ValueError(f"encode: {name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+        return texts, prompt, batch_size
+
+    def _texts(self, task: str | None) -> Texts:
+        """Returns what tokenises and batches the texts of a task."""
+        limit = min(self._task_lengths.get(str(task), self.max_seq_length), self.model.config.max_sequence_length)
+        return self._by_length.get(limit) or self._by_length.setdefault(limit, self._texts_of(limit))
+
+    def _texts_of(self, limit: int) -> Texts:
+        return Texts(
+            self.tokenizer, self.model, limit, token_types=self._token_types, packed=self._packed,
+            owner=type(self).__name__,
+        )  # fmt: skip
+
+    def _compute(
+        self, texts: list[str], prompt: str, task: str | None, batch_size: int, compute: Callable[[Batch], Any],
+        show_progress_bar: bool | None, convert: Callable[[np.ndarray], Any] | None = None, width: int | None = None,
+    ) -> Any:  # fmt: skip
+        """Returns `compute`'s results for texts, see `Batcher.compute_all`."""
+        of_texts = self._texts(task)
+        return of_texts.batcher.compute_all(
+            texts, functools.partial(of_texts.encodings, prompt), batch_size, compute, model=self.embedder, width=width,
+            unit="text", show_progress_bar=show_progress_bar, convert=convert,
+        )  # fmt: skip
+
+    def _settings(self) -> dict[str, Any]:
+        """Returns the settings that every encoder saves."""
+        return {
+            "prompts": self.prompts,
+            "default_prompt_name": self.default_prompt_name,
+            "similarity_fn_name": self.similarity_fn_name,
+        }
+
+    def _save(self, folder: str | os.PathLike[str], settings: dict[str, Any], **own: Any) -> None:
+        writing.save(
+            folder, self.embedder, self._by_length[self.max_seq_length].tokenizer, settings,
+            token_types=self._token_types, max_length=self.max_seq_length, origin=self._origin,
+            task_lengths=self._task_lengths, **own,
+        )  # fmt: skip
+
+    def _task_options(self, task: str, options: dict[str, Any]) -> dict[str, Any]:
+        """Adds the task, and the prompt of the task if `options` has none."""
+        if options.get("prompt") is None and options.get("prompt_name") is None:
+            options["prompt_name"] = next((name for name in TASKS[task] if name in self.prompts), None)
+        return options | {"task": task}

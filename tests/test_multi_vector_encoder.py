@@ -1,0 +1,269 @@
+"""MultiVectorEncoder: results, MaxSim, query expansion, refused folders. test_peer_values.py has the numbers."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import peer_models
+import tiny
+from jaxft import BertModel, MultiVectorEncoder, MultiVectorModel, SentenceEncoder, max_sim
+from jaxft.checkpoint.files import CheckpointError
+from jaxft.models.embedding import Dense, LayerNorm, Normalize
+from jaxft.text import similarities
+from peer_models import TEXTS
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return peer_models.write(tmp_path_factory.mktemp("colbert") / "model", "colbert")
+
+
+@pytest.fixture(scope="module")
+def encoder(folder):
+    return MultiVectorEncoder.from_pretrained(folder)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """Returns a function that writes a new folder and changes the JSON of one of its files."""
+
+    def changed(file, name="colbert", **changes):
+        path = peer_models.write(tmp_path / "model", name)
+        values = json.loads((path / file).read_text()) if (path / file).exists() else {}
+        tiny.write_json(path / file, values | changes)
+        return path
+
+    return changed
+
+
+def plain(query, document):
+    """Returns MaxSim of two matrices, in float64."""
+    return (query.astype(np.float64) @ document.astype(np.float64).T).max(axis=1).sum()
+
+
+def test_results_are_a_list_of_matrices(encoder):
+    found = encoder.encode_document(TEXTS)
+    assert isinstance(found, list) and all(x.shape[1] == encoder.embedding_dimension == 8 for x in found)
+    np.testing.assert_allclose(np.linalg.norm(np.concatenate(found), axis=1), 1, rtol=1e-5)
+    np.testing.assert_allclose(encoder.encode_document(TEXTS[1]), found[1], atol=1e-6)
+    assert isinstance(encoder.encode_query(TEXTS[1], convert_to_numpy=False), jax.Array)
+    assert encoder.encode([]) == []
+
+
+def test_queries_are_expanded(encoder):
+    everything = encoder.encode_query(TEXTS, output_value=None)
+    mask = encoder.tokenizer.token_to_id("[MASK]")
+    for text, found in zip(TEXTS, everything, strict=True):
+        own = encoder.tokenizer.encode("[Q] " + text).ids
+        expected = own + [mask] * (12 - len(own))
+        if len(own) <= 12:
+            assert found["input_ids"].tolist() == expected
+        assert len(found["input_ids"]) == 12 and found["attention_mask"].all()
+    assert [len(x) for x in encoder.encode_query(TEXTS)] == [12] * len(TEXTS)
+
+
+def test_no_token_attends_to_the_expansion(folder):
+    encoder = MultiVectorEncoder.from_pretrained(folder)
+    before = encoder.encode_query("rain")
+    encoder.query_expansion = {"strategy": "fixed", "length": 20}
+    longer = encoder.encode_query("rain")
+    assert longer.shape == (20, 8)
+    np.testing.assert_allclose(longer[:12], before, atol=1e-6)
+    encoder.query_expansion = {"strategy": "fixed", "length": 20, "attend": True}
+    assert np.abs(encoder.encode_query("rain")[:12] - before).max() > 1e-3
+    encoder.query_expansion = None
+    assert len(encoder.encode_query("rain")) < 12
+
+
+def test_expansions_are_padded_if_no_token_attends(folder):
+    for attend in (False, True):
+        plain, packed = (MultiVectorEncoder.from_pretrained(folder, packed=packed) for packed in (False, True))
+        for encoder in (plain, packed):
+            encoder.query_expansion = {"strategy": "min", "length": 9, "attend": attend}
+        assert packed._texts("query").batcher.packed == attend
+        for x, y in zip(packed.encode_query(TEXTS), plain.encode_query(TEXTS), strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+def test_kernels_compute_the_tokens_that_nothing_attends_to(folder, encoder):
+    kernels = MultiVectorEncoder.from_pretrained(folder, implementation="triton", packed=True)
+    for call in ("encode_query", "encode_document"):
+        for x, y in zip(getattr(kernels, call)(TEXTS[:3]), getattr(encoder, call)(TEXTS[:3]), strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+def test_strategy_min_keeps_long_queries(folder):
+    encoder = MultiVectorEncoder.from_pretrained(folder)
+    encoder.query_expansion = {"strategy": "min", "length": 6}
+    assert [len(x) for x in encoder.encode_query(["rain", "the old " * 50])] == [6, encoder.max_seq_length]
+    encoder.max_seq_length = 17
+    assert len(encoder.encode_query("the old " * 50)) == 17
+
+
+@pytest.mark.parametrize("changes", [{"strategy": "max"}, {"length": 0}, {"attend": 1}, {"token": 3}, {"size": 3}])
+def test_wrong_expansions_are_named(changes, encoder):
+    with pytest.raises(
+        ValueError, match=f"MultiVectorEncoder: .*{[*changes][0] if 'size' not in changes else 'some of'}"
+    ):
+        encoder.query_expansion = {"strategy": "fixed", "length": 9} | changes
+    with pytest.raises(ValueError, match="token of query_expansion must be in the vocabulary, got 'absent'"):
+        encoder.query_expansion = {"strategy": "fixed", "length": 9, "token": "absent"}
+    assert encoder.query_expansion["length"] == 12
+
+
+def test_punctuation_of_documents_is_left_out(encoder):
+    everything = encoder.encode_document("a bird, a tree.", output_value=None)
+    kept = encoder.encode_document("a bird, a tree.")
+    tokens = [encoder.tokenizer.id_to_token(int(i)) for i in everything["input_ids"]]
+    assert [t for t, c in zip(tokens, everything["attention_mask"], strict=True) if not c] == ["[", "]", ",", "."]
+    np.testing.assert_array_equal(kept, everything["token_embeddings"][everything["attention_mask"]])
+
+
+@pytest.mark.parametrize("products", [1, 300, 1 << 26], ids=["one by one", "few", "all at once"])
+def test_scores_are_the_sums_of_maxima(products, monkeypatch):
+    monkeypatch.setattr(similarities, "_PRODUCTS", products)
+    rng = np.random.default_rng(0)
+    queries = [rng.standard_normal((n, 5)).astype(np.float32) for n in (3, 1, 8, 2, 5)]
+    documents = [rng.standard_normal((n, 5)).astype(np.float32) - 3 for n in (4, 1, 17, 2, 9, 30, 3)]
+    expected = np.array([[plain(q, d) for d in documents] for q in queries])
+    found = similarities.max_sims(queries, documents, mean=False)
+    assert isinstance(found, np.ndarray) and found.dtype == np.float32
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    found = similarities.max_sims(queries, documents[:5], mean=True, pairwise=True)
+    lengths = [len(query) for query in queries]
+    np.testing.assert_allclose(found, np.diag(expected) / lengths, rtol=1e-5)
+    on_device = similarities.max_sims([jnp.asarray(x) for x in queries], documents, mean=True)
+    assert isinstance(on_device, jax.Array)
+    np.testing.assert_allclose(on_device, expected / np.array(lengths)[:, None], rtol=1e-5)
+
+
+def test_one_query_and_empty_documents_have_scores(encoder):
+    query, documents = encoder.encode_query("rain"), encoder.encode_document(TEXTS)
+    assert encoder.similarity(query, documents).shape == (1, len(TEXTS))
+    assert encoder.similarity(np.stack([query, query]), documents).shape == (2, len(TEXTS))
+    assert encoder.similarity([query], [documents[0][:0], documents[0]])[0, 0] == -1e9
+    assert encoder.similarity([], documents).shape == (0, len(TEXTS))
+    assert encoder.similarity_pairwise([query[:0]], documents[:1]) == 0
+
+
+def test_wrong_embeddings_are_named(encoder):
+    query = encoder.encode_query("rain")
+    with pytest.raises(ValueError, match="must have the same width"):
+        encoder.similarity(query, query[:, :3])
+    with pytest.raises(ValueError, match="must have the same number of texts"):
+        encoder.similarity_pairwise([query, query], [query])
+    with pytest.raises(ValueError, match=r"embeddings1 must have arrays of the shape \[tokens, D\]"):
+        encoder.similarity([query[0]], [query])
+    with pytest.raises(TypeError, match="embeddings2 must be a list of arrays"):
+        encoder.similarity(query, "rain")
+
+
+def test_max_sim_has_gradients():
+    rng = np.random.default_rng(0)
+    queries, documents = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 3, 4), (3, 5, 4)))
+    mask = jnp.arange(5)[None] < jnp.array([5, 2, 0])[:, None]
+    scores, grads = jax.value_and_grad(lambda q, d: max_sim(q, d, None, mask)[:, :2].sum(), (0, 1))(queries, documents)
+    expected = sum(
+        plain(np.asarray(q), np.asarray(d)[:n]) for q in queries for d, n in zip(documents, (5, 2), strict=False)
+    )
+    np.testing.assert_allclose(scores, expected, rtol=1e-5)
+    assert np.isfinite(grads[0]).all() and (np.asarray(grads[1])[~np.asarray(mask)] == 0).all()
+    assert (np.asarray(max_sim(queries, documents, None, mask))[:, 2] == -1e9).all()
+    first = jnp.array([[True, False, False]] * 2)
+    np.testing.assert_allclose(max_sim(queries, documents, first), max_sim(queries[:, :1], documents), rtol=1e-5)
+
+
+def test_model_is_the_same_padded_and_packed():
+    bert = BertModel(tiny.config(), rngs=nnx.Rngs(0), add_pooling_layer=False)
+    model = MultiVectorModel(
+        bert, token_modules=[Dense(16, 4, bias=False, activation="Identity", rngs=nnx.Rngs(1)), Normalize()]
+    )
+    ids = np.arange(8, 20, dtype=np.int32).reshape(2, 6)
+    np.testing.assert_allclose(
+        model(ids).reshape(12, 4), model(ids.ravel(), cu_seqlens=np.array([0, 6, 12]), max_seqlen=6), atol=1e-5
+    )
+    with pytest.raises(TypeError, match=r"MultiVectorModel: token_modules\[0\] must be one of Dense, Normalize"):
+        MultiVectorModel(bert, token_modules=[LayerNorm(16)])
+
+
+@pytest.mark.parametrize("metadata", [None, {"query_maxlen": 9, "doc_maxlen": 15, "dim": 8, "mask_punctuation": False}])
+def test_folders_of_stanford_load(metadata, tmp_path):
+    encoder = MultiVectorEncoder.from_pretrained(peer_models.write_stanford(tmp_path / "model", metadata))
+    assert encoder.prompts == {"query": "[unused0] ", "document": "[unused1] "}
+    assert encoder.encode_query("rain").shape == ((9, 8) if metadata else (32, 128))
+    ids = encoder.encode_query("rain", output_value=None)["input_ids"]
+    assert encoder.tokenizer.id_to_token(int(ids[1])) == "[unused0]"
+    found = encoder.encode_document("the old " * 30)
+    assert len(found) == 15 if metadata else len(found) > 20
+    encoder.save_pretrained(tmp_path / "ours")
+    again = MultiVectorEncoder.from_pretrained(tmp_path / "ours")
+    np.testing.assert_array_equal(again.encode_document("the old " * 30), found)
+
+
+def test_markers_of_the_vocabulary_are_one_token(tmp_path):
+    path = peer_models.write(tmp_path / "model", "colbert of pylate")
+    content = json.loads((path / "tokenizer.json").read_text())
+    content["model"]["vocab"]["[unused0]"] = content["model"]["vocab"].pop("~")
+    tiny.write_json(path / "tokenizer.json", content)
+    encoder = MultiVectorEncoder.from_pretrained(path)
+    ids = encoder.encode_query("rain", output_value=None)["input_ids"]
+    assert encoder.tokenizer.id_to_token(int(ids[1])) == "[unused0]"
+
+
+def test_saved_folder_gives_the_same(encoder, tmp_path):
+    encoder.save_pretrained(tmp_path)
+    again = MultiVectorEncoder.from_pretrained(tmp_path)
+    for name in ("prompts", "query_expansion", "skiplist_words", "skiplist_tasks", "similarity_fn_name"):
+        assert getattr(again, name) == getattr(encoder, name), name
+    for call in ("encode_query", "encode_document"):
+        for x, y in zip(getattr(again, call)(TEXTS), getattr(encoder, call)(TEXTS), strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+REFUSED = {
+    "words": ("2_MultiVectorMask/config.json", {"skiplist_words": "a"}, "skiplist_words must be a list of str"),
+    "ids": (
+        "2_MultiVectorMask/config.json",
+        {"keep_only_token_ids": ["a"]},
+        "keep_only_token_ids must be a list of int",
+    ),
+    "mask": ("2_MultiVectorMask/config.json", {"other": 1}, "unknown field 'other'"),
+    "expansion": ("sentence_bert_config.json", {"query_expansion": {"strategy": "fixed"}}, "length of query_expansion"),
+    "query_length": ("sentence_bert_config.json", {"query_length": 5}, "query_length must be at least the length"),
+    "sentence": ("1_Dense/config.json", {"module_input_name": "sentence_embedding"}, "must be token_embeddings, got"),
+    "left": ("tokenizer_config.json", {"padding_side": "left"}, "padding_side 'left' is not supported"),
+    "similarity": ("config_sentence_transformers.json", {"model_type": "SparseEncoder"}, "with jaxft.SparseEncoder"),
+    "too long": ("sentence_bert_config.json", {"query_expansion": {"strategy": "fixed", "length": 49}}, "at most 48"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_unsupported_settings_are_refused(case, copy):
+    file, changes, message = REFUSED[case]
+    with pytest.raises(CheckpointError, match=message):
+        MultiVectorEncoder.from_pretrained(copy(file, **changes))
+
+
+@pytest.mark.parametrize("kind", ["HierarchicalTokenPooling", "Pooling", "Router"])
+def test_other_modules_are_refused_by_name(kind, copy):
+    path = copy("config_sentence_transformers.json")
+    tiny.write_modules(path, ("sentence_transformers.multi_vector_encoder.modules." + kind, ""))
+    with pytest.raises(CheckpointError, match=f"modules.json: module .*{kind}' is not supported"):
+        MultiVectorEncoder.from_pretrained(path)
+
+
+def test_other_classes_and_folders_are_refused(folder, tmp_path, encoder):
+    with pytest.raises(CheckpointError, match="load it with jaxft.MultiVectorEncoder"):
+        SentenceEncoder.from_pretrained(folder)
+    with pytest.raises(CheckpointError, match="does not name HF_ColBERT"):
+        MultiVectorEncoder.from_pretrained(tiny.write_model(tmp_path))
+    with pytest.raises(TypeError, match="encode: token_pooling is an argument of sentence-transformers only"):
+        encoder.encode(TEXTS, token_pooling=1)
+    with pytest.raises(
+        ValueError, match=r"must be one of maxsim, meanmaxsim, got 'cosine' \(only models with one vector"
+    ):
+        MultiVectorEncoder.from_pretrained(folder, similarity_fn_name="cosine")

@@ -1,0 +1,172 @@
+"""SparseEncoder: sparse results, their functions, and folders that are refused. test_peer_values.py has the numbers."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.sparse
+from jax.experimental import sparse
+
+import peer_models
+import tiny
+from jaxft import SentenceEncoder, SparseEncoder
+from jaxft.checkpoint.files import CheckpointError
+from jaxft.text.similarities import SIMILARITIES
+from peer_models import TEXTS
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return peer_models.write(tmp_path_factory.mktemp("splade") / "model", "splade")
+
+
+@pytest.fixture(scope="module")
+def encoder(folder):
+    return SparseEncoder.from_pretrained(folder)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """Returns a function that writes a new folder and changes the JSON of one of its files."""
+
+    def changed(file, name="splade", **changes):
+        path = peer_models.write(tmp_path / "model", name)
+        values = json.loads((path / file).read_text()) if (path / file).exists() else {}
+        tiny.write_json(path / file, values | changes)
+        return path
+
+    return changed
+
+
+def test_results_have_the_types_of_scipy_and_jax(encoder):
+    found, dense = encoder.encode(TEXTS), encoder.encode(TEXTS, convert_to_sparse_tensor=False)
+    assert isinstance(found, scipy.sparse.csr_array) and found.dtype == np.float32 and found.has_sorted_indices
+    assert found.shape == (len(TEXTS), encoder.embedding_dimension) and 0 < found.nnz < dense.size
+    np.testing.assert_array_equal(found.toarray(), dense)
+    one = encoder.encode(TEXTS[1])
+    assert one.shape == (encoder.get_embedding_dimension(),)
+    np.testing.assert_allclose(one.toarray(), dense[1], atol=1e-6)
+    for inputs, expected in ((TEXTS, dense), (TEXTS[1], dense[1])):
+        on_device = encoder.encode(inputs, convert_to_numpy=False)
+        assert isinstance(on_device, sparse.BCOO)
+        np.testing.assert_allclose(on_device.todense(), expected, atol=1e-6)
+        array = encoder.encode(inputs, convert_to_numpy=False, convert_to_sparse_tensor=False)
+        assert isinstance(array, jax.Array)
+        np.testing.assert_allclose(array, expected, atol=1e-6)
+    assert encoder.encode([]).shape == (0, encoder.embedding_dimension)
+
+
+def test_functions_take_every_kind_of_array(encoder):
+    found = encoder.encode(TEXTS)
+    dense = found.toarray()
+    expected, tokens = encoder.similarity(found, found), encoder.decode(found, top_k=4)
+    for kind in (
+        dense,
+        jnp.asarray(dense),
+        scipy.sparse.coo_array(dense),
+        sparse.BCOO.fromdense(dense, nse=dense.size),
+    ):
+        scores = encoder.similarity(kind, kind)
+        assert isinstance(scores, jax.Array) == isinstance(kind, jax.Array | sparse.BCOO)
+        np.testing.assert_allclose(scores, expected, rtol=1e-5)
+        assert encoder.decode(kind, top_k=4) == tokens
+        assert encoder.sparsity(kind) == encoder.sparsity(found)
+        np.testing.assert_array_equal(
+            encoder.intersection(kind[1], kind).toarray(), encoder.intersection(dense[1], dense).toarray()
+        )
+    assert encoder.similarity(found[0], found).shape == (1, len(TEXTS))
+    assert np.ndim(encoder.similarity_pairwise(found[0], found[1])) == 0
+    assert encoder.decode(found[0], top_k=4) == tokens[0] and len(tokens[0]) == 4
+    assert encoder.intersection(found[0], found[1]).shape == found.shape[1:]
+
+
+@pytest.mark.parametrize("name", ["cosine", "dot", "euclidean", "manhattan"])
+def test_similarities_equal_those_of_dense_embeddings(name, encoder, folder):
+    ours = SparseEncoder.from_pretrained(folder, similarity_fn_name=name)
+    found = encoder.encode(TEXTS)
+    dense = found.toarray()
+    np.testing.assert_allclose(
+        ours.similarity(found, found[:3]), SIMILARITIES[name].full(dense, dense[:3]), rtol=1e-5, atol=1e-4
+    )
+    expected = SIMILARITIES[name].pairwise(dense[1:], dense[:-1])
+    np.testing.assert_allclose(ours.similarity_pairwise(found[1:], found[:-1]), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_max_active_dims_keeps_the_largest(encoder, folder):
+    full, found = encoder.encode(TEXTS).toarray(), encoder.encode(TEXTS, max_active_dims=3).toarray()
+    assert (np.count_nonzero(found, axis=1) <= 3).all()
+    np.testing.assert_array_equal(np.sort(found, axis=1)[:, -3:], np.sort(full, axis=1)[:, -3:])
+    limited = SparseEncoder.from_pretrained(folder, max_active_dims=3)
+    np.testing.assert_allclose(limited.encode(TEXTS).toarray(), found, atol=1e-6)
+    for value in (0, True, 1.5):
+        with pytest.raises(ValueError, match="encode: max_active_dims must be None or a positive integer"):
+            encoder.encode(TEXTS, max_active_dims=value)
+
+
+def test_wrong_embeddings_are_named(encoder):
+    found = encoder.encode(TEXTS)
+    with pytest.raises(
+        TypeError, match="decode: embeddings must be a sparse array of SciPy or JAX or an array, got list"
+    ):
+        encoder.decode([1, 2])
+    with pytest.raises(ValueError, match="similarity: embeddings1 and embeddings2 must fit"):
+        encoder.similarity(found, found[:, :5])
+    with pytest.raises(ValueError, match="decode: top_k"):
+        encoder.decode(found, top_k=0)
+    with pytest.raises(ValueError, match=r"intersection: .* got \(8, "):
+        encoder.intersection(found, found)
+    with pytest.raises(ValueError, match="one or two axes"):
+        encoder.sparsity(np.ones((1, 2, 3)))
+
+
+@pytest.mark.parametrize("name", ["convert_to_tensor", "save_to_cpu", "device", "pool"])
+def test_arguments_of_sentence_transformers_are_named(name, encoder):
+    with pytest.raises(TypeError, match=f"encode: {name} is an argument of sentence-transformers only: "):
+        encoder.encode(TEXTS, **{name: True})
+
+
+def test_saved_folder_gives_the_same(encoder, tmp_path):
+    encoder.save_pretrained(tmp_path)
+    again = SparseEncoder.from_pretrained(tmp_path)
+    np.testing.assert_array_equal(again.encode(TEXTS).toarray(), encoder.encode(TEXTS).toarray())
+    assert again.prompts == encoder.prompts and "SparseEncoder" in (tmp_path / "README.md").read_text()
+
+
+REFUSED = {
+    "pooling": (
+        "1_SpladePooling/config.json",
+        {"pooling_strategy": "mean"},
+        "pooling_strategy must be one of max, sum",
+    ),
+    "activation": ("1_SpladePooling/config.json", {"activation_function": "gelu"}, "activation_function must be one"),
+    "field": ("1_SpladePooling/config.json", {"temperature": 2}, "unknown field 'temperature'"),
+    "task": ("sentence_bert_config.json", {"transformer_task": "feature-extraction"}, "transformer_task 'feature-ext"),
+    "no task": ("sentence_bert_config.json", {"transformer_task": None}, "transformer_task None is not supported"),
+    "number": ("config_sentence_transformers.json", {"max_active_dims": 0}, "max_active_dims must be a positive"),
+    "family": ("config_sentence_transformers.json", {"model_type": "ColBERT"}, "load it with jaxft.MultiVectorEncoder"),
+    "tied": ("config.json", {"tie_word_embeddings": False}, "tie_word_embeddings must be true"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_unsupported_settings_are_refused(case, copy):
+    file, changes, message = REFUSED[case]
+    with pytest.raises(CheckpointError, match=message):
+        SparseEncoder.from_pretrained(copy(file, **changes))
+
+
+@pytest.mark.parametrize("kind", ["SparseAutoEncoder", "SparseStaticEmbedding", "Router"])
+def test_other_modules_are_refused_by_name(kind, copy):
+    path = copy("config_sentence_transformers.json")
+    tiny.write_modules(path, ("sentence_transformers.sparse_encoder.models." + kind, ""))
+    with pytest.raises(CheckpointError, match=f"modules.json: module .*{kind}' is not supported"):
+        SparseEncoder.from_pretrained(path)
+
+
+def test_other_classes_name_the_class(folder, tmp_path):
+    with pytest.raises(CheckpointError, match="load it with jaxft.SparseEncoder"):
+        SentenceEncoder.from_pretrained(folder)
+    with pytest.raises(CheckpointError, match="architectures of config.json ends in ForMaskedLM, got"):
+        SparseEncoder.from_pretrained(tiny.write_model(tmp_path))
