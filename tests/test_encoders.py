@@ -15,7 +15,7 @@ from cases import slow
 from jaxft.checkpoint import layouts
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.models import bert, dialects
-from jaxft.models.bert import BertConfig, BertModel, Places
+from jaxft.models.bert import BertConfig, BertLayer, BertModel, Places
 from jaxft.models.classification import BertForSequenceClassification, BertForTokenClassification
 from jaxft.models.masked_lm import BertForMaskedLM
 from jaxft.models.pooling import packed_rows_of, sequence_rows
@@ -337,7 +337,6 @@ def test_refused_fields(tmp_path, config, field):
         ("albert", BertForSequenceClassification, "classifier_dropout_prob", 0.1),
         ("albert", BertForTokenClassification, "classifier_dropout_prob", 0.1),
         ("deberta-v2", BertForSequenceClassification, "cls_dropout", 0.4),
-        ("deberta-v2", BertForTokenClassification, "classifier_dropout", 0.4),
         ("modernbert", BertForSequenceClassification, "classifier_dropout", 0.0),
     ],
 )
@@ -347,3 +346,47 @@ def test_dropout_of_heads(tmp_path, kind, model_class, field, default):
     model_class(config, classifier_dropout=0.3, rngs=nnx.Rngs(0)).save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())[field] == 0.3
     assert model_class.from_pretrained(tmp_path).classifier_dropout == 0.3
+
+
+@pytest.mark.parametrize(
+    ("kind", "model_class"),
+    [
+        ("mpnet", BertForSequenceClassification),
+        ("mpnet", BertForTokenClassification),
+        ("deberta-v2", BertForTokenClassification),
+        ("distilbert", BertForTokenClassification),
+    ],
+)
+def test_head_rate_without_a_field(tmp_path, kind, model_class):
+    """transformers takes the rate of the encoder, whatever `classifier_dropout` says."""
+    rate = "dropout" if kind == "distilbert" else "hidden_dropout_prob"
+    config = BertConfig.from_dict(KINDS.get(kind, {"model_type": kind}) | {rate: 0.4})
+    settings = model_class(config, classifier_dropout=0.3, rngs=None).settings
+    assert "classifier_dropout" not in settings
+    assert model_class._head_options({"classifier_dropout": 0.2}, config, {})["classifier_dropout"] is None
+    assert model_class(config, rngs=None)._head_rate == 0.4
+
+
+@pytest.mark.parametrize(("kind", "places"), [("gte", 2), ("albert", 0), ("nomic_bert", 1), ("deberta-v2", 1)])
+def test_dropout_of_the_feed_forward_network(monkeypatch, kind, places):
+    """GTE drops its gated activation too, and ALBERT drops nothing."""
+    config = BertConfig.from_dict(KINDS[kind] | {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.0})
+    layer, keys = BertModel(config, rngs=nnx.Rngs(0)).layers[0], jax.random.split(jax.random.key(1), 3)
+    x, seen = jax.random.normal(jax.random.key(0), (1, 5, 16)), []
+    monkeypatch.setattr(BertLayer, "_attend", lambda self, x, *_: x)
+    monkeypatch.setattr(bert, "drop", lambda x, rate, key: seen.append((x.shape[-1], rate)) or x)
+
+    def run(keys):
+        return layer.step(x, x, Places(), (layer.attention_norm(), layer.ffn_norm()), keys)[0]
+
+    found, other = run(keys), run(keys.at[2].set(keys[1]))
+    assert seen == [(24, 0.5)] * 2 * (places == 2) and bool((found != other).any()) == (places > 0)
+
+
+def test_deberta_drops_its_relative_embeddings(monkeypatch):
+    config = BertConfig.from_dict(DEBERTA | {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.0})
+    seen = []
+    monkeypatch.setattr(bert, "drop", lambda x, rate, key: seen.append((x.shape, rate, key is None)) or x)
+    model = BertModel(config, rngs=nnx.Rngs(0))
+    model(jnp.ones((1, 4), int), deterministic=False, rngs=jax.random.key(0))
+    assert seen == [((16, 16), 0.5, False)] * 3
