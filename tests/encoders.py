@@ -3,8 +3,8 @@
 `make test-encoders` runs it as a program, in three steps:
 
 - `python tests/encoders.py` computes `data/encoders.npz` with transformers.
-- `python tests/encoders.py --save FOLDER` loads the same weights with jaxft, saves them again, and writes the errors
-  into the table of `docs/models.md`.
+- `python tests/encoders.py --save FOLDER` loads the same weights with jaxft, saves them again, and writes the tables of
+  types and errors of `docs/models.md`.
 - `python tests/encoders.py --check FOLDER` loads with transformers what jaxft has saved, and compares embeddings and
   scores of texts with sentence-transformers.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 DATA = Path(__file__).parent / "data" / "encoders.npz"
-PAGE, BEGIN, END = Path(__file__).parents[1] / "docs" / "models.md", "<!-- table: encoders -->\n", "<!-- end -->"
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 TASKS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 LENGTHS = (70, 7, 23)
 VOCABULARY = 61
@@ -29,6 +29,13 @@ _MORE = {"attention_bias": True, "mlp_bias": True, "norm_bias": True, "classifie
          "classifier_pooling": "mean"}  # fmt: skip
 # Case -> start of the classes' names in transformers, and arguments of the config's class.
 CASES = {
+    "bert": ("Bert", {}),
+    "ernie": ("Ernie", {}),
+    "roberta": ("Roberta", {}),
+    "xlm-roberta": ("XLMRoberta", {"type_vocab_size": 1}),
+    "camembert": ("Camembert", {"type_vocab_size": 1}),
+    "data2vec-text": ("Data2VecText", {}),
+    "distilbert": ("DistilBert", {"hidden_dim": 40}),
     "mpnet": ("MPNet", {}),
     "modernbert": ("ModernBert", _TOKENS | {"local_attention": 16}),
     "modernbert with biases": ("ModernBert", _TOKENS | _MORE | {"local_attention": 6}),
@@ -40,6 +47,68 @@ CASES = {
     "electra without projection": ("Electra", {"embedding_size": 24}),
     "albert": ("Albert", {"embedding_size": 16}),
     "deberta-v2": ("DebertaV2", _DEBERTA),
+}
+
+# Name of a type -> its `model_type`s in config.json, and well-known checkpoints.
+TYPES = {
+    "BERT": (
+        "bert",
+        "google-bert/bert-base-uncased, sentence-transformers/all-MiniLM-L6-v2, BAAI/bge-base-en-v1.5, "
+        "intfloat/e5-base-v2",
+    ),
+    "ERNIE": (
+        "ernie",
+        "nghuyong/ernie-2.0-base-en",
+    ),
+    "RoBERTa, XLM-RoBERTa, CamemBERT": (
+        "roberta, xlm-roberta, camembert",
+        "FacebookAI/roberta-base, BAAI/bge-m3, intfloat/multilingual-e5-large, almanach/camembert-base",
+    ),
+    "data2vec-text": (
+        "data2vec-text",
+        "facebook/data2vec-text-base",
+    ),
+    "DistilBERT": (
+        "distilbert",
+        "distilbert/distilbert-base-uncased, sentence-transformers/msmarco-distilbert-base-v4",
+    ),
+    "MPNet": (
+        "mpnet",
+        "sentence-transformers/all-mpnet-base-v2, sentence-transformers/multi-qa-mpnet-base-dot-v1",
+    ),
+    "ModernBERT": (
+        "modernbert",
+        "answerdotai/ModernBERT-base, Alibaba-NLP/gte-modernbert-base, nomic-ai/modernbert-embed-base, "
+        "ibm-granite/granite-embedding-english-r2, jhu-clsp/mmBERT-base",
+    ),
+    "NomicBERT": (
+        "nomic_bert",
+        "nomic-ai/nomic-embed-text-v1.5, Snowflake/snowflake-arctic-embed-m-long",
+    ),
+    "GTE v1.5": (
+        "new, gte",
+        "Alibaba-NLP/gte-base-en-v1.5, Alibaba-NLP/gte-multilingual-base, Snowflake/snowflake-arctic-embed-m-v2.0",
+    ),
+    "Jina v3": (
+        "jina_embeddings_v3",
+        "jinaai/jina-embeddings-v3-hf",
+    ),
+    "Jina v2": (
+        "bert, with position_embedding_type alibi",
+        "jinaai/jina-embeddings-v2-small-en, jinaai/jina-embeddings-v2-base-en",
+    ),
+    "DeBERTa-v3": (
+        "deberta-v2",
+        "microsoft/deberta-v3-base, cross-encoder/nli-deberta-v3-base",
+    ),
+    "ELECTRA": (
+        "electra",
+        "google/electra-base-discriminator, cross-encoder/ms-marco-electra-base",
+    ),
+    "ALBERT": (
+        "albert",
+        "albert/albert-base-v2, sentence-transformers/paraphrase-albert-small-v2",
+    ),
 }
 
 
@@ -122,9 +191,9 @@ def save(saved: Path) -> None:
     import test_encoders
 
     stored = np.load(DATA)
-    rows = [f"| model | {' | '.join(TASKS)} |", "| --- " + "| ---: " * len(TASKS) + "|"]
+    rows, most = [f"| model | {' | '.join(TASKS)} |", "| --- " + "| ---: " * len(TASKS) + "|"], {}
     for case in CASES:
-        cells = []
+        cells, all_errors = [], []
         for task in TASKS:
             with tempfile.TemporaryDirectory() as folder, jax.default_matmul_precision("highest"):
                 write(Path(folder), stored, case, task)
@@ -135,12 +204,36 @@ def save(saved: Path) -> None:
             if task in ("ForMaskedLM", "ForTokenClassification"):
                 found = [tokens[LENGTHS[0] :][: LENGTHS[1]] for tokens in found]
             errors = [*(np.abs(own - expected).max() for own in found), stored[f"{case} {task} error"]]
-            cells.append(" / ".join(f"{error / np.abs(expected).max():.1e}" for error in errors))
+            all_errors.append([error / np.abs(expected).max() for error in errors])
+            cells.append(" / ".join(f"{error:.1e}" for error in all_errors[-1]))
+        kind = model.config.model_type
+        most[kind] = np.maximum(most.get(kind, 0), np.max(all_errors, axis=0))
         rows.append(f"| {case} | {' | '.join(cells)} |")
-    rows.append(f"\nfloat32 on a CPU; {stored['versions']}, jax {jax.__version__}.")
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(before + BEGIN + "\n".join(rows) + "\n" + END + rest.partition(END)[2])
+    versions = f"\nfloat32 on a CPU; {stored['versions']}, jax {jax.__version__}."
+    fill("encoders", [*rows, versions])
+    fill("types", [*type_rows(most), versions])
     save_texts(saved)
+
+
+def type_rows(most: dict[str, np.ndarray]) -> list[str]:
+    """Returns the table of the types, given the largest errors of each `BertConfig.model_type`."""
+    heads = "masked LM, texts, tokens"
+    rows = ["| type | `model_type` | well-known checkpoints | heads | largest error |", "|---|---|---|---|---|"]
+    for name, (kinds, checkpoints) in TYPES.items():
+        names, *more = kinds.split(", with ")
+        errors = [most[kind] for kind in names.split(", ") if kind in most and not more]
+        found = " / ".join(f"{error:.1e}" for error in np.max(errors, axis=0)) if errors else "not in transformers"
+        shown = ", ".join(f"`{kind}`" for kind in names.split(", ")) + "".join(f", with `{part}`" for part in more)
+        rows.append(f"| {name} | {shown} | {checkpoints} | {heads} | {found} |")
+    return rows
+
+
+def fill(table: str, lines: list[str]) -> None:
+    """Replaces a table of the page, which is between two comments."""
+    begin, end = f"<!-- table: {table} -->\n", "<!-- end -->"
+    before, found, rest = PAGE.read_text().partition(begin)
+    assert found, f"{PAGE} has no table {table}"
+    PAGE.write_text(before + begin + "\n".join(lines) + "\n" + end + rest.partition(end)[2])
 
 
 def save_texts(saved: Path) -> None:

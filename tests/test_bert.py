@@ -91,7 +91,7 @@ def assert_close(actual, expected, tolerance=2e-6):
         ("hidden_dropout_prob", 1.5, "number from 0 to 1"),
         ("attention_probs_dropout_prob", "x", "number from 0 to 1"),
         ("hidden_act", "geglu", "must be one of gelu, gelu_new"),
-        ("model_type", "gpt2", "must be one of bert, roberta, xlm-roberta, "),
+        ("model_type", "gpt2", "must be one of bert, ernie, roberta, xlm-roberta, "),
     ],
 )
 def test_config_refuses(field, value, expected):

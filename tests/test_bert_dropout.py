@@ -398,7 +398,6 @@ def test_head_refuses_wrong_rates(given):
         (BertForSequenceClassification, CONFIG, "classifier_dropout"),
         (BertForSequenceClassification, DISTILBERT, "seq_classif_dropout"),
         (BertForTokenClassification, ROBERTA, "classifier_dropout"),
-        (BertForTokenClassification, DISTILBERT, "classifier_dropout"),
     ],
 )
 def test_saved_config_keeps_the_head_rate(tmp_path, model_class, config, field):

@@ -581,7 +581,7 @@ def test_missing_config(tmp_path):
         (b'{"vocab_size": ' + b"9" * 10_000 + b"}", "not valid JSON"),
         (b"[]", "not a JSON object, but a list"),
         (b"3", "not a JSON object, but a int"),
-        (b"{}", "model_type must be one of bert, roberta, xlm-roberta, "),
+        (b"{}", "model_type must be one of bert, ernie, roberta, xlm-roberta, "),
     ],
 )
 def test_invalid_config_is_refused(tmp_path, content, problem):

@@ -771,13 +771,13 @@ def test_info_lists_the_shapes_of_packed_batches(capsys):
     options = ["--batch-size", "4", "--length", "48"]
     assert cli.main(["info", *options]) == 0
     assert capsys.readouterr().out.splitlines()[-3:] == [
-        "6 shapes of packed batches (--batch-size 4 --length 48):",
-        "texts of up to   32 tokens, tokens x texts: 64x8 128x16 192x24",
-        "texts of up to   48 tokens, tokens x texts: 64x5 128x10 192x16",
+        "4 shapes of packed batches (--batch-size 4 --length 48):",
+        "texts of up to   32 tokens, tokens x texts: 192x24",
+        "texts of up to   48 tokens, tokens x texts: 64x10 128x21 192x16",
     ]
     assert cli.main(["info", "--json", *options]) == 0
     found = json.loads(capsys.readouterr().out)["buckets"]
-    assert len(found) == 6 and found[0] == {"capacity": 64, "count": 8, "longest": 32}
+    assert len(found) == 4 and found[0] == {"capacity": 192, "count": 24, "longest": 32}
     with pytest.raises(SystemExit):
         cli.main(["info", "--help"])
     assert "the shapes of all batches" in " ".join(capsys.readouterr().out.split())

@@ -1,6 +1,7 @@
 """Encoders that followed BERT, beside transformers' results of the same weights (see `encoders.py`)."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,11 @@ import safetensors.numpy
 from flax import nnx
 
 import encoders
+from cases import slow
+from jaxft.checkpoint import layouts
 from jaxft.checkpoint.files import CheckpointError
-from jaxft.models import bert
-from jaxft.models.bert import BertConfig, BertModel, Places
+from jaxft.models import bert, dialects
+from jaxft.models.bert import BertConfig, BertLayer, BertModel, Places
 from jaxft.models.classification import BertForSequenceClassification, BertForTokenClassification
 from jaxft.models.masked_lm import BertForMaskedLM
 from jaxft.models.pooling import packed_rows_of, sequence_rows
@@ -20,6 +23,9 @@ from jaxft.models.positions import alibi_table, log_buckets
 from jaxft.ops.rotary import rotary
 
 STORED = np.load(encoders.DATA)
+# BERT's own types are compared with transformers in `test_bert.py` and its neighbours too.
+SLOW = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert")
+CASES = [*slow(*SLOW), *(case for case in encoders.CASES if case not in SLOW)]
 CLASSES = {
     "Model": BertModel,
     "ForMaskedLM": BertForMaskedLM,
@@ -38,6 +44,12 @@ KINDS = {
     "jina_bert": JINA,
     **{kind: {"model_type": kind, "pad_token_id": 1} | SMALL for kind in ("mpnet", "gte", "jina_embeddings_v3")},
     **{kind: {"model_type": kind} | SMALL for kind in ("nomic_bert", "electra", "albert")},
+}
+REFUSED = {
+    "dpr": "question",
+    "mobilebert": "bottlenecks",
+    "roformer": "neighbouring",
+    "xlm-roberta-xl": "norm first",
 }
 
 
@@ -61,7 +73,7 @@ def results(model, ids, mask):
 
 
 @pytest.mark.parametrize("task", encoders.TASKS)
-@pytest.mark.parametrize("case", encoders.CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_transformers_results(tmp_path, case, task):
     encoders.write(tmp_path, STORED, case, task)
     model = CLASSES[task].from_pretrained(tmp_path)
@@ -75,7 +87,7 @@ def test_transformers_results(tmp_path, case, task):
 
 
 @pytest.mark.parametrize("task", encoders.TASKS)
-@pytest.mark.parametrize("case", encoders.CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_saved_files(tmp_path, case, task):
     """The same tensors are written under the same names, and the fields of config.json keep their meaning."""
     encoders.write(tmp_path, STORED, case, task)
@@ -89,6 +101,21 @@ def test_saved_files(tmp_path, case, task):
     assert {*before} == {*after} and all(np.array_equal(before[name], after[name]) for name in before)
     again = CLASSES[task].from_pretrained(tmp_path / "saved")
     assert again.config == model.config
+
+
+def test_page_lists_exactly_the_supported_types():
+    """The page has a row for each name that config.json may have, and errors of each type that transformers has."""
+    table = encoders.PAGE.read_text().partition("<!-- table: types -->\n")[2].partition("<!-- end -->")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:] if line.startswith("|")]
+    assert [row[0] for row in rows] == [*encoders.TYPES]
+    listed = [kind for row in rows for kind in re.findall("`([^` ]*)`", row[1]) if " with " not in row[1]]
+    assert sorted(listed) == sorted({*layouts.LAYOUTS, *dialects._ALIASES} - {"jina_bert"})
+    compared = {json.loads(str(STORED[f"{case} Model"]))["config"]["model_type"] for case in encoders.CASES}
+    assert compared == {*layouts.LAYOUTS} - {"jina_bert"}
+    for row in rows:
+        assert re.fullmatch(r"(\d\.\de-\d\d / ){2}\d\.\de-\d\d", row[4]) or row[0] == "Jina v2", row
+    for case in encoders.CASES:
+        assert f"\n| {case} | " in encoders.PAGE.read_text()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -293,6 +320,8 @@ def test_log_buckets():
         (DEBERTA | {"norm_rel_ebd": "none"}, "norm_rel_ebd"),
         (DEBERTA | {"pooler_dropout": 0.1}, "pooler_dropout"),
         (JINA | {"feed_forward_type": "original"}, "feed_forward_type"),
+        ({"model_type": "ernie", "use_task_id": True} | SMALL, "use_task_id"),
+        *[({"model_type": kind} | SMALL, f"{kind}.*{reason}") for kind, reason in REFUSED.items()],
         (KINDS["mpnet"] | {"relative_attention_num_buckets": 8}, "relative_attention_num_buckets"),
         (KINDS["electra"] | {"embedding_size": 0}, "embedding_size"),
     ],
@@ -309,7 +338,6 @@ def test_refused_fields(tmp_path, config, field):
         ("albert", BertForSequenceClassification, "classifier_dropout_prob", 0.1),
         ("albert", BertForTokenClassification, "classifier_dropout_prob", 0.1),
         ("deberta-v2", BertForSequenceClassification, "cls_dropout", 0.4),
-        ("deberta-v2", BertForTokenClassification, "classifier_dropout", 0.4),
         ("modernbert", BertForSequenceClassification, "classifier_dropout", 0.0),
     ],
 )
@@ -319,3 +347,47 @@ def test_dropout_of_heads(tmp_path, kind, model_class, field, default):
     model_class(config, classifier_dropout=0.3, rngs=nnx.Rngs(0)).save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())[field] == 0.3
     assert model_class.from_pretrained(tmp_path).classifier_dropout == 0.3
+
+
+@pytest.mark.parametrize(
+    ("kind", "model_class"),
+    [
+        ("mpnet", BertForSequenceClassification),
+        ("mpnet", BertForTokenClassification),
+        ("deberta-v2", BertForTokenClassification),
+        ("distilbert", BertForTokenClassification),
+    ],
+)
+def test_head_rate_without_a_field(tmp_path, kind, model_class):
+    """transformers takes the rate of the encoder, whatever `classifier_dropout` says."""
+    rate = "dropout" if kind == "distilbert" else "hidden_dropout_prob"
+    config = BertConfig.from_dict(KINDS.get(kind, {"model_type": kind}) | {rate: 0.4})
+    settings = model_class(config, classifier_dropout=0.3, rngs=None).settings
+    assert "classifier_dropout" not in settings
+    assert model_class._head_options({"classifier_dropout": 0.2}, config, {})["classifier_dropout"] is None
+    assert model_class(config, rngs=None)._head_rate == 0.4
+
+
+@pytest.mark.parametrize(("kind", "places"), [("gte", 2), ("albert", 0), ("nomic_bert", 1), ("deberta-v2", 1)])
+def test_dropout_of_the_feed_forward_network(monkeypatch, kind, places):
+    """GTE drops its gated activation too, and ALBERT drops nothing."""
+    config = BertConfig.from_dict(KINDS[kind] | {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.0})
+    layer, keys = BertModel(config, rngs=nnx.Rngs(0)).layers[0], jax.random.split(jax.random.key(1), 3)
+    x, seen = jax.random.normal(jax.random.key(0), (1, 5, 16)), []
+    monkeypatch.setattr(BertLayer, "_attend", lambda self, x, *_: x)
+    monkeypatch.setattr(bert, "drop", lambda x, rate, key: seen.append((x.shape[-1], rate)) or x)
+
+    def run(keys):
+        return layer.step(x, x, Places(), (layer.attention_norm(), layer.ffn_norm()), keys)[0]
+
+    found, other = run(keys), run(keys.at[2].set(keys[1]))
+    assert seen == [(24, 0.5)] * 2 * (places == 2) and bool((found != other).any()) == (places > 0)
+
+
+def test_deberta_drops_its_relative_embeddings(monkeypatch):
+    config = BertConfig.from_dict(DEBERTA | {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.0})
+    seen = []
+    monkeypatch.setattr(bert, "drop", lambda x, rate, key: seen.append((x.shape, rate, key is None)) or x)
+    model = BertModel(config, rngs=nnx.Rngs(0))
+    model(jnp.ones((1, 4), int), deterministic=False, rngs=jax.random.key(0))
+    assert seen == [((16, 16), 0.5, False)] * 3

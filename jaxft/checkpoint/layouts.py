@@ -189,7 +189,7 @@ _DISTILBERT_CONFIG = {
 
 # --- Heads -------------------------------------------------------------------------------------------------------
 #
-# XLM-RoBERTa and CamemBERT use the names of RoBERTa.
+# XLM-RoBERTa, CamemBERT and data2vec-text use the names of RoBERTa, and ERNIE uses the names of BERT.
 #
 # - "head" classifies sequences: a dense layer on the first token (in BERT the pooler), and a dense layer to the labels.
 # - "classifier" classifies tokens: only a dense layer to the labels.
@@ -288,24 +288,27 @@ _CLASSIFIERS = ("classifier.", "qa_outputs.")
 _PADDING_1 = {"pad_token_id": 1}
 
 
-def _roberta(architecture: str, **defaults: Any) -> Layout:
+def _bert(architecture: str, prefix: str = "bert.") -> Layout:
     return Layout(
-        names=_BERT | _HEADS["roberta"], prefix="roberta.", heads=("lm_head.", *_CLASSIFIERS), tied=_TIED["roberta"],
+        names=_BERT | _HEADS["bert"] | {"linear_kernel": ["linear.weight"]},  # Stanford's ColBERT
+        prefix=prefix, heads=("cls.", "linear.", *_CLASSIFIERS), tied=_TIED["bert"], architecture=architecture,
+    )  # fmt: skip
+
+
+def _roberta(architecture: str, prefix: str = "roberta.", **defaults: Any) -> Layout:
+    return Layout(
+        names=_BERT | _HEADS["roberta"], prefix=prefix, heads=("lm_head.", *_CLASSIFIERS), tied=_TIED["roberta"],
         architecture=architecture, config_defaults=_PADDING_1 | defaults,
     )  # fmt: skip
 
 
 LAYOUTS: Mapping[str, Layout] = {
-    "bert": Layout(
-        names=_BERT | _HEADS["bert"] | {"linear_kernel": ["linear.weight"]},  # Stanford's ColBERT
-        prefix="bert.",
-        heads=("cls.", "linear.", *_CLASSIFIERS),
-        tied=_TIED["bert"],
-        architecture="BertModel",
-    ),
+    "bert": _bert("BertModel"),
+    "ernie": _bert("ErnieModel", "ernie."),
     "roberta": _roberta("RobertaModel", vocab_size=50265),
     "xlm-roberta": _roberta("XLMRobertaModel"),
     "camembert": _roberta("CamembertModel"),
+    "data2vec-text": _roberta("Data2VecTextModel", "data2vec_text."),
     "distilbert": Layout(
         names=_DISTILBERT | _HEADS["distilbert"],
         prefix="distilbert.",

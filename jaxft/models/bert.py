@@ -15,6 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxft import dispatch
 from jaxft.checkpoint import files as checkpoint_files
 from jaxft.checkpoint import tensors as checkpoint_tensors
+from jaxft.dropout import dropout as drop
 from jaxft.models import dropout, inputs
 from jaxft.models.config import BertConfig
 from jaxft.models.pooling import first_tokens, packed_rows_of, sequence_rows
@@ -258,6 +259,8 @@ class BertLayer(nnx.Module):
         of_probabilities, of_attention, of_ffn = (None, None, None) if dropout_rng is None else dropout_rng
         if config.model_type == "distilbert":  # it has no dropout there
             of_attention = None
+        if config.model_type == "albert":  # nor here
+            of_ffn = None
         rate = config.hidden_dropout_prob
 
         attended = self._attend(x, places, dropout.options(config.attention_probs_dropout_prob, of_probabilities))
@@ -269,6 +272,17 @@ class BertLayer(nnx.Module):
         )  # fmt: skip
         x, residual = out if config.norm_first else (out, out)
         gamma, beta = norms[1]
+        if config.model_type == "gte" and of_ffn is not None:  # the gated activation has dropout too
+            inner = dense(
+                x, self.ffn_in_kernel[...].astype(x.dtype), value(self.ffn_in_bias), activation=config.activation,
+                gate=config.activated_half, implementation=self.options.implementation,
+            )  # fmt: skip
+            out = dense_residual_layer_norm(
+                drop(inner, rate, jax.random.fold_in(of_ffn, 0)), self.ffn_out_kernel[...].astype(x.dtype),
+                value(self.ffn_out_bias), residual, gamma, beta, epsilon=config.layer_norm_eps,
+                implementation=self.options.implementation, **dropout.options(rate, of_ffn),
+            )  # fmt: skip
+            return out, out
         out = feed_forward_residual_layer_norm(
             x, self.ffn_in_kernel[...].astype(x.dtype), value(self.ffn_in_bias),
             self.ffn_out_kernel[...].astype(x.dtype), value(self.ffn_out_bias), gamma, beta,
@@ -313,7 +327,10 @@ class BertLayer(nnx.Module):
         two = 2 * config.hidden_size
         matrix, bias = self.qkv_kernel[...][:, :two].astype(qkv.dtype), value(self.qkv_bias)
         bias = None if bias is None else bias[:two]
-        relative = dense(relative, matrix, bias, implementation=self.options.implementation)
+        key = options.get("dropout_rng")
+        key = None if key is None else jax.random.fold_in(key, 0)
+        embeddings = drop(relative, config.hidden_dropout_prob, key)
+        relative = dense(embeddings, matrix, bias, implementation=self.options.implementation)
         return disentangled_attention(
             qkv, relative.reshape(-1, 2, *qkv.shape[-2:]), mask, config.position_buckets,
             config.max_relative_positions, options.get("dropout_rate", 0.0), options.get("dropout_rng"),

@@ -26,8 +26,12 @@ from jaxft.ops.layer_norm import layer_norm
 
 _MAX_LABELS = 2**20
 # Task and type -> the field of config.json that holds the dropout rate of the head, if it is not `classifier_dropout`,
-# and transformers' default, if it is not `hidden_dropout_prob`.
-_RATES: Mapping[tuple[str, str], tuple[str, float | None]] = {
+# and transformers' default, if it is not `hidden_dropout_prob`. Without a field, the rate is always that default.
+_RATES: Mapping[tuple[str, str], tuple[str | None, float | None]] = {
+    ("ForSequenceClassification", "mpnet"): (None, None),
+    ("ForTokenClassification", "mpnet"): (None, None),
+    ("ForTokenClassification", "deberta-v2"): (None, None),
+    ("ForTokenClassification", "distilbert"): (None, None),
     ("ForSequenceClassification", "distilbert"): ("seq_classif_dropout", 0.2),
     ("ForSequenceClassification", "deberta-v2"): ("cls_dropout", None),
     ("ForSequenceClassification", "albert"): ("classifier_dropout_prob", 0.1),
@@ -82,8 +86,9 @@ class _Classifier(EncoderWithHead):
     def settings(self) -> dict[str, Any]:
         """Fields of `config.json` about the head: labels, dropout rate and what a checkpoint says of its logits."""
         labels = {"id2label": self.id2label, "label2id": {label: number for number, label in self.id2label.items()}}
-        rate = {_rate_field(self._TASK, self.config.model_type)[0]: self.classifier_dropout}
-        return labels | (rate if self.classifier_dropout is not None else {}) | json.loads(self._meaning)
+        field, _ = _rate_field(self._TASK, self.config.model_type)
+        rate = {} if field is None or self.classifier_dropout is None else {field: self.classifier_dropout}
+        return labels | rate | json.loads(self._meaning)
 
     @property
     def _head_rate(self) -> float:
@@ -109,7 +114,7 @@ class _Classifier(EncoderWithHead):
             id2label = {number: str(name) if isinstance(name, int) else name for number, name in id2label.items()}
         labels = _label_names(cls.__name__, settings.get("num_labels") if id2label is None else None, id2label)
         field, _ = _rate_field(cls._TASK, config.model_type)
-        rate = _rate(cls.__name__, field, settings.get(field))
+        rate = None if field is None else _rate(cls.__name__, field, settings.get(field))
         has_other_labels = given.get("id2label") is not None or given.get("num_labels") not in (None, len(labels))
         return {"classifier_dropout": rate} | given | ({} if has_other_labels else {"id2label": labels})
 
@@ -194,7 +199,7 @@ class BertForSequenceClassification(_Classifier):
       num_labels: number of logits, at most 2**20. None is the number of names in `id2label`, or 2 without `id2label`.
       id2label: names of the labels, in order or by number. None is "LABEL_0", "LABEL_1", ...
       classifier_dropout: dropout rate of the head. None is `config.hidden_dropout_prob`; 0.2 in DistilBERT, 0.1 in
-        ALBERT.
+        ALBERT. MPNet's config.json has no field for it: there the rate is not saved.
 
     Attributes:
       bert: the `BertModel`. It has no pooler: the pooler is the first layer of the head.
@@ -287,6 +292,7 @@ class BertForTokenClassification(_Classifier):
 
     Args:
       classifier_dropout: dropout rate before the dense layer. None is `config.hidden_dropout_prob`; 0.1 in ALBERT.
+        The config.json of MPNet, DistilBERT and DeBERTa has no field for it: there the rate is not saved.
 
     Attributes:
       bert: the `BertModel`. It has no pooler.
@@ -316,8 +322,8 @@ class BertForTokenClassification(_Classifier):
         return super()._check_labels(input_ids, labels, cu_seqlens)
 
 
-def _rate_field(task: str, model_type: str) -> tuple[str, float | None]:
-    """Returns the field of config.json that holds the dropout rate of the head, and its own default if it has one."""
+def _rate_field(task: str, model_type: str) -> tuple[str | None, float | None]:
+    """Returns the field of config.json that holds the dropout rate of the head, and its own default, or None."""
     return _RATES.get((task, model_type), ("classifier_dropout", None))
 
 

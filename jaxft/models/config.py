@@ -9,7 +9,7 @@ from typing import Any, Self
 from jaxft.checkpoint import layouts as checkpoint_layouts
 from jaxft.models import dialects
 
-ROBERTA_TYPES = ("roberta", "xlm-roberta", "camembert")
+ROBERTA_TYPES = ("roberta", "xlm-roberta", "camembert", "data2vec-text")
 
 # Hugging Face's name of an activation -> jaxft's name.
 _ACTIVATIONS = {
@@ -71,7 +71,7 @@ class BertConfig:
     Attributes:
       model_type: a key of `jaxft.checkpoint.layouts.LAYOUTS`: "bert", "roberta", "xlm-roberta", "camembert",
         "distilbert", "mpnet", "modernbert", "nomic_bert", "gte", "jina_embeddings_v3", "jina_bert" (Jina v2),
-        "deberta-v2", "electra" or "albert".
+        "deberta-v2", "electra", "albert", "ernie" or "data2vec-text".
       embedding_size: width of the tables, if a dense layer projects their sum to `hidden_size`; None is `hidden_size`.
       norm_first: whether LayerNorm comes before attention and the feed-forward network, not after.
       positions: "learned" (a table), "rotary", "alibi" (a bias of attention) or "disentangled" (DeBERTa).
@@ -190,7 +190,9 @@ class BertConfig:
         """
         model_type = dialects.model_type(config)
         if not isinstance(model_type, str) or model_type not in checkpoint_layouts.LAYOUTS:
-            raise ValueError(f"BertConfig: {_one_of('model_type', model_type, checkpoint_layouts.LAYOUTS)}")
+            reason = dialects.REASONS.get(model_type) if isinstance(model_type, str) else None
+            problem = _one_of("model_type", model_type, checkpoint_layouts.LAYOUTS)
+            raise ValueError(f"BertConfig: {problem}" + f" ({reason})" * (reason is not None))
         layout = checkpoint_layouts.LAYOUTS[model_type]
         values: dict[str, Any] = dataclasses.asdict(cls()) | {**layout.config_defaults, **layout.facts}
         values["model_type"] = model_type

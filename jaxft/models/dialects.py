@@ -6,6 +6,14 @@ from typing import Any
 # Names of model types -> `BertConfig.model_type`.
 _ALIASES = {"new": "gte"}
 
+# Encoders that are near to a supported type -> why they are not supported.
+REASONS = {
+    "dpr": "its checkpoints have a question, a context or a reader model, each with other names and no head",
+    "mobilebert": "its layers have bottlenecks, several feed-forward networks and no LayerNorm",
+    "roformer": "its rotary positions rotate neighbouring elements",
+    "xlm-roberta-xl": "its layers norm first, and its embeddings have no norm",
+}
+
 # Fields of which one value alone is supported, besides an absent or null field: the fields of NomicBERT, GTE and Jina
 # come from their first implementations, whose code is not part of transformers.
 _ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
@@ -20,6 +28,7 @@ _ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     },
     "modernbert": {"embedding_dropout": (0,), "mlp_dropout": (0,), "decoder_bias": (True,)},
     "albert": {"num_hidden_groups": (1,), "inner_group_num": (1,), "position_embedding_type": ("absolute",)},
+    "ernie": {"use_task_id": (False,), "position_embedding_type": ("absolute",)},
     "jina_bert": {"position_embedding_type": ("alibi",)},
     "deberta-v2": {
         "relative_attention": (True,), "share_att_key": (True,), "position_biased_input": (False,),

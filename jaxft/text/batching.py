@@ -37,6 +37,8 @@ _CHARACTERS = 1 << 20  # maximum of a chunk of several texts; the tokenizer need
 _IN_FLIGHT = 8  # batches queued on the device before the oldest result is read back
 _LONG_WORK = 1000  # a terminal shows a progress bar by default above this number of texts
 _LEAST_TOKENS, _SHORTEST = 64, 32  # smallest `Bucket.capacity` and smallest `Bucket.longest`
+_MEDIUM_TOKENS = 1024  # capacities double up to here or up to the limit, and are multiplied by four after that
+_OVERHEAD = 256  # cost of a packed batch beside its rows, in rows; see docs/performance-notes.md
 
 _log = logging.getLogger("jaxft")
 
@@ -141,19 +143,25 @@ def buckets(batch_size: int, limit: int) -> list[Bucket]:
 @functools.lru_cache
 def _buckets(batch_size: int, limit: int) -> tuple[Bucket, ...]:
     budget = batch_size * limit
-    # Enough sequences for texts with a mean length of longest / 4. The mean of a batch is usually much closer to
-    # longest, because texts are sorted by length.
-    return tuple(
-        Bucket(capacity, min(4 * capacity // longest, capacity), longest)
-        for longest in _powers(_SHORTEST, limit)
-        for capacity in _powers(_LEAST_TOKENS, budget)
-        if capacity >= longest
-    )
+    # A large batch of texts fills the budget, and needs enough sequences for texts with a mean length of longest / 4.
+    # The mean is usually much closer to longest, because texts are sorted by length.
+    found = [Bucket(budget, min(4 * budget // longest, budget), longest) for longest in _powers(2, _SHORTEST, limit)]
+    # Smaller shapes are for the last texts of a call, and for long texts among many short ones. Few of these shapes are
+    # worth a program. They have enough sequences for a mean length of longest / 8.
+    # See docs/performance-notes.md, "Shapes of packed batches".
+    medium = max(_MEDIUM_TOKENS, 1 << (limit - 1).bit_length())
+    for rows in {*_powers(2, _LEAST_TOKENS, medium), *_powers(4, medium, budget)}:
+        if rows < budget:
+            found += [Bucket(rows, min(8 * rows // n, rows), n) for n in _powers(4, 2 * _SHORTEST, min(rows, limit))]
+    return tuple(sorted(found, key=lambda bucket: (bucket.longest, bucket.capacity)))
 
 
-def _powers(first: int, last: int) -> list[int]:
-    """Returns the powers of two from `first` on that are below `last`, then `last`."""
-    return [2**n for n in range(first.bit_length() - 1, last.bit_length()) if 2**n < last] + [last]
+def _powers(base: int, first: int, last: int) -> list[int]:
+    """Returns `first` times the powers of `base` that are below `last`, then `last`."""
+    found = [first]
+    while found[-1] < last:
+        found.append(base * found[-1])
+    return [*found[:-1], last]
 
 
 class _Work(NamedTuple):
@@ -315,9 +323,8 @@ class Batcher:
             if not last and (tokens < size * self.limit if self.packed else count < size):
                 return
             if self.packed:
-                bucket = _bucket(_buckets(size, self.limit), int(lengths[first]), tokens)
-                fitting = int(np.searchsorted(ends, ends[first] + bucket.capacity, side="right")) - 1
-                part = texts[first : min(fitting, first + bucket.count)]
+                bucket, stop = _bucket(_buckets(size, self.limit), int(lengths[first]), ends, first)
+                part = texts[first:stop]
                 batch = self._packed(part, bucket)
             else:
                 part = texts[first : first + size]
@@ -400,18 +407,20 @@ def _cause(model: nnx.Module) -> str:
     return f"numbers overflow in {dtype}" + "; bfloat16 and float32 have a larger range" * (dtype == jnp.float16)
 
 
-def _bucket(all_buckets: Sequence[Bucket], longest: int, tokens: int) -> Bucket:
-    """Returns the largest shape for texts of up to `longest` tokens that the remaining `tokens` fill completely.
+def _bucket(all_buckets: Sequence[Bucket], longest: int, ends: np.ndarray, first: int) -> tuple[Bucket, int]:
+    """Returns the shape of the batch that starts at text `first` of up to `longest` tokens, and the end of its texts.
 
-    Returns the next larger shape if `tokens` fill more than three quarters of it, or if they fill no shape.
+    Takes the shape with the lowest cost per token that fits, see `_OVERHEAD`. `ends` are the ends of all texts, which
+    are sorted by decreasing length.
     """
-    least = min(bucket.longest for bucket in all_buckets if bucket.longest >= longest)
-    fitting = [bucket for bucket in all_buckets if bucket.longest == least]
-    filled = [bucket for bucket in fitting if bucket.capacity <= tokens]
-    if len(filled) == len(fitting):
-        return filled[-1]
-    following = fitting[len(filled)]
-    return following if not filled or 4 * tokens > 3 * following.capacity else filled[-1]
+    shapes = {bucket.capacity: bucket for bucket in reversed(all_buckets) if bucket.longest >= longest}.values()
+    fitting = np.searchsorted(ends, [ends[first] + bucket.capacity for bucket in shapes], side="right") - 1
+    stops = [min(int(stop), first + bucket.count) for stop, bucket in zip(fitting, shapes, strict=True)]
+
+    def cost(shape: tuple[Bucket, int]) -> float:
+        return (shape[0].capacity + _OVERHEAD) / (ends[shape[1]] - ends[first])
+
+    return min(zip(shapes, stops, strict=True), key=cost)
 
 
 def packs(implementation: str | None) -> bool:

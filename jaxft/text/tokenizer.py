@@ -79,11 +79,13 @@ CLASSES = {
 _OTHER = _Class(None)  # a class that only transformers can build
 _OF_MODEL_TYPE = {
     "bert": "BertTokenizer",
+    "ernie": "BertTokenizer",
     "distilbert": "BertTokenizer",
     "electra": "BertTokenizer",
     "nomic_bert": "BertTokenizer",
     "mpnet": "MPNetTokenizer",
     "roberta": "RobertaTokenizer",
+    "data2vec-text": "RobertaTokenizer",
     "xlm-roberta": "XLMRobertaTokenizer",
     "gte": "XLMRobertaTokenizer",
     "jina_embeddings_v3": "XLMRobertaTokenizer",
