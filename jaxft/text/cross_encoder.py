@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -330,9 +330,8 @@ class CrossEncoder:
         if prompt and isinstance(self.model, EmbeddingModel) and not self.model.include_prompt:
             prompt_length = jnp.int32(tokenizer_files.prompt_length(self._tokenizer, prompt))
 
-        def encodings(pairs: Sequence[tuple[str, str]]) -> "list[Encoding]":
-            pairs = [(prompt + first, second) for first, second in pairs]
-            return tokenizer_files.encode(self._tokenizer, pairs, self._long_texts.cut_pairs)
+        def encodings(pairs: Sequence[tuple[str, str]]) -> "Iterator[Encoding]":
+            return self._long_texts.encodings([(prompt + first, second) for first, second in pairs])
 
         def compute(batch: Batch) -> jax.Array:
             return self._score(

@@ -4,7 +4,7 @@ import functools
 import itertools
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -48,10 +48,8 @@ class _Texts:
         self.long_texts = LongTexts(self.tokenizer)
         self.batcher = batching.Batcher(limit=limit, padding=model.config.pad_token_id, packed=packed, characters=len)
 
-    def encodings(self, prompt: str, texts: Sequence[str]) -> "list[Encoding]":
-        if prompt:
-            texts = [prompt + text for text in texts]
-        return tokenizer_files.encode(self.tokenizer, texts, self.long_texts.cut)
+    def encodings(self, prompt: str, texts: Sequence[str]) -> "Iterator[Encoding]":
+        return self.long_texts.encodings([prompt + text for text in texts] if prompt else texts)
 
 
 class SentenceEncoder:
