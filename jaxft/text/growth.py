@@ -33,6 +33,11 @@ class Growth:
         """Largest size of a text of one character."""
         return max(self._factors)
 
+    @property
+    def of_rules(self) -> float:
+        """Largest growth by replacements and pre-tokenizers, without the growth by steps that know Unicode."""
+        return self._spread * math.prod(max(_factors(step)) for step, _ in self._steps if step["type"] not in _UNICODE)
+
     def bound(self, text: str) -> float:
         """Returns a number that the size of a text does not exceed. It costs less than a hundredth of the tokens."""
         ascii, other = self._factors

@@ -225,7 +225,7 @@ def load(settings: Settings, do_lower_case: bool = False) -> "Tokenizer":
         content = _check_cost(file)
         with library_errors(f"{file}: not a tokenizer of the tokenizers library"):
             saved = Tokenizer.from_file(str(file))
-            growth = Growth(saved).factor
+            growth = Growth(saved).of_rules
         if not growth <= _MOST_GROWTH:
             raise CheckpointError(f"{file}: the normalizers may make a text more than {_MOST_GROWTH} times as long")
     if reason := _why_foreign(settings, saved):
