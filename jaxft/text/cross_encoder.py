@@ -58,8 +58,8 @@ class CrossEncoder:
     Raises:
       TypeError: `activation_fn` is no function, `prompts` is no dict of texts, or an argument of sentence-transformers
         has no meaning here; the message names the equivalent.
-      ValueError: `max_length` leaves no room for a token or exceeds the positions of the model, the model lacks a token id or type id of the tokenizer, or
-        `prompts` has no text of the name `default_prompt_name`.
+      ValueError: `max_length` leaves no room for a token or exceeds the positions of the model, the model lacks a token
+        id or type id of the tokenizer, or `prompts` has no text of the name `default_prompt_name`.
     """
 
     def __init__(
