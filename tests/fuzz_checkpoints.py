@@ -28,7 +28,6 @@ from tokenizers import Tokenizer, models
 import jaxft
 import tiny
 from jaxft.checkpoint.files import CheckpointError
-from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import TextError
 
 SECONDS = 2
@@ -194,8 +193,9 @@ def run(case: int, folder: Path, *, compute: bool = True) -> str:
                 result = getattr(encoder, "predict" if kind.startswith("cross") else "encode")(texts)
             else:
                 is_pair = isinstance(encoder, jaxft.CrossEncoder)
-                tokenizer = encoder._tokenizer if is_pair else encoder._by_length[encoder.max_seq_length].tokenizer
-                result = [max([0, *found.ids]) for found in tokenizer_files.encode(tokenizer, texts)]
+                texts_of = encoder if is_pair else encoder._by_length[encoder.max_seq_length]
+                long_texts = texts_of._long_texts if is_pair else texts_of.long_texts
+                result = [max([0, *found.ids]) for found in long_texts.encodings(texts)]
                 assert max(result) < encoder.model.config.vocab_size, told
         assert len(result) == 2 and np.isfinite(result).all(), f"{told}: not finite"
     except CheckpointError as error:

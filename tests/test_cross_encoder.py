@@ -543,7 +543,6 @@ def test_longer_text_is_truncated(reranker, folders, first, second, kept):
         ("bert", None, {"model_max_length": 40}, 40),
         ("bert", None, {"model_max_length": 1e30}, 64),
         ("bert", 50, {"model_max_length": 40}, 50),
-        ("bert", 512, {}, 64),
         ("roberta", None, {"model_max_length": 512}, 64),
     ],
 )
@@ -568,6 +567,8 @@ def test_max_length_must_leave_room(folders):
         CrossEncoder.from_pretrained(folders["roberta"], max_length=4)
     with pytest.raises(ValueError, match="CrossEncoder: max_length must be a positive integer, got '9'"):
         CrossEncoder.from_pretrained(folders["bert"], max_length="9")
+    with pytest.raises(ValueError, match="max_length must be at most 64, the positions of the model, got 65"):
+        CrossEncoder.from_pretrained(folders["bert"], max_length=65)
 
 
 def noted(name):

@@ -1,5 +1,6 @@
 """Long texts are cut before they are tokenised: the tokens are those of the whole text, for every kind of tokenizer."""
 
+import contextlib
 import functools
 import itertools
 import json
@@ -15,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 import tiny
 from cases import seeds, slow
 from jaxft import BertConfig, cli
-from jaxft.text import long_texts
+from jaxft.text import growth, long_texts
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import TextError
 from jaxft.text.long_texts import LongTexts
@@ -72,7 +73,7 @@ def text_sample(seed):
 @pytest.fixture
 def only_proofs(monkeypatch):
     """Keeps texts that cannot be cut before they are tokenised."""
-    monkeypatch.setattr(LongTexts, "_cut_tokenised", lambda self, index, text, count: text)
+    monkeypatch.setattr(LongTexts, "_cut_tokenised", lambda self, text, count, factor: text)
 
 
 def bert(**options):
@@ -292,12 +293,12 @@ def test_unknown_run_before_other_characters_of_its_word_is_kept():
 
 def test_text_that_is_too_long_to_be_tokenised_is_refused(monkeypatch):
     monkeypatch.setattr(long_texts, "_MOST", 1000)
-    tokenizer, text = truncating("unigram, replace", 9), "rain " * 201
+    singles, text = LongTexts(truncating("unigram, replace", 9)), "rain " * 201
     pairs = LongTexts(truncating("unigram, replace", 9, is_pair=True), is_pair=True)
-    assert len(LongTexts(tokenizer).cut(["the tree", text[:1000]])[1]) < 1000
-    for cut, texts in ((LongTexts(tokenizer).cut, ["the tree", text]), (pairs.cut_pairs, [("a", "b"), ("a", text)])):
-        with pytest.raises(TextError, match="1005 characters .* at most 1000 can be tokenised. Split") as error:
-            tokenizer_files.encode(tokenizer, texts, cut)
+    assert len(singles.cut(["the tree", text[:1000]])[1]) < 1000
+    for which, texts in ((singles, ["the tree", text]), (pairs, [("a", "b"), ("a", text)])):
+        with pytest.raises(TextError, match="1005 characters .* at most 1000 can be tokenised, .* Split") as error:
+            list(which.encodings(texts))
         assert error.value.index == 1 and error.value.text == texts[1]
 
 
@@ -306,7 +307,7 @@ def test_pair_of_texts_whose_tokens_depend_on_their_ends_is_refused():
     tokenizer = truncating("unigram, regex", 9, is_pair=True)
     text = "all " * 200 + "1"
     with pytest.raises(TextError, match="has 801 characters"):
-        LongTexts(tokenizer, is_pair=True).cut_pairs([(text, text)])
+        list(LongTexts(tokenizer, is_pair=True).encodings([(text, text)]))
 
 
 def test_endless_line_of_a_device_is_refused(monkeypatch):
@@ -345,6 +346,145 @@ def test_tokens_are_counted_in_pieces(name, side, seed, monkeypatch):
     for text in text_sample(seed)[10:40]:
         expected = len(tokenizer.encode(text, add_special_tokens=False))
         assert counter._total(text) == expected, text
+
+
+def letters(tokenizer, text):
+    """Returns the number of characters that the model of a tokenizer gets, with bytes counted as characters."""
+    counter = Tokenizer.from_str(tokenizer.to_str())
+    counter.no_truncation()
+    counter.post_processor = processors.Sequence([])
+    counter.model = models.BPE({"<unk>": 0}, [], unk_token="<unk>", fuse_unk=False)
+    return len(counter.encode(text))
+
+
+# Steps that lengthen texts, with a text that they lengthen.
+GROWING = {
+    "NFKC": (normalizers.NFKC(), "\ufdfa "),
+    "NFKD, decomposed twice": (sequence(normalizers.NFKD(), normalizers.NFC(), normalizers.NFKD()), "\ufdfa각"),
+    "Replace": (normalizers.Replace("a", "bc" * 20), "a-a"),
+    "Replace, not letter by letter": (normalizers.Replace("abcd", "x " * 30), "abcd"),
+    "Replace, regex": (normalizers.Replace(Regex(r"a(?=.*z)"), "b " * 20), "a" * 30 + "z"),
+    "Replace, between characters": (normalizers.Replace(Regex("x*"), "yz"), "ab"),
+    "Replace, stacked": (
+        sequence(*(normalizers.Replace(one, two * 4) for one, two in itertools.pairwise("abcd"))),
+        "a",
+    ),
+    "Replace, then NFKC": (sequence(normalizers.Replace("a", "\ufdfa" * 3), normalizers.NFKC()), "a"),
+    "Prepend": (normalizers.Prepend("ab" * 20), "<mm>x"),
+    "Replace, start": (normalizers.Replace(Regex("^"), "ab" * 20), "<mm>x"),
+    "Precompiled": (precompiled({"x": "ab" * 40}), "x"),
+    "Precompiled, grapheme": (precompiled({"e\u0301": "ab" * 40}), "e\u0301"),
+    "bytes": (normalizers.ByteLevel(), "😀"),
+}
+
+
+def growing(name):
+    normalizer, text = GROWING[name]
+    return with_added(unigram(normalizer), AddedToken("<mm>", normalized=False)), text
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_size_is_not_below_what_the_normalizer_makes(name, monkeypatch):
+    tokenizer, text = growing(name)
+    monkeypatch.setattr(growth, "MOST", 3000)
+    sizes, rng = growth.Growth(tokenizer), random.Random(0)
+    for repeats in (1, 2, 5, 40, 200):
+        for made in (text * repeats, "".join(rng.choices([text, "é ", "abcd", "中", "<mm>", "ﬁ"], k=repeats))):
+            found = letters(tokenizer, made) - made.count("<mm>")
+            assert sizes.bound(made) + 3 >= found  # a space before the text, a match at its end
+            assert found <= sizes.size(made, rough=0) + 3 + made.count("<mm>")
+            assert sizes.size(made, rough=0) <= 1.3 * found + 100 or found > 2000
+
+
+def test_replacements_are_counted_before_they_are_made(monkeypatch):
+    monkeypatch.setattr(growth, "MOST", 3000)
+    sizes = growth.Growth(unigram(normalizers.Replace("a", "b" * 1000)))
+    sizes._steps = [(step, None) for step, _ in sizes._steps]  # the text is not normalized
+    assert sizes.size("a-a" * 50) == np.inf
+
+
+@pytest.mark.parametrize("name", ["NFC", "NFD", "NFKC", "NFKD", "Lowercase", "BertNormalizer", "StripAccents", "Nmt"])
+def test_unicode_normalizers_lengthen_as_much_as_told(name):
+    normalizer = getattr(normalizers, name)()
+    sizes = growth.Growth(unigram(sequence(normalizer, normalizers.Lowercase(), normalizers.NFC())))
+    for characters, factor in ((range(128), 0), (range(128, 0xD800), 1), (range(0xF900, 0x10000), 1)):
+        longest = max(len(normalizer.normalize_str(chr(character))) for character in characters)
+        assert longest <= sizes._factors[0] + factor * sizes._factors[1]
+    assert sizes.bound("a" * 100) == 100
+
+
+class Weighing:
+    """A tokenizer that notes how many tokens each call makes, overflowing ones included."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.most = tokenizer, 0
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+    def _weighed(self, encodings):
+        parts = [part for encoding in encodings for part in (encoding, *encoding.overflowing)]
+        self.most = max(self.most, sum(map(len, parts)))
+        return encodings
+
+    def encode_batch_fast(self, texts, **options):
+        return self._weighed(self.tokenizer.encode_batch_fast(texts, **options))
+
+    def encode_batch(self, texts, **options):
+        return self._weighed(self.tokenizer.encode_batch(texts, **options))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_pair"),
+    [*((name, False) for name in GROWING), *((name, True) for name in ("NFKC", "Precompiled, grapheme", "bytes"))],
+)
+def test_no_call_gets_more_than_fits(name, is_pair, monkeypatch):
+    monkeypatch.setattr(growth, "MOST", 20_000)
+    monkeypatch.setattr(growth, "AT_ONCE", 10_000)
+    monkeypatch.setattr(long_texts, "_MOST", 5000)
+    plain, text = growing(name)
+    plain = tokenizer_files.truncating(plain, 16, BertConfig(), owner="", argument="", is_pair=is_pair)
+    tokenizer = Weighing(plain)
+    which = LongTexts(tokenizer, is_pair=is_pair)
+    texts = ["a bird", *(text * (size // len(text)) for size in (16, 60, 250, 250, 250, 250, 4900))]
+    texts = [(one, other) for one in texts[:4] for other in texts[2:4]] if is_pair else texts
+    refused = 0
+    for index, one in enumerate(texts):
+        try:
+            (found,) = which.encodings([one])
+        except TextError as error:
+            assert "no place to cut" in error.reason
+            refused += 1
+        else:
+            if max(map(len, [one] if isinstance(one, str) else one)) <= 60:
+                assert found.ids == plain.encode_batch_fast([one])[0].ids, index
+    assert refused <= len(texts) / 2 or "regex" in name  # which looks at the whole text
+    with contextlib.suppress(TextError):
+        list(which.encodings(texts))
+    assert tokenizer.most <= 20_000
+
+
+def test_many_texts_that_get_long_are_tokenised_some_at_a_time(monkeypatch):
+    monkeypatch.setattr(growth, "AT_ONCE", 20_000)
+    tokenizer, text = growing("NFKC")
+    tokenizer = Weighing(tokenizer_files.truncating(tokenizer, 128, BertConfig(), owner="", argument=""))
+    texts = [text * 30] * 300
+    found = list(LongTexts(tokenizer).encodings(texts))
+    assert len(found) == 300 and {*map(len, found)} == {128}
+    assert 1000 < tokenizer.most <= 20_000
+
+
+def test_error_after_the_first_call_names_the_text(monkeypatch):
+    monkeypatch.setattr(growth, "AT_ONCE", 100)
+    monkeypatch.setattr(growth, "MOST", 2000)
+    texts = ["the tree"] * 30 + ["<mask>a" * 20] + ["the tree"]
+    which = LongTexts(
+        tokenizer_files.truncating(unigram(normalizers.Prepend("b" * 500)), 9, BertConfig(), owner="", argument="")
+    )
+    found = []
+    with pytest.raises(TextError, match="no place to cut") as error:
+        found.extend(which.encodings(texts))
+    assert error.value.index == 30 and error.value.text == texts[30] and len(found) == 30
 
 
 class Counting:
@@ -455,10 +595,7 @@ tokenizer = truncating(name, 512, side, **options)
 long_texts, text = LongTexts(tokenizer, **options), text * (size // len(text))
 before = peak()
 try:
-    if is_pair:
-        tokenizer_files.encode(tokenizer, [(text, text + " a")], long_texts.cut_pairs)
-    else:
-        tokenizer_files.encode(tokenizer, [text], long_texts.cut)
+    list(long_texts.encodings([(text, text + " a") if is_pair else text]))
     print("encoded", peak() - before)
 except TextError:
     print("refused", peak() - before)

@@ -5,9 +5,9 @@ import dataclasses
 import functools
 import itertools
 import logging
-import operator
 import sys
 import threading
+from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -61,15 +61,16 @@ class Tokens:
     type_ids: np.ndarray | None  # as ids
 
     @classmethod
-    def of(cls, texts: "Sequence[Encoding]", *, with_types: bool) -> "Tokens":
-        """Concatenates encodings of the `tokenizers` library."""
-        begins = np.cumsum([0, *map(len, texts)])
-
-        def joined(name: str) -> np.ndarray:
-            parts = map(operator.attrgetter(name), texts)
-            return np.fromiter(itertools.chain.from_iterable(parts), np.int32, begins[-1])
-
-        return cls(begins, joined("ids"), joined("type_ids") if with_types else None)
+    def of(cls, texts: "Iterable[Encoding]", *, with_types: bool) -> "Tokens":
+        """Concatenates encodings of the `tokenizers` library. It keeps none of them."""
+        begins, ids, type_ids = [0], array("i"), array("i")
+        for text in texts:
+            ids.fromlist(text.ids)
+            begins.append(len(ids))
+            if with_types:
+                type_ids.fromlist(text.type_ids)
+        types = np.array(type_ids, np.int32) if with_types else None
+        return cls(np.array(begins, np.int64), np.array(ids, np.int32), types)
 
     def __len__(self) -> int:
         return len(self.begins) - 1
@@ -190,7 +191,7 @@ class Batcher:
         self._largest: int | None = None  # limit of batch_size, after a larger batch ran out of memory
 
     def compute_all(
-        self, texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "list[Encoding]"], batch_size: int,
+        self, texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "Iterable[Encoding]"], batch_size: int,
         compute: Callable[[Batch], Any], *, model: nnx.Module, width: int | None, unit: str,
         show_progress_bar: bool | None, convert: Callable[[np.ndarray], Any] | None = None,
     ) -> Any:  # fmt: skip
@@ -205,8 +206,8 @@ class Batcher:
 
         def start(batch: Batch) -> Any:
             result = compute(batch)
-            for array in jax.tree.leaves(result):
-                array.copy_to_host_async()
+            for leaf in jax.tree.leaves(result):
+                leaf.copy_to_host_async()
             return result
 
         # `closing` ends the tokenisation threads if an error is raised.
@@ -241,7 +242,7 @@ class Batcher:
         return results
 
     def tokenised(
-        self, texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "list[Encoding]"]
+        self, texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "Iterable[Encoding]"]
     ) -> Generator[tuple[int, Tokens]]:
         """Yields (position of the first text, tokens) of each chunk, then (`len(texts)`, no texts)."""
         ends = np.append(0, np.cumsum(np.fromiter(map(self.characters, texts), np.int64, len(texts))))

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,8 +58,8 @@ class CrossEncoder:
     Raises:
       TypeError: `activation_fn` is no function, `prompts` is no dict of texts, or an argument of sentence-transformers
         has no meaning here; the message names the equivalent.
-      ValueError: `max_length` leaves no room for a token, the model lacks a token id or type id of the tokenizer, or
-        `prompts` has no text of the name `default_prompt_name`.
+      ValueError: `max_length` leaves no room for a token or exceeds the positions of the model, the model lacks a token
+        id or type id of the tokenizer, or `prompts` has no text of the name `default_prompt_name`.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class CrossEncoder:
           local_files_only: see `BertModel.from_pretrained`.
           num_labels: number of labels, which the checkpoint must have. None takes the number in the files.
           max_length: maximum number of tokens of a pair. None takes `max_seq_length` or else `model_max_length` of the
-            files. Either limit is reduced to the number of positions that the model has.
+            files, or the number of positions that the model has if that is smaller.
           activation_fn: as for the constructor. None takes the activation in config_sentence_transformers.json or else,
             from older versions, in config.json. Without such an entry, it is the default of the constructor.
           prompts: as for the constructor. They win over prompts of the same name in the files, which are kept.
@@ -143,7 +143,7 @@ class CrossEncoder:
 
         Raises:
           CheckpointError: a file is missing or malformed, the message names it; or `max_length` leaves no room for a
-            token.
+            token or exceeds the number of positions of the model.
           TypeError: as for the constructor, or `folder_or_id` is not a string or path.
         """
         arguments.refuse("from_pretrained", others)
@@ -169,14 +169,13 @@ class CrossEncoder:
             activation_fn = _saved_activation(folder, layout.transformer)
         settings = tokenizer_files.Settings(layout.transformer)
         limit = layout.max_seq_length or settings.max_length or sys.maxsize
-        limit = limit if max_length is None else max_length
         tokenizer = tokenizer_files.load(settings, layout.do_lower_case)
         positions = (model.encoder if isinstance(model, EmbeddingModel) else model).config.max_sequence_length
         try:
             encoder = cls(
                 model,
                 tokenizer,
-                max_length=min(limit, positions) if checks.is_natural(limit) else limit,
+                max_length=min(limit, positions) if max_length is None else max_length,
                 activation_fn=activation_fn,
                 prompts=arguments.merged_prompts("from_pretrained", {}, prompts, layout.prompts),
                 default_prompt_name=layout.default_prompt_name if default_prompt_name is None else default_prompt_name,
@@ -330,9 +329,8 @@ class CrossEncoder:
         if prompt and isinstance(self.model, EmbeddingModel) and not self.model.include_prompt:
             prompt_length = jnp.int32(tokenizer_files.prompt_length(self._tokenizer, prompt))
 
-        def encodings(pairs: Sequence[tuple[str, str]]) -> "list[Encoding]":
-            pairs = [(prompt + first, second) for first, second in pairs]
-            return tokenizer_files.encode(self._tokenizer, pairs, self._long_texts.cut_pairs)
+        def encodings(pairs: Sequence[tuple[str, str]]) -> "Iterator[Encoding]":
+            return self._long_texts.encodings([(prompt + first, second) for first, second in pairs])
 
         def compute(batch: Batch) -> jax.Array:
             return self._score(

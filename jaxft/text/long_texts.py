@@ -1,18 +1,22 @@
 """Cuts long texts before they are tokenised, where the tokens that count cannot depend on the rest of the text."""
 
+import contextlib
 import functools
 import itertools
 import json
+import math
 import re
 import threading
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jaxft.checkpoint import files as checkpoint_files
+from jaxft.text import growth
 from jaxft.text.batching import TextError
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
 # In characters per token that counts: the length above which a text is long, and the length of the first part that is
 # tried. Each further part is `_GROWTH` times as long.
@@ -20,8 +24,9 @@ _LONG, _FIRST, _GROWTH = 16, 6, 4
 _MOST = 400_000  # characters of one text that are tokenised at once; each may take a kilobyte
 _PIECE = 1 << 16  # characters of the pieces in which tokens are counted
 _END = 32  # characters at either end of a run that is shortened
+_PER_PAIR, _PER_ENCODING = 2, 32  # memory of a token of a pair and of an encoding without tokens, in tokens of a text
 _TRIES = 1000  # places between characters of a part that are tried
-_ALONE = threading.Lock()  # for texts of which nothing is certain before they are tokenised
+_ALONE = threading.RLock()  # for texts that take hundreds of megabytes
 
 # Normalizers that change characters one by one or together with the characters beside them.
 _NORMALIZERS = {"BertNormalizer", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Prepend", "Strip",
@@ -69,54 +74,121 @@ class LongTexts:
         self._left: bool = tokenizer.truncation["direction"] == "left"
         self._is_pair = is_pair
         # With an odd number of tokens for two long texts, the longer one (the second of equal ones) gets one more.
-        self._odd = is_pair and (self._count - tokenizer.num_special_tokens_to_add(is_pair=True)) % 2 == 1
+        self._special = tokenizer.num_special_tokens_to_add(is_pair=is_pair)
+        self._odd = is_pair and (self._count - self._special) % 2 == 1
+        self._growth = growth.Growth(tokenizer)
+
+    def encodings(self, texts: Sequence[Any]) -> "Iterator[Encoding]":
+        """Yields the encodings of texts, or of pairs. Long texts are cut.
+
+        Raises a TextError for the first text or pair that is too long to be tokenised and cannot be cut, or that the
+        tokenizers library cannot tokenise.
+        """
+        done = 0
+        try:
+            for encoding in self._encoded(self.cut_pairs(texts) if self._is_pair else self.cut(texts)):
+                yield encoding
+                done += 1
+            return
+        except BaseException as error:
+            if not checkpoint_files.is_library_error(error):
+                raise
+            if len(texts) == 1:
+                reason = error if isinstance(error, _CannotCutError) else f"cannot be tokenised: {error}"
+                raise TextError(0, texts[0], str(reason)) from error
+        for index in range(done, len(texts)):  # each alone, to find the one that is to blame
+            try:
+                yield from self.encodings(texts[index : index + 1])
+            except TextError as error:
+                raise TextError(index, texts[index], error.reason) from error.__cause__
 
     def cut(self, texts: Sequence[str]) -> Sequence[str]:
-        """Returns texts that have the same tokens after truncation. Long texts are cut where that is safe.
-
-        Raises a TextError for a text of millions of characters that cannot be cut.
-        """
-        if max(map(len, texts), default=0) <= _LONG * self._count:
-            return texts
-        try:
-            return self._cut(texts, self._count)
-        except _CannotCutError as error:
-            raise TextError(error.index, texts[error.index], str(error)) from None
+        """Returns texts that have the same tokens after truncation. Long texts are cut where that is safe."""
+        growths = self._growths(texts)
+        return self._cut(texts, self._count, growths) if any(growths) else texts
 
     def cut_pairs(self, pairs: Sequence[tuple[str, str]]) -> Sequence[tuple[str, str]]:
         """Returns pairs that have the same tokens after truncation, as `cut` does."""
-        texts = [*itertools.chain.from_iterable(pairs)]
-        if max(map(len, texts), default=0) <= _LONG * self._count:
+        texts, growths = [*itertools.chain.from_iterable(pairs)], self._growths(pairs)
+        if not any(growths):
             return pairs
-        first = 0
-        try:
-            cut = self._cut(texts, self._count)
-            changed = [i for i in range(0, len(texts), 2) if cut[i : i + 2] != texts[i : i + 2]] if self._odd else []
-            lengths = self._lengths([cut[first + second] for first in changed for second in (0, 1)])
-            for first, one, two in zip(changed, lengths[::2], lengths[1::2], strict=True):
-                if min(one, two) < self._count // 2:
-                    continue
-                # Both may be truncated: keep their order.
-                total_one, total_two = map(self._total, texts[first : first + 2])
-                if total_one > total_two and one <= two:
-                    cut[first : first + 1] = self._cut(texts[first : first + 1], two + 1)
-                elif total_one <= total_two and one > two:
-                    cut[first + 1 : first + 2] = self._cut(texts[first + 1 : first + 2], one)
-        except _CannotCutError as error:
-            index = (first + error.index) // 2
-            raise TextError(index, pairs[index], str(error)) from None
+        cut = self._cut(texts, self._count, growths)
+        changed = [i for i in range(0, len(texts), 2) if cut[i : i + 2] != texts[i : i + 2]] if self._odd else []
+        lengths = self._lengths([cut[first + second] for first in changed for second in (0, 1)])
+        for first, one, two in zip(changed, lengths[::2], lengths[1::2], strict=True):
+            if min(one, two) < self._count // 2:
+                continue
+            # Both may be truncated: keep their order.
+            total_one, total_two = map(self._total, texts[first : first + 2])
+            if total_one > total_two and one <= two:
+                again = slice(first, first + 1)
+                cut[again] = self._cut(texts[again], two + 1, growths[again])
+            elif total_one <= total_two and one > two:
+                again = slice(first + 1, first + 2)
+                cut[again] = self._cut(texts[again], one, growths[again])
         return [*zip(cut[::2], cut[1::2], strict=True)]
 
-    def _cut(self, texts: Sequence[str], count: int) -> list[str]:
+    def _growths(self, texts: Sequence[Any]) -> list[int]:
+        """Returns for each text 0 if it can be tokenised whole, else how many times as long its start or end gets."""
+        most, growths = _LONG * self._count, []
+        for text in texts:
+            is_heavy = self._weight(text, self._growth.bound) > growth.MOST
+            for one in [text] if isinstance(text, str) else text:
+                part = one[-most:] if self._left else one[:most]
+                size = self._growth.size(part, rough=0) if is_heavy else 0
+                is_long = len(one) > most or size > _FIRST * self._count
+                growths.append(is_long and max(math.ceil(min(size / len(part), self._growth.factor)), 1))
+        return growths
+
+    def _weight(self, text: Any, size: Callable[[str], float]) -> float:
+        """Returns about how many tokens of memory a text or pair takes, from the `size` of a text in tokens.
+
+        The tokenizers library joins each truncated part of the first text of a pair with each part of the second text.
+        """
+        if isinstance(text, str):
+            return size(text)
+        share = max((self._count - self._special) // 2, 1)
+        first, second = (max(size(one) / share, 1) for one in text)
+        return first * second * (_PER_PAIR * self._count + _PER_ENCODING)
+
+    def _encoded(self, texts: Sequence[Any], **options: Any) -> "Iterator[Encoding]":
+        """Yields the encodings of texts that are not cut, some at a time."""
+        first = 0
+        for stop, weight in self._batches(texts):
+            with _ALONE if weight > growth.AT_ONCE else contextlib.nullcontext():
+                found = self._tokenizer.encode_batch_fast(texts[first:stop], **options)
+            yield from found
+            first = stop
+
+    def _batches(self, texts: Sequence[Any]) -> Iterator[tuple[int, float]]:
+        """Yields (end, weight) of each of the calls in which texts are tokenised."""
+        total = 0.0
+        for index, text in enumerate(texts):
+            if (weight := self._weight(text, self._growth.bound)) > growth.MOST:
+                exact = self._growth.size if isinstance(text, str) else lambda one: self._lengths([one])[0]
+                weight = self._weight(text, exact)
+            if weight > growth.MOST:
+                raise _CannotCutError(*[text] if isinstance(text, str) else text)
+            if total and total + weight > growth.AT_ONCE:
+                yield index, total
+                total = 0.0
+            total += weight
+        if texts:
+            yield len(texts), total
+
+    def _cut(self, texts: Sequence[str], count: int, growths: Sequence[int]) -> list[str]:
         """Cuts texts so that the tokens that count stay the same: the first `count` tokens, or the last ones."""
         texts, size = [*texts], _FIRST * count
-        waiting = [i for i, text in enumerate(texts) if len(text) > _LONG * self._count]
+        waiting = [index for index, factor in enumerate(growths) if factor]
         while waiting and size <= _MOST and self._rules.between_words:
-            parts = {index: self._part(texts[index], size) for index in waiting}
+            sizes = {index: max(size // growths[index], 1) for index in waiting}
+            parts = {index: self._part(texts[index], sizes[index]) for index in waiting}
             lengths = self._lengths([part for part, _ in parts.values()])
             unsure = self._lengths([start for _, start in parts.values()])
             for index, length, start in zip(waiting, lengths, unsure, strict=True):
-                part = parts[index][0] if length - start >= count else self._part_in_word(texts[index], size, count)
+                part: str | None = parts[index][0]
+                if length - start < count:
+                    part = self._part_in_word(texts[index], sizes[index], count)
                 if part is None:
                     del parts[index]
                 else:
@@ -126,14 +198,14 @@ class LongTexts:
                 for index in waiting:
                     texts[index] = self._shorten(texts[index])
             size *= _GROWTH
-            waiting = [index for index in waiting if len(texts[index]) > _LONG * self._count]
+            waiting = [i for i in waiting if growths[i] > 1 or len(texts[i]) > _LONG * self._count]
         for index in waiting:
-            texts[index] = self._cut_tokenised(index, texts[index], count)
+            texts[index] = self._cut_tokenised(texts[index], count, growths[index])
         return texts
 
     def _lengths(self, texts: list[str]) -> list[int]:
         """Returns the number of tokens of each text, without special tokens and before truncation."""
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        encodings = self._encoded(texts, add_special_tokens=False)
         return [len(encoding) + sum(map(len, encoding.overflowing)) for encoding in encodings]
 
     def _total(self, text: str) -> int:
@@ -145,7 +217,7 @@ class LongTexts:
             stop = self._between_words(text, begin, end)
             after = stop and self._between_words(text, stop + 1, end)
             if not after and len(text) > end:
-                raise _CannotCutError(0, text)
+                raise _CannotCutError(text)
             length, start = self._lengths([text[first : after or None], text[first:second]])
             total += length - start
             if not stop or not after:
@@ -224,7 +296,7 @@ class LongTexts:
             return None
         part = text[place:] if self._left else text[:place]
         step = -1 if self._left else 1
-        found = self._tokenizer.encode_batch([part], add_special_tokens=False)[0]
+        found = self._whole(part)
         parts = [found, *found.overflowing]  # for a tokenizer that truncates from the left, from right to left
         if not count <= sum(map(len, parts)) < _GROWTH**3 * count:
             return None
@@ -244,32 +316,38 @@ class LongTexts:
                 return None
         return part
 
-    def _cut_tokenised(self, index: int, text: str, count: int) -> str:
+    def _cut_tokenised(self, text: str, count: int, factor: int) -> str:
         """Cuts a text of which nothing is certain. It is tokenised to see which of its parts have the same tokens."""
         if len(text) > _MOST:
-            raise _CannotCutError(index, text)
+            raise _CannotCutError(text)
         with _ALONE:
             whole = self._tokens(text, count)
             if len(whole) < count:
                 return text
             (first, stop) = whole[-1][1]
-            for more in (count, _GROWTH * count):
+            for more in dict.fromkeys((count // factor, count, _GROWTH * count)):
                 part = text[max(first - more, 0) :] if self._left else text[: stop + more]
                 if [token for token, _ in self._tokens(part, count)] == [token for token, _ in whole]:
                     return part
         if self._is_pair and len(text) > 2 * _LONG * self._count:
-            raise _CannotCutError(index, text)
+            raise _CannotCutError(text)
         return text
 
     def _tokens(self, text: str, count: int) -> list[tuple[int, tuple[int, int]]]:
         """Returns the ids and places of the first `count` tokens of a text, or of the last ones from right to left."""
-        found = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
+        found = self._whole(text)
         tokens = (
             token
             for part in (found, *found.overflowing)
             for token in [*zip(part.ids, part.offsets, strict=True)][:: -1 if self._left else 1]
         )
         return [*itertools.islice(tokens, count)]
+
+    def _whole(self, text: str) -> "Encoding":
+        """Returns the encoding of a text without special tokens, with places."""
+        if self._growth.size(text) > growth.MOST:
+            raise _CannotCutError(text)
+        return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
     def _shorten(self, text: str) -> str:
         """Shortens long runs of characters that have no token, or one token for all of them."""
@@ -342,6 +420,8 @@ class LongTexts:
 
     def _normalized(self, text: str) -> str:
         normalizer = self._tokenizer.normalizer
+        if self._growth.size(text) > growth.MOST:
+            raise _CannotCutError(text)
         return text if normalizer is None else normalizer.normalize_str(text)
 
     def _pieces(self, text: str) -> list[str]:
@@ -351,7 +431,7 @@ class LongTexts:
     @functools.cached_property
     def _rules(self) -> _Rules:
         settings = json.loads(self._tokenizer.to_str())
-        normalizers, splitters = _steps(settings["normalizer"]), _steps(settings["pre_tokenizer"])
+        normalizers, splitters = growth.steps_of(settings["normalizer"]), growth.steps_of(settings["pre_tokenizer"])
         tokens = settings["added_tokens"]
         kinds = {step["type"] for step in splitters}
         if (
@@ -385,15 +465,16 @@ class LongTexts:
         return _Rules(True, is_bert, _longest(model) if cuts_words else 0, limit, known, added, stripping)
 
 
-class _CannotCutError(Exception):
-    """Error about a text that is too long to be tokenised whole and cannot be cut."""
+class _CannotCutError(ValueError):
+    """Error about a text, or a pair, that is too long to be tokenised whole and cannot be cut."""
 
-    def __init__(self, index: int, text: str) -> None:
+    def __init__(self, *texts: str) -> None:
+        count = sum(map(len, texts))
         super().__init__(
-            f"has {len(text)} characters in which no place to cut is certain; at most {_MOST} can be tokenised. Split"
-            " or shorten the text: only as many tokens as max_seq_length count"
+            f"has {count} characters in which no place to cut is certain; at most {_MOST} can be tokenised, and fewer"
+            " of those that the tokenizer replaces by several. Split or shorten the text: only as many tokens as"
+            " max_seq_length count"
         )
-        self.index = index
 
 
 def _is_space(character: str) -> bool:
@@ -422,11 +503,3 @@ def _joins_spaces(normalizer: dict[str, Any], pre_tokenizers: set[str]) -> bool:
         and normalizer["pattern"] == {"Regex": " {2,}"}
         and normalizer["content"] in contents
     )
-
-
-def _steps(settings: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Returns the steps of a normalizer or pre-tokenizer, which may be a sequence of them."""
-    if settings is None:
-        return []
-    parts = settings.get("normalizers", settings.get("pretokenizers"))
-    return [settings] if parts is None else [step for part in parts for step in _steps(part)]

@@ -4,7 +4,7 @@ import functools
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -37,22 +37,21 @@ class Texts:
             tokenizer, limit, model.config, token_types=token_types, owner=owner, argument=argument
         )
         self.long_texts = LongTexts(self.tokenizer)
+        self._padding: dict[str, Any] = {}
         self.batcher = batching.Batcher(limit=limit, padding=model.config.pad_token_id, packed=packed, characters=len)
 
     def pad(self, length: int, token: str, type_id: int | None) -> None:
         """Adds a token to texts of fewer than `length` tokens. With `type_id`, batches get type ids, which mark it."""
-        padded = type(self.tokenizer).from_str(self.tokenizer.to_str())  # `long_texts` keeps the one that does not pad
-        padded.encode_special_tokens = self.tokenizer.encode_special_tokens
-        padded.enable_padding(
-            length=length, pad_id=padded.token_to_id(token), pad_token=token, pad_type_id=type_id or 0
-        )
-        self.tokenizer, self.batcher.with_types = padded, type_id is not None
+        pad_id = self.tokenizer.token_to_id(token)
+        self._padding = {"length": length, "pad_id": pad_id, "pad_token": token, "pad_type_id": type_id or 0}
+        self.batcher.with_types = type_id is not None
 
-    def encodings(self, prompt: str, texts: Sequence[str]) -> "list[Encoding]":
+    def encodings(self, prompt: str, texts: Sequence[str]) -> "Iterator[Encoding]":
         """Tokenises texts after a prompt."""
-        if prompt:
-            texts = [prompt + text for text in texts]
-        return tokenizer_files.encode(self.tokenizer, texts, self.long_texts.cut)
+        for encoding in self.long_texts.encodings([prompt + text for text in texts] if prompt else texts):
+            if self._padding:
+                encoding.pad(**self._padding)
+            yield encoding
 
 
 class TextEncoder:

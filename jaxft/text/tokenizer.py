@@ -7,21 +7,20 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from jaxft.checkpoint import files as checkpoint_files
 from jaxft.checkpoint import tensors
 from jaxft.checkpoint.files import CheckpointError, read_settings
 from jaxft.models.config import BertConfig
 from jaxft.ops import checks
-from jaxft.text.batching import TextError
+from jaxft.text.growth import Growth
+from jaxft.text.long_texts import LongTexts
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Encoding, Tokenizer
-
-T = TypeVar("T", str, tuple[str, str])
 
 _LONGEST_TOKEN = 1000  # characters of a token of a Unigram model; its tree is freed recursively
 _LONGEST_REGEX = 10_000  # characters of all regular expressions; a class such as \\p{L} compiles to 16 kB
@@ -228,6 +227,9 @@ def load(settings: Settings, do_lower_case: bool = False) -> "Tokenizer":
         content = _check_cost(file)
         with library_errors(f"{file}: not a tokenizer of the tokenizers library"):
             saved = Tokenizer.from_file(str(file))
+            growth = Growth(saved).of_rules
+        if not growth <= _MOST_GROWTH:
+            raise CheckpointError(f"{file}: the normalizers may make a text more than {_MOST_GROWTH} times as long")
     if reason := _why_foreign(settings, saved):
         tokenizer = saved = _from_transformers(settings, reason)
     else:
@@ -452,22 +454,17 @@ def _check_cost(file: Path) -> dict[str, Any]:
     # Each character of a token may take 300 bytes, twice.
     if max(map(len, tokens), default=0) > _LONGEST_TOKEN or sum(map(len, tokens)) > 24 * len(tokens) + 200_000:
         raise CheckpointError(f"{file}: has tokens of more than {_LONGEST_TOKEN} characters, or of 24 on average")
-    parts, characters, growth = [value for name, value in content.items() if name != "model"], 0, 1.0
+    parts, characters = [value for name, value in content.items() if name != "model"], 0
     while parts:
         part = parts.pop()
         if isinstance(part, list):
             parts += part
         elif isinstance(part, dict):
             parts += part.values()
-            pattern, text = part.get("pattern"), part.get("content")
-            regex, plain = (pattern.get(k) if isinstance(pattern, dict) else None for k in ("Regex", "String"))
+            regex = part["pattern"].get("Regex") if isinstance(part.get("pattern"), dict) else None
             characters += len(regex) if isinstance(regex, str) else 0
-            if part.get("type") == "Replace" and isinstance(text, str):  # a regex may match the empty string
-                growth *= max(1, len(text) / len(plain) if isinstance(plain, str) and plain else 1 + len(text))
     if characters > _LONGEST_REGEX:
         raise CheckpointError(f"{file}: has {characters} characters of regular expressions, at most {_LONGEST_REGEX}")
-    if not growth <= _MOST_GROWTH:
-        raise CheckpointError(f"{file}: the normalizers may make a text more than {_MOST_GROWTH} times as long")
     return content
 
 
@@ -482,27 +479,9 @@ def library_errors(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: {error}") from error
 
 
-def encode(
-    tokenizer: "Tokenizer", texts: Sequence[T], cut: Callable[[Sequence[T]], Sequence[T]] = lambda texts: texts
-) -> "list[Encoding]":
-    """Tokenises `cut(texts)`, which are texts or pairs.
-
-    Raises a TextError for the first text or pair that the tokenizers library cannot tokenise.
-    """
-    try:
-        return tokenizer.encode_batch_fast(cut(texts))
-    except BaseException as error:
-        if isinstance(error, TextError) or not checkpoint_files.is_library_error(error):
-            raise
-        if len(texts) == 1:
-            raise TextError(0, texts[0], f"cannot be tokenised: {error}") from error
-    found: list[Encoding] = []
-    for index, text in enumerate(texts):
-        try:
-            found += encode(tokenizer, [text], cut)
-        except TextError as error:
-            raise TextError(index, text, error.reason) from error.__cause__
-    return found
+def encode(tokenizer: "Tokenizer", texts: Sequence[str]) -> "list[Encoding]":
+    """Tokenises texts with a tokenizer of `truncating`. Raises a TextError for the first that it cannot tokenise."""
+    return [*LongTexts(tokenizer).encodings(texts)]
 
 
 def prompt_length(tokenizer: "Tokenizer", prompt: str) -> int:
