@@ -59,7 +59,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, *slow(*MORE)], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES[:2], *slow(SHAPES[2], *MORE)], ids=str)
 def test_shapes(shape):
     """The bias is the table's element at key minus query, limited to the table, forward and backward."""
     check_op(floats_of(0, *shape), return_residual=True)
@@ -103,6 +103,11 @@ RULES = {
 def test_rules(name):
     """A pair that does not attend adds nothing to the gradient of the table."""
     check_op(floats_of(2, 2, 70, 0, 2, 2, 8, 9, 2), **RULES[name], return_residual=True)
+
+
+def test_blocks_of_queries_without_keys():
+    """One kernel computes all three gradients and delta. It does not visit blocks of padding queries."""
+    check_op(floats_of(14, 2, 150, 40, 2, 1, 8, 9, 2), ("triton",), query_seq_lengths=lengths(30, 0))
 
 
 def test_dropout():
@@ -295,7 +300,7 @@ def test_plan_goes_on_to_triton_for_a_gpu():
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.usefixtures("quiet")
 def test_lowers_without_square_matrices(length, packed, dtype, caplog):
-    """One kernel forward and three backward for an H200. XLA removes the third if nothing reads its result."""
+    """One kernel forward, two or three backward. XLA removes the last if nothing reads its result."""
     qkv = of((length * 2, 3, 4, 64) if packed else (2, length, 3, 4, 64), dtype)
     table, ends = of((4, 257)), of((3,), jnp.int32)
 
@@ -309,7 +314,7 @@ def test_lowers_without_square_matrices(length, packed, dtype, caplog):
 
     assert operations(lower(attend, qkv, table, ends))[TRITON] == 1
     text = lower(gradients, qkv, table, ends)
-    assert operations(text)[TRITON] == 4 and "has_side_effect = true" not in text
+    assert operations(text)[TRITON] == (3 if length == 37 else 4) and "has_side_effect = true" not in text
     if length == 2048:  # nothing of the size [N, T, T]
         assert max(sizes(text)) < 4 * 2048 * 2048 / 2
     assert caplog.messages == []
@@ -326,6 +331,7 @@ def test_bucket_table_has_one_element_a_bucket():
     table = np.asarray(bucket_table(weights))
     assert table.shape == (3, 257) and (table == table[0]).all()
     right = table[0, 128:]
+    assert right[0] == 0
     np.testing.assert_array_equal(right[1:9], 16 + np.arange(1, 9))
     np.testing.assert_array_equal(right[[8, 11, 12, 15, 16, 22, 23, 127, 128]], [24, 24, 25, 25, 26, 26, 27, 31, 31])
     np.testing.assert_array_equal(table[0, 127::-1], right[1:] - 16)
