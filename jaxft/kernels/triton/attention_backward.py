@@ -16,9 +16,9 @@ matmuls of the size of the two matmuls of the forward pass instead of 7. A third
 `[B|1, N|1, T, S]`. Apart from that gradient, nothing of size `[T, S]` is stored. For a bias by relative position, a
 kernel sums ds over the blocks of each diagonal of blocks, and XLA sums the diagonals of these sums.
 
-Accuracy: with float32, with a float32 bias and with short rows, the rounding of `out` would be visible in delta. The kernels then compute
-delta as the sum of `p * dp`, and divide p by its sum, which is 1 except for rounding. This takes 2 more matmuls in the
-kernel for queries and none in a single kernel for all three gradients, which always does it.
+Accuracy: with float32, with a float32 bias and with short rows, the rounding of `out` would be visible in delta. The
+kernels then compute delta as the sum of `p * dp`, and divide p by its sum, which is 1 except for rounding. This takes 2
+more matmuls in the kernel for queries and none in a single kernel for all three gradients, which always does it.
 
 The gradient of a packed `[B, T, 3, N, H]` is one array of that layout, and each kernel writes its part. On Hopper,
 `jaxft.kernels.mosaic_gpu.attention_backward` computes this gradient with 5 matmuls for some lengths.
@@ -518,8 +518,8 @@ def backward(
 
     of_rows: Any = dtypes[0] or query.dtype
     of_bias: Any = dtypes[1] or (rules.bias is not None and rules.bias.dtype)
-    # A sum over many pairs, or a float32 gradient of any bias, would show the rounding of `out`.
-    exact = jnp.float32 in (query.dtype, of_bias) or p.key_length <= _SHORT or options.relative
+    # The float32 gradient of a bias would show the rounding of a 16-bit `out`.
+    exact = jnp.float32 in (query.dtype, of_bias) or p.key_length <= _SHORT
     of_query, of_key = (p.query.shape, of_rows), (p.key.shape, of_rows)
     dq: Array | None = None
     delta: Array | None = None
