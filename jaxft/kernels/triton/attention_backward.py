@@ -488,9 +488,9 @@ def backward(
     bias has the second one, or the dtype of the bias. For a packed query, the first is the gradient of the packed
     array, and the gradients of key and value are None. `dlse` is the gradient of the natural log-sum-exp, float32 `[B,
     N, T]` or `[N, M]`. `out`, `top` and `total` come from `attention.forward`. `query_config` is also for the kernel of
-    a bias `[..., T, S]`, and, with square blocks, for the kernel of a bias by relative position. The kernel for keys and
-    values computes dq too if one of its tiles holds all keys, unless there are many more queries than keys or the bias
-    is `[..., T, S]`.
+    a bias `[..., T, S]` and, with square blocks, of a bias by relative position. The kernel for keys and values
+    computes dq too if one of its tiles holds all keys, unless there are many more queries than keys or the bias is
+    `[..., T, S]`.
     """
     p = parts.problem(query, key, value, rules, options)
     packed, varlen = key is None, rules.cu_seqlens is not None
