@@ -59,7 +59,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, *slow(*MORE)], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES[:2], *slow(SHAPES[2], *MORE)], ids=str)
 def test_shapes(shape):
     """The bias is the table's element at key minus query, limited to the table, forward and backward."""
     check_op(floats_of(0, *shape), return_residual=True)
@@ -85,7 +85,22 @@ def test_reach_of_zero():
 @pytest.mark.parametrize("dtype", [DTYPES[2], *slow(DTYPES[1])])
 @pytest.mark.parametrize("table", [jnp.float32, *slow(jnp.bfloat16)])
 def test_dtypes(dtype, table):
-    check_op(floats_of(1, 2, 75, 0, 2, 2, 16, 20, 2, dtype, table))
+    check_op(floats_of(1, 2, 150, 0, 2, 2, 16, 20, 2, dtype, table), ("triton",))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 150), *slow((2, 150, 150))], ids=["columns", "matrix"])
+def test_float32_bias_of_16_bit_queries(shape):
+    """The gradient of another float32 bias does not show the rounding of the 16-bit output either."""
+    floats = floats_of(15, 2, 150, 0, 2, 2, 16, 0, 2, jnp.bfloat16)
+    floats = {"qkv": floats["qkv"]} | normal(np.random.default_rng(16), jnp.float32, bias=shape)
+
+    def plain(qkv, bias):
+        return reference.dot_product_attention(*jnp.moveaxis(qkv, 2, 0), bias[None])
+
+    def op(implementation, **f):
+        return jaxft.qkv_attention(**f, implementation=implementation)
+
+    check(op, plain, lambda **f: oracle.qkv_attention(**f), floats)
 
 
 IDS = np.repeat(np.arange(4, dtype=np.int32), 20)[None, :70] // np.array([[1], [2]], np.int32)
@@ -103,6 +118,12 @@ RULES = {
 def test_rules(name):
     """A pair that does not attend adds nothing to the gradient of the table."""
     check_op(floats_of(2, 2, 70, 0, 2, 2, 8, 9, 2), **RULES[name], return_residual=True)
+
+
+def test_blocks_of_queries_without_keys(monkeypatch):
+    """One kernel computes all three gradients and delta. It skips blocks of padding queries, also parts of a tile."""
+    monkeypatch.setattr(tuning, "attention_dkv", lambda *_: AttentionConfig(16, 64, 4, 1))
+    check_op(floats_of(14, 2, 150, 40, 2, 1, 8, 9, 2), ("triton",), query_seq_lengths=lengths(30, 0))
 
 
 def test_dropout():
@@ -134,8 +155,8 @@ def padded_by_sequence(qkv, table, ends, options):
 
 @pytest.mark.parametrize(
     ("reach", "dtype", "options"),
-    [(70, jnp.float32, {}), (5, jnp.bfloat16, {"local_window_size": (40, 9)}),
-     *cases.slow_cases((0, jnp.float32, {"is_causal": True}), (100, jnp.float16, {}))],
+    [(5, jnp.bfloat16, {"local_window_size": (40, 9)}),
+     *cases.slow_cases((70, jnp.float32, {}), (0, jnp.float32, {"is_causal": True}), (100, jnp.float16, {}))],
 )  # fmt: skip
 def test_packed(reach, dtype, options):
     """Positions count within each sequence."""
@@ -295,7 +316,7 @@ def test_plan_goes_on_to_triton_for_a_gpu():
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.usefixtures("quiet")
 def test_lowers_without_square_matrices(length, packed, dtype, caplog):
-    """One kernel forward and three backward for an H200. XLA removes the third if nothing reads its result."""
+    """One kernel forward, two or three backward. XLA removes the last if nothing reads its result."""
     qkv = of((length * 2, 3, 4, 64) if packed else (2, length, 3, 4, 64), dtype)
     table, ends = of((4, 257)), of((3,), jnp.int32)
 
@@ -309,7 +330,7 @@ def test_lowers_without_square_matrices(length, packed, dtype, caplog):
 
     assert operations(lower(attend, qkv, table, ends))[TRITON] == 1
     text = lower(gradients, qkv, table, ends)
-    assert operations(text)[TRITON] == 4 and "has_side_effect = true" not in text
+    assert operations(text)[TRITON] == (3 if length == 37 else 4) and "has_side_effect = true" not in text
     if length == 2048:  # nothing of the size [N, T, T]
         assert max(sizes(text)) < 4 * 2048 * 2048 / 2
     assert caplog.messages == []
@@ -326,6 +347,7 @@ def test_bucket_table_has_one_element_a_bucket():
     table = np.asarray(bucket_table(weights))
     assert table.shape == (3, 257) and (table == table[0]).all()
     right = table[0, 128:]
+    assert right[0] == 0
     np.testing.assert_array_equal(right[1:9], 16 + np.arange(1, 9))
     np.testing.assert_array_equal(right[[8, 11, 12, 15, 16, 22, 23, 127, 128]], [24, 24, 25, 25, 26, 26, 27, 31, 31])
     np.testing.assert_array_equal(table[0, 127::-1], right[1:] - 16)

@@ -16,9 +16,9 @@ matmuls of the size of the two matmuls of the forward pass instead of 7. A third
 `[B|1, N|1, T, S]`. Apart from that gradient, nothing of size `[T, S]` is stored. For a bias by relative position, a
 kernel sums ds over the blocks of each diagonal of blocks, and XLA sums the diagonals of these sums.
 
-Accuracy: with float32 and with short rows, the rounding of `out` would be visible in delta. The kernels then compute
-delta as the sum of `p * dp`, and divide p by its sum, which is 1 except for rounding. This takes 2 more matmuls in the
-kernel for queries and none in a single kernel for all three gradients, which always does it.
+Accuracy: with float32, with a float32 bias and with short rows, the rounding of `out` would be visible in delta. The
+kernels then compute delta as the sum of `p * dp`, and divide p by its sum, which is 1 except for rounding. This takes 2
+more matmuls in the kernel for queries and none in a single kernel for all three gradients, which always does it.
 
 The gradient of a packed `[B, T, 3, N, H]` is one array of that layout, and each kernel writes its part. On Hopper,
 `jaxft.kernels.mosaic_gpu.attention_backward` computes this gradient with 5 matmuls for some lengths.
@@ -204,17 +204,18 @@ def _dkv_kernel(*refs, p: Problem, block_q: int, block_k: int, programs: int, ti
 
 def _dkv_tile(
     tile, kv_head, batch, span: Span, *, refs, p: Problem, block_q: int, block_k: int, own_keys: int, packed: bool,
-    with_dq: bool, single: bool, columns: bool,
+    with_dq: bool, single: bool, columns: bool, keeps_delta: bool,
 ):  # fmt: skip
     """Computes the gradients of one tile of keys and values.
 
     Of the `own_keys` keys in the tile, only the first `block_k`, all or half of them, may take part. `packed` says that
     there is one gradient in the packed layout, `with_dq` that the gradient of the queries is computed too, and `single`
     that one block holds all queries. `columns` asks for the sums over the queries of the gradient of the logits, for a
-    bias that has one element for each key.
+    bias that has one element for each key. `keeps_delta` asks for delta, for the kernel of a bias by relative position.
     """
     q_ref, k_ref, v_ref, *rest = refs[:_SHARED]
     dout_ref, top_ref, total_ref, factor_ref, delta_ref, dlse_ref, _, *outputs = refs[_SHARED:]
+    delta_out_ref: Any = outputs.pop() if keeps_delta else None
     sums_ref: Any = outputs.pop() if columns else None
     dq_ref, dk_ref, dv_ref = outputs * 3 if packed else [None] * (not with_dq) + outputs
     refs = Refs(*rest)
@@ -304,6 +305,9 @@ def _dkv_tile(
                 delta = delta - _load_rows(dlse_ref, index, head, offset + row, block_q, in_rows, 0.0)
             if idle_rows:
                 delta = jnp.where(attends, delta, 0.0)
+            here = (query_start <= rows) & (rows < query_stop) if edge else None
+            if delta_out_ref is not None:
+                common.store(delta_out_ref.at[index, head, common.span(offset + row, block_q)], delta, mask=here)
         else:
             delta = _load_rows(delta_ref, index, head, offset + row, block_q, in_rows, 0.0)
         ds = weights * (dp - of_queries(delta))
@@ -316,7 +320,6 @@ def _dkv_tile(
             if edge and unused_keys:
                 used_k = parts.clear(k, parts.any_of(allowed, axis=query_axis))
             dq = parts.dot(p, ds, used_k) * p.options.scale
-            here = (query_start <= rows) & (rows < query_stop) if edge else None
             parts.store_tile(p, dq_ref, index, offset + row, head, dq, here)
         return dk, dv, *sums
 
@@ -371,7 +374,9 @@ def _bias_gradient(p: Problem, refs, batch, head, tile, span: Span, j, block_q: 
     rows = _rows(p, refs, q_ref, dout_ref, top_ref, total_ref, batch, head, tile, span, block_q)
     rows = rows._replace(q=parts.clear(rows.q, rows.attends), dout=parts.clear(rows.dout, rows.attends))
     row = rows.offset + rows.start
+    # The kernel for keys and values stores no delta in blocks of queries that attend to no key.
     delta = _load_rows(delta_ref, rows.index, head, row, block_q, rows.in_rows, 0.0)
+    delta = jnp.where(rows.attends, delta, 0.0)
     if factor_ref is not None:
         factor = _load_rows(factor_ref, rows.index, head, row, block_q, rows.in_rows, 1.0)
         rows = rows._replace(factor=factor)
@@ -483,8 +488,9 @@ def backward(
     bias has the second one, or the dtype of the bias. For a packed query, the first is the gradient of the packed
     array, and the gradients of key and value are None. `dlse` is the gradient of the natural log-sum-exp, float32 `[B,
     N, T]` or `[N, M]`. `out`, `top` and `total` come from `attention.forward`. `query_config` is also for the kernel of
-    a bias `[..., T, S]`. The kernel for keys and values computes dq too if one of its tiles holds all keys, unless
-    there are many more queries than keys or the bias is `[..., T, S]`.
+    a bias `[..., T, S]` and, with square blocks, of a bias by relative position. The kernel for keys and values
+    computes dq too if one of its tiles holds all keys, unless there are many more queries than keys or the bias is
+    `[..., T, S]`.
     """
     p = parts.problem(query, key, value, rules, options)
     packed, varlen = key is None, rules.cu_seqlens is not None
@@ -496,8 +502,7 @@ def backward(
     # With many queries, two kernels are faster: a single one has only one program for each head of a sequence. With
     # wide float32 heads, a single kernel would need more shared memory than most GPUs have.
     most = key_config.block_k * (4 if p.width * query.dtype.itemsize <= 512 else 1)
-    alone = p.key_length <= key_config.block_k and p.query_length <= most and not matrix and not options.relative
-    exact = query.dtype == jnp.float32 or p.key_length <= _SHORT
+    alone = p.key_length <= key_config.block_k and p.query_length <= most and not matrix
 
     def launch(kernel, config: AttentionConfig, grid, spans, operands, outputs, name, aliases=None, **static) -> Any:
         return common.launch(
@@ -514,6 +519,8 @@ def backward(
 
     of_rows: Any = dtypes[0] or query.dtype
     of_bias: Any = dtypes[1] or (rules.bias is not None and rules.bias.dtype)
+    # The float32 gradient of a bias would show the rounding of a 16-bit `out`.
+    exact = jnp.float32 in (query.dtype, of_bias) or p.key_length <= _SHORT
     of_query, of_key = (p.query.shape, of_rows), (p.key.shape, of_rows)
     dq: Array | None = None
     delta: Array | None = None
@@ -528,7 +535,8 @@ def backward(
             [dout, top, total, None if exact else out, dlse], [of_query, of_row, *[of_row] * exact], "dq",
         )  # fmt: skip
     key_tiles = pl.cdiv(p.key_length, key_config.block_k)
-    sums = [((p.batch, p.heads, p.key_length), jnp.float32)] * columns
+    keeps_delta = alone and options.relative
+    sums = [((p.batch, p.heads, p.key_length), jnp.float32)] * columns + [(top.shape, jnp.float32)] * keeps_delta
     key_spans = attention_spans.spans_of_keys(p, key_config.block_q, key_config.block_k)
     # A packed sequence may be longer than max_seqlen. The block of queries then must cover all rows of a tile of keys.
     single = alone and p.query_length <= key_config.block_q and (not varlen or key_config.block_k <= key_config.block_q)
@@ -544,9 +552,11 @@ def backward(
          dq if packed else None],
         [*([of_query] if packed else [of_query] * alone + [of_key, of_key]), *sums],
         "dqkv" if alone else "dkv", programs=programs, tiles=key_tiles, packed=packed, with_dq=alone, single=single,
-        columns=columns,
+        columns=columns, keeps_delta=keeps_delta,
         aliases={_SHARED + 6: 0} if packed and not alone else None,
     )  # fmt: skip
+    if keeps_delta:
+        delta = found.pop()
     if rules.bias is not None:
         if matrix:
             key_tiles = pl.cdiv(p.key_length, query_config.block_k)
