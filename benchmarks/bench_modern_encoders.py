@@ -44,7 +44,7 @@ def measure_jax(job: Job, cases: Sequence[shapes.Modern], args: argparse.Namespa
     plain_encoders.random_model(job.name).save_pretrained(job.work / job.name)
     for case in cases:
         ids, lengths = plain_encoders.inputs(case)
-        arrays = {"ids": ids} | ({} if lengths is None else {"lengths": lengths})
+        arrays: dict[str, Any] = {"ids": ids} | ({} if lengths is None else {"lengths": lengths})
         np.savez(job.work / f"{case.label}.npz", **arrays)
     for case in plain_encoders.measure(job, cases, args):
         found["done"].append(case.label)

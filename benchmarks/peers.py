@@ -265,7 +265,9 @@ class TransformersModel(Torch):
         Returns:
           The models by kind, and why other kinds are left out. "eager" is there only if there is no other.
         """
-        auto, found, refused = importlib.import_module("transformers").AutoModel, {}, {}
+        auto = importlib.import_module("transformers").AutoModel
+        found: dict[str, Any] = {}
+        refused: dict[str, str] = {}
         for kind in ("flash_attention_2", "sdpa", "eager"):
             if kind == "eager" and found:
                 break

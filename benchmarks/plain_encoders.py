@@ -224,7 +224,8 @@ def peers(case: shapes.Modern, config: BertConfig, *, quick: bool) -> dict[str, 
     kinds: list[Attention] = ["xla", "cudnn"] if on_gpu and config.positions != "disentangled" else ["xla"]
     windows = {config.window(i) for i in range(config.num_hidden_layers)} - {None}
     fits = [window for window in windows if window and case.length > 4 * window and case.length % (2 * window) == 0]
-    names, found = {"xla": "xla", "cudnn": "xla+cudnn"}, {}
+    names: dict[str, str] = {"xla": "xla", "cudnn": "xla+cudnn"}
+    found: dict[str, Forward] = {}
     for kind in kinds:
         ways = (False, True) if len(fits) == 1 else (False,)
         if quick:
@@ -242,7 +243,8 @@ def jaxft_forward(case: shapes.Modern, rebuild: Callable[[Any], Any], *, packed:
         mask = None if lengths is None else jnp.arange(case.length) < lengths[:, None]
         return rebuild(arrays)(ids, mask).last_hidden_state
 
-    def packed_call(arrays: Any, ids: jax.Array, lengths: jax.Array) -> jax.Array:
+    def packed_call(arrays: Any, ids: jax.Array, lengths: jax.Array | None) -> jax.Array:
+        assert lengths is not None
         keep = jnp.arange(case.length) < lengths[:, None]
         capacity = -(-(case.valid or ids.size) // 128) * 128
         rows, indices, cu_seqlens = jaxft.remove_padding(ids, keep, capacity=capacity)

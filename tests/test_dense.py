@@ -120,9 +120,9 @@ def test_gate_with_any_config(config):
     assert operations(lower(lambda *a: run(*a, interpret=False), *arrays))[TRITON] == 1
 
 
-def test_gate_has_one_kernel_beside_a_matmul_or_in_it():
-    """With few rows one kernel has the matmul; with many, XLA has it and one kernel the rest; one for the gradient."""
-    for rows, products in ((32, 0), (16384, 1)):
+def test_gate_is_in_the_matmul():
+    """One kernel computes the layer: Triton's with few rows, Mosaic GPU's with many. Triton has the gradient."""
+    for rows, kernels in ((32, (1, 0)), (16384, (0, 1))):
         arrays = [of(shape, jnp.bfloat16) for shape in ((rows, 768), (768, 2304))]
 
         def run(x, kernel_):
@@ -133,17 +133,22 @@ def test_gate_has_one_kernel_beside_a_matmul_or_in_it():
             return out, pull_back(out)
 
         with jax.default_matmul_precision(None):
-            found, back = (operations(lower(f, *arrays)) for f in (run, gradients))
-        assert (found[TRITON], found["dot_general"], back[TRITON], back["dot_general"]) == (
-            1,
-            products,
-            2,
-            products + 2,
-        )
-        assert not any(found[name] or back[name] for name in ("slice", "concatenate", "custom_call @mosaic_gpu_v2"))
-        with dispatch.target(), pytest.raises(NotImplementedError, match="it has no gate"):
-            options = {"activation": "gelu", "gate": "first", "implementation": "mosaic_gpu"}
-            jax.eval_shape(lambda x, k: jaxft.dense(x, k, **options), *arrays)  # noqa: B023
+            texts = [lower(f, *arrays) for f in (run, gradients)]
+        found, back = map(operations, texts)
+        assert (found[TRITON], texts[0].count("@mosaic_gpu_v2")) == kernels and found["dot_general"] == 0
+        assert (back[TRITON], texts[1].count("@mosaic_gpu_v2")) == (kernels[0] + 1, kernels[1])
+        assert back["dot_general"] == 2 and not any(x[name] for x in (found, back) for name in ("slice", "concatenate"))
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "reason"),
+    [(2304, jnp.float32, "it has no gate in float32"), (400, jnp.bfloat16, "with a gate it must be a multiple of 64")],
+)
+def test_gates_that_mosaic_gpu_refuses(width, dtype, reason):
+    options = {"activation": "gelu", "gate": "first", "implementation": "mosaic_gpu"}
+    with dispatch.target(), pytest.raises(NotImplementedError, match=reason):
+        with jax.default_matmul_precision(None):
+            jax.eval_shape(lambda x, k: jaxft.dense(x, k, **options), of((128, 768), dtype), of((768, width), dtype))
 
 
 def test_float32_at_the_default_precision():

@@ -68,20 +68,23 @@ def as_tf32(floats):
     return {n: x if x is None else x.astype(jnp.bfloat16).astype(x.dtype) for n, x in floats.items()}
 
 
-def check(rows, depth, width, config, *, dtype=jnp.bfloat16, bias=jnp.float32, activation=None, residual=False, seed=0):
+def check(
+    rows, depth, width, config, *, dtype=jnp.bfloat16, bias=jnp.float32, activation=None, residual=False, gate=None,
+    seed=0,
+):  # fmt: skip
     rng = np.random.default_rng(seed)
     floats = normal(rng, dtype, x=(rows, depth)) | {"kernel": normal(rng, dtype, kernel=(depth, width))["kernel"] / 8}
     floats["bias"] = None if bias is None else normal(rng, bias, bias=(width,))["bias"]
-    assert support.dense_unsupported(**floats) is None
-    floats |= normal(rng, dtype, residual=(rows, width)) if residual else {}
+    assert support.dense_unsupported(**floats, gate=gate) is None
+    floats |= normal(rng, dtype, residual=(rows, width if gate is None else width // 2)) if residual else {}
     floats = as_tf32(floats) if dtype == jnp.float32 else floats
     inputs = floats
     if dtype == jnp.float32:  # for few rows, XLA on a GPU splits the depth, and shorter sums err less
         inputs = floats | {"x": np.pad(floats["x"], ((0, 4096 - rows), (0, 0)))}
     with jax.default_matmul_precision("tensorfloat32" if dtype == jnp.float32 else "highest"):
-        plain = jit(functools.partial(reference.dense, activation=activation))(**inputs)[:rows]
-    (got,) = run(**floats, activation=activation, config=config)
-    assert_matches_oracle(got, plain, oracle.dense(**floats, activation=activation), seed=seed)
+        plain = jit(functools.partial(reference.dense, activation=activation, gate=gate))(**inputs)[:rows]
+    (got,) = run(**floats, activation=activation, config=config, gate=gate)
+    assert_matches_oracle(got, plain, oracle.dense(**floats, activation=activation, gate=gate), seed=seed)
     return floats, got
 
 
@@ -293,6 +296,43 @@ def test_second_result_is_the_sum(residual):
     assert (both[0] == y).all()
     floats.pop("residual", None)
     assert (both[1] == run(**floats, activation=None, config=SPLITS["none"])[0]).all()
+
+
+GATED = {
+    "m": MosaicDenseConfig(64, 128, stages=2, minor="m", programs=2),
+    "none": MosaicDenseConfig(128, 128, stages=2, split="none", programs=2),
+    "wide": MosaicDenseConfig(64, 256, stages=2, split="none", programs=2),
+    "cluster": MosaicDenseConfig(64, 128, stages=2, programs=4, cluster_m=2),
+}
+
+
+@runs
+@pytest.mark.parametrize("dtype", [DTYPES[1], *slow(DTYPES[0])])
+@pytest.mark.parametrize(("gate", "bias", "residual"), [("first", None, False), ("second", jnp.float32, True)])
+@pytest.mark.parametrize("config", ["m", "none", *slow("wide", "cluster")])
+def test_gates(config, gate, bias, residual, dtype):
+    """A tile has columns of both halves. The sums of both halves may be kept."""
+    options = {"activation": "gelu", "config": GATED[config], "gate": gate}
+    floats, y = check(136, 80, 512, **options, dtype=dtype, bias=bias, residual=residual)
+    both = run(**floats, **options, also="sum")
+    assert (both[0] == y).all()
+    floats.pop("residual", None)
+    assert (both[1] == run(**floats, activation=None, config=SPLITS["none"])[0]).all()
+
+
+@pytest.mark.parametrize(("depth", "width"), [(768, 2304), *slow_cases((1024, 5248), (768, 6144))])
+@pytest.mark.parametrize("rows", [16384, *slow(1024, 4096)])
+def test_gate_lowers(rows, depth, width):
+    """One kernel without a gradient. With one, the kernel keeps the sums of both halves."""
+    arrays = of((rows, depth)), of((depth, width)), of((rows, width // 2))
+
+    def op(x, kernel, residual):
+        return jaxft.dense(x, kernel, residual=residual, activation="gelu", gate="first")
+
+    with jax.default_matmul_precision(None):
+        assert lower(op, *arrays).count("@mosaic_gpu_v2") == 1
+        text = lower(lambda *a: jax.vjp(op, *a)[1](a[-1]), *arrays)
+    assert text.count("@mosaic_gpu_v2") == 1 and text.count("dot_general") == 2
 
 
 @runs
