@@ -193,16 +193,18 @@ class Batcher:
     def compute_all(
         self, texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "Iterable[Encoding]"], batch_size: int,
         compute: Callable[[Batch], Any], *, model: nnx.Module, width: int | None, unit: str,
-        show_progress_bar: bool | None, convert: Callable[[np.ndarray], Any] | None = None,
+        show_progress_bar: bool | None, convert: Callable[[np.ndarray], Any] = lambda rows: rows,
+        dtype: Any = np.float32,
     ) -> Any:  # fmt: skip
-        """Returns `compute`'s results for texts (or pairs), float32 `[len(texts), width]`, in their order.
+        """Returns `compute`'s results for texts (or pairs), `[len(texts), width]`, in their order.
 
+        `convert` makes rows of the results from float32 rows of a batch, while the device computes the next batches.
         With `width=None`, the result is a list: of `Features` if `compute` returns a tuple of token embeddings and,
-        perhaps, embeddings; otherwise of what `convert` makes of each row.
+        perhaps, embeddings; otherwise of the items that `convert` returns.
 
         Raises a TextError for a text whose result is not finite, with the reason that is found in `model`.
         """
-        results: Any = [None] * len(texts) if width is None else np.empty((len(texts), width), np.float32)
+        results: Any = [None] * len(texts) if width is None else np.empty((len(texts), width), dtype)
 
         def start(batch: Batch) -> Any:
             result = compute(batch)
@@ -229,15 +231,15 @@ class Batcher:
                     )
                 else:
                     finite = np.isfinite(found).all(axis=1)
-                    found = found if convert is None else [*map(convert, found)]
+                if not finite.all():
+                    index = int(positions[~finite].min())
+                    raise TextError(index, texts[index], f"has a result that is not finite: {_cause(model)}")
+                found = found if isinstance(found, list) else convert(found)
                 if isinstance(found, list):
                     for position, of_text in zip(positions, found, strict=True):
                         results[position] = of_text
                 else:
                     results[positions] = found
-                if not finite.all():
-                    index = int(positions[~finite].min())
-                    raise TextError(index, texts[index], f"has a result that is not finite: {_cause(model)}")
                 bar.update(len(positions))
         return results
 

@@ -69,8 +69,8 @@ def quantize_embeddings(
             _check_finite("embeddings", part)
     limits = None
     if precision in ("int8", "uint8") and any(part.size for part in parts):
-        limits = _limits(parts, precision, ranges, calibration_embeddings)
-    results = [_quantized(part, precision, limits) for part in parts]
+        limits = limits_of(parts, precision, ranges, calibration_embeddings)
+    results = [quantized(part, precision, limits) for part in parts]
     return results if several else results[0]
 
 
@@ -93,8 +93,8 @@ def as_ranges(op: str, ranges: Any, width: int) -> np.ndarray:
     return limits
 
 
-def _limits(parts: list[np.ndarray], precision: str, ranges: Any, calibration: Any) -> np.ndarray:
-    """Returns the ranges of the components, float32 `[2, D]`."""
+def limits_of(parts: list[np.ndarray], precision: str, ranges: Any, calibration: Any) -> np.ndarray:
+    """Returns the ranges of the components of int8 and uint8, float32 `[2, D]`, see `quantize_embeddings`."""
     width = parts[0].shape[-1]
     if ranges is None:
         rows = sum(part.shape[0] for part in parts) if parts[0].ndim == 2 else 1
@@ -119,7 +119,8 @@ def _limits(parts: list[np.ndarray], precision: str, ranges: Any, calibration: A
     return as_ranges("quantize_embeddings", ranges, width)
 
 
-def _quantized(values: np.ndarray, precision: str, limits: np.ndarray | None) -> np.ndarray:
+def quantized(values: np.ndarray, precision: str, limits: np.ndarray | None) -> np.ndarray:
+    """Quantizes finite floats `[n, D]` or `[D]`, of int8 and uint8 with ranges `[2, D]`."""
     dtype = PRECISIONS[precision]
     if precision.endswith("binary"):
         bits = np.packbits(values > 0, axis=-1)

@@ -1,5 +1,6 @@
 """SentenceEncoder: computes embeddings of texts, and reads checkpoints in the layout of sentence-transformers."""
 
+import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from jaxft.ops.bundle import Rebuild
 from jaxft.text import arguments, batching, module_files
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import Batch
-from jaxft.text.quantization import PRECISIONS, as_ranges, quantize_embeddings
+from jaxft.text.quantization import PRECISIONS, as_ranges, limits_of, quantize_embeddings, quantized
 from jaxft.text.similarities import SIMILARITIES, similarity_name
 from jaxft.text.text_encoder import TextEncoder
 
@@ -341,18 +342,27 @@ class SentenceEncoder(TextEncoder):
                 arrays, batch.input_ids, batch.lengths, batch.longest, last_steps, rebuild, prompt_length
             )
 
+        # The embeddings of a batch are quantized while the device computes others, unless all of them give the ranges.
+        needs_all = precision in ("int8", "uint8") and ranges is calibration is None
+        size, options = width or self.embedder.embedding_dimension, {}
+        if precision != "float32" and not needs_all:
+            limits = None
+            if precision in ("int8", "uint8"):
+                limits = limits_of([np.empty((0, size), np.float32)], precision, ranges, calibration)
+            quantize = functools.partial(quantized, precision=precision, limits=limits)
+            size = quantize(np.zeros(size, np.float32)).size
+            options = {"convert": quantize, "dtype": PRECISIONS[precision]}
         results = self._compute(
-            texts, prompt, task, batch_size, compute, show_progress_bar,
-            width=(width or self.embedder.embedding_dimension) if is_embedding else None,
-        )  # fmt: skip
+            texts, prompt, task, batch_size, compute, show_progress_bar, width=size if is_embedding else None, **options
+        )
         if not is_embedding:
             convert = (lambda x: x) if convert_to_numpy else jnp.asarray
             length = None if prompt_length is None else int(prompt_length)
             found = [self._features(x, length, convert) for x in results]
             chosen = found if output_value is None else [x[output_value] for x in found]
             return chosen[0] if isinstance(inputs, str) else chosen
-        if precision != "float32":
-            results = quantize_embeddings(results, precision, ranges=ranges, calibration_embeddings=calibration)
+        if needs_all:
+            results = quantize_embeddings(results, precision)
         result = results[0] if isinstance(inputs, str) else results
         return result if convert_to_numpy else jnp.asarray(result)
 

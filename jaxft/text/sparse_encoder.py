@@ -239,8 +239,9 @@ class SparseEncoder(TextEncoder):
             return self._embed(arrays, batch.input_ids, batch.lengths, batch.longest, rebuild)
 
         rows: list[_Row] = self._compute(
-            texts, prompt, task, batch_size, compute, show_progress_bar, lambda weights: _active(weights, most)
-        )
+            texts, prompt, task, batch_size, compute, show_progress_bar,
+            convert=lambda batch: [_active(weights, most) for weights in batch],
+        )  # fmt: skip
         begins = np.append(0, np.cumsum([len(ids) for ids, _ in rows], dtype=np.int64))
         ids, weights = (np.concatenate([np.empty(0, dtype), *part]) for dtype, part in (
             (np.int32, [row[0] for row in rows]), (np.float32, [row[1] for row in rows])))  # fmt: skip

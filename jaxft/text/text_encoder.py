@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-import numpy as np
 
 from jaxft.checkpoint import files as checkpoint_files
 from jaxft.checkpoint.files import CheckpointError
@@ -283,13 +282,13 @@ class TextEncoder:
 
     def _compute(
         self, texts: list[str], prompt: str, task: str | None, batch_size: int, compute: Callable[[Batch], Any],
-        show_progress_bar: bool | None, convert: Callable[[np.ndarray], Any] | None = None, width: int | None = None,
+        show_progress_bar: bool | None, width: int | None = None, **options: Any,
     ) -> Any:  # fmt: skip
         """Returns `compute`'s results for texts, see `Batcher.compute_all`."""
         of_texts = self._texts(task)
         return of_texts.batcher.compute_all(
             texts, functools.partial(of_texts.encodings, prompt), batch_size, compute, model=self.embedder, width=width,
-            unit="text", show_progress_bar=show_progress_bar, convert=convert,
+            unit="text", show_progress_bar=show_progress_bar, **options,
         )  # fmt: skip
 
     def _settings(self) -> dict[str, Any]:
