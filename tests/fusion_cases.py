@@ -41,11 +41,11 @@ def linen(name, module, wanted, *inputs, shape=(B, T, D)):
     """Adds a Flax Linen module, applied to random parameters, a random array and `inputs`."""
 
     def make(dtype):
-        x = normal(0, *shape, dtype=dtype)
+        x = normal(0, *shape)
         params = module.init(jax.random.key(1), x, *inputs)
         leaves, tree = jax.tree.flatten(params)
         params = jax.tree.unflatten(tree, [(p + 0.1 * normal(i, *p.shape)).astype(dtype) for i, p in enumerate(leaves)])
-        return lambda params, x: module.apply(params, x, *inputs), (params, x)
+        return lambda params, x: module.apply(params, x, *inputs), (params, x.astype(dtype))
 
     CASES[name] = Case(make, wanted)
 
@@ -109,6 +109,8 @@ case("RMSNorm by hand", lambda x, g: x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=T
 case("RMSNorm of a residual", lambda x, r, g: (x + r) * jax.lax.rsqrt(mean((x + r) ** 2) + 1e-6) * g, {RMS: 1},
      (B, T, D), (B, T, D), (D,))  # fmt: skip
 case("standard deviation plus epsilon", lambda x: (x - mean(x)) / (x.std(-1, keepdims=True) + 1e-6), {}, (B, T, D))
+case("a norm over two axes", lambda x: (x - x.mean((1, 2), keepdims=True)) * jax.lax.rsqrt(
+    x.var((1, 2), keepdims=True) + 1e-6), {}, (B, T, D))  # fmt: skip
 case("ddof of 1", lambda x: (x - mean(x)) / jnp.sqrt(x.var(-1, keepdims=True, ddof=1) + 1e-6), {}, (B, T, D))
 linen("linen.GroupNorm", nn.GroupNorm(4), {})
 
@@ -131,9 +133,11 @@ for _name, _fn in {
     "quick GELU": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "a maximum with 0": lambda x: jnp.maximum(x, 0),
     "0.6 x (1 + erf)": lambda x: 0.6 * x * (1.0 + jax.lax.erf(x / math.sqrt(2.0))),
-    "straight-through GELU": lambda x: x + jax.lax.stop_gradient(jax.nn.gelu(x) - x),
 }.items():
     case(_name, lambda x, b, fn=_fn: fn(x + b), {}, (B, T, F), (F,))
+
+# The GELU is replaced, and nothing around it.
+case("a straight-through GELU", lambda x: x + jax.lax.stop_gradient(jax.nn.gelu(x) - x), {BA: 1}, (B, T, F))
 
 # --- Softmax and attention ---------------------------------------------------------------------------------------
 
@@ -238,11 +242,11 @@ attention("batched matmul", lambda q, k, v: jax.nn.softmax(jnp.einsum("btd,bsd->
 attention("grouped heads before the length", grouped, shapes=((B, T, N, H), (B, T, 2, H), (B, T, 2, H)))
 attention("T5's relative bias", lambda q, k, v, t, m: t5_style(q, k, v, t, m), None, PAD, shapes=(*QKV, (16, N)))
 attention("a mask of -inf", minus_infinity, None, PAD)
-attention("a division after the values", late, {}, shapes=((T, H),) * 3)
-attention("probabilities returned", returned, {SM: 1}, shapes=((T, H),) * 3)
+attention("a division after the values", late, {"dot_general": 1}, shapes=((T, H),) * 3)
+attention("probabilities returned", returned, {SM: 1, "dot_general": 1}, shapes=((T, H),) * 3)
 attention("dropout", lambda q, k, v: nn.dot_product_attention(
     q, k, v, dropout_rate=0.1, dropout_rng=jax.random.key(0), deterministic=False), {SM: 1})  # fmt: skip
-attention("a low mask", lambda q, k, v: jax.nn.softmax(jnp.where(jnp.eye(T) > 0, q @ k.T, -100.0)) @ v, {SM: 1},
+attention("a low mask", lambda q, k, v: jax.nn.softmax(jnp.where(jnp.eye(T) > 0, q @ k.T, -100.0)) @ v, {SM: 1, "dot_general": 1},
           shapes=((T, H),) * 3)  # fmt: skip
 linen("linen.MultiHeadAttention", nn.MultiHeadDotProductAttention(N), {ATT: 1})
 nnx_case("nnx.MultiHeadAttention", lambda: nnx.MultiHeadAttention(N, D, D, decode=False, rngs=nnx.Rngs(0)), {ATT: 1})

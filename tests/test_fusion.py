@@ -99,7 +99,7 @@ def test_check_looks_into_a_scan():
     [
         ("standard deviation plus epsilon", "no epsilon inside of the root"),
         ("ddof of 1", "divides by 31, not by 32"),
-        ("linen.GroupNorm", "only the last axis is fused"),
+        ("a norm over two axes", "only the last axis is fused"),
         ("quick GELU", "no kernel for"),
         ("a maximum with 0", "the gradient 0.5 at 0"),
         ("softmax over axis 1", "axis 1 of 3"),

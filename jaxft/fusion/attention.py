@@ -208,6 +208,7 @@ def attention_site(g: Graph, anchor: Node, options: Options) -> Site:
     """Recognises attention by the exponential of its softmax."""
     found = read_softmax(g, anchor)
     z, axis = found.logits, found.axis
+    need(_has_product(g, z))
     pv, p_side, p_where, zeroed = _find_values(g, found)
     logits = _read_logits(g, z)
     qk = logits.product

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -30,6 +31,9 @@ from jaxft.ops.embeddings import embeddings_layer_norm
 from jaxft.ops.feed_forward import feed_forward_residual_layer_norm
 from jaxft.ops.layer_norm import bias_residual_layer_norm, rms_norm
 from jaxft.ops.permute import permute
+
+
+_NO_LABEL = -(2**30)  # no user has this label
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +78,19 @@ def _product(g: Graph, v: Var, bias: Var | None) -> Product | None:
         precision = precision_name(node.params["precision"])
     except Refused:
         return None
-    return Product(x, kernel, bias, right[0] == 1, precision, g.find(v))
+    transposed, above = right[0] == 1, g.defs.get(kernel)
+    if above is not None and above.name == "transpose":
+        kernel, transposed = g.find(above.ins[0]), not transposed
+    return Product(x, kernel, bias, transposed, precision, g.find(v))
 
 
-def _dense_of(g: Graph, h: Var) -> Product | None:
-    """Returns the dense layer without activation that computes `h`, if nothing else reads its parts."""
+def _dense_of(g: Graph, h: Var, readers: Collection[Node] = ()) -> Product | None:
+    """Returns the dense layer without activation that computes `h`.
+
+    Nothing but one node, or `readers`, may read `h`, and nothing else may read its matmul.
+    """
+    if len(g.uses(h)) > 1 and is_used_outside(g, h, readers):
+        return None
     found = terms(g, h)
     vectors = [v for c, v, where in found if v is not None and where and c == 1 and is_vector(v, where, h)]
     arrays = [v for c, v, where in found if v is not None and where and c == 1 and is_like(v, where, h)]
@@ -86,7 +98,8 @@ def _dense_of(g: Graph, h: Var) -> Product | None:
     if len(arrays) != 1 or len(vectors) > 1 or len(arrays) + len(vectors) != len(found):
         return None
     product = _product(g, arrays[0], vectors[0] if vectors else None)
-    return product if product is not None and len(g.uses(arrays[0])) == 1 == len(g.uses(h)) else None
+    alone = len(g.uses(arrays[0])) == 1 or g.find(arrays[0]) is g.find(h)
+    return product if alone else None
 
 
 def absorb_dense(g: Graph, site: Site, options: Options) -> None:
@@ -281,7 +294,7 @@ def _is_position(v: Var, where: Map, x: Var) -> bool:
 def cross_entropy_site(g: Graph, log_softmax: Site, options: Options) -> Site:
     """Recognises the summed loss -log_softmax(x @ table.T + bias)[label] with the log-softmax before it."""
     y, z = log_softmax.parts
-    product = _dense_of_logits(g, z)
+    product = _dense_of(g, z, log_softmax.region)
     need(product is not None)
     assert product is not None
     users = [user for user in g.uses(y) if user is not None]
@@ -316,10 +329,10 @@ def cross_entropy_site(g: Graph, log_softmax: Site, options: Options) -> Site:
         ids = labels.ids_of(ids).reshape(rows)
         if keep is not None:
             kept = jnp.broadcast_to(kept.reshape(kept.shape or (1,)), (rows,)) if kept.ndim == 0 else kept.reshape(rows)
-            ids = jnp.where(kept ^ keep[1], ids, -(2**31))
+            ids = jnp.where(kept ^ keep[1], ids, _NO_LABEL)
         x = x.reshape(rows, x.shape[-1])
         loss = linear_cross_entropy(
-            x, table if product.transposed else table.T, ids, as_vector(bias), ignore_index=-(2**31),
+            x, table if product.transposed else table.T, ids, as_vector(bias), ignore_index=_NO_LABEL,
             precision=product.precision, implementation=options.implementation,
         )  # fmt: skip
         return loss.total * -scale
@@ -328,11 +341,6 @@ def cross_entropy_site(g: Graph, log_softmax: Site, options: Options) -> Site:
     static = {"V": z.shape[-1], "D": product.x.shape[-1]}
     return Site("linear_cross_entropy", "cross_entropy", log_softmax.anchor, [total], inputs, call, static,
                 region(g, [total], set(inputs)), always=True)  # fmt: skip
-
-
-def _dense_of_logits(g: Graph, z: Var) -> Product | None:
-    v, where = strip(g, z)
-    return _dense_of(g, v if is_like(v, where, z) else z)
 
 
 def _labels_of(g: Graph, gather: Node, y: Var) -> Rows:

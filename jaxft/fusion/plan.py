@@ -78,7 +78,8 @@ def find_sites(g: Graph, options: Options) -> Found:
     _leave_transposes_to_xla(g, found)
     found.sites = {v: site for v, site in found.sites.items() if site.family in options.only}
     replaced = set().union(*(site.region for site in found.sites.values()))
-    found.misses = [miss for miss in found.misses if miss.anchor not in replaced]
+    whole = ("attention", "cross_entropy")  # a softmax alone may be in their place
+    found.misses = [miss for miss in found.misses if miss.family in whole or miss.anchor not in replaced]
     return found
 
 
@@ -104,12 +105,18 @@ def _absorb(g: Graph, found: Found, options: Options) -> None:
 
 
 def _leave_transposes_to_xla(g: Graph, found: Found) -> None:
-    """Drops permutes beside another site or a matmul. These transpose too, and XLA makes one transpose of all."""
-    others = [site for site in found.sites.values() if site.op != "permute"]
-    beside = {v for site in others for v in (*site.inputs, *site.outs)}
+    """Drops transposes beside another site or a matmul. These transpose too, and XLA makes one transpose of all."""
+    others = [site for site in found.sites.values() if site.family != "permute"]
+    inside = set().union(*(site.region for site in others))
+    beside = {v for site in others for v in site.outs}
+    feeding = beside | {v for site in others for v in site.inputs}
     for v, site in list(found.sites.items()):
-        feeds_matmul = any(user is not None and user.name == "dot_general" for user in g.uses(v))
-        if site.op == "permute" and not site.always and (feeds_matmul or not beside.isdisjoint([v, *site.inputs])):
+        if site.op == "permute":
+            feeds_matmul = any(user is not None and user.name == "dot_general" for user in g.uses(v))
+            drops = not site.always and (feeds_matmul or not feeding.isdisjoint([v, *site.inputs]))
+        else:
+            drops = site.op == "dot_general" and not beside.isdisjoint(site.inputs)
+        if site.family == "permute" and (drops or site.anchor in inside):
             del found.sites[v]
 
 

@@ -292,6 +292,8 @@ def softmax_site(g: Graph, anchor: Node, options: Options) -> Site:
 def log_softmax_site(g: Graph, anchor: Node, options: Options) -> Site:
     """Recognises a log-softmax by its logarithm."""
     total = g.node_of(strip(g, anchor.ins[0])[0])
+    if total is not None and total.name == "abs":  # logsumexp takes the logarithm of it
+        total = g.node_of(strip(g, total.ins[0])[0])
     need(total is not None and total.name == "reduce_sum")
     assert total is not None
     exponential = g.node_of(strip(g, total.ins[0])[0])
