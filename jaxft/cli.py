@@ -1,4 +1,7 @@
-"""Command line `jaxft encode | similar | rerank | bench | fuse | info`. Results go to stdout or a file, messages to stderr."""
+"""Command line `jaxft encode | similar | rerank | bench | fuse | info`. Results go to stdout or a file.
+
+Messages go to stderr.
+"""
 
 import argparse
 import contextlib
@@ -456,18 +459,15 @@ def _run_fuse(args: argparse.Namespace) -> None:
 
 def _named_object(name: str) -> Any:
     """Returns what a name such as package.module:function stands for."""
-    import importlib
+    import pkgutil
 
     module, _, path = name.partition(":")
     if not module or not path:
         raise _UserError(f"expected a name such as package.module:function, got {name!r}")
     try:
-        found = importlib.import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
         raise _UserError(f"cannot find {name}: {error}") from error
-    return found
 
 
 def _device() -> dict[str, str]:

@@ -218,13 +218,15 @@ def flax_masks(q, k, v, m):
 
 attention("linen attention", nn.dot_product_attention)
 attention("linen attention, mask", lambda q, k, v, m: nn.dot_product_attention(q, k, v, mask=keys(m)), None, PAD)
-attention("linen attention, empty rows", lambda q, k, v, m: nn.dot_product_attention(q, k, v, mask=keys(m)), None, EMPTY)
+attention(
+    "linen attention, empty rows", lambda q, k, v, m: nn.dot_product_attention(q, k, v, mask=keys(m)), None, EMPTY
+)
 attention("linen attention, bias", lambda q, k, v, b: nn.dot_product_attention(q, k, v, bias=b), None,
           shapes=(*QKV, (1, N, T, T)))  # fmt: skip
 attention("linen attention, causal and padding", flax_masks, None, PAD)
 attention("nnx attention", nnx.dot_product_attention)
-attention("jax.nn attention, causal and mask",
-          lambda q, k, v, m: jax.nn.dot_product_attention(q, k, v, mask=keys(m), is_causal=True), None, PAD)  # fmt: skip
+attention("jax.nn attention, causal and mask", lambda q, k, v, m: jax.nn.dot_product_attention(
+    q, k, v, mask=keys(m), is_causal=True), None, PAD)  # fmt: skip
 attention("jax.nn attention, grouped heads", lambda q, k, v: jax.nn.dot_product_attention(q, k[:, :, :2], v[:, :, :2]))
 attention("jax.nn attention, lengths",
           lambda q, k, v, n: jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=n), None,
@@ -246,8 +248,8 @@ attention("a division after the values", late, {"dot_general": 1}, shapes=((T, H
 attention("probabilities returned", returned, {SM: 1, "dot_general": 1}, shapes=((T, H),) * 3)
 attention("dropout", lambda q, k, v: nn.dot_product_attention(
     q, k, v, dropout_rate=0.1, dropout_rng=jax.random.key(0), deterministic=False), {SM: 1})  # fmt: skip
-attention("a low mask", lambda q, k, v: jax.nn.softmax(jnp.where(jnp.eye(T) > 0, q @ k.T, -100.0)) @ v, {SM: 1, "dot_general": 1},
-          shapes=((T, H),) * 3)  # fmt: skip
+attention("a low mask", lambda q, k, v: jax.nn.softmax(jnp.where(jnp.eye(T) > 0, q @ k.T, -100.0)) @ v,
+          {SM: 1, "dot_general": 1}, shapes=((T, H),) * 3)  # fmt: skip
 linen("linen.MultiHeadAttention", nn.MultiHeadDotProductAttention(N), {ATT: 1})
 nnx_case("nnx.MultiHeadAttention", lambda: nnx.MultiHeadAttention(N, D, D, decode=False, rngs=nnx.Rngs(0)), {ATT: 1})
 

@@ -42,7 +42,9 @@ def with_gradients(fn, args):
 
     def run(values):
         out, pull_back = jax.vjp(of_floats, values)
-        wide = jax.tree.map(lambda y: jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape).astype(y.dtype), out)
+        wide = jax.tree.map(
+            lambda y: jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape).astype(y.dtype), out
+        )
         return out, pull_back(wide)[0]
 
     return jax.jit(run), [leaves[i] for i in floats]

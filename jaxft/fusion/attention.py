@@ -235,7 +235,7 @@ def attention_site(g: Graph, anchor: Node, options: Options) -> Site:
     paired = [i for i, a in enumerate(q_batch) if q.shape[a] != 1]
     head = max(paired, key=lambda i: q_batch[i]) if len(paired) > 1 else None
     others = [i for i in paired if i != head]
-    heads = [] if head is None else [head]
+    heads: list[int] = [] if head is None else [head]
 
     # The second matmul has the same batch, and contracts the keys.
     v_side = 1 - p_side
@@ -295,7 +295,7 @@ def attention_site(g: Graph, anchor: Node, options: Options) -> Site:
                     continue
                 used = {a for a in part_where if a is not None}
                 if length_place is not None and used <= {part_where[length_place], part_where[axis]}:
-                    ends = [part_where[length_place], part_where[axis]]
+                    ends: list[Any] = [part_where[length_place], part_where[axis]]
                     full = np.broadcast_to(known, [size if a in used else 1 for a, size in enumerate(part.shape)])
                     if None not in ends and _is_lower_triangle(
                         full.transpose([a for a in range(full.ndim) if a not in ends] + ends).reshape(t, s), t, s
@@ -327,7 +327,7 @@ def attention_site(g: Graph, anchor: Node, options: Options) -> Site:
     result = [("place", p_where[a]) for a in pv_batch[p_side]]
     halves = [("place", p_where[a]) for a in free], [("depth", a) for a in _free(pv, v_side)]
     result += (*halves[p_side], *halves[v_side])
-    produced = [*(("place", a) for part in (layout[0], layout[3], layout[1], layout[2]) for a in part),
+    produced: list[Any] = [*(("place", a) for part in (layout[0], layout[3], layout[1], layout[2]) for a in part),
                 ("depth", v_depth[0])]  # fmt: skip
 
     def expand(x: Any, where: Map) -> Any:

@@ -32,7 +32,6 @@ from jaxft.ops.feed_forward import feed_forward_residual_layer_norm
 from jaxft.ops.layer_norm import bias_residual_layer_norm, rms_norm
 from jaxft.ops.permute import permute
 
-
 _NO_LABEL = -(2**30)  # no user has this label
 
 

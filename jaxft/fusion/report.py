@@ -183,7 +183,7 @@ def _inner_calls(program: Program, node: Node, operands: list[Any]) -> list[tupl
 
 def _in_float64(g: Graph, site: Site, inputs: list[Any]) -> list[np.ndarray]:
     """Computes the equations that a site replaces in float64, on the CPU."""
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+    with jax.enable_x64(True), jax.default_device("cpu"):
         return [np.asarray(x) for x in _wide_values(g, site.outs, site.inputs, inputs)]
 
 
