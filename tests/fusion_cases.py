@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 
 B, T, D, N, H, F, V = 2, 12, 32, 4, 8, 64, 50
@@ -319,6 +320,14 @@ linen("a ViT block", ViTBlock(), {LN: 1, BRLN: 1, ATT: 1, DENSE: 1})
 linen("a scan of ViT blocks", Scanned(), {LN: 1, BRLN: 1, ATT: 1, DENSE: 1})
 linen("a rematerialised ViT block", nn.remat(ViTBlock)(), {LN: 1, BRLN: 1, ATT: 1, DENSE: 1})
 case("the loss of labels", loss, {LOSS: 1}, (B, T, D), (V, D), (V,), others=(IDS, PAD))
+
+
+def optax_loss(x, table):
+    return (optax.softmax_cross_entropy_with_integer_labels(x @ table, IDS) * PAD).mean()
+
+
+case("the loss of optax", optax_loss, {LOSS: 1}, (B, T, D), (D, V))
+case("a LayerNorm of one row", by_sqrt, {LN: 1}, (D,), (D,), (D,))
 case("transposes that cancel", lambda x: x.transpose(2, 0, 1).transpose(1, 2, 0) + 1, {"permute": 1}, (B, T, D))
 case("transposes that compose", lambda x: jnp.sin(x.transpose(2, 0, 1).transpose(2, 0, 1)), {"permute": 1}, (B, T, D))
 case("a matmul of a transposed array", lambda x, w: jnp.einsum("btd,df->btf", x, w.T.T.T), {"dot_general": 1},

@@ -171,7 +171,9 @@ def activation_site(g: Graph, anchor: Node, options: Options) -> Site:
     base, bias = split_bias(g, x, inside)
     need(widens(y.dtype, base.dtype), f"{base.dtype} becomes {y.dtype} in the activation")
     # XLA fuses an activation alone with what is before and after it.
-    need(bias is not None or found.name not in ("relu", "tanh"))
+    above = g.node_of(base)
+    is_layer = above is not None and above.name == "dot_general"
+    need(bias is not None or is_layer or found.name not in ("relu", "tanh"))
     leaves = present(base, bias)
 
     def call(x: Any, *bias: Any, **in_place: Any) -> Any:

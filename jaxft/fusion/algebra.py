@@ -63,6 +63,10 @@ def view(g: Graph, v: Var) -> tuple[Var, Map] | None:
             return None
         pairs = dict(zip(ours, theirs, strict=True))
         return source, tuple(pairs.get(axis) for axis in range(rank))
+    if name == "gather" and g.number(node.ins[1]) == 0 and tuple(node.params["slice_sizes"]) == source.shape:
+        collapsed = node.params["dimension_numbers"].collapsed_slice_dims
+        left = tuple(a for a in range(len(source.shape)) if a not in collapsed)
+        return (source, left) if len(left) == rank else None  # x[..., 0] of one column
     if name == "dot_general":  # an outer product with ones, such as a head mask that masks nothing
         (contracted, _), batch = node.params["dimension_numbers"]
         sides = [g.find(x) for x in node.ins]

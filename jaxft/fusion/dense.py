@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxft.fusion.activations import Activation
 from jaxft.fusion.algebra import FLOATS, Map, identity, is_like, is_vector, strip, terms, view
 from jaxft.fusion.graph import Graph, Node, Var
-from jaxft.fusion.rows import Norm
+from jaxft.fusion.rows import Norm, log_of_sum
 from jaxft.fusion.site import (
     Options,
     Refused,
@@ -20,6 +20,7 @@ from jaxft.fusion.site import (
     fill,
     is_used_outside,
     need,
+    outward,
     precision_name,
     present,
     region,
@@ -280,28 +281,52 @@ def absorb_embeddings(g: Graph, site: Site, options: Options) -> None:
 
 def _is_position(v: Var, where: Map, x: Var) -> bool:
     """Returns whether `v` holds one row for each position of x [..., T, D], for all examples."""
-    lead = (*(None,) * (len(x.shape) - 2),)
-    ends = where[-2:]
-    return (
-        where[:-2] == lead and None not in ends and v.size == x.shape[-2] * x.shape[-1] and ends[0] < ends[1]  # type: ignore[operator]
-    )
+    *lead, row, column = (None, *where)
+    in_order = row is not None and column is not None and row < column
+    return in_order and not any(a is not None for a in lead) and v.size == x.shape[-2] * x.shape[-1]
 
 
 # --- Cross-entropy -----------------------------------------------------------------------------------------------
 
 
 def cross_entropy_site(g: Graph, log_softmax: Site, options: Options) -> Site:
-    """Recognises the summed loss -log_softmax(x @ table.T + bias)[label] with the log-softmax before it."""
+    """Recognises the summed loss -log_softmax(x @ table.T + bias)[label], given the log-softmax."""
     y, z = log_softmax.parts
-    product = _dense_of(g, z, log_softmax.region)
-    need(product is not None)
-    assert product is not None
+    need(_dense_of(g, z, log_softmax.region) is not None)
     users = [user for user in g.uses(y) if user is not None]
     need(len(users) == len(g.uses(y)) == 1, "the log-softmax of a matmul goes to more than a look-up of labels")
     gather = users[0]
     need(gather.name == "gather", f"the log-softmax of a matmul goes to {gather.name}, not to a look-up of labels")
-    labels = _labels_of(g, gather, y)
-    picked, scale, keep, total = g.find(gather.out), 1.0, None, None
+    return _summed_loss(g, log_softmax.anchor, z, _labels_of(g, gather, y), g.find(gather.out), 1.0, options)
+
+
+def normalised_loss_site(g: Graph, anchor: Node, options: Options) -> Site:
+    """Recognises the summed loss log(sum(exp(logits))) - logits[label], as optax has it, by its logarithm."""
+    argument, z = log_of_sum(g, anchor)
+    log, shift = g.find(anchor.out), [(c, v) for c, v, _ in terms(g, argument, stop={z}) if v is not z]
+    for y in outward(g, log, ("add", "broadcast_in_dim", "neg", "reshape", "squeeze", "sub"), 4):
+        found = [(c, v) for c, v, _ in terms(g, y, stop={log})]
+        sign = next((c for c, v in found if v is log), 0.0)
+        gathers = [
+            node
+            for c, v in found
+            if c == -sign and v is not None and (node := g.defs.get(v)) is not None and node.name == "gather"
+        ]
+        if abs(sign) == 1 and len(gathers) == 1:
+            rows = g.find(gathers[0].ins[0])
+            of_logits = [(-c * sign, v) for c, v in shift] if rows is z else []
+            rest = [t for t in found if t[1] is not log and t[1] is not g.find(gathers[0].out)]
+            if rows in (z, argument) and rest == of_logits:
+                return _summed_loss(g, anchor, z, _labels_of(g, gathers[0], rows), y, -sign, options)
+    raise Refused("")
+
+
+def _summed_loss(
+    g: Graph, anchor: Node, z: Var, labels: Rows, picked: Var, scale: float, options: Options
+) -> Site:  # fmt: skip
+    """Follows `picked`, scale times the loss of each row, to its sum."""
+    keep: tuple[Var, bool] | None = None
+    total: Var | None = None
     while total is None:
         (user, *more) = g.uses(picked)
         need(user is not None and not more, "the loss of each row is needed, not only a sum")
@@ -320,6 +345,9 @@ def cross_entropy_site(g: Graph, log_softmax: Site, options: Options) -> Site:
             total = out
         else:
             raise Refused(f"the loss of each row goes to {user.name}, not to a sum")
+    product = _dense_of(g, z, region(g, [total], {z}))
+    need(product is not None, "the logits are used elsewhere")
+    assert product is not None
     rows = math.prod(z.shape[:-1])
     values = (product.x, product.kernel, product.bias, labels.ids, None if keep is None else keep[0])
 
@@ -338,7 +366,7 @@ def cross_entropy_site(g: Graph, log_softmax: Site, options: Options) -> Site:
 
     inputs = present(*values)
     static = {"V": z.shape[-1], "D": product.x.shape[-1]}
-    return Site("linear_cross_entropy", "cross_entropy", log_softmax.anchor, [total], inputs, call, static,
+    return Site("linear_cross_entropy", "cross_entropy", anchor, [total], inputs, call, static,
                 region(g, [total], set(inputs)), always=True)  # fmt: skip
 
 

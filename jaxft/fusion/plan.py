@@ -43,6 +43,7 @@ _ROOTS = ("pow", "rsqrt", "sqrt")
 _STEPS: tuple[tuple[tuple[str, ...], tuple[str, ...], _Matcher], ...] = (
     (("attention",), ("exp",), attention.attention_site),
     (("softmax",), ("exp",), rows.softmax_site),
+    (("cross_entropy",), ("log",), dense.normalised_loss_site),
     (("softmax", "cross_entropy"), ("log",), rows.log_softmax_site),
     (("layer_norm", "rms_norm"), _ROOTS, rows.norm_site),
     (("activation", "dense"), activations.ANCHORS, activations.activation_site),

@@ -178,7 +178,7 @@ def _affine(g: Graph, y: Var, x: Var, variance: Var, center: bool) -> tuple[Var 
         for f, where, power in found:
             if f is variance and power == -0.5:
                 need(where[-1] is None)
-            elif is_vector(f, where, x) and power == 1 and f is not x:
+            elif is_vector(f, where, x) and power == 1 and not _depends(g, f, x):
                 need(gamma is None, "two vectors are multiplied after the normalisation")
                 gamma = f
             else:
@@ -202,6 +202,11 @@ def _affine(g: Graph, y: Var, x: Var, variance: Var, center: bool) -> tuple[Var 
         need(gamma is other and core is x and abs(plus - 1) < 1e-6 and minus < 0 and _is_mean(g, minus, mean, x))
     need(center or beta is None, "an RMSNorm with a shift")
     return gamma, beta
+
+
+def _depends(g: Graph, v: Var, x: Var) -> bool:
+    """Returns whether `v` is computed from `x`. A vector of parameters is not, also where x is one row."""
+    return v is x or any(x in map(g.find, node.ins) for node in region(g, [v], {x}))
 
 
 def norm_site(g: Graph, anchor: Node, options: Options) -> Site:
@@ -289,8 +294,8 @@ def softmax_site(g: Graph, anchor: Node, options: Options) -> Site:
     return _softmax_site(g, anchor, y, z, softmax, "softmax", options)
 
 
-def log_softmax_site(g: Graph, anchor: Node, options: Options) -> Site:
-    """Recognises a log-softmax by its logarithm."""
+def log_of_sum(g: Graph, anchor: Node) -> tuple[Var, Var]:
+    """Reads log(sum(exp(argument))) over the last axis. Returns the argument, and it without a shift of its rows."""
     total = g.node_of(strip(g, anchor.ins[0])[0])
     if total is not None and total.name == "abs":  # logsumexp takes the logarithm of it
         total = g.node_of(strip(g, total.ins[0])[0])
@@ -301,8 +306,13 @@ def log_softmax_site(g: Graph, anchor: Node, options: Options) -> Site:
     assert exponential is not None
     argument, axes = g.find(exponential.ins[0]), tuple(map(int, total.params["axes"]))
     need(axes == (len(argument.shape) - 1,), f"a log-softmax over axes {axes}; only the last is fused")
+    return argument, _without_shift(g, argument, axes[0])
+
+
+def log_softmax_site(g: Graph, anchor: Node, options: Options) -> Site:
+    """Recognises a log-softmax by its logarithm."""
+    argument, z = log_of_sum(g, anchor)
     log = g.find(anchor.out)
-    z = _without_shift(g, argument, axes[0])
     want = [(c, v, w) for c, v, w in terms(g, argument, stop={z})]
     for y in outward(g, log, ("add", "broadcast_in_dim", "convert_element_type", "reshape", "sub", "squeeze"), 6):
         if y.shape != argument.shape or str(y.dtype) not in FLOATS:
