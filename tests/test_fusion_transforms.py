@@ -269,6 +269,26 @@ def test_dying_operands_are_written_in_place():
     assert fuse(norm[0]).report(*norm[1]).saves == 0  # x is an argument
 
 
+def test_operand_that_lives_on_is_not_overwritten():
+    def fn(x, w):
+        y = x @ w
+        return jax.nn.softmax(y), y
+
+    args = normal(0, 8, 16), normal(1, 16, 16)
+    report = fuse(fn).report(*args)
+    assert report.counts == {"softmax": 1} and report.saves == 0
+
+
+def test_other_scale_of_the_mean_is_no_norm():
+    def fn(x, g, h):  # x and the mean are scaled by different vectors
+        mean, inv = x.mean(-1, keepdims=True), jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-3)
+        return x * (inv * g) - mean * (inv * h)
+
+    args = normal(0, 8, 16) + 3, normal(1, 16), normal(2, 16)
+    assert fuse(fn).report(*args).counts == {}
+    assert_same(fuse(fn)(*args), fn(*args))
+
+
 # --- Masked rows -------------------------------------------------------------------------------------------------
 
 
