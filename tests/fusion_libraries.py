@@ -10,10 +10,9 @@ import pytest
 import transformers
 
 import fusion_cases
-from fusion_cases import ATT, B, D, DENSE, DRLN, EMB, F, FF, N, PAD, T, normal
-from test_fusion import assert_as_exact, standard_promotion  # noqa: F401
-
 import jaxft
+from fusion_cases import ATT, DRLN, EMB, FF, PAD, B, D, F, N, T, normal
+from test_fusion import assert_as_exact, standard_promotion  # noqa: F401
 
 SIZES = {"hidden_size": D, "num_hidden_layers": 2, "num_attention_heads": N, "intermediate_size": F}
 TEXT = {"input_ids": fusion_cases.IDS, "attention_mask": PAD.astype(jnp.int32)}
@@ -30,21 +29,31 @@ def test_hugging_face_is_recognised_and_exact(name):
     settings, inputs, wanted = MODELS[name]
     config = getattr(transformers, f"{name}Config")(**settings)
     image = {"input_shape": (1, 32, 32, 3)} if name == "ViT" else {}
-    model = getattr(transformers, f"Flax{name}Model")(config, **image)
+    make = getattr(transformers, f"Flax{name}Model")
+    model = make(config, **image)
+    with jax.enable_x64(True):
+        wide = make(config, dtype=jnp.float64, _do_init=False, **image)
 
     def fn(params):
         return model(**inputs, params=params)[0]
 
+    def exact(params):
+        return wide(**inputs, params=params)[0]
+
     fused = jaxft.fuse(fn, force=True)
     report = fused.report(model.params)
     assert {op: report.counts.get(op, 0) for op in wanted} == wanted, report
-    assert_as_exact(fn, fused, (model.params,))
+    assert_as_exact(fn, fused, (model.params,), exact)
 
 
 EQUINOX = {
     "attention": (lambda key: eqx.nn.MultiheadAttention(N, D, key=key), lambda m, x: m(x, x, x), {ATT: 1}),
     "LayerNorm": (lambda key: eqx.nn.LayerNorm(D), lambda m, x: jax.vmap(m)(x), {"layer_norm": 1}),
-    "MLP": (lambda key: eqx.nn.MLP(D, D, F, 1, jax.nn.gelu, key=key), lambda m, x: jax.vmap(m)(x), {DENSE: 1}),
+    "MLP": (
+        lambda key: eqx.nn.MLP(D, D, F, 1, jax.nn.gelu, key=key),
+        lambda m, x: jax.vmap(m)(x),
+        {"bias_activation": 1},
+    ),
 }
 
 
