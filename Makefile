@@ -13,6 +13,8 @@
 #                                    side; installs both, with PyTorch, in an environment of its own: .venv-peers
 #   make test-encoders               tiny models of each type, beside transformers in an environment of its own (torch:
 #                                    gigabytes); writes tests/data/encoders.npz, tokenizer_ids.json and a table
+#   make test-fuse                   jaxft.fuse on the Flax models of transformers 4.53 and on equinox, in an environment of
+#                                    its own: .venv-fuse
 #   make lint                        ruff and mypy
 #   make wheel                       the wheel and the source archive, in dist/
 #   make finetune [ARGS="--steps 50"]  a classifier from the checkpoint; goes on where it was interrupted
@@ -27,7 +29,7 @@
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 .PHONY: help demo finetune pretrain train-embedder test test-all test-mutants test-gpu test-signals test-fuzz test-peers \
-	run-peers test-encoders lint wheel bench report tune docs clean
+	run-peers test-encoders test-fuse lint wheel bench report tune docs clean
 
 PYTHON ?=
 VENV := .venv$(if $(PYTHON),-$(notdir $(PYTHON)))
@@ -35,7 +37,7 @@ BIN := $(VENV)/bin
 ARGS :=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 BENCHMARKS := encoder train contrastive attention relative_bias layer_norm embeddings bias_activation gated_activation \
-	softmax dense feed_forward cross_entropy permute rotary search
+	softmax dense feed_forward cross_entropy permute rotary search fuse
 
 help:
 	@sed -n '/^\.NOTPARALLEL/q; s/^#   //p' Makefile
@@ -136,6 +138,17 @@ test-encoders: $(VENV)/.ready-test $(VENV)-transformers/.ready
 	$(VENV)-transformers/bin/python tests/encoders.py --check .cache/encoders
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/test_encoders.py tests/test_text_types.py \
 		tests/test_checkpoint_settings.py $(ARGS)
+
+$(VENV)-fuse/.ready: pyproject.toml | $(VENV)/.created
+	@echo "Installing equinox and transformers 4.53 into $(VENV)-fuse"
+	@$(BIN)/python -m venv --clear $(VENV)-fuse
+	@$(VENV)-fuse/bin/python -m pip --disable-pip-version-check install --quiet --editable ".[test]" \
+		"transformers==4.53.3" equinox
+	@touch $@
+
+# The newest transformers has no models in Flax.
+test-fuse: $(VENV)-fuse/.ready
+	JAX_PLATFORMS=cpu USE_TORCH=0 USE_TF=0 $(VENV)-fuse/bin/python -m pytest tests/fusion_libraries.py $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/python -m ruff check .

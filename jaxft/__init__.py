@@ -10,6 +10,7 @@ from jaxft._version import __version__ as __version__
 if TYPE_CHECKING:
     from jaxft.checkpoint.files import CheckpointError
     from jaxft.dispatch import EXPORT_DISABLED_CHECKS
+    from jaxft.fusion.transform import fuse
     from jaxft.models.bert import BertModel
     from jaxft.models.classification import BertForSequenceClassification, BertForTokenClassification
     from jaxft.models.config import BertConfig
@@ -63,6 +64,7 @@ __all__ = [
     "embeddings_layer_norm",
     "explain",
     "feed_forward_residual_layer_norm",
+    "fuse",
     "gated_activation",
     "layer_norm",
     "linear_cross_entropy",
@@ -88,6 +90,7 @@ __all__ = [
 _MODULES = {
     "jaxft.checkpoint.files": "CheckpointError",
     "jaxft.dispatch": "EXPORT_DISABLED_CHECKS",
+    "jaxft.fusion.transform": "fuse",
     "jaxft.models.bert": "BertModel",
     "jaxft.models.classification": "BertForSequenceClassification BertForTokenClassification",
     "jaxft.models.config": "BertConfig",

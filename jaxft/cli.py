@@ -1,4 +1,7 @@
-"""Command line `jaxft encode | similar | rerank | bench | info`. Results go to stdout or a file, messages to stderr."""
+"""Command line `jaxft encode | similar | rerank | bench | fuse | info`. Results go to stdout or a file.
+
+Messages go to stderr.
+"""
 
 import argparse
 import contextlib
@@ -163,6 +166,18 @@ def _parser() -> argparse.ArgumentParser:
     _add_dtype_argument(bench, "of parameters and arithmetic")
     bench.add_argument("-o", "--output", metavar="OUT.json", help="file to write the times to as well")
     bench.add_argument("--chart", metavar="OUT.png", help="file to draw them to; needs jaxft[plot]")
+
+    fuse = command(
+        "fuse", _run_fuse, "show which parts of a function jaxft.fuse replaces",
+        "Traces a function of yours and prints what jaxft.fuse replaces in it on this device, and what it nearly "
+        "replaces and why not. Modules are also looked for in the current folder.",
+    )  # fmt: skip
+    fuse.add_argument("function", metavar="MODULE:FUNCTION", help="the function, as package.module:function")
+    fuse.add_argument(
+        "--args", metavar="MODULE:NAME", required=True,
+        help="a tuple with the arguments of the function, or a function that returns it",
+    )  # fmt: skip
+    fuse.add_argument("--force", action="store_true", help="report what is recognised, whether it is worth it or not")
 
     for reads_texts in (encode, similar, rerank):
         reads_texts.add_argument("--jsonl", action="store_true", help="FILE's lines are JSON, whatever its name")
@@ -425,6 +440,34 @@ def _run_bench(args: argparse.Namespace) -> None:
                 comparison.draw(cases, times, f"{dtype}, {device['device']}", file)
     if failed:
         raise _UserError("\n".join(failed))
+
+
+def _run_fuse(args: argparse.Namespace) -> None:
+    sys.path.insert(0, os.getcwd())
+    function, given = _named_object(args.function), _named_object(args.args)
+    arguments = given() if callable(given) else given
+    if not isinstance(arguments, tuple):
+        raise _UserError(f"--args {args.args} must be a tuple of arguments, got {type(arguments).__name__}")
+    from jaxft.fusion.transform import fuse
+
+    try:
+        fused = fuse(function, force=args.force)
+    except TypeError as error:
+        raise _UserError(f"{args.function}: {error}") from error
+    print(fused.report(*arguments))
+
+
+def _named_object(name: str) -> Any:
+    """Returns what a name such as package.module:function stands for."""
+    import pkgutil
+
+    module, _, path = name.partition(":")
+    if not module or not path:
+        raise _UserError(f"expected a name such as package.module:function, got {name!r}")
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise _UserError(f"cannot find {name}: {error}") from error
 
 
 def _device() -> dict[str, str]:

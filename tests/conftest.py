@@ -38,6 +38,7 @@ WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9
 CPU = (
     "atomic", "attention_errors", "autotune", "batching", "benchmarks", "cases", "checkpoint", "checkpoint_resolve",
     "checkpoint_settings", "cli", "cli_bench", "contrastive", "cross_encoder", "docs", "examples", "examples_parts",
+    "fusion", "fusion_transforms",
     "hostile_files", "import", "instructions", "layers", "long_texts", "lowering", "lowering_attention", "minilm",
     "mutants", "order", "other_systems", "passed_options", "peer_values", "plans", "quantization", "sentence_encoder",
     "sentence_encoder_packed", "signals", "tuning",

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import csv
+import dataclasses
 import functools
 import json
 import subprocess
@@ -23,6 +24,7 @@ import bench_embeddings
 import bench_encode
 import bench_encoder
 import bench_feed_forward
+import bench_fuse
 import bench_gated_activation
 import bench_layer_norm
 import bench_modern_encoders
@@ -195,6 +197,14 @@ def test_benchmark_writes_rows(script, settings, peers, tmp_path, monkeypatch, c
         assert 0 < float(row["p20"]) <= float(row["p50"]) <= float(row["p80"])
     printed = capsys.readouterr().out
     assert "jaxft" in printed and "speedup" in printed
+
+
+def test_fused_networks_are_checked_and_timed(tmp_path, monkeypatch, capsys):
+    sizes = {"batch": 2, "length": 8, "layers": 1, "width": 32, "heads": 2}
+    monkeypatch.setattr(bench_fuse, "CASES", [dataclasses.replace(bench_fuse.CASES[i], **sizes) for i in (0, 2)])
+    bench_fuse.main(["--quick", "--force", "--out", str(tmp_path)])
+    text = capsys.readouterr().out
+    assert "feed_forward_residual_layer_norm" in text and "as fast as the original" in text
 
 
 @pytest.mark.parametrize("script", [bench_contrastive, bench_dense, bench_encoder, bench_train])

@@ -23,6 +23,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import common
 import finetune
+import fuse_linen
 import pretrain
 import tiny
 import train_embedder
@@ -607,3 +608,11 @@ def test_folder_without_a_checkpoint_is_named(example, missing, checkpoint, tmp_
         (tmp_path / "model" / file).unlink()
     with pytest.raises(SystemExit, match=f"--model: .*model.* n.*{missing}"):
         common.run(lambda: example.main([f"--model={tmp_path / 'model'}", f"--out={tmp_path / 'out'}"]))
+
+
+def test_fused_training_takes_the_same_steps(capsys):
+    fuse_linen.main("--layers 1 --width 32 --heads 2 --batch 2 --length 16 --steps 3 --dtype float32 --force".split())
+    text = capsys.readouterr().out
+    original, fused = (np.array(pair, float) for pair in re.findall(r"loss ([\d.]+) -> ([\d.]+)", text))
+    np.testing.assert_allclose(fused, original, atol=2e-4)
+    assert "feed_forward_residual_layer_norm" in text and original[1] < original[0]

@@ -18,6 +18,7 @@ LAYERS = (
     ("tuning",),
     ("kernels",),
     ("ops",),
+    ("fusion",),
     ("checkpoint",),
     ("models",),
     ("contrastive",),

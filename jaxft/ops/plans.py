@@ -165,6 +165,29 @@ def explain(fn: Callable[..., Any], *args: Any) -> Explanation:
     return found
 
 
+class _Found(Exception):
+    """Ends the trace of `first_plan`. Its argument is the plan."""
+
+
+class _FirstRecord(Explanation):
+    def append(self, record: Record) -> None:
+        raise _Found(record.plan)
+
+
+def first_plan(fn: Callable[..., Any], *args: Any) -> Plan | None:
+    """Returns the plan of the first op of jaxft in `fn(*args)`, or None. Traces `fn` up to there, and no kernel."""
+    recorder, token = _Recorder(), dispatch.quiet.set(True)
+    recorder.records = _FirstRecord()
+    try:
+        with _recorder(recorder):
+            jax.eval_shape(lambda *args: fn(*args), *args)
+    except _Found as found:
+        return found.args[0]
+    finally:
+        dispatch.quiet.reset(token)
+    return None
+
+
 def describe(plan: Plan, direction: str, *, with_config: bool = True) -> str:
     """Writes the "forward" or "backward" pass of a plan as one short text: backend and numbers of the configuration.
 

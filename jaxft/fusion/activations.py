@@ -1,0 +1,188 @@
+"""Activations, recognised by what they compute: a scalar function is evaluated and compared with the known ones."""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxft.fusion.algebra import FLOATS, is_like, is_vector, source, terms, widens
+from jaxft.fusion.graph import ELEMENTWISE, Graph, Node, Var, erfc, numpy_value
+from jaxft.fusion.site import (
+    Options,
+    Refused,
+    Site,
+    as_vector,
+    check_kept_inside,
+    is_used_outside,
+    need,
+    outward,
+    present,
+    region,
+)
+from jaxft.ops.bias_activation import bias_activation
+from jaxft.reference import ACTIVATIONS
+
+ANCHORS = ("custom_jvp_call", "erf", "erfc", "exp", "logistic", "max", "tanh")
+
+_FAR = [30.0, 50.0, 100.0, 300.0, 1e3, 6e4]
+_GRID = np.concatenate([np.linspace(-9, 9, 181) + 1e-3, [1e-3], _FAR, np.negative(_FAR)])
+_CUTS = 40  # nodes of an activation, at most
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return 0.5 * (1 + np.tanh(0.5 * x))
+
+
+@functools.cache
+def _known() -> Mapping[str, np.ndarray]:
+    x = _GRID
+    return {
+        "gelu": 0.5 * x * erfc(-x / math.sqrt(2)),
+        "gelu_tanh": 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+        "relu": np.maximum(x, 0),
+        "silu": x * _sigmoid(x),
+        "tanh": np.tanh(x),
+        "quick_gelu": x * _sigmoid(1.702 * x),
+        "sigmoid": _sigmoid(x),
+        "softplus": np.logaddexp(0, x),
+        "elu": np.where(x > 0, x, np.expm1(np.minimum(x, 0))),
+        "leaky_relu": np.where(x > 0, x, 0.01 * x),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """y = activation(x)."""
+
+    y: Var
+    x: Var
+    name: str
+
+
+def _is_relu_of_jax(node: Node) -> bool:
+    """Returns whether a node is `jax.nn.relu`, whose gradient at 0 is 0, as in jaxft."""
+    info = getattr(getattr(node.params["call_jaxpr"], "jaxpr", None), "debug_info", None)
+    where = str(getattr(info, "func_src_info", ""))
+    return re.match(r"relu at .*[/\\]jax[/\\]_src[/\\]nn[/\\]", where) is not None
+
+
+def _evaluate(g: Graph, y: Var, x: Var, values: np.ndarray) -> np.ndarray:
+    """Computes y for these values of x. Raises `Refused` where y depends on more than x and numbers."""
+    known: dict[Var, Any] = {x: values}
+
+    def value(v: Var) -> Any:
+        v = g.find(v)
+        if v not in known:
+            node = g.defs.get(v)
+            if v in g.uniform:
+                known[v] = g.uniform[v]
+            elif node is None:
+                raise Refused("")
+            elif node.name == "custom_jvp_call" and _is_relu_of_jax(node):
+                known[v] = np.maximum(value(node.ins[0]), 0)
+            elif node.name in ("broadcast_in_dim", "reshape") and node.ins[0].shape == v.shape:
+                known[v] = value(node.ins[0])
+            elif node.name in ELEMENTWISE and node.name != "stop_gradient":
+                with np.errstate(all="ignore"):
+                    known[v] = numpy_value(node, [value(operand) for operand in node.ins])
+            else:
+                raise Refused("")
+        return known[v]
+
+    return np.asarray(value(y), dtype=float)
+
+
+def _name_of(values: np.ndarray, is_16_bit: bool) -> str | None:
+    """Returns the name of the activation that has these values on the grid, or None.
+
+    In 16 bits, constants such as sqrt(2 / pi) have a relative error of 2^-9.
+    """
+    for name, expected in _known().items():
+        tolerance = 2e-3 * (0.25 + np.abs(expected)) if is_16_bit else 3e-7 * (0.1 + np.abs(expected))
+        if values.shape == expected.shape and np.all(np.abs(values - expected) <= tolerance):
+            return name
+    return None
+
+
+def read_activation(g: Graph, anchor: Node) -> Activation:
+    """Reads the largest element-wise region around `anchor` that computes a known activation of one array."""
+    shape, unknown = anchor.out.shape, ""
+    names = ("add", "convert_element_type", "div", "mul", "neg", "sub")
+    for y in outward(g, anchor.out, names, 6):
+        if y.shape != shape or str(y.dtype) not in FLOATS or y in g.uniform:
+            continue
+        front = {y}
+        for _ in range(_CUTS):
+            last = max((v for v in front if v in g.defs), key=lambda v: g.defs[v].index, default=None)
+            node = g.defs.get(last) if last is not None else None
+            is_step = node is not None and (node.name in ELEMENTWISE or node.name == "custom_jvp_call")
+            if last is None or node is None or not is_step or len(node.outs) != 1 or node.is_differentiated:
+                break
+            front.remove(last)
+            front |= {v for v in map(g.find, node.ins) if v not in g.uniform}
+            if len(front) != 1:
+                continue
+            (x,) = front
+            above = g.defs.get(x)
+            is_cast = above is not None and above.name == "convert_element_type" and widens(above.ins[0].dtype, x.dtype)
+            if x.shape != shape or str(x.dtype) not in FLOATS or is_cast:
+                continue
+            if above is not None and above.index >= anchor.index:
+                continue
+            try:
+                values = _evaluate(g, y, x, _GRID)
+            except Refused:
+                continue
+            name = _name_of(values, x.dtype.itemsize == 2)
+            if name == "relu" and anchor.name != "custom_jvp_call":
+                if above is not None and above.name in ("add", "dot_general"):
+                    unknown = "a maximum with 0 has the gradient 0.5 at 0, jax.nn.relu has 0"
+            elif name in ACTIVATIONS:
+                return Activation(y, x, name)
+            elif name is not None:
+                unknown = f"jaxft has no kernel for {name}"
+    raise Refused(unknown)
+
+
+def split_bias(g: Graph, x: Var, inside: set[Node]) -> tuple[Var, Var | None]:
+    """Returns (base, bias) where x = base + bias and only the region reads x; else (x, None)."""
+    found = terms(g, x)
+    vectors = [v for c, v, where in found if v is not None and where and c == 1 and is_vector(v, where, x)]
+    arrays = [v for c, v, where in found if v is not None and where and c == 1 and is_like(v, where, x)]
+    arrays = [v for v in arrays if v not in vectors]
+    if len(found) != 2 or len(vectors) != 1 or len(arrays) != 1 or arrays[0].dtype != x.dtype:
+        return x, None
+    bias, base = vectors[0], arrays[0]
+    both = inside | region(g, [x], {base, bias})
+    return (x, None) if is_used_outside(g, x, both) else (base, bias)
+
+
+def activation_site(g: Graph, anchor: Node, options: Options) -> Site:
+    """Recognises an activation with the bias before it."""
+    need(g.number(anchor.out) is None and anchor.out.shape)
+    found = read_activation(g, anchor)
+    y, x = found.y, found.x
+    inside = region(g, [y], {x})
+    check_kept_inside(g, inside, [y], {x, source(g, x)}, x.size, "an intermediate result of the activation")
+    base, bias = split_bias(g, x, inside)
+    need(widens(y.dtype, base.dtype), f"{base.dtype} becomes {y.dtype} in the activation")
+    # XLA fuses an activation alone with what is before and after it.
+    above = g.node_of(base)
+    is_layer = above is not None and above.name == "dot_general"
+    need(bias is not None or is_layer or found.name not in ("relu", "tanh"))
+    leaves = present(base, bias)
+
+    def call(x: Any, *bias: Any, **in_place: Any) -> Any:
+        vector = as_vector(bias[0]) if bias else None
+        return bias_activation(
+            x, vector, activation=found.name, implementation=options.implementation, **in_place
+        )  # fmt: skip
+
+    static = {"activation": found.name, "bias": bias is not None}
+    inside = region(g, [y], leaves)
+    return Site("bias_activation", "activation", anchor, [y], leaves, call, static, inside, (found, base, bias),
+                operands=[base])  # fmt: skip

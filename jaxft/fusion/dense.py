@@ -1,0 +1,444 @@
+"""Dense layers, what they absorb and what absorbs them; transposes and embeddings."""
+
+import dataclasses
+import math
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxft.fusion.activations import Activation
+from jaxft.fusion.algebra import FLOATS, Map, identity, is_like, is_vector, strip, terms, view
+from jaxft.fusion.graph import Graph, Node, Var
+from jaxft.fusion.rows import Norm, log_of_sum
+from jaxft.fusion.site import (
+    Options,
+    Refused,
+    Site,
+    as_vector,
+    fill,
+    is_used_outside,
+    need,
+    outward,
+    precision_name,
+    present,
+    region,
+)
+from jaxft.ops.cross_entropy import linear_cross_entropy
+from jaxft.ops.dense import dense
+from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
+from jaxft.ops.embeddings import embeddings_layer_norm
+from jaxft.ops.feed_forward import feed_forward_residual_layer_norm
+from jaxft.ops.layer_norm import bias_residual_layer_norm, rms_norm
+from jaxft.ops.permute import permute
+
+_NO_LABEL = -(2**30)  # no user has this label
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """x @ kernel + bias, or x @ kernel.T + bias."""
+
+    x: Var
+    kernel: Var
+    bias: Var | None
+    transposed: bool
+    precision: str | None
+    out: Var
+
+    @property
+    def inputs(self) -> list[Var]:
+        """The arrays."""
+        return present(self.x, self.kernel, self.bias)
+
+    def kernel_of(self, array: Any) -> Any:
+        """The kernel `[K, F]`."""
+        return array.T if self.transposed else array
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the kernel."""
+        k, f = self.kernel.shape[::-1] if self.transposed else self.kernel.shape
+        return {"K": k, "F": f}
+
+
+def _product(g: Graph, v: Var, bias: Var | None) -> Product | None:
+    """Reads the matmul of a dense layer."""
+    node = g.node_of(v)
+    if node is None or node.name != "dot_general":
+        return None
+    (left, right), (left_batch, _) = node.params["dimension_numbers"]
+    x, kernel = (g.find(operand) for operand in node.ins)
+    if left_batch or len(left) != 1 or len(kernel.shape) != 2 or left[0] != len(x.shape) - 1 or len(x.shape) < 2:
+        return None
+    if x.dtype != kernel.dtype or str(x.dtype) not in FLOATS or g.find(v).dtype.itemsize < x.dtype.itemsize:
+        return None
+    try:
+        precision = precision_name(node.params["precision"])
+    except Refused:
+        return None
+    transposed, above = right[0] == 1, g.defs.get(kernel)
+    if above is not None and above.name == "transpose":
+        kernel, transposed = g.find(above.ins[0]), not transposed
+    return Product(x, kernel, bias, transposed, precision, g.find(v))
+
+
+def _dense_of(g: Graph, h: Var, readers: Collection[Node] = ()) -> Product | None:
+    """Returns the dense layer without activation that computes `h`.
+
+    Nothing but one node, or `readers`, may read `h`, and nothing else may read its matmul.
+    """
+    if len(g.uses(h)) > 1 and is_used_outside(g, h, readers):
+        return None
+    found = terms(g, h)
+    vectors = [v for c, v, where in found if v is not None and where and c == 1 and is_vector(v, where, h)]
+    arrays = [v for c, v, where in found if v is not None and where and c == 1 and is_like(v, where, h)]
+    arrays = [v for v in arrays if v not in vectors]
+    if len(arrays) != 1 or len(vectors) > 1 or len(arrays) + len(vectors) != len(found):
+        return None
+    product = _product(g, arrays[0], vectors[0] if vectors else None)
+    alone = len(g.uses(arrays[0])) == 1 or g.find(arrays[0]) is g.find(h)
+    return product if alone else None
+
+
+def absorb_dense(g: Graph, site: Site, options: Options) -> None:
+    """Turns a `bias_activation` into the `dense` layer whose matmul is before it."""
+    activation, base, bias = site.parts
+    product = _product(g, base, bias)
+    y = site.outs[0]
+    if product is None or is_used_outside(g, base, site.region) or y.dtype.itemsize > product.x.dtype.itemsize:
+        return
+    if product.out.dtype != product.x.dtype and y.dtype != product.x.dtype:
+        return
+
+    def call(x: Any, kernel: Any, *bias: Any) -> Any:
+        vector = as_vector(bias[0]) if bias else None
+        return dense(x, product.kernel_of(kernel), vector, activation=activation.name, precision=product.precision,
+                     implementation=options.implementation)  # fmt: skip
+
+    site.op, site.family, site.call, site.inputs = "dense", "dense", call, product.inputs
+    site.static = {**product.sizes, **site.static}
+    site.parts, site.region, site.operands = (activation, product), region(g, [y], set(product.inputs)), []
+
+
+def absorb_residual(g: Graph, site: Site, sites: dict[Var, Site], options: Options) -> None:
+    """Takes the residual before a normalisation into it, and the dense layers before the residual."""
+    norm: Norm = site.parts
+    x, dtype = norm.x, norm.dtype
+    node = g.defs.get(x)
+    if node is None or node.name not in ("add", "add_any") or x in sites or x.dtype != dtype:
+        return
+    a, b = map(g.find, node.ins)
+    if any(v.shape != x.shape or v.dtype != dtype for v in (a, b)) or a is b:
+        return
+    keeps = is_used_outside(g, x, site.region)
+    settings: dict[str, Any] = {"epsilon": norm.epsilon, "return_sum": keeps, "implementation": options.implementation}
+    outs, vectors = [norm.y, x] if keeps else [norm.y], present(*norm.vectors)
+    static = {**norm.static, "return_sum": True} if keeps else norm.static
+
+    def become(op: str, inputs: list[Var], call: Any, more: dict[str, Any], operands: list[Var]) -> None:
+        site.op, site.inputs, site.call, site.outs = op, inputs, call, outs
+        site.static, site.operands = {**more, **static}, operands
+        site.region = region(g, outs, set(inputs))
+
+    if norm.center and "dense" in options.only:
+        for h, residual in ((a, b), (b, a)):
+            product = _dense_of(g, h)
+            if product is None or product.x.dtype != dtype or norm.y.dtype.itemsize > dtype.itemsize:
+                continue
+            inner = sites.get(product.x)
+            if inner is not None and inner.op == "dense" and len(g.uses(product.x)) == 1 and not product.transposed:
+                activation, first = inner.parts
+                same = residual.shape == first.x.shape and first.precision == product.precision
+                if same and first.x.dtype == dtype and first.out.dtype == dtype:
+                    return _become_feed_forward(activation, first, product, residual, norm, settings, vectors,
+                                                sites, become)  # fmt: skip
+
+            def layer(x: Any, *more: Any, product: Product = product) -> Any:
+                values = (product.kernel, product.bias, x, *norm.vectors)
+                kernel, bias, residual, gamma, beta = fill(values, more)
+                return dense_residual_layer_norm(
+                    x, product.kernel_of(kernel), as_vector(bias), residual, as_vector(gamma), as_vector(beta),
+                    precision=product.precision, **settings,
+                )  # fmt: skip
+
+            inputs = [*product.inputs, residual, *vectors]
+            return become("dense_residual_layer_norm", inputs, layer, product.sizes, [])
+
+    def call(x: Any, residual: Any, *vectors: Any, **in_place: Any) -> Any:
+        gamma, beta = map(as_vector, fill(norm.vectors, vectors))
+        if norm.center:
+            return bias_residual_layer_norm(x, None, residual, gamma, beta, **settings, **in_place)
+        return rms_norm(x, gamma, residual=residual, **settings, **in_place)
+
+    become("bias_residual_layer_norm" if norm.center else "rms_norm", [a, b, *vectors], call,
+           {} if norm.center else {"residual": True}, [a, b] if keeps else [a])  # fmt: skip
+
+
+def _become_feed_forward(
+    activation: Activation, first: Product, second: Product, residual: Var, norm: Norm, settings: dict[str, Any],
+    vectors: list[Var], sites: dict[Var, Site], become: Any,
+) -> None:  # fmt: skip
+    own = residual is first.x
+
+    def call(x: Any, *more: Any) -> Any:
+        values = (first.kernel, first.bias, second.kernel, second.bias, None if own else residual, *norm.vectors)
+        in_kernel, in_bias, out_kernel, out_bias, other, gamma, beta = fill(values, more)
+        return feed_forward_residual_layer_norm(
+            x, first.kernel_of(in_kernel), as_vector(in_bias), out_kernel, as_vector(out_bias), as_vector(gamma),
+            as_vector(beta), activation=activation.name, residual=other, precision=first.precision, **settings,
+        )  # fmt: skip
+
+    del sites[second.x]
+    inputs = [*first.inputs, *present(second.kernel, second.bias), *([] if own else [residual]), *vectors]
+    become("feed_forward_residual_layer_norm", inputs, call, {**first.sizes, "activation": activation.name}, [])
+
+
+# --- Embeddings --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows of a table: table[ids]. `clips` says whether an id outside of the table takes its last row."""
+
+    table: Var
+    ids: Var
+    clips: bool
+    out: Var
+
+    def ids_of(self, array: Any) -> Any:
+        """The ids as the op takes them, with the shape of the result's leading axes."""
+        ids = array.reshape(self.out.shape[:-1])
+        return jnp.clip(ids, 0, self.table.shape[0] - 1) if self.clips else ids
+
+
+def _rows_of(g: Graph, v: Var) -> Rows | None:
+    """Reads a look-up in a table [V, D]."""
+    node = g.node_of(v)
+    if node is None or node.name != "gather":
+        return None
+    table, ids = map(g.find, node.ins)
+    numbers, out = node.params["dimension_numbers"], g.find(v)
+    if (
+        len(table.shape) != 2
+        or tuple(numbers.collapsed_slice_dims) != (0,)
+        or tuple(numbers.start_index_map) != (0,)
+        or tuple(numbers.offset_dims) != (len(out.shape) - 1,)
+        or tuple(node.params["slice_sizes"]) != (1, table.shape[1])
+        or numbers.operand_batching_dims
+        or len(out.shape) < 2
+    ):
+        return None
+    mode = str(node.params["mode"]).lower()
+    fill_value = node.params.get("fill_value")
+    if "fill" in mode and fill_value is not None and not math.isnan(float(fill_value)):
+        return None
+    source, where = strip(g, table)  # a table in float32 that is cast for the look-up
+    table = source if is_like(source, where, table) and str(source.dtype) in FLOATS else table
+    return Rows(table, ids, "clip" in mode, out)
+
+
+def absorb_embeddings(g: Graph, site: Site, options: Options) -> None:
+    """Turns a LayerNorm of a sum of embeddings into `embeddings_layer_norm`."""
+    norm: Norm = site.parts
+    if is_used_outside(g, norm.x, site.region) or not norm.center:
+        return
+    looked_up, position = list[Rows](), None
+    for c, v, where in terms(g, norm.x):
+        if v is None or c != 1 or where is None:
+            return
+        rows = _rows_of(g, v)
+        if rows is not None and (where == identity(norm.x.shape)) and v.shape == norm.x.shape:
+            looked_up.append(rows)
+        elif position is None and _is_position(v, where, norm.x):
+            position = v
+        else:
+            return
+    if not looked_up or len(looked_up) + (position is not None) not in (2, 3):
+        return
+    # The table with the most rows is the one of the words; the others are positions and token types.
+    word, *others = sorted(looked_up, key=lambda rows: -rows.table.shape[0])
+    second = None if position is not None else others.pop(0)
+    third = others[0] if others else None
+    tables = [word.table, position if second is None else second.table, None if third is None else third.table]
+    ids = [word.ids, None if second is None else second.ids, None if third is None else third.ids]
+    values = (*tables, *ids, *norm.vectors)
+
+    def call(*arrays: Any) -> Any:
+        words, positions, types, ids, position_ids, type_ids, gamma, beta = fill(values, arrays)
+        return embeddings_layer_norm(
+            word.ids_of(ids), words, positions.reshape(-1, words.shape[1]), types, as_vector(gamma), as_vector(beta),
+            position_ids=None if second is None else second.ids_of(position_ids),
+            token_type_ids=None if third is None else third.ids_of(type_ids),
+            epsilon=norm.epsilon, dtype=norm.y.dtype, implementation=options.implementation,
+        )  # fmt: skip
+
+    site.op, site.family, site.inputs, site.call = "embeddings_layer_norm", "embeddings", present(*values), call
+    site.static = {"V": word.table.shape[0], "D": word.table.shape[1], **norm.static}
+    site.region, site.operands = region(g, [norm.y], set(site.inputs)), []
+
+
+def _is_position(v: Var, where: Map, x: Var) -> bool:
+    """Returns whether `v` holds one row for each position of x [..., T, D], for all examples."""
+    *lead, row, column = (None, *where)
+    in_order = row is not None and column is not None and row < column
+    return in_order and not any(a is not None for a in lead) and v.size == x.shape[-2] * x.shape[-1]
+
+
+# --- Cross-entropy -----------------------------------------------------------------------------------------------
+
+
+def cross_entropy_site(g: Graph, log_softmax: Site, options: Options) -> Site:
+    """Recognises the summed loss -log_softmax(x @ table.T + bias)[label], given the log-softmax."""
+    y, z = log_softmax.parts
+    need(_dense_of(g, z, log_softmax.region) is not None)
+    users = [user for user in g.uses(y) if user is not None]
+    need(len(users) == len(g.uses(y)) == 1, "the log-softmax of a matmul goes to more than a look-up of labels")
+    gather = users[0]
+    need(gather.name == "gather", f"the log-softmax of a matmul goes to {gather.name}, not to a look-up of labels")
+    return _summed_loss(g, log_softmax.anchor, z, _labels_of(g, gather, y), g.find(gather.out), 1.0, options)
+
+
+def normalised_loss_site(g: Graph, anchor: Node, options: Options) -> Site:
+    """Recognises the summed loss log(sum(exp(logits))) - logits[label], as optax has it, by its logarithm."""
+    argument, z = log_of_sum(g, anchor)
+    log, shift = g.find(anchor.out), [(c, v) for c, v, _ in terms(g, argument, stop={z}) if v is not z]
+    for y in outward(g, log, ("add", "broadcast_in_dim", "neg", "reshape", "squeeze", "sub"), 4):
+        found = [(c, v) for c, v, _ in terms(g, y, stop={log})]
+        sign = next((c for c, v in found if v is log), 0.0)
+        gathers = [
+            node
+            for c, v in found
+            if c == -sign and v is not None and (node := g.defs.get(v)) is not None and node.name == "gather"
+        ]
+        if abs(sign) == 1 and len(gathers) == 1:
+            rows = g.find(gathers[0].ins[0])
+            of_logits = [(-c * sign, v) for c, v in shift] if rows is z else []
+            rest = [t for t in found if t[1] is not log and t[1] is not g.find(gathers[0].out)]
+            if rows in (z, argument) and rest == of_logits:
+                return _summed_loss(g, anchor, z, _labels_of(g, gathers[0], rows), y, -sign, options)
+    raise Refused("")
+
+
+def _summed_loss(
+    g: Graph, anchor: Node, z: Var, labels: Rows, picked: Var, scale: float, options: Options
+) -> Site:  # fmt: skip
+    """Follows `picked`, scale times the loss of each row, to its sum."""
+    keep: tuple[Var, bool] | None = None
+    total: Var | None = None
+    while total is None:
+        (user, *more) = g.uses(picked)
+        need(user is not None and not more, "the loss of each row is needed, not only a sum")
+        assert user is not None
+        out = g.find(user.out)
+        if user.name == "neg":
+            picked, scale = out, -scale
+        elif user.name in ("mul", "div") and (number := g.number(user.ins[1])):
+            picked, scale = out, scale * number if user.name == "mul" else scale / number
+        elif user.name in ("mul", "select_n") and keep is None:
+            keep = _kept_rows(g, user, picked)
+            picked = out
+        elif (step := view(g, out)) is not None and step[0] is picked and user.name != "stop_gradient":
+            picked = out
+        elif user.name == "reduce_sum" and not out.shape:
+            total = out
+        else:
+            raise Refused(f"the loss of each row goes to {user.name}, not to a sum")
+    product = _dense_of(g, z, region(g, [total], {z}))
+    need(product is not None, "the logits are used elsewhere")
+    assert product is not None
+    rows = math.prod(z.shape[:-1])
+    values = (product.x, product.kernel, product.bias, labels.ids, None if keep is None else keep[0])
+
+    def call(*arrays: Any) -> Any:
+        x, table, bias, ids, kept = fill(values, arrays)
+        ids = labels.ids_of(ids).reshape(rows)
+        if keep is not None:
+            kept = jnp.broadcast_to(kept.reshape(kept.shape or (1,)), (rows,)) if kept.ndim == 0 else kept.reshape(rows)
+            ids = jnp.where(kept ^ keep[1], ids, _NO_LABEL)
+        x = x.reshape(rows, x.shape[-1])
+        loss = linear_cross_entropy(
+            x, table if product.transposed else table.T, ids, as_vector(bias), ignore_index=_NO_LABEL,
+            precision=product.precision, implementation=options.implementation,
+        )  # fmt: skip
+        return loss.total * -scale
+
+    inputs = present(*values)
+    static = {"V": z.shape[-1], "D": product.x.shape[-1]}
+    return Site("linear_cross_entropy", "cross_entropy", anchor, [total], inputs, call, static,
+                region(g, [total], set(inputs)), always=True)  # fmt: skip
+
+
+def _labels_of(g: Graph, gather: Node, y: Var) -> Rows:
+    """Reads take_along_axis(y, labels[..., None], -1) of y [..., V]."""
+    ids, numbers = g.find(gather.ins[1]), gather.params["dimension_numbers"]
+    lead = tuple(range(len(y.shape) - 1))
+    need(g.find(gather.ins[0]) is y and tuple(gather.params["slice_sizes"]) == (1,) * len(y.shape))
+    need(tuple(numbers.operand_batching_dims) == lead, "the log-softmax is not looked up row by row")
+    need(ids.size == math.prod(y.shape[:-1]), "a row has several labels")
+    clips = "clip" in str(gather.params["mode"]).lower()
+    return Rows(Var(y.aval.update(shape=(y.shape[-1], 1))), ids, clips, Var(y.aval))
+
+
+def _kept_rows(g: Graph, node: Node, picked: Var) -> tuple[Var, bool]:
+    """Returns (mask, inverted) of picked * mask or where(mask, picked, 0)."""
+    if node.name == "mul":
+        other = next(x for x in node.ins if g.find(x) is not picked)
+        mask, where = strip(g, other)
+        need(mask.dtype == bool, "the loss of a row has a weight that is not a mask")
+        inverted = False
+    else:
+        need(len(node.ins) == 3 and g.find(node.ins[0]) is not picked)
+        at = [g.find(x) for x in node.ins].index(picked)
+        need(g.number(node.ins[3 - at]) == 0, "the loss of a row is replaced by a number that is not 0")
+        mask, where = strip(g, node.ins[0])
+        inverted = at == 1
+    need(mask.size == picked.size and where == identity(picked.shape), "the mask of the loss is not one per row")
+    return mask, inverted
+
+
+# --- Transposes --------------------------------------------------------------------------------------------------
+
+
+def permute_site(g: Graph, node: Node, options: Options) -> Site:
+    """Recognises transposes of transposes: they cancel, or one `permute` is enough."""
+    v, axes, count = g.find(node.ins[0]), tuple(node.params["permutation"]), 1
+    out = g.find(node.out)
+    while (above := g.defs.get(v)) is not None and above.name == "transpose" and above.scopes == node.scopes:
+        v, axes, count = g.find(above.ins[0]), tuple(above.params["permutation"][a] for a in axes), count + 1
+    need(count > 1)
+    need(not any(user is not None and user.name == "transpose" for user in g.uses(out)))  # a longer chain ends later
+    cancels = axes == tuple(range(len(axes)))
+
+    def call(x: Any) -> Any:
+        return x if cancels else permute(x, axes, implementation=options.implementation)
+
+    return Site("permute", "permute", node, [out], [v], call, {"axes": "cancel" if cancels else axes},
+                region(g, [out], {v}), always=cancels)  # fmt: skip
+
+
+def matmul_site(g: Graph, node: Node, options: Options) -> Site:
+    """Recognises a matmul of transposed operands: it reads them as they are."""
+    contracted, batch = node.params["dimension_numbers"]
+    operands, dims, moved = [], [], 0
+    for side, x in enumerate(map(g.find, node.ins)):
+        axes = tuple(range(len(x.shape)))
+        above = g.defs.get(x)
+        if above is not None and above.name == "transpose" and len(g.uses(x)) == 1:
+            permutation = above.params["permutation"]
+            free = [permutation[a] for a in axes if a not in contracted[side] and a not in batch[side]]
+            if free == sorted(free):  # else the axes of the result would change
+                x, axes, moved = g.find(above.ins[0]), tuple(permutation), moved + 1
+        operands.append(x)
+        dims.append((tuple(axes[a] for a in contracted[side]), tuple(axes[a] for a in batch[side])))
+    need(moved)
+    numbers = (dims[0][0], dims[1][0]), (dims[0][1], dims[1][1])
+    settings = {n: node.params[n] for n in ("precision", "preferred_element_type") if n in node.params}
+
+    def call(a: Any, b: Any) -> Any:
+        return jax.lax.dot_general(a, b, numbers, **settings)
+
+    out = g.find(node.out)
+    return Site("dot_general", "permute", node, [out], operands, call, {"transposed operands": moved},
+                region(g, [out], set(operands)), always=True)  # fmt: skip

@@ -1,0 +1,165 @@
+"""Which sites of a graph are replaced, and what was nearly one."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxft import dispatch
+from jaxft.fusion import activations, algebra, attention, dense, rows
+from jaxft.fusion.graph import Graph, Node, Var
+from jaxft.fusion.site import Options, Refused, Site, is_used_outside
+from jaxft.ops import plans
+
+FAMILIES = (
+    "attention", "softmax", "layer_norm", "rms_norm", "activation", "dense", "embeddings", "cross_entropy", "permute",
+)  # fmt: skip
+SCOPE = "jaxft.fuse"  # of what a site computes, so that it is not matched again
+
+_DIFFERENTIATED = "a differentiated graph: fuse first, as in jax.grad(jaxft.fuse(f))"
+
+
+@dataclasses.dataclass(frozen=True)
+class Miss:
+    """A near miss: the place, what it nearly was, and why it is not."""
+
+    anchor: Node
+    family: str
+    reason: str
+
+
+@dataclasses.dataclass
+class Found:
+    """Sites by the first value that they compute, and near misses."""
+
+    sites: dict[Var, Site] = dataclasses.field(default_factory=dict)
+    misses: list[Miss] = dataclasses.field(default_factory=list)
+
+
+_Matcher = Callable[[Graph, Node, Options], Site]
+_ROOTS = ("pow", "rsqrt", "sqrt")
+# Each step goes over the whole graph. An earlier one takes nodes from a later one.
+_STEPS: tuple[tuple[tuple[str, ...], tuple[str, ...], _Matcher], ...] = (
+    (("attention",), ("exp",), attention.attention_site),
+    (("softmax",), ("exp",), rows.softmax_site),
+    (("cross_entropy",), ("log",), dense.normalised_loss_site),
+    (("softmax", "cross_entropy"), ("log",), rows.log_softmax_site),
+    (("layer_norm", "rms_norm"), _ROOTS, rows.norm_site),
+    (("activation", "dense"), activations.ANCHORS, activations.activation_site),
+    (("permute",), ("transpose",), dense.permute_site),
+    (("permute",), ("dot_general",), dense.matmul_site),
+)
+
+
+def find_sites(g: Graph, options: Options) -> Found:
+    """Finds the sites of a graph, whether they are worth it or not."""
+    found, taken = Found(), set[Node]()
+    for families, anchors, match in _STEPS:
+        if not any(family in options.only for family in families):
+            continue
+        for node in g.nodes:
+            if node.name not in anchors or node in taken or SCOPE in node.scopes or node.eqn.effects:
+                continue
+            if not node.out.shape or g.find(node.out) is not node.out or node.out in g.uniform:
+                continue
+            try:
+                site = match(g, node, options)
+                if node.is_differentiated:
+                    raise Refused(_DIFFERENTIATED)
+            except Refused as refused:
+                if str(refused):
+                    reason = _DIFFERENTIATED if node.is_differentiated else str(refused)
+                    found.misses.append(Miss(node, families[0], reason))
+                continue
+            if not any(v in found.sites for v in site.outs):
+                found.sites[site.outs[0]] = site
+                taken |= site.region
+    _absorb(g, found, options)
+    _leave_transposes_to_xla(g, found)
+    found.sites = {v: site for v, site in found.sites.items() if site.family in options.only}
+    replaced = set().union(*(site.region for site in found.sites.values()))
+    whole = ("attention", "cross_entropy")  # a softmax alone may be in their place
+    found.misses = [miss for miss in found.misses if miss.family in whole or miss.anchor not in replaced]
+    return found
+
+
+def _absorb(g: Graph, found: Found, options: Options) -> None:
+    for site in list(found.sites.values()):
+        if site.op == "bias_activation" and "dense" in options.only:
+            dense.absorb_dense(g, site, options)
+        if site.op == "log_softmax" and "cross_entropy" in options.only:
+            try:
+                loss = dense.cross_entropy_site(g, site, options)
+            except Refused as refused:
+                if str(refused):
+                    found.misses.append(Miss(site.anchor, "cross_entropy", str(refused)))
+                continue
+            del found.sites[site.outs[0]]
+            found.sites[loss.outs[0]] = loss
+    for site in list(found.sites.values()):
+        if site.op in ("layer_norm", "rms_norm"):
+            if "embeddings" in options.only:
+                dense.absorb_embeddings(g, site, options)
+            if site.op in ("layer_norm", "rms_norm"):
+                dense.absorb_residual(g, site, found.sites, options)
+
+
+def _leave_transposes_to_xla(g: Graph, found: Found) -> None:
+    """Drops transposes beside another site or a matmul. These transpose too, and XLA makes one transpose of all."""
+    others = [site for site in found.sites.values() if site.family != "permute"]
+    inside = set().union(*(site.region for site in others))
+    beside = {v for site in others for v in site.outs}
+    feeding = beside | {v for site in others for v in site.inputs}
+    for v, site in list(found.sites.items()):
+        if site.op == "permute":
+            feeds_matmul = any(user is not None and user.name == "dot_general" for user in g.uses(v))
+            drops = not site.always and (feeds_matmul or not feeding.isdisjoint([v, *site.inputs]))
+        else:
+            drops = site.op == "dot_general" and not beside.isdisjoint(site.inputs)
+        if site.family == "permute" and (drops or site.anchor in inside):
+            del found.sites[v]
+
+
+def judge(g: Graph, found: Found, options: Options, cache: dict[Any, tuple[str, bool]]) -> None:
+    """Asks each op how it runs on this device, and drops the sites that XLA would run as well as it does now.
+
+    `cache` keeps the answers, since the layers of a model are alike.
+    """
+    on_gpu = dispatch.platform() == "cuda"
+    for v, site in list(found.sites.items()):
+        avals = tuple((x.shape, str(x.dtype), str(getattr(x.aval, "sharding", ""))) for x in site.inputs)
+        key = site.op, str(site.static), avals
+        if key not in cache:
+            cache[key] = _backends(site)
+        site.backends, has_kernels = cache[key]
+        if not options.force and not (on_gpu and (site.always or has_kernels)):
+            reason = "XLA is as fast here" if on_gpu else f"no kernels on {dispatch.device_kind()} (see force)"
+            found.misses.append(Miss(site.anchor, site.op, reason))
+            del found.sites[v]
+    for site in found.sites.values():
+        site.saves = _bytes_saved(g, site)
+
+
+def _backends(site: Site) -> tuple[str, bool]:
+    """Returns how the op runs, in words, and whether a pass of it is not XLA's."""
+    arguments = []
+    for v in site.inputs:
+        sharding = getattr(v.aval, "sharding", None)
+        is_explicit = sharding is not None and sharding.mesh.explicit_axes
+        arguments.append(jax.ShapeDtypeStruct(v.shape, v.dtype, **({"sharding": sharding} if is_explicit else {})))
+    plan = plans.first_plan(site.call, *arguments)
+    if plan is None:
+        return "xla", False
+    texts = [plans.describe(plan, way, with_config=False) for way in ("forward", "backward")]
+    return " / ".join(dict.fromkeys(texts)), any(set(text.split()) - {"xla", "+"} for text in texts)
+
+
+def _bytes_saved(g: Graph, site: Site) -> int:
+    """Returns the bytes that the op saves by writing its results into operands that nothing else reads."""
+    for x, out in zip(site.operands, site.outs, strict=True) if site.operands else ():
+        node = g.node_of(x)
+        is_made_here = node is not None and algebra.view(g, g.find(x)) is None and g.find(x) not in g.uniform
+        if not is_made_here or is_used_outside(g, x, site.region) or x.dtype != out.dtype:
+            return 0
+    return sum(v.nbytes for v in site.outs) if site.operands else 0

@@ -1,0 +1,339 @@
+"""Ops on rows: LayerNorm, RMSNorm, softmax and log-softmax."""
+
+import dataclasses
+import math
+from typing import Any
+
+from jaxft.fusion.algebra import (
+    FLOATS,
+    Factor,
+    Term,
+    factors,
+    identity,
+    is_vector,
+    source,
+    strip,
+    terms,
+    widens,
+)
+from jaxft.fusion.graph import Graph, Node, Var
+from jaxft.fusion.site import (
+    Options,
+    Refused,
+    Site,
+    as_dtype,
+    as_vector,
+    check_kept_inside,
+    fill,
+    need,
+    outward,
+    present,
+    region,
+)
+from jaxft.ops.layer_norm import layer_norm, rms_norm
+from jaxft.ops.softmax import log_softmax, softmax
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """A LayerNorm or, without `center`, an RMSNorm: y = norm(x) * gamma + beta, computed in `dtype`."""
+
+    y: Var
+    x: Var
+    gamma: Var | None
+    beta: Var | None
+    epsilon: float
+    center: bool
+    variance: str
+    dtype: Any
+
+    @property
+    def vectors(self) -> tuple[Var | None, Var | None]:
+        """The scale and the shift."""
+        return self.gamma, self.beta
+
+    @property
+    def static(self) -> dict[str, Any]:
+        """The settings, for people."""
+        return {"epsilon": self.epsilon, "variance": self.variance} if self.center else {"epsilon": self.epsilon}
+
+
+def _mean_of(g: Graph, coefficient: float, v: Var) -> Var | None:
+    """Returns x if coefficient * v is plus or minus the mean of x over its last axis."""
+    node = g.defs.get(v)
+    if node is None or node.name != "reduce_sum":
+        return None
+    x = g.find(node.ins[0])
+    if tuple(node.params["axes"]) != (len(x.shape) - 1,):
+        return None
+    # A 16-bit 1 / n has a relative error of 2^-9.
+    return x if abs(abs(coefficient) * x.shape[-1] - 1) < (1e-6 if v.dtype.itemsize > 2 else 4e-3) else None
+
+
+def _check_centered(g: Graph, v: Var, x: Var) -> None:
+    """Raises `Refused` unless v = x - mean(x)."""
+    found = terms(g, v, stop={x})
+    plus = [t for t in found if t[1] is x and t[0] == 1 and t[2] == identity(x.shape)]
+    minus = [t for t in found if t[1] is not None and t[0] < 0 and _is_mean(g, t[0], t[1], x)]
+    need(len(found) == 2 and len(plus) == len(minus) == 1, "what is squared is not x - mean(x)")
+
+
+def _is_mean(g: Graph, coefficient: float, v: Var, x: Var) -> bool:
+    y = _mean_of(g, coefficient, v)
+    return y is not None and source(g, y) is x
+
+
+def _read_norm(g: Graph, anchor: Node) -> Norm:
+    """Reads the normalisation whose root is `anchor`."""
+    if anchor.name == "pow":
+        need(g.number(anchor.ins[1]) in (-0.5, 0.5))
+    variance = g.find(anchor.ins[0])
+    every = _unclipped(g, variance)
+    epsilon = sum(c for c, v, _ in every if v is None)
+    rest = [(c, v) for c, v, _ in every if v is not None]
+    sums = [(c, v, node) for c, v in rest if (node := g.defs.get(v)) is not None and node.name == "reduce_sum"]
+    need(len(sums) == 1, "the argument of the root is not one mean of squares" if sums else "")
+    coefficient, v, node = sums[0]
+    squares = _mean_of(g, coefficient, v)
+    if squares is None:
+        shape, axes = g.find(node.ins[0]).shape, tuple(map(int, node.params["axes"]))
+        raise Refused(
+            f"statistics over axes {axes} of {len(shape)}; only the last axis is fused"
+            if axes != (len(shape) - 1,)
+            else f"the variance divides by {1 / coefficient:.6g}, not by {shape[-1]}"
+        )
+    scale, squared = factors(g, squares)
+    need(len(squared) == 1 and squared[0][2] == 2 and abs(scale - 1) < 1e-6, "the variance is not a mean of squares")
+    need(epsilon > 0, "there is no epsilon inside of the root")
+    inner, others = squared[0][0], [(c, v) for c, v in rest if v is not sums[0][1]]
+    if others:
+        need(len(others) == 1 and others[0][0] < 0, "the variance has further terms")
+        scale, mean = factors(g, others[0][1])
+        need(len(mean) == 1 and mean[0][2] == 2, "the variance has further terms")
+        of_mean = _mean_of(g, math.sqrt(abs(others[0][0] * scale)), mean[0][0])
+        x = source(g, inner)
+        need(of_mean is not None and source(g, of_mean) is x, "E[x^2] - E[x]^2 has two different x")
+        center, kind = True, "E[x^2] - E[x]^2"
+    else:
+        means = [y for c, v, _ in terms(g, inner) if v is not None and c < 0 and (y := _mean_of(g, c, v)) is not None]
+        x, center, kind = source(g, means[-1] if means else inner), bool(means), "two passes"
+        if center:
+            _check_centered(g, inner, x)
+    need(str(x.dtype) in FLOATS, f"x is {x.dtype}")
+    names = (
+        "add",
+        "broadcast_in_dim",
+        "convert_element_type",
+        "div",
+        "integer_pow",
+        "mul",
+        "reshape",
+        "squeeze",
+        "sub",
+    )
+    reason = "what follows the root is not x * rsqrt * gamma + beta"
+    for y in outward(g, anchor.out, names, 9):
+        if y.shape == x.shape and str(y.dtype) in FLOATS:
+            try:
+                gamma, beta = _affine(g, y, x, variance, center)
+            except Refused as error:
+                reason = str(error) or reason
+                continue
+            dtype = y.dtype if widens(x.dtype, y.dtype) else x.dtype
+            return Norm(y, x, gamma, beta, epsilon, center, kind, dtype)
+    raise Refused(reason)
+
+
+def _unclipped(g: Graph, v: Var) -> list[Term]:
+    """Returns the terms of a variance. A maximum with 0, which Flax takes of E[x^2] - E[x]^2, is looked through."""
+    found: list[Term] = []
+    for c, term, where in terms(g, v):
+        node = g.defs.get(term) if term is not None else None
+        if node is not None and node.name == "max" and 0 in map(g.number, node.ins):
+            (kept,) = [x for x in node.ins if g.number(x) != 0]
+            found += terms(g, kept, None, c)
+        else:
+            found.append((c, term, where))
+    return found
+
+
+def _affine(g: Graph, y: Var, x: Var, variance: Var, center: bool) -> tuple[Var | None, Var | None]:
+    """Returns gamma and beta of y = (x - mean(x)) * variance^-0.5 * gamma + beta."""
+    beta: Var | None = None
+    main: list[tuple[float, list[Factor]]] = []
+    for c, v, where in terms(g, y, stop={x}):
+        need(v is not None, "a constant is added after the normalisation")
+        assert v is not None and where is not None
+        scale, found = factors(g, v, where, stop={x})
+        if any(power == -0.5 and f is variance for f, _, power in found):
+            main.append((c * scale, found))
+        else:
+            need(is_vector(v, where, x), "what is added after the normalisation is not a vector [D]")
+            need(beta is None and c == 1, "two vectors are added after the normalisation")
+            beta = v
+    need(main)
+
+    def split(found: list[Factor]) -> tuple[Var | None, list[Factor]]:
+        gamma, rest = None, []
+        for f, where, power in found:
+            if f is variance and power == -0.5:
+                need(where[-1] is None)
+            elif is_vector(f, where, x) and power == 1 and not _depends(g, f, x):
+                need(gamma is None, "two vectors are multiplied after the normalisation")
+                gamma = f
+            else:
+                rest.append((f, where, power))
+        need(len(rest) == 1 and rest[0][2] == 1)
+        return gamma, rest
+
+    if len(main) == 1:
+        scale, found = main[0]
+        gamma, ((core, where, _),) = split(found)
+        need(abs(scale - 1) < 1e-6, f"the normalisation is multiplied by {scale:.6g}")
+        if center:
+            _check_centered(g, core, x)
+        else:
+            need(core is x and where == identity(x.shape))
+    else:  # x * r * gamma - mean * r * gamma
+        need(center and len(main) == 2)
+        (plus, of_x), (minus, of_mean) = sorted(main, key=lambda part: -part[0])
+        gamma, ((core, _, _),) = split(of_x)
+        other, ((mean, _, _),) = split(of_mean)
+        need(gamma is other and core is x and abs(plus - 1) < 1e-6 and minus < 0 and _is_mean(g, minus, mean, x))
+    need(center or beta is None, "an RMSNorm with a shift")
+    return gamma, beta
+
+
+def _depends(g: Graph, v: Var, x: Var) -> bool:
+    """Returns whether `v` is computed from `x`. A vector of parameters is not, also where x is one row."""
+    return v is x or any(x in map(g.find, node.ins) for node in region(g, [v], {x}))
+
+
+def norm_site(g: Graph, anchor: Node, options: Options) -> Site:
+    """Recognises a LayerNorm or an RMSNorm by its root."""
+    need(g.number(anchor.out) is None)
+    norm = _read_norm(g, anchor)
+    leaves = present(norm.x, *norm.vectors)
+    inside = region(g, [norm.y], leaves)
+    check_kept_inside(g, inside, [norm.y], leaves, norm.x.size, "an intermediate result of the normalisation")
+    rows = norm.x.size // max(1, norm.x.shape[-1])
+    for node in inside:
+        if node.out.size == rows and norm.x.shape[-1] > 1:
+            seen = [node.out, *outward(g, node.out, ("convert_element_type", "reshape", "squeeze"), 2)]
+            need(not any(None in g.uses(v) for v in seen), "the mean or the variance is also returned")
+
+    def call(x: Any, *vectors: Any, **in_place: Any) -> Any:
+        gamma, beta = map(as_vector, fill(norm.vectors, vectors))
+        x = as_dtype(x, norm.dtype)
+        settings: dict[str, Any] = {"epsilon": norm.epsilon, "implementation": options.implementation}
+        if norm.center:
+            return layer_norm(x, gamma, beta, **settings, **in_place)
+        return rms_norm(x, gamma, **settings, **in_place)
+
+    op = "layer_norm" if norm.center else "rms_norm"
+    return Site(op, op, anchor, [norm.y], leaves, call, norm.static, inside, norm, operands=[norm.x])
+
+
+@dataclasses.dataclass(frozen=True)
+class Softmax:
+    """y = softmax(logits) over `axis`. `zeroed` is the mask of a where(mask, y, 0) inside of it."""
+
+    y: Var
+    logits: Var
+    axis: int
+    zeroed: Var | None
+
+
+def _without_shift(g: Graph, v: Var, axis: int) -> Var:
+    """Returns z where v = z - top, and top is the same along the axis."""
+    node = g.node_of(v)
+    if node is not None and node.name == "sub":
+        _, where = strip(g, node.ins[1], stop_gradient=True)
+        top = g.find(node.ins[1])
+        if len(where) == len(v.shape) and where[axis] is None or top.shape and top.shape[axis] == 1:
+            return g.find(node.ins[0])
+    return g.find(v)
+
+
+def read_softmax(g: Graph, anchor: Node) -> Softmax:
+    """Reads the softmax whose exponential is `anchor`."""
+    e = g.find(anchor.out)
+    zeroed = {
+        g.find(user.out): user.ins[0]
+        for user in g.uses(e)
+        if user is not None and user.name == "select_n" and g.number(user.ins[1]) == 0 and g.find(user.ins[2]) is e
+    }
+    numerators = {e, *zeroed}
+    casts = [x for numerator in numerators for x in outward(g, numerator, ("convert_element_type",), 1)]
+    dividing = [user for x in (e, *casts) for user in g.uses(x) if user is not None and user.name in ("div", "mul")]
+    for node in dividing:
+        y = g.find(node.out)
+        scale, found = factors(g, y, stop=numerators)
+        upper, lower = ([f for f in found if f[2] == power] for power in (1, -1))
+        if len(found) != 2 or len(upper) != 1 or len(lower) != 1 or scale != 1 or upper[0][0] not in numerators:
+            continue
+        total = g.defs.get(lower[0][0])
+        if total is None or total.name != "reduce_sum" or strip(g, total.ins[0], stop=numerators)[0] not in numerators:
+            continue
+        axes = tuple(map(int, total.params["axes"]))
+        need(len(axes) == 1, f"a softmax over {len(axes)} axes")
+        need(lower[0][1] == tuple(
+            None if a == axes[0] or size == 1 else a - (a > axes[0]) for a, size in enumerate(y.shape)
+        ) or lower[0][1][axes[0]] is None, "")  # fmt: skip
+        need(upper[0][1] == identity(y.shape))
+        return Softmax(y, _without_shift(g, anchor.ins[0], axes[0]), axes[0], zeroed.get(upper[0][0]))
+    raise Refused("")
+
+
+def softmax_site(g: Graph, anchor: Node, options: Options) -> Site:
+    """Recognises a softmax by its exponential."""
+    found = read_softmax(g, anchor)
+    y, z = found.y, found.logits
+    need(found.axis == len(y.shape) - 1, f"a softmax over axis {found.axis} of {len(y.shape)}; only the last is fused")
+    need(found.zeroed is None, "a softmax with where=")
+    return _softmax_site(g, anchor, y, z, softmax, "softmax", options)
+
+
+def log_of_sum(g: Graph, anchor: Node) -> tuple[Var, Var]:
+    """Reads log(sum(exp(argument))) over the last axis. Returns the argument, and it without a shift of its rows."""
+    total = g.node_of(strip(g, anchor.ins[0])[0])
+    if total is not None and total.name == "abs":  # logsumexp takes the logarithm of it
+        total = g.node_of(strip(g, total.ins[0])[0])
+    need(total is not None and total.name == "reduce_sum")
+    assert total is not None
+    exponential = g.node_of(strip(g, total.ins[0])[0])
+    need(exponential is not None and exponential.name == "exp")
+    assert exponential is not None
+    argument, axes = g.find(exponential.ins[0]), tuple(map(int, total.params["axes"]))
+    need(axes == (len(argument.shape) - 1,), f"a log-softmax over axes {axes}; only the last is fused")
+    return argument, _without_shift(g, argument, axes[0])
+
+
+def log_softmax_site(g: Graph, anchor: Node, options: Options) -> Site:
+    """Recognises a log-softmax by its logarithm."""
+    argument, z = log_of_sum(g, anchor)
+    log = g.find(anchor.out)
+    want = [(c, v, w) for c, v, w in terms(g, argument, stop={z})]
+    for y in outward(g, log, ("add", "broadcast_in_dim", "convert_element_type", "reshape", "sub", "squeeze"), 6):
+        if y.shape != argument.shape or str(y.dtype) not in FLOATS:
+            continue
+        found = terms(g, y, stop={log, z})
+        rest = [t for t in found if t not in want]
+        if len(found) == len(want) + 1 and len(rest) == 1 and rest[0][:2] == (-1.0, log):
+            return _softmax_site(g, anchor, y, z, log_softmax, "log_softmax", options)
+    raise Refused("")
+
+
+def _softmax_site(g: Graph, anchor: Node, y: Var, z: Var, op: Any, name: str, options: Options) -> Site:
+    need(str(z.dtype) in FLOATS and str(y.dtype) in FLOATS, f"the logits are {z.dtype}")
+    inside = region(g, [y], {z})
+    check_kept_inside(g, inside, [y], {z}, y.size, f"an intermediate result of the {name}")
+    narrow = source(g, z)
+    x = narrow if narrow.dtype == y.dtype else z
+    dtype = x.dtype if widens(y.dtype, x.dtype) else y.dtype
+
+    def call(x: Any, **in_place: Any) -> Any:
+        return op(as_dtype(x, dtype), implementation=options.implementation, **in_place)
+
+    static = {"width": y.shape[-1]}
+    return Site(name, "softmax", anchor, [y], [x], call, static, region(g, [y], {x}), (y, x), operands=[x])

@@ -1,0 +1,214 @@
+"""`fuse`: a function with its slow subgraphs on the ops of jaxft."""
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.extend
+import numpy as np
+
+from jaxft import dispatch
+from jaxft.fusion.evaluate import Program
+from jaxft.fusion.plan import FAMILIES
+from jaxft.fusion.report import Checks, Report, check_of, report_of
+from jaxft.fusion.site import MASKED_ROWS, Options
+
+logger = logging.getLogger("jaxft")
+
+
+def fuse(
+    fn: Callable[..., Any],
+    *,
+    only: str | Iterable[str] | None = None,
+    implementation: str | None = None,
+    masked_rows: str = "exact",
+    strict: bool = False,
+    force: bool = False,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+) -> "Fused":
+    """Returns a function that computes `fn` with the ops of jaxft in the place of the subgraphs that they compute.
+
+    The function is traced with its arguments, as by `jax.jit`. What is recognised is replaced; everything else is
+    evaluated as it was::
+
+        fused = jaxft.fuse(model.apply)
+        print(fused.report(params, x))  # what is replaced, and what is not and why
+        loss, gradients = jax.jit(jax.value_and_grad(lambda params: loss_of(fused(params, x))))(params)
+
+    Recognised are LayerNorm and RMSNorm with the residual before them, softmax and log-softmax, attention, bias and
+    activation, dense layers with an activation or before a residual and a LayerNorm, the feed-forward half of a layer,
+    sums of embeddings with their LayerNorm, the summed cross-entropy of a matmul, and transposes that cancel, compose
+    or feed a matmul. docs/fuse.md has the details.
+
+    Fuse before you differentiate: `jax.grad(jaxft.fuse(f))`. In a differentiated function, `jaxft.fuse(jax.grad(f))`,
+    nothing is replaced. The result works under `jax.jit`, `jax.grad`, `jax.vmap`, `jax.lax.scan`, `jax.checkpoint` and
+    `jax.shard_map`, and so may `fn`, which may contain all of them. Put `jax.jit` around the result: without it, each
+    call traces and plans again.
+
+    Args:
+      fn: any function of JAX. Arrays in its arguments are traced. Everything else, such as Python numbers, strings and
+        functions, is passed on as it is. NNX modules may be arguments; what `fn` changes in them is written back.
+      only: the family or families of ops to look for: "attention", "softmax", "layer_norm", "rms_norm", "activation",
+        "dense", "embeddings", "cross_entropy", "permute". None is all of them.
+      implementation: the implementation of all ops, as their own argument. A site whose op does not support it raises
+        `NotImplementedError`.
+      masked_rows: what a query gets whose keys are all masked. "exact": what `fn` gives, also in the gradients; an
+        additive mask is a bias. "mask": as "exact", but an additive mask from a boolean becomes a boolean mask, which
+        is faster; the gradients of such queries and their keys then differ. "zero": 0, as in jaxft, which is fastest.
+      strict: whether to raise a ValueError if nothing is replaced.
+      force: whether to replace all that is recognised. Otherwise, a site is replaced on an NVIDIA GPU where its op runs
+        a kernel there, and `fn` is called as it is on any other device.
+      static_argnums: positions of arguments that are passed on as they are, arrays included.
+      static_argnames: names of keyword arguments that are passed on as they are.
+
+    Returns:
+      A function with the signature of `fn`, and two methods. `report(*args)` returns a list of records, one for each
+      site and each near miss, which prints as a table. `check(*args)` runs each site on these arguments, before and
+      after and in float64, and returns the errors.
+
+    Raises:
+      TypeError: `fn` is not a function.
+      ValueError: an option is unknown, or nothing was replaced under `strict`.
+
+    Accuracy: results and gradients are at most twice as far from float64 as those of `fn`. What would change more is
+    not replaced. A LayerNorm whose variance is E[x^2] - E[x]^2 becomes more accurate.
+    """
+    if not callable(fn):
+        raise TypeError(f"fuse: fn must be a function, got {type(fn).__name__}")
+    families = FAMILIES if only is None else (only,) if isinstance(only, str) else tuple(only)
+    if not families or any(family not in FAMILIES for family in families):
+        raise ValueError(f"fuse: only must be None or some of {FAMILIES}, got {only!r}")
+    if masked_rows not in MASKED_ROWS:
+        raise ValueError(f"fuse: masked_rows must be one of {MASKED_ROWS}, got {masked_rows!r}")
+    dispatch.check_name("fuse", implementation)
+    for name, flag in (("strict", strict), ("force", force)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"fuse: {name} must be True or False, got {type(flag).__name__}")
+    numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+    options = Options(families, implementation, masked_rows, force)
+    return Fused(fn, options, strict, numbers, names)
+
+
+class Fused:
+    """A function that `fuse` returned."""
+
+    def __init__(self, fn: Any, options: Options, strict: bool, numbers: Sequence[int], names: Sequence[str]) -> None:
+        self._fn, self._options, self._strict = fn, options, strict
+        self._numbers, self._names = numbers, names
+        functools.update_wrapper(self, fn, updated=())
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Binds the function as a method, as other functions are."""
+        return self if instance is None else functools.partial(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Computes `fn(*args, **kwargs)`."""
+        if not self._options.force and dispatch.platform() != "cuda":
+            if self._strict:
+                raise ValueError(
+                    f"fuse: nothing was replaced: without force=True, fn runs as it is on {dispatch.device_kind()}"
+                )
+            return self._fn(*args, **kwargs)
+        call = _Call(self._fn, args, kwargs, self._numbers, self._names)
+        program = Program(call.closed, self._options)
+        if not program.sites:
+            if self._strict:
+                raise ValueError(f"fuse: nothing was replaced\n{report_of(program)}")
+            return call.finish(jax.extend.core.jaxpr_as_fun(call.closed)(*call.arrays))
+        logger.info("fuse: %s replaced, %d near misses", report_of(program).counts, len(program.misses))
+        if not any(isinstance(x, jax.core.Tracer) for x in call.arrays):
+            _warn_once()
+        return call.finish(program(*call.arrays))
+
+    def report(self, *args: Any, **kwargs: Any) -> Report:
+        """Returns what is replaced for these arguments, and what nearly is. Arrays may be `jax.ShapeDtypeStruct`s."""
+        return report_of(self._program(*args, **kwargs)[0])
+
+    def check(self, *args: Any, **kwargs: Any) -> Checks:
+        """Runs each site on these arguments: the equations, the op, and the equations in float64."""
+        program, call = self._program(*args, **kwargs)
+        return check_of(program, call.arrays)
+
+    def _program(self, *args: Any, **kwargs: Any) -> tuple[Program, "_Call"]:
+        call = _Call(self._fn, args, kwargs, self._numbers, self._names)
+        return Program(call.closed, self._options), call
+
+
+@functools.cache
+def _warn_once() -> None:
+    logger.warning("fuse: a fused function was called without jax.jit: each call plans again and runs op by op")
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def _is_module(x: Any) -> bool:
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, nnx.Module | nnx.Optimizer | nnx.Rngs)
+
+
+class _Call:
+    """One call: the arrays in its arguments, and the jaxpr of the function of these arrays.
+
+    NNX modules are split, and merged inside of the function. Their state is a result, so that changes are seen.
+    """
+
+    def __init__(self, fn: Any, args: Any, kwargs: Any, numbers: Sequence[int], names: Sequence[str]) -> None:
+        positions = {n % len(args) if -len(args) <= n < len(args) else n for n in numbers} if args else set(numbers)
+        static = {i: x for i, x in enumerate(args) if i in positions}, {n: kwargs[n] for n in names if n in kwargs}
+        dynamic = (
+            [x for i, x in enumerate(args) if i not in positions],
+            {n: x for n, x in kwargs.items() if n not in static[1]},
+        )
+        leaves, tree = jax.tree.flatten(dynamic, is_leaf=_is_module)
+        self._modules = tuple(x for x in leaves if _is_module(x))
+        nnx: Any = sys.modules.get("flax.nnx")
+        graphdef, state = nnx.split(self._modules) if nnx is not None and self._modules else (None, None)
+        states, tree_of_states = jax.tree.flatten(state)
+        self._state_tree: Any = tree_of_states
+        is_array = [_is_array(x) and not _is_module(x) for x in leaves]
+        self.arrays = [x for x, traced in zip(leaves, is_array, strict=True) if traced] + states
+
+        def flat(*arrays: Any) -> list[Any]:
+            modules, new = (), None
+            if self._modules:
+                merged = nnx.merge(graphdef, jax.tree.unflatten(self._state_tree, arrays[len(arrays) - len(states) :]))
+                modules = iter(merged)
+            values = iter(arrays)
+            every = [next(modules) if _is_module(x) else next(values) if traced else x  # type: ignore[call-overload]
+                     for x, traced in zip(leaves, is_array, strict=True)]  # fmt: skip
+            positional, keywords = jax.tree.unflatten(tree, every)
+            rest = iter(positional)
+            given = [static[0][i] if i in static[0] else next(rest) for i in range(len(args))]
+            result = fn(*given, **keywords, **static[1])
+            if self._modules:
+                after, new = nnx.split(merged)
+                if after != graphdef:
+                    raise ValueError(
+                        "fuse: fn changed which variables an NNX module has, which fuse does not write back"
+                    )
+            self._outs, self._out_tree = jax.tree.flatten(result)
+            self._traced = [_is_array(x) for x in self._outs]
+            outs = [x for x, traced in zip(self._outs, self._traced, strict=True) if traced]
+            self._outs = [None if traced else x for x, traced in zip(self._outs, self._traced, strict=True)]
+            return outs + jax.tree.leaves(new)
+
+        self.closed = jax.make_jaxpr(flat)(*self.arrays)
+
+    def finish(self, results: Sequence[Any]) -> Any:
+        """Returns what the function returns, and writes the new state of NNX modules back."""
+        results = list(results)
+        count = self._state_tree.num_leaves
+        new = results[len(results) - count :]
+        old = self.arrays[len(self.arrays) - count :]
+        if any(a is not b for a, b in zip(new, old, strict=True)):
+            sys.modules["flax.nnx"].update(self._modules, jax.tree.unflatten(self._state_tree, new))
+        values = iter(results)
+        outs = [next(values) if traced else x for x, traced in zip(self._outs, self._traced, strict=True)]
+        return jax.tree.unflatten(self._out_tree, outs)

@@ -1,0 +1,420 @@
+"""`jaxft.fuse` with JAX's transformations, its options, its guards, and its choice of what is worth it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import fusion_cases as cases
+import jaxft
+from fusion_cases import ATT, BA, CASES, DRLN, EMPTY, FF, LN, PAD, normal
+from jaxft import cli, dispatch
+
+LAYER = {ATT: 1, DRLN: 1, FF: 1}
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """Turns strict dtype promotion off: Flax does not run under it."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def layer():
+    with jax.numpy_dtype_promotion("standard"):
+        fn, (params, x) = CASES["a BERT layer"].make(jnp.float32)
+    return fn, params, x
+
+
+def fuse(fn, **options):
+    return jaxft.fuse(fn, force=True, **options)
+
+
+def assert_same(actual, expected, tolerance=3e-5):
+    top = max(float(np.max(np.abs(x))) for x in jax.tree.leaves(expected))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance * top, rtol=0), actual, expected)
+
+
+def loss_of(fn):
+    return lambda *args: jnp.sum(jnp.sin(fn(*args)))
+
+
+# --- Transformations ---------------------------------------------------------------------------------------------
+
+
+def test_jit_composes_in_both_orders(layer):
+    fn, *args = layer
+    expected = fn(*args)
+    for fused in (fuse(fn), jax.jit(fuse(fn)), fuse(jax.jit(fn))):
+        assert_same(fused(*args), expected)
+    assert fuse(jax.jit(fn)).report(*args).counts == LAYER
+
+
+def test_gradient_of_fused_is_the_gradient(layer):
+    fn, *args = layer
+    assert_same(jax.jit(jax.grad(loss_of(fuse(fn))))(*args), jax.jit(jax.grad(loss_of(fn)))(*args))
+
+
+def test_fused_gradient_is_left_alone(layer):
+    fn, *args = layer
+    gradient = jax.value_and_grad(loss_of(fn))
+    report = fuse(gradient).report(*args)
+    assert report.counts == {} and any("fuse first" in record.reason for record in report)
+    assert str(jax.make_jaxpr(fuse(gradient))(*args)) == str(jax.make_jaxpr(gradient)(*args))
+
+
+def test_fuse_is_idempotent(layer):
+    fn, *args = layer
+    once = fuse(fn)
+    assert fuse(once).report(*args).counts == {}
+    assert str(jax.make_jaxpr(fuse(once))(*args)) == str(jax.make_jaxpr(once)(*args))
+
+
+CONTROL = {
+    "vmap": lambda fn: lambda p, x: jax.vmap(fn, (None, 0))(p, jnp.stack([x, 2 * x])),
+    "scan": lambda fn: lambda p, x: jax.lax.scan(lambda c, _: (fn(p, c), jnp.mean(c)), x, None, length=3)[0],
+    "while": lambda fn: lambda p, x: jax.lax.while_loop(
+        lambda c: c[0] < 2, lambda c: (c[0] + 1, fn(p, c[1])), (0, x))[1],
+    "cond": lambda fn: lambda p, x: jax.lax.cond(x[0, 0, 0] < 9, lambda: fn(p, x), lambda: x),
+    "remat": lambda fn: jax.checkpoint(fn, policy=jax.checkpoint_policies.nothing_saveable),
+    "jit with options": lambda fn: jax.jit(fn, donate_argnums=1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONTROL)
+def test_control_flow_is_fused_inside(name, layer):
+    fn, params, x = layer
+    whole = CONTROL[name](fn)
+    assert fuse(whole).report(params, x).counts == LAYER
+    assert_same(jax.jit(fuse(whole))(params, x + 0), jax.jit(whole)(params, x + 0))
+
+
+@pytest.mark.parametrize("name", ["scan", "remat"])
+def test_control_flow_is_differentiated(name, layer):
+    fn, *args = layer
+    whole = CONTROL[name](fn)
+    assert_same(jax.jit(jax.grad(loss_of(fuse(whole))))(*args), jax.jit(jax.grad(loss_of(whole)))(*args))
+
+
+def test_shard_map_composes_in_both_orders():
+    fn, (params, x) = CASES["a ViT block"].make(jnp.float32)
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+
+    def sharded(fn):
+        return jax.shard_map(fn, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))
+
+    assert sum(fuse(sharded(fn)).report(params, x).counts.values()) == 4
+    expected = jax.jit(fn)(params, x)
+    assert_same(jax.jit(fuse(sharded(fn)))(params, x), expected)
+    assert_same(jax.jit(sharded(fuse(fn)))(params, x), expected)
+
+
+def test_custom_rules_are_left_alone():
+    @jax.custom_vjp
+    def seven(x):
+        return jax.nn.gelu(x + 1.0, approximate=False)
+
+    seven.defvjp(lambda x: (seven(x), x), lambda _, g: (g * 7.0,))
+
+    @jax.custom_jvp
+    def relu(x):
+        return jnp.maximum(x, 0)
+
+    relu.defjvp(lambda p, t: (relu(p[0]), t[0] * 7.0))
+    x, b = normal(0, 3, 8), normal(1, 8)
+    for fn in (seven, relu):
+        assert fuse(lambda x, b, fn=fn: fn(x + b)).report(x, b).counts == {}
+        np.testing.assert_array_equal(jax.grad(lambda x, fn=fn: fuse(fn)(x).sum())(x), np.full(x.shape, 7.0))
+
+
+def test_effects_stay_once_and_in_order():
+    seen = []
+
+    def fn(x):
+        for i in range(3):
+            jax.debug.callback(lambda _, i=i: seen.append(i), x.sum(), ordered=True)
+            x = jax.nn.gelu(x, approximate=False)
+        return x
+
+    x = normal(0, 4, 8)
+    expected = jax.jit(fn)(x)
+    jax.effects_barrier()
+    seen.clear()
+    assert fuse(fn).report(x).counts == {BA: 3}
+    assert_same(jax.jit(fuse(fn))(x), expected)
+    jax.effects_barrier()
+    assert seen == [0, 1, 2]
+
+
+def test_what_is_not_an_array_passes_through():
+    def fn(x, tree, activation, *, shift):
+        assert isinstance(shift, int) and tree["name"] == "a"
+        return {"y": activation(x + tree["b"]) if shift else x, "name": tree["name"]}
+
+    x, b = normal(0, 3, 8), normal(1, 8)
+    result = fuse(fn)(x, {"b": b, "name": "a"}, jax.nn.silu, shift=1)
+    assert_same(result.pop("y"), jax.nn.silu(x + b))
+    assert result == {"name": "a"}
+
+
+def test_static_arguments_stay_concrete():
+    def fn(x, width, axes):
+        return jax.nn.silu(x + jnp.ones(int(width))), np.asarray(axes).tolist()
+
+    x, axes = normal(0, 3, 8), np.arange(2)
+    fused = fuse(fn, static_argnums=1, static_argnames="axes")
+    assert fused(x, np.int32(8), axes=axes)[1] == [0, 1]
+    assert fused.report(x, np.int32(8), axes=axes).counts == {BA: 1}
+
+
+def test_modules_are_arguments_and_keep_their_state():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.norm, self.calls = nnx.LayerNorm(8, rngs=rngs), nnx.Variable(jnp.zeros((), jnp.int32))
+
+        def __call__(self, x):
+            self.calls[...] += 1
+            return self.norm(x)
+
+    model, x = Model(nnx.Rngs(0)), normal(0, 3, 8)
+    fused = fuse(lambda model, x: model(x))
+    assert fused.report(model, x).counts == {LN: 1} and int(model.calls[...]) == 0
+    expected = model.norm(x)
+    assert_same(fused(model, x), expected)
+    assert_same(nnx.jit(fused)(model, x), expected)
+    assert int(model.calls[...]) == 2
+    gradient = nnx.grad(lambda model, x: fused(model, x)[0, 0])(model, x)
+    assert float(jnp.abs(gradient["norm"]["scale"][...]).sum()) > 0
+
+
+# --- Options -----------------------------------------------------------------------------------------------------
+
+
+def test_only_limits_the_families(layer):
+    fn, *args = layer
+    assert fuse(fn, only="attention").report(*args).counts == {ATT: 1}
+    assert set(fuse(fn, only=("layer_norm", "activation")).report(*args).counts) == {"bias_residual_layer_norm", BA}
+
+
+def test_implementation_reaches_the_ops():
+    x = normal(0, 4, 16)
+    fused = fuse(jax.nn.softmax, implementation="triton")
+    (record,) = fused.report(x)
+    assert "triton" in record.implementation
+    assert_same(fused(x), jax.nn.softmax(x))
+    with pytest.raises(NotImplementedError, match="mosaic_gpu"):
+        fuse(jax.nn.softmax, implementation="mosaic_gpu")(x)
+
+
+def test_strict_raises_where_nothing_is_replaced():
+    with pytest.raises(ValueError, match="nothing was replaced"):
+        fuse(jnp.sin, strict=True)(normal(0, 4))
+    with pytest.raises(ValueError, match="force=True"):
+        jaxft.fuse(jax.nn.softmax, strict=True)(normal(0, 4))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"fn": 3}, TypeError, "fn must be a function, got int"),
+        ({"only": "norms"}, ValueError, "only must be"),
+        ({"only": ()}, ValueError, "only must be"),
+        ({"masked_rows": "none"}, ValueError, "masked_rows must be one of"),
+        ({"implementation": "cuda"}, ValueError, "implementation must be"),
+        ({"strict": 1}, TypeError, "strict must be True or False"),
+        ({"force": None}, TypeError, "force must be True or False"),
+    ],
+)
+def test_wrong_options_raise(options, error, message):
+    with pytest.raises(error, match=message):
+        jaxft.fuse(**{"fn": jnp.sin, **options})
+
+
+def test_without_force_a_cpu_runs_the_original(layer):
+    fn, *args = layer
+    fused = jaxft.fuse(fn)
+    report = fused.report(*args)
+    assert report.counts == {} and any("no kernels on cpu" in record.reason for record in report)
+    assert str(jax.make_jaxpr(fused)(*args)) == str(jax.make_jaxpr(fn)(*args))
+
+
+def test_on_a_gpu_a_site_is_replaced_where_the_op_has_a_kernel():
+    fn, (params, x) = CASES["a BERT layer"].make(jnp.bfloat16)
+    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), (params, x))
+    with dispatch.target():
+        report = jaxft.fuse(fn).report(*shapes)
+        assert report.counts == LAYER and all("triton" in r.implementation for r in report if r.is_replaced)
+        text = str(jax.make_jaxpr(jaxft.fuse(fn))(*shapes))
+        assert "pallas_call" in text or "triton" in text
+        # Plain XLA is what the op takes for float64.
+        assert jaxft.fuse(jax.nn.softmax).report(jax.ShapeDtypeStruct((0, 4), jnp.float32)).counts == {}
+
+
+def test_dying_operands_are_written_in_place():
+    def fn(x, w, g):
+        y = x @ w
+        mean = y.mean(-1, keepdims=True)
+        return (y - mean) * jax.lax.rsqrt(jnp.mean((y - mean) ** 2, -1, keepdims=True) + 1e-6) * g
+
+    args = normal(0, 8, 16), normal(1, 16, 16), normal(2, 16)
+    report = fuse(fn).report(*args)
+    assert report.saves == 8 * 16 * 4 and "save 512 bytes" in str(report)
+    (record,) = jaxft.explain(fuse(fn, implementation="triton"), *args)
+    assert record.plan.in_place
+    norm = CASES["a division by sqrt"].make(jnp.float32)
+    assert fuse(norm[0]).report(*norm[1]).saves == 0  # x is an argument
+
+
+def test_operand_that_lives_on_is_not_overwritten():
+    def fn(x, w):
+        y = x @ w
+        return jax.nn.softmax(y), y
+
+    args = normal(0, 8, 16), normal(1, 16, 16)
+    report = fuse(fn).report(*args)
+    assert report.counts == {"softmax": 1} and report.saves == 0
+
+
+def test_other_scale_of_the_mean_is_no_norm():
+    def fn(x, g, h):  # x and the mean are scaled by different vectors
+        mean, inv = x.mean(-1, keepdims=True), jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-3)
+        return x * (inv * g) - mean * (inv * h)
+
+    args = normal(0, 8, 16) + 3, normal(1, 16), normal(2, 16)
+    assert fuse(fn).report(*args).counts == {}
+    assert_same(fuse(fn)(*args), fn(*args))
+
+
+# --- Masked rows -------------------------------------------------------------------------------------------------
+
+
+def where_mask(value):
+    def fn(q, k, v, m):
+        s = jnp.where(cases.keys(m), jnp.einsum("btnh,bsnh->bnts", q, k), jnp.asarray(value, q.dtype))
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), v)
+
+    return fn
+
+
+def additive(make):
+    def fn(q, k, v, m):
+        s = jnp.einsum("btnh,bsnh->bnts", q, k) + make(cases.keys(m), q.dtype)
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), v)
+
+    return fn
+
+
+MASKS = {
+    "where, the lowest number": where_mask(jnp.finfo(jnp.float32).min),
+    "where, -1e9": where_mask(-1e9),
+    "causal attention": lambda q, k, v, m: jax.nn.dot_product_attention(q, k, v, mask=cases.keys(m), is_causal=True),
+    "an added where": additive(lambda m, dtype: jnp.where(m, 0, jnp.finfo(dtype).min).astype(dtype)),
+    "(1 - m) * -1e9": additive(lambda m, dtype: (1.0 - m.astype(dtype)) * -1e9),
+    "(m - 1) * 1e9": additive(lambda m, dtype: (m.astype(dtype) - 1.0) * 1e9),
+    "integers": additive(lambda m, dtype: (1 - m.astype(jnp.int32)).astype(dtype) * -1e9),
+}
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("name", MASKS)
+def test_masked_rows_are_as_in_the_original(name, implementation):
+    fn, args = MASKS[name], [normal(i, 2, 12, 4, 8) for i in range(3)]
+    for mask in (PAD, EMPTY):
+        fused = fuse(fn, implementation=implementation)
+        assert fused.report(*args, mask).counts == {ATT: 1}
+        both = [jax.jit(jax.value_and_grad(lambda q, k, v, f=f, m=mask: jnp.sum(jnp.sin(f(q, k, v, m))), (0, 1, 2)))
+                for f in (fused, fn)]  # fmt: skip
+        assert_same(both[0](*args), both[1](*args))
+
+
+def test_rows_masked_by_minus_infinity_stay_nan():
+    fn, args = cases.minus_infinity, [normal(i, 2, 12, 4, 8) for i in range(3)]
+    np.testing.assert_array_equal(np.isnan(fuse(fn)(*args, EMPTY)), np.isnan(fn(*args, EMPTY)))
+
+
+@pytest.mark.parametrize(("masked_rows", "masks"), [("exact", 0), ("mask", 1), ("zero", 1)])
+def test_masked_rows_chooses_what_an_additive_mask_is(masked_rows, masks):
+    fn, args = MASKS["an added where"], [normal(i, 2, 12, 4, 8) for i in range(3)]
+    fused = fuse(fn, masked_rows=masked_rows)
+    (record,) = fused.report(*args, EMPTY)
+    assert ("masks=1" in record.sizes) == bool(masks)
+    assert_same(fused(*args, PAD), fn(*args, PAD))
+    empty = fused(*args, EMPTY)[1]
+    assert_same(empty, np.zeros_like(empty) if masked_rows == "zero" else fn(*args, EMPTY)[1])
+
+
+def test_doubtful_mask_needs_the_option():
+    fn, args = where_mask(-2e4), [*(normal(i, 2, 12, 4, 8) for i in range(3)), PAD]
+    assert any('masked_rows="mask" takes them' in record.reason for record in fuse(fn).report(*args))
+    assert fuse(fn, masked_rows="mask").report(*args).counts == {ATT: 1}
+
+
+def test_relu_keeps_its_gradient_at_zero():
+    x, b = jnp.array([[-1.0, 0.0, 1.0, 2.0]]), jnp.zeros(4)
+    for fn in (jax.nn.relu, lambda x: jnp.maximum(x, 0)):
+        expected = jax.grad(lambda x, fn=fn: fn(x + b).sum())(x)
+        np.testing.assert_array_equal(jax.grad(lambda x, fn=fn: fuse(lambda x: fn(x + b))(x).sum())(x), expected)
+
+
+@pytest.mark.parametrize("clip", [5.0, 80.0, 2000.0])
+def test_clipped_activation_is_no_activation(clip):
+    x = normal(0, 4, 8)
+    report = fuse(lambda x: jax.nn.silu(jnp.clip(x, -clip, clip))).report(x)
+    assert report.counts == {BA: 1} and "silu" in str(report)  # the SiLU alone
+    np.testing.assert_allclose(fuse(lambda x: jax.nn.silu(jnp.clip(x, -clip, clip)))(x * 1e4),
+                               jax.nn.silu(jnp.clip(x * 1e4, -clip, clip)), rtol=1e-6)  # fmt: skip
+
+
+def test_root_of_a_square_is_no_identity():
+    def fn(x):  # the variance is a mean of |x - mean| ** 2, the centre is its absolute value
+        centred = jnp.sqrt((x - x.mean(-1, keepdims=True)) ** 2)
+        return centred * jax.lax.rsqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-6)
+
+    x = normal(0, 4, 16)
+    np.testing.assert_allclose(fuse(fn)(x), fn(x), rtol=1e-5)
+
+
+# --- Command line ------------------------------------------------------------------------------------------------
+
+MODULE = """
+import jax, jax.numpy as jnp
+def model(x): return jax.nn.softmax(x * 2)
+example = (jnp.ones((3, 8)),)
+def arguments(): return example
+wrong = 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "some_model.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("args", ["example", "arguments"])
+def test_command_prints_the_report(args, module, capsys):
+    assert cli.main(["fuse", "some_model:model", "--args", f"some_model:{args}", "--force"]) == 0
+    assert "softmax" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere_to_be_found:model"], "nowhere_to_be_found"),
+        (["some_model:missing"], "missing"),
+        (["some_model"], "package.module:function"),
+        (["some_model:wrong"], "must be a function"),
+    ],
+)
+def test_command_names_what_is_wrong(words, message, module, capsys):
+    assert cli.main(["fuse", *words, "--args", "some_model:example"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_command_needs_arguments_of_the_function(module, capsys):
+    assert cli.main(["fuse", "some_model:model", "--args", "some_model:wrong"]) == 2
+    assert "tuple" in capsys.readouterr().err
