@@ -56,7 +56,7 @@ def _fwd_kernel(*refs, p: Problem, config: AttentionConfig, tiles: int, single: 
                 in_columns = parts.in_key_mask(p, refs, batch, columns, in_columns)
             pairs = parts.Pairs(
                 batch, head, rows[:, None], columns[None, :], None if in_rows is None else in_rows[:, None],
-                None if in_columns is None else in_columns[None, :],
+                None if in_columns is None else in_columns[None, :], start, row,
             )  # fmt: skip
             # Load values before keys. With a single block, a program waits for the keys as soon as it transposes them,
             # and a load of values after that would start late.
@@ -158,7 +158,7 @@ def forward(
     found = common.launch(
         functools.partial(_fwd_kernel, p=p, config=config, tiles=tiles, single=single, programs=programs),
         (programs,) if programs else p.grid(p.query_length, p.heads, config.block_q),
-        p.operands(spans),
+        p.operands(spans, max(config.block_q, config.block_k)),
         outputs,
         name="attention_fwd",
         num_warps=config.num_warps,

@@ -123,6 +123,8 @@ def _probabilities(p: Problem, refs: Refs, k_ref, v_ref, rows: _Rows, j, block_k
         columns[None, :],
         None if rows.in_rows is None else rows.in_rows[:, None],
         None if in_columns is None else in_columns[None, :],
+        rows.start,
+        row,
     )
     allowed = _allowed(p, refs, pairs, rows.attends[:, None]) if edge else None
     k = parts.load_tile(p, k_ref, rows.index, rows.offset + row, block_k, p.k_head + kv_head, in_columns)
@@ -268,7 +270,9 @@ def _dkv_tile(
         idle_rows = edge or masked or refs.bias is not None
         if idle_rows:
             top = jnp.where(attends, top, jnp.inf)
-        pairs = Pairs(batch, head, of_queries(rows), of_keys(positions), of_queries(in_rows), of_keys(in_keys))
+        pairs = Pairs(
+            batch, head, of_queries(rows), of_keys(positions), of_queries(in_rows), of_keys(in_keys), row, start
+        )
         allowed = None
         if edge:
             allowed = _allowed(p, refs, pairs, of_queries(attends))
@@ -508,7 +512,7 @@ def backward(
         return common.launch(
             functools.partial(kernel, p=p, block_q=config.block_q, block_k=config.block_k, **static),
             grid,
-            [*p.operands(spans), *operands],
+            [*p.operands(spans, max(config.block_q, config.block_k)), *operands],
             [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs],
             name=f"attention_{name}",
             num_warps=config.num_warps,
