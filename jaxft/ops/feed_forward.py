@@ -143,7 +143,8 @@ def plan_of(
     norm: dict[str, Any] = {
         "epsilon": epsilon, "dropout_rate": dropout_rate, "return_sum": return_sum, "implementation": others
     }  # fmt: skip
-    if first.forward.backend != "mosaic_gpu" or itemsize > 2:  # kernels store no derivatives in float32
+    # Kernels store no derivatives in float32, and none of a gate.
+    if first.forward.backend != "mosaic_gpu" or itemsize > 2 or gate is not None:
         second = dense_layer_norm.plan_of(
             op, h, out_kernel, residual, out_bias, gamma, beta, **norm, precision=precision
         )
