@@ -22,7 +22,7 @@ from compare import assert_matches_oracle
 from jaxft import dispatch, reference
 from jaxft.kernels.mosaic_gpu import activations as act
 from jaxft.kernels.mosaic_gpu import dense, support
-from jaxft.kernels.triton import bias_activation
+from jaxft.kernels.triton import bias_activation, gated_activation
 from jaxft.tuning import dense as tuning_dense
 from jaxft.tuning.dense import MosaicDenseConfig
 
@@ -383,18 +383,19 @@ def interpreted():
         yield
         return
 
-    def in_triton(kernel):
+    def in_triton(kernel, module=bias_activation):
         def interpret(*arrays, **options):
             with plgpu.force_gpu_interpret_mode(None):
                 return kernel(*arrays, **options | {"interpret": True})
 
-        return mock.patch.object(bias_activation, kernel.__name__, interpret)
+        return mock.patch.object(module, kernel.__name__, interpret)
 
     with (
         dispatch.target(),
         plgpu.force_gpu_interpret_mode(),
         in_triton(bias_activation.backward),
         in_triton(bias_activation.sum_of_rows),
+        in_triton(gated_activation.backward, gated_activation),
     ):
         yield
 
@@ -418,6 +419,25 @@ def test_op_runs_the_kernel(activation, dtype, bias, residual):
             lambda implementation, **f: jaxft.dense(**f, activation=activation, implementation=implementation),
             lambda **f: reference.dense(**f, activation=activation),
             lambda **f: oracle.dense(**f, activation=activation),
+            floats, implementations=("mosaic_gpu",),
+        )  # fmt: skip
+
+
+@runs
+@pytest.mark.parametrize(
+    ("gate", "bias", "residual"), [("first", jnp.float32, True), *slow_cases(("second", None, False))]
+)
+def test_op_runs_the_kernel_with_a_gate(gate, bias, residual):
+    """The op has the right values and gradients, which the kernel's sums of both halves give."""
+    rng, options = np.random.default_rng(1), {"activation": "gelu", "gate": gate}
+    floats = normal(rng, jnp.bfloat16, x=(200, 128), kernel=(128, 256))
+    floats |= {} if bias is None else normal(rng, bias, bias=(256,))
+    floats |= normal(rng, jnp.bfloat16, residual=(200, 128)) if residual else {}
+    with interpreted():
+        cases.check(
+            lambda implementation, **f: jaxft.dense(**f, **options, implementation=implementation),
+            lambda **f: reference.dense(**f, **options),
+            lambda **f: oracle.dense(**f, **options),
             floats, implementations=("mosaic_gpu",),
         )  # fmt: skip
 
