@@ -183,9 +183,15 @@ def rewrites(rng):
 @pytest.mark.parametrize("seed", [*range(12), *slow(*range(12, 100))])
 def test_rewrites_are_recognised(seed):
     rng = np.random.default_rng(seed)
-    norm, gelu, _ = rewrites(rng)
+    norm, gelu, attend = rewrites(rng)
     x, g, b = np.float32(rng.standard_normal((2, 5, 16))), np.float32(rng.standard_normal(16)), np.ones(16, np.float32)
-    for fn, args, op in ((norm, (x, g, b), "layer_norm"), (gelu, (x, b), "bias_activation")):
+    qkv = np.float32(rng.standard_normal((3, 2, 5, 3, 9)))
+    mask = rng.random((2, 1, 1, 5)) < 0.7
+    mask[..., 0] = True
+    for fn, args, op in (
+        (norm, (x, g, b), "layer_norm"), (gelu, (x, b), "bias_activation"),
+        (attend, (*qkv, mask), "dot_product_attention"),
+    ):  # fmt: skip
         fused = jaxft.fuse(fn, force=True)
         assert fused.report(*args).counts == {op: 1}, (seed, str(fused.report(*args)))
         np.testing.assert_allclose(fused(*args), fn(*args), atol=2e-5, err_msg=f"seed {seed}")

@@ -282,6 +282,12 @@ def read_softmax(g: Graph, anchor: Node) -> Softmax:
         ) or lower[0][1][axes[0]] is None, "")  # fmt: skip
         need(upper[0][1] == identity(y.shape))
         return Softmax(y, _without_shift(g, anchor.ins[0], axes[0]), axes[0], zeroed.get(upper[0][0]))
+    for _, v, _ in terms(g, anchor.ins[0]):  # the exponential of a log-softmax
+        log = None if v is None else g.node_of(v)
+        if log is not None and log.name == "log":
+            argument, z = log_of_sum(g, log)
+            if _is_log_softmax(g, g.find(anchor.ins[0]), g.find(log.out), argument, z):
+                return Softmax(e, z, len(e.shape) - 1, None)
     raise Refused("")
 
 
@@ -309,17 +315,21 @@ def log_of_sum(g: Graph, anchor: Node) -> tuple[Var, Var]:
     return argument, _without_shift(g, argument, axes[0])
 
 
+def _is_log_softmax(g: Graph, y: Var, log: Var, argument: Var, z: Var) -> bool:
+    """Returns whether y = argument - log, given what `log_of_sum` returns."""
+    want, found = (terms(g, v, stop={log, z}) for v in (argument, y))
+    rest = [t for t in found if t not in want]
+    return len(found) == len(want) + 1 and len(rest) == 1 and rest[0][:2] == (-1.0, log)
+
+
 def log_softmax_site(g: Graph, anchor: Node, options: Options) -> Site:
     """Recognises a log-softmax by its logarithm."""
     argument, z = log_of_sum(g, anchor)
     log = g.find(anchor.out)
-    want = [(c, v, w) for c, v, w in terms(g, argument, stop={z})]
     for y in outward(g, log, ("add", "broadcast_in_dim", "convert_element_type", "reshape", "sub", "squeeze"), 6):
         if y.shape != argument.shape or str(y.dtype) not in FLOATS:
             continue
-        found = terms(g, y, stop={log, z})
-        rest = [t for t in found if t not in want]
-        if len(found) == len(want) + 1 and len(rest) == 1 and rest[0][:2] == (-1.0, log):
+        if _is_log_softmax(g, y, log, argument, z):
             return _softmax_site(g, anchor, y, z, log_softmax, "log_softmax", options)
     raise Refused("")
 
