@@ -276,7 +276,9 @@ def dense_mosaic(
 
     If `gated`, the kernel has `width` columns in two halves. A tile has 64 columns of each, and the sums may be kept.
     """
-    programs = device.multiprocessors
+    programs, (variant, pieces) = device.multiprocessors, ("residual", 8) if residual else ("", 4)
+    if gated:
+        return with_room(_gated(rows, width, programs), itemsize, pieces + 2, device)
     default, most = _in_rounds(rows, width, itemsize, programs), 0
     # H200, 1024x3072x768: 10.5 us in 128x64 blocks that two warp groups share (64x128 per group 11.8), 2026-11-24
     # See docs/performance-notes.md, "Tiles of the Mosaic GPU dense kernel".
@@ -291,9 +293,6 @@ def dense_mosaic(
         if most < tiles <= candidate.programs:
             most, default = tiles, candidate
     sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
-    variant, pieces = ("residual", 8) if residual else ("", 4)
-    if gated:
-        return with_room(_gated(rows, width, programs), itemsize, pieces + 2, device)
     return _lookup_mosaic("dense_mosaic", default, device, variant, pieces, **sizes, itemsize=itemsize)
 
 
