@@ -325,14 +325,16 @@ class SentenceEncoder(TextEncoder):
         again = normalize_embeddings and not (width is None and modules and isinstance(modules[-1], Normalize))
         last_steps = width, again and is_embedding, not is_embedding
         # Before the texts, which may take hours, so that mistakes are found at once.
+        size, limits = width or self.embedder.embedding_dimension, None
         if precision in ("int8", "uint8"):
             if ranges is not None:
-                ranges = as_ranges("encode", ranges, width or self.embedder.embedding_dimension)
+                limits = as_ranges("encode", ranges, size)
             elif calibration is not None:
                 calibration = self._calibration(
                     calibration, prompt=prompt, batch_size=batch_size, show_progress_bar=show_progress_bar,
                     normalize_embeddings=normalize_embeddings, truncate_dim=truncate_dim, task=task,
                 )  # fmt: skip
+                limits = limits_of([np.empty((0, size), np.float32)], precision, None, calibration)
             elif len(texts) == 1:
                 raise ValueError(f"encode: {precision} ranges of a single text say nothing: pass ranges or calibration")
         arrays, rebuild = self._bundled(self.embedder)
@@ -343,12 +345,8 @@ class SentenceEncoder(TextEncoder):
             )
 
         # The embeddings of a batch are quantized while the device computes others, unless all of them give the ranges.
-        needs_all = precision in ("int8", "uint8") and ranges is calibration is None
-        size, options = width or self.embedder.embedding_dimension, {}
+        needs_all, options = precision in ("int8", "uint8") and limits is None, {}
         if precision != "float32" and not needs_all:
-            limits = None
-            if precision in ("int8", "uint8"):
-                limits = limits_of([np.empty((0, size), np.float32)], precision, ranges, calibration)
             quantize = functools.partial(quantized, precision=precision, limits=limits)
             size = quantize(np.zeros(size, np.float32)).size
             options = {"convert": quantize, "dtype": PRECISIONS[precision]}
