@@ -174,7 +174,7 @@ def _conjuncts(g: Graph, v: Var, where: Map) -> list[tuple[Var, Map]]:
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """Axes of one operand of a matmul: those of the batch, of the heads, of the length, of the groups, and the rest."""
+    """Axes of one operand of a matmul: batch axes, head axes, length axes, group axes, and the rest."""
 
     batch: tuple[int, ...]
     heads: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Which sites of a graph are replaced, and what was nearly one."""
+"""Chooses the sites of a graph that are replaced, and records near misses with their reasons."""
 
 import dataclasses
 from collections.abc import Callable

@@ -39,7 +39,7 @@ class Record:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether the op is in the place of the equations."""
+        """Tells whether the op replaces the equations."""
         return not self.reason
 
 
@@ -108,7 +108,7 @@ class Checked:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the error of the op is within the rule."""
+        """Tells whether the error of the op is allowed."""
         return self.fused <= self.allowed
 
 
@@ -117,7 +117,7 @@ class Checks(list[Checked]):
 
     @property
     def is_exact(self) -> bool:
-        """Whether all sites are within the rule."""
+        """Tells whether the errors of all sites are allowed."""
         return all(record.is_exact for record in self)
 
     def __str__(self) -> str:
