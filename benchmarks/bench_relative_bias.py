@@ -18,13 +18,12 @@ import shapes
 import timing
 from bench_attention import DTYPE, check, flops
 from jaxft.ops.attention import qkv_attention, varlen_qkv_attention
+from plain_encoders import all_pairs
 
 
 def peer(qkv: jax.Array, table: jax.Array, lengths: jax.Array | None = None, *, implementation: Any) -> jax.Array:
     """Computes jax.nn's attention of packed QKV with the bias of all pairs."""
-    length, reach = qkv.shape[1], table.shape[1] // 2
-    place = np.clip(np.arange(length)[None] - np.arange(length)[:, None], -reach, reach) + reach
-    bias = table.astype(qkv.dtype)[:, place][None]
+    bias = all_pairs(table.astype(qkv.dtype), qkv.shape[1])[None]
     return jax.nn.dot_product_attention(
         qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], bias, query_seq_lengths=lengths, key_value_seq_lengths=lengths,
         implementation=implementation,

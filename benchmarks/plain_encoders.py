@@ -141,6 +141,15 @@ def attend_in_blocks(
     return out.reshape(q.shape)
 
 
+def all_pairs(table: jax.Array, length: int) -> jax.Array:
+    """Returns the bias of all pairs, `[N, L, L]`, from a table by distance, so that its gradient needs no scatter."""
+    heads, reach = table.shape[0], table.shape[1] // 2
+    by_distance = table[:, jnp.clip(jnp.arange(1 - length, length), -reach, reach) + reach]
+    row = jnp.pad(by_distance, ((0, 0), (0, 1)))  # one element longer than a row below, which moves each row by one
+    rows = jnp.broadcast_to(row[:, None], (heads, length, 2 * length)).reshape(heads, -1)
+    return rows[:, : length * (2 * length - 1)].reshape(heads, length, -1)[:, :, length - 1 :]
+
+
 def encode(
     params: Any, ids: jax.Array, lengths: jax.Array | None, *, config: BertConfig, attention: Attention,
     blocks: bool = False, remat: bool = False,
@@ -161,10 +170,7 @@ def encode(
         x = linear(x, tables, "projection")
     bias = relative = None
     if config.relative_bias:
-        table, place = bucket_table(params["relative_bias"]), np.arange(length)
-        reach = table.shape[1] // 2
-        index = np.clip(place[None] - place[:, None], -reach, reach) + reach
-        bias = table[:, index][None].astype(x.dtype)
+        bias = all_pairs(bucket_table(params["relative_bias"]).astype(x.dtype), length)[None]
     if config.positions == "disentangled":
         relative = norm(params["relative_embeddings"], params, "relative_norm", epsilon)
     layers = [params["layers"][i % len(params["layers"])] for i in range(config.num_hidden_layers)]
