@@ -464,7 +464,7 @@ class Weighing:
     ("name", "is_pair"),
     [
         *((name, False) for name in GROWING),
-        *((name, True) for name in ("NFKC", "Precompiled, grapheme", "bytes", "Replace, stacked")),
+        *((name, True) for name in ("NFKC", "Precompiled, grapheme", "bytes")),
     ],
 )
 def test_no_call_gets_more_than_fits(name, is_pair, monkeypatch):
