@@ -74,6 +74,16 @@ def one_or_nan(condition: Array, dtype: Any) -> Array:
     return one / one
 
 
+def largest(x: Array, axis: int, where: Array | None = None) -> Array:
+    """Returns the maximum along an axis, -inf without elements. A NaN gives NaN; XLA's maximum may ignore it on a CPU.
+
+    `where`, which broadcasts to the shape of `x`, is True for the elements that count.
+    """
+    is_nan = jnp.isnan(x) if where is None else jnp.isnan(x) & where
+    top = jnp.max(x, axis=axis, where=where, initial=-jnp.inf)
+    return top * one_or_nan(~jnp.any(is_nan, axis=axis), x.dtype)
+
+
 def _like(x: Array, y: Array) -> Array:
     """Returns `x` in the dtype of `y`, with axes of size 1 in front up to the rank of `y`."""
     return lax.expand_dims(x.astype(y.dtype), range(y.ndim - x.ndim))

@@ -26,7 +26,7 @@ WORDS = ["the", "old", "tree", "sings", "Bird", "café", "cafe\u0301", "don't", 
          "๓", "a_b", "_",
          "\u0d4e", "😀", "👍🏽", "\u200b", "\xad", "\0", "\ufffd", "\u0301", "\u0345", "<mask>", "<MASK>", "[MASK]",
          "new york", "[NEW]", "foo>", "tail", "▁", "▁▁", "…", "...", ",", "。", "，", "!", "''", "'", "-", "---", "a,b",
-         ";\u0338", "s", "ll", "''s", "a+b/c", "=\u0338", "x[y]", "#a#", "e^~`", "\\n"]  # fmt: skip
+         ";\u0338", "s", "ll", "''s", "'''", "``", "`", "a+b/c", "=\u0338", "x[y]", "#a#", "e^~`", "\\n"]  # fmt: skip
 GAPS = [" ", " ", " ", " ", "", "", "  ", "\n", "\t", "\u3000", "\xa0", "   \n ", ", ", ". ", "\u2028", "\x1c"]
 RUNS = ["a", "ab", "th", "1", "a1", " ", "  \n", "\t", "中文", "中", "é", "\u0301", "\u200b", "\0", "-", "'", ".",
         "'l", "▁", "ſ", "A", " a", "\u200b\0", "=", "#!", "가", "е", "the", "…"]  # fmt: skip
@@ -215,6 +215,18 @@ TOKENIZERS = {
     "unigram, never": lambda: unigram(None, pre_tokenizers.Metaspace(prepend_scheme="never")),
     "unigram, one piece": lambda: unigram(None, pre_tokenizers.Metaspace(split=False)),
     "unigram, replace": lambda: unigram(sequence(normalizers.Replace("e t", "x"), normalizers.Replace("a", ""))),
+    "unigram, stacked": lambda: unigram(sequence(normalizers.Replace("a", "ll"), normalizers.Replace("'ll", "x"))),
+    "unigram, removed": lambda: unigram(sequence(normalizers.Replace("-", ""), normalizers.Replace("''", "t"))),
+    "unigram, ALBERT": lambda: unigram(
+        sequence(normalizers.Replace("``", '"'), normalizers.Replace("''", '"'), normalizers.NFKD(),
+                 normalizers.StripAccents(), normalizers.Lowercase(), precompiled(CHARS)),
+        words(),
+    ),
+    "unigram, DeBERTa": lambda: unigram(
+        sequence(normalizers.Lowercase(), normalizers.Replace(Regex(r"\s{2,}|[\n\r\t]"), " "), normalizers.NFC(),
+                 normalizers.Strip(left=False)),
+        pre_tokenizers.Metaspace(prepend_scheme="first"),
+    ),
     "unigram, regex": lambda: unigram(normalizers.Replace(Regex(r"l(?=.*1)"), "t")),
     "unigram, punctuation": lambda: unigram(None, words(pre_tokenizers.Punctuation())),
     "bert, split": bert_split_special_tokens,
@@ -225,7 +237,8 @@ TOKENIZERS = {
 
 
 # Nothing is certain with these, or they are not known.
-KEPT = {"bert, single word", "unigram, one piece", "unigram, replace", "unigram, regex", "wordpiece, split"}
+KEPT = {"bert, single word", "unigram, one piece", "unigram, stacked", "unigram, removed", "unigram, regex",
+        "wordpiece, split"}  # fmt: skip
 
 
 def truncating(name, length, side="right", **options):
@@ -272,6 +285,19 @@ def test_last_token_that_counts_is_at_the_cut(name, side, parts):
     same_tokens(tokenizer, texts, cut, parts)
 
 
+@pytest.mark.parametrize(
+    ("replaced", "text"),
+    [([("''", "-")], "'"), ([("~", "'"), ("''", "-")], "~"), ([("~", ""), ("''", "-")], "'~")],
+)
+def test_run_of_replaced_characters_is_not_cut(replaced, text):
+    """Which two of the characters are replaced depends on the start of their run."""
+    steps = sequence(*(normalizers.Replace(*pair) for pair in replaced))
+    tokenizer = unigram(steps, words(pre_tokenizers.Punctuation()))
+    tokenizer.enable_truncation(max_length=9, direction="left")
+    texts = ["the tree " + text * count for count in range(400, 404)]
+    same_tokens(tokenizer, texts, LongTexts(tokenizer).cut(texts), text)
+
+
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("name", sorted(KEPT))
 @pytest.mark.parametrize("seed", seeds(5))
@@ -293,8 +319,8 @@ def test_unknown_run_before_other_characters_of_its_word_is_kept():
 
 def test_text_that_is_too_long_to_be_tokenised_is_refused(monkeypatch):
     monkeypatch.setattr(long_texts, "_MOST", 1000)
-    singles, text = LongTexts(truncating("unigram, replace", 9)), "rain " * 201
-    pairs = LongTexts(truncating("unigram, replace", 9, is_pair=True), is_pair=True)
+    singles, text = LongTexts(truncating("unigram, removed", 9)), "rain " * 201
+    pairs = LongTexts(truncating("unigram, removed", 9, is_pair=True), is_pair=True)
     assert len(singles.cut(["the tree", text[:1000]])[1]) < 1000
     for which, texts in ((singles, ["the tree", text]), (pairs, [("a", "b"), ("a", text)])):
         with pytest.raises(TextError, match="1005 characters .* at most 1000 can be tokenised, .* Split") as error:
@@ -436,7 +462,10 @@ class Weighing:
 
 @pytest.mark.parametrize(
     ("name", "is_pair"),
-    [*((name, False) for name in GROWING), *((name, True) for name in ("NFKC", "Precompiled, grapheme", "bytes"))],
+    [
+        *((name, False) for name in GROWING),
+        *((name, True) for name in ("NFKC", "Precompiled, grapheme", "bytes")),
+    ],
 )
 def test_no_call_gets_more_than_fits(name, is_pair, monkeypatch):
     monkeypatch.setattr(growth, "MOST", 20_000)
@@ -617,7 +646,7 @@ except TextError:
                     ("byte-level", "left", "ภาษาไทย", True, "encoded"),
                     ("unigram, XLM-R", "right", "😀", False, "encoded"),
                     ("unigram, XLM-R", "left", "中文", False, "refused"),
-                    ("unigram, replace", "right", "a b", False, "refused"),
+                    ("unigram, removed", "right", "a b", False, "refused"),
                     ("unigram, one piece", "right", "a b", True, "refused"),
                 ]
             ),

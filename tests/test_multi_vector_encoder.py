@@ -163,6 +163,14 @@ def test_wrong_embeddings_are_named(encoder):
         encoder.similarity(query, "rain")
 
 
+def test_max_sim_of_nan_is_nan():
+    queries, documents = jnp.ones((2, 33, 3)), jnp.ones((3, 33, 3)).at[1, 16].set(jnp.nan)
+    mask = jnp.ones((3, 33), bool).at[1, 16].set(False)
+    for scores in (max_sim(queries, documents), similarities.max_sims(queries, documents, mean=False)):
+        assert np.isnan(scores[:, 1]).all() and (scores[:, ::2] == 99).all()
+    assert (max_sim(queries, documents, None, mask) == 99).all()
+
+
 def test_max_sim_has_gradients():
     rng = np.random.default_rng(0)
     queries, documents = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 3, 4), (3, 5, 4)))

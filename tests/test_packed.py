@@ -373,6 +373,20 @@ def test_pooling_of_empty_inputs():
     assert (pooled(jnp.full((3, 16), jnp.nan), jnp.array([0, 0, 0], jnp.int32)) == 0.0).all()
 
 
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_nan_in_a_token_makes_every_pooling_nan(place):
+    """XLA's maximum ignores NaN on a CPU, depending on the shape."""
+    rows = jnp.ones((3, 5, 384)).at[1, place].set(jnp.nan)
+    modes = [mode for mode in MODES if mode not in ("cls", "lasttoken")]
+    for mode in modes:
+        padded = pool(rows, jnp.ones((3, 5), bool), (mode,))
+        packed = pooled(rows.reshape(15, 384), jnp.array([0, 5, 10, 15], jnp.int32), (mode,), 5)
+        for found in (padded, packed):
+            assert np.isnan(found[1]).all() and np.isfinite(found[::2]).all(), mode
+    grad = jax.grad(lambda rows: pool(rows, jnp.ones((3, 5), bool), ("max",)).sum())(rows)
+    assert np.isnan(grad[1]).all() and np.isfinite(grad[::2]).all()
+
+
 def test_gradient_of_pooling(hidden):
     packed, weights = (
         pack(hidden),

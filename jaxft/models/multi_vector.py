@@ -8,6 +8,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import ArrayLike
 
+from jaxft import reference
 from jaxft.models.bert import BertModel
 from jaxft.models.config import BertConfig
 from jaxft.models.embedding import Dense, Module, Normalize, check_modules
@@ -122,7 +123,7 @@ def max_sim(
     products = jnp.einsum("qsd,ntd->qsnt", queries, documents, precision="highest")
     if document_mask is not None:
         products = jnp.where(document_mask[None, None], products, -jnp.inf)
-    best = jnp.max(products, axis=-1, initial=-jnp.inf)
+    best = reference.largest(products, -1)
     if query_mask is not None:
         best = jnp.where(query_mask[:, :, None], best, 0)
     is_empty = documents.shape[1] == 0 if document_mask is None else ~jnp.any(document_mask, axis=1)[None]

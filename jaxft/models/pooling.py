@@ -72,7 +72,7 @@ def _pool(
 
     pooled = {
         "cls": first,
-        "max": lambda: jnp.max(hidden, axis=1, where=kept, initial=-jnp.inf),
+        "max": lambda: reference.largest(hidden, 1, kept),
         "mean": lambda: jnp.sum(hidden, axis=1, where=kept) / size,
         "mean_sqrt_len_tokens": lambda: jnp.sum(hidden, axis=1, where=kept) / jnp.sqrt(size),
         "weightedmean": weighted_mean,

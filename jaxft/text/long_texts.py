@@ -46,7 +46,7 @@ class _Rules(NamedTuple):
     longest: int  # characters (with byte-level tokens, bytes) of the longest token, if words may be cut; otherwise 0
     limit: int | None  # a word with more characters is one unknown token
     known: set[str] | None  # the characters of tokens; a run of others is one unknown token
-    added: set[str]  # texts of added tokens, also after normalization
+    kept: set[str]  # texts that are not cut: added tokens, also after normalization, and those that are replaced
     stripping: set[str]  # texts of the added tokens that take white space beside them
 
 
@@ -247,10 +247,10 @@ class LongTexts:
     def _sides(self, text: str, place: int) -> str | None:
         """Returns the normalized characters on either side of a place; None if they depend on each other.
 
-        They do if normalization joins them, or if the text of an added token has both.
+        They do if normalization joins them, or if an added token or a text that is replaced has both.
         """
-        added = self._rules.added
-        longest = max(map(len, added), default=0)
+        kept = self._rules.kept
+        longest = max(map(len, kept), default=0)
         around = 32 + 2 * longest
         left, right = text[max(place - around, 0) : place], text[place : place + around]
         before, both = self._normalized(left), self._normalized(left + right)
@@ -266,7 +266,7 @@ class LongTexts:
         ):
             return None
         for one, two in ((left, right), (before, after)):
-            for token in added:
+            for token in kept:
                 if token in one[max(len(one) - len(token) + 1, 0) :] + two[: len(token) - 1]:
                     return None
         return before[-1] + after[0]
@@ -355,7 +355,7 @@ class LongTexts:
         if not rules.between_words:
             return text
         spaces, removed, words, unknown = self._classes({*text})
-        longest = max(map(len, rules.added), default=0)
+        longest = max(map(len, rules.kept), default=0)
 
         def gap(found: re.Match[str]) -> str:
             run = found[0]
@@ -376,7 +376,7 @@ class LongTexts:
             return short if all(map(self._is_unknown, parts)) else run
 
         text = _shorten_runs(text, spaces + removed, 4, gap)
-        if rules.limit is not None and not any({*token} <= {*words} for token in rules.added):
+        if rules.limit is not None and not any({*token} <= {*words} for token in rules.kept):
             least = rules.limit + longest
             size = 3 * (least + 1)
             text = _shorten_runs(text, words, 2 * size + 1, word)
@@ -390,7 +390,7 @@ class LongTexts:
         Removed characters of words are among both. There are only words and removed characters if the normalizer
         changes characters one by one, except for the order of marks.
         """
-        rules, inside, space = self._rules, {*"".join(self._rules.added)}, self._pieces("a a")
+        rules, inside, space = self._rules, {*"".join(self._rules.kept)}, self._pieces("a a")
         spaces, removed, words, unknown = "", "", "", ""
         for character in characters:
             normalized, pieces = self._normalized(f"a{character}a"), self._pieces(f"a{character}a")
@@ -434,8 +434,9 @@ class LongTexts:
         normalizers, splitters = growth.steps_of(settings["normalizer"]), growth.steps_of(settings["pre_tokenizer"])
         tokens = settings["added_tokens"]
         kinds = {step["type"] for step in splitters}
+        replaced = _replaced(normalizers)
         if (
-            not all(step["type"] in _NORMALIZERS or _joins_spaces(step, kinds) for step in normalizers)
+            not all(step["type"] in _NORMALIZERS or _joins_spaces(step, kinds) for step in normalizers[len(replaced) :])
             or not splitters
             or not kinds <= _PRE_TOKENIZERS
             or any(step.get("split") is False for step in splitters)
@@ -462,7 +463,7 @@ class LongTexts:
         cuts_words = (kinds == {"ByteLevel"} and len(splitters) == 1 and not normalizers and not prefixed) or (
             not self._left and kinds <= {"WhitespaceSplit", "Metaspace"}
         )
-        return _Rules(True, is_bert, _longest(model) if cuts_words else 0, limit, known, added, stripping)
+        return _Rules(True, is_bert, _longest(model) if cuts_words else 0, limit, known, added | {*replaced}, stripping)
 
 
 class _CannotCutError(ValueError):
@@ -496,10 +497,25 @@ def _longest(model: dict[str, Any]) -> int:
 
 
 def _joins_spaces(normalizer: dict[str, Any], pre_tokenizers: set[str]) -> bool:
-    """Returns whether a normalizer joins spaces, as the tokenizers that come from SentencePiece do."""
+    """Returns whether a normalizer joins white space, as the tokenizers that come from SentencePiece do."""
     contents = [" ", "▁"] if "Metaspace" in pre_tokenizers else [" "]
     return (
         normalizer["type"] == "Replace"
-        and normalizer["pattern"] == {"Regex": " {2,}"}
+        and normalizer["pattern"].get("Regex") in (" {2,}", r"\s{2,}|[\n\r\t]")
         and normalizer["content"] in contents
     )
+
+
+def _replaced(normalizers: list[dict[str, Any]]) -> list[str]:
+    """Returns the texts that the first normalizers replace, as far as one is replaced wherever it is in a text."""
+    found: list[str] = []
+    inserted = ""
+    for step in normalizers:
+        pattern = step["pattern"].get("String") if step["type"] == "Replace" else None
+        if not pattern or not set(inserted).isdisjoint(pattern):
+            break
+        found.append(pattern)
+        if not step["content"]:  # the characters around it may be the next pattern
+            break
+        inserted += step["content"]
+    return found
