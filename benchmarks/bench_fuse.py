@@ -4,25 +4,37 @@ BERT-base is written in Flax Linen in the manner of Hugging Face, with separate 
 mask and the GELU with the error function; ViT-B/16 with Linen's own attention. Each runs under XLA as it is, fused,
 and, for BERT, as jaxft's own model with the same sizes. `temporary` is the memory that XLA plans for a call besides
 arguments and results. Correctness comes first: a fused result may be twice as far from float32 as the original.
+
+`--only corpus` times the functions of tests/fusion_cases.py at the sizes of BERT-base instead, the original and the
+fused one in turns. It prints the median of the ratios, and at the end the cases that are slower by more than 2 %.
 """
 
 import argparse
 import dataclasses
+import functools
+import importlib
+import os
+import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 import jaxft
 import shapes
 import timing
 from jaxft.models.bert import BertConfig, BertModel
+from jaxft.tuning import profiler
 
 DTYPE = jnp.bfloat16
+CORPUS_SIZES = "32,128,768,12,64,3072,30522"  # batch, length, width, heads, size of a head, of the feed-forward, words
+SLOWER = 1.02  # a fused function may take this many times as long as the original
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +47,7 @@ class Sizes:
     layers: int = 12
     width: int = 768
     heads: int = 12
+    directions: tuple[str, ...] = shapes.DIRECTIONS
 
     @property
     def shape(self) -> str:
@@ -42,7 +55,11 @@ class Sizes:
         return f"{self.name} {self.batch}x{self.length}"
 
 
-CASES = (Sizes("BERT-base", 32, 128), Sizes("BERT-base", 32, 512), Sizes("ViT-B/16", 128, 197))
+CASES = (
+    Sizes("BERT-base", 32, 128),
+    Sizes("BERT-base", 32, 512),
+    Sizes("ViT-B/16", 128, 197, directions=(shapes.FORWARD,)),
+)
 
 
 class BertLayer(nn.Module):
@@ -134,68 +151,226 @@ def directed(apply: Callable[..., jax.Array], direction: str) -> Callable[..., A
     return step
 
 
-def check(name: str, fused: Any, original: Any, exact: Any) -> None:
-    """Exits if the fused result is more than twice as far from float32 as the original, over all arrays together."""
-
-    def distance(a: Any, b: Any) -> float:
-        pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-        top = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(b))
-        return max(float(jnp.max(jnp.abs(x.astype(jnp.float32) - y))) for x, y in pairs) / top
-
-    errors = distance(fused, exact), distance(original, exact)
-    if not errors[0] <= 2 * errors[1] + 2 * float(jnp.finfo(DTYPE).eps):
-        raise SystemExit(f"{name}: fused errs by {errors[0]:.3g}, the original by {errors[1]:.3g}; nothing is timed")
+@jax.jit
+def _distances(found: Any, exact: Any) -> jax.Array:
+    """Returns the largest difference of all arrays, relative to the largest number."""
+    pairs = list(zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True))
+    top = jnp.max(jnp.stack([jnp.max(jnp.abs(y)) for _, y in pairs]))
+    return jnp.max(jnp.stack([jnp.max(jnp.abs(x.astype(jnp.float32) - y)) for x, y in pairs])) / top
 
 
-def run(sizes: Sizes, direction: str, args: argparse.Namespace) -> list[timing.Row]:
-    """Checks and times one network."""
-    model = network(sizes, DTYPE)
-    x = jax.random.normal(jax.random.key(0), (sizes.batch, sizes.length, sizes.width), DTYPE)
-    lengths = jax.random.randint(jax.random.key(1), (sizes.batch, 1), sizes.length // 2, sizes.length + 1)
-    mask = jnp.arange(sizes.length) < lengths
-    params = jax.tree.map(lambda p: p.astype(DTYPE), jax.jit(model.init)(jax.random.key(2), x, mask))
-    apply: Callable[..., Any] = model.apply
-    fused = jaxft.fuse(apply, force=args.force)
-    start = time.perf_counter()
-    report = fused.report(params, x, mask)
-    print(f"{sizes.shape}, {direction}: {report.counts}; planned in {time.perf_counter() - start:.2f} s", flush=True)
+def excess(fused: Any, original: Any, exact: Any) -> str:
+    """Says by how much a fused result errs if it is more than twice as far from float32 as the original, else ""."""
+    ours, theirs = (float(_distances(found, exact)) for found in (fused, original))
+    is_exact = ours <= 2 * theirs + 2 * float(jnp.finfo(DTYPE).eps)
+    return "" if is_exact else f"fused errs by {ours:.3g}, the original by {theirs:.3g}: not timed"
 
-    variants = {"xla": (directed(apply, direction), params), "fused": (directed(fused, direction), params)}
-    if not sizes.name.startswith("ViT"):
-        own, state = own_model(sizes)
-        variants["jaxft"] = directed(own, direction), state
-    compiled = {name: jax.jit(f).lower(p, x, mask).compile() for name, (f, p) in variants.items()}
-    wide = jax.tree.map(lambda p: p.astype(jnp.float32), (params, x))
-    wide_apply: Callable[..., Any] = network(sizes, jnp.float32).apply
-    exact_fn = jax.jit(directed(wide_apply, direction))
+
+def wide(tree: Any) -> Any:
+    """Returns arrays in float32 where they are of 16 bits."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == DTYPE else x, tree)
+
+
+def lower_exact(f: Callable[..., Any], *inputs: Any) -> jax.stages.Lowered:
+    """Lowers `f` for inputs in float32, with matmuls in float32."""
     with jax.default_matmul_precision("highest"):
-        exact = exact_fn(wide[0], wide[1], mask)
-    check(f"{direction} {sizes.shape}", compiled["fused"](params, x, mask), compiled["xla"](params, x, mask), exact)
-    del exact
-    for name, program in compiled.items():
-        if (memory := program.memory_analysis()) is not None:
-            print(f"  {name}: temporary {memory.temp_size_in_bytes / 2**20:,.0f} MiB", flush=True)
-    inputs: dict[str, timing.Variant] = {
-        name: (program, [(variants[name][1], x, mask)]) for name, program in compiled.items()
-    }
-    rows = timing.measure(inputs, unit="", args=args, direction=direction, work=0, op=f"fuse, {sizes.name}",
-                          shape=(sizes.batch, sizes.length), dtype="bfloat16")  # fmt: skip
-    for metric in sorted({row["metric"] for row in rows}):
-        medians = {row["implementation"]: float(row["p50"]) for row in rows if row["metric"] == metric}
-        print(f"  {metric}: fused is {medians['xla'] / medians['fused']:.2f}x as fast as the original", flush=True)
-    return rows
+        return jax.jit(f).lower(*wide(inputs))
+
+
+# --- Networks ----------------------------------------------------------------------------------------------------
+
+
+def random_parameters(model: nn.Module, x: jax.Array, mask: jax.Array) -> Any:
+    """Returns parameters as for training: kernels at random, scales 1, shifts 0. Nothing is compiled for them."""
+    rng = np.random.default_rng(0)
+
+    def value(path: Any, p: Any) -> jax.Array:
+        if p.ndim > 1:
+            return jnp.asarray(0.02 * rng.standard_normal(p.shape, np.float32), DTYPE)
+        return jnp.full(p.shape, path[-1].key == "scale", DTYPE)
+
+    return jax.tree_util.tree_map_with_path(value, jax.eval_shape(model.init, jax.random.key(0), x, mask))
+
+
+def seconds_of(f: Callable[..., Any], *args: Any) -> float:
+    """Returns the wall time of one call."""
+    start = time.perf_counter()
+    f(*args)
+    return time.perf_counter() - start
+
+
+class Network:
+    """One network and direction: its programs, lowered."""
+
+    def __init__(self, sizes: Sizes, direction: str, args: argparse.Namespace) -> None:
+        self.sizes, self.direction = sizes, direction
+        x = jax.random.normal(jax.random.key(0), (sizes.batch, sizes.length, sizes.width), DTYPE)
+        lengths = jax.random.randint(jax.random.key(1), (sizes.batch, 1), sizes.length // 2, sizes.length + 1)
+        mask = jnp.arange(sizes.length) < lengths
+        model = network(sizes, DTYPE)
+        params = random_parameters(model, x, mask)
+        apply: Callable[..., Any] = model.apply
+        fused = jaxft.fuse(apply, force=args.force)
+        seconds = [seconds_of(f, params, x, mask) for f in (jax.make_jaxpr(apply), jax.make_jaxpr(apply), fused.report)]
+        print(f"{self.name}: {fused.report(params, x, mask).counts}; traced in {seconds[1]:.2f} s, planned in "
+              f"{seconds[2] - seconds[1]:.2f} s", flush=True)  # fmt: skip
+        self.variants: dict[str, tuple[Any, Any]] = {"xla": (apply, params), "fused": (fused, params)}
+        if not sizes.name.startswith("ViT"):
+            self.variants["jaxft"] = own_model(sizes)
+        self.rest = x, mask
+        self.lowered = {name: jax.jit(directed(f, direction)).lower(p, x, mask)
+                        for name, (f, p) in self.variants.items()}  # fmt: skip
+        self.inputs = params, x, mask
+        exact: Callable[..., Any] = network(sizes, jnp.float32).apply
+        self.lowered["exact"] = lower_exact(directed(exact, direction), *self.inputs)
+
+    @property
+    def name(self) -> str:
+        """The name of the case."""
+        return f"{self.sizes.shape}, {self.direction}"
+
+    def run(self, compiled: dict[str, Any], args: argparse.Namespace) -> list[timing.Row]:
+        """Checks and times the programs."""
+        fused, original = (compiled[name](*self.inputs) for name in ("fused", "xla"))
+        message = excess(fused, original, compiled["exact"](*wide(self.inputs)))
+        del fused, original
+        if message:
+            raise SystemExit(f"{self.name}: {message}")
+        key: dict[str, Any] = {"op": f"fuse, {self.sizes.name}", "direction": self.direction, "dtype": "bfloat16",
+                               "shape": (self.sizes.batch, self.sizes.length)}  # fmt: skip
+        mib = {name: compiled[name].memory_analysis().temp_size_in_bytes / 2**20 for name in self.variants}
+        print(f"{self.name}: MiB of temporary memory: { {name: round(size) for name, size in mib.items()} }")
+        rows = timing.as_rows({(name, "temporary_mib"): [size] for name, size in mib.items()}, 0.0, "", args, **key)
+        inputs: dict[str, timing.Variant] = {
+            name: (compiled[name], [(p, *self.rest)]) for name, (_, p) in self.variants.items()
+        }
+        rows += timing.measure(inputs, unit="", args=args, work=0, **key)
+        for metric in sorted({row["metric"] for row in rows}):
+            medians = {row["implementation"]: float(row["p50"]) for row in rows if row["metric"] == metric}
+            share = medians["fused"] / medians["xla"]
+            text = (
+                f"needs {share:.0%} of it"
+                if metric == "temporary_mib"
+                else f"is {1 / share:.2f}x as fast as the original"
+            )
+            print(f"  {metric}: fused {text}", flush=True)
+        return rows
+
+
+# --- The corpus --------------------------------------------------------------------------------------------------
+
+
+def corpus() -> dict[str, Any]:
+    """Returns the functions of the tests, at the sizes of BERT-base, or at $FUSION_SIZES."""
+    os.environ.setdefault("FUSION_SIZES", CORPUS_SIZES)
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+    return importlib.import_module("fusion_cases").CASES
+
+
+def pulled_back(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
+    """Returns a function of the floats among `args`, with results and gradients, and these floats."""
+    leaves, tree = jax.tree.flatten(args)
+    at = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def run(*values: Any) -> Any:
+        def of_floats(*values: Any) -> Any:
+            every = list(leaves)
+            for i, value in zip(at, values, strict=True):
+                every[i] = value
+            return fn(*jax.tree.unflatten(tree, every))
+
+        out, pull_back = jax.vjp(of_floats, *values)
+        # A cotangent of ones would be folded, and the sum of a softmax has no gradient.
+        return out, pull_back(jax.tree.map(jnp.cos, out))
+
+    return run, [leaves[i] for i in at]
+
+
+class CorpusCase:
+    """One function of the corpus and direction: its programs, lowered. There are none if nothing is replaced."""
+
+    def __init__(self, name: str, case: Any, direction: str, args: argparse.Namespace) -> None:
+        self.name, self.direction = name, direction
+        fn, inputs = case.make(DTYPE)
+        fused = jaxft.fuse(fn, force=args.force)
+        self.lowered: dict[str, jax.stages.Lowered] = {}
+        if not fused.report(*inputs).counts:
+            return
+        functions = {"xla": fn, "fused": fused}
+        if direction != shapes.FORWARD:
+            functions = {way: pulled_back(f, inputs)[0] for way, f in functions.items()}
+            inputs = tuple(pulled_back(fn, inputs)[1])
+        self.inputs = inputs
+        self.lowered = {way: jax.jit(f).lower(*inputs) for way, f in functions.items()}
+        self.lowered["exact"] = lower_exact(functions["xla"], *inputs)
+
+    def run(self, compiled: dict[str, Any], args: argparse.Namespace) -> list[tuple[str, float]]:
+        """Checks and times the programs. Returns a message and a ratio for each metric."""
+        label = f"corpus, {self.direction}: {self.name}"
+        fused, original = (compiled[way](*self.inputs) for way in ("fused", "xla"))
+        message = excess(fused, original, compiled["exact"](*wide(self.inputs)))
+        if message:
+            print(f"{label}: {message}", flush=True)
+            return [(f"{label}: {message}", np.inf)]
+        nbytes = sum(x.nbytes for x in jax.tree.leaves(self.inputs))
+        sets = [jax.tree.map(jnp.copy, self.inputs) for _ in range(min(64, timing.rotation(nbytes)))]
+        calls = {way: timing.rotating(compiled[way], sets) for way in ("xla", "fused")}
+        for call in calls.values():
+            profiler.queued_us(call, 3)
+        repeats = int(np.clip(1e4 / profiler.queued_us(calls["xla"], 5), 10, 200))
+        samplers: dict[str, tuple[Callable[..., float], int, int]] = {
+            "queued_us": (profiler.queued_us, repeats, 5 if args.quick else 15)
+        }
+        if jax.default_backend() == "gpu":
+            samplers["device_us"] = profiler.device_us, min(repeats, timing.DEVICE_CALLS), 3
+        found = []
+        for metric, (sample, n, rounds) in samplers.items():
+            times = profiler.turns([*calls.values()], rounds, functools.partial(sample, calls=n))
+            ratio, medians = float(np.median(times[:, 1] / times[:, 0])), np.median(times, axis=0)
+            text = f"{label}: {metric} {medians[0]:.1f} -> {medians[1]:.1f}, {ratio:.3f} times the original's"
+            print(text, flush=True)
+            found.append((text, ratio))
+        return found
+
+
+def run_corpus(names: Sequence[str], args: argparse.Namespace) -> None:
+    """Times the corpus in both directions, and prints the cases that become slower."""
+    cases = corpus()
+    every = [CorpusCase(name, cases[name], direction, args)
+             for direction in shapes.DIRECTIONS for name in cases
+             if any(text in f"corpus, {direction}: {name}" for text in names)]  # fmt: skip
+    replaced = [case for case in every if case.lowered]
+    print(f"{len(every)} functions, {len(replaced)} with replacements", flush=True)
+    ratios = [ratio for case, compiled in compile_each(replaced) for ratio in case.run(compiled, args)]
+    slower = [text for text, ratio in ratios if not ratio <= SLOWER]
+    print(f"\n{len(slower)} of {len(ratios)} ratios are above {SLOWER}")
+    print("\n".join(slower))
+
+
+def compile_each(cases: Sequence[Any]) -> list[tuple[Any, dict[str, Any]]]:
+    """Compiles the programs of all cases in parallel."""
+    programs = iter(timing.compile_all((lowered, None) for case in cases for lowered in case.lowered.values()))
+    return [(case, {name: next(programs) for name in case.lowered}) for case in cases]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the benchmark."""
     parser = timing.arguments(__doc__)
     parser.add_argument("--force", action="store_true", help="fuse also where it is not faster, as on a CPU")
+    parser.add_argument(
+        "--only", nargs="+", default=["BERT", "ViT"], metavar="TEXT",
+        help="cases with one of these in their name, as 'BERT-base 32x512', corpus or 'corpus, forward: linen'",
+    )  # fmt: skip
     args = parser.parse_args(argv)
-    results = []
-    for sizes in CASES[:1] if args.quick else CASES:
-        for direction in shapes.DIRECTIONS:
-            results += run(sizes, direction, args)
-    timing.print_tables(results)
+    names = [text for text in args.only if text.startswith("corpus")]
+    if names:
+        run_corpus(names, args)
+    networks = [Network(sizes, direction, args)
+                for sizes in (CASES[:1] if args.quick else CASES) for direction in sizes.directions
+                if any(text in f"{sizes.shape}, {direction}" for text in args.only)]  # fmt: skip
+    results = [row for case, compiled in compile_each(networks) for row in case.run(compiled, args)] if networks else []
+    if networks or not names:
+        timing.print_tables(results)
 
 
 if __name__ == "__main__":

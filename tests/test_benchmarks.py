@@ -204,7 +204,15 @@ def test_fused_networks_are_checked_and_timed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_fuse, "CASES", [dataclasses.replace(bench_fuse.CASES[i], **sizes) for i in (0, 2)])
     bench_fuse.main(["--quick", "--force", "--out", str(tmp_path)])
     text = capsys.readouterr().out
-    assert "feed_forward_residual_layer_norm" in text and "as fast as the original" in text
+    assert "feed_forward_residual_layer_norm" in text and "as fast as the original" in text and "planned in" in text
+
+
+def test_corpus_is_timed_in_pairs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FUSION_SIZES", "2,12,32,4,8,64,50")
+    wanted = "corpus, forward: softmax", "corpus, forward+backward: a bias and"
+    bench_fuse.main(["--quick", "--force", "--only", *wanted, "--out", str(tmp_path)])
+    text = capsys.readouterr().out
+    assert "3 functions, 2 with replacements" in text and "of 2 ratios are above" in text
 
 
 @pytest.mark.parametrize("script", [bench_contrastive, bench_dense, bench_encoder, bench_train])

@@ -1,5 +1,10 @@
 """`jaxft.fuse` with JAX's transformations, its options, its guards, and its choice of what is worth it."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,17 +105,74 @@ def test_control_flow_is_differentiated(name, layer):
     assert_same(jax.jit(jax.grad(loss_of(fuse(whole))))(*args), jax.jit(jax.grad(loss_of(whole)))(*args))
 
 
+def mesh_of(axis_type):
+    """Returns a mesh of the devices that there are, at most two."""
+    return jax.make_mesh((min(2, jax.device_count()),), ("d",), axis_types=(axis_type,))
+
+
 def test_shard_map_composes_in_both_orders():
-    fn, (params, x) = CASES["a ViT block"].make(jnp.float32)
-    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+    fn, args = CASES["a ViT block"].make(jnp.float32)
 
     def sharded(fn):
-        return jax.shard_map(fn, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))
+        return jax.shard_map(fn, mesh=mesh_of(AxisType.Auto), in_specs=(P(), P("d")), out_specs=P("d"))
 
-    assert sum(fuse(sharded(fn)).report(params, x).counts.values()) == 4
-    expected = jax.jit(fn)(params, x)
-    assert_same(jax.jit(fuse(sharded(fn)))(params, x), expected)
-    assert_same(jax.jit(sharded(fuse(fn)))(params, x), expected)
+    assert sum(fuse(sharded(fn)).report(*args).counts.values()) == 4
+    expected = jax.jit(jax.value_and_grad(loss_of(fn)))(*args)
+    assert_same(jax.jit(jax.value_and_grad(loss_of(fuse(sharded(fn)))))(*args), expected)
+    assert_same(jax.jit(jax.value_and_grad(loss_of(sharded(fuse(fn)))))(*args), expected)
+
+
+def test_collectives_of_shard_map_stay():
+    def layer(x, g, w1, w2):  # a feed-forward half whose kernels are cut over the devices
+        return jax.lax.psum(jax.nn.gelu(CASES["RMSNorm by hand"].make(x.dtype)[0](x, g) @ w1) @ w2, "d")
+
+    specs = P(), P(), P(None, "d"), P("d")
+    whole = jax.shard_map(layer, mesh=mesh_of(AxisType.Auto), in_specs=specs, out_specs=P())
+    args = normal(0, 2, 5, 16), normal(1, 16), normal(2, 16, 32), normal(3, 32, 16)
+    assert fuse(whole).report(*args).counts == {"rms_norm": 1, "dense": 1}
+    assert_same(jax.jit(fuse(whole))(*args), jax.jit(whole)(*args))
+    over_all = (0, 1, 2, 3)
+    assert_same(jax.jit(jax.grad(loss_of(fuse(whole)), over_all))(*args),
+                jax.jit(jax.grad(loss_of(whole), over_all))(*args))  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", [P("d"), P(None, None, "d")])
+def test_explicitly_sharded_arrays_stay_so(spec):
+    def fn(q, k, v, g):
+        y = CASES["matmul, scaled query"].make(q.dtype)[0](*(x.transpose(0, 2, 1, 3) for x in (q, k, v)))
+        return jax.nn.gelu(CASES["RMSNorm by hand"].make(q.dtype)[0](y, g), approximate=False)
+
+    with jax.set_mesh(mesh_of(AxisType.Explicit)):
+        args = [jax.device_put(normal(i, 2, 12, 4, 8), spec) for i in range(3)] + [jnp.ones(8)]
+        assert sum(fuse(fn).report(*args).counts.values()) == 3
+        found, expected = jax.jit(fuse(fn))(*args), jax.jit(fn)(*args)
+        assert jax.typeof(found) == jax.typeof(expected)
+        assert_same(found, expected)
+        assert_same(jax.jit(jax.grad(loss_of(fuse(fn))))(*args), jax.jit(jax.grad(loss_of(fn)))(*args))
+        with dispatch.target():
+            assert jaxft.fuse(fn).report(*args).counts == {}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.device_count() > 1, reason="the other tests have two devices already")
+def test_fuse_works_over_two_devices():
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-v", "-o", "addopts=", "-k", "shard", __file__],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        cwd=Path(__file__).parents[1], capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "collectives_of_shard_map" in done.stdout and "4 passed" in done.stdout
+
+
+def test_fused_function_is_exported():
+    fn, x = CASES["jax.nn.gelu, erf"].make(jnp.float32)
+    exported = jax.export.export(jax.jit(fuse(fn)))(*x)
+    assert_same(exported.call(*x), fn(*x))
+    rows = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b, t"), x[1].size), jnp.float32)
+    (record,) = fuse(fn).report(rows, x[1])
+    assert "sizes are symbolic" in record.reason
+    assert_same(jax.export.export(jax.jit(fuse(fn)))(rows, x[1]).call(*x), fn(*x))
 
 
 def test_custom_rules_are_left_alone():

@@ -55,6 +55,9 @@ _STEPS: tuple[tuple[tuple[str, ...], tuple[str, ...], _Matcher], ...] = (
 def find_sites(g: Graph, options: Options) -> Found:
     """Finds the sites of a graph, whether they are worth it or not."""
     found, taken = Found(), set[Node]()
+    for node in g.nodes:
+        if any(not isinstance(n, int) for v in (*node.ins, *node.outs) for n in getattr(v.aval, "shape", ())):
+            return Found(misses=[Miss(node, "all ops", "sizes are symbolic, as in jax.export: kernels need numbers")])
     for families, anchors, match in _STEPS:
         if not any(family in options.only for family in families):
             continue
