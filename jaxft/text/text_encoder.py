@@ -1,10 +1,11 @@
 """Base class of the encoders of single texts: loading, prompts, lengths and batches, which all of them share."""
 
+import contextlib
 import functools
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -237,7 +238,7 @@ class TextEncoder:
         """Computes the embeddings of texts."""
         raise NotImplementedError
 
-    def encode_iter(self, inputs: Iterable[Any], *, chunk_size: int = 65_536, **options: Any) -> Iterator[Any]:
+    def encode_iter(self, inputs: Iterable[Any], *, chunk_size: int = 65_536, **options: Any) -> Generator[Any]:
         """Computes the embeddings of any number of texts, a chunk at a time, in constant memory.
 
         The texts are read while they are needed, about three chunks ahead of the result. The devices compute the next
@@ -250,7 +251,7 @@ class TextEncoder:
           **options: the keyword arguments of `encode`. `show_progress_bar=None` shows none.
 
         Returns:
-          An iterator of results, see `encode`: one for each chunk, in the order of `inputs`.
+          A generator of results, see `encode`: one for each chunk, in the order of `inputs`.
 
         Raises:
           TypeError: see `encode`.
@@ -359,7 +360,7 @@ class TextEncoder:
             unit="text", show_progress_bar=show_progress_bar, **options,
         )  # fmt: skip
         if inputs.are_chunks:
-            return map(finish, found)
+            return _finished(found, finish)
         (results,) = found
         return finish(results)
 
@@ -383,3 +384,9 @@ class TextEncoder:
         if options.get("prompt") is None and options.get("prompt_name") is None:
             options["prompt_name"] = next((name for name in TASKS[task] if name in self.prompts), None)
         return options | {"task": task}
+
+
+def _finished(found: Generator[Any], finish: Callable[[Any], Any]) -> Generator[Any]:
+    """Yields the finished results. Closing it ends the threads of `found`."""
+    with contextlib.closing(found):
+        yield from map(finish, found)
