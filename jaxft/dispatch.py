@@ -5,7 +5,7 @@ import contextvars
 import functools
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -91,9 +91,65 @@ def device() -> Device:
     """Returns the device that ops are traced for: the `target`, else JAX's default device."""
     if _target.value is not None:
         return _target.value
+    return _describe(default_device())
+
+
+def work_devices(*, many: bool) -> list[jax.Device]:
+    """Returns the devices that compute by default, or an empty list where JAX computes if nothing says otherwise.
+
+    These are JAX's default device where one is set, otherwise all GPUs of this process if there are `many` batches.
+    """
+    if jax.config.jax_default_device is not None:  # type: ignore[attr-defined]
+        return [default_device()]
+    return jax.local_devices() if many and platform() in ("cuda", "rocm") else []
+
+
+def named_devices(where: str, devices: Any) -> list[jax.Device]:
+    """Returns the devices that an argument `devices` names.
+
+    Each is a device of JAX or an index into `jax.local_devices()`. Raises a ValueError or a TypeError for others, and
+    for devices of several kinds.
+    """
+    known = jax.local_devices()
+    items = [devices] if isinstance(devices, jax.Device | int) else devices
+    if isinstance(items, str) or not isinstance(items, Iterable):
+        raise TypeError(f"{where}: devices must be a list of devices of JAX or of their indices, got {devices!r:.80}")
+    found = []
+    for item in items:
+        if isinstance(item, int | np.integer) and not isinstance(item, bool):
+            if not 0 <= item < len(known):
+                raise ValueError(f"{where}: devices must be indices below {len(known)}, the number here, got {item}")
+            item = known[item]
+        if not isinstance(item, jax.Device):
+            raise TypeError(f"{where}: devices must be devices of JAX or their indices, got {item!r:.80}")
+        if item.process_index != jax.process_index(item.client):
+            raise ValueError(f"{where}: devices must belong to this process, got {item}")
+        found.append(item)
+    if not found or len({*found}) < len(found) or len({*map(_describe, found)}) > 1:
+        raise ValueError(f"{where}: devices must be one or more different devices of one kind, got {devices!r:.200}")
+    return found
+
+
+def homes(arrays: Iterable[jax.Array]) -> set[jax.Device]:
+    """Returns the devices where arrays are."""
+    return {home for x in arrays for home in x.devices()}
+
+
+def default_device() -> jax.Device:
+    """Returns JAX's default device."""
     # `default` is None, the name of a platform, or a device.
     default = jax.config.jax_default_device  # type: ignore[attr-defined]
-    return _describe(default if hasattr(default, "platform") else jax.devices(default)[0])
+    return default if hasattr(default, "platform") else jax.local_devices(backend=default)[0]
+
+
+@contextlib.contextmanager
+def traced_for(device: jax.Device | None) -> Iterator[None]:
+    """Context in which ops are traced for a device. It changes nothing if they are traced for such a device anyway."""
+    if device is None or _target.value is not None or _describe(device) == _describe(default_device()):
+        yield
+        return
+    with jax.default_device(device):
+        yield
 
 
 @functools.lru_cache

@@ -18,6 +18,8 @@ class Bundled:
         # A single attribute, because several threads may compute embeddings. The references are weak, so that arrays
         # that the model no longer has are freed.
         self._last: tuple[Any, list[weakref.ref[jax.Array]], list[jax.Array], Rebuild] | None = None
+        # By device: references to the arrays, and their copies there.
+        self._copies: dict[jax.Device, tuple[list[weakref.ref[jax.Array]], list[jax.Array]]] = {}
 
     def __call__(self, model: nnx.Module) -> tuple[list[Any], Rebuild]:
         """Returns the arrays of `model` and the function that rebuilds the model from them, as `jaxft.bundle` does."""
@@ -32,3 +34,12 @@ class Bundled:
             rebuild = last[3]  # JAX finds a compiled program faster by the same object
         self._last = structure, [weakref.ref(x) for x in leaves], arrays[rebuild.whole :], rebuild
         return arrays, rebuild
+
+    def on(self, device: jax.Device, arrays: list[Any]) -> list[Any]:
+        """Returns the copies of arrays on a device. They are kept until other arrays are copied there."""
+        seen, copies = self._copies.get(device, ([], []))
+        if len(seen) != len(arrays) or not all(ref() is x for ref, x in zip(seen, arrays, strict=True)):
+            self._copies.pop(device, None)  # frees the memory first
+            copies = jax.device_put(arrays, device)
+            self._copies[device] = [weakref.ref(x) for x in arrays], copies
+        return copies

@@ -9,15 +9,15 @@ from jaxft.text import batching
 _log = logging.getLogger("jaxft")
 
 _FILES = "edit tokenizer_config.json or config.json of the folder"
-_ONE_DEVICE = "a process computes on one device; for several devices, run one process on each with a part of the texts"
+_DEVICES = "pass devices, for example jax.local_devices(); one process computes on all of them"
 # What to do in place of arguments of sentence-transformers' classes and methods.
 _EQUIVALENTS = {
     "convert_to_tensor": "convert_to_numpy=False of encode and predict returns a JAX array",
     "save_to_cpu": "convert_to_numpy=True, the default, returns arrays in the memory of the host",
     "token_pooling": "pool the arrays that encode returns",
-    "device": "the computation runs on JAX's default device; choose one with jax.default_device or JAX_PLATFORMS",
-    "pool": _ONE_DEVICE,
-    "chunk_size": f"texts are cut into batches by batch_size alone; {_ONE_DEVICE}",
+    "device": "pass devices to encode and predict, or choose one with jax.default_device or JAX_PLATFORMS",
+    "pool": _DEVICES,
+    "chunk_size": "texts are cut into batches by batch_size alone; encode_iter has a chunk_size",
     "num_workers": "texts are always tokenised by threads",
     "processing_kwargs": "set max_seq_length (max_length of a CrossEncoder)",
     "default_activation_function": "pass activation_fn",

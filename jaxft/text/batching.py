@@ -166,12 +166,54 @@ def _powers(base: int, first: int, last: int) -> list[int]:
 
 
 class _Work(NamedTuple):
-    """A batch in flight on the device."""
+    """A batch in flight on a device."""
 
     positions: np.ndarray  # of its texts among all texts
     texts: Tokens  # to retry in smaller batches
     batch_size: int  # that the batch was cut with
     result: Any  # of `compute`; the error if starting the computation raised one
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the result can be read without a wait."""
+        return all(getattr(leaf, "is_ready", lambda: True)() for leaf in jax.tree.leaves(self.result))
+
+
+class Lane:
+    """A device that computes batches, with the batches in flight on it.
+
+    Args:
+      compute: starts a batch and returns its result.
+      is_ready: whether the device can start a batch at once. Otherwise, the first lane gets the batch.
+      device: the device, for messages and as the key of its limits. None is the only one.
+    """
+
+    def __init__(
+        self, compute: Callable[[Batch], Any], is_ready: Callable[[Batch], bool] = lambda _: True, device: Any = None
+    ) -> None:
+        self.compute, self.is_ready, self.device = compute, is_ready, device
+        self.in_flight: deque[_Work] = deque()
+        self.is_retired = False  # whether its memory does not suffice for one text
+
+    @property
+    def load(self) -> int:
+        """Number of the batches that are not done."""
+        return sum(not work.is_ready for work in self.in_flight)
+
+
+@dataclasses.dataclass
+class _Part:
+    """Texts whose results are collected."""
+
+    first: int  # position of its first text among the texts of all parts
+    texts: Any
+    results: Any
+    missing: int  # number of results that are not there yet
+
+
+def _item(texts: Any, index: int) -> Any:
+    """Returns a text, or its token ids."""
+    return texts[index : index + 1].ids.tolist() if isinstance(texts, Tokens) else texts[index]
 
 
 class Batcher:
@@ -188,15 +230,26 @@ class Batcher:
         self.limit, self.padding, self.packed, self.with_types = limit, padding, packed, with_types
         self.characters = characters
         self._lengths = padded_lengths(limit)
-        self._largest: int | None = None  # limit of batch_size, after a larger batch ran out of memory
+        self._largest: dict[Any, int] = {}  # limits of batch_size by device, after larger batches ran out of memory
 
     def compute_all(
         self, texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "Iterable[Encoding]"], batch_size: int,
-        compute: Callable[[Batch], Any], *, model: nnx.Module, width: int | None, unit: str,
+        compute: Callable[[Batch], Any], **options: Any,
+    ) -> Any:  # fmt: skip
+        """Returns `compute`'s results for texts (or pairs), `[len(texts), width]`. See `compute_parts`."""
+        (results,) = self.compute_parts([texts], tokenise, batch_size, [Lane(compute)], **options)
+        return results
+
+    def compute_parts(
+        self, parts: Iterable[Any], tokenise: Callable[[Sequence[Any]], "Iterable[Encoding]"], batch_size: int,
+        lanes: Sequence[Lane], *, model: nnx.Module, width: int | None, unit: str,
         show_progress_bar: bool | None, convert: Callable[[np.ndarray], Any] = lambda rows: rows,
         dtype: Any = np.float32,
-    ) -> Any:  # fmt: skip
-        """Returns `compute`'s results for texts (or pairs), `[len(texts), width]`, in their order.
+    ) -> Generator[Any]:  # fmt: skip
+        """Yields the results of each part's texts (or pairs), `[len(part), width]`, in their order.
+
+        A batch has texts of one part only, so that the results of a part do not depend on the other parts. The devices
+        work on the next part while the results of a part are read.
 
         `convert` makes rows of the results from float32 rows of a batch, while the device computes the next batches.
         With `width=None`, the result is a list: of `Features` if `compute` returns a tuple of token embeddings and,
@@ -204,18 +257,21 @@ class Batcher:
 
         Raises a TextError for a text whose result is not finite, with the reason that is found in `model`.
         """
-        results: Any = [None] * len(texts) if width is None else np.empty((len(texts), width), dtype)
+        open_parts: deque[_Part] = deque()
 
-        def start(batch: Batch) -> Any:
-            result = compute(batch)
-            for leaf in jax.tree.leaves(result):
-                leaf.copy_to_host_async()
-            return result
+        def opened() -> Iterator[Sequence[Any]]:
+            first = 0
+            for texts in parts:
+                results: Any = [None] * len(texts) if width is None else np.empty((len(texts), width), dtype)
+                open_parts.append(_Part(first, texts, results, len(texts)))
+                first += len(texts)
+                yield texts
 
+        total = len(parts[0]) if isinstance(parts, list) and len(parts) == 1 else None
         # `closing` ends the tokenisation threads if an error is raised.
         with (
-            contextlib.closing(self.tokenised(texts, tokenise)) as chunks,
-            progress_bar(len(texts), unit, show_progress_bar) as bar,
+            contextlib.closing(self.tokenised_parts(opened(), tokenise)) as chunks,
+            progress_bar(total, unit, show_progress_bar) as bar,
         ):
 
             def watched() -> Iterator[tuple[int, Tokens]]:
@@ -224,71 +280,105 @@ class Batcher:
                     bar.update(0)
                     yield first, chunk
 
-            for positions, found in self.run(watched(), batch_size, start):
+            for positions, found in self.run_on(watched(), batch_size, lanes):
+                part = next(part for part in open_parts if positions[0] < part.first + len(part.texts))
                 if isinstance(found, list):
-                    finite = np.array(
-                        [all(np.isfinite(part).all() for part in x[1:] if part is not None) for x in found]
-                    )
+                    finite = np.array([all(np.isfinite(x).all() for x in of[1:] if x is not None) for of in found])
                 else:
                     finite = np.isfinite(found).all(axis=1)
                 if not finite.all():
                     index = int(positions[~finite].min())
-                    raise TextError(index, texts[index], f"has a result that is not finite: {_cause(model)}")
+                    reason = f"has a result that is not finite: {_cause(model)}"
+                    raise TextError(index, _item(part.texts, index - part.first), reason)
                 found = found if isinstance(found, list) else convert(found)
                 if isinstance(found, list):
-                    for position, of_text in zip(positions, found, strict=True):
-                        results[position] = of_text
+                    for position, of_text in zip(positions - part.first, found, strict=True):
+                        part.results[position] = of_text
                 else:
-                    results[positions] = found
+                    part.results[positions - part.first] = found
+                part.missing -= len(positions)
                 bar.update(len(positions))
-        return results
+                while open_parts and not open_parts[0].missing:
+                    yield open_parts.popleft().results
+            while open_parts:  # parts without texts
+                yield open_parts.popleft().results
 
     def tokenised(
         self, texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "Iterable[Encoding]"]
     ) -> Generator[tuple[int, Tokens]]:
         """Yields (position of the first text, tokens) of each chunk, then (`len(texts)`, no texts)."""
-        ends = np.append(0, np.cumsum(np.fromiter(map(self.characters, texts), np.int64, len(texts))))
+        return self.tokenised_parts([texts], tokenise)
+
+    def tokenised_parts(
+        self, parts: Iterable[Any], tokenise: Callable[[Sequence[Any]], "Iterable[Encoding]"]
+    ) -> Generator[tuple[int, Tokens]]:
+        """Yields (position of the first text, tokens) of each chunk, and no texts after the last chunk of each part.
+
+        A part is a sequence of texts, or `Tokens`. Positions count the texts of all parts.
+        """
         alone = threading.Lock()  # for texts of megabytes, of which several might take more memory than there is
 
-        def tokens(first: int, stop: int) -> Tokens:
-            with alone if ends[stop] - ends[first] > _CHARACTERS else contextlib.nullcontext():
+        def tokens(first: int, texts: Any, is_heavy: bool) -> Tokens:
+            if isinstance(texts, Tokens):
+                return texts
+            with alone if is_heavy else contextlib.nullcontext():
                 try:
-                    return Tokens.of(tokenise(texts[first:stop]), with_types=self.with_types)
+                    return Tokens.of(tokenise(texts), with_types=self.with_types)
                 except TextError as error:
-                    index = first + error.index
-                    raise TextError(index, texts[index], error.reason) from error
+                    raise TextError(first + error.index, texts[error.index], error.reason) from error
 
-        def stop_of(first: int, size: int) -> int:
-            fitting = int(np.searchsorted(ends, ends[first] + _CHARACTERS, side="right")) - 1
-            return min(max(fitting, first + 1), first + size, len(texts))
+        most, ahead = _CHUNKS[1:][not self.packed], _AHEAD[not self.packed]
 
-        start, (size, *largest) = 0, _CHUNKS
-        most, ahead = largest[not self.packed], _AHEAD[not self.packed]
-        coming = deque[tuple[int, Future[Tokens]]]()
-        if 0 < len(texts) == stop_of(0, size):  # starting a thread would cost more than there is to overlap
-            yield 0, tokens(0, len(texts))
-            start = len(texts)
-        with ThreadPoolExecutor(max_workers=ahead) as threads:
-            while start < len(texts) or coming:
-                while start < len(texts) and len(coming) <= ahead:
-                    stop = stop_of(start, size)
-                    coming.append((start, threads.submit(tokens, start, stop)))
+        def pieces() -> Iterator[tuple[int, Sequence[Any], bool]]:
+            """Yields (position of the first text, texts, whether they have many characters) of each chunk."""
+            first = 0
+            for texts in parts:
+                weights = texts.lengths if isinstance(texts, Tokens) else map(self.characters, texts)
+                ends = np.append(0, np.cumsum(np.fromiter(weights, np.int64, len(texts))))
+                start, size = 0, _CHUNKS[0]
+                while start < len(texts):
+                    fitting = int(np.searchsorted(ends, ends[start] + _CHARACTERS, side="right")) - 1
+                    stop = min(max(fitting, start + 1), start + size, len(texts))
+                    yield first + start, texts[start:stop], bool(ends[stop] - ends[start] > _CHARACTERS)
                     start, size = stop, min(size + size // 4, most)
-                first, chunk = coming.popleft()
-                yield first, chunk.result()
-        yield len(texts), Tokens.of([], with_types=self.with_types)
+                first += len(texts)
+                yield first, texts[:0], False
+
+        coming = deque[tuple[int, Future[Tokens] | Tokens]]()
+        waiting, nothing = pieces(), Tokens.of([], with_types=self.with_types)
+
+        def finished(first: int, chunk: Future[Tokens] | Tokens) -> tuple[int, Tokens]:
+            return first, chunk if isinstance(chunk, Tokens) else chunk.result()
+
+        beginning = [*itertools.islice(waiting, 2)]
+        if len(beginning) == 2 and not len(beginning[1][1]):
+            # Starting a thread for the only chunk would cost more than there is to overlap.
+            yield beginning[0][0], tokens(*beginning.pop(0))
+        with ThreadPoolExecutor(max_workers=ahead) as threads:
+            for piece in itertools.chain(beginning, waiting):
+                coming.append((piece[0], threads.submit(tokens, *piece) if len(piece[1]) else nothing))
+                if len(coming) > ahead:
+                    yield finished(*coming.popleft())
+            yield from itertools.starmap(finished, coming)
 
     def run(
         self, chunks: Iterator[tuple[int, Tokens]], batch_size: int, compute: Callable[[Batch], Any]
     ) -> Iterator[tuple[np.ndarray, Any]]:
+        """Yields the results of batches on one device, see `run_on`."""
+        return self.run_on(chunks, batch_size, [Lane(compute)])
+
+    def run_on(
+        self, chunks: Iterator[tuple[int, Tokens]], batch_size: int, lanes: Sequence[Lane]
+    ) -> Iterator[tuple[np.ndarray, Any]]:
         """Yields (positions `[n]`, results `[n, ...]`) of each batch. Within a chunk, longer texts come first.
 
-        The last chunk is empty. `compute` starts a batch and returns `[rows, ...]`, or `[count, ...]` for a packed
-        batch. If it returns a tuple of token embeddings, `[rows, longest, D]` or packed `[capacity, D]`, and perhaps
-        such an array, then the results are a list of `Features`. If the device runs out of memory, `batch_size` is
-        halved for the batch, the rest of the call and later calls.
+        An empty chunk ends a part: the texts before it are in other batches than the texts after it. The last chunk is
+        empty. Each batch goes to the lane with the fewest batches in flight; among equal ones, to the first.
+        `Lane.compute` starts a batch and returns `[rows, ...]`, or `[count, ...]` for a packed batch. If it returns a
+        tuple of token embeddings, `[rows, longest, D]` or packed `[capacity, D]`, and perhaps such an array, then the
+        results are a list of `Features`. If a device runs out of memory, its `batch_size` is halved for the batch, the
+        rest of the call and later calls.
         """
-        in_flight: deque[_Work] = deque()
         positions, texts = np.empty(0, np.int64), Tokens.of([], with_types=self.with_types)
         for start, chunk in chunks:
             if len(chunk):
@@ -297,22 +387,22 @@ class Batcher:
                 order = np.argsort(-texts.lengths, kind="stable")
                 positions, texts = positions[order], texts.in_order(order)
             done = 0  # texts after the last full batch wait for the next chunk
-            for stop, work in self._start(positions, texts, batch_size, compute, last=len(chunk) == 0):
+            for stop, lane, work in self._start(positions, texts, batch_size, lanes, last=len(chunk) == 0):
                 done = stop
-                in_flight.append(work)
-                # If the device has refused a batch, queue nothing more until all work in flight is done and this batch
-                # has been computed in smaller parts.
-                while len(in_flight) > (0 if isinstance(work.result, Exception) else _IN_FLIGHT):
-                    yield from self._finish(in_flight.popleft(), compute)
+                lane.in_flight.append(work)
+                # If the device has refused a batch, queue nothing more until all work in flight on it is done and this
+                # batch has been computed in smaller parts.
+                while len(lane.in_flight) > (0 if isinstance(work.result, Exception) else _IN_FLIGHT):
+                    yield from self._finish(lane.in_flight.popleft(), lane, lanes[0])
             positions, texts = positions[done:], texts[done:]
-        while in_flight:
-            yield from self._finish(in_flight.popleft(), compute)
+        for lane in lanes:
+            while lane.in_flight:
+                yield from self._finish(lane.in_flight.popleft(), lane, lanes[0])
 
     def _start(
-        self, positions: np.ndarray, texts: Tokens, batch_size: int, compute: Callable[[Batch], Any], *,
-        last: bool,
-    ) -> Iterator[tuple[int, _Work]]:  # fmt: skip
-        """Starts batches of texts, sorted by decreasing length. Yields (number of texts started so far, batch).
+        self, positions: np.ndarray, texts: Tokens, batch_size: int, lanes: Sequence[Lane], *, last: bool
+    ) -> Iterator[tuple[int, Lane, _Work]]:
+        """Starts batches of texts, sorted by decreasing length. Yields (number of texts started, lane, batch).
 
         Unless `last`, the texts that do not fill a batch are left.
         """
@@ -321,27 +411,34 @@ class Batcher:
         ends = np.append(0, np.cumsum(np.maximum(lengths, 1)))
         first = 0
         while first < len(texts):
-            size = batch_size if self._largest is None else min(batch_size, self._largest)
             tokens, count = int(ends[-1] - ends[first]), len(texts) - first
-            if not last and (tokens < size * self.limit if self.packed else count < size):
-                return
-            if self.packed:
-                bucket, stop = _bucket(_buckets(size, self.limit), int(lengths[first]), ends, first)
-                part = texts[first:stop]
-                batch = self._packed(part, bucket)
-            else:
-                part = texts[first : first + size]
-                batch = self._padded(part, size)
+            for lane in sorted(lanes, key=lambda lane: lane.load) if len(lanes) > 1 else lanes:
+                size = min(batch_size, self._largest.get(lane.device, batch_size))
+                if not last and (tokens < size * self.limit if self.packed else count < size):
+                    return
+                if self.packed:
+                    bucket, stop = _bucket(_buckets(size, self.limit), int(lengths[first]), ends, first)
+                    part = texts[first:stop]
+                    batch = self._packed(part, bucket)
+                else:
+                    part = texts[first : first + size]
+                    batch = self._padded(part, size)
+                # The first lane takes every batch.
+                if lane is lanes[0] or (not lane.is_retired and lane.is_ready(batch)):
+                    break
             stop = first + len(part)
             result: Any
             try:
-                result = compute(batch)
+                result = lane.compute(batch)
+                for leaf in jax.tree.leaves(result):
+                    if isinstance(leaf, jax.Array):
+                        leaf.copy_to_host_async()
             except jax.errors.JaxRuntimeError as error:
                 result = error
-            yield stop, _Work(positions[first:stop], part, size, result)
+            yield stop, lane, _Work(positions[first:stop], part, size, result)
             first = stop
 
-    def _finish(self, work: _Work, compute: Callable[[Batch], Any]) -> Iterator[tuple[np.ndarray, Any]]:
+    def _finish(self, work: _Work, lane: Lane, first: Lane) -> Iterator[tuple[np.ndarray, Any]]:
         """Yields the result of a batch. If memory ran out, computes its texts again in smaller batches."""
         try:
             if isinstance(work.result, jax.errors.JaxRuntimeError):
@@ -351,20 +448,24 @@ class Batcher:
             else:
                 result = np.asarray(work.result)[: len(work.positions)]
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error) or work.batch_size == 1:
+            if "RESOURCE_EXHAUSTED" not in str(error) or (work.batch_size == 1 and lane is first):
                 raise
         else:
             yield work.positions, result
             return
-        half = work.batch_size // 2
-        if self._largest is None or half < self._largest:
-            self._largest = half
+        on = "the device" if lane.device is None else f"the device {lane.device}"
+        half = max(work.batch_size // 2, 1)
+        if work.batch_size == 1:
+            lane.is_retired, lane = True, first
+            _log.warning("%s has too little memory for one text; going on without it", on)
+        elif half < self._largest.get(lane.device, work.batch_size):
+            self._largest[lane.device] = half
             _log.warning(
-                "the device has too little memory for batches of %d tokens; going on with %d (batch_size=%d)",
-                work.batch_size * self.limit, half * self.limit, half,
+                "%s has too little memory for batches of %d tokens; going on with %d (batch_size=%d)",
+                on, work.batch_size * self.limit, half * self.limit, half,
             )  # fmt: skip
-        for _, part in self._start(work.positions, work.texts, half, compute, last=True):
-            yield from self._finish(part, compute)
+        for _, _, part in self._start(work.positions, work.texts, half, [lane], last=True):
+            yield from self._finish(part, lane, first)
 
     def _features(self, texts: Tokens, tokens: np.ndarray, *pooled: np.ndarray) -> list[Features]:
         """Cuts the results of a batch into texts. The arrays are copies, which are small and can be written to."""
@@ -484,12 +585,15 @@ def check_batch_size(op: str, batch_size: Any) -> int:
     return int(batch_size)
 
 
-def progress_bar(total: int, unit: str, show: bool | None) -> "tqdm":
-    """Creates a progress bar on stderr. With `show=None`, a terminal shows it for more than 1,000 texts."""
+def progress_bar(total: int | None, unit: str, show: bool | None) -> "tqdm":
+    """Creates a progress bar on stderr. With `show=None`, a terminal shows it for more than 1,000 texts.
+
+    `total=None` is an unknown number of texts, for which `show=None` shows nothing.
+    """
     from tqdm import tqdm
 
     terminal = sys.stderr.isatty()
     if show is None:
-        show = total > _LONG_WORK and terminal
+        show = total is not None and total > _LONG_WORK and terminal
     # In a log file every update appends text, so updates are rare there.
     return tqdm(total=total, unit=unit, disable=not show, mininterval=0.1 if terminal else 10.0, miniters=0)

@@ -23,6 +23,7 @@ from jaxft.ops.bundle import Rebuild
 from jaxft.text import arguments, batching, module_files, writing
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import Batch, Bucket
+from jaxft.text.devices import Dealer
 from jaxft.text.long_texts import LongTexts
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class CrossEncoder:
             return module(input_ids, token_type_ids=types, deterministic=True, **call).astype(jnp.float32)
 
         self._score = jax.jit(score, static_argnums=(4, 6))
+        self._dealer = Dealer(self._bundled)
 
     @classmethod
     def from_pretrained(
@@ -288,6 +290,7 @@ class CrossEncoder:
         activation_fn: Activation | None = None,
         apply_softmax: bool = False,
         convert_to_numpy: bool = True,
+        devices: Any = None,
         **others: Any,
     ) -> Any:
         """Scores pairs of texts. Batches are formed in the same way as in `SentenceEncoder.encode`.
@@ -303,6 +306,7 @@ class CrossEncoder:
           apply_softmax: whether to apply the softmax over the labels after the activation. It has no effect for a model
             with one label.
           convert_to_numpy: see `SentenceEncoder.encode`.
+          devices: see `SentenceEncoder.encode`.
           **others: none. An argument of sentence-transformers raises a TypeError, which names the equivalent.
 
         Returns:
@@ -324,7 +328,6 @@ class CrossEncoder:
         items = batching.as_list("predict", "inputs", inputs, "a pair of str or an iterable of such pairs")
         is_pair = len(items) == 2 and isinstance(items[0], str)
         pairs = _as_pairs([items] if is_pair else items)
-        arrays, rebuild = self._bundled(self.model)
         prompt_length = None
         if prompt and isinstance(self.model, EmbeddingModel) and not self.model.include_prompt:
             prompt_length = jnp.int32(tokenizer_files.prompt_length(self._tokenizer, prompt))
@@ -332,14 +335,14 @@ class CrossEncoder:
         def encodings(pairs: Sequence[tuple[str, str]]) -> "Iterator[Encoding]":
             return self._long_texts.encodings([(prompt + first, second) for first, second in pairs])
 
-        def compute(batch: Batch) -> jax.Array:
-            return self._score(
-                arrays, batch.input_ids, batch.token_type_ids, batch.lengths, batch.longest, prompt_length, rebuild
-            )
+        def given(arrays: list[Any], rebuild: Rebuild, batch: Batch) -> tuple[Any, ...]:
+            types = batch.token_type_ids
+            return arrays, batch.input_ids, types, batch.lengths, batch.longest, prompt_length, rebuild
 
-        logits = self._batcher.compute_all(
-            pairs, encodings, batch_size, compute, model=self.model, width=self.num_labels, unit="pair",
-            show_progress_bar=show_progress_bar,
+        lanes = self._dealer.lanes("predict", devices, self.model, self._score, given, one=len(pairs) == 1)
+        (logits,) = self._batcher.compute_parts(
+            [pairs], encodings, batch_size, lanes, model=self.model,
+            width=self.num_labels, unit="pair", show_progress_bar=show_progress_bar,
         )  # fmt: skip
         # The built-in activations treat each row by itself, so rows can be padded to a power of two. Without padding,
         # JAX would compile the activation for every number of pairs.
@@ -369,6 +372,7 @@ class CrossEncoder:
         batch_size: int = 32,
         show_progress_bar: bool | None = None,
         activation_fn: Activation | None = None,
+        devices: Any = None,
         **others: Any,
     ) -> list[dict[str, Any]]:
         """Ranks documents by their score with a query, the best first.
@@ -383,6 +387,7 @@ class CrossEncoder:
           batch_size: see `predict`.
           show_progress_bar: see `predict`.
           activation_fn: see `predict`.
+          devices: see `predict`.
           **others: see `predict`.
 
         Returns:
@@ -406,7 +411,7 @@ class CrossEncoder:
         query = batching.as_text("rank", "query", query)
         scores = self.predict(
             [(query, text) for text in documents], prompt_name=prompt_name, prompt=prompt, batch_size=batch_size,
-            show_progress_bar=show_progress_bar, activation_fn=activation_fn,
+            show_progress_bar=show_progress_bar, activation_fn=activation_fn, devices=devices,
         )  # fmt: skip
         best = np.argsort(-scores, kind="stable")[:top_k]
         found: list[dict[str, Any]] = [{"corpus_id": int(i), "score": float(scores[i])} for i in best]

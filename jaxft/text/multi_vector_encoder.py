@@ -265,6 +265,7 @@ class MultiVectorEncoder(TextEncoder):
         convert_to_numpy: bool = True,
         normalize_embeddings: bool = False,
         task: str | None = None,
+        devices: Any = None,
         **others: Any,
     ) -> Any:
         """Computes the vectors of the tokens of texts. Batches are formed as in `SentenceEncoder.encode`.
@@ -281,6 +282,7 @@ class MultiVectorEncoder(TextEncoder):
           normalize_embeddings: whether to scale the vectors to length 1. Checkpoints with a Normalize module always do.
           task: "query" expands queries, "document" applies the skip list; both may have an own maximum number of
             tokens. `encode_query` and `encode_document` pass it.
+          devices: see `SentenceEncoder.encode`.
           **others: none. An argument of sentence-transformers raises a TypeError that names the equivalent.
 
         Returns:
@@ -297,27 +299,28 @@ class MultiVectorEncoder(TextEncoder):
         """
         arguments.refuse("encode", others)
         known = ("output_value", output_value, ("token_embeddings", None))
-        texts, prompt, batch_size = self._start(inputs, prompt, prompt_name, batch_size, task, [known])
-        arrays, rebuild = self._bundled(self.embedder)
-
-        def compute(batch: Batch) -> tuple[jax.Array]:
-            return self._embed(arrays, batch.input_ids, batch.token_type_ids, batch.lengths, batch.longest, rebuild)
-
-        found = self._compute(texts, prompt, task, batch_size, compute, show_progress_bar)
+        read, prompt, batch_size = self._start(inputs, prompt, prompt_name, batch_size, task, [known])
         convert = (lambda x: x) if convert_to_numpy else jnp.asarray
         skipped = self._skipped(task)
-        results: list[Any] = []
-        for of_text in found:
-            counts = ~np.isin(of_text.ids, skipped)
-            if task != "query" and self.keep_only_token_ids:
-                counts &= np.isin(of_text.ids, self.keep_only_token_ids)
-            if output_value is None:
-                features = {"input_ids": of_text.ids, "attention_mask": counts, "token_embeddings": of_text.tokens}
-                results.append({name: convert(x) for name, x in features.items()} | {"modality": "text"})
-                continue
-            vectors = of_text.tokens if counts.all() else of_text.tokens[counts]
-            results.append(convert(similarities.normalized(vectors) if normalize_embeddings else vectors))
-        return results[0] if isinstance(inputs, str) else results
+
+        def given(arrays: list[Any], rebuild: Rebuild, batch: Batch) -> tuple[Any, ...]:
+            return arrays, batch.input_ids, batch.token_type_ids, batch.lengths, batch.longest, rebuild
+
+        def finish(found: list[batching.Features]) -> Any:
+            results: list[Any] = []
+            for of_text in found:
+                counts = ~np.isin(of_text.ids, skipped)
+                if task != "query" and self.keep_only_token_ids:
+                    counts &= np.isin(of_text.ids, self.keep_only_token_ids)
+                if output_value is None:
+                    features = {"input_ids": of_text.ids, "attention_mask": counts, "token_embeddings": of_text.tokens}
+                    results.append({name: convert(x) for name, x in features.items()} | {"modality": "text"})
+                    continue
+                vectors = of_text.tokens if counts.all() else of_text.tokens[counts]
+                results.append(convert(similarities.normalized(vectors) if normalize_embeddings else vectors))
+            return results[0] if read.is_single else results
+
+        return self._compute(read, prompt, task, batch_size, given, devices, finish, show_progress_bar)
 
     def _skipped(self, task: str | None) -> list[int]:
         """Returns the ids of the tokens whose vectors are left out."""

@@ -241,6 +241,7 @@ class SentenceEncoder(TextEncoder):
         normalize_embeddings: bool = False,
         truncate_dim: int | None = None,
         task: str | None = None,
+        devices: Any = None,
         **others: Any,
     ) -> Any:
         """Computes the embeddings of texts.
@@ -261,9 +262,17 @@ class SentenceEncoder(TextEncoder):
         If the device runs out of memory, `batch_size` is halved for the rest of the call and for later calls, and a
         warning is logged. The texts of the batch that did not fit are computed in smaller batches.
 
+        Several devices: each has a copy of the parameters, which is kept for later calls. A batch goes to the device
+        with the fewest batches in flight. The embeddings are the same to the bit as on one device. Programs for the
+        devices after the first are compiled in the background, see docs/corpora.md. Memory that runs out on one device
+        makes the batches smaller on this device.
+
         Args:
           inputs: one text, or any iterable of texts: a list, a generator, a NumPy array, a column of `datasets` or
-            pandas, an Arrow array.
+            pandas, an Arrow array. In place of texts it may have their token ids, as `tokenize` returns them: a list of
+            lists or of arrays of integers, an integer array `[n, tokens]`, or an Arrow array of lists; for one text a
+            list or array of integers. They are passed to the model as they are: with special tokens, not truncated. No
+            prompt is put before them; `prompt` and `prompt_name` say which prompt they begin with.
           sentences: another name of `inputs`.
           prompt_name: name of one of `prompts`, whose text is put before every text. None takes `default_prompt_name`.
           prompt: text that is put before every text, in place of a text in `prompts`. "" puts nothing there.
@@ -283,6 +292,10 @@ class SentenceEncoder(TextEncoder):
           truncate_dim: number of components of an embedding to keep. None takes the encoder's own `truncate_dim`.
           task: "query" or "document" applies the limit of the number of tokens that a checkpoint may have for them.
             `encode_query` and `encode_document` pass it.
+          devices: the devices that compute: devices of JAX or indices into `jax.local_devices()`, all of one kind. None
+            takes `jax.default_device` where it is set, or the device that the parameters are committed to. Otherwise it
+            takes all local GPUs for more than one batch, and one device for one text or without a GPU. A log line of
+            the level INFO names several devices.
           **others: none. An argument of sentence-transformers raises a TypeError that names the equivalent.
 
         Returns:
@@ -298,9 +311,11 @@ class SentenceEncoder(TextEncoder):
           `"sentence_embedding"`, which `normalize_embeddings` does not concern.
 
         Raises:
-          TypeError: `inputs` or one of its items is not a string (the item's index and type are named), or an argument
-            is one of sentence-transformers only; the message names its equivalent.
-          ValueError: `batch_size` or `truncate_dim` is not a positive integer, `prompt_name`, `output_value`,
+          TypeError: `inputs` or one of its items is neither a string nor token ids (the item's index and type are
+            named), `devices` has something else than devices, or an argument is one of sentence-transformers only; the
+            message names its equivalent.
+          ValueError: `devices` are not different local devices of one kind, token ids are too many or outside of the
+            vocabulary, `batch_size` or `truncate_dim` is not a positive integer, `prompt_name`, `output_value`,
             `precision` or `task` is unknown, a text is not valid Unicode or cannot be tokenised, or an embedding is not
             finite. The message names the text and the reason.
           jax.errors.JaxRuntimeError: the device failed, or its memory does not suffice for one text.
@@ -308,7 +323,7 @@ class SentenceEncoder(TextEncoder):
         arguments.refuse("encode", others)
         inputs = arguments.one_of("encode", inputs=inputs, sentences=sentences)
         known = ("output_value", output_value, _OUTPUT_VALUES), ("precision", precision, (*PRECISIONS,))
-        texts, prompt, batch_size = self._start(inputs, prompt, prompt_name, batch_size, task, known)
+        read, prompt, batch_size = self._start(inputs, prompt, prompt_name, batch_size, task, known)
         width = self.truncate_dim if truncate_dim is None else _checked_width("encode", truncate_dim)
         is_embedding = output_value == "sentence_embedding"
         if precision != "float32" and not is_embedding:
@@ -332,17 +347,16 @@ class SentenceEncoder(TextEncoder):
             elif calibration is not None:
                 calibration = self._calibration(
                     calibration, prompt=prompt, batch_size=batch_size, show_progress_bar=show_progress_bar,
-                    normalize_embeddings=normalize_embeddings, truncate_dim=truncate_dim, task=task,
+                    normalize_embeddings=normalize_embeddings, truncate_dim=truncate_dim, task=task, devices=devices,
                 )  # fmt: skip
                 limits = limits_of([np.empty((0, size), np.float32)], precision, None, calibration)
-            elif len(texts) == 1:
+            elif read.are_chunks:
+                raise ValueError(f"encode_iter: {precision} needs ranges or calibration, the same for all chunks")
+            elif len([*read.parts][0]) == 1:
                 raise ValueError(f"encode: {precision} ranges of a single text say nothing: pass ranges or calibration")
-        arrays, rebuild = self._bundled(self.embedder)
 
-        def compute(batch: Batch) -> Any:
-            return self._embed(
-                arrays, batch.input_ids, batch.lengths, batch.longest, last_steps, rebuild, prompt_length
-            )
+        def given(arrays: list[Any], rebuild: Rebuild, batch: Batch) -> tuple[Any, ...]:
+            return arrays, batch.input_ids, batch.lengths, batch.longest, last_steps, rebuild, prompt_length
 
         # The embeddings of a batch are quantized while the device computes others, unless all of them give the ranges.
         needs_all, options = precision in ("int8", "uint8") and limits is None, {}
@@ -350,19 +364,23 @@ class SentenceEncoder(TextEncoder):
             quantize = functools.partial(quantized, precision=precision, limits=limits)
             size = quantize(np.zeros(size, np.float32)).size
             options = {"convert": quantize, "dtype": PRECISIONS[precision]}
-        results = self._compute(
-            texts, prompt, task, batch_size, compute, show_progress_bar, width=size if is_embedding else None, **options
-        )
-        if not is_embedding:
-            convert = (lambda x: x) if convert_to_numpy else jnp.asarray
-            length = None if prompt_length is None else int(prompt_length)
-            found = [self._features(x, length, convert) for x in results]
-            chosen = found if output_value is None else [x[output_value] for x in found]
-            return chosen[0] if isinstance(inputs, str) else chosen
-        if needs_all:
-            results = quantize_embeddings(results, precision)
-        result = results[0] if isinstance(inputs, str) else results
-        return result if convert_to_numpy else jnp.asarray(result)
+
+        def finish(results: Any) -> Any:
+            if not is_embedding:
+                convert = (lambda x: x) if convert_to_numpy else jnp.asarray
+                length = None if prompt_length is None else int(prompt_length)
+                found = [self._features(x, length, convert) for x in results]
+                chosen = found if output_value is None else [x[output_value] for x in found]
+                return chosen[0] if read.is_single else chosen
+            if needs_all:
+                results = quantize_embeddings(results, precision)
+            result = results[0] if read.is_single else results
+            return result if convert_to_numpy else jnp.asarray(result)
+
+        return self._compute(
+            read, prompt, task, batch_size, given, devices, finish, show_progress_bar,
+            width=size if is_embedding else None, **options,
+        )  # fmt: skip
 
     def similarity(self, embeddings1: ArrayLike, embeddings2: ArrayLike) -> Any:
         """Computes the similarity of every embedding of one array with every embedding of another one.

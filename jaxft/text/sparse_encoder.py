@@ -200,6 +200,7 @@ class SparseEncoder(TextEncoder):
         convert_to_numpy: bool = True,
         max_active_dims: int | None = None,
         task: str | None = None,
+        devices: Any = None,
         **others: Any,
     ) -> Any:
         """Computes the sparse embeddings of texts. Batches are formed in the same way as in `SentenceEncoder.encode`.
@@ -216,6 +217,7 @@ class SparseEncoder(TextEncoder):
             `jax.experimental.sparse.BCOO`, or a `jax.Array` if it is not sparse.
           max_active_dims: number of the largest weights of a text to keep. None takes the encoder's own number.
           task: see `SentenceEncoder.encode`.
+          devices: see `SentenceEncoder.encode`.
           **others: none. An argument of sentence-transformers raises a TypeError that names the equivalent.
 
         Returns:
@@ -231,28 +233,29 @@ class SparseEncoder(TextEncoder):
         """
         arguments.refuse("encode", others)
         inputs = arguments.one_of("encode", inputs=inputs, sentences=sentences)
-        texts, prompt, batch_size = self._start(inputs, prompt, prompt_name, batch_size, task)
+        read, prompt, batch_size = self._start(inputs, prompt, prompt_name, batch_size, task)
         most = _checked_most("encode", "max_active_dims", max_active_dims) or self.max_active_dims
-        arrays, rebuild = self._bundled(self.embedder)
 
-        def compute(batch: Batch) -> jax.Array:
-            return self._embed(arrays, batch.input_ids, batch.lengths, batch.longest, rebuild)
+        def given(arrays: list[Any], rebuild: Rebuild, batch: Batch) -> tuple[Any, ...]:
+            return arrays, batch.input_ids, batch.lengths, batch.longest, rebuild
 
-        rows: list[_Row] = self._compute(
-            texts, prompt, task, batch_size, compute, show_progress_bar,
+        def finish(rows: list[_Row]) -> Any:
+            begins = np.append(0, np.cumsum([len(ids) for ids, _ in rows], dtype=np.int64))
+            ids, weights = (np.concatenate([np.empty(0, dtype), *part]) for dtype, part in (
+                (np.int32, [row[0] for row in rows]), (np.float32, [row[1] for row in rows])))  # fmt: skip
+            found: Any = scipy.sparse.csr_array((weights, ids, begins), shape=(len(rows), self.embedding_dimension))
+            found = found[0] if read.is_single else found
+            if not convert_to_sparse_tensor:
+                return found.toarray() if convert_to_numpy else jnp.asarray(found.toarray())
+            if convert_to_numpy:
+                return found
+            indices = np.stack(found.tocoo().coords, axis=-1).astype(np.int32)
+            return sparse.BCOO((jnp.asarray(found.data), jnp.asarray(indices)), shape=found.shape)
+
+        return self._compute(
+            read, prompt, task, batch_size, given, devices, finish, show_progress_bar,
             convert=lambda batch: [_active(weights, most) for weights in batch],
         )  # fmt: skip
-        begins = np.append(0, np.cumsum([len(ids) for ids, _ in rows], dtype=np.int64))
-        ids, weights = (np.concatenate([np.empty(0, dtype), *part]) for dtype, part in (
-            (np.int32, [row[0] for row in rows]), (np.float32, [row[1] for row in rows])))  # fmt: skip
-        found: Any = scipy.sparse.csr_array((weights, ids, begins), shape=(len(rows), self.embedding_dimension))
-        found = found[0] if isinstance(inputs, str) else found
-        if not convert_to_sparse_tensor:
-            return found.toarray() if convert_to_numpy else jnp.asarray(found.toarray())
-        if convert_to_numpy:
-            return found
-        indices = np.stack(found.tocoo().coords, axis=-1).astype(np.int32)
-        return sparse.BCOO((jnp.asarray(found.data), jnp.asarray(indices)), shape=found.shape)
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
         """Computes the similarity of every embedding of one array with every embedding of another one.

@@ -1,20 +1,27 @@
 """Base class of the encoders of single texts: loading, prompts, lengths and batches, which all of them share."""
 
+import contextlib
 import functools
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
 
 from jaxft.checkpoint import files as checkpoint_files
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.bert import BertModel
 from jaxft.models.bundled import Bundled
+from jaxft.ops import checks
 from jaxft.text import arguments, batching, module_files, writing
+from jaxft.text import inputs as text_inputs
 from jaxft.text import tokenizer as tokenizer_files
-from jaxft.text.batching import Batch, Bucket
+from jaxft.text.batching import Bucket, Tokens
+from jaxft.text.devices import Arguments, Dealer
+from jaxft.text.inputs import Inputs, Part
 from jaxft.text.long_texts import LongTexts
 
 if TYPE_CHECKING:
@@ -34,7 +41,7 @@ class Texts:
         self.tokenizer = tokenizer_files.truncating(
             tokenizer, limit, model.config, token_types=token_types, owner=owner, argument=argument
         )
-        self.long_texts = LongTexts(self.tokenizer)
+        self.long_texts, self._limit, self._vocab_size = LongTexts(self.tokenizer), limit, model.config.vocab_size
         self._padding: dict[str, Any] = {}
         self.batcher = batching.Batcher(limit=limit, padding=model.config.pad_token_id, packed=packed, characters=len)
 
@@ -51,11 +58,39 @@ class Texts:
                 encoding.pad(**self._padding)
             yield encoding
 
+    def checked(self, parts: Iterable[Part]) -> Iterator[Part]:
+        """Yields the parts. It checks token ids, and adds tokens as `pad` says. Texts stay as they are."""
+        first = 0
+        for part in parts:
+            yield self._checked(part, first) if isinstance(part, Tokens) else part
+            first += len(part)
+
+    def _checked(self, texts: Tokens, first: int) -> Tokens:
+        lengths = texts.lengths
+        if len(wrong := np.flatnonzero(lengths > self._limit)):
+            name = f"encode: inputs[{first + wrong[0]}]"
+            raise ValueError(f"{name} must have at most {self._limit} token ids, got {lengths[wrong[0]]}")
+        if len(wrong := np.flatnonzero(texts.ids >= self._vocab_size)):
+            name = f"encode: inputs[{first + np.searchsorted(texts.begins, wrong[0], side='right') - 1}]"
+            raise ValueError(f"{name} must have token ids below {self._vocab_size}, got {texts.ids[wrong[0]]}")
+        if not self._padding:
+            return texts
+        begins = np.append(0, np.cumsum(np.maximum(lengths, self._padding["length"])))
+        kept = np.arange(len(texts.ids)) + np.repeat(begins[:-1] - texts.begins[:-1], lengths)
+        ids = np.full(begins[-1], self._padding["pad_id"], np.int32)
+        ids[kept] = texts.ids
+        if not self.batcher.with_types:
+            return Tokens(begins, ids, None)
+        types = np.full(begins[-1], self._padding["pad_type_id"], np.int32)
+        types[kept] = 0
+        return Tokens(begins, ids, types)
+
 
 class TextEncoder:
     """A model with its tokenizer and prompts. A subclass adds `encode` and the model, which has an `encoder`."""
 
     _SIMILARITY: ClassVar[str]  # name of the default function
+    _embed: Any  # the jitted function of the model's arrays and a batch
 
     def __init__(
         self,
@@ -82,6 +117,7 @@ class TextEncoder:
         self._task_lengths: dict[str, int] = {}  # maximum numbers of tokens of queries and documents, from a checkpoint
         self.max_seq_length = max_seq_length
         self._bundled = Bundled(implementation)
+        self._dealer = Dealer(self._bundled)
 
     @classmethod
     def _load(
@@ -202,6 +238,33 @@ class TextEncoder:
         """Computes the embeddings of texts."""
         raise NotImplementedError
 
+    def encode_iter(self, inputs: Iterable[Any], *, chunk_size: int = 65_536, **options: Any) -> Generator[Any]:
+        """Computes the embeddings of any number of texts, a chunk at a time, in constant memory.
+
+        The texts are read while they are needed, about three chunks ahead of the result. The devices compute the next
+        chunks while the caller works on a result, as far as batches are queued. The embeddings of a chunk are those of
+        `encode` for its texts alone, to the bit.
+
+        Args:
+          inputs: an iterable of texts, or of the token ids of texts. It may be endless.
+          chunk_size: number of texts of a chunk. A chunk has fewer texts if they have more than 67 million characters.
+          **options: the keyword arguments of `encode`. `show_progress_bar=None` shows none.
+
+        Returns:
+          A generator of results, see `encode`: one for each chunk, in the order of `inputs`.
+
+        Raises:
+          TypeError: see `encode`.
+          ValueError: as for `encode`, or `chunk_size` is not a positive integer. The index that a message names counts
+            the texts of all chunks.
+          jax.errors.JaxRuntimeError: see `encode`.
+        """
+        if not (checks.is_natural(chunk_size) and chunk_size > 0):
+            raise ValueError(f"encode_iter: chunk_size must be a positive integer, got {chunk_size!r:.80}")
+        parts = text_inputs.chunks("encode_iter", "inputs", inputs, int(chunk_size))
+        chunks: Any = Inputs(parts, are_chunks=True)
+        return self.encode(chunks, **options)
+
     def encode_query(self, inputs: str | Iterable[str] | None = None, **options: Any) -> Any:
         """Computes the embeddings of queries: `encode` for the task "query".
 
@@ -256,17 +319,17 @@ class TextEncoder:
         return batching.buckets(batch_size, self.max_seq_length) if self._packed else []
 
     def _start(
-        self, inputs: Any, prompt: str | None, prompt_name: str | None, batch_size: Any, task: Any,
+        self, given: Any, prompt: str | None, prompt_name: str | None, batch_size: Any, task: Any,
         options: Sequence[tuple[str, Any, Sequence[Any]]] = (),
-    ) -> tuple[list[str], str, int]:  # fmt: skip
-        """Checks arguments of `encode`. Returns the texts, the prompt and the batch size."""
+    ) -> tuple[Inputs, str, int]:  # fmt: skip
+        """Checks arguments of `encode`. Returns the inputs, the prompt and the batch size."""
         batch_size = batching.check_batch_size("encode", batch_size)
-        texts = batching.as_texts("encode", "inputs", inputs)
+        inputs = text_inputs.read("encode", "inputs", given)
         prompt = arguments.chosen_prompt("encode", self.prompts, self.default_prompt_name, prompt, prompt_name)
         for name, value, known in (*options, ("task", task, (None, *TASKS))):
             if value not in known:
                 raise ValueError(f"encode: {name} must be one of {', '.join(map(repr, known))}, got {value!r}")
-        return texts, prompt, batch_size
+        return inputs, prompt, batch_size
 
     def _texts(self, task: str | None) -> Texts:
         """Returns what tokenises and batches the texts of a task."""
@@ -280,15 +343,26 @@ class TextEncoder:
         )  # fmt: skip
 
     def _compute(
-        self, texts: list[str], prompt: str, task: str | None, batch_size: int, compute: Callable[[Batch], Any],
-        show_progress_bar: bool | None, width: int | None = None, **options: Any,
+        self, inputs: Inputs, prompt: str, task: str | None, batch_size: int, arguments: Arguments, devices: Any,
+        finish: Callable[[Any], Any], show_progress_bar: bool | None, width: int | None = None, **options: Any,
     ) -> Any:  # fmt: skip
-        """Returns `compute`'s results for texts, see `Batcher.compute_all`."""
+        """Returns the finished results of the model for `inputs`, or an iterator of them if `inputs` has chunks.
+
+        `arguments` are of the function `_embed`. See `Batcher.compute_parts`.
+        """
         of_texts = self._texts(task)
-        return of_texts.batcher.compute_all(
-            texts, functools.partial(of_texts.encodings, prompt), batch_size, compute, model=self.embedder, width=width,
+        parts: Iterable[Any] = of_texts.checked(inputs.parts)
+        parts = parts if inputs.are_chunks else [*parts]
+        one = isinstance(parts, list) and len(parts[0]) == 1
+        lanes = self._dealer.lanes("encode", devices, self.embedder, self._embed, arguments, one=one)
+        found = of_texts.batcher.compute_parts(
+            parts, functools.partial(of_texts.encodings, prompt), batch_size, lanes, model=self.embedder, width=width,
             unit="text", show_progress_bar=show_progress_bar, **options,
         )  # fmt: skip
+        if inputs.are_chunks:
+            return _finished(found, finish)
+        (results,) = found
+        return finish(results)
 
     def _settings(self) -> dict[str, Any]:
         """Returns the settings that every encoder saves."""
@@ -310,3 +384,9 @@ class TextEncoder:
         if options.get("prompt") is None and options.get("prompt_name") is None:
             options["prompt_name"] = next((name for name in TASKS[task] if name in self.prompts), None)
         return options | {"task": task}
+
+
+def _finished(found: Generator[Any], finish: Callable[[Any], Any]) -> Generator[Any]:
+    """Yields the finished results. Closing it ends the threads of `found`."""
+    with contextlib.closing(found):
+        yield from map(finish, found)

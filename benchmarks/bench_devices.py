@@ -1,0 +1,229 @@
+"""`SentenceEncoder.encode` on 1, 2 and 4 GPUs of one host, beside sentence-transformers; parquet to parquet.
+
+`--only encode` times jaxft, `--only pool` the multi-process pool of sentence-transformers, in a process of its own:
+docstrings of Python's standard library in, NumPy embeddings out. Models have random weights. The embeddings on several
+GPUs must equal the embeddings on one GPU to the bit. A first call, which is printed but is no row, compiles.
+`--only corpus` times short texts from a parquet file to parquet parts on one GPU, beside `encode` of the same texts in
+memory, and prints the largest memory of the host above its memory with the model loaded.
+"""
+
+import argparse
+import contextlib
+import functools
+import importlib
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+# Set before JAX starts: the pool of sentence-transformers needs memory beside this process.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import numpy as np
+from flax import nnx
+
+import bench_encode
+import timing
+from jaxft.models.bert import BertModel
+from jaxft.text import corpora
+from jaxft.text import tokenizer as tokenizer_files
+from jaxft.text.sentence_encoder import SentenceEncoder
+
+BATCH_SIZE = 32
+POOL_BATCH_SIZES = (32, 128)  # of sentence-transformers; the fastest counts
+WORDS = (4, 16)  # of a short text
+PARTS = ("encode", "pool", "corpus")
+
+
+def make(model: str, tokenizer: Path) -> SentenceEncoder:
+    """Returns an encoder with random weights."""
+    dtype = bench_encode.DTYPE
+    bert = BertModel(bench_encode.CONFIGS[model], dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
+    loaded = tokenizer_files.load(tokenizer_files.Settings(tokenizer.parent))
+    return SentenceEncoder(bert, loaded, max_seq_length=bench_encode.LIMIT)
+
+
+def short_texts(count: int) -> list[str]:
+    """Returns short texts of words of the docstrings."""
+    words = " ".join(bench_encode.docstrings()[:2000]).split()
+    rng = random.Random(0)
+    found = []
+    for _ in range(count):
+        first = rng.randrange(len(words))
+        found.append(" ".join(words[first : first + rng.randint(*WORDS)]))
+    return found
+
+
+def seconds_of(call: Any) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def rows_of(model: str, times: dict[str, list[float]], count: int, args: Any, op: str = "encode docstrings") -> Any:
+    """Returns the rows of wall times in seconds by implementation."""
+    samples = {(name, "wall_us"): [1e6 * x for x in values] for name, values in times.items()}
+    return timing.as_rows(
+        samples, count * 1e9, "ktext/s", args, op=f"{op} {model}", direction="forward", shape=[count],
+        dtype=bench_encode.DTYPE,
+    )  # fmt: skip
+
+
+def run_encode(model: str, texts: list[str], args: Any) -> Any:
+    """Checks and times jaxft on each number of devices."""
+    encoder = make(model, args.tokenizer)
+    calls = {
+        count: functools.partial(encoder.encode, texts, batch_size=BATCH_SIZE, devices=jax.local_devices()[:count])
+        for count in args.devices
+    }
+    expected = encoder.encode(texts, batch_size=BATCH_SIZE, devices=jax.local_devices()[:1])
+    for count, call in calls.items():
+        first = seconds_of(call)
+        encoder._dealer.wait()
+        print(f"{model}, {count} devices: first call {first:.1f} s", flush=True)
+        if not np.array_equal(call(), expected):
+            raise SystemExit(f"{model}: embeddings on {count} devices differ from one device; nothing is timed")
+    times: dict[str, list[float]] = {f"jaxft, {count} GPU": [] for count in calls}
+    for _ in range(args.repeats):
+        for count, call in calls.items():
+            times[f"jaxft, {count} GPU"].append(seconds_of(call))
+    return rows_of(model, times, len(texts), args)
+
+
+def run_pool(model: str, texts: list[str], args: Any) -> Any:
+    """Times sentence-transformers in a process of its own."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make(model, args.tokenizer).save_pretrained(folder / "model")
+        (folder / "texts.json").write_text(json.dumps(texts))
+        command = [sys.executable, __file__, "--peer", name, "--devices", *map(str, args.devices),
+                   "--repeats", str(args.repeats)]  # fmt: skip
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+    return rows_of(model, found, len(texts), args)
+
+
+def peer(folder: Path, counts: Sequence[int], repeats: int) -> None:
+    """Times the pool of sentence-transformers, and prints the wall times as JSON."""
+    library: Any = importlib.import_module("sentence_transformers")
+    torch: Any = importlib.import_module("torch")
+    options = {"torch_dtype": torch.bfloat16, "attn_implementation": "sdpa"}
+    texts = json.loads((folder / "texts.json").read_text())
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    times: dict[str, list[float]] = {}
+    for count in counts:
+        devices = [f"{kind}:{index}" if kind == "cuda" else kind for index in range(count)]
+        model = library.SentenceTransformer(str(folder / "model"), device=devices[0], model_kwargs=options)
+        pool = model.start_multi_process_pool(devices)
+        best: list[float] = []
+        for size in POOL_BATCH_SIZES:
+            call = functools.partial(model.encode, texts, pool=pool, batch_size=size, show_progress_bar=False)
+            call(texts[: 1000 * count])  # warms up
+            found = [seconds_of(call) for _ in range(repeats)]
+            best = min(best or found, found, key=np.median)
+        times[f"sentence-transformers, {count} GPU"] = best
+        model.stop_multi_process_pool(pool)
+    print(json.dumps(times), flush=True)
+
+
+def resident() -> int:
+    """Returns the bytes of memory that this process has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextlib.contextmanager
+def largest_memory(found: list[int]) -> Iterator[None]:
+    """Adds the largest memory of this process during the block to a list."""
+    done = threading.Event()
+    most = [resident()]
+
+    def watch() -> None:
+        while not done.wait(0.02):
+            most.append(max(most.pop(), resident()))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        found.append(most[0])
+
+
+def run_corpus(model: str, texts: list[str], args: Any) -> Any:
+    """Times parquet to parquet, and the same texts in memory, on one device."""
+    pa, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    encoder = make(model, args.tokenizer)
+    times: dict[str, list[float]] = {"jaxft, parquet to parquet": [], "jaxft": []}
+    with tempfile.TemporaryDirectory(dir=args.work) as name:
+        data = Path(name) / "data.parquet"
+        parquet.write_table(pa.table({"text": texts}), data)
+        count, few = len(texts), texts[: max(len(texts) // 10, 1)]
+        del texts
+        runs = itertools.count()
+
+        def corpus() -> None:
+            corpora.encode_corpus(
+                encoder, [str(data)], Path(name) / str(next(runs)), batch_size=BATCH_SIZE, devices=0,
+                rows_per_part=args.rows_per_part,
+            )  # fmt: skip
+
+        encoder.encode(few, batch_size=BATCH_SIZE, devices=0)  # compiles
+        most: list[int] = []
+        idle = resident()
+        with largest_memory(most):
+            corpus()
+        print(f"{model}: {(most[0] - idle) / 2**30:.2f} GiB above the {idle / 2**30:.2f} GiB with the model loaded")
+        texts = parquet.read_table(data)["text"].to_pylist()
+        encoder.encode(texts, batch_size=BATCH_SIZE, devices=0)
+        for _ in range(args.repeats):
+            times["jaxft"].append(seconds_of(lambda: encoder.encode(texts, batch_size=BATCH_SIZE, devices=0)))
+            times["jaxft, parquet to parquet"].append(seconds_of(corpus))
+    ratio = np.median(times["jaxft"]) / np.median(times["jaxft, parquet to parquet"])
+    print(f"{model}: parquet to parquet at {ratio:.1%} of the rate in memory", flush=True)
+    return rows_of(model, times, count, args, "encode short texts")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = timing.arguments(__doc__)
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json or vocab.txt of an uncased BERT")
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="what is timed (default: everything)")
+    parser.add_argument("--model", choices=[*bench_encode.CONFIGS], nargs="+", default=[*bench_encode.CONFIGS])
+    parser.add_argument("--devices", type=int, nargs="+", help="numbers of GPUs (default: 1, 2, 4 as far as there)")
+    parser.add_argument("--copies", type=int, default=4, help="how often the docstrings come (default: %(default)s)")
+    parser.add_argument("--texts", type=int, default=1_000_000, help="short texts (default: %(default)s)")
+    parser.add_argument("--rows-per-part", type=int, default=100_000, help="(default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--work", type=Path, help="folder for the parquet files (default: that for temporary files)")
+    parser.add_argument("--peer", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.peer is not None:
+        peer(args.peer, args.devices, args.repeats)
+        return
+    if args.tokenizer is None:
+        parser.error("--tokenizer is missing")
+    args.devices = args.devices or [count for count in (1, 2, 4) if count <= jax.local_device_count()]
+    texts = bench_encode.docstrings() * args.copies
+    random.Random(0).shuffle(texts)
+    rows = []
+    for part, model in itertools.product(args.only, args.model):
+        if part == "corpus":
+            rows += run_corpus(model, short_texts(args.texts), args)
+        else:
+            rows += (run_encode if part == "encode" else run_pool)(model, texts, args)
+    timing.print_tables(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,436 @@
+"""Embeddings of corpora of any size: files of texts in, parquet parts out. A restart computes what is missing."""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxft import atomic
+from jaxft.checkpoint.files import parse_json
+from jaxft.ops import checks
+from jaxft.text import inputs as text_inputs
+from jaxft.text import records
+from jaxft.text.batching import TextError
+from jaxft.text.quantization import PRECISIONS
+from jaxft.text.records import Block, DataError
+
+if TYPE_CHECKING:
+    from jaxft.text.sentence_encoder import SentenceEncoder
+
+EMBEDDING = "embedding"  # the column of the embeddings
+MANIFEST = "manifest.json"
+_CALIBRATION = 10_000  # texts from which the ranges of int8 and uint8 are computed
+_QUEUED = 1  # chunks that wait for the writer
+
+_log = logging.getLogger("jaxft")
+_END = object()
+
+
+@dataclasses.dataclass
+class Summary:
+    """What `encode_corpus` has done."""
+
+    texts: int = 0  # embeddings computed
+    nulls: int = 0  # rows without a text
+    written: int = 0  # parts
+    found: int = 0  # parts that were there
+    damaged: int = 0  # parts that were there and were computed again
+
+
+@dataclasses.dataclass
+class _Chunk:
+    """Rows that are encoded together. A part has one chunk or more."""
+
+    part: int
+    blocks: list[Block]
+    texts: list[str]  # without nulls
+    rows: int
+
+
+def encode_corpus(
+    encoder: "SentenceEncoder",
+    data: Sequence[str],
+    folder: str | Path,
+    *,
+    text_column: str = "text",
+    keep: Sequence[str] = (),
+    rows_per_part: int = 100_000,
+    shard: tuple[int, int] = (0, 1),
+    jsonl: bool = False,
+    model: Mapping[str, Any] | None = None,
+    prompt: str | None = None,
+    prompt_name: str | None = None,
+    batch_size: int = 32,
+    precision: str = "float32",
+    normalize_embeddings: bool = False,
+    truncate_dim: int | None = None,
+    devices: Any = None,
+    show_progress_bar: bool = False,
+) -> Summary:
+    """Writes the embeddings of the texts of files to parquet files, in the order of the texts.
+
+    Part k of the result, `part-00000k.parquet`, has the rows from `k * rows_per_part` on: the columns `keep` and
+    "embedding", a fixed-size list. A row whose text is null gets the embedding null. Beside each part is a file with
+    its checksum. A call skips the parts that are there and whole, so that the same call goes on after an interruption.
+    The parts are then the same, to the byte, if device, versions and memory are the same. manifest.json has the
+    settings. Reading, tokenising, computing and writing overlap, and memory does not grow with the data.
+
+    Args:
+      encoder: the encoder.
+      data: paths and URIs of parquet files, of JSON lines (.jsonl) or of lines of text (.txt), the latter two also with
+        .gz, and of folders of them. All are of one kind. pyarrow opens them.
+      folder: local folder of the result. It is created if it does not exist.
+      text_column: column of parquet files, or field of JSON lines, with the texts.
+      keep: columns or fields to copy.
+      rows_per_part: rows of a part.
+      shard: (i, n) computes part k if `k % n == i`. Processes with different i may run on different machines, with one
+        folder or with several.
+      jsonl: whether files that are not parquet have JSON lines, whatever their names.
+      model: facts about the model for the manifest. Facts whose name begins with "_" are not compared.
+      prompt: see `SentenceEncoder.encode`.
+      prompt_name: see `SentenceEncoder.encode`.
+      batch_size: see `SentenceEncoder.encode`.
+      precision: see `SentenceEncoder.encode`. The ranges of "int8" and "uint8" are computed from the first 10,000
+        texts of `data`, and kept in the manifest.
+      normalize_embeddings: see `SentenceEncoder.encode`.
+      truncate_dim: see `SentenceEncoder.encode`.
+      devices: see `SentenceEncoder.encode`.
+      show_progress_bar: whether to show progress on stderr.
+
+    Returns:
+      What was done.
+
+    Raises:
+      DataError: pyarrow is missing, a file cannot be read, a text cannot be encoded (the message names file and row),
+        or `folder` has parts of other settings (the message names one).
+      OSError: a file cannot be written.
+      ValueError: `rows_per_part` or `shard` is wrong, or as for `SentenceEncoder.encode`.
+      jax.errors.JaxRuntimeError: see `SentenceEncoder.encode`.
+    """
+    if not (checks.is_natural(rows_per_part) and rows_per_part > 0):
+        raise ValueError(f"encode_corpus: rows_per_part must be a positive integer, got {rows_per_part!r:.80}")
+    index, count = shard
+    if not (checks.is_natural(index) and checks.is_natural(count) and index < count):
+        raise ValueError(f"encode_corpus: shard must be (i, n) with 0 <= i < n, got {shard!r:.80}")
+    if EMBEDDING in keep or len({*keep}) < len(keep):
+        raise ValueError(f"encode_corpus: keep must be different names other than {EMBEDDING!r}, got {keep!r:.200}")
+    pa, folder = records.arrow(), Path(folder)
+    files = records.sources(data, jsonl=jsonl)
+    inside = [source.name for source in files if folder.resolve() in Path(source.path).parents]
+    if inside:
+        raise DataError(f"{inside[0]}: is inside of {folder}, the folder of the result")
+    kept = records.schema(files, text_column, keep)
+    options = {
+        "prompt": prompt, "prompt_name": prompt_name, "batch_size": batch_size, "truncate_dim": truncate_dim,
+        "normalize_embeddings": normalize_embeddings,
+    }  # fmt: skip
+    settings = {
+        "model": {name: fact for name, fact in (model or {}).items() if name[0] != "_"},
+        "max_seq_length": encoder.max_seq_length,
+        "data": [[source.name, source.size] for source in files],
+        "text_column": text_column,
+        "keep": {field.name: str(field.type) for field in kept},
+        "rows_per_part": int(rows_per_part),
+        "precision": precision,
+        **options,
+    }
+    about = {name[1:]: fact for name, fact in (model or {}).items() if name[0] == "_"}
+    if precision not in PRECISIONS:
+        raise ValueError(f"encode_corpus: precision must be one of {', '.join(PRECISIONS)}, got {precision!r:.80}")
+    encoder.encode([], devices=devices, **options)  # finds mistakes before anything is written
+    with atomic.writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    manifest = _manifest(folder, settings)
+    ranges = manifest and manifest["ranges"]
+    if manifest is None and precision in ("int8", "uint8"):
+        first = itertools.chain.from_iterable(
+            block.texts for _, block in records.blocks(files, text_column, kept, lambda *_: True)
+        )
+        sample = [*itertools.islice((text for text in first if text is not None), _CALIBRATION)]
+        found = encoder.encode(sample or [""], devices=devices, **options)
+        ranges = np.stack([found.min(axis=0), found.max(axis=0)]).tolist()
+    if manifest is None:
+        ranges = _write_manifest(folder, settings, {"ranges": ranges, "about": about})
+    width = min(truncate_dim or encoder.embedding_dimension, encoder.embedder.embedding_dimension)
+    width = -(-width // 8) if precision.endswith("binary") else width
+    value = pa.from_numpy_dtype(np.dtype(PRECISIONS[precision]))
+    schema = pa.schema([*kept, pa.field(EMBEDDING, pa.list_(value, width))])
+    summary = Summary()
+
+    @functools.cache
+    def is_wanted(part: int) -> bool:
+        state = "missing" if part % count != index else _state(folder, part)
+        summary.found += state == "whole"
+        if state == "damaged":
+            summary.damaged += 1
+            _log.warning("%s is damaged and is computed again", _part_file(folder, part))
+        return part % count == index and state != "whole"
+
+    def are_wanted(first: int, stop: int) -> bool:
+        return any(map(is_wanted, range(first // rows_per_part, (stop - 1) // rows_per_part + 1)))
+
+    rows = records.blocks(files, text_column, kept, are_wanted)
+    open_chunks: deque[_Chunk] = deque()
+    done = 0  # texts of the chunks before `open_chunks`
+
+    def texts() -> Iterator[list[str]]:
+        for chunk in chunks:
+            open_chunks.append(chunk)
+            yield chunk.texts
+
+    with (
+        contextlib.closing(_prefetched(_chunks(rows, rows_per_part, is_wanted))) as chunks,
+        _Writer(folder, schema, summary) as writer,
+    ):
+        inputs: Any = text_inputs.Inputs(texts(), are_chunks=True)
+        try:
+            with contextlib.closing(encoder.encode(
+                inputs, precision=precision, ranges=ranges, devices=devices, show_progress_bar=show_progress_bar,
+                **options,
+            )) as results:  # fmt: skip
+                for embeddings in results:
+                    chunk = open_chunks.popleft()
+                    done += len(chunk.texts)
+                    writer.add(chunk, embeddings)
+        except TextError as error:
+            raise DataError(_place(open_chunks, error.index - done, error)) from error
+    return summary
+
+
+# --- Chunks ------------------------------------------------------------------------------------------------------
+
+
+def _chunks(
+    rows: Iterable[tuple[int, Block]], rows_per_part: int, is_wanted: Callable[[int], bool]
+) -> Iterator[_Chunk]:
+    """Cuts rows into chunks of one part each, of about as many characters as memory allows.
+
+    The chunks of a part depend on its rows only. Otherwise a restart would change the last bits.
+    """
+    chunk, characters = _Chunk(-1, [], [], 0), 0
+    for first, block in rows:
+        start = 0  # of what is not in a chunk yet
+        while start < len(block.texts):
+            part = (first + start) // rows_per_part
+            stop = min(len(block.texts), (part + 1) * rows_per_part - first)
+            if not is_wanted(part):
+                start = stop
+                continue
+            if chunk.part != part:
+                if chunk.rows:
+                    yield chunk
+                chunk, characters = _Chunk(part, [], [], 0), 0
+            end = start
+            while end < stop:
+                length = len(block.texts[end] or "")
+                if chunk.rows + end > start and characters + length > text_inputs.CHUNK_CHARACTERS:
+                    break
+                characters += length
+                end += 1
+            taken = block[start:end]
+            chunk.blocks.append(taken)
+            chunk.texts += [text for text in taken.texts if text is not None]
+            chunk.rows += end - start
+            if end < stop:
+                yield chunk
+                chunk, characters = _Chunk(part, [], [], 0), 0
+            start = end
+    if chunk.rows:
+        yield chunk
+
+
+def _prefetched(items: Iterator[_Chunk]) -> Iterator[_Chunk]:
+    """Yields the items, of which a thread gets the next one meanwhile."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        coming: Future[Any] = thread.submit(next, items, _END)
+        while (item := coming.result()) is not _END:
+            coming = thread.submit(next, items, _END)
+            yield item
+
+
+def _place(chunks: Iterable[_Chunk], index: int, error: TextError) -> str:
+    """Returns a message that names the file and the row of the text `index` of chunks."""
+    for block in (block for chunk in chunks for block in chunk.blocks):
+        for row, text in enumerate(block.texts, block.row + 1):
+            if text is not None:
+                if index == 0:
+                    unit = "row" if block.source.kind == ".parquet" else "line"
+                    return f"{block.source.name}, {unit} {row}: {text!r:.80} {error.reason}"
+                index -= 1
+    return str(error)
+
+
+# --- Parts -------------------------------------------------------------------------------------------------------
+
+
+def _part_file(folder: Path, part: int) -> Path:
+    return folder / f"part-{part:06}.parquet"
+
+
+def _state(folder: Path, part: int) -> str:
+    """Returns whether a part is "missing", "damaged" or "whole"."""
+    file = _part_file(folder, part)
+    try:
+        expected = parse_json(file.with_suffix(".json").read_text("utf-8"))
+        return "whole" if expected == _facts(file, expected.get("rows")) else "damaged"
+    except FileNotFoundError:
+        return "damaged" if file.exists() else "missing"
+    except (ValueError, AttributeError):
+        return "damaged"
+
+
+def _facts(file: Path, rows: Any) -> dict[str, Any]:
+    with file.open("rb") as data:
+        return {"rows": rows, "bytes": file.stat().st_size, "sha256": hashlib.file_digest(data, "sha256").hexdigest()}
+
+
+class _Writer:
+    """Writes parts in a thread: each into a temporary file, which is renamed when the part is complete."""
+
+    def __init__(self, folder: Path, schema: Any, summary: Summary) -> None:
+        self._folder, self._schema, self._summary = folder, schema, summary
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._waiting: deque[Future[None]] = deque()
+        self._open: _OpenPart | None = None
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def add(self, chunk: _Chunk, embeddings: np.ndarray) -> None:
+        """Queues a chunk. Waits if the writer is behind."""
+        self._waiting.append(self._thread.submit(self._write, chunk, embeddings))
+        while len(self._waiting) > _QUEUED:
+            self._waiting.popleft().result()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        try:
+            self._thread.shutdown(cancel_futures=error is not None)
+            if error is None:
+                for written in self._waiting:
+                    written.result()
+                self._finish()
+        finally:
+            if self._open is not None:
+                self._open.discard()
+
+    def _write(self, chunk: _Chunk, embeddings: np.ndarray) -> None:
+        if self._open is None or self._open.part != chunk.part:
+            self._finish()
+            self._open = _OpenPart(_part_file(self._folder, chunk.part), chunk.part, self._schema)
+        self._open.write(chunk, embeddings)
+        self._summary.texts += len(chunk.texts)
+        self._summary.nulls += chunk.rows - len(chunk.texts)
+
+    def _finish(self) -> None:
+        if self._open is not None:
+            self._open.finish()
+            self._open = None
+            self._summary.written += 1
+
+
+class _OpenPart:
+    """A part that is being written."""
+
+    def __init__(self, file: Path, part: int, schema: Any) -> None:
+        self.part, self._rows, self._schema = part, 0, schema
+        self._stack = contextlib.ExitStack()
+        self._file, self._writer = file, None
+        self._new, self._record = self._stack.enter_context(atomic.replacing(file, file.with_suffix(".json")))
+        parquet = records.arrow("pyarrow.parquet")
+        others = [name for name in schema.names if name != EMBEDDING]
+        try:
+            with atomic.writing(file):
+                self._writer = parquet.ParquetWriter(
+                    self._new, schema, use_dictionary=others, write_statistics=others,
+                    compression={path: "zstd" if path in others else "none" for path in _paths(schema)},
+                )  # fmt: skip
+        except BaseException:
+            self.discard()
+            raise
+
+    def write(self, chunk: _Chunk, embeddings: np.ndarray) -> None:
+        """Writes a chunk as a row group."""
+        pa = records.arrow()
+        kept = pa.Table.from_batches([block.kept for block in chunk.blocks])
+        field = self._schema.field(EMBEDDING)
+        is_null = np.array([text is None for block in chunk.blocks for text in block.texts])
+        values = embeddings
+        if is_null.any():
+            values = np.zeros((chunk.rows, embeddings.shape[1]), embeddings.dtype)
+            values[~is_null] = embeddings
+        column = pa.FixedSizeListArray.from_arrays(
+            pa.array(values.reshape(-1)), type=field.type, mask=pa.array(is_null) if is_null.any() else None
+        )
+        arrays = [kept.column(name) for name in kept.column_names] if len(self._schema) > 1 else []
+        with atomic.writing(self._file):
+            table = pa.table([*arrays, column], schema=self._schema)
+            self._writer.write_table(table, row_group_size=chunk.rows)
+        self._rows += chunk.rows
+
+    def finish(self) -> None:
+        """Gives the part its name."""
+        try:
+            with atomic.writing(self._file):
+                self._writer.close()
+                self._record.write_text(json.dumps(_facts(self._new, self._rows)) + "\n", "utf-8")
+            self._stack.close()
+        except BaseException:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Removes what was written."""
+        if self._writer is not None and self._writer.is_open:
+            with contextlib.suppress(OSError):
+                self._writer.close()
+            self._writer.is_open = False  # otherwise it tries again when it is deleted
+        self._stack.__exit__(DataError, DataError("not complete"), None)
+
+
+def _paths(schema: Any) -> list[str]:
+    """Returns the paths of the leaves of a schema, as parquet writes them."""
+    return [f"{EMBEDDING}.list.element" if name == EMBEDDING else name for name in schema.names]
+
+
+# --- Manifest ----------------------------------------------------------------------------------------------------
+
+
+def _manifest(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the manifest of a folder, or None. Raises a DataError if its settings are others."""
+    file = folder / MANIFEST
+    try:
+        found = parse_json(file.read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise DataError(f"{file}: not valid JSON: {error}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("settings"), dict) or "ranges" not in found:
+        raise DataError(f"{file}: has no settings")
+    before = found["settings"]
+    for name, value in settings.items():
+        if before.get(name) != value:
+            raise DataError(
+                f"{folder}: its parts were made with {name} {before.get(name)!r:.200}, not {value!r:.200}; pass the "
+                "same settings, or another folder"
+            )
+    return found
+
+
+def _write_manifest(folder: Path, settings: dict[str, Any], others: dict[str, Any]) -> Any:
+    """Writes the manifest unless another process has written it meanwhile. Returns its ranges."""
+    with atomic.writing(folder / MANIFEST), atomic.locked(folder):
+        if (found := _manifest(folder, settings)) is None:
+            with atomic.replacing(folder / MANIFEST) as (new,):
+                found = {"settings": settings, **others}
+                new.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
+    return found["ranges"]

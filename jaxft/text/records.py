@@ -1,0 +1,313 @@
+"""Reads texts from files of any size: lines, JSON lines and parquet, also compressed, in constant memory."""
+
+import dataclasses
+import gzip
+import importlib
+import io
+import itertools
+import os
+import zlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from jaxft.checkpoint.files import parse_json
+
+LONGEST_LINE = 1 << 28  # bytes; endless devices such as /dev/zero have more
+MOST_EXPANSION = 200  # times its size that a compressed file may expand to; text takes about 4
+_LEAST_CAP = 1 << 28  # bytes that every compressed file may expand to
+_BLOCK_BYTES, _BLOCK_ROWS = 1 << 24, 1 << 14  # of the rows that are read at once
+_SAMPLE = 1000  # records of JSON lines from which the types of kept fields are inferred
+SUFFIXES = (".parquet", ".jsonl", ".txt", ".jsonl.gz", ".txt.gz")
+
+
+class DataError(ValueError):
+    """A file of texts that cannot be read. The message names the file and the row."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A file of texts."""
+
+    name: str  # as given, or found in a folder that was given
+    path: str  # in its file system
+    system: Any  # a `pyarrow.fs.FileSystem`
+    kind: str  # ".parquet", ".jsonl" or ".txt"
+    is_compressed: bool
+    size: int | None
+
+
+@dataclasses.dataclass
+class Block:
+    """Consecutive rows of a file."""
+
+    source: Source
+    row: int  # of the first text in the file, from 0
+    texts: list[str | None]
+    kept: Any  # `pyarrow.RecordBatch` of the kept columns
+
+    def __getitem__(self, rows: slice) -> "Block":
+        first, stop, _ = rows.indices(len(self.texts))
+        return Block(self.source, self.row + first, self.texts[first:stop], self.kept.slice(first, stop - first))
+
+
+def arrow(module: str = "pyarrow") -> Any:
+    """Imports a module of pyarrow. Raises a DataError that says how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise DataError("corpora need pyarrow: pip install 'jaxft[data]'") from error
+
+
+# --- Lines -------------------------------------------------------------------------------------------------------
+
+
+def lines(file: IO[bytes], name: str) -> Iterator[str]:
+    """Yields the lines of a binary file, without their ends."""
+    # Lines end at newlines only. str.splitlines also splits at form feeds and other characters inside a text.
+    for number, data in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), 1):
+        if len(data) > LONGEST_LINE:
+            raise DataError(f"{name}, line {number}: has more than {LONGEST_LINE} bytes")
+        try:
+            yield data.removesuffix(b"\n").decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{name}, line {number}: not valid UTF-8") from error
+
+
+def record(line: str, where: str, column: str = "text", *, nulls: bool = False) -> dict[str, Any]:
+    """Parses a JSON line. With `nulls`, the text may be null."""
+    try:
+        value = parse_json(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not valid JSON: {error}") from error
+    if isinstance(value, str):
+        value = {column: value}
+    if not isinstance(value, dict) or not isinstance(value.get(column), str | None if nulls else str):
+        raise DataError(f'{where}: expected a JSON string or an object with a string field "{column}"')
+    checked(value.get(column) or "", where)
+    return value
+
+
+def checked(text: str, where: str) -> str:
+    """Returns a text. Raises a DataError if it is not valid Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: the text is not valid Unicode: {error.reason}") from error
+    return text
+
+
+class _Capped:
+    """A compressed file that raises a DataError if it expands too much."""
+
+    def __init__(self, file: Any, source: Source) -> None:
+        self._file, self._source, self._left = gzip.GzipFile(fileobj=file), source, _LEAST_CAP
+        if source.size is not None:
+            self._left = max(_LEAST_CAP, MOST_EXPANSION * source.size)
+
+    def readline(self, most: int) -> bytes:
+        try:
+            data = self._file.readline(most)
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"{self._source.name}: cannot be decompressed: {error}") from error
+        self._left -= len(data)
+        if self._left < 0:
+            raise DataError(
+                f"{self._source.name}: expands to more than {MOST_EXPANSION} times its size; decompress it first"
+            )
+        return data
+
+
+# --- Sources -----------------------------------------------------------------------------------------------------
+
+
+def sources(data: Sequence[str], *, jsonl: bool = False) -> list[Source]:
+    """Returns the files of paths, folders and URIs, in the order of `data`; the files of a folder in order of name.
+
+    Raises a DataError for a file that is missing or of another kind, and for files of several kinds.
+    """
+    fs = arrow("pyarrow.fs")
+    found = []
+    for name in data:
+        try:
+            if "://" in name:
+                system, path = fs.FileSystem.from_uri(name)
+            else:
+                system, path = fs.LocalFileSystem(), os.path.abspath(name)
+            info = system.get_file_info(path)
+            if info.type == fs.FileType.Directory:
+                inside = system.get_file_info(fs.FileSelector(path, recursive=True))
+                inside = [one for one in inside if one.is_file and one.base_name.endswith(SUFFIXES)]
+                infos = sorted((one for one in inside if one.base_name[0] not in "._"), key=lambda one: one.path)
+                names = [name.rstrip("/") + one.path.removeprefix(path.rstrip("/")) for one in infos]
+            else:
+                infos, names = [info], [name]
+        except (OSError, ValueError) as error:  # pyarrow's errors are both
+            raise DataError(f"cannot read {name}: {error}") from error
+        if not infos:
+            raise DataError(f"{name}: has no files that end in {', '.join(SUFFIXES)}")
+        for one, its_name in zip(infos, names, strict=True):
+            if one.type == fs.FileType.NotFound:
+                raise DataError(f"cannot read {its_name}: No such file or directory")
+            stem = its_name.removesuffix(".gz")
+            kind = Path(stem).suffix
+            if kind not in (".parquet", ".jsonl", ".txt") and not jsonl:
+                raise DataError(f"{its_name}: expected a file that ends in {', '.join(SUFFIXES)}")
+            kind = ".jsonl" if jsonl and kind != ".parquet" else kind
+            found.append(Source(its_name, one.path, system, kind, stem != its_name, one.size))
+    if len(kinds := {source.kind for source in found}) > 1:
+        raise DataError(f"the files must be of one kind, got {' and '.join(sorted(kinds))}")
+    return found
+
+
+def schema(files: Sequence[Source], column: str, keep: Sequence[str]) -> Any:
+    """Returns the `pyarrow.Schema` of the kept columns. Raises a DataError unless all files have these columns."""
+    pa = arrow()
+    if files[0].kind == ".parquet":
+        schemas = [_parquet(source, lambda source=source: _dataset(source).schema) for source in files]
+        for source, its in zip(files, schemas, strict=True):
+            for name in dict.fromkeys((column, *keep)):
+                if its.get_field_index(name) < 0:
+                    option = "--text-column" if name == column else "--keep"
+                    raise DataError(
+                        f"{source.name}: has no column {name!r} ({option}); its columns are {', '.join(its.names)}"
+                    )
+            if not _holds_strings(its.field(column).type):
+                raise DataError(f"{source.name}: column {column!r} must hold strings, got {its.field(column).type}")
+            for name in keep:
+                if its.field(name).type != schemas[0].field(name).type:
+                    raise DataError(
+                        f"{source.name}: column {name!r} must be {schemas[0].field(name).type} as in "
+                        f"{files[0].name}, got {its.field(name).type}"
+                    )
+        return pa.schema([pa.field(name, schemas[0].field(name).type) for name in keep])
+    if files[0].kind == ".txt":
+        if wrong := [name for name in keep if name != column]:
+            raise DataError(f"{files[0].name}: lines of text have no column {wrong[0]!r} (--keep), only {column!r}")
+        return pa.schema([pa.field(name, pa.string()) for name in keep])
+    records = (_record(source, row, line, column) for source in files for row, line in enumerate(_lines(source)))
+    sample = [*itertools.islice(records, _SAMPLE)]
+    types = []
+    for name in keep:
+        values = [value for fields in sample if (value := fields.get(name)) is not None]
+        kinds = {type(value) for value in values}
+        known = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
+        if kinds == {int, float}:
+            kinds = {float}
+        if len(kinds) > 1 or not kinds <= known.keys():
+            raise DataError(f"{files[0].name}: field {name!r} (--keep) must hold strings, numbers or booleans only")
+        types.append(pa.field(name, known[kinds.pop()] if kinds else pa.string()))
+    return pa.schema(types)
+
+
+def blocks(
+    files: Sequence[Source], column: str, kept: Any, wanted: Callable[[int, int], bool]
+) -> Iterator[tuple[int, Block]]:
+    """Yields (position of the first row among the rows of all files, block).
+
+    `wanted(first, stop)` says whether the rows of a range are needed. Other rows may be left out.
+    """
+    first = 0
+    for source in files:
+        read = _parquet_blocks if source.kind == ".parquet" else _line_blocks
+        first += yield from read(source, column, kept, first, wanted)
+
+
+# --- Files of lines ----------------------------------------------------------------------------------------------
+
+
+def _lines(source: Source) -> Iterator[str]:
+    try:
+        with source.system.open_input_stream(source.path, compression=None) as stream:
+            file: Any = _Capped(stream, source) if source.is_compressed else io.BufferedReader(stream)
+            yield from lines(file, source.name)
+    except OSError as error:
+        raise DataError(f"cannot read {source.name}: {error.strerror or error}") from error
+
+
+def _record(source: Source, row: int, line: str, column: str) -> dict[str, Any]:
+    if source.kind == ".txt":
+        return {column: line.removesuffix("\r")}
+    return record(line, f"{source.name}, line {row + 1}", column, nulls=True)
+
+
+def _line_blocks(
+    source: Source, column: str, kept: Any, first: int, wanted: Callable[[int, int], bool]
+) -> Generator[tuple[int, Block], None, int]:
+    """Yields the blocks of a file of lines, and returns the number of lines."""
+    row, waiting, size = 0, list[str](), 0
+    for line in itertools.chain(_lines(source), [None]):
+        if waiting and (line is None or size + len(line) > _BLOCK_BYTES or len(waiting) == _BLOCK_ROWS):
+            if wanted(first + row, first + row + len(waiting)):
+                found = [_record(source, number, text, column) for number, text in enumerate(waiting, row)]
+                texts = [fields.get(column) for fields in found]
+                yield first + row, Block(source, row, texts, _columns(source, row, found, kept))
+            row, waiting, size = row + len(waiting), [], 0
+        if line is not None:
+            waiting.append(line)
+            size += len(line)
+    return row
+
+
+def _columns(source: Source, row: int, found: list[dict[str, Any]], kept: Any) -> Any:
+    """Converts the kept fields of records to a `pyarrow.RecordBatch`."""
+    pa = arrow()
+    exact = {pa.string(): str, pa.bool_(): bool, pa.int64(): int, pa.float64(): (int, float)}
+    arrays = []
+    for field in kept:
+        values = [fields.get(field.name) for fields in found]
+        for number, value in enumerate(values, row + 1):
+            fits = isinstance(value, exact[field.type]) and (type(value) is not bool or field.type == pa.bool_())
+            if value is not None and not fits:
+                name = f"{source.name}, line {number}: field {field.name!r}"
+                raise DataError(f"{name} must be {field.type} as in the first records, got {value!r:.80}")
+        try:
+            arrays.append(pa.array(values, field.type))
+        except (pa.ArrowInvalid, OverflowError, UnicodeEncodeError) as error:
+            raise DataError(f"{source.name}, after line {row}: field {field.name!r}: {error}") from error
+    if not arrays:
+        return pa.table({"": pa.nulls(len(found))}).to_batches()[0].select([])
+    return pa.RecordBatch.from_arrays(arrays, schema=kept)
+
+
+# --- Parquet -----------------------------------------------------------------------------------------------------
+
+
+def _dataset(source: Source) -> Any:
+    ds = arrow("pyarrow.dataset")
+    return ds.dataset(source.path, filesystem=source.system, format="parquet")
+
+
+def _parquet(source: Source, read: Callable[[], Any]) -> Any:
+    """Returns what `read` returns. An error names the file."""
+    try:
+        return read()
+    except (OSError, ValueError) as error:  # pyarrow's errors are both
+        raise DataError(f"cannot read {source.name}: {error}") from error
+
+
+def _parquet_blocks(
+    source: Source, column: str, kept: Any, first: int, wanted: Callable[[int, int], bool]
+) -> Generator[tuple[int, Block], None, int]:
+    """Yields the blocks of a parquet file, and returns the number of rows. Unwanted row groups are not read."""
+    row = 0
+    (fragment,) = _parquet(source, lambda: [*_dataset(source).get_fragments()])
+    for group in _parquet(source, lambda: fragment.row_groups):
+        count = group.num_rows
+        if wanted(first + row, first + row + count):
+            part = fragment.subset(row_group_ids=[group.id])
+            size = min(max(_BLOCK_BYTES * count // max(group.total_byte_size, 1), 1), _BLOCK_ROWS)
+            columns = [*dict.fromkeys((column, *kept.names))]
+            batches = iter(part.to_batches(columns=columns, batch_size=size, batch_readahead=1, fragment_readahead=1))
+            at = row
+            while (batch := _parquet(source, lambda batches=batches: next(batches, None))) is not None:
+                texts = _parquet(source, batch.column(column).to_pylist)
+                yield first + at, Block(source, at, texts, batch.select(kept.names))
+                at += len(texts)
+        row += count
+    return row
+
+
+def _holds_strings(kind: Any) -> bool:
+    kind = getattr(kind, "value_type", kind) if str(kind).startswith("dictionary") else kind
+    return str(kind) in ("string", "large_string", "string_view")
