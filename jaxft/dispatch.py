@@ -227,7 +227,7 @@ def choose(op: str, implementation: str | None, reasons: Mapping[str, str | None
     if reason is not None:
         raise NotImplementedError(f"{op}: implementation {implementation!r} cannot be used: {reason}")
     if interpret:
-        _log_once(
+        log_once(
             f"{op}: the Triton kernel runs in Pallas' interpret mode on this CPU, which is for tests, not for speed"
         )
     return Choice(implementation, interpret, "asked for by name", by_name=True)
@@ -255,7 +255,7 @@ def _fastest(op: str, reasons: Mapping[str, str | None]) -> tuple[str, str]:
             rejected.append(f"{name}: {reason}")
     why = "; ".join(rejected)
     if not quiet.get():
-        _log_once(f"{op} falls back to XLA ({why})")
+        log_once(f"{op} falls back to XLA ({why})")
     return "xla", why
 
 
@@ -275,5 +275,6 @@ def machine_reason(name: str, machine: Device) -> str | None:
 
 
 @functools.cache
-def _log_once(message: str) -> None:
+def log_once(message: str) -> None:
+    """Logs a warning, each message once."""
     logger.warning(message)

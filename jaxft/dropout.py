@@ -1,12 +1,37 @@
 """Dropout mask: a pure function of a random key and the index of each element, equal in all implementations."""
 
+import dataclasses
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 
-def dropout_seed(key: Array) -> Array:
-    """Returns the seed of `keep_bits`: two uint32 words from a JAX random key (typed or raw) of any generator."""
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["data", "start"], meta_fields=["within"])
+@dataclasses.dataclass(frozen=True)
+class ShardKey:
+    """A random key for one shard of an array, whose elements are dropped as the elements of the whole array are.
+
+    Attributes:
+      data: data of the random key, uint32 `[words]`.
+      start: row of the whole array that is the first one of the shard, uint32.
+      within: sizes of the axes of the whole array that rows are counted over.
+    """
+
+    data: Array
+    start: Array
+    within: tuple[int, ...]
+
+
+def dropout_seed(key: Any) -> Array:
+    """Returns the seed of `keep_bits`: two uint32 words from a JAX random key (typed or raw) of any generator.
+
+    The seed of a `ShardKey` counts rows from its first row on, because `words_of_row` adds the row to the first word.
+    """
+    if isinstance(key, ShardKey):
+        return dropout_seed(key.data).at[0].add(key.start)
     data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     words = data.reshape(-1, 2)
     seed = mix(words[0])  # mixed, so that similar keys give unrelated seeds

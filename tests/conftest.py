@@ -81,9 +81,9 @@ def blocks(monkeypatch):
 def quiet(caplog):
     """Records in `caplog` what ops log, each message once in a test."""
     caplog.set_level(logging.INFO, logger="jaxft")
-    dispatch._log_once.cache_clear()
+    dispatch.log_once.cache_clear()
     yield
-    dispatch._log_once.cache_clear()
+    dispatch.log_once.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -18,9 +18,9 @@ H200 = dispatch.Device("cuda", "NVIDIA H200", (9, 0), 132, 227 * 1024)
 @pytest.fixture(autouse=True)
 def fresh_log(caplog):
     caplog.set_level(logging.INFO, logger="jaxft")
-    dispatch._log_once.cache_clear()
+    dispatch.log_once.cache_clear()
     yield
-    dispatch._log_once.cache_clear()
+    dispatch.log_once.cache_clear()
 
 
 @pytest.fixture

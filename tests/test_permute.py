@@ -402,7 +402,7 @@ def test_kernels_refuse_unsupported_arrays():
 def test_xla_takes_over_beyond_the_limit(caplog):
     """Unsupported arrays launch nothing, named or automatic."""
     of = jax.ShapeDtypeStruct
-    dispatch._log_once.cache_clear()
+    dispatch.log_once.cache_clear()
     for op, x, arguments in (
         ("permute", of((2**15 + 1, 2**16), "int8"), ((1, 0),)),
         ("merge_heads", of((2**15 + 1, 2, 2**14, 2), "float32"), ()),
@@ -413,7 +413,7 @@ def test_xla_takes_over_beyond_the_limit(caplog):
         argument = "qkv" if op == "qkv_bias_split_heads" else "x"
         (message,) = [message for message in caplog.messages if message.startswith(f"{op} falls back to XLA")]
         assert f"{argument} has {math.prod(x.shape)} elements, the kernel takes at most {2**31}" in message
-    dispatch._log_once.cache_clear()
+    dispatch.log_once.cache_clear()
 
 
 def test_largest_supported_size_lowers():

@@ -11,13 +11,14 @@ import numpy as np
 from jax import Array
 
 from jaxft import dispatch, reference
-from jaxft.dropout import dropout_seed
+from jaxft.dropout import ShardKey, dropout_seed
 from jaxft.kernels.cudnn import attention as cudnn
 from jaxft.kernels.mosaic_gpu import support
 from jaxft.kernels.triton import attention as triton
 from jaxft.kernels.triton import attention_backward, attention_delta, attention_problem
 from jaxft.ops import plans, transforms
 from jaxft.ops.plans import Pass
+from jaxft.ops.sharding import Rule
 from jaxft.tuning import attention as tuning
 
 
@@ -226,9 +227,20 @@ def _arguments(inputs: Inputs, plan: Plan) -> tuple[Any, ...]:
     )  # fmt: skip
     window = (before, 0 if options.is_causal else after)
     kernel_options = attention_problem.Options(
-        options.scale, window, options.dropout_rate, options.max_seqlen or 0, plan.precision, table is not None
+        options.scale,
+        window,
+        options.dropout_rate,
+        options.max_seqlen or 0,
+        plan.precision,
+        table is not None,
+        _heads_of_rows(inputs.dropout_rng),
     )
     return inputs.query, inputs.key, inputs.value, rules, kernel_options
+
+
+def _heads_of_rows(rng: Any) -> int | None:
+    """Returns the number of heads over which the rows of dropout are counted, None for the heads of the arrays."""
+    return rng.within[1] if isinstance(rng, ShardKey) else None
 
 
 def _forward(plan: Plan, save: bool, *arrays: Any) -> Any:
@@ -263,7 +275,7 @@ def _mosaic_gradient(dout, inputs, saved, plan):
 
     qkv, (out, lse) = inputs.query, saved
     *_, rules, options = _arguments(inputs, plan)
-    rows = attention_delta.row_statistics(dout, out, lse, rules.seed, interpret=plan.interpret)
+    rows = attention_delta.row_statistics(dout, out, lse, rules.seed, options.heads, interpret=plan.interpret)
     found = mosaic.backward(
         dout, qkv, rows, rules.mask, scale=options.scale, dropout_rate=options.dropout_rate,
         programs=plan.backward.config.programs,
@@ -292,4 +304,16 @@ def _backward(plan, dtypes, d, saved, *arrays):
     return *found, of_pairs, of_table
 
 
-_reference, _kernels = transforms.implementations(_forward, _backward, _plain, gradients=5)
+def _rule(plan, *arrays):
+    inputs = Inputs(*arrays)
+    if inputs.cu_seqlens is not None:  # any row may belong to any sequence
+        rows, key = "M 3 n H, , , , n R, , , , , , ", f"key(1 n {plan.options.max_seqlen})"
+        return Rule("varlen_qkv_attention", f"{rows}{key}, C", "M n H | M n"), "M n H | n M | n M"
+    packed = inputs.key is None
+    query, key = ("b T 3 n H", "") if packed else ("b T n H", "b S n H")
+    pairs, name = "b n T S", "qkv_attention" if packed else "dot_product_attention"
+    arguments = f"{query}, {key}, {key}, {pairs}, n R, {pairs}, b, b, b T, b S, key(b n T)"
+    return Rule(name, arguments, "b T n H | b T n"), "b T n H | b n T | b n T"
+
+
+_reference, _kernels = transforms.implementations(_forward, _backward, _plain, gradients=5, rule=_rule)

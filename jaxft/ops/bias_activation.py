@@ -8,6 +8,7 @@ from jax import Array
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import bias_activation as triton
 from jaxft.ops import checks, plans, transforms
+from jaxft.ops.sharding import Rule
 from jaxft.tuning import rows as tuning
 
 
@@ -50,7 +51,7 @@ def bias_activation(
     plans.record(op, (x, bias), plan)
     if plan.forward.backend == "xla":
         return _reference(plan, x, bias)
-    return _kernels(plan, x.reshape(-1, x.shape[-1]), bias).reshape(x.shape)
+    return _kernels(plan, x, bias)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,16 +80,22 @@ def _plain(plan, x, bias):
 
 def _forward(plan, save, x, bias):
     y = triton.forward(
-        x, bias, activation=plan.activation, config=plan.forward.config, in_place=plan.in_place and not save,
+        x.reshape(-1, x.shape[-1]), bias, activation=plan.activation, config=plan.forward.config, in_place=plan.in_place and not save,
         interpret=plan.interpret,
-    )  # fmt: skip
+    ).reshape(x.shape)  # fmt: skip
     return (y, None) if save else y
 
 
 def _backward(plan, dtypes, dy, saved, x, bias):
-    return triton.backward(
-        dy, x, bias, activation=plan.activation, dtypes=dtypes, config=plan.backward.config, interpret=plan.interpret
-    )
+    dx, d_bias = triton.backward(
+        dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]), bias, activation=plan.activation, dtypes=dtypes,
+        config=plan.backward.config, interpret=plan.interpret,
+    )  # fmt: skip
+    return dx.reshape(x.shape), d_bias
 
 
-_reference, _kernels = transforms.implementations(_forward, _backward, _plain, gradients=2)
+def _rule(plan, *arrays):
+    return Rule("bias_activation", "... d, d", "... d"), ""
+
+
+_reference, _kernels = transforms.implementations(_forward, _backward, _plain, gradients=2, rule=_rule)

@@ -14,6 +14,7 @@ from jaxft import dispatch
 from jaxft.kernels.triton import split as triton
 from jaxft.ops import checks, plans, transforms
 from jaxft.ops.plans import Pass
+from jaxft.ops.sharding import Rule
 
 # Most elements of an array that is concatenated. The copy of a longer array costs more than the host's time for it.
 _LONGEST = 2**16
@@ -136,7 +137,10 @@ def _split(x, plan):
     if plan.forward.backend == "xla":
         return _plain(plan, x)
     return transforms.mappable(
-        lambda _, x: triton.split(x, plan.sizes, interpret=plan.interpret), functools.partial(_plain, plan), plan
+        lambda _, x: triton.split(x, plan.sizes, interpret=plan.interpret),
+        functools.partial(_plain, plan),
+        plan,
+        Rule("bundle", "X", ", ".join("X" for _ in plan.sizes)),
     )(x)
 
 

@@ -12,6 +12,7 @@ from jax import Array, lax
 from jaxft import dispatch, reference
 from jaxft.ops import checks, plans, transforms
 from jaxft.ops.plans import Pass
+from jaxft.ops.sharding import Rule
 from jaxft.tuning import rows as tuning
 
 
@@ -146,11 +147,28 @@ def _loss_jit(x, embedding, bias, labels, plan):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _loss(x, embedding, bias, labels, carriers, plan):
     del carriers
-    return _by_chunks(plan, False, x, embedding, bias, labels)[:2]
+    run = transforms.mappable(
+        lambda _, *arrays: _by_chunks(plan, False, *arrays),
+        lambda *arrays: _reference(*arrays, plan.ignore_index, plan.precision), plan,
+        _rule(plan, False),
+    )  # fmt: skip
+    return run(x, embedding, bias, labels)
 
 
-def _by_chunks(plan, with_gradients, x, embedding, bias, labels):
-    """Computes the sum of the losses, the number of labels and, if asked, the gradients of the floats, in float32."""
+def _rule(plan, with_gradients):
+    def by_parts(over, *arrays):
+        found = _by_chunks(plan, with_gradients, *arrays, over=over)
+        return (*found[:2], lax.psum(found[2], over), *found[3:]) if with_gradients else found
+
+    results = ", , r D, v D, v" if with_gradients else ", "
+    return Rule("linear_cross_entropy", "r D, v D, v, r", results, contracted={"v": by_parts})
+
+
+def _by_chunks(plan, with_gradients, x, embedding, bias, labels, over=()):
+    """Computes the sum of the losses, the number of labels and, if asked, the gradients of the floats, in float32.
+
+    If the classes are divided over the mesh axes `over`, the gradient of `x` is the part of the own classes.
+    """
     rows, width = x.shape
     wide = reference.wide_dtype(x)
     scale = 2.0**15 if x.dtype == jnp.float16 else 1.0  # the largest power of 2 that keeps the gradient finite
@@ -161,6 +179,8 @@ def _by_chunks(plan, with_gradients, x, embedding, bias, labels):
     added = bias if bias is not None or none == 0 else jnp.zeros(classes, wide)
     if added is not None:
         added = jnp.pad(added.astype(wide), (0, none), constant_values=-jnp.inf)
+    every = classes * (lax.axis_size(over) if over else 1)
+    first = lax.axis_index(over) * jnp.int32(classes) if over else 0
     # The indices of the rows with a label, in order, and then `rows`, which is past the end.
     capacity = -(-rows // plan.forward.config.rows) * plan.forward.config.rows
     indices, (_, labelled) = reference.padding_indices((labels != plan.ignore_index)[None], capacity=capacity)
@@ -176,16 +196,21 @@ def _by_chunks(plan, with_gradients, x, embedding, bias, labels):
         x_rows = x.at[index].get(mode="fill", fill_value=0)
         label = labels.at[index].get(mode="fill", fill_value=0)[:, None]
         used = index[:, None] < rows
-        weight = reference.one_or_nan((label >= 0) & (label < classes), wide)  # [chunk, 1]
+        weight = reference.one_or_nan((label >= 0) & (label < every), wide)  # [chunk, 1]
 
         logits = dot(x_rows, table, ((1,), (1,)))
         if added is not None:
             logits = logits + added[None]
-        logits = logits - jnp.max(logits, axis=1, keepdims=True)
+        top = jnp.max(logits, axis=1, keepdims=True)
+        logits = logits - (lax.pmax(top, over) if over else top)
         e = jnp.exp(logits)
         normalizer = jnp.sum(e, axis=1, keepdims=True)
-        is_label = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == label
-        loss = jnp.log(normalizer) - jnp.sum(jnp.where(is_label, logits, 0.0), axis=1, keepdims=True)
+        own = label - first if over else label
+        is_label = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == jnp.where(own < classes, own, -1)
+        of_label = jnp.sum(jnp.where(is_label, logits, 0.0), axis=1, keepdims=True)
+        if over:
+            normalizer, of_label = lax.psum((normalizer, of_label), over)
+        loss = jnp.log(normalizer) - of_label
         total = total + jnp.sum(jnp.where(used, loss * weight, 0.0))
         if not with_gradients:
             return total, ()
@@ -222,7 +247,9 @@ def _fwd(x, embedding, bias, labels, carriers, plan):
         total, pull_back, labelled = jax.vjp(loss, *floats, has_aux=True)
         return total, labelled, *pull_back(jnp.ones_like(total))
 
-    fused = transforms.with_plain_gradient(lambda _, *arrays: _by_chunks(plan, True, *arrays), plain, plan)
+    fused = transforms.with_plain_gradient(
+        lambda _, *arrays: _by_chunks(plan, True, *arrays), plain, plan, _rule(plan, True)
+    )
     total, labelled, *gradients = fused(x, embedding, bias, labels)
     return (total, labelled), (gradients, labels != plan.ignore_index)
 

@@ -15,6 +15,7 @@ from jaxft.kernels.triton import bias_activation, gated_activation
 from jaxft.kernels.triton import dense as triton
 from jaxft.ops import checks, plans, transforms
 from jaxft.ops.plans import Pass
+from jaxft.ops.sharding import Rule
 from jaxft.tuning import dense as tuning
 from jaxft.tuning import rows as tuning_rows
 
@@ -197,7 +198,31 @@ def kernels(x, kernel, bias, residual, carriers, plan):
     def plain(x, kernel, bias, residual):
         return _reference(x, kernel, bias, residual, plan.activation, plan.gate, plan.precision)
 
-    return transforms.mappable(by_kernels, plain, plan)(x, kernel, bias, residual)
+    return transforms.mappable(by_kernels, plain, plan, _rule(plan, x, kernel))(x, kernel, bias, residual)
+
+
+def _rule(plan, x, kernel, also=None):
+    """Returns the rule of a layer, or of a layer whose kernel also returns what a gradient needs."""
+    # The halves of a gate are far from each other.
+    columns, out = ("f", "f") if plan.gate is None else ("F", "G")
+
+    def by_parts(over, x, kernel, bias=None, residual=None):
+        y = jax.lax.psum(reference.matmul(x, kernel, plan.precision), over)
+        out = reference.dense_epilogue(y, bias, plan.activation, residual, plan.gate)
+        if also is None:
+            return out
+        return out, y if also == "matmul" or bias is None else (y + bias).astype(y.dtype)
+
+    def legal(shapes):
+        parts = (jax.ShapeDtypeStruct(shape[-2:], x.dtype) for shape in shapes[:2])
+        return support.dense_unsupported(*parts, None, precision=plan.kernel_precision, gate=plan.gate) is None
+
+    # Derivatives in 8 bits come from one kernel only.
+    depth = "K" if also == "derivative" else "k"
+    return Rule(
+        "dense", f"r {depth}, {depth} {columns}, {columns}, r {out}", f"r {out}, r {columns}",
+        legal if plan.forward.backend == "mosaic_gpu" else None, contracted={"k": by_parts},
+    )  # fmt: skip
 
 
 def _one_kernel(x, kernel, bias, residual, plan, also=None):
@@ -231,7 +256,8 @@ def with_derivative(x: Array, kernel: Array, bias: Array | None, plan: Plan) -> 
     def fused(_, x, kernel, bias):
         return _one_kernel(x, kernel, bias, None, plan, also="derivative")
 
-    return transforms.with_plain_gradient(fused, plain, plan, saves=1)(x, kernel, bias)
+    rule = _rule(plan, x, kernel, also="derivative")
+    return transforms.with_plain_gradient(fused, plain, plan, rule, saves=1)(x, kernel, bias)
 
 
 def _epilogue(y, bias, residual, plan, in_place):
@@ -254,6 +280,7 @@ def _fwd(x, kernel, bias, residual, carriers, plan):
             lambda _, y, bias, residual: _epilogue(y, bias, residual, plan, in_place=False),
             lambda y, bias, residual: reference.dense_epilogue(y, bias, plan.activation, residual, plan.gate),
             plan,
+            Rule("dense", "r f, f, r f", "r f") if plan.gate is None else Rule("dense", "r F, F, r G", "r G"),
         )
         return run(y, bias, residual), (x, kernel, bias, residual, None if plan.activation is None else y)
     if plan.activation is not None:
@@ -267,7 +294,8 @@ def _fwd(x, kernel, bias, residual, carriers, plan):
         def fused(_, x, kernel, bias, residual):
             return _one_kernel(x, kernel, bias, residual, plan, also="sum" if saves_sum else "matmul")
 
-        out, y = transforms.with_plain_gradient(fused, plain, plan)(x, kernel, bias, residual)
+        rule = _rule(plan, x, kernel, also="sum" if saves_sum else "matmul")
+        out, y = transforms.with_plain_gradient(fused, plain, plan, rule)(x, kernel, bias, residual)
         return out, (x, kernel, bias, residual, y)
     return kernels(x, kernel, bias, residual, carriers, plan), (x, kernel, bias, residual, None)
 
@@ -291,6 +319,7 @@ def _epilogue_gradient(d_out, y, bias, x, kernel, plan):
             lambda _, x: bias_activation.sum_of_rows(x, interpret=plan.interpret),
             lambda x: jnp.sum(x, axis=0, dtype=jnp.float32),
             plan,
+            Rule("dense", "r f", "f"),
         )
         return d_out, total(d_out)
 
@@ -316,7 +345,9 @@ def _epilogue_gradient(d_out, y, bias, x, kernel, plan):
             found = bias_activation.backward(d_out, y, bias, **options)
         return jax.tree.map(reference.wide, found)
 
-    return transforms.with_plain_gradient(fused, plain, plan)(d_out, y, bias, x, kernel)
+    columns, out = ("f", "f") if plan.gate is None else ("F", "G")
+    rule = Rule("dense", f"r {out}, r {columns}, {columns}, _ _, _ _", f"r {columns}, {columns}")
+    return transforms.with_plain_gradient(fused, plain, plan, rule)(d_out, y, bias, x, kernel)
 
 
 kernels.defvjp(_fwd, _bwd)

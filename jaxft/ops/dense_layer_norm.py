@@ -15,6 +15,7 @@ from jaxft.kernels.triton import dense as triton_dense
 from jaxft.kernels.triton import layer_norm as triton_norm
 from jaxft.ops import checks, dense, layer_norm, plans, transforms
 from jaxft.ops.plans import Pass
+from jaxft.ops.sharding import Rule
 from jaxft.tuning import dense as tuning
 from jaxft.tuning import rows as tuning_rows
 
@@ -168,7 +169,18 @@ def _result(x, kernel, residual, bias, gamma, beta, rng, carriers, plan):
         )  # fmt: skip
         return out if plan.return_sum else (out,)
 
-    run = plain if plan.forward.backend == "xla" else transforms.mappable(functools.partial(_split, plan), plain, plan)
+    def by_parts(over, x, kernel, residual, bias, gamma, beta, rng):
+        y = jax.lax.psum(reference.matmul(x, kernel, plan.precision), over)
+        options = {"epsilon": plan.epsilon, "dropout_rate": plan.dropout_rate, "return_sum": plan.return_sum}
+        out = reference.bias_residual_layer_norm(y, bias, residual, gamma, beta, dropout_rng=rng, **options)
+        return out if plan.return_sum else (out,)
+
+    run = plain
+    if plan.forward.backend != "xla":
+        rule = Rule(
+            "dense_residual_layer_norm", "r k, k D, r D, D, D, D, key(r)", "r D, r D", contracted={"k": by_parts}
+        )
+        run = transforms.mappable(functools.partial(_split, plan), plain, plan, rule)
     return run(x, kernel, residual, bias, gamma, beta, rng)
 
 

@@ -12,7 +12,8 @@ from jaxft import dispatch, reference
 from jaxft.dropout import dropout_seed
 from jaxft.kernels.triton import embeddings as triton
 from jaxft.kernels.triton import layer_norm as triton_layer_norm
-from jaxft.ops import checks, plans, transforms
+from jaxft.ops import checks, plans, sharding, transforms
+from jaxft.ops.sharding import Rule
 from jaxft.tuning import rows as tuning
 
 
@@ -187,15 +188,18 @@ def _forward(plan, save, word, position, token_type, gamma, beta, input_ids, pos
         dropout_rate=plan.dropout_rate, dtype=plan.dtype, save=save, config=plan.forward.config,
         interpret=plan.interpret,
     )  # fmt: skip
-    y = y.reshape(*input_ids.shape, -1)
-    return (y, saved) if save else y
+    shape = *input_ids.shape, word.shape[1]
+    if not save:
+        return y.reshape(shape)
+    total, numbers = saved
+    return y.reshape(shape), (total.reshape(shape), numbers.reshape(2, *input_ids.shape))
 
 
 def _backward(
     plan, dtypes, dy, saved, word, position, token_type, gamma, beta, input_ids, position_ids, token_type_ids, rng
 ):
     norm, *configs = plan.backward.config
-    total, saved = saved
+    total, saved = saved[0].reshape(-1, dy.shape[-1]), saved[1].reshape(2, -1)
     of_rows = token_type is not None and token_type_ids is None  # the gradient of row 0 is a sum over all tokens
     of_word, of_position, of_token_type, of_gamma, of_beta = dtypes
     vectors = {"bias": of_token_type if of_rows else None, "gamma": of_gamma, "beta": of_beta}
@@ -226,4 +230,13 @@ def _backward(
     return by_id(word, of_word, input_ids, configs[0]), dposition, dtoken_type, found.get("gamma"), found.get("beta")
 
 
-_reference, _kernels = transforms.implementations(_forward, _backward, _plain, gradients=5)
+def _rule(plan, word, position, token_type, gamma, beta, ids, *others):
+    position_ids, _, rng = others
+    rows = sharding.rows_of(ids.shape, dropout=rng is not None)
+    if position_ids is None:  # the position of a token is then its place in the last axis
+        rows = " ".join([*rows.split()[:-1], "T"])
+    arguments = f"V D, P D, C D, D, D, {rows}, {rows}, {rows}, key({rows})"
+    return Rule("embeddings_layer_norm", arguments, f"{rows} D"), f"{rows} D | 2 {rows}"
+
+
+_reference, _kernels = transforms.implementations(_forward, _backward, _plain, gradients=5, rule=_rule)

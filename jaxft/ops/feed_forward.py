@@ -14,7 +14,11 @@ from jaxft.kernels.mosaic_gpu import support
 from jaxft.kernels.triton import dense as triton
 from jaxft.ops import checks, dense, dense_layer_norm, layer_norm, plans, transforms
 from jaxft.ops.plans import Pass
+from jaxft.ops.sharding import Rule
 from jaxft.tuning import dense as tuning
+
+
+_OP = "feed_forward_residual_layer_norm"
 
 
 def feed_forward_residual_layer_norm(
@@ -83,7 +87,7 @@ def feed_forward_residual_layer_norm(
 
     Source: the second half of FasterTransformer v1.0's encoder layer.
     """
-    op = "feed_forward_residual_layer_norm"
+    op = _OP
     x, in_kernel = checks.as_factors(op, x, in_kernel, name="in_kernel")
     width, inner = in_kernel.shape
     out_kernel = checks.as_term(
@@ -220,7 +224,9 @@ def _outer_gradient(dy, h, out_kernel, plan):
         out, pull_back = jax.vjp(functools.partial(product, h), reference.wide(out_kernel) if shared[2] else out_kernel)
         return reference.wide(pull_back(dy.astype(out.dtype))[0])
 
-    return transforms.with_plain_gradient(gradient, functools.partial(gradient, (False,) * 3), plan)(dy, h, out_kernel)
+    plain = functools.partial(gradient, (False,) * 3)
+    rule = Rule(_OP, "r d, r f, f d", "f d")
+    return transforms.with_plain_gradient(gradient, plain, plan, rule)(dy, h, out_kernel)
 
 
 def _inner_gradient(dy, out_kernel, derivative, x, in_kernel, in_bias, plan):
@@ -242,7 +248,13 @@ def _inner_gradient(dy, out_kernel, derivative, x, in_kernel, in_bias, plan):
         found = mosaic.backward(dy, out_kernel, derivative, config=plan.backward.config[0])
         return tuple(transforms.vary_alike(dy, out_kernel, derivative, *found)[3:])  # see `dense._one_kernel`
 
-    return transforms.with_plain_gradient(fused, plain, plan)(dy, out_kernel, derivative, x, in_kernel, in_bias)
+    def legal(shapes):
+        rows, inner = (jax.ShapeDtypeStruct(shape[-2:], dy.dtype) for shape in shapes[:2])
+        return support.dense_unsupported(rows, jax.ShapeDtypeStruct(inner.shape[::-1], dy.dtype), None) is None
+
+    rule = Rule(_OP, "r D, f D, r f, _ _, _ _, _", "r f, f", legal)
+    run = transforms.with_plain_gradient(fused, plain, plan, rule)
+    return run(dy, out_kernel, derivative, x, in_kernel, in_bias)
 
 
 _products.defvjp(_fwd, _bwd)

@@ -8,6 +8,7 @@ from jax import Array
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import gated_activation as triton
 from jaxft.ops import checks, plans, transforms
+from jaxft.ops.sharding import Rule
 from jaxft.tuning import rows as tuning
 
 
@@ -54,8 +55,7 @@ def gated_activation(
     plans.record(op, (x, bias), plan)
     if plan.forward.backend == "xla":
         return _reference(plan, x, bias)
-    flat = x.reshape(-1, x.shape[-1])
-    return _kernels(plan, *transforms.vary_alike(flat, bias)).reshape(*x.shape[:-1], x.shape[-1] // 2)
+    return _kernels(plan, *transforms.vary_alike(x, bias))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,16 +84,22 @@ def _plain(plan, x, bias):
 
 def _forward(plan, save, x, bias):
     y = triton.forward(
-        x, bias, activation=plan.activation, gate=plan.gate, config=plan.forward.config, interpret=plan.interpret
-    )
+        x.reshape(-1, x.shape[-1]), bias, activation=plan.activation, gate=plan.gate, config=plan.forward.config,
+        interpret=plan.interpret,
+    ).reshape(*x.shape[:-1], -1)  # fmt: skip
     return (y, None) if save else y
 
 
 def _backward(plan, dtypes, dy, saved, x, bias):
-    return triton.backward(
-        dy, x, bias, activation=plan.activation, gate=plan.gate, dtypes=dtypes, config=plan.backward.config,
-        interpret=plan.interpret,
+    dx, d_bias = triton.backward(
+        dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]), bias, activation=plan.activation, gate=plan.gate,
+        dtypes=dtypes, config=plan.backward.config, interpret=plan.interpret,
     )  # fmt: skip
+    return dx.reshape(x.shape), d_bias
 
 
-_reference, _kernels = transforms.implementations(_forward, _backward, _plain, gradients=2)
+def _rule(plan, *arrays):
+    return Rule("gated_activation", "... D, D", "... H"), ""
+
+
+_reference, _kernels = transforms.implementations(_forward, _backward, _plain, gradients=2, rule=_rule)

@@ -12,7 +12,8 @@ from jax import Array
 from jaxft import dispatch, reference
 from jaxft.dropout import dropout_seed
 from jaxft.kernels.triton import layer_norm as triton
-from jaxft.ops import checks, plans, transforms
+from jaxft.ops import checks, plans, sharding, transforms
+from jaxft.ops.sharding import Rule
 from jaxft.tuning import rows as tuning
 
 
@@ -216,10 +217,7 @@ def run(
     """
     if plan.forward.backend == "xla":
         return _reference(plan, x, bias, residual, gamma, beta, rng)
-    rows, width = math.prod(x.shape[:-1]), x.shape[-1]
-    flat = None if residual is None else residual.reshape(rows, width)
-    out = _kernels(plan, x.reshape(rows, width), bias, flat, gamma, beta, rng, carriers=carriers)
-    return tuple(y.reshape(x.shape) for y in out)
+    return _kernels(plan, x, bias, residual, gamma, beta, rng, carriers=carriers)
 
 
 def _plain(plan, x, bias, residual, gamma, beta, rng):
@@ -236,9 +234,9 @@ def _plain(plan, x, bias, residual, gamma, beta, rng):
 
 def _forward(plan, save, x, bias, residual, gamma, beta, rng):
     out = triton.forward(
-        x,
+        _rows(x),
         bias,
-        residual,
+        _rows(residual),
         gamma,
         beta,
         None if rng is None else dropout_seed(rng),
@@ -251,20 +249,31 @@ def _forward(plan, save, x, bias, residual, gamma, beta, rng):
         config=plan.forward.config,
         interpret=plan.interpret,
     )
-    return (tuple(out[:-1]), out[-1]) if save else tuple(out)
+    result = tuple(y.reshape(x.shape) for y in (out[:-1] if save else out))
+    return (result, out[-1].reshape(2, *x.shape[:-1])) if save else result
 
 
 def _backward(plan, dtypes, dy, saved, x, bias, residual, gamma, beta, rng):
     of_x, of_bias, of_residual, of_gamma, of_beta = dtypes
     vectors = {"bias": of_bias, "gamma": of_gamma, "beta": of_beta}
     dx, dresidual, found = triton.backward(
-        dy[0], dy[1] if plan.return_sum else None, x, bias, residual, gamma,
-        None if rng is None else dropout_seed(rng), saved, dropout_rate=plan.dropout_rate,
+        _rows(dy[0]), _rows(dy[1]) if plan.return_sum else None, _rows(x), bias, _rows(residual), gamma,
+        None if rng is None else dropout_seed(rng), saved.reshape(2, -1), dropout_rate=plan.dropout_rate,
         vectors={name: dtype for name, dtype in vectors.items() if dtype is not None},
         dtype=of_x if of_residual is None else np.promote_types(of_x, of_residual),
         center=plan.center, config=plan.backward.config, interpret=plan.interpret,
     )  # fmt: skip
+    dx, dresidual = (None if d is None else d.reshape(x.shape) for d in (dx, dresidual))
     return dx, found.get("bias"), dresidual, found.get("gamma"), found.get("beta")
 
 
-_reference, _kernels = transforms.implementations(_forward, _backward, _plain, gradients=5)
+def _rows(x):
+    return None if x is None else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _rule(plan, x, *others):
+    rows = sharding.rows_of(x.shape[:-1], dropout=others[-1] is not None)
+    return Rule("layer_norm", f"{rows} D, D, {rows} D, D, D, key({rows})", f"{rows} D"), f"2 {rows}"
+
+
+_reference, _kernels = transforms.implementations(_forward, _backward, _plain, gradients=5, rule=_rule)

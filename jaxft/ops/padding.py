@@ -12,6 +12,7 @@ from jaxft import dispatch, reference
 from jaxft.kernels.triton import padding as triton
 from jaxft.ops import checks, plans, transforms
 from jaxft.ops.plans import Pass
+from jaxft.ops.sharding import Rule
 
 
 class PackedTokens(NamedTuple):
@@ -153,6 +154,11 @@ def _remove(x, mask, capacity, plan):
     return _pack(x, indices, plan), indices, cu_seqlens
 
 
+def _rule(op, x, axes):
+    # Any row may move to any place.
+    return Rule(op, "X " * x.ndim + ", X", "X " * axes)
+
+
 # `_pack` and `_unpack` are each other's gradient: no place has two rows, so each moves back what the other moves.
 
 
@@ -165,7 +171,7 @@ def _pack(x, indices, plan):
         y = triton.take_rows(x.reshape(plan.batch * plan.length, -1), indices, interpret=plan.interpret)
         return y.reshape(-1, *x.shape[2:])
 
-    return transforms.mappable(kernel, reference.take_tokens, plan)(x, indices)
+    return transforms.mappable(kernel, reference.take_tokens, plan, _rule("remove_padding", x, x.ndim - 1))(x, indices)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -179,7 +185,7 @@ def _unpack(x, indices, plan):
         y = triton.take_rows(x.reshape(x.shape[0], -1), source, interpret=plan.interpret)
         return y.reshape(plan.batch, plan.length, *x.shape[1:])
 
-    return transforms.mappable(kernel, plain, plan)(x, indices)
+    return transforms.mappable(kernel, plain, plan, _rule("restore_padding", x, x.ndim + 1))(x, indices)
 
 
 def _with_gradient(move, back):

@@ -13,6 +13,7 @@ from jax import Array
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import permute as triton
 from jaxft.ops import checks, plans, transforms
+from jaxft.ops.sharding import Rule
 from jaxft.tuning import layouts as tuning
 
 
@@ -165,8 +166,14 @@ def _permute_jit(x, plan, result):
 def _permute(x, plan):
     return transforms.mappable(
         lambda _, x: triton.forward(x, plan.axes, config=plan.forward.config, interpret=plan.interpret),
-        functools.partial(reference.permute, axes=plan.axes), plan,
+        functools.partial(reference.permute, axes=plan.axes), plan, _rule(plan.axes),
     )(x)  # fmt: skip
+
+
+def _rule(axes):
+    # The launch configuration depends on the last axes, which are moved in pieces.
+    names = [f"A{i}" if i in (len(axes) - 1, axes[-1]) else f"a{i}" for i in range(len(axes))]
+    return Rule("permute", " ".join(names), " ".join(names[axis] for axis in axes))
 
 
 def _fwd(x, plan):
@@ -210,6 +217,9 @@ def split_plan_of(op, qkv, bias, num_heads, implementation):
 _split_reference = jax.jit(reference.qkv_bias_split_heads, static_argnums=2)
 
 
+_SPLIT = "qkv_bias_split_heads"
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _split(qkv, bias, bias_carrier, plan):
     def kernel(_, qkv, bias):
@@ -217,7 +227,7 @@ def _split(qkv, bias, bias_carrier, plan):
         return tuple(triton.split_heads(qkv, bias, plan.num_heads, config=config, interpret=plan.interpret))
 
     plain = functools.partial(reference.qkv_bias_split_heads, num_heads=plan.num_heads)
-    return transforms.mappable(kernel, plain, plan)(qkv, bias)
+    return transforms.mappable(kernel, plain, plan, Rule(_SPLIT, "b T E, E", ", ".join(["b N T H"] * 3)))(qkv, bias)
 
 
 def _split_fwd(qkv, bias, bias_carrier, plan):
@@ -251,7 +261,7 @@ def _join(parts, plan):
         qkv = qkv.reshape(*qkv.shape[:2], -1)
         return qkv, jnp.sum(qkv, axis=(0, 1), dtype=jnp.float32) if plan.has_bias else None
 
-    return transforms.mappable(kernel, plain, plan)(*parts)
+    return transforms.mappable(kernel, plain, plan, Rule(_SPLIT, ", ".join(["b N T H"] * 3), "b T E, E"))(*parts)
 
 
 def _join_fwd(parts, plan):

@@ -12,6 +12,7 @@ from jax import Array
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import rotary as triton
 from jaxft.ops import checks, plans, transforms
+from jaxft.ops.sharding import Rule
 from jaxft.tuning import layouts as tuning
 
 
@@ -80,7 +81,7 @@ def rotary(
         if plan.forward.backend == "xla":
             return _reference(plan, x, at)
         tokens = x.shape[: x.ndim - len(_AXES[plan.is_packed])]
-        flat = x.reshape(math.prod(tokens), -1, x.shape[-1])
+        flat = x.reshape(math.prod(tokens), *x.shape[len(tokens) :])
         return _rotate_jit(*transforms.vary_alike(flat, _periodic(at, tokens)), plan).reshape(x.shape)
 
     if not isinstance(qkv, tuple | list):
@@ -156,15 +157,30 @@ def _reference(plan, x, positions):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _rotate(x, positions, plan):
-    """Rotates x `[M, heads, H]`."""
-    heads, size = x.shape[1:]
-    frequencies = jnp.asarray(reference.rotary_frequencies(size, plan.theta, plan.frequency_scale, jnp.float32))
-    arrays: Any = transforms.vary_alike(x, positions, frequencies)
-    return triton.rotate(
-        *arrays,
-        rotated=heads - heads // 3 if plan.is_packed else heads, inverse=plan.inverse, in_place=plan.in_place,
-        config=plan.forward.config, interpret=plan.interpret,
-    )  # fmt: skip
+    """Rotates x `[M, N, H]`, or the first two of the three parts of x `[M, 3, N, H]`."""
+    frequencies = jnp.asarray(reference.rotary_frequencies(x.shape[-1], plan.theta, plan.frequency_scale, jnp.float32))
+
+    def kernel(_, x, positions, frequencies):
+        heads = math.prod(x.shape[1:-1])
+        return triton.rotate(
+            x.reshape(x.shape[0], heads, -1), positions, frequencies,
+            rotated=heads - heads // 3 if plan.is_packed else heads, inverse=plan.inverse, in_place=plan.in_place,
+            config=plan.forward.config, interpret=plan.interpret,
+        ).reshape(x.shape)  # fmt: skip
+
+    def plain(x, positions, _):
+        at = jnp.broadcast_to(positions, (x.shape[0] // positions.shape[0], positions.shape[0])).reshape(-1)
+        sign = jnp.where(plan.inverse, -1, 1)
+        return _reference(plan, x, at * sign)
+
+    # Row m has position m % P: a shard of some rows must begin with position 0, or have positions of its own.
+    period = positions.shape[0]
+    own, legal = (
+        ("m", None) if period == x.shape[0] else ("P", lambda shapes: shapes[0][-len(names) :][0] % period == 0)
+    )
+    names = ["m", "3", "n", "H"] if plan.is_packed else ["m", "n", "H"]
+    rule = Rule("rotary", f"{' '.join(names)}, {own}, F", " ".join(names), legal)
+    return transforms.mappable(kernel, plain, plan, rule)(*transforms.vary_alike(x, positions, frequencies))
 
 
 def _fwd(x, positions, plan):

@@ -9,6 +9,7 @@ from jax import Array
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import softmax as triton
 from jaxft.ops import checks, plans, transforms
+from jaxft.ops.sharding import Rule
 from jaxft.tuning import rows as tuning
 
 
@@ -135,14 +136,18 @@ def _forward(plan, save, x, bias, mask):
         x, bias, mask, log=plan.log, scale=plan.scale, in_place=plan.in_place and not save, config=plan.forward.config,
         interpret=plan.interpret, save=saves,
     )  # fmt: skip
-    return (y, saved[0] if saves else None) if save else y
+    return (y, saved[0].reshape(2, *x.shape[:-1]) if saves else None) if save else y
 
 
 def _backward(plan, dtypes, dy, saved, x, bias, mask):
     return triton.backward(
-        dy, x, bias, mask, saved, log=plan.log, scale=plan.scale, dtypes=dtypes, config=plan.backward.config,
+        dy, x, bias, mask, None if saved is None else saved.reshape(2, -1), log=plan.log, scale=plan.scale, dtypes=dtypes, config=plan.backward.config,
         interpret=plan.interpret,
     )  # fmt: skip
 
 
-_reference, _kernels = transforms.implementations(_forward, _backward, _plain, gradients=2)
+def _rule(plan, *arrays):
+    return Rule("log_softmax" if plan.log else "softmax", "... S, ... S, ... S", "... S"), "2 ..."
+
+
+_reference, _kernels = transforms.implementations(_forward, _backward, _plain, gradients=2, rule=_rule)

@@ -1,5 +1,6 @@
 """Helpers of the ops: gradients of any order, sums over mapped axes, and the varying types of `jax.shard_map`."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -10,21 +11,24 @@ from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
 from jaxft import reference
+from jaxft.ops import sharding
 from jaxft.ops.plans import Plan
+from jaxft.ops.sharding import Rule
 
 # --- Gradients ---------------------------------------------------------------------------------------------------
 
 
 def with_plain_gradient(
-    kernel: Callable[..., Any], plain: Callable[..., Any], plan: Plan, *, saves: int = 0
+    kernel: Callable[..., Any], plain: Callable[..., Any], plan: Plan, rule: Rule, *, saves: int = 0
 ) -> Callable[..., Any]:
     """Returns a function of arrays that runs a kernel and has the gradient of `plain(*arrays)`.
 
     Kernels have no derivative rule of their own. The ops use this function around kernels in their forward and backward
     passes, so that second and higher derivatives exist. The last `saves` results of the kernel are kept for a gradient
-    that is defined elsewhere. `plain` does not compute them, and they have no gradient. `kernel` is as in `mappable`.
+    that is defined elsewhere. `plain` does not compute them, and they have no gradient. `kernel` and `rule` are as in
+    `mappable`.
     """
-    run = jax.custom_vjp(mappable(kernel, plain, plan, saves=saves))
+    run = jax.custom_vjp(mappable(kernel, plain, plan, rule, saves=saves))
     run.defvjp(
         lambda *arrays: (run(*arrays), arrays),
         lambda arrays, d: jax.vjp(plain, *arrays)[1](d[: len(d) - saves] if saves else d),
@@ -33,26 +37,35 @@ def with_plain_gradient(
 
 
 def implementations(
-    forward: Callable[..., Any], backward: Callable[..., Any], plain: Callable[..., Any], gradients: int
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    plain: Callable[..., Any],
+    gradients: int,
+    rule: Callable[..., tuple[Rule, str]],
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Returns two jitted functions of a plan and the arrays of an op: plain jnp, and the kernels with their gradient.
 
     `forward(plan, save, *arrays)` computes the result by kernels. With `save`, it returns a pair: the result, and what
     `backward` needs besides the arrays. `backward(plan, dtypes, d, saved, *arrays)` computes the gradients of the first
-    arrays, `gradients` in number, in these dtypes. `plain(plan, *arrays)` computes the result in plain jnp. The second
-    function also takes the carriers of the first arrays, None for new ones.
+    arrays, `gradients` in number, in these dtypes. `plain(plan, *arrays)` computes the result in plain jnp.
+    `rule(plan, *arrays)` returns the rule of the forward pass for sharded arrays, and the names of the axes of what
+    `backward` needs. The second function also takes the carriers of the first arrays, None for new ones.
     """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
     def kernels(plan, carriers, *arrays):
         del carriers
-        run = mappable(lambda _, *arrays: forward(plan, False, *arrays), functools.partial(plain, plan), plan)
-        return run(*arrays)
+        return mappable(
+            lambda _, *arrays: forward(plan, False, *arrays), functools.partial(plain, plan), plan,
+            rule(plan, *arrays)[0],
+        )(*arrays)  # fmt: skip
 
     def fwd(plan, carriers, *arrays):
         del carriers
+        own, of_saved = rule(plan, *arrays)
+        own = dataclasses.replace(own, results=f"{own.results}, {of_saved}")
         run = with_plain_gradient(
-            lambda _, *arrays: forward(plan, True, *arrays), lambda *arrays: (plain(plan, *arrays),), plan, saves=1
+            lambda _, *arrays: forward(plan, True, *arrays), lambda *arrays: (plain(plan, *arrays),), plan, own, saves=1
         )
         result, saved = run(*arrays)
         return result, (saved, arrays)
@@ -63,11 +76,17 @@ def implementations(
             return jax.tree.map(reference.wide, found)
 
         def by_kernels(shared, d, saved, *arrays):
-            dtypes = [gradient_dtype(*of_one) for of_one in zip(arrays, shared[2:], strict=True)]
-            return jax.tree.map(reference.wide, tuple(backward(plan, dtypes[:gradients], d, saved, *arrays)))
+            dtypes = [gradient_dtype(x, shared[2 + i]) for i, x in enumerate(arrays[:gradients])]
+            return jax.tree.map(reference.wide, tuple(backward(plan, dtypes, d, saved, *arrays)))
 
         saved, arrays = kept
-        found = with_plain_gradient(by_kernels, plain_gradients, plan)(d, saved, *arrays)
+        own, of_saved = rule(plan, *arrays)
+        # A gradient has the axes of its array.
+        own = dataclasses.replace(
+            own, arguments=f"{own.results}, {of_saved}, {own.arguments}",
+            results=",".join(own.arguments.split(",")[:gradients]),
+        )  # fmt: skip
+        found = with_plain_gradient(by_kernels, plain_gradients, plan, own)(d, saved, *arrays)
         return found, *[None] * len(arrays)
 
     kernels.defvjp(fwd, bwd)
@@ -126,39 +145,41 @@ def gradient_dtype(x: Array | None, shared: bool) -> Any:
 
 
 def mappable(
-    kernel: Callable[..., Any], plain: Callable[..., Any], plan: Plan, *, saves: int = 0, shared: Any = None
-) -> Callable[..., Any]:
-    """Returns a function of arrays that computes `kernel(shared, *arrays)`, also under `vmap`.
+    kernel: Callable[..., Any], plain: Callable[..., Any], plan: Plan, rule: Rule, *, saves: int = 0,
+    shared: Any = None, mapped: Any = (),
+) -> Callable[..., Any]:  # fmt: skip
+    """Returns a function of arrays that computes `kernel(shared, *arrays)`, also under `vmap` and on sharded arrays.
 
-    `shared` tells of each argument whether a `vmap` around the call maps others, but not this one. Over an axis of
+    `shared` tells of each argument whether a `vmap` around the call maps others, but not this one, or whether others
+    are divided among devices, but not this one. `rule` and `mapped` are as in `sharding.partitioned`. Over an axis of
     symbolic size, for which kernels cannot be compiled, the function computes `plain(*arrays)` instead, and 0 for the
     last `saves` results, which `plain` lacks. If the user has named the kernel, it raises a NotImplementedError.
     """
 
     @jax.custom_batching.custom_vmap
     def run(*arrays):
-        return kernel(shared or (False,) * len(arrays), *arrays)
+        return sharding.partitioned(kernel, rule, shared or (False,) * len(arrays), mapped)(*arrays)
 
     @run.def_vmap
     def _(size, batched, *arrays):
         axes = [jax.tree.map(lambda own: 0 if own else None, of_one) for of_one in batched]
 
-        def mapped(function):
-            return lambda *arrays: jax.vmap(function, in_axes=axes, axis_size=size)(*arrays)
+        def of_all(function):
+            return lambda *arrays: jax.vmap(function, in_axes=axes)(*arrays)
 
         if isinstance(size, int):
             alone = [not any(jax.tree.leaves(of_one)) for of_one in batched]
             known = [a or b for a, b in zip(alone, shared or alone, strict=True)]
             again = mappable(
-                lambda shared, *arrays: mapped(functools.partial(kernel, shared))(*arrays), mapped(plain), plan,
-                saves=saves, shared=known,
+                lambda shared, *arrays: of_all(functools.partial(kernel, shared))(*arrays), of_all(plain), plan, rule,
+                saves=saves, shared=known, mapped=(*mapped, jax.tree.leaves(batched)),
             )  # fmt: skip
             out = again(*arrays)
         else:
             if plan.by_name:
                 name = plan.forward.backend
                 raise NotImplementedError(f"implementation {name!r} cannot be used: a vmap has a symbolic size, {size}")
-            out = mapped(plain)(*arrays)
+            out = of_all(plain)(*arrays)
             if saves:
                 one = jax.tree.map(_without_axis, arrays, tuple(batched))
                 kept = jax.eval_shape(run, *one)[-saves:]

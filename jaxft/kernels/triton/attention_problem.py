@@ -60,6 +60,7 @@ class Options:
     max_seqlen: int = 0  # used with cu_seqlens only
     precision: str = "tf32"  # precision of float32 matmuls, "tf32" or "float32"
     relative: bool = False  # whether the bias depends on key minus query, limited to -R and R
+    heads: int | None = None  # heads over which the rows of dropout are counted; None for the heads of the query
 
 
 def _in_full(dtype: Any, precision: str) -> bool:
@@ -471,7 +472,7 @@ def drop(p: Problem, refs: Refs, pairs: Pairs, x: Array) -> Array:
     """Returns `x` with 0 where dropout drops the pair. Without a dropout seed, `x` is returned unchanged."""
     if refs.seed is None:
         return x
-    row = (pairs.batch * p.heads + pairs.head) * p.query_length + pairs.rows
+    row = (pairs.batch * (p.options.heads or p.heads) + pairs.head) * p.query_length + pairs.rows
     return jnp.where(common.keep(refs.seed, p.options.dropout_rate, row, pairs.columns), x, 0.0)
 
 
