@@ -135,7 +135,7 @@ def encode_corpus(
         "normalize_embeddings": normalize_embeddings,
     }  # fmt: skip
     settings = {
-        "model": {name: fact for name, fact in (model or {}).items() if name[0] != "_"},
+        **{name: fact for name, fact in (model or {}).items() if name[0] != "_"},
         "max_seq_length": encoder.max_seq_length,
         "data": [[source.name, source.size] for source in files],
         "text_column": text_column,
@@ -289,6 +289,17 @@ def _state(folder: Path, part: int) -> str:
         return "damaged"
 
 
+def model_digest(folder: Path) -> str:
+    """Returns a checksum of the files of a checkpoint that `from_pretrained` may read."""
+    digest = hashlib.sha256()
+    suffixes = (".safetensors", ".json", ".txt", ".model", ".bin")
+    for file in sorted(file for file in folder.rglob("*") if file.suffix in suffixes):
+        with file.open("rb") as data:
+            digest.update(f"{file.relative_to(folder).as_posix()}\n".encode())
+            digest.update(hashlib.file_digest(data, "sha256").digest())
+    return digest.hexdigest()
+
+
 def _facts(file: Path, rows: Any) -> dict[str, Any]:
     with file.open("rb") as data:
         return {"rows": rows, "bytes": file.stat().st_size, "sha256": hashlib.file_digest(data, "sha256").hexdigest()}
@@ -346,11 +357,10 @@ class _OpenPart:
         self._stack = contextlib.ExitStack()
         self._file, self._writer = file, None
         self._new, self._record = self._stack.enter_context(atomic.replacing(file, file.with_suffix(".json")))
-        parquet = records.arrow("pyarrow.parquet")
         others = [name for name in schema.names if name != EMBEDDING]
         try:
             with atomic.writing(file):
-                self._writer = parquet.ParquetWriter(
+                self._writer = records.arrow().parquet.ParquetWriter(
                     self._new, schema, use_dictionary=others, write_statistics=others,
                     compression={path: "zstd" if path in others else "none" for path in _paths(schema)},
                 )  # fmt: skip

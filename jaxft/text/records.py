@@ -2,7 +2,6 @@
 
 import dataclasses
 import gzip
-import importlib
 import io
 import itertools
 import os
@@ -51,18 +50,22 @@ class Block:
         return Block(self.source, self.row + first, self.texts[first:stop], self.kept.slice(first, stop - first))
 
 
-def arrow(module: str = "pyarrow") -> Any:
-    """Imports a module of pyarrow. Raises a DataError that says how to install it."""
+def arrow() -> Any:
+    """Imports pyarrow. Raises a DataError that says how to install it."""
     try:
-        return importlib.import_module(module)
+        import pyarrow
+        import pyarrow.dataset
+        import pyarrow.fs
+        import pyarrow.parquet
     except ImportError as error:
         raise DataError("corpora need pyarrow: pip install 'jaxft[data]'") from error
+    return pyarrow
 
 
 # --- Lines -------------------------------------------------------------------------------------------------------
 
 
-def lines(file: IO[bytes], name: str) -> Iterator[str]:
+def lines(file: "IO[bytes] | Expanded", name: str) -> Iterator[str]:
     """Yields the lines of a binary file, without their ends."""
     # Lines end at newlines only. str.splitlines also splits at form feeds and other characters inside a text.
     for number, data in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), 1):
@@ -97,24 +100,22 @@ def checked(text: str, where: str) -> str:
     return text
 
 
-class _Capped:
-    """A compressed file that raises a DataError if it expands too much."""
+class Expanded:
+    """Lines of a gzip file of `size` bytes. They raise a DataError if the file expands too much."""
 
-    def __init__(self, file: Any, source: Source) -> None:
-        self._file, self._source, self._left = gzip.GzipFile(fileobj=file), source, _LEAST_CAP
-        if source.size is not None:
-            self._left = max(_LEAST_CAP, MOST_EXPANSION * source.size)
+    def __init__(self, file: Any, name: str, size: int | None) -> None:
+        self._file, self._name = gzip.GzipFile(fileobj=file), name
+        self._left = max(_LEAST_CAP, MOST_EXPANSION * (size or 0))
 
     def readline(self, most: int) -> bytes:
+        """Reads a line, or its first `most` bytes."""
         try:
             data = self._file.readline(most)
         except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"{self._source.name}: cannot be decompressed: {error}") from error
+            raise DataError(f"{self._name}: cannot be decompressed: {error}") from error
         self._left -= len(data)
         if self._left < 0:
-            raise DataError(
-                f"{self._source.name}: expands to more than {MOST_EXPANSION} times its size; decompress it first"
-            )
+            raise DataError(f"{self._name}: expands to more than {MOST_EXPANSION} times its size; decompress it first")
         return data
 
 
@@ -126,7 +127,7 @@ def sources(data: Sequence[str], *, jsonl: bool = False) -> list[Source]:
 
     Raises a DataError for a file that is missing or of another kind, and for files of several kinds.
     """
-    fs = arrow("pyarrow.fs")
+    fs = arrow().fs
     found = []
     for name in data:
         try:
@@ -219,7 +220,8 @@ def blocks(
 def _lines(source: Source) -> Iterator[str]:
     try:
         with source.system.open_input_stream(source.path, compression=None) as stream:
-            file: Any = _Capped(stream, source) if source.is_compressed else io.BufferedReader(stream)
+            is_compressed = source.is_compressed
+            file: Any = Expanded(stream, source.name, source.size) if is_compressed else io.BufferedReader(stream)
             yield from lines(file, source.name)
     except OSError as error:
         raise DataError(f"cannot read {source.name}: {error.strerror or error}") from error
@@ -274,8 +276,7 @@ def _columns(source: Source, row: int, found: list[dict[str, Any]], kept: Any) -
 
 
 def _dataset(source: Source) -> Any:
-    ds = arrow("pyarrow.dataset")
-    return ds.dataset(source.path, filesystem=source.system, format="parquet")
+    return arrow().dataset.dataset(source.path, filesystem=source.system, format="parquet")
 
 
 def _parquet(source: Source, read: Callable[[], Any]) -> Any:
