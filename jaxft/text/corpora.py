@@ -8,7 +8,7 @@ import itertools
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,7 +130,7 @@ def encode_corpus(
     if inside:
         raise DataError(f"{inside[0]}: is inside of {folder}, the folder of the result")
     kept = records.schema(files, text_column, keep)
-    options = {
+    options: dict[str, Any] = {
         "prompt": prompt, "prompt_name": prompt_name, "batch_size": batch_size, "truncate_dim": truncate_dim,
         "normalize_embeddings": normalize_embeddings,
     }  # fmt: skip
@@ -151,7 +151,7 @@ def encode_corpus(
     with atomic.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     manifest = _manifest(folder, settings)
-    ranges = manifest and manifest["ranges"]
+    ranges: Any = None if manifest is None else manifest["ranges"]
     if manifest is None and precision in ("int8", "uint8"):
         first = itertools.chain.from_iterable(
             block.texts for _, block in records.blocks(files, text_column, kept, lambda *_: True)
@@ -249,7 +249,7 @@ def _chunks(
         yield chunk
 
 
-def _prefetched(items: Iterator[_Chunk]) -> Iterator[_Chunk]:
+def _prefetched(items: Iterator[_Chunk]) -> Generator[_Chunk]:
     """Yields the items, of which a thread gets the next one meanwhile."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         coming: Future[Any] = thread.submit(next, items, _END)
@@ -355,7 +355,8 @@ class _OpenPart:
     def __init__(self, file: Path, part: int, schema: Any) -> None:
         self.part, self._rows, self._schema = part, 0, schema
         self._stack = contextlib.ExitStack()
-        self._file, self._writer = file, None
+        self._file = file
+        self._writer: Any = None
         self._new, self._record = self._stack.enter_context(atomic.replacing(file, file.with_suffix(".json")))
         others = [name for name in schema.names if name != EMBEDDING]
         try:

@@ -1,5 +1,6 @@
 """Reads texts from files of any size: lines, JSON lines and parquet, also compressed, in constant memory."""
 
+import contextlib
 import dataclasses
 import gzip
 import io
@@ -165,7 +166,7 @@ def schema(files: Sequence[Source], column: str, keep: Sequence[str]) -> Any:
     """Returns the `pyarrow.Schema` of the kept columns. Raises a DataError unless all files have these columns."""
     pa = arrow()
     if files[0].kind == ".parquet":
-        schemas = [_parquet(source, lambda source=source: _dataset(source).schema) for source in files]
+        schemas = [_schema(source) for source in files]
         for source, its in zip(files, schemas, strict=True):
             for name in dict.fromkeys((column, *keep)):
                 if its.get_field_index(name) < 0:
@@ -254,7 +255,7 @@ def _line_blocks(
 def _columns(source: Source, row: int, found: list[dict[str, Any]], kept: Any) -> Any:
     """Converts the kept fields of records to a `pyarrow.RecordBatch`."""
     pa = arrow()
-    exact = {pa.string(): str, pa.bool_(): bool, pa.int64(): int, pa.float64(): (int, float)}
+    exact: dict[Any, Any] = {pa.string(): str, pa.bool_(): bool, pa.int64(): int, pa.float64(): (int, float)}
     arrays = []
     for field in kept:
         values = [fields.get(field.name) for fields in found]
@@ -279,10 +280,16 @@ def _dataset(source: Source) -> Any:
     return arrow().dataset.dataset(source.path, filesystem=source.system, format="parquet")
 
 
-def _parquet(source: Source, read: Callable[[], Any]) -> Any:
-    """Returns what `read` returns. An error names the file."""
+def _schema(source: Source) -> Any:
+    with _reading(source):
+        return _dataset(source).schema
+
+
+@contextlib.contextmanager
+def _reading(source: Source) -> Iterator[None]:
+    """Makes an error of the block name the file."""
     try:
-        return read()
+        yield
     except (OSError, ValueError) as error:  # pyarrow's errors are both
         raise DataError(f"cannot read {source.name}: {error}") from error
 
@@ -292,8 +299,10 @@ def _parquet_blocks(
 ) -> Generator[tuple[int, Block], None, int]:
     """Yields the blocks of a parquet file, and returns the number of rows. Unwanted row groups are not read."""
     row = 0
-    (fragment,) = _parquet(source, lambda: [*_dataset(source).get_fragments()])
-    for group in _parquet(source, lambda: fragment.row_groups):
+    with _reading(source):
+        (fragment,) = _dataset(source).get_fragments()
+        groups = fragment.row_groups
+    for group in groups:
         count = group.num_rows
         if wanted(first + row, first + row + count):
             part = fragment.subset(row_group_ids=[group.id])
@@ -301,8 +310,11 @@ def _parquet_blocks(
             columns = [*dict.fromkeys((column, *kept.names))]
             batches = iter(part.to_batches(columns=columns, batch_size=size, batch_readahead=1, fragment_readahead=1))
             at = row
-            while (batch := _parquet(source, lambda batches=batches: next(batches, None))) is not None:
-                texts = _parquet(source, batch.column(column).to_pylist)
+            while True:
+                with _reading(source):
+                    if (batch := next(batches, None)) is None:
+                        break
+                    texts = batch.column(column).to_pylist()
                 yield first + at, Block(source, at, texts, batch.select(kept.names))
                 at += len(texts)
         row += count
