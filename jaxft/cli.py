@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from jaxft import atomic
 from jaxft._version import __version__
-from jaxft.checkpoint.files import parse_json
+from jaxft.text import records
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 # handled from the start.
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
-_LONGEST_LINE = 1 << 28  # bytes; endless devices such as /dev/zero have more
 _DTYPES = ("float32", "float16", "bfloat16")
 _PRECISIONS = ("float32", "float16", "int8", "uint8", "binary", "ubinary")  # of jaxft.text.quantization
 
@@ -108,14 +107,26 @@ def _parser() -> argparse.ArgumentParser:
         'with --jsonl any FILE, holds on each line a JSON string or an object with a "text" field; any other FILE '
         "holds one text a line. OUT.npy gets an array [texts, width], float32 or as --precision says; OUT.jsonl, and "
         'stdout for -, gets the fields of each input object (of a plain line: "text") and "embedding". The output file '
-        "appears whole or not at all.",
+        "appears whole or not at all. If OUT is a folder or ends in /, or DATA is parquet, then DATA are any number of "
+        "files of any size, and folders of them: parquet, .jsonl and .txt, the latter two also with .gz. OUT gets "
+        "parquet files of --rows-per-part rows with the column \"embedding\". The same command again skips the parts "
+        "that are there, so that it goes on after an interruption. This needs jaxft[data].",
     )  # fmt: skip
     _add_model_arguments(encode)
-    encode.add_argument("file", metavar="FILE", nargs="?", default="-", help="the texts; -, the default, is stdin")
+    encode.add_argument("data", metavar="DATA", nargs="*", help="FILE with the texts; -, the default, is stdin")
     encode.add_argument(
         "-o", "--output", metavar="OUT", required=True,
-        help="file to write, ending in .npy or .jsonl; - writes JSON lines to stdout",
+        help="file to write, ending in .npy or .jsonl; - writes JSON lines to stdout; or a folder for parquet files",
     )  # fmt: skip
+    corpus = encode.add_argument_group("if OUT is a folder")
+    corpus.add_argument(
+        "--text-column", metavar="NAME", help="column or field with the texts (default: text); null gives null"
+    )
+    corpus.add_argument("--keep", metavar="NAME", nargs="+", help="columns or fields to copy (default: none)")
+    corpus.add_argument("--rows-per-part", metavar="N", type=_positive, help="rows of a file (default: 100000)")
+    corpus.add_argument(
+        "--shard", metavar="I/N", type=_shard, help="compute each N-th file, from file I on, 0 <= I < N (default: 0/1)"
+    )
     encode.add_argument("--normalize", action="store_true", help="scale every embedding to length 1")
     encode.add_argument(
         "--precision", choices=_PRECISIONS, default="float32",
@@ -208,6 +219,10 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a model on Hugging Face")
     parser.add_argument("--batch-size", metavar="N", type=_positive, default=32, help="texts at a time (default: 32)")
     parser.add_argument(
+        "--devices", metavar="I,J", type=_indices, dest="on",
+        help="indices of the devices that compute, such as 0,1 (default: all GPUs, or one device of another kind)",
+    )  # fmt: skip
+    parser.add_argument(
         "--max-seq-length", metavar="T", type=_positive,
         help="most tokens of a text, or of a pair for rerank; longer ones are cut (default: as the model's files say)",
     )  # fmt: skip
@@ -236,7 +251,34 @@ def _positive(value: str) -> int:
     return number
 
 
+def _indices(value: str) -> list[int]:
+    try:
+        return [*map(int, value.split(","))]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected indices such as 0,1, got {value!r}") from None
+
+
+def _shard(value: str) -> tuple[int, int]:
+    index, _, count = value.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise argparse.ArgumentTypeError(f"expected I/N with 0 <= I < N, got {value!r}")
+    return int(index), int(count)
+
+
 def _run_encode(args: argparse.Namespace) -> None:
+    args.data = args.data or ["-"]
+    is_folder = args.output.endswith("/") or os.path.isdir(args.output)
+    if is_folder or any(name.endswith(".parquet") for name in args.data):
+        if not is_folder and (args.output == "-" or Path(args.output).suffix in (".npy", ".jsonl", ".parquet")):
+            raise _UserError(f"output {args.output!r} must be a folder for these data; a new one may end in /")
+        _run_corpus(args)
+        return
+    for option in ("text_column", "keep", "rows_per_part", "shard"):
+        if getattr(args, option) is not None:
+            raise _UserError(f"--{option.replace('_', '-')} needs an output folder, such as OUT/, got {args.output!r}")
+    if len(args.data) > 1:
+        raise _UserError(f"several DATA need an output folder, such as OUT/, got {args.output!r}")
+    (args.file,) = args.data
     if args.output != "-" and Path(args.output).suffix not in (".npy", ".jsonl"):
         raise _UserError(f"output {args.output!r} must end in .npy or .jsonl, or be - for stdout")
     import numpy as np
@@ -258,7 +300,7 @@ def _run_encode(args: argparse.Namespace) -> None:
             with _timed(len(texts), "texts", device):
                 embeddings = encoder.encode(
                     texts, batch_size=args.batch_size, show_progress_bar=True, normalize_embeddings=args.normalize,
-                    precision=args.precision, prompt=args.prompt, prompt_name=args.prompt_name,
+                    precision=args.precision, prompt=args.prompt, prompt_name=args.prompt_name, devices=args.on,
                 )  # fmt: skip
         if output is None:
             _write_lines(sys.stdout.buffer, records, embeddings)
@@ -270,6 +312,37 @@ def _run_encode(args: argparse.Namespace) -> None:
                 file.truncate()
             else:
                 _write_lines(file, records, embeddings)
+
+
+def _run_corpus(args: argparse.Namespace) -> None:
+    if "-" in args.data:
+        raise _UserError("a folder of parquet files cannot be made from stdin; name the files")
+    target = Path(args.output)
+    if target.exists() and not target.is_dir():
+        raise _UserError(f"cannot write {args.output}: it is no folder")
+    with _model_errors(None, ()):
+        from jaxft.checkpoint import files as checkpoint_files
+        from jaxft.text import corpora
+
+        records.sources(args.data, jsonl=args.jsonl)  # finds mistakes before the model is loaded
+        encoder, device = _load_encoder(args)
+        folder = checkpoint_files.resolve(args.model, revision=args.revision)
+        dtype = _dtype(args, _device()["platform"])
+        model = {
+            "model_sha256": corpora.model_digest(folder), "dtype": dtype, "implementation": args.implementation,
+            "_model": args.model, "_revision": args.revision, "_device": _device()["device"], "_versions": _versions(),
+        }  # fmt: skip
+        start = time.perf_counter()
+        done = corpora.encode_corpus(
+            encoder, args.data, target, text_column=args.text_column or "text", keep=args.keep or (),
+            rows_per_part=args.rows_per_part or 100_000, shard=args.shard or (0, 1), jsonl=args.jsonl, model=model,
+            prompt=args.prompt, prompt_name=args.prompt_name, batch_size=args.batch_size, precision=args.precision,
+            normalize_embeddings=args.normalize, devices=args.on, show_progress_bar=True,
+        )  # fmt: skip
+    if done.nulls:
+        print(f"jaxft: {done.nulls:,} rows have no text; their embeddings are null", file=sys.stderr)
+    print(f"jaxft: parts: {done.written:,} written, {done.found:,} were there", file=sys.stderr)
+    _print_speed(done.texts, time.perf_counter() - start, "texts", device)
 
 
 def _write_lines(file: IO[bytes], records: Sequence[str | dict[str, Any]], embeddings: "np.ndarray") -> None:
@@ -296,7 +369,7 @@ def _allocate(file: Path, size: int) -> None:
 
 def _run_similar(args: argparse.Namespace) -> None:
     lines, numbers = _read_documents(args)
-    options = {"batch_size": args.batch_size, "normalize_embeddings": True}
+    options = {"batch_size": args.batch_size, "normalize_embeddings": True, "devices": args.on}
     with _model_errors(args.file, numbers):
         encoder, device = _load_encoder(args)
         with _timed(len(numbers) + 1, "texts", device):
@@ -320,14 +393,18 @@ def _run_rerank(args: argparse.Namespace) -> None:
         with _timed(len(numbers), "texts", device):
             found = encoder.rank(
                 args.query, [lines[number - 1] for number in numbers], top_k=args.top, batch_size=args.batch_size,
-                show_progress_bar=True, prompt=args.prompt, prompt_name=args.prompt_name,
+                show_progress_bar=True, prompt=args.prompt, prompt_name=args.prompt_name, devices=args.on,
             )  # fmt: skip
     _print_ranking(((entry["score"], numbers[entry["corpus_id"]]) for entry in found), lines)
 
 
 def _read_documents(args: argparse.Namespace) -> tuple[list[str], list[int]]:
     """Reads the texts to rank for a query. Returns the texts of all lines, and the numbers of the lines to rank."""
-    if not _checked(args.query, "the query").strip():
+    try:
+        records.checked(args.query, "the query")
+    except records.DataError as error:
+        raise _UserError(str(error)) from error
+    if not args.query.strip():
         raise _UserError("the query is empty")
     lines = [*map(_text, _read_records(args.file, args.jsonl))]
     numbers = [number for number, text in enumerate(lines, 1) if text.strip()]
@@ -513,7 +590,10 @@ def _timed(count: int, unit: str, device: str) -> Iterator[None]:
     """Prints the speed of the block to stderr, if the block succeeds."""
     start = time.perf_counter()
     yield
-    seconds = time.perf_counter() - start
+    _print_speed(count, time.perf_counter() - start, unit, device)
+
+
+def _print_speed(count: int, seconds: float, unit: str, device: str) -> None:
     speed = f"{count:,} {unit} in {seconds:.1f} s: {count / seconds:,.0f} {unit}/s, compilation included"
     print(f"{speed} ({device})", file=sys.stderr)
 
@@ -540,20 +620,16 @@ def _model_errors(file: str | None, numbers: Sequence[int]) -> Iterator[None]:
 
 def _read_records(file: str, jsonl: bool) -> Iterator[str | dict[str, Any]]:
     """Reads a file ("-": stdin) line by line: yields plain lines, and objects with a field "text" from JSON lines."""
-    name = _name(file)
-    jsonl = jsonl or Path(file).suffix == ".jsonl"
+    name, is_compressed = _name(file), file.endswith(".gz")
+    jsonl = jsonl or file.removesuffix(".gz").endswith(".jsonl")
     number = 0
     try:
-        with contextlib.nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb") as lines:
-            # Lines end at newlines only. str.splitlines also splits at form feeds and other characters inside a text.
-            for number, data in enumerate(iter(lambda: lines.readline(_LONGEST_LINE + 1), b""), 1):
-                if len(data) > _LONGEST_LINE:
-                    raise _UserError(f"{name}, line {number}: has more than {_LONGEST_LINE} bytes")
-                try:
-                    line = data.removesuffix(b"\n").decode("utf-8-sig" if number == 1 else "utf-8")
-                except UnicodeDecodeError as error:
-                    raise _UserError(f"{name}, line {number}: not valid UTF-8") from error
-                yield _record(line, f"{name}, line {number}") if jsonl else line.removesuffix("\r")
+        with contextlib.nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb") as data:
+            opened = records.Expanded(data, name, os.fstat(data.fileno()).st_size) if is_compressed else data
+            for number, line in enumerate(records.lines(opened, name), 1):
+                yield records.record(line, f"{name}, line {number}") if jsonl else line.removesuffix("\r")
+    except records.DataError as error:
+        raise _UserError(str(error)) from error
     except OSError as error:
         raise _UserError(f"cannot read {name}: {error.strerror}") from error
     if not number:
@@ -566,27 +642,6 @@ def _name(file: str) -> str:
 
 def _text(record: str | dict[str, Any]) -> str:
     return record if isinstance(record, str) else record["text"]
-
-
-def _record(line: str, where: str) -> dict[str, Any]:
-    try:
-        value = parse_json(line)
-    except (ValueError, RecursionError) as error:
-        raise _UserError(f"{where}: not valid JSON: {error}") from error
-    if isinstance(value, str):
-        value = {"text": value}
-    if not isinstance(value, dict) or not isinstance(value.get("text"), str):
-        raise _UserError(f'{where}: expected a JSON string or an object with a string field "text"')
-    _checked(value["text"], where)
-    return value
-
-
-def _checked(text: str, where: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise _UserError(f"{where}: the text is not valid Unicode: {error.reason}") from error
-    return text
 
 
 @contextmanager

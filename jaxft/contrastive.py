@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -58,7 +58,7 @@ def contrastive_loss(
       partition_mode: "joint" for one softmax over all directions, or "per_direction" for the mean of a loss for each
         direction, of "query_to_doc" and "doc_to_query" only.
       hardness_mode: which negatives of "query_to_doc" weigh more, the more similar they are: "in_batch_negatives",
-        "hard_negatives" (the query's own), "all_negatives", or None.
+        "hard_negatives" (the query's own, which needs `negatives`), "all_negatives", or None.
       hardness_strength: `hardness_strength * similarity`, without gradient, is added to the logits of these negatives.
       axis_name: name of a mesh axis or a tuple of names, inside a `jax.shard_map`. The arguments are the device's own
         pairs, and are compared with the pairs of all devices along the axis. None compares with the own pairs only.
@@ -100,10 +100,11 @@ def contrastive_loss(
         checks.check_shape(where, "temperature", checks.as_float(where, "temperature", temperature), ())
     if similarity not in ("cosine", "dot"):
         raise ValueError(f"{where}: similarity must be 'cosine' or 'dot', got {similarity!r:.100}")
-    directions = (directions,) if isinstance(directions, str) else tuple(dict.fromkeys(directions))
+    given = (directions,) if isinstance(directions, str) else directions
+    directions = tuple(dict.fromkeys(map(str, given))) if isinstance(given, Iterable) else ()
     if "query_to_doc" not in directions or not {*directions} <= {*_DIRECTIONS}:
         raise ValueError(
-            f"{where}: directions must be some of {_DIRECTIONS}, 'query_to_doc' among them, got {directions}"
+            f"{where}: directions must be some of {_DIRECTIONS}, 'query_to_doc' among them, got {given!r:.100}"
         )
     for name, value, known in (
         ("partition_mode", partition_mode, _PARTITIONS), ("hardness_mode", hardness_mode, _HARDNESS),
@@ -120,6 +121,8 @@ def contrastive_loss(
         raise ValueError(
             f"{where}: hardness_strength must be a number >= 0, and 0 without a hardness_mode, got {hardness_strength}"
         )
+    if hardness_mode == "hard_negatives" and negatives is None:
+        raise ValueError(f"{where}: hardness_mode 'hard_negatives' needs negatives, got None")
     if axis_name is not None:
         names, bound = axis_name if isinstance(axis_name, tuple) else (axis_name,), False
         with contextlib.suppress(NameError):

@@ -128,12 +128,14 @@ def accumulate_gradients(
       `mean`. The gradients have the structure and dtypes of `params`. Sums over the micro-batches are float32.
 
     Raises:
-      TypeError: `loss_scale` is not a `LossScale`, or `params` has an array that is not of floats.
+      TypeError: `loss_fn` is not a function, `loss_scale` is not a `LossScale`, or `params` has an array that is not of
+        floats.
       ValueError: `batches` has no arrays, or its arrays do not have the same number of micro-batches, at least one.
         `loss_fn` does not return two scalars with an integer as the second, or has summed them over devices. `params`
         has float16 arrays and there is a `loss_scale`.
     """
     where = "accumulate_gradients"
+    _check_functions(where, loss_fn=loss_fn)
     own, of_batches = _checked_axes(where, params, batches, loss_scale)
     scale = jnp.float32(1) if loss_scale is None else loss_scale.scale
 
@@ -201,13 +203,14 @@ def cached_gradients(
       The tuple (loss, gradients), see `accumulate_gradients`.
 
     Raises:
-      TypeError: `loss_scale` is not a `LossScale`, or `params` or the result of `embed_fn` has an array that is not of
-        floats.
+      TypeError: `embed_fn` or `loss_fn` is not a function, `loss_scale` is not a `LossScale`, or `params` or the result
+        of `embed_fn` has an array that is not of floats.
       ValueError: a result of `embed_fn` has no axis. Otherwise as `accumulate_gradients`.
 
     Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (2021).
     """
     where = "cached_gradients"
+    _check_functions(where, embed_fn=embed_fn, loss_fn=loss_fn)
     own, of_batches = _checked_axes(where, params, batches, loss_scale)
 
     def embed(params: Any, batch: Any) -> tuple[Array, ...]:
@@ -318,20 +321,22 @@ def matryoshka_loss(
       `shard_map`, it must be the same on all devices.
 
     Raises:
+      TypeError: `loss_fn` is not a function, or one of `weights` is not a number.
       ValueError: `dims` are not positive integers, at least one, or the number of finite `weights` differs from it, or
         `n_dims_per_step` is not a positive integer.
 
     Source: Kusupati et al., "Matryoshka Representation Learning" (2022).
     """
     where = "matryoshka_loss"
+    _check_functions(where, loss_fn=loss_fn)
     dims = tuple(dims) if isinstance(dims, Iterable) else dims
     if not isinstance(dims, tuple) or not dims or not all(checks.is_natural(dim) and dim > 0 for dim in dims):
         raise ValueError(f"{where}: dims must be positive integers, at least one, got {dims!r:.100}")
-    factors = [
-        checks.check_number(where, "weights", weight) for weight in ([1] * len(dims) if weights is None else weights)
-    ]
+    given = [1] * len(dims) if weights is None else weights
+    factors = [checks.check_number(where, "weights", x) for x in given] if isinstance(given, Iterable) else []
     if len(factors) != len(dims):
-        raise ValueError(f"{where}: weights must have one number for each of the {len(dims)} dims, got {len(factors)}")
+        found = len(factors) if isinstance(given, Iterable) else repr(given)
+        raise ValueError(f"{where}: weights must have one number for each of the {len(dims)} dims, got {found}")
     if n_dims_per_step is not None and not (checks.is_natural(n_dims_per_step) and n_dims_per_step > 0):
         raise ValueError(f"{where}: n_dims_per_step must be None or a positive integer, got {n_dims_per_step!r:.100}")
 
@@ -383,10 +388,11 @@ def update_if_finite(
       The tuple (next state, next loss scale).
 
     Raises:
-      TypeError: `loss_scale` is not a `LossScale`.
+      TypeError: `update` is not a function, or `loss_scale` is not a `LossScale`.
       ValueError: `growth_interval` is not an integer above 0, or `update` returns another structure, shape or dtype
         than `state` has. Both are checked only if there is a loss scale.
     """
+    _check_functions("update_if_finite", update=update)
     _check_loss_scale("update_if_finite", loss_scale)
     updated = update(gradients, state)
     if loss_scale is None:
@@ -407,6 +413,12 @@ def _kind(array: Any) -> str:
 def all_finite(arrays: Any) -> Array:
     """Returns a boolean scalar: whether no array of the pytree has a NaN or an infinity (true without arrays)."""
     return jnp.array([jnp.isfinite(array).all() for array in jax.tree.leaves(arrays)], bool).all()
+
+
+def _check_functions(where: str, **given: Any) -> None:
+    for name, function in given.items():
+        if not callable(function):
+            raise TypeError(f"{where}: {name} must be a function, got {function!r:.100}")
 
 
 def _check_loss_scale(where: str, loss_scale: Any) -> None:

@@ -192,6 +192,13 @@ def test_no_pairs_have_the_loss_0():
         ({"temperature": jnp.ones(6)}, ValueError, r"temperature must have shape \(\), got \(6,\)"),
         ({"similarity": "cos"}, ValueError, "similarity must be 'cosine' or 'dot', got 'cos'"),
         ({"directions": ()}, ValueError, r"directions must be some of .*'query_to_doc' among them, got \(\)"),
+        ({"directions": None}, ValueError, "directions must be some of .* got None"),
+        ({"directions": [["query_to_doc"]]}, ValueError, r"directions must be some of .* got \[\['query_to_doc'\]\]"),
+        (
+            {"negatives": None, "hardness_mode": "hard_negatives"},
+            ValueError,
+            "'hard_negatives' needs negatives, got None",
+        ),
         ({"directions": "doc_to_query"}, ValueError, r"got \('doc_to_query',\)"),
         ({"directions": ("query_to_doc", "doc")}, ValueError, r"got \('query_to_doc', 'doc'\)"),
         ({"partition_mode": "both"}, ValueError, "partition_mode must be one of .*'per_direction'.*, got 'both'"),
@@ -246,6 +253,7 @@ def test_matryoshka_passes_none_on():
         ({"dims": ()}, r"dims must be positive integers, at least one, got \(\)"),
         ({"dims": (4, 0)}, r"dims must be positive integers.* got \(4, 0\)"),
         ({"dims": (4, 2), "weights": [1.0]}, "weights must have one number for each of the 2 dims, got 1"),
+        ({"dims": (4, 2), "weights": 1.0}, "weights must have one number for each of the 2 dims, got 1.0"),
         ({"dims": 4}, "dims must be positive integers, at least one, got 4"),
         ({"dims": (4, 2), "weights": [1.0, float("nan")]}, "weights must be finite, got nan"),
         ({"dims": (4, 2), "n_dims_per_step": 0}, "n_dims_per_step must be None or a positive integer, got 0"),
@@ -348,6 +356,16 @@ def test_cached_gradients_keep_one_micro_batch():
 def test_bad_embeddings_are_named(embed_fn, error, message):
     with pytest.raises(error, match=f"cached_gradients: {message}"):
         cached_gradients(embed_fn, contrastive_loss, *texts_and_params())
+
+
+def test_losses_must_be_functions():
+    params, batches = texts_and_params()
+    with pytest.raises(TypeError, match="matryoshka_loss: loss_fn must be a function, got 3"):
+        matryoshka_loss(3, (4, 2))
+    with pytest.raises(TypeError, match="cached_gradients: loss_fn must be a function, got None"):
+        cached_gradients(embed, None, params, batches)
+    with pytest.raises(TypeError, match=r"cached_gradients: embed_fn must be a function, got \{"):
+        cached_gradients(params, contrastive_loss, params, batches)
 
 
 def test_cached_gradients_check_their_arguments():

@@ -629,3 +629,17 @@ def test_wrong_folders(tmp_path):
         (folder / name).unlink()
     with pytest.raises(CheckpointError, match="no tokenizer: neither"):
         CrossEncoder.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ["show_progress_bar", "apply_softmax", "convert_to_numpy", "return_documents"])
+def test_flags_must_be_booleans(reranker, name):
+    call = reranker.rank if name == "return_documents" else reranker.predict
+    arguments = ("a", ["b", "c"]) if name == "return_documents" else ([("a", "b")],)
+    with pytest.raises(TypeError, match=f": {name} must be True or False, got str"):
+        call(*arguments, **{name: "no"})
+
+
+@pytest.mark.parametrize("name", ["packed", "token_types"])
+def test_flags_of_the_constructor_must_be_booleans(reranker, name):
+    with pytest.raises(TypeError, match=f"CrossEncoder: {name} must be True or False, got str"):
+        CrossEncoder(reranker.model, reranker._tokenizer, max_length=32, **{name: "no"})

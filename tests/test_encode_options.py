@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tiny
-from jaxft import CrossEncoder, SentenceEncoder
+from jaxft import CrossEncoder, SentenceEncoder, paraphrase_mining
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.text import arguments
 from jaxft.text.quantization import quantize_embeddings
@@ -340,6 +340,8 @@ def test_ranges_come_from_an_array_or_from_texts(encoder):
         ({"task": "search"}, "task must be one of None, 'query', 'document', got 'search'"),
         ({"output_value": None, "precision": "int8"}, "precision 'int8' needs output_value 'sentence_embedding'"),
         ({"batch_size": 0}, "batch_size must be a positive integer"),
+        ({"precision": "binary", "ranges": np.zeros((2, 16))}, "encode: ranges must be None with precision 'binary'"),
+        ({"calibration": TEXTS}, "encode: calibration must be None with precision 'float32'"),
     ],
 )
 def test_unknown_values_are_refused_before_the_work(encoder, options, message):
@@ -353,7 +355,7 @@ def test_unknown_values_are_refused_before_the_work(encoder, options, message):
         ({"ranges": np.zeros((2, 3), np.float32)}, ValueError, r"encode: ranges must have the shape \(2, 16\)"),
         ({"calibration": "a text"}, TypeError, "encode: calibration must be an iterable of str or an array of floats"),
         ({"calibration": ["a", 3]}, TypeError, r"encode: calibration\[1\] must be a str, got int"),
-        ({"calibration": np.zeros((3, 16), int)}, TypeError, "calibration_embeddings must be floats, got int64"),
+        ({"calibration": np.zeros((3, 16), int)}, TypeError, "encode: calibration must be floats, got int64"),
         ({}, ValueError, "encode: int8 ranges of a single text say nothing: pass ranges or calibration"),
     ],
 )
@@ -445,6 +447,46 @@ def test_arguments_of_ported_scripts_name_the_equivalent(encoder, folder, name):
     for call in calls:
         with pytest.raises(TypeError, match=f"{name} is an argument of sentence-transformers only: "):
             call(folder if call == calls[-1] else TEXTS, **{name: "cuda"})
+
+
+def test_few_texts_for_the_ranges_log_a_warning(encoder, caplog):
+    encoder.encode(TEXTS, precision="int8")
+    assert caplog.messages == [
+        "encode: int8 ranges are computed from only 5 embeddings: pass ranges, or calibration of more texts"
+    ]
+
+
+def test_errors_name_the_method_that_was_called(encoder):
+    for name in ("encode_query", "encode_document"):
+        for option in ("bach_size", "task"):
+            with pytest.raises(TypeError, match=f"^{name}: unexpected argument '{option}'"):
+                getattr(encoder, name)(TEXTS, **{option: "query"})
+        with pytest.raises(TypeError, match=f"^{name}: pool is an argument of sentence-transformers only"):
+            getattr(encoder, name)(TEXTS, pool=None)
+
+
+@pytest.mark.parametrize("value", ["x", 1, 0.0, []])
+def test_flags_must_be_booleans(encoder, folder, value):
+    flags = ["show_progress_bar", "convert_to_numpy", "normalize_embeddings"]
+    calls = [*((encoder.encode, TEXTS, name) for name in flags), (encoder.encode_query, TEXTS, flags[0])]
+    calls += [(SentenceEncoder.from_pretrained, folder, name) for name in ("packed", "local_files_only")]
+    calls += [(paraphrase_mining, encoder, "show_progress_bar")]
+
+    def make(_, **options):
+        SentenceEncoder(encoder.model, encoder.tokenizer, **{"max_seq_length": 32} | options)
+
+    calls += [(make, None, name) for name in ("packed", "include_prompt", "normalize", "token_types")]
+    for call, argument, name in calls:
+        arguments = [argument, TEXTS] if call is paraphrase_mining else [argument]
+        with pytest.raises(TypeError, match=f": {name} must be True or False, got {type(value).__name__}"):
+            call(*arguments, **{name: value})
+    assert len(encoder.encode(TEXTS, normalize_embeddings=np.True_, show_progress_bar=None)) == len(TEXTS)
+
+
+@pytest.mark.parametrize("name", ["revision", "cache_dir"])
+def test_places_of_a_checkpoint_must_be_texts(folder, name):
+    with pytest.raises(TypeError, match=f"from_pretrained: {name} must be None.* a string.*, got int"):
+        SentenceEncoder.from_pretrained(folder, **{name: 3})
 
 
 def test_unknown_arguments_are_refused(encoder, folder):

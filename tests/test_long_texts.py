@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 import tiny
 from cases import seeds, slow
 from jaxft import BertConfig, cli
-from jaxft.text import growth, long_texts
+from jaxft.text import growth, long_texts, records
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import TextError
 from jaxft.text.long_texts import LongTexts
@@ -337,7 +337,7 @@ def test_pair_of_texts_whose_tokens_depend_on_their_ends_is_refused():
 
 
 def test_endless_line_of_a_device_is_refused(monkeypatch):
-    monkeypatch.setattr(cli, "_LONGEST_LINE", 1000)
+    monkeypatch.setattr(records, "LONGEST_LINE", 1000)
     with pytest.raises(cli._UserError, match="^/dev/zero, line 1: has more than 1000 bytes$"):
         next(cli._read_records("/dev/zero", False))
 

@@ -276,3 +276,22 @@ def test_other_classes_and_folders_are_refused(folder, tmp_path, encoder):
         ValueError, match=r"must be one of maxsim, meanmaxsim, got 'cosine' \(only models with one vector"
     ):
         MultiVectorEncoder.from_pretrained(folder, similarity_fn_name="cosine")
+
+
+@pytest.mark.parametrize("name", ["show_progress_bar", "normalize_embeddings", "convert_to_numpy"])
+def test_flags_must_be_booleans(encoder, name):
+    with pytest.raises(TypeError, match=f"encode: {name} must be True or False, got str"):
+        encoder.encode_query("rain", **{name: "no"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"skiplist_words": "the"}, "skiplist_words must be an iterable of str, got str"),
+        ({"skiplist_tasks": ["query", 3]}, r"skiplist_tasks\[1\] must be a str, got int"),
+        ({"keep_only_token_ids": ["the"]}, r"keep_only_token_ids must be token ids, got \['the'\]"),
+    ],
+)
+def test_bad_lists_are_refused(encoder, options, message):
+    with pytest.raises(TypeError, match=f"MultiVectorEncoder: {message}"):
+        MultiVectorEncoder(encoder.model, encoder.tokenizer, max_seq_length=32, **options)

@@ -70,6 +70,14 @@ def test_ranges_and_calibration():
     equal(found, jaxft.quantize_embeddings(EMBEDDINGS[:2], "uint8", ranges=RANGES), "uint8")  # ranges come first
 
 
+@pytest.mark.parametrize("kind", [np.int8, np.uint64, np.int64, list])
+def test_ranges_may_be_integers(kind):
+    ranges = np.array([[0] * 9, range(1, 10)])
+    given = ranges.tolist() if kind is list else ranges.astype(kind)
+    expected = jaxft.quantize_embeddings(EMBEDDINGS, "int8", ranges=ranges.astype(np.float32))
+    np.testing.assert_array_equal(jaxft.quantize_embeddings(EMBEDDINGS, "int8", ranges=given), expected)
+
+
 def test_matrices_of_a_list_share_their_ranges():
     for convert in (np.asarray, jnp.asarray):
         parts = [convert(EMBEDDINGS[:1]), convert(EMBEDDINGS[:0]), convert(EMBEDDINGS[1:])]
@@ -118,7 +126,10 @@ def test_ranges_of_few_rows_log_a_warning(caplog):
         jaxft.quantize_embeddings(np.tile(EMBEDDINGS, (34, 1)), "uint8")
         assert caplog.messages == []
         jaxft.quantize_embeddings(EMBEDDINGS, "uint8")
-    assert [message[:52] for message in caplog.messages] == ["uint8 ranges are computed from only 3 embeddings: pa"]
+    assert caplog.messages == [
+        "quantize_embeddings: uint8 ranges are computed from only 3 embeddings: pass ranges, or "
+        "calibration_embeddings of more texts"
+    ]
 
 
 def with_value(value, dtype=np.float32):
@@ -146,7 +157,11 @@ def with_value(value, dtype=np.float32):
         (EMBEDDINGS, "int8", {"ranges": RANGES[:, :4]}, ValueError, r"ranges must have the shape .*, got \(2, 4\)"),
         (EMBEDDINGS, "int8", {"ranges": -RANGES}, ValueError, r"ranges\[0\] must not exceed .*, got 0.5 and -0.5"),
         (EMBEDDINGS, "int8", {"ranges": RANGES * np.inf}, ValueError, "ranges must be finite"),
-        (EMBEDDINGS, "int8", {"ranges": RANGES.astype(int)}, TypeError, "ranges must be floats, got int64"),
+        (EMBEDDINGS, "int8", {"ranges": RANGES > 0}, TypeError, "ranges must be numbers, got bool"),
+        (EMBEDDINGS, "int8", {"ranges": [[0] * 9, [10**40] * 9]}, TypeError, "ranges must be numbers, got object"),
+        (EMBEDDINGS, "binary", {"ranges": RANGES}, ValueError, "ranges must be None with precision 'binary'"),
+        (EMBEDDINGS, "float32", {"calibration_embeddings": EMBEDDINGS}, ValueError,
+         "calibration_embeddings must be None with precision 'float32'"),
         (EMBEDDINGS, "int8", {"calibration_embeddings": EMBEDDINGS[:, :4]}, ValueError,
          r"calibration_embeddings must be \[n, 9\], got \(3, 4\)"),
         (EMBEDDINGS, "int8", {"calibration_embeddings": EMBEDDINGS[:0]}, ValueError,

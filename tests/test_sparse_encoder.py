@@ -170,3 +170,9 @@ def test_other_classes_name_the_class(folder, tmp_path):
         SentenceEncoder.from_pretrained(folder)
     with pytest.raises(CheckpointError, match="architectures of config.json ends in ForMaskedLM, got"):
         SparseEncoder.from_pretrained(tiny.write_model(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["show_progress_bar", "convert_to_sparse_tensor", "convert_to_numpy"])
+def test_flags_must_be_booleans(encoder, name):
+    with pytest.raises(TypeError, match=f"encode: {name} must be True or False, got str"):
+        encoder.encode_query("rain", **{name: "no"})

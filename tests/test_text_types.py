@@ -38,6 +38,8 @@ KINDS = {
     "bert": (JINA, tokenizer_folders.word_piece(), "BertTokenizer", 2),
     "deberta-v2": (DEBERTA, tokenizer_folders.deberta(), "DebertaV2Tokenizer", 0),
     "electra": ({"embedding_size": 8}, tokenizer_folders.word_piece(), "ElectraTokenizer", 2),
+    "ernie": ({"task_type_vocab_size": 3}, tokenizer_folders.word_piece(), "BertTokenizer", 2),
+    "data2vec-text": ({"type_vocab_size": 1}, tokenizer_folders.byte_level(), "RobertaTokenizer", 1),
     "albert": ({"embedding_size": 8}, tokenizer_folders.albert(), "AlbertTokenizer", 2),
 }
 TEXTS = ["the cat sat", "the cat, a cat and the cat", "cat", "the cat sat " * 30]
@@ -66,7 +68,7 @@ def exact():
 def test_padded_and_packed_embeddings(tmp_path, kind):
     write(tmp_path, kind)
     padded, packed = (SentenceEncoder.from_pretrained(tmp_path, packed=packed) for packed in (False, True))
-    assert padded.max_seq_length == {"mpnet": 18}.get(kind, 20)  # the model's positions are fewer than 512
+    assert padded.max_seq_length == {"mpnet": 18, "data2vec-text": 18}.get(kind, 20)  # the model's positions are fewer than 512
     assert [*map(len, padded.tokenize(TEXTS))][3] == padded.max_seq_length
     found = padded.encode(TEXTS)
     np.testing.assert_allclose(packed.encode(TEXTS), found, rtol=0, atol=3e-6 * np.abs(found).max())

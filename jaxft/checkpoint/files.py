@@ -41,6 +41,13 @@ def resolve(
     name = os.fspath(folder_or_id) if isinstance(folder_or_id, os.PathLike) else folder_or_id
     if not isinstance(name, str):
         raise TypeError(f"from_pretrained: folder_or_id must be a string or a path, got {type(name).__name__}")
+    for argument, value, kinds, expected in (
+        ("revision", revision, str | None, "None or a string"),
+        ("cache_dir", cache_dir, str | os.PathLike | None, "None, a string or a path"),
+        ("local_files_only", local_files_only, bool, "True or False"),
+    ):
+        if not isinstance(value, kinds):
+            raise TypeError(f"from_pretrained: {argument} must be {expected}, got {type(value).__name__}")
     # os.path, because the methods of Path raise the operating system's error for a name that is too long.
     if os.path.isdir(name):
         return Path(name)

@@ -1,5 +1,6 @@
-"""Encoders of the BERT family, built from the fused operations, and `attention_fn` for Flax's attention modules."""
+"""Encoders of the BERT family, built from the fused operations, `partition_specs` for many devices, and `attention_fn` for Flax."""
 
 from jaxft.models.flax_attention import attention_fn
+from jaxft.models.partition import partition_specs
 
-__all__ = ["attention_fn"]
+__all__ = ["attention_fn", "partition_specs"]

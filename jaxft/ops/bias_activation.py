@@ -80,8 +80,8 @@ def _plain(plan, x, bias):
 
 def _forward(plan, save, x, bias):
     y = triton.forward(
-        x.reshape(-1, x.shape[-1]), bias, activation=plan.activation, config=plan.forward.config, in_place=plan.in_place and not save,
-        interpret=plan.interpret,
+        x.reshape(-1, x.shape[-1]), bias, activation=plan.activation, config=plan.forward.config,
+        in_place=plan.in_place and not save, interpret=plan.interpret,
     ).reshape(x.shape)  # fmt: skip
     return (y, None) if save else y
 

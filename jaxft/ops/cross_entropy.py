@@ -164,7 +164,7 @@ def _rule(plan, with_gradients):
     return Rule("linear_cross_entropy", "r D, v D, v, r", results, contracted={"v": by_parts})
 
 
-def _by_chunks(plan, with_gradients, x, embedding, bias, labels, over=()):
+def _by_chunks(plan, with_gradients, x, embedding, bias, labels, *, over=()):
     """Computes the sum of the losses, the number of labels and, if asked, the gradients of the floats, in float32.
 
     If the classes are divided over the mesh axes `over`, the gradient of `x` is the part of the own classes.

@@ -214,8 +214,8 @@ def _rule(plan, x, kernel, also=None):
         return out, y if also == "matmul" or bias is None else (y + bias).astype(y.dtype)
 
     def legal(shapes):
-        parts = (jax.ShapeDtypeStruct(shape[-2:], x.dtype) for shape in shapes[:2])
-        return support.dense_unsupported(*parts, None, precision=plan.kernel_precision, gate=plan.gate) is None
+        rows, columns = (jax.ShapeDtypeStruct(shape[-2:], x.dtype) for shape in shapes[:2])
+        return support.dense_unsupported(rows, columns, None, None, plan.kernel_precision, plan.gate) is None
 
     # Derivatives in 8 bits come from one kernel only.
     depth = "K" if also == "derivative" else "k"

@@ -17,7 +17,6 @@ from jaxft.ops.plans import Pass
 from jaxft.ops.sharding import Rule
 from jaxft.tuning import dense as tuning
 
-
 _OP = "feed_forward_residual_layer_norm"
 
 

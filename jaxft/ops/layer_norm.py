@@ -263,8 +263,8 @@ def _backward(plan, dtypes, dy, saved, x, bias, residual, gamma, beta, rng):
         dtype=of_x if of_residual is None else np.promote_types(of_x, of_residual),
         center=plan.center, config=plan.backward.config, interpret=plan.interpret,
     )  # fmt: skip
-    dx, dresidual = (None if d is None else d.reshape(x.shape) for d in (dx, dresidual))
-    return dx, found.get("bias"), dresidual, found.get("gamma"), found.get("beta")
+    dresidual = None if dresidual is None else dresidual.reshape(x.shape)
+    return dx.reshape(x.shape), found.get("bias"), dresidual, found.get("gamma"), found.get("beta")
 
 
 def _rows(x):

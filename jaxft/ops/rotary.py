@@ -175,11 +175,9 @@ def _rotate(x, positions, plan):
 
     # Row m has position m % P: a shard of some rows must begin with position 0, or have positions of its own.
     period = positions.shape[0]
-    own, legal = (
-        ("m", None) if period == x.shape[0] else ("P", lambda shapes: shapes[0][-len(names) :][0] % period == 0)
-    )
-    names = ["m", "3", "n", "H"] if plan.is_packed else ["m", "n", "H"]
-    rule = Rule("rotary", f"{' '.join(names)}, {own}, F", " ".join(names), legal)
+    own, legal = ("m", None) if period == x.shape[0] else ("P", lambda shapes: shapes[0][-x.ndim] % period == 0)
+    names = "m 3 n H" if plan.is_packed else "m n H"
+    rule = Rule("rotary", f"{names}, {own}, F", names, legal)
     return transforms.mappable(kernel, plain, plan, rule)(*transforms.vary_alike(x, positions, frequencies))
 
 

@@ -31,8 +31,8 @@ class Rule:
     Both texts have one part per argument or result, separated by commas. A part is the names of the axes, separated by
     spaces. It holds for each array of a tuple, or has one alternative for each of them, separated by `|`. A name `...`
     stands for any number of axes that may be divided. The part `key(b n T)` is for a random key of dropout: it names
-    the axes, or gives the sizes, whose flat index is the row of dropout. An axis `_` is of an array that the kernel does
-    not read.
+    the axes, or gives the sizes, whose flat index is the row of dropout. The kernel does not read an array with axes
+    `_`.
 
     Attributes:
       op: name of the op, for messages.
@@ -70,25 +70,24 @@ def partitioned(
         ]
         if jax.sharding.get_abstract_mesh().manual_axes or not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
             return kernel(shared, *arrays)
-        structure: Any = None
-        results: list[_Names] = []
+        program, out = jax.make_jaxpr(
+            lambda *leaves: kernel(shared, *jax.tree.unflatten(tree, leaves)), return_shape=True
+        )(*map(_raw, leaves))
+        # A custom call takes the constants of the kernel as arguments.
+        names += [("C",) * jnp.ndim(x) for x in program.consts]
+        results = _names_of(rule.results, out if "," in rule.results and isinstance(out, tuple) else (out,))
+        results = [(*(f"v{level}" for level in reversed(range(len(mapped)))), *own) for own in results]
 
-        def whole(*leaves: Array) -> list[Array]:
-            nonlocal structure, results
-            out = kernel(shared, *jax.tree.unflatten(tree, leaves))
-            results = _names_of(rule.results, out if "," in rule.results and isinstance(out, tuple) else (out,))
-            results = [(*(f"v{level}" for level in reversed(range(len(mapped)))), *own) for own in results]
-            found, structure = jax.tree.flatten(out)
-            return found
+        def whole(*operands: Array) -> list[Array]:
+            return jax.core.eval_jaxpr(program.jaxpr, operands[len(leaves) :], *operands[: len(leaves)])
 
         def partition(mesh: Any, given: Sequence[Any], wanted: Sequence[Any]) -> Any:
-            shapes = [x.shape for x in given]
-            layout = _Layout(rule, names, results, shapes, [x.shape for x in wanted])
+            layout = _Layout(rule, names, results, [x.shape for x in given], [x.shape for x in wanted])
             given_specs = [_spec_of(x) for x in (*given, *wanted)]
             division = layout.division(given_specs, dict(mesh.shape))
 
-            def shard(*leaves: Array) -> list[Array]:
-                return layout.run(kernel, shared, tree, owners, division, dict(mesh.shape), leaves)
+            def shard(*operands: Array) -> list[Array]:
+                return layout.run(kernel, shared, tree, owners, division, dict(mesh.shape), operands[: len(leaves)])
 
             ins, outs = ([NamedSharding(mesh, spec) for spec in part] for part in layout.specs(division, given_specs))
             return mesh, shard, outs, tuple(ins)
@@ -100,8 +99,7 @@ def partitioned(
         # trace, which is cached, does not depend on the shardings of Auto axes.
         call = custom_partitioning(whole)
         call.def_partition(partition, sharding_rule=shardy_rule)
-        found = call(*map(_raw, leaves))
-        return jax.tree.unflatten(structure, found)
+        return jax.tree.unflatten(jax.tree.structure(out), call(*map(_raw, leaves), *program.consts))
 
     return run
 
@@ -155,7 +153,10 @@ class _Layout:
                     self.least[name] = min(size, self.least.get(name, size))
         # An axis of size 1 is broadcast, or has been summed over.
         self.names = [
-            tuple(name if name == "_" or (size > 1 and size % self.least[name] == 0) else "1" for name, size in zip(names, shape, strict=True))
+            tuple(
+                name if name == "_" or (size > 1 and size % self.least[name] == 0) else "1"
+                for name, size in zip(names, shape, strict=True)
+            )
             for names, shape in zip(whole, self.shapes, strict=True)
         ]  # fmt: skip
 
@@ -174,7 +175,8 @@ class _Layout:
                     mapping.append(CompoundFactor(name, f"p{i}_{axis}"))
                     sizes[f"p{i}_{axis}"] = size // self.least[name]
             mappings.append(tuple(mapping))
-        return SdyShardingRule(tuple(mappings[: self.count]), tuple(mappings[self.count :]), **sizes)
+        given, wanted = (tuple(mappings[: self.count]), tuple(mappings[self.count :]))
+        return SdyShardingRule(given, wanted, **sizes)  # type: ignore[arg-type]
 
     def division(self, specs: Sequence[tuple[_Names, ...]], mesh: Mapping[str, int]) -> _Division:
         """Returns how the axes are divided, by the shardings of the arrays and then of the results."""

@@ -140,8 +140,9 @@ def _forward(plan, save, x, bias, mask):
 
 
 def _backward(plan, dtypes, dy, saved, x, bias, mask):
+    numbers = None if saved is None else saved.reshape(2, -1)
     return triton.backward(
-        dy, x, bias, mask, None if saved is None else saved.reshape(2, -1), log=plan.log, scale=plan.scale, dtypes=dtypes, config=plan.backward.config,
+        dy, x, bias, mask, numbers, log=plan.log, scale=plan.scale, dtypes=dtypes, config=plan.backward.config,
         interpret=plan.interpret,
     )  # fmt: skip
 

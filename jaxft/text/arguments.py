@@ -1,9 +1,10 @@
 """Arguments that the encoders share: prompts, and arguments of sentence-transformers that have no meaning here."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jaxft.ops import checks
 from jaxft.text import batching
 
 _log = logging.getLogger("jaxft")
@@ -49,12 +50,19 @@ _EQUIVALENTS = {
 }
 
 
-def refuse(where: str, given: Mapping[str, Any]) -> None:
+def refuse(where: str, given: Iterable[str]) -> None:
     """Raises a TypeError for the first argument that a function does not have, with its equivalent if there is one."""
     for name in given:
         if name in _EQUIVALENTS:
             raise TypeError(f"{where}: {name} is an argument of sentence-transformers only: {_EQUIVALENTS[name]}")
         raise TypeError(f"{where}: unexpected argument {name!r}")
+
+
+def check_flags(where: str, **given: Any) -> None:
+    """Raises a TypeError unless flags are booleans. `packed` and `show_progress_bar` may be None."""
+    for name, value in given.items():
+        if value is not None or name not in ("packed", "show_progress_bar"):
+            checks.check_flag(where, name, value)
 
 
 def one_of(where: str, **given: Any) -> Any:

@@ -20,6 +20,7 @@ from flax import nnx
 
 from jaxft import dispatch
 from jaxft.models.bert import BertModel, named_parameters
+from jaxft.ops import checks
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -580,7 +581,7 @@ def as_text(op: str, name: str, text: Any) -> str:
 
 def check_batch_size(op: str, batch_size: Any) -> int:
     """Returns `batch_size` as a Python integer. Raises a ValueError if it is not a positive integer."""
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer) or batch_size < 1:
+    if not (checks.is_natural(batch_size) and batch_size > 0):
         raise ValueError(f"{op}: batch_size must be a positive integer, got {batch_size!r}")
     return int(batch_size)
 

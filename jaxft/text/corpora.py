@@ -8,7 +8,7 @@ import itertools
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,12 +130,12 @@ def encode_corpus(
     if inside:
         raise DataError(f"{inside[0]}: is inside of {folder}, the folder of the result")
     kept = records.schema(files, text_column, keep)
-    options = {
+    options: dict[str, Any] = {
         "prompt": prompt, "prompt_name": prompt_name, "batch_size": batch_size, "truncate_dim": truncate_dim,
         "normalize_embeddings": normalize_embeddings,
     }  # fmt: skip
     settings = {
-        "model": {name: fact for name, fact in (model or {}).items() if name[0] != "_"},
+        **{name: fact for name, fact in (model or {}).items() if name[0] != "_"},
         "max_seq_length": encoder.max_seq_length,
         "data": [[source.name, source.size] for source in files],
         "text_column": text_column,
@@ -151,7 +151,7 @@ def encode_corpus(
     with atomic.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     manifest = _manifest(folder, settings)
-    ranges = manifest and manifest["ranges"]
+    ranges: Any = None if manifest is None else manifest["ranges"]
     if manifest is None and precision in ("int8", "uint8"):
         first = itertools.chain.from_iterable(
             block.texts for _, block in records.blocks(files, text_column, kept, lambda *_: True)
@@ -249,7 +249,7 @@ def _chunks(
         yield chunk
 
 
-def _prefetched(items: Iterator[_Chunk]) -> Iterator[_Chunk]:
+def _prefetched(items: Iterator[_Chunk]) -> Generator[_Chunk]:
     """Yields the items, of which a thread gets the next one meanwhile."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         coming: Future[Any] = thread.submit(next, items, _END)
@@ -287,6 +287,17 @@ def _state(folder: Path, part: int) -> str:
         return "damaged" if file.exists() else "missing"
     except (ValueError, AttributeError):
         return "damaged"
+
+
+def model_digest(folder: Path) -> str:
+    """Returns a checksum of the files of a checkpoint that `from_pretrained` may read."""
+    digest = hashlib.sha256()
+    suffixes = (".safetensors", ".json", ".txt", ".model", ".bin")
+    for file in sorted(file for file in folder.rglob("*") if file.suffix in suffixes):
+        with file.open("rb") as data:
+            digest.update(f"{file.relative_to(folder).as_posix()}\n".encode())
+            digest.update(hashlib.file_digest(data, "sha256").digest())
+    return digest.hexdigest()
 
 
 def _facts(file: Path, rows: Any) -> dict[str, Any]:
@@ -344,13 +355,13 @@ class _OpenPart:
     def __init__(self, file: Path, part: int, schema: Any) -> None:
         self.part, self._rows, self._schema = part, 0, schema
         self._stack = contextlib.ExitStack()
-        self._file, self._writer = file, None
+        self._file = file
+        self._writer: Any = None
         self._new, self._record = self._stack.enter_context(atomic.replacing(file, file.with_suffix(".json")))
-        parquet = records.arrow("pyarrow.parquet")
         others = [name for name in schema.names if name != EMBEDDING]
         try:
             with atomic.writing(file):
-                self._writer = parquet.ParquetWriter(
+                self._writer = records.arrow().parquet.ParquetWriter(
                     self._new, schema, use_dictionary=others, write_statistics=others,
                     compression={path: "zstd" if path in others else "none" for path in _paths(schema)},
                 )  # fmt: skip

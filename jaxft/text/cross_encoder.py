@@ -77,6 +77,7 @@ class CrossEncoder:
         **others: Any,
     ) -> None:
         arguments.refuse("CrossEncoder", others)
+        arguments.check_flags("CrossEncoder", token_types=token_types, packed=packed)
         self.model, self._token_types, self._origin = model, token_types, writing.Origin()
         self.prompts = arguments.merged_prompts("CrossEncoder", {}, prompts, {})
         self.default_prompt_name = default_prompt_name
@@ -322,6 +323,10 @@ class CrossEncoder:
           jax.errors.JaxRuntimeError: the device failed, or its memory does not suffice for one pair.
         """
         arguments.refuse("predict", others)
+        arguments.check_flags(
+            "predict", show_progress_bar=show_progress_bar, apply_softmax=apply_softmax,
+            convert_to_numpy=convert_to_numpy,
+        )  # fmt: skip
         batch_size = batching.check_batch_size("predict", batch_size)
         activation_fn = _checked_activation("predict", activation_fn) or self.activation_fn
         prompt = arguments.chosen_prompt("predict", self.prompts, self.default_prompt_name, prompt, prompt_name)
@@ -401,6 +406,7 @@ class CrossEncoder:
           jax.errors.JaxRuntimeError: see `predict`.
         """
         arguments.refuse("rank", others)
+        arguments.check_flags("rank", return_documents=return_documents)
         if self.num_labels != 1:
             raise ValueError(f"rank: the model must have one label, a score, got {self.num_labels} labels")
         if top_k is not None and not (checks.is_natural(top_k) and top_k > 0):

@@ -13,11 +13,12 @@ from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.bert import BertModel
 from jaxft.models.embedding import Module
 from jaxft.models.multi_vector import MultiVectorModel, StanfordColbert
+from jaxft.ops import checks
 from jaxft.ops.bundle import Rebuild
 from jaxft.text import arguments, batching, module_files, similarities
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import Batch
-from jaxft.text.text_encoder import TextEncoder, Texts
+from jaxft.text.text_encoder import TextEncoder, Texts, name_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -89,8 +90,13 @@ class MultiVectorEncoder(TextEncoder):
         arguments.refuse("MultiVectorEncoder", others)
         self._mask_token = mask_token
         self._expanding: Texts | None = None  # for queries with expansion
-        self.skiplist_words, self.skiplist_tasks = [*skiplist_words], [*skiplist_tasks]
+        self.skiplist_words = _as_words("skiplist_words", skiplist_words)
+        self.skiplist_tasks = _as_words("skiplist_tasks", skiplist_tasks)
         self.keep_only_token_ids = [*keep_only_token_ids]
+        if not all(map(checks.is_natural, self.keep_only_token_ids)):
+            raise TypeError(
+                f"MultiVectorEncoder: keep_only_token_ids must be token ids, got {keep_only_token_ids!r:.80}"
+            )
         super().__init__(
             MultiVectorModel(model, token_modules=token_modules), tokenizer, max_seq_length=max_seq_length,
             prompts=prompts, default_prompt_name=default_prompt_name, similarity_fn_name=similarity_fn_name,
@@ -297,7 +303,11 @@ class MultiVectorEncoder(TextEncoder):
           ValueError: see `SentenceEncoder.encode`.
           jax.errors.JaxRuntimeError: the device failed, or its memory does not suffice for one text.
         """
-        arguments.refuse("encode", others)
+        arguments.refuse(name_of(task), others)
+        arguments.check_flags(
+            "encode", show_progress_bar=show_progress_bar, convert_to_numpy=convert_to_numpy,
+            normalize_embeddings=normalize_embeddings,
+        )  # fmt: skip
         known = ("output_value", output_value, ("token_embeddings", None))
         read, prompt, batch_size = self._start(inputs, prompt, prompt_name, batch_size, task, [known])
         convert = (lambda x: x) if convert_to_numpy else jnp.asarray
@@ -367,3 +377,8 @@ class MultiVectorEncoder(TextEncoder):
         """
         mean = self.similarity_fn_name == "meanmaxsim"
         return similarities.max_sims(embeddings1, embeddings2, mean=mean, pairwise=True)
+
+
+def _as_words(name: str, words: Any) -> list[str]:
+    words = batching.as_list("MultiVectorEncoder", name, words, "an iterable of str")
+    return batching.as_texts("MultiVectorEncoder", name, words)

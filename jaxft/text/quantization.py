@@ -16,6 +16,7 @@ PRECISIONS: dict[str, type[np.generic]] = {
     "binary": np.int8,
     "ubinary": np.uint8,
 }
+RANGED = ("int8", "uint8")  # the precisions that need ranges
 _FEW_ROWS = 100  # ranges of fewer embeddings are reported as unreliable
 _BLOCK = 1 << 18  # values that are quantized at a time, so that intermediate results stay in the cache
 
@@ -40,24 +41,25 @@ def quantize_embeddings(
       embeddings: float `[n, D]` or `[D]`, a NumPy or JAX array; a list of such rows; or a list of float `[n_i, D]`, for
         example the token embeddings of several texts, which then share their ranges.
       precision: `"float32"`, `"float16"`, `"int8"`, `"uint8"`, `"binary"` or `"ubinary"`.
-      ranges: `[2, D]`, the smallest and the largest value of each component. Used for `"int8"` and `"uint8"`.
-      calibration_embeddings: float `[m, D]` from which the ranges are computed if `ranges` is None. Used for `"int8"`
-        and `"uint8"`. If both are None, the ranges are computed from `embeddings`; fewer than 100 rows log a warning.
+      ranges: numbers `[2, D]`, the smallest and the largest value of each component, for `"int8"` and `"uint8"` only.
+      calibration_embeddings: float `[m, D]` from which the ranges are computed if `ranges` is None, for `"int8"` and
+        `"uint8"` only. If both are None, the ranges are computed from `embeddings`; fewer than 100 rows log a warning.
 
     Returns:
       A NumPy array `[n, D]` or `[D]` of float32, float16, int8 or uint8; `[n, ceil(D / 8)]` or `[ceil(D / 8)]` of int8
       for `"binary"` and of uint8 for `"ubinary"`. A list of arrays for a list of `[n_i, D]`.
 
     Raises:
-      TypeError: `embeddings`, `ranges` or `calibration_embeddings` are not floats.
-      ValueError: `precision` is unknown, a shape is wrong, ranges would have to be computed from a single embedding, a
-        lower end of `ranges` is above its upper end, or a value is not finite (except for `"float32"` and
-        `"float16"`) or too large for float16.
+      TypeError: `embeddings` or `calibration_embeddings` are not floats, or `ranges` are not numbers.
+      ValueError: `precision` is unknown or does not use `ranges` or `calibration_embeddings`, a shape is wrong, ranges
+        would have to be computed from a single embedding, a lower end of `ranges` is above its upper end, or a value is
+        not finite (except for `"float32"` and `"float16"`) or too large for float16.
     """
     if precision not in (*PRECISIONS,):
         raise ValueError(
             f"quantize_embeddings: precision must be one of {', '.join(PRECISIONS)}, got {precision!r:.80}"
         )
+    check_unused("quantize_embeddings", precision, ranges=ranges, calibration_embeddings=calibration_embeddings)
     several = isinstance(embeddings, list | tuple) and len(embeddings) > 0 and np.ndim(embeddings[0]) == 2
     if isinstance(embeddings, list | tuple) and not embeddings:
         return []
@@ -68,10 +70,19 @@ def quantize_embeddings(
         for part in parts:
             _check_finite("embeddings", part)
     limits = None
-    if precision in ("int8", "uint8") and any(part.size for part in parts):
-        limits = limits_of(parts, precision, ranges, calibration_embeddings)
+    if precision in RANGED and any(part.size for part in parts):
+        limits = limits_of(
+            "quantize_embeddings", parts, precision, ranges=ranges, calibration_embeddings=calibration_embeddings
+        )
     results = [quantized(part, precision, limits) for part in parts]
     return results if several else results[0]
+
+
+def check_unused(op: str, precision: str, **given: Any) -> None:
+    """Raises a ValueError if an argument is given that only the precisions with ranges use."""
+    for name, value in given.items():
+        if value is not None and precision not in RANGED:
+            raise ValueError(f"{op}: {name} must be None with precision {precision!r}, which has no ranges")
 
 
 def steps_of(limits: np.ndarray) -> np.ndarray:
@@ -82,7 +93,7 @@ def steps_of(limits: np.ndarray) -> np.ndarray:
 
 def as_ranges(op: str, ranges: Any, width: int) -> np.ndarray:
     """Checks ranges of int8 and uint8: finite float32 `[2, width]`, the lower ends first."""
-    limits = _as_floats("ranges", ranges, op).astype(np.float32)
+    limits = _as_floats("ranges", ranges, op, or_integers=True).astype(np.float32)
     if limits.shape != (2, width):
         raise ValueError(f"{op}: ranges must have the shape (2, {width}), got {limits.shape}")
     _check_finite("ranges", limits, op)
@@ -93,30 +104,32 @@ def as_ranges(op: str, ranges: Any, width: int) -> np.ndarray:
     return limits
 
 
-def limits_of(parts: list[np.ndarray], precision: str, ranges: Any, calibration: Any) -> np.ndarray:
-    """Returns the ranges of the components of int8 and uint8, float32 `[2, D]`, see `quantize_embeddings`."""
-    width = parts[0].shape[-1]
+def limits_of(
+    op: str, parts: list[np.ndarray], precision: str, *, ranges: Any = None, **calibrations: Any
+) -> np.ndarray:
+    """Returns the ranges of the components of int8 and uint8, float32 `[2, D]`, see `quantize_embeddings`.
+
+    The calibration embeddings come under the name of their argument of `op`.
+    """
+    width, ((name, calibration),) = parts[0].shape[-1], calibrations.items()
     if ranges is None:
         rows = sum(part.shape[0] for part in parts) if parts[0].ndim == 2 else 1
         if calibration is not None:
-            parts = [_as_floats("calibration_embeddings", calibration)]
-            _check_finite("calibration_embeddings", parts[0])
+            parts = [_as_floats(name, calibration, op)]
+            _check_finite(name, parts[0], op)
             if parts[0].ndim != 2 or parts[0].shape[-1] != width or not parts[0].size:
                 shape = parts[0].shape
-                raise ValueError(f"quantize_embeddings: calibration_embeddings must be [n, {width}], got {shape}")
+                raise ValueError(f"{op}: {name} must be [n, {width}], got {shape}")
         elif rows == 1:
-            raise ValueError(
-                f"quantize_embeddings: {precision} ranges of a single embedding say nothing: pass ranges or"
-                " calibration_embeddings"
-            )
+            raise ValueError(f"{op}: {precision} ranges of a single embedding say nothing: pass ranges or {name}")
         elif rows < _FEW_ROWS:
             _log.warning(
-                "%s ranges are computed from only %d embeddings: pass ranges, or calibration_embeddings of more texts",
-                precision, rows,
+                "%s: %s ranges are computed from only %d embeddings: pass ranges, or %s of more texts",
+                op, precision, rows, name,
             )  # fmt: skip
         joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
         ranges = np.stack([joined.min(axis=0), joined.max(axis=0)])
-    return as_ranges("quantize_embeddings", ranges, width)
+    return as_ranges(op, ranges, width)
 
 
 def quantized(values: np.ndarray, precision: str, limits: np.ndarray | None) -> np.ndarray:
@@ -145,15 +158,17 @@ def quantized(values: np.ndarray, precision: str, limits: np.ndarray | None) -> 
     return result
 
 
-def _as_floats(name: str, values: Any, op: str = "quantize_embeddings") -> np.ndarray:
+def _as_floats(name: str, values: Any, op: str = "quantize_embeddings", *, or_integers: bool = False) -> np.ndarray:
     """Converts to NumPy: float32 `[n, D]` or `[D]`, or float64 if the values are. Raises unless they are floats."""
     try:
         array = np.asarray(values)
     except ValueError as error:  # rows of different lengths
         raise ValueError(f"{op}: {name} must be rows of one width: {error}") from error
+    if or_integers and array.dtype.kind in "iu":
+        array = array.astype(np.float64)
     if array.dtype != np.float64:
         if array.dtype.kind not in "fV" or not np.can_cast(array.dtype, np.float32):
-            raise TypeError(f"{op}: {name} must be floats, got {array.dtype}")
+            raise TypeError(f"{op}: {name} must be {'numbers' if or_integers else 'floats'}, got {array.dtype}")
         array = array.astype(np.float32, copy=False)
     if array.ndim not in (1, 2):
         raise ValueError(f"{op}: {name} must have one or two axes, got the shape {array.shape}")

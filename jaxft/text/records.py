@@ -1,8 +1,8 @@
 """Reads texts from files of any size: lines, JSON lines and parquet, also compressed, in constant memory."""
 
+import contextlib
 import dataclasses
 import gzip
-import importlib
 import io
 import itertools
 import os
@@ -51,18 +51,22 @@ class Block:
         return Block(self.source, self.row + first, self.texts[first:stop], self.kept.slice(first, stop - first))
 
 
-def arrow(module: str = "pyarrow") -> Any:
-    """Imports a module of pyarrow. Raises a DataError that says how to install it."""
+def arrow() -> Any:
+    """Imports pyarrow. Raises a DataError that says how to install it."""
     try:
-        return importlib.import_module(module)
+        import pyarrow
+        import pyarrow.dataset
+        import pyarrow.fs
+        import pyarrow.parquet
     except ImportError as error:
         raise DataError("corpora need pyarrow: pip install 'jaxft[data]'") from error
+    return pyarrow
 
 
 # --- Lines -------------------------------------------------------------------------------------------------------
 
 
-def lines(file: IO[bytes], name: str) -> Iterator[str]:
+def lines(file: "IO[bytes] | Expanded", name: str) -> Iterator[str]:
     """Yields the lines of a binary file, without their ends."""
     # Lines end at newlines only. str.splitlines also splits at form feeds and other characters inside a text.
     for number, data in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), 1):
@@ -97,24 +101,22 @@ def checked(text: str, where: str) -> str:
     return text
 
 
-class _Capped:
-    """A compressed file that raises a DataError if it expands too much."""
+class Expanded:
+    """Lines of a gzip file of `size` bytes. They raise a DataError if the file expands too much."""
 
-    def __init__(self, file: Any, source: Source) -> None:
-        self._file, self._source, self._left = gzip.GzipFile(fileobj=file), source, _LEAST_CAP
-        if source.size is not None:
-            self._left = max(_LEAST_CAP, MOST_EXPANSION * source.size)
+    def __init__(self, file: Any, name: str, size: int | None) -> None:
+        self._file, self._name = gzip.GzipFile(fileobj=file), name
+        self._left = max(_LEAST_CAP, MOST_EXPANSION * (size or 0))
 
     def readline(self, most: int) -> bytes:
+        """Reads a line, or its first `most` bytes."""
         try:
             data = self._file.readline(most)
         except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"{self._source.name}: cannot be decompressed: {error}") from error
+            raise DataError(f"{self._name}: cannot be decompressed: {error}") from error
         self._left -= len(data)
         if self._left < 0:
-            raise DataError(
-                f"{self._source.name}: expands to more than {MOST_EXPANSION} times its size; decompress it first"
-            )
+            raise DataError(f"{self._name}: expands to more than {MOST_EXPANSION} times its size; decompress it first")
         return data
 
 
@@ -126,7 +128,7 @@ def sources(data: Sequence[str], *, jsonl: bool = False) -> list[Source]:
 
     Raises a DataError for a file that is missing or of another kind, and for files of several kinds.
     """
-    fs = arrow("pyarrow.fs")
+    fs = arrow().fs
     found = []
     for name in data:
         try:
@@ -164,7 +166,7 @@ def schema(files: Sequence[Source], column: str, keep: Sequence[str]) -> Any:
     """Returns the `pyarrow.Schema` of the kept columns. Raises a DataError unless all files have these columns."""
     pa = arrow()
     if files[0].kind == ".parquet":
-        schemas = [_parquet(source, lambda source=source: _dataset(source).schema) for source in files]
+        schemas = [_schema(source) for source in files]
         for source, its in zip(files, schemas, strict=True):
             for name in dict.fromkeys((column, *keep)):
                 if its.get_field_index(name) < 0:
@@ -219,7 +221,8 @@ def blocks(
 def _lines(source: Source) -> Iterator[str]:
     try:
         with source.system.open_input_stream(source.path, compression=None) as stream:
-            file: Any = _Capped(stream, source) if source.is_compressed else io.BufferedReader(stream)
+            is_compressed = source.is_compressed
+            file: Any = Expanded(stream, source.name, source.size) if is_compressed else io.BufferedReader(stream)
             yield from lines(file, source.name)
     except OSError as error:
         raise DataError(f"cannot read {source.name}: {error.strerror or error}") from error
@@ -252,7 +255,7 @@ def _line_blocks(
 def _columns(source: Source, row: int, found: list[dict[str, Any]], kept: Any) -> Any:
     """Converts the kept fields of records to a `pyarrow.RecordBatch`."""
     pa = arrow()
-    exact = {pa.string(): str, pa.bool_(): bool, pa.int64(): int, pa.float64(): (int, float)}
+    exact: dict[Any, Any] = {pa.string(): str, pa.bool_(): bool, pa.int64(): int, pa.float64(): (int, float)}
     arrays = []
     for field in kept:
         values = [fields.get(field.name) for fields in found]
@@ -274,14 +277,19 @@ def _columns(source: Source, row: int, found: list[dict[str, Any]], kept: Any) -
 
 
 def _dataset(source: Source) -> Any:
-    ds = arrow("pyarrow.dataset")
-    return ds.dataset(source.path, filesystem=source.system, format="parquet")
+    return arrow().dataset.dataset(source.path, filesystem=source.system, format="parquet")
 
 
-def _parquet(source: Source, read: Callable[[], Any]) -> Any:
-    """Returns what `read` returns. An error names the file."""
+def _schema(source: Source) -> Any:
+    with _reading(source):
+        return _dataset(source).schema
+
+
+@contextlib.contextmanager
+def _reading(source: Source) -> Iterator[None]:
+    """Makes an error of the block name the file."""
     try:
-        return read()
+        yield
     except (OSError, ValueError) as error:  # pyarrow's errors are both
         raise DataError(f"cannot read {source.name}: {error}") from error
 
@@ -291,8 +299,10 @@ def _parquet_blocks(
 ) -> Generator[tuple[int, Block], None, int]:
     """Yields the blocks of a parquet file, and returns the number of rows. Unwanted row groups are not read."""
     row = 0
-    (fragment,) = _parquet(source, lambda: [*_dataset(source).get_fragments()])
-    for group in _parquet(source, lambda: fragment.row_groups):
+    with _reading(source):
+        (fragment,) = _dataset(source).get_fragments()
+        groups = fragment.row_groups
+    for group in groups:
         count = group.num_rows
         if wanted(first + row, first + row + count):
             part = fragment.subset(row_group_ids=[group.id])
@@ -300,8 +310,11 @@ def _parquet_blocks(
             columns = [*dict.fromkeys((column, *kept.names))]
             batches = iter(part.to_batches(columns=columns, batch_size=size, batch_readahead=1, fragment_readahead=1))
             at = row
-            while (batch := _parquet(source, lambda batches=batches: next(batches, None))) is not None:
-                texts = _parquet(source, batch.column(column).to_pylist)
+            while True:
+                with _reading(source):
+                    if (batch := next(batches, None)) is None:
+                        break
+                    texts = batch.column(column).to_pylist()
                 yield first + at, Block(source, at, texts, batch.select(kept.names))
                 at += len(texts)
         row += count

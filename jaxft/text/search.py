@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxft.ops import checks
-from jaxft.text.quantization import PRECISIONS, as_ranges, steps_of
+from jaxft.text.quantization import PRECISIONS, RANGED, as_ranges, check_unused, steps_of
 from jaxft.text.similarities import SIMILARITIES, normalized, similarity_name
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ def semantic_search(
     Raises:
       TypeError: embeddings are not floats or do not have the dtype of `corpus_precision`, or `score_function` is
         neither a name nor a function of JAX arrays.
-      ValueError: a shape does not match, a number is not a positive integer, a name is unknown, `ranges` are missing
-        or not finite, or a score is NaN or positive infinity.
+      ValueError: a shape does not match, a number is not a positive integer, a name is unknown, `ranges` are missing,
+        not finite or not used by `corpus_precision`, or a score is NaN or positive infinity.
     """
     op = "semantic_search"
     queries = _as_rows(op, "query_embeddings", query_embeddings)
@@ -317,7 +317,8 @@ def _check_rows(op: str, queries: Any, corpus: Any, precision: str, ranges: Any)
         width = -(-width // 8)
     if corpus.ndim != 2 or corpus.shape[1] != width:
         raise ValueError(f"{op}: corpus_embeddings must be [n, {width}] for these queries, got {list(corpus.shape)}")
-    if precision not in ("int8", "uint8"):
+    check_unused(op, precision, ranges=ranges)
+    if precision not in RANGED:
         return None
     if ranges is None:
         raise ValueError(f"{op}: ranges must be the ranges with which the {precision} corpus was quantized, got None")

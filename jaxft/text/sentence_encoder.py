@@ -18,9 +18,9 @@ from jaxft.ops.bundle import Rebuild
 from jaxft.text import arguments, batching, module_files
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import Batch
-from jaxft.text.quantization import PRECISIONS, as_ranges, limits_of, quantize_embeddings, quantized
+from jaxft.text.quantization import PRECISIONS, as_ranges, check_unused, limits_of, quantized
 from jaxft.text.similarities import SIMILARITIES, similarity_name
-from jaxft.text.text_encoder import TextEncoder
+from jaxft.text.text_encoder import TextEncoder, name_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -90,6 +90,7 @@ class SentenceEncoder(TextEncoder):
         **others: Any,
     ) -> None:
         arguments.refuse("SentenceEncoder", others)
+        arguments.check_flags("SentenceEncoder", include_prompt=include_prompt, normalize=normalize)
         self.truncate_dim = truncate_dim
         embedder = EmbeddingModel(
             model, pooling=pooling, include_prompt=include_prompt, token_modules=token_modules,
@@ -283,10 +284,11 @@ class SentenceEncoder(TextEncoder):
           output_value: "sentence_embedding" for embeddings; "token_embeddings" for the vectors of all tokens that the
             pooling gets; None for both, with the inputs of the model.
           precision: "float32", "float16", "int8", "uint8", "binary" or "ubinary", see `quantize_embeddings`.
-          ranges: smallest and largest value of each component, `[2, embedding_dimension]`, for "int8" and "uint8".
-          calibration: texts, or float embeddings `[m, embedding_dimension]`, from which the ranges are computed. Texts
-            are encoded with the prompt and the options of this call. `ranges` win over `calibration`. Without both, the
-            ranges are computed from the result, which needs more than one text.
+          ranges: smallest and largest value of each component, numbers `[2, embedding_dimension]`, for "int8" and
+            "uint8" only.
+          calibration: texts, or float embeddings `[m, embedding_dimension]`, from which the ranges of "int8" and
+            "uint8" are computed. Texts are encoded with the prompt and the options of this call. `ranges` win over
+            `calibration`. Without both, the ranges are computed from the result, which needs more than one text.
           convert_to_numpy: whether to return NumPy arrays. If False, the result has JAX arrays on the default device.
           normalize_embeddings: whether to scale embeddings to length 1. Checkpoints with a Normalize module always do.
           truncate_dim: number of components of an embedding to keep. None takes the encoder's own `truncate_dim`.
@@ -316,16 +318,21 @@ class SentenceEncoder(TextEncoder):
             message names its equivalent.
           ValueError: `devices` are not different local devices of one kind, token ids are too many or outside of the
             vocabulary, `batch_size` or `truncate_dim` is not a positive integer, `prompt_name`, `output_value`,
-            `precision` or `task` is unknown, a text is not valid Unicode or cannot be tokenised, or an embedding is not
-            finite. The message names the text and the reason.
+            `precision` or `task` is unknown, `precision` does not use `ranges` or `calibration`, a text is not valid
+            Unicode or cannot be tokenised, or an embedding is not finite. The message names the text and the reason.
           jax.errors.JaxRuntimeError: the device failed, or its memory does not suffice for one text.
         """
-        arguments.refuse("encode", others)
+        arguments.refuse(name_of(task), others)
+        arguments.check_flags(
+            "encode", show_progress_bar=show_progress_bar, convert_to_numpy=convert_to_numpy,
+            normalize_embeddings=normalize_embeddings,
+        )  # fmt: skip
         inputs = arguments.one_of("encode", inputs=inputs, sentences=sentences)
         known = ("output_value", output_value, _OUTPUT_VALUES), ("precision", precision, (*PRECISIONS,))
         read, prompt, batch_size = self._start(inputs, prompt, prompt_name, batch_size, task, known)
         width = self.truncate_dim if truncate_dim is None else _checked_width("encode", truncate_dim)
         is_embedding = output_value == "sentence_embedding"
+        check_unused("encode", precision, ranges=ranges, calibration=calibration)
         if precision != "float32" and not is_embedding:
             raise ValueError(f"encode: precision {precision!r} needs output_value 'sentence_embedding'")
         if width is not None and width >= self.embedder.embedding_dimension:
@@ -349,7 +356,7 @@ class SentenceEncoder(TextEncoder):
                     calibration, prompt=prompt, batch_size=batch_size, show_progress_bar=show_progress_bar,
                     normalize_embeddings=normalize_embeddings, truncate_dim=truncate_dim, task=task, devices=devices,
                 )  # fmt: skip
-                limits = limits_of([np.empty((0, size), np.float32)], precision, None, calibration)
+                limits = limits_of("encode", [np.empty((0, size), np.float32)], precision, calibration=calibration)
             elif read.are_chunks:
                 raise ValueError(f"encode_iter: {precision} needs ranges or calibration, the same for all chunks")
             elif len([*read.parts][0]) == 1:
@@ -373,7 +380,8 @@ class SentenceEncoder(TextEncoder):
                 chosen = found if output_value is None else [x[output_value] for x in found]
                 return chosen[0] if read.is_single else chosen
             if needs_all:
-                results = quantize_embeddings(results, precision)
+                limits = limits_of("encode", [results], precision, calibration=None) if results.size else None
+                results = quantized(results, precision, limits)
             result = results[0] if read.is_single else results
             return result if convert_to_numpy else jnp.asarray(result)
 

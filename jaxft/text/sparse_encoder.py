@@ -18,7 +18,7 @@ from jaxft.ops.bundle import Rebuild
 from jaxft.text import arguments, batching, module_files
 from jaxft.text.batching import Batch
 from jaxft.text.similarities import SIMILARITIES, similarity_name
-from jaxft.text.text_encoder import TextEncoder
+from jaxft.text.text_encoder import TextEncoder, name_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -231,7 +231,11 @@ class SparseEncoder(TextEncoder):
             and the reason.
           jax.errors.JaxRuntimeError: the device failed, or its memory does not suffice for one text.
         """
-        arguments.refuse("encode", others)
+        arguments.refuse(name_of(task), others)
+        arguments.check_flags(
+            "encode", show_progress_bar=show_progress_bar, convert_to_numpy=convert_to_numpy,
+            convert_to_sparse_tensor=convert_to_sparse_tensor,
+        )  # fmt: skip
         inputs = arguments.one_of("encode", inputs=inputs, sentences=sentences)
         read, prompt, batch_size = self._start(inputs, prompt, prompt_name, batch_size, task)
         most = _checked_most("encode", "max_active_dims", max_active_dims) or self.max_active_dims

@@ -31,6 +31,11 @@ _OWN_PROMPTS = {"query": None, "document": None}
 TASKS = {"query": ("query",), "document": ("document", "passage", "corpus")}  # the names of their prompts
 
 
+def name_of(task: Any) -> str:
+    """Returns the name of the method that passes a task to `encode`."""
+    return f"encode_{task}" if isinstance(task, str) and task in TASKS else "encode"
+
+
 class Texts:
     """Tokenises and batches texts of at most `limit` tokens."""
 
@@ -105,6 +110,7 @@ class TextEncoder:
         packed: bool | None,
     ) -> None:
         owner = type(self).__name__
+        arguments.check_flags(owner, token_types=token_types, packed=packed)
         self.embedder, self.tokenizer = embedder, tokenizer
         self.similarity_fn_name = similarity_fn_name
         self.prompts = arguments.merged_prompts(owner, _OWN_PROMPTS, prompts, {})
@@ -381,6 +387,7 @@ class TextEncoder:
 
     def _task_options(self, task: str, options: dict[str, Any]) -> dict[str, Any]:
         """Adds the task, and the prompt of the task if `options` has none."""
+        arguments.refuse(name_of(task), {"task"} & {*options})
         if options.get("prompt") is None and options.get("prompt_name") is None:
             options["prompt_name"] = next((name for name in TASKS[task] if name in self.prompts), None)
         return options | {"task": task}

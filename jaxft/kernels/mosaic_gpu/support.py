@@ -8,6 +8,7 @@ import functools
 import importlib.util
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -44,8 +45,8 @@ def line(dtype: Any, *widths: int) -> int:
 
 
 def dense_unsupported(
-    x: Array, kernel: Array, bias: Array | None, residual: Array | None = None, precision: str = "tf32",
-    gate: str | None = None,
+    x: Array | jax.ShapeDtypeStruct, kernel: Array | jax.ShapeDtypeStruct, bias: Array | None,
+    residual: Array | None = None, precision: str = "tf32", gate: str | None = None,
 ) -> str | None:  # fmt: skip
     """Returns why the kernel cannot take x [M, K], kernel [K, F], bias [F] and residual [M, F], or None.
 

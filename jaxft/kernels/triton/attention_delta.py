@@ -46,8 +46,8 @@ def row_statistics(
 
     T is a multiple of 64 and H a power of two. Index 0 of the second to last axis holds the log-sum-exp, with inf in
     place of -inf. Index 1 holds delta, which is 0 where the log-sum-exp was -inf. With a seed, indices 2 and 3 hold the
-    bits of the two random words of each row. The rows of dropout are counted over `heads_of_rows`, None for the heads of
-    `out`.
+    bits of the two random words of each row. Rows of dropout are counted over `heads_of_rows`, None for the heads
+    of `out`.
     """
     batch, length, heads, _ = out.shape
     tiles, numbers = length // TILE, 2 if seed is None else 4

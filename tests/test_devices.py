@@ -1,0 +1,374 @@
+"""Encoders on several devices: the same bits as on one device, whichever device computes, and memory that runs out."""
+
+import itertools
+import logging
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import peer_models
+import tiny
+from jaxft import dispatch
+from jaxft.text import batching, devices
+from jaxft.text.cross_encoder import CrossEncoder
+from jaxft.text.multi_vector_encoder import MultiVectorEncoder
+from jaxft.text.sentence_encoder import SentenceEncoder
+from jaxft.text.sparse_encoder import SparseEncoder
+
+several = pytest.mark.skipif(jax.local_device_count() < 4, reason="needs four devices, see the first test")
+TEXTS = [" ".join(random.Random(i).choices(tiny.WORDS, k=1 + i * 7 % 40)) for i in range(300)]
+
+
+@pytest.mark.skipif(jax.local_device_count() >= 4, reason="the other tests have four devices already")
+def test_encoders_compute_on_four_devices():
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-v", "-o", "addopts=", "-p", "no:cacheprovider", __file__],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        cwd=Path(__file__).parents[1], capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("PASSED") >= 12 and done.stdout.count("SKIPPED") == 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.write_sentence_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def encoder(folder):
+    return SentenceEncoder.from_pretrained(folder)
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """Devices of the results, in the order in which their batches were started. Batches take a while."""
+    found = []
+    monkeypatch.setattr(batching.Lane, "load", property(lambda lane: len(lane.in_flight)))
+    original = batching.Batcher._finish
+
+    def finish(self, work, lane, first):
+        found.extend(
+            home for leaf in jax.tree.leaves(work.result) if hasattr(leaf, "devices") for home in leaf.devices()
+        )
+        return original(self, work, lane, first)
+
+    monkeypatch.setattr(batching.Batcher, "_finish", finish)
+    return found
+
+
+@several
+def test_results_equal_those_of_one_device(encoder, used):
+    expected = encoder.encode(TEXTS, batch_size=8)
+    assert {*used} == {jax.devices()[0]}
+    np.testing.assert_array_equal(encoder.encode(TEXTS, batch_size=8, devices=[0, 1, 2, 3]), expected)
+    encoder._dealer.wait()
+    used.clear()
+    np.testing.assert_array_equal(encoder.encode(TEXTS, batch_size=8, devices=jax.devices()), expected)
+    counts = [used.count(device) for device in jax.devices()]
+    assert min(counts) > 3 and max(counts) < 3 * min(counts)
+
+
+@several
+def test_every_encoder_takes_devices(folder, tmp_path, used):
+    peer_models.write(tmp_path / "splade", "splade")
+    peer_models.write_stanford(tmp_path / "colbert", None)
+    (tmp_path / "ranker").mkdir()
+    texts = ["a bird sings", "rain", "the old tree falls on the river"] * 20
+    sparse = SparseEncoder.from_pretrained(tmp_path / "splade")
+    colbert = MultiVectorEncoder.from_pretrained(tmp_path / "colbert")
+    ranker = CrossEncoder.from_pretrained(tiny.write_classifier(tmp_path / "ranker"))
+    pairs = [("rain", text) for text in texts]
+    for call, dealer in (
+        (lambda **on: sparse.encode(texts, batch_size=8, convert_to_sparse_tensor=False, **on), sparse._dealer),
+        (lambda **on: np.concatenate(colbert.encode_document(texts, batch_size=8, **on)), colbert._dealer),
+        (lambda **on: ranker.predict(pairs, batch_size=8, **on), ranker._dealer),
+        (lambda **on: [x["score"] for x in ranker.rank("rain", texts, batch_size=8, **on)], ranker._dealer),
+    ):
+        expected = call()
+        call(devices=[0, 1])
+        dealer.wait()
+        used.clear()
+        np.testing.assert_array_equal(call(devices=[0, 1]), expected)
+        assert {*used} == {*jax.devices()[:2]}
+
+
+@several
+def test_one_text_stays_on_one_device(encoder, used, caplog):
+    caplog.set_level(logging.INFO, logger="jaxft")
+    encoder.encode("rain", devices=[2, 1])
+    encoder.encode(["rain"], devices=[3])
+    assert used == [jax.devices()[2], jax.devices()[3]] and "computes on" not in caplog.text
+
+
+@several
+def test_default_device_is_obeyed(encoder, used, monkeypatch):
+    monkeypatch.setattr(dispatch, "platform", lambda: "cuda")
+    expected = encoder.encode("rain")
+    with jax.default_device(jax.devices()[3]):
+        np.testing.assert_array_equal(encoder.encode(["rain"] * 40, batch_size=4)[7], expected)
+    assert {*used[1:]} == {jax.devices()[3]}
+
+
+@several
+def test_all_gpus_compute_by_default(folder, used, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="jaxft")
+    devices._say.cache_clear()
+    encoder = SentenceEncoder.from_pretrained(folder, packed=False)
+    expected = encoder.encode(TEXTS, batch_size=8)
+    assert {*used} == {jax.devices()[0]} and "computes on" not in caplog.text  # CPUs
+    monkeypatch.setattr(dispatch, "work_devices", lambda many: jax.local_devices() if many else [])
+    encoder.encode(TEXTS, batch_size=8)
+    encoder._dealer.wait()
+    used.clear()
+    np.testing.assert_array_equal(encoder.encode(TEXTS, batch_size=8), expected)
+    assert {*used} == {*jax.devices()}
+    assert caplog.text.count("encode: computes on 4 devices: ") == 1
+    used.clear()
+    encoder.encode("rain")
+    assert used == [jax.devices()[0]]
+
+
+def test_work_devices(monkeypatch):
+    assert dispatch.work_devices(many=True) == []
+    monkeypatch.setattr(dispatch, "platform", lambda: "cuda")
+    assert dispatch.work_devices(many=True) == jax.local_devices() and dispatch.work_devices(many=False) == []
+    with jax.default_device(jax.devices()[-1]):
+        assert dispatch.work_devices(many=True) == [jax.devices()[-1]]
+
+
+@several
+def test_committed_parameters_stay(folder, used, monkeypatch):
+    monkeypatch.setattr(dispatch, "work_devices", lambda many: jax.local_devices())
+    encoder = SentenceEncoder.from_pretrained(folder)
+    encoder.embedder = jax.device_put(encoder.embedder, jax.devices()[2])
+    encoder.encode(TEXTS[:40], batch_size=4)
+    assert {*used} == {jax.devices()[2]}
+
+
+@several
+def test_parameters_are_copied_once(encoder, monkeypatch):
+    copied, put = [], jax.device_put
+    monkeypatch.setattr(jax, "device_put", lambda x, device: copied.append(device) or put(x, device))
+    for _ in range(2):
+        encoder.encode(TEXTS, batch_size=8, devices=[0, 1])
+        encoder._dealer.wait()
+    assert copied == [jax.devices()[1]]
+    before = encoder.encode(TEXTS, devices=[1])
+    word = encoder.model.embeddings.word_embeddings.embedding
+    word[...] = word[...] * 2
+    assert np.abs(encoder.encode(TEXTS, devices=[1]) - before).max() > 1e-3
+    assert copied == [jax.devices()[1]] * 2
+
+
+@several
+def test_shapes_are_compiled_once_for_each_device(encoder):
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: name.endswith("backend_compile_duration") and compiled.append(name)
+    )
+    encoder.encode(TEXTS, batch_size=8)
+    one = len(compiled)
+    for _ in range(3):
+        encoder.encode(TEXTS, batch_size=8, devices=[0, 1])
+        encoder._dealer.wait()
+    assert one < len(compiled) <= 2 * one + 2
+
+
+@several
+def test_first_device_computes_while_others_compile(encoder, used, monkeypatch):
+    monkeypatch.setattr(devices, "_compilers", lambda: _Never)
+    expected = encoder.encode(TEXTS, batch_size=8)
+    np.testing.assert_array_equal(encoder.encode(TEXTS, batch_size=8, devices=[0, 1]), expected)
+    assert {*used} == {jax.devices()[0]}
+
+
+class _Never:
+    """An executor whose tasks never end."""
+
+    @staticmethod
+    def submit(function):
+        return devices.Future()
+
+
+@several
+@pytest.mark.parametrize("most", [4, 0])
+def test_memory_runs_out_on_one_device(encoder, used, monkeypatch, caplog, most):
+    expected, embed = encoder.encode(TEXTS, batch_size=8), encoder._embed
+    encoder.encode(TEXTS, batch_size=8, devices=[0, 1])
+    encoder._dealer.wait()
+
+    def small(arrays, ids, *others):
+        if arrays[0].devices() == {jax.devices()[1]} and len(ids) > most:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return embed(arrays, ids, *others)
+
+    monkeypatch.setattr(encoder, "_embed", small)
+    monkeypatch.setattr(devices.Dealer, "lanes", _ready(devices.Dealer.lanes))
+    found = encoder.encode(TEXTS, batch_size=8, devices=[0, 1])
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert "the device cpu:1 has too little memory for batches of 512 tokens; going on with 256" in caplog.text.lower()
+    assert ("going on without it" in caplog.text) == (most == 0)
+    batcher = encoder._texts(None).batcher
+    assert jax.devices()[0] not in batcher._largest
+    caplog.clear()
+    used.clear()
+    encoder.encode(TEXTS, batch_size=8, devices=[0])
+    assert not caplog.text
+
+
+def _ready(lanes):
+    """Makes every lane ready."""
+
+    def made(*args, **options):
+        found = lanes(*args, **options)
+        for lane in found:
+            lane.is_ready = lambda _: True
+        return found
+
+    return made
+
+
+@several
+def test_copies_that_do_not_fit_leave_the_device_out(encoder, used, monkeypatch, caplog):
+    def put(x, device):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    expected = encoder.encode(TEXTS, batch_size=8)
+    monkeypatch.setattr(jax, "device_put", put)
+    np.testing.assert_array_equal(encoder.encode(TEXTS, batch_size=8, devices=[0, 1]), expected)
+    assert {*used} == {jax.devices()[0]} and "are not computed on the device" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ([99], ValueError, "devices must be indices below .*, got 99"),
+        ([-1], ValueError, "devices must be indices below .*, got -1"),
+        ([], ValueError, "one or more different devices of one kind"),
+        ([0, 0], ValueError, "one or more different devices of one kind"),
+        ("cpu", TypeError, "devices must be a list of devices of JAX or of their indices, got 'cpu'"),
+        (["cpu"], TypeError, "devices of JAX or their indices, got 'cpu'"),
+        ([True], TypeError, "devices of JAX or their indices, got True"),
+        (1.5, TypeError, "got 1.5"),
+    ],
+)
+def test_wrong_devices(encoder, given, error, message):
+    with pytest.raises(error, match=f"^encode: .*{message}"):
+        encoder.encode(["rain"], devices=given)
+
+
+# --- Chunks and token ids ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_chunks_are_encoded_like_lists(folder, packed):
+    encoder = SentenceEncoder.from_pretrained(folder, packed=packed)
+    read = []
+    chunks = encoder.encode_iter((read.append(text) or text for text in TEXTS), chunk_size=70, batch_size=8)
+    assert not read  # nothing is read before the first result is asked for
+    found = [next(chunks)]
+    assert len(read) < len(TEXTS)
+    found += chunks
+    assert [*map(len, found)] == [70, 70, 70, 70, 20]
+    for first, chunk in zip(range(0, 300, 70), found, strict=True):
+        np.testing.assert_array_equal(chunk, encoder.encode(TEXTS[first : first + 70], batch_size=8))
+
+
+def test_endless_texts_are_encoded(encoder):
+    chunks = encoder.encode_iter(itertools.cycle(TEXTS), chunk_size=40)
+    first = [next(chunks) for _ in range(30)]
+    chunks.close()
+    assert all(len(chunk) == 40 for chunk in first)
+
+
+def test_chunks_are_bounded_in_characters(encoder, monkeypatch):
+    monkeypatch.setattr("jaxft.text.inputs.CHUNK_CHARACTERS", 10)
+    found = [*encoder.encode_iter(["a" * n for n in (4, 4, 4, 30, 1)])]
+    assert [*map(len, found)] == [2, 1, 1, 1]
+    assert [*encoder.encode_iter([])] == []
+
+
+def test_error_of_a_chunk_names_the_text(encoder):
+    with pytest.raises(TypeError, match=r"encode_iter: inputs\[72\] must be a str, got int"):
+        [*encoder.encode_iter([*TEXTS[:72], 3], chunk_size=70)]
+    ids = encoder.tokenize(TEXTS[:72])
+    with pytest.raises(ValueError, match=r"inputs\[72\] must have at most 64 token ids, got 65"):
+        [*encoder.encode_iter([*ids, [5] * 65], chunk_size=70)]
+    with pytest.raises(ValueError, match="encode_iter: chunk_size must be a positive integer, got 0"):
+        encoder.encode_iter(TEXTS, chunk_size=0)
+    with pytest.raises(TypeError, match="encode_iter: inputs must be an iterable of str or of token ids, got str"):
+        encoder.encode_iter("rain")
+    with pytest.raises(ValueError, match="encode_iter: int8 needs ranges or calibration"):
+        encoder.encode_iter(TEXTS, precision="int8")
+    with pytest.raises(ValueError, match="prompt_name"):
+        encoder.encode_iter(TEXTS, prompt_name="none")
+
+
+def test_chunks_of_other_encoders(tmp_path):
+    peer_models.write(tmp_path / "splade", "splade")
+    peer_models.write_stanford(tmp_path / "colbert", None)
+    texts = ["a bird sings", "rain", "the old tree"]
+    sparse = SparseEncoder.from_pretrained(tmp_path / "splade")
+    found = [chunk.toarray() for chunk in sparse.encode_iter(texts, chunk_size=2)]
+    assert [x.shape[0] for x in found] == [2, 1]
+    np.testing.assert_allclose(np.concatenate(found), sparse.encode(texts).toarray(), rtol=1e-5)
+    colbert = MultiVectorEncoder.from_pretrained(tmp_path / "colbert")
+    (chunk,) = colbert.encode_iter(texts, task="query", prompt_name="query")
+    for one, other in zip(chunk, colbert.encode_query(texts), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_token_ids_replace_texts(folder, packed):
+    encoder = SentenceEncoder.from_pretrained(folder, packed=packed)
+    expected, ids = encoder.encode(TEXTS), encoder.tokenize(TEXTS)
+    for given in (
+        ids, [*map(tuple, ids)], [np.array(x, np.uint16) for x in ids], (x for x in ids), pa.array(ids),
+        pa.chunked_array([ids[:100], ids[100:]]), pa.array(ids, pa.large_list(pa.int16())),
+        np.array([np.array(x) for x in ids], object),
+    ):  # fmt: skip
+        np.testing.assert_array_equal(encoder.encode(given), expected)
+    equal = [x[:3] for x in ids if len(x) >= 3]
+    square = encoder.encode(np.array(equal))
+    np.testing.assert_array_equal(square, encoder.encode(equal))
+    np.testing.assert_array_equal(square, encoder.encode(pa.array(equal, pa.list_(pa.int32(), 3))))
+    for one in (ids[0], np.array(ids[0])):
+        np.testing.assert_array_equal(encoder.encode(one), encoder.encode(TEXTS[0]))
+    (chunk,) = encoder.encode_iter(pa.array(ids))
+    np.testing.assert_array_equal(chunk, expected)
+
+
+def test_token_ids_get_query_expansion(tmp_path):
+    peer_models.write_stanford(tmp_path, None)
+    encoder = MultiVectorEncoder.from_pretrained(tmp_path)
+    assert encoder.query_expansion is not None
+    texts = ["a bird sings", "rain", "a"]
+    bare = [ids[: len(encoder.tokenize(text, prompt_name="query")[0])] for ids, text in zip(
+        encoder.tokenize(texts, prompt_name="query"), texts, strict=True)]  # fmt: skip
+    for one, other in zip(encoder.encode_query(bare), encoder.encode_query(texts), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ([[2, 3], ["a"]], TypeError, r"inputs\[1\] must be a sequence of token ids, got \['a'\]"),
+        ([[2, 3], [2, -1]], ValueError, r"inputs\[1\] must be token ids, got -1"),
+        ([[2, 3], [], [1 << 40]], ValueError, r"inputs\[2\] must be token ids"),
+        ([[2, 3], [], [5, 121]], ValueError, r"inputs\[2\] must have token ids below 121, got 121"),
+        ([[2], [2] * 65], ValueError, r"inputs\[1\] must have at most 64 token ids, got 65"),
+        ([[2, 3], [2.5]], TypeError, r"inputs\[1\] must be a sequence of token ids"),
+        ([[True, False]], TypeError, r"inputs\[0\] must be a str"),
+    ],
+)
+def test_wrong_token_ids(encoder, given, error, message):
+    with pytest.raises(error, match=f"^encode: {message}"):
+        encoder.encode(given)

@@ -1,0 +1,263 @@
+"""Ops on arrays that `jax.jit` divides among devices: the same numbers, and only the collectives that must be.
+
+This file is also the program that the tests run once, in a process with eight CPU devices.
+"""
+
+import collections
+import functools
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+B, T, N, H, W, F, V = 4, 6, 4, 8, 32, 64, 20
+TRITON = ("triton",)
+BOTH = ("triton", "xla")
+RNG = np.random.default_rng(0)
+
+
+def floats(*shape):
+    return RNG.standard_normal(shape, np.float32)
+
+
+def norm(width=W):
+    return {"gamma": floats(width), "beta": floats(width)}
+
+
+class Case(NamedTuple):
+    """A call of an op on a mesh with the axes data and model, of 2 and 2 devices.
+
+    `specs` gives the mesh axes of the axes of arrays, others are replicated. `summed` are the shapes of the shards that
+    all-reduces add up, forward and backward; there is no other collective unless `gathered` names its shapes.
+    """
+
+    call: Callable[..., Any]
+    arrays: dict[str, np.ndarray]
+    specs: dict[str, tuple]
+    summed: tuple[tuple[int, ...], ...] = ()
+    gathered: tuple[tuple[int, ...], ...] = ()
+    implementations: tuple[str | None, ...] = TRITON
+    logged: str = ""
+
+
+def ops() -> dict[str, Case]:
+    import jax
+
+    import jaxft
+
+    dropout = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(3)}
+    x, ids = floats(B, T, W), RNG.integers(0, 9, (B, T), np.int32)
+    tables = {"word": floats(9, W), "position": floats(T, W), "token_type": floats(2, W), **norm()}
+    tables_summed = ((9, W), (T, W), (2, W), (W,), (W,))
+    data, kernel, bias = ("data",), floats(W, F), floats(F)
+    ffn = {"x": x, "in_kernel": kernel, "in_bias": bias, "out_kernel": floats(F, W), "out_bias": floats(W), **norm()}
+    labels = RNG.integers(0, V, (B, T), np.int32)
+    labels[:, ::2] = -100
+    gelu = functools.partial(jaxft.dense, activation="gelu")
+    qkv, heads = floats(B, T, 3, N, H), dict.fromkeys(("key", "value"), floats(B, T, 2, H))
+    packed = {"qkv": floats(B * T, 3, N, H), "cu_seqlens": np.array([0, 5, 9, 20], np.int32)}
+    by_heads = (None, None, "model")
+    columns, rows = (None, "model"), ("model",)
+    entropy = {"x": x, "embedding": floats(V, W), "bias": floats(V), "labels": labels}
+    return {
+        "layer_norm": Case(jaxft.layer_norm, {"x": x, **norm()}, {"x": data}, ((W,), (W,))),
+        "layer_norm of a divided sequence": Case(
+            jaxft.layer_norm, {"x": x, **norm()}, {"x": ("model", "data")}, ((W,), (W,))
+        ),
+        "layer_norm of divided columns": Case(
+            jaxft.layer_norm, {"x": x}, {"x": ("data", None, "model")}, (), ((B // 2, T, W),),
+            logged=r"layer_norm: axis 2 of an array \(4, 6, 32\) is divided over model",
+        ),
+        "bias_residual_layer_norm": Case(
+            lambda **k: jaxft.bias_residual_layer_norm(**k, return_sum=True, **dropout),
+            {"x": x, "bias": floats(W), "residual": x, **norm()}, {"x": data, "residual": data}, ((W,), (W,), (W,)),
+        ),
+        "rms_norm": Case(jaxft.rms_norm, {"x": x, "gamma": floats(W)}, {"x": data}, ((W,),)),
+        "embeddings_layer_norm": Case(
+            lambda **k: jaxft.embeddings_layer_norm(**k, **dropout), {"input_ids": ids, **tables},
+            {"input_ids": data}, tables_summed, (), BOTH,
+        ),
+        "embeddings_layer_norm with divided tables": Case(
+            jaxft.embeddings_layer_norm, {"input_ids": ids % 8, **tables, "word": floats(8, W)},
+            {"input_ids": data, "word": data}, ((8, W), (T, W), (2, W), (W,), (W,)), ((8, W),),
+            logged=r"embeddings_layer_norm: axis 0 of an array \(8, 32\) is divided over data",
+        ),
+        "bias_activation": Case(
+            jaxft.bias_activation, {"x": x, "bias": floats(W)}, {"x": ("data", None, "model")}, ((W // 2,),)
+        ),
+        "gated_activation": Case(jaxft.gated_activation, {"x": x, "bias": floats(W)}, {"x": data}, ((W,),)),
+        "softmax": Case(
+            jaxft.softmax, {"x": floats(B, N, T, T), "bias": floats(B, 1, 1, T)},
+            {"x": ("data", "model"), "bias": data}, ((B // 2, 1, 1, T),),
+        ),
+        "log_softmax": Case(jaxft.log_softmax, {"x": x, "bias": floats(W)}, {"x": data}, ((1, 1, W),)),
+        "dense": Case(
+            gelu, {"x": x, "kernel": kernel, "bias": bias, "residual": floats(B, T, F)},
+            {"x": data, "residual": data}, ((W, F), (F,)), (), BOTH,
+        ),
+        "dense by columns": Case(
+            gelu, {"x": x, "kernel": kernel, "bias": bias}, {"x": data, "kernel": columns, "bias": rows},
+            ((B * T // 2, W), (W, F // 2), (F // 2,)), (), BOTH,
+        ),
+        "dense by rows": Case(  # bias and activation come after the one sum
+            gelu, {"x": x, "kernel": kernel, "bias": bias}, {"x": ("data", None, "model"), "kernel": rows},
+            ((B * T // 2, F), (W // 2, F), (F,)), (), BOTH,
+        ),
+        "dense with a gate": Case(
+            functools.partial(gelu, gate="first"), {"x": x, "kernel": kernel, "bias": bias}, {"x": data},
+            ((W, F), (F,)),
+        ),
+        "dense of a vmap": Case(
+            lambda x, kernel, implementation: jax.vmap(functools.partial(gelu, implementation=implementation))(x, kernel),
+            {"x": x, "kernel": floats(B, W, F)}, {"x": data, "kernel": data},
+        ),
+        "dense_residual_layer_norm": Case(
+            lambda **k: jaxft.dense_residual_layer_norm(**k, **dropout),
+            {"x": x, "kernel": kernel, "bias": bias, "residual": floats(B, T, F), **norm(F)},
+            {"x": data, "residual": data}, ((W, F), (F,), (F,), (F,)),
+        ),
+        "feed_forward_residual_layer_norm": Case(
+            lambda **k: jaxft.feed_forward_residual_layer_norm(**k, **dropout), ffn,
+            {"x": data, "in_kernel": columns, "in_bias": rows, "out_kernel": rows},
+            (*[(B * T // 2, W)] * 2, (W, F // 2), (F // 2,), (F // 2, W), (W,), (W,), (W,)), (), BOTH,
+        ),
+        "dot_product_attention": Case(
+            lambda **k: jaxft.dot_product_attention(**k, **dropout, return_residual=True),
+            {"query": floats(B, T, N, H), **heads, "bias": floats(B, 1, T, T)},
+            {**dict.fromkeys(("query", "key", "value"), ("data", None, "model")), "bias": data},
+            ((B // 2, 1, T, T),),
+        ),
+        "qkv_attention": Case(
+            lambda **k: jaxft.qkv_attention(**k, **dropout), {"qkv": qkv, "relative_bias": floats(N, 5)},
+            {"qkv": ("data", *by_heads[:2], "model"), "relative_bias": rows}, ((N // 2, 5),), (), BOTH,
+        ),
+        "varlen_qkv_attention": Case(
+            lambda **k: jaxft.varlen_qkv_attention(**k, max_seqlen=T, **dropout), packed, {"qkv": by_heads}, (), (), BOTH,
+        ),
+        "varlen_qkv_attention of a vmap": Case(
+            lambda implementation, **k: jax.vmap(
+                lambda qkv, cu_seqlens: jaxft.varlen_qkv_attention(
+                    qkv, cu_seqlens, max_seqlen=T, implementation=implementation, **dropout
+                )
+            )(**k),
+            {name: np.stack([array] * 2) for name, array in packed.items()}, {"qkv": data, "cu_seqlens": data},
+        ),
+        "rotary": Case(
+            jaxft.rotary, {"qkv": qkv, "positions": np.arange(T, dtype=np.int32)},
+            {"qkv": ("data", None, None, "model")},
+        ),
+        "qkv_bias_split_heads": Case(
+            functools.partial(jaxft.qkv_bias_split_heads, num_heads=N),
+            {"qkv": floats(B, T, 3 * N * H), "bias": floats(3 * N * H)}, {"qkv": data}, ((3 * N * H,),),
+        ),
+        "merge_heads": Case(jaxft.merge_heads, {"x": floats(B, N, T, H)}, {"x": data}),
+        "linear_cross_entropy": Case(
+            jaxft.linear_cross_entropy, entropy, {"x": data, "labels": data}, ((V, W), (V,)), (), (None,)
+        ),
+        "linear_cross_entropy by classes": Case(
+            jaxft.linear_cross_entropy, entropy, {"x": data, "labels": data, "embedding": rows, "bias": rows},
+            (*[(B * T, 1)] * 3, (B * T // 2, W), (V // 2, W), (V // 2,)), (), (None,),
+        ),
+    }  # fmt: skip
+
+
+def collectives(text: str) -> tuple[list[list[int]], list[list[int]]]:
+    """Returns the shapes, except scalars, that a compiled program sums, and those that other collectives move."""
+    found: dict[bool, list[list[int]]] = {True: [], False: []}
+    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    for result, kind in re.findall(rf"= (\S+|\(.*?\)) ({kinds})(?:-start)?\(", text):
+        shapes = [[int(n) for n in shape.split(",") if n] for shape in re.findall(r"\w+\[([\d,]*)\]", result)]
+        found[kind == "all-reduce"] += [shape for shape in shapes if shape]
+    return found[True], found[False]
+
+
+def measure(case: Case, implementation: str | None) -> dict[str, Any]:
+    """Runs a case on one device and on four, and compares results and gradients."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    mesh = jax.make_mesh((2, 2), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    names = [name for name, array in case.arrays.items() if array.dtype.kind == "f"]
+
+    def run(arrays):
+        def total(given):
+            out = case.call(**arrays | given, implementation=implementation)
+            out = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)]
+            weights = (jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape) for x in out)
+            return sum(jnp.sum(jnp.sin(x) * w) for x, w in zip(out, weights, strict=True)), out
+
+        return jax.value_and_grad(total, has_aux=True)({name: arrays[name] for name in names})
+
+    (_, alone), gradients = jax.jit(run)(case.arrays)
+    divided = {
+        name: jax.device_put(array, NamedSharding(mesh, P(*case.specs.get(name, ()))))
+        for name, array in case.arrays.items()
+    }
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("jaxft").addHandler(handler)
+    program = jax.jit(run).lower(divided).compile()
+    logging.getLogger("jaxft").removeHandler(handler)
+    (_, found), more = program(divided)
+    pairs = [*zip(jax.tree.leaves((alone, gradients)), jax.tree.leaves((found, more)), strict=True)]
+    greatest = max(float(np.max(np.abs(a))) for a, _ in pairs)
+    error = max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in pairs) / greatest
+    summed, moved = collectives(program.as_text())
+    return {"error": error, "summed": summed, "moved": moved, "messages": messages}
+
+
+def without_order(shape):
+    """Returns the sizes that tell a shape apart: XLA may sum a transposed array."""
+    return tuple(sorted(size for size in shape if size > 1))
+
+
+@functools.cache
+def names() -> list[tuple[str, str | None]]:
+    return [(name, implementation) for name, case in ops().items() for implementation in case.implementations]
+
+
+def in_process(devices: int, *arguments: str) -> None:
+    """Runs this file as a program with this number of CPU devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, __file__, *arguments], env=environment, check=True, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    file = tmp_path_factory.mktemp("sharding") / "ops.json"
+    in_process(4, "ops", str(file))
+    return json.loads(file.read_text())
+
+
+@pytest.mark.parametrize(("name", "implementation"), names())
+def test_divided_arrays_give_the_same_numbers_with_few_collectives(name, implementation, measured):
+    case, found = ops()[name], measured[f"{name} {implementation}"]
+    assert found["error"] < 2e-6
+    if implementation != "xla":  # XLA may sum the same array for several gradients once
+        summed, expected = (collections.Counter(map(without_order, s)) for s in (found["summed"], case.summed))
+        assert summed == expected
+    assert [tuple(shape) for shape in found["moved"]] == [*case.gathered]
+    logged = [message for message in found["messages"] if "is divided over" in message]
+    assert bool(logged) == bool(case.logged)
+    assert all(re.match(case.logged, message) for message in logged)
+
+
+def main(what: str, file: str) -> None:
+    results = {f"{name} {i}": measure(case, i) for name, case in ops().items() for i in case.implementations}
+    Path(file).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
