@@ -70,6 +70,13 @@ def test_ranges_and_calibration():
     equal(found, jaxft.quantize_embeddings(EMBEDDINGS[:2], "uint8", ranges=RANGES), "uint8")  # ranges come first
 
 
+@pytest.mark.parametrize("precision", ["float32", "float16", "binary", "ubinary"])
+def test_precisions_without_ranges_ignore_them(precision):
+    """sentence-transformers does, so that a script may pass them with every precision."""
+    found = jaxft.quantize_embeddings(EMBEDDINGS, precision, ranges=RANGES, calibration_embeddings=EMBEDDINGS)
+    np.testing.assert_array_equal(found, jaxft.quantize_embeddings(EMBEDDINGS, precision))
+
+
 @pytest.mark.parametrize("kind", [np.int8, np.uint64, np.int64, list])
 def test_ranges_may_be_integers(kind):
     ranges = np.array([[0] * 9, range(1, 10)])
@@ -159,9 +166,6 @@ def with_value(value, dtype=np.float32):
         (EMBEDDINGS, "int8", {"ranges": RANGES * np.inf}, ValueError, "ranges must be finite"),
         (EMBEDDINGS, "int8", {"ranges": RANGES > 0}, TypeError, "ranges must be numbers, got bool"),
         (EMBEDDINGS, "int8", {"ranges": [[0] * 9, [10**40] * 9]}, TypeError, "ranges must be numbers, got object"),
-        (EMBEDDINGS, "binary", {"ranges": RANGES}, ValueError, "ranges must be None with precision 'binary'"),
-        (EMBEDDINGS, "float32", {"calibration_embeddings": EMBEDDINGS}, ValueError,
-         "calibration_embeddings must be None with precision 'float32'"),
         (EMBEDDINGS, "int8", {"calibration_embeddings": EMBEDDINGS[:, :4]}, ValueError,
          r"calibration_embeddings must be \[n, 9\], got \(3, 4\)"),
         (EMBEDDINGS, "int8", {"calibration_embeddings": EMBEDDINGS[:0]}, ValueError,

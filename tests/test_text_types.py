@@ -68,7 +68,9 @@ def exact():
 def test_padded_and_packed_embeddings(tmp_path, kind):
     write(tmp_path, kind)
     padded, packed = (SentenceEncoder.from_pretrained(tmp_path, packed=packed) for packed in (False, True))
-    assert padded.max_seq_length == {"mpnet": 18, "data2vec-text": 18}.get(kind, 20)  # the model's positions are fewer than 512
+    assert padded.max_seq_length == {"mpnet": 18, "data2vec-text": 18}.get(
+        kind, 20
+    )  # the model's positions are fewer than 512
     assert [*map(len, padded.tokenize(TEXTS))][3] == padded.max_seq_length
     found = padded.encode(TEXTS)
     np.testing.assert_allclose(packed.encode(TEXTS), found, rtol=0, atol=3e-6 * np.abs(found).max())

@@ -41,9 +41,10 @@ def quantize_embeddings(
       embeddings: float `[n, D]` or `[D]`, a NumPy or JAX array; a list of such rows; or a list of float `[n_i, D]`, for
         example the token embeddings of several texts, which then share their ranges.
       precision: `"float32"`, `"float16"`, `"int8"`, `"uint8"`, `"binary"` or `"ubinary"`.
-      ranges: numbers `[2, D]`, the smallest and the largest value of each component, for `"int8"` and `"uint8"` only.
-      calibration_embeddings: float `[m, D]` from which the ranges are computed if `ranges` is None, for `"int8"` and
-        `"uint8"` only. If both are None, the ranges are computed from `embeddings`; fewer than 100 rows log a warning.
+      ranges: numbers `[2, D]`, the smallest and the largest value of each component. Used for `"int8"` and `"uint8"`,
+        without effect for others, as in sentence-transformers.
+      calibration_embeddings: float `[m, D]` from which the ranges are computed if `ranges` is None. Used as `ranges`.
+        If both are None, the ranges are computed from `embeddings`; fewer than 100 rows log a warning.
 
     Returns:
       A NumPy array `[n, D]` or `[D]` of float32, float16, int8 or uint8; `[n, ceil(D / 8)]` or `[ceil(D / 8)]` of int8
@@ -51,15 +52,14 @@ def quantize_embeddings(
 
     Raises:
       TypeError: `embeddings` or `calibration_embeddings` are not floats, or `ranges` are not numbers.
-      ValueError: `precision` is unknown or does not use `ranges` or `calibration_embeddings`, a shape is wrong, ranges
-        would have to be computed from a single embedding, a lower end of `ranges` is above its upper end, or a value is
-        not finite (except for `"float32"` and `"float16"`) or too large for float16.
+      ValueError: `precision` is unknown, a shape is wrong, ranges would have to be computed from a single embedding, a
+        lower end of `ranges` is above its upper end, or a value is not finite (except for `"float32"` and
+        `"float16"`) or too large for float16.
     """
     if precision not in (*PRECISIONS,):
         raise ValueError(
             f"quantize_embeddings: precision must be one of {', '.join(PRECISIONS)}, got {precision!r:.80}"
         )
-    check_unused("quantize_embeddings", precision, ranges=ranges, calibration_embeddings=calibration_embeddings)
     several = isinstance(embeddings, list | tuple) and len(embeddings) > 0 and np.ndim(embeddings[0]) == 2
     if isinstance(embeddings, list | tuple) and not embeddings:
         return []
