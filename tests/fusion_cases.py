@@ -250,6 +250,43 @@ attention("batched matmul", lambda q, k, v: jax.nn.softmax(jnp.einsum("btd,bsd->
 attention("grouped heads before the length", grouped, shapes=((B, T, N, H), (B, T, 2, H), (B, T, 2, H)))
 attention("T5's relative bias", lambda q, k, v, t, m: t5_style(q, k, v, t, m), None, PAD, shapes=(*QKV, (16, N)))
 attention("a mask of -inf", minus_infinity, None, PAD)
+
+
+def by_hand(masked, divided=lambda e, mask: e / e.sum(-1, keepdims=True)):
+    """Returns attention with `masked` as the exponentials, and `divided` as their division by the sum."""
+
+    def fn(q, k, v, m):
+        s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * 0.35
+        e = masked(jnp.exp(s - s.max(-1, keepdims=True)), keys(m))
+        return jnp.einsum("bhqk,bkhd->bqhd", divided(e, keys(m)), v)
+
+    return fn
+
+
+def where_and_after(q, k, v, m):
+    s = jnp.where(keys(m), jnp.einsum("bqhd,bkhd->bhqk", q, k), -jnp.inf)
+    return jnp.einsum("bhqk,bkhd->bqhd", jnp.where(keys(m), jax.nn.softmax(s), 0), v)
+
+
+def temperature(q, k, v, t, m):
+    s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * jnp.exp(t)[:, None, None] / 3
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(keys(m), s, -1e9)), v)
+
+
+attention("exponentials with a mask", by_hand(lambda e, m: jnp.where(m, e, 0)), None, PAD)
+attention("exponentials times a mask", by_hand(lambda e, m: e * m), None, PAD)
+attention("a softmax with where=", lambda q, k, v, m: jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(
+    jnp.einsum("bqhd,bkhd->bhqk", q, k), where=keys(m)), v), None, PAD)  # fmt: skip
+attention("a mask after the softmax too", where_and_after, None, EMPTY)
+attention("a temperature for each head", temperature, None, PAD, shapes=(*QKV, (N,)))
+attention("a mask after the softmax alone", by_hand(
+    lambda e, m: e, lambda e, m: jnp.where(m, e / e.sum(-1, keepdims=True), 0)), {SM: 1}, PAD)  # fmt: skip
+attention("a mask in the result alone", by_hand(
+    lambda e, m: e, lambda e, m: jnp.where(m, e, 0) / e.sum(-1, keepdims=True)), {}, PAD)  # fmt: skip
+attention("a mask in the sum alone", by_hand(
+    lambda e, m: e, lambda e, m: e / jnp.where(m, e, 0).sum(-1, keepdims=True)), {}, PAD)  # fmt: skip
+attention("a cap of the logits", lambda q, k, v: jax.nn.softmax(5 * jnp.tanh(q @ k.T / 5)) @ v,
+          {SM: 1, "dot_general": 1}, shapes=((T, H),) * 3)  # fmt: skip
 attention("a division after the values", late, {"dot_general": 1}, shapes=((T, H),) * 3)
 attention("probabilities returned", returned, {SM: 1, "dot_general": 1}, shapes=((T, H),) * 3)
 attention("dropout", lambda q, k, v: nn.dot_product_attention(

@@ -236,12 +236,34 @@ def norm_site(g: Graph, anchor: Node, options: Options) -> Site:
 
 @dataclasses.dataclass(frozen=True)
 class Softmax:
-    """y = softmax(logits) over `axis`. `zeroed` is the mask of a where(mask, y, 0) inside of it."""
+    """y = softmax(logits) over `axis`.
+
+    `mask` says which elements the sum has, if not all; the others of y are 0. `empty` is then what a row without any
+    has: "zero", or "nan" of a division by 0.
+    """
 
     y: Var
     logits: Var
     axis: int
-    zeroed: Var | None
+    mask: Var | None = None
+    empty: str = ""
+
+
+def mask_after(g: Graph, node: Node, v: Var) -> Var | None:
+    """Returns the mask if a node is where(mask, v, 0) or v * mask, else None."""
+    ins = [g.find(x) for x in node.ins]
+    if node.name == "select_n" and len(ins) == 3 and g.number(ins[1]) == 0 and ins[2] is v:
+        return ins[0]
+    if node.name == "mul" and v in ins:
+        other = ins[1 - ins.index(v)]
+        return other if other.shape and strip(g, other)[0].dtype == bool else None
+    return None
+
+
+def _masked(g: Graph, v: Var) -> dict[Var, Var]:
+    """Returns what where(mask, v, 0) and v * mask are, with their masks."""
+    users = [user for user in g.uses(v) if user is not None]
+    return {g.find(user.out): mask for user in users if (mask := mask_after(g, user, v)) is not None}
 
 
 def _without_shift(g: Graph, v: Var, axis: int) -> Var:
@@ -258,12 +280,8 @@ def _without_shift(g: Graph, v: Var, axis: int) -> Var:
 def read_softmax(g: Graph, anchor: Node) -> Softmax:
     """Reads the softmax whose exponential is `anchor`."""
     e = g.find(anchor.out)
-    zeroed = {
-        g.find(user.out): user.ins[0]
-        for user in g.uses(e)
-        if user is not None and user.name == "select_n" and g.number(user.ins[1]) == 0 and g.find(user.ins[2]) is e
-    }
-    numerators = {e, *zeroed}
+    masked = {out: mask for x in outward(g, e, ("convert_element_type",), 1) for out, mask in _masked(g, x).items()}
+    numerators = {e, *masked}
     casts = [x for numerator in numerators for x in outward(g, numerator, ("convert_element_type",), 1)]
     dividing = [user for x in (e, *casts) for user in g.uses(x) if user is not None and user.name in ("div", "mul")]
     for node in dividing:
@@ -273,7 +291,10 @@ def read_softmax(g: Graph, anchor: Node) -> Softmax:
         if len(found) != 2 or len(upper) != 1 or len(lower) != 1 or scale != 1 or upper[0][0] not in numerators:
             continue
         total = g.defs.get(lower[0][0])
-        if total is None or total.name != "reduce_sum" or strip(g, total.ins[0], stop=numerators)[0] not in numerators:
+        summed = (
+            strip(g, total.ins[0], stop=numerators)[0] if total is not None and total.name == "reduce_sum" else None
+        )
+        if total is None or summed not in numerators:
             continue
         axes = tuple(map(int, total.params["axes"]))
         need(len(axes) == 1, f"a softmax over {len(axes)} axes")
@@ -281,13 +302,22 @@ def read_softmax(g: Graph, anchor: Node) -> Softmax:
             None if a == axes[0] or size == 1 else a - (a > axes[0]) for a, size in enumerate(y.shape)
         ) or lower[0][1][axes[0]] is None, "")  # fmt: skip
         need(upper[0][1] == identity(y.shape))
-        return Softmax(y, _without_shift(g, anchor.ins[0], axes[0]), axes[0], zeroed.get(upper[0][0]))
+        logits = _without_shift(g, anchor.ins[0], axes[0])
+        if summed is e:
+            need(upper[0][0] is e, "the softmax is masked after its sum")
+            return Softmax(y, logits, axes[0])
+        mask = masked[summed]
+        for safe, other in _masked(g, y).items():
+            if strip(g, other) == strip(g, mask):
+                return Softmax(safe, logits, axes[0], mask, "zero")
+        need(upper[0][0] is summed, "the sum of the softmax has a mask that its result has not")
+        return Softmax(y, logits, axes[0], mask, "nan")
     for _, v, _ in terms(g, anchor.ins[0]):  # the exponential of a log-softmax
         log = None if v is None else g.node_of(v)
         if log is not None and log.name == "log":
             argument, z = log_of_sum(g, log)
             if _is_log_softmax(g, g.find(anchor.ins[0]), g.find(log.out), argument, z):
-                return Softmax(e, z, len(e.shape) - 1, None)
+                return Softmax(e, z, len(e.shape) - 1)
     raise Refused("")
 
 
@@ -296,7 +326,7 @@ def softmax_site(g: Graph, anchor: Node, options: Options) -> Site:
     found = read_softmax(g, anchor)
     y, z = found.y, found.logits
     need(found.axis == len(y.shape) - 1, f"a softmax over axis {found.axis} of {len(y.shape)}; only the last is fused")
-    need(found.zeroed is None, "a softmax with where=")
+    need(found.mask is None, "a softmax with a mask in its sum")
     return _softmax_site(g, anchor, y, z, softmax, "softmax", options)
 
 
