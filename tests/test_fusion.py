@@ -117,6 +117,7 @@ def test_check_looks_into_a_scan():
         ("a mask in the result alone", "the softmax is masked after its sum"),
         ("a mask in the sum alone", "a mask that its result has not"),
         ("a cap of the logits", "tanh between the matmul and the softmax"),
+        ("smoothed labels", "a product that is not with one-hot labels"),
         ("a low mask", "masked logits are -100, which is no mask"),
     ],
 )
