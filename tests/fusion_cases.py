@@ -114,6 +114,22 @@ case("a power of -0.5", lambda x, g: g * (x - mean(x)) * (x.var(-1, keepdims=Tru
 case("RMSNorm by hand", lambda x, g: x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * g, {RMS: 1}, *ROWS[:2])
 case("RMSNorm of a residual", lambda x, r, g: (x + r) * jax.lax.rsqrt(mean((x + r) ** 2) + 1e-6) * g, {RMS: 1},
      (B, T, D), (B, T, D), (D,))  # fmt: skip
+
+
+def norms(first, second):
+    """Returns two norms of one array."""
+    return lambda x, g, b, *more: (first(x, g, b), second(x, *more), x.sum())
+
+
+def flax_norm(x, g, b):
+    mu, square = mean(x), mean(x * x)
+    return (x - mu) * (jax.lax.rsqrt(jnp.maximum(square - mu * mu, 0) + 1e-6) * g) + b
+
+
+case("two norms of one array", norms(by_sqrt, by_sqrt), {LN: 2}, *ROWS, (D,), (D,))
+case("two norms of one array, in Flax", norms(flax_norm, flax_norm), {LN: 2}, *ROWS, (D,), (D,))
+case("two norms of a residual", lambda x, r, *more: norms(by_sqrt, by_sqrt)(x + r, *more), {LN: 2}, (B, T, D),
+     *ROWS, (D,), (D,))  # fmt: skip
 case("standard deviation plus epsilon", lambda x: (x - mean(x)) / (x.std(-1, keepdims=True) + 1e-6), {}, (B, T, D))
 case("a norm over two axes", lambda x: (x - x.mean((1, 2), keepdims=True)) * jax.lax.rsqrt(
     x.var((1, 2), keepdims=True) + 1e-6), {}, (B, T, D))  # fmt: skip
@@ -129,6 +145,7 @@ for _name, _fn in {
     "x (0.5 + 0.5 erf)": lambda x: x * (0.5 + 0.5 * jax.lax.erf(x * 0.7071067811865476)),
     "tanh of a power": lambda x: 0.5 * x * (1 + jnp.tanh(jnp.sqrt(2 / jnp.pi) * (x + 0.044715 * jnp.power(x, 3)))),
     "tanh of x (1 + c x^2)": lambda x: x * 0.5 * (1 + jnp.tanh(0.7978845608 * x * (1 + 0.044715 * x * x))),
+    "x norm.cdf(x)": lambda x: x * jax.scipy.stats.norm.cdf(x.astype(jnp.float32)).astype(x.dtype),
     "jax.nn.silu": jax.nn.silu,
     "x / (1 + exp(-x))": lambda x: x * (1 / (1 + jnp.exp(-x))),
     "jax.nn.relu": jax.nn.relu,

@@ -83,8 +83,8 @@ def _is_mean(g: Graph, coefficient: float, v: Var, x: Var) -> bool:
     return y is not None and source(g, y) is x
 
 
-def _read_norm(g: Graph, anchor: Node) -> Norm:
-    """Reads the normalisation whose root is `anchor`."""
+def _read_norms(g: Graph, anchor: Node) -> list[Norm]:
+    """Reads the normalisation whose root is `anchor`. There are several if it is scaled and shifted in several ways."""
     if anchor.name == "pow":
         need(g.number(anchor.ins[1]) in (-0.5, 0.5))
     variance = g.find(anchor.ins[0])
@@ -120,6 +120,8 @@ def _read_norm(g: Graph, anchor: Node) -> Norm:
         if center:
             _check_centered(g, inner, x)
     need(str(x.dtype) in FLOATS, f"x is {x.dtype}")
+    norms, inside = list[Norm](), set[Node]()
+    reason = "what follows the root is not x * rsqrt * gamma + beta"
     names = (
         "add",
         "broadcast_in_dim",
@@ -131,17 +133,18 @@ def _read_norm(g: Graph, anchor: Node) -> Norm:
         "squeeze",
         "sub",
     )
-    reason = "what follows the root is not x * rsqrt * gamma + beta"
     for y in outward(g, anchor.out, names, 9):
-        if y.shape == x.shape and str(y.dtype) in FLOATS:
+        if y.shape == x.shape and str(y.dtype) in FLOATS and g.defs[y] not in inside:
             try:
                 gamma, beta = _affine(g, y, x, variance, center)
             except Refused as error:
                 reason = str(error) or reason
                 continue
             dtype = y.dtype if widens(x.dtype, y.dtype) else x.dtype
-            return Norm(y, x, gamma, beta, epsilon, center, kind, dtype)
-    raise Refused(reason)
+            norms.append(Norm(y, x, gamma, beta, epsilon, center, kind, dtype))
+            inside |= region(g, [y], {x})
+    need(norms, reason)
+    return norms
 
 
 def _unclipped(g: Graph, v: Var) -> list[Term]:
@@ -209,19 +212,23 @@ def _depends(g: Graph, v: Var, x: Var) -> bool:
     return v is x or any(x in map(g.find, node.ins) for node in region(g, [v], {x}))
 
 
-def norm_site(g: Graph, anchor: Node, options: Options) -> Site:
-    """Recognises a LayerNorm or an RMSNorm by its root."""
+def norm_sites(g: Graph, anchor: Node, options: Options) -> list[Site]:
+    """Recognises LayerNorms or RMSNorms of one array by their root."""
     need(g.number(anchor.out) is None)
-    norm = _read_norm(g, anchor)
-    leaves = present(norm.x, *norm.vectors)
-    inside = region(g, [norm.y], leaves)
-    check_kept_inside(g, inside, [norm.y], leaves, norm.x.size, "an intermediate result of the normalisation")
-    rows = norm.x.size // max(1, norm.x.shape[-1])
+    norms = _read_norms(g, anchor)
+    x, ys = norms[0].x, [norm.y for norm in norms]
+    leaves = present(x, *(v for norm in norms for v in norm.vectors))
+    inside = region(g, ys, leaves)
+    check_kept_inside(g, inside, ys, leaves, x.size, "an intermediate result of the normalisation")
+    rows = x.size // max(1, x.shape[-1])
     for node in inside:
-        if node.out.size == rows and norm.x.shape[-1] > 1:
+        if node.out.size == rows and x.shape[-1] > 1:
             seen = [node.out, *outward(g, node.out, ("convert_element_type", "reshape", "squeeze"), 2)]
             need(not any(None in g.uses(v) for v in seen), "the mean or the variance is also returned")
+    return [_norm_site(g, anchor, norm, len(norms) == 1, options) for norm in norms]
 
+
+def _norm_site(g: Graph, anchor: Node, norm: Norm, is_only: bool, options: Options) -> Site:
     def call(x: Any, *vectors: Any, **in_place: Any) -> Any:
         gamma, beta = map(as_vector, fill(norm.vectors, vectors))
         x = as_dtype(x, norm.dtype)
@@ -230,8 +237,11 @@ def norm_site(g: Graph, anchor: Node, options: Options) -> Site:
             return layer_norm(x, gamma, beta, **settings, **in_place)
         return rms_norm(x, gamma, **settings, **in_place)
 
-    op = "layer_norm" if norm.center else "rms_norm"
-    return Site(op, op, anchor, [norm.y], leaves, call, norm.static, inside, norm, operands=[norm.x])
+    op, leaves = "layer_norm" if norm.center else "rms_norm", present(norm.x, *norm.vectors)
+    # One of several must not take into it what comes before, nor overwrite it.
+    parts, operands = (norm, [norm.x]) if is_only else (None, [])
+    inside = region(g, [norm.y], leaves)
+    return Site(op, op, anchor, [norm.y], leaves, call, norm.static, inside, parts, operands=operands)
 
 
 @dataclasses.dataclass(frozen=True)
