@@ -114,6 +114,22 @@ case("a power of -0.5", lambda x, g: g * (x - mean(x)) * (x.var(-1, keepdims=Tru
 case("RMSNorm by hand", lambda x, g: x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * g, {RMS: 1}, *ROWS[:2])
 case("RMSNorm of a residual", lambda x, r, g: (x + r) * jax.lax.rsqrt(mean((x + r) ** 2) + 1e-6) * g, {RMS: 1},
      (B, T, D), (B, T, D), (D,))  # fmt: skip
+
+
+def norms(first, second):
+    """Returns two norms of one array."""
+    return lambda x, g, b, *more: (first(x, g, b), second(x, *more), x.sum())
+
+
+def flax_norm(x, g, b):
+    mu, square = mean(x), mean(x * x)
+    return (x - mu) * (jax.lax.rsqrt(jnp.maximum(square - mu * mu, 0) + 1e-6) * g) + b
+
+
+case("two norms of one array", norms(by_sqrt, by_sqrt), {LN: 2}, *ROWS, (D,), (D,))
+case("two norms of one array, in Flax", norms(flax_norm, flax_norm), {LN: 2}, *ROWS, (D,), (D,))
+case("two norms of a residual", lambda x, r, *more: norms(by_sqrt, by_sqrt)(x + r, *more), {LN: 2}, (B, T, D),
+     *ROWS, (D,), (D,))  # fmt: skip
 case("standard deviation plus epsilon", lambda x: (x - mean(x)) / (x.std(-1, keepdims=True) + 1e-6), {}, (B, T, D))
 case("a norm over two axes", lambda x: (x - x.mean((1, 2), keepdims=True)) * jax.lax.rsqrt(
     x.var((1, 2), keepdims=True) + 1e-6), {}, (B, T, D))  # fmt: skip
@@ -129,6 +145,7 @@ for _name, _fn in {
     "x (0.5 + 0.5 erf)": lambda x: x * (0.5 + 0.5 * jax.lax.erf(x * 0.7071067811865476)),
     "tanh of a power": lambda x: 0.5 * x * (1 + jnp.tanh(jnp.sqrt(2 / jnp.pi) * (x + 0.044715 * jnp.power(x, 3)))),
     "tanh of x (1 + c x^2)": lambda x: x * 0.5 * (1 + jnp.tanh(0.7978845608 * x * (1 + 0.044715 * x * x))),
+    "x norm.cdf(x)": lambda x: x * jax.scipy.stats.norm.cdf(x.astype(jnp.float32)).astype(x.dtype),
     "jax.nn.silu": jax.nn.silu,
     "x / (1 + exp(-x))": lambda x: x * (1 / (1 + jnp.exp(-x))),
     "jax.nn.relu": jax.nn.relu,
@@ -250,6 +267,43 @@ attention("batched matmul", lambda q, k, v: jax.nn.softmax(jnp.einsum("btd,bsd->
 attention("grouped heads before the length", grouped, shapes=((B, T, N, H), (B, T, 2, H), (B, T, 2, H)))
 attention("T5's relative bias", lambda q, k, v, t, m: t5_style(q, k, v, t, m), None, PAD, shapes=(*QKV, (16, N)))
 attention("a mask of -inf", minus_infinity, None, PAD)
+
+
+def by_hand(masked, divided=lambda e, mask: e / e.sum(-1, keepdims=True)):
+    """Returns attention with `masked` as the exponentials, and `divided` as their division by the sum."""
+
+    def fn(q, k, v, m):
+        s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * 0.35
+        e = masked(jnp.exp(s - s.max(-1, keepdims=True)), keys(m))
+        return jnp.einsum("bhqk,bkhd->bqhd", divided(e, keys(m)), v)
+
+    return fn
+
+
+def where_and_after(q, k, v, m):
+    s = jnp.where(keys(m), jnp.einsum("bqhd,bkhd->bhqk", q, k), -jnp.inf)
+    return jnp.einsum("bhqk,bkhd->bqhd", jnp.where(keys(m), jax.nn.softmax(s), 0), v)
+
+
+def temperature(q, k, v, t, m):
+    s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * jnp.exp(t)[:, None, None] / 3
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(keys(m), s, -1e9)), v)
+
+
+attention("exponentials with a mask", by_hand(lambda e, m: jnp.where(m, e, 0)), None, PAD)
+attention("exponentials times a mask", by_hand(lambda e, m: e * m), None, PAD)
+attention("a softmax with where=", lambda q, k, v, m: jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(
+    jnp.einsum("bqhd,bkhd->bhqk", q, k), where=keys(m)), v), None, PAD)  # fmt: skip
+attention("a mask after the softmax too", where_and_after, None, EMPTY)
+attention("a temperature for each head", temperature, None, PAD, shapes=(*QKV, (N,)))
+attention("a mask after the softmax alone", by_hand(
+    lambda e, m: e, lambda e, m: jnp.where(m, e / e.sum(-1, keepdims=True), 0)), {SM: 1}, PAD)  # fmt: skip
+attention("a mask in the result alone", by_hand(
+    lambda e, m: e, lambda e, m: jnp.where(m, e, 0) / e.sum(-1, keepdims=True)), {}, PAD)  # fmt: skip
+attention("a mask in the sum alone", by_hand(
+    lambda e, m: e, lambda e, m: e / jnp.where(m, e, 0).sum(-1, keepdims=True)), {}, PAD)  # fmt: skip
+attention("a cap of the logits", lambda q, k, v: jax.nn.softmax(5 * jnp.tanh(q @ k.T / 5)) @ v,
+          {SM: 1, "dot_general": 1}, shapes=((T, H),) * 3)  # fmt: skip
 attention("a division after the values", late, {"dot_general": 1}, shapes=((T, H),) * 3)
 attention("probabilities returned", returned, {SM: 1, "dot_general": 1}, shapes=((T, H),) * 3)
 attention("dropout", lambda q, k, v: nn.dot_product_attention(
@@ -331,6 +385,24 @@ def optax_loss(x, table):
     return (optax.softmax_cross_entropy_with_integer_labels(x @ table, IDS) * PAD).mean()
 
 
+def one_hot_loss(x, table, labels, keep):  # a label of -1 is no class, and has no loss
+    losses = optax.softmax_cross_entropy(x @ table, jax.nn.one_hot(labels, V))
+    return (losses * keep).sum() / keep.sum()
+
+
+def lse_loss(x, table):
+    logits = x @ table
+    return (jax.nn.logsumexp(logits, -1) - jnp.sum(logits * (IDS[..., None] == jnp.arange(V)), -1)).mean()
+
+
+case("one-hot labels of optax", one_hot_loss, {LOSS: 1}, (B, T, D), (D, V), others=(IDS - 1, PAD))
+case("one-hot labels summed at once", lambda x, w: -jnp.sum(jax.nn.one_hot(IDS, V) * jax.nn.log_softmax(x @ w)) / T,
+     {LOSS: 1}, (B, T, D), (D, V))  # fmt: skip
+case("one-hot labels of logits", lse_loss, {LOSS: 1}, (B, T, D), (D, V))
+case("a row and a label of each", lambda x, w: -jax.nn.log_softmax(x @ w)[jnp.arange(T), IDS[0]].mean(), {LOSS: 1},
+     (T, D), (D, V))  # fmt: skip
+case("smoothed labels", lambda x, w: optax.softmax_cross_entropy(
+    x @ w, optax.smooth_labels(jax.nn.one_hot(IDS, V), 0.1)).mean(), {LSM: 1}, (B, T, D), (D, V))  # fmt: skip
 case("the loss of optax", optax_loss, {LOSS: 1}, (B, T, D), (D, V))
 case("a LayerNorm of one row", by_sqrt, {LN: 1}, (D,), (D,), (D,))
 case("transposes that cancel", lambda x: x.transpose(2, 0, 1).transpose(1, 2, 0) + 1, {"permute": 1}, (B, T, D))

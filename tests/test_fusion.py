@@ -113,6 +113,11 @@ def test_check_looks_into_a_scan():
         ("softmax over axis 1", "axis 1 of 3"),
         ("probabilities returned", "the probabilities are also returned"),
         ("dropout", "dropout between softmax and values"),
+        ("a mask after the softmax alone", "the probabilities are masked after the softmax"),
+        ("a mask in the result alone", "the softmax is masked after its sum"),
+        ("a mask in the sum alone", "a mask that its result has not"),
+        ("a cap of the logits", "tanh between the matmul and the softmax"),
+        ("smoothed labels", "a product that is not with one-hot labels"),
         ("a low mask", "masked logits are -100, which is no mask"),
     ],
 )

@@ -373,6 +373,7 @@ def additive(make):
 MASKS = {
     "where, the lowest number": where_mask(jnp.finfo(jnp.float32).min),
     "where, -1e9": where_mask(-1e9),
+    "where= of a softmax": lambda q, k, v, m: CASES["a softmax with where="].make(q.dtype)[0](q, k, v, m),
     "causal attention": lambda q, k, v, m: jax.nn.dot_product_attention(q, k, v, mask=cases.keys(m), is_causal=True),
     "an added where": additive(lambda m, dtype: jnp.where(m, 0, jnp.finfo(dtype).min).astype(dtype)),
     "(1 - m) * -1e9": additive(lambda m, dtype: (1.0 - m.astype(dtype)) * -1e9),

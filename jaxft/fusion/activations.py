@@ -111,7 +111,7 @@ def _name_of(values: np.ndarray, is_16_bit: bool) -> str | None:
 def read_activation(g: Graph, anchor: Node) -> Activation:
     """Reads the largest element-wise region around `anchor` that computes a known activation of one array."""
     shape, unknown = anchor.out.shape, ""
-    names = ("add", "convert_element_type", "div", "mul", "neg", "sub")
+    names = ("add", "convert_element_type", "div", "mul", "neg", "select_n", "sub")
     for y in outward(g, anchor.out, names, 6):
         if y.shape != shape or str(y.dtype) not in FLOATS or y in g.uniform:
             continue

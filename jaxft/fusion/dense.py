@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxft.fusion.activations import Activation
-from jaxft.fusion.algebra import FLOATS, Map, identity, is_like, is_vector, strip, terms, view
+from jaxft.fusion.algebra import FLOATS, Map, identity, is_like, is_vector, source, strip, terms, view
 from jaxft.fusion.graph import Graph, Node, Var
 from jaxft.fusion.rows import Norm, log_of_sum
 from jaxft.fusion.site import (
@@ -200,17 +200,22 @@ def _become_feed_forward(
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows of a table: table[ids]. `clips` says whether an id outside of the table takes its last row."""
+    """Rows of a table: table[ids].
+
+    `outside` says what an id outside of the table takes: "clip" for the last row, "skip" for none, or "" for NaN.
+    """
 
     table: Var
     ids: Var
-    clips: bool
+    outside: str
     out: Var
 
     def ids_of(self, array: Any) -> Any:
         """The ids as the op takes them, with the shape of the result's leading axes."""
-        ids = array.reshape(self.out.shape[:-1])
-        return jnp.clip(ids, 0, self.table.shape[0] - 1) if self.clips else ids
+        ids, count = array.reshape(self.out.shape[:-1]), self.table.shape[0]
+        if self.outside == "skip":
+            return jnp.where((ids >= 0) & (ids < count), ids, _NO_LABEL)
+        return jnp.clip(ids, 0, count - 1) if self.outside == "clip" else ids
 
 
 def _rows_of(g: Graph, v: Var) -> Rows | None:
@@ -230,13 +235,16 @@ def _rows_of(g: Graph, v: Var) -> Rows | None:
         or len(out.shape) < 2
     ):
         return None
-    mode = str(node.params["mode"]).lower()
-    fill_value = node.params.get("fill_value")
-    if "fill" in mode and fill_value is not None and not math.isnan(float(fill_value)):
+    mode, fill_value = _outside(node), node.params.get("fill_value")
+    if not mode and fill_value is not None and not math.isnan(float(fill_value)):
         return None
-    source, where = strip(g, table)  # a table in float32 that is cast for the look-up
-    table = source if is_like(source, where, table) and str(source.dtype) in FLOATS else table
-    return Rows(table, ids, "clip" in mode, out)
+    stored, where = strip(g, table)  # a table in float32 that is cast for the look-up
+    table = stored if is_like(stored, where, table) and str(stored.dtype) in FLOATS else table
+    return Rows(table, ids, mode, out)
+
+
+def _outside(gather: Node) -> str:
+    return "clip" if "clip" in str(gather.params["mode"]).lower() else ""
 
 
 def absorb_embeddings(g: Graph, site: Site, options: Options) -> None:
@@ -295,9 +303,9 @@ def cross_entropy_site(g: Graph, log_softmax: Site, options: Options) -> Site:
     need(_dense_of(g, z, log_softmax.region) is not None)
     users = [user for user in g.uses(y) if user is not None]
     need(len(users) == len(g.uses(y)) == 1, "the log-softmax of a matmul goes to more than a look-up of labels")
-    gather = users[0]
-    need(gather.name == "gather", f"the log-softmax of a matmul goes to {gather.name}, not to a look-up of labels")
-    return _summed_loss(g, log_softmax.anchor, z, _labels_of(g, gather, y), g.find(gather.out), 1.0, options)
+    (user,) = users
+    need(user.name in ("gather", "mul"), f"the log-softmax of a matmul goes to {user.name}, not to a look-up of labels")
+    return _summed_loss(g, log_softmax.anchor, z, _labels_of(g, user, y), g.find(user.out), 1.0, options)
 
 
 def normalised_loss_site(g: Graph, anchor: Node, options: Options) -> Site:
@@ -307,18 +315,22 @@ def normalised_loss_site(g: Graph, anchor: Node, options: Options) -> Site:
     for y in outward(g, log, ("add", "broadcast_in_dim", "neg", "reshape", "squeeze", "sub"), 4):
         found = [(c, v) for c, v, _ in terms(g, y, stop={log})]
         sign = next((c for c, v in found if v is log), 0.0)
-        gathers = [
-            node
-            for c, v in found
-            if c == -sign and v is not None and (node := g.defs.get(v)) is not None and node.name == "gather"
-        ]
-        if abs(sign) == 1 and len(gathers) == 1:
-            rows = g.find(gathers[0].ins[0])
+        picks = [node for c, v in found if c == -sign and v is not None and (node := _pick(g, v)) is not None]
+        if abs(sign) == 1 and len(picks) == 1:
+            rows = next((x for x in map(g.find, picks[0].ins) if x in (z, argument)), None)
             of_logits = [(-c * sign, v) for c, v in shift] if rows is z else []
-            rest = [t for t in found if t[1] is not log and t[1] is not g.find(gathers[0].out)]
-            if rows in (z, argument) and rest == of_logits:
-                return _summed_loss(g, anchor, z, _labels_of(g, gathers[0], rows), y, -sign, options)
+            rest = [t for t in found if t[1] is not log and t[1] is not None and _pick(g, t[1]) is not picks[0]]
+            if rows is not None and rest == of_logits:
+                return _summed_loss(g, anchor, z, _labels_of(g, picks[0], rows), y, -sign, options)
     raise Refused("")
+
+
+def _pick(g: Graph, v: Var) -> Node | None:
+    """Returns the gather, or the matmul with one-hot labels before a sum, that computes `v`."""
+    node = g.node_of(v)
+    if node is not None and node.name == "reduce_sum" and node.params["axes"] == (len(node.ins[0].shape) - 1,):
+        node = g.node_of(source(g, node.ins[0]))
+    return node if node is not None and node.name in ("gather", "mul") else None
 
 
 def _summed_loss(
@@ -343,6 +355,8 @@ def _summed_loss(
             picked = out
         elif user.name == "reduce_sum" and not out.shape:
             total = out
+        elif user.name == "reduce_sum" and picked.shape == z.shape and out.shape == z.shape[:-1]:
+            picked = out  # of one-hot labels
         else:
             raise Refused(f"the loss of each row goes to {user.name}, not to a sum")
     product = _dense_of(g, z, region(g, [total], {z}))
@@ -370,15 +384,39 @@ def _summed_loss(
                 region(g, [total], set(inputs)), always=True)  # fmt: skip
 
 
-def _labels_of(g: Graph, gather: Node, y: Var) -> Rows:
-    """Reads take_along_axis(y, labels[..., None], -1) of y [..., V]."""
-    ids, numbers = g.find(gather.ins[1]), gather.params["dimension_numbers"]
-    lead = tuple(range(len(y.shape) - 1))
-    need(g.find(gather.ins[0]) is y and tuple(gather.params["slice_sizes"]) == (1,) * len(y.shape))
-    need(tuple(numbers.operand_batching_dims) == lead, "the log-softmax is not looked up row by row")
-    need(ids.size == math.prod(y.shape[:-1]), "a row has several labels")
-    clips = "clip" in str(gather.params["mode"]).lower()
-    return Rows(Var(y.aval.update(shape=(y.shape[-1], 1))), ids, clips, Var(y.aval))
+def _labels_of(g: Graph, node: Node, y: Var) -> Rows:
+    """Reads y [..., V] looked up by labels: by take_along_axis, y[arange, labels] or y * one_hot(labels)."""
+    lead, count = y.shape[:-1], y.shape[-1]
+    outside = "skip"
+    if node.name == "gather":
+        ids, numbers, outside = g.find(node.ins[1]), node.params["dimension_numbers"], _outside(node)
+        need(g.find(node.ins[0]) is y and tuple(node.params["slice_sizes"]) == (1,) * len(y.shape))
+        both = g.defs.get(ids)
+        if tuple(numbers.start_index_map) == (0, 1) and both is not None and both.name == "concatenate":
+            need(len(both.ins) == 2 and _is_arange(g.constant(both.ins[0]), 0, lead[0]))
+            ids = g.find(both.ins[1])
+        else:
+            need(tuple(numbers.operand_batching_dims) == tuple(range(len(lead))), "rows are not looked up one by one")
+    else:
+        other = next(x for x in map(g.find, node.ins) if x is not y)
+        reason = "the log-softmax of a matmul goes to a product that is not with one-hot labels"
+        equal = g.defs.get(strip(g, other)[0])
+        need(equal is not None and equal.name == "eq" and other.shape == y.shape, reason)
+        assert equal is not None
+        labels = [x for x in equal.ins if not _is_arange(g.constant(x), -1, count)]
+        need(len(labels) == 1, reason)
+        ids, where = strip(g, labels[0])
+        in_order = [a for a in where if a is not None] == [a for a, size in enumerate(ids.shape) if size != 1]
+        need(jnp.issubdtype(ids.dtype, jnp.integer) and where[-1] is None and in_order, reason)
+    need(ids.size == math.prod(lead), "a row has several labels")
+    return Rows(Var(y.aval.update(shape=(count, 1))), ids, outside, Var(y.aval))
+
+
+def _is_arange(known: Any, axis: int, count: int) -> bool:
+    """Returns whether a constant is 0, 1, ... along an axis, and the same along the others."""
+    return (
+        known is not None and known.size == known.shape[axis] == count and bool((known.ravel() == range(count)).all())
+    )
 
 
 def _kept_rows(g: Graph, node: Node, picked: Var) -> tuple[Var, bool]:

@@ -37,7 +37,7 @@ class Found:
     misses: list[Miss] = dataclasses.field(default_factory=list)
 
 
-_Matcher = Callable[[Graph, Node, Options], Site]
+_Matcher = Callable[[Graph, Node, Options], Site | list[Site]]
 _ROOTS = ("pow", "rsqrt", "sqrt")
 # Each step goes over the whole graph. An earlier one takes nodes from a later one.
 _STEPS: tuple[tuple[tuple[str, ...], tuple[str, ...], _Matcher], ...] = (
@@ -45,7 +45,7 @@ _STEPS: tuple[tuple[tuple[str, ...], tuple[str, ...], _Matcher], ...] = (
     (("softmax",), ("exp",), rows.softmax_site),
     (("cross_entropy",), ("log",), dense.normalised_loss_site),
     (("softmax", "cross_entropy"), ("log",), rows.log_softmax_site),
-    (("layer_norm", "rms_norm"), _ROOTS, rows.norm_site),
+    (("layer_norm", "rms_norm"), _ROOTS, rows.norm_sites),
     (("activation", "dense"), activations.ANCHORS, activations.activation_site),
     (("permute",), ("transpose",), dense.permute_site),
     (("permute",), ("dot_general",), dense.matmul_site),
@@ -67,7 +67,7 @@ def find_sites(g: Graph, options: Options) -> Found:
             if not node.out.shape or g.find(node.out) is not node.out or node.out in g.uniform:
                 continue
             try:
-                site = match(g, node, options)
+                sites = match(g, node, options)
                 if node.is_differentiated:
                     raise Refused(_DIFFERENTIATED)
             except Refused as refused:
@@ -75,9 +75,10 @@ def find_sites(g: Graph, options: Options) -> Found:
                     reason = _DIFFERENTIATED if node.is_differentiated else str(refused)
                     found.misses.append(Miss(node, families[0], reason))
                 continue
-            if not any(v in found.sites for v in site.outs):
-                found.sites[site.outs[0]] = site
-                taken |= site.region
+            for site in sites if isinstance(sites, list) else [sites]:
+                if not any(v in found.sites for v in site.outs):
+                    found.sites[site.outs[0]] = site
+                    taken |= site.region
     _absorb(g, found, options)
     _leave_transposes_to_xla(g, found)
     found.sites = {v: site for v, site in found.sites.items() if site.family in options.only}
@@ -101,7 +102,7 @@ def _absorb(g: Graph, found: Found, options: Options) -> None:
             del found.sites[site.outs[0]]
             found.sites[loss.outs[0]] = loss
     for site in list(found.sites.values()):
-        if site.op in ("layer_norm", "rms_norm"):
+        if site.op in ("layer_norm", "rms_norm") and site.parts is not None:
             if "embeddings" in options.only:
                 dense.absorb_embeddings(g, site, options)
             if site.op in ("layer_norm", "rms_norm"):

@@ -83,8 +83,8 @@ def _is_mean(g: Graph, coefficient: float, v: Var, x: Var) -> bool:
     return y is not None and source(g, y) is x
 
 
-def _read_norm(g: Graph, anchor: Node) -> Norm:
-    """Reads the normalisation whose root is `anchor`."""
+def _read_norms(g: Graph, anchor: Node) -> list[Norm]:
+    """Reads the normalisation whose root is `anchor`. There are several if it is scaled and shifted in several ways."""
     if anchor.name == "pow":
         need(g.number(anchor.ins[1]) in (-0.5, 0.5))
     variance = g.find(anchor.ins[0])
@@ -120,6 +120,8 @@ def _read_norm(g: Graph, anchor: Node) -> Norm:
         if center:
             _check_centered(g, inner, x)
     need(str(x.dtype) in FLOATS, f"x is {x.dtype}")
+    norms, inside = list[Norm](), set[Node]()
+    reason = "what follows the root is not x * rsqrt * gamma + beta"
     names = (
         "add",
         "broadcast_in_dim",
@@ -131,17 +133,18 @@ def _read_norm(g: Graph, anchor: Node) -> Norm:
         "squeeze",
         "sub",
     )
-    reason = "what follows the root is not x * rsqrt * gamma + beta"
     for y in outward(g, anchor.out, names, 9):
-        if y.shape == x.shape and str(y.dtype) in FLOATS:
+        if y.shape == x.shape and str(y.dtype) in FLOATS and g.defs[y] not in inside:
             try:
                 gamma, beta = _affine(g, y, x, variance, center)
             except Refused as error:
                 reason = str(error) or reason
                 continue
             dtype = y.dtype if widens(x.dtype, y.dtype) else x.dtype
-            return Norm(y, x, gamma, beta, epsilon, center, kind, dtype)
-    raise Refused(reason)
+            norms.append(Norm(y, x, gamma, beta, epsilon, center, kind, dtype))
+            inside |= region(g, [y], {x})
+    need(norms, reason)
+    return norms
 
 
 def _unclipped(g: Graph, v: Var) -> list[Term]:
@@ -209,19 +212,23 @@ def _depends(g: Graph, v: Var, x: Var) -> bool:
     return v is x or any(x in map(g.find, node.ins) for node in region(g, [v], {x}))
 
 
-def norm_site(g: Graph, anchor: Node, options: Options) -> Site:
-    """Recognises a LayerNorm or an RMSNorm by its root."""
+def norm_sites(g: Graph, anchor: Node, options: Options) -> list[Site]:
+    """Recognises LayerNorms or RMSNorms of one array by their root."""
     need(g.number(anchor.out) is None)
-    norm = _read_norm(g, anchor)
-    leaves = present(norm.x, *norm.vectors)
-    inside = region(g, [norm.y], leaves)
-    check_kept_inside(g, inside, [norm.y], leaves, norm.x.size, "an intermediate result of the normalisation")
-    rows = norm.x.size // max(1, norm.x.shape[-1])
+    norms = _read_norms(g, anchor)
+    x, ys = norms[0].x, [norm.y for norm in norms]
+    leaves = present(x, *(v for norm in norms for v in norm.vectors))
+    inside = region(g, ys, leaves)
+    check_kept_inside(g, inside, ys, leaves, x.size, "an intermediate result of the normalisation")
+    rows = x.size // max(1, x.shape[-1])
     for node in inside:
-        if node.out.size == rows and norm.x.shape[-1] > 1:
+        if node.out.size == rows and x.shape[-1] > 1:
             seen = [node.out, *outward(g, node.out, ("convert_element_type", "reshape", "squeeze"), 2)]
             need(not any(None in g.uses(v) for v in seen), "the mean or the variance is also returned")
+    return [_norm_site(g, anchor, norm, len(norms) == 1, options) for norm in norms]
 
+
+def _norm_site(g: Graph, anchor: Node, norm: Norm, is_only: bool, options: Options) -> Site:
     def call(x: Any, *vectors: Any, **in_place: Any) -> Any:
         gamma, beta = map(as_vector, fill(norm.vectors, vectors))
         x = as_dtype(x, norm.dtype)
@@ -230,18 +237,43 @@ def norm_site(g: Graph, anchor: Node, options: Options) -> Site:
             return layer_norm(x, gamma, beta, **settings, **in_place)
         return rms_norm(x, gamma, **settings, **in_place)
 
-    op = "layer_norm" if norm.center else "rms_norm"
-    return Site(op, op, anchor, [norm.y], leaves, call, norm.static, inside, norm, operands=[norm.x])
+    op, leaves = "layer_norm" if norm.center else "rms_norm", present(norm.x, *norm.vectors)
+    # One of several must not take into it what comes before, nor overwrite it.
+    parts, operands = (norm, [norm.x]) if is_only else (None, [])
+    inside = region(g, [norm.y], leaves)
+    return Site(op, op, anchor, [norm.y], leaves, call, norm.static, inside, parts, operands=operands)
 
 
 @dataclasses.dataclass(frozen=True)
 class Softmax:
-    """y = softmax(logits) over `axis`. `zeroed` is the mask of a where(mask, y, 0) inside of it."""
+    """y = softmax(logits) over `axis`.
+
+    `mask` says which elements the sum has, if not all; the others of y are 0. `empty` is then what a row without any
+    has: "zero", or "nan" of a division by 0.
+    """
 
     y: Var
     logits: Var
     axis: int
-    zeroed: Var | None
+    mask: Var | None = None
+    empty: str = ""
+
+
+def mask_after(g: Graph, node: Node, v: Var) -> Var | None:
+    """Returns the mask if a node is where(mask, v, 0) or v * mask, else None."""
+    ins = [g.find(x) for x in node.ins]
+    if node.name == "select_n" and len(ins) == 3 and g.number(ins[1]) == 0 and ins[2] is v:
+        return ins[0]
+    if node.name == "mul" and v in ins:
+        other = ins[1 - ins.index(v)]
+        return other if other.shape and strip(g, other)[0].dtype == bool else None
+    return None
+
+
+def _masked(g: Graph, v: Var) -> dict[Var, Var]:
+    """Returns what where(mask, v, 0) and v * mask are, with their masks."""
+    users = [user for user in g.uses(v) if user is not None]
+    return {g.find(user.out): mask for user in users if (mask := mask_after(g, user, v)) is not None}
 
 
 def _without_shift(g: Graph, v: Var, axis: int) -> Var:
@@ -258,12 +290,8 @@ def _without_shift(g: Graph, v: Var, axis: int) -> Var:
 def read_softmax(g: Graph, anchor: Node) -> Softmax:
     """Reads the softmax whose exponential is `anchor`."""
     e = g.find(anchor.out)
-    zeroed = {
-        g.find(user.out): user.ins[0]
-        for user in g.uses(e)
-        if user is not None and user.name == "select_n" and g.number(user.ins[1]) == 0 and g.find(user.ins[2]) is e
-    }
-    numerators = {e, *zeroed}
+    masked = {out: mask for x in outward(g, e, ("convert_element_type",), 1) for out, mask in _masked(g, x).items()}
+    numerators = {e, *masked}
     casts = [x for numerator in numerators for x in outward(g, numerator, ("convert_element_type",), 1)]
     dividing = [user for x in (e, *casts) for user in g.uses(x) if user is not None and user.name in ("div", "mul")]
     for node in dividing:
@@ -273,7 +301,10 @@ def read_softmax(g: Graph, anchor: Node) -> Softmax:
         if len(found) != 2 or len(upper) != 1 or len(lower) != 1 or scale != 1 or upper[0][0] not in numerators:
             continue
         total = g.defs.get(lower[0][0])
-        if total is None or total.name != "reduce_sum" or strip(g, total.ins[0], stop=numerators)[0] not in numerators:
+        summed = (
+            strip(g, total.ins[0], stop=numerators)[0] if total is not None and total.name == "reduce_sum" else None
+        )
+        if total is None or summed not in numerators:
             continue
         axes = tuple(map(int, total.params["axes"]))
         need(len(axes) == 1, f"a softmax over {len(axes)} axes")
@@ -281,13 +312,22 @@ def read_softmax(g: Graph, anchor: Node) -> Softmax:
             None if a == axes[0] or size == 1 else a - (a > axes[0]) for a, size in enumerate(y.shape)
         ) or lower[0][1][axes[0]] is None, "")  # fmt: skip
         need(upper[0][1] == identity(y.shape))
-        return Softmax(y, _without_shift(g, anchor.ins[0], axes[0]), axes[0], zeroed.get(upper[0][0]))
+        logits = _without_shift(g, anchor.ins[0], axes[0])
+        if summed is e:
+            need(upper[0][0] is e, "the softmax is masked after its sum")
+            return Softmax(y, logits, axes[0])
+        mask = masked[summed]
+        for safe, other in _masked(g, y).items():
+            if strip(g, other) == strip(g, mask):
+                return Softmax(safe, logits, axes[0], mask, "zero")
+        need(upper[0][0] is summed, "the sum of the softmax has a mask that its result has not")
+        return Softmax(y, logits, axes[0], mask, "nan")
     for _, v, _ in terms(g, anchor.ins[0]):  # the exponential of a log-softmax
         log = None if v is None else g.node_of(v)
         if log is not None and log.name == "log":
             argument, z = log_of_sum(g, log)
             if _is_log_softmax(g, g.find(anchor.ins[0]), g.find(log.out), argument, z):
-                return Softmax(e, z, len(e.shape) - 1, None)
+                return Softmax(e, z, len(e.shape) - 1)
     raise Refused("")
 
 
@@ -296,7 +336,7 @@ def softmax_site(g: Graph, anchor: Node, options: Options) -> Site:
     found = read_softmax(g, anchor)
     y, z = found.y, found.logits
     need(found.axis == len(y.shape) - 1, f"a softmax over axis {found.axis} of {len(y.shape)}; only the last is fused")
-    need(found.zeroed is None, "a softmax with where=")
+    need(found.mask is None, "a softmax with a mask in its sum")
     return _softmax_site(g, anchor, y, z, softmax, "softmax", options)
 
 
