@@ -57,7 +57,9 @@ def ops() -> dict[str, Case]:
 
     import jaxft
 
-    dropout = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(3)}
+    def dropout():  # makes the key late: it would start JAX
+        return {"dropout_rate": 0.3, "dropout_rng": jax.random.key(3)}
+
     x, ids = floats(B, T, W), RNG.integers(0, 9, (B, T), np.int32)
     tables = {"word": floats(9, W), "position": floats(T, W), "token_type": floats(2, W), **norm()}
     tables_summed = ((9, W), (T, W), (2, W), (W,), (W,))
@@ -81,12 +83,12 @@ def ops() -> dict[str, Case]:
             logged=r"layer_norm: axis 2 of an array \(4, 6, 32\) is divided over model",
         ),
         "bias_residual_layer_norm": Case(
-            lambda **k: jaxft.bias_residual_layer_norm(**k, return_sum=True, **dropout),
+            lambda **k: jaxft.bias_residual_layer_norm(**k, return_sum=True, **dropout()),
             {"x": x, "bias": floats(W), "residual": x, **norm()}, {"x": data, "residual": data}, ((W,), (W,), (W,)),
         ),
         "rms_norm": Case(jaxft.rms_norm, {"x": x, "gamma": floats(W)}, {"x": data}, ((W,),)),
         "embeddings_layer_norm": Case(
-            lambda **k: jaxft.embeddings_layer_norm(**k, **dropout), {"input_ids": ids, **tables},
+            lambda **k: jaxft.embeddings_layer_norm(**k, **dropout()), {"input_ids": ids, **tables},
             {"input_ids": data}, tables_summed, (), BOTH,
         ),
         "embeddings_layer_norm with divided tables": Case(
@@ -120,36 +122,39 @@ def ops() -> dict[str, Case]:
             ((W, F), (F,)),
         ),
         "dense of a vmap": Case(
-            lambda x, kernel, implementation: jax.vmap(functools.partial(gelu, implementation=implementation))(x, kernel),
+            lambda implementation, **k: jax.vmap(functools.partial(gelu, implementation=implementation))(
+                k["x"], k["kernel"]
+            ),
             {"x": x, "kernel": floats(B, W, F)}, {"x": data, "kernel": data},
         ),
         "dense_residual_layer_norm": Case(
-            lambda **k: jaxft.dense_residual_layer_norm(**k, **dropout),
+            lambda **k: jaxft.dense_residual_layer_norm(**k, **dropout()),
             {"x": x, "kernel": kernel, "bias": bias, "residual": floats(B, T, F), **norm(F)},
             {"x": data, "residual": data}, ((W, F), (F,), (F,), (F,)),
         ),
         "feed_forward_residual_layer_norm": Case(
-            lambda **k: jaxft.feed_forward_residual_layer_norm(**k, **dropout), ffn,
+            lambda **k: jaxft.feed_forward_residual_layer_norm(**k, **dropout()), ffn,
             {"x": data, "in_kernel": columns, "in_bias": rows, "out_kernel": rows},
             (*[(B * T // 2, W)] * 2, (W, F // 2), (F // 2,), (F // 2, W), (W,), (W,), (W,)), (), BOTH,
         ),
         "dot_product_attention": Case(
-            lambda **k: jaxft.dot_product_attention(**k, **dropout, return_residual=True),
+            lambda **k: jaxft.dot_product_attention(**k, **dropout(), return_residual=True),
             {"query": floats(B, T, N, H), **heads, "bias": floats(B, 1, T, T)},
             {**dict.fromkeys(("query", "key", "value"), ("data", None, "model")), "bias": data},
             ((B // 2, 1, T, T),),
         ),
         "qkv_attention": Case(
-            lambda **k: jaxft.qkv_attention(**k, **dropout), {"qkv": qkv, "relative_bias": floats(N, 5)},
+            lambda **k: jaxft.qkv_attention(**k, **dropout()), {"qkv": qkv, "relative_bias": floats(N, 5)},
             {"qkv": ("data", *by_heads[:2], "model"), "relative_bias": rows}, ((N // 2, 5),), (), BOTH,
         ),
         "varlen_qkv_attention": Case(
-            lambda **k: jaxft.varlen_qkv_attention(**k, max_seqlen=T, **dropout), packed, {"qkv": by_heads}, (), (), BOTH,
+            lambda **k: jaxft.varlen_qkv_attention(**k, max_seqlen=T, **dropout()), packed, {"qkv": by_heads},
+            (), (), BOTH,
         ),
         "varlen_qkv_attention of a vmap": Case(
             lambda implementation, **k: jax.vmap(
                 lambda qkv, cu_seqlens: jaxft.varlen_qkv_attention(
-                    qkv, cu_seqlens, max_seqlen=T, implementation=implementation, **dropout
+                    qkv, cu_seqlens, max_seqlen=T, implementation=implementation, **dropout()
                 )
             )(**k),
             {name: np.stack([array] * 2) for name, array in packed.items()}, {"qkv": data, "cu_seqlens": data},
