@@ -7,6 +7,7 @@ interrupted and resumed is bitwise equal to a run that was not.
 import argparse
 import ast
 import csv
+import functools
 import hashlib
 import json
 import logging
@@ -27,16 +28,19 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
+import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from matplotlib import pyplot
 from tqdm import tqdm
 
 import jaxft
 from jaxft import atomic, dispatch, training
 from jaxft.checkpoint.files import CheckpointError
+from jaxft.models import partition_specs
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.tuning import cache as tuning_cache
 
@@ -129,6 +133,7 @@ def arguments(description: str | None, name: str, presets: Mapping[str, Any]) ->
         "--out", metavar="FOLDER", type=Path, default=Path("runs") / name,
         help="checkpoints, losses, plot and the trained model; a run that is there goes on (%(default)s)",
     )  # fmt: skip
+    join_processes()
     on_gpu = jax.default_backend() == "gpu"
     parser.add_argument("--preset", choices=presets, default="base" if on_gpu else "small", help="%(default)s here")
     parser.add_argument("--steps", type=positive, help="as the preset has it")
@@ -146,6 +151,92 @@ def arguments(description: str | None, name: str, presets: Mapping[str, Any]) ->
     parser.add_argument("--save-every", type=positive, default=100, metavar="STEPS", help="(%(default)s)")
     parser.add_argument("--seed", type=seed, default=0, help="(%(default)s)")
     return parser
+
+
+def join_processes() -> None:
+    """Joins the other processes of the run if the environment names them. It must come before any other use of JAX."""
+    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    address, *numbers = (os.environ.get(name) for name in names)
+    if address is None or jax.distributed.is_initialized():
+        return
+    if not all(number and number.isdecimal() for number in numbers):
+        raise SystemExit(f"several processes need {', '.join(names)}, got {[address, *numbers]}")
+    jax.distributed.initialize(address, *(int(number or 0) for number in numbers))
+
+
+def add_division(parser: argparse.ArgumentParser, what: str) -> None:
+    """Adds the options for several devices. `what` says what the devices share."""
+    parser.add_argument("--data-parallel", action="store_true", help=f"all devices share {what}")
+    parser.add_argument(
+        "--fsdp", action="store_true", help="--data-parallel, and each device keeps a part of the parameters only"
+    )
+
+
+class Devices:
+    """The devices of a run: one, or all of them with --data-parallel or --fsdp.
+
+    Attributes:
+      count: number of devices.
+      mesh: all devices as the mesh axis data, or None for one device.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.fsdp = getattr(args, "fsdp", False)
+        divides = self.fsdp or getattr(args, "data_parallel", False)
+        if jax.process_count() > 1 and not divides:
+            raise SystemExit("several processes need --data-parallel or --fsdp")
+        self.count = jax.device_count() if divides else 1
+        self.mesh = jax.make_mesh((self.count,), ("data",), (AxisType.Auto,)) if divides else None
+
+    def check(self, option: str, size: int) -> None:
+        """Ends the program unless the devices can share `size` equal parts."""
+        if size % self.count:
+            raise SystemExit(f"{option} must be a multiple of the {self.count} devices, got {size}")
+
+    def replicated(self) -> Any:
+        return jax.devices()[0] if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+
+    def shardings(self, model: Any, optimizer: optax.GradientTransformation, state: "State") -> Any:
+        """Returns the shardings of a state."""
+        if not self.fsdp:
+            return jax.tree.map(lambda _: self.replicated(), state)
+        specs = partition_specs(model, fsdp=True)
+        params = jax.tree.map(
+            lambda spec, x: NamedSharding(self.mesh, spec) if self._divides(spec, x) else self.replicated(),
+            specs, state.params,
+        )  # fmt: skip
+        opt_state = optax.tree_utils.tree_map_params(
+            optimizer, lambda _, sharding: sharding, state.opt_state, params,
+            transform_non_params=lambda _: self.replicated(),
+        )  # fmt: skip
+        return State(params, opt_state, jax.tree.map(lambda _: self.replicated(), state.loss_scale))
+
+    def _divides(self, spec: PartitionSpec, x: jax.Array) -> bool:
+        return all(axis is None or size % self.count == 0 for axis, size in zip(spec, x.shape, strict=True))
+
+    def whole(self, params: Any) -> Any:
+        """Returns parameters that each device has all of, inside a step: JAX gathers each one when it is needed."""
+        return jax.lax.with_sharding_constraint(params, self.replicated()) if self.fsdp else params
+
+    def put(self, tree: Any, shardings: Any) -> Any:
+        """Puts arrays, which every process has, on the devices."""
+        if jax.process_count() == 1:
+            return jax.device_put(tree, shardings)
+
+        def place(x: Any, sharding: Any) -> jax.Array:
+            if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+                return jax.random.wrap_key_data(place(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
+            x = np.asarray(x)
+            return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+
+        return jax.tree.map(place, tree, shardings)
+
+    def batch(self, batch: Any) -> Any:
+        """Puts a batch on the devices, which share its second axis."""
+        if self.mesh is None:
+            return batch
+        sharding = NamedSharding(self.mesh, PartitionSpec(None, "data"))
+        return self.put(batch, jax.tree.map(lambda _: sharding, batch))
 
 
 def positive(text: str) -> int:
@@ -224,17 +315,25 @@ def make_step(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
     gradients_of: Callable[..., Any] = training.accumulate_gradients,
+    *,
+    grouped: bool = False,
 ) -> Step:
     """Makes a training step. Its batches have the micro-batches along the first axis of each array.
 
+    If they are `grouped`, the first axis is of groups, and the devices share the micro-batches of a group.
     `gradients_of` has the arguments of `training.accumulate_gradients`, and gets `loss_fn`.
     """
 
     def step(state: State, batch: Any, key: jax.Array) -> tuple[State, jax.Array]:
-        keys = jax.random.split(key, len(jax.tree.leaves(batch)[0]))
-        loss, gradients = gradients_of(
-            lambda params, one: loss_fn(params, *one), state.params, (batch, keys), loss_scale=state.loss_scale
-        )
+        keys = jax.random.split(key, jax.tree.leaves(batch)[0].shape[: 2 if grouped else 1])
+
+        def loss_of(params: Any, one: Any) -> tuple[jax.Array, jax.Array]:
+            if not grouped:
+                return loss_fn(params, *one)
+            every = jax.vmap(functools.partial(loss_fn, params))(*one)
+            return jax.tree.map(functools.partial(jnp.sum, axis=0), every)
+
+        loss, gradients = gradients_of(loss_of, state.params, (batch, keys), loss_scale=state.loss_scale)
 
         def update(gradients: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
             params, opt_state = state
@@ -278,9 +377,12 @@ class Run:
       step_seconds: median time of the steps that this process has done, or None if it has done too few.
     """
 
-    def __init__(self, out: Path, settings: dict[str, Any], state: State) -> None:
-        # Commit the state to its device. A restored state is committed too, so both use the same compiled step.
-        state = jax.device_put(state, jax.devices()[0])
+    def __init__(
+        self, out: Path, settings: dict[str, Any], state: State, devices: Devices | None = None, shardings: Any = None
+    ) -> None:
+        self.devices = devices or Devices(argparse.Namespace())
+        # Commit the state to its devices. A restored state is committed too, so both use the same compiled step.
+        state = self.devices.put(state, shardings or jax.tree.map(lambda _: self.devices.replicated(), state))
         self.out, self.settings, self.state, self.step = out.resolve(), settings, state, 0
         self.step_seconds: float | None = None
         self._checkpoints = self.out / "checkpoints"
@@ -390,8 +492,17 @@ class Run:
             then = f"step {max(saved)} is saved; the same command goes on from there" if saved else "nothing is saved"
             raise SaveError(f"stopped after step {self.step}: {_reason(error)}; {then}") from error
 
+    def params(self) -> Any:
+        """Returns the parameters, which this process then has all of."""
+        if jax.process_count() == 1:
+            return self.state.params
+        whole = jax.jit(lambda params: params, out_shardings=self.devices.replicated())(self.state.params)
+        return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), whole)
+
     def save_model(self, model: Any, tokenizer: Any, settings: tokenizer_files.Settings) -> None:
         """Writes the trained model and its tokenizer, which was loaded with `settings`."""
+        if jax.process_index():
+            return
         with self.saving():
             model.save_pretrained(self.out / "model")
             tokenizer_files.save(tokenizer, self.out / "model", settings)
@@ -404,10 +515,14 @@ class Run:
                 self._remove_unfinished()
 
     def _remove_unfinished(self) -> None:
+        if jax.process_index():
+            return
         for folder in self._checkpoints.glob("*.orbax-checkpoint-tmp*"):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _write(self, name: str, head: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> None:
+        if jax.process_index():  # the first process writes for all
+            return
         with self.saving(), atomic.replacing(self.out / name) as (new,), atomic.writing(self.out / name):
             with new.open("w", newline="") as file:
                 writer = csv.writer(file, lineterminator="\n")
@@ -448,14 +563,18 @@ class Run:
             stack.callback(self._close)
             self._evaluate(evaluation)
             if self.step < steps:
-                lowered = jax.jit(step, donate_argnums=0).lower(self.state, batch_at(self.step), base_key)
+                batch, key = self._inputs(batch_at(self.step), base_key)
+                several = self.devices.mesh is not None
+                shardings = jax.tree.map(lambda x: x.sharding, self.state), self.devices.replicated()
+                options = {"out_shardings": shardings} if several else {}
+                lowered = jax.jit(step, donate_argnums=0, **options).lower(self.state, batch, key)
                 compiled = lowered.compile(training.COMPILER_OPTIONS)
                 memory: Any = compiled.memory_analysis()
                 print(f"temporary memory of a step: {memory.temp_size_in_bytes / 2**20:,.0f} MiB")
             with tqdm(total=steps, initial=self.step, unit="step") as bar:
                 while self.step < steps and not came:
-                    key = jax.random.fold_in(base_key, self.step)
-                    self.state, loss = compiled(self.state, batch_at(self.step), key)
+                    batch, key = self._inputs(batch_at(self.step), jax.random.fold_in(base_key, self.step))
+                    self.state, loss = compiled(self.state, batch, key)
                     self.step += 1
                     pending.append(loss)
                     read(IN_FLIGHT)
@@ -475,7 +594,13 @@ class Run:
             print(f"interrupted after step {self.step} of {steps}, which is saved; the same command goes on from there")
         return self.step == steps
 
+    def _inputs(self, batch: Any, key: jax.Array) -> tuple[Any, jax.Array]:
+        several = self.devices.mesh is not None
+        return self.devices.batch(batch), self.devices.put(key, self.devices.replicated()) if several else key
+
     def _plot(self, evaluated: str) -> None:
+        if jax.process_index():
+            return
         figure, axes = pyplot.subplots(figsize=(7, 4))
         axes.plot(self._losses, color="tab:blue", alpha=0.3, linewidth=1, label="each step")
         if len(self._losses) >= 20:

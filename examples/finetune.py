@@ -9,6 +9,7 @@ resumes it.
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,8 +55,11 @@ class Texts:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = common.arguments(__doc__, "finetune", PRESETS).parse_args(argv)
-    preset = PRESETS[args.preset]
+    parser = common.arguments(__doc__, "finetune", PRESETS)
+    common.add_division(parser, "the texts of a micro-batch")
+    args = parser.parse_args(argv)
+    preset, devices = PRESETS[args.preset], common.Devices(args)
+    devices.check("the batch of the preset", preset.batch)
     args.steps = args.steps or preset.steps
     texts = {text: module for text, module in common.paragraphs().items() if len(text) >= LEAST_CHARACTERS}
     names = [module for module, _ in collections.Counter(texts.values()).most_common(preset.labels)]
@@ -82,14 +86,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     data = common.fingerprint(train_set.input_ids, train_set.labels)
     weights = common.fingerprint(*map(np.asarray, jax.tree.leaves(encoder)))  # without the new head
     about = {"preset": dataclasses.asdict(preset), "config": model.config.to_dict(), "data": data, "weights": weights}
-    run = common.Run(args.out, common.settings(args, **about), state)
+    shardings = devices.shardings(model, optimizer, state)
+    run = common.Run(args.out, common.settings(args, **about), state, devices, shardings)
 
     def loss_fn(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return nnx.merge(graph, params).loss(batch["input_ids"], batch["labels"], batch["mask"], rngs=key)
+        model = nnx.merge(graph, devices.whole(params))
+        return model.loss(batch["input_ids"], batch["labels"], batch["mask"], rngs=key)
 
-    @jax.jit
+    @functools.partial(jax.jit, out_shardings=devices.replicated() if devices.mesh is not None else None)
     def predict(params: Any, batch: Any) -> jax.Array:
-        logits = nnx.merge(graph, params)(batch["input_ids"], batch["mask"], deterministic=True)
+        logits = nnx.merge(graph, devices.whole(params))(batch["input_ids"], batch["mask"], deterministic=True)
         return logits.argmax(-1)
 
     def accuracy(params: Any) -> float:
@@ -112,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{args.accumulate * preset.batch / run.step_seconds:,.0f} texts/s")
     if not finished:
         return common.INTERRUPTED
-    run.save_model(nnx.merge(graph, run.state.params), whole, tokenizer_settings)
+    run.save_model(nnx.merge(graph, run.params()), whole, tokenizer_settings)
     print(f"{args.out}: model/, loss.png, losses.csv, held_out.csv, checkpoints/")
     return 0
 

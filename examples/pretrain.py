@@ -8,6 +8,7 @@ padding. Ctrl-C, SIGTERM or SIGHUP saves the run and ends it with exit code 130;
 
 import argparse
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Sequence
@@ -138,6 +139,7 @@ def speed(config: BertConfig, batches: Sequence[dict[str, np.ndarray]], step_sec
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = common.arguments(__doc__, "pretrain", PRESETS)
+    common.add_division(parser, "the micro-batches of a step (--accumulate)")
     parser.add_argument(
         "--peak-tflops", type=common.positive_float, help="of the device at this dtype, for devices that are not known"
     )
@@ -146,7 +148,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    preset = PRESETS[args.preset]
+    preset, devices = PRESETS[args.preset], common.Devices(args)
+    devices.check("--accumulate", args.accumulate)
     args.steps = args.steps or preset.steps
     tokenizer_settings = tokenizer_files.Settings(args.model)
     tokenizer = tokenizer_files.load(tokenizer_settings)
@@ -165,27 +168,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     optimizer = common.adamw(preset.learning_rate, args.steps)
     state = common.initial_state(params, optimizer, args.dtype)
     data = common.fingerprint(*train_set.sequences)
-    run = common.Run(args.out, common.settings(args, preset=dataclasses.asdict(preset), data=data), state)
+    settings = common.settings(args, preset=dataclasses.asdict(preset), data=data)
+    run = common.Run(args.out, settings, state, devices, devices.shardings(model, optimizer, state))
 
     def loss_fn(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return nnx.merge(graph, params).loss(**batch, max_seqlen=preset.length, rngs=key)
+        model = nnx.merge(graph, devices.whole(params))
+        return model.loss(**batch, max_seqlen=preset.length, rngs=key)
 
-    @jax.jit
+    @functools.partial(jax.jit, out_shardings=devices.replicated() if devices.mesh is not None else None)
     def evaluate(params: Any, batches: Any) -> jax.Array:
         def loss(batch: Any) -> Any:
-            return nnx.merge(graph, params).loss(**batch, max_seqlen=preset.length, deterministic=True)
+            model = nnx.merge(graph, devices.whole(params))
+            return model.loss(**batch, max_seqlen=preset.length, deterministic=True)
 
         return jax.tree.map(jnp.sum, jax.lax.map(loss, batches)).mean
 
     held_out = batches(test_set, [args.seed], EVALUATED)
     evaluation = common.Evaluation("loss of held-out text", lambda params: evaluate(params, held_out), ".3f")
-    batch_at = lambda step: batches(train_set, [args.seed, step], args.accumulate)  # noqa: E731
-    step = common.make_step(loss_fn, optimizer)
+    grouped = devices.mesh is not None
+
+    def batch_at(step: int) -> dict[str, np.ndarray]:
+        batch = batches(train_set, [args.seed, step], args.accumulate)
+        return {name: x.reshape(-1, devices.count, *x.shape[1:]) for name, x in batch.items()} if grouped else batch
+
+    step = common.make_step(loss_fn, optimizer, grouped=grouped)
     finished = run.train(step, batch_at, save_every=args.save_every, evaluation=evaluation)
     speed_file = args.out / "speed.json"
     speed_file.unlink(missing_ok=True)  # from an earlier call
-    if run.step_seconds is not None:
-        found = speed(config, [batch_at(step) for step in range(8)], run.step_seconds)
+    if run.step_seconds is not None and jax.process_index() == 0:
+        some = [batches(train_set, [args.seed, step], args.accumulate) for step in range(8)]
+        found = speed(config, some, run.step_seconds)
         line = f"{found['tokens_per_s']:,.0f} tokens/s, {found['flops_per_s'] / 1e12:.3g} TFLOP/s"
         if (peak := peak_flops(args.dtype, args.peak_tflops)) is not None:
             found["mfu"] = found["flops_per_s"] / peak
@@ -195,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             new.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
     if not finished:
         return common.INTERRUPTED
-    run.save_model(nnx.merge(graph, run.state.params), tokenizer, tokenizer_settings)
+    run.save_model(nnx.merge(graph, run.params()), tokenizer, tokenizer_settings)
     print(f"{args.out}: model/, loss.png, losses.csv, held_out.csv, checkpoints/")
     return 0
 

@@ -532,7 +532,7 @@ def given(checkpoint, tmp_path, monkeypatch):
     def given(example, *options):
         found = []
         with monkeypatch.context() as patch:
-            patch.setattr(common, "make_step", lambda loss_fn, optimizer: loss_fn)
+            patch.setattr(common, "make_step", lambda loss_fn, optimizer, **_: loss_fn)
             patch.setattr(common.Run, "train", lambda *args, **_: found.extend(args))
             out = tmp_path / "-".join(("run", *options))
             assert example.main([f"--model={checkpoint}", f"--out={out}", *options]) == common.INTERRUPTED

@@ -9,6 +9,8 @@ import json
 import logging
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+
+import tiny
 
 B, T, N, H, W, F, V = 4, 6, 4, 8, 32, 64, 20
 TRITON = ("triton",)
@@ -53,7 +57,9 @@ def ops() -> dict[str, Case]:
 
     import jaxft
 
-    dropout = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(3)}
+    def dropout():  # makes the key late: it would start JAX
+        return {"dropout_rate": 0.3, "dropout_rng": jax.random.key(3)}
+
     x, ids = floats(B, T, W), RNG.integers(0, 9, (B, T), np.int32)
     tables = {"word": floats(9, W), "position": floats(T, W), "token_type": floats(2, W), **norm()}
     tables_summed = ((9, W), (T, W), (2, W), (W,), (W,))
@@ -77,12 +83,12 @@ def ops() -> dict[str, Case]:
             logged=r"layer_norm: axis 2 of an array \(4, 6, 32\) is divided over model",
         ),
         "bias_residual_layer_norm": Case(
-            lambda **k: jaxft.bias_residual_layer_norm(**k, return_sum=True, **dropout),
+            lambda **k: jaxft.bias_residual_layer_norm(**k, return_sum=True, **dropout()),
             {"x": x, "bias": floats(W), "residual": x, **norm()}, {"x": data, "residual": data}, ((W,), (W,), (W,)),
         ),
         "rms_norm": Case(jaxft.rms_norm, {"x": x, "gamma": floats(W)}, {"x": data}, ((W,),)),
         "embeddings_layer_norm": Case(
-            lambda **k: jaxft.embeddings_layer_norm(**k, **dropout), {"input_ids": ids, **tables},
+            lambda **k: jaxft.embeddings_layer_norm(**k, **dropout()), {"input_ids": ids, **tables},
             {"input_ids": data}, tables_summed, (), BOTH,
         ),
         "embeddings_layer_norm with divided tables": Case(
@@ -116,36 +122,39 @@ def ops() -> dict[str, Case]:
             ((W, F), (F,)),
         ),
         "dense of a vmap": Case(
-            lambda x, kernel, implementation: jax.vmap(functools.partial(gelu, implementation=implementation))(x, kernel),
+            lambda implementation, **k: jax.vmap(functools.partial(gelu, implementation=implementation))(
+                k["x"], k["kernel"]
+            ),
             {"x": x, "kernel": floats(B, W, F)}, {"x": data, "kernel": data},
         ),
         "dense_residual_layer_norm": Case(
-            lambda **k: jaxft.dense_residual_layer_norm(**k, **dropout),
+            lambda **k: jaxft.dense_residual_layer_norm(**k, **dropout()),
             {"x": x, "kernel": kernel, "bias": bias, "residual": floats(B, T, F), **norm(F)},
             {"x": data, "residual": data}, ((W, F), (F,), (F,), (F,)),
         ),
         "feed_forward_residual_layer_norm": Case(
-            lambda **k: jaxft.feed_forward_residual_layer_norm(**k, **dropout), ffn,
+            lambda **k: jaxft.feed_forward_residual_layer_norm(**k, **dropout()), ffn,
             {"x": data, "in_kernel": columns, "in_bias": rows, "out_kernel": rows},
             (*[(B * T // 2, W)] * 2, (W, F // 2), (F // 2,), (F // 2, W), (W,), (W,), (W,)), (), BOTH,
         ),
         "dot_product_attention": Case(
-            lambda **k: jaxft.dot_product_attention(**k, **dropout, return_residual=True),
+            lambda **k: jaxft.dot_product_attention(**k, **dropout(), return_residual=True),
             {"query": floats(B, T, N, H), **heads, "bias": floats(B, 1, T, T)},
             {**dict.fromkeys(("query", "key", "value"), ("data", None, "model")), "bias": data},
             ((B // 2, 1, T, T),),
         ),
         "qkv_attention": Case(
-            lambda **k: jaxft.qkv_attention(**k, **dropout), {"qkv": qkv, "relative_bias": floats(N, 5)},
+            lambda **k: jaxft.qkv_attention(**k, **dropout()), {"qkv": qkv, "relative_bias": floats(N, 5)},
             {"qkv": ("data", *by_heads[:2], "model"), "relative_bias": rows}, ((N // 2, 5),), (), BOTH,
         ),
         "varlen_qkv_attention": Case(
-            lambda **k: jaxft.varlen_qkv_attention(**k, max_seqlen=T, **dropout), packed, {"qkv": by_heads}, (), (), BOTH,
+            lambda **k: jaxft.varlen_qkv_attention(**k, max_seqlen=T, **dropout()), packed, {"qkv": by_heads},
+            (), (), BOTH,
         ),
         "varlen_qkv_attention of a vmap": Case(
             lambda implementation, **k: jax.vmap(
                 lambda qkv, cu_seqlens: jaxft.varlen_qkv_attention(
-                    qkv, cu_seqlens, max_seqlen=T, implementation=implementation, **dropout
+                    qkv, cu_seqlens, max_seqlen=T, implementation=implementation, **dropout()
                 )
             )(**k),
             {name: np.stack([array] * 2) for name, array in packed.items()}, {"qkv": data, "cu_seqlens": data},
@@ -254,10 +263,110 @@ def test_divided_arrays_give_the_same_numbers_with_few_collectives(name, impleme
     assert all(re.match(case.logged, message) for message in logged)
 
 
-def main(what: str, file: str) -> None:
+# --- Training ----------------------------------------------------------------------------------------------------
+
+STEPS = 50
+EXAMPLES = {
+    "pretrain": ["--accumulate=4"],  # the devices share the micro-batches
+    "finetune": [],  # the devices share the texts of a micro-batch
+}
+
+
+def train(example: str, *arguments: str) -> None:
+    """Runs an example on small texts with dropout."""
+    import dataclasses
+
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    import common
+
+    common.join_processes()  # before the tests use JAX
+    import finetune
+    import pretrain
+    import test_examples
+
+    common.paragraphs = test_examples.some_texts
+    config = dataclasses.replace(test_examples.CONFIG, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
+    preset = pretrain.Preset(config, length=16, rows=64, steps=STEPS, learning_rate=1e-3)
+    pretrain.PRESETS, pretrain.EVALUATED = {"small": preset, "base": preset}, 1
+    labelled = finetune.Preset(length=16, batch=8, steps=STEPS, learning_rate=1e-3, labels=3)
+    finetune.PRESETS = {"small": labelled, "base": labelled}
+    code = {"pretrain": pretrain, "finetune": finetune}[example].main(arguments)
+    if code:
+        raise SystemExit(code)
+
+
+def start(devices: int, example: str, *arguments: str, **environment: str) -> subprocess.Popen:
+    """Starts an example as a program with this number of CPU devices."""
+    more = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(
+        [sys.executable, __file__, "train", example, *arguments], env=os.environ | more | environment,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen) -> str:
+    text, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, text
+    return text
+
+
+def losses(folder: Path) -> np.ndarray:
+    return np.loadtxt(folder / "losses.csv", delimiter=",", skiprows=1)[:, 1]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Returns the options of each example with the folder of its run on one device, whose losses are the standard."""
+    folder = tmp_path_factory.mktemp("trained")
+    checkpoint = tiny.write_model(folder / "checkpoint", hidden_dropout_prob=0.1)
+    options = {name: [f"--model={checkpoint}", "--save-every=25", *more] for name, more in EXAMPLES.items()}
+    for name in EXAMPLES:
+        finish(start(1, name, f"--out={folder / name}", *options[name]))
+    return {name: (options[name], folder / name) for name in EXAMPLES}
+
+
+@pytest.mark.parametrize(("example", "option"), [("pretrain", "--data-parallel"), ("finetune", "--fsdp")])
+def test_training_on_devices_takes_the_same_steps(example, option, trained, tmp_path):
+    options, alone = trained[example]
+    finish(start(4, example, f"--out={tmp_path}", option, *options))
+    assert len(losses(alone)) == STEPS
+    np.testing.assert_allclose(losses(tmp_path), losses(alone), rtol=1e-4)
+
+
+def test_checkpoint_continues_on_another_number_of_devices(trained, tmp_path):
+    options, alone = trained["finetune"]
+    shutil.copytree(alone, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints" / str(STEPS))
+    text = finish(start(2, "finetune", f"--out={tmp_path}", "--fsdp", *options))
+    assert "resumed after step 25" in text
+    np.testing.assert_allclose(losses(tmp_path), losses(alone), rtol=1e-4)
+
+
+def test_two_processes_take_the_same_steps(trained, tmp_path):
+    options, alone = trained["finetune"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    names = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+    processes = [
+        start(1, "finetune", f"--out={tmp_path}", "--fsdp", *options, **names, JAX_PROCESS_ID=str(i)) for i in range(2)
+    ]
+    try:
+        for process in processes:
+            finish(process)
+    finally:
+        for process in processes:
+            process.kill()
+    np.testing.assert_allclose(losses(tmp_path), losses(alone), rtol=1e-4)
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+def measure_all(file: str) -> None:
     results = {f"{name} {i}": measure(case, i) for name, case in ops().items() for i in case.implementations}
     Path(file).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    {"ops": measure_all, "train": train}[sys.argv[1]](*sys.argv[2:])
