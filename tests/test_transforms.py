@@ -122,6 +122,10 @@ OPS = {
         lambda m, o, qkv: m.rotary(qkv, np.arange(LENGTH, dtype=np.int32), **o),
         {"qkv": (BATCH, LENGTH, 3, HEADS, SIZE)},
     ),
+    "dense_rotary": Op(
+        lambda m, o, **f: m.dense_rotary(**f, positions=np.arange(LENGTH, dtype=np.int32), num_heads=HEADS, **o),
+        {**ROWS, "kernel": (WIDTH, 3 * WIDTH), "bias": (3 * WIDTH,)},
+    ),
     "varlen_qkv_attention": Op(
         # Sequences of one row, so that each device has whole ones.
         lambda m, o, qkv: m.varlen_qkv_attention(qkv, np.arange(len(qkv) + 1, dtype=np.int32), max_seqlen=2, **o),
