@@ -394,8 +394,8 @@ def test_jit_and_eager_agree(implementation, name):
 
 @pytest.mark.parametrize(
     ("name", "implementation"),
-    [*itertools.product(("layer_norm", "dense", "softmax", "permute", "merge_heads", "qkv_bias_split_heads"),
-                        (None, "triton")), ("dense", "mosaic_gpu")],
+    [*itertools.product(("layer_norm", "dense", "softmax", "permute", "merge_heads", "qkv_bias_split_heads",
+                         "dense_rotary"), (None, "triton")), ("dense", "mosaic_gpu"), ("dense_rotary", "mosaic_gpu")],
 )  # fmt: skip
 def test_explicit_shardings(name, implementation, caplog):
     """XLA runs the op, or an error says what to do."""

@@ -86,7 +86,7 @@ def dense_rotary(
     plans.record(op, (*arrays, positions), plan)
     if plan.forward.backend == "ops":
         matmul, rotation = plan.forward.config
-        return rotary.run(dense.run(*arrays, None, matmul).reshape(shape), positions, rotation)
+        return rotary.run(_packed(dense.run(*arrays, None, matmul), shape), positions, rotation)
     return _result_jit(*arrays, rotary.periodic(positions, tokens), plan).reshape(shape)
 
 
@@ -98,24 +98,31 @@ class Plan(plans.Plan):
     precision: Any
 
 
+def _packed(y, shape):
+    """Reshapes y `[M, 3 * N * H]` in two steps, each of which JAX knows the sharding of."""
+    *tokens, parts, heads, size = shape
+    return y.reshape(*tokens, parts * heads * size).reshape(shape)
+
+
 def plan_of(
     op: str, x: Array, kernel: Array, bias: Array | None, positions: Array, shape: tuple[int, ...], *, theta: float,
     frequency_scale: float, precision: Any, implementation: str | None,
 ) -> Plan:  # fmt: skip
     """Chooses backends and configurations for arrays of these shapes and dtypes. `shape` is the shape of the result."""
     kernel_precision, device = dispatch.matmul_precision(precision), dispatch.device()
-    qkv: Any = jax.eval_shape(lambda x, kernel: jnp.matmul(x, kernel).reshape(shape), x, kernel)
+    qkv: Any = jax.eval_shape(lambda x, kernel: _packed(jnp.matmul(x, kernel), shape), x, kernel)  # with its sharding
     reason = triton_dense.unsupported(x=x, kernel=kernel, bias=bias)
     reason = reason or triton_rotary.unsupported(qkv, positions, "x @ kernel")
     fused_reason = reason or support.dense_unsupported(x, kernel, bias, None, kernel_precision, head_size=shape[-1])
     choice = dispatch.choose(op, implementation, {"mosaic_gpu": fused_reason, "triton": reason})
-    of_ops = None if implementation == "mosaic_gpu" else implementation
+    of_ops = "xla" if choice.name == "xla" else None if implementation == "mosaic_gpu" else implementation
     two_ops = Pass("ops", (
         dense.plan_of(op, x, kernel, bias, None, None, precision, of_ops),
         rotary.plan_of(op, "qkv", qkv, positions, theta=theta, frequency_scale=frequency_scale, in_place=True,
                        implementation=of_ops),
     ))  # fmt: skip
-    forward, why, sizes = two_ops, choice.why, (*x.shape, kernel.shape[1])
+    forward, why = two_ops, choice.why
+    sizes = x.shape[0], x.shape[1], kernel.shape[1]
     if choice.name == "mosaic_gpu":
         if implementation is not None or tuning.epilogue_is_faster(*sizes, x.dtype.itemsize, device):
             config = tuning.dense_mosaic(*sizes, None, x.dtype.itemsize, device, rotary=True)
@@ -155,7 +162,7 @@ def _result(x, kernel, bias, positions, carriers, plan):
         if positions.size % support.PIECE:
             positions = jnp.tile(positions, x.shape[0] // positions.size)
         size = kernel.shape[1] // (3 * plan.num_heads)
-        frequencies = reference.rotary_frequencies(size, *options.values(), jnp.float32)
+        frequencies = reference.rotary_frequencies(size, rotation.theta, rotation.frequency_scale, jnp.float32)
         angles = positions.astype(jnp.float32)[:, None] * frequencies[None]
         angles = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=1)
         (y,) = mosaic.forward(x, kernel, bias, activation=None, config=plan.forward.config, angles=angles)
