@@ -17,10 +17,12 @@ from cases import ONE_DTYPE, check, jit, lower, normal, slow, slow_cases
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference
 from jaxft.kernels.mosaic_gpu import dense, support
+from jaxft.tuning.dense import MosaicDenseConfig
 from lowered import TRITON, operations
 from test_dense_mosaic import DTYPES, SPLITS, assert_no_races, finds_races, interpreted, of, run, runs
 
 MOSAIC = "@mosaic_gpu_v2"
+CONFIGS = SPLITS | {"64x192": MosaicDenseConfig(64, 192, stages=2, split="none", programs=2)}  # of different parts
 
 
 def floats_of(rng, dtype, *tokens, depth, heads, size, bias=None):
@@ -63,9 +65,9 @@ def test_two_ops(tokens, positions, bias, dtype):
 @pytest.mark.parametrize("bias", [None, jnp.float32])
 @pytest.mark.parametrize(
     ("config", "rows", "heads", "positions"),
-    [("128x128", 196, 2, ints(196)), ("m", 256, 1, ints(64)),
-     *slow_cases(("none", 200, 3, ints(200)), ("n", 130, 2, ints(130)), ("cluster", 384, 2, ints(192)),
-                 ("none, cluster", 384, 1, ints(64)), ("128x128", 640, 3, ints(320)))],
+    [("128x128", 196, 2, ints(196)), ("64x192", 256, 1, ints(64)),
+     *slow_cases(("m", 256, 1, ints(128)), ("none", 200, 3, ints(200)), ("n", 130, 2, ints(130)),
+                 ("cluster", 384, 2, ints(192)), ("none, cluster", 384, 1, ints(64)), ("128x128", 640, 3, ints(320)))],
     ids=lambda x: str(getattr(x, "shape", x)),
 )  # fmt: skip
 def test_matmul_rotates(config, rows, heads, positions, bias, dtype):
@@ -75,9 +77,18 @@ def test_matmul_rotates(config, rows, heads, positions, bias, dtype):
     options = {"positions": np.resize(positions, rows), "num_heads": heads}
     angles = positions[:, None].astype(np.float32) * reference.rotary_frequencies(64, 10000.0, 1.0, np.float32)
     angles = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=1)
-    (got,) = run(**floats, activation=None, config=SPLITS[config], angles=angles)
+    (got,) = run(**floats, activation=None, config=CONFIGS[config], angles=angles)
     plain = jit(functools.partial(reference.dense_rotary, **options))(**floats)
     assert_matches_oracle(got.reshape(plain.shape), plain, oracle.dense_rotary(**floats, **options))
+
+
+def test_rows_of_angles_are_padded_to_multiples_of_8():
+    """Angles of all rows are, and those that repeat are not."""
+    config = MosaicDenseConfig(64, 64, programs=132)
+    rotate = functools.partial(dense.forward, bias=None, activation=None, config=config)
+    for rows, positions, pads in ((96, 96, 0), (100, 100, 2), (100, 64, 1)):
+        arrays = of((rows, 64)), of((64, 192)), of((positions, 64), jnp.float32)
+        assert lower(lambda x, k, a: rotate(x, k, angles=a), *arrays).count("stablehlo.pad") == pads
 
 
 @runs

@@ -113,7 +113,6 @@ def test_narrow_windows_have_blocks_of_their_own():
         assert blocks(8192, 4097, hopper) == blocks(8192, None, hopper) != (64, 64, 4, 2)
 
 
-
 @pytest.mark.parametrize(("n", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (64, 64), (65, 128), (2**31 - 1, 2**31)])
 def test_next_power_of_2(n, power):
     assert tuning_table.next_power_of_2(n) == power
