@@ -73,11 +73,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         b, t, n, h = shape
         variants = {name: jax.jit(run) for name, run in projections(n, h).items()}
         moved = nbytes(*shape, in_place=False)
-        sets = [factors(*shape, seed) for seed in range(timing.rotation(moved))]
+        layers = [factors(*shape, seed) for seed in range(timing.rotation(moved))]
         for name in ("jaxft", "jaxft, two ops"):
-            timing.check_all(f"dense_rotary {shape}, {name}", variants[name], variants["xla"], sets[0])
+            timing.check_all(f"dense_rotary {shape}, {name}", variants[name], variants["xla"], layers[0])
         results += timing.measure(
-            {name: (run, sets) for name, run in variants.items()}, work=6 * b * t * (n * h) ** 2, unit="TFLOP/s",
+            {name: (run, layers) for name, run in variants.items()}, work=6 * b * t * (n * h) ** 2, unit="TFLOP/s",
             args=args, op="dense_rotary", direction="forward", shape=shape, dtype=DTYPE,
         )  # fmt: skip
     timing.print_tables(results)
