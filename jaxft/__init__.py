@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jaxft.ops.cross_entropy import linear_cross_entropy
     from jaxft.ops.dense import dense
     from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
+    from jaxft.ops.dense_rotary import dense_rotary
     from jaxft.ops.embeddings import embeddings_layer_norm
     from jaxft.ops.feed_forward import feed_forward_residual_layer_norm
     from jaxft.ops.gated_activation import gated_activation
@@ -60,6 +61,7 @@ __all__ = [
     "bundle",
     "dense",
     "dense_residual_layer_norm",
+    "dense_rotary",
     "dot_product_attention",
     "embeddings_layer_norm",
     "explain",
@@ -104,6 +106,7 @@ _MODULES = {
     "jaxft.ops.cross_entropy": "linear_cross_entropy",
     "jaxft.ops.dense": "dense",
     "jaxft.ops.dense_layer_norm": "dense_residual_layer_norm",
+    "jaxft.ops.dense_rotary": "dense_rotary",
     "jaxft.ops.embeddings": "embeddings_layer_norm",
     "jaxft.ops.feed_forward": "feed_forward_residual_layer_norm",
     "jaxft.ops.gated_activation": "gated_activation",

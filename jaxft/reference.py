@@ -579,6 +579,16 @@ def dense_epilogue(
     return out.astype(y.dtype)
 
 
+def dense_rotary(
+    x: Array, kernel: Array, bias: Array | None, positions: Array, theta: float = 10000.0, *, num_heads: int,
+    frequency_scale: float = 1.0, precision: PrecisionLike = None,
+) -> Array:  # fmt: skip
+    """Computes rotary of dense(x, kernel, bias) as packed queries, keys and values: [..., D] -> [..., 3, N, H]."""
+    y = dense(x, kernel, bias, precision=precision)
+    qkv = y.reshape(*x.shape[:-1], 3, num_heads, kernel.shape[1] // (3 * num_heads))
+    return rotary(qkv, positions, theta, frequency_scale=frequency_scale)
+
+
 def dense_residual_layer_norm(
     x: Array, kernel: Array, bias: Array | None, residual: Array, gamma: Array | None, beta: Array | None,
     *, precision: PrecisionLike = None, **options: Any,

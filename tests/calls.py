@@ -107,6 +107,10 @@ CALLS = {
     "merge_heads": Call(jaxft.merge_heads, {"x": "b, 2, t, 4"}),
     "permute": Call(functools.partial(jaxft.permute, axes=(1, 0, -1)), {"x": "b, t, 8"}),
     "rotary": Call(functools.partial(jaxft.rotary, theta=1000.0), {"qkv": QKV, "positions": "b, t"}),
+    "dense_rotary": Call(
+        lambda positions, **f: jaxft.dense_rotary(**f, positions=positions, theta=1000.0, num_heads=2),
+        {"x": "b, t, 8", "kernel": "8, 24", "bias": "24", "positions": "b, t"},
+    ),
     "rotary (pair)": Call(
         lambda query, key, **options: jaxft.rotary((query, key), **options),
         {"query": "m, 4, 4", "key": "m, 2, 4", "positions": "m"},

@@ -267,6 +267,11 @@ def dense(x, kernel, bias=None, *, activation=None, gate=None, residual=None):
     return out if residual is None else out + f64(residual)
 
 
+def dense_rotary(x, kernel, bias, positions, theta=10000.0, *, num_heads, frequency_scale=1.0):
+    y = dense(x, kernel, bias)
+    return rotary(y.reshape(*y.shape[:-1], 3, num_heads, -1), positions, theta, frequency_scale=frequency_scale)
+
+
 def linear_cross_entropy(x, embedding, labels, bias=None, *, ignore_index=-100):
     x, embedding = f64(x), f64(embedding)
     total, labelled = 0.0, 0

@@ -117,7 +117,8 @@ def test_shapes_are_listed_once():
             },
             {"xla", "copy (memcpy)"},
         ),
-        (bench_rotary, {"ROTARY": [(2, 5, 3, 8)]}, {"xla", "copy (memcpy)"}),
+        (bench_rotary, {"ROTARY": [(2, 5, 3, 8)]},
+         {"xla", "copy (memcpy)", "jaxft, two ops", "jaxft, dense alone"}),
         (
             bench_softmax,
             {

@@ -22,7 +22,7 @@ from compare import assert_matches_oracle
 from jaxft import dispatch, reference
 from jaxft.kernels.mosaic_gpu import activations as act
 from jaxft.kernels.mosaic_gpu import dense, support
-from jaxft.kernels.triton import bias_activation, gated_activation
+from jaxft.kernels.triton import bias_activation, gated_activation, rotary
 from jaxft.tuning import dense as tuning_dense
 from jaxft.tuning.dense import MosaicDenseConfig
 
@@ -377,7 +377,7 @@ def test_nan_stays_in_its_row():
 def interpreted():
     """Makes a CPU pass for a Hopper GPU. The kernel runs in Mosaic's interpreter.
 
-    The gradients of activation and bias are Triton kernels, which run in Pallas' interpreter.
+    The gradients of activation, bias and rotation are Triton kernels, which run in Pallas' interpreter.
     """
     if not INTERPRET:
         yield
@@ -396,6 +396,7 @@ def interpreted():
         in_triton(bias_activation.backward),
         in_triton(bias_activation.sum_of_rows),
         in_triton(gated_activation.backward, gated_activation),
+        in_triton(rotary.rotate, rotary),
     ):
         yield
 

@@ -270,11 +270,11 @@ def test_old_names_of_gte(monkeypatch):
     layer = BertModel(config, implementation="xla", rngs=nnx.Rngs(0)).layers[0]
     rotated, given = [], jax.random.normal(jax.random.key(0), (1, 4, 3, 2, 8))
 
-    def keep(qkv, *args, **kwargs):
+    def keep(x, kernel, bias, *args, num_heads, **kwargs):
         rotated.append(rotary(given, *args, **kwargs))
         return rotated[0]
 
-    monkeypatch.setattr(bert, "rotary", keep)
+    monkeypatch.setattr(bert, "dense_rotary", keep)
     layer.step(*[jnp.ones((1, 4, 16))] * 2, Places(positions=jnp.arange(4), theta=2e4), [(None, None)] * 2)
     angle = 3 / (2e4 ** (np.arange(0, 8, 2) / 8)) / 2 ** (2 / 8)
     first, second = np.split(np.asarray(given[0, 3, 0, 0]), 2)

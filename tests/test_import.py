@@ -13,7 +13,7 @@ HEAVY = ("flax", "tokenizers", "huggingface_hub", "safetensors", "tqdm", "matplo
 OPS = ("layer_norm", "bias_residual_layer_norm", "rms_norm", "embeddings_layer_norm", "bias_activation",
        "gated_activation", "softmax", "log_softmax",
        "qkv_bias_split_heads", "merge_heads", "permute", "rotary", "dot_product_attention", "qkv_attention",
-       "varlen_qkv_attention", "dense", "dense_residual_layer_norm", "feed_forward_residual_layer_norm",
+       "varlen_qkv_attention", "dense", "dense_rotary", "dense_residual_layer_norm", "feed_forward_residual_layer_norm",
        "linear_cross_entropy", "remove_padding", "restore_padding", "bundle")  # fmt: skip
 MODELS = (
     "BertConfig",

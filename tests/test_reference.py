@@ -168,6 +168,13 @@ def rotary(rng, size):
                           for m in (reference, oracle)))  # fmt: skip
 
 
+def dense_rotary(rng, size):
+    tokens, depth, heads, width = _leading(rng, size), size(), size(), 6 * min(size(), 5)
+    floats = _floats(rng, x=(*tokens, depth), kernel=(depth, width * heads), bias=(width * heads,))
+    options = {"positions": rng.integers(-3, 4, tokens[-1:], np.int32), "theta": 100.0, "num_heads": heads}
+    return Case(floats, *(lambda f, m=m: m.dense_rotary(**f, **options) for m in (reference, oracle)))
+
+
 def dense(rng, size):
     rows, inner, outer = _leading(rng, size), size(), size()
     activation = _some(rng, str(rng.choice(["gelu", "gelu_tanh", "relu", "silu", "tanh"])))
@@ -249,8 +256,8 @@ def varlen_qkv_attention(rng, size):
 
 softmax, log_softmax = _row_softmax("softmax"), _row_softmax("log_softmax")
 OPS = (layer_norm, bias_residual_layer_norm, rms_norm, embeddings_layer_norm, bias_activation, gated_activation,
-       softmax, log_softmax, qkv_bias_split_heads, merge_heads, permute, rotary, dense, linear_cross_entropy,
-       dot_product_attention, varlen_qkv_attention)  # fmt: skip
+       softmax, log_softmax, qkv_bias_split_heads, merge_heads, permute, rotary, dense, dense_rotary,
+       linear_cross_entropy,        dot_product_attention, varlen_qkv_attention)  # fmt: skip
 # Ops with many options get more seeds.
 SEEDS = {"dot_product_attention": 20, "merge_heads": 2, "permute": 3, "qkv_bias_split_heads": 3}
 

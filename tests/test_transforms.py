@@ -122,6 +122,10 @@ OPS = {
         lambda m, o, qkv: m.rotary(qkv, np.arange(LENGTH, dtype=np.int32), **o),
         {"qkv": (BATCH, LENGTH, 3, HEADS, SIZE)},
     ),
+    "dense_rotary": Op(
+        lambda m, o, **f: m.dense_rotary(**f, positions=np.arange(LENGTH, dtype=np.int32), num_heads=HEADS, **o),
+        {**ROWS, "kernel": (WIDTH, 3 * WIDTH), "bias": (3 * WIDTH,)},
+    ),
     "varlen_qkv_attention": Op(
         # Sequences of one row, so that each device has whole ones.
         lambda m, o, qkv: m.varlen_qkv_attention(qkv, np.arange(len(qkv) + 1, dtype=np.int32), max_seqlen=2, **o),
@@ -390,8 +394,8 @@ def test_jit_and_eager_agree(implementation, name):
 
 @pytest.mark.parametrize(
     ("name", "implementation"),
-    [*itertools.product(("layer_norm", "dense", "softmax", "permute", "merge_heads", "qkv_bias_split_heads"),
-                        (None, "triton")), ("dense", "mosaic_gpu")],
+    [*itertools.product(("layer_norm", "dense", "softmax", "permute", "merge_heads", "qkv_bias_split_heads",
+                         "dense_rotary"), (None, "triton")), ("dense", "mosaic_gpu"), ("dense_rotary", "mosaic_gpu")],
 )  # fmt: skip
 def test_explicit_shardings(name, implementation, caplog):
     """XLA runs the op, or an error says what to do."""

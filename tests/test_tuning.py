@@ -86,6 +86,7 @@ def heuristics(device=UNKNOWN):
                     sizes = length, length, head_size, itemsize, device
                     yield attention(tuning_attention.Call(16, *sizes))
                     yield attention(tuning_attention.Call(4096, *sizes, average=max(1, length // 4)))
+                    yield attention(tuning_attention.Call(4096, *sizes, window=129))
 
 
 @pytest.fixture
@@ -96,6 +97,20 @@ def tuned(monkeypatch):
         monkeypatch.setattr(tuning_table, "_table", lambda device_kind: tables.get(device_kind, {}))
 
     return use
+
+
+def test_narrow_windows_have_blocks_of_their_own():
+    """The shipped entries, for calls without a window, say nothing about them."""
+
+    def blocks(length, window, card, **more):
+        call = tuning_attention.Call(384, length, length, 64, 2, card, window=window, **more)
+        return dataclasses.astuple(tuning_attention.attention(call))[:4]
+
+    for hopper in (H100, H200):
+        assert blocks(512, 129, hopper) == blocks(8192, 129, hopper) == (64, 64, 4, 2)
+        assert blocks(128, 129, hopper) == (128, 128, 8, 2)
+        assert blocks(128, 129, hopper, average=100) == (64, 64, 4, 2)
+        assert blocks(8192, 4097, hopper) == blocks(8192, None, hopper) != (64, 64, 4, 2)
 
 
 @pytest.mark.parametrize(("n", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (64, 64), (65, 128), (2**31 - 1, 2**31)])

@@ -24,10 +24,10 @@ from jaxft.ops import checks
 from jaxft.ops.attention import qkv_attention, varlen_qkv_attention
 from jaxft.ops.dense import dense
 from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
+from jaxft.ops.dense_rotary import dense_rotary
 from jaxft.ops.embeddings import embeddings_layer_norm
 from jaxft.ops.feed_forward import feed_forward_residual_layer_norm
 from jaxft.ops.layer_norm import layer_norm
-from jaxft.ops.rotary import rotary
 
 # Types whose encoder has no pooler in transformers.
 _WITHOUT_POOLER = ("distilbert", "modernbert", "deberta-v2", "electra")
@@ -294,12 +294,13 @@ class BertLayer(nnx.Module):
 
     def _attend(self, x: Array, places: Places, options: dict[str, Any]) -> Array:
         heads = self.options.config.num_attention_heads
-        qkv = self.options.dense(x, self.qkv_kernel, self.qkv_bias)
-        qkv = qkv.reshape(*x.shape[:-1], 3, heads, x.shape[-1] // heads)
-        if places.positions is not None:
-            scale = self.options.config.rope_factor ** (-2 / qkv.shape[-1])  # NTK scaling
-            qkv = rotary(
-                qkv, places.positions, places.theta, frequency_scale=scale, in_place=True,
+        size = x.shape[-1] // heads
+        if places.positions is None:
+            qkv = self.options.dense(x, self.qkv_kernel, self.qkv_bias).reshape(*x.shape[:-1], 3, heads, size)
+        else:
+            qkv = dense_rotary(
+                x, self.qkv_kernel[...].astype(x.dtype), value(self.qkv_bias), places.positions, places.theta,
+                num_heads=heads, frequency_scale=self.options.config.rope_factor ** (-2 / size),  # NTK scaling
                 implementation=self.options.implementation,
             )  # fmt: skip
         starts, length = places.cu_seqlens, places.max_seqlen

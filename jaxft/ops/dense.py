@@ -305,12 +305,14 @@ def _bwd(plan, saved, d_out):
     if plan.forward.backend == "mosaic_gpu" and bias is not None:
         bias = jnp.zeros_like(bias)  # y includes it
 
-    dy, d_bias = _epilogue_gradient(d_out, y, bias, x, kernel, plan)
+    dy, d_bias = epilogue_gradient(d_out, y, bias, x, kernel, plan)
     d_residual = None if residual is None else reference.wide(d_out)
     return None, None, None, None, (reference.wide(dy), d_bias, d_residual)
 
 
-def _epilogue_gradient(d_out, y, bias, x, kernel, plan):
+def epilogue_gradient(
+    d_out: Array, y: Array | None, bias: Array | None, x: Array, kernel: Array, plan: Plan
+) -> tuple[Array, Array | None]:
     """Computes the gradients of y = x @ kernel and bias through activation(y + bias)."""
     if plan.activation is None:
         if bias is None:

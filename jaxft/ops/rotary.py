@@ -74,21 +74,17 @@ def rotary(
         "in_place": bool(in_place),
     }
 
-    def run(name, x):
+    def rotated(name, x):
         x, at = _check(op, name, x, positions, rotary_dim)
         plan = plan_of(op, name, x, at, **options, implementation=implementation)
         plans.record(op, (x, at), plan)
-        if plan.forward.backend == "xla":
-            return _reference(plan, x, at)
-        tokens = x.shape[: x.ndim - len(_AXES[plan.is_packed])]
-        flat = x.reshape(math.prod(tokens), *x.shape[len(tokens) :])
-        return _rotate_jit(*transforms.vary_alike(flat, _periodic(at, tokens)), plan).reshape(x.shape)
+        return run(x, at, plan)
 
     if not isinstance(qkv, tuple | list):
-        return run("qkv", qkv)
+        return rotated("qkv", qkv)
     if len(qkv) != 2:
         raise ValueError(f"{op}: qkv must be an array or a pair (query, key), got {len(qkv)} arrays")
-    return tuple(run(name, x) for name, x in zip(("query", "key"), qkv, strict=True))
+    return tuple(rotated(name, x) for name, x in zip(("query", "key"), qkv, strict=True))
 
 
 _AXES = {True: ("3", "N", "H"), False: ("N", "H")}  # last axes of packed and of separate arrays
@@ -109,12 +105,19 @@ def _check(op, name, x, positions, rotary_dim):
     return x, checks.as_broadcast(op, "positions", positions, x.shape[: x.ndim - len(axes)])
 
 
-def _periodic(positions, tokens):
+def periodic(positions: Array, tokens: tuple[int, ...]) -> Array:
     """Returns positions `[P]` of which row m of the flattened tokens has number m % P."""
     first = next((i for i, size in enumerate(positions.shape) if size != 1), positions.ndim)
     if positions.shape[first:] != tokens[first:]:
         positions = jnp.broadcast_to(positions, tokens)
     return positions.reshape(-1)
+
+
+def axis_of_positions(x: Array, positions: Array) -> tuple[str, Any]:
+    """Returns the name of the axis of positions `[P]` in a `Rule` whose rows are m, and the rule's `legal`."""
+    # Row m has position m % P: a shard of some rows must begin with position 0, or have positions of its own.
+    period, ndim = positions.shape[0], x.ndim
+    return ("m", None) if period == x.shape[0] else ("P", lambda shapes: shapes[0][-ndim] % period == 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,6 +150,20 @@ def plan_of(
     return plan(**plans.by_triton(choice, config, config))
 
 
+def run(x: Array, positions: Array, plan: Plan) -> Array:
+    """Rotates one array. The positions have the rank of its tokens."""
+    if plan.forward.backend == "xla":
+        return _reference(plan, x, positions)
+    tokens = x.shape[: x.ndim - len(_AXES[plan.is_packed])]
+    flat = x.reshape(math.prod(tokens), *x.shape[len(tokens) :])
+    return _rotate_jit(*transforms.vary_alike(flat, periodic(positions, tokens)), plan).reshape(x.shape)
+
+
+def rotate_back(x: Array, positions: Array, plan: Plan) -> Array:
+    """Rotates x `[M, N, H]` or `[M, 3, N, H]` by minus the angle. Row m has the position `positions[m % len(positions)]`."""
+    return _rotate(x, positions, dataclasses.replace(plan, inverse=not plan.inverse))
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _reference(plan, x, positions):
     run = functools.partial(reference.rotary, positions=positions, theta=plan.theta)
@@ -173,9 +190,7 @@ def _rotate(x, positions, plan):
         sign = jnp.where(plan.inverse, -1, 1)
         return _reference(plan, x, at * sign)
 
-    # Row m has position m % P: a shard of some rows must begin with position 0, or have positions of its own.
-    period = positions.shape[0]
-    own, legal = ("m", None) if period == x.shape[0] else ("P", lambda shapes: shapes[0][-x.ndim] % period == 0)
+    own, legal = axis_of_positions(x, positions)
     names = "m 3 n H" if plan.is_packed else "m n H"
     rule = Rule("rotary", f"{names}, {own}, F", names, legal)
     return transforms.mappable(kernel, plain, plan, rule)(*transforms.vary_alike(x, positions, frequencies))
@@ -186,7 +201,7 @@ def _fwd(x, positions, plan):
 
 
 def _bwd(plan, positions, dy):
-    return _rotate(dy, positions, dataclasses.replace(plan, inverse=not plan.inverse)), None
+    return rotate_back(dy, positions, plan), None
 
 
 _rotate.defvjp(_fwd, _bwd)

@@ -13,6 +13,7 @@ from jaxft.ops.bundle import Rebuild
 from jaxft.ops.cross_entropy import linear_cross_entropy
 from jaxft.ops.dense import dense
 from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
+from jaxft.ops.dense_rotary import dense_rotary
 from jaxft.ops.embeddings import embeddings_layer_norm
 from jaxft.ops.feed_forward import feed_forward_residual_layer_norm
 from jaxft.ops.gated_activation import gated_activation
@@ -75,6 +76,10 @@ def calls(batch: int, length: int, dtype: Any) -> dict[str, Call]:
         "qkv_attention": (qkv_attention, (qkv,)),
         "varlen_qkv_attention": (functools.partial(varlen_qkv_attention, max_seqlen=length), (packed, ends)),
         f"dense ({WIDTH}x{3 * WIDTH})": layer(WIDTH, 3 * WIDTH, None),
+        "dense_rotary": (
+            functools.partial(dense_rotary, num_heads=HEADS),
+            (of(*tokens, WIDTH), of(WIDTH, 3 * WIDTH), of(3 * WIDTH), as_ids(length)),
+        ),
         f"dense ({WIDTH}x{WIDTH}, gelu)": layer(WIDTH, WIDTH, "gelu"),
         f"dense ({WIDTH}x{INNER}, gelu)": layer(WIDTH, INNER, "gelu"),
         f"dense ({WIDTH}x{INNER}, gelu, gate)": layer(WIDTH, INNER, "gelu", "first"),

@@ -27,6 +27,12 @@ class Call(NamedTuple):
     device: Device
     more: bool = False
     average: int | None = None
+    window: int | None = None  # the most keys that a query attends to, where a window says so
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether a query attends to the keys of a few blocks only."""
+        return self.window is not None and self.window <= 256
 
     @property
     def is_short(self) -> bool:
@@ -44,6 +50,12 @@ def attention(call: Call) -> AttentionConfig:
         choices = ((16, 128, 4, 2), *choices[1:])
     elif call.is_short:
         choices = ((64, 32, 4, 2), *choices[1:])
+    elif call.is_narrow:
+        # H100, bf16, 32x512, 12 heads of 64, window 64 + 64: 52.5 us (three stages 56.1), 2026-11-27
+        # H100, bf16, 32x128, 12 heads of 64, window 64 + 64: 12.6 us in 128x128 blocks (64x64 13.1), 2026-11-27
+        one_block = 64 < call.key_length <= 128 and call.itemsize == 2 and call.average is None
+        one_block = one_block and call.device.shared_memory >= LARGE
+        choices = ((128, 128, 8, 2) if one_block else (64, 64, 4, 2), *choices[1:])
     return _attention("attention", choices, call)
 
 
@@ -88,7 +100,7 @@ def _attention(
 
     `choices` are for heads of up to 128, 256, 512 and more bytes. If not `tuned`, the tables are not looked up.
     """
-    batch_heads, query_length, key_length, head_size, itemsize, device, more, average = call
+    batch_heads, query_length, key_length, head_size, itemsize, device, more, average, window = call
     nbytes = next_power_of_2(head_size) * itemsize
     if itemsize > 2 and device.shared_memory < LARGE:
         nbytes *= 2  # for full float32 matmuls: with a mask and a head size of 64, blocks of 64 take 117 KiB
@@ -100,6 +112,8 @@ def _attention(
     sizes = {"batch_heads": batch_heads, "query": query_length, "key": key_length, "head_size": head_size}
     if average is not None:
         sizes["average"] = average
+    if op == "attention" and window is not None and call.is_narrow:
+        sizes["window"] = window  # shipped entries are for calls without a window
     # H200, 512 sequences of 32 tokens: 33 us (four warps 35), 2026-11-23
     # See docs/performance-notes.md, "Attention blocks for short packed sequences".
     if (block_q, block_k) == (32, 32) != (given_q, given_k) and nbytes <= 128:

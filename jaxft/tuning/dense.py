@@ -97,10 +97,15 @@ def dense_implementation(
 def gated_implementation(rows: int, depth: int, width: int, itemsize: int, device: Device) -> str:
     """Returns the fastest implementation of a layer with a gate, see `DenseChoice`. The kernel has `width` columns."""
     # The kernel after XLA's matmul costs little, because it writes half of what it reads.
-    short = is_short(rows, depth, width, itemsize) or rows % 8 > 0 or min(depth, width) < 256
-    if device.is_hopper and itemsize == 2 and not short:
+    if epilogue_is_faster(rows, depth, width, itemsize, device):
         return "mosaic_gpu"
     return without_mosaic(rows, depth, width, None, itemsize, device)
+
+
+def epilogue_is_faster(rows: int, depth: int, width: int, itemsize: int, device: Device) -> bool:
+    """Returns whether Mosaic GPU's matmul with a gate or rotary positions is faster than two kernels."""
+    short = is_short(rows, depth, width, itemsize) or rows % 8 > 0 or min(depth, width) < 256
+    return device.is_hopper and itemsize == 2 and not short
 
 
 def dense_implementation_candidates(
@@ -270,13 +275,14 @@ def dense_split_candidates(rows: int, **_: Any) -> Iterable[SplitConfig]:
 
 def dense_mosaic(
     rows: int, depth: int, width: int, activation: str | None, itemsize: int, device: Device, residual: bool = False,
-    gated: bool = False,
+    gated: bool = False, rotary: bool = False,
 ) -> MosaicDenseConfig:  # fmt: skip
     """Returns the launch configuration of the Mosaic GPU kernel of a dense layer.
 
     If `gated`, the kernel has `width` columns in two halves. A tile has 64 columns of each, and the sums may be kept.
     """
-    programs, (variant, pieces) = device.multiprocessors, ("residual", 8) if residual else ("", 4)
+    programs, variant = device.multiprocessors, "residual" if residual else "rotary" if rotary else ""
+    pieces = 8 if variant else 4
     if gated:
         return with_room(_gated(rows, width, programs), itemsize, pieces + 2, device)
     default, most = _in_rounds(rows, width, itemsize, programs), 0
@@ -365,9 +371,9 @@ def _lookup_mosaic(
 def with_room(config: MosaicDenseConfig, itemsize: int, pieces: int, device: Device) -> MosaicDenseConfig:
     """Returns the configuration with no more stages than fit in shared memory beside pieces of 64 x 64 elements.
 
-    There are four pieces of the result, four of a residual, and four of derivatives, of which 8-bit ones take half the
-    room of 16-bit ones. The gradient kernel has four pieces of the result, four of derivatives, and a constant of an
-    eighth of a piece for the sum over the rows.
+    There are four pieces of the result, four of a residual or of the sines and cosines of angles, and four of
+    derivatives, of which 8-bit ones take half the room of 16-bit ones. The gradient kernel has four pieces of the
+    result, four of derivatives, and a constant of an eighth of a piece for the sum over the rows.
     """
     others = pieces * 64 * 64 * itemsize + 2 * config.tile_n * 4 + 512  # two rows of a bias or of sums, and barriers
     most = (device.shared_memory - others) // (sum(config.block) * config.tile_k * itemsize)

@@ -22,8 +22,8 @@ from jaxft.tuning.dense import MosaicDenseConfig
 
 
 def _fwd_kernel(
-    x_ref, kernel_ref, bias_ref, residual_ref, y_ref, also_ref=None, *, name: Any, also: Any, gate: str | None,
-    config: MosaicDenseConfig,
+    x_ref, kernel_ref, bias_ref, residual_ref, angle_ref, y_ref, also_ref=None, *, name: Any, also: Any,
+    gate: str | None, config: MosaicDenseConfig,
 ):  # fmt: skip
     halves, width = 1 if gate is None else 2, y_ref.shape[1]
     tile_m, tile_n = config.tile_m, config.tile_n // halves
@@ -32,8 +32,15 @@ def _fwd_kernel(
     # Pieces in shared memory for each result. With "sum", the results may be float32: with two pieces of each, fewer
     # blocks of the operands would fit.
     places = 1 if also == "sum" else 2
+    middle = PIECE // 2  # of a head, if heads are rotated
 
-    def body(y_smem, also_smem, bias_smem, bias_there, residual_smem, residual_there):
+    def body(y_smem, also_smem, bias_smem, bias_there, residual_smem, residual_there, angle_smem, angle_there):
+        def copy_angles(m, warps, row):
+            if angle_ref is not None:
+                block = lax.rem(lax.div(row + m, PIECE), pl.cdiv(angle_ref.shape[0], PIECE))
+                here = angle_ref.at[pl.ds(block * PIECE, PIECE)]
+                plgpu.copy_gmem_to_smem(here, angle_smem.at[warps, 0], angle_there.at[warps])
+
         def copy_residual(i, warps, row, column):
             if residual_ref is not None:
                 copy_piece(residual_ref, residual_smem, residual_there, pieces, i, warps, row, column)
@@ -46,6 +53,7 @@ def _fwd_kernel(
                     plgpu.copy_gmem_to_smem(here, there, bias_there.at[warps])
             copy_residual(0, warps, row, column)
             copy_residual(1, warps, row, column)
+            copy_angles(0, warps, row)
 
         def finish(warps, row, column, *tile):
             if bias_ref is not None:
@@ -69,6 +77,13 @@ def _fwd_kernel(
                 if residual_ref is not None:
                     plgpu.barrier_wait(residual_there.at[2 * warps + i % 2])
                     values += residual_smem[warps, i % 2].astype(jnp.float32)
+                if angle_ref is not None:
+                    if n == 0:
+                        plgpu.barrier_wait(angle_there.at[warps])
+                        cos, sin = (angle_smem[warps, 0, :, at : at + middle] for at in (0, middle))
+                    x, y = values[:, :middle], values[:, middle:]
+                    turns = jnp.broadcast_to(column + n < width - width // 3, x.shape)  # The values keep their bits.
+                    values = jnp.where(turns, x * cos - y * sin, x), jnp.where(turns, y * cos + x * sin, y)
                 stores = [(y_smem.at[warps, i % places], values, y_ref.at[here])]
                 if also_ref is not None:
                     for half, other in enumerate(kept):
@@ -76,6 +91,8 @@ def _fwd_kernel(
                         stores.append((also_smem.at[warps, i % places * halves + half], other, also_ref.at[here]))
                 store_pieces(min(i, places - 1), *stores)  # The first piece waits for all stores of the last tile.
                 copy_residual(i + 2, warps, row, column)  # To the place of piece i, which all warps have read by now.
+                if n == 0 and m + PIECE < tile_m:  # To the place of the angles above, likewise.
+                    copy_angles(m + PIECE, warps, row)
 
         matmul.multiply_tiles(
             x_ref, kernel_ref, config, begin, finish,
@@ -86,12 +103,14 @@ def _fwd_kernel(
 
     pl.run_scoped(
         body,
-        y_smem=matmul.pieces_smem(y_ref, places),
+        y_smem=matmul.pieces_smem(y_ref, places, PIECE if angle_ref is None else middle),
         also_smem=None if also_ref is None else matmul.pieces_smem(also_ref, places * halves),
         bias_smem=None if bias_ref is None else plgpu.SMEM((2, config.tile_n), bias_ref.dtype),
         bias_there=None if bias_ref is None else plgpu.Barrier(num_arrivals=halves, num_barriers=2),
         residual_smem=None if residual_ref is None else matmul.pieces_smem(residual_ref),
         residual_there=None if residual_ref is None else plgpu.Barrier(num_barriers=4),
+        angle_smem=None if angle_ref is None else matmul.pieces_smem(angle_ref, 1),
+        angle_there=None if angle_ref is None else plgpu.Barrier(num_barriers=2),
         collective_axes="warps",
     )
 
@@ -106,11 +125,16 @@ def forward(
     config: MosaicDenseConfig,
     also: str | None = None,
     gate: str | None = None,
+    angles: Array | None = None,
 ) -> list[Array]:
     """Computes activation(x @ kernel + bias) + residual: x [M, K], kernel [K, F] -> a list with the result [M, F].
 
     With a `gate`, kernel is [K, 2 * F] and bias [2 * F]. The activation is applied to the "first" or the "second" half
     of the sum, and the result is multiplied by the other half. The sum is [M, 2 * F]. There is no derivative then.
+
+    With `angles`, the result is packed queries, keys and values in heads of `PIECE`, and queries and keys are rotated.
+    `angles`, float32 [P, PIECE], has the cosines of the angles of a head's pairs, and then their sines. Row m takes row
+    m % P. P is M, or a multiple of `PIECE`.
 
     Callers ask `support.dense_unsupported` first. With `also`, the list has a second array [M, F]. "sum" is x @ kernel
     + bias. "derivative" is the derivative of the activation at that sum, in `support.derivative_dtype`, for float16 and
@@ -122,6 +146,8 @@ def forward(
     if beyond:  # Rows are copied in groups of 8, see `matmul.line`.
         x = jnp.pad(x, ((0, beyond), (0, 0)))
         residual = None if residual is None else jnp.pad(residual, ((0, beyond), (0, 0)))
+        if angles is not None and angles.shape[0] == rows:
+            angles = jnp.pad(angles, ((0, beyond), (0, 0)))
     results = [jax.ShapeDtypeStruct((rows + beyond, width), x.dtype)]
     if also == "sum":
         results.append(jax.ShapeDtypeStruct((rows + beyond, halves * width), x.dtype))
@@ -133,6 +159,6 @@ def forward(
         kernel = lax.reduce_precision(kernel, exponent_bits=8, mantissa_bits=10).T
 
     body = functools.partial(_fwd_kernel, name=activation, also=also, gate=gate, config=config)
-    found = matmul.launch(body, (x, kernel, bias, residual), results, config, halves)
+    found = matmul.launch(body, (x, kernel, bias, residual, angles), results, config, halves)
     widths = width, halves * width if also == "sum" else width
     return [r if r.shape == (rows, w) else r[:rows, :w] for r, w in zip(found, widths, strict=False)]

@@ -35,9 +35,12 @@ def beyond_lines(dtype: Any, width: int) -> int:
     return 0 if line(dtype, width) else -width % 32
 
 
-def transforms(dtype: Any, *widths: int) -> tuple[Any, Any]:
-    """Returns the tiling and the swizzle of blocks in shared memory, for arrays with rows of these widths."""
-    elements = line(dtype, *widths)
+def transforms(dtype: Any, *widths: int, longest: int = PIECE) -> tuple[Any, Any]:
+    """Returns the tiling and the swizzle of blocks in shared memory, for arrays with rows of these widths.
+
+    A line of a block has at most `longest` elements.
+    """
+    elements = min(line(dtype, *widths), longest)
     return plgpu.TilingTransform((8, elements)), plgpu.SwizzleTransform(elements * dtype.itemsize)
 
 
@@ -186,9 +189,13 @@ def multiply_tiles(
     )
 
 
-def pieces_smem(ref: Any, places: int = 2) -> Any:
-    """Describes shared memory for `places` pieces of an array per multiplying warp group."""
-    return plgpu.SMEM((2, places, PIECE, PIECE), ref.dtype, transforms=transforms(ref.dtype, ref.shape[1]))
+def pieces_smem(ref: Any, places: int = 2, longest: int = PIECE) -> Any:
+    """Describes shared memory for `places` pieces of an array per multiplying warp group.
+
+    Lines of the memory have at most `longest` elements.
+    """
+    lines = transforms(ref.dtype, ref.shape[1], longest=longest)
+    return plgpu.SMEM((2, places, PIECE, PIECE), ref.dtype, transforms=lines)
 
 
 def place_of(piece: tuple[int, int], row: Any, column: Any) -> tuple[Any, Any]:
@@ -206,15 +213,19 @@ def copy_piece(
         plgpu.copy_gmem_to_smem(here, smem.at[warps, i % 2], there.at[2 * warps + i % 2])
 
 
-def store_pieces(under_way: int, *stores: tuple[Any, Array, Any]) -> None:
+def store_pieces(under_way: int, *stores: tuple[Any, Array | tuple[Array, ...], Any]) -> None:
     """Stores a piece of each array through shared memory: (place in shared memory, values, piece in device memory).
 
+    Values may be a tuple of parts that lie next to each other. Each part then has the columns of a line of the place.
     `under_way` earlier calls of the warp group may still have copies to device memory under way. These calls must have
     used other places.
     """
     plgpu.wait_smem_to_gmem(under_way, wait_read_only=True)
     for place, values, piece in stores:
-        place[...] = values.astype(piece.dtype)
+        parts = values if isinstance(values, tuple) else (values,)
+        for i, part in enumerate(parts):
+            own = slice(i * part.shape[1], (i + 1) * part.shape[1])
+            place[:, own] = part.astype(piece.dtype)
     plgpu.commit_smem()
     for n, (place, _, piece) in enumerate(stores, start=1):
         plgpu.copy_smem_to_gmem(place, piece, commit_group=n == len(stores))

@@ -46,11 +46,11 @@ def line(dtype: Any, *widths: int) -> int:
 
 def dense_unsupported(
     x: Array | jax.ShapeDtypeStruct, kernel: Array | jax.ShapeDtypeStruct, bias: Array | None,
-    residual: Array | None = None, precision: str = "tf32", gate: str | None = None,
+    residual: Array | None = None, precision: str = "tf32", gate: str | None = None, head_size: int | None = None,
 ) -> str | None:  # fmt: skip
     """Returns why the kernel cannot take x [M, K], kernel [K, F], bias [F] and residual [M, F], or None.
 
-    With a `gate`, kernel is [K, 2 * F] and bias [2 * F].
+    With a `gate`, kernel is [K, 2 * F] and bias [2 * F]. With a `head_size`, the kernel rotates queries and keys.
     """
     if x.dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
         return f"x is {x.dtype}, the kernel takes float32, float16 and bfloat16"
@@ -62,6 +62,10 @@ def dense_unsupported(
         return "it adds no residual in float32"  # there is no shared memory left for the residual
     if gate is not None and x.dtype == jnp.float32:
         return "it has no gate in float32"
+    if head_size is not None and x.dtype == jnp.float32:
+        return "it has no rotation in float32"
+    if head_size not in (None, PIECE):
+        return f"the head size is {head_size}, the kernel rotates heads of {PIECE}"
     (rows, depth), width = x.shape, kernel.shape[1]
     if 0 in (rows, depth, width):
         return "an array is empty"
