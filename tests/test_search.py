@@ -233,6 +233,7 @@ def changed(x, value):
         ({"query_embeddings": QUERIES.astype(np.int8)}, TypeError, "query_embeddings must be floats"),
         ({"corpus_precision": "int8"}, TypeError, "corpus_embeddings must be int8 for .*'int8', got float32"),
         ({"corpus_precision": "int4"}, ValueError, "corpus_precision must be one of float32, .*, got 'int4'"),
+        ({"ranges": np.zeros((2, 16))}, ValueError, "ranges must be None with precision 'float32'"),
         ({"corpus_precision": "int8", "corpus_embeddings": CORPUS.astype(np.int8)}, ValueError, "ranges must be the"),
         ({"corpus_precision": "ubinary", "corpus_embeddings": CORPUS.astype(np.uint8)}, ValueError,
          r"corpus_embeddings must be \[n, 2\] for these queries, got \[203, 12\]"),
