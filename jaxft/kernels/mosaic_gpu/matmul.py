@@ -35,9 +35,9 @@ def beyond_lines(dtype: Any, width: int) -> int:
     return 0 if line(dtype, width) else -width % 32
 
 
-def transforms(dtype: Any, *widths: int) -> tuple[Any, Any]:
+def transforms(dtype: Any, *widths: int, most: int = PIECE) -> tuple[Any, Any]:
     """Returns the tiling and the swizzle of blocks in shared memory, for arrays with rows of these widths."""
-    elements = line(dtype, *widths)
+    elements = line(dtype, *widths, most=most)
     return plgpu.TilingTransform((8, elements)), plgpu.SwizzleTransform(elements * dtype.itemsize)
 
 
@@ -174,12 +174,12 @@ def multiply_tiles(
     free: Any = plgpu.Barrier
     if config.cluster_m > 1:  # The copies of one program also fill buffers of the other.
         free = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
-    widths = (depth,) if transposed else (depth, width)
+    of_factors = transforms(dtype, *((depth,) if transposed else (depth, width)), most=max(PIECE, tile_k))
     block_of_kernel = (columns, tile_k) if transposed else (tile_k, columns)
     pl.run_scoped(
         body,
-        x_smem=plgpu.SMEM((stages, block_m, tile_k), dtype, transforms=transforms(dtype, *widths)),
-        kernel_smem=plgpu.SMEM((stages, halves, *block_of_kernel), dtype, transforms=transforms(dtype, *widths)),
+        x_smem=plgpu.SMEM((stages, block_m, tile_k), dtype, transforms=of_factors),
+        kernel_smem=plgpu.SMEM((stages, halves, *block_of_kernel), dtype, transforms=of_factors),
         filled=plgpu.Barrier(num_arrivals=1 + halves, num_barriers=stages * (1 + by_turns)),
         free=free(num_arrivals=1 if by_turns else 2, num_barriers=stages),
         collective_axes="warps",
