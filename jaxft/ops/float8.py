@@ -44,6 +44,15 @@ def check_result(op: str, dtype: DTypeLike | None) -> Any:
     return dtype
 
 
+def as_residual(op: str, residual: Any, shape: tuple[int, ...]) -> Array:
+    """Checks a residual of 16 bits, `[..., D]`, beside float8 arrays."""
+    residual = checks.as_float(op, "residual", residual)
+    checks.check_shape(op, "residual", residual, shape)
+    if residual.dtype not in (jnp.bfloat16, jnp.float16):
+        raise TypeError(f"{op}: residual must be bfloat16 or float16 with x of float8_e4m3fn, got {residual.dtype}")
+    return residual
+
+
 def check_kernel_scale(op: str, name: str, scale: Any, width: int) -> Array:
     """Checks the scales of the columns of a float8 kernel, `[F]` of any float dtype."""
     if scale is None:

@@ -429,7 +429,7 @@ def float8_dense_mosaic_candidates(
 ) -> Iterable[MosaicDenseConfig]:
     """Yields the configurations that `autotune` tries for the Mosaic GPU kernel of a dense layer of float8."""
     # H100, 4096x3072x768: 15.2 us in tiles of 64x192 (cuBLAS in bf16 27.1), 2026-11-26
-    tiles = [(64, 256, "m"), (128, 128, "n"), (64, 192, "m"), (128, 96, "n"), (64, 128, "m")]
+    tiles = [(64, 256, "m"), (128, 128, "n"), (64, 192, "m"), (64, 128, "m"), (64, 64, "m")]
     for m, n, split in tiles:
         config = MosaicDenseConfig(m, n, tile_k_of(1), 6, split, programs=device.multiprocessors)
         # Four pieces of the result, and the scales of the columns.

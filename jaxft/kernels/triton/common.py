@@ -353,10 +353,18 @@ def to_float8(x: Array, scale: float) -> Array:
 
 def unsupported_float8(x: Array, kernel: Array, **others: Array | None) -> str | None:
     """Returns the reason why the kernels do not support a matmul of float8_e4m3fn x and kernel, or None if they do."""
-    capability = dispatch.device().compute_capability
-    if capability is not None and capability < (8, 9):
-        return f"float8_e4m3fn needs compute capability 8.9, {dispatch.device_kind()} has {'.'.join(map(str, capability))}"
-    return unsupported_array(x=x, kernel=kernel) or unsupported_dtype(**others) or unsupported_size(x)
+    return (
+        unsupported_by_card() or unsupported_array(x=x, kernel=kernel) or unsupported_dtype(**others)
+        or unsupported_size(x)
+    )  # fmt: skip
+
+
+def unsupported_by_card() -> str | None:
+    """Returns the reason why kernels cannot use float8_e4m3fn on this card, or None if they can."""
+    have = dispatch.device().compute_capability
+    if have is not None and have < (8, 9):
+        return f"float8_e4m3fn needs compute capability 8.9, {dispatch.device_kind()} has {have[0]}.{have[1]}"
+    return None
 
 
 def unsupported_rows(x: Array, **arrays: Array | None) -> str | None:
