@@ -126,7 +126,7 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names.s
 def __getattr__(name: str) -> object:
     import importlib
 
-    if name in ("dispatch", "dropout", "kernels", "ops", "reference", "tuning"):
+    if name in ("dispatch", "dropout", "kernels", "models", "ops", "reference", "tuning"):
         return importlib.import_module(f"jaxft.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,7 +23,7 @@ IMPLEMENTATIONS = ["triton", "xla"]
 
 
 def rounded(exact, scale=1.0):
-    """Rounds a float64 array / scale to float8_e4m3fn by the definition: 3 bits, steps of 2^-9 at least, at most 448."""
+    """Rounds a float64 array / scale by the definition of float8_e4m3fn: 3 bits, steps from 2^-9 on, at most 448."""
     x = np.clip(np.asarray(exact, np.float64) / scale, -448.0, 448.0)
     step = 2.0 ** (np.maximum(np.floor(np.log2(np.maximum(np.abs(x), 2.0**-20))), -6.0) - 3.0)
     return np.round(x / step) * step
@@ -206,7 +206,8 @@ def test_mosaic_gpu_clips_and_keeps_nan():
 
 
 @pytest.mark.parametrize(
-    ("rows", "depth", "width"), [(4096, 768, 3072), *slow_cases((4096, 3072, 768), (16384, 1024, 4096), (100, 384, 1536))]
+    ("rows", "depth", "width"),
+    [(4096, 768, 3072), *slow_cases((4096, 3072, 768), (16384, 1024, 4096), (100, 384, 1536))],
 )
 @pytest.mark.parametrize("float8_scale", [None, 1.0])
 def test_mosaic_gpu_lowers(rows, depth, width, float8_scale):

@@ -1,5 +1,7 @@
-"""Encoders of the BERT family, built from the fused operations, and `attention_fn` for Flax's attention modules."""
+"""Encoders of the BERT family, built from the fused operations, FP8, and `attention_fn` for Flax's modules."""
 
 from jaxft.models.flax_attention import attention_fn
+from jaxft.models.float8 import Float8Recipe, quantize
+from jaxft.ops.float8 import count_clipped
 
-__all__ = ["attention_fn"]
+__all__ = ["Float8Recipe", "attention_fn", "count_clipped", "quantize"]

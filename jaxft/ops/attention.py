@@ -64,7 +64,8 @@ def dot_product_attention(
       implementation: None, "triton", "xla" (see `jaxft.ops`), or "cudnn" for the attention of `jax.nn` with cuDNN.
 
     Returns:
-      An array of the shape and dtype of `query` (see `float8_scale`). With `return_residual`, a pair (output, log-sum-exp).
+      An array of the shape and dtype of `query`, or float8 (see `float8_scale`). With `return_residual`, a pair (output,
+      log-sum-exp).
 
       A query with nothing to attend to gives exactly 0 and a log-sum-exp of -inf, and its gradients are 0. Values in
       padding, NaN and Inf included, reach no valid output or gradient. `jax.nn` differs in both cases.
@@ -238,8 +239,8 @@ def varlen_qkv_attention(
         raise ValueError(f"{op}: cu_seqlens must have shape [B + 1], got {cu_seqlens.shape}")
     max_seqlen = checks.as_size(op, "max_seqlen", max_seqlen)
     checks.check_cu_seqlens(op, given, qkv.shape[0], max_seqlen)
-    options = _options(op, scale, is_causal, local_window_size, dropout_rate, dropout_rng, return_residual, float8_scale,
-                       qkv.shape[-1], max_seqlen)  # fmt: skip
+    options = _options(op, scale, is_causal, local_window_size, dropout_rate, dropout_rng, return_residual,
+                       float8_scale, qkv.shape[-1], max_seqlen)  # fmt: skip
     rng = dropout_rng if options.dropout_rate > 0.0 else None
     table = _check_table(op, relative_bias, qkv.shape[2])
     inputs = Inputs(qkv, relative_bias=table, dropout_rng=rng, cu_seqlens=cu_seqlens)

@@ -65,8 +65,9 @@ def dense(
     Returns:
       `[..., F]` of the dtype of `x`; `[..., F / 2]` with a gate.
 
-    Gradients: for x, kernel, bias and residual. A gradient with float8 arrays raises. The backward pass of an activation uses the result of the matmul, which
-    is kept in the dtype of `x`. `"mosaic_gpu"` keeps the sum x @ kernel + bias instead, also in the dtype of `x`.
+    Gradients: for x, kernel, bias and residual. A gradient with float8 arrays raises. The backward pass of an
+    activation uses the result of the matmul, which is kept in the dtype of `x`. `"mosaic_gpu"` keeps the sum x @ kernel
+    + bias instead, also in the dtype of `x`.
 
     Determinism and errors: as for all ops (see `jaxft.ops`).
 

@@ -132,7 +132,9 @@ def feed_forward_residual_layer_norm(
     arrays = x.reshape(rows, width), in_kernel, in_bias, out_kernel, out_bias, flat, gamma, beta
     if float8.is_float8(x):
         rng = dropout_rng if dropout_rate > 0.0 else None
-        found = _float8(op, arrays, (in_kernel_scale, out_kernel_scale), scales, activation, options, rng, implementation)
+        found = _float8(
+            op, arrays, (in_kernel_scale, out_kernel_scale), scales, activation, options, rng, implementation
+        )
         out = tuple(part.reshape(x.shape) for part in found)
         return out if len(out) > 1 else out[0]
     plan = plan_of(op, *arrays, activation=activation, gate=gate, **options, implementation=implementation)

@@ -1,9 +1,10 @@
 """Matmuls of float8_e4m3fn arrays (FP8): what `dense` and the ops that contain it do with such arguments."""
 
+import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -111,10 +112,56 @@ def plan_of(
     return plan(forward=Pass(backend, config), **plans.of_choice(choice) | {"why": why})
 
 
+class Clipped(NamedTuple):
+    """Counts of the float8 input of one matmul, see `count_clipped`."""
+
+    op: str  # the public function
+    shape: tuple[int, ...]  # of the input, [M, K]
+    clipped: int  # elements of the input at 448 or -448
+
+
+_counting: contextvars.ContextVar[list[tuple[str, Array, Array]] | None] = contextvars.ContextVar(
+    "counting", default=None
+)
+
+
+def count_clipped(fn: Callable[..., Any], *args: Any) -> list[Clipped]:
+    """Counts the clipped numbers in the inputs of all matmuls of float8 that `fn(*args)` computes, for debugging.
+
+    A quantized model clips its activations at 448 times `Float8Recipe.activation_scale`::
+
+        jaxft.models.count_clipped(model, input_ids, attention_mask)
+
+    Args:
+      fn: a function, such as a model. It must not be jitted itself, or its matmuls are not seen.
+      *args: arrays.
+
+    Returns:
+      A `Clipped` for each matmul, in the order of the calls. An element counts if it is 448 or -448, in padding too.
+    """
+
+    def counted(*args: Any) -> list[Array]:
+        seen: list[tuple[str, Array, Array]] = []
+        token = _counting.set(seen)
+        try:
+            fn(*args)
+        finally:
+            _counting.reset(token)
+        names.extend((op, x.shape) for op, x, _ in seen)
+        return [count for *_, count in seen]
+
+    names: list[tuple[str, tuple[int, ...]]] = []
+    counts = jax.jit(counted)(*args)
+    return [Clipped(*named, int(count)) for named, count in zip(names, counts, strict=True)]
+
+
 def run(
     x: Array, kernel: Array, kernel_scale: Array, bias: Array | None, residual: Array | None, plan: Plan
 ) -> Array:  # fmt: skip
     """Computes the layer of arrays in two dimensions."""
+    if (seen := _counting.get()) is not None:
+        largest = jnp.abs(x.astype(jnp.float32)) >= reference.LARGEST_FLOAT8
+        seen.append((plan.op, x, jnp.sum(largest, dtype=jnp.int32)))
     return _run_jit(x, kernel, kernel_scale, bias, residual, plan)
 
 

@@ -88,7 +88,8 @@ def save(
     """
     folder, is_scorer = tensors.checked_folder(folder), settings["model_type"] == "CrossEncoder"
     encoder: Any = model.mlm if isinstance(model, SpladeModel) else getattr(model, "encoder", model)
-    config, parameters = encoder._checkpoint()
+    files = encoder._files()
+    config = files["config.json"]
     transformer: dict[str, Any] = {"max_seq_length": max_length, "do_lower_case": False}
     transformer |= {f"{task}_length": length for task, length in task_lengths.items()}
     if query_expansion is not None:
@@ -100,8 +101,7 @@ def save(
     padding = tokenizer.id_to_token(encoder.config.pad_token_id)
     special_tokens = ({} if padding is None else {"pad_token": padding}) | {**origin.special_tokens}
     contents = {
-        "config.json": config,
-        "model.safetensors": tensors.named_tensors(encoder.config.model_type, parameters),
+        **files,
         "sentence_bert_config.json": transformer,
         "config_sentence_transformers.json": settings | {"__version__": {"jaxft": __version__}},
         "README.md": _model_card(settings, model, max_length, origin),
@@ -123,7 +123,8 @@ def save(
         }
         for i, kind in enumerate(kinds)
     ]
-    tensors.write(folder, contents, [name for name in _stale(folder) if name not in contents])
+    stale = {*_stale(folder), *tensors.WEIGHTS}
+    tensors.write(folder, contents, sorted(stale - contents.keys()))
 
 
 def _modules(

@@ -22,7 +22,6 @@ from jaxft.kernels.mosaic_gpu.matmul import PIECE, copy_piece, place_of, store_p
 from jaxft.kernels.mosaic_gpu.support import derivative_dtype
 from jaxft.tuning.dense import MosaicDenseConfig
 
-
 # Hopper multiplies blocks of these dtypes only in the layout of x @ kernel^T.
 TRANSPOSED = jnp.float32, reference.FLOAT8
 

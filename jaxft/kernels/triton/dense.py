@@ -65,7 +65,8 @@ def _fwd_kernel(
     in_full = precision == "float32" and x_ref.dtype == jnp.float32
     transposed = scale_ref is not None  # a kernel of float8 is stored as [F, K]
     multiply = functools.partial(
-        common.dot_in_short_chains if in_full and min(rows, width) == 1 else common.dot, trans_b=transposed,
+        common.dot_in_short_chains if in_full and min(rows, width) == 1 else common.dot,
+        trans_b=transposed,
         precision=lax.Precision.HIGHEST if precision == "float32" else None,
     )
 
@@ -171,8 +172,14 @@ def forward(
         y = jax.ShapeDtypeStruct((splits, rows, width), jnp.float32)
     return common.launch(
         functools.partial(
-            _fwd_kernel, activation=activation, gate=gate, splits=splits, precision=precision, x_scale=x_scale,
-            float8_scale=float8_scale, config=config,
+            _fwd_kernel,
+            activation=activation,
+            gate=gate,
+            splits=splits,
+            precision=precision,
+            x_scale=x_scale,
+            float8_scale=float8_scale,
+            config=config,
         ),
         (pl.cdiv(rows, config.block_m), pl.cdiv(width, config.block_n), splits),
         [x, kernel, kernel_scale, bias, residual],

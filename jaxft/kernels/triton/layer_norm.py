@@ -99,8 +99,9 @@ def forward(
 
     x is `[M, D]`, or partial sums `[splits, M, D]` in float32, which the kernel adds up; the result then has the dtype
     of `residual` if there is one. With `return_sum` dropout(x + bias) + residual follows. With `float8_scale`, the
-    result divided by that number follows in float8_e4m3fn, clipped to 448. With `save` a float32 array `[2, M]` follows: the mean and 1 / sqrt(variance + epsilon) of each row of the sum. With `in_place`, the result
-    takes the memory of `x`, and the sum takes the memory of `residual`. Without `center`, the mean is taken to be 0.
+    result divided by that number follows in float8_e4m3fn, clipped to 448. With `save` a float32 array `[2, M]`
+    follows: the mean and 1 / sqrt(variance + epsilon) of each row of the sum. With `in_place`, the result takes the
+    memory of `x`, and the sum takes the memory of `residual`. Without `center`, the mean is taken to be 0.
     """
     rows, width = x.shape[-2:]
     out = jax.ShapeDtypeStruct((rows, width), x.dtype if x.ndim == 2 or residual is None else residual.dtype)
