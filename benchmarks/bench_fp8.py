@@ -1,0 +1,219 @@
+"""FP8 inference beside jaxft's own bfloat16, in the same process: matmuls, and whole BERT encoders with random weights.
+
+`sustained_us` is the wall time per call over at least `--seconds` of queued calls, after as long again / 3 of warming
+up. The card then draws its power limit. Its note has the power and the clock. `--quick` leaves it out.
+"""
+
+import argparse
+import functools
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import bench_encoder
+import jaxft
+import shapes
+import timing
+from jaxft import dispatch, reference
+from jaxft.models import quantize
+from jaxft.models.bert import BertConfig, BertModel
+from jaxft.ops.dense import dense
+from jaxft.tuning import dense as tuning
+from jaxft.tuning import profiler
+
+FLOAT8 = reference.FLOAT8
+
+
+# --- Matmuls -----------------------------------------------------------------------------------------------------
+
+
+def dense_inputs(rows: int, depth: int, width: int, seed: int) -> tuple[jax.Array, ...]:
+    """Makes float8 x, the stored kernel `[F, K]`, its scales and a bias, and x and kernel in bfloat16."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    x = jax.random.normal(keys[0], (rows, depth), jnp.float32).astype(FLOAT8)
+    stored = (64 * jax.random.normal(keys[1], (width, depth), jnp.float32)).astype(FLOAT8)
+    scale = jax.random.uniform(keys[2], (width,), jnp.float32, 0.5, 1.5) / (64 * depth**0.5)
+    bias = jax.random.normal(keys[3], (width,), jnp.bfloat16)
+    kernel = (stored.astype(jnp.float32) * scale[:, None]).T.astype(jnp.bfloat16)
+    return x, stored, scale, bias, x.astype(jnp.bfloat16), kernel
+
+
+def dense_variants(rows: int, depth: int, width: int, tiles: bool) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yields ways to compute the layer. The first layer of a feed-forward network has GELU and a float8 result."""
+    activation = "gelu" if width == 4 * depth else None
+    options: dict[str, Any] = {"activation": activation, "float8_scale": None if activation is None else 1.0}
+
+    def in_float8(x: Any, stored: Any, scale: Any, bias: Any, *_: Any, implementation: str | None = None) -> Any:
+        return dense(x, stored.T, bias, kernel_scale=scale, implementation=implementation, **options)
+
+    def in_bfloat16(x8: Any, stored: Any, scale: Any, bias: Any, x: Any, kernel: Any) -> Any:
+        return dense(x, kernel, bias, activation=activation)
+
+    yield "jaxft fp8", in_float8
+    yield "jaxft bf16", in_bfloat16
+    yield "xla fp8", functools.partial(in_float8, implementation="xla")
+    if rows <= 1024:
+        yield "jaxft fp8, triton", functools.partial(in_float8, implementation="triton")
+    if not tiles or dispatch.platform() != "cuda":
+        return
+
+    def direct(x: Any, stored: Any, scale: Any, bias: Any, *_: Any) -> Any:
+        y = jax.lax.dot_general(x, stored, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        y = y * scale + bias
+        y = y if activation is None else reference.ACTIVATIONS[activation](y)
+        return y.astype(jnp.bfloat16) if activation is None else reference.to_float8(y, 1.0)
+
+    yield "xla fp8, one dot of float8", direct
+    itemsize = 2 if activation is None else 1
+    for config in tuning.float8_dense_mosaic_candidates(rows=rows, result_itemsize=itemsize, device=dispatch.device()):
+        name = f"fp8 {config.tile_m}x{config.tile_n}{config.split}"
+        name += f"c{config.cluster_m}{config.minor}{config.group}s{config.stages}"
+        yield name, functools.partial(with_config, config=config, **options)
+
+
+def with_config(
+    x: Any, stored: Any, scale: Any, bias: Any, *_: Any, config: Any, activation: Any, float8_scale: Any
+) -> Any:  # fmt: skip
+    """Computes the layer by the Mosaic GPU kernel with one of its configurations."""
+    from jaxft.kernels.mosaic_gpu import dense as mosaic
+
+    (y,) = mosaic.forward(
+        x, stored.T, bias, kernel_scale=scale, config=config, activation=activation, float8_scale=float8_scale,
+        dtype=jnp.bfloat16,
+    )  # fmt: skip
+    return y
+
+
+def check_dense(name: str, got: jax.Array, inputs: Sequence[jax.Array], activation: bool) -> None:
+    """Exits if the result errs more than twice as much as rounding the exact result once, plus 2 ulp."""
+    x, stored, scale, bias, *_ = (np.asarray(a.astype(jnp.float32), np.float64) for a in inputs)
+    rows = np.linspace(0, len(x) - 1, 64).astype(int)  # a sample: float64 takes a CPU long
+    y = x[rows] @ (stored * scale[:, None]).T + bias
+    if activation:
+        y = np.asarray(timing.float64(functools.partial(jax.nn.gelu, approximate=False), jnp.asarray(y, jnp.float32)))
+    exact = jnp.asarray(y, jnp.float32)
+    plain = reference.to_float8(exact, 1.0) if got.dtype == FLOAT8 else exact.astype(got.dtype)
+    timing.check(name, got[rows], plain, exact)
+
+
+def run_dense(shape: tuple[int, int, int], args: argparse.Namespace) -> list[timing.Row]:
+    """Checks and times the layers of one shape."""
+    sets = [dense_inputs(*shape, seed=0)]
+    sets += [dense_inputs(*shape, seed) for seed in range(1, timing.rotation(sum(x.nbytes for x in sets[0][:2])))]
+    jitted = {name: jax.jit(f) for name, f in dense_variants(*shape, args.tiles)}
+    timing.compile_all((f.lower(*sets[0]), None) for f in jitted.values())
+    for name, f in jitted.items():
+        if name != "jaxft bf16":
+            got = f(*sets[0])
+            check_dense(f"dense {shape}, {name}", got, sets[0], shape[2] == 4 * shape[1])
+    variants = {name: (f, sets) for name, f in jitted.items()}
+    return timing.measure(
+        variants, work=2 * np.prod(shape, dtype=float), unit="TFLOP/s", args=args, op="dense, fp8",
+        direction="forward", shape=shape, dtype="float8_e4m3fn",
+    )  # fmt: skip
+
+
+# --- Encoders ----------------------------------------------------------------------------------------------------
+
+
+def encoder(model: BertModel, case: shapes.Encoder) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
+    """Returns a function of arrays and ids that computes the hidden states, and its arguments."""
+    arrays, rebuild = jaxft.bundle(model)
+    ids = jax.random.randint(jax.random.key(1), (case.batch, case.length), 1000, model.config.vocab_size)
+    lengths = bench_encoder.random_lengths(case)
+
+    @jax.jit
+    def encode(arrays: list[jax.Array], ids: jax.Array) -> jax.Array:
+        return rebuild(arrays)(ids).last_hidden_state
+
+    @jax.jit
+    def encode_packed(arrays: list[jax.Array], ids: jax.Array, lengths: jax.Array) -> jax.Array:
+        capacity = -(-(case.valid or ids.size) // 128) * 128
+        rows, _, starts = jaxft.remove_padding(ids[..., None], bench_encoder.keep(case, lengths), capacity=capacity)
+        return rebuild(arrays)(rows[:, 0], cu_seqlens=starts, max_seqlen=case.length).last_hidden_state
+
+    return (encode, (arrays, ids)) if lengths is None else (encode_packed, (arrays, ids, lengths))
+
+
+def run_encoder(case: shapes.Encoder, args: argparse.Namespace) -> list[timing.Row]:
+    """Checks and times one encoder in both precisions."""
+    layers, width, heads, inner = shapes.MODELS[case.model]
+    config = BertConfig(
+        hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=inner
+    )  # fmt: skip
+    dtype: dict[str, Any] = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
+    create = nnx.jit(lambda: BertModel(config, **dtype, add_pooling_layer=False, rngs=nnx.Rngs(0)))
+    model = create()
+    variants = {"jaxft fp8": encoder(quantize(model), case), "jaxft bf16": encoder(model, case)}
+    timing.compile_all((f.lower(*inputs), None) for f, inputs in variants.values())
+    found = {name: np.asarray(f(*inputs).astype(jnp.float32)) for name, (f, inputs) in variants.items()}
+    ours, wide = (y.reshape(-1, width)[: case.valid or y.size // width] for y in found.values())
+    cosine = np.mean(np.sum(ours * wide, -1) / np.linalg.norm(ours, axis=-1) / np.linalg.norm(wide, axis=-1))
+    if not cosine >= 0.98:
+        raise SystemExit(f"{case}: the cosine of float8 and bfloat16 is {cosine:.4f}; nothing is timed")
+    counted = [case.length] * case.batch if case.valid is None else bench_encoder.random_lengths(case).tolist()
+    key: dict[str, Any] = {"op": f"{case.op('gelu')}, fp8", "direction": "forward", "dtype": "float8_e4m3fn"}
+    key |= {"shape": (case.batch, case.length)}
+    work = shapes.encoder_flops(case.model, counted)
+    sets = {name: (f, [inputs]) for name, (f, inputs) in variants.items()}
+    rows = timing.measure(sets, work=work, unit="TFLOP/s", args=args, **key)
+    if args.quick:
+        return rows
+    own = []
+    for name, (f, inputs) in variants.items():
+        samples, note = sustained(functools.partial(f, *inputs), args.seconds)
+        own.append(timing.as_row(key, name, "sustained_us", samples, work, "TFLOP/s", note) | timing.origin())
+    timing.write_rows(own, args.out)
+    return rows + own
+
+
+def sustained(call: Callable[[], Any], seconds: float) -> tuple[list[float], str]:
+    """Returns samples of the wall time per call, in microseconds, and the power and clock at the end."""
+    calls = max(1, int(5e5 / profiler.queued_us(call, 10)))  # half a second
+    begin, samples, note = time.perf_counter(), [], ""
+    while time.perf_counter() - begin < seconds / 3:
+        profiler.queued_us(call, calls)
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < seconds:
+        samples.append(profiler.queued_us(call, calls))
+        for _ in range(calls):  # queued while the card is asked
+            out = call()
+        if time.perf_counter() - begin < 0.8 * seconds:
+            note = card_state()
+        jax.block_until_ready(out)
+    return samples, note
+
+
+def card_state() -> str:
+    """Returns the power and the clock of the card, or nothing without an NVIDIA card."""
+    query = "nvidia-smi --query-gpu=power.draw,clocks.sm --format=csv,noheader"
+    try:
+        return subprocess.run(query.split(), capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = timing.arguments(__doc__)
+    parser.add_argument("--tiles", action="store_true", help="time all candidate tiles of the matmuls")
+    parser.add_argument("--seconds", type=float, default=30.0, help="length of a sustained run (default: 30)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases with TEXT in their name, as 'dense'")
+    args = parser.parse_args(argv)
+    results: list[timing.Row] = []
+    for shape in shapes.FP8_DENSE[:3] if args.quick else shapes.FP8_DENSE:
+        if args.only in f"dense {'x'.join(map(str, shape))}":
+            results += run_dense(shape, args)
+    for case in shapes.FP8_ENCODER[:2] if args.quick else shapes.FP8_ENCODER:
+        if args.only in case.label("gelu"):
+            results += run_encoder(case, args)
+    timing.print_tables(results)
+
+
+if __name__ == "__main__":
+    main()
