@@ -106,7 +106,7 @@ def plan_of(
         why = "" if backend == choice.name else "mosaic_gpu: slower at this size"
     if backend == "mosaic_gpu":
         itemsize = jnp.dtype(dtype).itemsize if float8_scale is None else 1
-        config: Any = tuning.float8_dense_mosaic(*sizes, itemsize, device)
+        config: Any = tuning.float8_dense_mosaic(*sizes, activation, itemsize, device, residual is not None)
     else:
         config = tuning.dense(*sizes, 1, device)
     return plan(forward=Pass(backend, config), **plans.of_choice(choice) | {"why": why})

@@ -6,7 +6,7 @@ arguments of the candidates, `activation` is 1 without an activation and 2 with 
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxft.dispatch import Device
@@ -374,14 +374,17 @@ def with_room(config: MosaicDenseConfig, itemsize: int, pieces: int, device: Dev
     return dataclasses.replace(config, stages=min(config.stages, most))
 
 
-def _in_rounds(rows: int, width: int, itemsize: int, programs: int, largest: int = 6) -> MosaicDenseConfig:
+def _in_rounds(
+    rows: int, width: int, itemsize: int, programs: int, largest: int = 6,
+    tiles: Sequence[tuple[int, int]] = ((128, 192), (192, 128), (128, 128), (64, 192)),
+) -> MosaicDenseConfig:  # fmt: skip
     """Returns the tiles with the shortest estimated time: rounds, of one tile per program, times the time of a tile."""
     tile_k = tile_k_of(itemsize)
     # Relative speed of each tile if its last round is full, H200, 2026-11-22.
     speed = {(128, 192): 1.0, (192, 128): 0.965, (128, 128): 0.95, (64, 192): 0.9}
     configs = [
         MosaicDenseConfig(m, n, tile_k, 4 if m + n > 256 else largest, split="none", group=16, programs=programs)
-        for m, n in speed
+        for m, n in tiles
     ]
 
     def time(config: MosaicDenseConfig) -> float:
@@ -410,30 +413,35 @@ def float8_implementation(rows: int, depth: int, width: int) -> str:
 
 
 def float8_dense_mosaic(
-    rows: int, depth: int, width: int, result_itemsize: int, device: Device
+    rows: int, depth: int, width: int, activation: str | None, result_itemsize: int, device: Device,
+    residual: bool = False,
 ) -> MosaicDenseConfig:  # fmt: skip
     """Returns the launch configuration of the Mosaic GPU kernel of a dense layer of float8."""
-    sizes = {"rows": rows, "depth": depth, "width": width, "result_itemsize": result_itemsize}
-
-    def time(config: MosaicDenseConfig) -> float:
-        """Returns the estimated time: rounds, of one block per program, times the time of a block."""
-        (block_m, block_n), programs = config.block, config.programs
-        return -(-_tiles(rows, width, block_m, block_n) // programs) * (block_m * block_n + 128 * (block_m + block_n))
-
-    default = min(float8_dense_mosaic_candidates(**sizes, device=device), key=time)
-    return lookup("float8_dense_mosaic", default, device, "", lambda config: config.stages > 1, **sizes)
+    # With an activation, the registers of a larger tile spill in the epilogue.
+    # H100, 4096x768x3072 with GELU: 21.8 us in tiles of 128x128 by turns (64x256 below each other 22.8), 2026-11-27
+    # H100, 4096x768x2304: 14.6 us in tiles of 128x192 by turns (64x192 below each other 16.4), 2026-11-27
+    tiles = [(128, 128)] if activation is not None else [(128, 192), (128, 128), (64, 192)]
+    default, pieces = _in_rounds(rows, width, 1, device.multiprocessors, tiles=tiles), _float8_pieces(result_itemsize)
+    sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
+    variant, pieces = ("residual", 2 * pieces) if residual else ("", pieces)
+    return _lookup_mosaic(
+        "float8_dense_mosaic", default, device, variant, pieces, **sizes, itemsize=1, result_itemsize=result_itemsize
+    )
 
 
 def float8_dense_mosaic_candidates(
     rows: int, result_itemsize: int, device: Device, **_: Any
 ) -> Iterable[MosaicDenseConfig]:
     """Yields the configurations that `autotune` tries for the Mosaic GPU kernel of a dense layer of float8."""
-    # H100, 4096x3072x768: 15.2 us in tiles of 64x192 (cuBLAS in bf16 27.1), 2026-11-26
-    tiles = [(64, 256, "m"), (128, 128, "n"), (64, 192, "m"), (64, 128, "m"), (64, 64, "m")]
+    tiles = [(128, 192, "none"), (128, 128, "none"), (64, 192, "none"), (64, 256, "m"), (64, 192, "m"), (64, 128, "m")]
     for m, n, split in tiles:
         config = MosaicDenseConfig(m, n, tile_k_of(1), 6, split, programs=device.multiprocessors)
-        # Four pieces of the result, and the scales of the columns.
-        yield with_room(config, 1, 4 * result_itemsize + 1, device)
+        yield with_room(config, 1, _float8_pieces(result_itemsize), device)
+
+
+def _float8_pieces(result_itemsize: int) -> int:
+    """Returns the room, in pieces of one byte per element, for four pieces of the result and the scales of columns."""
+    return 4 * result_itemsize + 1
 
 
 def _tiles(rows: int, width: int, block_m: int = 64, block_n: int = 64) -> int:

@@ -86,8 +86,8 @@ def float8_dense_unsupported(
     for name, vector in vectors.items():
         if vector is not None and vector.dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
             return f"{name} is {vector.dtype}, the kernel takes float32, float16 and bfloat16"
-    if residual is not None:
-        return "it adds no residual to matmuls of float8"
+    if residual is not None and residual.dtype.itemsize != 2:
+        return f"residual is {residual.dtype}, the kernel takes float16 and bfloat16 beside float8"
     (rows, depth), width = x.shape, kernel.shape[1]
     if 0 in (rows, depth, width):
         return "an array is empty"
