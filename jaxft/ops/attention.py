@@ -64,8 +64,8 @@ def dot_product_attention(
       implementation: None, "triton", "xla" (see `jaxft.ops`), or "cudnn" for the attention of `jax.nn` with cuDNN.
 
     Returns:
-      An array of the shape and dtype of `query`, or float8 (see `float8_scale`). With `return_residual`, a pair (output,
-      log-sum-exp).
+      An array of the shape and dtype of `query`, or float8 (see `float8_scale`). With `return_residual`, a pair of the
+      output and the log-sum-exp.
 
       A query with nothing to attend to gives exactly 0 and a log-sum-exp of -inf, and its gradients are 0. Values in
       padding, NaN and Inf included, reach no valid output or gradient. `jax.nn` differs in both cases.
