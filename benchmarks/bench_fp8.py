@@ -157,7 +157,8 @@ def run_encoder(case: shapes.Encoder, args: argparse.Namespace) -> list[timing.R
     cosine = np.mean(np.sum(ours * wide, -1) / np.linalg.norm(ours, axis=-1) / np.linalg.norm(wide, axis=-1))
     if not cosine >= 0.98:
         raise SystemExit(f"{case}: the cosine of float8 and bfloat16 is {cosine:.4f}; nothing is timed")
-    counted = [case.length] * case.batch if case.valid is None else bench_encoder.random_lengths(case).tolist()
+    lengths = bench_encoder.random_lengths(case)
+    counted = [case.length] * case.batch if lengths is None else lengths.tolist()
     key: dict[str, Any] = {"op": f"{case.op('gelu')}, fp8", "direction": "forward", "dtype": "float8_e4m3fn"}
     key |= {"shape": (case.batch, case.length)}
     work = shapes.encoder_flops(case.model, counted)

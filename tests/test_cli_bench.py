@@ -91,7 +91,7 @@ def test_overflow_of_plain_jax_is_reported(model, monkeypatch, capsys):
 def test_failing_case_loses_no_other(error, model, tmp_path, monkeypatch, capsys):
     compare = comparison.compare
 
-    def limited(model, batch, length):
+    def limited(model, batch, length, recipe):
         if batch == 2:
             raise error("RESOURCE_EXHAUSTED: out of memory")
         return compare(model, batch, length)

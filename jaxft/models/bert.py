@@ -234,6 +234,7 @@ class BertLayer(nnx.Module):
         self.ffn_out_kernel, self.ffn_out_bias = options.normal(rngs, inner, width), bias(config.ffn_out_bias, width)
         self.ffn_norm_gamma, self.ffn_norm_beta = options.norm(rngs, width)
         self.recipe: Float8Recipe | None = None  # of a layer in float8, which also has the scales of its kernels
+        self.has_next = False
 
     def not_in_float8(self) -> str | None:
         """Returns the reason why `quantize` leaves the layer in 16 bits, or None."""
@@ -257,6 +258,9 @@ class BertLayer(nnx.Module):
             run: Any = functools.partial(jax.eval_shape, recipe.kernel) if _is_shape(kernel) else recipe.kernel
             for suffix, array in zip(("kernel", "scale"), run(kernel), strict=True):
                 setattr(self, f"{name}_{suffix}", nnx.Param(array))
+
+    def _scale(self, name: str) -> Array:
+        return getattr(self, f"{name}_scale")[...]
 
     def attention_norm(self) -> _Norm:
         """Returns gamma and beta of the norm of attention."""
@@ -339,13 +343,13 @@ class BertLayer(nnx.Module):
         gamma, beta = norms[0]
         residual, x = dense_residual_layer_norm(
             attended, self.out_kernel[...].T, value(self.out_bias), residual, gamma, beta,
-            kernel_scale=self.out_scale[...], float8_scale=scale, **options,
+            kernel_scale=self._scale("out"), float8_scale=scale, **options,
         )  # fmt: skip
         gamma, beta = norms[1]
         out = feed_forward_residual_layer_norm(
             x, self.ffn_in_kernel[...].T, value(self.ffn_in_bias), self.ffn_out_kernel[...].T,
             value(self.ffn_out_bias), gamma, beta, activation=config.activation, residual=residual,
-            in_kernel_scale=self.ffn_in_scale[...], out_kernel_scale=self.ffn_out_scale[...], inner_scale=scale,
+            in_kernel_scale=self._scale("ffn_in"), out_kernel_scale=self._scale("ffn_out"), inner_scale=scale,
             float8_scale=scale if self.has_next else None, **options,
         )  # fmt: skip
         residual, x = out if self.has_next else (out, out)
@@ -355,7 +359,7 @@ class BertLayer(nnx.Module):
         if self.recipe is None:
             return self.options.dense(x, self.qkv_kernel, self.qkv_bias)
         return dense(
-            x, self.qkv_kernel[...].T, value(self.qkv_bias), kernel_scale=self.qkv_scale[...],
+            x, self.qkv_kernel[...].T, value(self.qkv_bias), kernel_scale=self._scale("qkv"),
             x_scale=self.recipe.activation_scale, dtype=self.options.dtype, implementation=self.options.implementation,
         )  # fmt: skip
 
@@ -485,7 +489,8 @@ class BertModel(nnx.Module):
         checks.check_flag("BertModel", "add_pooling_layer", add_pooling_layer)
         inputs.check_initial("BertModel", rngs)
         dispatch.check_name("BertModel", implementation)
-        self.config, self.remat, self.recipe = config, remat, None
+        self.config, self.remat = config, remat
+        self.recipe: Float8Recipe | None = None
         self.deterministic = True
         dtype, param_dtype = (
             inputs.float_dtype("BertModel", *named) for named in (("dtype", dtype), ("param_dtype", param_dtype))

@@ -23,7 +23,8 @@ from jaxft.ops.cross_entropy import CrossEntropy, linear_cross_entropy
 logger = logging.getLogger("jaxft")
 
 # Name endings of the transformers classes whose heads have tensors with the same names.
-_TASKS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForMultipleChoice")
+_TASKS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForMultipleChoice",
+          "ForQuestionAnswering")  # fmt: skip
 
 
 class EncoderWithHead(nnx.Module):
@@ -204,8 +205,9 @@ class EncoderWithHead(nnx.Module):
             # The head of another task may have tensors with the same names.
             if is_own or not layout.names.get(name, [""])[0].startswith(layout.heads)
         }
-        new = {"wanted": wanted, "has_new_head": rngs is not None}
-        found = load_model(model, folder, config.model_type, param_dtype, saved, recipe, **new)
+        found = load_model(
+            model, folder, config.model_type, param_dtype, saved, recipe, wanted=wanted, has_new_head=rngs is not None
+        )
         if lacking := sorted(parameters.keys() - found):
             logger.info("%s: new, and not of %s: %s", cls.__name__, folder, ", ".join(lacking))
         else:  # the settings are valid only for the checkpoint's own head

@@ -97,12 +97,15 @@ def dense_residual_layer_norm(
     }
     rows = math.prod(x.shape[:-1])
     arrays = x.reshape(rows, depth), kernel, residual.reshape(rows, width), bias, gamma, beta
-    if float8.is_float8(x):
-        plan = float8_plan_of(op, *arrays, kernel_scale, **scales, **options, implementation=implementation)
+    if kernel_scale is not None:
+        plan = float8_plan_of(
+            op, *arrays, kernel_scale, x_scale=scales["x_scale"], float8_scale=scales["float8_scale"], **options,
+            implementation=implementation,
+        )  # fmt: skip
         plans.record(op, (*arrays[:2], kernel_scale, bias, arrays[2], gamma, beta), plan)
         found = run_float8(*arrays, kernel_scale, dropout_rng if plan.dropout_rate > 0.0 else None, plan)
-        out = tuple(part.reshape(residual.shape) for part in found)
-        return out if len(out) > 1 else out[0]
+        results = [part.reshape(residual.shape) for part in found]
+        return tuple(results) if len(results) > 1 else results[0]
     plan = plan_of(op, *arrays, **options, implementation=implementation)
     plans.record(op, (*arrays[:2], bias, arrays[2], gamma, beta), plan)
     out = run(*arrays, dropout_rng if plan.dropout_rate > 0.0 else None, plan)

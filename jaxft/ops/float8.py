@@ -94,7 +94,7 @@ def plan_of(
     plan = functools.partial(
         Plan, op=op, activation=activation, x_scale=x_scale, dtype=dtype, float8_scale=float8_scale
     )
-    sizes, device = (x.shape[0], *kernel.shape), dispatch.device()
+    sizes, device = (x.shape[0], kernel.shape[0], kernel.shape[1]), dispatch.device()
     reason = common.unsupported_float8(x, kernel, kernel_scale=kernel_scale, bias=bias, residual=residual)
     mosaic = reason or support.float8_dense_unsupported(x, kernel, bias, residual, kernel_scale)
     choice = dispatch.choose(op, implementation, {"mosaic_gpu": mosaic, "triton": reason})

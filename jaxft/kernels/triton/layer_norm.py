@@ -73,7 +73,7 @@ def _fwd_kernel(
     normalize(
         read, block_width, epsilon, gamma_ref, beta_ref, y_ref, total_ref, saved_ref, center=center,
         vectors_first=bool(splits), float8_ref=None if float8_scale is None else more_refs[int(return_sum)],
-        float8_scale=float8_scale,
+        float8_scale=float8_scale or 1.0,
     )  # fmt: skip
 
 

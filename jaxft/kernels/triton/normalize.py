@@ -45,7 +45,7 @@ def normalize(
     read: Callable[[Any], tuple[common.Tile, Array]], block_width: int, epsilon: float,
     gamma_ref: Ref, beta_ref: Ref, y_ref: Ref, total_ref: Ref, saved_ref: Ref,
     finish: Callable[[common.Tile, Array], Array] = lambda tile, y: y, *,
-    center: bool = True, vectors_first: bool = False, float8_ref: Ref = None, float8_scale: float | None = None,
+    center: bool = True, vectors_first: bool = False, float8_ref: Ref = None, float8_scale: float = 1.0,
 ) -> None:  # fmt: skip
     """Normalises a block of rows `[rows, D]` and writes it to `y_ref`, `[M, D]`.
 
