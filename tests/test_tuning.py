@@ -48,6 +48,9 @@ OPS = {
     "dense": (tuning_dense.DenseConfig, ("rows", "depth", "width", "itemsize")),
     "dense_split": (tuning_dense.SplitConfig, ("rows", "depth", "width", "itemsize")),
     "dense_mosaic": (tuning_dense.MosaicDenseConfig, ("rows", "depth", "width", "activation", "itemsize")),
+    "float8_dense_mosaic": (
+        tuning_dense.MosaicDenseConfig, ("rows", "depth", "width", "activation", "result_itemsize", "itemsize"),
+    ),
     "dense_mosaic_gradient": (tuning_dense.MosaicDenseConfig, ("rows", "depth", "width", "itemsize")),
 }  # fmt: skip
 SIZES = (0, 1, 2, 3, 31, 64, 100, 127, 384, 769, 4096, 5000, 65537)

@@ -9,7 +9,6 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jaxft.models import inputs
-from jaxft.models.bert import packed_rows
 from jaxft.models.classification import TokenClassificationHead, _Classifier
 from jaxft.models.pooling import sequence_rows
 from jaxft.ops import checks
@@ -80,7 +79,8 @@ class BertForQuestionAnswering(_Classifier):
         The other arguments, errors and gradients are as for the loss of the other heads. For a batch without masked
         tokens in which all answers have labels, `mean` of the result is the loss that transformers returns.
         """
-        call = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "deterministic": deterministic, "rngs": rngs}
+        call: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "deterministic": deterministic}
+        call["rngs"] = rngs
         where, labels = type(self).__name__, inputs.as_ids(type(self).__name__, "labels", labels)
         logits = jnp.stack(self(input_ids, attention_mask, token_type_ids, position_ids, **call), axis=-1)
         logits = logits.astype(jnp.float32)
