@@ -55,11 +55,11 @@ def dense_variants(rows: int, depth: int, width: int, tiles: bool) -> Iterator[t
     def in_bfloat16(x8: Any, stored: Any, scale: Any, bias: Any, x: Any, kernel: Any) -> Any:
         return dense(x, kernel, bias, activation=activation)
 
-    yield "jaxft fp8", in_float8
-    yield "jaxft bf16", in_bfloat16
-    yield "xla fp8", functools.partial(in_float8, implementation="xla")
+    yield "jaxft", in_float8
+    yield "jaxft, bfloat16", in_bfloat16
+    yield "xla", functools.partial(in_float8, implementation="xla")
     if rows <= 1024:
-        yield "jaxft fp8, triton", functools.partial(in_float8, implementation="triton")
+        yield "jaxft, triton", functools.partial(in_float8, implementation="triton")
     if not tiles or dispatch.platform() != "cuda":
         return
 
@@ -69,10 +69,10 @@ def dense_variants(rows: int, depth: int, width: int, tiles: bool) -> Iterator[t
         y = y if activation is None else reference.ACTIVATIONS[activation](y)
         return y.astype(jnp.bfloat16) if activation is None else reference.to_float8(y, 1.0)
 
-    yield "xla fp8, one dot of float8", direct
+    yield "xla, one dot of float8", direct
     itemsize = 2 if activation is None else 1
     for config in tuning.float8_dense_mosaic_candidates(rows=rows, result_itemsize=itemsize, device=dispatch.device()):
-        name = f"fp8 {config.tile_m}x{config.tile_n}{config.split}"
+        name = f"jaxft, {config.tile_m}x{config.tile_n}{config.split}"
         name += f"c{config.cluster_m}{config.minor}{config.group}s{config.stages}"
         yield name, functools.partial(with_config, config=config, **options)
 
@@ -109,7 +109,7 @@ def run_dense(shape: tuple[int, int, int], args: argparse.Namespace) -> list[tim
     jitted = {name: jax.jit(f) for name, f in dense_variants(*shape, args.tiles)}
     timing.compile_all((f.lower(*sets[0]), None) for f in jitted.values())
     for name, f in jitted.items():
-        if name != "jaxft bf16":
+        if name != "jaxft, bfloat16":
             got = f(*sets[0])
             check_dense(f"dense {shape}, {name}", got, sets[0], shape[2] == 4 * shape[1])
     variants = {name: (f, sets) for name, f in jitted.items()}
@@ -150,7 +150,7 @@ def run_encoder(case: shapes.Encoder, args: argparse.Namespace) -> list[timing.R
     dtype: dict[str, Any] = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
     create = nnx.jit(lambda: BertModel(config, **dtype, add_pooling_layer=False, rngs=nnx.Rngs(0)))
     model = create()
-    variants = {"jaxft fp8": encoder(quantize(model), case), "jaxft bf16": encoder(model, case)}
+    variants = {"jaxft": encoder(quantize(model), case), "jaxft, bfloat16": encoder(model, case)}
     timing.compile_all((f.lower(*inputs), None) for f, inputs in variants.values())
     found = {name: np.asarray(f(*inputs).astype(jnp.float32)) for name, (f, inputs) in variants.items()}
     ours, wide = (y.reshape(-1, width)[: case.valid or y.size // width] for y in found.values())

@@ -24,6 +24,7 @@ import bench_embeddings
 import bench_encode
 import bench_encoder
 import bench_feed_forward
+import bench_fp8
 import bench_fuse
 import bench_gated_activation
 import bench_layer_norm
@@ -96,6 +97,9 @@ def test_shapes_are_listed_once():
             },
             {"xla", "jaxft, triton"},
         ),
+        (bench_fp8, {"FP8_DENSE": [(64, 128, 512)], "MODELS": {"tiny": shapes.Model(1, 128, 2, 256)},
+                     "FP8_ENCODER": [shapes.Encoder("tiny", 2, 16), shapes.Encoder("tiny", 2, 16, valid=20)]},
+         {"xla", "jaxft, triton", "jaxft, bfloat16"}),
         (bench_search, {"SEARCH": [(3, 200, 8), (1, 20, 8)]}, {"xla"}),
         (bench_cross_entropy, {"CROSS_ENTROPY": [(20, 24, 40)]}, {"xla, float32 logits", "xla, bfloat16 logits"}),
         (bench_layer_norm, {"LAYER_NORM": [(5, 24)]}, {"xla", "copy (memcpy)"}),

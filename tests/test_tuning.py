@@ -537,7 +537,10 @@ def test_every_config_can_be_restored():
     for op, (config, names) in OPS.items():
         configs |= {config(**entry) for entry in tuning_table._table("NVIDIA H200").get(op, {}).values()}
         for scale in (1, 7, 200):
-            sizes = {name: {"itemsize": 2, "activation": 1, "aligned": 8}.get(name, 20 * scale) for name in names}
+            sizes = {
+                name: {"itemsize": 2, "result_itemsize": 2, "activation": 1, "aligned": 8}.get(name, 20 * scale)
+                for name in names
+            }
             configs |= {*tuning_search.candidates(op, next(iter(configs)), H200, **sizes)}
     assert {type(c) for c in configs} == {config for config, _ in OPS.values()}
     for config in configs:

@@ -417,11 +417,16 @@ def float8_dense_mosaic(
     residual: bool = False,
 ) -> MosaicDenseConfig:  # fmt: skip
     """Returns the launch configuration of the Mosaic GPU kernel of a dense layer of float8."""
-    # With an activation, the registers of a larger tile spill in the epilogue.
     # H100, 4096x768x3072 with GELU: 21.8 us in tiles of 128x128 by turns (64x256 below each other 22.8), 2026-11-27
     # H100, 4096x768x2304: 14.6 us in tiles of 128x192 by turns (64x192 below each other 16.4), 2026-11-27
-    tiles = [(128, 128)] if activation is not None else [(128, 192), (128, 128), (64, 192)]
-    default, pieces = _in_rounds(rows, width, 1, device.multiprocessors, tiles=tiles), _float8_pieces(result_itemsize)
+    # See docs/performance-notes.md, "FP8: tiles and encoders".
+    programs, pieces = device.multiprocessors, _float8_pieces(result_itemsize)
+    if activation is None and depth >= 2048:  # The epilogue is a small part, and larger blocks read less.
+        pairs = [MosaicDenseConfig(64, n, tile_k_of(1), 6, "m", programs=programs) for n in (256, 192)]
+        default = min(pairs, key=lambda c: -(-_tiles(rows, width, *c.block) // programs) * c.tile_n)
+    else:
+        tiles = [(128, 128)] if activation is not None else [(128, 192), (128, 128), (64, 192)]
+        default = _in_rounds(rows, width, 1, programs, tiles=tiles)
     sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
     variant, pieces = ("residual", 2 * pieces) if residual else ("", pieces)
     return _lookup_mosaic(
