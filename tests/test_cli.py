@@ -687,14 +687,18 @@ def test_rerank_passes_its_options_on(folder, ranker, monkeypatch):
     monkeypatch.setattr(CrossEncoder, "from_pretrained", load)
     monkeypatch.setattr(CrossEncoder, "rank", rank)
     given = ["--revision", "v1", "--dtype", "bfloat16", "--implementation", "xla", "--max-seq-length", "9"]
+    given += ["--quantization", "fp8"]
     given += ["--batch-size", "2", "--top", "3", "--prompt-name", "p"]
     assert cli.main(["rerank", "--model", ranker, "rain", "texts.txt", *given]) == 0
-    assert loaded == {"revision": "v1", "dtype": "bfloat16", "implementation": "xla", "max_length": 9}
+    options = {"revision": "v1", "dtype": "bfloat16", "implementation": "xla", "max_length": 9}
+    assert loaded == options | {"quantization": "fp8"}
     assert ranked == {
         "batch_size": 2, "top_k": 3, "show_progress_bar": True, "prompt": None, "prompt_name": "p"
     }  # fmt: skip
     assert cli.main(["rerank", "--model", ranker, "rain", "texts.txt", "--prompt", "x"]) == 0
-    assert ranked["prompt"] == "x" and loaded["dtype"] == "float32"
+    assert ranked["prompt"] == "x" and (loaded["dtype"], loaded["quantization"]) == ("float32", None)
+    assert cli.main(["rerank", "--model", ranker, "rain", "texts.txt", "--quantization", "fp8"]) == 0
+    assert loaded["dtype"] == "bfloat16"
 
 
 def test_rerank_errors_take_one_line(folder, model, ranker, tmp_path, capsys):
