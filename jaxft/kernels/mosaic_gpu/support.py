@@ -62,13 +62,8 @@ def dense_unsupported(
     if gate is not None and x.dtype == jnp.float32:
         return "it has no gate in float32"
     (rows, depth), width = x.shape, kernel.shape[1]
-    if 0 in (rows, depth, width):
-        return "an array is empty"
-    if max(rows, depth, width) > 2**30:
-        return f"a matmul of {rows}x{depth} and {depth}x{width} has a size above 2^30"
-    if rows < PIECE or width <= PIECE:
-        # JAX 0.11.2 stores what lies beyond the edge of an array of one line of tiles at the array's beginning.
-        return f"M is {rows} and F is {width}: they must be at least {PIECE} and above {PIECE}"
+    if reason := _sizes_unsupported(rows, depth, width):
+        return reason
     if gate is not None and width % (2 * PIECE):
         # A tile that goes beyond the first half would store its sums in the second one.
         return f"F is {width // 2}: with a gate it must be a multiple of {PIECE}"
@@ -76,6 +71,18 @@ def dense_unsupported(
         least = 32 // x.dtype.itemsize
         return f"K is {depth} and F is {width}: above {4 * least} they must be multiples of {least}, below of 8"
     return missing()
+
+
+def _sizes_unsupported(rows: int, depth: int, width: int) -> str | None:
+    """Returns why the kernels cannot take a matmul of these sizes, or None."""
+    if 0 in (rows, depth, width):
+        return "an array is empty"
+    if max(rows, depth, width) > 2**30:
+        return f"a matmul of {rows}x{depth} and {depth}x{width} has a size above 2^30"
+    if rows < PIECE or width <= PIECE:
+        # JAX 0.11.2 stores what lies beyond the edge of an array of one line of tiles at the array's beginning.
+        return f"M is {rows} and F is {width}: they must be at least {PIECE} and above {PIECE}"
+    return None
 
 
 def float8_dense_unsupported(
@@ -89,12 +96,8 @@ def float8_dense_unsupported(
     if residual is not None and residual.dtype.itemsize != 2:
         return f"residual is {residual.dtype}, the kernel takes float16 and bfloat16 beside float8"
     (rows, depth), width = x.shape, kernel.shape[1]
-    if 0 in (rows, depth, width):
-        return "an array is empty"
-    if max(rows, depth, width) > 2**30:
-        return f"a matmul of {rows}x{depth} and {depth}x{width} has a size above 2^30"
-    if rows < PIECE or width <= PIECE:  # see `dense_unsupported`
-        return f"M is {rows} and F is {width}: they must be at least {PIECE} and above {PIECE}"
+    if reason := _sizes_unsupported(rows, depth, width):
+        return reason
     if depth % 128 or width % 64:
         return f"K is {depth} and F is {width}: in float8 they must be multiples of 128 and 64"
     return missing()
