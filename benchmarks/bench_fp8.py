@@ -2,6 +2,8 @@
 
 `sustained_us` is the wall time per call over at least `--seconds` of queued calls, after as long again / 3 of warming
 up. The card then draws its power limit. Its note has the power and the clock. `--quick` leaves it out.
+
+With `--lengths FILE`, BERT-large with its question-answering head is timed on packed texts of these lengths.
 """
 
 import argparse
@@ -9,6 +11,7 @@ import functools
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +26,7 @@ import timing
 from jaxft import dispatch, reference
 from jaxft.models import quantize
 from jaxft.models.bert import BertConfig, BertModel
+from jaxft.models.question_answering import BertForQuestionAnswering
 from jaxft.ops.dense import dense
 from jaxft.tuning import dense as tuning
 from jaxft.tuning import profiler
@@ -174,6 +178,67 @@ def run_encoder(case: shapes.Encoder, args: argparse.Namespace) -> list[timing.R
     return rows + own
 
 
+# --- Question answering ------------------------------------------------------------------------------------------
+
+TOKENS, TEXTS = 16384, 128  # capacity of a packed batch
+NOTE = (
+    "throughput beside MLPerf's published figures; not an MLPerf result, not verified by MLCommons; accuracy on SQuAD "
+    "not measured; random weights"
+)
+
+
+def packed_batches(lengths: np.ndarray, tokens: int, texts: int) -> Iterator[np.ndarray]:
+    """Yields `cu_seqlens` `[texts + 1]` of batches, filled in the order of the lengths, with empty texts at the end."""
+    starts = [0]
+    for length in [*lengths.tolist(), tokens + 1]:
+        if starts[-1] + length > tokens or len(starts) > texts:
+            yield np.asarray(starts + [starts[-1]] * (texts + 1 - len(starts)), np.int32)
+            starts = [0]
+        starts.append(starts[-1] + length)
+
+
+def run_answers(model: str, lengths: np.ndarray, args: argparse.Namespace) -> list[timing.Row]:
+    """Times question answering on packed texts of these lengths, in samples per second, in both precisions."""
+    layers, width, heads, inner = shapes.MODELS[model]
+    config = BertConfig(
+        hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=inner
+    )  # fmt: skip
+    dtype: dict[str, Any] = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
+    wide = nnx.jit(lambda: BertForQuestionAnswering(config, **dtype, rngs=nnx.Rngs(0)))()
+    longest, rng = int(lengths.max()), np.random.default_rng(0)
+    batches = [
+        (jnp.asarray(rng.integers(1000, config.vocab_size, TOKENS), jnp.int32), jnp.asarray(starts))
+        for starts in packed_batches(lengths, TOKENS, TEXTS)
+    ]
+    key: dict[str, Any] = {"op": f"question answering {model}, packed, fp8", "direction": "forward"}
+    key |= {"shape": (len(lengths), longest), "dtype": "float8_e4m3fn"}
+    work = shapes.encoder_flops(model, lengths.tolist())
+    rows, results = [], []
+    for name, module in (("jaxft", quantize(wide)), ("jaxft, bfloat16", wide)):
+        arrays, rebuild = jaxft.bundle(module)
+
+        @jax.jit
+        def answer(arrays: list[jax.Array], ids: jax.Array, starts: jax.Array, rebuild: Any = rebuild) -> Any:
+            return rebuild(arrays)(ids, cu_seqlens=starts, max_seqlen=longest)
+
+        def every(answer: Any = answer, arrays: Any = arrays) -> Any:
+            for batch in batches:
+                out = answer(arrays, *batch)
+            return out
+
+        used = int(batches[0][1][-1])
+        results.append(np.asarray(answer(arrays, *batches[0]).start[:used].astype(jnp.float32)))
+        samples, state = sustained(every, args.seconds)
+        rate = len(lengths) / np.median(samples) * 1e6
+        note = f"{rate:,.0f} samples/s; {state}; {NOTE}"
+        rows.append(timing.as_row(key, name, "sustained_us", samples, work, "TFLOP/s", note) | timing.origin())
+        print(f"{name}: {note}")
+    if not (likeness := np.corrcoef(*results)[0, 1]) >= 0.9:
+        raise SystemExit(f"{key['op']}: the logits of float8 and bfloat16 have a correlation of {likeness:.3f}")
+    timing.write_rows(rows, args.out)
+    return rows
+
+
 def sustained(call: Callable[[], Any], seconds: float) -> tuple[list[float], str]:
     """Returns samples of the wall time per call, in microseconds, and the power and clock at the end."""
     calls = max(1, int(5e5 / profiler.queued_us(call, 10)))  # half a second
@@ -182,12 +247,10 @@ def sustained(call: Callable[[], Any], seconds: float) -> tuple[list[float], str
         profiler.queued_us(call, calls)
     begin = time.perf_counter()
     while time.perf_counter() - begin < seconds:
-        samples.append(profiler.queued_us(call, calls))
-        for _ in range(calls):  # queued while the card is asked
-            out = call()
-        if time.perf_counter() - begin < 0.8 * seconds:
-            note = card_state()
+        out = call()  # queued while the card is asked
+        note = card_state() if time.perf_counter() - begin < 0.8 * seconds else note
         jax.block_until_ready(out)
+        samples.append(profiler.queued_us(call, calls))
     return samples, note
 
 
@@ -205,6 +268,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiles", action="store_true", help="time all candidate tiles of the matmuls")
     parser.add_argument("--seconds", type=float, default=30.0, help="length of a sustained run (default: 30)")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with TEXT in their name, as 'dense'")
+    parser.add_argument("--lengths", type=Path, metavar="FILE", help="lengths of texts (.npy) for question answering")
     args = parser.parse_args(argv)
     results: list[timing.Row] = []
     for shape in shapes.FP8_DENSE[:3] if args.quick else shapes.FP8_DENSE:
@@ -213,6 +277,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for case in shapes.FP8_ENCODER[:2] if args.quick else shapes.FP8_ENCODER:
         if args.only in case.label("gelu"):
             results += run_encoder(case, args)
+    if args.lengths is not None:
+        results += run_answers("BERT-large", np.load(args.lengths), args)
     timing.print_tables(results)
 
 

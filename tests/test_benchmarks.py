@@ -203,6 +203,21 @@ def test_benchmark_writes_rows(script, settings, peers, tmp_path, monkeypatch, c
     assert "jaxft" in printed and "speedup" in printed
 
 
+def test_question_answering_is_timed_on_packed_texts(tmp_path, monkeypatch, capsys):
+    lengths = np.array([9, 30, 3, 32, 31, 2])
+    found = [*bench_fp8.packed_batches(lengths, 64, 3)]
+    assert [starts.tolist() for starts in found] == [[0, 9, 39, 42], [0, 32, 63, 63], [0, 2, 2, 2]]
+    np.save(tmp_path / "lengths.npy", lengths)
+    monkeypatch.setattr(shapes, "MODELS", {"BERT-large": shapes.Model(1, 128, 2, 128)})
+    monkeypatch.setattr(bench_fp8, "TOKENS", 64)
+    monkeypatch.setattr(bench_fp8, "TEXTS", 3)
+    options = ["--only", "none", "--lengths", str(tmp_path / "lengths.npy"), "--seconds", "0.02"]
+    bench_fp8.main(["--quick", "--out", str(tmp_path), *options])
+    rows = read(tmp_path)
+    assert {row["implementation"] for row in rows} == {"jaxft", "jaxft, bfloat16"}
+    assert all("samples/s" in row["note"] and "not an MLPerf result" in row["note"] for row in rows)
+
+
 def test_fused_networks_are_checked_and_timed(tmp_path, monkeypatch, capsys):
     sizes = {"batch": 2, "length": 8, "layers": 1, "width": 32, "heads": 2}
     monkeypatch.setattr(bench_fuse, "CASES", [dataclasses.replace(bench_fuse.CASES[i], **sizes) for i in (0, 2)])
