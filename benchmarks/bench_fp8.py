@@ -233,7 +233,7 @@ def run_answers(model: str, lengths: np.ndarray, args: argparse.Namespace) -> li
         note = f"{rate:,.0f} samples/s; {state}; {NOTE}"
         rows.append(timing.as_row(key, name, "sustained_us", samples, work, "TFLOP/s", note) | timing.origin())
         print(f"{name}: {note}")
-    if not (likeness := np.corrcoef(*results)[0, 1]) >= 0.9:
+    if not (likeness := np.corrcoef(np.stack(results))[0, 1]) >= 0.9:
         raise SystemExit(f"{key['op']}: the logits of float8 and bfloat16 have a correlation of {likeness:.3f}")
     timing.write_rows(rows, args.out)
     return rows

@@ -6,6 +6,7 @@ import json
 import logging
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from flax import nnx
 import encoders
 import jaxft
 import tiny
-from cases import lower
+from cases import lower, slow
 from jaxft import BertForSequenceClassification, BertModel, CrossEncoder, SentenceEncoder
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.models import Float8Recipe, count_clipped, quantize
@@ -138,6 +139,43 @@ def test_other_layers_stay_in_16_bits(options, reason, caplog):
     assert reason in caplog.text
     np.testing.assert_array_equal(np.float32(copy(ids()).last_hidden_state), np.float32(model(ids()).last_hidden_state))
     assert not any("float8" in shape for record in jaxft.explain(copy, ids()) for shape in record.shapes)
+
+
+@pytest.mark.parametrize(
+    "kind", ["albert", "roberta", *slow("distilbert", "electra", "mpnet", "ernie", "jina_embeddings_v3")]
+)
+def test_other_types_run_in_float8(kind):
+    """ALBERT runs one layer several times. Jina v3 has rotary positions."""
+    sizes = {"vocab_size": 64, "num_attention_heads": 2, "model_type": kind, "pad_token_id": 1} | SIZES
+    sizes |= {"dim": 128, "n_layers": 2, "n_heads": 2, "hidden_dim": 256, "embedding_size": 64, "hidden_act": "gelu"}
+    model = BertModel(jaxft.BertConfig.from_dict(sizes), **DTYPES, rngs=nnx.Rngs(0))
+    copy = quantize(model)
+    wide, narrow = (np.float32(m(ids()).last_hidden_state) for m in (model, copy))
+    cosine = np.sum(wide * narrow, -1) / np.linalg.norm(wide, axis=-1) / np.linalg.norm(narrow, axis=-1)
+    assert 0.99 < cosine.min() and cosine.mean() < 0.99999
+    assert sum("float8" in record.shapes[0] for record in jaxft.explain(copy, ids())) == 6
+
+
+def test_float8_composes_with_transformations():
+    """jax.export with a symbolic batch, shard_map, vmap and checkpoint give the numbers of the plain call."""
+    model = quantize(encoder())
+    graph, params = nnx.split(model)
+
+    def run(params, x):
+        return nnx.merge(graph, params)(x).last_hidden_state
+
+    expected = np.float32(jax.jit(run)(params, ids()))
+    np.testing.assert_array_equal(np.float32(jax.jit(jax.checkpoint(run))(params, ids())), expected)
+    mapped = jax.jit(jax.vmap(lambda x: run(params, x[None])[0]))(ids())
+    np.testing.assert_array_equal(np.float32(mapped), expected)
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=(spec(), spec("x")), out_specs=spec("x"))
+    np.testing.assert_array_equal(np.float32(jax.jit(sharded)(params, ids())), expected)
+    (batch,) = jax.export.symbolic_shape("batch")
+    symbolic = jax.ShapeDtypeStruct((batch, 9), jnp.int32)
+    exported = jax.export.export(jax.jit(lambda x: run(params, x)))(symbolic)
+    np.testing.assert_allclose(np.float32(exported.call(ids())), expected, atol=2e-2)
 
 
 def test_explain_shows_float8():
