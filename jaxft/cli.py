@@ -505,7 +505,8 @@ def _load(args: argparse.Namespace, from_pretrained: Callable[..., Any], **optio
         quantization=args.quantization, **options,
     )  # fmt: skip
     by_default = "" if args.dtype or dtype == "float32" else " by default"
-    return encoder, f"{device['device']}, {dtype}{by_default}"
+    quantization = f", {args.quantization}" if args.quantization else ""
+    return encoder, f"{device['device']}, {dtype}{by_default}{quantization}"
 
 
 def _load_encoder(args: argparse.Namespace) -> tuple["SentenceEncoder", str]:

@@ -672,7 +672,7 @@ def test_rerank_reads_json_lines(folder, ranker, capsys, monkeypatch):
     assert outputs[0].count("\n") == 3 and len(set(outputs)) == 1
 
 
-def test_rerank_passes_its_options_on(folder, ranker, monkeypatch):
+def test_rerank_passes_its_options_on(folder, ranker, monkeypatch, capsys):
     loaded, ranked = {}, {}
     from_pretrained = CrossEncoder.from_pretrained
 
@@ -698,7 +698,7 @@ def test_rerank_passes_its_options_on(folder, ranker, monkeypatch):
     assert cli.main(["rerank", "--model", ranker, "rain", "texts.txt", "--prompt", "x"]) == 0
     assert ranked["prompt"] == "x" and (loaded["dtype"], loaded["quantization"]) == ("float32", None)
     assert cli.main(["rerank", "--model", ranker, "rain", "texts.txt", "--quantization", "fp8"]) == 0
-    assert loaded["dtype"] == "bfloat16"
+    assert loaded["dtype"] == "bfloat16" and "bfloat16 by default, fp8)" in capsys.readouterr().err
 
 
 def test_rerank_errors_take_one_line(folder, model, ranker, tmp_path, capsys):
