@@ -253,6 +253,8 @@ def test_sentence_encoder_and_cross_encoder(tmp_path):
     again = SentenceEncoder.from_pretrained(tmp_path / "saved", dtype=jnp.bfloat16)
     np.testing.assert_array_equal(again.encode(words), ours.encode(words))
     assert not (tmp_path / "saved" / "model.safetensors").exists()
+    card = (tmp_path / "saved" / "README.md").read_text()
+    assert "which only jaxft loads" in card and "sentence-transformers](" not in card and 'dtype="bfloat16")' in card
 
     config = tiny.config(**SIZES)
     BertForSequenceClassification(config, num_labels=1, rngs=nnx.Rngs(0)).save_pretrained(tmp_path / "scorer")

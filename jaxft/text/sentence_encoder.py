@@ -198,6 +198,8 @@ class SentenceEncoder(TextEncoder):
         before one of them gets its final name. Modules and tokenizer files of an earlier save are removed; other files
         in the folder stay.
 
+        Only jaxft loads a folder of a model in float8.
+
         Args:
           folder: folder of the files. It is created if it does not exist.
           **others: none. An argument of sentence-transformers raises a TypeError that names the equivalent.
