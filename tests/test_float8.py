@@ -16,7 +16,7 @@ from jaxft.kernels.mosaic_gpu import dense as mosaic
 from jaxft.tuning import dense as tuning_dense
 from jaxft.tuning.dense import MosaicDenseConfig
 from lowered import TRITON, of, operations
-from test_dense_mosaic import run, runs
+from test_dense_mosaic import assert_no_races, finds_races, run, runs
 
 FLOAT8 = jnp.float8_e4m3fn
 IMPLEMENTATIONS = ["triton", "xla"]
@@ -180,13 +180,14 @@ def test_transposed_storage_is_no_copy():
 CONFIGS = {
     "m": MosaicDenseConfig(64, 64, 128, stages=2, programs=2),
     "n": MosaicDenseConfig(64, 64, 128, stages=2, split="n", programs=2),
+    "none": MosaicDenseConfig(64, 128, 128, stages=3, split="none", programs=2),
     "cluster": MosaicDenseConfig(64, 64, 128, stages=2, programs=4, cluster_m=2, minor="m", group=2),
 }
 
 
 @runs
 @pytest.mark.parametrize("float8_scale", [None, 0.5])
-@pytest.mark.parametrize("config", ["m", *slow("n", "cluster")])
+@pytest.mark.parametrize("config", ["m", "none", *slow("n", "cluster")])
 @pytest.mark.parametrize("shape", [(70, 256, 128), *slow((259, 128, 320))], ids=str)
 def test_mosaic_gpu(shape, config, float8_scale):
     """With a 16-bit result, there is a residual."""
@@ -198,6 +199,16 @@ def test_mosaic_gpu(shape, config, float8_scale):
     plain = jit(lambda f: reference.float8_dense(**f, x_scale=2.0, **options))(arrays)
     exact = exact_dense(**arrays, activation=options["activation"], x_scale=2.0)
     assert_close(got, plain, exact, float8_scale)
+
+
+@finds_races
+@pytest.mark.parametrize("config", ["none", *slow("m", "cluster")])
+def test_mosaic_gpu_has_no_races(config):
+    arrays = dense_arrays(264, 256, 320) | normal(np.random.default_rng(1), jnp.bfloat16, residual=(264, 320))
+    options = {"activation": "gelu", "dtype": jnp.bfloat16, "config": CONFIGS[config]}
+    assert_no_races(functools.partial(mosaic.forward, **arrays, **options))
+    del arrays["residual"]
+    assert_no_races(functools.partial(mosaic.forward, **arrays, **options, float8_scale=1.0))
 
 
 @runs
