@@ -238,6 +238,15 @@ def test_damaged_files_are_refused(tmp_path):
         safetensors.numpy.save_file(changed, file)
         with pytest.raises(CheckpointError, match=message):
             BertModel.from_pretrained(tmp_path, **DTYPES)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    for scale, message in (("1", "must be a Python number, got str"), (-1, "must be positive"), (10**400, "too large")):
+        tiny.write_json(
+            tmp_path / "config.json",
+            settings | {"quantization_config": settings["quantization_config"] | {"activation_scale": scale}},
+        )
+        with pytest.raises(CheckpointError, match=message):
+            BertModel.from_pretrained(tmp_path, **DTYPES)
+    tiny.write_json(tmp_path / "config.json", settings)
     file.unlink()
     with pytest.raises(CheckpointError, match="has no model_float8.safetensors, which config.json says"):
         BertModel.from_pretrained(tmp_path, **DTYPES)

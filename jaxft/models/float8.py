@@ -98,12 +98,18 @@ def quantize(model: Model, recipe: Float8Recipe | str = "fp8") -> Model:
 
 
 def read_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Float8Recipe | None]:
-    """Splits the content of a config.json into what remains, and the recipe of a model that jaxft has quantized."""
+    """Splits the content of a config.json into what remains, and the recipe of a model that jaxft has quantized.
+
+    Raises a ValueError if the recipe is impossible.
+    """
     rest, saved = dict(settings), settings.get("quantization_config")
     if not isinstance(saved, dict) or saved.get("quant_method") != METHOD:
         return rest, None
     del rest["quantization_config"]
-    return rest, Float8Recipe(saved.get("activation_scale", 1.0))
+    try:
+        return rest, Float8Recipe(saved.get("activation_scale", 1.0))
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"quantization_config: {error}") from error
 
 
 def written_settings(recipe: Float8Recipe) -> dict[str, Any]:
