@@ -139,6 +139,7 @@ def test_other_layers_stay_in_16_bits(options, reason, caplog):
     assert reason in caplog.text
     np.testing.assert_array_equal(np.float32(copy(ids()).last_hidden_state), np.float32(model(ids()).last_hidden_state))
     assert not any("float8" in shape for record in jaxft.explain(copy, ids()) for shape in record.shapes)
+    assert copy.recipe is None  # it can be trained, and is saved for all
 
 
 @pytest.mark.parametrize(

@@ -715,10 +715,10 @@ class BertModel(nnx.Module):
             raise ValueError(
                 f"quantize: dtype of the model must be bfloat16 or float16 for float8, got {options.dtype}"
             )
-        self.recipe, self._deterministic = recipe, True
         if reason := self.layers[0].not_in_float8():
             _log.warning("quantize: no layer of the %s model runs in float8: %s", self.config.model_type, reason)
             return
+        self.recipe, self._deterministic = recipe, True
         for layer in self.layers:
             layer.quantize(recipe, has_next=self.config.shared_layers or layer is not self.layers[-1])
 

@@ -72,8 +72,8 @@ def quantize(model: Model, recipe: Float8Recipe | str = "fp8") -> Model:
     1.4 to 1.8 times the speed. docs/float8.md has the accuracy.
 
     Layers with norms before attention, gated feed-forward networks or disentangled attention stay in 16 bits, and so do
-    layers of widths that are no multiples of 128. The log "jaxft" names them, and `jaxft.explain` shows what each
-    matmul runs in.
+    layers of widths that are no multiples of 128. The log "jaxft" says so, and `jaxft.explain` shows what each matmul
+    runs in. The copy of a model without a layer in float8 is an ordinary model.
 
     Args:
       model: a `BertModel`, or a module that contains one, such as `BertForSequenceClassification`. Its `dtype` is
