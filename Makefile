@@ -37,7 +37,7 @@ BIN := $(VENV)/bin
 ARGS :=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 BENCHMARKS := encoder train contrastive attention relative_bias layer_norm embeddings bias_activation gated_activation \
-	softmax dense feed_forward cross_entropy permute rotary search fuse
+	softmax dense fp8 feed_forward cross_entropy permute rotary search fuse
 
 help:
 	@sed -n '/^\.NOTPARALLEL/q; s/^#   //p' Makefile

@@ -248,6 +248,15 @@ ENCODER = [
     *(Encoder("BERT-base", *shape, "float32") for shape in ((1, 128), (8, 128), (32, 128), (32, 512))),
 ]
 ENCODER_QUICK = ENCODER[:3]
+#: rows, depth, width of matmuls in float8
+FP8_DENSE = [
+    (4096, 768, 2304), (4096, 768, 3072), (4096, 3072, 768), (4096, 768, 768), (128, 768, 3072), (512, 3072, 768),
+    (16384, 768, 3072), (16384, 3072, 768), (16384, 1024, 3072), (16384, 1024, 4096), (16384, 4096, 1024),
+]  # fmt: skip
+FP8_ENCODER = [
+    Encoder("BERT-base", 32, 128), Encoder("BERT-base", 128, 128), Encoder("BERT-base", 32, 512),
+    Encoder("BERT-base", 32, 512, valid=9394), Encoder("BERT-large", 32, 512),
+]  # fmt: skip
 TRAINING = [Encoder("BERT-base", 32, 128), Encoder("BERT-base", 32, 512)]
 TRAINING_DROPOUT = (0.0, 0.1)
 

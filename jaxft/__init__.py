@@ -45,6 +45,7 @@ __all__ = [
     "EXPORT_DISABLED_CHECKS",
     "BertConfig",
     "BertForMaskedLM",
+    "BertForQuestionAnswering",
     "BertForSequenceClassification",
     "BertForTokenClassification",
     "BertModel",
@@ -98,6 +99,7 @@ _MODULES = {
     "jaxft.models.config": "BertConfig",
     "jaxft.models.embedding": "EmbeddingModel",
     "jaxft.models.masked_lm": "BertForMaskedLM",
+    "jaxft.models.question_answering": "BertForQuestionAnswering",
     "jaxft.models.multi_vector": "MultiVectorModel max_sim",
     "jaxft.models.splade": "SpladeModel",
     "jaxft.ops.attention": "dot_product_attention qkv_attention varlen_qkv_attention",
@@ -129,7 +131,7 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names.s
 def __getattr__(name: str) -> object:
     import importlib
 
-    if name in ("dispatch", "dropout", "kernels", "ops", "reference", "tuning"):
+    if name in ("dispatch", "dropout", "kernels", "models", "ops", "reference", "tuning"):
         return importlib.import_module(f"jaxft.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

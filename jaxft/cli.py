@@ -212,6 +212,10 @@ def _add_checkpoint_argument(parser: argparse.ArgumentParser) -> None:
 def _add_dtype_argument(parser: argparse.ArgumentParser, what: str) -> None:
     default = "(default: bfloat16 on an NVIDIA GPU, float32 on other devices)"
     parser.add_argument("--dtype", choices=_DTYPES, help=f"{what} {default}")
+    parser.add_argument(
+        "--quantization", choices=("fp8",),
+        help="fp8: store and multiply the linear layers in float8_e4m3fn (--dtype then is bfloat16 by default)",
+    )  # fmt: skip
 
 
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -479,11 +483,13 @@ def _run_bench(args: argparse.Namespace) -> None:
     from jaxft import comparison
     from jaxft.checkpoint.files import CheckpointError
     from jaxft.models.bert import BertModel
+    from jaxft.models.float8 import as_recipe
 
     with contextlib.ExitStack() as files:
         output, chart = (path and files.enter_context(_new_file(path)) for path in (args.output, args.chart))
         try:
             model = BertModel.from_pretrained(args.model, dtype=dtype)
+            recipe = as_recipe("bench", args.quantization)
             for length in args.length:
                 if length > model.config.max_sequence_length:
                     raise _UserError(f"length {length}: the model takes at most {model.config.max_sequence_length}")
@@ -492,7 +498,7 @@ def _run_bench(args: argparse.Namespace) -> None:
             with tqdm(cases, desc="bench", unit="case", disable=None) as bar:
                 for batch, length in bar:
                     try:
-                        done[batch, length] = comparison.compare(model, batch, length)
+                        done[batch, length] = comparison.compare(model, batch, length, recipe)
                     except (comparison.ComparisonError, jax.errors.JaxRuntimeError) as error:
                         # The other cases may still succeed, for example if this case ran out of memory.
                         failed.append(f"{batch}x{length}: {error}")
@@ -563,7 +569,7 @@ def _say_loading(model: str) -> None:
 
 
 def _dtype(args: argparse.Namespace, platform: str) -> str:
-    return args.dtype or ("bfloat16" if platform == "cuda" else "float32")
+    return args.dtype or ("bfloat16" if platform == "cuda" or args.quantization else "float32")
 
 
 def _load(args: argparse.Namespace, from_pretrained: Callable[..., Any], **options: Any) -> tuple[Any, str]:
@@ -572,10 +578,12 @@ def _load(args: argparse.Namespace, from_pretrained: Callable[..., Any], **optio
     device = _device()
     dtype = _dtype(args, device["platform"])
     encoder = from_pretrained(
-        args.model, revision=args.revision, dtype=dtype, implementation=args.implementation, **options
-    )
+        args.model, revision=args.revision, dtype=dtype, implementation=args.implementation,
+        quantization=args.quantization, **options,
+    )  # fmt: skip
     by_default = "" if args.dtype or dtype == "float32" else " by default"
-    return encoder, f"{device['device']}, {dtype}{by_default}"
+    quantization = f", {args.quantization}" if args.quantization else ""
+    return encoder, f"{device['device']}, {dtype}{by_default}{quantization}"
 
 
 def _load_encoder(args: argparse.Namespace) -> tuple["SentenceEncoder", str]:

@@ -16,12 +16,15 @@ from jax import Array
 
 from jaxft import dispatch
 from jaxft.models.bert import BertModel
+from jaxft.models.float8 import Float8Recipe, quantize
 from jaxft.ops.bundle import bundle
 from jaxft.tuning import profiler
 
 logger = logging.getLogger("jaxft")
 
 Attention = Literal["xla", "cudnn"]
+
+FLOAT8 = "jaxft fp8"  # the name of a variant
 
 _ROUNDS = 9
 _ROUND_SECONDS = 0.1
@@ -98,8 +101,11 @@ def plain_encoder(
 # --- The comparison ----------------------------------------------------------------------------------------------
 
 
-def compare(model: BertModel, batch: int, length: int) -> dict[str, Times]:
+def compare(model: BertModel, batch: int, length: int, recipe: Float8Recipe | None = None) -> dict[str, Times]:
     """Times the layers of `model` (`implementation=None`) on random inputs `[batch, length, D]` without padding.
+
+    With a `recipe`, the model that it quantizes is timed too. Its hidden states must have a cosine similarity of at
+    least 0.98 with plain JAX's in float64.
 
     The results of jaxft and cuDNN are checked against plain JAX in float64 first. Raises `ComparisonError` if jaxft is
     not accurate enough or plain JAX cannot run the case. In these cases, cuDNN is left out, with a warning.
@@ -126,6 +132,16 @@ def compare(model: BertModel, batch: int, length: int) -> dict[str, Times]:
         return jax.jit(encoder)
 
     variants: dict[str, tuple[Callable[..., Array], Any]] = {"jaxft": (ours, arrays), "xla": (plain("xla"), params)}
+    if recipe is not None:
+        float8_arrays, float8_rebuild = bundle(quantize(model, recipe).layers)
+
+        @jax.jit
+        def in_float8(arrays: list[Array], x: Array) -> Array:
+            for layer in float8_rebuild(arrays):
+                x = layer(x, None)
+            return x
+
+        variants[FLOAT8] = (in_float8, float8_arrays)
     if dispatch.platform() == "cuda" and dtype != jnp.float32:
         variants["xla+cudnn"] = (plain("cudnn"), params)
     x = jax.random.normal(jax.random.key(0), (batch, length, config.hidden_size), dtype)
@@ -154,6 +170,11 @@ def compare(model: BertModel, batch: int, length: int) -> dict[str, Times]:
                 )
 
         check("jaxft's", "jaxft")
+        if FLOAT8 in calls:
+            got = np.asarray(jax.block_until_ready(calls[FLOAT8]()), np.float64)
+            norms = np.linalg.norm(got, axis=-1) * np.linalg.norm(truth, axis=-1)
+            if not (cosine := float(np.mean(np.sum(got * truth, axis=-1) / norms))) >= 0.98:
+                raise ComparisonError(f"the hidden states in float8 have a cosine of {cosine:.4f}; they were not timed")
         if "xla+cudnn" in calls:
             try:
                 check("its", "xla+cudnn")
@@ -185,16 +206,20 @@ def _times(calls: Mapping[str, Callable[[], Array]]) -> dict[str, Times]:
 
 
 def table(cases: Sequence[tuple[int, int]], times: Sequence[Mapping[str, Times]]) -> list[str]:
-    """Formats a row for each case. "speedup" is the queued time of the fastest baseline divided by jaxft's."""
+    """Formats a row for each case. "speedup" is the queued time of the fastest baseline divided by jaxft's.
+
+    jaxft's time is that in float8 where there is one.
+    """
     names = list(dict.fromkeys(itertools.chain(*times)))  # of all cases, because a case may lack a variant
     lines = [["batch", "length", *names, "speedup", *(f"{name}, blocking" for name in names)]]
     for (batch, length), found in zip(cases, times, strict=True):
-        fastest = min(us.queued for name, us in found.items() if name != "jaxft")
+        fastest = min(us.queued for name, us in found.items() if not name.startswith("jaxft"))
+        ours = found.get(FLOAT8, found["jaxft"]).queued
         queued, blocking = (
             [f"{getattr(found[name], what):.1f}" if name in found else "-" for name in names]
             for what in ("queued", "blocking")
         )
-        lines.append([str(batch), str(length), *queued, f"{fastest / found['jaxft'].queued:.2f}x", *blocking])
+        lines.append([str(batch), str(length), *queued, f"{fastest / ours:.2f}x", *blocking])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
 

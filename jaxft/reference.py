@@ -562,6 +562,35 @@ def dense(
     return dense_epilogue(matmul(x, kernel, precision), bias, activation, residual, gate)
 
 
+FLOAT8 = jnp.float8_e4m3fn
+LARGEST_FLOAT8 = 448.0
+
+
+def to_float8(x: Array, scale: float) -> Array:
+    """Rounds x / scale to float8_e4m3fn. Values beyond 448 are clipped to it, and NaN stays NaN."""
+    return jnp.clip(x * (1.0 / scale), -LARGEST_FLOAT8, LARGEST_FLOAT8).astype(FLOAT8)
+
+
+def float8_dense(
+    x: Array, kernel: Array, kernel_scale: Array, bias: Array | None = None, residual: Array | None = None, *,
+    activation: str | None = None, x_scale: float = 1.0, dtype: Any = jnp.bfloat16, float8_scale: float | None = None,
+) -> Array:  # fmt: skip
+    """Computes a dense layer of float8_e4m3fn x [..., K] and kernel [K, F], rounded once: to `dtype` or to float8."""
+    # The products are exact. bfloat16 holds every number of float8_e4m3fn.
+    factor_dtype = jnp.float32 if dispatch.platform() == "cpu" else jnp.bfloat16
+    out = jnp.matmul(
+        x.astype(factor_dtype), kernel.astype(factor_dtype), precision="highest", preferred_element_type=jnp.float32
+    )
+    out = out * _like(kernel_scale * x_scale, out)
+    if bias is not None:
+        out = out + _like(bias, out)
+    if activation is not None:
+        out = ACTIVATIONS[activation](out)
+    if residual is not None:
+        out = out + residual.astype(out.dtype)
+    return out.astype(dtype) if float8_scale is None else to_float8(out, float8_scale)
+
+
 def dense_epilogue(
     y: Array, bias: Array | None, activation: str | None, residual: Array | None, gate: str | None = None
 ) -> Array:

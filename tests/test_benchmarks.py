@@ -24,6 +24,7 @@ import bench_embeddings
 import bench_encode
 import bench_encoder
 import bench_feed_forward
+import bench_fp8
 import bench_fuse
 import bench_gated_activation
 import bench_layer_norm
@@ -96,6 +97,9 @@ def test_shapes_are_listed_once():
             },
             {"xla", "jaxft, triton"},
         ),
+        (bench_fp8, {"FP8_DENSE": [(64, 128, 512)], "MODELS": {"tiny": shapes.Model(1, 128, 2, 256)},
+                     "FP8_ENCODER": [shapes.Encoder("tiny", 2, 16), shapes.Encoder("tiny", 2, 16, valid=20)]},
+         {"xla", "jaxft, triton", "jaxft, bfloat16"}),
         (bench_search, {"SEARCH": [(3, 200, 8), (1, 20, 8)]}, {"xla"}),
         (bench_cross_entropy, {"CROSS_ENTROPY": [(20, 24, 40)]}, {"xla, float32 logits", "xla, bfloat16 logits"}),
         (bench_layer_norm, {"LAYER_NORM": [(5, 24)]}, {"xla", "copy (memcpy)"}),
@@ -198,6 +202,21 @@ def test_benchmark_writes_rows(script, settings, peers, tmp_path, monkeypatch, c
         assert 0 < float(row["p20"]) <= float(row["p50"]) <= float(row["p80"])
     printed = capsys.readouterr().out
     assert "jaxft" in printed and "speedup" in printed
+
+
+def test_question_answering_is_timed_on_packed_texts(tmp_path, monkeypatch, capsys):
+    lengths = np.array([9, 30, 3, 32, 31, 2])
+    found = [*bench_fp8.packed_batches(lengths, 64, 3)]
+    assert [starts.tolist() for starts in found] == [[0, 9, 39, 42], [0, 32, 63, 63], [0, 2, 2, 2]]
+    np.save(tmp_path / "lengths.npy", lengths)
+    monkeypatch.setattr(shapes, "MODELS", {"BERT-large": shapes.Model(1, 128, 2, 128)})
+    monkeypatch.setattr(bench_fp8, "TOKENS", 64)
+    monkeypatch.setattr(bench_fp8, "TEXTS", 3)
+    options = ["--only", "none", "--lengths", str(tmp_path / "lengths.npy"), "--seconds", "0.02"]
+    bench_fp8.main(["--quick", "--out", str(tmp_path), *options])
+    rows = read(tmp_path)
+    assert {row["implementation"] for row in rows} == {"jaxft", "jaxft, bfloat16"}
+    assert all("samples/s" in row["note"] and "not an MLPerf result" in row["note"] for row in rows)
 
 
 def test_fused_networks_are_checked_and_timed(tmp_path, monkeypatch, capsys):

@@ -670,7 +670,7 @@ def test_rerank_reads_json_lines(folder, ranker, capsys, monkeypatch):
     assert outputs[0].count("\n") == 3 and len(set(outputs)) == 1
 
 
-def test_rerank_passes_its_options_on(folder, ranker, monkeypatch):
+def test_rerank_passes_its_options_on(folder, ranker, monkeypatch, capsys):
     loaded, ranked = {}, {}
     from_pretrained = CrossEncoder.from_pretrained
 
@@ -685,14 +685,18 @@ def test_rerank_passes_its_options_on(folder, ranker, monkeypatch):
     monkeypatch.setattr(CrossEncoder, "from_pretrained", load)
     monkeypatch.setattr(CrossEncoder, "rank", rank)
     given = ["--revision", "v1", "--dtype", "bfloat16", "--implementation", "xla", "--max-seq-length", "9"]
+    given += ["--quantization", "fp8"]
     given += ["--batch-size", "2", "--top", "3", "--prompt-name", "p", "--devices", "0"]
     assert cli.main(["rerank", "--model", ranker, "rain", "texts.txt", *given]) == 0
-    assert loaded == {"revision": "v1", "dtype": "bfloat16", "implementation": "xla", "max_length": 9}
+    options = {"revision": "v1", "dtype": "bfloat16", "implementation": "xla", "max_length": 9}
+    assert loaded == options | {"quantization": "fp8"}
     assert ranked == {
         "batch_size": 2, "top_k": 3, "show_progress_bar": True, "prompt": None, "prompt_name": "p", "devices": [0],
     }  # fmt: skip
     assert cli.main(["rerank", "--model", ranker, "rain", "texts.txt", "--prompt", "x"]) == 0
-    assert ranked["prompt"] == "x" and loaded["dtype"] == "float32"
+    assert ranked["prompt"] == "x" and (loaded["dtype"], loaded["quantization"]) == ("float32", None)
+    assert cli.main(["rerank", "--model", ranker, "rain", "texts.txt", "--quantization", "fp8"]) == 0
+    assert loaded["dtype"] == "bfloat16" and "bfloat16 by default, fp8)" in capsys.readouterr().err
 
 
 def test_rerank_errors_take_one_line(folder, model, ranker, tmp_path, capsys):

@@ -51,6 +51,14 @@ def test_table_json_and_chart(model, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.png"]
 
 
+def test_float8_is_timed_beside_bfloat16(tmp_path, capsys):
+    tiny.write_model(tmp_path / "wide", hidden_size=128, intermediate_size=128, initializer_range=0.05)
+    arguments = ["--batch", "1", "--length", "8", "--quantization", "fp8"]
+    assert cli.main(["bench", "--model", str(tmp_path / "wide"), *arguments]) == 0
+    head, _, columns, _ = capsys.readouterr().out.splitlines()
+    assert "bfloat16" in head and "jaxft fp8" in columns
+
+
 @pytest.mark.slow
 def test_bfloat16(model, capsys):
     assert cli.main(["bench", "--model", model, "--batch", "2", "--length", "8", "--dtype", "bfloat16"]) == 0
@@ -91,7 +99,7 @@ def test_overflow_of_plain_jax_is_reported(model, monkeypatch, capsys):
 def test_failing_case_loses_no_other(error, model, tmp_path, monkeypatch, capsys):
     compare = comparison.compare
 
-    def limited(model, batch, length):
+    def limited(model, batch, length, recipe):
         if batch == 2:
             raise error("RESOURCE_EXHAUSTED: out of memory")
         return compare(model, batch, length)

@@ -48,6 +48,9 @@ OPS = {
     "dense": (tuning_dense.DenseConfig, ("rows", "depth", "width", "itemsize")),
     "dense_split": (tuning_dense.SplitConfig, ("rows", "depth", "width", "itemsize")),
     "dense_mosaic": (tuning_dense.MosaicDenseConfig, ("rows", "depth", "width", "activation", "itemsize")),
+    "float8_dense_mosaic": (
+        tuning_dense.MosaicDenseConfig, ("rows", "depth", "width", "activation", "result_itemsize", "itemsize"),
+    ),
     "dense_mosaic_gradient": (tuning_dense.MosaicDenseConfig, ("rows", "depth", "width", "itemsize")),
 }  # fmt: skip
 SIZES = (0, 1, 2, 3, 31, 64, 100, 127, 384, 769, 4096, 5000, 65537)
@@ -549,7 +552,10 @@ def test_every_config_can_be_restored():
     for op, (config, names) in OPS.items():
         configs |= {config(**entry) for entry in tuning_table._table("NVIDIA H200").get(op, {}).values()}
         for scale in (1, 7, 200):
-            sizes = {name: {"itemsize": 2, "activation": 1, "aligned": 8}.get(name, 20 * scale) for name in names}
+            sizes = {
+                name: {"itemsize": 2, "result_itemsize": 2, "activation": 1, "aligned": 8}.get(name, 20 * scale)
+                for name in names
+            }
             configs |= {*tuning_search.candidates(op, next(iter(configs)), H200, **sizes)}
     assert {type(c) for c in configs} == {config for config, _ in OPS.values()}
     for config in configs:

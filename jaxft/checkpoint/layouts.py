@@ -192,7 +192,7 @@ _DISTILBERT_CONFIG = {
 # XLM-RoBERTa, CamemBERT and data2vec-text use the names of RoBERTa, and ERNIE uses the names of BERT.
 #
 # - "head" classifies sequences: a dense layer on the first token (in BERT the pooler), and a dense layer to the labels.
-# - "classifier" classifies tokens: only a dense layer to the labels.
+# - "classifier" classifies tokens, and "qa_outputs" finds answers: only a dense layer to the labels.
 # - "lm_head" is for masked language modelling: a dense layer, a LayerNorm and the bias of the logits. The matrix of the
 #   logits is the table of word embeddings.
 
@@ -248,6 +248,12 @@ _HEADS = {
         "lm_head.out_bias": ["predictions.bias"],
     },
 }
+
+# A head for question answering is one dense layer, in ModernBERT the head of a classifier of tokens.
+_HEADS = {kind: names | _layers({"qa_outputs.": ["qa_outputs"]}) for kind, names in _HEADS.items()}
+_HEADS["modernbert"] |= _layers(
+    {"qa_outputs.dense_": ["head.dense"], "qa_outputs.norm_": ["head.norm"], "qa_outputs.": ["classifier"]}
+)
 
 # Tensors of the last layer of classifiers. Their first axis is the number of labels.
 LABELS = ("classifier.weight", "classifier.bias", "classifier.out_proj.weight", "classifier.out_proj.bias")

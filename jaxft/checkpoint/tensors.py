@@ -12,7 +12,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from jaxft.checkpoint import layouts
 from jaxft.checkpoint.files import CheckpointError, check_file, is_library_error, read_json_object
 from jaxft.checkpoint.layouts import Shape
 
+# Names of files with weights. A folder has one of them.
+WEIGHTS = "model.safetensors", "model_float8.safetensors"
 _DTYPES = ("F32", "F16", "BF16", "F64")
 _NEW = "rngs=nnx.Rngs(0) to the model's from_pretrained, which initialises it"
 
@@ -88,10 +90,10 @@ class _Tensor:
     def shape(self) -> Shape:
         return tuple(self.reader.get_slice(self.name).get_shape())
 
-    def problem(self, expected: Shape) -> str | None:
+    def problem(self, expected: Shape, dtypes: Sequence[str] = _DTYPES) -> str | None:
         dtype = self.reader.get_slice(self.name).get_dtype()
-        if dtype not in _DTYPES:
-            return f"{self}: has dtype {dtype}, expected one of {', '.join(_DTYPES)}"
+        if dtype not in dtypes:
+            return f"{self}: has dtype {dtype}, expected one of {', '.join(dtypes)}"
         if self.shape != expected:
             return f"{self}: has shape {list(self.shape)}, expected {list(expected)}"
         return None
@@ -219,6 +221,40 @@ def load(
     return parameters
 
 
+def load_float8(
+    folder: Path, file: str, expected: Mapping[str, Any], optional: Iterable[str]
+) -> dict[str, jax.Array]:  # fmt: skip
+    """Reads parameters that `float8_tensors` has named. Their shapes and dtypes are as `expected`.
+
+    Parameters of other dtypes than float8_e4m3fn are converted. Only the `optional` ones may be absent. Tensors that
+    are not expected are not read: they may be those of a head. A CheckpointError lists all problems.
+    """
+    if not os.path.lexists(folder / file):
+        raise CheckpointError(f"{folder} has no {file}, which config.json says that it has")
+    problems, values = [], {}
+    with contextlib.ExitStack() as stack, np.errstate(over="ignore"):
+        try:
+            reader = _open_file(folder / file, stack)
+        except BaseException as error:
+            if not is_library_error(error):
+                raise
+            raise _error(folder, [f"{file}: {error}"]) from error
+        present = {name: _Tensor(file, name, reader) for name in reader.keys()}  # noqa: SIM118
+        problems += [f"{file}: {name!r} is missing" for name in expected.keys() - present.keys() - {*optional}]
+        for name in sorted(expected.keys() & present.keys()):
+            is_float8 = expected[name].dtype == jnp.float8_e4m3fn
+            problem = present[name].problem(expected[name].shape, ("U8",) if is_float8 else _DTYPES)
+            if problem is None:
+                value = present[name].value()
+                value = value.view(jnp.float8_e4m3fn) if is_float8 else value.astype(expected[name].dtype)
+                problem = None if np.isfinite(value).all() else f"{present[name]}: has values that are not finite"
+                values[name] = jnp.asarray(value)
+            problems += filter(None, [problem])
+    if problems:
+        raise _error(folder, sorted(problems))
+    return values
+
+
 def load_exact(folder: Path, shapes: Mapping[str, Shape]) -> dict[str, np.ndarray]:
     """Reads the tensors of a small module from model.safetensors, in float32. It must have these tensors and no others.
 
@@ -255,12 +291,9 @@ def load_exact(folder: Path, shapes: Mapping[str, Shape]) -> dict[str, np.ndarra
 # --- Writing -----------------------------------------------------------------------------------------------------
 
 
-def save(
-    folder: str | os.PathLike[str], model_type: str, config: Mapping[str, Any], parameters: Mapping[str, jax.Array]
-) -> None:
-    """Writes `config.json` and `model.safetensors` in the layout of `model_type`, a key of `LAYOUTS`."""
-    folder = checked_folder(folder)
-    write(folder, {"config.json": config, "model.safetensors": named_tensors(model_type, parameters)})
+def save(folder: str | os.PathLike[str], contents: Mapping[str, Any]) -> None:
+    """Writes files as `write` does. Weights of an earlier save under another name are removed."""
+    write(checked_folder(folder), contents, [name for name in WEIGHTS if name not in contents])
 
 
 def checked_folder(folder: str | os.PathLike[str]) -> Path:
@@ -279,8 +312,7 @@ def named_tensors(model_type: str, parameters: Mapping[str, jax.Array]) -> dict[
 
     If `parameters` includes a head, the tensors of the encoder get the layout's prefix, as in transformers.
     """
-    if shapes := [name for name, value in parameters.items() if isinstance(value, jax.ShapeDtypeStruct)]:
-        raise ValueError(f"save_pretrained: the model's parameters have no values yet, only shapes, as {shapes[0]}")
+    _check_values(parameters)
     layout = layouts.LAYOUTS[model_type]
     tensors = {}
     for parameter, value in parameters.items():
@@ -290,6 +322,18 @@ def named_tensors(model_type: str, parameters: Mapping[str, jax.Array]) -> dict[
     if any(name.startswith(layout.heads) for name in tensors):
         tensors = {layouts.with_prefix(layout, name): tensor for name, tensor in tensors.items()}
     return tensors
+
+
+def float8_tensors(parameters: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
+    """Returns the tensors of a model in float8 by the names of its parameters, float8_e4m3fn as uint8."""
+    _check_values(parameters)
+    arrays = {name: np.ascontiguousarray(value) for name, value in parameters.items()}
+    return {name: x.view(np.uint8) if x.dtype == jnp.float8_e4m3fn else x for name, x in arrays.items()}
+
+
+def _check_values(parameters: Mapping[str, Any]) -> None:
+    if shapes := [name for name, value in parameters.items() if isinstance(value, jax.ShapeDtypeStruct)]:
+        raise ValueError(f"save_pretrained: the model's parameters have no values yet, only shapes, as {shapes[0]}")
 
 
 def write(folder: Path, contents: Mapping[str, Any], without: Iterable[str] = ()) -> None:

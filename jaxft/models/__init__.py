@@ -1,6 +1,8 @@
-"""Encoders of the BERT family, built from the fused operations, `partition_specs` for many devices, and `attention_fn` for Flax."""
+"""Encoders of the BERT family from the fused ops, `partition_specs`, FP8, and `attention_fn` for Flax's modules."""
 
 from jaxft.models.flax_attention import attention_fn
+from jaxft.models.float8 import Float8Recipe, quantize
 from jaxft.models.partition import partition_specs
+from jaxft.ops.float8 import count_clipped
 
-__all__ = ["attention_fn", "partition_specs"]
+__all__ = ["Float8Recipe", "attention_fn", "count_clipped", "partition_specs", "quantize"]

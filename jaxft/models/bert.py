@@ -1,6 +1,8 @@
 """Encoders as Flax NNX modules, built from the fused operations: BERT and its successors (see `BertConfig`)."""
 
 import dataclasses
+import functools
+import logging
 import os
 from pathlib import Path
 from typing import Any, Self
@@ -12,15 +14,16 @@ from flax import nnx
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxft import dispatch
+from jaxft import dispatch, reference
 from jaxft.checkpoint import files as checkpoint_files
 from jaxft.checkpoint import tensors as checkpoint_tensors
 from jaxft.dropout import dropout as drop
 from jaxft.models import dropout, inputs
 from jaxft.models.config import BertConfig
+from jaxft.models.float8 import FILE, Float8Recipe, as_recipe, read_settings, written_settings
 from jaxft.models.pooling import first_tokens, packed_rows_of, sequence_rows
 from jaxft.models.positions import alibi_table, bucket_table, disentangled_attention
-from jaxft.ops import checks
+from jaxft.ops import checks, float8
 from jaxft.ops.attention import qkv_attention, varlen_qkv_attention
 from jaxft.ops.dense import dense
 from jaxft.ops.dense_layer_norm import dense_residual_layer_norm
@@ -28,7 +31,10 @@ from jaxft.ops.dense_rotary import dense_rotary
 from jaxft.ops.embeddings import embeddings_layer_norm
 from jaxft.ops.feed_forward import feed_forward_residual_layer_norm
 from jaxft.ops.layer_norm import layer_norm
+from jaxft.ops.rotary import rotary
 
+_log = logging.getLogger("jaxft")
+_NO_TRAINING = "BertModel: a model in float8 cannot be trained; train in 16 or 32 bits, then quantize"
 # Types whose encoder has no pooler in transformers.
 _WITHOUT_POOLER = ("distilbert", "modernbert", "deberta-v2", "electra")
 
@@ -62,6 +68,7 @@ class _Options:
     def dense(
         self, x: Array, kernel: nnx.Param[Any], bias: nnx.Param[Any] | None, activation: str | None = None
     ) -> Array:
+        """Computes a dense layer in `dtype`."""
         matrix = kernel[...].astype(self.dtype)
         return dense(x, matrix, value(bias), activation=activation, implementation=self.implementation)
 
@@ -227,6 +234,34 @@ class BertLayer(nnx.Module):
         self.ffn_in_bias = bias(config.ffn_in_bias, columns)
         self.ffn_out_kernel, self.ffn_out_bias = options.normal(rngs, inner, width), bias(config.ffn_out_bias, width)
         self.ffn_norm_gamma, self.ffn_norm_beta = options.norm(rngs, width)
+        self.recipe: Float8Recipe | None = None  # of a layer in float8, which also has the scales of its kernels
+        self.has_next = False
+
+    def not_in_float8(self) -> str | None:
+        """Returns the reason why `quantize` leaves the layer in 16 bits, or None."""
+        config = self.options.config
+        if config.norm_first:
+            return "norms come before attention"
+        if config.activated_half is not None:
+            return "its feed-forward network is gated"
+        if config.positions == "disentangled":
+            return "its attention is disentangled"
+        for name in ("hidden_size", "intermediate_size"):
+            if getattr(config, name) % 128:
+                return f"{name} {getattr(config, name)} is not a multiple of 128"
+        return None
+
+    def quantize(self, recipe: Float8Recipe, *, has_next: bool) -> None:
+        """Rounds the kernels to float8, stored as `[F, K]`. With `has_next`, a layer in float8 comes next."""
+        self.recipe, self.has_next = recipe, has_next
+        for name in ("qkv", "out", "ffn_in", "ffn_out"):
+            kernel = getattr(self, f"{name}_kernel").get_value()
+            run: Any = functools.partial(jax.eval_shape, recipe.kernel) if _is_shape(kernel) else recipe.kernel
+            for suffix, array in zip(("kernel", "scale"), run(kernel), strict=True):
+                setattr(self, f"{name}_{suffix}", nnx.Param(array))
+
+    def _scale(self, name: str) -> Array:
+        return getattr(self, f"{name}_scale")[...]
 
     def attention_norm(self) -> _Norm:
         """Returns gamma and beta of the norm of attention."""
@@ -238,7 +273,8 @@ class BertLayer(nnx.Module):
 
     def __call__(self, x: Array, mask: Array | None = None, *, dropout_rng: Array | None = None) -> Array:
         """Applies a layer of BERT to `[B, T, D]`, with a mask `[B, 1, 1, T]`. Three random keys turn dropout on."""
-        return self.step(x, x, Places(mask), (self.attention_norm(), self.ffn_norm()), dropout_rng)[0]
+        x, residual = self.step(x, x, Places(mask), (self.attention_norm(), self.ffn_norm()), dropout_rng)
+        return residual if float8.is_float8(x) else x
 
     def step(
         self, x: Array, residual: Array, places: Places, norms: tuple[_Norm, _Norm], dropout_rng: Array | None = None
@@ -253,8 +289,10 @@ class BertLayer(nnx.Module):
           dropout_rng: three random keys, which turn dropout on.
 
         Returns:
-          The pair (x, residual) of the next layer.
+          The pair (x, residual) of the next layer. If this layer and the next one are in float8, x is float8.
         """
+        if self.recipe is not None:
+            return self._float8_step(x, residual, places, norms, self.recipe.activation_scale)
         config = self.options.config
         of_probabilities, of_attention, of_ffn = (None, None, None) if dropout_rng is None else dropout_rng
         if config.model_type == "distilbert":  # it has no dropout there
@@ -292,17 +330,56 @@ class BertLayer(nnx.Module):
         )  # fmt: skip
         return out if config.norm_first else (out, out)
 
+    def _float8_step(
+        self, x: Array, residual: Array, places: Places, norms: tuple[_Norm, _Norm], scale: float
+    ) -> tuple[Array, Array]:
+        """Computes `step` with matmuls of float8. Each kernel writes the float8 input of the next one."""
+        config, implementation = self.options.config, self.options.implementation
+        if not float8.is_float8(x):  # the output of the embeddings
+            x = reference.to_float8(reference.wide(x), scale)
+        options: dict[str, Any] = {
+            "x_scale": scale, "epsilon": config.layer_norm_eps, "implementation": implementation
+        }  # fmt: skip
+        attended = self._attend(x, places, {"float8_scale": scale})
+        gamma, beta = norms[0]
+        residual, x = dense_residual_layer_norm(
+            attended, self.out_kernel[...].T, value(self.out_bias), residual, gamma, beta,
+            kernel_scale=self._scale("out"), float8_scale=scale, **options,
+        )  # fmt: skip
+        gamma, beta = norms[1]
+        out = feed_forward_residual_layer_norm(
+            x, self.ffn_in_kernel[...].T, value(self.ffn_in_bias), self.ffn_out_kernel[...].T,
+            value(self.ffn_out_bias), gamma, beta, activation=config.activation, residual=residual,
+            in_kernel_scale=self._scale("ffn_in"), out_kernel_scale=self._scale("ffn_out"), inner_scale=scale,
+            float8_scale=scale if self.has_next else None, **options,
+        )  # fmt: skip
+        residual, x = out if self.has_next else (out, out)
+        return x, residual
+
+    def _qkv(self, x: Array) -> Array:
+        if self.recipe is None:
+            return self.options.dense(x, self.qkv_kernel, self.qkv_bias)
+        return dense(
+            x, self.qkv_kernel[...].T, value(self.qkv_bias), kernel_scale=self._scale("qkv"),
+            x_scale=self.recipe.activation_scale, dtype=self.options.dtype, implementation=self.options.implementation,
+        )  # fmt: skip
+
     def _attend(self, x: Array, places: Places, options: dict[str, Any]) -> Array:
         heads = self.options.config.num_attention_heads
-        size = x.shape[-1] // heads
-        if places.positions is None:
-            qkv = self.options.dense(x, self.qkv_kernel, self.qkv_bias).reshape(*x.shape[:-1], 3, heads, size)
-        else:
+        size = self.options.config.hidden_size // heads
+        rotation: dict[str, Any] = {
+            "frequency_scale": self.options.config.rope_factor ** (-2 / size),  # NTK scaling
+            "implementation": self.options.implementation,
+        }
+        if places.positions is not None and self.recipe is None:
             qkv = dense_rotary(
                 x, self.qkv_kernel[...].astype(x.dtype), value(self.qkv_bias), places.positions, places.theta,
-                num_heads=heads, frequency_scale=self.options.config.rope_factor ** (-2 / size),  # NTK scaling
-                implementation=self.options.implementation,
+                num_heads=heads, **rotation,
             )  # fmt: skip
+        else:
+            qkv = self._qkv(x).reshape(*x.shape[:-1], 3, heads, size)
+            if places.positions is not None:
+                qkv = rotary(qkv, places.positions, places.theta, in_place=True, **rotation)
         starts, length = places.cu_seqlens, places.max_seqlen
         if places.relative is None:
             options |= {"relative_bias": places.bias, "implementation": self.options.implementation}
@@ -419,7 +496,9 @@ class BertModel(nnx.Module):
         checks.check_flag("BertModel", "add_pooling_layer", add_pooling_layer)
         inputs.check_initial("BertModel", rngs)
         dispatch.check_name("BertModel", implementation)
-        self.config, self.remat, self.deterministic = config, remat, True
+        self.config, self.remat = config, remat
+        self.recipe: Float8Recipe | None = None
+        self.deterministic = True
         dtype, param_dtype = (
             inputs.float_dtype("BertModel", *named) for named in (("dtype", dtype), ("param_dtype", param_dtype))
         )
@@ -539,10 +618,12 @@ class BertModel(nnx.Module):
             layer_keys = None if keys is None else keys[i]
             x, residual = run_layer(layer, x, residual, places[window], norms[i], layer_keys, remat=self.remat)
             is_last = i + 1 == self.config.num_hidden_layers
-            hidden_states.append(x if is_last or not self.config.norm_first else residual)
+            shows_sum = self.config.norm_first and not is_last
+            hidden_states.append(residual if shows_sum or float8.is_float8(x) else x)
+        last = hidden_states[-1]
         return BertOutput(
-            last_hidden_state=x,
-            pooler_output=None if self.pooler is None else self.pooler(x, packed.get("cu_seqlens")),
+            last_hidden_state=last,
+            pooler_output=None if self.pooler is None else self.pooler(last, packed.get("cu_seqlens")),
             hidden_states=tuple(hidden_states) if output_hidden_states else None,
         )
 
@@ -558,6 +639,7 @@ class BertModel(nnx.Module):
         param_dtype: DTypeLike | None = None,
         implementation: str | None = None,
         remat: bool = False,
+        quantization: str | Float8Recipe | None = None,
     ) -> Self:
         """Loads the encoder of a Hugging Face checkpoint of a type that `BertConfig` lists.
 
@@ -572,6 +654,8 @@ class BertModel(nnx.Module):
           param_dtype: as for `BertModel`. None takes `dtype`.
           implementation: as for `BertModel`.
           remat: as for `BertModel`.
+          quantization: "fp8" or a `jaxft.models.Float8Recipe` to quantize the model, see `jaxft.models.quantize`. None
+            leaves it as it is saved. `dtype` must be bfloat16 or float16 for a model in float8.
 
         Returns:
           The model, with dropout off.
@@ -579,21 +663,30 @@ class BertModel(nnx.Module):
         Raises:
           CheckpointError: the checkpoint cannot be found, read or used. The message lists all problems.
           TypeError: `folder_or_id` is not a string or path, or `remat` is not a boolean.
-          ValueError: `dtype`, `param_dtype` or `implementation` is not supported.
+          ValueError: `dtype`, `param_dtype`, `implementation` or `quantization` is not supported.
         """
+        recipe = as_recipe("from_pretrained", quantization)
         param_dtype = dtype if param_dtype is None else param_dtype
         folder = checkpoint_files.resolve(
             folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
         )
-        config = checkpoint_files.read_config(folder, BertConfig.from_dict)
+
+        def parse(settings: dict[str, Any]) -> tuple[BertConfig, Float8Recipe | None]:
+            settings, saved = read_settings(settings)
+            return BertConfig.from_dict(settings), saved
+
+        config, saved = checkpoint_files.read_config(folder, parse)
         options: dict[str, Any] = {"implementation": implementation, "remat": remat}
         model = cls(config, dtype=dtype, param_dtype=param_dtype, **options, rngs=None)
-        if "pooler.kernel" not in load_parameters(named_parameters(model), folder, config.model_type, param_dtype):
+        if "pooler.kernel" not in load_model(model, folder, config.model_type, param_dtype, saved, recipe):
             model.pooler = None
         return model
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Writes `config.json` and `model.safetensors`, which transformers can read. Existing files are replaced.
+
+        A model in float8 is written in a format of jaxft: its weights are in `model_float8.safetensors`, which other
+        libraries do not find, and `quantization_config` in `config.json` says what it is.
 
         Args:
           folder: folder of the files. It is created if it does not exist.
@@ -603,11 +696,38 @@ class BertModel(nnx.Module):
           NotADirectoryError: `folder` is a file.
           ValueError: the parameters have no values yet.
         """
-        checkpoint_tensors.save(folder, self.config.model_type, *self._checkpoint())
+        checkpoint_tensors.save(folder, self._files())
 
-    def _checkpoint(self) -> tuple[dict[str, Any], dict[str, Array]]:
-        """Returns the content of config.json, and the parameters by name."""
-        return self.config.to_dict(), {name: p.get_value() for name, p in named_parameters(self).items()}
+    def _files(self) -> dict[str, Any]:
+        """Returns the contents of the checkpoint's files by name."""
+        return checkpoint_of(self, self.config.to_dict())
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether calls run without dropout. `train()` and `eval()` set it."""
+        return self._deterministic
+
+    @deterministic.setter
+    def deterministic(self, given: bool) -> None:
+        if not given and self.recipe is not None:
+            raise NotImplementedError(_NO_TRAINING)
+        self._deterministic = given
+
+    def quantize_layers(self, recipe: Float8Recipe) -> None:
+        """Rounds the layers to float8 as far as that covers them, see `jaxft.models.quantize`."""
+        options = self.embeddings.options
+        if self.recipe is not None:
+            raise ValueError("quantize: the model is in float8 already")
+        if options.dtype not in (jnp.bfloat16, jnp.float16):
+            raise ValueError(
+                f"quantize: dtype of the model must be bfloat16 or float16 for float8, got {options.dtype}"
+            )
+        if reason := self.layers[0].not_in_float8():
+            _log.warning("quantize: no layer of the %s model runs in float8: %s", self.config.model_type, reason)
+            return
+        self.recipe, self._deterministic = recipe, True
+        for layer in self.layers:
+            layer.quantize(recipe, has_next=self.config.shared_layers or layer is not self.layers[-1])
 
     def _norms(self) -> list[tuple[_Norm, _Norm]]:
         """Returns, for each layer, the norms after attention and after the feed-forward network."""
@@ -654,6 +774,8 @@ class BertModel(nnx.Module):
             checks.check_flag("BertModel", "deterministic", deterministic)
         if self.deterministic if deterministic is None else deterministic:
             return None
+        if self.recipe is not None:
+            raise NotImplementedError(_NO_TRAINING)
         names = ("hidden_dropout_prob", "attention_probs_dropout_prob")
         rates = {name: getattr(self.config, name) for name in names}
         return dropout.call_key("BertModel", rngs, **rates, **more_rates)
@@ -663,6 +785,51 @@ def named_parameters(model: nnx.Module) -> dict[str, nnx.Param[Any]]:
     """Returns the parameters by name, such as "head.out_bias" or "layers.0.out_bias" (without the prefix "bert.")."""
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {".".join(map(str, path)).removeprefix("bert."): parameter for path, parameter in state}
+
+
+def load_model(
+    model: nnx.Module, folder: Path, model_type: str, dtype: DTypeLike, saved: Float8Recipe | None,
+    recipe: Float8Recipe | None, *, wanted: dict[str, nnx.Param[Any]] | None = None, has_new_head: bool = False,
+) -> set[str]:  # fmt: skip
+    """Sets the parameters of a model, or those that are `wanted`, from a checkpoint, and returns their names.
+
+    `saved` is the recipe of a checkpoint in float8. With another `recipe`, the model is quantized after it is loaded.
+    """
+    encoder = next(module for _, module in nnx.iter_modules(model) if isinstance(module, BertModel))
+    if saved is None:
+        parameters = named_parameters(model) if wanted is None else wanted
+        found = load_parameters(parameters, folder, model_type, dtype, has_new_head=has_new_head)
+        if recipe is not None:
+            encoder.quantize_layers(recipe)
+        return found
+    if recipe not in (None, saved):
+        raise ValueError(
+            f"quantization must be None for a checkpoint that is saved in float8 with {saved}, got {recipe}"
+        )
+    encoder.quantize_layers(saved)
+    parameters = named_parameters(model)
+    expected = {name: parameter.get_value() for name, parameter in parameters.items()}
+    optional = {name for name in expected if name.startswith("pooler.")}
+    values = checkpoint_tensors.load_float8(folder, FILE, expected, optional)
+    for name, array in values.items():
+        parameters[name].set_value(array)
+    return {*values}
+
+
+def checkpoint_of(model: nnx.Module, config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the files of a checkpoint by name, from the model and the content of its config.json."""
+    parameters = {name: p.get_value() for name, p in named_parameters(model).items()}
+    encoder = next(module for _, module in nnx.iter_modules(model) if isinstance(module, BertModel))
+    if encoder.recipe is None:
+        tensors = checkpoint_tensors.named_tensors(encoder.config.model_type, parameters)
+        return {"config.json": config, "model.safetensors": tensors}
+    return {
+        "config.json": config | written_settings(encoder.recipe), FILE: checkpoint_tensors.float8_tensors(parameters)
+    }  # fmt: skip
+
+
+def _is_shape(array: Any) -> bool:
+    return isinstance(array, jax.ShapeDtypeStruct)
 
 
 def load_parameters(

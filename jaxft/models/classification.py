@@ -324,6 +324,10 @@ class BertForTokenClassification(_Classifier):
 
 def _rate_field(task: str, model_type: str) -> tuple[str | None, float | None]:
     """Returns the field of config.json that holds the dropout rate of the head, and its own default, or None."""
+    if task == "ForQuestionAnswering":
+        return {"distilbert": ("qa_dropout", 0.1), "modernbert": ("classifier_dropout", 0.0)}.get(
+            model_type, (None, 0.0)
+        )
     return _RATES.get((task, model_type), ("classifier_dropout", None))
 
 

@@ -14,15 +14,17 @@ from jaxft.checkpoint import files as checkpoint_files
 from jaxft.checkpoint import layouts as checkpoint_layouts
 from jaxft.checkpoint import tensors as checkpoint_tensors
 from jaxft.models import inputs
-from jaxft.models.bert import BertModel, load_parameters, named_parameters, packed_rows
+from jaxft.models.bert import BertModel, checkpoint_of, load_model, named_parameters, packed_rows
 from jaxft.models.config import BertConfig
+from jaxft.models.float8 import Float8Recipe, as_recipe, read_settings
 from jaxft.ops import checks
 from jaxft.ops.cross_entropy import CrossEntropy, linear_cross_entropy
 
 logger = logging.getLogger("jaxft")
 
 # Name endings of the transformers classes whose heads have tensors with the same names.
-_TASKS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForMultipleChoice")
+_TASKS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForMultipleChoice",
+          "ForQuestionAnswering")  # fmt: skip
 
 
 class EncoderWithHead(nnx.Module):
@@ -147,6 +149,7 @@ class EncoderWithHead(nnx.Module):
         param_dtype: DTypeLike | None = None,
         implementation: str | None = None,
         remat: bool = False,
+        quantization: str | Float8Recipe | None = None,
         rngs: nnx.Rngs | None = None,
         **head: Any,
     ) -> Self:
@@ -156,7 +159,7 @@ class EncoderWithHead(nnx.Module):
         the checkpoint, and so do the layers of the head that the checkpoint has. The checkpoint of an encoder alone or
         of a model for another task has at most the pooler. Tensors of other heads are not read.
 
-        `BertModel.from_pretrained` describes the arguments up to `remat`. The others are:
+        `BertModel.from_pretrained` describes the arguments up to `quantization`. The others are:
 
         - `rngs`: random numbers for the layers of the head that the checkpoint lacks or has for another number of
           labels. These layers are initialised as in a new model; the log "jaxft" lists them at level INFO. All other
@@ -176,19 +179,21 @@ class EncoderWithHead(nnx.Module):
           ValueError: as for the class, or `rngs` has no stream for parameters.
         """
 
-        def parse(settings: dict[str, Any]) -> tuple[BertConfig, bool, dict[str, Any], dict[str, Any]]:
+        def parse(settings: dict[str, Any]) -> tuple[BertConfig, bool, dict[str, Any], dict[str, Any], Any]:
+            settings, saved = read_settings(settings)
             config = BertConfig.from_dict(settings)
             is_own = cls._is_own(settings.get("architectures"), rngs)
             # The labels of another task do not fit this head.
             of_head = settings if is_own else {"tie_word_embeddings": settings.get("tie_word_embeddings")}
-            return config, is_own, cls._head_options(of_head, config, head), settings
+            return config, is_own, cls._head_options(of_head, config, head), settings, saved
 
+        recipe = as_recipe("from_pretrained", quantization)
         inputs.check_initial(cls.__name__, rngs)
         param_dtype = dtype if param_dtype is None else param_dtype
         folder = checkpoint_files.resolve(
             folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
         )
-        config, is_own, options, settings = checkpoint_files.read_config(folder, parse)
+        config, is_own, options, settings, saved = checkpoint_files.read_config(folder, parse)
         options |= {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation, "remat": remat}
         model = cls(config, **options, rngs=None)
         if rngs is not None:
@@ -200,10 +205,11 @@ class EncoderWithHead(nnx.Module):
             # The head of another task may have tensors with the same names.
             if is_own or not layout.names.get(name, [""])[0].startswith(layout.heads)
         }
-        has_new_head = rngs is not None
-        found = load_parameters(wanted, folder, config.model_type, param_dtype, has_new_head=has_new_head)
-        if new := sorted(parameters.keys() - found):
-            logger.info("%s: new, and not of %s: %s", cls.__name__, folder, ", ".join(new))
+        found = load_model(
+            model, folder, config.model_type, param_dtype, saved, recipe, wanted=wanted, has_new_head=rngs is not None
+        )
+        if lacking := sorted(parameters.keys() - found):
+            logger.info("%s: new, and not of %s: %s", cls.__name__, folder, ", ".join(lacking))
         else:  # the settings are valid only for the checkpoint's own head
             model._keep_settings(settings, folder)
         return model
@@ -231,13 +237,12 @@ class EncoderWithHead(nnx.Module):
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Writes the files of the encoder and the head, see `BertModel.save_pretrained`."""
-        checkpoint_tensors.save(folder, self.config.model_type, *self._checkpoint())
+        checkpoint_tensors.save(folder, self._files())
 
-    def _checkpoint(self) -> tuple[dict[str, Any], dict[str, Array]]:
+    def _files(self) -> dict[str, Any]:
         encoder = checkpoint_layouts.LAYOUTS[self.config.model_type].architecture
         architectures = {"architectures": [encoder.removesuffix("Model") + self._TASK]}
-        parameters = {name: parameter.get_value() for name, parameter in named_parameters(self).items()}
-        return self.config.to_dict() | architectures | self.settings, parameters
+        return checkpoint_of(self, self.config.to_dict() | architectures | self.settings)
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import jax.export
 import jax.numpy as jnp
 from jax import Array
 
-from jaxft.ops import attention_vjp, checks, plans
+from jaxft.ops import attention_vjp, checks, float8, plans
 from jaxft.ops.attention_vjp import Inputs, Options
 
 
@@ -29,6 +29,7 @@ def dot_product_attention(
     dropout_rate: float = 0.0,
     dropout_rng: Array | None = None,
     return_residual: bool = False,
+    float8_scale: float | None = None,
     implementation: str | None = None,
 ) -> Any:
     """Computes softmax(query @ key^T * scale + bias) @ value for each head. The kernels never hold the [T, S] matrix.
@@ -58,10 +59,13 @@ def dot_product_attention(
       dropout_rate: probability of dropping an attention probability, in [0, 1).
       dropout_rng: a JAX random key, required if the rate is not 0 (see `jaxft.ops`).
       return_residual: whether to also return the log-sum-exp of the logits, float32 `[B, T, N]` (or `[T, N]`).
+      float8_scale: None, or a number that makes the output float8_e4m3fn: the output divided by that number, clipped to
+        448. Such a call has no gradient.
       implementation: None, "triton", "xla" (see `jaxft.ops`), or "cudnn" for the attention of `jax.nn` with cuDNN.
 
     Returns:
-      An array of the shape and dtype of `query`. With `return_residual`, a pair (output, log-sum-exp).
+      An array of the shape and dtype of `query`, or float8 (see `float8_scale`). With `return_residual`, a pair of the
+      output and the log-sum-exp.
 
       A query with nothing to attend to gives exactly 0 and a log-sum-exp of -inf, and its gradients are 0. Values in
       padding, NaN and Inf included, reach no valid output or gradient. `jax.nn` differs in both cases.
@@ -106,7 +110,7 @@ def dot_product_attention(
         )
     inputs = Inputs(query, key, value, bias, relative_bias, mask, query_seq_lengths, key_value_seq_lengths,
                     query_segment_ids, key_value_segment_ids, dropout_rng)  # fmt: skip
-    options = (scale, is_causal, local_window_size, dropout_rate, return_residual)
+    options = (scale, is_causal, local_window_size, dropout_rate, return_residual, float8_scale)
     return _attend(op, inputs, options, implementation, batched)
 
 
@@ -126,6 +130,7 @@ def qkv_attention(
     dropout_rate: float = 0.0,
     dropout_rng: Array | None = None,
     return_residual: bool = False,
+    float8_scale: float | None = None,
     implementation: str | None = None,
 ) -> Any:
     """Computes `dot_product_attention` from the packed projection.
@@ -152,6 +157,7 @@ def qkv_attention(
       dropout_rate: as for `dot_product_attention`.
       dropout_rng: as for `dot_product_attention`.
       return_residual: as for `dot_product_attention`.
+      float8_scale: as for `dot_product_attention`.
       implementation: as for `dot_product_attention`.
 
     Returns:
@@ -167,7 +173,7 @@ def qkv_attention(
         raise ValueError(f"{op}: qkv must have shape [B, T, 3, N, H] or [T, 3, N, H] with N >= 1, got {qkv.shape}")
     inputs = Inputs(qkv, None, None, bias, relative_bias, mask, query_seq_lengths, key_value_seq_lengths,
                     query_segment_ids, key_value_segment_ids, dropout_rng)  # fmt: skip
-    options = (scale, is_causal, local_window_size, dropout_rate, return_residual)
+    options = (scale, is_causal, local_window_size, dropout_rate, return_residual, float8_scale)
     return _attend(op, inputs, options, implementation, batched=qkv.ndim == 5)
 
 
@@ -183,6 +189,7 @@ def varlen_qkv_attention(
     dropout_rate: float = 0.0,
     dropout_rng: Array | None = None,
     return_residual: bool = False,
+    float8_scale: float | None = None,
     implementation: str | None = None,
 ) -> Any:
     """Computes `qkv_attention` within each of B packed sequences, without padding.
@@ -207,6 +214,7 @@ def varlen_qkv_attention(
         max_seqlen, max_seqlen]`.
       dropout_rng: as for `dot_product_attention`.
       return_residual: as for `dot_product_attention`.
+      float8_scale: as for `dot_product_attention`.
       implementation: None, "triton" or "xla" (see `jaxft.ops`). cuDNN does not support packed sequences.
 
     Returns:
@@ -232,14 +240,16 @@ def varlen_qkv_attention(
     max_seqlen = checks.as_size(op, "max_seqlen", max_seqlen)
     checks.check_cu_seqlens(op, given, qkv.shape[0], max_seqlen)
     options = _options(op, scale, is_causal, local_window_size, dropout_rate, dropout_rng, return_residual,
-                       qkv.shape[-1], max_seqlen)  # fmt: skip
+                       float8_scale, qkv.shape[-1], max_seqlen)  # fmt: skip
     rng = dropout_rng if options.dropout_rate > 0.0 else None
     table = _check_table(op, relative_bias, qkv.shape[2])
     inputs = Inputs(qkv, relative_bias=table, dropout_rng=rng, cu_seqlens=cu_seqlens)
     return _run(op, inputs, options, implementation)
 
 
-def _options(op, scale, is_causal, window, dropout_rate, dropout_rng, return_residual, head_size, max_seqlen=None):
+def _options(
+    op, scale, is_causal, window, dropout_rate, dropout_rng, return_residual, float8_scale, head_size, max_seqlen=None
+):
     if scale is None and jax.export.is_symbolic_dim(head_size):
         raise ValueError(f"{op}: scale must be a number where the head size is symbolic, {head_size}, got None")
     scale = max(head_size, 1) ** -0.5 if scale is None else checks.check_number(op, "scale", scale)
@@ -251,13 +261,14 @@ def _options(op, scale, is_causal, window, dropout_rate, dropout_rng, return_res
     rate = checks.check_dropout(op, dropout_rate, dropout_rng)
     checks.check_flag(op, "is_causal", is_causal)
     checks.check_flag(op, "return_residual", return_residual)
-    return Options(scale, is_causal, window, rate, return_residual, max_seqlen)
+    float8_scale = float8.check_scale(op, "float8_scale", float8_scale)
+    return Options(scale, is_causal, window, rate, return_residual, max_seqlen, float8_scale)
 
 
 def _attend(op, inputs, options, implementation, batched):
     """Checks the arguments that the two padded ops share, and runs. Arrays without a batch axis get one of size 1."""
-    scale, is_causal, window, dropout_rate, return_residual = options
-    options = _options(op, scale, is_causal, window, dropout_rate, inputs.dropout_rng, return_residual,
+    scale, is_causal, window, dropout_rate, return_residual, float8_scale = options
+    options = _options(op, scale, is_causal, window, dropout_rate, inputs.dropout_rng, return_residual, float8_scale,
                        inputs.query.shape[-1])  # fmt: skip
     if not batched:
         inputs = Inputs(*jax.tree.map(lambda x: x[None], inputs[:3]), *inputs[3:])

@@ -15,8 +15,8 @@ from jaxft.dropout import ShardKey, dropout_seed
 from jaxft.kernels.cudnn import attention as cudnn
 from jaxft.kernels.mosaic_gpu import support
 from jaxft.kernels.triton import attention as triton
-from jaxft.kernels.triton import attention_backward, attention_delta, attention_problem
-from jaxft.ops import plans, transforms
+from jaxft.kernels.triton import attention_backward, attention_delta, attention_problem, common
+from jaxft.ops import float8, plans, transforms
 from jaxft.ops.plans import Pass
 from jaxft.ops.sharding import Rule
 from jaxft.tuning import attention as tuning
@@ -49,6 +49,7 @@ class Options:
     dropout_rate: float
     return_residual: bool
     max_seqlen: int | None = None  # only with cu_seqlens
+    float8_scale: float | None = None  # makes the output float8, which has no gradient
 
 
 def sizes(inputs: Inputs, options: Options) -> tuple[int, int, int, int, int]:
@@ -72,7 +73,8 @@ def plan_of(op: str, inputs: Inputs, options: Options, implementation: str | Non
     """Chooses backends and configurations for arrays of these shapes and dtypes."""
     device, precision = dispatch.device(), dispatch.matmul_precision()
     plan = functools.partial(Plan, options=options, precision=precision)
-    reasons = {"triton": _triton_unsupported(inputs, options)}
+    of_card = None if options.float8_scale is None else common.unsupported_by_card()
+    reasons = {"triton": of_card or _triton_unsupported(inputs, options)}
     if implementation is not None:
         reasons |= {"cudnn": _cudnn_unsupported(inputs, options), "mosaic_gpu": "its kernel is for gradients only"}
     choice = dispatch.choose(op, implementation, reasons)
@@ -84,6 +86,8 @@ def plan_of(op: str, inputs: Inputs, options: Options, implementation: str | Non
 
     call = _call(inputs, options, precision)
     forward = Pass("triton", tuning.attention(call))
+    if options.float8_scale is not None:
+        return plan(forward=forward, **plans.of_choice(choice))
     backward = Pass("triton", _triton_gradient(call, inputs))
     saving, why = None, [choice.why] if choice.why else []
     if implementation is None:
@@ -135,6 +139,8 @@ def _triton_unsupported(inputs: Inputs, options: Options) -> str | None:
 def _cudnn_unsupported(inputs: Inputs, options: Options) -> str | None:
     """Returns why cuDNN cannot run this call, or None if it can."""
     _, t, s, _, _ = sizes(inputs, options)
+    if options.float8_scale is not None:
+        return "it writes no float8"
     return cudnn.unsupported(
         t, s, _cudnn_options(options), return_residual=options.return_residual, **_by_name(inputs),
         dropout_rng=inputs.dropout_rng,
@@ -165,11 +171,31 @@ def _mosaic_unsupported(inputs: Inputs, options: Options) -> str | None:
 
 def run(inputs: Inputs, plan: Plan) -> Any:
     """Computes the output. With `return_residual`, returns a pair of the output and the log-sum-exp."""
+    if plan.options.float8_scale is not None:
+        return _float8(plan, *inputs)
     if plan.forward.backend == "xla":
         return _reference(plan, *inputs)
     if plan.backward.backend == "cudnn":  # asked for by name, with cuDNN's own gradient
         return _cudnn_jit(inputs, plan.options)
     return _kernels(plan, *inputs)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _float8(plan, *arrays):
+    """Computes the output in float8, without a gradient."""
+
+    def plain(*arrays):
+        options = dataclasses.replace(plan.options, float8_scale=None)
+        out = _plain(dataclasses.replace(plan, options=options), *arrays)
+        out, *lse = out if options.return_residual else (out,)
+        out = reference.to_float8(reference.wide(out), plan.options.float8_scale)
+        return (out, *lse) if lse else out
+
+    def kernel(_, *arrays):
+        return _forward(plan, False, *arrays)
+
+    run = plain if plan.forward.backend == "xla" else transforms.mappable(kernel, plain, plan, _rule(plan, *arrays)[0])
+    return float8.without_gradient("attention", run)(*transforms.vary_alike(*arrays))
 
 
 # --- Plain jnp ---------------------------------------------------------------------------------------------------
@@ -182,7 +208,7 @@ def _parts_of(qkv: Array) -> tuple[Array, Array, Array]:
 def _plain(plan: Plan, *arrays: Any) -> Any:
     query, key, value, bias, relative_bias, mask, q_lengths, kv_lengths, q_ids, kv_ids, rng, cu_seqlens = arrays
     static = dict(vars(plan.options))
-    max_seqlen = static.pop("max_seqlen")
+    max_seqlen, _ = static.pop("max_seqlen"), static.pop("float8_scale")
     if max_seqlen is not None:
         return reference.varlen_qkv_attention(
             query, cu_seqlens, max_seqlen=max_seqlen, relative_bias=relative_bias, dropout_rng=rng, **static
@@ -253,6 +279,7 @@ def _forward(plan: Plan, save: bool, *arrays: Any) -> Any:
     out, *parts = triton.forward(
         *_arguments(inputs, plan),
         return_residual=save or residual,
+        float8_scale=plan.options.float8_scale,
         config=plan.with_gradient.config,
         interpret=plan.interpret,
     )

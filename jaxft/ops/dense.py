@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from jaxft import dispatch, reference
 from jaxft.kernels.mosaic_gpu import support
 from jaxft.kernels.triton import bias_activation, gated_activation
 from jaxft.kernels.triton import dense as triton
-from jaxft.ops import checks, plans, transforms
+from jaxft.ops import checks, float8, plans, transforms
 from jaxft.ops.plans import Pass
 from jaxft.ops.sharding import Rule
 from jaxft.tuning import dense as tuning
@@ -29,6 +30,10 @@ def dense(
     gate: str | None = None,
     residual: Array | None = None,
     precision: jax.lax.PrecisionLike = None,
+    kernel_scale: Array | None = None,
+    x_scale: float | None = None,
+    float8_scale: float | None = None,
+    dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> Array:
     """Computes a dense layer with its epilogue: bias, activation and residual.
@@ -37,25 +42,33 @@ def dense(
 
         jax.nn.gelu(x @ kernel + bias, approximate=False) + residual  # activation="gelu"
         gated_activation(x @ kernel, bias, activation=activation, gate=gate) + residual  # with a gate
+        activation(x_scale * kernel_scale * (x @ kernel) + bias) + residual  # of float8, see below
 
     Args:
-      x: `[..., K]`, float32, float16 or bfloat16. The matmul accumulates in float32.
-      kernel: `[K, F]` of the dtype of `x`.
+      x: `[..., K]`, float32, float16, bfloat16 or float8_e4m3fn. The matmul accumulates in float32.
+      kernel: `[K, F]` of the dtype of `x`. The kernels of float8 read it as `[F, K]`: store that array and pass its
+        transpose, which inside of `jax.jit` is no copy.
       bias: `[F]` of any float dtype, or None.
       activation: None, "gelu" (with the error function), "gelu_tanh", "relu", "silu" or "tanh".
       gate: None, or the half of the columns of `kernel`, "first" or "second", to which the activation is applied. The
         other half multiplies the result, which has `F / 2` columns then. A gate needs an activation.
       residual: the shape of the result and the dtype of `x`, added last, or None.
       precision: precision of the matmul, as in `jnp.matmul`. None follows `jax.default_matmul_precision`.
+      kernel_scale: `[F]` of any float dtype, the scales of the columns of a float8 kernel. It is required with float8.
+      x_scale: the number by which a float8 `x` stands for smaller or larger numbers. None is 1.
+      float8_scale: a number that makes the result of float8 arrays float8_e4m3fn: the result divided by that number,
+        clipped to 448. NaN stays NaN. None gives a result of `dtype`.
+      dtype: bfloat16 or float16, the dtype of the result of float8 arrays and of their residual. None is bfloat16.
       implementation: None picks the fastest (see `jaxft.ops`). `"triton"` and `"mosaic_gpu"` (Hopper only) run the
         whole layer as one kernel; `"xla"` leaves fusion to XLA. In float32, `"mosaic_gpu"` computes in TF32, takes no
-        residual and transposes `kernel` first. It has no gate.
+        residual and transposes `kernel` first. It has no gate in float32, and none of the two has a gate in float8.
 
     Returns:
       `[..., F]` of the dtype of `x`; `[..., F / 2]` with a gate.
 
-    Gradients: for x, kernel, bias and residual. The backward pass of an activation uses the result of the matmul, which
-    is kept in the dtype of `x`. `"mosaic_gpu"` keeps the sum x @ kernel + bias instead, also in the dtype of `x`.
+    Gradients: for x, kernel, bias and residual. A gradient with float8 arrays raises. The backward pass of an
+    activation uses the result of the matmul, which is kept in the dtype of `x`. `"mosaic_gpu"` keeps the sum x @ kernel
+    + bias instead, also in the dtype of `x`.
 
     Determinism and errors: as for all ops (see `jaxft.ops`).
 
@@ -68,11 +81,16 @@ def dense(
     """
     op = "dense"
     x, kernel = checks.as_factors(op, x, kernel)
+    scales = {"x_scale": float8.check_scale(op, "x_scale", x_scale)}
+    scales["float8_scale"] = float8.check_scale(op, "float8_scale", float8_scale)
     bias = checks.as_vector(op, "bias", bias, kernel.shape[1])
     checks.check_activation(op, activation, optional=True)
     rows, width = math.prod(x.shape[:-1]), checks.gated_width(op, gate, kernel)
     if gate is not None and activation is None:
         raise ValueError(f"{op}: a gate needs an activation, got None")
+    if float8.is_float8(x):
+        return _float8(op, x, kernel, bias, residual, kernel_scale, scales, dtype, activation, gate, implementation)
+    float8.check_unused(op, x, kernel_scale=kernel_scale, **scales, dtype=dtype)
     if residual is not None:
         residual = checks.as_term(op, "residual", residual, (*x.shape[:-1], width), x)
     precision = checks.check_precision(op, precision, x.dtype)
@@ -81,6 +99,25 @@ def dense(
     plan = plan_of(op, *arrays, activation, precision, implementation, gate)
     plans.record(op, arrays, plan)
     return run(*arrays, plan).reshape(*x.shape[:-1], width)
+
+
+def _float8(op, x, kernel, bias, residual, kernel_scale, scales, dtype, activation, gate, implementation):
+    """Computes the layer of float8 arrays."""
+    depth, width = kernel.shape
+    if gate is not None:
+        raise NotImplementedError(f"{op}: there is no gate with float8_e4m3fn arrays, got gate={gate!r}")
+    kernel_scale = float8.check_kernel_scale(op, "kernel_scale", kernel_scale, width)
+    rows, dtype = math.prod(x.shape[:-1]), float8.check_result(op, dtype)
+    if residual is not None:
+        unit: Any = jax.ShapeDtypeStruct((), dtype)
+        residual = checks.as_term(op, "residual", residual, (*x.shape[:-1], width), unit).reshape(rows, width)
+    arrays = x.reshape(rows, depth), kernel, kernel_scale, bias, residual
+    plan = float8.plan_of(
+        op, *arrays, activation=activation, x_scale=scales["x_scale"] or 1.0, float8_scale=scales["float8_scale"],
+        dtype=dtype, implementation=implementation,
+    )  # fmt: skip
+    plans.record(op, arrays, plan)
+    return float8.run(*arrays, plan).reshape(*x.shape[:-1], width)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

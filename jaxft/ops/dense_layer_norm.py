@@ -13,7 +13,7 @@ from jaxft import dispatch, reference
 from jaxft.dropout import dropout_seed
 from jaxft.kernels.triton import dense as triton_dense
 from jaxft.kernels.triton import layer_norm as triton_norm
-from jaxft.ops import checks, dense, layer_norm, plans, transforms
+from jaxft.ops import checks, dense, float8, layer_norm, plans, transforms
 from jaxft.ops.plans import Pass
 from jaxft.ops.sharding import Rule
 from jaxft.tuning import dense as tuning
@@ -33,6 +33,9 @@ def dense_residual_layer_norm(
     dropout_rng: Array | None = None,
     return_sum: bool = False,
     precision: jax.lax.PrecisionLike = None,
+    kernel_scale: Array | None = None,
+    x_scale: float | None = None,
+    float8_scale: float | None = None,
     implementation: str | None = None,
 ) -> Any:
     """Computes a dense layer, adds a residual and normalises the sum.
@@ -46,10 +49,10 @@ def dense_residual_layer_norm(
     sums in float32. If XLA's own split-K matmul is faster, XLA runs the matmul and the LayerNorm.
 
     Args:
-      x: `[..., K]`, float32, float16 or bfloat16. The matmul accumulates in float32.
+      x: `[..., K]`, float32, float16, bfloat16 or float8_e4m3fn. The matmul accumulates in float32.
       kernel: `[K, D]` of the dtype of `x`.
       bias: `[D]` of any float dtype, or None.
-      residual: `[..., D]` of the dtype of `x`.
+      residual: `[..., D]` of the dtype of `x`; bfloat16 or float16 if `x` is float8.
       gamma: `[D]` of any float dtype, or None for 1.
       beta: `[D]` of any float dtype, or None for 0.
       epsilon: added to the variance. (The default is FasterTransformer's, BERT's is 1e-12.)
@@ -57,10 +60,15 @@ def dense_residual_layer_norm(
       dropout_rng: a JAX random key, required if the rate is not 0 (see `jaxft.ops`).
       return_sum: whether to also return the sum before the normalisation, for pre-norm models.
       precision: precision of the matmul, as in `jnp.matmul`. None follows `jax.default_matmul_precision`.
+      kernel_scale: as for `dense`, for a float8 kernel.
+      x_scale: as for `dense`, for a float8 `x`.
+      float8_scale: None or, with a float8 `x`, a number that adds a result: the normalised array divided by that number
+        in float8_e4m3fn, clipped to 448.
       implementation: None, "triton" or "xla" (see `jaxft.ops`).
 
     Returns:
-      `[..., D]` of the dtype of `x`. With `return_sum`, a pair of such arrays: (normalised, sum).
+      `[..., D]` of the dtype of `residual`. With `return_sum`, a pair of such arrays: (normalised, sum). With
+      `float8_scale`, the float8 array follows.
 
     Gradients: for x, kernel, bias, residual, gamma and beta. Where a gradient is taken, the two ops run, also for the
     result. The result of the matmul is then rounded to the dtype of `x` before the sum.
@@ -72,7 +80,14 @@ def dense_residual_layer_norm(
     op = "dense_residual_layer_norm"
     x, kernel = checks.as_factors(op, x, kernel)
     depth, width = kernel.shape
-    residual = checks.as_term(op, "residual", residual, (*x.shape[:-1], width), x)
+    scales = {"x_scale": float8.check_scale(op, "x_scale", x_scale)}
+    scales["float8_scale"] = float8.check_scale(op, "float8_scale", float8_scale)
+    if float8.is_float8(x):
+        residual = float8.as_residual(op, residual, (*x.shape[:-1], width))
+        kernel_scale = float8.check_kernel_scale(op, "kernel_scale", kernel_scale, width)
+    else:
+        float8.check_unused(op, x, kernel_scale=kernel_scale, **scales)
+        residual = checks.as_term(op, "residual", residual, (*x.shape[:-1], width), x)
     bias, gamma, beta = checks.as_vectors(op, width, bias=bias, gamma=gamma, beta=beta)
     checks.check_flag(op, "return_sum", return_sum)
     options: dict[str, Any] = {
@@ -83,6 +98,15 @@ def dense_residual_layer_norm(
     }
     rows = math.prod(x.shape[:-1])
     arrays = x.reshape(rows, depth), kernel, residual.reshape(rows, width), bias, gamma, beta
+    if kernel_scale is not None:
+        plan = float8_plan_of(
+            op, *arrays, kernel_scale, x_scale=scales["x_scale"], float8_scale=scales["float8_scale"], **options,
+            implementation=implementation,
+        )  # fmt: skip
+        plans.record(op, (*arrays[:2], kernel_scale, bias, arrays[2], gamma, beta), plan)
+        found = run_float8(*arrays, kernel_scale, dropout_rng if plan.dropout_rate > 0.0 else None, plan)
+        results = [part.reshape(residual.shape) for part in found]
+        return tuple(results) if len(results) > 1 else results[0]
     plan = plan_of(op, *arrays, **options, implementation=implementation)
     plans.record(op, (*arrays[:2], bias, arrays[2], gamma, beta), plan)
     out = run(*arrays, dropout_rng if plan.dropout_rate > 0.0 else None, plan)
@@ -132,6 +156,39 @@ def plan_of(
         forward=forward, saving=two_ops, backward=two_ops, **plans.of_choice(choice) | {"why": why}, epsilon=epsilon,
         dropout_rate=dropout_rate, return_sum=return_sum, precision=precision, kernel_precision=kernel_precision,
     )  # fmt: skip
+
+
+def float8_plan_of(
+    op: str, x: Array, kernel: Array, residual: Array, bias: Array | None, gamma: Array | None, beta: Array | None,
+    kernel_scale: Array, *, x_scale: float | None, float8_scale: float | None, epsilon: float, dropout_rate: float,
+    return_sum: bool, precision: Any, implementation: str | None,
+) -> Plan:  # fmt: skip
+    """Chooses backends and configurations for a float8 `x` and kernel: always two ops, and no gradient."""
+    dtype = residual.dtype
+    matmul = float8.plan_of(
+        op, x, kernel, kernel_scale, None, x_scale=x_scale or 1.0, dtype=dtype, implementation=implementation
+    )
+    y: Any = jax.eval_shape(functools.partial(reference.float8_dense, dtype=dtype), x, kernel, kernel_scale)
+    norm = layer_norm.plan_of(
+        op, y, bias, residual, gamma, beta, epsilon=epsilon, dropout_rate=dropout_rate, return_sum=return_sum,
+        in_place=True, float8_scale=float8_scale,
+        implementation=None if implementation == "mosaic_gpu" else implementation,
+    )  # fmt: skip
+    reasons = "; ".join(dict.fromkeys(plan.why for plan in (matmul, norm) if plan.why))
+    return Plan(
+        forward=Pass("ops", (matmul, norm)), interpret=matmul.interpret, by_name=matmul.by_name, why=reasons,
+        epsilon=epsilon, dropout_rate=dropout_rate, return_sum=return_sum, precision=precision, kernel_precision="",
+    )  # fmt: skip
+
+
+def run_float8(
+    x: Array, kernel: Array, residual: Array, bias: Array | None, gamma: Array | None, beta: Array | None,
+    kernel_scale: Array, rng: Array | None, plan: Plan,
+) -> tuple[Array, ...]:  # fmt: skip
+    """Computes the results of a `float8_plan_of` for arrays in two dimensions."""
+    matmul, norm = plan.forward.config
+    y = float8.run(x, kernel, kernel_scale, None, None, matmul)
+    return layer_norm.run(y, bias, residual, gamma, beta, rng, norm)
 
 
 def run(

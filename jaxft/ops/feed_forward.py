@@ -12,7 +12,7 @@ from jax import Array
 from jaxft import dispatch, reference
 from jaxft.kernels.mosaic_gpu import support
 from jaxft.kernels.triton import dense as triton
-from jaxft.ops import checks, dense, dense_layer_norm, layer_norm, plans, transforms
+from jaxft.ops import checks, dense, dense_layer_norm, float8, layer_norm, plans, transforms
 from jaxft.ops.plans import Pass
 from jaxft.ops.sharding import Rule
 from jaxft.tuning import dense as tuning
@@ -37,6 +37,11 @@ def feed_forward_residual_layer_norm(
     dropout_rng: Array | None = None,
     return_sum: bool = False,
     precision: jax.lax.PrecisionLike = None,
+    in_kernel_scale: Array | None = None,
+    out_kernel_scale: Array | None = None,
+    x_scale: float | None = None,
+    inner_scale: float | None = None,
+    float8_scale: float | None = None,
     implementation: str | None = None,
 ) -> Any:
     """Computes the feed-forward network of a BERT layer: two dense layers, the residual and the LayerNorm.
@@ -51,7 +56,7 @@ def feed_forward_residual_layer_norm(
     bits. The backward pass multiplies by them in the epilogue of its matmul with `out_kernel`.
 
     Args:
-      x: `[..., D]`, float32, float16 or bfloat16. The matmuls accumulate in float32.
+      x: `[..., D]`, float32, float16, bfloat16 or float8_e4m3fn. The matmuls accumulate in float32.
       in_kernel: `[D, F]` of the dtype of `x`.
       in_bias: `[F]` of any float dtype, or None.
       out_kernel: `[F, D]` of the dtype of `x`; `[F / 2, D]` with a gate.
@@ -62,16 +67,23 @@ def feed_forward_residual_layer_norm(
       gate: None, "first" or "second": the half of the columns of `in_kernel` to which the activation is applied, see
         `dense`.
       residual: the shape and dtype of `x`, or None for `x`. A pre-norm model passes the sum whose normalisation is `x`.
+        If `x` is float8, the residual is required, and is bfloat16 or float16.
       epsilon: added to the variance. (The default is FasterTransformer's, BERT's is 1e-12.)
       dropout_rate: probability of dropping an element, in [0, 1).
       dropout_rng: a JAX random key, required if the rate is not 0 (see `jaxft.ops`).
       return_sum: whether to also return the sum before the normalisation, for pre-norm models.
       precision: precision of the matmuls, as in `jnp.matmul`. None follows `jax.default_matmul_precision`.
+      in_kernel_scale: as `kernel_scale` of `dense`, for a float8 `in_kernel`.
+      out_kernel_scale: the same for `out_kernel`.
+      x_scale: as for `dense`, for a float8 `x`.
+      inner_scale: the number by which the float8 array between the layers is to be multiplied. None is 1.
+      float8_scale: as for `dense_residual_layer_norm`.
       implementation: None picks the fastest (see `jaxft.ops`). `"triton"` and `"xla"` run all of the op.
         `"mosaic_gpu"` (Hopper only) runs the first layer and, in 16 bits, its gradient; the rest is picked as for None.
 
     Returns:
-      `[..., D]` of the dtype of `x`. With `return_sum`, a pair of such arrays: (normalised, sum).
+      `[..., D]` of the dtype of the residual. With `return_sum`, a pair of such arrays: (normalised, sum). With
+      `float8_scale`, the float8 array follows.
 
     Gradients: for all arrays.
 
@@ -96,7 +108,20 @@ def feed_forward_residual_layer_norm(
     out_bias, gamma, beta = checks.as_vectors(op, width, out_bias=out_bias, gamma=gamma, beta=beta)
     checks.check_activation(op, activation)
     checks.check_flag(op, "return_sum", return_sum)
-    if residual is not None:
+    given = {"x_scale": x_scale, "inner_scale": inner_scale, "float8_scale": float8_scale}
+    scales = {name: float8.check_scale(op, name, scale) for name, scale in given.items()}
+    if float8.is_float8(x):
+        if residual is None:
+            raise ValueError(f"{op}: residual must be an array if x is float8_e4m3fn, got None")
+        residual = float8.as_residual(op, residual, x.shape)
+        if gate is not None:
+            raise NotImplementedError(f"{op}: there is no gate with float8_e4m3fn arrays, got gate={gate!r}")
+        in_kernel_scale = float8.check_kernel_scale(op, "in_kernel_scale", in_kernel_scale, inner)
+        out_kernel_scale = float8.check_kernel_scale(op, "out_kernel_scale", out_kernel_scale, width)
+    else:
+        kernel_scales = {"in_kernel_scale": in_kernel_scale, "out_kernel_scale": out_kernel_scale}
+        float8.check_unused(op, x, **kernel_scales, **scales)
+    if residual is not None and not float8.is_float8(x):
         residual = checks.as_term(op, "residual", residual, x.shape, x)
     precision = checks.check_precision(op, precision, x.dtype)
     options: dict[str, Any] = {
@@ -108,6 +133,13 @@ def feed_forward_residual_layer_norm(
     rows = math.prod(x.shape[:-1])
     flat = None if residual is None else residual.reshape(rows, width)
     arrays = x.reshape(rows, width), in_kernel, in_bias, out_kernel, out_bias, flat, gamma, beta
+    if float8.is_float8(x):
+        rng = dropout_rng if dropout_rate > 0.0 else None
+        found = _float8(
+            op, arrays, (in_kernel_scale, out_kernel_scale), scales, activation, options, rng, implementation
+        )
+        out = tuple(part.reshape(x.shape) for part in found)
+        return out if len(out) > 1 else out[0]
     plan = plan_of(op, *arrays, activation=activation, gate=gate, **options, implementation=implementation)
     plans.record(op, arrays, plan)
     y, *total = (part.reshape(x.shape) for part in _run(*arrays, dropout_rng if dropout_rate > 0.0 else None, plan))
@@ -172,6 +204,28 @@ def _of_all(*inner: plans.Plan) -> dict[str, Any]:
     reasons = dict.fromkeys(plan.why for plan in inner if plan.why)
     by_name = any(plan.by_name for plan in inner)
     return {"interpret": any(plan.interpret for plan in inner), "by_name": by_name, "why": "; ".join(reasons)}
+
+
+def _float8(op, arrays, kernel_scales, scales, activation, options, rng, implementation):
+    """Computes the op of float8 arrays in two dimensions, which has no gradient."""
+    x, in_kernel, in_bias, out_kernel, out_bias, residual, gamma, beta = arrays
+    in_scale, out_scale = kernel_scales
+    x_scale, inner_scale = scales["x_scale"] or 1.0, scales["inner_scale"] or 1.0
+    dtype = residual.dtype
+    first = float8.plan_of(
+        op, x, in_kernel, in_scale, in_bias, activation=activation, x_scale=x_scale, dtype=dtype,
+        float8_scale=inner_scale, implementation=implementation,
+    )  # fmt: skip
+    h: Any = jax.eval_shape(functools.partial(reference.float8_dense, float8_scale=1.0), x, in_kernel, in_scale)
+    rest = out_kernel, residual, out_bias, gamma, beta, out_scale
+    second = dense_layer_norm.float8_plan_of(
+        op, h, *rest, x_scale=inner_scale, float8_scale=scales["float8_scale"], **options,
+        implementation=implementation,
+    )  # fmt: skip
+    plan = Plan(forward=Pass("ops", (first, second)), precision=options["precision"], **_of_all(first, second))
+    plans.record(op, (x, in_kernel, in_scale, in_bias, out_kernel, out_scale, *arrays[4:]), plan)
+    h = float8.run(x, in_kernel, in_scale, in_bias, None, first)
+    return dense_layer_norm.run_float8(h, *rest, rng, second)
 
 
 def _run(x, in_kernel, in_bias, out_kernel, out_bias, residual, gamma, beta, rng, plan):

@@ -6,13 +6,15 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax import Array
 
 from jaxft import dispatch, reference
 from jaxft.dropout import dropout_seed
+from jaxft.kernels.triton import common
 from jaxft.kernels.triton import layer_norm as triton
-from jaxft.ops import checks, plans, sharding, transforms
+from jaxft.ops import checks, float8, plans, sharding, transforms
 from jaxft.ops.sharding import Rule
 from jaxft.tuning import rows as tuning
 
@@ -24,8 +26,9 @@ def layer_norm(
     *,
     epsilon: float = 1e-6,
     in_place: bool = False,
+    float8_scale: float | None = None,
     implementation: str | None = None,
-) -> Array:
+) -> Any:
     """Normalises the last axis to mean 0 and variance 1, then scales and shifts it, in one pass over memory.
 
     Equivalent to::
@@ -40,7 +43,12 @@ def layer_norm(
       beta: `[D]` of any float dtype, or None for 0.
       epsilon: added to the variance.
       in_place: whether the kernel writes the result into the memory of `x` (see `jaxft.ops`).
+      float8_scale: None, or a number that adds a result: the normalised array divided by that number, in float8_e4m3fn,
+        clipped to 448. NaN stays NaN. Such a call has no gradient.
       implementation: None, "triton" or "xla" (see `jaxft.ops`).
+
+    Returns:
+      An array of the shape and dtype of `x`. With `float8_scale`, a pair of arrays: (normalised, float8).
 
     Gradients: for x, gamma and beta.
 
@@ -49,10 +57,14 @@ def layer_norm(
     op = "layer_norm"
     x, gamma, beta, epsilon = _check(op, x, gamma, beta, epsilon)
     checks.check_flag(op, "in_place", in_place)
+    float8_scale = float8.check_scale(op, "float8_scale", float8_scale)
     arrays = x, None, None, gamma, beta
-    plan = plan_of(op, *arrays, epsilon=epsilon, in_place=in_place, implementation=implementation)
+    plan = plan_of(
+        op, *arrays, epsilon=epsilon, in_place=in_place, float8_scale=float8_scale, implementation=implementation
+    )
     plans.record(op, arrays, plan)
-    return run(*arrays, None, plan)[0]
+    out = run(*arrays, None, plan)
+    return out[0] if float8_scale is None else out
 
 
 def bias_residual_layer_norm(
@@ -67,6 +79,7 @@ def bias_residual_layer_norm(
     dropout_rng: Array | None = None,
     return_sum: bool = False,
     in_place: bool = False,
+    float8_scale: float | None = None,
     implementation: str | None = None,
 ) -> Any:
     """Adds a bias and a residual and normalises the sum (see `layer_norm`), in one pass over memory.
@@ -87,10 +100,13 @@ def bias_residual_layer_norm(
       return_sum: whether to also return the sum before the normalisation, for pre-norm models.
       in_place: whether the kernel writes the result into the memory of `x` (see `layer_norm`), and the sum into the
         memory of `residual`.
+      float8_scale: None, or a number that adds a result: the normalised array divided by that number, in float8_e4m3fn,
+        clipped to 448. NaN stays NaN. Such a call has no gradient.
       implementation: None, "triton" or "xla" (see `jaxft.ops`).
 
     Returns:
-      An array of the shape and dtype of `x`. With `return_sum`, a pair of such arrays: (normalised, sum).
+      An array of the shape and dtype of `x`. With `return_sum`, a pair of such arrays: (normalised, sum). With
+      `float8_scale`, the float8 array follows.
 
     Gradients: for x, bias, residual, gamma and beta.
 
@@ -105,14 +121,15 @@ def bias_residual_layer_norm(
     rate = checks.check_dropout(op, dropout_rate, dropout_rng)
     checks.check_flag(op, "return_sum", return_sum)
     checks.check_flag(op, "in_place", in_place)
+    float8_scale = float8.check_scale(op, "float8_scale", float8_scale)
     arrays = x, bias, residual, gamma, beta
     plan = plan_of(
         op, *arrays, epsilon=epsilon, dropout_rate=rate, return_sum=return_sum, in_place=in_place,
-        implementation=implementation,
+        float8_scale=float8_scale, implementation=implementation,
     )  # fmt: skip
     plans.record(op, arrays, plan)
     out = run(*arrays, dropout_rng if rate > 0.0 else None, plan)
-    return out if return_sum else out[0]
+    return out if len(out) > 1 else out[0]
 
 
 def rms_norm(
@@ -184,20 +201,22 @@ class Plan(plans.Plan):
     return_sum: bool
     in_place: bool
     center: bool
+    float8_scale: float | None
 
 
 def plan_of(
     op: str, x: Array, bias: Array | None, residual: Array | None, gamma: Array | None, beta: Array | None, *,
     epsilon: float, dropout_rate: float = 0.0, return_sum: bool = False, in_place: bool = False, center: bool = True,
-    implementation: str | None,
+    float8_scale: float | None = None, implementation: str | None,
 ) -> Plan:  # fmt: skip
     """Chooses backend and configurations for arrays of these shapes and dtypes."""
     plan = functools.partial(
-        Plan, epsilon=epsilon, dropout_rate=dropout_rate, return_sum=return_sum, in_place=in_place, center=center
-    )
-    choice = dispatch.choose(
-        op, implementation, {"triton": triton.unsupported(x, bias=bias, residual=residual, gamma=gamma, beta=beta)}
-    )
+        Plan, epsilon=epsilon, dropout_rate=dropout_rate, return_sum=return_sum, in_place=in_place, center=center,
+        float8_scale=float8_scale,
+    )  # fmt: skip
+    reason = triton.unsupported(x, bias=bias, residual=residual, gamma=gamma, beta=beta)
+    reason = reason or (None if float8_scale is None else common.unsupported_by_card())
+    choice = dispatch.choose(op, implementation, {"triton": reason})
     if choice.name == "xla" or x.size == 0:
         return plan(why=choice.why)
     sizes = math.prod(x.shape[:-1]), x.shape[-1], x.dtype.itemsize, dispatch.device()
@@ -211,13 +230,32 @@ def run(
     x: Array, bias: Array | None, residual: Array | None, gamma: Array | None, beta: Array | None, rng: Array | None,
     plan: Plan, carriers: Sequence[Array | None] | None = None,
 ) -> tuple[Array, ...]:  # fmt: skip
-    """Computes the normalised array, and the sum if the plan asks for it.
+    """Computes the normalised array, and the sum and the float8 array if the plan asks for them.
 
     `carriers`, which only kernels take, are those of the first five arrays (see `transforms.carrier`).
     """
+    if plan.float8_scale is not None:
+        return _with_float8(plan, x, bias, residual, gamma, beta, rng)
     if plan.forward.backend == "xla":
         return _reference(plan, x, bias, residual, gamma, beta, rng)
     return _kernels(plan, x, bias, residual, gamma, beta, rng, carriers=carriers)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _with_float8(plan, x, *others):
+    """Computes the results and a float8 array, without a gradient."""
+
+    def plain(x, *others):
+        y, *total = _plain(plan, reference.wide(x), *others)
+        return *(part.astype(x.dtype) for part in (y, *total)), reference.to_float8(y, plan.float8_scale)
+
+    def kernel(_, *arrays):
+        return _forward(plan, False, *arrays)
+
+    run = (
+        plain if plan.forward.backend == "xla" else transforms.mappable(kernel, plain, plan, _rule(plan, x, *others)[0])
+    )
+    return float8.without_gradient("layer_norm", run)(*transforms.vary_alike(x, *others))
 
 
 def _plain(plan, x, bias, residual, gamma, beta, rng):
@@ -246,6 +284,7 @@ def _forward(plan, save, x, bias, residual, gamma, beta, rng):
         save=save,
         in_place=plan.in_place and not save,
         center=plan.center,
+        float8_scale=plan.float8_scale,
         config=plan.forward.config,
         interpret=plan.interpret,
     )

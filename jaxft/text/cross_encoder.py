@@ -18,6 +18,7 @@ from jaxft.models.bert import BertModel
 from jaxft.models.bundled import Bundled
 from jaxft.models.classification import BertForSequenceClassification
 from jaxft.models.embedding import EmbeddingModel
+from jaxft.models.float8 import Float8Recipe
 from jaxft.ops import checks
 from jaxft.ops.bundle import Rebuild
 from jaxft.text import arguments, batching, module_files, writing
@@ -116,6 +117,7 @@ class CrossEncoder:
         default_prompt_name: str | None = None,
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
+        quantization: str | Float8Recipe | None = None,
         packed: bool | None = None,
         **others: Any,
     ) -> "CrossEncoder":
@@ -138,6 +140,7 @@ class CrossEncoder:
           default_prompt_name: as for the constructor. None takes the name in the files.
           dtype: float32, float16 or bfloat16, the dtype of parameters and computation. Scores are always float32.
           implementation: passed to every op. None picks the fastest for the device.
+          quantization: "fp8" to multiply in float8_e4m3fn, see `BertModel.from_pretrained`.
           packed: whether batches are packed, as for `SentenceEncoder`.
           **others: none. An argument of sentence-transformers raises a TypeError, which names the equivalent.
 
@@ -154,7 +157,9 @@ class CrossEncoder:
             folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
         )
         layout = module_files.read_cross_encoder(folder)
-        options: dict[str, Any] = {"dtype": dtype, "implementation": implementation}
+        options: dict[str, Any] = {
+            "dtype": dtype, "implementation": implementation, "quantization": quantization
+        }  # fmt: skip
         model: BertForSequenceClassification | EmbeddingModel
         if layout.pooling:
             model = EmbeddingModel(
@@ -197,6 +202,8 @@ class CrossEncoder:
         model card, README.md. The card keeps licence, language and base model of the folder that this encoder was
         loaded from. All files are complete before one of them gets its final name. Modules and tokenizer files of an
         earlier save are removed; other files in the folder stay.
+
+        Only jaxft loads a folder of a model in float8.
 
         Args:
           folder: folder of the files. It is created if it does not exist.

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.bert import BertModel
 from jaxft.models.embedding import Module
+from jaxft.models.float8 import Float8Recipe
 from jaxft.models.multi_vector import MultiVectorModel, StanfordColbert
 from jaxft.ops import checks
 from jaxft.ops.bundle import Rebuild
@@ -129,6 +130,7 @@ class MultiVectorEncoder(TextEncoder):
         similarity_fn_name: str | None = None,
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
+        quantization: str | Float8Recipe | None = None,
         packed: bool | None = None,
         **others: Any,
     ) -> "MultiVectorEncoder":
@@ -149,6 +151,7 @@ class MultiVectorEncoder(TextEncoder):
           dtype: float32, float16 or bfloat16, the dtype of parameters and computation of the encoder. The modules after
             it compute in float32, and embeddings are always float32.
           implementation: passed to every op. None picks the fastest for the device.
+          quantization: "fp8" to multiply in float8_e4m3fn, see `BertModel.from_pretrained`.
           packed: see the constructor.
           **others: none. An argument of sentence-transformers raises a TypeError that names the equivalent.
 
@@ -163,7 +166,9 @@ class MultiVectorEncoder(TextEncoder):
         arguments.refuse("from_pretrained", others)
 
         def parts(layout: module_files.Layout) -> dict[str, Any]:
-            load: dict[str, Any] = {"dtype": dtype, "implementation": implementation}
+            load: dict[str, Any] = {
+                "dtype": dtype, "implementation": implementation, "quantization": quantization
+            }  # fmt: skip
             modules = layout.token_modules
             if layout.projection is None:
                 model = BertModel.from_pretrained(layout.transformer, **load)

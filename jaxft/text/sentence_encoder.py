@@ -12,6 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxft.models.bert import BertModel
 from jaxft.models.embedding import EmbeddingModel, Module, Normalize
+from jaxft.models.float8 import Float8Recipe
 from jaxft.models.pooling import l2_normalize
 from jaxft.ops import checks
 from jaxft.ops.bundle import Rebuild
@@ -132,6 +133,7 @@ class SentenceEncoder(TextEncoder):
         similarity_fn_name: str | None = None,
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
+        quantization: str | Float8Recipe | None = None,
         packed: bool | None = None,
         **others: Any,
     ) -> "SentenceEncoder":
@@ -155,6 +157,7 @@ class SentenceEncoder(TextEncoder):
           dtype: float32, float16 or bfloat16, the dtype of parameters and computation of the encoder. Pooling and the
             modules after it compute in float32, and embeddings are always float32.
           implementation: passed to every op. None picks the fastest for the device.
+          quantization: "fp8" to multiply in float8_e4m3fn, see `BertModel.from_pretrained`.
           packed: whether batches are packed, see the constructor.
           **others: none. An argument of sentence-transformers raises a TypeError that names the equivalent.
 
@@ -171,7 +174,9 @@ class SentenceEncoder(TextEncoder):
 
         def parts(layout: module_files.Layout) -> dict[str, Any]:
             return {
-                "model": BertModel.from_pretrained(layout.transformer, dtype=dtype, implementation=implementation),
+                "model": BertModel.from_pretrained(
+                    layout.transformer, dtype=dtype, implementation=implementation, quantization=quantization
+                ),
                 "pooling": layout.pooling,
                 "include_prompt": layout.include_prompt,
                 "token_modules": layout.token_modules,
@@ -193,6 +198,8 @@ class SentenceEncoder(TextEncoder):
         of the folder that this encoder was loaded from. Parameters are saved in their dtype. All files are complete
         before one of them gets its final name. Modules and tokenizer files of an earlier save are removed; other files
         in the folder stay.
+
+        Only jaxft loads a folder of a model in float8.
 
         Args:
           folder: folder of the files. It is created if it does not exist.

@@ -11,6 +11,7 @@ import scipy.sparse
 from jax.experimental import sparse
 from jax.typing import DTypeLike
 
+from jaxft.models.float8 import Float8Recipe
 from jaxft.models.masked_lm import BertForMaskedLM
 from jaxft.models.splade import SpladeModel
 from jaxft.ops import checks
@@ -106,6 +107,7 @@ class SparseEncoder(TextEncoder):
         similarity_fn_name: str | None = None,
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
+        quantization: str | Float8Recipe | None = None,
         packed: bool | None = None,
         **others: Any,
     ) -> "SparseEncoder":
@@ -127,6 +129,7 @@ class SparseEncoder(TextEncoder):
           dtype: float32, float16 or bfloat16, the dtype of parameters and computation. Logits and embeddings are always
             float32.
           implementation: passed to every op. None picks the fastest for the device.
+          quantization: "fp8" to multiply in float8_e4m3fn, see `BertModel.from_pretrained`.
           packed: see `SentenceEncoder`.
           **others: none. An argument of sentence-transformers raises a TypeError that names the equivalent.
 
@@ -143,7 +146,7 @@ class SparseEncoder(TextEncoder):
         def parts(layout: module_files.Layout) -> dict[str, Any]:
             return {
                 "model": BertForMaskedLM.from_pretrained(
-                    layout.transformer, dtype=dtype, implementation=implementation
+                    layout.transformer, dtype=dtype, implementation=implementation, quantization=quantization
                 ),
                 **layout.splade,
                 "max_active_dims": layout.max_active_dims if max_active_dims is None else max_active_dims,

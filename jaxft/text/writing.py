@@ -88,7 +88,8 @@ def save(
     """
     folder, is_scorer = tensors.checked_folder(folder), settings["model_type"] == "CrossEncoder"
     encoder: Any = model.mlm if isinstance(model, SpladeModel) else getattr(model, "encoder", model)
-    config, parameters = encoder._checkpoint()
+    files = encoder._files()
+    config = files["config.json"]
     transformer: dict[str, Any] = {"max_seq_length": max_length, "do_lower_case": False}
     transformer |= {f"{task}_length": length for task, length in task_lengths.items()}
     if query_expansion is not None:
@@ -100,11 +101,10 @@ def save(
     padding = tokenizer.id_to_token(encoder.config.pad_token_id)
     special_tokens = ({} if padding is None else {"pad_token": padding}) | {**origin.special_tokens}
     contents = {
-        "config.json": config,
-        "model.safetensors": tensors.named_tensors(encoder.config.model_type, parameters),
+        **files,
         "sentence_bert_config.json": transformer,
         "config_sentence_transformers.json": settings | {"__version__": {"jaxft": __version__}},
-        "README.md": _model_card(settings, model, max_length, origin),
+        "README.md": _model_card(settings, model, max_length, origin, in_float8="model.safetensors" not in files),
         **tokenizer_files.files(tokenizer, special_tokens, token_types, max_length),
     }
     kinds = ["MLMTransformer" if isinstance(model, SpladeModel) else "Transformer"]
@@ -123,7 +123,8 @@ def save(
         }
         for i, kind in enumerate(kinds)
     ]
-    tensors.write(folder, contents, [name for name in _stale(folder) if name not in contents])
+    stale = {*_stale(folder), *tensors.WEIGHTS}
+    tensors.write(folder, contents, sorted(stale - contents.keys()))
 
 
 def _modules(
@@ -228,8 +229,13 @@ print(model.predict([("Where is the cat?", "There is a cat on a rug."), ("Where 
 """
 
 
-def _model_card(settings: Mapping[str, Any], model: Model, max_length: int, origin: Origin) -> str:
-    """Returns the content of README.md. Licence, language and base model are from the card of the origin."""
+def _model_card(
+    settings: Mapping[str, Any], model: Model, max_length: int, origin: Origin, *, in_float8: bool
+) -> str:  # fmt: skip
+    """Returns the content of README.md. Licence, language and base model are from the card of the origin.
+
+    Only jaxft loads a model in float8.
+    """
     import huggingface_hub
 
     kept = _kept_fields(origin)
@@ -252,24 +258,29 @@ def _model_card(settings: Mapping[str, Any], model: Model, max_length: int, orig
         what = f"maps texts to vectors of {min(settings.get('truncate_dim') or size, size)} numbers"
     fields: dict[str, Any] = {
         **kept,
-        "library_name": "sentence-transformers",
+        "library_name": "jaxft" if in_float8 else "sentence-transformers",
         "pipeline_tag": task,
-        "tags": [*tags, "jaxft"],
+        "tags": [*tags[in_float8:], "jaxft"],
     }
     base = kept.get("base_model", [])
     bases = [f"[{name}](https://huggingface.co/{name})" for name in ([base] if isinstance(base, str) else base)]
     theirs = settings["model_type"]
+    dtype = ', dtype="bfloat16"' if in_float8 else ""
+    call = f'{ours}.from_pretrained("path/to/this/folder"{dtype})'
+    by_them = [
+        "With [sentence-transformers](https://www.sbert.net):", "", "```python",
+        use.format(package="sentence_transformers", name=theirs, call=f'{theirs}("path/to/this/folder")') + "```", "",
+    ]  # fmt: skip
     lines = [
         "---", huggingface_hub.CardData(**dict(sorted(fields.items()))).to_yaml(), "---", "", f"# {theirs}", "",
         f"This model {what}. It was saved by jaxft {__version__}.", "",
         *([f"- Base model: {', '.join(bases)}"] if bases else []),
         f"- Maximum length: {max_length} tokens",
         *(f"- Similarity: {name}" for name in [settings.get("similarity_fn_name")] if name),
-        *(f"- Prompt {name!r}: {text!r}" for name, text in settings["prompts"].items() if text), "",
-        "## Usage", "", "With [sentence-transformers](https://www.sbert.net):", "", "```python",
-        use.format(package="sentence_transformers", name=theirs, call=f'{theirs}("path/to/this/folder")') + "```", "",
-        "With jaxft, on JAX:", "", "```python",
-        use.format(package="jaxft", name=ours, call=f'{ours}.from_pretrained("path/to/this/folder")') + "```", "",
+        *(f"- Prompt {name!r}: {text!r}" for name, text in settings["prompts"].items() if text),
+        *["- Weights: float8_e4m3fn, which only jaxft loads"] * in_float8, "",
+        "## Usage", "", *by_them[: 0 if in_float8 else None],
+        "With jaxft, on JAX:", "", "```python", use.format(package="jaxft", name=ours, call=call) + "```", "",
     ]  # fmt: skip
     return "\n".join(lines)
 

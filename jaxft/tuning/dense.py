@@ -6,7 +6,7 @@ arguments of the candidates, `activation` is 1 without an activation and 2 with 
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxft.dispatch import Device
@@ -380,14 +380,17 @@ def with_room(config: MosaicDenseConfig, itemsize: int, pieces: int, device: Dev
     return dataclasses.replace(config, stages=min(config.stages, most))
 
 
-def _in_rounds(rows: int, width: int, itemsize: int, programs: int, largest: int = 6) -> MosaicDenseConfig:
+def _in_rounds(
+    rows: int, width: int, itemsize: int, programs: int, largest: int = 6,
+    tiles: Sequence[tuple[int, int]] = ((128, 192), (192, 128), (128, 128), (64, 192)),
+) -> MosaicDenseConfig:  # fmt: skip
     """Returns the tiles with the shortest estimated time: rounds, of one tile per program, times the time of a tile."""
     tile_k = tile_k_of(itemsize)
     # Relative speed of each tile if its last round is full, H200, 2026-11-22.
     speed = {(128, 192): 1.0, (192, 128): 0.965, (128, 128): 0.95, (64, 192): 0.9}
     configs = [
         MosaicDenseConfig(m, n, tile_k, 4 if m + n > 256 else largest, split="none", group=16, programs=programs)
-        for m, n in speed
+        for m, n in tiles
     ]
 
     def time(config: MosaicDenseConfig) -> float:
@@ -408,6 +411,48 @@ def _gated(rows: int, width: int, programs: int) -> MosaicDenseConfig:
         return -(-_tiles(rows, width, *config.block) // programs) * config.block[0] / speed[config]
 
     return min(speed, key=time)
+
+
+def float8_implementation(rows: int, depth: int, width: int) -> str:
+    """Returns the fastest implementation of a dense layer of float8 on Hopper, "mosaic_gpu" or "triton"."""
+    return "triton" if is_short(rows, depth, width, 2) else "mosaic_gpu"
+
+
+def float8_dense_mosaic(
+    rows: int, depth: int, width: int, activation: str | None, result_itemsize: int, device: Device,
+    residual: bool = False,
+) -> MosaicDenseConfig:  # fmt: skip
+    """Returns the launch configuration of the Mosaic GPU kernel of a dense layer of float8."""
+    # H100, 4096x768x3072 with GELU: 21.8 us in tiles of 128x128 by turns (64x256 below each other 22.8), 2026-11-27
+    # H100, 4096x768x2304: 14.6 us in tiles of 128x192 by turns (64x192 below each other 16.4), 2026-11-27
+    # See docs/performance-notes.md, "FP8: tiles and encoders".
+    programs, pieces = device.multiprocessors, _float8_pieces(result_itemsize)
+    if activation is None and depth >= 2048:  # The epilogue is a small part, and larger blocks read less.
+        pairs = [MosaicDenseConfig(64, n, tile_k_of(1), 6, "m", programs=programs) for n in (256, 192)]
+        default = min(pairs, key=lambda c: -(-_tiles(rows, width, *c.block) // programs) * c.tile_n)
+    else:
+        tiles = [(128, 128)] if activation is not None else [(128, 192), (128, 128), (64, 192)]
+        default = _in_rounds(rows, width, 1, programs, tiles=tiles)
+    sizes = {"rows": rows, "depth": depth, "width": width, "activation": 1 + (activation is not None)}
+    variant, pieces = ("residual", 2 * pieces) if residual else ("", pieces)
+    return _lookup_mosaic(
+        "float8_dense_mosaic", default, device, variant, pieces, **sizes, itemsize=1, result_itemsize=result_itemsize
+    )
+
+
+def float8_dense_mosaic_candidates(
+    rows: int, result_itemsize: int, device: Device, **_: Any
+) -> Iterable[MosaicDenseConfig]:
+    """Yields the configurations that `autotune` tries for the Mosaic GPU kernel of a dense layer of float8."""
+    tiles = [(128, 192, "none"), (128, 128, "none"), (64, 192, "none"), (64, 256, "m"), (64, 192, "m"), (64, 128, "m")]
+    for m, n, split in tiles:
+        config = MosaicDenseConfig(m, n, tile_k_of(1), 6, split, programs=device.multiprocessors)
+        yield with_room(config, 1, _float8_pieces(result_itemsize), device)
+
+
+def _float8_pieces(result_itemsize: int) -> int:
+    """Returns the room, in pieces of one byte per element, for four pieces of the result and the scales of columns."""
+    return 4 * result_itemsize + 1
 
 
 def _tiles(rows: int, width: int, block_m: int = 64, block_n: int = 64) -> int:

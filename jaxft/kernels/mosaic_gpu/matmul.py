@@ -35,12 +35,12 @@ def beyond_lines(dtype: Any, width: int) -> int:
     return 0 if line(dtype, width) else -width % 32
 
 
-def transforms(dtype: Any, *widths: int, longest: int = PIECE) -> tuple[Any, Any]:
+def transforms(dtype: Any, *widths: int, most: int = PIECE) -> tuple[Any, Any]:
     """Returns the tiling and the swizzle of blocks in shared memory, for arrays with rows of these widths.
 
-    A line of a block has at most `longest` elements.
+    A line of a block has at most `most` elements.
     """
-    elements = min(line(dtype, *widths), longest)
+    elements = line(dtype, *widths, most=most)
     return plgpu.TilingTransform((8, elements)), plgpu.SwizzleTransform(elements * dtype.itemsize)
 
 
@@ -177,24 +177,24 @@ def multiply_tiles(
     free: Any = plgpu.Barrier
     if config.cluster_m > 1:  # The copies of one program also fill buffers of the other.
         free = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
-    widths = (depth,) if transposed else (depth, width)
+    of_factors = transforms(dtype, *((depth,) if transposed else (depth, width)), most=max(PIECE, tile_k))
     block_of_kernel = (columns, tile_k) if transposed else (tile_k, columns)
     pl.run_scoped(
         body,
-        x_smem=plgpu.SMEM((stages, block_m, tile_k), dtype, transforms=transforms(dtype, *widths)),
-        kernel_smem=plgpu.SMEM((stages, halves, *block_of_kernel), dtype, transforms=transforms(dtype, *widths)),
+        x_smem=plgpu.SMEM((stages, block_m, tile_k), dtype, transforms=of_factors),
+        kernel_smem=plgpu.SMEM((stages, halves, *block_of_kernel), dtype, transforms=of_factors),
         filled=plgpu.Barrier(num_arrivals=1 + halves, num_barriers=stages * (1 + by_turns)),
         free=free(num_arrivals=1 if by_turns else 2, num_barriers=stages),
         collective_axes="warps",
     )
 
 
-def pieces_smem(ref: Any, places: int = 2, longest: int = PIECE) -> Any:
+def pieces_smem(ref: Any, places: int = 2, most: int = PIECE) -> Any:
     """Describes shared memory for `places` pieces of an array per multiplying warp group.
 
-    Lines of the memory have at most `longest` elements.
+    Lines of the memory have at most `most` elements.
     """
-    lines = transforms(ref.dtype, ref.shape[1], longest=longest)
+    lines = transforms(ref.dtype, ref.shape[1], most=most)
     return plgpu.SMEM((2, places, PIECE, PIECE), ref.dtype, transforms=lines)
 
 

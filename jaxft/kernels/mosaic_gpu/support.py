@@ -33,14 +33,14 @@ def missing() -> str | None:
     return None
 
 
-def line(dtype: Any, *widths: int) -> int:
+def line(dtype: Any, *widths: int, most: int = PIECE) -> int:
     """Returns how many elements a line in shared memory has, such that rows of these widths end where a line ends.
 
-    A line has 128, 64 or 32 bytes and at most `PIECE` elements; 0 means that no length fits. Mosaic copies an array in
+    A line has 128, 64 or 32 bytes and at most `most` elements; 0 means that no length fits. Mosaic copies an array in
     blocks of 8 rows x one line. Blocks beyond the edge of the array are read as zeros and are not stored, which does
     not work for elements beyond the edge inside a block. A row shorter than a line must be a multiple of 8.
     """
-    lines = (min(PIECE, nbytes // jnp.dtype(dtype).itemsize) for nbytes in (128, 64, 32))
+    lines = (min(most, nbytes // jnp.dtype(dtype).itemsize) for nbytes in (128, 64, 32))
     return next((n for n in lines if all(w % 8 == 0 and (w < n or w % n == 0) for w in widths)), 0)
 
 
@@ -67,6 +67,19 @@ def dense_unsupported(
     if head_size not in (None, PIECE):
         return f"the head size is {head_size}, the kernel rotates heads of {PIECE}"
     (rows, depth), width = x.shape, kernel.shape[1]
+    if reason := _sizes_unsupported(rows, depth, width):
+        return reason
+    if gate is not None and width % (2 * PIECE):
+        # A tile that goes beyond the first half would store its sums in the second one.
+        return f"F is {width // 2}: with a gate it must be a multiple of {PIECE}"
+    if not line(x.dtype, depth, width):
+        least = 32 // x.dtype.itemsize
+        return f"K is {depth} and F is {width}: above {4 * least} they must be multiples of {least}, below of 8"
+    return missing()
+
+
+def _sizes_unsupported(rows: int, depth: int, width: int) -> str | None:
+    """Returns why the kernels cannot take a matmul of these sizes, or None."""
     if 0 in (rows, depth, width):
         return "an array is empty"
     if max(rows, depth, width) > 2**30:
@@ -74,12 +87,24 @@ def dense_unsupported(
     if rows < PIECE or width <= PIECE:
         # JAX 0.11.2 stores what lies beyond the edge of an array of one line of tiles at the array's beginning.
         return f"M is {rows} and F is {width}: they must be at least {PIECE} and above {PIECE}"
-    if gate is not None and width % (2 * PIECE):
-        # A tile that goes beyond the first half would store its sums in the second one.
-        return f"F is {width // 2}: with a gate it must be a multiple of {PIECE}"
-    if not line(x.dtype, depth, width):
-        least = 32 // x.dtype.itemsize
-        return f"K is {depth} and F is {width}: above {4 * least} they must be multiples of {least}, below of 8"
+    return None
+
+
+def float8_dense_unsupported(
+    x: Array, kernel: Array, bias: Array | None, residual: Array | None, kernel_scale: Array
+) -> str | None:
+    """Returns why the kernel cannot take float8_e4m3fn x [M, K] and kernel [K, F] with these other arrays, or None."""
+    vectors = {"bias": bias, "kernel_scale": kernel_scale}
+    for name, vector in vectors.items():
+        if vector is not None and vector.dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
+            return f"{name} is {vector.dtype}, the kernel takes float32, float16 and bfloat16"
+    if residual is not None and residual.dtype.itemsize != 2:
+        return f"residual is {residual.dtype}, the kernel takes float16 and bfloat16 beside float8"
+    (rows, depth), width = x.shape, kernel.shape[1]
+    if reason := _sizes_unsupported(rows, depth, width):
+        return reason
+    if depth % 128 or width % 64:
+        return f"K is {depth} and F is {width}: in float8 they must be multiples of 128 and 64"
     return missing()
 
 

@@ -15,13 +15,16 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
+from jaxft import reference
 from jaxft.kernels.triton import attention_problem as parts
 from jaxft.kernels.triton import attention_spans, common
 from jaxft.kernels.triton.attention_problem import Options, Problem, Refs, Rules
 from jaxft.tuning.table import AttentionConfig
 
 
-def _fwd_kernel(*refs, p: Problem, config: AttentionConfig, tiles: int, single: bool, programs: int):
+def _fwd_kernel(
+    *refs, p: Problem, config: AttentionConfig, tiles: int, single: bool, programs: int, float8_scale: float | None
+):  # fmt: skip
     """Computes the output of tiles of queries and, given more output refs, the log-sum-exp.
 
     `tiles` is the number of query tiles per sequence and head. With `single`, one block holds all keys, and `programs`
@@ -107,6 +110,7 @@ def _fwd_kernel(*refs, p: Problem, config: AttentionConfig, tiles: int, single: 
         out = acc * (p.kept_scale * parts.reciprocal(p, safe_total))[:, None]
         if p.rules.query_lengths is not None:
             out = jnp.where(empty[:, None], 0.0, out)  # padding queries may hold NaN, so their output may be NaN
+        out = out if float8_scale is None else common.to_float8(out, float8_scale)
         parts.store_tile(p, out_ref, index, offset + start, head, out, in_rows)
         if top_ref is not None:
             place = index, head, common.span(offset + start, block_q)
@@ -131,6 +135,7 @@ def forward(
     options: Options,
     *,
     return_residual: bool,
+    float8_scale: float | None = None,
     config: AttentionConfig,
     interpret: bool,
 ) -> list[Array]:
@@ -141,11 +146,13 @@ def forward(
     float32 `[B, N, T]` or `[N, M]`. With `joined_residual` it is one array, to base 2. Otherwise it is two arrays,
     because one number would have too few digits next to large logits: the greatest logit, natural or base 2 as
     `natural_logits` says, and the base-2 logarithm of the sum of the exponentials relative to it. The first array is
-    -inf for a query that attends to no key.
+    -inf for a query that attends to no key. With `float8_scale`, the output is divided by that number and is
+    float8_e4m3fn, clipped to 448.
     """
     p = parts.problem(query, key, value, rules, options)
     batch, rows = p.query.shape[:2]
-    outputs = [jax.ShapeDtypeStruct((batch, rows, p.heads, p.head_size), query.dtype)]
+    dtype = query.dtype if float8_scale is None else reference.FLOAT8
+    outputs = [jax.ShapeDtypeStruct((batch, rows, p.heads, p.head_size), dtype)]
     if return_residual:
         numbers = 1 if parts.joined_residual(query.dtype, rules.bias) else 2
         outputs += [jax.ShapeDtypeStruct((batch, p.heads, rows), jnp.float32)] * numbers
@@ -156,7 +163,9 @@ def forward(
     # H200: sharing with masks takes 1.4x as long as one program for each tile, 2026-11-21
     programs = min(config.programs, tiles * p.heads * p.batch) if single and spans is None else 0
     found = common.launch(
-        functools.partial(_fwd_kernel, p=p, config=config, tiles=tiles, single=single, programs=programs),
+        functools.partial(
+            _fwd_kernel, p=p, config=config, tiles=tiles, single=single, programs=programs, float8_scale=float8_scale
+        ),
         (programs,) if programs else p.grid(p.query_length, p.heads, config.block_q),
         p.operands(spans, max(config.block_q, config.block_k)),
         outputs,

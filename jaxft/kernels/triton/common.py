@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from jaxft import dispatch
+from jaxft import dispatch, reference
 from jaxft.dropout import keep_bits, keep_threshold
 
 try:
@@ -341,6 +341,30 @@ def _explicit_axes(x: Array) -> Any:
 def unsupported_dtype(**arrays: Array | None) -> str | None:
     """Returns the reason why the kernels do not support floating-point arrays, or None if they do."""
     return unsupported_array((jnp.float32, jnp.float16, jnp.bfloat16), **arrays)
+
+
+def to_float8(x: Array, scale: float) -> Array:
+    """Rounds x / scale to float8_e4m3fn, as `jaxft.reference.to_float8` does. Triton's minimum would drop a NaN."""
+    x = x if scale == 1.0 else x * (1.0 / scale)
+    most = reference.LARGEST_FLOAT8
+    x = jnp.where(x > most, most, x)
+    return jnp.where(x < -most, -most, x).astype(reference.FLOAT8)
+
+
+def unsupported_float8(x: Array, kernel: Array, **others: Array | None) -> str | None:
+    """Returns the reason why the kernels do not support a matmul of float8_e4m3fn x and kernel, or None if they do."""
+    return (
+        unsupported_by_card() or unsupported_array(x=x, kernel=kernel) or unsupported_dtype(**others)
+        or unsupported_size(x)
+    )  # fmt: skip
+
+
+def unsupported_by_card() -> str | None:
+    """Returns the reason why kernels cannot use float8_e4m3fn on this card, or None if they can."""
+    have = dispatch.device().compute_capability
+    if have is not None and have < (8, 9):
+        return f"float8_e4m3fn needs compute capability 8.9, {dispatch.device_kind()} has {have[0]}.{have[1]}"
+    return None
 
 
 def unsupported_rows(x: Array, **arrays: Array | None) -> str | None:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from jaxft import reference
 from jaxft.kernels.triton import activations, common
 from jaxft.kernels.triton.gated_activation import halves_of
 from jaxft.tuning.dense import DenseConfig
@@ -46,8 +47,9 @@ def _tile(rows: int, block_m: int) -> tuple[Any, Any]:
 
 
 def _fwd_kernel(
-    x_ref, kernel_ref, bias_ref, residual_ref, y_ref, product_ref=None,
-    *, activation: str | None, gate: str | None, splits: int, precision: str, config: DenseConfig,
+    x_ref, kernel_ref, scale_ref, bias_ref, residual_ref, y_ref, product_ref=None,
+    *, activation: str | None, gate: str | None, splits: int, precision: str, x_scale: float,
+    float8_scale: float | None, config: DenseConfig,
 ):  # fmt: skip
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     rows, depth = x_ref.shape
@@ -61,10 +63,17 @@ def _fwd_kernel(
     in_columns = in_width[None, :]
 
     in_full = precision == "float32" and x_ref.dtype == jnp.float32
+    transposed = scale_ref is not None  # a kernel of float8 is stored as [F, K]
     multiply = functools.partial(
         common.dot_in_short_chains if in_full and min(rows, width) == 1 else common.dot,
+        trans_b=transposed,
         precision=lax.Precision.HIGHEST if precision == "float32" else None,
     )
+
+    def load_weights(at, start, mask):
+        if not transposed:
+            return common.load(kernel_ref.at[common.span(start, block_k), common.span(at, block_n)], mask=mask)
+        return common.load(kernel_ref.at[common.span(at, block_n), common.span(start, block_k)], mask=mask.T)
 
     def add_block(k, accs, *, masked):
         start = jnp.int32(k) * block_k
@@ -77,16 +86,15 @@ def _fwd_kernel(
             in_x, in_kernel = in_x & in_depth[None, :], in_kernel & in_depth[:, None]
         # Loads the weights first, which takes longest: they are in memory, and x is still in the L2 cache.
         # See docs/performance-notes.md, "Order of loads in dense layers with few rows".
-        weights = [
-            common.load(kernel_ref.at[common.span(start, block_k), common.span(at, block_n)], mask=in_kernel, other=0.0)
-            for at in columns
-        ]
+        weights = [load_weights(at, start, in_kernel) for at in columns]
         a = common.load(x_ref.at[common.span(row, block_m), common.span(start, block_k)], mask=in_x, other=0.0)
         return [acc + multiply(a, b) for acc, b in zip(accs, weights, strict=True)]  # [block_m, block_n] each
 
-    biases = []  # Loaded before the loop, so that the loads overlap with those of the matmul.
+    biases, scale = [], None  # Loaded before the loop, so that the loads overlap with those of the matmul.
     if bias_ref is not None:
         biases = [common.load(bias_ref.at[common.span(at, block_n)], mask=in_width, other=0.0) for at in columns]
+    if scale_ref is not None:
+        scale = common.load(scale_ref.at[common.span(column, block_n)], mask=in_width, other=0.0)
     zeros = [jnp.zeros((block_m, block_n), jnp.float32)] * len(columns)
     whole = depth // block_k
     share = pl.cdiv(whole, splits)
@@ -113,15 +121,18 @@ def _fwd_kernel(
         for at, acc in zip(columns, accs, strict=True):
             where = (*tile[:-1], common.span(at, block_n))
             common.store(product_ref.at[where], acc.astype(product_ref.dtype), mask=inside)
+    if scale is not None:
+        accs = [acc * (scale.astype(jnp.float32) * x_scale)[None, :] for acc in accs]
     if bias_ref is not None:
         accs = [acc + bias.astype(jnp.float32)[None, :] for acc, bias in zip(accs, biases, strict=True)]
     acc, *other = accs
     if activation is not None:
-        acc = activations.activation(activation, acc, y_ref.dtype)
+        acc = activations.activation(activation, acc, y_ref.dtype if float8_scale is None else jnp.bfloat16)
     if other:
         acc = acc * other[0]
     if residual_ref is not None:
         acc = acc + common.load(residual_ref.at[tile], mask=inside, other=0.0).astype(jnp.float32)
+    acc = acc if float8_scale is None else common.to_float8(acc, float8_scale)
     common.store(y_ref.at[tile], acc.astype(y_ref.dtype), mask=inside)
 
 
@@ -138,27 +149,40 @@ def forward(
     interpret: bool,
     splits: int = 1,
     also_product: bool = False,
+    kernel_scale: Array | None = None,
+    x_scale: float = 1.0,
+    dtype: Any = None,
+    float8_scale: float | None = None,
 ) -> list[Array]:
     """Computes activation(x @ kernel + bias) + residual, `[M, F]`, from x `[M, K]` and kernel `[K, F]`; returns a list.
 
     With a `gate`, "first" or "second", the result is activation(gate) * other + residual, `[M, F // 2]`. With
     `also_product`, x @ kernel follows the result. With `splits` above 1 (split-K) the result is the partial sums
     of x @ kernel, float32 `[splits, M, F]`. The caller passes no bias, activation or residual then, and the kernel that
-    reads the partial sums adds them up.
+    reads the partial sums adds them up. See `jaxft.kernels.mosaic_gpu.dense.forward` for the arguments of float8.
     """
     rows, width = x.shape[0], kernel.shape[1]
     product = jax.ShapeDtypeStruct((rows, width), x.dtype)
     if gate is not None:  # two blocks of columns instead of one that is twice as wide
         width, config = width // 2, dataclasses.replace(config, block_n=max(16, config.block_n // 2))
-    y = jax.ShapeDtypeStruct((rows, width), x.dtype)
+    dtype = x.dtype if dtype is None else dtype
+    y = jax.ShapeDtypeStruct((rows, width), dtype if float8_scale is None else reference.FLOAT8)
+    kernel = kernel if kernel_scale is None else kernel.T
     if splits > 1:
         y = jax.ShapeDtypeStruct((splits, rows, width), jnp.float32)
     return common.launch(
         functools.partial(
-            _fwd_kernel, activation=activation, gate=gate, splits=splits, precision=precision, config=config
+            _fwd_kernel,
+            activation=activation,
+            gate=gate,
+            splits=splits,
+            precision=precision,
+            x_scale=x_scale,
+            float8_scale=float8_scale,
+            config=config,
         ),
         (pl.cdiv(rows, config.block_m), pl.cdiv(width, config.block_n), splits),
-        [x, kernel, bias, residual],
+        [x, kernel, kernel_scale, bias, residual],
         [y, product] if also_product else [y],
         name="dense_fwd",
         num_warps=config.num_warps,

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from jaxft import reference
 from jaxft.kernels.triton import common
 from jaxft.kernels.triton.normalize import drop, normalize
 from jaxft.tuning.table import GradientConfig, RowConfig, next_power_of_2
@@ -51,7 +52,8 @@ def _add(
 
 def _fwd_kernel(
     x_ref, bias_ref, residual_ref, gamma_ref, beta_ref, seed_ref, y_ref, *more_refs,
-    epsilon: float, dropout_rate: float, return_sum: bool, save: bool, center: bool, config: RowConfig,
+    epsilon: float, dropout_rate: float, return_sum: bool, save: bool, center: bool, float8_scale: float | None,
+    config: RowConfig,
 ):  # fmt: skip
     block_rows, block_width = config.block_rows, config.block_width
     *splits, rows, width = x_ref.shape
@@ -70,7 +72,8 @@ def _fwd_kernel(
     total_ref, saved_ref = more_refs[0] if return_sum else None, more_refs[-1] if save else None
     normalize(
         read, block_width, epsilon, gamma_ref, beta_ref, y_ref, total_ref, saved_ref, center=center,
-        vectors_first=bool(splits),
+        vectors_first=bool(splits), float8_ref=None if float8_scale is None else more_refs[int(return_sum)],
+        float8_scale=float8_scale or 1.0,
     )  # fmt: skip
 
 
@@ -88,24 +91,28 @@ def forward(
     save: bool,
     in_place: bool,
     center: bool = True,
+    float8_scale: float | None = None,
     config: RowConfig,
     interpret: bool,
 ) -> list[Array]:
     """Computes layer_norm(dropout(x + bias) + residual), `[M, D]`. Returns a list.
 
     x is `[M, D]`, or partial sums `[splits, M, D]` in float32, which the kernel adds up; the result then has the dtype
-    of `residual` if there is one. With `return_sum` dropout(x + bias) + residual follows. With `save` a float32 array
-    `[2, M]` follows: the mean and 1 / sqrt(variance + epsilon) of each row of the sum. With `in_place`, the result
-    takes the memory of `x`, and the sum takes the memory of `residual`. Without `center`, the mean is taken to be 0.
+    of `residual` if there is one. With `return_sum` dropout(x + bias) + residual follows. With `float8_scale`, the
+    result divided by that number follows in float8_e4m3fn, clipped to 448. With `save` a float32 array `[2, M]`
+    follows: the mean and 1 / sqrt(variance + epsilon) of each row of the sum. With `in_place`, the result takes the
+    memory of `x`, and the sum takes the memory of `residual`. Without `center`, the mean is taken to be 0.
     """
     rows, width = x.shape[-2:]
     out = jax.ShapeDtypeStruct((rows, width), x.dtype if x.ndim == 2 or residual is None else residual.dtype)
     outputs = [out, out] if return_sum else [out]
+    if float8_scale is not None:
+        outputs.append(jax.ShapeDtypeStruct((rows, width), reference.FLOAT8))
     if save:
         outputs.append(jax.ShapeDtypeStruct((2, rows), jnp.float32))
     kernel = functools.partial(
         _fwd_kernel, epsilon=epsilon, dropout_rate=dropout_rate, return_sum=return_sum, save=save, center=center,
-        config=config,
+        float8_scale=float8_scale, config=config,
     )  # fmt: skip
     return common.launch(
         kernel,
