@@ -127,6 +127,8 @@ def flax_norm(x, g, b):
 
 
 case("two norms of one array", norms(by_sqrt, by_sqrt), {LN: 2}, *ROWS, (D,), (D,))
+case("two norms of one array by jnp.var", norms(*[lambda x, g, b: (x - mean(x)) / jnp.sqrt(
+    x.var(-1, keepdims=True) + 1e-5) * g + b] * 2), {LN: 2}, *ROWS, (D,), (D,))  # fmt: skip
 case("two norms of one array, in Flax", norms(flax_norm, flax_norm), {LN: 2}, *ROWS, (D,), (D,))
 case("two norms of a residual", lambda x, r, *more: norms(by_sqrt, by_sqrt)(x + r, *more), {LN: 2}, (B, T, D),
      *ROWS, (D,), (D,))  # fmt: skip

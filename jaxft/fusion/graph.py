@@ -254,7 +254,8 @@ class Graph:
         same = self._operand_that_stays(node, ins, numbers)
         if same is None:
             try:
-                key = node.name, tuple(map(id, ins)), tuple(sorted(node.params.items()))
+                operands = (id(v) if n is None else f"{n!r} {v.aval}" for v, n in zip(ins, numbers, strict=True))
+                key = node.name, tuple(operands), tuple(sorted(node.params.items()))
                 same = self._numbers.setdefault(key, out)
             except TypeError:  # a parameter cannot be hashed
                 same = out
