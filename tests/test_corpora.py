@@ -279,7 +279,7 @@ def test_damaged_part_is_computed_again(damage, encoder, caplog):
 def test_failed_write_leaves_no_part(encoder, monkeypatch):
     write("a.parquet", TEXTS)
 
-    def full(part, *_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
@@ -436,8 +436,8 @@ def test_kept_fields_of_json(encoder):
     assert table["f"].to_pylist() == [1.0, 2.5, None] and table["i"].to_pylist() == [1, None, None]
     for row, message in (({"i": "x"}, "'i' must be int64"), ({"i": True}, "'i' must be int64"), ({"s": 1}, "'s' must")):
         Path("b.jsonl").write_text(json.dumps({"text": "a"} | row) + "\n")
-        with pytest.raises(DataError, match=f"b.jsonl, line 1: field {message} .* as in the first records"):
-            corpora.encode_corpus(encoder, ["a.jsonl"] * 400 + ["b.jsonl"], "out2", keep=keep)
+        with pytest.raises(DataError, match=f"b.jsonl, line 1: field {message}.* as in the first records"):
+            corpora.encode_corpus(encoder, ["a.jsonl"] * 400 + ["b.jsonl"], f"out{list(row.values())}", keep=keep)
     Path("c.jsonl").write_text('{"text": "a", "x": [1]}\n')
     with pytest.raises(DataError, match="c.jsonl: field 'x' .--keep. must hold strings, numbers or booleans only"):
         corpora.encode_corpus(encoder, ["c.jsonl"], "out3", keep=["x"])
