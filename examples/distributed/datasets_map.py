@@ -1,7 +1,8 @@
 """Embeddings as a column of a data set of Hugging Face, with `Dataset.map`. One process computes on all local GPUs.
 
-For example: python examples/distributed/datasets_map.py --model M --data DATA.parquet --out OUT.parquet. It needs
-datasets.
+For example: python examples/distributed/datasets_map.py --model M --data DATA.parquet --out OUT.parquet
+
+It needs datasets.
 """
 
 import argparse
