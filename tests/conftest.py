@@ -40,7 +40,8 @@ CPU = (
     "checkpoint_settings", "cli", "cli_bench", "contrastive", "corpora", "cross_encoder", "devices", "distributed",
     "docs", "examples", "examples_parts",
     "fusion", "fusion_transforms",
-    "hostile_files", "import", "inputs", "instructions", "layers", "long_texts", "lowering", "lowering_attention", "minilm",
+    "hostile_files", "import", "inputs", "instructions", "layers", "long_texts", "lowering", "lowering_attention",
+    "minilm",
     "mutants", "order", "other_systems", "passed_options", "peer_values", "plans", "quantization", "sentence_encoder",
     "sentence_encoder_packed", "signals", "tuning",
 )  # fmt: skip
