@@ -37,9 +37,11 @@ WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9
 # These files compile no kernels, or no kernels for the device at hand: `make test-gpu` leaves them out.
 CPU = (
     "atomic", "attention_errors", "autotune", "batching", "benchmarks", "cases", "checkpoint", "checkpoint_resolve",
-    "checkpoint_settings", "cli", "cli_bench", "contrastive", "cross_encoder", "docs", "examples", "examples_parts",
+    "checkpoint_settings", "cli", "cli_bench", "contrastive", "corpora", "cross_encoder", "devices", "distributed",
+    "docs", "examples", "examples_parts",
     "fusion", "fusion_transforms",
-    "hostile_files", "import", "instructions", "layers", "long_texts", "lowering", "lowering_attention", "minilm",
+    "hostile_files", "import", "inputs", "instructions", "layers", "long_texts", "lowering", "lowering_attention",
+    "minilm",
     "mutants", "order", "other_systems", "passed_options", "peer_values", "plans", "quantization", "sentence_encoder",
     "sentence_encoder_packed", "signals", "tuning",
 )  # fmt: skip

@@ -160,7 +160,7 @@ def run(x: Array, positions: Array, plan: Plan) -> Array:
 
 
 def rotate_back(x: Array, positions: Array, plan: Plan) -> Array:
-    """Rotates x `[M, N, H]` or `[M, 3, N, H]` by minus the angle. Row m has position `positions[m % len(positions)]`."""
+    """Rotates `[M, N, H]` or `[M, 3, N, H]` by minus the angle. Row m has position `positions[m % len(positions)]`."""
     return _rotate(x, positions, dataclasses.replace(plan, inverse=not plan.inverse))
 
 

@@ -313,6 +313,7 @@ class _Writer:
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._waiting: deque[Future[None]] = deque()
         self._open: _OpenPart | None = None
+        self._has_failed = False
 
     def __enter__(self) -> "_Writer":
         return self
@@ -335,10 +336,14 @@ class _Writer:
                 self._open.discard()
 
     def _write(self, chunk: _Chunk, embeddings: np.ndarray) -> None:
+        if self._has_failed:  # the part lacks rows, and must not be finished
+            return
+        self._has_failed = True
         if self._open is None or self._open.part != chunk.part:
             self._finish()
             self._open = _OpenPart(_part_file(self._folder, chunk.part), chunk.part, self._schema)
         self._open.write(chunk, embeddings)
+        self._has_failed = False
         self._summary.texts += len(chunk.texts)
         self._summary.nulls += chunk.rows - len(chunk.texts)
 

@@ -40,7 +40,7 @@ class Dealer:
         """Returns the lanes of the devices that the argument `devices` of a function `where` asks for.
 
         `None` takes the devices where JAX computes if they are set or the parameters are committed to them, otherwise
-        `dispatch.work_devices`. With `one`, a single text, there is one lane. `function` is a jitted function of the
+        `dispatch.work_devices`. With `one`, there is a single text. `function` is a jitted function of the
         model's arrays, of a batch and of static arguments.
         """
         arrays, rebuild = self._bundled(model)
@@ -80,7 +80,7 @@ class Dealer:
 
             return Lane(compute, is_ready, device)
 
-        return [*map(lane, chosen[: 1 if one else None] or [None])]
+        return [*map(lane, chosen or [None])]
 
     def wait(self) -> None:
         """Waits until the programs that threads compile are there."""

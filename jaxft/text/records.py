@@ -187,6 +187,8 @@ def schema(files: Sequence[Source], column: str, keep: Sequence[str]) -> Any:
         if wrong := [name for name in keep if name != column]:
             raise DataError(f"{files[0].name}: lines of text have no column {wrong[0]!r} (--keep), only {column!r}")
         return pa.schema([pa.field(name, pa.string()) for name in keep])
+    if not keep:
+        return pa.schema([])
     records = (_record(source, row, line, column) for source in files for row, line in enumerate(_lines(source)))
     sample = [*itertools.islice(records, _SAMPLE)]
     types = []

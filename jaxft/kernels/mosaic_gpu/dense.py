@@ -40,7 +40,10 @@ def _fwd_kernel(
     places = 1 if also == "sum" else 2
     middle = PIECE // 2  # of a head, if heads are rotated
 
-    def body(y_smem, also_smem, bias_smem, bias_there, residual_smem, residual_there, angle_smem, angle_there):
+    def body(
+        y_smem, also_smem, scale_smem, scale_there, bias_smem, bias_there, residual_smem, residual_there, angle_smem,
+        angle_there,
+    ):  # fmt: skip
         def copy_angles(m, warps, row):
             if angle_ref is not None:
                 block = lax.rem(lax.div(row + m, PIECE), pl.cdiv(angle_ref.shape[0], PIECE))

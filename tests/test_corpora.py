@@ -1,0 +1,497 @@
+"""Corpora: files of texts in, parquet parts out, the same bytes after any interruption; bad data is named."""
+
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import tiny
+from jaxft import atomic, cli
+from jaxft.text import corpora, inputs, records
+from jaxft.text.records import DataError
+from jaxft.text.sentence_encoder import SentenceEncoder
+from test_cli import ENVIRONMENT, fails
+
+TEXTS = [" ".join(random.Random(i).choices(tiny.WORDS, k=1 + i * 7 % 40)) for i in range(230)]
+KINDS = ("parquet", "jsonl", "jsonl.gz", "txt", "txt.gz")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(tiny.write_sentence_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def encoder(model):
+    return SentenceEncoder.from_pretrained(model)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(path, texts, **columns):
+    """Writes texts, and columns if the kind of file has them."""
+    kind, path = path.removesuffix(".gz").rpartition(".")[2], Path(path)
+    rows = [dict(zip(("text", *columns), row, strict=True)) for row in zip(texts, *columns.values(), strict=True)]
+    if kind == "parquet":
+        pq.write_table(pa.table({"text": texts, **columns}), path, row_group_size=37)
+        return
+    lines = [json.dumps(row) if kind == "jsonl" else row["text"] for row in rows]
+    data = "".join(line + "\n" for line in lines).encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+
+
+def read(folder):
+    """Returns the rows of all parts."""
+    return pa.concat_tables([pq.read_table(file) for file in sorted(Path(folder).glob("part-*.parquet"))])
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+
+
+def vectors(table):
+    column = table["embedding"].combine_chunks()
+    return column.flatten().to_numpy().reshape(len(column), -1)
+
+
+# --- What is written ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_in_order(kind, model, encoder):
+    for first, name in ((0, "a"), (100, "b")):
+        numbers = [*range(first, first + 100 + 30 * (first > 0))]
+        write(f"{name}.{kind}", [TEXTS[i] for i in numbers], number=numbers, score=[i / 2 for i in numbers])
+    keep = [] if "txt" in kind else ["--keep", "number", "score"]
+    command = ["encode", "--model", model, f"a.{kind}", f"b.{kind}", "-o", "out/", "--rows-per-part", "60", *keep]
+    assert cli.main(command) == 0
+    assert sorted(contents("out")) == sorted(
+        ["manifest.json", *(f"part-00000{i}.{suffix}" for i in range(4) for suffix in ("json", "parquet"))]
+    )
+    table = read("out")
+    assert table.column_names == [*keep[1:], "embedding"]
+    assert table.schema.field("embedding").type == pa.list_(pa.float32(), tiny.WIDTH)
+    assert [len(pq.read_table(f"out/part-00000{i}.parquet")) for i in range(4)] == [60, 60, 60, 50]
+    np.testing.assert_allclose(vectors(table), encoder.encode(TEXTS), atol=1e-5)
+    if keep:
+        assert table["number"].to_pylist() == [*range(230)] and table["score"].to_pylist()[3] == 1.5
+
+
+def test_folders_and_uris_are_read(encoder, folder):
+    (folder / "data" / "deeper").mkdir(parents=True)
+    write("data/deeper/a.txt", TEXTS[:3])
+    write("data/b.txt", TEXTS[3:5])
+    write("data/_part.txt", ["left out"])
+    (folder / "data" / "notes.md").write_text("left out")
+    assert corpora.encode_corpus(encoder, ["data", f"file://{folder}/data/b.txt"], "out").texts == 7
+    np.testing.assert_allclose(vectors(read("out")), encoder.encode([*TEXTS[3:5], *TEXTS[:3], *TEXTS[3:5]]), atol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["float16", "int8", "uint8", "binary", "ubinary"])
+def test_precisions(precision, encoder):
+    write("a.parquet", TEXTS)
+    options = {"precision": precision, "rows_per_part": 100, "truncate_dim": 8, "normalize_embeddings": True}
+    for index in (1, 0):
+        corpora.encode_corpus(encoder, ["a.parquet"], "out", shard=(index, 2), **options)
+    found = vectors(read("out"))
+    expected = encoder.encode(TEXTS, precision=precision, truncate_dim=8, normalize_embeddings=True)
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    assert np.mean(found != expected) < 0.02  # batches of other texts round otherwise
+    ranges = json.loads(Path("out/manifest.json").read_text())["ranges"]
+    assert (np.shape(ranges) == (2, 8)) == precision.endswith("int8")
+
+
+def test_ranges_are_from_the_first_texts(encoder, monkeypatch):
+    monkeypatch.setattr(corpora, "_CALIBRATION", 10)
+    write("a.parquet", [None, *TEXTS])
+    corpora.encode_corpus(encoder, ["a.parquet"], "out", precision="int8", shard=(1, 2), rows_per_part=50)
+    ranges = json.loads(Path("out/manifest.json").read_text())["ranges"]
+    first = encoder.encode(TEXTS[:10])
+    np.testing.assert_allclose(ranges, [first.min(axis=0), first.max(axis=0)], atol=1e-5)
+
+
+def test_shards_make_the_same_parts(encoder):
+    write("a.parquet", TEXTS)
+    options = {"rows_per_part": 40}
+    corpora.encode_corpus(encoder, ["a.parquet"], "one", **options)
+    for index in (2, 0, 1):
+        corpora.encode_corpus(encoder, ["a.parquet"], "three", shard=(index, 3), **options)
+    assert contents("one") == contents("three")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_null_text_gives_a_null_embedding(kind, model, encoder, capsys):
+    texts = [*TEXTS[:70], None, *TEXTS[70:90], None]
+    write(f"a.{kind}", texts, number=[*range(92)])
+    command = ["encode", "--model", model, f"a.{kind}", "-o", "out/", "--rows-per-part", "75", "--keep", "number"]
+    assert cli.main(command) == 0
+    table = read("out")
+    assert [i for i, row in enumerate(table["embedding"].to_pylist()) if row is None] == [70, 91]
+    assert table["number"].to_pylist() == [*range(92)]
+    found = vectors(table.filter(pa.compute.is_valid(table["embedding"])))
+    np.testing.assert_allclose(found, encoder.encode(TEXTS[:90]), atol=1e-5)
+    assert "2 rows have no text; their embeddings are null" in capsys.readouterr().err
+
+
+def test_chunks_are_bounded_in_characters(encoder, monkeypatch):
+    write("a.parquet", TEXTS[:50])
+    corpora.encode_corpus(encoder, ["a.parquet"], "whole")
+    monkeypatch.setattr(inputs, "CHUNK_CHARACTERS", 500)
+    corpora.encode_corpus(encoder, ["a.parquet"], "cut")
+    file = pq.ParquetFile("cut/part-000000.parquet")
+    sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+    assert len(sizes) > 5 and sum(sizes) == 50
+    np.testing.assert_allclose(vectors(read("cut")), vectors(read("whole")), atol=1e-5)
+
+
+def test_strings_of_other_arrow_types(encoder):
+    column = pa.array(TEXTS[:9]).dictionary_encode()
+    pq.write_table(pa.table({"words": column, "large": pa.array(TEXTS[:9], pa.large_string())}), "a.parquet")
+    for name in ("words", "large"):
+        corpora.encode_corpus(encoder, ["a.parquet"], name, text_column=name, keep=[name])
+        np.testing.assert_allclose(vectors(read(name)), encoder.encode(TEXTS[:9]), atol=1e-5)
+        assert read(name)[name].to_pylist() == TEXTS[:9]
+
+
+def test_empty_data_give_no_parts(encoder):
+    write("a.parquet", pa.array([], pa.string()))
+    assert corpora.encode_corpus(encoder, ["a.parquet"], "out").written == 0
+    assert [*contents("out")] == ["manifest.json"]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_long_texts_are_truncated(kind, encoder):
+    write(f"a.{kind}", ["a bird " * 1_400_000, "rain"])
+    corpora.encode_corpus(encoder, [f"a.{kind}"], "out")
+    np.testing.assert_allclose(vectors(read("out")), encoder.encode(["a bird " * 100, "rain"]), atol=1e-5)
+
+
+# --- Interruptions -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory, model):
+    """A file of many texts, a command, and the result of the command."""
+    base = tmp_path_factory.mktemp("corpus")
+    texts = [TEXTS[i % 230] + f" {i}" for i in range(3000)]
+    pq.write_table(
+        pa.table({"text": texts, "pad": [random.Random(i).randbytes(20 * (i // 300)).hex() for i in range(3000)]}),
+        base / "a.parquet",
+    )
+    command = ["encode", "--model", model, str(base / "a.parquet"), "--keep", "pad", "--rows-per-part", "100"]
+    assert cli.main([*command, "-o", f"{base}/out/"]) == 0
+    return command, contents(base / "out")
+
+
+def start(command):
+    return subprocess.Popen([sys.executable, "-m", "jaxft.cli", *command, "-o", "out/"], env=ENVIRONMENT,
+                            stderr=subprocess.PIPE, text=True)  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_interrupted_command_goes_on(number, corpus, capfd):
+    command, expected = corpus
+    process = start(command)
+    while not Path("out/part-000003.parquet").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+    process.send_signal(number)
+    process.communicate()
+    assert process.returncode == (143 if number == signal.SIGTERM else -9)
+    before = contents_of_parts("out")
+    assert 4 <= len(before) < 30 and before.items() <= expected.items()
+    assert cli.main([*command, "-o", "out/"]) == 0
+    assert contents("out") == expected
+    assert f"parts: {30 - len(before)} written, {len(before)} were there" in capfd.readouterr().err
+
+
+def contents_of_parts(folder):
+    return {name: data for name, data in contents_of_files(folder).items() if name.endswith(".parquet")}
+
+
+def contents_of_files(folder):
+    return {file.name: file.read_bytes() for file in Path(folder).iterdir() if file.is_file()}
+
+
+def test_command_goes_on_after_a_full_disk(corpus):
+    """The parts grow, and no file may be larger than one in the middle."""
+    command, expected = corpus
+    size = len(expected["part-000015.parquet"]) + 1000
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))"
+    code = f"{limit}; import sys; from jaxft import cli; sys.exit(cli.main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", code, *command, "-o", "out/"], env=ENVIRONMENT,
+                          capture_output=True, text=True)  # fmt: skip
+    *_, line = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith("jaxft: error: cannot write out/part-0000"), done.stderr
+    assert "Exception ignored" not in done.stderr and "Traceback" not in done.stderr
+    before = contents("out")
+    assert 20 < len(before) < len(expected) and before.items() <= expected.items()
+    assert cli.main([*command, "-o", "out/"]) == 0
+    assert contents("out") == expected
+
+
+def test_two_processes_make_the_same_parts(corpus):
+    command, expected = corpus
+    processes = [start(command) for _ in range(2)]
+    for process in processes:
+        error = process.communicate()[1]
+        assert process.returncode == 0, error
+    assert contents("out") == expected
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "no record", "bad record", "another record"])
+def test_damaged_part_is_computed_again(damage, encoder, caplog):
+    write("a.parquet", TEXTS)
+    corpora.encode_corpus(encoder, ["a.parquet"], "out", rows_per_part=50)
+    expected = contents("out")
+    file, record = Path("out/part-000002.parquet"), Path("out/part-000002.json")
+    data = file.read_bytes()
+    if damage == "flipped":
+        file.write_bytes(data[:500] + bytes([data[500] ^ 1]) + data[501:])
+    elif damage == "cut":
+        file.write_bytes(data[:-100])
+    elif damage == "gone":
+        file.unlink()
+    elif damage == "no record":
+        record.unlink()
+    else:
+        record.write_text("[]" if damage == "bad record" else Path("out/part-000001.json").read_text())
+    done = corpora.encode_corpus(encoder, ["a.parquet"], "out", rows_per_part=50)
+    assert contents("out") == expected
+    assert (done.written, done.found, done.damaged, done.texts) == (1, 4, damage != "gone", 50)
+    assert ("part-000002.parquet is damaged and is computed again" in caplog.text) == (damage != "gone")
+
+
+def test_failed_write_leaves_no_part(encoder, monkeypatch):
+    write("a.parquet", TEXTS)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
+    monkeypatch.setattr(corpora, "_QUEUED", 100)  # the other parts wait for the writer already
+    with pytest.raises(OSError, match=r"cannot write out/part-000000.parquet: No space left on device"):
+        corpora.encode_corpus(encoder, ["a.parquet"], "out", rows_per_part=50)
+    assert [*contents("out")] == ["manifest.json"] and not atomic._unfinished
+
+
+# --- Settings and mistakes ---------------------------------------------------------------------------------------
+
+
+OTHERS = {
+    "rows_per_part 50": {"rows_per_part": 51}, "precision 'float32'": {"precision": "int8"},
+    "truncate_dim None": {"truncate_dim": 8}, "normalize_embeddings False": {"normalize_embeddings": True},
+    "prompt None": {"prompt": "x"}, "batch_size 32": {"batch_size": 16}, r"keep \{\}": {"keep": ["number"]},
+    "dtype 'float32'": {"model": {"dtype": "bfloat16"}}, r"data \[\['a.parquet'": {"data": ["b.parquet"]},
+    "text_column 'text'": {"text_column": "other"},
+}  # fmt: skip
+
+
+def test_other_settings_are_refused_by_name(encoder):
+    write("a.parquet", TEXTS, number=[*range(230)], other=TEXTS)
+    write("b.parquet", TEXTS[:9], number=[*range(9)])
+    options = {"data": ["a.parquet"], "rows_per_part": 50, "model": {"dtype": "float32", "_name": "x"}}
+    corpora.encode_corpus(encoder, folder="out", **options)
+    expected = contents("out")
+    for message, others in OTHERS.items():
+        with pytest.raises(DataError, match=f"^out: its parts were made with {message}.*, not .*; pass the same"):
+            corpora.encode_corpus(encoder, folder="out", **(options | others))
+    corpora.encode_corpus(encoder, folder="out", **(options | {"model": {"dtype": "float32", "_name": "y"}}))
+    assert contents("out") == expected
+
+
+def test_another_model_is_refused(model, tmp_path, capsys):
+    write("a.parquet", TEXTS[:9])
+    (tmp_path / "other").mkdir()
+    other = str(tiny.write_sentence_model(tmp_path / "other", normalize=True))
+    assert cli.main(["encode", "--model", model, "a.parquet", "-o", "out/"]) == 0
+    capsys.readouterr()
+    message = fails(capsys, "encode", "--model", other, "a.parquet", "-o", "out/")
+    assert message.startswith("out: its parts were made with model_sha256 ")
+    message = fails(capsys, "encode", "--model", model, "a.parquet", "-o", "out/", "--dtype", "bfloat16")
+    assert message.startswith("out: its parts were made with dtype 'float32', not 'bfloat16'")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"settings": 1, "ranges": null}'])
+def test_damaged_manifest_is_refused(encoder, text):
+    write("a.parquet", TEXTS[:9])
+    Path("out").mkdir()
+    Path("out/manifest.json").write_text(text)
+    with pytest.raises(DataError, match="out/manifest.json: "):
+        corpora.encode_corpus(encoder, ["a.parquet"], "out")
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "message"),
+    [
+        ({"text": [1, 2]}, {}, "a.parquet: column 'text' must hold strings, got int64"),
+        ({"text": [["a"]]}, {}, "a.parquet: column 'text' must hold strings, got list"),
+        ({"words": ["a"]}, {}, "a.parquet: has no column 'text' .--text-column.; its columns are words"),
+        ({"text": ["a"]}, {"keep": ["id"]}, "a.parquet: has no column 'id' .--keep.; its columns are text"),
+        ({"text": ["a"]}, {"keep": ["embedding"]}, "keep must be different names other than 'embedding'"),
+        ({"text": ["a"]}, {"rows_per_part": 0}, "rows_per_part must be a positive integer, got 0"),
+        ({"text": ["a"]}, {"shard": (2, 2)}, "shard must be .i, n. with 0 <= i < n, got .2, 2."),
+        ({"text": ["a"]}, {"precision": "int4"}, "precision must be one of float32, .*, got 'int4'"),
+        ({"text": ["a"]}, {"prompt_name": "none"}, "prompt_name must be the name of one of the prompts"),
+        ({"text": ["a"]}, {"devices": [99]}, "devices must be indices below"),
+    ],
+)  # fmt: skip
+def test_wrong_parquet_and_arguments(encoder, columns, options, message):
+    pq.write_table(pa.table(columns), "a.parquet")
+    with pytest.raises(ValueError, match=message):
+        corpora.encode_corpus(encoder, ["a.parquet"], "out", **options)
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.parquet", b"no parquet", "cannot read a.parquet: "),
+        ("a.jsonl", b'{"text": "a"}\n{"text": 3}\n', "a.jsonl, line 2: expected a JSON string or an object"),
+        ("a.jsonl", b'{"text": "a"}\n{\n', "a.jsonl, line 2: not valid JSON"),
+        ("a.jsonl", b'"\\ud800"\n', "a.jsonl, line 1: the text is not valid Unicode"),
+        ("a.txt", b"a\n\xff\n", "a.txt, line 2: not valid UTF-8"),
+        ("a.txt.gz", b"no gzip", "a.txt.gz: cannot be decompressed: Not a gzipped file"),
+        ("a.txt.gz", gzip.compress(b"a\n" * 99)[:-9], "a.txt.gz: cannot be decompressed: "),
+        ("a.csv", b"a\n", "a.csv: expected a file that ends in .parquet, .jsonl, .txt, .jsonl.gz, .txt.gz"),
+        ("no.txt", None, "cannot read no.txt: No such file or directory"),
+        ("s3:/no", None, "cannot read s3:/no: No such file"),
+        ("what://no", None, "cannot read what://no: "),
+    ],
+)  # fmt: skip
+def test_wrong_files(encoder, name, content, message):
+    if content is not None:
+        Path(name).write_bytes(content)
+    with pytest.raises(DataError, match=f"^{message}"):
+        corpora.encode_corpus(encoder, [name], "out")
+
+
+def test_error_in_the_middle_keeps_the_parts_before(encoder):
+    write("a.jsonl", TEXTS)
+    Path("b.jsonl").write_text('"rain"\n{"text": 3}\n')
+    with pytest.raises(DataError, match=r"b.jsonl, line 2: expected"):
+        corpora.encode_corpus(encoder, ["a.jsonl", "b.jsonl"], "out", rows_per_part=50)
+    assert set(contents("out")) <= {
+        "manifest.json",
+        *(f"part-00000{i}.{s}" for i in range(4) for s in ("json", "parquet")),
+    }
+
+
+def test_text_that_cannot_be_encoded_is_named(encoder, monkeypatch):
+    write("a.parquet", TEXTS[:60])
+    write("b.parquet", [TEXTS[0], None, "rain", "no"])
+    real = encoder._texts(None)
+    monkeypatch.setattr(encoder, "_texts", lambda task: real)
+    encodings = real.encodings
+
+    def failing(prompt, texts):
+        for index, text in enumerate(texts):
+            if text == "no":
+                raise corpora.TextError(index, text, "cannot be tokenised")
+        return encodings(prompt, texts)
+
+    monkeypatch.setattr(real, "encodings", failing)
+    with pytest.raises(DataError, match=r"^b.parquet, row 4: 'no' cannot be tokenised$"):
+        corpora.encode_corpus(encoder, ["a.parquet", "b.parquet"], "out", rows_per_part=50)
+
+
+def test_compressed_files_are_capped(encoder, monkeypatch):
+    monkeypatch.setattr(records, "_LEAST_CAP", 1000)
+    Path("a.txt.gz").write_bytes(gzip.compress(b"a bird sings\n" * 100_000))
+    with pytest.raises(DataError, match="^a.txt.gz: expands to more than 200 times its size; decompress it first"):
+        corpora.encode_corpus(encoder, ["a.txt.gz"], "out")
+
+
+def test_files_of_several_kinds_are_refused(encoder):
+    write("a.parquet", TEXTS[:3])
+    write("a.txt", TEXTS[:3])
+    with pytest.raises(DataError, match="the files must be of one kind, got .parquet and .txt"):
+        corpora.encode_corpus(encoder, ["a.parquet", "a.txt"], "out")
+    Path("out").mkdir()
+    write("out/a.txt", TEXTS[:3])
+    with pytest.raises(DataError, match="out/a.txt: is inside of out, the folder of the result"):
+        corpora.encode_corpus(encoder, ["out/a.txt"], "out")
+
+
+def test_kept_fields_of_json(encoder):
+    rows = [{"text": "rain", "s": "x", "i": 1, "f": 1, "b": True}, {"text": "a", "f": 2.5}, {"text": "the", "i": None}]
+    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keep = ["s", "i", "f", "b", "none"]
+    corpora.encode_corpus(encoder, ["a.jsonl"], "out", keep=keep)
+    table = read("out").select(keep)
+    assert [str(field.type) for field in table.schema] == ["string", "int64", "double", "bool", "string"]
+    assert table["f"].to_pylist() == [1.0, 2.5, None] and table["i"].to_pylist() == [1, None, None]
+    for row, message in (({"i": "x"}, "'i' must be int64"), ({"i": True}, "'i' must be int64"), ({"s": 1}, "'s' must")):
+        Path("b.jsonl").write_text(json.dumps({"text": "a"} | row) + "\n")
+        with pytest.raises(DataError, match=f"b.jsonl, line 1: field {message}.* as in the first records"):
+            corpora.encode_corpus(encoder, ["a.jsonl"] * 400 + ["b.jsonl"], f"out{list(row.values())}", keep=keep)
+    Path("c.jsonl").write_text('{"text": "a", "x": [1]}\n')
+    with pytest.raises(DataError, match="c.jsonl: field 'x' .--keep. must hold strings, numbers or booleans only"):
+        corpora.encode_corpus(encoder, ["c.jsonl"], "out3", keep=["x"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["a.txt", "b.txt", "-o", "x.npy"], "several DATA need an output folder, such as OUT/, got 'x.npy'"),
+        (["a.txt", "-o", "x.npy", "--keep", "a"], "--keep needs an output folder, such as OUT/, got 'x.npy'"),
+        (["a.txt", "-o", "x.npy", "--shard", "0/2"], "--shard needs an output folder, such as OUT/, got 'x.npy'"),
+        (["a.parquet", "-o", "x.npy"], "output 'x.npy' must be a folder for these data; a new one may end in /"),
+        (["a.parquet", "-o", "-"], "output '-' must be a folder for these data; a new one may end in /"),
+        (["-", "-o", "x/"], "a folder of parquet files cannot be made from stdin; name the files"),
+        (["a.parquet", "-o", "file"], "cannot write file: it is no folder"),
+        (["a.txt", "-o", "x/", "--shard", "2/2"], "argument --shard: expected I/N with 0 <= I < N, got '2/2'"),
+        (["a.txt", "-o", "x/", "--devices", "a"], "argument --devices: expected indices such as 0,1, got 'a'"),
+        (["no.parquet", "-o", "x/"], "cannot read no.parquet: No such file or directory"),
+    ],
+)  # fmt: skip
+def test_wrong_commands(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr(SentenceEncoder, "from_pretrained", None)  # must not be called
+    Path("file").write_text("")
+    write("a.parquet", TEXTS[:3])
+    assert fails(capsys, "encode", "--model", "m", *arguments) == message
+    assert not Path("x").exists()
+
+
+def test_options_reach_the_corpus(model, monkeypatch, capsys):
+    given = {}
+    monkeypatch.setattr(
+        corpora, "encode_corpus", lambda _, data, target, **options: given.update(options) or corpora.Summary()
+    )
+    write("a.jsonl", TEXTS[:3])
+    options = "--text-column t --keep x y --rows-per-part 7 --shard 1/3 --jsonl --prompt p --batch-size 4"
+    options += " --precision int8 --normalize --devices 0 --truncate-dim 3"
+    assert cli.main(["encode", "--model", model, "a.jsonl", "-o", "out/", *options.split()]) == 0
+    assert len(given.pop("model")["model_sha256"]) == 64
+    assert given == {
+        "text_column": "t", "keep": ["x", "y"], "rows_per_part": 7, "shard": (1, 3), "jsonl": True, "prompt": "p",
+        "prompt_name": None, "batch_size": 4, "precision": "int8", "normalize_embeddings": True, "devices": [0],
+        "show_progress_bar": True,
+    }  # fmt: skip
+
+
+def test_compressed_file_without_a_folder(model, encoder):
+    write("a.jsonl.gz", TEXTS[:5])
+    assert cli.main(["encode", "--model", model, "a.jsonl.gz", "-o", "x.npy"]) == 0
+    np.testing.assert_allclose(np.load("x.npy"), encoder.encode(TEXTS[:5]), atol=1e-5)
+
+
+def test_pyarrow_is_imported_for_corpora_only():
+    code = "import sys, jaxft; from jaxft import cli, SentenceEncoder; from jaxft.text import corpora, records\n"
+    code += "assert 'pyarrow' not in sys.modules; sys.modules['pyarrow'] = None; records.arrow()"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True)
+    assert done.stderr.rstrip().endswith("corpora need pyarrow: pip install 'jaxft[data]'")
