@@ -78,5 +78,4 @@ def partition_specs(
 def _name(path: Any) -> str:
     """Returns the name of a parameter of a layer, and an empty name for other parameters."""
     keys = [getattr(key, "key", None) for key in path]
-    found = (str(key) for layer, _, key in zip(keys, keys[1:], keys[2:], strict=False) if layer == "layers")
-    return next(found, "")
+    return str(keys[keys.index("layers") + 2]) if "layers" in keys else ""

@@ -71,9 +71,8 @@ def linear_cross_entropy(
       scalars. The property `mean` is the loss that torch and transformers return, except that it is 0, with gradients
       of 0, if no row has a label.
 
-      Over the steps of gradient accumulation or the devices of a `jax.shard_map`, add up both before you divide. With
-      several devices, use `jax.shard_map`: the op collects the rows that have a label, and outside of a `shard_map` XLA
-      would gather the rows from all devices.
+      Over the steps of gradient accumulation or the devices of a `jax.shard_map`, add up both before you divide. Under
+      `jax.jit` on several devices, each device collects its own rows that have a label.
 
     Raises:
       ValueError: ignore_index is not a Python integer that fits int32. See `jaxft.ops` for the other errors.
