@@ -168,13 +168,23 @@ def _reference(plan, x, positions):
 def _rotate(x, positions, plan):
     """Rotates x `[M, heads, H]`."""
     heads, size = x.shape[1:]
-    frequencies = jnp.asarray(reference.rotary_frequencies(size, plan.theta, plan.frequency_scale, jnp.float32))
-    arrays: Any = transforms.vary_alike(x, positions, frequencies)
-    return triton.rotate(
-        *arrays,
-        rotated=heads - heads // 3 if plan.is_packed else heads, inverse=plan.inverse, in_place=plan.in_place,
-        config=plan.forward.config, interpret=plan.interpret,
-    )  # fmt: skip
+    rotated = heads - heads // 3 if plan.is_packed else heads
+
+    def plain(x, positions):
+        given = x[:, :rotated].reshape(-1, *positions.shape, rotated, size)
+        positions = -positions if plan.inverse else positions
+        (turned,) = reference.rotary((given,), positions, plan.theta, frequency_scale=plan.frequency_scale)
+        return jnp.concatenate([turned.reshape(-1, rotated, size), x[:, rotated:]], axis=1)
+
+    def kernel(_, x, positions):
+        frequencies = jnp.asarray(reference.rotary_frequencies(size, plan.theta, plan.frequency_scale, jnp.float32))
+        arrays: Any = transforms.vary_alike(x, positions, frequencies)
+        return triton.rotate(
+            *arrays, rotated=rotated, inverse=plan.inverse, in_place=plan.in_place, config=plan.forward.config,
+            interpret=plan.interpret,
+        )  # fmt: skip
+
+    return transforms.mappable(kernel, plain, plan)(x, positions)
 
 
 def _fwd(x, positions, plan):
