@@ -38,6 +38,10 @@ CASES = {
     "log_softmax": (jaxft.log_softmax, {"x": (10, 1000, D), "bias": (10, 1, D)}),
     "split": (partial(jaxft.qkv_bias_split_heads, num_heads=2), {"qkv": (10, 1000, 3 * D), "bias": (3 * D,)}),
     "dense": (jaxft.dense, LAYER),
+    "dense_rotary": (
+        partial(jaxft.dense_rotary, positions=np.zeros((), np.int32), num_heads=2),
+        LAYER | {"kernel": (D, 3 * D), "bias": (3 * D,)},
+    ),
     "dense_gelu": (partial(jaxft.dense, activation="gelu"), LAYER | {"residual": ROW}),
     "dense_gate": (partial(jaxft.dense, activation="gelu", gate="first"), LAYER),
     "dense_residual": (jaxft.dense_residual_layer_norm, LAYER | RESIDUAL | NORM),
@@ -114,7 +118,7 @@ def test_vmapped_rows_of_dense_are_summed_in_float32():
 
 
 @pytest.mark.parametrize("implementation", ["xla", *cases.slow("triton")])
-@pytest.mark.parametrize("name", ["dense", "dense_gelu", "dense_residual", "feed_forward"])
+@pytest.mark.parametrize("name", ["dense", "dense_rotary", "dense_gelu", "dense_residual", "feed_forward"])
 def test_vmapped_matmuls_are_summed_in_float32(name, implementation):
     """XLA's CPU backend adds up some batched matmuls in bfloat16: 8,064 instead of 10,000 ones."""
     (op, shapes), rng = CASES[name], np.random.default_rng(0)
