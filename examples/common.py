@@ -161,7 +161,8 @@ def join_processes() -> None:
         return
     if not all(number and number.isdecimal() for number in numbers):
         raise SystemExit(f"several processes need {', '.join(names)}, got {[address, *numbers]}")
-    jax.distributed.initialize(address, *(int(number or 0) for number in numbers))
+    count, own = (int(number or 0) for number in numbers)
+    jax.distributed.initialize(address, count, own)
 
 
 def add_division(parser: argparse.ArgumentParser, what: str) -> None:
@@ -198,11 +199,12 @@ class Devices:
 
     def shardings(self, model: Any, optimizer: optax.GradientTransformation, state: "State") -> Any:
         """Returns the shardings of a state."""
-        if not self.fsdp:
+        mesh = self.mesh
+        if not self.fsdp or mesh is None:
             return jax.tree.map(lambda _: self.replicated(), state)
         specs = partition_specs(model, fsdp=True)
         params = jax.tree.map(
-            lambda spec, x: NamedSharding(self.mesh, spec) if self._divides(spec, x) else self.replicated(),
+            lambda spec, x: NamedSharding(mesh, spec) if self._divides(spec, x) else self.replicated(),
             specs, state.params,
         )  # fmt: skip
         opt_state = optax.tree_utils.tree_map_params(
@@ -566,7 +568,7 @@ class Run:
                 batch, key = self._inputs(batch_at(self.step), base_key)
                 several = self.devices.mesh is not None
                 shardings = jax.tree.map(lambda x: x.sharding, self.state), self.devices.replicated()
-                options = {"out_shardings": shardings} if several else {}
+                options: dict[str, Any] = {"out_shardings": shardings} if several else {}
                 lowered = jax.jit(step, donate_argnums=0, **options).lower(self.state, batch, key)
                 compiled = lowered.compile(training.COMPILER_OPTIONS)
                 memory: Any = compiled.memory_analysis()

@@ -190,8 +190,8 @@ def _run_jit(x, kernel, kernel_scale, bias, residual, plan):
         return transforms.vary_alike(x, kernel, y)[2]  # see `dense._one_kernel`
 
     def legal(shapes):
-        arrays = (jax.ShapeDtypeStruct(s[-2:], reference.FLOAT8) for s in shapes[:2])
-        return support.float8_dense_unsupported(*arrays, None, None, None) is None
+        rows, columns = (jax.ShapeDtypeStruct(shape[-2:], reference.FLOAT8) for shape in shapes[:2])
+        return support.float8_dense_unsupported(rows, columns, None, None, None) is None
 
     arrays = transforms.vary_alike(x, kernel, kernel_scale, bias, residual)
     rule = Rule("dense", "r K, K f, f, f, r f", "r f", legal if plan.forward.backend == "mosaic_gpu" else None)

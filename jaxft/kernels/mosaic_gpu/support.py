@@ -91,8 +91,9 @@ def _sizes_unsupported(rows: int, depth: int, width: int) -> str | None:
 
 
 def float8_dense_unsupported(
-    x: Array, kernel: Array, bias: Array | None, residual: Array | None, kernel_scale: Array
-) -> str | None:
+    x: Array | jax.ShapeDtypeStruct, kernel: Array | jax.ShapeDtypeStruct, bias: Array | None,
+    residual: Array | None, kernel_scale: Array | None,
+) -> str | None:  # fmt: skip
     """Returns why the kernel cannot take float8_e4m3fn x [M, K] and kernel [K, F] with these other arrays, or None."""
     vectors = {"bias": bias, "kernel_scale": kernel_scale}
     for name, vector in vectors.items():
