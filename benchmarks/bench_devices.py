@@ -104,7 +104,7 @@ def run_pool(model: str, texts: list[str], args: Any) -> Any:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make(model, args.tokenizer).save_pretrained(folder / "model")
-        (folder / "texts.json").write_text(json.dumps(texts))
+        (folder / "texts.json").write_text(json.dumps(texts, allow_nan=False))
         command = [sys.executable, __file__, "--peer", name, "--devices", *map(str, args.devices),
                    "--repeats", str(args.repeats)]  # fmt: skip
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -132,7 +132,7 @@ def peer(folder: Path, counts: Sequence[int], repeats: int) -> None:
             best = min(best or found, found, key=np.median)
         times[f"sentence-transformers, {count} GPU"] = best
         model.stop_multi_process_pool(pool)
-    print(json.dumps(times), flush=True)
+    print(json.dumps(times, allow_nan=False), flush=True)
 
 
 def resident() -> int:

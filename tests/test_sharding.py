@@ -299,7 +299,7 @@ def train(example: str, *arguments: str) -> None:
 
 def start(devices: int, example: str, *arguments: str, **environment: str) -> subprocess.Popen:
     """Starts an example as a program with this number of CPU devices."""
-    more = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+    more = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen(
         [sys.executable, __file__, "train", example, *arguments], env=os.environ | more | environment,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -327,6 +327,7 @@ def trained(tmp_path_factory):
     return {name: (options[name], folder / name) for name in EXAMPLES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("example", "option"), [("pretrain", "--data-parallel"), ("finetune", "--fsdp")])
 def test_training_on_devices_takes_the_same_steps(example, option, trained, tmp_path):
     options, alone = trained[example]
@@ -335,6 +336,7 @@ def test_training_on_devices_takes_the_same_steps(example, option, trained, tmp_
     np.testing.assert_allclose(losses(tmp_path), losses(alone), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_checkpoint_continues_on_another_number_of_devices(trained, tmp_path):
     options, alone = trained["finetune"]
     shutil.copytree(alone, tmp_path, dirs_exist_ok=True)
@@ -344,6 +346,7 @@ def test_checkpoint_continues_on_another_number_of_devices(trained, tmp_path):
     np.testing.assert_allclose(losses(tmp_path), losses(alone), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_two_processes_take_the_same_steps(trained, tmp_path):
     options, alone = trained["finetune"]
     with socket.socket() as free:

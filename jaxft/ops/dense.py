@@ -242,6 +242,7 @@ def _rule(plan, x, kernel, also=None):
     """Returns the rule of a layer, or of a layer whose kernel also returns what a gradient needs."""
     # The halves of a gate are far from each other.
     columns, out = ("f", "f") if plan.gate is None else ("F", "G")
+    dtype = x.dtype
 
     def by_parts(over, x, kernel, bias=None, residual=None):
         y = jax.lax.psum(reference.matmul(x, kernel, plan.precision), over)
@@ -251,7 +252,7 @@ def _rule(plan, x, kernel, also=None):
         return out, y if also == "matmul" or bias is None else (y + bias).astype(y.dtype)
 
     def legal(shapes):
-        rows, columns = (jax.ShapeDtypeStruct(shape[-2:], x.dtype) for shape in shapes[:2])
+        rows, columns = (jax.ShapeDtypeStruct(shape[-2:], dtype) for shape in shapes[:2])
         return support.dense_unsupported(rows, columns, None, None, plan.kernel_precision, plan.gate) is None
 
     # Derivatives in 8 bits come from one kernel only.
@@ -385,6 +386,7 @@ def epilogue_gradient(
         return jax.tree.map(reference.wide, found)
 
     columns, out = ("f", "f") if plan.gate is None else ("F", "G")
+    dtype = x.dtype
     rule = Rule("dense", f"r {out}, r {columns}, {columns}, _ _, _ _", f"r {columns}, {columns}")
     return transforms.with_plain_gradient(fused, plain, plan, rule)(d_out, y, bias, x, kernel)
 

@@ -172,9 +172,11 @@ def _result(x, kernel, bias, positions, carriers, plan):
     own, legal_positions = rotary.axis_of_positions(x, positions)
     size = kernel.shape[1] // (3 * plan.num_heads)
 
+    dtype = x.dtype
+
     def legal(shapes):
-        rows = jax.ShapeDtypeStruct(shapes[0][-2:], x.dtype)
-        reason = support.dense_unsupported(rows, kernel, None, head_size=size)
+        rows, columns = (jax.ShapeDtypeStruct(shape[-2:], dtype) for shape in shapes[:2])
+        reason = support.dense_unsupported(rows, columns, None, head_size=size)
         return reason is None and (legal_positions is None or legal_positions(shapes))
 
     rule = Rule("dense_rotary", f"m K, K F, F, {own}", "m F", legal)

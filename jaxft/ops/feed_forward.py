@@ -301,9 +301,11 @@ def _inner_gradient(dy, out_kernel, derivative, x, in_kernel, in_bias, plan):
         found = mosaic.backward(dy, out_kernel, derivative, config=plan.backward.config[0])
         return tuple(transforms.vary_alike(dy, out_kernel, derivative, *found)[3:])  # see `dense._one_kernel`
 
+    dtype = dy.dtype
+
     def legal(shapes):
-        rows, inner = (jax.ShapeDtypeStruct(shape[-2:], dy.dtype) for shape in shapes[:2])
-        return support.dense_unsupported(rows, jax.ShapeDtypeStruct(inner.shape[::-1], dy.dtype), None) is None
+        rows, inner = (jax.ShapeDtypeStruct(shape[-2:], dtype) for shape in shapes[:2])
+        return support.dense_unsupported(rows, jax.ShapeDtypeStruct(inner.shape[::-1], dtype), None) is None
 
     rule = Rule(_OP, "r D, f D, r f, _ _, _ _, _", "r f, f", legal)
     run = transforms.with_plain_gradient(fused, plain, plan, rule)

@@ -62,6 +62,7 @@ def partitioned(
 
     def run(*arrays: Any) -> Any:
         leaves, tree = jax.tree.flatten(arrays)
+        count = len(leaves)  # the functions below outlive the trace, so they may not hold its arrays
         owners = [i for i, x in enumerate(arrays) for _ in jax.tree.leaves(x)]
         names = _names_of(rule.arguments, arrays)
         names = [
@@ -79,7 +80,7 @@ def partitioned(
         results = [(*(f"v{level}" for level in reversed(range(len(mapped)))), *own) for own in results]
 
         def whole(*operands: Array) -> list[Array]:
-            return jax.core.eval_jaxpr(program.jaxpr, operands[len(leaves) :], *operands[: len(leaves)])
+            return jax.core.eval_jaxpr(program.jaxpr, operands[count:], *operands[:count])
 
         def partition(mesh: Any, given: Sequence[Any], wanted: Sequence[Any]) -> Any:
             layout = _Layout(rule, names, results, [x.shape for x in given], [x.shape for x in wanted])
@@ -87,7 +88,7 @@ def partitioned(
             division = layout.division(given_specs, dict(mesh.shape))
 
             def shard(*operands: Array) -> list[Array]:
-                return layout.run(kernel, shared, tree, owners, division, dict(mesh.shape), operands[: len(leaves)])
+                return layout.run(kernel, shared, tree, owners, division, dict(mesh.shape), operands[:count])
 
             ins, outs = ([NamedSharding(mesh, spec) for spec in part] for part in layout.specs(division, given_specs))
             return mesh, shard, outs, tuple(ins)

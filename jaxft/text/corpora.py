@@ -398,7 +398,7 @@ class _OpenPart:
         try:
             with atomic.writing(self._file):
                 self._writer.close()
-                self._record.write_text(json.dumps(_facts(self._new, self._rows)) + "\n", "utf-8")
+                self._record.write_text(json.dumps(_facts(self._new, self._rows), allow_nan=False) + "\n", "utf-8")
             self._stack.close()
         except BaseException:
             self.discard()
@@ -448,5 +448,5 @@ def _write_manifest(folder: Path, settings: dict[str, Any], others: dict[str, An
         if (found := _manifest(folder, settings)) is None:
             with atomic.replacing(folder / MANIFEST) as (new,):
                 found = {"settings": settings, **others}
-                new.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
+                new.write_text(json.dumps(found, indent=2, allow_nan=False) + "\n", "utf-8")
     return found["ranges"]

@@ -47,7 +47,7 @@ class Dealer:
         if devices is not None:
             chosen = dispatch.named_devices(where, devices)
         else:
-            chosen = [] if any(x.committed for x in arrays) else dispatch.work_devices(many=not one)
+            chosen = [] if any(getattr(x, "committed", False) for x in arrays) else dispatch.work_devices(many=not one)
         if len(chosen) > 1 and not one:
             _say(f"{where}: computes on {len(chosen)} devices: {', '.join(map(str, chosen))}")
         first = chosen[0] if chosen else None
