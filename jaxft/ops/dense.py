@@ -386,7 +386,6 @@ def epilogue_gradient(
         return jax.tree.map(reference.wide, found)
 
     columns, out = ("f", "f") if plan.gate is None else ("F", "G")
-    dtype = x.dtype
     rule = Rule("dense", f"r {out}, r {columns}, {columns}, _ _, _ _", f"r {columns}, {columns}")
     return transforms.with_plain_gradient(fused, plain, plan, rule)(d_out, y, bias, x, kernel)
 
