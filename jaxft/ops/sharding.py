@@ -74,6 +74,8 @@ def partitioned(
         program, out = jax.make_jaxpr(
             lambda *leaves: kernel(shared, *jax.tree.unflatten(tree, leaves)), return_shape=True
         )(*map(_raw, leaves))
+        if program.effects:  # of the interpreter of Mosaic kernels; a custom call cannot have them (JAX 0.12)
+            return kernel(shared, *arrays)
         # A custom call takes the constants of the kernel as arguments.
         names += [("C",) * jnp.ndim(x) for x in program.consts]
         results = _names_of(rule.results, out if "," in rule.results and isinstance(out, tuple) else (out,))
