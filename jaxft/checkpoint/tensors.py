@@ -227,7 +227,7 @@ def load_float8(
     """Reads parameters that `float8_tensors` has named. Their shapes and dtypes are as `expected`.
 
     Parameters of other dtypes than float8_e4m3fn are converted. Only the `optional` ones may be absent. Tensors that
-    are not expected are not read: they may be those of a head. A CheckpointError lists all problems.
+    are not expected are not read: they may belong to a head. A CheckpointError lists all problems.
     """
     if not os.path.lexists(folder / file):
         raise CheckpointError(f"{folder} has no {file}, which config.json says that it has")

@@ -1,4 +1,4 @@
-"""How the parameters of an encoder are divided among the devices of a mesh."""
+"""Division of the parameters of an encoder among the devices of a mesh."""
 
 from typing import Any
 

@@ -157,12 +157,13 @@ def _result(x, kernel, bias, positions, carriers, plan):
         )  # fmt: skip
         return y.reshape(x.shape[0], -1)
 
+    size = kernel.shape[1] // (3 * plan.num_heads)
+
     def fused(_, x, kernel, bias, positions):
         from jaxft.kernels.mosaic_gpu import dense as mosaic
 
         if positions.size % support.PIECE:
             positions = jnp.tile(positions, x.shape[0] // positions.size)
-        size = kernel.shape[1] // (3 * plan.num_heads)
         frequencies = reference.rotary_frequencies(size, rotation.theta, rotation.frequency_scale, jnp.float32)
         angles = positions.astype(jnp.float32)[:, None] * frequencies[None]
         angles = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=1)
@@ -170,7 +171,6 @@ def _result(x, kernel, bias, positions, carriers, plan):
         return transforms.vary_alike(x, kernel, bias, positions, y)[-1]
 
     own, legal_positions = rotary.axis_of_positions(x, positions)
-    size = kernel.shape[1] // (3 * plan.num_heads)
 
     dtype = x.dtype
 

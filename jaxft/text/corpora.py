@@ -38,7 +38,7 @@ _END = object()
 
 @dataclasses.dataclass
 class Summary:
-    """What `encode_corpus` has done."""
+    """Counts of a run of `encode_corpus`."""
 
     texts: int = 0  # embeddings computed
     nulls: int = 0  # rows without a text
