@@ -96,7 +96,7 @@ def rotary(rows: int, heads: int, head_size: int, itemsize: int, device: Device)
     half = next_power_of_2(head_size // 2)
     divisor = heads & -heads  # the largest power of two that divides the heads: tiles without masked heads
     block_heads = min(divisor if divisor >= 4 else next_power_of_2(heads), max(1, 1024 // half), 8)
-    elements = 1024 if rows * heads * head_size < 2**21 else 2048
+    elements = 2048 if itemsize == 2 and rows * heads * head_size >= 2**21 else 1024  # 2048 of float32 spill registers
     block_rows = min(max(1, elements // (block_heads * half)), next_power_of_2(rows))
     default = ElementwiseConfig(block_rows, block_heads * half, num_warps=4)
     return lookup("rotary", default, device, rows=rows, heads=heads, head_size=head_size, itemsize=itemsize)
