@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxft.ops import checks
-from jaxft.text.quantization import PRECISIONS, RANGED, as_ranges, check_unused, steps_of
+from jaxft.text.quantization import PRECISIONS, RANGED, as_ranges, check_unused, starts_and_steps
 from jaxft.text.similarities import SIMILARITIES, normalized, similarity_name
 
 if TYPE_CHECKING:
@@ -322,8 +322,7 @@ def _check_rows(op: str, queries: Any, corpus: Any, precision: str, ranges: Any)
         return None
     if ranges is None:
         raise ValueError(f"{op}: ranges must be the ranges with which the {precision} corpus was quantized, got None")
-    limits = as_ranges(op, ranges, width)
-    return np.stack([limits[0], steps_of(limits)])
+    return starts_and_steps(as_ranges(op, ranges, width))
 
 
 def _score(op: str, function: Any) -> ScoreFunction:
