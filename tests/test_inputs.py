@@ -1,7 +1,6 @@
 """Inputs of encoders: chunks of any number of texts, token ids in place of texts, and devices by index."""
 
 import itertools
-import random
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +13,7 @@ from jaxft.text.multi_vector_encoder import MultiVectorEncoder
 from jaxft.text.sentence_encoder import SentenceEncoder
 from jaxft.text.sparse_encoder import SparseEncoder
 
-TEXTS = [" ".join(random.Random(i).choices(tiny.WORDS, k=1 + i * 7 % 40)) for i in range(300)]
+TEXTS = tiny.texts(300)
 
 
 @pytest.fixture(scope="module")

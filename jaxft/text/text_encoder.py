@@ -284,9 +284,8 @@ class TextEncoder:
     def encode_iter(self, inputs: Iterable[Any], *, chunk_size: int = 65_536, **options: Any) -> Generator[Any]:
         """Computes the embeddings of any number of texts, a chunk at a time, in constant memory.
 
-        The texts are read while they are needed, about three chunks ahead of the result. The devices compute the next
-        chunks while the caller works on a result, as far as batches are queued. The embeddings of a chunk are those of
-        `encode` for its texts alone, to the bit.
+        Reads the texts about three chunks ahead of the result. While the caller works on a result, the devices compute
+        the batches that are queued. `encode` gives the same embeddings, to the bit, for the texts of a chunk alone.
 
         Args:
           inputs: an iterable of texts, or of the token ids of texts. It may be endless.
