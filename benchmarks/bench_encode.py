@@ -38,7 +38,7 @@ DTYPE = "bfloat16"
 LIMIT = 512
 BATCH_SIZE = 32
 REPEATS = 4
-LAST_STEPS = (None, False, False)  # no truncation, no normalisation, no token embeddings
+LAST_STEPS = (None, False, False, "float32")  # no truncation, no normalisation, no token embeddings, not quantized
 Ways = dict[tuple[str, str], Callable[[], Any]]  # (implementation, metric) -> what is timed
 PROMPT = "query: "
 # Texts of the case of options, and their least and largest number of tokens. Packed batches of them have one shape.

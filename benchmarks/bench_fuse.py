@@ -167,7 +167,7 @@ def excess(fused: Any, original: Any, exact: Any) -> str:
 
 
 def wide(tree: Any) -> Any:
-    """Returns arrays in float32 where they are of 16 bits."""
+    """Converts the arrays of dtype `DTYPE` to float32. Other arrays stay as they are."""
     return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == DTYPE else x, tree)
 
 

@@ -5,7 +5,6 @@ interrupted and resumed is bitwise equal to a run that was not.
 """
 
 import argparse
-import ast
 import csv
 import functools
 import hashlib
@@ -13,13 +12,10 @@ import json
 import logging
 import math
 import os
-import re
 import shutil
 import statistics
 import sys
-import sysconfig
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -38,6 +34,7 @@ from matplotlib import pyplot
 from tqdm import tqdm
 
 import jaxft
+from docstrings import docstrings
 from jaxft import atomic, dispatch, training
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.models import partition_specs
@@ -66,32 +63,6 @@ _all_finite = jax.jit(training.all_finite)
 
 
 # --- Text --------------------------------------------------------------------------------------------------------
-
-
-class Docstring(NamedTuple):
-    """A docstring of Python's standard library."""
-
-    owner: str  # name of the top-level module or package
-    name: str | None  # of the class or function, or None for a module
-    paragraphs: list[str]
-
-
-def docstrings() -> Iterator[Docstring]:
-    """Finds the docstrings of Python's standard library, in a fixed order. Tests of the library are left out."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(library.rglob("*.py"))
-    if not files:
-        raise SystemExit(f"{library} has no sources of Python's standard library, whose docstrings are the text")
-    for file in files:
-        parts = file.relative_to(library).with_suffix("").parts
-        if {"site-packages", "test", "tests"} & {*parts}:
-            continue
-        with warnings.catch_warnings(action="ignore"):  # about invalid escapes in the library's strings
-            tree = ast.parse(file.read_bytes())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                text = re.split(r"\n\s*\n", ast.get_docstring(node) or "")
-                yield Docstring(parts[0], getattr(node, "name", None), [" ".join(part.split()) for part in text])
 
 
 def paragraphs() -> dict[str, str]:

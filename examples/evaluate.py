@@ -9,11 +9,6 @@ to four digits.
 """
 
 import argparse
-import ast
-import sysconfig
-import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +17,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import evaluation
 
+from docstrings import docstrings
 from jaxft import SentenceEncoder
 
 SAME = 5e-5  # two scores that differ by less agree to four digits
@@ -74,25 +70,14 @@ class Evaluated:
         return torch.tensor(found) if convert_to_tensor else found
 
 
-def docstrings() -> Iterator[tuple[str, str, str]]:
-    """Yields the module, the first paragraph and the start of the rest of docstrings that have several paragraphs."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    for file in sorted(library.rglob("*.py")):
-        parts = file.relative_to(library).parts
-        if {"site-packages", "test", "tests"} & {*parts}:
-            continue
-        with warnings.catch_warnings(action="ignore"):  # invalid escapes in others' strings
-            tree = ast.parse(file.read_bytes())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and (text := ast.get_docstring(node)):
-                first, _, rest = text.partition("\n\n")
-                if len(first) > 20 and len(rest) > 40:
-                    yield parts[0], " ".join(first.split()), " ".join(rest.split())[:200]
-
-
 def evaluators(count: int) -> dict[str, Any]:
     """Returns evaluators on `count` docstrings that are spread over the standard library."""
-    found = list({first: (module, first, rest) for module, first, rest in docstrings()}.values())
+    texts = {
+        text.paragraphs[0]: (text.owner, text.paragraphs[0], " ".join(text.paragraphs[1:])[:200])
+        for text in docstrings()
+        if text.name is not None
+    }
+    found = [(module, first, rest) for module, first, rest in texts.values() if len(first) > 20 and len(rest) > 40]
     found = found[:: max(1, len(found) // count)][:count]
     modules, queries, documents = (list(column) for column in zip(*found, strict=True))
     ids = [str(i) for i in range(len(found))]

@@ -3,7 +3,10 @@
 import contextlib
 import functools
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import chex
@@ -171,6 +174,18 @@ def card(
     """Returns the description of an NVIDIA card, whatever machine this is."""
     with dispatch.target(kind, capability, multiprocessors):
         return dispatch.device()
+
+
+def pytest_on(devices: int, *arguments: str) -> str:
+    """Runs pytest with these arguments in a process with this number of CPU devices. Returns what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-v", "-o", "addopts=", "-p", "no:cacheprovider", *arguments],
+        env=os.environ
+        | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        cwd=Path(__file__).parents[1], capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @contextlib.contextmanager

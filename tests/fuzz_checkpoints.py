@@ -193,9 +193,8 @@ def run(case: int, folder: Path, *, compute: bool = True) -> str:
                 result = getattr(encoder, "predict" if kind.startswith("cross") else "encode")(texts)
             else:
                 is_pair = isinstance(encoder, jaxft.CrossEncoder)
-                texts_of = encoder if is_pair else encoder._by_length[encoder.max_seq_length]
-                long_texts = texts_of._long_texts if is_pair else texts_of.long_texts
-                result = [max([0, *found.ids]) for found in long_texts.encodings(texts)]
+                texts_of = encoder._pairs if is_pair else encoder._by_length[encoder.max_seq_length]
+                result = [max([0, *found.ids]) for found in texts_of.encodings("", texts)]
                 assert max(result) < encoder.model.config.vocab_size, told
         assert len(result) == 2 and np.isfinite(result).all(), f"{told}: not finite"
     except CheckpointError as error:

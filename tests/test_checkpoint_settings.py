@@ -190,7 +190,7 @@ def outcome(folder, kind):
     """Returns everything about the encoder of a folder that its files decide, except for the parameters."""
     if kind.startswith("pairs"):
         scorer = CrossEncoder.from_pretrained(folder, implementation="xla")
-        types, encodings = scorer._batcher.with_types, scorer._tokenizer.encode_batch([*PAIRS])
+        types, encodings = scorer._pairs.batcher.with_types, scorer.tokenizer.encode_batch([*PAIRS])
         tokens = [(encoding.ids, encoding.type_ids if types else None) for encoding in encodings]
         parts = (scorer.prompts, scorer.default_prompt_name), scorer.max_seq_length, scorer.activation_fn
         return tokens, parts, scorer.model.settings, scorer.model.config

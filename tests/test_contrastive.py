@@ -5,9 +5,6 @@ embeddings of `embeddings()`.
 """
 
 import functools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -16,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from cases import slow
+from cases import pytest_on, slow
 from jaxft.training import LossScale, accumulate_gradients, cached_gradients, contrastive_loss, matryoshka_loss
 
 STORED = Path(__file__).parent / "data" / "contrastive.npz"
@@ -445,11 +442,4 @@ def test_devices_have_gradients_of_the_whole_batch(cached):
 @pytest.mark.skipif(jax.device_count() > 1, reason="the other tests have several devices already")
 @pytest.mark.parametrize("count", [4, *slow(2, 8)])
 def test_losses_over_several_devices(count):
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-v", "-o", "addopts=", "-k", "test_devices", __file__],
-        env=os.environ
-        | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(count), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-        cwd=Path(__file__).parents[1], capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 passed" in done.stdout
+    assert "4 passed" in pytest_on(count, "-k", "test_devices", __file__)

@@ -22,7 +22,7 @@ from jaxft.text.records import DataError
 from jaxft.text.sentence_encoder import SentenceEncoder
 from test_cli import ENVIRONMENT, fails
 
-TEXTS = [" ".join(random.Random(i).choices(tiny.WORDS, k=1 + i * 7 % 40)) for i in range(230)]
+TEXTS = tiny.texts(230)
 KINDS = ("parquet", "jsonl", "jsonl.gz", "txt", "txt.gz")
 
 

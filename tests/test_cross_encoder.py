@@ -89,10 +89,10 @@ def test_scores_equal_the_models_logits(folders, family, packed):
 def test_long_texts_have_the_scores_of_their_tokens(reranker, monkeypatch):
     long, longer, word = LONG * 200, "rain falls , " * 400, "x" * 9000 + " bird"
     pairs = [(long, longer), (longer, long), (long, long), ("rain", long), (word, longer), (long, word)]
-    cut = reranker._long_texts.cut_pairs(pairs)
+    cut = reranker._pairs.long_texts.cut_pairs(pairs)
     assert sum(map(len, [text for pair in cut for text in pair])) < 20_000
     found = reranker.predict(pairs)
-    monkeypatch.setattr(reranker._long_texts, "cut_pairs", lambda pairs: pairs)
+    monkeypatch.setattr(reranker._pairs.long_texts, "cut_pairs", lambda pairs: pairs)
     np.testing.assert_array_equal(found, reranker.predict(pairs))
 
 
@@ -118,8 +118,8 @@ def test_scores_follow_the_callers_order(reranker, monkeypatch, batch_size):
     monkeypatch.setattr(batching, "_CHUNKS", (3, 5, 5))
     texts = ["rain " * (7 * i % 31) for i in range(13)]
     pairs = [(text, "the old river") for text in texts]
-    packed = CrossEncoder(reranker.model, reranker._tokenizer, max_length=20, packed=True)
-    padded = CrossEncoder(reranker.model, reranker._tokenizer, max_length=20, packed=False)
+    packed = CrossEncoder(reranker.model, reranker.tokenizer, max_length=20, packed=True)
+    padded = CrossEncoder(reranker.model, reranker.tokenizer, max_length=20, packed=False)
     expected = padded.predict(pairs, batch_size=32)
     assert np.ptp(expected) > 0.05
     for encoder in (packed, padded):
@@ -306,7 +306,7 @@ def test_wrong_prompts(reranker):
         ({3: "a"}, "names of prompts must be str"),
     ):
         with pytest.raises(TypeError, match=message):
-            CrossEncoder(reranker.model, reranker._tokenizer, max_length=9, prompts=prompts)
+            CrossEncoder(reranker.model, reranker.tokenizer, max_length=9, prompts=prompts)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_arguments_of_other_calls_are_refused(reranker, folders):
             reranker.rank("rain", DOCUMENTS, **options)
     for options in ({"trust_remote_code": True}, {"model_kwargs": {}}, {"device": "cuda"}, {"backend": "onnx"}):
         with pytest.raises(TypeError, match=f"CrossEncoder: {[*options][0]} .*sentence-transformers only: "):
-            CrossEncoder(reranker.model, reranker._tokenizer, max_length=9, **options)
+            CrossEncoder(reranker.model, reranker.tokenizer, max_length=9, **options)
         with pytest.raises(TypeError, match=f"from_pretrained: {[*options][0]} .*-transformers only: "):
             CrossEncoder.from_pretrained(folders["bert"], **options)
     for call in (reranker.predict, reranker.rank):
@@ -493,7 +493,7 @@ def test_activation_sees_few_shapes(folders, monkeypatch):
 
 
 def test_max_length_may_be_a_numpy_integer(reranker):
-    encoder = CrossEncoder(reranker.model, reranker._tokenizer, max_length=np.int64(20), packed=True)
+    encoder = CrossEncoder(reranker.model, reranker.tokenizer, max_length=np.int64(20), packed=True)
     close(encoder.predict(PAIRS), reranker.predict(PAIRS))
     assert encoder.buckets(np.int64(4)) == encoder.buckets(4)
     for wrong in (0, -1, 2.5):
@@ -551,13 +551,13 @@ def test_max_length(tmp_path, family, asked, tokenizer_config, expected):
     tiny.write_json(tmp_path / "tokenizer_config.json", tokenizer_config)
     reranker = CrossEncoder.from_pretrained(tmp_path, max_length=asked)
     assert reranker.max_seq_length == reranker.max_length == expected
-    assert len(reranker._tokenizer.encode("rain " * 100, "river").ids) == expected
+    assert len(reranker.tokenizer.encode("rain " * 100, "river").ids) == expected
 
 
 def test_max_length_can_be_set(reranker):
-    encoder = CrossEncoder(reranker.model, reranker._tokenizer, max_length=20)
+    encoder = CrossEncoder(reranker.model, reranker.tokenizer, max_length=20)
     encoder.max_length = 12
-    assert encoder.max_seq_length == 12 and len(encoder._tokenizer.encode("rain " * 100, "river").ids) == 12
+    assert encoder.max_seq_length == 12 and len(encoder.tokenizer.encode("rain " * 100, "river").ids) == 12
 
 
 def test_max_length_must_leave_room(folders):
@@ -609,7 +609,7 @@ def test_vocab_txt_alone(tmp_path, reranker):
     tiny.write_classifier(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     plain = CrossEncoder.from_pretrained(tmp_path)
-    tokens = plain._tokenizer.encode("A bird", "rain falls")
+    tokens = plain.tokenizer.encode("A bird", "rain falls")
     words = ["[CLS]", "a", "bird", "[SEP]", "rain", "falls", "[SEP]"]
     assert tokens.ids == [tiny.VOCAB.index(word) for word in words]
     assert tokens.type_ids == [0, 0, 0, 0, 1, 1, 1]
@@ -642,4 +642,4 @@ def test_flags_must_be_booleans(reranker, name):
 @pytest.mark.parametrize("name", ["packed", "token_types"])
 def test_flags_of_the_constructor_must_be_booleans(reranker, name):
     with pytest.raises(TypeError, match=f"CrossEncoder: {name} must be True or False, got str"):
-        CrossEncoder(reranker.model, reranker._tokenizer, max_length=32, **{name: "no"})
+        CrossEncoder(reranker.model, reranker.tokenizer, max_length=32, **{name: "no"})

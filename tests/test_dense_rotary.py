@@ -22,7 +22,7 @@ from lowered import TRITON, operations
 from test_dense_mosaic import DTYPES, SPLITS, assert_no_races, finds_races, interpreted, of, run, runs
 
 MOSAIC = "@mosaic_gpu_v2"
-CONFIGS = SPLITS | {"64x192": MosaicDenseConfig(64, 192, stages=2, split="none", programs=2)}  # of different parts
+CONFIGS = SPLITS | {"64x192": MosaicDenseConfig(64, 192, stages=2, split="none", programs=2)}  # one tile of q, k and v
 
 
 def floats_of(rng, dtype, *tokens, depth, heads, size, bias=None):
@@ -71,7 +71,7 @@ def test_two_ops(tokens, positions, bias, dtype):
     ids=lambda x: str(getattr(x, "shape", x)),
 )  # fmt: skip
 def test_matmul_rotates(config, rows, heads, positions, bias, dtype):
-    """Tiles begin anywhere in queries, keys and values. Positions are those of all rows, or repeat."""
+    """A tile may begin anywhere in queries, keys and values. Each row has a position, or the positions repeat."""
     floats = floats_of(np.random.default_rng(1), dtype, rows, depth=80, heads=heads, size=64, bias=bias)
     assert support.dense_unsupported(**floats, head_size=64) is None
     options = {"positions": np.resize(positions, rows), "num_heads": heads}
@@ -83,7 +83,7 @@ def test_matmul_rotates(config, rows, heads, positions, bias, dtype):
 
 
 def test_rows_of_angles_are_padded_to_multiples_of_8():
-    """Angles of all rows are, and those that repeat are not."""
+    """The angles of all rows are padded. Angles that repeat are not."""
     config = MosaicDenseConfig(64, 64, programs=132)
     rotate = functools.partial(dense.forward, bias=None, activation=None, config=config)
     for rows, positions, pads in ((96, 96, 0), (100, 100, 2), (100, 64, 1)):
@@ -93,7 +93,7 @@ def test_rows_of_angles_are_padded_to_multiples_of_8():
 
 @runs
 def test_values_keep_their_bits():
-    """Neither NaN nor infinity of a value, or of a pair, reaches another element."""
+    """NaN and infinity stay in their element of a value, and in their pair of a key."""
     (rows, depth), size = (128, 64), 64
     x, kernel = jnp.eye(rows, depth, dtype=jnp.bfloat16), normal(np.random.default_rng(2), jnp.bfloat16, k=(depth, 192))
     kernel = kernel["k"]
@@ -115,7 +115,7 @@ def test_values_keep_their_bits():
     ids=lambda x: str(getattr(x, "shape", x)),
 )  # fmt: skip
 def test_op_runs_the_kernel(tokens, positions, bias):
-    """The op has the right values and gradients, of padded and of packed tokens."""
+    """Values and gradients of the op are right, for padded and for packed tokens."""
     floats = floats_of(np.random.default_rng(3), jnp.bfloat16, *tokens, depth=64, heads=2, size=64, bias=bias)
     with interpreted():
         check_op(floats, ("mosaic_gpu",), positions=positions, num_heads=2, theta=500.0, frequency_scale=0.5)
@@ -140,7 +140,7 @@ def gradients_of_sum(x, kernel, bias, positions):
     ids=str,
 )  # fmt: skip
 def test_one_kernel(tokens, positions, depth, heads):
-    """The gradient is a rotation in place, the sum for the bias, and matmuls of XLA."""
+    """The forward pass is one kernel. The gradient has two, a rotation in place and the sum for the bias."""
     width = 192 * heads
     arrays = of((*tokens, depth)), of((depth, width)), of((width,), jnp.float32), of(positions, jnp.int32)
     with jax.default_matmul_precision(None):
@@ -174,7 +174,7 @@ def test_other_cases_run_as_two_ops(rows, depth, width, heads, dtype, reason):
 
 
 def test_transformations_lower():
-    """Second derivatives, mapped examples with a shared kernel, and the shards of a mesh run the kernel."""
+    """Second derivatives, `vmap` with a shared kernel, and `shard_map` run the Mosaic GPU kernel."""
     arrays = of((4, 512, 256)), of((256, 768)), of((768,), jnp.float32), of((512,), jnp.int32)
     op = functools.partial(call, implementation="mosaic_gpu")
 

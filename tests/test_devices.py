@@ -1,11 +1,6 @@
 """Encoders on several devices: the same bits as on one device, whichever device computes, and memory that runs out."""
 
 import logging
-import os
-import random
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,6 +8,7 @@ import pytest
 
 import peer_models
 import tiny
+from cases import pytest_on
 from jaxft import dispatch
 from jaxft.text import batching, devices
 from jaxft.text.cross_encoder import CrossEncoder
@@ -21,18 +17,13 @@ from jaxft.text.sentence_encoder import SentenceEncoder
 from jaxft.text.sparse_encoder import SparseEncoder
 
 several = pytest.mark.skipif(jax.local_device_count() < 4, reason="needs four devices, see the first test")
-TEXTS = [" ".join(random.Random(i).choices(tiny.WORDS, k=1 + i * 7 % 40)) for i in range(300)]
+TEXTS = tiny.texts(300)
 
 
 @pytest.mark.skipif(jax.local_device_count() >= 4, reason="the other tests have four devices already")
 def test_encoders_compute_on_four_devices():
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-v", "-o", "addopts=", "-p", "no:cacheprovider", __file__],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-        cwd=Path(__file__).parents[1], capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("PASSED") >= 11 and done.stdout.count("SKIPPED") == 1
+    told = pytest_on(4, __file__)
+    assert told.count("PASSED") >= 11 and told.count("SKIPPED") == 1
 
 
 @pytest.fixture(scope="module")

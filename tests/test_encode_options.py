@@ -283,12 +283,28 @@ def test_output_value_none_gives_all_features(folder, packed):
     assert all(isinstance(value, jax.Array) for name, value in single.items() if name != "modality")
 
 
-def test_result_that_is_not_finite_is_refused_for_tokens(folder):
+@pytest.fixture
+def without_rain(folder):
+    """An encoder that has a NaN for the token "rain"."""
     encoder = SentenceEncoder.from_pretrained(folder)
     word = encoder.model.embeddings.word
     word.set_value(word.get_value().at[tiny.VOCAB.index("rain")].set(jnp.nan))
-    with pytest.raises(ValueError, match=r"texts\[1\] \('rain'\) has a result that is not finite: .* embeddings.word"):
-        encoder.encode(["a bird", "rain"], output_value="token_embeddings")
+    return encoder
+
+
+RAIN_IS_NOT_FINITE = r"texts\[1\] \('rain'\) has a result that is not finite: .* embeddings.word"
+
+
+def test_result_that_is_not_finite_is_refused_for_tokens(without_rain):
+    with pytest.raises(ValueError, match=RAIN_IS_NOT_FINITE):
+        without_rain.encode(["a bird", "rain"], output_value="token_embeddings")
+
+
+@pytest.mark.parametrize("precision", ["float16", "int8", "binary"])
+def test_result_that_is_not_finite_is_refused_in_every_precision(without_rain, precision):
+    ranges = [[-1] * 16, [1] * 16] if precision == "int8" else None
+    with pytest.raises(ValueError, match=RAIN_IS_NOT_FINITE):
+        without_rain.encode(["a bird", "rain"], precision=precision, ranges=ranges)
 
 
 def test_too_little_memory_for_tokens(folder, monkeypatch, caplog):
@@ -318,6 +334,15 @@ def test_precisions_are_those_of_quantize_embeddings(encoder, precision):
     array = encoder.encode(TEXTS, precision=precision, normalize_embeddings=True, convert_to_numpy=False)
     assert isinstance(array, jax.Array) and array.dtype == found.dtype
     assert encoder.encode([], precision=precision).dtype == found.dtype
+
+
+def test_overflow_of_float16_is_refused(folder):
+    encoder = SentenceEncoder.from_pretrained(folder)
+    beta = encoder.model.layers[-1].ffn_norm_beta
+    beta.set_value(jnp.full_like(beta.get_value(), 1e5))
+    with pytest.raises(ValueError, match="encode: embeddings must fit float16, but one has a component beyond 65504"):
+        encoder.encode(TEXTS, precision="float16")
+    assert encoder.encode(TEXTS).max() > 65504
 
 
 def test_ranges_come_from_an_array_or_from_texts(encoder):

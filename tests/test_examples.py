@@ -28,6 +28,7 @@ import pretrain
 import tiny
 import train_embedder
 from cases import INTERPRET, slow_cases
+from docstrings import Docstring
 from jaxft import BertForMaskedLM, BertForSequenceClassification, BertModel, SentenceEncoder, training
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.training import LossScale
@@ -50,7 +51,7 @@ def some_docstrings(count=240):
     for place in range(count):
         letters = rng.sample("bcdefghijklmno", 5)
         parts = (letters + rng.choices(tiny.WORDS, k=4) for _ in range(2))
-        yield common.Docstring(f"module{place % 40}", "f", [" ".join(rng.sample(part, 9)) for part in parts])
+        yield Docstring(f"module{place % 40}", "f", [" ".join(rng.sample(part, 9)) for part in parts])
 
 
 @pytest.fixture(autouse=True)

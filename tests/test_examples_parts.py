@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import re
+import sysconfig
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ import pretrain
 import tiny
 import train_embedder
 import train_parity
+from docstrings import Docstring
 from jaxft import BertConfig, BertForMaskedLM, training
 from jaxft.models.bert import named_parameters
 from test_examples import CONFIG, quick_compiler, small, some_texts, standard_promotion
@@ -134,18 +136,18 @@ def test_paragraphs(tmp_path, monkeypatch):
     (tmp_path / "package" / "a.py").write_text(code)
     (tmp_path / "package" / "test" / "b.py").write_text('"""A test."""')
     (tmp_path / "module.py").write_text('"""In both.\n\nAlone."""')
-    monkeypatch.setattr(common.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     expected = {"Alone.": "module", "First line.": "package", "Class.": "package", "Method.": "package"}
     assert common.paragraphs() == expected
     held_out = [common.held_out(str(number)) for number in range(2000)]
     assert 0.08 < np.mean(held_out) < 0.12
-    monkeypatch.setattr(common.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "nowhere")})
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "nowhere")})
     with pytest.raises(SystemExit, match="nowhere has no sources of Python's standard library"):
         common.paragraphs()
 
 
 def test_pairs_are_unique_and_from_other_modules(monkeypatch):
-    docstrings = [common.Docstring(owner, name, paragraphs) for owner, name, paragraphs in (
+    docstrings = [Docstring(owner, name, paragraphs) for owner, name, paragraphs in (
         ("json", "dump", ["Write.", "As JSON.", "To a file."]),  # json is held out, os is not
         ("json", None, ["A module.", "With a description."]),
         ("os", "walk", ["Walk.", "Goes down the tree."]),

@@ -1,10 +1,5 @@
 """`jaxft.fuse` with JAX's transformations, its options, its guards, and its choice of what is worth it."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import fusion_cases as cases
 import jaxft
+from cases import pytest_on
 from fusion_cases import ATT, BA, CASES, DRLN, EMPTY, FF, LN, PAD, normal
 from jaxft import cli, dispatch
 
@@ -156,13 +152,8 @@ def test_explicitly_sharded_arrays_stay_so(spec):
 @pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() > 1, reason="the other tests have two devices already")
 def test_fuse_works_over_two_devices():
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-v", "-o", "addopts=", "-k", "shard", __file__],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-        cwd=Path(__file__).parents[1], capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "collectives_of_shard_map" in done.stdout and "4 passed" in done.stdout
+    told = pytest_on(2, "-k", "shard", __file__)
+    assert "collectives_of_shard_map" in told and "4 passed" in told
 
 
 def test_fused_function_is_exported():

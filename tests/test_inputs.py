@@ -1,7 +1,6 @@
 """Inputs of encoders: chunks of any number of texts, token ids in place of texts, and devices by index."""
 
 import itertools
-import random
 
 import numpy as np
 import pyarrow as pa
@@ -9,11 +8,12 @@ import pytest
 
 import peer_models
 import tiny
+from jaxft.text.cross_encoder import CrossEncoder
 from jaxft.text.multi_vector_encoder import MultiVectorEncoder
 from jaxft.text.sentence_encoder import SentenceEncoder
 from jaxft.text.sparse_encoder import SparseEncoder
 
-TEXTS = [" ".join(random.Random(i).choices(tiny.WORDS, k=1 + i * 7 % 40)) for i in range(300)]
+TEXTS = tiny.texts(300)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +103,29 @@ def test_token_ids_replace_texts(folder, packed):
         np.testing.assert_array_equal(encoder.encode(one), encoder.encode(TEXTS[0]))
     (chunk,) = encoder.encode_iter(pa.array(ids))
     np.testing.assert_array_equal(chunk, expected)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_token_ids_replace_pairs(tmp_path, family, packed):
+    encoder = CrossEncoder.from_pretrained(tiny.write_classifier(tmp_path, family), packed=packed)
+    pairs = [(first[:40], second[:40]) for first, second in itertools.pairwise([*TEXTS[:20], "", "rain", ""])]
+    ids = [encoder.tokenizer.encode(*pair).ids for pair in pairs]
+    expected = encoder.predict(pairs)
+    for given in (ids, (np.array(x) for x in ids), pa.array(ids), [(*x,) for x in ids]):
+        np.testing.assert_array_equal(encoder.predict(given), expected)
+    np.testing.assert_array_equal(encoder.predict(ids, prompt="query: "), expected)
+    equal = [x[:4] for x in ids if len(x) >= 4]
+    np.testing.assert_array_equal(encoder.predict(np.array(equal)), encoder.predict(equal))
+    assert encoder.predict(ids[0]) == encoder.predict(pairs[0]) and encoder.predict(ids[0]).shape == ()
+    with pytest.raises(ValueError, match=r"^predict: inputs\[1\] must have at most 64 token ids, got 65"):
+        encoder.predict([ids[0], [5] * 65])
+    with pytest.raises(ValueError, match=r"^predict: inputs\[1\] must have token ids below \d+, got 9999"):
+        encoder.predict([ids[0], [9999]])
+    with pytest.raises(TypeError, match=r"^predict: inputs\[1\] must be a sequence of token ids, got \('a', 'b'\)"):
+        encoder.predict([ids[0], ("a", "b")])
+    with pytest.raises(TypeError, match="rank: query must be a str, got list; predict takes token ids of pairs"):
+        encoder.rank(ids[0], ["a"])
 
 
 def test_token_ids_get_query_expansion(tmp_path):

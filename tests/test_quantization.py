@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxft
-from jaxft.text.quantization import PRECISIONS
+from jaxft.text.quantization import PRECISIONS, codes, starts_and_steps
 from jaxft.text.similarities import SIMILARITIES, similarity_name
 
 # Nine components: the first one is constant, and the ninth one starts a second byte.
@@ -55,6 +55,17 @@ def equal(found, expected, precision):
 @pytest.mark.parametrize("precision", QUANTIZED)
 def test_quantization_equals_sentence_transformers(precision, conversion):
     equal(jaxft.quantize_embeddings(CONVERSIONS[conversion](EMBEDDINGS), precision), QUANTIZED[precision], precision)
+
+
+@pytest.mark.parametrize("precision", ["int8", "uint8", "binary", "float16"])
+def test_codes_of_the_device_equal_those_of_the_host(precision):
+    rng = np.random.default_rng(0)
+    starts_steps = starts_and_steps(np.sort(rng.normal(size=(2, 300)), axis=0).astype(np.float32))
+    values = rng.normal(size=(50, 300)).astype(np.float32)
+    values[10:] = rng.integers(-3, 260, (40, 300)) * starts_steps[1] + starts_steps[0]  # the edges of steps
+    for near in (values, np.nextafter(values, np.float32(9)), np.nextafter(values, np.float32(-9))):
+        found = jax.jit(codes, static_argnums=1)(near, precision, starts_steps if "int8" in precision else None)
+        equal(np.asarray(found), codes(near, precision, starts_steps if "int8" in precision else None), precision)
 
 
 def test_ranges_and_calibration():

@@ -86,7 +86,7 @@ def test_padded_and_packed_scores(tmp_path, kind):
     again = packed.predict(PAIRS, activation_fn=lambda x: x)
     np.testing.assert_allclose(again, found, rtol=0, atol=3e-6 * max(1, np.abs(found).max()))
     # Token types reach the model if it has more than one of them and the tokenizer's class gives them.
-    assert padded._batcher.with_types == (KINDS[kind][3] > 1 and kind != "albert")
+    assert padded._pairs.batcher.with_types == (KINDS[kind][3] > 1 and kind != "albert")
     assert padded.model.config.type_vocab_size == KINDS[kind][3]
 
 

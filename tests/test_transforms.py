@@ -7,10 +7,7 @@ A transformation here maps a function of named float arrays to another such func
 import dataclasses
 import functools
 import itertools
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -26,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxft
 from calls import CALLS
-from cases import INTERPRET, for_h200, in_float64, jit, lower, normal, slow, slow_cases
+from cases import INTERPRET, for_h200, in_float64, jit, lower, normal, pytest_on, slow, slow_cases
 from compare import assert_matches_oracle
 from jaxft import dispatch, reference
 from jaxft.tuning import rows as tuning_rows
@@ -333,14 +330,9 @@ def test_shards_for_a_gpu(name):
 @pytest.mark.skipif(jax.device_count() > 1, reason="the other tests have two devices already")
 @pytest.mark.parametrize("selected", ["not slow", *slow("slow")])
 def test_shards_over_two_devices(selected):
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-v", "-o", "addopts=", "-m", selected, "-k",
-         "grad_of_shard or labels_count_equally", __file__, Path(__file__).with_name("test_training.py")],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-        cwd=Path(__file__).parents[1], capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert all(name in done.stdout for name in ("grad_of_shard", "labels_count_equally", "passed"))
+    files = __file__, str(Path(__file__).with_name("test_training.py"))
+    told = pytest_on(2, "-m", selected, "-k", "grad_of_shard or labels_count_equally", *files)
+    assert all(name in told for name in ("grad_of_shard", "labels_count_equally", "passed"))
 
 
 @pytest.mark.parametrize("derivative", ["value", *slow("gradient")])

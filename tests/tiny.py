@@ -1,6 +1,7 @@
 """Tiny random models with a tokenizer of their own, written to folders as sentence-transformers lays them out."""
 
 import json
+import random
 import string
 
 from flax import nnx
@@ -15,6 +16,11 @@ WORDS = ("a", "bird", "sings", "in", "the", "old", "tree", "rain", "falls", "on"
 VOCAB = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS)
 VOCAB += tuple(c for c in string.ascii_letters if c not in VOCAB) + tuple("##" + c for c in string.ascii_letters)
 TYPES = "sentence_transformers.models."
+
+
+def texts(count):
+    """Returns random texts of 1 to 40 words."""
+    return [" ".join(random.Random(i).choices(WORDS, k=1 + i * 7 % 40)) for i in range(count)]
 
 
 def write_json(file, value):

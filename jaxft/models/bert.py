@@ -704,7 +704,7 @@ class BertModel(nnx.Module):
 
     @property
     def deterministic(self) -> bool:
-        """Whether calls run without dropout. `train()` and `eval()` set it."""
+        """True if calls run without dropout. `eval()` sets it to True, `train()` to False."""
         return self._deterministic
 
     @deterministic.setter

@@ -24,7 +24,7 @@ def pool(
     def take(index: jax.Array) -> jax.Array:
         return hidden.at[jnp.arange(index.shape[0]), index].get(mode="promise_in_bounds", unique_indices=True)
 
-    return _pool(hidden, mask, modes, prompt_lengths, take)
+    return _pool(hidden, mask, modes, prompt_lengths, take, lambda: jnp.argmax(mask, axis=1).astype(jnp.int32))
 
 
 def pool_packed(
@@ -42,18 +42,22 @@ def pool_packed(
     def take(index: jax.Array) -> jax.Array:
         return _rows(hidden, cu_seqlens[:-1] + index, lengths > 0)
 
-    return _pool(sequence_rows(hidden, cu_seqlens, max_seqlen), mask, modes, prompt_lengths, take)
+    rows = sequence_rows(hidden, cu_seqlens, max_seqlen)
+    return _pool(rows, mask, modes, prompt_lengths, take, lambda: jnp.zeros_like(lengths, jnp.int32))
 
 
 def _pool(
     hidden: jax.Array, mask: jax.Array, modes: tuple[str, ...], prompt_lengths: jax.Array | None,
-    take: Callable[[jax.Array], jax.Array],
+    take: Callable[[jax.Array], jax.Array], start: Callable[[], jax.Array],
 ) -> jax.Array:  # fmt: skip
-    """Pools `[B, T, D]`. `take` looks up one token of each sequence by its index in T."""
+    """Pools `[B, T, D]`.
+
+    `take` looks up one token of each sequence by its index in T; `start` returns the index of the first tokens.
+    """
     index, every = jnp.arange(hidden.shape[1], dtype=jnp.int32)[None], mask
 
     def number() -> jax.Array:
-        return index - jnp.argmax(every, axis=1).astype(jnp.int32)[:, None]
+        return index - start()[:, None]
 
     if prompt_lengths is not None:
         mask = mask & (number() >= jnp.reshape(prompt_lengths, (-1, 1)))
@@ -62,8 +66,9 @@ def _pool(
     kept = mask[:, :, None]
 
     def first() -> jax.Array:
-        found = jnp.argmax(mask, axis=1)
-        return take(found if prompt_lengths is None else jnp.where(count[:, 0] > 0, found, jnp.argmax(every, axis=1)))
+        if prompt_lengths is None:
+            return take(start())
+        return take(jnp.where(count[:, 0] > 0, jnp.argmax(mask, axis=1).astype(jnp.int32), start()))
 
     def weighted_mean() -> jax.Array:
         weights = (number() + 1).astype(hidden.dtype)

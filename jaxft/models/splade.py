@@ -86,8 +86,11 @@ class SpladeModel(nnx.Module):
           float32 `[B, V]`, not negative. A sequence without tokens has the weights 0. Logits that are NaN give infinite
           weights.
         """
-        call = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "deterministic": deterministic, "rngs": rngs}
-        x = self.mlm._features(input_ids, attention_mask, token_type_ids, position_ids, **call)
+        found = self.encoder(
+            input_ids, attention_mask, token_type_ids, position_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+            deterministic=deterministic, rngs=rngs,
+        )  # fmt: skip
+        x = self.mlm.lm_head(found.last_hidden_state)
         if cu_seqlens is None:
             mask = jnp.ones(x.shape[:2], jnp.bool)
             if attention_mask is not None:
@@ -109,7 +112,7 @@ class SpladeModel(nnx.Module):
                 return self._activated(jnp.max(logits, axis=1, where=mask[:, :, None], initial=0.0))
             return jnp.sum(self._activated(logits), axis=1, where=mask[:, :, None])
 
-        table, bias = self.mlm._classes()
+        table, bias = self.encoder.embeddings.word[...], self.mlm.lm_head.out_bias[...]
         classes = max(_LOGITS // max(x[..., 0].size, 1) // 128 * 128, _LEAST_CLASSES)
         parts = -(-table.shape[0] // classes)
         if parts == 1:

@@ -47,7 +47,7 @@ def check_result(op: str, dtype: DTypeLike | None) -> Any:
 
 
 def as_residual(op: str, residual: Any, shape: tuple[int, ...]) -> Array:
-    """Checks a residual of 16 bits, `[..., D]`, beside float8 arrays."""
+    """Checks the residual of an op with float8 arrays: bfloat16 or float16, of the given shape."""
     residual = checks.as_float(op, "residual", residual)
     checks.check_shape(op, "residual", residual, shape)
     if residual.dtype not in (jnp.bfloat16, jnp.float16):

@@ -245,6 +245,7 @@ class Batcher:
         self, parts: Iterable[Any], tokenise: Callable[[Sequence[Any]], "Iterable[Encoding]"], batch_size: int,
         lanes: Sequence[Lane], *, model: nnx.Module, width: int | None, unit: str,
         show_progress_bar: bool | None, convert: Callable[[np.ndarray], Any] = lambda rows: rows,
+        is_finite: Callable[[np.ndarray], np.ndarray] = lambda rows: np.isfinite(rows).all(axis=1),
         dtype: Any = np.float32,
     ) -> Generator[Any]:  # fmt: skip
         """Yields the results of each part's texts (or pairs), `[len(part), width]`, in their order.
@@ -252,7 +253,8 @@ class Batcher:
         A batch has texts of one part only, so that the results of a part do not depend on the other parts. The devices
         work on the next part while the results of a part are read.
 
-        `convert` makes rows of the results from float32 rows of a batch, while the device computes the next batches.
+        `convert` makes rows of the results, and `is_finite` says which are finite, `[n]`, from the rows of `compute`,
+        while the device computes the next batches.
         With `width=None`, the result is a list: of `Features` if `compute` returns a tuple of token embeddings and,
         perhaps, embeddings; otherwise of the items that `convert` returns.
 
@@ -286,7 +288,7 @@ class Batcher:
                 if isinstance(found, list):
                     finite = np.array([all(np.isfinite(x).all() for x in of[1:] if x is not None) for of in found])
                 else:
-                    finite = np.isfinite(found).all(axis=1)
+                    finite = is_finite(found)
                 if not finite.all():
                     index = int(positions[~finite].min())
                     reason = f"has a result that is not finite: {_cause(model)}"

@@ -213,13 +213,13 @@ def encode_corpus(
 def _chunks(
     rows: Iterable[tuple[int, Block]], rows_per_part: int, is_wanted: Callable[[int], bool]
 ) -> Iterator[_Chunk]:
-    """Cuts rows into chunks of one part each, of about as many characters as memory allows.
+    """Cuts rows into chunks. The rows of a chunk are of one part and have at most `CHUNK_CHARACTERS`, or are one row.
 
-    The chunks of a part depend on its rows only. Otherwise a restart would change the last bits.
+    The chunks of a part depend on the rows of the part only, so that a restart does not change the last bits.
     """
     chunk, characters = _Chunk(-1, [], [], 0), 0
     for first, block in rows:
-        start = 0  # of what is not in a chunk yet
+        start = 0  # the first row of the block that is in no chunk yet
         while start < len(block.texts):
             part = (first + start) // rows_per_part
             stop = min(len(block.texts), (part + 1) * rows_per_part - first)
@@ -250,7 +250,7 @@ def _chunks(
 
 
 def _prefetched(items: Iterator[_Chunk]) -> Generator[_Chunk]:
-    """Yields the items, of which a thread gets the next one meanwhile."""
+    """Yields the items. A thread gets the next item while the caller works on one."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         coming: Future[Any] = thread.submit(next, items, _END)
         while (item := coming.result()) is not _END:

@@ -1,8 +1,8 @@
 """CrossEncoder: scores pairs of texts, for reranking, with the interface of sentence-transformers' CrossEncoder."""
 
+import functools
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxft.checkpoint import files as checkpoint_files
 from jaxft.checkpoint.files import CheckpointError, read_settings
 from jaxft.models import embedding
 from jaxft.models.bert import BertModel
@@ -22,13 +21,14 @@ from jaxft.models.float8 import Float8Recipe
 from jaxft.ops import checks
 from jaxft.ops.bundle import Rebuild
 from jaxft.text import arguments, batching, module_files, writing
+from jaxft.text import inputs as text_inputs
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import Batch, Bucket
 from jaxft.text.devices import Dealer
-from jaxft.text.long_texts import LongTexts
+from jaxft.text.text_encoder import Texts, read_files
 
 if TYPE_CHECKING:
-    from tokenizers import Encoding, Tokenizer
+    from tokenizers import Tokenizer
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -56,6 +56,12 @@ class CrossEncoder:
       default_prompt_name: name of the prompt for calls without `prompt` and `prompt_name`. None is no prompt.
       token_types: whether the model gets the token type ids of the tokenizer. Otherwise, all are 0.
       packed: whether batches are packed, as for `SentenceEncoder`.
+
+    Attributes:
+      model: as the argument.
+      activation_fn: the function of scores.
+      prompts: dict of the prompts by name. It may be changed between calls.
+      default_prompt_name: as the argument. It may be set between calls.
 
     Raises:
       TypeError: `activation_fn` is no function, `prompts` is no dict of texts, or an argument of sentence-transformers
@@ -153,10 +159,10 @@ class CrossEncoder:
           TypeError: as for the constructor, or `folder_or_id` is not a string or path.
         """
         arguments.refuse("from_pretrained", others)
-        folder = checkpoint_files.resolve(
-            folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
-        )
-        layout = module_files.read_cross_encoder(folder)
+        folder, layout, settings, tokenizer, limit = read_files(
+            folder_or_id, module_files.read_cross_encoder, revision=revision, cache_dir=cache_dir,
+            local_files_only=local_files_only,
+        )  # fmt: skip
         options: dict[str, Any] = {
             "dtype": dtype, "implementation": implementation, "quantization": quantization
         }  # fmt: skip
@@ -175,9 +181,6 @@ class CrossEncoder:
             model = BertForSequenceClassification.from_pretrained(folder, num_labels=given, **options)
         if activation_fn is None:
             activation_fn = _saved_activation(folder, layout.transformer)
-        settings = tokenizer_files.Settings(layout.transformer)
-        limit = layout.max_seq_length or settings.max_length or sys.maxsize
-        tokenizer = tokenizer_files.load(settings, layout.do_lower_case)
         positions = (model.encoder if isinstance(model, EmbeddingModel) else model).config.max_sequence_length
         try:
             encoder = cls(
@@ -229,7 +232,7 @@ class CrossEncoder:
             "default_prompt_name": self.default_prompt_name,
         }
         writing.save(
-            folder, self.model, self._tokenizer, settings, token_types=self._token_types,
+            folder, self.model, self.tokenizer, settings, token_types=self._token_types,
             max_length=self.max_seq_length, origin=self._origin,
         )  # fmt: skip
 
@@ -239,17 +242,22 @@ class CrossEncoder:
         return self.model.embedding_dimension if isinstance(self.model, EmbeddingModel) else self.model.num_labels
 
     @property
+    def tokenizer(self) -> "Tokenizer":
+        """A copy of the tokenizer, which does not pad and truncates pairs to `max_seq_length`."""
+        return self._pairs.tokenizer
+
+    @property
     def max_seq_length(self) -> int:
         """Maximum number of tokens of a pair, special tokens included. Longer pairs are truncated. It can be set.
 
         Raises:
           ValueError: the new value leaves no room for a token, or exceeds the number of positions of the model.
         """
-        return self._max_seq_length
+        return self._pairs.batcher.limit
 
     @max_seq_length.setter
     def max_seq_length(self, value: int) -> None:
-        self._set_length(self._tokenizer, value, "max_seq_length")
+        self._set_length(self.tokenizer, value, "max_seq_length")
 
     max_length = max_seq_length  # the name in versions of sentence-transformers before 6
 
@@ -258,20 +266,11 @@ class CrossEncoder:
         return self.model.encoder if isinstance(self.model, EmbeddingModel) else self.model.bert
 
     def _set_length(self, tokenizer: "Tokenizer", length: int, argument: str) -> None:
-        config = self._encoder.config
-        length = tokenizer_files.checked_limit("CrossEncoder", argument, length, config)
-        self._tokenizer = tokenizer_files.truncating(
-            tokenizer, length, config, is_pair=True, token_types=self._token_types, owner="CrossEncoder",
-            argument=argument,
+        length = tokenizer_files.checked_limit("CrossEncoder", argument, length, self._encoder.config)
+        self._pairs = Texts(
+            tokenizer, self._encoder, length, token_types=self._token_types, packed=self._packed,
+            owner="CrossEncoder", argument=argument, is_pair=True,
         )  # fmt: skip
-        self._max_seq_length, self._long_texts = length, LongTexts(self._tokenizer, is_pair=True)
-        self._batcher = batching.Batcher(
-            limit=length,
-            padding=config.pad_token_id,
-            packed=self._packed,
-            with_types=self._token_types and config.type_vocab_size > 1,
-            characters=lambda pair: sum(map(len, pair)),
-        )
 
     def buckets(self, batch_size: int = 32) -> list[Bucket]:
         """Returns the shapes of packed batches. A program is compiled when a shape first occurs.
@@ -285,11 +284,11 @@ class CrossEncoder:
         Raises:
           ValueError: `batch_size` is not a positive integer.
         """
-        return batching.buckets(batch_size, self.max_seq_length) if self._batcher.packed else []
+        return batching.buckets(batch_size, self.max_seq_length) if self._packed else []
 
     def predict(
         self,
-        inputs: Iterable[Sequence[str]] | Sequence[str] | None = None,
+        inputs: Iterable[Sequence[Any]] | Sequence[Any] | None = None,
         *,
         prompt_name: str | None = None,
         prompt: str | None = None,
@@ -304,7 +303,11 @@ class CrossEncoder:
         """Scores pairs of texts. Batches are formed in the same way as in `SentenceEncoder.encode`.
 
         Args:
-          inputs: pairs (text, text), or one pair. Any iterable of pairs is accepted, for example a generator.
+          inputs: pairs (text, text), or one pair. Any iterable of pairs is accepted, for example a generator. In place
+            of pairs it may have their token ids, as `encoder.tokenizer.encode(text, text).ids` gives them: a list of
+            lists or of arrays of integers, an integer array `[n, tokens]`, or an Arrow array of lists; for one pair a
+            list or array of integers. They have special tokens and are not truncated. The tokens after the first
+            separator are of the second text. No prompt is put before them, see `SentenceEncoder.encode`.
           prompt_name: name of the prompt to put before the first text of every pair. None takes `default_prompt_name`.
           prompt: text to put before the first text of every pair, in place of a named prompt. "" is no prompt.
           batch_size: number of pairs of `max_seq_length` tokens in a batch, see `SentenceEncoder.encode`.
@@ -322,11 +325,12 @@ class CrossEncoder:
           order of `inputs`. The result for one pair has no first axis.
 
         Raises:
-          TypeError: `inputs` is neither a pair of strings nor an iterable of such pairs, the message names the index;
-            or an argument of sentence-transformers has no meaning here, the message names the equivalent.
+          TypeError: `inputs` is neither a pair of strings nor an iterable of such pairs or of token ids, the message
+            names the index; or an argument of sentence-transformers has no meaning here, the message names the
+            equivalent.
           ValueError: `batch_size` is not a positive integer, `prompt_name` is unknown, a text is not valid Unicode or
-            cannot be tokenised, a logit is not finite (the message names the pair and the reason), or `activation_fn`
-            returns another shape.
+            cannot be tokenised, token ids are too many or outside of the vocabulary, a logit is not finite (the message
+            names the pair and the reason), or `activation_fn` returns another shape.
           jax.errors.JaxRuntimeError: the device failed, or its memory does not suffice for one pair.
         """
         arguments.refuse("predict", others)
@@ -337,23 +341,19 @@ class CrossEncoder:
         batch_size = batching.check_batch_size("predict", batch_size)
         activation_fn = _checked_activation("predict", activation_fn) or self.activation_fn
         prompt = arguments.chosen_prompt("predict", self.prompts, self.default_prompt_name, prompt, prompt_name)
-        items = batching.as_list("predict", "inputs", inputs, "a pair of str or an iterable of such pairs")
-        is_pair = len(items) == 2 and isinstance(items[0], str)
-        pairs = _as_pairs([items] if is_pair else items)
+        read = text_inputs.read_pairs("predict", "inputs", inputs)
         prompt_length = None
         if prompt and isinstance(self.model, EmbeddingModel) and not self.model.include_prompt:
-            prompt_length = jnp.int32(tokenizer_files.prompt_length(self._tokenizer, prompt))
-
-        def encodings(pairs: Sequence[tuple[str, str]]) -> "Iterator[Encoding]":
-            return self._long_texts.encodings([(prompt + first, second) for first, second in pairs])
+            prompt_length = jnp.int32(tokenizer_files.prompt_length(self.tokenizer, prompt))
 
         def given(arrays: list[Any], rebuild: Rebuild, batch: Batch) -> tuple[Any, ...]:
             types = batch.token_type_ids
             return arrays, batch.input_ids, types, batch.lengths, batch.longest, prompt_length, rebuild
 
-        lanes = self._dealer.lanes("predict", devices, self.model, self._score, given, one=len(pairs) == 1)
-        (logits,) = self._batcher.compute_parts(
-            [pairs], encodings, batch_size, lanes, model=self.model,
+        parts = [*self._pairs.checked("predict", read.parts)]
+        lanes = self._dealer.lanes("predict", devices, self.model, self._score, given, one=len(parts[0]) == 1)
+        (logits,) = self._pairs.batcher.compute_parts(
+            parts, functools.partial(self._pairs.encodings, prompt), batch_size, lanes, model=self.model,
             width=self.num_labels, unit="pair", show_progress_bar=show_progress_bar,
         )  # fmt: skip
         # The built-in activations treat each row by itself, so rows can be padded to a power of two. Without padding,
@@ -369,7 +369,7 @@ class CrossEncoder:
         scores = np.array(scores)[:count]  # a copy, because NumPy views of JAX arrays are read-only
         if self.num_labels == 1:
             scores = scores[:, 0]
-        scores = scores[0] if is_pair else scores
+        scores = scores[0] if read.is_single else scores
         return scores if convert_to_numpy else jnp.asarray(scores)
 
     def rank(
@@ -390,7 +390,7 @@ class CrossEncoder:
         """Ranks documents by their score with a query, the best first.
 
         Args:
-          query: a text.
+          query: a text. Token ids of pairs can be passed to `predict` only.
           documents: texts. Any iterable of strings is accepted.
           top_k: number of documents to return. None returns all of them.
           return_documents: whether to return the texts too.
@@ -421,6 +421,8 @@ class CrossEncoder:
         if isinstance(documents, str):
             raise TypeError("rank: documents must be a sequence of str, got one str")
         documents = batching.as_texts("rank", "documents", documents)
+        if batching.is_sequence(query):
+            raise TypeError(f"rank: query must be a str, got {type(query).__name__}; predict takes token ids of pairs")
         query = batching.as_text("rank", "query", query)
         scores = self.predict(
             [(query, text) for text in documents], prompt_name=prompt_name, prompt=prompt, batch_size=batch_size,
@@ -432,15 +434,6 @@ class CrossEncoder:
             for entry in found:
                 entry["text"] = documents[entry["corpus_id"]]
         return found
-
-
-def _as_pairs(items: list[Any]) -> list[tuple[str, str]]:
-    for index, pair in enumerate(items):
-        if not batching.is_sequence(pair) or len(pair) != 2:
-            raise TypeError(f"predict: inputs must be pairs of str, got {pair!r:.80} at index {index}")
-    firsts = batching.as_texts("predict", "first texts", [pair[0] for pair in items])
-    seconds = batching.as_texts("predict", "second texts", [pair[1] for pair in items])
-    return list(zip(firsts, seconds, strict=True))
 
 
 def _checked_activation(where: str, function: Any) -> Activation | None:

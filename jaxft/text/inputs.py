@@ -8,7 +8,7 @@ import numpy as np
 from jaxft.text import batching
 from jaxft.text.batching import Tokens
 
-Part = Sequence[str] | Tokens
+Part = Sequence[str] | Sequence[tuple[str, str]] | Tokens
 CHUNK_CHARACTERS = 1 << 26  # most characters of a chunk of several texts
 
 
@@ -29,15 +29,38 @@ def read(where: str, name: str, given: Any) -> Inputs:
         return given
     if isinstance(given, str):
         return Inputs([batching.as_texts(where, name, given)], is_single=True)
+    found = _ids_or_items(where, name, given, "a str or an iterable of str")
+    return found if isinstance(found, Inputs) else Inputs([_part(where, name, found)])
+
+
+def read_pairs(where: str, name: str, given: Any) -> Inputs:
+    """Converts an argument to pairs of texts, or to the token ids of pairs, of one part. Errors are like `read`'s."""
+    found = _ids_or_items(where, name, given, "a pair of str or an iterable of such pairs")
+    if isinstance(found, Inputs):
+        return found
+    is_single = len(found) == 2 and isinstance(found[0], str)
+    pairs = [found] if is_single else found
+    if pairs and len(pairs[0]) and _has_integers(pairs[0]):
+        return Inputs([_rows(where, name, pairs)])
+    for index, pair in enumerate(pairs):
+        if not batching.is_sequence(pair) or len(pair) != 2:
+            raise TypeError(f"{where}: {name} must be pairs of str, got {pair!r:.80} at index {index}")
+    firsts = batching.as_texts(where, "first texts", [pair[0] for pair in pairs])
+    seconds = batching.as_texts(where, "second texts", [pair[1] for pair in pairs])
+    return Inputs([[*zip(firsts, seconds, strict=True)]], is_single=is_single)
+
+
+def _ids_or_items(where: str, name: str, given: Any, expected: str) -> Inputs | list[Any]:
+    """Returns the inputs if an argument is an array of token ids or has those of one text, else its items."""
     if isinstance(given, np.ndarray) and given.ndim > 0 and given.dtype.kind in "iu":
         rows = np.atleast_2d(given)
         return Inputs([_rows(where, name, [*rows])], is_single=given.ndim == 1)
     if (of_arrow := _of_arrow(where, name, given)) is not None:
         return Inputs([of_arrow])
-    items = batching.as_list(where, name, given, "a str or an iterable of str")
+    items = batching.as_list(where, name, given, expected)
     if items and _is_integer(items[0]):
         return Inputs([_rows(where, name, [items])], is_single=True)
-    return Inputs([_part(where, name, items)])
+    return items
 
 
 def chunks(where: str, name: str, given: Any, size: int) -> Iterator[Part]:

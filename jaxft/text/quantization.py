@@ -4,6 +4,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -85,12 +87,6 @@ def check_unused(op: str, precision: str, **given: Any) -> None:
             raise ValueError(f"{op}: {name} must be None with precision {precision!r}, which has no ranges")
 
 
-def steps_of(limits: np.ndarray) -> np.ndarray:
-    """Returns the size of a step of each component, float32 `[D]`, for ranges `[2, D]`. An empty range has 1."""
-    steps = (limits[1] - limits[0]) / np.float32(255)
-    return np.where(steps == 0, np.float32(1), steps)
-
-
 def as_ranges(op: str, ranges: Any, width: int) -> np.ndarray:
     """Checks ranges of int8 and uint8: finite float32 `[2, width]`, the lower ends first."""
     limits = _as_floats("ranges", ranges, op, or_integers=True).astype(np.float32)
@@ -132,30 +128,60 @@ def limits_of(
     return as_ranges(op, ranges, width)
 
 
-def quantized(values: np.ndarray, precision: str, limits: np.ndarray | None) -> np.ndarray:
-    """Quantizes finite floats `[n, D]` or `[D]`, of int8 and uint8 with ranges `[2, D]`."""
-    dtype = PRECISIONS[precision]
+def starts_and_steps(limits: np.ndarray) -> np.ndarray:
+    """Returns start and step of each component, float32 `[2, D]`, for ranges `[2, D]`. An empty range has step 1."""
+    steps = (limits[1] - limits[0]) / np.float32(255)
+    return np.stack([limits[0], np.where(steps == 0, np.float32(1), steps)])
+
+
+def codes(values: Any, precision: str, starts_steps: Any) -> Any:
+    """Quantizes floats `[n, D]` of NumPy or JAX, for int8 and uint8 with the result of `starts_and_steps`."""
+    on_device = isinstance(values, jax.Array)
     if precision.endswith("binary"):
-        bits = np.packbits(values > 0, axis=-1)
+        bits = (jnp if on_device else np).packbits(values > 0, axis=-1)
         return bits if precision == "ubinary" else (bits ^ 0x80).view(np.int8)
-    if limits is None:
-        with np.errstate(over="ignore"):
-            result = values.astype(dtype)
-        if precision == "float16" and (over := np.isinf(result) & np.isfinite(values)).any():
-            raise ValueError(f"quantize_embeddings: embeddings must fit float16, got {values[over][0]}")
-        return result
-    result = np.empty(values.shape, dtype)
-    rows, out = values.reshape(-1, values.shape[-1]), result.reshape(-1, values.shape[-1])
-    steps, count = steps_of(limits), max(_BLOCK // values.shape[-1], 1)
-    for first in range(0, len(rows), count):
-        block = rows[first : first + count] - limits[0]
-        block /= steps
-        np.floor(block, out=block)
-        np.clip(block, 0, 255, out=block)
-        if precision == "int8":
-            block -= 128
-        out[first : first + count] = block
-    return result
+    if starts_steps is not None:
+        start, step = starts_steps
+        floors = _floors(values - start, step) if on_device else np.floor((values - start) / step)
+        values = floors.clip(0, 255) - 128 * (precision == "int8")
+    return values.astype(PRECISIONS[precision])
+
+
+def _floors(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns `floor(a / b)` of float32, with the quotient rounded as by NumPy, for results from 0 to 255.
+
+    Smaller results are negative, larger ones are 255. The division of XLA may be off by an ulp, and the ends of a range
+    are at the edge of a step.
+    """
+    n = jnp.rint(a / b).clip(0, 255)
+    high = (b.view(jnp.uint32) & jnp.uint32(0xFFFFFF00)).view(jnp.float32)
+    rest = (a - high * n) - (b - high) * n  # a - b * n, exact if it is small
+    return jnp.where(rest < (jnp.nextafter(n, jnp.zeros_like(n)) - n) / 2 * b, n - 1, n)
+
+
+def flagged_codes(values: jax.Array, precision: str, starts_steps: jax.Array | None) -> jax.Array:
+    """Quantizes floats `[n, D]`, with one more column: 0 if the floats are not finite, 1 if float16 overflows, else 2.
+
+    The barrier keeps the floats the same to the bit as without quantization.
+    """
+    values = jax.lax.optimization_barrier(values)
+    found = codes(values, precision, starts_steps)
+    is_finite = jnp.isfinite(values).all(axis=-1, keepdims=True)
+    fits = is_finite & jnp.isfinite(found).all(axis=-1, keepdims=True)
+    return jnp.concatenate([found, is_finite.astype(found.dtype) + fits.astype(found.dtype)], axis=-1)
+
+
+def quantized(values: np.ndarray, precision: str, limits: np.ndarray | None) -> np.ndarray:
+    """Quantizes finite floats `[n, D]` or `[D]`, for int8 and uint8 with ranges `[2, D]`."""
+    rows = np.atleast_2d(values)
+    starts_steps = None if limits is None else starts_and_steps(limits)
+    count = max(_BLOCK // max(rows.shape[1], 1), 1)
+    blocks = [rows[first : first + count] for first in range(0, max(len(rows), 1), count)]
+    with np.errstate(over="ignore"):
+        result = np.concatenate([codes(block, precision, starts_steps) for block in blocks])
+    if precision == "float16" and (over := np.isinf(result) & np.isfinite(rows)).any():
+        raise ValueError(f"quantize_embeddings: embeddings must fit float16, got {rows[over][0]}")
+    return result if values.ndim == 2 else result[0]
 
 
 def _as_floats(name: str, values: Any, op: str = "quantize_embeddings", *, or_integers: bool = False) -> np.ndarray:

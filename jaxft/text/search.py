@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxft.ops import checks
-from jaxft.text.quantization import PRECISIONS, RANGED, as_ranges, check_unused, steps_of
+from jaxft.text.quantization import PRECISIONS, RANGED, as_ranges, check_unused, starts_and_steps
 from jaxft.text.similarities import SIMILARITIES, normalized, similarity_name
 
 if TYPE_CHECKING:
@@ -204,16 +204,21 @@ def _nearest(
     size = count if on_device and count <= most else _chunk(count, most)
     size = size if size <= count else _round(-(-count // 2), up=True)
     width = queries.shape[1] if jnp.issubdtype(queries.dtype, jnp.floating) else None
-    prepare = functools.partial(_prepare, limits=limits, decode=decode, width=width, normalize=score == "cosine")
-
-    def chunk(first: int) -> jax.Array:
-        begin = min(first, count - size)
-        return prepare(corpus if on_device else corpus[begin : begin + size], begin if on_device else 0, size=size)
-
+    how = {"limits": limits, "decode": decode, "width": width, "normalize": score == "cosine"}
     padding = ((0, -len(queries) % rows), (0, 0))
     padded = (jnp if isinstance(queries, jax.Array) else np).pad(queries, padding) if padding[0][1] else queries
-    parts = [prepare(padded, first, size=rows) for first in range(0, len(queries), rows)]
-    best = [(np.full((rows, k), -np.inf, np.float32), np.zeros((rows, k), np.int32))] * len(parts)
+    parts = [padded[first : first + rows] for first in range(0, len(queries), rows)]
+    # A single part is prepared in the program that compares it; several parts are compared to prepared entries.
+    is_single, merged = len(parts) == 1, how if len(parts) == 1 else {}
+    if not is_single:
+        parts = [_prepared(part, **how) for part in parts]
+
+    def chunk(first: int) -> Any:
+        begin = min(first, count - size)
+        entries = corpus if on_device else jax.device_put(corpus[begin : begin + size])
+        return entries if is_single else _prepared(entries, begin if on_device else 0, size, **how)
+
+    best: list[Any] = [None] * len(parts)
     following = chunk(0)
     for first in range(0, count, size):
         entries = following
@@ -221,10 +226,11 @@ def _nearest(
             following = chunk(first + size)
         for index, part in enumerate(parts):
             best[index] = _merge(
-                best[index], part, entries, min(first, count - size), first,
-                score="dot" if score == "cosine" else score,
+                best[index], part, entries, min(first, count - size), first, k=k, size=size,
+                score="dot" if score == "cosine" else score, **merged,
             )  # fmt: skip
-        jax.block_until_ready(best)  # otherwise the whole corpus would be moved at once
+        if not (is_single and on_device):
+            jax.block_until_ready(best)  # otherwise the whole corpus would be moved, or prepared, at once
     scores, ids = (np.concatenate(parts)[: len(queries)] for parts in zip(*jax.device_get(best), strict=True))
     if (infinite := scores == np.inf).any():
         query, place = (int(index) for index in np.argwhere(infinite)[0])
@@ -233,12 +239,12 @@ def _nearest(
     return np.where(scores == _LEAST, -np.inf, scores), ids
 
 
-@functools.partial(jax.jit, static_argnames=("size", "decode", "width", "normalize"))
 def _prepare(
-    rows: jax.Array, begin: int, size: int, limits: jax.Array | None, decode: str, width: int | None, normalize: bool
-) -> jax.Array:
+    rows: jax.Array, begin: Any = 0, size: int | None = None, *, limits: jax.Array | None = None,
+    decode: str = "float32", width: int | None = None, normalize: bool = False,
+) -> jax.Array:  # fmt: skip
     """Converts `size` rows to float32 `[size, D]`. Decodes rows that have the dtype of the precision `decode`."""
-    rows = jax.lax.dynamic_slice_in_dim(rows, begin, size) if size < len(rows) else rows
+    rows = rows if size in (None, len(rows)) else jax.lax.dynamic_slice_in_dim(rows, begin, size)
     values = rows.astype(jnp.float32)
     if rows.dtype == PRECISIONS[decode]:
         if limits is not None:
@@ -249,12 +255,19 @@ def _prepare(
     return normalized(values) if normalize else values
 
 
-@functools.partial(jax.jit, static_argnames="score")
+_prepared = jax.jit(_prepare, static_argnames=("size", "decode", "width", "normalize"))
+
+
+@functools.partial(jax.jit, static_argnames=("k", "size", "score", "decode", "width", "normalize"))
 def _merge(
-    best: tuple[jax.Array, jax.Array], queries: jax.Array, entries: jax.Array, begin: int, first: int,
-    score: ScoreFunction,
+    best: tuple[jax.Array, jax.Array] | None, queries: jax.Array, entries: jax.Array, begin: int, first: int, *,
+    k: int, size: int, score: ScoreFunction, **how: Any,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Updates the best scores and positions with the entries from `begin` on. Those before `first` are known."""
+    """Returns the `k` best scores and positions, of `best` and of `size` entries from `begin` on.
+
+    Entries before `first` are in `best`. Queries and entries are prepared if `how` has arguments of `_prepare`.
+    """
+    queries, entries = _prepare(queries, **how), _prepare(entries, begin, size, **how)
     with jax.default_matmul_precision("highest"):
         scores = (SIMILARITIES[score].full if isinstance(score, str) else score)(queries, entries)
     if jnp.shape(scores) != (len(queries), len(entries)):
@@ -264,10 +277,13 @@ def _merge(
     # NaN comes first, so that it is found. Known entries, and places in `best` that are still free, come last.
     scores = jnp.where(jnp.isnan(scores), jnp.inf, jnp.maximum(scores, _LEAST))
     ids = jnp.arange(len(entries), dtype=jnp.int32) + begin
-    values, places = _top_k(jnp.where(ids >= first, scores, -jnp.inf), min(best[0].shape[1], len(entries)))
-    values, places = jnp.concatenate([best[0], values], axis=1), jnp.concatenate([best[1], places + begin], axis=1)
-    values, order = jax.lax.top_k(values, best[0].shape[1])
-    return values, jnp.take_along_axis(places, order, axis=1)
+    values, places = _top_k(jnp.where(ids >= first, scores, -jnp.inf), min(k, len(entries)))
+    places = places + begin
+    if best is not None:
+        values, places = jnp.concatenate([best[0], values], axis=1), jnp.concatenate([best[1], places], axis=1)
+        values, order = jax.lax.top_k(values, min(k, values.shape[1]))
+        places = jnp.take_along_axis(places, order, axis=1)
+    return values, places
 
 
 def _top_k(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
@@ -322,8 +338,7 @@ def _check_rows(op: str, queries: Any, corpus: Any, precision: str, ranges: Any)
         return None
     if ranges is None:
         raise ValueError(f"{op}: ranges must be the ranges with which the {precision} corpus was quantized, got None")
-    limits = as_ranges(op, ranges, width)
-    return np.stack([limits[0], steps_of(limits)])
+    return starts_and_steps(as_ranges(op, ranges, width))
 
 
 def _score(op: str, function: Any) -> ScoreFunction:

@@ -1,6 +1,5 @@
 """SentenceEncoder: computes embeddings of texts, and reads checkpoints in the layout of sentence-transformers."""
 
-import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,16 @@ from jaxft.ops.bundle import Rebuild
 from jaxft.text import arguments, batching, module_files
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import Batch
-from jaxft.text.quantization import PRECISIONS, as_ranges, check_unused, limits_of, quantized
+from jaxft.text.quantization import (
+    PRECISIONS,
+    RANGED,
+    as_ranges,
+    check_unused,
+    flagged_codes,
+    limits_of,
+    quantized,
+    starts_and_steps,
+)
 from jaxft.text.similarities import SIMILARITIES, similarity_name
 from jaxft.text.text_encoder import TextEncoder, name_of
 
@@ -105,15 +113,18 @@ class SentenceEncoder(TextEncoder):
 
         def embed(
             arrays: list[jax.Array], input_ids: jax.Array, lengths: jax.Array, longest: int,
-            last_steps: tuple[int | None, bool, bool], rebuild: Rebuild, prompt_length: jax.Array | None = None,
+            last_steps: tuple[int | None, bool, bool, str], rebuild: Rebuild, prompt_length: jax.Array | None = None,
+            starts_steps: jax.Array | None = None,
         ) -> Any:  # fmt: skip
             tokens, pooled = rebuild(arrays).with_tokens(
                 input_ids, **batching.sequences(input_ids, lengths, longest), prompt_lengths=prompt_length,
                 deterministic=True,
             )  # fmt: skip
-            width, normalizes, with_tokens = last_steps
+            width, normalizes, with_tokens, precision = last_steps
             pooled = pooled[:, :width]
             pooled = l2_normalize(pooled) if normalizes else pooled
+            if precision != "float32":
+                return flagged_codes(pooled, precision, starts_steps)
             return (tokens, pooled) if with_tokens else pooled
 
         self._embed = jax.jit(embed, static_argnums=(3, 4, 5))
@@ -352,10 +363,9 @@ class SentenceEncoder(TextEncoder):
         # Normalising twice changes nothing but the rounding.
         modules = self.embedder.modules
         again = normalize_embeddings and not (width is None and modules and isinstance(modules[-1], Normalize))
-        last_steps = width, again and is_embedding, not is_embedding
         # Before the texts, which may take hours, so that mistakes are found at once.
         size, limits = width or self.embedder.embedding_dimension, None
-        if precision in ("int8", "uint8"):
+        if precision in RANGED:
             if ranges is not None:
                 limits = as_ranges("encode", ranges, size)
             elif calibration is not None:
@@ -369,15 +379,17 @@ class SentenceEncoder(TextEncoder):
             elif len([*read.parts][0]) == 1:
                 raise ValueError(f"encode: {precision} ranges of a single text say nothing: pass ranges or calibration")
 
-        def given(arrays: list[Any], rebuild: Rebuild, batch: Batch) -> tuple[Any, ...]:
-            return arrays, batch.input_ids, batch.lengths, batch.longest, last_steps, rebuild, prompt_length
+        # Unless all embeddings give the ranges, the device quantizes the embeddings of each batch.
+        needs_all, options = precision in RANGED and limits is None, {}
+        last_steps = width, again and is_embedding, not is_embedding, "float32" if needs_all else precision
+        starts_steps = None if limits is None else jnp.asarray(starts_and_steps(limits))
+        if last_steps[3] != "float32":
+            size = -(-size // 8) if precision.endswith("binary") else size
+            options = {"convert": _without_flags, "is_finite": _is_finite, "dtype": PRECISIONS[precision]}
 
-        # The embeddings of a batch are quantized while the device computes others, unless all of them give the ranges.
-        needs_all, options = precision in ("int8", "uint8") and limits is None, {}
-        if precision != "float32" and not needs_all:
-            quantize = functools.partial(quantized, precision=precision, limits=limits)
-            size = quantize(np.zeros(size, np.float32)).size
-            options = {"convert": quantize, "dtype": PRECISIONS[precision]}
+        def given(arrays: list[Any], rebuild: Rebuild, batch: Batch) -> tuple[Any, ...]:
+            of_batch = batch.input_ids, batch.lengths, batch.longest
+            return arrays, *of_batch, last_steps, rebuild, prompt_length, starts_steps
 
         def finish(results: Any) -> Any:
             if not is_embedding:
@@ -446,6 +458,18 @@ class SentenceEncoder(TextEncoder):
         if prompt_length is not None:
             features["prompt_length"] = prompt_length
         return features | {"token_embeddings": convert(found.tokens), "sentence_embedding": convert(found.pooled)}
+
+
+def _is_finite(flagged: np.ndarray) -> np.ndarray:
+    """Returns which rows of `flagged_codes` are of finite embeddings."""
+    return flagged[:, -1] > 0
+
+
+def _without_flags(flagged: np.ndarray) -> np.ndarray:
+    """Returns the rows of `flagged_codes` without the flags. Raises a ValueError if float16 overflows."""
+    if (flagged[:, -1] == 1).any():
+        raise ValueError("encode: embeddings must fit float16, but one has a component beyond 65504")
+    return flagged[:, :-1]
 
 
 def _checked_width(where: str, value: Any) -> int | None:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -36,19 +36,48 @@ def name_of(task: Any) -> str:
     return f"encode_{task}" if isinstance(task, str) and task in TASKS else "encode"
 
 
+class Files(NamedTuple):
+    """Files of a checkpoint that have been read, except for its weights."""
+
+    folder: Path
+    layout: module_files.Layout
+    settings: tokenizer_files.Settings
+    tokenizer: "Tokenizer"
+    limit: int  # maximum number of tokens that the files name, or `sys.maxsize`
+
+
+def read_files(
+    folder_or_id: str | os.PathLike[str], read: Callable[[Path], module_files.Layout], *, revision: str | None,
+    cache_dir: str | os.PathLike[str] | None, local_files_only: bool,
+) -> Files:  # fmt: skip
+    """Finds or downloads a checkpoint and reads it. `read` reads the folder's layout."""
+    folder = checkpoint_files.resolve(
+        folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
+    )
+    layout = read(folder)
+    settings = tokenizer_files.Settings(layout.transformer)
+    limit = layout.max_seq_length or settings.max_length or sys.maxsize
+    return Files(folder, layout, settings, tokenizer_files.load(settings, layout.do_lower_case), limit)
+
+
 class Texts:
-    """Tokenises and batches texts of at most `limit` tokens."""
+    """Tokenises and batches texts, or pairs of texts, of at most `limit` tokens."""
 
     def __init__(
         self, tokenizer: "Tokenizer", model: BertModel, limit: int, *, token_types: bool, packed: bool, owner: str,
-        argument: str = "max_seq_length",
+        argument: str = "max_seq_length", is_pair: bool = False,
     ) -> None:  # fmt: skip
+        config = model.config
         self.tokenizer = tokenizer_files.truncating(
-            tokenizer, limit, model.config, token_types=token_types, owner=owner, argument=argument
+            tokenizer, limit, config, is_pair=is_pair, token_types=token_types, owner=owner, argument=argument
         )
-        self.long_texts, self._limit, self._vocab_size = LongTexts(self.tokenizer), limit, model.config.vocab_size
+        self.long_texts, self._vocab_size = LongTexts(self.tokenizer, is_pair=is_pair), config.vocab_size
         self._padding: dict[str, Any] = {}
-        self.batcher = batching.Batcher(limit=limit, padding=model.config.pad_token_id, packed=packed, characters=len)
+        self.batcher = batching.Batcher(
+            limit=limit, padding=config.pad_token_id, packed=packed,
+            with_types=is_pair and token_types and config.type_vocab_size > 1,
+            characters=(lambda pair: sum(map(len, pair))) if is_pair else len,
+        )  # fmt: skip
 
     def pad(self, length: int, token: str, type_id: int | None) -> None:
         """Adds a token to texts of fewer than `length` tokens. With `type_id`, batches get type ids, which mark it."""
@@ -56,30 +85,32 @@ class Texts:
         self._padding = {"length": length, "pad_id": pad_id, "pad_token": token, "pad_type_id": type_id or 0}
         self.batcher.with_types = type_id is not None
 
-    def encodings(self, prompt: str, texts: Sequence[str]) -> "Iterator[Encoding]":
-        """Tokenises texts after a prompt."""
-        for encoding in self.long_texts.encodings([prompt + text for text in texts] if prompt else texts):
+    def encodings(self, prompt: str, texts: Sequence[Any]) -> "Iterator[Encoding]":
+        """Tokenises texts, or pairs, after a prompt."""
+        if prompt:
+            texts = [prompt + x if isinstance(x, str) else (prompt + x[0], x[1]) for x in texts]
+        for encoding in self.long_texts.encodings(texts):
             if self._padding:
                 encoding.pad(**self._padding)
             yield encoding
 
-    def checked(self, parts: Iterable[Part]) -> Iterator[Part]:
-        """Yields the parts. It checks token ids, and adds tokens as `pad` says. Texts stay as they are."""
+    def checked(self, where: str, parts: Iterable[Part]) -> Iterator[Part]:
+        """Yields the parts. It checks token ids, and adds type ids or the tokens of `pad`. Texts stay as they are."""
         first = 0
         for part in parts:
-            yield self._checked(part, first) if isinstance(part, Tokens) else part
+            yield self._checked(where, part, first) if isinstance(part, Tokens) else part
             first += len(part)
 
-    def _checked(self, texts: Tokens, first: int) -> Tokens:
-        lengths = texts.lengths
-        if len(wrong := np.flatnonzero(lengths > self._limit)):
-            name = f"encode: inputs[{first + wrong[0]}]"
-            raise ValueError(f"{name} must have at most {self._limit} token ids, got {lengths[wrong[0]]}")
+    def _checked(self, where: str, texts: Tokens, first: int) -> Tokens:
+        lengths, limit = texts.lengths, self.batcher.limit
+        if len(wrong := np.flatnonzero(lengths > limit)):
+            name = f"{where}: inputs[{first + wrong[0]}]"
+            raise ValueError(f"{name} must have at most {limit} token ids, got {lengths[wrong[0]]}")
         if len(wrong := np.flatnonzero(texts.ids >= self._vocab_size)):
-            name = f"encode: inputs[{first + np.searchsorted(texts.begins, wrong[0], side='right') - 1}]"
+            name = f"{where}: inputs[{first + np.searchsorted(texts.begins, wrong[0], side='right') - 1}]"
             raise ValueError(f"{name} must have token ids below {self._vocab_size}, got {texts.ids[wrong[0]]}")
         if not self._padding:
-            return texts
+            return self._with_types_of_pairs(texts) if self.batcher.with_types else texts
         begins = np.append(0, np.cumsum(np.maximum(lengths, self._padding["length"])))
         kept = np.arange(len(texts.ids)) + np.repeat(begins[:-1] - texts.begins[:-1], lengths)
         ids = np.full(begins[-1], self._padding["pad_id"], np.int32)
@@ -89,6 +120,16 @@ class Texts:
         types = np.full(begins[-1], self._padding["pad_type_id"], np.int32)
         types[kept] = 0
         return Tokens(begins, ids, types)
+
+    def _with_types_of_pairs(self, pairs: Tokens) -> Tokens:
+        """Adds type ids: 1 after the token that ends the first text, if the tokenizer has type ids."""
+        types = np.zeros_like(pairs.ids)
+        nothing = self.tokenizer.encode("", "")
+        if 1 in nothing.type_ids[1:]:
+            is_end = pairs.ids == nothing.ids[nothing.type_ids.index(1) - 1]
+            ends = np.append(0, np.cumsum(is_end))
+            types[:] = ends[:-1] > np.repeat(ends[pairs.begins[:-1]], pairs.lengths)
+        return Tokens(pairs.begins, pairs.ids, types)
 
 
 class TextEncoder:
@@ -142,17 +183,13 @@ class TextEncoder:
         packed: bool | None,
     ) -> Self:
         """Loads an encoder. `read` reads the folder's layout; `parts` returns the constructor's other arguments."""
-        folder = checkpoint_files.resolve(
-            folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
+        folder, layout, settings, tokenizer, limit = read_files(
+            folder_or_id, read, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
         )
-        layout = read(folder)
+        tokenizer_files.keep_whole(tokenizer, layout.markers)
         own = parts(layout)
-        settings = tokenizer_files.Settings(layout.transformer)
-        limit = layout.max_seq_length or settings.max_length or sys.maxsize
         if max_seq_length is None:
             max_seq_length = min(limit, own["model"].config.max_sequence_length)
-        tokenizer = tokenizer_files.load(settings, layout.do_lower_case)
-        tokenizer_files.keep_whole(tokenizer, layout.markers)
         try:
             encoder = cls(
                 tokenizer=tokenizer,
@@ -247,9 +284,8 @@ class TextEncoder:
     def encode_iter(self, inputs: Iterable[Any], *, chunk_size: int = 65_536, **options: Any) -> Generator[Any]:
         """Computes the embeddings of any number of texts, a chunk at a time, in constant memory.
 
-        The texts are read while they are needed, about three chunks ahead of the result. The devices compute the next
-        chunks while the caller works on a result, as far as batches are queued. The embeddings of a chunk are those of
-        `encode` for its texts alone, to the bit.
+        Reads the texts about three chunks ahead of the result. While the caller works on a result, the devices compute
+        the batches that are queued. `encode` gives the same embeddings, to the bit, for the texts of a chunk alone.
 
         Args:
           inputs: an iterable of texts, or of the token ids of texts. It may be endless.
@@ -357,7 +393,7 @@ class TextEncoder:
         `arguments` are of the function `_embed`. See `Batcher.compute_parts`.
         """
         of_texts = self._texts(task)
-        parts: Iterable[Any] = of_texts.checked(inputs.parts)
+        parts: Iterable[Any] = of_texts.checked("encode", inputs.parts)
         parts = parts if inputs.are_chunks else [*parts]
         one = isinstance(parts, list) and len(parts[0]) == 1
         lanes = self._dealer.lanes("encode", devices, self.embedder, self._embed, arguments, one=one)

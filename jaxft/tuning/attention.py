@@ -1,9 +1,9 @@
 """Attention: default configurations of the kernels, the candidates of `autotune`, and the choice of other backends.
 
 `batch_heads` is the number of sequences times the number of heads. For packed sequences, a length is the length of the
-longest sequence, and `average` is the average length. Packed sequences have keys of their own, for which the shipped
-tables have no entries. `more` says that there is a bias, a mask or dropout, or that float32 matmuls are not TF32: the
-kernel then takes more shared memory.
+longest sequence, and `average` is the average length. Packed sequences have their own keys in the tables, and the
+shipped tables have no entries for them. `more` says that there is a bias, a mask or dropout, or that float32 matmuls
+are not TF32: the kernel then takes more shared memory.
 """
 
 from collections.abc import Iterable
@@ -31,12 +31,12 @@ class Call(NamedTuple):
 
     @property
     def is_narrow(self) -> bool:
-        """Whether a query attends to the keys of a few blocks only."""
+        """True if a query attends to the keys of a few blocks only."""
         return self.window is not None and self.window <= 256
 
     @property
     def is_short(self) -> bool:
-        """Whether packed sequences are so short on average that small blocks, which waste less work, are faster."""
+        """True if packed sequences are short on average. Small blocks are then faster, because they waste less work."""
         # H200, bf16, gradient of 16,384 tokens, average length 30: 243 us in 32x32 blocks (128x128 747), 2026-11-23
         # See docs/performance-notes.md, "Attention blocks for short packed sequences".
         return self.itemsize == 2 and self.average is not None and self.average <= 32
@@ -64,7 +64,7 @@ def attention_dq(call: Call) -> AttentionConfig:
     choices = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 8, 1), (32, 16, 4, 1))
     if call.is_short:
         choices = ((32, 32, 1, 2), *choices[1:])
-    if call.device.shared_memory < LARGE:  # with a mask and few keys, those above take up to 160 KiB
+    if call.device.shared_memory < LARGE:  # with a mask and few keys, the blocks above take up to 160 KiB
         medium = (64, 32, 4, 2) if call.key_length <= 128 else choices[1]
         choices = (choices[0], medium, choices[3] if call.itemsize == 2 else choices[2], (16, 16, 4, 1))
     return _attention("attention_dq", choices, call)
@@ -73,8 +73,8 @@ def attention_dq(call: Call) -> AttentionConfig:
 def attention_dkv(call: Call, bias_of_pairs: bool = False) -> AttentionConfig:
     """Returns the launch configuration of the kernel for the gradients of keys and values.
 
-    If a block holds all keys, this kernel computes all three gradients and is the only one, unless there are many more
-    queries than keys or the bias is `[..., T, S]` (`bias_of_pairs`), for which the kernel is not tuned. See
+    If a block holds all keys, this kernel alone computes all three gradients. There are two exceptions: many more
+    queries than keys, and a bias `[..., T, S]` (`bias_of_pairs`), for which it is not tuned. See
     `attention_backward.backward`.
     """
     choices = ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 8, 1), (16, 32, 4, 1))
@@ -184,8 +184,8 @@ def _fits(block: tuple[int, ...], query: int, key: int) -> bool:
 # --- Other backends ----------------------------------------------------------------------------------------------
 
 
-# Head size: (least key length, least number of logits) from which cuDNN computes the output sooner. Lengths that are no
-# multiples of 64 are slower in cuDNN. It needs copies for packed arrays and for sequence lengths.
+# By head size: the least key length and the least number of logits for which cuDNN is faster than Triton. cuDNN is
+# slower for lengths that are no multiples of 64. It needs copies of packed arrays, and for sequence lengths.
 # H200, bf16, head size 64: Triton takes 1.05 to 1.2 times cuDNN's time; 128: 1.3 to 1.8; 32: 0.8 to 0.9, 2026-11-21
 # See docs/performance-notes.md, "Attention: Triton and cuDNN".
 _CUDNN_FROM = {64: (1024, 2**29), 128: (512, 2**26)}
@@ -195,7 +195,7 @@ _CUDNN_FROM_PACKED = 8192  # the least length of packed arrays [B, T, 3, N, H]; 
 def cudnn_is_faster(
     batch: int, query_length: int, key_length: int, heads: int, head_size: int, packed: bool, device: Device
 ) -> bool:
-    """Returns whether cuDNN computes attention without masks sooner. `packed`: q, k and v are one [B, T, 3, N, H]."""
+    """Returns whether cuDNN is faster for attention without masks. `packed`: q, k and v are one [B, T, 3, N, H]."""
     if head_size not in _CUDNN_FROM or not device.is_hopper:
         return False
     least_length, least_logits = _CUDNN_FROM[head_size]
@@ -209,9 +209,9 @@ _BUSY = 0.72  # the least share of busy SMs, averaged over the rounds
 
 
 def mosaic_gradient_is_faster(batch_heads: int, device: Device) -> bool:
-    """Returns whether the Mosaic GPU kernel computes the gradient sooner than the Triton kernels.
+    """Returns whether the Mosaic GPU kernel is faster than the Triton kernels for the gradient.
 
-    An SM computes one head of a sequence at a time, and a round with few busy SMs takes as long as any other.
+    An SM computes one head of a sequence at a time. A round takes the same time with few busy SMs as with all of them.
     """
     # H100, bf16, 512 tokens, 192 heads (0.73 busy): 148 us (Triton 155), 2026-11-25
     # See docs/performance-notes.md, "Gradient of attention: Triton and Mosaic GPU".

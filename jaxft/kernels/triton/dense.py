@@ -56,7 +56,7 @@ def _fwd_kernel(
     width = y_ref.shape[-1]
     (m, n), split = _tile(rows, block_m), pl.program_id(2)
     row, column = m * block_m, n * block_n
-    # Columns of the kernel: with a gate those of the gate, then those of the other half.
+    # First columns of the tile in the kernel. With a gate, there is a tile of the gate and a tile of the other half.
     columns = [column] if gate is None else [column + half * width for half in halves_of(gate)]
     in_rows = (common.positions(row, block_m) < rows)[:, None]
     in_width = common.positions(column, block_n) < width
@@ -84,7 +84,7 @@ def _fwd_kernel(
         if masked:
             in_depth = (common.positions(start, block_k) < depth) & (split == splits - 1)
             in_x, in_kernel = in_x & in_depth[None, :], in_kernel & in_depth[:, None]
-        # Loads the weights first, which takes longest: they are in memory, and x is still in the L2 cache.
+        # Loads the weights first. They take longest, because they come from memory; x is still in the L2 cache.
         # See docs/performance-notes.md, "Order of loads in dense layers with few rows".
         weights = [load_weights(at, start, in_kernel) for at in columns]
         a = common.load(x_ref.at[common.span(row, block_m), common.span(start, block_k)], mask=in_x, other=0.0)
