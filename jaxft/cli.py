@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     The code is 0, 2 after an error (one line on stderr), 130 after Ctrl-C, or 141 if the reader of stdout closed the
     pipe. Raises SystemExit for wrong arguments (2), without arguments (2, with the help on stderr), and for `--help`
     and `--version` (0). Without `argv` it is the program: until the process ends, Ctrl-C, SIGTERM and SIGHUP end it at
-    once, with 130, 143 and 129.
+    once, with 130, 143 and 129, and compiled programs are kept (`jaxft.use_compilation_cache`).
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the shell, as in `jaxft ... >&-`
@@ -65,6 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         try:
             args = _parser().parse_args(argv)
+            args.is_program = argv is None
             args.run(args)
         finally:
             sys.stdout.flush()
@@ -207,6 +208,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_checkpoint_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="M", required=True, help="a checkpoint folder or an id on Hugging Face")
+    parser.add_argument(
+        "--no-compilation-cache", action="store_true",
+        help="compile all programs and keep none (default: keep them in the folder that the environment variable "
+        "JAXFT_COMPILATION_CACHE names, or in the user's cache)",
+    )  # fmt: skip
 
 
 def _add_dtype_argument(parser: argparse.ArgumentParser, what: str) -> None:
@@ -474,7 +480,7 @@ def _run_bench(args: argparse.Namespace) -> None:
             raise _UserError(f"{name} {path!r} must end in {suffix}")
     if args.chart is not None and importlib.util.find_spec("matplotlib") is None:
         raise _UserError("--chart needs matplotlib: pip install 'jaxft[plot]'")
-    _say_loading(args.model)
+    _start_loading(args)
     device = _device()
     dtype = _dtype(args, device["platform"])
     import jax
@@ -563,9 +569,25 @@ def _device() -> dict[str, str]:
         raise _UserError(f"JAX found no device (JAX_PLATFORMS is {asked!r}). {error}") from error
 
 
-def _say_loading(model: str) -> None:
+def _start_loading(args: argparse.Namespace) -> None:
+    """Says that a model is loaded, and keeps compiled programs if this is the program."""
     if sys.stderr.isatty():
-        print(f"jaxft: loading {model}", file=sys.stderr, flush=True)
+        print(f"jaxft: loading {args.model}", file=sys.stderr, flush=True)
+    if not args.is_program or args.no_compilation_cache:
+        return
+    import jax
+
+    from jaxft import compilation_cache
+
+    if jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]  # the user's own
+        return
+    try:
+        compilation_cache.use_compilation_cache()
+    except OSError as error:
+        reason = str(error.strerror).removeprefix("use_compilation_cache: ")
+        if os.environ.get(compilation_cache.VARIABLE):
+            raise _UserError(f"{compilation_cache.VARIABLE}: {reason}") from error
+        print(f"jaxft: compiled programs are not kept: {reason}", file=sys.stderr)
 
 
 def _dtype(args: argparse.Namespace, platform: str) -> str:
@@ -574,7 +596,7 @@ def _dtype(args: argparse.Namespace, platform: str) -> str:
 
 def _load(args: argparse.Namespace, from_pretrained: Callable[..., Any], **options: Any) -> tuple[Any, str]:
     """Loads an encoder. Returns it and, for the summary, the device and the dtype."""
-    _say_loading(args.model)
+    _start_loading(args)
     device = _device()
     dtype = _dtype(args, device["platform"])
     encoder = from_pretrained(
