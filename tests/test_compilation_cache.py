@@ -282,8 +282,8 @@ def model(tmp_path_factory):
 
 def command(model, *options, **environment):
     return subprocess.run(
-        [sys.executable, "-m", "jaxft.cli", "encode", "--model", model, "-o", "-", *options], input="a bird\n", text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "", **environment}, capture_output=True,
+        [sys.executable, "-m", "jaxft.cli", "encode", "--model", model, "-o", "-", *options], input="a bird\n",
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "", **environment}, capture_output=True, text=True,
     )  # fmt: skip
 
 

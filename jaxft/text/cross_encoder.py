@@ -25,6 +25,7 @@ from jaxft.text import arguments, batching, module_files, writing
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import Batch, Bucket
 from jaxft.text.devices import Dealer
+from jaxft.text.inputs import Inputs
 from jaxft.text.long_texts import LongTexts
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ ACTIVATIONS: dict[str, Activation] = embedding.ACTIVATIONS | {
     "LogSoftmax": jax.nn.log_softmax,
     "Softmin": lambda x: jax.nn.softmax(-x),
 }
+# Rows that a built-in activation gets at a time, the last ones padded: one program serves any number of pairs.
+_ROWS = 1024
 
 
 class CrossEncoder:
@@ -273,6 +276,29 @@ class CrossEncoder:
             characters=lambda pair: sum(map(len, pair)),
         )
 
+    def warmup(
+        self, *, batch_size: int = 32, show_progress_bar: bool | None = None, devices: Any = None, **options: Any
+    ) -> None:  # fmt: skip
+        """Compiles all programs that calls of `predict` and `rank` with these options need, several at a time.
+
+        See `SentenceEncoder.warmup`.
+
+        Args:
+          batch_size: the `batch_size` of the calls.
+          show_progress_bar: whether to show progress on stderr. None shows it if stderr is a terminal.
+          devices: the `devices` of the calls. None takes those of calls with many pairs.
+          **options: other keyword arguments of `predict`, for example `apply_softmax`.
+
+        Raises:
+          TypeError: see `predict`.
+          ValueError: see `predict`.
+          jax.errors.JaxRuntimeError: a program cannot be compiled, or the memory of the device does not suffice.
+        """
+        inputs: Any = Inputs([], are_shapes=True)
+        self.predict(
+            inputs, batch_size=batch_size, show_progress_bar=show_progress_bar, devices=devices, **options
+        )  # fmt: skip
+
     def buckets(self, batch_size: int = 32) -> list[Bucket]:
         """Returns the shapes of packed batches. A program is compiled when a shape first occurs.
 
@@ -337,7 +363,9 @@ class CrossEncoder:
         batch_size = batching.check_batch_size("predict", batch_size)
         activation_fn = _checked_activation("predict", activation_fn) or self.activation_fn
         prompt = arguments.chosen_prompt("predict", self.prompts, self.default_prompt_name, prompt, prompt_name)
-        items = batching.as_list("predict", "inputs", inputs, "a pair of str or an iterable of such pairs")
+        are_shapes = isinstance(inputs, Inputs)  # from `warmup`
+        given_items = () if are_shapes else inputs
+        items = batching.as_list("predict", "inputs", given_items, "a pair of str or an iterable of such pairs")
         is_pair = len(items) == 2 and isinstance(items[0], str)
         pairs = _as_pairs([items] if is_pair else items)
         prompt_length = None
@@ -352,25 +380,31 @@ class CrossEncoder:
             return arrays, batch.input_ids, types, batch.lengths, batch.longest, prompt_length, rebuild
 
         lanes = self._dealer.lanes("predict", devices, self.model, self._score, given, one=len(pairs) == 1)
+        if are_shapes:
+            self._dealer.warm_up(lanes, self._batcher.blanks(batch_size), show_progress_bar=show_progress_bar)
+            show_progress_bar = False
         (logits,) = self._batcher.compute_parts(
             [pairs], encodings, batch_size, lanes, model=self.model,
             width=self.num_labels, unit="pair", show_progress_bar=show_progress_bar,
         )  # fmt: skip
-        # The built-in activations treat each row by itself, so rows can be padded to a power of two. Without padding,
-        # JAX would compile the activation for every number of pairs.
-        count = len(logits)
-        if activation_fn in ACTIVATIONS.values():
-            logits = np.pad(logits, ((0, (1 << max(count - 1, 0).bit_length()) - count), (0, 0)))
+        scores = self._activated(logits, activation_fn, apply_softmax)
+        if self.num_labels == 1:
+            scores = scores[:, 0]
+        scores = scores[0] if is_pair else scores
+        return scores if convert_to_numpy else jnp.asarray(scores)
+
+    def _activated(self, logits: np.ndarray, activation_fn: Activation, apply_softmax: bool) -> np.ndarray:
+        """Returns the scores of logits `[n, num_labels]`, in an array that can be written to."""
+        if activation_fn in ACTIVATIONS.values() and len(logits) != _ROWS:  # they treat each row by itself
+            padded = np.pad(logits, ((0, -len(logits) % _ROWS if len(logits) else _ROWS), (0, 0)))
+            blocks = [self._activated(x, activation_fn, apply_softmax) for x in np.split(padded, len(padded) // _ROWS)]
+            return np.concatenate(blocks)[: len(logits)]
         scores: Any = jnp.asarray(activation_fn(jnp.asarray(logits)), jnp.float32)
         if scores.shape != logits.shape:
             raise ValueError(f"predict: activation_fn must return the shape {logits.shape}, got {scores.shape}")
         if self.num_labels > 1 and apply_softmax:
             scores = jax.nn.softmax(scores, axis=-1)
-        scores = np.array(scores)[:count]  # a copy, because NumPy views of JAX arrays are read-only
-        if self.num_labels == 1:
-            scores = scores[:, 0]
-        scores = scores[0] if is_pair else scores
-        return scores if convert_to_numpy else jnp.asarray(scores)
+        return np.array(scores)  # a copy, because NumPy views of JAX arrays are read-only
 
     def rank(
         self,
