@@ -31,7 +31,7 @@ CASES: dict[str, tuple[dict[str, str], list[str]]] = {
 def texts(count: int) -> list[str]:
     """Returns texts of 1 to 60 words."""
     rng = random.Random(0)
-    words = ["a", "bird", "sings", "in", "the", "old", "tree", "rain", "falls", "on", "river", "house", "people", "live"]
+    words = "a bird sings in the old tree rain falls on river house people live".split()
     return [" ".join(rng.choices(words, k=rng.randint(1, 60))) for _ in range(count)]
 
 
