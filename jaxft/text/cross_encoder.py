@@ -39,8 +39,7 @@ ACTIVATIONS: dict[str, Activation] = embedding.ACTIVATIONS | {
     "LogSoftmax": jax.nn.log_softmax,
     "Softmin": lambda x: jax.nn.softmax(-x),
 }
-# Rows that a built-in activation gets at a time, the last ones padded: one program serves any number of pairs.
-_ROWS = 1024
+_ROWS = 1024  # most rows that a built-in activation gets at a time, a power of two
 
 
 class CrossEncoder:
@@ -382,7 +381,10 @@ class CrossEncoder:
         lanes = self._dealer.lanes("predict", devices, self.model, self._score, given, one=len(pairs) == 1)
         if are_shapes:
             self._dealer.warm_up(lanes, self._batcher.blanks(batch_size), show_progress_bar=show_progress_bar)
-            show_progress_bar = False
+            if activation_fn in ACTIVATIONS.values():
+                for rows in (1 << power for power in range(_ROWS.bit_length())):
+                    self._activated(np.zeros((rows, self.num_labels), np.float32), activation_fn, apply_softmax)
+            return None
         (logits,) = self._batcher.compute_parts(
             [pairs], encodings, batch_size, lanes, model=self.model,
             width=self.num_labels, unit="pair", show_progress_bar=show_progress_bar,
@@ -395,10 +397,14 @@ class CrossEncoder:
 
     def _activated(self, logits: np.ndarray, activation_fn: Activation, apply_softmax: bool) -> np.ndarray:
         """Returns the scores of logits `[n, num_labels]`, in an array that can be written to."""
-        if activation_fn in ACTIVATIONS.values() and len(logits) != _ROWS:  # they treat each row by itself
-            padded = np.pad(logits, ((0, -len(logits) % _ROWS if len(logits) else _ROWS), (0, 0)))
-            blocks = [self._activated(x, activation_fn, apply_softmax) for x in np.split(padded, len(padded) // _ROWS)]
-            return np.concatenate(blocks)[: len(logits)]
+        # The built-in activations treat each row by itself, so rows can be padded to a power of two. Without padding,
+        # JAX would compile the activation for every number of pairs.
+        count = len(logits)
+        size = min(1 << max(count - 1, 0).bit_length(), _ROWS)
+        if activation_fn in ACTIVATIONS.values() and count != size:
+            padded = np.pad(logits, ((0, -count % size if count else size), (0, 0)))
+            blocks = [self._activated(x, activation_fn, apply_softmax) for x in np.split(padded, len(padded) // size)]
+            return np.concatenate(blocks)[:count]
         scores: Any = jnp.asarray(activation_fn(jnp.asarray(logits)), jnp.float32)
         if scores.shape != logits.shape:
             raise ValueError(f"predict: activation_fn must return the shape {logits.shape}, got {scores.shape}")

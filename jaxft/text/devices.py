@@ -57,14 +57,16 @@ class Dealer:
         is_home = first is None or (first == dispatch.default_device() and dispatch.homes(arrays) == {first})
 
         def given(device: jax.Device | None, batch: Batch) -> tuple[Any, ...]:
-            stay = device is None or (device == first and is_home)
-            return arguments(arrays if stay else self._bundled.on(device, arrays), rebuild, batch)
+            return arguments(arrays if device is None else self._bundled.on(device, arrays), rebuild, batch)
 
         def lane(device: jax.Device | None) -> Lane:
+            is_first = device == first
+            there = None if is_first and is_home else device  # None: where the arrays are
+
             def program(batch: Batch) -> Future[Any] | None:
                 """Returns the program of a batch's shape, whose compilation the first call starts."""
                 _, *others = arguments([], rebuild, batch)
-                key = (function, device, *(getattr(x, "shape", x) for x in others))
+                key = (function, there, *(getattr(x, "shape", x) for x in others))
                 if key not in self._programs:
                     with self._guard:
                         if key not in self._programs:
@@ -72,18 +74,20 @@ class Dealer:
                 return self._programs[key]
 
             def start(batch: Batch) -> Future[Any] | None:
+                if not hasattr(function, "lower"):  # it is not jitted
+                    return None
                 try:
                     with dispatch.traced_for(first):
-                        lowered = function.lower(*given(device, batch))
+                        lowered = function.lower(*given(there, batch))
                 except jax.errors.JaxRuntimeError as error:
                     report(error)
                     return None
-                compiled = _compilers().submit(lowered.compile)
+                compiled = (_first_compilers() if is_first else _compilers()).submit(lowered.compile)
                 compiled.add_done_callback(lambda future: report(future.exception()))
                 return compiled
 
             def report(error: BaseException | None) -> None:
-                if error is not None and device != first:  # the call on the first device raises the error again
+                if error is not None and not is_first:  # the call on the first device raises the error again
                     _log.warning("batches of a shape are not computed on the device %s: %s", device, error)
 
             def wait(batch: Batch) -> None:
@@ -93,13 +97,13 @@ class Dealer:
             def compute(batch: Batch) -> Any:
                 wait(batch)  # before the end of the compilation, the call would compile once more
                 with dispatch.traced_for(first):
-                    return function(*given(device, batch))
+                    return function(*given(there, batch))
 
             def is_ready(batch: Batch) -> bool:
                 compiled = program(batch)
                 if compiled is None:
-                    return device == first
-                return compiled.done() and (device == first or compiled.exception() is None)
+                    return is_first
+                return compiled.done() and (is_first or compiled.exception() is None)
 
             return Lane(compute, is_ready, wait, device)
 
@@ -137,3 +141,9 @@ def _say(message: str) -> None:
 @functools.cache
 def _compilers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=8, thread_name_prefix="jaxft-compile")
+
+
+@functools.cache
+def _first_compilers() -> ThreadPoolExecutor:
+    # Threads of their own: the programs of other devices do not delay the programs that a call waits for.
+    return ThreadPoolExecutor(max_workers=8, thread_name_prefix="jaxft-compile-first")
