@@ -9,6 +9,7 @@ from jaxft._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from jaxft.checkpoint.files import CheckpointError
+    from jaxft.compilation_cache import use_compilation_cache
     from jaxft.dispatch import EXPORT_DISABLED_CHECKS
     from jaxft.fusion.transform import fuse
     from jaxft.models.bert import BertModel
@@ -86,12 +87,14 @@ __all__ = [
     "rotary",
     "semantic_search",
     "softmax",
+    "use_compilation_cache",
     "varlen_qkv_attention",
 ]
 
 # The public names of each module.
 _MODULES = {
     "jaxft.checkpoint.files": "CheckpointError",
+    "jaxft.compilation_cache": "use_compilation_cache",
     "jaxft.dispatch": "EXPORT_DISABLED_CHECKS",
     "jaxft.fusion.transform": "fuse",
     "jaxft.models.bert": "BertModel",

@@ -1,4 +1,4 @@
-"""Command line `jaxft encode | similar | rerank | bench | fuse | info`. Results go to stdout or a file.
+"""Command line `jaxft encode | similar | rerank | warmup | bench | fuse | info`. Results go to stdout or a file.
 
 Messages go to stderr.
 """
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
 _DTYPES = ("float32", "float16", "bfloat16")
+_WARMED = ("encode", "similar", "rerank")  # commands that `warmup` compiles for
 _PRECISIONS = ("float32", "float16", "int8", "uint8", "binary", "ubinary")  # of jaxft.text.quantization
 
 
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     The code is 0, 2 after an error (one line on stderr), 130 after Ctrl-C, or 141 if the reader of stdout closed the
     pipe. Raises SystemExit for wrong arguments (2), without arguments (2, with the help on stderr), and for `--help`
     and `--version` (0). Without `argv` it is the program: until the process ends, Ctrl-C, SIGTERM and SIGHUP end it at
-    once, with 130, 143 and 129.
+    once, with 130, 143 and 129, and compiled programs are kept (`jaxft.use_compilation_cache`).
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the shell, as in `jaxft ... >&-`
@@ -65,6 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         try:
             args = _parser().parse_args(argv)
+            args.is_program = argv is None
             args.run(args)
         finally:
             sys.stdout.flush()
@@ -156,7 +158,20 @@ def _parser() -> argparse.ArgumentParser:
     rerank.add_argument("file", metavar="FILE", help="the texts, as for encode")
     _add_prompt_arguments(rerank, "QUERY", "the model's default prompt, if it has one")
 
-    for embeds in (encode, similar):
+    warmup = command(
+        "warmup", _run_warmup, "compile all programs of a model, for later commands and processes",
+        "Compiles the programs that a command needs for texts of any length, several at a time, and keeps them in the "
+        "compilation cache. The command finds them there if it gets the same options. A Python program finds them "
+        "after jaxft.use_compilation_cache().",
+    )  # fmt: skip
+    _add_model_arguments(warmup)
+    warmup.add_argument(
+        "--for", choices=_WARMED, default="encode", dest="command", help="the command (default: encode)"
+    )
+    warmup.add_argument("--normalize", action="store_true", help="as for encode; similar always normalizes")
+    _add_prompt_arguments(warmup, "the texts", "as for the command")
+
+    for embeds in (encode, similar, warmup):
         embeds.add_argument(
             "--truncate-dim", metavar="D", type=_positive,
             help="keep the first D components of every embedding (default: the number in the model's files, else all)",
@@ -207,6 +222,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_checkpoint_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="M", required=True, help="a checkpoint folder or an id on Hugging Face")
+    parser.add_argument(
+        "--no-compilation-cache", action="store_true",
+        help="compile all programs and keep none (default: keep them in the folder that the environment variable "
+        "JAXFT_COMPILATION_CACHE names, or in the user's cache)",
+    )  # fmt: skip
 
 
 def _add_dtype_argument(parser: argparse.ArgumentParser, what: str) -> None:
@@ -391,15 +411,36 @@ def _run_similar(args: argparse.Namespace) -> None:
 def _run_rerank(args: argparse.Namespace) -> None:
     lines, numbers = _read_documents(args)
     with _model_errors(args.file, numbers):
-        from jaxft.text.cross_encoder import CrossEncoder
-
-        encoder, device = _load(args, CrossEncoder.from_pretrained, max_length=args.max_seq_length)
+        encoder, device = _load_ranker(args)
         with _timed(len(numbers), "texts", device):
             found = encoder.rank(
                 args.query, [lines[number - 1] for number in numbers], top_k=args.top, batch_size=args.batch_size,
                 show_progress_bar=True, prompt=args.prompt, prompt_name=args.prompt_name, devices=args.on,
             )  # fmt: skip
     _print_ranking(((entry["score"], numbers[entry["corpus_id"]]) for entry in found), lines)
+
+
+def _run_warmup(args: argparse.Namespace) -> None:
+    if args.no_compilation_cache or os.environ.get("JAXFT_COMPILATION_CACHE") == "off":
+        raise _UserError("warmup needs the compilation cache, which is turned off")
+    options = {
+        "batch_size": args.batch_size, "devices": args.on, "show_progress_bar": True, "prompt": args.prompt,
+        "prompt_name": args.prompt_name,
+    }  # fmt: skip
+    with _model_errors(None, ()):
+        start = time.perf_counter()
+        if args.command == "rerank":
+            if args.normalize or args.truncate_dim:
+                raise _UserError("--normalize and --truncate-dim have no meaning for rerank")
+            encoder, device = _load_ranker(args)
+            encoder.warmup(**options)
+        else:
+            encoder, device = _load_encoder(args)
+            if args.command == "similar":
+                encoder.warmup(task="query", normalize_embeddings=True, **options)
+                options |= {"task": "document", "prompt": None, "prompt_name": None}
+            encoder.warmup(normalize_embeddings=args.normalize or args.command == "similar", **options)
+    print(f"jaxft: ready after {time.perf_counter() - start:.1f} s ({device})", file=sys.stderr)
 
 
 def _read_documents(args: argparse.Namespace) -> tuple[list[str], list[int]]:
@@ -474,7 +515,7 @@ def _run_bench(args: argparse.Namespace) -> None:
             raise _UserError(f"{name} {path!r} must end in {suffix}")
     if args.chart is not None and importlib.util.find_spec("matplotlib") is None:
         raise _UserError("--chart needs matplotlib: pip install 'jaxft[plot]'")
-    _say_loading(args.model)
+    _start_loading(args)
     device = _device()
     dtype = _dtype(args, device["platform"])
     import jax
@@ -563,9 +604,25 @@ def _device() -> dict[str, str]:
         raise _UserError(f"JAX found no device (JAX_PLATFORMS is {asked!r}). {error}") from error
 
 
-def _say_loading(model: str) -> None:
+def _start_loading(args: argparse.Namespace) -> None:
+    """Says that a model is loaded, and keeps compiled programs if this is the program."""
     if sys.stderr.isatty():
-        print(f"jaxft: loading {model}", file=sys.stderr, flush=True)
+        print(f"jaxft: loading {args.model}", file=sys.stderr, flush=True)
+    if not args.is_program or args.no_compilation_cache:
+        return
+    import jax
+
+    from jaxft import compilation_cache
+
+    if jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]  # the user's own
+        return
+    try:
+        compilation_cache.use_compilation_cache()
+    except OSError as error:
+        reason = str(error.strerror).removeprefix("use_compilation_cache: ")
+        if os.environ.get(compilation_cache.VARIABLE):
+            raise _UserError(f"{compilation_cache.VARIABLE}: {reason}") from error
+        print(f"jaxft: compiled programs are not kept: {reason}", file=sys.stderr)
 
 
 def _dtype(args: argparse.Namespace, platform: str) -> str:
@@ -574,7 +631,7 @@ def _dtype(args: argparse.Namespace, platform: str) -> str:
 
 def _load(args: argparse.Namespace, from_pretrained: Callable[..., Any], **options: Any) -> tuple[Any, str]:
     """Loads an encoder. Returns it and, for the summary, the device and the dtype."""
-    _say_loading(args.model)
+    _start_loading(args)
     device = _device()
     dtype = _dtype(args, device["platform"])
     encoder = from_pretrained(
@@ -591,6 +648,12 @@ def _load_encoder(args: argparse.Namespace) -> tuple["SentenceEncoder", str]:
 
     limits = {"max_seq_length": args.max_seq_length, "truncate_dim": args.truncate_dim}
     return _load(args, SentenceEncoder.from_pretrained, **limits)
+
+
+def _load_ranker(args: argparse.Namespace) -> tuple[Any, str]:
+    from jaxft.text.cross_encoder import CrossEncoder
+
+    return _load(args, CrossEncoder.from_pretrained, max_length=args.max_seq_length)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from pathlib import Path
 # Size of XLA's CPU thread pool. A waiting warp group blocks a thread in Mosaic's interpreter, so a pool with one thread
 # per core can deadlock.
 os.environ.setdefault("NPROC", "16")
+os.environ["JAXFT_COMPILATION_CACHE"] = "off"  # for commands that tests start
 
 import jax
 import pytest

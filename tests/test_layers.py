@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "jaxft"
 LAYERS = (
     ("_version",),
     ("dropout",),
-    ("atomic", "dispatch"),
+    ("atomic", "compilation_cache", "dispatch"),
     ("reference",),
     ("tuning",),
     ("kernels",),

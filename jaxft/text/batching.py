@@ -36,6 +36,7 @@ _CHUNKS = (512, 1024, 8192)
 _AHEAD = (3, 1)
 _CHARACTERS = 1 << 20  # maximum of a chunk of several texts; the tokenizer needs about 100 bytes for a character
 _IN_FLIGHT = 8  # batches queued on the device before the oldest result is read back
+_CUT_AHEAD = 32  # batches that are cut while the program of the first of them is compiled
 _LONG_WORK = 1000  # a terminal shows a progress bar by default above this number of texts
 _LEAST_TOKENS, _SHORTEST = 64, 32  # smallest `Bucket.capacity` and smallest `Bucket.longest`
 _MEDIUM_TOKENS = 1024  # capacities double up to here or up to the limit, and are multiplied by four after that
@@ -166,12 +167,19 @@ def _powers(base: int, first: int, last: int) -> list[int]:
     return [*found[:-1], last]
 
 
-class _Work(NamedTuple):
-    """A batch in flight on a device."""
+class _Cut(NamedTuple):
+    """A batch, with its texts."""
 
     positions: np.ndarray  # of its texts among all texts
     texts: Tokens  # to retry in smaller batches
     batch_size: int  # that the batch was cut with
+    batch: Batch
+
+
+class _Work(NamedTuple):
+    """A batch in flight on a device."""
+
+    cut: _Cut
     result: Any  # of `compute`; the error if starting the computation raised one
 
     @property
@@ -185,14 +193,20 @@ class Lane:
 
     Args:
       compute: starts a batch and returns its result.
-      is_ready: whether the device can start a batch at once. Otherwise, the first lane gets the batch.
+      is_ready: whether the device can start a batch at once. Otherwise, the first lane gets the batch. The first call
+        for a shape starts the compilation of its program.
+      wait: waits until the program of a batch is compiled.
       device: the device, for messages and as the key of its limits. None is the only one.
     """
 
     def __init__(
-        self, compute: Callable[[Batch], Any], is_ready: Callable[[Batch], bool] = lambda _: True, device: Any = None
+        self,
+        compute: Callable[[Batch], Any],
+        is_ready: Callable[[Batch], bool] = lambda _: True,
+        wait: Callable[[Batch], Any] = lambda _: None,
+        device: Any = None,
     ) -> None:
-        self.compute, self.is_ready, self.device = compute, is_ready, device
+        self.compute, self.is_ready, self.wait, self.device = compute, is_ready, wait, device
         self.in_flight: deque[_Work] = deque()
         self.is_retired = False  # whether its memory does not suffice for one text
 
@@ -382,6 +396,24 @@ class Batcher:
         results are a list of `Features`. If a device runs out of memory, its `batch_size` is halved for the batch, the
         rest of the call and later calls.
         """
+        for cut in self._compiled(self._cut_all(chunks, batch_size, lanes[0]), lanes[0]):
+            for lane in sorted(lanes, key=lambda lane: lane.load) if len(lanes) > 1 else lanes:
+                parts = self._fitting(cut, lane)
+                # The first lane takes every batch.
+                if lane is lanes[0] or (not lane.is_retired and all([lane.is_ready(part.batch) for part in parts])):
+                    break
+            for part in parts:
+                lane.in_flight.append(work := _started(part, lane))
+                # If the device has refused a batch, queue nothing more until all work in flight on it is done and this
+                # batch has been computed in smaller parts.
+                while len(lane.in_flight) > (0 if isinstance(work.result, Exception) else _IN_FLIGHT):
+                    yield from self._finish(lane.in_flight.popleft(), lane, lanes[0])
+        for lane in lanes:
+            while lane.in_flight:
+                yield from self._finish(lane.in_flight.popleft(), lane, lanes[0])
+
+    def _cut_all(self, chunks: Iterator[tuple[int, Tokens]], batch_size: int, lane: Lane) -> Iterator[_Cut]:
+        """Yields the batches of chunks, cut for a lane. What they hold does not depend on time."""
         positions, texts = np.empty(0, np.int64), Tokens.of([], with_types=self.with_types)
         for start, chunk in chunks:
             if len(chunk):
@@ -390,22 +422,28 @@ class Batcher:
                 order = np.argsort(-texts.lengths, kind="stable")
                 positions, texts = positions[order], texts.in_order(order)
             done = 0  # texts after the last full batch wait for the next chunk
-            for stop, lane, work in self._start(positions, texts, batch_size, lanes, last=len(chunk) == 0):
-                done = stop
-                lane.in_flight.append(work)
-                # If the device has refused a batch, queue nothing more until all work in flight on it is done and this
-                # batch has been computed in smaller parts.
-                while len(lane.in_flight) > (0 if isinstance(work.result, Exception) else _IN_FLIGHT):
-                    yield from self._finish(lane.in_flight.popleft(), lane, lanes[0])
+            for cut in self._cut(positions, texts, batch_size, lane, last=len(chunk) == 0):
+                done += len(cut.texts)
+                yield cut
             positions, texts = positions[done:], texts[done:]
-        for lane in lanes:
-            while lane.in_flight:
-                yield from self._finish(lane.in_flight.popleft(), lane, lanes[0])
 
-    def _start(
-        self, positions: np.ndarray, texts: Tokens, batch_size: int, lanes: Sequence[Lane], *, last: bool
-    ) -> Iterator[tuple[int, Lane, _Work]]:
-        """Starts batches of texts, sorted by decreasing length. Yields (number of texts started, lane, batch).
+    def _compiled(self, cuts: Iterator[_Cut], lane: Lane) -> Iterator[_Cut]:
+        """Yields the batches in their order. While a program is compiled, it cuts and compiles for later batches."""
+        waiting = deque[_Cut]()
+        for cut in cuts:
+            is_ready = lane.is_ready(cut.batch)  # starts the compilation
+            if is_ready and not waiting:
+                yield cut
+                continue
+            waiting.append(cut)
+            while waiting and (len(waiting) > _CUT_AHEAD or lane.is_ready(waiting[0].batch)):
+                yield waiting.popleft()
+        yield from waiting
+
+    def _cut(
+        self, positions: np.ndarray, texts: Tokens, batch_size: int, lane: Lane, *, last: bool
+    ) -> Iterator[_Cut]:  # fmt: skip
+        """Cuts texts, sorted by decreasing length, into batches of up to `batch_size` or what fits on the lane.
 
         Unless `last`, the texts that do not fill a batch are left.
         """
@@ -415,60 +453,55 @@ class Batcher:
         first = 0
         while first < len(texts):
             tokens, count = int(ends[-1] - ends[first]), len(texts) - first
-            for lane in sorted(lanes, key=lambda lane: lane.load) if len(lanes) > 1 else lanes:
-                size = min(batch_size, self._largest.get(lane.device, batch_size))
-                if not last and (tokens < size * self.limit if self.packed else count < size):
-                    return
-                if self.packed:
-                    bucket, stop = _bucket(_buckets(size, self.limit), int(lengths[first]), ends, first)
-                    part = texts[first:stop]
-                    batch = self._packed(part, bucket)
-                else:
-                    part = texts[first : first + size]
-                    batch = self._padded(part, size)
-                # The first lane takes every batch.
-                if lane is lanes[0] or (not lane.is_retired and lane.is_ready(batch)):
-                    break
+            size = min(batch_size, self._largest.get(lane.device, batch_size))
+            if not last and (tokens < size * self.limit if self.packed else count < size):
+                return
+            if self.packed:
+                bucket, stop = _bucket(_buckets(size, self.limit), int(lengths[first]), ends, first)
+                part = texts[first:stop]
+                batch = self._packed(part, bucket)
+            else:
+                part = texts[first : first + size]
+                batch = self._padded(part, size)
             stop = first + len(part)
-            result: Any
-            try:
-                result = lane.compute(batch)
-                for leaf in jax.tree.leaves(result):
-                    if isinstance(leaf, jax.Array):
-                        leaf.copy_to_host_async()
-            except jax.errors.JaxRuntimeError as error:
-                result = error
-            yield stop, lane, _Work(positions[first:stop], part, size, result)
+            yield _Cut(positions[first:stop], part, size, batch)
             first = stop
+
+    def _fitting(self, cut: _Cut, lane: Lane) -> Sequence[_Cut]:
+        """Returns the batch, or its texts in smaller batches if the memory of the lane is too small for it."""
+        if cut.batch_size <= self._largest.get(lane.device, cut.batch_size):
+            return [cut]
+        return [*self._cut(cut.positions, cut.texts, cut.batch_size, lane, last=True)]
 
     def _finish(self, work: _Work, lane: Lane, first: Lane) -> Iterator[tuple[np.ndarray, Any]]:
         """Yields the result of a batch. If memory ran out, computes its texts again in smaller batches."""
+        positions, texts, batch_size, _ = work.cut
         try:
             if isinstance(work.result, jax.errors.JaxRuntimeError):
                 raise work.result
             if isinstance(work.result, tuple):
-                result: Any = self._features(work.texts, *map(np.asarray, work.result))
+                result: Any = self._features(texts, *map(np.asarray, work.result))
             else:
-                result = np.asarray(work.result)[: len(work.positions)]
+                result = np.asarray(work.result)[: len(positions)]
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error) or (work.batch_size == 1 and lane is first):
+            if "RESOURCE_EXHAUSTED" not in str(error) or (batch_size == 1 and lane is first):
                 raise
         else:
-            yield work.positions, result
+            yield positions, result
             return
         on = "the device" if lane.device is None else f"the device {lane.device}"
-        half = max(work.batch_size // 2, 1)
-        if work.batch_size == 1:
+        half = max(batch_size // 2, 1)
+        if batch_size == 1:
             lane.is_retired, lane = True, first
             _log.warning("%s has too little memory for one text; going on without it", on)
-        elif half < self._largest.get(lane.device, work.batch_size):
+        elif half < self._largest.get(lane.device, batch_size):
             self._largest[lane.device] = half
             _log.warning(
                 "%s has too little memory for batches of %d tokens; going on with %d (batch_size=%d)",
-                on, work.batch_size * self.limit, half * self.limit, half,
+                on, batch_size * self.limit, half * self.limit, half,
             )  # fmt: skip
-        for _, _, part in self._start(work.positions, work.texts, half, [lane], last=True):
-            yield from self._finish(part, lane, first)
+        for part in self._cut(positions, texts, half, lane, last=True):
+            yield from self._finish(_started(part, lane), lane, first)
 
     def _features(self, texts: Tokens, tokens: np.ndarray, *pooled: np.ndarray) -> list[Features]:
         """Cuts the results of a batch into texts. The arrays are copies, which are small and can be written to."""
@@ -494,6 +527,18 @@ class Batcher:
         types = None if texts.type_ids is None else padded(texts.type_ids, 0)
         return Batch(padded(texts.ids, self.padding), types, lengths, longest)
 
+    def blanks(self, batch_size: int) -> list[Batch]:
+        """Returns a batch without texts of each shape that batches of up to `batch_size` have, small shapes first."""
+        nothing = Tokens.of([], with_types=self.with_types)
+        if self.packed:
+            shapes = sorted(_buckets(batch_size, self.limit), key=lambda bucket: bucket.capacity)
+            return [self._packed(nothing, bucket) for bucket in shapes]
+        found = []
+        for longest, rows in itertools.product(self._lengths, _powers(2, 1, batch_size)):
+            ids = np.full((rows, longest), self.padding, np.int32)
+            found.append(Batch(ids, np.zeros_like(ids) if self.with_types else None, np.ones(rows, np.int32), longest))
+        return sorted(found, key=lambda batch: batch.input_ids.size)
+
     def _packed(self, texts: Tokens, bucket: Bucket) -> Batch:
         def packed(tokens: np.ndarray, fill: int) -> np.ndarray:
             return np.pad(tokens, (0, bucket.capacity - len(tokens)), constant_values=fill)
@@ -502,6 +547,18 @@ class Batcher:
         begins[: len(texts) + 1] = texts.begins
         types = None if texts.type_ids is None else packed(texts.type_ids, 0)
         return Batch(packed(texts.ids, self.padding), types, begins, bucket.longest)
+
+
+def _started(cut: _Cut, lane: Lane) -> _Work:
+    """Starts a batch on a lane."""
+    try:
+        result = lane.compute(cut.batch)
+        for leaf in jax.tree.leaves(result):
+            if isinstance(leaf, jax.Array):
+                leaf.copy_to_host_async()
+    except jax.errors.JaxRuntimeError as error:
+        result = error
+    return _Work(cut, result)
 
 
 def _cause(model: nnx.Module) -> str:

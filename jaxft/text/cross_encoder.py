@@ -25,6 +25,7 @@ from jaxft.text import inputs as text_inputs
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import Batch, Bucket
 from jaxft.text.devices import Dealer
+from jaxft.text.inputs import Inputs
 from jaxft.text.text_encoder import Texts, read_files
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ ACTIVATIONS: dict[str, Activation] = embedding.ACTIVATIONS | {
     "LogSoftmax": jax.nn.log_softmax,
     "Softmin": lambda x: jax.nn.softmax(-x),
 }
+_ROWS = 1024  # most rows that a built-in activation gets at a time, a power of two
 
 
 class CrossEncoder:
@@ -272,6 +274,29 @@ class CrossEncoder:
             owner="CrossEncoder", argument=argument, is_pair=True,
         )  # fmt: skip
 
+    def warmup(
+        self, *, batch_size: int = 32, show_progress_bar: bool | None = None, devices: Any = None, **options: Any
+    ) -> None:  # fmt: skip
+        """Compiles all programs that calls of `predict` and `rank` with these options need, several at a time.
+
+        See `SentenceEncoder.warmup`.
+
+        Args:
+          batch_size: the `batch_size` of the calls.
+          show_progress_bar: whether to show progress on stderr. None shows it if stderr is a terminal.
+          devices: the `devices` of the calls. None takes those of calls with many pairs.
+          **options: other keyword arguments of `predict`, for example `apply_softmax`.
+
+        Raises:
+          TypeError: see `predict`.
+          ValueError: see `predict`.
+          jax.errors.JaxRuntimeError: a program cannot be compiled, or the memory of the device does not suffice.
+        """
+        inputs: Any = Inputs([], are_shapes=True)
+        self.predict(
+            inputs, batch_size=batch_size, show_progress_bar=show_progress_bar, devices=devices, **options
+        )  # fmt: skip
+
     def buckets(self, batch_size: int = 32) -> list[Bucket]:
         """Returns the shapes of packed batches. A program is compiled when a shape first occurs.
 
@@ -341,7 +366,8 @@ class CrossEncoder:
         batch_size = batching.check_batch_size("predict", batch_size)
         activation_fn = _checked_activation("predict", activation_fn) or self.activation_fn
         prompt = arguments.chosen_prompt("predict", self.prompts, self.default_prompt_name, prompt, prompt_name)
-        read = text_inputs.read_pairs("predict", "inputs", inputs)
+        is_read = isinstance(inputs, Inputs)  # from `warmup`
+        read = inputs if is_read else text_inputs.read_pairs("predict", "inputs", inputs)
         prompt_length = None
         if prompt and isinstance(self.model, EmbeddingModel) and not self.model.include_prompt:
             prompt_length = jnp.int32(tokenizer_files.prompt_length(self.tokenizer, prompt))
@@ -351,26 +377,41 @@ class CrossEncoder:
             return arrays, batch.input_ids, types, batch.lengths, batch.longest, prompt_length, rebuild
 
         parts = [*self._pairs.checked("predict", read.parts)]
-        lanes = self._dealer.lanes("predict", devices, self.model, self._score, given, one=len(parts[0]) == 1)
+        one = len(parts) == 1 and len(parts[0]) == 1
+        lanes = self._dealer.lanes("predict", devices, self.model, self._score, given, one=one)
+        if read.are_shapes:
+            blanks = self._pairs.batcher.blanks(batch_size)
+            self._dealer.warm_up(lanes, blanks, show_progress_bar=show_progress_bar)
+            if activation_fn in ACTIVATIONS.values():
+                for rows in (1 << power for power in range(_ROWS.bit_length())):
+                    self._activated(np.zeros((rows, self.num_labels), np.float32), activation_fn, apply_softmax)
+            return None
         (logits,) = self._pairs.batcher.compute_parts(
             parts, functools.partial(self._pairs.encodings, prompt), batch_size, lanes, model=self.model,
             width=self.num_labels, unit="pair", show_progress_bar=show_progress_bar,
         )  # fmt: skip
+        scores = self._activated(logits, activation_fn, apply_softmax)
+        if self.num_labels == 1:
+            scores = scores[:, 0]
+        scores = scores[0] if read.is_single else scores
+        return scores if convert_to_numpy else jnp.asarray(scores)
+
+    def _activated(self, logits: np.ndarray, activation_fn: Activation, apply_softmax: bool) -> np.ndarray:
+        """Returns the scores of logits `[n, num_labels]`, in an array that can be written to."""
         # The built-in activations treat each row by itself, so rows can be padded to a power of two. Without padding,
         # JAX would compile the activation for every number of pairs.
         count = len(logits)
-        if activation_fn in ACTIVATIONS.values():
-            logits = np.pad(logits, ((0, (1 << max(count - 1, 0).bit_length()) - count), (0, 0)))
+        size = min(1 << max(count - 1, 0).bit_length(), _ROWS)
+        if activation_fn in ACTIVATIONS.values() and count != size:
+            padded = np.pad(logits, ((0, -count % size if count else size), (0, 0)))
+            blocks = [self._activated(x, activation_fn, apply_softmax) for x in np.split(padded, len(padded) // size)]
+            return np.concatenate(blocks)[:count]
         scores: Any = jnp.asarray(activation_fn(jnp.asarray(logits)), jnp.float32)
         if scores.shape != logits.shape:
             raise ValueError(f"predict: activation_fn must return the shape {logits.shape}, got {scores.shape}")
         if self.num_labels > 1 and apply_softmax:
             scores = jax.nn.softmax(scores, axis=-1)
-        scores = np.array(scores)[:count]  # a copy, because NumPy views of JAX arrays are read-only
-        if self.num_labels == 1:
-            scores = scores[:, 0]
-        scores = scores[0] if read.is_single else scores
-        return scores if convert_to_numpy else jnp.asarray(scores)
+        return np.array(scores)  # a copy, because NumPy views of JAX arrays are read-only
 
     def rank(
         self,

@@ -2,7 +2,9 @@
 
 import functools
 import logging
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +13,7 @@ import jax
 from jaxft import dispatch
 from jaxft.models.bundled import Bundled
 from jaxft.ops.bundle import Rebuild
-from jaxft.text.batching import Batch, Lane
+from jaxft.text.batching import Batch, Lane, progress_bar
 
 Arguments = Callable[[list[Any], Rebuild, Batch], tuple[Any, ...]]  # the arguments of the function for a batch
 
@@ -21,9 +23,9 @@ _log = logging.getLogger("jaxft")
 class Dealer:
     """Computes batches of a model on one or several devices.
 
-    The first device compiles a program when its shape first occurs, as it does alone. Then threads compile the program
-    for the other devices. Until it is there, the first device takes the batches of this shape, so that no call waits
-    for more programs than on one device.
+    Threads compile the program of a shape when a lane is first asked whether it is ready for it. Until the program is
+    there for another device, the first device takes the batches of this shape, so that no call waits for more programs
+    than on one device.
 
     Args:
       bundled: keeps the model's arrays, and their copies on other devices.
@@ -33,6 +35,7 @@ class Dealer:
         self._bundled = bundled
         # By function, device, shape and static arguments. None is a program that cannot be had.
         self._programs: dict[Any, Future[Any] | None] = {}
+        self._guard = threading.Lock()  # held while a program is traced
 
     def lanes(
         self, where: str, devices: Any, model: Any, function: Any, arguments: Arguments, *, one: bool
@@ -54,44 +57,80 @@ class Dealer:
         is_home = first is None or (first == dispatch.default_device() and dispatch.homes(arrays) == {first})
 
         def given(device: jax.Device | None, batch: Batch) -> tuple[Any, ...]:
-            stay = device is None or (device == first and is_home)
-            return arguments(arrays if stay else self._bundled.on(device, arrays), rebuild, batch)
+            return arguments(arrays if device is None else self._bundled.on(device, arrays), rebuild, batch)
 
         def lane(device: jax.Device | None) -> Lane:
+            is_first = device == first
+            there = None if is_first and is_home else device  # None: where the arrays are
+
+            def program(batch: Batch) -> Future[Any] | None:
+                """Returns the program of a batch's shape, whose compilation the first call starts."""
+                _, *others = arguments([], rebuild, batch)
+                key = (function, there, *(getattr(x, "shape", x) for x in others))
+                if key not in self._programs:
+                    with self._guard:
+                        if key not in self._programs:
+                            self._programs[key] = start(batch)
+                return self._programs[key]
+
+            def start(batch: Batch) -> Future[Any] | None:
+                if not hasattr(function, "lower"):  # it is not jitted
+                    return None
+                try:
+                    with dispatch.traced_for(first):
+                        lowered = function.lower(*given(there, batch))
+                except jax.errors.JaxRuntimeError as error:
+                    report(error)
+                    return None
+                compiled = (_first_compilers() if is_first else _compilers()).submit(lowered.compile)
+                compiled.add_done_callback(lambda future: report(future.exception()))
+                return compiled
+
+            def report(error: BaseException | None) -> None:
+                if error is not None and not is_first:  # the call on the first device raises the error again
+                    _log.warning("batches of a shape are not computed on the device %s: %s", device, error)
+
+            def wait(batch: Batch) -> None:
+                if (compiled := program(batch)) is not None:
+                    compiled.exception()
+
             def compute(batch: Batch) -> Any:
+                wait(batch)  # before the end of the compilation, the call would compile once more
                 with dispatch.traced_for(first):
-                    return function(*given(device, batch))
+                    return function(*given(there, batch))
 
             def is_ready(batch: Batch) -> bool:
-                _, *others = arguments([], rebuild, batch)
-                key = (function, device, *(getattr(x, "shape", x) for x in others))
-                if key not in self._programs:
-                    self._programs[key] = None
-                    try:
-                        with dispatch.traced_for(first):
-                            lowered = function.lower(*given(device, batch))
-                    except jax.errors.JaxRuntimeError as error:
-                        _leave_out(device, error)
-                        return False
-                    self._programs[key] = compiled = _compilers().submit(lowered.compile)
-                    compiled.add_done_callback(lambda future: _leave_out(device, future.exception()))
-                program = self._programs[key]
-                return program is not None and program.done() and program.exception() is None
+                compiled = program(batch)
+                if compiled is None:
+                    return is_first
+                return compiled.done() and (is_first or compiled.exception() is None)
 
-            return Lane(compute, is_ready, device)
+            return Lane(compute, is_ready, wait, device)
 
         return [*map(lane, chosen or [None])]
+
+    def warm_up(self, lanes: Sequence[Lane], batches: Sequence[Batch], *, show_progress_bar: bool | None) -> None:
+        """Compiles the programs of batches for all lanes. On devices other than CPUs, it also runs each of them once.
+
+        `show_progress_bar=None` shows progress on a terminal.
+        """
+        show = sys.stderr.isatty() if show_progress_bar is None else show_progress_bar
+        work = [(lane, batch) for batch in reversed(batches) for lane in lanes]  # the largest take longest
+        with progress_bar(len(work), "program", show) as bar:
+            for lane, batch in work:
+                lane.is_ready(batch)
+            for lane, batch in work:
+                if dispatch.platform() == "cpu":
+                    lane.wait(batch)
+                else:
+                    jax.block_until_ready(lane.compute(batch))
+                bar.update(1)
 
     def wait(self) -> None:
         """Waits until the programs that threads compile are there."""
         for program in [*self._programs.values()]:
             if program is not None:
                 program.exception()
-
-
-def _leave_out(device: jax.Device | None, error: BaseException | None) -> None:
-    if error is not None:
-        _log.warning("batches of a shape are not computed on the device %s: %s", device, error)
 
 
 @functools.cache
@@ -102,3 +141,9 @@ def _say(message: str) -> None:
 @functools.cache
 def _compilers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=8, thread_name_prefix="jaxft-compile")
+
+
+@functools.cache
+def _first_compilers() -> ThreadPoolExecutor:
+    # Threads of their own: the programs of other devices do not delay the programs that a call waits for.
+    return ThreadPoolExecutor(max_workers=8, thread_name_prefix="jaxft-compile-first")

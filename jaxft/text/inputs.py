@@ -18,6 +18,7 @@ class Inputs(NamedTuple):
     parts: Iterable[Part]
     is_single: bool = False  # whether it is one text and not a sequence of texts
     are_chunks: bool = False  # whether there are any number of parts, each with its own results
+    are_shapes: bool = False  # whether the programs of all shapes are compiled instead
 
 
 def read(where: str, name: str, given: Any) -> Inputs:

@@ -346,6 +346,38 @@ class TextEncoder:
         """
         return self.encode(inputs, **self._task_options("document", options))
 
+    def warmup(
+        self, *, batch_size: int = 32, show_progress_bar: bool | None = None, devices: Any = None, **options: Any
+    ) -> None:  # fmt: skip
+        """Compiles all programs that calls of `encode` with these options need, several at a time.
+
+        Afterwards no call with these options compiles, whatever its texts. `use_compilation_cache` makes the programs
+        last beyond this process. On a GPU, each program also runs once.
+
+        Packed batches need one program for each of `buckets(batch_size)`. Padded batches need one for each length and
+        each number of texts, see `encode`. Another `batch_size`, `normalize_embeddings`, `truncate_dim` or
+        `output_value`, a task with a limit of its own, and a prompt that takes no part in the pooling need other
+        programs.
+
+        Args:
+          batch_size: the `batch_size` of the calls.
+          show_progress_bar: whether to show progress on stderr. None shows it if stderr is a terminal.
+          devices: the `devices` of the calls. None takes those of calls with many texts.
+          **options: other keyword arguments of the calls, for example `normalize_embeddings`. With `task`, the calls
+            are `encode_query` or `encode_document`.
+
+        Raises:
+          TypeError: see `encode`.
+          ValueError: see `encode`.
+          jax.errors.JaxRuntimeError: a program cannot be compiled, or the memory of the device does not suffice.
+        """
+        inputs: Any = Inputs([[]], are_shapes=True)
+        if options.get("task") in TASKS:
+            options = self._task_options(options.pop("task"), options)
+        self.encode(
+            inputs, batch_size=batch_size, show_progress_bar=show_progress_bar, devices=devices, **options
+        )  # fmt: skip
+
     def buckets(self, batch_size: int = 32) -> list[Bucket]:
         """Returns the shapes of packed batches. A program is compiled when a shape first occurs.
 
@@ -393,6 +425,10 @@ class TextEncoder:
         `arguments` are of the function `_embed`. See `Batcher.compute_parts`.
         """
         of_texts = self._texts(task)
+        if inputs.are_shapes:
+            lanes = self._dealer.lanes("warmup", devices, self.embedder, self._embed, arguments, one=False)
+            blanks = of_texts.batcher.blanks(batch_size)
+            return self._dealer.warm_up(lanes, blanks, show_progress_bar=show_progress_bar)
         parts: Iterable[Any] = of_texts.checked("encode", inputs.parts)
         parts = parts if inputs.are_chunks else [*parts]
         one = isinstance(parts, list) and len(parts[0]) == 1

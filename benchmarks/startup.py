@@ -1,0 +1,164 @@
+"""Times fresh processes: the first query and 3,000 texts, with a cold and a warm compilation cache, and `warmup`.
+
+Each case runs in a process of its own. MiniLM in bfloat16 on a GPU, in float32 elsewhere: the checkpoint that
+JAXFT_TEST_CHECKPOINT names, otherwise random weights of its shape. Prints one JSON object a case; times are in seconds.
+"""
+
+import argparse
+import collections
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+_FLAG = "--xla_gpu_autotune_level=0"
+# Case: (environment, arguments of the child). The second of a pair finds the programs of the first.
+CASES: dict[str, tuple[dict[str, str], list[str]]] = {
+    "cold": ({}, ["texts"]),
+    "warm": ({}, ["texts"]),
+    "cold, no autotuning": ({"XLA_FLAGS": _FLAG}, ["texts"]),
+    "warmup, then texts": ({}, ["warmup", "texts"]),
+    "warm warmup, then texts": ({}, ["warmup", "texts"]),
+    "shapes, without a cache": ({"JAXFT_COMPILATION_CACHE": "off"}, ["shapes"]),
+}
+
+
+def texts(count: int) -> list[str]:
+    """Returns texts of 1 to 60 words."""
+    rng = random.Random(0)
+    words = "a bird sings in the old tree rain falls on river house people live".split()
+    return [" ".join(rng.choices(words, k=rng.randint(1, 60))) for _ in range(count)]
+
+
+def write_model(folder: Path) -> None:
+    """Writes a model of MiniLM's shape with random weights."""
+    from flax import nnx
+
+    from jaxft.models.bert import BertConfig, BertModel
+
+    config = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
+    BertModel(config, rngs=nnx.Rngs(0)).save_pretrained(folder)
+    known = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted({w for text in texts(100) for w in text.split()})]
+    (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in known))
+    settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": True, "model_max_length": 512}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def child(folder: str, steps: list[str]) -> dict[str, Any]:
+    """Runs the steps in this process and returns their times."""
+    found: dict[str, Any] = {}
+    begin = time.perf_counter()
+
+    def lap(name: str) -> None:
+        nonlocal begin
+        found[name] = round(time.perf_counter() - begin, 4)
+        begin = time.perf_counter()
+
+    import jax
+    import jax.monitoring
+    import numpy as np
+
+    import jaxft
+
+    spent: dict[str, list[float]] = collections.defaultdict(list)
+    names = {"jaxpr_trace": "trace", "jaxpr_to_mlir_module": "lower", "backend_compile": "compile"}
+
+    def listen(event: str, seconds: float, **_: Any) -> None:
+        for part, name in names.items():
+            if part in event:
+                spent[name].append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    jaxft.use_compilation_cache()
+    gpu = jax.default_backend() == "gpu"
+    lap("import")
+    encoder = jaxft.SentenceEncoder.from_pretrained(folder, dtype="bfloat16" if gpu else "float32")
+    lap("load")
+    given = texts(3000 if gpu else 300)
+
+    def count(name: str) -> None:
+        found[f"{name}, programs"] = len(spent["compile"])
+        found[f"{name}, largest compile"] = round(max(spent["compile"], default=0.0), 3)
+        found[f"{name}, lower and compile"] = [round(sum(spent[part]), 3) for part in ("lower", "compile")]
+        spent.clear()
+
+    spent.clear()
+    if "warmup" in steps:
+        encoder.warmup()
+        lap("warmup")
+        count("warmup")
+    if "texts" in steps:
+        begin = time.perf_counter()
+        encoder.encode("how many people live in the old house?")
+        lap("first query")
+        count("first query")
+        begin = time.perf_counter()
+        encoder.encode(given)
+        lap("texts")
+        count("texts")
+        for name in ("texts, second", "texts, third"):
+            begin = time.perf_counter()
+            encoder.encode(given)
+            lap(name)
+        times = []
+        for text in given[:300]:
+            start = time.perf_counter()
+            encoder.encode(text)
+            times.append(time.perf_counter() - start)
+        found["query, p50 p95"] = np.percentile(times, (50, 95)).round(6).tolist()
+    if "shapes" in steps:
+        arrays, rebuild = encoder._bundled(encoder.embedder)
+        batches = encoder._texts(None).batcher.blanks(32)
+        for batch in batches[:: 1 if gpu else 20]:
+            given_batch = arrays, batch.input_ids, batch.lengths, batch.longest, (None, False, False), rebuild
+            begin = time.perf_counter()
+            traced = encoder._embed.trace(*given_batch)
+            parts = [time.perf_counter()]
+            lowered = traced.lower()
+            parts.append(time.perf_counter())
+            lowered.compile()
+            parts.append(time.perf_counter())
+            shape = f"{batch.input_ids.shape} {len(batch.lengths)} {batch.longest}"
+            found[shape] = [round(b - a, 3) for a, b in zip([begin, *parts], parts, strict=False)]
+            found[shape].append(lowered.as_text().count("custom_call"))
+    return found | {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--child", nargs="+", help="the folder and the steps, for the processes that this one starts")
+    args = parser.parse_args()
+    if args.child:
+        folder, *steps = args.child
+        print(json.dumps(child(folder, steps)))
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = os.environ.get("JAXFT_TEST_CHECKPOINT", "")
+        if not os.path.isdir(folder):
+            folder = os.path.join(scratch, "model")
+            # In a process of its own, which gives the GPU's memory back.
+            code = "import sys, pathlib, startup; startup.write_model(pathlib.Path(sys.argv[1]))"
+            os.mkdir(folder)
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(["benchmarks", *sys.path[1:]])}
+            subprocess.run([sys.executable, "-c", code, folder], check=True, env=environment)
+        cache = ""
+        for name, (environment, steps) in CASES.items():
+            if "warm " not in f"{name} ":
+                cache = tempfile.mkdtemp(dir=scratch)
+            start = time.perf_counter()
+            done = subprocess.run(
+                [sys.executable, __file__, "--child", folder, *steps], stdout=subprocess.PIPE, text=True,
+                env=os.environ | {"JAXFT_COMPILATION_CACHE": cache} | environment,
+            )  # fmt: skip
+            head = {"case": name, "process": round(time.perf_counter() - start, 2)}
+            print(json.dumps(head | (json.loads(done.stdout) if done.returncode == 0 else {"failed": done.returncode})))
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

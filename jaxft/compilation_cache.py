@@ -1,0 +1,115 @@
+"""A folder that keeps compiled programs for later processes, by JAX's persistent compilation cache."""
+
+import contextlib
+import errno
+import os
+import re
+import stat
+import sys
+from pathlib import Path
+
+import filelock
+import jax
+import platformdirs
+from jax.experimental.compilation_cache import compilation_cache as jax_cache
+
+#: Environment variable with the folder, or "off".
+VARIABLE = "JAXFT_COMPILATION_CACHE"
+
+_PROGRAM = re.compile(r".+-[0-9a-f]{64}-cache")  # JAX's name for the file of a program
+_PATIENCE = 10.0  # seconds to wait for the lock, as long as JAX waits
+_LAST_TO_GO = b"\xff" * 8  # time of use of files that are no programs, so that JAX evicts them after all programs
+
+
+def use_compilation_cache(path: str | os.PathLike[str] | None = None, *, max_bytes: int = 1 << 30) -> Path | None:
+    """Keeps compiled programs in a folder, so that later processes load them instead of compiling them again.
+
+    Call it before the first program is compiled. It sets JAX's persistent compilation cache for the whole process, so
+    that programs of other JAX code are kept too. jaxft never calls it by itself, except in the command line.
+
+    The folder holds executable code. It is created with mode 0700. A folder that another user can write to is refused.
+    Programs of other versions of JAX, other devices and other compiler flags may be in the same folder. Several
+    processes may use it at the same time. This call removes programs that were changed after JAX wrote them, and
+    programs that are incomplete because a process was killed or the disk was full. JAX ignores what is damaged later
+    and warns.
+
+    Args:
+      path: the folder. None takes the environment variable JAXFT_COMPILATION_CACHE, or else the folder
+        `jaxft/programs` of the user's cache, which is `~/.cache/jaxft/programs` on Linux.
+      max_bytes: maximum size of all programs. Above it, JAX removes the programs that were not used for the longest
+        time.
+
+    Returns:
+      The folder, or None if `path` is None and JAXFT_COMPILATION_CACHE is "off".
+
+    Raises:
+      TypeError: `path` is not a string or path.
+      ValueError: `max_bytes` is not a positive integer.
+      OSError: the folder cannot be created, read or written, belongs to another user, or others can write to it. The
+        message names the folder and the reason.
+    """
+    if path is not None and not isinstance(path, str | os.PathLike):
+        raise TypeError(f"use_compilation_cache: path must be None, a str or a path, got {type(path).__name__}")
+    if type(max_bytes) is not int or max_bytes < 1:
+        raise ValueError(f"use_compilation_cache: max_bytes must be a positive integer, got {max_bytes!r}")
+    given = os.environ.get(VARIABLE) or None if path is None else path
+    if path is None and given == "off":
+        return None
+    folder = platformdirs.user_cache_path("jaxft") / "programs" if given is None else Path(given)
+    try:
+        folder = folder.expanduser().absolute()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check(folder)
+        _remove_damaged(folder)
+    except (OSError, RuntimeError) as error:  # a RuntimeError says that there is no home, or that there are no locks
+        reason = getattr(error, "strerror", None) or error
+        code = getattr(error, "errno", None) or errno.EIO
+        raise OSError(code, f"use_compilation_cache: cannot use the folder {folder}: {reason}") from error
+    options = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_compilation_cache_max_size": max_bytes,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+        # XLA's own caches do not count for `max_bytes`, and a damaged file in them is an error of the compilation.
+        "jax_persistent_cache_enable_xla_caches": "none",
+    }
+    for name, value in options.items():
+        jax.config.update(name, value)
+    jax_cache.reset_cache()
+    return folder
+
+
+def _check(folder: Path) -> None:
+    """Raises an OSError if another user can write to the folder."""
+    if sys.platform == "win32":
+        return
+    # A link could be another user's too.
+    if {folder.lstat().st_uid, folder.stat().st_uid} != {os.geteuid()}:
+        raise PermissionError(errno.EPERM, "it belongs to another user, and compiled programs are executable code")
+    if (mode := stat.S_IMODE(folder.stat().st_mode)) & 0o022:
+        raise PermissionError(errno.EPERM, f"other users can write to it (mode {mode:04o}); `chmod go-w` helps")
+
+
+def _remove_damaged(folder: Path) -> None:
+    with filelock.FileLock(folder / ".lockfile", timeout=_PATIENCE):  # the lock that JAX takes
+        for file in folder.glob("*-cache"):
+            used = file.with_name(file.name.removesuffix("-cache") + "-atime")
+            if _is_complete(file, used):
+                continue
+            if _PROGRAM.fullmatch(file.name):
+                with contextlib.suppress(OSError):
+                    file.unlink()
+                    used.unlink()
+            if file.exists():  # JAX 0.10 keeps no programs where one of these files has no time of use
+                used.write_bytes(_LAST_TO_GO)
+
+
+def _is_complete(file: Path, used: Path) -> bool:
+    """Returns whether a file is as JAX wrote it. JAX writes the time of use after the program, and at each use."""
+    try:
+        program, time = file.lstat(), used.lstat()
+    except FileNotFoundError:
+        return False
+    is_own = sys.platform == "win32" or program.st_uid == os.geteuid()
+    is_time = time.st_size == len(_LAST_TO_GO) and program.st_mtime_ns <= time.st_mtime_ns
+    return is_own and is_time and stat.S_ISREG(program.st_mode)

@@ -1,0 +1,240 @@
+"""`warmup` compiles exactly the programs that later calls need, and calls compile several programs at a time."""
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import jax.monitoring
+import numpy as np
+import pytest
+
+import peer_models
+import tiny
+from jaxft import cli
+from jaxft.text import batching, devices
+from jaxft.text.cross_encoder import CrossEncoder
+from jaxft.text.multi_vector_encoder import MultiVectorEncoder
+from jaxft.text.sentence_encoder import SentenceEncoder
+from jaxft.text.sparse_encoder import SparseEncoder
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXTS = [" ".join(random.Random(i).choices(tiny.WORDS, k=1 + i * 7 % 70)) for i in range(150)]
+COUNTS = (1, 2, 3, 4, 5, 9, 150)
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture
+def compiled():
+    """Programs that are compiled, a name for each."""
+    found: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(
+        listen := lambda event, *_, **__: found.append(event) if event == COMPILED else None
+    )
+    yield found
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.write_sentence_model(tmp_path_factory.mktemp("model"))
+
+
+def load(kind, folder, tmp_path, packed):
+    """Returns an encoder, and functions that compute all texts and a single one."""
+    if kind == "sentence":
+        encoder = SentenceEncoder.from_pretrained(folder, packed=packed)
+        return encoder, encoder.encode, {"batch_size": 4}
+    if kind == "cross":
+        encoder = CrossEncoder.from_pretrained(tiny.write_classifier(tmp_path), packed=packed)
+        return encoder, lambda texts, **o: encoder.predict([("rain", text) for text in texts], **o), {"batch_size": 4}
+    if kind == "sparse":
+        peer_models.write(tmp_path / "splade", "splade")
+        encoder = SparseEncoder.from_pretrained(tmp_path / "splade", packed=packed)
+        return encoder, encoder.encode, {"batch_size": 4}
+    peer_models.write_stanford(tmp_path / "colbert", None)
+    encoder = MultiVectorEncoder.from_pretrained(tmp_path / "colbert", packed=packed)
+    return encoder, encoder.encode, {"batch_size": 4}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["sentence", "sparse", "multi-vector", "cross"])
+def test_nothing_compiles_after_warmup(kind, folder, tmp_path, packed, compiled):
+    encoder, compute, options = load(kind, folder, tmp_path, packed)
+    encoder.max_seq_length = 24
+    assert encoder.warmup(**options) is None
+    shapes = len(encoder._dealer._programs)
+    assert shapes == (len(encoder.buckets(4)) if packed else 2 * 3)  # two lengths, and 1, 2 or 4 rows
+    assert len(compiled) >= shapes
+    compiled.clear()
+    for count in COUNTS:
+        compute(TEXTS[:count], **options)
+    assert compiled == [] and len(encoder._dealer._programs) == shapes
+    encoder.warmup(**options)
+    assert compiled == []
+
+
+def test_sentence_encoder_compiles_nothing_but_the_shapes(folder, compiled):
+    encoder = SentenceEncoder.from_pretrained(folder, packed=True)
+    encoder.encode("rain", batch_size=4)  # programs of no shape, if there are any
+    compiled.clear()
+    encoder.warmup(batch_size=4)
+    assert len(compiled) == len(encoder.buckets(4)) - 1
+
+
+@pytest.mark.parametrize("options", [
+    {"normalize_embeddings": True}, {"truncate_dim": 8}, {"output_value": None}, {"prompt": "the bird "},
+    {"precision": "int8"},
+])  # fmt: skip
+def test_warmup_takes_the_options_of_calls(folder, options, compiled):
+    encoder = SentenceEncoder.from_pretrained(folder, packed=True, max_seq_length=16)
+    encoder.warmup(batch_size=1, **options)
+    compiled.clear()
+    encoder.encode(TEXTS[:9], batch_size=1, **options)
+    assert compiled == []
+
+
+def test_warmup_of_a_task_compiles_for_its_calls(tmp_path, compiled):
+    peer_models.write_stanford(tmp_path / "colbert", None)
+    encoder = MultiVectorEncoder.from_pretrained(tmp_path / "colbert", packed=True)
+    for task, method in (("query", encoder.encode_query), ("document", encoder.encode_document)):
+        encoder.warmup(batch_size=2, task=task)
+        compiled.clear()
+        method(TEXTS[:40], batch_size=2)
+        assert compiled == []
+
+
+def test_many_scores_need_no_further_program(tmp_path, compiled):
+    encoder = CrossEncoder.from_pretrained(tiny.write_classifier(tmp_path, num_labels=3), packed=True, max_length=8)
+    encoder.warmup(batch_size=8, apply_softmax=True)
+    compiled.clear()
+    pairs = [("rain", "bird")] * 2500
+    scores = encoder.predict(pairs, batch_size=8, apply_softmax=True)
+    assert compiled == [] and scores.shape == (2500, 3)
+    np.testing.assert_allclose(scores, np.tile(scores[:1], (2500, 1)), atol=1e-5)
+
+
+@pytest.mark.parametrize(("options", "error"), [
+    ({"batch_size": 0}, ValueError), ({"prompt_name": "none"}, ValueError), ({"task": "x"}, ValueError),
+    ({"show_progress_bar": 3}, TypeError), ({"device": "cpu"}, TypeError), ({"devices": [99]}, ValueError),
+])  # fmt: skip
+def test_wrong_options_are_errors(folder, options, error):
+    with pytest.raises(error):
+        SentenceEncoder.from_pretrained(folder).warmup(**options)
+
+
+def test_progress_counts_programs(folder, capsys):
+    encoder = SentenceEncoder.from_pretrained(folder, packed=True)
+    encoder.warmup(batch_size=1, show_progress_bar=True)
+    count = len(encoder.buckets(1))
+    assert f"{count}/{count}" in capsys.readouterr().err
+    encoder.warmup(batch_size=1)
+    assert capsys.readouterr().err == ""
+
+
+# --- Programs of later batches ----------------------------------------------------------------------------------
+
+
+class Held:
+    """An executor that holds its tasks until `release`."""
+
+    def __init__(self):
+        self.tasks = []
+
+    def submit(self, function):
+        self.tasks.append((future := devices.Future(), function))
+        return future
+
+    def release(self):
+        for future, function in self.tasks:
+            future.set_result(function())
+
+
+def test_later_programs_compile_before_the_first_is_there(folder, monkeypatch):
+    encoder = SentenceEncoder.from_pretrained(folder, packed=True)
+    expected = encoder.encode(TEXTS, batch_size=4)
+    shapes = len(encoder._dealer._programs)
+    assert shapes > 1
+    again, held = SentenceEncoder.from_pretrained(folder, packed=True), Held()
+    monkeypatch.setattr(devices, "_first_compilers", lambda: held)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(again.encode(TEXTS, batch_size=4)))
+    thread.start()
+    while len(held.tasks) < shapes:
+        assert thread.is_alive()
+        thread.join(0.01)
+    held.release()
+    thread.join()
+    np.testing.assert_array_equal(found[0], expected)
+
+
+def test_program_that_cannot_be_compiled_is_an_error(folder, monkeypatch):
+    encoder, held = SentenceEncoder.from_pretrained(folder, packed=True), Held()
+    monkeypatch.setattr(devices, "_first_compilers", lambda: held)
+
+    def fail(function):
+        future = devices.Future()
+        future.set_exception(jax.errors.JaxRuntimeError("INTERNAL: no"))
+        return future
+
+    monkeypatch.setattr(held, "submit", fail)
+    assert encoder.encode("rain").shape == (tiny.WIDTH,)  # the call compiles by itself, and may succeed
+
+
+def test_threads_compile_a_program_once(folder, compiled):
+    encoder = SentenceEncoder.from_pretrained(folder, packed=True)
+    expected = SentenceEncoder.from_pretrained(folder, packed=True).encode("rain")
+    compiled.clear()
+    found = [None] * 6
+
+    def call(i):
+        found[i] = encoder.encode("rain")
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(len(found))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(compiled) == 1
+    for one in found:
+        np.testing.assert_array_equal(one, expected)
+
+
+def test_at_most_twenty_programs_at_512_tokens():
+    assert len(batching.buckets(32, 512)) <= 20
+
+
+# --- The command line --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("command", "options"), [
+    ("encode", ["--normalize"]), ("similar", []), ("rerank", []),
+])  # fmt: skip
+def test_command_compiles_for_a_command(folder, tmp_path, capsys, monkeypatch, command, options):
+    monkeypatch.delenv("JAXFT_COMPILATION_CACHE")
+    model = tiny.write_classifier(tmp_path) if command == "rerank" else folder
+    arguments = ["--model", str(model), "--batch-size", "1", "--max-seq-length", "16", "--for", command, *options]
+    assert cli.main(["warmup", *arguments]) == 0
+    output = capsys.readouterr()
+    assert output.out == "" and "program/s" in output.err and "jaxft: ready after " in output.err
+
+
+def test_command_finds_the_programs_of_warmup(folder, tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAXFT_COMPILATION_CACHE": str(tmp_path)}
+    common = ["--model", str(folder), "--batch-size", "1", "--max-seq-length", "24"]
+    sizes = []
+    for command in (["warmup", *common], ["encode", *common, "-o", "-"]):
+        subprocess.run(
+            [sys.executable, "-m", "jaxft.cli", *command], input="\n".join(TEXTS[:30]) + "\n", env=environment,
+            capture_output=True, check=True, text=True,
+        )  # fmt: skip
+        sizes.append(len([*tmp_path.glob("jit_embed-*-cache")]))
+    assert sizes == [2, 2]  # one row of 16 or 24 tokens
+
+
+def test_command_needs_the_cache(folder, capsys):
+    assert cli.main(["warmup", "--model", str(folder), "--no-compilation-cache"]) == 2
+    assert "warmup needs the compilation cache" in capsys.readouterr().err
