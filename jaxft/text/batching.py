@@ -304,6 +304,21 @@ class Batcher:
             while open_parts:  # parts without texts
                 yield open_parts.popleft().results
 
+    def shapes(self, batch_size: int) -> Iterator[Batch]:
+        """Yields a batch of each shape that texts may get."""
+
+        def texts(count: int, length: int) -> Tokens:
+            ids = np.zeros(count * length, np.int32)
+            return Tokens(np.arange(count + 1, dtype=np.int64) * length, ids, ids if self.with_types else None)
+
+        if self.packed:
+            for bucket in _buckets(batch_size, self.limit):
+                yield self._packed(texts(0, 0), bucket)
+            return
+        for length in self._lengths:
+            for rows in _powers(2, 1, batch_size):
+                yield self._padded(texts(rows, length), batch_size)
+
     def tokenised(
         self, texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "Iterable[Encoding]"]
     ) -> Generator[tuple[int, Tokens]]:

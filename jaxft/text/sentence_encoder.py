@@ -211,8 +211,56 @@ class SentenceEncoder(TextEncoder):
           ValueError: the parameters have no values yet.
         """
         arguments.refuse("save_pretrained", others)
+        self._write(folder)
+
+    def _write(self, folder: str | os.PathLike[str], **own: Any) -> None:
         settings = {"model_type": "SentenceTransformer", **self._settings()}
-        self._save(folder, settings | ({} if self.truncate_dim is None else {"truncate_dim": self.truncate_dim}))
+        settings |= {} if self.truncate_dim is None else {"truncate_dim": self.truncate_dim}
+        self._save(folder, settings, **own)
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        batch_size: int = 32,
+        output_value: str | None = "sentence_embedding",
+        normalize_embeddings: bool = False,
+        truncate_dim: int | None = None,
+        show_progress_bar: bool | None = None,
+    ) -> None:
+        """Writes a folder that `from_exported` loads: that of `save_pretrained`, with a program for each batch shape.
+
+        The programs are those that `encode` needs for texts of up to `max_seq_length` tokens, queries and documents,
+        with the arguments of the same names. `jax.export` serialises them. They have no weights, which are in
+        model.safetensors once. They are for the device that `encode` would compute on. Inside
+        `jaxft.dispatch.target`, they are for that device. docs/export.md describes the folder.
+
+        Args:
+          path: the folder. It is created if it does not exist. All files are complete before one of them gets its final
+            name, and an earlier export there is replaced.
+          batch_size: the `batch_size` of `encode`.
+          output_value: the `output_value` of `encode`.
+          normalize_embeddings: the `normalize_embeddings` of `encode`.
+          truncate_dim: the `truncate_dim` of `encode`.
+          show_progress_bar: whether to show progress on stderr. None shows it for more than 1,000 programs.
+
+        Raises:
+          TypeError: `path` is not a string or path.
+          NotADirectoryError: `path` is a file.
+          ValueError: `batch_size` or `truncate_dim` is not a positive integer, `output_value` is unknown, or a
+            parameter has another dtype than the encoder, so that the folder could not be loaded with it.
+        """
+        arguments.check_flags("export", normalize_embeddings=normalize_embeddings, show_progress_bar=show_progress_bar)
+        if output_value not in _OUTPUT_VALUES:
+            raise ValueError(f"export: output_value must be one of {_OUTPUT_VALUES}, got {output_value!r}")
+        last_steps = self._last_steps("export", truncate_dim, normalize_embeddings, output_value)
+        # With and without a prompt, where they make different programs.
+        lengths = [None] if last_steps[2] is False and self.embedder.include_prompt else [None, np.int32(0)]
+        self._export(
+            path, [functools.partial(_given, last_steps, length) for length in lengths], batch_size,
+            show_progress_bar, output_value=output_value, normalize_embeddings=normalize_embeddings,
+            truncate_dim=truncate_dim,
+        )  # fmt: skip
 
     @property
     def truncate_dim(self) -> int | None:
@@ -337,24 +385,18 @@ class SentenceEncoder(TextEncoder):
         inputs = arguments.one_of("encode", inputs=inputs, sentences=sentences)
         known = ("output_value", output_value, _OUTPUT_VALUES), ("precision", precision, (*PRECISIONS,))
         read, prompt, batch_size = self._start(inputs, prompt, prompt_name, batch_size, task, known)
-        width = self.truncate_dim if truncate_dim is None else _checked_width("encode", truncate_dim)
+        last_steps = self._last_steps("encode", truncate_dim, normalize_embeddings, output_value)
         is_embedding = output_value == "sentence_embedding"
         check_unused("encode", precision, ranges=ranges, calibration=calibration)
         if precision != "float32" and not is_embedding:
             raise ValueError(f"encode: precision {precision!r} needs output_value 'sentence_embedding'")
-        if width is not None and width >= self.embedder.embedding_dimension:
-            width = None
         prompt_length = None
         if prompt and not (is_embedding and self.embedder.include_prompt):
             prompt_length = np.int32(
                 tokenizer_files.prompt_length(self._by_length[self.max_seq_length].tokenizer, prompt)
             )
-        # Normalising twice changes nothing but the rounding.
-        modules = self.embedder.modules
-        again = normalize_embeddings and not (width is None and modules and isinstance(modules[-1], Normalize))
-        last_steps = width, again and is_embedding, not is_embedding
         # Before the texts, which may take hours, so that mistakes are found at once.
-        size, limits = width or self.embedder.embedding_dimension, None
+        size, limits = last_steps[0] or self.embedder.embedding_dimension, None
         if precision in ("int8", "uint8"):
             if ranges is not None:
                 limits = as_ranges("encode", ranges, size)
@@ -368,9 +410,6 @@ class SentenceEncoder(TextEncoder):
                 raise ValueError(f"encode_iter: {precision} needs ranges or calibration, the same for all chunks")
             elif len([*read.parts][0]) == 1:
                 raise ValueError(f"encode: {precision} ranges of a single text say nothing: pass ranges or calibration")
-
-        def given(arrays: list[Any], rebuild: Rebuild, batch: Batch) -> tuple[Any, ...]:
-            return arrays, batch.input_ids, batch.lengths, batch.longest, last_steps, rebuild, prompt_length
 
         # The embeddings of a batch are quantized while the device computes others, unless all of them give the ranges.
         needs_all, options = precision in ("int8", "uint8") and limits is None, {}
@@ -393,7 +432,8 @@ class SentenceEncoder(TextEncoder):
             return result if convert_to_numpy else jnp.asarray(result)
 
         return self._compute(
-            read, prompt, task, batch_size, given, devices, finish, show_progress_bar,
+            read, prompt, task, batch_size, functools.partial(_given, last_steps, prompt_length), devices, finish,
+            show_progress_bar,
             width=size if is_embedding else None, **options,
         )  # fmt: skip
 
@@ -428,6 +468,18 @@ class SentenceEncoder(TextEncoder):
         """
         return SIMILARITIES[self.similarity_fn_name].pairwise(embeddings1, embeddings2)
 
+    def _last_steps(
+        self, where: str, truncate_dim: Any, normalize_embeddings: bool, output_value: str | None
+    ) -> tuple[int | None, bool, bool]:
+        """Returns the steps after the modules: the width, whether to normalise, whether to return tokens as well."""
+        width = self.truncate_dim if truncate_dim is None else _checked_width(where, truncate_dim)
+        if width is not None and width >= self.embedder.embedding_dimension:
+            width = None
+        # Normalising twice changes nothing but the rounding.
+        modules, is_embedding = self.embedder.modules, output_value == "sentence_embedding"
+        again = normalize_embeddings and not (width is None and modules and isinstance(modules[-1], Normalize))
+        return width, again and is_embedding, not is_embedding
+
     def _calibration(self, calibration: Any, **options: Any) -> Any:
         """Returns the embeddings of `calibration` if it has texts, else `calibration`."""
         if isinstance(calibration, np.ndarray | jax.Array) and jnp.issubdtype(calibration.dtype, jnp.floating):
@@ -446,6 +498,12 @@ class SentenceEncoder(TextEncoder):
         if prompt_length is not None:
             features["prompt_length"] = prompt_length
         return features | {"token_embeddings": convert(found.tokens), "sentence_embedding": convert(found.pooled)}
+
+
+def _given(
+    last_steps: tuple[Any, ...], prompt_length: np.int32 | None, arrays: list[Any], rebuild: Rebuild, batch: Batch
+) -> tuple[Any, ...]:
+    return arrays, batch.input_ids, batch.lengths, batch.longest, last_steps, rebuild, prompt_length
 
 
 def _checked_width(where: str, value: Any) -> int | None:
