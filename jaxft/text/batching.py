@@ -304,21 +304,6 @@ class Batcher:
             while open_parts:  # parts without texts
                 yield open_parts.popleft().results
 
-    def shapes(self, batch_size: int) -> Iterator[Batch]:
-        """Yields a batch of each shape that texts may get."""
-
-        def texts(count: int, length: int) -> Tokens:
-            ids = np.zeros(count * length, np.int32)
-            return Tokens(np.arange(count + 1, dtype=np.int64) * length, ids, ids if self.with_types else None)
-
-        if self.packed:
-            for bucket in _buckets(batch_size, self.limit):
-                yield self._packed(texts(0, 0), bucket)
-            return
-        for length in self._lengths:
-            for rows in _powers(2, 1, batch_size):
-                yield self._padded(texts(rows, length), batch_size)
-
     def tokenised(
         self, texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "Iterable[Encoding]"]
     ) -> Generator[tuple[int, Tokens]]:
@@ -506,6 +491,18 @@ class Batcher:
 
         types = None if texts.type_ids is None else padded(texts.type_ids, 0)
         return Batch(padded(texts.ids, self.padding), types, lengths, longest)
+
+    def blanks(self, batch_size: int) -> list[Batch]:
+        """Returns a batch without texts of each shape that batches of up to `batch_size` have, small shapes first."""
+        nothing = Tokens.of([], with_types=self.with_types)
+        if self.packed:
+            shapes = sorted(_buckets(batch_size, self.limit), key=lambda bucket: bucket.capacity)
+            return [self._packed(nothing, bucket) for bucket in shapes]
+        found = []
+        for longest, rows in itertools.product(self._lengths, _powers(2, 1, batch_size)):
+            ids = np.full((rows, longest), self.padding, np.int32)
+            found.append(Batch(ids, np.zeros_like(ids) if self.with_types else None, np.ones(rows, np.int32), longest))
+        return sorted(found, key=lambda batch: batch.input_ids.size)
 
     def _packed(self, texts: Tokens, bucket: Bucket) -> Batch:
         def packed(tokens: np.ndarray, fill: int) -> np.ndarray:

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,12 +73,13 @@ def contents(
     arrays, rebuild = bundle(model, implementation="xla" if implementation == "xla" else None)
     calls: dict[Any, tuple[Any, ...]] = {}
     for batcher in batchers:
-        for batch in batcher.shapes(batch_size):
+        for batch in batcher.blanks(batch_size):
             for arguments in variants:
                 call = arguments(arrays, rebuild, batch)
                 calls.setdefault(_key(call), call)
     files: dict[str, Any] = {}
-    with batching.progress_bar(len(calls), "program", show_progress_bar) as bar:
+    show = sys.stderr.isatty() if show_progress_bar is None else show_progress_bar
+    with batching.progress_bar(len(calls), "program", show) as bar:
         for call in calls.values():
             files[_PROGRAM.format(len(files))] = _serialised(function, call)
             bar.update()

@@ -242,7 +242,7 @@ class SentenceEncoder(TextEncoder):
           output_value: the `output_value` of `encode`.
           normalize_embeddings: the `normalize_embeddings` of `encode`.
           truncate_dim: the `truncate_dim` of `encode`.
-          show_progress_bar: whether to show progress on stderr. None shows it for more than 1,000 programs.
+          show_progress_bar: whether to show progress on stderr. None shows it if stderr is a terminal.
 
         Raises:
           TypeError: `path` is not a string or path.
