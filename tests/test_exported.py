@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import jax
@@ -151,25 +152,22 @@ def test_a_new_process_computes_without_tracing(folder, tmp_path):
     np.testing.assert_array_equal(np.load(tmp_path / "x.npy"), embedder().encode(TEXTS, **SIZE))
 
 
-def test_threads_get_the_bits_of_one(folder):
-    """Eight threads call one encoder, jitted or exported, with texts of different shapes."""
-    texts = [TEXTS[i % 3 :] * (1 + i % 2) for i in range(8)]
-    for encoder in (embedder(max_seq_length=64), SentenceEncoder.from_exported(folder)):
-        expected = [embedder(max_seq_length=encoder.max_seq_length).encode(each, **SIZE) for each in texts]
-        found, start = [None] * 8, threading.Barrier(8)
+@pytest.mark.parametrize("load", [lambda _: embedder(), SentenceEncoder.from_exported], ids=["jitted", "exported"])
+def test_threads_get_the_bits_of_one(load, folder):
+    """Eight threads call one encoder that has computed nothing yet, with texts of different shapes."""
+    encoder, start = load(folder), threading.Barrier(8)
 
-        def work(i, encoder=encoder, found=found, start=start):
-            start.wait()
-            found[i] = [encoder.encode(texts[i], **SIZE) for _ in range(3)]
+    def work(i):
+        start.wait()
+        return [encoder.encode(TEXTS[i % 3 :], **SIZE) for _ in range(3)]
 
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for own, one in zip(found, expected, strict=True):
-            for result in own:
-                np.testing.assert_array_equal(result, one)
+    with ThreadPoolExecutor(8) as threads:
+        found = [*threads.map(work, range(8))]
+    alone = embedder()
+    for i, results in enumerate(found):
+        expected = alone.encode(TEXTS[i % 3 :], **SIZE)
+        for result in results:
+            np.testing.assert_array_equal(result, expected)
 
 
 # --- What is refused -----------------------------------------------------------------------------------------------
