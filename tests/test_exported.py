@@ -213,6 +213,14 @@ def test_changed_files_are_refused_by_name(name, copy):
         SentenceEncoder.from_exported(copy)
 
 
+def test_a_changed_record_is_refused(copy):
+    text = (copy / "exported.json").read_text()
+    for old, new in (('"batch_size": 2', '"batch_size": 4'), ('"packed": false', '"packed": true')):
+        (copy / "exported.json").write_text(text.replace(old, new))
+        with pytest.raises(CheckpointError, match=r"exported\.json is not as export has written it"):
+            SentenceEncoder.from_exported(copy)
+
+
 def test_a_changed_model_card_does_not_matter(copy):
     (copy / "README.md").unlink()
     SentenceEncoder.from_exported(copy)
