@@ -18,11 +18,12 @@ logger = logging.getLogger("jaxft")
 IMPLEMENTATIONS = ("triton", "mosaic_gpu", "cudnn", "xla")
 
 #: `jax.export.export(..., disabled_checks=jaxft.EXPORT_DISABLED_CHECKS)` accepts the custom calls behind the Triton
-#: kernels and cuDNN. JAX does not promise to keep these calls stable, so import such a program with the JAX version
-#: that exported it.
+#: kernels, the Mosaic GPU kernels (which JAX accepts anyway, from 0.10.2 to 0.12) and cuDNN. JAX does not promise to
+#: keep the others stable, so import such a program with the JAX version that exported it. A process that runs Mosaic
+#: GPU kernels must import `jax.experimental.mosaic.gpu`.
 EXPORT_DISABLED_CHECKS = tuple(
     jax.export.DisabledSafetyCheck.custom_call(target)
-    for target in ("__gpu$xla.gpu.triton", "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
+    for target in ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
 )
 
 

@@ -296,14 +296,14 @@ def save(folder: str | os.PathLike[str], contents: Mapping[str, Any]) -> None:
     write(checked_folder(folder), contents, [name for name in WEIGHTS if name not in contents])
 
 
-def checked_folder(folder: str | os.PathLike[str]) -> Path:
-    """Returns the folder of a call of save_pretrained. Raises if it is of a wrong type, or a file."""
+def checked_folder(folder: str | os.PathLike[str], argument: str = "save_pretrained: folder") -> Path:
+    """Returns the folder to write, as an `argument` names it. Raises if it is of a wrong type, or a file."""
     if not isinstance(folder, str | os.PathLike):
-        raise TypeError(f"save_pretrained: folder must be a string or path, got {type(folder).__name__}")
+        raise TypeError(f"{argument} must be a string or path, got {type(folder).__name__}")
     if not os.fspath(folder):
-        raise ValueError("save_pretrained: folder must not be empty, got ''")
+        raise ValueError(f"{argument} must not be empty, got ''")
     if os.path.isfile(folder):
-        raise NotADirectoryError(f"save_pretrained: folder must not be a file, got {folder}")
+        raise NotADirectoryError(f"{argument} must not be a file, got {folder}")
     return Path(folder)
 
 
@@ -337,7 +337,9 @@ def _check_values(parameters: Mapping[str, Any]) -> None:
 
 
 def write(folder: Path, contents: Mapping[str, Any], without: Iterable[str] = ()) -> None:
-    """Writes files by their path in the folder. Their content is arrays by name, a text, or of a JSON file.
+    """Writes files by their path in the folder. Their content is arrays by name, a text, bytes, or of a JSON file.
+
+    A content may also be a function of the paths of the other files, by name, which returns it. They are complete then.
 
     All files are complete before one of them gets its final name. The files `without` are removed then, too. If an
     exception occurs, KeyboardInterrupt included, an earlier checkpoint in the folder stays as it was.
@@ -346,12 +348,21 @@ def write(folder: Path, contents: Mapping[str, Any], without: Iterable[str] = ()
 
     with atomic.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+
     # config.json first: no reader takes a folder without it, if the process is killed while it renames the files.
-    order = sorted(contents, key=lambda name: (name != "config.json", name.endswith(".safetensors")))
+    def place(name: str) -> tuple[bool, ...]:
+        return name != "config.json", callable(contents[name]), name.endswith(".safetensors")
+
+    order = sorted(contents, key=place)
     targets = [folder / name for name in order]
     with atomic.replacing(*targets, without=[folder / name for name in without]) as files:
         for file, target, content in zip(files, targets, map(contents.__getitem__, order), strict=True):
             with atomic.writing(target):
+                if callable(content):
+                    content = content(dict(zip(order, files, strict=True)))
+                if isinstance(content, bytes):
+                    file.write_bytes(content)
+                    continue
                 if target.suffix != ".safetensors":
                     text = json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n"
                     file.write_text(content if isinstance(content, str) else text, encoding="utf-8")

@@ -20,7 +20,7 @@ from jaxft.models.embedding import EmbeddingModel
 from jaxft.models.float8 import Float8Recipe
 from jaxft.ops import checks
 from jaxft.ops.bundle import Rebuild
-from jaxft.text import arguments, batching, module_files, writing
+from jaxft.text import arguments, batching, exported, module_files, writing
 from jaxft.text import inputs as text_inputs
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import Batch, Bucket
@@ -107,7 +107,7 @@ class CrossEncoder:
                 call["prompt_lengths"] = prompt_length
             return module(input_ids, token_type_ids=types, deterministic=True, **call).astype(jnp.float32)
 
-        self._score = jax.jit(score, static_argnums=(4, 6))
+        self._score: Any = jax.jit(score, static_argnums=(4, 6))
         self._dealer = Dealer(self._bundled)
 
     @classmethod
@@ -220,23 +220,80 @@ class CrossEncoder:
           ValueError: the parameters have no values yet, or `activation_fn` has no name in PyTorch.
         """
         arguments.refuse("save_pretrained", others)
+        self._save(folder, self._settings("save_pretrained"))
+
+    def _settings(self, where: str) -> dict[str, Any]:
         names = [name for name, function in ACTIVATIONS.items() if function is self.activation_fn]
         if not names:
             raise ValueError(
-                f"save_pretrained: activation_fn must be a function that files can name, got "
+                f"{where}: activation_fn must be a function that files can name, got "
                 f"{self.activation_fn!r:.80}; set activation_fn to one of jaxft.text.cross_encoder.ACTIVATIONS, "
                 "and pass another function to predict"
             )
-        settings = {
+        return {
             "model_type": "CrossEncoder",
             "activation_fn": writing.activation_name(names[0]),
             "prompts": self.prompts,
             "default_prompt_name": self.default_prompt_name,
         }
+
+    def _save(self, folder: str | os.PathLike[str], settings: dict[str, Any], **own: Any) -> None:
         writing.save(
             folder, self.model, self.tokenizer, settings, token_types=self._token_types,
-            max_length=self.max_seq_length, origin=self._origin,
+            max_length=self.max_seq_length, origin=self._origin, **own,
         )  # fmt: skip
+
+    def export(
+        self, path: str | os.PathLike[str], *, batch_size: int = 32, show_progress_bar: bool | None = None
+    ) -> None:
+        """Writes a folder that `from_exported` loads: that of `save_pretrained`, with a program for each batch shape.
+
+        The programs are those that `predict` needs for pairs of up to `max_seq_length` tokens. They return logits, so
+        that `predict` takes every activation. `SentenceEncoder.export` describes them.
+
+        Args:
+          path: see `SentenceEncoder.export`.
+          batch_size: the `batch_size` of `predict`.
+          show_progress_bar: see `SentenceEncoder.export`.
+
+        Raises:
+          TypeError: see `SentenceEncoder.export`.
+          NotADirectoryError: `path` is a file.
+          ValueError: see `SentenceEncoder.export`, or `activation_fn` has no name in PyTorch.
+        """
+        settings = self._settings("export")
+        lengths = [None, np.int32(0)] if self._needs_prompt_length else [None]
+        self._save(path, settings, exported=exported.contents(
+            type(self).__name__, path, self._score, self.model, [self._pairs.batcher],
+            [functools.partial(_given, length) for length in lengths], batch_size=batch_size, packed=self._packed,
+            options={}, show_progress_bar=show_progress_bar,
+        ))  # fmt: skip
+
+    @classmethod
+    def from_exported(cls, path: str | os.PathLike[str]) -> "CrossEncoder":
+        """Loads a folder that `export` has written, see `SentenceEncoder.from_exported`.
+
+        Load folders only from sources that you trust.
+
+        Args:
+          path: the folder.
+
+        Returns:
+          The encoder.
+
+        Raises:
+          CheckpointError: see `SentenceEncoder.from_exported`.
+          TypeError: `path` is not a string or path.
+        """
+        record = exported.read(path, cls)
+        encoder = cls.from_pretrained(path, **record["load"])
+        encoder._score = exported.Programs(path, record)
+        return encoder
+
+    @property
+    def _needs_prompt_length(self) -> bool:
+        """Whether the model leaves the tokens of a prompt out."""
+        return isinstance(self.model, EmbeddingModel) and not self.model.include_prompt
 
     @property
     def num_labels(self) -> int:
@@ -369,15 +426,12 @@ class CrossEncoder:
         is_read = isinstance(inputs, Inputs)  # from `warmup`
         read = inputs if is_read else text_inputs.read_pairs("predict", "inputs", inputs)
         prompt_length = None
-        if prompt and isinstance(self.model, EmbeddingModel) and not self.model.include_prompt:
-            prompt_length = jnp.int32(tokenizer_files.prompt_length(self.tokenizer, prompt))
-
-        def given(arrays: list[Any], rebuild: Rebuild, batch: Batch) -> tuple[Any, ...]:
-            types = batch.token_type_ids
-            return arrays, batch.input_ids, types, batch.lengths, batch.longest, prompt_length, rebuild
+        if prompt and self._needs_prompt_length:
+            prompt_length = np.int32(tokenizer_files.prompt_length(self.tokenizer, prompt))
 
         parts = [*self._pairs.checked("predict", read.parts)]
         one = len(parts) == 1 and len(parts[0]) == 1
+        given = functools.partial(_given, prompt_length)
         lanes = self._dealer.lanes("predict", devices, self.model, self._score, given, one=one)
         if read.are_shapes:
             blanks = self._pairs.batcher.blanks(batch_size)
@@ -475,6 +529,13 @@ class CrossEncoder:
             for entry in found:
                 entry["text"] = documents[entry["corpus_id"]]
         return found
+
+
+def _given(
+    prompt_length: np.int32 | None, arrays: list[Any], rebuild: Rebuild, batch: Batch
+) -> tuple[Any, ...]:  # fmt: skip
+    types = batch.token_type_ids
+    return arrays, batch.input_ids, types, batch.lengths, batch.longest, prompt_length, rebuild
 
 
 def _checked_activation(where: str, function: Any) -> Activation | None:

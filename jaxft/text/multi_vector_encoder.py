@@ -210,11 +210,14 @@ class MultiVectorEncoder(TextEncoder):
           ValueError: the parameters have no values yet.
         """
         arguments.refuse("save_pretrained", others)
+        self._write(folder)
+
+    def _write(self, folder: str | os.PathLike[str], **own: Any) -> None:
         mask = {name: getattr(self, name) for name in module_files.MASK_FIELDS}
         mask["keep_only_token_ids"] = mask["keep_only_token_ids"] or None
         self._save(
             folder, {"model_type": "MultiVectorEncoder", **self._settings()}, mask=mask,
-            query_expansion=self.query_expansion,
+            query_expansion=self.query_expansion, **own,
         )  # fmt: skip
 
     @property
@@ -318,9 +321,6 @@ class MultiVectorEncoder(TextEncoder):
         convert = (lambda x: x) if convert_to_numpy else jnp.asarray
         skipped = self._skipped(task)
 
-        def given(arrays: list[Any], rebuild: Rebuild, batch: Batch) -> tuple[Any, ...]:
-            return arrays, batch.input_ids, batch.token_type_ids, batch.lengths, batch.longest, rebuild
-
         def finish(found: list[batching.Features]) -> Any:
             results: list[Any] = []
             for of_text in found:
@@ -335,7 +335,11 @@ class MultiVectorEncoder(TextEncoder):
                 results.append(convert(similarities.normalized(vectors) if normalize_embeddings else vectors))
             return results[0] if read.is_single else results
 
-        return self._compute(read, prompt, task, batch_size, given, devices, finish, show_progress_bar)
+        return self._compute(read, prompt, task, batch_size, self._given, devices, finish, show_progress_bar)
+
+    @staticmethod
+    def _given(arrays: list[Any], rebuild: Rebuild, batch: Batch) -> tuple[Any, ...]:
+        return arrays, batch.input_ids, batch.token_type_ids, batch.lengths, batch.longest, rebuild
 
     def _skipped(self, task: str | None) -> list[int]:
         """Returns the ids of the tokens whose vectors are left out."""

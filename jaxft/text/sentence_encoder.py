@@ -1,5 +1,6 @@
 """SentenceEncoder: computes embeddings of texts, and reads checkpoints in the layout of sentence-transformers."""
 
+import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -222,8 +223,67 @@ class SentenceEncoder(TextEncoder):
           ValueError: the parameters have no values yet.
         """
         arguments.refuse("save_pretrained", others)
+        self._write(folder)
+
+    def _write(self, folder: str | os.PathLike[str], **own: Any) -> None:
         settings = {"model_type": "SentenceTransformer", **self._settings()}
-        self._save(folder, settings | ({} if self.truncate_dim is None else {"truncate_dim": self.truncate_dim}))
+        settings |= {} if self.truncate_dim is None else {"truncate_dim": self.truncate_dim}
+        self._save(folder, settings, **own)
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        batch_size: int = 32,
+        output_value: str | None = "sentence_embedding",
+        normalize_embeddings: bool = False,
+        truncate_dim: int | None = None,
+        precision: str = "float32",
+        show_progress_bar: bool | None = None,
+    ) -> None:
+        """Writes a folder that `from_exported` loads: that of `save_pretrained`, with a program for each batch shape.
+
+        The programs are those that `encode` needs for texts of up to `max_seq_length` tokens, queries and documents,
+        with the arguments of the same names. `jax.export` serialises them. They have no weights, which are in
+        model.safetensors once. They are for the device that `encode` would compute on. Inside
+        `jaxft.dispatch.target`, they are for that device. docs/export.md describes the folder.
+
+        Args:
+          path: the folder. It is created if it does not exist. All files are complete before one of them gets its final
+            name, and an earlier export there is replaced.
+          batch_size: the `batch_size` of `encode`.
+          output_value: the `output_value` of `encode`.
+          normalize_embeddings: the `normalize_embeddings` of `encode`.
+          truncate_dim: the `truncate_dim` of `encode`.
+          precision: the `precision` of `encode`. "int8" and "uint8" are for calls with `ranges` or `calibration`.
+          show_progress_bar: whether to show progress on stderr. None shows it if stderr is a terminal.
+
+        Raises:
+          TypeError: `path` is not a string or path.
+          NotADirectoryError: `path` is a file.
+          ValueError: `batch_size` or `truncate_dim` is not a positive integer, `output_value` or `precision` is
+            unknown, `precision` is for embeddings only, or a parameter has another dtype than the encoder, so that the
+            folder could not be loaded with it.
+        """
+        arguments.check_flags("export", normalize_embeddings=normalize_embeddings, show_progress_bar=show_progress_bar)
+        if output_value not in _OUTPUT_VALUES:
+            raise ValueError(f"export: output_value must be one of {_OUTPUT_VALUES}, got {output_value!r}")
+        if precision not in PRECISIONS or (precision != "float32" and output_value != "sentence_embedding"):
+            raise ValueError(
+                f"export: precision must be one of {(*PRECISIONS,)}, and 'float32' for other outputs than "
+                f"'sentence_embedding', got {precision!r}"
+            )
+        last_steps = self._last_steps("export", truncate_dim, normalize_embeddings, output_value)
+        size = last_steps[0] or self.embedder.embedding_dimension
+        starts_steps = jnp.zeros((2, size), jnp.float32) if precision in RANGED else None
+        # With and without a prompt, where they make different programs.
+        lengths = [None] if last_steps[2] is False and self.embedder.include_prompt else [None, np.int32(0)]
+        self._export(
+            path,
+            [functools.partial(_given, (*last_steps, precision), length, starts_steps) for length in lengths],
+            batch_size, show_progress_bar, output_value=output_value, normalize_embeddings=normalize_embeddings,
+            truncate_dim=truncate_dim, precision=precision,
+        )  # fmt: skip
 
     @property
     def truncate_dim(self) -> int | None:
@@ -348,23 +408,18 @@ class SentenceEncoder(TextEncoder):
         inputs = arguments.one_of("encode", inputs=inputs, sentences=sentences)
         known = ("output_value", output_value, _OUTPUT_VALUES), ("precision", precision, (*PRECISIONS,))
         read, prompt, batch_size = self._start(inputs, prompt, prompt_name, batch_size, task, known)
-        width = self.truncate_dim if truncate_dim is None else _checked_width("encode", truncate_dim)
+        last_steps = self._last_steps("encode", truncate_dim, normalize_embeddings, output_value)
         is_embedding = output_value == "sentence_embedding"
         check_unused("encode", precision, ranges=ranges, calibration=calibration)
         if precision != "float32" and not is_embedding:
             raise ValueError(f"encode: precision {precision!r} needs output_value 'sentence_embedding'")
-        if width is not None and width >= self.embedder.embedding_dimension:
-            width = None
         prompt_length = None
         if prompt and not (is_embedding and self.embedder.include_prompt):
             prompt_length = np.int32(
                 tokenizer_files.prompt_length(self._by_length[self.max_seq_length].tokenizer, prompt)
             )
-        # Normalising twice changes nothing but the rounding.
-        modules = self.embedder.modules
-        again = normalize_embeddings and not (width is None and modules and isinstance(modules[-1], Normalize))
         # Before the texts, which may take hours, so that mistakes are found at once.
-        size, limits = width or self.embedder.embedding_dimension, None
+        size, limits = last_steps[0] or self.embedder.embedding_dimension, None
         if precision in RANGED:
             if ranges is not None:
                 limits = as_ranges("encode", ranges, size)
@@ -381,15 +436,12 @@ class SentenceEncoder(TextEncoder):
 
         # Unless all embeddings give the ranges, the device quantizes the embeddings of each batch.
         needs_all, options = precision in RANGED and limits is None, {}
-        last_steps = width, again and is_embedding, not is_embedding, "float32" if needs_all else precision
+        on_device = "float32" if needs_all else precision
         starts_steps = None if limits is None else jnp.asarray(starts_and_steps(limits))
-        if last_steps[3] != "float32":
+        if on_device != "float32":
             size = -(-size // 8) if precision.endswith("binary") else size
             options = {"convert": _without_flags, "is_finite": _is_finite, "dtype": PRECISIONS[precision]}
-
-        def given(arrays: list[Any], rebuild: Rebuild, batch: Batch) -> tuple[Any, ...]:
-            of_batch = batch.input_ids, batch.lengths, batch.longest
-            return arrays, *of_batch, last_steps, rebuild, prompt_length, starts_steps
+        given = functools.partial(_given, (*last_steps, on_device), prompt_length, starts_steps)
 
         def finish(results: Any) -> Any:
             if not is_embedding:
@@ -440,6 +492,18 @@ class SentenceEncoder(TextEncoder):
         """
         return SIMILARITIES[self.similarity_fn_name].pairwise(embeddings1, embeddings2)
 
+    def _last_steps(
+        self, where: str, truncate_dim: Any, normalize_embeddings: bool, output_value: str | None
+    ) -> tuple[int | None, bool, bool]:
+        """Returns the steps after the modules: the width, whether to normalise, whether to return tokens as well."""
+        width = self.truncate_dim if truncate_dim is None else _checked_width(where, truncate_dim)
+        if width is not None and width >= self.embedder.embedding_dimension:
+            width = None
+        # Normalising twice changes nothing but the rounding.
+        modules, is_embedding = self.embedder.modules, output_value == "sentence_embedding"
+        again = normalize_embeddings and not (width is None and modules and isinstance(modules[-1], Normalize))
+        return width, again and is_embedding, not is_embedding
+
     def _calibration(self, calibration: Any, **options: Any) -> Any:
         """Returns the embeddings of `calibration` if it has texts, else `calibration`."""
         if isinstance(calibration, np.ndarray | jax.Array) and jnp.issubdtype(calibration.dtype, jnp.floating):
@@ -458,6 +522,14 @@ class SentenceEncoder(TextEncoder):
         if prompt_length is not None:
             features["prompt_length"] = prompt_length
         return features | {"token_embeddings": convert(found.tokens), "sentence_embedding": convert(found.pooled)}
+
+
+def _given(
+    last_steps: tuple[Any, ...], prompt_length: np.int32 | None, starts_steps: jax.Array | None,
+    arrays: list[Any], rebuild: Rebuild, batch: Batch,
+) -> tuple[Any, ...]:  # fmt: skip
+    of_batch = batch.input_ids, batch.lengths, batch.longest
+    return arrays, *of_batch, last_steps, rebuild, prompt_length, starts_steps
 
 
 def _is_finite(flagged: np.ndarray) -> np.ndarray:

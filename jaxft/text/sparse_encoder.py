@@ -173,10 +173,13 @@ class SparseEncoder(TextEncoder):
           ValueError: the parameters have no values yet.
         """
         arguments.refuse("save_pretrained", others)
+        self._write(folder)
+
+    def _write(self, folder: str | os.PathLike[str], **own: Any) -> None:
         settings = {"model_type": "SparseEncoder", **self._settings()}
         if self.max_active_dims is not None:
             settings["max_active_dims"] = self.max_active_dims
-        self._save(folder, settings)
+        self._save(folder, settings, **own)
 
     @property
     def max_active_dims(self) -> int | None:
@@ -243,9 +246,6 @@ class SparseEncoder(TextEncoder):
         read, prompt, batch_size = self._start(inputs, prompt, prompt_name, batch_size, task)
         most = _checked_most("encode", "max_active_dims", max_active_dims) or self.max_active_dims
 
-        def given(arrays: list[Any], rebuild: Rebuild, batch: Batch) -> tuple[Any, ...]:
-            return arrays, batch.input_ids, batch.lengths, batch.longest, rebuild
-
         def finish(rows: list[_Row]) -> Any:
             begins = np.append(0, np.cumsum([len(ids) for ids, _ in rows], dtype=np.int64))
             ids, weights = (np.concatenate([np.empty(0, dtype), *part]) for dtype, part in (
@@ -260,9 +260,13 @@ class SparseEncoder(TextEncoder):
             return sparse.BCOO((jnp.asarray(found.data), jnp.asarray(indices)), shape=found.shape)
 
         return self._compute(
-            read, prompt, task, batch_size, given, devices, finish, show_progress_bar,
+            read, prompt, task, batch_size, self._given, devices, finish, show_progress_bar,
             convert=lambda batch: [_active(weights, most) for weights in batch],
         )  # fmt: skip
+
+    @staticmethod
+    def _given(arrays: list[Any], rebuild: Rebuild, batch: Batch) -> tuple[Any, ...]:
+        return arrays, batch.input_ids, batch.lengths, batch.longest, rebuild
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
         """Computes the similarity of every embedding of one array with every embedding of another one.

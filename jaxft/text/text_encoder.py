@@ -16,7 +16,7 @@ from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.bert import BertModel
 from jaxft.models.bundled import Bundled
 from jaxft.ops import checks
-from jaxft.text import arguments, batching, module_files, writing
+from jaxft.text import arguments, batching, exported, module_files, writing
 from jaxft.text import inputs as text_inputs
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import Bucket, Tokens
@@ -136,6 +136,8 @@ class TextEncoder:
     """A model with its tokenizer and prompts. A subclass adds `encode` and the model, which has an `encoder`."""
 
     _SIMILARITY: ClassVar[str]  # name of the default function
+    from_pretrained: ClassVar[Callable[..., Any]]
+    _given: Any  # returns the arguments of `_embed` for a batch, if they do not depend on arguments of `encode`
     _embed: Any  # the jitted function of the model's arrays and a batch
 
     def __init__(
@@ -206,6 +208,65 @@ class TextEncoder:
         except ValueError as error:
             raise CheckpointError(f"{folder}: {error}") from error
         return encoder
+
+    @classmethod
+    def from_exported(cls, path: str | os.PathLike[str]) -> Self:
+        """Loads a folder that `export` has written, and computes by its programs, without tracing the model.
+
+        A program is compiled when a shape first occurs. The encoder has the methods of one from `from_pretrained`, but
+        only programs for the shapes and options that were exported.
+
+        Load folders only from sources that you trust: a program may run any code that XLA can call.
+
+        Args:
+          path: the folder.
+
+        Returns:
+          The encoder.
+
+        Raises:
+          CheckpointError: the folder was not exported from this class, or with another version of jaxft, JAX or jaxlib,
+            or for another device, or a file is missing or was changed; the message names it.
+          TypeError: `path` is not a string or path.
+        """
+        record = exported.read(path, cls)
+        encoder: Self = cls.from_pretrained(path, **record["load"])
+        encoder._embed = exported.Programs(path, record)
+        return encoder
+
+    def export(
+        self, path: str | os.PathLike[str], *, batch_size: int = 32, show_progress_bar: bool | None = None
+    ) -> None:
+        """Writes a folder that `from_exported` loads: that of `save_pretrained`, with a program for each batch shape.
+
+        `SentenceEncoder.export` describes the programs.
+
+        Args:
+          path: see `SentenceEncoder.export`.
+          batch_size: see `SentenceEncoder.export`.
+          show_progress_bar: see `SentenceEncoder.export`.
+
+        Raises:
+          TypeError: see `SentenceEncoder.export`.
+          NotADirectoryError: `path` is a file.
+          ValueError: see `SentenceEncoder.export`.
+        """
+        self._export(path, [self._given], batch_size, show_progress_bar)
+
+    def _write(self, folder: str | os.PathLike[str], **own: Any) -> None:
+        """Writes the folder of `save_pretrained`, to which `export` adds the files `exported`."""
+        raise NotImplementedError
+
+    def _export(
+        self, path: str | os.PathLike[str], variants: Sequence[Arguments], batch_size: int,
+        show_progress_bar: bool | None, **options: Any,
+    ) -> None:  # fmt: skip
+        """Writes the folder of `export`. See `exported.contents` for the arguments."""
+        self._write(path, exported=exported.contents(
+            type(self).__name__, path, self._embed, self.embedder,
+            [self._texts(task).batcher for task in (None, *TASKS)], variants, batch_size=batch_size,
+            packed=self._packed, options=options, show_progress_bar=show_progress_bar,
+        ))  # fmt: skip
 
     @property
     def model(self) -> BertModel:

@@ -19,6 +19,7 @@ from jaxft.models.classification import BertForSequenceClassification
 from jaxft.models.embedding import Dense, Dropout, EmbeddingModel, LayerNorm, Module
 from jaxft.models.multi_vector import MultiVectorModel
 from jaxft.models.splade import SpladeModel
+from jaxft.text import exported as exported_files
 from jaxft.text import module_files
 from jaxft.text import tokenizer as tokenizer_files
 
@@ -78,10 +79,11 @@ def save(
     task_lengths: Mapping[str, int] = types.MappingProxyType({}),
     mask: Mapping[str, Any] | None = None,
     query_expansion: Mapping[str, Any] | None = None,
+    exported: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> None:
     """Writes a folder that sentence-transformers and jaxft load. `settings` go to config_sentence_transformers.json.
 
-    `mask` has the settings of a MultiVectorMask module.
+    `mask` has the settings of a MultiVectorMask module. `exported` has the files that `export` adds.
 
     All files are complete before one of them gets its final name. Files of an earlier save that do not belong to the
     new model are removed. Other files in the folder stay.
@@ -101,6 +103,7 @@ def save(
     padding = tokenizer.id_to_token(encoder.config.pad_token_id)
     special_tokens = ({} if padding is None else {"pad_token": padding}) | {**origin.special_tokens}
     contents = {
+        **exported,
         **files,
         "sentence_bert_config.json": transformer,
         "config_sentence_transformers.json": settings | {"__version__": {"jaxft": __version__}},
@@ -123,7 +126,7 @@ def save(
         }
         for i, kind in enumerate(kinds)
     ]
-    stale = {*_stale(folder), *tensors.WEIGHTS}
+    stale = {*_stale(folder), *exported_files.old_files(folder), *tensors.WEIGHTS}
     tensors.write(folder, contents, sorted(stale - contents.keys()))
 
 
