@@ -151,6 +151,8 @@ class Settings:
         names = self.values.get("model_input_names")
         if not isinstance(names, list | None):
             raise CheckpointError(f"{self.file}: model_input_names must be a list, got {names!r:.80}")
+        if names is not None and "attention_mask" not in names:  # sentence-transformers then attends to padding
+            raise CheckpointError(f"{self.file}: model_input_names must have 'attention_mask', got {names!r:.80}")
         return self.kind.token_types if names is None else "token_type_ids" in names
 
     def named_tokens(self) -> "dict[str, AddedToken]":
