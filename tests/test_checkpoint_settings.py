@@ -298,7 +298,7 @@ def test_tokenizer_gives_the_ids_of_transformers(tmp_path, name):
          "no tokenizer: neither tokenizer.json nor vocab.json nor merges.txt is there"),
         ("bert", {TOKENIZER: {"padding_side": "up"}}, "padding_side must be left or right, got 'up'"),
         ("bert", {TOKENIZER: {"model_input_names": "input_ids"}}, "model_input_names must be a list, got 'input_ids'"),
-        ("bert", {TOKENIZER: {"model_input_names": ["input_ids"]}}, "tokenizer_config.json: model_input_names must have 'att"),
+        ("bert", {TOKENIZER: {"model_input_names": ["input_ids"]}}, "model_input_names must have .*input_ids"),
         ("pairs", {TOKENIZER: {"model_input_names": []}}, "model_input_names must have 'attention_mask', got \\[\\]"),
         ("bert", {TOKENIZER: {"added_tokens_decoder": {"x": {}}}}, "added_tokens_decoder must map token ids to tokens"),
         ("bert", {MAP: {"model_max_length": "long"}}, "must be an integer of at least 1, got 'long'"),
