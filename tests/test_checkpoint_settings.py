@@ -51,7 +51,7 @@ TABLES = {
         "attn_implementation": "flash_attention_2", "gradient_checkpointing": True, "is_encoder_decoder": True,
         "output_hidden_states": True, "output_attentions": True, "return_dict": False, "bos_token_id": 5,
         "eos_token_id": 5, "label2id": {"score": 0}, "sinusoidal_pos_embds": ("distilbert", True), "qa_dropout": 0.3,
-        "transformers_version": "4.0.0", "is_causal": False, "pruned_heads": {"0": [1]},
+        "transformers_version": "4.0.0", "is_causal": True, "pruned_heads": {"0": [1]},
         "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1.0}, "sliding_window": 2,
     },
     TOKENIZER: {
@@ -311,6 +311,9 @@ def test_tokenizer_gives_the_ids_of_transformers(tmp_path, name):
         ("bert", {FAMILY: {"model_type": "SparseEncoder"}}, "model_type is 'SparseEncoder', expected Sentence"),
         ("bert", {FAMILY: {"model_type": "CrossEncoder"}}, "load it with jaxft.CrossEncoder"),
         ("bert", {FAMILY: {"default_prompt_name": "none"}}, "default_prompt_name is 'none', but prompts has no text"),
+        ("bert", {"modules.json": [{"type": tiny.TYPES + "Transformer", "path": "", "name": "0"},
+                                   {"type": tiny.TYPES + "Pooling", "path": "1_Pooling", "name": "0"}]},
+         "modules.json: the names of modules must differ, got '0' twice"),
         ("bert", {MODULE: {"pooling": "cls"}}, "sentence_bert_config.json: unknown field 'pooling'; known are"),
         ("bert", {POOLING: {"weights": 1}}, "1_Pooling/config.json: unknown field 'weights'; known are"),
         ("bert", {MODULE: {"modality_config": {"message": {}, "text": {}}}}, "modality_config must take texts to"),

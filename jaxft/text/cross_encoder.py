@@ -177,13 +177,15 @@ class CrossEncoder:
             activation_fn = _saved_activation(folder, layout.transformer)
         settings = tokenizer_files.Settings(layout.transformer)
         limit = layout.max_seq_length or settings.max_length or sys.maxsize
-        tokenizer = tokenizer_files.load(settings, layout.do_lower_case)
-        positions = (model.encoder if isinstance(model, EmbeddingModel) else model).config.max_sequence_length
+        config = (model.encoder if isinstance(model, EmbeddingModel) else model).config
+        # A classifier takes the first token of a row, which would be padding.
+        may_pad_left = isinstance(model, EmbeddingModel) and not config.positions_count_padding
+        tokenizer = tokenizer_files.load(settings, layout.do_lower_case, may_pad_left=may_pad_left)
         try:
             encoder = cls(
                 model,
                 tokenizer,
-                max_length=min(limit, positions) if max_length is None else max_length,
+                max_length=min(limit, config.max_sequence_length) if max_length is None else max_length,
                 activation_fn=activation_fn,
                 prompts=arguments.merged_prompts("from_pretrained", {}, prompts, layout.prompts),
                 default_prompt_name=layout.default_prompt_name if default_prompt_name is None else default_prompt_name,

@@ -149,9 +149,11 @@ class TextEncoder:
         own = parts(layout)
         settings = tokenizer_files.Settings(layout.transformer)
         limit = layout.max_seq_length or settings.max_length or sys.maxsize
+        config = own["model"].config
         if max_seq_length is None:
-            max_seq_length = min(limit, own["model"].config.max_sequence_length)
-        tokenizer = tokenizer_files.load(settings, layout.do_lower_case)
+            max_seq_length = min(limit, config.max_sequence_length)
+        may_pad_left = layout.query_expansion is None and not config.positions_count_padding
+        tokenizer = tokenizer_files.load(settings, layout.do_lower_case, may_pad_left=may_pad_left)
         tokenizer_files.keep_whole(tokenizer, layout.markers)
         try:
             encoder = cls(
@@ -164,6 +166,8 @@ class TextEncoder:
                 packed=packed,
                 **own,
             )
+            for task, length in layout.task_lengths.items():
+                tokenizer_files.check_room(tokenizer, length, owner=cls.__name__, argument=f"{task}_length")
             encoder._task_lengths = layout.task_lengths
             encoder._origin = writing.read_origin(folder_or_id, folder, settings)
         except ValueError as error:
