@@ -296,6 +296,7 @@ def test_tokenizer_gives_the_ids_of_transformers(tmp_path, name):
         ("vocab.txt", {TOKENIZER: {"tokenizer_class": "PreTrainedTokenizerFast"}}, "no tokenizer: no tokenizer.json"),
         ("vocab.txt", {TOKENIZER: {"tokenizer_class": "RobertaTokenizer"}},
          "no tokenizer: neither tokenizer.json nor vocab.json nor merges.txt is there"),
+        ("bert", {TOKENIZER: {"tokenizer_class": ""}}, "tokenizer_config.json: tokenizer_class must be a name, got ''"),
         ("bert", {TOKENIZER: {"padding_side": "up"}}, "padding_side must be left or right, got 'up'"),
         ("bert", {TOKENIZER: {"model_input_names": "input_ids"}}, "model_input_names must be a list, got 'input_ids'"),
         ("bert", {TOKENIZER: {"model_input_names": ["input_ids"]}}, "model_input_names must have .*input_ids"),

@@ -242,6 +242,18 @@ def test_saved_folder_gives_the_same(encoder, tmp_path):
             np.testing.assert_array_equal(x, y)
 
 
+def test_integers_of_numpy_are_saved(folder, tmp_path):
+    expansion = {"strategy": "fixed", "length": np.uint8(9)}
+    encoder = MultiVectorEncoder.from_pretrained(folder)
+    encoder = MultiVectorEncoder(
+        encoder.model, encoder.tokenizer, keep_only_token_ids=np.array([5, 6]), query_expansion=expansion,
+        max_seq_length=np.int64(20),
+    )  # fmt: skip
+    encoder.save_pretrained(tmp_path)
+    again = MultiVectorEncoder.from_pretrained(tmp_path)
+    assert (again.keep_only_token_ids, again.query_expansion["length"], again.max_seq_length) == ([5, 6], 9, 20)
+
+
 REFUSED = {
     "words": ("2_MultiVectorMask/config.json", {"skiplist_words": "a"}, "skiplist_words must be a list of str"),
     "ids": (

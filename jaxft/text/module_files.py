@@ -287,7 +287,7 @@ def checked_expansion(where: str, value: Any) -> dict[str, Any] | None:
     ):
         if not is_right:
             raise ValueError(f"{where}: {name} of query_expansion must be {expected}, got {found.get(name)!r:.80}")
-    return found
+    return found | {"length": int(found["length"])}
 
 
 def _shared(file: Path, settings: dict[str, Any], similarities: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:

@@ -97,6 +97,7 @@ class MultiVectorEncoder(TextEncoder):
             raise TypeError(
                 f"MultiVectorEncoder: keep_only_token_ids must be token ids, got {keep_only_token_ids!r:.80}"
             )
+        self.keep_only_token_ids = [*map(int, self.keep_only_token_ids)]  # NumPy's are not for JSON
         super().__init__(
             MultiVectorModel(model, token_modules=token_modules), tokenizer, max_seq_length=max_seq_length,
             prompts=prompts, default_prompt_name=default_prompt_name, similarity_fn_name=similarity_fn_name,

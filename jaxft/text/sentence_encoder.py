@@ -451,4 +451,4 @@ class SentenceEncoder(TextEncoder):
 def _checked_width(where: str, value: Any) -> int | None:
     if value is not None and not (checks.is_natural(value) and value > 0):
         raise ValueError(f"{where}: truncate_dim must be None or a positive integer, got {value!r}")
-    return value
+    return None if value is None else int(value)

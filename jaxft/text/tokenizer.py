@@ -118,6 +118,8 @@ class Settings:
                 both = isinstance(earlier, list) and isinstance(value, list)
                 values[name] = earlier + value if both else value
         self.source, config = self.file if values.get("tokenizer_class") else file, read_settings(file)
+        if values.get("tokenizer_class") == "":  # in transformers the name of no class, not the default
+            raise CheckpointError(f"{self.file}: tokenizer_class must be a name, got ''")
         named = values.get("tokenizer_class") or config.get("tokenizer_class")
         if config.get("model_type") in _IGNORES_CLASS:
             named = "TokenizersBackend"
