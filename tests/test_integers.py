@@ -93,7 +93,8 @@ def test_positions_do_not_wrap_around(op):
     def rotate(positions):
         if op == "rotary":
             return jaxft.rotary(jnp.stack([X[:, None]] * 3, 1), positions)
-        return jaxft.dense_rotary(X, jnp.tile(jnp.eye(8, dtype=jnp.float32), (1, 3)), None, positions=positions, num_heads=1)
+        kernel = jnp.tile(jnp.eye(8, dtype=jnp.float32), (1, 3))
+        return jaxft.dense_rotary(X, kernel, None, positions=positions, num_heads=1)
 
     given = np.arange(10) + 2**32 * (np.arange(10) == 4)
     expected = rotate(np.where(given > 9, 2**31 - 1, given).astype(np.int32))
