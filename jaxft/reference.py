@@ -446,11 +446,11 @@ def relative_bias_of_pairs(table: Array, query_length: int, key_length: int) -> 
 
     The gradient of the table has neither atomics nor rounded sums: no element is read twice but by a broadcast.
     """
-    heads, width = table.shape
+    table, (heads, width) = wide(table), table.shape  # once, so that the parts of its gradient are added in float32
     period = query_length + key_length + 1
     place = (jnp.arange(period, dtype=jnp.int32) - query_length + width // 2)[None]
-    inner = wide(table).at[:, place[0]].get(mode="fill", fill_value=0, wrap_negative_indices=False, unique_indices=True)
-    low, high = wide(table[:, :1]), wide(table[:, -1:])
+    inner = table.at[:, place[0]].get(mode="fill", fill_value=0, wrap_negative_indices=False, unique_indices=True)
+    low, high = table[:, :1], table[:, -1:]
     row = jnp.where(place < 0, low, jnp.where(place >= width, high, inner))  # [N, period], by key - query
     # Rows that are one element shorter than the period: each one begins one element further to the left.
     rows = jnp.broadcast_to(row[:, None], (heads, query_length, period)).reshape(heads, query_length * period)

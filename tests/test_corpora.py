@@ -104,7 +104,7 @@ def test_folders_and_uris_are_read(encoder, folder):
 @pytest.mark.parametrize("precision", ["float16", "int8", "uint8", "binary", "ubinary"])
 def test_precisions(precision, encoder):
     write("a.parquet", TEXTS)
-    options = {"precision": precision, "rows_per_part": 100, "truncate_dim": 8, "normalize_embeddings": True}
+    options = {"precision": precision, "rows_per_part": 100, "truncate_dim": np.int64(8), "normalize_embeddings": True}
     for index in (1, 0):
         corpora.encode_corpus(encoder, ["a.parquet"], "out", shard=(index, 2), **options)
     found = vectors(read("out"))

@@ -1,6 +1,7 @@
 """Options of `SentenceEncoder.encode`: prompts, lengths, dimensions, kinds of output, precisions and similarities."""
 
 import inspect
+import json
 
 import jax
 import jax.numpy as jnp
@@ -520,10 +521,29 @@ def test_unknown_arguments_are_refused(encoder, folder):
             call(folder, bach_size=3)
 
 
-def test_padding_on_the_left_changes_nothing(tmp_path, shared):
-    tiny.write_sentence_model(tmp_path)
-    tiny.write_json(tmp_path / "tokenizer_config.json", {"padding_side": "left"})
-    same(SentenceEncoder.from_pretrained(tmp_path).encode(TEXTS), shared.encode(TEXTS))
+@pytest.mark.parametrize("in_tokenizer", [False, True], ids=["tokenizer_config.json", "tokenizer.json"])
+@pytest.mark.parametrize("kind", ["nomic_bert", "bert", "classifier"])
+def test_padding_on_the_left_counts_for_some_models(kind, in_tokenizer, tmp_path):
+    """Rotary positions are relative; those of BERT count from the start of a row."""
+    load = SentenceEncoder.from_pretrained
+    if kind == "classifier":
+        load = CrossEncoder.from_pretrained
+        tiny.write_classifier(tmp_path, "roberta")
+    else:
+        tiny.write_model(tmp_path, model_type=kind)
+    expected = load(tmp_path)
+    if in_tokenizer:
+        tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+        tokenizer["padding"]["direction"] = "Left"
+        tiny.write_json(tmp_path / "tokenizer.json", tokenizer)
+    else:
+        tiny.write_json(tmp_path / "tokenizer_config.json", {"padding_side": "left"})
+    if kind == "nomic_bert":
+        same(load(tmp_path).encode(TEXTS), expected.encode(TEXTS))
+        return
+    name = "tokenizer.json" if in_tokenizer else "tokenizer_config.json"
+    with pytest.raises(CheckpointError, match=f"/{name}: padding_side 'left' is not supported: the numbers of a text"):
+        load(tmp_path)
 
 
 def test_cross_encoder_takes_the_default_prompt(tmp_path):

@@ -57,6 +57,7 @@ CASES = {
         jaxft.dot_product_attention,
         {"query": (1, ROWS // 2, 2, D), "key": (1, 5, 1, D), "value": (1, 5, 1, D), "bias": (1, 1, 1, 5)},
     ),
+    "relative_bias": (jaxft.qkv_attention, {"qkv": (500, 20, 3, 1, D), "relative_bias": (1, 7)}),
     "attention_fn": (
         attention_fn,
         {"query": (300, 2, 17, 1, D), "key": (300, 2, 5, 1, D), "value": (300, 2, 5, 1, D), "bias": (1, 2, 1, 1, 5)},
@@ -342,6 +343,21 @@ def test_attention_gradients_do_not_overflow_inside():
     for got, exact in zip(gradients(jnp.float16), gradients(jnp.float32), strict=True):
         exact = np.asarray(exact, np.float64)
         assert errors("gradient", got, exact).max() <= 4 * ulp(magnitude(exact), jnp.float16)
+
+
+@pytest.mark.parametrize("implementation", ["xla", *cases.slow("triton")])
+def test_far_and_near_pairs_overflow_only_together(implementation):
+    """All keys at a distance of two or more are the last element of the table, as those at a distance of one."""
+
+    def residual(table):
+        qkv = jnp.zeros((16, 3, 3, 1, 8), jnp.float16)
+        options = {"return_residual": True, "implementation": implementation}
+        return jaxft.qkv_attention(qkv, relative_bias=table, **options)[1]
+
+    out, pull_back = jax.vjp(residual, jnp.zeros((1, 3), jnp.float16))
+    cotangent = jnp.zeros_like(out).reshape(16, 3).at[:, 1:].set(jnp.array([5.0, -3.0]) * 2.0**13)
+    (got,) = pull_back(cotangent.reshape(out.shape))  # query 1 has one key at its left, and query 2 has two
+    np.testing.assert_allclose(got[0, 0], 16 * (5 - 2 * 3) * 2.0**13 / 3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("packed", [False, *cases.slow(True)])

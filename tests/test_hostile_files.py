@@ -34,7 +34,7 @@ def change(file, **fields):
 def change_tokenizer(folder, **fields):
     """Changes tokenizer.json, and makes it count as it is, with its token types."""
     change(folder / "tokenizer.json", **fields)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "token_type_ids"]}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["token_type_ids", "attention_mask"]}
     tiny.write_json(folder / "tokenizer_config.json", settings)
 
 
@@ -127,7 +127,7 @@ def test_token_types_that_no_model_gets_are_ignored(tmp_path):
     change_tokenizer(tmp_path / "sentence", post_processor=template(("A", 1)))
     change_tokenizer(tmp_path / "cross", post_processor=template(("A", 1), ("B", 2)))
     for folder in tmp_path.iterdir():
-        change(folder / "tokenizer_config.json", model_input_names=["input_ids"])
+        change(folder / "tokenizer_config.json", model_input_names=["input_ids", "attention_mask"])
     assert np.isfinite(SentenceEncoder.from_pretrained(tmp_path / "sentence").encode("a bird")).all()
     assert np.isfinite(CrossEncoder.from_pretrained(tmp_path / "cross").predict([("a", "bird")])).all()
 

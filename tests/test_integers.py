@@ -86,6 +86,24 @@ def test_integers_do_not_wrap_around(name, dtype):
         jax.tree.map(close, jax.jit(function)(jnp.asarray(given)), expected)
 
 
+@pytest.mark.parametrize("op", ["rotary", "dense_rotary"])
+def test_positions_do_not_wrap_around(op):
+    """A traced number that int32 does not hold becomes the nearest one that it holds."""
+
+    def rotate(positions):
+        if op == "rotary":
+            return jaxft.rotary(jnp.stack([X[:, None]] * 3, 1), positions)
+        kernel = jnp.tile(jnp.eye(8, dtype=jnp.float32), (1, 3))
+        return jaxft.dense_rotary(X, kernel, None, positions=positions, num_heads=1)
+
+    given = np.arange(10) + 2**32 * (np.arange(10) == 4)
+    expected = rotate(np.where(given > 9, 2**31 - 1, given).astype(np.int32))
+    with pytest.raises(ValueError, match=f"{op}: positions must fit int32, got 4294967300"):
+        rotate(given)
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(jax.jit(rotate)(jnp.asarray(given)), expected, rtol=1e-5, atol=1e-6)
+
+
 WIDE = [-3, 5, 2**31 + 5, 2**31 - 1, 2**32 - 3, 2**63 + 5, 2**64 - 3, -(2**31)]
 PAIRS = [("uint32", "uint32"), ("uint32", "int32"), *cases.slow_cases(
     ("int32", "uint32"), ("uint32", "uint8"), ("int16", "uint32"), ("uint32", "int64"), ("int64", "uint64"),

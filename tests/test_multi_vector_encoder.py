@@ -171,6 +171,15 @@ def test_max_sim_of_nan_is_nan():
     assert (max_sim(queries, documents, None, mask) == 99).all()
 
 
+def test_max_sim_of_16_bits_adds_in_float32():
+    """All queries have the same best token of a document, whose gradient is the sum of their tokens."""
+    queries, document = jnp.full((500, 10, 8), 1.01, jnp.bfloat16), jnp.ones((1, 1, 8), jnp.bfloat16)
+    scores, gradient = jax.value_and_grad(lambda d: max_sim(queries, d).sum())(document)
+    assert max_sim(queries, document).dtype == scores.dtype == jnp.float32
+    np.testing.assert_array_equal(max_sim(queries, document), 80 * np.float32(queries[0, 0, 0]))
+    assert (gradient == (5000 * queries[0, 0, 0].astype(jnp.float32)).astype(jnp.bfloat16)).all()
+
+
 def test_max_sim_has_gradients():
     rng = np.random.default_rng(0)
     queries, documents = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 3, 4), (3, 5, 4)))
@@ -233,13 +242,37 @@ def test_saved_folder_gives_the_same(encoder, tmp_path):
             np.testing.assert_array_equal(x, y)
 
 
+def test_integers_of_numpy_are_saved(folder, tmp_path):
+    expansion = {"strategy": "fixed", "length": np.uint8(9)}
+    encoder = MultiVectorEncoder.from_pretrained(folder)
+    encoder = MultiVectorEncoder(
+        encoder.model, encoder.tokenizer, keep_only_token_ids=np.array([5, 6]), query_expansion=expansion,
+        max_seq_length=np.int64(20),
+    )  # fmt: skip
+    encoder.save_pretrained(tmp_path)
+    again = MultiVectorEncoder.from_pretrained(tmp_path)
+    assert (again.keep_only_token_ids, again.query_expansion["length"], again.max_seq_length) == ([5, 6], 9, 20)
+
+
 REFUSED = {
     "words": ("2_MultiVectorMask/config.json", {"skiplist_words": "a"}, "skiplist_words must be a list of str"),
     "ids": (
         "2_MultiVectorMask/config.json",
         {"keep_only_token_ids": ["a"]},
-        "keep_only_token_ids must be a list of int",
+        "keep_only_token_ids must be a list of token ids",
     ),
+    "negative id": (
+        "2_MultiVectorMask/config.json",
+        {"keep_only_token_ids": [-1]},
+        r"keep_only_token_ids must be a list of token ids, got \[-1\]",
+    ),
+    "no room in documents": ("sentence_bert_config.json", {"document_length": 2}, "document_length must be above 2"),
+    "no room in queries": (
+        "sentence_bert_config.json",
+        {"query_expansion": {"strategy": "fixed", "length": 2}},
+        "length of query_expansion must be above 2",
+    ),
+    "no token": ("tokenizer_config.json", {"mask_token": ""}, "must be in the vocabulary, got ''"),
     "mask": ("2_MultiVectorMask/config.json", {"other": 1}, "unknown field 'other'"),
     "expansion": ("sentence_bert_config.json", {"query_expansion": {"strategy": "fixed"}}, "length of query_expansion"),
     "query_length": ("sentence_bert_config.json", {"query_length": 5}, "query_length must be at least the length"),

@@ -117,6 +117,14 @@ ENCODERS = {
 QUICK = ("modules", "no prompt pooled", "labels", "modular scorer")
 
 
+def test_integers_of_numpy_are_saved(tmp_path):
+    encoder = SentenceEncoder.from_pretrained(tiny.write_sentence_model(tmp_path / "a"), truncate_dim=np.int64(5))
+    encoder.max_seq_length = np.uint8(9)
+    encoder.save_pretrained(tmp_path / "b")
+    loaded = SentenceEncoder.from_pretrained(tmp_path / "b")
+    assert (loaded.truncate_dim, loaded.max_seq_length) == (5, 9)
+
+
 @pytest.mark.parametrize("kind", [*QUICK, *slow(*ENCODERS.keys() - {*QUICK})])
 def test_saved_folder_gives_the_same_numbers(tmp_path, kind):
     encoder = ENCODERS[kind]()

@@ -1,5 +1,6 @@
 """Search on the device, against all scores in NumPy."""
 
+import functools
 import itertools
 
 import jax
@@ -67,6 +68,13 @@ def test_corpora_of_any_size(count):
     for top_k in (1, 3, 200):
         found = jaxft.semantic_search(TIED_QUERIES, TIED_CORPUS[:count], top_k=top_k, score_function="dot")
         check(found, exact("dot", TIED_QUERIES, TIED_CORPUS[:count]), top_k, 0)
+
+
+def test_integers_of_numpy_do_not_wrap_around():
+    corpus = np.tile(CORPUS, (2, 1))
+    sizes = {"query_chunk_size": 7, "corpus_chunk_size": 250, "top_k": 200}
+    for find in (functools.partial(jaxft.semantic_search, QUERIES), jaxft.paraphrase_mining_embeddings):
+        assert find(corpus, **{name: np.uint8(size) for name, size in sizes.items()}) == find(corpus, **sizes)
 
 
 def test_nothing_to_search():

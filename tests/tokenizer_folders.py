@@ -208,7 +208,7 @@ NEW_OPTIONS = (
     {}, {"do_lower_case": False}, {"do_lower_case": True}, {"strip_accents": False},
     {"tokenize_chinese_chars": False}, {"keep_accents": True}, {"split_by_punct": True}, {"add_prefix_space": False},
     {"unk_id": 2}, {"trim_offsets": False}, {"split_special_tokens": True},
-    {"truncation_side": "left", "model_max_length": 4}, {"model_input_names": ["input_ids", "token_type_ids"]},
+    {"truncation_side": "left", "model_max_length": 4}, {"model_input_names": ["token_type_ids", "attention_mask"]},
     {"unk_token": "cat"}, {"cls_token": "cat"}, {"sep_token": "cat"}, {"mask_token": "[Q]"}, {"bos_token": "[Q]"},
     {"cls_token": added("cat", __type="AddedToken", lstrip=True, normalized=True)}, {"pad_token": None},
     {"additional_special_tokens": ["[DOC]", "[Q]"]}, {"extra_special_tokens": {"image_token": "[DOC]"}},

@@ -50,6 +50,7 @@ _MAX_PARAMETERS = 2**36
 REFUSED = {
     "is_decoder": "a decoder",
     "add_cross_attention": "cross-attention",
+    "is_causal": "causal attention",
     "quantization_config": "quantised weights",
     "per_layer_config": "layers of different sizes",
 }
@@ -151,6 +152,11 @@ class BertConfig:
     def position_offset(self) -> int:
         """Position id of the first token. RoBERTa models reserve the ids up to `pad_token_id`."""
         return self.pad_token_id + 1 if self.model_type in (*ROBERTA_TYPES, "mpnet") else 0
+
+    @property
+    def positions_count_padding(self) -> bool:
+        """True if padding before a text would move its tokens to other positions of a table."""
+        return self.positions == "learned" and not self.position_offset
 
     @property
     def width_of_tables(self) -> int:

@@ -110,8 +110,8 @@ def max_sim(
     The array `[Q, S, N, T]` of all dot products is in memory. Call it for a part of the documents at a time.
 
     Args:
-      queries: float32 `[Q, S, D]`.
-      documents: float32 `[N, T, D]`.
+      queries: floats `[Q, S, D]`.
+      documents: floats `[N, T, D]`.
       query_mask: booleans `[Q, S]`, True for the tokens that count. None counts all.
       document_mask: booleans `[N, T]`, in the same way.
 
@@ -120,7 +120,8 @@ def max_sim(
     Returns:
       float32 `[Q, N]`. A document without tokens has the score -1e9.
     """
-    products = jnp.einsum("qsd,ntd->qsnt", queries, documents, precision="highest")
+    dtype = reference.wide_dtype(queries)
+    products = jnp.einsum("qsd,ntd->qsnt", queries, documents, precision="highest", preferred_element_type=dtype)
     if document_mask is not None:
         products = jnp.where(document_mask[None, None], products, -jnp.inf)
     best = reference.largest(products, -1)

@@ -100,9 +100,13 @@ class SpladeModel(nnx.Module):
             longest = checks.as_size("SpladeModel", "max_seqlen", max_seqlen)
             mask = jnp.arange(longest, dtype=jnp.int32)[None] < jnp.diff(starts)[:, None]
 
+        wide = x.astype(jnp.float32)  # so that the gradients of the parts are added in float32
+
         def pooled(table: Array, bias: Array) -> Array:
             """Returns float32 `[B, C]` for the matrix `[C, D]` and the bias `[C]` of some token ids."""
-            logits = jnp.matmul(x, table.astype(x.dtype).T, preferred_element_type=jnp.float32)
+            logits = jnp.matmul(
+                wide.astype(x.dtype), table.astype(x.dtype).T, preferred_element_type=jnp.float32
+            )  # fmt: skip
             logits = logits + bias.astype(jnp.float32)
             if cu_seqlens is not None:
                 logits = sequence_rows(logits, starts, longest)

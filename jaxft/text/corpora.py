@@ -122,6 +122,7 @@ def encode_corpus(
     index, count = shard
     if not (checks.is_natural(index) and checks.is_natural(count) and index < count):
         raise ValueError(f"encode_corpus: shard must be (i, n) with 0 <= i < n, got {shard!r:.80}")
+    rows_per_part, index, count = int(rows_per_part), int(index), int(count)
     if EMBEDDING in keep or len({*keep}) < len(keep):
         raise ValueError(f"encode_corpus: keep must be different names other than {EMBEDDING!r}, got {keep!r:.200}")
     pa, folder = records.arrow(), Path(folder)
@@ -140,7 +141,7 @@ def encode_corpus(
         "data": [[source.name, source.size] for source in files],
         "text_column": text_column,
         "keep": {field.name: str(field.type) for field in kept},
-        "rows_per_part": int(rows_per_part),
+        "rows_per_part": rows_per_part,
         "precision": precision,
         **options,
     }
@@ -148,6 +149,7 @@ def encode_corpus(
     if precision not in PRECISIONS:
         raise ValueError(f"encode_corpus: precision must be one of {', '.join(PRECISIONS)}, got {precision!r:.80}")
     encoder.encode([], devices=devices, **options)  # finds mistakes before anything is written
+    settings |= {"batch_size": int(batch_size), "truncate_dim": truncate_dim and int(truncate_dim)}  # as JSON has them
     with atomic.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     manifest = _manifest(folder, settings)

@@ -161,7 +161,7 @@ class CrossEncoder:
           TypeError: as for the constructor, or `folder_or_id` is not a string or path.
         """
         arguments.refuse("from_pretrained", others)
-        folder, layout, settings, tokenizer, limit = read_files(
+        folder, layout, settings, limit = read_files(
             folder_or_id, module_files.read_cross_encoder, revision=revision, cache_dir=cache_dir,
             local_files_only=local_files_only,
         )  # fmt: skip
@@ -183,12 +183,15 @@ class CrossEncoder:
             model = BertForSequenceClassification.from_pretrained(folder, num_labels=given, **options)
         if activation_fn is None:
             activation_fn = _saved_activation(folder, layout.transformer)
-        positions = (model.encoder if isinstance(model, EmbeddingModel) else model).config.max_sequence_length
+        config = (model.encoder if isinstance(model, EmbeddingModel) else model).config
+        # A classifier takes the first token of a row, which would be padding.
+        may_pad_left = isinstance(model, EmbeddingModel) and not config.positions_count_padding
+        tokenizer = tokenizer_files.load(settings, layout.do_lower_case, may_pad_left=may_pad_left)
         try:
             encoder = cls(
                 model,
                 tokenizer,
-                max_length=min(limit, positions) if max_length is None else max_length,
+                max_length=min(limit, config.max_sequence_length) if max_length is None else max_length,
                 activation_fn=activation_fn,
                 prompts=arguments.merged_prompts("from_pretrained", {}, prompts, layout.prompts),
                 default_prompt_name=layout.default_prompt_name if default_prompt_name is None else default_prompt_name,

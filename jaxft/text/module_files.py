@@ -265,9 +265,10 @@ def _checked_mask(file: Path, config: dict[str, Any]) -> dict[str, Any]:
         "skiplist_tasks": ["document"] if tasks is None else [tasks] if isinstance(tasks, str) else tasks,
         "keep_only_token_ids": config.get("keep_only_token_ids") or [],
     }
-    for name, kind in (("skiplist_words", str), ("skiplist_tasks", str), ("keep_only_token_ids", int)):
-        if not isinstance(found[name], list) or not all(isinstance(item, kind) for item in found[name]):
-            raise CheckpointError(f"{file}: {name} must be a list of {kind.__name__}, got {found[name]!r:.80}")
+    for name, kind in (("skiplist_words", "str"), ("skiplist_tasks", "str"), ("keep_only_token_ids", "token ids")):
+        is_right = checks.is_natural if kind == "token ids" else lambda item: isinstance(item, str)
+        if not isinstance(found[name], list) or not all(map(is_right, found[name])):
+            raise CheckpointError(f"{file}: {name} must be a list of {kind}, got {found[name]!r:.80}")
     return found
 
 
@@ -286,7 +287,7 @@ def checked_expansion(where: str, value: Any) -> dict[str, Any] | None:
     ):
         if not is_right:
             raise ValueError(f"{where}: {name} of query_expansion must be {expected}, got {found.get(name)!r:.80}")
-    return found
+    return found | {"length": int(found["length"])}
 
 
 def _shared(file: Path, settings: dict[str, Any], similarities: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
@@ -350,6 +351,11 @@ def _module_list(file: Path) -> list[dict[str, Any]]:
     entries = checkpoint_files.read_json(file)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise CheckpointError(f"{file}: expected a list of modules, got {entries!r:.80}")
+    names = [entry["name"] for entry in entries if "name" in entry]
+    if twice := [
+        name for i, name in enumerate(names) if name in names[:i]
+    ]:  # the second module would replace the first
+        raise CheckpointError(f"{file}: the names of modules must differ, got {twice[0]!r:.80} twice")
     return entries
 
 

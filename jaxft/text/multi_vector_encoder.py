@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.bert import BertModel
 from jaxft.models.embedding import Module
 from jaxft.models.float8 import Float8Recipe
@@ -98,6 +97,7 @@ class MultiVectorEncoder(TextEncoder):
             raise TypeError(
                 f"MultiVectorEncoder: keep_only_token_ids must be token ids, got {keep_only_token_ids!r:.80}"
             )
+        self.keep_only_token_ids = [*map(int, self.keep_only_token_ids)]  # NumPy's are not for JSON
         super().__init__(
             MultiVectorModel(model, token_modules=token_modules), tokenizer, max_seq_length=max_seq_length,
             prompts=prompts, default_prompt_name=default_prompt_name, similarity_fn_name=similarity_fn_name,
@@ -176,8 +176,6 @@ class MultiVectorEncoder(TextEncoder):
                 colbert = StanfordColbert.from_pretrained(layout.transformer, dim=layout.projection, **load)
                 model, modules = colbert.bert, (colbert.projection(), *modules)
             settings = tokenizer_files.Settings(layout.transformer)
-            if layout.query_expansion is not None and settings.side("padding_side", None) == "left":
-                raise CheckpointError(f"{settings.file}: padding_side 'left' is not supported with query_expansion")
             named = settings.named_tokens()
             mask = named.get("mask_token") or named.get("eos_token")
             return {
@@ -233,20 +231,19 @@ class MultiVectorEncoder(TextEncoder):
         found = module_files.checked_expansion("MultiVectorEncoder", value)
         if found is not None:
             self._expansion_token(found)
-            tokenizer_files.checked_limit(
-                "MultiVectorEncoder", "length of query_expansion", found["length"], self.model.config
-            )
+            owner, argument, length = "MultiVectorEncoder", "length of query_expansion", found["length"]
+            tokenizer_files.checked_limit(owner, argument, length, self.model.config)
+            tokenizer_files.check_room(self.tokenizer, length, owner=owner, argument=argument)
         if found is not None and not found["attend"] and self.model.config.positions == "disentangled":
             raise ValueError("MultiVectorEncoder: query_expansion of DeBERTa must have attend=True")
         self._query_expansion, self._expanding = found, None
 
     def _expansion_token(self, expansion: Mapping[str, Any]) -> str:
-        for token in [expansion["token"]] if expansion["token"] else [self._mask_token, "[MASK]", "<mask>"]:
-            if token is not None and self.tokenizer.token_to_id(token) is not None:
+        given = expansion["token"] or self._mask_token
+        for token in ("[MASK]", "<mask>") if given is None else (given,):
+            if self.tokenizer.token_to_id(token) is not None:
                 return token
-        raise ValueError(
-            f"MultiVectorEncoder: token of query_expansion must be in the vocabulary, got {expansion['token']!r:.80}"
-        )
+        raise ValueError(f"MultiVectorEncoder: token of query_expansion must be in the vocabulary, got {given!r:.80}")
 
     def _similarity_name(self, name: Any) -> str:
         return similarities.similarity_name("MultiVectorEncoder", "similarity_fn_name", name, similarities.MAX_SIMS)

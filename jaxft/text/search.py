@@ -73,7 +73,9 @@ def semantic_search(
     queries = queries[None] if queries.ndim == 1 else queries
     corpus = _as_rows(op, "corpus_embeddings", corpus_embeddings)
     limits = _check_rows(op, queries, corpus, corpus_precision, ranges)
-    _check_positive(op, query_chunk_size=query_chunk_size, corpus_chunk_size=corpus_chunk_size, top_k=top_k)
+    query_chunk_size, corpus_chunk_size, top_k = _as_positive(
+        op, query_chunk_size=query_chunk_size, corpus_chunk_size=corpus_chunk_size, top_k=top_k
+    )
     scores, ids = _nearest(
         op, queries, corpus, min(top_k, len(corpus)), _score(op, score_function), query_chunk_size=query_chunk_size,
         corpus_chunk_size=corpus_chunk_size, decode=corpus_precision, limits=limits,
@@ -165,8 +167,9 @@ def paraphrase_mining_embeddings(
     rows = _as_rows(op, "embeddings", embeddings)
     if rows.ndim != 2 or not jnp.issubdtype(rows.dtype, jnp.floating):
         raise ValueError(f"{op}: embeddings must be floats [n, D], got {rows.dtype} {list(rows.shape)}")
-    _check_positive(op, query_chunk_size=query_chunk_size, corpus_chunk_size=corpus_chunk_size)
-    _check_positive(op, max_pairs=max_pairs, top_k=top_k)
+    query_chunk_size, corpus_chunk_size, max_pairs, top_k = _as_positive(
+        op, query_chunk_size=query_chunk_size, corpus_chunk_size=corpus_chunk_size, max_pairs=max_pairs, top_k=top_k
+    )
     score, count = _score(op, score_function), len(rows)
     found = np.empty(0, [("score", np.float32), ("i", np.int64), ("j", np.int64)])
     for first in range(0, count, query_chunk_size):
@@ -312,10 +315,12 @@ def _round(number: int, *, up: bool = False) -> int:
     return (number + (step - 1) * up) // step * step
 
 
-def _check_positive(op: str, **given: Any) -> None:
+def _as_positive(op: str, **given: Any) -> list[int]:
+    """Returns positive integers of any type as Python's, which do not wrap around."""
     for name, number in given.items():
         if not (checks.is_natural(number) and number > 0):
             raise ValueError(f"{op}: {name} must be a positive integer, got {number!r}")
+    return [*map(int, given.values())]
 
 
 def _check_rows(op: str, queries: Any, corpus: Any, precision: str, ranges: Any) -> np.ndarray | None:

@@ -547,4 +547,4 @@ def _without_flags(flagged: np.ndarray) -> np.ndarray:
 def _checked_width(where: str, value: Any) -> int | None:
     if value is not None and not (checks.is_natural(value) and value > 0):
         raise ValueError(f"{where}: truncate_dim must be None or a positive integer, got {value!r}")
-    return value
+    return None if value is None else int(value)

@@ -442,4 +442,4 @@ def _as_csr(op: str, name: str, embeddings: Any) -> Any:
 def _checked_most(where: str, name: str, value: Any) -> int | None:
     if value is not None and not (checks.is_natural(value) and value > 0):
         raise ValueError(f"{where}: {name} must be None or a positive integer, got {value!r:.80}")
-    return value
+    return None if value is None else int(value)

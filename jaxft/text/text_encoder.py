@@ -42,7 +42,6 @@ class Files(NamedTuple):
     folder: Path
     layout: module_files.Layout
     settings: tokenizer_files.Settings
-    tokenizer: "Tokenizer"
     limit: int  # maximum number of tokens that the files name, or `sys.maxsize`
 
 
@@ -57,7 +56,7 @@ def read_files(
     layout = read(folder)
     settings = tokenizer_files.Settings(layout.transformer)
     limit = layout.max_seq_length or settings.max_length or sys.maxsize
-    return Files(folder, layout, settings, tokenizer_files.load(settings, layout.do_lower_case), limit)
+    return Files(folder, layout, settings, limit)
 
 
 class Texts:
@@ -185,13 +184,16 @@ class TextEncoder:
         packed: bool | None,
     ) -> Self:
         """Loads an encoder. `read` reads the folder's layout; `parts` returns the constructor's other arguments."""
-        folder, layout, settings, tokenizer, limit = read_files(
+        folder, layout, settings, limit = read_files(
             folder_or_id, read, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
         )
-        tokenizer_files.keep_whole(tokenizer, layout.markers)
         own = parts(layout)
+        config = own["model"].config
         if max_seq_length is None:
-            max_seq_length = min(limit, own["model"].config.max_sequence_length)
+            max_seq_length = min(limit, config.max_sequence_length)
+        may_pad_left = layout.query_expansion is None and not config.positions_count_padding
+        tokenizer = tokenizer_files.load(settings, layout.do_lower_case, may_pad_left=may_pad_left)
+        tokenizer_files.keep_whole(tokenizer, layout.markers)
         try:
             encoder = cls(
                 tokenizer=tokenizer,
@@ -203,6 +205,8 @@ class TextEncoder:
                 packed=packed,
                 **own,
             )
+            for task, length in layout.task_lengths.items():
+                tokenizer_files.check_room(tokenizer, length, owner=cls.__name__, argument=f"{task}_length")
             encoder._task_lengths = layout.task_lengths
             encoder._origin = writing.read_origin(folder_or_id, folder, settings)
         except ValueError as error:

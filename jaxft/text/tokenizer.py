@@ -118,6 +118,8 @@ class Settings:
                 both = isinstance(earlier, list) and isinstance(value, list)
                 values[name] = earlier + value if both else value
         self.source, config = self.file if values.get("tokenizer_class") else file, read_settings(file)
+        if values.get("tokenizer_class") == "":  # in transformers the name of no class, not the default
+            raise CheckpointError(f"{self.file}: tokenizer_class must be a name, got ''")
         named = values.get("tokenizer_class") or config.get("tokenizer_class")
         if config.get("model_type") in _IGNORES_CLASS:
             named = "TokenizersBackend"
@@ -151,6 +153,8 @@ class Settings:
         names = self.values.get("model_input_names")
         if not isinstance(names, list | None):
             raise CheckpointError(f"{self.file}: model_input_names must be a list, got {names!r:.80}")
+        if names is not None and "attention_mask" not in names:  # sentence-transformers then attends to padding
+            raise CheckpointError(f"{self.file}: model_input_names must have 'attention_mask', got {names!r:.80}")
         return self.kind.token_types if names is None else "token_type_ids" in names
 
     def named_tokens(self) -> "dict[str, AddedToken]":
@@ -217,8 +221,11 @@ def _added(token: str | dict[str, Any], *, special: bool = False) -> "AddedToken
     return added
 
 
-def load(settings: Settings, do_lower_case: bool = False) -> "Tokenizer":
-    """Loads the tokenizer of the settings' folder. `do_lower_case` comes before the tokenizer's own normalizer."""
+def load(settings: Settings, do_lower_case: bool = False, *, may_pad_left: bool = True) -> "Tokenizer":
+    """Loads the tokenizer of the settings' folder. `do_lower_case` comes before the tokenizer's own normalizer.
+
+    Without `may_pad_left`, padding on the left is refused: in sentence-transformers it changes the numbers of a text.
+    """
     from tokenizers import Tokenizer, normalizers
 
     file, saved = settings.folder / "tokenizer.json", None
@@ -235,7 +242,12 @@ def load(settings: Settings, do_lower_case: bool = False) -> "Tokenizer":
     else:
         tokenizer = _build(settings, saved, content)
     tokenizer.encode_special_tokens = settings.option("split_special_tokens", False)
-    settings.side("padding_side", saved and saved.padding)  # checked only: no text is padded in the tokenizer
+    # Checked only: no text is padded in the tokenizer.
+    if settings.side("padding_side", saved and saved.padding) == "left" and not may_pad_left:
+        raise CheckpointError(
+            f"{settings.file if settings.values.get('padding_side') else file}: padding_side 'left' is not supported:"
+            " the numbers of a text would depend on the longest text of its batch"
+        )
     side = settings.side("truncation_side", saved and saved.truncation)
     if side != (tokenizer.truncation or {}).get("direction", "right"):
         tokenizer.enable_truncation(max_length=sys.maxsize, direction=side)  # `truncating` keeps the direction
@@ -505,6 +517,18 @@ def checked_limit(owner: str, argument: str, value: Any, config: BertConfig) -> 
     return int(value)
 
 
+def check_room(tokenizer: "Tokenizer", length: int, *, is_pair: bool = False, owner: str, argument: str) -> int:
+    """Raises a ValueError if there is no room for a token. Returns the number of special tokens."""
+    with library_errors(f"{owner}: the tokenizer cannot be used"):
+        special_tokens = tokenizer.num_special_tokens_to_add(is_pair=is_pair)
+    if length <= special_tokens:
+        raise ValueError(
+            f"{owner}: {argument} must be above {special_tokens}, the number of special tokens that the tokenizer"
+            f" adds, got {length}"
+        )
+    return special_tokens
+
+
 def truncating(
     tokenizer: "Tokenizer", max_length: int, config: BertConfig, *, is_pair: bool = False, token_types: bool = True,
     owner: str, argument: str,
@@ -516,13 +540,7 @@ def truncating(
     """
     from tokenizers import Tokenizer, models
 
-    with library_errors(f"{owner}: the tokenizer cannot be used"):
-        special_tokens = tokenizer.num_special_tokens_to_add(is_pair=is_pair)
-    if max_length <= special_tokens:
-        raise ValueError(
-            f"{owner}: {argument} must be above {special_tokens}, the number of special tokens that the tokenizer"
-            f" adds, got {max_length}"
-        )
+    special_tokens = check_room(tokenizer, max_length, is_pair=is_pair, owner=owner, argument=argument)
     with library_errors(f"{owner}: the tokenizer cannot be used"):
         tokens = {number: token for token, number in tokenizer.get_vocab(with_added_tokens=True).items()}
     _check_ids(tokens, config.vocab_size, owner)  # before the copy, which takes as long as there are smaller numbers
