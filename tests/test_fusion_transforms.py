@@ -312,8 +312,29 @@ def test_on_a_gpu_a_site_is_replaced_where_the_op_has_a_kernel():
         assert report.counts == LAYER and all("triton" in r.implementation for r in report if r.is_replaced)
         text = str(jax.make_jaxpr(jaxft.fuse(fn))(*shapes))
         assert "pallas_call" in text or "triton" in text
-        # Plain XLA is what the op takes for float64.
-        assert jaxft.fuse(jax.nn.softmax).report(jax.ShapeDtypeStruct((0, 4), jnp.float32)).counts == {}
+        (record,) = jaxft.fuse(jax.nn.softmax).report(jax.ShapeDtypeStruct((0, 4), jnp.float32))
+        assert record.reason == "the op is plain XLA here, too"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "reason"),
+    [
+        ("jax.nn.gelu, tanh", jnp.bfloat16, ""),
+        ("jax.nn.gelu, tanh", jnp.float32, "an element-wise chain"),
+        ("jax.nn.gelu, erf", jnp.float32, ""),
+        ("jax.nn.relu", jnp.bfloat16, "an element-wise chain"),
+        ("a straight-through GELU", jnp.bfloat16, "an element-wise chain"),
+        ("linen MLP", jnp.float32, ""),
+        ("a LayerNorm of one row", jnp.bfloat16, "one row"),
+        ("transposes that compose", jnp.bfloat16, "a transpose that XLA fuses"),
+        ("transposes that cancel", jnp.bfloat16, ""),
+    ],
+)
+def test_on_a_gpu_xla_keeps_what_it_does_as_fast(name, dtype, reason):
+    fn, args = CASES[name].make(dtype)
+    with dispatch.target():
+        (record,) = jaxft.fuse(fn).report(*args)
+    assert record.reason.startswith(reason) and record.is_replaced == (not reason)
 
 
 def test_dying_operands_are_written_in_place():
