@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxft.fusion.algebra import FLOATS, Map, identity, is_like, source, strip, view, widens
 from jaxft.fusion.graph import ELEMENTWISE, Graph, Node, Var
-from jaxft.fusion.rows import Softmax, mask_after, read_softmax
+from jaxft.fusion.rows import Mask, Softmax, mask_after, read_softmax
 from jaxft.fusion.site import (
     Options,
     Refused,
@@ -26,8 +26,6 @@ from jaxft.ops.attention import dot_product_attention
 
 _LOW = -1e4  # masked logits are at most this
 _SURELY_LOW = -9.9e8  # no logit is near this, nor near the lowest number of a dtype; -1e9 is -9.98e8 in bfloat16
-
-Mask = tuple[Var, Map, bool]  # a mask, the map from the axes of the logits to it, and whether True means masked
 
 # --- The softmax, the values and the logits ------------------------------------------------------------------------
 
@@ -123,13 +121,13 @@ def _read_logits(g: Graph, z: Var, axis: int) -> Logits:
         v, where = strip(g, v, where)
 
 
-def _find_values(g: Graph, found: Softmax) -> tuple[Node, int, Map, list[tuple[Var, Map]]]:
+def _find_values(g: Graph, found: Softmax) -> tuple[Node, int, Map, list[Mask]]:
     """Returns the matmul of the probabilities and the values, the operand that the probabilities are, and their map.
 
     The last result holds the masks of where(mask, p, 0) in between.
     """
     matmuls: list[tuple[Node, Var]] = []
-    masks: list[tuple[Var, Map]] = []
+    masks: list[Mask] = []
     at: dict[Var, Map] = {found.y: identity(found.y.shape)}  # what the probabilities become, with the map to them
     frontier = [found.y]
     while frontier:
@@ -148,7 +146,7 @@ def _find_values(g: Graph, found: Softmax) -> tuple[Node, int, Map, list[tuple[V
                 matmuls.append((user, p))
                 continue
             elif (mask := mask_after(g, user, p)) is not None and at[p] == identity(found.y.shape):
-                masks.append(strip(g, mask))
+                masks.append(mask)
                 at[out] = at[p]
             elif _draws_random_bits(g, user):
                 raise Refused("dropout between softmax and values")
@@ -353,11 +351,11 @@ class Masks:
 
 
 def _read_masks(
-    g: Graph, found: Softmax, logits: Logits, after: list[tuple[Var, Map]], layout: Layout, options: Options
+    g: Graph, found: Softmax, logits: Logits, after: list[Mask], layout: Layout, options: Options
 ) -> Masks:  # fmt: skip
-    inside = [] if found.mask is None else [(*strip(g, found.mask), False)]
+    inside = [] if found.mask is None else [found.mask]
     every = logits.masks + inside
-    need(all((*mask, False) in every for mask in after), "the probabilities are masked after the softmax")
+    need(all(mask in every for mask in after), "the probabilities are masked after the softmax")
     empty = "mean" if math.isfinite(min(logits.masked, default=0.0)) else "nan"
     empty = "zero" if after or options.masked_rows == "zero" else found.empty or empty
     if options.masked_rows != "zero":
@@ -454,8 +452,8 @@ def _unscaled(g: Graph, x: Var) -> tuple[float, Var]:
 
 def attention_site(g: Graph, anchor: Node, options: Options) -> Site:
     """Recognises attention by the exponential of its softmax."""
+    need(_has_product(g, anchor.ins[0]))
     found = read_softmax(g, anchor)
-    need(_has_product(g, found.logits))
     pv, p_side, p_where, after = _find_values(g, found)
     logits = _read_logits(g, found.logits, found.axis)
     layout = _read_layout(g, found, logits, pv, p_side, p_where)

@@ -313,7 +313,10 @@ def normalised_loss_site(g: Graph, anchor: Node, options: Options) -> Site:
     argument, z = log_of_sum(g, anchor)
     log, shift = g.find(anchor.out), [(c, v) for c, v, _ in terms(g, argument, stop={z}) if v is not z]
     for y in outward(g, log, ("add", "broadcast_in_dim", "neg", "reshape", "squeeze", "sub"), 4):
-        found = [(c, v) for c, v, _ in terms(g, y, stop={log})]
+        every = terms(g, y, stop={log})
+        if any(where is not None and where != identity(y.shape) for _, _, where in every):
+            continue
+        found = [(c, v) for c, v, _ in every]
         sign = next((c for c, v in found if v is log), 0.0)
         picks = [node for c, v in found if c == -sign and v is not None and (node := _pick(g, v)) is not None]
         if abs(sign) == 1 and len(picks) == 1:
@@ -351,7 +354,7 @@ def _summed_loss(
         elif user.name in ("mul", "select_n") and keep is None:
             keep = _kept_rows(g, user, picked)
             picked = out
-        elif (step := view(g, out)) is not None and step[0] is picked and user.name != "stop_gradient":
+        elif _is_reshape(g, out, picked) and user.name != "stop_gradient":
             picked = out
         elif user.name == "reduce_sum" and not out.shape:
             total = out
@@ -382,6 +385,15 @@ def _summed_loss(
     static = {"V": z.shape[-1], "D": product.x.shape[-1]}
     return Site("linear_cross_entropy", "cross_entropy", anchor, [total], inputs, call, static,
                 region(g, [total], set(inputs)), always=True)  # fmt: skip
+
+
+def _is_reshape(g: Graph, v: Var, x: Var) -> bool:
+    """Returns whether `v` has the elements of `x` in their order."""
+    step = view(g, v)
+    if step is None or step[0] is not x or v.size != x.size:
+        return False
+    axes = [a for a in step[1] if a is not None]
+    return axes == sorted(axes)
 
 
 def _labels_of(g: Graph, node: Node, y: Var) -> Rows:

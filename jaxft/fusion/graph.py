@@ -131,9 +131,8 @@ def numpy_value(node: Node, values: list[Any]) -> Any:
     if name == "clamp":
         return np.clip(values[1], values[0], values[2])
     if name == "convert_element_type":
-        if is_float(out.dtype):
-            return np.asarray(values[0]).astype(float)
-        return np.asarray(values[0]).astype(out.dtype)
+        narrow = np.asarray(values[0]).astype(out.dtype if out.dtype.itemsize < 2 or not is_float(out.dtype) else float)
+        return narrow.astype(float) if is_float(out.dtype) else narrow
     return values[0] if name in IDENTITIES else _NUMPY[name](*values)
 
 

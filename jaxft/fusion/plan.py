@@ -39,11 +39,12 @@ class Found:
 
 
 _Matcher = Callable[[Graph, Node, Options], Site | list[Site]]
+_EXPONENTIALS = ("exp", "exp2")
 _ROOTS = ("pow", "rsqrt", "sqrt")
 # Each step goes over the whole graph. An earlier one takes nodes from a later one.
 _STEPS: tuple[tuple[tuple[str, ...], tuple[str, ...], _Matcher], ...] = (
-    (("attention",), ("exp",), attention.attention_site),
-    (("softmax",), ("exp",), rows.softmax_site),
+    (("attention",), _EXPONENTIALS, attention.attention_site),
+    (("softmax",), _EXPONENTIALS, rows.softmax_site),
     (("cross_entropy",), ("log",), dense.normalised_loss_site),
     (("softmax", "cross_entropy"), ("log",), rows.log_softmax_site),
     (("layer_norm", "rms_norm"), _ROOTS, rows.norm_sites),
@@ -74,7 +75,8 @@ def find_sites(g: Graph, options: Options) -> Found:
             except Refused as refused:
                 if str(refused):
                     reason = _DIFFERENTIATED if node.is_differentiated else str(refused)
-                    found.misses.append(Miss(node, families[0], reason))
+                    if all(miss.anchor is not node or miss.reason != reason for miss in found.misses):
+                        found.misses.append(Miss(node, families[0], reason))
                 continue
             for site in sites if isinstance(sites, list) else [sites]:
                 if not any(v in found.sites for v in site.outs):
