@@ -16,9 +16,10 @@ from jaxft.fusion.algebra import (
     source,
     strip,
     terms,
+    view,
     widens,
 )
-from jaxft.fusion.graph import Graph, Node, Var
+from jaxft.fusion.graph import ELEMENTWISE, Graph, Node, Var
 from jaxft.fusion.site import (
     Options,
     Refused,
@@ -70,8 +71,12 @@ def _mean_of(g: Graph, coefficient: float, v: Var) -> Var | None:
     x = g.find(node.ins[0])
     if tuple(node.params["axes"]) != (len(x.shape) - 1,):
         return None
-    # A 16-bit 1 / n has a relative error of 2^-9.
-    return x if abs(abs(coefficient) * x.shape[-1] - 1) < (1e-6 if v.dtype.itemsize > 2 else 4e-3) else None
+    return x if _is_one(abs(coefficient) * x.shape[-1], v) else None
+
+
+def _is_one(x: float, v: Var) -> bool:
+    """Returns whether n times the factor 1 / n of `v` is 1. In 16 bits, the factor has a relative error of 2^-9."""
+    return abs(x - 1) < (1e-6 if v.dtype.itemsize > 2 else 4e-3)
 
 
 def _check_centered(g: Graph, v: Var, x: Var) -> None:
@@ -92,25 +97,18 @@ def _read_norms(g: Graph, anchor: Node) -> list[Norm]:
     if anchor.name == "pow":
         need(g.number(anchor.ins[1]) in (-0.5, 0.5))
     variance = g.find(anchor.ins[0])
-    every, in_order = _unclipped(g, variance), identity(variance.shape)
+    every = _unclipped(g, variance)
     epsilon = sum(c for c, v, _ in every if v is None)
     rest = [(c, v) for c, v, _ in every if v is not None]
-    need(all(where == in_order for _, v, where in every if v is not None))
-    sums = [(c, v, node) for c, v in rest if (node := g.defs.get(v)) is not None and node.name == "reduce_sum"]
-    need(len(sums) == 1, "the argument of the root is not one mean of squares" if sums else "")
-    coefficient, v, node = sums[0]
-    squares = _mean_of(g, coefficient, v)
-    if squares is None:
-        shape, axes = g.find(node.ins[0]).shape, tuple(map(int, node.params["axes"]))
-        raise Refused(
-            f"statistics over axes {axes} of {len(shape)}; only the last axis is fused"
-            if axes != (len(shape) - 1,)
-            else f"the variance divides by {1 / coefficient:.6g}, not by {shape[-1]}"
-        )
-    scale, squared = factors(g, squares)
-    need(len(squared) == 1 and squared[0][2] == 2 and abs(scale - 1) < 1e-6, "the variance is not a mean of squares")
+    sums = [
+        (c, v) for c, v in rest if (node := g.defs.get(v)) is not None and node.name in ("dot_general", "reduce_sum")
+    ]
+    need(sums, _what_is_between(g, variance))
+    need(len(sums) == 1, "the argument of the root is not one mean of squares")
+    inner, others = _squared(g, *sums[0]), [(c, v) for c, v in rest if v is not sums[0][1]]
+    numbers = [v for _, v, where in every if v is not None and where != identity(variance.shape)]
+    need(not numbers, "epsilon, or another term of the variance, is neither a number nor one for each row")
     need(epsilon > 0, "there is no epsilon inside of the root")
-    inner, others = squared[0][0], [(c, v) for c, v in rest if v is not sums[0][1]]
     if others:
         need(len(others) == 1 and others[0][0] < 0, "the variance has further terms")
         scale, mean = factors(g, others[0][1])
@@ -150,6 +148,60 @@ def _read_norms(g: Graph, anchor: Node) -> list[Norm]:
             inside |= region(g, [y], {x})
     need(norms, reason)
     return norms
+
+
+def _squared(g: Graph, coefficient: float, v: Var) -> Var:
+    """Returns the array whose mean of squares over the last axis is coefficient * v."""
+    node = g.defs[v]
+    operand = g.find(node.ins[0])
+    last, lead = len(operand.shape) - 1, tuple(range(len(operand.shape) - 1))
+    square, where = strip(g, operand)
+    above = g.defs.get(square)
+    is_square = above is not None and (
+        above.name == "square"
+        or (above.name == "integer_pow" and above.params["y"] == 2)
+        or (above.name == "mul" and g.find(above.ins[0]) is g.find(above.ins[1]))
+    )
+    if node.name == "dot_general":
+        of_itself = (((last,),) * 2, (lead,) * 2)
+        need(
+            operand is g.find(node.ins[1]) and node.params["dimension_numbers"] == of_itself,
+            "squares go into a matmul" if is_square else "",
+        )
+    else:
+        axes = tuple(map(int, node.params["axes"]))
+        need(axes == (last,), f"statistics over axes {axes} of {last + 1}; only the last axis is fused")
+    divisor, count = 1 / coefficient, operand.shape[-1]
+    need(_is_one(coefficient * count, v), f"the variance divides by {divisor:.6g}, not by {count}")
+    if node.name == "dot_general":
+        return operand
+    if is_square and above is not None:
+        inner, where = strip(g, above.ins[0], where)  # it may be a product itself
+    else:
+        scale, found = factors(g, square, where)
+        need(len(found) == 1 and found[0][2] == 2 and abs(scale - 1) < 1e-6, "the variance is not a mean of squares")
+        inner, where, _ = found[0]
+    need(where == identity(operand.shape), "the variance is not a mean of squares")
+    return inner
+
+
+def _what_is_between(g: Graph, v: Var) -> str:
+    """Returns which operation is between a root and the sum that `v`, its argument, comes from. Without a sum, ""."""
+    stack, seen = [(g.find(v), "")], set[Var]()
+    while stack:
+        v, name = stack.pop()
+        node = g.defs.get(v)
+        if node is None or v in seen:
+            continue
+        seen.add(v)
+        if node.name == "reduce_sum" and name:
+            return f"{name} between the mean of squares and the root"
+        if node.out.size == v.size and node.name in (*ELEMENTWISE, "custom_jvp_call"):
+            is_usual = node.name in ("add", "convert_element_type", "div", "mul", "sub")
+            stack += [(g.find(x), name if is_usual else node.name) for x in node.ins if x.size == v.size]
+        elif (step := view(g, v)) is not None:
+            stack.append((step[0], name))
+    return ""
 
 
 def _unclipped(g: Graph, v: Var) -> list[Term]:
