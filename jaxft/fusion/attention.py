@@ -1,6 +1,7 @@
 """Attention: softmax(q @ k^T * scale + biases) @ v with masks, in any layout of the arrays."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -467,7 +468,7 @@ def attention_site(g: Graph, anchor: Node, options: Options) -> Site:
     out = g.find(pv.out)
     cast = only_cast(g, out)
     narrow = [source(g, x) for x in operands]
-    dtype = pv.ins[p_side].dtype
+    dtype = functools.reduce(jnp.promote_types, (x.dtype for x in (q, k, pv.ins[p_side])))
     if len({x.dtype for x in narrow}) == 1 and (cast.dtype == narrow[0].dtype or narrow[0].dtype == dtype):
         operands, dtype, out = narrow, narrow[0].dtype, cast if cast.dtype == narrow[0].dtype else out
     need(str(dtype) in FLOATS, f"the values are {dtype}")
