@@ -67,7 +67,7 @@ def find_sites(g: Graph, options: Options) -> Found:
             if node.name not in anchors or node in taken or SCOPE in node.scopes or node.eqn.effects:
                 continue
             is_scalar = not node.out.shape and anchors is not _ROOTS  # the root of a single row is one
-            if is_scalar or g.find(node.out) is not node.out or node.out in g.uniform:
+            if is_scalar or not node.out.size or g.find(node.out) is not node.out or node.out in g.uniform:
                 continue
             try:
                 sites = match(g, node, options)
