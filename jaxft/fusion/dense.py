@@ -376,6 +376,8 @@ def _summed_loss(
             picked, scale = out, -scale
         elif user.name in ("mul", "div") and (number := g.number(user.ins[1])):
             picked, scale = out, scale * number if user.name == "mul" else scale / number
+        elif user.name == "mul" and (number := g.number(user.ins[0])):
+            picked, scale = out, scale * number
         elif user.name in ("mul", "select_n") and keep is None:
             keep = _kept_rows(g, user, picked)
             picked = out
