@@ -4,6 +4,9 @@ import dataclasses
 import math
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from jaxft.fusion.algebra import (
     FLOATS,
     Factor,
@@ -443,6 +446,41 @@ def log_softmax_site(g: Graph, anchor: Node, options: Options) -> Site:
     raise Refused("")
 
 
+def _rows_of_minus_infinity(g: Graph, z: Var) -> tuple[Var, bool] | None:
+    """Returns (mask, inverted) of logits that are where(mask, x, -inf), whose rows without a True are NaN.
+
+    Returns None if no row is -inf throughout, as far as can be seen. Raises `Refused` where another row may be.
+    """
+    stack, seen = [g.find(z)], set[Var]()
+    while stack:
+        v = stack.pop()
+        node, known = g.defs.get(v), g.constant(v)
+        if v in seen or (node is None and known is None):
+            continue
+        seen.add(v)
+        if known is not None:
+            is_float_constant = jnp.issubdtype(known.dtype, np.floating)
+            lowest = known.max(-1, initial=-math.inf) if is_float_constant and known.ndim else known
+            need(
+                not is_float_constant or not np.isneginf(lowest).any(),
+                "a row of -inf alone is NaN in fn, and 0 in the op",
+            )
+            continue
+        assert node is not None
+        if node.name == "select_n" and node.ins[0].dtype == bool and node.ins[0].shape == z.shape and v is g.find(z):
+            for at in (1, 2):
+                if g.number(strip(g, node.ins[at])[0]) == -math.inf:
+                    mask = g.constant(node.ins[0])
+                    is_full = mask is not None and (mask.astype(bool) ^ (at == 2)).any(-1).all()
+                    _rows_of_minus_infinity(g, node.ins[3 - at])
+                    return None if is_full else (g.find(node.ins[0]), at == 2)
+        is_log_of_mask = node.name == "log" and strip(g, node.ins[0])[0].dtype == bool
+        need(not is_log_of_mask, "a row of -inf alone is NaN in fn, and 0 in the op")
+        if node.name in ELEMENTWISE or view(g, v) is not None:
+            stack += [g.find(x) for x in node.ins]
+    return None
+
+
 def _softmax_site(g: Graph, anchor: Node, y: Var, z: Var, op: Any, name: str, options: Options) -> Site:
     need(str(z.dtype) in FLOATS and str(y.dtype) in FLOATS, f"the logits are {z.dtype}")
     inside = region(g, [y], {z})
@@ -450,9 +488,13 @@ def _softmax_site(g: Graph, anchor: Node, y: Var, z: Var, op: Any, name: str, op
     narrow = source(g, z)
     x = narrow if narrow.dtype == y.dtype else z
     dtype = x.dtype if widens(y.dtype, x.dtype) else y.dtype
+    mask = None if options.masked_rows == "zero" else _rows_of_minus_infinity(g, z)
 
-    def call(x: Any, **in_place: Any) -> Any:
+    def call(x: Any, *allowed: Any, **in_place: Any) -> Any:
+        if mask is not None:
+            x = jnp.where(jnp.any(allowed[0] ^ mask[1], axis=-1, keepdims=True), x, jnp.asarray(jnp.nan, x.dtype))
         return op(as_dtype(x, dtype), implementation=options.implementation, **in_place)
 
-    static = {"width": y.shape[-1]}
-    return Site(name, "softmax", anchor, [y], [x], call, static, region(g, [y], {x}), (y, x), operands=[x])
+    static, inputs = {"width": y.shape[-1]}, [x] if mask is None else [x, mask[0]]
+    inside = region(g, [y], set(inputs))
+    return Site(name, "softmax", anchor, [y], inputs, call, static, inside, (y, x), operands=[x])
