@@ -266,8 +266,8 @@ def log_softmax(x: Array, *, scale: float | None = None, bias: Array | None = No
     logits = _logits(x, scale, bias)
     allowed = jnp.ones((), bool) if mask is None else mask
     _, total, top = _exponentials(logits, allowed)
-    log_total = jnp.log(jnp.where(_row_is_empty(total), 1.0, total)) + top
-    return jnp.where(allowed, logits - log_total, -jnp.inf).astype(x.dtype)
+    log_total = jnp.log(jnp.where(_row_is_empty(total), 1.0, total))
+    return jnp.where(allowed, logits - top - log_total, -jnp.inf).astype(x.dtype)
 
 
 def linear_cross_entropy(

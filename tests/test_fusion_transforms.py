@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import fusion_cases as cases
 import jaxft
-from cases import pytest_on
+from cases import in_float64, pytest_on
 from fusion_cases import ATT, BA, CASES, DRLN, EMPTY, FF, LN, PAD, normal
 from jaxft import cli, dispatch
 
@@ -303,8 +303,30 @@ def test_on_a_gpu_a_site_is_replaced_where_the_op_has_a_kernel():
         assert report.counts == LAYER and all("triton" in r.implementation for r in report if r.is_replaced)
         text = str(jax.make_jaxpr(jaxft.fuse(fn))(*shapes))
         assert "pallas_call" in text or "triton" in text
-        # Plain XLA is what the op takes for float64.
-        assert jaxft.fuse(jax.nn.softmax).report(jax.ShapeDtypeStruct((0, 4), jnp.float32)).counts == {}
+    with dispatch.target("NVIDIA V100", (7, 0)):
+        (record,) = jaxft.fuse(jax.nn.softmax).report(normal(0, 4, 8))
+        assert record.reason == "the op is plain XLA here, too"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "reason"),
+    [
+        ("jax.nn.gelu, tanh", jnp.bfloat16, ""),
+        ("jax.nn.gelu, tanh", jnp.float32, "an element-wise chain"),
+        ("jax.nn.gelu, erf", jnp.float32, ""),
+        ("jax.nn.relu", jnp.bfloat16, "an element-wise chain"),
+        ("a straight-through GELU", jnp.bfloat16, "an element-wise chain"),
+        ("linen MLP", jnp.float32, ""),
+        ("a LayerNorm of one row", jnp.bfloat16, "one row"),
+        ("transposes that compose", jnp.bfloat16, "a transpose that XLA fuses"),
+        ("transposes that cancel", jnp.bfloat16, ""),
+    ],
+)
+def test_on_a_gpu_xla_keeps_what_it_does_as_fast(name, dtype, reason):
+    fn, args = CASES[name].make(dtype)
+    with dispatch.target():
+        (record,) = jaxft.fuse(fn).report(*args)
+    assert record.reason.startswith(reason) and record.is_replaced == (not reason)
 
 
 def test_dying_operands_are_written_in_place():
@@ -385,9 +407,52 @@ def test_masked_rows_are_as_in_the_original(name, implementation):
         assert_same(both[0](*args), both[1](*args))
 
 
-def test_rows_masked_by_minus_infinity_stay_nan():
-    fn, args = cases.minus_infinity, [normal(i, 2, 12, 4, 8) for i in range(3)]
-    np.testing.assert_array_equal(np.isnan(fuse(fn)(*args, EMPTY)), np.isnan(fn(*args, EMPTY)))
+INFINITE = {
+    "where": (cases.minus_infinity, ATT),
+    "an added where": (additive(lambda m, dtype: jnp.where(m, 0, -jnp.inf).astype(dtype)), ATT),
+    "an added logarithm": (additive(lambda m, dtype: jnp.log(m.astype(dtype))), ATT),
+    "a softmax": (lambda q, k, v, m: jax.nn.softmax(jnp.where(cases.keys(m), q[:, :, 0, :1] * v[0, :, 0, 0], -jnp.inf)),
+                  "softmax"),
+    "a log-softmax": (lambda q, k, v, m: jax.nn.log_softmax(jnp.where(
+        ~cases.keys(m), -jnp.inf, q[:, :, 0, :1] * v[0, :, 0, 0])), "log_softmax"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INFINITE)
+def test_rows_masked_by_minus_infinity_stay_nan(name):
+    (fn, op), args = INFINITE[name], [normal(i, 2, 12, 4, 8) for i in range(3)]
+    assert fuse(fn).report(*args, EMPTY).counts == {op: 1}
+    found, expected = fuse(fn)(*args, EMPTY), fn(*args, EMPTY)
+    assert np.isnan(expected).any()
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    if op == ATT:
+        np.testing.assert_allclose(fuse(fn, masked_rows="mask")(*args, EMPTY), expected, atol=1e-5)
+    assert not np.isnan(fuse(fn, masked_rows="zero")(*args, EMPTY)).any()
+
+
+def test_rows_of_an_added_infinity_are_a_near_miss():
+    def fn(x, m):
+        return jax.nn.softmax(x + jnp.where(m, 0, -jnp.inf))
+
+    args = normal(0, 3, 8), jnp.arange(3)[:, None] < jnp.arange(8)
+    (record,) = fuse(fn).report(*args)
+    assert "a row of -inf alone" in record.reason
+    assert fuse(fn, masked_rows="zero").report(*args).counts == {"softmax": 1}
+    causal = jnp.tri(8, dtype=bool)  # no row is empty
+    assert fuse(lambda x: jax.nn.softmax(jnp.where(causal, x, -jnp.inf))).report(normal(0, 8, 8)).counts == {
+        "softmax": 1
+    }
+
+
+def test_bias_of_masked_logits_decides_in_masked_rows():
+    def fn(q, k, v, m):
+        s = jnp.where(cases.keys(m), jnp.einsum("btnh,bsnh->bnts", q, k), -1e9)
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s + jnp.where(jnp.tri(12, dtype=bool), 0, -1e9)), v)
+
+    args = [normal(i, 2, 12, 4, 8) for i in range(3)]
+    report = fuse(fn).report(*args, EMPTY)
+    assert any("a bias is added to masked logits" in record.reason for record in report)
+    assert_same(fuse(fn)(*args, EMPTY), fn(*args, EMPTY))
 
 
 @pytest.mark.parametrize(("masked_rows", "masks"), [("exact", 0), ("mask", 1), ("zero", 1)])
@@ -399,6 +464,22 @@ def test_masked_rows_chooses_what_an_additive_mask_is(masked_rows, masks):
     assert_same(fused(*args, PAD), fn(*args, PAD))
     empty = fused(*args, EMPTY)[1]
     assert_same(empty, np.zeros_like(empty) if masked_rows == "zero" else fn(*args, EMPTY)[1])
+
+
+def test_gradient_of_a_traced_scale_is_as_exact():
+    def fn(q, k, v, scale, bias):
+        s = jnp.einsum("btnh,bsnh->bnts", q, k) * scale + bias
+        return jnp.sum(jnp.sin(jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), v)))
+
+    assert fuse(fn).report(*[normal(0, 2, 12, 4, 8)] * 3, normal(1), normal(2, 4, 12, 12)).counts == {ATT: 1}
+    gradients = [jax.jit(jax.grad(f, 3)) for f in (fuse(fn), fn)]
+    errors = []
+    for seed in range(12):  # the sum of one seed may cancel, so that its error says nothing
+        args = [normal(9 * seed + i, 2, 12, 4, 8) for i in range(3)] + [normal(seed), normal(9 * seed + 5, 4, 12, 12)]
+        exact = in_float64(jax.grad(fn, 3), *args)
+        errors.append([float(gradient(*args)) - float(exact) for gradient in gradients])
+    fused, original = np.sqrt(np.mean(np.square(errors), axis=0))
+    assert fused <= 2 * original
 
 
 def test_doubtful_mask_needs_the_option():

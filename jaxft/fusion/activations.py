@@ -26,11 +26,12 @@ from jaxft.fusion.site import (
 from jaxft.ops.bias_activation import bias_activation
 from jaxft.reference import ACTIVATIONS
 
-ANCHORS = ("custom_jvp_call", "erf", "erfc", "exp", "logistic", "max", "tanh")
+ANCHORS = ("custom_jvp_call", "erf", "erfc", "exp", "exp2", "expm1", "log1p", "logistic", "max", "select_n", "tanh")
 
 _FAR = [30.0, 50.0, 100.0, 300.0, 1e3, 6e4]
 _GRID = np.concatenate([np.linspace(-9, 9, 181) + 1e-3, [1e-3], _FAR, np.negative(_FAR)])
 _CUTS = 40  # nodes of an activation, at most
+_THREE = int(np.argmin(np.abs(_GRID - 3)))  # where activations are neither 0 nor the identity
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:
@@ -49,6 +50,10 @@ def _known() -> Mapping[str, np.ndarray]:
         "quick_gelu": x * _sigmoid(1.702 * x),
         "sigmoid": _sigmoid(x),
         "softplus": np.logaddexp(0, x),
+        "mish": x * np.tanh(np.logaddexp(0, x)),
+        "relu6": np.clip(x, 0, 6),
+        "squared relu": np.maximum(x, 0) ** 2,
+        "hard_swish": x * np.clip(x / 6 + 0.5, 0, 1),
         "elu": np.where(x > 0, x, np.expm1(np.minimum(x, 0))),
         "leaky_relu": np.where(x > 0, x, 0.01 * x),
     }
@@ -63,18 +68,22 @@ class Activation:
     name: str
 
 
-def _is_relu_of_jax(node: Node) -> bool:
-    """Returns whether a node is `jax.nn.relu`, whose gradient at 0 is 0, as in jaxft."""
+def _is_of_jax(node: Node, name: str) -> bool:
+    """Returns whether a `custom_jvp` function is the one of this name, a pattern, in JAX itself."""
     info = getattr(getattr(node.params["call_jaxpr"], "jaxpr", None), "debug_info", None)
     where = str(getattr(info, "func_src_info", ""))
-    return re.match(r"relu at .*[/\\]jax[/\\]_src[/\\]nn[/\\]", where) is not None
+    return re.match(rf"{name} at .*[/\\]jax[/\\]_src[/\\]", where) is not None
 
 
-def _evaluate(g: Graph, y: Var, x: Var, values: np.ndarray) -> np.ndarray:
-    """Computes y for these values of x. Raises `Refused` where y depends on more than x and numbers."""
-    known: dict[Var, Any] = {x: values}
+def _evaluate(g: Graph, y: Var, known: dict[Var, Any]) -> tuple[np.ndarray, bool]:
+    """Computes y from known values, and whether a part of it has no gradient.
+
+    Raises `Refused` where y depends on more than these values and numbers.
+    """
+    is_detached = False
 
     def value(v: Var) -> Any:
+        nonlocal is_detached
         v = g.find(v)
         if v not in known:
             node = g.defs.get(v)
@@ -82,36 +91,41 @@ def _evaluate(g: Graph, y: Var, x: Var, values: np.ndarray) -> np.ndarray:
                 known[v] = g.uniform[v]
             elif node is None:
                 raise Refused("")
-            elif node.name == "custom_jvp_call" and _is_relu_of_jax(node):
-                known[v] = np.maximum(value(node.ins[0]), 0)
+            elif node.name == "custom_jvp_call" and _is_of_jax(node, ".*"):
+                inner = Graph(node.params["call_jaxpr"])
+                operands = dict(zip(inner.invars, map(value, node.ins), strict=True))
+                known[v] = _evaluate(inner, inner.outvars[0], operands)[0]
             elif node.name in ("broadcast_in_dim", "reshape") and node.ins[0].shape == v.shape:
                 known[v] = value(node.ins[0])
-            elif node.name in ELEMENTWISE and node.name != "stop_gradient":
+            elif node.name in ELEMENTWISE:
+                is_detached |= node.name == "stop_gradient"
                 with np.errstate(all="ignore"):
                     known[v] = numpy_value(node, [value(operand) for operand in node.ins])
             else:
                 raise Refused("")
         return known[v]
 
-    return np.asarray(value(y), dtype=float)
+    return np.asarray(value(y), dtype=float), is_detached
 
 
-def _name_of(values: np.ndarray, is_16_bit: bool) -> str | None:
-    """Returns the name of the activation that has these values on the grid, or None.
+def _name_of(values: np.ndarray, is_16_bit: bool) -> tuple[str, float]:
+    """Returns the activation that has these values on the grid, times a factor, or no name.
 
     In 16 bits, constants such as sqrt(2 / pi) have a relative error of 2^-9.
     """
-    for name, expected in _known().items():
-        tolerance = 2e-3 * (0.25 + np.abs(expected)) if is_16_bit else 3e-7 * (0.1 + np.abs(expected))
-        if values.shape == expected.shape and np.all(np.abs(values - expected) <= tolerance):
-            return name
-    return None
+    if values.shape == _GRID.shape:
+        for name, expected in _known().items():
+            tolerance = 2e-3 * (0.25 + np.abs(expected)) if is_16_bit else 3e-7 * (0.1 + np.abs(expected))
+            for factor in (1.0, float(values[_THREE] / expected[_THREE])):
+                if np.all(np.abs(values - factor * expected) <= tolerance):
+                    return name, factor
+    return "", 1.0
 
 
 def read_activation(g: Graph, anchor: Node) -> Activation:
     """Reads the largest element-wise region around `anchor` that computes a known activation of one array."""
     shape, unknown = anchor.out.shape, ""
-    names = ("add", "convert_element_type", "div", "mul", "neg", "select_n", "sub")
+    names = ("add", "convert_element_type", "div", "integer_pow", "mul", "neg", "select_n", "stop_gradient", "sub")
     for y in outward(g, anchor.out, names, 6):
         if y.shape != shape or str(y.dtype) not in FLOATS or y in g.uniform:
             continue
@@ -134,17 +148,23 @@ def read_activation(g: Graph, anchor: Node) -> Activation:
             if above is not None and above.index >= anchor.index:
                 continue
             try:
-                values = _evaluate(g, y, x, _GRID)
+                values, is_detached = _evaluate(g, y, {x: _GRID})
             except Refused:
                 continue
-            name = _name_of(values, x.dtype.itemsize == 2)
-            if name == "relu" and anchor.name != "custom_jvp_call":
+            name, factor = _name_of(values, x.dtype.itemsize == 2)
+            if name and is_detached:
+                unknown = unknown or f"stop_gradient inside of {name}"
+            elif name and factor != 1:
+                unknown = unknown or f"{factor:.4g} times {name}"
+            elif name == "relu" and not (anchor.name == "custom_jvp_call" and _is_of_jax(anchor, "relu")):
                 if above is not None and above.name in ("add", "dot_general"):
-                    unknown = "a maximum with 0 has the gradient 0.5 at 0, jax.nn.relu has 0"
+                    unknown = (
+                        "only jax.nn.relu is relu: other spellings have other gradients at 0, as a maximum has 0.5"
+                    )
             elif name in ACTIVATIONS:
                 return Activation(y, x, name)
-            elif name is not None:
-                unknown = f"jaxft has no kernel for {name}"
+            elif name:
+                unknown = unknown or f"jaxft has no kernel for {name}"
     raise Refused(unknown)
 
 

@@ -7,6 +7,7 @@ along it. Axes of size 1 are always None.
 from collections.abc import Collection
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxft.fusion.graph import IDENTITIES, Graph, Var
@@ -39,6 +40,20 @@ def is_vector(v: Var, where: Map, root: Var) -> bool:
     return where[-1] is not None and not any(a is not None for a in where[:-1]) and v.size == root.shape[-1]
 
 
+def is_per_row(v: Var, where: Map, root: Var, axis: int = -1) -> bool:
+    """Returns whether `v` has one element for each row of `root` along `axis`, in the order of the rows."""
+    axis %= len(root.shape)
+    dropped = len(v.shape) < len(root.shape)
+    places = (a - (dropped and a > axis) for a in range(len(root.shape)))
+    return where == tuple(None if a == axis or root.shape[a] == 1 else place for a, place in enumerate(places))
+
+
+def _keeps_numbers(old: Any, new: Any) -> bool:
+    """Returns whether a cast at most rounds: a cast of a boolean, or one to a float of at least 16 bits."""
+    floats = *FLOATS, "float64"
+    return old.kind == "b" or (str(new) in floats and (str(old) in floats or jnp.issubdtype(old, np.integer)))
+
+
 def view(g: Graph, v: Var) -> tuple[Var, Map] | None:
     """Returns the operand that `v` is only a view or a cast of, and the map from `v` to it."""
     node = g.defs.get(v)
@@ -46,7 +61,9 @@ def view(g: Graph, v: Var) -> tuple[Var, Map] | None:
         return None
     name, rank = node.name, len(v.shape)
     source = g.find(node.ins[0]) if node.ins else v
-    if name == "convert_element_type" or (name in IDENTITIES and len(node.ins) == 1):
+    if name == "convert_element_type":
+        return (source, tuple(range(rank))) if _keeps_numbers(source.dtype, v.dtype) else None
+    if name in IDENTITIES and len(node.ins) == 1:
         return source, tuple(range(rank))
     if name == "transpose":
         return source, tuple(node.params["permutation"])

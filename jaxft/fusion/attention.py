@@ -1,6 +1,7 @@
 """Attention: softmax(q @ k^T * scale + biases) @ v with masks, in any layout of the arrays."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from jaxft.fusion.algebra import FLOATS, Map, identity, is_like, source, strip, view, widens
 from jaxft.fusion.graph import ELEMENTWISE, Graph, Node, Var
-from jaxft.fusion.rows import Softmax, mask_after, read_softmax
+from jaxft.fusion.rows import Mask, Softmax, mask_after, read_softmax
 from jaxft.fusion.site import (
     Options,
     Refused,
@@ -27,8 +28,6 @@ from jaxft.ops.attention import dot_product_attention
 _LOW = -1e4  # masked logits are at most this
 _SURELY_LOW = -9.9e8  # no logit is near this, nor near the lowest number of a dtype; -1e9 is -9.98e8 in bfloat16
 
-Mask = tuple[Var, Map, bool]  # a mask, the map from the axes of the logits to it, and whether True means masked
-
 # --- The softmax, the values and the logits ------------------------------------------------------------------------
 
 
@@ -44,6 +43,7 @@ class Logits:
       biases: (factor, value, map) of what is added.
       masks: the masks.
       masked: the values of masked logits.
+      is_biased_after: whether biases are added to masked logits.
     """
 
     product: Node
@@ -53,6 +53,7 @@ class Logits:
     biases: list[tuple[float, Var, Map]]
     masks: list[Mask]
     masked: set[float]
+    is_biased_after: bool = False
 
 
 def _has_product(g: Graph, v: Var) -> bool:
@@ -79,14 +80,14 @@ def _read_logits(g: Graph, z: Var, axis: int) -> Logits:
     biases: list[tuple[float, Var, Map]] = []
     masks: list[Mask] = []
     masked = set[float]()
-    v, where, scale = *strip(g, z), 1.0
+    v, where, scale, is_biased_after = *strip(g, z), 1.0, False
     while True:
         node = g.defs.get(v)
         need(node is not None, "the logits are not a matmul")
         assert node is not None
         a, b = g.find(node.ins[0]), g.find(node.ins[-1])
         if node.name == "dot_general":
-            return Logits(node, where, scale, factors, biases, masks, masked)
+            return Logits(node, where, scale, factors, biases, masks, masked, is_biased_after)
         if node.name in ("mul", "div") and (number := g.number(b)):
             v, scale = a, scale * number if node.name == "mul" else scale / number
         elif node.name == "mul" and (number := g.number(a)):
@@ -115,6 +116,7 @@ def _read_logits(g: Graph, z: Var, axis: int) -> Logits:
             assert low is not None
             need(not factors, "masked logits are multiplied by an array")
             need(low * scale <= _LOW, f"masked logits are {low * scale:.6g}, which is no mask")
+            is_biased_after = is_biased_after or bool(biases)
             masks.append((*strip(g, node.ins[0], where), chosen[0] is node.ins[1]))
             masked.add(low * scale)
             v = g.find(chosen[0])
@@ -123,13 +125,13 @@ def _read_logits(g: Graph, z: Var, axis: int) -> Logits:
         v, where = strip(g, v, where)
 
 
-def _find_values(g: Graph, found: Softmax) -> tuple[Node, int, Map, list[tuple[Var, Map]]]:
+def _find_values(g: Graph, found: Softmax) -> tuple[Node, int, Map, list[Mask]]:
     """Returns the matmul of the probabilities and the values, the operand that the probabilities are, and their map.
 
     The last result holds the masks of where(mask, p, 0) in between.
     """
     matmuls: list[tuple[Node, Var]] = []
-    masks: list[tuple[Var, Map]] = []
+    masks: list[Mask] = []
     at: dict[Var, Map] = {found.y: identity(found.y.shape)}  # what the probabilities become, with the map to them
     frontier = [found.y]
     while frontier:
@@ -148,7 +150,7 @@ def _find_values(g: Graph, found: Softmax) -> tuple[Node, int, Map, list[tuple[V
                 matmuls.append((user, p))
                 continue
             elif (mask := mask_after(g, user, p)) is not None and at[p] == identity(found.y.shape):
-                masks.append(strip(g, mask))
+                masks.append(mask)
                 at[out] = at[p]
             elif _draws_random_bits(g, user):
                 raise Refused("dropout between softmax and values")
@@ -353,11 +355,19 @@ class Masks:
 
 
 def _read_masks(
-    g: Graph, found: Softmax, logits: Logits, after: list[tuple[Var, Map]], layout: Layout, options: Options
+    g: Graph, found: Softmax, logits: Logits, after: list[Mask], layout: Layout, options: Options
 ) -> Masks:  # fmt: skip
-    inside = [] if found.mask is None else [(*strip(g, found.mask), False)]
+    inside = [] if found.mask is None else [found.mask]
+    # Adding -inf is what a mask does. A larger number leaves the differences between the logits of a masked row.
+    low = -math.inf if options.masked_rows == "exact" else _LOW
+    additive = {bias: seen for bias in logits.biases if (seen := _additive_mask(g, *bias, low)) is not None}
+    biases = [bias for bias in logits.biases if bias not in additive]
+    if any(_additive_mask(g, *bias, -math.inf) is not None for bias in additive):
+        is_mixed = any(map(math.isfinite, logits.masked))
+        need(options.masked_rows != "exact" or not is_mixed, "masks of different values")
+        logits.masked.add(-math.inf)
     every = logits.masks + inside
-    need(all((*mask, False) in every for mask in after), "the probabilities are masked after the softmax")
+    need(all(mask in every for mask in after), "the probabilities are masked after the softmax")
     empty = "mean" if math.isfinite(min(logits.masked, default=0.0)) else "nan"
     empty = "zero" if after or options.masked_rows == "zero" else found.empty or empty
     if options.masked_rows != "zero":
@@ -372,17 +382,15 @@ def _read_masks(
                 is_causal = True
             elif known is None or not known.all():
                 masks.append((part, part_where, inverted))
-    biases = list(logits.biases)
+    masks += additive.values()
     if options.masked_rows == "exact":
         low = max(logits.masked, default=-math.inf)
         is_lowest = any(low == float(jnp.finfo(d).min) for d in FLOATS)
         need(not masks or is_lowest or low <= _SURELY_LOW,
              f'masked logits are {low:.6g}; masked_rows="mask" takes them for a mask')  # fmt: skip
         need(len(logits.masked) <= 1 or not masks, "masks of different values")
-    else:
-        additive = {bias: seen for bias in biases if (seen := _additive_mask(g, *bias)) is not None}
-        biases = [bias for bias in biases if bias not in additive]
-        masks += additive.values()
+        is_mean = masks and empty == "mean"
+        need(not (is_mean and logits.is_biased_after), "a bias is added to masked logits, whose rows may be all masked")
     return Masks(is_causal, masks, biases, empty)
 
 
@@ -406,24 +414,27 @@ def _is_causal(known: np.ndarray, shape: tuple[int, ...], where: Map, layout: La
     return bool(np.array_equal(full, np.tri(queries, keys, dtype=bool)))
 
 
-def _additive_mask(g: Graph, factor: float, v: Var, where: Map) -> Mask | None:
-    """Returns the mask for which factor * v is 0 where attended and very low elsewhere."""
+def _additive_mask(g: Graph, factor: float, v: Var, where: Map, low: float) -> Mask | None:
+    """Returns the mask for which factor * v is 0 where attended and at most `low` elsewhere."""
     node = g.defs.get(v)
     if node is None:
         return None
     if node.name == "select_n" and len(node.ins) == 3:
         no, yes = (g.number(strip(g, x)[0]) for x in node.ins[1:])
         mask, mask_where = strip(g, node.ins[0], where)
-        if yes == 0 and no is not None and factor * no <= _LOW:
+        if yes == 0 and no is not None and factor * no <= low:
             return mask, mask_where, False
-        if no == 0 and yes is not None and factor * yes <= _LOW:
+        if no == 0 and yes is not None and factor * yes <= low:
             return mask, mask_where, True
+    if node.name == "log" and factor > 0:
+        mask, mask_where = strip(g, node.ins[0], where)
+        return (mask, mask_where, False) if mask.dtype == bool else None
     if node.name in ("mul", "div") and (number := g.number(node.ins[1])):
         inner = strip(g, node.ins[0], where)
-        return _additive_mask(g, factor * number if node.name == "mul" else factor / number, *inner)
+        return _additive_mask(g, factor * number if node.name == "mul" else factor / number, *inner, low)
     if node.name == "mul" and (number := g.number(node.ins[0])):
-        return _additive_mask(g, factor * number, *strip(g, node.ins[1], where))
-    for one, other, is_low in ((0, 1, factor <= _LOW), (1, 0, factor >= -_LOW)):
+        return _additive_mask(g, factor * number, *strip(g, node.ins[1], where), low)
+    for one, other, is_low in ((0, 1, -math.inf < factor <= low), (1, 0, math.inf > factor >= -low)):
         if node.name == "sub" and is_low and g.number(node.ins[one]) == 1:
             mask, mask_where = strip(g, node.ins[other], where)
             return (mask, mask_where, False) if mask.dtype == bool else None
@@ -454,8 +465,8 @@ def _unscaled(g: Graph, x: Var) -> tuple[float, Var]:
 
 def attention_site(g: Graph, anchor: Node, options: Options) -> Site:
     """Recognises attention by the exponential of its softmax."""
+    need(_has_product(g, anchor.ins[0]))
     found = read_softmax(g, anchor)
-    need(_has_product(g, found.logits))
     pv, p_side, p_where, after = _find_values(g, found)
     logits = _read_logits(g, found.logits, found.axis)
     layout = _read_layout(g, found, logits, pv, p_side, p_where)
@@ -469,7 +480,7 @@ def attention_site(g: Graph, anchor: Node, options: Options) -> Site:
     out = g.find(pv.out)
     cast = only_cast(g, out)
     narrow = [source(g, x) for x in operands]
-    dtype = pv.ins[p_side].dtype
+    dtype = functools.reduce(jnp.promote_types, (x.dtype for x in (q, k, pv.ins[p_side])))
     if len({x.dtype for x in narrow}) == 1 and (cast.dtype == narrow[0].dtype or narrow[0].dtype == dtype):
         operands, dtype, out = narrow, narrow[0].dtype, cast if cast.dtype == narrow[0].dtype else out
     need(str(dtype) in FLOATS, f"the values are {dtype}")

@@ -122,16 +122,41 @@ def absorb_dense(g: Graph, site: Site, options: Options) -> None:
     site.parts, site.region, site.operands = (activation, product), region(g, [y], set(product.inputs)), []
 
 
+def _addends(g: Graph, x: Var, sites: Collection[Var], with_bias: bool) -> tuple[Var, Var, Var | None] | None:
+    """Reads `x` as a sum of two arrays, in any order with a bias. Returns (array, array, bias), or None."""
+    arrays, vectors = list[Var](), list[Var]()
+    stack = [x]
+    while stack:
+        v = g.find(stack.pop())
+        node = g.defs.get(v)
+        is_inner = v is x or (len(g.uses(v)) == 1 and v not in sites and v.shape == x.shape)
+        if node is not None and node.name in ("add", "add_any") and is_inner and with_bias:
+            stack += node.ins
+        else:
+            stripped, where = strip(g, v)
+            if v.shape and is_vector(stripped, where, x) and stripped.size < x.size:
+                vectors.append(stripped)
+            else:
+                arrays.append(v)
+    if len(arrays) != 2 or len(vectors) > 1:  # as it was written
+        top = g.defs[x]
+        arrays, vectors = [g.find(v) for v in top.ins] if top.name in ("add", "add_any") else [], []
+    is_sum = len(arrays) == 2 and arrays[0] is not arrays[1]
+    if not is_sum or any(v.shape != x.shape or v.dtype != x.dtype for v in arrays):
+        return None
+    return arrays[0], arrays[1], vectors[0] if vectors else None
+
+
 def absorb_residual(g: Graph, site: Site, sites: dict[Var, Site], options: Options) -> None:
     """Takes the residual before a normalisation into it, and the dense layers before the residual."""
     norm: Norm = site.parts
     x, dtype = norm.x, norm.dtype
-    node = g.defs.get(x)
-    if node is None or node.name not in ("add", "add_any") or x in sites or x.dtype != dtype:
+    if x not in g.defs or x in sites or x.dtype != dtype:
         return
-    a, b = map(g.find, node.ins)
-    if any(v.shape != x.shape or v.dtype != dtype for v in (a, b)) or a is b:
+    addends = _addends(g, x, sites, norm.center)
+    if addends is None:
         return
+    a, b, bias = addends
     keeps = is_used_outside(g, x, site.region)
     settings: dict[str, Any] = {"epsilon": norm.epsilon, "return_sum": keeps, "implementation": options.implementation}
     outs, vectors = [norm.y, x] if keeps else [norm.y], present(*norm.vectors)
@@ -144,7 +169,7 @@ def absorb_residual(g: Graph, site: Site, sites: dict[Var, Site], options: Optio
 
     if norm.center and "dense" in options.only:
         for h, residual in ((a, b), (b, a)):
-            product = _dense_of(g, h)
+            product = _dense_of(g, h) if bias is None else _product(g, h, bias) if len(g.uses(h)) == 1 else None
             if product is None or product.x.dtype != dtype or norm.y.dtype.itemsize > dtype.itemsize:
                 continue
             inner = sites.get(product.x)
@@ -167,13 +192,13 @@ def absorb_residual(g: Graph, site: Site, sites: dict[Var, Site], options: Optio
             return become("dense_residual_layer_norm", inputs, layer, product.sizes, [])
 
     def call(x: Any, residual: Any, *vectors: Any, **in_place: Any) -> Any:
-        gamma, beta = map(as_vector, fill(norm.vectors, vectors))
+        bias_of_x, gamma, beta = map(as_vector, fill((bias, *norm.vectors), vectors))
         if norm.center:
-            return bias_residual_layer_norm(x, None, residual, gamma, beta, **settings, **in_place)
+            return bias_residual_layer_norm(x, bias_of_x, residual, gamma, beta, **settings, **in_place)
         return rms_norm(x, gamma, residual=residual, **settings, **in_place)
 
-    become("bias_residual_layer_norm" if norm.center else "rms_norm", [a, b, *vectors], call,
-           {} if norm.center else {"residual": True}, [a, b] if keeps else [a])  # fmt: skip
+    become("bias_residual_layer_norm" if norm.center else "rms_norm", [a, b, *present(bias), *vectors], call,
+           {"bias": bias is not None} if norm.center else {"residual": True}, [a, b] if keeps else [a])  # fmt: skip
 
 
 def _become_feed_forward(
@@ -313,7 +338,10 @@ def normalised_loss_site(g: Graph, anchor: Node, options: Options) -> Site:
     argument, z = log_of_sum(g, anchor)
     log, shift = g.find(anchor.out), [(c, v) for c, v, _ in terms(g, argument, stop={z}) if v is not z]
     for y in outward(g, log, ("add", "broadcast_in_dim", "neg", "reshape", "squeeze", "sub"), 4):
-        found = [(c, v) for c, v, _ in terms(g, y, stop={log})]
+        every = terms(g, y, stop={log})
+        if any(where is not None and where != identity(y.shape) for _, _, where in every):
+            continue
+        found = [(c, v) for c, v, _ in every]
         sign = next((c for c, v in found if v is log), 0.0)
         picks = [node for c, v in found if c == -sign and v is not None and (node := _pick(g, v)) is not None]
         if abs(sign) == 1 and len(picks) == 1:
@@ -348,10 +376,12 @@ def _summed_loss(
             picked, scale = out, -scale
         elif user.name in ("mul", "div") and (number := g.number(user.ins[1])):
             picked, scale = out, scale * number if user.name == "mul" else scale / number
+        elif user.name == "mul" and (number := g.number(user.ins[0])):
+            picked, scale = out, scale * number
         elif user.name in ("mul", "select_n") and keep is None:
             keep = _kept_rows(g, user, picked)
             picked = out
-        elif (step := view(g, out)) is not None and step[0] is picked and user.name != "stop_gradient":
+        elif _is_reshape(g, out, picked) and user.name != "stop_gradient":
             picked = out
         elif user.name == "reduce_sum" and not out.shape:
             total = out
@@ -382,6 +412,15 @@ def _summed_loss(
     static = {"V": z.shape[-1], "D": product.x.shape[-1]}
     return Site("linear_cross_entropy", "cross_entropy", anchor, [total], inputs, call, static,
                 region(g, [total], set(inputs)), always=True)  # fmt: skip
+
+
+def _is_reshape(g: Graph, v: Var, x: Var) -> bool:
+    """Returns whether `v` has the elements of `x` in their order."""
+    step = view(g, v)
+    if step is None or step[0] is not x or v.size != x.size:
+        return False
+    axes = [a for a in step[1] if a is not None]
+    return axes == sorted(axes)
 
 
 def _labels_of(g: Graph, node: Node, y: Var) -> Rows:

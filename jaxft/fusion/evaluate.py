@@ -37,6 +37,8 @@ class Program:
                     label = f"{node.scopes}/{name}" if node.scopes else name
                     self.bodies[node] = [Program(body, options, label, cache) for body in every]
         self.order = self._order()
+        # A site inside of a larger one is not run.
+        self.found.sites = {v: site for v, site in self.found.sites.items() if site in self.order}
 
     @property
     def programs(self) -> list["Program"]:

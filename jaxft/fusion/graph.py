@@ -131,9 +131,8 @@ def numpy_value(node: Node, values: list[Any]) -> Any:
     if name == "clamp":
         return np.clip(values[1], values[0], values[2])
     if name == "convert_element_type":
-        if is_float(out.dtype):
-            return np.asarray(values[0]).astype(float)
-        return np.asarray(values[0]).astype(out.dtype)
+        narrow = np.asarray(values[0]).astype(out.dtype if out.dtype.itemsize < 2 or not is_float(out.dtype) else float)
+        return narrow.astype(float) if is_float(out.dtype) else narrow
     return values[0] if name in IDENTITIES else _NUMPY[name](*values)
 
 
@@ -169,6 +168,7 @@ class Graph:
         self.invars = [env.setdefault(v, Var(v.aval)) for v in jaxpr.invars]
         self._inline(jaxpr, env, scopes)
         self.outvars = [self._atom(v, env) for v in jaxpr.outvars]
+        self.nodes = self._live_nodes()
         self._uses: dict[Var, list[Node | None]] = {}
         for index, node in enumerate(self.nodes):
             node.index = index
@@ -242,6 +242,15 @@ class Graph:
             self.defs.update((v, node) for v in node.outs)
             if len(node.outs) == 1 and not eqn.effects:
                 self._simplify(node)
+
+    def _live_nodes(self) -> list[Node]:
+        """Returns the nodes that results or effects depend on."""
+        needed, live = set(self.outvars), list[Node]()
+        for node in reversed(self.nodes):
+            if node.eqn.effects or not needed.isdisjoint(node.outs):
+                needed.update(node.ins)
+                live.append(node)
+        return live[::-1]
 
     def _simplify(self, node: Node) -> None:
         out, ins = node.out, [self.find(v) for v in node.ins]

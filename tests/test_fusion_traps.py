@@ -1,0 +1,208 @@
+"""Functions that look like what `jaxft.fuse` replaces, and are not: nothing may change. Near misses say why."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxft
+from fusion_cases import ATT, BA, BRLN, DRLN, FF, LN, LOSS, LSM, PAD, QKV, RMS, SM, B, D, F, H, N, T, V, keys, normal
+from test_fusion import standard_promotion  # noqa: F401
+
+
+def mean(x):
+    return x.mean(-1, keepdims=True)
+
+
+def var(x):
+    return x.var(-1, keepdims=True)
+
+
+def swapped(rows):
+    return rows.swapaxes(0, 1)
+
+
+def narrow(x):  # a fake quantisation
+    return x.astype(jnp.float8_e4m3fn).astype(x.dtype)
+
+
+def ratio(x, of):
+    e = jnp.exp(x - x.max(-1, keepdims=True))
+    return e / of(e)
+
+
+def total(e):
+    return e.sum(-1, keepdims=True)
+
+
+def losses(x, w):
+    labels = jnp.arange(x.shape[0] * x.shape[1]).reshape(x.shape[:2])
+    return -jnp.take_along_axis(jax.nn.log_softmax(x @ w), labels[..., None], -1)[..., 0]
+
+
+MASK = jnp.arange(16).reshape(4, 4) % 3 > 0
+SQUARE, TABLE, VECTOR, ROWS = (D, D), (D, V), (D,), (4, 4, D)
+# A function, the shapes of its arguments, and the op that must not be found.
+TRAPS = {
+    "the mean of other rows": (
+        lambda x: (x - swapped(mean(x))) * jax.lax.rsqrt(mean((x - swapped(mean(x))) ** 2) + 1e-5), [ROWS], LN),
+    "the squared mean of other rows": (
+        lambda x: (x - mean(x)) * jax.lax.rsqrt(mean(x * x) - swapped(mean(x)) ** 2 + 1e-5), [ROWS], LN),
+    "transposed rows": (lambda x: swapped(x - mean(x)) * jax.lax.rsqrt(var(x) + 1e-5), [ROWS], LN),
+    "a mean without its axis": (
+        lambda x: (x - x.mean(-1)) * jax.lax.rsqrt(mean((x - x.mean(-1)) ** 2) + 1e-5), [SQUARE], LN),
+    "squares of the columns": (lambda x: x * jax.lax.rsqrt(mean(x.T**2) + 1e-5), [SQUARE], RMS),
+    "sums of other rows": (lambda x: ratio(x, lambda e: swapped(total(e))), [ROWS], SM),
+    "logarithms of other rows": (lambda x: x - jnp.log(jnp.exp(x).sum(-1))[None], [SQUARE], LSM),
+    "a transposed loss": (lambda x, w: jnp.sum(losses(x, w).T * MASK), [ROWS, TABLE], LOSS),
+    "a loss several times": (lambda x, w: jnp.sum(jnp.broadcast_to(losses(x, w), (3, 4, 4))), [ROWS, TABLE], LOSS),
+    "a loss in integers": (lambda x, w: jnp.sum((losses(x, w) * 9).astype(int)), [ROWS, TABLE], LOSS),
+    "a quantised row": (lambda x: (narrow(x) - mean(x)) * jax.lax.rsqrt(var(x) + 1e-5), [ROWS], LN),
+    "a quantised part of a GELU": (
+        lambda x: 0.5 * x * (1 + jax.lax.erf(narrow(x / math.sqrt(2)))), [ROWS], BA),
+    "exponentials as integers": (lambda x: ratio(x, lambda e: total(e.astype(int).astype(e.dtype))), [ROWS], SM),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_trap_is_left_alone(name):
+    fn, shapes, op = TRAPS[name]
+    args = [normal(i, *shape) for i, shape in enumerate(shapes)]
+    fused = jaxft.fuse(fn, force=True)
+    assert op not in fused.report(*args).counts, fused.report(*args)
+    np.testing.assert_allclose(fused(*args), fn(*args), rtol=1e-5, atol=1e-5)
+
+
+def with_weights(weights):
+    """Returns attention with `weights` as the function of logits and mask that gives the probabilities."""
+
+    def fn(q, k, v, mask):
+        logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) * 0.35
+        return jnp.einsum("bhqk,bkhd->bqhd", weights(logits, keys(mask)), v)
+
+    return fn
+
+
+def one_of(fn, *shapes):
+    return lambda: (fn, [normal(i, *shape) for i, shape in enumerate(shapes or [(B, T, D)])])
+
+
+def attention(weights, mask=PAD):
+    return lambda: (with_weights(weights), [*(normal(i, *shape) for i, shape in enumerate(QKV)), mask])
+
+
+NEAR = {
+    "softmax plus one": (one_of(lambda x: ratio(x, lambda e: 1 + total(e))), "not divided by their sum alone"),
+    "a sum plus epsilon": (one_of(lambda x: ratio(x, lambda e: total(e) + 1e-9)), "not divided by their sum alone"),
+    "a sum of at least epsilon": (
+        attention(lambda s, m: ratio(s, lambda e: jnp.maximum(total(e), 1e-9))), "not divided by their sum alone"),
+    "powers of two": (one_of(lambda x: jnp.exp2(x) / total(jnp.exp2(x))), "a softmax with base 2"),
+    "an epsilon that is an array": (
+        one_of(lambda x, e: (x - mean(x)) * jax.lax.rsqrt(var(x) + e), (B, T, D), ()), "neither a number nor one"),
+    "a variance of at least epsilon": (
+        one_of(lambda x: (x - mean(x)) * jax.lax.rsqrt(jnp.maximum(var(x), 1e-5))), "max between the mean of squares"),
+    "a variance without gradient": (
+        one_of(lambda x: (x - mean(x)) * jax.lax.rsqrt(jax.lax.stop_gradient(var(x)) + 1e-5)),
+        "stop_gradient between the mean of squares"),
+    "squares in a matmul": (
+        one_of(lambda x: x * jax.lax.rsqrt((x * x) @ jnp.full((D, 1), 1 / D) + 1e-5)), "squares go into a matmul"),
+    "twice a GELU": (one_of(lambda x: x * (1 + jax.lax.erf(x / math.sqrt(2)))), "2 times gelu"),
+    "a gate without gradient": (
+        one_of(lambda x: x * jax.lax.stop_gradient(jax.nn.sigmoid(x))), "stop_gradient inside of silu"),
+    "relu by where": (one_of(lambda x, b: jnp.where(x + b > 0, x + b, 0), (B, T, D), (D,)), "only jax.nn.relu is relu"),
+    "mish": (one_of(lambda x: x * jnp.tanh(jax.nn.softplus(x))), "no kernel for"),
+    "elu": (one_of(jax.nn.elu), "no kernel for elu"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_near_miss_has_a_reason(name):
+    make, reason = NEAR[name]
+    fn, args = make()
+    report = jaxft.fuse(fn, force=True).report(*args)
+    assert report.counts == {} and any(reason in record.reason for record in report), report
+
+
+def layer(order):
+    """Returns a LayerNorm of what `order` makes of residual, matmul and bias."""
+
+    def fn(x, w, bias, residual, gamma):
+        y = order(residual, x @ w, bias)
+        return (y - mean(y)) * jax.lax.rsqrt(var(y) + 1e-5) * gamma
+
+    return fn, [normal(i, *s) for i, s in enumerate([(B, T, F), (F, D), (D,), (B, T, D), (D,)])]
+
+
+def half(order):
+    def fn(x, w, bias, out, gamma):
+        y = order(x, jax.nn.gelu(x @ w) @ out, bias)
+        return (y - mean(y)) * jax.lax.rsqrt(var(y) + 1e-5) * gamma, y
+
+    return fn, [normal(i, *s) for i, s in enumerate([(B, T, D), (D, F), (D,), (F, D), (D,)])]
+
+
+ORDERS = [lambda r, p, b: r + p + b, lambda r, p, b: b + (p + r)]
+SPELLINGS = {
+    **{f"dense and residual {i}": (lambda order=order: layer(order), {DRLN: 1}) for i, order in enumerate(ORDERS)},
+    **{f"feed-forward {i}": (lambda order=order: half(order), {FF: 1}) for i, order in enumerate(ORDERS)},
+    "squares by einsum": (one_of(
+        lambda x: x * jax.lax.rsqrt(jnp.einsum("btd,btd->bt", x, x)[..., None] / D + 1e-6)), {RMS: 1}),
+    "squares by vecdot": (one_of(
+        lambda x: (x - mean(x)) / jnp.sqrt(jnp.vecdot(x - mean(x), x - mean(x))[..., None] / D + 1e-6)), {LN: 1}),
+    "a dot of one row": (one_of(lambda x: x * jax.lax.rsqrt(x @ x / D + 1e-6), (D,)), {RMS: 1}),
+    "an RMSNorm of a product": (one_of(
+        lambda x, y: x * y * jax.lax.rsqrt(mean((x * y) ** 2) + 1e-6), (B, T, D), (B, T, D)), {RMS: 1}),
+    "a mask that is inverted": (attention(lambda s, m: (lambda e: e / total(e))(jnp.where(m, 0, jnp.exp(s))),
+                                          jnp.arange(T)[None] > jnp.array([[T // 2], [T - 2]])), {ATT: 1}),
+    "the largest logit of all": (
+        attention(lambda s, m: (lambda e: e / total(e))(jnp.exp(s - s.max()))), {ATT: 1}),
+    "a SiLU with a reciprocal": (one_of(lambda x: x * jnp.reciprocal(1 + jnp.exp(-x))), {BA: 1}),
+    "a loss times a number": (one_of(lambda x, w: 2 * jnp.mean(0.5 * losses(x, w)), ROWS, TABLE), {LOSS: 1}),
+    "code that is never used": (attention(lambda s, m: (jnp.sin(s), jax.nn.softmax(s))[1]), {ATT: 1}),
+    "a clipped GELU": (one_of(lambda x: jnp.clip(jax.nn.gelu(x), -5, 5)), {BA: 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spelling_is_found_and_agrees(name):
+    make, wanted = SPELLINGS[name]
+    fn, args = make()
+    fused = jaxft.fuse(fn, force=True)
+    assert fused.report(*args).counts == wanted, fused.report(*args)
+    found, expected = fused(*args), fn(*args)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-6 * float(jnp.abs(y).max()), rtol=0)
+
+
+def test_bias_before_a_residual_is_taken_in():
+    def fn(x, kernel, bias, residual):
+        y = jnp.einsum("bthk,hkd->btd", x, kernel) + bias + residual
+        return (y - mean(y)) * jax.lax.rsqrt(var(y) + 1e-5)
+
+    args = [normal(i, *shape) for i, shape in enumerate([QKV[0], (N, H, D), (D,), (B, T, D)])]
+    (record,) = jaxft.fuse(fn, force=True).report(*args)
+    assert record.op == BRLN and "bias=True" in record.sizes
+    np.testing.assert_allclose(jaxft.fuse(fn, force=True)(*args), fn(*args), atol=1e-5)
+
+
+def test_attention_is_computed_in_the_widest_dtype():
+    def fn(q, k, v):
+        probabilities = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        return jnp.einsum("bhqk,bkhd->bqhd", probabilities.astype(v.dtype), v)
+
+    q, k, v = (normal(i, B, T, N, H) for i in range(3))
+    v = v.astype(jnp.bfloat16)
+    fused = jaxft.fuse(fn, force=True)
+    assert fused.report(q, k, v).counts == {ATT: 1}
+    found, original = (jnp.abs(f(q, k, v) - fn(q, k, v.astype(jnp.float32))).max() for f in (fused, fn))
+    assert found <= original
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 8), (2, 0, 8), (2, 3, 0)])
+def test_arrays_without_elements_are_left_alone(shape):
+    x = jnp.zeros(shape)
+    for fn in (jax.nn.gelu, jax.nn.softmax, lambda x: (x - mean(x)) * jax.lax.rsqrt(var(x) + 1e-5)):
+        fused = jaxft.fuse(fn, force=True)
+        assert list(fused.report(x)) == [] and fused(x).shape == shape
