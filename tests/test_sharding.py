@@ -97,7 +97,8 @@ def ops() -> dict[str, Case]:
             logged=r"embeddings_layer_norm: axis 0 of an array \(8, 32\) is divided over data",
         ),
         "bias_activation": Case(
-            jaxft.bias_activation, {"x": x, "bias": floats(W)}, {"x": ("data", None, "model")}, ((W // 2,),)
+            jaxft.bias_activation, {"x": x, "bias": floats(W)},
+            {"x": ("data", None, "model"), "bias": ("model",)}, ((W // 2,),),
         ),
         "gated_activation": Case(jaxft.gated_activation, {"x": x, "bias": floats(W)}, {"x": data}, ((W,),)),
         "softmax": Case(
@@ -188,26 +189,37 @@ def collectives(text: str) -> tuple[list[list[int]], list[list[int]]]:
     return found[True], found[False]
 
 
-def measure(case: Case, implementation: str | None) -> dict[str, Any]:
-    """Runs a case on one device and on four, and compares results and gradients."""
+def measure(case: Case, implementation: str | None, kinds: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """Runs a case on one device, and on four with each kind of axes, and compares results and gradients."""
     import jax
     import jax.numpy as jnp
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
 
-    mesh = jax.make_mesh((2, 2), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4])
     names = [name for name, array in case.arrays.items() if array.dtype.kind == "f"]
 
-    def run(arrays):
+    def run(arrays, implementation=implementation):
         def total(given):
             out = case.call(**arrays | given, implementation=implementation)
             out = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)]
             weights = (jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape) for x in out)
+            if any(jax.typeof(x).sharding.mesh.explicit_axes for x in out):
+                weights = (jax.sharding.reshard(w, jax.typeof(x).sharding) for w, x in zip(weights, out, strict=True))
             return sum(jnp.sum(jnp.sin(x) * w) for x, w in zip(out, weights, strict=True)), out
 
         return jax.value_and_grad(total, has_aux=True)({name: arrays[name] for name in names})
 
-    (_, alone), gradients = jax.jit(run)(case.arrays)
+    alone = jax.jit(run)(case.arrays)
+    return {kind: on_four_devices(case, run, kind, alone) for kind in kinds}
+
+
+def on_four_devices(case: Case, run: Callable[..., Any], kind: str, alone: Any) -> dict[str, Any]:
+    import jax
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    kinds = (jax.sharding.AxisType[kind],) * 2
+    mesh = jax.make_mesh((2, 2), ("data", "model"), kinds, devices=jax.devices()[:4])
+    if kind == "Explicit" and case.logged:  # refused by name
+        run = functools.partial(run, implementation="xla")
     divided = {
         name: jax.device_put(array, NamedSharding(mesh, P(*case.specs.get(name, ()))))
         for name, array in case.arrays.items()
@@ -216,10 +228,11 @@ def measure(case: Case, implementation: str | None) -> dict[str, Any]:
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("jaxft").addHandler(handler)
-    program = jax.jit(run).lower(divided).compile()
+    with jax.set_mesh(mesh):
+        program = jax.jit(run).lower(divided).compile()
     logging.getLogger("jaxft").removeHandler(handler)
-    (_, found), more = program(divided)
-    pairs = [*zip(jax.tree.leaves((alone, gradients)), jax.tree.leaves((found, more)), strict=True)]
+    ((_, values), gradients), ((_, standard), others) = program(divided), alone
+    pairs = [*zip(jax.tree.leaves((standard, others)), jax.tree.leaves((values, gradients)), strict=True)]
     greatest = max(float(np.max(np.abs(a))) for a, _ in pairs)
     error = max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in pairs) / greatest
     summed, moved = collectives(program.as_text())
@@ -252,7 +265,18 @@ def measured(tmp_path_factory):
 
 @pytest.mark.parametrize(("name", "implementation"), names())
 def test_divided_arrays_give_the_same_numbers_with_few_collectives(name, implementation, measured):
-    case, found = ops()[name], measured[f"{name} {implementation}"]
+    check(ops()[name], implementation, measured[f"{name} {implementation}"]["Auto"])
+
+
+@pytest.mark.parametrize(("name", "implementation"), [pair for pair in names() if pair[1] != "xla"])
+def test_ops_map_themselves_over_explicit_axes(name, implementation, measured):
+    case, found = ops()[name], measured[f"{name} {implementation}"]["Explicit"]
+    if not case.logged:
+        check(case, implementation, found)
+    assert found["error"] < 2e-6
+
+
+def check(case: Case, implementation: str | None, found: dict[str, Any]) -> None:
     assert found["error"] < 2e-6
     if implementation != "xla":  # XLA may sum the same array for several gradients once
         summed, expected = (collections.Counter(map(without_order, s)) for s in (found["summed"], case.summed))
@@ -367,7 +391,10 @@ def test_two_processes_take_the_same_steps(trained, tmp_path):
 
 
 def measure_all(file: str) -> None:
-    results = {f"{name} {i}": measure(case, i) for name, case in ops().items() for i in case.implementations}
+    results = {}
+    for name, case in ops().items():
+        for i in case.implementations:
+            results[f"{name} {i}"] = measure(case, i, ("Auto",) if i == "xla" else ("Auto", "Explicit"))
     Path(file).write_text(json.dumps(results))
 
 

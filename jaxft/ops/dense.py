@@ -14,13 +14,20 @@ from jaxft import dispatch, reference
 from jaxft.kernels.mosaic_gpu import support
 from jaxft.kernels.triton import bias_activation, gated_activation
 from jaxft.kernels.triton import dense as triton
-from jaxft.ops import checks, float8, plans, transforms
+from jaxft.ops import checks, float8, plans, sharding, transforms
 from jaxft.ops.plans import Pass
 from jaxft.ops.sharding import Rule
 from jaxft.tuning import dense as tuning
 from jaxft.tuning import rows as tuning_rows
 
 
+def _axes(given: dict[str, Any]) -> str:
+    """Returns the axes of a call of `dense` (see `sharding.over_explicit_axes`)."""
+    columns, out = ("f", "f") if given.get("gate") is None else ("F", "G")  # the halves of a gate are far apart
+    return f"x: ... k, kernel: k {columns}, bias: {columns}, residual: ... {out}, kernel_scale: {columns} -> ... {out}"
+
+
+@sharding.over_explicit_axes(_axes)
 def dense(
     x: Array,
     kernel: Array,

@@ -13,13 +13,16 @@ from jaxft import dispatch, reference
 from jaxft.dropout import dropout_seed
 from jaxft.kernels.triton import dense as triton_dense
 from jaxft.kernels.triton import layer_norm as triton_norm
-from jaxft.ops import checks, dense, float8, layer_norm, plans, transforms
+from jaxft.ops import checks, dense, float8, layer_norm, plans, sharding, transforms
 from jaxft.ops.plans import Pass
 from jaxft.ops.sharding import Rule
 from jaxft.tuning import dense as tuning
 from jaxft.tuning import rows as tuning_rows
 
 
+@sharding.over_explicit_axes(
+    "x: ... k, kernel: k D, bias: D, residual: ... D, gamma: D, beta: D, kernel_scale: D -> ... D"
+)
 def dense_residual_layer_norm(
     x: Array,
     kernel: Array,

@@ -13,12 +13,13 @@ from jaxft import dispatch, reference
 from jaxft.kernels.mosaic_gpu import support
 from jaxft.kernels.triton import dense as triton_dense
 from jaxft.kernels.triton import rotary as triton_rotary
-from jaxft.ops import checks, dense, plans, rotary, transforms
+from jaxft.ops import checks, dense, plans, rotary, sharding, transforms
 from jaxft.ops.plans import Pass
 from jaxft.ops.sharding import Rule
 from jaxft.tuning import dense as tuning
 
 
+@sharding.over_explicit_axes("x: ... K, kernel: K F, bias: F, positions: ... -> ... 3 N H")
 def dense_rotary(
     x: Array,
     kernel: Array,

@@ -12,7 +12,7 @@ from jax import Array
 from jaxft import dispatch, reference
 from jaxft.kernels.mosaic_gpu import support
 from jaxft.kernels.triton import dense as triton
-from jaxft.ops import checks, dense, dense_layer_norm, float8, layer_norm, plans, transforms
+from jaxft.ops import checks, dense, dense_layer_norm, float8, layer_norm, plans, sharding, transforms
 from jaxft.ops.plans import Pass
 from jaxft.ops.sharding import Rule
 from jaxft.tuning import dense as tuning
@@ -20,6 +20,16 @@ from jaxft.tuning import dense as tuning
 _OP = "feed_forward_residual_layer_norm"
 
 
+def _axes(given: dict[str, Any]) -> str:
+    """Returns the axes of a call (see `sharding.over_explicit_axes`)."""
+    columns, inner = ("f", "f") if given.get("gate") is None else ("F", "G")  # the halves of a gate are far apart
+    return (
+        f"x: ... D, in_kernel: D {columns}, in_bias: {columns}, in_kernel_scale: {columns}, out_kernel: {inner} D, "
+        "out_bias: D, out_kernel_scale: D, gamma: D, beta: D, residual: ... D -> ... D"
+    )
+
+
+@sharding.over_explicit_axes(_axes)
 def feed_forward_residual_layer_norm(
     x: Array,
     in_kernel: Array,
