@@ -50,6 +50,7 @@ class Case(NamedTuple):
     gathered: tuple[tuple[int, ...], ...] = ()
     implementations: tuple[str | None, ...] = TRITON
     logged: str = ""
+    kinds: tuple[str, ...] = ("Auto", "Explicit")  # of axes
 
 
 def ops() -> dict[str, Case]:
@@ -59,6 +60,12 @@ def ops() -> dict[str, Case]:
 
     def dropout():  # makes the key late: it would start JAX
         return {"dropout_rate": 0.3, "dropout_rng": jax.random.key(3)}
+
+    def by_heads(qkv):
+        """Divides `[B, T, 3, N * H]` or `[B, T, 3, N, H]` along the heads, on the devices."""
+        if not jax.sharding.get_abstract_mesh().auto_axes:
+            return qkv
+        return jax.lax.with_sharding_constraint(qkv, jax.sharding.PartitionSpec("data", None, None, "model"))
 
     x, ids = floats(B, T, W), RNG.integers(0, 9, (B, T), np.int32)
     tables = {"word": floats(9, W), "position": floats(T, W), "token_type": floats(2, W), **norm()}
@@ -70,7 +77,7 @@ def ops() -> dict[str, Case]:
     gelu = functools.partial(jaxft.dense, activation="gelu")
     qkv, heads = floats(B, T, 3, N, H), dict.fromkeys(("key", "value"), floats(B, T, 2, H))
     packed = {"qkv": floats(B * T, 3, N, H), "cu_seqlens": np.array([0, 5, 9, 20], np.int32)}
-    by_heads = (None, None, "model")
+    head_axes = (None, None, "model")
     columns, rows = (None, "model"), ("model",)
     entropy = {"x": x, "embedding": floats(V, W), "bias": floats(V), "labels": labels}
     return {
@@ -112,11 +119,25 @@ def ops() -> dict[str, Case]:
         ),
         "dense by columns": Case(
             gelu, {"x": x, "kernel": kernel, "bias": bias}, {"x": data, "kernel": columns, "bias": rows},
-            ((B * T // 2, W), (W, F // 2), (F // 2,)), (), BOTH,
+            ((B // 2, T, W), (W, F // 2), (F // 2,)), (), BOTH,
         ),
         "dense by rows": Case(  # bias and activation come after the one sum
             gelu, {"x": x, "kernel": kernel, "bias": bias}, {"x": ("data", None, "model"), "kernel": rows},
-            ((B * T // 2, F), (W // 2, F), (F,)), (), BOTH,
+            ((B // 2, T, F), (W // 2, F), (F,)), (), BOTH,
+        ),
+        "dense of a divided sequence": Case(  # XLA sums the gradient of the kernel over each mesh axis in turn
+            gelu, {"x": x, "kernel": kernel, "bias": bias, "residual": floats(B, T, F)},
+            {"x": ("model", "data"), "residual": ("model", "data")}, ((W, F), (W, F), (F,)), (), BOTH,
+        ),
+        "dense in parts": Case(  # the result is divided, and the whole kernel gets its gradient
+            lambda **k: by_heads(jaxft.dense(**k, parts=3)),
+            {"x": x, "kernel": floats(W, 3 * W), "bias": floats(3 * W)}, {"x": data},
+            ((B // 2, T, W), (3, W // 2, W), (3, W // 2)), ((3, W), (W, 3, W)), BOTH, kinds=("Auto",),
+        ),
+        "dense_rotary": Case(
+            lambda **k: by_heads(jaxft.dense_rotary(**k, num_heads=N)),
+            {"x": x, "kernel": floats(W, 3 * W), "bias": floats(3 * W), "positions": np.arange(T, dtype=np.int32)},
+            {"x": data}, ((B // 2, T, W), (3, W // 2, W), (3, W // 2)), ((3, W), (W, 3, W)), kinds=("Auto",),
         ),
         "dense with a gate": Case(
             functools.partial(gelu, gate="first"), {"x": x, "kernel": kernel, "bias": bias}, {"x": data},
@@ -136,7 +157,7 @@ def ops() -> dict[str, Case]:
         "feed_forward_residual_layer_norm": Case(
             lambda **k: jaxft.feed_forward_residual_layer_norm(**k, **dropout()), ffn,
             {"x": data, "in_kernel": columns, "in_bias": rows, "out_kernel": rows},
-            (*[(B * T // 2, W)] * 2, (W, F // 2), (F // 2,), (F // 2, W), (W,), (W,), (W,)), (), BOTH,
+            (*[(B // 2, T, W)] * 2, (W, F // 2), (F // 2,), (F // 2, W), (W,), (W,), (W,)), (), BOTH,
         ),
         "dot_product_attention": Case(
             lambda **k: jaxft.dot_product_attention(**k, **dropout(), return_residual=True),
@@ -146,10 +167,10 @@ def ops() -> dict[str, Case]:
         ),
         "qkv_attention": Case(
             lambda **k: jaxft.qkv_attention(**k, **dropout()), {"qkv": qkv, "relative_bias": floats(N, 5)},
-            {"qkv": ("data", *by_heads[:2], "model"), "relative_bias": rows}, ((N // 2, 5),), (), BOTH,
+            {"qkv": ("data", *head_axes[:2], "model"), "relative_bias": rows}, ((N // 2, 5),), (), BOTH,
         ),
         "varlen_qkv_attention": Case(
-            lambda **k: jaxft.varlen_qkv_attention(**k, max_seqlen=T, **dropout()), packed, {"qkv": by_heads},
+            lambda **k: jaxft.varlen_qkv_attention(**k, max_seqlen=T, **dropout()), packed, {"qkv": head_axes},
             (), (), BOTH,
         ),
         "varlen_qkv_attention of a vmap": Case(
@@ -249,6 +270,10 @@ def names() -> list[tuple[str, str | None]]:
     return [(name, implementation) for name, case in ops().items() for implementation in case.implementations]
 
 
+def explicit() -> list[tuple[str, str | None]]:
+    return [(name, i) for name, i in names() if "Explicit" in ops()[name].kinds and i != "xla"]
+
+
 def in_process(devices: int, *arguments: str) -> None:
     """Runs this file as a program with this number of CPU devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
@@ -268,7 +293,7 @@ def test_divided_arrays_give_the_same_numbers_with_few_collectives(name, impleme
     check(ops()[name], implementation, measured[f"{name} {implementation}"]["Auto"])
 
 
-@pytest.mark.parametrize(("name", "implementation"), [pair for pair in names() if pair[1] != "xla"])
+@pytest.mark.parametrize(("name", "implementation"), explicit())
 def test_ops_map_themselves_over_explicit_axes(name, implementation, measured):
     case, found = ops()[name], measured[f"{name} {implementation}"]["Explicit"]
     if not case.logged:
@@ -394,7 +419,7 @@ def measure_all(file: str) -> None:
     results = {}
     for name, case in ops().items():
         for i in case.implementations:
-            results[f"{name} {i}"] = measure(case, i, ("Auto",) if i == "xla" else ("Auto", "Explicit"))
+            results[f"{name} {i}"] = measure(case, i, ("Auto",) if i == "xla" else case.kinds)
     Path(file).write_text(json.dumps(results))
 
 
