@@ -48,8 +48,8 @@ def matmul_factors(x: Array, y: Array) -> tuple[Array, Array]:
 
 
 def matmul(x: Array, y: Array, precision: PrecisionLike) -> Array:
-    """Computes x @ y in the dtype of x."""
-    return jnp.matmul(*matmul_factors(x, y), precision=precision).astype(x.dtype)
+    """Computes x @ y in the dtype of x. `y` may have several axes of columns."""
+    return jnp.tensordot(*matmul_factors(x, y), 1, precision=precision).astype(x.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -558,7 +558,10 @@ def dense(
     residual: Array | None = None,
     precision: PrecisionLike = None,
 ) -> Array:
-    """Computes activation(x @ kernel + bias) + residual: x [..., K], kernel [K, N] -> [..., N] (gated: N / 2)."""
+    """Computes activation(x @ kernel + bias) + residual: x [..., K], kernel [K, N] -> [..., N] (gated: N / 2).
+
+    The columns may have several axes, in kernel and bias, if they are neither activated nor added to a residual.
+    """
     return dense_epilogue(matmul(x, kernel, precision), bias, activation, residual, gate)
 
 
@@ -614,7 +617,7 @@ def dense_rotary(
 ) -> Array:  # fmt: skip
     """Computes rotary of dense(x, kernel, bias) as packed queries, keys and values: [..., D] -> [..., 3, N, H]."""
     y = dense(x, kernel, bias, precision=precision)
-    qkv = y.reshape(*x.shape[:-1], 3, num_heads, kernel.shape[1] // (3 * num_heads))
+    qkv = y.reshape(*x.shape[:-1], 3, num_heads, math.prod(kernel.shape[1:]) // (3 * num_heads))
     return rotary(qkv, positions, theta, frequency_scale=frequency_scale)
 
 

@@ -146,7 +146,7 @@ def test_explicitly_sharded_arrays_stay_so(spec):
         assert_same(found, expected)
         assert_same(jax.jit(jax.grad(loss_of(fuse(fn))))(*args), jax.jit(jax.grad(loss_of(fn)))(*args))
         with dispatch.target():
-            assert jaxft.fuse(fn).report(*args).counts == {}
+            assert sum(jaxft.fuse(fn).report(*args).counts.values()) == 3
 
 
 @pytest.mark.slow

@@ -50,6 +50,7 @@ class Case(NamedTuple):
     gathered: tuple[tuple[int, ...], ...] = ()
     implementations: tuple[str | None, ...] = TRITON
     logged: str = ""
+    kinds: tuple[str, ...] = ("Auto", "Explicit")  # of axes
 
 
 def ops() -> dict[str, Case]:
@@ -59,6 +60,12 @@ def ops() -> dict[str, Case]:
 
     def dropout():  # makes the key late: it would start JAX
         return {"dropout_rate": 0.3, "dropout_rng": jax.random.key(3)}
+
+    def by_heads(qkv):
+        """Divides `[B, T, 3, N * H]` or `[B, T, 3, N, H]` along the heads, on the devices."""
+        if not jax.sharding.get_abstract_mesh().auto_axes:
+            return qkv
+        return jax.lax.with_sharding_constraint(qkv, jax.sharding.PartitionSpec("data", None, None, "model"))
 
     x, ids = floats(B, T, W), RNG.integers(0, 9, (B, T), np.int32)
     tables = {"word": floats(9, W), "position": floats(T, W), "token_type": floats(2, W), **norm()}
@@ -70,7 +77,7 @@ def ops() -> dict[str, Case]:
     gelu = functools.partial(jaxft.dense, activation="gelu")
     qkv, heads = floats(B, T, 3, N, H), dict.fromkeys(("key", "value"), floats(B, T, 2, H))
     packed = {"qkv": floats(B * T, 3, N, H), "cu_seqlens": np.array([0, 5, 9, 20], np.int32)}
-    by_heads = (None, None, "model")
+    head_axes = (None, None, "model")
     columns, rows = (None, "model"), ("model",)
     entropy = {"x": x, "embedding": floats(V, W), "bias": floats(V), "labels": labels}
     return {
@@ -97,7 +104,8 @@ def ops() -> dict[str, Case]:
             logged=r"embeddings_layer_norm: axis 0 of an array \(8, 32\) is divided over data",
         ),
         "bias_activation": Case(
-            jaxft.bias_activation, {"x": x, "bias": floats(W)}, {"x": ("data", None, "model")}, ((W // 2,),)
+            jaxft.bias_activation, {"x": x, "bias": floats(W)},
+            {"x": ("data", None, "model"), "bias": ("model",)}, ((W // 2,),),
         ),
         "gated_activation": Case(jaxft.gated_activation, {"x": x, "bias": floats(W)}, {"x": data}, ((W,),)),
         "softmax": Case(
@@ -111,11 +119,25 @@ def ops() -> dict[str, Case]:
         ),
         "dense by columns": Case(
             gelu, {"x": x, "kernel": kernel, "bias": bias}, {"x": data, "kernel": columns, "bias": rows},
-            ((B * T // 2, W), (W, F // 2), (F // 2,)), (), BOTH,
+            ((B // 2, T, W), (W, F // 2), (F // 2,)), (), BOTH,
         ),
         "dense by rows": Case(  # bias and activation come after the one sum
             gelu, {"x": x, "kernel": kernel, "bias": bias}, {"x": ("data", None, "model"), "kernel": rows},
-            ((B * T // 2, F), (W // 2, F), (F,)), (), BOTH,
+            ((B // 2, T, F), (W // 2, F), (F,)), (), BOTH,
+        ),
+        "dense of a divided sequence": Case(  # XLA sums the gradient of the kernel over each mesh axis in turn
+            gelu, {"x": x, "kernel": kernel, "bias": bias, "residual": floats(B, T, F)},
+            {"x": ("model", "data"), "residual": ("model", "data")}, ((W, F), (W, F), (F,)), (), BOTH,
+        ),
+        "dense in parts": Case(  # the result is divided, and the whole kernel gets its gradient
+            lambda **k: by_heads(jaxft.dense(**k, parts=3)),
+            {"x": x, "kernel": floats(W, 3 * W), "bias": floats(3 * W)}, {"x": data},
+            ((B // 2, T, W), (3, W // 2, W), (3, W // 2)), ((3, W), (W, 3, W)), BOTH, kinds=("Auto",),
+        ),
+        "dense_rotary": Case(
+            lambda **k: by_heads(jaxft.dense_rotary(**k, num_heads=N)),
+            {"x": x, "kernel": floats(W, 3 * W), "bias": floats(3 * W), "positions": np.arange(T, dtype=np.int32)},
+            {"x": data}, ((B // 2, T, W), (3, W // 2, W), (3, W // 2)), ((3, W), (W, 3, W)), kinds=("Auto",),
         ),
         "dense with a gate": Case(
             functools.partial(gelu, gate="first"), {"x": x, "kernel": kernel, "bias": bias}, {"x": data},
@@ -135,7 +157,7 @@ def ops() -> dict[str, Case]:
         "feed_forward_residual_layer_norm": Case(
             lambda **k: jaxft.feed_forward_residual_layer_norm(**k, **dropout()), ffn,
             {"x": data, "in_kernel": columns, "in_bias": rows, "out_kernel": rows},
-            (*[(B * T // 2, W)] * 2, (W, F // 2), (F // 2,), (F // 2, W), (W,), (W,), (W,)), (), BOTH,
+            (*[(B // 2, T, W)] * 2, (W, F // 2), (F // 2,), (F // 2, W), (W,), (W,), (W,)), (), BOTH,
         ),
         "dot_product_attention": Case(
             lambda **k: jaxft.dot_product_attention(**k, **dropout(), return_residual=True),
@@ -145,10 +167,10 @@ def ops() -> dict[str, Case]:
         ),
         "qkv_attention": Case(
             lambda **k: jaxft.qkv_attention(**k, **dropout()), {"qkv": qkv, "relative_bias": floats(N, 5)},
-            {"qkv": ("data", *by_heads[:2], "model"), "relative_bias": rows}, ((N // 2, 5),), (), BOTH,
+            {"qkv": ("data", *head_axes[:2], "model"), "relative_bias": rows}, ((N // 2, 5),), (), BOTH,
         ),
         "varlen_qkv_attention": Case(
-            lambda **k: jaxft.varlen_qkv_attention(**k, max_seqlen=T, **dropout()), packed, {"qkv": by_heads},
+            lambda **k: jaxft.varlen_qkv_attention(**k, max_seqlen=T, **dropout()), packed, {"qkv": head_axes},
             (), (), BOTH,
         ),
         "varlen_qkv_attention of a vmap": Case(
@@ -188,26 +210,37 @@ def collectives(text: str) -> tuple[list[list[int]], list[list[int]]]:
     return found[True], found[False]
 
 
-def measure(case: Case, implementation: str | None) -> dict[str, Any]:
-    """Runs a case on one device and on four, and compares results and gradients."""
+def measure(case: Case, implementation: str | None, kinds: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """Runs a case on one device, and on four with each kind of axes, and compares results and gradients."""
     import jax
     import jax.numpy as jnp
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
 
-    mesh = jax.make_mesh((2, 2), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4])
     names = [name for name, array in case.arrays.items() if array.dtype.kind == "f"]
 
-    def run(arrays):
+    def run(arrays, implementation=implementation):
         def total(given):
             out = case.call(**arrays | given, implementation=implementation)
             out = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)]
             weights = (jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape) for x in out)
+            if any(jax.typeof(x).sharding.mesh.explicit_axes for x in out):
+                weights = (jax.sharding.reshard(w, jax.typeof(x).sharding) for w, x in zip(weights, out, strict=True))
             return sum(jnp.sum(jnp.sin(x) * w) for x, w in zip(out, weights, strict=True)), out
 
         return jax.value_and_grad(total, has_aux=True)({name: arrays[name] for name in names})
 
-    (_, alone), gradients = jax.jit(run)(case.arrays)
+    alone = jax.jit(run)(case.arrays)
+    return {kind: on_four_devices(case, run, kind, alone) for kind in kinds}
+
+
+def on_four_devices(case: Case, run: Callable[..., Any], kind: str, alone: Any) -> dict[str, Any]:
+    import jax
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    kinds = (jax.sharding.AxisType[kind],) * 2
+    mesh = jax.make_mesh((2, 2), ("data", "model"), kinds, devices=jax.devices()[:4])
+    if kind == "Explicit" and case.logged:  # refused by name
+        run = functools.partial(run, implementation="xla")
     divided = {
         name: jax.device_put(array, NamedSharding(mesh, P(*case.specs.get(name, ()))))
         for name, array in case.arrays.items()
@@ -216,10 +249,11 @@ def measure(case: Case, implementation: str | None) -> dict[str, Any]:
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("jaxft").addHandler(handler)
-    program = jax.jit(run).lower(divided).compile()
+    with jax.set_mesh(mesh):
+        program = jax.jit(run).lower(divided).compile()
     logging.getLogger("jaxft").removeHandler(handler)
-    (_, found), more = program(divided)
-    pairs = [*zip(jax.tree.leaves((alone, gradients)), jax.tree.leaves((found, more)), strict=True)]
+    ((_, values), gradients), ((_, standard), others) = program(divided), alone
+    pairs = [*zip(jax.tree.leaves((standard, others)), jax.tree.leaves((values, gradients)), strict=True)]
     greatest = max(float(np.max(np.abs(a))) for a, _ in pairs)
     error = max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in pairs) / greatest
     summed, moved = collectives(program.as_text())
@@ -234,6 +268,10 @@ def without_order(shape):
 @functools.cache
 def names() -> list[tuple[str, str | None]]:
     return [(name, implementation) for name, case in ops().items() for implementation in case.implementations]
+
+
+def explicit() -> list[tuple[str, str | None]]:
+    return [(name, i) for name, i in names() if "Explicit" in ops()[name].kinds and i != "xla"]
 
 
 def in_process(devices: int, *arguments: str) -> None:
@@ -252,7 +290,18 @@ def measured(tmp_path_factory):
 
 @pytest.mark.parametrize(("name", "implementation"), names())
 def test_divided_arrays_give_the_same_numbers_with_few_collectives(name, implementation, measured):
-    case, found = ops()[name], measured[f"{name} {implementation}"]
+    check(ops()[name], implementation, measured[f"{name} {implementation}"]["Auto"])
+
+
+@pytest.mark.parametrize(("name", "implementation"), explicit())
+def test_ops_map_themselves_over_explicit_axes(name, implementation, measured):
+    case, found = ops()[name], measured[f"{name} {implementation}"]["Explicit"]
+    if not case.logged:
+        check(case, implementation, found)
+    assert found["error"] < 2e-6
+
+
+def check(case: Case, implementation: str | None, found: dict[str, Any]) -> None:
     assert found["error"] < 2e-6
     if implementation != "xla":  # XLA may sum the same array for several gradients once
         summed, expected = (collections.Counter(map(without_order, s)) for s in (found["summed"], case.summed))
@@ -367,7 +416,10 @@ def test_two_processes_take_the_same_steps(trained, tmp_path):
 
 
 def measure_all(file: str) -> None:
-    results = {f"{name} {i}": measure(case, i) for name, case in ops().items() for i in case.implementations}
+    results = {}
+    for name, case in ops().items():
+        for i in case.implementations:
+            results[f"{name} {i}"] = measure(case, i, ("Auto",) if i == "xla" else case.kinds)
     Path(file).write_text(json.dumps(results))
 
 

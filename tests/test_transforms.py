@@ -7,6 +7,7 @@ A transformation here maps a function of named float arrays to another such func
 import dataclasses
 import functools
 import itertools
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -384,33 +385,6 @@ def test_jit_and_eager_agree(implementation, name):
         assert_matches_oracle(out, plain(floats), in_float64(plain, floats))
 
 
-@pytest.mark.parametrize(
-    ("name", "implementation"),
-    [*itertools.product(("layer_norm", "dense", "softmax", "permute", "merge_heads", "qkv_bias_split_heads",
-                         "dense_rotary"), (None, "triton")), ("dense", "mosaic_gpu"), ("dense_rotary", "mosaic_gpu")],
-)  # fmt: skip
-def test_explicit_shardings(name, implementation, caplog):
-    """XLA runs the op, or an error says what to do."""
-    op = OPS[name]
-
-    def function(f):
-        return op.call(jaxft, {"implementation": implementation}, **f)
-
-    with for_h200("data", AxisType.Explicit) as mesh:
-        floats = {
-            n: jax.ShapeDtypeStruct(op.shapes[n], jnp.float32, sharding=NamedSharding(mesh, spec))
-            for n, spec in specs(op).items()
-        }
-        traced = jax.jit(function).trace
-        if implementation is None:
-            text = traced(floats).lower(lowering_platforms=("cuda",)).as_text()
-            assert "triton" not in text
-            assert [name in message and "jax.shard_map" in message for message in caplog.messages] in ([], [True])
-        else:
-            with pytest.raises(NotImplementedError, match="sharded over Explicit axes, .* inside of jax.shard_map"):
-                traced(floats)
-
-
 VMAPS = {
     "vmap": (lambda f: jax.vmap(f), P("d")),
     "grad of vmap": (lambda f: jax.grad(lambda x: jnp.sum(jax.vmap(f)(x))), P("d")),
@@ -426,39 +400,74 @@ VMAPS = {
 
 
 @pytest.mark.parametrize("name", VMAPS)
-def test_vmap_over_explicit_axes_is_seen(name):
-    """XLA runs the op, or an error says what to do: Mosaic GPU kernels and Pallas' interpreter do not run there."""
+def test_vmap_over_explicit_axes_runs_kernels(name):
     transform, spec = VMAPS[name]
     mesh = AbstractMesh((4, 2), ("d", "e"), axis_types=(AxisType.Explicit,) * 2)
     x = jax.ShapeDtypeStruct((8, 4, 4, 8), jnp.float32, sharding=NamedSharding(mesh, spec))
     with dispatch.target(), jax.sharding.use_abstract_mesh(mesh):
-        text = str(jax.jit(transform(jaxft.layer_norm)).trace(x).jaxpr)
-        assert "pallas_call" not in text
-        with pytest.raises(NotImplementedError, match="x is sharded over Explicit axes, .* inside of jax.shard_map"):
-            jax.jit(transform(functools.partial(jaxft.layer_norm, **TRITON))).trace(x)
+        traced = jax.jit(transform(jaxft.layer_norm)).trace(x)
+    assert "pallas_call" in str(traced.jaxpr)
+    assert traced.out_info.sharding.is_equivalent_to(x.sharding, x.ndim)
+
+
+# Arguments that kernels cannot run with where their first axis is sharded, besides gamma and beta.
+REFUSED = {
+    "layer_norm (a row)": "x",
+    "bias_residual_layer_norm": "bias",
+    "embeddings_layer_norm": "word position token_type",
+    "embeddings_layer_norm (ids)": "word position token_type",
+    "gated_activation": "bias",
+    "log_softmax": "bias",
+    "qkv_bias_split_heads": "bias",
+    "dense_rotary": "kernel bias",
+    "dot_product_attention (no batch)": "query key value bias mask",
+    "qkv_attention (mask)": "bias",
+    "varlen_qkv_attention": "qkv cu_seqlens",
+    "varlen_qkv_attention (relative_bias)": "qkv cu_seqlens",
+    "dense (gate)": "bias",
+    "dense_residual_layer_norm": "bias",
+    "feed_forward_residual_layer_norm": "in_kernel out_bias",
+    "feed_forward_residual_layer_norm (pre-norm)": "in_kernel out_kernel",
+    "remove_padding": "x mask",
+    "restore_padding": "x indices",
+}
 
 
 @pytest.mark.parametrize(
     "name", [name for name, call in CALLS.items() if call.kernel and not name.startswith("bundle")]
 )
-def test_refusal_names_the_sharded_argument(name):
+def test_explicit_axes_are_mapped_or_refused_by_name(name):
+    """A call that is refused by name runs by XLA if no implementation is named."""
     call = CALLS[name]
     arrays = call.arrays()
+    refused = {"gamma", "beta", *REFUSED.get(name, "").split()}
     with for_h200("data", AxisType.Explicit) as mesh:
         for sharded in arrays:
             shapes = {
                 n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P(*["data"] * (n == sharded))))
                 for n, x in arrays.items()
             }
-            with pytest.raises(NotImplementedError, match=f": {sharded} is sharded over Explicit axes"):
-                jax.jit(functools.partial(call.function, **TRITON)).trace(**shapes)
+            named = jax.jit(functools.partial(call.function, **TRITON))
+            if sharded not in refused:
+                assert "pallas_call" in str(named.trace(**shapes).jaxpr)
+                continue
+            with pytest.raises(NotImplementedError, match=f": {sharded} is sharded over Explicit axes.*reshard it"):
+                named.trace(**shapes)
+            assert "pallas_call" not in str(jax.jit(call.function).trace(**shapes).jaxpr)
 
 
-@pytest.mark.skipif(not INTERPRET, reason="the kernels run on a GPU")
-def test_interpreter_refuses_a_mesh_of_explicit_axes():
-    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,))
-    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="x is in a mesh with Explicit axes"):
-        jax.jit(functools.partial(jaxft.layer_norm, **TRITON))(jnp.ones((3, 8)))
+def test_explicit_axes_beside_manual_ones_are_refused():
+    mesh = AbstractMesh((2, 2), ("d", "e"), axis_types=(AxisType.Explicit,) * 2)
+    x = jax.ShapeDtypeStruct((4, 4, 8), jnp.float32, sharding=NamedSharding(mesh, P("d", "e")))
+
+    def run(implementation):
+        call = functools.partial(jaxft.layer_norm, implementation=implementation)
+        return jax.jit(jax.shard_map(call, mesh=mesh, in_specs=P("d"), out_specs=P("d"), axis_names={"d"})).trace(x)
+
+    with dispatch.target(), jax.sharding.use_abstract_mesh(mesh):
+        with pytest.raises(NotImplementedError, match="x is sharded over Explicit axes, .* inside of jax.shard_map"):
+            run("triton")
+        assert "pallas_call" not in str(run(None).jaxpr)
 
 
 # --- Export and NNX ------------------------------------------------------------------------------------------------

@@ -66,11 +66,13 @@ class _Options:
     implementation: str | None
 
     def dense(
-        self, x: Array, kernel: nnx.Param[Any], bias: nnx.Param[Any] | None, activation: str | None = None
-    ) -> Array:
+        self, x: Array, kernel: nnx.Param[Any], bias: nnx.Param[Any] | None, activation: str | None = None,
+        parts: int | None = None,
+    ) -> Array:  # fmt: skip
         """Computes a dense layer in `dtype`."""
         matrix = kernel[...].astype(self.dtype)
-        return dense(x, matrix, value(bias), activation=activation, implementation=self.implementation)
+        options: dict[str, Any] = {"activation": activation, "parts": parts, "implementation": self.implementation}
+        return dense(x, matrix, value(bias), **options)
 
     def norm(
         self, rngs: nnx.Rngs | None, width: int, *, exists: bool = True
@@ -358,9 +360,9 @@ class BertLayer(nnx.Module):
 
     def _qkv(self, x: Array) -> Array:
         if self.recipe is None:
-            return self.options.dense(x, self.qkv_kernel, self.qkv_bias)
+            return self.options.dense(x, self.qkv_kernel, self.qkv_bias, parts=3)
         return dense(
-            x, self.qkv_kernel[...].T, value(self.qkv_bias), kernel_scale=self._scale("qkv"),
+            x, self.qkv_kernel[...].T, value(self.qkv_bias), kernel_scale=self._scale("qkv"), parts=3,
             x_scale=self.recipe.activation_scale, dtype=self.options.dtype, implementation=self.options.implementation,
         )  # fmt: skip
 

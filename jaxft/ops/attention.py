@@ -7,10 +7,15 @@ import jax.export
 import jax.numpy as jnp
 from jax import Array
 
-from jaxft.ops import attention_vjp, checks, float8, plans
+from jaxft.ops import attention_vjp, checks, float8, plans, sharding
 from jaxft.ops.attention_vjp import Inputs, Options
 
 
+@sharding.over_explicit_axes(
+    "query: ... T n H, key: ... S n H, value: ... S n H, bias: ... n T S, mask: ... n T S, query_seq_lengths: ..., "
+    "key_value_seq_lengths: ..., query_segment_ids: ... T, key_value_segment_ids: ... S, relative_bias: n R "
+    "-> ... T n H"
+)
 def dot_product_attention(
     query: Array,
     key: Array,
@@ -114,6 +119,10 @@ def dot_product_attention(
     return _attend(op, inputs, options, implementation, batched)
 
 
+@sharding.over_explicit_axes(
+    "qkv: ... T C n H, bias: ... n T S, mask: ... n T S, query_seq_lengths: ..., key_value_seq_lengths: ..., "
+    "query_segment_ids: ... T, key_value_segment_ids: ... S, relative_bias: n R -> ... T n H"
+)
 def qkv_attention(
     qkv: Array,
     bias: Array | None = None,
@@ -177,6 +186,7 @@ def qkv_attention(
     return _attend(op, inputs, options, implementation, batched=qkv.ndim == 5)
 
 
+@sharding.over_explicit_axes("qkv: M C n H, cu_seqlens: B, relative_bias: n R -> M n H")
 def varlen_qkv_attention(
     qkv: Array,
     cu_seqlens: Array,

@@ -7,11 +7,12 @@ from jax import Array
 
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import bias_activation as triton
-from jaxft.ops import checks, plans, transforms
+from jaxft.ops import checks, plans, sharding, transforms
 from jaxft.ops.sharding import Rule
 from jaxft.tuning import rows as tuning
 
 
+@sharding.over_explicit_axes("x: ... d, bias: d -> ... d")
 def bias_activation(
     x: Array,
     bias: Array | None,

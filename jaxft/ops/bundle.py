@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jaxft import dispatch
 from jaxft.kernels.triton import split as triton
-from jaxft.ops import checks, plans, transforms
+from jaxft.ops import checks, plans, sharding, transforms
 from jaxft.ops.plans import Pass
 from jaxft.ops.sharding import Rule
 
@@ -115,12 +116,8 @@ class Rebuild:
                 raise ValueError(f"bundle: arrays[{i}] must have shape {shape}, got {np.shape(x)}")
         parts = [*arrays[: self.whole]]
         for i, sizes in enumerate(self.sizes, self.whole):
-            x = checks.as_array("bundle", f"arrays[{i}]", arrays[i])
-            # The device and the array may be others than in the call of `bundle`.
-            choice = dispatch.choose("bundle", self.implementation, {"triton": triton.unsupported(x, f"arrays[{i}]")})
-            plan = Plan(forward=Pass(choice.name), **plans.of_choice(choice), sizes=sizes)
-            plans.record("bundle", (x,), plan)
-            parts += _split(x, plan)
+            name = f"arrays[{i}]"
+            parts += _parts(checks.as_array("bundle", name, arrays[i]), name, sizes, implementation=self.implementation)
         leaves = [part for _, part in sorted(zip(self.order, parts, strict=True), key=lambda pair: pair[0])]
         return jax.tree.unflatten(self.structure, leaves)
 
@@ -130,6 +127,15 @@ class Plan(plans.Plan):
     """Plan of the split of a concatenated array into parts of these `sizes`."""
 
     sizes: tuple[int, ...]
+
+
+@sharding.over_explicit_axes("x: X -> ")
+def _parts(x: Array, name: str, sizes: tuple[int, ...], *, implementation: str | None) -> Any:
+    # The device and the array may be others than in the call of `bundle`.
+    choice = dispatch.choose("bundle", implementation, {"triton": triton.unsupported(x, name)})
+    plan = Plan(forward=Pass(choice.name), **plans.of_choice(choice), sizes=sizes)
+    plans.record("bundle", (x,), plan)
+    return _split(x, plan)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxft import dispatch, reference
-from jaxft.ops import checks, plans, transforms
+from jaxft.ops import checks, plans, sharding, transforms
 from jaxft.ops.plans import Pass
 from jaxft.ops.sharding import Rule
 from jaxft.tuning import rows as tuning
@@ -33,6 +33,7 @@ class CrossEntropy(NamedTuple):
         return self.total / jnp.maximum(self.labelled, 1).astype(self.total.dtype)
 
 
+@sharding.over_explicit_axes("x: ... D, embedding: v D, labels: ..., bias: v -> ")
 def linear_cross_entropy(
     x: Array,
     embedding: Array,

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,13 +15,24 @@ from jaxft import dispatch, reference
 from jaxft.kernels.mosaic_gpu import support
 from jaxft.kernels.triton import bias_activation, gated_activation
 from jaxft.kernels.triton import dense as triton
-from jaxft.ops import checks, float8, plans, transforms
+from jaxft.ops import checks, float8, plans, sharding, transforms
 from jaxft.ops.plans import Pass
 from jaxft.ops.sharding import Rule
 from jaxft.tuning import dense as tuning
 from jaxft.tuning import rows as tuning_rows
 
 
+def _axes(given: dict[str, Any]) -> str:
+    """Returns the axes of a call of `dense` (see `sharding.over_explicit_axes`)."""
+    # The halves of a gate are far from each other, and so are the same places of all parts.
+    columns, out = ("f", "f") if given.get("gate") is None and given.get("parts") is None else ("F", "G")
+    result = out if given.get("parts") is None else "C G"
+    return (
+        f"x: ... k, kernel: k {columns}, bias: {columns}, residual: ... {out}, kernel_scale: {columns} -> ... {result}"
+    )
+
+
+@sharding.over_explicit_axes(_axes)
 def dense(
     x: Array,
     kernel: Array,
@@ -34,6 +46,7 @@ def dense(
     x_scale: float | None = None,
     float8_scale: float | None = None,
     dtype: DTypeLike | None = None,
+    parts: int | None = None,
     implementation: str | None = None,
 ) -> Array:
     """Computes a dense layer with its epilogue: bias, activation and residual.
@@ -59,12 +72,14 @@ def dense(
       float8_scale: a number that makes the result of float8 arrays float8_e4m3fn: the result divided by that number,
         clipped to 448. NaN stays NaN. None gives a result of `dtype`.
       dtype: bfloat16 or float16, the dtype of the result of float8 arrays and of their residual. None is bfloat16.
+      parts: None, or a number of equal parts of the columns, for which the result has an axis. Where nothing follows
+        the bias, devices can divide all parts alike, as the heads of packed queries, keys and values.
       implementation: None picks the fastest (see `jaxft.ops`). `"triton"` and `"mosaic_gpu"` (Hopper only) run the
         whole layer as one kernel; `"xla"` leaves fusion to XLA. In float32, `"mosaic_gpu"` computes in TF32, takes no
         residual and transposes `kernel` first. It has no gate in float32, and none of the two has a gate in float8.
 
     Returns:
-      `[..., F]` of the dtype of `x`; `[..., F / 2]` with a gate.
+      `[..., F]` of the dtype of `x`; `[..., F / 2]` with a gate. With `parts`, `[..., parts, F / parts]`.
 
     Gradients: for x, kernel, bias and residual. A gradient with float8 arrays raises. The backward pass of an
     activation uses the result of the matmul, which is kept in the dtype of `x`. `"mosaic_gpu"` keeps the sum x @ kernel
@@ -88,17 +103,26 @@ def dense(
     rows, width = math.prod(x.shape[:-1]), checks.gated_width(op, gate, kernel)
     if gate is not None and activation is None:
         raise ValueError(f"{op}: a gate needs an activation, got None")
+    columns: tuple[int, ...] = (width,)
+    if parts is not None:
+        parts = checks.as_size(op, "parts", parts, positive=True)
+        if width % parts:
+            raise ValueError(f"{op}: parts must divide the {width} columns of the result, got {parts}")
+        columns = parts, width // parts
+    shape = *x.shape[:-1], *columns
     if float8.is_float8(x):
-        return _float8(op, x, kernel, bias, residual, kernel_scale, scales, dtype, activation, gate, implementation)
+        y = _float8(op, x, kernel, bias, residual, kernel_scale, scales, dtype, activation, gate, implementation)
+        return y.reshape(shape)
     float8.check_unused(op, x, kernel_scale=kernel_scale, **scales, dtype=dtype)
     if residual is not None:
         residual = checks.as_term(op, "residual", residual, (*x.shape[:-1], width), x)
     precision = checks.check_precision(op, precision, x.dtype)
-    # In two dimensions, because XLA recognises a matmul with a bias in its epilogue only there.
     arrays = (x.reshape(rows, x.shape[-1]), kernel, bias, None if residual is None else residual.reshape(rows, width))
     plan = plan_of(op, *arrays, activation, precision, implementation, gate)
     plans.record(op, arrays, plan)
-    return run(*arrays, plan).reshape(*x.shape[:-1], width)
+    if activation is None and residual is None:  # so that devices may divide each part
+        kernel, bias = kernel.reshape(kernel.shape[0], *columns), None if bias is None else bias.reshape(columns)
+    return run(x, kernel, bias, residual, plan).reshape(shape)
 
 
 def _float8(op, x, kernel, bias, residual, kernel_scale, scales, dtype, activation, gate, implementation):
@@ -110,14 +134,14 @@ def _float8(op, x, kernel, bias, residual, kernel_scale, scales, dtype, activati
     rows, dtype = math.prod(x.shape[:-1]), float8.check_result(op, dtype)
     if residual is not None:
         unit: Any = jax.ShapeDtypeStruct((), dtype)
-        residual = checks.as_term(op, "residual", residual, (*x.shape[:-1], width), unit).reshape(rows, width)
-    arrays = x.reshape(rows, depth), kernel, kernel_scale, bias, residual
+        residual = checks.as_term(op, "residual", residual, (*x.shape[:-1], width), unit)
+    arrays = x.reshape(rows, depth), kernel, kernel_scale, bias, float8.rows_of(residual)
     plan = float8.plan_of(
         op, *arrays, activation=activation, x_scale=scales["x_scale"] or 1.0, float8_scale=scales["float8_scale"],
         dtype=dtype, implementation=implementation,
     )  # fmt: skip
     plans.record(op, arrays, plan)
-    return float8.run(*arrays, plan).reshape(*x.shape[:-1], width)
+    return float8.run(x, kernel, kernel_scale, bias, residual, plan)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,7 +218,7 @@ def plan_of(
 
 
 def run(x: Array, kernel: Array, bias: Array | None, residual: Array | None, plan: Plan) -> Array:
-    """Computes the layer of arrays in two dimensions."""
+    """Computes the layer. x has any axes of rows. If nothing follows the bias, kernel and bias have any of columns."""
     if plan.plain:
         return _reference(x, kernel, bias, residual, plan.activation, plan.gate, plan.precision)
     return _kernels_jit(x, kernel, bias, residual, plan)
@@ -202,13 +226,38 @@ def run(x: Array, kernel: Array, bias: Array | None, residual: Array | None, pla
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6))
 def _reference(x, kernel, bias, residual, activation, gate, precision):
-    return reference.dense(x, kernel, bias, activation=activation, gate=gate, residual=residual, precision=precision)
+    def plain(x, kernel, bias, residual):
+        return reference.dense(
+            x, kernel, bias, activation=activation, gate=gate, residual=residual, precision=precision
+        )
+
+    # XLA recognises a matmul with a bias in its epilogue only in two dimensions.
+    has_epilogue = bias is not None and kernel.ndim == 2 and dispatch.platform() == "cuda"
+    return (_in_two_dimensions(plain) if has_epilogue else plain)(x, kernel, bias, residual)
+
+
+def _in_two_dimensions(layer):
+    """Returns a function of the arrays of a layer that flattens their rows and columns, and unflattens the results."""
+
+    def run(x, kernel, bias, residual):
+        depth, parts = kernel.shape[0], kernel.shape[1:-1]
+        rows, tokens = math.prod(x.shape[:-1]), x.shape[:-1]
+        found = layer(
+            x.reshape(rows, depth), kernel.reshape(depth, math.prod(kernel.shape[1:])),
+            None if bias is None else bias.reshape(math.prod(kernel.shape[1:])),
+            None if residual is None else residual.reshape(rows, residual.shape[-1]),
+        )  # fmt: skip
+        return jax.tree.map(lambda y: y.reshape(*tokens, *parts, y.shape[1] // math.prod(parts)), found)
+
+    return run
 
 
 def product_carrier(x: Array, kernel: Array, plan: Any) -> Array:
     """Returns a carrier of x @ kernel, to which a float32 gradient can be given."""
     # The plan knows whether this is a CPU. The device is not asked: a gradient may be traced where it is not known.
-    product = functools.partial(reference.matmul if plan.interpret else jnp.matmul, precision=plan.precision)
+    product = functools.partial(
+        reference.matmul if plan.interpret else functools.partial(jnp.tensordot, axes=1), precision=plan.precision
+    )
     return transforms.carrier(reference.wide, transforms.carrier(product, x, kernel))
 
 
@@ -227,7 +276,8 @@ def kernels(x, kernel, bias, residual, carriers, plan):
     """
     del carriers
 
-    def by_kernels(_, x, kernel, bias, residual):
+    @_in_two_dimensions
+    def by_kernels(x, kernel, bias, residual):
         if not plan.is_one_kernel:
             return _epilogue(reference.matmul(x, kernel, plan.precision), bias, residual, plan, in_place=True)
         return _one_kernel(x, kernel, bias, residual, plan)[0]
@@ -235,14 +285,29 @@ def kernels(x, kernel, bias, residual, carriers, plan):
     def plain(x, kernel, bias, residual):
         return _reference(x, kernel, bias, residual, plan.activation, plan.gate, plan.precision)
 
-    return transforms.mappable(by_kernels, plain, plan, _rule(plan, x, kernel))(x, kernel, bias, residual)
+    run = transforms.mappable(lambda _, *arrays: by_kernels(*arrays), plain, plan, _rule(plan, x, kernel))
+    return run(x, kernel, bias, residual)
+
+
+def _names(plan, x, kernel):
+    """Returns the names of the axes of rows, of columns, and of the columns of the result, for a rule."""
+    parts = "".join(f"C{axis} " for axis in range(kernel.ndim - 2))
+    # The halves of a gate are far from each other.
+    columns, out = (f"{parts}f", f"{parts}f") if plan.gate is None else ("F", "G")
+    return sharding.rows_of(x.shape[:-1], dropout=False), columns, out
+
+
+def matrix_of(shape: Sequence[int], ndim: int, dtype: Any, *, columns: bool = False) -> jax.ShapeDtypeStruct:
+    """Returns the shard of rows, or else of columns, of an array of `ndim` axes and those of a vmap, as a matrix."""
+    own = tuple(shape[-ndim:])
+    sizes = (own[0], math.prod(own[1:])) if columns else (math.prod(own[:-1]), own[-1])
+    return jax.ShapeDtypeStruct(sizes, dtype)
 
 
 def _rule(plan, x, kernel, also=None):
     """Returns the rule of a layer, or of a layer whose kernel also returns what a gradient needs."""
-    # The halves of a gate are far from each other.
-    columns, out = ("f", "f") if plan.gate is None else ("F", "G")
-    dtype = x.dtype
+    rows, columns, out = _names(plan, x, kernel)
+    dtype, x_ndim, kernel_ndim = x.dtype, x.ndim, kernel.ndim
 
     def by_parts(over, x, kernel, bias=None, residual=None):
         y = jax.lax.psum(reference.matmul(x, kernel, plan.precision), over)
@@ -252,13 +317,13 @@ def _rule(plan, x, kernel, also=None):
         return out, y if also == "matmul" or bias is None else (y + bias).astype(y.dtype)
 
     def legal(shapes):
-        rows, columns = (jax.ShapeDtypeStruct(shape[-2:], dtype) for shape in shapes[:2])
-        return support.dense_unsupported(rows, columns, None, None, plan.kernel_precision, plan.gate) is None
+        own = matrix_of(shapes[0], x_ndim, dtype), matrix_of(shapes[1], kernel_ndim, dtype, columns=True)
+        return support.dense_unsupported(*own, None, None, plan.kernel_precision, plan.gate) is None
 
     # Derivatives in 8 bits come from one kernel only.
     depth = "K" if also == "derivative" else "k"
     return Rule(
-        "dense", f"r {depth}, {depth} {columns}, {columns}, r {out}", f"r {out}, r {columns}",
+        "dense", f"{rows} {depth}, {depth} {columns}, {columns}, {rows} {out}", f"{rows} {out}, {rows} {columns}",
         legal if plan.forward.backend == "mosaic_gpu" else None, contracted={"k": by_parts},
     )  # fmt: skip
 
@@ -291,8 +356,8 @@ def with_derivative(x: Array, kernel: Array, bias: Array | None, plan: Plan) -> 
     def plain(x, kernel, bias):
         return (reference.dense(x, kernel, bias, activation=plan.activation, precision=plan.precision),)
 
-    def fused(_, x, kernel, bias):
-        return _one_kernel(x, kernel, bias, None, plan, also="derivative")
+    def fused(_, *arrays):
+        return _in_two_dimensions(functools.partial(_one_kernel, plan=plan, also="derivative"))(*arrays, None)
 
     rule = _rule(plan, x, kernel, also="derivative")
     return transforms.with_plain_gradient(fused, plain, plan, rule, saves=1)(x, kernel, bias)
@@ -312,15 +377,6 @@ def _epilogue(y, bias, residual, plan, in_place):
 
 
 def _fwd(x, kernel, bias, residual, carriers, plan):
-    if not plan.is_one_kernel:
-        y = reference.matmul(x, kernel, plan.precision)
-        run = transforms.with_plain_gradient(
-            lambda _, y, bias, residual: _epilogue(y, bias, residual, plan, in_place=False),
-            lambda y, bias, residual: reference.dense_epilogue(y, bias, plan.activation, residual, plan.gate),
-            plan,
-            Rule("dense", "r f, f, r f", "r f") if plan.gate is None else Rule("dense", "r F, F, r G", "r G"),
-        )
-        return run(y, bias, residual), (x, kernel, bias, residual, None if plan.activation is None else y)
     if plan.activation is not None:
         saves_sum = plan.forward.backend == "mosaic_gpu"
 
@@ -329,11 +385,16 @@ def _fwd(x, kernel, bias, residual, carriers, plan):
             y = reference.dense(x, kernel, inner, precision=plan.precision)
             return reference.dense_epilogue(y, outer, plan.activation, residual, plan.gate), y
 
-        def fused(_, x, kernel, bias, residual):
-            return _one_kernel(x, kernel, bias, residual, plan, also="sum" if saves_sum else "matmul")
+        @_in_two_dimensions
+        def fused(x, kernel, bias, residual):
+            if plan.is_one_kernel:
+                return _one_kernel(x, kernel, bias, residual, plan, also="sum" if saves_sum else "matmul")
+            y = reference.matmul(x, kernel, plan.precision)
+            return _epilogue(y, bias, residual, plan, in_place=False), y
 
         rule = _rule(plan, x, kernel, also="sum" if saves_sum else "matmul")
-        out, y = transforms.with_plain_gradient(fused, plain, plan, rule)(x, kernel, bias, residual)
+        run = transforms.with_plain_gradient(lambda _, *arrays: fused(*arrays), plain, plan, rule)
+        out, y = run(x, kernel, bias, residual)
         return out, (x, kernel, bias, residual, y)
     return kernels(x, kernel, bias, residual, carriers, plan), (x, kernel, bias, residual, None)
 
@@ -352,16 +413,21 @@ def epilogue_gradient(
     d_out: Array, y: Array | None, bias: Array | None, x: Array, kernel: Array, plan: Plan
 ) -> tuple[Array, Array | None]:
     """Computes the gradients of y = x @ kernel and bias through activation(y + bias)."""
+    rows, columns, out = _names(plan, x, kernel)
     if plan.activation is None:
         if bias is None:
             return d_out, None
-        total = transforms.with_plain_gradient(
-            lambda _, x: bias_activation.sum_of_rows(x, interpret=plan.interpret),
-            lambda x: jnp.sum(x, axis=0, dtype=jnp.float32),
-            plan,
-            Rule("dense", "r f", "f"),
-        )
-        return d_out, total(d_out)
+        first = x.ndim - 1  # of the axes of columns
+
+        def sums(_, d):
+            own = d.shape[first:]
+            return bias_activation.sum_of_rows(d.reshape(-1, math.prod(own)), interpret=plan.interpret).reshape(own)
+
+        def plain_sums(d):
+            return jnp.sum(d, axis=tuple(range(first)), dtype=jnp.float32)
+
+        rule = Rule("dense", f"{rows} {columns}", columns)
+        return d_out, transforms.with_plain_gradient(sums, plain_sums, plan, rule)(d_out)
 
     def plain(d_out, y, bias, *_):
         def run(y, bias):
@@ -379,14 +445,15 @@ def epilogue_gradient(
             "activation": plan.activation, "config": plan.backward.config, "interpret": plan.interpret,
             "dtypes": [transforms.gradient_dtype(*of_one) for of_one in both],
         }  # fmt: skip
+        matrices = d_out.reshape(-1, d_out.shape[-1]), y.reshape(-1, y.shape[-1])
         if plan.gate is not None:
-            found = gated_activation.backward(d_out, y, bias, gate=plan.gate, **options)
+            dy, d_bias = gated_activation.backward(*matrices, bias, gate=plan.gate, **options)
         else:
-            found = bias_activation.backward(d_out, y, bias, **options)
-        return jax.tree.map(reference.wide, found)
+            dy, d_bias = bias_activation.backward(*matrices, bias, **options)
+        return jax.tree.map(reference.wide, (dy.reshape(y.shape), d_bias))
 
-    columns, out = ("f", "f") if plan.gate is None else ("F", "G")
-    rule = Rule("dense", f"r {out}, r {columns}, {columns}, _ _, _ _", f"r {columns}, {columns}")
+    unread = f"{'_ ' * x.ndim}, _ _"
+    rule = Rule("dense", f"{rows} {out}, {rows} {columns}, {columns}, {unread}", f"{rows} {columns}, {columns}")
     return transforms.with_plain_gradient(fused, plain, plan, rule)(d_out, y, bias, x, kernel)
 
 

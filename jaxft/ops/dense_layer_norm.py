@@ -13,13 +13,16 @@ from jaxft import dispatch, reference
 from jaxft.dropout import dropout_seed
 from jaxft.kernels.triton import dense as triton_dense
 from jaxft.kernels.triton import layer_norm as triton_norm
-from jaxft.ops import checks, dense, float8, layer_norm, plans, transforms
+from jaxft.ops import checks, dense, float8, layer_norm, plans, sharding, transforms
 from jaxft.ops.plans import Pass
 from jaxft.ops.sharding import Rule
 from jaxft.tuning import dense as tuning
 from jaxft.tuning import rows as tuning_rows
 
 
+@sharding.over_explicit_axes(
+    "x: ... k, kernel: k D, bias: D, residual: ... D, gamma: D, beta: D, kernel_scale: D -> ... D"
+)
 def dense_residual_layer_norm(
     x: Array,
     kernel: Array,
@@ -104,14 +107,13 @@ def dense_residual_layer_norm(
             implementation=implementation,
         )  # fmt: skip
         plans.record(op, (*arrays[:2], kernel_scale, bias, arrays[2], gamma, beta), plan)
-        found = run_float8(*arrays, kernel_scale, dropout_rng if plan.dropout_rate > 0.0 else None, plan)
-        results = [part.reshape(residual.shape) for part in found]
-        return tuple(results) if len(results) > 1 else results[0]
+        rng = dropout_rng if plan.dropout_rate > 0.0 else None
+        found = run_float8(x, kernel, residual, bias, gamma, beta, kernel_scale, rng, plan)
+        return found if len(found) > 1 else found[0]
     plan = plan_of(op, *arrays, **options, implementation=implementation)
     plans.record(op, (*arrays[:2], bias, arrays[2], gamma, beta), plan)
-    out = run(*arrays, dropout_rng if plan.dropout_rate > 0.0 else None, plan)
-    y, *total = (part.reshape(residual.shape) for part in out)
-    return (y, *total) if return_sum else y
+    out = run(x, kernel, residual, bias, gamma, beta, dropout_rng if plan.dropout_rate > 0.0 else None, plan)
+    return out if return_sum else out[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,7 +187,7 @@ def run_float8(
     x: Array, kernel: Array, residual: Array, bias: Array | None, gamma: Array | None, beta: Array | None,
     kernel_scale: Array, rng: Array | None, plan: Plan,
 ) -> tuple[Array, ...]:  # fmt: skip
-    """Computes the results of a `float8_plan_of` for arrays in two dimensions."""
+    """Computes the results of a `float8_plan_of`."""
     matmul, norm = plan.forward.config
     y = float8.run(x, kernel, kernel_scale, None, None, matmul)
     return layer_norm.run(y, bias, residual, gamma, beta, rng, norm)
@@ -195,7 +197,7 @@ def run(
     x: Array, kernel: Array, residual: Array, bias: Array | None, gamma: Array | None, beta: Array | None,
     rng: Array | None, plan: Plan,
 ) -> tuple[Array, ...]:  # fmt: skip
-    """Computes the normalised array of arrays in two dimensions, and the sum if the plan asks for it."""
+    """Computes the normalised array, and the sum if the plan asks for it. x and residual have any axes of rows."""
     arrays = x, kernel, residual, bias, gamma, beta, rng
     if plan.forward.backend == "ops":
         return _two_ops(*arrays, plan)
@@ -234,9 +236,11 @@ def _result(x, kernel, residual, bias, gamma, beta, rng, carriers, plan):
 
     run = plain
     if plan.forward.backend != "xla":
+        rows = sharding.rows_of(x.shape[:-1], dropout=rng is not None)
         rule = Rule(
-            "dense_residual_layer_norm", "r k, k D, r D, D, D, D, key(r)", "r D, r D", contracted={"k": by_parts}
-        )
+            "dense_residual_layer_norm", f"{rows} k, k D, {rows} D, D, D, D, key({rows})", f"{rows} D, {rows} D",
+            contracted={"k": by_parts},
+        )  # fmt: skip
         run = transforms.mappable(functools.partial(_split, plan), plain, plan, rule)
     return run(x, kernel, residual, bias, gamma, beta, rng)
 
@@ -244,15 +248,15 @@ def _result(x, kernel, residual, bias, gamma, beta, rng, carriers, plan):
 def _split(plan, _, x, kernel, residual, bias, gamma, beta, rng):
     split, norm = plan.forward.config
     (sums,) = triton_dense.forward(
-        x, kernel, None, None, activation=None, precision=plan.kernel_precision, config=split,
+        float8.rows_of(x), kernel, None, None, activation=None, precision=plan.kernel_precision, config=split,
         interpret=plan.interpret, splits=split.splits,
     )  # fmt: skip
     seed = None if rng is None else dropout_seed(rng)
     out = triton_norm.forward(
-        sums, bias, residual, gamma, beta, seed, epsilon=plan.epsilon, dropout_rate=plan.dropout_rate,
+        sums, bias, float8.rows_of(residual), gamma, beta, seed, epsilon=plan.epsilon, dropout_rate=plan.dropout_rate,
         return_sum=plan.return_sum, save=False, in_place=False, config=norm, interpret=plan.interpret,
     )  # fmt: skip
-    return tuple(out)
+    return tuple(y.reshape(residual.shape) for y in out)
 
 
 def _fwd(x, kernel, residual, bias, gamma, beta, rng, carriers, plan):

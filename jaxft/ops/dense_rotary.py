@@ -13,12 +13,13 @@ from jaxft import dispatch, reference
 from jaxft.kernels.mosaic_gpu import support
 from jaxft.kernels.triton import dense as triton_dense
 from jaxft.kernels.triton import rotary as triton_rotary
-from jaxft.ops import checks, dense, plans, rotary, transforms
+from jaxft.ops import checks, dense, plans, rotary, sharding, transforms
 from jaxft.ops.plans import Pass
 from jaxft.ops.sharding import Rule
 from jaxft.tuning import dense as tuning
 
 
+@sharding.over_explicit_axes("x: ... K, kernel: K F, bias: F, positions: ... -> ... 3 N H")
 def dense_rotary(
     x: Array,
     kernel: Array,
@@ -85,10 +86,12 @@ def dense_rotary(
     shape = *tokens, 3, num_heads, width // (3 * num_heads)
     plan = plan_of(op, *arrays, positions, shape, **options, implementation=implementation)
     plans.record(op, (*arrays, positions), plan)
+    # So that devices may divide the heads.
+    parts = kernel.reshape(depth, 3, width // 3), None if bias is None else bias.reshape(3, width // 3)
     if plan.forward.backend == "ops":
         matmul, rotation = plan.forward.config
-        return rotary.run(_packed(dense.run(*arrays, None, matmul), shape), positions, rotation)
-    return _result_jit(*arrays, rotary.periodic(positions, tokens), plan).reshape(shape)
+        return rotary.run(dense.run(x, *parts, None, matmul).reshape(shape), positions, rotation)
+    return _result_jit(arrays[0], *parts, rotary.periodic(positions, tokens), plan).reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,19 +102,13 @@ class Plan(plans.Plan):
     precision: Any
 
 
-def _packed(y, shape):
-    """Reshapes y `[M, 3 * N * H]` in two steps, each of which JAX knows the sharding of."""
-    *tokens, parts, heads, size = shape
-    return y.reshape(*tokens, parts * heads * size).reshape(shape)
-
-
 def plan_of(
     op: str, x: Array, kernel: Array, bias: Array | None, positions: Array, shape: tuple[int, ...], *, theta: float,
     frequency_scale: float, precision: Any, implementation: str | None,
 ) -> Plan:  # fmt: skip
     """Chooses backends and configurations for arrays of these shapes and dtypes. `shape` is the shape of the result."""
     kernel_precision, device = dispatch.matmul_precision(precision), dispatch.device()
-    qkv: Any = jax.eval_shape(lambda x, kernel: _packed(jnp.matmul(x, kernel), shape), x, kernel)  # with its sharding
+    qkv: Any = jax.eval_shape(lambda x, kernel: jnp.matmul(x, kernel).reshape(shape), x, kernel)
     reason = triton_dense.unsupported(x=x, kernel=kernel, bias=bias)
     reason = reason or triton_rotary.unsupported(qkv, positions, "x @ kernel")
     fused_reason = reason or support.dense_unsupported(x, kernel, bias, None, kernel_precision, head_size=shape[-1])
@@ -145,7 +142,7 @@ def _result_jit(x, kernel, bias, positions, plan):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _result(x, kernel, bias, positions, carriers, plan):
-    """Computes the rotated projection `[M, 3 * N * H]`. Row m has the position `positions[m % len(positions)]`."""
+    """Computes the rotated projection `[M, 3, N * H]`. Row m has the position `positions[m % len(positions)]`."""
     del carriers
     rotation = plan.backward.config[1]
     options = {"theta": rotation.theta, "frequency_scale": rotation.frequency_scale}
@@ -155,9 +152,9 @@ def _result(x, kernel, bias, positions, carriers, plan):
             x.reshape(-1, *positions.shape, x.shape[1]), kernel, bias, positions, **options, num_heads=plan.num_heads,
             precision=plan.precision,
         )  # fmt: skip
-        return y.reshape(x.shape[0], -1)
+        return y.reshape(x.shape[0], *kernel.shape[1:])
 
-    size = kernel.shape[1] // (3 * plan.num_heads)
+    size = kernel.shape[2] // plan.num_heads
 
     def fused(_, x, kernel, bias, positions):
         from jaxft.kernels.mosaic_gpu import dense as mosaic
@@ -167,19 +164,22 @@ def _result(x, kernel, bias, positions, carriers, plan):
         frequencies = reference.rotary_frequencies(size, rotation.theta, rotation.frequency_scale, jnp.float32)
         angles = positions.astype(jnp.float32)[:, None] * frequencies[None]
         angles = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=1)
-        (y,) = mosaic.forward(x, kernel, bias, activation=None, config=plan.forward.config, angles=angles)
-        return transforms.vary_alike(x, kernel, bias, positions, y)[-1]
+        matrix = kernel.reshape(kernel.shape[0], -1), None if bias is None else bias.reshape(-1)
+        (y,) = mosaic.forward(x, *matrix, activation=None, config=plan.forward.config, angles=angles)
+        *_, y = transforms.vary_alike(x, *matrix, positions, y)
+        return y.reshape(x.shape[0], *kernel.shape[1:])
 
     own, legal_positions = rotary.axis_of_positions(x, positions)
 
     dtype = x.dtype
 
     def legal(shapes):
-        rows, columns = (jax.ShapeDtypeStruct(shape[-2:], dtype) for shape in shapes[:2])
-        reason = support.dense_unsupported(rows, columns, None, head_size=size)
-        return reason is None and (legal_positions is None or legal_positions(shapes))
+        own = dense.matrix_of(shapes[0], 2, dtype), dense.matrix_of(shapes[1], 3, dtype, columns=True)
+        if shapes[1][-1] % size or support.dense_unsupported(*own, None, head_size=size) is not None:
+            return False
+        return legal_positions is None or legal_positions(shapes)
 
-    rule = Rule("dense_rotary", f"m K, K F, F, {own}", "m F", legal)
+    rule = Rule("dense_rotary", f"m K, K C f, C f, {own}", "m C f", legal)
     return transforms.mappable(fused, plain, plan, rule)(x, kernel, bias, positions)
 
 
@@ -190,7 +190,7 @@ def _fwd(x, kernel, bias, positions, carriers, plan):
 def _bwd(plan, saved, d_out):
     x, kernel, bias, positions = saved
     matmul, rotation = plan.backward.config
-    d_qkv = rotary.rotate_back(d_out.reshape(x.shape[0], 3, plan.num_heads, -1), positions, rotation)
+    d_qkv = rotary.rotate_back(d_out.reshape(*d_out.shape[:2], plan.num_heads, -1), positions, rotation)
     dy, d_bias = dense.epilogue_gradient(d_qkv.reshape(d_out.shape), None, bias, x, kernel, matmul)
     return None, None, None, None, (reference.wide(dy), d_bias)
 

@@ -17,6 +17,10 @@ from jaxft.ops.sharding import Rule
 from jaxft.tuning import rows as tuning
 
 
+@sharding.over_explicit_axes(
+    "input_ids: ..., word: V D, position: P D, token_type: C D, gamma: D, beta: D, position_ids: ..., "
+    "token_type_ids: ... -> ... D"
+)
 def embeddings_layer_norm(
     input_ids: Array,
     word: Array,

@@ -12,7 +12,7 @@ from jax import Array
 from jaxft import dispatch, reference
 from jaxft.kernels.mosaic_gpu import support
 from jaxft.kernels.triton import dense as triton
-from jaxft.ops import checks, dense, dense_layer_norm, float8, layer_norm, plans, transforms
+from jaxft.ops import checks, dense, dense_layer_norm, float8, layer_norm, plans, sharding, transforms
 from jaxft.ops.plans import Pass
 from jaxft.ops.sharding import Rule
 from jaxft.tuning import dense as tuning
@@ -20,6 +20,16 @@ from jaxft.tuning import dense as tuning
 _OP = "feed_forward_residual_layer_norm"
 
 
+def _axes(given: dict[str, Any]) -> str:
+    """Returns the axes of a call (see `sharding.over_explicit_axes`)."""
+    columns, inner = ("f", "f") if given.get("gate") is None else ("F", "G")  # the halves of a gate are far apart
+    return (
+        f"x: ... D, in_kernel: D {columns}, in_bias: {columns}, in_kernel_scale: {columns}, out_kernel: {inner} D, "
+        "out_bias: D, out_kernel_scale: D, gamma: D, beta: D, residual: ... D -> ... D"
+    )
+
+
+@sharding.over_explicit_axes(_axes)
 def feed_forward_residual_layer_norm(
     x: Array,
     in_kernel: Array,
@@ -136,14 +146,15 @@ def feed_forward_residual_layer_norm(
     if float8.is_float8(x):
         rng = dropout_rng if dropout_rate > 0.0 else None
         found = _float8(
-            op, arrays, (in_kernel_scale, out_kernel_scale), scales, activation, options, rng, implementation
-        )
-        out = tuple(part.reshape(x.shape) for part in found)
-        return out if len(out) > 1 else out[0]
+            op, x, residual, arrays, (in_kernel_scale, out_kernel_scale), scales, activation, options, rng,
+            implementation,
+        )  # fmt: skip
+        return found if len(found) > 1 else found[0]
     plan = plan_of(op, *arrays, activation=activation, gate=gate, **options, implementation=implementation)
     plans.record(op, arrays, plan)
-    y, *total = (part.reshape(x.shape) for part in _run(*arrays, dropout_rng if dropout_rate > 0.0 else None, plan))
-    return (y, *total) if return_sum else y
+    rng = dropout_rng if dropout_rate > 0.0 else None
+    out = _run(x, in_kernel, in_bias, out_kernel, out_bias, residual, gamma, beta, rng, plan)
+    return out if return_sum else out[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,26 +217,26 @@ def _of_all(*inner: plans.Plan) -> dict[str, Any]:
     return {"interpret": any(plan.interpret for plan in inner), "by_name": by_name, "why": "; ".join(reasons)}
 
 
-def _float8(op, arrays, kernel_scales, scales, activation, options, rng, implementation):
-    """Computes the op of float8 arrays in two dimensions, which has no gradient."""
-    x, in_kernel, in_bias, out_kernel, out_bias, residual, gamma, beta = arrays
+def _float8(op, x, residual, arrays, kernel_scales, scales, activation, options, rng, implementation):
+    """Computes the op of float8 arrays, which has no gradient. `arrays` are all of them in two dimensions."""
+    rows, in_kernel, in_bias, out_kernel, out_bias, residual_rows, gamma, beta = arrays
     in_scale, out_scale = kernel_scales
     x_scale, inner_scale = scales["x_scale"] or 1.0, scales["inner_scale"] or 1.0
     dtype = residual.dtype
     first = float8.plan_of(
-        op, x, in_kernel, in_scale, in_bias, activation=activation, x_scale=x_scale, dtype=dtype,
+        op, rows, in_kernel, in_scale, in_bias, activation=activation, x_scale=x_scale, dtype=dtype,
         float8_scale=inner_scale, implementation=implementation,
     )  # fmt: skip
-    h: Any = jax.eval_shape(functools.partial(reference.float8_dense, float8_scale=1.0), x, in_kernel, in_scale)
-    rest = out_kernel, residual, out_bias, gamma, beta, out_scale
+    h: Any = jax.eval_shape(functools.partial(reference.float8_dense, float8_scale=1.0), rows, in_kernel, in_scale)
+    rest = out_bias, gamma, beta, out_scale
     second = dense_layer_norm.float8_plan_of(
-        op, h, *rest, x_scale=inner_scale, float8_scale=scales["float8_scale"], **options,
+        op, h, out_kernel, residual_rows, *rest, x_scale=inner_scale, float8_scale=scales["float8_scale"], **options,
         implementation=implementation,
     )  # fmt: skip
     plan = Plan(forward=Pass("ops", (first, second)), precision=options["precision"], **_of_all(first, second))
-    plans.record(op, (x, in_kernel, in_scale, in_bias, out_kernel, out_scale, *arrays[4:]), plan)
+    plans.record(op, (rows, in_kernel, in_scale, in_bias, out_kernel, out_scale, *arrays[4:]), plan)
     h = float8.run(x, in_kernel, in_scale, in_bias, None, first)
-    return dense_layer_norm.run_float8(h, *rest, rng, second)
+    return dense_layer_norm.run_float8(h, out_kernel, residual, *rest, rng, second)
 
 
 def _run(x, in_kernel, in_bias, out_kernel, out_bias, residual, gamma, beta, rng, plan):
@@ -278,7 +289,8 @@ def _outer_gradient(dy, h, out_kernel, plan):
         return reference.wide(pull_back(dy.astype(out.dtype))[0])
 
     plain = functools.partial(gradient, (False,) * 3)
-    rule = Rule(_OP, "r d, r f, f d", "f d")
+    rows = sharding.rows_of(h.shape[:-1], dropout=False)
+    rule = Rule(_OP, f"{rows} d, {rows} f, f d", "f d")
     return transforms.with_plain_gradient(gradient, plain, plan, rule)(dy, h, out_kernel)
 
 
@@ -293,21 +305,25 @@ def _inner_gradient(dy, out_kernel, derivative, x, in_kernel, in_bias, plan):
         z = reference.dense(x, in_kernel, in_bias, precision=plan.precision).astype(jnp.float32)
         dh = jnp.matmul(dy, out_kernel.T, precision=plan.precision, preferred_element_type=jnp.float32)
         (dz,) = jax.vjp(reference.ACTIVATIONS[first.activation], z)[1](dh)
-        return dz.astype(dy.dtype), jnp.sum(dz, axis=0)
+        return dz.astype(dy.dtype), jnp.sum(dz, axis=tuple(range(dz.ndim - 1)))
 
     def fused(_, dy, out_kernel, derivative, *others):
         from jaxft.kernels.mosaic_gpu import dense_backward as mosaic
 
-        found = mosaic.backward(dy, out_kernel, derivative, config=plan.backward.config[0])
-        return tuple(transforms.vary_alike(dy, out_kernel, derivative, *found)[3:])  # see `dense._one_kernel`
+        matrices = float8.rows_of(dy), out_kernel, float8.rows_of(derivative)
+        found = mosaic.backward(*matrices, config=plan.backward.config[0])
+        *_, dz, total = transforms.vary_alike(*matrices, *found)  # see `dense._one_kernel`
+        return dz.reshape(derivative.shape), total
 
-    dtype = dy.dtype
+    dtype, ndim = dy.dtype, dy.ndim
 
     def legal(shapes):
-        rows, inner = (jax.ShapeDtypeStruct(shape[-2:], dtype) for shape in shapes[:2])
-        return support.dense_unsupported(rows, jax.ShapeDtypeStruct(inner.shape[::-1], dtype), None) is None
+        inner = jax.ShapeDtypeStruct(shapes[1][:-3:-1], dtype)
+        return support.dense_unsupported(dense.matrix_of(shapes[0], ndim, dtype), inner, None) is None
 
-    rule = Rule(_OP, "r D, f D, r f, _ _, _ _, _", "r f, f", legal)
+    rows = sharding.rows_of(dy.shape[:-1], dropout=False)
+    unread = f"{'_ ' * ndim}, _ _, _"
+    rule = Rule(_OP, f"{rows} D, f D, {rows} f, {unread}", f"{rows} f, f", legal)
     run = transforms.with_plain_gradient(fused, plain, plan, rule)
     return run(dy, out_kernel, derivative, x, in_kernel, in_bias)
 

@@ -3,6 +3,7 @@
 import contextvars
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from jaxft import dispatch, reference
 from jaxft.kernels.mosaic_gpu import support
 from jaxft.kernels.triton import common
 from jaxft.kernels.triton import dense as triton
-from jaxft.ops import checks, plans, transforms
+from jaxft.ops import checks, plans, sharding, transforms
 from jaxft.ops.plans import Pass
 from jaxft.ops.sharding import Rule
 from jaxft.tuning import dense as tuning
@@ -113,6 +114,11 @@ def plan_of(
     return plan(forward=Pass(backend, config), **plans.of_choice(choice) | {"why": why})
 
 
+def rows_of(x: Any) -> Any:
+    """Returns an array or None with all axes but the last one flattened."""
+    return None if x is None else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
 class Clipped(NamedTuple):
     """Counts of the float8 input of one matmul, see `count_clipped`."""
 
@@ -159,10 +165,10 @@ def count_clipped(fn: Callable[..., Any], *args: Any) -> list[Clipped]:
 def run(
     x: Array, kernel: Array, kernel_scale: Array, bias: Array | None, residual: Array | None, plan: Plan
 ) -> Array:  # fmt: skip
-    """Computes the layer of arrays in two dimensions."""
+    """Computes the layer. x and residual have any number of axes of rows."""
     if (seen := _counting.get()) is not None:
         largest = jnp.abs(x.astype(jnp.float32)) >= reference.LARGEST_FLOAT8
-        seen.append((plan.op, x, jnp.sum(largest, dtype=jnp.int32)))
+        seen.append((plan.op, rows_of(x), jnp.sum(largest, dtype=jnp.int32)))
     return _run_jit(x, kernel, kernel_scale, bias, residual, plan)
 
 
@@ -176,24 +182,33 @@ def _run_jit(x, kernel, kernel_scale, bias, residual, plan):
         return reference.float8_dense(x, kernel, kernel_scale, bias, residual, **options)
 
     def by_kernel(_, x, kernel, kernel_scale, bias, residual):
+        shape = *x.shape[:-1], kernel.shape[1]
+        x, residual = rows_of(x), rows_of(residual)
         if plan.forward.backend == "triton":
             (y,) = triton.forward(
                 x, kernel, bias, residual, kernel_scale=kernel_scale, precision="tf32", config=plan.forward.config,
                 interpret=plan.interpret, **options,
             )  # fmt: skip
-            return y
+            return y.reshape(shape)
         from jaxft.kernels.mosaic_gpu import dense as mosaic
 
         (y,) = mosaic.forward(
             x, kernel, bias, residual, kernel_scale=kernel_scale, config=plan.forward.config, **options
         )
-        return transforms.vary_alike(x, kernel, y)[2]  # see `dense._one_kernel`
+        _, _, y = transforms.vary_alike(x, kernel, y)  # see `dense._one_kernel`
+        return y.reshape(shape)
+
+    ndim = x.ndim
 
     def legal(shapes):
-        rows, columns = (jax.ShapeDtypeStruct(shape[-2:], reference.FLOAT8) for shape in shapes[:2])
+        sizes = math.prod(shapes[0][-ndim:-1]), shapes[0][-1]
+        rows, columns = (jax.ShapeDtypeStruct(shape, reference.FLOAT8) for shape in (sizes, shapes[1][-2:]))
         return support.float8_dense_unsupported(rows, columns, None, None, None) is None
 
     arrays = transforms.vary_alike(x, kernel, kernel_scale, bias, residual)
-    rule = Rule("dense", "r K, K f, f, f, r f", "r f", legal if plan.forward.backend == "mosaic_gpu" else None)
+    rows = sharding.rows_of(x.shape[:-1], dropout=False)
+    rule = Rule(
+        "dense", f"{rows} K, K f, f, f, {rows} f", f"{rows} f", legal if plan.forward.backend == "mosaic_gpu" else None
+    )
     function = plain if plan.forward.backend == "xla" else transforms.mappable(by_kernel, plain, plan, rule)
     return without_gradient(plan.op, function)(*arrays)

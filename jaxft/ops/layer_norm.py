@@ -19,6 +19,7 @@ from jaxft.ops.sharding import Rule
 from jaxft.tuning import rows as tuning
 
 
+@sharding.over_explicit_axes("x: ... D, gamma: D, beta: D -> ... D")
 def layer_norm(
     x: Array,
     gamma: Array | None = None,
@@ -67,6 +68,7 @@ def layer_norm(
     return out[0] if float8_scale is None else out
 
 
+@sharding.over_explicit_axes("x: ... D, bias: D, residual: ... D, gamma: D, beta: D -> ... D")
 def bias_residual_layer_norm(
     x: Array,
     bias: Array | None,
@@ -132,6 +134,7 @@ def bias_residual_layer_norm(
     return out if len(out) > 1 else out[0]
 
 
+@sharding.over_explicit_axes("x: ... D, gamma: D, residual: ... D -> ... D")
 def rms_norm(
     x: Array,
     gamma: Array | None = None,

@@ -10,7 +10,7 @@ from jax import Array
 
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import padding as triton
-from jaxft.ops import checks, plans, transforms
+from jaxft.ops import checks, plans, sharding, transforms
 from jaxft.ops.plans import Pass
 from jaxft.ops.sharding import Rule
 
@@ -29,6 +29,7 @@ class PackedTokens(NamedTuple):
     cu_seqlens: Array
 
 
+@sharding.over_explicit_axes(lambda given: f"x: {'X ' * given['x'].ndim}, mask: B T -> ")
 def remove_padding(x: Array, mask: Array, *, capacity: int, implementation: str | None = None) -> PackedTokens:
     """Packs the tokens of a padded batch into an array with a static number of rows.
 
@@ -89,6 +90,7 @@ def remove_padding(x: Array, mask: Array, *, capacity: int, implementation: str 
     return PackedTokens(*_remove(*transforms.vary_alike(x, mask), capacity, plan))
 
 
+@sharding.over_explicit_axes(lambda given: f"x: {'X ' * given['x'].ndim}, indices: M -> ")
 def restore_padding(x: Array, indices: Array, *, batch: int, length: int, implementation: str | None = None) -> Array:
     """Puts packed rows back to the places from which `remove_padding` took them.
 

@@ -5,18 +5,21 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import permute as triton
-from jaxft.ops import checks, plans, transforms
+from jaxft.ops import checks, plans, sharding, transforms
 from jaxft.ops.sharding import Rule
 from jaxft.tuning import layouts as tuning
 
 
+@sharding.over_explicit_axes("qkv: b T E, bias: E -> b")
 def qkv_bias_split_heads(
     qkv: Array, bias: Array | None, num_heads: int, *, implementation: str | None = None
 ) -> tuple[Array, Array, Array]:
@@ -57,6 +60,7 @@ def qkv_bias_split_heads(
     return _split_jit(qkv, bias, plan)
 
 
+@sharding.over_explicit_axes("x: b n t H -> b t n")
 def merge_heads(x: Array, *, implementation: str | None = None) -> Array:
     """Merges the heads, `[B, N, T, H]` -> `[B, T, N*H]`, which is the inverse of splitting them.
 
@@ -82,6 +86,14 @@ def merge_heads(x: Array, *, implementation: str | None = None) -> Array:
     return _move(op, x, (0, 2, 1, 3), (batch, length, heads * size), implementation)
 
 
+def _axes(given: dict[str, Any]) -> str:
+    """Returns the axes of a call of `permute` (see `sharding.over_explicit_axes`)."""
+    ndim = given["x"].ndim
+    order = [axis for axis in np.ravel(given["axes"]) if -ndim <= axis < ndim]  # others raise in the op
+    return f"x: {' '.join(f'a{axis}' for axis in range(ndim))} -> {' '.join(f'a{axis % ndim}' for axis in order)}"
+
+
+@sharding.over_explicit_axes(_axes)
 def permute(x: Array, axes: Sequence[int], *, implementation: str | None = None) -> Array:
     """Reorders the axes of an array.
 

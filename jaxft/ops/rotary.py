@@ -11,11 +11,19 @@ from jax import Array
 
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import rotary as triton
-from jaxft.ops import checks, plans, transforms
+from jaxft.ops import checks, plans, sharding, transforms
 from jaxft.ops.sharding import Rule
 from jaxft.tuning import layouts as tuning
 
 
+def _axes(given: dict[str, Any]) -> str:
+    """Returns the axes of a call (see `sharding.over_explicit_axes`)."""
+    if isinstance(given["qkv"], tuple | list):
+        return "qkv: ... n H | ... k H, positions: ... -> ... n H, ... k H"
+    return "qkv: ... C n H, positions: ... -> ... C n H"
+
+
+@sharding.over_explicit_axes(_axes)
 def rotary(
     qkv: Any,
     positions: Array,

@@ -3,24 +3,29 @@
 A rule names the axes of each array, as in an einsum: `"r D, D -> r D"`. Axes with a lower-case name may be divided
 among devices. Each device then runs the kernel on its shards. A result that lacks a divided axis is a sum over it,
 which an all-reduce adds up. Axes with an upper-case name are gathered first, and a log line says so.
+
+This holds for Auto axes of a mesh, under `jax.jit`. A public op with `over_explicit_axes` also maps itself over the
+Explicit axes in the types of its arrays: it makes them Auto, and derives the types of its results from such a rule.
 """
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental.custom_partitioning import CompoundFactor, SdyShardingRule, custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxft import dispatch
 from jaxft.dropout import ShardKey
 
 _Names = tuple[str, ...]  # names of the axes of an array
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _Division = dict[str, tuple[str, ...]]  # mesh axes over which an axis is divided, by name of the axis
 
 
@@ -90,7 +95,8 @@ def partitioned(
             division = layout.division(given_specs, dict(mesh.shape))
 
             def shard(*operands: Array) -> list[Array]:
-                return layout.run(kernel, shared, tree, owners, division, dict(mesh.shape), operands[:count])
+                with jax.sharding.use_abstract_mesh(_of_auto_axes(mesh.abstract_mesh)):  # kernels take no Explicit axes
+                    return layout.run(kernel, shared, tree, owners, division, dict(mesh.shape), operands[:count])
 
             ins, outs = ([NamedSharding(mesh, spec) for spec in part] for part in layout.specs(division, given_specs))
             return mesh, shard, outs, tuple(ins)
@@ -107,10 +113,101 @@ def partitioned(
     return run
 
 
+def over_explicit_axes(rule: str | Callable[[dict[str, Any]], str]) -> Callable[[_Function], _Function]:
+    """Decorates a public op, so that it takes arrays which are sharded over the Explicit axes of a mesh.
+
+    `rule` names the axes of the arguments and of the results, from the right: `"x: ... D, gamma: D -> ... D"`. `|`
+    separates the names for the arrays of a tuple. One result stands for all. Where the names depend on the arguments,
+    `rule` is a function that makes them from the arguments by name.
+
+    Where an array is divided along an axis with an upper-case name, or two arrays are divided in ways that contradict
+    each other, XLA runs the op, or an error names the array.
+    """
+
+    def decorate(op: _Function) -> _Function:
+        signature = inspect.signature(op)
+
+        @functools.wraps(op)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            mesh = next(filter(None, map(_explicit_mesh, jax.tree.leaves((args, kwargs)))), None)
+            if mesh is None:
+                return op(*args, **kwargs)
+            given = signature.bind(*args, **kwargs).arguments
+            types, reason = _types_of_results(rule if isinstance(rule, str) else rule(given), given)
+            if reason is not None:
+                name = given.get("implementation")
+                given["implementation"] = dispatch.choose(op.__name__, name, {name or "triton": reason}).name
+            leaves, tree = jax.tree.flatten(given)
+            own = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+
+            def on_auto_axes(*arrays: Array) -> Any:
+                every = dict(enumerate(leaves)) | dict(zip(own, arrays, strict=True))
+                return op(**jax.tree.unflatten(tree, every.values()))
+
+            shardings = tuple(NamedSharding(mesh, spec) for spec in types)
+            out = shardings if len(shardings) > 1 else shardings[0]
+            mapped = jax.sharding.auto_axes(on_auto_axes, axes=mesh.explicit_axes, out_sharding=out)
+            return mapped(*(leaves[i] for i in own))
+
+        return run  # type: ignore[return-value]
+
+    return decorate
+
+
 def rows_of(shape: Sequence[Any], *, dropout: bool) -> str:
     """Returns names of the leading axes of rows. With dropout, the rows of a shard must follow each other."""
     first = next((i for i, size in enumerate(shape) if size != 1), 0)
     return " ".join(f"T{i}" if dropout and i > first else f"t{i}" for i in range(len(shape)))
+
+
+def _explicit_mesh(x: Any) -> Any:
+    """Returns the mesh in the type of an array if it has Explicit axes, and None inside of a `jax.shard_map`."""
+    if not isinstance(x, jax.Array):
+        return None
+    sharding = jax.typeof(x).sharding
+    if not sharding.mesh.explicit_axes or sharding.mesh.manual_axes:
+        return None
+    return getattr(x, "sharding", sharding).mesh  # outside of a jit, with the devices
+
+
+def _types_of_results(rule: str, given: Mapping[str, Any]) -> tuple[list[PartitionSpec], str | None]:
+    """Returns how the results are divided by a rule of `over_explicit_axes`, and why kernels cannot run."""
+    arguments, results = rule.split("->")
+    division: _Division = {}
+    reason, more = None, 0
+    for part in arguments.split(","):
+        argument, _, names = part.partition(":")
+        arrays = [x for x in jax.tree.leaves(given.get(argument.strip())) if isinstance(x, jax.Array)]
+        for own, x in zip(names.split("|"), arrays, strict=False):
+            if "..." in own:
+                more = max(more, x.ndim - len(own.split()) + 1)
+            axes = _expand(tuple(own.split()), x.shape)[-x.ndim :]
+            for axis, (name, over) in enumerate(zip(axes, _spec_of(jax.typeof(x)), strict=False)):
+                taken = {a for other, used in division.items() if other != name for a in used}
+                if not over:
+                    continue
+                if division.get(name, over) != over or taken.intersection(over):
+                    why = "another array is divided otherwise"
+                else:
+                    division[name] = over
+                    if name[0].islower():
+                        continue
+                    why = "kernels are not divided"
+                reason = reason or (
+                    f"{argument.strip()} is sharded over Explicit axes, {jax.typeof(x).sharding.spec}, and {why} along "
+                    f"axis {axis}: jax.sharding.reshard it, or call the op inside of jax.shard_map"
+                )
+    specs = []
+    for part in results.split(","):
+        spec = [division.get(name) for name in _expand(tuple(part.split()), (0,) * (len(part.split()) - 1 + more))]
+        while spec and spec[-1] is None:  # other results may have fewer axes
+            spec.pop()
+        specs.append(PartitionSpec(*spec))
+    return specs, reason
+
+
+def _of_auto_axes(mesh: Any) -> Any:
+    return mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))
 
 
 def _raw(x: Array) -> Array:

@@ -8,11 +8,12 @@ from jax import Array
 
 from jaxft import dispatch, reference
 from jaxft.kernels.triton import softmax as triton
-from jaxft.ops import checks, plans, transforms
+from jaxft.ops import checks, plans, sharding, transforms
 from jaxft.ops.sharding import Rule
 from jaxft.tuning import rows as tuning
 
 
+@sharding.over_explicit_axes("x: ... S, bias: ... S, mask: ... S -> ... S")
 def softmax(
     x: Array,
     *,
@@ -49,6 +50,7 @@ def softmax(
     return _run("softmax", x, scale, bias, mask, in_place, implementation)
 
 
+@sharding.over_explicit_axes("x: ... S, bias: ... S, mask: ... S -> ... S")
 def log_softmax(
     x: Array,
     *,

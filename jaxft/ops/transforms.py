@@ -196,7 +196,7 @@ def _without_axis(x: Array, mapped: bool) -> jax.ShapeDtypeStruct:
 # --- Varying types of shard_map ----------------------------------------------------------------------------------
 
 
-def vary_alike(*arrays: Array | None) -> list[Array | None]:
+def vary_alike(*arrays: Array | None) -> list[Any]:
     """Returns the arrays. Inside a shard_map, all of them then vary over the mesh axes that any of them varies over.
 
     Each gradient then has the type that JAX requires, and JAX itself sums the gradients of arrays that did not vary.

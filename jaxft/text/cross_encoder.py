@@ -426,8 +426,8 @@ class CrossEncoder:
         batch_size = batching.check_batch_size("predict", batch_size)
         activation_fn = _checked_activation("predict", activation_fn) or self.activation_fn
         prompt = arguments.chosen_prompt("predict", self.prompts, self.default_prompt_name, prompt, prompt_name)
-        is_read = isinstance(inputs, Inputs)  # from `warmup`
-        read = inputs if is_read else text_inputs.read_pairs("predict", "inputs", inputs)
+        # `warmup` passes Inputs.
+        read = inputs if isinstance(inputs, Inputs) else text_inputs.read_pairs("predict", "inputs", inputs)
         prompt_length = None
         if prompt and self._needs_prompt_length:
             prompt_length = np.int32(tokenizer_files.prompt_length(self.tokenizer, prompt))
