@@ -6,8 +6,6 @@ A transformation here maps a function of named float arrays to another such func
 
 import dataclasses
 import functools
-import itertools
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
