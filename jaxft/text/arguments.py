@@ -24,6 +24,8 @@ _EQUIVALENTS = {
     "default_activation_function": "pass activation_fn",
     "model_name_or_path": "pass the folder or id as the first argument",
     "model_name": "pass the folder or id as the first argument",
+    "path": "pass the folder as the first argument",
+    "modules": "pass them to the constructor, SentenceEncoder(model, tokenizer, modules=...)",
     "cache_folder": "pass cache_dir",
     "trust_remote_code": "code of a checkpoint is never run; leave the argument out",
     "token": "set the environment variable HF_TOKEN, or run `hf auth login`",
