@@ -186,7 +186,8 @@ def _serialised(function: Any, call: Sequence[Any]) -> bytes:
     export = jax.export.export(
         jax.jit(program), platforms=[dispatch.platform()], disabled_checks=dispatch.EXPORT_DISABLED_CHECKS
     )
-    return bytes(export(*shapes).serialize())
+    with dispatch.lowering():
+        return bytes(export(*shapes).serialize())
 
 
 class _Given:
