@@ -264,7 +264,7 @@ def test_a_later_export_replaces_the_files(copy):
     encoder = embedder(max_seq_length=32)
     encoder.export(copy, **SIZE)
     assert len([*(copy / "programs").iterdir()]) == 4
-    encoder.export(copy, batch_size=1)
+    encoder.export(copy, batch_size=np.int64(1))
     assert len([*(copy / "programs").iterdir()]) == 2
     assert len(SentenceEncoder.from_exported(copy).encode(TEXTS, batch_size=1)) == len(TEXTS)
     encoder.save_pretrained(copy)

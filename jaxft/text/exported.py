@@ -66,7 +66,7 @@ def contents(
     """
     tensors.checked_folder(path, "export: path")
     _check_installed("export")
-    batching.check_batch_size("export", batch_size)
+    batch_size = batching.check_batch_size("export", batch_size)
     encoder = next(module for _, module in nnx.iter_modules(model) if isinstance(module, BertModel))
     dtype = _dtype(model, encoder)
     implementation = encoder.embeddings.options.implementation
