@@ -88,6 +88,31 @@ def target(
         yield
 
 
+@contextlib.contextmanager
+def lowering() -> Iterator[None]:
+    """Context in which JAX lowers kernels for the `target`. Without a target it changes nothing.
+
+    Raises a NotImplementedError if JAX, before 0.11, cannot lower for it.
+    """
+    if _target.value is None:
+        yield
+        return
+    if jax.__version_info__ < (0, 11):
+        _, kind, wanted, *_ = _target.value
+        there = _describe(default_device()).compute_capability or (9, 0)  # Hopper where JAX finds no GPU
+        if wanted != there:
+            raise NotImplementedError(
+                f"JAX {jax.__version__} lowers kernels for compute capability {there} here, {kind} has {wanted};"
+                " JAX 0.11 lowers for other GPUs"
+            )
+        yield
+        return
+    kind = jax.sharding.AbstractDevice(device_kind=_target.value.kind, num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=kind)
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
 def device() -> Device:
     """Returns the device that ops are traced for: the `target`, else JAX's default device."""
     if _target.value is not None:

@@ -66,7 +66,7 @@ def contents(
     """
     tensors.checked_folder(path, "export: path")
     _check_installed("export")
-    batching.check_batch_size("export", batch_size)
+    batch_size = batching.check_batch_size("export", batch_size)
     encoder = next(module for _, module in nnx.iter_modules(model) if isinstance(module, BertModel))
     dtype = _dtype(model, encoder)
     implementation = encoder.embeddings.options.implementation
@@ -186,7 +186,8 @@ def _serialised(function: Any, call: Sequence[Any]) -> bytes:
     export = jax.export.export(
         jax.jit(program), platforms=[dispatch.platform()], disabled_checks=dispatch.EXPORT_DISABLED_CHECKS
     )
-    return bytes(export(*shapes).serialize())
+    with dispatch.lowering():
+        return bytes(export(*shapes).serialize())
 
 
 class _Given:

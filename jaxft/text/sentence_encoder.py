@@ -264,6 +264,8 @@ class SentenceEncoder(TextEncoder):
           ValueError: `batch_size` or `truncate_dim` is not a positive integer, `output_value` or `precision` is
             unknown, `precision` is for embeddings only, or a parameter has another dtype than the encoder, so that the
             folder could not be loaded with it.
+          ImportError: flatbuffers is not installed.
+          NotImplementedError: JAX cannot lower for the device of `jaxft.dispatch.target`.
         """
         arguments.check_flags("export", normalize_embeddings=normalize_embeddings, show_progress_bar=show_progress_bar)
         if output_value not in _OUTPUT_VALUES:

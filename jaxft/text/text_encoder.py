@@ -231,6 +231,7 @@ class TextEncoder:
         Raises:
           CheckpointError: the folder was not exported from this class, or with another version of jaxft, JAX or jaxlib,
             or for another device, or a file is missing or was changed; the message names it.
+          ImportError: flatbuffers is not installed.
           TypeError: `path` is not a string or path.
         """
         record = exported.read(path, cls)
