@@ -172,10 +172,11 @@ def test_distilbert_names():
 
 
 def test_config_refuses_decoders_and_relative_positions():
-    config = {"model_type": "bert", "is_decoder": True, "add_cross_attention": True, "hidden_size": 0}
+    refused = ("is_decoder", "add_cross_attention", "is_causal")
+    config = {"model_type": "bert", "hidden_size": 0} | dict.fromkeys(refused, True)
     with pytest.raises(ValueError) as caught:
         BertConfig.from_dict(config | {"position_embedding_type": "relative_key"})
-    for part in ("is_decoder is True", "add_cross_attention is True", "position_embedding_type must be 'absolute'",
+    for part in (*(f"{name} is True" for name in refused), "position_embedding_type must be 'absolute'",
                  "'relative_key'", "hidden_size"):  # fmt: skip
         assert part in str(caught.value)
     BertConfig.from_dict({"model_type": "bert", "is_decoder": False, "position_embedding_type": "absolute"})

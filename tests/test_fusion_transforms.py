@@ -364,6 +364,32 @@ def test_other_scale_of_the_mean_is_no_norm():
     assert_same(fuse(fn)(*args), fn(*args))
 
 
+@pytest.mark.parametrize("stopped", ["mean", "variance"])
+def test_gradient_stops_where_the_function_stops_it(stopped):
+    def fn(x, w):
+        mean = x.mean(-1, keepdims=True)
+        mean = jax.lax.stop_gradient(mean) if stopped == "mean" else mean
+        variance = jnp.square(x - mean).mean(-1, keepdims=True)
+        variance = jax.lax.stop_gradient(variance) if stopped == "variance" else variance
+        return jnp.sum((x - mean) * jax.lax.rsqrt(variance + 1e-3) * w)
+
+    args = normal(0, 8, 16) + 1, normal(1, 8, 16)
+    assert LN not in fuse(fn).report(*args).counts
+    assert_same(jax.grad(fuse(fn))(*args), jax.grad(fn)(*args))
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float16)])
+def test_norm_may_return_another_dtype(given, wanted):
+    def fn(x):
+        wide = x.astype(jnp.float32)
+        mean, inv = wide.mean(-1, keepdims=True), jax.lax.rsqrt(wide.var(-1, keepdims=True) + 1e-3)
+        return ((wide - mean) * inv).astype(wanted)
+
+    x = normal(0, 4, 16).astype(given)
+    assert fuse(fn).report(x).counts == {LN: 1}
+    assert fuse(fn)(x).dtype == wanted
+
+
 # --- Masked rows -------------------------------------------------------------------------------------------------
 
 

@@ -122,6 +122,11 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def ranker(tmp_path_factory):
+    return str(tiny.write_classifier(tmp_path_factory.mktemp("ranker")))
+
+
+@pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     """More texts than a process encodes before the signal."""
     file = tmp_path_factory.mktemp("texts") / "texts.txt"
@@ -251,7 +256,12 @@ def check_moment(command, number, seconds, folder):
     else:
         assert process.returncode == 0, process.communicate()
     process.communicate()
-    assert names(folder) == (["out.npy"] if process.returncode == 0 and "out.npy" in command else [])
+    left = {*names(folder)} - {"arguments.py", "__pycache__"}
+    if "out/" in command:  # whole parts stay, and the command goes on with them
+        kept = names(folder / "out") if left else []
+        assert left <= {"out"} and all(re.fullmatch(r"manifest\.json|part-\d{6}\.(json|parquet)", name) for name in kept)
+        return
+    assert left == ({"out.npy"} if process.returncode == 0 and "out.npy" in command else set())
     if "out.npy" in command and process.returncode == 0:
         assert np.load(folder / "out.npy").shape == (300_000, tiny.WIDTH)
 
@@ -262,10 +272,13 @@ def test_early_ctrl_c_gives_one_line(seconds, tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(MOMENTS))
-def test_signal_at_a_random_moment(seed, model, texts, tmp_path):
+def test_signal_at_a_random_moment(seed, model, ranker, texts, tmp_path):
     rng = random.Random(seed)
     commands = [["encode", "--model", model, texts, "-o", "out.npy"], ["similar", "--model", model, texts, "a tree"],
-                ["bench", "--model", model, "--length", "16", "-o", "out.json"], ["info"]]  # fmt: skip
-    command, number, seconds = rng.choices(commands, (6, 1, 2, 1))[0], rng.choice(SIGNALS), rng.uniform(0, 6)
+                ["bench", "--model", model, "--length", "16", "-o", "out.json"], ["info"],
+                ["rerank", "--model", ranker, "a tree", texts], ["encode", "--model", model, texts, "-o", "out/"],
+                ["fuse", "jax.nn:softmax", "--args", "arguments:given"]]  # fmt: skip
+    command, number, seconds = rng.choices(commands, (6, 1, 2, 1, 1, 2, 1))[0], rng.choice(SIGNALS), rng.uniform(0, 6)
+    (tmp_path / "arguments.py").write_text("import jax.numpy as jnp\ngiven = (jnp.ones((4, 8)),)\n")
     print(f"{command[0]}, {number.name} after {seconds:.3f} s")
     check_moment(command, number, seconds, tmp_path)

@@ -230,6 +230,14 @@ for kind, (name, tokenizer) in NEW.items():
             folder(f"{kind}, vocab.txt, options {number}", kind, **{
                 "vocab.txt": "\n".join(MPNET) + "\n", "tokenizer_config.json": {"tokenizer_class": name} | options,
             })  # fmt: skip
+NULL = {"add_prefix_space": None, "do_lower_case": None, "keep_accents": None, "split_by_punct": None}
+for kind in ("albert", "deberta-v2"):
+    name, tokenizer = NEW[kind]
+    folder(f"{kind}, null", kind, **{
+        "tokenizer.json": tokenizer, "tokenizer_config.json": {"tokenizer_class": name} | NULL,
+    })  # fmt: skip
+folder("xlm-roberta, null", "xlm-roberta", **{"tokenizer.json": unigram(), "tokenizer_config.json": NULL})
+folder("camembert, null", "camembert", **{"tokenizer.json": unigram(CAMEMBERT), "tokenizer_config.json": NULL})
 folder("albert, own ends", "albert", **{"tokenizer.json": ends(albert(), "[CLS]", "[SEP]", (2, 3))})
 folder("albert, own ends, add_bos_token", "albert", **{
     "tokenizer.json": ends(albert(), "[CLS]", "[SEP]", (2, 3)), "tokenizer_config.json": {"add_eos_token": True},

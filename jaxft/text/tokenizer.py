@@ -414,7 +414,7 @@ def _set_up_unigram(
         steps += [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
         if not settings.option("keep_accents", False):
             steps += [normalizers.NFKD(), normalizers.StripAccents()]
-        if settings.option("do_lower_case", True):
+        if settings.option("do_lower_case", "do_lower_case" not in settings.values):  # null is false in these classes
             steps.append(normalizers.Lowercase())
     found = json.loads(saved.normalizer.__getstate__()) if saved and saved.normalizer else {}
     maps = [rule for rule in found.get("normalizers", [found]) if rule.get("type") == "Precompiled"]
@@ -422,7 +422,7 @@ def _set_up_unigram(
         steps.append(normalizers.Precompiled(base64.b64decode(maps[0]["precompiled_charsmap"])))
     if steps:
         tokenizer.normalizer = normalizers.Sequence(steps)
-    if settings.option("add_prefix_space", True):
+    if settings.option("add_prefix_space", "add_prefix_space" not in settings.values):
         scheme = "always"
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*words, pre_tokenizers.Metaspace(prepend_scheme=scheme)])
 
