@@ -159,6 +159,8 @@ SPELLINGS = {
     "the largest logit of all": (
         attention(lambda s, m: (lambda e: e / total(e))(jnp.exp(s - s.max()))), {ATT: 1}),
     "a SiLU with a reciprocal": (one_of(lambda x: x * jnp.reciprocal(1 + jnp.exp(-x))), {BA: 1}),
+    "a loss of merged rows": (one_of(lambda x, w: -jnp.take_along_axis(jax.nn.log_softmax(
+        (x @ w).reshape(-1, V)), jnp.arange(16)[:, None], -1).mean(), ROWS, TABLE), {LOSS: 1}),
     "a loss times a number": (one_of(lambda x, w: 2 * jnp.mean(0.5 * losses(x, w)), ROWS, TABLE), {LOSS: 1}),
     "code that is never used": (attention(lambda s, m: (jnp.sin(s), jax.nn.softmax(s))[1]), {ATT: 1}),
     "a clipped GELU": (one_of(lambda x: jnp.clip(jax.nn.gelu(x), -5, 5)), {BA: 1}),
