@@ -189,6 +189,29 @@ def test_bias_before_a_residual_is_taken_in():
     np.testing.assert_allclose(jaxft.fuse(fn, force=True)(*args), fn(*args), atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["an array of integers", "a mask"])
+def test_operands_of_other_types_are_cast(name):
+    def vector(size):
+        return jnp.arange(size) if name == "an array of integers" else jnp.arange(size) % 3 > 0
+
+    def norm(x, residual):
+        y = x + residual + vector(D)
+        return (y - mean(y)) * jax.lax.rsqrt(var(y) + 1e-5) * vector(D)
+
+    def weights(logits, mask):
+        return jax.nn.softmax(logits + vector(T))
+
+    x = normal(0, B, T, D)
+    for fn, args, op in (
+        (norm, (x, x[::-1]), BRLN),
+        (lambda x: jax.nn.silu(x + vector(D)), (x,), BA),
+        (with_weights(weights), [*(normal(i, *shape) for i, shape in enumerate(QKV)), PAD], ATT),
+    ):
+        fused = jaxft.fuse(fn, force=True)
+        assert fused.report(*args).counts == {op: 1}
+        np.testing.assert_allclose(fused(*args), fn(*args), atol=1e-5)
+
+
 def test_attention_is_computed_in_the_widest_dtype():
     def fn(q, k, v):
         probabilities = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))

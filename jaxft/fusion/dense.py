@@ -133,7 +133,7 @@ def _addends(g: Graph, x: Var, sites: Collection[Var], with_bias: bool) -> tuple
         if node is not None and node.name in ("add", "add_any") and is_inner and with_bias:
             stack += node.ins
         else:
-            stripped, where = strip(g, v)
+            stripped, where = strip(g, v, casts="floats")
             if v.shape and is_vector(stripped, where, x) and stripped.size < x.size:
                 vectors.append(stripped)
             else:
