@@ -159,6 +159,8 @@ SPELLINGS = {
     "the largest logit of all": (
         attention(lambda s, m: (lambda e: e / total(e))(jnp.exp(s - s.max()))), {ATT: 1}),
     "a SiLU with a reciprocal": (one_of(lambda x: x * jnp.reciprocal(1 + jnp.exp(-x))), {BA: 1}),
+    "a loss of merged rows": (one_of(lambda x, w: -jnp.take_along_axis(jax.nn.log_softmax(
+        (x @ w).reshape(-1, V)), jnp.arange(16)[:, None], -1).mean(), ROWS, TABLE), {LOSS: 1}),
     "a loss times a number": (one_of(lambda x, w: 2 * jnp.mean(0.5 * losses(x, w)), ROWS, TABLE), {LOSS: 1}),
     "code that is never used": (attention(lambda s, m: (jnp.sin(s), jax.nn.softmax(s))[1]), {ATT: 1}),
     "a clipped GELU": (one_of(lambda x: jnp.clip(jax.nn.gelu(x), -5, 5)), {BA: 1}),
@@ -185,6 +187,29 @@ def test_bias_before_a_residual_is_taken_in():
     (record,) = jaxft.fuse(fn, force=True).report(*args)
     assert record.op == BRLN and "bias=True" in record.sizes
     np.testing.assert_allclose(jaxft.fuse(fn, force=True)(*args), fn(*args), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["an array of integers", "a mask"])
+def test_operands_of_other_types_are_cast(name):
+    def vector(size):
+        return jnp.arange(size) if name == "an array of integers" else jnp.arange(size) % 3 > 0
+
+    def norm(x, residual):
+        y = x + residual + vector(D)
+        return (y - mean(y)) * jax.lax.rsqrt(var(y) + 1e-5) * vector(D)
+
+    def weights(logits, mask):
+        return jax.nn.softmax(logits + vector(T))
+
+    x = normal(0, B, T, D)
+    for fn, args, op in (
+        (norm, (x, x[::-1]), BRLN),
+        (lambda x: jax.nn.silu(x + vector(D)), (x,), BA),
+        (with_weights(weights), [*(normal(i, *shape) for i, shape in enumerate(QKV)), PAD], ATT),
+    ):
+        fused = jaxft.fuse(fn, force=True)
+        assert fused.report(*args).counts == {op: 1}
+        np.testing.assert_allclose(fused(*args), fn(*args), atol=1e-5)
 
 
 def test_attention_is_computed_in_the_widest_dtype():

@@ -480,3 +480,10 @@ def test_kernels_stay_within_the_arrays(config, name):
             _, saved = kernel.forward(x, bias, mask, in_place=True, save=True, **options)
             in_chunks = name == "log_softmax" and config.block_width < 6
             kernel.backward(dy, x, bias, mask, saved if in_chunks else None, **options)
+
+
+@both
+def test_log_softmax_of_large_logits_keeps_its_digits(implementation):
+    x = 1e4 + np.random.default_rng(3).standard_normal((4, 32)).astype(np.float32)
+    exact = oracle.log_softmax(x.astype(np.float64))
+    np.testing.assert_allclose(jaxft.log_softmax(x, implementation=implementation), exact, rtol=1e-6)

@@ -117,7 +117,9 @@ def _name_of(values: np.ndarray, is_16_bit: bool) -> tuple[str, float]:
         for name, expected in _known().items():
             tolerance = 2e-3 * (0.25 + np.abs(expected)) if is_16_bit else 3e-7 * (0.1 + np.abs(expected))
             for factor in (1.0, float(values[_THREE] / expected[_THREE])):
-                if np.all(np.abs(values - factor * expected) <= tolerance):
+                with np.errstate(all="ignore"):
+                    is_close = np.abs(values - factor * expected) <= tolerance
+                if is_close.all():
                     return name, factor
     return "", 1.0
 

@@ -102,8 +102,8 @@ def strip(
 ) -> tuple[Var, Map]:  # fmt: skip
     """Follows views down. Returns the source and the map of the array at hand to it.
 
-    `casts` says which casts are views: "all", "exact" (those that keep every value) or "none". With `stop_gradient`,
-    `lax.stop_gradient` is a view too.
+    `casts` says which casts are views: "all", "floats" (those of floats), "exact" (those that keep every value) or
+    "none". With `stop_gradient`, `lax.stop_gradient` is a view too.
     """
     v = g.find(v)
     where = identity(v.shape) if where is None else where
@@ -113,7 +113,8 @@ def strip(
         node = g.defs.get(v)
         if node is not None and node.name == "convert_element_type":
             exact = widens(g.find(node.ins[0]).dtype, v.dtype)
-            if casts == "none" or (casts == "exact" and not exact):
+            is_of_float = jnp.issubdtype(node.ins[0].dtype, jnp.floating)
+            if casts == "none" or (casts == "exact" and not exact) or (casts == "floats" and not is_of_float):
                 break
         if node is not None and node.name == "stop_gradient" and not stop_gradient:
             break
@@ -138,7 +139,7 @@ def terms(
     g: Graph, v: Var, where: Map | None = None, scale: float = 1.0, *, stop: Collection[Var] = ()
 ) -> list[Term]:  # fmt: skip
     """Returns `v` as a sum of (coefficient, value, map). A constant has the value None."""
-    v, where = strip(g, v, where, stop=stop)
+    v, where = strip(g, v, where, stop=stop, casts="floats")
     if v in g.uniform:
         return [(scale * float(g.uniform[v]), None, None)]
     node = g.defs.get(v) if v not in stop else None
@@ -146,7 +147,7 @@ def terms(
     def term(x: Var, factor: float) -> list[Term]:
         return terms(g, x, where, factor, stop=stop)
 
-    if node is not None:
+    if node is not None and node.ins:
         a, b = node.ins[0], node.ins[-1]
         if node.name in ("add", "add_any"):
             return term(a, scale) + term(b, scale)
@@ -170,7 +171,7 @@ def factors(
 
     def collect(v: Var, where: Map | None, power: float) -> None:
         nonlocal coefficient
-        v, where = strip(g, v, where, stop=stop)
+        v, where = strip(g, v, where, stop=stop, casts="floats")
         if v in g.uniform:
             with np.errstate(all="ignore"):
                 coefficient *= float(np.power(float(g.uniform[v]), power))

@@ -100,7 +100,7 @@ def _read_logits(g: Graph, z: Var, axis: int) -> Logits:
                 first != second, "the logits are computed from two matmuls" if first else "the logits are not a matmul"
             )
             v, other = (a, b) if first else (b, a)
-            of_other = strip(g, other, where)
+            of_other = strip(g, other, where, casts="floats")
             if node.name in ("add", "sub"):
                 need(not factors, "a bias is multiplied by an array")
                 biases.append((scale * (-1.0 if node.name == "sub" and first else 1.0), *of_other))
@@ -416,6 +416,7 @@ def _is_causal(known: np.ndarray, shape: tuple[int, ...], where: Map, layout: La
 
 def _additive_mask(g: Graph, factor: float, v: Var, where: Map, low: float) -> Mask | None:
     """Returns the mask for which factor * v is 0 where attended and at most `low` elsewhere."""
+    v, where = strip(g, v, where)
     node = g.defs.get(v)
     if node is None:
         return None

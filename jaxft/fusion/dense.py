@@ -133,7 +133,7 @@ def _addends(g: Graph, x: Var, sites: Collection[Var], with_bias: bool) -> tuple
         if node is not None and node.name in ("add", "add_any") and is_inner and with_bias:
             stack += node.ins
         else:
-            stripped, where = strip(g, v)
+            stripped, where = strip(g, v, casts="floats")
             if v.shape and is_vector(stripped, where, x) and stripped.size < x.size:
                 vectors.append(stripped)
             else:
@@ -325,7 +325,8 @@ def _is_position(v: Var, where: Map, x: Var) -> bool:
 def cross_entropy_site(g: Graph, log_softmax: Site, options: Options) -> Site:
     """Recognises the summed loss -log_softmax(x @ table.T + bias)[label], given the log-softmax."""
     y, z = log_softmax.parts
-    need(_dense_of(g, z, log_softmax.region) is not None)
+    rows = _before_rows_merge(g, z)
+    need(_dense_of(g, rows, region(g, [y], {rows})) is not None)
     users = [user for user in g.uses(y) if user is not None]
     need(len(users) == len(g.uses(y)) == 1, "the log-softmax of a matmul goes to more than a look-up of labels")
     (user,) = users
@@ -389,7 +390,8 @@ def _summed_loss(
             picked = out  # of one-hot labels
         else:
             raise Refused(f"the loss of each row goes to {user.name}, not to a sum")
-    product = _dense_of(g, z, region(g, [total], {z}))
+    logits = _before_rows_merge(g, z)
+    product = _dense_of(g, logits, region(g, [total], {logits}))
     need(product is not None, "the logits are used elsewhere")
     assert product is not None
     rows = math.prod(z.shape[:-1])
@@ -412,6 +414,13 @@ def _summed_loss(
     static = {"V": z.shape[-1], "D": product.x.shape[-1]}
     return Site("linear_cross_entropy", "cross_entropy", anchor, [total], inputs, call, static,
                 region(g, [total], set(inputs)), always=True)  # fmt: skip
+
+
+def _before_rows_merge(g: Graph, z: Var) -> Var:
+    """Returns the logits [..., V] that `z` is a reshape of, or `z`."""
+    node = g.defs.get(z)
+    is_merge = node is not None and node.name == "reshape" and node.ins[0].shape[-1:] == z.shape[-1:]
+    return g.find(node.ins[0]) if node is not None and is_merge else z
 
 
 def _is_reshape(g: Graph, v: Var, x: Var) -> bool:

@@ -129,7 +129,7 @@ def _leave_transposes_to_xla(g: Graph, found: Found) -> None:
             del found.sites[v]
 
 
-def judge(g: Graph, found: Found, options: Options, cache: dict[Any, tuple[str, bool]]) -> None:
+def judge(g: Graph, found: Found, options: Options, cache: dict[Any, tuple[str, str]]) -> None:
     """Asks each op how it runs on this device, and drops the sites that XLA would run as well as it does now.
 
     `cache` keeps the answers, since the layers of a model are alike.
@@ -140,11 +140,11 @@ def judge(g: Graph, found: Found, options: Options, cache: dict[Any, tuple[str, 
         key = site.op, str(site.static), avals
         if key not in cache:
             cache[key] = _backends(site)
-        site.backends, has_kernels = cache[key]
+        site.backends, no_kernel = cache[key]
         if not on_gpu:
             reason = f"no kernels on {dispatch.device_kind()} (see force)"
         else:
-            reason = _no_gain(g, site) if site.always or has_kernels else "the op is plain XLA here, too"
+            reason = _no_gain(g, site) if site.always else no_kernel or _no_gain(g, site)
         if reason and not options.force:
             found.misses.append(Miss(site.anchor, site.op, reason))
             del found.sites[v]
@@ -169,8 +169,8 @@ def _no_gain(g: Graph, site: Site) -> str:
     return ""
 
 
-def _backends(site: Site) -> tuple[str, bool]:
-    """Returns how the op runs, in words, and whether a pass of it is not XLA's."""
+def _backends(site: Site) -> tuple[str, str]:
+    """Returns how the op runs, in words, and why each pass of it is XLA's, if so."""
     arguments = []
     for v in site.inputs:
         sharding = getattr(v.aval, "sharding", None)
@@ -178,9 +178,11 @@ def _backends(site: Site) -> tuple[str, bool]:
         arguments.append(jax.ShapeDtypeStruct(v.shape, v.dtype, **({"sharding": sharding} if is_explicit else {})))
     plan = plans.first_plan(site.call, *arguments)
     if plan is None:
-        return "xla", False
+        return "xla", "the op is plain XLA here, too"
     texts = [plans.describe(plan, way, with_config=False) for way in ("forward", "backward")]
-    return " / ".join(dict.fromkeys(texts)), any(set(text.split()) - {"xla", "+"} for text in texts)
+    is_plain = all(set(text.split()) <= {"xla", "+"} for text in texts)
+    reason = f"the op is plain XLA here, too{plan.why and ': '}{plan.why}" if is_plain else ""
+    return " / ".join(dict.fromkeys(texts)), reason
 
 
 def _bytes_saved(g: Graph, site: Site) -> int:

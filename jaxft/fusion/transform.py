@@ -30,24 +30,24 @@ def fuse(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Iterable[str] = (),
 ) -> "Fused":
-    """Returns a function that computes `fn` with the ops of jaxft in the place of the subgraphs that they compute.
+    """Returns a function that computes `fn`, with ops of jaxft in place of the subgraphs that these ops compute.
 
-    The function is traced with its arguments, as by `jax.jit`. What is recognised is replaced; everything else is
-    evaluated as it was::
+    The returned function traces `fn` with its arguments, as `jax.jit` does. It replaces what it recognises, and
+    evaluates everything else as it was::
 
         fused = jaxft.fuse(model.apply)
         print(fused.report(params, x))  # what is replaced, and what is not and why
         loss, gradients = jax.jit(jax.value_and_grad(lambda params: loss_of(fused(params, x))))(params)
 
-    Recognised are LayerNorm and RMSNorm with the residual before them, softmax and log-softmax, attention, bias and
+    It recognises LayerNorm and RMSNorm with the residual before them, softmax and log-softmax, attention, bias and
     activation, dense layers with an activation or before a residual and a LayerNorm, the feed-forward half of a layer,
     sums of embeddings with their LayerNorm, the summed cross-entropy of a matmul, and transposes that cancel, compose
     or feed a matmul. docs/fuse.md has the details.
 
     Fuse before you differentiate: `jax.grad(jaxft.fuse(f))`. In a differentiated function, `jaxft.fuse(jax.grad(f))`,
-    nothing is replaced. The result works under `jax.jit`, `jax.grad`, `jax.vmap`, `jax.lax.scan`, `jax.checkpoint` and
-    `jax.shard_map`, and so may `fn`, which may contain all of them. Put `jax.jit` around the result: without it, each
-    call traces and plans again.
+    nothing is replaced. The returned function works under `jax.jit`, `jax.grad`, `jax.vmap`, `jax.lax.scan`,
+    `jax.checkpoint` and `jax.shard_map`. `fn` may contain all of them. Put `jax.jit` around the returned function:
+    without it, each call traces and plans again.
 
     Args:
       fn: any function of JAX. Arrays in its arguments are traced. Everything else, such as Python numbers, strings and
@@ -56,12 +56,13 @@ def fuse(
         "dense", "embeddings", "cross_entropy", "permute". None is all of them.
       implementation: the implementation of all ops, as their own argument. A site whose op does not support it raises
         `NotImplementedError`.
-      masked_rows: what a query gets whose keys are all masked. "exact": what `fn` gives, also in the gradients; an
-        additive mask is a bias. "mask": as "exact", but an additive mask from a boolean becomes a boolean mask, which
-        is faster; the gradients of such queries and their keys then differ. "zero": 0, as in jaxft, which is fastest.
+      masked_rows: the result of a query whose keys are all masked. "exact": the result of `fn`, and its gradients where
+        the result is finite; a finite additive mask stays a bias. "mask": as "exact", but an additive mask from a
+        boolean becomes a boolean mask. This is faster, and changes the gradients of such queries and their keys.
+        "zero": 0, as in jaxft, which is fastest.
       strict: whether to raise a ValueError if nothing is replaced.
-      force: whether to replace all that is recognised. Otherwise, a site is replaced on an NVIDIA GPU where its op runs
-        a kernel there, and `fn` is called as it is on any other device.
+      force: whether to replace everything that is recognised. Otherwise, a site is replaced on an NVIDIA GPU where its
+        op runs a kernel that is faster than XLA, and `fn` is called as it is on any other device.
       static_argnums: positions of arguments that are passed on as they are, arrays included.
       static_argnames: names of keyword arguments that are passed on as they are.
 
@@ -74,8 +75,8 @@ def fuse(
       TypeError: `fn` is not a function.
       ValueError: an option is unknown, or nothing was replaced under `strict`.
 
-    Accuracy: results and gradients are at most twice as far from float64 as those of `fn`. What would change more is
-    not replaced. A LayerNorm whose variance is E[x^2] - E[x]^2 becomes more accurate.
+    Accuracy: results and gradients are at most twice as far from float64 as those of `fn`. A subgraph that would change
+    more is not replaced. A LayerNorm whose variance is E[x^2] - E[x]^2 becomes more accurate.
     """
     if not callable(fn):
         raise TypeError(f"fuse: fn must be a function, got {type(fn).__name__}")
