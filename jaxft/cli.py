@@ -187,11 +187,20 @@ def _parser() -> argparse.ArgumentParser:
         "checked first.",
     )  # fmt: skip
     _add_checkpoint_argument(bench)
-    bench.add_argument("--batch", metavar="B", type=_positive, nargs="+", default=[1, 8, 32], help="(default: 1 8 32)")
-    bench.add_argument("--length", metavar="T", type=_positive, nargs="+", default=[128], help="(default: 128)")
+    bench.add_argument("--batch", metavar="B", type=_positive, nargs="+", help="(default: 1 8 32)")
+    bench.add_argument("--length", metavar="T", type=_positive, nargs="+", help="(default: 128)")
     _add_dtype_argument(bench, "of parameters and arithmetic")
     bench.add_argument("-o", "--output", metavar="OUT.json", help="file to write the times to as well")
     bench.add_argument("--chart", metavar="OUT.png", help="file to draw them to; needs jaxft[plot]")
+    bench.add_argument(
+        "--latency", action="store_true",
+        help="time single queries instead, from text to embedding: percentiles of one caller and of several callers, "
+        "beside plain JAX and, where it is installed, sentence-transformers",
+    )  # fmt: skip
+    bench.add_argument(
+        "--callers", metavar="N", type=_positive, nargs="+", help="threads that call at a time (default: 1 8)"
+    )
+    bench.add_argument("--calls", metavar="N", type=_positive, help="calls of each thread (default: 200)")
 
     fuse = command(
         "fuse", _run_fuse, "show which parts of a function jaxft.fuse replaces",
@@ -515,6 +524,13 @@ def _run_bench(args: argparse.Namespace) -> None:
             raise _UserError(f"{name} {path!r} must end in {suffix}")
     if args.chart is not None and importlib.util.find_spec("matplotlib") is None:
         raise _UserError("--chart needs matplotlib: pip install 'jaxft[plot]'")
+    for name in ("batch", "length", "chart") if args.latency else ("callers", "calls"):
+        if getattr(args, name) is not None:
+            raise _UserError(f"--{name} has no meaning {'with' if args.latency else 'without'} --latency")
+    if args.latency:
+        _run_latency(args)
+        return
+    args.batch, args.length = args.batch or [1, 8, 32], args.length or [128]
     _start_loading(args)
     device = _device()
     dtype = _dtype(args, device["platform"])
@@ -564,6 +580,33 @@ def _run_bench(args: argparse.Namespace) -> None:
                 comparison.draw(cases, times, f"{dtype}, {device['device']}", file)
     if failed:
         raise _UserError("\n".join(failed))
+
+
+def _run_latency(args: argparse.Namespace) -> None:
+    _start_loading(args)
+    device = _device()
+    dtype = _dtype(args, device["platform"])
+    from jaxft import latency
+    from jaxft.checkpoint import files as checkpoint_files
+
+    with contextlib.nullcontext() if args.output is None else _new_file(args.output) as output:
+        with _model_errors(None, ()):
+            try:
+                folder = checkpoint_files.resolve(args.model)
+                callers = list(dict.fromkeys(args.callers or [1, 8]))
+                found = latency.compare(folder, dtype, callers, args.calls or 200, args.quantization)
+            except latency.LatencyError as error:
+                raise _UserError(str(error)) from error
+        print(f"{args.model}, {dtype}, {device['device']}; single queries of {len(latency.QUERIES)} kinds\n")
+        print("\n".join(latency.table(found)))
+        if output:
+            head = {"versions": _versions(), **device, "model": args.model, "dtype": dtype}
+            results = [
+                {"callers": count, "variant": name} | times._asdict()
+                for count, variants in found.items() for name, times in variants.items()
+            ]  # fmt: skip
+            with atomic.writing(args.output):
+                output.write_text(json.dumps(head | {"results": results}, indent=2, allow_nan=False) + "\n", "utf-8")
 
 
 def _run_fuse(args: argparse.Namespace) -> None:

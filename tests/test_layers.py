@@ -24,7 +24,7 @@ LAYERS = (
     ("contrastive",),
     ("training",),
     ("text",),
-    ("comparison",),
+    ("comparison", "latency"),
     ("cli",),
 )
 HEIGHTS = {name: height for height, names in enumerate(LAYERS) for name in names}

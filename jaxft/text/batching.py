@@ -370,7 +370,10 @@ class Batcher:
         beginning = [*itertools.islice(waiting, 2)]
         if len(beginning) == 2 and not len(beginning[1][1]):
             # Starting a thread for the only chunk would cost more than there is to overlap.
-            yield beginning[0][0], tokens(*beginning.pop(0))
+            yield beginning[0][0], tokens(*beginning[0])
+            yield beginning[1][0], nothing
+            if not (beginning := [*itertools.islice(waiting, 1)]):
+                return
         with ThreadPoolExecutor(max_workers=ahead) as threads:
             for piece in itertools.chain(beginning, waiting):
                 coming.append((piece[0], threads.submit(tokens, *piece) if len(piece[1]) else nothing))
@@ -541,7 +544,9 @@ class Batcher:
 
     def _packed(self, texts: Tokens, bucket: Bucket) -> Batch:
         def packed(tokens: np.ndarray, fill: int) -> np.ndarray:
-            return np.pad(tokens, (0, bucket.capacity - len(tokens)), constant_values=fill)
+            result = np.full(bucket.capacity, fill, np.int32)
+            result[: len(tokens)] = tokens
+            return result
 
         begins = np.full(bucket.count + 1, texts.begins[-1], np.int32)
         begins[: len(texts) + 1] = texts.begins

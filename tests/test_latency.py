@@ -1,0 +1,125 @@
+"""`jaxft bench --latency` times single queries beside plain JAX and sentence-transformers."""
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tiny
+from jaxft import cli, latency
+from jaxft.text.sentence_encoder import SentenceEncoder
+
+ROOT = Path(__file__).resolve().parents[1]
+PEER = """
+import os
+class SentenceTransformer:
+    def __init__(self, folder, model_kwargs):
+        assert os.path.isdir(folder) and model_kwargs == {"dtype": "of torch", "attn_implementation": "sdpa"}
+    def encode(self, query, show_progress_bar):
+        if os.environ.get("FAIL"):
+            raise MemoryError("out of memory")
+        print("a line of the library")
+        return query
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(tiny.write_sentence_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def peer(tmp_path, monkeypatch):
+    """A library of the name sentence_transformers."""
+    (tmp_path / "sentence_transformers.py").write_text(PEER)
+    (tmp_path / "torch.py").write_text("float32 = bfloat16 = 'of torch'")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+
+
+def test_percentiles_are_those_of_all_calls():
+    calls = [0]
+
+    def encode(query):
+        calls[0] += 1
+        time.sleep(0.05 if calls[0] == len(latency.QUERIES) + 10 else 0.001)  # after the queries that compile
+
+    found = latency.measure(encode, 1, 20)
+    assert calls[0] == len(latency.QUERIES) + 20
+    assert 1 <= found.p50_ms <= found.p95_ms < 50 <= found.p99_ms
+    assert 1 < found.per_second < 20 / 0.069
+
+
+def test_callers_call_at_the_same_time():
+    inside, together = threading.Semaphore(0), threading.Barrier(3, timeout=20)
+
+    def encode(query):
+        if threading.current_thread() is not threading.main_thread():
+            together.wait()
+            inside.release()
+
+    latency.measure(encode, 3, 4)
+    assert inside._value == 12
+
+
+def test_error_of_a_caller_is_raised():
+    def encode(query):
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        latency.measure(encode, 2, 3)
+
+
+def test_table_and_json(model, peer, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    arguments = ["--callers", "1", "2", "1", "--calls", "2", "--dtype", "float32", "-o", str(out)]
+    assert cli.main(["bench", "--latency", "--model", model, *arguments]) == 0
+    head, _, columns, *lines = capsys.readouterr().out.splitlines()
+    assert model in head and "float32" in head
+    assert columns.split() == ["callers", "variant", "p50", "ms", "p95", "ms", "p99", "ms", "queries/s"]
+    variants = [(count, name) for count in (1, 2) for name in ("jaxft", "xla", "sentence-transformers")]
+    assert [(int(line.split()[0]), line.split()[1]) for line in lines] == variants
+    results = json.loads(out.read_text())["results"]
+    assert [(r["callers"], r["variant"]) for r in results] == variants
+    assert all(0 < r["p50_ms"] <= r["p95_ms"] <= r["p99_ms"] and r["per_second"] > 0 for r in results)
+
+
+def fails(capsys, *arguments):
+    assert cli.main(["bench", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err.splitlines()[-1].removeprefix("jaxft: error: ")
+
+
+def test_failure_of_the_peer_is_named(model, peer, monkeypatch, capsys):
+    monkeypatch.setenv("FAIL", "1")
+    message = fails(capsys, "--model", model, "--latency", "--calls", "1", "--callers", "1")
+    assert message == "sentence-transformers failed: MemoryError: out of memory"
+
+
+def test_other_embeddings_are_not_timed(model, monkeypatch, capsys):
+    encode = SentenceEncoder.encode
+
+    def wrong(self, inputs, **options):
+        found = encode(self, inputs, **options)
+        return found if self.model.embeddings.options.implementation == "xla" else np.roll(found, 1, axis=-1)
+
+    monkeypatch.setattr(SentenceEncoder, "encode", wrong)
+    message = fails(capsys, "--model", model, "--latency", "--calls", "1")
+    assert message.startswith("jaxft's embeddings have a cosine of") and "nothing was timed" in message
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (["--latency", "--batch", "1"], "--batch has no meaning with --latency"),
+    (["--latency", "--length", "8"], "--length has no meaning with --latency"),
+    (["--callers", "2"], "--callers has no meaning without --latency"),
+    (["--calls", "2"], "--calls has no meaning without --latency"),
+    (["--latency", "-o", "out.txt"], "output 'out.txt' must end in .json"),
+])  # fmt: skip
+def test_options_of_the_other_kind_are_errors(model, capsys, options, message):
+    assert fails(capsys, "--model", model, *options) == message
