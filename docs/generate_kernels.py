@@ -58,7 +58,8 @@ sequences, where no gradient is taken: from 1,024 keys with heads of 64, from 51
 where the array is packed, if there is enough work.
 
 On a CPU and on devices that are not NVIDIA's, every op runs as `xla`. A kernel that does not support the arguments
-(float64, symbolic shapes, arrays sharded over Explicit axes) leaves the op to `xla`, which is logged once.
+(float64, symbolic shapes, arrays that it cannot divide as their Explicit axes say) leaves the op to `xla`, which is
+logged once.
 """
 
 

@@ -20,6 +20,7 @@ import bench_bias_activation
 import bench_contrastive
 import bench_cross_entropy
 import bench_dense
+import bench_devices
 import bench_embeddings
 import bench_encode
 import bench_encoder
@@ -478,6 +479,33 @@ def test_bench_encode_times_options_alone(tiny_encode, tmp_path, capsys):
     bench_encode.main([*tiny_encode, "--only", "options"])
     assert {row["op"] for row in read(tmp_path / "results")} == {"encode options tiny"}
     assert "tiny, jaxft, Dense: " in capsys.readouterr().out
+
+
+def devices_options(tiny_encode, tmp_path):
+    options = ["--only", "encode", "corpus", "--texts", "7", "--rows-per-part", "3", "--repeats", "1"]
+    return [*tiny_encode, *options, "--work", str(tmp_path)]
+
+
+def test_bench_devices(tiny_encode, tmp_path, capsys):
+    pytest.importorskip("pyarrow")
+    bench_devices.main(devices_options(tiny_encode, tmp_path))
+    rows = {(row["op"], row["implementation"]): row for row in read(tmp_path / "results")}
+    short = "encode short texts tiny"
+    assert {*rows} == {
+        ("encode docstrings tiny", "jaxft, 1 GPU"), (short, "jaxft"), (short, "jaxft, parquet to parquet"),
+    }  # fmt: skip
+    for row in rows.values():
+        assert row["metric"] == "wall_us" and row["shape"] == ("7" if row["op"] == short else "5")
+        assert float(row["rate"]) == pytest.approx(1e3 * int(row["shape"]) / float(row["p50"]), rel=1e-3)
+    printed = capsys.readouterr().out
+    assert "GiB with the model loaded" in printed and "of the rate in memory" in printed
+
+
+def test_bench_devices_times_no_other_bits(tiny_encode, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_devices.np, "array_equal", lambda *_: False)
+    with pytest.raises(SystemExit, match="differ from one device; nothing is timed"):
+        bench_devices.main([*tiny_encode, "--only", "encode"])
+    assert not (tmp_path / "results").exists()
 
 
 @pytest.mark.parametrize(("after", "code"), [(9.5, 0), (10.5, 0), (jnp.nan, 0), (9.5, 130)])

@@ -374,3 +374,33 @@ X, KERNEL = np.ones((2, 8), np.float32), np.ones((8, 4), np.float32)
 def test_errors(changes, error, message):
     with pytest.raises(error, match=re.escape(f"dense: {message}")):
         jaxft.dense(**{"x": X, "kernel": KERNEL, **changes})
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_kernel_with_parts(implementation, has_bias):
+    x, kernel, bias = (np.random.default_rng(0).standard_normal(s, np.float32) for s in ((2, 3, 8), (8, 3, 4), (3, 4)))
+    bias = bias if has_bias else None
+
+    def run(x, kernel, bias):
+        return jnp.sum(jnp.sin(jaxft.dense(x, kernel, bias, implementation=implementation)))
+
+    def plain(x, kernel, bias):
+        y = jnp.einsum("btk,kpf->btpf", x, kernel, precision="highest")
+        return jnp.sum(jnp.sin(y if bias is None else y + bias))
+
+    arguments = (0, 1, 2) if has_bias else (0, 1)
+    with jax.default_matmul_precision("highest"):
+        found, expected = (jax.value_and_grad(f, arguments)(x, kernel, bias) for f in (run, plain))
+        shape = jaxft.dense(x, kernel, bias, implementation=implementation).shape
+    assert shape == (2, 3, 3, 4)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-6), found, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"activation": "gelu"}, "takes no activation"), ({"bias": jnp.ones(12)}, r"bias must have shape \(3, 4\)")],
+)
+def test_errors_of_a_kernel_with_parts(options, text):
+    with pytest.raises(ValueError, match=text):
+        jaxft.dense(jnp.ones((2, 8)), jnp.ones((8, 3, 4)), **options)

@@ -51,18 +51,23 @@ class Case(NamedTuple):
     implementations: tuple[str | None, ...] = TRITON
     logged: str = ""
     kinds: tuple[str, ...] = ("Auto", "Explicit")  # of axes
+    gradient: bool = True  # unless there are float8 arrays
 
 
 def ops() -> dict[str, Case]:
     import jax
+    import jax.numpy as jnp
 
     import jaxft
+
+    def float8(*shape):
+        return floats(*shape).astype(jnp.float8_e4m3fn)
 
     def dropout():  # makes the key late: it would start JAX
         return {"dropout_rate": 0.3, "dropout_rng": jax.random.key(3)}
 
     def by_heads(qkv):
-        """Divides `[B, T, 3, N * H]` or `[B, T, 3, N, H]` along the heads, on the devices."""
+        """Divides `[B, T, 3, N, H]` along the heads, on the devices."""
         if not jax.sharding.get_abstract_mesh().auto_axes:
             return qkv
         return jax.lax.with_sharding_constraint(qkv, jax.sharding.PartitionSpec("data", None, None, "model"))
@@ -129,12 +134,12 @@ def ops() -> dict[str, Case]:
             gelu, {"x": x, "kernel": kernel, "bias": bias, "residual": floats(B, T, F)},
             {"x": ("model", "data"), "residual": ("model", "data")}, ((W, F), (W, F), (F,)), (), BOTH,
         ),
-        "dense in parts": Case(  # the result is divided, and the whole kernel gets its gradient
-            lambda **k: by_heads(jaxft.dense(**k, parts=3)),
-            {"x": x, "kernel": floats(W, 3 * W), "bias": floats(3 * W)}, {"x": data},
-            ((B // 2, T, W), (3, W // 2, W), (3, W // 2)), ((3, W), (W, 3, W)), BOTH, kinds=("Auto",),
+        "dense in parts": Case(
+            jaxft.dense, {"x": x, "kernel": floats(W, 3, F), "bias": floats(3, F)},
+            {"x": data, "kernel": (None, *columns), "bias": columns},
+            ((B // 2, T, W), (W, 3, F // 2), (3, F // 2)), (), BOTH,
         ),
-        "dense_rotary": Case(
+        "dense_rotary": Case(  # the result is divided, and the whole kernel gets its gradient
             lambda **k: by_heads(jaxft.dense_rotary(**k, num_heads=N)),
             {"x": x, "kernel": floats(W, 3 * W), "bias": floats(3 * W), "positions": np.arange(T, dtype=np.int32)},
             {"x": data}, ((B // 2, T, W), (3, W // 2, W), (3, W // 2)), ((3, W), (W, 3, W)), kinds=("Auto",),
@@ -181,6 +186,30 @@ def ops() -> dict[str, Case]:
             )(**k),
             {name: np.stack([array] * 2) for name, array in packed.items()}, {"qkv": data, "cu_seqlens": data},
         ),
+        "dense of float8": Case(
+            gelu, {"x": float8(B, T, W), "kernel": float8(W, F), "kernel_scale": floats(F), "bias": floats(F)},
+            {"x": data, "kernel": columns, "kernel_scale": rows, "bias": rows},
+        ),
+        "dense_residual_layer_norm of float8": Case(
+            lambda **k: jaxft.dense_residual_layer_norm(**k, float8_scale=0.5),
+            {"x": float8(B, T, W), "kernel": float8(W, F), "kernel_scale": floats(F), "bias": floats(F),
+             "residual": floats(B, T, F).astype(jnp.bfloat16), **norm(F)},
+            {"x": data, "residual": data},
+        ),
+        "feed_forward_residual_layer_norm of float8": Case(
+            lambda **k: jaxft.feed_forward_residual_layer_norm(**k, inner_scale=0.5),
+            {**ffn, "x": float8(B, T, W), "in_kernel": float8(W, F), "out_kernel": float8(F, W),
+             "in_kernel_scale": floats(F), "out_kernel_scale": floats(W),
+             "residual": x.astype(jnp.bfloat16)},
+            {"x": data, "residual": data},
+        ),
+        "qkv_attention to float8": Case(
+            lambda **k: jaxft.qkv_attention(**k, float8_scale=0.5), {"qkv": float8(B, T, 3, N, H).astype(jnp.bfloat16)},
+            {"qkv": ("data", *head_axes[:2], "model")}, gradient=False,
+        ),
+        "layer_norm to float8": Case(
+            lambda **k: jaxft.layer_norm(**k, float8_scale=0.5), {"x": x, **norm()}, {"x": data}, gradient=False
+        ),
         "rotary": Case(
             jaxft.rotary, {"qkv": qkv, "positions": np.arange(T, dtype=np.int32)},
             {"qkv": ("data", None, None, "model")},
@@ -216,11 +245,13 @@ def measure(case: Case, implementation: str | None, kinds: tuple[str, ...]) -> d
     import jax.numpy as jnp
 
     names = [name for name, array in case.arrays.items() if array.dtype.kind == "f"]
+    if not case.gradient or any(array.dtype == jnp.float8_e4m3fn for array in case.arrays.values()):
+        names = []
 
     def run(arrays, implementation=implementation):
         def total(given):
             out = case.call(**arrays | given, implementation=implementation)
-            out = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)]
+            out = [x.astype(jnp.float32) for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)]
             weights = (jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape) for x in out)
             if any(jax.typeof(x).sharding.mesh.explicit_axes for x in out):
                 weights = (jax.sharding.reshard(w, jax.typeof(x).sharding) for w, x in zip(weights, out, strict=True))
@@ -258,6 +289,35 @@ def on_four_devices(case: Case, run: Callable[..., Any], kind: str, alone: Any) 
     error = max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in pairs) / greatest
     summed, moved = collectives(program.as_text())
     return {"error": error, "summed": summed, "moved": moved, "messages": messages}
+
+
+def measure_model() -> dict[str, Any]:
+    """Takes a step of a model on two times two devices, with tensor parallelism."""
+    import jax
+    from flax import nnx
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    from jaxft import BertForMaskedLM
+    from jaxft.models import partition_specs
+
+    model = BertForMaskedLM(tiny.config(hidden_size=W), rngs=nnx.Rngs(0), implementation="triton")
+    graph, params = nnx.split(model)
+    ids = np.random.default_rng(0).integers(5, 18, (B, T), np.int32)
+
+    @jax.jit
+    def step(params, ids):
+        return jax.value_and_grad(lambda params: nnx.merge(graph, params).loss(ids, ids).mean)(params)
+
+    mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    specs = jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition_specs(model, model_axis="model"))
+    divided = jax.device_put(params, specs), jax.device_put(ids, NamedSharding(mesh, PartitionSpec("data")))
+    program = jax.jit(step, out_shardings=(NamedSharding(mesh, PartitionSpec()), specs)).lower(*divided).compile()
+    pairs = zip(jax.tree.leaves(step(params, ids)), jax.tree.leaves(program(*divided)), strict=True)
+    summed, moved = collectives(program.as_text())
+    return {
+        "error": max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in pairs),
+        "summed": summed, "moved": moved,
+    }  # fmt: skip
 
 
 def without_order(shape):
@@ -299,6 +359,14 @@ def test_ops_map_themselves_over_explicit_axes(name, implementation, measured):
     if not case.logged:
         check(case, implementation, found)
     assert found["error"] < 2e-6
+
+
+def test_half_a_layer_sums_hidden_states_once_in_each_direction(measured):
+    """The only other exchanges are sums of gradients, and gathers of the parameters that all devices have whole."""
+    found = measured["model"]
+    assert found["error"] < 2e-6
+    assert [shape for shape in found["summed"] if shape[:2] == [B // 2, T]] == [[B // 2, T, W]] * 4
+    assert sorted(found["moved"]) == [[3, W], [W, 3, W]]
 
 
 def check(case: Case, implementation: str | None, found: dict[str, Any]) -> None:
@@ -416,7 +484,7 @@ def test_two_processes_take_the_same_steps(trained, tmp_path):
 
 
 def measure_all(file: str) -> None:
-    results = {}
+    results: dict[str, Any] = {"model": measure_model()}
     for name, case in ops().items():
         for i in case.implementations:
             results[f"{name} {i}"] = measure(case, i, ("Auto",) if i == "xla" else case.kinds)

@@ -66,13 +66,11 @@ class _Options:
     implementation: str | None
 
     def dense(
-        self, x: Array, kernel: nnx.Param[Any], bias: nnx.Param[Any] | None, activation: str | None = None,
-        parts: int | None = None,
-    ) -> Array:  # fmt: skip
+        self, x: Array, kernel: nnx.Param[Any], bias: nnx.Param[Any] | None, activation: str | None = None
+    ) -> Array:
         """Computes a dense layer in `dtype`."""
         matrix = kernel[...].astype(self.dtype)
-        options: dict[str, Any] = {"activation": activation, "parts": parts, "implementation": self.implementation}
-        return dense(x, matrix, value(bias), **options)
+        return dense(x, matrix, value(bias), activation=activation, implementation=self.implementation)
 
     def norm(
         self, rngs: nnx.Rngs | None, width: int, *, exists: bool = True
@@ -360,9 +358,15 @@ class BertLayer(nnx.Module):
 
     def _qkv(self, x: Array) -> Array:
         if self.recipe is None:
-            return self.options.dense(x, self.qkv_kernel, self.qkv_bias, parts=3)
+            # In three parts, so that devices can divide the heads.
+            kernel, bias = self.qkv_kernel[...].astype(self.options.dtype), value(self.qkv_bias)
+            parts = 3, kernel.shape[1] // 3
+            return dense(
+                x, kernel.reshape(-1, *parts), None if bias is None else bias.reshape(parts),
+                implementation=self.options.implementation,
+            )  # fmt: skip
         return dense(
-            x, self.qkv_kernel[...].T, value(self.qkv_bias), kernel_scale=self._scale("qkv"), parts=3,
+            x, self.qkv_kernel[...].T, value(self.qkv_bias), kernel_scale=self._scale("qkv"),
             x_scale=self.recipe.activation_scale, dtype=self.options.dtype, implementation=self.options.implementation,
         )  # fmt: skip
 

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-# The axis of a parameter of a layer that `model_axis` divides, by name. The projection of the queries, keys and values
-# is not divided: its columns [3, N, H] are not in the order of the heads.
+# The axis of a parameter of a layer that `model_axis` divides, by name. The kernel of the queries, keys and values is
+# whole on each device, because its columns [3, N, H] are not in the order of the heads. Each device multiplies by the
+# columns of its heads.
 _DIVIDED = {"ffn_in_kernel": 1, "ffn_in_bias": 0, "ffn_out_kernel": 0, "out_kernel": 0}
 _GATED = ("ffn_in_kernel", "ffn_in_bias", "ffn_out_kernel")  # the halves of a gate are far from each other
 
@@ -30,12 +31,14 @@ def partition_specs(
       module: an encoder of any type, with or without a head: `BertModel`, `BertForMaskedLM`, `EmbeddingModel`, or any
         NNX module that contains one.
       data_axis: name of the mesh axis that divides the batch.
-      model_axis: name of the mesh axis that divides the heads of the attention output and the columns of the
-        feed-forward network (tensor parallelism). Its size must divide `num_attention_heads` and `intermediate_size`.
-        None divides neither.
+      model_axis: name of the mesh axis that divides the heads of attention and the columns of the feed-forward network
+        (tensor parallelism). Its size must divide `num_attention_heads` and `intermediate_size`. None divides neither.
+        Each half of a layer then has one all-reduce of hidden states in each direction. The parameters of the queries,
+        keys and values stay whole, and their gradients are gathered. A gated feed-forward network is not divided.
       fsdp: whether `data_axis` divides the matrices and tables of parameters too, and thereby the state of an optimiser
         (ZeRO-3). Vectors stay whole. Constrain the parameters to the specs without `fsdp` before the model uses them:
-        JAX then gathers each matrix when it is needed, and scatters its gradient.
+        JAX then gathers each matrix when it is needed, and each device keeps its part of the sum of the gradients. XLA
+        turns such a sum into a reduce-scatter for GPUs (its pass ReduceScatterCreator), and not for CPUs.
 
     Returns:
       A tree with the structure of `nnx.state(module)`, whose leaves are specs.

@@ -24,12 +24,10 @@ from jaxft.tuning import rows as tuning_rows
 
 def _axes(given: dict[str, Any]) -> str:
     """Returns the axes of a call of `dense` (see `sharding.over_explicit_axes`)."""
-    # The halves of a gate are far from each other, and so are the same places of all parts.
-    columns, out = ("f", "f") if given.get("gate") is None and given.get("parts") is None else ("F", "G")
-    result = out if given.get("parts") is None else "C G"
-    return (
-        f"x: ... k, kernel: k {columns}, bias: {columns}, residual: ... {out}, kernel_scale: {columns} -> ... {result}"
-    )
+    if getattr(given["kernel"], "ndim", 2) == 3:
+        return "x: ... k, kernel: k P f, bias: P f -> ... P f"
+    columns, out = ("f", "f") if given.get("gate") is None else ("F", "G")  # the halves of a gate are far apart
+    return f"x: ... k, kernel: k {columns}, bias: {columns}, residual: ... {out}, kernel_scale: {columns} -> ... {out}"
 
 
 @sharding.over_explicit_axes(_axes)
@@ -46,7 +44,6 @@ def dense(
     x_scale: float | None = None,
     float8_scale: float | None = None,
     dtype: DTypeLike | None = None,
-    parts: int | None = None,
     implementation: str | None = None,
 ) -> Array:
     """Computes a dense layer with its epilogue: bias, activation and residual.
@@ -60,8 +57,9 @@ def dense(
     Args:
       x: `[..., K]`, float32, float16, bfloat16 or float8_e4m3fn. The matmul accumulates in float32.
       kernel: `[K, F]` of the dtype of `x`. The kernels of float8 read it as `[F, K]`: store that array and pass its
-        transpose, which inside of `jax.jit` is no copy.
-      bias: `[F]` of any float dtype, or None.
+        transpose, which inside of `jax.jit` is no copy. Without an activation and a residual, also `[K, P, F]` in 32 or
+        16 bits: P parts that devices can divide alike, such as the heads of packed queries, keys and values.
+      bias: `[F]` of any float dtype, or None. `[P, F]` if the kernel has parts.
       activation: None, "gelu" (with the error function), "gelu_tanh", "relu", "silu" or "tanh".
       gate: None, or the half of the columns of `kernel`, "first" or "second", to which the activation is applied. The
         other half multiplies the result, which has `F / 2` columns then. A gate needs an activation.
@@ -72,14 +70,12 @@ def dense(
       float8_scale: a number that makes the result of float8 arrays float8_e4m3fn: the result divided by that number,
         clipped to 448. NaN stays NaN. None gives a result of `dtype`.
       dtype: bfloat16 or float16, the dtype of the result of float8 arrays and of their residual. None is bfloat16.
-      parts: None, or a number of equal parts of the columns, for which the result has an axis. Where nothing follows
-        the bias, devices can divide all parts alike, as the heads of packed queries, keys and values.
       implementation: None picks the fastest (see `jaxft.ops`). `"triton"` and `"mosaic_gpu"` (Hopper only) run the
         whole layer as one kernel; `"xla"` leaves fusion to XLA. In float32, `"mosaic_gpu"` computes in TF32, takes no
         residual and transposes `kernel` first. It has no gate in float32, and none of the two has a gate in float8.
 
     Returns:
-      `[..., F]` of the dtype of `x`; `[..., F / 2]` with a gate. With `parts`, `[..., parts, F / parts]`.
+      `[..., F]` of the dtype of `x`; `[..., F / 2]` with a gate, `[..., P, F]` with parts.
 
     Gradients: for x, kernel, bias and residual. A gradient with float8 arrays raises. The backward pass of an
     activation uses the result of the matmul, which is kept in the dtype of `x`. `"mosaic_gpu"` keeps the sum x @ kernel
@@ -95,6 +91,17 @@ def dense(
     Source: the GEMMs of FasterTransformer v1.0 with `add_bias_act` in the epilogue.
     """
     op = "dense"
+    parts = getattr(kernel, "shape", ())[1:]
+    if len(parts) == 2:
+        if activation is not None or residual is not None or float8.is_float8(x):
+            raise ValueError(
+                f"{op}: a kernel with parts, {kernel.shape}, takes no activation, residual or float8 arrays"
+            )
+        kernel = checks.as_float(op, "kernel", kernel).reshape(kernel.shape[0], math.prod(parts))
+        if bias is not None:
+            bias = checks.as_float(op, "bias", bias)
+            checks.check_shape(op, "bias", bias, parts)
+            bias = bias.reshape(kernel.shape[1])
     x, kernel = checks.as_factors(op, x, kernel)
     scales = {"x_scale": float8.check_scale(op, "x_scale", x_scale)}
     scales["float8_scale"] = float8.check_scale(op, "float8_scale", float8_scale)
@@ -103,16 +110,8 @@ def dense(
     rows, width = math.prod(x.shape[:-1]), checks.gated_width(op, gate, kernel)
     if gate is not None and activation is None:
         raise ValueError(f"{op}: a gate needs an activation, got None")
-    columns: tuple[int, ...] = (width,)
-    if parts is not None:
-        parts = checks.as_size(op, "parts", parts, positive=True)
-        if width % parts:
-            raise ValueError(f"{op}: parts must divide the {width} columns of the result, got {parts}")
-        columns = parts, width // parts
-    shape = *x.shape[:-1], *columns
     if float8.is_float8(x):
-        y = _float8(op, x, kernel, bias, residual, kernel_scale, scales, dtype, activation, gate, implementation)
-        return y.reshape(shape)
+        return _float8(op, x, kernel, bias, residual, kernel_scale, scales, dtype, activation, gate, implementation)
     float8.check_unused(op, x, kernel_scale=kernel_scale, **scales, dtype=dtype)
     if residual is not None:
         residual = checks.as_term(op, "residual", residual, (*x.shape[:-1], width), x)
@@ -120,9 +119,9 @@ def dense(
     arrays = (x.reshape(rows, x.shape[-1]), kernel, bias, None if residual is None else residual.reshape(rows, width))
     plan = plan_of(op, *arrays, activation, precision, implementation, gate)
     plans.record(op, arrays, plan)
-    if activation is None and residual is None:  # so that devices may divide each part
-        kernel, bias = kernel.reshape(kernel.shape[0], *columns), None if bias is None else bias.reshape(columns)
-    return run(x, kernel, bias, residual, plan).reshape(shape)
+    if len(parts) == 2:  # so that devices can divide each part
+        kernel, bias = kernel.reshape(kernel.shape[0], *parts), None if bias is None else bias.reshape(parts)
+    return run(x, kernel, bias, residual, plan)
 
 
 def _float8(op, x, kernel, bias, residual, kernel_scale, scales, dtype, activation, gate, implementation):

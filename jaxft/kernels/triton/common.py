@@ -312,30 +312,13 @@ def unsupported_array(dtypes: Sequence[Any] = (), /, **arrays: Array | None) -> 
     for name, x in ((name, x) for name, x in arrays.items() if x is not None):
         if not all(isinstance(size, int) for size in x.shape):  # symbolic sizes come from jax.export
             return f"{name} has a symbolic shape, {x.shape}"
-        if axes := _explicit_axes(x):
-            return f"{name} is sharded over Explicit axes, {axes}; a kernel runs on each device inside of jax.shard_map"
-        if (axes := jax.typeof(x).sharding.mesh.explicit_axes) and dispatch.platform() == "cpu":
+        if axes := jax.typeof(x).sharding.mesh.explicit_axes:  # beside Manual ones: `ops.sharding` maps over all others
             return (
-                f"{name} is in a mesh with Explicit axes, {axes}; Pallas' interpreter runs inside of jax.shard_map only"
+                f"{name} is in a mesh with Explicit axes, {axes}; a kernel runs inside of a jax.shard_map over all axes"
             )
         if dtypes and x.dtype not in dtypes:
             return f"{name} is {x.dtype}, the kernels take float32, float16 and bfloat16"
     return None
-
-
-def _explicit_axes(x: Array) -> Any:
-    """Returns the Explicit axes of a mesh over which `x`, or the axis of a `jax.vmap` around it, is sharded."""
-    sharding = jax.typeof(x).sharding
-
-    def is_mapped(axis: Any) -> bool:  # the type of an array does not tell, but jax.shard_map refuses such an axis
-        probe = jax.shard_map(lambda: None, mesh=sharding.mesh, in_specs=(), out_specs=None, axis_names={axis})
-        try:
-            jax.eval_shape(probe)
-        except ValueError:
-            return True
-        return False
-
-    return sharding.spec if any(sharding.spec) else tuple(filter(is_mapped, sharding.mesh.explicit_axes))
 
 
 def unsupported_dtype(**arrays: Array | None) -> str | None:
