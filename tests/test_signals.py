@@ -259,7 +259,7 @@ def check_moment(command, number, seconds, folder):
     left = {*names(folder)} - {"arguments.py", "__pycache__"}
     if "out/" in command:  # whole parts stay, and the command goes on with them
         kept = names(folder / "out") if left else []
-        assert left <= {"out"} and all(re.fullmatch(r"manifest\.json|part-\d{6}\.(json|parquet)", name) for name in kept)
+        assert left <= {"out"} and all(re.fullmatch(r"manifest\.json|part-\d{6}\.(json|parquet)", x) for x in kept)
         return
     assert left == ({"out.npy"} if process.returncode == 0 and "out.npy" in command else set())
     if "out.npy" in command and process.returncode == 0:
