@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -180,6 +181,7 @@ def test_damaged_program_is_replaced(folder, damage):
     jaxft.use_compilation_cache(folder)
     assert not compiled()
     (file,) = programs(folder)
+    time.sleep(0.05)  # a file system keeps times in ticks of a few milliseconds
     damage(file)
     jaxft.use_compilation_cache(folder)
     assert not compiled()

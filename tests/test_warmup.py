@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import jax
@@ -153,6 +154,17 @@ class Held:
             future.set_result(function())
 
 
+class Watched:
+    """A jitted function that counts its calls."""
+
+    def __init__(self, function):
+        self.function, self.lower, self.calls = function, function.lower, 0
+
+    def __call__(self, *args):
+        self.calls += 1
+        return self.function(*args)
+
+
 def test_later_programs_compile_before_the_first_is_there(folder, monkeypatch):
     encoder = SentenceEncoder.from_pretrained(folder, packed=True)
     expected = encoder.encode(TEXTS, batch_size=4)
@@ -160,12 +172,16 @@ def test_later_programs_compile_before_the_first_is_there(folder, monkeypatch):
     assert shapes > 1
     again, held = SentenceEncoder.from_pretrained(folder, packed=True), Held()
     monkeypatch.setattr(devices, "_first_compilers", lambda: held)
+    again._embed = watched = Watched(again._embed)
     found = []
-    thread = threading.Thread(target=lambda: found.append(again.encode(TEXTS, batch_size=4)))
+    thread = threading.Thread(target=lambda: found.append(again.encode(TEXTS, batch_size=4)), daemon=True)
     thread.start()
+    latest = time.monotonic() + 20
     while len(held.tasks) < shapes:
-        assert thread.is_alive()
+        assert thread.is_alive() and time.monotonic() < latest
         thread.join(0.01)
+    thread.join(0.2)
+    assert watched.calls == 0  # a call would compile once more
     held.release()
     thread.join()
     np.testing.assert_array_equal(found[0], expected)
