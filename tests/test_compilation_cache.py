@@ -301,7 +301,7 @@ def test_command_keeps_programs(model, folder):
 def test_command_keeps_no_programs_on_request(model, folder, options, environment):
     done = command(model, *options, XDG_CACHE_HOME=str(folder), HOME=str(folder), **environment)
     assert done.returncode == 0
-    assert not folder.exists()
+    assert not [*folder.rglob("*-cache")]  # CUDA's driver may write there
 
 
 def test_command_leaves_the_users_own_setting(model, folder):

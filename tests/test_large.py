@@ -31,11 +31,11 @@ def test_rows_past_32_bit_offsets(op):
     def run(small):
         x = jnp.broadcast_to(small[0], (ROWS, WIDTH)).at[-3:].set(small)
         out, pull_back = jax.vjp(OPS[op], x)
-        (dx,) = pull_back(x)
+        (dx,) = pull_back(x[:, : out.shape[1]])
         return [(y[:1], y[-3:]) for y in (out, dx)]
 
     out, pull_back = jax.vjp(OPS[op], small)
-    for (first, last), expected in zip(run(small), (out, pull_back(small)[0]), strict=True):
+    for (first, last), expected in zip(run(small), (out, pull_back(small[:, : out.shape[1]])[0]), strict=True):
         np.testing.assert_array_equal(first, expected[:1])
         np.testing.assert_array_equal(last, expected)
 

@@ -112,10 +112,16 @@ def as_term(op: str, name: str, x: Any, shape: tuple[int, ...], other: Array) ->
     return x
 
 
-def as_factors(op: str, x: Any, kernel: Any, name: str = "kernel") -> tuple[Array, Array]:
-    """Checks the factors of the matmul of a dense layer: x `[..., K]` and kernel `[K, F]` of the same dtype."""
+def as_factors(
+    op: str, x: Any, kernel: Any, name: str = "kernel", with_parts: bool = False
+) -> tuple[Array, Array]:  # fmt: skip
+    """Checks the factors of the matmul of a dense layer: x `[..., K]` and kernel `[K, F]` of the same dtype.
+
+    If `with_parts`, the kernel may be `[K, P, F]` as well.
+    """
     x, kernel = as_float(op, "x", x), as_float(op, name, kernel)
-    if x.ndim == 0 or kernel.ndim != 2 or kernel.shape[0] != x.shape[-1]:
+    has_columns = kernel.ndim == 2 or (with_parts and kernel.ndim == 3)
+    if x.ndim == 0 or not has_columns or kernel.shape[0] != x.shape[-1]:
         raise ValueError(f"{op}: x and {name} must have shapes [..., K] and [K, F], got {x.shape} and {kernel.shape}")
     check_same_dtype(op, name, kernel, "x", x)
     return x, kernel

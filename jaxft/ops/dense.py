@@ -91,18 +91,18 @@ def dense(
     Source: the GEMMs of FasterTransformer v1.0 with `add_bias_act` in the epilogue.
     """
     op = "dense"
-    parts = getattr(kernel, "shape", ())[1:]
+    x, kernel = checks.as_factors(op, x, kernel, with_parts=True)
+    parts = kernel.shape[1:]
     if len(parts) == 2:
         if activation is not None or residual is not None or float8.is_float8(x):
             raise ValueError(
                 f"{op}: a kernel with parts, {kernel.shape}, takes no activation, residual or float8 arrays"
             )
-        kernel = checks.as_float(op, "kernel", kernel).reshape(kernel.shape[0], math.prod(parts))
+        kernel = kernel.reshape(kernel.shape[0], math.prod(parts))
         if bias is not None:
             bias = checks.as_float(op, "bias", bias)
             checks.check_shape(op, "bias", bias, parts)
             bias = bias.reshape(kernel.shape[1])
-    x, kernel = checks.as_factors(op, x, kernel)
     scales = {"x_scale": float8.check_scale(op, "x_scale", x_scale)}
     scales["float8_scale"] = float8.check_scale(op, "float8_scale", float8_scale)
     bias = checks.as_vector(op, "bias", bias, kernel.shape[1])
