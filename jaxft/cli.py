@@ -130,11 +130,6 @@ def _parser() -> argparse.ArgumentParser:
         "--shard", metavar="I/N", type=_shard, help="compute each N-th file, from file I on, 0 <= I < N (default: 0/1)"
     )
     encode.add_argument("--normalize", action="store_true", help="scale every embedding to length 1")
-    encode.add_argument(
-        "--precision", choices=_PRECISIONS, default="float32",
-        help="of the embeddings (default: float32); int8 and uint8 take their ranges from the texts, binary and "
-        "ubinary keep one bit of each component, eight in a byte",
-    )  # fmt: skip
     _add_prompt_arguments(encode, "every text", "the model's default prompt, if it has one")
 
     similar = command(
@@ -171,6 +166,12 @@ def _parser() -> argparse.ArgumentParser:
     warmup.add_argument("--normalize", action="store_true", help="as for encode; similar always normalizes")
     _add_prompt_arguments(warmup, "the texts", "as for the command")
 
+    for writes in (encode, warmup):
+        writes.add_argument(
+            "--precision", choices=_PRECISIONS, default="float32",
+            help="of the embeddings (default: float32); int8 and uint8 take their ranges from the texts, binary and "
+            "ubinary keep one bit of each component, eight in a byte",
+        )  # fmt: skip
     for embeds in (encode, similar, warmup):
         embeds.add_argument(
             "--truncate-dim", metavar="D", type=_positive,
@@ -436,6 +437,8 @@ def _run_warmup(args: argparse.Namespace) -> None:
         "batch_size": args.batch_size, "devices": args.on, "show_progress_bar": True, "prompt": args.prompt,
         "prompt_name": args.prompt_name,
     }  # fmt: skip
+    if args.command != "encode" and args.precision != "float32":
+        raise _UserError(f"--precision has no meaning for {args.command}")
     with _model_errors(None, ()):
         start = time.perf_counter()
         if args.command == "rerank":
@@ -448,7 +451,8 @@ def _run_warmup(args: argparse.Namespace) -> None:
             if args.command == "similar":
                 encoder.warmup(task="query", normalize_embeddings=True, **options)
                 options |= {"task": "document", "prompt": None, "prompt_name": None}
-            encoder.warmup(normalize_embeddings=args.normalize or args.command == "similar", **options)
+            normalizes = args.normalize or args.command == "similar"
+            encoder.warmup(normalize_embeddings=normalizes, precision=args.precision, **options)
     print(f"jaxft: ready after {time.perf_counter() - start:.1f} s ({device})", file=sys.stderr)
 
 

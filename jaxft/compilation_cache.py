@@ -27,7 +27,7 @@ def use_compilation_cache(path: str | os.PathLike[str] | None = None, *, max_byt
     Call it before the first program is compiled. It sets JAX's persistent compilation cache for the whole process, so
     that programs of other JAX code are kept too. jaxft never calls it by itself, except in the command line.
 
-    The folder holds executable code. It is created with mode 0700. A folder that another user can write to is refused.
+    The folder holds executable code. It is created with mode 0700. A folder that another user can enter is refused.
     Programs of other versions of JAX, other devices and other compiler flags may be in the same folder. Several
     processes may use it at the same time. This call removes programs that were changed after JAX wrote them, and
     programs that are incomplete because a process was killed or the disk was full. JAX ignores what is damaged later
@@ -40,12 +40,13 @@ def use_compilation_cache(path: str | os.PathLike[str] | None = None, *, max_byt
         time.
 
     Returns:
-      The folder, or None if `path` is None and JAXFT_COMPILATION_CACHE is "off".
+      The folder, or None if `path` is None and JAXFT_COMPILATION_CACHE is "off", or if JAX's own setting
+      `jax_enable_compilation_cache` is off.
 
     Raises:
       TypeError: `path` is not a string or path.
       ValueError: `max_bytes` is not a positive integer.
-      OSError: the folder cannot be created, read or written, belongs to another user, or others can write to it. The
+      OSError: the folder cannot be created, read or written, belongs to another user, or others can enter it. The
         message names the folder and the reason.
     """
     if path is not None and not isinstance(path, str | os.PathLike):
@@ -53,7 +54,7 @@ def use_compilation_cache(path: str | os.PathLike[str] | None = None, *, max_byt
     if type(max_bytes) is not int or max_bytes < 1:
         raise ValueError(f"use_compilation_cache: max_bytes must be a positive integer, got {max_bytes!r}")
     given = os.environ.get(VARIABLE) or None if path is None else path
-    if path is None and given == "off":
+    if (path is None and given == "off") or not jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]
         return None
     folder = platformdirs.user_cache_path("jaxft") / "programs" if given is None else Path(given)
     try:
@@ -80,14 +81,15 @@ def use_compilation_cache(path: str | os.PathLike[str] | None = None, *, max_byt
 
 
 def _check(folder: Path) -> None:
-    """Raises an OSError if another user can write to the folder."""
+    """Raises an OSError if another user can enter the folder."""
     if sys.platform == "win32":
         return
     # A link could be another user's too.
     if {folder.lstat().st_uid, folder.stat().st_uid} != {os.geteuid()}:
         raise PermissionError(errno.EPERM, "it belongs to another user, and compiled programs are executable code")
-    if (mode := stat.S_IMODE(folder.stat().st_mode)) & 0o022:
-        raise PermissionError(errno.EPERM, f"other users can write to it (mode {mode:04o}); `chmod go-w` helps")
+    # Who can enter the folder can write to programs that JAX has written with a umask of 002.
+    if (mode := stat.S_IMODE(folder.stat().st_mode)) & 0o077:
+        raise PermissionError(errno.EPERM, f"other users can enter it (mode {mode:04o}); `chmod 700` helps")
 
 
 def _remove_damaged(folder: Path) -> None:

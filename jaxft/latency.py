@@ -131,7 +131,7 @@ def _main(folder: str, dtype: str, calls: str, *callers: str) -> None:
     def encode(query: str) -> Any:
         return encoder.encode(query, show_progress_bar=False)
 
-    print(json.dumps([measure(encode, int(count), int(calls)) for count in callers]))
+    print(json.dumps([measure(encode, int(count), int(calls)) for count in callers], allow_nan=False))
 
 
 if __name__ == "__main__":

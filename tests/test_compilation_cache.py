@@ -93,21 +93,21 @@ def test_variable_turns_the_cache_off(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no modes")
-@pytest.mark.parametrize("mode", [0o720, 0o702, 0o777, 0o1777])
-def test_folder_that_others_can_write_to_is_refused(folder, mode):
+@pytest.mark.parametrize("mode", [0o720, 0o702, 0o777, 0o1777, 0o750, 0o701])
+def test_folder_that_others_can_enter_is_refused(folder, mode):
     folder.mkdir()
     folder.chmod(mode)
-    with pytest.raises(PermissionError, match=f"{folder}: other users can write to it"):
+    with pytest.raises(PermissionError, match=f"{folder}: other users can enter it"):
         jaxft.use_compilation_cache(folder)
     assert jax.config.jax_compilation_cache_dir != str(folder)
-    folder.chmod(0o755)
+    folder.chmod(0o700)
     jaxft.use_compilation_cache(folder)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no user ids")
 @pytest.mark.parametrize("link", [False, True])
 def test_folder_of_another_user_is_refused(folder, monkeypatch, link):
-    folder.mkdir()
+    folder.mkdir(mode=0o700)
     if link:
         (given := folder.with_name("link")).symlink_to(folder)
     else:
@@ -202,7 +202,7 @@ def test_program_damaged_later_is_ignored(folder):
 @pytest.mark.parametrize("name", ["notes-cache", "notes", f"jit_x-{'0' * 64}-cache"])
 @pytest.mark.parametrize("is_folder", [False, True])
 def test_foreign_file_is_ignored(folder, name, is_folder):
-    folder.mkdir()
+    folder.mkdir(mode=0o700)
     if is_folder:
         (folder / name / "inner").mkdir(parents=True)
     else:
@@ -315,7 +315,7 @@ def test_command_refuses_a_named_folder(model, folder):
     folder.chmod(0o777)
     done = command(model, JAXFT_COMPILATION_CACHE=str(folder))
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and f"{folder}: other users can write to it" in done.stderr
+    assert done.stderr.count("\n") == 1 and f"{folder}: other users can enter it" in done.stderr
 
 
 def test_command_works_without_a_cache(model, folder):

@@ -104,6 +104,27 @@ def test_exported_options_are_those_of_encode(tmp_path):
             loaded.encode(TEXTS, **SIZE)
 
 
+@pytest.mark.parametrize("precision", ["int8", "ubinary"])
+def test_exported_precision(precision, tmp_path):
+    """Ranges may be given, or come from the embeddings of texts, which then need the programs of float32."""
+    encoder = embedder()
+    encoder.export(tmp_path, **SIZE, precision=precision)
+    loaded = SentenceEncoder.from_exported(tmp_path)
+    calls = [{}, {"calibration": TEXTS}, {"ranges": np.stack([-np.ones(5), np.ones(5)])}]
+    for options in calls if precision == "int8" else [{}]:
+        found, expected = (x.encode(TEXTS, precision=precision, **options, **SIZE) for x in (loaded, encoder))
+        np.testing.assert_array_equal(found, expected, strict=True)
+    with pytest.raises(ValueError, match="precision must be one of .*, got 'int4'"):
+        encoder.export(tmp_path, precision="int4")
+
+
+def test_program_that_changes_after_loading_is_refused(copy):
+    encoder = SentenceEncoder.from_exported(copy)
+    embedder().export(copy, **SIZE, normalize_embeddings=True)
+    with pytest.raises(CheckpointError, match="has changed since the encoder was loaded"):
+        encoder.encode(TEXTS, **SIZE)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_new_weights_count(dtype, tmp_path):
     """The weights are arguments of the programs, in the dtype of the encoder."""

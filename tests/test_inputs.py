@@ -34,7 +34,7 @@ def test_chunks_are_encoded_like_lists(folder, packed):
     chunks = encoder.encode_iter((read.append(text) or text for text in texts), chunk_size=70, batch_size=8)
     assert not read  # nothing is read before the first result is asked for
     found = [next(chunks)]
-    assert len(read) < 10 * 70
+    assert len(read) < 10 * 70 + 32 * 8  # 32 batches are cut while a program is compiled
     found += chunks
     assert [*map(len, found)] == [70] * 21 + [30]
     for first, chunk in zip(range(0, 1500, 70), found, strict=True):

@@ -254,3 +254,31 @@ def test_command_finds_the_programs_of_warmup(folder, tmp_path):
 def test_command_needs_the_cache(folder, capsys):
     assert cli.main(["warmup", "--model", str(folder), "--no-compilation-cache"]) == 2
     assert "warmup needs the compilation cache" in capsys.readouterr().err
+
+
+def test_warmup_raises_the_error_of_a_compilation(folder, monkeypatch):
+    def fail(lowered):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        SentenceEncoder.from_pretrained(folder).warmup(batch_size=1)
+
+
+AFTER_THE_MAIN_THREAD = """
+import sys, threading, time
+from jaxft import SentenceEncoder
+encoder = SentenceEncoder.from_pretrained(sys.argv[1])
+def run():
+    threading.main_thread().join()
+    time.sleep(0.5)
+    print(encoder.encode("rain falls").shape)
+threading.Thread(target=run).start()
+"""
+
+
+def test_thread_may_outlive_the_main_thread(folder):
+    """No thread can be started then, so the program is compiled by the thread that needs it."""
+    code = [sys.executable, "-c", AFTER_THE_MAIN_THREAD, str(folder)]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.strip().endswith(",)"), done.stderr

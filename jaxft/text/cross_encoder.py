@@ -339,7 +339,8 @@ class CrossEncoder:
     ) -> None:  # fmt: skip
         """Compiles all programs that calls of `predict` and `rank` with these options need, several at a time.
 
-        See `SentenceEncoder.warmup`.
+        See `SentenceEncoder.warmup`. An `activation_fn` of your own is not compiled, because JAX compiles it for each
+        number of pairs.
 
         Args:
           batch_size: the `batch_size` of the calls.

@@ -23,9 +23,8 @@ _log = logging.getLogger("jaxft")
 class Dealer:
     """Computes batches of a model on one or several devices.
 
-    Threads compile the program of a shape when a lane is first asked whether it is ready for it. Until the program is
-    there for another device, the first device takes the batches of this shape, so that no call waits for more programs
-    than on one device.
+    Threads compile the program of a shape when the shape first occurs. Until another device has its program, the first
+    device computes the batches of that shape, so that no call waits for more programs than on one device.
 
     Args:
       bundled: keeps the model's arrays, and their copies on other devices.
@@ -76,13 +75,15 @@ class Dealer:
             def start(batch: Batch) -> Future[Any] | None:
                 if not hasattr(function, "lower"):  # it is not jitted
                     return None
+                compiled = Future[Any]()
                 try:
                     with dispatch.traced_for(first):
                         lowered = function.lower(*given(there, batch))
+                    compiled = (_first_compilers() if is_first else _compilers()).submit(lowered.compile)
                 except jax.errors.JaxRuntimeError as error:
-                    report(error)
+                    compiled.set_exception(error)
+                except RuntimeError:  # the main thread has ended, and with it the threads that compile
                     return None
-                compiled = (_first_compilers() if is_first else _compilers()).submit(lowered.compile)
                 compiled.add_done_callback(lambda future: report(future.exception()))
                 return compiled
 
@@ -90,9 +91,9 @@ class Dealer:
                 if error is not None and not is_first:  # the call on the first device raises the error again
                     _log.warning("batches of a shape are not computed on the device %s: %s", device, error)
 
-            def wait(batch: Batch) -> None:
-                if (compiled := program(batch)) is not None:
-                    compiled.exception()
+            def wait(batch: Batch) -> BaseException | None:
+                compiled = program(batch)
+                return None if compiled is None else compiled.exception()
 
             def compute(batch: Batch) -> Any:
                 wait(batch)  # before the end of the compilation, the call would compile once more
@@ -120,9 +121,9 @@ class Dealer:
             for lane, batch in work:
                 lane.is_ready(batch)
             for lane, batch in work:
-                if dispatch.platform() == "cpu":
-                    lane.wait(batch)
-                else:
+                if (error := lane.wait(batch)) is not None:
+                    raise error
+                if dispatch.platform() != "cpu":
                     jax.block_until_ready(lane.compute(batch))
                 bar.update(1)
 

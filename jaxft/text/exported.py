@@ -143,6 +143,7 @@ class Programs:
     def __init__(self, path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
         self._folder, self._options = Path(path), record["options"]
         self._files = {_as_key(key): _PROGRAM.format(i) for i, key in enumerate(record["programs"])}
+        self._sums = record["sha256"]
         self._programs: dict[Any, Any] = {}
 
     def __call__(self, *call: Any) -> Any:
@@ -161,7 +162,10 @@ class Programs:
                 raise ValueError(
                     f"{self._folder} has no program for the shapes and options {key}: it was exported with {options}"
                 )
-            program = jax.export.deserialize(bytearray((self._folder / self._files[key]).read_bytes()))
+            content = (file := self._folder / self._files[key]).read_bytes()
+            if hashlib.sha256(content).hexdigest() != self._sums.get(self._files[key]):
+                raise CheckpointError(f"{file} has changed since the encoder was loaded: load it again")
+            program = jax.export.deserialize(bytearray(content))
             if b"mosaic_gpu_v2" in program.mlir_module_serialized:
                 # Registers Mosaic's calls, and tells XLA where the libraries are that they need.
                 from jax.experimental.mosaic import gpu  # noqa: F401
@@ -234,7 +238,7 @@ def _dtype(model: nnx.Module, encoder: BertModel) -> str:
 
 
 def _digest(record: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(record, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def _sha256(file: Path) -> str:

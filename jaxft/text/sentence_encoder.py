@@ -255,7 +255,7 @@ class SentenceEncoder(TextEncoder):
           output_value: the `output_value` of `encode`.
           normalize_embeddings: the `normalize_embeddings` of `encode`.
           truncate_dim: the `truncate_dim` of `encode`.
-          precision: the `precision` of `encode`. "int8" and "uint8" are for calls with `ranges` or `calibration`.
+          precision: the `precision` of `encode`.
           show_progress_bar: whether to show progress on stderr. None shows it if stderr is a terminal.
 
         Raises:
@@ -277,12 +277,14 @@ class SentenceEncoder(TextEncoder):
             )
         last_steps = self._last_steps("export", truncate_dim, normalize_embeddings, output_value)
         size = last_steps[0] or self.embedder.embedding_dimension
-        starts_steps = jnp.zeros((2, size), jnp.float32) if precision in RANGED else None
+        steps: list[Any] = [((*last_steps, precision), None)]
+        if precision in RANGED:  # embeddings give the ranges, unless the caller does
+            steps = [((*last_steps, "float32"), None), (steps[0][0], jnp.zeros((2, size), jnp.float32))]
         # With and without a prompt, where they make different programs.
         lengths = [None] if last_steps[2] is False and self.embedder.include_prompt else [None, np.int32(0)]
         self._export(
             path,
-            [functools.partial(_given, (*last_steps, precision), length, starts_steps) for length in lengths],
+            [functools.partial(_given, last, length, ranges) for last, ranges in steps for length in lengths],
             batch_size, show_progress_bar, output_value=output_value, normalize_embeddings=normalize_embeddings,
             truncate_dim=truncate_dim, precision=precision,
         )  # fmt: skip
@@ -376,8 +378,8 @@ class SentenceEncoder(TextEncoder):
             `encode_query` and `encode_document` pass it.
           devices: the devices that compute: devices of JAX or indices into `jax.local_devices()`, all of one kind. None
             takes `jax.default_device` where it is set, or the device that the parameters are committed to. Otherwise it
-            takes all local GPUs for more than one batch, and one device for one text or without a GPU. A log line of
-            the level INFO names several devices.
+            takes all local GPUs for several texts, and one device for a single text or without a GPU. A log line of the
+            level INFO names several devices.
           **others: none. An argument of sentence-transformers raises a TypeError that names the equivalent.
 
         Returns:

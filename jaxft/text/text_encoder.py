@@ -350,7 +350,8 @@ class TextEncoder:
     def encode_iter(self, inputs: Iterable[Any], *, chunk_size: int = 65_536, **options: Any) -> Generator[Any]:
         """Computes the embeddings of any number of texts, a chunk at a time, in constant memory.
 
-        Reads the texts about three chunks ahead of the result. While the caller works on a result, the devices compute
+        Reads the texts about three chunks ahead of the result, and up to 32 batches more while a program is compiled.
+        While the caller works on a result, the devices compute
         the batches that are queued. `encode` gives the same embeddings, to the bit, for the texts of a chunk alone.
 
         Args:
@@ -421,8 +422,8 @@ class TextEncoder:
         last beyond this process. On a GPU, each program also runs once.
 
         Packed batches need one program for each of `buckets(batch_size)`. Padded batches need one for each length and
-        each number of texts, see `encode`. Another `batch_size`, `normalize_embeddings`, `truncate_dim` or
-        `output_value`, a task with a limit of its own, and a prompt that takes no part in the pooling need other
+        each number of texts, see `encode`. Another `batch_size`, `normalize_embeddings`, `truncate_dim`, `precision`
+        or `output_value`, a task with a limit of its own, and a prompt that takes no part in the pooling need other
         programs.
 
         Args:
