@@ -46,7 +46,7 @@ def write_model(folder: Path) -> None:
     known = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted({w for text in texts(100) for w in text.split()})]
     (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in known))
     settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": True, "model_max_length": 512}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, allow_nan=False))
 
 
 def child(folder: str, steps: list[str]) -> dict[str, Any]:
@@ -68,10 +68,10 @@ def child(folder: str, steps: list[str]) -> dict[str, Any]:
     spent: dict[str, list[float]] = collections.defaultdict(list)
     names = {"jaxpr_trace": "trace", "jaxpr_to_mlir_module": "lower", "backend_compile": "compile"}
 
-    def listen(event: str, seconds: float, **_: Any) -> None:
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
         for part, name in names.items():
             if part in event:
-                spent[name].append(seconds)
+                spent[name].append(duration_secs)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     jaxft.use_compilation_cache()
@@ -135,7 +135,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.child:
         folder, *steps = args.child
-        print(json.dumps(child(folder, steps)))
+        print(json.dumps(child(folder, steps), allow_nan=False))
         return
     with tempfile.TemporaryDirectory() as scratch:
         folder = os.environ.get("JAXFT_TEST_CHECKPOINT", "")
@@ -156,7 +156,8 @@ def main() -> None:
                 env=os.environ | {"JAXFT_COMPILATION_CACHE": cache} | environment,
             )  # fmt: skip
             head = {"case": name, "process": round(time.perf_counter() - start, 2)}
-            print(json.dumps(head | (json.loads(done.stdout) if done.returncode == 0 else {"failed": done.returncode})))
+            found = json.loads(done.stdout) if done.returncode == 0 else {"failed": done.returncode}
+            print(json.dumps(head | found, allow_nan=False))
             sys.stdout.flush()
 
 

@@ -145,8 +145,8 @@ def test_explicitly_sharded_arrays_stay_so(spec):
         assert jax.typeof(found) == jax.typeof(expected)
         assert_same(found, expected)
         assert_same(jax.jit(jax.grad(loss_of(fuse(fn))))(*args), jax.jit(jax.grad(loss_of(fn)))(*args))
-        with dispatch.target():
-            assert sum(jaxft.fuse(fn).report(*args).counts.values()) == 3
+        with dispatch.target():  # XLA is as fast for an activation alone
+            assert jaxft.fuse(fn).report(*args).counts == {"dot_product_attention": 1, "rms_norm": 1}
 
 
 @pytest.mark.slow
