@@ -297,7 +297,10 @@ def _names(plan, x, kernel):
 
 
 def matrix_of(shape: Sequence[int], ndim: int, dtype: Any, *, columns: bool = False) -> jax.ShapeDtypeStruct:
-    """Returns the shard of rows, or else of columns, of an array of `ndim` axes and those of a vmap, as a matrix."""
+    """Returns the shape of a shard as a matrix, of rows or else of columns.
+
+    The array has `ndim` axes. Axes before them belong to a vmap and do not count.
+    """
     own = tuple(shape[-ndim:])
     sizes = (own[0], math.prod(own[1:])) if columns else (math.prod(own[:-1]), own[-1])
     return jax.ShapeDtypeStruct(sizes, dtype)

@@ -25,7 +25,6 @@ from jaxft.text import inputs as text_inputs
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import Batch, Bucket
 from jaxft.text.devices import Dealer
-from jaxft.text.inputs import Inputs
 from jaxft.text.text_encoder import Texts, read_files
 
 if TYPE_CHECKING:
@@ -249,7 +248,7 @@ class CrossEncoder:
     def export(
         self, path: str | os.PathLike[str], *, batch_size: int = 32, show_progress_bar: bool | None = None
     ) -> None:
-        """Writes a folder that `from_exported` loads: that of `save_pretrained`, with a program for each batch shape.
+        """Writes the folder of `save_pretrained` with a program for each batch shape, for `from_exported`.
 
         The programs are those that `predict` needs for pairs of up to `max_seq_length` tokens. They return logits, so
         that `predict` takes every activation. `SentenceEncoder.export` describes them.
@@ -295,7 +294,7 @@ class CrossEncoder:
 
     @property
     def _needs_prompt_length(self) -> bool:
-        """Whether the model leaves the tokens of a prompt out."""
+        """Whether pooling leaves out the tokens of a prompt, so that the program gets the length of the prompt."""
         return isinstance(self.model, EmbeddingModel) and not self.model.include_prompt
 
     @property
@@ -353,7 +352,7 @@ class CrossEncoder:
           ValueError: see `predict`.
           jax.errors.JaxRuntimeError: a program cannot be compiled, or the memory of the device does not suffice.
         """
-        inputs: Any = Inputs([], are_shapes=True)
+        inputs: Any = text_inputs.Inputs([], are_shapes=True)
         self.predict(
             inputs, batch_size=batch_size, show_progress_bar=show_progress_bar, devices=devices, **options
         )  # fmt: skip
@@ -427,8 +426,7 @@ class CrossEncoder:
         batch_size = batching.check_batch_size("predict", batch_size)
         activation_fn = _checked_activation("predict", activation_fn) or self.activation_fn
         prompt = arguments.chosen_prompt("predict", self.prompts, self.default_prompt_name, prompt, prompt_name)
-        # `warmup` passes Inputs.
-        read = inputs if isinstance(inputs, Inputs) else text_inputs.read_pairs("predict", "inputs", inputs)
+        read = text_inputs.read_pairs("predict", "inputs", inputs)
         prompt_length = None
         if prompt and self._needs_prompt_length:
             prompt_length = np.int32(tokenizer_files.prompt_length(self.tokenizer, prompt))

@@ -36,6 +36,8 @@ def read(where: str, name: str, given: Any) -> Inputs:
 
 def read_pairs(where: str, name: str, given: Any) -> Inputs:
     """Converts an argument to pairs of texts, or to the token ids of pairs, of one part. Errors are like `read`'s."""
+    if isinstance(given, Inputs):
+        return given
     found = _ids_or_items(where, name, given, "a pair of str or an iterable of such pairs")
     if isinstance(found, Inputs):
         return found
@@ -52,7 +54,7 @@ def read_pairs(where: str, name: str, given: Any) -> Inputs:
 
 
 def _ids_or_items(where: str, name: str, given: Any, expected: str) -> Inputs | list[Any]:
-    """Returns the inputs if an argument is an array of token ids or has those of one text, else its items."""
+    """Returns the inputs if an argument holds token ids, of one text or in an array. Otherwise it returns the items."""
     if isinstance(given, np.ndarray) and given.ndim > 0 and given.dtype.kind in "iu":
         rows = np.atleast_2d(given)
         return Inputs([_rows(where, name, [*rows])], is_single=given.ndim == 1)

@@ -241,7 +241,7 @@ class SentenceEncoder(TextEncoder):
         precision: str = "float32",
         show_progress_bar: bool | None = None,
     ) -> None:
-        """Writes a folder that `from_exported` loads: that of `save_pretrained`, with a program for each batch shape.
+        """Writes the folder of `save_pretrained` with a program for each batch shape, for `from_exported`.
 
         The programs are those that `encode` needs for texts of up to `max_seq_length` tokens, queries and documents,
         with the arguments of the same names. `jax.export` serialises them. They have no weights, which are in

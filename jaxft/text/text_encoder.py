@@ -242,7 +242,7 @@ class TextEncoder:
     def export(
         self, path: str | os.PathLike[str], *, batch_size: int = 32, show_progress_bar: bool | None = None
     ) -> None:
-        """Writes a folder that `from_exported` loads: that of `save_pretrained`, with a program for each batch shape.
+        """Writes the folder of `save_pretrained` with a program for each batch shape, for `from_exported`.
 
         `SentenceEncoder.export` describes the programs.
 
@@ -351,8 +351,8 @@ class TextEncoder:
         """Computes the embeddings of any number of texts, a chunk at a time, in constant memory.
 
         Reads the texts about three chunks ahead of the result, and up to 32 batches more while a program is compiled.
-        While the caller works on a result, the devices compute
-        the batches that are queued. `encode` gives the same embeddings, to the bit, for the texts of a chunk alone.
+        While the caller works on a result, the devices compute the batches that are queued. `encode` gives the same
+        embeddings, to the bit, for the texts of a chunk alone.
 
         Args:
           inputs: an iterable of texts, or of the token ids of texts. It may be endless.

@@ -90,7 +90,7 @@ def _fwd_kernel(
         a = common.load(x_ref.at[common.span(row, block_m), common.span(start, block_k)], mask=in_x, other=0.0)
         return [acc + multiply(a, b) for acc, b in zip(accs, weights, strict=True)]  # [block_m, block_n] each
 
-    biases, scale = [], None  # Loaded before the loop, so that the loads overlap with those of the matmul.
+    biases, scale = [], None  # Loaded before the loop: these loads overlap with the loads of the matmul.
     if bias_ref is not None:
         biases = [common.load(bias_ref.at[common.span(at, block_n)], mask=in_width, other=0.0) for at in columns]
     if scale_ref is not None:
