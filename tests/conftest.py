@@ -11,7 +11,11 @@ from pathlib import Path
 # Size of XLA's CPU thread pool. A waiting warp group blocks a thread in Mosaic's interpreter, so a pool with one thread
 # per core can deadlock.
 os.environ.setdefault("NPROC", "16")
-os.environ["JAXFT_COMPILATION_CACHE"] = "off"  # for commands that tests start
+# For the processes that tests start: this jaxft, before all other folders that the caller names.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
+os.environ["JAXFT_COMPILATION_CACHE"] = "off"
 
 import jax
 import pytest

@@ -30,7 +30,6 @@ from jaxft.tuning import table as tuning_table
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {
-    "PYTHONPATH": str(ROOT),
     "PYTHONWARNINGS": "",
     "JAX_DEFAULT_MATMUL_PRECISION": "highest",
 }

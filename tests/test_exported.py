@@ -162,9 +162,7 @@ except AssertionError:
 
 
 def in_a_new_process(code, *arguments):
-    root = os.path.dirname(os.path.dirname(jaxft.__file__))
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

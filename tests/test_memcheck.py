@@ -24,7 +24,6 @@ pytestmark = [
 def memcheck(*arguments):
     """Returns the exit status and the output of tests/memcheck_attention.py under compute-sanitizer."""
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
         # One allocation of the driver per array. "platform" and "address" hand out parts of larger ones (JAX 0.11.2).
         "XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",

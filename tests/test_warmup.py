@@ -239,7 +239,7 @@ def test_command_compiles_for_a_command(folder, tmp_path, capsys, monkeypatch, c
 
 
 def test_command_finds_the_programs_of_warmup(folder, tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAXFT_COMPILATION_CACHE": str(tmp_path)}
+    environment = os.environ | {"JAXFT_COMPILATION_CACHE": str(tmp_path)}
     common = ["--model", str(folder), "--batch-size", "1", "--max-seq-length", "24"]
     sizes = []
     for command in (["warmup", *common], ["encode", *common, "-o", "-"]):
