@@ -25,6 +25,9 @@ from jaxft.tuning import attention as tuning_attention
 from jaxft.tuning.table import AttentionConfig
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Turns TF32 off, which XLA uses on a GPU for some shapes only. Tests of TF32 turn it on. For the whole process: a
+# context in a fixture would leave out fixtures of modules and the threads that tests start.
+jax.config.update("jax_default_matmul_precision", "highest")
 # JAX writes into each operation which lines it comes from. That takes a twentieth of the tests' time.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 
@@ -61,13 +64,6 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def key():
     return jax.random.fold_in(jax.random.key(0), 1)  # neither of its two words is 0
-
-
-@pytest.fixture(autouse=True)
-def exact_matmuls():
-    """Turns TF32 off, which XLA uses on a GPU for some shapes only. Tests of TF32 turn it on."""
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 @pytest.fixture

@@ -36,12 +36,6 @@ ENVIRONMENT = os.environ | {
 LINES = ["a bird sings in the old tree", "", "rain falls on the river .", "the old tree falls"]
 
 
-@pytest.fixture(autouse=True)
-def exact_float32():
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return str(tiny.write_sentence_model(tmp_path_factory.mktemp("model")))
@@ -64,8 +58,7 @@ def ranker(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def embeddings(model):
-    with jax.default_matmul_precision("highest"):
-        return SentenceEncoder.from_pretrained(model).encode(LINES)
+    return SentenceEncoder.from_pretrained(model).encode(LINES)
 
 
 @pytest.fixture

@@ -184,7 +184,8 @@ def test_later_programs_compile_before_the_first_is_there(folder, monkeypatch):
     assert watched.calls == 0  # a call would compile once more
     held.release()
     thread.join()
-    np.testing.assert_array_equal(found[0], expected)
+    np.testing.assert_array_equal(found[0], again.encode(TEXTS, batch_size=4))
+    np.testing.assert_allclose(found[0], expected, rtol=0, atol=1e-5)  # other programs, in which bits may differ
 
 
 def test_program_that_cannot_be_compiled_is_an_error(folder, monkeypatch):
@@ -215,8 +216,10 @@ def test_threads_compile_a_program_once(folder, compiled):
     for thread in threads:
         thread.join()
     assert len(compiled) == 1
+    later = encoder.encode("rain")
     for one in found:
-        np.testing.assert_array_equal(one, expected)
+        np.testing.assert_array_equal(one, later)
+    np.testing.assert_allclose(later, expected, rtol=0, atol=1e-5)  # of another program, in which bits may differ
 
 
 def test_at_most_twenty_programs_at_512_tokens():
