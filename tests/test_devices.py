@@ -1,6 +1,7 @@
 """Encoders on several devices: the same bits as on one device, whichever device computes, and memory that runs out."""
 
 import logging
+import threading
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from jaxft.text.cross_encoder import CrossEncoder
 from jaxft.text.multi_vector_encoder import MultiVectorEncoder
 from jaxft.text.sentence_encoder import SentenceEncoder
 from jaxft.text.sparse_encoder import SparseEncoder
+from test_warmup import Held
 
 several = pytest.mark.skipif(jax.local_device_count() < 4, reason="needs four devices, see the first test")
 TEXTS = tiny.texts(300)
@@ -176,6 +178,26 @@ def test_first_device_computes_while_others_compile(encoder, used, monkeypatch):
     expected = encoder.encode(TEXTS, batch_size=8)
     np.testing.assert_array_equal(encoder.encode(TEXTS, batch_size=8, devices=[0, 1]), expected)
     assert {*used} == {jax.devices()[0]}
+
+
+@several
+def test_programs_of_other_devices_wait_for_the_first(encoder, monkeypatch):
+    """XLA times algorithms when it first compiles a program on a GPU, and takes the same ones later."""
+    held, threads, compile_program = Held(), [], jax.stages.Lowered.compile
+    monkeypatch.setattr(devices, "_first_compilers", lambda: held)
+    monkeypatch.setattr(
+        jax.stages.Lowered, "compile", lambda x: threads.append(threading.current_thread()) or compile_program(x)
+    )
+    encoder.max_seq_length, options = 16, {"batch_size": 1, "devices": [0, 1]}
+    thread = threading.Thread(target=lambda: encoder.warmup(**options), daemon=True)
+    thread.start()
+    while len(encoder._dealer._programs) < 2:
+        thread.join(0.01)
+    thread.join(0.2)
+    assert len(held.tasks) == 1 and threads == []
+    held.release()
+    thread.join()
+    assert len(threads) == 2 and threads[0] is threading.current_thread()
 
 
 class _Never:
