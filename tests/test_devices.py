@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def encoder(folder):
-    return SentenceEncoder.from_pretrained(folder)
+    return SentenceEncoder.from_pretrained(folder, max_seq_length=32)  # two lengths, for few programs
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_default_device_is_obeyed(encoder, used, monkeypatch):
 def test_all_gpus_compute_by_default(folder, used, monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="jaxft")
     devices._say.cache_clear()
-    encoder = SentenceEncoder.from_pretrained(folder, packed=False)
+    encoder = SentenceEncoder.from_pretrained(folder, packed=False, max_seq_length=32)
     expected = encoder.encode(TEXTS, batch_size=8)
     assert {*used} == {jax.devices()[0]} and "computes on" not in caplog.text  # CPUs
     monkeypatch.setattr(dispatch, "work_devices", lambda many: jax.local_devices() if many else [])
@@ -224,7 +224,7 @@ def test_memory_runs_out_on_one_device(encoder, used, monkeypatch, caplog, most)
     monkeypatch.setattr(devices.Dealer, "lanes", _ready(devices.Dealer.lanes))
     found = encoder.encode(TEXTS, batch_size=8, devices=[0, 1])
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert "the device cpu:1 has too little memory for batches of 512 tokens; going on with 256" in caplog.text.lower()
+    assert "the device cpu:1 has too little memory for batches of 256 tokens; going on with 128" in caplog.text.lower()
     assert ("going on without it" in caplog.text) == (most == 0)
     batcher = encoder._texts(None).batcher
     assert jax.devices()[0] not in batcher._largest
