@@ -42,8 +42,8 @@ WHEEL_SHA256 = "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54
 WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 
-# `make test-gpu` leaves these files out. They compile no kernels, or no kernels for the device at hand, or they compute
-# with an encoder whose kernels other files test: test_exported.py, test_packed.py and test_warmup.py have text encoders.
+# `make test-gpu` leaves these files out. They compile no kernels, or no kernels for the device at hand, or they use an
+# encoder whose kernels other files test: text encoders run on a GPU in test_exported.py and test_warmup.py.
 CPU = (
     "atomic", "attention_errors", "autotune", "batching", "benchmarks", "cases", "checkpoint", "checkpoint_resolve",
     "checkpoint_settings", "cli", "cli_bench", "compilation_cache", "contrastive", "corpora", "cross_encoder",
