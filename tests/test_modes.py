@@ -41,7 +41,7 @@ def debug_nans(disable_jit=False):
 
 @contextlib.contextmanager
 def checking_leaks():
-    """Finds tracers that outlive their trace. JAX looks for them among all objects, of which earlier tests left many."""
+    """Finds tracers that outlive their trace. JAX searches all objects, so those of earlier tests are frozen."""
     gc.collect()
     gc.freeze()
     try:
