@@ -11,7 +11,11 @@ from pathlib import Path
 # Size of XLA's CPU thread pool. A waiting warp group blocks a thread in Mosaic's interpreter, so a pool with one thread
 # per core can deadlock.
 os.environ.setdefault("NPROC", "16")
-os.environ["JAXFT_COMPILATION_CACHE"] = "off"  # for commands that tests start
+# For the processes that tests start: this jaxft, before all other folders that the caller names.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
+os.environ["JAXFT_COMPILATION_CACHE"] = "off"
 
 import jax
 import pytest
@@ -21,6 +25,9 @@ from jaxft.tuning import attention as tuning_attention
 from jaxft.tuning.table import AttentionConfig
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Turns TF32 off, which XLA uses on a GPU for some shapes only. Tests of TF32 turn it on. For the whole process: a
+# context in a fixture would leave out fixtures of modules and the threads that tests start.
+jax.config.update("jax_default_matmul_precision", "highest")
 # JAX writes into each operation which lines it comes from. That takes a twentieth of the tests' time.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 
@@ -35,16 +42,16 @@ WHEEL_SHA256 = "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54
 WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 
-# These files compile no kernels, or no kernels for the device at hand: `make test-gpu` leaves them out.
+# `make test-gpu` leaves these files out. They compile no kernels, or no kernels for the device at hand, or they use an
+# encoder whose kernels other files test: text encoders run on a GPU in test_exported.py and test_warmup.py.
 CPU = (
     "atomic", "attention_errors", "autotune", "batching", "benchmarks", "cases", "checkpoint", "checkpoint_resolve",
-    "checkpoint_settings", "cli", "cli_bench", "contrastive", "corpora", "cross_encoder", "devices", "distributed",
-    "docs", "examples", "examples_parts",
-    "fusion", "fusion_transforms",
-    "hostile_files", "import", "inputs", "instructions", "layers", "long_texts", "lowering", "lowering_attention",
-    "minilm",
-    "mutants", "order", "other_systems", "passed_options", "peer_values", "plans", "quantization", "sentence_encoder",
-    "sentence_encoder_packed", "signals", "tuning",
+    "checkpoint_settings", "cli", "cli_bench", "compilation_cache", "contrastive", "corpora", "cross_encoder",
+    "devices", "distributed", "docs", "embedding_modules", "encode_options", "examples", "examples_parts", "fusion",
+    "fusion_transforms", "fusion_traps", "hostile_files", "import", "inputs", "instructions", "latency", "layers",
+    "long_texts", "lowering", "lowering_attention", "minilm", "modes", "multi_vector_encoder", "mutants", "order",
+    "other_systems", "partition", "passed_options", "peer_values", "plans", "quantization", "reference", "saving",
+    "sentence_encoder", "sentence_encoder_packed", "sharding", "signals", "sparse_encoder", "text_types", "tuning",
 )  # fmt: skip
 
 
@@ -57,13 +64,6 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def key():
     return jax.random.fold_in(jax.random.key(0), 1)  # neither of its two words is 0
-
-
-@pytest.fixture(autouse=True)
-def exact_matmuls():
-    """Turns TF32 off, which XLA uses on a GPU for some shapes only. Tests of TF32 turn it on."""
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import numpy as np
 import jaxft
 from cases import normal, some
 from jaxft.kernels.triton import attention_spans, common
-from jaxft.ops import attention_vjp
+from jaxft.ops import attention_vjp, transforms
 from jaxft.tuning import attention as tuning_attention
 from jaxft.tuning.table import AttentionConfig
 from test_attention_gradients import attention_case, random_blocks
@@ -114,6 +114,11 @@ def at_once(function):
     return lambda *arguments, **static: jax.jit(lambda: function(*arguments, **static))()
 
 
+def whole(kernel, *_, **__):
+    """Stands for `transforms.mappable`, which traces `kernel` to map it and to divide it among devices."""
+    return lambda *arrays: kernel((False,) * len(arrays), *arrays)
+
+
 def main(first, count, fault=None):
     launched = []
     jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -121,6 +126,7 @@ def main(first, count, fault=None):
     with (
         mock.patch.multiple(attention_spans, **spans),
         mock.patch.object(attention_vjp, "_kernels", attention_vjp._kernels.__wrapped__),
+        mock.patch.object(transforms, "mappable", whole),
         mock.patch.multiple(common, launch=alone(common.launch, launched), **(FAULTS[fault] if fault else {})),
     ):
         cases = [small_case, small_case, small_case, large_case, varlen_case] if fault is None else [fault_case]

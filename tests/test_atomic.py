@@ -44,8 +44,7 @@ for number in range(times):
 
 def start(code, *arguments, **options):
     return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
-                            **options)  # fmt: skip
+                            stderr=subprocess.PIPE, text=True, **options)  # fmt: skip
 
 
 @contextlib.contextmanager

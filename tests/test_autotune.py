@@ -1,5 +1,6 @@
 """`autotune`: what it tries, takes, stores and finds again, on a CPU with made-up times."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -602,12 +603,13 @@ def test_processes_that_save_at_once_lose_nothing():
         from jaxft.tuning import cache, table
         for i in range(40):
             cache.save(cache.path({KIND!r}), "softmax", f"{{sys.argv[1]}}/{{i}}", table.RowConfig(1, 32, 1))"""
-    running = [subprocess.Popen([sys.executable, "-c", code, str(n)]) for n in range(4)]
     found = 0
-    while any(process.poll() is None for process in running):
-        now = len(entries().get("softmax", {}))
-        assert now >= found
-        found = now
+    with contextlib.ExitStack() as stack:
+        running = [stack.enter_context(subprocess.Popen([sys.executable, "-c", code, str(n)])) for n in range(4)]
+        while any(process.poll() is None for process in running):
+            now = len(entries().get("softmax", {}))
+            assert now >= found
+            found = now
     assert [process.returncode for process in running] == [0] * 4
     assert len(entries()["softmax"]) == 160
     assert os.listdir(tuning_cache.path(KIND).parent) == [tuning_cache.path(KIND).name]

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import functools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -770,7 +771,7 @@ def compare_fakes(tmp_path, monkeypatch, capsys):
     """Runs bench_peers with libraries of `FAKES`; returns the rows, and what was printed."""
     (tmp_path / "fakes").mkdir()
     (tmp_path / "fakes" / "fakes.py").write_text(FAKES)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fakes"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fakes"), prepend=os.pathsep)
     run = bench_peers.run
 
     def run_or_prepare(command, *rest, **options):

@@ -1,5 +1,7 @@
 """`cases.check`, which judges the ops, passes exact results and fails wrong ones."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,3 +36,16 @@ def test_error_of_a_single_run_fails():
     with pytest.raises(AssertionError, match="error 1.000e\\+06"):
         judge(lambda x: jax.pure_callback(sometimes, x, x))
     assert len(runs) > 1
+
+
+@pytest.fixture(scope="module")
+def precision_of_fixture():
+    return jax.config.jax_default_matmul_precision
+
+
+def test_threads_and_fixtures_multiply_without_tf32(precision_of_fixture):
+    found = [precision_of_fixture]
+    thread = threading.Thread(target=lambda: found.append(jax.config.jax_default_matmul_precision))
+    thread.start()
+    thread.join()
+    assert found == ["highest"] * 2

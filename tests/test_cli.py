@@ -30,17 +30,10 @@ from jaxft.tuning import table as tuning_table
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {
-    "PYTHONPATH": str(ROOT),
     "PYTHONWARNINGS": "",
     "JAX_DEFAULT_MATMUL_PRECISION": "highest",
 }
 LINES = ["a bird sings in the old tree", "", "rain falls on the river .", "the old tree falls"]
-
-
-@pytest.fixture(autouse=True)
-def exact_float32():
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +58,7 @@ def ranker(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def embeddings(model):
-    with jax.default_matmul_precision("highest"):
-        return SentenceEncoder.from_pretrained(model).encode(LINES)
+    return SentenceEncoder.from_pretrained(model).encode(LINES)
 
 
 @pytest.fixture

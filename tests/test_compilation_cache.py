@@ -245,7 +245,7 @@ print(found.count("/jax/compilation_cache/cache_hits"))
 
 
 def start(folder, *, before=""):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "", "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"PYTHONWARNINGS": "", "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(
         [sys.executable, "-c", before + SCRIPT, str(folder)], env=environment, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True,
@@ -254,8 +254,8 @@ def start(folder, *, before=""):
 
 def test_several_processes_write_at_once(folder):
     running = [start(folder) for _ in range(3)]
-    for process in running:
-        _, errors = process.communicate()
+    outputs = [process.communicate() for process in running]  # of all: a process that is left is an error later
+    for process, (_, errors) in zip(running, outputs, strict=True):
         assert process.returncode == 0 and not errors, errors
     assert len(programs(folder)) == 20
     output, _ = start(folder).communicate()
@@ -285,7 +285,7 @@ def model(tmp_path_factory):
 def command(model, *options, **environment):
     return subprocess.run(
         [sys.executable, "-m", "jaxft.cli", "encode", "--model", model, "-o", "-", *options], input="a bird\n",
-        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "", **environment}, capture_output=True, text=True,
+        env=os.environ | {"PYTHONWARNINGS": "", **environment}, capture_output=True, text=True,
     )  # fmt: skip
 
 

@@ -82,8 +82,10 @@ def compiler_for(card):
 
 
 @pytest.fixture(autouse=True)
-def exact_matmuls():
+def default_matmuls():
     """Leaves TF32 on, as it is for users."""
+    with jax.default_matmul_precision(None):
+        yield
 
 
 def gradients(function):

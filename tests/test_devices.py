@@ -1,6 +1,7 @@
 """Encoders on several devices: the same bits as on one device, whichever device computes, and memory that runs out."""
 
 import logging
+import threading
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from jaxft.text.cross_encoder import CrossEncoder
 from jaxft.text.multi_vector_encoder import MultiVectorEncoder
 from jaxft.text.sentence_encoder import SentenceEncoder
 from jaxft.text.sparse_encoder import SparseEncoder
+from test_warmup import Held
 
 several = pytest.mark.skipif(jax.local_device_count() < 4, reason="needs four devices, see the first test")
 TEXTS = tiny.texts(300)
@@ -33,7 +35,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def encoder(folder):
-    return SentenceEncoder.from_pretrained(folder)
+    return SentenceEncoder.from_pretrained(folder, max_seq_length=32)  # two lengths, for few programs
 
 
 @pytest.fixture
@@ -110,7 +112,7 @@ def test_default_device_is_obeyed(encoder, used, monkeypatch):
 def test_all_gpus_compute_by_default(folder, used, monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="jaxft")
     devices._say.cache_clear()
-    encoder = SentenceEncoder.from_pretrained(folder, packed=False)
+    encoder = SentenceEncoder.from_pretrained(folder, packed=False, max_seq_length=32)
     expected = encoder.encode(TEXTS, batch_size=8)
     assert {*used} == {jax.devices()[0]} and "computes on" not in caplog.text  # CPUs
     monkeypatch.setattr(dispatch, "work_devices", lambda many: jax.local_devices() if many else [])
@@ -178,6 +180,26 @@ def test_first_device_computes_while_others_compile(encoder, used, monkeypatch):
     assert {*used} == {jax.devices()[0]}
 
 
+@several
+def test_programs_of_other_devices_wait_for_the_first(encoder, monkeypatch):
+    """XLA times algorithms when it first compiles a program on a GPU, and takes the same ones later."""
+    held, threads, compile_program = Held(), [], jax.stages.Lowered.compile
+    monkeypatch.setattr(devices, "_first_compilers", lambda: held)
+    monkeypatch.setattr(
+        jax.stages.Lowered, "compile", lambda x: threads.append(threading.current_thread()) or compile_program(x)
+    )
+    encoder.max_seq_length, options = 16, {"batch_size": 1, "devices": [0, 1]}
+    thread = threading.Thread(target=lambda: encoder.warmup(**options), daemon=True)
+    thread.start()
+    while len(encoder._dealer._programs) < 2:
+        thread.join(0.01)
+    thread.join(0.2)
+    assert len(held.tasks) == 1 and threads == []
+    held.release()
+    thread.join()
+    assert len(threads) == 2 and threads[0] is threading.current_thread()
+
+
 class _Never:
     """An executor whose tasks never end."""
 
@@ -202,7 +224,7 @@ def test_memory_runs_out_on_one_device(encoder, used, monkeypatch, caplog, most)
     monkeypatch.setattr(devices.Dealer, "lanes", _ready(devices.Dealer.lanes))
     found = encoder.encode(TEXTS, batch_size=8, devices=[0, 1])
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert "the device cpu:1 has too little memory for batches of 512 tokens; going on with 256" in caplog.text.lower()
+    assert "the device cpu:1 has too little memory for batches of 256 tokens; going on with 128" in caplog.text.lower()
     assert ("going on without it" in caplog.text) == (most == 0)
     batcher = encoder._texts(None).batcher
     assert jax.devices()[0] not in batcher._largest

@@ -29,7 +29,7 @@ def test_example_computes_what_encode_computes(script, package, tmp_path):
     done = subprocess.run(
         [sys.executable, ROOT / f"examples/distributed/{script}.py", "--model", model, "--data",
          str(tmp_path / "data.parquet"), "--out", str(out), "--rows", "25"],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "", "HF_HOME": str(tmp_path / "cache"),
+        env=os.environ | {"PYTHONWARNINGS": "", "HF_HOME": str(tmp_path / "cache"),
                           "RAY_USAGE_STATS_ENABLED": "0", "JAX_PLATFORMS": "cpu"},
         cwd=tmp_path, capture_output=True, text=True, timeout=300,
     )  # fmt: skip

@@ -50,12 +50,6 @@ VALUES = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def exact_float32():
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
 def close(actual, expected, atol=2e-6):
     assert actual.dtype == np.float32
     np.testing.assert_allclose(actual, np.asarray(expected), rtol=0, atol=atol)

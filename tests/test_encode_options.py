@@ -19,12 +19,6 @@ PROMPTS = {"query": "the river ", "passage": "old ", "long": "sings " * 70, "mas
 FAMILY, MODULE, POOLING = "config_sentence_transformers.json", "sentence_bert_config.json", "1_Pooling/config.json"
 
 
-@pytest.fixture(autouse=True)
-def exact_float32():
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tiny.write_sentence_model(tmp_path_factory.mktemp("model"))

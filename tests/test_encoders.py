@@ -53,12 +53,6 @@ REFUSED = {
 }
 
 
-@pytest.fixture(autouse=True)
-def exact():
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
 def results(model, ids, mask):
     """Returns the results of a padded and of a packed batch, without the padding."""
     lengths = mask.sum(axis=1)

@@ -171,7 +171,7 @@ common.run(main)
 
 def run_in_process(code, *arguments, **options):
     root = Path(__file__).resolve().parents[1]
-    environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'examples'}"}
+    environment = os.environ | {"PYTHONPATH": f"{root / 'examples'}{os.pathsep}{os.environ['PYTHONPATH']}"}
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment,
                           timeout=300, **options)  # fmt: skip
 
@@ -393,7 +393,7 @@ def test_diverged_run_keeps_the_good_checkpoint(dtype, bad, stopped, message, ad
 @pytest.mark.skipif(INTERPRET, reason="takes a minute; on a CPU, programs are the same in every process")
 def test_shared_compilation_cache_keeps_runs_equal(minilm, tmp_path):
     root = Path(__file__).resolve().parents[1]
-    environment = os.environ | {"PYTHONPATH": str(root), "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs")}
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs")}
 
     def start(name):
         options = ["--preset=small", "--steps=600", "--save-every=200", "--dtype=bfloat16", "--accumulate=2"]

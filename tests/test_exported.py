@@ -38,6 +38,11 @@ def with_instructions():
     return embedder(include_prompt=False)
 
 
+def padded(**options):
+    """Returns an encoder that pads batches, as `embedder()` does on a CPU. On a GPU, it packs them."""
+    return embedder(packed=False, **options)
+
+
 def packed():
     return SentenceEncoder(bert(), tiny.bert_tokenizer(), max_seq_length=64, packed=True)
 
@@ -66,7 +71,7 @@ def numbers(encoder):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("exported") / "folder"
-    embedder().export(path, **SIZE)
+    padded().export(path, **SIZE)
     return path
 
 
@@ -120,7 +125,7 @@ def test_exported_precision(precision, tmp_path):
 
 def test_program_that_changes_after_loading_is_refused(copy):
     encoder = SentenceEncoder.from_exported(copy)
-    embedder().export(copy, **SIZE, normalize_embeddings=True)
+    padded().export(copy, **SIZE, normalize_embeddings=True)
     with pytest.raises(CheckpointError, match="has changed since the encoder was loaded"):
         encoder.encode(TEXTS, **SIZE)
 
@@ -162,19 +167,18 @@ except AssertionError:
 
 
 def in_a_new_process(code, *arguments):
-    root = os.path.dirname(os.path.dirname(jaxft.__file__))
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_a_new_process_computes_without_tracing(folder, tmp_path):
     assert "refused to trace" in in_a_new_process(LOAD, folder, tmp_path / "x.npy", 2, *TEXTS)
-    np.testing.assert_array_equal(np.load(tmp_path / "x.npy"), embedder().encode(TEXTS, **SIZE))
+    # On a GPU, XLA times the algorithms of its matmuls in each process anew, and may choose others.
+    np.testing.assert_allclose(np.load(tmp_path / "x.npy"), padded().encode(TEXTS, **SIZE), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("load", [lambda _: embedder(), SentenceEncoder.from_exported], ids=["jitted", "exported"])
+@pytest.mark.parametrize("load", [lambda _: padded(), SentenceEncoder.from_exported], ids=["jitted", "exported"])
 def test_threads_get_the_bits_of_one(load, folder):
     """Eight threads call one encoder that has computed nothing yet, with texts of different shapes."""
     encoder, start = load(folder), threading.Barrier(8)
@@ -185,11 +189,12 @@ def test_threads_get_the_bits_of_one(load, folder):
 
     with ThreadPoolExecutor(8) as threads:
         found = [*threads.map(work, range(8))]
-    alone = embedder()
+    alone = padded()
     for i, results in enumerate(found):
-        expected = alone.encode(TEXTS[i % 3 :], **SIZE)
         for result in results:
-            np.testing.assert_array_equal(result, expected)
+            np.testing.assert_array_equal(result, encoder.encode(TEXTS[i % 3 :], **SIZE))
+        # The other encoder has compiled programs of its own, for which XLA may choose other algorithms on a GPU.
+        np.testing.assert_allclose(results[0], alone.encode(TEXTS[i % 3 :], **SIZE), rtol=0, atol=1e-6)
 
 
 # --- What is refused -----------------------------------------------------------------------------------------------
@@ -282,7 +287,7 @@ def test_wrong_arguments_are_named(folder, tmp_path, monkeypatch):
 
 
 def test_a_later_export_replaces_the_files(copy):
-    encoder = embedder(max_seq_length=32)
+    encoder = padded(max_seq_length=32)
     encoder.export(copy, **SIZE)
     assert len([*(copy / "programs").iterdir()]) == 4
     encoder.export(copy, batch_size=np.int64(1))

@@ -38,7 +38,7 @@ def peer(tmp_path, monkeypatch):
     (tmp_path / "sentence_transformers.py").write_text(PEER)
     (tmp_path / "torch.py").write_text("float32 = bfloat16 = 'of torch'")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
 
 def test_percentiles_are_those_of_all_calls():

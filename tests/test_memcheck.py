@@ -1,4 +1,4 @@
-"""compute-sanitizer finds no access of an attention kernel beyond its arrays. Needs an NVIDIA GPU."""
+"""compute-sanitizer finds no access of an attention kernel beyond its arrays. It needs an NVIDIA GPU."""
 
 import os
 import shutil
@@ -8,23 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from cases import slow
+import memcheck_attention
+from cases import INTERPRET, slow
 from jaxft import dispatch
 
 SANITIZER = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ["PATH"], "/usr/local/cuda/bin"]))
 ROOT = Path(__file__).resolve().parents[1]
 CASES, PARTS = 50, 10  # PARTS processes run CASES cases; starting one takes as long as some cases
 
-pytestmark = [
-    pytest.mark.skipif(dispatch.platform() != "cuda", reason="checks what an NVIDIA GPU accesses"),
-    pytest.mark.skipif(SANITIZER is None, reason="compute-sanitizer is not installed"),
-]
+sanitized = pytest.mark.skipif(
+    dispatch.platform() != "cuda" or SANITIZER is None, reason="needs an NVIDIA GPU and compute-sanitizer"
+)
 
 
 def memcheck(*arguments):
     """Returns the exit status and the output of tests/memcheck_attention.py under compute-sanitizer."""
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
         # One allocation of the driver per array. "platform" and "address" hand out parts of larger ones (JAX 0.11.2).
         "XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
@@ -45,6 +44,13 @@ def memcheck(*arguments):
     return done.returncode, done.stdout
 
 
+@pytest.mark.skipif(not INTERPRET, reason="the other tests run the script")
+def test_every_kernel_is_a_program_of_its_own(capsys):
+    memcheck_attention.main(2, 1)
+    assert "1 cases ran in 2 kernels of 2 kinds" in capsys.readouterr().out
+
+
+@sanitized
 @pytest.mark.parametrize("part", [0, *slow(*range(1, PARTS))])
 def test_attention_stays_within_its_arrays(part):
     count = CASES // PARTS
@@ -53,6 +59,7 @@ def test_attention_stays_within_its_arrays(part):
     assert f"{count} cases ran in " in output, output
 
 
+@sanitized
 @pytest.mark.parametrize(("fault", "found"), [("load", "read"), ("store", "write"), ("row", "read")])
 def test_planted_fault_is_found(fault, found):
     """The faults are kernels without a mask, and kernels with one row too many in their masks."""

@@ -5,6 +5,7 @@ Also models with symbolic sizes. `test_transforms.py` has the ops.
 
 import contextlib
 import functools
+import gc
 
 import jax
 import jax.export
@@ -38,6 +39,18 @@ def debug_nans(disable_jit=False):
         yield
 
 
+@contextlib.contextmanager
+def checking_leaks():
+    """Finds tracers that outlive their trace. JAX searches all objects, so those of earlier tests are frozen."""
+    gc.collect()
+    gc.freeze()
+    try:
+        with jax.checking_leaks():
+            yield
+    finally:
+        gc.unfreeze()
+
+
 def run(function, *arguments):
     return jax.block_until_ready(function(*jax.tree.map(jnp.asarray, arguments)))
 
@@ -49,7 +62,7 @@ def trace(function, *arguments):
 MODES = {
     "strict": (strict, trace),
     "x64": (functools.partial(strict, x64=True), trace),
-    "leaks": (jax.checking_leaks, trace),  # traces everything anew, so it takes ten times as long
+    "leaks": (checking_leaks, trace),  # traces everything anew, so it takes ten times as long
     "debug_nans": (debug_nans, run),
     "disable_jit": (functools.partial(debug_nans, disable_jit=True), run),
 }

@@ -67,12 +67,6 @@ from jaxft.checkpoint.files import CheckpointError  # noqa: E402
 STORED = np.load(DATA)
 
 
-@pytest.fixture(autouse=True)
-def exact():
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
 @pytest.fixture(params=CASES)
 def folder(request, tmp_path):
     for file in ("config.json", "model.safetensors"):

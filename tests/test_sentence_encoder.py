@@ -33,12 +33,6 @@ TEXTS = [  # four lengths, since the expected values compile once per length
 ]
 
 
-@pytest.fixture(autouse=True)
-def exact_float32():
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
 @pytest.fixture(scope="module")
 def golden():
     return np.load(GOLDEN)

@@ -142,7 +142,7 @@ def start(folder, code, *arguments, ignored=()):
     return subprocess.Popen(
         [sys.executable, "-c", "\n".join([*lines, code]), *map(str, arguments)], cwd=folder, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": ""},
+        env=os.environ | {"PYTHONWARNINGS": ""},
     )  # fmt: skip
 
 

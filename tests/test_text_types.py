@@ -4,7 +4,6 @@ import json
 import sys
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -56,12 +55,6 @@ def write(folder, kind, task=BertModel, longest=512, **options):
         settings["pad_token"] = "<pad>"
     tokenizer_folders.write(folder, {"tokenizer.json": tokenizer, "tokenizer_config.json": settings})
     return folder
-
-
-@pytest.fixture(autouse=True)
-def exact():
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -26,6 +26,9 @@ class Dealer:
     Threads compile the program of a shape when the shape first occurs. Until another device has its program, the first
     device computes the batches of that shape, so that no call waits for more programs than on one device.
 
+    XLA chooses some algorithms by timing them, once in a process for each kind of device. A program is therefore
+    compiled for the first device before the others: they take the same algorithms, and the bits are the same.
+
     Args:
       bundled: keeps the model's arrays, and their copies on other devices.
     """
@@ -53,6 +56,7 @@ class Dealer:
         if len(chosen) > 1 and not one:
             _say(f"{where}: computes on {len(chosen)} devices: {', '.join(map(str, chosen))}")
         first = chosen[0] if chosen else None
+        lanes: list[Lane] = []
         is_home = first is None or (first == dispatch.default_device() and dispatch.homes(arrays) == {first})
 
         def given(device: jax.Device | None, batch: Batch) -> tuple[Any, ...]:
@@ -64,6 +68,8 @@ class Dealer:
 
             def program(batch: Batch) -> Future[Any] | None:
                 """Returns the program of a batch's shape, whose compilation the first call starts."""
+                if not is_first:
+                    lanes[0].is_ready(batch)  # starts the compilation for the first device
                 _, *others = arguments([], rebuild, batch)
                 key = (function, there, *(getattr(x, "shape", x) for x in others))
                 if key not in self._programs:
@@ -72,6 +78,11 @@ class Dealer:
                             self._programs[key] = start(batch)
                 return self._programs[key]
 
+            def compile_program(lowered: Any, batch: Batch) -> Any:
+                if not is_first:
+                    lanes[0].wait(batch)  # XLA has timed its algorithms then
+                return lowered.compile()
+
             def start(batch: Batch) -> Future[Any] | None:
                 if not hasattr(function, "lower"):  # it is not jitted
                     return None
@@ -79,7 +90,8 @@ class Dealer:
                 try:
                     with dispatch.traced_for(first):
                         lowered = function.lower(*given(there, batch))
-                    compiled = (_first_compilers() if is_first else _compilers()).submit(lowered.compile)
+                    task = functools.partial(compile_program, lowered, batch)
+                    compiled = (_first_compilers() if is_first else _compilers()).submit(task)
                 except jax.errors.JaxRuntimeError as error:
                     compiled.set_exception(error)
                 except RuntimeError:  # the main thread has ended, and with it the threads that compile
@@ -108,7 +120,8 @@ class Dealer:
 
             return Lane(compute, is_ready, wait, device)
 
-        return [*map(lane, chosen or [None])]
+        lanes += map(lane, chosen or [None])
+        return lanes
 
     def warm_up(self, lanes: Sequence[Lane], batches: Sequence[Batch], *, show_progress_bar: bool | None) -> None:
         """Compiles the programs of batches for all lanes. On devices other than CPUs, it also runs each of them once.

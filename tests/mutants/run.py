@@ -116,7 +116,8 @@ class Runner:
 
     def pytest(self, copy: Path, tests: list[str], *more: str, timeout: float) -> tuple[int | None, str]:
         """Runs tests in a copy. Returns the exit code, None after the timeout, and the end of the output."""
-        environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+        path = os.pathsep.join([str(copy), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
         environment |= {"JAXFT_TEST_CASES": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         if not self.gpu:
             environment |= {"JAX_PLATFORMS": "cpu"}
