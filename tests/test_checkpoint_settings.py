@@ -497,3 +497,12 @@ def test_distilbert_takes_the_names_of_bert():
     found = BertConfig.from_dict(settings | {"num_hidden_layers": 3, "intermediate_size": 7})
     sizes = found.hidden_size, found.num_attention_heads, found.num_hidden_layers, found.intermediate_size
     assert sizes == (32, 4, 3, 3072)  # as transformers 5.24: intermediate_size has only the name hidden_dim
+
+
+def test_sliding_window_is_half_of_local_attention():
+    """transformers 5.24: the embeddings of a ModernBERT change with this field, which wins over local_attention."""
+    fields = {"model_type": "modernbert", "local_attention": 8}
+    assert BertConfig.from_dict(fields | {"sliding_window": 3}).local_attention == 6
+    assert BertConfig.from_dict(fields | {"sliding_window": None}).local_attention == 8
+    with pytest.raises(ValueError, match="local_attention must be an integer from 1 to 16777216, got 'all'"):
+        BertConfig.from_dict(fields | {"sliding_window": "all"})
