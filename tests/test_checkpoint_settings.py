@@ -59,6 +59,7 @@ TABLES = {
         "tokenize_chinese_chars": False, "add_prefix_space": ("roberta", True), "unk_token": "rain",
         "sep_token": "river", "pad_token": "[Q]", "cls_token": "river", "mask_token": "[Q]", "bos_token": "[Q]",
         "eos_token": "[Q]", "additional_special_tokens": ["[Q]"], "extra_special_tokens": ["[Q]"], "image_token": "[Q]",
+        "model_specific_special_tokens": {"x": "[Q]"},
         "added_tokens_decoder": DECODER, "split_special_tokens": True, "model_max_length": 6, "max_len": 6,
         "truncation_side": "left", "model_input_names": ("pairs", ["input_ids", "attention_mask"]),
         "padding_side": "left", "auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}, "processor_class": "CLIP",
@@ -305,6 +306,9 @@ def test_tokenizer_gives_the_ids_of_transformers(tmp_path, name):
         ("bert", {MAP: {"model_max_length": "long"}}, "must be an integer of at least 1, got 'long'"),
         ("bert", {FAMILY: {"truncate_dim": 0}}, "truncate_dim must be a positive integer, got 0"),
         ("bert", {TOKENIZER: {"cls_token": None}}, "tokenizer_config.json: cls_token must be a token, got None"),
+        ("bert", {TOKENIZER: {"sep_token": ""}}, "tokenizer_config.json: sep_token must be a token, got ''"),
+        ("bert", {TOKENIZER: {"model_specific_special_tokens": ["[Q]"]}},
+         "tokenizer_config.json: model_specific_special_tokens must map names to tokens, got"),
         ("bert", {TOKENIZER: {"unk_token": 3}}, "tokenizer_config.json: unk_token must be a token, got 3"),
         ("bert", {TOKENIZER: {"added_tokens_decoder": [1]}}, "added_tokens_decoder must map token ids to tokens, got"),
         ("bert", {FAMILY: {"truncate_dim": -3}}, "truncate_dim must be a positive integer, got -3"),
@@ -493,3 +497,12 @@ def test_distilbert_takes_the_names_of_bert():
     found = BertConfig.from_dict(settings | {"num_hidden_layers": 3, "intermediate_size": 7})
     sizes = found.hidden_size, found.num_attention_heads, found.num_hidden_layers, found.intermediate_size
     assert sizes == (32, 4, 3, 3072)  # as transformers 5.24: intermediate_size has only the name hidden_dim
+
+
+def test_sliding_window_is_half_of_local_attention():
+    """transformers 5.24: the embeddings of a ModernBERT change with this field, which wins over local_attention."""
+    fields = {"model_type": "modernbert", "local_attention": 8}
+    assert BertConfig.from_dict(fields | {"sliding_window": 3}).local_attention == 6
+    assert BertConfig.from_dict(fields | {"sliding_window": None}).local_attention == 8
+    with pytest.raises(ValueError, match="local_attention must be an integer from 1 to 16777216, got 'all'"):
+        BertConfig.from_dict(fields | {"sliding_window": "all"})

@@ -11,16 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from flax import nnx
 from tokenizers import Tokenizer, models, processors
 
 import fuzz_checkpoints
 import tiny
 from jaxft import cli
 from jaxft.checkpoint.files import CheckpointError
+from jaxft.models import quantize
+from jaxft.models.bert import BertModel
+from jaxft.models.embedding import Dense
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import TextError
 from jaxft.text.cross_encoder import CrossEncoder
 from jaxft.text.sentence_encoder import SentenceEncoder
+from test_atomic import names
 
 WEIGHTS, WORDS = "model.safetensors", "embeddings.word_embeddings.weight"
 TEXTS = ["a bird sings", "the old tree", "rain falls on the river"]
@@ -172,6 +177,31 @@ def test_text_with_a_result_that_is_not_finite_is_named(tmp_path, packed, monkey
     reason = r"texts\[2\] \('rain falls on the river'\) .* not finite: the model's parameter embeddings.* has NaN"
     with pytest.raises(ValueError, match=reason):
         encoder.encode(TEXTS)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "Dense module", "classifier", "float8"])
+def test_weights_that_are_not_finite_are_not_saved(tmp_path, kind):
+    """After a training that diverged: the earlier files stay, and nothing is written that from_pretrained refuses."""
+    if kind == "classifier":
+        saved = CrossEncoder.from_pretrained(tiny.write_classifier(tmp_path))
+        spoilt = saved.model.head.out_bias
+    else:
+        saved = SentenceEncoder.from_pretrained(tiny.write_sentence_model(tmp_path))
+        spoilt = saved.model.embeddings.word
+    if kind == "Dense module":
+        module = Dense(tiny.WIDTH, 4, rngs=nnx.Rngs(0))
+        saved = SentenceEncoder(saved.model, tiny.bert_tokenizer(), max_seq_length=8, modules=[module])
+        spoilt = module.kernel
+    elif kind == "float8":
+        config = tiny.config(hidden_size=128, intermediate_size=128)
+        saved = BertModel(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        spoilt = saved.layers[0].ffn_in_kernel
+    spoilt.set_value(spoilt[...].at[0].set(jnp.nan))
+    saved = quantize(saved) if kind == "float8" else saved
+    before = names(tmp_path)
+    with pytest.raises(ValueError, match=r"safetensors is not written: the tensor '.*' has NaN or infinite values"):
+        saved.save_pretrained(tmp_path)
+    assert names(tmp_path) == before
 
 
 def test_overflow_of_float16_is_named(tmp_path):

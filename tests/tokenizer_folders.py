@@ -116,6 +116,11 @@ OPTIONS = (
     {"additional_special_tokens": ["[DOC]", "[Q]"]},
     {"added_tokens_decoder": {str(NEXT): added("[DOC]"), str(NEXT + 1): added("[Q]", special=False, normalized=True)}},
     {"added_tokens_decoder": {str(NEXT + 7): added("[DOC]", lstrip=True), "6": added("cat", single_word=True)}},
+    {"model_specific_special_tokens": {"x": "[DOC]", "y_token": added("[Q]", __type="AddedToken", lstrip=True)}},
+    {"model_specific_special_tokens": {"x": "[DOC]"}, "image_token": "[Q]"},
+    {"model_specific_special_tokens": {"x": "[DOC]"}, "image_token": added("[Q]", __type="AddedToken")},
+    {"model_specific_special_tokens": {"x": "[DOC]"}, "extra_special_tokens": {"image_token": "[Q]"}},
+    {"model_specific_special_tokens": {"x": "[DOC]"}, "extra_special_tokens": ["[Q]"]},
 )  # fmt: skip
 for number, options in enumerate(OPTIONS):
     folder(f"options {number}, tokenizer.json", **{
@@ -143,6 +148,10 @@ MAPS = {
     "map and more tokens": {
         "special_tokens_map.json": {"extra_special_tokens": ["[DOC]"]},
         "tokenizer_config.json": BERT | {"extra_special_tokens": ["[Q]"]},
+    },
+    "map and model-specific tokens": {
+        "special_tokens_map.json": {"extra_special_tokens": {"image_token": "[Q]"}},
+        "tokenizer_config.json": BERT | {"model_specific_special_tokens": {"x": "[DOC]"}},
     },
     "map with a token in parts": {"special_tokens_map.json": {"mask_token": {"content": "[DOC]", "lstrip": False}}},
     "map without effect": {
@@ -215,6 +224,7 @@ NEW_OPTIONS = (
     {"additional_special_tokens": ["[DOC]"], "extra_special_tokens": {"image_token": "[Q]"}},
     {"added_tokens_decoder": {"30": added("[DOC]"), "31": added("[Q]", special=False, normalized=True)}},
     {"add_bos_token": True}, {"vocab_type": "spm"}, {"remove_space": False},
+    {"model_specific_special_tokens": {"x": "[DOC]"}},
 )  # fmt: skip
 NEW = {
     "mpnet": ("MPNetTokenizer", word_piece(MPNET)),

@@ -325,10 +325,9 @@ def named_tensors(model_type: str, parameters: Mapping[str, jax.Array]) -> dict[
 
 
 def float8_tensors(parameters: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
-    """Returns the tensors of a model in float8 by the names of its parameters, float8_e4m3fn as uint8."""
+    """Returns the tensors of a model in float8 by the names of its parameters."""
     _check_values(parameters)
-    arrays = {name: np.ascontiguousarray(value) for name, value in parameters.items()}
-    return {name: x.view(np.uint8) if x.dtype == jnp.float8_e4m3fn else x for name, x in arrays.items()}
+    return {name: np.ascontiguousarray(value) for name, value in parameters.items()}
 
 
 def _check_values(parameters: Mapping[str, Any]) -> None:
@@ -339,13 +338,20 @@ def _check_values(parameters: Mapping[str, Any]) -> None:
 def write(folder: Path, contents: Mapping[str, Any], without: Iterable[str] = ()) -> None:
     """Writes files by their path in the folder. Their content is arrays by name, a text, bytes, or of a JSON file.
 
+    Arrays of float8_e4m3fn are written as uint8.
+
     A content may also be a function of the paths of the other files, by name, which returns it. They are complete then.
 
     All files are complete before one of them gets its final name. The files `without` are removed then, too. If an
-    exception occurs, KeyboardInterrupt included, an earlier checkpoint in the folder stays as it was.
+    exception occurs, KeyboardInterrupt included, an earlier checkpoint in the folder stays as it was. Raises a
+    ValueError if an array is not finite.
     """
     import safetensors.numpy
 
+    for name, content in contents.items():
+        arrays = content if name.endswith(".safetensors") else {}
+        if wrong := [tensor for tensor, array in arrays.items() if not np.isfinite(array).all()]:
+            raise ValueError(f"{folder / name} is not written: the tensor {wrong[0]!r} has NaN or infinite values")
     with atomic.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -367,9 +373,10 @@ def write(folder: Path, contents: Mapping[str, Any], without: Iterable[str] = ()
                     text = json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n"
                     file.write_text(content if isinstance(content, str) else text, encoding="utf-8")
                     continue
+                stored = {n: x.view(np.uint8) if x.dtype == jnp.float8_e4m3fn else x for n, x in content.items()}
                 try:
                     # transformers expects this metadata, which says that the tensors follow PyTorch's conventions.
-                    safetensors.numpy.save_file(content, file, metadata={"format": "pt"})
+                    safetensors.numpy.save_file(stored, file, metadata={"format": "pt"})
                 except safetensors.SafetensorError as error:  # of the disk, for example a full one
                     number = re.search(r"os error (\d+)", str(error))
                     raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error

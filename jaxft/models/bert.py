@@ -700,7 +700,7 @@ class BertModel(nnx.Module):
         Raises:
           TypeError: `folder` is not a string or path.
           NotADirectoryError: `folder` is a file.
-          ValueError: the parameters have no values yet.
+          ValueError: the parameters have no values yet, or a parameter has NaN or infinite values.
         """
         checkpoint_tensors.save(folder, self._files())
 

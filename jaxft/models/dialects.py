@@ -89,6 +89,9 @@ def read(kind: str, config: Mapping[str, Any], values: Mapping[str, Any]) -> tup
             own["position_buckets"] = 0
     if kind == "modernbert":
         own["layer_types"] = _layer_types(config, values)
+        half = config.get("sliding_window")
+        if half is not None:  # transformers sets local_attention with it
+            own["local_attention"] = 2 * half if isinstance(half, int) else half
         for field, layers in (("rope_theta", "full_attention"), ("local_rope_theta", "sliding_attention")):
             old = "global_rope_theta" if field == "rope_theta" else field
             rope = config.get("rope_parameters")

@@ -219,7 +219,8 @@ class CrossEncoder:
         Raises:
           TypeError: `folder` is not a string or path, or an argument is one of sentence-transformers only.
           NotADirectoryError: `folder` is a file.
-          ValueError: the parameters have no values yet, or `activation_fn` has no name in PyTorch.
+          ValueError: the parameters have no values yet, a parameter has NaN or infinite values, or `activation_fn` has
+            no name in PyTorch.
         """
         arguments.refuse("save_pretrained", others)
         self._save(folder, self._settings("save_pretrained"))

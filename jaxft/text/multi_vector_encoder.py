@@ -205,7 +205,7 @@ class MultiVectorEncoder(TextEncoder):
         Raises:
           TypeError: see `SentenceEncoder.save_pretrained`.
           NotADirectoryError: `folder` is a file.
-          ValueError: the parameters have no values yet.
+          ValueError: the parameters have no values yet, or a parameter has NaN or infinite values.
         """
         arguments.refuse("save_pretrained", others)
         self._write(folder)

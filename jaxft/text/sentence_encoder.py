@@ -220,7 +220,7 @@ class SentenceEncoder(TextEncoder):
         Raises:
           TypeError: `folder` is not a string or path, or an argument is one of sentence-transformers only.
           NotADirectoryError: `folder` is a file.
-          ValueError: the parameters have no values yet.
+          ValueError: the parameters have no values yet, or a parameter has NaN or infinite values.
         """
         arguments.refuse("save_pretrained", others)
         self._write(folder)

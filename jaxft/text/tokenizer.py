@@ -112,6 +112,10 @@ class Settings:
                 raise CheckpointError(f"{source}: {name} is not supported, got {value!r:.80}")
         if "additional_special_tokens" in values and not values.get("extra_special_tokens"):
             values["extra_special_tokens"] = values.pop("additional_special_tokens")  # the new name
+        extra = values.get("extra_special_tokens")
+        more = [name for name in values if name.endswith("_token") and isinstance(values[name], str)]
+        if (isinstance(extra, dict) and extra) or {*more} - {*_NAMES}:  # these replace it in transformers
+            values.pop("model_specific_special_tokens", None)
         if "added_tokens_decoder" not in values:
             for name, value in read_settings(folder / "special_tokens_map.json").items():
                 earlier = values.get(name) if name == "extra_special_tokens" else None
@@ -161,7 +165,13 @@ class Settings:
         """Returns the special tokens that have a name, in the order in which transformers adds them."""
         extra = self.values.get("extra_special_tokens")
         given = {name: token for name, token in self.values.items() if name.endswith("_token")}
-        tokens = dict.fromkeys(_NAMES) | self.kind.named | given | (extra if isinstance(extra, dict) else {})
+        specific = self.values.get("model_specific_special_tokens") or {}
+        if not isinstance(specific, dict):
+            raise CheckpointError(
+                f"{self.file}: model_specific_special_tokens must map names to tokens, got {specific!r:.80}"
+            )
+        extra = extra if isinstance(extra, dict) else {}
+        tokens = dict.fromkeys(_NAMES) | self.kind.named | given | specific | extra
         mask = tokens["mask_token"]
         if self.kind.strips_mask and isinstance(mask, str):
             tokens["mask_token"] = {"content": mask, "lstrip": True, "special": True}
@@ -170,7 +180,7 @@ class Settings:
     def content(self, name: str) -> str:
         """Returns the text of a special token that the tokenizer's class needs."""
         token = self.named_tokens().get(name)
-        if token is None:
+        if token is None or not token.content:
             raise CheckpointError(f"{self.file}: {name} must be a token, got {self.values.get(name)!r:.80}")
         return token.content
 
@@ -204,7 +214,10 @@ class Settings:
             *(
                 t
                 for n, t in named.items()
-                if has_room or n in self.values or tokenizer.token_to_id(t.content) is not None
+                if has_room
+                or n not in self.kind.named
+                or n in self.values
+                or tokenizer.token_to_id(t.content) is not None
             ),
             *extra,
         ]
