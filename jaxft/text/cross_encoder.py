@@ -452,7 +452,7 @@ class CrossEncoder:
         scores = scores[0] if read.is_single else scores
         return scores if convert_to_numpy else jnp.asarray(scores)
 
-    def _activated(self, logits: np.ndarray, activation_fn: Activation, apply_softmax: bool) -> np.ndarray:
+    def _activated(self, logits: np.ndarray, activation_fn: Activation, apply_softmax: bool | None) -> np.ndarray:
         """Returns the scores of logits `[n, num_labels]`, in an array that can be written to."""
         # The built-in activations treat each row by itself, so rows can be padded to a power of two. Without padding,
         # JAX would compile the activation for every number of pairs.
