@@ -145,7 +145,7 @@ def run_options(model: str, make: Callable[..., SentenceEncoder], texts: list[st
         raise SystemExit(f"{model}: the prompt changes embeddings of the same tokens; nothing is timed")
     tokens = sum(map(len, plain.tokenize(prompted)))
     ways: Ways = {(name, "wall_us"): f for name, f in options.items()}
-    times = samples(ways, 15 if args.quick else 31)
+    times = samples(ways, 41 if args.quick else 201)  # a call takes about 0.1 s, and its time varies by 6 %
     rows = timing.as_rows(
         times, tokens * 1e6, "Mtoken/s", args,
         op=f"encode options {model}", direction="forward", shape=[len(texts)], dtype=DTYPE,

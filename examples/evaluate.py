@@ -43,8 +43,15 @@ class Evaluated:
         """Keeps the scores. The evaluators call this method of a model card."""
         self.metrics |= metrics
 
+    def eval(self) -> "Evaluated":
+        """Changes nothing: an encoder always computes without dropout."""
+        return self
+
     def encode(self, inputs: Any, **options: Any) -> Any:
-        """Computes embeddings by `SentenceEncoder.encode`; a tensor with `convert_to_tensor=True`."""
+        """Computes embeddings by `SentenceEncoder.encode`.
+
+        With `convert_to_tensor=True` they are a tensor, with `convert_to_numpy=False` a list of tensors.
+        """
         return self._encode(self.encoder.encode, inputs, **options)
 
     def encode_query(self, inputs: Any, **options: Any) -> Any:
@@ -64,10 +71,13 @@ class Evaluated:
         return torch.tensor(np.asarray(self.encoder.similarity_pairwise(np.asarray(a), np.asarray(b))))
 
     def _encode(
-        self, encode: Any, inputs: Any, *, convert_to_tensor: bool = False, precision: str | None = None, **options: Any
-    ) -> Any:
+        self, encode: Any, inputs: Any, *, convert_to_tensor: bool = False, convert_to_numpy: bool = True,
+        precision: str | None = None, **options: Any,
+    ) -> Any:  # fmt: skip
         found = encode(inputs, precision=precision or "float32", **options)
-        return torch.tensor(found) if convert_to_tensor else found
+        if convert_to_tensor:
+            return torch.tensor(found)
+        return found if convert_to_numpy else [*torch.tensor(found)]
 
 
 def evaluators(count: int) -> dict[str, Any]:

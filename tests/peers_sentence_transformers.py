@@ -16,7 +16,7 @@ import transformers
 from flax import nnx
 from sentence_transformers import util
 from sentence_transformers.cross_encoder.evaluation import CrossEncoderRerankingEvaluator
-from sentence_transformers.sentence_transformer import losses
+from sentence_transformers.sentence_transformer import evaluation, losses
 
 import encoders
 import evaluate
@@ -548,6 +548,23 @@ def test_evaluators_give_the_same_scores(name, folder):
         for metric, value in expected.items():
             assert abs(got[metric] - value) < evaluate.SAME, (mine[0], metric)
         assert got.items() <= adapted.metrics.items()
+
+
+def test_evaluators_of_translations_give_the_same_scores(pair):
+    them, us = pair("a default prompt")
+    rows = [{"en": text, "de": other} for text, other in zip(TEXTS, TEXTS[::-1], strict=True)]
+    for evaluator in (
+        evaluation.TranslationEvaluator([*TEXTS], [*TEXTS[::-1]], write_csv=False),
+        evaluation.MSEEvaluator([*TEXTS], [*TEXTS[::-1]], teacher_model=them, write_csv=False),
+        evaluation.MSEEvaluatorFromDataFrame(rows, teacher_model=them, combinations=[("en", "de")], write_csv=False),
+        evaluation.ParaphraseMiningEvaluator(
+            dict(zip("abcdefgh", TEXTS, strict=True)), [("a", "d")], truncate_dim=9, write_csv=False
+        ),
+    ):  # fmt: skip
+        got, expected = evaluator(evaluate.Evaluated(us)), evaluator(them)
+        assert got.keys() == expected.keys()
+        for metric, value in expected.items():
+            assert got[metric] == pytest.approx(value, rel=evaluate.SAME), (evaluator, metric)
 
 
 def test_evaluator_of_rerankers_gives_the_same_score(pair):

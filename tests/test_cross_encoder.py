@@ -166,6 +166,7 @@ def test_several_labels(classifier):
     softmax = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     close(classifier.predict(PAIRS, apply_softmax=True), softmax)
     np.testing.assert_allclose(classifier.predict(PAIRS[0], apply_softmax=True).sum(), 1, rtol=1e-6)
+    close(classifier.predict(PAIRS, apply_softmax=None), logits)
 
 
 def test_activation_of_a_call(reranker, classifier):

@@ -10,6 +10,7 @@ import peer_models
 import tiny
 from jaxft.text.cross_encoder import CrossEncoder
 from jaxft.text.multi_vector_encoder import MultiVectorEncoder
+from jaxft.text.search import paraphrase_mining
 from jaxft.text.sentence_encoder import SentenceEncoder
 from jaxft.text.sparse_encoder import SparseEncoder
 
@@ -69,6 +70,40 @@ def test_error_of_a_chunk_names_the_text(encoder):
         encoder.encode_iter(TEXTS, precision="int8")
     with pytest.raises(ValueError, match="prompt_name"):
         encoder.encode_iter(TEXTS, prompt_name="none")
+
+
+class Table:
+    """Iterates over the names of its columns, as a table of pandas does."""
+
+    columns = ["query", "text"]
+    ndim = 2
+
+    def __iter__(self):
+        return iter(self.columns)
+
+
+def test_tables_are_refused(folder, tmp_path):
+    encoder = SentenceEncoder.from_pretrained(folder)
+    reranker = CrossEncoder.from_pretrained(peer_models.write(tmp_path / "one", "one label"))
+    for call in (
+        encoder.encode, encoder.encode_iter, encoder.encode_query, encoder.tokenize, reranker.predict,
+        lambda table: reranker.rank("rain", table), lambda table: paraphrase_mining(encoder, table),
+        lambda table: encoder.encode(TEXTS, precision="int8", calibration=table),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match="got Table, a table: pass one of its columns, or .values for pairs"):
+            call(Table())
+
+
+class Texts:
+    """A sequence without `__iter__`, like a map-style dataset of PyTorch."""
+
+    def __getitem__(self, index):
+        return TEXTS[index]
+
+
+def test_sequences_without_iter_are_read(encoder):
+    np.testing.assert_array_equal(encoder.encode(Texts()), encoder.encode(TEXTS))
+    np.testing.assert_array_equal(next(encoder.encode_iter(Texts())), encoder.encode(TEXTS))
 
 
 def test_chunks_of_other_encoders(tmp_path):

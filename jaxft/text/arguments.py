@@ -61,9 +61,9 @@ def refuse(where: str, given: Iterable[str]) -> None:
 
 
 def check_flags(where: str, **given: Any) -> None:
-    """Raises a TypeError unless flags are booleans. `packed` and `show_progress_bar` may be None."""
+    """Raises a TypeError unless flags are booleans. Some may be None."""
     for name, value in given.items():
-        if value is not None or name not in ("packed", "show_progress_bar"):
+        if value is not None or name not in ("packed", "show_progress_bar", "apply_softmax"):
             checks.check_flag(where, name, value)
 
 

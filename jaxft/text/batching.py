@@ -614,13 +614,27 @@ def is_sequence(value: Any) -> bool:
 
 
 def as_list(op: str, name: str, values: Any, expected: str) -> list[Any]:
-    """Converts an iterable to a list. Raises a TypeError, which says what is `expected`, for a scalar or a mapping."""
+    """Converts an iterable to a list. Raises a TypeError as `as_iterator` does."""
     if hasattr(values, "to_pylist"):  # an Arrow array, whose items are no str
         return values.to_pylist()
+    return [*as_iterator(op, name, values, expected)]
+
+
+def as_iterator(op: str, name: str, values: Any, expected: str) -> Iterator[Any]:
+    """Returns an iterator of items. Raises a TypeError, which says what is `expected`, for a scalar, mapping or table.
+
+    Mappings and tables of pandas iterate over names.
+    """
     is_scalar = isinstance(values, str | bytes | bytearray | memoryview | Mapping) or getattr(values, "ndim", 1) == 0
-    if is_scalar or not isinstance(values, Iterable):
-        raise TypeError(f"{op}: {name} must be {expected}, got {type(values).__name__}")
-    return list(values)
+    is_table = hasattr(values, "columns")
+    try:
+        items = None if is_scalar or is_table else iter(values)
+    except TypeError:
+        items = None
+    if items is None:
+        advice = ", a table: pass one of its columns, or .values for pairs" * is_table
+        raise TypeError(f"{op}: {name} must be {expected}, got {type(values).__name__}{advice}")
+    return items
 
 
 def as_texts(op: str, name: str, texts: Any) -> list[str]:

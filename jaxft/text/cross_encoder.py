@@ -381,7 +381,7 @@ class CrossEncoder:
         batch_size: int = 32,
         show_progress_bar: bool | None = None,
         activation_fn: Activation | None = None,
-        apply_softmax: bool = False,
+        apply_softmax: bool | None = False,
         convert_to_numpy: bool = True,
         devices: Any = None,
         **others: Any,
@@ -400,8 +400,8 @@ class CrossEncoder:
           show_progress_bar: see `SentenceEncoder.encode`.
           activation_fn: a function from float32 logits `[n, num_labels]` to scores of the same shape. None applies the
             encoder's own activation.
-          apply_softmax: whether to apply the softmax over the labels after the activation. It has no effect for a model
-            with one label.
+          apply_softmax: whether to apply the softmax over the labels after the activation; None does not. It has no
+            effect for a model with one label.
           convert_to_numpy: see `SentenceEncoder.encode`.
           devices: see `SentenceEncoder.encode`.
           **others: none. An argument of sentence-transformers raises a TypeError, which names the equivalent.
@@ -453,7 +453,7 @@ class CrossEncoder:
         scores = scores[0] if read.is_single else scores
         return scores if convert_to_numpy else jnp.asarray(scores)
 
-    def _activated(self, logits: np.ndarray, activation_fn: Activation, apply_softmax: bool) -> np.ndarray:
+    def _activated(self, logits: np.ndarray, activation_fn: Activation, apply_softmax: bool | None) -> np.ndarray:
         """Returns the scores of logits `[n, num_labels]`, in an array that can be written to."""
         # The built-in activations treat each row by itself, so rows can be padded to a power of two. Without padding,
         # JAX would compile the activation for every number of pairs.

@@ -68,12 +68,10 @@ def _ids_or_items(where: str, name: str, given: Any, expected: str) -> Inputs | 
 
 def chunks(where: str, name: str, given: Any, size: int) -> Iterator[Part]:
     """Yields parts of up to `size` texts, and of up to `CHUNK_CHARACTERS` characters if there are several texts."""
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise TypeError(f"{where}: {name} must be an iterable of str or of token ids, got {type(given).__name__}")
-    return _chunks(where, name, given, size)
+    return _chunks(where, name, batching.as_iterator(where, name, given, "an iterable of str or of token ids"), size)
 
 
-def _chunks(where: str, name: str, items: Iterable[Any], size: int) -> Iterator[Part]:
+def _chunks(where: str, name: str, items: Iterator[Any], size: int) -> Iterator[Part]:
     first, part, characters = 0, list[Any](), 0
     for item in items:
         if hasattr(item, "as_py"):  # an item of an Arrow array
