@@ -107,7 +107,7 @@ class SpladeModel(nnx.Module):
             logits = jnp.matmul(
                 wide.astype(x.dtype), table.astype(x.dtype).T, preferred_element_type=jnp.float32
             )  # fmt: skip
-            logits = logits + bias.astype(jnp.float32)
+            logits = logits + jnp.expand_dims(bias.astype(jnp.float32), range(logits.ndim - 1))
             if cu_seqlens is not None:
                 logits = sequence_rows(logits, starts, longest)
             logits = jnp.where(jnp.isnan(logits), jnp.inf, logits)  # XLA's maximum may ignore NaN on a CPU
