@@ -18,6 +18,7 @@ import tiny
 from calls import CALLS, public_ops
 from cases import slow, slow_cases
 from jaxft import training
+from jaxft.models import splade
 from jaxft.models.bert import BertModel
 from jaxft.models.classification import BertForSequenceClassification, BertForTokenClassification
 from jaxft.models.masked_lm import BertForMaskedLM
@@ -207,7 +208,9 @@ def test_vectors_work_under_mode(mode):
     ranges = np.array([[-3.0] * 4, [3.0] * 4], np.float32)
     codes = jaxft.quantize_embeddings(x, "int8", ranges=ranges)
     with MODES[mode][0]():
-        np.testing.assert_array_equal(quantization.codes(jnp.asarray(x), "int8", jnp.asarray(starts_and_steps(ranges))), codes)
+        np.testing.assert_array_equal(
+            quantization.codes(jnp.asarray(x), "int8", jnp.asarray(starts_and_steps(ranges))), codes
+        )
         for rows in (np.asarray, jnp.asarray):
             (found, *_) = jaxft.semantic_search(
                 rows(x), rows(codes), corpus_precision="int8", ranges=ranges, score_function="dot", query_chunk_size=2
@@ -245,6 +248,25 @@ def test_training_works_under_mode(mode):
 
 
 # --- Symbolic sizes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [True, *slow(False)])
+@pytest.mark.parametrize("classes", [16, 512])
+def test_splade_exports_with_symbolic_sizes(packed, classes, monkeypatch):
+    monkeypatch.setattr(splade, "_LEAST_CLASSES", classes)  # of the vocabulary, in a part
+    graph, params = nnx.split(make(SpladeModel, tiny.config()))
+
+    def call(ids, other, long):
+        options = {"cu_seqlens": other, "max_seqlen": long.size} if packed else {"attention_mask": other}
+        return nnx.merge(graph, params)(ids, **options)
+
+    shapes = ("m", "b + 1", "t") if packed else ("b, t", "b, t", "t")
+    structs = tuple(jax.ShapeDtypeStruct((1,) * (shape.count(",") + 1), jnp.int32) for shape in shapes)
+    exported = jax.export.export(jax.jit(call))(*jax.export.symbolic_args_specs(structs, shapes))
+    assert str(exported.out_avals[0].shape) == f"(b, {len(tiny.VOCAB)})"
+    ids, other, long = (TOKENS, PACKED["cu_seqlens"], np.zeros(5, np.int32)) if packed else (
+        IDS, PADDED["attention_mask"], np.zeros(5, np.int32))  # fmt: skip
+    np.testing.assert_allclose(exported.call(ids, other, long), call(ids, other, long), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
