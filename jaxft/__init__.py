@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxft.models.embedding import EmbeddingModel
     from jaxft.models.masked_lm import BertForMaskedLM
     from jaxft.models.multi_vector import MultiVectorModel, max_sim
+    from jaxft.models.question_answering import BertForQuestionAnswering
     from jaxft.models.splade import SpladeModel
     from jaxft.ops.attention import dot_product_attention, qkv_attention, varlen_qkv_attention
     from jaxft.ops.bias_activation import bias_activation

@@ -92,6 +92,11 @@ def test_variable_turns_the_cache_off(monkeypatch):
     assert {name: getattr(jax.config, name) for name in OPTIONS} == before
 
 
+def test_folder_may_have_the_name_off(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert jaxft.use_compilation_cache("off") == tmp_path / "off"
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no modes")
 @pytest.mark.parametrize("mode", [0o720, 0o702, 0o777, 0o1777, 0o750, 0o701])
 def test_folder_that_others_can_enter_is_refused(folder, mode):

@@ -104,15 +104,15 @@ def test_folders_and_uris_are_read(encoder, folder):
 @pytest.mark.parametrize("precision", ["float16", "int8", "uint8", "binary", "ubinary"])
 def test_precisions(precision, encoder):
     write("a.parquet", TEXTS)
-    options = {"precision": precision, "rows_per_part": 100, "truncate_dim": np.int64(8), "normalize_embeddings": True}
+    options = {"precision": precision, "rows_per_part": 100, "truncate_dim": np.int64(12), "normalize_embeddings": True}
     for index in (1, 0):
         corpora.encode_corpus(encoder, ["a.parquet"], "out", shard=(index, 2), **options)
     found = vectors(read("out"))
-    expected = encoder.encode(TEXTS, precision=precision, truncate_dim=8, normalize_embeddings=True)
+    expected = encoder.encode(TEXTS, precision=precision, truncate_dim=12, normalize_embeddings=True)
     assert found.dtype == expected.dtype and found.shape == expected.shape
     assert np.mean(found != expected) < 0.02  # batches of other texts round otherwise
     ranges = json.loads(Path("out/manifest.json").read_text())["ranges"]
-    assert (np.shape(ranges) == (2, 8)) == precision.endswith("int8")
+    assert (np.shape(ranges) == (2, 12)) == precision.endswith("int8")
 
 
 def test_ranges_are_from_the_first_texts(encoder, monkeypatch):
@@ -131,6 +131,15 @@ def test_shards_make_the_same_parts(encoder):
     for index in (2, 0, 1):
         corpora.encode_corpus(encoder, ["a.parquet"], "three", shard=(index, 3), **options)
     assert contents("one") == contents("three")
+    summary = corpora.encode_corpus(encoder, ["a.parquet"], "three", shard=(0, 3), **options)
+    assert summary == corpora.Summary(found=2)  # parts 0 and 3, without those of other shards
+
+
+def test_text_of_more_characters_than_a_chunk_is_a_chunk(encoder, monkeypatch):
+    write("a.parquet", TEXTS[:5])
+    monkeypatch.setattr(inputs, "CHUNK_CHARACTERS", 1)
+    assert corpora.encode_corpus(encoder, ["a.parquet"], "out").texts == 5
+    assert pq.ParquetFile("out/part-000000.parquet").num_row_groups == 5
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])

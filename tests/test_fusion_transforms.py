@@ -101,6 +101,14 @@ def test_control_flow_is_differentiated(name, layer):
     assert_same(jax.jit(jax.grad(loss_of(fuse(whole))))(*args), jax.jit(jax.grad(loss_of(whole)))(*args))
 
 
+def test_policy_of_checkpoint_stays(layer):
+    fn, *args = layer
+    policy = jax.checkpoint_policies.dots_saveable
+    program = jax.make_jaxpr(fuse(jax.checkpoint(fn, policy=policy, prevent_cse=False)))(*args)
+    (again,) = (eqn.params for eqn in program.eqns if "policy" in eqn.params)
+    assert again["policy"] is policy and again["prevent_cse"] is False
+
+
 def mesh_of(axis_type):
     """Returns a mesh of the devices that there are, at most two."""
     return jax.make_mesh((min(2, jax.device_count()),), ("d",), axis_types=(axis_type,))

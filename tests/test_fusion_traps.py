@@ -62,6 +62,14 @@ TRAPS = {
     "a quantised row": (lambda x: (narrow(x) - mean(x)) * jax.lax.rsqrt(var(x) + 1e-5), [ROWS], LN),
     "a quantised part of a GELU": (
         lambda x: 0.5 * x * (1 + jax.lax.erf(narrow(x / math.sqrt(2)))), [ROWS], BA),
+    "two scales": (
+        lambda x, g, h: (lambda r: x * r * g - mean(x) * r * h)(jax.lax.rsqrt(var(x) + 1e-5)),
+        [ROWS, VECTOR, VECTOR], LN),
+    "a matmul of other rows": (lambda x, w: swapped(x) @ w, [ROWS, TABLE], "dot_general"),
+    "a matmul of two dtypes": (
+        lambda x, w: jax.nn.gelu(jax.lax.dot_general(
+            x.astype(jnp.bfloat16), w, (((2,), (0,)), ((), ())), preferred_element_type=jnp.float32)),
+        [ROWS, TABLE], "dense"),
     "exponentials as integers": (lambda x: ratio(x, lambda e: total(e.astype(int).astype(e.dtype))), [ROWS], SM),
 }  # fmt: skip
 
@@ -163,6 +171,12 @@ SPELLINGS = {
         (x @ w).reshape(-1, V)), jnp.arange(16)[:, None], -1).mean(), ROWS, TABLE), {LOSS: 1}),
     "a loss times a number": (one_of(lambda x, w: 2 * jnp.mean(0.5 * losses(x, w)), ROWS, TABLE), {LOSS: 1}),
     "code that is never used": (attention(lambda s, m: (jnp.sin(s), jax.nn.softmax(s))[1]), {ATT: 1}),
+    "numbers times queries and keys": (
+        one_of(lambda q, k, v: jnp.einsum(
+            "bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", 2 * q, 0.3 * k)), v), *QKV), {ATT: 1}),
+    "numbers times a bias": (one_of(lambda x, b: jax.nn.gelu(x + 2 * b), (B, T, D), (D,)), {BA: 1}),
+    "an RMSNorm of magnitudes": (one_of(lambda x: jnp.sqrt(x**2) * jax.lax.rsqrt(mean(x**2) + 1e-6)), {}),
+    "an RMSNorm of negated squares": (one_of(lambda x: x * jax.lax.rsqrt(mean(jnp.square(-x)) + 1e-6)), {RMS: 1}),
     "a clipped GELU": (one_of(lambda x: jnp.clip(jax.nn.gelu(x), -5, 5)), {BA: 1}),
 }  # fmt: skip
 

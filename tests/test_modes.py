@@ -19,10 +19,17 @@ import tiny
 from calls import CALLS, public_ops
 from cases import slow, slow_cases
 from jaxft import training
+from jaxft.models import splade
 from jaxft.models.bert import BertModel
 from jaxft.models.classification import BertForSequenceClassification, BertForTokenClassification
 from jaxft.models.masked_lm import BertForMaskedLM
+from jaxft.models.multi_vector import MultiVectorModel, max_sim
 from jaxft.models.pooling import l2_normalize, pool, pool_packed
+from jaxft.models.question_answering import BertForQuestionAnswering
+from jaxft.models.splade import SpladeModel
+from jaxft.text import quantization
+from jaxft.text.quantization import starts_and_steps
+from jaxft.text.similarities import SIMILARITIES
 
 
 @contextlib.contextmanager
@@ -121,7 +128,15 @@ LABELS = {
     BertForMaskedLM: (np.where(IDS == 1, 2, 0), TOKENS * 2),
     BertForTokenClassification: (np.where(IDS == 1, 1, 0), TOKENS),
     BertForSequenceClassification: (np.array([0, -100, 1]),) * 2,
+    BertForQuestionAnswering: (np.array([[0, 1], [0, 0], [2, 9]]),) * 2,
 }
+
+
+def make(model, config):
+    rngs = nnx.Rngs(0)
+    if model is SpladeModel:
+        return model(BertForMaskedLM(config, rngs=rngs), pooling_strategy="sum", activation_function="log1p_relu")
+    return model(BertModel(config, rngs=rngs)) if model is MultiVectorModel else model(config, rngs=rngs)
 
 
 def with_gradients(function, params, *arguments):
@@ -136,15 +151,17 @@ def with_gradients(function, params, *arguments):
 @pytest.mark.parametrize("mode", ["strict", *slow("x64", "leaks", "debug_nans", "disable_jit")])
 @pytest.mark.parametrize(
     ("model", "packed"),
-    [(BertForMaskedLM, True), (BertForSequenceClassification, False),
+    [(BertForMaskedLM, True), (BertForSequenceClassification, False), (BertForQuestionAnswering, True),
+     (SpladeModel, False),
      *slow_cases((BertModel, False), (BertModel, True), (BertForMaskedLM, False), (BertForSequenceClassification, True),
-                 (BertForTokenClassification, False), (BertForTokenClassification, True))],
+                 (BertForTokenClassification, False), (BertForTokenClassification, True), (SpladeModel, True),
+                 (BertForQuestionAnswering, False), (MultiVectorModel, False), (MultiVectorModel, True))],
 )  # fmt: skip
 def test_model_works_under_mode(model, packed, mode):
     context, apply = MODES[mode]
     with context():
         rates = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-        graph, params = nnx.split(model(tiny.config(**rates), rngs=nnx.Rngs(0)))
+        graph, params = nnx.split(make(model, tiny.config(**rates)))
         options = {"deterministic": False, "rngs": KEY} | ({"max_seqlen": 5} if packed else {})
 
         def call(params, ids, others):
@@ -191,8 +208,33 @@ def test_text_encoders_work_under_mode(mode, tmp_path):
             tiny.write_sentence_model(tmp_path / "s", modes, normalize=True)
         )
         assert np.isfinite(encoder.encode(["a bird", "rain falls on the old tree .", ""])).all()
+        ranges = np.stack([np.full(encoder.embedding_dimension, limit) for limit in (-1, 1)])
+        assert encoder.encode(["a bird", "rain"], precision="int8", ranges=ranges).dtype == np.int8
         ranker = jaxft.CrossEncoder.from_pretrained(tiny.write_classifier(tmp_path / "c"))
         assert np.isfinite(ranker.predict([("a bird", "rain"), ("the", "tree")])).all()
+
+
+@pytest.mark.parametrize("mode", ["strict", *slow("x64", "leaks", "debug_nans", "disable_jit")])
+def test_vectors_work_under_mode(mode):
+    """Search, similarities and quantization of vectors on the device, and MaxSim."""
+    x = np.linspace(-2, 3, 12, dtype=np.float32).reshape(3, 4)
+    ranges = np.array([[-3.0] * 4, [3.0] * 4], np.float32)
+    codes = jaxft.quantize_embeddings(x, "int8", ranges=ranges)
+    with MODES[mode][0]():
+        np.testing.assert_array_equal(
+            quantization.codes(jnp.asarray(x), "int8", jnp.asarray(starts_and_steps(ranges))), codes
+        )
+        for rows in (np.asarray, jnp.asarray):
+            (found, *_) = jaxft.semantic_search(
+                rows(x), rows(codes), corpus_precision="int8", ranges=ranges, score_function="dot", query_chunk_size=2
+            )
+            assert found[0]["corpus_id"] == 0
+            for name, similarity in SIMILARITIES.items():
+                assert np.isfinite(similarity.full(rows(x), rows(x[:2]))).all()
+                assert np.isfinite(similarity.pairwise(rows(x), rows(x))).all()
+                assert jaxft.semantic_search(rows(x), rows(x), score_function=name)[2][0]["corpus_id"] == 2
+        tokens, mask = jnp.asarray(x)[None], jnp.ones((1, 3), bool)
+        assert np.isfinite(max_sim(tokens, tokens, mask, mask)).all()
 
 
 @pytest.mark.parametrize("mode", ["strict", *slow("x64", "leaks", "debug_nans", "disable_jit")])
@@ -219,6 +261,25 @@ def test_training_works_under_mode(mode):
 
 
 # --- Symbolic sizes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [True, *slow(False)])
+@pytest.mark.parametrize("classes", [16, 512])
+def test_splade_exports_with_symbolic_sizes(packed, classes, monkeypatch):
+    monkeypatch.setattr(splade, "_LEAST_CLASSES", classes)  # of the vocabulary, in a part
+    graph, params = nnx.split(make(SpladeModel, tiny.config()))
+
+    def call(ids, other, long):
+        options = {"cu_seqlens": other, "max_seqlen": long.size} if packed else {"attention_mask": other}
+        return nnx.merge(graph, params)(ids, **options)
+
+    shapes = ("m", "b + 1", "t") if packed else ("b, t", "b, t", "t")
+    structs = tuple(jax.ShapeDtypeStruct((1,) * (shape.count(",") + 1), jnp.int32) for shape in shapes)
+    exported = jax.export.export(jax.jit(call))(*jax.export.symbolic_args_specs(structs, shapes))
+    assert str(exported.out_avals[0].shape) == f"(b, {len(tiny.VOCAB)})"
+    ids, other, long = (TOKENS, PACKED["cu_seqlens"], np.zeros(5, np.int32)) if packed else (
+        IDS, PADDED["attention_mask"], np.zeros(5, np.int32))  # fmt: skip
+    np.testing.assert_allclose(exported.call(ids, other, long), call(ids, other, long), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,17 @@ def test_fsdp_divides_what_the_model_axis_leaves():
     assert found["ffn_in_bias"] == ("m",) and "qkv_bias" not in found
 
 
+def test_fsdp_divides_the_axis_with_most_factors_of_two():
+    specs = {name: tuple(spec) for name, spec in by_name(partition_specs(model(), data_axis="d", fsdp=True)).items()}
+    (word,) = (spec for name, spec in specs.items() if "word" in name)
+    assert word == (None, "d")  # [40, 16]: 40 is the larger number, but 16 devices divide 16 only
+
+
+def test_a_model_axis_leaves_a_gated_feed_forward_network_whole():
+    gated = BertModel(BertConfig.from_dict(SIZES | {"model_type": "modernbert", "pad_token_id": 0}), rngs=nnx.Rngs(0))
+    assert divided(partition_specs(gated, model_axis="m")) == {"out_kernel": ("m", None)}
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [

@@ -92,7 +92,7 @@ class BertForQuestionAnswering(_Classifier):
             starts = inputs.as_ids("BertModel", "cu_seqlens", cu_seqlens)
             length = checks.as_size("BertModel", "max_seqlen", max_seqlen)
             logits = sequence_rows(logits, starts, length).reshape(starts.size - 1, length, 2)
-            keep = jnp.arange(length, dtype=jnp.int32) < jnp.diff(starts)[:, None]
+            keep = jnp.arange(length, dtype=jnp.int32)[None] < jnp.diff(starts)[:, None]
         checks.check_shape(where, "labels", labels, (logits.shape[0], 2))
         place = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :, None]
         is_label = (place == labels[:, None]) & keep[..., None]

@@ -107,7 +107,7 @@ class SpladeModel(nnx.Module):
             logits = jnp.matmul(
                 wide.astype(x.dtype), table.astype(x.dtype).T, preferred_element_type=jnp.float32
             )  # fmt: skip
-            logits = logits + bias.astype(jnp.float32)
+            logits = logits + jnp.expand_dims(bias.astype(jnp.float32), range(logits.ndim - 1))
             if cu_seqlens is not None:
                 logits = sequence_rows(logits, starts, longest)
             logits = jnp.where(jnp.isnan(logits), jnp.inf, logits)  # XLA's maximum may ignore NaN on a CPU
@@ -117,7 +117,9 @@ class SpladeModel(nnx.Module):
             return jnp.sum(self._activated(logits), axis=1, where=mask[:, :, None])
 
         table, bias = self.encoder.embeddings.word[...], self.mlm.lm_head.out_bias[...]
-        classes = max(_LOGITS // max(x[..., 0].size, 1) // 128 * 128, _LEAST_CLASSES)
+        tokens, classes = x[..., 0].size, _LEAST_CLASSES
+        if isinstance(tokens, int):  # not a symbolic size of jax.export
+            classes = max(_LOGITS // max(tokens, 1) // 128 * 128, _LEAST_CLASSES)
         parts = -(-table.shape[0] // classes)
         if parts == 1:
             return pooled(table, bias)

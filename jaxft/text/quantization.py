@@ -141,7 +141,7 @@ def codes(values: Any, precision: str, starts_steps: Any) -> Any:
         bits = (jnp if on_device else np).packbits(values > 0, axis=-1)
         return bits if precision == "ubinary" else (bits ^ 0x80).view(np.int8)
     if starts_steps is not None:
-        start, step = starts_steps
+        start, step = starts_steps[:, None]
         floors = _floors(values - start, step) if on_device else np.floor((values - start) / step)
         values = floors.clip(0, 255) - 128 * (precision == "int8")
     return values.astype(PRECISIONS[precision])

@@ -251,7 +251,7 @@ def _prepare(
     values = rows.astype(jnp.float32)
     if rows.dtype == PRECISIONS[decode]:
         if limits is not None:
-            values = (values + (128 if decode == "int8" else 0)) * limits[1] + limits[0]
+            values = (values + (128 if decode == "int8" else 0)) * limits[1, None] + limits[0, None]
         elif decode.endswith("binary"):
             bits = jax.lax.bitcast_convert_type(rows, jnp.uint8) ^ jnp.uint8(0x80 if decode == "binary" else 0)
             values = jnp.unpackbits(bits, axis=-1)[:, :width].astype(jnp.float32) * 2 - 1

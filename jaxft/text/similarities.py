@@ -55,7 +55,7 @@ def _dots(a: Any, b: Any) -> Any:
 
 def _distances(of_difference: Callable[[Any], Any]) -> Similarity:
     # XLA fuses the differences into the sum, so that [n, m, D] is not stored.
-    on_device = jax.jit(lambda a, b: of_difference(a[:, None] - b))
+    on_device = jax.jit(lambda a, b: of_difference(a[:, None] - b[None]))
 
     def full(a: Any, b: Any) -> Any:
         if isinstance(a, jax.Array):
