@@ -190,6 +190,26 @@ def ops() -> dict[str, Case]:
             gelu, {"x": float8(B, T, W), "kernel": float8(W, F), "kernel_scale": floats(F), "bias": floats(F)},
             {"x": data, "kernel": columns, "kernel_scale": rows, "bias": rows},
         ),
+        "dense of float8 by rows": Case(  # the sum is exact
+            jaxft.dense,
+            {"x": float8(B, T, W), "kernel": float8(W, F), "kernel_scale": floats(F), "bias": floats(F),
+             "residual": floats(B, T, F).astype(jnp.bfloat16)},
+            {"x": ("data", None, "model"), "kernel": rows, "residual": data}, ((B // 2, T, F),), (), BOTH,
+        ),
+        "dense_residual_layer_norm of float8 by rows": Case(
+            jaxft.dense_residual_layer_norm,
+            {"x": float8(B, T, W), "kernel": float8(W, F), "kernel_scale": floats(F), "bias": floats(F),
+             "residual": floats(B, T, F).astype(jnp.bfloat16), **norm(F)},
+            {"x": ("data", None, "model"), "kernel": rows, "residual": data}, ((B // 2, T, F),), (), BOTH,
+        ),
+        "feed_forward_residual_layer_norm of float8 by columns and rows": Case(
+            lambda **k: jaxft.feed_forward_residual_layer_norm(**k, inner_scale=0.5),
+            {**ffn, "x": float8(B, T, W), "in_kernel": float8(W, F), "out_kernel": float8(F, W),
+             "in_kernel_scale": floats(F), "out_kernel_scale": floats(W),
+             "residual": x.astype(jnp.bfloat16)},
+            {"x": data, "residual": data, "in_kernel": columns, "in_bias": rows, "in_kernel_scale": rows,
+             "out_kernel": rows}, ((B // 2, T, W),), (), BOTH,
+        ),
         "dense_residual_layer_norm of float8": Case(
             lambda **k: jaxft.dense_residual_layer_norm(**k, float8_scale=0.5),
             {"x": float8(B, T, W), "kernel": float8(W, F), "kernel_scale": floats(F), "bias": floats(F),
