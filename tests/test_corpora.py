@@ -173,6 +173,18 @@ def test_empty_data_give_no_parts(encoder):
     assert [*contents("out")] == ["manifest.json"]
 
 
+def test_chunks_are_bounded_in_rows(encoder, monkeypatch):
+    """Parts of any number of rows take no more memory."""
+    monkeypatch.setattr(corpora, "_CHUNK_BYTES", 20 * 4 * tiny.WIDTH)
+    write("a.parquet", [None if i == 30 else text for i, text in enumerate(TEXTS)])
+    corpora.encode_corpus(encoder, ["a.parquet"], "out", rows_per_part=110)
+    groups = [pq.ParquetFile(file).metadata for file in sorted(Path("out").glob("*.parquet"))]
+    assert [[group.row_group(i).num_rows for i in range(group.num_row_groups)] for group in groups] == [
+        [20] * 5 + [10], [20] * 5 + [10], [10]
+    ]  # fmt: skip
+    assert len(read("out")) == len(TEXTS)
+
+
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_long_texts_are_truncated(kind, encoder):
     write(f"a.{kind}", ["a bird " * 1_400_000, "rain"])

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 EMBEDDING = "embedding"  # the column of the embeddings
 MANIFEST = "manifest.json"
 _CALIBRATION = 10_000  # texts from which the ranges of int8 and uint8 are computed
+_CHUNK_BYTES = 1 << 28  # most bytes of the embeddings of a chunk in float32
 _QUEUED = 1  # chunks that wait for the writer
 
 _log = logging.getLogger("jaxft")
@@ -163,6 +164,7 @@ def encode_corpus(
         ranges = np.stack([found.min(axis=0), found.max(axis=0)]).tolist()
     if manifest is None:
         ranges = _write_manifest(folder, settings, {"ranges": ranges, "about": about})
+    most = max(_CHUNK_BYTES // (4 * encoder.embedding_dimension), 1)
     width = min(truncate_dim or encoder.embedding_dimension, encoder.embedder.embedding_dimension)
     width = -(-width // 8) if precision.endswith("binary") else width
     value = pa.from_numpy_dtype(np.dtype(PRECISIONS[precision]))
@@ -191,7 +193,7 @@ def encode_corpus(
             yield chunk.texts
 
     with (
-        contextlib.closing(_prefetched(_chunks(rows, rows_per_part, is_wanted))) as chunks,
+        contextlib.closing(_prefetched(_chunks(rows, rows_per_part, most, is_wanted))) as chunks,
         _Writer(folder, schema, summary) as writer,
     ):
         inputs: Any = text_inputs.Inputs(texts(), are_chunks=True)
@@ -213,9 +215,9 @@ def encode_corpus(
 
 
 def _chunks(
-    rows: Iterable[tuple[int, Block]], rows_per_part: int, is_wanted: Callable[[int], bool]
+    rows: Iterable[tuple[int, Block]], rows_per_part: int, most: int, is_wanted: Callable[[int], bool]
 ) -> Iterator[_Chunk]:
-    """Cuts rows into chunks. The rows of a chunk are of one part and have at most `CHUNK_CHARACTERS`, or are one row.
+    """Cuts rows into chunks of one part each: up to `most` rows of up to `CHUNK_CHARACTERS` in all, or one longer row.
 
     The chunks of a part depend on the rows of the part only, so that a restart does not change the last bits.
     """
@@ -235,7 +237,8 @@ def _chunks(
             end = start
             while end < stop:
                 length = len(block.texts[end] or "")
-                if chunk.rows + end > start and characters + length > text_inputs.CHUNK_CHARACTERS:
+                is_full = chunk.rows + end - start == most or characters + length > text_inputs.CHUNK_CHARACTERS
+                if chunk.rows + end > start and is_full:
                     break
                 characters += length
                 end += 1
