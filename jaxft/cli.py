@@ -725,7 +725,7 @@ def _model_errors(file: str | None, numbers: Sequence[int]) -> Iterator[None]:
     import jax
 
     from jaxft.checkpoint.files import CheckpointError
-    from jaxft.text.tokens import TextError
+    from jaxft.text.batching import TextError
 
     try:
         yield

@@ -7,6 +7,7 @@ import itertools
 import logging
 import sys
 import threading
+from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +21,6 @@ from flax import nnx
 from jaxft import dispatch
 from jaxft.models.bert import BertModel, named_parameters
 from jaxft.ops import checks
-from jaxft.text.tokens import TextError, Tokens
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -34,8 +34,6 @@ _CHUNKS = (512, 1024, 8192)
 # Tokenisation threads, with packing and with padding. While one thread waits for the interpreter lock, the tokenizer
 # keeps the cores busy with the chunk of another thread.
 _AHEAD = (3, 1)
-_MOST_THREADS = 64
-_MANY = 16_384  # texts of a call from which processes tokenise
 _CHARACTERS = 1 << 20  # maximum of a chunk of several texts; the tokenizer needs about 100 bytes for a character
 _IN_FLIGHT = 8  # batches queued on the device before the oldest result is read back
 _CUT_AHEAD = 32  # batches that are cut while the program of the first of them is compiled
@@ -43,8 +41,6 @@ _LONG_WORK = 1000  # a terminal shows a progress bar by default above this numbe
 _LEAST_TOKENS, _SHORTEST = 64, 32  # smallest `Bucket.capacity` and smallest `Bucket.longest`
 _MEDIUM_TOKENS = 1024  # capacities double up to here or up to the limit, and are multiplied by four after that
 _OVERHEAD = 256  # cost of a packed batch beside its rows, in rows; see docs/performance-notes.md
-
-Tokenise = Callable[[Sequence[Any]], "Tokens | Iterable[Encoding]"]
 
 _log = logging.getLogger("jaxft")
 
@@ -56,6 +52,66 @@ class Bucket:
     capacity: int  # rows: the tokens, then padding rows
     count: int  # sequences, of which the last may be empty
     longest: int  # maximum number of tokens of a sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Tokens of several texts in a few arrays. Python lists of tokens would take longer than the device needs."""
+
+    begins: np.ndarray  # int64 [texts + 1]: the first token of each text, then the number of tokens
+    ids: np.ndarray  # int32 [begins[-1]]
+    type_ids: np.ndarray | None  # as ids
+
+    @classmethod
+    def of(cls, texts: "Iterable[Encoding]", *, with_types: bool) -> "Tokens":
+        """Concatenates encodings of the `tokenizers` library. It keeps none of them."""
+        begins, ids, type_ids = [0], array("i"), array("i")
+        for text in texts:
+            ids.fromlist(text.ids)
+            begins.append(len(ids))
+            if with_types:
+                type_ids.fromlist(text.type_ids)
+        types = np.array(type_ids, np.int32) if with_types else None
+        return cls(np.array(begins, np.int64), np.array(ids, np.int32), types)
+
+    def __len__(self) -> int:
+        return len(self.begins) - 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The number of tokens of each text, int64 `[texts]`."""
+        return np.diff(self.begins)
+
+    def __getitem__(self, texts: slice) -> "Tokens":
+        first, stop, _ = texts.indices(len(self))
+        begins = self.begins[first : stop + 1]
+        return self._each(begins - begins[0], lambda part: part[begins[0] : begins[-1]])
+
+    def in_order(self, order: np.ndarray) -> "Tokens":
+        """Returns the texts in another order: text `i` of the result is text `order[i]`."""
+        lengths = self.lengths[order]
+        begins = np.append(0, np.cumsum(lengths))
+        where = np.arange(begins[-1]) + np.repeat(self.begins[order] - begins[:-1], lengths)
+        return self._each(begins, lambda part: part[where])
+
+    def __add__(self, other: "Tokens") -> "Tokens":
+        begins = np.append(self.begins, self.begins[-1] + other.begins[1:])
+        types = None
+        if self.type_ids is not None:
+            assert other.type_ids is not None
+            types = np.append(self.type_ids, other.type_ids)
+        return Tokens(begins, np.append(self.ids, other.ids), types)
+
+    def _each(self, begins: np.ndarray, change: Callable[[np.ndarray], np.ndarray]) -> "Tokens":
+        return Tokens(begins, change(self.ids), None if self.type_ids is None else change(self.type_ids))
+
+
+class TextError(ValueError):
+    """Error about one of several texts (or pairs): it cannot be tokenised, or its result is not finite."""
+
+    def __init__(self, index: int, text: Any, reason: str) -> None:
+        super().__init__(f"texts[{index}] ({text!r:.80}) {reason}")
+        self.index, self.text, self.reason = index, text, reason
 
 
 class Features(NamedTuple):
@@ -180,21 +236,19 @@ class Batcher:
 
     Packed batches have the shapes of `buckets`. Padded batches join texts of similar length, padded to one of a few
     lengths. `characters` counts the characters of a text or pair; tokenisation chunks are bounded by their sum.
-    `for_many` is called when a call has many texts. `elsewhere` returns how many processes tokenise for it.
     """
 
     def __init__(
         self, *, limit: int, padding: int, packed: bool, with_types: bool = False,
-        characters: Callable[[Any], int] = lambda _: 0, for_many: Callable[[], Any] = lambda: None,
-        elsewhere: Callable[[], int] = lambda: 0,
+        characters: Callable[[Any], int] = lambda _: 0,
     ) -> None:  # fmt: skip
         self.limit, self.padding, self.packed, self.with_types = limit, padding, packed, with_types
-        self.characters, self.for_many, self.elsewhere = characters, for_many, elsewhere
+        self.characters = characters
         self._lengths = padded_lengths(limit)
         self._largest: dict[Any, int] = {}  # limits of batch_size by device, after larger batches ran out of memory
 
     def compute_all(
-        self, texts: Sequence[Any], tokenise: Tokenise, batch_size: int,
+        self, texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "Iterable[Encoding]"], batch_size: int,
         compute: Callable[[Batch], Any], **options: Any,
     ) -> Any:  # fmt: skip
         """Returns `compute`'s results for texts (or pairs), `[len(texts), width]`. See `compute_parts`."""
@@ -202,7 +256,7 @@ class Batcher:
         return results
 
     def compute_parts(
-        self, parts: Iterable[Any], tokenise: Tokenise, batch_size: int,
+        self, parts: Iterable[Any], tokenise: Callable[[Sequence[Any]], "Iterable[Encoding]"], batch_size: int,
         lanes: Sequence[Lane], *, model: nnx.Module, width: int | None, unit: str,
         show_progress_bar: bool | None, convert: Callable[[np.ndarray], Any] = lambda rows: rows,
         is_finite: Callable[[np.ndarray], np.ndarray] = lambda rows: np.isfinite(rows).all(axis=1),
@@ -266,11 +320,15 @@ class Batcher:
             while open_parts:  # parts without texts
                 yield open_parts.popleft().results
 
-    def tokenised(self, texts: Sequence[Any], tokenise: Tokenise) -> Generator[tuple[int, Tokens]]:
+    def tokenised(
+        self, texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "Iterable[Encoding]"]
+    ) -> Generator[tuple[int, Tokens]]:
         """Yields (position of the first text, tokens) of each chunk, then (`len(texts)`, no texts)."""
         return self.tokenised_parts([texts], tokenise)
 
-    def tokenised_parts(self, parts: Iterable[Any], tokenise: Tokenise) -> Generator[tuple[int, Tokens]]:
+    def tokenised_parts(
+        self, parts: Iterable[Any], tokenise: Callable[[Sequence[Any]], "Iterable[Encoding]"]
+    ) -> Generator[tuple[int, Tokens]]:
         """Yields (position of the first text, tokens) of each chunk, and no texts after the last chunk of each part.
 
         A part is a sequence of texts, or `Tokens`. Positions count the texts of all parts.
@@ -282,22 +340,16 @@ class Batcher:
                 return texts
             with alone if is_heavy else contextlib.nullcontext():
                 try:
-                    found = tokenise(texts)
-                    return found if isinstance(found, Tokens) else Tokens.of(found, with_types=self.with_types)
+                    return Tokens.of(tokenise(texts), with_types=self.with_types)
                 except TextError as error:
                     raise TextError(first + error.index, texts[error.index], error.reason) from error
 
-        most = _CHUNKS[1:][not self.packed]
-
-        def ahead() -> int:
-            return _AHEAD[not self.packed] + self.elsewhere()
+        most, ahead = _CHUNKS[1:][not self.packed], _AHEAD[not self.packed]
 
         def pieces() -> Iterator[tuple[int, Sequence[Any], bool]]:
             """Yields (position of the first text, texts, whether they have many characters) of each chunk."""
             first = 0
             for texts in parts:
-                if not isinstance(texts, Tokens) and first + len(texts) >= _MANY:
-                    self.for_many()
                 weights = texts.lengths if isinstance(texts, Tokens) else map(self.characters, texts)
                 ends = np.append(0, np.cumsum(np.fromiter(weights, np.int64, len(texts))))
                 start, size = 0, _CHUNKS[0]
@@ -322,10 +374,10 @@ class Batcher:
             yield beginning[1][0], nothing
             if not (beginning := [*itertools.islice(waiting, 1)]):
                 return
-        with ThreadPoolExecutor(max_workers=_MOST_THREADS) as threads:
+        with ThreadPoolExecutor(max_workers=ahead) as threads:
             for piece in itertools.chain(beginning, waiting):
                 coming.append((piece[0], threads.submit(tokens, *piece) if len(piece[1]) else nothing))
-                while len(coming) > ahead():
+                if len(coming) > ahead:
                     yield finished(*coming.popleft())
             yield from itertools.starmap(finished, coming)
 

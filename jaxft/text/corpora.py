@@ -20,9 +20,9 @@ from jaxft.checkpoint.files import parse_json
 from jaxft.ops import checks
 from jaxft.text import inputs as text_inputs
 from jaxft.text import records
+from jaxft.text.batching import TextError
 from jaxft.text.quantization import PRECISIONS
 from jaxft.text.records import Block, DataError
-from jaxft.text.tokens import TextError
 
 if TYPE_CHECKING:
     from jaxft.text.sentence_encoder import SentenceEncoder

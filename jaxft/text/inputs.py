@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxft.text import batching
-from jaxft.text.tokens import Tokens
+from jaxft.text.batching import Tokens
 
 Part = Sequence[str] | Sequence[tuple[str, str]] | Tokens
 CHUNK_CHARACTERS = 1 << 26  # most characters of a chunk of several texts

@@ -8,12 +8,12 @@ import math
 import re
 import threading
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxft.checkpoint import files as checkpoint_files
 from jaxft.text import growth
-from jaxft.text.tokens import TextError, Tokens
+from jaxft.text.batching import TextError
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -77,9 +77,6 @@ class LongTexts:
         self._special = tokenizer.num_special_tokens_to_add(is_pair=is_pair)
         self._odd = is_pair and (self._count - self._special) % 2 == 1
         self._growth = growth.Growth(tokenizer)
-
-    def __reduce__(self) -> Any:
-        return _restored, (self._tokenizer, self._tokenizer.encode_special_tokens, self._is_pair)
 
     def encodings(self, texts: Sequence[Any]) -> "Iterator[Encoding]":
         """Yields the encodings of texts, or of pairs. Long texts are cut.
@@ -467,31 +464,6 @@ class LongTexts:
             not self._left and kinds <= {"WhitespaceSplit", "Metaspace"}
         )
         return _Rules(True, is_bert, _longest(model) if cuts_words else 0, limit, known, added | {*replaced}, stripping)
-
-
-def _restored(tokenizer: "Tokenizer", encode_special_tokens: bool, is_pair: bool) -> LongTexts:
-    """Returns `LongTexts` that were pickled."""
-    tokenizer.encode_special_tokens = encode_special_tokens  # not part of the JSON
-    return LongTexts(tokenizer, is_pair=is_pair)
-
-
-def encodings(
-    long_texts: LongTexts, padding: Mapping[str, Any], prompt: str, texts: Sequence[Any]
-) -> "Iterator[Encoding]":
-    """Tokenises texts, or pairs, after a prompt, and pads them with the options of `Encoding.pad` if there are any."""
-    if prompt:
-        texts = [prompt + x if isinstance(x, str) else (prompt + x[0], x[1]) for x in texts]
-    for encoding in long_texts.encodings(texts):
-        if padding:
-            encoding.pad(**padding)
-        yield encoding
-
-
-def tokens(
-    long_texts: LongTexts, padding: Mapping[str, Any], with_types: bool, prompt: str, texts: Sequence[Any]
-) -> Tokens:
-    """Returns the tokens of `encodings`. It can be pickled with its first arguments."""
-    return Tokens.of(encodings(long_texts, padding, prompt, texts), with_types=with_types)
 
 
 class _CannotCutError(ValueError):

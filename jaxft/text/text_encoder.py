@@ -11,27 +11,22 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from jaxft import dispatch
 from jaxft.checkpoint import files as checkpoint_files
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.bert import BertModel
 from jaxft.models.bundled import Bundled
 from jaxft.ops import checks
-from jaxft.text import arguments, batching, exported, long_texts, module_files, writing
+from jaxft.text import arguments, batching, exported, module_files, writing
 from jaxft.text import inputs as text_inputs
 from jaxft.text import tokenizer as tokenizer_files
-from jaxft.text.batching import Bucket
+from jaxft.text.batching import Bucket, Tokens
 from jaxft.text.devices import Arguments, Dealer
 from jaxft.text.inputs import Inputs, Part
 from jaxft.text.long_texts import LongTexts
-from jaxft.text.processes import Processes
-from jaxft.text.tokens import Tokens
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
-# Cores for each of the processes that tokenise, the largest number of processes, and the texts that one takes at least.
-_CORES, _MOST_PROCESSES, _LEAST_CHUNK = 4, 16, 64
 _OWN_PROMPTS = {"query": None, "document": None}
 TASKS = {"query": ("query",), "document": ("document", "passage", "corpus")}  # the names of their prompts
 
@@ -76,14 +71,11 @@ class Texts:
             tokenizer, limit, config, is_pair=is_pair, token_types=token_types, owner=owner, argument=argument
         )
         self.long_texts, self._vocab_size = LongTexts(self.tokenizer, is_pair=is_pair), config.vocab_size
-        self.processes: Processes | None = None
-        self._has_started = False
         self._padding: dict[str, Any] = {}
         self.batcher = batching.Batcher(
             limit=limit, padding=config.pad_token_id, packed=packed,
             with_types=is_pair and token_types and config.type_vocab_size > 1,
-            characters=(lambda pair: sum(map(len, pair))) if is_pair else len, for_many=self.start_processes,
-            elsewhere=lambda: self.processes.ready if self.processes else 0,
+            characters=(lambda pair: sum(map(len, pair))) if is_pair else len,
         )  # fmt: skip
 
     def pad(self, length: int, token: str, type_id: int | None) -> None:
@@ -92,22 +84,14 @@ class Texts:
         self._padding = {"length": length, "pad_id": pad_id, "pad_token": token, "pad_type_id": type_id or 0}
         self.batcher.with_types = type_id is not None
 
-    def tokenise(self, prompt: str, texts: Sequence[Any]) -> "Tokens | Iterator[Encoding]":
-        """Tokenises texts, or pairs, after a prompt: by a process if there are any, and otherwise here."""
-        found = self.processes(prompt, texts) if self.processes and len(texts) >= _LEAST_CHUNK else None
-        return long_texts.encodings(self.long_texts, self._padding, prompt, texts) if found is None else found
-
-    def start_processes(self) -> None:
-        """Starts the processes that tokenise, where they are faster than threads (see docs/performance-notes.md)."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        is_off = os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in ("false", "off", "no", "f", "n", "0")
-        if self._has_started or is_off or dispatch.platform() == "cpu" or cores < 2 * _CORES or not sys.executable:
-            return
-        self._has_started = True
-        function = functools.partial(long_texts.tokens, self.long_texts, self._padding, self.batcher.with_types)
-        # A tokenizer with parts in Python cannot be pickled.
-        with contextlib.suppress(Exception):
-            self.processes = Processes(function, min(cores // _CORES, _MOST_PROCESSES), RAYON_NUM_THREADS=str(_CORES))
+    def encodings(self, prompt: str, texts: Sequence[Any]) -> "Iterator[Encoding]":
+        """Tokenises texts, or pairs, after a prompt."""
+        if prompt:
+            texts = [prompt + x if isinstance(x, str) else (prompt + x[0], x[1]) for x in texts]
+        for encoding in self.long_texts.encodings(texts):
+            if self._padding:
+                encoding.pad(**self._padding)
+            yield encoding
 
     def checked(self, where: str, parts: Iterable[Part]) -> Iterator[Part]:
         """Yields the parts. It checks token ids, and adds type ids or the tokens of `pad`. Texts stay as they are."""
@@ -355,7 +339,7 @@ class TextEncoder:
         of_texts = self._by_length[self.max_seq_length]
         return [
             chunk.ids[begin:end].tolist()
-            for _, chunk in of_texts.batcher.tokenised(texts, functools.partial(of_texts.tokenise, prompt))
+            for _, chunk in of_texts.batcher.tokenised(texts, functools.partial(of_texts.encodings, prompt))
             for begin, end in itertools.pairwise(chunk.begins)
         ]
 
@@ -517,7 +501,7 @@ class TextEncoder:
         one = isinstance(parts, list) and len(parts[0]) == 1
         lanes = self._dealer.lanes("encode", devices, self.embedder, self._embed, arguments, one=one)
         found = of_texts.batcher.compute_parts(
-            parts, functools.partial(of_texts.tokenise, prompt), batch_size, lanes, model=self.embedder, width=width,
+            parts, functools.partial(of_texts.encodings, prompt), batch_size, lanes, model=self.embedder, width=width,
             unit="text", show_progress_bar=show_progress_bar, **options,
         )  # fmt: skip
         if inputs.are_chunks:
