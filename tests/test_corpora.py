@@ -265,7 +265,9 @@ def test_two_processes_make_the_same_parts(corpus):
     assert contents("out") == expected
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "no record", "bad record", "another record"])
+@pytest.mark.parametrize(
+    "damage", ["flipped", "cut", "gone", "no record", "bad record", "deep record", "another record", "another part"]
+)
 def test_damaged_part_is_computed_again(damage, encoder, caplog):
     write("a.parquet", TEXTS)
     corpora.encode_corpus(encoder, ["a.parquet"], "out", rows_per_part=50)
@@ -280,8 +282,12 @@ def test_damaged_part_is_computed_again(damage, encoder, caplog):
         file.unlink()
     elif damage == "no record":
         record.unlink()
+    elif damage == "another part":
+        for copy in (file, record):
+            copy.write_bytes(Path(str(copy).replace("2.", "1.")).read_bytes())
     else:
-        record.write_text("[]" if damage == "bad record" else Path("out/part-000001.json").read_text())
+        contents_of = {"bad record": "[]", "deep record": "[" * 200_000}
+        record.write_text(contents_of.get(damage) or Path("out/part-000001.json").read_text())
     done = corpora.encode_corpus(encoder, ["a.parquet"], "out", rows_per_part=50)
     assert contents("out") == expected
     assert (done.written, done.found, done.damaged, done.texts) == (1, 4, damage != "gone", 50)
@@ -326,6 +332,15 @@ def test_other_settings_are_refused_by_name(encoder):
     assert contents("out") == expected
 
 
+def test_parts_of_other_settings_are_computed_again_where_the_manifest_is_lost(encoder):
+    write("a.parquet", TEXTS)
+    corpora.encode_corpus(encoder, ["a.parquet"], "new", rows_per_part=50, prompt="x")
+    corpora.encode_corpus(encoder, ["a.parquet"], "out", rows_per_part=50)
+    Path("out/manifest.json").unlink()
+    done = corpora.encode_corpus(encoder, ["a.parquet"], "out", rows_per_part=50, prompt="x")
+    assert (done.damaged, done.found) == (5, 0) and contents("out") == contents("new")
+
+
 def test_another_model_is_refused(model, tmp_path, capsys):
     write("a.parquet", TEXTS[:9])
     (tmp_path / "other").mkdir()
@@ -338,7 +353,7 @@ def test_another_model_is_refused(model, tmp_path, capsys):
     assert message.startswith("out: its parts were made with dtype 'float32', not 'bfloat16'")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"settings": 1, "ranges": null}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 200_000, '{"settings": 1, "ranges": null}'])
 def test_damaged_manifest_is_refused(encoder, text):
     write("a.parquet", TEXTS[:9])
     Path("out").mkdir()
