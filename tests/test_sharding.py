@@ -4,12 +4,14 @@ This file is also the program that the tests run once, in a process with eight C
 """
 
 import collections
+import contextlib
 import functools
 import json
 import logging
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -483,24 +485,48 @@ def test_checkpoint_continues_on_another_number_of_devices(trained, tmp_path):
     np.testing.assert_allclose(losses(tmp_path), losses(alone), rtol=1e-4)
 
 
-@pytest.mark.slow
-def test_two_processes_take_the_same_steps(trained, tmp_path):
-    options, alone = trained["finetune"]
+@contextlib.contextmanager
+def two_processes(folder: Path, options: list[str]):
+    """Starts the example of fine-tuning in two processes with a device each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     names = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
     processes = [
-        start(1, "finetune", f"--out={tmp_path}", "--fsdp", *options, **names, JAX_PROCESS_ID=str(i)) for i in range(2)
+        start(1, "finetune", f"--out={folder}", "--fsdp", *options, **names, JAX_PROCESS_ID=str(i)) for i in range(2)
     ]
     try:
-        for process in processes:
-            finish(process)
+        yield processes
     finally:
         for process in processes:
             process.kill()
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_same_steps(trained, tmp_path):
+    options, alone = trained["finetune"]
+    with two_processes(tmp_path, options) as processes:
+        for process in processes:
+            finish(process)
     np.testing.assert_allclose(losses(tmp_path), losses(alone), rtol=1e-4)
     assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_signal_to_one_process_stops_both_after_the_same_step(trained, tmp_path):
+    options, alone = trained["finetune"]
+    with two_processes(tmp_path, options) as processes:
+        shown = ""
+        while not re.search(r" [1-9]\d?/50 ", shown):
+            shown += (more := processes[1].stdout.read(16))
+            assert more, shown
+        processes[1].send_signal(signal.SIGTERM)
+        texts = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [130, 130], texts
+    (stopped,) = {re.search(r"interrupted after step (\d+) of 50", text)[1] for text in texts}
+    text = finish(start(4, "finetune", f"--out={tmp_path}", "--fsdp", *options))
+    assert f"resumed after step {stopped}" in text
+    np.testing.assert_allclose(losses(tmp_path), losses(alone), rtol=1e-4)
 
 
 def measure_all(file: str) -> None:
