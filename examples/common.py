@@ -29,6 +29,7 @@ import matplotlib
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from matplotlib import pyplot
 from tqdm import tqdm
@@ -46,6 +47,7 @@ matplotlib.use("Agg")  # this backend needs no screen
 INTERRUPTED = 130  # exit code after Ctrl-C, SIGTERM or SIGHUP
 UNWRITTEN = 2  # exit code after a file could not be written
 SCALES = 24  # halvings from the largest loss scale to 1; after more skipped steps in a row, the scale is not the cause
+TOGETHER = 5  # steps after which several processes ask each other whether a signal came
 IN_FLIGHT = 2  # steps queued on the device before the oldest loss is read
 CHECKPOINTS = 2  # number of checkpoints that are kept
 
@@ -545,7 +547,7 @@ class Run:
                 memory: Any = compiled.memory_analysis()
                 print(f"temporary memory of a step: {memory.temp_size_in_bytes / 2**20:,.0f} MiB")
             with tqdm(total=steps, initial=self.step, unit="step") as bar:
-                while self.step < steps and not came:
+                while self.step < steps and not self._stops(came):
                     batch, key = self._inputs(batch_at(self.step), jax.random.fold_in(base_key, self.step))
                     self.state, loss = compiled(self.state, batch, key)
                     self.step += 1
@@ -566,6 +568,13 @@ class Run:
         if self.step < steps:
             print(f"interrupted after step {self.step} of {steps}, which is saved; the same command goes on from there")
         return self.step == steps
+
+    def _stops(self, came: list[int]) -> bool:
+        """Returns whether a signal came to any process. All processes stop after the same step."""
+        if jax.process_count() == 1:
+            return bool(came)
+        # The answer waits for the steps in flight, so it is not asked for after each step.
+        return self.step % TOGETHER == 0 and bool(multihost_utils.process_allgather(np.array(bool(came))).any())
 
     def _inputs(self, batch: Any, key: jax.Array) -> tuple[Any, jax.Array]:
         several = self.devices.mesh is not None

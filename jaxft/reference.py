@@ -577,13 +577,19 @@ def to_float8(x: Array, scale: float) -> Array:
 def float8_dense(
     x: Array, kernel: Array, kernel_scale: Array, bias: Array | None = None, residual: Array | None = None, *,
     activation: str | None = None, x_scale: float = 1.0, dtype: Any = jnp.bfloat16, float8_scale: float | None = None,
+    over: tuple[str, ...] = (),
 ) -> Array:  # fmt: skip
-    """Computes a dense layer of float8_e4m3fn x [..., K] and kernel [K, F], rounded once: to `dtype` or to float8."""
+    """Computes a dense layer of float8_e4m3fn x [..., K] and kernel [K, F], rounded once: to `dtype` or to float8.
+
+    Inside a `jax.shard_map`, x and kernel may be shards of K, whose products are summed in float32 `over` mesh axes.
+    """
     # The products are exact. bfloat16 holds every number of float8_e4m3fn.
     factor_dtype = jnp.float32 if dispatch.platform() == "cpu" else jnp.bfloat16
     out = jnp.matmul(
         x.astype(factor_dtype), kernel.astype(factor_dtype), precision="highest", preferred_element_type=jnp.float32
     )
+    if over:
+        out = lax.psum(out, over)
     out = out * _like(kernel_scale * x_scale, out)
     if bias is not None:
         out = out + _like(bias, out)

@@ -176,10 +176,33 @@ def test_strings_of_other_arrow_types(encoder):
         assert read(name)[name].to_pylist() == TEXTS[:9]
 
 
+def test_text_of_many_rows_is_in_memory_once(encoder):
+    """A parquet file of a megabyte has 16 GB of texts: a dictionary with one long text."""
+    text = pa.array(["a bird " * 150_000])
+    column = pa.DictionaryArray.from_arrays(pa.array([None, *[0] * 16_000], pa.int32()), text)
+    pq.write_table(pa.table({"text": column}), "a.parquet", store_schema=False)
+    source = records.sources(["a.parquet"])
+    found = [block.texts for _, block in records.blocks(source, "text", pa.schema([]), lambda *_: True)]
+    assert {id(one) for texts in found for one in texts[1:]} == {id(texts[1]) for texts in found}
+    assert found[0][:2] == [None, text[0].as_py()] and sum(map(len, found)) == 16_001
+
+
 def test_empty_data_give_no_parts(encoder):
     write("a.parquet", pa.array([], pa.string()))
     assert corpora.encode_corpus(encoder, ["a.parquet"], "out").written == 0
     assert [*contents("out")] == ["manifest.json"]
+
+
+def test_chunks_are_bounded_in_rows(encoder, monkeypatch):
+    """Parts of any number of rows take no more memory."""
+    monkeypatch.setattr(corpora, "_CHUNK_BYTES", 20 * 4 * tiny.WIDTH)
+    write("a.parquet", [None if i == 30 else text for i, text in enumerate(TEXTS)])
+    corpora.encode_corpus(encoder, ["a.parquet"], "out", rows_per_part=110)
+    groups = [pq.ParquetFile(file).metadata for file in sorted(Path("out").glob("*.parquet"))]
+    assert [[group.row_group(i).num_rows for i in range(group.num_row_groups)] for group in groups] == [
+        [20] * 5 + [10], [20] * 5 + [10], [10]
+    ]  # fmt: skip
+    assert len(read("out")) == len(TEXTS)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
@@ -262,7 +285,9 @@ def test_two_processes_make_the_same_parts(corpus):
     assert contents("out") == expected
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "no record", "bad record", "another record"])
+@pytest.mark.parametrize(
+    "damage", ["flipped", "cut", "gone", "no record", "bad record", "deep record", "another record", "another part"]
+)
 def test_damaged_part_is_computed_again(damage, encoder, caplog):
     write("a.parquet", TEXTS)
     corpora.encode_corpus(encoder, ["a.parquet"], "out", rows_per_part=50)
@@ -277,8 +302,12 @@ def test_damaged_part_is_computed_again(damage, encoder, caplog):
         file.unlink()
     elif damage == "no record":
         record.unlink()
+    elif damage == "another part":
+        for copy in (file, record):
+            copy.write_bytes(Path(str(copy).replace("2.", "1.")).read_bytes())
     else:
-        record.write_text("[]" if damage == "bad record" else Path("out/part-000001.json").read_text())
+        contents_of = {"bad record": "[]", "deep record": "[" * 200_000}
+        record.write_text(contents_of.get(damage) or Path("out/part-000001.json").read_text())
     done = corpora.encode_corpus(encoder, ["a.parquet"], "out", rows_per_part=50)
     assert contents("out") == expected
     assert (done.written, done.found, done.damaged, done.texts) == (1, 4, damage != "gone", 50)
@@ -323,6 +352,15 @@ def test_other_settings_are_refused_by_name(encoder):
     assert contents("out") == expected
 
 
+def test_parts_of_other_settings_are_computed_again_where_the_manifest_is_lost(encoder):
+    write("a.parquet", TEXTS)
+    corpora.encode_corpus(encoder, ["a.parquet"], "new", rows_per_part=50, prompt="x")
+    corpora.encode_corpus(encoder, ["a.parquet"], "out", rows_per_part=50)
+    Path("out/manifest.json").unlink()
+    done = corpora.encode_corpus(encoder, ["a.parquet"], "out", rows_per_part=50, prompt="x")
+    assert (done.damaged, done.found) == (5, 0) and contents("out") == contents("new")
+
+
 def test_another_model_is_refused(model, tmp_path, capsys):
     write("a.parquet", TEXTS[:9])
     (tmp_path / "other").mkdir()
@@ -335,7 +373,7 @@ def test_another_model_is_refused(model, tmp_path, capsys):
     assert message.startswith("out: its parts were made with dtype 'float32', not 'bfloat16'")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"settings": 1, "ranges": null}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 200_000, '{"settings": 1, "ranges": null}'])
 def test_damaged_manifest_is_refused(encoder, text):
     write("a.parquet", TEXTS[:9])
     Path("out").mkdir()

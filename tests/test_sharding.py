@@ -4,12 +4,14 @@ This file is also the program that the tests run once, in a process with eight C
 """
 
 import collections
+import contextlib
 import functools
 import json
 import logging
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -189,6 +191,26 @@ def ops() -> dict[str, Case]:
         "dense of float8": Case(
             gelu, {"x": float8(B, T, W), "kernel": float8(W, F), "kernel_scale": floats(F), "bias": floats(F)},
             {"x": data, "kernel": columns, "kernel_scale": rows, "bias": rows},
+        ),
+        "dense of float8 by rows": Case(  # the sum is exact
+            jaxft.dense,
+            {"x": float8(B, T, W), "kernel": float8(W, F), "kernel_scale": floats(F), "bias": floats(F),
+             "residual": floats(B, T, F).astype(jnp.bfloat16)},
+            {"x": ("data", None, "model"), "kernel": rows, "residual": data}, ((B // 2, T, F),), (), BOTH,
+        ),
+        "dense_residual_layer_norm of float8 by rows": Case(
+            jaxft.dense_residual_layer_norm,
+            {"x": float8(B, T, W), "kernel": float8(W, F), "kernel_scale": floats(F), "bias": floats(F),
+             "residual": floats(B, T, F).astype(jnp.bfloat16), **norm(F)},
+            {"x": ("data", None, "model"), "kernel": rows, "residual": data}, ((B // 2, T, F),), (), BOTH,
+        ),
+        "feed_forward_residual_layer_norm of float8 by columns and rows": Case(
+            lambda **k: jaxft.feed_forward_residual_layer_norm(**k, inner_scale=0.5),
+            {**ffn, "x": float8(B, T, W), "in_kernel": float8(W, F), "out_kernel": float8(F, W),
+             "in_kernel_scale": floats(F), "out_kernel_scale": floats(W),
+             "residual": x.astype(jnp.bfloat16)},
+            {"x": data, "residual": data, "in_kernel": columns, "in_bias": rows, "in_kernel_scale": rows,
+             "out_kernel": rows}, ((B // 2, T, W),), (), BOTH,
         ),
         "dense_residual_layer_norm of float8": Case(
             lambda **k: jaxft.dense_residual_layer_norm(**k, float8_scale=0.5),
@@ -463,24 +485,48 @@ def test_checkpoint_continues_on_another_number_of_devices(trained, tmp_path):
     np.testing.assert_allclose(losses(tmp_path), losses(alone), rtol=1e-4)
 
 
-@pytest.mark.slow
-def test_two_processes_take_the_same_steps(trained, tmp_path):
-    options, alone = trained["finetune"]
+@contextlib.contextmanager
+def two_processes(folder: Path, options: list[str]):
+    """Starts the example of fine-tuning in two processes with a device each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     names = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
     processes = [
-        start(1, "finetune", f"--out={tmp_path}", "--fsdp", *options, **names, JAX_PROCESS_ID=str(i)) for i in range(2)
+        start(1, "finetune", f"--out={folder}", "--fsdp", *options, **names, JAX_PROCESS_ID=str(i)) for i in range(2)
     ]
     try:
-        for process in processes:
-            finish(process)
+        yield processes
     finally:
         for process in processes:
             process.kill()
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_same_steps(trained, tmp_path):
+    options, alone = trained["finetune"]
+    with two_processes(tmp_path, options) as processes:
+        for process in processes:
+            finish(process)
     np.testing.assert_allclose(losses(tmp_path), losses(alone), rtol=1e-4)
     assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_signal_to_one_process_stops_both_after_the_same_step(trained, tmp_path):
+    options, alone = trained["finetune"]
+    with two_processes(tmp_path, options) as processes:
+        shown = ""
+        while not re.search(r" [1-9]\d?/50 ", shown):
+            shown += (more := processes[1].stdout.read(16))
+            assert more, shown
+        processes[1].send_signal(signal.SIGTERM)
+        texts = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [130, 130], texts
+    (stopped,) = {re.search(r"interrupted after step (\d+) of 50", text)[1] for text in texts}
+    text = finish(start(4, "finetune", f"--out={tmp_path}", "--fsdp", *options))
+    assert f"resumed after step {stopped}" in text
+    np.testing.assert_allclose(losses(tmp_path), losses(alone), rtol=1e-4)
 
 
 def measure_all(file: str) -> None:

@@ -198,6 +198,9 @@ def _run_jit(x, kernel, kernel_scale, bias, residual, plan):
         _, _, y = transforms.vary_alike(x, kernel, y)  # see `dense._one_kernel`
         return y.reshape(shape)
 
+    def by_parts(over, *arrays):
+        return reference.float8_dense(*arrays, over=over, **options)
+
     ndim = x.ndim
 
     def legal(shapes):
@@ -208,7 +211,8 @@ def _run_jit(x, kernel, kernel_scale, bias, residual, plan):
     arrays = transforms.vary_alike(x, kernel, kernel_scale, bias, residual)
     rows = sharding.rows_of(x.shape[:-1], dropout=False)
     rule = Rule(
-        "dense", f"{rows} K, K f, f, f, {rows} f", f"{rows} f", legal if plan.forward.backend == "mosaic_gpu" else None
-    )
+        "dense", f"{rows} k, k f, f, f, {rows} f", f"{rows} f",
+        legal if plan.forward.backend == "mosaic_gpu" else None, contracted={"k": by_parts},
+    )  # fmt: skip
     function = plain if plan.forward.backend == "xla" else transforms.mappable(by_kernel, plain, plan, rule)
     return without_gradient(plan.op, function)(*arrays)

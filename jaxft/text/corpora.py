@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 EMBEDDING = "embedding"  # the column of the embeddings
 MANIFEST = "manifest.json"
 _CALIBRATION = 10_000  # texts from which the ranges of int8 and uint8 are computed
+_CHUNK_BYTES = 1 << 28  # most bytes of the embeddings of a chunk in float32
 _QUEUED = 1  # chunks that wait for the writer
 
 _log = logging.getLogger("jaxft")
@@ -163,15 +164,17 @@ def encode_corpus(
         ranges = np.stack([found.min(axis=0), found.max(axis=0)]).tolist()
     if manifest is None:
         ranges = _write_manifest(folder, settings, {"ranges": ranges, "about": about})
+    most = max(_CHUNK_BYTES // (4 * encoder.embedding_dimension), 1)
     width = min(truncate_dim or encoder.embedding_dimension, encoder.embedder.embedding_dimension)
     width = -(-width // 8) if precision.endswith("binary") else width
     value = pa.from_numpy_dtype(np.dtype(PRECISIONS[precision]))
     schema = pa.schema([*kept, pa.field(EMBEDDING, pa.list_(value, width))])
+    checksum = hashlib.sha256(json.dumps([settings, ranges], sort_keys=True).encode()).hexdigest()
     summary = Summary()
 
     @functools.cache
     def is_wanted(part: int) -> bool:
-        state = "missing" if part % count != index else _state(folder, part)
+        state = "missing" if part % count != index else _state(folder, part, checksum)
         summary.found += state == "whole"
         if state == "damaged":
             summary.damaged += 1
@@ -191,8 +194,8 @@ def encode_corpus(
             yield chunk.texts
 
     with (
-        contextlib.closing(_prefetched(_chunks(rows, rows_per_part, is_wanted))) as chunks,
-        _Writer(folder, schema, summary) as writer,
+        contextlib.closing(_prefetched(_chunks(rows, rows_per_part, most, is_wanted))) as chunks,
+        _Writer(folder, schema, checksum, summary) as writer,
     ):
         inputs: Any = text_inputs.Inputs(texts(), are_chunks=True)
         try:
@@ -213,9 +216,9 @@ def encode_corpus(
 
 
 def _chunks(
-    rows: Iterable[tuple[int, Block]], rows_per_part: int, is_wanted: Callable[[int], bool]
+    rows: Iterable[tuple[int, Block]], rows_per_part: int, most: int, is_wanted: Callable[[int], bool]
 ) -> Iterator[_Chunk]:
-    """Cuts rows into chunks. The rows of a chunk are of one part and have at most `CHUNK_CHARACTERS`, or are one row.
+    """Cuts rows into chunks of one part each: up to `most` rows of up to `CHUNK_CHARACTERS` in all, or one longer row.
 
     The chunks of a part depend on the rows of the part only, so that a restart does not change the last bits.
     """
@@ -235,7 +238,8 @@ def _chunks(
             end = start
             while end < stop:
                 length = len(block.texts[end] or "")
-                if chunk.rows + end > start and characters + length > text_inputs.CHUNK_CHARACTERS:
+                is_full = chunk.rows + end - start == most or characters + length > text_inputs.CHUNK_CHARACTERS
+                if chunk.rows + end > start and is_full:
                     break
                 characters += length
                 end += 1
@@ -279,15 +283,15 @@ def _part_file(folder: Path, part: int) -> Path:
     return folder / f"part-{part:06}.parquet"
 
 
-def _state(folder: Path, part: int) -> str:
-    """Returns whether a part is "missing", "damaged" or "whole"."""
+def _state(folder: Path, part: int, settings: str) -> str:
+    """Returns whether a part of these settings is "missing", "damaged" or "whole"."""
     file = _part_file(folder, part)
     try:
         expected = parse_json(file.with_suffix(".json").read_text("utf-8"))
-        return "whole" if expected == _facts(file, expected.get("rows")) else "damaged"
+        return "whole" if expected == _facts(file, expected.get("rows"), part, settings) else "damaged"
     except FileNotFoundError:
         return "damaged" if file.exists() else "missing"
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return "damaged"
 
 
@@ -302,16 +306,18 @@ def model_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _facts(file: Path, rows: Any) -> dict[str, Any]:
+def _facts(file: Path, rows: Any, part: int, settings: str) -> dict[str, Any]:
+    """Returns the record of a part. `settings` is the checksum of the settings: the manifest may be lost."""
     with file.open("rb") as data:
-        return {"rows": rows, "bytes": file.stat().st_size, "sha256": hashlib.file_digest(data, "sha256").hexdigest()}
+        checksum = hashlib.file_digest(data, "sha256").hexdigest()
+    return {"part": part, "rows": rows, "bytes": file.stat().st_size, "sha256": checksum, "settings": settings}
 
 
 class _Writer:
     """Writes parts in a thread: each into a temporary file, which is renamed when the part is complete."""
 
-    def __init__(self, folder: Path, schema: Any, summary: Summary) -> None:
-        self._folder, self._schema, self._summary = folder, schema, summary
+    def __init__(self, folder: Path, schema: Any, settings: str, summary: Summary) -> None:
+        self._folder, self._schema, self._settings, self._summary = folder, schema, settings, summary
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._waiting: deque[Future[None]] = deque()
         self._open: _OpenPart | None = None
@@ -343,7 +349,7 @@ class _Writer:
         self._has_failed = True
         if self._open is None or self._open.part != chunk.part:
             self._finish()
-            self._open = _OpenPart(_part_file(self._folder, chunk.part), chunk.part, self._schema)
+            self._open = _OpenPart(_part_file(self._folder, chunk.part), chunk.part, self._schema, self._settings)
         self._open.write(chunk, embeddings)
         self._has_failed = False
         self._summary.texts += len(chunk.texts)
@@ -359,8 +365,8 @@ class _Writer:
 class _OpenPart:
     """A part that is being written."""
 
-    def __init__(self, file: Path, part: int, schema: Any) -> None:
-        self.part, self._rows, self._schema = part, 0, schema
+    def __init__(self, file: Path, part: int, schema: Any, settings: str) -> None:
+        self.part, self._rows, self._schema, self._settings = part, 0, schema, settings
         self._stack = contextlib.ExitStack()
         self._file = file
         self._writer: Any = None
@@ -400,7 +406,8 @@ class _OpenPart:
         try:
             with atomic.writing(self._file):
                 self._writer.close()
-                self._record.write_text(json.dumps(_facts(self._new, self._rows), allow_nan=False) + "\n", "utf-8")
+                facts = _facts(self._new, self._rows, self.part, self._settings)
+                self._record.write_text(json.dumps(facts, allow_nan=False) + "\n", "utf-8")
             self._stack.close()
         except BaseException:
             self.discard()
@@ -430,7 +437,7 @@ def _manifest(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
         found = parse_json(file.read_text("utf-8"))
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{file}: not valid JSON: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("settings"), dict) or "ranges" not in found:
         raise DataError(f"{file}: has no settings")

@@ -38,10 +38,11 @@ class Growth:
         """Largest growth by replacements and pre-tokenizers, without the growth by steps that know Unicode."""
         return self._spread * math.prod(max(_factors(step)) for step, _ in self._steps if step["type"] not in _UNICODE)
 
-    def bound(self, text: str) -> float:
-        """Returns a number that the size of a text does not exceed. It costs less than a hundredth of the tokens."""
+    def bound(self, *texts: str) -> float:
+        """Returns a number that the sizes of texts do not exceed together, in a hundredth of the time of the tokens."""
         ascii, other = self._factors
-        return ascii * len(text) + (0 if text.isascii() else other * (len(text.encode()) - len(text)))
+        beyond = sum([len(text.encode()) - len(text) for text in texts if not text.isascii()])
+        return ascii * sum(map(len, texts)) + other * beyond
 
     def size(self, text: str, *, rough: float | None = None) -> float:
         """Returns the size of a text, or infinity if it is above `MOST`, without normalizing that much text.

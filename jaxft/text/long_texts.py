@@ -86,7 +86,11 @@ class LongTexts:
         """
         done = 0
         try:
-            for encoding in self._encoded(self.cut_pairs(texts) if self._is_pair else self.cut(texts)):
+            if self._are_light(texts):
+                found: Any = self._tokenizer.encode_batch_fast(texts)
+            else:
+                found = self._encoded(self.cut_pairs(texts) if self._is_pair else self.cut(texts))
+            for encoding in found:
                 yield encoding
                 done += 1
             return
@@ -101,6 +105,12 @@ class LongTexts:
                 yield from self.encodings(texts[index : index + 1])
             except TextError as error:
                 raise TextError(index, texts[index], error.reason) from error.__cause__
+
+    def _are_light(self, texts: Sequence[Any]) -> bool:
+        """Returns whether no text is long, and one call of the library may take all of them: no text is looked at."""
+        if self._is_pair or max(map(len, texts), default=0) > _LONG * self._count:
+            return False
+        return self._growth.bound(*texts) <= growth.AT_ONCE
 
     def cut(self, texts: Sequence[str]) -> Sequence[str]:
         """Returns texts that have the same tokens after truncation. Long texts are cut where that is safe."""

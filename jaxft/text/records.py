@@ -278,8 +278,9 @@ def _columns(source: Source, row: int, found: list[dict[str, Any]], kept: Any) -
 # --- Parquet -----------------------------------------------------------------------------------------------------
 
 
-def _dataset(source: Source) -> Any:
-    return arrow().dataset.dataset(source.path, filesystem=source.system, format="parquet")
+def _dataset(source: Source, **options: Any) -> Any:
+    dataset = arrow().dataset
+    return dataset.dataset(source.path, filesystem=source.system, format=dataset.ParquetFileFormat(**options))
 
 
 def _schema(source: Source) -> Any:
@@ -301,8 +302,10 @@ def _parquet_blocks(
 ) -> Generator[tuple[int, Block], None, int]:
     """Yields the blocks of a parquet file, and returns the number of rows. Unwanted row groups are not read."""
     row = 0
+    # As a dictionary, a long text that many rows have is in memory once, as it is in the file.
+    repeated = {column} - {*kept.names}
     with _reading(source):
-        (fragment,) = _dataset(source).get_fragments()
+        (fragment,) = _dataset(source, dictionary_columns=repeated).get_fragments()
         groups = fragment.row_groups
     for group in groups:
         count = group.num_rows
@@ -316,11 +319,19 @@ def _parquet_blocks(
                 with _reading(source):
                     if (batch := next(batches, None)) is None:
                         break
-                    texts = batch.column(column).to_pylist()
+                    texts = _strings(batch.column(column))
                 yield first + at, Block(source, at, texts, batch.select(kept.names))
                 at += len(texts)
         row += count
     return row
+
+
+def _strings(array: Any) -> list[str | None]:
+    """Returns the items of an Arrow array. Rows that have an item of a dictionary share it."""
+    if not hasattr(array, "dictionary"):
+        return array.to_pylist()
+    words = [*array.dictionary.to_pylist(), None]
+    return [words[-1 if index is None else index] for index in array.indices.to_pylist()]
 
 
 def _holds_strings(kind: Any) -> bool:
