@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+import sys
 
 import jax
 import jax.monitoring
@@ -170,12 +171,25 @@ def _forget(folder):
 def test_program_that_cannot_be_loaded_is_compiled_again(model, folder, caplog, lowered):
     expected = SentenceEncoder.from_pretrained(model).encode("a bird")
     (file,) = kept(folder)
-    compilation_cache.write(file.name.removesuffix("-cache"), pickle.dumps((b"", None, None)))
+    compilation_cache.write(file.name.removesuffix("-cache"), pickle.dumps((False, b"", None, None)))
     np.testing.assert_array_equal(SentenceEncoder.from_pretrained(model).encode("a bird"), expected)
     assert "compiled again, because it cannot be loaded" in caplog.text and not kept(folder)
     _forget(folder)
     SentenceEncoder.from_pretrained(model).encode("a bird")
     assert kept(folder) == [file]
+
+
+@pytest.mark.parametrize("text", ["custom_call @mosaic_gpu_v2", "custom_call @other"])
+def test_calls_of_mosaic_are_registered_before_loading(folder, monkeypatch, text):
+    function, x = jax.jit(lambda x: x * 3 + 1), np.arange(7.0, dtype=np.float32)
+    program = function.lower(x)
+    monkeypatch.setattr(jax.stages.Lowered, "as_text", lambda self: text)
+    programs.compile(program, "jaxft-1")
+    content = compilation_cache.read("jaxft-1")
+    monkeypatch.setitem(sys.modules, "jax.experimental.mosaic.gpu", None)  # so that an import fails
+    monkeypatch.delattr("jax.experimental.mosaic.gpu", raising=False)
+    loaded = programs.load("jaxft-1", content, (jax.numpy.asarray(x),))
+    assert (loaded is None) == ("mosaic" in text)
 
 
 def test_size_is_limited(folder):

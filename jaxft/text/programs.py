@@ -97,7 +97,7 @@ def compile(lowered: jax.stages.Lowered, name: str | None) -> None:
     compiled = lowered.compile()
     if name is not None and seen.is_new:
         try:
-            content = pickle.dumps(serialize_executable.serialize(compiled))
+            content = pickle.dumps(("mosaic_gpu" in lowered.as_text(), *serialize_executable.serialize(compiled)))
         except Exception as error:  # of many types: a program with constants, or a backend that cannot
             _log.info("a compiled program is not kept: %s", error)
         else:
@@ -120,7 +120,10 @@ def load(name: str, content: bytes, call: Sequence[Any]) -> Callable[..., Any] |
     """Returns a function like the jitted function of `call`, for its shapes only, or None if it cannot be loaded."""
     (home,) = dispatch.homes(_arrays(call))
     try:
-        program, inputs, outputs = pickle.loads(content)
+        has_mosaic, program, inputs, outputs = pickle.loads(content)
+        if has_mosaic:
+            # Registers Mosaic's calls, and tells XLA where the libraries are that they need.
+            from jax.experimental.mosaic import gpu  # noqa: F401
         compiled = serialize_executable.deserialize_and_load(
             program, inputs, outputs, backend=home.client, execution_devices=[home]
         )
