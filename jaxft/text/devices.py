@@ -88,9 +88,10 @@ class Dealer:
             def start(key: Any, batch: Batch) -> Future[Any] | None:
                 if not hasattr(function, "lower"):  # it is not jitted
                     return None
-                compiled, call = Future[Any](), given(there, batch)
+                compiled = Future[Any]()
                 try:
                     with dispatch.traced_for(first):
+                        call = given(there, batch)
                         name = programs.name(function, model, call)
                         kept = None if name is None else compilation_cache.read(name)
                         work: Callable[[], Any]
