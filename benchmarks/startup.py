@@ -115,7 +115,8 @@ def child(folder: str, steps: list[str]) -> dict[str, Any]:
         arrays, rebuild = encoder._bundled(encoder.embedder)
         batches = encoder._texts(None).batcher.blanks(32)
         for batch in batches[:: 1 if gpu else 20]:
-            given_batch = arrays, batch.input_ids, batch.lengths, batch.longest, (None, False, False), rebuild
+            last_steps = None, False, False, "float32"
+            given_batch = arrays, batch.input_ids, batch.lengths, batch.longest, last_steps, rebuild
             begin = time.perf_counter()
             traced = encoder._embed.trace(*given_batch)
             parts = [time.perf_counter()]

@@ -664,12 +664,17 @@ def _start_loading(args: argparse.Namespace) -> None:
     if jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]  # the user's own
         return
     try:
-        compilation_cache.use_compilation_cache()
+        is_kept = compilation_cache.use_compilation_cache() is not None
     except OSError as error:
         reason = str(error.strerror).removeprefix("use_compilation_cache: ")
         if os.environ.get(compilation_cache.VARIABLE):
             raise _UserError(f"{compilation_cache.VARIABLE}: {reason}") from error
+        if args.run is _run_warmup:
+            raise _UserError(f"warmup needs the compilation cache: {reason}") from error
         print(f"jaxft: compiled programs are not kept: {reason}", file=sys.stderr)
+        return
+    if args.run is _run_warmup and not is_kept:
+        raise _UserError("warmup needs the compilation cache, which JAX's jax_enable_compilation_cache turns off")
 
 
 def _dtype(args: argparse.Namespace, platform: str) -> str:

@@ -2,10 +2,13 @@
 
 import contextlib
 import errno
+import hashlib
+import logging
 import os
 import re
 import stat
 import sys
+import time
 from pathlib import Path
 
 import filelock
@@ -16,8 +19,10 @@ from jax.experimental.compilation_cache import compilation_cache as jax_cache
 #: Environment variable with the folder, or "off".
 VARIABLE = "JAXFT_COMPILATION_CACHE"
 
+_log = logging.getLogger("jaxft")
 _PROGRAM = re.compile(r".+-[0-9a-f]{64}-cache")  # JAX's name for the file of a program
 _PATIENCE = 10.0  # seconds to wait for the lock, as long as JAX waits
+_checked: set[str] = set()  # folders that may be read
 _LAST_TO_GO = b"\xff" * 8  # time of use of files that are no programs, so that JAX evicts them after all programs
 
 
@@ -27,7 +32,12 @@ def use_compilation_cache(path: str | os.PathLike[str] | None = None, *, max_byt
     Call it before the first program is compiled. It sets JAX's persistent compilation cache for the whole process, so
     that programs of other JAX code are kept too. jaxft never calls it by itself, except in the command line.
 
-    The folder holds executable code. It is created with mode 0700. A folder that another user can enter is refused.
+    The folder holds executable code. It is created with mode 0700. A folder that another user can enter is refused, and
+    so is a folder below one that all users can write to (without a sticky bit).
+
+    JAX finds a program by its code, so a process traces the program first. For text encoders of jaxft, the folder also
+    has programs that are found without a trace, by the model, the shapes, the versions and jaxft's own source code.
+
     Programs of other versions of JAX, other devices and other compiler flags may be in the same folder. Several
     processes may use it at the same time. This call removes programs that were changed after JAX wrote them, and
     programs that are incomplete because a process was killed or the disk was full. JAX ignores what is damaged later
@@ -46,8 +56,8 @@ def use_compilation_cache(path: str | os.PathLike[str] | None = None, *, max_byt
     Raises:
       TypeError: `path` is not a string or path.
       ValueError: `max_bytes` is not a positive integer.
-      OSError: the folder cannot be created, read or written, belongs to another user, or others can enter it. The
-        message names the folder and the reason.
+      OSError: the folder cannot be created, read or written, belongs to another user, or others can enter or replace
+        it. The message names the folder and the reason.
     """
     if path is not None and not isinstance(path, str | os.PathLike):
         raise TypeError(f"use_compilation_cache: path must be None, a str or a path, got {type(path).__name__}")
@@ -77,7 +87,76 @@ def use_compilation_cache(path: str | os.PathLike[str] | None = None, *, max_byt
     for name, value in options.items():
         jax.config.update(name, value)
     jax_cache.reset_cache()
+    _checked.add(str(folder))
     return folder
+
+
+def folder() -> Path | None:
+    """Returns the folder of `use_compilation_cache`, or None if the cache is off or JAX has another folder."""
+    used = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    is_on = used in _checked and jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    return Path(used) if is_on else None
+
+
+def read(name: str) -> bytes | None:
+    """Returns what `write` has kept under a name in the folder, or None if it is missing or damaged."""
+    if (where := folder()) is None:
+        return None
+    file = where / f"{name}-cache"
+    try:
+        with filelock.FileLock(where / ".lockfile", timeout=_PATIENCE):
+            digest, content = (whole := file.read_bytes())[:32], whole[32:]
+            _time_of(file).write_bytes(time.time_ns().to_bytes(8, "little"))
+    except OSError:
+        return None
+    return content if hashlib.sha256(content).digest() == digest else None
+
+
+def write(name: str, content: bytes) -> None:
+    """Keeps `content` under a name in the folder, beside JAX's programs. An error, as of a full disk, is ignored."""
+    if (where := folder()) is None:
+        return
+    file = where / f"{name}-cache"
+    try:
+        with filelock.FileLock(where / ".lockfile", timeout=_PATIENCE):
+            try:
+                if _make_room(where, len(content) + 32):
+                    file.write_bytes(hashlib.sha256(content).digest() + content)
+                    _time_of(file).write_bytes(time.time_ns().to_bytes(8, "little"))
+            except OSError:
+                file.unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        _log.info("cannot keep a compiled program in %s: %s", where, error)
+
+
+def remove(name: str) -> None:
+    """Removes what `write` has kept under a name."""
+    if (where := folder()) is not None:
+        with contextlib.suppress(OSError), filelock.FileLock(where / ".lockfile", timeout=_PATIENCE):
+            file = where / f"{name}-cache"
+            file.unlink()
+            _time_of(file).unlink()
+
+
+def _make_room(where: Path, size: int) -> bool:
+    """Removes the programs that were not used for the longest time, as JAX does. Returns whether `size` bytes fit."""
+    most = jax.config.jax_compilation_cache_max_size  # type: ignore[attr-defined]
+    if size > most:
+        return False
+    sizes = {file: file.lstat().st_size for file in where.glob("*-cache")}
+    for file in sorted(sizes, key=lambda file: int.from_bytes(_time_of(file).read_bytes(), "little")):
+        if size + sum(sizes.values()) <= most:
+            break
+        file.unlink()
+        _time_of(file).unlink()
+        del sizes[file]
+    return size + sum(sizes.values()) <= most
+
+
+def _time_of(file: Path) -> Path:
+    """Returns the file with the time when a program was last used."""
+    return file.with_name(file.name.removesuffix("-cache") + "-atime")
 
 
 def _check(folder: Path) -> None:
@@ -90,12 +169,18 @@ def _check(folder: Path) -> None:
     # Who can enter the folder can write to programs that JAX has written with a umask of 002.
     if (mode := stat.S_IMODE(folder.stat().st_mode)) & 0o077:
         raise PermissionError(errno.EPERM, f"other users can enter it (mode {mode:04o}); `chmod 700` helps")
+    for parent in {*folder.parents, *folder.resolve().parents}:
+        # Who can write to a parent can put another folder in its place. A sticky bit, as of /tmp, prevents that.
+        if (mode := stat.S_IMODE(parent.stat().st_mode)) & 0o002 and not mode & stat.S_ISVTX:
+            raise PermissionError(
+                errno.EPERM, f"other users can write to {parent} (mode {mode:04o}); `chmod o-w {parent}` helps"
+            )
 
 
 def _remove_damaged(folder: Path) -> None:
     with filelock.FileLock(folder / ".lockfile", timeout=_PATIENCE):  # the lock that JAX takes
         for file in folder.glob("*-cache"):
-            used = file.with_name(file.name.removesuffix("-cache") + "-atime")
+            used = _time_of(file)
             if _is_complete(file, used):
                 continue
             if _PROGRAM.fullmatch(file.name):

@@ -109,6 +109,20 @@ def test_folder_that_others_can_enter_is_refused(folder, mode):
     jaxft.use_compilation_cache(folder)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no modes")
+@pytest.mark.parametrize("link", [False, True])
+def test_folder_that_others_can_replace_is_refused(tmp_path, link):
+    (parent := tmp_path / "parent").mkdir()
+    (given := parent / "programs").mkdir(mode=0o700)
+    if link:
+        (given := tmp_path / "link").symlink_to(parent / "programs")
+    parent.chmod(0o777)
+    with pytest.raises(PermissionError, match=f"{given}: other users can write to {parent} .mode 0777.; `chmod o-w"):
+        jaxft.use_compilation_cache(given)
+    parent.chmod(0o1777)  # as /tmp: only an owner can replace a folder
+    jaxft.use_compilation_cache(given)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no user ids")
 @pytest.mark.parametrize("link", [False, True])
 def test_folder_of_another_user_is_refused(folder, monkeypatch, link):
@@ -328,6 +342,17 @@ def test_command_works_without_a_cache(model, folder):
     done = command(model, XDG_CACHE_HOME=str(folder), HOME=str(folder))
     assert done.returncode == 0
     assert done.stderr.count(f"jaxft: compiled programs are not kept: cannot use the folder {folder}") == 1
+
+
+@pytest.mark.parametrize("environment", [{}, {"JAX_ENABLE_COMPILATION_CACHE": "0"}])
+def test_warmup_that_would_keep_nothing_is_an_error(folder, environment):
+    if not environment:
+        folder.write_text("")
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxft.cli", "warmup", "--model", "none"], capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder), "HOME": str(folder), **environment},
+    )  # fmt: skip
+    assert done.returncode == 2 and "warmup needs the compilation cache" in done.stderr
 
 
 def test_function_main_leaves_jax_settings(model, monkeypatch, tmp_path, capsys):

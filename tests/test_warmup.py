@@ -171,7 +171,7 @@ def test_later_programs_compile_before_the_first_is_there(folder, monkeypatch):
     shapes = len(encoder._dealer._programs)
     assert shapes > 1
     again, held = SentenceEncoder.from_pretrained(folder, packed=True), Held()
-    monkeypatch.setattr(devices, "_first_compilers", lambda: held)
+    monkeypatch.setattr(devices, "_compilers", lambda is_first: held)
     again._embed = watched = Watched(again._embed)
     found = []
     thread = threading.Thread(target=lambda: found.append(again.encode(TEXTS, batch_size=4)), daemon=True)
@@ -190,7 +190,7 @@ def test_later_programs_compile_before_the_first_is_there(folder, monkeypatch):
 
 def test_program_that_cannot_be_compiled_is_an_error(folder, monkeypatch):
     encoder, held = SentenceEncoder.from_pretrained(folder, packed=True), Held()
-    monkeypatch.setattr(devices, "_first_compilers", lambda: held)
+    monkeypatch.setattr(devices, "_compilers", lambda is_first: held)
 
     def fail(function):
         future = devices.Future()
@@ -260,11 +260,12 @@ def test_command_needs_the_cache(folder, capsys):
     assert "warmup needs the compilation cache" in capsys.readouterr().err
 
 
-def test_warmup_raises_the_error_of_a_compilation(folder, monkeypatch):
-    def fail(lowered):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+def _without_memory(lowered):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
+
+def test_warmup_raises_the_error_of_a_compilation(folder, monkeypatch):
+    monkeypatch.setattr(jax.stages.Lowered, "compile", _without_memory)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         SentenceEncoder.from_pretrained(folder).warmup(batch_size=1)
 
@@ -286,3 +287,50 @@ def test_thread_may_outlive_the_main_thread(folder):
     code = [sys.executable, "-c", AFTER_THE_MAIN_THREAD, str(folder)]
     done = subprocess.run(code, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.strip().endswith(",)"), done.stderr
+
+
+FORKED = """
+import os, sys
+from jaxft import SentenceEncoder
+encoder = SentenceEncoder.from_pretrained(sys.argv[1])
+encoder.encode(["rain falls"] * 9)
+if os.fork() == 0:
+    try:
+        encoder.encode("rain falls")
+    except RuntimeError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork")
+def test_forked_process_gets_an_error(folder):
+    """JAX's threads are gone, and a computation would wait for ever."""
+    code = [sys.executable, "-W", "ignore", "-c", FORKED, str(folder)]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=60)
+    assert "encode: this process was forked after the encoder was made" in done.stdout, done.stderr
+
+
+QUEUED = """
+import time
+from jaxft.text import devices
+for _ in range(50):
+    devices._compilers(is_first=False).submit(lambda: (time.sleep(0.2), print("compiled", flush=True)))
+"""
+
+
+def test_queued_compilations_do_not_delay_the_exit():
+    done = subprocess.run([sys.executable, "-c", QUEUED], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not done.stderr and done.stdout.count("compiled") <= 8
+
+
+def test_compilation_without_memory_is_tried_again(folder, monkeypatch, compiled):
+    encoder = SentenceEncoder.from_pretrained(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", _without_memory)
+        with pytest.raises(jax.errors.JaxRuntimeError):
+            encoder.warmup(batch_size=1)
+    compiled.clear()
+    encoder.warmup(batch_size=1)
+    assert compiled

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -10,9 +11,10 @@ from typing import Any
 
 import jax
 
-from jaxft import dispatch
+from jaxft import compilation_cache, dispatch
 from jaxft.models.bundled import Bundled
 from jaxft.ops.bundle import Rebuild
+from jaxft.text import programs
 from jaxft.text.batching import Batch, Lane, progress_bar
 
 Arguments = Callable[[list[Any], Rebuild, Batch], tuple[Any, ...]]  # the arguments of the function for a batch
@@ -38,6 +40,8 @@ class Dealer:
         # By function, device, shape and static arguments. None is a program that cannot be had.
         self._programs: dict[Any, Future[Any] | None] = {}
         self._guard = threading.Lock()  # held while a program is traced
+        self._without_memory: list[Any] = []  # keys of programs that the next call tries again
+        self._process = os.getpid()
 
     def lanes(
         self, where: str, devices: Any, model: Any, function: Any, arguments: Arguments, *, one: bool
@@ -47,7 +51,16 @@ class Dealer:
         `None` takes the devices where JAX computes if they are set or the parameters are committed to them, otherwise
         `dispatch.work_devices`. With `one`, there is a single text. `function` is a jitted function of the
         model's arrays, of a batch and of static arguments.
+
+        Raises a RuntimeError in a process that was forked after the encoder was made.
         """
+        if os.getpid() != self._process:  # JAX's threads are gone, and a computation would wait for ever
+            raise RuntimeError(
+                f"{where}: this process was forked after the encoder was made, and JAX cannot compute in it: use"
+                " multiprocessing.get_context('spawn'), or make the encoder in the new process"
+            )
+        while self._without_memory:
+            self._programs.pop(self._without_memory.pop(), None)
         arrays, rebuild = self._bundled(model)
         if devices is not None:
             chosen = dispatch.named_devices(where, devices)
@@ -75,32 +88,42 @@ class Dealer:
                 if key not in self._programs:
                     with self._guard:
                         if key not in self._programs:
-                            self._programs[key] = start(batch)
+                            self._programs[key] = start(key, batch)
                 return self._programs[key]
 
-            def compile_program(lowered: Any, batch: Batch) -> Any:
+            def run(work: Callable[[], Any], batch: Batch) -> Any:
                 if not is_first:
                     lanes[0].wait(batch)  # XLA has timed its algorithms then
-                return lowered.compile()
+                return work()
 
-            def start(batch: Batch) -> Future[Any] | None:
+            def start(key: Any, batch: Batch) -> Future[Any] | None:
                 if not hasattr(function, "lower"):  # it is not jitted
                     return None
                 compiled = Future[Any]()
                 try:
                     with dispatch.traced_for(first):
-                        lowered = function.lower(*given(there, batch))
-                    task = functools.partial(compile_program, lowered, batch)
-                    compiled = (_first_compilers() if is_first else _compilers()).submit(task)
+                        call = given(there, batch)
+                        name = programs.name(function, model, call)
+                        kept = None if name is None else compilation_cache.read(name)
+                        work: Callable[[], Any]
+                        if name is None or kept is None:
+                            work = functools.partial(programs.compile, function.lower(*call), name)
+                        else:
+                            work = functools.partial(programs.load, name, kept, call)
+                    compiled = _compilers(is_first=is_first).submit(run, work, batch)
                 except jax.errors.JaxRuntimeError as error:
                     compiled.set_exception(error)
                 except RuntimeError:  # the main thread has ended, and with it the threads that compile
                     return None
-                compiled.add_done_callback(lambda future: report(future.exception()))
+                compiled.add_done_callback(functools.partial(report, key))
                 return compiled
 
-            def report(error: BaseException | None) -> None:
-                if error is not None and not is_first:  # the call on the first device raises the error again
+            def report(key: Any, compiled: Future[Any]) -> None:
+                if compiled.cancelled() or (error := compiled.exception()) is None:
+                    return
+                if "RESOURCE_EXHAUSTED" in str(error):
+                    self._without_memory.append(key)
+                if not is_first:  # the call on the first device raises the error again
                     _log.warning("batches of a shape are not computed on the device %s: %s", device, error)
 
             def wait(batch: Batch) -> BaseException | None:
@@ -108,15 +131,17 @@ class Dealer:
                 return None if compiled is None else compiled.exception()
 
             def compute(batch: Batch) -> Any:
-                wait(batch)  # before the end of the compilation, the call would compile once more
+                compiled = program(batch)
+                # Before the end of the compilation, the call would compile once more.
+                loaded = None if compiled is None or compiled.exception() is not None else compiled.result()
                 with dispatch.traced_for(first):
-                    return function(*given(there, batch))
+                    return (loaded or function)(*given(there, batch))
 
             def is_ready(batch: Batch) -> bool:
                 compiled = program(batch)
                 if compiled is None:
                     return is_first
-                return compiled.done() and (is_first or compiled.exception() is None)
+                return compiled.done() and (is_first or not (compiled.cancelled() or compiled.exception()))
 
             return Lane(compute, is_ready, wait, device)
 
@@ -153,11 +178,12 @@ def _say(message: str) -> None:
 
 
 @functools.cache
-def _compilers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=8, thread_name_prefix="jaxft-compile")
-
-
-@functools.cache
-def _first_compilers() -> ThreadPoolExecutor:
-    # Threads of their own: the programs of other devices do not delay the programs that a call waits for.
-    return ThreadPoolExecutor(max_workers=8, thread_name_prefix="jaxft-compile-first")
+def _compilers(*, is_first: bool) -> ThreadPoolExecutor:
+    """Returns the threads that compile. Programs of other devices do not delay the programs that a call waits for."""
+    threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="jaxft-compile")
+    if not is_first:
+        # Otherwise the process ends after all compilations that are queued. `atexit` runs after the threads have ended.
+        threading._register_atexit(  # type: ignore[attr-defined]
+            functools.partial(threads.shutdown, wait=False, cancel_futures=True)
+        )
+    return threads

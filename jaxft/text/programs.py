@@ -1,0 +1,134 @@
+"""Compiled programs of encoders in the folder of `use_compilation_cache`, so that a later process need not trace them.
+
+JAX's cache finds a program by its StableHLO, so a process must trace and lower the program first. That takes longer
+than to load it (docs/performance-notes.md, "Start-up: what a program costs"). The names here come from all that the
+trace depends on instead.
+"""
+
+import functools
+import hashlib
+import logging
+import os
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import jax.monitoring
+import jaxlib
+import numpy as np
+from flax import nnx
+from jax.experimental import serialize_executable
+
+from jaxft import compilation_cache, dispatch
+from jaxft.ops.bundle import Rebuild
+from jaxft.tuning import cache
+
+_log = logging.getLogger("jaxft")
+
+
+def name(function: Any, model: nnx.Module, call: Sequence[Any]) -> str | None:
+    """Returns the name of the program of a call, or None if the program is not kept.
+
+    Equal names mean equal programs. Nothing is kept if jaxft does not know all that the trace depends on: functions,
+    modules and values in the model that are not from jaxft, and arrays on several devices.
+
+    Args:
+      function: the jitted function of an encoder.
+      model: the model, which `call` has as arrays and `Rebuild`.
+      call: the arguments of `function`.
+    """
+    if compilation_cache.folder() is None:
+        return None
+    body: Any = getattr(function, "__wrapped__", None)
+    modules = {type(module).__module__.split(".")[0] for _, module in nnx.iter_modules(model)}
+    if getattr(body, "__closure__", ()) is not None or not body.__module__.startswith("jaxft.") or modules - _KNOWN:
+        return None
+    if len(dispatch.homes(_arrays(call))) != 1:
+        return None
+    settings = {
+        setting: getattr(jax.config, setting, value)
+        for setting, value in sorted(jax.config.values.items())
+        if "_cache" not in setting
+    }
+    (home,) = dispatch.homes(_arrays(call))
+    parts = (
+        _sources(), jax.__version__, jaxlib.__version__, flax.__version__, home, home.client.platform_version,
+        dispatch.device(), sorted(cache.load(dispatch.device_kind()).items()), os.environ.get("XLA_FLAGS"), settings,
+        jax.sharding.get_abstract_mesh(), body.__module__, body.__qualname__, jax.tree.map(_described, [*call]),
+    )  # fmt: skip
+    text = repr(parts)
+    # An address or an array that is not printed in full.
+    return None if " at 0x" in text or "..." in text else f"jaxft-{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+_KNOWN = {"jaxft", "flax"}
+
+
+def _arrays(call: Sequence[Any]) -> list[jax.Array]:
+    return [x for x in jax.tree.leaves([*call]) if isinstance(x, jax.Array)]
+
+
+def _described(x: Any) -> Any:
+    if isinstance(x, jax.Array):
+        return x.shape, x.dtype, x.weak_type, x.sharding, x.committed
+    return (x.shape, x.dtype) if isinstance(x, np.ndarray | np.generic) else x
+
+
+@functools.cache
+def _sources() -> str:
+    """Returns a digest of jaxft's files."""
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    for file in sorted(file for kind in ("*.py", "*.json") for file in root.rglob(kind)):
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(root)} {len(content)} ".encode() + content)
+    return digest.hexdigest()
+
+
+def compile(lowered: jax.stages.Lowered, name: str | None) -> None:
+    """Compiles a program, and keeps it under its name. JAX finds it when the jitted function is called.
+
+    A program from JAX's cache is not kept: XLA for CPUs writes it without its functions.
+    """
+    (seen := _seen()).is_new = False
+    compiled = lowered.compile()
+    if name is not None and seen.is_new:
+        try:
+            content = pickle.dumps(("mosaic_gpu" in lowered.as_text(), *serialize_executable.serialize(compiled)))
+        except Exception as error:  # of many types: a program with constants, or a backend that cannot
+            _log.info("a compiled program is not kept: %s", error)
+        else:
+            compilation_cache.write(name, content)
+
+
+@functools.cache
+def _seen() -> threading.local:
+    """Returns the object whose `is_new` gets True in a thread in which XLA has compiled a program for JAX's cache."""
+    seen = threading.local()
+
+    def listen(event: str, **_: Any) -> None:
+        seen.is_new = getattr(seen, "is_new", False) or event == "/jax/compilation_cache/cache_misses"
+
+    jax.monitoring.register_event_listener(listen)
+    return seen
+
+
+def load(name: str, content: bytes, call: Sequence[Any]) -> Callable[..., Any] | None:
+    """Returns a function like the jitted function of `call`, for its shapes only, or None if it cannot be loaded."""
+    (home,) = dispatch.homes(_arrays(call))
+    try:
+        has_mosaic, program, inputs, outputs = pickle.loads(content)
+        if has_mosaic:
+            # Registers Mosaic's calls, and tells XLA where the libraries are that they need.
+            from jax.experimental.mosaic import gpu  # noqa: F401
+        compiled = serialize_executable.deserialize_and_load(
+            program, inputs, outputs, backend=home.client, execution_devices=[home]
+        )
+    except Exception as error:  # of many types: an XLA that refuses it
+        _log.warning("a compiled program is compiled again, because it cannot be loaded: %s", error)
+        compilation_cache.remove(name)
+        return None
+    return lambda *call: compiled(*(x for x in call if not isinstance(x, int | tuple | Rebuild)))  # static arguments

@@ -1,0 +1,223 @@
+"""Programs that a later process loads without a trace, and what it does not load."""
+
+import dataclasses
+import pickle
+import sys
+
+import jax
+import jax.monitoring
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxft
+import tiny
+from jaxft import compilation_cache, dispatch
+from jaxft.text import devices, programs
+from jaxft.text.sentence_encoder import SentenceEncoder
+from test_compilation_cache import as_before  # noqa: F401  (a fixture for each test)
+from test_warmup import load
+
+TEXTS = tiny.texts(20)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return jaxft.use_compilation_cache(tmp_path / "programs")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.write_sentence_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def lowered():
+    """Programs that are lowered, a name for each."""
+    found: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(
+        listen := lambda event, *_, **__: found.append(event) if "jaxpr_to_mlir_module" in event else None
+    )
+    yield found
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def kept(folder):
+    return sorted(folder.glob("jaxft-*-cache"))
+
+
+@pytest.mark.parametrize(("kind", "packed"), [
+    ("sentence", False), ("sentence", True), ("sparse", True), ("multi-vector", False), ("cross", True),
+])  # fmt: skip
+def test_later_encoder_lowers_nothing(kind, packed, model, tmp_path, folder, lowered):
+    _, compute, options = load(kind, model, tmp_path, packed)
+    expected = compute(TEXTS, **options), compute(TEXTS[:1], **options)
+    assert lowered and kept(folder)
+    _, compute, options = load(kind, model, tmp_path, packed)
+    before = len(lowered)
+    found = compute(TEXTS, **options), compute(TEXTS[:1], **options)
+    assert len(lowered) - before <= (2 if kind in ("cross", "sparse") else 0)  # small functions of these encoders
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        a, b = (x.toarray() if hasattr(x, "toarray") else x for x in (a, b))  # SciPy's sparse arrays
+        np.testing.assert_array_equal(a, b)
+
+
+def name_of(encoder, **options):
+    arrays, rebuild = encoder._bundled(encoder.embedder)
+    ids, lengths = np.zeros((2, 8), np.int32), np.full(2, 8, np.int32)
+    last_steps = options.get("last_steps", (None, False, False, "float32"))
+    call = (options.get("arrays", arrays), options.get("ids", ids), lengths, 8, last_steps, rebuild)
+    return programs.name(options.get("function", encoder._embed), encoder.embedder, call)
+
+
+def test_name_depends_on_what_the_trace_depends_on(model, folder, monkeypatch):
+    encoder = SentenceEncoder.from_pretrained(model)
+    names = [name_of(encoder), name_of(encoder, ids=np.zeros((4, 8), np.int32))]
+    for last_steps in ((3, False, False, "float32"), (None, True, False, "float32"), (None, False, False, "int8")):
+        names.append(name_of(encoder, last_steps=last_steps))
+    assert name_of(SentenceEncoder.from_pretrained(model)) == names[0]
+    names.append(name_of(SentenceEncoder.from_pretrained(model, dtype="bfloat16")))
+    names.append(name_of(SentenceEncoder.from_pretrained(model, implementation="xla")))
+    for context in (jax.default_matmul_precision("bfloat16"), jax.debug_nans(True), dispatch.target()):
+        with context:
+            names.append(name_of(encoder))
+    other = SentenceEncoder.from_pretrained(model)
+    other.embedder.encoder.config = dataclasses.replace(other.embedder.encoder.config, layer_norm_eps=1e-5)
+    names.append(name_of(other))
+    for target, value in (
+        ("jaxft.text.programs._sources", lambda: "other"), ("jax.__version__", "0"), ("jaxlib.__version__", "0"),
+        ("flax.__version__", "0"), ("jaxft.tuning.cache.load", lambda kind: {"dense": {}}),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(target, value)
+            names.append(name_of(encoder))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_other")
+    names.append(name_of(encoder))
+    assert None not in names and [*dict.fromkeys(names)] == names
+
+
+def test_sources_are_all_files_that_choose_programs(monkeypatch, tmp_path):
+    (tmp_path / "text").mkdir()
+    monkeypatch.setattr(programs, "__file__", str(tmp_path / "text" / "programs.py"))
+    found = set()
+    for name, content in (("a.py", "1"), ("a.py", "2"), ("text/b.json", "1"), ("text/c.py", "1")):
+        (tmp_path / name).write_text(content)
+        programs._sources.cache_clear()
+        found.add(programs._sources())
+    programs._sources.cache_clear()
+    assert len(found) == 4
+
+
+def test_unknown_code_is_not_kept(model, folder):
+    encoder = SentenceEncoder.from_pretrained(model)
+    assert name_of(encoder) is not None
+    number = 2
+    assert name_of(encoder, function=jax.jit(lambda *a: number)) is None
+    assert name_of(encoder, function=lambda *a: 2) is None
+
+    class Own(nnx.Module):
+        def __call__(self, x):
+            return x * 2
+
+    encoder.embedder.own = Own()
+    assert name_of(encoder) is None
+    encoder = SentenceEncoder.from_pretrained(model)
+    encoder.embedder.own = lambda x: x
+    assert name_of(encoder) is None
+
+
+def test_own_subclass_of_an_encoder_is_not_kept(model, folder):
+    encoder = SentenceEncoder.from_pretrained(model)
+
+    def embed(*args):
+        return args
+
+    assert embed.__closure__ is None and name_of(encoder, function=jax.jit(embed)) is None
+
+
+def test_nothing_is_kept_without_the_call(model, tmp_path):
+    assert compilation_cache.folder() is None and name_of(SentenceEncoder.from_pretrained(model)) is None
+    jaxft.use_compilation_cache(tmp_path / "own")
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    assert name_of(SentenceEncoder.from_pretrained(model)) is None
+
+
+def _flip(content):
+    return content[:100] + bytes([content[100] ^ 1]) + content[101:]
+
+
+@pytest.mark.parametrize("damage", [_flip, lambda content: content[:-5], lambda content: b""])
+def test_damaged_program_is_compiled_again(model, folder, damage, lowered):
+    expected = SentenceEncoder.from_pretrained(model).encode("a bird")
+    (file,) = kept(folder)
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    assert compilation_cache.read(file.name.removesuffix("-cache")) is None
+    lowered.clear()
+    for _ in range(2):  # a program that JAX's cache has is not kept
+        np.testing.assert_array_equal(SentenceEncoder.from_pretrained(model).encode("a bird"), expected)
+    assert len(lowered) == 2
+    _forget(folder)
+    for _ in range(2):
+        np.testing.assert_array_equal(SentenceEncoder.from_pretrained(model).encode("a bird"), expected)
+    assert len(lowered) == 3
+
+
+def _forget(folder):
+    """Removes the programs that JAX has kept."""
+    for file in folder.glob("jit_*"):
+        file.unlink()
+
+
+def test_program_that_cannot_be_loaded_is_compiled_again(model, folder, caplog, lowered):
+    expected = SentenceEncoder.from_pretrained(model).encode("a bird")
+    (file,) = kept(folder)
+    compilation_cache.write(file.name.removesuffix("-cache"), pickle.dumps((False, b"", None, None)))
+    np.testing.assert_array_equal(SentenceEncoder.from_pretrained(model).encode("a bird"), expected)
+    assert "compiled again, because it cannot be loaded" in caplog.text and not kept(folder)
+    _forget(folder)
+    SentenceEncoder.from_pretrained(model).encode("a bird")
+    assert kept(folder) == [file]
+
+
+@pytest.mark.parametrize("text", ["custom_call @mosaic_gpu_v2", "custom_call @other"])
+def test_calls_of_mosaic_are_registered_before_loading(folder, monkeypatch, text):
+    function, x = jax.jit(lambda x: x * 3 + 1), np.arange(7.0, dtype=np.float32)
+    program = function.lower(x)
+    monkeypatch.setattr(jax.stages.Lowered, "as_text", lambda self: text)
+    programs.compile(program, "jaxft-1")
+    content = compilation_cache.read("jaxft-1")
+    monkeypatch.setitem(sys.modules, "jax.experimental.mosaic.gpu", None)  # so that an import fails
+    monkeypatch.delattr("jax.experimental.mosaic.gpu", raising=False)
+    loaded = programs.load("jaxft-1", content, (jax.numpy.asarray(x),))
+    assert (loaded is None) == ("mosaic" in text)
+
+
+def test_size_is_limited(folder):
+    jaxft.use_compilation_cache(folder, max_bytes=1000)
+    for letter in "abcdef":
+        compilation_cache.write(f"jaxft-{letter * 64}", bytes(300))
+        assert compilation_cache.read(f"jaxft-{'a' * 64}") == bytes(300)  # so it is used later than the others
+    assert [file.name[6] for file in kept(folder)] == ["a", "e", "f"]
+    compilation_cache.write(f"jaxft-{'b' * 64}", bytes(990))
+    assert compilation_cache.read(f"jaxft-{'b' * 64}") is None and len(kept(folder)) == 3
+
+
+def test_full_disk_leaves_nothing(folder, monkeypatch):
+    def write(file, content):
+        with file.open("wb") as opened:
+            opened.write(content[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(folder), "write_bytes", write)
+    compilation_cache.write(f"jaxft-{'0' * 64}", b"content")
+    assert not kept(folder)
+
+
+def test_later_encoder_loads_before_the_call_of_a_batch(model, folder, monkeypatch):
+    """Programs are loaded in the threads that compile."""
+    SentenceEncoder.from_pretrained(model).encode(TEXTS, batch_size=2)
+    calls = []
+    monkeypatch.setattr(devices.programs, "load", lambda *a: calls.append(a))  # None: the jitted function is called
+    found = SentenceEncoder.from_pretrained(model).encode(TEXTS, batch_size=2)
+    assert len(calls) == len(kept(folder)) and np.isfinite(found).all()
