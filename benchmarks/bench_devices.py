@@ -69,7 +69,7 @@ def seconds_of(call: Any) -> float:
     return time.perf_counter() - start
 
 
-def rows_of(model: str, times: dict[str, list[float]], count: int, args: Any, op: str = "encode on several GPUs") -> Any:
+def rows_of(model: str, times: dict[str, list[float]], count: int, args: Any, op: str = "encode on GPUs") -> Any:
     """Returns the rows of wall times in seconds by implementation."""
     samples = {(name, "wall_us"): [1e6 * x for x in values] for name, values in times.items()}
     return timing.as_rows(

@@ -26,7 +26,7 @@ TITLES = {
     "pretraining example": "Pretraining example with data and optimiser, packed tokens",
     "encode docstrings": "Texts to embeddings with the tokenizer",
     "encode options": "Options of encode beside the plain call, for the same tokens",
-    "encode on several GPUs": "Texts to embeddings on one and several GPUs, with the tokenizer",
+    "encode on GPUs": "Texts to embeddings on one and several GPUs, with the tokenizer",
     "encode short texts": "Short texts from memory, and from parquet to parquet",
     "encode one text": "One text to its embedding with the tokenizer",
     "attention, back to back": "Attention of packed sequences: rows, sequences, longest, heads, head size",
@@ -84,7 +84,7 @@ def metrics_of(name: str) -> tuple[str, ...]:
         "pretraining example": (),  # see `pretraining`
         "encode docstrings": ("wall_us",),
         "encode options": ("wall_us",),
-        "encode on several GPUs": ("wall_us",),
+        "encode on GPUs": ("wall_us",),
         "encode short texts": ("wall_us",),
         "encode one text": ("wall_us",),
         "linear_cross_entropy": ("device_us", "temporary_mib"),

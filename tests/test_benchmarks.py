@@ -493,7 +493,7 @@ def test_bench_devices(tiny_encode, tmp_path, capsys):
     rows = {(row["op"], row["implementation"]): row for row in read(tmp_path / "results")}
     short = "encode short texts tiny"
     assert {*rows} == {
-        ("encode on several GPUs tiny", "jaxft, 1 GPU"), (short, "jaxft"), (short, "jaxft, parquet to parquet"),
+        ("encode on GPUs tiny", "jaxft, 1 GPU"), (short, "jaxft"), (short, "jaxft, parquet to parquet"),
     }  # fmt: skip
     for row in rows.values():
         assert row["metric"] == "wall_us" and row["shape"] == ("7" if row["op"] == short else "5")

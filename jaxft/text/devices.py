@@ -110,7 +110,7 @@ class Dealer:
                             work = functools.partial(programs.compile, function.lower(*call), name)
                         else:
                             work = functools.partial(programs.load, name, kept, call)
-                    compiled = _compilers(is_first=is_first).submit(run, work, batch)
+                    compiled = _compilers(is_first=is_first).submit(functools.partial(run, work, batch))
                 except jax.errors.JaxRuntimeError as error:
                     compiled.set_exception(error)
                 except RuntimeError:  # the main thread has ended, and with it the threads that compile
