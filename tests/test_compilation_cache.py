@@ -350,7 +350,7 @@ def test_warmup_that_would_keep_nothing_is_an_error(folder, environment):
         folder.write_text("")
     done = subprocess.run(
         [sys.executable, "-m", "jaxft.cli", "warmup", "--model", "none"], capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder), "HOME": str(folder), **environment},
+        env=os.environ | {"XDG_CACHE_HOME": str(folder), "HOME": str(folder), **environment},
     )  # fmt: skip
     assert done.returncode == 2 and "warmup needs the compilation cache" in done.stderr
 

@@ -78,7 +78,7 @@ def test_name_depends_on_what_the_trace_depends_on(model, folder, monkeypatch):
     assert name_of(SentenceEncoder.from_pretrained(model)) == names[0]
     names.append(name_of(SentenceEncoder.from_pretrained(model, dtype="bfloat16")))
     names.append(name_of(SentenceEncoder.from_pretrained(model, implementation="xla")))
-    for context in (jax.default_matmul_precision("bfloat16"), jax.debug_nans(True), dispatch.target()):
+    for context in (jax.default_matmul_precision("bfloat16"), jax.debug_nans(True), dispatch.target("other")):
         with context:
             names.append(name_of(encoder))
     other = SentenceEncoder.from_pretrained(model)
