@@ -95,7 +95,16 @@ def folder() -> Path | None:
     """Returns the folder of `use_compilation_cache`, or None if the cache is off or JAX has another folder."""
     used = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     is_on = used in _checked and jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
-    return Path(used) if is_on else None
+    return Path(used) if is_on and _is_private(Path(used)) else None
+
+
+def _is_private(folder: Path) -> bool:
+    """Returns whether a folder that was checked is still there, and not another one in its place."""
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    return sys.platform == "win32" or (status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077)
 
 
 def read(name: str) -> bytes | None:
@@ -104,7 +113,7 @@ def read(name: str) -> bytes | None:
         return None
     file = where / f"{name}-cache"
     try:
-        with filelock.FileLock(where / ".lockfile", timeout=_PATIENCE):
+        with filelock.FileLock(where / ".lockfile", timeout=1):  # the caller waits; without it, it compiles
             digest, content = (whole := file.read_bytes())[:32], whole[32:]
             _time_of(file).write_bytes(time.time_ns().to_bytes(8, "little"))
     except OSError:

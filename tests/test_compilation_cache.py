@@ -1,6 +1,7 @@
 """`use_compilation_cache`: what is kept, which folders are refused, and what damage does."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -342,6 +343,17 @@ def test_command_works_without_a_cache(model, folder):
     done = command(model, XDG_CACHE_HOME=str(folder), HOME=str(folder))
     assert done.returncode == 0
     assert done.stderr.count(f"jaxft: compiled programs are not kept: cannot use the folder {folder}") == 1
+
+
+@pytest.mark.parametrize("mode", [None, 0o755])
+def test_nothing_is_kept_in_a_folder_that_was_replaced(folder, mode):
+    jaxft.use_compilation_cache(folder)
+    shutil.rmtree(folder)
+    if mode is not None:
+        folder.mkdir(mode=mode)
+    compilation_cache.write("jaxft-1", b"1")
+    assert compilation_cache.folder() is None and compilation_cache.read("jaxft-1") is None
+    assert not folder.exists() or not [*folder.iterdir()]
 
 
 @pytest.mark.parametrize("environment", [{}, {"JAX_ENABLE_COMPILATION_CACHE": "0"}])

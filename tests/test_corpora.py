@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -174,6 +175,18 @@ def test_strings_of_other_arrow_types(encoder):
         corpora.encode_corpus(encoder, ["a.parquet"], name, text_column=name, keep=[name])
         np.testing.assert_allclose(vectors(read(name)), encoder.encode(TEXTS[:9]), atol=1e-5)
         assert read(name)[name].to_pylist() == TEXTS[:9]
+
+
+def test_batch_reads_only_its_texts_of_a_dictionary():
+    words = pa.array([f"text {i}" for i in range(100_000)])
+    array = pa.DictionaryArray.from_arrays(pa.array([7, None, 99_999, 7], pa.int32()), words)
+    tracemalloc.start()
+    try:
+        found, most = records._strings(array), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found == ["text 7", None, "text 99999", "text 7"] and found[0] is found[3] and most < 1 << 20
+    assert records._strings(array[:0]) == [] and records._strings(array[1:2]) == [None]
 
 
 def test_text_of_many_rows_is_in_memory_once(encoder):

@@ -99,6 +99,10 @@ def test_name_depends_on_what_the_trace_depends_on(model, folder, monkeypatch):
 def test_sources_are_all_files_that_choose_programs(monkeypatch, tmp_path):
     (tmp_path / "text").mkdir()
     monkeypatch.setattr(programs, "__file__", str(tmp_path / "text" / "programs.py"))
+    (tmp_path / "a.py").write_text("newer than the import")
+    programs._sources.cache_clear()
+    assert programs._sources() is None
+    monkeypatch.setattr(programs, "_IMPORTED", float("inf"))
     found = set()
     for name, content in (("a.py", "1"), ("a.py", "2"), ("text/b.json", "1"), ("text/c.py", "1")):
         (tmp_path / name).write_text(content)
@@ -106,6 +110,21 @@ def test_sources_are_all_files_that_choose_programs(monkeypatch, tmp_path):
         found.add(programs._sources())
     programs._sources.cache_clear()
     assert len(found) == 4
+
+
+def test_loaded_program_is_for_its_settings_and_parameters(model, folder, lowered):
+    SentenceEncoder.from_pretrained(model).encode(TEXTS)
+    encoder = SentenceEncoder.from_pretrained(model)
+    before = len(lowered)
+    expected = encoder.encode(TEXTS)
+    assert len(lowered) == before
+    with jax.default_matmul_precision("bfloat16"):
+        encoder.encode(TEXTS)
+    assert len(lowered) > before
+    halved = jax.tree.map(lambda x: x.astype("bfloat16"), nnx.state(encoder.embedder, nnx.Param))
+    nnx.update(encoder.embedder, halved)
+    found = encoder.encode(TEXTS)
+    assert 0 < np.abs(found - expected).max() < 0.05
 
 
 def test_unknown_code_is_not_kept(model, folder):
@@ -189,7 +208,7 @@ def test_calls_of_mosaic_are_registered_before_loading(folder, monkeypatch, text
     content = compilation_cache.read("jaxft-1")
     monkeypatch.setitem(sys.modules, "jax.experimental.mosaic.gpu", None)  # so that an import fails
     monkeypatch.delattr("jax.experimental.mosaic.gpu", raising=False)
-    loaded = programs.load("jaxft-1", content, (jax.numpy.asarray(x),))
+    loaded = programs.load("jaxft-1", content, jax.devices()[0], None)
     assert (loaded is None) == ("mosaic" in text)
 
 

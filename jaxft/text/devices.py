@@ -1,5 +1,6 @@
 """Deals batches to several devices, with a copy of the parameters on each."""
 
+import contextlib
 import functools
 import logging
 import os
@@ -59,8 +60,11 @@ class Dealer:
                 f"{where}: this process was forked after the encoder was made, and JAX cannot compute in it: use"
                 " multiprocessing.get_context('spawn'), or make the encoder in the new process"
             )
-        while self._without_memory:
-            self._programs.pop(self._without_memory.pop(), None)
+        if self._without_memory:
+            with self._guard:
+                for key in self._without_memory:
+                    self._programs.pop(key, None)
+                self._without_memory.clear()
         arrays, rebuild = self._bundled(model)
         if devices is not None:
             chosen = dispatch.named_devices(where, devices)
@@ -85,11 +89,12 @@ class Dealer:
                     lanes[0].is_ready(batch)  # starts the compilation for the first device
                 _, *others = arguments([], rebuild, batch)
                 key = (function, there, *(getattr(x, "shape", x) for x in others))
-                if key not in self._programs:
-                    with self._guard:
-                        if key not in self._programs:
-                            self._programs[key] = start(key, batch)
-                return self._programs[key]
+                with contextlib.suppress(KeyError):
+                    return self._programs[key]
+                with self._guard:
+                    if key not in self._programs:
+                        self._programs[key] = start(key, batch)
+                    return self._programs[key]
 
             def run(work: Callable[[], Any], batch: Batch) -> Any:
                 if not is_first:
@@ -109,7 +114,8 @@ class Dealer:
                         if name is None or kept is None:
                             work = functools.partial(programs.compile, function.lower(*call), name)
                         else:
-                            work = functools.partial(programs.load, name, kept, call)
+                            (home,) = dispatch.homes(call[0])
+                            work = functools.partial(programs.load, name, kept, home, programs.state(call))
                     compiled = _compilers(is_first=is_first).submit(functools.partial(run, work, batch))
                 except jax.errors.JaxRuntimeError as error:
                     compiled.set_exception(error)
@@ -135,7 +141,8 @@ class Dealer:
                 # Before the end of the compilation, the call would compile once more.
                 loaded = None if compiled is None or compiled.exception() is not None else compiled.result()
                 with dispatch.traced_for(first):
-                    return (loaded or function)(*given(there, batch))
+                    call = given(there, batch)
+                    return (loaded if loaded and loaded.fits(call) else function)(*call)
 
             def is_ready(batch: Batch) -> bool:
                 compiled = program(batch)

@@ -8,9 +8,11 @@ trace depends on instead.
 import functools
 import hashlib
 import logging
+import operator
 import os
 import pickle
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from jaxft.ops.bundle import Rebuild
 from jaxft.tuning import cache
 
 _log = logging.getLogger("jaxft")
+_IMPORTED = time.time()
 
 
 def name(function: Any, model: nnx.Module, call: Sequence[Any]) -> str | None:
@@ -55,10 +58,13 @@ def name(function: Any, model: nnx.Module, call: Sequence[Any]) -> str | None:
         if "_cache" not in setting
     }
     (home,) = dispatch.homes(_arrays(call))
+    if (sources := _sources()) is None or (host := _host(home)) is None:
+        return None
     parts = (
-        _sources(), jax.__version__, jaxlib.__version__, flax.__version__, home, home.client.platform_version,
-        dispatch.device(), sorted(cache.load(dispatch.device_kind()).items()), os.environ.get("XLA_FLAGS"), settings,
-        jax.sharding.get_abstract_mesh(), body.__module__, body.__qualname__, jax.tree.map(_described, [*call]),
+        sources, host, np.__version__, jax.__version__, jaxlib.__version__, flax.__version__, home,
+        home.client.platform_version, dispatch.device(), sorted(cache.load(dispatch.device_kind()).items()),
+        os.environ.get("XLA_FLAGS"), settings, jax.sharding.get_abstract_mesh(), body.__module__, body.__qualname__,
+        jax.tree.map(_described, [*call]),
     )  # fmt: skip
     text = repr(parts)
     # An address or an array that is not printed in full.
@@ -79,10 +85,12 @@ def _described(x: Any) -> Any:
 
 
 @functools.cache
-def _sources() -> str:
-    """Returns a digest of jaxft's files."""
+def _sources() -> str | None:
+    """Returns a digest of jaxft's files. None if one has changed since this module was imported."""
     root, digest = Path(__file__).parents[1], hashlib.sha256()
     for file in sorted(file for kind in ("*.py", "*.json") for file in root.rglob(kind)):
+        if max((status := file.stat()).st_mtime, status.st_ctime) > _IMPORTED:
+            return None
         content = file.read_bytes()
         digest.update(f"{file.relative_to(root)} {len(content)} ".encode() + content)
     return digest.hexdigest()
@@ -116,9 +124,48 @@ def _seen() -> threading.local:
     return seen
 
 
-def load(name: str, content: bytes, call: Sequence[Any]) -> Callable[..., Any] | None:
-    """Returns a function like the jitted function of `call`, for its shapes only, or None if it cannot be loaded."""
-    (home,) = dispatch.homes(_arrays(call))
+class Loaded:
+    """A function like the jitted function of a call, for calls of the same `state`, shapes and static arguments."""
+
+    def __init__(self, compiled: Callable[..., Any], state: Any) -> None:
+        self._compiled, self._state = compiled, state
+
+    def fits(self, call: Sequence[Any]) -> bool:
+        """Returns whether the jitted function would compute a call by the same program."""
+        return state(call) == self._state
+
+    def __call__(self, *call: Any) -> Any:
+        """Computes a call."""
+        return self._compiled(*(x for x in call if not isinstance(x, int | tuple | Rebuild)))  # static arguments
+
+
+def state(call: Sequence[Any]) -> Any:
+    """Returns what may change between two calls of an encoder: the model's arrays, and JAX's settings in a thread."""
+    arrays = [(x.aval, x.sharding, x.committed) for x in call[0]]
+    return arrays, _settings()(jax.config), jax.sharding.get_abstract_mesh(), dispatch.device()
+
+
+@functools.cache
+def _settings() -> Callable[[Any], tuple[Any, ...]]:
+    """Returns a function that reads JAX's settings as they are in a thread."""
+    names = [name for name in jax.config.values if "_cache" not in name and hasattr(jax.config, name)]
+    return operator.attrgetter(*names)
+
+
+@functools.cache
+def _host(home: jax.Device) -> str | None:
+    """Returns what the programs of a device depend on beside its name. None if that is unknown."""
+    if home.platform != "cpu":
+        return ""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        return None
+    return "\n".join(line for line in lines if line.startswith(("model name", "flags", "Features", "CPU ")))
+
+
+def load(name: str, content: bytes, home: jax.Device, state: Any) -> Loaded | None:
+    """Returns the program of calls of a `state` on the device `home`, or None if it cannot be loaded."""
     try:
         has_mosaic, program, inputs, outputs = pickle.loads(content)
         if has_mosaic:
@@ -129,6 +176,7 @@ def load(name: str, content: bytes, call: Sequence[Any]) -> Callable[..., Any] |
         )
     except Exception as error:  # of many types: an XLA that refuses it
         _log.warning("a compiled program is compiled again, because it cannot be loaded: %s", error)
-        compilation_cache.remove(name)
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            compilation_cache.remove(name)
         return None
-    return lambda *call: compiled(*(x for x in call if not isinstance(x, int | tuple | Rebuild)))  # static arguments
+    return Loaded(compiled, state)

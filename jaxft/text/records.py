@@ -11,6 +11,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+
 from jaxft.checkpoint.files import parse_json
 
 LONGEST_LINE = 1 << 28  # bytes; endless devices such as /dev/zero have more
@@ -330,8 +332,10 @@ def _strings(array: Any) -> list[str | None]:
     """Returns the items of an Arrow array. Rows that have an item of a dictionary share it."""
     if not hasattr(array, "dictionary"):
         return array.to_pylist()
-    words = [*array.dictionary.to_pylist(), None]
-    return [words[-1 if index is None else index] for index in array.indices.to_pylist()]
+    # Each batch of a row group has the dictionary of the whole group.
+    used, positions = np.unique(array.indices.drop_null().to_numpy(), return_inverse=True)
+    words = iter(np.array(array.dictionary.take(used).to_pylist(), object)[positions])
+    return [next(words) if is_valid else None for is_valid in array.is_valid().to_pylist()]
 
 
 def _holds_strings(kind: Any) -> bool:
