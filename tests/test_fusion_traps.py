@@ -179,7 +179,7 @@ SPELLINGS = {
             "bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", 2 * q, 0.3 * k)), v), *QKV), {ATT: 1}),
     "numbers times a bias": (one_of(lambda x, b: jax.nn.gelu(x + 2 * b), (B, T, D), (D,)), {BA: 1}),
     "an RMSNorm of magnitudes": (one_of(lambda x: jnp.sqrt(x**2) * jax.lax.rsqrt(mean(x**2) + 1e-6)), {}),
-    "an RMSNorm of negated squares": (one_of(lambda x: x * jax.lax.rsqrt(mean(jnp.square(-x)) + 1e-6)), {RMS: 1}),
+    "an RMSNorm of negated squares": (one_of(lambda x: x * jax.lax.rsqrt(mean(jnp.power(-x, 2.0)) + 1e-6)), {RMS: 1}),
     "a clipped GELU": (one_of(lambda x: jnp.clip(jax.nn.gelu(x), -5, 5)), {BA: 1}),
 }  # fmt: skip
 
