@@ -135,6 +135,12 @@ def test_own_subclass_of_an_encoder_is_not_kept(model, folder):
     assert embed.__closure__ is None and name_of(encoder, function=jax.jit(embed)) is None
 
 
+def test_program_of_several_devices_is_not_kept(model, folder, monkeypatch):
+    encoder = SentenceEncoder.from_pretrained(model)
+    monkeypatch.setattr(dispatch, "homes", lambda arrays: {*"ab"})
+    assert name_of(encoder) is None
+
+
 def test_nothing_is_kept_without_the_call(model, tmp_path):
     assert compilation_cache.folder() is None and name_of(SentenceEncoder.from_pretrained(model)) is None
     jaxft.use_compilation_cache(tmp_path / "own")
