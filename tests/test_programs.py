@@ -96,6 +96,43 @@ def test_name_depends_on_what_the_trace_depends_on(model, folder, monkeypatch):
     assert None not in names and [*dict.fromkeys(names)] == names
 
 
+def test_name_depends_on_each_fact_about_an_array(model, folder):
+    encoder, x = SentenceEncoder.from_pretrained(model), jax.numpy.zeros((2, 8), np.int32)
+    (device, *_), mesh = jax.devices(), jax.make_mesh((1,), ("d",), (jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    ids = [x, jax.device_put(x, device), jax.device_put(x, sharding), jax.numpy.asarray(1), x[0, 0], x[0, 0] > 0]
+    assert not ids[0].committed and ids[1].committed and ids[3].weak_type and not ids[4].weak_type
+    names = [name_of(encoder, ids=x) for x in ids]
+    with jax.set_mesh(mesh):
+        names.append(name_of(encoder, ids=x))
+    assert None not in names and [*dict.fromkeys(names)] == names
+
+
+def test_name_depends_on_the_function_and_not_on_the_cache(model, folder):
+    encoder = SentenceEncoder.from_pretrained(model)
+
+    def embed(*args):
+        return args
+
+    names = [name_of(encoder)]
+    for module, function in (("jaxft.a", "f"), ("jaxft.a", "g"), ("jaxft.b", "g")):
+        embed.__module__, embed.__qualname__ = module, function
+        names.append(name_of(encoder, function=jax.jit(embed)))
+    assert None not in names and [*dict.fromkeys(names)] == names
+    jaxft.use_compilation_cache(folder, max_bytes=1 << 29)
+    assert name_of(encoder) == names[0]
+
+
+def test_value_that_is_not_printed_in_full_is_not_kept(model, folder):
+    @dataclasses.dataclass
+    class Static:
+        value: np.ndarray
+
+    encoder = SentenceEncoder.from_pretrained(model)
+    assert name_of(encoder, last_steps=Static(np.arange(9))) is not None
+    assert name_of(encoder, last_steps=Static(np.arange(9000))) is None
+
+
 def test_sources_are_all_files_that_choose_programs(monkeypatch, tmp_path):
     (tmp_path / "text").mkdir()
     monkeypatch.setattr(programs, "__file__", str(tmp_path / "text" / "programs.py"))
