@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 import sys
+import types
 
 import jax
 import jax.monitoring
@@ -234,6 +235,45 @@ def test_calls_of_mosaic_are_registered_before_loading(folder, monkeypatch, text
     monkeypatch.delattr("jax.experimental.mosaic.gpu", raising=False)
     loaded = programs.load("jaxft-1", content, (jax.numpy.asarray(x),))
     assert (loaded is None) == ("mosaic" in text)
+
+
+def test_name_depends_on_the_version_of_the_platform(model, folder, monkeypatch):
+    class Home:
+        client = types.SimpleNamespace(platform_version="1")
+
+        def __repr__(self):
+            return "a device"
+
+    encoder, home = SentenceEncoder.from_pretrained(model), Home()
+    monkeypatch.setattr(dispatch, "homes", lambda arrays: {home})
+    before = name_of(encoder)
+    home.client.platform_version = "2"
+    assert None not in (before, name_of(encoder)) and name_of(encoder) != before
+
+
+def test_new_program_is_kept_whatever_else_jax_reports(folder):
+    function, x = jax.jit(lambda x: x * 5 + 1), np.arange(7.0, dtype=np.float32)
+    program = function.lower(x)
+
+    class Lowered:
+        as_text = program.as_text
+
+        def compile(self):
+            compiled = program.compile()
+            jax.monitoring.record_event("/jax/another_event")
+            return compiled
+
+    programs.compile(Lowered(), "jaxft-2")
+    assert compilation_cache.read("jaxft-2") is not None
+
+
+def test_program_is_loaded_for_the_device_of_its_arrays(monkeypatch):
+    (*_, last), asked = jax.devices(), []
+    monkeypatch.setattr(
+        programs.serialize_executable, "deserialize_and_load", lambda *_, **options: asked.append(options)
+    )
+    programs.load("jaxft-3", pickle.dumps((False, b"", None, None)), (jax.device_put(1.0, last),))
+    assert asked == [{"backend": last.client, "execution_devices": [last]}]
 
 
 def test_size_is_limited(folder):
