@@ -251,6 +251,15 @@ def test_a_changed_model_card_does_not_matter(copy):
     SentenceEncoder.from_exported(copy)
 
 
+def test_subclass_loads_what_its_class_has_exported(folder):
+    class Own(SentenceEncoder):
+        pass
+
+    loaded = Own.from_exported(folder)
+    assert type(loaded) is Own
+    np.testing.assert_array_equal(loaded.encode(TEXTS, **SIZE), padded().encode(TEXTS, **SIZE))
+
+
 def test_wrong_arguments_are_named(folder, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"exported from SentenceEncoder, got from_exported of CrossEncoder"):
         CrossEncoder.from_exported(folder)

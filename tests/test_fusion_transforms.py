@@ -444,6 +444,9 @@ def test_masked_rows_are_as_in_the_original(name, implementation):
 INFINITE = {
     "where": (cases.minus_infinity, ATT),
     "an added where": (additive(lambda m, dtype: jnp.where(m, 0, -jnp.inf).astype(dtype)), ATT),
+    "a negated where": (additive(lambda m, dtype: jnp.where(m, 0, jnp.inf).astype(dtype) * -1), ATT),
+    "a negated where of what is masked": (
+        additive(lambda m, dtype: jnp.where(~m, jnp.inf, 0).astype(dtype) * -1), ATT),
     "an added logarithm": (additive(lambda m, dtype: jnp.log(m.astype(dtype))), ATT),
     "a softmax": (lambda q, k, v, m: jax.nn.softmax(jnp.where(cases.keys(m), q[:, :, 0, :1] * v[0, :, 0, 0], -jnp.inf)),
                   "softmax"),

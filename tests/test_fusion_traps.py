@@ -70,6 +70,9 @@ TRAPS = {
         lambda x, w: jax.nn.gelu(jax.lax.dot_general(
             x.astype(jnp.bfloat16), w, (((2,), (0,)), ((), ())), preferred_element_type=jnp.float32)),
         [ROWS, TABLE], "dense"),
+    "a feed-forward of two precisions": (
+        lambda x, w, out: (lambda y: (y - mean(y)) * jax.lax.rsqrt(var(y) + 1e-5))(
+            x + jax.nn.gelu(jnp.dot(x, w, precision="default")) @ out), [ROWS, (D, F), (F, D)], FF),
     "exponentials as integers": (lambda x: ratio(x, lambda e: total(e.astype(int).astype(e.dtype))), [ROWS], SM),
 }  # fmt: skip
 
@@ -106,6 +109,8 @@ NEAR = {
     "a sum plus epsilon": (one_of(lambda x: ratio(x, lambda e: total(e) + 1e-9)), "not divided by their sum alone"),
     "a sum of at least epsilon": (
         attention(lambda s, m: ratio(s, lambda e: jnp.maximum(total(e), 1e-9))), "not divided by their sum alone"),
+    "masked logits that a scale raises": (
+        attention(lambda s, m: jax.nn.softmax(jnp.where(m, s, -1e9) * 1e-6)), "masked logits are -1000, which is no mask"),
     "powers of two": (one_of(lambda x: jnp.exp2(x) / total(jnp.exp2(x))), "a softmax with base 2"),
     "an epsilon that is an array": (
         one_of(lambda x, e: (x - mean(x)) * jax.lax.rsqrt(var(x) + e), (B, T, D), ()), "neither a number nor one"),
@@ -174,9 +179,13 @@ SPELLINGS = {
     "numbers times queries and keys": (
         one_of(lambda q, k, v: jnp.einsum(
             "bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", 2 * q, 0.3 * k)), v), *QKV), {ATT: 1}),
+    "logits that are subtracted": (
+        one_of(lambda q, k, v, a, b: jnp.einsum(
+            "bhqk,bkhd->bqhd", jax.nn.softmax(a - (jnp.einsum("bqhd,bkhd->bhqk", q, k) - b)), v), *QKV, (T, T), (T, T)),
+        {ATT: 1}),
     "numbers times a bias": (one_of(lambda x, b: jax.nn.gelu(x + 2 * b), (B, T, D), (D,)), {BA: 1}),
     "an RMSNorm of magnitudes": (one_of(lambda x: jnp.sqrt(x**2) * jax.lax.rsqrt(mean(x**2) + 1e-6)), {}),
-    "an RMSNorm of negated squares": (one_of(lambda x: x * jax.lax.rsqrt(mean(jnp.square(-x)) + 1e-6)), {RMS: 1}),
+    "an RMSNorm of negated squares": (one_of(lambda x: x * jax.lax.rsqrt(mean(jnp.power(-x, 2.0)) + 1e-6)), {RMS: 1}),
     "a clipped GELU": (one_of(lambda x: jnp.clip(jax.nn.gelu(x), -5, 5)), {BA: 1}),
 }  # fmt: skip
 

@@ -177,6 +177,8 @@ def test_text_with_a_result_that_is_not_finite_is_named(tmp_path, packed, monkey
     reason = r"texts\[2\] \('rain falls on the river'\) .* not finite: the model's parameter embeddings.* has NaN"
     with pytest.raises(ValueError, match=reason):
         encoder.encode(TEXTS)
+    with pytest.raises(ValueError, match=r"texts\[1\] \('the river'\)"):  # the first of a batch, which is in another order
+        encoder.encode(["a bird", "the river", "rain falls on the river"] + ["river"] * 3)
 
 
 @pytest.mark.parametrize("kind", ["encoder", "Dense module", "classifier", "float8"])

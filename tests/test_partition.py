@@ -5,7 +5,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jaxft import BertConfig, BertForMaskedLM, BertModel
+from jaxft import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertModel
 from jaxft.models import partition_specs
 
 SIZES = dict(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
@@ -38,6 +38,13 @@ def test_a_model_axis_divides_the_feed_forward_network_and_the_output_projection
     assert divided(partition_specs(model(kind), model_axis="m")) == {
         "ffn_in_kernel": (None, "m"), "ffn_in_bias": ("m",), "ffn_out_kernel": ("m", None), "out_kernel": ("m", None)
     }  # fmt: skip
+
+
+def test_a_model_axis_leaves_a_head_whole():
+    specs = by_name(partition_specs(model(BertForSequenceClassification), model_axis="m"))
+    names = {name.removesuffix(".value") for name, spec in specs.items() if "m" in tuple(spec)}
+    assert "head.out_kernel" in {name.removesuffix(".value") for name in specs}  # named as a parameter of a layer
+    assert names == {f"bert.layers.0.{n}" for n in ("ffn_in_kernel", "ffn_in_bias", "ffn_out_kernel", "out_kernel")}
 
 
 def test_fsdp_divides_what_the_model_axis_leaves():

@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 import sys
+import types
 
 import jax
 import jax.monitoring
@@ -96,6 +97,43 @@ def test_name_depends_on_what_the_trace_depends_on(model, folder, monkeypatch):
     assert None not in names and [*dict.fromkeys(names)] == names
 
 
+def test_name_depends_on_each_fact_about_an_array(model, folder):
+    encoder, x = SentenceEncoder.from_pretrained(model), jax.numpy.zeros((2, 8), np.int32)
+    (device, *_), mesh = jax.devices(), jax.make_mesh((1,), ("d",), (jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    ids = [x, jax.device_put(x, device), jax.device_put(x, sharding), jax.numpy.asarray(1), x[0, 0], x[0, 0] > 0]
+    assert not ids[0].committed and ids[1].committed and ids[3].weak_type and not ids[4].weak_type
+    names = [name_of(encoder, ids=x) for x in ids]
+    with jax.set_mesh(mesh):
+        names.append(name_of(encoder, ids=x))
+    assert None not in names and [*dict.fromkeys(names)] == names
+
+
+def test_name_depends_on_the_function_and_not_on_the_cache(model, folder):
+    encoder = SentenceEncoder.from_pretrained(model)
+
+    def embed(*args):
+        return args
+
+    names = [name_of(encoder)]
+    for module, function in (("jaxft.a", "f"), ("jaxft.a", "g"), ("jaxft.b", "g")):
+        embed.__module__, embed.__qualname__ = module, function
+        names.append(name_of(encoder, function=jax.jit(embed)))
+    assert None not in names and [*dict.fromkeys(names)] == names
+    jaxft.use_compilation_cache(folder, max_bytes=1 << 29)
+    assert name_of(encoder) == names[0]
+
+
+def test_value_that_is_not_printed_in_full_is_not_kept(model, folder):
+    @dataclasses.dataclass
+    class Static:
+        value: np.ndarray
+
+    encoder = SentenceEncoder.from_pretrained(model)
+    assert name_of(encoder, last_steps=Static(np.arange(9))) is not None
+    assert name_of(encoder, last_steps=Static(np.arange(9000))) is None
+
+
 def test_sources_are_all_files_that_choose_programs(monkeypatch, tmp_path):
     (tmp_path / "text").mkdir()
     monkeypatch.setattr(programs, "__file__", str(tmp_path / "text" / "programs.py"))
@@ -154,6 +192,12 @@ def test_own_subclass_of_an_encoder_is_not_kept(model, folder):
     assert embed.__closure__ is None and name_of(encoder, function=jax.jit(embed)) is None
 
 
+def test_program_of_several_devices_is_not_kept(model, folder, monkeypatch):
+    encoder = SentenceEncoder.from_pretrained(model)
+    monkeypatch.setattr(dispatch, "homes", lambda arrays: {*"ab"})
+    assert name_of(encoder) is None
+
+
 def test_nothing_is_kept_without_the_call(model, tmp_path):
     assert compilation_cache.folder() is None and name_of(SentenceEncoder.from_pretrained(model)) is None
     jaxft.use_compilation_cache(tmp_path / "own")
@@ -210,6 +254,45 @@ def test_calls_of_mosaic_are_registered_before_loading(folder, monkeypatch, text
     monkeypatch.delattr("jax.experimental.mosaic.gpu", raising=False)
     loaded = programs.load("jaxft-1", content, jax.devices()[0], None)
     assert (loaded is None) == ("mosaic" in text)
+
+
+def test_name_depends_on_the_version_of_the_platform(model, folder, monkeypatch):
+    class Home:
+        client = types.SimpleNamespace(platform_version="1")
+
+        def __repr__(self):
+            return "a device"
+
+    encoder, home = SentenceEncoder.from_pretrained(model), Home()
+    monkeypatch.setattr(dispatch, "homes", lambda arrays: {home})
+    before = name_of(encoder)
+    home.client.platform_version = "2"
+    assert None not in (before, name_of(encoder)) and name_of(encoder) != before
+
+
+def test_new_program_is_kept_whatever_else_jax_reports(folder):
+    function, x = jax.jit(lambda x: x * 5 + 1), np.arange(7.0, dtype=np.float32)
+    program = function.lower(x)
+
+    class Lowered:
+        as_text = program.as_text
+
+        def compile(self):
+            compiled = program.compile()
+            jax.monitoring.record_event("/jax/another_event")
+            return compiled
+
+    programs.compile(Lowered(), "jaxft-2")
+    assert compilation_cache.read("jaxft-2") is not None
+
+
+def test_program_is_loaded_for_the_device_of_its_arrays(monkeypatch):
+    (*_, last), asked = jax.devices(), []
+    monkeypatch.setattr(
+        programs.serialize_executable, "deserialize_and_load", lambda *_, **options: asked.append(options)
+    )
+    programs.load("jaxft-3", pickle.dumps((False, b"", None, None)), (jax.device_put(1.0, last),))
+    assert asked == [{"backend": last.client, "execution_devices": [last]}]
 
 
 def test_size_is_limited(folder):
