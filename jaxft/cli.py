@@ -552,8 +552,8 @@ def _run_bench(args: argparse.Namespace) -> None:
             model = BertModel.from_pretrained(args.model, dtype=dtype)
             recipe = as_recipe("bench", args.quantization)
             for length in args.length:
-                if length > model.config.max_sequence_length:
-                    raise _UserError(f"length {length}: the model takes at most {model.config.max_sequence_length}")
+                if length > model.config.most_tokens:
+                    raise _UserError(f"length {length}: the model takes at most {model.config.most_tokens}")
             cases = list(dict.fromkeys((batch, length) for length in args.length for batch in args.batch))
             done, failed = {}, []
             with tqdm(cases, desc="bench", unit="case", disable=None) as bar:
