@@ -3,16 +3,34 @@
 Messages go to stderr.
 """
 
+import os
+import signal
+import sys
+from types import FrameType
+
+_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+def _end_at_interrupt(number: int, frame: FrameType | None) -> None:
+    try:
+        os.write(2, b"jaxft: interrupted\n")
+    finally:
+        os._exit(_INTERRUPTED)
+
+
+# The imports take a while. Until `main` calls `atomic.end_at_signals`, there is nothing to tidy up.
+_IS_PROGRAM = __name__ == "__main__" or os.path.splitext(os.path.basename("".join(sys.argv[:1])))[0] == "jaxft"
+if _IS_PROGRAM and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, _end_at_interrupt)
+
+# ruff: noqa: E402
 import argparse
 import contextlib
 import dataclasses
 import errno
 import io
 import json
-import os
-import signal
 import stat
-import sys
 import threading
 import time
 import types
@@ -32,7 +50,6 @@ if TYPE_CHECKING:
 
 # Modules that take long to load, NumPy and JAX above all, are imported by the functions that need them: signals are
 # handled from the start.
-_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
 _DTYPES = ("float32", "float16", "bfloat16")
 _WARMED = ("encode", "similar", "rerank")  # commands that `warmup` compiles for
@@ -552,8 +569,8 @@ def _run_bench(args: argparse.Namespace) -> None:
             model = BertModel.from_pretrained(args.model, dtype=dtype)
             recipe = as_recipe("bench", args.quantization)
             for length in args.length:
-                if length > model.config.max_sequence_length:
-                    raise _UserError(f"length {length}: the model takes at most {model.config.max_sequence_length}")
+                if length > model.config.most_tokens:
+                    raise _UserError(f"length {length}: the model takes at most {model.config.most_tokens}")
             cases = list(dict.fromkeys((batch, length) for length in args.length for batch in args.batch))
             done, failed = {}, []
             with tqdm(cases, desc="bench", unit="case", disable=None) as bar:

@@ -506,3 +506,98 @@ def test_sliding_window_is_half_of_local_attention():
     assert BertConfig.from_dict(fields | {"sliding_window": None}).local_attention == 8
     with pytest.raises(ValueError, match="local_attention must be an integer from 1 to 16777216, got 'all'"):
         BertConfig.from_dict(fields | {"sliding_window": "all"})
+
+
+@pytest.mark.parametrize(("fields", "thetas"), [
+    ({"rope_theta": 9.0}, (160_000, 10_000)),
+    ({"global_rope_theta": 7.0, "local_rope_theta": 5.0}, (7, 5)),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 3.0}}, "local_rope_theta": 5.0}, (3, 5)),
+    ({"rope_scaling": {"rope_theta": 2.0}}, (2, 2)),
+    ({"rope_scaling": {"rope_theta": 2.0}, "rope_parameters": {"full_attention": {"rope_theta": 3.0}}}, (2, 2)),
+])  # fmt: skip
+def test_rotary_settings_of_modernbert(fields, thetas):
+    """transformers 5.24: rope_scaling changes both kinds of layers, and rope_theta none."""
+    found = BertConfig.from_dict({"model_type": "modernbert"} | fields)
+    assert (found.rope_theta, found.local_rope_theta) == thetas
+
+
+@pytest.mark.parametrize("kind", ["nomic_bert", "gte", "jina_embeddings_v3"])
+def test_rope_scaling_wins(kind):
+    """transformers 5.24: rope_scaling replaces rope_parameters, with rope_theta as the default."""
+    fields = {"model_type": kind, "rope_parameters": {"rope_theta": 3.0}, "rope_theta": 5.0}
+    assert BertConfig.from_dict(fields).rope_theta == 3
+    assert BertConfig.from_dict(fields | {"rope_scaling": {"rope_theta": 2.0}}).rope_theta == 2
+    assert BertConfig.from_dict(fields | {"rope_scaling": {"rope_type": "default"}}).rope_theta == 5
+    with pytest.raises(ValueError, match="rotary positions of type 'linear' are not supported"):
+        BertConfig.from_dict(fields | {"rope_scaling": {"type": "linear", "factor": 2.0}})
+
+
+@pytest.mark.parametrize(("kind", "fields", "message"), [
+    ("modernbert", {"rope_parameters": {"rope_theta": 3.0}},
+     "rope_parameters must be an object with the names full_attention and sliding_attention, got {'rope_theta': 3.0}"),
+    ("modernbert", {"layer_types": {"0": "full_attention"}}, "layer_types must name 22 times one of"),
+    ("deberta-v2", {"type_vocab_size": 2}, "type_vocab_size must be 0, got 2"),
+])  # fmt: skip
+def test_settings_that_were_ignored(kind, fields, message):
+    with pytest.raises(ValueError, match=message):
+        BertConfig.from_dict({"model_type": kind} | fields)
+
+
+def with_limit(folder, limit=None, positions=None, **settings):
+    """Writes the number of positions into config.json, and the limits of a sentence-transformers folder."""
+    if positions is not None:
+        file = folder / CONFIG
+        tiny.write_json(file, json.loads(file.read_text()) | {"max_position_embeddings": positions})
+    tiny.write_json(folder / "sentence_bert_config.json", {"max_seq_length": limit} | settings)
+    tiny.write_json(folder / "1_Pooling" / "config.json", {"pooling_mode_mean_tokens": True})
+    tiny.write_modules(folder, (tiny.TYPES + "Transformer", ""), (tiny.TYPES + "Pooling", "1_Pooling"))
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "options"), [
+    ("modernbert", {"type_vocab_size": 0, "hidden_dropout_prob": 0.0}), ("nomic_bert", {}), ("jina_bert", {}),
+    ("deberta-v2", {"type_vocab_size": 0, "position_buckets": 8, "max_relative_positions": 64}),
+])  # fmt: skip
+def test_limit_above_the_positions_is_applied_without_a_table(kind, options, tmp_path, caplog):
+    """As in sentence-transformers 6.2: a model of 16 positions gives what the same model of 64 positions gives."""
+    folder = tiny.write_model(tmp_path, model_type=kind, **options)
+    text = "a bird sings in the old tree " * 4
+    many = SentenceEncoder.from_pretrained(with_limit(folder, 30)).encode(text)
+    few = SentenceEncoder.from_pretrained(with_limit(folder, 30, 16))
+    assert few.max_seq_length == 30 and not [x for x in caplog.messages if "texts are cut" in x]
+    np.testing.assert_array_equal(few.encode(text), many)
+    assert SentenceEncoder.from_pretrained(with_limit(folder)).max_seq_length == 16
+    few.max_seq_length = 40
+    assert not np.allclose(few.encode(text * 3), many)
+    few.max_seq_length = None
+    assert few.max_seq_length == 16
+    with pytest.raises(ValueError, match="max_seq_length must be at most 1048576"):
+        few.max_seq_length = 2**20 + 1
+    caplog.clear()
+    assert SentenceEncoder.from_pretrained(with_limit(folder, 10**9)).max_seq_length == 2**20
+    assert any("though its files say 1000000000" in x for x in caplog.messages)
+
+
+def test_limit_above_a_table_of_positions_is_noted(tmp_path, caplog):
+    folder = with_limit(tiny.write_model(tmp_path), 100, query_length=200)
+    found = SentenceEncoder.from_pretrained(folder)
+    assert found.max_seq_length == 64
+    assert [x.partition(": ")[2] for x in caplog.messages if "texts are cut" in x] == [
+        f"texts are cut after 64 tokens, the positions of the model, though its files say {n}" for n in (100, 200)
+    ]
+    assert found.encode_query("bird " * 300).shape == found.encode("bird " * 300).shape
+    caplog.clear()
+    SentenceEncoder.from_pretrained(folder, max_seq_length=9)
+    assert not any("say 100" in x for x in caplog.messages)
+    caplog.clear()
+    assert SentenceEncoder.from_pretrained(with_limit(folder)).max_seq_length == 64
+    assert not any("texts are cut" in x for x in caplog.messages)
+
+
+def test_limit_of_pairs_above_the_positions(tmp_path, caplog):
+    folder = tiny.write_classifier(tmp_path, model_type="roberta")
+    assert CrossEncoder.from_pretrained(folder).max_seq_length == 64
+    assert any("texts are cut after 64 tokens" in x for x in caplog.messages)
+    caplog.clear()
+    CrossEncoder.from_pretrained(folder, max_length=9)
+    assert not caplog.messages

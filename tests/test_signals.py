@@ -276,6 +276,36 @@ def test_early_ctrl_c_gives_one_line(seconds, tmp_path):
     check_moment(["info"], signal.SIGINT, seconds, tmp_path)
 
 
+@pytest.mark.parametrize("module", ["argparse", "shutil", "jaxft.text.records"])
+def test_ctrl_c_while_the_command_line_is_imported_gives_one_line(module, tmp_path):
+    slow = """
+import importlib.abc, sys, time
+class Slow(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == sys.argv[1]:
+            print("ready", flush=True)
+            time.sleep(30)
+sys.meta_path.insert(0, Slow())
+for name in ("argparse", "shutil"):
+    sys.modules.pop(name, None)
+import runpy
+runpy.run_module("jaxft.cli", run_name="__main__", alter_sys=True)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", slow, module], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=20) == ("", "jaxft: interrupted\n")
+    assert process.returncode == 130
+
+
+def test_importing_the_command_line_leaves_ctrl_c_alone(tmp_path):
+    code = "import signal, jaxft.cli\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+
+
 @pytest.mark.parametrize("seed", range(MOMENTS))
 def test_signal_at_a_random_moment(seed, model, ranker, texts, tmp_path):
     rng = random.Random(seed)

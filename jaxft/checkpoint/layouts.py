@@ -377,6 +377,7 @@ LAYOUTS: Mapping[str, Layout] = {
             "out_bias": "attention_bias",
             "ffn_in_bias": "mlp_bias",
             "ffn_out_bias": "mlp_bias",
+            "rope_theta": "global_rope_theta",
         },
         config_fields=(
             "qkv_bias",

@@ -600,10 +600,8 @@ class BertModel(nnx.Module):
         position_ids = None if position_ids is None else inputs.as_ids("BertModel", "position_ids", position_ids, shape)
         if token_type_ids is not None and not self.config.type_vocab_size:
             raise ValueError(f"BertModel: a {self.config.model_type} model without token types takes no token_type_ids")
-        if position_ids is None and checks.exceeds(most, self.config.max_sequence_length):
-            raise ValueError(
-                f"BertModel: {given}, but the model has positions for at most {self.config.max_sequence_length}"
-            )
+        if position_ids is None and checks.exceeds(most, self.config.most_tokens):
+            raise ValueError(f"BertModel: {given}, but the model has positions for at most {self.config.most_tokens}")
         mask = None
         if attention_mask is not None:
             keep = inputs.as_ids("BertModel", "attention_mask", attention_mask, shape, or_bool=True).astype(jnp.bool)

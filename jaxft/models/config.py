@@ -180,8 +180,13 @@ class BertConfig:
 
     @property
     def max_sequence_length(self) -> int:
-        """Largest number of tokens in a sequence."""
+        """Largest number of tokens in a sequence that `max_position_embeddings` names."""
         return self.max_position_embeddings - self.position_offset
+
+    @property
+    def most_tokens(self) -> int:
+        """Largest number of tokens that a sequence can have: without a table of positions, 2**20."""
+        return self.max_sequence_length if self.positions == "learned" else _LIMITS["max_position_embeddings"][1]
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:

@@ -33,7 +33,7 @@ _ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "deberta-v2": {
         "relative_attention": (True,), "share_att_key": (True,), "position_biased_input": (False,),
         "norm_rel_ebd": ("layer_norm",), "conv_kernel_size": (0,), "attention_head_size": (),
-        "pooler_dropout": (0,),
+        "pooler_dropout": (0,), "type_vocab_size": (0,),
     },
 }  # fmt: skip
 _ABSOLUTE = {"position_embedding_type": ("absolute",)}
@@ -47,6 +47,7 @@ _NOMIC_NAMES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_at
                 "intermediate_size": "n_inner", "layer_norm_eps": "layer_norm_epsilon",
                 "max_position_embeddings": "n_positions", "hidden_dropout_prob": "resid_pdrop",
                 "attention_probs_dropout_prob": "attn_pdrop", "rope_theta": "rotary_emb_base"}  # fmt: skip
+_MODERNBERT_ROPES = {"full_attention": "rope_theta", "sliding_attention": "local_rope_theta"}
 _JINA_ACTIVATIONS = {"geglu": "gelu", "reglu": "relu"}
 
 
@@ -92,16 +93,18 @@ def read(kind: str, config: Mapping[str, Any], values: Mapping[str, Any]) -> tup
         half = config.get("sliding_window")
         if half is not None:  # transformers sets local_attention with it
             own["local_attention"] = 2 * half if isinstance(half, int) else half
-        for field, layers in (("rope_theta", "full_attention"), ("local_rope_theta", "sliding_attention")):
-            old = "global_rope_theta" if field == "rope_theta" else field
-            rope = config.get("rope_parameters")
-            given = rope.get(layers) if isinstance(rope, dict) else None
-            own[field] = (given or {}).get("rope_theta", values[field] if config.get(old) is None else config[old])
-            problems += _rope_problems(given) + _rope_problems(config.get("rope_scaling"))
+        ropes, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling")
+        if not isinstance(ropes, dict) or not {*ropes} <= {*_MODERNBERT_ROPES}:
+            wanted = " and ".join(_MODERNBERT_ROPES)
+            problems.append(f"rope_parameters must be an object with the names {wanted}, got {ropes!r:.100}")
+            ropes = {}
+        problems += _rope_problems(scaling)
+        for layers, field in _MODERNBERT_ROPES.items():
+            problems += _rope_problems(ropes.get(layers))
+            own[field] = _theta(values[field], ropes.get(layers), scaling)
     elif values["positions"] == "rotary":
-        scaling = config.get("rope_parameters") or config.get("rope_scaling")
-        if isinstance(scaling, dict) and scaling.get("rope_theta") is not None:
-            own["rope_theta"] = scaling["rope_theta"]
+        scaling = config.get("rope_scaling") or config.get("rope_parameters")
+        own["rope_theta"] = _theta(own.get("rope_theta", values["rope_theta"]), scaling)
         if kind == "gte" and isinstance(scaling, dict) and _rope_type(scaling) == "ntk":
             own["rope_factor"] = scaling.get("factor", 1.0)
         else:
@@ -136,12 +139,18 @@ def write(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _layer_types(config: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
     given, every = config.get("layer_types"), config.get("global_attn_every_n_layers", 3)
-    if isinstance(given, list):
-        return tuple(given)
+    if given is not None:
+        return tuple(given) if isinstance(given, list) else given
     layers = values["num_hidden_layers"]
     if not isinstance(layers, int) or not 0 < layers < 2**12 or not isinstance(every, int) or every < 1:
         return ()
     return tuple("sliding_attention" if i % every else "full_attention" for i in range(layers))
+
+
+def _theta(default: Any, *ropes: Any) -> Any:
+    """Returns the base of the rotary angles in the last of some rotary parameters that have one."""
+    given = [rope["rope_theta"] for rope in ropes if isinstance(rope, dict) and rope.get("rope_theta") is not None]
+    return [default, *given][-1]
 
 
 def _rope_type(scaling: Mapping[str, Any]) -> Any:

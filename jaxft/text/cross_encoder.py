@@ -160,7 +160,7 @@ class CrossEncoder:
           TypeError: as for the constructor, or `folder_or_id` is not a string or path.
         """
         arguments.refuse("from_pretrained", others)
-        folder, layout, settings, limit = read_files(
+        files = folder, layout, settings = read_files(
             folder_or_id, module_files.read_cross_encoder, revision=revision, cache_dir=cache_dir,
             local_files_only=local_files_only,
         )  # fmt: skip
@@ -190,7 +190,7 @@ class CrossEncoder:
             encoder = cls(
                 model,
                 tokenizer,
-                max_length=min(limit, config.max_sequence_length) if max_length is None else max_length,
+                max_length=files.limit(config) if max_length is None else max_length,
                 activation_fn=activation_fn,
                 prompts=arguments.merged_prompts("from_pretrained", {}, prompts, layout.prompts),
                 default_prompt_name=layout.default_prompt_name if default_prompt_name is None else default_prompt_name,

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import logging
 import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from jaxft.checkpoint import files as checkpoint_files
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.bert import BertModel
 from jaxft.models.bundled import Bundled
+from jaxft.models.config import BertConfig
 from jaxft.ops import checks
 from jaxft.text import arguments, batching, exported, module_files, writing
 from jaxft.text import inputs as text_inputs
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 _OWN_PROMPTS = {"query": None, "document": None}
+_log = logging.getLogger("jaxft")
 TASKS = {"query": ("query",), "document": ("document", "passage", "corpus")}  # the names of their prompts
 
 
@@ -42,7 +45,20 @@ class Files(NamedTuple):
     folder: Path
     layout: module_files.Layout
     settings: tokenizer_files.Settings
-    limit: int  # maximum number of tokens that the files name, or `sys.maxsize`
+
+    def limit(self, config: BertConfig) -> int:
+        """Returns the maximum number of tokens that the files name, or the most that the model takes."""
+        of_tokenizer = min(self.settings.max_length or sys.maxsize, config.max_position_embeddings)
+        return self.fitted(self.layout.max_seq_length or of_tokenizer, config)
+
+    def fitted(self, limit: int, config: BertConfig) -> int:
+        """Returns a limit of the files, or the most that the model takes if that is less, with a log line."""
+        if limit > config.most_tokens:
+            _log.warning(
+                "%s: texts are cut after %d tokens, the positions of the model, though its files say %d",
+                self.folder, config.most_tokens, limit,
+            )  # fmt: skip
+        return min(limit, config.most_tokens)
 
 
 def read_files(
@@ -54,9 +70,7 @@ def read_files(
         folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
     )
     layout = read(folder)
-    settings = tokenizer_files.Settings(layout.transformer)
-    limit = layout.max_seq_length or settings.max_length or sys.maxsize
-    return Files(folder, layout, settings, limit)
+    return Files(folder, layout, tokenizer_files.Settings(layout.transformer))
 
 
 class Texts:
@@ -184,13 +198,13 @@ class TextEncoder:
         packed: bool | None,
     ) -> Self:
         """Loads an encoder. `read` reads the folder's layout; `parts` returns the constructor's other arguments."""
-        folder, layout, settings, limit = read_files(
+        files = folder, layout, settings = read_files(
             folder_or_id, read, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
         )
         own = parts(layout)
         config = own["model"].config
         if max_seq_length is None:
-            max_seq_length = min(limit, config.max_sequence_length)
+            max_seq_length = files.limit(config)
         may_pad_left = layout.query_expansion is None and not config.positions_count_padding
         tokenizer = tokenizer_files.load(settings, layout.do_lower_case, may_pad_left=may_pad_left)
         tokenizer_files.keep_whole(tokenizer, layout.markers)
@@ -207,7 +221,7 @@ class TextEncoder:
             )
             for task, length in layout.task_lengths.items():
                 tokenizer_files.check_room(tokenizer, length, owner=cls.__name__, argument=f"{task}_length")
-            encoder._task_lengths = layout.task_lengths
+            encoder._task_lengths = {task: files.fitted(n, config) for task, n in layout.task_lengths.items()}
             encoder._origin = writing.read_origin(folder_or_id, folder, settings)
         except ValueError as error:
             raise CheckpointError(f"{folder}: {error}") from error
@@ -282,8 +296,8 @@ class TextEncoder:
     def max_seq_length(self) -> int:
         """Maximum number of tokens of a text, special tokens included. Longer texts are truncated. It may be set.
 
-        Setting it raises a ValueError if it leaves no room for a token or exceeds the number of positions of the model.
-        None sets the number of positions.
+        Setting it raises a ValueError if it leaves no room for a token or exceeds the number of positions of the model
+        (without a table of positions, 2**20). None sets `max_position_embeddings`, or fewer where the model has fewer.
         """
         return self._max_seq_length
 
@@ -474,7 +488,7 @@ class TextEncoder:
 
     def _texts(self, task: str | None) -> Texts:
         """Returns what tokenises and batches the texts of a task."""
-        limit = min(self._task_lengths.get(str(task), self.max_seq_length), self.model.config.max_sequence_length)
+        limit = self._task_lengths.get(str(task), self.max_seq_length)
         return self._by_length.get(limit) or self._by_length.setdefault(limit, self._texts_of(limit))
 
     def _texts_of(self, limit: int) -> Texts:

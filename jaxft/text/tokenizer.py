@@ -523,9 +523,9 @@ def checked_limit(owner: str, argument: str, value: Any, config: BertConfig) -> 
     """Returns a maximum number of tokens as an integer. Raises a ValueError if the model has fewer positions."""
     if not checks.is_natural(value):
         raise ValueError(f"{owner}: {argument} must be a positive integer, got {value!r:.80}")
-    if value > config.max_sequence_length:
+    if value > config.most_tokens:
         raise ValueError(
-            f"{owner}: {argument} must be at most {config.max_sequence_length}, the positions of the model, got {value}"
+            f"{owner}: {argument} must be at most {config.most_tokens}, the positions of the model, got {value}"
         )
     return int(value)
 
