@@ -132,7 +132,7 @@ def load(name: str, content: bytes, call: Sequence[Any]) -> Callable[..., Any] |
             program, inputs, outputs, backend=home.client, execution_devices=[home]
         )
     except Exception as error:  # many types: XLA may refuse the program for many reasons
-        _log.warning("a stored program cannot be loaded, so it is compiled again: %s", error)
+        _log.warning("a stored program is compiled again, because it cannot be loaded: %s", error)
         compilation_cache.remove(name)
         return None
     return lambda *call: compiled(*(x for x in call if not isinstance(x, int | tuple | Rebuild)))  # static arguments
