@@ -1,4 +1,4 @@
-"""A folder that keeps compiled programs for later processes, by JAX's persistent compilation cache."""
+"""Stores compiled programs in a folder for later processes, through JAX's persistent compilation cache."""
 
 import contextlib
 import errno
@@ -16,38 +16,39 @@ import jax
 import platformdirs
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
-#: Environment variable with the folder, or "off".
+#: Name of the environment variable that holds the folder, or "off".
 VARIABLE = "JAXFT_COMPILATION_CACHE"
 
 _log = logging.getLogger("jaxft")
-_PROGRAM = re.compile(r".+-[0-9a-f]{64}-cache")  # JAX's name for the file of a program
-_PATIENCE = 10.0  # seconds to wait for the lock, as long as JAX waits
-_checked: set[str] = set()  # folders that may be read
-_LAST_TO_GO = b"\xff" * 8  # time of use of files that are no programs, so that JAX evicts them after all programs
+_PROGRAM = re.compile(r".+-[0-9a-f]{64}-cache")  # file name that JAX gives to a program
+_PATIENCE = 10.0  # seconds to wait for the lock of the folder; JAX waits equally long
+_checked: set[str] = set()  # folders that passed the checks of `use_compilation_cache`
+_LAST_TO_GO = b"\xff" * 8  # time of last use for files that are no programs: JAX evicts them after all programs
 
 
 def use_compilation_cache(path: str | os.PathLike[str] | None = None, *, max_bytes: int = 1 << 30) -> Path | None:
-    """Keeps compiled programs in a folder, so that later processes load them instead of compiling them again.
+    """Stores compiled programs in a folder, so that later processes load them instead of compiling them again.
 
-    Call it before the first program is compiled. It sets JAX's persistent compilation cache for the whole process, so
-    that programs of other JAX code are kept too. jaxft never calls it by itself, except in the command line.
+    Call this function before the first program is compiled. It sets JAX's persistent compilation cache for the whole
+    process, so programs of other JAX code are stored too. The command line of jaxft calls this function. Nothing else
+    in jaxft does.
 
-    The folder holds executable code. It is created with mode 0700. A folder that another user can enter is refused, and
-    so is a folder below one that all users can write to (without a sticky bit).
+    The folder holds executable code. It is created with mode 0700. A folder that another user can enter is refused. A
+    folder is also refused if all users can write to one of its parents, unless that parent has the sticky bit.
 
-    JAX finds a program by its code, so a process traces the program first. For text encoders of jaxft, the folder also
-    has programs that are found without a trace, by the model, the shapes, the versions and jaxft's own source code.
+    JAX finds a program by its StableHLO code, so a process must trace the function first. For text encoders of jaxft,
+    the folder also holds programs that are found without a trace. Their names depend on the model, the shapes, the
+    versions and jaxft's own source code.
 
-    Programs of other versions of JAX, other devices and other compiler flags may be in the same folder. Several
-    processes may use it at the same time. This call removes programs that were changed after JAX wrote them, and
-    programs that are incomplete because a process was killed or the disk was full. JAX ignores what is damaged later
-    and warns.
+    Programs of several versions of JAX, devices and compiler flags can share one folder. Several processes may use the
+    folder at the same time. This function removes programs that were changed after JAX wrote them. It also removes
+    programs that are incomplete because a process was killed or the disk was full. If a program is damaged later, JAX
+    ignores the program and warns.
 
     Args:
-      path: the folder. None takes the environment variable JAXFT_COMPILATION_CACHE, or else the folder
-        `jaxft/programs` of the user's cache, which is `~/.cache/jaxft/programs` on Linux.
-      max_bytes: maximum size of all programs. Above it, JAX removes the programs that were not used for the longest
-        time.
+      path: the folder. None takes the environment variable JAXFT_COMPILATION_CACHE. Without the variable, None takes
+        the folder `jaxft/programs` in the user's cache folder, which is `~/.cache/jaxft/programs` on Linux.
+      max_bytes: maximum size of all programs in bytes. Above it, the least recently used programs are removed.
 
     Returns:
       The folder, or None if `path` is None and JAXFT_COMPILATION_CACHE is "off", or if JAX's own setting
@@ -56,8 +57,8 @@ def use_compilation_cache(path: str | os.PathLike[str] | None = None, *, max_byt
     Raises:
       TypeError: `path` is not a string or path.
       ValueError: `max_bytes` is not a positive integer.
-      OSError: the folder cannot be created, read or written, belongs to another user, or others can enter or replace
-        it. The message names the folder and the reason.
+      OSError: the folder cannot be created, read or written, it belongs to another user, or other users can enter or
+        replace it. The message names the folder and the reason.
     """
     if path is not None and not isinstance(path, str | os.PathLike):
         raise TypeError(f"use_compilation_cache: path must be None, a str or a path, got {type(path).__name__}")
@@ -72,7 +73,7 @@ def use_compilation_cache(path: str | os.PathLike[str] | None = None, *, max_byt
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check(folder)
         _remove_damaged(folder)
-    except (OSError, RuntimeError) as error:  # a RuntimeError says that there is no home, or that there are no locks
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder, or a file system without locks
         reason = getattr(error, "strerror", None) or error
         code = getattr(error, "errno", None) or errno.EIO
         raise OSError(code, f"use_compilation_cache: cannot use the folder {folder}: {reason}") from error
@@ -81,7 +82,7 @@ def use_compilation_cache(path: str | os.PathLike[str] | None = None, *, max_byt
         "jax_compilation_cache_max_size": max_bytes,
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
-        # XLA's own caches do not count for `max_bytes`, and a damaged file in them is an error of the compilation.
+        # XLA's own caches are not limited by `max_bytes`, and a damaged file in them makes a compilation fail.
         "jax_persistent_cache_enable_xla_caches": "none",
     }
     for name, value in options.items():
@@ -92,7 +93,7 @@ def use_compilation_cache(path: str | os.PathLike[str] | None = None, *, max_byt
 
 
 def folder() -> Path | None:
-    """Returns the folder of `use_compilation_cache`, or None if the cache is off or JAX has another folder."""
+    """Returns the folder of `use_compilation_cache`, or None if the cache is off or JAX uses another folder."""
     used = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     is_on = used in _checked and jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     return Path(used) if is_on and _is_private(Path(used)) else None
@@ -108,7 +109,7 @@ def _is_private(folder: Path) -> bool:
 
 
 def read(name: str) -> bytes | None:
-    """Returns what `write` has kept under a name in the folder, or None if it is missing or damaged."""
+    """Returns the content that `write` stored under a name, or None if it is missing or damaged."""
     if (where := folder()) is None:
         return None
     file = where / f"{name}-cache"
@@ -122,7 +123,7 @@ def read(name: str) -> bytes | None:
 
 
 def write(name: str, content: bytes) -> None:
-    """Keeps `content` under a name in the folder, beside JAX's programs. An error, as of a full disk, is ignored."""
+    """Stores `content` under a name in the folder, beside JAX's programs. Only logs an OSError, such as a full disk."""
     if (where := folder()) is None:
         return
     file = where / f"{name}-cache"
@@ -136,11 +137,11 @@ def write(name: str, content: bytes) -> None:
                 file.unlink(missing_ok=True)
                 raise
     except OSError as error:
-        _log.info("cannot keep a compiled program in %s: %s", where, error)
+        _log.info("cannot store a compiled program in %s: %s", where, error)
 
 
 def remove(name: str) -> None:
-    """Removes what `write` has kept under a name."""
+    """Removes the content that `write` stored under a name."""
     if (where := folder()) is not None:
         with contextlib.suppress(OSError), filelock.FileLock(where / ".lockfile", timeout=_PATIENCE):
             file = where / f"{name}-cache"
@@ -149,7 +150,7 @@ def remove(name: str) -> None:
 
 
 def _make_room(where: Path, size: int) -> bool:
-    """Removes the programs that were not used for the longest time, as JAX does. Returns whether `size` bytes fit."""
+    """Removes the least recently used programs, as JAX does, until `size` bytes fit. Returns whether they fit."""
     most = jax.config.jax_compilation_cache_max_size  # type: ignore[attr-defined]
     if size > most:
         return False
@@ -164,22 +165,22 @@ def _make_room(where: Path, size: int) -> bool:
 
 
 def _time_of(file: Path) -> Path:
-    """Returns the file with the time when a program was last used."""
+    """Returns the path of the file that holds the time when a program was last used."""
     return file.with_name(file.name.removesuffix("-cache") + "-atime")
 
 
 def _check(folder: Path) -> None:
-    """Raises an OSError if another user can enter the folder."""
+    """Raises an OSError if another user owns the folder, can enter it or can replace it."""
     if sys.platform == "win32":
         return
-    # A link could be another user's too.
+    # The path may be a symbolic link: the link and the folder that it points to must both belong to this user.
     if {folder.lstat().st_uid, folder.stat().st_uid} != {os.geteuid()}:
         raise PermissionError(errno.EPERM, "it belongs to another user, and compiled programs are executable code")
-    # Who can enter the folder can write to programs that JAX has written with a umask of 002.
+    # With a umask of 002, JAX writes programs that anyone in the group who can enter the folder can change.
     if (mode := stat.S_IMODE(folder.stat().st_mode)) & 0o077:
         raise PermissionError(errno.EPERM, f"other users can enter it (mode {mode:04o}); `chmod 700` helps")
     for parent in {*folder.parents, *folder.resolve().parents}:
-        # Who can write to a parent can put another folder in its place. A sticky bit, as of /tmp, prevents that.
+        # A user who can write to a parent can replace the folder, unless the parent has the sticky bit (as /tmp has).
         if (mode := stat.S_IMODE(parent.stat().st_mode)) & 0o002 and not mode & stat.S_ISVTX:
             raise PermissionError(
                 errno.EPERM, f"other users can write to {parent} (mode {mode:04o}); `chmod o-w {parent}` helps"
@@ -187,6 +188,7 @@ def _check(folder: Path) -> None:
 
 
 def _remove_damaged(folder: Path) -> None:
+    """Removes programs that are incomplete or changed. Marks other files, so that JAX evicts them last."""
     with filelock.FileLock(folder / ".lockfile", timeout=_PATIENCE):  # the lock that JAX takes
         for file in folder.glob("*-cache"):
             used = _time_of(file)
@@ -196,12 +198,15 @@ def _remove_damaged(folder: Path) -> None:
                 with contextlib.suppress(OSError):
                     file.unlink()
                     used.unlink()
-            if file.exists():  # JAX 0.10 keeps no programs where one of these files has no time of use
+            if file.exists():  # JAX 0.10 stores no more programs if a "-cache" file has no time of last use
                 used.write_bytes(_LAST_TO_GO)
 
 
 def _is_complete(file: Path, used: Path) -> bool:
-    """Returns whether a file is as JAX wrote it. JAX writes the time of use after the program, and at each use."""
+    """Returns whether a file is unchanged since JAX wrote it.
+
+    JAX writes the time of last use after the program, and again at each use.
+    """
     try:
         program, time = file.lstat(), used.lstat()
     except FileNotFoundError:

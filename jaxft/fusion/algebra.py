@@ -1,7 +1,7 @@
-"""Views, sums and products of a graph, read without regard to how they are spelled.
+"""Normalises views, sums and products of a graph, so that equal computations look equal however they are written.
 
-A map gives, for each axis of an array at hand, the axis of a source that it is, or None where the source is constant
-along it. Axes of size 1 are always None.
+A map (`Map`) describes an array as a view of a source. It has one entry for each axis of the array: the axis of the
+source, or None if the array is constant along this axis. Axes of size 1 always have None.
 """
 
 from collections.abc import Collection
@@ -13,35 +13,35 @@ import numpy as np
 from jaxft.fusion.graph import IDENTITIES, Graph, Var
 
 Map = tuple[int | None, ...]
-Term = tuple[float, Var | None, Map | None]
-Factor = tuple[Var, Map, float]
+Term = tuple[float, Var | None, Map | None]  # coefficient, value, map; see `terms`
+Factor = tuple[Var, Map, float]  # value, map, power; see `factors`
 
 FLOATS = ("float32", "bfloat16", "float16")
 
 
 def widens(narrow: Any, wide: Any) -> bool:
-    """Returns whether a cast between two dtypes keeps every value."""
+    """Returns whether a cast from `narrow` to `wide` keeps every value."""
     bits = {"bfloat16": 1, "float16": 1, "float32": 2, "float64": 3}
     return narrow == wide or bits.get(str(narrow), 9) < bits.get(str(wide), 0)
 
 
 def identity(shape: tuple[int, ...]) -> Map:
-    """Returns the map of an array to itself."""
+    """Returns the map of an array of this shape to itself."""
     return tuple(None if size == 1 else axis for axis, size in enumerate(shape))
 
 
 def is_like(v: Var, where: Map, root: Var) -> bool:
-    """Returns whether `v` is an array of the shape of `root`, axis by axis."""
+    """Returns whether `v` has the shape of `root` and `where` maps each axis of `root` to the same axis of `v`."""
     return v.shape == root.shape and where == identity(root.shape)
 
 
 def is_vector(v: Var, where: Map, root: Var) -> bool:
-    """Returns whether `v` varies along the last axis of `root` only, and has an element for each of its columns."""
+    """Returns whether `v` varies only along the last axis of `root`, with one element for each column of `root`."""
     return where[-1] is not None and not any(a is not None for a in where[:-1]) and v.size == root.shape[-1]
 
 
 def is_per_row(v: Var, where: Map, root: Var, axis: int = -1) -> bool:
-    """Returns whether `v` has one element for each row of `root` along `axis`, in the order of the rows."""
+    """Returns whether `v` has one element for each row of `root`, in the order of the rows. Rows run along `axis`."""
     axis %= len(root.shape)
     dropped = len(v.shape) < len(root.shape)
     places = (a - (dropped and a > axis) for a in range(len(root.shape)))
@@ -49,13 +49,19 @@ def is_per_row(v: Var, where: Map, root: Var, axis: int = -1) -> bool:
 
 
 def _keeps_numbers(old: Any, new: Any) -> bool:
-    """Returns whether a cast at most rounds: a cast of a boolean, or one to a float of at least 16 bits."""
+    """Returns whether a cast changes values by rounding at most.
+
+    This holds for a cast of a boolean, and for a cast of a float or an integer to a float of at least 16 bits.
+    """
     floats = *FLOATS, "float64"
     return old.kind == "b" or (str(new) in floats and (str(old) in floats or jnp.issubdtype(old, np.integer)))
 
 
 def view(g: Graph, v: Var) -> tuple[Var, Map] | None:
-    """Returns the operand that `v` is only a view or a cast of, and the map from `v` to it."""
+    """Returns the operand of which `v` is a view or a cast, and the map from `v` to the operand. None if there is none.
+
+    Follows a single node. `strip` follows all of them.
+    """
     node = g.defs.get(v)
     if node is None:
         return None
@@ -83,8 +89,8 @@ def view(g: Graph, v: Var) -> tuple[Var, Map] | None:
     if name == "gather" and g.number(node.ins[1]) == 0 and tuple(node.params["slice_sizes"]) == source.shape:
         collapsed = node.params["dimension_numbers"].collapsed_slice_dims
         left = tuple(a for a in range(len(source.shape)) if a not in collapsed)
-        return (source, left) if len(left) == rank else None  # x[..., 0] of one column
-    if name == "dot_general":  # an outer product with ones, such as a head mask that masks nothing
+        return (source, left) if len(left) == rank else None  # x[..., 0] of an x with one column
+    if name == "dot_general":  # an outer product with ones, such as multiplication by a head mask of ones
         (contracted, _), batch = node.params["dimension_numbers"]
         sides = [g.find(x) for x in node.ins]
         free = [[a for a in range(len(x.shape)) if a not in b] for x, b in zip(sides, batch, strict=True)]
@@ -100,14 +106,22 @@ def strip(
     g: Graph, v: Var, where: Map | None = None, *, stop: Collection[Var] = (), casts: str = "all",
     stop_gradient: bool = False,
 ) -> tuple[Var, Map]:  # fmt: skip
-    """Follows views down. Returns the source and the map of the array at hand to it.
+    """Follows views and casts from `v` to their source.
 
-    `casts` says which casts are views: "all", "floats" (those of floats), "exact" (those that keep every value) or
-    "none". With `stop_gradient`, `lax.stop_gradient` is a view too.
+    Args:
+      g: the graph.
+      v: the value to start at.
+      where: the map of some array to `v`. None is the map of `v` to itself.
+      stop: values at which to stop.
+      casts: the casts to follow: "all", "floats" (casts of floats), "exact" (casts that keep every value) or "none".
+      stop_gradient: whether to follow `lax.stop_gradient`.
+
+    Returns:
+      The source, and the map of that array to the source.
     """
     v = g.find(v)
     where = identity(v.shape) if where is None else where
-    if not v.shape:  # element-wise primitives take scalars
+    if not v.shape:  # element-wise primitives also accept scalars, which are constant along each axis
         where = (None,) * len(where)
     while v not in stop and v not in g.uniform:
         node = g.defs.get(v)
@@ -124,12 +138,12 @@ def strip(
         v, axes = step
         where = tuple(None if a is None else axes[a] for a in where)
         where = tuple(None if a is None or v.shape[a] == 1 else a for a in where)
-    # Element-wise primitives broadcast axes of size 1 by themselves.
+    # Element-wise primitives broadcast axes of size 1, so the value is constant along them.
     return v, tuple(None if a is None or v.shape[a] == 1 else a for a in where)
 
 
 def source(g: Graph, v: Var) -> Var:
-    """Returns what `v` was before it was widened."""
+    """Returns the value of which `v` is only a cast to a wider dtype, or `v` itself."""
     v = g.find(v)
     s, where = strip(g, v, casts="exact")
     return s if is_like(s, where, v) else v
@@ -138,7 +152,15 @@ def source(g: Graph, v: Var) -> Var:
 def terms(
     g: Graph, v: Var, where: Map | None = None, scale: float = 1.0, *, stop: Collection[Var] = ()
 ) -> list[Term]:  # fmt: skip
-    """Returns `v` as a sum of (coefficient, value, map). A constant has the value None."""
+    """Returns `v` as a sum of (coefficient, value, map). A constant term has None as value and as map.
+
+    Args:
+      g: the graph.
+      v: the value to expand.
+      where: the map of some array to `v`. None is the map of `v` to itself.
+      scale: a factor of all coefficients.
+      stop: values that are not expanded.
+    """
     v, where = strip(g, v, where, stop=stop, casts="floats")
     if v in g.uniform:
         return [(scale * float(g.uniform[v]), None, None)]
@@ -166,7 +188,15 @@ def terms(
 def factors(
     g: Graph, v: Var, where: Map | None = None, power: float = 1, *, stop: Collection[Var] = ()
 ) -> tuple[float, list[Factor]]:  # fmt: skip
-    """Returns `v` as a coefficient and a product of (value, map, power). Roots and reciprocals are powers."""
+    """Returns `v` as a coefficient and a product of (value, map, power). Roots and reciprocals are powers.
+
+    Args:
+      g: the graph.
+      v: the value to expand.
+      where: the map of some array to `v`. None is the map of `v` to itself.
+      power: the power to which `v` is raised.
+      stop: values that are not expanded.
+    """
     coefficient, found = 1.0, dict[tuple[Var, Map], float]()
 
     def collect(v: Var, where: Map | None, power: float) -> None:
@@ -179,7 +209,7 @@ def factors(
         node = g.defs.get(v) if v not in stop else None
         name = node.name if node is not None else ""
         exponents = {"square": 2, "rsqrt": -0.5, "sqrt": 0.5}
-        # A root of a product or a square is not the product of roots where a factor is negative.
+        # Only integer powers distribute over a product. A root does not if a factor is negative: sqrt(x * x) != x.
         if node is not None and float(power).is_integer():
             if name in ("mul", "div"):
                 collect(node.ins[0], where, power)

@@ -16,14 +16,14 @@ FAMILIES = (
     "attention", "softmax", "layer_norm", "rms_norm", "activation", "dense", "embeddings", "cross_entropy", "permute",
 )  # fmt: skip
 _ROW_OPS = ("bias_residual_layer_norm", "layer_norm", "log_softmax", "rms_norm", "softmax")
-SCOPE = "jaxft.fuse"  # of what a site computes, so that it is not matched again
+SCOPE = "jaxft.fuse"  # name scope of the equations of a replaced site, so that they are not matched again
 
 _DIFFERENTIATED = "a differentiated graph: fuse first, as in jax.grad(jaxft.fuse(f))"
 
 
 @dataclasses.dataclass(frozen=True)
 class Miss:
-    """A near miss: the place, what it nearly was, and why it is not."""
+    """A near miss: the node where matching started, the family of ops that it nearly matches, and the reason."""
 
     anchor: Node
     family: str
@@ -32,7 +32,7 @@ class Miss:
 
 @dataclasses.dataclass
 class Found:
-    """Sites by the first value that they compute, and near misses."""
+    """Sites and near misses of a graph. The key of a site is the first value that it computes."""
 
     sites: dict[Var, Site] = dataclasses.field(default_factory=dict)
     misses: list[Miss] = dataclasses.field(default_factory=list)
@@ -41,7 +41,8 @@ class Found:
 _Matcher = Callable[[Graph, Node, Options], Site | list[Site]]
 _EXPONENTIALS = ("exp", "exp2")
 _ROOTS = ("pow", "rsqrt", "sqrt")
-# Each step goes over the whole graph. An earlier one takes nodes from a later one.
+# Each step is (families, names of the nodes where matching starts, matcher), and goes over the whole graph. Nodes that
+# an earlier step takes are not matched by a later step.
 _STEPS: tuple[tuple[tuple[str, ...], tuple[str, ...], _Matcher], ...] = (
     (("attention",), _EXPONENTIALS, attention.attention_site),
     (("softmax",), _EXPONENTIALS, rows.softmax_site),
@@ -55,7 +56,7 @@ _STEPS: tuple[tuple[tuple[str, ...], tuple[str, ...], _Matcher], ...] = (
 
 
 def find_sites(g: Graph, options: Options) -> Found:
-    """Finds the sites of a graph, whether they are worth it or not."""
+    """Finds all sites of a graph. `judge` then drops the sites that are not faster."""
     found, taken = Found(), set[Node]()
     for node in g.nodes:
         if any(not isinstance(n, int) for v in (*node.ins, *node.outs) for n in getattr(v.aval, "shape", ())):
@@ -66,7 +67,7 @@ def find_sites(g: Graph, options: Options) -> Found:
         for node in g.nodes:
             if node.name not in anchors or node in taken or SCOPE in node.scopes or node.eqn.effects:
                 continue
-            is_scalar = not node.out.shape and anchors is not _ROOTS  # the root of a single row is one
+            is_scalar = not node.out.shape and anchors is not _ROOTS  # the norm of a single row has a scalar root
             if is_scalar or not node.out.size or g.find(node.out) is not node.out or node.out in g.uniform:
                 continue
             try:
@@ -87,12 +88,13 @@ def find_sites(g: Graph, options: Options) -> Found:
     _leave_transposes_to_xla(g, found)
     found.sites = {v: site for v, site in found.sites.items() if site.family in options.only}
     replaced = set().union(*(site.region for site in found.sites.values()))
-    whole = ("attention", "cross_entropy")  # a softmax alone may be in their place
+    whole = ("attention", "cross_entropy")  # report these near misses even if their softmax alone is replaced
     found.misses = [miss for miss in found.misses if miss.family in whole or miss.anchor not in replaced]
     return found
 
 
 def _absorb(g: Graph, found: Found, options: Options) -> None:
+    """Extends sites by the matmuls, look-ups and residuals before them."""
     for site in list(found.sites.values()):
         if site.op == "bias_activation" and "dense" in options.only:
             dense.absorb_dense(g, site, options)
@@ -114,7 +116,10 @@ def _absorb(g: Graph, found: Found, options: Options) -> None:
 
 
 def _leave_transposes_to_xla(g: Graph, found: Found) -> None:
-    """Drops transposes beside another site or a matmul. These transpose too, and XLA makes one transpose of all."""
+    """Drops transposes that are next to another site or a matmul.
+
+    The neighbour transposes too, and XLA merges adjacent transposes into one.
+    """
     others = [site for site in found.sites.values() if site.family != "permute"]
     inside = set().union(*(site.region for site in others))
     beside = {v for site in others for v in site.outs}
@@ -130,9 +135,10 @@ def _leave_transposes_to_xla(g: Graph, found: Found) -> None:
 
 
 def judge(g: Graph, found: Found, options: Options, cache: dict[Any, tuple[str, str]]) -> None:
-    """Asks each op how it runs on this device, and drops the sites that XLA would run as well as it does now.
+    """Asks each op which kernels it runs on this device. Drops the sites that would not be faster than in XLA.
 
-    `cache` keeps the answers, since the layers of a model are alike.
+    A dropped site becomes a near miss. With `options.force`, no site is dropped. `cache` stores the answers of the ops,
+    because the layers of a model are alike.
     """
     on_gpu = dispatch.platform() == "cuda"
     for v, site in list(found.sites.items()):
@@ -153,7 +159,10 @@ def judge(g: Graph, found: Found, options: Options, cache: dict[Any, tuple[str, 
 
 
 def _no_gain(g: Graph, site: Site) -> str:
-    """Returns why XLA is as fast as the kernels of an op, or "". docs/benchmarks/NVIDIA_H200.md has the times."""
+    """Returns the reason why XLA is as fast as the kernel of the op, or "" if XLA is slower.
+
+    docs/benchmarks/NVIDIA_H200.md has the times.
+    """
     out = site.outs[0]
     if site.op in _ROW_OPS and out.size == out.shape[-1]:
         return "one row, for which XLA is as fast"
@@ -170,7 +179,7 @@ def _no_gain(g: Graph, site: Site) -> str:
 
 
 def _backends(site: Site) -> tuple[str, str]:
-    """Returns how the op runs, in words, and why each pass of it is XLA's, if so."""
+    """Returns two texts: how the op runs, and the reason why all its passes run as plain XLA ("" if they do not)."""
     arguments = []
     for v in site.inputs:
         sharding = getattr(v.aval, "sharding", None)

@@ -1,4 +1,4 @@
-"""`fuse`: a function with its slow subgraphs on the ops of jaxft."""
+"""`fuse`: replaces subgraphs of a JAX function by ops of jaxft."""
 
 import functools
 import logging
@@ -30,53 +30,67 @@ def fuse(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Iterable[str] = (),
 ) -> "Fused":
-    """Returns a function that computes `fn`, with ops of jaxft in place of the subgraphs that these ops compute.
+    """Returns a function with the results of `fn` that runs recognised subgraphs as ops of jaxft.
 
-    The returned function traces `fn` with its arguments, as `jax.jit` does. It replaces what it recognises, and
-    evaluates everything else as it was::
+    The returned function traces `fn` with its arguments, as `jax.jit` does. It replaces the subgraphs that it
+    recognises (the sites), and evaluates all other equations unchanged::
 
         fused = jaxft.fuse(model.apply)
-        print(fused.report(params, x))  # what is replaced, and what is not and why
+        print(fused.report(params, x))  # what is replaced, what is not, and why
         loss, gradients = jax.jit(jax.value_and_grad(lambda params: loss_of(fused(params, x))))(params)
 
-    It recognises LayerNorm and RMSNorm with the residual before them, softmax and log-softmax, attention, bias and
-    activation, dense layers with an activation or before a residual and a LayerNorm, the feed-forward half of a layer,
-    sums of embeddings with their LayerNorm, the summed cross-entropy of a matmul, and transposes that cancel, compose
-    or feed a matmul. docs/fuse.md has the details.
+    It recognises:
+
+    - LayerNorm and RMSNorm, with the residual before them
+    - softmax and log-softmax
+    - attention
+    - bias and activation
+    - dense layers with an activation, or before a residual and a LayerNorm
+    - the feed-forward half of a layer
+    - sums of embeddings with their LayerNorm
+    - the summed cross-entropy of a matmul
+    - transposes that cancel, compose or feed a matmul
+
+    docs/fuse.md has the details.
 
     Fuse before you differentiate: `jax.grad(jaxft.fuse(f))`. In a differentiated function, `jaxft.fuse(jax.grad(f))`,
     nothing is replaced. The returned function works under `jax.jit`, `jax.grad`, `jax.vmap`, `jax.lax.scan`,
-    `jax.checkpoint` and `jax.shard_map`. `fn` may contain all of them. Put `jax.jit` around the returned function:
-    without it, each call traces and plans again.
+    `jax.checkpoint` and `jax.shard_map`. `fn` may contain all of them. Put `jax.jit` around the returned function.
+    Without `jax.jit`, each call traces `fn` and searches again.
 
     Args:
-      fn: any function of JAX. Arrays in its arguments are traced. Everything else, such as Python numbers, strings and
-        functions, is passed on as it is. NNX modules may be arguments; what `fn` changes in them is written back.
+      fn: any JAX function. Arrays in its arguments are traced. Everything else, such as Python numbers, strings and
+        functions, is passed to `fn` as it is. NNX modules may be arguments. Changes that `fn` makes to their variables
+        are written back.
       only: the family or families of ops to look for: "attention", "softmax", "layer_norm", "rms_norm", "activation",
-        "dense", "embeddings", "cross_entropy", "permute". None is all of them.
-      implementation: the implementation of all ops, as their own argument. A site whose op does not support it raises
+        "dense", "embeddings", "cross_entropy", "permute". None looks for all of them.
+      implementation: the argument `implementation` of all ops. A site whose op does not support it raises
         `NotImplementedError`.
-      masked_rows: the result of a query whose keys are all masked. "exact": the result of `fn`, and its gradients where
-        the result is finite; a finite additive mask stays a bias. "mask": as "exact", but an additive mask from a
-        boolean becomes a boolean mask. This is faster, and changes the gradients of such queries and their keys.
-        "zero": 0, as in jaxft, which is fastest.
+      masked_rows: the result of a query whose keys are all masked.
+
+        - "exact": the result of `fn`, and the gradients of `fn` where the result is finite. A finite additive mask
+          stays a bias.
+        - "mask": like "exact", but an additive mask that is made from a boolean becomes a boolean mask. This is faster,
+          and changes the gradients of such queries and their keys.
+        - "zero": 0, as in the ops of jaxft. This is the fastest.
       strict: whether to raise a ValueError if nothing is replaced.
-      force: whether to replace everything that is recognised. Otherwise, a site is replaced on an NVIDIA GPU where its
-        op runs a kernel that is faster than XLA, and `fn` is called as it is on any other device.
-      static_argnums: positions of arguments that are passed on as they are, arrays included.
-      static_argnames: names of keyword arguments that are passed on as they are.
+      force: whether to replace all sites on any device. If False, a site is replaced on an NVIDIA GPU if its op runs a
+        kernel that is faster than XLA. On any other device, `fn` is then called unchanged.
+      static_argnums: positions of arguments that are passed to `fn` as they are, arrays included.
+      static_argnames: names of keyword arguments that are passed to `fn` as they are.
 
     Returns:
       A function with the signature of `fn`, and two methods. `report(*args)` returns a list of records, one for each
-      site and each near miss, which prints as a table. `check(*args)` runs each site on these arguments, before and
-      after and in float64, and returns the errors.
+      site and each near miss, which prints as a table. `check(*args)` runs each site on these arguments as the original
+      equations, as the op and in float64, and returns the errors.
 
     Raises:
-      TypeError: `fn` is not a function.
-      ValueError: an option is unknown, or nothing was replaced under `strict`.
+      TypeError: `fn` is not a function, or `strict` or `force` is not a bool.
+      ValueError: an option is unknown, or nothing was replaced and `strict` is True.
 
-    Accuracy: results and gradients are at most twice as far from float64 as those of `fn`. A subgraph that would change
-    more is not replaced. A LayerNorm whose variance is E[x^2] - E[x]^2 becomes more accurate.
+    Accuracy: the errors of results and gradients, measured against float64, are at most twice the errors of `fn`. A
+    subgraph that would change more is not replaced. A LayerNorm whose variance is E[x^2] - E[x]^2 becomes more
+    accurate.
     """
     if not callable(fn):
         raise TypeError(f"fuse: fn must be a function, got {type(fn).__name__}")
@@ -104,7 +118,7 @@ class Fused:
         functools.update_wrapper(self, fn, updated=())
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """Binds the function as a method, as other functions are."""
+        """Binds the function to an instance, so that it can be a method."""
         return self if instance is None else functools.partial(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -127,11 +141,11 @@ class Fused:
         return call.finish(program(*call.arrays))
 
     def report(self, *args: Any, **kwargs: Any) -> Report:
-        """Returns what is replaced for these arguments, and what nearly is. Arrays may be `jax.ShapeDtypeStruct`s."""
+        """Returns the sites and near misses for these arguments. Arrays may be `jax.ShapeDtypeStruct`s."""
         return report_of(self._program(*args, **kwargs)[0])
 
     def check(self, *args: Any, **kwargs: Any) -> Checks:
-        """Runs each site on these arguments: the equations, the op, and the equations in float64."""
+        """Runs each site on these arguments as the original equations, as the op and in float64. Returns the errors."""
         program, call = self._program(*args, **kwargs)
         return check_of(program, call.arrays)
 
@@ -155,9 +169,10 @@ def _is_module(x: Any) -> bool:
 
 
 class _Call:
-    """One call: the arrays in its arguments, and the jaxpr of the function of these arrays.
+    """One call of `fn`: the arrays in its arguments, and the jaxpr of `fn` as a function of these arrays.
 
-    NNX modules are split, and merged inside of the function. Their state is a result, so that changes are seen.
+    NNX modules are split before the trace and merged inside of it. Their new state is a result of the jaxpr, so that
+    `finish` can write changes back.
     """
 
     def __init__(self, fn: Any, args: Any, kwargs: Any, numbers: Sequence[int], names: Sequence[str]) -> None:
@@ -203,7 +218,10 @@ class _Call:
         self.closed = jax.make_jaxpr(flat)(*self.arrays)
 
     def finish(self, results: Sequence[Any]) -> Any:
-        """Returns what the function returns, and writes the new state of NNX modules back."""
+        """Returns the result of `fn`, and writes the new state of NNX modules back.
+
+        `results` are the results of the jaxpr.
+        """
         results = list(results)
         count = self._state_tree.num_leaves
         new = results[len(results) - count :]

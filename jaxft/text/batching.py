@@ -1,4 +1,4 @@
-"""Batching of texts: cuts texts of any length into padded or packed batches of few shapes and keeps a device busy."""
+"""Batching of texts: cuts texts of any length into padded or packed batches of few shapes, and keeps devices busy."""
 
 import contextlib
 import dataclasses
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 # Texts per tokenisation chunk: the first chunk, the largest chunk with packing, the largest chunk with padding. Each
-# chunk is a quarter larger than the chunk before it. If chunks doubled, an H200 would wait for them, because it runs
-# BERT-base about as fast as 16 cores tokenise. Small chunks also shorten the end, where the device works on the last
-# chunk and nothing is left to tokenise. Large chunks need less padding.
+# chunk is a quarter larger than the chunk before it. An H200 would wait for chunks that double, because it runs
+# BERT-base about as fast as 16 cores tokenise. Small chunks also shorten the end of a call, when the device computes
+# the last chunk and nothing is left to tokenise. Large chunks need less padding.
 _CHUNKS = (512, 1024, 8192)
-# Tokenisation threads, with packing and with padding. While one thread waits for the interpreter lock, the tokenizer
-# keeps the cores busy with the chunk of another thread.
+# Number of tokenisation threads, with packing and with padding. While one thread waits for the interpreter lock, the
+# tokenizer keeps the cores busy with the chunk of another thread.
 _AHEAD = (3, 1)
-_CHARACTERS = 1 << 20  # maximum of a chunk of several texts; the tokenizer needs about 100 bytes for a character
+_CHARACTERS = 1 << 20  # maximum per chunk of several texts; the tokenizer needs about 100 bytes for each character
 _IN_FLIGHT = 8  # batches queued on the device before the oldest result is read back
-_CUT_AHEAD = 32  # batches that are cut while the program of the first of them is compiled
-_LONG_WORK = 1000  # a terminal shows a progress bar by default above this number of texts
+_CUT_AHEAD = 32  # batches that are cut in advance while the program of the first one is compiled
+_LONG_WORK = 1000  # above this number of texts, a terminal shows a progress bar by default
 _LEAST_TOKENS, _SHORTEST = 64, 32  # smallest `Bucket.capacity` and smallest `Bucket.longest`
-_MEDIUM_TOKENS = 1024  # capacities double up to here or up to the limit, and are multiplied by four after that
-_OVERHEAD = 256  # cost of a packed batch beside its rows, in rows; see docs/performance-notes.md
+_MEDIUM_TOKENS = 1024  # capacities double up to the larger of this and the limit, and quadruple after that
+_OVERHEAD = 256  # fixed cost of a packed batch, as a number of rows; see docs/performance-notes.md
 
 _log = logging.getLogger("jaxft")
 
@@ -49,14 +49,14 @@ _log = logging.getLogger("jaxft")
 class Bucket:
     """Shape of a packed batch. A program is compiled for each shape."""
 
-    capacity: int  # rows: the tokens, then padding rows
-    count: int  # sequences, of which the last may be empty
+    capacity: int  # number of rows: the tokens, then padding rows
+    count: int  # number of sequences; the last ones may be empty
     longest: int  # maximum number of tokens of a sequence
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """Tokens of several texts in a few arrays. Python lists of tokens would take longer than the device needs."""
+    """Tokens of several texts in a few arrays. Handling Python lists instead would be slower than the device."""
 
     begins: np.ndarray  # int64 [texts + 1]: the first token of each text, then the number of tokens
     ids: np.ndarray  # int32 [begins[-1]]
@@ -64,7 +64,7 @@ class Tokens:
 
     @classmethod
     def of(cls, texts: "Iterable[Encoding]", *, with_types: bool) -> "Tokens":
-        """Concatenates encodings of the `tokenizers` library. It keeps none of them."""
+        """Concatenates encodings of the `tokenizers` library. The result holds copies of the token ids only."""
         begins, ids, type_ids = [0], array("i"), array("i")
         for text in texts:
             ids.fromlist(text.ids)
@@ -132,26 +132,26 @@ class Batch(NamedTuple):
 
 
 def sequences(input_ids: jax.Array, lengths: jax.Array, longest: int) -> dict[str, Any]:
-    """Returns the arguments of a model that say where the sequences of a padded or packed `Batch` are."""
+    """Returns the model arguments that describe the sequences of a padded or packed `Batch`."""
     if input_ids.ndim == 1:
         return {"cu_seqlens": lengths, "max_seqlen": longest}
     return {"attention_mask": jnp.arange(longest, dtype=lengths.dtype)[None] < lengths[:, None]}
 
 
 def buckets(batch_size: int, limit: int) -> list[Bucket]:
-    """Returns the shapes of packed batches of at most `batch_size * limit` tokens, by `longest`, then `capacity`."""
+    """Returns the shapes of packed batches with at most `batch_size * limit` tokens, sorted by longest and capacity."""
     return [*_buckets(check_batch_size("buckets", batch_size), limit)]
 
 
 @functools.lru_cache
 def _buckets(batch_size: int, limit: int) -> tuple[Bucket, ...]:
     budget = batch_size * limit
-    # A large batch of texts fills the budget, and needs enough sequences for texts with a mean length of longest / 4.
-    # The mean is usually much closer to longest, because texts are sorted by length.
+    # A full batch has room for the texts even if their mean length is only longest / 4. The mean is usually much closer
+    # to longest, because texts are sorted by length.
     found = [Bucket(budget, min(4 * budget // longest, budget), longest) for longest in _powers(2, _SHORTEST, limit)]
-    # Smaller shapes are for the last texts of a call, and for long texts among many short ones. Few of these shapes are
-    # worth a program. They have enough sequences for a mean length of longest / 8.
-    # See docs/performance-notes.md, "Shapes of packed batches".
+    # Smaller shapes are for the last texts of a call, and for long texts among many short ones. There are few, because
+    # each costs a compilation. They have room for texts with a mean length of longest / 8. See
+    # docs/performance-notes.md, "Shapes of packed batches".
     medium = max(_MEDIUM_TOKENS, 1 << (limit - 1).bit_length())
     for rows in {*_powers(2, _LEAST_TOKENS, medium), *_powers(4, medium, budget)}:
         if rows < budget:
@@ -168,11 +168,11 @@ def _powers(base: int, first: int, last: int) -> list[int]:
 
 
 class _Cut(NamedTuple):
-    """A batch, with its texts."""
+    """A batch with the texts that it holds."""
 
-    positions: np.ndarray  # of its texts among all texts
-    texts: Tokens  # to retry in smaller batches
-    batch_size: int  # that the batch was cut with
+    positions: np.ndarray  # positions of the texts of this batch among all texts
+    texts: Tokens  # kept to retry the texts in smaller batches
+    batch_size: int  # the value of batch_size that the batch was cut with
     batch: Batch
 
 
@@ -180,11 +180,11 @@ class _Work(NamedTuple):
     """A batch in flight on a device."""
 
     cut: _Cut
-    result: Any  # of `compute`; the error if starting the computation raised one
+    result: Any  # what `Lane.compute` returned, or the error that it raised
 
     @property
     def is_ready(self) -> bool:
-        """True if the result can be read without a wait."""
+        """True if the result can be read without waiting."""
         return all(getattr(leaf, "is_ready", lambda: True)() for leaf in jax.tree.leaves(self.result))
 
 
@@ -192,11 +192,11 @@ class Lane:
     """A device that computes batches, with the batches in flight on it.
 
     Args:
-      compute: starts a batch and returns its result.
-      is_ready: whether the device can start a batch at once. Otherwise, the first lane gets the batch. The first call
-        for a shape starts the compilation of its program.
+      compute: starts the computation of a batch and returns its result.
+      is_ready: returns whether the device can start a batch at once. If it cannot, the first lane gets the batch. The
+        first call for a shape starts the compilation of its program.
       wait: waits until the program of a batch is compiled.
-      device: the device, for messages and as the key of its limits. None is the only one.
+      device: the device, for messages and for its limit of batch_size. None if there is only one device.
     """
 
     def __init__(
@@ -208,34 +208,41 @@ class Lane:
     ) -> None:
         self.compute, self.is_ready, self.wait, self.device = compute, is_ready, wait, device
         self.in_flight: deque[_Work] = deque()
-        self.is_retired = False  # whether its memory does not suffice for one text
+        self.is_retired = False  # True once the memory of the device was too small for a single text
 
     @property
     def load(self) -> int:
-        """Number of the batches that are not done."""
+        """Number of batches that are not finished."""
         return sum(not work.is_ready for work in self.in_flight)
 
 
 @dataclasses.dataclass
 class _Part:
-    """Texts whose results are collected."""
+    """A part of the texts, and its results so far."""
 
-    first: int  # position of its first text among the texts of all parts
+    first: int  # position of the part's first text among the texts of all parts
     texts: Any
     results: Any
-    missing: int  # number of results that are not there yet
+    missing: int  # number of results that are not computed yet
 
 
 def _item(texts: Any, index: int) -> Any:
-    """Returns a text, or its token ids."""
+    """Returns the text at an index, or its token ids if `texts` are `Tokens`."""
     return texts[index : index + 1].ids.tolist() if isinstance(texts, Tokens) else texts[index]
 
 
 class Batcher:
     """Cuts texts into batches, queues several batches on the device, and retries smaller batches if memory runs out.
 
-    Packed batches have the shapes of `buckets`. Padded batches join texts of similar length, padded to one of a few
-    lengths. `characters` counts the characters of a text or pair; tokenisation chunks are bounded by their sum.
+    Packed batches have the shapes of `buckets`. Padded batches hold texts of similar length, padded to one of the
+    lengths of `padded_lengths`.
+
+    Args:
+      limit: maximum number of tokens of a text.
+      padding: the id of the padding token.
+      packed: whether batches are packed instead of padded.
+      with_types: whether batches have token type ids.
+      characters: counts the characters of a text or pair. The sum over a tokenisation chunk is limited.
     """
 
     def __init__(
@@ -245,13 +252,13 @@ class Batcher:
         self.limit, self.padding, self.packed, self.with_types = limit, padding, packed, with_types
         self.characters = characters
         self._lengths = padded_lengths(limit)
-        self._largest: dict[Any, int] = {}  # limits of batch_size by device, after larger batches ran out of memory
+        self._largest: dict[Any, int] = {}  # limit of batch_size for each device where larger batches ran out of memory
 
     def compute_all(
         self, texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "Iterable[Encoding]"], batch_size: int,
         compute: Callable[[Batch], Any], **options: Any,
     ) -> Any:  # fmt: skip
-        """Returns `compute`'s results for texts (or pairs), `[len(texts), width]`. See `compute_parts`."""
+        """Computes the results of texts (or pairs) on one device, `[len(texts), width]`. See `compute_parts`."""
         (results,) = self.compute_parts([texts], tokenise, batch_size, [Lane(compute)], **options)
         return results
 
@@ -262,17 +269,28 @@ class Batcher:
         is_finite: Callable[[np.ndarray], np.ndarray] = lambda rows: np.isfinite(rows).all(axis=1),
         dtype: Any = np.float32,
     ) -> Generator[Any]:  # fmt: skip
-        """Yields the results of each part's texts (or pairs), `[len(part), width]`, in their order.
+        """Yields the results of each part's texts (or pairs), `[len(part), width]`, in the order of the texts.
 
-        A batch has texts of one part only, so that the results of a part do not depend on the other parts. The devices
-        work on the next part while the results of a part are read.
+        A batch holds texts of one part only, so the results of a part do not depend on the other parts. The devices
+        compute the next part while the caller reads the results of a part.
 
-        `convert` makes rows of the results, and `is_finite` says which are finite, `[n]`, from the rows of `compute`,
-        while the device computes the next batches.
-        With `width=None`, the result is a list: of `Features` if `compute` returns a tuple of token embeddings and,
-        perhaps, embeddings; otherwise of the items that `convert` returns.
+        Args:
+          parts: the parts. Each is a sequence of texts or pairs, or `Tokens`.
+          tokenise: tokenises a list of texts.
+          batch_size: number of padded texts per batch. A packed batch has at most `batch_size * limit` tokens.
+          lanes: the devices.
+          model: the model, which is searched for the cause of a result that is not finite.
+          width: the number of columns of a result. With None, the result of a part is a list. It has `Features` if
+            `Lane.compute` returns a tuple. Otherwise it has the items that `convert` returns.
+          unit: what the progress bar counts.
+          show_progress_bar: whether to show a progress bar; see `progress_bar`.
+          convert: makes rows of the results from the rows that `Lane.compute` returns.
+          is_finite: returns which of the rows that `Lane.compute` returns are finite, `[n]`. Both functions run on the
+            host while the device computes the next batches.
+          dtype: the dtype of the results.
 
-        Raises a TextError for a text whose result is not finite, with the reason that is found in `model`.
+        Raises:
+          TextError: the result of a text is not finite. The message has the cause that is found in `model`.
         """
         open_parts: deque[_Part] = deque()
 
@@ -285,7 +303,7 @@ class Batcher:
                 yield texts
 
         total = len(parts[0]) if isinstance(parts, list) and len(parts) == 1 else None
-        # `closing` ends the tokenisation threads if an error is raised.
+        # If an error is raised, `closing` ends the tokenisation threads.
         with (
             contextlib.closing(self.tokenised_parts(opened(), tokenise)) as chunks,
             progress_bar(total, unit, show_progress_bar) as bar,
@@ -329,11 +347,11 @@ class Batcher:
     def tokenised_parts(
         self, parts: Iterable[Any], tokenise: Callable[[Sequence[Any]], "Iterable[Encoding]"]
     ) -> Generator[tuple[int, Tokens]]:
-        """Yields (position of the first text, tokens) of each chunk, and no texts after the last chunk of each part.
+        """Yields (position of the first text, tokens) of each chunk. After the last chunk of a part, yields no texts.
 
         A part is a sequence of texts, or `Tokens`. Positions count the texts of all parts.
         """
-        alone = threading.Lock()  # for texts of megabytes, of which several might take more memory than there is
+        alone = threading.Lock()  # held to tokenise a text of megabytes; several at a time could exhaust the memory
 
         def tokens(first: int, texts: Any, is_heavy: bool) -> Tokens:
             if isinstance(texts, Tokens):
@@ -347,7 +365,7 @@ class Batcher:
         most, ahead = _CHUNKS[1:][not self.packed], _AHEAD[not self.packed]
 
         def pieces() -> Iterator[tuple[int, Sequence[Any], bool]]:
-            """Yields (position of the first text, texts, whether they have many characters) of each chunk."""
+            """Yields (position of the first text, texts, whether they exceed `_CHARACTERS`) of each chunk."""
             first = 0
             for texts in parts:
                 weights = texts.lengths if isinstance(texts, Tokens) else map(self.characters, texts)
@@ -369,7 +387,7 @@ class Batcher:
 
         beginning = [*itertools.islice(waiting, 2)]
         if len(beginning) == 2 and not len(beginning[1][1]):
-            # Starting a thread for the only chunk would cost more than there is to overlap.
+            # The first part has a single chunk. Tokenise it in this thread: nothing could overlap with it.
             yield beginning[0][0], tokens(*beginning[0])
             yield beginning[1][0], nothing
             if not (beginning := [*itertools.islice(waiting, 1)]):
@@ -384,7 +402,7 @@ class Batcher:
     def run(
         self, chunks: Iterator[tuple[int, Tokens]], batch_size: int, compute: Callable[[Batch], Any]
     ) -> Iterator[tuple[np.ndarray, Any]]:
-        """Yields the results of batches on one device, see `run_on`."""
+        """Yields the results of batches on one device. See `run_on`."""
         return self.run_on(chunks, batch_size, [Lane(compute)])
 
     def run_on(
@@ -392,23 +410,27 @@ class Batcher:
     ) -> Iterator[tuple[np.ndarray, Any]]:
         """Yields (positions `[n]`, results `[n, ...]`) of each batch. Within a chunk, longer texts come first.
 
-        An empty chunk ends a part: the texts before it are in other batches than the texts after it. The last chunk is
-        empty. Each batch goes to the lane with the fewest batches in flight; among equal ones, to the first.
-        `Lane.compute` starts a batch and returns `[rows, ...]`, or `[count, ...]` for a packed batch. If it returns a
-        tuple of token embeddings, `[rows, longest, D]` or packed `[capacity, D]`, and perhaps such an array, then the
-        results are a list of `Features`. If a device runs out of memory, its `batch_size` is halved for the batch, the
-        rest of the call and later calls.
+        An empty chunk ends a part. Texts before it and texts after it never share a batch. The last chunk is empty.
+
+        Each batch goes to the lane with the fewest unfinished batches. If several lanes have the fewest, the first of
+        them gets the batch.
+
+        `Lane.compute` returns `[rows, ...]` for a padded batch and `[count, ...]` for a packed batch. It may instead
+        return a tuple: token embeddings, padded `[rows, longest, D]` or packed `[capacity, D]`, and optionally an array
+        of embeddings. The results are then a list of `Features`.
+
+        If a device runs out of memory, its `batch_size` is halved for this batch, the rest of the call and later calls.
         """
         for cut in self._compiled(self._cut_all(chunks, batch_size, lanes[0]), lanes[0]):
             for lane in sorted(lanes, key=lambda lane: lane.load) if len(lanes) > 1 else lanes:
                 parts = self._fitting(cut, lane)
-                # The first lane takes every batch.
+                # The first lane takes any batch. Another lane takes a batch only if its program is compiled.
                 if lane is lanes[0] or (not lane.is_retired and all([lane.is_ready(part.batch) for part in parts])):
                     break
             for part in parts:
                 lane.in_flight.append(work := _started(part, lane))
-                # If the device has refused a batch, queue nothing more until all work in flight on it is done and this
-                # batch has been computed in smaller parts.
+                # If the device has refused this batch, first finish all work in flight on the device, and compute this
+                # batch in smaller parts. Then queue more.
                 while len(lane.in_flight) > (0 if isinstance(work.result, Exception) else _IN_FLIGHT):
                     yield from self._finish(lane.in_flight.popleft(), lane, lanes[0])
         for lane in lanes:
@@ -416,7 +438,7 @@ class Batcher:
                 yield from self._finish(lane.in_flight.popleft(), lane, lanes[0])
 
     def _cut_all(self, chunks: Iterator[tuple[int, Tokens]], batch_size: int, lane: Lane) -> Iterator[_Cut]:
-        """Yields the batches of chunks, cut for a lane. What they hold does not depend on time."""
+        """Yields the batches of chunks, cut for a lane. Their texts do not depend on how fast anything runs."""
         positions, texts = np.empty(0, np.int64), Tokens.of([], with_types=self.with_types)
         for start, chunk in chunks:
             if len(chunk):
@@ -424,14 +446,14 @@ class Batcher:
                 texts += chunk
                 order = np.argsort(-texts.lengths, kind="stable")
                 positions, texts = positions[order], texts.in_order(order)
-            done = 0  # texts after the last full batch wait for the next chunk
+            done = 0  # number of texts in full batches; the remaining texts wait for the next chunk
             for cut in self._cut(positions, texts, batch_size, lane, last=len(chunk) == 0):
                 done += len(cut.texts)
                 yield cut
             positions, texts = positions[done:], texts[done:]
 
     def _compiled(self, cuts: Iterator[_Cut], lane: Lane) -> Iterator[_Cut]:
-        """Yields the batches in their order. While a program is compiled, it cuts and compiles for later batches."""
+        """Yields the batches in order. While a program is compiled, cuts later batches and starts their compilation."""
         waiting = deque[_Cut]()
         for cut in cuts:
             is_ready = lane.is_ready(cut.batch)  # starts the compilation
@@ -446,11 +468,11 @@ class Batcher:
     def _cut(
         self, positions: np.ndarray, texts: Tokens, batch_size: int, lane: Lane, *, last: bool
     ) -> Iterator[_Cut]:  # fmt: skip
-        """Cuts texts, sorted by decreasing length, into batches of up to `batch_size` or what fits on the lane.
+        """Cuts texts, sorted by decreasing length, into batches of up to `batch_size` or the lane's limit, if smaller.
 
-        Unless `last`, the texts that do not fill a batch are left.
+        Unless `last` is true, texts that do not fill a batch are left over.
         """
-        # A text without tokens counts as one token. Otherwise any number of such texts would never fill a batch.
+        # A text without tokens counts as one token. Otherwise no number of such texts would fill a batch.
         lengths = texts.lengths
         ends = np.append(0, np.cumsum(np.maximum(lengths, 1)))
         first = 0
@@ -471,13 +493,13 @@ class Batcher:
             first = stop
 
     def _fitting(self, cut: _Cut, lane: Lane) -> Sequence[_Cut]:
-        """Returns the batch, or its texts in smaller batches if the memory of the lane is too small for it."""
+        """Returns the batch. If it exceeds the lane's limit of batch_size, returns its texts in smaller batches."""
         if cut.batch_size <= self._largest.get(lane.device, cut.batch_size):
             return [cut]
         return [*self._cut(cut.positions, cut.texts, cut.batch_size, lane, last=True)]
 
     def _finish(self, work: _Work, lane: Lane, first: Lane) -> Iterator[tuple[np.ndarray, Any]]:
-        """Yields the result of a batch. If memory ran out, computes its texts again in smaller batches."""
+        """Yields the result of a batch. If memory ran out, computes the texts of the batch again in smaller batches."""
         positions, texts, batch_size, _ = work.cut
         try:
             if isinstance(work.result, jax.errors.JaxRuntimeError):
@@ -507,7 +529,10 @@ class Batcher:
             yield from self._finish(_started(part, lane), lane, first)
 
     def _features(self, texts: Tokens, tokens: np.ndarray, *pooled: np.ndarray) -> list[Features]:
-        """Cuts the results of a batch into texts. The arrays are copies, which are small and can be written to."""
+        """Splits the results of a batch by text.
+
+        The arrays are copies, so that they can be written to and do not keep the whole batch in memory.
+        """
         if self.packed:
             of_texts = [tokens[begin:end].copy() for begin, end in itertools.pairwise(texts.begins)]
         else:
@@ -517,7 +542,7 @@ class Batcher:
 
     def _padded(self, texts: Tokens, batch_size: int) -> Batch:
         rows = min(batch_size, 1 << (len(texts) - 1).bit_length())
-        lengths = np.ones(rows, np.int32)  # a padding row has one token, which keeps its softmax and mean finite
+        lengths = np.ones(rows, np.int32)  # a padding row has one token, so that its softmax and mean are finite
         lengths[: len(texts)] = texts.lengths
         longest = next(length for length in self._lengths if length >= lengths[0])
         taken = np.arange(longest) < lengths[: len(texts), None]
@@ -531,7 +556,7 @@ class Batcher:
         return Batch(padded(texts.ids, self.padding), types, lengths, longest)
 
     def blanks(self, batch_size: int) -> list[Batch]:
-        """Returns a batch without texts of each shape that batches of up to `batch_size` have, small shapes first."""
+        """Returns an empty batch of each shape that batches of up to `batch_size` can have, smallest shape first."""
         nothing = Tokens.of([], with_types=self.with_types)
         if self.packed:
             shapes = sorted(_buckets(batch_size, self.limit), key=lambda bucket: bucket.capacity)
@@ -555,7 +580,7 @@ class Batcher:
 
 
 def _started(cut: _Cut, lane: Lane) -> _Work:
-    """Starts a batch on a lane."""
+    """Starts the computation of a batch on a lane, and the copy of its results to the host."""
     try:
         result = lane.compute(cut.batch)
         for leaf in jax.tree.leaves(result):
@@ -567,7 +592,7 @@ def _started(cut: _Cut, lane: Lane) -> _Work:
 
 
 def _cause(model: nnx.Module) -> str:
-    """Returns why results of a model are not finite."""
+    """Returns the reason why results of a model are not finite."""
     for name, parameter in named_parameters(model).items():
         if not jnp.isfinite(parameter.get_value()).all():
             return f"the model's parameter {name.removeprefix('encoder.')} has NaN or infinite values"
@@ -577,10 +602,15 @@ def _cause(model: nnx.Module) -> str:
 
 
 def _bucket(all_buckets: Sequence[Bucket], longest: int, ends: np.ndarray, first: int) -> tuple[Bucket, int]:
-    """Returns the shape of the batch that starts at text `first` of up to `longest` tokens, and the end of its texts.
+    """Returns the shape of the batch that starts at text `first`, and the position after its last text.
 
-    Takes the shape with the lowest cost per token that fits, see `_OVERHEAD`. `ends` are the ends of all texts, which
-    are sorted by decreasing length.
+    Picks the shape with the lowest cost per token; see `_OVERHEAD`.
+
+    Args:
+      all_buckets: the shapes, sorted by `longest`, then `capacity`.
+      longest: the number of tokens of text `first`, which is the longest remaining text.
+      ends: text `i` has the tokens `ends[i]` to `ends[i + 1]`. Texts are sorted by decreasing length.
+      first: the position of the first text of the batch.
     """
     shapes = {bucket.capacity: bucket for bucket in reversed(all_buckets) if bucket.longest >= longest}.values()
     fitting = np.searchsorted(ends, [ends[first] + bucket.capacity for bucket in shapes], side="right") - 1
@@ -593,12 +623,12 @@ def _bucket(all_buckets: Sequence[Bucket], longest: int, ends: np.ndarray, first
 
 
 def packs(implementation: str | None) -> bool:
-    """Returns whether packing is the default: whether variable-length attention runs as a kernel on this device."""
+    """Returns whether packing is the default. It is if variable-length attention runs as a kernel on this device."""
     return dispatch.choose("varlen_qkv_attention", implementation, {"triton": None}).name != "xla"
 
 
 def padded_lengths(limit: int) -> tuple[int, ...]:
-    """Returns the lengths that batches are padded to: 16, 32, 48, 64, 96, 128, 192, ... below `limit`, then `limit`."""
+    """Returns the lengths that texts are padded to: 16, 32, 48, 64, 96, 128, 192, ... below `limit`, then `limit`."""
     lengths, power = [16], 32
     while lengths[-1] < limit:
         lengths += [power, power + power // 2]
@@ -607,23 +637,23 @@ def padded_lengths(limit: int) -> tuple[int, ...]:
 
 
 def is_sequence(value: Any) -> bool:
-    """Returns whether `value` is a sequence of items: a NumPy array with an axis or a sequence, but no str or bytes."""
+    """Returns whether `value` is a NumPy array with at least one axis, or a sequence other than str and bytes."""
     if isinstance(value, np.ndarray):
         return value.ndim > 0
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def as_list(op: str, name: str, values: Any, expected: str) -> list[Any]:
-    """Converts an iterable to a list. Raises a TypeError as `as_iterator` does."""
-    if hasattr(values, "to_pylist"):  # an Arrow array, whose items are no str
+    """Converts an iterable to a list. Raises a TypeError for the same values as `as_iterator`."""
+    if hasattr(values, "to_pylist"):  # an Arrow array, which would iterate over Arrow scalars instead of str
         return values.to_pylist()
     return [*as_iterator(op, name, values, expected)]
 
 
 def as_iterator(op: str, name: str, values: Any, expected: str) -> Iterator[Any]:
-    """Returns an iterator of items. Raises a TypeError, which says what is `expected`, for a scalar, mapping or table.
+    """Returns an iterator of items. For a scalar, mapping or table, raises a TypeError that says what is `expected`.
 
-    Mappings and tables of pandas iterate over names.
+    Mappings and tables are refused because they would iterate over their keys or column names.
     """
     is_scalar = isinstance(values, str | bytes | bytearray | memoryview | Mapping) or getattr(values, "ndim", 1) == 0
     is_table = hasattr(values, "columns")
@@ -665,14 +695,15 @@ def check_batch_size(op: str, batch_size: Any) -> int:
 
 
 def progress_bar(total: int | None, unit: str, show: bool | None) -> "tqdm":
-    """Creates a progress bar on stderr. With `show=None`, a terminal shows it for more than 1,000 texts.
+    """Creates a progress bar on stderr.
 
-    `total=None` is an unknown number of texts, for which `show=None` shows nothing.
+    With `show=None`, the bar is shown on a terminal if `total` is more than 1,000. `total=None` means that the number
+    of texts is unknown; `show=None` then shows nothing.
     """
     from tqdm import tqdm
 
     terminal = sys.stderr.isatty()
     if show is None:
         show = total is not None and total > _LONG_WORK and terminal
-    # In a log file every update appends text, so updates are rare there.
+    # In a log file, each update appends text. So updates are rare unless stderr is a terminal.
     return tqdm(total=total, unit=unit, disable=not show, mininterval=0.1 if terminal else 10.0, miniters=0)

@@ -1,4 +1,4 @@
-"""Deals batches to several devices, with a copy of the parameters on each."""
+"""Distributes batches among several devices, each with its own copy of the parameters."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ from jaxft.ops.bundle import Rebuild
 from jaxft.text import programs
 from jaxft.text.batching import Batch, Lane, progress_bar
 
-Arguments = Callable[[list[Any], Rebuild, Batch], tuple[Any, ...]]  # the arguments of the function for a batch
+Arguments = Callable[[list[Any], Rebuild, Batch], tuple[Any, ...]]  # makes the arguments of the jitted function
 
 _log = logging.getLogger("jaxft")
 
@@ -26,36 +26,43 @@ _log = logging.getLogger("jaxft")
 class Dealer:
     """Computes batches of a model on one or several devices.
 
-    Threads compile the program of a shape when the shape first occurs. Until another device has its program, the first
-    device computes the batches of that shape, so that no call waits for more programs than on one device.
+    When a shape first occurs, threads compile its program for each device. The first device computes all batches of
+    that shape until another device has its program. So a call waits only for the programs of the first device.
 
-    XLA chooses some algorithms by timing them, once in a process for each kind of device. A program is therefore
-    compiled for the first device before the others: they take the same algorithms, and the bits are the same.
+    XLA chooses some algorithms by timing them, once in a process for each kind of device. The program is compiled for
+    the first device before it is compiled for the others. The other devices then use the same algorithms, and their
+    results are bitwise equal.
 
     Args:
-      bundled: keeps the model's arrays, and their copies on other devices.
+      bundled: holds the model's arrays and their copies on other devices.
     """
 
     def __init__(self, bundled: Bundled) -> None:
         self._bundled = bundled
-        # By function, device, shape and static arguments. None is a program that cannot be had.
+        # The key is (function, device, shapes and static arguments). None: the function cannot be compiled ahead.
         self._programs: dict[Any, Future[Any] | None] = {}
         self._guard = threading.Lock()  # held while a program is traced
-        self._without_memory: list[Any] = []  # keys of programs that the next call tries again
+        self._without_memory: list[Any] = []  # keys of programs that ran out of memory; the next call tries them again
         self._process = os.getpid()
 
     def lanes(
         self, where: str, devices: Any, model: Any, function: Any, arguments: Arguments, *, one: bool
     ) -> list[Lane]:
-        """Returns the lanes of the devices that the argument `devices` of a function `where` asks for.
+        """Returns one lane for each device that a call computes on.
 
-        `None` takes the devices where JAX computes if they are set or the parameters are committed to them, otherwise
-        `dispatch.work_devices`. With `one`, there is a single text. `function` is a jitted function of the
-        model's arrays, of a batch and of static arguments.
+        Args:
+          where: the name of the public function, for messages.
+          devices: the argument `devices` of that function. With None, parameters that are committed to devices are used
+            there. Otherwise `dispatch.work_devices` chooses the devices.
+          model: the model.
+          function: a jitted function of the model's arrays, a batch and static arguments.
+          arguments: makes the arguments of `function` from the arrays, a `Rebuild` and a batch.
+          one: whether the call has a single text.
 
-        Raises a RuntimeError in a process that was forked after the encoder was made.
+        Raises:
+          RuntimeError: the process was forked after the encoder was made.
         """
-        if os.getpid() != self._process:  # JAX's threads are gone, and a computation would wait for ever
+        if os.getpid() != self._process:  # JAX's threads do not survive a fork, so a computation would never end
             raise RuntimeError(
                 f"{where}: this process was forked after the encoder was made, and JAX cannot compute in it: use"
                 " multiprocessing.get_context('spawn'), or make the encoder in the new process"
@@ -81,10 +88,10 @@ class Dealer:
 
         def lane(device: jax.Device | None) -> Lane:
             is_first = device == first
-            there = None if is_first and is_home else device  # None: where the arrays are
+            there = None if is_first and is_home else device  # None: the arrays are already there
 
             def program(batch: Batch) -> Future[Any] | None:
-                """Returns the program of a batch's shape, whose compilation the first call starts."""
+                """Returns the program for the shape of a batch. The first call for a shape starts the compilation."""
                 if not is_first:
                     lanes[0].is_ready(batch)  # starts the compilation for the first device
                 _, *others = arguments([], rebuild, batch)
@@ -98,11 +105,11 @@ class Dealer:
 
             def run(work: Callable[[], Any], batch: Batch) -> Any:
                 if not is_first:
-                    lanes[0].wait(batch)  # XLA has timed its algorithms then
+                    lanes[0].wait(batch)  # XLA has chosen its algorithms once the first device's program is compiled
                 return work()
 
             def start(key: Any, batch: Batch) -> Future[Any] | None:
-                if not hasattr(function, "lower"):  # it is not jitted
+                if not hasattr(function, "lower"):  # the function is not jitted
                     return None
                 compiled = Future[Any]()
                 try:
@@ -119,7 +126,7 @@ class Dealer:
                     compiled = _compilers(is_first=is_first).submit(functools.partial(run, work, batch))
                 except jax.errors.JaxRuntimeError as error:
                     compiled.set_exception(error)
-                except RuntimeError:  # the main thread has ended, and with it the threads that compile
+                except RuntimeError:  # the main thread has ended, so the thread pool takes no more work
                     return None
                 compiled.add_done_callback(functools.partial(report, key))
                 return compiled
@@ -129,7 +136,7 @@ class Dealer:
                     return
                 if "RESOURCE_EXHAUSTED" in str(error):
                     self._without_memory.append(key)
-                if not is_first:  # the call on the first device raises the error again
+                if not is_first:  # on the first device, the computation itself raises the error
                     _log.warning("batches of a shape are not computed on the device %s: %s", device, error)
 
             def wait(batch: Batch) -> BaseException | None:
@@ -138,7 +145,7 @@ class Dealer:
 
             def compute(batch: Batch) -> Any:
                 compiled = program(batch)
-                # Before the end of the compilation, the call would compile once more.
+                # A call before the compilation ends would compile the program a second time, so wait for it.
                 loaded = None if compiled is None or compiled.exception() is not None else compiled.result()
                 with dispatch.traced_for(first):
                     call = given(there, batch)
@@ -156,12 +163,12 @@ class Dealer:
         return lanes
 
     def warm_up(self, lanes: Sequence[Lane], batches: Sequence[Batch], *, show_progress_bar: bool | None) -> None:
-        """Compiles the programs of batches for all lanes. On devices other than CPUs, it also runs each of them once.
+        """Compiles the programs of batches for all lanes. On devices other than CPUs, it also runs each program once.
 
-        `show_progress_bar=None` shows progress on a terminal.
+        `show_progress_bar=None` shows a progress bar if stderr is a terminal.
         """
         show = sys.stderr.isatty() if show_progress_bar is None else show_progress_bar
-        work = [(lane, batch) for batch in reversed(batches) for lane in lanes]  # the largest take longest
+        work = [(lane, batch) for batch in reversed(batches) for lane in lanes]  # largest first: they take longest
         with progress_bar(len(work), "program", show) as bar:
             for lane, batch in work:
                 lane.is_ready(batch)
@@ -173,7 +180,7 @@ class Dealer:
                 bar.update(1)
 
     def wait(self) -> None:
-        """Waits until the programs that threads compile are there."""
+        """Waits until all compilations that were started have ended."""
         for program in [*self._programs.values()]:
             if program is not None:
                 program.exception()
@@ -186,10 +193,15 @@ def _say(message: str) -> None:
 
 @functools.cache
 def _compilers(*, is_first: bool) -> ThreadPoolExecutor:
-    """Returns the threads that compile. Programs of other devices do not delay the programs that a call waits for."""
+    """Returns a pool of threads that compile programs.
+
+    The first device has a pool of its own, so that programs for other devices do not delay the programs that a call
+    waits for.
+    """
     threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="jaxft-compile")
     if not is_first:
-        # Otherwise the process ends after all compilations that are queued. `atexit` runs after the threads have ended.
+        # At the end of the process, cancel the queued compilations instead of waiting for them. `atexit` would be too
+        # late: it runs after the threads have ended.
         threading._register_atexit(  # type: ignore[attr-defined]
             functools.partial(threads.shutdown, wait=False, cancel_futures=True)
         )

@@ -1,8 +1,8 @@
-"""Compiled programs of encoders in the folder of `use_compilation_cache`, so that a later process need not trace them.
+"""Stores compiled programs of encoders in the folder of `use_compilation_cache`, so that later processes skip tracing.
 
-JAX's cache finds a program by its StableHLO, so a process must trace and lower the program first. That takes longer
-than to load it (docs/performance-notes.md, "Start-up: what a program costs"). The names here come from all that the
-trace depends on instead.
+JAX's cache finds a program by its StableHLO, so a process must trace and lower the model first. Tracing and lowering
+take longer than loading the program (docs/performance-notes.md, "Start-up: what a program costs"). This module names a
+program by everything that the trace depends on instead, which is known without a trace.
 """
 
 import functools
@@ -34,14 +34,14 @@ _IMPORTED = time.time()
 
 
 def name(function: Any, model: nnx.Module, call: Sequence[Any]) -> str | None:
-    """Returns the name of the program of a call, or None if the program is not kept.
+    """Returns the name under which the program of a call is stored, or None if the program must not be stored.
 
-    Equal names mean equal programs. Nothing is kept if jaxft does not know all that the trace depends on: functions,
-    modules and values in the model that are not from jaxft, and arrays on several devices.
+    Equal names mean equal programs. A program is not stored if jaxft cannot know everything that its trace depends on:
+    the model has functions, modules or values that are not from jaxft, or the arrays are on several devices.
 
     Args:
       function: the jitted function of an encoder.
-      model: the model, which `call` has as arrays and `Rebuild`.
+      model: the model. `call` holds the same model as arrays and a `Rebuild`.
       call: the arguments of `function`.
     """
     if compilation_cache.folder() is None:
@@ -67,7 +67,7 @@ def name(function: Any, model: nnx.Module, call: Sequence[Any]) -> str | None:
         jax.tree.map(_described, [*call]),
     )  # fmt: skip
     text = repr(parts)
-    # An address or an array that is not printed in full.
+    # The text does not identify the program if it has an address or an array that is not printed in full.
     return None if " at 0x" in text or "..." in text else f"jaxft-{hashlib.sha256(text.encode()).hexdigest()}"
 
 
@@ -86,7 +86,7 @@ def _described(x: Any) -> Any:
 
 @functools.cache
 def _sources() -> str | None:
-    """Returns a digest of jaxft's files. None if one has changed since this module was imported."""
+    """Returns a SHA-256 digest of jaxft's Python and JSON files. None if one changed after the import of this module."""
     root, digest = Path(__file__).parents[1], hashlib.sha256()
     for file in sorted(file for kind in ("*.py", "*.json") for file in root.rglob(kind)):
         if max((status := file.stat()).st_mtime, status.st_ctime) > _IMPORTED:
@@ -97,24 +97,25 @@ def _sources() -> str | None:
 
 
 def compile(lowered: jax.stages.Lowered, name: str | None) -> None:
-    """Compiles a program, and keeps it under its name. JAX finds it when the jitted function is called.
+    """Compiles a program and stores it under its name. JAX reuses the program when the jitted function is called.
 
-    A program from JAX's cache is not kept: XLA for CPUs writes it without its functions.
+    A program that JAX loaded from its own cache is not stored, because XLA for CPUs serialises such a program without
+    its functions.
     """
     (seen := _seen()).is_new = False
     compiled = lowered.compile()
     if name is not None and seen.is_new:
         try:
             content = pickle.dumps(("mosaic_gpu" in lowered.as_text(), *serialize_executable.serialize(compiled)))
-        except Exception as error:  # of many types: a program with constants, or a backend that cannot
-            _log.info("a compiled program is not kept: %s", error)
+        except Exception as error:  # many types: the program has constants, or the backend cannot serialise
+            _log.info("a compiled program is not stored: %s", error)
         else:
             compilation_cache.write(name, content)
 
 
 @functools.cache
 def _seen() -> threading.local:
-    """Returns the object whose `is_new` gets True in a thread in which XLA has compiled a program for JAX's cache."""
+    """Returns a thread-local object. `is_new` becomes True in a thread where XLA compiles a program for JAX's cache."""
     seen = threading.local()
 
     def listen(event: str, **_: Any) -> None:
@@ -169,7 +170,7 @@ def load(name: str, content: bytes, home: jax.Device, state: Any) -> Loaded | No
     try:
         has_mosaic, program, inputs, outputs = pickle.loads(content)
         if has_mosaic:
-            # Registers Mosaic's calls, and tells XLA where the libraries are that they need.
+            # The import registers Mosaic's custom calls and tells XLA where to find the libraries that they need.
             from jax.experimental.mosaic import gpu  # noqa: F401
         compiled = serialize_executable.deserialize_and_load(
             program, inputs, outputs, backend=home.client, execution_devices=[home]
