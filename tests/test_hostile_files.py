@@ -177,7 +177,8 @@ def test_text_with_a_result_that_is_not_finite_is_named(tmp_path, packed, monkey
     reason = r"texts\[2\] \('rain falls on the river'\) .* not finite: the model's parameter embeddings.* has NaN"
     with pytest.raises(ValueError, match=reason):
         encoder.encode(TEXTS)
-    with pytest.raises(ValueError, match=r"texts\[1\] \('the river'\)"):  # the first of a batch, which is in another order
+    # The first of the batch, whose order is another one.
+    with pytest.raises(ValueError, match=r"texts\[1\] \('the river'\)"):
         encoder.encode(["a bird", "the river", "rain falls on the river"] + ["river"] * 3)
 
 

@@ -258,7 +258,7 @@ def test_calls_of_mosaic_are_registered_before_loading(folder, monkeypatch, text
 
 def test_name_depends_on_the_version_of_the_platform(model, folder, monkeypatch):
     class Home:
-        client = types.SimpleNamespace(platform_version="1")
+        client, platform = types.SimpleNamespace(platform_version="1"), "gpu"
 
         def __repr__(self):
             return "a device"
@@ -291,7 +291,7 @@ def test_program_is_loaded_for_the_device_of_its_arrays(monkeypatch):
     monkeypatch.setattr(
         programs.serialize_executable, "deserialize_and_load", lambda *_, **options: asked.append(options)
     )
-    programs.load("jaxft-3", pickle.dumps((False, b"", None, None)), (jax.device_put(1.0, last),))
+    programs.load("jaxft-3", pickle.dumps((False, b"", None, None)), last, None)
     assert asked == [{"backend": last.client, "execution_devices": [last]}]
 
 

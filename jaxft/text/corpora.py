@@ -169,7 +169,7 @@ def encode_corpus(
     width = -(-width // 8) if precision.endswith("binary") else width
     value = pa.from_numpy_dtype(np.dtype(PRECISIONS[precision]))
     schema = pa.schema([*kept, pa.field(EMBEDDING, pa.list_(value, width))])
-    checksum = hashlib.sha256(json.dumps([settings, ranges], sort_keys=True).encode()).hexdigest()
+    checksum = hashlib.sha256(json.dumps([settings, ranges], sort_keys=True, allow_nan=False).encode()).hexdigest()
     summary = Summary()
 
     @functools.cache

@@ -86,7 +86,7 @@ def _described(x: Any) -> Any:
 
 @functools.cache
 def _sources() -> str | None:
-    """Returns a SHA-256 digest of jaxft's Python and JSON files. None if one changed after the import of this module."""
+    """Returns a SHA-256 digest of jaxft's Python and JSON files, or None if one changed after this import."""
     root, digest = Path(__file__).parents[1], hashlib.sha256()
     for file in sorted(file for kind in ("*.py", "*.json") for file in root.rglob(kind)):
         if max((status := file.stat()).st_mtime, status.st_ctime) > _IMPORTED:

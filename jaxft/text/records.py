@@ -11,8 +11,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
-
 from jaxft.checkpoint.files import parse_json
 
 LONGEST_LINE = 1 << 28  # bytes; endless devices such as /dev/zero have more
@@ -333,9 +331,9 @@ def _strings(array: Any) -> list[str | None]:
     if not hasattr(array, "dictionary"):
         return array.to_pylist()
     # Each batch of a row group has the dictionary of the whole group.
-    used, positions = np.unique(array.indices.drop_null().to_numpy(), return_inverse=True)
-    words = iter(np.array(array.dictionary.take(used).to_pylist(), object)[positions])
-    return [next(words) if is_valid else None for is_valid in array.is_valid().to_pylist()]
+    used = array.indices.unique().drop_null()
+    words = {None: None, **dict(zip(used.to_pylist(), array.dictionary.take(used).to_pylist(), strict=True))}
+    return [words[index] for index in array.indices.to_pylist()]
 
 
 def _holds_strings(kind: Any) -> bool:
