@@ -279,7 +279,8 @@ def test_early_ctrl_c_gives_one_line(seconds, tmp_path):
 @pytest.mark.parametrize("module", ["argparse", "shutil", "jaxft.text.records"])
 def test_ctrl_c_while_the_command_line_is_imported_gives_one_line(module, tmp_path):
     slow = """
-import importlib.abc, sys, time
+import importlib.abc, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as in `start`
 class Slow(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name == sys.argv[1]:
@@ -302,7 +303,12 @@ runpy.run_module("jaxft.cli", run_name="__main__", alter_sys=True)
 
 
 def test_importing_the_command_line_leaves_ctrl_c_alone(tmp_path):
-    code = "import signal, jaxft.cli\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    code = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as in `start`
+import jaxft.cli
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+"""
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
