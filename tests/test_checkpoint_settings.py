@@ -559,7 +559,7 @@ def with_limit(folder, limit=None, positions=None, **settings):
     ("deberta-v2", {"type_vocab_size": 0, "position_buckets": 8, "max_relative_positions": 64}),
 ])  # fmt: skip
 def test_limit_above_the_positions_is_applied_without_a_table(kind, options, tmp_path, caplog):
-    """As in sentence-transformers 6.2: a model of 16 positions gives what the same model of 64 positions gives."""
+    """A model with 16 positions gives the embeddings of the same model with 64 positions, as in version 6.2."""
     folder = tiny.write_model(tmp_path, model_type=kind, **options)
     text = "a bird sings in the old tree " * 4
     many = SentenceEncoder.from_pretrained(with_limit(folder, 30)).encode(text)

@@ -133,7 +133,7 @@ def test_shards_make_the_same_parts(encoder):
         corpora.encode_corpus(encoder, ["a.parquet"], "three", shard=(index, 3), **options)
     assert contents("one") == contents("three")
     summary = corpora.encode_corpus(encoder, ["a.parquet"], "three", shard=(0, 3), **options)
-    assert summary == corpora.Summary(found=2)  # parts 0 and 3, without those of other shards
+    assert summary == corpora.Summary(found=2)  # parts 0 and 3; the other shards have the other parts
 
 
 def test_text_of_more_characters_than_a_chunk_is_a_chunk(encoder, monkeypatch):

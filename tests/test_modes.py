@@ -48,7 +48,7 @@ def debug_nans(disable_jit=False):
 
 @contextlib.contextmanager
 def checking_leaks():
-    """Finds tracers that outlive their trace. JAX searches all objects, so those of earlier tests are frozen."""
+    """Finds tracers that outlive their trace. JAX searches all objects, so objects of earlier tests are frozen."""
     gc.collect()
     gc.freeze()
     try:

@@ -295,7 +295,7 @@ class CrossEncoder:
 
     @property
     def _needs_prompt_length(self) -> bool:
-        """Whether pooling leaves out the tokens of a prompt, so that the program gets the length of the prompt."""
+        """True if pooling leaves out the tokens of a prompt. The program then gets the length of the prompt."""
         return isinstance(self.model, EmbeddingModel) and not self.model.include_prompt
 
     @property

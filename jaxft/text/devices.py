@@ -92,12 +92,12 @@ class Dealer:
 
             def program(batch: Batch) -> Future[Any] | None:
                 """Returns the program for the shape of a batch. The first call for a shape starts the compilation."""
-                if not is_first:
-                    lanes[0].is_ready(batch)  # starts the compilation for the first device
                 _, *others = arguments([], rebuild, batch)
                 key = (function, there, *(getattr(x, "shape", x) for x in others))
                 with contextlib.suppress(KeyError):
                     return self._programs[key]
+                if not is_first:
+                    lanes[0].is_ready(batch)  # starts the compilation for the first device
                 with self._guard:
                     if key not in self._programs:
                         self._programs[key] = start(key, batch)

@@ -50,14 +50,14 @@ def name(function: Any, model: nnx.Module, call: Sequence[Any]) -> str | None:
     modules = {type(module).__module__.split(".")[0] for _, module in nnx.iter_modules(model)}
     if getattr(body, "__closure__", ()) is not None or not body.__module__.startswith("jaxft.") or modules - _KNOWN:
         return None
-    if len(dispatch.homes(_arrays(call))) != 1:
+    if len(homes := dispatch.homes(_arrays(call))) != 1:
         return None
+    (home,) = homes
     settings = {
         setting: getattr(jax.config, setting, value)
         for setting, value in sorted(jax.config.values.items())
         if "_cache" not in setting
     }
-    (home,) = dispatch.homes(_arrays(call))
     if (sources := _sources()) is None or (host := _host(home)) is None:
         return None
     parts = (
