@@ -172,9 +172,10 @@ def is_alive(number):
 
 def test_processes_end_when_nothing_needs_them():
     made = Processes(len, 1)
-    wait(lambda: made.ready)
+    call = functools.partial(made, "four")
+    wait(call)
     (worker,) = made._started
-    del made
+    del made, call
     gc.collect()
     assert worker.returncode == -9 and worker.stdout.closed
 

@@ -117,13 +117,12 @@ class Texts:
         with self._guard:
             self._seen += len(texts)
             if self._processes is None and self._seen >= _MANY:
-                function = (long_texts.tokenised, self.long_texts, self._padding, self.batcher.with_types)
+                settings = self.long_texts, self._padding, self.batcher.with_types
                 count = 0 if dispatch.platform() == "cpu" else processes.suitable()
-                self._processes = Processes(functools.partial(*function), count)
+                self._processes = Processes(functools.partial(long_texts.tokenised, *settings), count)
         found = self._processes(prompt, texts) if self._processes else None
         self.batcher.helpers = self._processes.ready if self._processes else 0
         return self.encodings(prompt, texts) if found is None else Tokens.of_arrays(*found)
-
 
     def checked(self, where: str, parts: Iterable[Part]) -> Iterator[Part]:
         """Yields the parts. It checks token ids, and adds type ids or the tokens of `pad`. Texts stay as they are."""
