@@ -121,8 +121,8 @@ def _end(owner: int, started: "list[subprocess.Popen[bytes]]") -> None:
 
 def serve() -> None:
     """Answers the calls of another process until it closes the pipe. This is the program of a process."""
-    calls, answers = sys.stdin.buffer, sys.stdout.buffer
-    sys.stdout = sys.stderr  # for what the function prints
+    calls, answers = sys.stdin.buffer, open(os.dup(1), "wb")
+    os.dup2(2, 1)  # for what the function prints
     with contextlib.suppress(EOFError, BrokenPipeError):
         function, answer = pickle.load(calls), None
         while True:
