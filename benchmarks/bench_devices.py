@@ -1,10 +1,12 @@
-"""`SentenceEncoder.encode` on 1, 2 and 4 GPUs of one host, beside sentence-transformers; parquet to parquet.
+"""`SentenceEncoder.encode` and training on 1, 2 and 4 GPUs, beside sentence-transformers; parquet to parquet.
 
 `--only encode` times jaxft, `--only pool` the multi-process pool of sentence-transformers, in a process of its own:
 docstrings of Python's standard library in, NumPy embeddings out. Models have random weights. The embeddings on several
 GPUs must equal the embeddings on one GPU to the bit. A first call, which is printed but is no row, compiles.
 `--only corpus` times short texts from a parquet file to parquet parts on one GPU, beside `encode` of the same texts in
 memory, and prints the largest memory of the host above its memory with the model loaded.
+`--only train` times a data-parallel step of masked-language-model training with AdamW. Each GPU has the same number of
+tokens, so perfect scaling keeps the time of a step.
 """
 
 import argparse
@@ -29,19 +31,26 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import numpy as np
+import optax
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import bench_encode
 import timing
 from jaxft.models.bert import BertModel
+from jaxft.models.masked_lm import BertForMaskedLM
+from jaxft.models.partition import partition_specs
 from jaxft.text import corpora
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.sentence_encoder import SentenceEncoder
+from jaxft.training import COMPILER_OPTIONS
 
 BATCH_SIZE = 32
 POOL_BATCH_SIZES = (32, 128)  # of sentence-transformers; the fastest counts
 WORDS = (4, 16)  # of a short text
-PARTS = ("encode", "pool", "corpus")
+TRAIN_SHAPE = (32, 512)  # sequences and tokens of a GPU
+QUEUED = 10  # training steps of a sample
+PARTS = ("encode", "pool", "corpus", "train")
 
 
 def make(model: str, tokenizer: Path) -> SentenceEncoder:
@@ -195,10 +204,66 @@ def run_corpus(model: str, texts: list[str], args: Any) -> Any:
     return rows_of(model, times, count, args, "encode short texts")
 
 
+def run_train(model: str, args: Any) -> Any:
+    """Times training steps on each number of devices, with the same number of tokens on each device."""
+    rows, length = TRAIN_SHAPE
+    config = bench_encode.CONFIGS[model]
+    made = BertForMaskedLM(config, dtype=bench_encode.DTYPE, rngs=nnx.Rngs(0))
+    made.train()
+    graph, params = nnx.split(made)
+    specs, optimizer = partition_specs(made), optax.adamw(1e-4)
+
+    def loss(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+        return nnx.merge(graph, params).loss(*batch, rngs=key).mean
+
+    def step(state: Any, batch: Any, key: jax.Array) -> tuple[Any, jax.Array]:
+        params, old = state
+        value, gradients = jax.value_and_grad(loss)(params, batch, key)
+        updates, new = optimizer.update(gradients, old, params)
+        return (optax.apply_updates(params, updates), new), value
+
+    times: dict[str, list[float]] = {}
+    runs = {}
+    for count in args.devices:
+        mesh = jax.make_mesh((count,), ("data",), (AxisType.Auto,), devices=jax.local_devices()[:count])
+        rng = np.random.default_rng(0)
+        ids = rng.integers(0, config.vocab_size, (count * rows, length), np.int32)
+        labels = np.where(rng.random(ids.shape) < 0.15, ids, -100).astype(np.int32)
+        batch = jax.device_put((ids, labels), NamedSharding(mesh, PartitionSpec("data")))
+        placed = jax.tree.map(functools.partial(NamedSharding, mesh), specs)
+        own = jax.device_put(params, placed, may_alias=False)  # the steps overwrite it
+        whole = NamedSharding(mesh, PartitionSpec())
+        states = [(own, jax.device_put(optimizer.init(own), whole))]
+        key = jax.device_put(jax.random.key(0), whole)
+        options = COMPILER_OPTIONS if jax.default_backend() == "gpu" else None
+        program = jax.jit(step, donate_argnums=0, compiler_options=options).lower(states[0], batch, key).compile()
+
+        def run(program: Any = program, states: list[Any] = states, batch: Any = batch, key: Any = key) -> None:
+            for _ in range(QUEUED):
+                states[0], value = program(states[0], batch, key)
+            if not np.isfinite(jax.block_until_ready(value)):
+                raise SystemExit(f"{model}: the loss is {value}; nothing is timed")
+
+        run()
+        runs[f"jaxft, {count} GPU"] = run
+        times[f"jaxft, {count} GPU"] = []
+    for _ in range(args.repeats):
+        for name, run in runs.items():
+            times[name].append(seconds_of(run) / QUEUED)
+    found = []
+    for name, count in zip(times, args.devices, strict=True):
+        samples = {(name, "wall_us"): [1e6 * x for x in times[name]]}
+        found += timing.as_rows(
+            samples, count * rows * length * 1e9, "ktoken/s", args, op=f"train on GPUs {model}", direction="step",
+            shape=TRAIN_SHAPE, dtype=bench_encode.DTYPE,
+        )  # fmt: skip
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = timing.arguments(__doc__)
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json or vocab.txt of an uncased BERT")
-    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="what is timed (default: everything)")
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="what is timed (default: all)")
     parser.add_argument("--model", choices=[*bench_encode.CONFIGS], nargs="+", default=[*bench_encode.CONFIGS])
     parser.add_argument("--devices", type=int, nargs="+", help="numbers of GPUs (default: 1, 2, 4 as far as there)")
     parser.add_argument("--copies", type=int, default=4, help="how often the docstrings come (default: %(default)s)")
@@ -220,6 +285,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for part, model in itertools.product(args.only, args.model):
         if part == "corpus":
             rows += run_corpus(model, short_texts(args.texts), args)
+        elif part == "train":
+            rows += run_train(model, args)
         else:
             rows += (run_encode if part == "encode" else run_pool)(model, texts, args)
     timing.print_tables(rows)

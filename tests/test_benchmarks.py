@@ -483,14 +483,18 @@ def test_bench_encode_times_options_alone(tiny_encode, tmp_path, capsys):
 
 
 def devices_options(tiny_encode, tmp_path):
-    options = ["--only", "encode", "corpus", "--texts", "7", "--rows-per-part", "3", "--repeats", "1"]
+    options = ["--only", "encode", "corpus", "train", "--texts", "7", "--rows-per-part", "3", "--repeats", "1"]
     return [*tiny_encode, *options, "--work", str(tmp_path)]
 
 
-def test_bench_devices(tiny_encode, tmp_path, capsys):
+def test_bench_devices(tiny_encode, tmp_path, monkeypatch, capsys):
     pytest.importorskip("pyarrow")
+    monkeypatch.setattr(bench_devices, "TRAIN_SHAPE", (2, 16))
     bench_devices.main(devices_options(tiny_encode, tmp_path))
     rows = {(row["op"], row["implementation"]): row for row in read(tmp_path / "results")}
+    step = rows.pop(("train on GPUs tiny", "jaxft, 1 GPU"))
+    assert (step["shape"], step["unit"]) == ("2x16", "ktoken/s")
+    assert float(step["rate"]) == pytest.approx(1e3 * 2 * 16 / float(step["p50"]), rel=1e-3)
     short = "encode short texts tiny"
     assert {*rows} == {
         ("encode on GPUs tiny", "jaxft, 1 GPU"), (short, "jaxft"), (short, "jaxft, parquet to parquet"),

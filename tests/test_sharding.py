@@ -342,6 +342,63 @@ def measure_model() -> dict[str, Any]:
     }  # fmt: skip
 
 
+_DEBERTA = {"relative_attention": True, "position_buckets": 8, "pos_att_type": "p2c|c2p", "share_att_key": True,
+            "norm_rel_ebd": "layer_norm", "position_biased_input": False}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "bert": {}, "roberta": {"pad_token_id": 1, "type_vocab_size": 1}, "distilbert": {"type_vocab_size": 0},
+    "modernbert": {"pad_token_id": 0, "local_attention": 6, "num_hidden_layers": 3}, "deberta-v2": _DEBERTA,
+    "jina": {"model_type": "bert", "position_embedding_type": "alibi", "feed_forward_type": "geglu"},
+    **{name: {"pad_token_id": 1} for name in ("mpnet", "gte", "jina_embeddings_v3")},
+    "nomic_bert": {}, "electra": {}, "albert": {},
+}  # fmt: skip
+HEADS = ("BertModel", "BertForMaskedLM", "BertForSequenceClassification")
+DIVISIONS = ((None, False), ("model", False), (None, True), ("model", True))  # model_axis, fsdp
+SOME_MODELS = (("bert", "BertForMaskedLM", "model", True), ("modernbert", "BertModel", "model", False))
+
+
+def measure_explicit(name: str, head: str, model_axis: str | None, fsdp: bool) -> float:
+    """Returns the largest relative error of the value and gradients of a model on 2x2 devices with Explicit axes."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    import jaxft
+    from jaxft.models import partition_specs
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "intermediate_size": 32, "max_position_embeddings": 64}  # fmt: skip
+    config = jaxft.BertConfig.from_dict({"model_type": name} | sizes | MODELS[name])
+    model = getattr(jaxft, head)(config, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(model)
+    ids = np.random.default_rng(0).integers(5, 30, (B, 8), np.int32)
+    mask = np.arange(8) < np.array([[8], [5], [8], [3]])
+    mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+
+    def placed(fsdp: bool) -> Any:
+        specs = partition_specs(model, model_axis=model_axis, fsdp=fsdp)
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+    def value(params, ids, mask, labels, is_divided):
+        if is_divided and fsdp:
+            params = jax.tree.map(jax.sharding.reshard, params, placed(fsdp=False))
+        model = nnx.merge(graph, params)
+        if head == "BertForMaskedLM":
+            return model.loss(ids, labels, mask).mean
+        return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(model(ids, mask)))
+
+    step = jax.jit(jax.value_and_grad(value), static_argnums=4)
+    batch = ids, mask, np.where(mask & (np.arange(8) % 2 > 0), ids, -100)
+    alone = step(params, *batch, False)
+    divided = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
+    with jax.set_mesh(mesh):
+        found = step(jax.device_put(params, placed(fsdp)), *divided, True)
+    pairs = [
+        (np.asarray(a, np.float64), np.asarray(b)) for a, b in zip(*map(jax.tree.leaves, (alone, found)), strict=True)
+    ]
+    return max(float(np.linalg.norm(a - b) / max(np.linalg.norm(a), 1e-4)) for a, b in pairs)
+
+
 def without_order(shape):
     """Returns the sizes that tell a shape apart: XLA may sum a transposed array."""
     return tuple(sorted(size for size in shape if size > 1))
@@ -389,6 +446,19 @@ def test_half_a_layer_sums_hidden_states_once_in_each_direction(measured):
     assert found["error"] < 2e-6
     assert [shape for shape in found["summed"] if shape[:2] == [B // 2, T]] == [[B // 2, T, W]] * 4
     assert sorted(found["moved"]) == [[3, W], [W, 3, W]]
+
+
+@pytest.mark.parametrize("case", SOME_MODELS, ids=lambda case: case[0])
+def test_models_map_themselves_over_explicit_axes(case, measured):
+    assert measured["explicit"][str(case)] < 3e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_all_models_map_themselves_over_explicit_axes(name, tmp_path):
+    in_process(4, "explicit", str(tmp_path / "errors.json"), name)
+    errors = json.loads((tmp_path / "errors.json").read_text())
+    assert len(errors) == len(HEADS) * len(DIVISIONS) and max(errors.values()) < 3e-6, errors
 
 
 def check(case: Case, implementation: str | None, found: dict[str, Any]) -> None:
@@ -534,8 +604,14 @@ def measure_all(file: str) -> None:
     for name, case in ops().items():
         for i in case.implementations:
             results[f"{name} {i}"] = measure(case, i, ("Auto",) if i == "xla" else case.kinds)
+    results["explicit"] = {str(case): measure_explicit(*case) for case in SOME_MODELS}
     Path(file).write_text(json.dumps(results))
 
 
+def measure_all_explicit(file: str, name: str) -> None:
+    cases = [(name, head, *division) for head in HEADS for division in DIVISIONS]
+    Path(file).write_text(json.dumps({str(case): measure_explicit(*case) for case in cases}))
+
+
 if __name__ == "__main__":
-    {"ops": measure_all, "train": train}[sys.argv[1]](*sys.argv[2:])
+    {"ops": measure_all, "explicit": measure_all_explicit, "train": train}[sys.argv[1]](*sys.argv[2:])

@@ -7,7 +7,6 @@ import itertools
 import logging
 import sys
 import threading
-from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +20,8 @@ from flax import nnx
 from jaxft import dispatch
 from jaxft.models.bert import BertModel, named_parameters
 from jaxft.ops import checks
+from jaxft.text import long_texts
+from jaxft.text.long_texts import TextError
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -34,6 +35,7 @@ _CHUNKS = (512, 1024, 8192)
 # Number of tokenisation threads, with packing and with padding. While one thread waits for the interpreter lock, the
 # tokenizer keeps the cores busy with the chunk of another thread.
 _AHEAD = (3, 1)
+_MOST_HELPERS = 64  # threads that wait for processes that tokenise
 _CHARACTERS = 1 << 20  # maximum per chunk of several texts; the tokenizer needs about 100 bytes for each character
 _IN_FLIGHT = 8  # batches queued on the device before the oldest result is read back
 _CUT_AHEAD = 32  # batches that are cut in advance while the program of the first one is compiled
@@ -41,6 +43,8 @@ _LONG_WORK = 1000  # above this number of texts, a terminal shows a progress bar
 _LEAST_TOKENS, _SHORTEST = 64, 32  # smallest `Bucket.capacity` and smallest `Bucket.longest`
 _MEDIUM_TOKENS = 1024  # capacities double up to the larger of this and the limit, and quadruple after that
 _OVERHEAD = 256  # fixed cost of a packed batch, as a number of rows; see docs/performance-notes.md
+
+Tokenise = Callable[[Sequence[Any]], "Tokens | Iterable[Encoding]"]
 
 _log = logging.getLogger("jaxft")
 
@@ -65,13 +69,12 @@ class Tokens:
     @classmethod
     def of(cls, texts: "Iterable[Encoding]", *, with_types: bool) -> "Tokens":
         """Concatenates encodings of the `tokenizers` library. The result holds copies of the token ids only."""
-        begins, ids, type_ids = [0], array("i"), array("i")
-        for text in texts:
-            ids.fromlist(text.ids)
-            begins.append(len(ids))
-            if with_types:
-                type_ids.fromlist(text.type_ids)
-        types = np.array(type_ids, np.int32) if with_types else None
+        return cls.of_arrays(*long_texts.arrays(texts, with_types=with_types))
+
+    @classmethod
+    def of_arrays(cls, begins: Any, ids: Any, type_ids: Any) -> "Tokens":
+        """Copies what `long_texts.arrays` returns."""
+        types = None if type_ids is None else np.array(type_ids, np.int32)
         return cls(np.array(begins, np.int64), np.array(ids, np.int32), types)
 
     def __len__(self) -> int:
@@ -104,14 +107,6 @@ class Tokens:
 
     def _each(self, begins: np.ndarray, change: Callable[[np.ndarray], np.ndarray]) -> "Tokens":
         return Tokens(begins, change(self.ids), None if self.type_ids is None else change(self.type_ids))
-
-
-class TextError(ValueError):
-    """Error about one of several texts (or pairs): it cannot be tokenised, or its result is not finite."""
-
-    def __init__(self, index: int, text: Any, reason: str) -> None:
-        super().__init__(f"texts[{index}] ({text!r:.80}) {reason}")
-        self.index, self.text, self.reason = index, text, reason
 
 
 class Features(NamedTuple):
@@ -251,11 +246,12 @@ class Batcher:
     ) -> None:  # fmt: skip
         self.limit, self.padding, self.packed, self.with_types = limit, padding, packed, with_types
         self.characters = characters
+        self.helpers = 0  # number of processes that tokenise in place of the threads
         self._lengths = padded_lengths(limit)
         self._largest: dict[Any, int] = {}  # limit of batch_size for each device where larger batches ran out of memory
 
     def compute_all(
-        self, texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "Iterable[Encoding]"], batch_size: int,
+        self, texts: Sequence[Any], tokenise: Tokenise, batch_size: int,
         compute: Callable[[Batch], Any], **options: Any,
     ) -> Any:  # fmt: skip
         """Computes the results of texts (or pairs) on one device, `[len(texts), width]`. See `compute_parts`."""
@@ -263,7 +259,7 @@ class Batcher:
         return results
 
     def compute_parts(
-        self, parts: Iterable[Any], tokenise: Callable[[Sequence[Any]], "Iterable[Encoding]"], batch_size: int,
+        self, parts: Iterable[Any], tokenise: Tokenise, batch_size: int,
         lanes: Sequence[Lane], *, model: nnx.Module, width: int | None, unit: str,
         show_progress_bar: bool | None, convert: Callable[[np.ndarray], Any] = lambda rows: rows,
         is_finite: Callable[[np.ndarray], np.ndarray] = lambda rows: np.isfinite(rows).all(axis=1),
@@ -338,15 +334,11 @@ class Batcher:
             while open_parts:  # parts without texts
                 yield open_parts.popleft().results
 
-    def tokenised(
-        self, texts: Sequence[Any], tokenise: Callable[[Sequence[Any]], "Iterable[Encoding]"]
-    ) -> Generator[tuple[int, Tokens]]:
+    def tokenised(self, texts: Sequence[Any], tokenise: Tokenise) -> Generator[tuple[int, Tokens]]:
         """Yields (position of the first text, tokens) of each chunk, then (`len(texts)`, no texts)."""
         return self.tokenised_parts([texts], tokenise)
 
-    def tokenised_parts(
-        self, parts: Iterable[Any], tokenise: Callable[[Sequence[Any]], "Iterable[Encoding]"]
-    ) -> Generator[tuple[int, Tokens]]:
+    def tokenised_parts(self, parts: Iterable[Any], tokenise: Tokenise) -> Generator[tuple[int, Tokens]]:
         """Yields (position of the first text, tokens) of each chunk. After the last chunk of a part, yields no texts.
 
         A part is a sequence of texts, or `Tokens`. Positions count the texts of all parts.
@@ -358,7 +350,8 @@ class Batcher:
                 return texts
             with alone if is_heavy else contextlib.nullcontext():
                 try:
-                    return Tokens.of(tokenise(texts), with_types=self.with_types)
+                    found = tokenise(texts)
+                    return found if isinstance(found, Tokens) else Tokens.of(found, with_types=self.with_types)
                 except TextError as error:
                     raise TextError(first + error.index, texts[error.index], error.reason) from error
 
@@ -392,10 +385,11 @@ class Batcher:
             yield beginning[1][0], nothing
             if not (beginning := [*itertools.islice(waiting, 1)]):
                 return
-        with ThreadPoolExecutor(max_workers=ahead) as threads:
+        with ThreadPoolExecutor(max_workers=ahead) as threads, ThreadPoolExecutor(max_workers=_MOST_HELPERS) as more:
             for piece in itertools.chain(beginning, waiting):
-                coming.append((piece[0], threads.submit(tokens, *piece) if len(piece[1]) else nothing))
-                if len(coming) > ahead:
+                pool = more if self.helpers else threads
+                coming.append((piece[0], pool.submit(tokens, *piece) if len(piece[1]) else nothing))
+                while len(coming) > ahead + self.helpers:
                     yield finished(*coming.popleft())
             yield from itertools.starmap(finished, coming)
 

@@ -444,7 +444,7 @@ class CrossEncoder:
                     self._activated(np.zeros((rows, self.num_labels), np.float32), activation_fn, apply_softmax)
             return None
         (logits,) = self._pairs.batcher.compute_parts(
-            parts, functools.partial(self._pairs.encodings, prompt), batch_size, lanes, model=self.model,
+            parts, functools.partial(self._pairs.tokens, prompt), batch_size, lanes, model=self.model,
             width=self.num_labels, unit="pair", show_progress_bar=show_progress_bar,
         )  # fmt: skip
         scores = self._activated(logits, activation_fn, apply_softmax)

@@ -8,12 +8,12 @@ import math
 import re
 import threading
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxft.checkpoint import files as checkpoint_files
 from jaxft.text import growth
-from jaxft.text.batching import TextError
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -36,6 +36,14 @@ _PRE_TOKENIZERS = {"BertPreTokenizer", "ByteLevel", "Digits", "Metaspace", "Punc
                    "WhitespaceSplit"}  # fmt: skip
 # Places that are not between two letters. Ideographs count as words.
 _PLACES = re.compile(r"(?<![^\W\d_])|(?![^\W\d_])|(?=[\u2e80-\ufaff\U00020000-\U0003ffff])")
+
+
+class TextError(ValueError):
+    """Error about one of several texts (or pairs): it cannot be tokenised, or its result is not finite."""
+
+    def __init__(self, index: int, text: Any, reason: str) -> None:
+        super().__init__(f"texts[{index}] ({text!r:.80}) {reason}")
+        self.index, self.text, self.reason = index, text, reason
 
 
 class _Rules(NamedTuple):
@@ -77,6 +85,9 @@ class LongTexts:
         self._special = tokenizer.num_special_tokens_to_add(is_pair=is_pair)
         self._odd = is_pair and (self._count - self._special) % 2 == 1
         self._growth = growth.Growth(tokenizer)
+
+    def __reduce__(self) -> Any:
+        return _restored, (self._tokenizer, self._tokenizer.encode_special_tokens, self._is_pair)
 
     def encodings(self, texts: Sequence[Any]) -> "Iterator[Encoding]":
         """Yields the encodings of texts, or of pairs. Long texts are cut.
@@ -474,6 +485,42 @@ class LongTexts:
             not self._left and kinds <= {"WhitespaceSplit", "Metaspace"}
         )
         return _Rules(True, is_bert, _longest(model) if cuts_words else 0, limit, known, added | {*replaced}, stripping)
+
+
+def _restored(tokenizer: "Tokenizer", encode_special_tokens: bool, is_pair: bool) -> LongTexts:
+    """Makes `LongTexts` from its pickle. The JSON of a tokenizer lacks `encode_special_tokens`."""
+    tokenizer.encode_special_tokens = encode_special_tokens
+    return LongTexts(tokenizer, is_pair=is_pair)
+
+
+def encodings(
+    long_texts: LongTexts, padding: Mapping[str, Any], prompt: str, texts: Sequence[Any]
+) -> "Iterator[Encoding]":
+    """Yields the encodings of texts, or of pairs, after a prompt. `padding`: the arguments of `Encoding.pad`, or {}."""
+    if prompt:
+        texts = [prompt + x if isinstance(x, str) else (prompt + x[0], x[1]) for x in texts]
+    for encoding in long_texts.encodings(texts):
+        if padding:
+            encoding.pad(**padding)
+        yield encoding
+
+
+def arrays(texts: "Iterable[Encoding]", *, with_types: bool) -> "tuple[array[int], array[int], array[int] | None]":
+    """Concatenates encodings. Returns the first token of each text and the number of tokens, the ids and type ids."""
+    begins, ids, type_ids = array("q", [0]), array("i"), array("i")
+    for text in texts:
+        ids.fromlist(text.ids)
+        begins.append(len(ids))
+        if with_types:
+            type_ids.fromlist(text.type_ids)
+    return begins, ids, type_ids if with_types else None
+
+
+def tokenised(
+    long_texts: LongTexts, padding: Mapping[str, Any], with_types: bool, prompt: str, texts: Sequence[Any]
+) -> "tuple[array[int], array[int], array[int] | None]":
+    """Returns the `arrays` of texts, or of pairs. It runs in another process, which needs neither JAX nor NumPy."""
+    return arrays(encodings(long_texts, padding, prompt, texts), with_types=with_types)
 
 
 class _CannotCutError(ValueError):

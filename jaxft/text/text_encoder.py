@@ -6,29 +6,35 @@ import itertools
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
+from jaxft import dispatch
 from jaxft.checkpoint import files as checkpoint_files
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.bert import BertModel
 from jaxft.models.bundled import Bundled
 from jaxft.models.config import BertConfig
 from jaxft.ops import checks
-from jaxft.text import arguments, batching, exported, module_files, writing
+from jaxft.text import arguments, batching, exported, long_texts, module_files, processes, writing
 from jaxft.text import inputs as text_inputs
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import Bucket, Tokens
 from jaxft.text.devices import Arguments, Dealer
 from jaxft.text.inputs import Inputs, Part
 from jaxft.text.long_texts import LongTexts
+from jaxft.text.processes import Processes
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
+# Chunks of up to `_FEW` texts are tokenised by threads: the first of a call, for which the devices wait, and those of
+# long texts, which keep the devices busy. Processes start once an encoder has seen `_MANY` texts in larger chunks.
+_FEW, _MANY = 512, 8192
 _OWN_PROMPTS = {"query": None, "document": None}
 _log = logging.getLogger("jaxft")
 TASKS = {"query": ("query",), "document": ("document", "passage", "corpus")}  # the names of their prompts
@@ -86,6 +92,8 @@ class Texts:
         )
         self.long_texts, self._vocab_size = LongTexts(self.tokenizer, is_pair=is_pair), config.vocab_size
         self._padding: dict[str, Any] = {}
+        self._processes: Processes | None = None
+        self._seen, self._guard = 0, threading.Lock()  # number of texts of large chunks
         self.batcher = batching.Batcher(
             limit=limit, padding=config.pad_token_id, packed=packed,
             with_types=is_pair and token_types and config.type_vocab_size > 1,
@@ -100,12 +108,21 @@ class Texts:
 
     def encodings(self, prompt: str, texts: Sequence[Any]) -> "Iterator[Encoding]":
         """Tokenises texts, or pairs, after a prompt."""
-        if prompt:
-            texts = [prompt + x if isinstance(x, str) else (prompt + x[0], x[1]) for x in texts]
-        for encoding in self.long_texts.encodings(texts):
-            if self._padding:
-                encoding.pad(**self._padding)
-            yield encoding
+        return long_texts.encodings(self.long_texts, self._padding, prompt, texts)
+
+    def tokens(self, prompt: str, texts: Sequence[Any]) -> "Tokens | Iterator[Encoding]":
+        """Tokenises texts, or pairs, after a prompt. After many texts, starts processes, which then tokenise."""
+        if len(texts) <= _FEW:
+            return self.encodings(prompt, texts)
+        with self._guard:
+            self._seen += len(texts)
+            if self._processes is None and self._seen >= _MANY:
+                settings = self.long_texts, self._padding, self.batcher.with_types
+                count = 0 if dispatch.platform() == "cpu" else processes.suitable()
+                self._processes = Processes(functools.partial(long_texts.tokenised, *settings), count)
+        found = self._processes(prompt, texts) if self._processes else None
+        self.batcher.helpers = self._processes.ready if self._processes else 0
+        return self.encodings(prompt, texts) if found is None else Tokens.of_arrays(*found)
 
     def checked(self, where: str, parts: Iterable[Part]) -> Iterator[Part]:
         """Yields the parts. It checks token ids, and adds type ids or the tokens of `pad`. Texts stay as they are."""
@@ -353,7 +370,7 @@ class TextEncoder:
         of_texts = self._by_length[self.max_seq_length]
         return [
             chunk.ids[begin:end].tolist()
-            for _, chunk in of_texts.batcher.tokenised(texts, functools.partial(of_texts.encodings, prompt))
+            for _, chunk in of_texts.batcher.tokenised(texts, functools.partial(of_texts.tokens, prompt))
             for begin, end in itertools.pairwise(chunk.begins)
         ]
 
@@ -515,7 +532,7 @@ class TextEncoder:
         one = isinstance(parts, list) and len(parts[0]) == 1
         lanes = self._dealer.lanes("encode", devices, self.embedder, self._embed, arguments, one=one)
         found = of_texts.batcher.compute_parts(
-            parts, functools.partial(of_texts.encodings, prompt), batch_size, lanes, model=self.embedder, width=width,
+            parts, functools.partial(of_texts.tokens, prompt), batch_size, lanes, model=self.embedder, width=width,
             unit="text", show_progress_bar=show_progress_bar, **options,
         )  # fmt: skip
         if inputs.are_chunks:

@@ -1,0 +1,206 @@
+"""Processes that tokenise: the same tokens, errors that name the text, and no process that is left."""
+
+import contextlib
+import functools
+import gc
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tiny
+from jaxft import SentenceEncoder, dispatch
+from jaxft.text import batching, long_texts, processes, text_encoder
+from jaxft.text.long_texts import TextError
+from jaxft.text.processes import Processes
+
+TEXTS = tiny.texts(300)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.write_sentence_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def on_gpus(monkeypatch):
+    """A host with GPUs and 16 cores, and an encoder with small chunks."""
+    monkeypatch.setattr(dispatch, "platform", lambda: "cuda")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16), raising=False)
+    monkeypatch.setattr(Path, "read_text", without_limit(Path.read_text))
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    monkeypatch.delenv("RAYON_NUM_THREADS", raising=False)
+    monkeypatch.setattr(batching, "_CHUNKS", (32, 40, 40))
+    monkeypatch.setattr(text_encoder, "_FEW", 32)
+    monkeypatch.setattr(text_encoder, "_MANY", 40)
+
+
+def without_limit(own, limit="max 100000"):
+    return lambda path, *args: limit if str(path) == "/sys/fs/cgroup/cpu.max" else own(path, *args)
+
+
+def wait(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def tokens(texts_of, texts, prompt=""):
+    found = [chunk for _, chunk in texts_of.batcher.tokenised(texts, functools.partial(texts_of.tokens, prompt))]
+    return np.concatenate([chunk.ids for chunk in found]).tolist(), [n for chunk in found for n in chunk.lengths]
+
+
+def test_tokens_are_those_of_this_process(folder, on_gpus, monkeypatch):
+    texts_of = SentenceEncoder.from_pretrained(folder)._texts(None)
+    expected = {prompt: tokens(texts_of, TEXTS, prompt) for prompt in ("", "the old ")}
+    wait(lambda: texts_of._processes.ready == 2)
+    monkeypatch.setattr(texts_of, "encodings", lambda prompt, texts: long_texts.encodings(
+        texts_of.long_texts, {}, prompt, texts if len(texts) <= 32 else pytest.fail("a thread tokenises")
+    ))  # fmt: skip
+    for prompt in expected:
+        assert tokens(texts_of, TEXTS, prompt) == expected[prompt]
+    assert texts_of.batcher.helpers == 2
+
+
+def test_options_of_the_tokenizer_are_kept(folder):
+    encoder = SentenceEncoder.from_pretrained(folder)
+    encoder.tokenizer.encode_special_tokens = True
+    encoder.max_seq_length = 9
+    of_texts = encoder._texts(None)
+    of_texts.pad(8, "[MASK]", 0)
+    function = functools.partial(long_texts.tokenised, of_texts.long_texts, of_texts._padding, True)
+    made = Processes(function, 1)
+    wait(lambda: made.ready)
+    texts = ["[SEP] a", "bird " * 99, "rain"]
+    there, here = made("a ", texts), function("a ", texts)
+    assert there == here and [*np.diff(here[0])] == [9, 9, 8] and 3 not in here[1][1:8]
+
+
+def test_error_names_the_text(folder, on_gpus, monkeypatch):
+    texts_of = SentenceEncoder.from_pretrained(folder)._texts(None)
+    tokens(texts_of, TEXTS)
+    wait(lambda: texts_of._processes.ready == 2)
+    assert texts_of._processes("", [3]) is None  # an error in a process
+    own = texts_of.long_texts.encodings
+
+    def refuse(texts):
+        if "bad" in texts:
+            raise TextError(texts.index("bad"), "bad", "cannot be tokenised")
+        return own(texts)
+
+    monkeypatch.setattr(texts_of.long_texts, "encodings", refuse)
+    monkeypatch.setattr(Processes, "__call__", lambda *_: None)
+    with pytest.raises(TextError, match=r"texts\[170\] \('bad'\) cannot be tokenised"):
+        tokens(texts_of, [*TEXTS[:170], "bad", *TEXTS[171:]])
+
+
+def test_threads_go_on_without_processes(folder, on_gpus, caplog):
+    texts_of = SentenceEncoder.from_pretrained(folder)._texts(None)
+    expected = tokens(texts_of, TEXTS)
+    wait(lambda: texts_of._processes.ready == 2)
+    for worker in texts_of._processes._started:
+        worker.kill()
+        worker.wait()
+    assert tokens(texts_of, TEXTS) == expected == tokens(texts_of, TEXTS)
+    assert texts_of.batcher.helpers == 0 and caplog.text.count("a process that tokenises has ended") == 2
+
+
+def test_interrupted_call_leaves_no_answer_to_the_next(monkeypatch):
+    made = Processes(len, 2)
+    wait(lambda: made.ready == 2)
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(processes.pickle, "load", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            made("four")
+    assert [made("three"), made("six")] == [5, 3] and made.ready == 1
+
+
+def test_tokenizer_that_cannot_be_sent_stays_with_threads(caplog):
+    caplog.set_level("INFO", "jaxft")
+    made = Processes(lambda: 3, 2)
+    assert made() is None and not made._started and "processes cannot get the tokenizer" in caplog.text
+
+
+@pytest.mark.parametrize("error", [OSError("no memory"), MemoryError()])
+def test_process_that_cannot_be_started_is_not_missed(monkeypatch, caplog, error):
+    def refuse(*_, **__):
+        raise error
+
+    monkeypatch.setattr(processes.subprocess, "Popen", refuse)
+    made = Processes(len, 1)
+    wait(lambda: "could not be started" in caplog.text)
+    assert made("four") is None
+
+
+def test_processes_end_with_their_owner():
+    """Kills the owner. Its program needs no main guard, and its processes import neither JAX nor NumPy."""
+    code = """if 1:
+        import os, time
+        from jaxft.text.processes import Processes
+        processes = Processes(eval, 1)
+        while not processes.ready:
+            time.sleep(0.01)
+        assert not processes("__import__('jaxft.text.long_texts') and 0") and processes("print(9, flush=True)") is None
+        print(processes("__import__('os').getpid()"), processes("{'jax', 'numpy'} & {*__import__('sys').modules}"))
+        if child := os.fork():
+            assert processes("3") == 3 and os.waitpid(child, 0)[1] == 0 and processes("4") == 4
+        else:
+            assert processes("5") is None
+            raise SystemExit
+        __import__("sys").stdout.flush()
+        os.kill(os.getpid(), 9)"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    number, imported = done.stdout.split()[-2:]
+    assert done.returncode == -9 and imported == "set()", done.stderr
+    wait(lambda: not is_alive(int(number)))
+
+
+def is_alive(number):
+    with contextlib.suppress(FileNotFoundError), open(f"/proc/{number}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def test_processes_end_when_nothing_needs_them():
+    made = Processes(len, 1)
+    call = functools.partial(made, "four")
+    wait(call)
+    (worker,) = made._started
+    del made, call
+    gc.collect()
+    assert worker.returncode == -9 and worker.stdout.closed
+
+
+@pytest.mark.parametrize(
+    "reason", ["cpu", "cores", "limit", "threads", "variable", "executable", "few texts", "short calls"]
+)
+def test_threads_suffice(folder, on_gpus, monkeypatch, reason):
+    changes = {
+        "cpu": lambda: monkeypatch.setattr(dispatch, "platform", lambda: "cpu"),
+        "cores": lambda: monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(7), raising=False),
+        "limit": lambda: monkeypatch.setattr(Path, "read_text", without_limit(Path.read_text, "799999 100000")),
+        "threads": lambda: monkeypatch.setenv("RAYON_NUM_THREADS", "7"),
+        "variable": lambda: monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false"),
+        "executable": lambda: monkeypatch.setattr(sys, "executable", "/usr/bin/uwsgi"),
+        "few texts": lambda: monkeypatch.setattr(text_encoder, "_MANY", 300),
+        "short calls": lambda: monkeypatch.setattr(text_encoder, "_FEW", 40),
+    }
+    changes[reason]()
+    texts_of = SentenceEncoder.from_pretrained(folder)._texts(None)
+    tokens(texts_of, TEXTS)
+    assert texts_of._processes is None or not texts_of._processes._started and not texts_of._processes.ready
+
+
+def test_processes_are_one_for_eight_cores(on_gpus, monkeypatch):
+    assert processes.suitable() == 2
+    monkeypatch.setenv("RAYON_NUM_THREADS", "0")  # all
+    assert processes.suitable() == 2
