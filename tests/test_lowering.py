@@ -2,6 +2,7 @@
 
 import functools
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -506,3 +507,18 @@ def test_operations_are_counted_through_calls():
         text = jax.jit(lambda x: inner(inner(x)).T + inner(x)).trace(of((3, 3))).lower(lowering_platforms=("cuda",))
     found = operations(text.as_text())
     assert (found["sine"], found["transpose"], found["add"]) == (6, 1, 1)
+
+
+def test_mlir_searches_no_module_for_each_operation(monkeypatch):
+    """Triton's dialect has a module, so MLIR's bindings look for it once."""
+    searched = []
+
+    class Finder:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            searched.append(name)
+
+    lower(jaxft.layer_norm, of((7, 80)))
+    monkeypatch.setattr("sys.meta_path", [Finder, *sys.meta_path])
+    lower(jaxft.layer_norm, of((7, 96)))
+    assert not [name for name in searched if name.rpartition(".")[2] == "tt"]

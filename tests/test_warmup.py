@@ -15,7 +15,7 @@ import pytest
 
 import peer_models
 import tiny
-from jaxft import cli
+from jaxft import cli, dispatch
 from jaxft.text import batching, devices
 from jaxft.text.cross_encoder import CrossEncoder
 from jaxft.text.multi_vector_encoder import MultiVectorEncoder
@@ -334,3 +334,22 @@ def test_compilation_without_memory_is_tried_again(folder, monkeypatch, compiled
     compiled.clear()
     encoder.warmup(batch_size=1)
     assert compiled
+
+
+def test_mosaic_is_imported_while_the_first_program_is_compiled(folder, monkeypatch):
+    """Only cards that run Mosaic's kernels import them ahead."""
+    imported, asked, before = [], [], threading.enumerate()
+    devices._import_mosaic_gpu.cache_clear()
+    monkeypatch.setattr(devices.importlib, "import_module", imported.append)
+    for card in (("NVIDIA H200",), ("NVIDIA L4", (8, 9))):
+        with dispatch.target(*card):
+            devices._import_mosaic_gpu(dispatch.device())
+    devices._import_mosaic_gpu(dispatch.device())
+    for thread in threading.enumerate():
+        if thread not in before:
+            thread.join()
+    assert imported == ["jaxft.kernels.mosaic_gpu.dense"]
+    devices._import_mosaic_gpu.cache_clear()
+    monkeypatch.setattr(devices, "_import_mosaic_gpu", asked.append)
+    SentenceEncoder.from_pretrained(folder).encode("rain")
+    assert asked == [dispatch.device()]

@@ -8,7 +8,7 @@ import logging
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,7 +42,9 @@ _CUT_AHEAD = 32  # batches that are cut in advance while the program of the firs
 _LONG_WORK = 1000  # above this number of texts, a terminal shows a progress bar by default
 _LEAST_TOKENS, _SHORTEST = 64, 32  # smallest `Bucket.capacity` and smallest `Bucket.longest`
 _MEDIUM_TOKENS = 1024  # capacities double up to the larger of this and the limit, and quadruple after that
-_OVERHEAD = 256  # fixed cost of a packed batch, as a number of rows; see docs/performance-notes.md
+# Fixed cost of a packed batch, as a number of rows, and of each further shape of a part; see docs/performance-notes.md,
+# "Shapes of packed batches".
+_OVERHEAD = 256
 
 Tokenise = Callable[[Sequence[Any]], "Tokens | Iterable[Encoding]"]
 
@@ -434,6 +436,7 @@ class Batcher:
     def _cut_all(self, chunks: Iterator[tuple[int, Tokens]], batch_size: int, lane: Lane) -> Iterator[_Cut]:
         """Yields the batches of chunks, cut for a lane. Their texts do not depend on how fast anything runs."""
         positions, texts = np.empty(0, np.int64), Tokens.of([], with_types=self.with_types)
+        used: set[Bucket] = set()  # shapes of the part's batches so far
         for start, chunk in chunks:
             if len(chunk):
                 positions = np.append(positions, start + np.arange(len(chunk)))
@@ -441,10 +444,12 @@ class Batcher:
                 order = np.argsort(-texts.lengths, kind="stable")
                 positions, texts = positions[order], texts.in_order(order)
             done = 0  # number of texts in full batches; the remaining texts wait for the next chunk
-            for cut in self._cut(positions, texts, batch_size, lane, last=len(chunk) == 0):
+            for cut in self._cut(positions, texts, batch_size, lane, used, last=len(chunk) == 0):
                 done += len(cut.texts)
                 yield cut
             positions, texts = positions[done:], texts[done:]
+            if not len(chunk):
+                used.clear()
 
     def _compiled(self, cuts: Iterator[_Cut], lane: Lane) -> Iterator[_Cut]:
         """Yields the batches in order. While a program is compiled, cuts later batches and starts their compilation."""
@@ -460,11 +465,12 @@ class Batcher:
         yield from waiting
 
     def _cut(
-        self, positions: np.ndarray, texts: Tokens, batch_size: int, lane: Lane, *, last: bool
+        self, positions: np.ndarray, texts: Tokens, batch_size: int, lane: Lane, used: set[Bucket], *, last: bool
     ) -> Iterator[_Cut]:  # fmt: skip
         """Cuts texts, sorted by decreasing length, into batches of up to `batch_size` or the lane's limit, if smaller.
 
-        Unless `last` is true, texts that do not fill a batch are left over.
+        Packed batches prefer the shapes in `used`, to which their shapes are added. Unless `last` is true, texts that
+        do not fill a batch are left over.
         """
         # A text without tokens counts as one token. Otherwise no number of such texts would fill a batch.
         lengths = texts.lengths
@@ -476,7 +482,8 @@ class Batcher:
             if not last and (tokens < size * self.limit if self.packed else count < size):
                 return
             if self.packed:
-                bucket, stop = _bucket(_buckets(size, self.limit), int(lengths[first]), ends, first)
+                bucket, stop = _bucket(_buckets(size, self.limit), int(lengths[first]), ends, first, used)
+                used.add(bucket)
                 part = texts[first:stop]
                 batch = self._packed(part, bucket)
             else:
@@ -490,7 +497,7 @@ class Batcher:
         """Returns the batch. If it exceeds the lane's limit of batch_size, returns its texts in smaller batches."""
         if cut.batch_size <= self._largest.get(lane.device, cut.batch_size):
             return [cut]
-        return [*self._cut(cut.positions, cut.texts, cut.batch_size, lane, last=True)]
+        return [*self._cut(cut.positions, cut.texts, cut.batch_size, lane, set(), last=True)]
 
     def _finish(self, work: _Work, lane: Lane, first: Lane) -> Iterator[tuple[np.ndarray, Any]]:
         """Yields the result of a batch. If memory ran out, computes the texts of the batch again in smaller batches."""
@@ -519,7 +526,7 @@ class Batcher:
                 "%s has too little memory for batches of %d tokens; going on with %d (batch_size=%d)",
                 on, batch_size * self.limit, half * self.limit, half,
             )  # fmt: skip
-        for part in self._cut(positions, texts, half, lane, last=True):
+        for part in self._cut(positions, texts, half, lane, set(), last=True):
             yield from self._finish(_started(part, lane), lane, first)
 
     def _features(self, texts: Tokens, tokens: np.ndarray, *pooled: np.ndarray) -> list[Features]:
@@ -595,23 +602,28 @@ def _cause(model: nnx.Module) -> str:
     return f"numbers overflow in {dtype}" + "; bfloat16 and float32 have a larger range" * (dtype == jnp.float16)
 
 
-def _bucket(all_buckets: Sequence[Bucket], longest: int, ends: np.ndarray, first: int) -> tuple[Bucket, int]:
+def _bucket(
+    all_buckets: Sequence[Bucket], longest: int, ends: np.ndarray, first: int, used: Collection[Bucket]
+) -> tuple[Bucket, int]:  # fmt: skip
     """Returns the shape of the batch that starts at text `first`, and the position after its last text.
 
-    Picks the shape with the lowest cost per token; see `_OVERHEAD`.
+    Picks the shape with the lowest cost per token; see `_OVERHEAD`. If other shapes are `used`, a new shape costs
+    `_OVERHEAD` once more, and all remaining tokens share this cost.
 
     Args:
       all_buckets: the shapes, sorted by `longest`, then `capacity`.
       longest: the number of tokens of text `first`, which is the longest remaining text.
       ends: text `i` has the tokens `ends[i]` to `ends[i + 1]`. Texts are sorted by decreasing length.
       first: the position of the first text of the batch.
+      used: the shapes of earlier batches.
     """
     shapes = {bucket.capacity: bucket for bucket in reversed(all_buckets) if bucket.longest >= longest}.values()
     fitting = np.searchsorted(ends, [ends[first] + bucket.capacity for bucket in shapes], side="right") - 1
     stops = [min(int(stop), first + bucket.count) for stop, bucket in zip(fitting, shapes, strict=True)]
 
     def cost(shape: tuple[Bucket, int]) -> float:
-        return (shape[0].capacity + _OVERHEAD) / (ends[shape[1]] - ends[first])
+        further = _OVERHEAD / (ends[-1] - ends[first]) if used and shape[0] not in used else 0.0
+        return (shape[0].capacity + _OVERHEAD) / (ends[shape[1]] - ends[first]) + further
 
     return min(zip(shapes, stops, strict=True), key=cost)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import logging
 import os
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 
 from jaxft import compilation_cache, dispatch
+from jaxft.kernels.mosaic_gpu import support
 from jaxft.models.bundled import Bundled
 from jaxft.ops.bundle import Rebuild
 from jaxft.text import programs
@@ -120,6 +122,7 @@ class Dealer:
                         work: Callable[[], Any]
                         if name is None or kept is None:
                             work = functools.partial(programs.compile, function.lower(*call), name)
+                            _import_mosaic_gpu(dispatch.device())
                         else:
                             (home,) = dispatch.homes(call[0])
                             work = functools.partial(programs.load, name, kept, home, programs.state(call))
@@ -189,6 +192,16 @@ class Dealer:
 @functools.cache
 def _say(message: str) -> None:
     _log.info(message)
+
+
+@functools.cache
+def _import_mosaic_gpu(machine: dispatch.Device) -> None:
+    """Starts to import Mosaic's kernels in a thread if programs of many rows have them.
+
+    The import takes 0.3 s. The first program to be compiled often has few rows, and the caller then waits for XLA.
+    """
+    if dispatch.machine_reason("mosaic_gpu", machine) is None and support.missing() is None:
+        threading.Thread(target=importlib.import_module, args=("jaxft.kernels.mosaic_gpu.dense",)).start()
 
 
 @functools.cache

@@ -4,6 +4,7 @@ Every kernel is launched through `launch`, and every masked access goes through 
 backend therefore changes this file and leaves the kernels alone. (JAX deprecates the Triton backend since 0.11.)
 """
 
+import contextlib
 import contextvars
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,11 @@ try:
     store, dot = plgpu.store, plgpu.dot
 except ImportError:  # JAX for Windows has no Triton, and `dispatch.choose` no kernels there
     pass
+else:
+    with contextlib.suppress(ImportError, AttributeError):  # a later jaxlib: the search is slower, nothing else
+        from jaxlib.mlir._mlir_libs import _mlir
+
+        _mlir.globals.append_dialect_search_prefix("jaxft.kernels.triton.dialects")  # see its module `tt`
 
 
 interpreting = contextvars.ContextVar("interpreting", default=False)  # whether the kernel being traced is interpreted
