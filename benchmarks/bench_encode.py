@@ -42,7 +42,7 @@ LAST_STEPS = (None, False, False, "float32")  # no truncation, no normalisation,
 Ways = dict[tuple[str, str], Callable[[], Any]]  # (implementation, metric) -> what is timed
 PROMPT = "query: "
 # Texts of the case of options, and their least and largest number of tokens. Packed batches of them have one shape.
-OPTIONS_TEXTS, OPTIONS_TOKENS = 4096, (33, 64)
+OPTIONS_TEXTS, OPTIONS_TOKENS = 16_384, (33, 64)
 QUERY = "How many people live in the largest city of the country, and since when?"
 
 
@@ -145,7 +145,7 @@ def run_options(model: str, make: Callable[..., SentenceEncoder], texts: list[st
         raise SystemExit(f"{model}: the prompt changes embeddings of the same tokens; nothing is timed")
     tokens = sum(map(len, plain.tokenize(prompted)))
     ways: Ways = {(name, "wall_us"): f for name, f in options.items()}
-    times = samples(ways, 41 if args.quick else 201)  # a call takes about 0.1 s, and its time varies by 6 %
+    times = samples(ways, 11 if args.quick else 41)  # the time of a call varies by a few percent
     rows = timing.as_rows(
         times, tokens * 1e6, "Mtoken/s", args,
         op=f"encode options {model}", direction="forward", shape=[len(texts)], dtype=DTYPE,
