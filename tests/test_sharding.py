@@ -363,21 +363,21 @@ def in_process(devices: int, *arguments: str) -> None:
     subprocess.run([sys.executable, __file__, *arguments], env=environment, check=True, timeout=600)
 
 
-# Each op and each way to divide it is in `make test` at least once, few of them with XLA and over both kinds of axes.
+# `make test` has most ways to divide an op once: with a kernel, and over one kind of axes.
 SOME_XLA = ("embeddings_layer_norm", "dense by columns", "qkv_attention")
 SOME_EXPLICIT = (
-    "layer_norm", "layer_norm of divided columns", "bias_residual_layer_norm", "embeddings_layer_norm", "log_softmax",
-    "dense by rows", "dense in parts", "dense of a vmap", "dense with a gate", "feed_forward_residual_layer_norm",
-    "qkv_attention", "linear_cross_entropy by classes", "dense of float8 by rows", "merge_heads",
-    "dense_residual_layer_norm of float8", "layer_norm to float8",
+    "layer_norm", "layer_norm of divided columns", "log_softmax", "dense by rows", "dense in parts", "dense of a vmap",
+    "dense with a gate", "feed_forward_residual_layer_norm", "qkv_attention", "linear_cross_entropy by classes",
+    "dense of float8 by rows", "merge_heads", "dense_residual_layer_norm of float8", "layer_norm to float8",
 )  # fmt: skip
 ONLY_EXPLICIT = (
-    "layer_norm", "log_softmax", "dense with a gate", "merge_heads", "dense of float8 by rows",
-    "dense_residual_layer_norm of float8", "layer_norm to float8",
+    "layer_norm", "log_softmax", "dense in parts", "dense of a vmap", "dense with a gate", "merge_heads",
+    "dense of float8 by rows", "dense_residual_layer_norm of float8", "layer_norm to float8",
 )  # fmt: skip
 ONLY_SLOW = (
-    "layer_norm of a divided sequence", "dense_residual_layer_norm of float8 by rows", "dense of float8",
-    "feed_forward_residual_layer_norm of float8",
+    "layer_norm of a divided sequence", "rms_norm", "dense_residual_layer_norm of float8 by rows", "dense of float8",
+    "feed_forward_residual_layer_norm of float8", "dense of a divided sequence", "varlen_qkv_attention of a vmap",
+    "qkv_attention to float8",
 )  # fmt: skip
 
 

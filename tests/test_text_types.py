@@ -58,7 +58,7 @@ def write(folder, kind, task=BertModel, longest=512, **options):
 
 
 def every(quick):
-    """Returns all kinds. In `make test` each is in one of two tests: in the one of embeddings, or in the one of scores."""
+    """Returns all kinds. `make test` has every other one, beginning with the first or the second."""
     return [pytest.param(kind, marks=[pytest.mark.slow] * (i % 2 != quick)) for i, kind in enumerate(KINDS)]
 
 
