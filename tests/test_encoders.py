@@ -85,6 +85,7 @@ def test_transformers_results(tmp_path, case, task):
         np.testing.assert_allclose(found, expected, rtol=0, atol=bound)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("task", encoders.TASKS)
 @pytest.mark.parametrize("case", CASES)
 def test_saved_files(tmp_path, case, task):
@@ -332,6 +333,7 @@ def test_log_buckets():
         (KINDS["electra"] | {"embedding_size": 0}, "embedding_size"),
     ],
 )
+@pytest.mark.cpu
 def test_refused_fields(tmp_path, config, field):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=field):
