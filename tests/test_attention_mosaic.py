@@ -368,7 +368,7 @@ def test_lowers_in_64_bit_mode():
         assert "@mosaic_gpu_v2" in lower(jax.grad(with_all), qkv, mask, key)
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [True, *slow(False)])
 def test_second_derivatives(masked, monkeypatch):
     """They are those of the reference, whatever the kernel does. A plain function takes its place here."""
 

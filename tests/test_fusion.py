@@ -95,8 +95,9 @@ def test_corpus_is_exact(name, dtype):
     assert_as_exact(fn, jaxft.fuse(fn, force=True), args)
 
 
-def test_corpus_in_bfloat16_is_recognised():
-    for name, case in CASES.items():
+@pytest.mark.parametrize("names", [COMPARED, *slow([n for n in CASES if n not in COMPARED])], ids=["some", "others"])
+def test_corpus_in_bfloat16_is_recognised(names):
+    for name, case in ((name, CASES[name]) for name in names):
         fn, args = case.make(jnp.bfloat16)
         report = jaxft.fuse(fn, force=True).report(*args)
         assert report.counts == case.wanted, (name, str(report))
@@ -198,7 +199,7 @@ def rewrites(rng):
     return norm, gelu, attend
 
 
-@pytest.mark.parametrize("seed", [*range(12), *slow(*range(12, 100))])
+@pytest.mark.parametrize("seed", [*range(6), *slow(*range(6, 100))])
 def test_rewrites_are_recognised(seed):
     rng = np.random.default_rng(seed)
     norm, gelu, attend = rewrites(rng)
