@@ -43,15 +43,18 @@ WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9
 
 
 # `make test-gpu` leaves these files out. They compile no kernels, or no kernels for the device at hand, or they use an
-# encoder whose kernels other files test: text encoders run on a GPU in test_exported.py and test_warmup.py.
+# encoder whose kernels other files test: text encoders run on a GPU in test_exported.py and test_warmup.py, heads in
+# test_masked_lm.py.
 CPU = (
     "atomic", "attention_errors", "autotune", "batching", "benchmarks", "cases", "checkpoint", "checkpoint_resolve",
-    "checkpoint_settings", "cli", "cli_bench", "compilation_cache", "contrastive", "corpora", "cross_encoder",
-    "devices", "distributed", "docs", "embedding_modules", "encode_options", "examples", "examples_parts", "fusion",
-    "fusion_transforms", "fusion_traps", "hostile_files", "import", "inputs", "instructions", "latency", "layers",
-    "long_texts", "lowering", "lowering_attention", "minilm", "modes", "multi_vector_encoder", "mutants", "order",
-    "other_systems", "partition", "passed_options", "peer_values", "plans", "quantization", "reference", "saving",
-    "sentence_encoder", "sentence_encoder_packed", "sharding", "signals", "sparse_encoder", "text_types", "tuning",
+    "checkpoint_settings", "classification", "cli", "cli_bench", "compilation_cache", "contrastive", "corpora",
+    "cross_encoder", "devices", "distributed", "docs", "embedding_modules", "encode_options", "examples",
+    "examples_parts", "fusion", "fusion_transforms", "fusion_traps", "hostile_files", "import", "inputs",
+    "instructions", "latency", "layers", "long_texts", "lowering", "lowering_attention", "minilm", "modes",
+    "multi_vector_encoder", "mutants", "order", "other_systems", "partition", "passed_options", "peer_values",
+    "plans", "quantization", "question_answering", "reference", "saving", "search", "sentence_encoder",
+    "sentence_encoder_packed", "sharding", "signals", "sparse_encoder", "splade", "text_types",
+    "token_classification", "tuning",
 )  # fmt: skip
 
 

@@ -46,6 +46,7 @@ import shapes
 import timing
 import tiny
 import tune
+from cases import slow
 from jaxft import dispatch, reference
 from jaxft.text.sentence_encoder import SentenceEncoder
 from jaxft.tuning import rows as tuning_rows
@@ -87,10 +88,19 @@ def test_shapes_are_listed_once():
             assert value and len(set(value)) == len(value), name
 
 
+# `make test-all` runs these scripts too. They differ from others in their ops alone, or compile models.
+SLOW_SCRIPTS = (bench_bias_activation, bench_contrastive, bench_dense, bench_embeddings, bench_fp8,
+                bench_gated_activation, bench_relative_bias, bench_rotary, bench_train)  # fmt: skip
+
+
+def script(module, settings, peers):
+    return pytest.param(module, settings, peers, marks=[pytest.mark.slow] * (module in SLOW_SCRIPTS))
+
+
 @pytest.mark.parametrize(
     ("script", "settings", "peers"),
     [
-        (
+        script(
             bench_dense,
             {
                 "DENSE": [(5, 24, 16), (5, 8, 32)],
@@ -99,22 +109,22 @@ def test_shapes_are_listed_once():
             },
             {"xla", "jaxft, triton"},
         ),
-        (bench_fp8, {"FP8_DENSE": [(64, 128, 512)], "MODELS": {"tiny": shapes.Model(1, 128, 2, 256)},
+        script(bench_fp8, {"FP8_DENSE": [(64, 128, 512)], "MODELS": {"tiny": shapes.Model(1, 128, 2, 256)},
                      "FP8_ENCODER": [shapes.Encoder("tiny", 2, 16), shapes.Encoder("tiny", 2, 16, valid=20)]},
          {"xla", "jaxft, triton", "jaxft, bfloat16"}),
-        (bench_search, {"SEARCH": [(3, 200, 8), (1, 20, 8)]}, {"xla"}),
-        (bench_cross_entropy, {"CROSS_ENTROPY": [(20, 24, 40)]}, {"xla, float32 logits", "xla, bfloat16 logits"}),
-        (bench_layer_norm, {"LAYER_NORM": [(5, 24)]}, {"xla", "copy (memcpy)"}),
-        (bench_feed_forward, {"FEED_FORWARD": [(5, 16, 24)]}, {"xla"}),
-        (
+        script(bench_search, {"SEARCH": [(3, 200, 8), (1, 20, 8)]}, {"xla"}),
+        script(bench_cross_entropy, {"CROSS_ENTROPY": [(20, 24, 40)]}, {"xla, float32 logits", "xla, bfloat16 logits"}),
+        script(bench_layer_norm, {"LAYER_NORM": [(5, 24)]}, {"xla", "copy (memcpy)"}),
+        script(bench_feed_forward, {"FEED_FORWARD": [(5, 16, 24)]}, {"xla"}),
+        script(
             bench_embeddings,
             {"EMBEDDINGS": [(2, 5)], "EMBEDDINGS_TABLES": (40, 9, 2), "EMBEDDINGS_WIDTH": 24},
             {"xla", "copy (memcpy)"},
         ),
-        (bench_bias_activation, {"BIAS_ACTIVATION": [(5, 24)]}, {"xla", "copy (memcpy)"}),
-        (bench_gated_activation, {"GATED_ACTIVATION": [(5, 24)], "GATED_DENSE": [(5, 16, 24)]},
+        script(bench_bias_activation, {"BIAS_ACTIVATION": [(5, 24)]}, {"xla", "copy (memcpy)"}),
+        script(bench_gated_activation, {"GATED_ACTIVATION": [(5, 24)], "GATED_DENSE": [(5, 16, 24)]},
          {"xla", "copy (memcpy)", "jaxft, triton"}),
-        (
+        script(
             bench_permute,
             {
                 "PERMUTE": [((2, 5, 3, 8), (0, 2, 1, 3))],
@@ -123,9 +133,9 @@ def test_shapes_are_listed_once():
             },
             {"xla", "copy (memcpy)"},
         ),
-        (bench_rotary, {"ROTARY": [(2, 5, 3, 8)]},
+        script(bench_rotary, {"ROTARY": [(2, 5, 3, 8)]},
          {"xla", "copy (memcpy)", "jaxft, two ops", "jaxft, dense alone"}),
-        (
+        script(
             bench_softmax,
             {
                 "SOFTMAX_QUICK": [
@@ -135,7 +145,7 @@ def test_shapes_are_listed_once():
             },
             {"xla", "copy (memcpy)"},
         ),
-        (
+        script(
             bench_attention,
             {  # heads of 64, which cuDNN supports when this runs on a GPU
                 "ATTENTION": [shapes.Attention(2, 64, 2, 64)],
@@ -144,22 +154,22 @@ def test_shapes_are_listed_once():
             },
             {"xla", "xla, padded"},
         ),
-        (
+        script(
             bench_relative_bias,
             {"RELATIVE_BIAS": [shapes.Attention(2, 64, 2, 64)], "RELATIVE_BIAS_REACH": 7},
             {"xla", "xla, padded"},
         ),
-        (
+        script(
             bench_encoder,
             {"MODELS": {"BERT-base": shapes.Model(2, 128, 2, 64)}, "ENCODER_QUICK": TINY},
             {"jaxft, scanned", "xla", "xla, separate qkv"},
         ),
-        (
+        script(
             bench_train,
             {"MODELS": {"BERT-base": shapes.Model(1, 128, 2, 64)}, "TRAINING": TINY},
             {"jaxft, remat", "xla", "xla, separate qkv"},
         ),
-        (
+        script(
             bench_contrastive,
             {
                 "MODELS": {"BERT-base": shapes.Model(1, 128, 2, 64)},
@@ -206,6 +216,7 @@ def test_benchmark_writes_rows(script, settings, peers, tmp_path, monkeypatch, c
     assert "jaxft" in printed and "speedup" in printed
 
 
+@pytest.mark.slow
 def test_question_answering_is_timed_on_packed_texts(tmp_path, monkeypatch, capsys):
     lengths = np.array([9, 30, 3, 32, 31, 2])
     found = [*bench_fp8.packed_batches(lengths, 64, 3)]
@@ -221,9 +232,10 @@ def test_question_answering_is_timed_on_packed_texts(tmp_path, monkeypatch, caps
     assert all("samples/s" in row["note"] and "not an MLPerf result" in row["note"] for row in rows)
 
 
-def test_fused_networks_are_checked_and_timed(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("cases", [[0], *slow([0, 2])], ids=str)
+def test_fused_networks_are_checked_and_timed(cases, tmp_path, monkeypatch, capsys):
     sizes = {"batch": 2, "length": 8, "layers": 1, "width": 32, "heads": 2}
-    monkeypatch.setattr(bench_fuse, "CASES", [dataclasses.replace(bench_fuse.CASES[i], **sizes) for i in (0, 2)])
+    monkeypatch.setattr(bench_fuse, "CASES", [dataclasses.replace(bench_fuse.CASES[i], **sizes) for i in cases])
     bench_fuse.main(["--quick", "--force", "--out", str(tmp_path)])
     text = capsys.readouterr().out
     assert "feed_forward_residual_layer_norm" in text and "as fast as the original" in text and "planned in" in text
@@ -374,6 +386,7 @@ def test_a_device_without_table_keeps_its_facts():
         assert dispatch.device() == dispatch.Device("cuda", "NVIDIA H200 without a table", (9, 0), 114, 200_000)
 
 
+@pytest.mark.slow
 def test_tuned_cases_are_those_of_plain_jnp():
     """Shapes and dtypes of the results; every operation with a configuration is among the cases."""
     ops, name = set(), None
@@ -476,6 +489,7 @@ def test_bench_encode(tiny_encode, tmp_path, capsys):
         assert row["shape"] == "6" and float(row["rate"]) == pytest.approx(tokens / float(row["p50"]), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_bench_encode_times_options_alone(tiny_encode, tmp_path, capsys):
     bench_encode.main([*tiny_encode, "--only", "options"])
     assert {row["op"] for row in read(tmp_path / "results")} == {"encode options tiny"}
@@ -535,7 +549,7 @@ def test_bench_pretrain(after, code, tmp_path, monkeypatch):
     assert found == {"step_us": (2e4, 400, "TFLOP/s"), "tokens_per_s": (7e5, 0, ""), "mfu_percent": (40, 0, "")}
 
 
-@pytest.mark.parametrize("wrong", [1.1, jnp.nan])
+@pytest.mark.parametrize("wrong", [jnp.nan, *slow(1.1)])
 def test_bench_encode_refuses_wrong_embeddings(wrong, tiny_encode, tmp_path, monkeypatch):
     encode = SentenceEncoder.encode
 
@@ -563,8 +577,8 @@ def test_encoder_peers_agree_with_each_other(monkeypatch):
     x = jax.random.normal(jax.random.key(1), (1, 8, 128))
     options = {"heads": 2, "activation": "gelu", "epsilon": 1e-12, "attention": "xla"}
     with jax.default_matmul_precision("highest"):
-        packed = bench_encoder.plain_encoder(params, x, None, **options)
-        separate = bench_encoder.plain_encoder(bench_encoder.separate(params), x, None, **options)
+        run = jax.jit(lambda params: bench_encoder.plain_encoder(params, x, None, **options))
+        packed, separate = run(params), run(bench_encoder.separate(params))
     assert jnp.max(jnp.abs(packed - separate)) < 1e-5
 
 
@@ -852,6 +866,7 @@ def test_peers_run_layers(case, direction, compare_fakes):
     assert found["note"] == f"numpy {np.__version__}"
 
 
+@pytest.mark.slow
 def test_jaxft_is_a_peer(tmp_path, monkeypatch):
     """In this process, at tiny sizes, with the folders that `prepare` writes."""
     (tmp_path / "tokenizer").mkdir()
@@ -897,7 +912,10 @@ def tiny_modern(monkeypatch):
     monkeypatch.setattr(shapes, "MODERN", cases)
 
 
-@pytest.mark.parametrize("name", shapes.MODERN_CONFIGS)
+MODERN = [pytest.param(n, marks=[pytest.mark.slow] * (n != "ModernBERT-base")) for n in shapes.MODERN_CONFIGS]
+
+
+@pytest.mark.parametrize("name", MODERN)
 def test_plain_encoder_equals_the_model(name, tiny_modern):
     model = plain_encoders.random_model(name)
     ids, lengths = plain_encoders.inputs(shapes.Modern(name, 2, 32, valid=40))
@@ -924,6 +942,7 @@ def modern_process(tmp_path, process, *options):
     )
 
 
+@pytest.mark.slow
 def test_bench_modern_encoders_times_jax(tiny_modern, tmp_path, monkeypatch):
     encode = plain_encoders.encode
 

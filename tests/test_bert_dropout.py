@@ -328,8 +328,12 @@ def drop(x, key, place, rate):
     return np.where(mask, x / (1 - rate), 0.0)
 
 
-@pytest.mark.parametrize("config", [CONFIG, ROBERTA, DISTILBERT], ids=lambda config: config.model_type)
-@pytest.mark.parametrize("given", [None, HEAD])
+@pytest.mark.parametrize(
+    ("config", "given"),
+    [(CONFIG, HEAD), (ROBERTA, None), (DISTILBERT, None),
+     *slow_cases((CONFIG, None), (ROBERTA, HEAD), (DISTILBERT, HEAD))],
+    ids=lambda value: getattr(value, "model_type", None),
+)  # fmt: skip
 def test_sequence_head_has_dropout(config, given, key):
     config = dataclasses.replace(config, hidden_dropout_prob=HIDDEN)
     model = BertForSequenceClassification(config, num_labels=5, classifier_dropout=given, rngs=nnx.Rngs(0))
@@ -344,8 +348,11 @@ def test_sequence_head_has_dropout(config, given, key):
     assert np.abs(model(ids, deterministic=True) - expected).max() > 0.1
 
 
-@pytest.mark.parametrize("config", [CONFIG, DISTILBERT], ids=lambda config: config.model_type)
-@pytest.mark.parametrize("given", [None, HEAD])
+@pytest.mark.parametrize(
+    ("config", "given"),
+    [(CONFIG, None), (DISTILBERT, HEAD), *slow_cases((CONFIG, HEAD), (DISTILBERT, None))],
+    ids=lambda value: getattr(value, "model_type", None),
+)
 def test_token_head_has_dropout(config, given, key):
     config = dataclasses.replace(config, hidden_dropout_prob=HIDDEN)
     model = BertForTokenClassification(config, num_labels=5, classifier_dropout=given, rngs=nnx.Rngs(0))

@@ -712,8 +712,11 @@ COMMANDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("platform", ["cuda", "cpu"])
+@pytest.mark.parametrize(
+    ("platform", "command"),
+    [*(("cuda", command) for command in COMMANDS), ("cpu", "encode"),
+     *slow_cases(*(("cpu", command) for command in COMMANDS if command != "encode"))],
+)  # fmt: skip
 def test_dtype_is_bfloat16_on_a_gpu_by_default(folder, model, ranker, capsys, monkeypatch, command, platform):
     monkeypatch.setattr(cli, "_device", lambda: {"device": "card", "platform": platform})
     name = ranker if command == "rerank" else model

@@ -9,6 +9,7 @@ from flax import nnx
 
 import jaxft
 from bench_encoder import kernels
+from cases import slow
 from jaxft import dispatch
 from jaxft.models.bert import BertConfig, BertModel
 from jaxft.ops.attention import qkv_attention, varlen_qkv_attention
@@ -38,8 +39,8 @@ def moved(found):
     return [kind for kind in found if any(word in kind for word in ("copy", "slice", "transpose", "concatenate"))]
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("masked", [True, *slow(False)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, *slow(jnp.float16)])
 @pytest.mark.parametrize(("batch", "length"), [(1, 128), (8, 128), (32, 128), (32, 512)])
 def test_layer_has_a_bounded_number_of_kernels(batch, length, dtype, masked):
     found, rows = launched(batch, length, dtype, masked), batch * length

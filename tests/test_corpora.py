@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import tiny
+from cases import slow
 from jaxft import atomic, cli
 from jaxft.text import corpora, inputs, records
 from jaxft.text.records import DataError
@@ -102,7 +103,7 @@ def test_folders_and_uris_are_read(encoder, folder):
     np.testing.assert_allclose(vectors(read("out")), encoder.encode([*TEXTS[3:5], *TEXTS[:3], *TEXTS[3:5]]), atol=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["float16", "int8", "uint8", "binary", "ubinary"])
+@pytest.mark.parametrize("precision", ["int8", "ubinary", *slow("float16", "uint8", "binary")])
 def test_precisions(precision, encoder):
     write("a.parquet", TEXTS)
     options = {"precision": precision, "rows_per_part": 100, "truncate_dim": np.int64(12), "normalize_embeddings": True}
@@ -247,7 +248,7 @@ def start(command):
                             stderr=subprocess.PIPE, text=True)  # fmt: skip
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGKILL, *slow(signal.SIGTERM)])
 def test_interrupted_command_goes_on(number, corpus, capfd):
     command, expected = corpus
     process = start(command)

@@ -137,7 +137,7 @@ SLOPE_BOUNDS: dict[Any, dict[str, float]] = {
 }
 
 
-@pytest.mark.parametrize("tanh_error", [-2e-5, 0.0, 2e-5])  # twice what was measured on a Hopper GPU
+@pytest.mark.parametrize("tanh_error", [-2e-5, 2e-5, *slow(0.0)])  # twice what was measured on a Hopper GPU
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_derivatives_are_accurate(activation, dtype, tanh_error, monkeypatch):

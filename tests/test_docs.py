@@ -1,15 +1,19 @@
 """The documents: their Python examples run as they stand, and what they point at exists."""
 
+import json
 import re
 import shlex
+import shutil
 import tomllib
 from pathlib import Path
 
 import jax
 import pytest
+import safetensors.numpy
 
 import peer_models
 import tiny
+from cases import INTERPRET
 from jaxft import cli
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,6 +49,27 @@ def test_examples_are_found():
 
 
 @pytest.fixture
+def quick_compiler():
+    """Turns XLA's optimisations off on a CPU, where they are half of the compile time."""
+    jax.config.update("jax_disable_most_optimizations", INTERPRET)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def shallow(minilm, tmp_path_factory):
+    """The checkpoint with one of its six layers, which compiles in a quarter of the time."""
+    folder = tmp_path_factory.mktemp("shallow") / "model"
+    shutil.copytree(minilm, folder, ignore=shutil.ignore_patterns("model.safetensors"))
+    tensors = safetensors.numpy.load_file(minilm / "model.safetensors")
+    kept = {name: x for name, x in tensors.items() if not re.search(r"\.layer\.[1-9]", name)}
+    safetensors.numpy.save_file(kept, folder / "model.safetensors")
+    config = json.loads((minilm / "config.json").read_text())
+    tiny.write_json(folder / "config.json", config | {"num_hidden_layers": 1})
+    return folder
+
+
+@pytest.fixture
 def reranker(tmp_path):
     """A tiny reranker with random parameters, in the place of the one that the documents name."""
     return tiny.write_classifier(tmp_path)
@@ -60,11 +85,11 @@ def late(tmp_path):
 
 @pytest.mark.parametrize("page", EXECUTED, ids=name_of)
 @pytest.mark.filterwarnings("default")  # An example that sets a filter must not change the filters of other tests.
-def test_examples_run(page, minilm, reranker, late, capsys, tmp_path, monkeypatch):
+def test_examples_run(page, quick_compiler, shallow, reranker, late, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where examples write files
     namespace = {"__name__": "__main__"}
     for number, code in enumerate(blocks(page, "python")):
-        code = code.replace('"sentence-transformers/all-MiniLM-L6-v2"', repr(str(minilm)))
+        code = code.replace('"sentence-transformers/all-MiniLM-L6-v2"', repr(str(shallow)))
         code = code.replace('"cross-encoder/ms-marco-MiniLM-L6-v2"', repr(str(reranker)))
         code = code.replace('"naver/splade-cocondenser-ensembledistil"', repr(str(late / "splade")))
         code = code.replace('"colbert-ir/colbertv2.0"', repr(str(late / "colbert")))

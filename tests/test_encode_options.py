@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import tiny
+from cases import slow_cases
 from jaxft import CrossEncoder, SentenceEncoder, paraphrase_mining
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.text import arguments
@@ -102,11 +103,11 @@ def test_given_prompts_win_over_the_folder(folder):
     assert encoder.tokenize("bird") == SentenceEncoder.from_pretrained(folder).tokenize("a bird")
 
 
-@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(
-    ("prompt", "count"),
-    [("the river ", 3), ("", 0), ("rain [MASK]", 3), ("sings " * 70, 63)],  # [CLS] counts, [SEP] does not
-)
+    ("prompt", "count", "packed"),  # [CLS] counts, [SEP] does not
+    [("the river ", 3, True), ("", 0, False), ("rain [MASK]", 3, False), ("sings " * 70, 63, True),
+     *slow_cases(("the river ", 3, False), ("", 0, True), ("rain [MASK]", 3, True), ("sings " * 70, 63, False))],
+)  # fmt: skip
 def test_prompt_tokens_are_left_out_of_the_pooling(tmp_path, packed, prompt, count):
     modes = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
     tiny.write_sentence_model(tmp_path, {"pooling_mode": modes, "include_prompt": False})

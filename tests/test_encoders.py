@@ -11,7 +11,7 @@ import safetensors.numpy
 from flax import nnx
 
 import encoders
-from cases import slow
+from cases import slow, slow_cases
 from jaxft.checkpoint import layouts
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.models import bert, dialects
@@ -66,8 +66,13 @@ def results(model, ids, mask):
     return np.asarray(padded)[mask], np.asarray(packed)[: starts[-1]]
 
 
-@pytest.mark.parametrize("task", encoders.TASKS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "task"),
+    [
+        pytest.param(case, task, marks=[pytest.mark.slow] * (case in SLOW or (i + j) % 2))
+        for i, case in enumerate(encoders.CASES) for j, task in enumerate(encoders.TASKS)
+    ],
+)  # fmt: skip
 def test_transformers_results(tmp_path, case, task):
     encoders.write(tmp_path, STORED, case, task)
     model = CLASSES[task].from_pretrained(tmp_path)
@@ -80,6 +85,7 @@ def test_transformers_results(tmp_path, case, task):
         np.testing.assert_allclose(found, expected, rtol=0, atol=bound)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("task", encoders.TASKS)
 @pytest.mark.parametrize("case", CASES)
 def test_saved_files(tmp_path, case, task):
@@ -112,32 +118,38 @@ def test_page_lists_exactly_the_supported_types():
         assert f"\n| {case} | " in encoders.PAGE.read_text()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_padded_and_packed_gradients(kind):
-    """Padding takes no part. Layers are recomputed with `remat`, and windows, biases and angles come along."""
-    config = BertConfig.from_dict(KINDS[kind])
+@pytest.mark.parametrize(
+    ("kind", "remat"),
+    [
+        *((kind, kind == "modernbert") for kind in KINDS),
+        *slow_cases(*((kind, kind != "modernbert") for kind in KINDS)),
+    ],
+)
+def test_padded_and_packed_gradients(kind, remat):
+    """Padding takes no part. With `remat`, the packed call recomputes layers with their windows, biases and angles."""
+    layers = {} if kind == "modernbert" else {"num_hidden_layers": 2}  # of ModernBERT, the third has no window
+    config = BertConfig.from_dict(KINDS[kind] | layers)
     ids, mask = encoders.batch(config.pad_token_id)
     ids, mask = ids[:, :40] % config.vocab_size, mask[:, :40]
     starts, weight = np.concatenate([[0], np.cumsum(mask.sum(axis=1))]), jnp.linspace(-1, 1, config.hidden_size)
 
-    def gradients(**options):
+    def gradients(is_packed, **options):
         graph, params = nnx.split(BertModel(config, rngs=nnx.Rngs(0), **options))
 
         @jax.jit
         @jax.grad
-        def both(params, is_packed):
+        def run(params):
             model = nnx.merge(graph, params)
-            padded = jnp.sum(jnp.tanh(model(ids, mask).last_hidden_state @ weight), where=mask)
-            packed = model(ids[mask], cu_seqlens=starts, max_seqlen=40).last_hidden_state
-            return jnp.where(is_packed, jnp.sum(jnp.tanh(packed @ weight)), padded)
+            if is_packed:
+                packed = model(ids[mask], cu_seqlens=starts, max_seqlen=40).last_hidden_state
+                return jnp.sum(jnp.tanh(packed @ weight))
+            return jnp.sum(jnp.tanh(model(ids, mask).last_hidden_state @ weight), where=mask)
 
-        return [both(params, flag) for flag in (False, True)]
+        return run(params)
 
-    padded, packed = gradients()
-    again, _ = gradients(remat=True)
-    for other in (packed, again):
-        for a, b in zip(jax.tree.leaves(padded), jax.tree.leaves(other), strict=True):
-            np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1e-3, float(jnp.abs(a).max())))
+    padded, packed = gradients(False), gradients(True, remat=remat)
+    for a, b in zip(jax.tree.leaves(padded), jax.tree.leaves(packed), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1e-3, float(jnp.abs(a).max())))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,7 +167,8 @@ def test_training_in_16_bits(kind):
     model = BertForMaskedLM(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     model.train()
     ids = jnp.arange(12).reshape(1, 12) % config.vocab_size
-    loss, gradients = nnx.value_and_grad(lambda m: m.loss(ids, ids, rngs=jax.random.key(0)).mean)(model)
+    run = nnx.jit(nnx.value_and_grad(lambda m: m.loss(ids, ids, rngs=jax.random.key(0)).mean))
+    loss, gradients = run(model)
     assert jnp.isfinite(loss) and all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
 
 
@@ -320,6 +333,7 @@ def test_log_buckets():
         (KINDS["electra"] | {"embedding_size": 0}, "embedding_size"),
     ],
 )
+@pytest.mark.cpu
 def test_refused_fields(tmp_path, config, field):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=field):

@@ -69,6 +69,25 @@ def quick_compiler():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.fixture
+def programs_of_its_own():
+    """Restores JAX's settings of the compilation cache after the test."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def kept_programs(programs_of_its_own, tmp_path):
+    """Keeps programs in a folder, so that the runs of a test compile each of them once."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "kept"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return tiny.write_model(tmp_path_factory.mktemp("checkpoint"), hidden_dropout_prob=0.1)
@@ -272,6 +291,7 @@ def test_full_disk_ends_a_run_with_one_line(limit, what, tmp_path):
     assert run.step == 2 and finish(run)
 
 
+@pytest.mark.usefixtures("kept_programs")
 @pytest.mark.parametrize(
     ("example", "options", "number"),
     [
@@ -413,18 +433,6 @@ def test_shared_compilation_cache_keeps_runs_equal(minilm, tmp_path):
         assert (tmp_path / "resumed" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes(), file
 
 
-@pytest.fixture
-def programs_of_its_own():
-    """Restores JAX's settings of the compilation cache after the test."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
 @pytest.mark.usefixtures("programs_of_its_own")
 @pytest.mark.parametrize("named", [None, "", "elsewhere"])
 def test_gpu_run_caches_its_programs(named, tmp_path, monkeypatch):
@@ -559,6 +567,7 @@ def test_options_select_what_is_trained(example, given):
     assert loss(jax.random.key(0)) != loss(jax.random.key(1))  # they differ by dropout
 
 
+@pytest.mark.usefixtures("kept_programs")
 @pytest.mark.parametrize(
     ("packed", "options"),
     [(True, ["--accumulate=2", "--dims", "8", "4"]), *slow_cases((False, []), (True, ["--dtype=float16", "--remat"]))],

@@ -21,7 +21,7 @@ from flax import nnx
 import jaxft
 import peer_models
 import tiny
-from cases import INTERPRET
+from cases import INTERPRET, slow
 from jaxft import CrossEncoder, MultiVectorEncoder, SentenceEncoder, SparseEncoder, dispatch
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.bert import BertConfig, BertModel
@@ -88,7 +88,7 @@ def copy(folder, tmp_path):
 # --- What it computes ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [embedder, with_instructions, packed, scorer, modular_scorer, colbert, splade])
+@pytest.mark.parametrize("make", [packed, scorer, colbert, *slow(embedder, with_instructions, modular_scorer, splade)])
 def test_exported_folder_gives_the_same_bits(make, tmp_path):
     encoder = make(tmp_path) if make in (colbert, splade) else make()
     encoder.export(tmp_path / "folder", **SIZE)
@@ -130,7 +130,7 @@ def test_program_that_changes_after_loading_is_refused(copy):
         encoder.encode(TEXTS, **SIZE)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
 def test_new_weights_count(dtype, tmp_path):
     """The weights are arguments of the programs, in the dtype of the encoder."""
     model = BertModel(tiny.config(), dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))

@@ -55,6 +55,7 @@ def ranks(x):
     return np.argsort(np.argsort(x))
 
 
+@pytest.mark.slow
 def test_accuracy_on_minilm(minilm):
     """The targets of FP8: cosine with float32, and the order of the similarities of all pairs."""
     sentences = texts(300)
@@ -144,7 +145,7 @@ def test_other_layers_stay_in_16_bits(options, reason, caplog):
 
 
 @pytest.mark.parametrize(
-    "kind", ["albert", "roberta", *slow("distilbert", "electra", "mpnet", "ernie", "jina_embeddings_v3")]
+    "kind", ["albert", *slow("roberta", "distilbert", "electra", "mpnet", "ernie", "jina_embeddings_v3")]
 )
 def test_other_types_run_in_float8(kind):
     """ALBERT runs one layer several times. Jina v3 has rotary positions."""
@@ -293,10 +294,10 @@ def test_clipped_activations_are_counted():
 def test_layers_on_hopper_have_no_quantization_kernel():
     """In a model, only the output of the embeddings is converted by XLA. The weights are transposed by no kernel."""
     sizes = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "max_position_embeddings": 128}
-    model = quantize(encoder(**sizes))
+    model = quantize(encoder(**sizes, num_hidden_layers=1))
     graph, params = nnx.split(model)
     text = lower(lambda params, x: nnx.merge(graph, params)(x).last_hidden_state, params, of((32, 128), jnp.int32))
     found = operations(text)
-    assert found["custom_call @mosaic_gpu_v2"] == 8 and found["dot_general"] == 0
-    assert found[TRITON] == 1 + 2 * 3  # embeddings; attention and two LayerNorms for each layer
-    assert found["transpose"] == 2 * 8  # pairs that cancel
+    assert found["custom_call @mosaic_gpu_v2"] == 4 and found["dot_general"] == 0
+    assert found[TRITON] == 1 + 3  # embeddings; attention and two LayerNorms
+    assert found["transpose"] == 2 * 4  # pairs that cancel

@@ -13,6 +13,7 @@ from flax import nnx
 
 import jaxft
 import tiny
+from cases import slow_cases
 from jaxft import compilation_cache, dispatch
 from jaxft.text import devices, programs
 from jaxft.text.sentence_encoder import SentenceEncoder
@@ -48,7 +49,7 @@ def kept(folder):
 
 
 @pytest.mark.parametrize(("kind", "packed"), [
-    ("sentence", False), ("sentence", True), ("sparse", True), ("multi-vector", False), ("cross", True),
+    ("sentence", False), ("sparse", True), ("cross", True), *slow_cases(("sentence", True), ("multi-vector", False)),
 ])  # fmt: skip
 def test_later_encoder_lowers_nothing(kind, packed, model, tmp_path, folder, lowered):
     _, compute, options = load(kind, model, tmp_path, packed)

@@ -114,7 +114,7 @@ ENCODERS = {
 }
 
 
-QUICK = ("modules", "no prompt pooled", "labels", "modular scorer")
+QUICK = ("modules", "modular scorer")
 
 
 def test_integers_of_numpy_are_saved(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 
 import jaxft
 import tiny
+from cases import slow, slow_cases
 from jaxft.text import search
 from jaxft.text.similarities import SIMILARITIES
 
@@ -63,7 +64,7 @@ def test_chunks_do_not_change_the_results(size):
     check(found, exact("dot", TIED_QUERIES, TIED_CORPUS), 40, 0)
 
 
-@pytest.mark.parametrize("count", [1, 2, 15, 16, 17, 31, 33, 64, 65, 100])
+@pytest.mark.parametrize("count", [1, 2, 16, 33, 100, *slow(15, 17, 31, 64, 65)])
 def test_corpora_of_any_size(count):
     for top_k in (1, 3, 200):
         found = jaxft.semantic_search(TIED_QUERIES, TIED_CORPUS[:count], top_k=top_k, score_function="dot")
@@ -181,8 +182,10 @@ def test_other_float_dtypes_score_in_float32(dtype):
     check(jaxft.semantic_search(QUERIES, rounded), exact("cosine", QUERIES, rounded), 10)
 
 
-@pytest.mark.parametrize("precision", ["int8", "uint8"])
-@pytest.mark.parametrize("convert", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize(
+    ("precision", "convert"),
+    [("int8", jnp.asarray), ("uint8", np.asarray), *slow_cases(("int8", np.asarray), ("uint8", jnp.asarray))],
+)
 def test_scalar_quantized_corpora(precision, convert):
     ranges = np.stack([CORPUS.min(axis=0), CORPUS.max(axis=0)])
     corpus = jaxft.quantize_embeddings(CORPUS, precision, ranges=ranges)
@@ -201,8 +204,10 @@ def test_scalar_quantized_corpora(precision, convert):
             check(found, exact(name, values, decoded(corpus)), 10, 1e-5)
 
 
-@pytest.mark.parametrize("precision", ["binary", "ubinary"])
-@pytest.mark.parametrize("convert", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize(
+    ("precision", "convert"),
+    [("binary", np.asarray), ("ubinary", jnp.asarray), *slow_cases(("binary", jnp.asarray), ("ubinary", np.asarray))],
+)
 def test_packed_corpora(precision, convert):
     corpus = jaxft.quantize_embeddings(CORPUS, precision)
     signs = np.where(CORPUS > 0, 1, -1)
@@ -276,7 +281,7 @@ def mined(scores, top_k, max_pairs):
     return sorted(([float(scores[i, j]), i, j] for i, j in pairs), key=lambda pair: (-pair[0], *pair[1:]))[:max_pairs]
 
 
-@pytest.mark.parametrize("convert", [np.asarray, jnp.asarray, list], ids=["numpy", "jax", "rows"])
+@pytest.mark.parametrize("convert", [np.asarray, *slow(jnp.asarray, list)], ids=["numpy", "jax", "rows"])
 @pytest.mark.parametrize("name", ["dot", "manhattan"])
 @pytest.mark.parametrize(("top_k", "max_pairs"), [(1, 10**6), (3, 50), (500, 100), (500, 10**6)])
 def test_mining_finds_the_best_pairs(name, convert, top_k, max_pairs):

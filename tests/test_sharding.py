@@ -420,21 +420,53 @@ def in_process(devices: int, *arguments: str) -> None:
     subprocess.run([sys.executable, __file__, *arguments], env=environment, check=True, timeout=600)
 
 
+# `make test` has most ways to divide an op once: with a kernel, and over one kind of axes.
+SOME_XLA = ("embeddings_layer_norm", "dense by columns", "qkv_attention")
+SOME_EXPLICIT = (
+    "layer_norm", "layer_norm of divided columns", "log_softmax", "dense by rows", "dense in parts", "dense of a vmap",
+    "dense with a gate", "feed_forward_residual_layer_norm", "qkv_attention", "linear_cross_entropy by classes",
+    "dense of float8 by rows", "merge_heads", "dense_residual_layer_norm of float8", "layer_norm to float8",
+)  # fmt: skip
+ONLY_EXPLICIT = (
+    "layer_norm", "log_softmax", "dense in parts", "dense of a vmap", "dense with a gate", "merge_heads",
+    "dense of float8 by rows", "dense_residual_layer_norm of float8", "layer_norm to float8",
+)  # fmt: skip
+ONLY_SLOW = (
+    "layer_norm of a divided sequence", "rms_norm", "dense_residual_layer_norm of float8 by rows", "dense of float8",
+    "feed_forward_residual_layer_norm of float8", "dense of a divided sequence", "varlen_qkv_attention of a vmap",
+    "qkv_attention to float8",
+)  # fmt: skip
+
+
+def some(kind: str) -> list[Any]:
+    """Returns the parameters of the tests of this kind of axes."""
+    found = []
+    for name, implementation in names() if kind == "Auto" else explicit():
+        quick = name in SOME_EXPLICIT if kind == "Explicit" else name not in ONLY_EXPLICIT + ONLY_SLOW
+        quick &= implementation != "xla" or name in SOME_XLA
+        found.append(pytest.param(kind, name, implementation, marks=[pytest.mark.slow] * (not quick)))
+    return found
+
+
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
+def measured(request, tmp_path_factory):
+    """What one process measures for all tests that were selected."""
     file = tmp_path_factory.mktemp("sharding") / "ops.json"
-    in_process(4, "ops", str(file))
+    items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
+    wanted = [item.callspec.params for item in items if "measured" in item.fixturenames]
+    wanted = {f"{case['name']} {case['implementation']} {case['kind']}" for case in wanted if "kind" in case}
+    in_process(4, "ops", str(file), json.dumps([*wanted]))
     return json.loads(file.read_text())
 
 
-@pytest.mark.parametrize(("name", "implementation"), names())
-def test_divided_arrays_give_the_same_numbers_with_few_collectives(name, implementation, measured):
-    check(ops()[name], implementation, measured[f"{name} {implementation}"]["Auto"])
+@pytest.mark.parametrize(("kind", "name", "implementation"), some("Auto"))
+def test_divided_arrays_give_the_same_numbers_with_few_collectives(kind, name, implementation, measured):
+    check(ops()[name], implementation, measured[f"{name} {implementation}"][kind])
 
 
-@pytest.mark.parametrize(("name", "implementation"), explicit())
-def test_ops_map_themselves_over_explicit_axes(name, implementation, measured):
-    case, found = ops()[name], measured[f"{name} {implementation}"]["Explicit"]
+@pytest.mark.parametrize(("kind", "name", "implementation"), some("Explicit"))
+def test_ops_map_themselves_over_explicit_axes(kind, name, implementation, measured):
+    case, found = ops()[name], measured[f"{name} {implementation}"][kind]
     if not case.logged:
         check(case, implementation, found)
     assert found["error"] < 2e-6
@@ -599,11 +631,12 @@ def test_signal_to_one_process_stops_both_after_the_same_step(trained, tmp_path)
     np.testing.assert_allclose(losses(tmp_path), losses(alone), rtol=1e-4)
 
 
-def measure_all(file: str) -> None:
+def measure_all(file: str, wanted: str) -> None:
     results: dict[str, Any] = {"model": measure_model()}
     for name, case in ops().items():
         for i in case.implementations:
-            results[f"{name} {i}"] = measure(case, i, ("Auto",) if i == "xla" else case.kinds)
+            if kinds := tuple(kind for kind in case.kinds if f"{name} {i} {kind}" in json.loads(wanted)):
+                results[f"{name} {i}"] = measure(case, i, kinds)
     results["explicit"] = {str(case): measure_explicit(*case) for case in SOME_MODELS}
     Path(file).write_text(json.dumps(results))
 

@@ -57,7 +57,12 @@ def write(folder, kind, task=BertModel, longest=512, **options):
     return folder
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def every(quick):
+    """Returns all kinds. `make test` has every other one, beginning with the first or the second."""
+    return [pytest.param(kind, marks=[pytest.mark.slow] * (i % 2 != quick)) for i, kind in enumerate(KINDS)]
+
+
+@pytest.mark.parametrize("kind", every(0))
 def test_padded_and_packed_embeddings(tmp_path, kind):
     write(tmp_path, kind)
     padded, packed = (SentenceEncoder.from_pretrained(tmp_path, packed=packed) for packed in (False, True))
@@ -71,7 +76,7 @@ def test_padded_and_packed_embeddings(tmp_path, kind):
     assert distances.min() > 0.1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", every(1))
 def test_padded_and_packed_scores(tmp_path, kind):
     write(tmp_path, kind, BertForSequenceClassification, num_labels=1)
     padded, packed = (CrossEncoder.from_pretrained(tmp_path, packed=packed) for packed in (False, True))

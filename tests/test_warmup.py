@@ -15,6 +15,7 @@ import pytest
 
 import peer_models
 import tiny
+from cases import slow, slow_cases
 from jaxft import cli, dispatch
 from jaxft.text import batching, devices
 from jaxft.text.cross_encoder import CrossEncoder
@@ -61,8 +62,10 @@ def load(kind, folder, tmp_path, packed):
     return encoder, encoder.encode, {"batch_size": 4}
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("kind", ["sentence", "sparse", "multi-vector", "cross"])
+@pytest.mark.parametrize(("kind", "packed"), [
+    ("sentence", True), ("sparse", False), ("multi-vector", True), ("cross", False),
+    *slow_cases(("sentence", False), ("sparse", True), ("multi-vector", False), ("cross", True)),
+])  # fmt: skip
 def test_nothing_compiles_after_warmup(kind, folder, tmp_path, packed, compiled):
     encoder, compute, options = load(kind, folder, tmp_path, packed)
     encoder.max_seq_length = 24
@@ -87,8 +90,8 @@ def test_sentence_encoder_compiles_nothing_but_the_shapes(folder, compiled):
 
 
 @pytest.mark.parametrize("options", [
-    {"normalize_embeddings": True}, {"truncate_dim": 8}, {"output_value": None}, {"prompt": "the bird "},
-    {"precision": "int8"},
+    {"output_value": None}, {"precision": "int8"},
+    *slow({"normalize_embeddings": True}, {"truncate_dim": 8}, {"prompt": "the bird "}),
 ])  # fmt: skip
 def test_warmup_takes_the_options_of_calls(folder, options, compiled):
     encoder = SentenceEncoder.from_pretrained(folder, packed=True, max_seq_length=16)
