@@ -151,6 +151,13 @@ def test_one_query_and_empty_documents_have_scores(encoder):
     assert encoder.similarity_pairwise([query[:0]], documents[:1]) == 0
 
 
+@pytest.mark.parametrize("pairwise", [False, True])
+def test_mean_of_a_query_without_vectors_is_0(pairwise):
+    empty, document = np.ones((0, 3), np.float32), np.ones((2, 3), np.float32)
+    found = similarities.max_sims([empty, document], [document] * 2, mean=True, pairwise=pairwise)
+    np.testing.assert_array_equal(found, [0, 3] if pairwise else [[0, 0], [3, 3]])
+
+
 def test_wrong_embeddings_are_named(encoder):
     query = encoder.encode_query("rain")
     with pytest.raises(ValueError, match="must have the same width"):
