@@ -229,6 +229,23 @@ def test_folders_of_stanford_load(metadata, tmp_path):
     np.testing.assert_array_equal(again.encode_document("the old " * 30), found)
 
 
+@pytest.mark.parametrize(
+    ("metadata", "config", "message"),
+    [
+        ({"query_token_id": 7}, {}, "artifact.metadata: query_token_id must be a token, got 7"),
+        ({"dim": 0}, {}, "artifact.metadata: dim must be a positive integer, got 0"),
+        ({}, {"model_type": "roberta"}, "config.json: model_type of Stanford's ColBERT must be 'bert', got 'roberta'"),
+        ({}, {"architectures": ["BertModel"]}, "does not name HF_ColBERT"),
+    ],
+)
+def test_wrong_folders_of_stanford_are_refused_by_name(metadata, config, message, tmp_path):
+    folder = peer_models.write_stanford(tmp_path / "model", {"dim": 8})
+    peer_models.write_json(folder / "artifact.metadata", metadata)
+    peer_models.write_json(folder / "config.json", json.loads((folder / "config.json").read_text()) | config)
+    with pytest.raises(CheckpointError, match=message):
+        MultiVectorEncoder.from_pretrained(folder)
+
+
 def test_markers_of_the_vocabulary_are_one_token(tmp_path):
     path = peer_models.write(tmp_path / "model", "colbert of pylate")
     content = json.loads((path / "tokenizer.json").read_text())
