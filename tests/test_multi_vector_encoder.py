@@ -151,6 +151,15 @@ def test_one_query_and_empty_documents_have_scores(encoder):
     assert encoder.similarity_pairwise([query[:0]], documents[:1]) == 0
 
 
+def test_kept_token_ids_are_of_documents_alone(tmp_path):
+    folder = peer_models.write(tmp_path / "model", "colbert")
+    encoder = MultiVectorEncoder.from_pretrained(folder)
+    query, document = encoder.encode_query("rain falls"), encoder.encode_document("rain falls")
+    encoder.keep_only_token_ids = [encoder.tokenizer.token_to_id("rain")]
+    np.testing.assert_array_equal(encoder.encode_query("rain falls"), query)
+    assert len(encoder.encode_document("rain falls")) == 1 < len(document)
+
+
 @pytest.mark.parametrize("pairwise", [False, True])
 def test_mean_of_a_query_without_vectors_is_0(pairwise):
     empty, document = np.ones((0, 3), np.float32), np.ones((2, 3), np.float32)

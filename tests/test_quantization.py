@@ -201,6 +201,13 @@ def test_floats_keep_values_that_are_not_finite():
 
 
 @pytest.mark.parametrize("conversion", CONVERSIONS)
+def test_cosine_of_short_vectors_does_not_depend_on_their_length(conversion):
+    convert, functions = CONVERSIONS[conversion], SIMILARITIES["cosine"]
+    np.testing.assert_allclose(functions.full(convert(EMBEDDINGS[:2] * np.float32(1e-6)), convert(EMBEDDINGS)),
+                               np.float32(FULL["cosine"]), rtol=1e-6, atol=2e-7)  # fmt: skip
+
+
+@pytest.mark.parametrize("conversion", CONVERSIONS)
 @pytest.mark.parametrize("name", FULL)
 def test_similarities_equal_sentence_transformers(name, conversion):
     convert, functions = CONVERSIONS[conversion], SIMILARITIES[name]
