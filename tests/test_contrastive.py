@@ -306,6 +306,29 @@ def test_cached_gradients_equal_the_whole_batch(loss, scaled):
         np.testing.assert_allclose(own[name], gradient, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_single_micro_batch_runs_once(scaled):
+    params, batches = texts_and_params(micro_batches=1)
+    expected, gradients = jax.value_and_grad(functools.partial(whole_batch, contrastive_loss))(params, batches)
+    scale = LossScale.create(2.0**10) if scaled else None
+    gradient = jax.jit(functools.partial(cached_gradients, embed, contrastive_loss))
+    found, own = gradient(params, batches, loss_scale=scale)
+    np.testing.assert_allclose(found.mean, expected, rtol=1e-6)
+    for name, value in gradients.items():
+        np.testing.assert_allclose(own[name], value, rtol=1e-5, atol=1e-6)
+    assert str(gradient.trace(params, batches).jaxpr).count("= tanh ") == 1
+
+
+def test_cached_gradients_without_rows_are_0():
+    params, batches = texts_and_params()
+
+    def none(*arrays):
+        return jnp.float32(0) * arrays[0].sum(), jnp.int32(0)
+
+    loss, gradients = cached_gradients(embed, none, params, batches)
+    assert loss.labelled == 0 and not any(x.any() for x in jax.tree.leaves(gradients))
+
+
 def test_cached_gradients_have_the_dtype_of_the_parameters():
     params, batches = texts_and_params(dtype=jnp.bfloat16)
     loss, gradients = cached_gradients(embed, contrastive_loss, params, batches)

@@ -475,6 +475,8 @@ def test_compressed_files_are_capped(encoder, monkeypatch):
     Path("a.txt.gz").write_bytes(gzip.compress(b"a bird sings\n" * 100_000))
     with pytest.raises(DataError, match="^a.txt.gz: expands to more than 200 times its size; decompress it first"):
         corpora.encode_corpus(encoder, ["a.txt.gz"], "out")
+    Path("b.txt.gz").write_bytes(gzip.compress(b"rain\n" * 210))  # more than the least cap, and about 30 times its size
+    assert corpora.encode_corpus(encoder, ["b.txt.gz"], "other").texts == 210
 
 
 def test_files_of_several_kinds_are_refused(encoder):

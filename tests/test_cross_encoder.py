@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import peer_models
 import tiny
 from cases import slow
 from jaxft.checkpoint.files import CheckpointError
@@ -615,6 +616,13 @@ def test_vocab_txt_alone(tmp_path, reranker):
     assert tokens.ids == [tiny.VOCAB.index(word) for word in words]
     assert tokens.type_ids == [0, 0, 0, 0, 1, 1, 1]
     close(plain.predict(PAIRS), reranker.predict(PAIRS))
+
+
+def test_modules_that_do_not_fit_name_the_folder(tmp_path):
+    folder = peer_models.write(tmp_path / "model", "from modules")
+    peer_models.write_json(folder / "1_Pooling" / "config.json", {"pooling_mode": "cls"})
+    with pytest.raises(CheckpointError, match=r"model: EmbeddingModel: modules\[0\], a Dense module, takes vectors of"):
+        CrossEncoder.from_pretrained(folder)
 
 
 def test_wrong_folders(tmp_path):

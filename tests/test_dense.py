@@ -399,8 +399,13 @@ def test_kernel_with_parts(implementation, has_bias):
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [({"activation": "gelu"}, "takes no activation"), ({"bias": jnp.ones(12)}, r"bias must have shape \(3, 4\)")],
-)
+    [
+        ({"activation": "gelu"}, "takes no activation"), ({"bias": jnp.ones(12)}, r"bias must have shape \(3, 4\)"),
+        ({"residual": jnp.ones((2, 12))}, "takes no activation, residual or"),
+        ({"x": jnp.ones((2, 8), jnp.float8_e4m3fn), "kernel": jnp.ones((8, 3, 4), jnp.float8_e4m3fn),
+          "kernel_scale": jnp.ones(12)}, "takes no .* float8 arrays"),
+    ],
+)  # fmt: skip
 def test_errors_of_a_kernel_with_parts(options, text):
     with pytest.raises(ValueError, match=text):
-        jaxft.dense(jnp.ones((2, 8)), jnp.ones((8, 3, 4)), **options)
+        jaxft.dense(**{"x": jnp.ones((2, 8)), "kernel": jnp.ones((8, 3, 4)), **options})

@@ -227,7 +227,7 @@ def test_memory_runs_out_on_one_device(encoder, used, monkeypatch, caplog, most)
     found = encoder.encode(TEXTS, batch_size=8, devices=[0, 1])
     np.testing.assert_allclose(found, expected, atol=1e-5)
     assert "the device cpu:1 has too little memory for batches of 256 tokens; going on with 128" in caplog.text.lower()
-    assert ("going on without it" in caplog.text) == (most == 0)
+    assert caplog.text.count("going on without it") == (most == 0)  # once: the device gets no further batch
     batcher = encoder._texts(None).batcher
     assert jax.devices()[0] not in batcher._largest
     caplog.clear()

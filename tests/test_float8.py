@@ -133,6 +133,25 @@ def test_arguments_of_float8_are_checked():
             jaxft.dense(**f | change)
 
 
+@pytest.mark.parametrize(
+    ("residual", "error", "message"),
+    [
+        (jnp.ones((4, 8)), TypeError, "residual must be bfloat16 or float16 with x of float8_e4m3fn, got float32"),
+        (jnp.ones((4, 7), jnp.bfloat16), ValueError, r"residual must have shape \(4, 8\), got \(4, 7\)"),
+    ],
+)
+def test_residual_beside_float8_is_checked(residual, error, message):
+    f = dense_arrays(4, 8, 8)
+    vectors = {"gamma": jnp.ones(8), "beta": jnp.ones(8), "residual": residual}
+    with pytest.raises(error, match=f"dense_residual_layer_norm: {message}"):
+        jaxft.dense_residual_layer_norm(**f, **vectors)
+    with pytest.raises(error, match=f"feed_forward_residual_layer_norm: {message}"):
+        jaxft.feed_forward_residual_layer_norm(
+            f["x"], f["kernel"], None, f["kernel"], None, **vectors, in_kernel_scale=f["kernel_scale"],
+            out_kernel_scale=f["kernel_scale"], inner_scale=1.0,
+        )  # fmt: skip
+
+
 def test_gradient_raises_by_name():
     f = dense_arrays(4, 16, 8)
 

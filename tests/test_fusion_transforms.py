@@ -126,6 +126,16 @@ def test_shard_map_composes_in_both_orders():
     assert_same(jax.jit(jax.value_and_grad(loss_of(sharded(fuse(fn)))))(*args), expected)
 
 
+def test_unchecked_shard_map_stays_unchecked():
+    def layer(x, b):  # the result is the same on all devices, which JAX cannot know
+        return jax.lax.all_gather(jax.nn.gelu(x + b), "d", tiled=True)
+
+    whole = jax.shard_map(layer, mesh=mesh_of(AxisType.Auto), in_specs=(P("d"), P()), out_specs=P(), check_vma=False)
+    args = normal(0, 4, 8), normal(1, 8)
+    assert fuse(whole).report(*args).counts == {BA: 1}
+    assert_same(jax.jit(fuse(whole))(*args), jax.jit(whole)(*args))
+
+
 def test_collectives_of_shard_map_stay():
     def layer(x, g, w1, w2):  # a feed-forward half whose kernels are cut over the devices
         return jax.lax.psum(jax.nn.gelu(CASES["RMSNorm by hand"].make(x.dtype)[0](x, g) @ w1) @ w2, "d")
@@ -230,6 +240,8 @@ def test_static_arguments_stay_concrete():
     fused = fuse(fn, static_argnums=1, static_argnames="axes")
     assert fused(x, np.int32(8), axes=axes)[1] == [0, 1]
     assert fused.report(x, np.int32(8), axes=axes).counts == {BA: 1}
+    assert fuse(fn, static_argnums=(1, -1))(x, np.int32(8), axes)[1] == [0, 1]
+    assert fuse(fn, static_argnums=(1, 7), static_argnames="axes")(x, np.int32(8), axes=axes)[1] == [0, 1]
 
 
 def test_modules_are_arguments_and_keep_their_state():

@@ -59,7 +59,10 @@ TRAPS = {
     "a transposed loss": (lambda x, w: jnp.sum(losses(x, w).T * MASK), [ROWS, TABLE], LOSS),
     "a loss several times": (lambda x, w: jnp.sum(jnp.broadcast_to(losses(x, w), (3, 4, 4))), [ROWS, TABLE], LOSS),
     "a loss in integers": (lambda x, w: jnp.sum((losses(x, w) * 9).astype(int)), [ROWS, TABLE], LOSS),
+    "a loss of 5 where there is no label": (
+        lambda x, w: jnp.sum(jnp.where(MASK, losses(x, w), 5)), [ROWS, TABLE], LOSS),
     "a quantised row": (lambda x: (narrow(x) - mean(x)) * jax.lax.rsqrt(var(x) + 1e-5), [ROWS], LN),
+    "a GELU of a rounded number": (lambda x: 0.5 * x * (1 + jax.lax.erf(0.7071 * x)), [ROWS], BA),
     "a quantised part of a GELU": (
         lambda x: 0.5 * x * (1 + jax.lax.erf(narrow(x / math.sqrt(2)))), [ROWS], BA),
     "two scales": (
@@ -125,6 +128,10 @@ NEAR = {
     "relu by where": (one_of(lambda x, b: jnp.where(x + b > 0, x + b, 0), (B, T, D), (D,)), "only jax.nn.relu is relu"),
     "mish": (one_of(lambda x: x * jnp.tanh(jax.nn.softplus(x))), "no kernel for"),
     "elu": (one_of(jax.nn.elu), "no kernel for elu"),
+    "a softmax over two axes": (one_of(lambda x: jax.nn.softmax(x, (1, 2))), "a softmax over 2 axes"),
+    "an activation with a wider result": (
+        one_of(lambda x, b: jax.nn.gelu((x.astype(jnp.bfloat16) + b.astype(jnp.bfloat16)).astype(x.dtype)),
+               (B, T, D), (D,)), "bfloat16 becomes float32 in the activation"),
 }  # fmt: skip
 
 
@@ -141,6 +148,26 @@ def test_masked_logits_that_a_scale_raises_are_no_mask():
     report = jaxft.fuse(fn, force=True).report(*args)
     assert report.counts == {"softmax": 1}
     assert any("masked logits are -1000, which is no mask" in record.reason for record in report)
+
+
+def test_subtracted_logarithm_is_no_mask():
+    """The logits of masked keys are +inf, so their rows are NaN."""
+    fn, args = attention(lambda s, m: jax.nn.softmax(s - jnp.log(m.astype(s.dtype))), PAD)()
+    fused = jaxft.fuse(fn, force=True)
+    (record,) = fused.report(*args)
+    assert record.op == ATT and "biases=1" in record.sizes
+    assert np.isnan(fn(*args)).any()
+    np.testing.assert_allclose(fused(*args), fn(*args), atol=1e-5)
+
+
+@pytest.mark.parametrize("low", [-jnp.inf, float(jnp.finfo(jnp.float32).min)], ids=["NaN", "mean"])
+def test_causal_rows_before_the_first_key_are_as_in_the_original(low):
+    causal, late = jnp.tri(T, dtype=bool), jnp.broadcast_to(jnp.arange(T) > 2, (B, T))
+    fn, args = attention(lambda s, m: jax.nn.softmax(jnp.where(causal & m, s, low)), late)()
+    fused = jaxft.fuse(fn, force=True)
+    (record,) = fused.report(*args)
+    assert record.op == ATT and "causal=True" in record.sizes
+    np.testing.assert_allclose(fused(*args), fn(*args), atol=1e-5)
 
 
 def layer(order):
@@ -191,6 +218,15 @@ SPELLINGS = {
     "numbers times a bias": (one_of(lambda x, b: jax.nn.gelu(x + 2 * b), (B, T, D), (D,)), {BA: 1}),
     "an RMSNorm of magnitudes": (one_of(lambda x: jnp.sqrt(x**2) * jax.lax.rsqrt(mean(x**2) + 1e-6)), {}),
     "an RMSNorm of negated squares": (one_of(lambda x: x * jax.lax.rsqrt(mean(jnp.power(-x, 2.0)) + 1e-6)), {RMS: 1}),
+    "a LayerNorm of rows with an axis of size 1": (one_of(
+        lambda x: (x - mean(x)) * jax.lax.rsqrt(var(x) + 1e-5), (B, 1, D)), {LN: 1}),
+    "a shift that is subtracted": (one_of(
+        lambda x, b: (x - mean(x)) * jax.lax.rsqrt(var(x) + 1e-5) - b, (B, T, D), (D,)), {LN: 1}),
+    "a softmax of rows with an axis of size 1": (one_of(lambda x: ratio(x, total), (B, 1, D)), {SM: 1}),
+    "logits that are divided by a number of each query": (
+        attention(lambda s, m: jax.nn.softmax(s / jnp.arange(1.0, T + 1)[:, None])), {ATT: 1}),
+    "logits that are multiplied by a number of each head": (
+        attention(lambda s, m: jax.nn.softmax(jnp.arange(1.0, N + 1)[:, None, None] * s)), {ATT: 1}),
     "a clipped GELU": (one_of(lambda x: jnp.clip(jax.nn.gelu(x), -5, 5)), {BA: 1}),
 }  # fmt: skip
 

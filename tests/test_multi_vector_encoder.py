@@ -151,6 +151,22 @@ def test_one_query_and_empty_documents_have_scores(encoder):
     assert encoder.similarity_pairwise([query[:0]], documents[:1]) == 0
 
 
+def test_kept_token_ids_are_of_documents_alone(tmp_path):
+    folder = peer_models.write(tmp_path / "model", "colbert")
+    encoder = MultiVectorEncoder.from_pretrained(folder)
+    query, document = encoder.encode_query("rain falls"), encoder.encode_document("rain falls")
+    encoder.keep_only_token_ids = [encoder.tokenizer.token_to_id("rain")]
+    np.testing.assert_array_equal(encoder.encode_query("rain falls"), query)
+    assert len(encoder.encode_document("rain falls")) == 1 < len(document)
+
+
+@pytest.mark.parametrize("pairwise", [False, True])
+def test_mean_of_a_query_without_vectors_is_0(pairwise):
+    empty, document = np.ones((0, 3), np.float32), np.ones((2, 3), np.float32)
+    found = similarities.max_sims([empty, document], [document] * 2, mean=True, pairwise=pairwise)
+    np.testing.assert_array_equal(found, [0, 3] if pairwise else [[0, 0], [3, 3]])
+
+
 def test_wrong_embeddings_are_named(encoder):
     query = encoder.encode_query("rain")
     with pytest.raises(ValueError, match="must have the same width"):
@@ -220,6 +236,23 @@ def test_folders_of_stanford_load(metadata, tmp_path):
     encoder.save_pretrained(tmp_path / "ours")
     again = MultiVectorEncoder.from_pretrained(tmp_path / "ours")
     np.testing.assert_array_equal(again.encode_document("the old " * 30), found)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "config", "message"),
+    [
+        ({"query_token_id": 7}, {}, "artifact.metadata: query_token_id must be a token, got 7"),
+        ({"dim": 0}, {}, "artifact.metadata: dim must be a positive integer, got 0"),
+        ({}, {"model_type": "roberta"}, "config.json: model_type of Stanford's ColBERT must be 'bert', got 'roberta'"),
+        ({}, {"architectures": ["BertModel"]}, "does not name HF_ColBERT"),
+    ],
+)
+def test_wrong_folders_of_stanford_are_refused_by_name(metadata, config, message, tmp_path):
+    folder = peer_models.write_stanford(tmp_path / "model", {"dim": 8})
+    peer_models.write_json(folder / "artifact.metadata", metadata)
+    peer_models.write_json(folder / "config.json", json.loads((folder / "config.json").read_text()) | config)
+    with pytest.raises(CheckpointError, match=message):
+        MultiVectorEncoder.from_pretrained(folder)
 
 
 def test_markers_of_the_vocabulary_are_one_token(tmp_path):

@@ -141,7 +141,7 @@ def test_ranges_of_few_rows_log_a_warning(caplog):
         jaxft.quantize_embeddings(EMBEDDINGS, "int8", ranges=RANGES)
         jaxft.quantize_embeddings(EMBEDDINGS, "int8", calibration_embeddings=EMBEDDINGS)
         jaxft.quantize_embeddings(EMBEDDINGS, "binary")
-        jaxft.quantize_embeddings(np.tile(EMBEDDINGS, (34, 1)), "uint8")
+        jaxft.quantize_embeddings(np.tile(EMBEDDINGS, (34, 1))[:100], "uint8")
         assert caplog.messages == []
         jaxft.quantize_embeddings(EMBEDDINGS, "uint8")
     assert caplog.messages == [
@@ -165,6 +165,7 @@ def with_value(value, dtype=np.float32):
         (EMBEDDINGS[:1], "uint8", {}, ValueError, "uint8 ranges of a single embedding say nothing"),
         ([EMBEDDINGS[:1]], "uint8", {}, ValueError, "uint8 ranges of a single embedding say nothing"),
         (with_value(np.nan), "int8", {}, ValueError, r"embeddings must be finite, got nan at \[1, 2\]"),
+        (with_value(np.inf), "binary", {}, ValueError, r"embeddings must be finite, got inf at \[1, 2\]"),
         (with_value(-np.inf), "ubinary", {}, ValueError, r"embeddings must be finite, got -inf at \[1, 2\]"),
         (with_value(1e6), "float16", {}, ValueError, "embeddings must fit float16, got 1000000.0"),
         (EMBEDDINGS.astype(np.int8), "binary", {}, TypeError, "embeddings must be floats, got int8"),
@@ -197,6 +198,13 @@ def test_floats_keep_values_that_are_not_finite():
 
 
 # --- Similarities ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("conversion", CONVERSIONS)
+def test_cosine_of_short_vectors_does_not_depend_on_their_length(conversion):
+    convert, functions = CONVERSIONS[conversion], SIMILARITIES["cosine"]
+    np.testing.assert_allclose(functions.full(convert(EMBEDDINGS[:2] * np.float32(1e-6)), convert(EMBEDDINGS)),
+                               np.float32(FULL["cosine"]), rtol=1e-6, atol=2e-7)  # fmt: skip
 
 
 @pytest.mark.parametrize("conversion", CONVERSIONS)

@@ -335,6 +335,8 @@ def test_nothing_to_mine():
 def test_bad_mining_is_refused():
     with pytest.raises(TypeError, match="paraphrase_mining: sentences must be a sequence of str, got one str"):
         jaxft.paraphrase_mining(None, "a text")
+    overflowing = np.append(CORPUS, np.zeros((len(CORPUS), 1), CORPUS.dtype), axis=1)
+    overflowing[17, -1] = 1e30
     for options, message in (
         ({"max_pairs": 0}, "max_pairs must be a positive integer, got 0"),
         ({"top_k": 0}, "top_k must be a positive integer, got 0"),
@@ -343,7 +345,9 @@ def test_bad_mining_is_refused():
         ({"embeddings": CORPUS[0]}, r"embeddings must be floats \[n, D\], got float32 \[12\]"),
         ({"embeddings": CORPUS.astype(np.int8)}, r"embeddings must be floats \[n, D\], got int8"),
         ({"embeddings": changed(CORPUS, np.nan), "query_chunk_size": 5}, "score of query 0 and entry 17 is not finite"),
+        ({"embeddings": overflowing, "query_chunk_size": 5, "score_function": "dot"},
+         "score of query 17 and entry 17 is not finite"),
         ({"score_function": "x"}, "score_function must be one of"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=f"paraphrase_mining: .*{message}"):
             jaxft.paraphrase_mining_embeddings(**({"embeddings": CORPUS} | options))

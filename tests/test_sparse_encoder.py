@@ -121,6 +121,13 @@ def test_wrong_embeddings_are_named(encoder):
         encoder.sparsity(np.ones((1, 2, 3)))
 
 
+def test_intersection_and_sparsity_of_given_weights():
+    a, b = np.float32([0, 2, -1, 3, 0]), np.float32([[1, 2, 1, 0, 0], [0, -2, -1, 1, 4]])
+    np.testing.assert_array_equal(SparseEncoder.intersection(a, b).toarray(), [[0, 4, 0, 0, 0], [0, 0, 1, 3, 0]])
+    assert SparseEncoder.sparsity(b) == {"active_dims": 3.5, "sparsity_ratio": pytest.approx(0.3)}
+    assert SparseEncoder.sparsity(a) == {"active_dims": 3, "sparsity_ratio": pytest.approx(0.4)}
+
+
 @pytest.mark.parametrize("name", ["convert_to_tensor", "save_to_cpu", "device", "pool"])
 def test_arguments_of_sentence_transformers_are_named(name, encoder):
     with pytest.raises(TypeError, match=f"encode: {name} is an argument of sentence-transformers only: "):

@@ -47,6 +47,13 @@ def test_accumulation_equals_the_whole_batch(micro_batches, loss_scale):
         np.testing.assert_allclose(found[name], gradient, rtol=1e-5, atol=1e-6 * np.abs(gradient).max())
 
 
+def test_batch_without_labels_has_the_gradient_0():
+    params, (x, _) = classifier_data()
+    loss, found = accumulate_gradients(classifier_loss, params, (x, jnp.full(x.shape[:2], -100)))
+    assert (loss.total, loss.labelled, loss.mean) == (0, 0, 0)
+    assert not any(x.any() for x in jax.tree.leaves(found))
+
+
 @pytest.mark.parametrize("loss_scale", [LossScale.create(2.0**10), *slow(None)], ids=["scaled", "unscaled"])
 def test_labels_count_equally_on_all_devices(loss_scale):
     """With two devices, one has 7 labels and the other 6. The result is the same on both."""

@@ -87,8 +87,6 @@ class StanfordColbert(EncoderWithHead):
     _TASK = "HF_ColBERT"
 
     def __init__(self, config: BertConfig, *, dim: int, rngs: nnx.Rngs | None, **options: Any) -> None:
-        if config.model_type != "bert":
-            raise ValueError(f"model_type of Stanford's ColBERT must be 'bert', got {config.model_type!r}")
         self.dim = dim
         super().__init__(config, rngs=rngs, **options)
 

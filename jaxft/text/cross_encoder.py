@@ -169,10 +169,14 @@ class CrossEncoder:
         }  # fmt: skip
         model: BertForSequenceClassification | EmbeddingModel
         if layout.pooling:
-            model = EmbeddingModel(
-                BertModel.from_pretrained(layout.transformer, **options), pooling=layout.pooling,
-                include_prompt=layout.include_prompt, token_modules=layout.token_modules, modules=layout.modules,
-            )  # fmt: skip
+            of_tokens = BertModel.from_pretrained(layout.transformer, **options)
+            try:
+                model = EmbeddingModel(
+                    of_tokens, pooling=layout.pooling, include_prompt=layout.include_prompt,
+                    token_modules=layout.token_modules, modules=layout.modules,
+                )  # fmt: skip
+            except ValueError as error:
+                raise CheckpointError(f"{folder}: {error}") from error
             if num_labels not in (None, model.embedding_dimension):
                 raise CheckpointError(
                     f"{folder}: has {model.embedding_dimension} labels, not num_labels={num_labels!r}"

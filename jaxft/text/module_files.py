@@ -206,18 +206,26 @@ def read_multi_vector_encoder(folder: Path) -> Layout:
 
 def _read_stanford(folder: Path) -> Layout:
     """Reads the layout of a folder of Stanford's ColBERT, whose projection is in the file of the encoder."""
-    architectures = read_settings(folder / "config.json").get("architectures")
+    config = read_settings(folder / "config.json")
+    architectures = config.get("architectures")
     if not isinstance(architectures, list) or "HF_ColBERT" not in architectures:
         raise CheckpointError(
             f"{folder}: has no modules.json, and architectures in config.json does not name HF_ColBERT. A new"
             " projection needs training: make a jaxft.MultiVectorEncoder of a BertModel and a Dense module"
+        )
+    if (kind := config.get("model_type")) != "bert":
+        raise CheckpointError(
+            f"{folder / 'config.json'}: model_type of Stanford's ColBERT must be 'bert', got {kind!r:.80}"
         )
     file = folder / "artifact.metadata"
     settings = read_settings(file)
     names = {"query": ("query_token_id", "[unused0]"), "document": ("doc_token_id", "[unused1]")}
     prompts: dict[str, str | None] = {}
     for name, (field, default) in names.items():
-        prompts[name] = f"{settings.get(field) or default} "
+        marker = settings.get(field) or default
+        if not isinstance(marker, str):
+            raise CheckpointError(f"{file}: {field} must be a token, got {marker!r:.80}")
+        prompts[name] = f"{marker} "
     length = _positive(file, "query_maxlen", settings.get("query_maxlen")) or 32
     expansion = {"strategy": "fixed", "attend": bool(settings.get("attend_to_mask_tokens")), "length": length}
     document_length = _positive(file, "doc_maxlen", settings.get("doc_maxlen"))

@@ -175,7 +175,8 @@ class Settings:
         mask = tokens["mask_token"]
         if self.kind.strips_mask and isinstance(mask, str):
             tokens["mask_token"] = {"content": mask, "lstrip": True, "special": True}
-        return {name: _added(token, special=True) for name, token in tokens.items() if isinstance(token, str | dict)}
+        given = {name: token for name, token in tokens.items() if isinstance(token, str | dict)}
+        return {name: self._added(name, token, special=True) for name, token in given.items()}
 
     def content(self, name: str) -> str:
         """Returns the text of a special token that the tokenizer's class needs."""
@@ -189,20 +190,23 @@ class Settings:
         named, extra = self.named_tokens(), self.values.get("extra_special_tokens")
         is_list = extra is not None and not isinstance(extra, dict)  # an object has names, see `named_tokens`
         extra = extra if is_list else self.values.get("additional_special_tokens", self.kind.extra)
-        extra = [_added(token) for token in extra] if isinstance(extra, list | tuple) else []
+        extra = [self._added("extra_special_tokens", x) for x in extra] if isinstance(extra, list | tuple) else []
         if "added_tokens_decoder" in self.values:
             decoder = self.values["added_tokens_decoder"]
-            if not isinstance(decoder, dict) or not all(map(str.isdecimal, decoder)):
+            if not isinstance(decoder, dict) or not all(name.isdecimal() and len(name) < 20 for name in decoder):
                 raise CheckpointError(
                     f"{self.file}: added_tokens_decoder must map token ids to tokens, got {decoder!r:.80}"
                 )
-            by_id = {int(number): _added(token) for number, token in decoder.items()}
+            by_id = {int(number): self._added("added_tokens_decoder", token) for number, token in decoder.items()}
         else:
+            file = self.folder / "added_tokens.json"
+            if not all(map(checks.is_natural, (ids := read_settings(file)).values())):
+                raise CheckpointError(f"{file}: must map tokens to token ids, got {ids!r:.80}")
             given = {token.content for name, token in named.items() if name in self.values}
             given |= {token.content for token in extra} if is_list else set()
             by_id = {
-                number: _added({"content": text, "normalized": text not in given}, special=text in given)
-                for text, number in read_settings(self.folder / "added_tokens.json").items()
+                number: self._added(file.name, {"content": x, "normalized": x not in given}, special=x in given)
+                for x, number in ids.items()
             } | saved
         special = {token.content for token in named.values()}
         for token in by_id.values():
@@ -223,15 +227,20 @@ class Settings:
         ]
         return [by_id[number] for number in sorted(by_id)] + [token for token in new if token.content not in known]
 
+    def _added(self, name: str, token: Any, *, special: bool = False) -> "AddedToken":
+        """Returns a token of the field `name`: a text, or an object with its content and flags."""
+        from tokenizers import AddedToken
 
-def _added(token: str | dict[str, Any], *, special: bool = False) -> "AddedToken":
-    from tokenizers import AddedToken
-
-    if isinstance(token, str):
-        return AddedToken(token, special=True)
-    added = AddedToken(**{name: value for name, value in token.items() if name != "__type"})
-    added.special = added.special or special
-    return added
+        if isinstance(token, str):
+            return AddedToken(token, special=True)
+        try:
+            added = AddedToken(**{field: value for field, value in token.items() if field != "__type"})
+            added.special = added.special or special
+            return added
+        except (AttributeError, TypeError) as error:
+            raise CheckpointError(
+                f"{self.file}: a token of {name} must be a text or an object with content and flags, got {token!r:.80}"
+            ) from error
 
 
 def load(settings: Settings, do_lower_case: bool = False, *, may_pad_left: bool = True) -> "Tokenizer":
