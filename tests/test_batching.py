@@ -468,10 +468,11 @@ def test_bar_moves_while_texts_are_tokenised(monkeypatch, capsys):
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     batcher = Batcher(limit=64, padding=PADDING, packed=False, characters=lambda _: 9)
-    batcher.compute_all(
-        ["text"] * 5, tokenise, 4, lambda batch: jax.numpy.zeros((len(batch.lengths), 1)), model=None, width=1,
-        unit="text", show_progress_bar=True,
-    )  # fmt: skip
+    lane = batching.Lane(lambda batch: jax.numpy.zeros((len(batch.lengths), 1)))
+    parts = batcher.compute_parts(
+        [["text"] * 5], tokenise, 4, [lane], model=None, width=1, unit="text", show_progress_bar=True
+    )
+    assert [part.shape for part in parts] == [(5, 1)]
     shown = capsys.readouterr().err
     assert all(f"0/5 [00:00<?, ?text/s, {n} tokenised]" in shown for n in (1, 2, 3)), shown
 
@@ -496,10 +497,10 @@ def test_no_thread_outlives_an_error(packed, monkeypatch):
     monkeypatch.setattr(batching, "_CHUNKS", (30, 30, 30))
     before, device = threads(), SmallDevice(0, "dispatch", ValueError("broken"))
     with pytest.raises(ValueError, match="broken") as error:
-        make(packed).compute_all(
-            range(1000), lambda texts: texts_of([9] * len(texts)), 4, device, model=None, width=3, unit="text",
-            show_progress_bar=False,
-        )  # fmt: skip
+        next(make(packed).compute_parts(
+            [range(1000)], lambda texts: texts_of([9] * len(texts)), 4, [batching.Lane(device)], model=None, width=3,
+            unit="text", show_progress_bar=False,
+        ))  # fmt: skip
     assert error.traceback and threads() == before
 
 

@@ -252,14 +252,6 @@ class Batcher:
         self._lengths = padded_lengths(limit)
         self._largest: dict[Any, int] = {}  # limit of batch_size for each device where larger batches ran out of memory
 
-    def compute_all(
-        self, texts: Sequence[Any], tokenise: Tokenise, batch_size: int,
-        compute: Callable[[Batch], Any], **options: Any,
-    ) -> Any:  # fmt: skip
-        """Computes the results of texts (or pairs) on one device, `[len(texts), width]`. See `compute_parts`."""
-        (results,) = self.compute_parts([texts], tokenise, batch_size, [Lane(compute)], **options)
-        return results
-
     def compute_parts(
         self, parts: Iterable[Any], tokenise: Tokenise, batch_size: int,
         lanes: Sequence[Lane], *, model: nnx.Module, width: int | None, unit: str,

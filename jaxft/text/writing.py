@@ -184,7 +184,7 @@ def _module(module: Module, name: str) -> tuple[str, dict[str, Any], dict[str, n
             **({"use_residual": True} if module.use_residual else {}),
         }
     elif isinstance(module, LayerNorm):
-        arrays, config = {"norm.weight": module.gamma[...], "norm.bias": module.beta[...]}, {}
+        arrays = {"norm.weight": module.gamma[...], "norm.bias": module.beta[...]}
         config = {"dimension": module.out_features}
     else:
         arrays, config = {}, {"dropout": module.rate} if isinstance(module, Dropout) else {}
