@@ -7,11 +7,12 @@ import hashlib
 import itertools
 import json
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
 EMBEDDING = "embedding"  # the column of the embeddings
 MANIFEST = "manifest.json"
 _CALIBRATION = 10_000  # texts from which the ranges of int8 and uint8 are computed
-_CHUNK_BYTES = 1 << 28  # most bytes of the embeddings of a chunk in float32
-_QUEUED = 1  # chunks that wait for the writer
+# Most bytes of the embeddings of a chunk in float32. At the end, the devices wait while the last chunk is written.
+_CHUNK_BYTES = 1 << 26
+_QUEUED = 4  # chunks that wait for the threads that write
 
 _log = logging.getLogger("jaxft")
 _END = object()
@@ -225,6 +227,8 @@ def _chunks(
     chunk, characters = _Chunk(-1, [], [], 0), 0
     for first, block in rows:
         start = 0  # the first row of the block that is in no chunk yet
+        lengths = [0 if text is None else len(text) for text in block.texts]
+        ends = np.append(0, np.cumsum(lengths, dtype=np.int64))
         while start < len(block.texts):
             part = (first + start) // rows_per_part
             stop = min(len(block.texts), (part + 1) * rows_per_part - first)
@@ -235,18 +239,16 @@ def _chunks(
                 if chunk.rows:
                     yield chunk
                 chunk, characters = _Chunk(part, [], [], 0), 0
-            end = start
-            while end < stop:
-                length = len(block.texts[end] or "")
-                is_full = chunk.rows + end - start == most or characters + length > text_inputs.CHUNK_CHARACTERS
-                if chunk.rows + end > start and is_full:
-                    break
-                characters += length
-                end += 1
+            left = text_inputs.CHUNK_CHARACTERS - characters
+            end = int(np.searchsorted(ends, ends[start] + left, side="right")) - 1
+            end = max(min(end, start + most - chunk.rows, stop), start)
+            if end == start and not chunk.rows:
+                end += 1  # a text that is longer than a chunk
             taken = block[start:end]
             chunk.blocks.append(taken)
-            chunk.texts += [text for text in taken.texts if text is not None]
+            chunk.texts += taken.texts if None not in taken.texts else [x for x in taken.texts if x is not None]
             chunk.rows += end - start
+            characters += int(ends[end] - ends[start])
             if end < stop:
                 yield chunk
                 chunk, characters = _Chunk(part, [], [], 0), 0
@@ -288,7 +290,9 @@ def _state(folder: Path, part: int, settings: str) -> str:
     file = _part_file(folder, part)
     try:
         expected = parse_json(file.with_suffix(".json").read_text("utf-8"))
-        return "whole" if expected == _facts(file, expected.get("rows"), part, settings) else "damaged"
+        with file.open("rb") as data:
+            found = _facts(data, hashlib.sha256(), expected.get("rows"), part, settings)
+        return "whole" if expected == found else "damaged"
     except FileNotFoundError:
         return "damaged" if file.exists() else "missing"
     except (ValueError, AttributeError, RecursionError):
@@ -306,59 +310,61 @@ def model_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _facts(file: Path, rows: Any, part: int, settings: str) -> dict[str, Any]:
-    """Returns the record of a part. `settings` is the checksum of the settings: the manifest may be lost."""
-    with file.open("rb") as data:
-        checksum = hashlib.file_digest(data, "sha256").hexdigest()
-    return {"part": part, "rows": rows, "bytes": file.stat().st_size, "sha256": checksum, "settings": settings}
+def _facts(data: IO[bytes], digest: Any, rows: Any, part: int, settings: str) -> dict[str, Any]:
+    """Returns the record of a part. `digest` has the first bytes of `data`, which is read to its end.
+
+    `settings` is the checksum of the settings, because the manifest may be lost.
+    """
+    _read(data, digest)
+    return {"part": part, "rows": rows, "bytes": data.tell(), "sha256": digest.hexdigest(), "settings": settings}
+
+
+def _read(data: IO[bytes], digest: Any) -> None:
+    while block := data.read(1 << 20):
+        digest.update(block)
 
 
 class _Writer:
-    """Writes parts in a thread: each into a temporary file, which is renamed when the part is complete."""
+    """Writes parts, each in a thread of its own: into a temporary file, which is renamed when the part is complete."""
 
     def __init__(self, folder: Path, schema: Any, settings: str, summary: Summary) -> None:
         self._folder, self._schema, self._settings, self._summary = folder, schema, settings, summary
-        self._thread = ThreadPoolExecutor(max_workers=1)
         self._waiting: deque[Future[None]] = deque()
-        self._open: _OpenPart | None = None
-        self._has_failed = False
+        self._parts: list[_OpenPart] = []  # the last one gets the next rows, others have all their rows
 
     def __enter__(self) -> "_Writer":
         return self
 
     def add(self, chunk: _Chunk, embeddings: np.ndarray) -> None:
-        """Queues a chunk. Waits if the writer is behind."""
-        self._waiting.append(self._thread.submit(self._write, chunk, embeddings))
+        """Queues a chunk. Waits if the threads are behind."""
+        if not self._parts or self._parts[-1].part != chunk.part:
+            self._finish()
+            self._parts = [part for part in self._parts if not part.is_closed]
+            file = _part_file(self._folder, chunk.part)
+            self._parts.append(_OpenPart(file, chunk.part, self._schema, self._settings))
+        part = self._parts[-1]
+        self._waiting.append(part.thread.submit(part.write, chunk, embeddings))
+        self._summary.texts += len(chunk.texts)
+        self._summary.nulls += chunk.rows - len(chunk.texts)
         while len(self._waiting) > _QUEUED:
             self._waiting.popleft().result()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
-            self._thread.shutdown(cancel_futures=error is not None)
             if error is None:
+                self._finish()
                 for written in self._waiting:
                     written.result()
-                self._finish()
         finally:
-            if self._open is not None:
-                self._open.discard()
-
-    def _write(self, chunk: _Chunk, embeddings: np.ndarray) -> None:
-        if self._has_failed:  # the part lacks rows, and must not be finished
-            return
-        self._has_failed = True
-        if self._open is None or self._open.part != chunk.part:
-            self._finish()
-            self._open = _OpenPart(_part_file(self._folder, chunk.part), chunk.part, self._schema, self._settings)
-        self._open.write(chunk, embeddings)
-        self._has_failed = False
-        self._summary.texts += len(chunk.texts)
-        self._summary.nulls += chunk.rows - len(chunk.texts)
+            for part in self._parts:
+                part.thread.shutdown(cancel_futures=True)
+                part.discard()
 
     def _finish(self) -> None:
-        if self._open is not None:
-            self._open.finish()
-            self._open = None
+        if self._parts:
+            part = self._parts[-1]
+            self._waiting.append(part.thread.submit(part.finish))
+            part.thread.shutdown(wait=False)
             self._summary.written += 1
 
 
@@ -366,10 +372,12 @@ class _OpenPart:
     """A part that is being written."""
 
     def __init__(self, file: Path, part: int, schema: Any, settings: str) -> None:
-        self.part, self._rows, self._schema, self._settings = part, 0, schema, settings
+        self.part, self.is_closed, self._rows, self._schema, self._settings = part, False, 0, schema, settings
+        self.thread = ThreadPoolExecutor(max_workers=1)
         self._stack = contextlib.ExitStack()
-        self._file = file
+        self._file, self._digest = file, hashlib.sha256()
         self._writer: Any = None
+        self._has_failed = False
         self._new, self._record = self._stack.enter_context(atomic.replacing(file, file.with_suffix(".json")))
         others = [name for name in schema.names if name != EMBEDDING]
         try:
@@ -378,12 +386,16 @@ class _OpenPart:
                     self._new, schema, use_dictionary=others, write_statistics=others,
                     compression={path: "zstd" if path in others else "none" for path in _paths(schema)},
                 )  # fmt: skip
+                self._data = self._stack.enter_context(self._new.open("rb"))
         except BaseException:
             self.discard()
             raise
 
     def write(self, chunk: _Chunk, embeddings: np.ndarray) -> None:
         """Writes a chunk as a row group."""
+        if self._has_failed:
+            return
+        self._has_failed = True  # until this chunk is written
         pa = records.arrow()
         kept = pa.Table.from_batches([block.kept for block in chunk.blocks])
         field = self._schema.field(EMBEDDING)
@@ -399,22 +411,29 @@ class _OpenPart:
         with atomic.writing(self._file):
             table = pa.table([*arrays, column], schema=self._schema)
             self._writer.write_table(table, row_group_size=chunk.rows)
+            _read(self._data, self._digest)
+            if hasattr(os, "fdatasync"):  # now, while the devices compute, and not all at the end of the part
+                os.fdatasync(self._data.fileno())
         self._rows += chunk.rows
+        self._has_failed = False
 
     def finish(self) -> None:
-        """Gives the part its name."""
+        """Gives the part its name, unless it lacks rows."""
+        if self._has_failed:
+            return
         try:
             with atomic.writing(self._file):
                 self._writer.close()
-                facts = _facts(self._new, self._rows, self.part, self._settings)
+                facts = _facts(self._data, self._digest, self._rows, self.part, self._settings)
                 self._record.write_text(json.dumps(facts, allow_nan=False) + "\n", "utf-8")
             self._stack.close()
+            self.is_closed = True
         except BaseException:
             self.discard()
             raise
 
     def discard(self) -> None:
-        """Removes what was written."""
+        """Removes what was written, unless the part has its name."""
         if self._writer is not None and self._writer.is_open:
             with contextlib.suppress(OSError):
                 self._writer.close()

@@ -332,6 +332,8 @@ def _strings(array: Any) -> list[str | None]:
         return array.to_pylist()
     # Each batch of a row group has the dictionary of the whole group.
     used = array.indices.unique().drop_null()
+    if 2 * len(used) > len(array):  # few rows share an item
+        return array.dictionary.take(array.indices).to_pylist()
     words = {None: None, **dict(zip(used.to_pylist(), array.dictionary.take(used).to_pylist(), strict=True))}
     return [words[index] for index in array.indices.to_pylist()]
 
