@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jaxft import dispatch
 from jaxft.ops import plans, samples
+from jaxft.tuning import attention as tuning
 
 FILE = Path(__file__).parent / "kernels.md"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -54,8 +55,8 @@ with dispatch.target("NVIDIA A100-SXM4-80GB", (8, 0), multiprocessors=108):
 ```
 
 On Hopper, `dot_product_attention` and `qkv_attention` without masks, lengths, windows and bias take `cudnn` for long
-sequences, where no gradient is taken: from 1,024 keys with heads of 64, from 512 with heads of 128, and from 8,192
-where the array is packed, if there is enough work.
+sequences, where no gradient is taken: from {cudnn_64:,} keys with heads of 64, from {cudnn_128:,} with heads of 128,
+and from {cudnn_packed:,} where the array is packed, if there is enough work.
 
 On a CPU and on devices that are not NVIDIA's, every op runs as `xla`. A kernel that does not support the arguments
 (float64, symbolic shapes, arrays that it cannot divide as their Explicit axes say) leaves the op to `xla`, which is
@@ -92,6 +93,13 @@ def section(title: str) -> Iterator[str]:
         yield f"| {', '.join(f'`{op}`' for op in ops)} | {' | '.join(row)} |"
 
 
+def cudnn_from(head_size: int, packed: bool = False) -> int:
+    """Returns the least power of two of keys from which attention takes cuDNN on a Hopper GPU, if there is much work."""
+    device = dispatch.Device("cuda", "", (9, 0))
+    lengths = (2**n for n in range(6, 20))
+    return next(n for n in lengths if tuning.cudnn_is_faster(2**20, n, n, 16, head_size, packed, device))
+
+
 def page() -> str:
     """Returns the text of docs/kernels.md."""
     head = HEAD.format(
@@ -100,6 +108,9 @@ def page() -> str:
         heads=samples.HEADS,
         head_size=samples.HEAD_SIZE,
         middle="32x128",
+        cudnn_64=cudnn_from(64),
+        cudnn_128=cudnn_from(128),
+        cudnn_packed=cudnn_from(64, packed=True),
     )
     return head + "\n".join(line for title in DEVICES for line in section(title)) + "\n"
 

@@ -348,7 +348,7 @@ def _run_encode(args: argparse.Namespace) -> None:
                 width = -(-width // 8) if args.precision.endswith("binary") else width
                 with atomic.writing(args.output):  # room for header and values
                     _allocate(output, 128 + len(records) * width * np.dtype(PRECISIONS[args.precision]).itemsize)
-            with _timed(len(texts), "texts", device):
+            with _timed(len(texts), device):
                 embeddings = encoder.encode(
                     texts, batch_size=args.batch_size, show_progress_bar=True, normalize_embeddings=args.normalize,
                     precision=args.precision, prompt=args.prompt, prompt_name=args.prompt_name, devices=args.on,
@@ -393,7 +393,7 @@ def _run_corpus(args: argparse.Namespace) -> None:
     if done.nulls:
         print(f"jaxft: {done.nulls:,} rows have no text; their embeddings are null", file=sys.stderr)
     print(f"jaxft: parts: {done.written:,} written, {done.found:,} were there", file=sys.stderr)
-    _print_speed(done.texts, time.perf_counter() - start, "texts", device)
+    _print_speed(done.texts, time.perf_counter() - start, device)
 
 
 def _write_lines(file: IO[bytes], records: Sequence[str | dict[str, Any]], embeddings: "np.ndarray") -> None:
@@ -423,7 +423,7 @@ def _run_similar(args: argparse.Namespace) -> None:
     options = {"batch_size": args.batch_size, "normalize_embeddings": True, "devices": args.on}
     with _model_errors(args.file, numbers):
         encoder, device = _load_encoder(args)
-        with _timed(len(numbers) + 1, "texts", device):
+        with _timed(len(numbers) + 1, device):
             with _model_errors(None, ()):
                 query = encoder.encode_query(args.query, prompt=args.prompt, prompt_name=args.prompt_name, **options)
             documents = [lines[number - 1] for number in numbers]
@@ -439,7 +439,7 @@ def _run_rerank(args: argparse.Namespace) -> None:
     lines, numbers = _read_documents(args)
     with _model_errors(args.file, numbers):
         encoder, device = _load_ranker(args)
-        with _timed(len(numbers), "texts", device):
+        with _timed(len(numbers), device):
             found = encoder.rank(
                 args.query, [lines[number - 1] for number in numbers], top_k=args.top, batch_size=args.batch_size,
                 show_progress_bar=True, prompt=args.prompt, prompt_name=args.prompt_name, devices=args.on,
@@ -726,15 +726,15 @@ def _load_ranker(args: argparse.Namespace) -> tuple[Any, str]:
 
 
 @contextmanager
-def _timed(count: int, unit: str, device: str) -> Iterator[None]:
+def _timed(count: int, device: str) -> Iterator[None]:
     """Prints the speed of the block to stderr, if the block succeeds."""
     start = time.perf_counter()
     yield
-    _print_speed(count, time.perf_counter() - start, unit, device)
+    _print_speed(count, time.perf_counter() - start, device)
 
 
-def _print_speed(count: int, seconds: float, unit: str, device: str) -> None:
-    speed = f"{count:,} {unit} in {seconds:.1f} s: {count / seconds:,.0f} {unit}/s, compilation included"
+def _print_speed(count: int, seconds: float, device: str) -> None:
+    speed = f"{count:,} texts in {seconds:.1f} s: {count / seconds:,.0f} texts/s, compilation included"
     print(f"{speed} ({device})", file=sys.stderr)
 
 

@@ -95,17 +95,13 @@ def use_compilation_cache(path: str | os.PathLike[str] | None = None, *, max_byt
 def folder() -> Path | None:
     """Returns the folder of `use_compilation_cache`, or None if the cache is off or JAX uses another folder."""
     used = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    is_on = used in _checked and jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
-    return Path(used) if is_on and _is_private(Path(used)) else None
-
-
-def _is_private(folder: Path) -> bool:
-    """Returns whether a folder that was checked is still there, and not another one in its place."""
+    if used not in _checked or not jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]
+        return None
     try:
-        status = folder.lstat()
+        _check(Path(used))  # again, because another folder may have taken its place
     except OSError:
-        return False
-    return sys.platform == "win32" or (status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077)
+        return None
+    return Path(used)
 
 
 def read(name: str) -> bytes | None:
@@ -170,14 +166,15 @@ def _time_of(file: Path) -> Path:
 
 
 def _check(folder: Path) -> None:
-    """Raises an OSError if another user owns the folder, can enter it or can replace it."""
+    """Raises an OSError if the folder is missing, or if another user owns it, can enter it or can replace it."""
+    status = folder.stat()
     if sys.platform == "win32":
         return
     # The path may be a symbolic link: the link and the folder that it points to must both belong to this user.
-    if {folder.lstat().st_uid, folder.stat().st_uid} != {os.geteuid()}:
+    if {folder.lstat().st_uid, status.st_uid} != {os.geteuid()}:
         raise PermissionError(errno.EPERM, "it belongs to another user, and compiled programs are executable code")
     # With a umask of 002, JAX writes programs that anyone in the group who can enter the folder can change.
-    if (mode := stat.S_IMODE(folder.stat().st_mode)) & 0o077:
+    if (mode := stat.S_IMODE(status.st_mode)) & 0o077:
         raise PermissionError(errno.EPERM, f"other users can enter it (mode {mode:04o}); `chmod 700` helps")
     for parent in {*folder.parents, *folder.resolve().parents}:
         # A user who can write to a parent can replace the folder, unless the parent has the sticky bit (as /tmp has).

@@ -356,6 +356,15 @@ def test_nothing_is_kept_in_a_folder_that_was_replaced(folder, mode):
     assert not folder.exists() or not [*folder.iterdir()]
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has links for administrators only")
+def test_programs_are_kept_in_a_folder_behind_a_link(folder):
+    folder.mkdir(mode=0o700)
+    (link := folder.with_name("link")).symlink_to(folder)
+    jaxft.use_compilation_cache(link)
+    compilation_cache.write("jaxft-1", b"1")
+    assert compilation_cache.folder() == link and compilation_cache.read("jaxft-1") == b"1"
+
+
 @pytest.mark.parametrize("environment", [{}, {"JAX_ENABLE_COMPILATION_CACHE": "0"}])
 def test_warmup_that_would_keep_nothing_is_an_error(folder, environment):
     if not environment:

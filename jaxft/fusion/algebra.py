@@ -186,7 +186,7 @@ def terms(
 
 
 def factors(
-    g: Graph, v: Var, where: Map | None = None, power: float = 1, *, stop: Collection[Var] = ()
+    g: Graph, v: Var, where: Map | None = None, *, stop: Collection[Var] = ()
 ) -> tuple[float, list[Factor]]:  # fmt: skip
     """Returns `v` as a coefficient and a product of (value, map, power). Roots and reciprocals are powers.
 
@@ -194,7 +194,6 @@ def factors(
       g: the graph.
       v: the value to expand.
       where: the map of some array to `v`. None is the map of `v` to itself.
-      power: the power to which `v` is raised.
       stop: values that are not expanded.
     """
     coefficient, found = 1.0, dict[tuple[Var, Map], float]()
@@ -225,5 +224,5 @@ def factors(
                 return collect(node.ins[0], where, power * exponent)
         found[v, where] = found.get((v, where), 0) + power
 
-    collect(v, where, power)
+    collect(v, where, 1)
     return coefficient, [(v, where, power) for (v, where), power in found.items() if power]

@@ -1,4 +1,4 @@
-"""What `fuse` found: records that print as tables, and the check of each site on real inputs."""
+"""Reports of `fuse`: records that print as tables, and the check of each site on real inputs."""
 
 import dataclasses
 from collections import Counter

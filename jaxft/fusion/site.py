@@ -50,7 +50,8 @@ class Site:
       parts: what an op that absorbs this one needs.
       operands: values whose memory the op can write its results into, in the order of `outs`.
       always: whether the replacement needs no kernel to be worth it.
-      note: a remark for the report.
+      backends: how the op runs on this device, for people.
+      saves: bytes that the op saves by writing into `operands`.
     """
 
     op: str
@@ -64,7 +65,6 @@ class Site:
     parts: Any = None
     operands: list[Var] = dataclasses.field(default_factory=list)
     always: bool = False
-    note: str = ""
     backends: str = ""
     saves: int = 0
 

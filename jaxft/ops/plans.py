@@ -155,14 +155,19 @@ def explain(fn: Callable[..., Any], *args: Any) -> Explanation:
     """
     if not callable(fn):
         raise TypeError(f"explain: fn must be a function, got {type(fn).__name__}")
-    recorder, token = _Recorder(), dispatch.quiet.set(True)
+    recorder = _Recorder()
+    _trace(fn, args, recorder)
+    found, recorder.records = recorder.records, Explanation()  # JAX's caches keep the recorder
+    return found
+
+
+def _trace(fn: Callable[..., Any], args: Sequence[Any], recorder: _Recorder) -> None:
+    token = dispatch.quiet.set(True)
     try:
         with _recorder(recorder):
             jax.eval_shape(lambda *args: fn(*args), *args)
     finally:
         dispatch.quiet.reset(token)
-    found, recorder.records = recorder.records, Explanation()  # JAX's caches keep the recorder
-    return found
 
 
 class _Found(Exception):
@@ -170,21 +175,20 @@ class _Found(Exception):
 
 
 class _FirstRecord(Explanation):
+    """Records of a trace that ends at the first one."""
+
     def append(self, record: Record) -> None:
         raise _Found(record.plan)
 
 
 def first_plan(fn: Callable[..., Any], *args: Any) -> Plan | None:
     """Returns the plan of the first op of jaxft in `fn(*args)`, or None. Traces `fn` up to there, and no kernel."""
-    recorder, token = _Recorder(), dispatch.quiet.set(True)
+    recorder = _Recorder()
     recorder.records = _FirstRecord()
     try:
-        with _recorder(recorder):
-            jax.eval_shape(lambda *args: fn(*args), *args)
+        _trace(fn, args, recorder)
     except _Found as found:
         return found.args[0]
-    finally:
-        dispatch.quiet.reset(token)
     return None
 
 

@@ -27,6 +27,7 @@ from jaxft._version import __version__
 from jaxft.checkpoint import files as checkpoint_files
 from jaxft.checkpoint import tensors
 from jaxft.checkpoint.files import CheckpointError
+from jaxft.kernels.mosaic_gpu import support
 from jaxft.models.bert import BertModel, named_parameters
 from jaxft.ops.bundle import Rebuild, bundle
 from jaxft.text import batching
@@ -167,8 +168,7 @@ class Programs:
                 raise CheckpointError(f"{file} has changed since the encoder was loaded: load it again")
             program = jax.export.deserialize(bytearray(content))
             if b"mosaic_gpu_v2" in program.mlir_module_serialized:
-                # Registers Mosaic's calls, and tells XLA where the libraries are that they need.
-                from jax.experimental.mosaic import gpu  # noqa: F401
+                support.register_calls()
             self._programs[key] = jax.jit(program.call)
         return self._programs[key]
 

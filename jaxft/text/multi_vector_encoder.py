@@ -192,24 +192,6 @@ class MultiVectorEncoder(TextEncoder):
             default_prompt_name=default_prompt_name, similarity_fn_name=similarity_fn_name, packed=packed,
         )  # fmt: skip
 
-    def save_pretrained(self, folder: str | os.PathLike[str], **others: Any) -> None:
-        """Writes a folder that `from_pretrained` and sentence-transformers load, with the same embeddings.
-
-        `SentenceEncoder.save_pretrained` describes the files and how they are written. Folders of PyLate and Stanford
-        become folders of sentence-transformers.
-
-        Args:
-          folder: folder of the files. It is created if it does not exist.
-          **others: none. An argument of sentence-transformers raises a TypeError that names the equivalent.
-
-        Raises:
-          TypeError: see `SentenceEncoder.save_pretrained`.
-          NotADirectoryError: `folder` is a file.
-          ValueError: the parameters have no values yet, or a parameter has NaN or infinite values.
-        """
-        arguments.refuse("save_pretrained", others)
-        self._write(folder)
-
     def _write(self, folder: str | os.PathLike[str], **own: Any) -> None:
         mask = {name: getattr(self, name) for name in module_files.MASK_FIELDS}
         mask["keep_only_token_ids"] = mask["keep_only_token_ids"] or None

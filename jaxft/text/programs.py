@@ -26,6 +26,7 @@ from flax import nnx
 from jax.experimental import serialize_executable
 
 from jaxft import compilation_cache, dispatch
+from jaxft.kernels.mosaic_gpu import support
 from jaxft.ops.bundle import Rebuild
 from jaxft.tuning import cache
 
@@ -170,8 +171,7 @@ def load(name: str, content: bytes, home: jax.Device, state: Any) -> Loaded | No
     try:
         has_mosaic, program, inputs, outputs = pickle.loads(content)
         if has_mosaic:
-            # The import registers Mosaic's custom calls and tells XLA where to find the libraries that they need.
-            from jax.experimental.mosaic import gpu  # noqa: F401
+            support.register_calls()
         compiled = serialize_executable.deserialize_and_load(
             program, inputs, outputs, backend=home.client, execution_devices=[home]
         )

@@ -202,29 +202,6 @@ class SentenceEncoder(TextEncoder):
             default_prompt_name=default_prompt_name, similarity_fn_name=similarity_fn_name, packed=packed,
         )  # fmt: skip
 
-    def save_pretrained(self, folder: str | os.PathLike[str], **others: Any) -> None:
-        """Writes a folder that `from_pretrained` and sentence-transformers load, with the same embeddings.
-
-        The folder gets the files of the encoder, of the modules and of the tokenizer, prompts, `similarity_fn_name`,
-        `truncate_dim`, `max_seq_length`, and a model card, README.md. The card keeps licence, language and base model
-        of the folder that this encoder was loaded from. Parameters are saved in their dtype. All files are complete
-        before one of them gets its final name. Modules and tokenizer files of an earlier save are removed; other files
-        in the folder stay.
-
-        Only jaxft loads a folder of a model in float8.
-
-        Args:
-          folder: folder of the files. It is created if it does not exist.
-          **others: none. An argument of sentence-transformers raises a TypeError that names the equivalent.
-
-        Raises:
-          TypeError: `folder` is not a string or path, or an argument is one of sentence-transformers only.
-          NotADirectoryError: `folder` is a file.
-          ValueError: the parameters have no values yet, or a parameter has NaN or infinite values.
-        """
-        arguments.refuse("save_pretrained", others)
-        self._write(folder)
-
     def _write(self, folder: str | os.PathLike[str], **own: Any) -> None:
         settings = {"model_type": "SentenceTransformer", **self._settings()}
         settings |= {} if self.truncate_dim is None else {"truncate_dim": self.truncate_dim}

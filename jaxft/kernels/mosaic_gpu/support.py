@@ -33,6 +33,11 @@ def missing() -> str | None:
     return None
 
 
+def register_calls() -> None:
+    """Registers Mosaic's custom calls with XLA, which a process needs before it loads a program that has them."""
+    from jax.experimental.mosaic import gpu  # noqa: F401  # it also tells XLA where the libraries of the calls are
+
+
 def line(dtype: Any, *widths: int, most: int = PIECE) -> int:
     """Returns how many elements a line in shared memory has, such that rows of these widths end where a line ends.
 
