@@ -183,8 +183,9 @@ def test_vmap_over_keys(implementation, key):
         options = {"dropout_rate": 0.4, "dropout_rng": key, "implementation": implementation}
         return jax.grad(lambda f: jnp.sum(jaxft.embeddings_layer_norm(**ids, **f, **options) ** 3))(floats)
 
-    each = [run(key, floats) for key in keys]
-    got = jax.vmap(run, in_axes=(0, None))(keys, floats)
+    jitted = jax.jit(run)
+    each = [jitted(key, floats) for key in keys]
+    got = jax.jit(jax.vmap(run, in_axes=(0, None)))(keys, floats)
     chex.assert_trees_all_close(got, jax.tree.map(lambda *x: jnp.stack(x), *each), rtol=1e-5, atol=1e-4)
     assert (each[0]["beta"] != each[1]["beta"]).any()
 
