@@ -103,11 +103,14 @@ test-mutants: $(VENV)/.ready-test $(VENV)/.checkpoint
 
 # Without make, its virtual environment or a network, with JAX, Flax, chex, pytest and pytest-xdist at hand (the plugin
 # pytest-benchmark, where it is installed, does not go with pytest-xdist):
-#   XLA_PYTHON_CLIENT_PREALLOCATE=false python3 -m pytest -n 8 -p no:benchmark -m "not slow and not cpu"
-# tests/conftest.py lists the files that have the marker cpu: they compile no kernels.
+#   XLA_PYTHON_CLIENT_PREALLOCATE=false python3 -m pytest -n 16 -p no:benchmark -m "not slow and not cpu"
+# tests/conftest.py lists the files that have the marker cpu: they compile no kernels. Most of the time goes to compiling,
+# which takes a core: there is a worker for each core, at most 16, which share a card of 80 GiB. With less memory:
+# make test-gpu ARGS="-n 4".
 test-gpu: $(VENV)/.ready-test
 	@test -n "$(cuda_extra)" || { echo "make test-gpu needs an NVIDIA GPU" >&2; exit 1; }
-	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -n 8 -m "not slow and not cpu" $(ARGS)
+	cores=$$(nproc); XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -n $$((cores < 16 ? cores : 16)) \
+		-m "not slow and not cpu" $(ARGS)
 
 test-signals: $(VENV)/.ready-test
 	JAXFT_TEST_MOMENTS=100 $(BIN)/python -m pytest -n 1 tests/test_signals.py $(ARGS)

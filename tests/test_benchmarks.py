@@ -912,10 +912,8 @@ def tiny_modern(monkeypatch):
     monkeypatch.setattr(shapes, "MODERN", cases)
 
 
-MODERN = [pytest.param(n, marks=[pytest.mark.slow] * (n != "ModernBERT-base")) for n in shapes.MODERN_CONFIGS]
-
-
-@pytest.mark.parametrize("name", MODERN)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", shapes.MODERN_CONFIGS)
 def test_plain_encoder_equals_the_model(name, tiny_modern):
     model = plain_encoders.random_model(name)
     ids, lengths = plain_encoders.inputs(shapes.Modern(name, 2, 32, valid=40))

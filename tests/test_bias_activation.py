@@ -216,14 +216,16 @@ def test_gradients_at_extremes(activation, dtype):
     x = np.array(EXTREMES)
     if dtype != jnp.float16:
         x = np.concatenate([x, [1e10, -1e10, 1e18, -1e18]])
+    x = np.asarray(jnp.asarray(x, dtype))
+
+    def gradient(op):
+        op = functools.partial(op, bias=None, activation=activation)
+        return jit(lambda x, dy: jax.vjp(op, x)[1](jnp.full_like(x, dy))[0])
+
+    plain = gradient(reference.bias_activation)
+    run = gradient(functools.partial(jaxft.bias_activation, implementation="triton"))
     for dy in (1.0, -0.0, np.inf, np.nan):
-
-        def run(x, op, dy=dy):
-            return jax.vjp(functools.partial(op, bias=None, activation=activation), x)[1](jnp.full_like(x, dy))[0]
-
-        x = np.asarray(jnp.asarray(x, dtype))
-        expected = in_float64(lambda x: run(x, reference.bias_activation), x)  # noqa: B023
-        got = run(jnp.asarray(x), functools.partial(jaxft.bias_activation, implementation="triton"))
+        expected, got = in_float64(plain, x, np.asarray(dy, x.dtype)), run(x, np.asarray(dy, x.dtype))
         finite = np.isfinite(expected)
         if np.isfinite(dy):  # at others, an underflow of the derivative decides between infinity and NaN
             np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
@@ -257,7 +259,7 @@ def test_bias_gradient_handles_nan_and_infinity(activation):
     config = GradientConfig(8, 4, 1, 1)
     _, dbias = kernel.backward(dy, x, bias, activation=activation, config=config, interpret=INTERPRET)
     plain = functools.partial(reference.bias_activation, activation=activation)
-    expected = in_float64(lambda x, bias: jax.vjp(plain, x, bias)[1](jnp.ones_like(x))[1], x, bias)
+    expected = in_float64(jit(lambda x, bias: jax.vjp(plain, x, bias)[1](jnp.ones_like(x))[1]), x, bias)
     np.testing.assert_allclose(dbias, expected, atol=1e-5)
 
 

@@ -391,7 +391,7 @@ def test_kernel_with_parts(implementation, has_bias):
 
     arguments = (0, 1, 2) if has_bias else (0, 1)
     with jax.default_matmul_precision("highest"):
-        found, expected = (jax.value_and_grad(f, arguments)(x, kernel, bias) for f in (run, plain))
+        found, expected = (jit(jax.value_and_grad(f, arguments))(x, kernel, bias) for f in (run, plain))
         shape = jaxft.dense(x, kernel, bias, implementation=implementation).shape
     assert shape == (2, 3, 3, 4)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-6), found, expected)

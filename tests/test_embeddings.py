@@ -183,8 +183,9 @@ def test_vmap_over_keys(implementation, key):
         options = {"dropout_rate": 0.4, "dropout_rng": key, "implementation": implementation}
         return jax.grad(lambda f: jnp.sum(jaxft.embeddings_layer_norm(**ids, **f, **options) ** 3))(floats)
 
-    each = [run(key, floats) for key in keys]
-    got = jax.vmap(run, in_axes=(0, None))(keys, floats)
+    jitted = jax.jit(run)
+    each = [jitted(key, floats) for key in keys]
+    got = jax.jit(jax.vmap(run, in_axes=(0, None)))(keys, floats)
     chex.assert_trees_all_close(got, jax.tree.map(lambda *x: jnp.stack(x), *each), rtol=1e-5, atol=1e-4)
     assert (each[0]["beta"] != each[1]["beta"]).any()
 
@@ -219,7 +220,7 @@ def test_unknown_ids_spoil_no_other_gradient():
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32", "int64", "uint64"])
+@pytest.mark.parametrize("dtype", ["int8", "uint32", "int64", *slow("uint8", "int16", "uint16", "uint64")])
 def test_dtypes_of_ids(dtype, implementation):
     """Numbers beyond int32 are unknown ids: they do not wrap around to known ids."""
     rng = np.random.default_rng(7)

@@ -45,6 +45,7 @@ KINDS = {
     **{kind: {"model_type": kind, "pad_token_id": 1} | SMALL for kind in ("mpnet", "gte", "jina_embeddings_v3")},
     **{kind: {"model_type": kind} | SMALL for kind in ("nomic_bert", "electra", "albert")},
 }
+TWO_LAYERS = {"num_hidden_layers": 2}  # of ModernBERT, the second one has a window
 REFUSED = {
     "dpr": "question",
     "mobilebert": "bottlenecks",
@@ -127,8 +128,7 @@ def test_page_lists_exactly_the_supported_types():
 )
 def test_padded_and_packed_gradients(kind, remat):
     """Padding takes no part. With `remat`, the packed call recomputes layers with their windows, biases and angles."""
-    layers = {} if kind == "modernbert" else {"num_hidden_layers": 2}  # of ModernBERT, the third has no window
-    config = BertConfig.from_dict(KINDS[kind] | layers)
+    config = BertConfig.from_dict(KINDS[kind] | TWO_LAYERS)
     ids, mask = encoders.batch(config.pad_token_id)
     ids, mask = ids[:, :40] % config.vocab_size, mask[:, :40]
     starts, weight = np.concatenate([[0], np.cumsum(mask.sum(axis=1))]), jnp.linspace(-1, 1, config.hidden_size)
@@ -163,7 +163,7 @@ def test_wrong_packing_gives_nan(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_in_16_bits(kind):
-    config = BertConfig.from_dict(KINDS[kind])
+    config = BertConfig.from_dict(KINDS[kind] | TWO_LAYERS)
     model = BertForMaskedLM(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     model.train()
     ids = jnp.arange(12).reshape(1, 12) % config.vocab_size

@@ -74,7 +74,7 @@ def test_integers_do_not_wrap_around(name, dtype):
     """2^32 is added to a number: a conversion to 32 bits would drop it. uint32 gets the bits of -100, "no label"."""
     function, numbers, place, counts_as = CASES[name]
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-    expected = jax.tree.map(np.asarray, function(jnp.asarray(numbers, jnp.int32)))
+    expected = jax.tree.map(np.asarray, jax.jit(function)(jnp.asarray(numbers, jnp.int32)))
     given = np.array(numbers, dtype)
     if np.iinfo(dtype).max > 2**31:
         given[..., place] = 2**32 - 100 if dtype == "uint32" else 2**32 + counts_as - 1

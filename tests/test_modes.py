@@ -90,7 +90,7 @@ def is_slow(mode, name, implementation):
     if mode == "leaks":
         return name not in ("layer_norm", "qkv_attention", "dense", "linear_cross_entropy")
     if mode == "strict":
-        return implementation == "triton" and is_variant
+        return is_variant
     return not (implementation == "xla" and name in SPOILING)
 
 

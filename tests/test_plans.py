@@ -56,8 +56,11 @@ def gradient_of(fn):
 NAMES = [name for name in CALLS if name != "bundle"]
 
 
-@pytest.mark.parametrize("batch", [1, 32])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [pytest.param(name, batch, marks=[pytest.mark.slow] * (batch == 1 and "(" in name))
+     for name in NAMES for batch in (1, 32)],
+)  # fmt: skip
 def test_explain_names_the_backends_that_are_lowered(name, batch):
     fn, arguments = samples.calls(batch, 128, jnp.bfloat16)[name]
     with dispatch.target():
