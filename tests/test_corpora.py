@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from pathlib import Path
@@ -339,6 +340,25 @@ def test_failed_write_leaves_no_part(encoder, monkeypatch):
     with pytest.raises(OSError, match=r"cannot write out/part-000000.parquet: No space left on device"):
         corpora.encode_corpus(encoder, ["a.parquet"], "out", rows_per_part=50)
     assert [*contents("out")] == ["manifest.json"] and not atomic._unfinished
+
+
+def test_part_is_finished_while_the_next_is_written(encoder, monkeypatch):
+    is_next, add, finish = threading.Event(), corpora._OpenPart.write, corpora._OpenPart.finish
+
+    def written(part, *chunk):
+        if part.part == 1:
+            is_next.set()
+        add(part, *chunk)
+
+    def finished(part):
+        assert part.part or is_next.wait(10)
+        finish(part)
+
+    monkeypatch.setattr(corpora._OpenPart, "write", written)
+    monkeypatch.setattr(corpora._OpenPart, "finish", finished)
+    write("a.parquet", TEXTS)
+    assert corpora.encode_corpus(encoder, ["a.parquet"], "out", rows_per_part=50).written == 5
+    assert corpora.encode_corpus(encoder, ["a.parquet"], "out", rows_per_part=50).found == 5
 
 
 # --- Settings and mistakes ---------------------------------------------------------------------------------------

@@ -246,7 +246,7 @@ def _chunks(
                 end += 1  # a text that is longer than a chunk
             taken = block[start:end]
             chunk.blocks.append(taken)
-            chunk.texts += taken.texts if None not in taken.texts else [x for x in taken.texts if x is not None]
+            chunk.texts += [text for text in taken.texts if text is not None]
             chunk.rows += end - start
             characters += int(ends[end] - ends[start])
             if end < stop:
@@ -341,7 +341,8 @@ class _Writer:
             self._finish()
             self._parts = [part for part in self._parts if not part.is_closed]
             file = _part_file(self._folder, chunk.part)
-            self._parts.append(_OpenPart(file, chunk.part, self._schema, self._settings))
+            self._parts.append(part := _OpenPart(file, chunk.part, self._schema, self._settings))
+            self._waiting.append(part.thread.submit(part.open))
         part = self._parts[-1]
         self._waiting.append(part.thread.submit(part.write, chunk, embeddings))
         self._summary.texts += len(chunk.texts)
@@ -377,19 +378,20 @@ class _OpenPart:
         self._stack = contextlib.ExitStack()
         self._file, self._digest = file, hashlib.sha256()
         self._writer: Any = None
+        self._has_failed = True  # until it is open
+
+    def open(self) -> None:
+        """Opens the temporary files."""
+        record = self._file.with_suffix(".json")
+        self._new, self._record = self._stack.enter_context(atomic.replacing(self._file, record))
+        others = [name for name in self._schema.names if name != EMBEDDING]
+        with atomic.writing(self._file):
+            self._writer = records.arrow().parquet.ParquetWriter(
+                self._new, self._schema, use_dictionary=others, write_statistics=others,
+                compression={path: "zstd" if path in others else "none" for path in _paths(self._schema)},
+            )  # fmt: skip
+            self._data = self._stack.enter_context(self._new.open("rb"))
         self._has_failed = False
-        self._new, self._record = self._stack.enter_context(atomic.replacing(file, file.with_suffix(".json")))
-        others = [name for name in schema.names if name != EMBEDDING]
-        try:
-            with atomic.writing(file):
-                self._writer = records.arrow().parquet.ParquetWriter(
-                    self._new, schema, use_dictionary=others, write_statistics=others,
-                    compression={path: "zstd" if path in others else "none" for path in _paths(schema)},
-                )  # fmt: skip
-                self._data = self._stack.enter_context(self._new.open("rb"))
-        except BaseException:
-            self.discard()
-            raise
 
     def write(self, chunk: _Chunk, embeddings: np.ndarray) -> None:
         """Writes a chunk as a row group."""
