@@ -284,6 +284,13 @@ def test_round_trip_of_low_precision(tmp_path):
     assert_same(model, BertModel.from_pretrained(tmp_path, param_dtype=jnp.bfloat16))
 
 
+def test_save_removes_the_weights_of_a_float8_model(tmp_path):
+    (tmp_path / "model_float8.safetensors").write_bytes(b"old")
+    (tmp_path / "other.safetensors").write_bytes(b"not of jaxft")
+    BertModel.from_pretrained(write(tmp_path, hf_tensors())).save_pretrained(tmp_path)
+    assert {file.name for file in tmp_path.glob("*.safetensors")} == {"model.safetensors", "other.safetensors"}
+
+
 def test_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     model = BertModel.from_pretrained(write(tmp_path, hf_tensors()))
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}

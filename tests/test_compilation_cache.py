@@ -66,6 +66,12 @@ def test_programs_are_kept(folder):
     assert compiled()
 
 
+def test_programs_are_kept_in_the_latest_folder(folder):
+    for name in ("a", "b"):
+        jaxft.use_compilation_cache(folder / name)
+        assert not compiled() and len(programs(folder / name)) == 1
+
+
 def test_new_folder_is_for_its_owner_alone(folder):
     jaxft.use_compilation_cache(folder / "new")
     assert (folder / "new").stat().st_mode & 0o777 == 0o700

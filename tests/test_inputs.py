@@ -62,6 +62,11 @@ def test_error_of_a_chunk_names_the_text(encoder):
     ids = encoder.tokenize(TEXTS[:72])
     with pytest.raises(ValueError, match=r"inputs\[72\] must have at most 64 token ids, got 65"):
         [*encoder.encode_iter([*ids, [5] * 65], chunk_size=70)]
+    for chunk_size in (30, 70):  # in a chunk between others, and in the last one
+        with pytest.raises(TypeError, match=r"encode_iter: inputs\[42\] must be a str, got int"):
+            [*encoder.encode_iter([*TEXTS[:42], 3, *TEXTS[:60]], chunk_size=chunk_size)]
+        with pytest.raises(ValueError, match=r"encode_iter: inputs\[42\] must be token ids, got 2147483648"):
+            [*encoder.encode_iter([*ids[:42], [5, 2**31], *ids[:60]], chunk_size=chunk_size)]
     with pytest.raises(ValueError, match="encode_iter: chunk_size must be a positive integer, got 0"):
         encoder.encode_iter(TEXTS, chunk_size=0)
     with pytest.raises(TypeError, match="encode_iter: inputs must be an iterable of str or of token ids, got str"):

@@ -427,6 +427,16 @@ def test_size_is_not_below_what_the_normalizer_makes(name, monkeypatch):
             assert sizes.size(made, rough=0) <= 1.3 * found + 100 or found > 2000
 
 
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_size_is_not_below_the_bytes_that_pre_tokenizers_write(levels):
+    """A second ByteLevel writes two characters for a byte that the first one has made a character of two bytes."""
+    tokenizer, text = byte_level(), "é😀z" * 40
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=False)] * levels)
+    found, sizes = len(tokenizer.encode(text, add_special_tokens=False)), growth.Growth(tokenizer)
+    assert found >= (7, 13, 25)[levels - 1] * 40
+    assert sizes.bound(text) >= found and sizes.size(text, rough=0) >= found
+
+
 def test_replacements_are_counted_before_they_are_made(monkeypatch):
     monkeypatch.setattr(growth, "MOST", 3000)
     sizes = growth.Growth(unigram(normalizers.Replace("a", "b" * 1000)))

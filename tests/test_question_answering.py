@@ -109,6 +109,22 @@ def test_packed_and_padded_sequences_agree():
     assert one == other
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_text_without_tokens_makes_no_nan(packed):
+    graph, params = nnx.split(
+        BertForQuestionAnswering(BertConfig(**SIZES | {"num_hidden_layers": 1}), rngs=nnx.Rngs(0))
+    )
+    ids, given = np.arange(6), {"cu_seqlens": np.array([0, 3, 3, 6]), "max_seqlen": 4}
+    if not packed:
+        ids, given = np.arange(12).reshape(3, 4), {"attention_mask": np.array([[1, 1, 1, 0], [0] * 4, [1, 1, 1, 0]])}
+
+    def loss(params, labels):
+        return nnx.merge(graph, params).loss(ids, labels, **given).mean
+
+    with jax.debug_nans(True):
+        jax.value_and_grad(loss)(params, np.array([[0, 1], [0, 0], [2, 1]]))
+
+
 def test_loss_can_be_trained():
     model = small()
     loss, gradient = nnx.value_and_grad(lambda m: m.loss(batch(), np.array(ANSWERS)).mean)(model)

@@ -95,7 +95,10 @@ class BertForQuestionAnswering(_Classifier):
             keep = jnp.arange(length, dtype=jnp.int32)[None] < jnp.diff(starts)[:, None]
         checks.check_shape(where, "labels", labels, (logits.shape[0], 2))
         place = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :, None]
-        is_label = (place == labels[:, None]) & keep[..., None]
-        log_p = jax.nn.log_softmax(jnp.where(keep[..., None], logits, -jnp.inf), axis=1, where=keep[..., None])
+        keep = keep[..., None]
+        is_label = (place == labels[:, None]) & keep
+        is_empty = ~jnp.any(keep, axis=1, keepdims=True)  # without a finite logit, NaN would occur on the way
+        logits = jnp.where(keep, logits, jnp.where(is_empty, 0.0, -jnp.inf))
+        log_p = jax.nn.log_softmax(logits, axis=1, where=keep | is_empty)
         total = -jnp.sum(jnp.where(is_label, log_p, 0.0))
         return CrossEntropy(total, jnp.sum(is_label, dtype=jnp.int32))
