@@ -133,6 +133,7 @@ def child(folder: str, steps: list[str]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--child", nargs="+", help="the folder and the steps, for the processes that this one starts")
+    parser.add_argument("--only", nargs="+", default=[*CASES], choices=CASES, help="names of cases")
     args = parser.parse_args()
     if args.child:
         folder, *steps = args.child
@@ -148,7 +149,8 @@ def main() -> None:
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(["benchmarks", *sys.path[1:]])}
             subprocess.run([sys.executable, "-c", code, folder], check=True, env=environment)
         cache = ""
-        for name, (environment, steps) in CASES.items():
+        for name in args.only:
+            environment, steps = CASES[name]
             if "warm " not in f"{name} ":
                 cache = tempfile.mkdtemp(dir=scratch)
             start = time.perf_counter()
