@@ -123,8 +123,10 @@ def main() -> int:
     """Evaluates both libraries and prints their scores side by side."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", metavar="FOLDER", required=True, help="a folder in sentence-transformers' layout")
-    parser.add_argument("--texts", type=int, default=400, help="number of docstrings")
+    parser.add_argument("--texts", type=int, default=400, help="number of docstrings (%(default)s)")
     args = parser.parse_args()
+    if args.texts < 2:
+        parser.error(f"argument --texts: expected at least 2, got {args.texts}")
     # TF32, the default for float32 matmuls on NVIDIA GPUs, has three digits.
     with jax.default_matmul_precision("highest"):
         ours = Evaluated(SentenceEncoder.from_pretrained(args.model))

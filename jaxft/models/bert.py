@@ -651,7 +651,7 @@ class BertModel(nnx.Module):
 
         Args:
           folder_or_id: a folder with `config.json` and safetensors files, or the id of a model on Hugging Face.
-          revision: branch, tag or commit of the model on Hugging Face.
+          revision: branch, tag or commit of the model on Hugging Face. It has no effect on a folder.
           cache_dir: folder for downloads. None is Hugging Face's default.
           local_files_only: whether to use only files that were downloaded before.
           dtype: as for `BertModel`.
