@@ -94,7 +94,7 @@ def section(title: str) -> Iterator[str]:
 
 
 def cudnn_from(head_size: int, packed: bool = False) -> int:
-    """Returns the least power of two of keys from which attention takes cuDNN on a Hopper GPU, if there is much work."""
+    """Returns the least power of two of keys for which attention takes cuDNN on a Hopper GPU, if there is much work."""
     device = dispatch.Device("cuda", "", (9, 0))
     lengths = (2**n for n in range(6, 20))
     return next(n for n in lengths if tuning.cudnn_is_faster(2**20, n, n, 16, head_size, packed, device))

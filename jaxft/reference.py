@@ -403,8 +403,8 @@ def _cleared(x: Array, used: Array | None) -> Array:
     return x if used is None else jnp.where(used, x, 0)
 
 
-# The gradients of queries, keys and values are float32 until those of the examples of a `vmap` are added up, also where
-# the examples share an array and differ in what is used of it.
+# The gradients of queries, keys and values are float32 until the examples of a `vmap` are added up. This holds also
+# where the examples share an array and use different parts of it.
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5))

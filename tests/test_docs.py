@@ -1,9 +1,12 @@
 """The documents: their Python examples run as they stand, and what they point at exists."""
 
 import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -134,6 +137,21 @@ def test_named_functions_exist(page):
         text = (ROOT / path).read_text()
         wrong += [f"{path}: {name}" for name in re.findall(r"\w+", names) if not re.search(rf"\b{name}\b", text)]
     assert not wrong
+
+
+def test_architecture_page_names_every_module():
+    """Files of ops and kernels have the names of ops, which the page does not list."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    files = [file for folder in (".", "checkpoint", "fusion", "models", "text", "tuning")
+             for file in (ROOT / "jaxft" / folder).glob("*.py") if not file.name.startswith("_")]  # fmt: skip
+    assert [file.name for file in files if not re.search(rf"[`/]{file.name}`", text)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="cuDNN is in the plans where there is one")
+def test_kernels_page_is_current():
+    script = [sys.executable, ROOT / "docs" / "generate_kernels.py", "--check"]
+    subprocess.run(script, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
 def test_code_refers_to_sections_that_exist():

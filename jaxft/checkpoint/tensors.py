@@ -336,11 +336,12 @@ def _check_values(parameters: Mapping[str, Any]) -> None:
 
 
 def write(folder: Path, contents: Mapping[str, Any], without: Iterable[str] = ()) -> None:
-    """Writes files by their path in the folder. Their content is arrays by name, a text, bytes, or of a JSON file.
+    """Writes files by their path in the folder. A content is arrays by name, a text, bytes, or a value for JSON.
 
     Arrays of float8_e4m3fn are written as uint8.
 
-    A content may also be a function of the paths of the other files, by name, which returns it. They are complete then.
+    A content may also be a function that returns it. The function gets the paths of the other files by name, after they
+    are complete.
 
     All files are complete before one of them gets its final name. The files `without` are removed then, too. If an
     exception occurs, KeyboardInterrupt included, an earlier checkpoint in the folder stays as it was. Raises a

@@ -69,14 +69,14 @@ class Activation:
 
 
 def _is_of_jax(node: Node, name: str) -> bool:
-    """Returns whether a `custom_jvp` function is the one of this name, a pattern, in JAX itself."""
+    """Returns whether a `custom_jvp` function is JAX's own and its name matches the pattern `name`."""
     info = getattr(getattr(node.params["call_jaxpr"], "jaxpr", None), "debug_info", None)
     where = str(getattr(info, "func_src_info", ""))
     return re.match(rf"{name} at .*[/\\]jax[/\\]_src[/\\]", where) is not None
 
 
 def _evaluate(g: Graph, y: Var, known: dict[Var, Any]) -> tuple[np.ndarray, bool]:
-    """Computes y from known values, and whether a part of it has no gradient.
+    """Returns y, computed from known values, and whether a part of y has no gradient.
 
     Raises `Refused` where y depends on more than these values and numbers.
     """

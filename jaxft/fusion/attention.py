@@ -126,13 +126,13 @@ def _read_logits(g: Graph, z: Var, axis: int) -> Logits:
 
 
 def _find_values(g: Graph, found: Softmax) -> tuple[Node, int, Map, list[Mask]]:
-    """Returns the matmul of the probabilities and the values, the operand that the probabilities are, and their map.
+    """Finds the matmul of the probabilities p and the values.
 
-    The last result holds the masks of where(mask, p, 0) in between.
+    Returns the matmul, the position of p among its operands, the map to p, and the masks of where(mask, p, 0) between.
     """
     matmuls: list[tuple[Node, Var]] = []
     masks: list[Mask] = []
-    at: dict[Var, Map] = {found.y: identity(found.y.shape)}  # what the probabilities become, with the map to them
+    at: dict[Var, Map] = {found.y: identity(found.y.shape)}  # views of the probabilities, with their maps
     frontier = [found.y]
     while frontier:
         p = frontier.pop()
@@ -206,7 +206,7 @@ class Layout:
       q, k, v: the axes of the operands.
       q_side: which operand of the first matmul the queries are.
       logits: the axes of the logits that are [batch, heads, groups, queries, keys]. One of size 1 may be missing.
-      sizes: the sizes of these, with those that are missing.
+      sizes: the sizes of these five, missing ones included.
       result: for each axis of the result, the axis of the logits that it is, or "depth", or None if its size is 1.
     """
 
@@ -320,7 +320,7 @@ class Masks:
       is_causal: whether a mask is causal.
       masks: the other masks.
       biases: (factor, value, map) of what is added to the logits.
-      empty: what a query gets that may attend to nothing: "zero", "mean" of the values, or "nan".
+      empty: the result of a query without keys to attend to: "zero", "mean" of the values, or "nan".
     """
 
     is_causal: bool
@@ -342,7 +342,7 @@ class Masks:
         return mask, bias
 
     def fill_empty(self, y: Any, v: Any, mask: Any) -> Any:
-        """Returns the result [B, T, N, H] with what queries get that may attend to nothing."""
+        """Returns the result [B, T, N, H] with `empty` in the rows of queries without keys to attend to."""
         if self.empty == "zero" or mask is None:
             return y
         allowed = mask & jnp.tri(y.shape[1], v.shape[1], dtype=bool) if self.is_causal else mask
@@ -403,7 +403,7 @@ def _conjuncts(g: Graph, v: Var, where: Map) -> list[tuple[Var, Map]]:
 
 
 def _is_causal(known: np.ndarray, shape: tuple[int, ...], where: Map, layout: Layout) -> bool:
-    """Returns whether a constant mask of this shape is lower triangular in queries and keys, and the same elsewhere."""
+    """Returns whether a constant mask of this shape is lower triangular in queries and keys, and constant elsewhere."""
     ends: list[Any] = [where[a] if a is not None else None for part in layout.logits[3:] for a in part]
     used = {a for a in where if a is not None}
     if None in ends or len(ends) != 2 or used != set(ends):
@@ -446,7 +446,7 @@ def _additive_mask(g: Graph, factor: float, v: Var, where: Map, low: float) -> M
 
 
 def _unscaled(g: Graph, x: Var) -> tuple[float, Var]:
-    """Returns (factor, y) where x is a number times y."""
+    """Splits x = factor * y, where the factor is a number. Returns (factor, y)."""
     factor, v, where = 1.0, *strip(g, x, casts="none")
     while is_like(v, where, x) or where == identity(x.shape):
         node = g.defs.get(v)
@@ -475,7 +475,7 @@ def attention_site(g: Graph, anchor: Node, options: Options) -> Site:
     qk = logits.product
     precision = precision_name(qk.params["precision"], pv.params["precision"])
 
-    # Where q, k and v were only widened, the op may take them as they were if the result is narrow anyway.
+    # If q, k and v are casts to a wider dtype and the result is narrow, the op takes the arrays before the casts.
     (q_factor, q), (k_factor, k) = (_unscaled(g, g.find(qk.ins[side])) for side in (layout.q_side, 1 - layout.q_side))
     scale, operands = logits.scale * q_factor * k_factor, [q, k, g.find(pv.ins[1 - p_side])]
     out = g.find(pv.out)

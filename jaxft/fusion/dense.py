@@ -87,7 +87,7 @@ def _product(g: Graph, v: Var, bias: Var | None) -> Product | None:
 def _dense_of(g: Graph, h: Var, readers: Collection[Node] = ()) -> Product | None:
     """Returns the dense layer without activation that computes `h`.
 
-    Nothing but one node, or `readers`, may read `h`, and nothing else may read its matmul.
+    Returns None if several nodes outside of `readers` read `h`, or if another node reads the result of the matmul.
     """
     if len(g.uses(h)) > 1 and is_used_outside(g, h, readers):
         return None
@@ -335,7 +335,7 @@ def cross_entropy_site(g: Graph, log_softmax: Site, options: Options) -> Site:
 
 
 def normalised_loss_site(g: Graph, anchor: Node, options: Options) -> Site:
-    """Recognises the summed loss log(sum(exp(logits))) - logits[label], as optax has it, by its logarithm."""
+    """Recognises by its logarithm the summed loss log(sum(exp(logits))) - logits[label], which optax computes."""
     argument, z = log_of_sum(g, anchor)
     log, shift = g.find(anchor.out), [(c, v) for c, v, _ in terms(g, argument, stop={z}) if v is not z]
     for y in outward(g, log, ("add", "broadcast_in_dim", "neg", "reshape", "squeeze", "sub"), 4):
@@ -505,7 +505,7 @@ def permute_site(g: Graph, node: Node, options: Options) -> Site:
 
 
 def matmul_site(g: Graph, node: Node, options: Options) -> Site:
-    """Recognises a matmul of transposed operands: it reads them as they are."""
+    """Recognises a matmul of transposed operands. Its replacement reads the operands without the transposes."""
     contracted, batch = node.params["dimension_numbers"]
     operands, dims, moved = [], [], 0
     for side, x in enumerate(map(g.find, node.ins)):

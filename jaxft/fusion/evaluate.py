@@ -56,7 +56,7 @@ class Program:
         return [miss for program in self.programs for miss in program.found.misses]
 
     def _order(self) -> list[Node | Site]:
-        """Returns what has to run, in an order in which it can."""
+        """Returns the nodes and sites to run, each after the ones whose results it reads."""
         g, makers = self.graph, dict[Var, Node | Site](self.graph.defs)
         makers |= {v: site for site in self.found.sites.values() for v in site.outs}
         order, done = list[Node | Site](), set[Any]()

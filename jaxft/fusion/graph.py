@@ -374,7 +374,7 @@ def varying(aval: Any) -> frozenset[Any]:
 
 
 def _is_number(aval: Any) -> bool:
-    """Returns whether a type is of booleans, integers or real numbers."""
+    """Returns whether a type is boolean, integer or real."""
     dtype = getattr(aval, "dtype", None)
     kinds = (np.bool_, np.integer, np.floating)
     return dtype is not None and any(jax.dtypes.issubdtype(dtype, kind) for kind in kinds)

@@ -189,7 +189,7 @@ def _squared(g: Graph, coefficient: float, v: Var) -> Var:
 
 
 def _what_is_between(g: Graph, v: Var) -> str:
-    """Returns which operation is between a root and the sum that `v`, its argument, comes from. Without a sum, ""."""
+    """Returns the operation between a sum and a root with the argument `v`, or "" if there is no sum."""
     stack, seen = [(g.find(v), "")], set[Var]()
     while stack:
         v, name = stack.pop()
@@ -208,7 +208,7 @@ def _what_is_between(g: Graph, v: Var) -> str:
 
 
 def _unclipped(g: Graph, v: Var) -> list[Term]:
-    """Returns the terms of a variance. A maximum with 0, which Flax takes of E[x^2] - E[x]^2, is looked through."""
+    """Returns the terms of a variance. Ignores a maximum with 0, which Flax applies to E[x^2] - E[x]^2."""
     found: list[Term] = []
     for c, term, where in terms(g, v):
         node = g.defs.get(term) if term is not None else None
@@ -268,7 +268,7 @@ def _affine(g: Graph, y: Var, x: Var, variance: Var, center: bool) -> tuple[Var 
 
 
 def _depends(g: Graph, v: Var, x: Var) -> bool:
-    """Returns whether `v` is computed from `x`. A vector of parameters is not, also where x is one row."""
+    """Returns whether `v` is computed from `x`. A vector of parameters is not, even if x is a single row."""
     return v is x or any(x in map(g.find, node.ins) for node in region(g, [v], {x}))
 
 
@@ -298,7 +298,7 @@ def _norm_site(g: Graph, anchor: Node, norm: Norm, is_only: bool, options: Optio
         return rms_norm(x, gamma, **settings, **in_place)
 
     op, leaves = "layer_norm" if norm.center else "rms_norm", present(norm.x, *norm.vectors)
-    # One of several must not take into it what comes before, nor overwrite it.
+    # One of several norms must neither absorb the op before it nor overwrite the array.
     parts, operands = (norm, [norm.x]) if is_only else (None, [])
     inside = region(g, [norm.y], leaves)
     return Site(op, op, anchor, [norm.y], leaves, call, norm.static, inside, parts, operands=operands)
@@ -308,8 +308,8 @@ def _norm_site(g: Graph, anchor: Node, norm: Norm, is_only: bool, options: Optio
 class Softmax:
     """y = softmax(logits) over `axis`.
 
-    `mask` says which elements the sum has, if not all; the others of y are 0. `empty` is then what a row without any
-    has: "zero", or "nan" of a division by 0.
+    `mask` selects the elements of the sum, or is None for all elements. The other elements of y are 0. `empty` is the
+    result of a row without selected elements: "zero", or "nan" from a division by 0.
     """
 
     y: Var
@@ -333,7 +333,7 @@ def mask_after(g: Graph, node: Node, v: Var) -> Mask | None:
 
 
 def _masked(g: Graph, v: Var) -> dict[Var, Mask]:
-    """Returns what where(mask, v, 0) and v * mask are, with their masks."""
+    """Returns the values where(mask, v, 0) and v * mask of the graph, with their masks."""
     users = [user for user in g.uses(v) if user is not None]
     return {g.find(user.out): mask for user in users if (mask := mask_after(g, user, v)) is not None}
 
@@ -447,9 +447,9 @@ def log_softmax_site(g: Graph, anchor: Node, options: Options) -> Site:
 
 
 def _rows_of_minus_infinity(g: Graph, z: Var) -> tuple[Var, bool] | None:
-    """Returns (mask, inverted) of logits that are where(mask, x, -inf), whose rows without a True are NaN.
+    """Returns (mask, inverted) of logits where(mask, x, -inf). The softmax of a row without a True is NaN.
 
-    Returns None if no row is -inf throughout, as far as can be seen. Raises `Refused` where another row may be.
+    Returns None if nothing in the graph makes a whole row -inf. Raises `Refused` if something else than a mask may.
     """
     stack, seen = [g.find(z)], set[Var]()
     while stack:

@@ -14,7 +14,7 @@ MASKED_ROWS = ("exact", "mask", "zero")
 
 
 class Refused(Exception):
-    """A near miss. The message is the reason; without one, the node is nothing that jaxft fuses."""
+    """A near miss. The message is the reason. Without a message, the node is not near to anything that jaxft fuses."""
 
 
 def need(condition: Any, reason: str = "") -> None:
@@ -43,8 +43,7 @@ class Site:
       anchor: the node by which the site was found.
       outs: the values that the op computes.
       inputs: the values that it takes.
-      call: computes the values `outs` from the values `inputs`. The keyword `in_place` is given if `dying` is not
-        empty.
+      call: computes the values `outs` from the values `inputs`. It gets the keyword `in_place` if `saves` is not 0.
       static: settings of the op, for people.
       region: the nodes that the op replaces.
       parts: what an op that absorbs this one needs.

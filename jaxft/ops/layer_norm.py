@@ -235,7 +235,7 @@ def run(
 ) -> tuple[Array, ...]:  # fmt: skip
     """Computes the normalised array, and the sum and the float8 array if the plan asks for them.
 
-    `carriers`, which only kernels take, are those of the first five arrays (see `transforms.carrier`).
+    `carriers`, which only kernels take, belong to the first five arrays (see `transforms.carrier`).
     """
     if plan.float8_scale is not None:
         return _with_float8(plan, x, bias, residual, gamma, beta, rng)

@@ -46,7 +46,7 @@ def rotary(
 
     Args:
       qkv: packed queries, keys and values, `[..., 3, N, H]`, float32, float16 or bfloat16, or a pair (query, key) of
-        arrays `[..., N, H]` and `[..., K, H]`. H is even. The leading axes are those of the tokens, for example
+        arrays `[..., N, H]` and `[..., K, H]`. H is even. The leading axes are the axes of the tokens, for example
         `[B, T]` or, for packed sequences, `[M]`. The values are not changed. The rotation is computed in float32.
       positions: integers that broadcast to the tokens, for example `[T]`, `[B, T]` or `[M]`. The angles are float32.
       theta: base of the frequencies, a positive Python number.

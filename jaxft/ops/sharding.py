@@ -34,10 +34,10 @@ class Rule:
     """Names of the axes of the arguments and results of a kernel.
 
     Both texts have one part per argument or result, separated by commas. A part is the names of the axes, separated by
-    spaces. It holds for each array of a tuple, or has one alternative for each of them, separated by `|`. A name `...`
-    stands for any number of axes that may be divided. The part `key(b n T)` is for a random key of dropout: it names
-    the axes, or gives the sizes, whose flat index is the row of dropout. The kernel does not read an array with axes
-    `_`.
+    spaces. If an argument is a tuple, its part holds for each array of the tuple, or has one alternative per array,
+    separated by `|`. A name `...` stands for any number of axes that may be divided. The part `key(b n T)` is for a
+    random key of dropout. It has the names or sizes of the axes whose flat index is the row of dropout. A part `_` is
+    for an array that the kernel does not read.
 
     Attributes:
       op: name of the op, for messages.
@@ -104,8 +104,8 @@ def partitioned(
         def shardy_rule(_: Any, given: Sequence[Any], wanted: Sequence[Any]) -> SdyShardingRule:
             return _Layout(rule, names, results, [x.shape for x in given], [x.shape for x in wanted]).shardy()
 
-        # With one device, JAX lowers the call as if it were not here. Whether there are more is known only then: a
-        # trace, which is cached, does not depend on the shardings of Auto axes.
+        # With one device, JAX lowers `whole` without partitioning. Only the lowering knows the number of devices,
+        # because a cached trace does not depend on the shardings of Auto axes.
         call = custom_partitioning(whole)
         call.def_partition(partition, sharding_rule=shardy_rule)
         return jax.tree.unflatten(jax.tree.structure(out), call(*map(_raw, leaves), *program.consts))
@@ -117,11 +117,11 @@ def over_explicit_axes(rule: str | Callable[[dict[str, Any]], str]) -> Callable[
     """Decorates a public op, so that it takes arrays which are sharded over the Explicit axes of a mesh.
 
     `rule` names the axes of the arguments and of the results, from the right: `"x: ... D, gamma: D -> ... D"`. `|`
-    separates the names for the arrays of a tuple. One result stands for all. Where the names depend on the arguments,
-    `rule` is a function that makes them from the arguments by name.
+    separates the names for the arrays of a tuple. A rule with one result holds for all results. If the names depend on
+    the arguments, `rule` is a function that gets the arguments by name and returns the names.
 
-    Where an array is divided along an axis with an upper-case name, or two arrays are divided in ways that contradict
-    each other, XLA runs the op, or an error names the array.
+    If an array is divided along an axis with an upper-case name, or two arrays are divided in ways that contradict each
+    other, XLA runs the op, or an error names the array.
     """
 
     def decorate(op: _Function) -> _Function:

@@ -349,7 +349,7 @@ class CrossEncoder:
         Args:
           batch_size: the `batch_size` of the calls.
           show_progress_bar: whether to show progress on stderr. None shows it if stderr is a terminal.
-          devices: the `devices` of the calls. None takes those of calls with many pairs.
+          devices: the `devices` of the calls. None takes the devices of calls with many pairs.
           **options: other keyword arguments of `predict`, for example `apply_softmax`.
 
         Raises:

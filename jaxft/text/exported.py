@@ -51,7 +51,7 @@ def contents(
     options: Mapping[str, Any],
     show_progress_bar: bool | None,
 ) -> dict[str, Any]:
-    """Returns the files that `export` adds to those of `save_pretrained`.
+    """Returns the files that `export` adds to the files of `save_pretrained`.
 
     Args:
       owner: name of the encoder's class.

@@ -1,4 +1,4 @@
-"""Bounds how much longer the steps of a tokenizer make a text, because memory follows the characters after them."""
+"""Bounds the growth of a text in the steps of a tokenizer, whose memory is proportional to the grown text."""
 
 import base64
 import functools
@@ -47,7 +47,7 @@ class Growth:
     def size(self, text: str, *, rough: float | None = None) -> float:
         """Returns the size of a text, or infinity if it is above `MOST`, without normalizing that much text.
 
-        The size is rounded up to `bound` where `bound` is at most `rough` (None: `MOST`).
+        Returns `bound`, which is faster and may be larger, if `bound` is at most `rough`. None stands for `MOST`.
         """
         if (bound := self.bound(text)) <= (MOST if rough is None else rough):
             return bound
@@ -100,7 +100,7 @@ class Growth:
 
     @functools.cached_property
     def _spread(self) -> int:
-        """Growth by pre-tokenizers: all but one that put a character before words or write bytes as characters."""
+        """Growth by the pre-tokenizers after the first that puts a character before words or writes bytes."""
         kinds = [step["type"] for step in self._splitters]
         prefixes = kinds.count("Metaspace") + sum(bool(step.get("add_prefix_space")) for step in self._splitters)
         return max(prefixes, 1) << max(kinds.count("ByteLevel") - 1, 0)

@@ -338,7 +338,7 @@ class LongTexts:
         return part
 
     def _cut_tokenised(self, text: str, count: int, factor: int) -> str:
-        """Cuts a text of which nothing is certain. It is tokenised to see which of its parts have the same tokens."""
+        """Cuts a text for which no rule holds. Tokenises the text, and searches a part that has the same tokens."""
         if len(text) > _MOST:
             raise _CannotCutError(text)
         with _ALONE:

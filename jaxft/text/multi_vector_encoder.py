@@ -38,8 +38,8 @@ class MultiVectorEncoder(TextEncoder):
       max_seq_length: see `SentenceEncoder`.
       token_modules: see `MultiVectorModel`.
       query_expansion: None, or a dict for ColBERT's expansion of queries: `"strategy"`, "fixed" for queries of exactly
-        `"length"` tokens or "min" for at least so many; `"attend"`, whether tokens attend to the added ones (False by
-        default); and `"token"`, the added token (by default the mask token, or else the token that ends a text).
+        `"length"` tokens or "min" for at least `"length"`; `"attend"`, whether tokens attend to the added ones (by
+        default not); and `"token"`, the added token (by default the mask token, or else the token that ends a text).
       mask_token: text of the mask token. None takes "[MASK]" or "<mask>" if the tokenizer has it.
       skiplist_words: tokens whose vectors are left out, for example `list(string.punctuation)`.
       skiplist_tasks: tasks for which they are left out, by default only documents. `encode` without a task counts as
@@ -354,7 +354,7 @@ class MultiVectorEncoder(TextEncoder):
 
         Args:
           embeddings1: of queries, as for `similarity`.
-          embeddings2: of as many documents.
+          embeddings2: of the same number of documents.
 
         Returns:
           float32 `[n]`, see `similarity`.

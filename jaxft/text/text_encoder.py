@@ -483,7 +483,7 @@ class TextEncoder:
         Args:
           batch_size: the `batch_size` of the calls.
           show_progress_bar: whether to show progress on stderr. None shows it if stderr is a terminal.
-          devices: the `devices` of the calls. None takes those of calls with many texts.
+          devices: the `devices` of the calls. None takes the devices of calls with many texts.
           **options: other keyword arguments of the calls, for example `normalize_embeddings`. With `task`, the calls
             are `encode_query` or `encode_document`.
 

@@ -264,7 +264,7 @@ def _alike(entry: Entry, programs: Sequence[Program], args: Any, unit: float) ->
             alike.append(program)
         else:
             logger.warning(
-                "autotune: %s %s is left out with %s: its results differ from those of %s by more than rounding",
+                "autotune: %s %s is left out with %s: its results differ from the results of %s by more than rounding",
                 *entry, program.config, programs[0].config,
             )  # fmt: skip
     return alike

@@ -371,7 +371,7 @@ def _dkv_tile(
 
 
 def _bias_gradient(p: Problem, refs, batch, head, tile, span: Span, j, block_q: int, block_k: int) -> Array:
-    """Computes the gradient of the logits of a tile of queries and key block `j`. `refs` are those of the kernel."""
+    """Computes the gradient of the logits of a tile of queries and key block `j`. `refs` are the kernel's refs."""
     q_ref, k_ref, v_ref, *rest = refs[:_SHARED]
     dout_ref, top_ref, total_ref, factor_ref, delta_ref, _ = refs[_SHARED:]
     refs = Refs(*rest)
