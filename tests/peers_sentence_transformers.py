@@ -550,6 +550,13 @@ def test_evaluators_give_the_same_scores(name, folder):
         assert got.items() <= adapted.metrics.items()
 
 
+def test_evaluation_of_one_text_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["evaluate.py", "--model", "none", "--texts", "1"])
+    with pytest.raises(SystemExit):
+        evaluate.main()
+    assert "--texts: expected at least 2, got 1" in capsys.readouterr().err
+
+
 def test_evaluators_of_translations_give_the_same_scores(pair):
     them, us = pair("a default prompt")
     rows = [{"en": text, "de": other} for text, other in zip(TEXTS, TEXTS[::-1], strict=True)]
