@@ -241,6 +241,7 @@ def test_fused_networks_are_checked_and_timed(cases, tmp_path, monkeypatch, caps
     assert "feed_forward_residual_layer_norm" in text and "as fast as the original" in text and "planned in" in text
 
 
+@pytest.mark.slow
 def test_corpus_is_timed_in_pairs(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FUSION_SIZES", "2,12,32,4,8,64,50")
     wanted = "corpus, forward: softmax", "corpus, forward+backward: a bias and"
@@ -351,6 +352,7 @@ def test_tune_needs_a_case(capsys):
     assert "no case has what --only, --sizes and --dtypes say" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_tune_compares_where_configs_differ(table, tmp_path, monkeypatch):
     def ours(x):
         warps = tuning_rows.softmax(*x.shape, 4, dispatch.device()).num_warps
@@ -968,6 +970,7 @@ def test_bench_modern_encoders_times_jax(tiny_modern, tmp_path, monkeypatch):
     assert lines[-1] == f"- {encoder} 2x32, xla, blocks: {failure['note']}."
 
 
+@pytest.mark.slow
 def test_bench_modern_encoders_times_no_wrong_result(tiny_modern, tmp_path, monkeypatch):
     forward = plain_encoders.jaxft_forward
     monkeypatch.setattr(
