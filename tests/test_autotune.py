@@ -357,6 +357,7 @@ def test_variants_take_turns_in_both_orders():
     np.testing.assert_array_equal(times, [[1, 2, 3], [6, 5, 4], [7, 8, 9]])
 
 
+@pytest.mark.slow
 def test_calls_take_turns_with_copies_of_the_arguments(monkeypatch):
     """The timer of all programs goes through the copies, and each search sees the copies that it asked for."""
     seen = []
