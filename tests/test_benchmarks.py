@@ -89,8 +89,9 @@ def test_shapes_are_listed_once():
 
 
 # `make test-all` runs these scripts too. They differ from others in their ops alone, or compile models.
-SLOW_SCRIPTS = (bench_bias_activation, bench_contrastive, bench_dense, bench_embeddings, bench_fp8,
-                bench_gated_activation, bench_relative_bias, bench_rotary, bench_train)  # fmt: skip
+SLOW_SCRIPTS = (bench_attention, bench_bias_activation, bench_contrastive, bench_dense, bench_embeddings,
+                bench_encoder, bench_feed_forward, bench_fp8, bench_gated_activation, bench_relative_bias,
+                bench_rotary, bench_train)  # fmt: skip
 
 
 def script(module, settings, peers):
@@ -232,15 +233,16 @@ def test_question_answering_is_timed_on_packed_texts(tmp_path, monkeypatch, caps
     assert all("samples/s" in row["note"] and "not an MLPerf result" in row["note"] for row in rows)
 
 
-@pytest.mark.parametrize("cases", [[0], *slow([0, 2])], ids=str)
-def test_fused_networks_are_checked_and_timed(cases, tmp_path, monkeypatch, capsys):
+@pytest.mark.slow
+def test_fused_networks_are_checked_and_timed(tmp_path, monkeypatch, capsys):
     sizes = {"batch": 2, "length": 8, "layers": 1, "width": 32, "heads": 2}
-    monkeypatch.setattr(bench_fuse, "CASES", [dataclasses.replace(bench_fuse.CASES[i], **sizes) for i in cases])
+    monkeypatch.setattr(bench_fuse, "CASES", [dataclasses.replace(bench_fuse.CASES[i], **sizes) for i in (0, 2)])
     bench_fuse.main(["--quick", "--force", "--out", str(tmp_path)])
     text = capsys.readouterr().out
     assert "feed_forward_residual_layer_norm" in text and "as fast as the original" in text and "planned in" in text
 
 
+@pytest.mark.slow
 def test_corpus_is_timed_in_pairs(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FUSION_SIZES", "2,12,32,4,8,64,50")
     wanted = "corpus, forward: softmax", "corpus, forward+backward: a bias and"
@@ -351,6 +353,7 @@ def test_tune_needs_a_case(capsys):
     assert "no case has what --only, --sizes and --dtypes say" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_tune_compares_where_configs_differ(table, tmp_path, monkeypatch):
     def ours(x):
         warps = tuning_rows.softmax(*x.shape, 4, dispatch.device()).num_warps
@@ -972,6 +975,7 @@ def test_bench_modern_encoders_times_jax(tiny_modern, tmp_path, monkeypatch):
     assert lines[-1] == f"- {encoder} 2x32, xla, blocks: {failure['note']}."
 
 
+@pytest.mark.slow
 def test_bench_modern_encoders_times_no_wrong_result(tiny_modern, tmp_path, monkeypatch):
     forward = plain_encoders.jaxft_forward
     monkeypatch.setattr(

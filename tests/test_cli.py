@@ -230,7 +230,9 @@ def test_stdout_gets_the_lines_of_a_jsonl_file(folder, model, capfdbinary):
     assert names(folder) == ["in.jsonl", "out.jsonl", "texts.txt"]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "precision", [pytest.param(p, marks=[pytest.mark.slow] * (p in ("uint8", "binary"))) for p in PRECISIONS]
+)
 def test_encode_precisions(folder, model, monkeypatch, precision):
     """The .npy file has the dtype of the precision and is allocated in its final size."""
     assert tuple(PRECISIONS) == cli._PRECISIONS

@@ -620,6 +620,7 @@ def test_folder_without_a_checkpoint_is_named(example, missing, checkpoint, tmp_
         common.run(lambda: example.main([f"--model={tmp_path / 'model'}", f"--out={tmp_path / 'out'}"]))
 
 
+@pytest.mark.slow
 def test_fused_training_takes_the_same_steps(capsys):
     fuse_linen.main("--layers 1 --width 32 --heads 2 --batch 2 --length 16 --steps 3 --dtype float32 --force".split())
     text = capsys.readouterr().out

@@ -83,10 +83,14 @@ CASES = [
 SPOILING = ("linear_cross_entropy", "remove_padding", "restore_padding")
 
 
+X64 = ("layer_norm", "softmax", "embeddings_layer_norm", "dense", "qkv_attention", "varlen_qkv_attention", "rotary",
+       "linear_cross_entropy")  # fmt: skip
+
+
 def is_slow(mode, name, implementation):
     is_variant = "(" in name
     if mode == "x64":
-        return implementation == "triton" or is_variant
+        return implementation == "triton" or name not in X64
     if mode == "leaks":
         return name not in ("layer_norm", "qkv_attention", "dense", "linear_cross_entropy")
     if mode == "strict":

@@ -63,8 +63,9 @@ def load(kind, folder, tmp_path, packed):
 
 
 @pytest.mark.parametrize(("kind", "packed"), [
-    ("sentence", True), ("sparse", False), ("multi-vector", True), ("cross", False),
-    *slow_cases(("sentence", False), ("sparse", True), ("multi-vector", False), ("cross", True)),
+    ("sentence", True), ("cross", False),
+    *slow_cases(("sentence", False), ("cross", True)),
+    *slow_cases(*((kind, packed) for kind in ("sparse", "multi-vector") for packed in (False, True))),
 ])  # fmt: skip
 def test_nothing_compiles_after_warmup(kind, folder, tmp_path, packed, compiled):
     encoder, compute, options = load(kind, folder, tmp_path, packed)
