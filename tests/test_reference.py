@@ -1,6 +1,7 @@
 """`jaxft.reference`, the specification, against independent NumPy code in float64."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -631,3 +632,10 @@ def test_nan_cotangents_of_padding_reach_no_gradient(key):
     ones = jnp.ones_like(out)
     for got, expected in zip(vjp(ones.at[:, 3].set(jnp.nan)), vjp(ones), strict=True):
         np.testing.assert_array_equal(got, expected)
+
+
+def test_packed_sequence_beyond_the_rows_is_cut():
+    qkv = jax.random.normal(jax.random.key(0), (6, 3, 2, 4))
+    attend = jax.jit(functools.partial(reference.varlen_qkv_attention, max_seqlen=9))
+    found, expected = (attend(qkv, jnp.array(ends)) for ends in ([0, 4, 9], [0, 4, 6]))
+    np.testing.assert_allclose(found, expected, atol=1e-6)
