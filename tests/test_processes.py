@@ -35,7 +35,7 @@ def on_gpus(monkeypatch):
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     monkeypatch.delenv("RAYON_NUM_THREADS", raising=False)
     monkeypatch.setattr(batching, "_CHUNKS", (32, 40, 40))
-    monkeypatch.setattr(text_encoder, "_FEW", 32)
+    monkeypatch.setattr(batching, "FEW", 32)
     monkeypatch.setattr(text_encoder, "_MANY", 40)
 
 
@@ -131,7 +131,7 @@ def test_tokenizer_that_cannot_be_sent_stays_with_threads(caplog):
 
 
 @pytest.mark.parametrize("error", [OSError("no memory"), MemoryError()])
-def test_process_that_cannot_be_started_is_not_missed(monkeypatch, caplog, error):
+def test_failed_start_leaves_threads(monkeypatch, caplog, error):
     def refuse(*_, **__):
         raise error
 
@@ -180,19 +180,64 @@ def test_processes_end_when_nothing_needs_them():
     assert worker.returncode == -9 and worker.stdout.closed
 
 
+def test_nothing_is_said_if_processes_end_while_they_start(monkeypatch, caplog):
+    threads = []
+    monkeypatch.setattr(processes.threading.Thread, "start", lambda self: threads.append(self))
+    made = Processes(len, 2)
+    monkeypatch.undo()
+    threads[0].start()
+    started = made._started
+    wait(lambda: started)  # its process is killed before it answers, or after
+    del made
+    gc.collect()  # ends the processes
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    wait(lambda: all(worker.poll() is not None for worker in started))
+    assert not caplog.text
+
+
+def test_path_of_other_types_is_ignored(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere")])
+    made = Processes(len, 1)
+    wait(lambda: made.ready)
+    assert made("four") == 4
+
+
+class Text(str):
+    """A string whose class another process does not have."""
+
+
+@pytest.mark.parametrize("other", [Text("rain"), np.str_("rain"), "rain " * (1 << 14)], ids=["class", "numpy", "long"])
+def test_other_texts_stay_with_threads(folder, on_gpus, monkeypatch, other):
+    texts_of = SentenceEncoder.from_pretrained(folder)._texts(None)
+    texts = [*TEXTS[:50], other, *TEXTS[51:]]
+    expected = tokens(texts_of, texts)
+    wait(lambda: texts_of._processes.ready == 2)
+    sent, own = [], Processes.__call__
+    monkeypatch.setattr(Processes, "__call__", lambda self, *call: sent.extend(call[1]) or own(self, *call))
+    assert tokens(texts_of, texts) == expected
+    assert texts_of._processes.ready == 2 and sent and all(text is not other for text in sent)
+
+
+def test_pairs_of_other_types_stay_with_threads():
+    plain = text_encoder._are_plain
+    assert plain([("a", "b")]) and not plain([("a", Text("b"))]) and not plain([("a", "b" * ((1 << 16) + 1))])
+
+
 @pytest.mark.parametrize(
     "reason", ["cpu", "cores", "limit", "threads", "variable", "executable", "few texts", "short calls"]
 )
 def test_threads_suffice(folder, on_gpus, monkeypatch, reason):
     changes = {
         "cpu": lambda: monkeypatch.setattr(dispatch, "platform", lambda: "cpu"),
-        "cores": lambda: monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(7), raising=False),
-        "limit": lambda: monkeypatch.setattr(Path, "read_text", without_limit(Path.read_text, "799999 100000")),
-        "threads": lambda: monkeypatch.setenv("RAYON_NUM_THREADS", "7"),
+        "cores": lambda: monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(15), raising=False),
+        "limit": lambda: monkeypatch.setattr(Path, "read_text", without_limit(Path.read_text, "1599999 100000")),
+        "threads": lambda: monkeypatch.setenv("RAYON_NUM_THREADS", "15"),
         "variable": lambda: monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false"),
         "executable": lambda: monkeypatch.setattr(sys, "executable", "/usr/bin/uwsgi"),
         "few texts": lambda: monkeypatch.setattr(text_encoder, "_MANY", 300),
-        "short calls": lambda: monkeypatch.setattr(text_encoder, "_FEW", 40),
+        "short calls": lambda: monkeypatch.setattr(batching, "FEW", 40),
     }
     changes[reason]()
     texts_of = SentenceEncoder.from_pretrained(folder)._texts(None)

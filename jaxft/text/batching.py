@@ -35,6 +35,9 @@ _CHUNKS = (512, 1024, 8192)
 # Number of tokenisation threads, with packing and with padding. While one thread waits for the interpreter lock, the
 # tokenizer keeps the cores busy with the chunk of another thread.
 _AHEAD = (3, 1)
+# Threads tokenise chunks of up to this number of texts, also where processes tokenise: the first chunk of a call, for
+# which the devices wait, and chunks of long texts, which keep the devices busy.
+FEW = 512
 _MOST_HELPERS = 64  # threads that wait for processes that tokenise
 _CHARACTERS = 1 << 20  # maximum per chunk of several texts; the tokenizer needs about 100 bytes for each character
 _IN_FLIGHT = 8  # batches queued on the device before the oldest result is read back
@@ -381,7 +384,7 @@ class Batcher:
                 return
         with ThreadPoolExecutor(max_workers=ahead) as threads, ThreadPoolExecutor(max_workers=_MOST_HELPERS) as more:
             for piece in itertools.chain(beginning, waiting):
-                pool = more if self.helpers else threads
+                pool = more if self.helpers and len(piece[1]) > FEW else threads
                 coming.append((piece[0], pool.submit(tokens, *piece) if len(piece[1]) else nothing))
                 while len(coming) > ahead + self.helpers:
                     yield finished(*coming.popleft())

@@ -12,7 +12,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-_CORES = 8  # cores for each process, of which each has this number of threads; see docs/performance-notes.md
+_CORES = 8  # cores, and threads, of each process; see docs/performance-notes.md
+_LEAST = 2  # number of processes that are faster than threads
 _PIPE = 1 << 18  # bytes of a pipe: about a chunk, so that a thread that reads or writes it seldom waits for the lock
 
 _log = logging.getLogger("jaxft")
@@ -26,15 +27,17 @@ def suitable() -> int:
         cores = min(cores, int(quota) // int(period))
     with contextlib.suppress(ValueError):
         cores = min(cores, int(os.environ.get("RAYON_NUM_THREADS", "")) or cores)
-    is_off = os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in ("false", "off", "no", "f", "n", "0")
+    is_off = os.environ.get("TOKENIZERS_PARALLELISM", "on").lower() in ("false", "off", "no", "f", "n", "0", "")
     has_python = os.path.basename(sys.executable or "").startswith("python")  # not a program that embeds Python
-    return cores // _CORES if has_python and not is_off else 0
+    count = cores // _CORES
+    return count if has_python and not is_off and count >= _LEAST else 0
 
 
 class Processes:
     """Processes that call a function. They start in the background, and end with this object or with this process.
 
-    A log line says if the function cannot be pickled or a process cannot be started.
+    After a SIGKILL of this process, they end when the children that were forked from it have ended too. A log line says
+    if the function cannot be pickled or a process cannot be started.
 
     Args:
       function: the function. The processes import what its pickle names, but not the program of this process.
@@ -43,17 +46,18 @@ class Processes:
 
     def __init__(self, function: Any, count: int) -> None:
         self._owner = os.getpid()
+        self._ended = threading.Event()
         self._started: list[subprocess.Popen[bytes]] = []
         self._alive: list[subprocess.Popen[bytes]] = []
         self._idle: queue.SimpleQueue[subprocess.Popen[bytes] | None] = queue.SimpleQueue()
-        weakref.finalize(self, _end, self._owner, self._started)
+        weakref.finalize(self, _end, self._owner, self._ended, self._started)
         try:
             data = pickle.dumps(function, protocol=5) if count else b""
         except Exception as error:  # parts in Python
             _log.info("threads tokenise, because processes cannot get the tokenizer: %s", error)
             return
         for _ in range(count):  # the threads hold no reference to this object, which may end first
-            arguments = data, self._started, self._alive, self._idle
+            arguments = data, self._ended, self._started, self._alive, self._idle
             threading.Thread(target=_start, args=arguments, daemon=True).start()
 
     @property
@@ -65,12 +69,13 @@ class Processes:
         """Returns the result of a process. Returns None if none is ready, if it ended, or if the function raised."""
         if not self.ready:
             return None
+        call = pickle.dumps(arguments, protocol=5)
         if (worker := self._idle.get()) is None:
             self._idle.put(None)  # for other threads that wait
             return None
         try:
             assert worker.stdin is not None and worker.stdout is not None
-            worker.stdin.write(pickle.dumps(arguments, protocol=5))
+            worker.stdin.write(call)
             worker.stdin.flush()
             result = pickle.load(worker.stdout)
         except BaseException as error:  # what the pipe still holds belongs to no later call
@@ -86,37 +91,48 @@ class Processes:
         return result
 
 
-def _start(data: bytes, started: Any, alive: Any, idle: Any) -> None:
+def _start(data: bytes, ended: threading.Event, started: Any, alive: Any, idle: Any) -> None:
     """Starts a process, and gives it the pickled function."""
-    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
     command = [sys.executable, "-P", "-c", "from jaxft.text import processes; processes.serve()"]
+    worker = None
     try:
+        path = os.pathsep.join(path or os.getcwd() for path in sys.path if isinstance(path, str))
         worker = subprocess.Popen(
             command, env=os.environ | {"PYTHONPATH": path, "RAYON_NUM_THREADS": str(_CORES)}, stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pipesize=_PIPE,
             start_new_session=True,  # Ctrl-C does not reach it
         )  # fmt: skip
         started.append(worker)
+        if ended.is_set():  # after `_end` went through the list
+            return _kill(worker)
         assert worker.stdin is not None and worker.stdout is not None
         worker.stdin.write(data)
         worker.stdin.flush()
         pickle.load(worker.stdout)
     except Exception as error:
-        _log.warning("a process that tokenises could not be started, going on without it: %r", error)
+        if worker is not None:
+            _kill(worker)
+        if not ended.is_set():
+            _log.warning("a process that tokenises could not be started, going on without it: %r", error)
         return
     alive.append(worker)
     idle.put(worker)
 
 
-def _end(owner: int, started: "list[subprocess.Popen[bytes]]") -> None:
+def _end(owner: int, ended: threading.Event, started: "list[subprocess.Popen[bytes]]") -> None:
     if os.getpid() != owner:
         return
+    ended.set()
     for worker in started:
-        worker.kill()
-        worker.wait()
-        for pipe in (worker.stdin, worker.stdout):
-            with contextlib.suppress(OSError):  # what was not sent
-                pipe and pipe.close()
+        _kill(worker)
+
+
+def _kill(worker: "subprocess.Popen[bytes]") -> None:
+    worker.kill()
+    worker.wait()
+    for pipe in (worker.stdin, worker.stdout):
+        with contextlib.suppress(OSError):  # what was not sent
+            pipe and pipe.close()
 
 
 def serve() -> None:

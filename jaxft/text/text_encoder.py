@@ -32,9 +32,8 @@ from jaxft.text.processes import Processes
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
-# Chunks of up to `_FEW` texts are tokenised by threads: the first of a call, for which the devices wait, and those of
-# long texts, which keep the devices busy. Processes start once an encoder has seen `_MANY` texts in larger chunks.
-_FEW, _MANY = 512, 8192
+_LONG = 1 << 16  # characters; a longer text may take much memory in each process at once
+_MANY = 8192  # processes start once an encoder has seen this number of texts in chunks of more than `batching.FEW`
 _OWN_PROMPTS = {"query": None, "document": None}
 _log = logging.getLogger("jaxft")
 TASKS = {"query": ("query",), "document": ("document", "passage", "corpus")}  # the names of their prompts
@@ -79,6 +78,12 @@ def read_files(
     return Files(folder, layout, tokenizer_files.Settings(layout.transformer))
 
 
+def _are_plain(texts: Sequence[Any]) -> bool:
+    """Tells whether texts, or pairs, are fit for another process: no subclasses of str, and none is very long."""
+    strings = texts if isinstance(texts[0], str) else [*itertools.chain.from_iterable(texts)]
+    return {*map(type, strings)} == {str} and max(map(len, strings)) <= _LONG
+
+
 class Texts:
     """Tokenises and batches texts, or pairs of texts, of at most `limit` tokens."""
 
@@ -112,7 +117,7 @@ class Texts:
 
     def tokens(self, prompt: str, texts: Sequence[Any]) -> "Tokens | Iterator[Encoding]":
         """Tokenises texts, or pairs, after a prompt. After many texts, starts processes, which then tokenise."""
-        if len(texts) <= _FEW:
+        if len(texts) <= batching.FEW or not _are_plain(texts):
             return self.encodings(prompt, texts)
         with self._guard:
             self._seen += len(texts)
