@@ -208,7 +208,7 @@ EXAMPLES = CASES | {
     "own_bias": (partial(jaxft.dense, activation="gelu"), {"bias": VECTOR, "x": ROW, "kernel": KERNEL}),
 }  # fmt: skip
 del EXAMPLES["attention_fn"]
-QUICK = ("residual", "embeddings_ids", "softmax", "dense_gelu", "split_k", "attention")
+QUICK = ("residual", "embeddings_ids", "softmax", "dense_gelu", "own_bias", "split_k", "attention")
 
 
 @pytest.mark.parametrize("dtype", [cases.DTYPES[1], *cases.slow(cases.DTYPES[2])])
