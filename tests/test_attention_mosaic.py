@@ -6,6 +6,7 @@ products are done at once and see what was written without `commit_smem`: a wait
 
 import contextlib
 import functools
+import itertools
 import re
 from unittest import mock
 
@@ -263,52 +264,58 @@ def test_row_statistics(seeded, dtype):
 
 
 KEYS, LENGTHS = of((2, 1, 1, 256), jnp.bool_), of((2,), jnp.int32)
-
-
-@pytest.mark.parametrize(
-    ("shape", "arrays", "options", "expected"),
-    [
-        ((2, 256, 3, 2, 64), {}, {}, MOSAIC),
-        ((2, 384, 3, 12, 64), {}, {"scale": 0.5}, MOSAIC),
-        ((2, 512, 3, 2, 64), {}, {"dropout_rate": 0.1}, MOSAIC),
-        ((256, 3, 2, 64), {}, {}, MOSAIC),
-        ((2, 256, 3, 2, 64), {"mask": KEYS}, {}, MOSAIC),
-        ((2, 256, 3, 2, 64), {"mask": of((256,), jnp.bool_)}, {"dropout_rate": 0.1}, MOSAIC),
-        ((2, 256, 3, 2, 64), {"mask": of((2, 1, 256, 256), jnp.bool_)}, {}, TRITON),
-        ((2, 256, 3, 2, 64), {"mask": of((2, 2, 1, 256), jnp.bool_)}, {}, TRITON),
-        ((2, 256, 3, 2, 64), {"mask": of((2, 1, 1, 1), jnp.bool_)}, {}, TRITON),
-        ((2, 256, 3, 2, 64), {"bias": of((2, 1, 1, 256))}, {}, TRITON),
-        ((2, 256, 3, 2, 64), {"key_value_seq_lengths": LENGTHS}, {}, TRITON),
-        ((2, 256, 3, 2, 64), {"query_seq_lengths": LENGTHS}, {}, TRITON),
-        ((2, 256, 3, 2, 64), {}, {"is_causal": True}, TRITON),
-        ((2, 256, 3, 2, 64), {}, {"local_window_size": 9}, TRITON),
-        ((2, 256, 3, 2, 64), {}, {"scale": -1.0}, TRITON),
-        ((2, 256, 3, 2, 64), {}, {"implementation": "triton"}, TRITON),
-        ((2, 128, 3, 2, 64), {}, {}, ["attention_dqkv", "attention_fwd"]),
-        ((2, 320, 3, 2, 64), {}, {}, TRITON),
-        ((2, 640, 3, 2, 64), {}, {}, TRITON),
-        ((2, 256, 3, 2, 32), {}, {}, TRITON),
-        ((2, 256, 3, 2, 128), {}, {}, TRITON),
-    ],
+SELECTED = (
+    ((2, 256, 3, 2, 64), {}, {}, MOSAIC),
+    ((2, 384, 3, 12, 64), {}, {"scale": 0.5}, MOSAIC),
+    ((2, 512, 3, 2, 64), {}, {"dropout_rate": 0.1}, MOSAIC),
+    ((256, 3, 2, 64), {}, {}, MOSAIC),
+    ((2, 256, 3, 2, 64), {"mask": KEYS}, {}, MOSAIC),
+    ((2, 256, 3, 2, 64), {"mask": of((256,), jnp.bool_)}, {"dropout_rate": 0.1}, MOSAIC),
+    ((2, 256, 3, 2, 64), {"mask": of((2, 1, 256, 256), jnp.bool_)}, {}, TRITON),
+    ((2, 256, 3, 2, 64), {"mask": of((2, 2, 1, 256), jnp.bool_)}, {}, TRITON),
+    ((2, 256, 3, 2, 64), {"mask": of((2, 1, 1, 1), jnp.bool_)}, {}, TRITON),
+    ((2, 256, 3, 2, 64), {"bias": of((2, 1, 1, 256))}, {}, TRITON),
+    ((2, 256, 3, 2, 64), {"key_value_seq_lengths": LENGTHS}, {}, TRITON),
+    ((2, 256, 3, 2, 64), {"query_seq_lengths": LENGTHS}, {}, TRITON),
+    ((2, 256, 3, 2, 64), {}, {"is_causal": True}, TRITON),
+    ((2, 256, 3, 2, 64), {}, {"local_window_size": 9}, TRITON),
+    ((2, 256, 3, 2, 64), {}, {"scale": -1.0}, TRITON),
+    ((2, 256, 3, 2, 64), {}, {"implementation": "triton"}, TRITON),
+    ((2, 128, 3, 2, 64), {}, {}, ["attention_dqkv", "attention_fwd"]),
+    ((2, 320, 3, 2, 64), {}, {}, TRITON),
+    ((2, 640, 3, 2, 64), {}, {}, TRITON),
+    ((2, 256, 3, 2, 32), {}, {}, TRITON),
+    ((2, 256, 3, 2, 128), {}, {}, TRITON),
 )  # fmt: skip
-def test_selection_follows_shape_and_options(shape, arrays, options, expected, key, caplog):
+DEVICES = (  # dtype, device, and whether the kernel of Mosaic GPU exists for them
+    (jnp.bfloat16, {}, True),
+    (jnp.float16, {"kind": "NVIDIA H100 80GB HBM3"}, True),
+    (jnp.float32, {}, False),
+    (jnp.bfloat16, {"kind": "NVIDIA A100-SXM4-80GB", "compute_capability": (8, 0)}, False),
+    (jnp.bfloat16, {"kind": "NVIDIA B200", "compute_capability": (10, 0)}, False),
+)
+
+
+def selections():
+    """Returns each case with each device. Cases that never take Mosaic GPU are slow, except with the first device."""
+    found = []
+    for case, device in itertools.product(SELECTED, DEVICES):
+        quick = case[-1] is MOSAIC or device is DEVICES[0]
+        found += [(*case, *device)] if quick else slow_cases((*case, *device))
+    return found
+
+
+@pytest.mark.parametrize(("shape", "arrays", "options", "expected", "dtype", "card", "supported"), selections())
+def test_selection_follows_shape_and_options(shape, arrays, options, expected, dtype, card, supported, key, caplog):
     if "dropout_rate" in options:
         options = options | {"dropout_rng": key}
 
     def gradient(dout, qkv, arrays):
         return jax.vjp(lambda qkv: jaxft.qkv_attention(qkv, **arrays, **options), qkv)[1](dout)
 
-    dout, cards = (*shape[:-3], *shape[-2:]), 5 if expected is MOSAIC else 1
-    for dtype, card, kinds in (
-        (jnp.bfloat16, {}, expected),
-        (jnp.float16, {"kind": "NVIDIA H100 80GB HBM3"}, expected),
-        (jnp.float32, {}, None),
-        (jnp.bfloat16, {"kind": "NVIDIA A100-SXM4-80GB", "compute_capability": (8, 0)}, None),
-        (jnp.bfloat16, {"kind": "NVIDIA B200", "compute_capability": (10, 0)}, None),
-    )[:cards]:
-        with dispatch.target(**card, multiprocessors=2):
-            got = kernels(gradient, of(dout, dtype), of(shape, dtype), arrays)
-        assert got == kinds if kinds else "mosaic" not in got, (dtype, card)
+    with dispatch.target(**card, multiprocessors=2):
+        got = kernels(gradient, of((*shape[:-3], *shape[-2:]), dtype), of(shape, dtype), arrays)
+    assert got == expected if supported else "mosaic" not in got
     assert caplog.messages == []
 
 

@@ -104,7 +104,7 @@ def test_folders_and_uris_are_read(encoder, folder):
     np.testing.assert_allclose(vectors(read("out")), encoder.encode([*TEXTS[3:5], *TEXTS[:3], *TEXTS[3:5]]), atol=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["int8", "ubinary", *slow("float16", "uint8", "binary")])
+@pytest.mark.parametrize("precision", ["float16", "int8", "ubinary", *slow("uint8", "binary")])
 def test_precisions(precision, encoder):
     write("a.parquet", TEXTS)
     options = {"precision": precision, "rows_per_part": 100, "truncate_dim": np.int64(12), "normalize_embeddings": True}

@@ -49,7 +49,7 @@ def kept(folder):
 
 
 @pytest.mark.parametrize(("kind", "packed"), [
-    ("sentence", False), ("sparse", True), ("cross", True), *slow_cases(("sentence", True), ("multi-vector", False)),
+    ("sentence", False), ("multi-vector", False), ("cross", True), *slow_cases(("sentence", True), ("sparse", True)),
 ])  # fmt: skip
 def test_later_encoder_lowers_nothing(kind, packed, model, tmp_path, folder, lowered):
     _, compute, options = load(kind, model, tmp_path, packed)
