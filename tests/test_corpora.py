@@ -260,7 +260,7 @@ def test_interrupted_command_goes_on(number, corpus, capfd):
     process.communicate()
     assert process.returncode == (143 if number == signal.SIGTERM else -9)
     before = contents_of_parts("out")
-    assert 4 <= len(before) < 30 and before.items() <= expected.items()
+    assert 1 <= len(before) < 30 and before.items() <= expected.items()
     assert cli.main([*command, "-o", "out/"]) == 0
     assert contents("out") == expected
     assert f"parts: {30 - len(before)} written, {len(before)} were there" in capfd.readouterr().err

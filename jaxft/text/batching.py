@@ -513,8 +513,9 @@ class Batcher:
         on = "the device" if lane.device is None else f"the device {lane.device}"
         half = max(batch_size // 2, 1)
         if batch_size == 1:
+            if not lane.is_retired:  # other batches may have been launched on it
+                _log.warning("%s has too little memory for one text; going on without it", on)
             lane.is_retired, lane = True, first
-            _log.warning("%s has too little memory for one text; going on without it", on)
         elif half < self._largest.get(lane.device, batch_size):
             self._largest[lane.device] = half
             _log.warning(
