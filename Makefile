@@ -1,6 +1,6 @@
 # Needs make, Python 3.11 to 3.14 and PyPI. Everything else goes into the virtual environment .venv, made once.
 #   make demo                        a real checkpoint turns real sentences into embeddings
-#   make test [ARGS="-k attention"]  the tests without the slow ones: about 12 minutes on two cores
+#   make test [ARGS="-k attention"]  the tests without the slow ones: about 15 minutes on two cores
 #   make test-all                    all tests, also those marked slow (more dtypes, shapes, launch configurations and
 #                                    seeds of random cases, third derivatives, trainings, resumed runs);
 #                                    JAXFT_TEST_CASES=20 for so many seeds
