@@ -59,11 +59,13 @@ def test_tokens_are_those_of_this_process(folder, on_gpus, monkeypatch):
     texts_of = SentenceEncoder.from_pretrained(folder)._texts(None)
     expected = {prompt: tokens(texts_of, TEXTS, prompt) for prompt in ("", "the old ")}
     wait(lambda: texts_of._processes.ready == 2)
-    monkeypatch.setattr(texts_of, "encodings", lambda prompt, texts: long_texts.encodings(
-        texts_of.long_texts, {}, prompt, texts if len(texts) <= 32 else pytest.fail("a thread tokenises")
-    ))  # fmt: skip
+    own, by_threads = texts_of.encodings, []
+    monkeypatch.setattr(
+        texts_of, "encodings", lambda prompt, texts: by_threads.append(len(texts)) or own(prompt, texts)
+    )
     for prompt in expected:
         assert tokens(texts_of, TEXTS, prompt) == expected[prompt]
+    assert by_threads.count(32) == 2 and max(by_threads) <= 32  # the first chunk of each call
     assert texts_of.batcher.helpers == 2
 
 
