@@ -145,6 +145,14 @@ def test_text_of_more_characters_than_a_chunk_is_a_chunk(encoder, monkeypatch):
     assert pq.ParquetFile("out/part-000000.parquet").num_row_groups == 5
 
 
+def test_text_that_does_not_fit_begins_a_chunk(encoder, monkeypatch):
+    write("a.parquet", TEXTS[:1])
+    write("b.parquet", TEXTS[1:2])
+    monkeypatch.setattr(inputs, "CHUNK_CHARACTERS", max(map(len, TEXTS[:2])))
+    corpora.encode_corpus(encoder, ["a.parquet", "b.parquet"], "out")
+    assert pq.ParquetFile("out/part-000000.parquet").num_row_groups == 2
+
+
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_null_text_gives_a_null_embedding(kind, model, encoder, capsys):
     texts = [*TEXTS[:70], None, *TEXTS[70:90], None]
