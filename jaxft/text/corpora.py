@@ -11,8 +11,9 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -310,18 +311,13 @@ def model_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _facts(data: IO[bytes], digest: Any, rows: Any, part: int, settings: str) -> dict[str, Any]:
+def _facts(data: BufferedReader, digest: Any, rows: Any, part: int, settings: str) -> dict[str, Any]:
     """Returns the record of a part. `digest` has the first bytes of `data`, which is read to its end.
 
     `settings` is the checksum of the settings, because the manifest may be lost.
     """
-    _read(data, digest)
+    hashlib.file_digest(data, lambda: digest)
     return {"part": part, "rows": rows, "bytes": data.tell(), "sha256": digest.hexdigest(), "settings": settings}
-
-
-def _read(data: IO[bytes], digest: Any) -> None:
-    while block := data.read(1 << 20):
-        digest.update(block)
 
 
 class _Writer:
@@ -413,7 +409,7 @@ class _OpenPart:
         with atomic.writing(self._file):
             table = pa.table([*arrays, column], schema=self._schema)
             self._writer.write_table(table, row_group_size=chunk.rows)
-            _read(self._data, self._digest)
+            hashlib.file_digest(self._data, lambda: self._digest)
             if hasattr(os, "fdatasync"):  # now, while the devices compute, and not all at the end of the part
                 os.fdatasync(self._data.fileno())
         self._rows += chunk.rows
