@@ -11,7 +11,7 @@ from compare import errors, magnitude, ulp
 from fusion_cases import CASES
 
 DTYPES = [pytest.param(jnp.float32, id="float32"), *slow(pytest.param(jnp.bfloat16, id="bfloat16"))]
-# Their results are compared in `make test` too in bfloat16; those of the other cases by `make test-all`.
+# `make test` compares the results of these cases in bfloat16. `make test-all` compares all cases.
 REPRESENTATIVE = ["linen.LayerNorm", "jax.nn.gelu, tanh", "linen attention, mask", "einsum, (1 - m) * -1e9, empty rows"]
 # In float32, `make test` compares one spelling of each meaning. All spellings are recognised there, by one name.
 COMPARED = [

@@ -449,7 +449,7 @@ def some(kind: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def measured(request, tmp_path_factory):
-    """What one process measures for all tests that were selected."""
+    """Returns the measurements of all selected tests. One process with four devices makes them."""
     file = tmp_path_factory.mktemp("sharding") / "ops.json"
     items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
     wanted = [item.callspec.params for item in items if "measured" in item.fixturenames]
