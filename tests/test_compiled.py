@@ -9,7 +9,7 @@ from flax import nnx
 
 import jaxft
 from bench_encoder import kernels
-from cases import slow
+from cases import slow, slow_cases
 from jaxft import dispatch
 from jaxft.models.bert import BertConfig, BertModel
 from jaxft.ops.attention import qkv_attention, varlen_qkv_attention
@@ -35,13 +35,19 @@ def launched(batch, length, dtype, masked):
     return kernels(jax.jit(run).lower(params, x, keep).compile().as_text())
 
 
+LAYER_SHAPES = [(1, 128), (8, 128), (32, 128), (32, 512)]
+
+
 def moved(found):
     return [kind for kind in found if any(word in kind for word in ("copy", "slice", "transpose", "concatenate"))]
 
 
 @pytest.mark.parametrize("masked", [True, *slow(False)])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, *slow(jnp.float16)])
-@pytest.mark.parametrize(("batch", "length"), [(1, 128), (8, 128), (32, 128), (32, 512)])
+@pytest.mark.parametrize(("batch", "length", "dtype"), [
+    *((*shape, jnp.bfloat16) for shape in LAYER_SHAPES), (32, 512, jnp.float32),
+    *slow_cases(*((*shape, jnp.float32) for shape in LAYER_SHAPES[:-1])),
+    *slow_cases(*((*shape, jnp.float16) for shape in LAYER_SHAPES)),
+])  # fmt: skip
 def test_layer_has_a_bounded_number_of_kernels(batch, length, dtype, masked):
     found, rows = launched(batch, length, dtype, masked), batch * length
     hopper, after_hopper = dispatch.device().is_hopper, dispatch.device().is_after_hopper
@@ -90,8 +96,9 @@ def test_one_sequence_runs_as_one_cuda_graph(tmp_path):
 
 
 @pytest.mark.parametrize("lengths", ["whole", "keys", "packed"])
-@pytest.mark.parametrize("length", [128, 512])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(("length", "dtype"), [
+    (128, jnp.bfloat16), (512, jnp.bfloat16), *slow_cases((128, jnp.float32), (512, jnp.float32))
+])  # fmt: skip
 def test_attention_copies_no_arrays(dtype, length, lengths):
     """One or two kernels read packed QKV, and write its gradient, in place."""
     batch, heads, size = 8, 12, 64

@@ -91,6 +91,7 @@ def check(
 # --- Activations -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("tanh_error", [-(2.0**-11), 2.0**-11, *slow(0.0)])  # relative error of the hardware's tanh
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
@@ -139,6 +140,7 @@ SLOPE_BOUNDS: dict[Any, dict[str, float]] = {
 }
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("tanh_error", [-2e-5, 2e-5, *slow(0.0)])  # twice what was measured on a Hopper GPU
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
@@ -575,8 +577,8 @@ def test_kernel_has_no_races(config):
 @hopper
 @pytest.mark.parametrize(
     "config",
-    [None, BY_TURNS, MosaicDenseConfig(128, 128, split="n", cluster_m=2, programs=132),
-     *slow(MosaicDenseConfig(64, 192, programs=132), MosaicDenseConfig(64, 256, programs=132),
+    [None, MosaicDenseConfig(128, 128, split="n", cluster_m=2, programs=132),
+     *slow(BY_TURNS, MosaicDenseConfig(64, 192, programs=132), MosaicDenseConfig(64, 256, programs=132),
            MosaicDenseConfig(64, 256, split="none", cluster_m=2, programs=132))],
     ids=str,
 )  # fmt: skip

@@ -365,7 +365,7 @@ def test_cards_that_jax_cannot_lower_for_are_named(tmp_path):
 
 
 @pytest.mark.skipif(INTERPRET, reason="runs kernels of a GPU in a new process")
-@pytest.mark.parametrize("options", [{"packed": True}, {"packed": False}], ids=str)
+@pytest.mark.parametrize("options", [{"packed": True}, *slow({"packed": False})], ids=str)
 def test_a_new_process_runs_the_kernels(options, tmp_path):
     encoder = wide_encoder(**options)
     encoder.export(tmp_path / "folder")

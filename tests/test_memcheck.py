@@ -14,7 +14,7 @@ from jaxft import dispatch
 
 SANITIZER = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ["PATH"], "/usr/local/cuda/bin"]))
 ROOT = Path(__file__).resolve().parents[1]
-CASES, PARTS = 50, 10  # PARTS processes run CASES cases; starting one takes as long as some cases
+CASES, PARTS = 50, 25  # PARTS processes run CASES cases; starting one takes as long as some cases
 
 sanitized = pytest.mark.skipif(
     dispatch.platform() != "cuda" or SANITIZER is None, reason="needs an NVIDIA GPU and compute-sanitizer"
