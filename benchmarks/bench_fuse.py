@@ -269,9 +269,16 @@ def corpus() -> dict[str, Any]:
 
 
 def pulled_back(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
-    """Returns a function of the floats among `args`, with results and gradients, and these floats."""
+    """Returns a function with the results and gradients of `fn`, and its arguments.
+
+    The arguments are the floats among `args`, and cotangents, which are random. Cotangents that the function computed
+    from its results would be fused with the forward pass, and the sum of a softmax has no gradient.
+    """
     leaves, tree = jax.tree.flatten(args)
     at = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
+    results, outs = jax.tree.flatten(jax.eval_shape(fn, *args))
+    keys = jax.random.split(jax.random.key(0), len(results))
+    cotangents = [jax.random.normal(key, x.shape).astype(x.dtype) for key, x in zip(keys, results, strict=True)]
 
     def run(*values: Any) -> Any:
         def of_floats(*values: Any) -> Any:
@@ -280,11 +287,10 @@ def pulled_back(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[.
                 every[i] = value
             return fn(*jax.tree.unflatten(tree, every))
 
-        out, pull_back = jax.vjp(of_floats, *values)
-        # A cotangent of ones would be folded, and the sum of a softmax has no gradient.
-        return out, pull_back(jax.tree.map(jnp.cos, out))
+        out, pull_back = jax.vjp(of_floats, *values[: len(at)])
+        return out, pull_back(jax.tree.unflatten(outs, values[len(at) :]))
 
-    return run, [leaves[i] for i in at]
+    return run, [leaves[i] for i in at] + cotangents
 
 
 class CorpusCase:

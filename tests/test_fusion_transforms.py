@@ -13,6 +13,7 @@ import jaxft
 from cases import in_float64, pytest_on, slow, slow_cases
 from fusion_cases import ATT, BA, CASES, DRLN, EMPTY, FF, LN, PAD, normal
 from jaxft import cli, dispatch
+from jaxft.fusion import plan
 
 LAYER = {ATT: 1, DRLN: 1, FF: 1}
 
@@ -41,7 +42,7 @@ def assert_same(actual, expected, tolerance=3e-5):
 
 
 def loss_of(fn):
-    return lambda *args: jnp.sum(jnp.sin(fn(*args)))
+    return lambda *args: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(fn(*args)))
 
 
 # --- Transformations ---------------------------------------------------------------------------------------------
@@ -347,6 +348,71 @@ def test_on_a_gpu_xla_keeps_what_it_does_as_fast(name, dtype, reason):
     with dispatch.target():
         (record,) = jaxft.fuse(fn).report(*args)
     assert record.reason.startswith(reason) and record.is_replaced == (not reason)
+
+
+def loss_of_first_label(x, w):
+    return -jnp.sum(jax.nn.log_softmax(x @ w)[jnp.arange(x.shape[0]), 0])
+
+
+def norms(x, *scales):
+    return [(x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-6) * g for g in scales]
+
+
+ROWS, HEADS_FIRST = (200, 1000), CASES["matmul, scaled query"].make(jnp.bfloat16)[0]
+IN_GRADIENTS = "as it was; in gradients "
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "reason", "implementation"),
+    [
+        pytest.param(jax.nn.softmax, [(100, 1000)], "a small array", "", id="small softmax"),
+        pytest.param(jax.nn.softmax, [ROWS], "", "triton", id="softmax"),
+        pytest.param(lambda x: jax.nn.softmax(jnp.sin(x)), [ROWS], "", IN_GRADIENTS + "triton", id="softmax of a sine"),
+        pytest.param(lambda x: 2 * jax.nn.softmax(x), [ROWS], "", IN_GRADIENTS + "triton", id="twice a softmax"),
+        pytest.param(lambda x: jnp.sin(jax.nn.log_softmax(x)), [ROWS], "XLA fuses the log", "", id="after log-softmax"),
+        pytest.param(jax.nn.log_softmax, [ROWS], "", "triton", id="log-softmax"),
+        pytest.param(loss_of_first_label, [(2499, 64), (64, 9)], "fewer than 2,500 rows", "", id="few losses"),
+        pytest.param(loss_of_first_label, [(2500, 64), (64, 9)], "", IN_GRADIENTS + "xla", id="losses"),
+        pytest.param(loss_of_first_label, [(2**15, 64), (64, 2**14)], "", IN_GRADIENTS + "xla", id="1 GiB of logits"),
+        pytest.param(loss_of_first_label, [(2**15, 64), (64, 2**14 + 1)], "", "xla", id="more logits"),
+        pytest.param(norms, [ROWS, (1000,), (1000,)], "", IN_GRADIENTS + "triton", id="two norms of one array"),
+        pytest.param(lambda *a: norms(*a)[0], [ROWS, (1000,), (1000,)], "", "triton", id="one norm"),
+        pytest.param(lambda x, g: norms(x, 1 + g), [ROWS, (1000,)], "", IN_GRADIENTS + "triton", id="scale 1 + g"),
+        pytest.param(jax.nn.dot_product_attention, [(2, 128, 4, 64)] * 3, "", "triton", id="attention"),
+        pytest.param(HEADS_FIRST, [(2, 4, 128, 64)] * 3, "up to 128", "", id="heads first"),
+        pytest.param(HEADS_FIRST, [(2, 4, 129, 64)] * 3, "", "triton", id="heads first, more queries"),
+    ],
+)  # fmt: skip
+def test_on_a_gpu_xla_keeps_what_was_measured_as_slower(fn, shapes, reason, implementation):
+    with dispatch.target():
+        report = jaxft.fuse(fn).report(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
+    for record in report:
+        assert record.reason.startswith(reason) and record.is_replaced == (not reason), record
+        assert record.implementation.startswith(implementation) and (implementation or not record.implementation)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "two norms of one array, in Flax",
+        "the loss of labels",
+        "a softmax with where=",
+        "a BERT layer",
+        "a scan of ViT blocks",
+    ],
+)
+def test_sites_that_gain_in_gradients_only_stay_as_they_were_otherwise(name, monkeypatch):
+    """The forward pass is the original one, bit by bit. The results and gradients of a training step are the ops'."""
+    fn, args = CASES[name].make(jnp.float32)
+    expected, everywhere = jax.jit(fn)(*args), jax.jit(jax.value_and_grad(loss_of(fuse(fn))))(*args)
+    monkeypatch.setattr(plan, "_gains_in_gradients_only", lambda *_: True)
+    fused = fuse(fn)
+    assert all(r.implementation.startswith(IN_GRADIENTS) for r in fused.report(*args) if r.is_replaced)
+    assert fused.report(*args).saves == 0
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(fused)(*args), expected)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(jax.value_and_grad(loss_of(fused)))(*args), everywhere)
+    by_closure = jax.jit(jax.grad(lambda x: loss_of(fuse(lambda *rest: fn(x, *rest)))(*args[1:])))(args[0])
+    assert_same(by_closure, everywhere[1])
 
 
 def test_dying_operands_are_written_in_place():

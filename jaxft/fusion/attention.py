@@ -516,4 +516,4 @@ def attention_site(g: Graph, anchor: Node, options: Options) -> Site:
     static |= {"causal": True} if masks.is_causal else {}
     static |= {"masks": len(masks.masks)} if masks.masks else {}
     static |= {"biases": len(masks.biases)} if masks.biases else {}
-    return Site("dot_product_attention", "attention", anchor, [out], inputs, call, static, inside)
+    return Site("dot_product_attention", "attention", anchor, [out], inputs, call, static, inside, layout)

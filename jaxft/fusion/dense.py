@@ -411,7 +411,7 @@ def _summed_loss(
         return loss.total * -scale
 
     inputs = present(*values)
-    static = {"V": z.shape[-1], "D": product.x.shape[-1]}
+    static = {"rows": rows, "V": z.shape[-1], "D": product.x.shape[-1]}
     return Site("linear_cross_entropy", "cross_entropy", anchor, [total], inputs, call, static,
                 region(g, [total], set(inputs)), always=True)  # fmt: skip
 

@@ -8,7 +8,7 @@ import jax
 
 from jaxft import dispatch
 from jaxft.fusion import activations, algebra, attention, dense, rows
-from jaxft.fusion.graph import ELEMENTWISE, Graph, Node, Var
+from jaxft.fusion.graph import ELEMENTWISE, IDENTITIES, Graph, Node, Var
 from jaxft.fusion.site import Options, Refused, Site, is_used_outside
 from jaxft.ops import plans
 
@@ -17,6 +17,12 @@ FAMILIES = (
 )  # fmt: skip
 _ROW_OPS = ("bias_residual_layer_norm", "layer_norm", "log_softmax", "rms_norm", "softmax")
 SCOPE = "jaxft.fuse"  # name scope of the equations of a replaced site, so that they are not matched again
+
+# Where XLA is as fast as an op. See docs/performance-notes.md, "Sites of jaxft.fuse".
+_FEW_ELEMENTS = 2**17  # of a softmax
+_FEW_LOSSES = 2500  # rows of a loss
+_FEW_BYTES = 2**30  # of logits
+_SHORT = 128  # queries and keys of attention
 
 _DIFFERENTIATED = "a differentiated graph: fuse first, as in jax.grad(jaxft.fuse(f))"
 
@@ -155,17 +161,26 @@ def judge(g: Graph, found: Found, options: Options, cache: dict[Any, tuple[str, 
             found.misses.append(Miss(site.anchor, site.op, reason))
             del found.sites[v]
     for site in found.sites.values():
-        site.saves = _bytes_saved(g, site)
+        site.in_gradients_only = _gains_in_gradients_only(g, site, found, options)
+        site.saves = 0 if site.in_gradients_only else _bytes_saved(g, site)
 
 
 def _no_gain(g: Graph, site: Site) -> str:
-    """Returns the reason why XLA is as fast as the kernel of the op, or "" if XLA is slower.
+    """Returns the reason why XLA is as fast as the op, or "" if XLA is slower.
 
-    docs/benchmarks/NVIDIA_H200.md has the times.
+    docs/performance-notes.md, "Sites of jaxft.fuse", and docs/benchmarks have the times.
     """
     out = site.outs[0]
     if site.op in _ROW_OPS and out.size == out.shape[-1]:
         return "one row, for which XLA is as fast"
+    if site.op in ("log_softmax", "softmax") and out.size < _FEW_ELEMENTS:
+        return "a small array, for which XLA is as fast"
+    if site.op == "log_softmax" and any(map(_is_arithmetic, g.uses(out))):
+        return "XLA fuses the log-softmax with what follows it"
+    if site.op == "linear_cross_entropy" and site.static["rows"] < _FEW_LOSSES:
+        return f"fewer than {_FEW_LOSSES:,} rows, for which XLA is as fast"
+    if site.op == "dot_product_attention" and _transposes_short_values(g, site):
+        return f"up to {_SHORT} queries and keys with the heads before the length, which the kernel needs after it"
     if site.op == "bias_activation":
         # H200, 4096x3072, with a bias: erf GELU 14.3 us (XLA 41.2), tanh GELU in float32 26.4 us (XLA 25.3).
         name, bias = site.static["activation"], site.static["bias"]
@@ -176,6 +191,38 @@ def _no_gain(g: Graph, site: Site) -> str:
         if any(node is not None and node.name in ELEMENTWISE for node in around):
             return "a transpose that XLA fuses with what is around it"
     return ""
+
+
+def _gains_in_gradients_only(g: Graph, site: Site, found: Found, options: Options) -> bool:
+    """Returns whether the op is faster than XLA in a training step, but not in a forward pass alone.
+
+    docs/performance-notes.md, "Sites of jaxft.fuse", has the times.
+    """
+    if options.force:
+        return False
+    first, *parameters = site.inputs
+    if site.op == "linear_cross_entropy":  # Larger logits do without the memory.
+        return bool(site.static["rows"] * site.static["V"] * first.dtype.itemsize <= _FEW_BYTES)
+    if site.op == "softmax":  # XLA fuses it with what is before and after it.
+        return any(map(_is_arithmetic, [g.node_of(first), *g.uses(site.outs[0])]))
+    if site.op in ("layer_norm", "rms_norm"):  # XLA computes common statistics once, and scales without a kernel.
+        norms = [other for other in found.sites.values() if other.op == site.op and any(map(g.uses, other.outs))]
+        of_this = [other for other in norms if g.find(other.inputs[0]) is g.find(first)]
+        return len(of_this) > 1 or any(_is_arithmetic(g.node_of(v)) for v in parameters)
+    return False
+
+
+def _is_arithmetic(node: Node | None) -> bool:
+    return node is not None and node.name in ELEMENTWISE and node.name not in (*IDENTITIES, "convert_element_type")
+
+
+def _transposes_short_values(g: Graph, site: Site) -> bool:
+    """Returns whether values of few keys, with the axis of heads before the axis of keys, have to be transposed."""
+    axes, (_, _, values, *_) = site.parts.v, site.inputs
+    above = g.node_of(values)
+    is_short = max(site.static["T"], site.static["S"]) <= _SHORT
+    is_made = above is not None and above.name in ("dot_general", "transpose")
+    return bool(is_short and not is_made and axes.heads and axes.length and min(axes.heads) < min(axes.length))
 
 
 def _backends(site: Site) -> tuple[str, str]:

@@ -83,7 +83,8 @@ def report_of(program: Program) -> Report:
             return Record(where.family, "", "", 0, where.reason, node.line, node.scopes)
         sizes = {"shape": list(where.outs[0].shape), "dtype": str(where.outs[0].dtype), **where.static}
         text = " ".join(f"{n}={x:g}" if isinstance(x, float) else f"{n}={x}" for n, x in sizes.items())
-        return Record(where.op, text, where.backends, where.saves, "", node.line, node.scopes)
+        backends = f"as it was; in gradients {where.backends}" if where.in_gradients_only else where.backends
+        return Record(where.op, text, backends, where.saves, "", node.line, node.scopes)
 
     return Report([*map(record, program.sites), *map(record, program.misses)])
 

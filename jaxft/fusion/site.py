@@ -51,6 +51,7 @@ class Site:
       always: whether the replacement needs no kernel to be worth it.
       backends: how the op runs on this device, for people.
       saves: bytes that the op saves by writing into `operands`.
+      in_gradients_only: whether the equations run as they were where no gradient is taken, because they are faster.
     """
 
     op: str
@@ -66,6 +67,7 @@ class Site:
     always: bool = False
     backends: str = ""
     saves: int = 0
+    in_gradients_only: bool = False
 
     def run(self, *arrays: Any) -> list[Any]:
         """Computes the values `outs` in their dtypes."""
