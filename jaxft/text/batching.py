@@ -282,7 +282,7 @@ class Batcher:
         lanes: Sequence[Lane], *, model: nnx.Module, width: int | None, unit: str,
         show_progress_bar: bool | None, convert: Callable[[np.ndarray], Any] = lambda rows: rows,
         is_finite: Callable[[np.ndarray], np.ndarray] = lambda rows: np.isfinite(rows).all(axis=1),
-        dtype: Any = np.float32,
+        dtype: Any = np.float32, empty: Callable[[tuple[int, int], Any], np.ndarray] = np.empty,
     ) -> Generator[Any]:  # fmt: skip
         """Yields the results of each part's texts (or pairs), `[len(part), width]`, in the order of the texts.
 
@@ -303,6 +303,7 @@ class Batcher:
           is_finite: returns which of the rows that `Lane.compute` returns are finite, `[n]`. Both functions run on the
             host while the device computes the next batches.
           dtype: the dtype of the results.
+          empty: makes the array for the results of a part from its shape and dtype.
 
         Raises:
           TextError: the result of a text is not finite. The message has the cause that is found in `model`.
@@ -313,7 +314,7 @@ class Batcher:
             nonlocal open_parts
             first = 0
             for texts in parts:
-                results: Any = [None] * len(texts) if width is None else np.empty((len(texts), width), dtype)
+                results: Any = [None] * len(texts) if width is None else empty((len(texts), width), dtype)
                 open_parts = (*open_parts, _Part(first, texts, results, len(texts)))
                 first += len(texts)
                 yield texts
