@@ -281,6 +281,8 @@ def test_batches_in_flight_are_bounded():
             most.append(len(running))
 
         def __array__(self, dtype=None, copy=None):
+            while len(most) <= batching._IN_FLIGHT:
+                time.sleep(0.001)
             running.discard(self)
             return self.values
 
@@ -288,6 +290,49 @@ def test_batches_in_flight_are_bounded():
     texts = texts_of([5] * 300)
     assert run(make(False), texts, 4, lambda batch: Result(device(batch)), (300,)) == expected(texts)
     assert max(most) == batching._IN_FLIGHT + 1 and not running
+
+
+def received(batcher, texts):
+    """Returns the threads in which the results of batches are received."""
+    before, found = threads(), []
+
+    def receive(positions, results):
+        found.append(threading.current_thread())
+        return results
+
+    lanes = [batching.Lane(Device())]
+    done = list(batcher.run_on(chunked(texts, len(texts)), 4, lanes, receive))
+    assert {int(p): int(n) for ps, rows in done for p, (n, _, _) in zip(ps, rows, strict=True)} == {
+        i: len(text) for i, text in enumerate(texts)
+    }
+    assert threads() == before
+    return found
+
+
+def test_thread_receives_all_results_but_the_last():
+    assert received(make(False), texts_of([5] * 4)) == [threading.current_thread()]
+    *others, last = received(make(False), texts_of([5] * 80))
+    assert last is threading.current_thread() and len({*others} - {last}) == 1 and last not in others
+
+
+def test_results_are_received_where_no_thread_can_start(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(batching.ThreadPoolExecutor, "submit", refuse)
+    assert {*received(make(False), texts_of([5] * 80))} == {threading.current_thread()}
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2]])
+def test_load_counts_batches_that_are_not_finished(order):
+    lane = batching.Lane(Device())
+    for _ in range(4):
+        lane.in_flight.append(batching._Work(None, None, batching.Future()))
+    for index in order:
+        lane.in_flight[index].reading.set_result(None)
+    assert lane.load == 1
+    lane.in_flight[3].reading = None  # a result of NumPy is there at once
+    assert lane.load == 0
 
 
 # --- Too little memory ---------------------------------------------------------------------------------------------

@@ -350,6 +350,23 @@ def test_failed_write_leaves_no_part(encoder, monkeypatch):
     assert [*contents("out")] == ["manifest.json"] and not atomic._unfinished
 
 
+def test_memory_of_written_embeddings_is_used_again(encoder, monkeypatch):
+    monkeypatch.setattr(corpora, "_CHUNK_BYTES", 4 * tiny.WIDTH * 5)
+    add, seen = corpora._Writer.add, []
+
+    def added(writer, chunk, embeddings):
+        seen.append((len(embeddings), embeddings.base))
+        add(writer, chunk, embeddings)
+
+    write("a.parquet", TEXTS)
+    corpora.encode_corpus(encoder, ["a.parquet"], "first", rows_per_part=12)  # compiles, which queues many chunks
+    monkeypatch.setattr(corpora._Writer, "add", added)
+    corpora.encode_corpus(encoder, ["a.parquet"], "out", rows_per_part=12)
+    assert len(seen) == 58 and {rows for rows, _ in seen} == {5, 2}
+    assert len({id(memory) for _, memory in seen}) < 40
+    np.testing.assert_allclose(vectors(read("out")), encoder.encode(TEXTS), atol=1e-5)
+
+
 def test_part_is_finished_while_the_next_is_written(encoder, monkeypatch):
     is_next, add, finish = threading.Event(), corpora._OpenPart.write, corpora._OpenPart.finish
 

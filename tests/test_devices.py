@@ -45,11 +45,11 @@ def used(monkeypatch):
     monkeypatch.setattr(batching.Lane, "load", property(lambda lane: len(lane.in_flight)))
     original = batching.Batcher._finish
 
-    def finish(self, work, lane, first):
+    def finish(self, work, *others):
         found.extend(
             home for leaf in jax.tree.leaves(work.result) if hasattr(leaf, "devices") for home in leaf.devices()
         )
-        return original(self, work, lane, first)
+        return original(self, work, *others)
 
     monkeypatch.setattr(batching.Batcher, "_finish", finish)
     return found

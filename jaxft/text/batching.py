@@ -176,15 +176,19 @@ class _Cut(NamedTuple):
     batch: Batch
 
 
-class _Work(NamedTuple):
+@dataclasses.dataclass
+class _Work:
     """A batch in flight on a device."""
 
     cut: _Cut
     result: Any  # what `Lane.compute` returned, or the error that it raised
+    reading: Future[Any] | None = None  # set if a thread reads the result
 
     @property
     def is_ready(self) -> bool:
-        """True if the result can be read without waiting."""
+        """True if the result can be used without waiting."""
+        if self.reading is not None:
+            return self.reading.done()
         return all(getattr(leaf, "is_ready", lambda: True)() for leaf in jax.tree.leaves(self.result))
 
 
@@ -209,11 +213,29 @@ class Lane:
         self.compute, self.is_ready, self.wait, self.device = compute, is_ready, wait, device
         self.in_flight: deque[_Work] = deque()
         self.is_retired = False  # True once the memory of the device was too small for a single text
+        self._reader: ThreadPoolExecutor | None = None
 
     @property
     def load(self) -> int:
-        """Number of batches that are not finished."""
-        return sum(not work.is_ready for work in self.in_flight)
+        """Number of batches that are not finished. Batches before a finished one are finished, too."""
+        return sum(1 for _ in itertools.takewhile(lambda work: not work.is_ready, reversed(self.in_flight)))
+
+    def add(self, work: _Work, read: Callable[[_Work], Any]) -> None:
+        """Queues a batch. A thread calls `read` for the batch before it while the caller launches further batches.
+
+        The last batch has no thread. A call with a single batch does not wait for a thread to start.
+        """
+        if self.in_flight:
+            if self._reader is None:
+                self._reader = ThreadPoolExecutor(max_workers=1)
+            with contextlib.suppress(RuntimeError):  # the main thread has ended, so no thread can start
+                self.in_flight[-1].reading = self._reader.submit(read, self.in_flight[-1])
+        self.in_flight.append(work)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        if self._reader is not None:
+            self._reader.shutdown(cancel_futures=True)
 
 
 @dataclasses.dataclass
@@ -260,7 +282,7 @@ class Batcher:
         lanes: Sequence[Lane], *, model: nnx.Module, width: int | None, unit: str,
         show_progress_bar: bool | None, convert: Callable[[np.ndarray], Any] = lambda rows: rows,
         is_finite: Callable[[np.ndarray], np.ndarray] = lambda rows: np.isfinite(rows).all(axis=1),
-        dtype: Any = np.float32,
+        dtype: Any = np.float32, empty: Callable[[tuple[int, int], Any], np.ndarray] = np.empty,
     ) -> Generator[Any]:  # fmt: skip
         """Yields the results of each part's texts (or pairs), `[len(part), width]`, in the order of the texts.
 
@@ -281,22 +303,43 @@ class Batcher:
           is_finite: returns which of the rows that `Lane.compute` returns are finite, `[n]`. Both functions run on the
             host while the device computes the next batches.
           dtype: the dtype of the results.
+          empty: makes the array for the results of a part from its shape and dtype.
 
         Raises:
           TextError: the result of a text is not finite. The message has the cause that is found in `model`.
         """
-        open_parts: deque[_Part] = deque()
+        open_parts: tuple[_Part, ...] = ()  # each change makes a new tuple, because threads read it
 
         def opened() -> Iterator[Sequence[Any]]:
+            nonlocal open_parts
             first = 0
             for texts in parts:
-                results: Any = [None] * len(texts) if width is None else np.empty((len(texts), width), dtype)
-                open_parts.append(_Part(first, texts, results, len(texts)))
+                results: Any = [None] * len(texts) if width is None else empty((len(texts), width), dtype)
+                open_parts = (*open_parts, _Part(first, texts, results, len(texts)))
                 first += len(texts)
                 yield texts
 
+        def receive(positions: np.ndarray, found: Any) -> _Part:
+            """Checks the results of a batch and stores them in their part, which is returned."""
+            part = next(part for part in open_parts if positions[0] < part.first + len(part.texts))
+            if isinstance(found, list):
+                finite = np.array([all(np.isfinite(x).all() for x in of[1:] if x is not None) for of in found])
+            else:
+                finite = is_finite(found)
+            if not finite.all():
+                index = int(positions[~finite].min())
+                reason = f"has a result that is not finite: {_cause(model)}"
+                raise TextError(index, _item(part.texts, index - part.first), reason)
+            found = found if isinstance(found, list) else convert(found)
+            if isinstance(found, list):
+                for position, of_text in zip(positions - part.first, found, strict=True):
+                    part.results[position] = of_text
+            else:
+                part.results[positions - part.first] = found
+            return part
+
         total = len(parts[0]) if isinstance(parts, list) and len(parts) == 1 else None
-        # If an error is raised, `closing` ends the tokenisation threads.
+        # If an error is raised, `closing` ends the threads that tokenise and that read results.
         with (
             contextlib.closing(self.tokenised_parts(opened(), tokenise)) as chunks,
             progress_bar(total, unit, show_progress_bar) as bar,
@@ -308,28 +351,15 @@ class Batcher:
                     bar.update(0)
                     yield first, chunk
 
-            for positions, found in self.run_on(watched(), batch_size, lanes):
-                part = next(part for part in open_parts if positions[0] < part.first + len(part.texts))
-                if isinstance(found, list):
-                    finite = np.array([all(np.isfinite(x).all() for x in of[1:] if x is not None) for of in found])
-                else:
-                    finite = is_finite(found)
-                if not finite.all():
-                    index = int(positions[~finite].min())
-                    reason = f"has a result that is not finite: {_cause(model)}"
-                    raise TextError(index, _item(part.texts, index - part.first), reason)
-                found = found if isinstance(found, list) else convert(found)
-                if isinstance(found, list):
-                    for position, of_text in zip(positions - part.first, found, strict=True):
-                        part.results[position] = of_text
-                else:
-                    part.results[positions - part.first] = found
-                part.missing -= len(positions)
-                bar.update(len(positions))
-                while open_parts and not open_parts[0].missing:
-                    yield open_parts.popleft().results
-            while open_parts:  # parts without texts
-                yield open_parts.popleft().results
+            with contextlib.closing(self.run_on(watched(), batch_size, lanes, receive)) as received:
+                for positions, part in received:
+                    part.missing -= len(positions)
+                    bar.update(len(positions))
+                    while open_parts and not open_parts[0].missing:
+                        first, *others = open_parts
+                        open_parts = (*others,)
+                        yield first.results
+            yield from (part.results for part in open_parts)  # parts without texts
 
     def tokenised(self, texts: Sequence[Any], tokenise: Tokenise) -> Generator[tuple[int, Tokens]]:
         """Yields (position of the first text, tokens) of each chunk, then (`len(texts)`, no texts)."""
@@ -392,14 +422,17 @@ class Batcher:
 
     def run(
         self, chunks: Iterator[tuple[int, Tokens]], batch_size: int, compute: Callable[[Batch], Any]
-    ) -> Iterator[tuple[np.ndarray, Any]]:
+    ) -> Generator[tuple[np.ndarray, Any]]:
         """Yields the results of batches on one device. See `run_on`."""
         return self.run_on(chunks, batch_size, [Lane(compute)])
 
     def run_on(
-        self, chunks: Iterator[tuple[int, Tokens]], batch_size: int, lanes: Sequence[Lane]
-    ) -> Iterator[tuple[np.ndarray, Any]]:
-        """Yields (positions `[n]`, results `[n, ...]`) of each batch. Within a chunk, longer texts come first.
+        self, chunks: Iterator[tuple[int, Tokens]], batch_size: int, lanes: Sequence[Lane],
+        receive: Callable[[np.ndarray, Any], Any] = lambda _, results: results,
+    ) -> Generator[tuple[np.ndarray, Any]]:  # fmt: skip
+        """Yields (positions `[n]`, `receive(positions, results)`) of each batch; results are `[n, ...]`.
+
+        Within a chunk, longer texts come first. A thread for each lane waits for its results and calls `receive`.
 
         An empty chunk ends a part. Texts before it and texts after it never share a batch. The last chunk is empty.
 
@@ -412,21 +445,34 @@ class Batcher:
 
         If a device runs out of memory, its `batch_size` is halved for this batch, the rest of the call and later calls.
         """
-        for cut in self._compiled(self._cut_all(chunks, batch_size, lanes[0]), lanes[0]):
-            for lane in sorted(lanes, key=lambda lane: lane.load) if len(lanes) > 1 else lanes:
-                parts = self._fitting(cut, lane)
-                # The first lane takes any batch. Another lane takes a batch only if its program is compiled.
-                if lane is lanes[0] or (not lane.is_retired and all([lane.is_ready(part.batch) for part in parts])):
-                    break
-            for part in parts:
-                lane.in_flight.append(work := _started(part, lane))
-                # If the device has refused this batch, first finish all work in flight on the device, and compute this
-                # batch in smaller parts. Then queue more.
-                while len(lane.in_flight) > (0 if isinstance(work.result, Exception) else _IN_FLIGHT):
-                    yield from self._finish(lane.in_flight.popleft(), lane, lanes[0])
-        for lane in lanes:
-            while lane.in_flight:
-                yield from self._finish(lane.in_flight.popleft(), lane, lanes[0])
+
+        def read(work: _Work) -> Any:
+            positions, texts, _, _ = work.cut
+            if isinstance(work.result, jax.errors.JaxRuntimeError):
+                raise work.result
+            if isinstance(work.result, tuple):
+                return receive(positions, self._features(texts, *map(np.asarray, work.result)))
+            return receive(positions, np.asarray(work.result)[: len(positions)])
+
+        try:
+            for cut in self._compiled(self._cut_all(chunks, batch_size, lanes[0]), lanes[0]):
+                for lane in sorted(lanes, key=lambda lane: lane.load) if len(lanes) > 1 else lanes:
+                    parts = self._fitting(cut, lane)
+                    # The first lane takes any batch. Another lane takes a batch only if its program is compiled.
+                    if lane is lanes[0] or (not lane.is_retired and all([lane.is_ready(part.batch) for part in parts])):
+                        break
+                for part in parts:
+                    lane.add(work := _started(part, lane), read)
+                    # If the device has refused this batch, first finish all work in flight on the device, and compute
+                    # this batch in smaller parts. Then queue more.
+                    while len(lane.in_flight) > (0 if isinstance(work.result, Exception) else _IN_FLIGHT):
+                        yield from self._finish(lane.in_flight.popleft(), lane, lanes[0], read)
+            for lane in lanes:
+                while lane.in_flight:
+                    yield from self._finish(lane.in_flight.popleft(), lane, lanes[0], read)
+        finally:
+            for lane in lanes:
+                lane.close()
 
     def _cut_all(self, chunks: Iterator[tuple[int, Tokens]], batch_size: int, lane: Lane) -> Iterator[_Cut]:
         """Yields the batches of chunks, cut for a lane. Their texts do not depend on how fast anything runs."""
@@ -494,16 +540,13 @@ class Batcher:
             return [cut]
         return [*self._cut(cut.positions, cut.texts, cut.batch_size, lane, set(), last=True)]
 
-    def _finish(self, work: _Work, lane: Lane, first: Lane) -> Iterator[tuple[np.ndarray, Any]]:
+    def _finish(
+        self, work: _Work, lane: Lane, first: Lane, read: Callable[[_Work], Any]
+    ) -> Iterator[tuple[np.ndarray, Any]]:
         """Yields the result of a batch. If memory ran out, computes the texts of the batch again in smaller batches."""
         positions, texts, batch_size, _ = work.cut
         try:
-            if isinstance(work.result, jax.errors.JaxRuntimeError):
-                raise work.result
-            if isinstance(work.result, tuple):
-                result: Any = self._features(texts, *map(np.asarray, work.result))
-            else:
-                result = np.asarray(work.result)[: len(positions)]
+            result = read(work) if work.reading is None else work.reading.result()
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error) or (batch_size == 1 and lane is first):
                 raise
@@ -523,7 +566,7 @@ class Batcher:
                 on, batch_size * self.limit, half * self.limit, half,
             )  # fmt: skip
         for part in self._cut(positions, texts, half, lane, set(), last=True):
-            yield from self._finish(_started(part, lane), lane, first)
+            yield from self._finish(_started(part, lane), lane, first, read)
 
     def _features(self, texts: Tokens, tokens: np.ndarray, *pooled: np.ndarray) -> list[Features]:
         """Splits the results of a batch by text.

@@ -189,6 +189,7 @@ def encode_corpus(
 
     rows = records.blocks(files, text_column, kept, are_wanted)
     open_chunks: deque[_Chunk] = deque()
+    spare: list[Any] = []  # memory of embeddings that are written; new memory takes longer to fill
     done = 0  # texts of the chunks before `open_chunks`
 
     def texts() -> Iterator[list[str]]:
@@ -196,11 +197,14 @@ def encode_corpus(
             open_chunks.append(chunk)
             yield chunk.texts
 
+    def empty(shape: tuple[int, int], dtype: Any) -> np.ndarray:
+        return (spare.pop() if spare else np.empty((most, shape[1]), dtype))[: shape[0]]
+
     with (
         contextlib.closing(_prefetched(_chunks(rows, rows_per_part, most, is_wanted))) as chunks,
-        _Writer(folder, schema, checksum, summary) as writer,
+        _Writer(folder, schema, checksum, summary, spare) as writer,
     ):
-        inputs: Any = text_inputs.Inputs(texts(), are_chunks=True)
+        inputs: Any = text_inputs.Inputs(texts(), are_chunks=True, empty=empty)
         try:
             with contextlib.closing(encoder.encode(
                 inputs, precision=precision, ranges=ranges, devices=devices, show_progress_bar=show_progress_bar,
@@ -321,10 +325,14 @@ def _facts(data: BufferedReader, digest: Any, rows: Any, part: int, settings: st
 
 
 class _Writer:
-    """Writes parts, each in a thread of its own: into a temporary file, which is renamed when the part is complete."""
+    """Writes parts, each in a thread of its own: into a temporary file, which is renamed when the part is complete.
 
-    def __init__(self, folder: Path, schema: Any, settings: str, summary: Summary) -> None:
+    The memory of embeddings that are written goes to `spare`.
+    """
+
+    def __init__(self, folder: Path, schema: Any, settings: str, summary: Summary, spare: list[Any]) -> None:
         self._folder, self._schema, self._settings, self._summary = folder, schema, settings, summary
+        self._spare = spare
         self._waiting: deque[Future[None]] = deque()
         self._parts: list[_OpenPart] = []  # the last one gets the next rows, others have all their rows
 
@@ -340,7 +348,8 @@ class _Writer:
             self._parts.append(part := _OpenPart(file, chunk.part, self._schema, self._settings))
             self._waiting.append(part.thread.submit(part.open))
         part = self._parts[-1]
-        self._waiting.append(part.thread.submit(part.write, chunk, embeddings))
+        self._waiting.append(written := part.thread.submit(part.write, chunk, embeddings))
+        written.add_done_callback(lambda _: self._spare.append(embeddings.base))
         self._summary.texts += len(chunk.texts)
         self._summary.nulls += chunk.rows - len(chunk.texts)
         while len(self._waiting) > _QUEUED:
@@ -397,14 +406,13 @@ class _OpenPart:
         pa = records.arrow()
         kept = pa.Table.from_batches([block.kept for block in chunk.blocks])
         field = self._schema.field(EMBEDDING)
-        is_null = np.array([text is None for block in chunk.blocks for text in block.texts])
-        values = embeddings
-        if is_null.any():
+        values, mask = embeddings, None
+        if len(chunk.texts) < chunk.rows:
+            is_null = np.array([text is None for block in chunk.blocks for text in block.texts])
             values = np.zeros((chunk.rows, embeddings.shape[1]), embeddings.dtype)
             values[~is_null] = embeddings
-        column = pa.FixedSizeListArray.from_arrays(
-            pa.array(values.reshape(-1)), type=field.type, mask=pa.array(is_null) if is_null.any() else None
-        )
+            mask = pa.array(is_null)
+        column = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), type=field.type, mask=mask)
         arrays = [kept.column(name) for name in kept.column_names] if len(self._schema) > 1 else []
         with atomic.writing(self._file):
             table = pa.table([*arrays, column], schema=self._schema)

@@ -1,6 +1,6 @@
 """The inputs of encoders: texts or token ids, one or many, at once or in chunks."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ class Inputs(NamedTuple):
     is_single: bool = False  # whether it is one text and not a sequence of texts
     are_chunks: bool = False  # whether there are any number of parts, each with its own results
     are_shapes: bool = False  # whether the programs of all shapes are compiled instead
+    empty: Callable[[tuple[int, int], Any], np.ndarray] = np.empty  # makes the array for the results of a part
 
 
 def read(where: str, name: str, given: Any) -> Inputs:

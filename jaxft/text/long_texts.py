@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxft.checkpoint import files as checkpoint_files
 from jaxft.text import growth
+from jaxft.text.words import Words
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -88,6 +89,11 @@ class LongTexts:
 
     def __reduce__(self) -> Any:
         return _restored, (self._tokenizer, self._tokenizer.encode_special_tokens, self._is_pair)
+
+    @functools.cached_property
+    def words(self) -> Words | None:
+        """The words of single texts, if texts may be tokenised word by word."""
+        return None if self._is_pair else Words.of(self._tokenizer)
 
     def encodings(self, texts: Sequence[Any]) -> "Iterator[Encoding]":
         """Yields the encodings of texts, or of pairs. Long texts are cut.
@@ -520,7 +526,15 @@ def tokenised(
     long_texts: LongTexts, padding: Mapping[str, Any], with_types: bool, prompt: str, texts: Sequence[Any]
 ) -> "tuple[array[int], array[int], array[int] | None]":
     """Returns the `arrays` of texts, or of pairs. It runs in another process, which needs neither JAX nor NumPy."""
-    return arrays(encodings(long_texts, padding, prompt, texts), with_types=with_types)
+    if padding or with_types or (words := long_texts.words) is None:
+        return arrays(encodings(long_texts, padding, prompt, texts), with_types=with_types)
+    rows = [words.ids(prompt + text) for text in texts]
+    others = encodings(long_texts, padding, prompt, [x for x, row in zip(texts, rows, strict=True) if row is None])
+    begins, ids = array("q", [0]), array("i")
+    for row in rows:
+        ids.fromlist(next(others).ids if row is None else row)
+        begins.append(len(ids))
+    return begins, ids, None
 
 
 class _CannotCutError(ValueError):

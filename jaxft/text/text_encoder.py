@@ -561,7 +561,7 @@ class TextEncoder:
         lanes = self._dealer.lanes("encode", devices, self.embedder, self._embed, arguments, one=one)
         found = of_texts.batcher.compute_parts(
             parts, functools.partial(of_texts.tokens, prompt), batch_size, lanes, model=self.embedder, width=width,
-            unit="text", show_progress_bar=show_progress_bar, **options,
+            unit="text", show_progress_bar=show_progress_bar, empty=inputs.empty, **options,
         )  # fmt: skip
         if inputs.are_chunks:
             return _finished(found, finish)
