@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -46,6 +47,17 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def encoder(folder):
     return SentenceEncoder.from_pretrained(folder)
+
+
+@pytest.fixture
+def compilations():
+    """An item for each program that was compiled."""
+    found = []
+    jax.monitoring.register_event_duration_secs_listener(
+        listen := lambda event, *_, **__: event.endswith("backend_compile_duration") and found.append(event)
+    )
+    yield found
+    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def pooled(encoder, text, modes=("mean",), normalize=False):
@@ -539,3 +551,20 @@ def test_folder_must_be_a_path(name):
 def test_no_such_folder():
     with pytest.raises(CheckpointError, match="no/such/folder"):
         SentenceEncoder.from_pretrained("no/such/folder")
+
+
+def test_loading_compiles_nothing(tmp_path, compilations):
+    folder = tiny.write_model(tmp_path, hidden_size=26, intermediate_size=38)  # sizes of no other test
+    compilations.clear()
+    SentenceEncoder.from_pretrained(folder)
+    assert not compilations
+
+
+def test_results_as_jax_arrays_compile_nothing(encoder, compilations):
+    options = {"output_value": None, "batch_size": 4}
+    encoder.encode(["rain", "a bird", "sings", "falls"], **options)
+    compilations.clear()
+    for count in (3, 4):  # batches of the same shape
+        results = encoder.encode(["rain", "a bird", "sings", "a bird sings"][:count], convert_to_numpy=False, **options)
+        assert len(results) == count and isinstance(results[0]["token_embeddings"], jax.Array)
+    assert not compilations

@@ -455,7 +455,7 @@ class CrossEncoder:
         if self.num_labels == 1:
             scores = scores[:, 0]
         scores = scores[0] if read.is_single else scores
-        return scores if convert_to_numpy else jnp.asarray(scores)
+        return scores if convert_to_numpy else jax.device_put(scores)
 
     def _activated(self, logits: np.ndarray, activation_fn: Activation, apply_softmax: bool | None) -> np.ndarray:
         """Returns the scores of logits `[n, num_labels]`, in an array that can be written to."""
@@ -467,7 +467,7 @@ class CrossEncoder:
             padded = np.pad(logits, ((0, -count % size if count else size), (0, 0)))
             blocks = [self._activated(x, activation_fn, apply_softmax) for x in np.split(padded, len(padded) // size)]
             return np.concatenate(blocks)[:count]
-        scores: Any = jnp.asarray(activation_fn(jnp.asarray(logits)), jnp.float32)
+        scores: Any = jnp.asarray(activation_fn(jax.device_put(logits)), jnp.float32)
         if scores.shape != logits.shape:
             raise ValueError(f"predict: activation_fn must return the shape {logits.shape}, got {scores.shape}")
         if self.num_labels > 1 and apply_softmax:

@@ -297,7 +297,7 @@ class MultiVectorEncoder(TextEncoder):
         )  # fmt: skip
         known = ("output_value", output_value, ("token_embeddings", None))
         read, prompt, batch_size = self._start(inputs, prompt, prompt_name, batch_size, task, [known])
-        convert = (lambda x: x) if convert_to_numpy else jnp.asarray
+        convert = (lambda x: x) if convert_to_numpy else jax.device_put
         skipped = self._skipped(task)
 
         def finish(found: list[batching.Features]) -> Any:

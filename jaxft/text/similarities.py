@@ -170,7 +170,7 @@ def max_sims(queries: Any, documents: Any, *, mean: bool, pairwise: bool = False
     if mean:
         counts = np.array([max(len(query), 1) for query in queries], np.float32)
         scores = scores / (counts if pairwise else counts[:, None])
-    return jnp.asarray(scores) if on_device else scores
+    return jax.device_put(scores) if on_device else scores
 
 
 def _chunks(order: np.ndarray, costs: Sequence[int]) -> list[np.ndarray]:
