@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -47,17 +46,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def encoder(folder):
     return SentenceEncoder.from_pretrained(folder)
-
-
-@pytest.fixture
-def compilations():
-    """An item for each program that was compiled."""
-    found = []
-    jax.monitoring.register_event_duration_secs_listener(
-        listen := lambda event, *_, **__: event.endswith("backend_compile_duration") and found.append(event)
-    )
-    yield found
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def pooled(encoder, text, modes=("mean",), normalize=False):
