@@ -132,9 +132,9 @@ def child(folder: str, steps: list[str]) -> dict[str, Any]:
                 jax.block_until_ready(compiled(*given_batch[:3]))
                 times.append(time.perf_counter())
             shape = f"{batch.input_ids.shape} {len(batch.lengths)} {batch.longest}"
-            names = "trace", "lower", "compile", "first run", "second run"
+            steps_of_shape = "trace", "lower", "compile", "first run", "second run"
             found[shape] = {
-                name: round(b - a, 4) for name, (a, b) in zip(names, itertools.pairwise(times), strict=True)
+                name: round(b - a, 4) for name, (a, b) in zip(steps_of_shape, itertools.pairwise(times), strict=True)
             }
             found[shape]["custom calls"] = lowered.as_text().count("custom_call")
     return found | {"device": jax.devices()[0].device_kind, "jax": jax.__version__}

@@ -94,9 +94,9 @@ def quiet(caplog):
 
 
 @pytest.fixture
-def compilations():
+def compiled():
     """An item for each program that was compiled."""
-    found = []
+    found: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(
         listen := lambda event, *_, **__: event.endswith("backend_compile_duration") and found.append(event)
     )

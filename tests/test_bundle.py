@@ -229,14 +229,14 @@ def test_arrays_are_joined_once():
 
 @pytest.mark.usefixtures("forced")
 @pytest.mark.parametrize("is_committed", [False, True])
-def test_models_are_bundled_without_a_compilation(is_committed, compilations):
+def test_models_are_bundled_without_a_compilation(is_committed, compiled):
     model = jaxft.BertModel(tiny.config(), rngs=nnx.Rngs(0))
     if is_committed:
         place = NamedSharding(jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,)), P())
         model = jax.tree.map(lambda x: jax.device_put(x, place), model)
-    compilations.clear()
+    compiled.clear()
     arrays, rebuild = bundled.Bundled(None)(model)
-    assert not compilations
+    assert not compiled
     expected, same = jaxft.bundle(model, **FORCED)
     assert rebuild == same
     chex.assert_trees_all_equal(arrays, expected)

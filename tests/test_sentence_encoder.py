@@ -541,18 +541,18 @@ def test_no_such_folder():
         SentenceEncoder.from_pretrained("no/such/folder")
 
 
-def test_loading_compiles_nothing(tmp_path, compilations):
+def test_loading_compiles_nothing(tmp_path, compiled):
     folder = tiny.write_model(tmp_path, hidden_size=26, intermediate_size=38)  # sizes of no other test
-    compilations.clear()
+    compiled.clear()
     SentenceEncoder.from_pretrained(folder)
-    assert not compilations
+    assert not compiled
 
 
-def test_results_as_jax_arrays_compile_nothing(encoder, compilations):
+def test_results_as_jax_arrays_compile_nothing(encoder, compiled):
     options = {"output_value": None, "batch_size": 4}
     encoder.encode(["rain", "a bird", "sings", "falls"], **options)
-    compilations.clear()
+    compiled.clear()
     for count in (3, 4):  # batches of the same shape
         results = encoder.encode(["rain", "a bird", "sings", "a bird sings"][:count], convert_to_numpy=False, **options)
         assert len(results) == count and isinstance(results[0]["token_embeddings"], jax.Array)
-    assert not compilations
+    assert not compiled
