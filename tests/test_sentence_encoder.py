@@ -548,6 +548,13 @@ def test_loading_compiles_nothing(tmp_path, compiled):
     assert not compiled
 
 
+def test_loading_puts_parameters_on_the_mesh_that_is_set(folder):
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        bias = SentenceEncoder.from_pretrained(folder).model.layers[0].out_bias.get_value()
+    assert bias.sharding == jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
 def test_results_as_jax_arrays_compile_nothing(encoder, compiled):
     options = {"output_value": None, "batch_size": 4}
     encoder.encode(["rain", "a bird", "sings", "falls"], **options)
