@@ -6,6 +6,7 @@ JAXFT_TEST_CHECKPOINT names, otherwise random weights of its shape. Prints one J
 
 import argparse
 import collections
+import itertools
 import json
 import os
 import random
@@ -25,6 +26,7 @@ CASES: dict[str, tuple[dict[str, str], list[str]]] = {
     "warmup, then texts": ({}, ["warmup", "texts"]),
     "warm warmup, then texts": ({}, ["warmup", "texts"]),
     "shapes, without a cache": ({"JAXFT_COMPILATION_CACHE": "off"}, ["shapes"]),
+    "first query in parts": ({"JAXFT_COMPILATION_CACHE": "off"}, ["parts"]),
 }
 
 
@@ -111,22 +113,30 @@ def child(folder: str, steps: list[str]) -> dict[str, Any]:
             encoder.encode(text)
             times.append(time.perf_counter() - start)
         found["query, p50 p95"] = np.percentile(times, (50, 95)).round(6).tolist()
-    if "shapes" in steps:
+    if {"shapes", "parts"} & {*steps}:
         arrays, rebuild = encoder._bundled(encoder.embedder)
+        lap("bundle")
+        # A short query has the smallest shape.
         batches = encoder._texts(None).batcher.blanks(32)
-        for batch in batches[:: 1 if gpu else 20]:
+        for batch in batches[:1] if "parts" in steps else batches[:: 1 if gpu else 20]:
             last_steps = None, False, False, "float32"
             given_batch = arrays, batch.input_ids, batch.lengths, batch.longest, last_steps, rebuild
-            begin = time.perf_counter()
+            times = [time.perf_counter()]
             traced = encoder._embed.trace(*given_batch)
-            parts = [time.perf_counter()]
+            times.append(time.perf_counter())
             lowered = traced.lower()
-            parts.append(time.perf_counter())
-            lowered.compile()
-            parts.append(time.perf_counter())
+            times.append(time.perf_counter())
+            compiled = lowered.compile()
+            times.append(time.perf_counter())
+            for _ in range(2):
+                jax.block_until_ready(compiled(*given_batch[:3]))
+                times.append(time.perf_counter())
             shape = f"{batch.input_ids.shape} {len(batch.lengths)} {batch.longest}"
-            found[shape] = [round(b - a, 3) for a, b in zip([begin, *parts], parts, strict=False)]
-            found[shape].append(lowered.as_text().count("custom_call"))
+            steps_of_shape = "trace", "lower", "compile", "first run", "second run"
+            found[shape] = {
+                name: round(b - a, 4) for name, (a, b) in zip(steps_of_shape, itertools.pairwise(times), strict=True)
+            }
+            found[shape]["custom calls"] = lowered.as_text().count("custom_call")
     return found | {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
 
 

@@ -218,7 +218,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--callers", metavar="N", type=_positive, nargs="+", help="threads that call at a time (default: 1 8)"
     )
-    bench.add_argument("--calls", metavar="N", type=_positive, help="calls of each thread (default: 200)")
+    bench.add_argument("--calls", metavar="N", type=_positive, help="calls of each thread (default: 400 in all)")
 
     fuse = command(
         "fuse", _run_fuse, "show which parts of a function jaxft.fuse replaces",
@@ -610,22 +610,22 @@ def _run_latency(args: argparse.Namespace) -> None:
     from jaxft import latency
     from jaxft.checkpoint import files as checkpoint_files
 
+    results: list[dict[str, Any]] = []
     with contextlib.nullcontext() if args.output is None else _new_file(args.output) as output:
         with _model_errors(None, ()):
             try:
                 folder = checkpoint_files.resolve(args.model)
                 callers = list(dict.fromkeys(args.callers or [1, 8]))
-                found = latency.compare(folder, dtype, callers, args.calls or 200, args.quantization)
+                for count, name, times in latency.compare(folder, dtype, callers, args.calls, args.quantization):
+                    if not results:
+                        kinds = f"single queries of {len(latency.QUERIES)} kinds"
+                        print(f"{args.model}, {dtype}, {device['device']}; {kinds}\n\n{latency.row(*latency.COLUMNS)}")
+                    print(latency.row(count, name, times), flush=True)
+                    results.append({"callers": count, "variant": name} | times._asdict())
             except latency.LatencyError as error:
                 raise _UserError(str(error)) from error
-        print(f"{args.model}, {dtype}, {device['device']}; single queries of {len(latency.QUERIES)} kinds\n")
-        print("\n".join(latency.table(found)))
         if output:
             head = {"versions": _versions(), **device, "model": args.model, "dtype": dtype}
-            results = [
-                {"callers": count, "variant": name} | times._asdict()
-                for count, variants in found.items() for name, times in variants.items()
-            ]  # fmt: skip
             with atomic.writing(args.output):
                 output.write_text(json.dumps(head | {"results": results}, indent=2, allow_nan=False) + "\n", "utf-8")
 

@@ -104,6 +104,11 @@ def folder() -> Path | None:
     return Path(used)
 
 
+def is_empty() -> bool:
+    """Returns whether `write` has stored nothing in the folder. True if the cache is off."""
+    return (where := folder()) is None or not any(where.glob("jaxft-*-cache"))
+
+
 def read(name: str) -> bytes | None:
     """Returns the content that `write` stored under a name, or None if it is missing or damaged."""
     if (where := folder()) is None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.export
+import jax.numpy as jnp
 import numpy as np
 
 logger = logging.getLogger("jaxft")
@@ -166,6 +167,11 @@ def default_device() -> jax.Device:
     # `default` is None, the name of a platform, or a device.
     default = jax.config.jax_default_device  # type: ignore[attr-defined]
     return default if hasattr(default, "platform") else jax.local_devices(backend=default)[0]
+
+
+def to_device(value: np.ndarray) -> jax.Array:
+    """Returns `jnp.asarray(value)`. It compiles nothing, unless a mesh is set: JAX would, a program for each shape."""
+    return jax.device_put(value) if jax.sharding.get_abstract_mesh().empty else jnp.asarray(value)
 
 
 @contextlib.contextmanager

@@ -4,14 +4,18 @@ The module is also the program that times sentence-transformers in a process of 
 """
 
 import importlib.util
+import itertools
 import json
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 PEER = "sentence-transformers"
 QUERIES = (
@@ -24,6 +28,9 @@ QUERIES = (
     "best book on the history of mathematics",
     "How many people live in the largest city of the country, and since when has it been the largest one?",
 )
+CALLS = 400  # of all threads together, unless the caller says otherwise
+COLUMNS = "callers", "variant", ("p50 ms", "p95 ms", "p99 ms", "queries/s")
+_TURNS = 5
 
 
 class Latency(NamedTuple):
@@ -39,25 +46,37 @@ class LatencyError(RuntimeError):
     """jaxft's embeddings differ from plain JAX's, or sentence-transformers failed."""
 
 
-def measure(encode: Callable[[str], Any], callers: int, calls: int) -> Latency:
-    """Times `encode` for single queries, by threads that each make `calls` calls. Raises the error of a call."""
-    for query in QUERIES:  # compile
-        encode(query)
-    times: list[list[float]] = [[] for _ in range(callers)]
+def measure(encoders: Mapping[str, Callable[[str], Any]], callers: int, calls: int | None) -> dict[str, Latency]:
+    """Times single queries by threads that each make `calls` calls. Raises the error of a call.
+
+    The encoders take turns, so that other load on the machine slows down all of them. None stands for `CALLS` calls of
+    all threads together.
+    """
+    count = -(-CALLS // callers) if calls is None else calls
+    turns = [count * (i + 1) // _TURNS - count * i // _TURNS for i in range(_TURNS)]
+    seconds = dict.fromkeys(encoders, 0.0)
+    times: dict[str, list[float]] = {name: [] for name in encoders}
+    for turn, (name, encode) in itertools.product(turns, encoders.items()):
+        seconds[name] += _turn(encode, callers, turn, times[name])
+    return {name: _latency(times[name], seconds[name]) for name in encoders}
+
+
+def _turn(encode: Callable[[str], Any], callers: int, calls: int, times: list[float]) -> float:
+    """Adds the times of the calls of all threads, and returns the seconds of the whole turn."""
     errors: list[BaseException] = []
     start = threading.Barrier(callers + 1)
 
-    def work(found: list[float], first: int) -> None:
+    def work(first: int) -> None:
         start.wait()
         try:
             for i in range(first, first + calls):
                 before = time.perf_counter()
                 encode(QUERIES[i % len(QUERIES)])
-                found.append(time.perf_counter() - before)
+                times.append(time.perf_counter() - before)
         except Exception as error:  # a thread would print it and end
             errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(found, i)) for i, found in enumerate(times)]
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(callers)]
     for thread in threads:
         thread.start()
     start.wait()
@@ -67,43 +86,48 @@ def measure(encode: Callable[[str], Any], callers: int, calls: int) -> Latency:
     seconds = time.perf_counter() - before
     if errors:
         raise errors[0]
-    every = sorted(1e3 * found for of_one in times for found in of_one)
+    return seconds
+
+
+def _latency(times: Sequence[float], seconds: float) -> Latency:
+    every = sorted(1e3 * of_one for of_one in times)
     # The smallest time that this share of the calls does not exceed.
     p50, p95, p99 = (every[-(-len(every) * percent // 100) - 1] for percent in (50, 95, 99))
     return Latency(p50, p95, p99, len(every) / seconds)
 
 
 def compare(
-    folder: Path, dtype: str, callers: Sequence[int], calls: int, quantization: str | None = None
-) -> dict[int, dict[str, Latency]]:  # fmt: skip
-    """Returns the times of jaxft, of plain JAX, and of sentence-transformers where it is installed, by callers.
+    folder: Path, dtype: str, callers: Sequence[int], calls: int | None, quantization: str | None = None
+) -> Iterator[tuple[int, str, Latency]]:  # fmt: skip
+    """Yields the number of callers, a variant and its times, as soon as they are measured.
 
-    Plain JAX is the same encoder with `implementation="xla"` and padded batches. jaxft's embeddings are checked first.
-    Raises a LatencyError if one of them has a cosine below 0.98 with plain JAX's, or if sentence-transformers fails.
+    The variants are jaxft, plain JAX, and sentence-transformers where it is installed. Plain JAX is the same encoder
+    with `implementation="xla"` and padded batches. jaxft's embeddings are checked first. Raises a LatencyError if one
+    of them has a cosine below 0.98 with plain JAX's, or if sentence-transformers fails.
     """
-    import numpy as np
-
     from jaxft.text.sentence_encoder import SentenceEncoder
 
     encoders = {
         "jaxft": SentenceEncoder.from_pretrained(folder, dtype=dtype, quantization=quantization),
         "xla": SentenceEncoder.from_pretrained(folder, dtype=dtype, implementation="xla", packed=False),
     }
-    ours, plain = (encoder.encode([*QUERIES], normalize_embeddings=True) for encoder in encoders.values())
-    if not (cosine := float(np.sum(ours * plain, axis=1).min())) >= 0.98:
+    encode = {name: encoder.encode for name, encoder in encoders.items()}
+    with ThreadPoolExecutor(len(encode) * len(QUERIES)) as threads:  # compiles all programs at the same time
+        ours, plain = (np.stack([*found]) for found in [threads.map(of_one, QUERIES) for of_one in encode.values()])
+    lengths = np.linalg.norm(ours, axis=1) * np.linalg.norm(plain, axis=1)
+    if not (cosine := float(np.min(np.sum(ours * plain, axis=1) / lengths))) >= 0.98:
         raise LatencyError(f"jaxft's embeddings have a cosine of {cosine:.4f} with plain JAX's; nothing was timed")
-    found = {
-        count: {name: measure(encoder.encode, count, calls) for name, encoder in encoders.items()} for count in callers
-    }
+    for count in callers:
+        for name, times in measure(encode, count, calls).items():
+            yield count, name, times
     if importlib.util.find_spec("sentence_transformers") is not None:
-        for count, latency in zip(callers, _peer(folder, dtype, callers, calls), strict=True):
-            found[count][PEER] = latency
-    return found
+        for count, times in zip(callers, _peer(folder, dtype, callers, calls), strict=True):
+            yield count, PEER, times
 
 
-def _peer(folder: Path, dtype: str, callers: Sequence[int], calls: int) -> list[Latency]:
+def _peer(folder: Path, dtype: str, callers: Sequence[int], calls: int | None) -> list[Latency]:
     """Returns the times of sentence-transformers in a process of its own."""
-    command = [sys.executable, "-m", "jaxft.latency", str(folder), dtype, str(calls), *map(str, callers)]
+    command = [sys.executable, "-m", "jaxft.latency", str(folder), dtype, json.dumps(calls), *map(str, callers)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
@@ -111,14 +135,10 @@ def _peer(folder: Path, dtype: str, callers: Sequence[int], calls: int) -> list[
     return [Latency(*times) for times in json.loads(done.stdout.splitlines()[-1])]
 
 
-def table(found: Mapping[int, Mapping[str, Latency]]) -> list[str]:
-    """Formats a row for each number of callers and each variant."""
-    lines = [["callers", "variant", "p50 ms", "p95 ms", "p99 ms", "queries/s"]]
-    for count, variants in found.items():
-        for name, times in variants.items():
-            lines.append([str(count), name, *(f"{ms:.2f}" for ms in times[:3]), f"{times.per_second:.0f}"])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+def row(callers: Any, variant: str, times: Sequence[Any]) -> str:
+    """Formats a row of the table, or the names of its columns."""
+    cells = [f"{x:.2f}" if isinstance(x, float) else x for x in times]
+    return f"{callers:>7}  {variant:>21}  " + "  ".join(f"{cell:>9}" for cell in cells)
 
 
 def _main(folder: str, dtype: str, calls: str, *callers: str) -> None:
@@ -131,7 +151,10 @@ def _main(folder: str, dtype: str, calls: str, *callers: str) -> None:
     def encode(query: str) -> Any:
         return encoder.encode(query, show_progress_bar=False)
 
-    print(json.dumps([measure(encode, int(count), int(calls)) for count in callers], allow_nan=False))
+    for query in QUERIES:  # of several lengths
+        encode(query)
+    found = [measure({PEER: encode}, int(count), json.loads(calls))[PEER] for count in callers]
+    print(json.dumps(found, allow_nan=False))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 os.environ["JAXFT_COMPILATION_CACHE"] = "off"
 
 import jax
+import jax.monitoring
 import pytest
 
 from jaxft import dispatch
@@ -90,6 +91,17 @@ def quiet(caplog):
     dispatch.log_once.cache_clear()
     yield
     dispatch.log_once.cache_clear()
+
+
+@pytest.fixture
+def compiled():
+    """An item for each program that was compiled."""
+    found: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(
+        listen := lambda event, *_, **__: event.endswith("backend_compile_duration") and found.append(event)
+    )
+    yield found
+    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.fixture(scope="session")

@@ -199,7 +199,8 @@ def test_errors():
 
 @pytest.fixture
 def forced(monkeypatch):
-    monkeypatch.setattr(bundled, "bundle", lambda model, implementation: jaxft.bundle(model, **FORCED))
+    run = bundled.bundle_with
+    monkeypatch.setattr(bundled, "bundle_with", lambda model, _, *how: run(model, FORCED["implementation"], *how))
 
 
 @pytest.mark.usefixtures("forced")
@@ -224,6 +225,23 @@ def test_arrays_are_joined_once():
     model.pooler = None
     arrays, other = of_model(model)
     assert len(jax.tree.leaves(other(arrays))) == len(jax.tree.leaves(model))
+
+
+@pytest.mark.usefixtures("forced")
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_models_are_bundled_without_a_compilation(is_committed, compiled):
+    model = jaxft.BertModel(tiny.config(), rngs=nnx.Rngs(0))
+    if is_committed:
+        place = NamedSharding(jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,)), P())
+        model = jax.tree.map(lambda x: jax.device_put(x, place), model)
+    compiled.clear()
+    arrays, rebuild = bundled.Bundled(None)(model)
+    assert not compiled
+    expected, same = jaxft.bundle(model, **FORCED)
+    assert rebuild == same
+    chex.assert_trees_all_equal(arrays, expected)
+    for x, y in zip(arrays, expected, strict=True):
+        assert (x.sharding, x.committed) == (y.sharding, y.committed)
 
 
 def test_xla_models_are_not_bundled():

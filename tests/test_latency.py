@@ -46,10 +46,10 @@ def test_percentiles_are_those_of_all_calls():
 
     def encode(query):
         calls[0] += 1
-        time.sleep(0.05 if calls[0] == len(latency.QUERIES) + 10 else 0.001)  # after the queries that compile
+        time.sleep(0.05 if calls[0] == 10 else 0.001)
 
-    found = latency.measure(encode, 1, 20)
-    assert calls[0] == len(latency.QUERIES) + 20
+    found = latency.measure({"of one": encode}, 1, 20)["of one"]
+    assert calls[0] == 20
     assert 1 <= found.p50_ms <= found.p95_ms < 50 <= found.p99_ms
     assert 1 < found.per_second < 20 / 0.069
 
@@ -62,8 +62,23 @@ def test_callers_call_at_the_same_time():
             together.wait()
             inside.release()
 
-    latency.measure(encode, 3, 4)
+    latency.measure({"of one": encode}, 3, 4)
     assert inside._value == 12
+
+
+def test_encoders_take_turns():
+    order = []
+    encoders = {name: lambda query, name=name: order.append(name) for name in "ab"}
+    found = latency.measure(encoders, 1, 20)
+    assert order == (["a"] * 4 + ["b"] * 4) * 5
+    assert [*found] == ["a", "b"]
+
+
+@pytest.mark.parametrize("callers", [1, 3, 8])
+def test_default_number_of_calls_is_that_of_all_callers(callers):
+    calls = []
+    latency.measure({"of one": calls.append}, callers, None)
+    assert latency.CALLS <= len(calls) < latency.CALLS + callers
 
 
 def test_error_of_a_caller_is_raised():
@@ -72,7 +87,7 @@ def test_error_of_a_caller_is_raised():
             raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        latency.measure(encode, 2, 3)
+        latency.measure({"of one": encode}, 2, 3)
 
 
 def test_table_and_json(model, peer, tmp_path, capsys):
@@ -82,7 +97,8 @@ def test_table_and_json(model, peer, tmp_path, capsys):
     head, _, columns, *lines = capsys.readouterr().out.splitlines()
     assert model in head and "float32" in head
     assert columns.split() == ["callers", "variant", "p50", "ms", "p95", "ms", "p99", "ms", "queries/s"]
-    variants = [(count, name) for count in (1, 2) for name in ("jaxft", "xla", "sentence-transformers")]
+    variants = [(count, name) for count in (1, 2) for name in ("jaxft", "xla")]
+    variants += [(count, "sentence-transformers") for count in (1, 2)]
     assert [(int(line.split()[0]), line.split()[1]) for line in lines] == variants
     results = json.loads(out.read_text())["results"]
     assert [(r["callers"], r["variant"]) for r in results] == variants
@@ -96,10 +112,26 @@ def fails(capsys, *arguments):
     return captured.err.splitlines()[-1].removeprefix("jaxft: error: ")
 
 
-def test_failure_of_the_peer_is_named(model, peer, monkeypatch, capsys):
+def test_failure_of_the_peer_is_named_after_the_other_times(model, peer, monkeypatch, capsys):
     monkeypatch.setenv("FAIL", "1")
-    message = fails(capsys, "--model", model, "--latency", "--calls", "1", "--callers", "1")
-    assert message == "sentence-transformers failed: MemoryError: out of memory"
+    assert cli.main(["bench", "--model", model, "--latency", "--calls", "1", "--callers", "1"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1].endswith(": sentence-transformers failed: MemoryError: out of memory")
+    assert [line.split()[1] for line in captured.out.splitlines()[3:]] == ["jaxft", "xla"]
+
+
+def test_times_are_printed_as_soon_as_they_are_measured(model, monkeypatch, capsys):
+    printed = []
+    measure = latency.measure
+
+    def watched(*args):
+        printed.append(len(capsys.readouterr().out.splitlines()))
+        return measure(*args)
+
+    monkeypatch.setattr(latency, "measure", watched)
+    monkeypatch.setattr(latency.importlib.util, "find_spec", lambda name: None)  # no other library
+    assert cli.main(["bench", "--model", model, "--latency", "--calls", "1", "--callers", "1", "2"]) == 0
+    assert printed == [0, 5]  # the head, and two variants
 
 
 def test_other_embeddings_are_not_timed(model, monkeypatch, capsys):

@@ -539,3 +539,27 @@ def test_folder_must_be_a_path(name):
 def test_no_such_folder():
     with pytest.raises(CheckpointError, match="no/such/folder"):
         SentenceEncoder.from_pretrained("no/such/folder")
+
+
+def test_loading_compiles_nothing(tmp_path, compiled):
+    folder = tiny.write_model(tmp_path, hidden_size=26, intermediate_size=38)  # sizes of no other test
+    compiled.clear()
+    SentenceEncoder.from_pretrained(folder)
+    assert not compiled
+
+
+def test_loading_puts_parameters_on_the_mesh_that_is_set(folder):
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        bias = SentenceEncoder.from_pretrained(folder).model.layers[0].out_bias.get_value()
+    assert bias.sharding == jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
+def test_results_as_jax_arrays_compile_nothing(encoder, compiled):
+    options = {"output_value": None, "batch_size": 4}
+    encoder.encode(["rain", "a bird", "sings", "falls"], **options)
+    compiled.clear()
+    for count in (3, 4):  # batches of the same shape
+        results = encoder.encode(["rain", "a bird", "sings", "a bird sings"][:count], convert_to_numpy=False, **options)
+        assert len(results) == count and isinstance(results[0]["token_embeddings"], jax.Array)
+    assert not compiled

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import jax
-import jax.monitoring
 import numpy as np
 import pytest
 
@@ -17,7 +16,7 @@ import peer_models
 import tiny
 from cases import slow, slow_cases
 from jaxft import cli, dispatch
-from jaxft.text import batching, devices
+from jaxft.text import batching, devices, text_encoder
 from jaxft.text.cross_encoder import CrossEncoder
 from jaxft.text.multi_vector_encoder import MultiVectorEncoder
 from jaxft.text.sentence_encoder import SentenceEncoder
@@ -26,18 +25,6 @@ from jaxft.text.sparse_encoder import SparseEncoder
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = [" ".join(random.Random(i).choices(tiny.WORDS, k=1 + i * 7 % 70)) for i in range(150)]
 COUNTS = (1, 2, 3, 4, 5, 9, 150)
-COMPILED = "/jax/core/compile/backend_compile_duration"
-
-
-@pytest.fixture
-def compiled():
-    """Programs that are compiled, a name for each."""
-    found: list[str] = []
-    jax.monitoring.register_event_duration_secs_listener(
-        listen := lambda event, *_, **__: found.append(event) if event == COMPILED else None
-    )
-    yield found
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.fixture(scope="module")
@@ -340,21 +327,38 @@ def test_compilation_without_memory_is_tried_again(folder, monkeypatch, compiled
     assert compiled
 
 
-def test_mosaic_is_imported_while_the_first_program_is_compiled(folder, monkeypatch):
-    """Only cards that run Mosaic's kernels import them ahead."""
-    imported, asked, before = [], [], threading.enumerate()
-    devices._import_mosaic_gpu.cache_clear()
-    monkeypatch.setattr(devices.importlib, "import_module", imported.append)
+@pytest.fixture
+def imported(monkeypatch):
+    """The modules that threads import ahead."""
+    found = []
+    devices.import_mosaic_gpu.cache_clear()
+    monkeypatch.setattr(devices.importlib, "import_module", found.append)
+    yield found
+    devices.import_mosaic_gpu.cache_clear()
+
+
+def test_only_cards_that_run_mosaic_import_it_ahead(imported):
+    before = threading.enumerate()
     for card in (("NVIDIA H200",), ("NVIDIA L4", (8, 9))):
         with dispatch.target(*card):
-            devices._import_mosaic_gpu(dispatch.device())
+            devices.import_mosaic_gpu(dispatch.device())
     if not dispatch.device().is_hopper:
-        devices._import_mosaic_gpu(dispatch.device())
+        devices.import_mosaic_gpu(dispatch.device())
     for thread in threading.enumerate():
         if thread not in before:
             thread.join()
     assert imported == ["jaxft.kernels.mosaic_gpu.dense"]
-    devices._import_mosaic_gpu.cache_clear()
-    monkeypatch.setattr(devices, "_import_mosaic_gpu", asked.append)
-    SentenceEncoder.from_pretrained(folder).encode("rain")
+
+
+def test_mosaic_is_imported_before_the_first_program_is_traced(folder, monkeypatch):
+    """While the weights are read, unless there are programs of earlier processes; then while XLA compiles."""
+    asked = []
+    for module in (devices, text_encoder):
+        monkeypatch.setattr(module, "import_mosaic_gpu", asked.append)
+    encoder = SentenceEncoder.from_pretrained(folder)
     assert asked == [dispatch.device()]
+    encoder.encode("rain")
+    assert asked == [dispatch.device()] * 2
+    monkeypatch.setattr(text_encoder.compilation_cache, "is_empty", lambda: False)
+    SentenceEncoder.from_pretrained(folder)
+    assert len(asked) == 2

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxft import atomic
+from jaxft import atomic, dispatch
 from jaxft.checkpoint import layouts
 from jaxft.checkpoint.files import CheckpointError, check_file, is_library_error, read_json_object
 from jaxft.checkpoint.layouts import Shape
@@ -210,7 +210,7 @@ def load(
                 tensor = tensors[name].value()
                 part[...] = tensor.T if layouts.is_kernel(parameter) else tensor
             if np.isfinite(value).all():
-                parameters[parameter] = jnp.asarray(value)
+                parameters[parameter] = dispatch.to_device(value)
                 continue
             wrong = [tensors[name] for name in names if not np.isfinite(tensors[name].value()).all()]
             problems += [f"{tensor}: has NaN or infinite values" for tensor in wrong] or [
@@ -248,7 +248,7 @@ def load_float8(
                 value = present[name].value()
                 value = value.view(jnp.float8_e4m3fn) if is_float8 else value.astype(expected[name].dtype)
                 problem = None if np.isfinite(value).all() else f"{present[name]}: has values that are not finite"
-                values[name] = jnp.asarray(value)
+                values[name] = dispatch.to_device(value)
             problems += filter(None, [problem])
     if problems:
         raise _error(folder, sorted(problems))

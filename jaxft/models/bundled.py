@@ -4,9 +4,16 @@ import weakref
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
-from jaxft.ops.bundle import Rebuild, bundle
+from jaxft.ops.bundle import Rebuild, bundle_with
+
+
+def _concatenated(vectors: list[jax.Array]) -> jax.Array:
+    """Concatenates vectors on the host. On the device, XLA would compile a program for it, which takes longer."""
+    is_committed = any(x.committed for x in vectors)
+    return jax.device_put(np.concatenate(jax.device_get(vectors)), vectors[0].sharding if is_committed else None)
 
 
 class Bundled:
@@ -29,7 +36,7 @@ class Bundled:
             same = len(leaves) == len(seen) and all(ref() is x for ref, x in zip(seen, leaves, strict=True))
             if same and structure == before:
                 return [*(leaves[i] for i in rebuild.order[: rebuild.whole]), *joined], rebuild
-        arrays, rebuild = bundle(jax.tree.unflatten(structure, leaves), implementation=self._implementation)
+        arrays, rebuild = bundle_with(jax.tree.unflatten(structure, leaves), self._implementation, _concatenated)
         if last and last[3] == rebuild:
             rebuild = last[3]  # JAX finds a compiled program faster by the same object
         self._last = structure, [weakref.ref(x) for x in leaves], arrays[rebuild.whole :], rebuild

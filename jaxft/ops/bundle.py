@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -61,6 +61,13 @@ def bundle(tree: Any, *, implementation: str | None = None) -> tuple[list[Any], 
 
     Gradients: for all arrays, through `rebuild`. Nothing is computed, so nothing is rounded.
     """
+    return bundle_with(tree, implementation, jnp.concatenate)
+
+
+def bundle_with(
+    tree: Any, implementation: str | None, concatenate: Callable[[list[Array]], Array]
+) -> tuple[list[Any], "Rebuild"]:
+    """Returns what `bundle` returns. `concatenate` concatenates vectors of the same dtype and sharding."""
     leaves, structure = jax.tree.flatten(tree)
     alike: dict[Any, list[int]] = {}
     if dispatch.choose("bundle", implementation, {"triton": None}).name == "triton":
@@ -70,7 +77,7 @@ def bundle(tree: Any, *, implementation: str | None = None) -> tuple[list[Any], 
     groups = [group for group in alike.values() if len(group) > 1]
     joined = {i for group in groups for i in group}
     rest = [i for i in range(len(leaves)) if i not in joined]
-    arrays = [leaves[i] for i in rest] + [jnp.concatenate([leaves[i] for i in group]) for group in groups]
+    arrays = [leaves[i] for i in rest] + [concatenate([leaves[i] for i in group]) for group in groups]
     sizes = tuple(tuple(leaves[i].size for i in group) for group in groups)
     order = [*rest, *(i for group in groups for i in group)]
     return arrays, Rebuild(structure, tuple(order), tuple(map(np.shape, arrays)), sizes, implementation)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxft import dispatch
 from jaxft.checkpoint.files import CheckpointError, read_settings
 from jaxft.models import embedding
 from jaxft.models.bert import BertModel
@@ -455,7 +456,7 @@ class CrossEncoder:
         if self.num_labels == 1:
             scores = scores[:, 0]
         scores = scores[0] if read.is_single else scores
-        return scores if convert_to_numpy else jnp.asarray(scores)
+        return scores if convert_to_numpy else dispatch.to_device(scores)
 
     def _activated(self, logits: np.ndarray, activation_fn: Activation, apply_softmax: bool | None) -> np.ndarray:
         """Returns the scores of logits `[n, num_labels]`, in an array that can be written to."""
@@ -467,7 +468,7 @@ class CrossEncoder:
             padded = np.pad(logits, ((0, -count % size if count else size), (0, 0)))
             blocks = [self._activated(x, activation_fn, apply_softmax) for x in np.split(padded, len(padded) // size)]
             return np.concatenate(blocks)[:count]
-        scores: Any = jnp.asarray(activation_fn(jnp.asarray(logits)), jnp.float32)
+        scores: Any = jnp.asarray(activation_fn(dispatch.to_device(logits)), jnp.float32)
         if scores.shape != logits.shape:
             raise ValueError(f"predict: activation_fn must return the shape {logits.shape}, got {scores.shape}")
         if self.num_labels > 1 and apply_softmax:

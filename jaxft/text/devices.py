@@ -122,7 +122,7 @@ class Dealer:
                         work: Callable[[], Any]
                         if name is None or kept is None:
                             work = functools.partial(programs.compile, function.lower(*call), name)
-                            _import_mosaic_gpu(dispatch.device())
+                            import_mosaic_gpu(dispatch.device())
                         else:
                             (home,) = dispatch.homes(call[0])
                             work = functools.partial(programs.load, name, kept, home, programs.state(call))
@@ -195,10 +195,10 @@ def _say(message: str) -> None:
 
 
 @functools.cache
-def _import_mosaic_gpu(machine: dispatch.Device) -> None:
+def import_mosaic_gpu(machine: dispatch.Device) -> None:
     """Starts to import Mosaic's kernels in a thread if programs of many rows have them.
 
-    The import takes 0.3 s. The first program to be compiled often has few rows, and the caller then waits for XLA.
+    The import takes 0.3 s. JAX needs half of it to lower any kernel.
     """
     if dispatch.machine_reason("mosaic_gpu", machine) is None and support.missing() is None:
         threading.Thread(target=importlib.import_module, args=("jaxft.kernels.mosaic_gpu.dense",)).start()

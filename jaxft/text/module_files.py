@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-
+from jaxft import dispatch
 from jaxft.checkpoint import files as checkpoint_files
 from jaxft.checkpoint import tensors as checkpoint_tensors
 from jaxft.checkpoint.files import CheckpointError, read_settings
@@ -451,7 +450,7 @@ def _read_module(kind: str, folder: Path, default: str = _SENTENCE) -> tuple[Mod
             values = checkpoint_tensors.load_exact(folder, dict.fromkeys(_NORM, (width,)))
             layer_norm = LayerNorm(width)
             for parameter, name in zip((layer_norm.gamma, layer_norm.beta), _NORM, strict=True):
-                parameter.set_value(jnp.asarray(values[name]))
+                parameter.set_value(dispatch.to_device(values[name]))
             return layer_norm, source, target
         return (Dropout(config.get("dropout", 0.2)) if kind == "Dropout" else Normalize()), source, target
     except (TypeError, ValueError) as error:
@@ -474,7 +473,7 @@ def _read_dense(folder: Path, config: dict[str, Any]) -> Dense:
     parameters = {name: parameter for name, parameter in named.items() if parameter is not None}
     shapes = {name: parameter.shape[::-1] for name, parameter in parameters.items()}
     for name, value in checkpoint_tensors.load_exact(folder, shapes).items():
-        parameters[name].set_value(jnp.asarray(value.T))
+        parameters[name].set_value(dispatch.to_device(value.T))
     return module
 
 

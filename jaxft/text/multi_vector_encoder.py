@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxft import dispatch
 from jaxft.models.bert import BertModel
 from jaxft.models.embedding import Module
 from jaxft.models.float8 import Float8Recipe
@@ -297,7 +298,7 @@ class MultiVectorEncoder(TextEncoder):
         )  # fmt: skip
         known = ("output_value", output_value, ("token_embeddings", None))
         read, prompt, batch_size = self._start(inputs, prompt, prompt_name, batch_size, task, [known])
-        convert = (lambda x: x) if convert_to_numpy else jnp.asarray
+        convert = (lambda x: x) if convert_to_numpy else dispatch.to_device
         skipped = self._skipped(task)
 
         def finish(found: list[batching.Features]) -> Any:

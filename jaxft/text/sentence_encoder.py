@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxft import dispatch
 from jaxft.models.bert import BertModel
 from jaxft.models.embedding import EmbeddingModel, Module, Normalize
 from jaxft.models.float8 import Float8Recipe
@@ -418,7 +419,7 @@ class SentenceEncoder(TextEncoder):
         # Unless all embeddings give the ranges, the device quantizes the embeddings of each batch.
         needs_all, options = precision in RANGED and limits is None, {}
         on_device = "float32" if needs_all else precision
-        starts_steps = None if limits is None else jnp.asarray(starts_and_steps(limits))
+        starts_steps = None if limits is None else dispatch.to_device(starts_and_steps(limits))
         if on_device != "float32":
             size = -(-size // 8) if precision.endswith("binary") else size
             options = {"convert": _without_flags, "is_finite": _is_finite, "dtype": PRECISIONS[precision]}
@@ -426,7 +427,7 @@ class SentenceEncoder(TextEncoder):
 
         def finish(results: Any) -> Any:
             if not is_embedding:
-                convert = (lambda x: x) if convert_to_numpy else jnp.asarray
+                convert = (lambda x: x) if convert_to_numpy else dispatch.to_device
                 length = None if prompt_length is None else int(prompt_length)
                 found = [self._features(x, length, convert) for x in results]
                 chosen = found if output_value is None else [x[output_value] for x in found]
@@ -435,7 +436,7 @@ class SentenceEncoder(TextEncoder):
                 limits = limits_of("encode", [results], precision, calibration=None) if results.size else None
                 results = quantized(results, precision, limits)
             result = results[0] if read.is_single else results
-            return result if convert_to_numpy else jnp.asarray(result)
+            return result if convert_to_numpy else dispatch.to_device(result)
 
         return self._compute(
             read, prompt, task, batch_size, given, devices, finish, show_progress_bar,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jaxft import dispatch
 from jaxft.models.multi_vector import max_sim
 from jaxft.models.pooling import l2_normalize
 
@@ -170,7 +171,7 @@ def max_sims(queries: Any, documents: Any, *, mean: bool, pairwise: bool = False
     if mean:
         counts = np.array([max(len(query), 1) for query in queries], np.float32)
         scores = scores / (counts if pairwise else counts[:, None])
-    return jnp.asarray(scores) if on_device else scores
+    return dispatch.to_device(scores) if on_device else scores
 
 
 def _chunks(order: np.ndarray, costs: Sequence[int]) -> list[np.ndarray]:

@@ -11,6 +11,7 @@ import scipy.sparse
 from jax.experimental import sparse
 from jax.typing import DTypeLike
 
+from jaxft import dispatch
 from jaxft.models.float8 import Float8Recipe
 from jaxft.models.masked_lm import BertForMaskedLM
 from jaxft.models.splade import SpladeModel
@@ -236,11 +237,11 @@ class SparseEncoder(TextEncoder):
             found: Any = scipy.sparse.csr_array((weights, ids, begins), shape=(len(rows), self.embedding_dimension))
             found = found[0] if read.is_single else found
             if not convert_to_sparse_tensor:
-                return found.toarray() if convert_to_numpy else jnp.asarray(found.toarray())
+                return found.toarray() if convert_to_numpy else dispatch.to_device(found.toarray())
             if convert_to_numpy:
                 return found
             indices = np.stack(found.tocoo().coords, axis=-1).astype(np.int32)
-            return sparse.BCOO((jnp.asarray(found.data), jnp.asarray(indices)), shape=found.shape)
+            return sparse.BCOO((dispatch.to_device(found.data), dispatch.to_device(indices)), shape=found.shape)
 
         return self._compute(
             read, prompt, task, batch_size, self._given, devices, finish, show_progress_bar,
@@ -313,7 +314,7 @@ class SparseEncoder(TextEncoder):
         scores = np.asarray(scores, np.float32)
         if pairwise and all(x.ndim == 1 for x in given):
             scores = scores[0]
-        return jnp.asarray(scores) if any(isinstance(x, jax.Array | sparse.BCOO) for x in given) else scores
+        return dispatch.to_device(scores) if any(isinstance(x, jax.Array | sparse.BCOO) for x in given) else scores
 
     def decode(self, embeddings: Any, top_k: int | None = None) -> list[Any]:
         """Returns the tokens of embeddings with their weights, the largest weight first.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from jaxft import dispatch
+from jaxft import compilation_cache, dispatch
 from jaxft.checkpoint import files as checkpoint_files
 from jaxft.checkpoint.files import CheckpointError
 from jaxft.models.bert import BertModel
@@ -24,7 +24,7 @@ from jaxft.text import arguments, batching, exported, long_texts, module_files, 
 from jaxft.text import inputs as text_inputs
 from jaxft.text import tokenizer as tokenizer_files
 from jaxft.text.batching import Bucket, Tokens
-from jaxft.text.devices import Arguments, Dealer
+from jaxft.text.devices import Arguments, Dealer, import_mosaic_gpu
 from jaxft.text.inputs import Inputs, Part
 from jaxft.text.long_texts import LongTexts
 from jaxft.text.processes import Processes
@@ -70,11 +70,16 @@ def read_files(
     folder_or_id: str | os.PathLike[str], read: Callable[[Path], module_files.Layout], *, revision: str | None,
     cache_dir: str | os.PathLike[str] | None, local_files_only: bool,
 ) -> Files:  # fmt: skip
-    """Finds or downloads a checkpoint and reads it. `read` reads the folder's layout."""
+    """Finds or downloads a checkpoint and reads it. `read` reads the folder's layout.
+
+    Unless programs are stored, the first one will be traced, and a thread starts to import what that needs.
+    """
     folder = checkpoint_files.resolve(
         folder_or_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
     )
     layout = read(folder)
+    if compilation_cache.is_empty():
+        import_mosaic_gpu(dispatch.device())
     return Files(folder, layout, tokenizer_files.Settings(layout.transformer))
 
 

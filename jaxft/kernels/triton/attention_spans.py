@@ -3,12 +3,15 @@
 For a tile of queries the other side is the keys, and for a tile of keys it is the queries. A kernel skips blocks that a
 mask excludes altogether, and with packed sequences it computes only tiles that have rows. XLA computes the spans before
 the kernels start: a span is a few numbers for each tile, and XLA has the masks at hand.
+
+Each layer of a model has these operations in its program, and XLA compiles them before it finds that they are equal. So
+they are few: `lax.div` of numbers from 0 on is one operation where `//` is 17.
 """
 
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jaxft.kernels.triton.attention_problem import Problem
 
@@ -41,15 +44,16 @@ def _tiles_back_to_back(p: Problem, block: int) -> Tiles:
     offsets, ends = p.rules.cu_seqlens, p.rules.query_lengths
     assert offsets is not None and ends is not None
     lengths, index = jnp.maximum(offsets[1:] - offsets[:-1], 0), jnp.arange(p.batch, dtype=jnp.int32)[None]
-    count = ((lengths + (block - 1)) // block)[None]
+    count = lax.div(lengths + (block - 1), block)[None]
     sooner = (ends[None] > ends[:, None]) | ((ends[None] == ends[:, None]) & (index < index.T))
     first = jnp.sum(jnp.where(sooner, count, 0), axis=1, dtype=jnp.int32)
-    tile = jnp.arange(p.tiles_back_to_back(block), dtype=jnp.int32)
-    mine = (first[None] <= tile[:, None]) & (tile[:, None] < first[None] + count)
-    batch = jnp.max(jnp.where(mine, index, -1), axis=1)
-    found = [jnp.where(batch < 0, 0, x[batch]) for x in (offsets[:-1], lengths, ends)]
-    start = jnp.where(batch < 0, 0, (tile - first[batch]) * block)
-    return Tiles(*(x[:, None] for x in (jnp.maximum(batch, 0), start, *found)))
+    tile = jnp.arange(p.tiles_back_to_back(block), dtype=jnp.int32)[:, None]
+    mine = (first[None] <= tile) & (tile < first[None] + count)
+    batch = jnp.max(jnp.where(mine, index, -1), axis=1, keepdims=True)
+    of_batch = jnp.stack([first, offsets[:-1], lengths, ends], axis=1)
+    of_tile = of_batch.at[jnp.maximum(batch[:, 0], 0)].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    start, *found = jnp.split(jnp.where(batch < 0, 0, of_tile), 4, axis=1)
+    return Tiles(jnp.maximum(batch, 0), jnp.where(batch < 0, 0, (tile - start) * block), *found)
 
 
 def _sides(p: Problem) -> tuple[Side, Side]:
@@ -85,19 +89,20 @@ def _spans(p: Problem, own: Side, other: Side, window, block: int, other_block: 
     lengths = (r.query_lengths, r.key_lengths, r.query_ids, before, after)
     if not p.key_mask and all(x is None for x in lengths):
         return None
-    start = jnp.arange(0, own.length, block, dtype=jnp.int32)[None, :]
     tiles = None
     if p.varlen:  # arrays of shape [tiles, 1]; queries and keys have the same sequences
         tiles = _tiles_back_to_back(p, block)
         start, own = tiles.start, own._replace(end=tiles.end, full=tiles.end)
         other = other._replace(end=tiles.end, full=tiles.end)
+    else:
+        start = jnp.arange(0, own.length, block, dtype=jnp.int32)[None, :]
     stop = jnp.minimum(start + block, own.end)  # [B|1, tiles]
     first: Any = jnp.int32(0) if before is None else jnp.maximum(start - before, 0)
     last = other.end if after is None else jnp.minimum(stop + after, other.end)
     full_from = jnp.int32(0) if before is None else jnp.maximum(stop - 1 - before, 0)
     full_to = other.full if after is None else jnp.minimum(start + after + 1, other.full)
     full_to = jnp.where(stop <= own.full, full_to, 0)
-    full_start, full_stop = (full_from + other_block - 1) // other_block, full_to // other_block
+    full_start, full_stop = lax.div(full_from + other_block - 1, other_block), lax.div(full_to, other_block)
     if own.ids is not None and other.ids is not None:
         low, high = (x[:, :, None] for x in _range_of_ids(own, block))
         other_low, other_high = (x[:, None, :] for x in _range_of_ids(other, other_block))
@@ -113,14 +118,14 @@ def _spans(p: Problem, own: Side, other: Side, window, block: int, other_block: 
         full_stop = jnp.minimum(full_stop, jnp.min(jnp.where(later, index, index.size), axis=2))
     last = jnp.where(stop > start, last, 0)
     first = jnp.minimum(first, last)
-    full_start = jnp.clip(full_start, first // other_block, -(-last // other_block))
-    full_stop = jnp.clip(full_stop, full_start, -(-last // other_block))
+    end = lax.div(last + (other_block - 1), other_block)
+    full_start = jnp.clip(full_start, lax.div(first, other_block), end)
+    full_stop = jnp.clip(full_stop, full_start, end)
     columns = [first, last, full_start, full_stop, own.end, *(tiles or ())[:4]]
+    column = jnp.arange(len(columns), dtype=jnp.int32)[None, None]
     spans = jnp.zeros((*last.shape, len(columns)), jnp.int32)
     for i, part in enumerate(columns):  # elementwise operations, which XLA fuses into one kernel
-        spans = jnp.where(
-            jnp.arange(len(columns))[None, None] == i, jnp.broadcast_to(part, last.shape)[:, :, None], spans
-        )
+        spans = jnp.where(column == i, jnp.broadcast_to(part, last.shape)[:, :, None], spans)
     return spans.astype(jnp.int32)
 
 

@@ -31,9 +31,9 @@ def _kernel(x_ref: Any, *y_refs: Any, begins: Sequence[int]) -> None:
 
         @pl.when(pl.program_id(1) == first // _PARTS)
         def _(first: int = first) -> None:
-            copies = []
+            copies, places = [], common.positions(place, _ELEMENTS)
             for y_ref, begin in zip(y_refs[first : first + _PARTS], begins[first : first + _PARTS], strict=True):
-                inside = common.positions(place, _ELEMENTS) < y_ref.shape[0]
+                inside = places < y_ref.shape[0]
                 values = common.load(x_ref.at[common.span(begin + place, _ELEMENTS)], mask=inside, other=None)
                 copies.append((y_ref, values, inside))
             for y_ref, values, inside in copies:
