@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -124,6 +125,35 @@ def test_interrupted_call_leaves_no_answer_to_the_next(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             made("four")
     assert [made("three"), made("six")] == [5, 3] and made.ready == 1
+
+
+def test_threads_that_wait_for_a_process_notice_its_end():
+    made = Processes(eval, 1)
+    wait(lambda: made.ready)
+    results = []
+    calls = ["__import__('time').sleep(600)", "3", "4"]
+    threads = [threading.Thread(target=lambda c=call: results.append(made(c)), daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    wait(lambda: made._idle.empty())
+    time.sleep(0.1)  # until the others wait
+    made._started[0].kill()
+    wait(lambda: not any(thread.is_alive() for thread in threads))
+    assert None in results and made.ready == 0
+
+
+@pytest.mark.parametrize("error", ["ValueError", "KeyboardInterrupt"])
+def test_process_survives_errors_of_its_function(error):
+    """A panic of the tokenizers library is no Exception."""
+    made = Processes(eval, 1)
+    wait(lambda: made.ready)
+    assert made(f"(_ for _ in ()).throw({error})") is None and made("3") == 3 and made.ready == 1
+
+
+def test_processes_get_no_signals_of_the_terminal():
+    made = Processes(len, 1)
+    wait(lambda: made.ready)
+    assert os.getsid(made._started[0].pid) != os.getsid(0)
 
 
 def test_tokenizer_that_cannot_be_sent_stays_with_threads(caplog):

@@ -169,7 +169,7 @@ def _rules(step: dict[str, Any]) -> list[str]:
     """Returns the replacements of SentencePiece's rules, each of which replaces at least one character."""
     rules = base64.b64decode(step["precompiled_charsmap"])
     replacements = rules[4 + int.from_bytes(rules[:4], "little") :]
-    return ["x", *(text.decode(errors="replace") for text in replacements.split(b"\0"))]
+    return [text.decode(errors="replace") for text in replacements.split(b"\0")]
 
 
 def _normalizer(step: dict[str, Any]) -> Any:
