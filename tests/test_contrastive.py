@@ -259,7 +259,7 @@ def test_matryoshka_passes_none_on():
         ({"dims": 4}, "dims must be positive integers, at least one, got 4"),
         ({"dims": (4, 2), "weights": [1.0, float("nan")]}, "weights must be finite, got nan"),
         ({"dims": (4, 2), "n_dims_per_step": 0}, "n_dims_per_step must be None or a positive integer, got 0"),
-        ({"dims": (9,)}, r"embeddings must have at least 9 components, got \(6, 8\)"),
+        ({"dims": (9, 4)}, r"embeddings must have at least 9 components, got \(6, 8\)"),
         ({"dims": (4,), "n_dims_per_step": 1}, "a key is needed with n_dims_per_step, and only then"),
         ({"dims": (4,), "loss_fn": lambda *x: 1.0}, "loss_fn must return two scalars, total and an integer labelled"),
     ],

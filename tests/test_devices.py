@@ -25,7 +25,7 @@ TEXTS = tiny.texts(300)
 @pytest.mark.skipif(jax.local_device_count() >= 4, reason="the other tests have four devices already")
 def test_encoders_compute_on_four_devices():
     told = pytest_on(4, __file__)
-    assert told.count("PASSED") >= 11 and told.count("SKIPPED") == 1
+    assert told.count("PASSED") >= 12 and told.count("SKIPPED") == 1
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +133,15 @@ def test_work_devices(monkeypatch):
     assert dispatch.work_devices(many=True) == jax.local_devices() and dispatch.work_devices(many=False) == []
     with jax.default_device(jax.devices()[-1]):
         assert dispatch.work_devices(many=True) == [jax.devices()[-1]]
+
+
+@several
+def test_devices_of_one_call_are_of_one_kind(monkeypatch):
+    monkeypatch.setattr(dispatch, "_describe", lambda x: dispatch.Device("cuda", f"card {x.id // 2}", (9, 0)))
+    a, b, c, d = jax.local_devices()
+    assert dispatch.named_devices("encode", [3, 2]) == [d, c] and dispatch.work_devices(many=True) == [a, b]
+    with pytest.raises(ValueError, match="encode: devices must be one or more different devices of one kind, got"):
+        dispatch.named_devices("encode", [1, 2])
 
 
 @several

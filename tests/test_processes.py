@@ -151,9 +151,16 @@ def test_process_survives_errors_of_its_function(error):
 
 
 def test_processes_get_no_signals_of_the_terminal():
-    made = Processes(len, 1)
+    made = Processes(eval, 1)
     wait(lambda: made.ready)
     assert os.getsid(made._started[0].pid) != os.getsid(0)
+    assert made("__import__('os').environ['RAYON_NUM_THREADS']") == "8"
+
+
+def test_forked_process_ends_none_of_its_parent():
+    ended = threading.Event()
+    processes._end(os.getppid(), ended, [None])
+    assert not ended.is_set()
 
 
 def test_tokenizer_that_cannot_be_sent_stays_with_threads(caplog):
@@ -281,3 +288,6 @@ def test_processes_are_one_for_eight_cores(on_gpus, monkeypatch):
     assert processes.suitable() == 2
     monkeypatch.setenv("RAYON_NUM_THREADS", "0")  # all
     assert processes.suitable() == 2
+    for value, expected in (("true", 2), ("1", 2), ("0", 0), ("", 0), ("OFF", 0), ("no", 0), ("n", 0), ("f", 0)):
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", value)
+        assert processes.suitable() == expected, value
