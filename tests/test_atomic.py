@@ -244,6 +244,12 @@ def test_impossible_target_is_named(tmp_path, target, kind, reason):
     assert names(tmp_path) == ["file"]
 
 
+def test_error_without_a_number_is_named():
+    with pytest.raises(OSError, match="cannot write x: odd") as raised, atomic.writing("x"):
+        raise OSError("odd")
+    assert raised.value.errno == errno.EIO and raised.value.strerror
+
+
 def test_next_writer_removes_what_a_killed_one_left(tmp_path):
     with holding(tmp_path / "a"):
         pass

@@ -120,6 +120,14 @@ def test_rows_of_zeros_have_finite_gradients(dtype):
         assert not x[place].any() and jnp.any(jnp.delete(x, place, axis=0) != 0)
 
 
+def test_short_rows_have_length_1():
+    queries, documents, _ = embeddings()
+    expected = contrastive_loss(queries, documents).total
+    np.testing.assert_allclose(contrastive_loss(queries * 1e-10, documents).total, expected, rtol=1e-5)
+    shorter = contrastive_loss(queries * 1e-16, documents).total  # divided by 1e-12
+    np.testing.assert_allclose(shorter, 6 * np.log(6), rtol=1e-2)
+
+
 def test_nan_of_an_embedding_reaches_the_loss():
     queries, documents, _ = embeddings()
     assert np.isnan(contrastive_loss(queries.at[1, 2].set(jnp.nan), documents).total)

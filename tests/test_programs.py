@@ -105,6 +105,7 @@ def test_name_depends_on_each_fact_about_an_array(model, folder):
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     ids = [x, jax.device_put(x, device), jax.device_put(x, sharding), jax.numpy.asarray(1), x[0, 0], x[0, 0] > 0]
     assert not ids[0].committed and ids[1].committed and ids[3].weak_type and not ids[4].weak_type
+    ids += [np.zeros((2, 8), dtype) for dtype in (np.int32, np.int8)]
     names = [name_of(encoder, ids=x) for x in ids]
     with jax.set_mesh(mesh):
         names.append(name_of(encoder, ids=x))
@@ -148,8 +149,11 @@ def test_sources_are_all_files_that_choose_programs(monkeypatch, tmp_path):
         (tmp_path / name).write_text(content)
         programs._sources.cache_clear()
         found.add(programs._sources())
+    (tmp_path / "text" / "c.py").rename(tmp_path / "text" / "d.py")
     programs._sources.cache_clear()
-    assert len(found) == 4
+    found.add(programs._sources())
+    programs._sources.cache_clear()
+    assert len(found) == 5
 
 
 def test_loaded_program_is_for_its_settings_and_parameters(model, folder, lowered):
