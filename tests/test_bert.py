@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +122,18 @@ def test_config_counts_parameters(monkeypatch):
     monkeypatch.setattr(config_module, "_MAX_PARAMETERS", count - 1)
     with pytest.raises(ValueError, match=f"the sizes make {count} parameters"):
         dataclasses.replace(config)
+
+
+def test_config_counts_parameters_of_each_kind(monkeypatch):
+    monkeypatch.setattr(config_module, "_MAX_PARAMETERS", 0)
+
+    def count(model_type, layers):
+        with pytest.raises(ValueError, match="the sizes make") as caught:
+            BertConfig(model_type, hidden_size=24, intermediate_size=40, num_hidden_layers=layers)
+        return int(re.search(r"make (\d+) ", str(caught.value))[1])
+
+    assert count("albert", 9) == count("albert", 1) == count("bert", 1)
+    assert count("nomic_bert", 9) - count("bert", 9) == 9 * 24 * 40  # the other half of the gate
 
 
 def test_roberta_config_needs_positions_after_padding():
